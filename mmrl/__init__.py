@@ -1,0 +1,21 @@
+"""mmrl: one toolkit to train vision-language and flow-matching models with GRPO-family objectives, and to run
+them cheaper."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+__version__ = "0.1.0"
+
+# In a checkout the scopes lie beside this folder (`vision/` is `mmrl.vision`); installed, they lie inside it.
+# Looking in both
+# places makes a plain checkout behave like an install.
+if (Path(__file__).parents[1] / "vision" / "__init__.py").is_file():
+    __path__.append(str(Path(__file__).parents[1]))
+
+
+def load_engine(path, overrides=()):
+    """Build the engine of a configuration for inference: `mmrl.load_engine("run.yaml").rollout(prompts)`."""
+    from mmrl.build import load_engine as load
+
+    return load(path, overrides)

@@ -1,0 +1,38 @@
+"""What is left out: silenced (advantage 0, still in the denominators) or dropped (out of them)."""
+
+from __future__ import annotations
+
+import torch
+
+from mmrl.advantages.places import per_step
+from mmrl.registry import advantage
+from mmrl.table import RewardTable, name_id
+from mmrl.tensor import pad_to
+
+
+@advantage(notes={"entropy"})
+def high_entropy(table: RewardTable, *, top: float = 0.2) -> RewardTable:
+    """Silence all steps but the `top` share of highest entropy in the collection (80/20 rule, arXiv
+    2506.01939).
+
+    The quantile is taken over the steps as they were sampled. Silenced steps stay in every denominator. Steps
+    without a noted entropy (demonstrations) are not ranked and keep their advantage: our reading.
+    """
+    table = per_step(table)
+    entropy = pad_to(table.notes["entropy"], table.ends.shape[1], 1, float("nan"))[:, : table.ends.shape[1]]
+    ranked = table.present & ~entropy.isnan()
+    if not ranked.any():
+        return table
+    bar = entropy[ranked].quantile(1 - top)
+    loud = ~ranked | (entropy >= bar)
+    return table.put(torch.where(loud[:, None], table.values, 0.0))
+
+
+@advantage
+def drop_truncated(table: RewardTable) -> RewardTable:
+    """Do not learn from answers that were cut at the length limit (DAPO's overlong filter, TRL's
+    mask_truncated_completions)."""
+    if "finish" not in table.ids:
+        return table
+    cut = (table.ids["finish"] == name_id("length")).any(-1, keepdim=True)
+    return table.replace(learn=table.learn & ~cut)

@@ -1,0 +1,41 @@
+"""Where credit stands: moving it between the outcomes of a row, or laying it over the steps."""
+
+from __future__ import annotations
+
+import torch
+
+from mmrl.registry import advantage
+from mmrl.table import ABSENT, RewardTable, place_of_steps
+
+
+@advantage
+def per_step(table: RewardTable) -> RewardTable:
+    """Give every step an entry of its own, so that what follows counts steps and not answers.
+
+    A step takes the first outcome that ends after it; steps behind the last end take the last. The result is
+    (N, R, T).
+    """
+    steps = int(table.length.max()) if len(table) else 0
+    places = place_of_steps(table.ends, steps)
+    ends = torch.arange(1, steps + 1).expand(len(table), -1)
+    ends = torch.where(ends <= table.length[:, None], ends, ABSENT)
+    return table.take(places, table.values.gather(2, places[:, None].expand(-1, len(table.names), -1)), ends)
+
+
+@advantage
+def returns(table: RewardTable, *, gamma: float = 1.0) -> RewardTable:
+    """Give every place the discounted sum of the rewards from there to the end of its row."""
+    rewards = torch.where(table.valid, table.values, 0.0)
+    carried = torch.zeros_like(rewards[..., 0])
+    summed = []
+    for place in reversed(range(rewards.shape[2])):
+        carried = rewards[..., place] + gamma * carried
+        summed.append(carried)
+    values = torch.stack(summed[::-1], -1) if summed else rewards
+    return table.replace(values=values, valid=table.present[:, None].expand_as(table.valid))
+
+
+@advantage
+def increments(table: RewardTable) -> RewardTable:
+    """Turn K prefix rewards into K - 1 credits: what each stretch between two outcomes gained."""
+    return table.after_first(table.values.diff(dim=-1))

@@ -1,0 +1,81 @@
+"""Bending rewards and advantages."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from mmrl.registry import advantage
+from mmrl.table import RewardTable
+from mmrl.tensor import group_extreme
+
+
+def _column(table: RewardTable, of: str) -> int:
+    if of not in table.names:
+        raise ValueError(f"the chain has no reward called '{of}' here; it holds {table.names}")
+    return table.names.index(of)
+
+
+@advantage
+def soft_shape(
+    table: RewardTable, *, of: str, threshold: float = 0.8, alpha1: float = 0.01, alpha2: float = 1.0
+) -> RewardTable:
+    """Compress one reward above `threshold` and stretch it below (TempSamp-R1, arXiv 2509.18056, eq. 4).
+
+    threshold + alpha1 ln(r - threshold + 1) above; threshold - (exp(alpha2 (threshold - r)) - 1) /
+    (exp(alpha2) - 1) below. So a perfect demonstration no longer pushes every sampled answer below the mean.
+    Our reading: the IoU is shaped, the format not.
+    """
+    place = _column(table, of)
+    reward = table.values[:, place]
+    above = threshold + alpha1 * torch.log1p((reward - threshold).clamp(min=0))
+    below = threshold - torch.expm1(alpha2 * (threshold - reward).clamp(min=0)) / math.expm1(alpha2)
+    values = table.values.clone()
+    values[:, place] = torch.where(reward >= threshold, above, below)
+    return table.put(values)
+
+
+@advantage
+def downscale(table: RewardTable, *, of: str, factor: float = 0.8, max_reward: float = 1.0) -> RewardTable:
+    """Set one reward of off-policy rows to `factor` of the largest attainable (TempSamp-R1, arXiv 2509.18056,
+    section 3.2)."""
+    place = _column(table, of)
+    values = table.values.clone()
+    values[:, place] = torch.where(table.ids["on_policy"] == 1, values[:, place], factor * max_reward)
+    return table.put(values)
+
+
+@advantage
+def anchor(
+    table: RewardTable, *, lambda_off: float = 1.2, by: tuple[str, ...] = ("group", "place")
+) -> RewardTable:
+    """Set the advantage of off-policy rows to `lambda_off` times the best sampled one (TempSamp-R1, arXiv
+    2509.18056, eq. 3).
+
+    It stands behind `{name: group_normalize, by: [group, place, on_policy]}`, which compares sampled rows
+    among themselves. Where sampled rows tie, the best is 0 and so is the demonstration's; where there is
+    none, it keeps what it had.
+    """
+    sampled = (table.ids["on_policy"] == 1)[:, None] & table.valid
+    index = table.index(by)
+    flat = table.values.transpose(1, 2).reshape(-1, len(table.names))
+    best = group_extreme(flat, index.flatten(), sampled.transpose(1, 2).reshape(flat.shape))
+    best = best.view(len(table), -1, len(table.names)).transpose(1, 2)
+    anchored = torch.where(best.isfinite(), lambda_off * best, table.values)
+    return table.put(torch.where((table.ids["on_policy"] == 1)[:, None], table.values, anchored))
+
+
+@advantage
+def limit(table: RewardTable, *, max_advantage: float = 5.0) -> RewardTable:
+    """Clip advantages to [-max_advantage, max_advantage]."""
+    return table.put(table.values.clamp(-max_advantage, max_advantage))
+
+
+@advantage
+def scale_by(table: RewardTable, *, of: str) -> RewardTable:
+    """Multiply by a reward as measured, usually a label of weight 0 such as a confidence. Where it does not
+    apply: by 0."""
+    if of not in table.scored:
+        raise ValueError(f"no reward is called '{of}'; there are {', '.join(table.scored)}")
+    return table.put(table.values * table.scored[of].nan_to_num()[:, None])

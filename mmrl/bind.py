@@ -1,0 +1,176 @@
+"""From names in a config to pieces that can be called: options are checked, schedules followed, random
+streams handed out."""
+
+from __future__ import annotations
+
+import inspect
+import typing
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from mmrl.config import ConfigError, Piece, as_piece, convert
+from mmrl.draws import Stream
+from mmrl.protocols import Observer
+from mmrl.registry import HOMES, Entry, Needs, check_options, find
+from mmrl.types import Clock
+
+# Pieces of these kinds are made once, from what they wrap; all others are functions that are called again and
+# again.
+MADE = {"policy", "data", "sampler", "engine", "reference", "objective", "builder"}
+FILLED = ("generator", "stream")  # options that the run fills, never a config
+
+
+@dataclass
+class Bound:
+    """A function with its options. An option that follows a schedule changes when the clock ticks."""
+
+    entry: Entry
+    function: Callable
+    options: dict[str, Any]
+    stream: Stream
+    weight: float = 1.0
+    label: str = ""
+    call: Mapping[str, Any] = field(
+        default_factory=dict
+    )  # settings of whoever calls it: time-outs, error policies
+
+    def __call__(self, *given: Any) -> Any:
+        drawn = {}
+        if "generator" in self.entry.options and not inspect.isclass(self.entry.target):
+            drawn["generator"] = self.stream.generator(self.entry.full_name)
+        return self.function(*given, **self.options, **drawn)
+
+    @property
+    def name(self) -> str:
+        """Name the piece in metrics: its label, or its name without its package."""
+        return self.label or self.entry.name
+
+    @property
+    def needs(self) -> Needs:
+        """Tell what the piece reads, given its options. `against: old` needs nothing: the current pass can
+        answer it."""
+        default = self.entry.options.get("against")
+        against = self.options.get("against", default.default if default else "old")
+        named = {} if against == "old" else {against: self.entry.of_others}
+        return self.entry.needs | Needs(others=named)
+
+
+class Pieces:
+    """Makes pieces, and remembers which of them follow a schedule or have a memory."""
+
+    def __init__(self, stream: Stream) -> None:
+        self.stream = stream
+        self.made: dict[str, Any] = {}  # what may have a memory, by a name that is the same in every run
+        self._scheduled: list[tuple[Callable[[str, Any], None], str, Bound]] = []
+
+    def make(self, kind: str, piece: Piece, *given: Any, place: str = "") -> Any:
+        """Find a piece, check its options and bind it; pieces that wrap something are made at once."""
+        place = place or kind
+        entry, options, call = self._resolve(kind, piece, place)
+        follows = {name: value for name, value in options.items() if isinstance(value, _Follows)}
+        options = {
+            name: value.schedule(Clock()) if name in follows else value for name, value in options.items()
+        }
+        if "stream" in entry.options:
+            options["stream"] = self.stream
+        if kind in MADE:
+            target = self._remember(place, entry.target(*given, **options))
+            setter = lambda name, value: setattr(target, name, value)
+        elif inspect.isclass(entry.target):
+            function = self._remember(place, entry.target(**options))
+            target = Bound(entry, function, {}, self.stream, **call)
+            setter = lambda name, value: setattr(function, name, value)
+        else:
+            target = Bound(entry, entry.target, options, self.stream, **call)
+            setter = options.__setitem__
+        self._scheduled += [(setter, name, value.schedule) for name, value in follows.items()]
+        return target
+
+    def number(self, value: Any, place: str) -> Bound | float:
+        """Read a number, or the schedule it follows."""
+        return (
+            self.make("schedule", as_piece(value, place), place=place)
+            if isinstance(value, Mapping)
+            else convert(value, float, place)
+        )
+
+    @property
+    def observers(self) -> dict[str, Observer]:
+        """List the pieces with a memory, by the place that made them."""
+        return {place: thing for place, thing in self.made.items() if isinstance(thing, Observer)}
+
+    def tick(self, clock: Clock) -> None:
+        """Let every option that follows a schedule take its value."""
+        for setter, name, schedule in self._scheduled:
+            setter(name, schedule(clock))
+
+    def check(self, kind: str, piece: Piece, place: str = "") -> Entry:
+        """Check a piece and everything inside it without making anything."""
+        return self._resolve(kind, piece, place or kind)[0]
+
+    def _remember(self, place: str, thing: Any) -> Any:
+        self.made[place] = thing
+        return thing
+
+    def _resolve(self, kind: str, piece: Piece, place: str) -> tuple[Entry, dict[str, Any], dict[str, Any]]:
+        options = dict(piece.options)
+        call = {}
+        if kind in CALLED_WITH:
+            call = {
+                name: convert(options.pop(name), wanted, f"{place}.{name}")
+                for name, wanted in CALLED_WITH[kind].items()
+                if name in options
+            }
+        try:
+            entry = find(kind, piece.name)
+            check_options(entry, options)
+        except ValueError as error:
+            raise ConfigError(f"{place}: {error}") from error
+        hints = _hints(entry)
+        filled = {
+            name: self._option(name, value, hints.get(name, Any), f"{place}.{name}")
+            for name, value in options.items()
+        }
+        for name, parameter in entry.options.items():
+            if isinstance(parameter.default, Piece) and name not in filled:
+                filled[name] = self.make(name, parameter.default, place=f"{place}.{name}")
+        own = {key: call.pop(key) for key in ("weight", "label") if key in call}
+        return entry, filled, {**own, "call": call} if call else own
+
+    def _option(self, name: str, value: Any, wanted: Any, place: str) -> Any:
+        if name in FILLED:
+            raise ConfigError(f"'{place}' is filled by the run; leave it out")
+        if name in HOMES:
+            if isinstance(value, Sequence) and not isinstance(value, str):
+                return tuple(
+                    self.make(name, as_piece(item, place), place=f"{place}[{i}]")
+                    for i, item in enumerate(value)
+                )
+            return None if value is None else self.make(name, as_piece(value, place), place=place)
+        if isinstance(value, Mapping) and "name" in value and _is_number(wanted):
+            return _Follows(self.make("schedule", as_piece(value, place), place=place))
+        return convert(value, wanted, place)
+
+
+CALLED_WITH = {"reward": {"weight": float, "label": str, "timeout": float, "on_error": str, "retries": int}}
+
+
+@dataclass
+class _Follows:
+    schedule: Bound
+
+
+def _hints(entry: Entry) -> Mapping[str, Any]:
+    """Read the types of a piece's options."""
+    target = entry.target
+    if inspect.isclass(target) and "__dataclass_fields__" not in vars(target):
+        target = target.__init__
+    try:
+        return typing.get_type_hints(target)
+    except NameError:  # somebody else's function may name types that are not imported
+        return {}
+
+
+def _is_number(wanted: Any) -> bool:
+    return bool({int, float} & {wanted, *typing.get_args(wanted)})

@@ -1,0 +1,280 @@
+"""From a configuration to a run: names become pieces. This file names none of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import reduce
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mmrl.bind import Bound, Pieces
+from mmrl.config import Config, ConfigError, EvaluateConfig, Evaluation, Piece, load
+from mmrl.distributed import Processes
+from mmrl.draws import Stream
+from mmrl.protocols import Engine, Policy
+from mmrl.registry import Needs, find
+from mmrl.run import Run
+
+
+def build(config: Config, *, quiet: bool = False) -> Run:
+    """Make everything a run needs. Mistakes that can be known beforehand are found before a weight is
+    loaded."""
+    check(config)
+    stream = Stream(config.seed)
+    pieces = Pieces(stream)
+    data = pieces.make("data", config.data)
+    if not len(data):
+        raise ConfigError(f"data: '{config.data.name}' has no prompts: {dict(config.data.options)}")
+    torch.manual_seed(config.seed)  # adapters draw their first weights from the global stream
+    processes = Processes()
+    policy = pieces.make("policy", config.policy)
+    optimizer = processes.place(
+        policy, pieces.make("optimizer", config.learn.optimizer, place="learn.optimizer")
+    )
+    references = {
+        name: pieces.make("reference", piece, policy, place=f"references.{name}")
+        for name, piece in config.references.items()
+    }
+
+    def listed(kind: str, given: Sequence[Piece], place: str) -> list[Bound]:
+        return [pieces.make(kind, piece, place=f"{place}[{i}]") for i, piece in enumerate(given)]
+
+    return Run(
+        config=config,
+        pieces=pieces,
+        stream=stream,
+        processes=processes,
+        policy=policy,
+        optimizer=optimizer,
+        references=references,
+        sampler=pieces.make("sampler", config.sampler, data),
+        engine=make_engine(pieces, config.rollout.engine, policy, "rollout.engine"),
+        rewards=listed("reward", config.rewards, "rewards"),
+        group_filter=pieces.make("group_filter", config.group_filter),
+        chain=listed("advantage", config.advantage, "advantage"),
+        objective=pieces.make("objective", config.objective),
+        metrics=listed("metric", config.metrics, "metrics"),
+        learning_rate=pieces.number(config.learn.learning_rate, "learn.learning_rate"),
+        quiet=quiet,
+        evaluator=make_evaluator(config, pieces, policy, processes) if config.evaluation.data else None,
+        exhibits=listed("exhibit", config.report.exhibits, "report.exhibits"),
+    )
+
+
+def make_engine(pieces: Pieces, listed: Sequence[Piece], policy: Policy, place: str) -> Engine:
+    """Build the first engine around the policy, and each next one around the one before."""
+    engine: Any = policy
+    for i, piece in enumerate(listed):
+        engine = pieces.make("engine", piece, engine, place=f"{place}[{i}]")
+    return engine
+
+
+def make_rewards(pieces: Pieces, listed: Sequence[Piece], place: str) -> list[Bound]:
+    """Bind the rewards."""
+    return [pieces.make("reward", piece, place=f"{place}[{i}]") for i, piece in enumerate(listed)]
+
+
+# ------------------------------------------------------------------------------------------------------------
+# ---- checking
+
+
+def check(config: Config) -> None:
+    """Resolve every name and option of a configuration, and what pieces need of each other, without loading
+    anything."""
+    pieces = Pieces(Stream())
+    _check_numbers(config)
+    policy = pieces.check("policy", config.policy)
+    pieces.check("data", config.data)
+    pieces.check("sampler", config.sampler)
+    pieces.check("group_filter", config.group_filter)
+    pieces.check("optimizer", config.learn.optimizer, "learn.optimizer")
+    pieces.number(config.learn.learning_rate, "learn.learning_rate")
+    for kind, listed, place in (
+        ("metric", config.metrics, "metrics"),
+        ("exhibit", config.report.exhibits, "report.exhibits"),
+        ("engine", config.rollout.engine, "rollout.engine"),
+    ):
+        for i, piece in enumerate(listed):
+            pieces.check(kind, piece, f"{place}[{i}]")
+    for name, piece in config.references.items():
+        pieces.check("reference", piece, f"references.{name}")
+    _check_rewards(make_rewards(pieces, config.rewards, "rewards"), "rewards")
+    chain = [
+        pieces.make("advantage", piece, place=f"advantage[{i}]") for i, piece in enumerate(config.advantage)
+    ]
+    _check_chain(config, chain)
+    needs = pieces.make("objective", config.objective).needs
+    needs |= reduce(Needs.__or__, (Needs(notes=bound.needs.notes) for bound in chain), Needs())
+    _check_needs(config, needs, policy.target.says)
+    check_evaluation(config.evaluation, pieces)
+
+
+def check_evaluation(evaluation: Evaluation, pieces: Pieces) -> None:
+    """Resolve the names and options of an evaluation."""
+    if evaluation.data is not None:
+        pieces.check("data", evaluation.data, "evaluation.data")
+    for i, piece in enumerate(evaluation.engine):
+        pieces.check("engine", piece, f"evaluation.engine[{i}]")
+    for i, piece in enumerate(evaluation.metrics):
+        pieces.check("metric", piece, f"evaluation.metrics[{i}]")
+    if evaluation.rewards:
+        _check_rewards(
+            make_rewards(pieces, evaluation.rewards, "evaluation.rewards"), "evaluation.rewards", False
+        )
+
+
+def check_some(raw: Mapping[str, Any], parsed: Any) -> None:
+    """Resolve what a part of a configuration names: a variant, which has no policy and no data."""
+    pieces = Pieces(Stream())
+    for i, piece in enumerate(parsed.advantage if "advantage" in raw else ()):
+        pieces.make("advantage", piece, place=f"advantage[{i}]")
+    for kind in ("objective", "sampler", "group_filter"):
+        if kind in raw:
+            pieces.check(kind, getattr(parsed, kind), kind)
+    if "objective" in raw:
+        missing = (
+            set(pieces.make("objective", parsed.objective).needs.others) - set(parsed.references) - _ALWAYS
+        )
+        if missing:
+            raise ConfigError(f"objective compares with {sorted(missing)}; add them to `references`")
+    make_rewards(pieces, parsed.rewards if "rewards" in raw else (), "rewards")
+
+
+_ALWAYS = {"old", "engine"}
+
+
+def _check_numbers(config: Config) -> None:
+    for place, value in (
+        ("rollout.num_prompts", config.rollout.num_prompts),
+        ("rollout.num_generations", config.rollout.num_generations),
+        ("rollout.max_rounds", config.rollout.max_rounds),
+        ("learn.minibatches", config.learn.minibatches),
+        ("learn.micro_batch_steps", config.learn.micro_batch_steps),
+        ("max_steps", config.max_steps),
+        ("save_steps", config.save_steps),
+        ("report.logging_steps", config.report.logging_steps),
+    ):
+        if value < 1:
+            raise ConfigError(f"'{place}' must be at least 1, not {value}")
+    if config.learn.minibatches > config.rollout.num_prompts:
+        raise ConfigError(
+            f"'learn.minibatches' is {config.learn.minibatches}, but there are only "
+            f"{config.rollout.num_prompts} groups (rollout.num_prompts) to part"
+        )
+    if not config.rollout.engine:
+        raise ConfigError("'rollout.engine' is empty; name the engine that makes rollouts")
+    if config.rollout.policy and config.rollout.policy not in config.references:
+        raise ConfigError(
+            f"'rollout.policy' is '{config.rollout.policy}', which is not in `references` "
+            f"({', '.join(config.references) or 'none'})"
+        )
+
+
+def _check_rewards(rewards: Sequence[Bound], place: str, learned_from: bool = True) -> None:
+    names = [bound.name for bound in rewards]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise ConfigError(f"{place}: two rewards are called '{twice[0]}'; give one of them a `label`")
+    if learned_from and not any(bound.weight for bound in rewards):
+        raise ConfigError(f"{place}: no reward has a weight, so there is nothing to learn from")
+    for bound in rewards:
+        if bound.call.get("on_error", "raise") not in ("raise", "skip"):
+            raise ConfigError(f"{place}: `on_error` of '{bound.name}' must be raise or skip")
+
+
+def _check_chain(config: Config, chain: Sequence[Bound]) -> None:
+    """Refuse comparisons inside groups of one."""
+    if config.rollout.num_generations > 1:
+        return
+    for i, bound in enumerate(chain):
+        options = {name: p.default for name, p in bound.entry.options.items()} | bound.options
+        if "group" in (options.get("by") or ()) and options.get("singleton") == "zero":
+            raise ConfigError(
+                f"advantage[{i}]: '{bound.entry.full_name}' compares the rollouts of a prompt, but "
+                "rollout.num_generations is 1, so every advantage would be 0; ask for 2 or more, or set "
+                "`singleton: raw`"
+            )
+
+
+def _check_needs(config: Config, needs: Needs, says: frozenset[str]) -> None:
+    missing = set(needs.others) - set(config.references) - _ALWAYS
+    if missing:
+        raise ConfigError(
+            f"the objective compares with {sorted(missing)}, but `references` has "
+            f"{sorted(config.references) or 'nothing'}; add for instance `references: {{ref: frozen}}`"
+        )
+    wanted = needs.extra | frozenset().union(*needs.others.values())
+    if wanted - says:
+        raise ConfigError(
+            f"the objective reads {sorted(wanted - says)} of the policy, which '{config.policy.name}' does "
+            f"not say; it says {sorted(says) or 'nothing'} besides log-probabilities"
+        )
+    notes = frozenset().union(*(find("engine", piece.name).target.notes for piece in config.rollout.engine))
+    wanted = needs.notes | ({"logp"} if "engine" in needs.others else set())
+    if wanted - notes:
+        raise ConfigError(
+            f"the chain or the objective reads the notes {sorted(wanted - notes)}, which the engines do not "
+            f"take; they note {sorted(notes) or 'nothing'}"
+        )
+
+
+# ------------------------------------------------------------------------------------------------------------
+# -- evaluation
+
+
+def make_evaluator(config: Config | EvaluateConfig, pieces: Pieces, policy: Policy, processes: Processes):
+    """Make what measures a policy on held-out prompts; what the evaluation leaves open is taken from the
+    training."""
+    from mmrl.evaluate import Evaluator
+
+    wanted = config.evaluation
+    engine = wanted.engine or config.rollout.engine[:1]
+    rewards = wanted.rewards or config.rewards
+    stream = Stream(config.seed, purpose="evaluate")
+    own = Pieces(stream)
+    data = own.make("data", wanted.data, place="evaluation.data")
+    if not len(data):
+        raise ConfigError(
+            f"evaluation.data: '{wanted.data.name}' has no prompts: {dict(wanted.data.options)}"
+        )
+    return Evaluator(
+        data=data[: wanted.num_prompts or None],
+        processes=processes,
+        stream=stream,
+        engine=make_engine(own, engine, policy, "evaluation.engine"),
+        rewards=make_rewards(own, rewards, "evaluation.rewards"),
+        metrics=[
+            own.make("metric", p, place=f"evaluation.metrics[{i}]") for i, p in enumerate(wanted.metrics)
+        ],
+        num_generations=wanted.num_generations,
+        confidence=wanted.confidence,
+    )
+
+
+def load_evaluator(config: Config | EvaluateConfig):
+    """Make a policy and what measures it."""
+    pieces = Pieces(Stream(config.seed))
+    pieces.check("policy", config.policy)
+    check_evaluation(config.evaluation, pieces)
+    if config.evaluation.data is None:
+        raise ConfigError("'evaluation.data' is missing, so there is nothing to evaluate on")
+    processes = Processes()
+    policy = pieces.make("policy", config.policy)
+    policy.module.to(processes.device)
+    return make_evaluator(config, pieces, policy, processes)
+
+
+def load_engine(path: str | Path, overrides: Sequence[str] = ()) -> Engine:
+    """Build the engine of a configuration for inference: `load_engine("run.yaml").rollout(prompts)`."""
+    from mmrl.config import read
+
+    raw = read(path, overrides)
+    kind = Config if "rollout" in raw else EvaluateConfig
+    config = load(path, overrides, kind)
+    listed = config.rollout.engine if kind is Config else config.evaluation.engine
+    pieces = Pieces(Stream(config.seed))
+    policy = pieces.make("policy", config.policy)
+    policy.module.to(Processes().device)
+    return make_engine(pieces, listed, policy, "engine")

@@ -1,0 +1,103 @@
+"""Saving a run so that it goes on exactly: tensors in safetensors, everything else in JSON, written beside
+and renamed."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+STATE = "trainer_state.json"
+TENSORS = "trainer_state.safetensors"
+MODEL = "model"
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint that cannot be used."""
+
+
+def write_state(folder: Path, state: Mapping[str, Any]) -> None:
+    """Write a nested state of tensors, numbers, strings and lists."""
+    from safetensors.torch import save_file
+
+    tensors: dict[str, Tensor] = {}
+    tree = _without_tensors(state, "", tensors)
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file({name: t.detach().cpu().contiguous().clone() for name, t in tensors.items()}, folder / TENSORS)
+    # The JSON comes last and names the tensors, so that a folder cut short is recognised.
+    (folder / STATE).write_text(json.dumps({"tensors": sorted(tensors), "state": tree}))
+
+
+def read_state(folder: Path) -> dict[str, Any]:
+    """Read what `write_state` wrote, or say what is wrong with it."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    try:
+        written = json.loads((folder / STATE).read_text())
+        tensors = load_file(folder / TENSORS)
+        missing = set(written["tensors"]) - set(tensors)
+        tree = written["state"]
+    except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
+        raise CheckpointError(
+            f"'{folder}' is not a whole checkpoint of mmrl: {type(error).__name__}: {error}"
+        ) from error
+    if missing:
+        raise CheckpointError(f"'{folder}' lacks the tensors {sorted(missing)[:3]}")
+    return _with_tensors(tree, tensors)
+
+
+def _without_tensors(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
+    if isinstance(value, Tensor):
+        tensors[path] = value
+        return {"tensor": path}
+    if isinstance(value, Mapping):
+        # A list of pairs, because JSON would turn the whole-number keys of optimizers into strings.
+        return {
+            "map": [[key, _without_tensors(inner, f"{path}/{key}", tensors)] for key, inner in value.items()]
+        }
+    if isinstance(value, list | tuple):
+        return {"list": [_without_tensors(inner, f"{path}/{i}", tensors) for i, inner in enumerate(value)]}
+    if value is None or isinstance(value, bool | int | float | str):
+        return {"plain": value}
+    raise TypeError(
+        f"cannot save '{path}': a state holds tensors, numbers and strings, not {type(value).__name__}"
+    )
+
+
+def _with_tensors(tree: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Any:
+    if "tensor" in tree:
+        return tensors[tree["tensor"]]
+    if "map" in tree:
+        return {key: _with_tensors(inner, tensors) for key, inner in tree["map"]}
+    if "list" in tree:
+        return [_with_tensors(inner, tensors) for inner in tree["list"]]
+    return tree["plain"]
+
+
+def publish(beside: Path, folder: Path) -> None:
+    """Move a finished folder to its name, so that nobody ever sees half of it."""
+    for file in beside.rglob("*"):
+        if file.is_file():
+            with file.open("rb") as handle:
+                os.fsync(handle.fileno())
+    if folder.exists():
+        shutil.rmtree(folder)
+    beside.rename(folder)
+
+
+def checkpoints(output_dir: Path) -> list[Path]:
+    """List checkpoints, the latest first."""
+    found = [p for p in output_dir.glob("checkpoint-*") if p.name.partition("-")[2].isdigit()]
+    return sorted(found, key=lambda p: int(p.name.partition("-")[2]), reverse=True)
+
+
+def prune(output_dir: Path, limit: int) -> None:
+    """Keep the latest `limit` checkpoints; 0 keeps all."""
+    for old in checkpoints(output_dir)[limit:] if limit else []:
+        shutil.rmtree(old)

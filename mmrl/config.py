@@ -1,0 +1,342 @@
+"""Configuration: frozen dataclasses, YAML files that include others, dotted overrides, strict checks.
+
+Later keys win, mappings merge, lists replace. Two mappings that name different pieces do not merge: the later
+one replaces the earlier. There is no interpolation and no code in YAML.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import types
+import typing
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
+
+
+class ConfigError(ValueError):
+    """A mistake in a configuration. The message names the place, what was wanted, what came and what to
+    do."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A name with options: `{name: clip, epsilon_high: 0.28}`, or just `clip`."""
+
+    name: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """How rollouts are made. The first engine takes the policy, each next one wraps the one before."""
+
+    engine: tuple[Piece, ...]
+    policy: str = ""  # a name in `references` when another policy than the learner rolls out
+    num_prompts: int = 32  # groups per update, over all processes
+    num_generations: int = 8  # rollouts per prompt
+    max_rounds: int = 1  # how often to ask the sampler again: dropped groups, hints, budgets
+
+
+@dataclass(frozen=True)
+class Learn:
+    """How weights move."""
+
+    learning_rate: Any = 1e-6  # a number or a schedule
+    optimizer: Piece = Piece("adamw")
+    num_iterations: int = 1  # passes over one collection
+    minibatches: int = 1  # optimizer steps per pass
+    micro_batch_steps: int = 16384  # steps held at once: the memory knob
+    max_grad_norm: float = 1.0
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What `mmrl evaluate` does, and a training run every `eval_steps`. What is left empty is taken from the
+    training."""
+
+    data: Piece | None = None
+    engine: tuple[Piece, ...] = ()
+    rewards: tuple[Piece, ...] = ()
+    metrics: tuple[Piece, ...] = (Piece("mean"),)
+    num_prompts: int = 0  # 0: all of them
+    num_generations: int = 1
+    confidence: float = 0.95  # of the bootstrap intervals
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a run leaves to look at, besides `metrics.jsonl`."""
+
+    logging_steps: int = 1
+    log_completions: bool = True  # rows with their rewards and advantages, as parquet
+    trackers: tuple[str, ...] = ("tensorboard",)  # those that are not installed are named once, and skipped
+    exhibits: tuple[Piece, ...] = ()  # pictures for the HTML report
+
+
+@dataclass(frozen=True)
+class Config:
+    """A training run."""
+
+    policy: Piece
+    data: Piece
+    rollout: Rollout
+    rewards: tuple[Piece, ...]  # each may carry `weight` and `label`
+    advantage: tuple[Piece, ...]
+    objective: Piece
+    sampler: Piece = Piece("uniform")
+    group_filter: Piece = Piece("keep_all")
+    references: Mapping[str, Piece] = field(default_factory=dict)
+    metrics: tuple[Piece, ...] = ()
+    learn: Learn = Learn()
+    evaluation: Evaluation = Evaluation()
+    report: Report = Report()
+    max_steps: int = 1000
+    save_steps: int = 100
+    save_total_limit: int = 2
+    eval_steps: int = 0  # 0: only after the last step, where there is evaluation data
+    seed: int = 0
+    output_dir: str = "runs/unnamed"
+    overwrite_output_dir: bool = False
+
+
+@dataclass(frozen=True)
+class EvaluateConfig:
+    """A model to measure, without training."""
+
+    policy: Piece
+    evaluation: Evaluation
+    output_dir: str = "runs/evaluation"
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class BuildConfig:
+    """A dataset to build."""
+
+    build: Piece
+    output: str
+    seed: int = 0
+
+
+# ------------------------------------------------------------------------------------------------------------
+# ---- reading
+
+
+def read(path: str | Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
+    """Read a YAML file, what it includes, and `key=value` overrides, into plain mappings and lists."""
+    raw = _read_file(Path(path), ())
+    for text in overrides:
+        raw = merge(raw, _override(text))
+    return raw
+
+
+def _read_file(path: Path, above: tuple[Path, ...]) -> dict[str, Any]:
+    path = _locate(path, above)
+    if path in above:
+        raise ConfigError(f"'{path}' includes itself through {[str(p) for p in above]}")
+    try:
+        loaded = OmegaConf.load(path)
+        raw = OmegaConf.to_container(loaded, resolve=False)
+    except (OSError, UnicodeDecodeError, OmegaConfBaseException, YAMLError) as error:
+        raise ConfigError(f"cannot read '{path}': {error}") from error
+    if not isinstance(raw, dict):
+        raise ConfigError(f"'{path}' must hold a mapping at its top, not a {type(raw).__name__}")
+    _refuse_interpolation(raw, str(path))
+    included: dict[str, Any] = {}
+    for name in raw.pop("include", None) or []:
+        included = merge(included, _read_file(Path(name), (*above, path)))
+    return merge(included, raw)
+
+
+def _locate(path: Path, above: tuple[Path, ...]) -> Path:
+    """Find a file beside the one that includes it, or among the configurations that come with mmrl."""
+    places = [above[-1].parent / path] if above else [path]
+    shipped = Path(__file__).parent / "configs"
+    places += [home / path for home in (shipped, Path(__file__).parents[1] / "configs")]
+    for place in places:
+        if place.is_file():
+            return place.resolve()
+    by = f", included by '{above[-1]}'" if above else ""
+    raise ConfigError(f"there is no file '{path}'{by}; looked at {', '.join(str(p) for p in places)}")
+
+
+def _override(text: str) -> dict[str, Any]:
+    key, equals, _ = text.partition("=")
+    if not equals or not key:
+        raise ConfigError(f"an override must read key=value, not '{text}'")
+    try:
+        raw = OmegaConf.to_container(OmegaConf.from_dotlist([text]), resolve=False)
+    except (OmegaConfBaseException, YAMLError) as error:
+        raise ConfigError(f"cannot parse the override '{text}': {error}") from error
+    _refuse_interpolation(raw, f"override '{text}'")
+    return raw
+
+
+def _refuse_interpolation(value: Any, place: str) -> None:
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            _refuse_interpolation(inner, f"{place}: {key}")
+    elif isinstance(value, list):
+        for inner in value:
+            _refuse_interpolation(inner, place)
+    elif isinstance(value, str) and "${" in value:
+        raise ConfigError(f"{place}: '{value}' looks like an interpolation; write the value itself")
+
+
+def merge(below: Any, above: Any) -> Any:
+    """Lay one plain value over another. `{"0": x}` over a list changes its first item, options over a name
+    extend it."""
+    if isinstance(above, dict) and above and isinstance(below, list) and all(key.isdigit() for key in above):
+        changed = {int(key): value for key, value in above.items()}
+        if max(changed) >= len(below):
+            raise ConfigError(f"there is no item {max(changed)} in a list of {len(below)}: {below}")
+        return [merge(item, changed[i]) if i in changed else item for i, item in enumerate(below)]
+    if isinstance(below, str) and isinstance(above, dict) and "name" not in above:
+        return {"name": below, **above}
+    if not (isinstance(below, dict) and isinstance(above, dict)):
+        return above
+    if "name" in above and above["name"] != below.get("name", above["name"]):
+        return above
+    merged = dict(below)
+    for key, value in above.items():
+        merged[key] = merge(below[key], value) if key in below else value
+    return merged
+
+
+# ------------------------------------------------------------------------------------------------------------
+# --- checking
+
+
+def load(path: str | Path, overrides: Sequence[str] = (), kind: type = Config) -> Any:
+    """Read and check a configuration file."""
+    try:
+        return parse(read(path, overrides), kind)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from error
+
+
+def parse(raw: Mapping[str, Any], kind: type, place: str = "") -> Any:
+    """Turn plain mappings into a configuration dataclass, or say which key is wrong."""
+    given = _known(raw, kind, place)
+    prefix = f"{place}." if place else ""
+    required = [
+        f.name
+        for f in dataclasses.fields(kind)
+        if f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
+    ]
+    missing = [f"'{prefix}{name}'" for name in required if raw.get(name) is None]
+    if missing:
+        verb = "s are" if len(missing) > 1 else " is"
+        raise ConfigError(f"{', '.join(missing)}: the required key{verb} missing")
+    return kind(**given)
+
+
+def parse_some(raw: Mapping[str, Any], kind: type) -> types.SimpleNamespace:
+    """Check the keys that a part of a configuration has, such as a variant; what it leaves out has its
+    default or None."""
+    defaults = {
+        f.name: f.default_factory() if f.default_factory is not dataclasses.MISSING else f.default
+        for f in dataclasses.fields(kind)
+    }
+    return types.SimpleNamespace(**{**defaults, **_known(raw, kind, "")})
+
+
+def _known(raw: Mapping[str, Any], kind: type, place: str) -> dict[str, Any]:
+    """Check every key that is there."""
+    hints = typing.get_type_hints(kind)
+    prefix = f"{place}." if place else ""
+    for key in raw:
+        if key not in hints:
+            near = difflib.get_close_matches(str(key), hints, 1)
+            hint = f"did you mean '{near[0]}'?" if near else f"there are {', '.join(hints)}"
+            raise ConfigError(f"there is no key '{prefix}{key}'; {hint}")
+    return {key: convert(value, hints[key], prefix + key) for key, value in raw.items()}
+
+
+def convert(value: Any, wanted: Any, place: str) -> Any:
+    """Check a plain value against a type annotation, and bring it into that form."""
+    origin, inner = typing.get_origin(wanted), typing.get_args(wanted)
+    if wanted is Any:
+        return value
+    if wanted is Piece:
+        return as_piece(value, place)
+    if dataclasses.is_dataclass(wanted) and isinstance(value, Mapping):
+        return parse(value, wanted, place)
+    if origin in (typing.Union, types.UnionType):
+        return _convert_union(value, inner, place)
+    if origin is Literal:
+        if value not in inner:
+            raise ConfigError(f"'{place}' must be one of {', '.join(map(repr, inner))}, not {value!r}")
+        return value
+    if origin in (list, tuple, Sequence) and not isinstance(value, str | Mapping):
+        if not isinstance(value, Sequence):
+            raise ConfigError(f"'{place}' must be a list, not {value!r}")
+        return tuple(convert(item, inner[0], f"{place}[{i}]") for i, item in enumerate(value))
+    if origin in (dict, Mapping) and isinstance(value, Mapping):
+        return {str(key): convert(item, inner[1], f"{place}.{key}") for key, item in value.items()}
+    return _convert_plain(value, wanted, place)
+
+
+def _convert_union(value: Any, members: tuple, place: str) -> Any:
+    errors = []
+    for member in members:
+        if member is type(None):
+            if value is None:
+                return None
+            continue
+        try:
+            return convert(value, member, place)
+        except ConfigError as error:
+            errors.append(error)
+    raise errors[0]
+
+
+def _convert_plain(value: Any, wanted: Any, place: str) -> Any:
+    if wanted is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    plain = {int: "a whole number", float: "a number", str: "a text", bool: "true or false"}
+    if wanted in plain:
+        if isinstance(value, wanted) and not (wanted is not bool and isinstance(value, bool)):
+            return value
+        raise ConfigError(f"'{place}' must be {plain[wanted]}, not {value!r}")
+    if typing.get_origin(wanted) in (list, tuple, Sequence, dict, Mapping) or dataclasses.is_dataclass(
+        wanted
+    ):
+        raise ConfigError(f"'{place}' has the wrong form: {value!r}")
+    return value
+
+
+def as_piece(value: Any, place: str) -> Piece:
+    """Read `clip` or `{name: clip, epsilon_high: 0.28}`."""
+    if isinstance(value, Piece):
+        return value
+    if isinstance(value, str):
+        return Piece(value)
+    if isinstance(value, Mapping) and isinstance(value.get("name"), str):
+        return Piece(value["name"], {str(k): v for k, v in value.items() if k != "name"})
+    raise ConfigError(f"'{place}' must be a name, or a mapping with a name; not {value!r}")
+
+
+def as_plain(value: Any) -> Any:
+    """Turn a configuration back into what YAML holds, so that reading it gives the same configuration."""
+    if isinstance(value, Piece):
+        return {"name": value.name, **as_plain(value.options)} if value.options else value.name
+    if dataclasses.is_dataclass(value):
+        return {f.name: as_plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        return {key: as_plain(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [as_plain(inner) for inner in value]
+    return value
+
+
+def write(config: Any, path: Path) -> None:
+    """Write the resolved configuration."""
+    path.write_text(OmegaConf.to_yaml(OmegaConf.create(as_plain(config))))

@@ -1,0 +1,161 @@
+"""The one door to other processes and to devices; accelerate stands behind it. On one process everything is
+the identity."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import reduce
+
+import torch
+from torch import Tensor, nn
+
+from mmrl.batch import Batch, Totals
+from mmrl.protocols import Policy
+from mmrl.table import RewardTable
+from mmrl.types import Prompt
+
+
+class Processes:
+    """What a run knows of its processes."""
+
+    def __init__(self) -> None:
+        from accelerate import Accelerator
+
+        self.accelerator = Accelerator()
+        self.rank = self.accelerator.process_index
+        self.world = self.accelerator.num_processes
+        self.device = self.accelerator.device
+
+    @property
+    def main(self) -> bool:
+        """Tell whether this process writes files and talks."""
+        return self.rank == 0
+
+    def share(self, prompts: Sequence[Prompt], table: RewardTable) -> tuple[list[Prompt], bool]:
+        """Pick this process's part: whole groups, each where it began, new ones where there is least to do.
+
+        A process without work gets one prompt and False: it takes part in every forward call of a sharded
+        model, and its rows never enter the table.
+        """
+        if self.world == 1:
+            return list(prompts), True
+        home = dict(zip(table.uids, table.process.tolist(), strict=True))
+        counts = Counter(prompt.uid for prompt in prompts)
+        load = [sum(n for uid, n in counts.items() if home.get(uid) == rank) for rank in range(self.world)]
+        for uid, count in counts.items():
+            if uid not in home:
+                home[uid] = min(range(self.world), key=lambda rank: (load[rank], rank))
+                load[home[uid]] += count
+        mine = [prompt for prompt in prompts if home[prompt.uid] == self.rank]
+        return mine or [prompts[0]], bool(mine)
+
+    def gather(self, table: RewardTable, order: Sequence[str]) -> RewardTable:
+        """Join the tables of all processes, rows in the order of their prompts. Numbers travel, never
+        code."""
+        if self.world > 1:
+            tables = [_unpack(data, self.rank) for data in self._all_bytes(_pack(table))]
+            table = reduce(RewardTable.join, [part for part in tables if len(part)], RewardTable.empty())
+        place = {uid: i for i, uid in enumerate(dict.fromkeys(order))}
+        rows = sorted(range(len(table)), key=lambda row: place[table.uids[row]])
+        return table.select(torch.tensor(rows, dtype=torch.int64)).replace(rank=self.rank)
+
+    def rank_mean(self, totals: Totals) -> Totals:
+        """Average what losses divide by. Data parallelism averages gradients, so their product is exact."""
+        values = self.mean(torch.tensor([totals.steps, totals.rows, totals.groups], dtype=torch.float64))
+        return Totals(*values.tolist())
+
+    def mean(self, values: Tensor) -> Tensor:
+        """Average a tensor over processes."""
+        if self.world == 1:
+            return values
+        values = values.to(self.device)
+        torch.distributed.all_reduce(values)
+        return values.cpu() / self.world
+
+    def even(self, micros: Sequence[Batch]) -> Iterator[tuple[Batch, float, bool]]:
+        """Yield (micro-batch, counts, last): as many on every process, by repeating the last one with
+        `counts` 0."""
+        most = len(micros)
+        if self.world > 1:
+            length = torch.tensor(len(micros), device=self.device)
+            torch.distributed.all_reduce(length, torch.distributed.ReduceOp.MAX)
+            most = int(length)
+        for i in range(most):
+            yield micros[min(i, len(micros) - 1)], float(i < len(micros)), i == most - 1
+
+    def place(
+        self, policy: Policy, make_optimizer: Callable[..., torch.optim.Optimizer]
+    ) -> torch.optim.Optimizer:
+        """Put what learns on its devices, wrapped for data parallelism as the launcher says, and make its
+        optimizer."""
+        learning = [parameter for parameter in policy.module.parameters() if parameter.requires_grad]
+        if not learning:
+            raise ValueError(
+                "no parameter of the policy is trained; thaw a part of the model or give it an adapter"
+            )
+        policy.module.to(self.device)
+        policy.module, optimizer = self.accelerator.prepare(policy.module, make_optimizer(learning))
+        return optimizer
+
+    def accumulating(self, module: nn.Module, last: bool) -> AbstractContextManager:
+        """Hold back the exchange of gradients until the last micro-batch."""
+        return nullcontext() if last or self.world == 1 else self.accelerator.no_sync(module)
+
+    def backward(self, loss: Tensor) -> None:
+        """Back-propagate."""
+        self.accelerator.backward(loss)
+
+    def clip(self, parameters: Sequence[nn.Parameter], max_norm: float) -> float:
+        """Limit the norm of all gradients together (0: no limit), and tell what it was."""
+        return float(self.accelerator.clip_grad_norm_(parameters, max_norm or float("inf")))
+
+    def wait(self) -> None:
+        """Let every process come to this point."""
+        self.accelerator.wait_for_everyone()
+
+    def _all_bytes(self, data: bytes) -> list[bytes]:
+        """Send bytes to everybody."""
+        mine = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(self.device)
+        sizes = [torch.zeros(1, dtype=torch.int64, device=self.device) for _ in range(self.world)]
+        torch.distributed.all_gather(sizes, torch.tensor([len(mine)], device=self.device))
+        most = max(int(size) for size in sizes)
+        padded = torch.cat([mine, mine.new_zeros(most - len(mine))])
+        everyone = [torch.zeros_like(padded) for _ in range(self.world)]
+        torch.distributed.all_gather(everyone, padded)
+        return [part[: int(size)].cpu().numpy().tobytes() for part, size in zip(everyone, sizes, strict=True)]
+
+
+def _pack(table: RewardTable) -> bytes:
+    """Write a table as safetensors."""
+    from safetensors.torch import save
+
+    tensors: dict[str, Tensor] = {name: getattr(table, name) for name in _COLUMNS}
+    for group in _MAPPINGS:
+        tensors |= {f"{group}/{name}": column for name, column in getattr(table, group).items()}
+    words = {"names": json.dumps(table.names), "uids": json.dumps(table.uids)}
+    return save({name: tensor.contiguous().clone() for name, tensor in tensors.items()}, words)
+
+
+def _unpack(data: bytes, rank: int) -> RewardTable:
+    from safetensors.torch import load
+
+    header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])["__metadata__"]
+    tensors = load(data)
+    mappings: dict[str, Mapping[str, Tensor]] = {
+        group: {name.partition("/")[2]: t for name, t in tensors.items() if name.startswith(group + "/")}
+        for group in _MAPPINGS
+    }
+    return RewardTable(
+        **{name: tensors[name] for name in _COLUMNS},
+        **mappings,
+        names=tuple(json.loads(header["names"])),
+        uids=tuple(json.loads(header["uids"])),
+        rank=rank,
+    )
+
+
+_COLUMNS = ("values", "valid", "weights", "ends", "length", "learn", "process")
+_MAPPINGS = ("scored", "ids", "notes")

@@ -1,0 +1,1 @@
+"""What makes rollouts, and what wraps what makes them."""

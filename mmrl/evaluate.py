@@ -1,0 +1,90 @@
+"""Measuring a policy: a collection without the update. Its numbers are metrics, with bootstrap intervals over
+prompts."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from mmrl.bind import Bound
+from mmrl.collect import in_order
+from mmrl.distributed import Processes
+from mmrl.draws import Stream
+from mmrl.protocols import Engine
+from mmrl.report import describe_lengths
+from mmrl.score import score
+from mmrl.table import RewardTable
+from mmrl.types import Prompt, Rollouts
+
+CHUNK = 64  # prompts answered at a time
+RESAMPLES = 1000  # of the bootstrap
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What an evaluation found. `intervals` holds (low, high) of every metric; `rollouts` are this process's
+    rows of `table`."""
+
+    metrics: Mapping[str, float]
+    intervals: Mapping[str, tuple[float, float]]
+    rollouts: Rollouts
+    table: RewardTable
+
+
+@dataclass
+class Evaluator:
+    """Measures a policy on held-out prompts, with the same draws every time."""
+
+    data: Sequence[Prompt]
+    processes: Processes
+    stream: Stream
+    engine: Engine
+    rewards: Sequence[Bound]
+    metrics: Sequence[Bound]
+    num_generations: int = 1
+    confidence: float = 0.95
+
+    def measure(self, intervals: bool = True) -> Measured:
+        """Answer every prompt, score, and compute every metric, with bootstrap intervals if wanted."""
+        rollouts, table = (), RewardTable.empty()
+        began = time.perf_counter()
+        for at in range(0, len(self.data), CHUNK):
+            prompts = [prompt for prompt in self.data[at : at + CHUNK] for _ in range(self.num_generations)]
+            order = [prompt.uid for prompt in prompts]
+            mine, counts = self.processes.share(prompts, table)
+            with torch.no_grad():
+                fresh = in_order(self.engine.rollout(mine), order) if mine else ()
+            fresh = fresh if counts else ()
+            rollouts += fresh
+            table = table.join(
+                self.processes.gather(score(self.rewards, fresh, rank=self.processes.rank), order)
+            )
+        seconds = time.perf_counter() - began
+        metrics = {name: value for metric in self.metrics for name, value in metric(table).items()}
+        metrics |= describe_lengths(table)
+        metrics["seconds_per_prompt"] = seconds / len(self.data)
+        if torch.cuda.is_available():
+            metrics["peak_memory_bytes"] = float(torch.cuda.max_memory_allocated())
+        return Measured(metrics, self._intervals(table) if intervals else {}, rollouts, table)
+
+    def _intervals(self, table: RewardTable) -> dict[str, tuple[float, float]]:
+        """Resample prompts with replacement, and read off where the metrics fall."""
+        _, members = torch.unique(table.group, return_inverse=True)
+        rows_of = [(members == group).nonzero()[:, 0] for group in range(int(members.max()) + 1)]
+        drawn: dict[str, list[float]] = {}
+        generator = self.stream.fixed("bootstrap")
+        for _ in range(RESAMPLES):
+            pick = torch.randint(len(rows_of), (len(rows_of),), generator=generator).tolist()
+            sample = table.select(torch.cat([rows_of[i] for i in pick]))
+            for metric in self.metrics:
+                for name, value in metric(sample).items():
+                    drawn.setdefault(name, []).append(value)
+        tail = (1 - self.confidence) / 2
+        ends = torch.tensor([tail, 1 - tail], dtype=torch.float64)
+        return {
+            name: tuple(torch.tensor(values, dtype=torch.float64).quantile(ends).tolist())
+            for name, values in drawn.items()
+        }

@@ -1,0 +1,2 @@
+"""Which groups are learned from: functions from a reward table to (N,) bool, False for every row of a dropped
+group."""

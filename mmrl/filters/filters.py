@@ -1,0 +1,31 @@
+"""Dynamic sampling."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from mmrl.registry import group_filter
+from mmrl.table import EQUAL, RewardTable
+from mmrl.tensor import group_count, group_extreme, group_index
+
+
+@group_filter
+def keep_all(table: RewardTable) -> Tensor:
+    """Keep every group."""
+    return torch.ones(len(table), dtype=torch.bool)
+
+
+@group_filter
+def varied(table: RewardTable, *, of: str = "") -> Tensor:
+    """Keep groups whose answers do not all earn the same (DAPO's dynamic sampling, arXiv 2503.14476); groups
+    of one stay.
+
+    `of` names the reward that must vary; without it, the weighted sum must.
+    """
+    if not len(table):
+        return torch.ones(0, dtype=torch.bool)
+    reward = table.at_end(of) if of else table.reward()
+    index, known = group_index([table.group]), ~reward.isnan()
+    extent = group_extreme(reward, index, known) - group_extreme(reward, index, known, largest=False)
+    return (extent > EQUAL) | (group_count(index, torch.ones_like(known)) < 2)

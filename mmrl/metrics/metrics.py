@@ -1,0 +1,23 @@
+"""Metrics of the answers of a reward table. Bootstrap intervals come from evaluating them on resampled
+tables."""
+
+from __future__ import annotations
+
+from mmrl.registry import metric
+from mmrl.table import RewardTable
+
+
+@metric
+def mean(table: RewardTable, *, of: str = "", label: str = "") -> dict[str, float]:
+    """Average a reward over the answers to which it applies, or without `of` every reward."""
+    names = [of] if of else list(table.scored)
+    return {label or name: float(table.at_end(name).nanmean()) for name in names}
+
+
+@metric
+def share_above(table: RewardTable, *, of: str, at: tuple[float, ...], label: str = "") -> dict[str, float]:
+    """Tell which share of the answers reaches each bar: with `of: temporal_iou, label: R1` this is R1@m, bar
+    included."""
+    reward = table.at_end(of)
+    known = reward[~reward.isnan()]
+    return {f"{label or of}@{bar:g}": float((known >= bar).double().mean()) for bar in at}

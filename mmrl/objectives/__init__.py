@@ -1,0 +1,1 @@
+"""What is minimised: two objectives, and the places in which methods differ."""

@@ -1,0 +1,53 @@
+"""Per-step terms added to the loss, all (N, T). `against` names the other policy."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from mmrl.batch import Batch, StepOutput
+from mmrl.registry import penalty
+
+
+def _gap(new: StepOutput, batch: Batch, against: str) -> Tensor:
+    return ((new.logp - batch.by(against, new).logp) * batch.mask).clamp(-20.0, 20.0)
+
+
+@penalty
+def k1(new: StepOutput, batch: Batch, *, coef: float = 0.001, against: str = "ref") -> Tensor:
+    """Estimate the divergence by the log-ratio itself: unbiased in value, but its gradient is that of the
+    log-probability."""
+    return coef * _gap(new, batch, against)
+
+
+@penalty
+def k2(new: StepOutput, batch: Batch, *, coef: float = 0.001, against: str = "ref") -> Tensor:
+    """Estimate the divergence by half the squared log-ratio: its gradient is that of the divergence,
+    on-policy."""
+    return coef * 0.5 * _gap(new, batch, against).square()
+
+
+@penalty
+def k3(
+    new: StepOutput,
+    batch: Batch,
+    *,
+    coef: float = 0.001,
+    against: str = "ref",
+    use_bias_correction_kl: bool = False,
+) -> Tensor:
+    """Estimate the divergence by exp(-d) + d - 1, d the log-ratio: unbiased and never negative (GRPO; TRL's
+    beta is `coef`).
+
+    `use_bias_correction_kl` multiplies by the ratio to `old` (DeepSeek-V3.2, arXiv 2512.02556).
+    """
+    gap = _gap(new, batch, against)
+    estimate = (-gap).exp() + gap - 1
+    if use_bias_correction_kl:
+        estimate = estimate * _gap(new, batch, "old").exp()
+    return coef * estimate
+
+
+@penalty(extra={"entropy"})
+def negative_entropy(new: StepOutput, batch: Batch, *, coef: float = 0.001) -> Tensor:
+    """Reward uncertainty: minus the entropy of every step's distribution."""
+    return -coef * new.extra["entropy"]

@@ -1,0 +1,93 @@
+"""The objective of the GRPO family: a surrogate of the ratio and the advantage, added up with weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import reduce
+
+import torch
+from torch import Tensor
+
+from mmrl.batch import Batch, StepOutput
+from mmrl.config import Piece
+from mmrl.registry import Needs, objective
+
+
+@objective
+@dataclass(frozen=True, kw_only=True)
+class PolicyGradient:
+    """Minimise the weighted sum of a surrogate and penalties over all steps."""
+
+    surrogate: Callable
+    aggregate: Callable
+    ratio: Callable = Piece("step_ratio")
+    focus: tuple[Callable, ...] = ()
+    penalty: tuple[Callable, ...] = ()
+
+    @property
+    def needs(self) -> Needs:
+        """Join what the pieces read."""
+        parts = (self.ratio, self.surrogate, self.aggregate, *_listed(self.focus), *_listed(self.penalty))
+        return reduce(Needs.__or__, (part.needs for part in parts), Needs())
+
+    def weigh(self, batch: Batch) -> Tensor:
+        """Say how much every step counts: (N, T), dividing included."""
+        weight = self.aggregate(batch)
+        for focus in _listed(self.focus):  # after the division: a weight of 2 must count twice
+            weight = weight * focus(batch)
+        return weight
+
+    def __call__(self, new: StepOutput, batch: Batch) -> tuple[Tensor, Mapping[str, Tensor]]:
+        """Give the loss of a micro-batch and its metrics, both shares of the whole part."""
+        log_ratio = self.ratio(new, batch)
+        loss = self.surrogate(log_ratio, new, batch)
+        for penalty in _listed(self.penalty):
+            loss = loss + penalty(new, batch)
+        metrics = {**diagnose(new, batch), **clipped_share(self.surrogate, log_ratio, new, batch)}
+        return (loss * batch.weight).sum(), metrics
+
+
+def _listed(pieces: Callable | tuple[Callable, ...]) -> tuple[Callable, ...]:
+    return pieces if isinstance(pieces, tuple) else (pieces,)
+
+
+@torch.no_grad()
+def diagnose(new: StepOutput, batch: Batch) -> dict[str, Tensor]:
+    """Compare the policy with the others, as means over steps: k3 to every reference, distance to the
+    engine's numbers."""
+    steps = max(batch.totals.steps, 1.0)
+    metrics = {}
+    for name, other in batch.others.items():
+        if name not in ("old", "engine"):
+            gap = ((other.logp - new.logp) * batch.mask).clamp(-20, 20)
+            metrics["kl" if name == "ref" else f"kl/{name}"] = (
+                (gap.exp() - gap - 1) * batch.mask
+            ).sum() / steps
+    if "logp" in batch.notes:
+        old, noted = batch.by("old", new).logp, batch.notes["logp"]
+        known = batch.mask * ~noted.isnan()
+        gap = torch.where(known > 0, old - noted.nan_to_num(), 0.0)
+        metrics["sampling/sampling_logp_difference/mean"] = gap.abs().sum() / steps
+        # k3 of the engine's distribution from the policy's, both as of the rollout: what a cheaper engine
+        # costs.
+        metrics["sampling/kl"] = ((gap.clamp(-20, 20).exp() - gap.clamp(-20, 20) - 1) * known).sum() / steps
+    return metrics
+
+
+def clipped_share(surrogate: Callable, log_ratio: Tensor, new: StepOutput, batch: Batch) -> dict[str, Tensor]:
+    """Count the steps whose surrogate no longer moves with the ratio though they have an advantage, below and
+    above 1.
+
+    A surrogate that does not move through the ratio at all reports nothing.
+    """
+    with torch.enable_grad():
+        leaf = log_ratio.detach().requires_grad_()
+        moved = surrogate(leaf, new.detach(), batch)
+        if not moved.requires_grad:
+            return {}
+        slope = torch.autograd.grad(moved.sum(), leaf)[0]
+    still = (slope == 0) & (batch.advantage != 0) & (batch.mask > 0)
+    steps = max(batch.totals.steps, 1.0)
+    low, high = (still & (leaf < 0)).sum() / steps, (still & (leaf > 0)).sum() / steps
+    return {"clip_ratio/low_mean": low, "clip_ratio/high_mean": high, "clip_ratio/region_mean": low + high}

@@ -1,0 +1,44 @@
+"""How far the policy has moved: log-ratios to the policy that made the rollouts, per step or per row, always
+(N, T)."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from torch import Tensor
+
+from mmrl.batch import Batch, StepOutput
+from mmrl.registry import ratio
+from mmrl.types import Unit
+
+
+@ratio
+def step_ratio(new: StepOutput, batch: Batch, *, against: str = "old") -> Tensor:
+    """Compare step by step (PPO, GRPO)."""
+    return (new.logp - batch.by(against, new).logp) * batch.mask
+
+
+@ratio(unit=Unit.ROW)
+def sequence_ratio(
+    new: StepOutput, batch: Batch, *, against: str = "old", level: Literal["sequence", "token"] = "sequence"
+) -> Tensor:
+    """Give every step the mean log-ratio of its row (GSPO, arXiv 2507.18071), at most 10.
+
+    `level: token` keeps that value but lets the gradient of every step through its own log-probability
+    (GSPO-token), so that advantages may differ between steps. Add up with `sequence_mean`: `step_mean` would
+    bring the lengths back in.
+    """
+    gap = step_ratio(new, batch, against=against)
+    length = batch.mask.sum(-1, keepdim=True).clamp(min=1)
+    mean = (gap.sum(-1, keepdim=True) / length).expand_as(gap)
+    if level == "token":
+        mean = mean.detach() + new.logp - new.logp.detach()
+    return mean.clamp(max=10.0) * batch.mask
+
+
+@ratio(unit=Unit.ROW)
+def sequence_sum(new: StepOutput, batch: Batch, *, against: str = "old") -> Tensor:
+    """Give every step the summed log-ratio of its row, within 20 of 0: the ratio of whole answers (RLOO,
+    arXiv 2402.14740)."""
+    gap = step_ratio(new, batch, against=against)
+    return gap.sum(-1, keepdim=True).expand_as(gap).clamp(-20.0, 20.0) * batch.mask

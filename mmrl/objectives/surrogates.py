@@ -1,0 +1,78 @@
+"""Per-step losses from ratio and advantage, all (N, T). Log-ratios are held within 20 of 0 before `exp`."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from mmrl.batch import Batch, StepOutput
+from mmrl.registry import surrogate
+
+
+def _ratio(log_ratio: Tensor) -> Tensor:
+    # One step with an absurd probability would otherwise make its whole row infinite.
+    return log_ratio.clamp(-20.0, 20.0).exp()
+
+
+@surrogate
+def clip(
+    log_ratio: Tensor,
+    new: StepOutput,
+    batch: Batch,
+    *,
+    epsilon: float = 0.2,
+    epsilon_high: float | None = None,
+    delta: float | None = None,
+    dual: float | None = None,
+) -> Tensor:
+    """Take the more pessimistic of the ratio and the clipped ratio, times the advantage (PPO, GRPO; arXiv
+    2402.03300).
+
+    `epsilon_high` is the upper width (DAPO's clip-higher, 0.28). `delta`, larger than 1 + epsilon_high,
+    bounds the unclipped ratio (two-sided clipping, INTELLECT-2). `dual` bounds the loss of a negative
+    advantage at `dual` times its size.
+    """
+    advantage = batch.advantage
+    ratio = _ratio(log_ratio)
+    clipped = ratio.clamp(1 - epsilon, 1 + (epsilon if epsilon_high is None else epsilon_high))
+    free = ratio if delta is None else ratio.clamp(max=delta)
+    loss = -torch.minimum(free * advantage, clipped * advantage)
+    if dual is not None:
+        loss = torch.where(advantage < 0, torch.minimum(loss, -dual * advantage), loss)
+    return loss
+
+
+@surrogate
+def plain(log_ratio: Tensor, new: StepOutput, batch: Batch) -> Tensor:
+    """Multiply ratio and advantage, unclipped."""
+    return -_ratio(log_ratio) * batch.advantage
+
+
+@surrogate
+def log_likelihood(log_ratio: Tensor, new: StepOutput, batch: Batch) -> Tensor:
+    """Multiply log-probability and advantage: REINFORCE. With demonstrations and an advantage of 1,
+    supervised fine-tuning."""
+    return -batch.advantage * new.logp
+
+
+@surrogate
+def detached_clip(
+    log_ratio: Tensor, new: StepOutput, batch: Batch, *, clip_max: float = 5.0, clip_min: float = 0.0
+) -> Tensor:
+    """Clip the ratio as a weight and let every step's gradient through (CISPO, arXiv 2506.13585; bound from
+    2510.13786)."""
+    return -_ratio(log_ratio).clamp(clip_min, clip_max).detach() * batch.advantage * new.logp
+
+
+@surrogate
+def soft_gate(
+    log_ratio: Tensor,
+    new: StepOutput,
+    batch: Batch,
+    *,
+    temperature_pos: float = 1.0,
+    temperature_neg: float = 1.05,
+) -> Tensor:
+    """Fade the gradient out with a sigmoid instead of cutting it (SAPO, arXiv 2511.20347)."""
+    tau = torch.where(batch.advantage > 0, temperature_pos, temperature_neg)
+    return -(4 / tau) * torch.sigmoid(tau * (_ratio(log_ratio) - 1)) * batch.advantage

@@ -1,0 +1,86 @@
+"""What the loops see of pieces. Everything else about a piece is its own business."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence, Set
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+from torch import Tensor, nn
+
+from mmrl.types import Outcome, Prompt, Rollouts, Trajectory, Unit
+
+if TYPE_CHECKING:
+    from mmrl.batch import Batch, StepOutput
+    from mmrl.table import RewardTable
+
+
+class Policy(Protocol):
+    """Gives every step a log-probability, and is what learns."""
+
+    module: nn.Module  # its trainable parameters are what the optimizer moves
+    says: frozenset[str]  # what it can put into `extra`
+
+    def encode(self, prompt: Prompt, outcome: Outcome) -> Trajectory:
+        """Turn a recorded answer into a row."""
+
+    def collate(self, rollouts: Rollouts) -> Batch:
+        """Pad rows to a table."""
+
+    def __call__(self, batch: Batch, extra: Set[str] = frozenset()) -> StepOutput:
+        """Say how likely every step is, differentiably."""
+
+    def save(self, folder: Path) -> None:
+        """Write the model as an ordinary folder of its library."""
+
+    def load(self, folder: Path) -> None:
+        """Take up the weights that `save` wrote, bit for bit."""
+
+
+class Engine(Protocol):
+    """Makes one rollout for every entry of `prompts`. Text generation, denoising and reading stored pairs are
+    all engines."""
+
+    policy: Policy
+    notes: frozenset[str]  # what it notes of every step
+
+    def rollout(self, prompts: Sequence[Prompt]) -> Rollouts:
+        """Answer every entry, in order; equal entries form a group."""
+
+
+class Sampler(Protocol):
+    """Chooses prompts, and how often each is answered."""
+
+    def draw(self, num_prompts: int, num_generations: int) -> list[Prompt]:
+        """Name one prompt per rollout wanted; nothing once there is no question left."""
+
+
+class Steps(Protocol):
+    """What a policy needs to see its steps again. Opaque to everything but that policy."""
+
+    unit: Unit  # the smallest cut it allows
+
+    def cost(self, rows: Tensor) -> int:
+        """Count the steps held at once when these rows are computed together, prompts included."""
+
+    def __getitem__(self, cut: tuple[Tensor, slice]) -> Steps:
+        """Cut out rows and a range of steps."""
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """A piece with a memory that is saved with the run."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Give tensors, numbers and strings, nested in dictionaries."""
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take up where `state_dict` left off."""
+
+
+@runtime_checkable
+class Observer(Stateful, Protocol):
+    """A piece with memory that sees every round of a collection once, before anything is dropped."""
+
+    def observe(self, rollouts: Rollouts, table: RewardTable) -> None:
+        """Learn from a round."""

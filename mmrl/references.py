@@ -1,0 +1,82 @@
+"""Policies to stay near. A reference holds other weights for the trained parameters, and lends them to the
+policy while it is asked.
+
+So a reference of an adapter is as small as the adapter, and one of a whole model is one copy of its trained
+weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Set
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mmrl.batch import Batch, StepOutput
+from mmrl.protocols import Policy
+from mmrl.registry import reference
+
+
+def trained(policy: Policy) -> dict[str, Tensor]:
+    """List what learns, by name."""
+    return {
+        name: parameter for name, parameter in policy.module.named_parameters() if parameter.requires_grad
+    }
+
+
+class Reference:
+    """A policy with other weights. `decay` is what stays of them after an optimizer step; at 1 they never
+    move."""
+
+    def __init__(self, policy: Policy, decay: float) -> None:
+        self.policy = policy
+        self.decay = decay
+        self.weights = {name: parameter.detach().clone() for name, parameter in trained(policy).items()}
+
+    def __call__(self, batch: Batch, extra: Set[str] = frozenset()) -> StepOutput:
+        with self.acting(), torch.no_grad():
+            return self.policy(batch, extra)
+
+    @contextmanager
+    def acting(self) -> Iterator[None]:
+        """Lend the weights to the policy."""
+        self._swap()
+        try:
+            yield
+        finally:
+            self._swap()
+
+    def _swap(self) -> None:
+        for name, parameter in trained(self.policy).items():
+            parameter.data, self.weights[name] = self.weights[name], parameter.data
+
+    @torch.no_grad()
+    def move(self) -> None:
+        """Follow the policy after an optimizer step."""
+        if self.decay < 1:
+            for name, parameter in trained(self.policy).items():
+                self.weights[name].lerp_(parameter.detach(), 1 - self.decay)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Give the weights."""
+        return dict(self.weights)
+
+    @torch.no_grad()
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take weights up."""
+        for name, weight in self.weights.items():
+            weight.copy_(state[name])
+
+
+@reference
+def frozen(policy: Policy) -> Reference:
+    """The policy as it was when the run began."""
+    return Reference(policy, 1.0)
+
+
+@reference
+def ema(policy: Policy, *, decay: float = 0.99) -> Reference:
+    """A moving average of the policy: `decay` of it stays after every optimizer step."""
+    return Reference(policy, decay)

@@ -1,0 +1,1 @@
+"""What chooses prompts, and how often each is answered."""

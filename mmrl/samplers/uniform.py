@@ -1,0 +1,49 @@
+"""Every prompt once per epoch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from mmrl.draws import Stream
+from mmrl.registry import sampler
+from mmrl.types import Prompt
+
+
+@sampler
+class Uniform:
+    """Walk the prompts in an order shuffled anew every epoch (`shuffle: false`: as they stand)."""
+
+    def __init__(self, data: Sequence[Prompt], *, stream: Stream, shuffle: bool = True) -> None:
+        self.data, self.stream, self.shuffle = data, stream, shuffle
+        self.drawn = 0
+        self._epoch, self._shuffled = -1, []
+
+    def draw(self, num_prompts: int, num_generations: int) -> list[Prompt]:
+        """Name the next prompts; none twice in one draw, also where an epoch ends inside it."""
+        chosen: dict[int, None] = {}
+        while len(chosen) < min(num_prompts, len(self.data)):
+            epoch, place = divmod(self.drawn, len(self.data))
+            chosen[self._order(epoch)[place]] = None
+            self.drawn += 1
+        return [self.data[i] for i in chosen for _ in range(num_generations)]
+
+    def _order(self, epoch: int) -> list[int]:
+        if not self.shuffle:
+            return list(range(len(self.data)))
+        if self._epoch != epoch:
+            self._shuffled = torch.randperm(
+                len(self.data), generator=self.stream.fixed("uniform", epoch)
+            ).tolist()
+            self._epoch = epoch
+        return self._shuffled
+
+    def state_dict(self) -> dict[str, Any]:
+        """Give how many prompts were drawn."""
+        return {"drawn": self.drawn}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on behind them."""
+        self.drawn = state["drawn"]

@@ -1,0 +1,1 @@
+"""Numbers that change during a run: functions of the clock."""

@@ -1,0 +1,83 @@
+"""Arithmetic over groups of rows. A group is never an axis: it is a column of ids, so groups may be ragged.
+
+Letters: `M` entries, `V` groups. Nothing here knows rewards, models or methods.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def group_index(columns: Sequence[Tensor]) -> Tensor:
+    """Number the groups of entries that agree in every column: (M,) int64 ids each, to (M,) int64 from 0."""
+    return torch.unique(torch.stack(list(columns)), dim=1, return_inverse=True)[1]
+
+
+def group_sum(values: Tensor, index: Tensor, num_groups: int | None = None) -> Tensor:
+    """Sum (M, ...) values by group, to (V, ...)."""
+    size = int(index.max()) + 1 if num_groups is None and index.numel() else num_groups or 0
+    return values.new_zeros((size, *values.shape[1:])).index_add(0, index, values)
+
+
+def group_mean(values: Tensor, index: Tensor, valid: Tensor) -> Tensor:
+    """Give every entry the mean of its group over the valid entries; 0 where a group has none. All are (M,
+    ...)."""
+    valid = valid.to(values.dtype)
+    total = group_sum(torch.where(valid > 0, values, 0.0), index)
+    return (total / group_sum(valid, index).clamp(min=1))[index]
+
+
+def group_count(index: Tensor, valid: Tensor) -> Tensor:
+    """Give every entry the number of valid entries in its group."""
+    return group_sum(valid.double(), index)[index]
+
+
+def group_std(values: Tensor, index: Tensor, valid: Tensor, *, unbiased: bool = True) -> Tensor:
+    """Give every entry the standard deviation of its group, dividing by the count less one (`unbiased`) or
+    the count.
+
+    0 where a group has fewer than two valid entries.
+    """
+    centred = torch.where(valid, values - group_mean(values, index, valid), 0.0)
+    count = group_sum(valid.to(values.dtype), index)
+    divisor = (count - 1 if unbiased else count).clamp(min=1)
+    return (group_sum(centred.square(), index) / divisor).sqrt()[index]
+
+
+def group_extreme(values: Tensor, index: Tensor, valid: Tensor, largest: bool = True) -> Tensor:
+    """Give every entry the largest (or smallest) valid value of its group; minus (plus) infinity where there
+    is none."""
+    empty = -torch.inf if largest else torch.inf
+    filled = torch.where(valid, values, empty)
+    size = int(index.max()) + 1 if index.numel() else 0
+    best = values.new_full((size, *values.shape[1:]), empty)
+    where = index.view(-1, *[1] * (values.dim() - 1)).expand_as(values)
+    return best.scatter_reduce(0, where, filled, "amax" if largest else "amin")[index]
+
+
+def masked_mean(values: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
+    """Average `values` where `mask` is 1; 0 where the mask is empty."""
+    if dim is None:
+        return (values * mask).sum() / mask.sum().clamp(min=1)
+    return (values * mask).sum(dim) / mask.sum(dim).clamp(min=1)
+
+
+def pad_to(values: Tensor, size: int, dim: int, fill: float = 0.0) -> Tensor:
+    """Lengthen a dimension to `size` with `fill` behind what is there."""
+    missing = size - values.shape[dim]
+    if missing <= 0:
+        return values
+    shape = list(values.shape)
+    shape[dim] = missing
+    return torch.cat([values, values.new_full(shape, fill)], dim)
+
+
+def cat_padded(tensors: Sequence[Tensor], fill: float = 0.0) -> Tensor:
+    """Join tensors along the first dimension, lengthening every other one to the longest."""
+    sizes = [max(t.shape[dim] for t in tensors) for dim in range(tensors[0].dim())]
+    for dim in range(1, len(sizes)):
+        tensors = [pad_to(t, sizes[dim], dim, fill) for t in tensors]
+    return torch.cat(list(tensors))

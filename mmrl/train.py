@@ -1,0 +1,93 @@
+"""The trainer. It names no method and no modality."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import torch
+
+from mmrl.batch import Batch, StepOutput, spread
+from mmrl.collect import Collection, collect, pick
+from mmrl.protocols import Policy
+from mmrl.registry import Needs
+from mmrl.table import RewardTable
+from mmrl.tensor import pad_to
+from mmrl.types import Unit
+
+if TYPE_CHECKING:
+    from mmrl.build import Run
+
+
+def train(run: Run) -> None:
+    """Collect, learn and report until `max_steps`; goes on where the last checkpoint of the run stands."""
+    for step in range(run.resume(), run.max_steps):
+        run.tick(step)
+        collection = collect(run)
+        with run.timing("learn"):
+            credit, batch = learnable(run, collection)
+            for _ in range(run.num_iterations):
+                update(run, batch)
+        run.finish(step, collection, credit)
+    run.close()
+
+
+def learnable(run: Run, collection: Collection) -> tuple[RewardTable, Batch]:
+    """Turn rewards into credit, lay it over a step table, and ask the other policies about it."""
+    credit = run.advantage(collection.table)
+    rollouts, learned = pick(collection.rollouts, credit, credit.learn.any(-1))
+    batch = spread(learned.select(learned.mine), run.policy.collate(rollouts))
+    return credit, consult(run.others, batch, run.needs, run.micro_batch_steps)
+
+
+def consult(policies: Mapping[str, Policy], batch: Batch, needs: Needs, micro_batch_steps: int) -> Batch:
+    """Ask other policies about every step, without gradient; the answers stay on the CPU.
+
+    `engine` is what the engine noted while it made the rollouts; where it noted nothing, it is `old`.
+    """
+    others = dict(batch.others)
+    for name, policy in policies.items():
+        extra = needs.others.get(name, frozenset())
+        with torch.no_grad():
+            said = [
+                (rows, columns, policy(batch.select(rows, columns), extra).detach())
+                for rows, columns in batch.cuts(micro_batch_steps, Unit.STEP)
+            ]
+        others[name] = _assemble(batch, said)
+    if "engine" in needs.others:
+        noted = batch.notes["logp"]
+        others["engine"] = StepOutput(torch.where(noted.isnan(), others["old"].logp, noted))
+    return batch.replace(others=others)
+
+
+def _assemble(batch: Batch, said: list) -> StepOutput:
+    """Put the answers about micro-batches back in the places of the batch."""
+
+    def whole(parts: list) -> torch.Tensor:
+        first = parts[0][2]
+        out = first.new_zeros((*batch.mask.shape, *first.shape[2:]), device="cpu")
+        for rows, columns, value in parts:
+            width = out[:, columns].shape[1]
+            out[rows, columns] = pad_to(value.cpu(), width, 1)
+        return out
+
+    names = said[0][2].extra
+    extra = {
+        name: whole([(rows, columns, output.extra[name]) for rows, columns, output in said]) for name in names
+    }
+    return StepOutput(whole([(rows, columns, output.logp) for rows, columns, output in said]), extra)
+
+
+def update(run: Run, batch: Batch) -> None:
+    """Take one pass over the batch: an optimizer step for every part."""
+    for part in batch.parts(run.minibatches):
+        part = part.replace(totals=run.processes.rank_mean(part.count()))
+        if not part.totals.steps:  # the filter dropped everything: there is no direction to step in
+            continue
+        part = part.replace(weight=run.objective.weigh(part))
+        for micro, counts, last in run.processes.even(part.split(run.micro_batch_steps, run.needs.unit)):
+            micro = micro.on(run.processes.device)
+            with run.processes.accumulating(run.policy.module, last):
+                loss, metrics = run.objective(run.policy(micro, run.needs.extra), micro)
+                run.backward(counts * loss, metrics, counts)
+        run.step_optimizer()
