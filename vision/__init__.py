@@ -1,0 +1,1 @@
+"""Models that read pictures, clips and words, and answer with tokens."""

@@ -1,0 +1,169 @@
+"""From messages to what a model reads: ids, positions, pixels; and which tokens an answer may not hold."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from mmrl.vision.families import family_of
+from torch import Tensor, nn
+
+from mmrl.types import Frames, Prompt
+
+CACHE_BYTES = 2 << 30
+TICKS = 1000  # frame times are handed to processors in milliseconds
+
+
+@dataclass(frozen=True, eq=False)
+class Encoded:
+    """A prompt as a model reads it: `ids` is (S,), `positions` is (A, S), `media` are the tensors that its
+    processor made."""
+
+    uid: str
+    ids: Tensor
+    positions: Tensor
+    media: dict[str, Tensor]
+
+    @property
+    def next_position(self) -> int:
+        """Find the position of the first token of an answer: behind the largest of all axes, as transformers
+        generates."""
+        return int(self.positions.max()) + 1
+
+    @property
+    def bytes(self) -> int:
+        """Measure the tensors."""
+        return sum(t.numel() * t.element_size() for t in (self.ids, self.positions, *self.media.values()))
+
+
+class Chat:
+    """Speaks the language of one processor. Encoded prompts are kept while there is room, so a group shares
+    one."""
+
+    def __init__(self, processor: Any, core: nn.Module, *, pixels: dict[str, int] | None = None) -> None:
+        self.processor, self.tokenizer, self.core = processor, processor.tokenizer, core
+        self.pixels = pixels or {}
+        self.placeholders = self._placeholders()
+        self.end = self._end_tokens()
+        self._kept: OrderedDict[tuple, Encoded] = OrderedDict()
+
+    def encode(self, prompt: Prompt) -> Encoded:
+        """Encode a prompt, and count its media features against its placeholder tokens."""
+        key = (prompt.uid, prompt.messages)
+        if key not in self._kept:
+            self._kept[key] = self._encode(prompt)
+            while len(self._kept) > 1 and sum(e.bytes for e in self._kept.values()) > CACHE_BYTES:
+                self._kept.popitem(last=False)
+        self._kept.move_to_end(key)
+        return self._kept[key]
+
+    def answer(self, text: str) -> Tensor:
+        """Tokenize an answer and end it."""
+        ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        return torch.tensor([*ids, self.end[0]])
+
+    def text(self, ids: Tensor) -> str:
+        """Turn the tokens of an answer into text."""
+        return self.tokenizer.decode(ids, skip_special_tokens=True)
+
+    def _encode(self, prompt: Prompt) -> Encoded:
+        self._refuse_placeholders(prompt)
+        messages = [
+            {
+                "role": message.role,
+                "content": [
+                    {"type": part.media.kind} if part.media else {"type": "text", "text": part.text}
+                    for part in message.parts
+                ],
+            }
+            for message in prompt.messages
+        ]
+        text = self.processor.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        shown = [(medium.kind, medium.load()) for medium in prompt.media]
+        images = [frames.pixels[0] for kind, frames in shown if kind == "image"]
+        clips = [frames for kind, frames in shown if kind == "video"]
+        inputs = dict(
+            self.processor(text=[text], return_tensors="pt", **self._media_arguments(images, clips))
+        )
+        inputs = {name: torch.as_tensor(value) for name, value in inputs.items() if name not in _UNUSED}
+        self._count(prompt, inputs)
+        positions = family_of(self.core.config).positions(self.core, inputs)
+        ids = inputs.pop("input_ids")[0]
+        for name in ("attention_mask", "mm_token_type_ids"):
+            inputs.pop(name, None)
+        return Encoded(prompt.uid, ids, positions, inputs)
+
+    def _media_arguments(self, images: list[Tensor], clips: list[Frames]) -> dict[str, Any]:
+        from transformers.video_utils import VideoMetadata
+
+        arguments: dict[str, Any] = {}
+        if images:
+            arguments |= {"images": [images], "images_kwargs": dict(self.pixels and {"size": self.pixels})}
+        if clips:
+            # Frames were chosen when the clip was decoded; the processor only learns their times.
+            metadata = [
+                VideoMetadata(
+                    total_num_frames=max(1, round(clip.duration * TICKS)),
+                    fps=TICKS,
+                    frames_indices=[round(t * TICKS) for t in clip.times.tolist()],
+                    duration=clip.duration,
+                )
+                for clip in clips
+            ]
+            arguments |= {
+                "videos": [clip.pixels for clip in clips],
+                "videos_kwargs": {
+                    "video_metadata": metadata,
+                    "do_sample_frames": False,
+                    "return_metadata": True,
+                },
+            }
+        return arguments
+
+    def _count(self, prompt: Prompt, inputs: dict[str, Tensor]) -> None:
+        for token, features in family_of(self.core.config).features(self.core, inputs).items():
+            found = int((inputs["input_ids"] == token).sum())
+            if found != features:
+                raise ValueError(
+                    f"prompt '{prompt.uid}' has {found} placeholder tokens "
+                    f"({self.tokenizer.decode(token)!r}) for {features} media features; do its messages, template and media agree?"
+                )
+
+    def _refuse_placeholders(self, prompt: Prompt) -> None:
+        words = [self.tokenizer.decode(token) for token in self.placeholders]
+        for word in words:
+            if word and word in prompt.text:
+                raise ValueError(
+                    f"the text of prompt '{prompt.uid}' holds the media placeholder {word!r}; "
+                    "add the picture or clip as a part of the message instead"
+                )
+
+    def _placeholders(self) -> list[int]:
+        """List the tokens that stand for media, or fence them in; no answer may hold one."""
+        config = self.core.config
+        named = [
+            getattr(config, f"{kind}_token_id", None)
+            for kind in ("image", "video", "vision_start", "vision_end")
+        ]
+        return sorted({token for token in named if token is not None})
+
+    def _end_tokens(self) -> list[int]:
+        """List what ends an answer, first what the chat template puts behind one. A checkpoint's
+        generation_config is not asked."""
+        said = [
+            {"role": "user", "content": [{"type": "text", "text": "x"}]},
+            {"role": "assistant", "content": [{"type": "text", "text": "\x02"}]},
+        ]
+        rendered = self.processor.apply_chat_template(said, tokenize=False)
+        behind = self.tokenizer(rendered.rpartition("\x02")[2], add_special_tokens=False)["input_ids"]
+        special = set(self.tokenizer.all_special_ids)
+        ends = [token for token in behind[:2] if token in special][:1] + [self.tokenizer.eos_token_id]
+        found = list(dict.fromkeys(token for token in ends if token is not None))
+        if not found:
+            raise ValueError("the tokenizer names no token that ends an answer; set its eos_token")
+        return found
+
+
+_UNUSED = ("video_metadata", "timestamps")

@@ -1,0 +1,1 @@
+"""Policies whose steps are tokens."""

@@ -1,0 +1,92 @@
+"""Computing prompts once: the keys and values of every distinct prompt, to be read by all rows that answer
+it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from mmrl.vision.chat import Encoded
+from torch import Tensor, nn
+
+from mmrl.tensor import cat_padded
+
+
+@dataclass
+class Prefix:
+    """Prompts without their last token, in a cache. `P` prompts, left-padded to `S`.
+
+    The last token is held back: it is the first input of every answer, and predicts its first token.
+    """
+
+    cache: Any
+    mask: Tensor  # (P, S) int64
+    last: Tensor  # (P,) id of the token held back
+    positions: Tensor  # (A, P, 2): of the token held back, and of the first token of an answer
+
+    def select(self, which: Tensor) -> Prefix:
+        """Give every row (n,) the prompt it answers. Gradients of the rows add up in the prompt."""
+        self.cache.batch_select_indices(which)
+        return Prefix(self.cache, self.mask[which], self.last[which], self.positions[:, which])
+
+
+def prefill(
+    core: nn.Module, prompts: Sequence[Encoded], make_cache: Callable[[Any], Any] | None = None
+) -> Prefix:
+    """Send distinct prompts through a model, each once."""
+    from transformers import DynamicCache
+
+    device = core.get_input_embeddings().weight.device
+    held = [replace_ids(prompt, slice(0, -1)) for prompt in prompts]
+    ids, mask, positions = pad_left(held, device)
+    cache = make_cache(core.config) if make_cache else DynamicCache(config=core.config)
+    core(
+        input_ids=ids,
+        attention_mask=mask,
+        position_ids=axes(positions),
+        past_key_values=cache,
+        use_cache=True,
+        **merge_media([prompt.media for prompt in prompts], device),
+    )
+    last = torch.stack([prompt.ids[-1] for prompt in prompts]).to(device)
+    ends = torch.stack(
+        [
+            torch.stack(
+                [prompt.positions[:, -1], torch.full_like(prompt.positions[:, -1], prompt.next_position)], 1
+            )
+            for prompt in prompts
+        ],
+        1,
+    )
+    return Prefix(cache, mask, last, ends.to(device))
+
+
+def replace_ids(prompt: Encoded, cut: slice) -> Encoded:
+    """Cut ids and positions of a prompt alike."""
+    return Encoded(prompt.uid, prompt.ids[cut], prompt.positions[:, cut], prompt.media)
+
+
+def pad_left(prompts: Sequence[Encoded], device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Pad prompts on the left: ids and mask (P, S), positions (A, P, S)."""
+    size = max(len(prompt.ids) for prompt in prompts)
+    axis = prompts[0].positions.shape[0]
+    ids = torch.zeros(len(prompts), size, dtype=torch.int64)
+    mask = torch.zeros_like(ids)
+    positions = torch.zeros(axis, len(prompts), size, dtype=torch.int64)
+    for i, prompt in enumerate(prompts):
+        at = size - len(prompt.ids)
+        ids[i, at:], mask[i, at:], positions[:, i, at:] = prompt.ids, 1, prompt.positions
+    return ids.to(device), mask.to(device), positions.to(device)
+
+
+def axes(positions: Tensor) -> Tensor:
+    """Give models with one axis the (N, S) they want; those with several get (A, N, S)."""
+    return positions[0] if positions.shape[0] == 1 else positions
+
+
+def merge_media(media: Sequence[dict[str, Tensor]], device: torch.device) -> dict[str, Tensor]:
+    """Join the media tensors of several prompts, in order, padding tiles and frames to the largest."""
+    names = dict.fromkeys(name for one in media for name in one)
+    return {name: cat_padded([one[name] for one in media if name in one]).to(device) for name in names}
