@@ -1,0 +1,153 @@
+"""Small models that learn in a second, and engines for them: a look-up table over tokens, and a flow in two
+dimensions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from mmrl.batch import Batch, StepOutput
+from mmrl.draws import Stream
+from mmrl.reward_forms import per_outcome
+from mmrl.tensor import cat_padded
+from mmrl.types import Message, Outcome, Part, Prompt, Trajectory, Unit
+
+STOP = 0  # the token that ends an answer
+
+
+def prompts(*, num: int = 8, answers: int = 1) -> list[Prompt]:
+    """Ask for one token, again and again."""
+    return [
+        Prompt(
+            uid=f"p{i}",
+            messages=(Message("user", (Part(f"say {i % 5 + 1}"),)),),
+            target=i % 5 + 1,
+            answers=tuple(Outcome(text=f"{i % 5 + 1} {i % 5 + 1}") for _ in range(answers)),
+            columns={"wanted": i % 5 + 1},
+        )
+        for i in range(num)
+    ]
+
+
+@per_outcome
+def share_right(prompt: Prompt, outcome: Outcome) -> float:
+    """Count how much of the answer is the target."""
+    tokens = [int(word) for word in outcome.text.split()]
+    return sum(token == prompt.target for token in tokens) / max(len(tokens), 1)
+
+
+@per_outcome
+def brevity(prompt: Prompt, outcome: Outcome) -> float:
+    """Prefer short answers."""
+    return -0.1 * len(outcome.text.split())
+
+
+@dataclass(frozen=True)
+class TokenSteps:
+    """Which logits each step chose from, and what it chose."""
+
+    prompt: Tensor  # (N,)
+    tokens: Tensor  # (N, T)
+    start: int = 0
+    unit: Unit = Unit.ROW
+
+    def cost(self, rows: Tensor) -> int:
+        return len(rows) * self.tokens.shape[1]
+
+    def __getitem__(self, cut: tuple[Tensor, slice]) -> TokenSteps:
+        rows, columns = cut
+        start = self.start + (columns.start or 0)
+        return TokenSteps(self.prompt[rows], self.tokens[rows][:, columns], start, self.unit)
+
+
+class ToyText:
+    """A table of logits: one row per prompt and place, one column per token. Steps are independent."""
+
+    says = frozenset({"entropy"})
+
+    def __init__(
+        self, *, num: int = 8, length: int = 4, vocab: int = 6, unit: int = 1, double: bool = False
+    ) -> None:
+        table = nn.Parameter(
+            torch.zeros(num, length, vocab, dtype=torch.float64 if double else torch.float32)
+        )
+        self.module = nn.ParameterList([table])
+        self.unit = Unit(unit)
+
+    @property
+    def table(self) -> Tensor:
+        return next(iter(self.module.parameters()))
+
+    def encode(self, prompt: Prompt, outcome: Outcome) -> Trajectory:
+        tokens = torch.tensor([int(word) for word in outcome.text.split()] + [STOP])[: self.table.shape[1]]
+        outcome = Outcome(
+            text=outcome.text, end=len(tokens), tags={"finish": "stop"}, recorded=outcome.recorded
+        )
+        return Trajectory(
+            prompt, prompt.uid, (outcome,), (int(prompt.uid[1:]), tokens), len(tokens), {}, False
+        )
+
+    def collate(self, rollouts: tuple[Trajectory, ...]) -> Batch:
+        tokens = cat_padded([row.steps[1][None] for row in rollouts])
+        mask = cat_padded([torch.ones(1, row.length) for row in rollouts])
+        names = sorted({name for row in rollouts for name in row.notes})
+        empty = torch.full((1, 0), float("nan"))
+        notes = {}
+        for name in names:
+            noted = [row.notes[name][None] if name in row.notes else empty for row in rollouts]
+            notes[name] = cat_padded([*noted, torch.full((1, tokens.shape[1]), 0.0)], float("nan"))[:-1]
+        return Batch.of(
+            TokenSteps(torch.tensor([row.steps[0] for row in rollouts]), tokens, 0, self.unit), mask, notes
+        )
+
+    def __call__(self, batch: Batch, extra: frozenset[str] = frozenset()) -> StepOutput:
+        steps = batch.steps
+        places = torch.arange(steps.start, steps.start + steps.tokens.shape[1])
+        logp = self.table[steps.prompt][:, places].log_softmax(-1)
+        chosen = logp.gather(2, steps.tokens[..., None])[..., 0] * batch.mask
+        return StepOutput(chosen, {"entropy": -(logp.exp() * logp).sum(-1)} if "entropy" in extra else {})
+
+    def save(self, folder) -> None:
+        from safetensors.torch import save_file
+
+        folder.mkdir(parents=True, exist_ok=True)
+        save_file({"table": self.table.detach().clone()}, folder / "model.safetensors")
+
+    def load(self, folder) -> None:
+        from safetensors.torch import load_file
+
+        self.table.data.copy_(load_file(folder / "model.safetensors")["table"])
+
+
+class ToyGenerate:
+    """Sample tokens until the stop token."""
+
+    notes = frozenset({"logp", "entropy"})
+
+    def __init__(self, policy: ToyText, *, stream: Stream) -> None:
+        self.policy, self.stream = policy, stream
+
+    @torch.no_grad()
+    def rollout(self, prompts: Sequence[Prompt]) -> tuple[Trajectory, ...]:
+        asked: dict[str, int] = {}
+        rows = []
+        for prompt in prompts:
+            index = asked[prompt.uid] = asked.get(prompt.uid, -1) + 1
+            generator = self.stream.generator(prompt.uid, index)
+            place = int(prompt.uid[1:])
+            logp = self.policy.table[place].float().log_softmax(-1)
+            tokens = torch.multinomial(logp.exp(), 1, generator=generator)[:, 0]
+            stops = (tokens == STOP).nonzero()
+            length = int(stops[0]) + 1 if len(stops) else len(tokens)
+            tokens = tokens[:length]
+            text = " ".join(str(t) for t in tokens.tolist() if t != STOP)
+            outcome = Outcome(text=text, end=length, tags={"finish": "stop" if len(stops) else "length"})
+            notes = {
+                "logp": logp.gather(1, tokens[:, None])[:, 0],
+                "entropy": -(logp.exp() * logp).sum(-1)[:length],
+            }
+            rows.append(Trajectory(prompt, prompt.uid, (outcome,), (place, tokens), length, notes))
+        return tuple(rows)

@@ -1,0 +1,314 @@
+"""Tiny checkpoints of every family, made from the real configurations of transformers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from mmrl.vision.builders.tiny_model import QWEN_MEDIA, SPECIAL, TEMPLATE, tiny_tokenizer
+
+from mmrl.types import Frames, Media, Message, Part, Prompt
+
+TEXT = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 2048,
+}
+MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}
+QWEN_VISION = {
+    "depth": 2,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_heads": 4,
+    "out_hidden_size": 32,
+    "patch_size": 14,
+    "spatial_merge_size": 2,
+    "temporal_patch_size": 2,
+}
+TOWER = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "image_size": 28,
+    "patch_size": 14,
+}
+
+
+def _tokenizer():
+    tokenizer = tiny_tokenizer(["the quick brown fox 0123456789"] * 4, 320)
+    tokenizer.add_special_tokens(
+        {
+            "additional_special_tokens": [
+                "<end_of_utterance>",
+                "<fake_token_around_image>",
+                "<global-img>",
+                "<IMG_CONTEXT>",
+                "<img>",
+                "</img>",
+            ]
+        }
+    )
+    return tokenizer
+
+
+def _ids(tokenizer):
+    return {
+        word: tokenizer.convert_tokens_to_ids(word)
+        for word in (
+            *SPECIAL,
+            "<IMG_CONTEXT>",
+            "<fake_token_around_image>",
+            "<global-img>",
+            "<img>",
+            "</img>",
+        )
+    }
+
+
+def _qwen(kind: str, folder: Path) -> None:
+    import transformers as t
+    from transformers.models.qwen2_vl import Qwen2VLImageProcessor, Qwen2VLVideoProcessor
+    from transformers.models.qwen3_vl import Qwen3VLVideoProcessor
+
+    tokenizer = _tokenizer()
+    ids = _ids(tokenizer)
+    special = {
+        "image_token_id": ids["<|image_pad|>"],
+        "video_token_id": ids["<|video_pad|>"],
+        "vision_start_token_id": ids["<|vision_start|>"],
+        "vision_end_token_id": ids["<|vision_end|>"],
+    }
+    text = {
+        **TEXT,
+        "vocab_size": len(tokenizer),
+        "rope_parameters": MROPE,
+        "bos_token_id": None,
+        "eos_token_id": ids["<|im_end|>"],
+        "pad_token_id": ids["<|endoftext|>"],
+    }
+    patch = {"patch_size": 14, "merge_size": 2, "temporal_patch_size": 2}
+    images = Qwen2VLImageProcessor(min_pixels=28 * 28, max_pixels=56 * 56, **patch)
+    clips = {"size": {"shortest_edge": 28 * 28, "longest_edge": 8 * 56 * 56}, **patch}
+    template = TEMPLATE.replace("PLACEHOLDER", QWEN_MEDIA)
+    if kind == "qwen2_vl":
+        vision = {
+            "depth": 2,
+            "embed_dim": 32,
+            "hidden_size": 32,
+            "num_heads": 4,
+            "mlp_ratio": 2,
+            "patch_size": 14,
+        }
+        model = t.Qwen2VLForConditionalGeneration(
+            t.Qwen2VLConfig(text_config=text, vision_config=vision, **special)
+        )
+        processor = t.Qwen2VLProcessor(
+            images,
+            tokenizer,
+            Qwen2VLVideoProcessor(cap_pixels_per_frame=False, **clips),
+            chat_template=template,
+        )
+    elif kind == "qwen2_5_vl":
+        vision = {**QWEN_VISION, "window_size": 112, "fullatt_block_indexes": [1], "tokens_per_second": 2}
+        model = t.Qwen2_5_VLForConditionalGeneration(
+            t.Qwen2_5_VLConfig(text_config=text, vision_config=vision, **special)
+        )
+        processor = t.Qwen2_5_VLProcessor(
+            images,
+            tokenizer,
+            Qwen2VLVideoProcessor(cap_pixels_per_frame=False, **clips),
+            chat_template=template,
+        )
+    else:
+        vision = {**QWEN_VISION, "deepstack_visual_indexes": [0], "num_position_embeddings": 64}
+        model = t.Qwen3VLForConditionalGeneration(
+            t.Qwen3VLConfig(text_config={**text, "head_dim": 8}, vision_config=vision, **special)
+        )
+        processor = t.Qwen3VLProcessor(
+            images, tokenizer, Qwen3VLVideoProcessor(**clips), chat_template=template
+        )
+    _save(model, processor, folder)
+
+
+def _llava(kind: str, folder: Path) -> None:
+    import transformers as t
+
+    tokenizer = _tokenizer()
+    ids = _ids(tokenizer)
+    text = t.LlamaConfig(**TEXT, vocab_size=len(tokenizer), bos_token_id=None, eos_token_id=ids["<|im_end|>"])
+    media = "{% if c['type'] == 'image' %}<image>{% else %}<video>{% endif %}"
+    template = TEMPLATE.replace("PLACEHOLDER", media)
+    size = {"height": 28, "width": 28}
+    if kind == "llava":
+        config = t.LlavaConfig(
+            vision_config=t.CLIPVisionConfig(**TOWER),
+            text_config=text,
+            image_token_id=ids["<image>"],
+            vision_feature_layer=-1,
+        )
+        images = t.CLIPImageProcessor(size={"shortest_edge": 28}, crop_size=size)
+        processor = t.LlavaProcessor(
+            images,
+            tokenizer,
+            patch_size=14,
+            vision_feature_select_strategy="default",
+            num_additional_image_tokens=1,
+            chat_template=template,
+        )
+        _save(t.LlavaForConditionalGeneration(config), processor, folder)
+        return
+    pinpoints = [[28, 56], [56, 28], [56, 56]]
+    config = t.LlavaOnevisionConfig(
+        vision_config=t.SiglipVisionConfig(**TOWER, vision_use_head=False),
+        text_config=text,
+        image_token_id=ids["<image>"],
+        video_token_id=ids["<video>"],
+        image_grid_pinpoints=pinpoints,
+        vision_feature_layer=-1,
+    )
+    images = t.LlavaOnevisionImageProcessor(size=size, image_grid_pinpoints=pinpoints)
+    processor = t.LlavaOnevisionProcessor(
+        images,
+        tokenizer,
+        t.LlavaOnevisionVideoProcessor(size=size),
+        num_image_tokens=4,
+        vision_feature_select_strategy="full",
+        chat_template=template,
+    )
+    _save(t.LlavaOnevisionForConditionalGeneration(config), processor, folder)
+
+
+def _smolvlm(folder: Path) -> None:
+    import transformers as t
+
+    tokenizer = _tokenizer()
+    tokenizer = t.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer.backend_tokenizer,
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
+        extra_special_tokens={
+            "image_token": "<image>",
+            "fake_image_token": "<fake_token_around_image>",
+            "global_image_token": "<global-img>",
+            "end_of_utterance_token": "<end_of_utterance>",
+        },
+    )
+    text = t.LlamaConfig(
+        **TEXT,
+        vocab_size=len(tokenizer),
+        bos_token_id=None,
+        eos_token_id=_ids(tokenizer)["<|im_end|>"],
+        pad_token_id=0,
+    )
+    config = t.SmolVLMConfig(
+        vision_config={**TOWER},
+        text_config=text,
+        image_token_id=_ids(tokenizer)["<image>"],
+        scale_factor=2,
+        pad_token_id=0,
+    )
+    size = {"longest_edge": 28}
+    images = t.SmolVLMImageProcessor(size=size, max_image_size=size, do_image_splitting=False)
+    clips = t.SmolVLMVideoProcessor(
+        size=size, max_image_size=size, do_image_splitting=False, num_frames=8, fps=1
+    )
+    media = "{% if c['type'] == 'image' %}<image>{% else %}<video>{% endif %}"
+    processor = t.SmolVLMProcessor(
+        images, tokenizer, clips, image_seq_len=1, chat_template=TEMPLATE.replace("PLACEHOLDER", media)
+    )
+    _save(t.SmolVLMForConditionalGeneration(config), processor, folder)
+
+
+def _internvl(folder: Path) -> None:
+    import transformers as t
+
+    tokenizer = _tokenizer()
+    ids = _ids(tokenizer)
+    tokenizer = t.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer.backend_tokenizer,
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
+        extra_special_tokens={
+            "start_image_token": "<img>",
+            "end_image_token": "</img>",
+            "video_token": "<video>",
+            "context_image_token": "<IMG_CONTEXT>",
+        },
+    )
+    text = t.LlamaConfig(**TEXT, vocab_size=len(tokenizer), bos_token_id=None, eos_token_id=ids["<|im_end|>"])
+    vision = t.InternVLVisionConfig(**{**TOWER, "image_size": [28, 28], "patch_size": [14, 14]})
+    config = t.InternVLConfig(
+        vision_config=vision,
+        text_config=text,
+        image_token_id=ids["<IMG_CONTEXT>"],
+        image_seq_length=1,
+        downsample_ratio=0.5,
+    )
+    size = {"height": 28, "width": 28}
+    images = t.GotOcr2ImageProcessor(size=size, crop_to_patches=False)
+    media = "{% if c['type'] == 'image' %}<IMG_CONTEXT>{% else %}<video>{% endif %}"
+    processor = t.InternVLProcessor(
+        images,
+        tokenizer,
+        t.InternVLVideoProcessor(size=size),
+        image_seq_length=1,
+        chat_template=TEMPLATE.replace("PLACEHOLDER", media),
+    )
+    _save(t.InternVLForConditionalGeneration(config), processor, folder)
+
+
+def _save(model, processor, folder: Path) -> None:
+    model.save_pretrained(folder)
+    processor.save_pretrained(folder)
+
+
+MAKERS = {
+    "qwen2_vl": lambda folder: _qwen("qwen2_vl", folder),
+    "qwen2_5_vl": lambda folder: _qwen("qwen2_5_vl", folder),
+    "qwen3_vl": lambda folder: _qwen("qwen3_vl", folder),
+    "llava": lambda folder: _llava("llava", folder),
+    "llava_onevision": lambda folder: _llava("llava_onevision", folder),
+    "smolvlm": _smolvlm,
+    "internvl": _internvl,
+}
+WITH_VIDEO = tuple(name for name in MAKERS if name != "llava")
+
+
+def make(family: str, folder: Path) -> Path:
+    """Write the checkpoint of a family, with weights large enough that answers differ."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        MAKERS[family](folder)
+    return folder
+
+
+def clip(num: int = 4, *, seed: int = 0, side: int = 56) -> Media:
+    """Make a clip of noise, one frame a second."""
+    pixels = torch.randint(
+        0, 255, (num, 3, side, side), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed)
+    )
+    return Media("video", f"clip{seed}", lambda: Frames(pixels, torch.arange(num).double(), float(num)))
+
+
+def picture(*, seed: int = 0, height: int = 56, width: int = 56) -> Media:
+    """Make a picture of noise."""
+    pixels = torch.randint(
+        0, 255, (1, 3, height, width), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed)
+    )
+    return Media("image", f"picture{seed}", lambda: Frames(pixels, torch.zeros(1)))
+
+
+def ask(uid: str, *parts) -> Prompt:
+    """Ask something, in words and media."""
+    return Prompt(
+        uid,
+        (
+            Message(
+                "user", tuple(Part(part) if isinstance(part, str) else Part(media=part) for part in parts)
+            ),
+        ),
+    )
