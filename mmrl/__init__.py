@@ -8,8 +8,7 @@ from pathlib import Path
 __version__ = "0.1.0"
 
 # In a checkout the scopes lie beside this folder (`vision/` is `mmrl.vision`); installed, they lie inside it.
-# Looking in both
-# places makes a plain checkout behave like an install.
+# Looking in both places makes a plain checkout behave like an install.
 if (Path(__file__).parents[1] / "vision" / "__init__.py").is_file():
     __path__.append(str(Path(__file__).parents[1]))
 

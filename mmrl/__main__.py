@@ -15,8 +15,8 @@ from pathlib import Path
 from mmrl.config import BuildConfig, Config, ConfigError, EvaluateConfig, Evaluation, load, parse_some, read
 
 PACKAGES = (
-    "mmrl", "torch", "torchvision", "transformers", "accelerate", "peft", "datasets", "av", "diffusers", "open_clip_torch",
-    "timm", "bitsandbytes", "tensorboard",
+    "mmrl", "torch", "torchvision", "transformers", "accelerate", "peft", "datasets", "av", "diffusers",
+    "open_clip_torch", "timm", "bitsandbytes", "tensorboard",
 )  # fmt: skip
 
 

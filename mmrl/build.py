@@ -76,7 +76,6 @@ def make_rewards(pieces: Pieces, listed: Sequence[Piece], place: str) -> list[Bo
     return [pieces.make("reward", piece, place=f"{place}[{i}]") for i, piece in enumerate(listed)]
 
 
-# ------------------------------------------------------------------------------------------------------------
 # ---- checking
 
 
@@ -220,8 +219,7 @@ def _check_needs(config: Config, needs: Needs, says: frozenset[str]) -> None:
         )
 
 
-# ------------------------------------------------------------------------------------------------------------
-# -- evaluation
+# ---- evaluation
 
 
 def make_evaluator(config: Config | EvaluateConfig, pieces: Pieces, policy: Policy, processes: Processes):

@@ -125,7 +125,6 @@ class BuildConfig:
     seed: int = 0
 
 
-# ------------------------------------------------------------------------------------------------------------
 # ---- reading
 
 
@@ -210,8 +209,7 @@ def merge(below: Any, above: Any) -> Any:
     return merged
 
 
-# ------------------------------------------------------------------------------------------------------------
-# --- checking
+# ---- checking
 
 
 def load(path: str | Path, overrides: Sequence[str] = (), kind: type = Config) -> Any:

@@ -110,7 +110,7 @@ _IMPORTED: set[str] = set()
 
 def _scope_of(module: str) -> str:
     inside = [scope for scope, package in SCOPES.items() if scope and module.startswith(package + ".")]
-    return inside[0] if inside else "" if module.split(".")[0] == "mmrl" else module
+    return inside[0] if inside else "" if module.partition(".")[0] == "mmrl" else module
 
 
 def _snake(name: str) -> str:

@@ -81,8 +81,7 @@ class Run:
         self.console = Console(self.folder.name, self.max_steps, self.quiet or not self.processes.main)
         self.trained = [p for p in self.policy.module.parameters() if p.requires_grad]
 
-    # ------------------------------------------------------------------------------------------------ what
-    # the loops call
+    # ---- what the loops call
 
     @property
     def observers(self) -> list[Observer]:
@@ -155,8 +154,7 @@ class Run:
         self.meter.add({"grad_norm": torch.tensor(norm)}, 1.0)
         self.meter.updates += 1
 
-    # ----------------------------------------------------------------------------------------------- the end
-    # of every step
+    # ---- the end of every step
 
     def finish(self, step: int, collection: Collection, credit: RewardTable) -> None:
         """Report a step; evaluate and save where it is time."""
@@ -211,8 +209,7 @@ class Run:
             path = self.folder / "completions" / f"completions_{step:06d}{part}.parquet"
             write_completions(path, rows, collection.table.select(collection.table.mine), advantage)
 
-    # -----------------------------------------------------------------------------------------------------
-    # stop and go on
+    # ---- stop and go on
 
     def save(self, step: int) -> None:
         """Write `checkpoint-{step}`: a model folder that its library reads, and the state that makes the run

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from mmrl.vision.families import family_of
 from torch import Tensor, nn
 
 from mmrl.types import Frames, Prompt
+from mmrl.vision.families import family_of
 
 CACHE_BYTES = 2 << 30
 TICKS = 1000  # frame times are handed to processors in milliseconds
@@ -128,7 +128,8 @@ class Chat:
             if found != features:
                 raise ValueError(
                     f"prompt '{prompt.uid}' has {found} placeholder tokens "
-                    f"({self.tokenizer.decode(token)!r}) for {features} media features; do its messages, template and media agree?"
+                    f"({self.tokenizer.decode(token)!r}) for {features} media features; "
+                    "do its messages, template and media agree?"
                 )
 
     def _refuse_placeholders(self, prompt: Prompt) -> None:

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from mmrl.vision.video import MediaError, Sampling, read_video
 
 from mmrl.types import Frames, Media
+from mmrl.vision.video import MediaError, Sampling, read_video
 
 MAX_FILE_BYTES = 4 << 30
 MAX_IMAGE_PIXELS = 100_000_000

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from mmrl.vision.chat import Encoded
 from torch import Tensor, nn
 
 from mmrl.tensor import cat_padded
+from mmrl.vision.chat import Encoded
 
 
 @dataclass

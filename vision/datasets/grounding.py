@@ -7,14 +7,14 @@ from pathlib import Path
 from typing import Literal
 
 import torch
-from mmrl.vision.annotations import READERS, Row
-from mmrl.vision.media import MediaRoot
-from mmrl.vision.spans import Moments, Span
-from mmrl.vision.video import Sampling, video_duration
 
 from mmrl.draws import Stream
 from mmrl.registry import data
 from mmrl.types import Message, Outcome, Part, Prompt
+from mmrl.vision.annotations import READERS, Row
+from mmrl.vision.media import MediaRoot
+from mmrl.vision.spans import Moments, Span
+from mmrl.vision.video import Sampling, video_duration
 
 ASK = (
     'When does this happen in the video: "{query}"? Give the start and the end in seconds, in the form '

@@ -8,17 +8,17 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
+
+from mmrl.draws import Stream
+from mmrl.registry import engine
+from mmrl.types import Outcome, Prompt, Rollouts, Trajectory
 from mmrl.vision.chat import Encoded
 from mmrl.vision.loading import caching
 from mmrl.vision.policies.prefix import distinct_prompts
 from mmrl.vision.policies.tokens import FORBIDDEN, TokenRow, Tokens
 from mmrl.vision.prefill import Prefix, axes, prefill
 from mmrl.vision.sampling import Sampler
-from torch import Tensor
-
-from mmrl.draws import Stream
-from mmrl.registry import engine
-from mmrl.types import Outcome, Prompt, Rollouts, Trajectory
 
 COMPACT = 8  # rows leave the batch once one in so many is done
 

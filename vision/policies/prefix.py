@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from mmrl.vision.chat import Encoded
-from mmrl.vision.prefill import axes, merge_media, pad_left, prefill
 from torch import Tensor, nn
 
 from mmrl.types import Unit
+from mmrl.vision.chat import Encoded
+from mmrl.vision.prefill import axes, merge_media, pad_left, prefill
 
 PROMPT = -1  # owner of tokens that every answer sees
 

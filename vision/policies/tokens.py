@@ -8,9 +8,6 @@ from pathlib import Path
 from typing import Literal
 
 import torch
-from mmrl.vision import loading
-from mmrl.vision.chat import Chat, Encoded
-from mmrl.vision.policies.prefix import TokenSteps, distinct_prompts, read_cached, read_packed
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -18,6 +15,9 @@ from mmrl.batch import Batch, StepOutput
 from mmrl.registry import policy
 from mmrl.tensor import cat_padded
 from mmrl.types import Outcome, Prompt, Rollouts, Trajectory
+from mmrl.vision import loading
+from mmrl.vision.chat import Chat, Encoded
+from mmrl.vision.policies.prefix import TokenSteps, distinct_prompts, read_cached, read_packed
 
 LOGIT_BYTES = 256 << 20  # float32 logits that may exist at once
 FORBIDDEN = -1e30  # a logit whose probability is 0 and whose product with it still is a number

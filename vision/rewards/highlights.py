@@ -5,6 +5,9 @@ from __future__ import annotations
 
 from typing import Literal
 
+from mmrl.registry import reward
+from mmrl.reward_forms import per_outcome
+from mmrl.types import Outcome, Prompt
 from mmrl.vision.highlights import (
     CLIP_SECONDS,
     LEVELS,
@@ -14,10 +17,6 @@ from mmrl.vision.highlights import (
     highlight_metrics,
 )
 from mmrl.vision.spans import parse_saliency, parse_spans
-
-from mmrl.registry import reward
-from mmrl.reward_forms import per_outcome
-from mmrl.types import Outcome, Prompt
 
 
 @reward

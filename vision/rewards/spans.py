@@ -6,11 +6,10 @@ import math
 from collections.abc import Sequence
 from typing import Literal
 
-from mmrl.vision.spans import Moments, giou, iou, parse_span, parse_spans, set_iou, timestamp_aware_iou
-
 from mmrl.registry import reward
 from mmrl.reward_forms import per_outcome
 from mmrl.types import Outcome, Prompt
+from mmrl.vision.spans import Moments, giou, iou, parse_span, parse_spans, set_iou, timestamp_aware_iou
 
 
 @reward
