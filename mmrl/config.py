@@ -192,7 +192,7 @@ def _refuse_interpolation(value: Any, place: str) -> None:
 def merge(below: Any, above: Any) -> Any:
     """Lay one plain value over another. `{"0": x}` over a list changes its first item, options over a name
     extend it."""
-    if isinstance(above, dict) and above and isinstance(below, list) and all(key.isdigit() for key in above):
+    if isinstance(above, dict) and above and isinstance(below, list) and all(str(k).isdigit() for k in above):
         changed = {int(key): value for key, value in above.items()}
         if max(changed) >= len(below):
             raise ConfigError(f"there is no item {max(changed)} in a list of {len(below)}: {below}")

@@ -4,7 +4,7 @@ prompts."""
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,22 +16,11 @@ from mmrl.draws import Stream
 from mmrl.protocols import Engine
 from mmrl.report import describe_lengths
 from mmrl.score import score
-from mmrl.table import RewardTable
-from mmrl.types import Prompt, Rollouts
+from mmrl.table import Measured, RewardTable
+from mmrl.types import Prompt
 
 CHUNK = 64  # prompts answered at a time
 RESAMPLES = 1000  # of the bootstrap
-
-
-@dataclass(frozen=True)
-class Measured:
-    """What an evaluation found. `intervals` holds (low, high) of every metric; `rollouts` are this process's
-    rows of `table`."""
-
-    metrics: Mapping[str, float]
-    intervals: Mapping[str, tuple[float, float]]
-    rollouts: Rollouts
-    table: RewardTable
 
 
 @dataclass

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mmrl.evaluate import Measured
+from mmrl.table import Measured
 
 # Each panel shows the metrics whose names begin so; a panel without any is left out.
 PANELS = (

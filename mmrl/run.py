@@ -289,7 +289,7 @@ class Run:
         if self.processes.main:
             from mmrl.page import write_page
 
-            fragments = [piece(last.rollouts, last.table) for piece in self.exhibits] if last else []
+            fragments = [piece({"answer": last}) for piece in self.exhibits] if last else []
             path = write_page(self.folder, self.journal.read(), last, fragments)
             self.console.say(f"report: {path}")
             self.trackers.close()

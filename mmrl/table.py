@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from mmrl.tensor import group_count, group_extreme, group_index, group_mean, group_std, pad_to
+from mmrl.types import Rollouts
 
 EQUAL = 1e-8  # rewards closer than this are the same
 ABSENT = -1  # `ends` of a place that a row does not have
@@ -252,6 +253,17 @@ class RewardTable:
     def num_groups(self, keep: Tensor) -> int:
         """Count the groups that have a row in `keep` (N,) bool."""
         return int(self.group[keep].unique().numel()) if len(self) else 0
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What an evaluation found. `intervals` holds (low, high) of every metric; `rollouts` are this process's
+    rows of `table`."""
+
+    metrics: Mapping[str, float]
+    intervals: Mapping[str, tuple[float, float]]
+    rollouts: Rollouts
+    table: RewardTable
 
 
 def _note(table: RewardTable, name: str, steps: int) -> Tensor:

@@ -103,10 +103,12 @@ def read_qvhighlights(path: Path, durations: Path | None, extension: str) -> Ite
 
 def read_jsonl(path: Path, durations: Path | None, extension: str) -> Iterator[Row]:
     """Read the plain form: `video`, `query`, and `start` and `end` or a list `spans`; `duration`, `id` and
-    others if there are."""
+    others if there are. A row without any of the three is unlabelled."""
     for number, row in _objects(path):
         try:
-            pairs = row["spans"] if "spans" in row else [[row["start"], row["end"]]]
+            pairs = row.get("spans", [])
+            if row.keys() & {"start", "end"} and not pairs:
+                pairs = [[row["start"], row["end"]]]
             spans = tuple((float(start), float(end)) for start, end in pairs)
             duration = None if row.get("duration") is None else float(row["duration"])
             yield Row(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +10,7 @@ from torch import Tensor, nn
 
 from mmrl.types import Frames, Prompt
 from mmrl.vision.families import family_of
+from mmrl.vision.kept import Kept
 
 CACHE_BYTES = 2 << 30
 TICKS = 1000  # frame times are handed to processors in milliseconds
@@ -47,17 +47,11 @@ class Chat:
         self.pixels = pixels or {}
         self.placeholders = self._placeholders()
         self.end = self._end_tokens()
-        self._kept: OrderedDict[tuple, Encoded] = OrderedDict()
+        self.kept: Kept[Encoded] = Kept(CACHE_BYTES, lambda encoded: encoded.bytes)
 
     def encode(self, prompt: Prompt) -> Encoded:
         """Encode a prompt, and count its media features against its placeholder tokens."""
-        key = (prompt.uid, prompt.messages)
-        if key not in self._kept:
-            self._kept[key] = self._encode(prompt)
-            while len(self._kept) > 1 and sum(e.bytes for e in self._kept.values()) > CACHE_BYTES:
-                self._kept.popitem(last=False)
-        self._kept.move_to_end(key)
-        return self._kept[key]
+        return self.kept.get((prompt.uid, prompt.messages), lambda: self._encode(prompt))
 
     def answer(self, text: str) -> Tensor:
         """Tokenize an answer and end it."""

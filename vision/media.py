@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from mmrl.types import Frames, Media
+from mmrl.vision.kept import Kept
 from mmrl.vision.video import MediaError, Sampling, read_video
 
 MAX_FILE_BYTES = 4 << 30
@@ -26,7 +26,9 @@ class MediaRoot:
     max_file_bytes: int = MAX_FILE_BYTES
     max_image_pixels: int = MAX_IMAGE_PIXELS
     cache_bytes: int = CACHE_BYTES
-    _kept: OrderedDict[tuple, Frames] = field(default_factory=OrderedDict, repr=False)
+
+    def __post_init__(self) -> None:
+        self._kept: Kept[Frames] = Kept(self.cache_bytes, lambda frames: frames.pixels.numel())
 
     def video(self, name: str, sampling: Sampling) -> Media:
         """Name a clip; it is decoded when somebody looks at it."""
@@ -57,15 +59,7 @@ class MediaRoot:
 
     def _once(self, key: tuple, name: str, read: Callable[[Path], Frames]) -> Frames:
         path = self.locate(name)
-        key = (*key, path.stat().st_mtime_ns)
-        if key not in self._kept:
-            self._kept[key] = read(path)
-            while (
-                len(self._kept) > 1 and sum(f.pixels.numel() for f in self._kept.values()) > self.cache_bytes
-            ):
-                self._kept.popitem(last=False)
-        self._kept.move_to_end(key)
-        return self._kept[key]
+        return self._kept.get((*key, path.stat().st_mtime_ns), lambda: read(path))
 
     def _read_image(self, path: Path) -> Frames:
         import numpy

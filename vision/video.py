@@ -55,6 +55,8 @@ def read_video(path: Path, sampling: Sampling = Sampling()) -> Frames:
 
 
 def _read(path: Path, container, sampling: Sampling) -> Frames:
+    from av.video.reformatter import VideoReformatter
+
     stream = container.streams.video[0]
     stream.thread_type = "AUTO"
     zero = float(stream.start_time * stream.time_base) if stream.start_time else 0.0
@@ -67,10 +69,11 @@ def _read(path: Path, container, sampling: Sampling) -> Frames:
     wanted = sample_times(begin, min(end, duration), sampling)
     if begin > 1:
         container.seek(int((begin + zero) / stream.time_base), stream=stream)
+    scaler = VideoReformatter()  # setting one up takes longer than scaling a small frame
     pictures, last = [], None
     for shown, until in _shown(container.decode(stream), zero):
         while len(pictures) < len(wanted) and wanted[len(pictures)] < until:
-            pictures.append(_picture(shown, sampling, len(wanted)))
+            pictures.append(_picture(shown, sampling, len(wanted), scaler))
         last = shown
         if len(pictures) == len(wanted):
             break
@@ -78,7 +81,7 @@ def _read(path: Path, container, sampling: Sampling) -> Frames:
         raise MediaError(f"'{path}' holds no frame that can be decoded")
     if len(pictures) < len(wanted):
         _refuse_cut(path, last.time - zero, wanted[-1], duration)
-        rest = _picture(last, sampling, len(wanted))
+        rest = _picture(last, sampling, len(wanted), scaler)
         pictures += [rest] * (len(wanted) - len(pictures))
     return Frames(torch.stack(pictures), torch.tensor(wanted, dtype=torch.float64), duration)
 
@@ -135,14 +138,15 @@ def _refuse_cut(path: Path, last: float, wanted: float, duration: float) -> None
         )
 
 
-def _picture(frame, sampling: Sampling, count: int) -> Tensor:
+def _picture(frame, sampling: Sampling, count: int, scaler) -> Tensor:
     """Turn a frame into an upright (3, height, width) uint8 picture inside the pixel limits."""
     width, height = frame.width, frame.height
     limits = [sampling.max_pixels, sampling.total_pixels // count if sampling.total_pixels else 0]
     limit = min([limit for limit in limits if limit] or [width * height])
     shrink = min(1.0, math.sqrt(limit / (width * height)))
     width, height = max(1, math.floor(width * shrink)), max(1, math.floor(height * shrink))
-    array = frame.reformat(width=width, height=height, format="rgb24", interpolation="AREA").to_ndarray()
+    scaled = scaler.reformat(frame, width=width, height=height, format="rgb24", interpolation="AREA")
+    array = scaled.to_ndarray()
     # The display matrix turns counter-clockwise, as rot90 does.
     upright = torch.rot90(torch.from_numpy(array), round(frame.rotation / 90) % 4)
     return upright.permute(2, 0, 1).contiguous()

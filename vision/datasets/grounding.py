@@ -50,6 +50,7 @@ def grounding(
     normalize_text: bool = True,
     clip_spans: bool = True,
     bad_rows: Literal["error", "drop"] = "error",
+    unlabelled: bool = False,
     limit: int = 0,
 ) -> list[Prompt]:
     """Read queries about videos under `root`, from an annotation file in its published form.
@@ -58,7 +59,8 @@ def grounding(
     carries the true span as a demonstration: `demo_think` gives it no think block (it is then judged by the
     format of a direct answer), an empty one, or the row's column `reasoning`. Spans that reach beyond their
     video are cut to it, unless `clip_spans` is off, as evaluators have it. Rows without a span inside their
-    video are errors, or with `bad_rows: drop` named in the log and left out.
+    video are errors, or with `bad_rows: drop` named in the log and left out. `unlabelled` lets rows without
+    any span stay, for rewards that read none; they have no demonstration.
     """
     source, media = Path(path), MediaRoot(Path(root))
     if not source.is_file():
@@ -71,16 +73,18 @@ def grounding(
         duration = row.duration if row.duration is not None else video_duration(media.locate(row.video))
         media.locate(row.video)
         spans, reason = check_spans(row.spans, duration, clip_spans)
-        if reason:
+        if reason and (row.spans or not unlabelled):
             bad.append(f"{row.place}: {reason}")
             continue
         thinks = float(torch.rand((), generator=stream.fixed("reasoning", row.uid))) < reasoning
         query = normalized(row.query) if normalize_text else row.query
         text = (reasoning_prompt if thinks else prompt).format(query=query)
         message = Message("user", (Part(media=media.video(row.video, sampling)), Part(text)))
-        demo = demonstration(row, spans[0], thinks, demo_think, decimals)
+        demos = [demonstration(row, span, thinks, demo_think, decimals) for span in spans[:1]]
         columns = {**row.columns, "query": query, "format": "think,answer" if thinks else "answer"}
-        prompts.append(Prompt(row.uid, (message,), Moments(spans, duration, row.saliency), (demo,), columns))
+        prompts.append(
+            Prompt(row.uid, (message,), Moments(spans, duration, row.saliency), tuple(demos), columns)
+        )
         if len(prompts) == limit:
             break
     if bad and bad_rows == "error":

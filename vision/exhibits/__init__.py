@@ -1,0 +1,1 @@
+"""Pictures of what a model saw and said, for the HTML report."""
