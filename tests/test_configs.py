@@ -1,0 +1,357 @@
+"""Every file in configs/ is checked, and every variant takes two updates on a toy policy."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+
+from mmrl.__main__ import check_file, main
+from mmrl.bind import Pieces
+from mmrl.build import build, check, make_rewards
+from mmrl.config import Config, ConfigError, EvaluateConfig, as_piece, load, merge, parse, read
+from mmrl.draws import Stream
+from mmrl.rewards.text import tag_format
+from mmrl.table import RewardTable
+from mmrl.train import train
+from mmrl.types import Outcome, Prompt
+from mmrl.vision.annotations import Row
+from mmrl.vision.datasets.grounding import demonstration, grounding
+from mmrl.vision.spans import Moments, parse_saliency, parse_spans
+from tests.tables import assert_rows, loss_of, micro_batch, moved, reward_table
+from tests.toys import plan
+
+HOME = Path(__file__).parents[1]
+CONFIGS = HOME / "configs"
+VARIANTS = sorted((CONFIGS / "variants").glob("*.yaml"))
+RUNS = sorted(CONFIGS.glob("*.yaml"))
+SOURCE = re.compile(r"arXiv \d{4}\.\d{5}|\bTRL\b|\bverl\b|Williams 1992")
+
+
+def each(paths: list[Path]) -> Any:
+    return pytest.mark.parametrize("path", paths, ids=lambda path: path.stem)
+
+
+# ---- files
+
+
+@each(RUNS + VARIANTS)
+def test_every_file_resolves_its_names_and_options(path):
+    check_file(path)
+
+
+def test_the_command_passes_what_is_right_and_names_what_is_wrong(tmp_path, capsys):
+    wrong = tmp_path / "wrong.yaml"
+    wrong.write_text("rollout: {num_generations: 2, engine: [stord]}\n")
+    assert main(["check", str(VARIANTS[0])]) == 0
+    assert main(["check", str(VARIANTS[0]), str(wrong)]) == 2
+    said = capsys.readouterr().out
+    assert "did you mean 'stored'?" in said and "rollout.engine[0]" in said
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        ("rollout: {num_generation: 2}", "rollout.num_generation'; did you mean 'num_generations'"),
+        ("references: {ref: frozn}", "did you mean 'frozen'"),
+        ("rollout: 3", "'rollout' has the wrong form"),
+        ("objective: {name: policy_gradient, surrogate: clip, aggregate: step_mean, penalty: [k3]}", "'ref'"),
+    ],
+)
+def test_a_mistake_inside_a_variant_is_found_where_it_stands(tmp_path, text, message):
+    (tmp_path / "variant.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        check_file(tmp_path / "variant.yaml")
+
+
+@each(VARIANTS)
+def test_a_variant_is_short_and_names_its_source(path):
+    lines = path.read_text().splitlines()
+    assert 3 <= len(lines) <= 10 and max(map(len, lines)) <= 110
+    head = " ".join(line for line in lines[:3] if line.startswith("#"))
+    assert lines[0].startswith("# ") and SOURCE.search(head)
+
+
+@each(RUNS)
+def test_a_run_begins_with_what_it_is(path):
+    assert path.read_text().startswith("# ")
+
+
+@each(VARIANTS)
+def test_a_variant_fits_a_run_on_a_real_model(path):
+    """Notes, references and what the policy says are there, with the engine and the rewards of a grounding
+    run."""
+    run = read(CONFIGS / "charades_sta_grpo.yaml")
+    chosen = {key: run[key] for key in ("policy", "data", "rewards", "rollout", "learn")}
+    variant = read(path)
+    engine = variant.get("rollout", {}).get("engine", run["rollout"]["engine"])
+    check(parse(merge(chosen, merge(variant, {"rollout": {"engine": engine}})), Config))
+
+
+@pytest.mark.parametrize("name", ["charades_sta", "qvhighlights"])
+def test_a_run_is_measured_as_its_evaluation_file_measures(name):
+    alone = load(CONFIGS / f"evaluate_{name}.yaml", kind=EvaluateConfig)
+    runs = [
+        path for path in RUNS if f"evaluate_{name}.yaml" in path.read_text() and "include" in path.read_text()
+    ]
+    assert runs
+    for run in runs:
+        assert load(run).evaluation == alone.evaluation
+
+
+def test_a_run_on_highlights_asks_in_training_what_it_asks_in_evaluation():
+    run = load(CONFIGS / "qvhighlights_videochat_r1.yaml")
+    asked = run.data.options["prompt"]
+    assert asked == run.evaluation.data.options["prompt"]
+    shown = asked.format(query="a dog")  # the form that the prompt shows is one that rewards can read
+    assert parse_spans(shown) == [(10, 16), (40, 44)]
+    assert parse_saliency(shown) == [(10, 2), (12, 4), (40, 3)]
+
+
+def test_a_run_changes_one_item_of_a_list_by_its_number():
+    run = load(CONFIGS / "charades_sta_tempsamp.yaml", ["rollout.engine.0.batch_size=128"])
+    first, second = run.rollout.engine
+    assert first.name == "vision.generate" and second.name == "with_demos"
+    assert first.options == {"max_completion_length": 64, "batch_size": 128}
+    form = load(CONFIGS / "activitynet_time_r1.yaml").rewards[0].options
+    assert form == {"form": "iou", "strict": True}
+
+
+def test_a_row_without_a_span_is_a_prompt_without_a_demonstration_where_labels_are_not_wanted(tmp_path):
+    options = load(CONFIGS / "unlabelled_urpa.yaml").data.options
+    (tmp_path / "a.mp4").touch()
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"video": "a.mp4", "query": "a dog", "duration": 8}')
+    read_here = {**options, "path": str(rows), "root": str(tmp_path), "stream": Stream()}
+    (prompt,) = grounding(**read_here)
+    assert prompt.target == Moments((), 8.0) and not prompt.answers
+    with pytest.raises(ValueError, match="it has no span"):
+        grounding(**{**read_here, "unlabelled": False})
+
+
+def test_a_demonstration_earns_the_advantage_of_1_that_supervised_tuning_wants():
+    row = Row("a", "a.mp4", "a dog", ((1.0, 2.5),), 10.0, "here")
+    demos = [demonstration(row, row.spans[0], thinks, "empty", 2) for thinks in (False, True)]
+    assert tag_format([Prompt("a", ())] * 2, demos) == [1.0, 1.0]
+
+
+# ---- the worked numbers of the papers
+
+
+def of_variant(name: str) -> dict[str, Any]:
+    return read(CONFIGS / "variants" / f"{name}.yaml")
+
+
+def chained(name: str, table: RewardTable) -> torch.Tensor:
+    """Send a reward table through the chain of a variant."""
+    for piece in of_variant(name)["advantage"]:
+        table = Pieces(Stream()).make("advantage", as_piece(piece, ""))(table)
+    return table.values[:, 0]
+
+
+HARD, EASY = [1, 0, 0, 0], [1, 1, 1, 0]
+TWO_GROUPS = reward_table(HARD + EASY, group="aaaabbbb", length=[2, 1, 3, 1, 1, 2, 1, 4])
+TWO_REWARDS = reward_table(
+    {"right": [1, 1, 0, 0, 1, 0, 0, 0], "format": [1, 0, 1, 0, 0.5, 0.5, 0.5, 0]}, group="aaaabbbb"
+)
+DEMOS = reward_table({"iou": [0.3, 0.9], "tag_format": [1, 1]}, weights={"tag_format": 0.1})
+
+
+@pytest.mark.parametrize(
+    "name, table, wanted",
+    [
+        # (1 - 1/4) / (1/2 + 1e-4), and a third of it
+        ("grpo", reward_table(HARD), [1.499700, *[-0.499900] * 3]),
+        ("dr_grpo", reward_table(HARD), [0.75, *[-0.25] * 3]),
+        ("rloo", reward_table(HARD), [1.0, *[-1 / 3] * 3]),
+        # the deviation of four ones and four zeros is sqrt(2/7)
+        ("lite_ppo", TWO_GROUPS, [1.402859, *[-0.467620] * 3, *[0.467620] * 3, -1.402859]),
+        # over the 15 steps the centred rewards have mean -.116667 and variance .266667
+        (
+            "reinforce_pp_baseline",
+            TWO_GROUPS,
+            [[1.678293] * 2, [-0.258199], *[[-0.258199]] * 2, *[[0.710047]] * 3, [-1.226445] * 4],
+        ),
+        ("gdpo", TWO_REWARDS, [1.224747, 0, 0, -1.224747, 1.414107, -0.000071, -0.000071, -1.413966]),
+        ("asymre", reward_table([1, 0, 0, 1]), [0.6, -0.4, -0.4, 0.6]),  # baseline 1/2 - .1
+        # the format as measured, whatever it and others weigh
+        ("supervised", DEMOS, [1, 1]),
+    ],
+)  # fmt: skip
+def test_a_chain_gives_the_worked_advantages(name, table, wanted):
+    said = chained(name, table)
+    assert_rows(said if isinstance(wanted[0], list) else said[:, 0], wanted)
+
+
+@pytest.mark.parametrize(
+    "name, wanted",
+    [
+        ("tempsamp_r1", [-0.3496, 0.4159, -1.1956, 1.1293]),
+        ("tempsamp_r1_downscale", [-0.3873, 0.3873, -1.1619, 1.1619]),
+        ("tempsamp_r1_anchor", [0, 1, -1, 1.2]),
+    ],
+)
+def test_the_three_forms_of_tempsamp_give_the_worked_advantages(name, wanted):
+    table = reward_table({"temporal_iou": [0.6, 0.7, 0.5, 1.0]}, on_policy=[True, True, True, False])
+    assert_rows(chained(name, table)[:, 0], wanted, tolerance=2e-3)  # worked out with another eps
+
+
+def test_urpa_scales_advantages_by_confidence():
+    # rewards 1 and 1/2 have the deviation sqrt(1/8): .25 / (.353553 + 1e-4), times the confidence of a half
+    named = {"consensus_span": [1, 0], "span_confidence": [0.5, 0.5], "tag_format": [1, 1]}
+    weights = {"consensus_span": 0.5, "span_confidence": 0.0, "tag_format": 0.5}
+    assert_rows(chained("urpa", reward_table(named, weights=weights))[:, 0], [0.353453, -0.353453])
+
+
+@pytest.mark.parametrize(
+    "name, wanted",
+    [
+        ("gdpo", -0.289241),  # clip, mean over steps and then rows
+        ("lite_ppo", -0.439653),  # clip, mean over steps
+        ("dapo", -0.455653),  # the third step may reach 1.28
+        ("rloo", -0.4),  # whole answers: (-1.2 + .5 * .8) / 2
+        ("gspo", -0.250275),  # both clipped: (-1.0004 + .5 * .9997) / 2
+        ("gspo_token", -0.250275),
+        ("luspo", -1.00475),  # (-3 * 1.0025 + 2 * .5 * .998) / 2
+        ("cispo", 0.120605),  # (.552585 + .818731 + .269972 - .670320 - .367945) / 5
+        ("sapo", -0.603311),
+        ("asymre", 0.07),  # (.5 + 1 + .2 - 1 - .35) / 5
+        ("opmd_kimi", 0.07605),  # and .1 * (.01 + .04 + .09 + .16 + .0025) / 5
+    ],
+)
+def test_an_objective_gives_the_worked_loss(name, wanted):
+    said = of_variant(name)["objective"]
+    new, batch = micro_batch()
+    loss = loss_of(new, batch, **{key: value for key, value in said.items() if key != "name"})
+    assert_rows(loss[None], [wanted])
+
+
+def test_dr_grpo_divides_by_rows_times_the_constant_length():
+    said = of_variant("dr_grpo")["objective"]
+    new, batch = micro_batch()
+    loss = loss_of(new, batch, surrogate=said["surrogate"], aggregate=said["aggregate"])
+    # the steps of the clipped losses sum to 5 * -.439653
+    assert_rows(loss[None], [5 * -0.439653 / (2 * said["aggregate"]["max_completion_length"])])
+
+
+@pytest.mark.parametrize("name, bounded", [("dual_clip", 3.0), ("two_sided_clip", 4.0), ("gdpo", 6.0)])
+def test_a_bound_holds_where_a_bad_step_became_likely(name, bounded):
+    said = of_variant(name)["objective"]
+    new, batch = moved([[math.log(6.0)]], [-1.0])  # six times as likely, with the advantage -1
+    assert_rows(loss_of(new, batch, **{k: v for k, v in said.items() if k != "name"})[None], [bounded])
+
+
+def test_dapo_drops_groups_that_are_all_right_or_all_wrong_whatever_their_length():
+    rewards = {"exact_match": [1, 1, 1, 0, 1, 0, 0, 0, 0], "overlong": [0, -0.5, -1] * 3}
+    keep = Pieces(Stream()).make("group_filter", as_piece(of_variant("dapo")["group_filter"], ""))
+    assert keep(reward_table(rewards, group="aaabbbccc")).tolist() == [False] * 3 + [True] * 3 + [False] * 3
+
+
+@pytest.mark.parametrize("length, wanted", [(16384, 0.0), (18432, -0.5), (20480, -1.0), (20481, -1.0)])
+def test_dapo_punishes_length_over_its_last_4096_steps(length, wanted):
+    overlong = make_rewards(Pieces(Stream()), [as_piece(of_variant("dapo")["rewards"][1], "")], "rewards")[0]
+    assert overlong([Prompt("a", ())], [Outcome("", end=length)]) == [wanted]
+
+
+# ---- two updates
+
+
+MEASURES = ("tests.toys:share_right", "tests.toys:brevity")
+GENERATE = "tests.toys:ToyGenerate"
+
+
+def named_in(chain: list[Any]) -> list[str]:
+    """List the rewards that a chain names."""
+    return list(dict.fromkeys(piece["of"] for piece in chain if isinstance(piece, dict) and "of" in piece))
+
+
+def toy_rewards(variant: dict[str, Any]) -> list[dict[str, Any]]:
+    """Label toy rewards as the variant's own are, or as its chain names them."""
+    given = [{"name": r} if isinstance(r, str) else r for r in variant.get("rewards", [])]
+    given = given or [{"name": name} for name in named_in(variant["advantage"])]
+    kept = ("overlong",)  # reads nothing but lengths
+    return [
+        reward
+        if reward["name"] in kept
+        else {
+            "name": MEASURES[i % 2] if reward.get("weight", 1.0) else MEASURES[0],
+            "label": reward["name"].rpartition(".")[2],
+            "weight": reward.get("weight", 1.0),
+        }
+        for i, reward in enumerate(given)
+    ]
+
+
+def on_a_toy(variant: dict[str, Any], output: Path, **changes: Any) -> Config:
+    """Lay a variant over a toy run: the toy's engine makes what `vision.generate` would."""
+    toy = {k: v for k, v in plan(output).items() if k not in ("advantage", "objective")}
+    if "engine" in variant.get("rollout", {}):
+        engine = [GENERATE if name == "vision.generate" else name for name in variant["rollout"]["engine"]]
+        variant = merge(variant, {"rollout": {"engine": engine}})
+    rewards = changes.pop("rewards", None) or toy_rewards(variant)
+    raw = merge(merge(toy, variant), {"report": {"log_completions": False}, **changes})
+    return parse({**raw, "rewards": rewards} if rewards else raw, Config)
+
+
+@pytest.fixture
+def no_page(monkeypatch):
+    """Draw no curves: that takes longer than the run."""
+    monkeypatch.setattr("mmrl.page.write_page", lambda folder, *rest: folder)
+
+
+@each(VARIANTS)
+def test_every_variant_takes_two_updates_that_move_the_policy(path, tmp_path, no_page):
+    config = on_a_toy(read(path), tmp_path / "run", max_steps=2, learn={"num_iterations": 2})
+    run = build(config, quiet=True)
+    before = run.policy.table.detach().clone()
+    train(run)
+    steps = run.journal.read()
+    assert len(steps) == 2
+    assert all(math.isfinite(step["loss"]) and math.isfinite(step["grad_norm"]) for step in steps)
+    assert torch.isfinite(run.policy.table).all()
+    assert not torch.equal(run.policy.table, before)
+
+
+# ---- the table in the documentation
+
+
+def table_rows() -> Iterator[list[str]]:
+    for line in (HOME / "docs" / "methods.md").read_text().splitlines():
+        if line.startswith("| ") and "variants/" in line:
+            yield [cell.strip() for cell in line.strip("|").split("|")]
+
+
+def variant_of(row: list[str]) -> str:
+    return re.search(r"variants/([a-z0-9_]+)\.yaml", row[1])[1]
+
+
+def numbers_in(value: Any) -> Iterator[float]:
+    if isinstance(value, dict):
+        for inner in value.values():
+            yield from numbers_in(inner)
+    elif isinstance(value, list):
+        for inner in value:
+            yield from numbers_in(inner)
+    elif isinstance(value, int | float) and not isinstance(value, bool):
+        yield float(value)
+
+
+def test_the_table_of_methods_lists_exactly_the_variants():
+    assert sorted(map(variant_of, table_rows())) == [path.stem for path in VARIANTS]
+
+
+@pytest.mark.parametrize("row", table_rows(), ids=variant_of)
+def test_the_table_tells_the_source_and_every_constant(row):
+    path = CONFIGS / "variants" / f"{variant_of(row)}.yaml"
+    head = " ".join(line for line in path.read_text().splitlines() if line.startswith("#"))
+    assert set(re.findall(r"\d{4}\.\d{5}", row[2])) <= set(re.findall(r"\d{4}\.\d{5}", head))
+    assert SOURCE.search(row[2].replace("[", "arXiv ")) or SOURCE.search(row[2])
+    told = {float(number) for number in re.findall(r"-?\d+(?:\.\d+)?(?:e-?\d+)?", row[4])}
+    own = OmegaConf.to_container(OmegaConf.load(path))  # what the file says itself, not what it includes
+    assert set(numbers_in(own)) <= told
