@@ -27,17 +27,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return given.command(given) or 0
     except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {_one_line(error)}", file=sys.stderr)
         return 2
     except BrokenPipeError:  # the reader of our output left: `mmrl list | head`
         sys.stderr.close()
         return 0
     except (ValueError, RuntimeError, OSError, ArithmeticError, ImportError) as error:
         logging.getLogger("mmrl").debug("", exc_info=True)
-        print(f"failed: {type(error).__name__}: {error}", file=sys.stderr)
+        print(f"failed: {type(error).__name__}: {_one_line(error)}", file=sys.stderr)
         if given.traceback:
             raise
         return 1
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(line.strip() for line in str(error).splitlines())
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -119,7 +123,7 @@ def check(given: argparse.Namespace) -> int:
             print(f"ok     {path}")
         except ConfigError as error:
             wrong += 1
-            print(f"wrong  {path}: {error}")
+            print(f"wrong  {path}: {_one_line(error)}")
     return 2 if wrong else 0
 
 

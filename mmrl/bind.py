@@ -62,16 +62,14 @@ class Pieces:
     def __init__(self, stream: Stream) -> None:
         self.stream = stream
         self.made: dict[str, Any] = {}  # what may have a memory, by a name that is the same in every run
-        self._scheduled: list[tuple[Callable[[str, Any], None], str, Bound]] = []
+        self._scheduled: list[tuple[Callable[[str, Any], None], str, _Follows]] = []
 
     def make(self, kind: str, piece: Piece, *given: Any, place: str = "") -> Any:
         """Find a piece, check its options and bind it; pieces that wrap something are made at once."""
         place = place or kind
         entry, options, call = self._resolve(kind, piece, place)
         follows = {name: value for name, value in options.items() if isinstance(value, _Follows)}
-        options = {
-            name: value.schedule(Clock()) if name in follows else value for name, value in options.items()
-        }
+        options = {name: value(Clock()) if name in follows else value for name, value in options.items()}
         if "stream" in entry.options:
             options["stream"] = self.stream
         if kind in MADE:
@@ -84,7 +82,7 @@ class Pieces:
         else:
             target = Bound(entry, entry.target, options, self.stream, **call)
             setter = options.__setitem__
-        self._scheduled += [(setter, name, value.schedule) for name, value in follows.items()]
+        self._scheduled += [(setter, name, value) for name, value in follows.items()]
         return target
 
     def number(self, value: Any, place: str) -> Bound | float:
@@ -102,8 +100,8 @@ class Pieces:
 
     def tick(self, clock: Clock) -> None:
         """Let every option that follows a schedule take its value."""
-        for setter, name, schedule in self._scheduled:
-            setter(name, schedule(clock))
+        for setter, name, follows in self._scheduled:
+            setter(name, follows(clock))
 
     def check(self, kind: str, piece: Piece, place: str = "") -> Entry:
         """Check a piece and everything inside it without making anything."""
@@ -147,9 +145,13 @@ class Pieces:
                     self.make(name, as_piece(item, place), place=f"{place}[{i}]")
                     for i, item in enumerate(value)
                 )
-            return None if value is None else self.make(name, as_piece(value, place), place=place)
+            optional = wanted is Any or type(None) in typing.get_args(wanted)
+            if value is None and optional:
+                return None
+            return self.make(name, as_piece(value, place), place=place)
         if isinstance(value, Mapping) and "name" in value and _is_number(wanted):
-            return _Follows(self.make("schedule", as_piece(value, place), place=place))
+            schedule = self.make("schedule", as_piece(value, place), place=place)
+            return _Follows(schedule, whole=float not in (wanted, *typing.get_args(wanted)))
         return convert(value, wanted, place)
 
 
@@ -158,7 +160,14 @@ CALLED_WITH = {"reward": {"weight": float, "label": str, "timeout": float, "on_e
 
 @dataclass
 class _Follows:
+    """An option that follows a schedule, rounded where it takes whole numbers only."""
+
     schedule: Bound
+    whole: bool
+
+    def __call__(self, clock: Clock) -> float:
+        value = self.schedule(clock)
+        return round(value) if self.whole else value
 
 
 def _hints(entry: Entry) -> Mapping[str, Any]:

@@ -14,7 +14,7 @@ from mmrl.config import Config, ConfigError, EvaluateConfig, Evaluation, Piece, 
 from mmrl.distributed import Processes
 from mmrl.draws import Stream
 from mmrl.protocols import Engine, Policy
-from mmrl.registry import Needs, find
+from mmrl.registry import Entry, Needs, find
 from mmrl.run import Run
 
 
@@ -106,12 +106,20 @@ def check(config: Config) -> None:
     _check_chain(config, chain)
     needs = pieces.make("objective", config.objective).needs
     needs |= reduce(Needs.__or__, (Needs(notes=bound.needs.notes) for bound in chain), Needs())
-    _check_needs(config, needs, policy.target.says)
+    _check_needs(config, needs, _declared(policy, "says"))
     check_evaluation(config.evaluation, pieces)
 
 
 def check_evaluation(evaluation: Evaluation, pieces: Pieces) -> None:
     """Resolve the names and options of an evaluation."""
+    if evaluation.num_prompts < 0:
+        raise ConfigError(f"'evaluation.num_prompts' must be 0 or more, not {evaluation.num_prompts}")
+    if evaluation.num_generations < 1:
+        raise ConfigError(
+            f"'evaluation.num_generations' must be at least 1, not {evaluation.num_generations}"
+        )
+    if not 0 < evaluation.confidence < 1:
+        raise ConfigError(f"'evaluation.confidence' must lie between 0 and 1, not {evaluation.confidence}")
     if evaluation.data is not None:
         pieces.check("data", evaluation.data, "evaluation.data")
     for i, piece in enumerate(evaluation.engine):
@@ -129,7 +137,7 @@ def check_some(raw: Mapping[str, Any], parsed: Any) -> None:
     pieces = Pieces(Stream())
     for i, piece in enumerate(parsed.advantage if "advantage" in raw else ()):
         pieces.make("advantage", piece, place=f"advantage[{i}]")
-    for kind in ("objective", "sampler", "group_filter"):
+    for kind in ("data", "objective", "sampler", "group_filter"):
         if kind in raw:
             pieces.check(kind, getattr(parsed, kind), kind)
     if "objective" in raw:
@@ -138,7 +146,13 @@ def check_some(raw: Mapping[str, Any], parsed: Any) -> None:
         )
         if missing:
             raise ConfigError(f"objective compares with {sorted(missing)}; add them to `references`")
+    for i, piece in enumerate(parsed.rollout.engine or () if "rollout" in raw else ()):
+        pieces.check("engine", piece, f"rollout.engine[{i}]")
+    for name, piece in parsed.references.items():
+        pieces.check("reference", piece, f"references.{name}")
     make_rewards(pieces, parsed.rewards if "rewards" in raw else (), "rewards")
+    if "evaluation" in raw:
+        check_evaluation(parsed.evaluation, pieces)
 
 
 _ALWAYS = {"old", "engine"}
@@ -149,6 +163,7 @@ def _check_numbers(config: Config) -> None:
         ("rollout.num_prompts", config.rollout.num_prompts),
         ("rollout.num_generations", config.rollout.num_generations),
         ("rollout.max_rounds", config.rollout.max_rounds),
+        ("learn.num_iterations", config.learn.num_iterations),
         ("learn.minibatches", config.learn.minibatches),
         ("learn.micro_batch_steps", config.learn.micro_batch_steps),
         ("max_steps", config.max_steps),
@@ -157,6 +172,13 @@ def _check_numbers(config: Config) -> None:
     ):
         if value < 1:
             raise ConfigError(f"'{place}' must be at least 1, not {value}")
+    for place, value in (
+        ("eval_steps", config.eval_steps),
+        ("save_total_limit", config.save_total_limit),
+        ("learn.max_grad_norm", config.learn.max_grad_norm),
+    ):
+        if value < 0:
+            raise ConfigError(f"'{place}' must be 0 or more, not {value}")
     if config.learn.minibatches > config.rollout.num_prompts:
         raise ConfigError(
             f"'learn.minibatches' is {config.learn.minibatches}, but there are only "
@@ -181,6 +203,10 @@ def _check_rewards(rewards: Sequence[Bound], place: str, learned_from: bool = Tr
     for bound in rewards:
         if bound.call.get("on_error", "raise") not in ("raise", "skip"):
             raise ConfigError(f"{place}: `on_error` of '{bound.name}' must be raise or skip")
+        if bound.call.get("retries", 0) < 0:
+            raise ConfigError(f"{place}: `retries` of '{bound.name}' must be 0 or more")
+        if bound.call.get("timeout", 1.0) <= 0:
+            raise ConfigError(f"{place}: `timeout` of '{bound.name}' must be more than 0 seconds")
 
 
 def _check_chain(config: Config, chain: Sequence[Bound]) -> None:
@@ -210,13 +236,21 @@ def _check_needs(config: Config, needs: Needs, says: frozenset[str]) -> None:
             f"the objective reads {sorted(wanted - says)} of the policy, which '{config.policy.name}' does "
             f"not say; it says {sorted(says) or 'nothing'} besides log-probabilities"
         )
-    notes = frozenset().union(*(find("engine", piece.name).target.notes for piece in config.rollout.engine))
+    engines = [find("engine", piece.name) for piece in config.rollout.engine]
+    notes = frozenset().union(*(_declared(engine, "notes") for engine in engines))
     wanted = needs.notes | ({"logp"} if "engine" in needs.others else set())
     if wanted - notes:
         raise ConfigError(
             f"the chain or the objective reads the notes {sorted(wanted - notes)}, which the engines do not "
             f"take; they note {sorted(notes) or 'nothing'}"
         )
+
+
+def _declared(entry: Entry, name: str) -> frozenset[str]:
+    """Read what a policy `says`, or of which `notes` an engine is."""
+    if not hasattr(entry.target, name):
+        raise ConfigError(f"'{entry.full_name}' is no {entry.kind}: it does not declare `{name}`")
+    return getattr(entry.target, name)
 
 
 # ---- evaluation

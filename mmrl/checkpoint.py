@@ -29,8 +29,9 @@ def write_state(folder: Path, state: Mapping[str, Any]) -> None:
     tree = _without_tensors(state, "", tensors)
     folder.mkdir(parents=True, exist_ok=True)
     save_file({name: t.detach().cpu().contiguous().clone() for name, t in tensors.items()}, folder / TENSORS)
-    # The JSON comes last and names the tensors, so that a folder cut short is recognised.
-    (folder / STATE).write_text(json.dumps({"tensors": sorted(tensors), "state": tree}))
+    # The JSON comes last and knows every other file, so that a folder cut short is recognised.
+    files = {str(path.relative_to(folder)): path.stat().st_size for path in _files(folder)}
+    (folder / STATE).write_text(json.dumps({"files": files, "tensors": sorted(tensors), "state": tree}))
 
 
 def read_state(folder: Path) -> dict[str, Any]:
@@ -49,7 +50,15 @@ def read_state(folder: Path) -> dict[str, Any]:
         ) from error
     if missing:
         raise CheckpointError(f"'{folder}' lacks the tensors {sorted(missing)[:3]}")
+    sizes = {str(path.relative_to(folder)): path.stat().st_size for path in _files(folder)}
+    short = [name for name, size in written.get("files", {}).items() if sizes.get(name) != size]
+    if short:
+        raise CheckpointError(f"'{folder}' is not a whole checkpoint of mmrl: '{short[0]}' is cut short")
     return _with_tensors(tree, tensors)
+
+
+def _files(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob("*") if path.is_file() and path.name != STATE)
 
 
 def _without_tensors(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
@@ -93,11 +102,20 @@ def publish(beside: Path, folder: Path) -> None:
 
 def checkpoints(output_dir: Path) -> list[Path]:
     """List checkpoints, the latest first."""
-    found = [p for p in output_dir.glob("checkpoint-*") if p.name.partition("-")[2].isdigit()]
-    return sorted(found, key=lambda p: int(p.name.partition("-")[2]), reverse=True)
+    found = [path for path in output_dir.glob("checkpoint-*") if path.name.partition("-")[2].isdigit()]
+    return sorted(found, key=step_of, reverse=True)
 
 
-def prune(output_dir: Path, limit: int) -> None:
-    """Keep the latest `limit` checkpoints; 0 keeps all."""
-    for old in checkpoints(output_dir)[limit:] if limit else []:
+def step_of(folder: Path) -> int:
+    """Read the number of a checkpoint off its name."""
+    return int(folder.name.partition("-")[2])
+
+
+def prune(output_dir: Path, limit: int, step: int) -> None:
+    """Keep the latest `limit` checkpoints up to `step`; 0 keeps all.
+
+    Later ones are broken, since the run went on from before them: they must not push out whole ones.
+    """
+    reached = [folder for folder in checkpoints(output_dir) if step_of(folder) <= step]
+    for old in reached[limit:] if limit else []:
         shutil.rmtree(old)

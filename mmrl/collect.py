@@ -49,8 +49,10 @@ def collect(run: Run) -> Collection:
         for observer in run.observers:
             observer.observe(fresh if counts else (), scored)
         rollouts, table = _behind(rollouts, table, fresh, counts), table.join(scored)
-        keep = run.group_filter(table)
+        keep = run.group_filter(table) & table.learn.any(-1)  # groups with a faulty reward are asked anew
     run.stream.round = 0
+    if not rollouts:
+        raise ValueError(f"the sampler named no prompt at step {run.stream.step}, so there is nothing to do")
     return Collection(*pick(rollouts, table, keep), table)
 
 

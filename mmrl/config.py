@@ -76,7 +76,9 @@ class Report:
 
     logging_steps: int = 1
     log_completions: bool = True  # rows with their rewards and advantages, as parquet
-    trackers: tuple[str, ...] = ("tensorboard",)  # those that are not installed are named once, and skipped
+    trackers: tuple[Literal["tensorboard"], ...] = (
+        "tensorboard",
+    )  # those that are not installed are named once, and skipped
     exhibits: tuple[Piece, ...] = ()  # pictures for the HTML report
 
 
@@ -149,7 +151,10 @@ def _read_file(path: Path, above: tuple[Path, ...]) -> dict[str, Any]:
         raise ConfigError(f"'{path}' must hold a mapping at its top, not a {type(raw).__name__}")
     _refuse_interpolation(raw, str(path))
     included: dict[str, Any] = {}
-    for name in raw.pop("include", None) or []:
+    names = raw.pop("include", None) or []
+    if not isinstance(names, list):
+        raise ConfigError(f"'{path}': 'include' must be a list of files, not {names!r}")
+    for name in names:
         included = merge(included, _read_file(Path(name), (*above, path)))
     return merge(included, raw)
 
@@ -159,6 +164,7 @@ def _locate(path: Path, above: tuple[Path, ...]) -> Path:
     places = [above[-1].parent / path] if above else [path]
     shipped = Path(__file__).parent / "configs"
     places += [home / path for home in (shipped, Path(__file__).parents[1] / "configs")]
+    places = list(dict.fromkeys(places))
     for place in places:
         if place.is_file():
             return place.resolve()
@@ -236,14 +242,24 @@ def parse(raw: Mapping[str, Any], kind: type, place: str = "") -> Any:
     return kind(**given)
 
 
-def parse_some(raw: Mapping[str, Any], kind: type) -> types.SimpleNamespace:
-    """Check the keys that a part of a configuration has, such as a variant; what it leaves out has its
-    default or None."""
-    defaults = {
-        f.name: f.default_factory() if f.default_factory is not dataclasses.MISSING else f.default
-        for f in dataclasses.fields(kind)
+def parse_some(raw: Mapping[str, Any], kind: type, place: str = "") -> types.SimpleNamespace:
+    """Check the keys that a part of a configuration has, such as a variant; what it leaves out, at any depth,
+    has its default or None."""
+    hints = typing.get_type_hints(kind)
+    inside = {
+        key: parse_some(value, hints[key], f"{place}{key}.")
+        for key, value in raw.items()
+        if dataclasses.is_dataclass(hints.get(key)) and hints[key] is not Piece and isinstance(value, Mapping)
     }
-    return types.SimpleNamespace(**{**defaults, **_known(raw, kind, "")})
+    given = _known({k: v for k, v in raw.items() if k not in inside}, kind, place.removesuffix("."))
+    defaults = {f.name: _default(f) for f in dataclasses.fields(kind)}
+    return types.SimpleNamespace(**{**defaults, **given, **inside})
+
+
+def _default(of: dataclasses.Field) -> Any:
+    if of.default_factory is not dataclasses.MISSING:
+        return of.default_factory()
+    return None if of.default is dataclasses.MISSING else of.default
 
 
 def _known(raw: Mapping[str, Any], kind: type, place: str) -> dict[str, Any]:

@@ -60,7 +60,11 @@ class Processes:
             table = reduce(RewardTable.join, [part for part in tables if len(part)], RewardTable.empty())
         place = {uid: i for i, uid in enumerate(dict.fromkeys(order))}
         rows = sorted(range(len(table)), key=lambda row: place[table.uids[row]])
-        return table.select(torch.tensor(rows, dtype=torch.int64)).replace(rank=self.rank)
+        table = table.select(torch.tensor(rows, dtype=torch.int64)).replace(rank=self.rank)
+        if not len(table):
+            return table
+        numbers = torch.arange(len(table))[:, None].expand(table.ends.shape)
+        return table.replace(ids={**table.ids, "row": numbers})
 
     def rank_mean(self, totals: Totals) -> Totals:
         """Average what losses divide by. Data parallelism averages gradients, so their product is exact."""
@@ -71,9 +75,19 @@ class Processes:
         """Average a tensor over processes."""
         if self.world == 1:
             return values
-        values = values.to(self.device)
+        values = values.to(self.device, copy=True)
         torch.distributed.all_reduce(values)
         return values.cpu() / self.world
+
+    def means(self, values: Mapping[str, float]) -> dict[str, float]:
+        """Average named numbers over processes; a process that does not have a number adds 0."""
+        if self.world == 1:
+            return dict(values)
+        parts = [json.loads(data) for data in self._all_bytes(json.dumps(values).encode())]
+        return {
+            name: sum(part.get(name, 0.0) for part in parts) / self.world
+            for name in dict.fromkeys(name for part in parts for name in part)
+        }
 
     def even(self, micros: Sequence[Batch]) -> Iterator[tuple[Batch, float, bool]]:
         """Yield (micro-batch, counts, last): as many on every process, by repeating the last one with
@@ -91,7 +105,7 @@ class Processes:
     ) -> torch.optim.Optimizer:
         """Put what learns on its devices, wrapped for data parallelism as the launcher says, and make its
         optimizer."""
-        learning = [parameter for parameter in policy.module.parameters() if parameter.requires_grad]
+        learning = [(name, p) for name, p in policy.module.named_parameters() if p.requires_grad]
         if not learning:
             raise ValueError(
                 "no parameter of the policy is trained; thaw a part of the model or give it an adapter"

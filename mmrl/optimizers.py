@@ -1,48 +1,107 @@
-"""Optimizers: trained parameters to a torch optimizer. The learning rate is the run's."""
+"""Optimizers: named trained parameters to a torch optimizer. The learning rate is the run's."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn
 
 from mmrl.registry import optimizer
 
+Named = Sequence[tuple[str, nn.Parameter]]
+
+_TABLES = re.compile(r"embed|lm_head")  # a row of these is a token: they are not maps from space to space
+
 
 @optimizer
 def adamw(
-    parameters: Iterable[nn.Parameter],
-    *,
-    weight_decay: float = 0.0,
-    beta1: float = 0.9,
-    beta2: float = 0.999,
-    eps: float = 1e-8,
+    named: Named, *, weight_decay: float = 0.0, beta1: float = 0.9, beta2: float = 0.999, eps: float = 1e-8
 ) -> torch.optim.Optimizer:
     """Adam with decoupled weight decay (arXiv 1711.05101)."""
-    return torch.optim.AdamW(parameters, weight_decay=weight_decay, betas=(beta1, beta2), eps=eps)
+    return torch.optim.AdamW(_values(named), weight_decay=weight_decay, betas=(beta1, beta2), eps=eps)
 
 
 @optimizer
 def adamw_8bit(
-    parameters: Iterable[nn.Parameter],
-    *,
-    weight_decay: float = 0.0,
-    beta1: float = 0.9,
-    beta2: float = 0.999,
-    eps: float = 1e-8,
+    named: Named, *, weight_decay: float = 0.0, beta1: float = 0.9, beta2: float = 0.999, eps: float = 1e-8
 ) -> torch.optim.Optimizer:
     """AdamW with its two moments in 8 bits, from bitsandbytes (arXiv 2110.02861)."""
     try:
         from bitsandbytes.optim import AdamW8bit
     except ImportError as error:
         raise ImportError("optimizer 'adamw_8bit' needs bitsandbytes; install mmrl[lowbit]") from error
-    return AdamW8bit(parameters, weight_decay=weight_decay, betas=(beta1, beta2), eps=eps)
+    return AdamW8bit(_values(named), weight_decay=weight_decay, betas=(beta1, beta2), eps=eps)
 
 
 @optimizer
-def sgd(
-    parameters: Iterable[nn.Parameter], *, momentum: float = 0.0, weight_decay: float = 0.0
-) -> torch.optim.Optimizer:
+def sgd(named: Named, *, momentum: float = 0.0, weight_decay: float = 0.0) -> torch.optim.Optimizer:
     """Gradient descent with momentum."""
-    return torch.optim.SGD(parameters, lr=0.0, momentum=momentum, weight_decay=weight_decay)
+    return torch.optim.SGD(_values(named), lr=0.0, momentum=momentum, weight_decay=weight_decay)
+
+
+@optimizer
+def muon(
+    named: Named,
+    *,
+    momentum: float = 0.95,
+    weight_decay: float = 0.0,
+    beta1: float = 0.9,
+    beta2: float = 0.99,
+) -> torch.optim.Optimizer:
+    """Orthogonalise the momentum of matrices, scaled so that the learning rate is AdamW's (arXiv 2502.16982).
+
+    Everything else (embeddings and heads, biases, norms, convolutions) is moved by AdamW with `beta1` and
+    `beta2`.
+    """
+    matrices = [p for name, p in named if p.ndim == 2 and not _TABLES.search(name)]
+    inside = {id(p) for p in matrices}
+    rest = [p for _, p in named if id(p) not in inside]
+    parts: list[torch.optim.Optimizer] = []
+    if matrices:
+        parts.append(
+            torch.optim.Muon(
+                matrices, momentum=momentum, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw"
+            )
+        )
+    if rest:
+        parts.append(torch.optim.AdamW(rest, weight_decay=weight_decay, betas=(beta1, beta2)))
+    return Parted(parts)
+
+
+class Parted(torch.optim.Optimizer):
+    """Several optimizers as one, each over parameters of its own."""
+
+    def __init__(self, parts: Sequence[torch.optim.Optimizer]) -> None:
+        # What torch's own initialiser would make anew belongs to the parts.
+        self.parts, self.defaults, self.state = parts, {}, {}
+        self._share()
+
+    def _share(self) -> None:
+        self.param_groups = [group for part in self.parts for group in part.param_groups]
+
+    def step(self, closure: None = None) -> None:
+        """Move all parameters."""
+        for part in self.parts:
+            part.step()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget all gradients."""
+        for part in self.parts:
+            part.zero_grad(set_to_none)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Give the states of the parts."""
+        return {"parts": [part.state_dict() for part in self.parts]}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take them up."""
+        for part, own in zip(self.parts, state["parts"], strict=True):
+            part.load_state_dict(own)
+        self._share()
+
+
+def _values(named: Named) -> list[nn.Parameter]:
+    return [parameter for _, parameter in named]

@@ -20,9 +20,12 @@ from mmrl.registry import reference
 
 
 def trained(policy: Policy) -> dict[str, Tensor]:
-    """List what learns, by name."""
+    """List what learns, by a name that is the same on any number of processes."""
     return {
-        name: parameter for name, parameter in policy.module.named_parameters() if parameter.requires_grad
+        # Data parallelism wraps the module, which puts a word before every name.
+        name.removeprefix("module."): parameter
+        for name, parameter in policy.module.named_parameters()
+        if parameter.requires_grad
     }
 
 

@@ -120,9 +120,10 @@ def _snake(name: str) -> str:
 def register(kind: str, target: Callable, needs: Needs, of_others: frozenset[str]) -> Callable:
     """Enter a piece under its own name; two of one name are an error that names both files."""
     entry = Entry(kind, _scope_of(target.__module__), _snake(target.__name__), target, needs, of_others)
-    known = PIECES.get((kind, entry.full_name))
-    if known is not None and inspect.getsourcefile(known.target) != inspect.getsourcefile(target):
-        files = [inspect.getsourcefile(t) for t in (known.target, target)]
+    known = PIECES.get((kind, entry.full_name), entry)
+    # A reward that was wrapped by `per_outcome` stands in the file of what is wrapped.
+    files = [inspect.getsourcefile(inspect.unwrap(one)) for one in (known.target, target)]
+    if files[0] != files[1]:
         raise ValueError(
             f"two pieces of kind '{kind}' are called '{entry.full_name}': {files[0]} and {files[1]}"
         )

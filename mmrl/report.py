@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import math
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,8 @@ def describe_rewards(table: RewardTable) -> dict[str, float]:
     are any."""
     sampled = table.ids["on_policy"][:, 0] == 1
     table = table.select(sampled) if sampled.any() else table
-    reward = table.reward()
+    # Groups with a faulty reward are valid nowhere; the rest of their rewards is no sum.
+    reward = torch.where(table.valid.any(1).any(-1), table.reward(), torch.nan)
     known = ~reward.isnan()
     index = group_index([table.group])
     extent = group_extreme(reward, index, known) - group_extreme(reward, index, known, largest=False)
@@ -35,8 +37,8 @@ def describe_rewards(table: RewardTable) -> dict[str, float]:
     for name in table.scored:
         answers = table.at_end(name)
         metrics[f"rewards/{name}/mean"], metrics[f"rewards/{name}/std"] = _mean(answers), _std(answers)
-        broken = (table.ids["fault"][table.present] == name_id(name)).double()
-        if broken.any():
+        if f"fault/{name}" in table.ids:
+            broken = table.ids[f"fault/{name}"][table.present].double()
             metrics[f"rewards/{name}/error_rate"] = float(broken.mean())
     return metrics
 
@@ -59,14 +61,10 @@ def describe_lengths(table: RewardTable) -> dict[str, float]:
     return metrics
 
 
-def noted_means(rollouts: Rollouts, names: Sequence[str]) -> dict[str, float]:
-    """Average what the engine noted of the steps of this process's sampled rows."""
-    means = {}
-    for name in names:
-        noted = [row.notes[name] for row in rollouts if name in row.notes and row.on_policy]
-        if noted:
-            means[name] = float(torch.cat(noted).double().mean())
-    return means
+def noted_sums(rollouts: Rollouts, name: str) -> dict[str, float]:
+    """Add up what the engine noted of the steps of sampled rows, and count those steps."""
+    noted = [row.notes[name].double() for row in rollouts if name in row.notes and row.on_policy]
+    return {"sum": float(sum(note.sum() for note in noted)), "steps": float(sum(map(len, noted)))}
 
 
 def _mean(values: Tensor) -> float:
@@ -92,9 +90,9 @@ class Meter:
         for name, value in metrics.items():
             self.sums[name] = self.sums.get(name, 0.0) + counts * value.detach().double().cpu()
 
-    def take(self) -> dict[str, Tensor]:
+    def take(self) -> dict[str, float]:
         """Give the means over the updates since the last call, and begin again."""
-        means = {name: value / max(self.updates, 1) for name, value in self.sums.items()}
+        means = {name: float(value) / max(self.updates, 1) for name, value in self.sums.items()}
         self.sums, self.updates = {}, 0
         return means
 
@@ -128,12 +126,15 @@ class Journal:
         beside.replace(self.path)
 
 
+PAUSE = 5.0  # seconds between plain lines, where there is no terminal
+
+
 class Console:
     """Progress with reward and ETA on a terminal, plain lines elsewhere."""
 
     def __init__(self, title: str, max_steps: int, quiet: bool = False) -> None:
         self.title, self.max_steps, self.quiet = title, max_steps, quiet
-        self.progress = None
+        self.progress, self.printed = None, -math.inf
 
     def begin(self, step: int) -> None:
         """Show where the run stands."""
@@ -158,7 +159,8 @@ class Console:
         words = "  ".join(f"{name} {metrics[name]:.3g}" for name in _SHOWN if name in metrics)
         if self.progress is not None:
             self.progress.update(self.task, completed=step + 1, words=words)
-        elif not self.quiet:
+        elif not self.quiet and (time.monotonic() > self.printed + PAUSE or step + 1 == self.max_steps):
+            self.printed = time.monotonic()
             left = (self.max_steps - step - 1) * metrics.get("step_time", 0.0)
             print(f"{self.title} {step + 1}/{self.max_steps}  {words}  eta {left:.0f} s", flush=True)
 
@@ -166,7 +168,7 @@ class Console:
         """Print a line without breaking the progress display."""
         if not self.quiet:
             print(text, flush=True) if self.progress is None else self.progress.console.print(
-                text, highlight=False
+                text, highlight=False, markup=False, soft_wrap=True
             )
 
     def end(self) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -22,7 +22,6 @@ from mmrl.distributed import Processes
 from mmrl.draws import Stream
 from mmrl.evaluate import Evaluator
 from mmrl.protocols import Engine, Observer, Policy, Sampler, Stateful
-from mmrl.references import Reference
 from mmrl.registry import Needs
 from mmrl.report import (
     Console,
@@ -31,11 +30,14 @@ from mmrl.report import (
     Trackers,
     describe_lengths,
     describe_rewards,
-    noted_means,
+    noted_sums,
     write_completions,
 )
 from mmrl.table import RewardTable
 from mmrl.types import Clock
+
+if TYPE_CHECKING:
+    from mmrl.references import Reference
 
 
 class NotFinite(FloatingPointError):
@@ -145,7 +147,7 @@ class Run:
             self.optimizer.zero_grad()
             raise NotFinite(
                 f"the gradient of step {self.stream.step} has the norm {norm}; the step was not taken. Lower"
-                "  learn.learning_rate or learn.max_grad_norm, or look at the rewards of this step"
+                " learn.learning_rate or learn.max_grad_norm, or look at the rewards of this step"
             )
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
@@ -172,13 +174,14 @@ class Run:
             self.save(step + 1)
 
     def _describe(self, collection: Collection) -> dict[str, float]:
-        own = self.meter.take() | {
-            name: torch.tensor(value, dtype=torch.float64)
-            for name, value in noted_means(collection.rollouts, ("entropy",)).items()
-        }
-        shared = {name: float(self.processes.mean(value)) for name, value in sorted(own.items())}
+        # A process without rows keeps one that is blanked; it is not part of the collection.
+        mine = collection.rollouts[: int(collection.table.mine.sum())]
+        shared = self.processes.means(self.meter.take())
+        entropy = self.processes.means(noted_sums(mine, "entropy"))
+        if entropy["steps"]:
+            shared["entropy"] = entropy["sum"] / entropy["steps"]
         seen = collection.seen
-        metrics = {**describe_rewards(seen), **describe_lengths(seen), **shared}
+        metrics = {**describe_rewards(seen), **describe_lengths(seen), **dict(sorted(shared.items()))}
         if len(collection.table) < len(seen):
             metrics["frac_groups_kept"] = len(set(collection.table.group.tolist())) / len(
                 set(seen.group.tolist())
@@ -221,7 +224,7 @@ class Run:
             self.policy.save(beside / checkpoint.MODEL)
             checkpoint.write_state(beside, self._state(step))
             checkpoint.publish(beside, folder)
-            checkpoint.prune(self.folder, self.config.save_total_limit)
+            checkpoint.prune(self.folder, self.config.save_total_limit, step)
         self.processes.wait()
 
     def _state(self, step: int) -> dict[str, Any]:
@@ -272,6 +275,11 @@ class Run:
         written = self.folder / "config.yaml"
         if self.processes.main:
             if self.config.overwrite_output_dir and self.folder.exists():
+                if any(self.folder.iterdir()) and not written.exists():
+                    raise ConfigError(
+                        f"'{self.folder}' holds files but no run (it has no config.yaml), so it is not "
+                        "overwritten; name another output_dir"
+                    )
                 shutil.rmtree(self.folder)
             if written.exists() and _essence(read(written)) != _essence(as_plain(self.config)):
                 raise ConfigError(

@@ -4,10 +4,12 @@ the others."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import inspect
 import math
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -36,40 +38,35 @@ def score(
     outcomes = [outcome for row in rollouts for outcome in row.outcomes]
     if not rollouts:
         return RewardTable.empty().replace(rank=rank)
-    columns, faults = {}, torch.zeros(len(outcomes), dtype=torch.int64)
+    columns, faults = {}, {}
     for bound, result in zip(rewards, _side_by_side(rewards, prompts, outcomes), strict=True):
-        values, broken = _checked(bound, result, prompts, outcomes)
-        columns[bound.name] = values
-        faults[broken] = name_id(bound.name)
+        columns[bound.name], broken = _checked(bound, result, prompts, outcomes)
+        if broken:
+            faults[bound.name] = broken
     table = _lay_out(rollouts, columns, {b.name: b.weight for b in rewards}, rank)
-    fault = table.ids["place"].new_zeros(table.ends.shape)
-    fault[table.present] = faults
-    table = table.replace(ids={**table.ids, "fault": fault}, notes=_notes(rollouts, notes))
-    return _without_faulty_groups(table) if fault.any() else table
+    table = table.replace(notes=_notes(rollouts, notes))
+    return _without_faulty_groups(table, faults) if faults else table
 
 
 def _side_by_side(rewards: Sequence[Bound], prompts: list[Prompt], outcomes: list[Outcome]) -> list[Any]:
     """Run plain rewards in a thread each and asynchronous ones in one event loop. A fault is returned, not
     raised."""
-    results: list[Any] = [RewardFault("it gave no answer in time")] * len(rewards)
+    limits = [bound.call.get("timeout", TIMEOUT) for bound in rewards]
+    results: list[Any] = [TimeoutError(f"no answer within {limit:g} s") for limit in limits]
 
     def plain(place: int) -> None:
-        try:
-            results[place] = rewards[place](prompts, outcomes)
-        except Exception as error:  # whatever user code raises becomes a fault that names the reward
-            results[place] = error
+        results[place] = _persistent(rewards[place], prompts, outcomes)
 
     async def patient(place: int) -> None:
-        try:
-            limit = rewards[place].call.get("timeout", TIMEOUT)
-            results[place] = await asyncio.wait_for(rewards[place](prompts, outcomes), limit)
-        except Exception as error:
-            results[place] = error
+        with contextlib.suppress(TimeoutError):  # what the reward itself raises is returned
+            results[place] = await asyncio.wait_for(
+                _persistent_async(rewards[place], prompts, outcomes), limits[place]
+            )
 
     async def together(places: list[int]) -> None:
         await asyncio.gather(*map(patient, places))
 
-    waiting = [i for i, bound in enumerate(rewards) if inspect.iscoroutinefunction(bound.function)]
+    waiting = [i for i, bound in enumerate(rewards) if _is_async(bound.function)]
     # Daemon threads: a reward that hangs must not keep the process alive after its time-out.
     threads = {
         i: threading.Thread(target=plain, args=(i,), daemon=True)
@@ -78,40 +75,71 @@ def _side_by_side(rewards: Sequence[Bound], prompts: list[Prompt], outcomes: lis
     }
     if waiting:
         threads[waiting[0]] = threading.Thread(target=lambda: asyncio.run(together(waiting)), daemon=True)
+    began = time.monotonic()
     for thread in threads.values():
         thread.start()
     for place, thread in threads.items():
-        limits = [rewards[i].call.get("timeout", TIMEOUT) for i in (waiting if place in waiting else [place])]
-        thread.join(max(limits) + (1 if place in waiting else 0))
+        # The event loop watches its own limits; the second more is for a reward that blocks it.
+        limit = max(limits[i] for i in waiting) + 1 if place in waiting else limits[place]
+        thread.join(max(0.0, began + limit - time.monotonic()))
     return list(results)
+
+
+def _is_async(function: Any) -> bool:
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
+
+
+def _persistent(bound: Bound, prompts: list[Prompt], outcomes: list[Outcome]) -> Any:
+    """Call a reward, again up to `retries` times where it raises; give its numbers, or the last error."""
+    for left in reversed(range(1 + bound.call.get("retries", 0))):
+        try:
+            return bound(prompts, outcomes)
+        except Exception as error:  # whatever user code raises becomes a fault that names the reward
+            if not left:
+                return error
+
+
+async def _persistent_async(bound: Bound, prompts: list[Prompt], outcomes: list[Outcome]) -> Any:
+    for left in reversed(range(1 + bound.call.get("retries", 0))):
+        try:
+            return await bound(prompts, outcomes)
+        except Exception as error:
+            if not left:
+                return error
 
 
 def _checked(
     bound: Bound, result: Any, prompts: list[Prompt], outcomes: list[Outcome]
 ) -> tuple[Tensor, list[int]]:
     """Check what a reward gave: (M,) float64 with NaN for None, and which outcomes are faulty."""
+    everywhere = list(range(len(outcomes)))
     if isinstance(result, Exception):
-        return _fault(
-            bound,
-            f"raised {type(result).__name__}: {result}",
-            range(len(outcomes)),
-            prompts,
-            outcomes,
-            result,
-        )
-    listed = result.tolist() if isinstance(result, Tensor) else list(result)
+        what = f"raised {type(result).__name__}: {result}"
+        return _fault(bound, what, everywhere, prompts, outcomes, result)
+    listed = result.tolist() if isinstance(result, Tensor) else result
+    if not isinstance(listed, Iterable):
+        return _fault(bound, f"gave {listed!r}, not a number per outcome", everywhere, prompts, outcomes)
+    listed = list(listed)
     if len(listed) != len(outcomes):
-        return _fault(
-            bound,
-            f"gave {len(listed)} numbers for {len(outcomes)} outcomes",
-            range(len(outcomes)),
-            prompts,
-            outcomes,
-        )
-    broken = [i for i, value in enumerate(listed) if value is not None and not math.isfinite(value)]
+        what = f"gave {len(listed)} numbers for {len(outcomes)} outcomes"
+        return _fault(bound, what, everywhere, prompts, outcomes)
+    numbers = [_number(value) for value in listed]
+    broken = [i for i in everywhere if listed[i] is not None and not math.isfinite(numbers[i])]
+    values = torch.tensor(numbers, dtype=torch.float64)
     if broken:
-        return _fault(bound, f"gave {listed[broken[0]]}", broken, prompts, outcomes)
-    return torch.tensor([math.nan if value is None else value for value in listed], dtype=torch.float64), []
+        _, broken = _fault(bound, f"gave {listed[broken[0]]!r}", broken, prompts, outcomes)
+        values[broken] = math.nan
+    return values, broken
+
+
+def _number(value: Any) -> float:
+    """Read a number; NaN for None and for what is none."""
+    if isinstance(value, str):
+        return math.nan
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        return math.nan
 
 
 def _fault(
@@ -151,7 +179,8 @@ def _lay_out(
         for name, values in columns.items()
     }
     names = tuple(name for name in columns if weights[name] != 0)
-    values = torch.stack([scored[name] for name in names], 1)
+    nothing = torch.zeros((len(rollouts), 0, places), dtype=torch.float64)  # labels only
+    values = torch.stack([scored[name] for name in names], 1) if names else nothing
     return RewardTable(
         values=values.nan_to_num(),
         valid=~values.isnan() & present[:, None],
@@ -199,8 +228,18 @@ def _notes(rollouts: Rollouts, names: frozenset[str]) -> dict[str, Tensor]:
     return notes
 
 
-def _without_faulty_groups(table: RewardTable) -> RewardTable:
-    """Take groups with a faulty outcome out of statistics and learning."""
-    broken = table.group[(table.ids["fault"] != 0).any(-1)]
+def _without_faulty_groups(table: RewardTable, faults: Mapping[str, list[int]]) -> RewardTable:
+    """Take groups with a faulty outcome out of statistics and learning, and mark the faults of each
+    reward."""
+    marks = {}
+    for name, broken in faults.items():
+        faulty = torch.zeros(int(table.present.sum()), dtype=torch.int64)
+        faulty[broken] = 1
+        marks[f"fault/{name}"] = torch.zeros_like(table.ends).masked_scatter(table.present, faulty)
+    broken = table.group[torch.stack(list(marks.values())).any(0).any(-1)]
     sound = ~torch.isin(table.group, broken)
-    return table.replace(valid=table.valid & sound[:, None, None], learn=table.learn & sound[:, None])
+    return table.replace(
+        ids={**table.ids, **marks},
+        valid=table.valid & sound[:, None, None],
+        learn=table.learn & sound[:, None],
+    )

@@ -239,7 +239,7 @@ class RewardTable:
         none = torch.zeros_like(self.ends)
         ids = {name: pad_to(self.ids.get(name, none), places, 1) for name in sorted(tags)}
         ids["place"] = torch.arange(places).expand(len(self), -1)
-        for name in ("group", "row"):
+        for name in ("group", "row", "on_policy"):
             ids[name] = self.ids[name][:, :1].expand(-1, places)
         return self.replace(
             values=pad_to(self.values, places, 2),

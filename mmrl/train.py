@@ -55,8 +55,9 @@ def consult(policies: Mapping[str, Policy], batch: Batch, needs: Needs, micro_ba
             ]
         others[name] = _assemble(batch, said)
     if "engine" in needs.others:
-        noted = batch.notes["logp"]
-        others["engine"] = StepOutput(torch.where(noted.isnan(), others["old"].logp, noted))
+        old = others["old"].logp
+        noted = batch.notes.get("logp", torch.full_like(old, torch.nan))  # demonstrations have no notes
+        others["engine"] = StepOutput(torch.where(noted.isnan(), old, noted.to(old)))
     return batch.replace(others=others)
 
 

@@ -3,17 +3,23 @@ dimensions."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from mmrl.batch import Batch, StepOutput
+from mmrl.build import build
+from mmrl.config import Config, merge, parse
 from mmrl.draws import Stream
 from mmrl.reward_forms import per_outcome
+from mmrl.run import Run
+from mmrl.table import RewardTable
 from mmrl.tensor import cat_padded
-from mmrl.types import Message, Outcome, Part, Prompt, Trajectory, Unit
+from mmrl.types import Message, Outcome, Part, Prompt, Rollouts, Trajectory, Unit
 
 STOP = 0  # the token that ends an answer
 
@@ -30,6 +36,11 @@ def prompts(*, num: int = 8, answers: int = 1) -> list[Prompt]:
         )
         for i in range(num)
     ]
+
+
+def half_shown(*, num: int = 8) -> list[Prompt]:
+    """Give every other prompt a recorded answer, and the rest none."""
+    return [prompts(num=num, answers=1 - i % 2)[i] for i in range(num)]
 
 
 @per_outcome
@@ -63,6 +74,17 @@ class TokenSteps:
         return TokenSteps(self.prompt[rows], self.tokens[rows][:, columns], start, self.unit)
 
 
+class Lookup(nn.Module):
+    """Logits that are read through `forward`, where data parallelism notices it."""
+
+    def __init__(self, table: Tensor) -> None:
+        super().__init__()
+        self.table = nn.Parameter(table)
+
+    def forward(self) -> Tensor:
+        return self.table
+
+
 class ToyText:
     """A table of logits: one row per prompt and place, one column per token. Steps are independent."""
 
@@ -71,10 +93,9 @@ class ToyText:
     def __init__(
         self, *, num: int = 8, length: int = 4, vocab: int = 6, unit: int = 1, double: bool = False
     ) -> None:
-        table = nn.Parameter(
+        self.module = Lookup(
             torch.zeros(num, length, vocab, dtype=torch.float64 if double else torch.float32)
         )
-        self.module = nn.ParameterList([table])
         self.unit = Unit(unit)
 
     @property
@@ -106,7 +127,7 @@ class ToyText:
     def __call__(self, batch: Batch, extra: frozenset[str] = frozenset()) -> StepOutput:
         steps = batch.steps
         places = torch.arange(steps.start, steps.start + steps.tokens.shape[1])
-        logp = self.table[steps.prompt][:, places].log_softmax(-1)
+        logp = self.module()[steps.prompt][:, places].log_softmax(-1)
         chosen = logp.gather(2, steps.tokens[..., None])[..., 0] * batch.mask
         return StepOutput(chosen, {"entropy": -(logp.exp() * logp).sum(-1)} if "entropy" in extra else {})
 
@@ -151,3 +172,45 @@ class ToyGenerate:
             }
             rows.append(Trajectory(prompt, prompt.uid, (outcome,), (place, tokens), length, notes))
         return tuple(rows)
+
+
+class RunningMean:
+    """An advantage with a memory: subtract the mean of everything that was ever observed."""
+
+    def __init__(self) -> None:
+        self.sum, self.count = torch.zeros((), dtype=torch.float64), 0
+
+    def __call__(self, table: RewardTable) -> RewardTable:
+        return table.put(table.values - self.sum / max(self.count, 1))
+
+    def observe(self, rollouts: Rollouts, table: RewardTable) -> None:
+        self.sum = self.sum + table.values[table.valid].sum()
+        self.count += int(table.valid.sum())
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"sum": self.sum, "count": self.count}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.sum, self.count = state["sum"], state["count"]
+
+
+def plan(folder: Path | str, **changes: Any) -> dict[str, Any]:
+    """Write down a small run of the look-up table, as YAML would hold it; `changes` are merged over it."""
+    usual = {
+        "policy": "tests.toys:ToyText",
+        "data": "tests.toys:prompts",
+        "rollout": {"engine": ["tests.toys:ToyGenerate"], "num_prompts": 4, "num_generations": 4},
+        "rewards": ["tests.toys:share_right", {"name": "tests.toys:brevity", "weight": 0.5}],
+        "advantage": ["total", "group_normalize"],
+        "objective": {"name": "policy_gradient", "surrogate": "clip", "aggregate": "sequence_mean"},
+        "learn": {"learning_rate": 0.1},
+        "report": {"trackers": []},
+        "max_steps": 3,
+        "output_dir": str(folder),
+    }
+    return merge(usual, changes)
+
+
+def toy_run(folder: Path | str, **changes: Any) -> Run:
+    """Build that run."""
+    return build(parse(plan(folder, **changes), Config), quiet=True)

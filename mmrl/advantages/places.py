@@ -24,7 +24,8 @@ def per_step(table: RewardTable) -> RewardTable:
 
 @advantage
 def returns(table: RewardTable, *, gamma: float = 1.0) -> RewardTable:
-    """Give every place the discounted sum of the rewards from there to the end of its row."""
+    """Give every place the discounted sum of the rewards from there to the end of its row. A row to which no
+    reward applies has none."""
     rewards = torch.where(table.valid, table.values, 0.0)
     carried = torch.zeros_like(rewards[..., 0])
     summed = []
@@ -32,10 +33,12 @@ def returns(table: RewardTable, *, gamma: float = 1.0) -> RewardTable:
         carried = rewards[..., place] + gamma * carried
         summed.append(carried)
     values = torch.stack(summed[::-1], -1) if summed else rewards
-    return table.replace(values=values, valid=table.present[:, None].expand_as(table.valid))
+    return table.replace(values=values, valid=table.present[:, None] & table.valid.any(-1, keepdim=True))
 
 
 @advantage
 def increments(table: RewardTable) -> RewardTable:
-    """Turn K prefix rewards into K - 1 credits: what each stretch between two outcomes gained."""
-    return table.after_first(table.values.diff(dim=-1))
+    """Turn K prefix rewards into K - 1 credits: what each stretch between two outcomes gained. It is
+    unknown where the reward applies to only one of them."""
+    credit = table.after_first(table.values.diff(dim=-1))
+    return credit.replace(valid=credit.valid & table.valid[..., :-1])

@@ -61,7 +61,7 @@ def anchor(
     index = table.index(by)
     flat = table.values.transpose(1, 2).reshape(-1, len(table.names))
     best = group_extreme(flat, index.flatten(), sampled.transpose(1, 2).reshape(flat.shape))
-    best = best.view(len(table), -1, len(table.names)).transpose(1, 2)
+    best = best.view(*table.ends.shape, len(table.names)).transpose(1, 2)
     anchored = torch.where(best.isfinite(), lambda_off * best, table.values)
     return table.put(torch.where((table.ids["on_policy"] == 1)[:, None], table.values, anchored))
 

@@ -1,5 +1,5 @@
 """How steps add up: weights (N, T) that divide. `totals` are means over processes, so losses are exact on any
-number of them."""
+number of them, and below 1 where there are fewer rows than processes."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from mmrl.registry import aggregate
 @aggregate
 def sequence_mean(batch: Batch) -> Tensor:
     """Average over the steps of a row, then over rows (GRPO)."""
-    return batch.mask / batch.mask.sum(-1, keepdim=True).clamp(min=1) / max(batch.totals.rows, 1.0)
+    return batch.mask / batch.mask.sum(-1, keepdim=True).clamp(min=1) / (batch.totals.rows or 1.0)
 
 
 @aggregate
 def step_mean(batch: Batch) -> Tensor:
     """Average over all steps of the update, on all processes (DAPO, arXiv 2503.14476)."""
-    return batch.mask / max(batch.totals.steps, 1.0)
+    return batch.mask / (batch.totals.steps or 1.0)
 
 
 @aggregate
 def fixed_length(batch: Batch, *, max_completion_length: int) -> Tensor:
     """Divide by rows times a constant length (Dr. GRPO, arXiv 2503.20783)."""
-    return batch.mask / (max(batch.totals.rows, 1.0) * max_completion_length)
+    return batch.mask / ((batch.totals.rows or 1.0) * max_completion_length)
 
 
 @aggregate
 def length_weighted(batch: Batch) -> Tensor:
     """Add the steps of a row up, and average over rows (LUSPO, arXiv 2602.05261; seq-mean-token-sum)."""
-    return batch.mask / max(batch.totals.rows, 1.0)
+    return batch.mask / (batch.totals.rows or 1.0)

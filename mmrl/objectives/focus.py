@@ -23,8 +23,8 @@ def truncated_importance(
     """Weigh by the policy's probability over the engine's, truncated to [clip_min, clip_max] or 0 outside
     (TIS).
 
-    The four modes and their defaults are TRL's `vllm_importance_sampling_mode`; `sequence` takes the ratio of
-    whole answers.
+    The four modes and the bounds are TRL's `vllm_importance_sampling_mode`, whose default is `sequence_mask`;
+    `sequence` takes the ratio of whole answers. Departs: penalties are weighed as well, which TRL's are not.
     """
     gap = (batch.others["old"].logp - batch.others["engine"].logp) * batch.mask
     if mode.startswith("sequence"):

@@ -56,7 +56,7 @@ def _listed(pieces: Callable | tuple[Callable, ...]) -> tuple[Callable, ...]:
 def diagnose(new: StepOutput, batch: Batch) -> dict[str, Tensor]:
     """Compare the policy with the others, as means over steps: k3 to every reference, distance to the
     engine's numbers."""
-    steps = max(batch.totals.steps, 1.0)
+    steps = batch.totals.steps or 1.0
     metrics = {}
     for name, other in batch.others.items():
         if name not in ("old", "engine"):
@@ -88,6 +88,6 @@ def clipped_share(surrogate: Callable, log_ratio: Tensor, new: StepOutput, batch
             return {}
         slope = torch.autograd.grad(moved.sum(), leaf)[0]
     still = (slope == 0) & (batch.advantage != 0) & (batch.mask > 0)
-    steps = max(batch.totals.steps, 1.0)
+    steps = batch.totals.steps or 1.0
     low, high = (still & (leaf < 0)).sum() / steps, (still & (leaf > 0)).sum() / steps
     return {"clip_ratio/low_mean": low, "clip_ratio/high_mean": high, "clip_ratio/region_mean": low + high}

@@ -58,11 +58,12 @@ def overlong(
     The line begins `soft_punish_cache` steps before `max_completion_length`. Lengths are steps, which the
     engine counted.
     """
-    length = outcome.end or 0
+    if outcome.end is None:
+        raise ValueError(f"`overlong` counts steps, but the outcome of prompt '{prompt.uid}' has no `end`")
     start = max_completion_length - soft_punish_cache
-    if length <= start:
+    if outcome.end <= start:
         return 0.0
-    return (start - length) / soft_punish_cache if length <= max_completion_length else -1.0
+    return (start - outcome.end) / soft_punish_cache if outcome.end <= max_completion_length else -1.0
 
 
 @reward

@@ -1,0 +1,40 @@
+"""What every piece of the chain withstands."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from mmrl.registry import pieces
+from tests.tables import reward_table
+
+ADVANTAGES = pieces("advantage")
+
+
+def apply(entry, table):
+    options = {"of": "reward"} if "of" in entry.options else {}
+    return entry.target(table, **options)
+
+
+def table_of(rewards, **columns):
+    """Build a table with every note and tag that a piece reads."""
+    table = reward_table(rewards, **columns)
+    entropy = torch.arange(len(table) * int(table.length.max()), dtype=torch.float64)
+    return table.note("entropy", entropy.view(len(table), -1))
+
+
+@pytest.mark.parametrize("entry", ADVANTAGES, ids=lambda entry: entry.full_name)
+def test_a_table_that_a_filter_emptied_stays_empty(entry):
+    table = table_of([[1, 0], [0, 1]]).select(torch.tensor([False, False]))
+    assert len(apply(entry, table)) == 0
+    assert apply(entry, table).values.shape[0] == 0
+
+
+@pytest.mark.parametrize("entry", ADVANTAGES, ids=lambda entry: entry.full_name)
+@pytest.mark.parametrize(
+    "rewards", [[0.3], [0.1] * 3, [None, 1.0], [[1.0, 2.0], [3.0]], [50.0, -50.0]], ids=str
+)
+def test_values_stay_finite_at_the_edges(entry, rewards):
+    table = apply(entry, table_of(rewards, group=range(len(rewards))))
+    assert table.values.isfinite().all()
+    assert not (table.valid & ~table.present[:, None]).any(), "what has no outcome has no reward"

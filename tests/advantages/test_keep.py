@@ -1,0 +1,54 @@
+"""What is left out: silenced steps stay in the denominators, dropped rows do not."""
+
+from __future__ import annotations
+
+import torch
+
+from mmrl.advantages.keep import drop_truncated, high_entropy
+from tests.tables import assert_rows, reward_table
+
+
+def test_high_entropy_silences_all_but_the_top_share_of_the_collection():
+    # ten steps of entropy 0 .. 9: a share of .2 keeps 8 and 9, wherever they stand
+    table = reward_table([1, -1], length=[5, 5], notes={"entropy": [[0, 9, 2, 3, 4], [5, 6, 7, 8, 1]]})
+    kept = high_entropy(table, top=0.2)
+    assert_rows(kept.values[:, 0], [[0, 1, 0, 0, 0], [0, 0, 0, -1, 0]])
+    assert kept.learn.all(), "silenced steps are still counted"
+
+
+def test_steps_at_the_bar_are_kept():
+    table = reward_table([1], length=[4], notes={"entropy": [[2, 2, 2, 2]]})
+    assert_rows(high_entropy(table, top=0.25).values[:, 0], [[1, 1, 1, 1]])
+
+
+def test_padding_is_not_ranked_and_rows_may_be_ragged():
+    # entropies 0 1 2 | 3: the upper half is 2 and 3 (median 1.5)
+    table = reward_table([1, 1], length=[3, 1], notes={"entropy": [[0, 1, 2], [3]]})
+    assert_rows(high_entropy(table, top=0.5).values[:, 0], [[0, 0, 1], [1]])
+
+
+def test_rows_without_a_noted_entropy_keep_their_advantage_and_move_no_bar():
+    table = reward_table([1, 5], length=[4, 2], notes={"entropy": [[0, 1, 2, 3], [None, None]]})
+    assert_rows(high_entropy(table, top=0.5).values[:, 0], [[0, 0, 1, 1], [5, 5]])
+
+
+def test_without_any_entropy_nothing_is_silenced():
+    table = reward_table([1], length=[2], notes={"entropy": [[None, None]]})
+    assert_rows(high_entropy(table).values[:, 0], [[1, 1]])
+
+
+def test_high_entropy_asks_the_engine_for_its_note():
+    from mmrl.registry import find
+
+    assert find("advantage", "high_entropy").needs.notes == {"entropy"}
+
+
+def test_drop_truncated_does_not_learn_from_cut_answers():
+    table = reward_table([[1, 2], [3], [4]], tags={"finish": [["", "length"], ["stop"], ["length"]]})
+    kept = drop_truncated(table)
+    assert kept.learn.tolist() == [[False, False], [True, False], [False, False]]
+    assert kept.valid.equal(table.valid), "cut answers stay in the statistics"
+
+
+def test_drop_truncated_keeps_all_where_no_engine_said_how_answers_finished():
+    assert drop_truncated(reward_table([1, 2])).learn.equal(torch.tensor([[True], [True]]))

@@ -1,0 +1,111 @@
+"""Divergences to a reference and the entropy bonus, with their slopes."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from mmrl.objectives.penalties import k1, k2, k3, negative_entropy
+from mmrl.registry import find
+from tests.tables import assert_rows, slope_of, step_table
+
+ESTIMATES = [k1, k2, k3]
+
+
+def against_reference(*gaps):
+    """Build a row whose log-ratios to `ref` are `gaps`."""
+    return step_table([[-1.0] * len(gaps)], ref=[[-1.0 - gap for gap in gaps]])
+
+
+@pytest.mark.parametrize(
+    ("estimate", "values", "slopes"),
+    [
+        (k1, [0.3, -0.3], [1, 1]),
+        # d^2 / 2, slope d
+        (k2, [0.045, 0.045], [0.3, -0.3]),
+        # e^-.3 + .3 - 1 = .040818 and e^.3 - .3 - 1 = .049859, slope 1 - e^-d
+        (k3, [0.040818, 0.049859], [1 - math.exp(-0.3), 1 - math.exp(0.3)]),
+    ],
+)
+def test_the_three_estimates_at_a_log_ratio_of_three_tenths(estimate, values, slopes):
+    new, batch = against_reference(0.3, -0.3)
+    loss = estimate(new, batch, coef=1.0)
+    assert_rows(loss, [values])
+    assert_rows(slope_of(loss, new), [slopes])
+
+
+@pytest.mark.parametrize("estimate", ESTIMATES)
+def test_the_coefficient_multiplies_and_equal_policies_cost_nothing(estimate):
+    new, batch = against_reference(0.3, 0.0)
+    once, thrice = (estimate(new, batch, coef=coef) for coef in (1.0, 3.0))
+    assert_rows(thrice, (3 * once).tolist())
+    assert once[0, 1] == 0
+
+
+def test_the_mean_of_k1_and_of_k3_over_all_tokens_is_the_divergence():
+    policy, reference = [0.5, 0.3, 0.2], [0.2, 0.2, 0.6]
+    divergence = sum(p * math.log(p / q) for p, q in zip(policy, reference, strict=True))
+    new, batch = step_table([[math.log(p) for p in policy]], ref=[[math.log(q) for q in reference]])
+    for estimate in (k1, k3):
+        values = estimate(new, batch, coef=1.0)[0].tolist()
+        assert abs(sum(p * v for p, v in zip(policy, values, strict=True)) - divergence) < 1e-12
+
+
+def test_the_slope_of_k2_is_on_average_that_of_the_divergence():
+    # By a logit the divergence changes by p_a (d_a - mean d); so does the mean slope of k2, and that of k1 by
+    # 0.
+    policy, reference = [0.5, 0.3, 0.2], [0.2, 0.2, 0.6]
+    gaps = [math.log(p / q) for p, q in zip(policy, reference, strict=True)]
+    new, batch = step_table([[math.log(p) for p in policy]], ref=[[math.log(q) for q in reference]])
+    divergence = sum(p * d for p, d in zip(policy, gaps, strict=True))
+
+    def by_logit(estimate, logit):
+        """Average the slope over tokens: d log p_t / d logit = [t is it] - p."""
+        slopes = slope_of(estimate(new, batch, coef=1.0), new)[0].tolist()
+        return sum(
+            p * slope * ((t == logit) - policy[logit])
+            for t, (p, slope) in enumerate(zip(policy, slopes, strict=True))
+        )
+
+    for logit in range(3):
+        assert abs(by_logit(k2, logit) - policy[logit] * (gaps[logit] - divergence)) < 1e-12
+        assert abs(by_logit(k1, logit)) < 1e-12
+
+
+def test_the_bias_correction_multiplies_k3_by_the_ratio_to_old():
+    # ratio 2, k3 at .3 = .040818
+    new, batch = step_table([[-1.0]], ref=[[-1.3]], old=[[-1.0 - math.log(2.0)]])
+    loss = k3(new, batch, coef=1.0, use_bias_correction_kl=True)
+    assert_rows(loss, [[2 * 0.040818]])
+    # the ratio is differentiated too: rho * (k3 + 1 - e^-d)
+    assert_rows(slope_of(loss, new), [[2 * (0.040818 + 1 - math.exp(-0.3))]], tolerance=4e-6)
+
+
+def test_the_corrected_slope_is_that_of_the_divergence_on_policy():
+    # at ratio 1: k3 + 1 - e^-d = d, which is k2's slope
+    new, batch = against_reference(0.3, -0.7)
+    loss = k3(new, batch, coef=1.0, use_bias_correction_kl=True)
+    assert_rows(slope_of(loss, new), [[0.3, -0.7]])
+
+
+@pytest.mark.parametrize("estimate", ESTIMATES)
+def test_against_names_another_policy_and_asks_for_it(estimate):
+    new, batch = step_table([[-1.0]], ref=[[-1.0]], ema=[[-1.3]])
+    assert estimate(new, batch, coef=1.0, against="ema").any()
+    assert not estimate(new, batch, coef=1.0).any()
+
+
+@pytest.mark.parametrize("estimate", ESTIMATES)
+def test_log_ratios_of_50_are_held_at_20_and_uncounted_steps_at_0(estimate):
+    new, batch = step_table([[-1.0] * 3], mask=[[1, 1, 0]], ref=[[-51.0, 49.0, -300.0]])
+    loss = estimate(new, batch, coef=1.0)
+    assert loss.abs().max() < math.exp(20.0)
+    assert slope_of(loss, new).isfinite().all()
+    assert loss[0, 2] == 0
+
+
+def test_negative_entropy_rewards_uncertainty():
+    new, batch = step_table([[-1.0, -1.0]], extra={"entropy": [[2.0, 0.5]]})
+    assert_rows(negative_entropy(new, batch, coef=0.1), [[-0.2, -0.05]])
+    assert find("penalty", "negative_entropy").needs.extra == {"entropy"}

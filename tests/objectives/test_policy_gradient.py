@@ -1,0 +1,126 @@
+"""The objective of the GRPO family: what its pieces need, how they join, and what it reports."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from mmrl.types import Unit
+from tests.tables import (
+    assert_rows,
+    loss_of,
+    micro_batch,
+    moved,
+    objective_of,
+    slope_of,
+    step_table,
+)
+
+GRPO = {"surrogate": "clip", "aggregate": "sequence_mean"}
+
+
+def metrics_of(new, batch, **pieces):
+    objective = objective_of(**pieces)
+    return objective(new, batch.replace(weight=objective.weigh(batch)))[1]
+
+
+def test_grpo_with_a_penalty_is_the_sum_of_both():
+    # the clipped loss -.289241, and .04 times k3 at .3 (.040818) on every one of the averaged steps
+    new, batch = micro_batch()
+    reference = torch.where(batch.mask > 0, new.logp.detach() - 0.3, 0.0)
+    batch = batch.replace(others={**batch.others, "ref": type(new)(reference)})
+    loss = loss_of(new, batch, **GRPO, penalty=[{"name": "k3", "coef": 0.04}])
+    assert_rows(loss[None], [-0.289241 + 0.04 * 0.040818])
+
+
+def test_several_penalties_add_up():
+    new, batch = step_table([[-1.0]], advantage=[0], ref=[[-1.3]], ema=[[-1.5]])
+    penalties = [{"name": "k1", "coef": 1.0}, {"name": "k1", "coef": 2.0, "against": "ema"}]
+    # .3 + 2 * .5
+    assert_rows(loss_of(new, batch, **GRPO, penalty=penalties)[None], [1.3])
+
+
+def test_its_needs_are_those_of_its_pieces():
+    objective = objective_of(
+        **GRPO,
+        ratio="sequence_ratio",
+        focus="truncated_importance",
+        penalty=[{"name": "k3", "against": "ema"}, "negative_entropy"],
+    )
+    assert objective.needs.unit == Unit.ROW
+    assert objective.needs.extra == {"entropy"}
+    assert set(objective.needs.others) == {"old", "engine", "ema"}
+
+
+def test_plain_grpo_needs_nothing_and_cuts_anywhere():
+    needs = objective_of(**GRPO).needs
+    assert (needs.unit, needs.extra, dict(needs.others)) == (Unit.STEP, frozenset(), {})
+
+
+@pytest.mark.parametrize("ratio", ["step_ratio", "sequence_ratio", "sequence_sum"])
+@pytest.mark.parametrize("max_steps", [1, 3, 5, 100])
+def test_losses_of_micro_batches_add_up(ratio, max_steps):
+    new, batch = micro_batch()
+    objective = objective_of(**GRPO, ratio=ratio)
+    batch = batch.replace(weight=objective.weigh(batch))
+    whole = objective(new, batch)[0]
+    parts = []
+    for micro in batch.split(max_steps, objective.needs.unit):
+        rows, columns = micro.steps.rows, micro.steps.columns
+        parts.append(objective(type(new)(new.logp[rows][:, columns]), micro)[0])
+    assert max_steps == 100 or len(parts) > 1
+    assert_rows(sum(parts)[None], [whole.item()], tolerance=1e-12)
+    assert_rows(slope_of(sum(parts), new), slope_of(whole, new).tolist(), tolerance=1e-12)
+
+
+def test_steps_outside_the_mask_do_not_pull():
+    new, batch = step_table([[-1.0, -1.0]], mask=[[1, 0]], advantage=[1.0])
+    assert_rows(slope_of(loss_of(new, batch, **GRPO), new), [[-1, 0]])
+
+
+# ---- what it reports
+
+
+def test_clip_ratio_is_the_share_of_steps_cut_below_and_above():
+    # the third step is cut above, the fourth below; five steps
+    new, batch = micro_batch()
+    metrics = metrics_of(new, batch, **GRPO)
+    assert float(metrics["clip_ratio/high_mean"]) == pytest.approx(1 / 5)
+    assert float(metrics["clip_ratio/low_mean"]) == pytest.approx(1 / 5)
+    assert float(metrics["clip_ratio/region_mean"]) == pytest.approx(2 / 5)
+
+
+def test_steps_of_advantage_0_and_steps_pulled_back_are_not_clipped():
+    new, batch = moved([[math.log(4.0), math.log(4.0)]], [[0, -1]])
+    assert metrics_of(new, batch, **GRPO)["clip_ratio/region_mean"] == 0
+
+
+def test_a_surrogate_without_a_slope_through_the_ratio_reports_no_clipping():
+    new, batch = micro_batch()
+    metrics = metrics_of(new, batch, surrogate="detached_clip", aggregate="step_mean")
+    assert not any(name.startswith("clip_ratio") for name in metrics)
+
+
+def test_reporting_adds_nothing_to_the_slope_and_works_without_gradient():
+    new, batch = micro_batch()
+    with torch.no_grad():
+        metrics = metrics_of(new, batch, **GRPO)
+    assert float(metrics["clip_ratio/region_mean"]) == pytest.approx(2 / 5)
+
+
+def test_kl_is_the_mean_of_k3_over_steps_to_every_reference():
+    # .040818 at .3, on both steps; 0 to the moving average
+    new, batch = step_table([[-1.0, -1.0]], advantage=[1], ref=[[-1.3, -1.3]], ema=[[-1.0, -1.0]])
+    metrics = metrics_of(new, batch, **GRPO)
+    assert float(metrics["kl"]) == pytest.approx(0.040818, abs=2e-6)
+    assert float(metrics["kl/ema"]) == 0
+
+
+def test_the_distance_to_the_engine_skips_steps_that_it_did_not_note():
+    # log-probabilities -1 and noted -1.3 on one of two steps; k3 of the engine from the policy is e^.3 - 1.3
+    new, batch = step_table([[-1.0, -1.0]], advantage=[1], notes={"logp": [[-1.3, None]]})
+    metrics = metrics_of(new, batch, **GRPO)
+    assert float(metrics["sampling/sampling_logp_difference/mean"]) == pytest.approx(0.3 / 2)
+    assert float(metrics["sampling/kl"]) == pytest.approx((math.exp(0.3) - 1.3) / 2)

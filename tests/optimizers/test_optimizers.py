@@ -1,0 +1,135 @@
+"""Optimizers, whose learning rate is the run's."""
+
+from __future__ import annotations
+
+import copy
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+from mmrl.optimizers import adamw, adamw_8bit, muon, sgd
+
+
+def named(**values):
+    """Make parameters by name."""
+    return [(name, nn.Parameter(torch.tensor(value))) for name, value in values.items()]
+
+
+def step(optimizer, parameters, slopes, rate=0.1):
+    """Take one step with these slopes."""
+    for group in optimizer.param_groups:
+        group["lr"] = rate
+    for (_, parameter), slope in zip(parameters, slopes, strict=True):
+        parameter.grad = torch.tensor(slope)
+    optimizer.step()
+
+
+def stepped(make, *, start=1.0, slope=2.0, times=1, **options):
+    """Move one number with a constant slope."""
+    parameters = named(weight=[start])
+    optimizer = make(parameters, **options)
+    for _ in range(times):
+        step(optimizer, parameters, [[slope]])
+    return parameters[0][1].item()
+
+
+def test_the_first_step_of_adamw_is_the_learning_rate():
+    # corrected moments are g and g^2, so the step is lr * g / |g|
+    assert stepped(adamw) == pytest.approx(0.9)
+    assert stepped(adamw, slope=-7.0) == pytest.approx(1.1)
+
+
+def test_weight_decay_of_adamw_is_decoupled():
+    # 1 * (1 - .1 * .5), then the step of .1
+    assert stepped(adamw, weight_decay=0.5) == pytest.approx(0.85)
+
+
+def test_adamw_takes_its_betas_and_eps():
+    (group,) = adamw(named(weight=[0.0]), beta1=0.8, beta2=0.9, eps=1e-5).param_groups
+    assert (group["betas"], group["eps"]) == ((0.8, 0.9), 1e-5)
+
+
+def test_sgd_steps_along_the_slope_with_momentum():
+    assert stepped(sgd) == pytest.approx(0.8)
+    # velocities 2 and .5 * 2 + 2
+    assert stepped(sgd, times=2, momentum=0.5) == pytest.approx(1 - 0.1 * (2 + 3))
+
+
+def test_weight_decay_of_sgd_adds_to_the_slope():
+    assert stepped(sgd, slope=0.0, weight_decay=0.5) == pytest.approx(0.95)
+
+
+def test_adamw_8bit_without_its_package_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "bitsandbytes.optim", None)
+    with pytest.raises(
+        ImportError, match=r"optimizer 'adamw_8bit' needs bitsandbytes; install mmrl\[lowbit\]"
+    ):
+        adamw_8bit(named(weight=[0.0]))
+
+
+# ---- muon
+
+SQUARE = [[1.0, 2.0], [3.0, 4.0]]
+TURN = [[0.0, -1.0], [1.0, 0.0]]  # orthogonal: its own orthogonalisation, up to the error of the iteration
+
+
+def scaled(matrix, factor):
+    return [[factor * entry for entry in row] for row in matrix]
+
+
+def moved(parameters, slopes, **options):
+    """Give how far one step moves every parameter."""
+    before = [parameter.detach().clone() for _, parameter in parameters]
+    step(muon(parameters, **options), parameters, slopes)
+    return [parameter.detach() - start for (_, parameter), start in zip(parameters, before, strict=True)]
+
+
+def test_muon_moves_a_matrix_along_the_orthogonalised_slope_whatever_its_size():
+    small, large = (moved(named(w=SQUARE), [scaled(TURN, size)])[0] for size in (0.01, 100.0))
+    torch.testing.assert_close(small, large, rtol=1e-2, atol=1e-4)
+    assert small[0, 0].abs() < 1e-4
+    torch.testing.assert_close(small[0, 1], -small[1, 0])
+    # .2 sqrt(2) times the learning rate; the iteration ends with singular values between .7 and 1.2
+    assert 0.7 < float(small[0, 1]) / (0.1 * 0.2 * 2**0.5) < 1.2
+
+
+def test_muon_makes_all_directions_equally_long():
+    (change,) = moved(named(w=SQUARE), [[[5.0, 0.0], [0.0, 0.5]]])
+    lengths = torch.linalg.svdvals(change)
+    assert lengths[0] / lengths[1] < 1.8, "the slope itself is ten times as long in one direction"
+
+
+def test_everything_else_is_moved_by_adamw():
+    parameters = named(**{"embed_tokens.weight": SQUARE, "lm_head.weight": SQUARE, "q.bias": [1.0, 1.0]})
+    for change in moved(parameters, [SQUARE, SQUARE, [3.0, -3.0]]):
+        torch.testing.assert_close(change.abs(), torch.full_like(change, 0.1))
+
+
+def test_matrices_and_the_rest_may_stand_alone():
+    assert len(muon(named(w=SQUARE)).param_groups) == 1
+    assert len(muon(named(b=[1.0])).param_groups) == 1
+    assert len(muon(named(w=SQUARE, b=[1.0])).param_groups) == 2
+
+
+def test_slopes_of_all_parts_are_forgotten():
+    parameters = named(w=SQUARE, b=[1.0])
+    optimizer = muon(parameters)
+    step(optimizer, parameters, [SQUARE, [1.0]])
+    optimizer.zero_grad()
+    assert all(parameter.grad is None for _, parameter in parameters)
+
+
+def test_a_saved_muon_goes_on_exactly():
+    first, second = (named(w=SQUARE, b=[1.0]) for _ in range(2))
+    one, two = muon(first), muon(second)
+    step(one, first, [SQUARE, [1.0]])
+    for (_, source), (_, target) in zip(first, second, strict=True):
+        target.data.copy_(source.data)
+    two.load_state_dict(copy.deepcopy(one.state_dict()))
+    # the learning rate is set on the groups as they stand after loading
+    for optimizer, parameters in ((one, first), (two, second)):
+        step(optimizer, parameters, [TURN, [-2.0]], rate=0.3)
+    for (_, a), (_, b) in zip(first, second, strict=True):
+        assert a.equal(b)

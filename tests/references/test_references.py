@@ -1,0 +1,93 @@
+"""Policies to stay near: frozen, and moving averages."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from mmrl.references import ema, frozen, trained
+from mmrl.types import Outcome
+from tests.toys import ToyText, prompts
+
+
+def policy_of(value):
+    policy = ToyText(num=2, length=2, vocab=3)
+    policy.table.data[..., 1] = value
+    return policy
+
+
+def batch_of(policy):
+    return policy.collate((policy.encode(prompts(num=1)[0], Outcome(text="1")),))
+
+
+def test_frozen_answers_as_the_policy_did_when_it_was_made():
+    policy = policy_of(1.0)
+    reference, before = frozen(policy), policy(batch_of(policy)).logp.detach()
+    policy.table.data[..., 1] = 5.0
+    reference.move()
+    assert reference(batch_of(policy)).logp.equal(before)
+    assert not policy(batch_of(policy)).logp.equal(before)
+
+
+def test_ema_keeps_decay_of_itself_after_every_step():
+    policy = policy_of(1.0)
+    reference = ema(policy, decay=0.9)
+    policy.table.data[..., 1] = 11.0
+    reference.move()
+    # .9 * 1 + .1 * 11 = 2, then .9 * 2 + 1.1
+    assert reference.weights["table"][0, 0, 1] == pytest.approx(2.0)
+    reference.move()
+    assert reference.weights["table"][0, 0, 1] == pytest.approx(2.9)
+    assert policy.table[0, 0, 1] == 11.0
+
+
+def test_a_decay_of_0_is_the_policy_itself():
+    policy = policy_of(1.0)
+    reference = ema(policy, decay=0.0)
+    policy.table.data[..., 1] = 4.0
+    reference.move()
+    assert reference.weights["table"].equal(policy.table.data)
+
+
+def test_a_reference_answers_without_gradient_and_gives_the_weights_back():
+    policy = policy_of(1.0)
+    reference = frozen(policy)
+    policy.table.data[..., 1] = 5.0
+    assert not reference(batch_of(policy)).logp.requires_grad
+    assert policy.table[0, 0, 1] == 5.0
+    assert policy(batch_of(policy)).logp.requires_grad
+
+
+def test_weights_are_given_back_after_an_error():
+    policy = policy_of(1.0)
+    reference = frozen(policy)
+    policy.table.data[..., 1] = 5.0
+    with pytest.raises(RuntimeError), reference.acting():
+        assert policy.table[0, 0, 1] == 1.0
+        raise RuntimeError
+    assert policy.table[0, 0, 1] == 5.0
+
+
+def test_extras_are_those_of_the_lent_weights():
+    policy = policy_of(0.0)
+    reference = frozen(policy)
+    policy.table.data[..., 1] = 50.0
+    uncertain = reference(batch_of(policy), frozenset({"entropy"})).extra["entropy"]
+    torch.testing.assert_close(uncertain, torch.full((1, 2), 3.0).log())
+
+
+def test_only_what_learns_is_held():
+    policy = policy_of(1.0)
+    policy.module.register_parameter("fixed", torch.nn.Parameter(torch.zeros(3), requires_grad=False))
+    assert set(trained(policy)) == {"table"}
+    assert set(frozen(policy).weights) == {"table"}
+
+
+def test_a_saved_reference_is_taken_up_in_place():
+    policy = policy_of(1.0)
+    moved, resumed = ema(policy, decay=0.5), ema(policy, decay=0.5)
+    policy.table.data[..., 1] = 3.0
+    moved.move()
+    resumed.load_state_dict(moved.state_dict())
+    moved.move()
+    assert resumed.weights["table"][0, 0, 1] == 2.0, "it holds a copy, not what it was loaded from"

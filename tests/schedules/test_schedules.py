@@ -1,0 +1,54 @@
+"""Numbers that follow the clock."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from mmrl.schedules.schedules import constant, cosine, linear
+from mmrl.types import Clock
+
+
+def along(schedule, moments, **options):
+    return [schedule(Clock(step), **options) for step in moments]
+
+
+def test_constant_stays():
+    assert along(constant, [0, 7, 1000], value=0.3) == [0.3] * 3
+
+
+def test_linear_goes_in_a_straight_line_and_stays():
+    assert along(linear, [0, 1, 2, 4, 9], start=0.0, end=8.0, steps=4) == [0, 2, 4, 8, 8]
+
+
+def test_cosine_goes_along_half_a_cosine_and_stays():
+    # halfway it is in the middle; after a quarter cos(pi / 4) of the half-width is left above the middle
+    values = along(cosine, [0, 1, 2, 4, 9], start=1.0, end=0.0, steps=4)
+    assert values == pytest.approx([1, 0.5 + 0.5 * math.sqrt(0.5), 0.5, 0, 0])
+
+
+def test_siri_budget_is_half_a_period_of_a_cosine():
+    # 12288 + 4096 cos(2 pi t / 640) at t = 0 80 160 320
+    values = along(cosine, [0, 80, 160, 320], start=16384.0, end=8192.0, steps=320)
+    assert values == pytest.approx([16384, 15184.309376, 12288, 8192])
+
+
+@pytest.mark.parametrize("schedule", [linear, cosine])
+def test_equal_ends_never_move(schedule):
+    assert along(schedule, range(5), start=2.0, end=2.0, steps=3) == [2.0] * 5
+
+
+@pytest.mark.parametrize("schedule", [linear, cosine])
+def test_no_steps_begin_at_the_start_and_are_done_afterwards(schedule):
+    assert along(schedule, [0, 1], start=1.0, end=3.0, steps=0) == [1.0, 3.0]
+
+
+def test_warm_up_rises_to_the_value_and_never_begins_at_0():
+    assert along(constant, [0, 1, 3, 4, 9], value=8.0, warmup_steps=4) == [2, 4, 8, 8, 8]
+
+
+def test_warm_up_multiplies_what_the_schedule_says():
+    # step 1 of 4: three quarters of the way down from 8 to 0 are left, times 2 of 4 steps warm
+    assert along(linear, [1], start=8.0, end=0.0, steps=4, warmup_steps=4) == [3.0]
+    assert along(cosine, [1], start=8.0, end=8.0, steps=4, warmup_steps=4) == [4.0]

@@ -1,0 +1,392 @@
+"""The contracts, over every registered piece: additive, rank-exact, pure, finite at extremes, saved."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from mmrl import checkpoint
+from mmrl.batch import Batch, StepOutput, Totals, spread
+from mmrl.bind import Pieces, _hints
+from mmrl.config import Piece
+from mmrl.distributed import Processes, _pack
+from mmrl.draws import Stream
+from mmrl.registry import Entry, find, pieces
+from mmrl.score import score
+from mmrl.table import RewardTable
+from mmrl.types import Outcome, Rollouts, Trajectory, Unit
+from tests.toys import ToyText, prompts
+
+# The options without a default. A piece that is missing here fails with its name.
+OPTIONS = {
+    ("advantage", "pick"): {"of": "right"},
+    ("advantage", "soft_shape"): {"of": "right"},
+    ("advantage", "downscale"): {"of": "right"},
+    ("advantage", "scale_by"): {"of": "right"},
+    ("aggregate", "fixed_length"): {"max_completion_length": 7},
+    ("objective", "policy_gradient"): {"surrogate": "clip", "aggregate": "step_mean"},
+}
+SIZES = (3, 2, 1, 2)  # rollouts of the prompts p0 to p3
+
+
+@dataclass(frozen=True)
+class Case:
+    """A piece with its required options, and perhaps one other choice among those it offers."""
+
+    entry: Entry
+    choice: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def kind(self) -> str:
+        return self.entry.kind
+
+    @property
+    def piece(self) -> Piece:
+        given = {**OPTIONS.get((self.kind, self.entry.full_name), {}), **self.choice}
+        empty = inspect.Parameter.empty
+        missing = {name for name, parameter in self.entry.options.items() if parameter.default is empty}
+        missing -= {*given, "generator", "stream"}
+        if missing:
+            pytest.fail(
+                f"the {self.kind} '{self.entry.full_name}' has the required options {sorted(missing)}; give "
+                "them in OPTIONS of tests/test_contracts.py"
+            )
+        return Piece(self.entry.full_name.replace("tests.toys.", "tests.toys:"), given)
+
+    def make(self, *given: Any) -> Any:
+        return Pieces(Stream(3)).make(self.kind, self.piece, *given)
+
+    def objective(self) -> Any:
+        """Make an objective with the piece in its place."""
+        if self.kind == "objective":
+            return self.make()
+        piece = [self.piece] if self.kind in ("focus", "penalty") else self.piece
+        options = {**OPTIONS["objective", "policy_gradient"], self.kind: piece}
+        return Pieces(Stream(3)).make("objective", Piece("policy_gradient", options))
+
+
+def cases(*kinds: str) -> list[Case]:
+    """List every piece, once as it stands and once for every other choice that its signature names."""
+    listed = []
+    for entry in [entry for kind in kinds for entry in pieces(kind)]:
+        hints = _hints(entry)
+        listed.append(Case(entry))
+        for name, parameter in entry.options.items():
+            hint = hints.get(name)
+            offered = (False, True) if hint is bool else typing.get_args(hint)
+            if hint is bool or typing.get_origin(hint) is typing.Literal:
+                listed += [Case(entry, {name: value}) for value in offered if value != parameter.default]
+    return listed
+
+
+CHAIN, FILTERS, OBJECTIVES = cases("advantage"), cases("group_filter"), cases("objective")
+PARTS = cases("ratio", "surrogate", "aggregate", "focus", "penalty")
+
+MEMORIES = [
+    Case(entry)
+    for kind in ("advantage", "group_filter", "sampler", "schedule", "metric", "reward")
+    for entry in pieces(kind)
+    if hasattr(entry.target, "state_dict")
+] + [Case(find("advantage", "tests.toys:RunningMean"))]
+
+
+def each(listed: list[Case]):
+    names = ["-".join([c.kind, c.entry.full_name, *map(str, c.choice.values())]) for c in listed]
+    return pytest.mark.parametrize("case", listed, ids=names)
+
+
+# ---- what the pieces are tried on
+
+
+def row(place: int, turn: int, generator: torch.Generator, equal: bool) -> Trajectory:
+    """Make a rollout of 1 to 4 tokens and 1 to 3 outcomes; the last of the first prompt is a
+    demonstration."""
+    length = 1 + (place + 2 * turn) % 4
+    tokens = torch.randint(0, 6, (length,), generator=generator)
+    noted = {name: -torch.rand(length, generator=generator) for name in ("logp", "entropy")}
+    outcomes = []
+    for end in range(1, length + 1) if (place + turn) % 2 else [length]:
+        recorded = {"right": float(torch.rand((), generator=generator)), "short": -0.1 * end}
+        if turn % 3 == 1:
+            del recorded["right"]  # does not apply
+        text = " ".join(map(str, tokens[:end].tolist()))
+        tags = {"finish": "length" if length == 4 else "stop", "turn": str(end)}
+        recorded = {"right": 1.0, "short": 1.0} if equal else recorded
+        outcomes.append(Outcome(text=text, end=end, tags=tags, recorded=recorded))
+    demo = place == 0 and turn == SIZES[0] - 1
+    prompt = prompts(num=place + 1)[place]
+    notes = {} if demo else noted
+    return Trajectory(prompt, prompt.uid, tuple(outcomes), (place, tokens), length, notes, not demo)
+
+
+def collected(sizes: tuple[int, ...] = SIZES, equal: bool = False) -> Rollouts:
+    generator = torch.Generator().manual_seed(11)
+    return tuple(row(p, turn, generator, equal) for p, size in enumerate(sizes) for turn in range(size))
+
+
+def table_of(rollouts: Rollouts, rank: int = 0) -> RewardTable:
+    make = Pieces(Stream()).make
+    rewards = [
+        make("reward", Piece("recorded", {"key": key, "label": key, "weight": weight}))
+        for key, weight in (("right", 1.0), ("short", 0.5))
+    ]
+    return score(rewards, rollouts, notes=frozenset({"logp", "entropy"}), rank=rank)
+
+
+def policy_of(unit: Unit) -> ToyText:
+    policy = ToyText(num=len(SIZES), unit=unit, double=True)
+    with torch.no_grad():
+        policy.table.normal_(generator=torch.Generator().manual_seed(5))
+    return policy
+
+
+def batch_of(policy: ToyText, objective: Any, rollouts: Rollouts, gap: float = 0.2) -> Batch:
+    """Lay credit over steps in float64, and let others differ from the policy by about `gap`."""
+    needs = objective.needs
+    strange = needs.extra | frozenset().union(*needs.others.values())
+    if strange - policy.says:
+        pytest.fail(f"the toy policy does not say {sorted(strange - policy.says)}; teach tests/toys.py")
+    make = Pieces(Stream()).make
+    credit = table_of(rollouts)
+    for name in ("total", "group_normalize"):
+        credit = make("advantage", Piece(name))(credit)
+    batch = spread(credit, policy.collate(rollouts))
+    batch = batch.replace(mask=batch.mask.double(), advantage=batch.advantage.double())
+    batch = batch.replace(notes={name: note.double() for name, note in batch.notes.items()})
+    generator = torch.Generator().manual_seed(7)
+    with torch.no_grad():
+        said = policy(batch, policy.says)
+    others = {}
+    for name in sorted({"old", "ref", "engine", *needs.others}):
+        sign = torch.where(torch.rand(said.logp.shape, generator=generator) < 0.5, -gap, gap)
+        noise = torch.rand(said.logp.shape, generator=generator, dtype=torch.float64)
+        others[name] = StepOutput((said.logp + sign * (0.5 + 0.5 * noise)) * batch.mask, said.extra)
+    return batch.replace(others=others)
+
+
+def learn(policy: ToyText, objective: Any, ranks: list[Batch], micro_batch_steps: int) -> list[Tensor]:
+    """Give the gradient, the loss and the metrics of one update, on as many processes as there are
+    batches."""
+    counted = [batch.count() for batch in ranks]
+    names = [field.name for field in dataclasses.fields(Totals)]
+    totals = Totals(*(sum(getattr(count, name) for count in counted) / len(ranks) for name in names))
+    policy.table.grad = None
+    loss, metrics = torch.zeros((), dtype=torch.float64), {}
+    for batch in ranks:
+        part = batch.replace(totals=totals)
+        part = part.replace(weight=objective.weigh(part))
+        for micro in part.split(micro_batch_steps, objective.needs.unit):
+            share, shares = objective(policy(micro, objective.needs.extra), micro)
+            (share / len(ranks)).backward()
+            loss = loss + share.detach() / len(ranks)
+            for name, value in shares.items():
+                metrics[name] = metrics.get(name, 0.0) + value.detach().double() / len(ranks)
+    return [policy.table.grad.clone(), loss, *(metrics[name] for name in sorted(metrics))]
+
+
+def assert_same(found: list[Tensor], expected: list[Tensor]) -> None:
+    """Compare gradients and losses in float64, metrics in float32."""
+    torch.testing.assert_close(found[:2], expected[:2], rtol=1e-11, atol=1e-14)
+    torch.testing.assert_close(found[2:], expected[2:], rtol=1e-6, atol=1e-7)
+
+
+def bits(thing: Any) -> Any:
+    """Turn anything into what two exact copies share."""
+    if isinstance(thing, Tensor):
+        return str(thing.dtype), tuple(thing.shape), thing.detach().contiguous().numpy().tobytes()
+    if dataclasses.is_dataclass(thing):
+        return {field.name: bits(getattr(thing, field.name)) for field in dataclasses.fields(thing)}
+    if isinstance(thing, Mapping):
+        return {name: bits(value) for name, value in thing.items()}
+    return [bits(value) for value in thing] if isinstance(thing, tuple | list) else thing
+
+
+# ---- additive
+
+
+@each(PARTS + OBJECTIVES)
+@pytest.mark.parametrize("unit", [Unit.STEP, Unit.ROW])
+def test_micro_batches_add_up_to_the_whole(case, unit):
+    policy, objective = policy_of(unit), case.objective()
+    batch = batch_of(policy, objective, collected())
+    whole = learn(policy, objective, [batch], 10**6)
+    assert whole[0].abs().max() > 1e-4  # equal zeros would show nothing
+    for micro_batch_steps in (1, 4, 9):  # a step or a row, a row of the widest, two rows
+        assert_same(learn(policy, objective, [batch], micro_batch_steps), whole)
+
+
+# ---- rank-exact
+
+
+@each(PARTS + OBJECTIVES)
+def test_two_processes_give_the_gradients_of_one(case):
+    policy, objective = policy_of(Unit.ROW), case.objective()
+    batch = batch_of(policy, objective, collected())
+    one = learn(policy, objective, [batch], 9)
+    # The last splits a group over two processes, which only comparisons of whole groups cannot bear.
+    shares = [[[0, 1, 2], [3, 4, 5, 6, 7]], [[5], [6, 7, 0, 1, 2, 3, 4]], [[], [*range(8)]]]
+    shares += [[[0, 1, 3], [2], [4, 5, 6, 7]]] if objective.needs.unit < Unit.GROUP else []
+    for share in shares:
+        ranks = [batch.select(torch.tensor(rows)) if rows else batch.blank() for rows in share]
+        assert_same(learn(policy, objective, ranks, 9), one)
+
+
+@each(PARTS + OBJECTIVES)
+def test_fewer_steps_than_processes_divide_by_what_there_is(case):
+    policy, objective = policy_of(Unit.ROW), case.objective()
+    alone = batch_of(policy, objective, collected((2,))).select(torch.tensor([0]))
+    assert alone.mask.sum() == 1
+    one = learn(policy, objective, [alone], 9)
+    assert_same(learn(policy, objective, [alone, alone.blank(), alone.blank()], 9), one)
+
+
+def gathered(share: list[list[int]]) -> list[RewardTable]:
+    """Score groups where `share` puts them, and give the table that every process then holds."""
+    rollouts = collected()
+    local = []
+    for rank, places in enumerate(share):
+        mine = tuple(row for place in places for row in rollouts if row.steps[0] == place)
+        local.append(table_of(mine, rank))
+    tables = []
+    for rank, table in enumerate(local):
+        processes = object.__new__(Processes)  # without a launcher; `gather` only needs the exchange
+        processes.rank, processes.world = rank, len(share)
+        processes._all_bytes = lambda data: [_pack(part) for part in local]
+        tables.append(processes.gather(table, [row.prompt.uid for row in rollouts]))
+    return tables
+
+
+SHARES = [[[0], [1, 2, 3]], [[3, 1], [2, 0]], [[], [0, 1, 2, 3]], [[2], [0, 3], [], [1]]]
+
+
+@pytest.mark.parametrize("share", SHARES)
+def test_every_process_holds_the_whole_table(share):
+    one = table_of(collected())
+    homes = [rank for place in range(4) for rank, mine in enumerate(share) if place in mine]
+    for rank, table in enumerate(gathered(share)):
+        assert table.rank == rank
+        assert table.process.tolist() == [homes[row.steps[0]] for row in collected()]
+        assert bits(table.replace(process=one.process, rank=0)) == bits(one)
+
+
+@each(CHAIN + FILTERS)
+def test_chains_and_filters_see_the_same_on_every_process(case):
+    one = table_of(collected())
+    expected = case.make()(one)
+    for share in SHARES:
+        for table in gathered(share):
+            given = case.make()(table)
+            if case.kind == "advantage":
+                given = given.replace(process=one.process, rank=0)
+            assert bits(given) == bits(expected)
+
+
+# ---- pure
+
+
+@each(CHAIN + FILTERS)
+def test_chains_and_filters_change_nothing_and_draw_nothing(case):
+    table, piece = table_of(collected()), case.make()
+    before = bits(table)
+    stream = torch.get_rng_state()
+    assert bits(piece(table)) == bits(piece(table))
+    assert bits(table) == before
+    assert torch.equal(torch.get_rng_state(), stream)
+
+
+@each(PARTS + OBJECTIVES)
+def test_objectives_and_their_parts_change_nothing_and_draw_nothing(case):
+    policy, objective = policy_of(Unit.ROW), case.objective()
+    batch = batch_of(policy, objective, collected())
+    batch = batch.replace(totals=batch.count())
+    batch = batch.replace(weight=objective.weigh(batch))
+    with torch.no_grad():
+        new = policy(batch, policy.says)
+    log_ratio = new.logp - batch.others["old"].logp
+    given = {
+        "ratio": (new, batch),
+        "surrogate": (log_ratio, new, batch),
+        "aggregate": (batch,),
+        "focus": (batch,),
+        "penalty": (new, batch),
+        "objective": (new, batch),
+    }[case.kind]
+    piece = objective if case.kind == "objective" else case.make()
+    before = bits(given)
+    stream = torch.get_rng_state()
+    first = piece(*given)
+    assert bits(piece(*given)) == bits(first)
+    assert bits(given) == before
+    assert torch.equal(torch.get_rng_state(), stream)
+    if case.kind != "objective":
+        assert first.shape == batch.mask.shape
+
+
+# ---- extremes
+
+
+@each(CHAIN)
+@pytest.mark.parametrize("extreme", ["equal", "alone", "dropped"])
+def test_chains_stay_finite(case, extreme):
+    table = table_of(collected(SIZES if extreme != "alone" else (1, 1, 1), extreme == "equal"))
+    if extreme == "dropped":  # a filter that kept nothing
+        table = table.select(torch.zeros(len(table), dtype=torch.bool))
+    credit = case.make()(table)
+    assert len(credit) == len(table)
+    assert credit.values[credit.valid].isfinite().all()
+
+
+@each(PARTS + OBJECTIVES)
+@pytest.mark.parametrize("extreme", ["far", "very far", "equal", "alone", "empty row", "blank"])
+def test_objectives_stay_finite(case, extreme):
+    policy, objective = policy_of(Unit.ROW), case.objective()
+    gap = 1000.0 if extreme == "very far" else 50.0  # exp(1000) is infinite, exp(50) is only large
+    sizes = (1, 1, 1) if extreme == "alone" else SIZES
+    batch = batch_of(policy, objective, collected(sizes, extreme == "equal"), gap)
+    assert batch.notes["logp"].isnan().any() or extreme == "alone"
+    if extreme == "empty row":
+        mask = batch.mask.clone()
+        mask[1] = 0
+        batch = batch.replace(mask=mask, advantage=batch.advantage * mask)
+    for found in learn(policy, objective, [batch.blank() if extreme == "blank" else batch], 9):
+        assert found.isfinite().all()
+
+
+# ---- saved
+
+
+@each(MEMORIES)
+def test_memories_are_saved(case, tmp_path):
+    rollouts, table = collected(), table_of(collected())
+
+    def use(piece: Any) -> Any:
+        if case.kind == "sampler":
+            return [prompt.uid for prompt in piece.draw(3, 2)]
+        if case.kind in ("advantage", "group_filter"):
+            return bits(piece(table))
+        return pytest.fail(f"tests/test_contracts.py does not know how to use a {case.kind} with a memory")
+
+    def make() -> tuple[Any, Any]:
+        """Give the piece as the run calls it, and the thing in it that remembers."""
+        made_of = Pieces(Stream(3))
+        piece = made_of.make(case.kind, case.piece, *[prompts()] * (case.kind == "sampler"))
+        return piece, next(iter(made_of.made.values()))
+
+    (piece, memory), (other, empty) = make(), make()
+    fresh = use(make()[0])
+    use(piece)
+    if hasattr(memory, "observe"):
+        memory.observe(rollouts, table)
+    checkpoint.write_state(tmp_path, memory.state_dict())
+    empty.load_state_dict(checkpoint.read_state(tmp_path))
+    after = use(piece)
+    assert use(other) == after
+    assert after != fresh  # otherwise forgetting everything would pass as well

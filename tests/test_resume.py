@@ -1,0 +1,254 @@
+"""A run that was stopped goes on as if nothing had happened."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from pyarrow import parquet
+from safetensors.torch import load_file
+
+from mmrl import checkpoint, page
+from mmrl.config import ConfigError
+from mmrl.train import train
+from tests.toys import plan, toy_run
+
+EVERYTHING = {
+    "rollout": {"num_prompts": 3, "num_generations": 3, "max_rounds": 2, "policy": "slow"},
+    "group_filter": "varied",
+    "advantage": ["total", "tests.toys:RunningMean", "group_normalize"],
+    "objective": {"penalty": ["k3"], "surrogate": {"name": "clip", "epsilon": 0.2}},
+    "references": {"ref": "frozen", "slow": {"name": "ema", "decay": 0.5}},
+    "learn": {
+        "learning_rate": {"name": "cosine", "start": 0.3, "end": 0.0, "steps": 8},
+        "num_iterations": 2,
+        "minibatches": 2,
+    },
+    "evaluation": {"data": {"name": "tests.toys:prompts", "num": 2}},
+    "eval_steps": 3,
+    "max_steps": 7,
+    "save_steps": 3,
+}
+
+
+class Killed(BaseException):
+    """The end of a process, at a bad moment."""
+
+
+@pytest.fixture(autouse=True)
+def no_curves(monkeypatch):
+    monkeypatch.setattr(page, "curves", lambda runs: [])
+
+
+def killed(folder, *, at: int, **changes):
+    """Train until the end of a step, and fall over before it is reported."""
+    run = toy_run(folder, **{**EVERYTHING, **changes})
+    finish = run.finish
+
+    def dying(step, collection, credit):
+        if step == at:
+            raise Killed
+        finish(step, collection, credit)
+
+    run.finish = dying
+    with pytest.raises(Killed):
+        train(run)
+
+
+def resumed(folder, **changes):
+    run = toy_run(folder, **{**EVERYTHING, **changes})
+    train(run)
+    return run
+
+
+def untimed(run):
+    """Read the journal without times."""
+    return [
+        {name: value for name, value in record.items() if "time" not in name and "seconds" not in name}
+        for record in run.journal.read()
+    ]
+
+
+def assert_alike(found, expected):
+    """Compare two finished runs bit for bit."""
+    assert torch.equal(found.policy.table, expected.policy.table)
+    assert untimed(found) == untimed(expected)
+    names = [path.name for path in sorted((expected.folder / "completions").iterdir())]
+    assert [path.name for path in sorted((found.folder / "completions").iterdir())] == names
+    for name in names:
+        tables = [parquet.read_table(run.folder / "completions" / name) for run in (found, expected)]
+        assert tables[0].equals(tables[1]), name
+    last, wanted = (checkpoint.checkpoints(run.folder)[0] for run in (found, expected))
+    assert last.name == wanted.name
+    tensors = [load_file(folder / checkpoint.TENSORS) for folder in (last, wanted)]
+    assert tensors[0].keys() == tensors[1].keys()
+    assert all(torch.equal(tensors[0][name], tensors[1][name]) for name in tensors[1])
+    pieces = [checkpoint.read_state(folder)["pieces"] for folder in (last, wanted)]
+    assert pieces[0]["sampler"] == pieces[1]["sampler"]
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(page, "curves", lambda runs: [])
+        return resumed(tmp_path_factory.mktemp("whole"))
+
+
+@pytest.mark.parametrize("at", [1, 3, 5, 6])
+def test_a_killed_run_goes_on_exactly(tmp_path, uninterrupted, at):
+    # Checkpoints stand behind steps 2, 5 and 6; at 1 there is none, at 5 the second is not written.
+    killed(tmp_path, at=at)
+    assert_alike(resumed(tmp_path), uninterrupted)
+
+
+def test_killed_twice_and_at_the_same_place(tmp_path, uninterrupted):
+    for _ in range(2):
+        killed(tmp_path, at=4)
+    assert_alike(resumed(tmp_path), uninterrupted)
+
+
+def test_what_has_a_memory_is_taken_up(tmp_path):
+    killed(tmp_path, at=4)
+    run = toy_run(tmp_path, **EVERYTHING)
+    fresh = toy_run(tmp_path / "fresh", **EVERYTHING)
+    assert run.resume() == 3
+    state = checkpoint.read_state(tmp_path / "checkpoint-3")
+    assert run.sampler.drawn == state["pieces"]["sampler"]["drawn"] >= 9
+    assert torch.equal(run.references["slow"].weights["table"], state["references"]["slow"]["table"])
+    assert not torch.equal(run.references["slow"].weights["table"], run.policy.table)
+    assert not run.references["ref"].weights["table"].any(), "the weights of the very beginning"
+    assert run.observers[0].count == state["pieces"]["advantage[1]"]["count"] > 0
+    assert run.reported["reward"] == state["reported"]["reward"]
+    # 3 steps of 2 iterations over 2 minibatches, each with an optimizer step unless the filter took it all.
+    assert 6 <= run.optimizer.state_dict()["state"][0]["step"] <= 12
+    assert fresh.sampler.drawn == fresh.observers[0].count == 0
+
+
+def test_a_finished_run_that_is_given_more_steps_goes_on(tmp_path, uninterrupted):
+    resumed(tmp_path, max_steps=4)
+    assert_alike(resumed(tmp_path), uninterrupted)
+
+
+def test_a_finished_run_stays_as_it_is(tmp_path):
+    first = resumed(tmp_path, max_steps=2)
+    again = resumed(tmp_path, max_steps=2)
+    assert torch.equal(again.policy.table, first.policy.table)
+    assert len(again.journal.read()) == 2
+
+
+@pytest.mark.slow
+def test_a_process_that_is_killed_outright_goes_on_exactly(tmp_path):
+    changes = {"max_steps": 100_000, "save_steps": 2}
+    plan_file = tmp_path / "plan.yaml"
+    plan_file.write_text(json.dumps(plan(tmp_path / "run", **{**EVERYTHING, **changes})))
+    process = subprocess.Popen(
+        [sys.executable, "-m", "mmrl", "train", str(plan_file)],
+        cwd=Path(__file__).parents[1],
+        stdout=subprocess.DEVNULL,
+    )
+    try:
+        until = time.monotonic() + 60
+        while len(checkpoint.checkpoints(tmp_path / "run")) < 2 and time.monotonic() < until:
+            time.sleep(0.02)
+    finally:
+        process.kill()
+        process.wait()
+    reached = checkpoint.step_of(checkpoint.checkpoints(tmp_path / "run")[0])
+    steps = {"max_steps": reached + 3, "save_steps": 2}
+    assert_alike(resumed(tmp_path / "run", **steps), resumed(tmp_path / "whole", **steps))
+
+
+# ---- half a checkpoint
+
+
+@pytest.mark.parametrize("name", [checkpoint.STATE, checkpoint.TENSORS, "model/model.safetensors"])
+def test_a_half_written_checkpoint_is_skipped_with_a_message(tmp_path, uninterrupted, name, capsys):
+    killed(tmp_path, at=6)
+    file = tmp_path / "checkpoint-6" / name
+    file.write_bytes(file.read_bytes()[:-20])
+    run = toy_run(tmp_path, **EVERYTHING)
+    run.console.quiet = False
+    train(run)
+    printed = capsys.readouterr().out
+    assert "checkpoint-6' is not a whole checkpoint of mmrl" in printed
+    assert "looking at the one before" in printed
+    assert f"going on from {tmp_path / 'checkpoint-3'}" in printed
+    assert_alike(run, uninterrupted)
+
+
+def test_a_checkpoint_that_was_being_written_is_not_looked_at(tmp_path, uninterrupted):
+    killed(tmp_path, at=4)
+    unfinished = tmp_path / "checkpoint-5.tmp" / "model"
+    unfinished.mkdir(parents=True)
+    (unfinished / "model.safetensors").write_bytes(b"half")
+    assert_alike(resumed(tmp_path), uninterrupted)
+
+
+def test_a_line_that_was_cut_short_is_written_anew(tmp_path, uninterrupted):
+    killed(tmp_path, at=5)
+    journal = tmp_path / "metrics.jsonl"
+    journal.write_text(journal.read_text()[:-30])
+    assert_alike(resumed(tmp_path), uninterrupted)
+
+
+# ---- the folder
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"seed": 1}, {"learn": {"learning_rate": 0.2}}, {"rewards": ["tests.toys:brevity"]}],
+    ids=["seed", "learn", "rewards"],
+)
+def test_another_configuration_is_refused(tmp_path, changes):
+    resumed(tmp_path, max_steps=1)
+    before = (tmp_path / "config.yaml").read_text()
+    with pytest.raises(ConfigError, match="holds a run with another configuration .* overwrite_output_dir"):
+        resumed(tmp_path, max_steps=1, **changes)
+    assert (tmp_path / "config.yaml").read_text() == before
+    assert len(list(tmp_path.glob("checkpoint-*"))) == 1
+
+
+def test_how_often_to_save_and_report_may_change(tmp_path):
+    resumed(tmp_path, max_steps=1)
+    changed = {"save_steps": 1, "save_total_limit": 5, "report": {"log_completions": False, "trackers": []}}
+    resumed(tmp_path, max_steps=3, **changed)
+    assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == [
+        "checkpoint-1",
+        "checkpoint-2",
+        "checkpoint-3",
+    ]
+    assert len(list((tmp_path / "completions").iterdir())) == 1
+
+
+def test_a_run_may_be_thrown_away(tmp_path):
+    resumed(tmp_path, max_steps=2, save_steps=1)
+    run = resumed(tmp_path, max_steps=1, seed=1, overwrite_output_dir=True)
+    assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-1"]
+    assert len(run.journal.read()) == 1
+
+
+def test_a_folder_that_holds_no_run_is_not_thrown_away(tmp_path):
+    (tmp_path / "thesis.txt").write_text("years of work")
+    with pytest.raises(ConfigError, match="holds files but no run"):
+        resumed(tmp_path, max_steps=1, overwrite_output_dir=True)
+    assert (tmp_path / "thesis.txt").read_text() == "years of work"
+
+
+def test_the_written_configuration_repeats_the_run(tmp_path, uninterrupted):
+    from mmrl.build import build
+    from mmrl.config import load
+
+    config = load(uninterrupted.folder / "config.yaml", [f"output_dir={tmp_path}"])
+    run = build(config, quiet=True)
+    train(run)
+    assert_alike(run, uninterrupted)
+
+
+def test_no_more_checkpoints_than_the_limit(tmp_path):
+    resumed(tmp_path, save_steps=1, save_total_limit=2, max_steps=4)
+    assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == ["checkpoint-3", "checkpoint-4"]
