@@ -134,6 +134,8 @@ def check_file(path: str | Path) -> None:
     from mmrl.draws import Stream
 
     raw = read(path)
+    if not raw:
+        raise ConfigError("the file is empty")
     if "build" in raw:
         Pieces(Stream()).check("builder", load(path, kind=BuildConfig).build)
     elif "policy" not in raw:

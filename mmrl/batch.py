@@ -55,6 +55,7 @@ class Batch:
     notes: Mapping[str, Tensor] = field(default_factory=dict)  # (N, T), NaN where nothing was noted
     others: Mapping[str, StepOutput] = field(default_factory=dict)  # "old", "ref", "ema", "engine"
     totals: Totals = Totals()
+    order: tuple[int, ...] = ()  # the groups of the collection, on all processes; without it those of `group`
 
     @staticmethod
     def of(steps: Steps, mask: Tensor, notes: Mapping[str, Tensor]) -> Batch:
@@ -112,11 +113,15 @@ class Batch:
 
     def parts(self, num_parts: int) -> Iterator[Batch]:
         """Cut the batch into parts of whole groups for one optimizer step each; an empty part is one blanked
-        row."""
-        names = _in_order(self.group)
+        row.
+
+        The groups of the whole collection are parted, so a part holds the same groups on one process and on
+        many.
+        """
+        names = self.order or tuple(dict.fromkeys(self.group.tolist()))
         for part in range(num_parts):
             mine = names[part * len(names) // num_parts : (part + 1) * len(names) // num_parts]
-            rows = torch.isin(self.group, mine).nonzero()[:, 0]
+            rows = torch.isin(self.group, torch.tensor(mine, dtype=torch.int64)).nonzero()[:, 0]
             yield self.select(rows) if len(rows) else self.blank()
 
     def split(self, max_steps: int, unit: Unit) -> list[Batch]:
@@ -156,11 +161,6 @@ class Batch:
             return [slice(None)]
         width = max(1, num_steps * max_steps // cost)
         return [slice(at, min(at + width, num_steps)) for at in range(0, num_steps, width)]
-
-
-def _in_order(names: Tensor) -> Tensor:
-    """List distinct names in order of first appearance."""
-    return torch.tensor(list(dict.fromkeys(names.tolist())), dtype=names.dtype)
 
 
 def _groups(group: Tensor) -> list[list[int]]:

@@ -184,6 +184,10 @@ def _check_numbers(config: Config) -> None:
             f"'learn.minibatches' is {config.learn.minibatches}, but there are only "
             f"{config.rollout.num_prompts} groups (rollout.num_prompts) to part"
         )
+    if config.eval_steps and config.evaluation.data is None:
+        raise ConfigError(
+            f"'eval_steps' is {config.eval_steps}, but 'evaluation.data' names nothing to measure on"
+        )
     if not config.rollout.engine:
         raise ConfigError("'rollout.engine' is empty; name the engine that makes rollouts")
     if config.rollout.policy and config.rollout.policy not in config.references:

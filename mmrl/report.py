@@ -104,26 +104,35 @@ class Journal:
         self.path = folder / "metrics.jsonl"
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """Append one record, and make sure it is on disk."""
+        """Append one record; a number that is none, such as the mean of nothing, is `null`."""
         with self.path.open("a") as file:
-            file.write(json.dumps(record) + "\n")
+            file.write(_line(record))
 
     def read(self) -> list[dict[str, Any]]:
         """Read all records; a last line cut short by a crash is left out."""
         records = []
         for line in self.path.read_text().splitlines() if self.path.exists() else []:
             try:
-                records.append(json.loads(line))
+                record = json.loads(line)
             except json.JSONDecodeError:
                 break
+            records.append({name: math.nan if value is None else value for name, value in record.items()})
         return records
 
     def rewind(self, step: int) -> None:
         """Forget everything from `step` on."""
         kept = [record for record in self.read() if record["step"] < step]
         beside = self.path.with_suffix(".tmp")
-        beside.write_text("".join(json.dumps(record) + "\n" for record in kept))
+        beside.write_text("".join(map(_line, kept)))
         beside.replace(self.path)
+
+
+def _line(record: Mapping[str, Any]) -> str:
+    finite = {
+        name: None if isinstance(value, float) and not math.isfinite(value) else value
+        for name, value in record.items()
+    }
+    return json.dumps(finite, allow_nan=False) + "\n"
 
 
 PAUSE = 5.0  # seconds between plain lines, where there is no terminal

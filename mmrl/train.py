@@ -37,6 +37,7 @@ def learnable(run: Run, collection: Collection) -> tuple[RewardTable, Batch]:
     credit = run.advantage(collection.table)
     rollouts, learned = pick(collection.rollouts, credit, credit.learn.any(-1))
     batch = spread(learned.select(learned.mine), run.policy.collate(rollouts))
+    batch = batch.replace(order=tuple(dict.fromkeys(learned.group.tolist())))
     return credit, consult(run.others, batch, run.needs, run.micro_batch_steps)
 
 

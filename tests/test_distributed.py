@@ -76,6 +76,12 @@ PLANS = {
         "evaluation": {"data": {"name": "tests.toys:prompts", "num": 3}, "num_generations": 2},
         "eval_steps": 2,
     },
+    "minibatches": {  # of five groups, dealt out unevenly
+        "rollout": {"num_prompts": 5},
+        "group_filter": "varied",
+        "advantage": ["total", "group_normalize"],
+        "learn": {"minibatches": 3, "num_iterations": 2},
+    },
     "nothing to do": {  # on the second process
         "data": {"name": "tests.toys:prompts", "num": 1},
         "rollout": {"num_prompts": 1},

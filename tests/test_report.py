@@ -101,8 +101,8 @@ def test_rewards_are_summed_with_their_weights():
 
 
 def test_groups_whose_rewards_are_equal_are_counted():
-    table = reward_table([1.0, 1.0, 0.0, 1.0, 7.0], group=["a", "a", "b", "b", "c"])
-    # The two rows of a, and the single one of c.
+    table = reward_table([1.0, 1.0, 0.0, 1.0, 7.0, None], group=["a", "a", "b", "b", "c", "d"])
+    # The two rows of a, and the single one of c; of d nothing is known.
     assert describe_rewards(table)["frac_reward_zero_std"] == pytest.approx(3 / 5)
 
 
