@@ -76,11 +76,10 @@ PLANS = {
         "evaluation": {"data": {"name": "tests.toys:prompts", "num": 3}, "num_generations": 2},
         "eval_steps": 2,
     },
-    "minibatches": {  # of five groups, dealt out unevenly
-        "rollout": {"num_prompts": 5},
-        "group_filter": "varied",
+    "minibatches": {  # of 1, 2, 1 and 2 groups, where each process for itself would make 0, 2, 2 and 2
+        "rollout": {"num_prompts": 6},
         "advantage": ["total", "group_normalize"],
-        "learn": {"minibatches": 3, "num_iterations": 2},
+        "learn": {"minibatches": 4, "num_iterations": 2},
     },
     "nothing to do": {  # on the second process
         "data": {"name": "tests.toys:prompts", "num": 1},

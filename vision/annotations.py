@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import io
 import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -35,46 +36,57 @@ class AnnotationError(ValueError):
 def read_charades(path: Path, durations: Path | None, extension: str) -> Iterator[Row]:
     """Read Charades-STA: `<video> <start> <end>##<sentence>` a line; durations come from the columns `id` and
     `length` of a CSV."""
-    lengths = {}
-    if durations:
-        with durations.open(newline="") as file:
-            lengths = {row["id"]: float(row["length"]) for row in csv.DictReader(file)}
+    lengths = _read_lengths(durations) if durations else {}
     for number, line in _lines(path):
         left, mark, sentence = line.partition("##")
-        words = left.split()
-        if not mark or len(words) != 3:
+        try:
+            video, start, end = left.split()
+            span = float(start), float(end)
+        except ValueError:
+            mark = ""
+        if not mark or not sentence.strip():
             raise AnnotationError(
                 f"{path}:{number}: wanted '<video> <start> <end>##<sentence>', got {line!r}"
             )
-        video, start, end = words
         yield Row(
-            f"{video}#{number}",
-            video + extension,
-            sentence,
-            ((float(start), float(end)),),
-            lengths.get(video),
-            f"{path}:{number}",
+            f"{video}#{number}", video + extension, sentence, (span,), lengths.get(video), f"{path}:{number}"
         )
+
+
+def _read_lengths(path: Path) -> dict[str, float]:
+    """Read the columns `id` and `length` of a CSV."""
+    table = csv.DictReader(io.StringIO(_text(path), newline=""))
+    lengths = {}
+    for row in table:
+        try:
+            lengths[row["id"]] = float(row["length"])
+        except (KeyError, ValueError, TypeError) as error:
+            raise AnnotationError(
+                f"{path}:{table.line_num}: wanted columns `id` and `length` in seconds: "
+                f"{type(error).__name__}: {error}"
+            ) from error
+    return lengths
 
 
 def read_activitynet(path: Path, durations: Path | None, extension: str) -> Iterator[Row]:
     """Read ActivityNet Captions, or Charades-STA as JSON: `{video: {duration, timestamps, sentences}}`; other
     keys are ignored."""
-    for video, entry in json.loads(path.read_text()).items():
+    for video, entry in _object(_text(path), str(path)).items():
         try:
             pairs = list(zip(entry["timestamps"], entry["sentences"], strict=True))
             for i, ((start, end), sentence) in enumerate(pairs):
                 yield Row(
                     f"{video}#{i}",
                     video + extension,
-                    sentence,
+                    _word(sentence),
                     ((float(start), float(end)),),
                     float(entry["duration"]),
                     f"{path}: {video}[{i}]",
                 )
         except (KeyError, ValueError, TypeError) as error:
             raise AnnotationError(
-                f"{path}: '{video}' must hold duration, timestamps and as many sentences: {error}"
+                f"{path}: '{video}' must hold duration, timestamps and as many sentences: "
+                f"{type(error).__name__}: {error}"
             ) from error
 
 
@@ -87,8 +99,8 @@ def read_qvhighlights(path: Path, durations: Path | None, extension: str) -> Ite
             saliency = tuple(map(tuple, clip_scores(row))) if "saliency_scores" in row else ()
             yield Row(
                 str(row["qid"]),
-                row["vid"] + extension,
-                row["query"],
+                _word(row["vid"]) + extension,
+                _word(row["query"]),
                 spans,
                 float(row["duration"]),
                 f"{path}:{number}",
@@ -113,8 +125,8 @@ def read_jsonl(path: Path, durations: Path | None, extension: str) -> Iterator[R
             duration = None if row.get("duration") is None else float(row["duration"])
             yield Row(
                 str(row.get("id", f"{row['video']}#{number}")),
-                row["video"],
-                row["query"],
+                _word(row["video"]),
+                _word(row["query"]),
                 spans,
                 duration,
                 f"{path}:{number}",
@@ -135,15 +147,40 @@ READERS: dict[str, Callable[[Path, Path | None, str], Iterator[Row]]] = {
 }
 
 
+def _text(path: Path) -> str:
+    data = path.read_bytes()
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        number = data.count(b"\n", 0, error.start) + 1
+        raise AnnotationError(f"{path}:{number}: not UTF-8: {error}") from error
+
+
 def _lines(path: Path) -> Iterator[tuple[int, str]]:
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+    # Not `splitlines`, which also cuts at separators that may stand inside a JSON string.
+    for number, line in enumerate(_text(path).split("\n"), 1):
         if line.strip():
-            yield number, line
+            yield number, line.removesuffix("\r")
+
+
+def _object(text: str, place: str) -> dict[str, Any]:
+    """Read one JSON object."""
+    try:
+        read = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise AnnotationError(f"{place}: not a JSON object: {error}") from error
+    if not isinstance(read, dict):
+        raise AnnotationError(f"{place}: not a JSON object, but {text[:80]!r}")
+    return read
 
 
 def _objects(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     for number, line in _lines(path):
-        try:
-            yield number, json.loads(line)
-        except json.JSONDecodeError as error:
-            raise AnnotationError(f"{path}:{number}: not a JSON object: {error}") from error
+        yield number, _object(line, f"{path}:{number}")
+
+
+def _word(value: Any) -> str:
+    """Let a text through, and nothing else."""
+    if not isinstance(value, str):
+        raise TypeError(f"{value!r} is not a text")
+    return value

@@ -44,7 +44,7 @@ class Chat:
 
     def __init__(self, processor: Any, core: nn.Module, *, pixels: dict[str, int] | None = None) -> None:
         self.processor, self.tokenizer, self.core = processor, processor.tokenizer, core
-        self.pixels = pixels or {}
+        self.pixels = self._pixel_limits(pixels) if pixels else {}
         self.placeholders = self._placeholders()
         self.end = self._end_tokens()
         self.kept: Kept[Encoded] = Kept(CACHE_BYTES, lambda encoded: encoded.bytes)
@@ -56,6 +56,11 @@ class Chat:
     def answer(self, text: str) -> Tensor:
         """Tokenize an answer and end it."""
         ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        for token in set(self.placeholders) & set(ids):
+            raise ValueError(
+                f"the recorded answer {text[:80]!r} holds the media placeholder "
+                f"{self.tokenizer.decode(token)!r}, which no answer may hold"
+            )
         return torch.tensor([*ids, self.end[0]])
 
     def text(self, ids: Tensor) -> str:
@@ -78,9 +83,14 @@ class Chat:
         shown = [(medium.kind, medium.load()) for medium in prompt.media]
         images = [frames.pixels[0] for kind, frames in shown if kind == "image"]
         clips = [frames for kind, frames in shown if kind == "video"]
-        inputs = dict(
-            self.processor(text=[text], return_tensors="pt", **self._media_arguments(images, clips))
-        )
+        if clips and getattr(self.processor, "video_processor", None) is None:
+            raise ValueError(f"prompt '{prompt.uid}' shows a clip, but this model looks at pictures only")
+        try:
+            inputs = dict(
+                self.processor(text=[text], return_tensors="pt", **self._media_arguments(images, clips))
+            )
+        except (ValueError, IndexError, StopIteration) as error:
+            raise ValueError(f"cannot encode prompt '{prompt.uid}': {error}") from error
         inputs = {name: torch.as_tensor(value) for name, value in inputs.items() if name not in _UNUSED}
         self._count(prompt, inputs)
         positions = family_of(self.core.config).positions(self.core, inputs)
@@ -99,7 +109,7 @@ class Chat:
             # Frames were chosen when the clip was decoded; the processor only learns their times.
             metadata = [
                 VideoMetadata(
-                    total_num_frames=max(1, round(clip.duration * TICKS)),
+                    total_num_frames=_ticks(clip),
                     fps=TICKS,
                     frames_indices=[round(t * TICKS) for t in clip.times.tolist()],
                     duration=clip.duration,
@@ -128,12 +138,24 @@ class Chat:
 
     def _refuse_placeholders(self, prompt: Prompt) -> None:
         words = [self.tokenizer.decode(token) for token in self.placeholders]
+        # Processors look for words of their own, which need not be those of the model.
+        words += [getattr(self.processor, f"{kind}_token", None) for kind in ("image", "video")]
         for word in words:
             if word and word in prompt.text:
                 raise ValueError(
                     f"the text of prompt '{prompt.uid}' holds the media placeholder {word!r}; "
                     "add the picture or clip as a part of the message instead"
                 )
+
+    def _pixel_limits(self, pixels: dict[str, int]) -> dict[str, int]:
+        """Fill in the limit that was not given. Only processors that keep the shape of a picture have
+        both."""
+        size = {name: value for name, value in dict(self.processor.image_processor.size).items() if value}
+        if set(size) != {"shortest_edge", "longest_edge"}:
+            raise ValueError(
+                f"`min_pixels` and `max_pixels` do not fit this model: it makes pictures of the size {size}"
+            )
+        return {**size, **pixels}
 
     def _placeholders(self) -> list[int]:
         """List the tokens that stand for media, or fence them in; no answer may hold one."""
@@ -153,12 +175,22 @@ class Chat:
         ]
         rendered = self.processor.apply_chat_template(said, tokenize=False)
         behind = self.tokenizer(rendered.rpartition("\x02")[2], add_special_tokens=False)["input_ids"]
-        special = set(self.tokenizer.all_special_ids)
+        # Not only those that the tokenizer has a name for.
+        added = self.tokenizer.added_tokens_decoder
+        special = {*self.tokenizer.all_special_ids, *(id for id, token in added.items() if token.special)}
         ends = [token for token in behind[:2] if token in special][:1] + [self.tokenizer.eos_token_id]
         found = list(dict.fromkeys(token for token in ends if token is not None))
         if not found:
             raise ValueError("the tokenizer names no token that ends an answer; set its eos_token")
         return found
+
+
+def _ticks(clip: Frames) -> int:
+    """Count the milliseconds that the frames stand for. It is the whole clip, or the window that was looked
+    at: processors divide it by the number of frames."""
+    times = clip.times.tolist()
+    seconds = len(times) * (times[1] - times[0]) if len(times) > 1 else clip.duration
+    return max(1, round(seconds * TICKS))
 
 
 _UNUSED = ("video_metadata", "timestamps")

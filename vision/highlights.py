@@ -72,8 +72,10 @@ def clip_scores(row: Mapping[str, Any]) -> list[list[float]]:
     """Lay the annotated saliency of a row over all its clips of two seconds: three scores each, 0 where
     nobody rated."""
     clips = [[0.0, 0.0, 0.0] for _ in range(int(row["duration"] / CLIP_SECONDS))]
-    for clip, rated in zip(row["relevant_clip_ids"], row["saliency_scores"], strict=True):
-        clips[clip] = list(rated)
+    for clip, (first, second, third) in zip(row["relevant_clip_ids"], row["saliency_scores"], strict=True):
+        if not 0 <= clip < len(clips):
+            raise IndexError(f"there is no clip {clip} of two seconds in {row['duration']} s")
+        clips[clip] = [first, second, third]
     return clips
 
 

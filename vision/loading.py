@@ -71,17 +71,16 @@ def load_adapter(model: nn.Module, folder: str) -> nn.Module:
 
 
 def _linear_layers(model: nn.Module, tower: bool) -> str:
-    """Match the names of linear layers as one pattern, so that a saved adapter stays readable."""
+    """Match the names of linear layers as one pattern, the numbers of blocks left open, so that a saved
+    adapter stays readable."""
     names = {id(module): name for name, module in model.named_modules()}
     decoder, head = names[id(model.get_decoder())], names[id(model.get_output_embeddings())]
     linear = [
         name for name, module in model.named_modules() if isinstance(module, nn.Linear) and name != head
     ]
     chosen = [name for name in linear if tower or name.startswith(decoder + ".")]
-    leaves = sorted({name.rpartition(".")[2] for name in chosen})
-    inside = r"(?:.*\.)?" if tower else re.escape(decoder) + r"\..*\."
-    outside = rf"(?!{re.escape(head)}$)"
-    return rf"{outside}{inside}(?:{'|'.join(map(re.escape, leaves))})"
+    # A number at the end of a name stays: the neighbours of a linear layer in a list may be anything.
+    return "|".join(dict.fromkeys(re.sub(r"\\\.\d+(?=\\\.)", r"\\.\\d+", re.escape(name)) for name in chosen))
 
 
 def keep_training_precision(model: nn.Module) -> None:
@@ -97,7 +96,7 @@ def checkpoint_layers(model: nn.Module) -> None:
     off."""
     from transformers.modeling_layers import GradientCheckpointingLayer
 
-    model.activation_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
     for module in model.modules():
         if isinstance(module, GradientCheckpointingLayer):
             module.training = True
@@ -125,7 +124,9 @@ def load_weights(model: nn.Module, adapter: nn.Module | None, folder: Path) -> N
 
         set_peft_model_state_dict(adapter, load_file(folder / "adapter_model.safetensors"))
         return
-    saved = type(model).from_pretrained(str(folder), dtype="auto", use_safetensors=True).state_dict()
+    # The folder names one dtype, that of the frozen weights; the widest one holds trained weights too.
+    widest = max((parameter.dtype for parameter in model.parameters()), key=lambda dtype: dtype.itemsize)
+    saved = type(model).from_pretrained(str(folder), dtype=widest, use_safetensors=True).state_dict()
     with torch.no_grad():
         for name, value in model.state_dict().items():
             value.copy_(saved[name])

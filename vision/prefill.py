@@ -86,7 +86,16 @@ def axes(positions: Tensor) -> Tensor:
     return positions[0] if positions.shape[0] == 1 else positions
 
 
+_CLIPS = "pixel_values_videos"
+
+
 def merge_media(media: Sequence[dict[str, Tensor]], device: torch.device) -> dict[str, Tensor]:
     """Join the media tensors of several prompts, in order, padding tiles and frames to the largest."""
     names = dict.fromkeys(name for one in media for name in one)
+    frames = {one[_CLIPS].shape[1] for one in media if _CLIPS in one and one[_CLIPS].dim() == 5}
+    if len(frames) > 1:
+        raise ValueError(
+            f"this model reads clips of one number of frames together, not of {sorted(frames)}; "
+            "give `min_frames` and `max_frames` of the data the same value"
+        )
     return {name: cat_padded([one[name] for one in media if name in one]).to(device) for name in names}

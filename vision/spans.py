@@ -25,7 +25,10 @@ class Moments:
 
 _NUMBER = r"(\d+(?:\.\d+)?|\.\d+)"
 _UNIT = r"(?:\s*(?:s|sec|secs|seconds?))?"
-_PAIR = re.compile(rf"(?<![\d.]){_NUMBER}{_UNIT}\s*(?:to|and|-|–)\s*{_NUMBER}{_UNIT}(?![\d.])", re.IGNORECASE)
+# A minus right in front of a number makes it negative; a full stop behind one may end its sentence.
+_PAIR = re.compile(
+    rf"(?<![\d.-]){_NUMBER}{_UNIT}\s*(?:to|and|-|–)\s*{_NUMBER}{_UNIT}(?!\.?\d)", re.IGNORECASE
+)
 _STRICT = re.compile(r"(\d+(?:\.\d+)?) (?:to|and) (\d+(?:\.\d+)?)", re.IGNORECASE)
 _ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL | re.IGNORECASE)
 _OBJECT = re.compile(r"\{[^{}]*\}")
@@ -43,11 +46,12 @@ def parse_span(text: str, strict: bool = False) -> Span | None:
     It is the last `A to B` (or `and`, `-`, with or without `s`) or JSON object with `start_time` and
     `end_time` in the last answer block, or in the whole text without such a block; an end that is not after
     its start is no span. That is our reading. `strict` reads exactly what Time-R1's reward does (arXiv
-    2503.13377): the last block only, one space, `to` or `and`, any order.
+    2503.13377): the last block only, one space, `to` or `and`, any order; only numbers too large for a float
+    are no span.
     """
     if strict:
-        found = _STRICT.findall(last_answer(text) or "")
-        return (float(found[-1][0]), float(found[-1][1])) if found else None
+        found = [(float(a), float(b)) for a, b in _STRICT.findall(last_answer(text) or "")][-1:]
+        return found[0] if found and max(found[0]) < math.inf else None
     spans = parse_spans(text)
     return spans[-1] if spans else None
 
@@ -67,7 +71,7 @@ def _from_object(text: str) -> Span | None:
     try:
         read = json.loads(text)
         return float(read["start_time"]), float(read["end_time"])
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, OverflowError):
         return None
 
 
@@ -121,12 +125,14 @@ def set_iou(a: Sequence[Span], b: Sequence[Span]) -> float:
 
 
 def parse_saliency(text: str) -> list[tuple[float, float]]:
-    """Read (second, score) pairs: the last JSON list of pairs in the answer; an answer without one is
-    empty."""
+    """Read (second, score) pairs: the last JSON list of pairs of finite numbers in the answer; an answer
+    without one is empty."""
     block = last_answer(text)
     for found in reversed(re.findall(r"\[\s*\[.*?\]\s*\]", text if block is None else block, re.DOTALL)):
         try:
-            return [(float(second), float(rating)) for second, rating in json.loads(found)]
-        except (ValueError, TypeError):
+            pairs = [(float(second), float(rating)) for second, rating in json.loads(found)]
+        except (ValueError, TypeError, OverflowError, RecursionError):
             continue
+        if all(math.isfinite(number) for pair in pairs for number in pair):
+            return pairs
     return []

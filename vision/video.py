@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -59,7 +60,7 @@ def _read(path: Path, container, sampling: Sampling) -> Frames:
 
     stream = container.streams.video[0]
     stream.thread_type = "AUTO"
-    zero = float(stream.start_time * stream.time_base) if stream.start_time else 0.0
+    zero = _zero(stream)
     duration = _duration(path, container, stream)
     begin, end = sampling.start or 0.0, duration if sampling.end is None else sampling.end
     if not 0 <= begin < end or begin >= duration:
@@ -93,6 +94,8 @@ def sample_times(begin: float, end: float, sampling: Sampling) -> list[float]:
         max(round((end - begin) * sampling.frames_per_second), sampling.min_frames), sampling.max_frames
     )
     count = max(step, round(count / step) * step)
+    if count < sampling.min_frames:
+        count += step
     if count > sampling.max_frames:
         count = max(step, count - step)
     return [begin + (end - begin) * i / count for i in range(count)]
@@ -102,16 +105,23 @@ def _duration(path: Path, container, stream) -> float:
     """Find out how long the pictures last: what the stream says, else the container, else the last frame."""
     if stream.duration:
         return float(stream.duration * stream.time_base)
-    if container.duration:
+    zero = _zero(stream)
+    # Where pictures start late, formats do not agree on whether a header counts from 0; packets tell.
+    if container.duration and abs(zero) < 0.1:
         return container.duration / 1e6
     last = 0.0
     for packet in container.demux(stream):
         if packet.pts is not None:
             last = max(last, float((packet.pts + (packet.duration or 0)) * packet.time_base))
-    container.seek(0)
     if last <= 0:
         raise MediaError(f"'{path}' does not say how long it lasts, and its packets carry no times")
-    return last
+    container.seek(0)
+    return last - zero
+
+
+def _zero(stream) -> float:
+    """Find the second that a file gives its first picture."""
+    return float(stream.start_time * stream.time_base) if stream.start_time else 0.0
 
 
 def _shown(frames, zero: float) -> Iterator[tuple]:
@@ -141,15 +151,25 @@ def _refuse_cut(path: Path, last: float, wanted: float, duration: float) -> None
 def _picture(frame, sampling: Sampling, count: int, scaler) -> Tensor:
     """Turn a frame into an upright (3, height, width) uint8 picture inside the pixel limits."""
     width, height = frame.width, frame.height
-    limits = [sampling.max_pixels, sampling.total_pixels // count if sampling.total_pixels else 0]
+    limits = [sampling.max_pixels, max(1, sampling.total_pixels // count) if sampling.total_pixels else 0]
     limit = min([limit for limit in limits if limit] or [width * height])
     shrink = min(1.0, math.sqrt(limit / (width * height)))
     width, height = max(1, math.floor(width * shrink)), max(1, math.floor(height * shrink))
     scaled = scaler.reformat(frame, width=width, height=height, format="rgb24", interpolation="AREA")
     array = scaled.to_ndarray()
-    # The display matrix turns counter-clockwise, as rot90 does.
-    upright = torch.rot90(torch.from_numpy(array), round(frame.rotation / 90) % 4)
-    return upright.permute(2, 0, 1).contiguous()
+    return _upright(torch.from_numpy(array), frame).permute(2, 0, 1).contiguous()
+
+
+def _upright(picture: Tensor, frame) -> Tensor:
+    """Turn and mirror a (height, width, 3) picture as its display matrix says: x to a x + c y, y to b x + d
+    y."""
+    matrix = frame.side_data.get("DISPLAYMATRIX")
+    if matrix is None:
+        return picture
+    a, b, _, c, d = struct.unpack("=9i", bytes(matrix))[:5]
+    if abs(b) > abs(a):
+        picture, a, d = picture.transpose(0, 1), c, b
+    return picture.flip([dim for dim, along in ((0, d), (1, a)) if along < 0])
 
 
 def video_duration(path: Path) -> float:

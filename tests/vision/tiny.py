@@ -129,7 +129,10 @@ def _qwen(kind: str, folder: Path) -> None:
             t.Qwen3VLConfig(text_config={**text, "head_dim": 8}, vision_config=vision, **special)
         )
         processor = t.Qwen3VLProcessor(
-            images, tokenizer, Qwen3VLVideoProcessor(**clips), chat_template=template
+            images,
+            tokenizer,
+            Qwen3VLVideoProcessor(cap_pixels_per_frame=False, **clips),
+            chat_template=template,
         )
     _save(model, processor, folder)
 
@@ -262,6 +265,10 @@ def _internvl(folder: Path) -> None:
 
 
 def _save(model, processor, folder: Path) -> None:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            # Eight times the usual deviation, so that what is seen changes what is said.
+            parameter.mul_(8 if parameter.dim() > 1 else 1)
     model.save_pretrained(folder)
     processor.save_pretrained(folder)
 

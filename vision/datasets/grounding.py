@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import math
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Literal
 
@@ -14,7 +16,7 @@ from mmrl.types import Message, Outcome, Part, Prompt
 from mmrl.vision.annotations import READERS, Row
 from mmrl.vision.media import MediaRoot
 from mmrl.vision.spans import Moments, Span
-from mmrl.vision.video import Sampling, video_duration
+from mmrl.vision.video import MediaError, Sampling, video_duration
 
 ASK = (
     'When does this happen in the video: "{query}"? Give the start and the end in seconds, in the form '
@@ -69,9 +71,8 @@ def grounding(
         frames_per_second, min_frames, max_frames, max_pixels=max_pixels, total_pixels=total_pixels
     )
     prompts, bad = [], []
-    for row in READERS[format](source, Path(durations) if durations else None, extension):
-        duration = row.duration if row.duration is not None else video_duration(media.locate(row.video))
-        media.locate(row.video)
+    for row in _distinct(READERS[format](source, Path(durations) if durations else None, extension)):
+        duration = _duration(row, media)
         spans, reason = check_spans(row.spans, duration, clip_spans)
         if reason and (row.spans or not unlabelled):
             bad.append(f"{row.place}: {reason}")
@@ -87,6 +88,12 @@ def grounding(
         )
         if len(prompts) == limit:
             break
+    _report(bad, len(prompts), source, bad_rows)
+    return prompts
+
+
+def _report(bad: list[str], kept: int, source: Path, bad_rows: str) -> None:
+    """Refuse rows that cannot be used, or name them in the log, and refuse a file without any other."""
     if bad and bad_rows == "error":
         shown = "\n  ".join(bad[:10])
         raise ValueError(
@@ -94,7 +101,27 @@ def grounding(
         )
     for line in bad:
         log.warning("dropped %s", line)
-    return prompts
+    if not kept:
+        raise ValueError(f"the annotation file '{source}' holds no row that can be used")
+
+
+def _distinct(rows: Iterable[Row]) -> Iterator[Row]:
+    """Refuse two rows of one id: their answers would be compared as one group."""
+    places: dict[str, str] = {}
+    for row in rows:
+        if row.uid in places:
+            raise ValueError(f"{row.place}: the id '{row.uid}' is that of {places[row.uid]}")
+        places[row.uid] = row.place
+        yield row
+
+
+def _duration(row: Row, media: MediaRoot) -> float:
+    """Find the video of a row, and how many seconds it lasts."""
+    try:
+        path = media.locate(row.video)
+        return row.duration if row.duration is not None else video_duration(path)
+    except MediaError as error:
+        raise MediaError(f"{row.place}: {error}") from error
 
 
 def check_spans(spans: tuple[Span, ...], duration: float, cut: bool) -> tuple[tuple[Span, ...], str]:
@@ -102,9 +129,9 @@ def check_spans(spans: tuple[Span, ...], duration: float, cut: bool) -> tuple[tu
     if not spans:
         return (), "it has no span"
     for start, end in spans:
-        if start >= end:
+        if not start < end < math.inf:
             return (), f"the span {start:g} to {end:g} s does not end after it starts"
-        if start < 0 or start >= duration:
+        if not 0 <= start < duration < math.inf:
             return (), f"the span {start:g} to {end:g} s lies outside its video of {duration:g} s"
     return tuple((start, min(end, duration)) for start, end in spans) if cut else spans, ""
 

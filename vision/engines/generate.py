@@ -77,7 +77,7 @@ class Generate:
             generator = self.stream.generator(prompt.uid, index)
             uniform = torch.rand(self.max_completion_length, generator=generator)
             rows.append(_Row(prompt, self.policy.chat.encode(prompt), uniform))
-        size = self.batch_size or len(rows)
+        size = self.batch_size or len(rows) or 1
         core, compute = self.policy.core, self.policy.compute
         device = core.get_input_embeddings().weight.device
         finished: list[Trajectory] = []

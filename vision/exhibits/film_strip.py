@@ -42,7 +42,10 @@ def film_strip(measured: Mapping[str, Measured], *, num: int = 6, frames: int = 
 
 def _first(rollouts: Rollouts) -> dict[str, Trajectory]:
     """Find the first answer to every prompt."""
-    return {row.prompt.uid: row for row in reversed(rollouts)}
+    first: dict[str, Trajectory] = {}
+    for row in rollouts:
+        first.setdefault(row.prompt.uid, row)
+    return first
 
 
 def _strip(prompt: Prompt, said: Mapping[str, str], count: int) -> str:
@@ -64,9 +67,8 @@ def _bar(name: str, spans: Sequence[Span], duration: float, colour: str, words: 
     """Draw spans of a clip as a line of the width of its strip."""
     blocks = "".join(
         f"<span style='position:absolute;top:2px;bottom:2px;border-radius:3px;background:{colour};"
-        f"left:{100 * max(0.0, start) / duration:.2f}%;"
-        f"width:{100 * max(0.0, min(end, duration) - start) / duration:.2f}%'></span>"
-        for start, end in spans
+        f"left:{100 * start / duration:.2f}%;width:{100 * (end - start) / duration:.2f}%'></span>"
+        for start, end in ([min(max(0.0, t), duration) for t in span] for span in spans)
     )
     times = ", ".join(f"{start:g} to {end:g} s" for start, end in spans) or html.escape(words)
     return (

@@ -67,10 +67,12 @@ class StepModel(nn.Module):
         """Send a blank picture through a trained tower, so that every parameter has a gradient on every
         process."""
         device = core.get_input_embeddings().weight.device
-        features = core.get_image_features(
+        seen = core.get_image_features(
             **{name: value.to(device) for name, value in self.blank.items()}, return_dict=True
-        ).pooler_output
-        return sum(part.sum() for part in features)
+        )
+        # Some towers also hand features of earlier layers to the language model.
+        earlier = getattr(seen, "deepstack_features", None) or ()
+        return sum(part.sum() for layer in (seen.pooler_output, *earlier) for part in layer)
 
 
 def chunked_logp(

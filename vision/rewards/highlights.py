@@ -84,5 +84,8 @@ def saliency(prompt: Prompt, outcome: Outcome) -> float | None:
     precision, recall = len(matched) / len(answered), len(matched) / len(truth)
     f2 = 5 * precision * recall / (4 * precision + recall)
     weight = sum(truth[i] ** 2 for i in matched)
-    error = sum(truth[i] ** 2 * (answered[i] - truth[i]) ** 2 for i in matched) / weight
-    return 0.6 * f2 + 0.4 / (1 + error)
+    # Products, because `**` raises where a product of two large floats is infinite.
+    error = sum(
+        (truth[i] * (answered[i] - truth[i])) * (truth[i] * (answered[i] - truth[i])) for i in matched
+    )
+    return 0.6 * f2 + 0.4 / (1 + error / weight)

@@ -61,7 +61,8 @@ def _by_prompt(prompts: Sequence[Prompt], outcomes: Sequence[Outcome]) -> dict[s
 def _spread(values: Sequence[float]) -> float:
     """Measure the deviation of a whole group: it divides by the count (our reading; URPA does not say)."""
     mean = sum(values) / len(values)
-    return (sum((value - mean) ** 2 for value in values) / len(values)) ** 0.5
+    # Products, because `**` raises where a product of two large floats is infinite.
+    return (sum((value - mean) * (value - mean) for value in values) / len(values)) ** 0.5
 
 
 @reward

@@ -1,0 +1,26 @@
+"""Tiny checkpoints and policies that all tests of vision-language models share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+import pytest
+import transformers
+
+from mmrl.vision.policies.tokens import Tokens
+from tests.vision import tiny
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory) -> Callable[[str], Path]:
+    """Find the checkpoint of a family; nobody writes to it."""
+    transformers.utils.logging.disable_progress_bar()
+    return cache(lambda family: tiny.make(family, tmp_path_factory.mktemp(family)))
+
+
+@pytest.fixture(scope="session")
+def exact(checkpoint) -> Callable[..., Tokens]:
+    """Load a policy in float64, once for all tests; nobody changes its weights."""
+    return cache(lambda family, **options: Tokens(model=str(checkpoint(family)), dtype="float64", **options))

@@ -1,0 +1,86 @@
+"""Prompts of all sorts for every family, rows that answer them, and what plain transformers say of a row."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from mmrl.draws import Stream
+from mmrl.types import Outcome, Prompt, Trajectory
+from mmrl.vision.engines.generate import Generate
+from mmrl.vision.policies.tokens import Tokens
+from tests.vision import tiny
+
+TOGETHER = (
+    "qwen2_vl",
+    "qwen2_5_vl",
+    "qwen3_vl",
+    "llava_onevision",
+    "internvl",
+)  # pictures and clips in one prompt
+
+
+def prompts(family: str) -> list[Prompt]:
+    """Ask in words, with one picture, with several of different sizes, with clips, and with both."""
+    wide = tiny.picture(seed=1, height=56, width=112)
+    asked = [
+        tiny.ask("words", "the quick brown fox"),
+        tiny.ask("picture", tiny.picture(), "what"),
+        tiny.ask("pictures", "is", wide, "like", tiny.picture(seed=2), "or not, the quick fox?"),
+    ]
+    if family in tiny.WITH_VIDEO:
+        asked += [
+            tiny.ask("clip", tiny.clip(4), "when"),
+            # LLaVA-OneVision reads clips of one length together.
+            tiny.ask(
+                "long clip",
+                "look:",
+                tiny.clip(4 if family == "llava_onevision" else 6, seed=3),
+                "when does the fox jump",
+            ),
+        ]
+    if family in TOGETHER:
+        asked.append(tiny.ask("both", tiny.clip(4, seed=4), "and", tiny.picture(seed=5), "which"))
+    return asked
+
+
+def generate(policy: Tokens, asked: list[Prompt], seed: int = 0, **options) -> tuple[Trajectory, ...]:
+    """Answer prompts in at most eight tokens."""
+    return Generate(policy, stream=Stream(seed), **{"max_completion_length": 8, **options}).rollout(asked)
+
+
+def answered(policy: Tokens, family: str) -> tuple[Trajectory, ...]:
+    """Make rows of every prompt: one sampled answer, and two recorded ones of different lengths."""
+    asked = prompts(family)
+    recorded = [policy.encode(prompt, Outcome(text=text)) for prompt in asked for text in ("0", "0123 fox")]
+    return (*generate(policy, asked), *recorded)
+
+
+def plainly(policy: Tokens, row: Trajectory) -> Tensor:
+    """Compute the logits of the tokens of one row: one sequence, no padding, no cache, no positions given."""
+    encoded, ids = row.steps.prompt, torch.cat([row.steps.prompt.ids, row.steps.ids])[None]
+    config, inputs = policy.model.config, dict(encoded.media)
+    if config.model_type.startswith("qwen"):
+        kinds = 1 * (ids == config.image_token_id) + 2 * (ids == config.video_token_id)
+        inputs["mm_token_type_ids"] = kinds
+    with torch.no_grad():
+        logits = policy.model(input_ids=ids, use_cache=False, **inputs).logits[0]
+    return logits[len(encoded.ids) - 1 : -1]
+
+
+def loss(policy: Tokens, batch) -> Tensor:
+    """Weigh every step differently, so that no error in one can hide in another."""
+    logp = policy(batch).logp
+    weight = torch.linspace(0.5, 2.0, logp.numel(), dtype=logp.dtype).view(logp.shape)
+    return (logp * weight * batch.mask).sum()
+
+
+def gradients(policy: Tokens) -> dict[str, Tensor]:
+    """Take the gradients of everything that learns, and forget them."""
+    found = {
+        name: parameter.grad.clone()
+        for name, parameter in policy.module.named_parameters()
+        if parameter.requires_grad and parameter.grad is not None
+    }
+    policy.module.zero_grad(set_to_none=True)
+    return found

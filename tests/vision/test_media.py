@@ -1,0 +1,189 @@
+"""Media stay inside their folder and their limits, stand upright, and are decoded once."""
+
+from __future__ import annotations
+
+import os
+
+import numpy
+import pytest
+import torch
+from PIL import Image
+
+from mmrl.vision import media as media_module
+from mmrl.vision.builders.spliced_clips import write_video
+from mmrl.vision.kept import Kept
+from mmrl.vision.media import MediaRoot
+from mmrl.vision.video import MediaError, Sampling
+
+RED, GREEN, BLUE = (255, 0, 0), (0, 255, 0), (0, 0, 255)
+
+
+def painted(path, *, width=4, height=2, **options):
+    """Write a green picture with a red corner at the top left and a blue one at the top right."""
+    image = Image.new("RGB", (width, height), GREEN)
+    image.putpixel((0, 0), RED)
+    image.putpixel((width - 1, 0), BLUE)
+    image.save(path, **options)
+    return path
+
+
+@pytest.fixture
+def root(tmp_path):
+    (tmp_path / "media").mkdir()
+    (tmp_path / "secret.png").write_bytes(painted(tmp_path / "media" / "a.png").read_bytes())
+    return MediaRoot(tmp_path / "media")
+
+
+def test_a_picture_is_decoded_as_one_frame(root):
+    medium = root.image("a.png")
+    assert (medium.kind, medium.name) == ("image", "a.png")
+    frames = medium.load()
+    assert frames.pixels.shape == (1, 3, 2, 4)
+    assert frames.pixels.dtype == torch.uint8
+    assert frames.times.tolist() == [0]
+    assert frames.pixels[0, :, 0, 0].tolist() == list(RED)
+    assert frames.pixels[0, :, 0, 3].tolist() == list(BLUE)
+
+
+@pytest.mark.parametrize(
+    ("orientation", "shape", "red", "blue"),
+    [
+        (1, (2, 4), (0, 0), (0, 3)),
+        (2, (2, 4), (0, 3), (0, 0)),  # mirrored
+        (3, (2, 4), (1, 3), (1, 0)),  # half a turn
+        (6, (4, 2), (0, 1), (3, 1)),  # to be turned clockwise
+        (8, (4, 2), (3, 0), (0, 0)),  # to be turned counter-clockwise
+    ],
+)
+def test_a_picture_is_shown_as_its_exif_orientation_says(root, orientation, shape, red, blue):
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    painted(root.root / "turned.png", exif=exif)
+    pixels = root.image("turned.png").load().pixels[0]
+    assert pixels.shape[1:] == shape
+    assert pixels[:, *red].tolist() == list(RED)
+    assert pixels[:, *blue].tolist() == list(BLUE)
+
+
+@pytest.mark.parametrize("mode", ["L", "P", "RGBA", "1", "CMYK"])
+def test_pictures_of_any_mode_become_three_channels(root, mode):
+    name = "p.tiff" if mode == "CMYK" else "p.png"
+    Image.new("RGB", (3, 5), RED).convert(mode).save(root.root / name)
+    assert root.image(name).load().pixels.shape == (1, 3, 5, 3)
+
+
+def test_a_clip_is_decoded_as_it_is_sampled(root):
+    write_video(root.root / "v.mp4", torch.zeros(8, 3, 32, 48, dtype=torch.uint8), 4)
+    medium = root.video("v.mp4", Sampling(frames_per_second=1, min_frames=2))
+    assert (medium.kind, medium.name) == ("video", "v.mp4")
+    assert medium.load().pixels.shape == (2, 3, 32, 48)
+
+
+@pytest.mark.parametrize(
+    "name", ["../secret.png", "x/../../secret.png", "{outside}/secret.png", "/etc/hostname"]
+)
+def test_a_path_that_leaves_the_root_is_refused(root, name):
+    name = name.format(outside=root.root.parent)
+    with pytest.raises(MediaError, match="leaves its root"):
+        root.locate(name)
+    with pytest.raises(MediaError, match="leaves its root"):
+        root.image(name).load()
+
+
+def test_a_link_that_leaves_the_root_is_refused(root):
+    os.symlink(root.root.parent / "secret.png", root.root / "link.png")
+    os.symlink(root.root.parent, root.root / "folder")
+    for name in ("link.png", "folder/secret.png"):
+        with pytest.raises(MediaError, match="leaves its root"):
+            root.image(name).load()
+
+
+def test_a_link_inside_the_root_and_a_root_that_is_a_link_are_fine(root):
+    os.symlink(root.root / "a.png", root.root / "link.png")
+    os.symlink(root.root, root.root.parent / "elsewhere")
+    assert root.image("link.png").load().pixels.shape == (1, 3, 2, 4)
+    assert MediaRoot(root.root.parent / "elsewhere").image("a.png").load().pixels.shape == (1, 3, 2, 4)
+
+
+def test_a_path_may_wander_inside_the_root(root):
+    assert root.locate("x/../a.png") == (root.root / "a.png").resolve()
+
+
+@pytest.mark.parametrize("name", ["b.png", "", ".", "a.png/b"])
+def test_what_is_no_file_is_an_error_that_names_it(root, name):
+    with pytest.raises(MediaError, match="there is no file"):
+        root.locate(name)
+
+
+def test_a_file_beyond_the_limit_is_refused_with_its_size(root):
+    size = (root.root / "a.png").stat().st_size
+    assert MediaRoot(root.root, max_file_bytes=size).locate("a.png")
+    with pytest.raises(MediaError, match=f"{size} bytes; the limit is {size - 1} .max_file_bytes"):
+        MediaRoot(root.root, max_file_bytes=size - 1).image("a.png").load()
+
+
+def test_a_picture_beyond_the_limit_is_refused_with_its_size(root):
+    assert MediaRoot(root.root, max_image_pixels=8).image("a.png").load()
+    with pytest.raises(MediaError, match=r"4x2 pixels; the limit is 7 \(max_image_pixels\)"):
+        MediaRoot(root.root, max_image_pixels=7).image("a.png").load()
+
+
+@pytest.mark.parametrize("share", [0.0, 0.3, 0.9])
+def test_a_broken_picture_is_an_error_that_names_it(root, share):
+    noise = numpy.random.default_rng(0).integers(0, 255, (16, 16, 3), dtype=numpy.uint8)
+    path = root.root / "broken.png"
+    Image.fromarray(noise).save(path)
+    path.write_bytes(path.read_bytes()[: round(path.stat().st_size * share)])
+    with pytest.raises(MediaError, match=r"cannot decode '.*broken\.png'"):
+        root.image("broken.png").load()
+
+
+@pytest.fixture
+def counted(root, monkeypatch):
+    """The names of the clips that were decoded, in order."""
+    decoded = []
+
+    def read_video(path, sampling):
+        decoded.append(path.name)
+        return media_module.Frames(torch.zeros(1, 3, 10, 10, dtype=torch.uint8), torch.zeros(1))
+
+    monkeypatch.setattr(media_module, "read_video", read_video)
+    for name in "abc":
+        (root.root / name).touch()
+    return decoded
+
+
+def test_a_clip_is_decoded_when_it_is_looked_at_and_then_shared(root, counted):
+    one, same = root.video("a", Sampling()), root.video("a", Sampling())
+    assert counted == []
+    assert one.load() is same.load()
+    assert one.load() is one.load()
+    assert counted == ["a"]
+
+
+def test_another_sampling_and_a_changed_file_are_decoded_again(root, counted):
+    root.video("a", Sampling()).load()
+    root.video("a", Sampling(max_frames=8)).load()
+    assert counted == ["a", "a"]
+    os.utime(root.root / "a", ns=(1, 1))
+    root.video("a", Sampling()).load()
+    assert counted == ["a", "a", "a"]
+
+
+def test_what_was_not_looked_at_longest_makes_room(root, counted):
+    small = MediaRoot(root.root, cache_bytes=600)  # two clips of 300 bytes
+    for name in "aba":
+        small.video(name, Sampling()).load()
+    small.video("c", Sampling()).load()  # b was not looked at longest
+    small.video("a", Sampling()).load()
+    small.video("b", Sampling()).load()
+    assert counted == ["a", "b", "c", "b"]
+
+
+def test_kept_never_throws_out_the_latest_and_counts_what_it_holds():
+    kept = Kept(limit=5, size=len)
+    assert kept.get("big", lambda: "x" * 9) == "x" * 9
+    assert kept.get("big", lambda: "never made") == "x" * 9
+    kept.get("small", lambda: "y")
+    assert list(kept.things) == ["small"]
+    assert kept.used == 1
