@@ -44,9 +44,6 @@ HEAVY = {
     "tensorboard",
 }  # fmt: skip
 
-# An engine that runs the model of a policy step by step shares the form of its rows with it.
-ACQUAINTED = {("vision/engines/generate.py", "mmrl.vision.policies")}
-
 LINES, FUNCTION = 400, 60
 
 
@@ -156,11 +153,6 @@ def test_a_piece_imports_base_its_own_kind_and_what_its_scope_shares(path):
     if not mine.startswith("piece"):
         return
     for found, layer, scope in ours(path):
-        if any(
-            str(path.relative_to(ROOT)) == file and found.module.startswith(known)
-            for file, known in ACQUAINTED
-        ):
-            continue
         assert layer in ("base", mine, "common"), where(path, found)
         assert layer == "base" or scope == home, where(path, found)
 
@@ -178,13 +170,6 @@ def test_siblings_never_import_each_other(path):
     home = layer_of(name_of(path))[1]
     for found, _, scope in ours(path):
         assert scope in ("", home), where(path, found)
-
-
-def test_every_acquaintance_is_still_needed():
-    for file, known in ACQUAINTED:
-        assert any(found.module.startswith(known) for found in imports_of(ROOT / file)), (
-            f"{file} stands alone"
-        )
 
 
 @EACH

@@ -122,6 +122,7 @@ class Chat:
                     "video_metadata": metadata,
                     "do_sample_frames": False,
                     "return_metadata": True,
+                    **self._clip_limits(),
                 },
             }
         return arguments
@@ -156,6 +157,16 @@ class Chat:
                 f"`min_pixels` and `max_pixels` do not fit this model: it makes pictures of the size {size}"
             )
         return {**size, **pixels}
+
+    def _clip_limits(self) -> dict[str, Any]:
+        """Keep processors from enlarging frames: how large they are is the data set's budget, and Qwen's
+        would undo it. Its own upper limit stays."""
+        clips = self.processor.video_processor
+        size = {name: value for name, value in dict(clips.size).items() if value}
+        if set(size) != {"shortest_edge", "longest_edge"}:
+            return {}
+        smallest = (clips.patch_size * clips.merge_size) ** 2
+        return {"size": {**size, "shortest_edge": min(size["shortest_edge"], smallest)}}
 
     def _placeholders(self) -> list[int]:
         """List the tokens that stand for media, or fence them in; no answer may hold one."""

@@ -11,6 +11,7 @@ from transformers.video_utils import VideoMetadata
 from mmrl.types import Frames, Media, Message, Part, Prompt
 from mmrl.vision import chat as chat_module
 from mmrl.vision.chat import Chat
+from mmrl.vision.policies.tokens import Tokens
 from tests.vision import mixed, tiny
 
 EVERY = pytest.mark.parametrize("family", sorted(tiny.MAKERS))
@@ -259,3 +260,12 @@ def test_placeholders_are_what_stands_for_media(exact, family):
     assert int(torch.isin(ids, torch.tensor(policy.chat.placeholders)).sum()) > 0
     words = policy.chat.encode(mixed.prompts(family)[0]).ids
     assert not torch.isin(words, torch.tensor(policy.chat.placeholders)).any()
+
+
+@pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl"])
+def test_a_processor_does_not_enlarge_the_frames_of_a_small_budget(checkpoint, family):
+    policy = Tokens(model=str(checkpoint(family)), dtype="float32")
+    policy.processor.video_processor.size = {"shortest_edge": 128 * 28 * 28, "longest_edge": 768 * 28 * 28}
+    grid = policy.chat.encode(tiny.ask("clip", tiny.clip(4, side=56), "when?")).media["video_grid_thw"]
+    # 56 pixels are four patches of 14; the lower limit of 128 squares of 28 would make 24 of them.
+    assert grid.tolist() == [[2, 4, 4]]

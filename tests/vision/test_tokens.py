@@ -11,7 +11,8 @@ from torch import nn
 
 from mmrl.types import Outcome
 from mmrl.vision.policies import tokens
-from mmrl.vision.policies.tokens import FORBIDDEN, Tokens, chunked_logp
+from mmrl.vision.policies.tokens import Tokens, chunked_logp
+from mmrl.vision.prefix import FORBIDDEN
 from tests.vision import mixed, tiny
 
 EVERY = pytest.mark.parametrize("family", sorted(tiny.MAKERS))

@@ -15,9 +15,8 @@ from mmrl.registry import engine
 from mmrl.types import Outcome, Prompt, Rollouts, Trajectory
 from mmrl.vision.chat import Encoded
 from mmrl.vision.loading import caching
-from mmrl.vision.policies.prefix import distinct_prompts
-from mmrl.vision.policies.tokens import FORBIDDEN, TokenRow, Tokens
 from mmrl.vision.prefill import Prefix, axes, prefill
+from mmrl.vision.prefix import FORBIDDEN, Speaker, TokenRow, distinct_prompts
 from mmrl.vision.sampling import Sampler
 
 COMPACT = 8  # rows leave the batch once one in so many is done
@@ -45,7 +44,7 @@ class Generate:
 
     def __init__(
         self,
-        policy: Tokens,
+        policy: Speaker,
         *,
         stream: Stream,
         max_completion_length: int = 256,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Set
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -16,21 +15,10 @@ from mmrl.registry import policy
 from mmrl.tensor import cat_padded
 from mmrl.types import Outcome, Prompt, Rollouts, Trajectory
 from mmrl.vision import loading
-from mmrl.vision.chat import Chat, Encoded
-from mmrl.vision.policies.prefix import TokenSteps, distinct_prompts, read_cached, read_packed
+from mmrl.vision.chat import Chat
+from mmrl.vision.prefix import FORBIDDEN, TokenRow, TokenSteps, distinct_prompts, read_cached, read_packed
 
 LOGIT_BYTES = 256 << 20  # float32 logits that may exist at once
-FORBIDDEN = -1e30  # a logit whose probability is 0 and whose product with it still is a number
-
-
-@dataclass(frozen=True, eq=False)
-class TokenRow:
-    """How a row was made: its prompt as the model read it, its tokens, and the temperature they were drawn
-    at."""
-
-    prompt: Encoded
-    ids: Tensor
-    temperature: float = 1.0
 
 
 class StepModel(nn.Module):

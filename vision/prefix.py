@@ -4,15 +4,36 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
 from mmrl.types import Unit
-from mmrl.vision.chat import Encoded
+from mmrl.vision.chat import Chat, Encoded
 from mmrl.vision.prefill import axes, merge_media, pad_left, prefill
 
 PROMPT = -1  # owner of tokens that every answer sees
+FORBIDDEN = -1e30  # a logit whose probability is 0 and whose product with it still is a number
+
+
+class Speaker(Protocol):
+    """What an engine needs of a policy of tokens: its language, its model, and that without the head."""
+
+    chat: Chat
+    model: nn.Module
+    core: nn.Module
+    compute: torch.dtype
+
+
+@dataclass(frozen=True, eq=False)
+class TokenRow:
+    """How a row was made: its prompt as the model read it, its tokens, and the temperature they were drawn
+    at."""
+
+    prompt: Encoded
+    ids: Tensor
+    temperature: float = 1.0
 
 
 @dataclass(frozen=True, eq=False)
