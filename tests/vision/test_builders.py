@@ -207,3 +207,16 @@ def test_read_all_gives_every_frame(sources):
     film = spliced_clips.read_all(sources / "inside" / "carphone_pristine.mp4", 16)
     assert film.shape == (120, 3, 16, 16)
     assert film.dtype == torch.uint8
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"shortest": 4.0, "longest": 7.0}, "at least twice"),
+        ({"shortest": 1.0, "grid": 2.0}, "at most `shortest`"),
+        ({"seconds": 19.0}, "more than the 9 shots"),
+    ],
+)
+def test_lengths_that_cannot_fill_a_clip_are_refused(options, words):
+    with pytest.raises(ValueError, match=words):
+        SplicedClips(stream=Stream(0), sources="", **options)

@@ -74,6 +74,16 @@ class SplicedClips:
         frames_per_second: int = 4,
         side: int = 112,
     ) -> None:
+        if longest < 2 * shortest or not grid <= shortest or seconds < shortest:
+            raise ValueError(
+                f"shots of {shortest:g} to {longest:g} s on a grid of {grid:g} s do not fill every clip of "
+                f"{seconds:g} s; take `longest` at least twice `shortest`, and `grid` at most `shortest`"
+            )
+        if seconds > len(SHOTS) * shortest:
+            raise ValueError(
+                f"a clip of {seconds:g} s may need more than the {len(SHOTS)} shots there are; "
+                "take longer shots or shorter clips"
+            )
         self.stream, self.sources = stream, Path(sources)
         self.num = {"train": num_train, "test": num_test}
         self.seconds, self.shortest, self.longest = seconds, shortest, longest

@@ -60,8 +60,8 @@ def tiny_tokenizer(texts: Iterable[str], vocab_size: int) -> Any:
 class TinyModel:
     """Build a small Qwen2.5-VL from the real configuration, weights drawn at random.
 
-    `texts` trains the tokenizer. Pictures are cut into patches of 14 pixels, four of which make a token, two
-    frames at a time.
+    `texts` trains the tokenizer. Pictures and frames are shrunk to `max_pixels` and cut into patches of 14
+    pixels, four of which make a token, two frames at a time.
     """
 
     def __init__(
@@ -76,13 +76,12 @@ class TinyModel:
         vision_width: int = 64,
         vision_layers: int = 2,
         max_pixels: int = 56 * 56,
-        max_frames: int = 64,
         init: float = 0.02,
     ) -> None:
         self.stream, self.texts, self.vocab_size = stream, texts, vocab_size
         self.width, self.layers, self.heads = width, layers, heads
         self.vision_width, self.vision_layers = vision_width, vision_layers
-        self.max_pixels, self.max_frames, self.init = max_pixels, max_frames, init
+        self.max_pixels, self.init = max_pixels, init
 
     def build(self, output: Path) -> dict[str, Any]:
         """Write the folder, and tell what is in it."""
@@ -107,7 +106,7 @@ class TinyModel:
         images = Qwen2VLImageProcessor(min_pixels=28 * 28, max_pixels=self.max_pixels)
         videos = Qwen2VLVideoProcessor(
             cap_pixels_per_frame=False,
-            size={"shortest_edge": 28 * 28, "longest_edge": self.max_frames * self.max_pixels},
+            size={"shortest_edge": 28 * 28, "longest_edge": self.max_pixels},  # of a frame
         )
         return Qwen2_5_VLProcessor(
             image_processor=images,
