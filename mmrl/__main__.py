@@ -23,6 +23,8 @@ PACKAGES = (
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and give its exit code."""
     given = _parser().parse_args(arguments)
+    # `python -m mmrl` finds modules in the working directory, so the console script must as well.
+    sys.path.append(str(Path.cwd()))
     logging.basicConfig(format="%(levelname)s: %(message)s")
     try:
         return given.command(given) or 0

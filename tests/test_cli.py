@@ -360,3 +360,12 @@ def test_python_m_mmrl(file):
     )
     assert (done.returncode, done.stderr) == (0, "")
     assert "out 1/1  reward" in done.stdout
+
+
+def test_pieces_of_the_working_directory_are_found(tmp_path, monkeypatch, capsys):
+    # A console script does not have the working directory on its path; `python -m mmrl` does.
+    (tmp_path / "beside_me.py").write_text("def doubled(table):\n    return table.put(2 * table.values)\n")
+    (tmp_path / "variant.yaml").write_text("advantage: [total, 'beside_me:doubled']\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry])
+    assert main(["check", "variant.yaml"]) == 0, capsys.readouterr().out

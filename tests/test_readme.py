@@ -60,3 +60,8 @@ def test_the_advantage_example_subtracts_the_median(modules):
     # Two groups: the median of 1, 0, 4 is 1, that of 2, 6, 3 is 3.
     table = group_median(reward_table([1.0, 0.0, 4.0, 2.0, 6.0, 3.0], group="aaabbb"))
     assert table.values.flatten().tolist() == [0.0, -1.0, 3.0, -1.0, 3.0, 0.0]
+
+
+def test_the_commands_are_those_of_the_makefile():
+    targets = set(re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    assert targets == {"demo", "test"} == set(re.findall(r"^make (\w+)", README, re.MULTILINE))
