@@ -62,18 +62,20 @@ def _files(folder: Path) -> list[Path]:
 
 
 def _without_tensors(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
-    if isinstance(value, Tensor):
-        tensors[path] = value
-        return {"tensor": path}
-    if isinstance(value, Mapping):
-        # A list of pairs, because JSON would turn the whole-number keys of optimizers into strings.
-        return {
-            "map": [[key, _without_tensors(inner, f"{path}/{key}", tensors)] for key, inner in value.items()]
-        }
-    if isinstance(value, list | tuple):
-        return {"list": [_without_tensors(inner, f"{path}/{i}", tensors) for i, inner in enumerate(value)]}
-    if value is None or isinstance(value, bool | int | float | str):
-        return {"plain": value}
+    match value:
+        case Tensor():
+            tensors[path] = value
+            return {"tensor": path}
+        case Mapping():
+            # A list of pairs, because JSON would turn the whole-number keys of optimizers into strings.
+            pairs = [(key, _without_tensors(inner, f"{path}/{key}", tensors)) for key, inner in value.items()]
+            return {"map": pairs}
+        case list() | tuple():
+            return {
+                "list": [_without_tensors(inner, f"{path}/{i}", tensors) for i, inner in enumerate(value)]
+            }
+        case None | bool() | int() | float() | str():
+            return {"plain": value}
     raise TypeError(
         f"cannot save '{path}': a state holds tensors, numbers and strings, not {type(value).__name__}"
     )

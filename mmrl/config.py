@@ -185,34 +185,34 @@ def _override(text: str) -> dict[str, Any]:
 
 
 def _refuse_interpolation(value: Any, place: str) -> None:
-    if isinstance(value, dict):
-        for key, inner in value.items():
-            _refuse_interpolation(inner, f"{place}: {key}")
-    elif isinstance(value, list):
-        for inner in value:
-            _refuse_interpolation(inner, place)
-    elif isinstance(value, str) and "${" in value:
-        raise ConfigError(f"{place}: '{value}' looks like an interpolation; write the value itself")
+    match value:
+        case dict():
+            for key, inner in value.items():
+                _refuse_interpolation(inner, f"{place}: {key}")
+        case list():
+            for inner in value:
+                _refuse_interpolation(inner, place)
+        case str() if "${" in value:
+            raise ConfigError(f"{place}: '{value}' looks like an interpolation; write the value itself")
 
 
 def merge(below: Any, above: Any) -> Any:
     """Lay one plain value over another. `{"0": x}` over a list changes its first item, options over a name
     extend it."""
-    if isinstance(above, dict) and above and isinstance(below, list) and all(str(k).isdigit() for k in above):
-        changed = {int(key): value for key, value in above.items()}
-        if max(changed) >= len(below):
-            raise ConfigError(f"there is no item {max(changed)} in a list of {len(below)}: {below}")
-        return [merge(item, changed[i]) if i in changed else item for i, item in enumerate(below)]
-    if isinstance(below, str) and isinstance(above, dict) and "name" not in above:
-        return {"name": below, **above}
-    if not (isinstance(below, dict) and isinstance(above, dict)):
-        return above
-    if "name" in above and above["name"] != below.get("name", above["name"]):
-        return above
-    merged = dict(below)
-    for key, value in above.items():
-        merged[key] = merge(below[key], value) if key in below else value
-    return merged
+    match below, above:
+        case list(), dict() if above and all(str(key).isdigit() for key in above):
+            changed = {int(key): value for key, value in above.items()}
+            if max(changed) >= len(below):
+                raise ConfigError(f"there is no item {max(changed)} in a list of {len(below)}: {below}")
+            return [merge(item, changed[i]) if i in changed else item for i, item in enumerate(below)]
+        case str(), dict() if "name" not in above:
+            return {"name": below, **above}
+        case {"name": lower}, {"name": upper} if lower != upper:
+            return above
+        case dict(), dict():
+            laid = {key: merge(below[key], value) if key in below else value for key, value in above.items()}
+            return {**below, **laid}
+    return above
 
 
 # ---- checking
@@ -313,11 +313,12 @@ def _convert_union(value: Any, members: tuple, place: str) -> Any:
 
 
 def _convert_plain(value: Any, wanted: Any, place: str) -> Any:
-    if wanted is float and isinstance(value, int) and not isinstance(value, bool):
+    # Types are compared and not asked for, because true and false are whole numbers to Python.
+    if wanted is float and type(value) is int:
         return float(value)
     plain = {int: "a whole number", float: "a number", str: "a text", bool: "true or false"}
     if wanted in plain:
-        if isinstance(value, wanted) and not (wanted is not bool and isinstance(value, bool)):
+        if type(value) is wanted:
             return value
         raise ConfigError(f"'{place}' must be {plain[wanted]}, not {value!r}")
     if typing.get_origin(wanted) in (list, tuple, Sequence, dict, Mapping) or dataclasses.is_dataclass(
@@ -329,25 +330,27 @@ def _convert_plain(value: Any, wanted: Any, place: str) -> Any:
 
 def as_piece(value: Any, place: str) -> Piece:
     """Read `clip` or `{name: clip, epsilon_high: 0.28}`."""
-    if isinstance(value, Piece):
-        return value
-    if isinstance(value, str):
-        return Piece(value)
-    if isinstance(value, Mapping) and isinstance(value.get("name"), str):
-        return Piece(value["name"], {str(k): v for k, v in value.items() if k != "name"})
+    match value:
+        case Piece():
+            return value
+        case str():
+            return Piece(value)
+        case {"name": str(name), **options}:
+            return Piece(name, {str(key): option for key, option in options.items()})
     raise ConfigError(f"'{place}' must be a name, or a mapping with a name; not {value!r}")
 
 
 def as_plain(value: Any) -> Any:
     """Turn a configuration back into what YAML holds, so that reading it gives the same configuration."""
-    if isinstance(value, Piece):
-        return {"name": value.name, **as_plain(value.options)} if value.options else value.name
-    if dataclasses.is_dataclass(value):
-        return {f.name: as_plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
-    if isinstance(value, Mapping):
-        return {key: as_plain(inner) for key, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [as_plain(inner) for inner in value]
+    if dataclasses.is_dataclass(value) and type(value) is not Piece:
+        value = vars(value)
+    match value:
+        case Piece():
+            return {"name": value.name, **as_plain(value.options)} if value.options else value.name
+        case Mapping():
+            return {key: as_plain(inner) for key, inner in value.items()}
+        case list() | tuple():
+            return [as_plain(inner) for inner in value]
     return value
 
 
