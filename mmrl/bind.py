@@ -17,7 +17,7 @@ from mmrl.types import Clock
 
 # Pieces of these kinds are made once, from what they wrap; all others are functions that are called again and
 # again.
-MADE = {"policy", "data", "sampler", "engine", "reference", "objective", "builder"}
+MADE = {"policy", "data", "sampler", "engine", "reference", "objective", "builder", "likelihood", "family"}
 FILLED = ("generator", "stream")  # options that the run fills, never a config
 
 
@@ -48,11 +48,12 @@ class Bound:
 
     @property
     def needs(self) -> Needs:
-        """Tell what the piece reads, given its options. `against: old` needs nothing: the current pass can
-        answer it."""
+        """Tell what the piece reads, given its options. The current pass can answer for `against: old`,
+        unless more than log-probabilities is asked of it."""
         default = self.entry.options.get("against")
         against = self.options.get("against", default.default if default else "old")
-        named = {} if against == "old" else {against: self.entry.of_others}
+        asked = against != "old" or self.entry.of_others
+        named = {against: self.entry.of_others} if asked else {}
         return self.entry.needs | Needs(others=named)
 
 
@@ -106,6 +107,12 @@ class Pieces:
     def check(self, kind: str, piece: Piece, place: str = "") -> Entry:
         """Check a piece and everything inside it without making anything."""
         return self._resolve(kind, piece, place or kind)[0]
+
+    def name(self, kind: str, piece: Piece, place: str = "") -> Bound:
+        """Check a piece that is called, and give it under its name and weight; a class is not made, so
+        nothing is loaded."""
+        entry, options, call = self._resolve(kind, piece, place or kind)
+        return Bound(entry, entry.target, options, self.stream, **call)
 
     def _remember(self, place: str, thing: Any) -> Any:
         self.made[place] = thing

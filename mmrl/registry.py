@@ -50,6 +50,10 @@ HOMES = {
     "optimizer": "optimizers",
     "builder": "builders",
     "exhibit": "exhibits",
+    "likelihood": "likelihoods",
+    "solver": "solvers",
+    "family": "families",
+    "alarm": "alarms",
 }
 
 
@@ -165,6 +169,8 @@ metric, reference, transform, cache = (
     _decorator(kind) for kind in ("metric", "reference", "transform", "cache")
 )
 optimizer, builder, exhibit = (_decorator(kind) for kind in ("optimizer", "builder", "exhibit"))
+likelihood, solver, family = (_decorator(kind) for kind in ("likelihood", "solver", "family"))
+alarm = _decorator("alarm")
 
 
 def load_kind(kind: str) -> None:

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mmrl.kept import Kept
 from mmrl.types import Frames, Prompt
-from mmrl.vision.families import family_of
-from mmrl.vision.kept import Kept
+from mmrl.vision.layouts import family_of
 
 CACHE_BYTES = 2 << 30
 TICKS = 1000  # frame times are handed to processors in milliseconds

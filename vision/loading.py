@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -11,12 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-DTYPES = {
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-    "float64": torch.float64,
-}
+from mmrl.modules import DTYPES
 
 
 def load_model(name: str, *, dtype: str, attn_implementation: str) -> nn.Module:
@@ -83,14 +78,6 @@ def _linear_layers(model: nn.Module, tower: bool) -> str:
     return "|".join(dict.fromkeys(re.sub(r"\\\.\d+(?=\\\.)", r"\\.\\d+", re.escape(name)) for name in chosen))
 
 
-def keep_training_precision(model: nn.Module) -> None:
-    """Hold trained weights in float32: steps of 1e-6 vanish in 16 bits. Frozen weights stay as they were
-    loaded."""
-    for parameter in model.parameters():
-        if parameter.requires_grad and parameter.dtype in (torch.bfloat16, torch.float16):
-            parameter.data = parameter.data.float()
-
-
 def checkpoint_layers(model: nn.Module) -> None:
     """Recompute layers in the backward pass. Only the layers are told that they train, so dropout stays
     off."""
@@ -100,13 +87,6 @@ def checkpoint_layers(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, GradientCheckpointingLayer):
             module.training = True
-
-
-def apply_transforms(model: nn.Module, transforms: Sequence[Callable]) -> nn.Module:
-    """Send a model through transforms in order."""
-    for transform in transforms:
-        model = transform(model)
-    return model
 
 
 def save_model(model: nn.Module, adapter: nn.Module | None, processor: Any, folder: Path) -> None:

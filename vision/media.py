@@ -8,8 +8,8 @@ from pathlib import Path
 
 import torch
 
+from mmrl.kept import Kept
 from mmrl.types import Frames, Media
-from mmrl.vision.kept import Kept
 from mmrl.vision.video import MediaError, Sampling, read_video
 
 MAX_FILE_BYTES = 4 << 30

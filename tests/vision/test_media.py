@@ -11,7 +11,7 @@ from PIL import Image
 
 from mmrl.vision import media as media_module
 from mmrl.vision.builders.spliced_clips import write_video
-from mmrl.vision.kept import Kept
+from mmrl.kept import Kept
 from mmrl.vision.media import MediaRoot
 from mmrl.vision.video import MediaError, Sampling
 

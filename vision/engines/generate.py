@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from mmrl.draws import Stream
+from mmrl.modules import LOW
 from mmrl.registry import engine
 from mmrl.types import Outcome, Prompt, Rollouts, Trajectory
 from mmrl.vision.chat import Encoded
@@ -81,7 +82,7 @@ class Generate:
         device = core.get_input_embeddings().weight.device
         finished: list[Trajectory] = []
         for at in range(0, len(rows), size):
-            with caching(self.policy.model), torch.autocast(device.type, compute, compute in _LOW):
+            with caching(self.policy.model), torch.autocast(device.type, compute, compute in LOW):
                 finished += self._answer(rows[at : at + size])
         return tuple(finished)
 
@@ -150,6 +151,3 @@ class Generate:
             len(ids),
             {"logp": logp, "entropy": entropy, "token": ids},
         )
-
-
-_LOW = (torch.bfloat16, torch.float16)

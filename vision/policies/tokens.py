@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from mmrl.batch import Batch, StepOutput
+from mmrl.modules import DTYPES, LOW, apply_transforms, keep_training_precision
 from mmrl.registry import policy
 from mmrl.tensor import cat_padded
 from mmrl.types import Outcome, Prompt, Rollouts, Trajectory
@@ -36,9 +37,7 @@ class StepModel(nn.Module):
         """Give "logp" and what of `extra` is wanted: (N, longest) each."""
         core, head = self.model.base_model, self.model.get_output_embeddings()
         device = head.weight.device
-        with torch.autocast(
-            device.type, self.compute, enabled=self.compute in (torch.bfloat16, torch.float16)
-        ):
+        with torch.autocast(device.type, self.compute, enabled=self.compute in LOW):
             hidden = (read_packed if self.checkpointed else read_cached)(core, steps)
             if self.blank is not None and not any(prompt.media for prompt in steps.prompts):
                 hidden = hidden + 0.0 * self._look_at_nothing(core)
@@ -121,7 +120,7 @@ class Tokens:
     ) -> None:
         self.processor = loading.load_processor(model)
         self.model = loading.load_model(model, dtype=dtype, attn_implementation=attn_implementation)
-        self.model = loading.apply_transforms(self.model, transform)
+        self.model = apply_transforms(self.model, transform)
         pixels = {"shortest_edge": min_pixels, "longest_edge": max_pixels}
         self.chat = Chat(
             self.processor,
@@ -137,10 +136,10 @@ class Tokens:
             )
         elif freeze_vision_tower:
             loading.freeze_tower(self.model)
-        loading.keep_training_precision(self.model)
+        keep_training_precision(self.model)
         if gradient_checkpointing:
             loading.checkpoint_layers(self.model)
-        self.compute = loading.DTYPES[dtype]
+        self.compute = DTYPES[dtype]
         self.module: nn.Module = StepModel(
             self.model, self.chat.placeholders, checkpointed=gradient_checkpointing, compute=self.compute
         )

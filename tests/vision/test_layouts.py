@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from mmrl.types import Unit
-from mmrl.vision.families import FAMILIES, family_of
+from mmrl.vision.layouts import FAMILIES, family_of
 from tests.vision import mixed, tiny
 
 EVERY = pytest.mark.parametrize("family", sorted(tiny.MAKERS))

@@ -1,0 +1,1 @@
+"""Engines that make pictures and videos."""

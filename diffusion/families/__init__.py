@@ -1,0 +1,1 @@
+"""What differs between pipelines of diffusers: one file each."""

@@ -1,0 +1,87 @@
+"""Arithmetic of the flow: x_t = (1 - t) x_0 + t noise, with velocity v = noise - x_0.
+
+All times are (B,) or scalars, latents and velocities (B, *L). Everything is computed in the precision of the
+latents, which is float32 or better whatever the network computes in.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import Tensor
+
+LOG_SQRT_2PI = 0.5 * math.log(2 * math.pi)
+
+
+def along(times: Tensor, latents: Tensor) -> Tensor:
+    """Give times the axes of latents, so that they multiply: (B,) to (B, 1, ...)."""
+    return times.to(latents).view(-1, *[1] * (latents.ndim - 1))
+
+
+def mean_dims(values: Tensor, kept: int = 1) -> Tensor:
+    """Average over all axes behind the first `kept`."""
+    return values.flatten(kept).mean(-1)
+
+
+def noised(clean: Tensor, noise: Tensor, time: Tensor) -> Tensor:
+    """Mix data and noise: x_t = (1 - t) x_0 + t noise."""
+    return (1 - along(time, clean)) * clean + along(time, clean) * noise
+
+
+def clean_estimate(latents: Tensor, velocity: Tensor, time: Tensor) -> Tensor:
+    """Jump to the data in one step: x_0 = x_t - t v."""
+    return latents - along(time, latents) * velocity
+
+
+def noise_estimate(latents: Tensor, velocity: Tensor, time: Tensor) -> Tensor:
+    """Jump to the noise in one step: x_1 = x_t + (1 - t) v."""
+    return latents + (1 - along(time, latents)) * velocity
+
+
+def euler_step(latents: Tensor, velocity: Tensor, time: Tensor, following: Tensor) -> Tensor:
+    """Follow the flow in a straight line from `time` to `following`."""
+    return latents + along(following - time, latents) * velocity
+
+
+def heun_step(
+    latents: Tensor,
+    velocity: Tensor,
+    time: Tensor,
+    following: Tensor,
+    flow: Callable[[Tensor, Tensor], Tensor],
+) -> Tensor:
+    """Average the velocities at both ends of an Euler step: second order, one more call of `flow(latents,
+    time)`.
+
+    The last step, to time 0, stays an Euler step, since networks are not trained there.
+    """
+    ahead = euler_step(latents, velocity, time, following)
+    if not (following > 0).all():
+        return ahead
+    return euler_step(latents, 0.5 * (velocity + flow(ahead, following)), time, following)
+
+
+@dataclass(frozen=True)
+class Gaussian:
+    """The Gaussian that a stochastic step draws from: `mean` (B, *L), `std` (B,).
+
+    Without `normalized` the log-density is minus the squared distance to the mean, its constants and its
+    scale dropped.
+    """
+
+    mean: Tensor
+    std: Tensor
+    normalized: bool = True
+
+    def draw(self, noise: Tensor) -> Tensor:
+        """Step: (B, *L) unit noise to the next latents."""
+        return self.mean + along(self.std, self.mean) * noise
+
+    def logp(self, following: Tensor) -> Tensor:
+        """Give the log-density of the next latents, as a mean over their dimensions: (B,)."""
+        distance = mean_dims((following.detach() - self.mean).square())
+        if not self.normalized:
+            return -distance
+        return -distance / (2 * self.std.square()) - self.std.log() - LOG_SQRT_2PI
