@@ -37,6 +37,9 @@ class Family(Protocol):
     ) -> Tensor:
         """Ask the network: latents (B, *L), sigma (B,), guidance (B,) to velocities (B, *L)."""
 
+    def guide(self, with_text: Tensor, without: Tensor, guidance: float) -> Tensor:
+        """Lead velocities (B, *L) away from those of the empty text."""
+
     def decode(self, pipe: Any, latents: Tensor) -> Tensor:
         """Make pixels of about [0, 1] in float32: (B, 3, height, width), or (B, F, 3, height, width)."""
 

@@ -23,7 +23,7 @@ def load_pipeline(name: str, *, dtype: str) -> Any:
         listed = DiffusionPipeline.load_config(name)
         absent = {part: None for part, source in listed.items() if source == [None, None]}
         pipe = DiffusionPipeline.from_pretrained(
-            name, torch_dtype=DTYPES[dtype], use_safetensors=True, **absent
+            name, dtype=DTYPES[dtype], use_safetensors=True, **absent
         )
     except (OSError, ValueError) as error:
         raise ValueError(f"cannot load the pipeline '{name}': {error}") from error
@@ -57,7 +57,7 @@ def load_network(network: nn.Module, folder: Path) -> None:
     # The folder holds trained weights in float32; read in the widest precision, nothing is lost.
     widest = max((parameter.dtype for parameter in network.parameters()), key=lambda dtype: dtype.itemsize)
     saved = type(network).from_pretrained(
-        str(folder / "transformer"), torch_dtype=widest, use_safetensors=True
+        str(folder / "transformer"), dtype=widest, use_safetensors=True
     )
     weights = saved.state_dict()
     with torch.no_grad():

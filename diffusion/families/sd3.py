@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from mmrl.diffusion.family import Condition
+from mmrl.diffusion.latents import check_still, guided
 from mmrl.diffusion.pixels import (
     check_fits,
     check_size,
@@ -31,6 +32,7 @@ class Sd3:
         "attn.to_k", "attn.to_out.0", "attn.to_q", "attn.to_v",
     )  # fmt: skip
     embedded_guidance = False
+    guide = staticmethod(guided)
 
     def encode(self, pipe: Any, texts: Sequence[str], max_sequence_length: int) -> list[dict[str, Tensor]]:
         """Read texts with all encoders."""
@@ -57,6 +59,7 @@ class Sd3:
 
     def latent_shape(self, pipe: Any, height: int, width: int, num_frames: int) -> tuple[int, ...]:
         """Give (C, h, w)."""
+        check_still(num_frames)
         factor = 1 if pipe.vae is None else pipe.vae_scale_factor
         check_size(height, width, factor * pipe.patch_size)
         return pipe.transformer.config.in_channels, height // factor, width // factor

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from mmrl.batch import Batch, StepOutput
 from mmrl.diffusion import loading, lora
 from mmrl.diffusion.family import Condition, Family, family_of
+from mmrl.diffusion.latents import default_of
 from mmrl.diffusion.steps import Asked, FlowRow, FlowSteps, Likelihood
 from mmrl.kept import Kept
 from mmrl.modules import DTYPES, LOW, keep_training_precision
@@ -47,7 +48,7 @@ class FlowNetwork(nn.Module):
             without, with_text = _exact(
                 self.family.velocity(self.network, latents, sigma, both, scale)
             ).chunk(2)
-        return without + guidance * (with_text - without)
+        return self.family.guide(with_text, without, guidance)
 
 
 def _exact(values: Tensor) -> Tensor:
@@ -61,7 +62,7 @@ class Flow:
     `lora_rank` above 0 trains an adapter (float32) over the frozen network; `adapter` goes on with a saved
     one of that rank. Without it the whole network learns. Text encoders and decoder stay frozen; what the
     network is told about a text is kept. Trained weights are held in float32 and computed with in `dtype`,
-    arithmetic of steps in float32. `negative_prompt` is what guidance leads away from. `evaluations` counts
+    arithmetic of steps in float32. `negative_prompt` is what guidance leads away from; `max_sequence_length` is by default that of the pipeline. `evaluations` counts
     the rows that went through the network, guidance twice.
     """
 
@@ -78,13 +79,14 @@ class Flow:
         adapter: str = "",
         gradient_checkpointing: bool = False,
         negative_prompt: str = "",
-        max_sequence_length: int = 256,
+        max_sequence_length: int = 0,
     ) -> None:
         self.pipe = loading.load_pipeline(model, dtype=dtype)
         self.family = family_of(type(self.pipe).__name__)
         self.likelihood, self.says = likelihood, likelihood.says
         self.network: nn.Module = self.pipe.transformer
-        self.negative_prompt, self.max_sequence_length = negative_prompt, max_sequence_length
+        self.negative_prompt = negative_prompt
+        self.max_sequence_length = max_sequence_length or default_of(self.pipe, "max_sequence_length")
         self.adapted = bool(lora_rank)
         if adapter and not lora_rank:
             raise ValueError(f"to go on with the adapter '{adapter}', `lora_rank` must name its rank")
@@ -161,7 +163,8 @@ class Flow:
     def _follow(self) -> None:
         """Bring encoders and decoder to where the network is."""
         for part in loading.modules_of(self.pipe, but=("transformer",)):
-            part.to(self.device)
+            if next(part.parameters()).device != self.device:
+                part.to(self.device)
 
     # ---- what the loops ask for
 
