@@ -10,11 +10,11 @@ from typing import Any
 import torch
 
 from mmrl.bind import Bound, Pieces
-from mmrl.config import Config, ConfigError, EvaluateConfig, Evaluation, Piece, load
+from mmrl.config import Config, ConfigError, EvaluateConfig, Evaluation, Piece, as_piece, load
 from mmrl.distributed import Processes
 from mmrl.draws import Stream
 from mmrl.protocols import Engine, Policy
-from mmrl.registry import Entry, Needs, find
+from mmrl.registry import HOMES, Entry, Needs, find
 from mmrl.run import Run
 
 
@@ -29,7 +29,8 @@ def build(config: Config, *, quiet: bool = False) -> Run:
         raise ConfigError(f"data: '{config.data.name}' has no prompts: {dict(config.data.options)}")
     torch.manual_seed(config.seed)  # adapters draw their first weights from the global stream
     processes = Processes()
-    policy = pieces.make("policy", config.policy)
+    policy, objective = pieces.make("policy", config.policy), pieces.make("objective", config.objective)
+    _check_says(config, objective.needs, policy.says)
     optimizer = processes.place(
         policy, pieces.make("optimizer", config.learn.optimizer, place="learn.optimizer")
     )
@@ -54,12 +55,13 @@ def build(config: Config, *, quiet: bool = False) -> Run:
         rewards=listed("reward", config.rewards, "rewards"),
         group_filter=pieces.make("group_filter", config.group_filter),
         chain=listed("advantage", config.advantage, "advantage"),
-        objective=pieces.make("objective", config.objective),
+        objective=objective,
         metrics=listed("metric", config.metrics, "metrics"),
         learning_rate=pieces.number(config.learn.learning_rate, "learn.learning_rate"),
         quiet=quiet,
         evaluator=make_evaluator(config, pieces, policy, processes) if config.evaluation.data else None,
         exhibits=listed("exhibit", config.report.exhibits, "report.exhibits"),
+        alarms=listed("alarm", config.report.alarms, "report.alarms"),
     )
 
 
@@ -74,6 +76,11 @@ def make_engine(pieces: Pieces, listed: Sequence[Piece], policy: Policy, place: 
 def make_rewards(pieces: Pieces, listed: Sequence[Piece], place: str) -> list[Bound]:
     """Bind the rewards."""
     return [pieces.make("reward", piece, place=f"{place}[{i}]") for i, piece in enumerate(listed)]
+
+
+def name_rewards(pieces: Pieces, listed: Sequence[Piece], place: str) -> list[Bound]:
+    """Check the rewards and name them, without the models that some of them load when they are made."""
+    return [pieces.name("reward", piece, f"{place}[{i}]") for i, piece in enumerate(listed)]
 
 
 # ---- checking
@@ -93,13 +100,14 @@ def check(config: Config) -> None:
     for kind, listed, place in (
         ("metric", config.metrics, "metrics"),
         ("exhibit", config.report.exhibits, "report.exhibits"),
+        ("alarm", config.report.alarms, "report.alarms"),
         ("engine", config.rollout.engine, "rollout.engine"),
     ):
         for i, piece in enumerate(listed):
             pieces.check(kind, piece, f"{place}[{i}]")
     for name, piece in config.references.items():
         pieces.check("reference", piece, f"references.{name}")
-    _check_rewards(make_rewards(pieces, config.rewards, "rewards"), "rewards")
+    _check_rewards(name_rewards(pieces, config.rewards, "rewards"), "rewards")
     chain = [
         pieces.make("advantage", piece, place=f"advantage[{i}]") for i, piece in enumerate(config.advantage)
     ]
@@ -128,13 +136,16 @@ def check_evaluation(evaluation: Evaluation, pieces: Pieces) -> None:
         pieces.check("metric", piece, f"evaluation.metrics[{i}]")
     if evaluation.rewards:
         _check_rewards(
-            make_rewards(pieces, evaluation.rewards, "evaluation.rewards"), "evaluation.rewards", False
+            name_rewards(pieces, evaluation.rewards, "evaluation.rewards"), "evaluation.rewards", False
         )
 
 
 def check_some(raw: Mapping[str, Any], parsed: Any) -> None:
     """Resolve what a part of a configuration names: a variant, which has no policy and no data."""
     pieces = Pieces(Stream())
+    for name, option in (raw.get("policy") or {}).items():
+        if name in HOMES:  # of the policy that a run will name
+            pieces.check(name, as_piece(option, f"policy.{name}"), f"policy.{name}")
     for i, piece in enumerate(parsed.advantage if "advantage" in raw else ()):
         pieces.make("advantage", piece, place=f"advantage[{i}]")
     for kind in ("data", "objective", "sampler", "group_filter"):
@@ -150,7 +161,9 @@ def check_some(raw: Mapping[str, Any], parsed: Any) -> None:
         pieces.check("engine", piece, f"rollout.engine[{i}]")
     for name, piece in parsed.references.items():
         pieces.check("reference", piece, f"references.{name}")
-    make_rewards(pieces, parsed.rewards if "rewards" in raw else (), "rewards")
+    name_rewards(pieces, parsed.rewards if "rewards" in raw else (), "rewards")
+    for i, piece in enumerate(parsed.report.alarms or () if "report" in raw else ()):
+        pieces.check("alarm", piece, f"report.alarms[{i}]")
     if "evaluation" in raw:
         check_evaluation(parsed.evaluation, pieces)
 
@@ -234,12 +247,7 @@ def _check_needs(config: Config, needs: Needs, says: frozenset[str]) -> None:
             f"the objective compares with {sorted(missing)}, but `references` has "
             f"{sorted(config.references) or 'nothing'}; add for instance `references: {{ref: frozen}}`"
         )
-    wanted = needs.extra | frozenset().union(*needs.others.values())
-    if wanted - says:
-        raise ConfigError(
-            f"the objective reads {sorted(wanted - says)} of the policy, which '{config.policy.name}' does "
-            f"not say; it says {sorted(says) or 'nothing'} besides log-probabilities"
-        )
+    _check_says(config, needs, says)
     engines = [find("engine", piece.name) for piece in config.rollout.engine]
     notes = frozenset().union(*(_declared(engine, "notes") for engine in engines))
     wanted = needs.notes | ({"logp"} if "engine" in needs.others else set())
@@ -247,6 +255,15 @@ def _check_needs(config: Config, needs: Needs, says: frozenset[str]) -> None:
         raise ConfigError(
             f"the chain or the objective reads the notes {sorted(wanted - notes)}, which the engines do not "
             f"take; they note {sorted(notes) or 'nothing'}"
+        )
+
+
+def _check_says(config: Config, needs: Needs, says: frozenset[str]) -> None:
+    wanted = needs.extra | frozenset().union(*needs.others.values())
+    if wanted - says:
+        raise ConfigError(
+            f"the objective reads {sorted(wanted - says)} of the policy, which '{config.policy.name}' does "
+            f"not say as it is set up; it says {sorted(says) or 'nothing'} besides log-probabilities"
         )
 
 

@@ -80,6 +80,7 @@ class Report:
         "tensorboard",
     )  # those that are not installed are named once, and skipped
     exhibits: tuple[Piece, ...] = ()  # pictures for the HTML report
+    alarms: tuple[Piece, ...] = ()  # what to warn of, on the console and at the head of the HTML report
 
 
 @dataclass(frozen=True)
@@ -245,6 +246,7 @@ def parse(raw: Mapping[str, Any], kind: type, place: str = "") -> Any:
 def parse_some(raw: Mapping[str, Any], kind: type, place: str = "") -> types.SimpleNamespace:
     """Check the keys that a part of a configuration has, such as a variant; what it leaves out, at any depth,
     has its default or None."""
+    raw = {key: value for key, value in raw.items() if key != "policy" or not is_part(raw)}
     hints = typing.get_type_hints(kind)
     inside = {
         key: parse_some(value, hints[key], f"{place}{key}.")
@@ -254,6 +256,17 @@ def parse_some(raw: Mapping[str, Any], kind: type, place: str = "") -> types.Sim
     given = _known({k: v for k, v in raw.items() if k not in inside}, kind, place.removesuffix("."))
     defaults = {f.name: _default(f) for f in dataclasses.fields(kind)}
     return types.SimpleNamespace(**{**defaults, **given, **inside})
+
+
+def is_part(raw: Mapping[str, Any]) -> bool:
+    """Tell whether a file leaves open which policy learns: then it is a part of a configuration, such as a
+    variant. It may still give that policy options, `policy: {likelihood: ...}`."""
+    match raw.get("policy"):
+        case {"name": _}:
+            return False
+        case None | dict():
+            return True
+    return False
 
 
 def _default(of: dataclasses.Field) -> Any:

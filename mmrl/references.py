@@ -30,12 +30,15 @@ def trained(policy: Policy) -> dict[str, Tensor]:
 
 
 class Reference:
-    """A policy with other weights. `decay` is what stays of them after an optimizer step; at 1 they never
-    move."""
+    """A policy with other weights. `decay` is what stays of them after `every` optimizer steps; at 1 they
+    never move."""
 
-    def __init__(self, policy: Policy, decay: float) -> None:
+    def __init__(self, policy: Policy, decay: float, every: int = 1) -> None:
+        if every < 1:
+            raise ValueError(f"`every` must be at least 1 optimizer step, not {every}")
         self.policy = policy
-        self.decay = decay
+        self.decay, self.every = decay, every
+        self.passed = 0  # optimizer steps of the learner
         self.weights = {name: parameter.detach().clone() for name, parameter in trained(policy).items()}
 
     def __call__(self, batch: Batch, extra: Set[str] = frozenset()) -> StepOutput:
@@ -57,20 +60,22 @@ class Reference:
 
     @torch.no_grad()
     def move(self) -> None:
-        """Follow the policy after an optimizer step."""
-        if self.decay < 1:
+        """Follow the policy after an optimizer step, when it is time."""
+        self.passed += 1
+        if self.decay < 1 and self.passed % self.every == 0:
             for name, parameter in trained(self.policy).items():
                 self.weights[name].lerp_(parameter.detach(), 1 - self.decay)
 
     def state_dict(self) -> dict[str, Any]:
-        """Give the weights."""
-        return dict(self.weights)
+        """Give the weights, and how many optimizer steps were seen."""
+        return {"weights": dict(self.weights), "passed": self.passed}
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take weights up."""
+        """Take them up."""
+        self.passed = state["passed"]
         for name, weight in self.weights.items():
-            weight.copy_(state[name])
+            weight.copy_(state["weights"][name])
 
 
 @reference
@@ -80,6 +85,7 @@ def frozen(policy: Policy) -> Reference:
 
 
 @reference
-def ema(policy: Policy, *, decay: float = 0.99) -> Reference:
-    """A moving average of the policy: `decay` of it stays after every optimizer step."""
-    return Reference(policy, decay)
+def ema(policy: Policy, *, decay: float = 0.99, every: int = 1) -> Reference:
+    """A moving average of the policy: `decay` of it stays after every optimizer step, or after `every` so
+    many (Flow-GRPO's code has 8)."""
+    return Reference(policy, decay, every)

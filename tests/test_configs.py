@@ -25,6 +25,7 @@ from mmrl.vision.annotations import Row
 from mmrl.vision.datasets.grounding import demonstration, grounding
 from mmrl.vision.spans import Moments, parse_saliency, parse_spans
 from tests.tables import assert_rows, loss_of, micro_batch, moved, reward_table
+from tests.toy_flow import flow_plan
 from tests.toys import plan
 
 HOME = Path(__file__).parents[1]
@@ -86,12 +87,21 @@ def test_a_run_begins_with_what_it_is(path):
 @each(VARIANTS)
 def test_a_variant_fits_a_run_on_a_real_model(path):
     """Notes, references and what the policy says are there, with the engine and the rewards of a grounding
-    run."""
-    run = read(CONFIGS / "charades_sta_grpo.yaml")
-    chosen = {key: run[key] for key in ("policy", "data", "rewards", "rollout", "learn")}
+    run, or of one that makes pictures."""
     variant = read(path)
+    run = PICTURES if "policy" in variant else read(CONFIGS / "charades_sta_grpo.yaml")
+    chosen = {key: run[key] for key in ("policy", "data", "rewards", "rollout", "learn")}
     engine = variant.get("rollout", {}).get("engine", run["rollout"]["engine"])
     check(parse(merge(chosen, merge(variant, {"rollout": {"engine": engine}})), Config))
+
+
+PICTURES = {
+    "policy": {"name": "diffusion.flow", "model": "somewhere"},
+    "data": {"name": "diffusion.prompts", "path": "prompts.txt"},
+    "rewards": [{"name": "recorded", "key": "preferred"}],
+    "rollout": {"num_prompts": 8, "engine": ["diffusion.denoise"]},
+    "learn": {},
+}
 
 
 @pytest.mark.parametrize("name", ["charades_sta", "qvhighlights"])
@@ -288,12 +298,36 @@ def toy_rewards(variant: dict[str, Any]) -> list[dict[str, Any]]:
     ]
 
 
+TOYS = {
+    "diffusion.denoise": "tests.toy_flow:ToyDenoise",
+    "diffusion.with_probes": "tests.toy_flow:ToyProbes",
+    "stored": "stored",
+}
+
+
+def as_toy_flow(variant: dict[str, Any]) -> dict[str, Any]:
+    """Put the flow in the plane and its engines in the places of real ones, with the options that they
+    have."""
+    likelihood = as_piece(variant["policy"]["likelihood"], "")
+    kept = {name: value for name, value in likelihood.options.items() if name in ("draws", "segments")}
+    kept["segments"] = min(kept.get("segments", 1), 2)  # a point in the plane has two coordinates
+    policy = {"name": "tests.toy_flow:ToyFlow", "form": likelihood.name.removeprefix("diffusion."), **kept}
+    engine = []
+    for piece in (as_piece(item, "") for item in variant["rollout"]["engine"]):
+        options = {name: value for name, value in piece.options.items() if name == "one_step"}
+        engine.append({"name": TOYS[piece.name], **options})
+    return {**variant, "policy": policy, "rollout": {**variant["rollout"], "engine": engine}}
+
+
 def on_a_toy(variant: dict[str, Any], output: Path, **changes: Any) -> Config:
     """Lay a variant over a toy run: the toy's engine makes what `vision.generate` would."""
+    if "policy" in variant:
+        return parse(merge(flow_plan(output), merge(as_toy_flow(variant), changes)), Config)
     toy = {k: v for k, v in plan(output).items() if k not in ("advantage", "objective")}
     if "engine" in variant.get("rollout", {}):
         engine = [GENERATE if name == "vision.generate" else name for name in variant["rollout"]["engine"]]
         variant = merge(variant, {"rollout": {"engine": engine}})
+        toy["data"] = {"name": "tests.toys:prompts", "answers": variant["rollout"].get("num_generations", 1)}
     rewards = changes.pop("rewards", None) or toy_rewards(variant)
     raw = merge(merge(toy, variant), {"report": {"log_completions": False}, **changes})
     return parse({**raw, "rewards": rewards} if rewards else raw, Config)

@@ -23,6 +23,7 @@ from mmrl.registry import Entry, find, pieces
 from mmrl.score import score
 from mmrl.table import RewardTable
 from mmrl.types import Outcome, Rollouts, Trajectory, Unit
+from tests.toy_flow import Telling
 from tests.toys import ToyText, prompts
 
 # The options without a default. A piece that is missing here fails with its name.
@@ -33,6 +34,8 @@ OPTIONS = {
     ("advantage", "scale_by"): {"of": "right"},
     ("aggregate", "fixed_length"): {"max_completion_length": 7},
     ("objective", "policy_gradient"): {"surrogate": "clip", "aggregate": "step_mean"},
+    ("objective", "comparison"): {"gain": "log_ratio", "compare": "sigmoid"},
+    ("advantage", "value_anchor"): {"of": "right"},  # the label that it adds by default comes from another
 }
 SIZES = (3, 2, 1, 2)  # rollouts of the prompts p0 to p3
 
@@ -68,9 +71,10 @@ class Case:
         """Make an objective with the piece in its place."""
         if self.kind == "objective":
             return self.make()
-        piece = [self.piece] if self.kind in ("focus", "penalty") else self.piece
-        options = {**OPTIONS["objective", "policy_gradient"], self.kind: piece}
-        return Pieces(Stream(3)).make("objective", Piece("policy_gradient", options))
+        piece = [self.piece] if self.kind in ("focus", "penalty", "compare") else self.piece
+        name = "comparison" if self.kind in ("gain", "compare") else "policy_gradient"
+        options = {**OPTIONS["objective", name], self.kind: piece}
+        return Pieces(Stream(3)).make("objective", Piece(name, options))
 
 
 def cases(*kinds: str) -> list[Case]:
@@ -88,7 +92,7 @@ def cases(*kinds: str) -> list[Case]:
 
 
 CHAIN, FILTERS, OBJECTIVES = cases("advantage"), cases("group_filter"), cases("objective")
-PARTS = cases("ratio", "surrogate", "aggregate", "focus", "penalty")
+PARTS = cases("ratio", "surrogate", "aggregate", "focus", "penalty", "gain", "compare")
 
 MEMORIES = [
     Case(entry)
@@ -141,19 +145,19 @@ def table_of(rollouts: Rollouts, rank: int = 0) -> RewardTable:
     return score(rewards, rollouts, notes=frozenset({"logp", "entropy"}), rank=rank)
 
 
-def policy_of(unit: Unit) -> ToyText:
-    policy = ToyText(num=len(SIZES), unit=unit, double=True)
+def policy_of(unit: Unit) -> Telling:
+    policy = Telling(ToyText(num=len(SIZES), unit=unit, double=True))
     with torch.no_grad():
         policy.table.normal_(generator=torch.Generator().manual_seed(5))
     return policy
 
 
-def batch_of(policy: ToyText, objective: Any, rollouts: Rollouts, gap: float = 0.2) -> Batch:
-    """Lay credit over steps in float64, and let others differ from the policy by about `gap`."""
+def batch_of(policy: Telling, objective: Any, rollouts: Rollouts, gap: float = 0.2) -> Batch:
+    """Lay credit over steps in float64, and let others differ by about `gap`, their latents too."""
     needs = objective.needs
     strange = needs.extra | frozenset().union(*needs.others.values())
     if strange - policy.says:
-        pytest.fail(f"the toy policy does not say {sorted(strange - policy.says)}; teach tests/toys.py")
+        pytest.fail(f"the toy policy does not say {sorted(strange - policy.says)}; teach tests/toy_flow.py")
     make = Pieces(Stream()).make
     credit = table_of(rollouts)
     for name in ("total", "group_normalize"):
@@ -168,11 +172,13 @@ def batch_of(policy: ToyText, objective: Any, rollouts: Rollouts, gap: float = 0
     for name in sorted({"old", "ref", "engine", *needs.others}):
         sign = torch.where(torch.rand(said.logp.shape, generator=generator) < 0.5, -gap, gap)
         noise = torch.rand(said.logp.shape, generator=generator, dtype=torch.float64)
-        others[name] = StepOutput((said.logp + sign * (0.5 + 0.5 * noise)) * batch.mask, said.extra)
+        away = sign * (0.5 + 0.5 * noise)
+        extra = {k: v + away[..., None] if v.dim() > 2 else v for k, v in said.extra.items()}
+        others[name] = StepOutput((said.logp + away) * batch.mask, extra)
     return batch.replace(others=others)
 
 
-def learn(policy: ToyText, objective: Any, ranks: list[Batch], micro_batch_steps: int) -> list[Tensor]:
+def learn(policy: Telling, objective: Any, ranks: list[Batch], micro_batch_steps: int) -> list[Tensor]:
     """Give the gradient, the loss and the metrics of one update, on as many processes as there are
     batches."""
     counted = [batch.count() for batch in ranks]
@@ -317,6 +323,8 @@ def test_objectives_and_their_parts_change_nothing_and_draw_nothing(case):
         "aggregate": (batch,),
         "focus": (batch,),
         "penalty": (new, batch),
+        "gain": (new, batch),
+        "compare": (log_ratio * batch.mask, batch),
         "objective": (new, batch),
     }[case.kind]
     piece = objective if case.kind == "objective" else case.make()
@@ -327,7 +335,7 @@ def test_objectives_and_their_parts_change_nothing_and_draw_nothing(case):
     assert bits(given) == before
     assert torch.equal(torch.get_rng_state(), stream)
     if case.kind != "objective":
-        assert first.shape == batch.mask.shape
+        assert first.shape == (() if case.kind == "compare" else batch.mask.shape)
 
 
 # ---- extremes

@@ -119,7 +119,7 @@ def test_what_has_a_memory_is_taken_up(tmp_path):
     assert run.resume() == 3
     state = checkpoint.read_state(tmp_path / "checkpoint-3")
     assert run.sampler.drawn == state["pieces"]["sampler"]["drawn"] >= 9
-    assert torch.equal(run.references["slow"].weights["table"], state["references"]["slow"]["table"])
+    assert torch.equal(run.references["slow"].weights["table"], state["references"]["slow"]["weights"]["table"])
     assert not torch.equal(run.references["slow"].weights["table"], run.policy.table)
     assert not run.references["ref"].weights["table"].any(), "the weights of the very beginning"
     assert run.observers[0].count == state["pieces"]["advantage[1]"]["count"] > 0

@@ -25,13 +25,13 @@ STOP = 0  # the token that ends an answer
 
 
 def prompts(*, num: int = 8, answers: int = 1) -> list[Prompt]:
-    """Ask for one token, again and again."""
+    """Ask for one token, again and again. The first recorded answer is right, others ask for other tokens."""
     return [
         Prompt(
             uid=f"p{i}",
             messages=(Message("user", (Part(f"say {i % 5 + 1}"),)),),
             target=i % 5 + 1,
-            answers=tuple(Outcome(text=f"{i % 5 + 1} {i % 5 + 1}") for _ in range(answers)),
+            answers=tuple(Outcome(text=f"{(i + k) % 5 + 1} {(i + k) % 5 + 1}") for k in range(answers)),
             columns={"wanted": i % 5 + 1},
         )
         for i in range(num)

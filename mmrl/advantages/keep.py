@@ -36,3 +36,11 @@ def drop_truncated(table: RewardTable) -> RewardTable:
         return table
     cut = (table.ids["finish"] == name_id("length")).any(-1, keepdim=True)
     return table.replace(learn=table.learn & ~cut)
+
+
+@advantage
+def drop_zero(table: RewardTable) -> RewardTable:
+    """Do not learn from rows whose advantage is 0 at every step (Flow-GRPO, arXiv 2505.05470). Penalties do
+    not act on them either."""
+    moved = (table.valid & (table.values != 0)).any((1, 2))
+    return table.replace(learn=table.learn & moved[:, None])

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from mmrl.batch import Batch
 from mmrl.registry import aggregate
+from mmrl.types import Unit
 
 
 @aggregate
@@ -31,3 +32,9 @@ def fixed_length(batch: Batch, *, max_completion_length: int) -> Tensor:
 def length_weighted(batch: Batch) -> Tensor:
     """Add the steps of a row up, and average over rows (LUSPO, arXiv 2602.05261; seq-mean-token-sum)."""
     return batch.mask / (batch.totals.rows or 1.0)
+
+
+@aggregate(unit=Unit.GROUP)  # groups are counted, so none may be cut
+def group_mean(batch: Batch) -> Tensor:
+    """Average over the steps of a row, add the rows of a group up, and average over groups."""
+    return batch.mask / batch.mask.sum(-1, keepdim=True).clamp(min=1) / (batch.totals.groups or 1.0)

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from mmrl.batch import Batch, StepOutput
 from mmrl.registry import penalty
+from mmrl.table import EQUAL
+from mmrl.tensor import group_extreme, group_index, masked_mean
+from mmrl.types import Unit
 
 
 def _gap(new: StepOutput, batch: Batch, against: str) -> Tensor:
@@ -51,3 +55,21 @@ def k3(
 def negative_entropy(new: StepOutput, batch: Batch, *, coef: float = 0.001) -> Tensor:
     """Reward uncertainty: minus the entropy of every step's distribution."""
     return -coef * new.extra["entropy"]
+
+
+@penalty(unit=Unit.GROUP)
+def imitation(new: StepOutput, batch: Batch, *, coef: float = 0.5) -> Tensor:
+    """Raise the log-probability of the best row of every group (GDRO, arXiv 2601.02036, where `coef` is
+    gamma).
+
+    For gains that are matching errors this is the error of the best picture; `group_mean` adds it up as the
+    paper does. Best is the first row of the largest mean advantage. Our reading: a group in which all are
+    equal has no best row.
+    """
+    index, counted = group_index([batch.group]), batch.mask.sum(-1) > 0
+    merit = masked_mean(batch.advantage, batch.mask, -1)
+    most, least = (group_extreme(merit, index, counted, largest) for largest in (True, False))
+    rows = torch.arange(len(merit), dtype=torch.float64, device=merit.device)
+    candidates = counted & (merit == most) & (most - least > EQUAL)
+    best = candidates & (rows == group_extreme(rows, index, candidates, largest=False))
+    return -coef * new.logp * best[:, None]

@@ -28,13 +28,13 @@ class PolicyGradient:
     @property
     def needs(self) -> Needs:
         """Join what the pieces read."""
-        parts = (self.ratio, self.surrogate, self.aggregate, *_listed(self.focus), *_listed(self.penalty))
+        parts = (self.ratio, self.surrogate, self.aggregate, *listed(self.focus), *listed(self.penalty))
         return reduce(Needs.__or__, (part.needs for part in parts), Needs())
 
     def weigh(self, batch: Batch) -> Tensor:
         """Say how much every step counts: (N, T), dividing included."""
         weight = self.aggregate(batch)
-        for focus in _listed(self.focus):  # after the division: a weight of 2 must count twice
+        for focus in listed(self.focus):  # after the division: a weight of 2 must count twice
             weight = weight * focus(batch)
         return weight
 
@@ -42,13 +42,14 @@ class PolicyGradient:
         """Give the loss of a micro-batch and its metrics, both shares of the whole part."""
         log_ratio = self.ratio(new, batch)
         loss = self.surrogate(log_ratio, new, batch)
-        for penalty in _listed(self.penalty):
+        for penalty in listed(self.penalty):
             loss = loss + penalty(new, batch)
         metrics = {**diagnose(new, batch), **clipped_share(self.surrogate, log_ratio, new, batch)}
         return (loss * batch.weight).sum(), metrics
 
 
-def _listed(pieces: Callable | tuple[Callable, ...]) -> tuple[Callable, ...]:
+def listed(pieces: Callable | tuple[Callable, ...]) -> tuple[Callable, ...]:
+    """Read one piece or several."""
     return pieces if isinstance(pieces, tuple) else (pieces,)
 
 

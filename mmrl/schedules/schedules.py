@@ -30,3 +30,33 @@ def cosine(clock: Clock, *, start: float, end: float, steps: int, warmup_steps: 
     """Go from `start` to `end` along half a cosine over `steps`, and stay there."""
     share = min(1.0, clock.step / max(steps, 1))
     return _warm(end + (start - end) * 0.5 * (1 + math.cos(math.pi * share)), clock.step, warmup_steps)
+
+
+@schedule
+def ramp(clock: Clock, *, slope: float, limit: float, delay: int = 0) -> float:
+    """Rise from 0 by `slope` a step once `delay` steps are over, up to `limit`: the decay of DiffusionNFT's
+    moving average (arXiv 2509.16117)."""
+    return min(limit, slope * max(0, clock.step - delay))
+
+
+@schedule
+def settling(clock: Clock, *, limit: float = 0.9, offset: int = 10) -> float:
+    """Rise as (1 + n) / (offset + n), n the step, up to `limit`: the decay of Flow-GRPO's moving average
+    (arXiv 2505.05470). Our reading: n counts collections, in the code it counts optimizer steps."""
+    return min(limit, (1 + clock.step) / (offset + clock.step))
+
+
+@schedule
+def staircase(
+    clock: Clock, *, start: int = 0, step: int = 1, every: int = 25, stop: int, roll_back: bool = True
+) -> float:
+    """Climb from `start` by `step` every so many steps, never above `stop`; then begin anew, or with
+    `roll_back: false` stay (MixGRPO's sliding window, arXiv 2507.21802)."""
+    if stop < start or step < 1 or every < 1:
+        raise ValueError(
+            f"`staircase` climbs: `stop` {stop} must not be below `start` {start}, and `step` {step} and "
+            f"`every` {every} must be at least 1"
+        )
+    last = (stop - start) // step
+    stair = clock.step // every
+    return start + step * (stair % (last + 1) if roll_back else min(stair, last))

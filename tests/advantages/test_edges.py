@@ -12,7 +12,7 @@ ADVANTAGES = pieces("advantage")
 
 
 def apply(entry, table):
-    options = {"of": "reward"} if "of" in entry.options else {}
+    options = {"of": "reward"} if "of" in entry.options else {}  # the only reward and label there is
     return entry.target(table, **options)
 
 

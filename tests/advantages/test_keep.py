@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from mmrl.advantages.keep import drop_truncated, high_entropy
+from mmrl.advantages.keep import drop_truncated, drop_zero, high_entropy
 from tests.tables import assert_rows, reward_table
 
 
@@ -52,3 +52,17 @@ def test_drop_truncated_does_not_learn_from_cut_answers():
 
 def test_drop_truncated_keeps_all_where_no_engine_said_how_answers_finished():
     assert drop_truncated(reward_table([1, 2])).learn.equal(torch.tensor([[True], [True]]))
+
+
+def test_drop_zero_does_not_learn_from_rows_without_any_advantage():
+    table = drop_zero(reward_table([[0.0, 0.5], [0.0, 0.0], [-1.0], [None, 0.0]]))
+    assert table.learn.tolist() == [[True, True], [False, False], [True, False], [False, False]]
+    assert table.values[0, 0].tolist() == [0.0, 0.5], "a row counts with its steps of advantage 0"
+    unknown = reward_table([None, 1.0])  # whose number means nothing
+    assert drop_zero(unknown.put(torch.ones(2, 1, 1))).learn.tolist() == [[False], [True]]
+
+
+def test_drop_zero_keeps_what_was_dropped_dropped():
+    table = reward_table([1.0, 2.0])
+    table = drop_zero(table.replace(learn=torch.tensor([[False], [True]])))
+    assert table.learn.tolist() == [[False], [True]]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mmrl.advantages.normalize import group_normalize
-from mmrl.advantages.shape import anchor, downscale, limit, scale_by, soft_shape
+from mmrl.advantages.shape import anchor, downscale, limit, rescale, scale_by, soft_shape
 from tests.tables import assert_rows, prefix_rewards, reward_table
 
 # Three sampled answers and a demonstration, as in the paper's example.
@@ -111,3 +111,10 @@ def test_scale_by_reads_the_label_of_each_place():
 def test_an_unknown_reward_is_named_with_those_there_are(shape):
     with pytest.raises(ValueError, match="'iou'.*reward"):
         shape(prefix_rewards([0, 1]), of="iou")
+
+
+def test_rescale_multiplies_and_brings_limited_advantages_to_1():
+    # AWM: -7 -2.5 .4 6 are held within 5 of 0 and divided by 5
+    table = rescale(limit(reward_table([-7, -2.5, 0.4, 6])))
+    assert_rows(table.values[:, 0], [[-1], [-0.5], [0.08], [1]])
+    assert_rows(rescale(reward_table([3.0]), factor=2.0).values[:, 0], [[6]])

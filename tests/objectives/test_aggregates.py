@@ -6,12 +6,18 @@ import pytest
 import torch
 
 from mmrl.batch import Totals
-from mmrl.objectives.aggregates import fixed_length, length_weighted, sequence_mean, step_mean
+from mmrl.objectives.aggregates import (
+    fixed_length,
+    group_mean,
+    length_weighted,
+    sequence_mean,
+    step_mean,
+)
 from mmrl.registry import pieces
 from tests.tables import assert_rows, loss_of, micro_batch, step_table
 
 FIXED = {"name": "fixed_length", "max_completion_length": 4}
-AGGREGATES = [sequence_mean, step_mean, length_weighted, fixed_length]
+AGGREGATES = [sequence_mean, step_mean, length_weighted, fixed_length, group_mean]
 
 
 def weights(aggregate, batch):
@@ -69,7 +75,7 @@ def test_sequence_mean_is_step_mean_when_lengths_agree():
 
 def test_a_row_without_counted_steps_leaves_every_denominator():
     _, batch = step_table([[-1.0, -1.0], [-1.0, -1.0]], mask=[[1, 1], [0, 0]])
-    for aggregate, wanted in zip(AGGREGATES, (1 / 2, 1 / 2, 1, 1 / 4), strict=True):
+    for aggregate, wanted in zip(AGGREGATES, (1 / 2, 1 / 2, 1, 1 / 4, 1 / 2), strict=True):
         assert_rows(weights(aggregate, batch), [[wanted] * 2, [0, 0]])
 
 
@@ -95,3 +101,9 @@ def test_the_mean_over_four_processes_is_the_loss_of_one(aggregate, rows):
     ]
     dealt = sum((loss[i::4] * weights(aggregate, part)).sum() for i, part in enumerate(parts)) / 4
     torch.testing.assert_close(dealt, (loss * weights(aggregate, whole)).sum(), rtol=1e-12, atol=0)
+
+
+def test_group_mean_adds_the_rows_of_a_group_up():
+    # rows of 2, 1 and 2 steps; two groups
+    _, batch = step_table([[-1.0, -1.0], [-1.0], [-1.0, -1.0]], group=[3, 3, 8])
+    assert_rows(group_mean(batch), [[1 / 4] * 2, [1 / 2, 0], [1 / 4] * 2])

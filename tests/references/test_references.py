@@ -91,3 +91,44 @@ def test_a_saved_reference_is_taken_up_in_place():
     resumed.load_state_dict(moved.state_dict())
     moved.move()
     assert resumed.weights["table"][0, 0, 1] == 2.0, "it holds a copy, not what it was loaded from"
+
+
+def test_ema_moves_every_so_many_steps():
+    policy = policy_of(0.0)
+    average = ema(policy, decay=0.5, every=3)
+    policy.table.data[..., 1] = 8.0
+    found = []
+    for _ in range(7):
+        average.move()
+        found.append(average.weights["table"][0, 0, 1].item())
+    # after the third and the sixth step: 0.5 * 8, and 0.5 * 4 + 0.5 * 8
+    assert found == [0, 0, 4, 4, 4, 6, 6]
+    with pytest.raises(ValueError, match="`every` must be at least 1"):
+        ema(policy, every=0)
+
+
+def test_a_resumed_average_moves_at_the_step_at_which_it_would_have():
+    policy = policy_of(0.0)
+    average, resumed = ema(policy, decay=0.5, every=3), ema(policy, decay=0.5, every=3)
+    policy.table.data[..., 1] = 8.0
+    average.move()
+    average.move()
+    resumed.load_state_dict(average.state_dict())
+    resumed.move()
+    assert resumed.weights["table"][0, 0, 1] == 4.0
+
+
+def test_a_decay_that_follows_a_schedule_changes_when_the_clock_ticks():
+    from mmrl.bind import Pieces
+    from mmrl.config import Piece
+    from mmrl.draws import Stream
+    from mmrl.types import Clock
+
+    pieces, policy = Pieces(Stream()), policy_of(0.0)
+    decay = {"name": "linear", "start": 0.0, "end": 0.3, "steps": 300}  # AWM
+    average = pieces.make("reference", Piece("ema", {"decay": decay}), policy)
+    pieces.tick(Clock(100))
+    assert average.decay == pytest.approx(0.1)
+    policy.table.data[..., 1] = 10.0
+    average.move()
+    assert average.weights["table"][0, 0, 1] == pytest.approx(9.0)

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from mmrl.schedules.schedules import constant, cosine, linear
+from mmrl.schedules.schedules import constant, cosine, linear, ramp, settling, staircase
 from mmrl.types import Clock
 
 
@@ -52,3 +52,51 @@ def test_warm_up_multiplies_what_the_schedule_says():
     # step 1 of 4: three quarters of the way down from 8 to 0 are left, times 2 of 4 steps warm
     assert along(linear, [1], start=8.0, end=0.0, steps=4, warmup_steps=4) == [3.0]
     assert along(cosine, [1], start=8.0, end=8.0, steps=4, warmup_steps=4) == [4.0]
+
+
+# ---- decays of moving averages
+
+
+def test_awm_decay_is_a_straight_line_to_three_tenths():
+    # min(.3, .001 step)
+    assert along(linear, [0, 100, 300, 1000], start=0.0, end=0.3, steps=300) == pytest.approx(
+        [0, 0.1, 0.3, 0.3]
+    )
+    assert along(ramp, [0, 100, 300, 1000], slope=0.001, limit=0.3) == pytest.approx([0, 0.1, 0.3, 0.3])
+
+
+def test_ramp_waits_rises_and_stays():
+    # type 1 of DiffusionNFT is min(.5, .001 step), type 2 is min(.999, .0075 (step - 75)), type 0 is always 0
+    assert along(ramp, [0, 250, 500, 900], slope=0.001, limit=0.5) == [0, 0.25, 0.5, 0.5]
+    second = along(ramp, [0, 75, 100, 300], slope=0.0075, limit=0.999, delay=75)
+    assert second == pytest.approx([0, 0, 0.1875, 0.999])
+    assert along(constant, [0, 300], value=0.0) == [0, 0]
+
+
+def test_settling_rises_to_its_limit():
+    # min((1 + n) / (10 + n), .9): 1/10, 10/19, 81/90, and no more
+    assert along(settling, [0, 9, 80, 500]) == pytest.approx([0.1, 10 / 19, 0.9, 0.9])
+
+
+# ---- the sliding window of MixGRPO
+
+
+def test_staircase_climbs_and_begins_anew():
+    values = along(staircase, [0, 24, 25, 500, 524, 525, 550], every=25, stop=20)
+    assert values == [0, 0, 1, 20, 20, 0, 1]
+
+
+def test_staircase_stays_at_the_top_on_request():
+    assert along(staircase, [0, 2, 4, 6, 99], start=3, every=2, stop=5, roll_back=False) == [3, 4, 5, 5, 5]
+
+
+def test_staircase_of_wider_steps_never_leaves_its_range():
+    # 1 3 5, and 7 would be above 6
+    assert along(staircase, range(5), start=1, step=2, every=1, stop=6) == [1, 3, 5, 1, 3]
+    assert along(staircase, range(3), start=2, every=1, stop=2) == [2, 2, 2]
+
+
+@pytest.mark.parametrize("wrong", [{"stop": -1}, {"stop": 5, "every": 0}, {"stop": 5, "step": 0}])
+def test_staircase_refuses_what_does_not_climb(wrong):
+    with pytest.raises(ValueError, match="`staircase` climbs"):
+        staircase(Clock(0), **wrong)

@@ -1,0 +1,86 @@
+"""Step credit for denoising trajectories (TP-GRPO, arXiv 2602.06422)."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from mmrl.registry import advantage
+from mmrl.table import RewardTable
+
+
+@advantage
+def turning_points(
+    table: RewardTable,
+    *,
+    consistent: bool = True,
+    balance: bool = True,
+    balance_key: Literal["delta_global", "aggregated"] = "delta_global",
+    only_rising: bool = False,
+    atol: float = 0.0,
+) -> RewardTable:
+    """Turn prefix rewards (N, R, T + 1) into step credits (N, R, T), stressing the steps that turned the
+    trend.
+
+    A step earns its increment. A turning point earns everything gained from before it to the end: a step that
+    agrees with the overall trend while the step before it did not; the first step need only agree. With
+    `consistent`, what follows must also gain in its direction, so that a credit is only ever amplified.
+    `only_rising` looks for turning points in rows that gained overall.
+
+    `balance` keeps as many turning points of rising rows as of falling ones, where there are both: those of
+    the largest overall change (or, with `balance_key: aggregated`, of the largest credit); the others earn
+    their increment. Our reading: over the whole collection (the code: a micro-batch), and ties go to the
+    first. `atol` is our reading too: a change of at most that much has no sign. A probe without a reward
+    leaves its two increments unknown, and a row without its first or last one has no turning points.
+    """
+    reward, known = table.values, table.valid
+    increment = _where_both(reward.diff(dim=-1), known[..., :-1], known[..., 1:])
+    last = table.last.clamp(min=0)[:, None, None].expand(-1, reward.shape[1], 1)
+    end, ended = reward.gather(2, last), known.gather(2, last)
+    remaining = _where_both(end - reward[..., :-1], known[..., :-1], ended)
+    trend = remaining[..., :1] if remaining.shape[2] else end[..., :0]
+    turning = _turns(increment, remaining, trend, consistent, atol)
+    if only_rising:
+        turning &= trend > atol
+    turning &= remaining != 0
+    if balance:
+        turning = _balanced(
+            turning, trend, trend.expand_as(turning) if balance_key == "delta_global" else remaining
+        )
+    credit = table.after_first(torch.where(turning, remaining, increment))
+    return credit.replace(valid=credit.valid & known[..., :-1])
+
+
+def _where_both(change: Tensor, one: Tensor, other: Tensor) -> Tensor:
+    """Put 0 where one of the two rewards is unknown: it has no sign."""
+    return torch.where(one & other, change, 0.0)
+
+
+def _turns(increment: Tensor, remaining: Tensor, trend: Tensor, consistent: bool, atol: float) -> Tensor:
+    """Find the turning points: (N, R, T)."""
+
+    def sign(change: Tensor) -> Tensor:
+        return torch.where(change.abs() <= atol, 0.0, change.sign())
+
+    agrees = sign(increment) * sign(trend)
+    turning = agrees > 0
+    turning[..., 1:] &= agrees[..., :-1] < 0
+    if consistent:
+        turning &= sign(increment) * sign(remaining - increment) > 0
+    return turning
+
+
+def _balanced(turning: Tensor, trend: Tensor, key: Tensor) -> Tensor:
+    """Keep equally many turning points of rising and falling rows, of each reward alone, where there are
+    both."""
+    kept = torch.zeros_like(turning)
+    for i in range(turning.shape[1]):
+        sides = [(turning[:, i] & (sign * trend[:, i] > 0)).nonzero() for sign in (1, -1)]
+        fewest = min(map(len, sides)) or max(map(len, sides))
+        for places in sides:
+            size = key[:, i][places[:, 0], places[:, 1]].abs()
+            rows, steps = places[size.argsort(descending=True, stable=True)[:fewest]].unbind(1)
+            kept[rows, i, steps] = True
+    return kept

@@ -1,0 +1,43 @@
+"""Credit that keeps a part of the absolute value (VGPO, arXiv 2512.12387): the chain is `total, returns,
+value_weights, group_normalize, value_anchor, {name: scale_by, of: value_weight}`."""
+
+from __future__ import annotations
+
+import torch
+
+from mmrl.registry import advantage
+from mmrl.table import RewardTable
+
+
+@advantage
+def value_weights(table: RewardTable) -> RewardTable:
+    """Leave the values as they are, and write down two labels of every place: `value`, and `value_weight`,
+    the value over the mean of its row (VGPO, arXiv 2512.12387).
+
+    Our reading: weights are 1 where that mean is not above 1e-6, so no sign is flipped. Several rewards are
+    added up, as `total` would.
+    """
+    known = table.valid.any(1)
+    value = (torch.where(table.valid, table.values, 0.0) * table.weights[None, :, None]).sum(1)
+    mean = torch.where(known, value, 0.0).sum(-1, keepdim=True) / known.sum(-1, keepdim=True).clamp(min=1)
+    weight = torch.where(mean > 1e-6, value / mean.clamp(min=1e-6), 1.0)
+    labels = {"value": value, "value_weight": weight}
+    labels = {name: torch.where(known, column, torch.nan) for name, column in labels.items()}
+    return table.replace(scored={**table.scored, **labels})
+
+
+@advantage
+def value_anchor(table: RewardTable, *, of: str = "value", k: float = 0.1, steps: int = 5) -> RewardTable:
+    """Add `k` times a label to the advantage of the first `steps` steps, so that a group in which all are
+    alike still learns (VGPO, arXiv 2512.12387).
+
+    Our reading of a mixing weight k std(Q) times Q / std(Q), which is 0 / 0 just where it is needed.
+    """
+    if of not in table.scored:
+        raise ValueError(
+            f"`value_anchor` adds the label '{of}', but there are only {', '.join(table.scored)}; put "
+            "`value_weights` before it"
+        )
+    early = table.present & (table.ends <= steps)
+    anchor = torch.where(early, table.scored[of].nan_to_num(), 0.0)
+    return table.put(table.values + k * anchor[:, None])

@@ -1,0 +1,151 @@
+"""From the gains of a group's rows to a loss: the sum over groups of a micro-batch, divided by the groups of
+the update.
+
+With `level: row` the steps of a row are added up first. With `level: step` every column is a comparison of
+its own, and a group's loss is the mean over the columns that decide something.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.nn.functional import softplus
+
+from mmrl.batch import Batch
+from mmrl.registry import compare
+from mmrl.table import EQUAL
+from mmrl.tensor import group_index, group_sum, masked_mean
+from mmrl.types import Unit
+
+Level = Literal["row", "step"]
+
+
+# ---- pairs: better rows have positive advantages, worse ones negative
+
+
+@compare(unit=Unit.GROUP)
+def sigmoid(
+    gain: Tensor, batch: Batch, *, beta: float = 0.1, level: Level = "row", label_smoothing: float = 0.0
+) -> Tensor:
+    """Take -log sigmoid(beta margin) (DPO, arXiv 2305.18290).
+
+    The margin is the sum of advantage times gain over a group: for a pair, what the better row gained less
+    what the worse one did. `label_smoothing` is the share of labels that are taken to be flipped, as in TRL's
+    `sigmoid`. For gains that are matching errors, beta is half of the paper's (arXiv 2311.12908).
+    """
+    margin, decided = _margins(gain, batch, level)
+    loss = (1 - label_smoothing) * softplus(-beta * margin) + label_smoothing * softplus(beta * margin)
+    return _mean_over_groups(loss, decided, batch)
+
+
+@compare(unit=Unit.GROUP)
+def robust(
+    gain: Tensor, batch: Batch, *, beta: float = 0.1, level: Level = "row", label_smoothing: float = 0.1
+) -> Tensor:
+    """Take `sigmoid` without the bias of flipped labels (robust DPO, arXiv 2403.00409): its mean over noisy
+    labels, of which the share `label_smoothing` is flipped, is the loss on clean ones."""
+    if not 0 <= label_smoothing < 0.5:
+        raise ValueError(f"`label_smoothing` must lie in [0, 0.5), not {label_smoothing}")
+    margin, decided = _margins(gain, batch, level)
+    loss = (1 - label_smoothing) * softplus(-beta * margin) - label_smoothing * softplus(beta * margin)
+    return _mean_over_groups(loss / (1 - 2 * label_smoothing), decided, batch)
+
+
+@compare(unit=Unit.GROUP)
+def ipo(gain: Tensor, batch: Batch, *, beta: float = 0.1, level: Level = "row") -> Tensor:
+    """Pull the margin to 1 / (2 beta) by squares (IPO, arXiv 2310.12036).
+
+    Over rows, gains are averaged over the steps of each and not added up, as TRL has it.
+    """
+    length = batch.mask.sum(-1, keepdim=True).clamp(min=1) if level == "row" else 1.0
+    margin, decided = _margins(gain / length, batch, level)
+    return _mean_over_groups((margin - 1 / (2 * beta)).square(), decided, batch)
+
+
+@compare(unit=Unit.GROUP)
+def hinge(gain: Tensor, batch: Batch, *, beta: float = 0.1, level: Level = "row") -> Tensor:
+    """Ask for a margin of 1 / beta and no more (SLiC, arXiv 2305.10425)."""
+    margin, decided = _margins(gain, batch, level)
+    return _mean_over_groups((1 - beta * margin).clamp(min=0), decided, batch)
+
+
+def _margins(gain: Tensor, batch: Batch, level: Level) -> tuple[Tensor, Tensor]:
+    """Add advantage times gain up over each group: margins (V, C), and which of them have two sides. C is 1,
+    or the steps."""
+    advantage = batch.advantage * batch.mask
+    index, rows = group_index([batch.group]), level == "row"
+    margin = group_sum(advantage * gain, index)
+    better, worse = (group_sum((sign * advantage > 0).to(margin.dtype), index) for sign in (1, -1))
+    if rows:
+        margin, better, worse = (part.sum(-1, keepdim=True) for part in (margin, better, worse))
+    return margin, (better > 0) & (worse > 0)
+
+
+def _mean_over_groups(loss: Tensor, decided: Tensor, batch: Batch) -> Tensor:
+    """Average (V, C) losses over the decided columns of each group, then over the groups of the update."""
+    return masked_mean(torch.where(decided, loss, 0.0), decided.to(loss.dtype), -1).sum() / (
+        batch.totals.groups or 1.0
+    )
+
+
+# ---- lists: advantages are rewards
+
+
+@compare(unit=Unit.GROUP)
+def plackett_luce(
+    gain: Tensor,
+    batch: Batch,
+    *,
+    beta: float = 12.0,
+    tau: float = 0.05,
+    top1: bool = False,
+    level: Level = "row",
+) -> Tensor:
+    """Fit the ranking that the scores beta * gain imply to the rewards of the group (GDRO, arXiv 2601.02036).
+
+    Best first, row i is set against the rows behind it: minus the mean log-softmax of their scores under
+    softmax(reward / tau). `tau` 0 takes the best alone, the Plackett-Luce ranking loss, and for two rows DPO;
+    `top1` keeps only the comparison of all rows. The chain leaves plain rewards: `advantage: [total]`. Our
+    reading: equal rewards rank as they stand, and a group in which all are equal is left out.
+    """
+    index, losses, decided = group_index([batch.group]), [], []
+    for group in index.unique():
+        columns = _columns(beta * gain, batch, index == group, level)
+        loss, varied = _ranking(*columns, tau, top1)
+        losses.append(loss)
+        decided.append(varied)
+    return _mean_over_groups(torch.stack(losses), torch.stack(decided), batch)
+
+
+def _columns(score: Tensor, batch: Batch, rows: Tensor, level: Level) -> tuple[Tensor, Tensor, Tensor]:
+    """Cut out a group: scores, rewards and who takes part, (k, C) each. C is 1, or the steps."""
+    score, reward, mask = score[rows], batch.advantage[rows], batch.mask[rows]
+    if level == "step":
+        return score, reward, mask > 0
+    return (
+        score.sum(-1, keepdim=True),
+        masked_mean(reward, mask, -1)[:, None],
+        mask.any(-1, keepdim=True),
+    )
+
+
+def _ranking(
+    score: Tensor, reward: Tensor, takes_part: Tensor, tau: float, top1: bool
+) -> tuple[Tensor, Tensor]:
+    """Give the loss of every column (C,), and whether its rewards differ."""
+    order = torch.where(takes_part, reward, -torch.inf).argsort(dim=0, descending=True, stable=True)
+    score, reward, takes_part = (part.gather(0, order) for part in (score, reward, takes_part))
+    itself = torch.eye(len(score), dtype=torch.bool, device=score.device)[..., None]
+    behind = torch.ones_like(itself[..., 0]).triu()[..., None]
+    # Rows that do not take part stand last: each is compared with itself alone, which gives exactly 0.
+    compared = (behind & takes_part) | itself  # (i, j, C): j stands against i
+    meant = score
+    if tau > 0:
+        target = torch.where(compared, reward / tau, -torch.inf).softmax(1)
+        meant = (target * score).sum(1)
+    terms = torch.where(compared, score, -torch.inf).logsumexp(1) - meant
+    lowest = torch.where(takes_part, reward, torch.inf).amin(0)
+    highest = torch.where(takes_part, reward, -torch.inf).amax(0)
+    return (terms[:1] if top1 else terms).sum(0), highest - lowest > EQUAL

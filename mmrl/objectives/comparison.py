@@ -1,0 +1,79 @@
+"""The objective that compares rows: the gains of a group's rows, and what the chain says of them, become a
+loss."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import reduce
+
+import torch
+from torch import Tensor
+
+from mmrl.batch import Batch, StepOutput
+from mmrl.config import Piece
+from mmrl.objectives.policy_gradient import listed
+from mmrl.registry import Needs, objective
+from mmrl.tensor import group_index, group_mean, group_sum, masked_mean
+
+
+@objective
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """Minimise comparisons of the rows of every group, and penalties over all steps.
+
+    A row's evidence is the sum of its gains. A pair is a group with the advantages 1 and -1; `aggregate` is
+    of the penalties alone.
+    """
+
+    gain: Callable
+    compare: tuple[Callable, ...]
+    penalty: tuple[Callable, ...] = ()
+    aggregate: Callable = Piece("sequence_mean")
+
+    @property
+    def needs(self) -> Needs:
+        """Join what the pieces read."""
+        parts = (self.gain, *listed(self.compare), *listed(self.penalty), self.aggregate)
+        return reduce(Needs.__or__, (part.needs for part in parts), Needs())
+
+    def weigh(self, batch: Batch) -> Tensor:
+        """Say how much every step counts in the penalties: (N, T), dividing included."""
+        return self.aggregate(batch)
+
+    def __call__(self, new: StepOutput, batch: Batch) -> tuple[Tensor, Mapping[str, Tensor]]:
+        """Give the loss of a micro-batch of whole groups and its metrics, both shares of the whole part."""
+        gain = self.gain(new, batch) * batch.mask
+        loss = sum(compare(gain, batch) for compare in listed(self.compare))
+        for penalty in listed(self.penalty):
+            loss = loss + (penalty(new, batch) * batch.weight).sum()
+        return loss, diagnose_groups(gain, batch)
+
+
+@torch.no_grad()
+def diagnose_groups(gain: Tensor, batch: Batch) -> dict[str, Tensor]:
+    """Tell what better and worse rows gained, as means over groups, and how often the better gained more.
+
+    Better are the rows above the mean advantage of their group. Both gains are told, because a margin may
+    grow while both fall.
+    """
+    groups = batch.totals.groups or 1.0
+    index = group_index([batch.group])
+    counted = batch.mask.sum(-1) > 0
+    merit = masked_mean(batch.advantage, batch.mask, -1)
+    merit = torch.where(counted, merit - group_mean(merit, index, counted), 0.0)
+    total = gain.sum(-1)
+
+    def mean_of(rows: Tensor) -> Tensor:
+        """Average over the rows of each group, and add groups up."""
+        rows = rows.to(total.dtype)
+        return (group_sum(total * rows, index) / group_sum(rows, index).clamp(min=1)).sum() / groups
+
+    chosen, rejected = mean_of(merit > 0), mean_of(merit < 0)
+    agrees = group_sum(merit * total, index) > 0
+    return {
+        "gains/chosen": chosen,
+        "gains/rejected": rejected,
+        "gains/margins": chosen - rejected,
+        "gains/accuracies": agrees.sum() / groups,
+    }

@@ -1,0 +1,154 @@
+"""What reads the fields of a flow policy: means, velocities and targets, (N, T, ...). Every axis behind (N,
+T) is averaged over, in float64.
+
+`std`, `dt` and `time` are (N, T): the deviation of a stochastic step, its change of time (negative), and the
+time at its start, from 1 (noise) to 0 (data).
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from mmrl.batch import Batch, StepOutput
+from mmrl.registry import focus, penalty, ratio, surrogate
+from mmrl.tensor import masked_mean
+
+
+def _mean_square(field: Tensor) -> Tensor:
+    """Average squares over the latent's axes: (N, T, ...) to (N, T)."""
+    square = field.double().square()
+    return square.flatten(2).mean(-1) if square.dim() > 2 else square
+
+
+def _distance(name: str, new: StepOutput, other: StepOutput) -> Tensor:
+    """Give the mean squared distance of a field to another policy's: (N, T)."""
+    return _mean_square(new.extra[name].double() - other.extra[name].double())
+
+
+def _counted(values: Tensor, batch: Batch) -> Tensor:
+    """Put 1 where no step is counted, so that divisors behind a row's end are no 0."""
+    return torch.where(batch.mask > 0, values.double(), 1.0)
+
+
+# ---- penalties
+
+
+@penalty(extra={"mean", "std", "dt"}, of_others={"mean"})
+def gaussian_kl(
+    new: StepOutput, batch: Batch, *, coef: float = 0.04, against: str = "ref", kl_dt: bool = False
+) -> Tensor:
+    """Take the divergence of Gaussian steps with one deviation: squared distance of means over 2 s^2
+    (Flow-GRPO, arXiv 2505.05470).
+
+    s is the noise per root of time, std / sqrt(-dt), as in the code since July 2025; with `kl_dt` it is std
+    itself, the divergence proper and the older form. Steps of Flow-CPS are divided by their std: `kl_dt:
+    true`.
+    """
+    variance = _counted(new.extra["std"], batch).square()
+    if not kl_dt:
+        variance = variance / _counted(-new.extra["dt"], batch)
+    gap = _distance("mean", new, batch.by(against, new))
+    return (coef * gap / (2 * variance)).to(new.logp.dtype)
+
+
+@penalty(extra={"velocity", "time"}, of_others={"velocity"})
+def velocity_gap(
+    new: StepOutput,
+    batch: Batch,
+    *,
+    coef: float = 0.003,
+    against: str = "ref",
+    weighting: Literal["uniform", "elbo"] = "uniform",
+    noise_level: float = 0.7,
+) -> Tensor:
+    """Take the mean squared distance of velocities: the anchors of AWM (arXiv 2509.25050) and DiffusionNFT
+    (arXiv 2509.16117).
+
+    `elbo` divides by 2 s_t^2 with s_t = noise_level sqrt(t / (1 - t)), t at most 0.99 in the divisor.
+    """
+    gap = _distance("velocity", new, batch.by(against, new))
+    if weighting == "elbo":
+        time = _counted(new.extra["time"], batch)
+        gap = gap / (2 * noise_level**2 * time / (1 - time.clamp(0, 0.99)))
+    return (coef * gap).to(new.logp.dtype)
+
+
+@penalty(extra={"velocity"}, of_others={"velocity"})
+def norm_hinge(
+    new: StepOutput, batch: Batch, *, coef: float = 1.0, against: str = "ref", factor: float = 1.1
+) -> Tensor:
+    """Punish velocities longer than `factor` times the reference's (NormGuard, arXiv 2606.27771).
+
+    Our reading, since only the abstract is known: the excess of the root mean square over the latent's axes,
+    not squared, and both constants.
+    """
+    length, bound = (
+        (_mean_square(said.extra["velocity"]) + 1e-12).sqrt() for said in (new, batch.by(against, new))
+    )
+    return (coef * (length - factor * bound).clamp(min=0)).to(new.logp.dtype)
+
+
+# ---- DiffusionNFT
+
+
+@surrogate(extra={"velocity", "target", "time"}, of_others={"velocity"})
+def negative_aware(
+    log_ratio: Tensor,
+    new: StepOutput,
+    batch: Batch,
+    *,
+    beta: float = 1.0,
+    max_advantage: float = 5.0,
+    against: str = "old",
+) -> Tensor:
+    """Match good pictures by the velocity and bad ones by its mirror image in the policy that rolled out
+    (DiffusionNFT, arXiv 2509.16117); the ratio is not read.
+
+    With r = 1/2 + A / (2 max_advantage) in [0, 1] and v+- = v_old +- beta (v - v_old), the loss is
+    max_advantage (r L+ + (1 - r) L-) / beta. L+- is the squared distance of x_t - t v+- from the picture over
+    its mean absolute distance w+-, which carries no gradient and is at least 1e-5. The paper's `old` is a
+    moving average that rolls out: `rollout: {policy: ema}`.
+    """
+    velocity, target = new.extra["velocity"].double(), new.extra["target"].double()
+    old = batch.by(against, new).extra["velocity"].double()
+    time = new.extra["time"].double()
+    share = (0.5 + batch.advantage.double() / (2 * max_advantage)).clamp(0, 1)
+
+    def matched(sign: float) -> Tensor:
+        # x_t - t v is away from x_0 by t times what v is away from its target
+        away = time[(..., *[None] * (velocity.dim() - 2))] * (old + sign * beta * (velocity - old) - target)
+        norm = away.detach().abs().flatten(2).mean(-1).clamp(min=1e-5)
+        return _mean_square(away) / norm
+
+    loss = max_advantage * (share * matched(1.0) + (1 - share) * matched(-1.0)) / beta
+    return loss.to(new.logp.dtype)
+
+
+# ---- GRPO-Guard
+
+
+@ratio(extra={"mean", "std"}, of_others={"mean"})
+def guarded_ratio(new: StepOutput, batch: Batch, *, against: str = "old") -> Tensor:
+    """Take the log-ratio of Gaussian steps without its drift and in one scale for all steps (GRPO-Guard,
+    arXiv 2510.22319).
+
+    (log-ratio + gap / (2 std^2)) std, with gap the mean squared distance of the means: under the policy that
+    rolled out the mean of the log-ratio is minus that term. Both published codes agree in this exponent.
+    """
+    old = batch.by(against, new)
+    std = _counted(new.extra["std"], batch)
+    drift = _distance("mean", new, old) / (2 * std)
+    return ((new.logp - old.logp) * std + drift).to(new.logp.dtype) * batch.mask
+
+
+@focus(others={"old"}, of_others={"dt"})
+def by_step_size(batch: Batch) -> Tensor:
+    """Divide by the squared mean of sqrt(-dt) over the steps of a row: the second published form of
+    GRPO-Guard (arXiv 2510.22319)."""
+    size = torch.where(batch.mask > 0, -batch.others["old"].extra["dt"], 0.0).sqrt()
+    mean = masked_mean(size, batch.mask, -1)
+    mean = torch.where(mean > 0, mean, 1.0)
+    return (1 / mean.square())[:, None].expand_as(batch.mask)
