@@ -29,11 +29,18 @@ PANELS = (
 
 
 def write_page(
-    folder: Path, records: Sequence[Mapping[str, Any]], measured: Measured | None, exhibits: Sequence[str]
+    folder: Path,
+    records: Sequence[Mapping[str, Any]],
+    measured: Measured | None,
+    exhibits: Sequence[str],
+    alarms: Sequence[str] = (),
 ) -> Path:
-    """Write `report.html` from the journal of a run, its last evaluation and fragments of HTML made by
-    exhibits."""
+    """Write `report.html` from the journal of a run, its last evaluation, fragments of HTML made by exhibits
+    and what alarms said."""
     sections = [f"<h1>{html.escape(folder.name)}</h1>", f"<p class=note>{len(records)} steps reported</p>"]
+    if alarms:
+        said = "".join(f"<li>{html.escape(text)}</li>" for text in alarms)
+        sections.append(f"<section class=alarms role=alert><h2>Alarms</h2><ul>{said}</ul></section>")
     if measured:
         sections.append("<h2>Held out</h2>" + metric_table({"value": measured}))
     sections += exhibits
@@ -76,6 +83,7 @@ def curves(runs: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[str]:
                 for record in records
                 for name in record
                 if any(name == p or (p[-1] in "/_" or p == "kl") and name.startswith(p) for p in prefixes)
+                and not name.endswith(("/low", "/high"))  # ends of intervals
             }
         )
         series = [
@@ -138,6 +146,9 @@ STYLE = """
 body { margin: 0; background: #f6f8fa; color: var(--ink); font: 15px/1.5 system-ui, sans-serif; }
 main { max-width: 1100px; margin: 0 auto; padding: 24px 16px 64px; }
 h1 { font-size: 26px; margin: 8px 0 0; } h2 { font-size: 19px; margin: 36px 0 12px; }
+.alarms { background: #fff4e5; border: 2px solid #d9822b; border-radius: 8px; padding: 4px 16px; }
+.alarms { margin: 16px 0; }
+.alarms h2 { margin: 8px 0 0; } .alarms ul { margin: 8px 0; padding-left: 20px; }
 .note, small { color: var(--soft); } small { font-size: 12px; white-space: nowrap; }
 .wide { overflow-x: auto; background: #fff; border: 1px solid var(--line); border-radius: 8px; }
 table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; }

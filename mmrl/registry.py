@@ -54,6 +54,7 @@ HOMES = {
     "solver": "solvers",
     "family": "families",
     "alarm": "alarms",
+    "data_check": "checks",
 }
 
 
@@ -170,7 +171,7 @@ metric, reference, transform, cache = (
 )
 optimizer, builder, exhibit = (_decorator(kind) for kind in ("optimizer", "builder", "exhibit"))
 likelihood, solver, family = (_decorator(kind) for kind in ("likelihood", "solver", "family"))
-alarm = _decorator("alarm")
+alarm, data_check = _decorator("alarm"), _decorator("data_check")
 
 
 def load_kind(kind: str) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmrl.table import RewardTable, name_id
+from mmrl.table import Measured, RewardTable, name_id
 from mmrl.tensor import group_extreme, group_index
 from mmrl.types import Rollouts
 
@@ -59,6 +59,17 @@ def describe_lengths(table: RewardTable) -> dict[str, float]:
         if not clipped.all():
             metrics["completions/mean_terminated_length"] = float(length[~clipped].mean())
     return metrics
+
+
+def describe_measured(measured: Measured) -> dict[str, float]:
+    """Name what an evaluation found as the journal does: `eval_x`, and `eval_x/low` and `eval_x/high` where
+    its interval ends."""
+    ends = {
+        f"eval_{name}/{side}": end
+        for name, interval in measured.intervals.items()
+        for side, end in zip(("low", "high"), interval, strict=True)
+    }
+    return {f"eval_{name}": value for name, value in measured.metrics.items()} | ends
 
 
 def noted_sums(rollouts: Rollouts, name: str) -> dict[str, float]:

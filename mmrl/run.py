@@ -29,11 +29,12 @@ from mmrl.report import (
     Meter,
     Trackers,
     describe_lengths,
+    describe_measured,
     describe_rewards,
     noted_sums,
     write_completions,
 )
-from mmrl.table import RewardTable
+from mmrl.table import Measured, RewardTable
 from mmrl.types import Clock
 
 if TYPE_CHECKING:
@@ -64,6 +65,7 @@ class Run:
     metrics: Sequence[Bound]
     learning_rate: Bound | float
     exhibits: Sequence[Bound]
+    alarms: Sequence[Bound]
     evaluator: Evaluator | None
     quiet: bool = False
     meter: Meter = field(default_factory=Meter)
@@ -80,6 +82,8 @@ class Run:
         self.needs: Needs = self.objective.needs
         self.chain_notes = frozenset().union(*(bound.needs.notes for bound in self.chain))
         self.journal = Journal(self.folder)
+        self.records: list[dict[str, Any]] = []  # the journal of this run, as alarms read it
+        self.raised: list[str] = []  # what alarms said, each once
         self.console = Console(self.folder.name, self.max_steps, self.quiet or not self.processes.main)
         self.trained = [p for p in self.policy.module.parameters() if p.requires_grad]
 
@@ -192,16 +196,26 @@ class Run:
 
     def _evaluate(self) -> dict[str, float]:
         with self.timing("evaluate"):
-            return {
-                f"eval_{name}": value
-                for name, value in self.evaluator.measure(intervals=False).metrics.items()
-            }
+            return describe_measured(self.evaluator.measure())
 
     def _log(self, step: int, metrics: Mapping[str, float]) -> None:
         if self.processes.main:
             self.journal.write({"step": step, **metrics})
             self.trackers.write(metrics, step)
+            self.records.append({"step": step, **metrics})
+            self._listen()
         self.console.step(step, metrics)
+
+    def _listen(self, last: Measured | None = None) -> None:
+        """Let the alarms read the journal, with the last evaluation in it, and say what is new."""
+        records = list(self.records)
+        if last and records:
+            records[-1] = {**describe_measured(last), **records[-1]}  # what was measured there stays
+        for alarm in self.alarms:
+            for text in alarm(records):
+                if text not in self.raised:
+                    self.raised.append(text)
+                    self.console.say(f"warning: {text}")
 
     def _write_completions(self, step: int, collection: Collection, credit: RewardTable) -> None:
         mine = credit.select(credit.mine)
@@ -265,6 +279,7 @@ class Run:
             break
         if self.processes.main:
             self.journal.rewind(start)
+            self.records = self.journal.read()
         self.trackers = Trackers(
             self.config.report.trackers if self.processes.main else (), self.folder, self.console.say
         )
@@ -298,7 +313,8 @@ class Run:
             from mmrl.page import write_page
 
             fragments = [piece({"answer": last}) for piece in self.exhibits] if last else []
-            path = write_page(self.folder, self.journal.read(), last, fragments)
+            self._listen(last)
+            path = write_page(self.folder, self.journal.read(), last, fragments, self.raised)
             self.console.say(f"report: {path}")
             self.trackers.close()
         self.final = last

@@ -20,7 +20,7 @@ FILES = sorted(path for folder in ("mmrl", *SIBLINGS) for path in (ROOT / folder
 
 BASE = {
     "types", "protocols", "tensor", "table", "batch", "draws", "registry", "reward_forms", "config", "bind",
-    "distributed", "kept", "modules",
+    "distributed", "kept", "modules", "rows",
 }  # fmt: skip
 LOOPS = {
     "score",

@@ -1,0 +1,1 @@
+"""Rewards of pictures and clips."""

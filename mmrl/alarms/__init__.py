@@ -1,0 +1,1 @@
+"""What a run warns of: functions from the rows of its journal to sentences."""

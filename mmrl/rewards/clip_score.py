@@ -1,0 +1,372 @@
+"""How well a picture and a text match, as a contrastive model of open_clip sees it: CLIPScore, RefCLIPScore,
+SigLIP."""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import math
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor
+from torch.nn.functional import normalize
+
+from mmrl.registry import reward
+from mmrl.types import Outcome, Prompt
+
+WEIGHT = 2.5  # of CLIPScore, arXiv 2104.08718
+PREFIX = "A photo depicts "
+CONFIG = "open_clip_config.json"
+
+
+@reward
+class ClipScore:
+    """Measure how well picture and text match: the cosine of their features in a CLIP or SigLIP model (arXiv
+    2104.08718, 2303.15343).
+
+    A picture is compared with the prompt's text, or with what `against` names: `target`, or a column of the
+    prompt. Of a video the first frame counts. An outcome of text alone is a caption: it is compared with the
+    prompt's one picture.
+
+    `model` is an architecture of open_clip with `pretrained` weights (a tag, or a file; `openai` if left
+    out), a folder with open_clip's config JSON and weights, or `hf-hub:owner/name`. `scale` is the cosine,
+    the model's logit (exp(t) cos + b), or `clipscore`, 2.5 max(cos, 0); the result is divided by `divide_by`
+    (published trainings divide the logit by 30 or 100). `references` names a column of captions and makes it
+    RefCLIPScore, the harmonic mean with the best reference; without references the reward does not apply.
+
+    A text that the model would cut off is split into sentences, and these at commas and `and` where they
+    must be; fragments of fewer than three words count only where there is nothing else. Cosines of parts
+    have 0 for a floor and are pooled: by `mean`, weighted by words with `length`, `min`, or `soft_min` with
+    temperature `tau`. `split: always` does so with every text. An empty text has the cosine 0. `prefix`
+    stands before every text; if left out it is CLIPScore's own where `scale` is `clipscore` and the model is
+    no SigLIP, else nothing. Splitting and pooling are our reading.
+    """
+
+    def __init__(
+        self,
+        *,
+        model: str = "ViT-L-14",
+        pretrained: str | None = None,
+        scale: Literal["cosine", "logit", "clipscore"] = "cosine",
+        divide_by: float = 1.0,
+        against: str = "prompt",
+        references: str = "",
+        prefix: str | None = None,
+        split: Literal["long", "always"] = "long",
+        pool: Literal["mean", "length", "min", "soft_min"] = "mean",
+        tau: float = 0.05,
+        batch_size: int = 32,
+        device: str = "auto",
+    ) -> None:
+        if references and scale != "clipscore":
+            raise ValueError(
+                f"RefCLIPScore takes `scale: clipscore`, not '{scale}'; set it, or drop `references`"
+            )
+        if tau <= 0 or batch_size < 1 or divide_by == 0:
+            raise ValueError(
+                "clip_score needs a `tau` above 0, a `batch_size` of at least 1 and a `divide_by` other than "
+                f"0, not {tau}, {batch_size} and {divide_by}"
+            )
+        self.towers = load_towers(model, pretrained, device)
+        own = PREFIX if scale == "clipscore" and self.towers.bias is None else ""
+        self.prefix = own if prefix is None else prefix
+        self.scale, self.divide_by, self.against, self.references = scale, divide_by, against, references
+        self.always, self.pool, self.tau, self.batch_size = split == "always", pool, tau, batch_size
+
+    def __call__(self, prompts: Sequence[Prompt], outcomes: Sequence[Outcome]) -> list[float | None]:
+        """Compute the reward of every outcome; None where references are wanted and there are none."""
+        pairs = [self._pair(prompt, outcome) for prompt, outcome in zip(prompts, outcomes, strict=True)]
+        parts = [self._parts(text, self.always) for _, text in pairs]
+        known = [self._references(prompt) for prompt in prompts]
+        looks = self._look([image for image, _ in pairs])
+        reads = self._read([text for listed in (*parts, *known) for text in listed])
+        return [
+            self._reward(
+                looks[i], [reads[text] for text in parts[i]], parts[i], [reads[text] for text in known[i]]
+            )
+            for i in range(len(pairs))
+        ]
+
+    def sentences(self, prompt: Prompt, outcome: Outcome) -> list[tuple[str, float]]:
+        """Give every sentence with its cosine, not below 0: where a caption leaves the picture."""
+        image, text = self._pair(prompt, outcome)
+        parts = self._parts(text, True)
+        reads = self._read(parts)
+        look = self._look([image])[0]
+        return [(part, max(float(reads[part] @ look), 0.0)) for part in parts]
+
+    # ---- what is compared
+
+    def _pair(self, prompt: Prompt, outcome: Outcome) -> tuple[Tensor, str]:
+        """Find the picture, (3, height, width) uint8, and the text."""
+        if outcome.image is not None:
+            return outcome.image, self._wanted(prompt)
+        if outcome.video is not None:
+            return outcome.video[0], self._wanted(prompt)
+        if outcome.text is None:
+            raise ValueError(
+                f"clip_score found neither a picture nor a text in an outcome of prompt '{prompt.uid}'"
+            )
+        if len(prompt.media) != 1:
+            raise ValueError(
+                "clip_score compares a caption with the one picture of its prompt, but prompt "
+                f"'{prompt.uid}' has {len(prompt.media)}"
+            )
+        return prompt.media[0].load().pixels[0], outcome.text
+
+    def _wanted(self, prompt: Prompt) -> str:
+        known = {"prompt": prompt.text, "target": prompt.target, **prompt.columns}
+        if known.get(self.against) is None:
+            raise ValueError(
+                f"clip_score compares with '{self.against}', which prompt '{prompt.uid}' does not have; it "
+                f"has {', '.join(name for name, value in known.items() if value is not None)}"
+            )
+        return str(known[self.against])
+
+    def _references(self, prompt: Prompt) -> list[str]:
+        given = prompt.columns.get(self.references) if self.references else None
+        texts = [given] if type(given) is str else list(given or ())
+        return [part for text in texts for part in self._parts(text, False)]
+
+    def _parts(self, text: str, always: bool) -> list[str]:
+        """Split a text into what the model can read, each with the prefix; nothing of an empty one."""
+        if not text.strip():
+            return []
+        fits = lambda part: self.towers.fits(self.prefix + part)
+        whole = not always and fits(text)
+        return [self.prefix + part for part in ([text] if whole else split_text(text, fits))]
+
+    # ---- features
+
+    def _look(self, images: Sequence[Tensor]) -> list[Tensor]:
+        """Encode every distinct picture once: (D,) of length 1 each."""
+        names = [_name_of(image) for image in images]
+        distinct = dict(zip(names, images, strict=True))
+        features = self._in_chunks(self.towers.look, list(distinct.values()))
+        return [dict(zip(distinct, features, strict=True))[name] for name in names]
+
+    def _read(self, texts: Sequence[str]) -> dict[str, Tensor]:
+        """Encode every distinct text once: (D,) of length 1 each."""
+        distinct = list(dict.fromkeys(texts))
+        return dict(zip(distinct, self._in_chunks(self.towers.read, distinct), strict=True))
+
+    def _in_chunks(self, encode: Callable[[Sequence], Tensor], things: Sequence) -> list[Tensor]:
+        chunks = [things[at : at + self.batch_size] for at in range(0, len(things), self.batch_size)]
+        return [row for chunk in chunks for row in encode(chunk)]
+
+    # ---- numbers
+
+    def _reward(
+        self, look: Tensor, reads: Sequence[Tensor], parts: Sequence[str], known: Sequence[Tensor]
+    ) -> float | None:
+        if self.references and not known:
+            return None
+        cosines = [float(read @ look) for read in reads]
+        if len(cosines) > 1 or self.scale == "clipscore":
+            cosines = [max(cosine, 0.0) for cosine in cosines]
+        pooled = self._pooled(cosines, parts) if cosines else 0.0  # an empty text
+        if self.scale == "logit":
+            return (self.towers.factor * pooled + (self.towers.bias or 0.0)) / self.divide_by
+        if self.scale == "cosine":
+            return pooled / self.divide_by
+        value = WEIGHT * pooled
+        if known and reads:
+            nearest = [max(0.0, *(float(read @ one) for one in known)) for read in reads]
+            value = harmonic_mean(value, self._pooled(nearest, parts))
+        return value / self.divide_by
+
+    def _pooled(self, cosines: Sequence[float], parts: Sequence[str]) -> float:
+        if self.pool == "min":
+            return min(cosines)
+        if self.pool == "soft_min":
+            # The smallest is taken out of the exponential, which would vanish for a small tau.
+            low = min(cosines)
+            mean = sum(math.exp((low - cosine) / self.tau) for cosine in cosines) / len(cosines)
+            return low - self.tau * math.log(mean)
+        weights = [len(part.split()) if self.pool == "length" else 1 for part in parts]
+        return sum(c * w for c, w in zip(cosines, weights, strict=True)) / sum(weights)
+
+
+def harmonic_mean(a: float, b: float) -> float:
+    """Join two numbers of at least 0 so that both must be large; 0 where both vanish (our reading)."""
+    return 2 * a * b / (a + b) if a + b >= 1e-8 else 0.0
+
+
+def _name_of(image: Tensor) -> tuple:
+    if image.dtype != torch.uint8 or image.dim() != 3 or image.shape[0] != 3:
+        raise ValueError(
+            "clip_score looks at pictures of (3, height, width) uint8, not at "
+            f"{tuple(image.shape)} {image.dtype}"
+        )
+    data = image.cpu().contiguous().numpy().tobytes()
+    return (*image.shape, hashlib.blake2b(data, digest_size=16).digest())
+
+
+# ---- long texts
+
+_SHORT = r"(?:[A-Z]|Mr|Mrs|Ms|Dr|Prof|St|Sr|Jr|Mt|Fig|No|vs|etc|approx|e\.g|i\.e|a\.m|p\.m|cf|ca)\."
+_BULLET = re.compile(r"^\s*(?:[-*•–]|\d{1,3}[.)])\s+")
+
+
+def split_text(text: str, fits: Callable[[str], bool]) -> list[str]:
+    """Split a text into sentences, list items among them, and those that do not fit into clauses, words and
+    letters.
+
+    Parts of fewer than three words or without a letter are dropped, unless nothing else is left.
+    """
+    parts = [part for sentence in split_sentences(text) for part in _cut(sentence, fits, _LEVELS)]
+    telling = [part for part in parts if len(part.split()) >= 3 and any(map(str.isalpha, part))]
+    return telling or parts
+
+
+def split_sentences(text: str) -> list[str]:
+    """Split at line ends and after `.`, `!` and `?` with space behind, but not after abbreviations."""
+    sentences = []
+    for line in text.splitlines():
+        line = _BULLET.sub("", line)
+        start = 0
+        for found in re.finditer(r"[.!?]+[\"')\]]*\s+|[。！？]+", line):
+            if not re.search(rf"(?:^|[\s(]){_SHORT}$", line[start : found.end()].rstrip()):
+                sentences.append(line[start : found.end()].strip())
+                start = found.end()
+        sentences.append(line[start:].strip())
+    return [sentence for sentence in sentences if sentence]
+
+
+# Each level splits what the one before left too long. Separators stay with the part before them.
+_LEVELS = (r"(?<=;)\s+", r"(?<=,)\s+|\s+(?=and\s)", r"\s+", r"(?<=.)(?=.)")
+
+
+def _cut(text: str, fits: Callable[[str], bool], levels: Sequence[str]) -> list[str]:
+    """Split a text that does not fit, and put neighbours together again as long as they fit (our reading)."""
+    if fits(text):
+        return [text]
+    if not levels:
+        raise ValueError("clip_score cannot read a single letter behind this `prefix`; shorten it")
+    glue = "" if len(levels) == 1 else " "
+    parts: list[str] = []
+    for piece in (part for whole in re.split(levels[0], text) for part in _cut(whole, fits, levels[1:])):
+        joined = f"{parts[-1]}{glue}{piece}" if parts else piece
+        parts[-1:] = [joined] if fits(joined) else [*parts[-1:], piece]
+    return parts
+
+
+# ---- the model
+
+
+@dataclass
+class Towers:
+    """The two encoders of a model, with what prepares pictures and texts for them."""
+
+    model: Any
+    prepare: Callable[[Any], Tensor]
+    tokenizer: Any
+    device: torch.device
+
+    def __post_init__(self) -> None:
+        self.model.eval().requires_grad_(False)
+        self.length = self.tokenizer.context_length
+        self.factor = float(self.model.logit_scale.exp())
+        bias = self.model.logit_bias
+        self.bias = None if bias is None else float(bias)
+
+    def fits(self, text: str) -> bool:
+        """Tell whether the model reads a text to its end."""
+        short, long = (self.tokenizer([text], context_length=self.length + more)[0] for more in (0, 1))
+        # A text that is too long is made to end in the last place; with one more, a word stands there.
+        return bool((short == long[: self.length]).all())
+
+    @torch.no_grad()
+    def look(self, images: Sequence[Tensor]) -> Tensor:
+        """Encode pictures: (B, D) of length 1, float32."""
+        from PIL import Image
+
+        pixels = [self.prepare(Image.fromarray(image.cpu().permute(1, 2, 0).numpy())) for image in images]
+        return normalize(self.model.encode_image(torch.stack(pixels).to(self.device)).float(), dim=-1).cpu()
+
+    @torch.no_grad()
+    def read(self, texts: Sequence[str]) -> Tensor:
+        """Encode texts: (B, D) of length 1, float32."""
+        ids = self.tokenizer(list(texts), context_length=self.length).to(self.device)
+        return normalize(self.model.encode_text(ids).float(), dim=-1).cpu()
+
+
+# Rewards that name the same model share it: of a training and of its evaluation, or on two scales.
+_LOADED: WeakValueDictionary[tuple, Towers] = WeakValueDictionary()
+
+
+def load_towers(model: str, pretrained: str | None, device: str) -> Towers:
+    """Load a model in float32, or give the one that is there. Without weights it is an error."""
+    place = _device(device)
+    key = (model, pretrained, str(place))
+    if key not in _LOADED:
+        made = _load(model, pretrained, place)
+        _LOADED[key] = made  # a variable holds it until the reward does
+    return _LOADED[key]
+
+
+def _device(name: str) -> torch.device:
+    # With its number: rewards run in threads of their own, whose current device is another.
+    if name == "auto":
+        return (
+            torch.device("cuda", torch.cuda.current_device())
+            if torch.cuda.is_available()
+            else torch.device("cpu")
+        )
+    return torch.device(name)
+
+
+def _load(model: str, pretrained: str | None, device: torch.device) -> Towers:
+    try:
+        import open_clip
+    except ImportError as error:
+        raise ImportError("clip_score needs open_clip: pip install 'mmrl[clip]'") from error
+    name, weights = _find(model, pretrained, [name.lower() for name in open_clip.list_models()])
+    # Weights that were trained with a quick GELU are wrong without it, which open_clip would only mention.
+    known = open_clip.get_pretrained_cfg(name, weights) if weights else {}
+    try:
+        made, _, prepare = open_clip.create_model_and_transforms(
+            name,
+            pretrained=weights,
+            precision="fp32",
+            device=device,
+            force_quick_gelu=bool(known.get("quick_gelu")),
+            require_pretrained=True,
+            weights_only=True,
+        )
+        return Towers(made, prepare, open_clip.get_tokenizer(name), device)
+    except (
+        Exception
+    ) as error:  # open_clip, the hub and torch raise what they like; what is wrong is one thing
+        raise ValueError(
+            f"clip_score cannot load '{model}'"
+            + (f" with the weights '{weights}'" if weights else "")
+            + f": {error}. "
+            "Name an architecture of open_clip with a tag or a file as `pretrained`, a folder that holds "
+            f"{CONFIG} and weights, or hf-hub:owner/name"
+        ) from error
+
+
+def _find(model: str, pretrained: str | None, architectures: Sequence[str]) -> tuple[str, str | None]:
+    """Tell open_clip what is meant: its name for a model, and for weights where the model does not bring its
+    own."""
+    name = model.removeprefix("local-dir:")
+    if name.startswith("hf-hub:") or Path(name).is_dir():
+        if pretrained is not None:
+            raise ValueError(
+                f"'{model}' brings its own weights; leave out `pretrained`, which is '{pretrained}'"
+            )
+        return (name if name.startswith("hf-hub:") else f"local-dir:{name}"), None
+    if name.replace("/", "-").lower() in architectures:
+        return name, pretrained or "openai"
+    near = difflib.get_close_matches(name.lower(), architectures, 1)
+    raise ValueError(
+        f"clip_score: '{model}' is neither a folder nor an architecture of open_clip"
+        + (f"; did you mean '{near[0]}'?" if near else f"; a folder holds {CONFIG} and weights")
+    )
