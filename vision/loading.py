@@ -83,7 +83,9 @@ def checkpoint_layers(model: nn.Module) -> None:
     off."""
     from transformers.modeling_layers import GradientCheckpointingLayer
 
-    model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
+    # transformers 5.23 gave it this name; before, there is only the other.
+    enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
+    enable({"use_reentrant": False})
     for module in model.modules():
         if isinstance(module, GradientCheckpointingLayer):
             module.training = True
