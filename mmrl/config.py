@@ -80,7 +80,9 @@ class Report:
         "tensorboard",
     )  # those that are not installed are named once, and skipped
     exhibits: tuple[Piece, ...] = ()  # pictures for the HTML report
-    alarms: tuple[Piece, ...] = ()  # what to warn of, on the console and at the head of the HTML report
+    alarms: tuple[Piece, ...] = (
+        Piece("ratio_is_not_one", {"tolerance": 0.05}),
+    )  # what to warn of, on the console and at the head of the HTML report
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from typing import Any
 from mmrl.registry import alarm
 
 Records = Sequence[Mapping[str, Any]]
+DIFFERENCE = "sampling/sampling_logp_difference/mean"  # of engine and policy
 Pairs = list[tuple[int, float]]  # step and value
 
 
@@ -112,16 +113,14 @@ def rises(records: Records, *, of: str, above: float, window: int = 1) -> list[s
 
 
 @alarm
-def ratio_is_not_one(
-    records: Records, *, of: str = "sampling/sampling_logp_difference/mean", tolerance: float = 1e-3
-) -> list[str]:
+def ratio_is_not_one(records: Records, *, of: str = DIFFERENCE, tolerance: float = 1e-3) -> list[str]:
     """Warn when the first reported step says that engine and policy disagree about log-probabilities of the
     same weights.
 
     Before the first update the ratio of policy to engine is 1, whatever the method: a difference is a defect
     of precision, guidance, batch or bookkeeping, and the first thing to look at when no reward rises.
     Half-precision engines of tokens differ by about a hundredth; methods that clip at 1e-4 need a tolerance
-    below that.
+    below that. An engine that notes no log-probabilities gives nothing to compare.
     """
     found, missing = _watched(records[:1], of)
     for step, value in found:
@@ -130,4 +129,4 @@ def ratio_is_not_one(
                 f"the ratio is not 1 at step {step + 1}: log-probabilities of engine and policy differ by "
                 f"{value:.4g} on average, more than {tolerance:g}"
             ]
-    return missing
+    return [] if of == DIFFERENCE else missing
