@@ -56,7 +56,7 @@ def family_of(pipeline: str) -> Family:
     if not found:
         served = sorted(name for entry in pieces("family") for name in entry.target.pipelines)
         raise ValueError(
-            f"no family serves the pipeline '{pipeline}'; there are {', '.join(served)}. A family is one file "
-            "in diffusion/families"
+            f"no family serves the pipeline '{pipeline}'; there are {', '.join(served)}. A family is one "
+            "file in diffusion/families"
         )
     return found[0]

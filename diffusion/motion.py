@@ -1,7 +1,8 @@
 """Arithmetic of the flow: x_t = (1 - t) x_0 + t noise, with velocity v = noise - x_0.
 
-All times are (B,) or scalars, latents and velocities (B, *L). Everything is computed in the precision of the
-latents, which is float32 or better whatever the network computes in.
+All times are (B,) or scalars, latents and velocities (B, *L). Latents are float32 or better whatever the
+network computes in, and everything is computed in their precision, but what solvers make of times alone in
+that of the times.
 """
 
 from __future__ import annotations

@@ -31,7 +31,8 @@ def check_size(height: int, width: int, multiple: int) -> None:
     """Refuse sizes that do not divide."""
     if height % multiple or width % multiple or height < 1 or width < 1:
         raise ValueError(
-            f"a picture of this model is a multiple of {multiple} pixels high and wide, not {height} x {width}"
+            f"a picture of this model is a multiple of {multiple} pixels high and wide, not {height} x "
+            f"{width}"
         )
 
 

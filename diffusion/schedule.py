@@ -37,7 +37,10 @@ def scheduled_times(
 
 
 def scheduler_of(times: Tensor) -> Any:
-    """Make a scheduler of diffusers that steps through these (S + 1,) times: ours in a plain pipeline."""
+    """Make a scheduler of diffusers that steps through these (S + 1,) times.
+
+    A pipeline sets the times of its scheduler anew: call it with `sigmas=times[:-1].tolist()` as well.
+    """
     from diffusers import FlowMatchEulerDiscreteScheduler
 
     scheduler = FlowMatchEulerDiscreteScheduler(shift=1.0)

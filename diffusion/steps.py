@@ -45,9 +45,9 @@ class Asked:
 class FlowRow:
     """How a row was made.
 
-    `path` (P, *L) holds latents in the order of time, the finished one last; a row that keeps no path holds
-    that one only. `at` (T,) says from which places of the path recorded steps start. `times` (S + 1,) is the
-    schedule, empty for recorded pictures. `solver` made the stochastic steps.
+    `path` (P, *L) holds latents from noise to data, the finished one last, in the places of the schedule; a
+    row that keeps no path holds the finished one only. `at` (T,) says from which places recorded steps start.
+    `times` (S + 1,) is the schedule, empty for recorded pictures. `solver` made the stochastic steps.
     """
 
     condition: Condition
@@ -115,9 +115,9 @@ class Painter(Protocol):
 
 def common(rows: Sequence[FlowRow], what: str) -> None:
     """Refuse rows of one batch that were made under different settings."""
-    settings = {(row.guidance, row.passes, row.path.shape[1:], len(row.at)) for row in rows}
+    settings = {(row.guidance, row.passes, tuple(row.path.shape[1:])) for row in rows}
     if len(settings) > 1:
         raise ValueError(
-            f"{what} wants rows of one guidance scale, size and number of steps, but came with (guidance, "
-            f"network calls, latent, steps) of {sorted(map(str, settings))}"
+            f"{what} wants rows of one guidance scale and size, but got rows of (guidance, network calls, "
+            f"latent) {sorted(settings)}; recorded pictures count as guidance 1"
         )

@@ -38,8 +38,8 @@ class BySegment:
         if whole.video is None or len(whole.video) < self.segments or row.length % self.segments:
             frames = 0 if whole.video is None else len(whole.video)
             raise ValueError(
-                f"a row of prompt '{row.prompt.uid}' with {frames} frames and {row.length} steps cannot be cut "
-                f"into {self.segments} segments; give the policy `likelihood: {{name: diffusion.matching, "
+                f"a row of prompt '{row.prompt.uid}' with {frames} frames and {row.length} steps cannot be "
+                f"cut into {self.segments} segments; give the policy `likelihood: {{name: diffusion.matching, "
                 f"segments: {self.segments}}}`, and videos of that many frames or more"
             )
         frames = len(whole.video)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -18,12 +18,13 @@ from mmrl.types import Outcome, Prompt, Rollouts, Trajectory
 
 
 @dataclass(frozen=True, eq=False)
-class _Plan:
-    """What one row is to do: where it starts, its noise (T, *L), and which steps are stochastic and
-    recorded."""
+class Plan:
+    """What one row is to do: where it starts (*L), which steps are stochastic ([from, to)), the noise of
+    those (T, *L), and which of them are recorded."""
 
     prompt: Prompt
     start: Tensor
+    window: tuple[int, int]
     noise: Tensor
     at: Tensor
 
@@ -74,18 +75,36 @@ class Denoise:
                 f"{num_inference_steps}, {batch_size} and {share}"
             )
         self.stochastic = stochastic or (0, num_inference_steps - 1)
+        self._check_solver(
+            {
+                "stochastic": stochastic is not None,
+                "window_size": window_size != 0,
+                "window_start": window_start is not None,
+                "share": share != 1,
+            }
+        )
         self._check_window(num_inference_steps)
         self.shape = policy.family.latent_shape(policy.pipe, height, width, num_frames)
         self.times = check_times(policy.family.sigmas(policy.pipe, num_inference_steps, self.shape))
 
-    def _check_window(self, num_steps: int) -> None:
-        low, high = self.stochastic
-        if self.policy.likelihood.stochastic and self.solver is None:
+    def _check_solver(self, chosen: Mapping[str, bool]) -> None:
+        if self.solver is not None:
+            return
+        if self.policy.likelihood.stochastic and self.stream.purpose == "train":
             raise ValueError(
                 "the policy's likelihood reads stochastic steps, but the engine `diffusion.denoise` has no "
                 "`solver`; add for instance `solver: diffusion.flow_sde`, or set the policy's likelihood to "
                 "`diffusion.matching`"
             )
+        for name, given in chosen.items():
+            if given:
+                raise ValueError(
+                    f"`{name}` chooses among stochastic steps, but the engine `diffusion.denoise` has no "
+                    f"`solver`; add one, or leave `{name}` out"
+                )
+
+    def _check_window(self, num_steps: int) -> None:
+        low, high = self.stochastic
         if self.solver is None:
             return
         if not 0 <= low < high <= num_steps:
@@ -98,8 +117,8 @@ class Denoise:
             )
         if high == num_steps and self.policy.likelihood.stochastic:
             raise ValueError(
-                f"`stochastic` {low, high} holds the last of {num_steps} steps, whose noise is (nearly) zero, so "
-                f"that its log-density explodes; end at {num_steps - 1}"
+                f"`stochastic` {low, high} holds the last of {num_steps} steps, whose noise is (nearly) "
+                f"zero, so that its log-density explodes; end at {num_steps - 1}"
             )
 
     def window(self) -> tuple[int, int]:
@@ -116,40 +135,49 @@ class Denoise:
             start = min(max(int(self.window_start), low), latest)
         return start, start + self.window_size
 
-    @torch.no_grad()
     def rollout(self, prompts: Sequence[Prompt]) -> Rollouts:
         """Make a picture for every entry, in order."""
+        return self.follow(self.plans(prompts))
+
+    def plans(self, prompts: Sequence[Prompt]) -> list[Plan]:
+        """Draw everything that chance decides."""
         low, high = self.window()
         asked: dict[str, int] = {}
         plans = []
         for prompt in prompts:
             asked[prompt.uid] = asked.get(prompt.uid, -1) + 1
             plans.append(self._plan(prompt, asked[prompt.uid], low, high))
+        return plans
+
+    @torch.no_grad()
+    def follow(self, plans: Sequence[Plan], first: int = 0) -> Rollouts:
+        """Carry plans out, from step `first` of the schedule on."""
         size = self.batch_size or len(plans) or 1
         made: list[Trajectory] = []
         for at in range(0, len(plans), size):
-            made += self._denoise(plans[at : at + size], low, high)
+            made += self._denoise(plans[at : at + size], first)
         return tuple(made)
 
-    def _plan(self, prompt: Prompt, index: int, low: int, high: int) -> _Plan:
+    def _plan(self, prompt: Prompt, index: int, low: int, high: int) -> Plan:
         generator = self.stream.generator(prompt.uid, index)
         first = self.stream.generator(prompt.uid, "start") if self.same_noise else generator
         start = torch.randn(self.shape, generator=first)
         noise = torch.randn((high - low, *self.shape), generator=generator)
         recorded = max(1, round(self.share * (high - low))) if high > low else 0
         chosen = torch.randperm(high - low, generator=generator)[:recorded].sort().values
-        return _Plan(prompt, start, noise, low + chosen)
+        return Plan(prompt, start, (low, high), noise, low + chosen)
 
-    def _denoise(self, plans: list[_Plan], low: int, high: int) -> list[Trajectory]:
-        policy = self.policy
+    def _denoise(self, plans: Sequence[Plan], first: int) -> list[Trajectory]:
+        policy, (low, high) = self.policy, plans[0].window
         conditions = [policy.condition(plan.prompt.text) for plan in plans]
         asked = Asked.of(conditions, self.guidance_scale, policy.passes(self.guidance_scale))
         times = self.times.to(policy.device)
         latents = torch.stack([plan.start for plan in plans]).to(policy.device, policy.precision)
         noise = torch.stack([plan.noise for plan in plans])
         names = [plan.prompt.uid for plan in plans]
-        path, logp = [latents.cpu()], []
-        for i in range(len(times) - 1):
+        # Places of a path are those of the schedule, so what was skipped is filled up.
+        path, logp = [latents.cpu()] * (first + 1), []
+        for i in range(first, len(times) - 1):
             if low <= i < high:
                 here, there = (times[j].expand(len(plans)) for j in (i, i + 1))
                 step = self.solver(latents, policy.velocity(latents, here, asked), here, there, times[1])
@@ -169,7 +197,7 @@ class Denoise:
         ]
 
     def _row(
-        self, plan: _Plan, picture: Tensor, asked: Asked, condition, path: Tensor, logp: Tensor, low: int
+        self, plan: Plan, picture: Tensor, asked: Asked, condition, path: Tensor, logp: Tensor, low: int
     ) -> Trajectory:
         steps = FlowRow(condition, path, plan.at, self.times, asked.guidance, asked.passes, self.solver)
         length = self.policy.likelihood.length(steps)

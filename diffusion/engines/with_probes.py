@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from mmrl.diffusion.engines.denoise import Denoise, picture_outcome
-from mmrl.diffusion.integrate import advance, decode_all
+from mmrl.diffusion.integrate import advance, check_finite, decode_all
 from mmrl.diffusion.motion import clean_estimate
 from mmrl.diffusion.steps import Asked, FlowRow
 from mmrl.registry import engine
@@ -33,9 +33,16 @@ class WithProbes:
     def __init__(self, engine: Denoise, *, one_step: bool = False, batch_size: int = 0) -> None:
         if engine.solver is None or engine.share < 1:
             raise ValueError(
-                "`diffusion.with_probes` completes prefixes of stochastic steps, so the engine it wraps needs a "
-                f"`solver` (it has {engine.solver}) and `share: 1` (it has {engine.share})"
+                "`diffusion.with_probes` completes prefixes of stochastic steps, so the engine it wraps "
+                f"needs a `solver` (it has {engine.solver}) and `share: 1` (it has {engine.share})"
             )
+        if not engine.policy.likelihood.stochastic and engine.stream.purpose == "train":
+            raise ValueError(
+                "`diffusion.with_probes` credits stochastic steps, but the steps of the policy's likelihood "
+                "are draws; set it to `diffusion.transition`"
+            )
+        if batch_size < 0:
+            raise ValueError(f"`batch_size` must be 0 or more, not {batch_size}")
         self.engine, self.policy = engine, engine.policy
         self.one_step, self.batch_size = one_step, batch_size
 
@@ -43,6 +50,8 @@ class WithProbes:
     def rollout(self, prompts: Sequence[Prompt]) -> Rollouts:
         """Ask the wrapped engine, and look at every prefix."""
         rows = self.engine.rollout(prompts)
+        if not rows or (self.one_step and len(rows[0].steps.at) == 1):
+            return rows  # behind the only step stands the row's own picture
         latents = self._jumps(rows) if self.one_step else self._completed(rows)
         pictures = decode_all(self.policy, latents.flatten(0, 1), self.batch_size)
         width = latents.shape[1]
@@ -65,11 +74,11 @@ class WithProbes:
         flat = latents.flatten(0, 1)
         which = torch.arange(len(rows)).repeat_interleave(len(at))
         made = []
-        for part in torch.arange(len(flat)).split(self.batch_size or max(len(flat), 1)):
+        for part in torch.arange(len(flat)).split(self.batch_size or len(flat)):
             here, time = flat[part].to(self.policy.device), times[part].to(self.policy.device)
             velocity = self.policy.velocity(here, time, _asked(states)[which[part]])
             made.append(clean_estimate(here, velocity, time).cpu())
-        return torch.cat(made).view_as(latents) if made else latents
+        return torch.cat(made).view_as(latents)
 
     def _completed(self, rows: Rollouts) -> Tensor:
         """Finish the prefixes of 0 .. T - 1 steps deterministically: (N, T, *L)."""
@@ -92,7 +101,9 @@ class WithProbes:
                 ).cpu()
                 for part in torch.arange(len(flat)).split(self.batch_size or len(flat))
             ]
-            latents[:, under_way] = torch.cat(moved).view(len(rows), len(under_way), *latents.shape[2:])
+            done = torch.cat(moved)
+            check_finite(done, [rows[j].prompt.uid for j in which.tolist()], i)
+            latents[:, under_way] = done.view(len(rows), len(under_way), *latents.shape[2:])
         return latents
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from mmrl.batch import StepOutput
-from mmrl.diffusion.draws import TIME_TYPES, Times
+from mmrl.diffusion.draws import TIME_TYPES, Drawing, Times
 from mmrl.diffusion.motion import noised
 from mmrl.diffusion.steps import Asked, FlowRow, common
 from mmrl.draws import Stream
@@ -81,23 +81,32 @@ class Matching:
             )
         self.stream, self.draws, self.segments = stream, draws, segments
         self.weigh = partial(WEIGHTINGS[weighting], power=power)
-        self.times: Times = partial(TIME_TYPES[time_type], fraction=fraction, shift=shift, lowest=lowest)
+        self.times: Times = partial(TIME_TYPES[time_type], Drawing(draws, fraction, shift, lowest))
         self.shared_noise, self.shared_time = shared_noise, shared_noise or shared_time
 
     def length(self, row: FlowRow) -> int:
         """Count the draws, times segments."""
         return self.draws * self.segments
 
+    def _check_segments(self, latent: tuple[int, ...]) -> None:
+        frames = latent[1] if len(latent) == 4 else 1
+        if self.segments > frames:
+            raise ValueError(
+                f"`segments` is {self.segments}, but latents of {latent} have {frames} frames to cut "
+                f"between; ask for at most {frames}"
+            )
+
     def collate(self, rows: Sequence[FlowRow], uids: Sequence[str]) -> MatchingSteps:
         """Draw times and noise for every row."""
         common(rows, "diffusion.matching")
+        self._check_segments(tuple(rows[0].path.shape[1:]))
         seen: Counter[str] = Counter()
         times, seeds = [], []
         for row, uid in zip(rows, uids, strict=True):
             index, seen[uid] = seen[uid], seen[uid] + 1
             mine = self.stream.generator("matching times", uid, 0 if self.shared_time else index)
             all_rows = self.stream.generator("matching times")
-            times.append(self.times(row.times, self.draws, mine, all_rows))
+            times.append(self.times(row.times, mine, all_rows))
             noisy = self.stream.generator("matching noise", uid, 0 if self.shared_noise else index)
             seeds.append(torch.randint(2**62, (self.draws,), generator=noisy))
         first = rows[0]
@@ -117,8 +126,8 @@ class MatchingSteps:
     """Finished latents (N, *L) and what was drawn for them. Noise is kept as seeds and drawn where it is
     needed.
 
-    The `T` steps are `segments` to a draw; those of one draw share the network call, so only whole rows are
-    cut then.
+    The `T` steps are all draws of the first segment, then those of the next, so that a segment ends where its
+    last draw stands. Steps of one draw share the network call; with segments only whole rows are cut.
     """
 
     asked: Asked
@@ -159,11 +168,11 @@ class MatchingSteps:
         """Measure how far the velocities are from what leads to the pictures."""
         target = (self.noise() - self.clean[:, None]).to(velocity)
         error = self._error(velocity, target)
-        time = self.times.to(velocity.device).repeat_interleave(self.segments, 1)
+        time = self.times.to(velocity.device).repeat(1, self.segments)
         logp = -self.weigh(error, time.double()).to(velocity.dtype)
         said = {
-            "velocity": lambda: velocity.repeat_interleave(self.segments, 1),
-            "target": lambda: target.repeat_interleave(self.segments, 1),
+            "velocity": lambda: torch.cat([velocity] * self.segments, 1),
+            "target": lambda: torch.cat([target] * self.segments, 1),
             "time": lambda: time,
             "error": lambda: error.to(velocity.dtype),
         }
@@ -178,8 +187,5 @@ class MatchingSteps:
         frames = per_frame.shape[-1]
         owner = ((torch.arange(frames) + 0.5) * self.segments / frames).long()
         inside = (owner[None] == torch.arange(self.segments)[:, None]).to(per_frame)
-        if not inside.any(1).all():
-            raise ValueError(
-                f"{self.segments} segments do not fit into {frames} latent frames; ask for at most {frames}"
-            )
-        return (per_frame @ (inside / inside.sum(1, keepdim=True)).T).flatten(1)
+        per_segment = per_frame @ (inside / inside.sum(1, keepdim=True)).T  # (N, draws, segments)
+        return per_segment.transpose(1, 2).flatten(1)

@@ -38,6 +38,12 @@ class Transition:
                     "`diffusion.matching`, or give the engine a solver such as `diffusion.flow_sde`"
                 )
         common(rows, "diffusion.transition")
+        forms = {(len(row.at), *(round(time, 6) for time in row.times.tolist())) for row in rows}
+        if len(forms) > 1:
+            raise ValueError(
+                "diffusion.transition wants rows of one schedule and number of recorded steps, but got "
+                f"(recorded, times) {sorted(forms)}"
+            )
         first = rows[0]
         return TransitionSteps(
             Asked.of([row.condition for row in rows], first.guidance, first.passes),

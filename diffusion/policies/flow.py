@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from mmrl.batch import Batch, StepOutput
+from mmrl.config import Piece
 from mmrl.diffusion import loading, lora
 from mmrl.diffusion.family import Condition, Family, family_of
 from mmrl.diffusion.latents import default_of
@@ -62,8 +63,9 @@ class Flow:
     `lora_rank` above 0 trains an adapter (float32) over the frozen network; `adapter` goes on with a saved
     one of that rank. Without it the whole network learns. Text encoders and decoder stay frozen; what the
     network is told about a text is kept. Trained weights are held in float32 and computed with in `dtype`,
-    arithmetic of steps in float32. `negative_prompt` is what guidance leads away from; `max_sequence_length` is by default that of the pipeline. `evaluations` counts
-    the rows that went through the network, guidance twice.
+    arithmetic of steps in float32. `negative_prompt` is what guidance leads away from; `max_sequence_length`
+    is by default that of the pipeline. `evaluations` counts the rows that went through the network, guidance
+    twice.
     """
 
     says = frozenset({"mean", "std", "dt", "velocity", "time", "target", "error"})
@@ -72,7 +74,7 @@ class Flow:
         self,
         *,
         model: str,
-        likelihood: Likelihood,
+        likelihood: Likelihood = Piece("diffusion.matching"),
         dtype: Literal["float32", "bfloat16", "float16", "float64"] = "bfloat16",
         lora_rank: int = 0,
         lora_alpha: float | None = None,
@@ -154,8 +156,8 @@ class Flow:
         broken = ~pixels.flatten(1).isfinite().all(1)
         if broken.any():
             raise FloatingPointError(
-                f"the decoder made {int(broken.sum())} of {len(pixels)} pictures that hold NaN or infinity out "
-                f"of finite latents (largest {latents.abs().max():.3g}); its precision overflows: set "
+                f"the decoder made {int(broken.sum())} of {len(pixels)} pictures that hold NaN or infinity "
+                f"out of finite latents (largest {latents.abs().max():.3g}); its precision overflows: set "
                 "`policy.dtype` to bfloat16 or float32"
             )
         return (pixels.clamp(0, 1) * 255).round().to(torch.uint8).cpu()
