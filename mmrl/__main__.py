@@ -1,5 +1,5 @@
-"""The command line: train, evaluate, build, check, list, env. Exit codes: 0 done, 1 failed, 2 wrong usage or
-configuration."""
+"""The command line: train, evaluate, doctor, plan, build, check, data, list, env. Exit codes: 0 done, 1
+failed, 2 wrong usage or configuration, 130 stopped by the keyboard."""
 
 from __future__ import annotations
 
@@ -8,11 +8,23 @@ import inspect
 import json
 import logging
 import sys
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
-from mmrl.config import BuildConfig, Config, ConfigError, EvaluateConfig, Evaluation, load, parse_some, read
+from mmrl.config import (
+    BuildConfig,
+    Config,
+    ConfigError,
+    EvaluateConfig,
+    Evaluation,
+    is_part,
+    load,
+    parse_some,
+    read,
+)
 
 PACKAGES = (
     "mmrl", "torch", "torchvision", "transformers", "accelerate", "peft", "datasets", "av", "diffusers",
@@ -31,6 +43,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         print(f"error: {_one_line(error)}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("stopped; the same command goes on from the last checkpoint", file=sys.stderr)
+        return 130
     except BrokenPipeError:  # the reader of our output left: `mmrl list | head`
         sys.stderr.close()
         return 0
@@ -53,6 +68,8 @@ def _parser() -> argparse.ArgumentParser:
     for name, command, words in (
         ("train", train, "train as a configuration says; goes on where the last checkpoint stands"),
         ("evaluate", evaluate, "measure a model on held-out prompts"),
+        ("doctor", doctor, "make one small collection, and tell what is wrong and what to do"),
+        ("plan", plan, "estimate the memory that a training run takes"),
         ("build", build, "build a data set or a model folder"),
     ):
         one = commands.add_parser(name, help=words)
@@ -64,6 +81,13 @@ def _parser() -> argparse.ArgumentParser:
     one = commands.add_parser("check", help="check configurations without loading anything")
     one.add_argument("configs", nargs="+")
     one.set_defaults(command=check)
+    one = commands.add_parser("data", help="look at data sets")
+    inside = one.add_subparsers(required=True, metavar="command")
+    one = inside.add_parser("check", help="look for rows and media that are missing, broken or shared")
+    one.add_argument("path", help="a file of rows (jsonl, json, parquet), or a folder of them")
+    one.add_argument("--root", help="what media paths are relative to; by default the folder of the rows")
+    one.add_argument("--show", type=int, default=3, metavar="N", help="how many places to name per check")
+    one.set_defaults(command=check_data)
     one = commands.add_parser("list", help="list pieces with their options")
     one.add_argument("kind", nargs="?", help="advantage, surrogate, reward, ...; all kinds if left out")
     one.set_defaults(command=show)
@@ -82,6 +106,36 @@ def train(given: argparse.Namespace) -> int:
     if run.final is not None:
         _print_measured(run.final)
     return 0
+
+
+def doctor(given: argparse.Namespace) -> int:
+    """Examine a configuration; print what every checkup found. 1: something is wrong."""
+    from mmrl.doctor import examine
+
+    report = examine(load(given.config, given.overrides, Config))
+    for entry, symptoms in report.found:
+        print(f"{'wrong' if symptoms else 'ok   '}  {entry.full_name}: {entry.summary}")
+        for symptom in symptoms:
+            print(f"       {symptom.what}.\n       What to do: {symptom.advice}.")
+    _print_plan(report.plan, report.room, report.device)
+    return 0 if report.healthy else 1
+
+
+def plan(given: argparse.Namespace) -> int:
+    """Print what a training run takes of the machine's memory. 1: more than there is."""
+    from mmrl.plan import plan as estimate
+    from mmrl.plan import room
+
+    taken = estimate(load(given.config, given.overrides, Config))
+    _print_plan(taken, *room())
+    print("without activations, which `mmrl doctor` measures")
+    return int(0 < room()[0] < sum(taken.values()))
+
+
+def _print_plan(taken: Mapping[str, float], room: float, device: str) -> None:
+    for name, size in sorted(taken.items(), key=lambda item: -item[1]):
+        print(f"{size / 1e9:10.3f} GB  {name}")
+    print(f"{sum(taken.values()) / 1e9:10.3f} GB  of {room / 1e9:.3f} GB ({device})")
 
 
 def evaluate(given: argparse.Namespace) -> int:
@@ -140,7 +194,7 @@ def check_file(path: str | Path) -> None:
         raise ConfigError("the file is empty")
     if "build" in raw:
         Pieces(Stream()).check("builder", load(path, kind=BuildConfig).build)
-    elif "policy" not in raw:
+    elif is_part(raw):
         building.check_some(raw, parse_some(raw, Config))
     elif "rollout" in raw:
         building.check(load(path, kind=Config))
@@ -150,6 +204,46 @@ def check_file(path: str | Path) -> None:
         pieces.check("policy", config.policy)
         evaluation: Evaluation = config.evaluation
         building.check_evaluation(evaluation, pieces)
+
+
+def check_data(given: argparse.Namespace) -> int:
+    """Run every check of data over a data set; print a table of what each found. 1: something is wrong."""
+    from mmrl.registry import pieces
+    from mmrl.rows import RowError, Rows, row_files
+
+    path = Path(given.path)
+    root = Path(given.root) if given.root else path if path.is_dir() else path.parent
+    if not root.is_dir():
+        raise ConfigError(f"there is no folder '{root}' that media paths could be relative to")
+    try:
+        row_files(path)
+    except RowError as error:
+        raise ConfigError(str(error)) from error
+    rows = Rows(path, root)
+    splits = Counter(row.split for row in rows)
+    found = [(entry, list(entry.target(rows))) for entry in pieces("data_check")]
+    _print_findings(found, given.show)
+    wrong = sum(len(findings) for _, findings in found)
+    counts = ", ".join(f"{split} {count}" for split, count in splits.items())
+    print(f"{path}: {splits.total()} rows ({counts or 'none'}), {wrong or 'nothing'} wrong")
+    return 1 if wrong or not splits else 0
+
+
+def _print_findings(found: Sequence[tuple[Any, Sequence[Any]]], show: int) -> None:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    console = Console() if sys.stdout.isatty() else Console(width=200)
+    table = Table("check", "found", "what it looks for", box=None, pad_edge=False)
+    for entry, findings in found:
+        table.add_row(entry.full_name, str(len(findings)), entry.summary)
+    console.print(table)
+    for entry, findings in found:
+        for one in findings[:show]:
+            console.print(Text(f"{entry.full_name}: {one.place}: {one.what}"), soft_wrap=True)
+        if len(findings) > show:
+            console.print(f"{entry.full_name}: and {len(findings) - show} more")
 
 
 def show(given: argparse.Namespace) -> int:

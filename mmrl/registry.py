@@ -55,6 +55,8 @@ HOMES = {
     "family": "families",
     "alarm": "alarms",
     "data_check": "checks",
+    "checkup": "checkups",
+    "estimate": "estimates",
 }
 
 
@@ -172,6 +174,7 @@ metric, reference, transform, cache = (
 optimizer, builder, exhibit = (_decorator(kind) for kind in ("optimizer", "builder", "exhibit"))
 likelihood, solver, family = (_decorator(kind) for kind in ("likelihood", "solver", "family"))
 alarm, data_check = _decorator("alarm"), _decorator("data_check")
+checkup, estimate = _decorator("checkup"), _decorator("estimate")
 
 
 def load_kind(kind: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -114,8 +115,9 @@ def read_qvhighlights(path: Path, durations: Path | None, extension: str) -> Ite
 
 
 def read_jsonl(path: Path, durations: Path | None, extension: str) -> Iterator[Row]:
-    """Read the plain form: `video`, `query`, and `start` and `end` or a list `spans`; `duration`, `id` and
-    others if there are. A row without any of the three is unlabelled."""
+    """Read the plain form: `video`, `query`, and `start` and `end` or a list `spans`; `duration`, `id`,
+    `saliency` (the ratings of every clip of 2 s) and others if there are. A row without any of the three is
+    unlabelled."""
     for number, row in _objects(path):
         try:
             pairs = row.get("spans", [])
@@ -123,6 +125,7 @@ def read_jsonl(path: Path, durations: Path | None, extension: str) -> Iterator[R
                 pairs = [[row["start"], row["end"]]]
             spans = tuple((float(start), float(end)) for start, end in pairs)
             duration = None if row.get("duration") is None else float(row["duration"])
+            saliency = tuple(map(tuple, row.get("saliency", ())))
             yield Row(
                 str(row.get("id", f"{row['video']}#{number}")),
                 _word(row["video"]),
@@ -130,7 +133,8 @@ def read_jsonl(path: Path, durations: Path | None, extension: str) -> Iterator[R
                 spans,
                 duration,
                 f"{path}:{number}",
-                columns=row,
+                saliency,
+                row,
             )
         except (KeyError, ValueError, TypeError) as error:
             raise AnnotationError(
@@ -145,6 +149,18 @@ READERS: dict[str, Callable[[Path, Path | None, str], Iterator[Row]]] = {
     "qvhighlights": read_qvhighlights,
     "jsonl": read_jsonl,
 }
+
+
+def check_spans(spans: tuple[Span, ...], duration: float, cut: bool) -> tuple[tuple[Span, ...], str]:
+    """Cut spans to their video, or tell in words what is wrong with them."""
+    if not spans:
+        return (), "it has no span"
+    for start, end in spans:
+        if not start < end < math.inf:
+            return (), f"the span {start:g} to {end:g} s does not end after it starts"
+        if not 0 <= start < duration < math.inf:
+            return (), f"the span {start:g} to {end:g} s lies outside its video of {duration:g} s"
+    return tuple((start, min(end, duration)) for start, end in spans) if cut else spans, ""
 
 
 def _text(path: Path) -> str:

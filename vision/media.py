@@ -62,19 +62,26 @@ class MediaRoot:
         return self._kept.get((*key, path.stat().st_mtime_ns), lambda: read(path))
 
     def _read_image(self, path: Path) -> Frames:
-        import numpy
-        from PIL import Image, ImageOps, UnidentifiedImageError
+        return decode_image(path, str(path), self.max_image_pixels)
 
-        try:
-            with Image.open(path) as image:
-                if image.width * image.height > self.max_image_pixels:
-                    raise MediaError(
-                        f"'{path}' has {image.width}x{image.height} pixels; the limit is "
-                        f"{self.max_image_pixels} (max_image_pixels)"
-                    )
-                array = numpy.array(ImageOps.exif_transpose(image).convert("RGB"))
-        except (UnidentifiedImageError, OSError, Image.DecompressionBombError) as error:
-            raise MediaError(f"cannot decode '{path}': {error}") from error
-        return Frames(
-            torch.from_numpy(array).permute(2, 0, 1)[None].contiguous(), torch.zeros(1, dtype=torch.float64)
-        )
+
+def decode_image(source: Path | bytes, name: str, max_image_pixels: int = MAX_IMAGE_PIXELS) -> Frames:
+    """Decode a picture from a file or from bytes, upright, as one frame; `name` appears in errors."""
+    import io
+
+    import numpy
+    from PIL import Image, ImageOps, UnidentifiedImageError
+
+    try:
+        with Image.open(io.BytesIO(source) if type(source) is bytes else source) as image:
+            if image.width * image.height > max_image_pixels:
+                raise MediaError(
+                    f"'{name}' has {image.width}x{image.height} pixels; the limit is "
+                    f"{max_image_pixels} (max_image_pixels)"
+                )
+            array = numpy.array(ImageOps.exif_transpose(image).convert("RGB"))
+    except (UnidentifiedImageError, OSError, SyntaxError, Image.DecompressionBombError) as error:
+        raise MediaError(f"cannot decode '{name}': {error}") from error
+    return Frames(
+        torch.from_numpy(array).permute(2, 0, 1)[None].contiguous(), torch.zeros(1, dtype=torch.float64)
+    )

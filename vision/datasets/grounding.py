@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Literal
@@ -13,7 +12,7 @@ import torch
 from mmrl.draws import Stream
 from mmrl.registry import data
 from mmrl.types import Message, Outcome, Part, Prompt
-from mmrl.vision.annotations import READERS, Row
+from mmrl.vision.annotations import READERS, Row, check_spans
 from mmrl.vision.media import MediaRoot
 from mmrl.vision.spans import Moments, Span
 from mmrl.vision.video import MediaError, Sampling, video_duration
@@ -122,18 +121,6 @@ def _duration(row: Row, media: MediaRoot) -> float:
         return row.duration if row.duration is not None else video_duration(path)
     except MediaError as error:
         raise MediaError(f"{row.place}: {error}") from error
-
-
-def check_spans(spans: tuple[Span, ...], duration: float, cut: bool) -> tuple[tuple[Span, ...], str]:
-    """Cut spans to their video, or tell in words what is wrong with them."""
-    if not spans:
-        return (), "it has no span"
-    for start, end in spans:
-        if not start < end < math.inf:
-            return (), f"the span {start:g} to {end:g} s does not end after it starts"
-        if not 0 <= start < duration < math.inf:
-            return (), f"the span {start:g} to {end:g} s lies outside its video of {duration:g} s"
-    return tuple((start, min(end, duration)) for start, end in spans) if cut else spans, ""
 
 
 def demonstration(row: Row, span: Span, thinks: bool, demo_think: str, decimals: int) -> Outcome:

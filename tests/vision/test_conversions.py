@@ -1,0 +1,217 @@
+"""Rows of verl, ms-swift and LLaMA-Factory and ours, into each other."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from PIL import Image
+
+from mmrl.rows import RowError, sound_rows, write_rows
+from mmrl.vision.builders.converted import Converted
+from mmrl.vision.conversions import (
+    FORMS,
+    describe_llama_factory,
+    from_llama_factory,
+    from_ms_swift,
+    from_verl,
+    to_llama_factory,
+    to_ms_swift,
+    to_verl,
+)
+
+OURS = {"question": "What is it?", "answer": "a dog", "images": ["a.png"], "system": "Be brief."}
+PAIR = {"question": "What is it?", "chosen": "a dog", "rejected": "a cat", "images": ["a.png"]}
+SYSTEM = {"role": "system", "content": "Be brief."}
+USER = {"role": "user", "content": "<image>What is it?"}
+
+
+def says(text):
+    return {"role": "assistant", "content": text}
+
+
+def test_a_row_of_verl():
+    row = {
+        "data_source": "geo3k",
+        "prompt": [{"role": "user", "content": "<image>\nWhat is it?"}],
+        "images": [{"bytes": b"x", "path": None}],
+        "ability": "math",
+        "reward_model": {"style": "rule", "ground_truth": "3"},
+        "extra_info": {"index": 0},
+    }
+    ours = from_verl(row)
+    assert (ours["question"], ours["answer"], ours["images"]) == ("What is it?", "3", row["images"])
+    back = to_verl(ours)
+    assert back == {**row, "prompt": [USER]}
+
+
+def test_a_row_of_ms_swift():
+    row = {"messages": [SYSTEM, USER, says("a dog")], "images": ["a.png"], "rejected_response": "a cat"}
+    ours = from_ms_swift(row)
+    assert ours == {**PAIR, "system": "Be brief."}
+    assert to_ms_swift(ours) == row
+    answered = to_ms_swift(OURS)
+    assert answered == {"messages": [SYSTEM, USER, says("a dog")], "images": ["a.png"], "solution": "a dog"}
+
+
+def test_older_rows_of_ms_swift():
+    row = {"query": "and now?", "response": "a cat", "history": [["what?", "a dog"]], "system": "Be brief."}
+    ours = from_ms_swift(row)
+    turns = [{"role": "user", "content": "what?"}, says("a dog"), {"role": "user", "content": "and now?"}]
+    assert ours == {"system": "Be brief.", "messages": turns, "answer": "a cat"}
+    rejected = {
+        "messages": [USER, says("a dog")],
+        "rejected_messages": [USER, says("a cat")],
+        "images": ["a.png"],
+    }
+    assert from_ms_swift(rejected) == PAIR
+
+
+def test_rows_of_llama_factory():
+    shared = {
+        "conversations": [{"from": "human", "value": "<image>What is it?"}],
+        "chosen": {"from": "gpt", "value": "a dog"},
+        "rejected": {"from": "gpt", "value": "a cat"},
+        "images": ["a.png"],
+    }
+    assert from_llama_factory(shared) == PAIR
+    assert to_llama_factory(PAIR) == {
+        "messages": [USER], "images": ["a.png"], "chosen": says("a dog"), "rejected": says("a cat")
+    }  # fmt: skip
+    alpaca = {"instruction": "What is", "input": "it?", "output": "a dog", "kto_tag": False}
+    assert from_llama_factory(alpaca) == {"question": "What is\nit?", "answer": "a dog", "label": False}
+    assert to_llama_factory(from_llama_factory(alpaca))["kto_tag"] is False
+
+
+def test_llama_factory_is_told_of_the_columns():
+    told = describe_llama_factory(["chosen", "images", "messages", "rejected"], "train.json")
+    assert told["ranking"] and told["file_name"] == "train.json" and told["formatting"] == "sharegpt"
+    assert set(told["columns"]) == {"chosen", "images", "messages", "rejected"}
+    assert "ranking" not in describe_llama_factory(["messages"], "train.json")
+
+
+@pytest.mark.parametrize("name", ["verl", "ms_swift", "llama_factory"])
+@pytest.mark.parametrize(
+    "ours",
+    [
+        OURS,
+        {"question": "first <image>, then <image>?", "answer": "x", "images": ["a.png", "b.png"]},
+        {"question": "and a clip?", "answer": "y", "videos": ["c.mp4"], "images": ["a.png"]},
+        {
+            "messages": [USER, says("a dog"), {"role": "user", "content": "sure?"}],
+            "answer": "z",
+            "images": ["a"],
+        },
+    ],
+)
+def test_there_and_back(name, ours):
+    form = FORMS[name]
+    back = form.read(form.write(ours))
+    assert {key: back[key] for key in ours} == ours
+
+
+def test_marks_inside_a_text_stay_there():
+    asked = lambda text: {"messages": [{"role": "user", "content": text}], "images": ["a.png"]}
+    assert from_ms_swift(asked("is <image> it?"))["question"] == "is <image> it?"
+    assert from_ms_swift(asked("<image>is it <image>?"))["question"] == "<image>is it <image>?"
+
+
+@pytest.mark.parametrize("name", ["ms_swift", "llama_factory"])
+def test_pairs_there_and_back(name):
+    form = FORMS[name]
+    assert form.read(form.write(PAIR)) == PAIR
+
+
+def test_pairs_as_trl_has_them_are_written():
+    told = {
+        "prompt": [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "What is it?"}]}]
+    }
+    row = {**told, "chosen": [says("a dog")], "rejected": [says("a cat")], "images": ["a.png"]}
+    assert to_ms_swift(row) == {
+        "messages": [USER, says("a dog")], "images": ["a.png"], "rejected_response": "a cat"
+    }  # fmt: skip
+
+
+def test_parts_of_messages_give_their_media_in_place():
+    parts = [
+        {"type": "text", "text": "is "},
+        {"type": "image", "image": "a.png"},
+        {"type": "text", "text": "it?"},
+    ]
+    ours = from_ms_swift({"messages": [{"role": "user", "content": parts}]})
+    assert ours == {"question": "is <image>it?", "images": ["a.png"]}
+
+
+@pytest.mark.parametrize(
+    ("read", "row", "message"),
+    [
+        (from_verl, {"prompt": "text"}, "wanted a list of messages"),
+        (from_ms_swift, {}, "wanted a list of messages"),
+        (from_ms_swift, {"messages": [{"role": "tool", "content": ""}]}, "a message of the role 'tool'"),
+        (from_ms_swift, {"messages": [{"role": "user", "content": 3}]}, "wanted a text or parts"),
+        (
+            from_ms_swift,
+            {"messages": [{"role": "user", "content": [{"type": "audio"}]}]},
+            "cannot convert the part",
+        ),
+        (from_ms_swift, {"messages": [SYSTEM]}, "ask nothing"),
+        (from_llama_factory, {"text": "document"}, "wanted conversations, messages or an instruction"),
+        (to_verl, {"question": "what?"}, "verl checks answers"),
+        (to_llama_factory, {"question": "what?"}, "learns from answers"),
+        (to_ms_swift, {"answer": "x"}, "no `question`"),
+    ],
+)
+def test_rows_that_cannot_be_converted_say_why(read, row, message):
+    with pytest.raises(RowError, match=message):
+        read(row)
+
+
+# ---- the builder
+
+
+@pytest.fixture
+def source(tmp_path):
+    folder = tmp_path / "theirs"
+    (folder / "pictures").mkdir(parents=True)
+    Image.new("RGB", (4, 3), (200, 0, 0)).save(folder / "pictures" / "a.png")
+    row = {"messages": [USER, says("a dog")], "images": ["pictures/a.png"]}
+    write_rows(
+        folder / "train.jsonl", [row, {**row, "images": ["pictures/none.png"]}, {"messages": [SYSTEM]}]
+    )
+    return folder
+
+
+def build(source, output, **options):
+    return Converted(source=str(source), **options).build(output)
+
+
+def test_converted_copies_media_and_names_what_it_leaves_out(source, tmp_path):
+    counts = build(source, tmp_path / "ours", source_form="ms_swift", bad_rows="drop")
+    assert counts == {"train": 1, "dropped": 2}
+    (row,) = sound_rows(tmp_path / "ours" / "train.jsonl")
+    assert row.columns == {"question": "What is it?", "answer": "a dog", "images": ["media/pictures/a.png"]}
+    assert (tmp_path / "ours" / "media" / "pictures" / "a.png").is_file()
+    manifest = json.loads((tmp_path / "ours" / "manifest.json").read_text())
+    assert ["none.png" in manifest["dropped"][0], "ask nothing" in manifest["dropped"][1]] == [True, True]
+    with pytest.raises(RowError, match=r"train\.jsonl:2: there is no file 'pictures/none\.png'"):
+        build(source, tmp_path / "strict", source_form="ms_swift")
+
+
+def test_converted_goes_to_verl_with_pictures_inside_and_back(source, tmp_path):
+    build(source, tmp_path / "verl", source_form="ms_swift", form="verl", bad_rows="drop")
+    (row,) = sound_rows(tmp_path / "verl" / "train.parquet")
+    encoded = (source / "pictures" / "a.png").read_bytes()
+    assert row.columns["images"] == [{"bytes": encoded, "path": "media/pictures/a.png"}]
+    assert row.columns["prompt"] == [USER]
+    assert row.columns["extra_info"] == {"split": "train", "index": 0}
+    build(tmp_path / "verl", tmp_path / "back", source_form="verl")
+    (row,) = sound_rows(tmp_path / "back" / "train.jsonl")
+    assert row.columns["answer"] == "a dog"
+    assert (tmp_path / "back" / row.columns["images"][0]).read_bytes() == encoded
+
+
+def test_converted_describes_itself_to_llama_factory(source, tmp_path):
+    build(source, tmp_path / "lf", source_form="ms_swift", form="llama_factory", bad_rows="drop")
+    info = json.loads((tmp_path / "lf" / "dataset_info.json").read_text())
+    assert info["lf_train"]["file_name"] == "train.json"
+    assert len(json.loads((tmp_path / "lf" / "train.json").read_text())) == 1

@@ -1,0 +1,151 @@
+"""Questions with answers that can be checked: reading them, and judging answers."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+from PIL import Image
+
+from mmrl.rows import RowError, write_rows
+from mmrl.types import Outcome, Prompt
+from mmrl.vision.datasets.visual_qa import visual_qa
+from mmrl.vision.rewards.short_answers import last_answer, normal_words, short_answer
+
+ROW = {"id": "q1", "image": "a.png", "question": "What colour is it?", "answer": "red"}
+
+
+@pytest.fixture
+def home(tmp_path):
+    Image.new("RGB", (4, 3), (200, 0, 0)).save(tmp_path / "a.png")
+    Image.new("RGB", (2, 2), (0, 0, 200)).save(tmp_path / "b.png")
+    return tmp_path
+
+
+def read(home, *rows, name="train.jsonl", **options):
+    write_rows(home / name, rows)
+    return visual_qa(path=str(home / name), **options)
+
+
+def test_visual_qa_shows_the_picture_then_asks(home):
+    (prompt,) = read(home, ROW)
+    (message,) = prompt.messages
+    assert [part.media.name if part.media else part.text for part in message.parts] == [
+        "a.png",
+        ROW["question"],
+    ]
+    assert (prompt.uid, prompt.target, prompt.answers) == ("q1", "red", ())
+    assert message.parts[0].media.load().pixels[0, :, 0, 0].tolist() == [200, 0, 0]
+
+
+def test_visual_qa_reads_columns_of_other_names_and_encoded_pictures(home):
+    encoded = {"bytes": (home / "b.png").read_bytes(), "path": None}
+    row = {"query": "What colour?", "label": ["blue", "azure"], "picture": encoded}
+    columns = {"question": "query", "answer": "label", "image": "picture"}
+    (prompt,) = read(home, row, name="train.parquet", columns=columns)
+    assert (prompt.uid, prompt.target) == ("train#0", ("blue", "azure"))
+    assert prompt.media[0].load().pixels[0, :, 0, 0].tolist() == [0, 0, 200]
+    assert "image" not in prompt.columns  # a data set of encoded pictures is not held twice
+
+
+def test_visual_qa_places_media_and_letters_choices(home):
+    row = {"images": ["a.png", "b.png"], "question": "<image> or <image>?", "choices": ["first", "second"]}
+    (prompt,) = read(home, {**row, "answer": "B"}, prompt="{question}\n{choices}")
+    parts = [part.media.name if part.media else part.text for part in prompt.messages[0].parts]
+    assert parts == ["a.png", " or ", "b.png", "?\nA. first\nB. second"]
+
+
+def test_visual_qa_gives_the_right_answer_as_a_demonstration(home):
+    (prompt,) = read(home, {**ROW, "answer": 3}, demo="<answer>{answer}</answer>")
+    assert prompt.answers[0].text == "<answer>3</answer>"
+    assert short_answer([prompt], prompt.answers) == [1.0]
+
+
+@pytest.mark.parametrize(("answer", "target"), [(True, "yes"), (False, "no"), (0, "0"), (2.5, "2.5")])
+def test_answers_that_are_no_texts_become_texts(home, answer, target):
+    assert read(home, {**ROW, "answer": answer})[0].target == target
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"question": ""}, "wanted a text `question`"),
+        ({"answer": None}, "wanted an `answer`"),
+        ({"answer": " "}, "wanted an `answer`"),
+        ({"image": "nothing.png"}, "there is no file 'nothing.png'"),
+        ({"image": "../a.png"}, r"the media path '../a.png' leaves its root"),
+        ({"question": "<image> <image>"}, "the text marks image, image, but the row holds image"),
+    ],
+)
+def test_rows_that_cannot_be_used_are_named_and_counted(home, caplog, change, message):
+    with pytest.raises(RowError, match=rf"1 rows of .*cannot be used.*\n.*train\.jsonl:2: {message}"):
+        read(home, ROW, {**ROW, "id": "q2", **change})
+    with caplog.at_level(logging.WARNING, "mmrl"):
+        assert len(read(home, ROW, {**ROW, "id": "q2", **change}, bad_rows="drop")) == 1
+    assert message.replace("\\", "") in caplog.text
+
+
+def test_a_prompt_that_names_a_column_there_is_not(home):
+    with pytest.raises(RowError, match="names 'hint', which the row does not have"):
+        read(home, ROW, prompt="{question} {hint}")
+
+
+def test_two_rows_of_one_id_are_refused(home):
+    with pytest.raises(ValueError, match="two rows with the id 'q1'"):
+        read(home, ROW, ROW)
+    assert len(read(home, ROW, ROW, limit=1)) == 1
+
+
+# ---- rewards
+
+
+def judged(target, text, **options):
+    return short_answer([Prompt("a", (), target)], [Outcome(text=text)], **options)[0]
+
+
+@pytest.mark.parametrize(
+    ("target", "text", "wanted"),
+    [
+        ("a teal triangle", "Teal triangle.", 1.0),
+        ("teal triangle", "<answer>red</answer> no, <answer> TEAL triangle </answer>", 1.0),
+        ("teal triangle", "it is a teal triangle", 0.0),
+        ("2", "Two", 1.0),
+        ("4", r"so it is \boxed{4}", 1.0),
+        (("car", "automobile"), "an automobile", 1.0),
+        ("red", "", 0.0),
+        ("the", "", 0.0),  # nothing is left of both
+        ("1,000", "1000", 1.0),
+    ],
+)
+def test_short_answer_of_words(target, text, wanted):
+    assert judged(target, text) == wanted
+
+
+@pytest.mark.parametrize(
+    ("target", "text", "tolerance", "wanted"),
+    [
+        ("100", "about 104.9", 0.05, 1.0),
+        ("100", "105.1", 0.05, 0.0),
+        ("12.5%", "0.125", 0.0, 1.0),
+        ("-3", "first 2, then -3", 0.0, 1.0),
+        ("1,234", "1234.0", 0.0, 1.0),
+        ("3", "no number", 0.5, 0.0),
+        ("cow", "a cow", 0.0, 1.0),  # a target without a number is compared by words
+    ],
+)
+def test_short_answer_of_numbers(target, text, tolerance, wanted):
+    assert judged(target, text, form="number", tolerance=tolerance) == wanted
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [("B", 1.0), ("(B) second", 1.0), ("A or B", 1.0), ("A", 0.0), ("Both", 0.0), ("b", 0.0)],
+)
+def test_short_answer_of_letters(text, wanted):
+    assert judged("B", text, form="letter") == wanted
+
+
+def test_the_last_block_counts_before_a_box_before_the_text():
+    assert last_answer("<a>1</a> <A>2</A>", "a") == "2"
+    assert last_answer(r"\boxed{1} \boxed{2} 3", "answer") == "2"
+    assert normal_words("The dog's 3.5 km, an hour!") == ["dog's", "3.5", "km", "hour"]

@@ -1,0 +1,75 @@
+"""Published annotations of temporal grounding as plain rows."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+from mmrl.registry import builder
+from mmrl.rows import write_rows
+from mmrl.vision.annotations import READERS, Row, check_spans
+from mmrl.vision.media import MediaRoot
+from mmrl.vision.named_media import Named
+from mmrl.vision.video import MediaError, video_duration
+from mmrl.vision.writing import Ledger, MediaWriter
+
+
+@builder
+class TemporalGrounding:
+    """Turn Charades-STA, ActivityNet Captions or QVHighlights into one jsonl for `vision.grounding`.
+
+    A row holds `video` (relative to `root`, or with `copy` to the output), `query`, `spans`, `duration`,
+    `id`, and `saliency` where there is any. Durations come from the file, from `durations` (a CSV with `id`
+    and `length`), or from the clips. Spans are cut to their clip unless `clip_spans` is off. Rows whose clip
+    is missing or whose span lies outside are errors, or with `bad_rows: drop` named in the manifest.
+    """
+
+    def __init__(
+        self,
+        *,
+        format: Literal["charades_sta", "activitynet", "qvhighlights", "jsonl"],
+        path: str,
+        root: str,
+        split: str = "train",
+        durations: str = "",
+        extension: str = ".mp4",
+        clip_spans: bool = True,
+        copy: bool = False,
+        bad_rows: Literal["error", "drop"] = "error",
+    ) -> None:
+        self.format, self.path, self.root, self.split = format, Path(path), Path(root), split
+        self.durations, self.extension = Path(durations) if durations else None, extension
+        self.clip_spans, self.copy, self.bad_rows = clip_spans, copy, bad_rows
+
+    def build(self, output: Path) -> dict[str, Any]:
+        """Write the rows, and tell how many."""
+        if not self.path.is_file():
+            raise ValueError(f"there is no annotation file '{self.path}'")
+        ledger = Ledger(self.bad_rows)
+        media = MediaWriter(MediaRoot(self.root), output, "videos")
+        rows = []
+        for row in READERS[self.format](self.path, self.durations, self.extension):
+            try:
+                rows.append(self._row(row, media))
+            except MediaError as error:
+                ledger.drop(row.place, str(error))
+        ledger.kept[self.split] = len(rows)
+        if rows:
+            write_rows(output / f"{self.split}.jsonl", rows)
+        told = {
+            "source": self.path.name,
+            "format": self.format,
+            "media": "copied" if self.copy else "in place",
+        }
+        return ledger.finish(output, told)
+
+    def _row(self, row: Row, media: MediaWriter) -> dict[str, Any]:
+        located = media.root.locate(row.video)
+        duration = video_duration(located) if row.duration is None else row.duration
+        spans, reason = check_spans(row.spans, duration, self.clip_spans)
+        if reason:
+            raise MediaError(reason)
+        video = media.put(Named("video", row.video)) if self.copy else row.video
+        written = {"id": row.uid, "video": video, "query": row.query.strip(), "spans": list(map(list, spans))}
+        written["duration"] = duration
+        return written | ({"saliency": list(map(list, row.saliency))} if row.saliency else {})
