@@ -32,16 +32,20 @@ class Prefix:
         return Prefix(self.cache, self.mask[which], self.last[which], self.positions[:, which])
 
 
-def prefill(
-    core: nn.Module, prompts: Sequence[Encoded], make_cache: Callable[[Any], Any] | None = None
-) -> Prefix:
+MakeCache = Callable[[Any, Tensor, Tensor], Any]  # (config, visual, mask), both (P, S) bool, to a cache
+
+
+def prefill(core: nn.Module, prompts: Sequence[Encoded], make_cache: MakeCache | None = None) -> Prefix:
     """Send distinct prompts through a model, each once."""
     from transformers import DynamicCache
 
     device = core.get_input_embeddings().weight.device
     held = [replace_ids(prompt, slice(0, -1)) for prompt in prompts]
     ids, mask, positions = pad_left(held, device)
-    cache = make_cache(core.config) if make_cache else DynamicCache(config=core.config)
+    if make_cache:
+        cache = make_cache(core.config, visual_tokens(core.config, ids) & mask.bool(), mask.bool())
+    else:
+        cache = DynamicCache(config=core.config)
     core(
         input_ids=ids,
         attention_mask=mask,
@@ -61,6 +65,12 @@ def prefill(
         1,
     )
     return Prefix(cache, mask, last, ends.to(device))
+
+
+def visual_tokens(config: Any, ids: Tensor) -> Tensor:
+    """Find the placeholders that pictures and clips stand in for: ids (P, S) to (P, S) bool."""
+    named = [getattr(config, f"{kind}_token_id", None) for kind in ("image", "video")]
+    return torch.isin(ids, ids.new_tensor([token for token in named if token is not None]))
 
 
 def replace_ids(prompt: Encoded, cut: slice) -> Encoded:

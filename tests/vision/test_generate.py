@@ -198,13 +198,19 @@ def test_keys_and_values_are_held_by_the_cache_that_is_named(policy):
     class Counted(DynamicCache):
         pass
 
-    def cache(config):
+    def cache(config, visual, mask):
+        assert visual.shape == mask.shape == (len(asked), max(len(row.steps.prompt.ids) - 1 for row in rows))
+        for one, row in zip(visual.sum(1).tolist(), rows, strict=True):
+            assert one == row.steps.prompt.ids.eq(policy.model.config.image_token_id).sum() + (
+                row.steps.prompt.ids.eq(policy.model.config.video_token_id).sum()
+            )
+        assert mask.sum(1).tolist() == [len(row.steps.prompt.ids) - 1 for row in rows]
         made.append(Counted(config=config))
         return made[-1]
 
     asked = mixed.prompts(FAMILY)
-    rows = mixed.generate(policy, asked, cache=cache)
-    assert said(rows) == said(mixed.generate(policy, asked))
+    rows = mixed.generate(policy, asked)
+    assert said(rows) == said(mixed.generate(policy, asked, cache=cache))
     assert len(made) == 1
 
 

@@ -4,8 +4,6 @@ way."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,22 +12,13 @@ from mmrl.draws import Stream
 from mmrl.modules import LOW
 from mmrl.registry import engine
 from mmrl.types import Outcome, Prompt, Rollouts, Trajectory
-from mmrl.vision.chat import Encoded
 from mmrl.vision.loading import caching
-from mmrl.vision.prefill import Prefix, axes, prefill
-from mmrl.vision.prefix import FORBIDDEN, Speaker, TokenRow, distinct_prompts
+from mmrl.vision.prefill import MakeCache
+from mmrl.vision.prefix import Speaker, TokenRow
+from mmrl.vision.reading import Asked, Branch, Reader
 from mmrl.vision.sampling import Sampler
 
 COMPACT = 8  # rows leave the batch once one in so many is done
-
-
-@dataclass
-class _Row:
-    """An answer on its way."""
-
-    prompt: Prompt
-    encoded: Encoded
-    uniform: Tensor
 
 
 @engine
@@ -38,7 +27,7 @@ class Generate:
     time (0: all).
 
     Settings are built from zero; a checkpoint's generation_config is not read. `cache` names what holds keys
-    and values.
+    and values; it learns which tokens of a prompt are visual and which are padding.
     """
 
     notes = frozenset({"logp", "entropy", "token"})
@@ -54,7 +43,7 @@ class Generate:
         top_k: int = 0,
         min_p: float = 0.0,
         batch_size: int = 0,
-        cache: Callable[[Any], Any] | None = None,
+        cache: MakeCache | None = None,
     ) -> None:
         if max_completion_length < 1:
             raise ValueError(f"`max_completion_length` must be at least 1, not {max_completion_length}")
@@ -67,36 +56,42 @@ class Generate:
         # Made anew for every collection, because any of the four may follow a schedule.
         return Sampler(self.temperature, self.top_p, self.top_k, self.min_p)
 
-    @torch.no_grad()
     def rollout(self, prompts: Sequence[Prompt]) -> Rollouts:
         """Answer every entry, in order."""
+        return self.decode(prompts, self.reader)
+
+    def reader(self, rows: Sequence[Asked]) -> Reader:
+        """Begin to read rows as the policy sees them."""
+        return Branch(self.policy, [row.encoded for row in rows], self.cache)
+
+    @torch.no_grad()
+    def decode(self, prompts: Sequence[Prompt], begin: Callable[[Sequence[Asked]], Reader]) -> Rollouts:
+        """Answer every entry, in order, with the logits of a reader that `begin` makes for every batch of
+        rows."""
         asked: dict[str, int] = {}
         rows = []
         for prompt in prompts:
             index = asked[prompt.uid] = asked.get(prompt.uid, -1) + 1
             generator = self.stream.generator(prompt.uid, index)
             uniform = torch.rand(self.max_completion_length, generator=generator)
-            rows.append(_Row(prompt, self.policy.chat.encode(prompt), uniform))
+            rows.append(Asked(prompt, index, self.policy.chat.encode(prompt), uniform))
         size = self.batch_size or len(rows) or 1
         core, compute = self.policy.core, self.policy.compute
         device = core.get_input_embeddings().weight.device
         finished: list[Trajectory] = []
         for at in range(0, len(rows), size):
             with caching(self.policy.model), torch.autocast(device.type, compute, compute in LOW):
-                finished += self._answer(rows[at : at + size])
+                finished += self._answer(rows[at : at + size], begin)
         return tuple(finished)
 
-    def _answer(self, rows: list[_Row]) -> list[Trajectory]:
-        distinct, which = distinct_prompts([row.encoded for row in rows])
-        core = self.policy.core
-        device = core.get_input_embeddings().weight.device
-        prefix = prefill(core, distinct, self.cache).select(which.to(device))
+    def _answer(self, rows: list[Asked], begin: Callable[[Sequence[Asked]], Reader]) -> list[Trajectory]:
+        device = self.policy.core.get_input_embeddings().weight.device
         uniform = torch.stack([row.uniform for row in rows]).to(device)
         ids = torch.zeros(len(rows), self.max_completion_length, dtype=torch.int64, device=device)
         logp, entropy = (torch.zeros(ids.shape, device=device) for _ in range(2))
         length = torch.full((len(rows),), self.max_completion_length, device=device)
         ended = torch.zeros(len(rows), dtype=torch.bool, device=device)
-        for t, alive, token, said, doubt in self._steps(prefix, uniform):
+        for t, alive, token, said, doubt in self._steps(begin(rows), uniform):
             ids[alive, t], logp[alive, t], entropy[alive, t] = token, said.float(), doubt.float()
             done = torch.isin(token, torch.tensor(self.policy.chat.end, device=device))
             length[alive[done]] = t + 1
@@ -107,27 +102,16 @@ class Generate:
             for i, (row, n) in enumerate(zip(rows, length.tolist(), strict=True))
         ]
 
-    def _steps(self, prefix: Prefix, uniform: Tensor):
+    def _steps(self, reader: Reader, uniform: Tensor):
         """Generate step by step: yields (step, row numbers, tokens, log-probabilities, entropies) of rows
         still in the batch."""
-        core, head, sampler = self.policy.core, self.policy.model.get_output_embeddings(), self._sampler()
-        device = prefix.mask.device
+        sampler, device = self._sampler(), uniform.device
         ends = torch.tensor(self.policy.chat.end, device=device)
-        forbidden = torch.tensor(self.policy.chat.placeholders, device=device)
         alive = torch.arange(len(uniform), device=device)
         done = torch.zeros(len(uniform), dtype=torch.bool, device=device)
-        token, positions, mask = prefix.last, prefix.positions, prefix.mask
+        token = None
         for t in range(self.max_completion_length):
-            mask = torch.cat([mask, mask.new_ones(len(mask), 1)], 1)
-            at = positions[..., :1] if t == 0 else positions[..., 1:] + (t - 1)
-            hidden = core(
-                input_ids=token[:, None],
-                attention_mask=mask,
-                position_ids=axes(at),
-                past_key_values=prefix.cache,
-                use_cache=True,
-            ).last_hidden_state[:, -1]
-            logits = head(hidden).float().index_fill(-1, forbidden, FORBIDDEN)
+            logits = reader.read(token)
             token, said, doubt = sampler.draw(logits, uniform[alive, t])
             yield t, alive[~done], token[~done], said[~done], doubt[~done]
             done |= torch.isin(token, ends)
@@ -135,11 +119,10 @@ class Generate:
                 return
             if int(done.sum()) * COMPACT >= len(done):
                 kept = (~done).nonzero()[:, 0]
-                prefix.cache.batch_select_indices(kept)
-                alive, token, mask, positions = alive[kept], token[kept], mask[kept], positions[:, kept]
-                done = done[kept]
+                reader.keep(kept)
+                alive, token, done = alive[kept], token[kept], done[kept]
 
-    def _row(self, row: _Row, ids: Tensor, logp: Tensor, entropy: Tensor, ended: bool) -> Trajectory:
+    def _row(self, row: Asked, ids: Tensor, logp: Tensor, entropy: Tensor, ended: bool) -> Trajectory:
         text = self.policy.chat.text(ids)
         outcome = Outcome(text=text, end=len(ids), tags={"finish": "stop" if ended else "length"})
         steps = TokenRow(row.encoded, ids, self.temperature or 1.0)

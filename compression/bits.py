@@ -1,0 +1,261 @@
+"""Numbers in 1, 2, 4 or 8 bits: pure functions, a few lines of algebra each.
+
+A code is a whole number from 0 to `2 ** nbits - 1`. It stands for `low + scale * code`. Codes that share a
+scale are a group: the tokens of one channel (`axis: channel`), or neighbouring channels of one token
+(`axis: token`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+Rule = Literal["shrunk", "centred", "quantile", "range", "fitted"]
+Side = Literal["keys", "values"]
+BITS = (1, 2, 4, 8)
+FLAT = 1e-6  # a range below which a channel is constant, and kept as that constant
+SHRINK = {"keys": 0.5, "values": 0.3}  # of CalibQuant (arXiv 2502.14882) at one bit; 1 at more
+QUANTILE = 0.2  # our reading of its first version, at one bit; 0 at more
+# Half the range of the uniform quantizer of a Gaussian with least error, in standard deviations.
+GAUSSIAN = {1: 0.798, 2: 1.494, 4: 2.514, 8: 3.927}
+
+
+# ---- packing
+
+
+def check_bits(nbits: int, name: str = "nbits") -> None:
+    """Refuse numbers of bits that no byte divides into."""
+    if nbits not in BITS:
+        raise ValueError(f"`{name}` must be one of {', '.join(map(str, BITS))}, not {nbits}")
+
+
+def pack(codes: Tensor, nbits: int) -> Tensor:
+    """Put codes (..., n) into bytes (..., ceil(n * nbits / 8)), the first code in the highest bits.
+
+    Where codes do not fill the last byte, zeros do.
+    """
+    check_bits(nbits)
+    each = 8 // nbits
+    codes = torch.nn.functional.pad(codes.to(torch.uint8), (0, -codes.shape[-1] % each))
+    packed = torch.zeros_like(codes[..., ::each])
+    for j in range(each):
+        packed |= codes[..., j::each] << (nbits * (each - 1 - j))
+    return packed
+
+
+def unpack(packed: Tensor, nbits: int, size: int, dtype: torch.dtype = torch.uint8) -> Tensor:
+    """Take the first `size` codes out of bytes: (..., m) to (..., size). The inverse of `pack`."""
+    check_bits(nbits)
+    # One look-up gives all codes of a byte, already in the wanted precision.
+    codes = table(nbits, dtype, packed.device)[packed.int()]
+    return codes.flatten(-2)[..., :size]
+
+
+@cache
+def table(nbits: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """List the codes of every byte: (256, 8 / nbits)."""
+    each = 8 // nbits
+    shifts = nbits * torch.arange(each - 1, -1, -1)
+    return ((torch.arange(256)[:, None] >> shifts) & (2**nbits - 1)).to(device, dtype)
+
+
+# ---- ranges
+
+
+def bounds(
+    x: Tensor, valid: Tensor, dim: int, nbits: int, rule: Rule, side: Side = "keys"
+) -> tuple[Tensor, Tensor]:
+    """Choose what the lowest and the highest code of every group stand for; `dim` of `x` runs over a group.
+
+    `valid` says which numbers count and can be broadcast to `x`. Rules: "range" is from the least to the
+    largest (KIVI, arXiv 2402.02750). "shrunk" pulls both towards zero at one bit, by 0.5 for keys and 0.3 for
+    values (CalibQuant, arXiv 2502.14882, as its code does). "centred" pulls them towards their middle
+    instead, so that a channel far from zero keeps its mean (our variant). "quantile" cuts a fifth off either
+    end at one bit (its first version; the level is our reading). "fitted" has the least squared error that
+    a few rounds of assigning and fitting find (ours), but leaves keys of more than one bit their range:
+    cutting their outliers costs answers. A constant group stands for its constant.
+    """
+    valid = valid.expand(x.shape)
+    least = x.masked_fill(~valid, torch.inf).amin(dim, keepdim=True)
+    most = x.masked_fill(~valid, -torch.inf).amax(dim, keepdim=True)
+    none = least > most
+    least, most = least.masked_fill(none, 0), most.masked_fill(none, 0)
+    low, high = _cut(x, valid, dim, nbits, rule, side, least, most)
+    flat = most - least < FLAT
+    return torch.where(flat, least, low), torch.where(flat, most, high)
+
+
+def _cut(
+    x: Tensor, valid: Tensor, dim: int, nbits: int, rule: Rule, side: Side, least: Tensor, most: Tensor
+) -> tuple[Tensor, Tensor]:
+    shrink = SHRINK[side] if nbits == 1 else 1.0
+    match rule:
+        case "range":
+            return least, most
+        case "shrunk":
+            return shrink * least, shrink * most
+        case "centred":
+            middle, half = (least + most) / 2, shrink * (most - least) / 2
+            return middle - half, middle + half
+        case "quantile" if nbits == 1:
+            return quantile(x, valid, dim, QUANTILE), quantile(x, valid, dim, 1 - QUANTILE)
+        case "quantile":
+            return least, most
+        case "fitted" if nbits > 1 and side == "keys":
+            return least, most
+        case "fitted":
+            return fit(x, valid, dim, nbits, least, most)
+    raise ValueError(f"`rule` must be one of {', '.join(Rule.__args__)}, not '{rule}'")
+
+
+def quantile(x: Tensor, valid: Tensor, dim: int, level: float) -> Tensor:
+    """Find a quantile of what is valid along `dim`, which stays as one; linear between neighbours."""
+    ordered = x.masked_fill(~valid, torch.inf).sort(dim).values
+    place = level * (valid.sum(dim, keepdim=True) - 1).clamp(min=0).to(x.dtype)
+    below, above = (ordered.gather(dim, at.long()) for at in (place.floor(), place.ceil()))
+    return torch.where(
+        below.isinf(), 0, torch.lerp(below, above.where(above.isfinite(), below), place.frac())
+    )
+
+
+def fit(
+    x: Tensor, valid: Tensor, dim: int, nbits: int, least: Tensor, most: Tensor, rounds: int = 6
+) -> tuple[Tensor, Tensor]:
+    """Find evenly spaced levels of small squared error: assign codes, fit a line through them, and again.
+
+    It starts from the levels that are best for a Gaussian. At one bit it ends at two means.
+    """
+    weight = valid.to(x.dtype)
+    count = weight.sum(dim, keepdim=True).clamp(min=1)
+    mean = (x * weight).sum(dim, keepdim=True) / count
+    spread = (((x - mean) * weight) ** 2).sum(dim, keepdim=True).div(count).sqrt()
+    low = torch.maximum(mean - GAUSSIAN[nbits] * spread, least)
+    high = torch.minimum(mean + GAUSSIAN[nbits] * spread, most)
+    top = 2**nbits - 1
+    for _ in range(rounds):
+        scale = ((high - low) / top).clamp(min=FLAT / top)
+        codes = ((x - low) / scale).clamp(0, top).round()
+        middle = (codes * weight).sum(dim, keepdim=True) / count
+        away = (codes - middle) * weight
+        variance = (away**2).sum(dim, keepdim=True)
+        slope = (away * x).sum(dim, keepdim=True) / variance.clamp(min=FLAT)
+        slope = torch.where((variance > FLAT) & (slope > 0), slope, scale)
+        low = mean - slope * middle
+        high = low + top * slope
+    return low, high
+
+
+# ---- codes
+
+
+@dataclass(frozen=True)
+class Codes:
+    """Numbers (..., n, D) in few bits: `packed` is (..., n, ceil(D * nbits / 8)) uint8.
+
+    `scale` and `low` are (..., 1, D) where tokens share them, (..., n, D / g) where g channels of a token
+    do.
+    """
+
+    packed: Tensor
+    scale: Tensor
+    low: Tensor
+    nbits: int
+    size: int
+
+    @property
+    def nbytes(self) -> int:
+        """Measure everything that is held."""
+        return sum(t.numel() * t.element_size() for t in (self.packed, self.scale, self.low))
+
+    @property
+    def by_token(self) -> bool:
+        """Tell whether every token has scales of its own."""
+        return self.scale.shape[-1] != self.size
+
+    def select(self, rows: Tensor) -> Codes:
+        """Keep rows of the first axis, in this order."""
+        return replace(self, packed=self.packed[rows], scale=self.scale[rows], low=self.low[rows])
+
+
+def quantize(
+    x: Tensor,
+    nbits: int,
+    *,
+    valid: Tensor | None = None,
+    rule: Rule = "range",
+    side: Side = "keys",
+    channels: int = 0,
+) -> Codes:
+    """Put numbers (..., n, D) into few bits, one scale per channel, or per `channels` channels of a token.
+
+    `valid` (..., n, 1) says which tokens count: the others get code 0 and touch no range. Ranges are found in
+    float32 or better, scales are held in the precision of `x`. Codes are clamped, then rounded, ties to even.
+    """
+    check_bits(nbits)
+    size, kept = x.shape[-1], x.dtype
+    if channels and size % channels:
+        raise ValueError(f"groups of {channels} channels do not divide a head of size {size}")
+    exact = x if x.dtype == torch.float64 else x.float()
+    valid = torch.ones_like(exact[..., :1], dtype=torch.bool) if valid is None else valid
+    if channels:
+        exact, where, dim = exact.unflatten(-1, (-1, channels)), valid[..., None], -1
+    else:
+        where, dim = valid, -2
+    low, high = bounds(exact, where, dim, nbits, rule, side)
+    top = 2**nbits - 1
+    scale = torch.where(high - low < FLAT, 1.0, (high - low) / top)
+    # Codes are chosen for the scales as they are held, which may have been rounded.
+    scale, low = scale.to(kept).to(exact.dtype), low.to(kept).to(exact.dtype)
+    scale = torch.where(scale > 0, scale, 1.0)
+    codes = ((exact - low) / scale).clamp(0, top).round().masked_fill(~where, 0)
+    if channels:
+        codes, scale, low = codes.flatten(-2), scale.squeeze(-1), low.squeeze(-1)
+    return Codes(pack(codes, nbits), scale.to(kept), low.to(kept), nbits, size)
+
+
+def dequantize(codes: Codes) -> Tensor:
+    """Give back the numbers (..., n, D) that codes stand for."""
+    x = unpack(codes.packed, codes.nbits, codes.size, codes.scale.dtype)
+    if not codes.by_token:
+        return x * codes.scale + codes.low
+    x = x.unflatten(-1, (codes.scale.shape[-1], -1))
+    return (x * codes.scale[..., None] + codes.low[..., None]).flatten(-2)
+
+
+# ---- around codes
+
+
+@cache
+def rotation(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Make an orthonormal symmetric (size, size) matrix that spreads outliers over channels.
+
+    A Walsh-Hadamard matrix, or blocks of one where the size is no power of two. Queries and keys turned alike
+    have the same product; values are turned back behind the sum (the idea of AKVQ-VL, arXiv 2501.15021).
+    """
+    block = size & -size
+    one = torch.ones(1, 1, dtype=torch.float64)
+    pair = torch.tensor([[1.0, 1.0], [1.0, -1.0]], dtype=torch.float64) / 2**0.5
+    while one.shape[0] < block:
+        one = torch.kron(pair, one)
+    return torch.block_diag(*[one] * (size // block)).to(device, dtype)
+
+
+def calibrate(scores: Tensor, valid: Tensor, *, drop: float = 3.0, guard: bool = True) -> Tensor:
+    """Lower the largest visual score of every query by `drop` nats, keep the least, and move the rest between
+    them (CalibQuant).
+
+    `scores` (..., n) are behind the division by sqrt(D) and before mask and softmax. Where they span less
+    than `drop`, the published formula turns their order around; with `guard` they become equal there (our
+    reading).
+    """
+    valid = valid.expand(scores.shape)
+    least = scores.masked_fill(~valid, torch.inf).amin(-1, keepdim=True)
+    most = scores.masked_fill(~valid, -torch.inf).amax(-1, keepdim=True)
+    span = most - least
+    slope = (span - drop) / (span + 1e-8)
+    slope = slope.clamp(min=0) if guard else slope
+    return torch.where(valid, least + (scores - least) * slope, scores)

@@ -1,0 +1,1 @@
+"""Engine wrappers that watch over what makes rollouts cheap."""

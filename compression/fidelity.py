@@ -1,0 +1,148 @@
+"""How far a cache takes a model from what it says with the full one, and a gate that stops what goes too
+far."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mmrl.compression.held.layout import find_visual
+
+MakeCache = Callable[[Any, Tensor, Tensor], Any]
+Inputs = Mapping[str, Tensor]
+PER_TOKEN = ("attention_mask", "mm_token_type_ids")  # inputs with a number for every token of the prompt
+
+
+@dataclass(frozen=True)
+class Fidelity:
+    """What a cache does to a model: the share of tokens that stay the likeliest, and how many nats
+    KL(full || cache) is, on average and at worst."""
+
+    agreement: float
+    kl: float
+    worst_kl: float
+    num_tokens: int
+    nbytes: int
+    full_nbytes: int
+
+    def __str__(self) -> str:
+        return (
+            f"{self.agreement:.1%} of {self.num_tokens} tokens agree, KL {self.kl:.4f} nats (worst "
+            f"{self.worst_kl:.3f}), {self.nbytes:,} bytes for {self.full_nbytes:,}"
+        )
+
+
+@torch.no_grad()
+def measure(
+    model: nn.Module, prompts: Sequence[Inputs], make_cache: MakeCache, *, num_tokens: int = 16
+) -> Fidelity:
+    """Compare a cache with the full one on prompts, each what the model takes for one: `input_ids` (1, S),
+    pixels and so on, `position_ids` (1, S) or (A, 1, S) if they are to be given.
+
+    The model answers greedily with the full cache; with the other one it reads the same answer token by
+    token. The last token of the prompt is held back, so that every prediction has read the cache.
+    """
+    if not prompts:
+        raise ValueError("there is no prompt to compare caches on; give at least one")
+    from transformers import DynamicCache
+
+    agree, kl, sizes = [], [], [0, 0]
+    for inputs in prompts:
+        full = DynamicCache(config=model.config)
+        expected, answer = _answer(model, inputs, full, None, num_tokens)
+        held = inputs["input_ids"][:, :-1]
+        tested = make_cache(model.config, *_masks(model.config, held, inputs.get("attention_mask")))
+        found, _ = _answer(model, inputs, tested, answer, num_tokens)
+        agree.append((expected.argmax(-1) == found.argmax(-1)).float())
+        kl.append((expected.exp() * (expected - found)).sum(-1))
+        sizes[0] += tested.nbytes
+        sizes[1] += sum(x.numel() * x.element_size() for one in full.layers for x in (one.keys, one.values))
+    agree, kl = torch.cat(agree, 1), torch.cat(kl, 1)
+    return Fidelity(float(agree.mean()), float(kl.mean()), float(kl.max()), agree.numel(), *sizes)
+
+
+def _masks(config: Any, ids: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    real = torch.ones_like(ids) if mask is None else mask[:, : ids.shape[1]]
+    try:
+        return find_visual(config, ids, real)
+    except ValueError:  # a model of text, where a cache that asks for pictures says so itself
+        return torch.zeros_like(real, dtype=torch.bool), real.bool()
+
+
+def _answer(
+    model: nn.Module, inputs: Inputs, cache: Any, answer: Tensor | None, num: int
+) -> tuple[Tensor, Tensor]:
+    """Read a prompt and an answer, or make one up: log-probabilities (1, num, V) and tokens (1, num)."""
+    inputs = dict(inputs)
+    ids, positions = inputs.pop("input_ids"), inputs.pop("position_ids", None)
+    mask = inputs.pop("attention_mask", torch.ones_like(ids))
+    cut = {name: x[:, :-1] if name in PER_TOKEN else x for name, x in inputs.items()}
+    if positions is not None:
+        cut["position_ids"] = positions[..., :-1]
+    model(input_ids=ids[:, :-1], attention_mask=mask[:, :-1], past_key_values=cache, use_cache=True, **cut)
+    token, said, tokens = ids[:, -1:], [], []
+    for t in range(num):
+        place = {} if positions is None else {"position_ids": positions[..., -1:]}
+        if place and t:
+            place["position_ids"] = (positions.max() + t).expand_as(positions[..., -1:])
+        logits = model(
+            input_ids=token,
+            attention_mask=torch.cat([mask, mask.new_ones(1, t)], 1),
+            past_key_values=cache,
+            use_cache=True,
+            **place,
+        ).logits[:, -1]
+        said.append((logits if logits.dtype == torch.float64 else logits.float()).log_softmax(-1))
+        token = said[-1].argmax(-1, keepdim=True) if answer is None else answer[:, t : t + 1]
+        tokens.append(token)
+    return torch.stack(said, 1), torch.cat(tokens, 1)
+
+
+def gate(
+    model: nn.Module,
+    prompts: Sequence[Inputs],
+    make_cache: MakeCache,
+    *,
+    num_tokens: int = 16,
+    min_agreement: float = 0.9,
+    max_kl: float = 0.1,
+    allow: bool = False,
+) -> Fidelity:
+    """Measure a cache, print the result, and refuse it below the thresholds unless that is allowed."""
+    found = measure(model, prompts, make_cache, num_tokens=num_tokens)
+    print(f"cache: {found}")
+    if not allow and not (found.agreement >= min_agreement and found.kl <= max_kl):
+        raise ValueError(
+            f"the cache changes what the model says: {found}; wanted are {min_agreement:.1%} and at most "
+            f"{max_kl} nats. Give it more bits (or drop less), or set `allow: true` to go on with it"
+        )
+    return found
+
+
+def choose(
+    model: nn.Module,
+    prompts: Sequence[Inputs],
+    candidates: Mapping[str, MakeCache],
+    *,
+    num_tokens: int = 16,
+    min_agreement: float = 0.9,
+    max_kl: float = 0.1,
+) -> str:
+    """Measure several caches, print them, and name the smallest that is faithful enough."""
+    found = {
+        name: measure(model, prompts, make_cache, num_tokens=num_tokens)
+        for name, make_cache in candidates.items()
+    }
+    for name, one in found.items():
+        print(f"cache {name}: {one}")
+    good = [name for name, one in found.items() if one.agreement >= min_agreement and one.kl <= max_kl]
+    if not good:
+        raise ValueError(
+            f"none of the caches {', '.join(found)} keeps {min_agreement:.1%} of the tokens within {max_kl} "
+            "nats; offer one with more bits"
+        )
+    return min(good, key=lambda name: found[name].nbytes)

@@ -1,0 +1,137 @@
+"""What keys or values are held in: blocks that give products with queries and weighted sums, exact or from
+codes.
+
+A block holds `R` rows, `h` key-value heads, `n` tokens of `D` channels.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from mmrl.compression.bits import Codes, dequantize, rotation
+from mmrl.compression.held.products import dots, mix
+
+
+class Block(Protocol):
+    """Keys or values of some tokens."""
+
+    nbytes: int
+
+    def dots(self, query: Tensor) -> Tensor: ...  # (R, h, Q, D) to (R, h, Q, n)
+    def mix(self, weights: Tensor) -> Tensor: ...  # (R, h, Q, n) to (R, h, Q, D)
+    def dense(self) -> Tensor: ...  # (R, h, n, D)
+    def select(self, rows: Tensor) -> Block: ...
+
+
+@dataclass(frozen=True)
+class Exact:
+    """Tokens as they came: (R, h, n, D)."""
+
+    x: Tensor
+
+    @property
+    def nbytes(self) -> int:
+        """Measure what is held."""
+        return self.x.numel() * self.x.element_size()
+
+    def dots(self, query: Tensor) -> Tensor:
+        """Multiply with queries."""
+        return (query.to(self.x.dtype) @ self.x.transpose(-1, -2)).to(query.dtype)
+
+    def mix(self, weights: Tensor) -> Tensor:
+        """Add up by weights."""
+        return (weights.to(self.x.dtype) @ self.x).to(weights.dtype)
+
+    def dense(self) -> Tensor:
+        """Give the tokens."""
+        return self.x
+
+    def select(self, rows: Tensor) -> Exact:
+        """Keep rows, in this order."""
+        return Exact(self.x[rows])
+
+
+@dataclass(frozen=True)
+class Coded:
+    """Tokens in few bits, in `E` groups: codes of (R, h, E, n / E, D); `turned` says that they were rotated.
+
+    Scales never meet the codes: what belongs to a channel goes into the query or behind the sum, what belongs
+    to a token into the weight (CalibQuant calls it post-scaling, arXiv 2502.14882).
+    """
+
+    codes: Codes
+    turned: bool = False
+
+    @property
+    def nbytes(self) -> int:
+        """Measure what is held."""
+        return self.codes.nbytes
+
+    def dots(self, query: Tensor) -> Tensor:
+        """Multiply with queries; keys share their scales over tokens."""
+        query = self._turn(query)
+        scale, low = (x.to(query.dtype) for x in (self.codes.scale, self.codes.low))
+        folded = query[:, :, None] * scale
+        flat = dots(folded.flatten(0, 2), self.codes.packed.flatten(0, 2), self.codes.nbits)
+        # One number per query and group: the product of the query with what code 0 stands for.
+        base = query @ low.squeeze(-2).transpose(-1, -2)
+        scores = flat.view(*folded.shape[:-1], -1) + base.transpose(-1, -2)[..., None]
+        return scores.transpose(2, 3).flatten(-2)
+
+    def mix(self, weights: Tensor) -> Tensor:
+        """Add up by weights."""
+        groups = self.codes.packed.shape[2]
+        weights = weights.unflatten(-1, (groups, -1)).transpose(2, 3)
+        found = self._mix_by_token(weights) if self.codes.by_token else self._mix_by_channel(weights)
+        return self._turn(found)
+
+    def _mix_by_channel(self, weights: Tensor) -> Tensor:
+        codes = self.codes
+        scale, low = (x.to(weights.dtype) for x in (codes.scale, codes.low))
+        flat = mix(weights.flatten(0, 2), codes.packed.flatten(0, 2), codes.nbits, codes.size)
+        found = flat.view(*weights.shape[:-1], -1) * scale + weights.sum(-1, keepdim=True) * low
+        return found.sum(2)
+
+    def _mix_by_token(self, weights: Tensor) -> Tensor:
+        codes, kinds = self.codes, self.codes.scale.shape[-1]
+        scale, low = (x.to(weights.dtype).movedim(-1, 3) for x in (codes.scale, codes.low))
+        folded = weights[:, :, :, None] * scale[..., None, :]
+        packed = codes.packed.unflatten(-1, (kinds, -1)).movedim(-2, 3)
+        flat = mix(folded.flatten(0, 3), packed.flatten(0, 3), codes.nbits, codes.size // kinds)
+        base = (weights[:, :, :, None] * low[..., None, :]).sum(-1, keepdim=True)
+        found = flat.view(*folded.shape[:-1], -1) + base
+        return found.sum(2).movedim(2, 3).flatten(-2)
+
+    def dense(self) -> Tensor:
+        """Give back the tokens as near as codes are."""
+        return self._turn(dequantize(self.codes)).flatten(2, 3)
+
+    def select(self, rows: Tensor) -> Coded:
+        """Keep rows, in this order."""
+        return replace(self, codes=self.codes.select(rows))
+
+    def _turn(self, x: Tensor) -> Tensor:
+        # The rotation is its own inverse.
+        return x @ rotation(self.codes.size, x.dtype, x.device) if self.turned else x
+
+
+def spread(x: Tensor, slots: Tensor, length: int) -> Tensor:
+    """Put tokens (R, h, n, D) where their slots (R, n) or (R, h, n) say; slots below 0 are nowhere.
+
+    The result is (R, h, length, D), 0 where nothing was put.
+    """
+    slots = (slots if slots.dim() == 3 else slots[:, None]).expand(x.shape[:3])
+    out = x.new_zeros(*x.shape[:2], length + 1, x.shape[3])
+    where = torch.where(slots < 0, length, slots)[..., None].expand(x.shape)
+    return out.scatter_(2, where, x)[:, :, :length]
+
+
+def collect(x: Tensor, slots: Tensor) -> Tensor:
+    """Take tokens (R, h, S, D) from their slots (R, n) or (R, h, n); slots below 0 give 0."""
+    slots = (slots if slots.dim() == 3 else slots[:, None]).expand(*x.shape[:2], slots.shape[-1])
+    found = x.gather(2, slots.clamp(min=0)[..., None].expand(*slots.shape, x.shape[-1]))
+    return found * (slots >= 0)[..., None]

@@ -1,0 +1,1 @@
+"""How a model runs with less visual computation."""

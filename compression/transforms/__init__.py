@@ -1,0 +1,1 @@
+"""Transforms: from a model to a cheaper one."""

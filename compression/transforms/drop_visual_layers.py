@@ -1,0 +1,22 @@
+"""Late layers have no visual tokens."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from mmrl.compression.pruned.spec import Cut, add_cuts, prune, shape_of
+from mmrl.registry import transform
+
+
+@transform
+def drop_visual_layers(model: nn.Module, *, after: int) -> nn.Module:
+    """Take visual tokens out of the sequence after `after` layers: later ones compute, and cache, text only.
+
+    Text keeps the positions it had. `after` equal to the number of layers changes nothing. arXiv 2410.06169;
+    the physical form of what the released Qwen2-VL code simulates by a mask.
+    """
+    layers = shape_of(model).layers
+    if not 1 <= after <= layers:
+        raise ValueError(f"`after` is a number of layers between 1 and {layers}, not {after}")
+    cuts = add_cuts(model, [Cut(after)])
+    return prune(model, "drop_visual_layers", {"after": after}, cuts=cuts)

@@ -1,0 +1,35 @@
+"""Visual tokens pass some layers unchanged."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from mmrl.compression.plans import check_share, read_plan
+from mmrl.compression.pruned.spec import prune, shape_of
+from mmrl.registry import transform
+
+
+@transform
+def shortv(
+    model: nn.Module, *, freeze: float = 0.6, plan: str = "", layers: tuple[int, ...] | None = None
+) -> nn.Module:
+    """Let visual tokens pass the least important layers unchanged; text still attends to them there.
+
+    `freeze` is the share of layers, the lowest of the `plan`; `layers` names them. arXiv 2504.00502.
+    """
+    check_share("freeze", freeze)
+    total = shape_of(model).layers
+    if layers is None:
+        if not plan:
+            raise ValueError(
+                "`shortv` needs a `plan` with the importance of layers, or the `layers` to freeze"
+            )
+        scores = read_plan(plan, "layers")
+        layers = tuple(
+            sorted(range(total), key=lambda layer: (scores[layer], layer))[: round(freeze * total)]
+        )
+    wrong = [layer for layer in layers if not 0 <= layer < total]
+    if wrong:
+        raise ValueError(f"the model has {total} layers, so there is no layer {wrong[0]}")
+    chosen = tuple(sorted(set(layers)))
+    return prune(model, "shortv", {"layers": chosen}, frozen=frozenset(chosen))

@@ -1,0 +1,36 @@
+"""Visual tokens use some neurons of the feed-forward layers."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from mmrl.compression.plans import best_each, check_chosen, check_share, first_units, read_plan
+from mmrl.compression.pruned.spec import prune, shape_of
+from mmrl.registry import transform
+
+
+@transform
+def sparse_visual_ffn(
+    model: nn.Module,
+    *,
+    keep: float = 0.5,
+    plan: str = "",
+    neurons: tuple[tuple[int, ...] | None, ...] | None = None,
+) -> nn.Module:
+    """Keep a share of the inner units of every feed-forward layer for visual tokens; text uses all.
+
+    The first units stay, as in the paper, which fine-tunes with them; with a `plan` the most active ones (our
+    reading, for use without training), which costs a copy of their weights in every call. `neurons` names
+    them, layer by layer (`None`: all). arXiv 2410.06169.
+    """
+    check_share("keep", keep)
+    shape = shape_of(model)
+    if neurons is not None:
+        chosen = check_chosen("neurons", neurons, shape.layers, shape.inner)
+    elif plan:
+        chosen = check_chosen(
+            "neurons", best_each(read_plan(plan, "neurons"), keep), shape.layers, shape.inner
+        )
+    else:
+        chosen = first_units(keep, shape.layers, shape.inner)
+    return prune(model, "sparse_visual_ffn", {"neurons": chosen}, neurons=chosen)

@@ -1,0 +1,109 @@
+"""Saving and loading: the same logits, bit for bit, from an ordinary folder and a small JSON file."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from mmrl.compression.pruned.spec import pruning_of
+from mmrl.compression.pruned.views import applied
+from mmrl.compression.saving import NAME, load_transformed, save_transformed
+from mmrl.compression.transforms.cut_weights import cut_weights
+from mmrl.compression.transforms.drop_tokens import fastv, pyramid_drop, vision_zip
+from mmrl.compression.transforms.layer_cast import layer_cast
+from mmrl.compression.transforms.merge_tokens import merge_tokens
+from mmrl.compression.transforms.shortv import shortv
+from mmrl.compression.transforms.yopo import yopo12, yopo25
+from tests.compression.pruned_models import llava, llava_inputs
+
+CASES = {
+    "yopo25": yopo25,
+    "yopo12 over layer_cast": lambda m: yopo12(layer_cast(m)),
+    "yopo12 over cut_weights": lambda m: yopo12(cut_weights(m, neurons=0.5, heads=0.5)),
+    "fastv and shortv": lambda m: shortv(fastv(m, after=2), layers=(1,)),
+    "pyramid_drop": lambda m: pyramid_drop(m, keep=(0.5,)),
+    "vision_zip": lambda m: vision_zip(m, dominant=2, contextual=1),
+    "merge_tokens": merge_tokens,
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_transformed_model_comes_back_bit_for_bit(name, tmp_path):
+    model = CASES[name](llava(dtype=torch.float32))
+    inputs = llava_inputs(model)
+    save_transformed(model, tmp_path)
+    again = load_transformed(tmp_path)
+    with torch.no_grad():
+        assert torch.equal(again(**inputs).logits, model(**inputs).logits)
+    assert json.loads(json.dumps(applied(again))) == json.loads(json.dumps(applied(model)))
+    assert pruning_of(again).heads == pruning_of(model).heads
+
+
+def test_the_folder_is_that_of_the_whole_model(tmp_path):
+    import transformers
+
+    model = llava(dtype=torch.float32)
+    save_transformed(yopo25(model), tmp_path)
+    plain = transformers.LlavaForConditionalGeneration.from_pretrained(tmp_path).eval()
+    inputs = llava_inputs(model)
+    with torch.no_grad():
+        assert torch.equal(plain(**inputs).logits, model(**inputs).logits)
+    assert (tmp_path / NAME).stat().st_size < 5000
+
+
+def test_a_folder_without_the_file_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="which `save_transformed` writes"):
+        load_transformed(tmp_path)
+
+
+# ---- weights cut out
+
+
+def test_cut_neurons_equal_neurons_that_are_zero():
+    model = llava()
+    small = cut_weights(model, neurons=0.25)
+    assert (
+        small.config.text_config.intermediate_size == 16 and model.config.text_config.intermediate_size == 64
+    )
+    with torch.no_grad():
+        inputs = llava_inputs(model)
+        out = small(**inputs).logits
+        for block in model.model.language_model.layers:
+            block.mlp.down_proj.weight[:, 16:] = 0
+        assert (model(**inputs).logits - out).abs().max() < 1e-10
+
+
+def test_cut_heads_equal_heads_that_add_nothing_and_the_cache_is_smaller():
+    model = llava()
+    small = cut_weights(model, heads=0.5)
+    inputs = llava_inputs(model)
+    with torch.no_grad():
+        out = small(**inputs, use_cache=True)
+        # One group of two query heads of four is left: the first 16 inputs of the output projection.
+        for block in model.model.language_model.layers:
+            block.self_attn.o_proj.weight[:, 16:] = 0
+        assert (model(**inputs).logits - out.logits).abs().max() < 1e-10
+    assert out.past_key_values.layers[0].keys.shape[1] == 1
+    assert sum(p.numel() for p in small.parameters()) < sum(p.numel() for p in model.parameters())
+
+
+def test_a_cut_model_is_an_ordinary_folder(tmp_path):
+    import transformers
+
+    model = cut_weights(llava(dtype=torch.float32), neurons=0.5, heads=0.5)
+    model.save_pretrained(tmp_path)
+    plain = transformers.LlavaForConditionalGeneration.from_pretrained(tmp_path).eval()
+    inputs = llava_inputs(model)
+    with torch.no_grad():
+        assert torch.equal(plain(**inputs).logits, model(**inputs).logits)
+
+
+def test_cutting_is_refused_where_it_would_confuse(tmp_path):
+    with pytest.raises(ValueError, match="cut weights out before `drop_visual_heads`"):
+        cut_weights(yopo25(llava()), neurons=0.5)
+    with pytest.raises(ValueError, match="0 neurons and 2 groups of heads would be left"):
+        cut_weights(llava(), neurons=0.0)
+    with pytest.raises(ValueError, match="weights are cut out of plain linear layers, not of UpcastLinear"):
+        cut_weights(layer_cast(llava(dtype=torch.float32)), neurons=0.5)

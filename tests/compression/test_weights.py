@@ -1,0 +1,208 @@
+"""Weights held in 16 bits and computed with in 32; weights in 4 and 8 bits; linear layers of which a part is
+used."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from mmrl.compression.measure import divergence
+from mmrl.compression.pruned.narrow import features, narrow
+from mmrl.compression.saving import load_transformed, save_transformed
+from mmrl.compression.transforms.layer_cast import layer_cast
+from mmrl.compression.transforms.low_bit_weights import low_bit_weights
+from mmrl.compression.transforms.yopo import yopo25
+from mmrl.compression.upcast import UpcastLinear
+from mmrl.vision.policies.tokens import Tokens
+from tests.compression.pruned_models import folder, llava, llava_inputs, prompts, steps
+
+# ---- parts of linear layers
+
+
+def test_features_of_neighbours_are_slices():
+    assert features((2, 3, 4), 2) == slice(4, 10)
+    assert features((0, 2), 3).tolist() == [0, 1, 2, 6, 7, 8]
+    assert features((), 4) == slice(0, 0) and features(None) is None
+
+
+def _adapted():
+    from peft import LoraConfig, get_peft_model
+
+    layer = nn.ModuleDict({"a": nn.Linear(6, 8)})
+    get_peft_model(layer, LoraConfig(r=2, target_modules=["a"]))
+    nn.init.normal_(layer["a"].lora_B["default"].weight)
+    return layer["a"]
+
+
+class Odd(nn.Linear):
+    """A kind of layer that nobody knows."""
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: nn.Linear(6, 8),
+        lambda: nn.Linear(6, 8, bias=False),
+        _adapted,
+        lambda: Odd(6, 8),
+        lambda: UpcastLinear(nn.Linear(6, 8), torch.bfloat16, torch.float32),
+    ],
+    ids=["plain", "no bias", "lora", "odd", "upcast"],
+)
+@pytest.mark.parametrize("rows", [None, slice(2, 5), torch.tensor([7, 0, 3])], ids=str)
+@pytest.mark.parametrize("columns", [None, slice(1, 4), torch.tensor([5, 2])], ids=str)
+def test_a_narrowed_layer_gives_part_of_what_the_whole_gives(make, rows, columns):
+    torch.manual_seed(0)
+    linear, x = make(), torch.randn(2, 3, 6)
+    kept = torch.zeros(6)
+    kept[columns if columns is not None else slice(None)] = 1
+    whole = linear(x * kept)
+    wanted = whole if rows is None else whole[..., rows]
+    given = x if columns is None else x[..., columns]
+    assert torch.allclose(narrow(linear, given, rows=rows, columns=columns), wanted, atol=1e-5)
+
+
+# ---- LayerCast
+
+
+def test_layer_cast_equals_float32_of_the_rounded_weights():
+    model = llava(dtype=torch.float32)
+    cast = layer_cast(model)
+    inputs = llava_inputs(model)
+    with torch.no_grad():
+        out = cast(**inputs, use_cache=True)
+        assert out.logits.dtype == torch.float32
+        assert {layer.keys.dtype for layer in out.past_key_values.layers} == {torch.float32}
+        for module in model.model.language_model.layers.modules():
+            if type(module) is nn.Linear:
+                module.weight.copy_(module.weight.bfloat16())
+        assert torch.equal(model(**inputs).logits, out.logits)
+
+
+def test_gradients_pass_through_the_cast_and_no_wide_weight_is_kept():
+    torch.manual_seed(0)
+    plain = nn.Linear(5, 7).double()
+    with torch.no_grad():
+        for parameter in plain.parameters():
+            parameter.copy_(parameter.bfloat16())
+    cast = UpcastLinear(plain, torch.bfloat16, torch.float64)
+    kept = []
+    x = torch.randn(2, 3, 5, dtype=torch.float64, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.dtype) or t, lambda t: t):
+        out = cast(x)
+    assert kept == [torch.float64, torch.bfloat16]  # the input, and the weight as it is stored
+    grads = torch.autograd.grad(out.square().sum(), [x, *cast.parameters()])
+    wanted = torch.autograd.grad(plain(x).square().sum(), [x, *plain.parameters()])
+    assert torch.allclose(grads[0], wanted[0])
+    for grad, right in zip(grads[1:], wanted[1:], strict=True):
+        assert grad.dtype == torch.bfloat16 and torch.allclose(grad.double(), right, rtol=1e-2)
+
+
+def test_answers_of_layer_cast_do_not_depend_on_the_batch():
+    model = layer_cast(llava(dtype=torch.float32, hidden_size=64, intermediate_size=128))
+    one = llava_inputs(model, rows=1)
+    ids = one["input_ids"].repeat(12, 1)
+    ids[:, 8:] = torch.randint(20, 200, (12, 8), generator=torch.Generator().manual_seed(5))
+    pixels = one["pixel_values"].repeat(12, 1, 1, 1)
+    rows = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "pixel_values": pixels}
+    found = divergence(model, rows, length=16)
+    assert found["share"] == 0 and found["top1_gap"] < 1e-4
+
+
+def test_divergence_finds_the_first_token_that_differs():
+    class Speaker:
+        """Says the number of rows in the batch at step 2, and 0 before."""
+
+        def generate(self, input_ids, max_new_tokens, **told):
+            steps = [
+                torch.eye(5)[[len(input_ids) % 5 if t == 2 else 0] * len(input_ids)]
+                for t in range(max_new_tokens)
+            ]
+            return type("Said", (), {"logits": steps})()
+
+    found = divergence(Speaker(), {"input_ids": torch.zeros(3, 1)}, length=4)
+    assert found == {"share": 1.0, "first": 2, "top1_gap": 0.0}
+
+
+def test_an_adapter_learns_over_layer_cast_and_pruning():
+    speaker = Tokens(model=str(folder("llava")), dtype="float32", transform=(layer_cast, yopo25), lora_rank=2)
+    table = steps(speaker, prompts("llava"))
+    speaker(table).logp.sum().backward()
+    learned = {
+        name for name, p in speaker.model.named_parameters() if p.grad is not None and p.grad.abs().sum() > 0
+    }
+    assert learned and all("lora_" in name for name in learned)
+
+
+def test_layer_cast_refuses_inexact_products():
+    before = torch.backends.cuda.matmul.allow_tf32
+    try:
+        torch.backends.cuda.matmul.allow_tf32 = True
+        with pytest.raises(ValueError, match="set torch.backends.cuda.matmul.allow_tf32 = False"):
+            layer_cast(llava(dtype=torch.float32))
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = before
+
+
+# ---- weights of few bits
+
+
+needs_bitsandbytes = pytest.mark.skipif(
+    not __import__("importlib.util").util.find_spec("bitsandbytes"), reason="bitsandbytes is an extra"
+)
+
+
+@needs_bitsandbytes
+@pytest.mark.parametrize(("nbits", "low", "high"), [(4, 0.03, 0.2), (8, 0.0005, 0.03)])
+def test_low_bit_weights_are_near_the_weights(nbits, low, high):
+    model = llava(dtype=torch.float32, hidden_size=64, intermediate_size=128)
+    few = low_bit_weights(model, nbits=nbits)
+    x = torch.randn(50, 64, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        exact = model.model.language_model.layers[0].mlp.up_proj(x)
+        error = (few.model.language_model.layers[0].mlp.up_proj(x) - exact).norm() / exact.norm()
+    assert low < error < high
+    held = few.model.language_model.layers[0].mlp.up_proj.weight
+    assert held.numel() * held.element_size() == 64 * 128 * nbits // 8
+    assert type(model.model.language_model.layers[0].mlp.up_proj) is nn.Linear
+
+
+@needs_bitsandbytes
+@pytest.mark.parametrize("nbits", [4, 8])
+def test_an_adapter_learns_over_low_bit_weights_and_pruning(nbits):
+    few = lambda model: low_bit_weights(model, nbits=nbits)
+    speaker = Tokens(model=str(folder("llava")), dtype="float32", transform=(few, yopo25), lora_rank=2)
+    kind = type(speaker.model.get_decoder().layers[0].mlp.up_proj)
+    assert kind.__module__ == "peft.tuners.lora.bnb"
+    table = steps(speaker, prompts("llava"))
+    before = speaker(table).logp
+    for _ in range(2):
+        loss = -(speaker(table).logp * table.mask).sum()
+        loss.backward()
+        with torch.no_grad():
+            for parameter in speaker.model.parameters():
+                if parameter.grad is not None:
+                    parameter -= 1e-3 * parameter.grad.clamp(-1, 1)
+                    parameter.grad = None
+    assert (speaker(table).logp * table.mask).sum() > (before * table.mask).sum()
+
+
+@needs_bitsandbytes
+@pytest.mark.parametrize(
+    "options", [{"nbits": 4}, {"nbits": 4, "kind": "fp4", "double": False}, {"nbits": 8}]
+)
+def test_low_bit_weights_come_back_bit_for_bit(options, tmp_path):
+    model = low_bit_weights(llava(dtype=torch.float32), **options)
+    save_transformed(model, tmp_path)
+    inputs = llava_inputs(model)
+    with torch.no_grad():
+        assert torch.equal(load_transformed(tmp_path)(**inputs).logits, model(**inputs).logits)
+
+
+@needs_bitsandbytes
+def test_numbers_of_bits_that_do_not_exist_are_refused():
+    with pytest.raises(ValueError, match="weights can be held in 4 or 8 bits, not in 3"):
+        low_bit_weights(llava(), nbits=3)
+    with pytest.raises(ValueError, match="apply `low_bit_weights` before adapters and `layer_cast`"):
+        low_bit_weights(layer_cast(llava(dtype=torch.float32)))
