@@ -162,7 +162,10 @@ class Pieces:
         return convert(value, wanted, place)
 
 
-CALLED_WITH = {"reward": {"weight": float, "label": str, "timeout": float, "on_error": str, "retries": int}}
+CALLED_WITH = {
+    "reward": {"weight": float, "label": str, "timeout": float, "on_error": str, "retries": int},
+    "compare": {"weight": float},
+}
 
 
 @dataclass

@@ -22,7 +22,7 @@ from mmrl.draws import Stream
 from mmrl.registry import Entry, find, pieces
 from mmrl.score import score
 from mmrl.table import RewardTable
-from mmrl.types import Outcome, Rollouts, Trajectory, Unit
+from mmrl.types import Clock, Outcome, Rollouts, Trajectory, Unit
 from tests.toy_flow import Telling
 from tests.toys import ToyText, prompts
 
@@ -380,6 +380,9 @@ def test_memories_are_saved(case, tmp_path):
             return [prompt.uid for prompt in piece.draw(3, 2)]
         if case.kind in ("advantage", "group_filter"):
             return bits(piece(table))
+        if case.kind == "schedule":
+            said = {"rewards/chosen": 1.0, "rewards/rejected": 0.0}
+            return [piece(Clock(step, {k: v * step for k, v in said.items()})) for step in (1, 2)]
         return pytest.fail(f"tests/test_contracts.py does not know how to use a {case.kind} with a memory")
 
     def make() -> tuple[Any, Any]:

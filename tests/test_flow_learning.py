@@ -53,9 +53,9 @@ def test_a_method_moves_points_to_their_spots(name, tmp_path, no_page):
 @pytest.mark.parametrize("name", ["diffusion_dpo", "dense_dpo", "gdro"])
 def test_recorded_points_are_set_in_order(name, tmp_path, no_page):
     steps = trained(name, tmp_path / "run").journal.read()
-    assert steps[0]["gains/margins"] == pytest.approx(0, abs=1e-6), "the policy begins as its reference"
-    assert steps[-1]["gains/accuracies"] == 1
-    assert steps[-1]["gains/margins"] > 0.05
+    assert steps[0]["rewards/margins"] == pytest.approx(0, abs=1e-6), "the policy begins as its reference"
+    assert steps[-1]["rewards/accuracies"] == 1
+    assert steps[-1]["rewards/margins"] > 0.05
     assert steps[-1]["loss"] < steps[0]["loss"]
 
 
@@ -66,4 +66,4 @@ def test_dpo_prefers_the_right_answer_of_a_pair(tmp_path, no_page):
     steps = run.journal.read()
     assert steps[0]["loss"] == pytest.approx(math.log(2), abs=1e-6)
     assert steps[-1]["loss"] < 0.6
-    assert steps[-1]["gains/chosen"] > 0 > steps[-1]["gains/rejected"]
+    assert steps[-1]["rewards/chosen"] > 0 > steps[-1]["rewards/rejected"]

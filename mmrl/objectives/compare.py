@@ -27,17 +27,43 @@ Level = Literal["row", "step"]
 
 @compare(unit=Unit.GROUP)
 def sigmoid(
-    gain: Tensor, batch: Batch, *, beta: float = 0.1, level: Level = "row", label_smoothing: float = 0.0
+    gain: Tensor,
+    batch: Batch,
+    *,
+    beta: float = 0.1,
+    gamma: float = 0.0,
+    level: Level = "row",
+    label_smoothing: float = 0.0,
 ) -> Tensor:
-    """Take -log sigmoid(beta margin) (DPO, arXiv 2305.18290).
+    """Take -log sigmoid(beta margin - gamma) (DPO, arXiv 2305.18290; with `gamma` SimPO, arXiv 2405.14734).
 
     The margin is the sum of advantage times gain over a group: for a pair, what the better row gained less
     what the worse one did. `label_smoothing` is the share of labels that are taken to be flipped, as in TRL's
     `sigmoid`. For gains that are matching errors, beta is half of the paper's (arXiv 2311.12908).
     """
-    margin, decided = _margins(gain, batch, level)
-    loss = (1 - label_smoothing) * softplus(-beta * margin) + label_smoothing * softplus(beta * margin)
-    return _mean_over_groups(loss, decided, batch)
+    margin, decided = margins(gain, batch, level)
+    logit = beta * margin - gamma
+    loss = (1 - label_smoothing) * softplus(-logit) + label_smoothing * softplus(logit)
+    return mean_over_groups(loss, decided, batch)
+
+
+@compare(unit=Unit.GROUP)
+def sigmoid_each(gain: Tensor, batch: Batch, *, beta: float = 0.1, level: Level = "row") -> Tensor:
+    """Set the better rows of a group against each worse one in turn, and add the losses of `sigmoid` up.
+
+    For a pair it is `sigmoid`. With the worse answer and the better one to a spoilt picture behind the better
+    one, it is mDPO's preference between answers and between pictures (arXiv 2406.11839).
+    """
+    index = group_index([batch.group])
+    merit = batch.advantage * batch.mask * gain
+    better, worse = (torch.where(sign * batch.advantage > 0, merit, 0.0) for sign in (1, -1))
+    other = batch.mask * (batch.advantage < 0)
+    if level == "row":
+        better, worse = (part.sum(-1, keepdim=True) for part in (better, worse))
+        other = other.any(-1, keepdim=True)
+    margin = group_sum(better, index)[index] + worse
+    loss = group_sum(torch.where(other > 0, softplus(-beta * margin), 0.0), index)
+    return mean_over_groups(loss, margins(gain, batch, level)[1], batch)
 
 
 @compare(unit=Unit.GROUP)
@@ -48,9 +74,9 @@ def robust(
     labels, of which the share `label_smoothing` is flipped, is the loss on clean ones."""
     if not 0 <= label_smoothing < 0.5:
         raise ValueError(f"`label_smoothing` must lie in [0, 0.5), not {label_smoothing}")
-    margin, decided = _margins(gain, batch, level)
+    margin, decided = margins(gain, batch, level)
     loss = (1 - label_smoothing) * softplus(-beta * margin) - label_smoothing * softplus(beta * margin)
-    return _mean_over_groups(loss / (1 - 2 * label_smoothing), decided, batch)
+    return mean_over_groups(loss / (1 - 2 * label_smoothing), decided, batch)
 
 
 @compare(unit=Unit.GROUP)
@@ -60,18 +86,18 @@ def ipo(gain: Tensor, batch: Batch, *, beta: float = 0.1, level: Level = "row") 
     Over rows, gains are averaged over the steps of each and not added up, as TRL has it.
     """
     length = batch.mask.sum(-1, keepdim=True).clamp(min=1) if level == "row" else 1.0
-    margin, decided = _margins(gain / length, batch, level)
-    return _mean_over_groups((margin - 1 / (2 * beta)).square(), decided, batch)
+    margin, decided = margins(gain / length, batch, level)
+    return mean_over_groups((margin - 1 / (2 * beta)).square(), decided, batch)
 
 
 @compare(unit=Unit.GROUP)
 def hinge(gain: Tensor, batch: Batch, *, beta: float = 0.1, level: Level = "row") -> Tensor:
     """Ask for a margin of 1 / beta and no more (SLiC, arXiv 2305.10425)."""
-    margin, decided = _margins(gain, batch, level)
-    return _mean_over_groups((1 - beta * margin).clamp(min=0), decided, batch)
+    margin, decided = margins(gain, batch, level)
+    return mean_over_groups((1 - beta * margin).clamp(min=0), decided, batch)
 
 
-def _margins(gain: Tensor, batch: Batch, level: Level) -> tuple[Tensor, Tensor]:
+def margins(gain: Tensor, batch: Batch, level: Level) -> tuple[Tensor, Tensor]:
     """Add advantage times gain up over each group: margins (V, C), and which of them have two sides. C is 1,
     or the steps."""
     advantage = batch.advantage * batch.mask
@@ -83,7 +109,7 @@ def _margins(gain: Tensor, batch: Batch, level: Level) -> tuple[Tensor, Tensor]:
     return margin, (better > 0) & (worse > 0)
 
 
-def _mean_over_groups(loss: Tensor, decided: Tensor, batch: Batch) -> Tensor:
+def mean_over_groups(loss: Tensor, decided: Tensor, batch: Batch) -> Tensor:
     """Average (V, C) losses over the decided columns of each group, then over the groups of the update."""
     return masked_mean(torch.where(decided, loss, 0.0), decided.to(loss.dtype), -1).sum() / (
         batch.totals.groups or 1.0
@@ -116,7 +142,7 @@ def plackett_luce(
         loss, varied = _ranking(*columns, tau, top1)
         losses.append(loss)
         decided.append(varied)
-    return _mean_over_groups(torch.stack(losses), torch.stack(decided), batch)
+    return mean_over_groups(torch.stack(losses), torch.stack(decided), batch)
 
 
 def _columns(score: Tensor, batch: Batch, rows: Tensor, level: Level) -> tuple[Tensor, Tensor, Tensor]:

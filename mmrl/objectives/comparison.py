@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from mmrl.batch import Batch, StepOutput
+from mmrl.bind import Bound
 from mmrl.config import Piece
 from mmrl.objectives.policy_gradient import listed
 from mmrl.registry import Needs, objective
@@ -23,7 +24,8 @@ class Comparison:
     """Minimise comparisons of the rows of every group, and penalties over all steps.
 
     A row's evidence is the sum of its gains. A pair is a group with the advantages 1 and -1; `aggregate` is
-    of the penalties alone.
+    of the penalties alone. Each comparison may carry a `weight`. The metrics have TRL's names: a reward is
+    the beta of the first comparison times the gain.
     """
 
     gain: Callable
@@ -44,25 +46,34 @@ class Comparison:
     def __call__(self, new: StepOutput, batch: Batch) -> tuple[Tensor, Mapping[str, Tensor]]:
         """Give the loss of a micro-batch of whole groups and its metrics, both shares of the whole part."""
         gain = self.gain(new, batch) * batch.mask
-        loss = sum(compare(gain, batch) for compare in listed(self.compare))
+        loss = sum(compare.weight * compare(gain, batch) for compare in listed(self.compare))
         for penalty in listed(self.penalty):
             loss = loss + (penalty(new, batch) * batch.weight).sum()
-        return loss, diagnose_groups(gain, batch)
+        return loss, diagnose_groups(beta_of(listed(self.compare)[0]) * gain, batch)
+
+
+def beta_of(compare: Bound) -> float:
+    """Read the factor between gains and rewards; 1 where a comparison has none."""
+    given = {name: option.default for name, option in compare.entry.options.items()} | compare.options
+    return given.get("beta", 1.0)
 
 
 @torch.no_grad()
-def diagnose_groups(gain: Tensor, batch: Batch) -> dict[str, Tensor]:
-    """Tell what better and worse rows gained, as means over groups, and how often the better gained more.
+def diagnose_groups(reward: Tensor, batch: Batch) -> dict[str, Tensor]:
+    """Tell the rewards (N, T) of better and worse rows, as means over groups, and how often the better have
+    more.
 
-    Better are the rows above the mean advantage of their group. Both gains are told, because a margin may
-    grow while both fall.
+    Better are the rows above the mean advantage of their group. Both are told, because a margin may grow
+    while both fall. Rows that the chain noted as unrelated are told apart.
     """
     groups = batch.totals.groups or 1.0
     index = group_index([batch.group])
     counted = batch.mask.sum(-1) > 0
     merit = masked_mean(batch.advantage, batch.mask, -1)
-    merit = torch.where(counted, merit - group_mean(merit, index, counted), 0.0)
-    total = gain.sum(-1)
+    unrelated = counted & (batch.notes.get("unrelated", torch.zeros_like(batch.mask)) > 0).any(-1)
+    related = counted & ~unrelated
+    merit = torch.where(related, merit - group_mean(merit, index, related), 0.0)
+    total = reward.sum(-1)
 
     def mean_of(rows: Tensor) -> Tensor:
         """Average over the rows of each group, and add groups up."""
@@ -71,9 +82,8 @@ def diagnose_groups(gain: Tensor, batch: Batch) -> dict[str, Tensor]:
 
     chosen, rejected = mean_of(merit > 0), mean_of(merit < 0)
     agrees = group_sum(merit * total, index) > 0
-    return {
-        "gains/chosen": chosen,
-        "gains/rejected": rejected,
-        "gains/margins": chosen - rejected,
-        "gains/accuracies": agrees.sum() / groups,
-    }
+    told = {"chosen": chosen, "rejected": rejected, "margins": chosen - rejected}
+    told["accuracies"] = agrees.sum() / groups
+    if "unrelated" in batch.notes:
+        told["unrelated"] = mean_of(unrelated)
+    return {f"rewards/{name}": value for name, value in told.items()}

@@ -21,6 +21,19 @@ def log_ratio(new: StepOutput, batch: Batch, *, against: str = "ref") -> Tensor:
     return new.logp - batch.by(against, new).logp
 
 
+@gain
+def logp(new: StepOutput, batch: Batch) -> Tensor:
+    """Take the log-probability itself: a comparison without a reference (SLiC, arXiv 2305.10425; CPO, arXiv
+    2401.08417)."""
+    return new.logp
+
+
+@gain(unit=Unit.ROW)
+def mean_log_ratio(new: StepOutput, batch: Batch, *, against: str = "ref") -> Tensor:
+    """Take the mean log-ratio of a row to another policy: each step adds its share (TRL's `sigmoid_norm`)."""
+    return (new.logp - batch.by(against, new).logp) * _share(batch)
+
+
 @gain(unit=Unit.ROW)
 def mean_logp(new: StepOutput, batch: Batch) -> Tensor:
     """Take the mean log-probability of a row: each step adds its share (SimPO, arXiv 2405.14734; DisCO's

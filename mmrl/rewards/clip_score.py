@@ -101,6 +101,10 @@ class ClipScore:
         look = self._look([image])[0]
         return [(part, max(float(reads[part] @ look), 0.0)) for part in parts]
 
+    def reads_whole(self, text: str) -> bool:
+        """Tell whether the model reads a caption at once, or it is split."""
+        return not self.always and self.towers.fits(self.prefix + text)
+
     # ---- what is compared
 
     def _pair(self, prompt: Prompt, outcome: Outcome) -> tuple[Tensor, str]:

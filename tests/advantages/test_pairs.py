@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mmrl.advantages.pairs import best_vs_worst
+from mmrl.advantages.pairs import beside, best_vs_worst, twin_as_worse
 from tests.tables import assert_rows, reward_table
 
 
@@ -72,3 +72,46 @@ def test_exchanging_rewards_with_their_negatives_exchanges_the_signs():
     rewards = [0.3, 0.9, 0.1, 0.5]
     table, mirrored = (best_vs_worst(reward_table(listed)) for listed in (rewards, [-r for r in rewards]))
     assert table.values.equal(-mirrored.values) and table.learn.equal(mirrored.learn)
+
+
+def test_a_pair_of_too_different_lengths_is_not_learned_from():
+    # 6 steps are twice 3, 7 are more; rows that are no side of a pair do not count
+    for length, wanted in (([6, 3, 99], [1, -1, None]), ([7, 3, 5], [None] * 3), ([3, 7, 5], [None] * 3)):
+        table = best_vs_worst(reward_table([0.9, 0.1, 0.5], length=length), length_ratio=2.0)
+        said = table.values[:, 0, 0].tolist()
+        learned = table.learn[:, 0].tolist()
+        assert [int(v) if kept else None for v, kept in zip(said, learned, strict=True)] == wanted
+
+
+# ---- rows beside a pair
+
+BY = ("group", "place", "twin")
+
+
+def test_the_twin_of_the_best_row_is_one_more_worse_row():
+    # two answers and their twins behind a spoilt picture, which have the same rewards
+    table = reward_table([0.2, 0.9, 0.2, 0.9], tags={"twin": ["", "", "crop", "crop"]})
+    table = twin_as_worse(best_vs_worst(table, by=BY))
+    assert table.values[:, 0, 0].tolist() == [-1, 1, 0, -1]
+    assert table.learn[:, 0].tolist() == [True, True, False, True]
+
+
+def test_twins_of_a_tie_are_not_learned_from_either():
+    table = reward_table([0.5, 0.5, 0.5, 0.5], tags={"twin": ["", "", "crop", "crop"]})
+    assert not twin_as_worse(best_vs_worst(table, by=BY)).learn.any()
+
+
+def test_without_twins_nothing_changes():
+    table = best_vs_worst(reward_table([0.2, 0.9]))
+    assert torch.equal(twin_as_worse(table).values, table.values)
+    assert torch.equal(twin_as_worse(table).learn, table.learn)
+
+
+def test_unrelated_rows_stay_beside_the_pair_and_are_noted():
+    table = reward_table([0.2, 0.9, None], tags={"unrelated": ["", "", "yes"]}, length=[2, 3, 1])
+    table = beside(best_vs_worst(table, by=("group", "place", "unrelated")))
+    assert table.values[:, 0, 0].tolist() == [-1, 1, 0]
+    assert table.learn.all() and table.valid.all()
+    assert table.notes["unrelated"].tolist() == [[0] * 3, [0] * 3, [1] * 3]
+    plain = beside(best_vs_worst(reward_table([0.2, 0.9])))
+    assert not plain.notes["unrelated"].any() and plain.values[:, 0, 0].tolist() == [-1, 1]

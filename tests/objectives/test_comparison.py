@@ -92,7 +92,7 @@ def test_it_tells_what_better_and_worse_rows_gained():
     _, metrics = told(*pairs(), **DPO)
     # .5 and -.5 in the mean; -.25 and .5; the first pair is in order, the second is not
     wanted = {"chosen": 0.0, "rejected": 0.125, "margins": -0.125, "accuracies": 0.5}
-    assert {name.removeprefix("gains/"): float(value) for name, value in metrics.items()} == pytest.approx(
+    assert {name.removeprefix("rewards/"): float(value) for name, value in metrics.items()} == pytest.approx(
         wanted
     )
 
@@ -103,10 +103,10 @@ def test_better_rows_of_a_list_of_rewards_are_those_above_the_mean():
         [[-1.0]] * 4, advantage=[1.0, 0.75, -0.25, 0.5], ref=[[-1.3], [-1.1], [-0.5], [-9.0]]
     )
     _, metrics = told(new, batch, gain="log_ratio", compare="plackett_luce")
-    # gains .3 .1 | -.5
-    assert float(metrics["gains/chosen"]) == pytest.approx(0.2)
-    assert float(metrics["gains/rejected"]) == pytest.approx(-0.5)
-    assert float(metrics["gains/accuracies"]) == 1
+    # gains .3 .1 | -.5, times a beta of 12
+    assert float(metrics["rewards/chosen"]) == pytest.approx(2.4)
+    assert float(metrics["rewards/rejected"]) == pytest.approx(-6.0)
+    assert float(metrics["rewards/accuracies"]) == 1
 
 
 def test_steps_outside_the_mask_neither_count_nor_pull():
@@ -122,7 +122,7 @@ def test_steps_outside_the_mask_neither_count_nor_pull():
         # the list has the rewards 1 and -1: its first row wins by far
         assert_rows(loss[None], [softplus(-0.5)])
         assert slope_of(loss, new)[0, 1] == 0
-        assert float(metrics["gains/margins"]) == 0.5
+        assert float(metrics["rewards/margins"]) == 0.5
 
 
 def test_a_batch_without_groups_costs_nothing():

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from mmrl.objectives.gains import log_ratio, mean_logp, mean_ratio
+from mmrl.objectives.gains import log_ratio, logp, mean_log_ratio, mean_logp, mean_ratio
 from mmrl.registry import find, pieces
 from mmrl.types import Unit
 from tests.tables import assert_rows, slope_of, step_table
@@ -70,3 +70,15 @@ def test_a_row_without_counted_steps_gains_nothing(entry):
 def test_means_are_over_rows_and_log_ratios_over_steps():
     assert find("gain", "log_ratio").needs.unit == Unit.STEP
     assert find("gain", "mean_logp").needs.unit == find("gain", "mean_ratio").needs.unit == Unit.ROW
+
+
+def test_logp_is_the_log_probability_and_needs_no_reference():
+    new, batch = step_table([[-1.0, -2.0], [-0.5]])
+    assert_rows(logp(new, batch), [[-1.0, -2.0], [-0.5]])
+    assert not find("gain", "logp").needs.others
+
+
+def test_mean_log_ratio_adds_up_to_the_mean_of_the_row():
+    # (.5 - 1) / 2 and 2 / 1
+    new, batch = step_table([[-1.0, -2.0], [-0.5]], ref=[[-1.5, -1.0], [-2.5]])
+    assert_rows((mean_log_ratio(new, batch) * batch.mask).sum(-1), [-0.25, 2.0])

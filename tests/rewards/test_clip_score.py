@@ -412,3 +412,9 @@ def test_naming_a_reward_loads_nothing(monkeypatch, folder):
     assert (named.name, named.weight, pieces.made) == ("clip", 0.5, {})
     monkeypatch.undo()
     assert pieces.make("reward", piece).function.towers.length == 12
+
+
+def test_what_is_read_at_once_is_told(folder):
+    plain, split = ClipScore(model=str(folder)), ClipScore(model=str(folder), split="always")
+    assert plain.reads_whole("a red ball") and not split.reads_whole("a red ball")
+    assert not plain.reads_whole("a red ball and two dogs and a cat and one more very old grey mouse")

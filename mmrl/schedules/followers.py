@@ -1,0 +1,48 @@
+"""Schedules that follow what was reported."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from mmrl.registry import schedule
+from mmrl.types import Clock
+
+REWARDS = ("rewards/chosen", "rewards/rejected")
+
+
+@schedule
+def reported(clock: Clock, *, metrics: tuple[str, ...] = REWARDS, start: float = 0.0) -> float:
+    """Take the mean of the `metrics` of the step before, and `start` before there are any."""
+    return _mean(clock, metrics, start)
+
+
+@schedule
+class RunningMean:
+    """Take the mean of `metrics` over all steps so far, and `start` before there are any: BCO's shift of the
+    rewards (arXiv 2404.04656)."""
+
+    def __init__(self, *, metrics: tuple[str, ...] = REWARDS, start: float = 0.0) -> None:
+        self.metrics, self.start = metrics, start
+        self.mean, self.count = 0.0, 0
+
+    def __call__(self, clock: Clock) -> float:
+        """Take the last report in."""
+        if all(name in clock.metrics for name in self.metrics):
+            self.count += 1
+            self.mean += (_mean(clock, self.metrics, self.start) - self.mean) / self.count
+        return self.mean if self.count else self.start
+
+    def state_dict(self) -> dict[str, Any]:
+        """Give the mean, and of how many steps it is."""
+        return {"mean": self.mean, "count": self.count}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take them up."""
+        self.mean, self.count = state["mean"], state["count"]
+
+
+def _mean(clock: Clock, names: Sequence[str], start: float) -> float:
+    if not all(name in clock.metrics for name in names):
+        return start
+    return sum(clock.metrics[name] for name in names) / len(names)

@@ -1,0 +1,196 @@
+"""Comparisons that read rows on their own, and the mixtures made of them."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from mmrl.objectives.compare import sigmoid, sigmoid_each
+from mmrl.objectives.labels import (
+    anchor_chosen,
+    apo_down,
+    apo_zero,
+    bco_pair,
+    exo_pair,
+    kto,
+    nca_pair,
+    sppo_hard,
+)
+from tests.objectives.test_compare import LN2, gained, shown, slope, softplus
+from tests.objectives.test_comparison import told
+from tests.tables import assert_rows, step_table
+
+
+def logistic(x):
+    return 1 / (1 + math.exp(-x))
+
+
+PAIR = ([[2.0], [-1.0]], [1, -1])
+
+
+# ---- at the reference
+
+
+@pytest.mark.parametrize(
+    ("compare", "wanted"),
+    [
+        (kto, 0.5),
+        (bco_pair, 2 * LN2),
+        (anchor_chosen, LN2),
+        (nca_pair, 2 * LN2),
+        (apo_zero, 1.0),
+        (apo_down, 1.0),
+        (sppo_hard, 50.0),  # twice (1 / (2 * .1))^2
+        (exo_pair, -LN2 - 0.5 * (math.log(0.999) + math.log(0.001))),
+    ],
+)
+def test_without_evidence_a_pair_costs_what_it_must(compare, wanted):
+    shown(compare(*gained([[0.0, 0.0], [0.0]], [1, -1])), wanted)
+
+
+def test_mdpo_costs_3_ln_2_at_the_reference():
+    three = gained([[0.0], [0.0], [0.0]], [1, -1, -1])
+    shown(sigmoid_each(*three) + anchor_chosen(*three), 3 * LN2)
+    assert abs(3 * LN2 - 2.079442) < 1e-6
+
+
+def test_mpo_at_the_reference_is_its_weights_times_ln_2_and_the_likelihood():
+    # .8 ln 2 + .2 * 2 ln 2 = .831777, and the mean of 1 and 3
+    new, batch = step_table([[-1.0, -3.0], [-2.0]], advantage=[1, -1], ref=[[-1.0, -3.0], [-2.0]])
+    loss, _ = told(
+        new,
+        batch,
+        gain="log_ratio",
+        compare=[{"name": "sigmoid", "weight": 0.8}, {"name": "bco_pair", "weight": 0.2}],
+        penalty=[{"name": "imitation", "coef": 1.0}],
+        aggregate="group_mean",
+    )
+    assert_rows(loss[None], [0.831777 + 2.0])
+    # the better answer alone is imitated: by halves, and pushed by the weighted comparisons
+    pull = 0.1 * (0.8 * 0.5 + 0.2 * 0.5)
+    assert_rows(torch.autograd.grad(loss, new.logp)[0], [[-0.5 - pull] * 2, [pull]])
+
+
+# ---- away from it
+
+
+def test_kto_asks_of_every_row_alone():
+    # beta .5: rewards 1 and -.5; 1 - sigmoid(1 - .25) and 1 - sigmoid(.25 + .5), the mean of both
+    loss = kto(*gained(*PAIR), beta=0.5, delta=0.25)
+    shown(loss, (logistic(-0.75) + logistic(-0.75)) / 2)
+    shown(kto(*gained(*PAIR), beta=0.5, delta=-3.0), (logistic(-1.0) + logistic(-0.5)) / 2)  # held at 0
+    weighed = kto(*gained(*PAIR), beta=0.5, desirable_weight=2.0, undesirable_weight=3.0)
+    shown(weighed, (2 * logistic(-1.0) + 3 * logistic(-0.5)) / 2)
+
+
+def test_kto_needs_no_partner():
+    shown(kto(*gained([[2.0]], [1.0]), beta=0.5), logistic(-1.0))
+    shown(kto(*gained([[2.0]], [-0.3]), beta=0.5), logistic(1.0))
+    # two groups, one of a single row; a row of advantage 0 is nobody's
+    alone = kto(*gained([[2.0], [2.0], [-1.0]], [1, 1, -1], group=[0, 1, 1]), beta=0.5)
+    shown(alone, (logistic(-1.0) + (logistic(-1.0) + logistic(-0.5)) / 2) / 2)
+    shown(kto(*gained([[2.0], [7.0]], [1, 0]), beta=0.5), logistic(-1.0))
+
+
+def test_bco_shifts_rewards_by_delta():
+    # rewards 1 and -.5 less .25: softplus(-.75) + softplus(-.75)
+    shown(bco_pair(*gained(*PAIR), beta=0.5, delta=0.25), 2 * softplus(-0.75))
+
+
+def test_the_anchor_reads_the_better_row_alone():
+    gain, batch = gained(*PAIR)
+    loss = anchor_chosen(gain, batch, beta=0.5, delta=0.25)
+    shown(loss, softplus(-0.75))
+    assert_rows(slope(loss, gain), [[-0.5 * logistic(-0.75)], [0.0]])
+
+
+def test_mdpo_compares_with_the_worse_answer_and_with_the_worse_picture():
+    # rho 3 for the answer, 1 for the worse one, 2 behind the cropped picture; beta .1
+    three = gained([[3.0], [1.0], [2.0]], [1, -1, -1])
+    shown(sigmoid_each(*three), softplus(-0.2) + softplus(-0.1))
+    shown(sigmoid_each(*three) + anchor_chosen(*three), softplus(-0.2) + softplus(-0.1) + softplus(-0.3))
+    # of two better rows the evidence adds up, as in a margin
+    shown(sigmoid_each(*gained([[1.0], [2.0], [1.0]], [0.5, 0.5, -1]), beta=1.0), softplus(-0.5))
+
+
+def test_each_worse_row_of_a_pair_is_the_only_one():
+    pair = gained([[0.3, 0.1], [-0.2]], [1, -1])
+    for level in ("row", "step"):
+        shown(sigmoid_each(*pair, level=level), sigmoid(*pair, level=level))
+
+
+def test_other_pair_losses_have_worked_values():
+    # rewards 1 and -.5, margin 1.5
+    pair = gained(*PAIR)
+    shown(nca_pair(*pair, beta=0.5), softplus(-1.0) + 0.5 * softplus(1.0) + 0.5 * softplus(-0.5))
+    shown(apo_zero(*pair, beta=0.5), logistic(-1.0) + logistic(-0.5))
+    shown(apo_down(*pair, beta=0.5), logistic(1.0) + logistic(-1.5))
+    # gains 2 and -1 are 1 and 0 away from 1 / (2 * .5)
+    shown(sppo_hard(*pair, beta=0.5), 1.0)
+    # .8 ln(.8 / .9) + .2 ln(.2 / .1) at a margin of ln 4
+    even = gained([[math.log(4)], [0.0]], [1, -1])
+    shown(exo_pair(*even, beta=1.0, label_smoothing=0.1), 0.8 * math.log(8 / 9) + 0.2 * math.log(2))
+    with pytest.raises(ValueError, match="label_smoothing"):
+        exo_pair(*even, label_smoothing=0.0)
+
+
+def test_steps_may_be_labelled_one_by_one():
+    # the first step prefers row 1, the second row 2; the better has the reward 1, the worse 0
+    gain, batch = gained([[1.0, 0.0], [0.0, 1.0]], [[1, -1], [-1, 1]])
+    shown(bco_pair(gain, batch, beta=1.0, level="step"), softplus(-1.0) + LN2)
+    shown(kto(gain, batch, beta=1.0, level="step"), (logistic(-1.0) + 0.5) / 2)
+
+
+# ---- rewards without a reference, and SimPO's margin
+
+
+def test_simpo_wants_a_margin_of_gamma_between_means():
+    # means -1 and -2, beta 2: 2 * 1 - .5 = 1.5
+    new, batch = step_table([[-0.5, -1.5], [-2.0]], advantage=[1, -1])
+    loss, metrics = told(
+        new, batch, gain="mean_logp", compare=[{"name": "sigmoid", "beta": 2.0, "gamma": 0.5}]
+    )
+    assert_rows(loss[None], [softplus(-1.5)])
+    assert float(metrics["rewards/chosen"]) == -2.0 and float(metrics["rewards/margins"]) == 2.0
+
+
+def test_gamma_keeps_smoothed_labels_around_the_margin():
+    pair = gained([[1.0], [0.0]], [1, -1])
+    wanted = 0.75 * softplus(-0.6) + 0.25 * softplus(0.6)
+    shown(sigmoid(*pair, beta=1.0, gamma=0.4, label_smoothing=0.25), wanted)
+
+
+# ---- metrics
+
+
+def test_rewards_are_beta_times_gains_of_the_first_comparison():
+    new, batch = step_table([[-1.0], [-2.0]], advantage=[1, -1], ref=[[-3.0], [-1.0]])
+    _, metrics = told(
+        new, batch, gain="log_ratio", compare=[{"name": "kto", "beta": 0.25}, {"name": "ipo", "beta": 9.0}]
+    )
+    assert {name: float(value) for name, value in metrics.items()} == {
+        "rewards/chosen": 0.5,
+        "rewards/rejected": -0.25,
+        "rewards/margins": 0.75,
+        "rewards/accuracies": 1.0,
+    }
+    _, plain = told(new, batch, gain="log_ratio", compare="sigmoid")
+    assert float(plain["rewards/chosen"]) == pytest.approx(0.2)  # its own default
+
+
+def test_unrelated_rows_are_told_apart():
+    noted = {"unrelated": [[0.0], [0.0], [1.0]]}
+    new, batch = step_table(
+        [[-1.0], [-2.0], [-5.0]], advantage=[1, -1, 0], ref=[[-3.0], [-1.0], [-1.0]], notes=noted
+    )
+    _, metrics = told(new, batch, gain="log_ratio", compare=[{"name": "kto", "beta": 0.5}])
+    assert float(metrics["rewards/unrelated"]) == -2.0
+    assert float(metrics["rewards/chosen"]) == 1.0 and float(metrics["rewards/rejected"]) == -0.5
+
+
+def test_a_comparison_may_carry_a_weight():
+    new, batch = step_table([[-1.0], [-2.0]], advantage=[1, -1], ref=[[-1.0], [-2.0]])
+    loss, _ = told(new, batch, gain="log_ratio", compare=[{"name": "sigmoid", "weight": 3.0}])
+    assert_rows(loss[None], [3 * LN2])

@@ -1,0 +1,122 @@
+"""Unlabelled pictures, one after the other: a folder of them, or rows that name them."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from mmrl.rows import RowError, Rows, row_files
+from mmrl.types import Media
+from mmrl.vision.media import MediaRoot, decode_image
+from mmrl.vision.named_media import Named, media_of
+from mmrl.vision.video import MediaError
+from mmrl.vision.writing import SIGNS, is_picture
+
+
+@dataclass(frozen=True)
+class Item:
+    """One picture to be described, or a row that cannot be used."""
+
+    place: str
+    named: Named | None = None
+    prompt: str = ""
+    fault: str = ""
+
+
+class Pictures:
+    """The pictures of a source in an order that stays; gone through anew each time."""
+
+    def __init__(self, source: str, root: str, limit: int = 0) -> None:
+        self.source, self.limit = Path(source), limit
+        home = self.source if self.source.is_dir() else self.source.parent
+        self.root = MediaRoot(Path(root) if root else home, cache_bytes=0)
+        try:
+            self.files = row_files(self.source)
+        except RowError:
+            if not self.source.is_dir():
+                raise
+            self.files = []
+
+    def __iter__(self) -> Iterator[Item]:
+        items = self._rows() if self.files else self._folder()
+        for number, item in enumerate(items):
+            if self.limit and number == self.limit:
+                return
+            yield item
+
+    def look_over(self) -> tuple[int, str]:
+        """Count the pictures and name them all, without opening one: the name changes where one comes or
+        goes."""
+        count, name = 0, hashlib.sha256()
+        if self.files:
+            for path in self.files:
+                count += _count_rows(path)
+                name.update(f"{path.name} {path.stat().st_size}\n".encode())
+        else:
+            for item in self._folder():
+                count += 1
+                name.update(f"{item.place}\n".encode())
+        return min(count, self.limit or count), name.hexdigest()
+
+    def _folder(self) -> Iterator[Item]:
+        for folder, inside, names in os.walk(self.source):
+            inside[:] = sorted(name for name in inside if not name.startswith("."))
+            for name in sorted(names):
+                path = Path(folder, name)
+                if is_picture(path):
+                    relative = path.relative_to(self.source).as_posix()
+                    yield Item(relative, Named("image", relative))
+
+    def _rows(self) -> Iterator[Item]:
+        for row in Rows(self.source, self.root.root):
+            place = row.place.removeprefix(f"{self.source.parent}{os.sep}")
+            if row.fault:
+                yield Item(place, fault=row.fault)
+                continue
+            shown = list(media_of(row.columns))
+            asked = row.columns.get("prompt", row.columns.get("question"))
+            if len(shown) != 1 or shown[0].kind != "image":
+                yield Item(place, fault=f"wanted one picture, got {len(shown)} media")
+            elif asked is not None and (type(asked) is not str or not asked.strip()):
+                yield Item(place, fault=f"wanted a text as the prompt, got {asked!r}")
+            else:
+                yield Item(place, shown[0], asked or "")
+
+    def bytes_of(self, named: Named) -> bytes:
+        """Read a picture as it is stored."""
+        if named.data:
+            return named.data
+        try:
+            return self.root.locate(named.path).read_bytes()
+        except OSError as error:
+            raise MediaError(f"cannot read '{named.path}': {error}") from error
+
+
+def as_media(name: str, data: bytes) -> Media:
+    """Decode a picture once, now, and name it."""
+    frames = decode_image(data, name)
+    return Media("image", name, lambda: frames)
+
+
+def digest_of(data: bytes) -> str:
+    """Name the bytes of a picture."""
+    return hashlib.sha256(data).hexdigest()[:32]
+
+
+def ending_of(data: bytes) -> str:
+    """Tell the ending of a picture's file from how it begins."""
+    return next((ending for sign, ending in SIGNS.items() if data.startswith(sign)), ".img")
+
+
+def _count_rows(path: Path) -> int:
+    if path.suffix == ".jsonl":
+        with path.open("rb") as file:
+            return sum(1 for line in file if line.strip())
+    if path.suffix == ".parquet":
+        from pyarrow import parquet
+
+        return parquet.ParquetFile(path).metadata.num_rows
+    return sum(1 for _ in Rows(path, path.parent))
