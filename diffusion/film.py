@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from mmrl.diffusion.rows import RowError
+from mmrl.rows import RowError
 
 
 def read_film(path: Path, num_frames: int, height: int, width: int) -> tuple[Tensor, Tensor]:

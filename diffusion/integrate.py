@@ -43,7 +43,7 @@ def check_finite(latents: Tensor, names: list[str], step: int) -> None:
     broken = (~latents.flatten(1).isfinite().all(1)).nonzero()[:, 0].tolist()
     if broken:
         raise FloatingPointError(
-            f"latents of prompt '{names[broken[0]]}' ({len(broken)} of {len(names)} rows) are NaN or infinite "
-            f"after denoising step {step}; the network diverged or its precision overflows: look at the last "
-            "updates (learning rate, gradient norm), or set `policy.dtype` to bfloat16 or float32"
+            f"latents of prompt '{names[broken[0]]}' ({len(broken)} of {len(names)} rows) are NaN or "
+            f"infinite after denoising step {step}; the network diverged or its precision overflows: look at "
+            "the last updates (learning rate, gradient norm), or set `policy.dtype` to bfloat16 or float32"
         )

@@ -22,9 +22,7 @@ def load_pipeline(name: str, *, dtype: str) -> Any:
         # Parts that a pipeline does without have to be named, or they are asked for.
         listed = DiffusionPipeline.load_config(name)
         absent = {part: None for part, source in listed.items() if source == [None, None]}
-        pipe = DiffusionPipeline.from_pretrained(
-            name, dtype=DTYPES[dtype], use_safetensors=True, **absent
-        )
+        pipe = DiffusionPipeline.from_pretrained(name, dtype=DTYPES[dtype], use_safetensors=True, **absent)
     except (OSError, ValueError) as error:
         raise ValueError(f"cannot load the pipeline '{name}': {error}") from error
     pipe.set_progress_bar_config(disable=True)
@@ -56,9 +54,7 @@ def load_network(network: nn.Module, folder: Path) -> None:
     """Take up the weights of a network that `save_pipeline` wrote, bit for bit."""
     # The folder holds trained weights in float32; read in the widest precision, nothing is lost.
     widest = max((parameter.dtype for parameter in network.parameters()), key=lambda dtype: dtype.itemsize)
-    saved = type(network).from_pretrained(
-        str(folder / "transformer"), dtype=widest, use_safetensors=True
-    )
+    saved = type(network).from_pretrained(str(folder / "transformer"), dtype=widest, use_safetensors=True)
     weights = saved.state_dict()
     with torch.no_grad():
         for name, value in network.state_dict().items():

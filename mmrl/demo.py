@@ -15,10 +15,13 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mmrl.config import BuildConfig, Config, load
 from mmrl.table import Measured
+
+if TYPE_CHECKING:
+    from mmrl.run import Run
 
 RUNS = ("cold_start", "tempsamp_r1", "grpo")
 BUILT = ("clips", "model")
@@ -61,89 +64,109 @@ def demo(
     began = time.perf_counter()
     for name in (*BUILT, *RUNS):
         shutil.rmtree(output / name, ignore_errors=True)
-    build("clips", output, seed, [*clip_overrides, f"build.sources={clips}"])
-    build("model", output, seed)
+    build("demo_clips.yaml", output / "clips", seed, [*clip_overrides, f"build.sources={clips}"])
+    build("demo_model.yaml", output / "model", seed)
     start, trained = output / "model", {}
     for name in RUNS:
-        trained[name] = train(name, output, start, seed, overrides)
+        here = [f"policy.model={start}"]
+        for data, split in (("data", "train"), ("evaluation.data", "test")):
+            here += [f"{data}.path={output / 'clips' / split}.jsonl", f"{data}.root={output / 'clips'}"]
+        trained[name] = train(make(f"demo_{name}.yaml", output / name, seed, [*overrides, *here]))
         start = trained["cold_start"].model
     return report(output, seed, trained, time.perf_counter() - began)
 
 
-def build(name: str, output: Path, seed: int, overrides: Sequence[str] = ()) -> None:
-    """Build what `demo_{name}.yaml` names."""
+def report(output: Path, seed: int, trained: Mapping[str, Trained], seconds: float) -> dict[str, Any]:
+    """Show the table, and write the summary and the page."""
+    from mmrl.page import curves, metric_table
+
+    measured = {name: one.measured for name, one in trained.items()}
+    learning = {name: one.records for name, one in trained.items() if name != "cold_start"}
+    sections = [
+        "<h1>Finding events in video</h1>",
+        f"<p class=note>A small Qwen2.5-VL, before and after reinforcement learning; seed {seed}.</p>",
+        "<h2>Held out</h2>",
+        metric_table(measured),
+        *[exhibit(measured) for exhibit in trained["cold_start"].exhibits],
+        "<h2>Reinforcement learning</h2><div class=grid>",
+        *curves(learning),
+        "</div><h2>Cold start</h2><div class=grid>",
+        *curves({"cold_start": trained["cold_start"].records}),
+        "</div>",
+    ]
+    summary = {"seed": seed, "seconds": round(seconds, 1), **plain(measured)}
+    show(measured, SHOWN, f"before and after, {seconds:.0f} s in all")
+    leave(output, summary, "mmrl demo", sections)
+    return summary
+
+
+# ---- what demos have in common
+
+
+def build(config: str, folder: Path, seed: int, overrides: Sequence[str] = ()) -> dict[str, Any]:
+    """Build what a configuration names into a folder, and tell what was built."""
     from mmrl.bind import Pieces
     from mmrl.draws import Stream
 
-    folder = output / name
-    config = load(f"demo_{name}.yaml", [*overrides, f"output={folder}", f"seed={seed}"], BuildConfig)
-    built = Pieces(Stream(seed)).make("builder", config.build).build(folder)
+    wanted = load(config, [*overrides, f"output={folder}", f"seed={seed}"], BuildConfig)
+    built = Pieces(Stream(seed)).make("builder", wanted.build).build(folder)
     print(f"{folder}: " + ", ".join(f"{key} {value}" for key, value in built.items()), flush=True)
+    return built
 
 
-def train(name: str, output: Path, start: Path, seed: int, overrides: Sequence[str]) -> Trained:
-    """Train by `demo_{name}.yaml` from the weights in `start`."""
-    from mmrl.build import build as make
+def make(config: str, folder: Path, seed: int, overrides: Sequence[str]) -> Run:
+    """Make the run of a configuration, with its results in a folder."""
+    from mmrl.build import build as make_run
+
+    return make_run(load(config, [*overrides, f"seed={seed}", f"output_dir={folder}"], Config))
+
+
+def train(run: Run) -> Trained:
+    """Train, and give what is left."""
     from mmrl.train import train as go
 
-    here = [f"seed={seed}", f"output_dir={output / name}", f"policy.model={start}"]
-    for data, split in (("data", "train"), ("evaluation.data", "test")):
-        here += [f"{data}.path={output / 'clips' / split}.jsonl", f"{data}.root={output / 'clips'}"]
-    run = make(load(f"demo_{name}.yaml", [*overrides, *here], Config))
     go(run)
-    model = output / name / f"checkpoint-{run.max_steps}" / "model"
+    model = run.folder / f"checkpoint-{run.max_steps}" / "model"
     return Trained(run.final, run.journal.read(), model, run.exhibits)
 
 
-def report(output: Path, seed: int, trained: Mapping[str, Trained], seconds: float) -> dict[str, Any]:
-    """Show the table, and write the summary and the page."""
-    from mmrl.page import curves, document, metric_table
-
-    measured = {name: one.measured for name, one in trained.items()}
-    written = {
+def plain(measured: Mapping[str, Measured]) -> dict[str, Any]:
+    """Turn evaluations into what JSON holds."""
+    return {
         name: {
             "metrics": dict(one.metrics),
             "intervals": {metric: list(ends) for metric, ends in one.intervals.items()},
         }
         for name, one in measured.items()
     }
-    summary = {"seed": seed, "seconds": round(seconds, 1), **written}
+
+
+def leave(output: Path, summary: Mapping[str, Any], title: str, sections: Sequence[str]) -> None:
+    """Write `summary.json` and `report.html`, and say where they are."""
+    from mmrl.page import document
+
     (output / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
-    learning = {name: one.records for name, one in trained.items() if name != "cold_start"}
-    page = document(
-        "mmrl demo",
-        [
-            "<h1>Finding events in video</h1>",
-            f"<p class=note>A small Qwen2.5-VL, before and after reinforcement learning; seed {seed}.</p>",
-            "<h2>Held out</h2>",
-            metric_table(measured),
-            *[exhibit(measured) for exhibit in trained["cold_start"].exhibits],
-            "<h2>Reinforcement learning</h2><div class=grid>",
-            *curves(learning),
-            "</div><h2>Cold start</h2><div class=grid>",
-            *curves({"cold_start": trained["cold_start"].records}),
-            "</div>",
-        ],
-    )
-    (output / "report.html").write_text(page)
-    _show(measured, seconds)
+    (output / "report.html").write_text(document(title, sections))
     print(f"summary: {output / 'summary.json'}\nreport:  {(output / 'report.html').resolve()}", flush=True)
-    return summary
 
 
-def _show(measured: Mapping[str, Measured], seconds: float) -> None:
+def show(measured: Mapping[str, Measured], names: Sequence[str], title: str, digits: int = 3) -> None:
+    """Print evaluations side by side, one line a metric, with intervals."""
     from rich.console import Console
     from rich.table import Table
 
-    table = Table("held out", *measured, title=f"before and after, {seconds:.0f} s in all")
-    for name in SHOWN:
+    table = Table("held out", *measured, title=title)
+    for name in names:
         cells = []
         for one in measured.values():
             low, high = one.intervals.get(name, (None, None))
-            spread = "" if low is None else f"  ({low:.3f} to {high:.3f})"
-            cells.append(f"{one.metrics[name]:.3f}{spread}" if name in one.metrics else "")
+            spread = "" if low is None else f" ({low:.{digits}f} to {high:.{digits}f})"
+            value = one.metrics.get(name)
+            whole = value is not None and value == int(value) and not spread
+            shown = "" if value is None else f"{value:,.0f}" if whole else f"{value:.{digits}f}"
+            cells.append(shown + spread)
         table.add_row(name, *cells)
-    Console(width=None if sys.stdout.isatty() else 120).print(table)
+    Console(width=None if sys.stdout.isatty() else 140).print(table)
 
 
 if __name__ == "__main__":

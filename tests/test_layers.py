@@ -20,7 +20,7 @@ FILES = sorted(path for folder in ("mmrl", *SIBLINGS) for path in (ROOT / folder
 
 BASE = {
     "types", "protocols", "tensor", "table", "batch", "draws", "registry", "reward_forms", "config", "bind",
-    "distributed", "kept", "modules", "rows",
+    "distributed", "kept", "modules", "rows", "watch", "sharded", "health",
 }  # fmt: skip
 LOOPS = {
     "score",
@@ -33,6 +33,13 @@ LOOPS = {
     "checkpoint",
     "build",
     "demo",
+    "faults",
+    "stop",
+    "saving",
+    "card",
+    "hub",
+    "doctor",
+    "plan",
     "__main__",
 }
 
@@ -97,7 +104,7 @@ def layer_of(module: str) -> tuple[str, str]:
     if parts[0] in {home for home in HOMES.values()}:
         return f"piece:{parts[0]}", scope
     if scope:
-        return "common", scope
+        return ("loop" if parts == ["demo"] else "common"), scope
     return ("base" if parts[0] in BASE else "loop" if parts[0] in LOOPS else "unknown"), scope
 
 
@@ -207,6 +214,7 @@ def test_imports_are_told_apart_by_where_they_stand(tmp_path):
         ("mmrl.references", ("piece:references", "")),
         ("mmrl.vision.engines.generate", ("piece:engines", "vision")),
         ("mmrl.vision.chat", ("common", "vision")),
+        ("mmrl.diffusion.demo", ("loop", "diffusion")),
         ("mmrl.something", ("unknown", "")),
     ],
 )

@@ -8,7 +8,7 @@ import torch
 
 from mmrl.diffusion.datasets.videos import videos
 from mmrl.diffusion.engines.by_segment import BySegment
-from mmrl.diffusion.rows import RowError
+from mmrl.rows import RowError
 from mmrl.types import Outcome, Prompt, Trajectory
 
 

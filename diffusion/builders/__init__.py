@@ -1,0 +1,1 @@
+"""What `mmrl build` makes: captioned pictures, and small models to try things on."""

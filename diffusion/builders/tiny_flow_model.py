@@ -1,0 +1,136 @@
+"""A small flow-matching model of the real classes: a Stable Diffusion 3 pipeline that works on pixels."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mmrl.diffusion.rows import objects, text_of
+from mmrl.draws import Stream
+from mmrl.registry import builder
+
+SPECIAL = ("<start>", "<end>", "<unknown>")
+
+
+def word_tokenizer(texts: Iterable[str], max_length: int) -> Any:
+    """Make a tokenizer whose tokens are the words of some texts; any other word is one and the same token."""
+    from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
+    from transformers import PreTrainedTokenizerFast
+
+    start, end, unknown = SPECIAL
+    words = sorted({word for text in texts for word in re.findall(r"\w+", text.lower())})
+    vocabulary = {word: number for number, word in enumerate([*SPECIAL, *words])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=unknown))
+    tokenizer.normalizer = normalizers.Lowercase()
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{start} $A {end}", special_tokens=[(start, 0), (end, 1)]
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        bos_token=start,
+        eos_token=end,
+        pad_token=end,
+        unk_token=unknown,
+        model_max_length=max_length,
+    )
+
+
+@builder
+class TinyFlowModel:
+    """Build a small SD3 pipeline in pixel space, weights drawn at random, as an ordinary diffusers folder.
+
+    There is no autoencoder: the transformer sees pixels, `side` by `side`, in patches of `patch`. The two
+    CLIP text towers stay as they were drawn; their tokens are the words of `texts`, a file of rows with a
+    `prompt`. `init` scales their weights: at 1 their attention is too flat to tell words apart in the pooled
+    vector. `shift` moves denoising times towards noise.
+    """
+
+    def __init__(
+        self,
+        *,
+        stream: Stream,
+        texts: str,
+        side: int = 32,
+        patch: int = 8,
+        width: int = 128,
+        layers: int = 3,
+        heads: int = 4,
+        text_width: int = 64,
+        text_length: int = 8,
+        init: float = 4.0,
+        shift: float = 1.0,
+    ) -> None:
+        if side % patch or width % heads:
+            raise ValueError(
+                f"patches of {patch} pixels must divide the side {side}, and {heads} heads the width {width}"
+            )
+        self.stream, self.texts, self.side, self.patch = stream, Path(texts), side, patch
+        self.width, self.layers, self.heads = width, layers, heads
+        self.text_width, self.text_length = text_width, text_length
+        self.init, self.shift = init, shift
+
+    def build(self, output: Path) -> dict[str, Any]:
+        """Write the folder, and tell what is in it."""
+        from diffusers import FlowMatchEulerDiscreteScheduler, StableDiffusion3Pipeline
+
+        texts = [text_of(row, ("prompt", "caption"), place) for place, row in objects(self.texts)]
+        tokenizer = word_tokenizer(texts, self.text_length)
+        seed = int(torch.randint(1 << 31, (1,), generator=self.stream.fixed("tiny_flow_model")))
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            towers = [self._tower(tokenizer) for _ in range(2)]
+            network = self._network()
+        StableDiffusion3Pipeline(
+            transformer=network,
+            scheduler=FlowMatchEulerDiscreteScheduler(shift=self.shift),
+            vae=None,
+            text_encoder=towers[0],
+            tokenizer=tokenizer,
+            text_encoder_2=towers[1],
+            tokenizer_2=tokenizer,
+            text_encoder_3=None,
+            tokenizer_3=None,
+        ).save_pretrained(output)
+        return {"parameters": sum(p.numel() for p in network.parameters()), "vocabulary": len(tokenizer)}
+
+    def _tower(self, tokenizer: Any) -> Any:
+        from transformers import CLIPTextConfig, CLIPTextModelWithProjection
+
+        return CLIPTextModelWithProjection(
+            CLIPTextConfig(
+                vocab_size=len(tokenizer),
+                hidden_size=self.text_width,
+                projection_dim=self.text_width,
+                intermediate_size=2 * self.text_width,
+                num_hidden_layers=2,
+                num_attention_heads=4,
+                max_position_embeddings=self.text_length,
+                initializer_factor=self.init,
+                bos_token_id=tokenizer.bos_token_id,
+                eos_token_id=tokenizer.eos_token_id,
+                pad_token_id=tokenizer.pad_token_id,
+            )
+        )
+
+    def _network(self) -> Any:
+        from diffusers import SD3Transformer2DModel
+
+        return SD3Transformer2DModel(
+            sample_size=self.side,
+            patch_size=self.patch,
+            in_channels=3,
+            out_channels=3,
+            num_layers=self.layers,
+            attention_head_dim=self.width // self.heads,
+            num_attention_heads=self.heads,
+            joint_attention_dim=2 * self.text_width,
+            caption_projection_dim=self.width,
+            pooled_projection_dim=2 * self.text_width,
+            pos_embed_max_size=self.side // self.patch,
+            qk_norm="rms_norm",
+        )

@@ -1,0 +1,1 @@
+"""Pictures of a report: what was made, and which steps turned a trajectory."""
