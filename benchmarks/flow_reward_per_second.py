@@ -127,8 +127,8 @@ def show(found: Mapping[str, Any]) -> None:
             print(f"seed {seed}  {name:9}  {cost}  {reached}")
     for by, ratios in found["sooner"].items():
         for name, ratio in ratios.items():
-            words = f"{ratio['mean']} times fewer {by}; seed by seed {ratio['each']}"
-            print(f"{name} reaches the final reward of {FIRST} with {words}")
+            each = ", ".join(f"{one} times" if one else "not at all" for one in ratio["each"])
+            print(f"{name} reaches the final reward of {FIRST} with fewer {by}, seed by seed: {each}")
 
 
 if __name__ == "__main__":

@@ -41,8 +41,8 @@ def check_fits(tokenizer: Any, text: str, limit: int) -> None:
     length = len(tokenizer(text, truncation=False, verbose=False).input_ids)
     if length > limit:
         raise ValueError(
-            f"it is {length} tokens long, and the encoder '{type(tokenizer).__name__}' takes {limit}; shorten "
-            "it, since nothing is cut off in silence"
+            f"it is {length} tokens long, and the encoder '{type(tokenizer).__name__}' takes {limit}; "
+            "shorten it, since nothing is cut off in silence"
         )
 
 

@@ -39,8 +39,8 @@ class BySegment:
             frames = 0 if whole.video is None else len(whole.video)
             raise ValueError(
                 f"a row of prompt '{row.prompt.uid}' with {frames} frames and {row.length} steps cannot be "
-                f"cut into {self.segments} segments; give the policy `likelihood: {{name: diffusion.matching, "
-                f"segments: {self.segments}}}`, and videos of that many frames or more"
+                f"cut into {self.segments} segments; give the policy `likelihood: {{name: "
+                f"diffusion.matching, segments: {self.segments}}}`, and videos of that many frames or more"
             )
         frames = len(whole.video)
         owner = ((torch.arange(frames) + 0.5) * self.segments / frames).long()

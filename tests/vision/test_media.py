@@ -9,9 +9,9 @@ import pytest
 import torch
 from PIL import Image
 
+from mmrl.kept import Kept
 from mmrl.vision import media as media_module
 from mmrl.vision.builders.spliced_clips import write_video
-from mmrl.kept import Kept
 from mmrl.vision.media import MediaRoot
 from mmrl.vision.video import MediaError, Sampling
 
