@@ -56,6 +56,7 @@ class Batch:
     others: Mapping[str, StepOutput] = field(default_factory=dict)  # "old", "ref", "ema", "engine"
     totals: Totals = Totals()
     order: tuple[int, ...] = ()  # the groups of the collection, on all processes; without it those of `group`
+    rows: Tensor = torch.zeros(0, dtype=torch.int64)  # (N,) which rollouts these are, where that is known
 
     @staticmethod
     def of(steps: Steps, mask: Tensor, notes: Mapping[str, Tensor]) -> Batch:
@@ -97,7 +98,12 @@ class Batch:
         }
         notes = {name: note[rows][:, columns] for name, note in self.notes.items()}
         return self.replace(
-            **cut, group=self.group[rows], steps=self.steps[rows, columns], notes=notes, others=others
+            **cut,
+            group=self.group[rows],
+            steps=self.steps[rows, columns],
+            notes=notes,
+            others=others,
+            rows=self.rows[rows.cpu()] if len(self.rows) else self.rows,
         )
 
     def blank(self) -> Batch:
@@ -182,7 +188,7 @@ def spread(credit: RewardTable, batch: Batch) -> Batch:
             "add `total` to combine them"
         )
     if not len(credit):
-        return batch.blank()
+        return batch.replace(rows=torch.arange(len(batch))).blank()
     num_steps = batch.mask.shape[1]
     places = place_of_steps(credit.ends, num_steps)
     learned = (credit.learn & credit.valid[:, 0]).gather(1, places)
@@ -199,4 +205,5 @@ def spread(credit: RewardTable, batch: Batch) -> Batch:
         mask=mask,
         advantage=advantage.float().to(device) * mask,
         notes={**batch.notes, **notes},
+        rows=torch.arange(len(credit)),
     )

@@ -13,6 +13,7 @@ from mmrl.bind import Bound, Pieces
 from mmrl.config import Config, ConfigError, EvaluateConfig, Evaluation, Piece, as_piece, load
 from mmrl.distributed import Processes
 from mmrl.draws import Stream
+from mmrl.hub import check_hub
 from mmrl.protocols import Engine, Policy
 from mmrl.registry import HOMES, Entry, Needs, find
 from mmrl.run import Run
@@ -62,6 +63,7 @@ def build(config: Config, *, quiet: bool = False) -> Run:
         evaluator=make_evaluator(config, pieces, policy, processes) if config.evaluation.data else None,
         exhibits=listed("exhibit", config.report.exhibits, "report.exhibits"),
         alarms=listed("alarm", config.report.alarms, "report.alarms"),
+        checkups=listed("checkup", config.report.doctor, "report.doctor"),
     )
 
 
@@ -91,6 +93,7 @@ def check(config: Config) -> None:
     anything."""
     pieces = Pieces(Stream())
     _check_numbers(config)
+    check_hub(config)
     policy = pieces.check("policy", config.policy)
     pieces.check("data", config.data)
     pieces.check("sampler", config.sampler)
@@ -101,6 +104,7 @@ def check(config: Config) -> None:
         ("metric", config.metrics, "metrics"),
         ("exhibit", config.report.exhibits, "report.exhibits"),
         ("alarm", config.report.alarms, "report.alarms"),
+        ("checkup", config.report.doctor, "report.doctor"),
         ("engine", config.rollout.engine, "rollout.engine"),
     ):
         for i, piece in enumerate(listed):
@@ -189,6 +193,7 @@ def _check_numbers(config: Config) -> None:
         ("eval_steps", config.eval_steps),
         ("save_total_limit", config.save_total_limit),
         ("learn.max_grad_norm", config.learn.max_grad_norm),
+        ("learn.max_skipped", config.learn.max_skipped),
     ):
         if value < 0:
             raise ConfigError(f"'{place}' must be 0 or more, not {value}")
@@ -200,6 +205,14 @@ def _check_numbers(config: Config) -> None:
     if config.eval_steps and config.evaluation.data is None:
         raise ConfigError(
             f"'eval_steps' is {config.eval_steps}, but 'evaluation.data' names nothing to measure on"
+        )
+    if config.metric_for_best_model.startswith("eval_") and (
+        not config.eval_steps or config.save_steps % config.eval_steps
+    ):
+        raise ConfigError(
+            f"'metric_for_best_model' is '{config.metric_for_best_model}', so 'save_steps' "
+            f"({config.save_steps}) must be a multiple of 'eval_steps' ({config.eval_steps}): only then is "
+            "it measured where a checkpoint is written"
         )
     if not config.rollout.engine:
         raise ConfigError("'rollout.engine' is empty; name the engine that makes rollouts")

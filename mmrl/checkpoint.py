@@ -58,7 +58,10 @@ def read_state(folder: Path) -> dict[str, Any]:
 
 
 def _files(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.rglob("*") if path.is_file() and path.name != STATE)
+    # The model card may be written anew when more was measured.
+    return sorted(
+        path for path in folder.rglob("*") if path.is_file() and path.name not in (STATE, "README.md")
+    )
 
 
 def _without_tensors(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
@@ -113,11 +116,12 @@ def step_of(folder: Path) -> int:
     return int(folder.name.partition("-")[2])
 
 
-def prune(output_dir: Path, limit: int, step: int) -> None:
-    """Keep the latest `limit` checkpoints up to `step`; 0 keeps all.
+def prune(output_dir: Path, limit: int, step: int, keep: int = 0) -> None:
+    """Keep the latest `limit` checkpoints up to `step`, and the one of step `keep`; a limit of 0 keeps all.
 
     Later ones are broken, since the run went on from before them: they must not push out whole ones.
     """
     reached = [folder for folder in checkpoints(output_dir) if step_of(folder) <= step]
     for old in reached[limit:] if limit else []:
-        shutil.rmtree(old)
+        if step_of(old) != keep:
+            shutil.rmtree(old)

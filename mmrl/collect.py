@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from mmrl.faults import rolling_out
 from mmrl.score import score
 from mmrl.table import RewardTable
 from mmrl.types import Rollouts
@@ -39,12 +40,14 @@ def collect(run: Run) -> Collection:
             break
         order = [prompt.uid for prompt in prompts]
         mine, counts = run.processes.share(prompts, table)
-        with run.timing("rollout"), run.acting():
-            fresh = in_order(run.engine.rollout(mine), order)
+        with run.processes.agreeing("making and scoring rollouts"):
+            with run.timing("rollout"), run.acting(), rolling_out(run.stream.step):
+                fresh = in_order(run.engine.rollout(mine), order)
+            with run.timing("reward"):
+                local = score(
+                    run.rewards, fresh if counts else (), notes=run.chain_notes, rank=run.processes.rank
+                )
         with run.timing("reward"):
-            local = score(
-                run.rewards, fresh if counts else (), notes=run.chain_notes, rank=run.processes.rank
-            )
             scored = run.processes.gather(local, order)
         for observer in run.observers:
             observer.observe(fresh if counts else (), scored)

@@ -54,6 +54,8 @@ class Learn:
     minibatches: int = 1  # optimizer steps per pass
     micro_batch_steps: int = 16384  # steps held at once: the memory knob
     max_grad_norm: float = 1.0
+    on_nonfinite: Literal["stop", "skip"] = "stop"  # what to do about a loss or gradient that is no number
+    max_skipped: int = 10  # updates that may be skipped in a run
 
 
 @dataclass(frozen=True)
@@ -83,6 +85,11 @@ class Report:
     alarms: tuple[Piece, ...] = (
         Piece("ratio_is_not_one", {"tolerance": 0.05}),
     )  # what to warn of, on the console and at the head of the HTML report
+    doctor: tuple[Piece, ...] = (
+        Piece("groups_vary"),
+        Piece("samples_as_asked"),
+        Piece("gradients_arrive"),
+    )  # what is looked at in the first step, at no cost; `mmrl doctor` looks at everything
 
 
 @dataclass(frozen=True)
@@ -105,6 +112,11 @@ class Config:
     max_steps: int = 1000
     save_steps: int = 100
     save_total_limit: int = 2
+    metric_for_best_model: str = ""  # the checkpoint where it was best is kept besides the latest
+    greater_is_better: bool = True
+    push_to_hub: bool = False  # the best model, or else the last, when the run ends
+    hub_model_id: str = ""  # owner/name
+    hub_private_repo: bool = True
     eval_steps: int = 0  # 0: only after the last step, where there is evaluation data
     seed: int = 0
     output_dir: str = "runs/unnamed"

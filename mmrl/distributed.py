@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import reduce
 
 import torch
@@ -16,10 +16,13 @@ from mmrl.batch import Batch, Totals
 from mmrl.protocols import Policy
 from mmrl.table import RewardTable
 from mmrl.types import Prompt
+from mmrl.watch import ProcessFailed, Watch
 
 
 class Processes:
     """What a run knows of its processes."""
+
+    known = False  # a failure of which every process knows
 
     def __init__(self) -> None:
         from accelerate import Accelerator
@@ -33,6 +36,38 @@ class Processes:
     def main(self) -> bool:
         """Tell whether this process writes files and talks."""
         return self.rank == 0
+
+    @contextmanager
+    def agreeing(self, doing: str) -> Iterator[None]:
+        """Let every process know where one fails in this block, so that none waits for it for ever."""
+        error: Exception | None = None
+        try:
+            yield
+        except Exception as raised:
+            error = raised
+        if self.world > 1:
+            said = f"{type(error).__name__}: {error}" if error else ""
+            told = [data.decode() for data in self._all_bytes(said.encode() or b" ")]
+            failed = [(rank, words.strip()) for rank, words in enumerate(told) if words.strip()]
+            self.known = bool(failed)
+            if failed and error is None:
+                rank, words = failed[0]
+                raise ProcessFailed(f"process {rank} of {self.world} failed while {doing}: {words}")
+        if error is not None:
+            raise error
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Tell the other processes where this one fails anywhere in this block, and be told."""
+        if self.world == 1:
+            yield
+            return
+        with Watch(self.rank, self.world, self._all_bytes, lambda: self.known):
+            yield
+
+    def any(self, here: bool) -> bool:
+        """Tell whether something holds on any process."""
+        return bool(here) if self.world == 1 else float(self.mean(torch.tensor(float(here)))) > 0
 
     def share(self, prompts: Sequence[Prompt], table: RewardTable) -> tuple[list[Prompt], bool]:
         """Pick this process's part: whole groups, each where it began, new ones where there is least to do.
@@ -114,9 +149,18 @@ class Processes:
         policy.module, optimizer = self.accelerator.prepare(policy.module, make_optimizer(learning))
         return optimizer
 
-    def accumulating(self, module: nn.Module, last: bool) -> AbstractContextManager:
+    @contextmanager
+    def accumulating(self, module: nn.Module, last: bool) -> Iterator[None]:
         """Hold back the exchange of gradients until the last micro-batch."""
-        return nullcontext() if last or self.world == 1 else self.accelerator.no_sync(module)
+        self.accelerator.sync_gradients = last  # DeepSpeed takes its step where this is set
+        held: AbstractContextManager = nullcontext()
+        if not last and self.world > 1:
+            held = self.accelerator.no_sync(module)
+        try:
+            with held:
+                yield
+        finally:
+            self.accelerator.sync_gradients = True
 
     def backward(self, loss: Tensor) -> None:
         """Back-propagate."""

@@ -44,13 +44,13 @@ class Evaluator:
             prompts = [prompt for prompt in self.data[at : at + CHUNK] for _ in range(self.num_generations)]
             order = [prompt.uid for prompt in prompts]
             mine, counts = self.processes.share(prompts, table)
-            with torch.no_grad():
-                fresh = in_order(self.engine.rollout(mine), order) if mine else ()
-            fresh = fresh if counts else ()
+            with self.processes.agreeing("evaluating"):
+                with torch.no_grad():
+                    fresh = in_order(self.engine.rollout(mine), order) if mine else ()
+                fresh = fresh if counts else ()
+                local = score(self.rewards, fresh, rank=self.processes.rank)
             rollouts += fresh
-            table = table.join(
-                self.processes.gather(score(self.rewards, fresh, rank=self.processes.rank), order)
-            )
+            table = table.join(self.processes.gather(local, order))
         seconds = time.perf_counter() - began
         metrics = {name: value for metric in self.metrics for name, value in metric(table).items()}
         metrics |= describe_lengths(table)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -14,20 +12,20 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from mmrl import checkpoint
+from mmrl import doctor, saving
 from mmrl.bind import Bound, Pieces
 from mmrl.collect import Collection
-from mmrl.config import Config, ConfigError, as_plain, read, write
+from mmrl.config import Config
 from mmrl.distributed import Processes
 from mmrl.draws import Stream
 from mmrl.evaluate import Evaluator
-from mmrl.protocols import Engine, Observer, Policy, Sampler, Stateful
+from mmrl.faults import Guard
+from mmrl.protocols import Engine, Observer, Policy, Sampler
 from mmrl.registry import Needs
 from mmrl.report import (
     Console,
     Journal,
     Meter,
-    Trackers,
     describe_lengths,
     describe_measured,
     describe_rewards,
@@ -35,14 +33,10 @@ from mmrl.report import (
     write_completions,
 )
 from mmrl.table import Measured, RewardTable
-from mmrl.types import Clock
+from mmrl.types import Clock, Rollouts
 
 if TYPE_CHECKING:
     from mmrl.references import Reference
-
-
-class NotFinite(FloatingPointError):
-    """A loss or gradient that is not a number. The step was not taken."""
 
 
 @dataclass
@@ -66,11 +60,17 @@ class Run:
     learning_rate: Bound | float
     exhibits: Sequence[Bound]
     alarms: Sequence[Bound]
+    checkups: Sequence[Bound]
     evaluator: Evaluator | None
     quiet: bool = False
     meter: Meter = field(default_factory=Meter)
     times: dict[str, float] = field(default_factory=dict)
     reported: dict[str, float] = field(default_factory=dict)
+    guard: Guard = field(default_factory=Guard)
+    best: saving.Best = field(default_factory=saving.Best)
+    learned: Rollouts = ()  # the rows of the step table
+    saved: int = 0  # the step of the last checkpoint
+    final: Measured | None = None
 
     def __post_init__(self) -> None:
         config = self.config
@@ -84,6 +84,7 @@ class Run:
         self.journal = Journal(self.folder)
         self.records: list[dict[str, Any]] = []  # the journal of this run, as alarms read it
         self.raised: list[str] = []  # what alarms said, each once
+        self.untouched: list[str] | None = None  # trained parameters without gradient in the first update
         self.console = Console(self.folder.name, self.max_steps, self.quiet or not self.processes.main)
         self.trained = [p for p in self.policy.module.parameters() if p.requires_grad]
 
@@ -147,12 +148,9 @@ class Run:
     def step_optimizer(self) -> None:
         """Clip, step, zero, and let moving averages follow."""
         norm = self.processes.clip(self.trained, self.config.learn.max_grad_norm)
-        if not math.isfinite(norm):
-            self.optimizer.zero_grad()
-            raise NotFinite(
-                f"the gradient of step {self.stream.step} has the norm {norm}; the step was not taken. Lower"
-                " learn.learning_rate or learn.max_grad_norm, or look at the rewards of this step"
-            )
+        self._look_at_gradients()
+        if not self.guard.passes(self, norm):
+            return
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         for reference in self.references.values():
@@ -160,10 +158,18 @@ class Run:
         self.meter.add({"grad_norm": torch.tensor(norm)}, 1.0)
         self.meter.updates += 1
 
+    def _look_at_gradients(self) -> None:
+        if self.untouched is None:
+            named = self.policy.module.named_parameters()
+            self.untouched = [name for name, p in named if p.requires_grad and p.grad is None]
+
     # ---- the end of every step
 
     def finish(self, step: int, collection: Collection, credit: RewardTable) -> None:
         """Report a step; evaluate and save where it is time."""
+        self.guard.part, self.guard.suspects, self.guard.written = None, [], 0
+        if step == 0:
+            self._examine(collection, credit)
         metrics = self._describe(collection)
         if self.evaluator and self.config.eval_steps and (step + 1) % self.config.eval_steps == 0:
             metrics |= self._evaluate()
@@ -192,7 +198,22 @@ class Run:
             )
         for metric in self.metrics:
             metrics |= metric(seen)
+        if self.guard.skipped:
+            metrics["skipped_updates"] = float(self.guard.skipped)
         return {**metrics, "learning_rate": self.optimizer.param_groups[0]["lr"]}
+
+    def _examine(self, collection: Collection, credit: RewardTable) -> None:
+        """Let the doctor look at the first step, as far as that costs nothing."""
+        if not self.processes.main:
+            return
+        for symptom in doctor.glance(self, collection, credit):
+            self.warn(symptom.text)
+
+    def warn(self, text: str) -> None:
+        """Say what the owner should know, once, on the console and at the head of the report."""
+        if text not in self.raised:
+            self.raised.append(text)
+            self.console.say(f"warning: {text}")
 
     def _evaluate(self) -> dict[str, float]:
         with self.timing("evaluate"):
@@ -213,9 +234,7 @@ class Run:
             records[-1] = {**describe_measured(last), **records[-1]}  # what was measured there stays
         for alarm in self.alarms:
             for text in alarm(records):
-                if text not in self.raised:
-                    self.raised.append(text)
-                    self.console.say(f"warning: {text}")
+                self.warn(text)
 
     def _write_completions(self, step: int, collection: Collection, credit: RewardTable) -> None:
         mine = credit.select(credit.mine)
@@ -229,81 +248,21 @@ class Run:
     # ---- stop and go on
 
     def save(self, step: int) -> None:
-        """Write `checkpoint-{step}`: a model folder that its library reads, and the state that makes the run
-        go on exactly."""
-        folder = self.folder / f"checkpoint-{step}"
-        beside = self.folder / f"checkpoint-{step}.tmp"
-        if self.processes.main:
-            shutil.rmtree(beside, ignore_errors=True)
-            self.policy.save(beside / checkpoint.MODEL)
-            checkpoint.write_state(beside, self._state(step))
-            checkpoint.publish(beside, folder)
-            checkpoint.prune(self.folder, self.config.save_total_limit, step)
-        self.processes.wait()
-
-    def _state(self, step: int) -> dict[str, Any]:
-        return {
-            "step": step,
-            "reported": self.reported,
-            "optimizer": self.optimizer.state_dict(),
-            "references": {name: reference.state_dict() for name, reference in self.references.items()},
-            "pieces": {place: thing.state_dict() for place, thing in self._stateful().items()},
-        }
-
-    def _stateful(self) -> dict[str, Stateful]:
-        return {
-            place: thing
-            for place, thing in self.pieces.made.items()
-            if isinstance(thing, Stateful) and not place.startswith("references.")
-        }
+        """Write `checkpoint-{step}`."""
+        saving.save(self, step)
 
     def resume(self) -> int:
-        """Prepare the output folder, take up the last whole checkpoint in it, and give the step to go on
-        with."""
-        self._open_folder()
-        start = 0
-        for folder in checkpoint.checkpoints(self.folder):
-            try:
-                state = checkpoint.read_state(folder)
-            except checkpoint.CheckpointError as error:
-                self.console.say(f"{error}; looking at the one before")
-                continue
-            self.policy.load(folder / checkpoint.MODEL)
-            self.optimizer.load_state_dict(state["optimizer"])
-            for name, reference in self.references.items():
-                reference.load_state_dict(state["references"][name])
-            for place, thing in self._stateful().items():
-                thing.load_state_dict(state["pieces"][place])
-            self.reported, start = state["reported"], state["step"]
-            self.console.say(f"going on from {folder}")
-            break
-        if self.processes.main:
-            self.journal.rewind(start)
-            self.records = self.journal.read()
-        self.trackers = Trackers(
-            self.config.report.trackers if self.processes.main else (), self.folder, self.console.say
-        )
-        self.console.begin(start)
-        return start
+        """Take up the last whole checkpoint, and give the step to go on with."""
+        return saving.resume(self)
 
-    def _open_folder(self) -> None:
-        written = self.folder / "config.yaml"
+    def leave(self, step: int, why: str) -> None:
+        """Stop in good order before the end: the step is saved, and the same command goes on."""
+        if self.saved != step:
+            self.save(step)
+        self.console.end()
         if self.processes.main:
-            if self.config.overwrite_output_dir and self.folder.exists():
-                if any(self.folder.iterdir()) and not written.exists():
-                    raise ConfigError(
-                        f"'{self.folder}' holds files but no run (it has no config.yaml), so it is not "
-                        "overwritten; name another output_dir"
-                    )
-                shutil.rmtree(self.folder)
-            if written.exists() and _essence(read(written)) != _essence(as_plain(self.config)):
-                raise ConfigError(
-                    f"'{self.folder}' holds a run with another configuration (see its config.yaml); name "
-                    "another output_dir, or set overwrite_output_dir=true to throw that run away"
-                )
-            self.folder.mkdir(parents=True, exist_ok=True)
-            write(self.config, written)
-        self.processes.wait()
+            self.trackers.close()
+        self.console.say(f"stopped by {why or 'another process'} behind step {step}, which is saved")
 
     def close(self) -> None:
         """Evaluate once more, write the page to look at, and leave the terminal as it was."""
@@ -317,14 +276,5 @@ class Run:
             path = write_page(self.folder, self.journal.read(), last, fragments, self.raised)
             self.console.say(f"report: {path}")
             self.trackers.close()
+            saving.hand_over(self, describe_measured(last) if last else {})
         self.final = last
-
-
-def _essence(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Leave out what may change between a run and its continuation."""
-    return {
-        k: v
-        for k, v in raw.items()
-        if k
-        not in ("max_steps", "save_steps", "save_total_limit", "report", "overwrite_output_dir", "output_dir")
-    }

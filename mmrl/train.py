@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 
 from mmrl.batch import Batch, StepOutput, spread
 from mmrl.collect import Collection, collect, pick
+from mmrl.faults import largest_first, within_memory
 from mmrl.protocols import Policy
 from mmrl.registry import Needs
+from mmrl.stop import listening
 from mmrl.table import RewardTable
 from mmrl.tensor import pad_to
 from mmrl.types import Unit
@@ -20,16 +23,23 @@ if TYPE_CHECKING:
 
 
 def train(run: Run) -> None:
-    """Collect, learn and report until `max_steps`; goes on where the last checkpoint of the run stands."""
-    for step in range(run.resume(), run.max_steps):
-        run.tick(step)
-        collection = collect(run)
-        with run.timing("learn"):
-            credit, batch = learnable(run, collection)
-            for _ in range(run.num_iterations):
-                update(run, batch)
-        run.finish(step, collection, credit)
-    run.close()
+    """Collect, learn and report until `max_steps`; goes on where the last checkpoint of the run stands.
+
+    A run that is asked to stop (SIGTERM, Ctrl-C) does so behind a step, saved, and without its last
+    evaluation.
+    """
+    with run.processes.watching(), listening(run.processes.main and not run.quiet) as stop:
+        for step in range(run.resume(), run.max_steps):
+            run.tick(step)
+            collection = collect(run)
+            with run.timing("learn"):
+                credit, batch = learnable(run, collection)
+                for _ in range(run.num_iterations):
+                    update(run, batch)
+            run.finish(step, collection, credit)
+            if run.processes.any(bool(stop.asked)):
+                return run.leave(step + 1, stop.asked)
+        run.close()
 
 
 def learnable(run: Run, collection: Collection) -> tuple[RewardTable, Batch]:
@@ -38,7 +48,8 @@ def learnable(run: Run, collection: Collection) -> tuple[RewardTable, Batch]:
     rollouts, learned = pick(collection.rollouts, credit, credit.learn.any(-1))
     batch = spread(learned.select(learned.mine), run.policy.collate(rollouts))
     batch = batch.replace(order=tuple(dict.fromkeys(learned.group.tolist())))
-    return credit, consult(run.others, batch, run.needs, run.micro_batch_steps)
+    run.learned = rollouts
+    return credit, within_memory(run, lambda: consult(run.others, batch, run.needs, run.micro_batch_steps))
 
 
 def consult(policies: Mapping[str, Policy], batch: Batch, needs: Needs, micro_batch_steps: int) -> Batch:
@@ -87,9 +98,19 @@ def update(run: Run, batch: Batch) -> None:
         if not part.totals.steps:  # the filter dropped everything: there is no direction to step in
             continue
         part = part.replace(weight=run.objective.weigh(part))
-        for micro, counts, last in run.processes.even(part.split(run.micro_batch_steps, run.needs.unit)):
-            micro = micro.on(run.processes.device)
-            with run.processes.accumulating(run.policy.module, last):
-                loss, metrics = run.objective(run.policy(micro, run.needs.extra), micro)
-                run.backward(counts * loss, metrics, counts)
+        run.guard.begin(run, part)
+        within_memory(run, partial(accumulate, run, part))
         run.step_optimizer()
+
+
+def accumulate(run: Run, part: Batch) -> None:
+    """Add up the gradients of the micro-batches of a part."""
+    run.guard.forget(run)  # of a pass that ran out of memory
+    micros = largest_first(part.split(run.micro_batch_steps, run.needs.unit))
+    for micro, counts, last in run.processes.even(micros):
+        micro = micro.on(run.processes.device)
+        with run.processes.accumulating(run.policy.module, last):
+            loss, metrics = run.objective(run.policy(micro, run.needs.extra), micro)
+            run.backward(counts * loss, metrics, counts)
+        if counts:
+            run.guard.note(loss, micro)

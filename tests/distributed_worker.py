@@ -1,7 +1,7 @@
-"""One of several processes that train the toy policy: `python -m tests.distributed_worker plans.json`.
+"""One of several processes that train toy policies: `python -m tests.distributed_worker plans.json`.
 
-The file lists keyword arguments of `tests.toys.toy_run`, one mapping a run. Weights of every process go to
-`weights-{rank}` in the run's folder.
+The file lists whole configurations, one mapping a run. Weights of every process go to `weights-{rank}` in the
+run's folder; where a run fails, why goes to `failed-{rank}`, and the process ends with code 3.
 """
 
 from __future__ import annotations
@@ -16,14 +16,13 @@ from pathlib import Path
 from typing import Any
 
 from mmrl import page
+from mmrl.build import build
+from mmrl.config import Config, parse
 from mmrl.train import train
-from tests.toys import toy_run
 
 
-def launch(plans: Sequence[Mapping[str, Any]], folder: Path, world: int = 2) -> None:
-    """Train on `world` processes, as a launcher would start them; fail with what they print."""
-    listed = folder / "plans.json"
-    listed.write_text(json.dumps(plans))
+def start(module: str, arguments: Sequence[str], world: int) -> list[subprocess.Popen]:
+    """Start a module on `world` processes that find each other."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -33,7 +32,7 @@ def launch(plans: Sequence[Mapping[str, Any]], folder: Path, world: int = 2) -> 
         told |= {"MASTER_PORT": port, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": 1}
         processes.append(
             subprocess.Popen(
-                [sys.executable, "-m", "tests.distributed_worker", str(listed)],
+                [sys.executable, "-m", module, *arguments],
                 env={**os.environ, **{name: str(value) for name, value in told.items()}},
                 cwd=Path(__file__).parents[1],
                 stdout=subprocess.PIPE,
@@ -41,21 +40,37 @@ def launch(plans: Sequence[Mapping[str, Any]], folder: Path, world: int = 2) -> 
                 text=True,
             )
         )
+    return processes
+
+
+def launch(
+    plans: Sequence[Mapping[str, Any]], folder: Path, world: int = 2, failing: bool = False
+) -> list[str]:
+    """Train on `world` processes, as a launcher would start them; give what they print, or fail with it."""
+    listed = folder / "plans.json"
+    listed.write_text(json.dumps(plans))
+    processes = start("tests.distributed_worker", [str(listed)], world)
     try:
         printed = [process.communicate(timeout=120)[0] for process in processes]
     finally:
         for process in processes:
             process.kill()
-    if any(process.returncode for process in processes):
+    if any(process.returncode for process in processes) and not failing:
         raise RuntimeError("\n".join(printed))
+    return printed
 
 
 def main() -> None:
     page.curves = lambda runs: []  # drawing takes longer than everything else
     for plan in json.loads(Path(sys.argv[1]).read_text()):
-        run = toy_run(**plan)
-        train(run)
-        run.policy.save(run.folder / f"weights-{run.processes.rank}")
+        run = build(parse(plan, Config), quiet=True)
+        rank = run.processes.rank
+        try:
+            train(run)
+        except Exception as error:
+            (run.folder / f"failed-{rank}").write_text(f"{type(error).__name__}: {error}")
+            sys.exit(3)
+        run.policy.save(run.folder / f"weights-{rank}")
 
 
 if __name__ == "__main__":

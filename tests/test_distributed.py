@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import os
+import time
+from pathlib import Path
+
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from mmrl import page
 from mmrl.batch import Batch
+from mmrl.build import build
+from mmrl.config import Config, parse
 from mmrl.distributed import Processes
 from mmrl.report import Journal
+from mmrl.reward_forms import per_outcome
 from mmrl.table import RewardTable
 from mmrl.train import train
-from tests.distributed_worker import launch
-from tests.toys import ToyText, prompts, toy_run
+from mmrl.watch import ProcessFailed
+from tests.distributed_worker import launch, start
+from tests.toy_flow import flow_plan
+from tests.toys import ToyGenerate, ToyText, plan, prompts
 
 
 def process(rank: int, world: int) -> Processes:
@@ -103,33 +112,185 @@ PLANS = {
 }
 
 
+PAIR = {
+    "data": {"name": "tests.toys:prompts", "answers": 2},
+    "rollout": {"engine": ["stored"], "num_prompts": 5, "num_generations": 2},
+    "advantage": ["total", "best_vs_worst"],
+    "objective": {"name": "comparison", "gain": "log_ratio", "compare": ["sigmoid"]},
+    "references": {"ref": "frozen"},
+}
+FLOW = {
+    "rollout": {"num_prompts": 3},
+    "advantage": ["total", "group_normalize"],
+    "objective": {
+        "name": "policy_gradient",
+        "surrogate": "clip",
+        "aggregate": "step_mean",
+        "penalty": [{"name": "gaussian_kl", "coef": 0.1}],
+    },
+    "references": {"ref": "frozen"},
+    "learn": {"num_iterations": 2, "micro_batch_steps": 9},
+}
+PLANS |= {
+    "a pair": PAIR,
+    "a flow": {"of": "flow", **FLOW},
+    "a flow that matches": {
+        "of": "flow",
+        **FLOW,
+        "policy": {"name": "tests.toy_flow:ToyFlow", "form": "matching"},
+        "objective": {"name": "policy_gradient", "surrogate": "clip", "aggregate": "step_mean"},
+    },
+}
+
+
+def plan_of(name, folder):
+    changes = PLANS[name]
+    if changes.get("of") == "flow":
+        given = {key: value for key, value in changes.items() if key != "of"}
+        learn = {"optimizer": "sgd", "learning_rate": 0.05, **given.get("learn", {})}
+        return flow_plan(folder, **{**given, "learn": learn})
+    learn = {"optimizer": "sgd", "learning_rate": 0.5, **changes.get("learn", {})}
+    usual = {"policy": {"name": "tests.toys:ToyText", "double": True}}
+    return plan(folder, **{**usual, **changes, "learn": learn})
+
+
 @pytest.fixture(scope="module")
 def two_processes(tmp_path_factory):
     """Train every plan on two processes, all of them in one pair of processes: they start slowly."""
     folder = tmp_path_factory.mktemp("two")
-    usual = {"policy": {"name": "tests.toys:ToyText", "double": True}}
-    plans = {}
-    for name, plan in PLANS.items():
-        learn = {"optimizer": "sgd", "learning_rate": 0.5, **plan.get("learn", {})}
-        plans[name] = {**usual, **plan, "learn": learn}
-    launch([{"folder": str(folder / name), **plan} for name, plan in plans.items()], folder)
-    return folder, plans
+    launch([plan_of(name, folder / name) for name in PLANS], folder)
+    return folder
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PLANS)
 def test_two_processes_train_as_one(name, two_processes, tmp_path, monkeypatch):
     monkeypatch.setattr(page, "curves", lambda runs: [])
-    folder, plans = two_processes
-    run = toy_run(tmp_path / "one", **plans[name])
+    run = build(parse(plan_of(name, tmp_path / "one"), Config), quiet=True)
     train(run)
-    assert run.policy.table.abs().max() > 0.01
+    assert run.policy.table.abs().max() > 0.005
+    # A flow computes in float32, where sums of other parts differ in their last digits.
+    exact = 1e-12 if run.policy.table.dtype == torch.float64 else 2e-6
     for rank in range(2):
-        weights = load_file(folder / name / f"weights-{rank}" / "model.safetensors")["table"]
-        torch.testing.assert_close(weights, run.policy.table.data, rtol=1e-12, atol=1e-12)
-    records = zip(Journal(folder / name).read(), run.journal.read(), strict=True)
+        weights = load_file(two_processes / name / f"weights-{rank}" / "model.safetensors")["table"]
+        torch.testing.assert_close(weights, run.policy.table.data, rtol=exact, atol=exact)
+    records = zip(Journal(two_processes / name).read(), run.journal.read(), strict=True)
     for found, expected in records:
         timed = {key for key in expected if "time" in key or "seconds" in key}
         assert found.keys() == expected.keys()
         for key in expected.keys() - timed:
-            assert found[key] == pytest.approx(expected[key], rel=1e-6, abs=1e-7, nan_ok=True), key
+            wanted = pytest.approx(expected[key], rel=max(1e-6, 50 * exact), abs=1e-6, nan_ok=True)
+            assert found[key] == wanted, key
+
+
+# ---- failures
+
+
+@per_outcome
+def fails_on_one(prompt, outcome):
+    """Fail where the rollouts of p0 are, which is on one process."""
+    if prompt.uid == "p0":
+        raise LookupError("no span in p0")
+    return 0.5
+
+
+class DiesOnOne(ToyGenerate):
+    """An engine that runs out of memory on the second process."""
+
+    def rollout(self, asked):
+        if int(os.environ["RANK"]) == 1:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return super().rollout(asked)
+
+
+class FailsInLearning(ToyText):
+    """A policy whose forward pass fails on the second process, while the first waits for its gradients."""
+
+    def __call__(self, batch, extra=frozenset()):
+        if int(os.environ["RANK"]) == 1 and torch.is_grad_enabled():
+            raise LookupError("a kernel failed")
+        return super().__call__(batch, extra)
+
+
+HERE = __name__
+FAILURES = {
+    "a reward": (
+        {"rewards": [f"{HERE}:fails_on_one"], "sampler": {"name": "uniform", "shuffle": False}},
+        "RewardFault: reward 'fails_on_one' raised LookupError: no span in p0",
+        "process 0 of 2 failed while making and scoring rollouts: RewardFault: reward 'fails_on_one'",
+    ),
+    "an engine": (
+        {"rollout": {"engine": [f"{HERE}:DiesOnOne"]}},
+        "OutOfMemory: out of memory while making rollouts of step 0",
+        "process 1 of 2 failed while making and scoring rollouts: OutOfMemory: out of memory",
+    ),
+    "learning": (
+        {"policy": f"{HERE}:FailsInLearning"},
+        "LookupError: a kernel failed",
+        "process 1 of 2 failed: LookupError: a kernel failed",
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", FAILURES)
+def test_where_one_process_fails_every_other_is_told_instead_of_waiting(case, tmp_path):
+    changes, own, heard = FAILURES[case]
+    began = time.monotonic()
+    printed = launch([plan(tmp_path / "run", **changes)], tmp_path, failing=True)
+    assert time.monotonic() - began < 60
+    said = [(tmp_path / "run" / f"failed-{rank}").read_text() for rank in range(2)]
+    assert any(text.startswith(own) for text in said), (said, printed)
+    assert any(text.startswith(f"ProcessFailed: {heard}") for text in said), (said, printed)
+
+
+def test_a_process_that_finds_nothing_wrong_is_told_who_did(monkeypatch):
+    one = process(0, 2)
+    one._all_bytes = lambda data: [data, b"KeyError: 'span'"]
+    told = "process 1 of 2 failed while scoring: KeyError: 'span'"
+    with pytest.raises(ProcessFailed, match=told), one.agreeing("scoring"):
+        pass
+    with pytest.raises(OSError, match="no room"), one.agreeing("saving"):
+        raise OSError("no room")
+    one._all_bytes = lambda data: [data, b" "]
+    with one.agreeing("scoring"):
+        pass
+
+
+# ---- weights of which every process holds a part
+
+
+@pytest.mark.slow
+def test_sharded_weights_are_saved_whole_and_taken_up_again(tmp_path):
+    started = start("tests.sharded_worker", [str(tmp_path)], 2)
+    printed = [process.communicate(timeout=120)[0] for process in started]
+    assert all((tmp_path / f"done-{rank}").exists() for rank in range(2)), "\n".join(printed)
+
+
+def test_on_one_process_nothing_is_sharded():
+    from mmrl.sharded import gathered, taken_up, whole
+
+    module, state = torch.nn.Linear(2, 2), {"a": [torch.ones(2)]}
+    weight = module.weight
+    with gathered(module, 1, changed=True):
+        assert module.weight is weight
+    assert whole(state, 1) is state and taken_up(state, [weight], 1) is state
+
+
+# ---- configurations of the launcher
+
+LAUNCHER = sorted((Path(__file__).parents[1] / "configs" / "accelerate").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("path", LAUNCHER, ids=lambda path: path.stem)
+def test_accelerate_knows_every_key_of_a_launcher_configuration(path):
+    from accelerate.commands.config.config_args import load_config_from_file
+
+    found = load_config_from_file(str(path))
+    assert path.read_text().startswith("# ") and str(path.name) in path.read_text()
+    kind = {"ddp": "MULTI_GPU", "fsdp2": "FSDP"}.get(path.stem, "DEEPSPEED")
+    assert str(found.distributed_type).endswith(kind)
+
+
+def test_the_launcher_configurations_are_there():
+    assert [path.stem for path in LAUNCHER] == ["ddp", "deepspeed_zero2", "deepspeed_zero3", "fsdp2"]

@@ -119,7 +119,9 @@ def test_what_has_a_memory_is_taken_up(tmp_path):
     assert run.resume() == 3
     state = checkpoint.read_state(tmp_path / "checkpoint-3")
     assert run.sampler.drawn == state["pieces"]["sampler"]["drawn"] >= 9
-    assert torch.equal(run.references["slow"].weights["table"], state["references"]["slow"]["weights"]["table"])
+    assert torch.equal(
+        run.references["slow"].weights["table"], state["references"]["slow"]["weights"]["table"]
+    )
     assert not torch.equal(run.references["slow"].weights["table"], run.policy.table)
     assert not run.references["ref"].weights["table"].any(), "the weights of the very beginning"
     assert run.observers[0].count == state["pieces"]["advantage[1]"]["count"] > 0
@@ -161,6 +163,19 @@ def test_a_process_that_is_killed_outright_goes_on_exactly(tmp_path):
     reached = checkpoint.step_of(checkpoint.checkpoints(tmp_path / "run")[0])
     steps = {"max_steps": reached + 3, "save_steps": 2}
     assert_alike(resumed(tmp_path / "run", **steps), resumed(tmp_path / "whole", **steps))
+
+
+@pytest.mark.slow
+def test_runs_that_are_killed_at_random_instants_end_as_if_nothing_had_happened(tmp_path):
+    command = [sys.executable, "-m", "tests.killing", str(tmp_path), "--kills", "6"]
+    home = Path(__file__).parents[1]
+    done = subprocess.run(command, cwd=home, capture_output=True, text=True, timeout=500, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert [line.partition(" kills")[0] for line in done.stdout.splitlines()] == [
+        "text: 6",
+        "image: 6",
+        "pair: 6",
+    ]
 
 
 # ---- half a checkpoint

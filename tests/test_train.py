@@ -10,7 +10,7 @@ import torch
 from mmrl import page
 from mmrl.batch import StepOutput
 from mmrl.collect import collect
-from mmrl.run import NotFinite
+from mmrl.faults import NotFinite
 from mmrl.train import consult, learnable, train, update
 from mmrl.types import Unit
 from tests.toys import ToyText, toy_run

@@ -4,7 +4,8 @@ it."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -12,11 +13,13 @@ from torch import Tensor, nn
 
 from mmrl.tensor import cat_padded
 from mmrl.vision.chat import Encoded
+from mmrl.vision.shared import merged, share, watched
 
 
 @dataclass
 class Prefix:
-    """Prompts without their last token, in a cache. `P` prompts, left-padded to `S`.
+    """Prompts without their last token, in a cache. `P` prompts, left-padded to `S`, or what `n` rows see of
+    them.
 
     The last token is held back: it is the first input of every answer, and predicts its first token.
     """
@@ -25,18 +28,44 @@ class Prefix:
     mask: Tensor  # (P, S) int64
     last: Tensor  # (P,) id of the token held back
     positions: Tensor  # (A, P, 2): of the token held back, and of the first token of an answer
+    reading: Reading = nullcontext  # what the model is called in behind the prompts
 
     def select(self, which: Tensor) -> Prefix:
-        """Give every row (n,) the prompt it answers. Gradients of the rows add up in the prompt."""
+        """Give every row (n,) the prompt it answers, or keep rows. Gradients of the rows add up in the
+        prompt."""
         self.cache.batch_select_indices(which)
-        return Prefix(self.cache, self.mask[which], self.last[which], self.positions[:, which])
+        return replace(self, mask=self.mask[which], last=self.last[which], positions=self.positions[:, which])
+
+    def read(self, core: nn.Module, ids: Tensor, positions: Tensor) -> Tensor:
+        """Read tokens (n, t) behind everything that was read before, at positions (A, n, t): states
+        (n, t, width)."""
+        self.mask = torch.cat([self.mask, self.mask.new_ones(ids.shape)], 1)
+        with self.reading(core.config):
+            return core(
+                input_ids=ids,
+                attention_mask=self.mask,
+                position_ids=axes(positions),
+                past_key_values=self.cache,
+                use_cache=True,
+            ).last_hidden_state
 
 
+Reading = Callable[[Any], AbstractContextManager]  # of a model's config
 MakeCache = Callable[[Any, Tensor, Tensor], Any]  # (config, visual, mask), both (P, S) bool, to a cache
 
 
-def prefill(core: nn.Module, prompts: Sequence[Encoded], make_cache: MakeCache | None = None) -> Prefix:
-    """Send distinct prompts through a model, each once."""
+def prefill(
+    core: nn.Module,
+    prompts: Sequence[Encoded],
+    make_cache: MakeCache | None = None,
+    *,
+    share_prefix: bool = True,
+) -> Prefix:
+    """Send distinct prompts through a model, each once.
+
+    Their keys and values are held once for all rows, in the cache that `make_cache` makes or exactly. Without
+    `share_prefix`, or where a model reads its cache in a way of its own, every row gets a copy.
+    """
     from transformers import DynamicCache
 
     device = core.get_input_embeddings().weight.device
@@ -46,14 +75,17 @@ def prefill(core: nn.Module, prompts: Sequence[Encoded], make_cache: MakeCache |
         cache = make_cache(core.config, visual_tokens(core.config, ids) & mask.bool(), mask.bool())
     else:
         cache = DynamicCache(config=core.config)
-    core(
-        input_ids=ids,
-        attention_mask=mask,
-        position_ids=axes(positions),
-        past_key_values=cache,
-        use_cache=True,
-        **merge_media([prompt.media for prompt in prompts], device),
-    )
+    watching = watched if share_prefix and make_cache is None else _unwatched
+    with watching(core.config) as noted:
+        core(
+            input_ids=ids,
+            attention_mask=mask,
+            position_ids=axes(positions),
+            past_key_values=cache,
+            use_cache=True,
+            **merge_media([prompt.media for prompt in prompts], device),
+        )
+    shared = share(cache, noted, mask) if noted else None
     last = torch.stack([prompt.ids[-1] for prompt in prompts]).to(device)
     ends = torch.stack(
         [
@@ -64,7 +96,13 @@ def prefill(core: nn.Module, prompts: Sequence[Encoded], make_cache: MakeCache |
         ],
         1,
     )
-    return Prefix(cache, mask, last, ends.to(device))
+    if shared is None:
+        return Prefix(cache, mask, last, ends.to(device))
+    return Prefix(shared, mask, last, ends.to(device), merged)
+
+
+def _unwatched(config: Any) -> AbstractContextManager:
+    return nullcontext([])
 
 
 def visual_tokens(config: Any, ids: Tensor) -> Tensor:

@@ -24,6 +24,7 @@ class Speaker(Protocol):
     model: nn.Module
     core: nn.Module
     compute: torch.dtype
+    share_prefix: bool
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,23 +68,15 @@ class TokenSteps:
         return max(1, int(self.length.max()))
 
 
-def read_cached(core: nn.Module, steps: TokenSteps) -> Tensor:
-    """Read prompts once and then all answers, through the model's own cache: (N, longest, width) states that
-    predict tokens."""
+def read_cached(core: nn.Module, steps: TokenSteps, *, share_prefix: bool = True) -> Tensor:
+    """Read prompts once and then all answers behind them: (N, longest, width) states that predict tokens."""
     device = core.get_input_embeddings().weight.device
-    prefix = prefill(core, steps.prompts).select(steps.which.to(device))
+    prefix = prefill(core, steps.prompts, share_prefix=share_prefix).select(steps.which.to(device))
     width = steps.longest
     ids = torch.cat([prefix.last[:, None], steps.ids[:, : width - 1].to(device)], 1)
-    mask = torch.cat([prefix.mask, prefix.mask.new_ones(ids.shape)], 1)
     first, rest = prefix.positions[..., :1], prefix.positions[..., 1:]
     positions = torch.cat([first, rest + torch.arange(width - 1, device=device)], -1)
-    return core(
-        input_ids=ids,
-        attention_mask=mask,
-        position_ids=axes(positions),
-        past_key_values=prefix.cache,
-        use_cache=True,
-    ).last_hidden_state
+    return prefix.read(core, ids, positions)
 
 
 def read_packed(core: nn.Module, steps: TokenSteps) -> Tensor:

@@ -27,10 +27,11 @@ class StepModel(nn.Module):
     entropies."""
 
     def __init__(
-        self, model: nn.Module, forbidden: list[int], *, checkpointed: bool, compute: torch.dtype
+        self, model: nn.Module, forbidden: list[int], *, compute: torch.dtype, checkpointed: bool, share: bool
     ) -> None:
         super().__init__()
-        self.model, self.forbidden, self.checkpointed, self.compute = model, forbidden, checkpointed, compute
+        self.model, self.forbidden, self.compute = model, forbidden, compute
+        self.checkpointed, self.share = checkpointed, share
         self.blank: dict[str, Tensor] | None = None
 
     def forward(self, steps: TokenSteps, extra: Set[str]) -> dict[str, Tensor]:
@@ -38,7 +39,10 @@ class StepModel(nn.Module):
         core, head = self.model.base_model, self.model.get_output_embeddings()
         device = head.weight.device
         with torch.autocast(device.type, self.compute, enabled=self.compute in LOW):
-            hidden = (read_packed if self.checkpointed else read_cached)(core, steps)
+            if self.checkpointed:
+                hidden = read_packed(core, steps)
+            else:
+                hidden = read_cached(core, steps, share_prefix=self.share)
             if self.blank is not None and not any(prompt.media for prompt in steps.prompts):
                 hidden = hidden + 0.0 * self._look_at_nothing(core)
             inside = torch.arange(steps.longest)[None] < steps.length[:, None]
@@ -98,7 +102,8 @@ class Tokens:
     `lora_rank` above 0 trains an adapter (float32) over frozen weights; `adapter` goes on with a saved one.
     Without either the language model learns, and the vision tower too unless `freeze_vision_tower`. Trained
     weights are held in float32 and computed with in `dtype`. `min_pixels` and `max_pixels` bound what the
-    image processor makes of a picture. Media placeholders have probability 0. Dropout is off.
+    image processor makes of a picture. Media placeholders have probability 0. Dropout is off. Keys and values
+    of a prompt are held once for all rows that answer it; without `share_prefix` every row gets a copy.
     """
 
     says = frozenset({"entropy"})
@@ -114,6 +119,7 @@ class Tokens:
         adapter: str = "",
         freeze_vision_tower: bool = True,
         gradient_checkpointing: bool = False,
+        share_prefix: bool = True,
         min_pixels: int | None = None,
         max_pixels: int | None = None,
         transform: tuple[Callable, ...] = (),
@@ -139,9 +145,13 @@ class Tokens:
         keep_training_precision(self.model)
         if gradient_checkpointing:
             loading.checkpoint_layers(self.model)
-        self.compute = DTYPES[dtype]
+        self.compute, self.share_prefix = DTYPES[dtype], share_prefix
         self.module: nn.Module = StepModel(
-            self.model, self.chat.placeholders, checkpointed=gradient_checkpointing, compute=self.compute
+            self.model,
+            self.chat.placeholders,
+            compute=self.compute,
+            checkpointed=gradient_checkpointing,
+            share=share_prefix,
         )
         if not freeze_vision_tower:
             self.module.blank = loading.blank_picture(self.processor)

@@ -1,0 +1,107 @@
+"""What a doctor looks at: one small collection of a run, and questions that can be asked of it again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from mmrl.batch import Batch
+from mmrl.bind import Bound
+from mmrl.config import Config
+from mmrl.protocols import Engine, Policy
+from mmrl.registry import Needs
+from mmrl.table import RewardTable
+from mmrl.tensor import pad_to
+from mmrl.types import Prompt, Rollouts, Unit
+
+
+@dataclass(frozen=True)
+class Symptom:
+    """Something that is wrong, and what to do about it."""
+
+    what: str
+    advice: str
+
+    @property
+    def text(self) -> str:
+        """Say both in one line."""
+        return f"{self.what}; {self.advice}"
+
+
+@dataclass(frozen=True)
+class Examined:
+    """A collection of a run under examination.
+
+    In a glance, which costs nothing, there is no `batch`, no `plan` and nothing to ask again. `untouched`
+    names trained parameters that no gradient reached; `idle` those that look like an adapter's and are not
+    trained. `plan` is bytes by what takes them, `room` the bytes of the machine (0: unknown).
+    """
+
+    config: Config
+    policy: Policy
+    engine: Engine
+    rewards: Sequence[Bound]
+    needs: Needs
+    rollouts: Rollouts
+    table: RewardTable
+    batch: Batch | None = None
+    micro_batch_steps: int = 1
+    untouched: Sequence[str] = ()
+    idle: Sequence[str] = ()
+    plan: Mapping[str, float] = field(default_factory=dict)
+    room: float = 0.0
+    again: Callable[..., Examined | None] = lambda **options: None  # with other options of the policy
+
+    @property
+    def prompts(self) -> list[Prompt]:
+        """List the prompts, each once."""
+        return list({row.prompt.uid: row.prompt for row in self.rollouts}.values())
+
+    def replay(self, batch: Batch | None = None, *, one_by_one: bool = False) -> Tensor:
+        """Ask the policy about every step, in the micro-batches that it learns with or row by row: (N, T)."""
+        batch = self.batch if batch is None else batch
+        cuts = batch.cuts(self.micro_batch_steps, max(self.needs.unit, Unit.ROW))
+        if one_by_one:
+            cuts = [(torch.tensor([row]), slice(None)) for row in range(len(batch))]
+        out = torch.zeros(batch.mask.shape, dtype=torch.float64)
+        with torch.no_grad():
+            for rows, columns in cuts:
+                said = self.policy(batch.select(rows, columns), frozenset()).logp.double().cpu()
+                out[rows, columns] = pad_to(said, out[:, columns].shape[1], 1)
+        return out
+
+    def ask(self, rollouts: Rollouts) -> Tensor:
+        """Ask the policy about other rows: (N, T), 0 where there is no step."""
+        batch = self.policy.collate(rollouts)
+        return self.replay(batch) * batch.mask.cpu()
+
+
+@contextmanager
+def evaluating(module: nn.Module) -> Iterator[None]:
+    """Switch off what behaves otherwise in training, and leave every part as it was."""
+    modes = {part: part.training for part in module.modules()}
+    module.eval()
+    try:
+        yield
+    finally:
+        for part, mode in modes.items():
+            part.training = mode
+
+
+def dropping(module: nn.Module) -> list[str]:
+    """Name the parts that drop something as they stand."""
+    return [
+        name or type(part).__name__
+        for name, part in module.named_modules()
+        if part.training and "Dropout" in type(part).__name__ and getattr(part, "p", 0) > 0
+    ]
+
+
+def spelled(names: Sequence[str], limit: int = 3) -> str:
+    """List some names, and how many more there are."""
+    shown = ", ".join(f"'{name}'" for name in names[:limit])
+    return shown + (f" and {len(names) - limit} more" if len(names) > limit else "")

@@ -1,0 +1,208 @@
+"""Saving a run and going on with it: the model folder, the state behind it, which checkpoints are kept."""
+
+from __future__ import annotations
+
+import difflib
+import math
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mmrl import checkpoint, faults
+from mmrl.card import essence, write_card
+from mmrl.checkpoint import CheckpointError
+from mmrl.config import Config, ConfigError, as_plain, parse, read, write
+from mmrl.hub import push
+from mmrl.protocols import Stateful
+from mmrl.report import Trackers
+from mmrl.sharded import gathered, taken_up, whole
+
+if TYPE_CHECKING:
+    from mmrl.run import Run
+
+
+@dataclass
+class Best:
+    """The checkpoint where `metric_for_best_model` was best. Step 0 is none."""
+
+    step: int = 0
+    value: float = math.nan
+
+    def see(self, step: int, value: float, greater_is_better: bool) -> None:
+        """Compare a checkpoint with the best so far; the first of equals stays."""
+        if math.isfinite(value) and (
+            self.step == 0 or (value > self.value if greater_is_better else value < self.value)
+        ):
+            self.step, self.value = step, value
+
+
+def save(run: Run, step: int) -> None:
+    """Write `checkpoint-{step}`: a model folder that its library reads, and the state that makes the run go
+    on exactly."""
+    folder = run.folder / f"checkpoint-{step}"
+    beside = run.folder / f"checkpoint-{step}.tmp"
+    _see_best(run, step)
+    state = whole(state_of(run, step), run.processes.world)
+    with run.processes.agreeing(f"saving '{folder}'"), gathered(run.policy.module, run.processes.world):
+        if run.processes.main:
+            shutil.rmtree(beside, ignore_errors=True)
+            run.policy.save(beside / checkpoint.MODEL)
+            write_card(run.config, step, run.reported, beside / checkpoint.MODEL)
+            checkpoint.write_state(beside, state)
+            checkpoint.publish(beside, folder)
+            checkpoint.prune(run.folder, run.config.save_total_limit, step, keep=run.best.step)
+    run.processes.wait()
+    run.saved = step
+
+
+def _see_best(run: Run, step: int) -> None:
+    name = run.config.metric_for_best_model
+    if not name:
+        return
+    if name not in run.reported:
+        near = difflib.get_close_matches(name, run.reported, 1)
+        hint = f"did you mean '{near[0]}'?" if near else f"there are {', '.join(sorted(run.reported))}"
+        run.warn(f"'{name}' (metric_for_best_model) is not measured where checkpoints are written; {hint}")
+        return
+    run.best.see(step, run.reported[name], run.config.greater_is_better)
+
+
+def state_of(run: Run, step: int) -> dict[str, Any]:
+    """Give everything besides the model that has to survive."""
+    return {
+        "step": step,
+        "reported": run.reported,
+        "optimizer": run.optimizer.state_dict(),
+        "references": {name: reference.state_dict() for name, reference in run.references.items()},
+        "pieces": {place: thing.state_dict() for place, thing in _stateful(run).items()},
+        "best": {"step": run.best.step, "value": run.best.value},
+        "guard": {**faults.state_of(run.guard), "micro_batch_steps": run.micro_batch_steps},
+    }
+
+
+def _stateful(run: Run) -> dict[str, Stateful]:
+    return {
+        place: thing
+        for place, thing in run.pieces.made.items()
+        if isinstance(thing, Stateful) and not place.startswith("references.")
+    }
+
+
+def resume(run: Run) -> int:
+    """Prepare the output folder, take up the last whole checkpoint in it, and give the step to go on with."""
+    with run.processes.agreeing("opening the output folder"):
+        if run.processes.main:
+            _open_folder(run)
+    run.processes.wait()
+    start = _take_up(run)
+    run.saved = start
+    if run.processes.main:
+        run.journal.rewind(start)
+        run.records = run.journal.read()
+    run.trackers = Trackers(
+        run.config.report.trackers if run.processes.main else (), run.folder, run.console.say
+    )
+    run.console.begin(start)
+    return start
+
+
+def _take_up(run: Run) -> int:
+    """Take up the latest checkpoint that is whole and fits; 0 where there is none at all."""
+    misfit: CheckpointError | None = None
+    for folder in checkpoint.checkpoints(run.folder):
+        try:
+            state = checkpoint.read_state(folder)
+            _check_fit(run, state, folder)
+            _load(run, state, folder)
+        except CheckpointError as error:
+            misfit = error if folder in error.args[1:] else misfit
+            run.console.say(f"{error.args[0]}; looking at the one before")
+            continue
+        run.console.say(f"going on from {folder}")
+        return state["step"]
+    if misfit is not None:
+        raise CheckpointError(
+            f"{misfit.args[0]}, and no other checkpoint of '{run.folder}' fits; name another output_dir, or "
+            "set overwrite_output_dir=true to throw what is there away"
+        )
+    return 0
+
+
+def _check_fit(run: Run, state: Mapping[str, Any], folder: Path) -> None:
+    """Refuse the checkpoint of another run before anything of it is taken up."""
+    for what, wanted in (("references", run.references), ("pieces", _stateful(run))):
+        found = state.get(what, {})
+        missing, foreign = sorted(set(wanted) - set(found)), sorted(set(found) - set(wanted))
+        if missing or foreign:
+            raise CheckpointError(
+                f"'{folder}' is a checkpoint of another run: of {what} it lacks {missing or 'nothing'} and "
+                f"has {foreign or 'nothing'} that this run does not",
+                folder,
+            )
+
+
+def _load(run: Run, state: Mapping[str, Any], folder: Path) -> None:
+    world = run.processes.world
+    try:
+        with gathered(run.policy.module, world, changed=True):
+            run.policy.load(folder / checkpoint.MODEL)
+        run.optimizer.load_state_dict(taken_up(state["optimizer"], run.trained, world))
+        for name, reference in run.references.items():
+            reference.load_state_dict(taken_up(state["references"][name], run.trained, world))
+        for place, thing in _stateful(run).items():
+            thing.load_state_dict(state["pieces"][place])
+        run.reported = state["reported"]
+        run.best.step, run.best.value = state["best"]["step"], state["best"]["value"]
+        run.guard.skipped, run.guard.halved = state["guard"]["skipped"], state["guard"]["halved"]
+        run.micro_batch_steps = state["guard"]["micro_batch_steps"]
+    except (KeyError, ValueError, RuntimeError, TypeError, OSError) as error:
+        raise CheckpointError(
+            f"'{folder}' does not fit this run: {type(error).__name__}: {' '.join(str(error).split())[:300]}",
+            folder,
+        ) from error
+
+
+def hand_over(run: Run, measured: Mapping[str, float]) -> None:
+    """Write what was measured at last into the card of the last checkpoint, name the best, and upload."""
+    last = run.folder / f"checkpoint-{run.saved}"
+    if last.is_dir():
+        write_card(run.config, run.saved, {**run.reported, **measured}, last / checkpoint.MODEL)
+    if run.best.step:
+        name = run.config.metric_for_best_model
+        run.console.say(f"best {name}: {run.best.value:.4g} at checkpoint-{run.best.step}")
+    step = run.best.step or run.saved
+    if run.config.push_to_hub:
+        folder = run.folder / f"checkpoint-{step}" / checkpoint.MODEL
+        run.console.say(f"uploaded: {push(run.config, folder, step)}")
+
+
+# ---- the folder
+
+
+def _open_folder(run: Run) -> None:
+    written = run.folder / "config.yaml"
+    if run.config.overwrite_output_dir and run.folder.exists():
+        if any(run.folder.iterdir()) and not written.exists():
+            raise ConfigError(
+                f"'{run.folder}' holds files but no run (it has no config.yaml), so it is not overwritten; "
+                "name another output_dir"
+            )
+        shutil.rmtree(run.folder)
+    if written.exists() and essence(_read(written)) != essence(as_plain(run.config)):
+        raise ConfigError(
+            f"'{run.folder}' holds a run with another configuration (see its config.yaml); name another "
+            "output_dir, or set overwrite_output_dir=true to throw that run away"
+        )
+    run.folder.mkdir(parents=True, exist_ok=True)
+    write(run.config, written)
+
+
+def _read(written: Path) -> dict[str, Any]:
+    """Read a configuration, with the defaults of keys that did not exist when it was written."""
+    raw = read(written)
+    try:
+        return as_plain(parse(raw, Config))
+    except ConfigError:
+        return raw

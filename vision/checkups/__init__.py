@@ -1,0 +1,1 @@
+"""Checkups that know what is special about this package."""

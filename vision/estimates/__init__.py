@@ -1,0 +1,1 @@
+"""Estimates of the memory that this package's policies and engines take."""
