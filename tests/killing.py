@@ -75,8 +75,8 @@ PLANS: Mapping[str, tuple[Any, Mapping[str, Any]]] = {
 }
 
 
-def begin(name: str, folder: Path) -> int:
-    """Start a run in a process of its own, and give its number."""
+def begin(name: str, folder: Path, steps: int) -> int:
+    """Start a run of so many steps in a process of its own, and give its number."""
     sys.stdout.flush()
     HERE[0] = 0
     child = os.fork()
@@ -85,8 +85,10 @@ def begin(name: str, folder: Path) -> int:
     code = 1
     try:
         page.curves = lambda runs: []
+        # What a killed process wrote is still there; waiting for the disk is for machines that lose power.
+        os.fsync = lambda handle: None
         make, changes = PLANS[name]
-        run = build(parse(make(folder, **changes), Config), quiet=True)
+        run = build(parse(make(folder, **{**changes, "max_steps": steps}), Config), quiet=True)
         tell(run)
         train(run)
         code = 0
@@ -131,17 +133,19 @@ def finished(child: int, limit: float = 300.0) -> bool:
     return os.WIFEXITED(status)
 
 
-def disturbed(name: str, folder: Path, longest: float, kills: int, draw: random.Random) -> Counter[str]:
+def disturbed(
+    name: str, folder: Path, steps: int, longest: float, kills: int, draw: random.Random
+) -> Counter[str]:
     """Kill a run so often, start it again after each, and let it end; count what it was found doing."""
     found: Counter[str] = Counter()
     for _ in range(kills):
-        child = begin(name, folder)
+        child = begin(name, folder, steps)
         time.sleep(draw.uniform(0, longest))
         os.kill(child, signal.SIGKILL)
         if finished(child):
             break
         found[DOING[HERE[0]]] += 1
-    if not finished(begin(name, folder)):
+    if not finished(begin(name, folder, steps)):
         raise RuntimeError("a run was killed by somebody else")
     return found
 
@@ -198,6 +202,7 @@ def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("folder", type=Path)
     parser.add_argument("--kills", type=int, default=6, help="of each kind of run")
+    parser.add_argument("--steps", type=int, default=16)
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args()
     draw, wrong = random.Random(given.seed), 0
@@ -207,14 +212,14 @@ def main() -> int:
         )  # what is imported is shared
     for name in PLANS:
         began = time.monotonic()
-        finished(begin(name, given.folder / name / "whole"))
+        finished(begin(name, given.folder / name / "whole", given.steps))
         seconds = time.monotonic() - began
         found: Counter[str] = Counter()
         for turn in range(3 * given.kills):
             if found.total() >= given.kills:
                 break
             folder = given.folder / name / f"killed-{turn}"
-            found += disturbed(name, folder, 0.8 * seconds, given.kills - found.total(), draw)
+            found += disturbed(name, folder, given.steps, 0.8 * seconds, given.kills - found.total(), draw)
             wrong += compared(folder, given.folder / name / "whole")
         print(f"{name}: {found.total()} kills ({dict(found)}), {seconds:.1f} s undisturbed", flush=True)
     return int(wrong > 0)

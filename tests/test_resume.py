@@ -167,7 +167,7 @@ def test_a_process_that_is_killed_outright_goes_on_exactly(tmp_path):
 
 @pytest.mark.slow
 def test_runs_that_are_killed_at_random_instants_end_as_if_nothing_had_happened(tmp_path):
-    command = [sys.executable, "-m", "tests.killing", str(tmp_path), "--kills", "6"]
+    command = [sys.executable, "-m", "tests.killing", str(tmp_path), "--kills", "6", "--steps", "6"]
     home = Path(__file__).parents[1]
     done = subprocess.run(command, cwd=home, capture_output=True, text=True, timeout=500, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
