@@ -321,8 +321,8 @@ def main() -> None:
         for visual, length in sizes:
             lines.append(measure(folder, model, visual, length, options.repeats, bool(options.peers)))
             print(json.dumps(lines[-1]), flush=True)
-    options.output.parent.mkdir(exist_ok=True)
-    options.output.write_text("".join(json.dumps(line) + "\n" for line in lines))
+            options.output.parent.mkdir(exist_ok=True)
+            options.output.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
 if __name__ == "__main__":

@@ -82,9 +82,12 @@ def _watch(
 def share(held: Any, noted: list[Tensor], mask: Tensor) -> Any | None:
     """Make a cache that shares what a DynamicCache holds of prompts, or None where the model's attention
     read something else. `mask` is (P, S)."""
+    from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+
     read = {key.untyped_storage().data_ptr() for key in noted}
     layers = held.layers
-    if not layers or not all(
+    plain = layers and {type(one) for one in layers} <= {DynamicLayer, DynamicSlidingWindowLayer}
+    if not plain or not all(
         one.is_initialized and one.keys.untyped_storage().data_ptr() in read for one in layers
     ):
         return None

@@ -62,6 +62,7 @@ def test_the_rules_decide_the_same_answers(finished):
     ]
     assert made[0] == made[1] == made[2]
     told = summary["pairs"]
+    assert all(0 <= told[name]["right way round"] <= 1 for name in demo.RULES)
     assert told["no_reversal"]["flipped"] == 0 < told["no_reversal"]["train"] == told["random"]["train"]
     for name in demo.RULES:
         config = (output / name / "config.yaml").read_text()
@@ -88,14 +89,22 @@ def test_part_keeps_captions_from_the_pictures_of_the_pairs(tmp_path):
     ]
     (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     demo.part(tmp_path)
-    learned, rest = (
+    learned, lessons, rest, truth = (
         [json.loads(line) for line in (tmp_path / f"{name}.jsonl").read_text().splitlines()]
-        for name in ("captioned", "unlabelled")
+        for name in ("captioned", "lessons", "unlabelled", "truth")
     )
     assert [row["answer"] for row in learned] == [row["prompt"] for row in learned]
     assert [row["answer"] for row in learned] == [f"a pear {i}" for i in range(4)]
     assert [row["id"] for row in rest] == ["4", "5"]
     assert all(set(row) == {"id", "image", "question"} for row in rest)
+    # One caption in five is learned once more, without its picture.
+    assert lessons[:4] == learned and [row["id"] for row in lessons[4:]] == ["0 unseen"]
+    assert "image" not in lessons[4] and lessons[4]["answer"] == "a pear 0"
+    # Pairs are named after the lines of the file they come from.
+    assert [(row["id"], row["image"]) for row in truth] == [
+        ("unlabelled.jsonl:1", "4.png"),
+        ("unlabelled.jsonl:2", "5.png"),
+    ]
 
 
 def test_fewer_is_the_mean_change_of_wrong_objects_with_an_interval_over_pictures():
