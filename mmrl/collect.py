@@ -41,7 +41,8 @@ def collect(run: Run) -> Collection:
         order = [prompt.uid for prompt in prompts]
         mine, counts = run.processes.share(prompts, table)
         with run.processes.agreeing("making and scoring rollouts"):
-            with run.timing("rollout"), run.acting(), rolling_out(run.stream.step):
+            whole = run.processes.whole(run.policy.module)
+            with run.timing("rollout"), run.acting(), whole, rolling_out(run.stream.step):
                 fresh = in_order(run.engine.rollout(mine), order)
             with run.timing("reward"):
                 local = score(

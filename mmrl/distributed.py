@@ -8,12 +8,15 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import reduce
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from mmrl import zero
 from mmrl.batch import Batch, Totals
 from mmrl.protocols import Policy
+from mmrl.sharded import taken_up, unsharded, whole
 from mmrl.table import RewardTable
 from mmrl.types import Prompt
 from mmrl.watch import ProcessFailed, Watch
@@ -23,6 +26,7 @@ class Processes:
     """What a run knows of its processes."""
 
     known = False  # a failure of which every process knows
+    _zero = False  # whether DeepSpeed holds the optimizer
 
     def __init__(self) -> None:
         from accelerate import Accelerator
@@ -31,6 +35,8 @@ class Processes:
         self.rank = self.accelerator.process_index
         self.world = self.accelerator.num_processes
         self.device = self.accelerator.device
+        sharding = getattr(self.accelerator.state, "fsdp_plugin", None)
+        self._reshards = bool(sharding and sharding.reshard_after_forward)
 
     @property
     def main(self) -> bool:
@@ -146,8 +152,26 @@ class Processes:
                 "no parameter of the policy is trained; thaw a part of the model or give it an adapter"
             )
         policy.module.to(self.device)
-        policy.module, optimizer = self.accelerator.prepare(policy.module, make_optimizer(learning))
+        sharing = getattr(self.accelerator.state, "deepspeed_plugin", None)
+        optimizer = make_optimizer(learning)
+        if sharing is not None:
+            zero.check(sharing.zero_stage, optimizer)
+            # It wants a number to report speed by; micro-batches here have no fixed one.
+            sharing.deepspeed_config["train_micro_batch_size_per_gpu"] = 1
+        self._zero = sharing is not None
+        policy.module, optimizer = self.accelerator.prepare(policy.module, optimizer)
         return optimizer
+
+    def state_of(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        """Give the state of an optimizer, whole. Every process has to come here."""
+        return zero.state_of(optimizer.optimizer) if self._zero else whole(optimizer.state_dict(), self.world)
+
+    def take_up(self, optimizer: torch.optim.Optimizer, state: Any, weights: Sequence[Tensor]) -> None:
+        """Take up what `state_of` gave, behind the weights themselves."""
+        if self._zero:
+            zero.take_up(optimizer.optimizer, state)
+        else:
+            optimizer.load_state_dict(taken_up(state, weights, self.world))
 
     @contextmanager
     def accumulating(self, module: nn.Module, last: bool) -> Iterator[None]:
@@ -161,6 +185,11 @@ class Processes:
                 yield
         finally:
             self.accelerator.sync_gradients = True
+
+    def whole(self, module: nn.Module) -> AbstractContextManager:
+        """Hold all weights on every process while something else than learning goes on, as far as they are
+        sharded."""
+        return unsharded(module, again=self._reshards)
 
     def backward(self, loss: Tensor) -> None:
         """Back-propagate."""

@@ -17,6 +17,7 @@ from torch import Tensor
 from mmrl.batch import Batch, StepOutput
 from mmrl.protocols import Policy
 from mmrl.registry import reference
+from mmrl.sharded import exchange, give_up
 
 
 def trained(policy: Policy) -> dict[str, Tensor]:
@@ -55,8 +56,9 @@ class Reference:
             self._swap()
 
     def _swap(self) -> None:
+        give_up(self.policy.module)
         for name, parameter in trained(self.policy).items():
-            parameter.data, self.weights[name] = self.weights[name], parameter.data
+            self.weights[name] = exchange(parameter, self.weights[name])
 
     @torch.no_grad()
     def move(self) -> None:

@@ -1,0 +1,75 @@
+"""DeepSpeed's ZeRO-1: every process holds a part of the optimizer's state, cut through a flat copy of all
+weights.
+
+Saved whole, by parameter, so that any number of processes takes it up. Written against DeepSpeed 0.19.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+ELEMENTWISE = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)  # a flat copy has no rows and columns
+
+
+def check(stage: int, optimizer: torch.optim.Optimizer) -> None:
+    """Refuse what would train wrongly, or wait for ever."""
+    if stage > 1:
+        raise ValueError(
+            f"of DeepSpeed's stages, ZeRO-{stage} exchanges gradients (3: weights) in the order in which "
+            "they come, which differs between processes where one has pictures and another has none, or "
+            "answers are of different lengths; take configs/accelerate/deepspeed_zero1.yaml, or shard with "
+            "configs/accelerate/fsdp2.yaml"
+        )
+    if not isinstance(optimizer, ELEMENTWISE):
+        raise ValueError(
+            f"DeepSpeed cuts weights out of one flat tensor, and the optimizer {type(optimizer).__name__} "
+            "needs their shapes; set learn.optimizer=adamw, or launch with configs/accelerate/ddp.yaml"
+        )
+
+
+def state_of(zero: Any) -> dict[str, Any]:
+    """Gather the optimizer's state by parameter. Every process has to come here."""
+    from deepspeed.utils import safe_get_full_optimizer_state
+
+    groups = {}
+    for number, (flat, state, weights) in enumerate(_groups(zero)):
+        cut = [key for key, value in state.items() if _is_cut(value, flat)]
+        groups[str(number)] = {
+            "shared": {key: value for key, value in state.items() if key not in cut},
+            "weights": {
+                key: [safe_get_full_optimizer_state(weight, key).cpu() for weight in weights] for key in cut
+            },
+        }
+    return {"zero": groups}
+
+
+@torch.no_grad()
+def take_up(zero: Any, state: Mapping[str, Any]) -> None:
+    """Take up what `state_of` gave, and the weights that the model was given meanwhile."""
+    from deepspeed.utils import lazy_init_hp_params_optimizer_state, safe_set_full_optimizer_state
+
+    for number, (flat, held, weights) in enumerate(_groups(zero)):
+        saved = state["zero"][str(number)]
+        held |= {**saved["shared"], **{key: torch.zeros_like(flat) for key in saved["weights"]}}
+        lazy_init_hp_params_optimizer_state(weights, flat, {flat: held})
+        for key, values in saved["weights"].items():
+            for weight, value in zip(weights, values, strict=True):
+                safe_set_full_optimizer_state(weight, value.to(flat.device), key)
+    zero.refresh_fp32_params()
+
+
+def _groups(zero: Any) -> list[tuple[Tensor, dict[str, Any], list[Tensor]]]:
+    """List, for every group, this process's part of the flat weights, its state, and the weights."""
+    flats = [group["params"][0] for group in zero.optimizer.param_groups]
+    return [
+        (flat, zero.optimizer.state[flat], list(weights))
+        for flat, weights in zip(flats, zero.bit16_groups, strict=True)
+    ]
+
+
+def _is_cut(value: Any, flat: Tensor) -> bool:
+    return isinstance(value, Tensor) and value.shape == flat.shape
