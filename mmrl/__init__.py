@@ -13,8 +13,9 @@ if (Path(__file__).parents[1] / "vision" / "__init__.py").is_file():
     __path__.append(str(Path(__file__).parents[1]))
 
 
-def load_engine(path, overrides=()):
-    """Build the engine of a configuration for inference: `mmrl.load_engine("run.yaml").rollout(prompts)`."""
+def load_engine(source, overrides=(), *, setting=""):
+    """Build the engine of a configuration for inference, with its cache and transforms; `source` is a file
+    or a configuration: `mmrl.load_engine("run.yaml").rollout(prompts)`."""
     from mmrl.build import load_engine as load
 
-    return load(path, overrides)
+    return load(source, overrides, setting=setting)

@@ -1,5 +1,5 @@
-"""The command line: train, evaluate, doctor, plan, build, check, data, list, env. Exit codes: 0 done, 1
-failed, 2 wrong usage or configuration, 130 stopped by the keyboard."""
+"""The command line: train, evaluate, doctor, plan, build, check, data, report, list, env. Exit codes: 0 done,
+1 failed, 2 wrong usage or configuration, 130 stopped by the keyboard."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ from mmrl.config import (
     Config,
     ConfigError,
     EvaluateConfig,
-    Evaluation,
     is_part,
     load,
     parse_some,
@@ -88,6 +87,14 @@ def _parser() -> argparse.ArgumentParser:
     one.add_argument("--root", help="what media paths are relative to; by default the folder of the rows")
     one.add_argument("--show", type=int, default=3, metavar="N", help="how many places to name per check")
     one.set_defaults(command=check_data)
+    one = commands.add_parser("report", help="draw the page of a run anew, or one page that compares several")
+    one.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="the output_dir of a training run")
+    one.add_argument(
+        "--output",
+        type=Path,
+        help="the page to write (default: report.html of the one run, or comparison.html here)",
+    )
+    one.set_defaults(command=report)
     one = commands.add_parser("list", help="list pieces with their options")
     one.add_argument("kind", nargs="?", help="advantage, surrogate, reward, ...; all kinds if left out")
     one.set_defaults(command=show)
@@ -114,9 +121,11 @@ def doctor(given: argparse.Namespace) -> int:
 
     report = examine(load(given.config, given.overrides, Config))
     for entry, symptoms in report.found:
-        print(f"{'wrong' if symptoms else 'ok   '}  {entry.full_name}: {entry.summary}")
+        grave = any(symptom.grave for symptom in symptoms)
+        print(f"{'wrong' if grave else 'ok   '}  {entry.full_name}: {entry.summary}")
         for symptom in symptoms:
-            print(f"       {symptom.what}.\n       What to do: {symptom.advice}.")
+            advice = f"What to do: {symptom.advice}" if symptom.grave else symptom.advice
+            print(f"       {symptom.what}.\n       {advice}.")
     _print_plan(report.plan, report.room, report.device)
     return 0 if report.healthy else 1
 
@@ -139,14 +148,20 @@ def _print_plan(taken: Mapping[str, float], room: float, device: str) -> None:
 
 
 def evaluate(given: argparse.Namespace) -> int:
-    """Measure, print a table, and write `evaluation.json` and `evaluation.html` into `output_dir`."""
+    """Measure, print a table, and write `evaluation.json` and `evaluation.html` into `output_dir`. Several
+    `settings` are set side by side."""
     from mmrl.build import load_evaluator
     from mmrl.page import document, metric_table
+    from mmrl.pareto import compare
+    from mmrl.pareto import show as show_settings
 
-    kind = Config if "rollout" in read(given.config, given.overrides) else EvaluateConfig
-    config = load(given.config, given.overrides, kind)
-    measured = load_evaluator(config).measure()
+    trains = "rollout" in read(given.config, given.overrides)
+    config = load(given.config, given.overrides, Config if trains else EvaluateConfig)
     folder = Path(config.output_dir)
+    if not trains and config.settings:
+        show_settings(compare(config, folder))
+        return 0
+    measured = load_evaluator(config).measure()
     folder.mkdir(parents=True, exist_ok=True)
     written = {
         "metrics": dict(measured.metrics),
@@ -188,6 +203,7 @@ def check_file(path: str | Path) -> None:
     from mmrl import build as building
     from mmrl.bind import Pieces
     from mmrl.draws import Stream
+    from mmrl.pareto import check_settings
 
     raw = read(path)
     if not raw:
@@ -199,11 +215,19 @@ def check_file(path: str | Path) -> None:
     elif "rollout" in raw:
         building.check(load(path, kind=Config))
     else:
-        config: EvaluateConfig = load(path, kind=EvaluateConfig)
-        pieces = Pieces(Stream())
-        pieces.check("policy", config.policy)
-        evaluation: Evaluation = config.evaluation
-        building.check_evaluation(evaluation, pieces)
+        check_settings(load(path, kind=EvaluateConfig))
+
+
+def report(given: argparse.Namespace) -> int:
+    """Write the page of a run, or one that compares several, from what they left in their folders."""
+    from mmrl.page import find_run, write_comparison, write_page
+
+    if len(given.runs) == 1:
+        path = write_page(find_run(given.runs[0]).folder, given.output)
+    else:
+        path = write_comparison(given.runs, given.output or Path("comparison.html"))
+    print(f"report: {path}")
+    return 0
 
 
 def check_data(given: argparse.Namespace) -> int:

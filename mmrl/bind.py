@@ -17,7 +17,10 @@ from mmrl.types import Clock
 
 # Pieces of these kinds are made once, from what they wrap; all others are functions that are called again and
 # again.
-MADE = {"policy", "data", "sampler", "engine", "reference", "objective", "builder", "likelihood", "family"}
+MADE = {
+    "policy", "data", "sampler", "engine", "reference", "objective", "builder", "likelihood", "family",
+    "tracker",
+}  # fmt: skip
 FILLED = ("generator", "stream")  # options that the run fills, never a config
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import is_dataclass
 from functools import reduce
 from pathlib import Path
 from typing import Any
@@ -10,13 +11,27 @@ from typing import Any
 import torch
 
 from mmrl.bind import Bound, Pieces
-from mmrl.config import Config, ConfigError, EvaluateConfig, Evaluation, Piece, as_piece, load
+from mmrl.config import (
+    Config,
+    ConfigError,
+    EvaluateConfig,
+    Evaluation,
+    Piece,
+    as_piece,
+    as_plain,
+    change,
+    load,
+    parse,
+    read,
+)
 from mmrl.distributed import Processes
 from mmrl.draws import Stream
 from mmrl.hub import check_hub
 from mmrl.protocols import Engine, Policy
 from mmrl.registry import HOMES, Entry, Needs, find
+from mmrl.report import Trackers
 from mmrl.run import Run
+from mmrl.settings import setting_of
 
 
 def build(config: Config, *, quiet: bool = False) -> Run:
@@ -25,6 +40,10 @@ def build(config: Config, *, quiet: bool = False) -> Run:
     check(config)
     stream = Stream(config.seed)
     pieces = Pieces(stream)
+    trackers = [
+        pieces.make("tracker", piece, place=f"report.trackers[{i}]")
+        for i, piece in enumerate(config.report.trackers)
+    ]
     data = pieces.make("data", config.data)
     if not len(data):
         raise ConfigError(f"data: '{config.data.name}' has no prompts: {dict(config.data.options)}")
@@ -64,6 +83,7 @@ def build(config: Config, *, quiet: bool = False) -> Run:
         exhibits=listed("exhibit", config.report.exhibits, "report.exhibits"),
         alarms=listed("alarm", config.report.alarms, "report.alarms"),
         checkups=listed("checkup", config.report.doctor, "report.doctor"),
+        trackers=Trackers(trackers),
     )
 
 
@@ -105,6 +125,7 @@ def check(config: Config) -> None:
         ("exhibit", config.report.exhibits, "report.exhibits"),
         ("alarm", config.report.alarms, "report.alarms"),
         ("checkup", config.report.doctor, "report.doctor"),
+        ("tracker", config.report.trackers, "report.trackers"),
         ("engine", config.rollout.engine, "rollout.engine"),
     ):
         for i, piece in enumerate(listed):
@@ -190,6 +211,7 @@ def _check_numbers(config: Config) -> None:
         if value < 1:
             raise ConfigError(f"'{place}' must be at least 1, not {value}")
     for place, value in (
+        ("report.pictured_steps", config.report.pictured_steps),
         ("eval_steps", config.eval_steps),
         ("save_total_limit", config.save_total_limit),
         ("learn.max_grad_norm", config.learn.max_grad_norm),
@@ -319,28 +341,55 @@ def make_evaluator(config: Config | EvaluateConfig, pieces: Pieces, policy: Poli
     )
 
 
-def load_evaluator(config: Config | EvaluateConfig):
-    """Make a policy and what measures it."""
+def check_measuring(config: Config | EvaluateConfig) -> None:
+    """Resolve what an evaluation names, without loading anything."""
     pieces = Pieces(Stream(config.seed))
     pieces.check("policy", config.policy)
     check_evaluation(config.evaluation, pieces)
     if config.evaluation.data is None:
         raise ConfigError("'evaluation.data' is missing, so there is nothing to evaluate on")
-    processes = Processes()
+    alone = type(config) is EvaluateConfig  # no training to take it from
+    for name in ("engine", "rewards"):
+        if alone and not getattr(config.evaluation, name):
+            raise ConfigError(f"'evaluation.{name}' is empty; name at least one")
+
+
+def load_evaluator(config: Config | EvaluateConfig):
+    """Make a policy and what measures it."""
+    check_measuring(config)
+    pieces, processes = Pieces(Stream(config.seed)), Processes()
+    return make_evaluator(config, pieces, _load_policy(config, pieces, processes), processes)
+
+
+def load_engine(
+    source: str | Path | Config | EvaluateConfig, overrides: Sequence[str] = (), *, setting: str = ""
+) -> Engine:
+    """Build the engine of a configuration for inference, with its cache and transforms:
+    `load_engine("run.yaml").rollout(prompts)`.
+
+    `source` is a file, or a configuration. Of a training run it is the engine that makes rollouts, of an
+    evaluation the one that is measured, as one of its `settings` has it if wanted.
+    """
+    given = is_dataclass(source)
+    raw = change(as_plain(source), overrides) if given else read(source, overrides)
+    trains = "rollout" in raw
+    kind = Config if trains else EvaluateConfig
+    config = parse(raw, kind) if given else load(source, overrides, kind)
+    if setting and trains:
+        raise ConfigError(f"'{setting}' is to be a setting of an evaluation, but this is a training run")
+    config = setting_of(config, setting) if setting else config
+    place = "rollout.engine" if trains else "evaluation.engine"
+    listed = config.rollout.engine if trains else config.evaluation.engine
+    if not listed:
+        raise ConfigError(f"'{place}' is empty; name the engine that answers")
+    pieces = Pieces(Stream(config.seed))
+    pieces.check("policy", config.policy)
+    for i, piece in enumerate(listed):
+        pieces.check("engine", piece, f"{place}[{i}]")
+    return make_engine(pieces, listed, _load_policy(config, pieces, Processes()), place)
+
+
+def _load_policy(config: Config | EvaluateConfig, pieces: Pieces, processes: Processes) -> Policy:
     policy = pieces.make("policy", config.policy)
     policy.module.to(processes.device)
-    return make_evaluator(config, pieces, policy, processes)
-
-
-def load_engine(path: str | Path, overrides: Sequence[str] = ()) -> Engine:
-    """Build the engine of a configuration for inference: `load_engine("run.yaml").rollout(prompts)`."""
-    from mmrl.config import read
-
-    raw = read(path, overrides)
-    kind = Config if "rollout" in raw else EvaluateConfig
-    config = load(path, overrides, kind)
-    listed = config.rollout.engine if kind is Config else config.evaluation.engine
-    pieces = Pieces(Stream(config.seed))
-    policy = pieces.make("policy", config.policy)
-    policy.module.to(Processes().device)
-    return make_engine(pieces, listed, policy, "engine")
+    return policy

@@ -78,9 +78,10 @@ class Report:
 
     logging_steps: int = 1
     log_completions: bool = True  # rows with their rewards and advantages, as parquet
-    trackers: tuple[Literal["tensorboard"], ...] = (
-        "tensorboard",
-    )  # those that are not installed are named once, and skipped
+    pictured_steps: int = 5  # collections whose completions keep small pictures: first, last, some between
+    trackers: tuple[Piece, ...] = (
+        Piece("tensorboard", {"required": False}),
+    )  # dashboards; one that is asked for by name must be installed
     exhibits: tuple[Piece, ...] = ()  # pictures for the HTML report
     alarms: tuple[Piece, ...] = (
         Piece("ratio_is_not_one", {"tolerance": 0.05}),
@@ -89,6 +90,7 @@ class Report:
         Piece("groups_vary"),
         Piece("samples_as_asked"),
         Piece("gradients_arrive"),
+        Piece("cheap_rollouts_weighed"),
     )  # what is looked at in the first step, at no cost; `mmrl doctor` looks at everything
 
 
@@ -125,10 +127,14 @@ class Config:
 
 @dataclass(frozen=True)
 class EvaluateConfig:
-    """A model to measure, without training."""
+    """A model to measure, without training; or several `settings` of it, side by side."""
 
     policy: Piece
     evaluation: Evaluation
+    settings: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # changes, by a name for each
+    costs: tuple[Piece, ...] = (Piece("operations"),)  # meters of what a setting spends, besides seconds
+    quality: str = ""  # the metric that is set against costs; empty: the first
+    greater_is_better: bool = True  # that metric
     output_dir: str = "runs/evaluation"
     seed: int = 0
 
@@ -147,7 +153,11 @@ class BuildConfig:
 
 def read(path: str | Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
     """Read a YAML file, what it includes, and `key=value` overrides, into plain mappings and lists."""
-    raw = _read_file(Path(path), ())
+    return change(_read_file(Path(path), ()), overrides)
+
+
+def change(raw: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
+    """Lay `key=value` overrides over plain mappings."""
     for text in overrides:
         raw = merge(raw, _override(text))
     return raw

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from mmrl.bind import Bound
 from mmrl.collect import in_order
@@ -45,7 +46,7 @@ class Evaluator:
             order = [prompt.uid for prompt in prompts]
             mine, counts = self.processes.share(prompts, table)
             with self.processes.agreeing("evaluating"):
-                with torch.no_grad():
+                with torch.no_grad(), self.processes.whole(self.engine.policy.module):
                     fresh = in_order(self.engine.rollout(mine), order) if mine else ()
                 fresh = fresh if counts else ()
                 local = score(self.rewards, fresh, rank=self.processes.rank)
@@ -59,21 +60,27 @@ class Evaluator:
             metrics["peak_memory_bytes"] = float(torch.cuda.max_memory_allocated())
         return Measured(metrics, self._intervals(table) if intervals else {}, rollouts, table)
 
-    def _intervals(self, table: RewardTable) -> dict[str, tuple[float, float]]:
-        """Resample prompts with replacement, and read off where the metrics fall."""
+    def resample(self, table: RewardTable) -> dict[str, Tensor]:
+        """Draw prompts with replacement, and compute the metrics of every draw: (RESAMPLES,) each, NaN where
+        a draw has none. All tables of the same prompts get the same draws."""
         _, members = torch.unique(table.group, return_inverse=True)
         rows_of = [(members == group).nonzero()[:, 0] for group in range(int(members.max()) + 1)]
-        drawn: dict[str, list[float]] = {}
+        drawn: dict[str, Tensor] = {}
         generator = self.stream.fixed("bootstrap")
-        for _ in range(RESAMPLES):
+        for i in range(RESAMPLES):
             pick = torch.randint(len(rows_of), (len(rows_of),), generator=generator).tolist()
-            sample = table.select(torch.cat([rows_of[i] for i in pick]))
+            sample = table.select(torch.cat([rows_of[k] for k in pick]))
             for metric in self.metrics:
                 for name, value in metric(sample).items():
-                    drawn.setdefault(name, []).append(value)
+                    none = torch.full((RESAMPLES,), torch.nan, dtype=torch.float64)
+                    drawn.setdefault(name, none)[i] = value
+        return drawn
+
+    def interval(self, drawn: Tensor) -> tuple[float, float]:
+        """Read off where a number falls."""
         tail = (1 - self.confidence) / 2
-        ends = torch.tensor([tail, 1 - tail], dtype=torch.float64)
-        return {
-            name: tuple(torch.tensor(values, dtype=torch.float64).quantile(ends).tolist())
-            for name, values in drawn.items()
-        }
+        low, high = drawn.nanquantile(torch.tensor([tail, 1 - tail], dtype=torch.float64)).tolist()
+        return low, high
+
+    def _intervals(self, table: RewardTable) -> dict[str, tuple[float, float]]:
+        return {name: self.interval(drawn) for name, drawn in self.resample(table).items()}

@@ -55,6 +55,19 @@ class Sampler(Protocol):
         """Name one prompt per rollout wanted; nothing once there is no question left."""
 
 
+class Tracker(Protocol):
+    """Passes numbers on to a dashboard. Only the main process opens one."""
+
+    def open(self, folder: Path, config: Mapping[str, Any], start: int) -> str:
+        """Begin, or go on, at a step; give what there is to say about it."""
+
+    def write(self, metrics: Mapping[str, float], step: int) -> None:
+        """Pass on the finite numbers of a step."""
+
+    def close(self) -> None:
+        """Finish."""
+
+
 class Steps(Protocol):
     """What a policy needs to see its steps again. Opaque to everything but that policy."""
 
@@ -65,6 +78,14 @@ class Steps(Protocol):
 
     def __getitem__(self, cut: tuple[Tensor, slice]) -> Steps:
         """Cut out rows and a range of steps."""
+
+
+@runtime_checkable
+class Telling(Protocol):
+    """A piece with numbers of its own for the report of a step."""
+
+    def tell(self) -> Mapping[str, float]:
+        """Give what was measured since the last call, under the same names on every process."""
 
 
 @runtime_checkable

@@ -57,6 +57,8 @@ HOMES = {
     "data_check": "checks",
     "checkup": "checkups",
     "estimate": "estimates",
+    "meter": "meters",
+    "tracker": "trackers",
 }
 
 
@@ -174,7 +176,7 @@ metric, reference, transform, cache = (
 optimizer, builder, exhibit = (_decorator(kind) for kind in ("optimizer", "builder", "exhibit"))
 likelihood, solver, family = (_decorator(kind) for kind in ("likelihood", "solver", "family"))
 alarm, data_check = _decorator("alarm"), _decorator("data_check")
-checkup, estimate = _decorator("checkup"), _decorator("estimate")
+checkup, estimate, meter, tracker = (_decorator(kind) for kind in ("checkup", "estimate", "meter", "tracker"))
 
 
 def load_kind(kind: str) -> None:

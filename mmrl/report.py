@@ -1,12 +1,9 @@
-"""Numbers of a step, under the names that TRL uses, and where they go: console, JSON lines, trackers,
-parquet."""
+"""Numbers of a step, under the names that TRL uses, and where they go: JSON lines, trackers, parquet."""
 
 from __future__ import annotations
 
 import json
 import math
-import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,9 +11,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmrl.table import Measured, RewardTable, name_id
-from mmrl.tensor import group_extreme, group_index
+from mmrl.pictures import of_outcome, of_prompt
+from mmrl.protocols import Tracker
+from mmrl.table import EQUAL, Measured, RewardTable, name_id
+from mmrl.tensor import group_count, group_extreme, group_index, group_mean, group_std, group_sum
 from mmrl.types import Rollouts
+
+EVALUATION = "evaluation.json"  # of a run's folder: its last evaluation
+EXHIBITS = "exhibits.html"  # what exhibits drew of it
+PICTURED = 8  # prompts of a collection that keep pictures
 
 
 def describe_rewards(table: RewardTable) -> dict[str, float]:
@@ -37,10 +40,65 @@ def describe_rewards(table: RewardTable) -> dict[str, float]:
     for name in table.scored:
         answers = table.at_end(name)
         metrics[f"rewards/{name}/mean"], metrics[f"rewards/{name}/std"] = _mean(answers), _std(answers)
+        metrics[f"rewards/{name}/group_std"] = _group_std(answers, index)
         if f"fault/{name}" in table.ids:
             broken = table.ids[f"fault/{name}"][table.present].double()
             metrics[f"rewards/{name}/error_rate"] = float(broken.mean())
     return metrics
+
+
+def _group_std(values: Tensor, index: Tensor) -> float:
+    """Average the standard deviation inside groups over those with two values or more; 0 without any."""
+    known = ~values.isnan()
+    enough = known & (group_count(index, known) > 1)
+    if not enough.any():
+        return 0.0
+    # Each group counts once, however many rows it has.
+    spread, share = group_std(values.nan_to_num(), index, known), 1 / group_count(index, enough)
+    spread = torch.where(spread > EQUAL, spread, 0.0)
+    return float((spread * share)[enough].sum() / share[enough].sum())
+
+
+def describe_shares(table: RewardTable, credit: RewardTable) -> dict[str, float]:
+    """Compute which share of the advantage each weighted reward has: `rewards/{name}/share`, 1 in all.
+
+    `table` holds the rewards of a collection, `credit` what the chain made of them. Inside a group let `d_k`
+    be a row's distance of weight times reward `k` from the group's mean, `d` their sum over `k`, `a` the same
+    distance of the row's advantage (its mean over places), and `c` the slope of `a` on `d` over the group. A
+    reward's share is the sum of `c * a * d_k` over all rows, divided by that of `c * a * d`: its part of the
+    variance of the advantage inside groups, as far as the rewards explain it. A share is negative where a
+    reward pulls against the rest. Nothing is told where no group varies. Our reading.
+    """
+    table = table.select(torch.isin(table.ids["row"][:, 0], credit.ids["row"][:, 0]))
+    learned = credit.learn & credit.valid.any(1)
+    if not table.names or not len(table) or not credit.values.shape[1] or len(table) != len(credit):
+        return {}
+    known = learned.any(-1) & ~table.reward().isnan()
+    index = group_index([table.group])
+    places = (credit.values[:, 0] * learned).sum(-1) / learned.sum(-1).clamp(min=1)
+    weighted = torch.stack([table.at_end(name).nan_to_num() for name in table.names], 1) * table.weights
+
+    def centred(values: Tensor) -> Tensor:
+        valid = known[:, None].expand_as(values)
+        return torch.where(valid, values - group_mean(values, index, valid), 0.0)
+
+    parts, advantage = centred(weighted), centred(places[:, None])
+    whole = parts.sum(1, keepdim=True)
+    against, square = group_sum(advantage * whole, index), group_sum(whole.square(), index)
+    slope = torch.where(square > EQUAL**2, against / square.clamp(min=EQUAL**2), 0.0)[index]
+    explained = (slope * advantage * parts).sum(0)
+    if not explained.sum() > EQUAL**2:
+        return {}
+    shares = (explained / explained.sum()).tolist()
+    return {f"rewards/{name}/share": share for name, share in zip(table.names, shares, strict=True)}
+
+
+def describe_speed(table: RewardTable, seconds: float) -> dict[str, float]:
+    """Compute how many rollouts, and how many of their steps, a second of the whole step brought."""
+    sampled = table.ids["on_policy"][:, 0] == 1
+    table = table.select(sampled) if sampled.any() else table
+    made = {"rollouts": float(len(table)), "steps": float(table.length.sum())}
+    return {f"time/{name}_per_second": count / seconds for name, count in made.items() if seconds > 0}
 
 
 def describe_lengths(table: RewardTable) -> dict[str, float]:
@@ -109,10 +167,10 @@ class Meter:
 
 
 class Journal:
-    """`metrics.jsonl`: one line a step. A resumed run drops the lines behind its checkpoint."""
+    """JSON lines of a run, each with its step. A resumed run drops the lines behind its checkpoint."""
 
-    def __init__(self, folder: Path) -> None:
-        self.path = folder / "metrics.jsonl"
+    def __init__(self, folder: Path, name: str = "metrics.jsonl") -> None:
+        self.path = folder / name
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Append one record; a number that is none, such as the mean of nothing, is `null`."""
@@ -132,6 +190,8 @@ class Journal:
 
     def rewind(self, step: int) -> None:
         """Forget everything from `step` on."""
+        if not self.path.exists():
+            return
         kept = [record for record in self.read() if record["step"] < step]
         beside = self.path.with_suffix(".tmp")
         beside.write_text("".join(map(_line, kept)))
@@ -146,103 +206,64 @@ def _line(record: Mapping[str, Any]) -> str:
     return json.dumps(finite, allow_nan=False) + "\n"
 
 
-PAUSE = 5.0  # seconds between plain lines, where there is no terminal
-
-
-class Console:
-    """Progress with reward and ETA on a terminal, plain lines elsewhere."""
-
-    def __init__(self, title: str, max_steps: int, quiet: bool = False) -> None:
-        self.title, self.max_steps, self.quiet = title, max_steps, quiet
-        self.progress, self.printed = None, -math.inf
-
-    def begin(self, step: int) -> None:
-        """Show where the run stands."""
-        if self.quiet or not sys.stdout.isatty():
-            return
-        from rich import progress
-
-        self.progress = progress.Progress(
-            progress.TextColumn("[bold]{task.description}"),
-            progress.BarColumn(),
-            progress.MofNCompleteColumn(),
-            progress.TimeElapsedColumn(),
-            progress.TextColumn("eta"),
-            progress.TimeRemainingColumn(),
-            progress.TextColumn("{task.fields[words]}"),
-        )
-        self.progress.start()
-        self.task = self.progress.add_task(self.title, total=self.max_steps, completed=step, words="")
-
-    def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Show a finished step."""
-        words = "  ".join(f"{name} {metrics[name]:.3g}" for name in _SHOWN if name in metrics)
-        if self.progress is not None:
-            self.progress.update(self.task, completed=step + 1, words=words)
-        elif not self.quiet and (time.monotonic() > self.printed + PAUSE or step + 1 == self.max_steps):
-            self.printed = time.monotonic()
-            left = (self.max_steps - step - 1) * metrics.get("step_time", 0.0)
-            print(f"{self.title} {step + 1}/{self.max_steps}  {words}  eta {left:.0f} s", flush=True)
-
-    def say(self, text: str) -> None:
-        """Print a line without breaking the progress display."""
-        if not self.quiet:
-            print(text, flush=True) if self.progress is None else self.progress.console.print(
-                text, highlight=False, markup=False, soft_wrap=True
-            )
-
-    def end(self) -> None:
-        """Leave the terminal as it was."""
-        if self.progress is not None:
-            self.progress.stop()
-            self.progress = None
-
-
-_SHOWN = (
-    "reward",
-    "reward_std",
-    "kl",
-    "entropy",
-    "completions/mean_length",
-    "loss",
-    "grad_norm",
-    "step_time",
-)
-
-
 class Trackers:
-    """Passes numbers on to dashboards. One that is not installed is named once."""
+    """The dashboards of a run, each of which gets the finite numbers of every reported step."""
 
-    def __init__(self, names: Sequence[str], folder: Path, say: Callable[[str], None]) -> None:
-        self.writers = []
-        for name in names:
-            if name != "tensorboard":
-                raise ValueError(f"no tracker is called '{name}'; there is tensorboard")
-            try:
-                from torch.utils.tensorboard import SummaryWriter
+    def __init__(self, pieces: Sequence[Tracker] = ()) -> None:
+        self.pieces = pieces
+        self.opened: Sequence[Tracker] = ()
 
-                self.writers.append(SummaryWriter(str(folder / "tensorboard")))
-            except ImportError:
-                say(
-                    "tensorboard is not installed, so no curves are written for it; install mmrl[tensorboard]"
-                )
+    def open(self, folder: Path, config: Mapping[str, Any], start: int, say: Callable[[str], None]) -> None:
+        """Begin, or go on, at a step."""
+        for piece in self.pieces:
+            if words := piece.open(folder, config, start):
+                say(words)
+        self.opened = self.pieces
 
     def write(self, metrics: Mapping[str, float], step: int) -> None:
         """Pass on the finite numbers of a step."""
-        for writer in self.writers:
-            for name, value in metrics.items():
-                if math.isfinite(value):
-                    writer.add_scalar(name, value, step)
-            writer.flush()
+        finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
+        for piece in self.opened:
+            piece.write(finite, step)
 
     def close(self) -> None:
         """Finish."""
-        for writer in self.writers:
-            writer.close()
+        for piece in self.opened:
+            piece.close()
+        self.opened = ()
 
 
-def write_completions(path: Path, rollouts: Rollouts, table: RewardTable, advantage: Sequence[float]) -> None:
-    """Write this process's rows with their rewards and advantages as parquet, one row each."""
+def write_measured(folder: Path, measured: Measured) -> None:
+    """Write the last evaluation of a run, with its intervals."""
+    told = {
+        "metrics": dict(measured.metrics),
+        "intervals": {k: list(v) for k, v in measured.intervals.items()},
+    }
+    (folder / EVALUATION).write_text(json.dumps(told, indent=2))
+
+
+# ---- samples
+
+
+def pictured(step: int, max_steps: int, num: int) -> bool:
+    """Tell whether the completions of a step keep pictures: `num` steps do, the first, the last and some at
+    equal distances between."""
+    return step in {round(i * (max_steps - 1) / max(num - 1, 1)) for i in range(num)}
+
+
+def write_completions(
+    path: Path,
+    rollouts: Rollouts,
+    table: RewardTable,
+    advantage: Sequence[float],
+    *,
+    pictures: bool = False,
+) -> None:
+    """Write this process's rows with their rewards and advantages as parquet, one row each.
+
+    With `pictures`, rows of the first prompts also keep small ones, as JPEG: of what was asked about (`seen`)
+    and of what was made (`made`).
+    """
     import pyarrow
     from pyarrow import parquet
 
@@ -254,7 +275,19 @@ def write_completions(path: Path, rollouts: Rollouts, table: RewardTable, advant
         "on_policy": [row.on_policy for row in rollouts],
         "length": [row.length for row in rollouts],
         "advantage": list(advantage),
+        "reward": mine.reward().tolist() if mine.names else [math.nan] * len(mine),
     }
     columns |= {f"reward/{name}": mine.at_end(name).tolist() for name in mine.scored}
+    columns |= _pictures(rollouts) if pictures else {}
     path.parent.mkdir(parents=True, exist_ok=True)
     parquet.write_table(pyarrow.table(columns), path)
+
+
+def _pictures(rollouts: Rollouts) -> dict[str, list[bytes | None]]:
+    """Draw the first prompts and what was made of them; a column without any picture is left out."""
+    prompts = {row.prompt.uid: row.prompt for row in rollouts}
+    chosen = dict(list(prompts.items())[:PICTURED])
+    seen = {uid: of_prompt(prompt) for uid, prompt in chosen.items()}
+    made = [of_outcome(row.outcomes[-1]) if row.prompt.uid in chosen else None for row in rollouts]
+    columns = {"seen": [seen.get(row.prompt.uid) for row in rollouts], "made": made}
+    return {name: column for name, column in columns.items() if any(column)}

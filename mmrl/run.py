@@ -16,21 +16,29 @@ from mmrl import doctor, saving
 from mmrl.bind import Bound, Pieces
 from mmrl.collect import Collection
 from mmrl.config import Config
+from mmrl.console import Console
 from mmrl.distributed import Processes
 from mmrl.draws import Stream
 from mmrl.evaluate import Evaluator
 from mmrl.faults import Guard
-from mmrl.protocols import Engine, Observer, Policy, Sampler
+from mmrl.gap import conclude, spell_gap
+from mmrl.health import cheapened
+from mmrl.protocols import Engine, Observer, Policy, Sampler, Telling
 from mmrl.registry import Needs
 from mmrl.report import (
-    Console,
+    EXHIBITS,
     Journal,
     Meter,
+    Trackers,
     describe_lengths,
     describe_measured,
     describe_rewards,
+    describe_shares,
+    describe_speed,
     noted_sums,
+    pictured,
     write_completions,
+    write_measured,
 )
 from mmrl.table import Measured, RewardTable
 from mmrl.types import Clock, Rollouts
@@ -62,6 +70,7 @@ class Run:
     alarms: Sequence[Bound]
     checkups: Sequence[Bound]
     evaluator: Evaluator | None
+    trackers: Trackers = field(default_factory=Trackers)
     quiet: bool = False
     meter: Meter = field(default_factory=Meter)
     times: dict[str, float] = field(default_factory=dict)
@@ -82,8 +91,10 @@ class Run:
         self.needs: Needs = self.objective.needs
         self.chain_notes = frozenset().union(*(bound.needs.notes for bound in self.chain))
         self.journal = Journal(self.folder)
+        self.warnings = Journal(self.folder, "warnings.jsonl")
         self.records: list[dict[str, Any]] = []  # the journal of this run, as alarms read it
-        self.raised: list[str] = []  # what alarms said, each once
+        self.cheap = ", ".join(cheapened(config))  # what makes rollouts cheaper than the policy
+        self.raised: list[str] = []  # what alarms and the doctor said, each once
         self.untouched: list[str] | None = None  # trained parameters without gradient in the first update
         self.console = Console(self.folder.name, self.max_steps, self.quiet or not self.processes.main)
         self.trained = [p for p in self.policy.module.parameters() if p.requires_grad]
@@ -170,11 +181,12 @@ class Run:
         self.guard.part, self.guard.suspects, self.guard.written = None, [], 0
         if step == 0:
             self._examine(collection, credit)
-        metrics = self._describe(collection)
+        metrics = self._describe(collection, credit)
         if self.evaluator and self.config.eval_steps and (step + 1) % self.config.eval_steps == 0:
             metrics |= self._evaluate()
         metrics |= {f"time/{name}": seconds for name, seconds in self.times.items()}
         metrics["step_time"] = time.perf_counter() - self.began
+        metrics |= describe_speed(collection.seen, metrics["step_time"] - self.times.get("evaluate", 0.0))
         self.reported = metrics
         if (step + 1) % self.config.report.logging_steps == 0 or step + 1 == self.max_steps:
             self._log(step, metrics)
@@ -183,15 +195,18 @@ class Run:
         if (step + 1) % self.config.save_steps == 0 or step + 1 == self.max_steps:
             self.save(step + 1)
 
-    def _describe(self, collection: Collection) -> dict[str, float]:
+    def _describe(self, collection: Collection, credit: RewardTable) -> dict[str, float]:
         # A process without rows keeps one that is blanked; it is not part of the collection.
         mine = collection.rollouts[: int(collection.table.mine.sum())]
-        shared = self.processes.means(self.meter.take())
+        told = [thing.tell() for thing in self.pieces.made.values() if isinstance(thing, Telling)]
+        numbers = {name: value for one in (self.meter.take(), *told) for name, value in one.items()}
+        shared = conclude(self.processes.means(numbers))
         entropy = self.processes.means(noted_sums(mine, "entropy"))
         if entropy["steps"]:
             shared["entropy"] = entropy["sum"] / entropy["steps"]
         seen = collection.seen
-        metrics = {**describe_rewards(seen), **describe_lengths(seen), **dict(sorted(shared.items()))}
+        rewards = describe_rewards(seen) | describe_shares(collection.table, credit)
+        metrics = {**rewards, **describe_lengths(seen), **dict(sorted(shared.items()))}
         if len(collection.table) < len(seen):
             metrics["frac_groups_kept"] = len(set(collection.table.group.tolist())) / len(
                 set(seen.group.tolist())
@@ -207,13 +222,15 @@ class Run:
         if not self.processes.main:
             return
         for symptom in doctor.glance(self, collection, credit):
-            self.warn(symptom.text)
+            self.warn(symptom.text, by="doctor")
 
-    def warn(self, text: str) -> None:
+    def warn(self, text: str, by: str = "") -> None:
         """Say what the owner should know, once, on the console and at the head of the report."""
         if text not in self.raised:
             self.raised.append(text)
-            self.console.say(f"warning: {text}")
+            if self.processes.main:
+                self.warnings.write({"step": self.stream.step, "by": by, "text": text})
+            self.console.warn(text)
 
     def _evaluate(self) -> dict[str, float]:
         with self.timing("evaluate"):
@@ -223,7 +240,9 @@ class Run:
         if self.processes.main:
             self.journal.write({"step": step, **metrics})
             self.trackers.write(metrics, step)
-            self.records.append({"step": step, **metrics})
+            self.records.append({"step": step, "cheap": self.cheap, **metrics})
+            if len(self.records) == 1 and (said := spell_gap(metrics, self.cheap)):
+                self.console.say(said)
             self._listen()
         self.console.step(step, metrics)
 
@@ -243,7 +262,9 @@ class Run:
             advantage = mine.values[:, 0].gather(1, mine.last.clamp(min=0)[:, None])[:, 0].tolist()
             part = f"-{self.processes.rank}" if self.processes.world > 1 else ""
             path = self.folder / "completions" / f"completions_{step:06d}{part}.parquet"
-            write_completions(path, rows, collection.table.select(collection.table.mine), advantage)
+            pictures = pictured(step, self.max_steps, self.config.report.pictured_steps)
+            table = collection.table.select(collection.table.mine)
+            write_completions(path, rows, table, advantage, pictures=pictures)
 
     # ---- stop and go on
 
@@ -271,10 +292,12 @@ class Run:
         if self.processes.main:
             from mmrl.page import write_page
 
-            fragments = [piece({"answer": last}) for piece in self.exhibits] if last else []
             self._listen(last)
-            path = write_page(self.folder, self.journal.read(), last, fragments, self.raised)
-            self.console.say(f"report: {path}")
+            if last:
+                write_measured(self.folder, last)
+                if fragments := "".join(piece({"answer": last}) for piece in self.exhibits):
+                    (self.folder / EXHIBITS).write_text(fragments)
+            self.console.say(f"report: {write_page(self.folder)}")
             self.trackers.close()
             saving.hand_over(self, describe_measured(last) if last else {})
         self.final = last

@@ -16,7 +16,6 @@ from mmrl.checkpoint import CheckpointError
 from mmrl.config import Config, ConfigError, as_plain, parse, read, write
 from mmrl.hub import push
 from mmrl.protocols import Stateful
-from mmrl.report import Trackers
 from mmrl.sharded import gathered, taken_up, whole
 
 if TYPE_CHECKING:
@@ -74,7 +73,7 @@ def state_of(run: Run, step: int) -> dict[str, Any]:
     return {
         "step": step,
         "reported": run.reported,
-        "optimizer": run.optimizer.state_dict(),
+        "optimizer": run.processes.state_of(run.optimizer),
         "references": {name: reference.state_dict() for name, reference in run.references.items()},
         "pieces": {place: thing.state_dict() for place, thing in _stateful(run).items()},
         "best": {"step": run.best.step, "value": run.best.value},
@@ -101,10 +100,10 @@ def resume(run: Run) -> int:
     if run.processes.main:
         run.journal.rewind(start)
         run.records = run.journal.read()
-    run.trackers = Trackers(
-        run.config.report.trackers if run.processes.main else (), run.folder, run.console.say
-    )
-    run.console.begin(start)
+        run.warnings.rewind(start)
+        run.raised = [one["text"] for one in run.warnings.read()]
+        run.trackers.open(run.folder, as_plain(run.config), start, run.console.say)
+    run.console.begin(start, run.records[0] if run.records else None)
     return start
 
 
@@ -148,7 +147,7 @@ def _load(run: Run, state: Mapping[str, Any], folder: Path) -> None:
     try:
         with gathered(run.policy.module, world, changed=True):
             run.policy.load(folder / checkpoint.MODEL)
-        run.optimizer.load_state_dict(taken_up(state["optimizer"], run.trained, world))
+        run.processes.take_up(run.optimizer, state["optimizer"], run.trained)
         for name, reference in run.references.items():
             reference.load_state_dict(taken_up(state["references"][name], run.trained, world))
         for place, thing in _stateful(run).items():

@@ -91,6 +91,7 @@ def test_train_leaves_everything_in_the_output_folder(file, tmp_path, capsys, no
         "checkpoint-2",
         "completions",
         "config.yaml",
+        "evaluation.json",
         "metrics.jsonl",
         "report.html",
     ]
@@ -247,7 +248,8 @@ WRONG = {
     ),
     "nothing to do": ({"learn": {"num_iterations": 0}}, "'learn.num_iterations' must be at least 1, not 0"),
     "negative": ({"eval_steps": -1}, "'eval_steps' must be 0 or more, not -1"),
-    "tracker": ({"report": {"trackers": ["wandb"]}}, "must be one of 'tensorboard', not 'wandb'"),
+    "pictures": ({"report": {"pictured_steps": -1}}, "'report.pictured_steps' must be 0 or more"),
+    "tracker": ({"report": {"trackers": ["comet"]}}, "no tracker is called 'comet'"),
     "interpolation": ({"output_dir": "${oc.env:HOME}"}, "looks like an interpolation"),
     "include": ({"include": "base.yaml"}, "'include' must be a list of files, not 'base.yaml'"),
     "missing include": ({"include": ["base.yaml"]}, "there is no file 'base.yaml', included by"),

@@ -7,8 +7,8 @@ import torch
 
 from mmrl import evaluate
 from mmrl.bind import Pieces
-from mmrl.build import make_evaluator
-from mmrl.config import Config, ConfigError, Piece, parse
+from mmrl.build import load_evaluator, make_evaluator
+from mmrl.config import Config, ConfigError, EvaluateConfig, Piece, parse
 from mmrl.distributed import Processes
 from mmrl.draws import Stream
 from mmrl.reward_forms import per_outcome
@@ -159,3 +159,34 @@ def test_an_evaluation_needs_no_training(tmp_path):
     config = parse(raw, Config)
     policy = pieces.make("policy", config.policy)
     assert make_evaluator(config, pieces, policy, Processes()).measure().metrics["brevity"] < 0
+
+
+def test_tables_of_the_same_prompts_get_the_same_draws(tmp_path):
+    evaluator = measuring(tmp_path, rewards=[f"{__name__}:by_prompt"])
+    table = evaluator.measure(intervals=False).table
+    first = evaluator.resample(table)["by_prompt"]
+    assert first.shape == (evaluate.RESAMPLES,) and first.std() > 0
+    # Twice the reward is twice every draw: differences of pairs vary no more than the pairs do.
+    doubled = table.replace(scored={"by_prompt": 2 * table.scored["by_prompt"]})
+    assert torch.equal(evaluator.resample(doubled)["by_prompt"], 2 * first)
+
+
+def seldom(table):
+    """A metric that only some draws have."""
+    return {"seldom": 1.0} if "p0" in table.uids else {}
+
+
+def test_draws_without_a_metric_do_not_count(tmp_path):
+    evaluator = measuring(tmp_path, metrics=[f"{__name__}:seldom"])
+    drawn = evaluator.resample(evaluator.measure(intervals=False).table)["seldom"]
+    # 6 draws of 6 prompts miss one with the chance (5 / 6)^6 = 0.335.
+    assert float(drawn.isnan().double().mean()) == pytest.approx(0.335, abs=0.05)
+    assert evaluator.interval(drawn) == (1.0, 1.0)
+
+
+@pytest.mark.parametrize("name", ["engine", "rewards"])
+def test_an_evaluation_alone_must_say_everything(name):
+    whole = {"data": DATA, "engine": ["tests.toys:ToyGenerate"], "rewards": [f"{__name__}:by_prompt"]}
+    raw = {"policy": "tests.toys:ToyText", "evaluation": {**whole, name: []}}
+    with pytest.raises(ConfigError, match=f"'evaluation.{name}' is empty; name at least one"):
+        load_evaluator(parse(raw, EvaluateConfig))

@@ -1,29 +1,32 @@
-"""What a run leaves to look at: numbers under TRL's names, parquet, and a page that needs nothing else."""
+"""What a run leaves of its steps: numbers under TRL's names, warnings, and completions as parquet."""
 
 from __future__ import annotations
 
 import json
 import math
-import re
 
 import pytest
 import torch
 from pyarrow import parquet
 
-from mmrl import page
+from mmrl.advantages.combine import total
+from mmrl.advantages.normalize import group_center, group_normalize
 from mmrl.objectives.policy_gradient import diagnose
 from mmrl.report import (
-    Console,
     Journal,
     Meter,
     Trackers,
     describe_lengths,
     describe_rewards,
+    describe_shares,
+    describe_speed,
     noted_sums,
+    pictured,
     write_completions,
 )
+from mmrl.table import RewardTable
 from mmrl.train import train
-from mmrl.types import Outcome, Trajectory
+from mmrl.types import Frames, Media, Message, Outcome, Part, Prompt, Trajectory
 from tests.tables import reward_table, step_table
 from tests.toys import prompts, toy_run
 
@@ -53,22 +56,10 @@ TRL = {
 }
 
 
-@pytest.fixture
-def no_curves(monkeypatch):
-    monkeypatch.setattr(page, "curves", lambda runs: [])
-
-
-def exclaim(measured):
-    """An exhibit: a fragment about what was measured."""
-    return "".join(
-        f"<figure>{name}: {len(found.rollouts)} rollouts!</figure>" for name, found in measured.items()
-    )
-
-
 # ---- a step
 
 
-def test_a_step_is_reported_under_the_names_of_trl(tmp_path, no_curves):
+def test_a_step_is_reported_under_the_names_of_trl(tmp_path):
     run = toy_run(tmp_path, references={"ref": "frozen"}, objective={"penalty": ["k3"]})
     train(run)
     records = run.journal.read()
@@ -124,6 +115,93 @@ def test_a_reward_that_applies_nowhere_is_not_a_number():
     metrics = describe_rewards(reward_table([None, None]))
     assert math.isnan(metrics["reward"]) and math.isnan(metrics["rewards/reward/mean"])
     assert metrics["rewards/reward/std"] == 0.0
+
+
+# ---- components of the reward
+
+
+def two_groups(**more) -> RewardTable:
+    """Rows of two prompts: right is 1, 0 and 0, 2; half of short is 0, -2 and nothing."""
+    return reward_table(
+        {"right": [1.0, 0.0, 0.0, 2.0], "short": [0.0, -4.0, 0.0, 0.0]},
+        weights={"short": 0.5},
+        group=["a", "a", "b", "b"],
+        **more,
+    )
+
+
+def test_shares_are_those_of_the_advantage_and_add_up_to_one():
+    table = two_groups()
+    # Distances from the means, weighted: in a .5 of right and 1 of short, 1.5 in all; in b 1 of right.
+    # Centred rewards: right has .5 * 1.5 + 1 * 1 = 1.75 of 1.5 * 1.5 + 1 * 1 = 3.25, for every second row.
+    centred = describe_shares(table, group_center(total(table)))
+    assert centred == pytest.approx({"rewards/right/share": 7 / 13, "rewards/short/share": 6 / 13})
+    # Divided by their deviation both groups weigh as much: a third of one and all of the other.
+    normalized = describe_shares(table, group_normalize(total(table), eps=0.0))
+    assert normalized == pytest.approx({"rewards/right/share": 2 / 3, "rewards/short/share": 1 / 3})
+
+
+def test_a_reward_that_pulls_against_the_rest_has_a_negative_share():
+    table = reward_table({"gain": [2.0, 0.0], "cost": [-1.0, 0.0]})
+    # Distances 1 and -.5, in all .5: 1 / .5 and -.5 / .5.
+    shares = describe_shares(table, group_center(total(table)))
+    assert shares == pytest.approx({"rewards/gain/share": 2.0, "rewards/cost/share": -1.0})
+
+
+def test_shares_do_not_depend_on_the_scale_or_the_sign_of_the_chain():
+    table = two_groups()
+    credit = group_center(total(table))
+    shares = describe_shares(table, credit)
+    for factor in (3.0, -0.25):
+        assert describe_shares(table, credit.put(factor * credit.values)) == pytest.approx(shares)
+
+
+def test_what_is_not_learned_from_or_not_known_has_no_share():
+    table = two_groups()
+    credit = group_center(total(table))
+    only_b = credit.replace(learn=torch.tensor([[False], [False], [True], [True]]))
+    assert describe_shares(table, only_b) == pytest.approx(
+        {"rewards/right/share": 1.0, "rewards/short/share": 0.0}
+    )
+    dropped = credit.select(torch.tensor([2, 3]))
+    assert describe_shares(table, dropped) == describe_shares(table, only_b)
+    flat = reward_table([1.0, 1.0])
+    assert describe_shares(flat, group_center(flat)) == {}, "nobody learns anything"
+    labels = reward_table({"right": [1.0, 0.0], "seen": [1.0, 0.0]}, weights={"seen": 0.0})
+    assert describe_shares(labels, group_center(labels)) == {"rewards/right/share": 1.0}
+
+
+def test_a_row_with_several_places_counts_with_their_mean():
+    table = reward_table({"early": [[1.0, 1.0], [0.0, 0.0]]}, group=["a", "a"])
+    credit = table.put(torch.tensor([[[0.5, 1.5]], [[-0.5, -1.5]]], dtype=torch.float64))
+    assert describe_shares(table, credit) == {"rewards/early/share": 1.0}
+
+
+def test_the_spread_inside_groups_is_a_mean_over_groups():
+    right = [1.0, 0.0, 0.0, 2.0, 9.0, None, 5.0, 5.0, 5.0]
+    table = reward_table({"right": right}, group=list("aabbccddd"))
+    metrics = describe_rewards(table)
+    # Deviations of two are their distance over the root of 2: 1 and 2; then 0. A single value has no spread.
+    assert metrics["rewards/right/group_std"] == pytest.approx(1 / math.sqrt(2))
+    assert describe_rewards(reward_table([0.1 + 0.2, 0.3]))["rewards/reward/group_std"] == 0.0
+    assert describe_rewards(reward_table([1.0, None]))["rewards/reward/group_std"] == 0.0
+
+
+def test_speed_is_of_what_the_policy_made():
+    table = reward_table([1.0, 0.0, 0.0], length=[4, 6, 50], on_policy=[True, True, False])
+    # Two rollouts of ten steps in four seconds.
+    assert describe_speed(table, 4.0) == {"time/rollouts_per_second": 0.5, "time/steps_per_second": 2.5}
+    assert describe_speed(table, 0.0) == {}
+
+
+def test_a_run_reports_components_and_speed(tmp_path):
+    run = toy_run(tmp_path)
+    train(run)
+    for record in run.journal.read():
+        names = ("share_right", "brevity")
+        assert sum(record[f"rewards/{name}/share"] for name in names) == pytest.approx(1.0)
+        assert all(record[f"rewards/{name}/group_std"] >= 0 for name in names)
+        assert record["time/rollouts_per_second"] == pytest.approx(16 / record["step_time"])
 
 
 def test_lengths_and_what_was_cut():
@@ -209,12 +287,13 @@ def test_completions_are_a_row_each_with_rewards_and_advantages(tmp_path):
         "on_policy": [True, False],
         "length": [2, 3],
         "advantage": [0.5, -0.5],
+        "reward": [1.0, pytest.approx(math.nan, nan_ok=True)],
         "reward/right": [1.0, pytest.approx(math.nan, nan_ok=True)],
         "reward/size": [3.0, 4.0],
     }
 
 
-def test_a_run_writes_the_rows_it_learned_from(tmp_path, no_curves):
+def test_a_run_writes_the_rows_it_learned_from(tmp_path):
     run = toy_run(tmp_path, max_steps=2)
     train(run)
     paths = sorted((tmp_path / "completions").iterdir())
@@ -230,7 +309,7 @@ def test_a_run_writes_the_rows_it_learned_from(tmp_path, no_curves):
     assert rows["completion"][0].split() == [w for w in rows["completion"][0].split() if w in "12345"]
 
 
-def test_completions_and_lines_may_be_fewer(tmp_path, no_curves):
+def test_completions_and_lines_may_be_fewer(tmp_path):
     report = {"log_completions": False, "logging_steps": 2, "trackers": []}
     run = toy_run(tmp_path, report=report, max_steps=5)
     train(run)
@@ -239,89 +318,71 @@ def test_completions_and_lines_may_be_fewer(tmp_path, no_curves):
     assert [record["step"] for record in run.journal.read()] == [1, 3, 4]
 
 
-def test_plain_lines_where_there_is_no_terminal(capsys):
-    console = Console("grounding", 10)
-    console.begin(0)
-    console.step(3, {"reward": 0.12345, "step_time": 2.0, "unknown": 1.0})
-    console.say("a word")
-    console.end()
-    # Six steps are left, of two seconds each.
-    assert capsys.readouterr().out == "grounding 4/10  reward 0.123  step_time 2  eta 12 s\na word\n"
-    quiet = Console("grounding", 10, quiet=True)
-    quiet.step(3, {"reward": 0.1})
-    quiet.say("a word")
-    assert capsys.readouterr().out == ""
+def test_pictures_are_kept_at_equal_distances():
+    assert [step for step in range(100) if pictured(step, 100, 5)] == [0, 25, 50, 74, 99]
+    assert [step for step in range(3) if pictured(step, 3, 5)] == [0, 1, 2]
+    assert [step for step in range(9) if pictured(step, 9, 1)] == [0]
+    assert not any(pictured(step, 9, 0) for step in range(9))
 
 
-def test_a_terminal_shows_progress_and_is_left_as_it_was(monkeypatch, capsys):
-    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
-    console = Console("grounding", 10)
-    console.begin(2)
-    console.step(3, {"reward": 0.5})
-    assert console.progress.tasks[0].completed == 4
-    assert console.progress.tasks[0].fields["words"] == "reward 0.5"
-    console.say("install mmrl[tensorboard]")
-    console.end()
-    assert console.progress is None
-    assert "install mmrl[tensorboard]\n" in capsys.readouterr().out
+def test_completions_keep_small_pictures_of_the_first_prompts(tmp_path):
+    grey = torch.full((2, 3, 10, 20), 90, dtype=torch.uint8)
+    seen = Media("video", "clip", lambda: Frames(grey, torch.arange(2.0).double(), 2.0))
+    rows = []
+    for i in range(10):
+        prompt = Prompt(f"p{i}", (Message("user", (Part(media=seen if i != 1 else None), Part("what"))),))
+        made = Outcome(image=grey[0]) if i < 9 else Outcome(image=grey[0].float())
+        rows.append(Trajectory(prompt, prompt.uid, (made,), None, 1))
+    table = reward_table([0.0] * 10)
+    write_completions(tmp_path / "c.parquet", tuple(rows), table, [0.0] * 10, pictures=True)
+    columns = parquet.read_table(tmp_path / "c.parquet").to_pydict()
+    # Eight prompts keep pictures, of which the second was not shown anything.
+    assert [cell is not None for cell in columns["seen"]] == [i < 8 and i != 1 for i in range(10)]
+    assert [cell is not None for cell in columns["made"]] == [i < 8 for i in range(10)]
+    assert columns["made"][0][:2] == b"\xff\xd8", "JPEG"
+    write_completions(tmp_path / "d.parquet", tuple(rows), table, [0.0] * 10)
+    assert not {"seen", "made"} & set(parquet.read_schema(tmp_path / "d.parquet").names)
 
 
-def test_an_unknown_tracker_is_an_error_and_a_missing_one_is_named(tmp_path, monkeypatch):
-    with pytest.raises(ValueError, match="no tracker is called 'wandb'; there is tensorboard"):
-        Trackers(["wandb"], tmp_path, print)
-    said = []
-    monkeypatch.setitem(__import__("sys").modules, "torch.utils.tensorboard", None)
-    trackers = Trackers(["tensorboard"], tmp_path, said.append)
-    trackers.write({"reward": 1.0}, 0)
-    assert len(said) == 1 and "tensorboard is not installed" in said[0]
+def test_warnings_are_kept_with_their_steps_and_forgotten_behind_a_checkpoint(tmp_path):
+    run = toy_run(tmp_path, max_steps=1)
+    run.resume()
+    for step, text in ((0, "early"), (3, "late"), (3, "late")):
+        run.stream.step = step
+        run.warn(text, by="doctor")
+    assert run.warnings.read() == [
+        {"step": 0, "by": "doctor", "text": "early"},
+        {"step": 3, "by": "doctor", "text": "late"},
+    ]
+    again = toy_run(tmp_path, max_steps=1)
+    assert again.resume() == 0
+    assert again.warnings.read() == again.raised == []
 
 
-# ---- the page
+class Dashboard:
+    """A tracker that remembers."""
+
+    def __init__(self):
+        self.told = []
+
+    def open(self, folder, config, start):
+        self.told.append((folder.name, config["seed"], start))
+        return "here it is"
+
+    def write(self, metrics, step):
+        self.told.append((step, dict(metrics)))
+
+    def close(self):
+        self.told.append("closed")
 
 
-def outside(text: str) -> list[str]:
-    """List what a page would fetch."""
-    return re.findall(
-        r"""(?:src|href|url\(|@import|srcset|data)\s*[=(]\s*["']?\s*((?:https?:)?//[^\s"'>)]*)""", text
-    )
-
-
-def test_what_a_page_would_fetch_is_noticed():
-    assert outside('<img src="https://a/b.png">') == ["https://a/b.png"]
-    assert outside("<link href='//a/b.css'>") == ["//a/b.css"]
-    assert outside("<img src='data:image/png;base64,iVBO//x'><a href='#x'>") == []
-
-
-def test_the_page_is_self_contained_and_shows_what_there_is(tmp_path):
-    run = toy_run(
-        tmp_path / "a<b",
-        evaluation={"data": {"name": "tests.toys:prompts", "num": 3}, "num_generations": 2},
-        report={"trackers": [], "exhibits": [f"{__name__}:exclaim"]},
-        eval_steps=1,
-        max_steps=2,
-    )
-    train(run)
-    text = (run.folder / "report.html").read_text()
-    assert outside(text) == []
-    assert "<script" not in text
-    assert "<h1>a&lt;b</h1>" in text and "2 steps reported" in text
-    for title in ("reward", "held-out metrics", "entropy", "answer length", "loss and gradient"):
-        assert f"<figcaption>{title}</figcaption>" in text
-    assert "divergence from the reference" not in text, "there is none"
-    assert text.count("<svg") == text.count("</svg>") == text.count("<figcaption>")
-    assert "answer: 6 rollouts!" in text
-    low, high = run.final.intervals["brevity"]
-    assert f"{run.final.metrics['brevity']:.3f} <small>{low:.3f} – {high:.3f}</small>" in text
-    assert "name: tests.toys:brevity" in text, "the configuration"
-
-
-def test_curves_leave_out_what_is_not_finite():
-    records = [{"step": 0, "reward": 1.0, "kl": math.nan}, {"step": 1, "reward": math.inf, "kl": math.nan}]
-    figures = page.curves({"run": records})
-    assert len(figures) == 1 and "<figcaption>reward</figcaption>" in figures[0]
-
-
-def test_a_run_without_evaluation_has_a_page_as_well(tmp_path):
-    path = page.write_page(tmp_path, [], None, [])
-    text = path.read_text()
-    assert "0 steps reported" in text and "Held out" not in text
+def test_dashboards_get_finite_numbers_between_opening_and_closing(tmp_path):
+    said, one = [], Dashboard()
+    trackers = Trackers([one])
+    trackers.write({"reward": 1.0}, 0)  # of a process that opens none
+    trackers.open(tmp_path, {"seed": 7}, 3, said.append)
+    trackers.write({"reward": 1.0, "kl": math.nan, "loss": math.inf}, 3)
+    trackers.close()
+    trackers.close()
+    assert one.told == [(tmp_path.name, 7, 3), (3, {"reward": 1.0}), "closed"]
+    assert said == ["here it is"]

@@ -89,7 +89,9 @@ def _figure(path: _Path, side: int) -> str:
     words = [f"{reward:.2f}" for reward in path.rewards]
     seen = strip(sources, side, words) if len(sources) == len(words) else ""
     title = html.escape(f"{path.row.prompt.text}  ({path.name})")
-    return f"<figure><figcaption>{title}</figcaption>{seen}{_drawing(path, side)}</figure>"
+    # On a narrow page the figure is moved sideways, so that numbers stay legible.
+    inside = f"<div style='min-width:{WIDTH * len(path.rewards)}px'>{seen}{_drawing(path, side)}</div>"
+    return f"<figure><figcaption>{title}</figcaption>{inside}</figure>"
 
 
 def _drawing(path: _Path, side: int) -> str:

@@ -59,7 +59,8 @@ def _strip(prompt: Prompt, said: Mapping[str, str], count: int) -> str:
         bars.append(_bar(name, [span] if span else [], target.duration, COLOURS[i % len(COLOURS)], words))
     asked = html.escape(str(prompt.columns.get("query", prompt.text)))
     return (
-        f"<figure><figcaption>{asked}</figcaption><div class=frames>{pictures}</div>{''.join(bars)}</figure>"
+        f"<figure><figcaption>{asked}</figcaption><div class=film>"  # as wide as the frames need
+        f"<div class=frames>{pictures}</div>{''.join(bars)}</div></figure>"
     )
 
 

@@ -115,8 +115,8 @@ def _pair(prompt: Prompt, outcomes: Sequence[Outcome]) -> str:
 def _figure(prompt: Prompt, words: str) -> str:
     picture = _encoded(prompt.media[0].load().pixels[0]) if prompt.media else ""
     return (
-        f"<figure style='display:flex;gap:12px'><img alt='' style='width:{SIDE}px;height:{SIDE}px' "
-        f"src='{picture}'><div>{words}</div></figure>"
+        f"<figure class=beside><img alt='' width={SIDE} height={SIDE} src='{picture}'>"
+        f"<div>{words}</div></figure>"
     )
 
 

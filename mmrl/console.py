@@ -1,0 +1,115 @@
+"""What a run says while it goes on: progress with ETA and a live table on a terminal, plain lines
+elsewhere."""
+
+from __future__ import annotations
+
+import atexit
+import math
+import sys
+import time
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.console import Group
+
+PAUSE = 5.0  # seconds between plain lines, where there is no terminal
+SHOWN = (
+    "reward",
+    "reward_std",
+    "kl",
+    "entropy",
+    "completions/mean_length",
+    "loss",
+    "grad_norm",
+    "step_time",
+)
+TABLE = (*SHOWN[:-1], "clip_ratio/region_mean", "time/rollouts_per_second", "step_time")
+ALARMS = 3  # of the last, below the table
+
+
+class Console:
+    """Progress and the last values on a terminal, plain lines elsewhere."""
+
+    def __init__(self, title: str, max_steps: int, quiet: bool = False) -> None:
+        self.title, self.max_steps, self.quiet = title, max_steps, quiet
+        self.live, self.printed = None, -math.inf
+        self.first: Mapping[str, float] = {}
+        self.last: Mapping[str, float] = {}
+        self.warnings: list[str] = []
+
+    def begin(self, step: int, first: Mapping[str, float] | None = None) -> None:
+        """Show where the run stands; `first` are the numbers of its first step, where there was one."""
+        self.first = first or {}
+        if self.quiet or not on_terminal():
+            return
+        from rich import progress
+        from rich.live import Live
+
+        self.progress = progress.Progress(
+            progress.TextColumn("[bold]{task.description}"),
+            progress.BarColumn(),
+            progress.MofNCompleteColumn(),
+            progress.TimeElapsedColumn(),
+            progress.TextColumn("eta"),
+            progress.TimeRemainingColumn(),
+        )
+        self.task = self.progress.add_task(self.title, total=self.max_steps, completed=step)
+        self.live = Live(get_renderable=self._panel, refresh_per_second=4)
+        self.live.start()
+        atexit.register(self.end)  # a run that fails must not leave the terminal without its cursor
+
+    def step(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Show a finished step."""
+        self.first, self.last = self.first or dict(metrics), metrics
+        if self.live is not None:
+            self.progress.update(self.task, completed=step + 1)
+        elif not self.quiet and (time.monotonic() > self.printed + PAUSE or step + 1 == self.max_steps):
+            self.printed = time.monotonic()
+            words = "  ".join(f"{name} {metrics[name]:.3g}" for name in SHOWN if name in metrics)
+            left = (self.max_steps - step - 1) * metrics.get("step_time", 0.0)
+            print(f"{self.title} {step + 1}/{self.max_steps}  {words}  eta {left:.0f} s", flush=True)
+
+    def _panel(self) -> Group:
+        """Draw the progress, the last values beside the first, and the last alarms."""
+        from rich.console import Group
+        from rich.table import Table
+        from rich.text import Text
+
+        table = Table("metric", box=None, pad_edge=False)
+        for title in ("last", "first", "change"):
+            table.add_column(title, justify="right")
+        for name in (name for name in TABLE if name in self.last):
+            last, first = self.last[name], self.first.get(name, math.nan)
+            table.add_row(name, *(_spelled(value) for value in (last, first)), _spelled(last - first, "+"))
+        alarms = [Text(f"! {text}", style="yellow") for text in self.warnings[-ALARMS:]]
+        more = len(self.warnings) - len(alarms)
+        alarms += [Text(f"! and {more} before", style="yellow")] if more else []
+        return Group(self.progress, *([table] if table.row_count else []), *alarms)
+
+    def warn(self, text: str) -> None:
+        """Print a warning, and keep it in sight."""
+        self.warnings.append(text)
+        self.say(f"warning: {text}")
+
+    def say(self, text: str) -> None:
+        """Print a line without breaking the table."""
+        if not self.quiet:
+            print(text, flush=True) if self.live is None else self.live.console.print(
+                text, highlight=False, markup=False, soft_wrap=True
+            )
+
+    def end(self) -> None:
+        """Leave the terminal as it was, with the last table above."""
+        if self.live is not None:
+            self.live.stop()
+            self.live = None
+
+
+def on_terminal() -> bool:
+    """Tell whether somebody watches."""
+    return sys.stdout.isatty()
+
+
+def _spelled(value: float, sign: str = "") -> str:
+    return format(value, f"{sign}.3g") if math.isfinite(value) else "-"

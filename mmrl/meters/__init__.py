@@ -1,0 +1,1 @@
+"""What an engine spends while it answers."""

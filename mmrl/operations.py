@@ -1,0 +1,68 @@
+"""Multiplications and additions, counted while they are made."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+aten = torch.ops.aten
+
+
+def _matrices(args: Sequence[Any], out: Any) -> int:
+    return 2 * args[-2].shape[-1] * out.numel()
+
+
+def _convolution(args: Sequence[Any], out: Any) -> int:
+    # A number of the output reads the weights of its channel once; a transposed one is read the other way.
+    return 2 * args[1][0].numel() * (args[0] if args[6] else out).numel()
+
+
+def _attention(args: Sequence[Any], out: Any) -> int:
+    return _pairs(args, len(args) > 4 and args[4])
+
+
+def _efficient_attention(args: Sequence[Any], out: Any) -> int:
+    return _pairs(args, len(args) > 6 and args[6])
+
+
+def _pairs(args: Sequence[Any], causal: bool) -> int:
+    q, k, v = args[:3]
+    pairs = q.shape[-2] * k.shape[-2]
+    if causal:  # row i sees min(i + 1, keys) of them
+        pairs = sum(min(i + 1, k.shape[-2]) for i in range(q.shape[-2]))
+    return 2 * q.shape[0] * q.shape[1] * pairs * (q.shape[-1] + v.shape[-1])
+
+
+# A multiplication with an addition counts as 2; what is done element by element, or looked up, is not
+# counted.
+COUNTED: dict[Any, Callable[[Sequence[Any], Any], int]] = {
+    aten.mm.default: _matrices,
+    aten.bmm.default: _matrices,
+    aten.addmm.default: _matrices,
+    aten.baddbmm.default: _matrices,
+    aten.baddbmm_.default: _matrices,
+    aten.convolution.default: _convolution,
+    aten._scaled_dot_product_flash_attention_for_cpu.default: _attention,
+    aten._scaled_dot_product_flash_attention.default: _attention,
+    aten._scaled_dot_product_cudnn_attention.default: _efficient_attention,
+    aten._scaled_dot_product_efficient_attention.default: _efficient_attention,
+}
+
+
+class CountOperations(TorchDispatchMode):
+    """Adds up the operations of every call under the innermost name of `where`."""
+
+    def __init__(self, where: list[str] | None = None) -> None:
+        super().__init__()
+        self.where, self.total = where or ["all"], Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func in COUNTED:
+            first = out if torch.is_tensor(out) else out[0]
+            self.total[self.where[-1]] += COUNTED[func](args, first)
+        return out

@@ -1,0 +1,1 @@
+"""Dashboards: where a run's numbers go besides its own journal."""

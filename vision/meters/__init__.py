@@ -1,0 +1,1 @@
+"""What an engine that generates text spends while it answers."""
