@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from functools import partial
+from functools import partial, reduce
 from typing import Any
 
 import torch
@@ -84,10 +84,8 @@ def attend(held: Held, query: Tensor, mask: Tensor | None, scaling: float) -> Te
     keys, values = held.parts()
     scores = torch.cat([_scores(held, part, asked, mask, num) for part in keys], -1)
     weights = scores.softmax(-1)
-    found = sum(
-        _mixed(held, part, share)
-        for part, share in zip(values, _shares(held, keys, values, weights), strict=True)
-    )
+    shares = zip(values, _shares(held, keys, values, weights), strict=True)
+    found = reduce(torch.add, (_mixed(held, part, share) for part, share in shares))
     return found.view(rows, heads, num, size).transpose(1, 2).to(query.dtype)
 
 
@@ -97,7 +95,7 @@ def _scores(held: Held, part: Part, asked: Tensor, mask: Tensor | None, num: int
     layout = held.layout
     shared = part.shared
     scores = layout.unfold(part.block.dots(layout.fold(asked))) if shared else part.block.dots(asked)
-    if part.visual:
+    if part.visual and held.recipe.calibrates:
         valid = part.rows(layout) >= 0
         scores = held.recipe.calibrate(scores, _per_head(valid)[:, :, None])
     seen = layout.visible(part, mask, num, held.length)
@@ -105,7 +103,8 @@ def _scores(held: Held, part: Part, asked: Tensor, mask: Tensor | None, num: int
         return scores
     # The queries of a key-value head are its query heads, each with all of the newest tokens.
     scores = scores.unflatten(2, (-1, num))
-    return scores.masked_fill(~seen[:, :, None], torch.finfo(scores.dtype).min).flatten(2, 3)
+    seen = seen.unflatten(1, (held.heads, -1)) if seen.shape[1] > 1 else seen[:, :, None]
+    return scores.masked_fill(~seen, torch.finfo(scores.dtype).min).flatten(2, 3)
 
 
 def _mixed(held: Held, part: Part, weights: Tensor) -> Tensor:

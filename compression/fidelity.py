@@ -1,5 +1,5 @@
-"""How far a cache takes a model from what it says with the full one, and a gate that stops what goes too
-far."""
+"""How far a cache, or what transforms made of a model, takes it from what it says, and a gate that stops what
+goes too far."""
 
 from __future__ import annotations
 
@@ -38,31 +38,45 @@ class Fidelity:
 
 @torch.no_grad()
 def measure(
-    model: nn.Module, prompts: Sequence[Inputs], make_cache: MakeCache, *, num_tokens: int = 16
+    model: nn.Module,
+    prompts: Sequence[Inputs],
+    make_cache: MakeCache | None,
+    *,
+    num_tokens: int = 16,
+    cheaper: nn.Module | None = None,
 ) -> Fidelity:
     """Compare a cache with the full one on prompts, each what the model takes for one: `input_ids` (1, S),
     pixels and so on, `position_ids` (1, S) or (A, 1, S) if they are to be given.
 
     The model answers greedily with the full cache; with the other one it reads the same answer token by
-    token. The last token of the prompt is held back, so that every prediction has read the cache.
+    token, or a `cheaper` model does, with the full cache where none is given. The last token of the prompt is
+    held back, so that every prediction has read the cache.
     """
     if not prompts:
         raise ValueError("there is no prompt to compare caches on; give at least one")
     from transformers import DynamicCache
 
+    tested = model if cheaper is None else cheaper
     agree, kl, sizes = [], [], [0, 0]
     for inputs in prompts:
         full = DynamicCache(config=model.config)
         expected, answer = _answer(model, inputs, full, None, num_tokens)
         held = inputs["input_ids"][:, :-1]
-        tested = make_cache(model.config, *_masks(model.config, held, inputs.get("attention_mask")))
-        found, _ = _answer(model, inputs, tested, answer, num_tokens)
+        if make_cache is None:
+            cache = DynamicCache(config=tested.config)
+        else:
+            cache = make_cache(tested.config, *_masks(tested.config, held, inputs.get("attention_mask")))
+        found, _ = _answer(tested, inputs, cache, answer, num_tokens)
         agree.append((expected.argmax(-1) == found.argmax(-1)).float())
         kl.append((expected.exp() * (expected - found)).sum(-1))
-        sizes[0] += tested.nbytes
-        sizes[1] += sum(x.numel() * x.element_size() for one in full.layers for x in (one.keys, one.values))
+        sizes[0] += _dense_bytes(cache) if make_cache is None else cache.nbytes
+        sizes[1] += _dense_bytes(full)
     agree, kl = torch.cat(agree, 1), torch.cat(kl, 1)
     return Fidelity(float(agree.mean()), float(kl.mean()), float(kl.max()), agree.numel(), *sizes)
+
+
+def _dense_bytes(cache: Any) -> int:
+    return sum(x.numel() * x.element_size() for one in cache.layers for x in (one.keys, one.values))
 
 
 def _masks(config: Any, ids: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -105,19 +119,23 @@ def _answer(
 def gate(
     model: nn.Module,
     prompts: Sequence[Inputs],
-    make_cache: MakeCache,
+    make_cache: MakeCache | None,
     *,
     num_tokens: int = 16,
     min_agreement: float = 0.9,
     max_kl: float = 0.1,
     allow: bool = False,
+    cheaper: nn.Module | None = None,
 ) -> Fidelity:
-    """Measure a cache, print the result, and refuse it below the thresholds unless that is allowed."""
-    found = measure(model, prompts, make_cache, num_tokens=num_tokens)
-    print(f"cache: {found}")
+    """Measure a cache, a `cheaper` model or both, print the result, and refuse it below the thresholds unless
+    that is allowed."""
+    found = measure(model, prompts, make_cache, num_tokens=num_tokens, cheaper=cheaper)
+    both = (cheaper is not None, "cheaper model"), (make_cache is not None, "cache")
+    what = " and ".join(name for there, name in both if there)
+    print(f"{what}: {found}")
     if not allow and not (found.agreement >= min_agreement and found.kl <= max_kl):
         raise ValueError(
-            f"the cache changes what the model says: {found}; wanted are {min_agreement:.1%} and at most "
+            f"the {what} changes what the model says: {found}; wanted are {min_agreement:.1%} and at most "
             f"{max_kl} nats. Give it more bits (or drop less), or set `allow: true` to go on with it"
         )
     return found

@@ -4,59 +4,18 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from mmrl.compression.formulas import Prefill
 from mmrl.compression.pruned.spec import core_of, pruning_of, shape_of
 from mmrl.compression.upcast import UpcastLinear
-
-aten = torch.ops.aten
-
-
-def _matrices(args: Sequence[Any], out: Any) -> int:
-    return 2 * args[-2].shape[-1] * out.numel()
-
-
-def _attention(args: Sequence[Any], out: Any) -> int:
-    q, k, v = args[:3]
-    pairs = q.shape[-2] * k.shape[-2]
-    if len(args) > 4 and args[4]:  # causal: row i sees min(i + 1, keys) of them
-        pairs = sum(min(i + 1, k.shape[-2]) for i in range(q.shape[-2]))
-    return 2 * q.shape[0] * q.shape[1] * pairs * (q.shape[-1] + v.shape[-1])
-
-
-# A multiplication with an addition counts as 2; what is done element by element is not counted.
-COUNTED: dict[Any, Callable[[Sequence[Any], Any], int]] = {
-    aten.mm.default: _matrices,
-    aten.bmm.default: _matrices,
-    aten.addmm.default: _matrices,
-    aten.baddbmm.default: _matrices,
-    aten._scaled_dot_product_flash_attention_for_cpu.default: _attention,
-    aten._scaled_dot_product_flash_attention.default: _attention,
-}
-
-
-class _Count(TorchDispatchMode):
-    """Adds up the operations of every call under the innermost name of `where`."""
-
-    def __init__(self, where: list[str]) -> None:
-        super().__init__()
-        self.where, self.total = where, Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        if func in COUNTED:
-            first = out if torch.is_tensor(out) else out[0]
-            self.total[self.where[-1]] += COUNTED[func](args, first)
-        return out
+from mmrl.operations import CountOperations
 
 
 @contextmanager
@@ -79,7 +38,7 @@ def count_operations(model: nn.Module, inputs: Mapping[str, Any]) -> dict[str, i
     tower)."""
     where = ["rest"]
     named = {"language": core_of(model).get_decoder(), "head": model.get_output_embeddings()}
-    with _named(named, where), _Count(where) as count:
+    with _named(named, where), CountOperations(where) as count:
         model(**inputs)
     return {name: count.total[name] for name in ("language", "head", "rest")}
 

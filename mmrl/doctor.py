@@ -39,7 +39,7 @@ class Report:
     @property
     def healthy(self) -> bool:
         """Tell whether no checkup complains."""
-        return not any(symptoms for _, symptoms in self.found)
+        return not any(symptom.grave for _, symptoms in self.found for symptom in symptoms)
 
 
 # ---- in the first step of a run

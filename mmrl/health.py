@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from mmrl.batch import Batch
 from mmrl.bind import Bound
-from mmrl.config import Config
+from mmrl.config import Config, as_piece
 from mmrl.protocols import Engine, Policy
 from mmrl.registry import Needs
 from mmrl.table import RewardTable
@@ -21,10 +22,11 @@ from mmrl.types import Prompt, Rollouts, Unit
 
 @dataclass(frozen=True)
 class Symptom:
-    """Something that is wrong, and what to do about it."""
+    """Something that is wrong, and what to do about it; or something to know, where it is not `grave`."""
 
     what: str
     advice: str
+    grave: bool = True
 
     @property
     def text(self) -> str:
@@ -78,6 +80,22 @@ class Examined:
         """Ask the policy about other rows: (N, T), 0 where there is no step."""
         batch = self.policy.collate(rollouts)
         return self.replay(batch) * batch.mask.cpu()
+
+
+def cheapened(config: Config) -> list[str]:
+    """Name the caches and transforms that the engines of rollouts have to themselves."""
+    engines = config.rollout.engine if config is not None else ()
+    return [
+        f"{kind} {as_piece(one, kind).name}"
+        for engine in engines
+        for kind in ("transform", "cache")
+        for one in listed(engine.options.get(kind))
+    ]
+
+
+def listed(given: Any) -> Sequence[Any]:
+    """Read nothing, one thing or several."""
+    return given if isinstance(given, list | tuple) else [given] if given else []
 
 
 @contextmanager

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import nn
+
+from mmrl.sharded import is_sharded
 
 DTYPES = {
     "float32": torch.float32,
@@ -29,3 +33,50 @@ def apply_transforms(model: nn.Module, transforms: Sequence[Callable]) -> nn.Mod
     for transform in transforms:
         model = transform(model)
     return model
+
+
+def twin(model: nn.Module) -> nn.Module:
+    """Copy modules, settings and hooks of a model, but not its weights: both hold the same tensors."""
+    kept = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+    return copy.deepcopy(model, kept)
+
+
+class Derived:
+    """What transforms make of a model, on the model's own weights.
+
+    It is a model of its own, so nothing that is done to it reaches the other. Weights that both hold follow
+    by themselves. Where a transform holds numbers in their place (fewer bits, cut matrices), everything is
+    made anew once the weights that it read have moved.
+    """
+
+    def __init__(self, model: nn.Module, transforms: Sequence[Callable]) -> None:
+        self.model, self.transforms = model, transforms
+        self.made: nn.Module | None = None
+        self._read: list[nn.Parameter] = []  # weights that are somewhere else now
+        self._stamp: Any = None
+
+    def __call__(self) -> nn.Module:
+        """Give the model as of now."""
+        if self.made is None and is_sharded(self.model):
+            raise ValueError(
+                "an engine's own transforms need whole weights on every process, but these are sharded; give "
+                "them to the policy (`policy.transform`), or train without sharding"
+            )
+        if self.made is None or self._stamp != self._look():
+            self.made = apply_transforms(twin(self.model), self.transforms)
+            self._read = self._replaced(self.made)
+            self._stamp = self._look()
+        return self.made
+
+    def _replaced(self, made: nn.Module) -> list[nn.Parameter]:
+        """List the weights that are not there any more; all of them where there is something else besides."""
+        mine = [*self.model.parameters(), *self.model.buffers()]
+        theirs = {id(tensor) for tensor in (*made.parameters(), *made.buffers())}
+        gone = [p for p in self.model.parameters() if id(p) not in theirs]
+        added = theirs - {id(tensor) for tensor in mine}
+        return gone or (list(self.model.parameters()) if added else [])
+
+    def _look(self) -> Any:
+        """Read off what changes when weights move: in place, by lending them other memory, or as a whole."""
+        held = tuple(id(p) for p in self.model.parameters())
+        return held, tuple((p._version, p.data_ptr()) for p in self._read)

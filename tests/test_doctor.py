@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import pytest
@@ -14,11 +16,12 @@ from mmrl import page
 from mmrl.__main__ import main
 from mmrl.batch import StepOutput
 from mmrl.checkups.learning import gradients_arrive, memory_suffices
-from mmrl.checkups.ratio import ratio_is_one
+from mmrl.checkups.ratio import cheap_rollouts_weighed, ratio_is_one
 from mmrl.checkups.rewards import groups_vary, rewards_order
 from mmrl.checkups.sampling import samples_as_asked
 from mmrl.config import Config, parse
 from mmrl.doctor import _look, examine
+from mmrl.draws import Stream
 from mmrl.estimates.training import optimizer_bytes, training
 from mmrl.optimizers import adamw, muon, sgd
 from mmrl.plan import plan as estimate
@@ -163,7 +166,8 @@ def test_a_sound_run_is_healthy(tmp_path):
     assert set(found) == {
         check.__name__
         for check in (
-            ratio_is_one, gradients_arrive, memory_suffices, groups_vary, rewards_order, samples_as_asked
+            ratio_is_one, gradients_arrive, memory_suffices, groups_vary, rewards_order, samples_as_asked,
+            cheap_rollouts_weighed,
         )
     }  # fmt: skip
     assert not any(found.values()), found
@@ -271,6 +275,54 @@ def test_greedy_groups_that_were_asked_for_are_told_with_the_setting(tmp_path):
     engine = {"name": f"{HERE}:Greedy", "temperature": 0.0}
     (said,) = examined(tmp_path / "run", rollout={"engine": [engine]})["samples_as_asked"]
     assert said.startswith("all answers of every prompt are the same (temperature=0.0)")
+
+
+class Cheap(ToyGenerate):
+    """An engine with a cache, which finds every step likelier than the policy does, by `by` nats."""
+
+    def __init__(self, policy, *, stream: Stream, cache: Callable | None = None, by: float = 0.0):
+        super().__init__(policy, stream=stream)
+        self.by = by
+
+    def rollout(self, prompts):
+        rows = super().rollout(prompts)
+        return tuple(replace(row, notes={**row.notes, "logp": row.notes["logp"] + self.by}) for row in rows)
+
+
+def cheap_engine(by, **options):
+    return {"engine": [{"name": f"{HERE}:Cheap", "by": by, **options}]}
+
+
+FEW_BITS = "compression.visual_bits"
+WEIGHED = {"focus": ["truncated_importance"]}
+
+
+@pytest.mark.parametrize("by, grave", [(0.1, False), (1.0, True)])
+def test_a_gap_that_is_on_purpose_is_told_and_wrong_only_where_it_is_wide(tmp_path, by, grave):
+    changes = {"rollout": cheap_engine(by, cache=FEW_BITS), "objective": WEIGHED}
+    report = examine(parse(plan(tmp_path / "run", **{**RUN, **changes}), Config))
+    (said,) = next(found for entry, found in report.found if entry.name == "ratio_is_one")
+    kl = math.exp(-by) + by - 1  # k3 of what the policy finds `by` nats less likely
+    assert (
+        f"(cache {FEW_BITS}): log-probabilities differ by {by:.3g} on average, KL {kl:.3g} nats" in said.what
+    )
+    assert "% of as many exact ones" in said.what
+    assert said.grave is grave and report.healthy is not grave
+
+
+def test_a_gap_that_is_not_on_purpose_is_a_defect_still(tmp_path):
+    found = examined(tmp_path / "run", rollout=cheap_engine(0.1))
+    assert found["ratio_is_one"][0].startswith("the ratio is not 1 before the first update")
+
+
+def test_cheap_rollouts_that_nothing_weighs_are_complained_about(tmp_path):
+    cheap = cheap_engine(0.01, cache=FEW_BITS)
+    (said,) = examined(tmp_path / "run", rollout=cheap)["cheap_rollouts_weighed"]
+    assert said.startswith(
+        "rollouts come from a cheaper model than the one that learns (cache compression.visual_bits), "
+    )
+    assert not examined(tmp_path / "run", rollout=cheap, objective=WEIGHED)["cheap_rollouts_weighed"]
+    assert not examined(tmp_path / "run", rollout=cheap_engine(0.01))["cheap_rollouts_weighed"]
 
 
 @pytest.mark.parametrize("form", ["transition", "matching"])

@@ -73,6 +73,7 @@ class Decoder(Protocol):
     """What a wrapper needs of an engine whose logits it changes."""
 
     policy: Speaker
+    speaker: Speaker  # what answers: the policy, or it made cheaper
     cache: MakeCache | None
 
     def reader(self, rows: Sequence[Asked]) -> Reader:

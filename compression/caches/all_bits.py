@@ -28,6 +28,7 @@ class AllRecipe:
     rule: bits.Rule
     rotate: bool
     watches = False
+    calibrates = False
 
     def store(self, keys: Tensor, values: Tensor, layout: Layout) -> tuple[list[Part], list[Part], Since]:
         """Part prompts (P, h, S, D): what is old enough is coded once for all rows, the rest goes into their

@@ -45,6 +45,7 @@ class DropRecipe:
     density: Tensor | None = None  # (P,)
     kept: Tensor | None = field(default=None)  # (P, h, n) slots
     watches = True
+    calibrates = False
 
     def watch(self, held: Held, query: Tensor, scaling: float) -> None:
         """Score tokens by the attention of the text behind the last picture: (P, H, S, D) queries.

@@ -79,10 +79,13 @@ class VisualRecipe:
             layout.made = {"text": text.to(device), "groups": group_slots(visual, group).to(device)}
         return layout.made
 
+    @property
+    def calibrates(self) -> bool:
+        """Tell whether visual scores are changed."""
+        return self.score_drop != 0
+
     def calibrate(self, scores: Tensor, valid: Tensor) -> Tensor:
         """Change visual scores before the softmax."""
-        if not self.score_drop:
-            return scores
         return bits.calibrate(scores, valid, drop=self.score_drop, guard=self.guard)
 
 

@@ -1,28 +1,31 @@
-"""No silent corruption: the cache of an engine is measured before the first rollout."""
+"""No silent corruption: the cache and the transforms of an engine are measured before the first rollout."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
+from mmrl.compression.cheap import Cheap, Speaking, check_cheap, is_cheap
 from mmrl.compression.fidelity import gate
-from mmrl.protocols import Engine
+from mmrl.health import evaluating
 from mmrl.registry import engine
 from mmrl.types import Prompt, Rollouts
 
 
 @engine
 class CheckCache:
-    """Measure the wrapped engine's cache on the first prompts it is asked, and stop where it changes answers.
+    """Measure what makes the wrapped engine cheap on the first prompts it is asked, and stop where that
+    changes answers.
 
-    The model answers `num_prompts` prompts greedily in `num_tokens` tokens. At least `min_agreement` of them
-    must stay the likeliest, at a mean KL of at most `max_kl` nats to the full cache; `allow` only prints.
+    The policy's model answers `num_prompts` prompts greedily in `num_tokens` tokens, with the full cache. At
+    least `min_agreement` of them must stay the likeliest with the engine's cache and transforms, at a mean KL
+    of at most `max_kl` nats to the policy; `allow` only prints.
     """
 
     notes: frozenset[str] = frozenset()
 
     def __init__(
         self,
-        engine: Engine,
+        engine: Cheap,
         *,
         num_prompts: int = 4,
         num_tokens: int = 16,
@@ -30,20 +33,25 @@ class CheckCache:
         max_kl: float = 0.1,
         allow: bool = False,
     ) -> None:
-        if engine.cache is None:
-            raise ValueError("`check_cache` measures a cache, but the engine it wraps names none")
-        self.engine, self.policy, self.num_prompts, self.num_tokens = (
-            engine,
-            engine.policy,
-            num_prompts,
-            num_tokens,
-        )
+        check_cheap(engine, "check_cache")
+        self.engine, self.policy, self.exactly = engine, engine.policy, engine.exactly
+        self.num_prompts, self.num_tokens = num_prompts, num_tokens
         self.min_agreement, self.max_kl, self.allow = min_agreement, max_kl, allow
         self.checked = False
 
+    @property
+    def speaker(self) -> Speaking:
+        """Who answers."""
+        return self.engine.speaker
+
+    @property
+    def cache(self) -> Callable | None:
+        """What holds keys and values."""
+        return self.engine.cache
+
     def rollout(self, prompts: Sequence[Prompt]) -> Rollouts:
         """Ask the wrapped engine, the first time behind the gate."""
-        if not self.checked and prompts:
+        if not self.checked and prompts and is_cheap(self):
             self._check(prompts)
             self.checked = True
         return self.engine.rollout(prompts)
@@ -57,12 +65,16 @@ class CheckCache:
             positions = encoded.positions[:, None] if len(encoded.positions) > 1 else encoded.positions
             given = {"input_ids": encoded.ids[None], "position_ids": positions, **encoded.media}
             inputs.append({name: x.to(device) for name, x in given.items()})
-        gate(
-            model,
-            inputs,
-            self.engine.cache,
-            num_tokens=self.num_tokens,
-            min_agreement=self.min_agreement,
-            max_kl=self.max_kl,
-            allow=self.allow,
-        )
+        own = None if self.speaker is self.policy else self.speaker.model
+        # Layers that are computed anew in the backward pass have no cache while they train.
+        with evaluating(model), evaluating(own or model):
+            gate(
+                model,
+                inputs,
+                self.cache,
+                num_tokens=self.num_tokens,
+                min_agreement=self.min_agreement,
+                max_kl=self.max_kl,
+                allow=self.allow,
+                cheaper=own,
+            )

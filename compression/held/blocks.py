@@ -7,6 +7,7 @@ A block holds `R` rows, `h` key-value heads, `n` tokens of `D` channels.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Protocol
 
 import torch
@@ -71,33 +72,45 @@ class Coded:
         """Measure what is held."""
         return self.codes.nbytes
 
+    @cached_property
+    def _flat(self) -> tuple[Tensor, Tensor, Tensor]:
+        """View rows, heads and groups as one axis of blocks: codes, scale and low."""
+        return tuple(x.flatten(0, 2) for x in (self.codes.packed, self.codes.scale, self.codes.low))
+
     def dots(self, query: Tensor) -> Tensor:
         """Multiply with queries; keys share their scales over tokens."""
-        query = self._turn(query)
-        scale, low = (x.to(query.dtype) for x in (self.codes.scale, self.codes.low))
-        folded = query[:, :, None] * scale
-        flat = dots(folded.flatten(0, 2), self.codes.packed.flatten(0, 2), self.codes.nbits)
+        groups = self.codes.packed.shape[2]
+        packed, scale, low = self._flat
+        each = self._turn(query).flatten(0, 1)
+        each = each.repeat_interleave(groups, 0) if groups > 1 else each
         # One number per query and group: the product of the query with what code 0 stands for.
-        base = query @ low.squeeze(-2).transpose(-1, -2)
-        scores = flat.view(*folded.shape[:-1], -1) + base.transpose(-1, -2)[..., None]
-        return scores.transpose(2, 3).flatten(-2)
+        base = torch.bmm(each, low.to(each.dtype).mT)
+        scores = dots(each * scale, packed, self.codes.nbits).add_(base)
+        if groups == 1:
+            return scores.view(*query.shape[:3], -1)
+        return scores.view(*query.shape[:2], groups, *scores.shape[1:]).transpose(2, 3).flatten(-2)
 
     def mix(self, weights: Tensor) -> Tensor:
         """Add up by weights."""
-        groups = self.codes.packed.shape[2]
-        weights = weights.unflatten(-1, (groups, -1)).transpose(2, 3)
-        found = self._mix_by_token(weights) if self.codes.by_token else self._mix_by_channel(weights)
-        return self._turn(found)
+        if self.codes.by_token:
+            return self._turn(self._mix_by_token(weights))
+        return self._turn(self._mix_by_channel(weights))
 
     def _mix_by_channel(self, weights: Tensor) -> Tensor:
-        codes = self.codes
-        scale, low = (x.to(weights.dtype) for x in (codes.scale, codes.low))
-        flat = mix(weights.flatten(0, 2), codes.packed.flatten(0, 2), codes.nbits, codes.size)
-        found = flat.view(*weights.shape[:-1], -1) * scale + weights.sum(-1, keepdim=True) * low
-        return found.sum(2)
+        groups, shape = self.codes.packed.shape[2], weights.shape[:3]
+        packed, scale, low = self._flat
+        if groups > 1:
+            weights = weights.unflatten(-1, (groups, -1)).transpose(2, 3).flatten(0, 1)
+        weights = weights.flatten(0, 1)
+        flat = mix(weights, packed, self.codes.nbits, self.codes.size)
+        found = torch.addcmul(flat * scale, weights.sum(-1, keepdim=True), low.to(flat.dtype))
+        if groups == 1:
+            return found.view(*shape, -1)
+        return found.view(*shape[:2], groups, *found.shape[1:]).sum(2)
 
     def _mix_by_token(self, weights: Tensor) -> Tensor:
         codes, kinds = self.codes, self.codes.scale.shape[-1]
+        weights = weights.unflatten(-1, (codes.packed.shape[2], -1)).transpose(2, 3)
         scale, low = (x.to(weights.dtype).movedim(-1, 3) for x in (codes.scale, codes.low))
         folded = weights[:, :, :, None] * scale[..., None, :]
         packed = codes.packed.unflatten(-1, (kinds, -1)).movedim(-2, 3)

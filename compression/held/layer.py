@@ -29,9 +29,11 @@ class Since(Protocol):
 
 
 class Recipe(Protocol):
-    """How a prompt is held. `watches` says that queries must be seen before it can be."""
+    """How a prompt is held. `watches` says that queries must be seen before it can be, `calibrates` that
+    visual scores are changed."""
 
     watches: bool
+    calibrates: bool
 
     def store(self, keys: Tensor, values: Tensor, layout: Layout) -> tuple[list[Part], list[Part], Since]: ...
     def calibrate(self, scores: Tensor, valid: Tensor) -> Tensor: ...
@@ -43,6 +45,7 @@ class Tail:
     def __init__(self, like: Tensor, start: int, rows: int) -> None:
         self.start = self.length = start
         self._keys, self._values = (like.new_empty(rows, like.shape[1], 0, like.shape[3]) for _ in range(2))
+        self._slots = torch.arange(start, start, device=like.device)
 
     @property
     def nbytes(self) -> int:
@@ -59,6 +62,7 @@ class Tail:
             )
         self._keys[:, :, at:end], self._values[:, :, at:end] = keys, values
         self.length += keys.shape[2]
+        self._number()
 
     def keys(self) -> list[Part]:
         """List the keys."""
@@ -69,8 +73,11 @@ class Tail:
         return self._part(self._values)
 
     def _part(self, x: Tensor) -> list[Part]:
-        slots = torch.arange(self.start, self.length, device=x.device).expand(len(x), -1)
-        return [Part(Exact(x[:, :, : self.length - self.start]), slots, shared=False, name="tail")]
+        held = Exact(x[:, :, : self.length - self.start])
+        return [Part(held, self._slots.expand(len(x), -1), shared=False, name="tail")]
+
+    def _number(self) -> None:
+        self._slots = torch.arange(self.start, self.length, device=self._keys.device)
 
     def select(self, rows: Tensor) -> None:
         """Keep rows, in this order."""
@@ -79,6 +86,7 @@ class Tail:
     def crop(self, length: int) -> None:
         """Forget what stands at or behind a slot."""
         self.start, self.length = min(self.start, length), min(self.length, length)
+        self._number()
 
 
 @dataclass(eq=False)

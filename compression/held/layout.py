@@ -175,9 +175,10 @@ class Layout:
     # ---- what queries may see
 
     def visible(self, part: Part, mask: Tensor | None, num: int, total: int) -> Tensor | None:
-        """Tell which tokens of a part the `num` newest queries see: (B, 1 or h, num, n), or None for all.
+        """Tell which tokens of a part the `num` newest queries see: (B, 1 or h or H, num, n), None for all.
 
-        `mask` is the model's: bool or added to scores. The answer for a part with a name serves all layers.
+        `mask` is the model's: bool or added to scores, the same for all heads or one for each. The answer for
+        a part with a name serves all layers.
         """
         kept = self._seen.get(part.name)
         if kept is not None and kept[0] is mask and kept[1] == (num, total):
@@ -198,7 +199,8 @@ def _visible(slots: Tensor, mask: Tensor | None, num: int, total: int) -> Tensor
         return held & (wide <= newest[:, None])
     if mask.dtype != torch.bool:
         mask = mask > torch.finfo(mask.dtype).min / 2
-    mask = mask[..., :total].expand(len(slots), wide.shape[1], num, -1)
-    where = wide.clamp(min=0).expand(-1, -1, num, -1)
+    heads = max(wide.shape[1], mask.shape[1])
+    mask = mask[..., :total].expand(len(slots), heads, num, -1)
+    where = wide.clamp(min=0).expand(-1, heads, num, -1)
     seen = mask.gather(-1, where) & held
     return None if bool(seen.all()) else seen

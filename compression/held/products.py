@@ -1,11 +1,14 @@
 """Products of queries and attention weights with packed codes: what the fused path is made of.
 
 `M` blocks of `n` tokens with `D` channels each; scales are folded into the other factor by whoever calls.
+Where a CPU multiplies matrices of bytes, codes stay whole numbers, and float32 queries become three digits of
+a byte each: exact, but for what is a two-millionth of the largest number or less.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cache
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +16,10 @@ from torch import Tensor, nn
 from mmrl.compression.bits import table
 
 HELD = 1 << 17  # numbers written out at once: they stay in the processor's second-level cache
-WORTH = 256  # tokens that make tables of all bytes worth their while
+WORTH = 256  # tokens that make a call for every block worth its while
+FEW = 12  # queries of a block up to which products of bytes are faster than those of floats
+DIGITS, BASE = 3, 128  # a float32 as bytes from -127 to 127
+TINY = 1e-30  # the largest of numbers that are all 0
 NARROW = 4  # queries that a look-up serves at once at least; fewer are padded, because one alone is slow
 LARGEST = 1 << 20  # numbers in tables
 
@@ -24,8 +30,11 @@ def dots(query: Tensor, packed: Tensor, nbits: int) -> Tensor:
         from mmrl.compression.kernels import triton_products
 
         return triton_products.dots(query, packed, nbits)
-    if nbits <= 2 and packed.shape[1] >= WORTH:
-        return _looked_up(query, packed, nbits)
+    if packed.shape[1] >= WORTH:
+        if nbits < 8 and query.shape[1] <= FEW and query.dtype == torch.float32 and multiplies_bytes():
+            return _whole(query, packed, nbits)
+        if nbits <= 2:
+            return _looked_up(query, packed, nbits)
     out = query.new_empty(*query.shape[:2], packed.shape[1])
     for (rows, tokens), numbers in _written(packed, nbits, query.shape[-1], query.dtype):
         out[rows, :, tokens] = query[rows] @ numbers.transpose(1, 2)
@@ -38,12 +47,74 @@ def mix(weights: Tensor, packed: Tensor, nbits: int, size: int) -> Tensor:
         from mmrl.compression.kernels import triton_products
 
         return triton_products.mix(weights, packed, nbits, size)
-    if nbits <= 2 and weights.shape[1] == 1 and packed.shape[1] >= WORTH:
-        return _summed(weights, packed, nbits)[..., :size]
     out = weights.new_zeros(*weights.shape[:2], size)
     for (rows, tokens), numbers in _written(packed, nbits, size, weights.dtype):
         out[rows].baddbmm_(weights[rows, :, tokens], numbers)
     return out
+
+
+@cache
+def multiplies_bytes() -> bool:
+    """Tell whether this processor multiplies matrices of bytes, fast and exactly."""
+    if not torch.backends.cpu.get_cpu_capability().startswith("AVX512"):
+        return False
+    # Processors that add pairs of products in 16 bits get large bytes wrong.
+    x, y = torch.full((1, 64), -127, dtype=torch.int8), torch.full((64, 16), 15, dtype=torch.int8)
+    try:
+        found = torch._int_mm(x, y)
+    except (AttributeError, RuntimeError):
+        return False
+    return bool((found == -64 * 127 * 15).all())
+
+
+def _whole(query: Tensor, packed: Tensor, nbits: int) -> Tensor:
+    """Multiply as whole numbers: queries (M, Q, D) with codes of up to four bits."""
+    (blocks, num, size), tokens = query.shape, packed.shape[1]
+    digits, worth = _digits(nn.functional.pad(query, (0, packed.shape[2] * (8 // nbits) - size)))
+    found = torch.empty(blocks, DIGITS * num, tokens, dtype=torch.int32)
+    bytewise = Bytes(nbits, packed[0].numel(), packed.device)
+    for each, block, out in zip(digits, packed, found, strict=True):
+        torch._int_mm(each, bytewise.write(block).T, out=out)
+    first, *others = found.to(query.dtype).unflatten(1, (DIGITS, -1)).unbind(1)
+    for i, digit in enumerate(others, 1):
+        first.add_(digit, alpha=BASE**-i)
+    return first.mul_(worth)
+
+
+def _digits(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Write numbers (M, Q, k) as bytes (M, 3 Q, k), digits to the base of 128, and what the first digit is
+    worth: (M, Q, 1)."""
+    worth = x.abs().amax(-1, keepdim=True).clamp_(min=TINY).div_(BASE - 1)
+    rest = x / worth
+    out = torch.empty(len(x), DIGITS, *x.shape[1:], dtype=torch.int8)
+    for i, digit in enumerate(out.unbind(1)):
+        digit.copy_(rest if i == 0 else rest.frac_().mul_(BASE))  # cuts off what is behind the point
+    return out.flatten(1, 2), worth
+
+
+class Bytes:
+    """Writes codes of up to four bits out, a byte each, always into the same memory: fresh memory costs more
+    than the work."""
+
+    def __init__(self, nbits: int, most: int, device: torch.device) -> None:
+        self.kinds = _byte_table(nbits, device)
+        self.index = torch.empty(most, dtype=torch.int32, device=device)
+        self.held = self.kinds.new_empty(most)
+
+    def write(self, packed: Tensor) -> Tensor:
+        """Write (..., bytes) to (..., codes)."""
+        num = packed.numel()
+        index, held = self.index[:num], self.held[:num]
+        index.view(packed.shape).copy_(packed)
+        torch.index_select(self.kinds, 0, index, out=held)
+        return held.view(torch.int8).view(*packed.shape[:-1], -1)
+
+
+@cache
+def _byte_table(nbits: int, device: torch.device) -> Tensor:
+    """List the codes of every byte as bytes, all of them in one number: (256,)."""
+    kinds = {1: torch.int64, 2: torch.int32, 4: torch.int16}
+    return table(nbits, torch.int8, device).contiguous().view(kinds[nbits]).flatten()
 
 
 def _looked_up(query: Tensor, packed: Tensor, nbits: int) -> Tensor:
@@ -67,32 +138,18 @@ def _looked_up(query: Tensor, packed: Tensor, nbits: int) -> Tensor:
     return out
 
 
-def _summed(weights: Tensor, packed: Tensor, nbits: int) -> Tensor:
-    """Add up codes for one query a block: bytes are looked up and weighed, and never written out."""
-    blocks, tokens, width = packed.shape
-    codes = packed.transpose(1, 2).int().reshape(-1, tokens)
-    share = weights.expand(blocks, width, tokens).reshape(-1, tokens)
-    kinds = table(nbits, weights.dtype, weights.device)
-    found = nn.functional.embedding_bag(codes, kinds, per_sample_weights=share, mode="sum")
-    return found.view(blocks, 1, -1)
-
-
 def _written(
     packed: Tensor, nbits: int, size: int, dtype: torch.dtype
 ) -> Iterator[tuple[tuple[slice, slice], Tensor]]:
-    """Write codes out piece by piece: yields (which blocks, which tokens) and numbers (m, t, D)."""
-    blocks, tokens = packed.shape[:2]
+    """Write codes out piece by piece: yields (which blocks, which tokens) and numbers (m, t, D), which the
+    next piece overwrites."""
+    (blocks, tokens, width), each = packed.shape, 8 // nbits
     length = max(1, min(tokens, HELD // size))
-    many = max(1, HELD // (size * length))
+    many = max(1, min(blocks, HELD // (size * length)))
+    numbers = torch.empty(many * length * width * each, dtype=dtype, device=packed.device)
+    bytewise = None if nbits == 8 else Bytes(nbits, many * length * width, packed.device)
     for a in range(0, blocks, many):
         for b in range(0, tokens, length):
             part = slice(a, a + many), slice(b, b + length)
-            yield part, _numbers(packed[part], nbits, size, dtype)
-
-
-def _numbers(packed: Tensor, nbits: int, size: int, dtype: torch.dtype) -> Tensor:
-    """Write codes out: a conversion where a byte is a code, else one look-up a byte."""
-    if nbits == 8:
-        return packed.to(dtype)
-    codes = table(nbits, dtype, packed.device)
-    return nn.functional.embedding(packed.int(), codes).flatten(-2)[..., :size]
+            codes = packed[part] if bytewise is None else bytewise.write(packed[part])
+            yield part, numbers[: codes.numel()].view(codes.shape).copy_(codes)[..., :size]

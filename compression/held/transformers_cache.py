@@ -75,6 +75,19 @@ def _layer_class() -> type:
     return HeldLayer
 
 
+def total_bytes(layers: list[Held]) -> int:
+    """Measure what layers hold, slots that they share once."""
+    slots = {place: size for one in layers for place, size in one.slots.items()}
+    return sum(one.nbytes for one in layers) + sum(slots.values())
+
+
+def select_rows(layers: list[Held], rows: Tensor) -> None:
+    """Keep rows, in this order, in all layers; a layout that several of them have moves once."""
+    moved = {id(layout): layout.select(rows) for layout in dict.fromkeys(one.layout for one in layers)}
+    for one in layers:
+        one.select(rows, moved[id(one.layout)])
+
+
 @cache
 def _cache_class() -> type:
     """Make the class of caches that transformers want."""
@@ -87,40 +100,50 @@ def _cache_class() -> type:
 
         def __init__(self, held: list[Held], layout: Layout) -> None:
             super().__init__(layers=[make_layer(one) for one in held])
-            self.layout = layout
+            self.many = len(held)  # layers of the model
 
         @property
         def nbytes(self) -> int:
             """Measure keys and values with their scales and slots, in bytes."""
-            held = [layer.held for layer in self.layers]
-            slots = {place: size for one in held for place, size in one.slots.items()}
-            return sum(one.nbytes for one in held) + sum(slots.values())
+            return total_bytes(self._held)
 
         def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any) -> tuple:
-            if layer_idx >= len(self.layers):
+            if layer_idx >= self.many:
                 raise ValueError(
-                    f"this cache was made for {len(self.layers)} layers, but the model has a layer number "
+                    f"this cache was made for {self.many} layers, but the model has a layer number "
                     f"{layer_idx}; make the cache from this model's config"
                 )
             return super().update(key_states, value_states, layer_idx)
 
+        @property
+        def _held(self) -> list[Held]:
+            """What the layers of the model hold; behind them a pruned model keeps notes of its own."""
+            return [layer.held for layer in self.layers[: self.many]]
+
+        def lay_out(self, layer_idx: int, visual: Tensor, real: Tensor) -> None:
+            """Tell which tokens (P, S) arrive at a layer and at those behind it, where some left before."""
+            layout = Layout(visual, real)
+            for held in self._held[layer_idx:]:
+                held.layout = layout
+
         def batch_select_indices(self, indices: Tensor) -> None:
-            if self.layout.length:
-                prompts = self.layout.select(indices)
-                for layer in self.layers:
-                    layer.held.select(indices, prompts)
+            if self._held[0].length:
+                select_rows(self._held, indices)
+                for layer in self.layers[self.many :]:
+                    layer.batch_select_indices(indices)
 
         def reorder_cache(self, beam_idx: Tensor) -> None:
             self.batch_select_indices(beam_idx)
 
         def batch_repeat_interleave(self, repeats: int) -> None:
-            if self.layout.length:
-                owner = self.layout.owner
+            owner = self._held[0].layout.owner
+            if len(owner):
                 self.batch_select_indices(owner.new_tensor(range(len(owner))).repeat_interleave(repeats))
 
         def crop(self, tokens_to_remove: int) -> None:
             super().crop(tokens_to_remove)
-            self.layout.crop(self.get_seq_length())
+            for held in self._held:
+                held.layout.crop(held.length)
 
         def reset(self) -> None:
             raise ValueError("this cache belongs to one batch of prompts; make another one for the next")

@@ -62,7 +62,7 @@ class View:
         if not torch.is_tensor(self.k):
             return self._through_codes(), None
         if self.rows is None or self.rows[0] is None:
-            if not split.lost or not bool(stage.visual.any()):
+            if not split.lost or not stage.any_visual:
                 return self._text(self.q, None), None
             return self._joined(self._text(*self._of(split.kept))), None
         if self.pruning.radius is None:
@@ -76,15 +76,24 @@ class View:
         """Let the attention that such a cache brought read it: (B, H, n_t, D)."""
         from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-        if self.split.lost or self.rows is not None:
+        if self.rows is not None:
             raise ValueError(
-                "heads that see text only, and pictures behind the first call, need keys and values as "
-                "tensors; give the cache `fused: false`"
+                "pictures behind the first call need keys and values as tensors; give the cache "
+                "`fused: false`. A cache that chooses tokens while the prompt is read (`importance_drop`) "
+                "does not fit a model whose visual tokens are pruned"
             )
         read = ALL_ATTENTION_FUNCTIONS[self.module.config._attn_implementation]
-        mask = self.stage.mask(self.stage.text)
+        mask, stage = self.stage.text_mask, self.stage
+        if self.split.lost and stage.any_visual:
+            mask = stage.once(("heads", self.split.lost), self._mask_of_heads)
         out, _ = read(self.module, self.q, self.k, self.v, mask, scaling=self.scale, dropout=0.0)
         return out.transpose(1, 2)
+
+    def _mask_of_heads(self) -> Tensor:
+        """What text rows see, head by head: (B, H, n_t, C)."""
+        lost = torch.zeros(self.q.shape[1], dtype=torch.bool, device=self.q.device)
+        lost[list(self.split.lost)] = True
+        return torch.where(lost[:, None, None], self.stage.text_only_mask, self.stage.mask(self.stage.text))
 
     def _of(self, chosen: tuple[int, ...] | None) -> tuple[Tensor, tuple[int, ...] | None]:
         return self.q if chosen is None else _heads(self.q, chosen), chosen

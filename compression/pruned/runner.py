@@ -121,11 +121,12 @@ def _refuse(other: Mapping[str, Any]) -> None:
 
 def _check_cache(cache: Any, pruning: Pruning) -> None:
     """Where tokens leave, layers of a cache have different lengths."""
-    kinds = {type(layer).__name__ for layer in getattr(cache, "layers", ())} - {"DynamicLayer"}
+    kinds = {type(layer).__name__ for layer in getattr(cache, "layers", ())} - {"DynamicLayer", "HeldLayer"}
     if kinds and pruning.cuts:
         raise ValueError(
             f"late layers hold fewer tokens than early ones, which {', '.join(sorted(kinds))} of this cache "
-            "cannot; use transformers' DynamicCache with `drop_visual_layers` and with pruners of tokens"
+            "cannot; use transformers' DynamicCache, `visual_bits` or `all_bits` with `drop_visual_layers` "
+            "and with pruners of tokens"
         )
 
 
@@ -188,6 +189,9 @@ class Run:
             keep, vis = choice.keep & there, vis if choice.vis is None else choice.vis
         stay = pack_places(keep)
         after = self.call.stage(number, pick(stage.vis, stay).masked_fill(stay < 0, NOWHERE))
+        lay_out = getattr(self.cache, "lay_out", None)  # of a cache that must know what arrives where
+        if lay_out is not None and not self.call.past:
+            lay_out(cut.layer, after.visual, after.seen)
         return after, pick(vis, stay)
 
     def _layer(

@@ -3,7 +3,6 @@ out."""
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from mmrl.compression.decoders.lookup import decoder_of
-from mmrl.compression.pruned.views import note, share
+from mmrl.compression.pruned.views import Bound, note, share
 
 PRUNING = "mmrl_pruning"
 
@@ -111,19 +110,6 @@ def prune(model: nn.Module, name: str, options: Mapping[str, Any], **changes: An
     text = core.get_decoder()
     text.forward = Bound(run_text, text, core)
     return view
-
-
-class Bound:
-    """A function with its first arguments, which `copy.deepcopy` copies along with the model that holds
-    it."""
-
-    def __init__(self, function: Callable, *first: Any, like: Callable | None = None) -> None:
-        self.function, self.first = function, first
-        if like is not None:  # `generate` reads what a method takes off its signature
-            self.__signature__ = inspect.signature(like)
-
-    def __call__(self, *rest: Any, **named: Any) -> Any:
-        return self.function(*self.first, *rest, **named)
 
 
 def add_cuts(model: nn.Module, cuts: Sequence[Cut]) -> tuple[Cut, ...]:

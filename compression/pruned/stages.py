@@ -62,11 +62,24 @@ class Stage:
 
     def bias(self, name: Any, make: Callable[[], Tensor], dtype: torch.dtype) -> Tensor:
         """Turn a mask into what is added to scores, once for all layers of the stage."""
-        if (name, dtype) not in self.memo:
+
+        def added() -> Tensor:
             mask = make()
             nothing = torch.zeros((), dtype=dtype, device=mask.device)
-            self.memo[name, dtype] = torch.where(mask, nothing, float("-inf"))
-        return self.memo[name, dtype]
+            return torch.where(mask, nothing, float("-inf"))
+
+        return self.once((name, dtype), added)
+
+    def once(self, name: Any, make: Callable[[], Tensor]) -> Tensor:
+        """Make something once for all layers of the stage."""
+        if name not in self.memo:
+            self.memo[name] = make()
+        return self.memo[name]
+
+    @cached_property
+    def any_visual(self) -> bool:
+        """Whether a column is visual."""
+        return bool(self.visual.any())
 
     def join(self, text: Tensor, vis: Tensor, heads: Features, total: int) -> Tensor:
         """Bring text rows (B, H, n_t, D) and visual rows (B, h, n_v, D) into the order of given columns;

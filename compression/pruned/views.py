@@ -4,7 +4,8 @@ them."""
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+import inspect
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import nn
@@ -39,7 +40,28 @@ def _share(module: nn.Module, known: dict[int, nn.Module]) -> nn.Module:
     state["_modules"] = {
         name: child if child is None else _share(child, known) for name, child in children.items()
     }
+    for name in [name for name in state if type(state[name]) is Bound]:
+        state[name] = state[name].onto(known)
     return twin
+
+
+class Bound:
+    """A function with its first arguments, which follows the module that holds it when that is copied,
+    by `copy.deepcopy` or by `share`."""
+
+    def __init__(self, function: Callable, *first: Any, like: Callable | None = None) -> None:
+        self.function, self.first = function, first
+        if like is not None:  # `generate` reads what a method takes off its signature
+            self.__signature__ = inspect.signature(like)
+
+    def __call__(self, *rest: Any, **named: Any) -> Any:
+        return self.function(*self.first, *rest, **named)
+
+    def onto(self, known: Mapping[int, nn.Module]) -> Bound:
+        """Bind the function to what stands for its modules in a copy, by `id`."""
+        moved = copy.copy(self)
+        moved.first = tuple(known.get(id(one), one) for one in self.first)
+        return moved
 
 
 def applied(model: nn.Module) -> tuple[dict[str, Any], ...]:

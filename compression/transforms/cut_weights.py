@@ -84,9 +84,8 @@ def _cut_attention(attn: nn.Module, groups: tuple[int, ...], shape) -> dict[int,
 
 def _cut(linear: nn.Module, kept: slice | Tensor, axis: int) -> nn.Linear:
     if type(linear) is not nn.Linear:
-        raise ValueError(
-            f"weights are cut out of plain linear layers, not of {type(linear).__name__}; cut first"
-        )
+        kind = f"{type(linear).__module__}.{type(linear).__name__}"
+        raise ValueError(f"weights are cut out of plain linear layers, not of {kind}; cut first")
     weight = (linear.weight[kept] if axis == 0 else linear.weight[:, kept]).detach().clone()
     out = nn.Linear(*reversed(weight.shape), linear.bias is not None, device="meta").train(linear.training)
     out.weight = nn.Parameter(weight, requires_grad=linear.weight.requires_grad)

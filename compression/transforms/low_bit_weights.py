@@ -10,6 +10,8 @@ from mmrl.compression.pruned.spec import core_of
 from mmrl.compression.pruned.views import note, share
 from mmrl.registry import transform
 
+ADAPTER = "lora_"  # in the names of an adapter's own layers
+
 
 @transform
 def low_bit_weights(
@@ -21,7 +23,7 @@ def low_bit_weights(
     threshold: float = 6.0,
 ) -> nn.Module:
     """Hold the linear layers of the language model in 4 or 8 bits; they no longer learn, an adapter over them
-    does.
+    does, whether it was there before or comes later.
 
     4 bits: numbers of `kind` in blocks of 64 with one scale each, which `double` quantizes again. 8 bits: one
     scale for every output; inputs above `threshold` are multiplied in full. QLoRA (arXiv 2305.14314),
@@ -29,7 +31,8 @@ def low_bit_weights(
     """
     bnb = _bitsandbytes()
     layers = core_of(model).get_decoder().layers
-    linear = [m for m in layers.modules() if type(m) is nn.Linear]
+    # What an adapter adds is small and learns; only what it stands on is held in few bits.
+    linear = [m for name, m in layers.named_modules() if type(m) is nn.Linear and ADAPTER not in name]
     if not linear:
         raise ValueError(
             f"no plain linear layer to hold in {nbits} bits; apply `low_bit_weights` before adapters and "

@@ -46,7 +46,7 @@ def _mean(values: Sequence[float]) -> float:
 
 @alarm
 def held_out_falls(
-    records: Records, *, reward: str = "reward", of: tuple[str, ...] = (), window: int = 5
+    records: Records, *, rising: str = "reward", of: tuple[str, ...] = (), window: int = 5
 ) -> list[str]:
     """Warn of reward hacking: the trained reward rose since the start, while a held-out metric fell out of
     the interval of its first evaluation.
@@ -56,14 +56,14 @@ def held_out_falls(
     are. The rule is our reading.
     """
     _check_window(window)
-    trained, said = _watched(records, reward)
+    trained, said = _watched(records, rising)
     names = [f"eval_{name}" for name in of] or sorted(
         {key.removesuffix("/low") for record in records for key in record if key.endswith("/low")}
     )
     for name in names:
         found, unknown = _watched(records, name)
         low = next((record[f"{name}/low"] for record in records if f"{name}/low" in record), math.nan)
-        said += unknown + _first_fall(name, found, low, reward, trained, window)
+        said += unknown + _first_fall(name, found, low, rising, trained, window)
     return said
 
 
@@ -120,8 +120,11 @@ def ratio_is_not_one(records: Records, *, of: str = DIFFERENCE, tolerance: float
     Before the first update the ratio of policy to engine is 1, whatever the method: a difference is a defect
     of precision, guidance, batch or bookkeeping, and the first thing to look at when no reward rises.
     Half-precision engines of tokens differ by about a hundredth; methods that clip at 1e-4 need a tolerance
-    below that. An engine that notes no log-probabilities gives nothing to compare.
+    below that. An engine that notes no log-probabilities gives nothing to compare, and one that is `cheap` on
+    purpose (its record says by what) is expected to differ.
     """
+    if records and records[0].get("cheap"):
+        return []
     found, missing = _watched(records[:1], of)
     for step, value in found:
         if value > tolerance:

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
+import torch
 from torch import Tensor
 
-from mmrl.health import Examined, Symptom, dropping, evaluating, spelled
-from mmrl.registry import checkup
+from mmrl.health import Examined, Symptom, cheapened, dropping, evaluating, spelled
+from mmrl.registry import checkup, find
 
 
 @checkup
-def ratio_is_one(examined: Examined, *, tolerance: float = 1e-3) -> Iterator[Symptom]:
+def ratio_is_one(examined: Examined, *, tolerance: float = 1e-3, max_kl: float = 0.1) -> Iterator[Symptom]:
     """Replay rollouts at the batch size of learning: before the first update the ratio of policy to engine is
     1.
 
     Where it is not (mean absolute difference of log-probabilities above `tolerance`), the policy is asked
     again: twice, in evaluation mode, one row at a time, in float32, one step to the side; the first that
-    mends it names the reason.
+    mends it names the reason. Where the engine is cheaper on purpose, the gap is told, and is wrong only
+    beyond a KL of `max_kl` nats a step.
     """
     noted = examined.batch.notes.get("logp")
     if noted is None:
@@ -28,12 +30,47 @@ def ratio_is_one(examined: Examined, *, tolerance: float = 1e-3) -> Iterator[Sym
     said = examined.replay()
     gap = _gap(said, noted, known)
     unsteady = _gap(said, examined.replay(), known)
-    if max(gap, unsteady) > tolerance:
+    cheap = cheapened(examined.config)
+    if cheap and unsteady <= tolerance:
+        yield _told(said, noted, known, cheap, max_kl)
+    elif max(gap, unsteady) > tolerance:
         what = (
             f"the ratio is not 1 before the first update: log-probabilities of engine and policy differ by "
             f"{gap:.3g} on average"
         )
         yield Symptom(*_reason(examined, noted, known, what, unsteady > 1e-9, tolerance))
+
+
+def _told(said: Tensor, noted: Tensor, known: Tensor, cheap: Sequence[str], max_kl: float) -> Symptom:
+    """Tell how far an engine is that is cheaper than the policy."""
+    gap = torch.where(known.cpu(), said - noted.cpu().double().nan_to_num(), 0.0).clamp(-20, 20)
+    kl = float((gap.exp() - gap - 1).sum() / known.sum())
+    weight = gap.sum(1).clamp(-20, 20).exp()
+    share = float(weight.sum() ** 2 / (len(weight) * (weight**2).sum()))
+    what = (
+        f"rollouts are cheaper than the policy on purpose ({', '.join(cheap)}): log-probabilities differ by "
+        f"{_gap(said, noted, known):.3g} on average, KL {kl:.3g} nats a step, and weighed answers are worth "
+        f"{share:.0%} of as many exact ones"
+    )
+    if kl > max_kl:
+        return Symptom(
+            what, "that is far: give the engine more bits or drop less, or leave both out to compare"
+        )
+    return Symptom(what, "`compression.compare_exact` around the engine tells the seconds saved", grave=False)
+
+
+@checkup
+def cheap_rollouts_weighed(examined: Examined) -> Iterator[Symptom]:
+    """See whether rollouts of a cheaper model than the one that learns are weighed by how likely the policy
+    finds them."""
+    cheap, objective = cheapened(examined.config), examined.config.objective
+    weighs = "focus" in find("objective", objective.name).options
+    if cheap and weighs and "engine" not in examined.needs.others:
+        yield Symptom(
+            f"rollouts come from a cheaper model than the one that learns ({', '.join(cheap)}), and nothing "
+            "corrects for it",
+            "add `truncated_importance` to objective.focus, as variants/importance_*.yaml do",
+        )
 
 
 def _reason(

@@ -12,6 +12,7 @@ from torch import Tensor
 from mmrl.batch import Batch, StepOutput
 from mmrl.config import Piece
 from mmrl.registry import Needs, objective
+from mmrl.types import Unit
 
 
 @objective
@@ -73,7 +74,23 @@ def diagnose(new: StepOutput, batch: Batch) -> dict[str, Tensor]:
         # k3 of the engine's distribution from the policy's, both as of the rollout: what a cheaper engine
         # costs.
         metrics["sampling/kl"] = ((gap.clamp(-20, 20).exp() - gap.clamp(-20, 20) - 1) * known).sum() / steps
+        metrics |= _moments(gap, known, batch)
     return metrics
+
+
+def _moments(gap: Tensor, known: Tensor, batch: Batch) -> dict[str, Tensor]:
+    """Average what importance weights, policy over engine, are to the powers 0, 1 and 2, over steps and over
+    whole answers, as far as the engine noted them: effective shares are made of the three once all are
+    there. Answers that may be cut have none."""
+    inside, rows = known > 0, (known > 0).any(-1)
+    weighed = [("steps", gap.clamp(-20, 20).exp()[inside], batch.totals.steps)]
+    if batch.steps.unit >= Unit.ROW:
+        weighed.append(("rows", gap.sum(-1).clamp(-20, 20).exp()[rows], batch.totals.rows))
+    return {
+        f"moments/{unit}/{power}": ratio.double().pow(power).sum() / (count or 1.0)
+        for unit, ratio, count in weighed
+        for power in (0, 1, 2)
+    }
 
 
 def clipped_share(surrogate: Callable, log_ratio: Tensor, new: StepOutput, batch: Batch) -> dict[str, Tensor]:

@@ -43,6 +43,29 @@ def test_products_with_codes_are_those_with_their_numbers(nbits, tokens, queries
     assert_close(products.mix(weights, packed, nbits, size), weights @ codes.double())
 
 
+@pytest.mark.parametrize("nbits", [1, 2, 4])
+@pytest.mark.parametrize("queries", [1, 6])
+def test_products_of_bytes_are_those_of_numbers(nbits, queries):
+    if not products.multiplies_bytes():
+        pytest.skip("this processor does not multiply matrices of bytes")
+    codes = torch.randint(0, 2**nbits, (3, 300, 24), generator=torch.Generator().manual_seed(1))
+    query = numbers(3, queries, 24)
+    query[0, 0] = 0
+    found = products.dots(query.float(), bits.pack(codes, nbits), nbits)
+    # Three digits to the base of 128: of each of 24 products at most the largest query / 127 / 128^2 is lost.
+    lost = 24 * (2**nbits - 1) * float(query.abs().max()) / 127 / 128**2
+    assert_close(found.double(), query @ codes.double().transpose(1, 2), rtol=1e-6, atol=lost / 4)
+
+
+def test_a_processor_without_products_of_bytes_looks_codes_up(monkeypatch):
+    monkeypatch.setattr(products, "multiplies_bytes", lambda: False)
+    codes = torch.randint(0, 2, (2, 300, 16), generator=torch.Generator().manual_seed(1))
+    query, weights = numbers(2, 3, 16).float(), numbers(2, 1, 300).float()
+    packed, exact = bits.pack(codes, 1), codes.float()
+    assert_close(products.dots(query, packed, 1), query @ exact.transpose(1, 2), rtol=1e-4, atol=1e-4)
+    assert_close(products.mix(weights, packed, 1, 16), weights @ exact, rtol=1e-4, atol=1e-4)
+
+
 def test_tables_for_many_blocks_are_made_in_pieces(monkeypatch):
     monkeypatch.setattr(products, "LARGEST", 2 * 256 * 4 * 3)
     codes = torch.randint(0, 2, (7, 256, 16), generator=torch.Generator().manual_seed(1))

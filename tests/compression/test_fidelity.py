@@ -11,8 +11,10 @@ from mmrl.compression.caches.all_bits import all_bits
 from mmrl.compression.caches.visual_bits import visual_bits
 from mmrl.compression.engines.check_cache import CheckCache
 from mmrl.compression.fidelity import choose, gate, measure
+from mmrl.compression.transforms.drop_visual_layers import drop_visual_layers
 from mmrl.draws import Stream
 from mmrl.vision.engines.generate import Generate
+from mmrl.vision.policies.tokens import Tokens
 from tests.compression.caching import llava, prompts
 from tests.vision import mixed
 
@@ -118,6 +120,47 @@ def test_check_cache_stops_a_cache_that_changes_answers(exact):
     assert len(rows) == len(asked)
 
 
-def test_check_cache_needs_a_cache(exact):
-    with pytest.raises(ValueError, match="measures a cache, but the engine it wraps names none"):
+def test_the_gate_measures_what_transforms_change_as_well(model, capsys):
+    whole, half = drop_visual_layers(model, after=2), drop_visual_layers(model, after=1)
+    found = gate(model, asked(), None, num_tokens=4, cheaper=whole)
+    assert (found.agreement, found.num_tokens) == (1.0, 12) and abs(found.kl) < 1e-12
+    assert capsys.readouterr().out.startswith("cheaper model: 100.0%")
+    # A layer in two holds no picture of 16 tokens; there is one in the first prompt and in the last, two in
+    # the other.
+    found = measure(model, asked(), None, num_tokens=4, cheaper=half)
+    lengths = [one["input_ids"].shape[1] - 1 + 4 for one in asked()]
+    numbers = 2 * 2 * 16 * 8  # keys and values, 2 heads of 16 in float64
+    assert found.full_nbytes == sum(lengths) * 2 * numbers
+    notes = 2 * 8 * (2 * sum(lengths) - 64)  # places and kinds, of both stages
+    assert found.nbytes <= (2 * sum(lengths) - 64) * numbers + notes
+    assert found.kl > 1e-3
+    with pytest.raises(ValueError, match="the cheaper model and cache changes what the model says"):
+        gate(model, asked(), partial(visual_bits, nbits=1), num_tokens=4, cheaper=half, max_kl=1e-3)
+
+
+def test_check_cache_measures_an_engines_transforms_with_its_cache(exact, capsys):
+    policy = exact("qwen2_5_vl")
+    asked = mixed.prompts("qwen2_5_vl")[1:3]
+
+    def cheap(after, **cache):
+        made = partial(visual_bits, **cache) if cache else None
+        transform = (partial(drop_visual_layers, after=after),)
+        return Generate(policy, stream=Stream(0), max_completion_length=3, cache=made, transform=transform)
+
+    checked = CheckCache(cheap(2, nbits=16), num_tokens=3)
+    rows, expected = checked.rollout(asked), engine(policy).rollout(asked)
+    assert [row.steps.ids[:3].tolist() for row in rows] == [row.steps.ids[:3].tolist() for row in expected]
+    assert capsys.readouterr().out.startswith("cheaper model and cache: 100.0% of 6 tokens agree, KL")
+    with pytest.raises(ValueError, match="the cheaper model changes what the model says"):
+        CheckCache(cheap(1), num_tokens=3, max_kl=1e-4).rollout(asked)
+
+
+def test_check_cache_measures_a_model_that_computes_its_layers_anew(checkpoint):
+    policy = Tokens(model=str(checkpoint("llava")), dtype="float64", gradient_checkpointing=True)
+    CheckCache(engine(policy, nbits=16), num_tokens=2).rollout(mixed.prompts("llava"))
+    assert any(module.training for module in policy.model.modules())
+
+
+def test_check_cache_needs_something_to_measure(exact):
+    with pytest.raises(ValueError, match="`check_cache` measures what is cheaper than the policy"):
         CheckCache(engine(exact("llava")))

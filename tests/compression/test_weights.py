@@ -3,6 +3,8 @@ used."""
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
@@ -10,6 +12,8 @@ from torch import nn
 from mmrl.compression.measure import divergence
 from mmrl.compression.pruned.narrow import features, narrow
 from mmrl.compression.saving import load_transformed, save_transformed
+from mmrl.compression.transforms.cut_weights import cut_weights
+from mmrl.compression.transforms.drop_visual_layers import drop_visual_layers
 from mmrl.compression.transforms.layer_cast import layer_cast
 from mmrl.compression.transforms.low_bit_weights import low_bit_weights
 from mmrl.compression.transforms.yopo import yopo25
@@ -206,3 +210,26 @@ def test_numbers_of_bits_that_do_not_exist_are_refused():
         low_bit_weights(llava(), nbits=3)
     with pytest.raises(ValueError, match="apply `low_bit_weights` before adapters and `layer_cast`"):
         low_bit_weights(layer_cast(llava(dtype=torch.float32)))
+
+
+@pytest.mark.parametrize("change", [layer_cast, low_bit_weights, partial(cut_weights, neurons=0.5)])
+def test_what_is_done_to_weights_counts_behind_pruning_as_well(change):
+    # The pruned model is bound to its modules; what is made of it must be bound to its own.
+    model = llava(dtype=torch.bfloat16 if change is layer_cast else torch.float32)
+    inputs = llava_inputs(model)
+    late = partial(drop_visual_layers, after=1)
+    with torch.no_grad():
+        behind, before = change(late(model))(**inputs).logits, late(change(model))(**inputs).logits
+        assert torch.equal(behind, before)
+        assert not torch.equal(behind, late(model)(**inputs).logits)
+
+
+def test_an_adapter_that_was_there_before_stays_as_it_is_over_weights_of_few_bits():
+    speaker = Tokens(model=str(folder("llava")), dtype="float32", lora_rank=2)
+    few = low_bit_weights(speaker.model, nbits=8)
+    mine = dict(speaker.model.named_parameters())
+    theirs = dict(few.named_parameters())
+    adapters = [name for name in mine if "lora_" in name]
+    assert adapters and all(theirs[name] is mine[name] for name in adapters)
+    held = {type(m).__name__ for m in few.get_decoder().modules() if "8bit" in type(m).__name__}
+    assert held == {"Linear8bitLt"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -124,3 +125,20 @@ def test_the_distance_to_the_engine_skips_steps_that_it_did_not_note():
     metrics = metrics_of(new, batch, **GRPO)
     assert float(metrics["sampling/sampling_logp_difference/mean"]) == pytest.approx(0.3 / 2)
     assert float(metrics["sampling/kl"]) == pytest.approx((math.exp(0.3) - 1.3) / 2)
+
+
+def test_importance_weights_are_averaged_over_steps_and_over_whole_answers():
+    # Policy over engine is 2 and 1/2 in the first answer, 2 and unknown in the second: of 4 steps, 3 weigh
+    # 2 + .5 + 2 and their squares 4 + .25 + 4; answers weigh 1 and 2.
+    two = math.log(2.0)
+    new, batch = step_table(
+        [[-1.0, -1.0], [-1.0, -1.0]],
+        advantage=[1, 1],
+        notes={"logp": [[-1 - two, -1 + two], [-1 - two, None]]},
+    )
+    batch = batch.replace(steps=replace(batch.steps, unit=Unit.ROW))
+    metrics = metrics_of(new, batch, **GRPO)
+    found = [float(metrics[f"moments/{unit}/{power}"]) for unit in ("steps", "rows") for power in (0, 1, 2)]
+    assert found == pytest.approx([3 / 4, 4.5 / 4, 8.25 / 4, 1, 1.5, 2.5])
+    cut = batch.replace(steps=replace(batch.steps, unit=Unit.STEP))
+    assert not any(name.startswith("moments/rows") for name in metrics_of(new, cut, **GRPO))

@@ -413,12 +413,31 @@ def test_with_distortion_sets_every_answer_behind_a_spoilt_picture(policy, kind)
             twin.steps.prompt.media["pixel_values"], whole.media["pixel_values"]
         )
     first, second = twins[:2]
-    if kind != "blind":  # one draw for all answers to a prompt
-        pixels = [twin.steps.prompt.media["pixel_values"] for twin in twins]
-        assert torch.equal(pixels[0], pixels[1]) and not torch.equal(pixels[0], pixels[2])
     assert first.prompt.uid == second.prompt.uid
     with pytest.raises(ValueError, match="scale"):
         WithDistortion(inner, stream=stream, scale=(0.3, 0.1))
+
+
+@pytest.mark.parametrize("kind", ["crop", "noise"])
+def test_a_distortion_is_drawn_once_for_every_prompt_of_a_step(policy, kind):
+    # Both prompts show one picture, so nothing but the draw can make a difference.
+    prompts = [tiny.ask(name, tiny.picture(seed=0), "what") for name in ("a", "b") for _ in range(4)]
+    stream = Stream(0)
+    engine = WithDistortion(
+        Generate(policy, stream=stream, max_completion_length=1), stream=stream, kind=kind
+    )
+
+    def shown() -> list[torch.Tensor]:
+        rows = engine.rollout(prompts)
+        twins = [row for row in rows if "twin" in row.outcomes[-1].tags]
+        assert [row.prompt.uid for row in twins] == ["a", "a", "b", "b"]
+        return [twin.steps.prompt.media["pixel_values"] for twin in twins]
+
+    once = shown()
+    assert torch.equal(once[0], once[1]) and torch.equal(once[2], once[3])
+    assert not torch.equal(once[0], once[2])
+    stream.step += 1
+    assert not torch.equal(once[0], shown()[0])
 
 
 def test_a_mixture_is_drawn_like_any_other_distribution(policy):

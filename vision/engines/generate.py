@@ -3,7 +3,8 @@ way."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -12,6 +13,7 @@ from mmrl.draws import Stream
 from mmrl.modules import LOW
 from mmrl.registry import engine
 from mmrl.types import Outcome, Prompt, Rollouts, Trajectory
+from mmrl.vision.cheaper import Cheaper
 from mmrl.vision.loading import caching
 from mmrl.vision.prefill import MakeCache
 from mmrl.vision.prefix import Speaker, TokenRow
@@ -27,7 +29,8 @@ class Generate:
     time (0: all).
 
     Settings are built from zero; a checkpoint's generation_config is not read. `cache` names what holds keys
-    and values; it learns which tokens of a prompt are visual and which are padding.
+    and values; it learns which tokens of a prompt are visual and which are padding. `transform` makes the
+    model cheaper for the engine alone, on the policy's weights as they move; the policy stays exact.
     """
 
     notes = frozenset({"logp", "entropy", "token"})
@@ -44,10 +47,12 @@ class Generate:
         min_p: float = 0.0,
         batch_size: int = 0,
         cache: MakeCache | None = None,
+        transform: tuple[Callable, ...] = (),
     ) -> None:
         if max_completion_length < 1:
             raise ValueError(f"`max_completion_length` must be at least 1, not {max_completion_length}")
         self.policy, self.stream, self.cache = policy, stream, cache
+        self.speaker: Speaker = Cheaper(policy, transform) if transform else policy
         self.max_completion_length, self.batch_size = max_completion_length, batch_size
         self.temperature, self.top_p, self.top_k, self.min_p = temperature, top_p, top_k, min_p
         self._sampler()
@@ -61,8 +66,18 @@ class Generate:
         return self.decode(prompts, self.reader)
 
     def reader(self, rows: Sequence[Asked]) -> Reader:
-        """Begin to read rows as the policy sees them."""
-        return Branch(self.policy, [row.encoded for row in rows], self.cache)
+        """Begin to read rows as the engine sees them."""
+        return Branch(self.speaker, [row.encoded for row in rows], self.cache)
+
+    @contextmanager
+    def exactly(self) -> Iterator[None]:
+        """Answer with the policy's own model and the full cache for a while."""
+        held = self.speaker, self.cache
+        self.speaker, self.cache = self.policy, None
+        try:
+            yield
+        finally:
+            self.speaker, self.cache = held
 
     @torch.no_grad()
     def decode(self, prompts: Sequence[Prompt], begin: Callable[[Sequence[Asked]], Reader]) -> Rollouts:
@@ -76,11 +91,11 @@ class Generate:
             uniform = torch.rand(self.max_completion_length, generator=generator)
             rows.append(Asked(prompt, index, self.policy.chat.encode(prompt), uniform))
         size = self.batch_size or len(rows) or 1
-        core, compute = self.policy.core, self.policy.compute
-        device = core.get_input_embeddings().weight.device
+        model, compute = self.speaker.model, self.speaker.compute
+        device = model.get_input_embeddings().weight.device
         finished: list[Trajectory] = []
         for at in range(0, len(rows), size):
-            with caching(self.policy.model), torch.autocast(device.type, compute, compute in LOW):
+            with caching(model), torch.autocast(device.type, compute, compute in LOW):
                 finished += self._answer(rows[at : at + size], begin)
         return tuple(finished)
 

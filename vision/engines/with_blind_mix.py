@@ -113,12 +113,12 @@ class WithBlindMix:
         return Mixture(
             Some(
                 (ratio != 1) | always,
-                lambda here: Branch(self.policy, [rows[i].encoded for i in here], self.engine.cache),
+                lambda here: Branch(self.engine.speaker, [rows[i].encoded for i in here], self.engine.cache),
             ),
             Some(
                 ratio != 0,
                 lambda here: Branch(
-                    self.policy, [other[rows[i].prompt.uid] for i in here], self.engine.cache
+                    self.engine.speaker, [other[rows[i].prompt.uid] for i in here], self.engine.cache
                 ),
             ),
             ratio,

@@ -49,7 +49,8 @@ class WithBlindTail:
     def _begin(self, rows: Sequence[Asked], begun: dict[str, list[Trajectory]]) -> Reader:
         device = self.policy.core.get_input_embeddings().weight.device
         encode = self.policy.chat.encode
-        branch = Branch(self.policy, [encode(blinded(row.prompt)) for row in rows], self.engine.cache)
+        encoded = [encode(blinded(row.prompt)) for row in rows]
+        branch = Branch(self.engine.speaker, encoded, self.engine.cache)
         answers = [begun[row.prompt.uid][row.index].steps.ids for row in rows]
         return Begun(branch, [ids[: int(self.share * len(ids))] for ids in answers], device)
 
