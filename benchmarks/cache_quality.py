@@ -2,11 +2,15 @@
 
     python -m benchmarks.cache_quality --text FOLDER [--peers FOLDER]
     python -m benchmarks.cache_quality --vlm FOLDER --clips FOLDER
+    python -m benchmarks.cache_quality --draw
 
 `--text` is SmolLM2-135M-Instruct as a transformers folder. 896 tokens of facts are cached, then the model
-reads some of them again in another order; KL and agreement are to the full cache. `--vlm` is a model that was
+reads some of them again: 64 facts in another order ("shuffled"), or 24 facts that are told on and on
+("verbatim", their number chosen so that the full cache's perplexity is near 1.7). KL and agreement are to the
+full cache. `--vlm` is a model that was
 trained on the clips of `make demo`; every prompt of `test.jsonl` is answered greedily. `--peers` is a folder
-with optimum-quanto and hqq (and termcolor). One thread.
+with optimum-quanto and hqq (and termcolor). One thread. The plot, results/cache_quality.png, is made of the
+results alone.
 """
 
 from __future__ import annotations
@@ -15,7 +19,9 @@ import argparse
 import json
 import math
 import random
+import re
 import sys
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -36,30 +42,43 @@ LOOKS = "red green old heavy silver broken painted wooden tiny hollow striped go
 THINGS = "lamps chairs boats clocks mirrors drums kettles ladders carpets bells statues lanterns"
 
 
-def recall(tokenizer) -> tuple[torch.Tensor, torch.Tensor]:
-    """Make up facts, and tell some of the first half again in another order."""
+def make_facts(num: int) -> tuple[list[str], random.Random]:
+    """Make up facts; gives what drew them as well."""
     draw = random.Random(0)
     one = lambda words: draw.choice(words.split())
-    facts = [
+    return [
         f"{one(NAMES)} the {one(JOBS)} from {one(CITIES)} sold {draw.randint(11, 99)} {one(LOOKS)} "
         f"{one(THINGS)} to {one(NAMES)} in {one(CITIES)}."
-        for _ in range(64)
-    ]
+        for _ in range(num)
+    ], draw
+
+
+def shuffled(tokenizer) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tell facts, and some of the first half again in another order."""
+    facts, draw = make_facts(64)
     first = tokenizer(" ".join(facts), return_tensors="pt").input_ids[:, :CACHED]
     again = draw.sample(facts[:40], 16)
     behind = tokenizer(" " + " ".join(again), return_tensors="pt", add_special_tokens=False).input_ids
     return first, behind[:, :ASKED]
 
 
+def verbatim(tokenizer) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tell a few facts on and on, so that the last are the third telling."""
+    told = " ".join(make_facts(24)[0] * 4)
+    ids = tokenizer(told, return_tensors="pt").input_ids
+    return ids[:, :CACHED], ids[:, CACHED : CACHED + ASKED]
+
+
 @torch.no_grad()
-def read(model, first: torch.Tensor, behind: torch.Tensor, cache) -> torch.Tensor:
-    """Read the facts, then the rest in one pass: log-probabilities."""
-    start = 0
+def read(model, first: torch.Tensor, behind: torch.Tensor, cache) -> tuple[torch.Tensor, int | None]:
+    """Read the facts, then the rest in one pass: log-probabilities, and bytes held before the rest came."""
+    start, held = 0, None
     if cache is not None:
         model(first, past_key_values=cache)
-        start = first.shape[1]
+        start, held = first.shape[1], getattr(cache, "nbytes", None)
     places = torch.arange(start, start + behind.shape[1])[None]
-    return model(behind, past_key_values=cache, position_ids=places).logits.log_softmax(-1)
+    said = model(behind, past_key_values=cache, position_ids=places).logits.log_softmax(-1)
+    return said, held
 
 
 def text_caches(config, real: torch.Tensor, peers: bool) -> dict:
@@ -79,15 +98,18 @@ def text_caches(config, real: torch.Tensor, peers: bool) -> dict:
         )
     for name, options in (
         ("all_bits 2/1 rotated, fitted", {"nbits": 2, "value_nbits": 1}),
+        ("all_bits 2/1 rotated", {"nbits": 2, "value_nbits": 1, "rule": "range"}),
+        ("all_bits 2/1 fitted", {"nbits": 2, "value_nbits": 1, "rotate": False}),
         ("all_bits 1 rotated, fitted", {"nbits": 1}),
     ):
-        made[name] = partial(kivi, residual_length=32, rotate=True, rule="fitted", **options)
+        made[name] = partial(kivi, residual_length=32, **({"rotate": True, "rule": "fitted"} | options))
     calib = partial(visual_bits, config, real, real, nbits=1)
     made["CalibQuant 1"] = partial(calib, rule="shrunk", score_drop=3.0)
     made["CalibQuant 1 without calibration"] = partial(calib, rule="shrunk")
     made["quantile 1"] = partial(calib, rule="quantile")
     made["fitted 1"] = partial(calib, rule="fitted")
     made["fitted 1, groups of 32"] = partial(calib, rule="fitted", q_group_size=32)
+    made["fitted 1, rotated, groups of 32"] = partial(calib, rule="fitted", rotate=True, q_group_size=32)
     if peers:
         for backend, nbits in (("quanto", 4), ("quanto", 2), ("hqq", 4), ("hqq", 2), ("hqq", 1)):
             axis = int(backend == "hqq")
@@ -97,33 +119,28 @@ def text_caches(config, real: torch.Tensor, peers: bool) -> dict:
     return made
 
 
-def bits_a_number(config, first: torch.Tensor, cache) -> float | None:
-    """Measure what the cached facts take, scales, windows and slots included, before anything follows."""
-    if not hasattr(cache, "nbytes"):
+def bits_a_number(config, tokens: int, held: int | None) -> float | None:
+    """Measure what a cached number takes, scales, windows and slots included."""
+    if held is None:
         return None
     text = config.get_text_config()
     size = text.hidden_size // text.num_attention_heads
-    count = 2 * text.num_hidden_layers * text.num_key_value_heads * size * first.shape[1]
-    return round(8 * cache.nbytes / count, 2)
+    return round(8 * held / (2 * text.num_hidden_layers * text.num_key_value_heads * size * tokens), 2)
 
 
-def text(folder: str, peers: bool) -> list[dict]:
+def text(folder: str, tell: Callable, peers: bool) -> list[dict]:
     from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    first, behind = recall(tokenizer)
+    first, behind = tell(tokenizer)
     config, real = model.config, torch.ones_like(first, dtype=torch.bool)
-    full = read(model, first, behind, DynamicCache(config=config))
+    full, _ = read(model, first, behind, DynamicCache(config=config))
     made = {"no cache": lambda: None, "full": lambda: DynamicCache(config=config)}
     lines = []
     for name, make in (made | text_caches(config, real, peers)).items():
         try:
-            said = read(model, first, behind, make())
-            kept = make()
-            if kept is not None:
-                with torch.no_grad():
-                    model(first, past_key_values=kept)
+            said, held = read(model, first, behind, make())
         except Exception as error:  # a peer that cannot do this is told of, not hidden
             lines.append({"cache": name, "error": f"{type(error).__name__}: {error}"[:120]})
             print(json.dumps(lines[-1]), flush=True)
@@ -135,7 +152,7 @@ def text(folder: str, peers: bool) -> list[dict]:
                 "perplexity": round(math.exp(loss), 3),
                 "kl": round(float((full.exp() * (full - said)).sum(-1).mean()), 4),
                 "greedy_agreement": round(float((full.argmax(-1) == said.argmax(-1)).float().mean()), 4),
-                "bits_a_number": bits_a_number(config, first, kept),
+                "bits_a_number": bits_a_number(config, first.shape[1], held),
             }
         )
         print(json.dumps(lines[-1]), flush=True)
@@ -200,22 +217,111 @@ def clips(model: str, folder: str) -> list[dict]:
     return lines
 
 
+def bits_named(name: str) -> float | None:
+    """Read the bits of keys and values off a name, "visual_bits 2/1" or "hqq 4", and average them."""
+    found = re.search(r" (\d+)(?:/(\d+))?\b(?!\.)", name)
+    if found is None or name.startswith("importance_drop"):
+        return None
+    keys, values = found.groups()
+    return (int(keys) + int(values or keys)) / 2
+
+
+SERIES = {  # of the plot: names that begin so, and whether a line joins them
+    "KIVI (published rule)": (r"all_bits \d \(KIVI, R 32\)", True),
+    "rotated and fitted (ours)": (r"all_bits .* rotated", True),
+    "hqq, by bits of codes alone": (r"hqq", True),
+    "quanto, by bits of codes alone": (r"quanto", True),
+    "one bit and no window": (r"(CalibQuant|quantile|fitted) 1", False),
+}
+
+
+def draw(folder: Path = RESULTS) -> Path:
+    """Draw quality against bits: perplexity of the text, and what mIoU loses in the clips."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    lines = {
+        name: [json.loads(line) for line in (folder / f"cache_quality_{name}.json").read_text().splitlines()]
+        for name in ("text", "clips")
+    }
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 4.2), layout="constrained")
+    for number, (label, (pattern, joined)) in enumerate(SERIES.items()):
+        mine = [one for one in lines["text"] if re.match(pattern, one["cache"]) and "perplexity" in one]
+        at = [one["bits_a_number"] or bits_named(one["cache"]) for one in mine]
+        points = sorted(zip(at, [one["perplexity"] for one in mine], strict=True))
+        style = {"color": f"C{number}", "marker": "o", "linestyle": "-" if joined else ""}
+        left.plot(*zip(*points, strict=True), **style, label=label, markersize=5, linewidth=1.2)
+    for name, text, above in (("full", "full cache", -12), ("no cache", "no cache at all", 4)):
+        level = next(one["perplexity"] for one in lines["text"] if one["cache"] == name)
+        left.axhline(level, color="#5b6b7b", linestyle=":", linewidth=1)
+        left.annotate(
+            text, (0.99, level), xycoords=("axes fraction", "data"), xytext=(0, above), ha="right",
+            textcoords="offset points", fontsize=8,
+        )  # fmt: skip
+    left.set(xlabel="bits a number, scales and window included", ylabel="perplexity", yscale="log")
+    left.set(ylim=(5, 250), title="SmolLM2-135M, 896 tokens of text to recall")
+    left.legend(fontsize=8, frameon=False)
+    _gaps(right, lines["clips"])
+    path = folder / "cache_quality.png"
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)
+    return path
+
+
+def _gaps(axes, lines: list[dict]) -> None:
+    """Draw what mIoU loses, with intervals of 95 %; rules of one number of bits stand side by side."""
+    there: dict[float, int] = {}
+    for one in lines:
+        bits = bits_named(one["cache"])
+        if "gap" not in one or bits is None:
+            continue
+        place = there[bits] = there.get(bits, -1) + 1
+        colour = "C1" if one["cache"].startswith("all_bits") else "C0"
+        # On a scale of powers of two, every next rule stands a twelfth of a power to the right.
+        at, spread = bits * 2 ** (place / 12), 1.96 * one["standard_error_of_gap"]
+        axes.errorbar(at, 100 * one["gap"], 100 * spread, fmt="o", color=colour, markersize=4, elinewidth=0.8)
+        short = one["cache"].removeprefix("visual_bits ").removeprefix(f"{bits:g} ")
+        short = "fitted" if short == "1" else short
+        if short != f"{bits:g}":
+            axes.annotate(
+                short, (at, 100 * (one["gap"] - spread)), xytext=(0, -4), textcoords="offset points",
+                rotation=90, fontsize=7, ha="center", va="top",
+            )  # fmt: skip
+    axes.axhline(0, color="#5b6b7b", linestyle=":", linewidth=1)
+    axes.set_xscale("log", base=2)
+    axes.set_xticks([1, 2, 4, 8], ["1", "2", "4", "8"])
+    axes.set(
+        xlabel="bits of codes of visual tokens", ylabel="mIoU, points above the full cache", ylim=(-16, 8)
+    )
+    axes.set_title("demo model, 193 held-out clips")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     for name in ("text", "vlm", "clips", "peers"):
         parser.add_argument(f"--{name}", default="")
+    parser.add_argument("--draw", action="store_true", help="only make the plot anew")
+    parser.add_argument(
+        "--told", nargs="*", choices=("shuffled", "verbatim"), default=["shuffled", "verbatim"]
+    )
     options = parser.parse_args()
     if options.peers:
         sys.path.insert(0, options.peers)
     torch.set_num_threads(1)
     RESULTS.mkdir(exist_ok=True)
-    for name, lines in (
-        ("text", text(options.text, bool(options.peers)) if options.text else []),
-        ("clips", clips(options.vlm, options.clips) if options.vlm else []),
-    ):
-        if lines:
-            path = RESULTS / f"cache_quality_{name}.json"
-            path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    tells = {"shuffled": ("text", shuffled), "verbatim": ("text_verbatim", verbatim)}
+    measured = [
+        (tells[told][0], partial(text, options.text, tells[told][1], bool(options.peers)))
+        for told in options.told
+        if options.text
+    ]
+    if options.vlm:
+        measured.append(("clips", partial(clips, options.vlm, options.clips)))
+    for name, measure in measured:
+        path = RESULTS / f"cache_quality_{name}.json"
+        path.write_text("".join(json.dumps(line) + "\n" for line in measure()))
 
 
 if __name__ == "__main__":

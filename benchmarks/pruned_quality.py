@@ -1,0 +1,176 @@
+"""What cheaper ways to run trained models do to answers: grounding in clips, and questions about pictures.
+
+    python -m benchmarks.pruned_quality grounding --vlm FOLDER --sources FOLDER
+    python -m benchmarks.pruned_quality questions
+
+`--vlm` is a model that `make demo` trained, `--sources` where its sample clips lie; the model of `questions`
+is trained first. Then the model is trained on, for as many steps each, whole and through `yopo25` and
+`yopo12`, and all are measured on the same held-out prompts. Every step is an ordinary `mmrl` command; what is
+there already is not made again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mmrl.__main__ import main as mmrl
+from mmrl.config import read
+
+RESULTS = Path(__file__).parent / "results"
+PRUNED = ("yopo25", "yopo12")
+BITS = {
+    "1 bit": {"nbits": 1},
+    "1 bit, groups of 4": {"nbits": 1, "q_group_size": 4},
+    "keys 2 bits, values 1": {"nbits": 2, "value_nbits": 1},
+    "2 bits": {"nbits": 2},
+}
+TARGETS = {"1 bit": 0.01, "yopo25": 0.01, "yopo12": 0.03}  # what may be lost
+
+
+def run(*command: str) -> None:
+    """Run a command of mmrl."""
+    print("mmrl", *command, flush=True)
+    code = mmrl(command)
+    if code:
+        raise SystemExit(code)
+
+
+def once(made: Path, *command: str) -> Path:
+    """Run a command, unless what it makes is there."""
+    if not made.exists():
+        run(*command)
+    return made
+
+
+def train_on(
+    folder: Path, config: str, models: Mapping[str, Path], steps: int, overrides: Sequence[str]
+) -> dict[str, Path]:
+    """Train models on, each through the transform of its name, all in the same way."""
+    made = {}
+    for name, model in models.items():
+        transform = [f"policy.transform=[compression.{name}]"] if name in PRUNED else []
+        rate = f"{{name: linear, start: 1e-3, end: 1e-4, steps: {steps}}}"
+        made[name] = once(
+            folder / name / f"checkpoint-{steps}" / "model",
+            *("train", config, f"policy.model={model}", f"learn.learning_rate={rate}", f"max_steps={steps}"),
+            *(f"output_dir={folder / name}", "evaluation.num_prompts=200", *transform, *overrides),
+        )
+    return made
+
+
+def settings(start: Path, trained: Mapping[str, Path]) -> dict[str, dict[str, Any]]:
+    """List what is measured. Differences are to the first: the whole model, trained on like the others."""
+
+    def cache(options: Mapping[str, Any]) -> dict[str, Any]:
+        return {"evaluation.engine.0.cache": {"name": "compression.visual_bits", **options}}
+
+    def pruned(name: str, model: Path) -> dict[str, Any]:
+        return {"policy.model": str(model), "policy.transform": [f"compression.{name}"]}
+
+    found: dict[str, dict[str, Any]] = {"full": {}}
+    found |= {name: cache(options) for name, options in BITS.items()}
+    found |= {name: pruned(name, trained[name]) for name in PRUNED}
+    found["yopo25, 1 bit"] = found["yopo25"] | cache(BITS["1 bit"])
+    found |= {f"{name} without training": pruned(name, trained["full"]) for name in PRUNED}
+    return found | {"before": {"policy.model": str(start)}}
+
+
+def compare(
+    output: Path, config: str, start: Path, trained: Mapping[str, Path], data: Sequence[str], prompts: int
+) -> dict[str, Any]:
+    """Measure all settings side by side."""
+    here = [f"policy.model={trained['full']}", f"output_dir={output / 'settings'}"]
+    raw = read(config, [*data, *here, f"evaluation.num_prompts={prompts}"])
+    raw |= {"settings": settings(start, trained), "costs": ["operations", "vision.keys_and_values"]}
+    path = output / "settings.json"
+    path.write_text(json.dumps(raw, indent=1))
+    made = once(output / "settings" / "evaluation.html", "evaluate", str(path))
+    return json.loads(made.with_name("evaluation.json").read_text())
+
+
+def grounding(given: argparse.Namespace) -> dict[str, Any]:
+    """Train on in the two steps that the model was trained in, imitation and GRPO, and measure mIoU."""
+    output, clips = given.output / "grounding", given.output / "clips"
+    once(
+        clips / "test.jsonl", "build", "demo_clips.yaml", f"build.sources={given.sources}",
+        f"build.num_test={given.num_test}", f"output={clips}",
+    )  # fmt: skip
+    held_out = [f"evaluation.data.path={clips}/test.jsonl", f"evaluation.data.root={clips}"]
+    data = [f"data.path={clips}/train.jsonl", f"data.root={clips}", *held_out]
+    start = Path(given.vlm)
+    models = dict.fromkeys(("full", *PRUNED), start)
+    models = train_on(output / "imitation", "demo_cold_start.yaml", models, given.steps, data)
+    models = train_on(output / "grpo", "demo_grpo.yaml", models, given.grpo_steps, data)
+    return compare(output, "demo_pareto.yaml", start, models, held_out, given.prompts)
+
+
+def questions(given: argparse.Namespace) -> dict[str, Any]:
+    """Train a small model on easy-VQA, then on, supervised, as the paper does, and measure accuracy."""
+    output, asked = given.output / "questions", given.output / "easy_vqa"
+    once(asked / "test.jsonl", "build", "build_easy_vqa.yaml", f"output={asked}")
+    held_out = [f"evaluation.data.path={asked}/test.jsonl", f"evaluation.data.root={asked}"]
+    data = [f"data.path={asked}/train.jsonl", f"data.root={asked}", *held_out]
+    model = once(output / "model", "build", "demo_vqa_model.yaml", f"output={output / 'model'}")
+    start = once(
+        output / "train" / "checkpoint-440" / "model", "train", "demo_vqa_train.yaml",
+        f"policy.model={model}", f"output_dir={output / 'train'}", "evaluation.num_prompts=200", *data,
+    )  # fmt: skip
+    models = dict.fromkeys(("full", *PRUNED), start)
+    for number in range(given.rounds):
+        folder = output / f"imitation{number or ''}"
+        models = train_on(folder, "demo_vqa_train.yaml", models, given.steps, data)
+    return compare(output, "demo_vqa_evaluate.yaml", start, models, held_out, given.prompts)
+
+
+def plain(found: Mapping[str, Any]) -> dict[str, Any]:
+    """Leave out where models lie."""
+    settings = {
+        name: {key: value for key, value in one.items() if key != "changes"}
+        for name, one in found["settings"].items()
+    }
+    return {**found, "settings": settings}
+
+
+def main() -> None:
+    """Measure one of the two, and write what was found."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("what", choices=("grounding", "questions"))
+    parser.add_argument("--output", type=Path, default=Path("runs/pruned_quality"))
+    parser.add_argument("--vlm", default="runs/demo/grpo/checkpoint-150/model")
+    parser.add_argument("--sources", default=".venv/clips")
+    parser.add_argument(
+        "--num-test", type=int, default=500, help="held-out clips, of about four questions each"
+    )
+    parser.add_argument("--prompts", type=int, default=0, help="held-out prompts to measure on; 0: all")
+    parser.add_argument("--steps", type=int, default=150, help="of training on by imitation")
+    parser.add_argument("--rounds", type=int, default=2, help="of so many steps (questions)")
+    parser.add_argument("--grpo-steps", type=int, default=60, help="of training on by GRPO behind that")
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    mine = {"grounding": grounding, "questions": questions}[given.what](given)
+    path = RESULTS / "pruned_quality.json"
+    found = json.loads(path.read_text()) if path.exists() else {}
+    steps = {"imitation_steps": given.steps, "grpo_steps": given.grpo_steps}
+    found[given.what] = (
+        steps if given.what == "grounding" else {"imitation_steps": given.steps, "rounds": given.rounds}
+    ) | plain(mine)
+    path.write_text(json.dumps(found, indent=1) + "\n")
+    (RESULTS / f"pruned_quality_{given.what}.svg").write_text(
+        (given.output / given.what / "settings" / "pareto.svg").read_text()
+    )
+    metric = mine["quality"]
+    for name, most in TARGETS.items():
+        one = mine["settings"][name]
+        gap, (low, high) = one["differences"][metric], one["intervals_of_differences"][metric]
+        said = "kept" if gap >= -most else "missed"
+        print(f"{name}: {metric} {gap:+.4f} ({low:+.4f} to {high:+.4f}), may lose {most}: {said}")
+
+
+if __name__ == "__main__":
+    main()
