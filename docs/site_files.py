@@ -1,0 +1,151 @@
+"""Pages of files, keys and papers: what stands in `configs/`, in the dataclasses of a configuration, and
+which paper is used where."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import inspect
+import json
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from site_pieces import PAPER, code, page_of, prose
+
+from mmrl import config
+from mmrl.registry import HOMES, SCOPES, pieces
+
+HERE = Path(__file__).parent
+ROOT = HERE.parent
+CONFIGS = ROOT / "configs"
+
+
+def files_page(title: str, words: str, paths: Iterable[Path]) -> str:
+    """Show YAML files as they stand."""
+    parts = [f"# {title}\n", words + "\n"]
+    for path in paths:
+        parts.append(f"## {path.stem} {{#{path.stem}}}\n\n```yaml\n{path.read_text().strip()}\n```\n")
+    return "\n".join(parts)
+
+
+KEYS = (
+    "`include` lists files to start from; later keys win, mappings merge, lists replace. A key that is named "
+    "after a kind of piece holds a piece: a name, or a mapping with `name` and options. On the command line "
+    "keys are dotted, and items of a list have numbers: `rollout.engine.0.max_completion_length=64`."
+)
+PARTS = {
+    "Config": "A training run",
+    "Rollout": "rollout",
+    "Learn": "learn",
+    "Evaluation": "evaluation",
+    "Report": "report",
+    "EvaluateConfig": "An evaluation (mmrl evaluate)",
+    "BuildConfig": "Something to build (mmrl build)",
+}
+KINDS = {
+    "Piece": "piece",
+    "Piece | None": "piece",
+    "tuple[Piece, ...]": "list of pieces",
+    "Mapping[str, Piece]": "pieces by name",
+    "Any": "number or schedule",
+    "str": "text",
+    "int": "whole number",
+    "float": "number",
+    "bool": "true or false",
+}
+
+
+def keys_page() -> str:
+    """Show the keys of every part of a configuration, with the comments that stand beside them."""
+    lines = inspect.getsource(config).splitlines()
+    nodes = {node.name: node for node in ast.parse("\n".join(lines)).body if isinstance(node, ast.ClassDef)}
+    parts = ["# Keys of a configuration\n", KEYS + "\n"]
+    for name, title in PARTS.items():
+        told = ast.get_docstring(nodes[name])
+        told = "" if told == f"{title}." else prose(told)
+        parts.append(f"## {title} {{#{name.lower()}}}\n\n{told}\n")
+        parts.append("| key | default | | type |\n| --- | --- | --- | --- |")
+        parts += keys_of(nodes[name], getattr(config, name), lines)
+        parts.append("")
+    return "\n".join(parts)
+
+
+def keys_of(node: ast.ClassDef, owner: type, lines: list[str]) -> Iterator[str]:
+    """Write a line for every field of a dataclass, with the comment behind it."""
+    ends = {item.target.id: item for item in node.body if isinstance(item, ast.AnnAssign)}
+    for one in dataclasses.fields(owner):
+        _, _, comment = lines[ends[one.name].end_lineno - 1].partition("  # ")
+        note = ast.unparse(ends[one.name].annotation)
+        kind = KINDS.get(note) or code(note) if note not in PARTS else f"[{note.lower()}](#{note.lower()})"
+        yield f"| `{one.name}` | {value_of(one)} | {prose(comment)} | {kind} |"
+
+
+def value_of(one: dataclasses.Field) -> str:
+    """Write a default as YAML has it."""
+    if one.default_factory is not dataclasses.MISSING or type(one.default).__name__ in PARTS:
+        return ""
+    if one.default is dataclasses.MISSING:
+        return "required"
+    plain = config.as_plain(one.default)
+    return "" if plain in ("", [], None) else code(json.dumps(plain).replace('"', ""))
+
+
+# ---- papers
+
+
+def papers_page(variants: Iterable[Path]) -> str:
+    """List every paper that a docstring, a variant or a page names, and where."""
+    found: dict[str, list[str]] = defaultdict(list)
+    called: dict[str, str] = {}
+
+    def note(text: str, where: str) -> None:
+        for paper in dict.fromkeys(PAPER.findall(text)):
+            found[paper].append(where)
+        for paper, name in {**methods_in(text), **titles(text)}.items():
+            called.setdefault(paper, name)
+
+    for path in variants:
+        head = " ".join(line for line in path.read_text().splitlines() if line.startswith("#"))
+        note(head, f"variant [{path.stem}](variants.md#{path.stem})")
+    for path in sorted(HERE.rglob("*.md")):
+        name = path.relative_to(HERE).as_posix()
+        note(path.read_text(), f"[{path.stem}]({name})")
+    for kind in HOMES:
+        for entry in pieces(kind):
+            note(inspect.getdoc(entry.target) or "", f"{kind} [`{entry.full_name}`]({page_of(entry)})")
+    for path in code_files():
+        told = ast.get_docstring(ast.parse(path.read_text())) or ""
+        note(told, f"`{path.relative_to(ROOT).as_posix()}`")
+    rows = [
+        f"| [{paper}](https://arxiv.org/abs/{paper}) {called.get(paper, '')} | {', '.join(where)} |"
+        for paper, where in sorted(found.items())
+    ]
+    head = ["# Papers\n", f"{len(rows)} papers by number, and where each is used.\n"]
+    return "\n".join([*head, "| paper | where |", "| --- | --- |", *rows]) + "\n"
+
+
+def titles(text: str) -> dict[str, str]:
+    """Read what a docstring calls a paper: `(GRPO, arXiv 2402.03300)`."""
+    found = re.findall(r"\(([A-Z][\w .+^-]{1,30}?),? arXiv\s+(\d{4}\.\d{5})", " ".join(text.split()))
+    return {paper: name for name, paper in found}
+
+
+def methods_in(text: str) -> dict[str, str]:
+    """Read the first method that the table of methods has for each paper."""
+    called: dict[str, str] = {}
+    for name, cell in re.findall(r"^\| ([^|]+) \| \[variants[^|]*\| ([^|]*) \|", text, re.MULTILINE):
+        for paper in PAPER.findall(cell):
+            called.setdefault(paper, name.strip())
+    return called
+
+
+def code_files() -> list[Path]:
+    """List the modules of the library."""
+    return sorted(path for package in {*SCOPES.values()} for path in folder_of(package).rglob("*.py"))
+
+
+def folder_of(package: str) -> Path:
+    """Find the folder of a package."""
+    return ROOT / package.rpartition(".")[2]

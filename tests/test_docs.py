@@ -1,0 +1,479 @@
+"""README and docs are true: every block runs, every command exists, the site builds without a warning."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from mmrl import config
+from mmrl.build import build, check, make_engine
+from mmrl.config import Config, parse
+from mmrl.registry import HOMES, find, pieces
+from mmrl.train import train
+from mmrl.types import Message, Outcome, Part, Prompt
+from tests.doc_blocks import (
+    PAGES,
+    ROOT,
+    Block,
+    Untrue,
+    blocks_of,
+    check_inline,
+    folder_of,
+    inline_commands,
+    make_targets,
+    run,
+)  # fmt: skip
+from tests.tables import reward_table
+from tests.test_doctor import MISTAKES
+from tests.toy_flow import flow_plan
+from tests.toys import plan
+
+README = (ROOT / "README.md").read_text()
+TEXTS = {path.relative_to(ROOT).as_posix(): path.read_text() for path in PAGES}
+BLOCKS = {page: blocks_of(text, page) for page, text in TEXTS.items()}
+EVERY = [block for blocks in BLOCKS.values() for block in blocks]
+
+
+# ---- blocks
+
+
+@pytest.fixture
+def reader(tmp_path, monkeypatch):
+    """Stand in the reader's folder. Real checkpoints are checked, and a toy takes their place."""
+    load = config.load
+
+    def checked(path, overrides=(), kind=Config):
+        check(load(path, overrides, kind))
+        toy = plan(tmp_path / "run", max_steps=2, evaluation={"data": "tests.toys:prompts"})
+        return parse(toy, Config)
+
+    def toy_engine(pieces, listed, policy, place):
+        toy = parse(plan(tmp_path / "engine"), Config)
+        return make_engine(pieces, listed, policy, place) if policy else build(toy, quiet=True).engine
+
+    monkeypatch.setattr("mmrl.config.load", checked)
+    monkeypatch.setattr("mmrl.build._load_policy", lambda *given: None)
+    monkeypatch.setattr("mmrl.build.make_engine", toy_engine)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("block", EVERY, ids=lambda block: block.name)
+def test_a_block_runs(block, reader):
+    with folder_of(BLOCKS[block.page], reader):
+        run(block, reader)
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "message"),
+    [
+        ("", "something\n", "nobody knows how to run a block of kind ''"),
+        ("bash", "mmrl env\n", "kind 'bash'; use python, yaml, sh"),
+        ("python", "from mmrl.train import tarin\n", "cannot import name 'tarin'"),
+        ("python", "assert 1 + 1 == 3\n", "AssertionError"),
+        ("python", "# broken.py\ndef f(:\n", "SyntaxError"),
+        ("yaml", "rewards: [vision.temporal_iuo]\n", "did you mean 'vision.temporal_iou'"),
+        ("yaml", "policy: {name: vision.tokens, model: x, lora_rnk: 3}\n", "did you mean 'lora_rank'"),
+        ("yaml", "learn: {learning_rat: 1}\n", "did you mean 'learning_rate'"),
+        ("yaml", "include: [variants/no_such.yaml]\n", "there is no file"),
+        ("sh", "mmrl trian demo_grpo.yaml\n", "SystemExit"),
+        ("sh", "mmrl train no_such.yaml\n", "there is no file 'no_such.yaml'"),
+        ("sh", "mmrl train demo_grpo.yaml learn.learning_rat=1\n", "did you mean 'learning_rate'"),
+        ("sh", "mmrl train variants/grpo.yaml policy=vision.no_model\n", "required key"),
+        ("sh", "mmrl list surogate\n", "there is no kind 'surogate'"),
+        ("sh", "make everything\n", "not 'everything'"),
+        ("sh", "make demo ARGS='--sed 1'\n", "takes no --sed"),
+        ("sh", "make demo FLAGS='--seed 1'\n", "does not read FLAGS"),
+        ("sh", "pip install -e '.[clap]'\n", "there is no extra ['clap']"),
+        ("sh", "pip install flash-attn\n", "is not this package"),
+        ("sh", "python -m benchmarks.no_such\n", "there is no module"),
+        (
+            "sh",
+            "accelerate launch --config_file configs/accelerate/no.yaml -m mmrl train demo_grpo.yaml\n",
+            "no file",
+        ),
+        ("sh", "accelerate launch --nmu_processes 8 -m mmrl train demo_grpo.yaml\n", "SystemExit"),
+        ("sh", "accelerate launch -m mmrl train demo_grpo.yaml polcy.model=x\n", "did you mean 'policy'"),
+        ("sh", "rm -rf runs\n", "nobody knows how to check `rm -rf runs`"),
+    ],
+)
+def test_a_block_that_is_wrong_is_found(kind, text, message, reader):
+    block = Block("page.md", 1, kind, text)
+    with folder_of([block], reader), pytest.raises(Untrue, match=re.escape(message)):
+        run(block, reader)
+
+
+def test_blocks_are_cut_out_with_their_place():
+    text = "words\n\n```sh\nmake test\n```\n\n1. list\n\n   ```yaml\n   a: 1\n   ```\n"
+    assert blocks_of(text, "p") == [Block("p", 3, "sh", "make test\n"), Block("p", 9, "yaml", "a: 1\n")]
+    with pytest.raises(Untrue, match="never closed"):
+        blocks_of("```sh\nmake test\n", "p")
+
+
+@pytest.mark.parametrize("page", TEXTS)
+def test_commands_in_sentences_exist(page):
+    for code in inline_commands(TEXTS[page]):
+        check_inline(code)
+
+
+@pytest.mark.parametrize("code", ["mmrl trian CONFIG", "make everything", "pip install 'mmrl[clap]'"])
+def test_a_command_in_a_sentence_that_does_not_exist_is_found(code):
+    assert list(inline_commands(f"Say `{code}` to it.")) == [code]
+    with pytest.raises(Untrue):
+        check_inline(code)
+
+
+def test_every_command_of_the_makefile_is_told():
+    told = {words for words in re.findall(r"^make ([\w-]+)", README, re.MULTILINE)}
+    assert told == make_targets()
+
+
+# ---- what the examples do
+
+
+def example(page: str, file: str) -> Block:
+    return next(block for block in BLOCKS[page] if block.file == file)
+
+
+@pytest.fixture
+def module(reader):
+    """Import a file of a page."""
+    entered = []
+
+    def enter(page: str, file: str):
+        context = folder_of(BLOCKS[page], reader)
+        context.__enter__()
+        entered.append(context)
+        run(example(page, file), reader)
+        return sys.modules[Path(file).stem if "/" not in file else f"mmrl.{file[:-3].replace('/', '.')}"]
+
+    yield enter
+    for context in entered:
+        context.__exit__(None, None, None)
+
+
+def prompt_of(uid="p", target=None, **columns) -> Prompt:
+    return Prompt(uid, (Message("user", (Part("When?"),)),), target, columns=columns)
+
+
+def test_the_reward_example_counts_characters(module):
+    short_answer = module("docs/howto/reward.md", "my_rewards.py").short_answer
+    asked = [prompt_of(format="answer"), prompt_of(format="answer"), prompt_of()]
+    given = [Outcome(text="x" * 40), Outcome(text="x" * 41), Outcome(text="x")]
+    assert short_answer(asked, given) == [1.0, 0.0, None]
+
+
+def test_the_group_reward_example_counts_votes(module):
+    agrees = module("docs/howto/reward.md", "my_group_rewards.py").agrees
+    asked = [prompt_of("a")] * 4 + [prompt_of("b")]
+    said = [Outcome(text=text) for text in ("Yes", "yes ", "no", "yes", "yes")]
+    assert agrees(asked, said) == [0.75, 0.75, 0.25, 0.75, 1.0]
+
+
+def test_the_example_for_trl_is_called_as_trl_calls_it(module):
+    import asyncio
+
+    module("docs/howto/reward.md", "trl_rewards.py")
+    reward = find("reward", "trl_rewards:mentions_target").target
+    given = reward([prompt_of(target=12), prompt_of(target=7)], [Outcome(text="at 12 s")] * 2)
+    assert asyncio.run(given) == [1.0, 0.0]
+
+
+def test_the_advantage_example_subtracts_the_median(module):
+    group_median = module("docs/howto/advantage.md", "my_advantages.py").group_median
+    # Two groups: the median of 1, 0, 4 is 1, that of 2, 6, 3 is 3.
+    table = group_median(reward_table([1.0, 0.0, 4.0, 2.0, 6.0, 3.0], group="aaabbb"))
+    assert table.values.flatten().tolist() == [0.0, -1.0, 3.0, -1.0, 3.0, 0.0]
+
+
+def test_the_surrogate_example_trains(module, reader):
+    module("docs/howto/advantage.md", "my_surrogates.py")
+    surrogate = {"name": "my_surrogates:squared", "strength": 1.0}
+    toy = build(parse(plan(reader / "run", objective={"surrogate": surrogate}), Config), quiet=True)
+    before = toy.policy.table.detach().clone()
+    train(toy)
+    assert not torch.equal(before, toy.policy.table)
+
+
+def test_the_engine_example_asks_with_its_hint_and_keeps_groups(module):
+    hinting = module("docs/howto/engine.md", "my_engines.py").WithHint
+    asked = []
+    inner = SimpleNamespace(policy=None, rollout=lambda prompts: asked.extend(prompts) or ())
+    hinting(inner, hint="Be brief.").rollout([prompt_of("a"), prompt_of("a")])
+    assert [(one.uid, one.text) for one in asked] == [("a", "When?\nBe brief.")] * 2
+
+
+def test_the_layout_example_counts_features(module):
+    module("docs/howto/model.md", "my_layout.py")
+    from mmrl.vision.layouts import family_of
+
+    core = SimpleNamespace(config=SimpleNamespace(image_token_id=5, image_seq_length=16))
+    family = family_of(SimpleNamespace(model_type="my_vlm"))
+    inputs = {"input_ids": torch.zeros(1, 3), "pixel_values": torch.zeros(2, 3, 8, 8)}
+    assert family.features(core, inputs) == {5: 32} and family.positions(core, inputs).tolist() == [[0, 1, 2]]
+
+
+def test_the_family_example_is_a_family_and_no_other_piece_is_in_its_way(module):
+    from mmrl.diffusion.family import Family, family_of
+
+    own = module("docs/howto/model.md", "diffusion/families/my_model.py").MyModel
+    assert type(family_of("MyPipeline")) is own
+    methods = {name for name, value in vars(Family).items() if callable(value) and not name.startswith("_")}
+    assert methods | set(Family.__annotations__) <= set(dir(own))
+
+
+@pytest.mark.slow
+def test_the_family_example_reads_the_network_as_sd3_does(module, tmp_path):
+    from mmrl.diffusion.family import family_of
+    from tests.diffusion.tiny import load, tiny_sd3
+
+    tiny_sd3(tmp_path / "sd3")
+    pipe = load(tmp_path / "sd3")
+    theirs = family_of("StableDiffusion3Pipeline")
+    ours = module("docs/howto/model.md", "diffusion/families/my_model.py").MyModel()
+    shape = theirs.latent_shape(pipe, 32, 48, 1)
+    latents = torch.randn(1, *shape, generator=torch.Generator().manual_seed(0))
+    given = (pipe.transformer, latents, torch.tensor([0.7]))
+    with torch.no_grad():
+        said = [
+            family.velocity(*given, family.stack(family.encode(pipe, ["a cat"], 16)), torch.ones(1))
+            for family in (ours, theirs)
+        ]
+    assert ours.latent_shape(pipe, 32, 48, 1) == shape
+    assert torch.equal(*said)
+
+
+# ---- tables of the pages
+
+
+def test_every_variant_is_in_the_readmes_table():
+    named = set(re.findall(r"\(configs/(variants/\w+\.yaml)\)", README))
+    assert named == {f"variants/{path.name}" for path in (ROOT / "configs" / "variants").glob("*.yaml")}
+
+
+def test_the_example_of_the_readme_is_the_file():
+    assert (ROOT / "configs" / "charades_sta_tempsamp.yaml").read_text().strip() in README
+
+
+def test_every_linked_file_is_there():
+    for name in re.findall(r"\]\(([\w./-]+)(?:#[\w-]+)?\)", README):
+        assert (ROOT / name).exists(), name
+
+
+def test_the_page_of_the_doctor_quotes_what_the_doctor_says():
+    rows = re.findall(r"^\| ([^|]+) \| `(\w+)` \| `([^|]+)` \|$", TEXTS["docs/howto/doctor.md"], re.MULTILINE)
+    assert len(rows) >= 8
+    for name, checkup, said in rows:
+        _, found_by, message = MISTAKES[name]
+        assert checkup == found_by and said in message, name
+
+
+@cache
+def glossary() -> dict[str, str]:
+    """Read metrics and the trainers of TRL that have them."""
+    rows = re.findall(r"^\| `([^`]+)` \| [^|]+ \|([^|]*)\|$", TEXTS["docs/metrics.md"], re.MULTILINE)
+    return {name: trainers.strip() for name, trainers in rows}
+
+
+def explains(name: str) -> set[str]:
+    """Find the entries of the glossary that a metric goes by."""
+    found = set()
+    for entry in glossary():
+        pattern = re.sub(r"\\\{metric\\\}", ".+", re.escape(entry))  # its name may have parts of its own
+        pattern = re.sub(r"\\\{\w+\\\}", "[^/]+", pattern)
+        if re.fullmatch(pattern, name):
+            found.add(entry)
+    return found
+
+
+# What toys do not write, and which file does: a step not taken, a GPU's memory, a model with two engines.
+RARE = {
+    "skipped_updates": "mmrl/run.py",
+    "eval_peak_memory_bytes": "mmrl/evaluate.py",
+    **{
+        f"rollout/{name}": "compression/engines/compare_exact.py"
+        for name in ("seconds", "exact_seconds", "times_faster", "same_answers")
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory) -> set[str]:
+    """Train a text, an image and two pair runs for two steps, and list what their journals hold."""
+    folder = tmp_path_factory.mktemp("runs")
+    measured = {"data": "tests.toys:prompts", "metrics": ["mean"]}
+    text = plan(
+        folder / "text",
+        references={"ref": "frozen", "ema": {"name": "ema", "decay": 0.9}},
+        objective={"penalty": ["k3", {"name": "k3", "against": "ema"}]},
+        group_filter="varied",
+        rewards=["tests.toys:share_right", {"name": f"{__name__}:undefined_once", "on_error": "skip"}],
+        evaluation=measured,
+        eval_steps=1,
+        learn={"num_iterations": 2},
+        rollout={"num_prompts": 8},
+    )
+    pairs = {
+        "data": {"name": "tests.toys:prompts", "answers": 2},
+        "rollout": {"engine": ["stored"], "num_generations": 2},
+        "advantage": ["total", "best_vs_worst"],
+        "objective": {"name": "comparison", "gain": "log_ratio", "compare": ["sigmoid"]},
+        "references": {"ref": "frozen"},
+    }
+    pair = {**plan(folder / "pair"), **pairs}
+    rows = {"engine": ["stored", "with_unrelated"], "num_generations": 3}
+    chain = ["total", "best_vs_worst", "beside"]
+    single = {**pair, "rollout": rows, "advantage": chain, "output_dir": str(folder / "single")}
+    single["objective"] = {**pairs["objective"], "compare": ["kto"]}
+    image = flow_plan(
+        folder / "image",
+        advantage=["total", "group_normalize"],
+        objective={
+            "name": "policy_gradient",
+            "surrogate": "clip",
+            "aggregate": "step_mean",
+            "penalty": ["gaussian_kl"],
+        },
+        references={"ref": "frozen"},
+    )
+    names: set[str] = set()
+    for raw in (text, image, pair, single):
+        toy = build(parse({**raw, "max_steps": 2, "report": {"trackers": []}}, Config), quiet=True)
+        train(toy)
+        names |= {name for record in toy.journal.read() for name in record}
+    return names
+
+
+def undefined_once(prompts, outcomes):
+    return [math.nan if prompt.uid == "p0" else 0.0 for prompt in prompts]
+
+
+def test_every_metric_of_a_journal_is_in_the_glossary(written):
+    assert {name for name in written if not explains(name)} == set()
+
+
+def test_no_entry_of_the_glossary_is_stale(written):
+    seen = {entry for name in written for entry in explains(name)}
+    assert set(glossary()) - seen - set(RARE) == set()
+    for name, file in RARE.items():
+        assert f'"{name.removeprefix("eval_")}"' in (ROOT / file).read_text(), name
+
+
+def test_the_names_of_trl_are_those_of_trl():
+    trl = pytest.importorskip("trl")
+    folder = Path(trl.__file__).parent / "trainer"
+    for name, trainer in glossary().items():
+        if trainer in ("GRPO", "DPO"):
+            source = (folder / f"{trainer.lower()}_trainer.py").read_text() + (
+                folder / "base_trainer.py"
+            ).read_text()
+            assert re.search(re.sub(r"\\\{\w+\\\}", r"\\{[^}]*\\}", re.escape(name)), source), name
+
+
+def test_the_drawings_are_what_their_code_draws(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "docs")
+    import pictures
+
+    for name in ("idea", "steps"):
+        assert (ROOT / "docs" / f"{name}.svg").read_text() == getattr(pictures, name)(), (
+            "python docs/pictures.py"
+        )
+
+
+# ---- the site
+
+
+@pytest.fixture
+def hooks(monkeypatch):
+    """Import what mkdocs calls."""
+    pytest.importorskip("mkdocs")
+    monkeypatch.syspath_prepend(ROOT / "docs")
+    import hooks
+
+    return SimpleNamespace(relink=hooks.relink, generated=lambda: made_by(hooks.generated))
+
+
+@cache
+def made_by(generate):
+    return generate()
+
+
+def test_every_piece_has_a_place_on_the_site_by_its_kind_alone(hooks):
+    from site_pieces import page_of
+
+    made = hooks.generated()
+    for entry in (entry for kind in HOMES for entry in pieces(kind)):
+        page, _, place = page_of(entry).partition("#")
+        assert f"#### `{entry.full_name}` {{#{place}}}" in made[page], entry.full_name
+
+
+def test_a_page_of_pieces_says_options_needs_variants_and_papers(hooks):
+    text = hooks.generated()["families/surrogates.md"]
+    clip = text[text.index("{#surrogate-clip}") : text.index("{#surrogate-detached_clip}")]
+    assert "| `epsilon` | `float` | `0.2` |" in clip and "[grpo](../variants.md#grpo)" in clip
+    penalty = hooks.generated()["families/penalties.md"]
+    assert "Reads: of the policy `dt`, `mean`, `std`; of the policy named by `against` `mean`." in penalty
+    assert "(https://arxiv.org/abs/2512.02556)" in penalty
+
+
+def test_the_index_of_papers_holds_every_paper_of_the_variants(hooks):
+    made = hooks.generated()
+    for path in (ROOT / "configs" / "variants").glob("*.yaml"):
+        for paper in re.findall(r"arXiv (\d{4}\.\d{5})", path.read_text()):
+            (row,) = [line for line in made["papers.md"].splitlines() if f"abs/{paper})" in line]
+            assert f"(variants.md#{path.stem})" in row
+
+
+def test_links_to_configurations_lead_to_their_page(hooks):
+    text = "[a](../configs/variants/dpo.yaml) [b](../configs/demo_grpo.yaml) [c](../mmrl/train.py)"
+    assert hooks.relink(text, "../") == "[a](../variants.md#dpo) [b](../runs.md#demo_grpo) c"
+
+
+@pytest.mark.slow
+def test_the_site_builds_without_a_warning_and_loads_nothing_from_elsewhere(tmp_path):
+    pytest.importorskip("mkdocs")
+    command = [
+        sys.executable,
+        "-m",
+        "mkdocs",
+        "build",
+        "--strict",
+        "--quiet",
+        "--site-dir",
+        str(tmp_path / "site"),
+    ]
+    quiet = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=quiet, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout + done.stderr) == (0, "")
+    pages = list((tmp_path / "site").rglob("*.html"))
+    assert len(pages) > 30
+    for path in pages:
+        page = path.read_text()
+        assert (
+            re.findall(r"""<(?:script|link|img|iframe)[^>]+(?:src|href)=["']?https?://[^"'>]*""", page) == []
+        )
+        for name in re.findall(r"""<img[^>]+src="([^"]+)\"""", page):
+            assert (path.parent / name).is_file(), name
+
+
+@pytest.mark.parametrize("words", ["[gone](gone.md)", "[gone](index.md#gone)", "![gone](gone.svg)"])
+def test_a_broken_link_stops_the_build(tmp_path, words):
+    mkdocs = pytest.importorskip("mkdocs")
+    from mkdocs.commands.build import build as build_site
+    from mkdocs.config import load_config
+
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs" / "index.md").write_text(f"# Here\n\n{words}\n")
+    given = {"docs_dir": str(tmp_path / "docs"), "site_dir": str(tmp_path / "site"), "strict": True}
+    site = load_config(str(ROOT / "mkdocs.yml"), nav=["index.md"], hooks=[], plugins=[], **given)
+    with pytest.raises(mkdocs.exceptions.Abort, match="1 warning"):
+        build_site(site)
