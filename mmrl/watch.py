@@ -53,13 +53,20 @@ class Watch:
     ) -> None:
         if error is None or self.known():
             self._leave()
+            self._rest()
             return
         others = self._told_by_others()
         if not others:
             self._tell(f"process {self.rank} of {self.world} failed: {kind.__name__}: {error}")
         self.over.set()
+        self._rest()
         if others:
             raise ProcessFailed(others) from error
+
+    def _rest(self) -> None:
+        """Wait for the listener: a thread that the end of the interpreter meets inside the store aborts the
+        process."""
+        self.thread.join(FAREWELL)
 
     def _leave(self) -> None:
         """Part in good order: the one that holds the store goes last."""

@@ -465,15 +465,25 @@ def test_the_site_builds_without_a_warning_and_loads_nothing_from_elsewhere(tmp_
             assert (path.parent / name).is_file(), name
 
 
-@pytest.mark.parametrize("words", ["[gone](gone.md)", "[gone](index.md#gone)", "![gone](gone.svg)"])
-def test_a_broken_link_stops_the_build(tmp_path, words):
-    mkdocs = pytest.importorskip("mkdocs")
-    from mkdocs.commands.build import build as build_site
-    from mkdocs.config import load_config
+BROKEN = """
+import sys
+from mkdocs.commands.build import build
+from mkdocs.config import load_config
+docs, site, config = sys.argv[1:]
+given = {"docs_dir": docs, "site_dir": site, "strict": True}
+build(load_config(config, nav=["index.md"], hooks=[], plugins=[], **given))
+"""
 
+
+@pytest.mark.slow
+@pytest.mark.parametrize("words", ["[gone](gone.md)", "[gone](index.md#gone)", "![gone](gone.svg)", "gone"])
+def test_a_broken_link_stops_the_build(tmp_path, words):
+    # In a process of its own: mkdocs counts warnings by logging, which other packages switch off.
+    pytest.importorskip("mkdocs")
     (tmp_path / "docs").mkdir()
     (tmp_path / "docs" / "index.md").write_text(f"# Here\n\n{words}\n")
-    given = {"docs_dir": str(tmp_path / "docs"), "site_dir": str(tmp_path / "site"), "strict": True}
-    site = load_config(str(ROOT / "mkdocs.yml"), nav=["index.md"], hooks=[], plugins=[], **given)
-    with pytest.raises(mkdocs.exceptions.Abort, match="1 warning"):
-        build_site(site)
+    folders = [str(tmp_path / "docs"), str(tmp_path / "site"), str(ROOT / "mkdocs.yml")]
+    built = subprocess.run(
+        [sys.executable, "-c", BROKEN, *folders], capture_output=True, text=True, cwd=ROOT, check=False
+    )
+    assert built.returncode == int(words != "gone"), built.stderr

@@ -1,7 +1,7 @@
 """The demo of preference pairs without a judge: a small LLaVA learns to caption and answers pictures twice, a
 small CLIP says which answer fits, and DPO learns from that; held-out pictures show if it hallucinates less.
 
-`python -m mmrl.vision.demo --textures FOLDER`; everything lands in `--output`, and each step is an ordinary
+`python -m mmrl.vision.demo [--textures FOLDER]`; everything lands in `--output`, and each step is an ordinary
 `mmrl` command with a configuration `demo_pairs_*.yaml`. The two baselines learn from the same answers: paired
 by the dial alone, without CLIP's reversal, and paired by a coin.
 """
@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from mmrl.bind import Pieces
 from mmrl.config import Piece
@@ -33,7 +34,7 @@ RULES = {"clip": "score", "no_reversal": "dial", "random": "random"}  # how `vis
 BUILT = ("objects", "scenes", "judge", "model")
 UNSEEN = 1 / 5  # as many captions are learned once more without their picture
 ASKED = "Describe this image."
-CAPTIONED = 1 / 2  # of the pictures that are not held out; of the rest nobody tells what they show
+CAPTIONED = 1 / 4  # of the pictures that are not held out; of the rest nobody tells what they show
 SHOWN = (
     "precision", "recall", "f1", "CHAIRi", "CHAIRs", "hallucinated objects", "fewer than the start",
     "fewer with clip", "completions/mean_length", "pairs", "reversed",
@@ -44,7 +45,11 @@ SHOWN = (
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the demo."""
     parser = argparse.ArgumentParser(prog="mmrl.vision.demo", description=__doc__.split("\n\n")[0])
-    parser.add_argument("--textures", required=True, help="a folder of pictures to lay objects on")
+    parser.add_argument(
+        "--textures",
+        default=".venv/textures",
+        help="a folder of pictures to lay objects on (default: .venv/textures, where make puts some)",
+    )
     parser.add_argument(
         "--output", default="runs/demo-pairs", help="where everything lands (default: runs/demo-pairs)"
     )
@@ -206,7 +211,11 @@ def fewer(before: RewardTable, after: RewardTable) -> tuple[float, tuple[float, 
     """
     if before.uids != after.uids:
         raise ValueError("the two models were measured on different pictures; give them the same data")
-    change = before.at_end("hallucinated") - after.at_end("hallucinated")
+    return mean_with_interval(before.at_end("hallucinated") - after.at_end("hallucinated"))
+
+
+def mean_with_interval(change: Tensor) -> tuple[float, tuple[float, float]]:
+    """Average (M,) numbers, with a 95 % bootstrap interval."""
     drawn = torch.randint(len(change), (1000, len(change)), generator=torch.Generator().manual_seed(0))
     ends = change[drawn].mean(1).quantile(torch.tensor([0.025, 0.975], dtype=change.dtype))
     return float(change.mean()), tuple(ends.tolist())
@@ -230,7 +239,8 @@ def report(
     note = (
         "A small LLaVA learned to caption pictures, and answered others twice, once less mindful of the "
         "picture. Pairs are decided by a small CLIP (clip), by the dial alone (no_reversal) or by a coin "
-        f"(random); DPO learns from each. Nobody told what the pictures of the pairs show. Seed {seed}. "
+        "(random); DPO learns from each, and imitates the better answers besides. Nobody told what the "
+        f"pictures of the pairs show. Seed {seed}. "
         "Objects: OpenMoji, CC BY-SA 4.0."
     )
     sections = [
@@ -246,6 +256,8 @@ def report(
         *curves({"captioner": captioner.records}),
         "</div>",
     ]
+    wrong = {name: one.table.at_end("hallucinated").long().tolist() for name, one in measured.items()}
+    (output / "held_out.json").write_text(json.dumps(wrong) + "\n")
     summary = {"seed": seed, "seconds": round(seconds, 1), "pairs": dict(told), **plain(measured)}
     show(measured, SHOWN, f"before and after, {seconds:.0f} s in all", digits=2)
     leave(output, summary, "mmrl pairs demo", sections)

@@ -105,5 +105,5 @@ def test_cutting_is_refused_where_it_would_confuse(tmp_path):
         cut_weights(yopo25(llava()), neurons=0.5)
     with pytest.raises(ValueError, match="0 neurons and 2 groups of heads would be left"):
         cut_weights(llava(), neurons=0.0)
-    with pytest.raises(ValueError, match="weights are cut out of plain linear layers, not of mmrl.compression.upcast.UpcastLinear"):
+    with pytest.raises(ValueError, match="weights are cut out of plain linear layers, not of .*UpcastLinear"):
         cut_weights(layer_cast(llava(dtype=torch.float32)), neurons=0.5)

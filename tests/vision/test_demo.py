@@ -15,7 +15,7 @@ from tests.tables import reward_table
 
 QUICK = ("max_steps=1", "rollout.num_prompts=4")
 SMALL = {
-    "scenes": ["build.num_train=18", "build.num_test=5", "build.fewest=1", "build.most=2"],
+    "scenes": ["build.num_train=24", "build.num_test=5", "build.fewest=1", "build.most=2"],
     "judge": ["build.steps=2", "build.batch_size=8", "build.width=4", "build.side=32"],
     "model": ["build.width=32", "build.layers=1", "build.vision_width=32", "build.vision_layers=1"],
     "captioner": ["max_steps=2", "rollout.num_prompts=6"],
@@ -52,10 +52,21 @@ def test_the_summary_holds_the_start_and_three_rules_with_intervals(finished):
 
 
 @pytest.mark.slow
+def test_the_wrong_objects_of_every_held_out_picture_are_kept(finished):
+    output, summary = finished
+    wrong = json.loads((output / "held_out.json").read_text())
+    assert list(wrong) == ["start", *demo.RULES]
+    for name, counts in wrong.items():
+        assert len(counts) == 5
+        assert sum(counts) / 5 == pytest.approx(summary[name]["metrics"]["hallucinated objects"])
+
+
+@pytest.mark.slow
 def test_the_rules_decide_the_same_answers(finished):
     output, summary = finished
-    # Nine of 18 pictures are not captioned, in shards of four.
-    names = [f"shard-00000{i}.jsonl" for i in range(3)]
+    # Of 24 pictures, in shards of four, those without a caption.
+    shards = -(-(24 - round(24 * demo.CAPTIONED)) // 4)
+    names = [f"shard-00000{i}.jsonl" for i in range(shards)]
     made = [
         {name: (output / "pairs" / rule / ".build" / name).read_text() for name in names}
         for rule in demo.RULES
@@ -104,7 +115,7 @@ def test_part_keeps_captions_from_the_pictures_of_the_pairs(tmp_path):
     assert "image" not in lessons[count] and lessons[count]["answer"] == "a pear 0"
     # Pairs are named after the lines of the file they come from.
     assert [(row["id"], row["image"]) for row in truth] == [
-        (f"unlabelled.jsonl:{i - 3}", f"{i}.png") for i in range(4, 8)
+        (f"unlabelled.jsonl:{i - count + 1}", f"{i}.png") for i in range(count, len(rows))
     ]
 
 
