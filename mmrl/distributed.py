@@ -8,18 +8,20 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import reduce
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from mmrl import zero
-from mmrl.batch import Batch, Totals
+from mmrl.batch import Totals
 from mmrl.protocols import Policy
 from mmrl.sharded import taken_up, unsharded, whole
 from mmrl.table import RewardTable
 from mmrl.types import Prompt
 from mmrl.watch import ProcessFailed, Watch
+
+T = TypeVar("T")
 
 
 class Processes:
@@ -130,7 +132,7 @@ class Processes:
             for name in dict.fromkeys(name for part in parts for name in part)
         }
 
-    def even(self, micros: Sequence[Batch]) -> Iterator[tuple[Batch, float, bool]]:
+    def even(self, micros: Sequence[T]) -> Iterator[tuple[T, float, bool]]:
         """Yield (micro-batch, counts, last): as many on every process, by repeating the last one with
         `counts` 0."""
         most = len(micros)

@@ -73,7 +73,8 @@ class Needs:
     notes: frozenset[str] = frozenset()
 
     def __or__(self, other: Needs) -> Needs:
-        names = {*self.others, *other.others}
+        # Sorted, because every process has to ask for sharded weights in the same order.
+        names = sorted({*self.others, *other.others})
         others = {
             name: self.others.get(name, frozenset()) | other.others.get(name, frozenset()) for name in names
         }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -49,11 +49,20 @@ def learnable(run: Run, collection: Collection) -> tuple[RewardTable, Batch]:
     batch = spread(learned.select(learned.mine), run.policy.collate(rollouts))
     batch = batch.replace(order=tuple(dict.fromkeys(learned.group.tolist())))
     run.learned = rollouts
-    return credit, within_memory(run, lambda: consult(run.others, batch, run.needs, run.micro_batch_steps))
+    return credit, within_memory(
+        run, lambda: consult(run.others, batch, run.needs, run.micro_batch_steps, run.processes.even)
+    )
 
 
-def consult(policies: Mapping[str, Policy], batch: Batch, needs: Needs, micro_batch_steps: int) -> Batch:
-    """Ask other policies about every step, without gradient; the answers stay on the CPU.
+def consult(
+    policies: Mapping[str, Policy],
+    batch: Batch,
+    needs: Needs,
+    micro_batch_steps: int,
+    even: Callable[[list], Iterable[tuple]] = lambda cuts: ((cut, 1.0, False) for cut in cuts),
+) -> Batch:
+    """Ask other policies about every step, without gradient; the answers stay on the CPU. `even` makes as
+    many cuts on every process, because sharded weights are gathered for each.
 
     `engine` is what the engine noted while it made the rollouts; where it noted nothing, it is `old`.
     """
@@ -61,11 +70,11 @@ def consult(policies: Mapping[str, Policy], batch: Batch, needs: Needs, micro_ba
     for name, policy in policies.items():
         extra = needs.others.get(name, frozenset())
         with torch.no_grad():
-            said = [
-                (rows, columns, policy(batch.select(rows, columns), extra).detach())
-                for rows, columns in batch.cuts(micro_batch_steps, Unit.STEP)
+            told = [
+                (rows, columns, policy(batch.select(rows, columns), extra).detach(), counts)
+                for (rows, columns), counts, _ in even(list(batch.cuts(micro_batch_steps, Unit.STEP)))
             ]
-        others[name] = _assemble(batch, said)
+        others[name] = _assemble(batch, [one[:3] for one in told if one[3]])
     if "engine" in needs.others:
         old = others["old"].logp
         noted = batch.notes.get("logp", torch.full_like(old, torch.nan))  # demonstrations have no notes

@@ -222,3 +222,12 @@ def test_somebody_elses_piece_takes_its_keyword_only_parameters():
     assert {"num", "length", "vocab"} <= set(entry.options)
     with pytest.raises(ValueError, match="no option 'lenght'; it takes num, .*did you mean 'length'"):
         check_options(entry, {"lenght": 3})
+
+
+def test_needs_name_other_policies_in_one_order_on_every_process():
+    # Sets of strings have another order in every process; sharded weights have to be asked for in the same.
+    names = [f"other{i}" for i in range(20)]
+    joined = Needs()
+    for name in reversed(names):
+        joined |= Needs(others={name: frozenset()})
+    assert list(joined.others) == sorted(names)

@@ -319,3 +319,23 @@ def test_clocks_carry_the_metrics_of_the_last_report(tmp_path):
     train(run)
     rewards = [record["reward"] for record in run.journal.read()]
     assert seen == [(0, None), (1, rewards[0]), (2, rewards[1])]
+
+
+def test_other_policies_are_asked_as_often_on_every_process(tmp_path):
+    # Where another process has more cuts, the last one is asked about again, and its answer does not count.
+    run = toy_run(tmp_path, references={"ref": "frozen"}, objective={"penalty": ["k3"]})
+    run.tick(0)
+    _, batch = learnable(run, collect(run))
+    asked = []
+
+    def counting(batch, extra):
+        asked.append(len(batch.mask))
+        return run.policy(batch, extra)
+
+    def even(cuts):
+        return [*((cut, 1.0, False) for cut in cuts), (cuts[-1], 0.0, False), (cuts[-1], 0.0, True)]
+
+    alone = consult({"ref": run.policy}, batch, run.needs, 8).others["ref"].logp
+    found = consult({"ref": counting}, batch, run.needs, 8, even).others["ref"].logp
+    assert len(asked) == len(list(batch.cuts(8, Unit.STEP))) + 2
+    assert torch.equal(found, alone)
