@@ -31,15 +31,30 @@ class Cheap(Protocol):
         """Answer every entry, in order."""
 
 
+class Watching:
+    """An engine around one that is cheaper than its policy: answers as it does, and measures."""
+
+    notes: frozenset[str] = frozenset()
+
+    def __init__(self, engine: Cheap, name: str) -> None:
+        if not is_cheap(engine):
+            raise ValueError(
+                f"`{name}` measures what is cheaper than the policy, but the engine it wraps names neither a "
+                "cache nor a transform"
+            )
+        self.engine, self.policy, self.exactly = engine, engine.policy, engine.exactly
+
+    @property
+    def speaker(self) -> Speaking:
+        """Who answers."""
+        return self.engine.speaker
+
+    @property
+    def cache(self) -> Callable | None:
+        """What holds keys and values."""
+        return self.engine.cache
+
+
 def is_cheap(engine: Cheap) -> bool:
     """Tell whether an engine has a cache or a model of its own, as it stands."""
     return engine.cache is not None or engine.speaker is not engine.policy
-
-
-def check_cheap(engine: Cheap, name: str) -> None:
-    """Refuse an engine that computes as its policy does."""
-    if not is_cheap(engine):
-        raise ValueError(
-            f"`{name}` measures what is cheaper than the policy, but the engine it wraps names neither a "
-            "cache nor a transform"
-        )

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from mmrl.rows import RowError
+from mmrl.types import Message, Outcome, Part, Prompt
+
+Recorded = tuple[
+    list[str], Callable[[tuple[Path, ...]], Sequence[Outcome]]
+]  # names of files, answers of them
 
 
 def lines(path: Path) -> Iterator[tuple[int, str]]:
@@ -47,6 +52,36 @@ def text_of(row: dict[str, Any], names: tuple[str, ...], place: str) -> str:
                 raise RowError(f"{place}: '{name}' must be a text that is not empty, not {row[name]!r}")
             return row[name].strip()
     raise RowError(f"{place}: wanted a key {' or '.join(map(repr, names))}, got {sorted(row)}")
+
+
+def recorded_prompts(
+    path: Path, root: Path, limit: int, what: str, read: Callable[[dict[str, Any], str], Recorded]
+) -> list[Prompt]:
+    """Read one prompt a line (`prompt` or `caption`) with recorded files under `root`; 0: no `limit`.
+
+    `read` gives, of a row and its place, the names of its files and what makes answers of the files found.
+    Every file that cannot be used is named, all of them at once.
+    """
+    uids, found, missing = Uids(path), [], []
+    for place, row in objects(path):
+        names, answers = read(row, place)
+        files = []
+        for name in names:
+            try:
+                files.append(locate(name, root))
+            except RowError as error:
+                missing.append(f"{place}: {error}")
+        message = Message("user", (Part(text_of(row, ("prompt", "caption"), place)),))
+        uid = uids.of(row, place)
+        found.append(Prompt(uid, (message,), row.get("target"), answers(tuple(files)), row))
+        if len(found) == limit:
+            break
+    if missing:
+        shown = "\n  ".join(missing[:10])
+        raise RowError(f"{len(missing)} {what} of '{path}' cannot be used:\n  {shown}")
+    if not found:
+        raise RowError(f"the file '{path}' holds no row")
+    return found
 
 
 def locate(name: str, root: Path) -> Path:

@@ -51,9 +51,8 @@ def build(config: Config, *, quiet: bool = False) -> Run:
     processes = Processes()
     policy, objective = pieces.make("policy", config.policy), pieces.make("objective", config.objective)
     _check_says(config, objective.needs, policy.says)
-    optimizer = processes.place(
-        policy, pieces.make("optimizer", config.learn.optimizer, place="learn.optimizer")
-    )
+    make_optimizer = pieces.make("optimizer", config.learn.optimizer, place="learn.optimizer")
+    optimizer = processes.place(policy, make_optimizer, config.learn.max_grad_norm)
     references = {
         name: pieces.make("reference", piece, policy, place=f"references.{name}")
         for name, piece in config.references.items()

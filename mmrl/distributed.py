@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from mmrl import zero
 from mmrl.batch import Totals
 from mmrl.protocols import Policy
-from mmrl.sharded import taken_up, unsharded, whole
+from mmrl.sharded import taken_up, unsharded
 from mmrl.table import RewardTable
 from mmrl.types import Prompt
 from mmrl.watch import ProcessFailed, Watch
@@ -144,10 +144,13 @@ class Processes:
             yield micros[min(i, len(micros) - 1)], float(i < len(micros)), i == most - 1
 
     def place(
-        self, policy: Policy, make_optimizer: Callable[..., torch.optim.Optimizer]
+        self,
+        policy: Policy,
+        make_optimizer: Callable[..., torch.optim.Optimizer],
+        max_grad_norm: float,
     ) -> torch.optim.Optimizer:
         """Put what learns on its devices, wrapped for data parallelism as the launcher says, and make its
-        optimizer."""
+        optimizer. `max_grad_norm` (0: no limit) is for launchers that clip for themselves."""
         learning = [(name, p) for name, p in policy.module.named_parameters() if p.requires_grad]
         if not learning:
             raise ValueError(
@@ -160,13 +163,14 @@ class Processes:
             zero.check(sharing.zero_stage, optimizer)
             # It wants a number to report speed by; micro-batches here have no fixed one.
             sharing.deepspeed_config["train_micro_batch_size_per_gpu"] = 1
+            sharing.deepspeed_config["gradient_clipping"] = max_grad_norm  # it clips for itself
         self._zero = sharing is not None
         policy.module, optimizer = self.accelerator.prepare(policy.module, optimizer)
         return optimizer
 
     def state_of(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """Give the state of an optimizer, whole. Every process has to come here."""
-        return zero.state_of(optimizer.optimizer) if self._zero else whole(optimizer.state_dict(), self.world)
+        """Give the state of an optimizer, by parameter. Every process has to come here."""
+        return zero.state_of(optimizer.optimizer) if self._zero else optimizer.state_dict()
 
     def take_up(self, optimizer: torch.optim.Optimizer, state: Any, weights: Sequence[Tensor]) -> None:
         """Take up what `state_of` gave, behind the weights themselves."""

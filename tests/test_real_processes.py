@@ -37,7 +37,7 @@ SPEAKING = {
         "penalty": [{"name": "k3", "coef": 0.1}],
     },
     "references": {"ref": "frozen", "slow": {"name": "ema", "decay": 0.5}},
-    "learn": {"learning_rate": 1e-2, "optimizer": "sgd", "micro_batch_steps": 64},
+    "learn": {"learning_rate": 1e-2, "optimizer": "sgd", "micro_batch_steps": 64, "max_grad_norm": 0.5},
     "report": {"trackers": []},
     "max_steps": 3,
     "save_steps": 2,

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
-from mmrl.compression.cheap import Cheap, Speaking, check_cheap, is_cheap
+from mmrl.compression.cheap import Cheap, Watching, is_cheap
 from mmrl.compression.fidelity import gate
 from mmrl.health import evaluating
 from mmrl.registry import engine
@@ -12,7 +12,7 @@ from mmrl.types import Prompt, Rollouts
 
 
 @engine
-class CheckCache:
+class CheckCache(Watching):
     """Measure what makes the wrapped engine cheap on the first prompts it is asked, and stop where that
     changes answers.
 
@@ -20,8 +20,6 @@ class CheckCache:
     least `min_agreement` of them must stay the likeliest with the engine's cache and transforms, at a mean KL
     of at most `max_kl` nats to the policy; `allow` only prints.
     """
-
-    notes: frozenset[str] = frozenset()
 
     def __init__(
         self,
@@ -33,21 +31,10 @@ class CheckCache:
         max_kl: float = 0.1,
         allow: bool = False,
     ) -> None:
-        check_cheap(engine, "check_cache")
-        self.engine, self.policy, self.exactly = engine, engine.policy, engine.exactly
+        super().__init__(engine, "check_cache")
         self.num_prompts, self.num_tokens = num_prompts, num_tokens
         self.min_agreement, self.max_kl, self.allow = min_agreement, max_kl, allow
         self.checked = False
-
-    @property
-    def speaker(self) -> Speaking:
-        """Who answers."""
-        return self.engine.speaker
-
-    @property
-    def cache(self) -> Callable | None:
-        """What holds keys and values."""
-        return self.engine.cache
 
     def rollout(self, prompts: Sequence[Prompt]) -> Rollouts:
         """Ask the wrapped engine, the first time behind the gate."""

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
-from mmrl.compression.cheap import Cheap, Speaking, check_cheap
+from mmrl.compression.cheap import Cheap, Watching
 from mmrl.registry import engine
 from mmrl.types import Prompt, Rollouts
 
 
 @engine
-class CompareExact:
+class CompareExact(Watching):
     """Make the collection number `at` a second time without cache and transforms, and tell the seconds of
     both.
 
@@ -22,26 +22,13 @@ class CompareExact:
     transforms.
     """
 
-    notes: frozenset[str] = frozenset()
-
     def __init__(self, engine: Cheap, *, at: int = 1, every: int = 0) -> None:
         if at < 0 or every < 0:
             raise ValueError(f"`at` and `every` count collections: 0 or more, not {at} and {every}")
-        check_cheap(engine, "compare_exact")
-        self.engine, self.policy, self.exactly = engine, engine.policy, engine.exactly
+        super().__init__(engine, "compare_exact")
         self.at, self.every = at, every
         self.made = 0  # collections
         self.found: dict[str, float] = {}
-
-    @property
-    def speaker(self) -> Speaking:
-        """What answers."""
-        return self.engine.speaker
-
-    @property
-    def cache(self) -> Callable | None:
-        """What holds keys and values."""
-        return self.engine.cache
 
     def rollout(self, prompts: Sequence[Prompt]) -> Rollouts:
         """Ask the wrapped engine, and sometimes time it against the exact one."""

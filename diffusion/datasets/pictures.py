@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from mmrl.diffusion.decoding import MAX_PIXELS, Reading, read_picture
-from mmrl.diffusion.rows import Uids, locate, objects, text_of
+from mmrl.diffusion.rows import Recorded, recorded_prompts
 from mmrl.registry import data
 from mmrl.rows import RowError
-from mmrl.types import Message, Outcome, Part, Prompt
+from mmrl.types import Outcome, Prompt
 
 
 @dataclass(frozen=True)
-class Recorded(Sequence):
+class Pictures(Sequence):
     """The pictures of one prompt as its recorded answers. Each is decoded when somebody looks at it, and not
     kept."""
 
@@ -46,27 +46,13 @@ def pictures(
     """
     if bool(height) != bool(width):
         raise ValueError(f"give both height and width, or neither; got {height} and {width}")
-    source, reading = Path(path), Reading(max_pixels, height, width)
-    uids, found, missing = Uids(source), [], []
-    for place, row in objects(source):
+    reading = Reading(max_pixels, height, width)
+
+    def read(row: dict[str, Any], place: str) -> Recorded:
         names, scores = _answers(row, place)
-        files = []
-        for name in names:
-            try:
-                files.append(locate(name, Path(root)))
-            except RowError as error:
-                missing.append(f"{place}: {error}")
-        message = Message("user", (Part(text_of(row, ("prompt", "caption"), place)),))
-        answers = Recorded(tuple(files), scores, reading)
-        found.append(Prompt(uids.of(row, place), (message,), row.get("target"), answers, row))
-        if len(found) == limit:
-            break
-    if missing:
-        shown = "\n  ".join(missing[:10])
-        raise RowError(f"{len(missing)} pictures of '{source}' cannot be used:\n  {shown}")
-    if not found:
-        raise RowError(f"the file '{source}' holds no row")
-    return found
+        return names, lambda files: Pictures(files, scores, reading)
+
+    return recorded_prompts(Path(path), Path(root), limit, "pictures", read)
 
 
 def _answers(row: Mapping[str, Any], place: str) -> tuple[list[str], tuple[dict[str, float], ...]]:

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from mmrl.diffusion.film import read_film
-from mmrl.diffusion.rows import Uids, locate, objects, text_of
+from mmrl.diffusion.rows import Recorded, recorded_prompts
 from mmrl.registry import data
 from mmrl.rows import RowError
-from mmrl.types import Message, Outcome, Part, Prompt
+from mmrl.types import Outcome, Prompt
 
 
 class Films(Sequence):
@@ -38,30 +38,15 @@ def videos(*, path: str, root: str, num_frames: int, height: int, width: int, li
     Every video is brought to `num_frames` frames of `height` times `width` pixels. Every missing file is
     named before anything is trained.
     """
-    source, found, missing = Path(path), [], []
-    uids = Uids(source)
-    for place, row in objects(source):
+
+    def read(row: dict[str, Any], place: str) -> Recorded:
         names = row.get("videos")
         if not isinstance(names, list) or not names or not all(isinstance(name, str) for name in names):
             raise RowError(f"{place}: `videos` must be a list of paths, not {names!r}")
-        recorded = _recorded(row, len(names), place)
-        files = []
-        for name in names:
-            try:
-                files.append(locate(name, Path(root)))
-            except RowError as error:
-                missing.append(f"{place}: {error}")
-        message = Message("user", (Part(text_of(row, ("prompt", "caption"), place)),))
-        answers = Films(tuple(files), recorded, (num_frames, height, width))
-        found.append(Prompt(uids.of(row, place), (message,), row.get("target"), answers, row))
-        if len(found) == limit:
-            break
-    if missing:
-        shown = "\n  ".join(missing[:10])
-        raise RowError(f"{len(missing)} videos of '{source}' cannot be used:\n  {shown}")
-    if not found:
-        raise RowError(f"the file '{source}' holds no row")
-    return found
+        worth = _recorded(row, len(names), place)
+        return names, lambda files: Films(files, worth, (num_frames, height, width))
+
+    return recorded_prompts(Path(path), Path(root), limit, "videos", read)
 
 
 def _recorded(row: Mapping[str, Any], count: int, place: str) -> tuple[dict[str, float], ...]:

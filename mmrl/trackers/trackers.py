@@ -75,8 +75,24 @@ class Tensorboard:
             self.writer.close()
 
 
+class Session:
+    """A run of a dashboard that is logged to until it is finished."""
+
+    run: Any = None
+
+    def write(self, metrics: Mapping[str, float], step: int) -> None:
+        """Pass on the numbers of a step."""
+        if self.run is not None:
+            self.run.log(dict(metrics), step=step)
+
+    def close(self) -> None:
+        """Finish."""
+        if self.run is not None:
+            self.run.finish()
+
+
 @tracker
-class Wandb:
+class Wandb(Session):
     """Send numbers to Weights & Biases, or with `mode: offline` into `output_dir/wandb`, from where `wandb
     sync` sends them.
 
@@ -94,7 +110,6 @@ class Wandb:
     ) -> None:
         self.there = installed("wandb", "wandb", required)
         self.project, self.name, self.mode = project, name, mode
-        self.run = None
 
     def open(self, folder: Path, config: Mapping[str, Any], start: int) -> str:
         """Begin at a step, and give what there is to say."""
@@ -120,19 +135,9 @@ class Wandb:
             ) from error
         return f"wandb: {self.run.url if self.mode == 'online' else self.run.dir}"
 
-    def write(self, metrics: Mapping[str, float], step: int) -> None:
-        """Pass on the numbers of a step."""
-        if self.run is not None:
-            self.run.log(dict(metrics), step=step)
-
-    def close(self) -> None:
-        """Finish."""
-        if self.run is not None:
-            self.run.finish()
-
 
 @tracker
-class Trackio:
+class Trackio(Session):
     """Keep numbers with trackio: on this machine, or with `space_id` in a Space of the Hugging Face Hub.
 
     trackio knows runs by their name, so that of the folder is followed by an id, unless a `name` is given. A
@@ -145,7 +150,6 @@ class Trackio:
     ) -> None:
         self.there = installed("trackio", "trackio", required)
         self.project, self.name, self.space_id = project, name, space_id
-        self.run = None
 
     def open(self, folder: Path, config: Mapping[str, Any], start: int) -> str:
         """Begin at a step, and give what there is to say."""
@@ -163,13 +167,3 @@ class Trackio:
             embed=False,
         )
         return f"trackio: project {self.project}, run {name}"
-
-    def write(self, metrics: Mapping[str, float], step: int) -> None:
-        """Pass on the numbers of a step."""
-        if self.run is not None:
-            self.run.log(dict(metrics), step=step)
-
-    def close(self) -> None:
-        """Finish."""
-        if self.run is not None:
-            self.run.finish()

@@ -5,11 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from mmrl.draws import Stream
 from mmrl.registry import builder
-from mmrl.vision.builders.tiny_model import SPECIAL, TEMPLATE, tiny_tokenizer
+from mmrl.vision.builders.tiny_model import SPECIAL, TEMPLATE, tiny_tokenizer, write_untrained
 
 IMAGE = "{% if c['type'] == 'image' %}<image>{% endif %}"
 
@@ -50,16 +48,10 @@ class TinyLlava:
         from transformers import LlavaForConditionalGeneration
 
         processor = self._processor()
-        seed = int(torch.randint(1 << 31, (1,), generator=self.stream.fixed("tiny_llava")))
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            model = LlavaForConditionalGeneration(self._config(processor.tokenizer))
-        model.save_pretrained(output)
-        processor.save_pretrained(output)
-        return {
-            "parameters": sum(p.numel() for p in model.parameters()),
-            "vocabulary": len(processor.tokenizer),
-        }
+        config = self._config(processor.tokenizer)
+        return write_untrained(
+            LlavaForConditionalGeneration, config, processor, self.stream.fixed("tiny_llava"), output
+        )
 
     def _processor(self) -> Any:
         from transformers import CLIPImageProcessor, LlavaProcessor

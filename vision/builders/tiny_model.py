@@ -56,6 +56,22 @@ def tiny_tokenizer(texts: Iterable[str], vocab_size: int) -> Any:
     )
 
 
+def write_untrained(
+    kind: type, config: Any, processor: Any, generator: torch.Generator, output: Path
+) -> dict[str, Any]:
+    """Write a folder of a model with random weights and its processor, and tell what is in it."""
+    seed = int(torch.randint(1 << 31, (1,), generator=generator))
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = kind(config)
+    model.save_pretrained(output)
+    processor.save_pretrained(output)
+    return {
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "vocabulary": len(processor.tokenizer),
+    }
+
+
 @builder
 class TinyModel:
     """Build a small Qwen2.5-VL from the real configuration, weights drawn at random.
@@ -88,16 +104,10 @@ class TinyModel:
         from transformers import Qwen2_5_VLForConditionalGeneration
 
         processor = self._processor()
-        seed = int(torch.randint(1 << 31, (1,), generator=self.stream.fixed("tiny_model")))
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            model = Qwen2_5_VLForConditionalGeneration(self._config(processor.tokenizer))
-        model.save_pretrained(output)
-        processor.save_pretrained(output)
-        return {
-            "parameters": sum(p.numel() for p in model.parameters()),
-            "vocabulary": len(processor.tokenizer),
-        }
+        config = self._config(processor.tokenizer)
+        return write_untrained(
+            Qwen2_5_VLForConditionalGeneration, config, processor, self.stream.fixed("tiny_model"), output
+        )
 
     def _processor(self) -> Any:
         from transformers import Qwen2_5_VLProcessor
