@@ -20,7 +20,7 @@ FILES = sorted(path for folder in ("mmrl", *SIBLINGS) for path in (ROOT / folder
 
 BASE = {
     "types", "protocols", "tensor", "table", "batch", "draws", "registry", "reward_forms", "config", "bind",
-    "distributed", "kept", "modules", "rows", "watch", "sharded", "health", "operations", "pictures",
+    "distributed", "kept", "modules", "packed", "rows", "watch", "sharded", "health", "operations", "pictures",
     "settings", "zero",
 }  # fmt: skip
 LOOPS = {

@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers import DynamicCache
 
+from mmrl import packed as module
 from mmrl.draws import Stream
 from mmrl.vision.engines.generate import Generate
 from mmrl.vision.policies.tokens import Tokens
@@ -238,3 +239,21 @@ def test_clips_of_different_lengths_that_a_model_cannot_read_together_are_an_err
     with pytest.raises(ValueError, match=r"one number of frames together, not of \[4, 6\]"):
         mixed.generate(policy, asked)
     assert len(mixed.generate(policy, asked, batch_size=1)) == 2
+
+
+@pytest.mark.parametrize("adapter", [{}, {"lora_rank": 2}])
+def test_packed_weights_give_the_same_answers_and_are_left_behind(checkpoint, monkeypatch, adapter):
+    single = Tokens(model=str(checkpoint(FAMILY)), dtype="float32", **adapter)
+    monkeypatch.setattr(module, "MOST", 0)
+    plain = mixed.generate(single, mixed.prompts(FAMILY))
+    monkeypatch.setattr(module, "MOST", 1 << 30)
+    monkeypatch.setattr(module, "LEAST", 1)  # the layers here are small
+    made = []
+    kept = module._forward
+    monkeypatch.setattr(module, "_forward", lambda layer: made.append(layer) or kept(layer))
+    rows = mixed.generate(single, mixed.prompts(FAMILY))
+    assert len(made) >= 14 * module._useful()  # seven linear layers in each of two blocks
+    assert said(rows) == said(plain)
+    for row, other in zip(rows, plain, strict=True):
+        assert torch.allclose(row.notes["logp"], other.notes["logp"], atol=1e-4)
+    assert not any("forward" in vars(layer) for layer in made)
