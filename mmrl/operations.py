@@ -16,6 +16,10 @@ def _matrices(args: Sequence[Any], out: Any) -> int:
     return 2 * args[-2].shape[-1] * out.numel()
 
 
+def _linear(args: Sequence[Any], out: Any) -> int:
+    return 2 * args[0].shape[-1] * out.numel()
+
+
 def _convolution(args: Sequence[Any], out: Any) -> int:
     # A number of the output reads the weights of its channel once; a transposed one is read the other way.
     return 2 * args[1][0].numel() * (args[0] if args[6] else out).numel()
@@ -51,6 +55,8 @@ COUNTED: dict[Any, Callable[[Sequence[Any], Any], int]] = {
     aten._scaled_dot_product_cudnn_attention.default: _efficient_attention,
     aten._scaled_dot_product_efficient_attention.default: _efficient_attention,
 }
+if (packed_linear := getattr(torch.ops.mkldnn, "_linear_pointwise", None)) is not None:
+    COUNTED[packed_linear.default] = _linear
 
 
 class CountOperations(TorchDispatchMode):

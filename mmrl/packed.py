@@ -41,6 +41,7 @@ def _useful() -> bool:
     return (
         torch.backends.mkldnn.is_available()
         and torch.backends.mkldnn.enabled
+        and hasattr(torch.ops.mkldnn, "_linear_pointwise")
         and platform.machine().lower() in ("x86_64", "amd64")
         and not torch.is_autocast_enabled("cpu")
     )

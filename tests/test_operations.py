@@ -8,6 +8,7 @@ from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 
 from mmrl.operations import CountOperations
+from mmrl.packed import packed
 
 
 def counted(call):
@@ -55,3 +56,9 @@ def test_the_innermost_name_gets_the_count():
         where.append("inside")
         torch.ones(1, 2) @ torch.ones(2, 1)
     assert count.total == {"outside": 2, "inside": 4}
+
+
+def test_packed_layers_count_as_others_do():
+    layer = nn.Linear(256, 300)
+    with packed(layer):
+        assert counted(lambda: layer(torch.ones(2, 5, 256))) == 2 * 10 * 256 * 300
