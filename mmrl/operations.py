@@ -55,8 +55,8 @@ COUNTED: dict[Any, Callable[[Sequence[Any], Any], int]] = {
     aten._scaled_dot_product_cudnn_attention.default: _efficient_attention,
     aten._scaled_dot_product_efficient_attention.default: _efficient_attention,
 }
-if (packed_linear := getattr(torch.ops.mkldnn, "_linear_pointwise", None)) is not None:
-    COUNTED[packed_linear.default] = _linear
+if (through_onednn := getattr(torch.ops.mkldnn, "_linear_pointwise", None)) is not None:
+    COUNTED[through_onednn.default] = _linear
 
 
 class CountOperations(TorchDispatchMode):

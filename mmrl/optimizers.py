@@ -20,10 +20,8 @@ _TABLES = re.compile(r"embed|lm_head")  # a row of these is a token: they are no
 def adamw(
     named: Named, *, weight_decay: float = 0.0, beta1: float = 0.9, beta2: float = 0.999, eps: float = 1e-8
 ) -> torch.optim.Optimizer:
-    """Adam with decoupled weight decay (arXiv 1711.05101), in torch's fused form: every weight is read and
-    written once."""
-    betas = (beta1, beta2)
-    return torch.optim.AdamW(_values(named), weight_decay=weight_decay, betas=betas, eps=eps, fused=True)
+    """Adam with decoupled weight decay (arXiv 1711.05101)."""
+    return torch.optim.AdamW(_values(named), weight_decay=weight_decay, betas=(beta1, beta2), eps=eps)
 
 
 @optimizer

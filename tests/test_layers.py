@@ -20,8 +20,8 @@ FILES = sorted(path for folder in ("mmrl", *SIBLINGS) for path in (ROOT / folder
 
 BASE = {
     "types", "protocols", "tensor", "table", "batch", "draws", "registry", "reward_forms", "config", "bind",
-    "distributed", "kept", "modules", "packed", "rows", "watch", "sharded", "health", "operations", "pictures",
-    "settings", "zero",
+    "distributed", "kept", "modules", "onednn", "rows", "watch", "sharded", "health", "operations",
+    "pictures", "settings", "zero",
 }  # fmt: skip
 LOOPS = {
     "score",

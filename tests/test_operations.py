@@ -7,8 +7,8 @@ import torch
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 
+from mmrl.onednn import onednn
 from mmrl.operations import CountOperations
-from mmrl.packed import packed
 
 
 def counted(call):
@@ -58,7 +58,7 @@ def test_the_innermost_name_gets_the_count():
     assert count.total == {"outside": 2, "inside": 4}
 
 
-def test_packed_layers_count_as_others_do():
+def test_layers_through_onednn_count_as_others_do():
     layer = nn.Linear(256, 300)
-    with packed(layer):
+    with onednn(layer, pack=True):
         assert counted(lambda: layer(torch.ones(2, 5, 256))) == 2 * 10 * 256 * 300

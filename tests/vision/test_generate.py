@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from mmrl import packed as module
+from mmrl import onednn as module
 from mmrl.draws import Stream
 from mmrl.vision.engines.generate import Generate
 from mmrl.vision.policies.tokens import Tokens
@@ -244,16 +244,14 @@ def test_clips_of_different_lengths_that_a_model_cannot_read_together_are_an_err
 @pytest.mark.parametrize("adapter", [{}, {"lora_rank": 2}])
 def test_packed_weights_give_the_same_answers_and_are_left_behind(checkpoint, monkeypatch, adapter):
     single = Tokens(model=str(checkpoint(FAMILY)), dtype="float32", **adapter)
-    monkeypatch.setattr(module, "MOST", 0)
-    plain = mixed.generate(single, mixed.prompts(FAMILY))
-    monkeypatch.setattr(module, "MOST", 1 << 30)
-    monkeypatch.setattr(module, "LEAST", 1)  # the layers here are small
+    plain = mixed.generate(single, mixed.prompts(FAMILY))  # the layers here are small
+    monkeypatch.setattr(module, "MANY", 0)
     made = []
     kept = module._forward
-    monkeypatch.setattr(module, "_forward", lambda layer: made.append(layer) or kept(layer))
+    monkeypatch.setattr(module, "_forward", lambda *args: made.append(args) or kept(*args))
     rows = mixed.generate(single, mixed.prompts(FAMILY))
-    assert len(made) >= 14 * module._useful()  # seven linear layers in each of two blocks
+    assert len(made) >= 14 * module._there()  # seven linear layers in each of two blocks
     assert said(rows) == said(plain)
     for row, other in zip(rows, plain, strict=True):
         assert torch.allclose(row.notes["logp"], other.notes["logp"], atol=1e-4)
-    assert not any("forward" in vars(layer) for layer in made)
+    assert not any("forward" in vars(layer) for layer, _ in made)

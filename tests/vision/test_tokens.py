@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from mmrl import onednn
 from mmrl.types import Outcome
 from mmrl.vision.policies import tokens
 from mmrl.vision.policies.tokens import Tokens, chunked_logp
@@ -259,6 +260,29 @@ def test_layers_are_in_fact_recomputed(checkpoint):
     # With a cache prompts and answers pass once each; packed ones pass once, and once again backwards.
     assert counts == [2, 2]
     assert not any(module.training for module in loaded(checkpoint).model.modules())
+
+
+@pytest.mark.parametrize("options", [{}, {"lora_rank": 2}, {"freeze_vision_tower": False}])
+@SOME
+def test_gradients_through_onednn_are_the_same(checkpoint, monkeypatch, family, options):
+    results = []
+    calls = []
+    backward = onednn._Linear.backward
+    monkeypatch.setattr(
+        onednn._Linear, "backward", staticmethod(lambda *args: calls.append(1) or backward(*args))
+    )
+    for least in (onednn.MANY, 0):  # the layers here are small
+        monkeypatch.setattr(onednn, "MANY", least)
+        policy = shaken(loaded(checkpoint, family, **options))
+        mixed.loss(policy, recorded(policy, family)).backward()
+        results.append(mixed.gradients(policy))
+    assert bool(calls) == onednn._there()
+    plain, other = results
+    assert plain.keys() == other.keys()
+    for name, value in plain.items():
+        torch.testing.assert_close(
+            other[name], value, rtol=1e-4, atol=1e-5 * max(1.0, float(value.abs().max()))
+        )
 
 
 @EVERY

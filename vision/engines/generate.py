@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mmrl.draws import Stream
 from mmrl.modules import LOW
-from mmrl.packed import packed
+from mmrl.onednn import onednn
 from mmrl.registry import engine
 from mmrl.types import Outcome, Prompt, Rollouts, Trajectory
 from mmrl.vision.cheaper import Cheaper
@@ -95,7 +95,7 @@ class Generate:
         model, compute = self.speaker.model, self.speaker.compute
         device = model.get_input_embeddings().weight.device
         finished: list[Trajectory] = []
-        with caching(model), torch.autocast(device.type, compute, compute in LOW), packed(model):
+        with caching(model), torch.autocast(device.type, compute, compute in LOW), onednn(model, pack=True):
             for at in range(0, len(rows), size):
                 finished += self._answer(rows[at : at + size], begin)
         return tuple(finished)

@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from mmrl.batch import Batch, StepOutput
 from mmrl.modules import DTYPES, LOW, apply_transforms, keep_training_precision
+from mmrl.onednn import onednn
 from mmrl.registry import policy
 from mmrl.tensor import cat_padded
 from mmrl.types import Outcome, Prompt, Rollouts, Trajectory
@@ -42,7 +43,8 @@ class StepModel(nn.Module):
             if self.checkpointed:
                 hidden = read_packed(core, steps)
             else:
-                hidden = read_cached(core, steps, share_prefix=self.share)
+                with onednn(core):  # what is computed anew in a backward pass would go without
+                    hidden = read_cached(core, steps, share_prefix=self.share)
             if self.blank is not None and not any(prompt.media for prompt in steps.prompts):
                 hidden = hidden + 0.0 * self._look_at_nothing(core)
             inside = torch.arange(steps.longest)[None] < steps.length[:, None]
