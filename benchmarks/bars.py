@@ -13,6 +13,7 @@ RESULTS = Path(__file__).parent / "results"
 CACHES = ("StaticCache", "quanto 4", "visual_bits 16", "visual_bits 8", "visual_bits 2", "visual_bits 1")
 PARTS = {
     "GRPO step / TRL": ("step_against_trl", "limit_step"),
+    "the same by MKL": ("step_against_trl_by_mkl", "limit_step"),
     "rollout / copies": ("rollout_against_copies", "limit_rollout"),
     "learning / repeated prompts": ("learn_against_repeated", "limit_learn"),
 }

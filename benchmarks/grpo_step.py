@@ -6,8 +6,9 @@ computed.
 `--peers` is a folder with TRL. Both trainers get the same weights, picture, question, reward and loss (GRPO
 without a reference), and their gradients for the same answers are compared. One thread, float32; seconds are
 processor time of the process, and what is compared takes turns, so that a busy machine is unfair to none.
-Everybody answers to full length, because the end token is taken away. The vision tower is frozen and its
-operations are counted; a multiplication with an addition counts as 2.
+Everybody answers to full length, because the end token is taken away. "MKL" is mmrl without its way through
+oneDNN, which peers do not have. The vision tower is frozen and its operations are counted; a multiplication
+with an addition counts as 2.
 """
 
 from __future__ import annotations
@@ -127,6 +128,15 @@ def seconds_of(call: Callable[[], object]) -> float:
     return time.process_time() - start
 
 
+def by_mkl(call: Callable, *args: object) -> None:
+    """Call without the way through oneDNN."""
+    from mmrl import onednn
+
+    onednn.MANY, kept = sys.maxsize, onednn.MANY  # no weight has so many numbers
+    call(*args)
+    onednn.MANY = kept
+
+
 # ---- one GRPO step
 
 
@@ -136,7 +146,7 @@ def compare_steps(folder: Path, model: Path, data: Path, length: int, repeats: i
 
     run = make_run(folder, model, data, length)
     trainer = make_trainer(folder, model, data, length, repeats + 1)
-    taken: dict[str, list[float]] = {"trl": [], "mmrl": []}
+    taken: dict[str, list[float]] = {"trl": [], "mmrl": [], "mmrl_mkl": []}
 
     class Turns(TrainerCallback):
         def on_step_begin(self, args, state, control, **others):
@@ -144,13 +154,15 @@ def compare_steps(folder: Path, model: Path, data: Path, length: int, repeats: i
 
         def on_step_end(self, args, state, control, **others):
             taken["trl"].append(time.process_time() - self.began)
-            taken["mmrl"].append(seconds_of(lambda: step_once(run, state.global_step)))
+            at = 2 * state.global_step
+            taken["mmrl"].append(seconds_of(lambda: step_once(run, at)))
+            taken["mmrl_mkl"].append(seconds_of(lambda: by_mkl(step_once, run, at + 1)))
 
     trainer.add_callback(Turns())
     trainer.train()
     found = {f"{name}_seconds": round(median(times[1:]), 3) for name, times in taken.items()}
     found["spread"] = {name: [round(min(t[1:]), 3), round(max(t[1:]), 3)] for name, t in taken.items()}
-    return found | {"gradients_differ_by": compare_gradients(run, trainer, repeats + 2)}
+    return found | {"gradients_differ_by": compare_gradients(run, trainer, 2 * repeats + 4)}
 
 
 def compare_gradients(run, trainer, number: int) -> float:
@@ -234,9 +246,11 @@ def compare_parts(folder: Path, model: Path, data: Path, length: int, repeats: i
             **inputs(1), **settings, num_return_sequences=GROUP
         ),
         "rollout: mmrl, prefix copied": lambda: roll(False),
+        "rollout: mmrl, MKL": lambda: by_mkl(roll, True),
         "rollout: mmrl": lambda: roll(True),
         "learn: repeated prompts": learn_repeated,
         "learn: mmrl, prefix copied": lambda: learn_shared(False),
+        "learn: mmrl, MKL": lambda: by_mkl(learn_shared, True),
         "learn: mmrl": lambda: learn_shared(True),
     }
     taken: dict[str, list[float]] = {name: [] for name in calls}
@@ -289,13 +303,16 @@ def measure(folder: Path, model: Path, visual: int, length: int, repeats: int, p
     ratios = {
         "rollout_against_copies": line["rollout: generate on copies"] / rolled,
         "rollout_against_num_return_sequences": line["rollout: num_return_sequences"] / rolled,
+        "rollout_against_mkl": line["rollout: mmrl, MKL"] / rolled,
         "rollout_against_prefix_copied": line["rollout: mmrl, prefix copied"] / rolled,
         "learn_against_repeated": line["learn: repeated prompts"] / learned,
+        "learn_against_mkl": line["learn: mmrl, MKL"] / learned,
         "learn_against_prefix_copied": line["learn: mmrl, prefix copied"] / learned,
     }
     if peers:
         line |= compare_steps(folder, model, data, length, repeats)
         ratios["step_against_trl"] = line["trl_seconds"] / line["mmrl_seconds"]
+        ratios["step_against_trl_by_mkl"] = line["trl_seconds"] / line["mmrl_mkl_seconds"]
     line |= {name: round(value, 2) for name, value in ratios.items()}
     return line | limits(line["prompt"], visual, length)
 
