@@ -10,6 +10,7 @@ from __future__ import annotations
 import platform
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 
 MANY = 1 << 16  # numbers of a weight above which a call of oneDNN is worth its while
 MOST = 4 << 30  # bytes of all weights that may lie in memory a second time
+_INSIDE: ContextVar[bool] = ContextVar("inside", default=False)
 
 
 @contextmanager
@@ -27,15 +29,26 @@ def onednn(model: nn.Module, *, pack: bool = False) -> Iterator[None]:
     once as its kernels read them, for calls without gradient on a few rows each, up to 4 GiB of weights; they
     must not change meanwhile.
     """
-    layers = [layer for layer in model.modules() if _fits(layer)] if _there() else []
+    there = _there()
+    layers = [layer for layer in model.modules() if _plain(layer)] if there else []
     pack = pack and sum(layer.weight.nbytes for layer in layers) <= MOST
     for layer in layers:
         layer.forward = _forward(layer, pack)
+    token = _INSIDE.set(there)
     try:
         yield
     finally:
+        _INSIDE.reset(token)
         for layer in layers:
             del layer.forward
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Multiply (..., n) by the rows of a weight (m, n) that is no layer's own, a part of one for instance:
+    inside `onednn` as layers do there, else as torch does."""
+    if _INSIDE.get() and _fits(weight) and _suits(x):
+        return _Linear.apply(x, weight, bias)
+    return nn.functional.linear(x, weight, bias)
 
 
 def _there() -> bool:
@@ -48,13 +61,18 @@ def _there() -> bool:
     )
 
 
-def _fits(layer: nn.Module) -> bool:
+def _fits(weight: Tensor) -> bool:
+    whole = type(weight) in (Tensor, nn.Parameter) and weight.layout is torch.strided
+    return whole and weight.device.type == "cpu" and weight.dtype == torch.float32 and weight.numel() > MANY
+
+
+def _suits(x: Tensor) -> bool:
+    return x.dtype == torch.float32 and x.dim() > 1 and x.numel() > 0
+
+
+def _plain(layer: nn.Module) -> bool:
     # A subclass may compute something else, and so may a layer whose forward somebody has replaced.
-    if type(layer) is not nn.Linear or "forward" in vars(layer):
-        return False
-    weight = layer.weight
-    plain = type(weight) in (Tensor, nn.Parameter) and weight.layout is torch.strided
-    return plain and weight.device.type == "cpu" and weight.dtype == torch.float32 and weight.numel() > MANY
+    return type(layer) is nn.Linear and "forward" not in vars(layer) and _fits(layer.weight)
 
 
 def _forward(layer: nn.Linear, pack: bool) -> Callable[[Tensor], Tensor]:
@@ -62,10 +80,8 @@ def _forward(layer: nn.Linear, pack: bool) -> Callable[[Tensor], Tensor]:
     packed = torch.ops.mkldnn._reorder_linear_weight(layer.weight.detach()) if pack else None
 
     def forward(x: Tensor) -> Tensor:
-        if x.dtype != torch.float32 or x.dim() < 2 or not x.numel():
-            return nn.functional.linear(x, layer.weight, layer.bias)
-        if packed is None or torch.is_grad_enabled():
-            return _Linear.apply(x, layer.weight, layer.bias)
+        if packed is None or torch.is_grad_enabled() or not _suits(x):
+            return linear(x, layer.weight, layer.bias)
         return _times(x, packed, layer.bias)
 
     return forward

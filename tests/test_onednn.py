@@ -72,6 +72,29 @@ def test_gradients_are_the_same(shape, summed, pack) -> None:
 
 
 @there
+def test_parts_of_weights_go_the_same_way_inside_and_nowhere_else(monkeypatch) -> None:
+    calls = []
+    times = module._times
+    monkeypatch.setattr(module, "_times", lambda *args: calls.append(1) or times(*args))
+    weight = torch.randn(2 * WIDE, 2 * WIDE, requires_grad=True)
+    part, x = weight[::2, WIDE:], torch.randn(3, 5, WIDE)
+    wanted = nn.functional.linear(x, part)
+    assert torch.equal(module.linear(x, part), wanted)
+    assert not calls
+    with onednn(nn.Module()):
+        found = module.linear(x, part)
+        assert calls == [1]
+        assert torch.equal(
+            module.linear(x[..., :2], part[:, :2]), nn.functional.linear(x[..., :2], part[:, :2])
+        )
+        assert calls == [1]  # too few numbers
+    assert torch.allclose(found, wanted, atol=1e-4)
+    upstream = torch.randn(found.shape)
+    (one,), (other,) = (torch.autograd.grad((out * upstream).sum(), weight) for out in (found, wanted))
+    assert torch.allclose(one, other, atol=1e-4)
+
+
+@there
 def test_frozen_weights_get_no_gradient() -> None:
     model = nn.Linear(WIDE, WIDE).requires_grad_(False)
     x = torch.randn(4, WIDE, requires_grad=True)

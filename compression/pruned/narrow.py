@@ -8,6 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from mmrl import onednn
+
 Features = slice | Tensor | None  # which outputs or inputs; None: all
 
 
@@ -45,7 +47,7 @@ def _take(weight: Tensor, axis: int, chosen: Features) -> Tensor:
 
 def _plain(linear: nn.Module, x: Tensor, rows: Features, columns: Features) -> Tensor:
     bias = linear.bias if linear.bias is None else _take(linear.bias, 0, rows)
-    return F.linear(x, _take(_take(linear.weight, 0, rows), 1, columns), bias)
+    return onednn.linear(x, _take(_take(linear.weight, 0, rows), 1, columns), bias)
 
 
 def _upcast(linear: nn.Module, x: Tensor, rows: Features, columns: Features) -> Tensor:
