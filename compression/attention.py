@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from mmrl.compression.held.layer import Held
-from mmrl.compression.held.layout import Part
+from mmrl.compression.held.layout import Part, per_head
 
 PREFIX = "codes_"
 BASES = ("sdpa", "eager")
@@ -76,61 +76,65 @@ def attend(held: Held, query: Tensor, mask: Tensor | None, scaling: float) -> Te
     """Attend from (B, H, T, D) queries to everything that a layer holds: (B, T, H, D).
 
     Scores of all parts stand side by side for one softmax. Rows that answer one prompt are queries of one
-    product, so the prompt is read once for all of them.
+    product, so the prompt is read once for all of them, and scores stay brought together until they are
+    weights.
     """
     rows, heads, num, size = query.shape
     exact = torch.float64 if query.dtype == torch.float64 else torch.float32
     asked = (query.to(exact) * scaling).reshape(rows, held.heads, -1, size)
     keys, values = held.parts()
-    scores = torch.cat([_scores(held, part, asked, mask, num) for part in keys], -1)
-    weights = scores.softmax(-1)
-    shares = zip(values, _shares(held, keys, values, weights), strict=True)
-    found = reduce(torch.add, (_mixed(held, part, share) for part, share in shares))
-    return found.view(rows, heads, num, size).transpose(1, 2).to(query.dtype)
+    scores = _scores(held, keys, asked)
+    hidden = held.layout.hidden(keys, mask, num, held.length, (held.heads, heads // held.heads))
+    if hidden is not None:
+        scores.masked_fill_(hidden, torch.finfo(exact).min)
+    found = _mixed(held, values, _shares(held, keys, values, scores.softmax(-1)))
+    return found.reshape(rows, heads, num, size).transpose(1, 2).to(query.dtype)
 
 
-def _scores(held: Held, part: Part, asked: Tensor, mask: Tensor | None, num: int) -> Tensor:
-    """Score the tokens of a part: (B, h, Q, D) queries to (B, h, Q, n), the lowest number where nothing is
-    seen."""
+def _scores(held: Held, parts: list[Part], asked: Tensor) -> Tensor:
+    """Score all tokens: queries (B, h, Q, D) to (P, h, g * Q, N), rows of one prompt together."""
     layout = held.layout
-    shared = part.shared
-    scores = layout.unfold(part.block.dots(layout.fold(asked))) if shared else part.block.dots(asked)
-    if part.visual and held.recipe.calibrates:
-        valid = part.rows(layout) >= 0
-        scores = held.recipe.calibrate(scores, _per_head(valid)[:, :, None])
-    seen = layout.visible(part, mask, num, held.length)
-    if seen is None:
-        return scores
-    # The queries of a key-value head are its query heads, each with all of the newest tokens.
-    scores = scores.unflatten(2, (-1, num))
-    seen = seen.unflatten(1, (held.heads, -1)) if seen.shape[1] > 1 else seen[:, :, None]
-    return scores.masked_fill(~seen, torch.finfo(scores.dtype).min).flatten(2, 3)
+    together = layout.fold(asked)
+    found = []
+    for part in parts:
+        scores = part.block.dots(together if part.shared else asked)
+        if part.visual and held.recipe.calibrates:
+            scores = held.recipe.calibrate(scores, per_head(part.slots >= 0)[:, :, None])
+        found.append(scores if part.shared else layout.fold(scores))
+    return torch.cat(found, -1)
 
 
-def _mixed(held: Held, part: Part, weights: Tensor) -> Tensor:
-    if not part.shared:
-        return part.block.mix(weights)
-    return held.layout.unfold(part.block.mix(held.layout.fold(weights)))
+def _mixed(held: Held, parts: list[Part], shares: list[Tensor]) -> Tensor:
+    """Add up all tokens by their weights: (B, h, Q, D). Shares of a shared part have rows of one prompt
+    together."""
+    found: dict[bool, Tensor] = {}
+    for part, share in zip(parts, shares, strict=True):
+        one = part.block.mix(share)
+        found[part.shared] = found[part.shared] + one if part.shared in found else one
+    if True in found:
+        found[True] = held.layout.unfold(found[True])
+    return reduce(torch.add, found.values())
 
 
 def _shares(held: Held, keys: list[Part], values: list[Part], weights: Tensor) -> list[Tensor]:
-    """Split (B, h, Q, n) weights among the parts of the values, which may hold tokens in another order than
-    the keys."""
+    """Split weights (P, h, g * Q, N) among the parts of the values: for shared ones (P, h, g * Q, n), for
+    others (B, h, Q, n). Values may stand in another order than keys."""
+    layout = held.layout
     if len(keys) == len(values) and all(
         k.slots is v.slots or k.name == v.name != "" for k, v in zip(keys, values, strict=True)
     ):
-        return list(weights.split([part.slots.shape[-1] for part in keys], -1))
-    slots = [_per_head(part.rows(held.layout)).expand(-1, held.heads, -1) for part in keys]
+        split = weights.split_with_sizes([part.slots.shape[-1] for part in keys], -1)
+        return [
+            share if part.shared else layout.unfold(share) for part, share in zip(values, split, strict=True)
+        ]
+    weights = layout.unfold(weights)
+    slots = [per_head(part.rows(layout)).expand(-1, held.heads, -1) for part in keys]
     at = torch.cat(slots, -1)[:, :, None].expand(weights.shape)
     # Tokens of no slot have no weight, wherever they are put.
     placed = weights.new_zeros(*weights.shape[:-1], held.length).scatter_add_(-1, at.clamp(min=0), weights)
     shares = []
     for part in values:
-        slots = _per_head(part.rows(held.layout))[:, :, None]
-        share = placed.gather(-1, slots.clamp(min=0).expand(*weights.shape[:3], -1))
-        shares.append(share * (slots >= 0))
+        slots = per_head(part.rows(layout))[:, :, None]
+        share = placed.gather(-1, slots.clamp(min=0).expand(*weights.shape[:3], -1)) * (slots >= 0)
+        shares.append(layout.fold(share) if part.shared else share)
     return shares
-
-
-def _per_head(slots: Tensor) -> Tensor:
-    return slots if slots.dim() == 3 else slots[:, None]

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from mmrl.compression.bits import Codes, dequantize, rotation
-from mmrl.compression.held.products import dots, mix
+from mmrl.compression.held.products import dots, mix, times
 
 
 class Block(Protocol):
@@ -39,13 +39,23 @@ class Exact:
         """Measure what is held."""
         return self.x.numel() * self.x.element_size()
 
+    @cached_property
+    def _flat(self) -> tuple[Tensor, Tensor]:
+        """View rows and heads as one axis: tokens in rows, and in columns."""
+        flat = self.x.flatten(0, 1)
+        return flat, flat.mT
+
     def dots(self, query: Tensor) -> Tensor:
         """Multiply with queries."""
-        return (query.to(self.x.dtype) @ self.x.transpose(-1, -2)).to(query.dtype)
+        return self._times(query, self._flat[1])
 
     def mix(self, weights: Tensor) -> Tensor:
         """Add up by weights."""
-        return (weights.to(self.x.dtype) @ self.x).to(weights.dtype)
+        return self._times(weights, self._flat[0])
+
+    def _times(self, x: Tensor, other: Tensor) -> Tensor:
+        found = times(x.flatten(0, 1).to(other.dtype), other)
+        return found.view(*x.shape[:3], -1).to(x.dtype)
 
     def dense(self) -> Tensor:
         """Give the tokens."""
@@ -73,19 +83,20 @@ class Coded:
         return self.codes.nbytes
 
     @cached_property
-    def _flat(self) -> tuple[Tensor, Tensor, Tensor]:
-        """View rows, heads and groups as one axis of blocks: codes, scale and low."""
-        return tuple(x.flatten(0, 2) for x in (self.codes.packed, self.codes.scale, self.codes.low))
+    def _flat(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """View rows, heads and groups as one axis of blocks: codes, scale, low, and low as a column."""
+        packed, scale, low = (x.flatten(0, 2) for x in (self.codes.packed, self.codes.scale, self.codes.low))
+        return packed, scale, low, low.mT
 
     def dots(self, query: Tensor) -> Tensor:
         """Multiply with queries; keys share their scales over tokens."""
         groups = self.codes.packed.shape[2]
-        packed, scale, low = self._flat
+        packed, scale, _, low = self._flat
         each = self._turn(query).flatten(0, 1)
         each = each.repeat_interleave(groups, 0) if groups > 1 else each
         # One number per query and group: the product of the query with what code 0 stands for.
-        base = torch.bmm(each, low.to(each.dtype).mT)
-        scores = dots(each * scale, packed, self.codes.nbits).add_(base)
+        base = torch.bmm(each, low.to(each.dtype))
+        scores = dots(each * scale, packed, self.codes.nbits, base)
         if groups == 1:
             return scores.view(*query.shape[:3], -1)
         return scores.view(*query.shape[:2], groups, *scores.shape[1:]).transpose(2, 3).flatten(-2)
@@ -98,7 +109,7 @@ class Coded:
 
     def _mix_by_channel(self, weights: Tensor) -> Tensor:
         groups, shape = self.codes.packed.shape[2], weights.shape[:3]
-        packed, scale, low = self._flat
+        packed, scale, low, _ = self._flat
         if groups > 1:
             weights = weights.unflatten(-1, (groups, -1)).transpose(2, 3).flatten(0, 1)
         weights = weights.flatten(0, 1)

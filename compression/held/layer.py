@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Protocol
 
 import torch
@@ -45,7 +46,6 @@ class Tail:
     def __init__(self, like: Tensor, start: int, rows: int) -> None:
         self.start = self.length = start
         self._keys, self._values = (like.new_empty(rows, like.shape[1], 0, like.shape[3]) for _ in range(2))
-        self._slots = torch.arange(start, start, device=like.device)
 
     @property
     def nbytes(self) -> int:
@@ -60,9 +60,9 @@ class Tail:
             self._keys, self._values = (
                 torch.nn.functional.pad(x, (0, 0, 0, more)) for x in (self._keys, self._values)
             )
-        self._keys[:, :, at:end], self._values[:, :, at:end] = keys, values
-        self.length += keys.shape[2]
-        self._number()
+        for held, x in ((self._keys, keys), (self._values, values)):
+            held.narrow(2, at, end - at).copy_(x)
+        self.length += end - at
 
     def keys(self) -> list[Part]:
         """List the keys."""
@@ -73,11 +73,8 @@ class Tail:
         return self._part(self._values)
 
     def _part(self, x: Tensor) -> list[Part]:
-        held = Exact(x[:, :, : self.length - self.start])
-        return [Part(held, self._slots.expand(len(x), -1), shared=False, name="tail")]
-
-    def _number(self) -> None:
-        self._slots = torch.arange(self.start, self.length, device=self._keys.device)
+        held = Exact(x.narrow(2, 0, self.length - self.start))
+        return [Part(held, _count(self.start, self.length, x.device), shared=False, name="tail")]
 
     def select(self, rows: Tensor) -> None:
         """Keep rows, in this order."""
@@ -86,7 +83,12 @@ class Tail:
     def crop(self, length: int) -> None:
         """Forget what stands at or behind a slot."""
         self.start, self.length = min(self.start, length), min(self.length, length)
-        self._number()
+
+
+@lru_cache(maxsize=4)
+def _count(start: int, end: int, device: torch.device) -> Tensor:
+    """Count slots (1, n); all layers ask for the same in a step."""
+    return torch.arange(start, end, device=device)[None]
 
 
 @dataclass(eq=False)

@@ -62,7 +62,8 @@ class Part:
     """A block with the slots of its tokens: (R, n), or (R, h, n) where heads hold different ones.
 
     A shared part has one row for every prompt, another one for every row. Parts of one `name` have the same
-    slots in every layer. `visual` says that it holds visual tokens only.
+    slots in every layer. `visual` says that it holds visual tokens only. Slots of parts that are not shared
+    may be (1, n) where all rows have the same.
     """
 
     block: Block
@@ -73,7 +74,9 @@ class Part:
 
     def rows(self, layout: Layout) -> Tensor:
         """Give every row of the batch its slots."""
-        return self.slots if not self.shared or layout.alone else self.slots[layout.owner]
+        if self.shared:
+            return self.slots if layout.alone else self.slots[layout.owner]
+        return self.slots.expand(len(layout.owner), *self.slots.shape[1:])
 
     def dense(self, layout: Layout) -> Tensor:
         """Give every row of the batch its tokens."""
@@ -91,9 +94,10 @@ class Layout:
         self.visual, self.real = visual, real
         self.owner = torch.zeros(0, dtype=torch.int64)
         self.length = 0  # of the prompt, in slots
-        self._fold: tuple[Tensor, int] | None = None
+        self._fold: tuple[Tensor, int, bool] | None = None
         self.made: dict[str, Tensor] = {}  # slots that all layers share
-        self._seen: dict[str, tuple] = {}
+        self._hidden: dict[tuple[str, ...], tuple] = {}
+        self._full: dict[str, bool] = {}  # which parts hold a token in every place
         self._alone: bool | None = None
 
     def begin(self, rows: int, length: int, device: torch.device) -> int:
@@ -129,7 +133,7 @@ class Layout:
         """Keep rows, in this order; gives the prompts to be kept where some are not read any more."""
         self.owner = self.owner[rows.to(self.owner.device)]
         self._fold = self._alone = None
-        self._seen.clear()
+        self._forget()
         used, owner = torch.unique(self.owner, return_inverse=True)
         if len(used) == len(self.real):
             return None
@@ -141,66 +145,104 @@ class Layout:
     def crop(self, length: int) -> None:
         """Cut prompts to a number of slots."""
         self.length = min(self.length, length)
-        self._seen.clear()
+        self._forget()
+
+    def _forget(self) -> None:
+        self._hidden.clear()
+        self._full.clear()
 
     # ---- rows of one prompt as queries of one row
 
     def fold(self, x: Tensor) -> Tensor:
         """Bring rows of one prompt together: (B, h, Q, D) to (P, h, g * Q, D), g the largest group."""
-        place, most = self._places()
+        place, most, even = self._places()
         if most == 0:
             return x
+        if even:
+            return x.unflatten(0, (-1, most)).transpose(1, 2).flatten(2, 3)
         out = x.new_zeros(len(self.real), most, *x.shape[1:])
         out[self.owner, place] = x
         return out.transpose(1, 2).flatten(2, 3)
 
     def unfold(self, x: Tensor) -> Tensor:
         """Give every row its own again: (P, h, g * Q, n) to (B, h, Q, n)."""
-        place, most = self._places()
+        place, most, even = self._places()
         if most == 0:
             return x
-        return x.unflatten(2, (most, -1)).transpose(1, 2)[self.owner, place]
+        x = x.unflatten(2, (most, -1)).transpose(1, 2)
+        return x.flatten(0, 1) if even else x[self.owner, place]
 
-    def _places(self) -> tuple[Tensor, int]:
-        """Number the rows of every prompt, and find the largest group: 0 where nothing is to be brought
-        together."""
+    def _places(self) -> tuple[Tensor, int, bool]:
+        """Number the rows of every prompt, find the largest group (0 where nothing is to be brought
+        together), and tell whether all groups are as large and in order."""
         if self._fold is None:
             if self.alone:
-                self._fold = self.owner, 0
+                self._fold = self.owner, 0, True
             else:
                 place = _ranks(self.owner.cpu()).to(self.owner.device)
-                self._fold = place, int(place.max()) + 1
+                most = int(place.max()) + 1
+                order = torch.arange(len(self.real), device=self.owner.device).repeat_interleave(most)
+                self._fold = place, most, torch.equal(self.owner, order)
         return self._fold
 
     # ---- what queries may see
 
-    def visible(self, part: Part, mask: Tensor | None, num: int, total: int) -> Tensor | None:
-        """Tell which tokens of a part the `num` newest queries see: (B, 1 or h or H, num, n), None for all.
+    def hidden(
+        self, parts: list[Part], mask: Tensor | None, num: int, total: int, heads: tuple[int, int]
+    ) -> Tensor | None:
+        """Tell which tokens of parts, side by side, the `num` newest queries do not see: None for none, or
+        bool that fits scores (P, h, g * Q, N) of rows that were brought together.
 
-        `mask` is the model's: bool or added to scores, the same for all heads or one for each. The answer for
-        a part with a name serves all layers.
+        `mask` is the model's: bool or added to scores, the same for all heads or one for each; `heads` are
+        those of keys, and how many query heads each of them has. One answer serves all layers whose parts
+        have names.
         """
-        kept = self._seen.get(part.name)
+        names = tuple(part.name for part in parts)
+        kept = self._hidden.get(names)
         if kept is not None and kept[0] is mask and kept[1] == (num, total):
             return kept[2]
-        seen = _visible(part.rows(self), mask, num, total)
-        if part.name:
-            self._seen[part.name] = mask, (num, total), seen
-        return seen
+        if mask is None and num == 1 and all(self._is_full(part) for part in parts):
+            found = None
+        else:
+            seen = _visible([per_head(part.rows(self)) for part in parts], mask, num, total, heads)
+            found = None if bool(seen.all()) else self._beside_scores(~seen, heads[1])
+        if all(names):
+            self._hidden[names] = mask, (num, total), found
+        return found
+
+    def _is_full(self, part: Part) -> bool:
+        """Tell whether no place of a part is empty. A name's answer holds until rows or slots are moved:
+        what comes behind is full as well."""
+        if part.name not in self._full or not part.name:
+            self._full[part.name] = bool((part.slots >= 0).all())
+        return self._full[part.name]
+
+    def _beside_scores(self, hidden: Tensor, queries: int) -> Tensor:
+        """Bring (B, h or 1, r or 1, num, N) to (P, h or 1, g * Q, N), or to one for all queries."""
+        if hidden.shape[3] > 1 or not self.alone:
+            hidden = hidden.expand(-1, -1, queries, -1, -1)
+        return self.fold(hidden.flatten(2, 3))
 
 
-def _visible(slots: Tensor, mask: Tensor | None, num: int, total: int) -> Tensor | None:
-    wide = (slots if slots.dim() == 3 else slots[:, None])[:, :, None]
+def per_head(slots: Tensor) -> Tensor:
+    """Give slots (R, n) or (R, h, n) an axis of heads."""
+    return slots if slots.dim() == 3 else slots[:, None]
+
+
+def _visible(
+    slots: list[Tensor], mask: Tensor | None, num: int, total: int, heads: tuple[int, int]
+) -> Tensor:
+    """Tell which slots, each (B, h or 1, n), the newest queries see: (B, h or 1, r or 1, num, N)."""
+    many = max(one.shape[1] for one in slots)
+    wide = torch.cat([one.expand(-1, many, -1) for one in slots], -1)[:, :, None, None]
     held = wide >= 0
     if mask is None:
-        if num == 1:
-            return None if bool(held.all()) else held
-        newest = torch.arange(total - num, total, device=slots.device)
+        newest = torch.arange(total - num, total, device=wide.device)
         return held & (wide <= newest[:, None])
     if mask.dtype != torch.bool:
         mask = mask > torch.finfo(mask.dtype).min / 2
-    heads = max(wide.shape[1], mask.shape[1])
-    mask = mask[..., :total].expand(len(slots), heads, num, -1)
-    where = wide.clamp(min=0).expand(-1, heads, num, -1)
-    seen = mask.gather(-1, where) & held
-    return None if bool(seen.all()) else seen
+    mask = mask[..., :total].expand(len(wide), -1, num, -1)
+    mask = mask.unflatten(1, heads) if mask.shape[1] > 1 else mask[:, :, None]
+    many = max(many, mask.shape[1])
+    where = wide.clamp(min=0).expand(-1, many, mask.shape[2], num, -1)
+    return mask.expand(-1, many, -1, -1, -1).gather(-1, where) & held

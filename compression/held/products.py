@@ -1,9 +1,10 @@
 """Products of queries and attention weights with packed codes: what the fused path is made of.
 
-`M` blocks of `n` tokens with `D` channels each; scales are folded into the other factor by whoever calls.
-Where a CPU multiplies matrices of bytes and queries are few, codes of up to two bits stay whole numbers, and
-float32 queries and weights become three digits of a byte each: exact, but for what is a two-millionth of the
-largest number or less.
+`M` blocks of `n` tokens with `D` channels each; scales are folded into the other factor by whoever calls. On
+a CPU codes are written out: as numbers or, for few queries of float32, as bytes. What they are multiplied
+with becomes three digits of a byte each then, and matrices of bytes are multiplied, exactly but for what is a
+two-millionth of the largest number or less. One row of a small model takes so little that a call of torch
+costs as much as the work of thousands of numbers: what follows is written for few calls.
 """
 
 from __future__ import annotations
@@ -14,30 +15,37 @@ from functools import cache
 import torch
 from torch import Tensor, nn
 
-from mmrl.compression.bits import table
-
-HELD = 1 << 17  # numbers written out at once: they stay in the processor's second-level cache
+HELD = 1 << 18  # numbers written out at once: with their codes they about fill a second-level cache
+CODES = 1 << 22  # codes written out at once: calls cost more than what leaves a cache
 WORTH = 256  # tokens that make a call for every block worth its while
+MANY = 1 << 16  # numbers of a block above which oneDNN is asked for each
 FEW = 12  # queries of a block up to which products of bytes are faster than those of floats
-DIGITS, BASE = 3, 128  # a float32 as bytes from -127 to 127
-TINY = 1e-30  # the largest of numbers that are all 0
-SUMMED = 1 << 22  # products of bytes that a sum in 32 bits holds
-NARROW = 4  # queries that a look-up serves at once at least; fewer are padded, because one alone is slow
-LARGEST = 1 << 20  # numbers in tables
+DIGITS, BASE = 3, 256  # a float32 as bytes from -128 to 127
+LARGEST = (1 << 23) - 0x8100  # what the largest number becomes: its highest digit is 127 at most
+SIGNS = 0x8080  # added before the lower digits are cut out and taken off behind, which gives them signs
+LEAST = 1 << 21  # what the largest number becomes at least; more channels are not multiplied as bytes
+TINY = 1e-36  # what a unit is worth where all numbers are 0
 
 
-def dots(query: Tensor, packed: Tensor, nbits: int) -> Tensor:
-    """Multiply queries (M, Q, D) with codes (M, n, bytes): (M, Q, n)."""
+def dots(query: Tensor, packed: Tensor, nbits: int, base: Tensor | None = None) -> Tensor:
+    """Multiply queries (M, Q, D) with codes (M, n, bytes) and add `base` (M, Q, 1): (M, Q, n)."""
     if packed.is_cuda:
         from mmrl.compression.kernels import triton_products
 
-        return triton_products.dots(query, packed, nbits)
-    if nbits <= 2 and packed.shape[1] >= WORTH:
-        return (_whole_dots if _whole(query) else _looked_up)(query, packed, nbits)
+        out = triton_products.dots(query, packed, nbits)
+        return out if base is None else out.add_(base)
+    query = _in_order(query, packed.shape[2], nbits)
+    top = query.shape[2] * (2**nbits - 1)
     out = query.new_empty(*query.shape[:2], packed.shape[1])
-    for (rows, tokens), numbers in _written(packed, nbits, query.shape[-1], query.dtype):
-        out[rows, :, tokens] = query[rows] @ numbers.transpose(1, 2)
-    return out
+    if _as_bytes(query, packed, nbits) and top * LEAST < 1 << 31:
+        unit, digits = _digits(query, min(LARGEST, (1 << 31) // top - 1))
+        for rows, codes in _codes(packed, nbits):
+            out[rows] = _digit_dots(digits[rows], codes)
+        out.mul_(unit)
+    else:
+        for rows, tokens, numbers in _numbers(packed, nbits, query.dtype):
+            out[rows, :, tokens] = times(query[rows], numbers.mT)
+    return out if base is None else out.add_(base)
 
 
 def mix(weights: Tensor, packed: Tensor, nbits: int, size: int) -> Tensor:
@@ -46,16 +54,109 @@ def mix(weights: Tensor, packed: Tensor, nbits: int, size: int) -> Tensor:
         from mmrl.compression.kernels import triton_products
 
         return triton_products.mix(weights, packed, nbits, size)
-    if nbits <= 2 and WORTH <= packed.shape[1] <= SUMMED and _whole(weights):
-        return _whole_mix(weights, packed, nbits)[..., :size]
-    out = weights.new_zeros(*weights.shape[:2], size)
-    for (rows, tokens), numbers in _written(packed, nbits, size, weights.dtype):
-        out[rows].baddbmm_(weights[rows, :, tokens], numbers)
-    return out
+    (blocks, num, tokens), width = weights.shape, packed.shape[2]
+    if _as_bytes(weights, packed, nbits) and tokens * (2**nbits - 1) << 7 < 1 << 31:
+        unit, digits = _digits(weights, LARGEST)
+        out = torch.cat([_digit_mix(digits[rows], codes) for rows, codes in _codes(packed, nbits)]).mul_(unit)
+    else:
+        out = weights.new_zeros(blocks, num, width * (8 // nbits))
+        for rows, part, numbers in _numbers(packed, nbits, weights.dtype):
+            out[rows] += times(weights[rows, :, part], numbers)
+    return _as_packed(out, width, nbits)[..., :size]
 
 
-def _whole(x: Tensor) -> bool:
-    return x.shape[1] <= FEW and x.dtype == torch.float32 and multiplies_bytes()
+def times(x: Tensor, y: Tensor) -> Tensor:
+    """Multiply (m, Q, k) with (m, k, n): (m, Q, n)."""
+    plain = x.dtype != torch.float32 or y.dtype != torch.float32 or x.requires_grad or x.is_cuda
+    if plain or x.shape[1] == 1 or y[0].numel() < MANY or not has_linear():
+        return torch.bmm(x, y)
+    found = [_linear(one, other.T, None, "none", [], "") for one, other in zip(x, y, strict=True)]
+    return found[0][None] if len(found) == 1 else torch.stack(found)
+
+
+@cache
+def has_linear() -> bool:
+    """Tell whether oneDNN is there, which on some processors multiplies few rows twice as fast as `bmm`."""
+    there = torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled
+    return there and _linear is not None and torch.backends.cpu.get_cpu_capability().startswith("AVX")
+
+
+_linear = getattr(torch.ops.mkldnn, "_linear_pointwise", None)
+
+
+# ---- codes, a byte each
+
+
+@cache
+def _places(nbits: int, width: int, device: torch.device) -> tuple[torch.dtype, Tensor, Tensor]:
+    """Find how codes are written: the longest word that tokens of `width` bytes consist of, how far it moves
+    for each of a byte's codes (8 / nbits,), and what is left of it."""
+    word = next(size for size in (8, 4, 2, 1) if width % size == 0)
+    kind = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}[word]
+    moves = torch.arange(8 - nbits, -1, -nbits, dtype=kind, device=device)
+    mask = torch.full((word,), 2**nbits - 1, dtype=torch.uint8, device=device)
+    return kind, moves, mask.view(kind)
+
+
+def write(packed: Tensor, nbits: int) -> Tensor:
+    """Write (m, n, bytes) to bytes (m, n, codes), a word at a time.
+
+    Codes of one place in their bytes stand together: channels of a word of w bytes with c codes each come as
+    (c, w) instead of (w, c).
+    """
+    if nbits == 8:
+        return packed
+    kind, moves, mask = _places(nbits, packed.shape[2], packed.device)
+    codes = (packed.contiguous().view(kind).unsqueeze(3) >> moves).bitwise_and_(mask)
+    return codes.view(torch.int8).flatten(2)
+
+
+def _in_order(x: Tensor, width: int, nbits: int) -> Tensor:
+    """Bring channels (M, Q, D) into the order in which codes are written."""
+    each = 8 // nbits
+    x = x if x.shape[2] == width * each else nn.functional.pad(x, (0, width * each - x.shape[2]))
+    return _swap(x, _places(nbits, width, x.device)[0].itemsize, each)
+
+
+def _as_packed(x: Tensor, width: int, nbits: int) -> Tensor:
+    """Bring channels back into their own order."""
+    return _swap(x, 8 // nbits, _places(nbits, width, x.device)[0].itemsize)
+
+
+def _swap(x: Tensor, outer: int, inner: int) -> Tensor:
+    return x.view(*x.shape[:2], -1, outer, inner).transpose(3, 4).reshape(x.shape) if inner > 1 < outer else x
+
+
+def _codes(packed: Tensor, nbits: int, many: int = 1) -> Iterator[tuple[slice, Tensor]]:
+    """Write codes out, some blocks at once, a multiple of `many`: yields which, and bytes (m, n, codes)."""
+    at_once = many * max(1, CODES // (many * packed.shape[1] * packed.shape[2] * (8 // nbits)))
+    for first in range(0, len(packed), at_once):
+        rows = slice(first, first + at_once)
+        yield rows, write(packed[rows], nbits)
+
+
+def _numbers(packed: Tensor, nbits: int, dtype: torch.dtype) -> Iterator[tuple[slice, slice, Tensor]]:
+    """Write codes out as numbers: yields which blocks, which tokens, and numbers (m, t, D), which the next
+    piece overwrites: fresh memory costs more than the work. Long blocks come one by one."""
+    blocks, tokens, width = packed.shape
+    size = width * (8 // nbits)
+    length = max(1, min(tokens, HELD // size))
+    many = max(1, min(blocks, HELD // (size * length)))
+    held = torch.empty(many * length * size, dtype=dtype, device=packed.device)
+    for rows, codes in _codes(packed, nbits, many):
+        for a in range(0, len(codes), many):
+            for b in range(0, tokens, length):
+                piece = codes[a : a + many, b : b + length]
+                which = slice(rows.start + a, rows.start + a + len(piece))
+                yield which, slice(b, b + length), held[: piece.numel()].view(piece.shape).copy_(piece)
+
+
+# ---- numbers as digits
+
+
+def _as_bytes(x: Tensor, packed: Tensor, nbits: int) -> bool:
+    small = nbits <= 4 and x.shape[1] <= FEW and x.dtype == torch.float32
+    return small and packed.shape[1] >= WORTH and multiplies_bytes()
 
 
 @cache
@@ -63,114 +164,48 @@ def multiplies_bytes() -> bool:
     """Tell whether this processor multiplies matrices of bytes, fast and exactly."""
     if not torch.backends.cpu.get_cpu_capability().startswith("AVX512"):
         return False
-    x, y = torch.full((1, 64), -127, dtype=torch.int8), torch.full((64, 16), 3, dtype=torch.int8)
+    x, y = torch.full((1, 64), -128, dtype=torch.int8), torch.full((64, 16), 15, dtype=torch.int8)
     try:
         found = torch._int_mm(x, y)
     except (AttributeError, RuntimeError):
         return False
-    return bool((found == -64 * 127 * 3).all())
+    return bool((found == -64 * 128 * 15).all())
 
 
-def _whole_dots(query: Tensor, packed: Tensor, nbits: int) -> Tensor:
-    """Multiply as whole numbers."""
-    (blocks, num, size), tokens = query.shape, packed.shape[1]
-    digits, worth = _digits(nn.functional.pad(query, (0, packed.shape[2] * (8 // nbits) - size)))
-    found = torch.empty(blocks, DIGITS * num, tokens, dtype=torch.int32)
-    bytewise = Bytes(nbits, packed[0].numel(), packed.device)
-    for each, block, out in zip(digits, packed, found, strict=True):
-        torch._int_mm(each, bytewise.write(block).T, out=out)
-    return _number(found, worth)
+def _digits(x: Tensor, most: int) -> tuple[Tensor, Tensor]:
+    """Write numbers (M, Q, k) as bytes (M, 3 Q, k), the lowest digits first, and what a unit is worth:
+    (M, Q, 1). The largest number becomes `most` units."""
+    unit = x.abs().amax(-1, keepdim=True).mul_(1 / most).add_(TINY)
+    # Half a unit more: cutting off rounds then, and weights do not shrink together.
+    whole = (x / unit).add_(SIGNS + 0.5).to(torch.int32).bitwise_xor_(_signs(x.device))
+    digits = (whole.unsqueeze(1) >> _moves(x.device)).to(torch.int8)
+    return unit, digits.flatten(1, 2)
 
 
-def _whole_mix(weights: Tensor, packed: Tensor, nbits: int) -> Tensor:
-    """Add up as whole numbers."""
-    blocks, num, _ = weights.shape
-    # Half of the last digit's unit: cutting off rounds then, and weights do not shrink together.
-    digits, worth = _digits(weights, 0.5 * BASE ** (1 - DIGITS))
-    found = torch.empty(blocks, DIGITS * num, packed.shape[2] * (8 // nbits), dtype=torch.int32)
-    bytewise = Bytes(nbits, packed[0].numel(), packed.device)
-    for each, block, out in zip(digits, packed, found, strict=True):
-        torch._int_mm(each, bytewise.write(block), out=out)
-    return _number(found, worth)
+def _digit_dots(digits: Tensor, codes: Tensor) -> Tensor:
+    """Multiply digits (m, 3 Q, D) with codes (m, n, D) and put them together: (m, Q, n) in units. Sums fit
+    into 32 bits, because the digits were chosen so."""
+    found = torch.empty(len(codes), digits.shape[1], codes.shape[1], dtype=torch.int32)
+    for each, block, out in zip(digits, codes.mT, found, strict=True):
+        torch._int_mm(each, block, out=out)
+    low, middle, high = found.view(len(codes), DIGITS, -1, codes.shape[1]).unbind(1)
+    return low.add_(middle.add_(high, alpha=BASE), alpha=BASE)
 
 
-def _digits(x: Tensor, more: float = 0.0) -> tuple[Tensor, Tensor]:
-    """Write numbers (M, Q, k) as bytes (M, 3 Q, k), digits to the base of 128, and what the first digit is
-    worth: (M, Q, 1). `more` is added to all, in units of the first digit."""
-    worth = x.abs().amax(-1, keepdim=True).clamp_(min=TINY).div_(BASE - 1)
-    rest = (x / worth).add_(more)
-    out = torch.empty(len(x), DIGITS, *x.shape[1:], dtype=torch.int8)
-    for i, digit in enumerate(out.unbind(1)):
-        digit.copy_(rest if i == 0 else rest.frac_().mul_(BASE))  # cuts off what is behind the point
-    return out.flatten(1, 2), worth
-
-
-def _number(found: Tensor, worth: Tensor) -> Tensor:
-    """Put products of digits (M, 3 Q, k) together."""
-    first, *others = found.to(worth.dtype).unflatten(1, (DIGITS, -1)).unbind(1)
-    for i, digit in enumerate(others, 1):
-        first.add_(digit, alpha=BASE**-i)
-    return first.mul_(worth)
-
-
-class Bytes:
-    """Writes codes of up to four bits out, a byte each, always into the same memory: fresh memory costs more
-    than the work."""
-
-    def __init__(self, nbits: int, most: int, device: torch.device) -> None:
-        self.kinds = _byte_table(nbits, device)
-        self.index = torch.empty(most, dtype=torch.int32, device=device)
-        self.held = self.kinds.new_empty(most)
-
-    def write(self, packed: Tensor) -> Tensor:
-        """Write (..., bytes) to (..., codes)."""
-        num = packed.numel()
-        index, held = self.index[:num], self.held[:num]
-        index.view(packed.shape).copy_(packed)
-        torch.index_select(self.kinds, 0, index, out=held)
-        return held.view(torch.int8).view(*packed.shape[:-1], -1)
+def _digit_mix(digits: Tensor, codes: Tensor) -> Tensor:
+    """Add up codes (m, n, D) by digits (m, 3 Q, n) and put them together: (m, Q, D) in units."""
+    found = torch.empty(len(codes), digits.shape[1], codes.shape[2], dtype=torch.int32)
+    for each, block, out in zip(digits, codes, found, strict=True):
+        torch._int_mm(each, block, out=out)
+    low, middle, high = found.float().view(len(codes), DIGITS, -1, codes.shape[2]).unbind(1)
+    return low.add_(middle.add_(high, alpha=BASE), alpha=BASE)
 
 
 @cache
-def _byte_table(nbits: int, device: torch.device) -> Tensor:
-    """List the codes of every byte as bytes, all of them in one number: (256,)."""
-    kinds = {1: torch.int64, 2: torch.int32, 4: torch.int16}
-    return table(nbits, torch.int8, device).contiguous().view(kinds[nbits]).flatten()
+def _moves(device: torch.device) -> Tensor:
+    return torch.tensor([0, 8, 16], dtype=torch.int32, device=device)[:, None, None]
 
 
-def _looked_up(query: Tensor, packed: Tensor, nbits: int) -> Tensor:
-    """Multiply through tables: what a byte adds to a score is one of 256 numbers, so a byte costs one
-    look-up."""
-    (blocks, num, size), width, each = query.shape, packed.shape[2], 8 // nbits
-    wide = max(num, NARROW)
-    query = nn.functional.pad(query, (0, width * each - size, 0, wide - num))
-    kinds = table(nbits, query.dtype, query.device)
-    out = query.new_empty(blocks, num, packed.shape[1])
-    many = max(1, LARGEST // (width * 256 * wide))
-    first = torch.arange(width, dtype=torch.int32) * 256
-    for a in range(0, blocks, many):
-        part, codes = query[a : a + many], packed[a : a + many].int()
-        tables = kinds @ part.unflatten(-1, (width, each)).permute(0, 2, 3, 1)
-        starts = torch.arange(len(part), dtype=torch.int32)[:, None, None] * (width * 256)
-        found = nn.functional.embedding_bag(
-            (codes + (first + starts)).flatten(0, 1), tables.reshape(-1, wide), mode="sum"
-        )
-        out[a : a + many] = found.view(len(part), -1, wide)[..., :num].transpose(1, 2)
-    return out
-
-
-def _written(
-    packed: Tensor, nbits: int, size: int, dtype: torch.dtype
-) -> Iterator[tuple[tuple[slice, slice], Tensor]]:
-    """Write codes out piece by piece: yields (which blocks, which tokens) and numbers (m, t, D), which the
-    next piece overwrites."""
-    (blocks, tokens, width), each = packed.shape, 8 // nbits
-    length = max(1, min(tokens, HELD // size))
-    many = max(1, min(blocks, HELD // (size * length)))
-    numbers = torch.empty(many * length * width * each, dtype=dtype, device=packed.device)
-    bytewise = None if nbits == 8 else Bytes(nbits, many * length * width, packed.device)
-    for a in range(0, blocks, many):
-        for b in range(0, tokens, length):
-            part = slice(a, a + many), slice(b, b + length)
-            codes = packed[part] if bytewise is None else bytewise.write(packed[part])
-            yield part, numbers[: codes.numel()].view(codes.shape).copy_(codes)[..., :size]
+@cache
+def _signs(device: torch.device) -> Tensor:
+    return torch.tensor(SIGNS, dtype=torch.int32, device=device)

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch.testing import assert_close
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache
 
 from mmrl.compression import bits
@@ -34,7 +35,7 @@ def numbers(*shape, seed=0, dtype=torch.float64):
 @pytest.mark.parametrize("nbits", bits.BITS)
 @pytest.mark.parametrize(("tokens", "queries"), [(7, 3), (300, 1), (300, 6), (5000, 2)])
 def test_products_with_codes_are_those_with_their_numbers(nbits, tokens, queries):
-    # Short blocks are written out, long ones looked up, the longest in several pieces.
+    # Short blocks are multiplied together, long ones one by one.
     size = 24
     codes = torch.randint(0, 2**nbits, (3, tokens, size), generator=torch.Generator().manual_seed(1))
     packed = bits.pack(codes, nbits)
@@ -43,7 +44,7 @@ def test_products_with_codes_are_those_with_their_numbers(nbits, tokens, queries
     assert_close(products.mix(weights, packed, nbits, size), weights @ codes.double())
 
 
-@pytest.mark.parametrize("nbits", [1, 2])
+@pytest.mark.parametrize("nbits", [1, 2, 4])
 @pytest.mark.parametrize("queries", [1, 6])
 def test_products_of_bytes_are_those_of_numbers(nbits, queries):
     if not products.multiplies_bytes():
@@ -52,8 +53,8 @@ def test_products_of_bytes_are_those_of_numbers(nbits, queries):
     packed, exact = bits.pack(codes, nbits), codes.double()
     query, weights = numbers(3, queries, 24), numbers(3, queries, 300, seed=1).softmax(-1)
     query[0, 0] = 0
-    # Three digits to the base of 128: of each of 24 products at most the largest query / 127 / 128^2 is lost.
-    lost = 24 * (2**nbits - 1) * float(query.abs().max()) / 127 / 128**2
+    # The largest query becomes 2^22 or more: of each of 24 products at most a 2^22th of it is lost.
+    lost = 24 * (2**nbits - 1) * float(query.abs().max()) / 2**22
     found = products.dots(query.float(), packed, nbits)
     assert_close(found.double(), query @ exact.transpose(1, 2), rtol=1e-6, atol=lost / 4)
     found = products.mix(weights.float(), packed, nbits, 24)
@@ -69,20 +70,30 @@ def test_small_weights_do_not_shrink_together():
     assert_close(found, weights.sum().expand(1, 1, 8), rtol=5e-5, atol=0)
 
 
-def test_a_processor_without_products_of_bytes_looks_codes_up(monkeypatch):
-    monkeypatch.setattr(products, "multiplies_bytes", lambda: False)
-    codes = torch.randint(0, 2, (2, 300, 16), generator=torch.Generator().manual_seed(1))
-    query, weights = numbers(2, 3, 16).float(), numbers(2, 1, 300).float()
+@pytest.mark.parametrize("queries", [1, 3, 20])
+def test_processors_without_products_of_bytes_or_onednn_say_the_same(monkeypatch, queries):
+    codes = torch.randint(0, 2, (2, 1500, 64), generator=torch.Generator().manual_seed(1))
+    query, weights = numbers(2, queries, 64).float(), numbers(2, queries, 1500).float()
     packed, exact = bits.pack(codes, 1), codes.float()
+    for name in ("multiplies_bytes", "has_linear"):
+        assert_close(products.dots(query, packed, 1), query @ exact.transpose(1, 2), rtol=1e-4, atol=1e-3)
+        assert_close(products.mix(weights, packed, 1, 64), weights @ exact, rtol=1e-4, atol=1e-3)
+        monkeypatch.setattr(products, name, lambda: False)
     assert_close(products.dots(query, packed, 1), query @ exact.transpose(1, 2), rtol=1e-4, atol=1e-4)
-    assert_close(products.mix(weights, packed, 1, 16), weights @ exact, rtol=1e-4, atol=1e-4)
 
 
-def test_tables_for_many_blocks_are_made_in_pieces(monkeypatch):
-    monkeypatch.setattr(products, "LARGEST", 2 * 256 * 4 * 3)
-    codes = torch.randint(0, 2, (7, 256, 16), generator=torch.Generator().manual_seed(1))
-    query = numbers(7, 2, 16)
-    assert_close(products.dots(query, bits.pack(codes, 1), 1), query @ codes.double().transpose(1, 2))
+def test_codes_are_written_in_pieces_where_they_are_many(monkeypatch):
+    monkeypatch.setattr(products, "CODES", 3 * 300 * 16)
+    monkeypatch.setattr(products, "HELD", 100 * 16)
+    codes = torch.randint(0, 2, (7, 300, 16), generator=torch.Generator().manual_seed(1))
+    packed, exact = bits.pack(codes, 1), codes.double()
+    for dtype in (torch.float64, torch.float32):
+        query, weights = numbers(7, 2, 16).to(dtype), numbers(7, 2, 300).to(dtype)
+        base = numbers(7, 2, 1).to(dtype)
+        expected = (query.double() @ exact.transpose(1, 2) + base.double()).to(dtype)
+        assert_close(products.dots(query, packed, 1, base), expected, rtol=1e-5, atol=2e-4)
+        expected = (weights.double() @ exact).to(dtype)
+        assert_close(products.mix(weights, packed, 1, 16), expected, rtol=1e-5, atol=2e-4)
 
 
 @pytest.mark.parametrize("turned", [False, True])
@@ -218,6 +229,72 @@ def test_low_precision_is_answered_in_kind():
     assert said.dtype == torch.bfloat16
     assert_close(said, expected.transpose(1, 2), rtol=0.03, atol=0.03)
     assert held.shared[0][1].block.codes.packed.dtype == torch.uint8
+
+
+class Counted(TorchDispatchMode):
+    """Counts what torch is called for."""
+
+    num = 0
+
+    def __torch_dispatch__(self, function, kinds, given=(), named=None):
+        self.num += 1
+        return function(*given, **(named or {}))
+
+
+@pytest.mark.parametrize(("nbits", "rows", "most"), [(1, 1, 130), (1, 3, 160), (16, 1, 46)])
+def test_a_decode_step_takes_few_calls(nbits, rows, most):
+    # 4 layers of 2 key-value heads, 300 visual tokens behind two words. Calls are what a small step takes
+    # its time for, and unlike seconds they do not depend on the machine's load.
+    import transformers as t
+
+    config = t.LlamaConfig(hidden_size=64, num_attention_heads=4, num_key_value_heads=2, num_hidden_layers=4)
+    visual = torch.ones(1, 302).bool()
+    visual[:, :2] = False
+    cache = visual_bits(config, visual, None, nbits=nbits)
+    keys, query = numbers(rows, 2, 302, 16).float(), numbers(rows, 4, 1, 16).float()
+    for layer in range(4):
+        cache.update(keys[:1], keys[:1], layer)
+    cache.batch_select_indices(torch.zeros(rows, dtype=torch.int64))
+    for _ in range(2):
+        with Counted() as counted:
+            for layer in range(4):
+                held, _ = cache.update(keys[:, :, :1], keys[:, :, :1], layer)
+                attend(held, query, None, 0.25)
+    assert counted.num / 4 <= most
+
+
+def test_what_is_hidden_is_found_once_a_step_and_anew_where_rows_or_slots_moved():
+    import transformers as t
+
+    config = t.LlamaConfig(hidden_size=32, num_attention_heads=4, num_key_value_heads=2, num_hidden_layers=2)
+    real = torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1]]).bool()
+    visual = torch.tensor([[0, 0, 0, 1], [1, 1, 0, 0]]).bool()
+    cache = visual_bits(config, visual, real, nbits=16)
+    keys = numbers(2, 2, 4, 8)
+    for layer in range(2):
+        cache.update(keys, keys, layer)
+    layout = cache.layers[0].held.layout
+
+    def look(rows):
+        found = []
+        for layer in range(2):
+            new = keys[:rows, :, :1] if rows <= 2 else keys[[0, 1, 0], :, :1]
+            held, _ = cache.update(new, new, layer)
+            found.append(layout.hidden(held.parts()[0], None, 1, held.length, (2, 2)))
+        assert found[0] is found[1]
+        return found[0]
+
+    # Text of 1 and of 2 tokens, visual ones alike: the first row's second places are empty.
+    assert look(2)[:, 0, 0].tolist() == [[0, 1, 0, 1, 0], [0, 0, 0, 0, 0]]
+    cache.batch_select_indices(torch.tensor([1, 0, 1]))
+    again = look(3)  # two rows of the second prompt are queries of one, with an empty row behind the first's
+    assert again.shape == (2, 1, 4, 6)
+    assert again[0, 0, 0].tolist() == [0, 1, 0, 1, 0, 0]
+    assert not again[1].any()
+    cache.batch_select_indices(torch.tensor([0]))
+    assert look(1) is None
+    cache.crop(-4)  # of four slots of the prompt three are left, and nothing behind it
+    assert look(1)[0, 0, 0].tolist() == [0, 1, 0, 0, 0]
 
 
 def test_reading_tensors_is_what_the_model_did():

@@ -1,0 +1,1 @@
+"""What `mmrl build` makes for cheaper models."""

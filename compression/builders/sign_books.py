@@ -1,0 +1,74 @@
+"""Books for the cache `sign_bits`, fitted on prompts of a data set."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from mmrl.bind import Pieces
+from mmrl.compression.sign_books import make_books, write_books
+from mmrl.config import as_piece
+from mmrl.distributed import Processes
+from mmrl.draws import Stream
+from mmrl.health import evaluating
+from mmrl.registry import builder
+
+
+@builder
+class SignBooks:
+    """Fit the vectors of `compression.sign_bits` on prompts that a model answers, for its option `book`.
+
+    `model` is a policy, `prompts` are data, of which `num_prompts` are taken, evenly spaced (0: all): those
+    that the model is trained on, never those it is measured on. `nbits` and `value_nbits` are bits a number
+    of keys and of values; `of` says what the cache will hold in bits, and `first` how many tokens of a prompt
+    never are.
+    """
+
+    def __init__(
+        self,
+        *,
+        stream: Stream,
+        model: Mapping[str, Any],
+        prompts: Mapping[str, Any],
+        nbits: float = 1.0,
+        value_nbits: float | None = None,
+        of: Literal["prompt", "visual"] = "visual",
+        first: int = 8,
+        num_prompts: int = 400,
+        num_tokens: int = 24,
+    ) -> None:
+        self.model, self.prompts = as_piece(model, "build.model"), as_piece(prompts, "build.prompts")
+        pieces = Pieces(Stream())
+        pieces.check("policy", self.model, "build.model")
+        pieces.check("data", self.prompts, "build.prompts")
+        self.stream, self.num_prompts = stream, num_prompts
+        self.options = {
+            "nbits": nbits,
+            "value_nbits": value_nbits,
+            "of": of,
+            "first": first,
+            "num_tokens": num_tokens,
+        }
+
+    def build(self, output: Path) -> dict[str, Any]:
+        """Write the books, and tell how many prompts they come from."""
+        pieces = Pieces(self.stream)
+        policy = pieces.make("policy", self.model, place="build.model")
+        data = pieces.make("data", self.prompts, place="build.prompts")
+        every = max(1, len(data) // (self.num_prompts or len(data)))
+        asked = [data[i] for i in range(0, len(data), every)][: self.num_prompts or None]
+        device = Processes().device
+        policy.module.to(device)
+        inputs = []
+        for encoded in map(policy.chat.encode, asked):
+            positions = encoded.positions[:, None] if len(encoded.positions) > 1 else encoded.positions
+            given = {"input_ids": encoded.ids[None], "position_ids": positions, **encoded.media}
+            inputs.append({name: x.to(device) for name, x in given.items()})
+        with evaluating(policy.model):
+            draw = self.stream.fixed("sign_books")
+            books = make_books(policy.model, inputs, generator=draw, **self.options)
+        output.mkdir(parents=True, exist_ok=True)
+        path = output / "book.safetensors"
+        write_books(books, path)
+        return {"prompts": len(inputs), "bytes": path.stat().st_size}

@@ -1,0 +1,52 @@
+"""The builder of books for `sign_bits`."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from mmrl.bind import Pieces
+from mmrl.compression.builders.sign_books import SignBooks
+from mmrl.compression.caches.sign_bits import sign_bits
+from mmrl.config import ConfigError
+from mmrl.draws import Stream
+from mmrl.registry import find
+from tests.vision import mixed
+
+
+def test_books_are_fitted_on_the_prompts_of_a_data_set(exact, tmp_path, monkeypatch):
+    policy = exact("qwen2_5_vl")
+    asked = [one for one in mixed.prompts("qwen2_5_vl") if one.uid != "words"][:3]
+    pieces = {"policy": policy, "data": asked}
+    monkeypatch.setattr(Pieces, "make", lambda self, kind, piece, **named: pieces[kind])
+    model = {"name": "vision.tokens", "model": "any"}
+    prompts = {"name": "vision.grounding", "path": "any", "root": "any"}
+    told, found = [], []
+    for number in (0, 0, 2):
+        made = SignBooks(
+            stream=Stream(0), model=model, prompts=prompts, first=0, num_prompts=number, num_tokens=3
+        )
+        told.append(made.build(tmp_path / "out"))
+        found.append(load_file(tmp_path / "out" / "book.safetensors"))
+    assert [one["prompts"] for one in told] == [len(asked), len(asked), 2]
+    assert told[0]["bytes"] == (tmp_path / "out" / "book.safetensors").stat().st_size
+    assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
+    assert not torch.equal(found[0]["keys.mean"], found[2]["keys.mean"])
+    layers, heads, many, size = found[0]["values.vectors"].shape
+    assert many == size and found[0]["values.mean"].shape == (layers, heads, 1, size)
+    cache = partial(sign_bits, of="visual", book=str(tmp_path / "out" / "book.safetensors"))
+    together = mixed.generate(policy, asked, cache=cache)
+    alone = mixed.generate(policy, asked, cache=cache, batch_size=1)
+    assert [row.steps.ids.tolist() for row in together] == [row.steps.ids.tolist() for row in alone]
+
+
+def test_pieces_are_checked_before_a_weight_is_loaded():
+    with pytest.raises(ConfigError, match=r"build\.model"):
+        SignBooks(stream=Stream(0), model={"name": "vision.nothing"}, prompts={"name": "vision.grounding"})
+
+
+def test_the_registry_knows_it():
+    assert find("builder", "compression.sign_books").target is SignBooks
