@@ -41,7 +41,10 @@ BITS = {
     "keys 2 bits, values 1": {"nbits": 2, "value_nbits": 1},
     "2 bits": {"nbits": 2},
 }
-TARGETS = {"1 bit": 0.01, "yopo25": 0.01, "yopo12": 0.03, **dict.fromkeys(SHARED, 0.03)}  # what may be lost
+BOOK = "1 bit, a book"
+TARGETS = {  # what may be lost
+    "1 bit": 0.01, BOOK: 0.01, "yopo25": 0.01, "yopo12": 0.03, **dict.fromkeys(SHARED, 0.03),
+}  # fmt: skip
 
 
 def run(*command: str) -> None:
@@ -79,17 +82,21 @@ def train_on(
     return made
 
 
-def settings(start: Path, trained: Mapping[str, Path]) -> dict[str, dict[str, Any]]:
-    """List what is measured. Differences are to the first: the whole model, trained on like the others."""
+def cache(options: Mapping[str, Any], name: str = "visual_bits") -> dict[str, Any]:
+    """Make a setting of an engine's cache."""
+    return {"evaluation.engine.0.cache": {"name": f"compression.{name}", **options}}
 
-    def cache(options: Mapping[str, Any]) -> dict[str, Any]:
-        return {"evaluation.engine.0.cache": {"name": "compression.visual_bits", **options}}
+
+def settings(
+    start: Path, trained: Mapping[str, Path], more: Mapping[str, Mapping[str, Any]]
+) -> dict[str, Mapping[str, Any]]:
+    """List what is measured. Differences are to the first: the whole model, trained on like the others."""
 
     def pruned(name: str, model: Path) -> dict[str, Any]:
         return {"policy.model": str(model), "policy.transform": cuts(name)}
 
-    found: dict[str, dict[str, Any]] = {"full": {}}
-    found |= {name: cache(options) for name, options in BITS.items()}
+    found: dict[str, Mapping[str, Any]] = {"full": {}}
+    found |= {name: cache(options) for name, options in BITS.items()} | more
     found |= {name: pruned(name, model) for name, model in trained.items() if name != "full"}
     found["yopo25, 1 bit"] = found["yopo25"] | cache(BITS["1 bit"])
     found |= {f"{name} without training": pruned(name, trained["full"]) for name in PRUNED}
@@ -97,12 +104,18 @@ def settings(start: Path, trained: Mapping[str, Path]) -> dict[str, dict[str, An
 
 
 def compare(
-    output: Path, config: str, start: Path, trained: Mapping[str, Path], data: Sequence[str], prompts: int
+    output: Path,
+    config: str,
+    start: Path,
+    trained: Mapping[str, Path],
+    data: Sequence[str],
+    prompts: int,
+    **more: Mapping[str, Any],
 ) -> dict[str, Any]:
     """Measure all settings side by side."""
     here = [f"policy.model={trained['full']}", f"output_dir={output / 'settings'}"]
     raw = read(config, [*data, *here, f"evaluation.num_prompts={prompts}"])
-    raw |= {"settings": settings(start, trained), "costs": ["operations", "vision.keys_and_values"]}
+    raw |= {"settings": settings(start, trained, more), "costs": ["operations", "vision.keys_and_values"]}
     path = output / "settings.json"
     path.write_text(json.dumps(raw, indent=1))
     made = once(output / "settings" / "evaluation.html", "evaluate", str(path))
@@ -126,7 +139,13 @@ def grounding(given: argparse.Namespace) -> dict[str, Any]:
     if steps:
         here = [*data, f"learn.learning_rate.steps={steps}"]
         models = train_on(output / "grpo", "demo_grpo.yaml", models, steps, here)
-    return compare(output, "demo_pareto.yaml", start, models, held_out, given.prompts)
+    book = once(
+        output / "book" / "book.safetensors", "build", "demo_sign_books.yaml", f"output={output / 'book'}",
+        f"build.model.model={models['full']}", f"build.prompts.path={clips}/train.jsonl",
+        f"build.prompts.root={clips}",
+    )  # fmt: skip
+    more = {BOOK: cache({"of": "visual", "first": 0, "book": str(book)}, "sign_bits")}
+    return compare(output, "demo_pareto.yaml", start, models, held_out, given.prompts, **more)
 
 
 def questions(given: argparse.Namespace) -> dict[str, Any]:

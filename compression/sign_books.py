@@ -20,7 +20,7 @@ from mmrl.compression.fidelity import PER_TOKEN, Inputs
 from mmrl.compression.held.layout import find_visual
 from mmrl.compression.signs import Book, fit, hold
 
-SIDES = ("keys", "values")
+SIDES, PARTS = ("keys", "values"), ("mean", "vectors", "metric")
 FLOOR = 0.003  # added to the mean weight of a channel: what a few prompts say of the others is little
 TOKENS = 1 << 14  # of all prompts, which vectors are fitted to
 
@@ -57,18 +57,20 @@ def write_books(books: Mapping[str, Tensor], path: str | Path) -> None:
 
 def read_books(path: str, layers: int) -> list[tuple[Lent, Lent]]:
     """Read the books of every layer: of keys, and of values."""
+    from safetensors import SafetensorError
+
     try:
         held = _read(path, Path(path).stat().st_mtime_ns)
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
         raise ValueError(f"cannot read the book '{path}': {error}") from error
+    lacks = sorted({f"{side}.{name}" for side in SIDES for name in PARTS} - held.keys())
+    if lacks:
+        raise ValueError(f"'{path}' is no book of `sign_books`: it lacks {', '.join(lacks)}")
     many = len(held["keys.mean"])
     if many != layers:
         raise ValueError(f"the book '{path}' is for {many} layers, but the model has {layers}")
     return [
-        tuple(
-            Lent(*(held[f"{side}.{name}"][layer, None] for name in ("mean", "vectors", "metric")))
-            for side in SIDES
-        )
+        tuple(Lent(*(held[f"{side}.{name}"][layer, None] for name in PARTS)) for side in SIDES)
         for layer in range(layers)
     ]
 

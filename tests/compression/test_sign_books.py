@@ -6,7 +6,8 @@ from functools import partial
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
+from transformers import LlamaConfig
 
 from mmrl.bind import Pieces
 from mmrl.compression.builders.sign_books import SignBooks
@@ -50,3 +51,17 @@ def test_pieces_are_checked_before_a_weight_is_loaded():
 
 def test_the_registry_knows_it():
     assert find("builder", "compression.sign_books").target is SignBooks
+
+
+def test_a_file_that_is_no_book_is_an_error_that_names_it(tmp_path):
+    config, seen = LlamaConfig(num_hidden_layers=1), torch.ones(1, 4, dtype=torch.bool)
+    path = tmp_path / "book.safetensors"
+    open_it = partial(sign_bits, config, seen, seen, book=str(path))
+    with pytest.raises(ValueError, match=r"cannot read the book .*book\.safetensors"):
+        open_it()
+    path.write_bytes(b"words")
+    with pytest.raises(ValueError, match=r"cannot read the book .*book\.safetensors"):
+        open_it()
+    save_file({"keys.mean": torch.zeros(1, 1, 1, 4)}, path)
+    with pytest.raises(ValueError, match=r"no book .* lacks keys\.metric, keys\.vectors, values\.mean"):
+        open_it()
