@@ -11,6 +11,7 @@ import platform
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import cache
 from typing import Any
 
 import torch
@@ -29,12 +30,12 @@ def onednn(model: nn.Module, *, pack: bool = False) -> Iterator[None]:
     once as its kernels read them, for calls without gradient on a few rows each, up to 4 GiB of weights; they
     must not change meanwhile.
     """
-    there = _there()
-    layers = [layer for layer in model.modules() if _plain(layer)] if there else []
+    inside = there()
+    layers = [layer for layer in model.modules() if _plain(layer)] if inside else []
     pack = pack and sum(layer.weight.nbytes for layer in layers) <= MOST
     for layer in layers:
         layer.forward = _forward(layer, pack)
-    token = _INSIDE.set(there)
+    token = _INSIDE.set(inside)
     try:
         yield
     finally:
@@ -51,14 +52,15 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return nn.functional.linear(x, weight, bias)
 
 
-def _there() -> bool:
-    return (
-        torch.backends.mkldnn.is_available()
-        and torch.backends.mkldnn.enabled
-        and hasattr(torch.ops.mkldnn, "_linear_pointwise")
-        and platform.machine().lower() in ("x86_64", "amd64")
-        and not torch.is_autocast_enabled("cpu")
-    )
+def there() -> bool:
+    """Tell whether oneDNN is there, and would compute what is asked for."""
+    return _built() and torch.backends.mkldnn.enabled and not torch.is_autocast_enabled("cpu")
+
+
+@cache
+def _built() -> bool:
+    here = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+    return here and platform.machine().lower() in ("x86_64", "amd64")
 
 
 def _fits(weight: Tensor) -> bool:
@@ -82,13 +84,19 @@ def _forward(layer: nn.Linear, pack: bool) -> Callable[[Tensor], Tensor]:
     def forward(x: Tensor) -> Tensor:
         if packed is None or torch.is_grad_enabled() or not _suits(x):
             return linear(x, layer.weight, layer.bias)
-        return _times(x, packed, layer.bias)
+        return _multiply(x, packed, layer.bias)
 
     return forward
 
 
-def _times(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Multiply (..., n) by the rows of (m, n): (..., m)."""
+def times(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Multiply (..., n) by the rows of (m, n) through oneDNN: (..., m). No gradient goes through."""
+    # A part of wider rows has no kernel: the reference code that it falls back to is a thousand times slower.
+    whole = weight.is_contiguous() or weight.t().is_contiguous()
+    return _multiply(x, weight if whole else weight.contiguous(), bias)
+
+
+def _multiply(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
 
 
@@ -96,14 +104,14 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(x, weight)
-        return _times(x, weight, bias)
+        return times(x, weight, bias)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         grad = grad.contiguous()  # it may be one number, seen everywhere
-        for_x = _times(grad, weight.t()) if ctx.needs_input_grad[0] else None
+        for_x = times(grad, weight.t()) if ctx.needs_input_grad[0] else None
         rows, seen = grad.flatten(0, -2), x.flatten(0, -2)
-        for_weight = _times(rows.t(), seen.t()) if ctx.needs_input_grad[1] else None
+        for_weight = times(rows.t(), seen.t()) if ctx.needs_input_grad[1] else None
         return for_x, for_weight, rows.sum(0) if ctx.needs_input_grad[2] else None

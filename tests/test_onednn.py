@@ -8,7 +8,7 @@ from mmrl import onednn as module
 from mmrl.onednn import onednn
 
 WIDE = 260  # a square weight of this width is just large enough
-there = pytest.mark.skipif(not module._there(), reason="this torch has no oneDNN for x86")
+there = pytest.mark.skipif(not module.there(), reason="this torch has no oneDNN for x86")
 both = pytest.mark.parametrize("pack", [False, True])
 
 
@@ -74,8 +74,8 @@ def test_gradients_are_the_same(shape, summed, pack) -> None:
 @there
 def test_parts_of_weights_go_the_same_way_inside_and_nowhere_else(monkeypatch) -> None:
     calls = []
-    times = module._times
-    monkeypatch.setattr(module, "_times", lambda *args: calls.append(1) or times(*args))
+    times = module.times
+    monkeypatch.setattr(module, "times", lambda *args: calls.append(1) or times(*args))
     weight = torch.randn(2 * WIDE, 2 * WIDE, requires_grad=True)
     part, x = weight[::2, WIDE:], torch.randn(3, 5, WIDE)
     wanted = nn.functional.linear(x, part)
@@ -92,6 +92,23 @@ def test_parts_of_weights_go_the_same_way_inside_and_nowhere_else(monkeypatch) -
     upstream = torch.randn(found.shape)
     (one,), (other,) = (torch.autograd.grad((out * upstream).sum(), weight) for out in (found, wanted))
     assert torch.allclose(one, other, atol=1e-4)
+
+
+@there
+def test_parts_of_wider_rows_are_laid_out_anew_because_they_have_no_kernel(monkeypatch) -> None:
+    given = []
+    multiply = module._multiply
+    monkeypatch.setattr(module, "_multiply", lambda *args: given.append(args[1]) or multiply(*args))
+    weight, x = torch.randn(WIDE, 2 * WIDE, requires_grad=True), torch.randn(7, 2 * WIDE, requires_grad=True)
+    with onednn(nn.Module()):
+        module.linear(x[:, WIDE:], weight[:, WIDE:]).square().sum().backward()
+    assert len(given) == 3  # the product, and two gradients
+    assert all(one.is_contiguous() or one.t().is_contiguous() for one in given)
+    found = x.grad, weight.grad
+    x.grad = weight.grad = None
+    nn.functional.linear(x[:, WIDE:], weight[:, WIDE:]).square().sum().backward()
+    for one, other in zip(found, (x.grad, weight.grad), strict=True):
+        assert torch.allclose(one, other, rtol=1e-4, atol=1e-5 * float(other.abs().max()))
 
 
 @there

@@ -15,6 +15,8 @@ from functools import cache
 import torch
 from torch import Tensor, nn
 
+from mmrl import onednn
+
 HELD = 1 << 18  # numbers written out at once: with their codes they about fill a second-level cache
 CODES = 1 << 22  # codes written out at once: calls cost more than what leaves a cache
 WORTH = 256  # tokens that make a call for every block worth its while
@@ -68,20 +70,10 @@ def mix(weights: Tensor, packed: Tensor, nbits: int, size: int) -> Tensor:
 def times(x: Tensor, y: Tensor) -> Tensor:
     """Multiply (m, Q, k) with (m, k, n): (m, Q, n)."""
     plain = x.dtype != torch.float32 or y.dtype != torch.float32 or x.requires_grad or x.is_cuda
-    if plain or x.shape[1] == 1 or y[0].numel() < MANY or not has_linear():
+    if plain or x.shape[1] == 1 or y[0].numel() < MANY or not onednn.there():
         return torch.bmm(x, y)
-    found = [_linear(one, other.T, None, "none", [], "") for one, other in zip(x, y, strict=True)]
+    found = [onednn.times(one, other.T) for one, other in zip(x, y, strict=True)]
     return found[0][None] if len(found) == 1 else torch.stack(found)
-
-
-@cache
-def has_linear() -> bool:
-    """Tell whether oneDNN is there, which on some processors multiplies few rows twice as fast as `bmm`."""
-    there = torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled
-    return there and _linear is not None and torch.backends.cpu.get_cpu_capability().startswith("AVX")
-
-
-_linear = getattr(torch.ops.mkldnn, "_linear_pointwise", None)
 
 
 # ---- codes, a byte each
