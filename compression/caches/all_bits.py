@@ -10,7 +10,7 @@ from torch import Tensor
 
 from mmrl.compression import bits
 from mmrl.compression.held.blocks import Coded, collect
-from mmrl.compression.held.layer import Since
+from mmrl.compression.held.layer import Plain, Since
 from mmrl.compression.held.layout import Layout, Part, group_slots
 from mmrl.compression.held.transformers_cache import make_cache
 from mmrl.compression.held.window import Rows, Window
@@ -18,7 +18,7 @@ from mmrl.registry import cache
 
 
 @dataclass(frozen=True, kw_only=True)
-class AllRecipe:
+class AllRecipe(Plain):
     """How all tokens are held: old ones in few bits, the newest as they came."""
 
     nbits: int
@@ -28,7 +28,6 @@ class AllRecipe:
     rule: bits.Rule
     rotate: bool
     watches = False
-    calibrates = False
 
     def store(self, keys: Tensor, values: Tensor, layout: Layout) -> tuple[list[Part], list[Part], Since]:
         """Part prompts (P, h, S, D): what is old enough is coded once for all rows, the rest goes into their
@@ -77,10 +76,6 @@ class AllRecipe:
                 "new values": group_slots(real & ~values, one).flatten(1).to(device),
             }
         return layout.made
-
-    def calibrate(self, scores: Tensor, valid: Tensor) -> Tensor:
-        """Leave scores as they are."""
-        return scores
 
 
 @cache

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from mmrl.compression.held.blocks import Exact, collect
-from mmrl.compression.held.layer import Held, Since, Tail
+from mmrl.compression.held.layer import Held, Plain, Since, Tail
 from mmrl.compression.held.layout import Layout, Part
 from mmrl.compression.held.transformers_cache import make_cache
 from mmrl.registry import cache
@@ -35,7 +35,7 @@ class Budget:
 
 
 @dataclass(eq=False, kw_only=True)
-class DropRecipe:
+class DropRecipe(Plain):
     """What a layer keeps, which is known once every layer has seen the queries of the prompt."""
 
     budget: Budget
@@ -45,7 +45,6 @@ class DropRecipe:
     density: Tensor | None = None  # (P,)
     kept: Tensor | None = field(default=None)  # (P, h, n) slots
     watches = True
-    calibrates = False
 
     def watch(self, held: Held, query: Tensor, scaling: float) -> None:
         """Score tokens by the attention of the text behind the last picture: (P, H, S, D) queries.
@@ -69,10 +68,6 @@ class DropRecipe:
         """Keep the chosen tokens of a prompt (P, h, S, D)."""
         keys_, values_ = ([Part(Exact(collect(x, self.kept)), self.kept, name="")] for x in (keys, values))
         return keys_, values_, Tail(keys, layout.length, len(layout.owner))
-
-    def calibrate(self, scores: Tensor, valid: Tensor) -> Tensor:
-        """Leave scores as they are."""
-        return scores
 
 
 def score_tokens(

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from mmrl.compression.held.blocks import Exact, collect
-from mmrl.compression.held.layer import Since, Tail
+from mmrl.compression.held.layer import Plain, Since, Tail
 from mmrl.compression.held.layout import Layout, Part, group_slots
 from mmrl.compression.held.signed import Signed
 from mmrl.compression.held.transformers_cache import make_cache
@@ -20,7 +20,7 @@ from mmrl.registry import cache
 
 
 @dataclass(frozen=True, kw_only=True)
-class SignRecipe:
+class SignRecipe(Plain):
     """How the tokens of a prompt are held. `books` of keys and of values; without, every prompt fits its
     own."""
 
@@ -32,7 +32,6 @@ class SignRecipe:
     rounds: int
     books: tuple[Lent, Lent] | None = None
     watches = False
-    calibrates = False
 
     def store(self, keys: Tensor, values: Tensor, layout: Layout) -> tuple[list[Part], list[Part], Since]:
         """Part a prompt (P, h, S, D) into what stays as it came and what becomes bits."""
@@ -73,10 +72,6 @@ class SignRecipe:
             for name, flags in (("exact", real & ~coded), ("coded", coded)):
                 layout.made[name] = group_slots(flags, one).flatten(1).to(keys.device)
         return layout.made
-
-    def calibrate(self, scores: Tensor, valid: Tensor) -> Tensor:
-        """Leave scores as they are."""
-        return scores
 
 
 @cache

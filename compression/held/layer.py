@@ -40,6 +40,16 @@ class Recipe(Protocol):
     def calibrate(self, scores: Tensor, valid: Tensor) -> Tensor: ...
 
 
+class Plain:
+    """What a recipe is that leaves scores as they are."""
+
+    calibrates = False
+
+    def calibrate(self, scores: Tensor, valid: Tensor) -> Tensor:
+        """Leave scores as they are."""
+        return scores
+
+
 class Tail:
     """Tokens behind a prompt as they came, from slot `start` on."""
 
