@@ -22,8 +22,10 @@ import torch
 
 from mmrl.__main__ import main as mmrl
 from mmrl.config import read
+from mmrl.vision import chat
 
 RESULTS = Path(__file__).parent / "results"
+ROOM = 8 << 30  # 41,000 encoded prompts of 150 kB: decoding clips anew would take most of the time
 PRUNED: dict[str, list[Any]] = {"yopo25": ["compression.yopo25"], "yopo12": ["compression.yopo12"]}
 # An eighth as well, in a model of four layers, but shared out otherwise: the authors' loader knows masks of
 # half of the heads and more, and with those it takes an eighth of the neurons.
@@ -126,7 +128,8 @@ def grounding(given: argparse.Namespace) -> dict[str, Any]:
     """Train on, by imitation and perhaps by GRPO, with the settings of `make demo`, and measure mIoU."""
     output, clips = given.output / "grounding", given.output / "clips"
     made = "build", "demo_clips.yaml", f"build.sources={given.sources}"
-    once(clips / "test.jsonl", *made, f"build.num_test={given.num_test}", f"output={clips}")
+    many = f"build.num_train={given.num_train}", f"build.num_test={given.num_test}"
+    once(clips / "test.jsonl", *made, *many, f"output={clips}")
     # What a model knows by heart says little about which errors matter: a book takes clips spliced anew.
     other, few = given.output / "other_clips", ("build.num_train=120", "build.num_test=1", "seed=1")
     once(other / "train.jsonl", *made, *few, f"output={other}")
@@ -185,23 +188,29 @@ def main() -> None:
     parser.add_argument("--vlm", default="runs/demo/grpo/checkpoint-150/model")
     parser.add_argument("--sources", default=".venv/clips")
     parser.add_argument(
-        "--num-test", type=int, default=500, help="held-out clips, of about four questions each"
+        "--num-train", type=int, default=10000, help="clips to train on, of about four questions each"
     )
+    parser.add_argument("--num-test", type=int, default=500, help="held-out clips")
     parser.add_argument("--prompts", type=int, default=0, help="held-out prompts to measure on; 0: all")
-    parser.add_argument("--steps", type=int, help="of imitation (760; questions: 60)")
+    parser.add_argument("--steps", type=int, help="of imitation (6000; questions: 60)")
     parser.add_argument("--rounds", type=int, default=2, help="of so many steps (questions)")
     parser.add_argument("--end-rate", default="1e-4", help="of imitation, which begins at 2e-3 (grounding)")
     parser.add_argument("--grpo-steps", type=int, default=0, help="of GRPO behind imitation (grounding)")
     parser.add_argument("--seed", type=int, default=0, help="of training on (grounding)")
     parser.add_argument("--record", help="the name in the file of results (default: what is measured)")
     given = parser.parse_args()
-    given.steps = given.steps or {"grounding": 760, "questions": 60}[given.what]
+    given.steps = given.steps or {"grounding": 6000, "questions": 60}[given.what]
     torch.set_num_threads(1)
+    chat.CACHE_BYTES = ROOM
     mine = {"grounding": grounding, "questions": questions}[given.what](given)
     path = RESULTS / "pruned_quality.json"
     found = json.loads(path.read_text()) if path.exists() else {}
     more = {
-        "grounding": {"grpo_steps": given.grpo_steps, "seed": given.seed},
+        "grounding": {
+            "clips": given.num_train,
+            "grpo_steps": given.grpo_steps,
+            "seed": given.seed,
+        },
         "questions": {"rounds": given.rounds},
     }
     name = given.record or given.what

@@ -1,8 +1,9 @@
 """Books of `sign_bits` that are fitted once, on prompts like those they will serve, and kept in a file.
 
-What an error costs is measured: the second moment of the gradient of what the model answers, with respect to
-the keys and values that it reads (a Fisher matrix for every layer and head; arXiv 2401.18079 weighs single
-numbers like that).
+What an error costs is measured: how far a token that the model says leads the next likeliest one, and the
+second moment of the gradient of that lead with respect to the keys and values that the model reads, for every
+layer and head. arXiv 2401.18079 weighs single numbers by the gradient of the likelihood; that one dies away
+where a model is sure of its answers, and what is left of it speaks of a few odd prompts (the lead is ours).
 """
 
 from __future__ import annotations
@@ -100,8 +101,9 @@ def make_books(
     """Fit books on prompts, each what the model takes for one, as in `fidelity`: "keys.mean" (L, h, 1, D),
     "keys.vectors" (L, h, m, D), "keys.metric" (L, h, D, D), and the same of values.
 
-    The model answers greedily in up to `num_tokens` tokens; at each of them the gradient is that of the
-    log-probability of a token that it draws there.
+    The model answers greedily in up to `num_tokens` tokens; at each of them the gradient is that of the lead
+    of the likeliest token over the next, in logits, with a sign that `generator` draws: products of different
+    tokens cancel out that way.
     """
     if not prompts:
         raise ValueError("there is no prompt to fit books on; give at least one")
@@ -170,9 +172,9 @@ def _watch(
         said = model(
             input_ids=asked, attention_mask=mask, past_key_values=kept, use_cache=True, **place
         ).logits
-        said = said[0].float().log_softmax(-1)
-        drawn = torch.multinomial(said.detach().exp().cpu(), 1, generator=generator).to(said.device)
-        slopes = torch.autograd.grad(said.gather(-1, drawn).sum(), [x for one in read for x in one])
+        first, second = said[0].float().topk(2, -1).values.unbind(-1)
+        signs = torch.randint(2, first.shape, generator=generator).to(first) * 2 - 1
+        slopes = torch.autograd.grad((signs * (first - second)).sum(), [x for one in read for x in one])
     pairs = list(zip([x.detach() for one in read for x in one], slopes, strict=True))
     return pairs[::2], pairs[1::2]
 

@@ -20,8 +20,8 @@ class SignBooks:
     """Fit the vectors of `compression.sign_bits` on prompts that a model answers, for its option `book`.
 
     `model` is a policy, `prompts` are data, of which `num_prompts` are taken, evenly spaced (0: all). Their
-    answers are not read. Take prompts like those that will come; ones that the model has learned by heart say
-    less about which errors matter, and ones it is measured on are out of bounds. `nbits` and `value_nbits`
+    answers are not read. Take prompts like those that will come; ones that the model has learned by heart may
+    say less of which errors matter, and ones it is measured on are out of bounds. `nbits` and `value_nbits`
     are bits a number of keys and of values; `of` says what the cache will hold in bits, and `first` how many
     tokens of a prompt never are.
     """

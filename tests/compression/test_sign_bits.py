@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from functools import partial
 
 import pytest
@@ -223,7 +224,7 @@ def test_a_book_is_of_the_model_that_it_was_fitted_for(model, book):
         read(other, inputs, sign_bits(*masks(other, inputs), of="visual", book=book), answers(2))
 
 
-def test_a_metric_is_the_second_moment_of_the_gradient_of_what_is_drawn(model):
+def test_a_metric_is_the_second_moment_of_the_gradient_of_the_lead(model):
     asked = prompts(1)
     found = made(model, asked)
     ids = asked[0]["input_ids"]
@@ -237,16 +238,29 @@ def test_a_metric_is_the_second_moment_of_the_gradient_of_what_is_drawn(model):
         kept = DynamicCache(config=model.config)
         for layer, pair in enumerate(read):
             kept.update(*pair, layer)
-        said = model(input_ids=answer, past_key_values=kept).logits[0].float().log_softmax(-1)
+        said = model(input_ids=answer, past_key_values=kept).logits[0].float()
         answer = torch.cat([ids[:, -1:], said.argmax(-1)[None]], 1)
-    drawn = torch.multinomial(said.detach().exp(), 1, generator=torch.Generator().manual_seed(0))
-    slopes = torch.autograd.grad(said.gather(-1, drawn).sum(), [x for one in read for x in one])
+    signs = 2.0 * torch.randint(2, (4,), generator=torch.Generator().manual_seed(0)) - 1
+    ordered = said.sort(-1, descending=True).values
+    lead = ((ordered[:, 0] - ordered[:, 1]) * signs).sum()
+    slopes = torch.autograd.grad(lead, [x for one in read for x in one])
     visual = (ids[0, :-1] == caching.PICTURE).nonzero()[:, 0]
     for at, side in ((0, "keys"), (1, "values")):
         slope = slopes[at][0, :, visual].float()
         moment = slope.mT @ slope
         size = moment.diagonal(dim1=-2, dim2=-1).mean(-1)[:, None, None]
         assert_close(found[f"{side}.metric"][0], moment / size + 0.003 * torch.eye(16), rtol=1e-4, atol=1e-5)
+
+
+def test_how_sure_a_model_is_does_not_change_what_errors_cost(model):
+    asked = prompts(1)
+    plain = made(model, asked)
+    sure = copy.deepcopy(model)
+    with torch.no_grad():
+        sure.get_output_embeddings().weight *= 1000  # the same answers, certain to the last digit
+    found = made(sure, asked)
+    for side in ("keys", "values"):
+        assert_close(found[f"{side}.metric"], plain[f"{side}.metric"], rtol=1e-3, atol=1e-4)
 
 
 def test_a_book_of_text_serves_a_model_of_text():
