@@ -37,15 +37,16 @@ SHARED: dict[str, list[Any]] = {
         {"name": "compression.drop_visual_layers", "after": 2},
     ]
 }
+GROUPS = "1 bit, groups of 4"
 BITS = {
     "1 bit": {"nbits": 1},
-    "1 bit, groups of 4": {"nbits": 1, "q_group_size": 4},
+    GROUPS: {"nbits": 1, "q_group_size": 4},
     "keys 2 bits, values 1": {"nbits": 2, "value_nbits": 1},
     "2 bits": {"nbits": 2},
 }
 BOOK = "1 bit, a book"
 TARGETS = {  # what may be lost
-    "1 bit": 0.01, BOOK: 0.01, "yopo25": 0.01, "yopo12": 0.03, **dict.fromkeys(SHARED, 0.03),
+    "1 bit": 0.01, GROUPS: 0.01, BOOK: 0.01, "yopo25": 0.01, "yopo12": 0.03, **dict.fromkeys(SHARED, 0.03),
 }  # fmt: skip
 
 
@@ -100,7 +101,7 @@ def settings(
     found: dict[str, Mapping[str, Any]] = {"full": {}}
     found |= {name: cache(options) for name, options in BITS.items()} | more
     found |= {name: pruned(name, model) for name, model in trained.items() if name != "full"}
-    found["yopo25, 1 bit"] = found["yopo25"] | cache(BITS["1 bit"])
+    found |= {f"yopo25, {name}": found["yopo25"] | cache(BITS[name]) for name in ("1 bit", GROUPS)}
     found |= {f"{name} without training": pruned(name, trained["full"]) for name in PRUNED}
     return found | {"before": {"policy.model": str(start)}}
 
@@ -164,7 +165,7 @@ def questions(given: argparse.Namespace) -> dict[str, Any]:
         f"policy.model={model}", f"output_dir={output / 'train'}", "evaluation.num_prompts=200", *data,
     )  # fmt: skip
     models = dict.fromkeys(("full", *PRUNED), start)
-    rate = f"learn.learning_rate={{name: linear, start: 1e-3, end: 1e-4, steps: {given.steps}}}"
+    rate = f"learn.learning_rate={{name: linear, start: 2e-3, end: 1e-4, steps: {given.steps}}}"
     for number in range(given.rounds):
         folder = output / f"imitation{number or ''}"
         models = train_on(folder, "demo_vqa_train.yaml", models, given.steps, [*data, rate])
@@ -192,14 +193,14 @@ def main() -> None:
     )
     parser.add_argument("--num-test", type=int, default=500, help="held-out clips")
     parser.add_argument("--prompts", type=int, default=0, help="held-out prompts to measure on; 0: all")
-    parser.add_argument("--steps", type=int, help="of imitation (6000; questions: 60)")
-    parser.add_argument("--rounds", type=int, default=2, help="of so many steps (questions)")
+    parser.add_argument("--steps", type=int, help="of imitation (6000; questions: 1400)")
+    parser.add_argument("--rounds", type=int, default=1, help="of so many steps (questions)")
     parser.add_argument("--end-rate", default="1e-4", help="of imitation, which begins at 2e-3 (grounding)")
     parser.add_argument("--grpo-steps", type=int, default=0, help="of GRPO behind imitation (grounding)")
     parser.add_argument("--seed", type=int, default=0, help="of training on (grounding)")
     parser.add_argument("--record", help="the name in the file of results (default: what is measured)")
     given = parser.parse_args()
-    given.steps = given.steps or {"grounding": 6000, "questions": 60}[given.what]
+    given.steps = given.steps or {"grounding": 6000, "questions": 1400}[given.what]
     torch.set_num_threads(1)
     chat.CACHE_BYTES = ROOM
     mine = {"grounding": grounding, "questions": questions}[given.what](given)
