@@ -83,7 +83,7 @@ def diagnose_groups(reward: Tensor, batch: Batch) -> dict[str, Tensor]:
     chosen, rejected = mean_of(merit > 0), mean_of(merit < 0)
     agrees = group_sum(merit * total, index) > 0
     told = {"chosen": chosen, "rejected": rejected, "margins": chosen - rejected}
-    told["accuracies"] = agrees.sum() / groups
+    told["accuracies"] = agrees.to(total.dtype).sum() / groups
     if "unrelated" in batch.notes:
         told["unrelated"] = mean_of(unrelated)
     return {f"rewards/{name}": value for name, value in told.items()}

@@ -32,7 +32,7 @@ def kto(
     reading: it is that of the step before, `{name: reported, metrics: [rewards/unrelated]}`.
     """
     reward, label = _labelled(beta * gain, batch, level)
-    weight = torch.where(label > 0, desirable_weight, undesirable_weight) * label.abs()
+    weight = desirable_weight * label.clamp(min=0) - undesirable_weight * label.clamp(max=0)
     return _mean_over_labelled(weight * torch.sigmoid(-label * (reward - max(delta, 0.0))), label, batch)
 
 

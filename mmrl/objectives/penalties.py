@@ -13,7 +13,7 @@ from mmrl.types import Unit
 
 
 def _gap(new: StepOutput, batch: Batch, against: str) -> Tensor:
-    return ((new.logp - batch.by(against, new).logp) * batch.mask).clamp(-20.0, 20.0)
+    return (new.logp - batch.by(against, new).logp) * batch.mask
 
 
 @penalty
@@ -38,16 +38,21 @@ def k3(
     coef: float = 0.001,
     against: str = "ref",
     use_bias_correction_kl: bool = False,
+    clip_max: float | None = None,
 ) -> Tensor:
     """Estimate the divergence by exp(-d) + d - 1, d the log-ratio: unbiased and never negative (GRPO; TRL's
     beta is `coef`).
 
-    `use_bias_correction_kl` multiplies by the ratio to `old` (DeepSeek-V3.2, arXiv 2512.02556).
+    `use_bias_correction_kl` multiplies by the ratio to `old` (DeepSeek-V3.2, arXiv 2512.02556). `clip_max`
+    bounds the estimate, and a step above it has no gradient; verl's bound is 10, TRL has none. Below -20, d
+    counts as -20, because exp(-d) would outgrow float32; the ratio to `old` is at most exp(20).
     """
-    gap = _gap(new, batch, against)
+    gap = _gap(new, batch, against).clamp(min=-20.0)
     estimate = (-gap).exp() + gap - 1
+    if clip_max is not None:
+        estimate = estimate.clamp(max=clip_max)
     if use_bias_correction_kl:
-        estimate = estimate * _gap(new, batch, "old").exp()
+        estimate = estimate * _gap(new, batch, "old").clamp(max=20.0).exp()
     return coef * estimate
 
 

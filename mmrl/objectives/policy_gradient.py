@@ -105,7 +105,7 @@ def clipped_share(surrogate: Callable, log_ratio: Tensor, new: StepOutput, batch
         if not moved.requires_grad:
             return {}
         slope = torch.autograd.grad(moved.sum(), leaf)[0]
-    still = (slope == 0) & (batch.advantage != 0) & (batch.mask > 0)
+    still = ((slope == 0) & (batch.advantage != 0) & (batch.mask > 0)).to(leaf.dtype)
     steps = batch.totals.steps or 1.0
-    low, high = (still & (leaf < 0)).sum() / steps, (still & (leaf > 0)).sum() / steps
+    low, high = (still * (leaf < 0)).sum() / steps, (still * (leaf > 0)).sum() / steps
     return {"clip_ratio/low_mean": low, "clip_ratio/high_mean": high, "clip_ratio/region_mean": low + high}

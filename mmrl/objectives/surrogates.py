@@ -74,5 +74,6 @@ def soft_gate(
     temperature_neg: float = 1.05,
 ) -> Tensor:
     """Fade the gradient out with a sigmoid instead of cutting it (SAPO, arXiv 2511.20347)."""
-    tau = torch.where(batch.advantage > 0, temperature_pos, temperature_neg)
+    # `where` of two Python numbers would be float32
+    tau = torch.full_like(log_ratio, temperature_neg).masked_fill(batch.advantage > 0, temperature_pos)
     return -(4 / tau) * torch.sigmoid(tau * (_ratio(log_ratio) - 1)) * batch.advantage

@@ -50,6 +50,13 @@ def test_without_evidence_a_pair_costs_what_it_must(compare, wanted):
     shown(compare(*gained([[0.0, 0.0], [0.0]], [1, -1])), wanted)
 
 
+def test_the_weights_of_kto_are_as_precise_as_its_rewards():
+    # (1.1 sigm(-.2) + .7 sigm(-.1)) / 2; 1.1 in float32 would be away by 2e-8
+    loss = kto(*gained(*PAIR), desirable_weight=1.1, undesirable_weight=0.7)
+    wanted = (1.1 * logistic(-0.2) + 0.7 * logistic(-0.1)) / 2
+    assert abs(float(loss.detach()) - wanted) < 1e-12
+
+
 def test_mdpo_costs_3_ln_2_at_the_reference():
     three = gained([[0.0], [0.0], [0.0]], [1, -1, -1])
     shown(sigmoid_each(*three) + anchor_chosen(*three), 3 * LN2)

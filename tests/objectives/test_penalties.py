@@ -97,13 +97,38 @@ def test_against_names_another_policy_and_asks_for_it(estimate):
     assert not estimate(new, batch, coef=1.0).any()
 
 
-@pytest.mark.parametrize("estimate", ESTIMATES)
-def test_log_ratios_of_50_are_held_at_20_and_uncounted_steps_at_0(estimate):
+@pytest.mark.parametrize(
+    ("estimate", "values", "slopes"),
+    [
+        (k1, [50.0, -50.0], [1, 1]),
+        (k2, [1250.0, 1250.0], [50.0, -50.0]),
+        # e^-50 + 49; and e^20 - 21, which no longer moves
+        (k3, [49.0, math.exp(20.0) - 21], [1 - math.exp(-50.0), 0]),
+    ],
+)
+def test_only_the_exponential_is_bounded_where_log_ratios_are_large(estimate, values, slopes):
     new, batch = step_table([[-1.0] * 3], mask=[[1, 1, 0]], ref=[[-51.0, 49.0, -300.0]])
     loss = estimate(new, batch, coef=1.0)
-    assert loss.abs().max() < math.exp(20.0)
-    assert slope_of(loss, new).isfinite().all()
-    assert loss[0, 2] == 0
+    assert_rows(loss, [[*values, 0]])
+    assert_rows(slope_of(loss, new), [[*slopes, 0]])
+
+
+def test_clip_max_bounds_k3_from_above_as_verl_does_at_10():
+    # k3 at -3 is e^3 - 4 = 16.085537, at -2 e^2 - 3 = 4.389056, at 30 it is 29
+    new, batch = against_reference(-3.0, -2.0, 30.0)
+    assert_rows(k3(new, batch, coef=1.0), [[16.085537, 4.389056, 29.0]])
+    loss = k3(new, batch, coef=2.0, clip_max=10.0)
+    assert_rows(loss, [[20.0, 2 * 4.389056, 20.0]])
+    assert_rows(slope_of(loss, new), [[0, 2 * (1 - math.exp(2.0)), 0]], tolerance=1e-5)
+
+
+def test_the_ratio_of_the_bias_correction_is_at_most_e_to_the_20():
+    # k3 at .3 is .040818; the log-ratios to `old` are 21, 20 and -30
+    new, batch = step_table([[-1.0] * 3], ref=[[-1.3] * 3], old=[[-22.0, -21.0, 29.0]])
+    loss = k3(new, batch, coef=1.0, use_bias_correction_kl=True)
+    estimate = math.exp(-0.3) + 0.3 - 1
+    wanted = [estimate * math.exp(20.0), estimate * math.exp(20.0), estimate * math.exp(-30.0)]
+    assert_rows(loss, [wanted], tolerance=1e-6)
 
 
 def test_negative_entropy_rewards_uncertainty():

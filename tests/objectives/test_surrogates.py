@@ -119,6 +119,15 @@ def test_soft_gate_is_a_scaled_sigmoid_of_the_ratio():
     assert_rows(losses(soft_gate, new, batch), wanted)
 
 
+def test_the_temperatures_of_soft_gate_are_as_precise_as_its_ratio():
+    # 1.05 in float32 would be away by 5e-8
+    new, batch = moved([[0.3], [0.3]], [-1, 1])
+    gate = 4 / 1.05 / (1 + math.exp(-1.05 * (math.exp(0.3) - 1)))
+    good = 4 / 1.3 / (1 + math.exp(-1.3 * (math.exp(0.3) - 1)))
+    loss = losses(soft_gate, new, batch, temperature_pos=1.3)
+    assert_rows(loss, [[gate], [-good]], tolerance=1e-12)
+
+
 def test_soft_gate_weighs_the_slope_with_a_bump_around_1():
     new, batch = micro_batch()
     slope = slope_of(losses(soft_gate, new, batch), new)
