@@ -37,6 +37,7 @@ class Totals:
     steps: float = 0.0
     rows: float = 0.0
     groups: float = 0.0
+    drawn: float = 0.0  # rows, those among them that are not learned from
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,7 @@ class Batch:
     notes: Mapping[str, Tensor] = field(default_factory=dict)  # (N, T), NaN where nothing was noted
     others: Mapping[str, StepOutput] = field(default_factory=dict)  # "old", "ref", "ema", "engine"
     totals: Totals = Totals()
+    drawn: float | None = None  # rows that the filter kept, before the chain dropped any; None: those here
     order: tuple[int, ...] = ()  # the groups of the collection, on all processes; without it those of `group`
     rows: Tensor = torch.zeros(0, dtype=torch.int64)  # (N,) which rollouts these are, where that is known
 
@@ -110,25 +112,30 @@ class Batch:
         """Keep the first row, learn nothing from it: what a process without work still sends through the
         model."""
         first = self.select(torch.tensor([0]))
-        return first.replace(mask=torch.zeros_like(first.mask), advantage=torch.zeros_like(first.advantage))
+        nothing = torch.zeros_like(first.mask)
+        return first.replace(mask=nothing, advantage=torch.zeros_like(first.advantage), drawn=0.0)
 
     def count(self) -> Totals:
-        """Count what is learned from: steps, rows and groups that have any."""
+        """Count what is learned from: steps, rows and groups that have any; and the rows that were drawn."""
         rows = self.mask.sum(-1) > 0
-        return Totals(float(self.mask.sum()), float(rows.sum()), float(self.group[rows].unique().numel()))
+        groups = self.group[rows].unique().numel()
+        drawn = len(self) if self.drawn is None else self.drawn
+        return Totals(float(self.mask.sum()), float(rows.sum()), float(groups), float(drawn))
 
     def parts(self, num_parts: int) -> Iterator[Batch]:
         """Cut the batch into parts of whole groups for one optimizer step each; an empty part is one blanked
         row.
 
         The groups of the whole collection are parted, so a part holds the same groups on one process and on
-        many.
+        many. Rows that were drawn are shared out evenly.
         """
+        drawn = None if self.drawn is None else self.drawn / num_parts
         names = self.order or tuple(dict.fromkeys(self.group.tolist()))
         for part in range(num_parts):
             mine = names[part * len(names) // num_parts : (part + 1) * len(names) // num_parts]
             rows = torch.isin(self.group, torch.tensor(mine, dtype=torch.int64)).nonzero()[:, 0]
-            yield self.select(rows) if len(rows) else self.blank()
+            part = self.select(rows) if len(rows) else self.blank()
+            yield part if drawn is None else part.replace(drawn=drawn)
 
     def split(self, max_steps: int, unit: Unit) -> list[Batch]:
         """Cut the batch into micro-batches, as `cuts` says."""

@@ -3,6 +3,7 @@ the identity."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -111,7 +112,7 @@ class Processes:
 
     def rank_mean(self, totals: Totals) -> Totals:
         """Average what losses divide by. Data parallelism averages gradients, so their product is exact."""
-        values = self.mean(torch.tensor([totals.steps, totals.rows, totals.groups], dtype=torch.float64))
+        values = self.mean(torch.tensor(dataclasses.astuple(totals), dtype=torch.float64))
         return Totals(*values.tolist())
 
     def mean(self, values: Tensor) -> Tensor:

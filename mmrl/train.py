@@ -47,7 +47,8 @@ def learnable(run: Run, collection: Collection) -> tuple[RewardTable, Batch]:
     credit = run.advantage(collection.table)
     rollouts, learned = pick(collection.rollouts, credit, credit.learn.any(-1))
     batch = spread(learned.select(learned.mine), run.policy.collate(rollouts))
-    batch = batch.replace(order=tuple(dict.fromkeys(learned.group.tolist())))
+    drawn = float(collection.table.mine.sum())
+    batch = batch.replace(order=tuple(dict.fromkeys(learned.group.tolist())), drawn=drawn)
     run.learned = rollouts
     return credit, within_memory(
         run, lambda: consult(run.others, batch, run.needs, run.micro_batch_steps, run.processes.even)

@@ -88,6 +88,17 @@ def test_totals_count_steps_rows_and_groups_that_are_learned_from():
     assert (totals.steps, totals.rows, totals.groups) == (3, 2, 1)
 
 
+def test_rows_that_were_drawn_are_those_here_unless_the_batch_says_otherwise():
+    batch = rows_of(3, 1, 2, mask=[[1, 0, 1], [1], [0, 0]])
+    assert batch.count().drawn == 3
+    assert batch.replace(drawn=7.0).count().drawn == 7
+    assert batch.blank().count().drawn == 0
+    # seven rows shared out to two parts, of which one has no group
+    parts = list(batch.replace(drawn=7.0).parts(2))
+    assert [part.count().drawn for part in parts] == [3.5, 3.5]
+    assert sorted(part.count().drawn for part in batch.parts(2)) == [0, 3]
+
+
 def test_old_that_nobody_asked_is_the_current_pass_without_gradient():
     new, batch = step_table([[-1.0]])
     assert batch.by("old", new).logp.equal(new.logp)

@@ -45,6 +45,12 @@ def drop_all(table):
     return torch.zeros(len(table), dtype=torch.bool)
 
 
+def drop_first(table):
+    """Let nothing be learned from the first row of every group."""
+    first = torch.tensor([uid not in table.uids[:i] for i, uid in enumerate(table.uids)])
+    return table.replace(learn=table.learn & ~first[:, None])
+
+
 class Rising:
     """A policy that is asked, and says how often: every answer is higher by 1."""
 
@@ -54,6 +60,18 @@ class Rising:
     def __call__(self, batch, extra=frozenset()):
         self.asked.append((len(batch), extra))
         return StepOutput(torch.full(batch.mask.shape, float(len(self.asked))), {})
+
+
+def test_a_dropped_row_stays_in_the_divisor_on_request(tmp_path):
+    chain = {"advantage": ["total", "group_center", "tests.test_train:drop_first"]}
+    means = {
+        count: moved_by(tmp_path, **chain, objective={"aggregate": {"name": "sequence_mean", "count": count}})
+        for count in ("learned", "drawn")
+    }
+    run, batch = ready(tmp_path, **chain)
+    learned, drawn = len(batch), batch.drawn
+    assert drawn == run.num_prompts * run.num_generations == learned + run.num_prompts
+    torch.testing.assert_close(means["drawn"] * drawn, means["learned"] * learned, rtol=1e-6, atol=0)
 
 
 # ---- cuts

@@ -37,7 +37,8 @@ class Denoise:
     steps of `stochastic` (from, to; by default all but the last, whose noise is too small to learn from) are
     drawn from it and recorded. `window_size` above 0 makes only that many of them stochastic, from
     `window_start`, or from a place drawn for every collection (Flow-GRPO-Fast); `window_start` may follow a
-    schedule (MixGRPO, arXiv 2507.21802). `share` records that share of the stochastic steps, drawn row by row
+    schedule (MixGRPO, arXiv 2507.21802). A window that reaches past `stochastic` is moved back, or with
+    `window_shrinks` cut. `share` records that share of the stochastic steps, drawn row by row
     (DanceGRPO, arXiv 2505.07818). With `same_noise` all rows of a prompt start from the same noise.
     `guidance_scale` 1 asks the network once per step. Noise is keyed by prompt and generation, so it depends
     on neither the order of a batch nor on `batch_size`, which bounds the rows in the network at once.
@@ -60,6 +61,7 @@ class Denoise:
         stochastic: tuple[int, int] | None = None,
         window_size: int = 0,
         window_start: int | None = None,
+        window_shrinks: bool = False,
         ode: Literal["euler", "heun"] = "euler",
         share: float = 1.0,
         same_noise: bool = False,
@@ -68,7 +70,7 @@ class Denoise:
         self.policy, self.stream, self.solver = policy, stream, solver
         self.guidance_scale, self.share, self.same_noise = guidance_scale, share, same_noise
         self.frames_per_second, self.batch_size, self.move = frames_per_second, batch_size, MOVES[ode]
-        self.window_size, self.window_start = window_size, window_start
+        self.window_size, self.window_start, self.window_shrinks = window_size, window_start, window_shrinks
         if num_inference_steps < 1 or batch_size < 0 or not 0 < share <= 1:
             raise ValueError(
                 "`num_inference_steps` must be at least 1, `batch_size` 0 or more and `share` in (0, 1], not "
@@ -80,6 +82,7 @@ class Denoise:
                 "stochastic": stochastic is not None,
                 "window_size": window_size != 0,
                 "window_start": window_start is not None,
+                "window_shrinks": window_shrinks,
                 "share": share != 1,
             }
         )
@@ -132,8 +135,8 @@ class Denoise:
         if self.window_start is None:
             start = int(torch.randint(low, latest + 1, (), generator=self.stream.generator("denoise window")))
         else:
-            start = min(max(int(self.window_start), low), latest)
-        return start, start + self.window_size
+            start = min(max(int(self.window_start), low), high - 1 if self.window_shrinks else latest)
+        return start, min(start + self.window_size, high)
 
     def rollout(self, prompts: Sequence[Prompt]) -> Rollouts:
         """Make a picture for every entry, in order."""

@@ -69,15 +69,33 @@ def batch_normalize(table: RewardTable, *, by: tuple[str, ...] = (), eps: float 
 
 @advantage
 def leave_one_out(
-    table: RewardTable, *, by: tuple[str, ...] = BY_GROUP, singleton: Literal["zero", "raw"] = "zero"
+    table: RewardTable,
+    *,
+    by: tuple[str, ...] = BY_GROUP,
+    scale: Literal["none", "group", "others"] = "none",
+    std: Literal["unbiased", "population"] = "unbiased",
+    eps: float = 1e-4,
+    singleton: Literal["zero", "raw"] = "zero",
 ) -> RewardTable:
     """Subtract the mean of the others in the group (RLOO, arXiv 2402.14740). Alone, the advantage is 0, or
-    the reward."""
+    the reward.
+
+    `scale` divides by the standard deviation of the group, or of the others in it, plus `eps`. Where the
+    others are one or all equal, nothing is divided, as in NeMo-RL.
+    """
     groups = table.groups(by)
-    count = groups.count()
+    count, away = groups.count(), table.values - groups.mean()
     # r - (sum - r) / (n - 1) = n / (n - 1) * (r - mean)
-    compared = torch.where(
-        groups.flat(), 0.0, (table.values - groups.mean()) * count / (count - 1).clamp(min=1)
-    )
+    compared = away * count / (count - 1).clamp(min=1)
+    if scale == "group":
+        compared = compared / (groups.std(std == "unbiased") + eps)
+    elif scale == "others":
+        squares = groups.std(unbiased=False).square() * count
+        others = squares - away * compared  # about their own mean
+        divisor = (count - (2 if std == "unbiased" else 1)).clamp(min=1)
+        spread = (others / divisor).clamp(min=0).sqrt()
+        # What is left of equal rewards is rounding.
+        compared = torch.where(others > 1e-12 * squares, compared / (spread + eps), compared)
+    compared = torch.where(groups.flat(), 0.0, compared)
     alone = table.values if singleton == "raw" else torch.zeros_like(compared)
     return table.put(torch.where(count < 2, alone, compared))

@@ -19,6 +19,7 @@ def turning_points(
     balance: bool = True,
     balance_key: Literal["delta_global", "aggregated"] = "delta_global",
     only_rising: bool = False,
+    first_step: bool = True,
     atol: float = 0.0,
 ) -> RewardTable:
     """Turn prefix rewards (N, R, T + 1) into step credits (N, R, T), stressing the steps that turned the
@@ -27,12 +28,14 @@ def turning_points(
     A step earns its increment. A turning point earns everything gained from before it to the end: a step that
     agrees with the overall trend while the step before it did not; the first step need only agree. With
     `consistent`, what follows must also gain in its direction, so that a credit is only ever amplified.
-    `only_rising` looks for turning points in rows that gained overall.
+    `only_rising` looks for turning points in rows that gained overall; without `first_step` the first step is
+    none (the code's `apply_first_step_bonus`).
 
     `balance` keeps as many turning points of rising rows as of falling ones, where there are both: those of
     the largest overall change (or, with `balance_key: aggregated`, of the largest credit); the others earn
-    their increment. Our reading: over the whole collection (the code: a micro-batch), and ties go to the
-    first. `atol` is our reading too: a change of at most that much has no sign. A probe without a reward
+    their increment. A turning point from which nothing is gained to the end counts here, as in the code, and
+    earns its increment too. Our reading: over the whole collection (the code: a micro-batch), and ties go to
+    the first. `atol` is our reading too: a change of at most that much has no sign. A probe without a reward
     leaves its two increments unknown, and a row without its first or last one has no turning points.
     """
     reward, known = table.values, table.valid
@@ -44,12 +47,13 @@ def turning_points(
     turning = _turns(increment, remaining, trend, consistent, atol)
     if only_rising:
         turning &= trend > atol
-    turning &= remaining != 0
+    if not first_step:
+        turning[..., :1] = False
     if balance:
         turning = _balanced(
             turning, trend, trend.expand_as(turning) if balance_key == "delta_global" else remaining
         )
-    credit = table.after_first(torch.where(turning, remaining, increment))
+    credit = table.after_first(torch.where(turning & (remaining != 0), remaining, increment))
     return credit.replace(valid=credit.valid & known[..., :-1])
 
 

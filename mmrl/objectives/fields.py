@@ -7,6 +7,7 @@ time at its start, from 1 (noise) to 0 (data).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Literal
 
 import torch
@@ -93,6 +94,14 @@ def norm_hinge(
 
 # ---- DiffusionNFT
 
+ADV_MODES: dict[str, Callable[[Tensor], Tensor]] = {
+    "all": lambda advantage: advantage,
+    "positive_only": lambda advantage: advantage.clamp(min=0),
+    "negative_only": lambda advantage: advantage.clamp(max=0),
+    "one_only": lambda advantage: (advantage > 0).double(),
+    "binary": lambda advantage: advantage.sign(),
+}
+
 
 @surrogate(extra={"velocity", "target", "time"}, of_others={"velocity"})
 def negative_aware(
@@ -102,6 +111,7 @@ def negative_aware(
     *,
     beta: float = 1.0,
     max_advantage: float = 5.0,
+    adv_mode: Literal["all", "positive_only", "negative_only", "one_only", "binary"] = "all",
     against: str = "old",
 ) -> Tensor:
     """Match good pictures by the velocity and bad ones by its mirror image in the policy that rolled out
@@ -111,11 +121,15 @@ def negative_aware(
     max_advantage (r L+ + (1 - r) L-) / beta. L+- is the squared distance of x_t - t v+- from the picture over
     its mean absolute distance w+-, which carries no gradient and is at least 1e-5. The paper's `old` is a
     moving average that rolls out: `rollout: {policy: ema}`.
+
+    `adv_mode` is the released code's: advantages below (above) 0 count as 0 with `positive_only`
+    (`negative_only`), `one_only` makes 1 of those above 0 and 0 of the others, `binary` takes the sign.
     """
     velocity, target = new.extra["velocity"].double(), new.extra["target"].double()
     old = batch.by(against, new).extra["velocity"].double()
     time = new.extra["time"].double()
-    share = (0.5 + batch.advantage.double() / (2 * max_advantage)).clamp(0, 1)
+    advantage = ADV_MODES[adv_mode](batch.advantage.double())
+    share = (0.5 + advantage / (2 * max_advantage)).clamp(0, 1)
 
     def matched(sign: float) -> Tensor:
         # x_t - t v is away from x_0 by t times what v is away from its target

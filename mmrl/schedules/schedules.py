@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
+from itertools import accumulate
+from typing import Literal
 
 from mmrl.registry import schedule
 from mmrl.types import Clock
@@ -48,15 +51,41 @@ def settling(clock: Clock, *, limit: float = 0.9, offset: int = 10) -> float:
 
 @schedule
 def staircase(
-    clock: Clock, *, start: int = 0, step: int = 1, every: int = 25, stop: int, roll_back: bool = True
+    clock: Clock,
+    *,
+    start: int = 0,
+    step: int = 1,
+    every: int = 25,
+    stop: int,
+    roll_back: bool = True,
+    decay: Literal["none", "linear", "exponential"] = "none",
+    least: int = 1,
+    rate: float = 0.1,
+    after: int = 13,
 ) -> float:
     """Climb from `start` by `step` every so many steps, never above `stop`; then begin anew, or with
-    `roll_back: false` stay (MixGRPO's sliding window, arXiv 2507.21802)."""
-    if stop < start or step < 1 or every < 1:
+    `roll_back: false` stay (MixGRPO's sliding window, arXiv 2507.21802).
+
+    With `decay` higher stairs are left sooner. `linear` goes from `every` at 0 to `least` at `stop`, rounded
+    down (the code's strategy `decay`); `exponential` is every exp(-rate (stair - after)) above `after`,
+    rounded up (`exp_decay`).
+    """
+    if stop < start or min(step, every, least) < 1:
         raise ValueError(
-            f"`staircase` climbs: `stop` {stop} must not be below `start` {start}, and `step` {step} and "
-            f"`every` {every} must be at least 1"
+            f"`staircase` climbs: `stop` {stop} must not be below `start` {start}, and `step` {step}, "
+            f"`every` {every} and `least` {least} must be at least 1"
         )
-    last = (stop - start) // step
-    stair = clock.step // every
-    return start + step * (stair % (last + 1) if roll_back else min(stair, last))
+
+    def length(stair: int) -> int:
+        """Count the steps on a stair."""
+        if decay == "linear":
+            share = stair / max(stop, 1)
+            return max(least, int(every * (1 - share) + least * share))
+        if decay == "exponential":
+            return math.ceil(every * math.exp(-rate * max(0, stair - after)))
+        return every
+
+    stairs = range(start, stop + 1, step)
+    ends = list(accumulate(map(length, stairs)))
+    at = clock.step % ends[-1] if roll_back else min(clock.step, ends[-1] - 1)
+    return stairs[bisect_right(ends, at)]

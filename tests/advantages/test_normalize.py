@@ -53,6 +53,33 @@ def test_leave_one_out_compares_with_the_mean_of_the_others():
     assert_rows(leave_one_out(reward_table(HARD)).values, [1, -1 / 3, -1 / 3, -1 / 3])
 
 
+def test_leave_one_out_may_divide_by_the_deviation_of_the_group_or_of_the_others():
+    # mean 4, squares 9 + 1 + 1 + 9 = 20: away from the others' mean -4 -4/3 4/3 4; deviation sqrt(20 / 3)
+    table = reward_table([1, 3, 5, 7])
+    root = math.sqrt(20 / 3)
+    far, near = 4 / root, 4 / 3 / root
+    assert_rows(leave_one_out(table, scale="group", eps=0.0).values, [-far, -near, near, far])
+    # the others of 1: 3 5 7, squares 8 over 2; of 3: 1 5 7, mean 13/3, squares 56/3 over 2
+    near = 4 / 3 / math.sqrt(28 / 3)
+    assert_rows(leave_one_out(table, scale="others", eps=0.0).values, [-2, -near, near, 2])
+    # over 3 the deviations are sqrt(8/3) and sqrt(56/9)
+    far, near = 4 / (math.sqrt(8 / 3) + 0.1), 4 / 3 / (math.sqrt(56 / 9) + 0.1)
+    found = leave_one_out(table, scale="others", std="population", eps=0.1)
+    assert_rows(found.values, [-far, -near, near, far])
+    far = 4 / (math.sqrt(5) + 0.1)
+    found = leave_one_out(table, scale="group", std="population", eps=0.1)
+    assert_rows(found.values, [-far, -far / 3, far / 3, far])
+
+
+def test_where_the_others_are_equal_leave_one_out_divides_by_nothing():
+    # the first is away by 1/2 from three equal ones; of each other, the others deviate by (1/2) / sqrt(3)
+    rewards = [0.1 + 0.5, 0.1, 0.1, 0.1]
+    other = -0.5 / 3 / (0.5 / math.sqrt(3))
+    assert_rows(leave_one_out(reward_table(rewards), scale="others", eps=0.0).values, [0.5, *[other] * 3])
+    assert_rows(leave_one_out(reward_table([0.2, 0.5]), scale="others").values, [-0.3, 0.3])
+    assert_rows(leave_one_out(reward_table([0.3] * 3), scale="others").values, [0, 0, 0])
+
+
 def test_whitening_over_steps_counts_longer_answers_more():
     # centred by group: .75 -.25 -.25 -.25 | .25 .25 .25 -.75, on 2 1 3 1 | 1 2 1 4 steps
     # sum over the 15 steps -1.75, so the mean is -.116667; squares 3.9375 less 15 * mean^2, over 14: var

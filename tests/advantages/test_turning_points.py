@@ -152,6 +152,25 @@ def test_a_turning_point_that_gains_nothing_to_the_end_earns_its_increment():
     assert_rows(credits([0.5, 0.7, 0.6, 0.8, 0.6], consistent=False), [[0.1, -0.1, 0.2, -0.2]])
 
 
+def test_a_turning_point_that_gains_nothing_to_the_end_counts_when_balancing():
+    # Overall .1: the first step turns, and the third, from .6 to the final .6. Two rising points let both
+    # falling rows keep theirs; were the third step left out, the row of change -.3 would lose its own.
+    rows = [[0.5, 0.7, 0.6, 0.8, 0.6], [0.0, 0.1, -0.1, -0.3], [0.0, 0.2, -0.1, -0.4]]
+    wanted = [[0.1, -0.1, 0.2, -0.2], [0.1, -0.4, -0.2], [0.2, -0.6, -0.3]]
+    assert_rows(credits(*rows, consistent=False), wanted)
+    # One falling point: the first step is the first of the two that rise by .1, and stays.
+    assert_rows(credits(*rows[:2], consistent=False), wanted[:2])
+
+
+def test_the_first_step_is_no_turning_point_on_request():
+    # C turns at once: .8 - .5; A turns at its second step
+    assert_rows(credits(C, first_step=False), [[0.1, 0.1, -0.05, 0.15, 0]])
+    assert_rows(credits(A, first_step=False), [[-0.1, 0.3, 0.15, -0.02, 0.12]])
+    # it does not count when balancing either: C and A rise by .3 and .2, B falls
+    assert turned(C, A, B).any(-1).tolist() == [True, False, True]
+    assert turned(C, A, B, first_step=False).any(-1).tolist() == [False, True, True]
+
+
 # ---- missing probes
 
 

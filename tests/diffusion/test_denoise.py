@@ -197,6 +197,17 @@ def test_the_start_of_a_window_may_be_given_and_stays_inside():
         assert engine.window() == window
 
 
+def test_a_window_may_be_cut_at_the_end_instead_of_moved_back():
+    options = {"num_inference_steps": 6, "stochastic": (1, 5), "window_size": 3, "window_shrinks": True}
+    for start, window in ((0, (1, 4)), (2, (2, 5)), (3, (3, 5)), (4, (4, 5)), (9, (4, 5))):
+        engine = walking(**options, window_start=start)
+        assert engine.window() == window
+    (row,) = engine.rollout(asked("0.5"))
+    assert row.steps.at.tolist() == [4] and row.length == 1
+    # a place that is drawn leaves room for all of the window
+    assert walking(**options).window() in [(1, 4), (2, 5)]
+
+
 def test_the_start_of_a_window_may_follow_a_schedule():
     # MixGRPO: one place further every 25 steps
     pieces = Pieces(Stream())
@@ -333,7 +344,14 @@ def test_an_evaluation_may_be_deterministic_whatever_is_learned_from():
 
 
 @pytest.mark.parametrize(
-    "options", [{"stochastic": (0, 2)}, {"window_size": 2}, {"share": 0.5}, {"window_start": 1}]
+    "options",
+    [
+        {"stochastic": (0, 2)},
+        {"window_size": 2},
+        {"share": 0.5},
+        {"window_start": 1},
+        {"window_shrinks": True},
+    ],
 )
 def test_a_deterministic_engine_has_no_stochastic_steps_to_choose_from(options):
     with pytest.raises(ValueError, match="chooses among stochastic steps, but .* has no `solver`"):

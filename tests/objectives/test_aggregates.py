@@ -79,6 +79,15 @@ def test_a_row_without_counted_steps_leaves_every_denominator():
         assert_rows(weights(aggregate, batch), [[wanted] * 2, [0, 0]])
 
 
+def test_rows_that_were_drawn_may_stay_in_the_divisor():
+    # TRL: the mean over both rows, one of which counts no step
+    _, batch = step_table([[-1.0, -1.0], [-1.0, -1.0]], mask=[[1, 1], [0, 0]])
+    for aggregate, wanted in ((sequence_mean, 1 / 4), (length_weighted, 1 / 2)):
+        assert_rows(aggregate(batch, count="drawn"), [[wanted] * 2, [0, 0]])
+    found = fixed_length(batch, max_completion_length=4, count="drawn")
+    assert_rows(found, [[1 / 8] * 2, [0, 0]])
+
+
 @pytest.mark.parametrize("aggregate", AGGREGATES)
 def test_a_batch_without_counted_steps_weighs_nothing(aggregate):
     _, batch = step_table([[-1.0, -1.0]], mask=[[0, 0]])

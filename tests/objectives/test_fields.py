@@ -139,10 +139,10 @@ NFT = {"velocity": [[[0.5, -0.1]]], "target": [[[0.6, -0.3]]], "time": [[0.5]]}
 OLD = [[[0.7, -0.4]]]
 
 
-def nft(advantage, *, beta=1.0, **changes):
+def nft(advantage, *, beta=1.0, adv_mode="all", **changes):
     new = said(**{**NFT, **changes})
     batch = batch_of(new, advantage=advantage, old=said(velocity=OLD))
-    return negative_aware(torch.zeros(1, 1), new, batch, beta=beta)
+    return negative_aware(torch.zeros(1, 1), new, batch, beta=beta, adv_mode=adv_mode)
 
 
 def test_negative_aware_has_its_worked_values():
@@ -157,6 +157,23 @@ def test_negative_aware_has_its_worked_values():
 def test_the_share_of_the_good_branch_follows_the_advantage(advantage, share):
     good, bad = nft(50.0), nft(-50.0)
     assert_rows(nft(float(advantage)), (share * good + (1 - share) * bad).tolist())
+
+
+@pytest.mark.parametrize(
+    "adv_mode, shares",
+    [
+        # of the advantages -7, -2.5, 0, .4 and 6; 1/2 + 1/10 is .6
+        ("positive_only", [0.5, 0.5, 0.5, 0.54, 1.0]),
+        ("negative_only", [0.0, 0.25, 0.5, 0.5, 0.5]),
+        ("one_only", [0.5, 0.5, 0.5, 0.6, 0.6]),
+        ("binary", [0.4, 0.4, 0.5, 0.6, 0.6]),
+    ],
+)
+def test_the_modes_of_the_released_code_bend_the_advantage(adv_mode, shares):
+    good, bad = nft(50.0), nft(-50.0)
+    for advantage, share in zip([-7.0, -2.5, 0.0, 0.4, 6.0], shares, strict=True):
+        wanted = share * good + (1 - share) * bad
+        assert_rows(nft(advantage, adv_mode=adv_mode), wanted.tolist(), tolerance=1e-12)
 
 
 def test_the_distance_is_that_of_the_clean_picture():

@@ -96,7 +96,25 @@ def test_staircase_of_wider_steps_never_leaves_its_range():
     assert along(staircase, range(3), start=2, every=1, stop=2) == [2, 2, 2]
 
 
-@pytest.mark.parametrize("wrong", [{"stop": -1}, {"stop": 5, "every": 0}, {"stop": 5, "step": 0}])
+def test_a_linear_decay_leaves_later_stairs_sooner():
+    # from 10 to 1 over 0 to 4: 10, 7.75, 5.5, 3.25 and 1, rounded down
+    options = {"every": 10, "stop": 4, "decay": "linear"}
+    steps = [0, 9, 10, 16, 17, 21, 22, 24, 25, 26]
+    assert along(staircase, steps, **options) == [0, 0, 1, 1, 2, 2, 3, 3, 4, 0]
+    assert along(staircase, [25, 26, 99], **options, roll_back=False) == [4, 4, 4]
+    # never below `least`, 6: 10, 9, 8, 7, 6
+    assert along(staircase, [9, 10, 18, 19, 34, 39, 40], **options, least=6) == [0, 1, 1, 2, 4, 4, 0]
+
+
+def test_an_exponential_decay_begins_above_a_stair_and_rounds_up():
+    # 5 up to stair 2, then 5 e^-.5 = 3.03 and 5 e^-1 = 1.84
+    options = {"every": 5, "stop": 4, "decay": "exponential", "rate": 0.5, "after": 2}
+    assert along(staircase, [4, 5, 14, 15, 18, 19, 20, 21], **options) == [0, 1, 2, 3, 3, 4, 4, 0]
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"stop": -1}, {"stop": 5, "every": 0}, {"stop": 5, "step": 0}, {"stop": 5, "least": 0}]
+)
 def test_staircase_refuses_what_does_not_climb(wrong):
     with pytest.raises(ValueError, match="`staircase` climbs"):
         staircase(Clock(0), **wrong)
