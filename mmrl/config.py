@@ -391,6 +391,6 @@ def as_plain(value: Any) -> Any:
     return value
 
 
-def write(config: Any, path: Path) -> None:
-    """Write the resolved configuration."""
-    path.write_text(OmegaConf.to_yaml(OmegaConf.create(as_plain(config))))
+def as_yaml(config: Any) -> str:
+    """Write the resolved configuration as YAML."""
+    return OmegaConf.to_yaml(OmegaConf.create(as_plain(config)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import math
 import shutil
@@ -13,13 +14,16 @@ from typing import TYPE_CHECKING, Any
 from mmrl import checkpoint, faults
 from mmrl.card import essence, write_card
 from mmrl.checkpoint import CheckpointError
-from mmrl.config import Config, ConfigError, as_plain, parse, read, write
+from mmrl.config import Config, ConfigError, as_plain, as_yaml, parse, read
+from mmrl.files import remove, write_whole
 from mmrl.hub import push
 from mmrl.protocols import Stateful
 from mmrl.sharded import gathered, taken_up, whole
 
 if TYPE_CHECKING:
     from mmrl.run import Run
+
+CONFIG = "config.yaml"
 
 
 @dataclass
@@ -181,26 +185,46 @@ def hand_over(run: Run, measured: Mapping[str, float]) -> None:
 
 
 def _open_folder(run: Run) -> None:
-    written = run.folder / "config.yaml"
-    if run.config.overwrite_output_dir and run.folder.exists():
-        if any(run.folder.iterdir()) and not written.exists():
-            raise ConfigError(
-                f"'{run.folder}' holds files but no run (it has no config.yaml), so it is not overwritten; "
-                "name another output_dir"
-            )
-        shutil.rmtree(run.folder)
+    written = run.folder / CONFIG
+    if run.config.overwrite_output_dir:
+        _empty(run.folder)
     if written.exists() and essence(_read(written)) != essence(as_plain(run.config)):
         raise ConfigError(
-            f"'{run.folder}' holds a run with another configuration (see its config.yaml); name another "
+            f"'{run.folder}' holds a run with another configuration (see its {CONFIG}); name another "
             "output_dir, or set overwrite_output_dir=true to throw that run away"
         )
-    run.folder.mkdir(parents=True, exist_ok=True)
-    write(run.config, written)
+    text = as_yaml(run.config)
+    if not written.exists() or written.read_text(encoding="utf-8") != text:
+        write_whole(written, text)
+
+
+def _empty(folder: Path) -> None:
+    """Throw a run away; its configuration goes last, so that the rest is still known to be a run where this
+    process is killed meanwhile."""
+    inside = {path.name: path for path in folder.iterdir()} if folder.exists() else {}
+    written = inside.pop(CONFIG, None)
+    if inside and written is None:
+        raise ConfigError(
+            f"'{folder}' holds files but no run (it has no {CONFIG}), so it is not overwritten; name another "
+            "output_dir"
+        )
+    for path in [*inside.values(), *([written] if written else [])]:
+        remove(path)
 
 
 def _read(written: Path) -> dict[str, Any]:
     """Read a configuration, with the defaults of keys that did not exist when it was written."""
-    raw = read(written)
+    last = dataclasses.fields(Config)[-1].name
+    try:
+        raw = read(written)
+        if last not in raw:
+            raise ConfigError(f"it ends before '{last}'")
+    except ConfigError as error:
+        raise ConfigError(
+            f"'{written}' is broken, so it is unknown which run is there: {' '.join(str(error).split())[:200]}. If it is this "
+            "run, remove that file and start it again: it goes on from its last checkpoint; else name another "
+            "output_dir"
+        ) from error
     try:
         return as_plain(parse(raw, Config))
     except ConfigError:

@@ -21,7 +21,7 @@ FILES = sorted(path for folder in ("mmrl", *SIBLINGS) for path in (ROOT / folder
 BASE = {
     "types", "protocols", "tensor", "table", "batch", "draws", "registry", "reward_forms", "config", "bind",
     "distributed", "kept", "modules", "onednn", "rows", "watch", "sharded", "health", "operations",
-    "pictures", "settings", "zero",
+    "pictures", "settings", "zero", "files",
 }  # fmt: skip
 LOOPS = {
     "score",

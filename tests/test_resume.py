@@ -228,6 +228,44 @@ def test_another_configuration_is_refused(tmp_path, changes):
     assert len(list(tmp_path.glob("checkpoint-*"))) == 1
 
 
+@pytest.mark.parametrize("cut", [0.0, 0.3, 0.5, 0.98], ids=str)
+def test_a_broken_configuration_is_called_broken_and_the_advice_goes_on(tmp_path, uninterrupted, cut):
+    killed(tmp_path, at=4)
+    written = tmp_path / "config.yaml"
+    text = written.read_text()
+    written.write_text(text[: int(cut * len(text))])
+    with pytest.raises(ConfigError, match=r"config.yaml' is broken, .* remove that file and start it again"):
+        resumed(tmp_path)
+    written.unlink()
+    assert_alike(resumed(tmp_path), uninterrupted)
+    assert written.read_text() == text
+
+
+@pytest.mark.parametrize("moment", ["write_text", "replace"])
+def test_a_configuration_is_whole_whenever_the_process_is_killed(tmp_path, monkeypatch, moment):
+    resumed(tmp_path, max_steps=1)
+    before = (tmp_path / "config.yaml").read_text()
+
+    def dies(path, *args, **options):
+        if moment == "write_text":
+            path.open("w").write("half")
+        raise Killed
+
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(Path, moment, dies)
+        resumed(tmp_path, max_steps=2)
+    assert (tmp_path / "config.yaml").read_text() == before
+    assert len(resumed(tmp_path, max_steps=2).journal.read()) == 2
+
+
+def test_a_configuration_that_did_not_change_is_not_written_again(tmp_path):
+    resumed(tmp_path, max_steps=1)
+    before = (tmp_path / "config.yaml").stat()
+    resumed(tmp_path, max_steps=1)
+    after = (tmp_path / "config.yaml").stat()
+    assert (after.st_mtime_ns, after.st_ino) == (before.st_mtime_ns, before.st_ino)
+
+
 def test_how_often_to_save_and_report_may_change(tmp_path):
     resumed(tmp_path, max_steps=1)
     changed = {"save_steps": 1, "save_total_limit": 5, "report": {"log_completions": False, "trackers": []}}

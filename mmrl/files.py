@@ -1,0 +1,80 @@
+"""Files that are whole or not there, whenever a process is killed, and folders that one process has to itself."""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import shutil
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from mmrl.config import ConfigError
+
+LOCK = ".lock"
+log = logging.getLogger("mmrl")
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Give a name beside `path` to write to, which takes its place at the end: readers, and a process that was
+    killed, find the old file or the new one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    beside = path.with_name(f"{path.name}.tmp")
+    try:
+        yield beside
+        flush(beside)
+        beside.replace(path)
+        flush(path.parent)
+    except BaseException:
+        beside.unlink(missing_ok=True)
+        raise
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a text file by way of `replacing`."""
+    with replacing(path) as beside:
+        beside.write_text(text, encoding="utf-8")
+
+
+def flush(path: Path) -> None:
+    """Wait until a file, or the names in a folder, have reached the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def remove(path: Path) -> None:
+    """Remove a file or a folder, if it is there."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Have a folder to this process while a block runs; `ConfigError` where another process has it.
+
+    The kernel gives the lock back when a process ends, however it ends.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / LOCK).open("a+") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.seek(0)
+            raise ConfigError(
+                f"'{folder}' is in use by {file.read().strip() or 'another process'}; wait until that ends, "
+                "stop it, or name another output folder"
+            ) from None
+        except OSError as error:  # some network file systems are mounted without locks
+            log.warning("cannot lock '%s' (%s): make sure that only one process writes there", folder, error)
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+        file.flush()
+        yield
