@@ -1,4 +1,4 @@
-"""Files that are whole or not there, whenever a process is killed, and folders that one process has to itself."""
+"""Files that are whole or not there, whenever a process is killed, and folders that one run has alone."""
 
 from __future__ import annotations
 
@@ -8,10 +8,14 @@ import os
 import shutil
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING, TextIO
 
 from mmrl.config import ConfigError
+
+if TYPE_CHECKING:
+    from mmrl.distributed import Processes
 
 LOCK = ".lock"
 log = logging.getLogger("mmrl")
@@ -19,8 +23,8 @@ log = logging.getLogger("mmrl")
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Give a name beside `path` to write to, which takes its place at the end: readers, and a process that was
-    killed, find the old file or the new one."""
+    """Give a name beside `path` to write to, which takes its place at the end: whoever reads finds the old
+    file or the new one, also after a kill or a power cut."""
     path.parent.mkdir(parents=True, exist_ok=True)
     beside = path.with_name(f"{path.name}.tmp")
     try:
@@ -57,24 +61,30 @@ def remove(path: Path) -> None:
 
 
 @contextmanager
-def locked(folder: Path) -> Iterator[None]:
-    """Have a folder to this process while a block runs; `ConfigError` where another process has it.
-
-    The kernel gives the lock back when a process ends, however it ends.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / LOCK).open("a+") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            file.seek(0)
-            raise ConfigError(
-                f"'{folder}' is in use by {file.read().strip() or 'another process'}; wait until that ends, "
-                "stop it, or name another output folder"
-            ) from None
-        except OSError as error:  # some network file systems are mounted without locks
-            log.warning("cannot lock '%s' (%s): make sure that only one process writes there", folder, error)
-        file.truncate(0)
-        file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
-        file.flush()
+def locked(folder: Path, processes: Processes) -> Iterator[None]:
+    """Have a folder to this run while a block runs; `ConfigError` where another process has it. The main
+    process takes the lock, and the kernel gives it back when that ends, however it ends."""
+    with ExitStack() as held:
+        with processes.agreeing(f"locking '{folder}'"):
+            if processes.main:
+                held.enter_context(_lock(folder))
         yield
+
+
+def _lock(folder: Path) -> TextIO:
+    folder.mkdir(parents=True, exist_ok=True)
+    file = (folder / LOCK).open("a+")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.seek(0)
+        raise ConfigError(
+            f"'{folder}' is in use by {file.read().strip() or 'another process'}; wait until that ends, stop "
+            "it, or name another output folder"
+        ) from None
+    except OSError as error:  # some network file systems are mounted without locks
+        log.warning("cannot lock '%s' (%s): make sure that only one process writes there", folder, error)
+    file.truncate(0)
+    file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+    file.flush()
+    return file

@@ -15,7 +15,7 @@ from mmrl import checkpoint, faults
 from mmrl.card import essence, write_card
 from mmrl.checkpoint import CheckpointError
 from mmrl.config import Config, ConfigError, as_plain, as_yaml, parse, read
-from mmrl.files import remove, write_whole
+from mmrl.files import LOCK, remove, write_whole
 from mmrl.hub import push
 from mmrl.protocols import Stateful
 from mmrl.sharded import gathered, taken_up, whole
@@ -201,7 +201,7 @@ def _open_folder(run: Run) -> None:
 def _empty(folder: Path) -> None:
     """Throw a run away; its configuration goes last, so that the rest is still known to be a run where this
     process is killed meanwhile."""
-    inside = {path.name: path for path in folder.iterdir()} if folder.exists() else {}
+    inside = {path.name: path for path in folder.iterdir() if path.name != LOCK} if folder.exists() else {}
     written = inside.pop(CONFIG, None)
     if inside and written is None:
         raise ConfigError(
@@ -221,9 +221,9 @@ def _read(written: Path) -> dict[str, Any]:
             raise ConfigError(f"it ends before '{last}'")
     except ConfigError as error:
         raise ConfigError(
-            f"'{written}' is broken, so it is unknown which run is there: {' '.join(str(error).split())[:200]}. If it is this "
-            "run, remove that file and start it again: it goes on from its last checkpoint; else name another "
-            "output_dir"
+            f"'{written}' is broken, so it is unknown which run is there: {' '.join(str(error).split())[:200]}. "
+            "If it is this run, remove that file and start it again: it goes on from its last checkpoint; "
+            "else name another output_dir"
         ) from error
     try:
         return as_plain(parse(raw, Config))

@@ -11,6 +11,7 @@ import torch
 from mmrl.batch import Batch, StepOutput, spread
 from mmrl.collect import Collection, collect, pick
 from mmrl.faults import largest_first, within_memory
+from mmrl.files import locked
 from mmrl.protocols import Policy
 from mmrl.registry import Needs
 from mmrl.stop import listening
@@ -26,9 +27,10 @@ def train(run: Run) -> None:
     """Collect, learn and report until `max_steps`; goes on where the last checkpoint of the run stands.
 
     A run that is asked to stop (SIGTERM, Ctrl-C) does so behind a step, saved, and without its last
-    evaluation.
+    evaluation. `ConfigError` where another process trains in the same folder.
     """
-    with run.processes.watching(), listening(run.processes.main and not run.quiet) as stop:
+    asked = listening(run.processes.main and not run.quiet)
+    with run.processes.watching(), asked as stop, locked(run.folder, run.processes):
         for step in range(run.resume(), run.max_steps):
             run.tick(step)
             collection = collect(run)

@@ -14,7 +14,9 @@ from pyarrow import parquet
 from safetensors.torch import load_file
 
 from mmrl import checkpoint, page
+from mmrl.__main__ import main
 from mmrl.config import ConfigError
+from mmrl.files import LOCK, locked
 from mmrl.train import train
 from tests.toys import plan, toy_run
 
@@ -144,7 +146,7 @@ def test_a_finished_run_stays_as_it_is(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_process_that_is_killed_outright_goes_on_exactly(tmp_path):
+def test_a_process_that_is_killed_outright_goes_on_exactly(tmp_path, capsys):
     changes = {"max_steps": 100_000, "save_steps": 2}
     plan_file = tmp_path / "plan.yaml"
     plan_file.write_text(json.dumps(plan(tmp_path / "run", **{**EVERYTHING, **changes})))
@@ -157,6 +159,11 @@ def test_a_process_that_is_killed_outright_goes_on_exactly(tmp_path):
         until = time.monotonic() + 60
         while len(checkpoint.checkpoints(tmp_path / "run")) < 2 and time.monotonic() < until:
             time.sleep(0.02)
+        journal = (tmp_path / "run" / "metrics.jsonl").read_text()
+        assert main(["train", str(plan_file)]) == 2
+        held = f"run' is in use by process {process.pid} on "
+        assert held in capsys.readouterr().err
+        assert (tmp_path / "run" / "metrics.jsonl").read_text().startswith(journal)
     finally:
         process.kill()
         process.wait()
@@ -212,6 +219,16 @@ def test_a_line_that_was_cut_short_is_written_anew(tmp_path, uninterrupted):
 
 
 # ---- the folder
+
+
+def test_a_folder_in_use_is_refused_and_free_afterwards(tmp_path):
+    run = toy_run(tmp_path, **EVERYTHING)
+    in_use = rf"'{tmp_path}' is in use by process"
+    with locked(tmp_path, run.processes), pytest.raises(ConfigError, match=in_use):
+        train(run)
+    assert [path.name for path in tmp_path.iterdir()] == [LOCK]
+    killed(tmp_path, at=1)
+    assert len(resumed(tmp_path, max_steps=1, overwrite_output_dir=True).journal.read()) == 1
 
 
 @pytest.mark.parametrize(

@@ -8,13 +8,13 @@ tells it.
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from mmrl.files import write_whole
 from mmrl.rows import RowError
 from mmrl.vision.conversions import describe_llama_factory
 from mmrl.vision.pairing import FLIPPED, Pair
@@ -80,18 +80,6 @@ class Shards:
     def told(self, name: str) -> dict[str, Any]:
         """Read what `agree` wrote."""
         return json.loads((self.folder / f"{name}.json").read_text(encoding="utf-8"))
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Write a file that is whole or not there, even after a power cut."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    # The number of the process: two of them may finish one shard.
-    beside = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    with beside.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    beside.replace(path)
 
 
 def as_row(pair: Pair, verdict: str, data: bytes) -> dict[str, Any]:

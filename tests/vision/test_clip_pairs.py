@@ -15,7 +15,7 @@ import torch
 from PIL import Image
 
 from mmrl.bind import Pieces
-from mmrl.config import as_piece
+from mmrl.config import ConfigError, as_piece
 from mmrl.draws import Stream
 from mmrl.rows import RowError, row_files
 from mmrl.vision.builders.clip_pairs import ClipPairs
@@ -349,6 +349,8 @@ def test_a_build_that_is_killed_goes_on_and_gives_the_same_data_set(tmp_path):
     limit = time.monotonic() + 60
     while not Shards(output).has(2) and time.monotonic() < limit:
         time.sleep(0.01)
+    with pytest.raises(ConfigError, match=f"is in use by process {process.pid} on"):
+        build(pictures, output, engines=engines)
     process.send_signal(signal.SIGKILL)
     assert process.wait() == -signal.SIGKILL
     done = [number for number in range(10) if Shards(output).has(number)]

@@ -16,10 +16,11 @@ from mmrl.bind import Pieces
 from mmrl.config import as_piece, as_plain
 from mmrl.distributed import Processes
 from mmrl.draws import Stream
+from mmrl.files import locked, write_whole
 from mmrl.registry import builder
 from mmrl.rows import RowError
 from mmrl.vision.named_media import Named
-from mmrl.vision.pair_files import Shards, as_row, write_data_set, write_whole
+from mmrl.vision.pair_files import Shards, as_row, write_data_set
 from mmrl.vision.pair_making import Maker, weights_hash
 from mmrl.vision.pair_sources import Item, Pictures, digest_of
 from mmrl.vision.pairing import FLIPPED, KEPT, Decide, Pair, Rule, Verdicts, decidable
@@ -46,9 +47,10 @@ class ClipPairs:
     before with the same prompt. `decide: dial` keeps every pair that can be decided, `random` tosses a coin.
 
     Work is done in shards of `shard_size` pictures under `.build`, from which a build that was killed goes
-    on: its data set is the same. Another rule uses them again. Several processes share them. The data set is
-    parquet, at most `file_rows` rows a file, for `vision.preference_pairs`, TRL and LLaMA-Factory; the
-    manifest names what was left out, and holds counts, seed, model and encoder with hashes of their weights.
+    on: its data set is the same. Another rule uses them again. The processes of a launch share them; a second
+    build of the same output is refused while one goes on. The data set is parquet, at most `file_rows` rows a
+    file, for `vision.preference_pairs`, TRL and LLaMA-Factory; the manifest names what was left out, and
+    holds counts, seed, model and encoder with hashes of their weights.
     """
 
     def __init__(
@@ -93,13 +95,15 @@ class ClipPairs:
         total, name = pictures.look_over()
         if not total:
             raise RowError(f"there is no picture in '{self.source}'")
-        if processes.main:
-            shards.agree("plan", self._plan(total, name))
-        numbers = range(-(-total // self.shard_size))
-        if not all(map(shards.has, numbers)):
-            self._answer(pictures, shards, total, processes)
-        processes.wait()
-        return self._assemble(pictures, shards, numbers, output) if processes.main else {"pictures": total}
+        with locked(shards.folder, processes):
+            if processes.main:
+                shards.agree("plan", self._plan(total, name))
+            numbers = range(-(-total // self.shard_size))
+            if not all(map(shards.has, numbers)):
+                self._answer(pictures, shards, total, processes)
+            processes.wait()
+            told = {"pictures": total}
+            return self._assemble(pictures, shards, numbers, output) if processes.main else told
 
     def _plan(self, total: int, name: str) -> dict[str, Any]:
         """Tell what the answers and their scores depend on."""
