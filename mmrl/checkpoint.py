@@ -3,17 +3,20 @@ and renamed."""
 
 from __future__ import annotations
 
+import hashlib
 import json
-import os
-import shutil
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
+from mmrl.files import flush, remove
+
 STATE = "trainer_state.json"
 TENSORS = "trainer_state.safetensors"
+SUMS = "SHA256SUMS"  # of every other file, written last; `sha256sum -c` reads it as well
 MODEL = "model"
 
 
@@ -22,45 +25,56 @@ class CheckpointError(RuntimeError):
 
 
 def write_state(folder: Path, state: Mapping[str, Any]) -> None:
-    """Write a nested state of tensors, numbers, strings and lists."""
+    """Write a nested state of tensors, numbers, strings and lists; then the SHA-256 of every file of the
+    folder, by which a checkpoint is known to be whole, and all of it to the disk."""
     from safetensors.torch import save_file
 
     tensors: dict[str, Tensor] = {}
     tree = _without_tensors(state, "", tensors)
     folder.mkdir(parents=True, exist_ok=True)
     save_file({name: t.detach().cpu().contiguous().clone() for name, t in tensors.items()}, folder / TENSORS)
-    # The JSON comes last and knows every other file, so that a folder cut short is recognised.
-    files = {str(path.relative_to(folder)): path.stat().st_size for path in _files(folder)}
-    (folder / STATE).write_text(json.dumps({"files": files, "tensors": sorted(tensors), "state": tree}))
+    (folder / STATE).write_text(json.dumps(tree))
+    lines = []
+    for path in _files(folder):
+        lines.append(f"{_digest(path)}  {path.relative_to(folder).as_posix()}\n")
+        flush(path)
+    (folder / SUMS).write_text("".join(lines))
+    for path in (folder / SUMS, *filter(Path.is_dir, folder.rglob("*")), folder):
+        flush(path)
 
 
 def read_state(folder: Path) -> dict[str, Any]:
-    """Read what `write_state` wrote, or say what is wrong with it."""
+    """Read what `write_state` wrote; `CheckpointError` where any file of the folder is not what it was."""
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
     try:
-        written = json.loads((folder / STATE).read_text())
-        tensors = load_file(folder / TENSORS)
-        missing = set(written["tensors"]) - set(tensors)
-        tree = written["state"]
+        damaged = _damaged(folder)
+        if not damaged:
+            return _with_tensors(json.loads((folder / STATE).read_text()), load_file(folder / TENSORS))
     except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
-        raise CheckpointError(
-            f"'{folder}' is not a whole checkpoint of mmrl: {type(error).__name__}: {error}"
-        ) from error
-    if missing:
-        raise CheckpointError(f"'{folder}' lacks the tensors {sorted(missing)[:3]}")
-    sizes = {str(path.relative_to(folder)): path.stat().st_size for path in _files(folder)}
-    short = [name for name, size in written.get("files", {}).items() if sizes.get(name) != size]
-    if short:
-        raise CheckpointError(f"'{folder}' is not a whole checkpoint of mmrl: '{short[0]}' is cut short")
-    return _with_tensors(tree, tensors)
+        damaged = f"{type(error).__name__}: {error}"
+    raise CheckpointError(f"'{folder}' is not a whole checkpoint of mmrl: {damaged}")
+
+
+def _damaged(folder: Path) -> str:
+    """Say which file of a checkpoint is not as it was written, if one is."""
+    known = dict(line.split("  ", 1)[::-1] for line in (folder / SUMS).read_text().splitlines())
+    for name in {**known, STATE: "", TENSORS: ""}:
+        if _digest(folder / name) != known.get(name):
+            return f"'{name}' is cut short or damaged (its SHA-256 is not the one in {SUMS})"
+    return ""
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _files(folder: Path) -> list[Path]:
     # The model card may be written anew when more was measured.
     return sorted(
-        path for path in folder.rglob("*") if path.is_file() and path.name not in (STATE, "README.md")
+        path for path in folder.rglob("*") if path.is_file() and path.name not in (SUMS, "README.md")
     )
 
 
@@ -96,19 +110,31 @@ def _with_tensors(tree: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Any
 
 def publish(beside: Path, folder: Path) -> None:
     """Move a finished folder to its name, so that nobody ever sees half of it."""
-    for file in beside.rglob("*"):
-        if file.is_file():
-            with file.open("rb") as handle:
-                os.fsync(handle.fileno())
-    if folder.exists():
-        shutil.rmtree(folder)
+    discard(folder)
     beside.rename(folder)
+    flush(folder.parent)
+
+
+def discard(folder: Path) -> None:
+    """Remove a checkpoint. It loses its name first, so that half of one never has it."""
+    if folder.exists() or folder.is_symlink():
+        gone = folder.with_name(f"{folder.name}.gone.tmp")
+        remove(gone)
+        folder.rename(gone)
+        remove(gone)
+
+
+def tidy(output_dir: Path) -> None:
+    """Remove what was being written, or removed, when a process was killed."""
+    for path in output_dir.glob("checkpoint-*.tmp"):
+        remove(path)
 
 
 def checkpoints(output_dir: Path) -> list[Path]:
-    """List checkpoints, the latest first."""
-    found = [path for path in output_dir.glob("checkpoint-*") if path.name.partition("-")[2].isdigit()]
-    return sorted(found, key=step_of, reverse=True)
+    """List checkpoints, the latest first; `OSError` where the folder cannot be read."""
+    inside = list(output_dir.iterdir()) if output_dir.exists() else []
+    numbered = [path for path in inside if re.fullmatch(r"checkpoint-\d+", path.name) and path.is_dir()]
+    return sorted(numbered, key=step_of, reverse=True)
 
 
 def step_of(folder: Path) -> int:
@@ -124,4 +150,4 @@ def prune(output_dir: Path, limit: int, step: int, keep: int = 0) -> None:
     reached = [folder for folder in checkpoints(output_dir) if step_of(folder) <= step]
     for old in reached[limit:] if limit else []:
         if step_of(old) != keep:
-            shutil.rmtree(old)
+            discard(old)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mmrl.files import flush
 from mmrl.pictures import of_outcome, of_prompt
 from mmrl.protocols import Tracker
 from mmrl.table import EQUAL, Measured, RewardTable, name_id
@@ -176,6 +177,11 @@ class Journal:
         """Append one record; a number that is none, such as the mean of nothing, is `null`."""
         with self.path.open("a") as file:
             file.write(_line(record))
+
+    def flush(self) -> None:
+        """Wait until what was written has reached the disk."""
+        if self.path.exists():
+            flush(self.path)
 
     def read(self) -> list[dict[str, Any]]:
         """Read all records; a last line cut short by a crash is left out."""

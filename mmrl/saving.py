@@ -45,19 +45,36 @@ def save(run: Run, step: int) -> None:
     """Write `checkpoint-{step}`: a model folder that its library reads, and the state that makes the run go
     on exactly."""
     folder = run.folder / f"checkpoint-{step}"
-    beside = run.folder / f"checkpoint-{step}.tmp"
     _see_best(run, step)
     state = whole(state_of(run, step), run.processes.world)
     with run.processes.agreeing(f"saving '{folder}'"), gathered(run.policy.module, run.processes.world):
         if run.processes.main:
-            shutil.rmtree(beside, ignore_errors=True)
-            run.policy.save(beside / checkpoint.MODEL)
-            write_card(run.config, step, run.reported, beside / checkpoint.MODEL)
-            checkpoint.write_state(beside, state)
-            checkpoint.publish(beside, folder)
+            _write(run, step, state, folder)
             checkpoint.prune(run.folder, run.config.save_total_limit, step, keep=run.best.step)
     run.processes.wait()
     run.saved = step
+
+
+def _write(run: Run, step: int, state: Mapping[str, Any], folder: Path) -> None:
+    """Write a checkpoint beside and give it its name; of one that cannot be written nothing is left."""
+    from safetensors import SafetensorError
+
+    beside = folder.with_name(f"{folder.name}.tmp")
+    try:
+        remove(beside)
+        run.policy.save(beside / checkpoint.MODEL)
+        write_card(run.config, step, run.reported, beside / checkpoint.MODEL)
+        checkpoint.write_state(beside, state)
+        for journal in (run.journal, run.warnings):
+            journal.flush()
+        checkpoint.publish(beside, folder)
+    except (OSError, SafetensorError) as error:
+        shutil.rmtree(beside, ignore_errors=True)
+        before = [old.name for old in checkpoint.checkpoints(run.folder)]
+        raise CheckpointError(
+            f"cannot save '{folder}': {type(error).__name__}: {_line(error)}; mend that (room on the disk, "
+            f"permissions), and the same command goes on from {before[0] if before else 'the beginning'}"
+        ) from error
 
 
 def _see_best(run: Run, step: int) -> None:
@@ -113,22 +130,23 @@ def resume(run: Run) -> int:
 
 def _take_up(run: Run) -> int:
     """Take up the latest checkpoint that is whole and fits; 0 where there is none at all."""
-    misfit: CheckpointError | None = None
+    refused: list[str] = []
     for folder in checkpoint.checkpoints(run.folder):
         try:
             state = checkpoint.read_state(folder)
             _check_fit(run, state, folder)
             _load(run, state, folder)
         except CheckpointError as error:
-            misfit = error if folder in error.args[1:] else misfit
-            run.console.say(f"{error.args[0]}; looking at the one before")
+            refused.append(str(error))
+            run.console.say(f"{error}; looking at the one before")
             continue
         run.console.say(f"going on from {folder}")
         return state["step"]
-    if misfit is not None:
+    if refused:  # what was learned is not thrown away because a disk cannot be read for a moment
         raise CheckpointError(
-            f"{misfit.args[0]}, and no other checkpoint of '{run.folder}' fits; name another output_dir, or "
-            "set overwrite_output_dir=true to throw what is there away"
+            f"none of the {len(refused)} checkpoints of '{run.folder}' can be used, and nothing was changed: "
+            f"{'; '.join(refused)}. Mend that and start again, name another output_dir, or set "
+            "overwrite_output_dir=true to throw what is there away"
         )
     return 0
 
@@ -141,8 +159,7 @@ def _check_fit(run: Run, state: Mapping[str, Any], folder: Path) -> None:
         if missing or foreign:
             raise CheckpointError(
                 f"'{folder}' is a checkpoint of another run: of {what} it lacks {missing or 'nothing'} and "
-                f"has {foreign or 'nothing'} that this run does not",
-                folder,
+                f"has {foreign or 'nothing'} that this run does not"
             )
 
 
@@ -162,9 +179,12 @@ def _load(run: Run, state: Mapping[str, Any], folder: Path) -> None:
         run.micro_batch_steps = state["guard"]["micro_batch_steps"]
     except (KeyError, ValueError, RuntimeError, TypeError, OSError) as error:
         raise CheckpointError(
-            f"'{folder}' does not fit this run: {type(error).__name__}: {' '.join(str(error).split())[:300]}",
-            folder,
+            f"'{folder}' does not fit this run: {type(error).__name__}: {_line(error)[:300]}"
         ) from error
+
+
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split())
 
 
 def hand_over(run: Run, measured: Mapping[str, float]) -> None:
@@ -188,6 +208,7 @@ def _open_folder(run: Run) -> None:
     written = run.folder / CONFIG
     if run.config.overwrite_output_dir:
         _empty(run.folder)
+    checkpoint.tidy(run.folder)
     if written.exists() and essence(_read(written)) != essence(as_plain(run.config)):
         raise ConfigError(
             f"'{run.folder}' holds a run with another configuration (see its {CONFIG}); name another "
@@ -221,7 +242,7 @@ def _read(written: Path) -> dict[str, Any]:
             raise ConfigError(f"it ends before '{last}'")
     except ConfigError as error:
         raise ConfigError(
-            f"'{written}' is broken, so it is unknown which run is there: {' '.join(str(error).split())[:200]}. "
+            f"'{written}' is broken, so it is unknown which run is there: {_line(error)[:200]}. "
             "If it is this run, remove that file and start it again: it goes on from its last checkpoint; "
             "else name another output_dir"
         ) from error

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import math
+import shutil
 
 import pytest
 import torch
@@ -70,12 +70,41 @@ def test_half_a_checkpoint_is_recognised(tmp_path, name, left):
         read_state(tmp_path)
 
 
-def test_a_tensor_that_is_missing_is_named(tmp_path):
+@pytest.mark.parametrize("name", [checkpoint.STATE, checkpoint.TENSORS, "model/weights.bin", checkpoint.SUMS])
+@pytest.mark.parametrize("place", [0.0, 0.5, 0.99])
+def test_one_wrong_bit_is_recognised(tmp_path, name, place):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "weights.bin").write_bytes(bytes(100))
     write_state(tmp_path, STATE)
-    written = json.loads((tmp_path / checkpoint.STATE).read_text())
-    written["tensors"].append("/references/ref/table")
-    (tmp_path / checkpoint.STATE).write_text(json.dumps(written))
-    with pytest.raises(CheckpointError, match="lacks the tensors .'/references/ref/table'"):
+    file = tmp_path / name
+    data = bytearray(file.read_bytes())
+    data[int(len(data) * place)] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(CheckpointError, match=f"{tmp_path.name}' is not a whole checkpoint of mmrl"):
+        read_state(tmp_path)
+
+
+def test_the_sums_are_those_that_other_programs_check(tmp_path):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "README.md").write_text("a card, which may be written anew")
+    (tmp_path / "model" / "weights.bin").write_bytes(b"abc")
+    write_state(tmp_path, STATE)
+    (tmp_path / "model" / "README.md").write_text("measured anew")
+    (tmp_path / "model" / "added.txt").write_text("by its owner")
+    read_state(tmp_path)
+    first, *others = (tmp_path / checkpoint.SUMS).read_text().splitlines()
+    # SHA-256 of "abc", from FIPS 180-2.
+    wanted = "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"
+    assert first == f"{wanted}  model/weights.bin"
+    assert [line.split("  ")[1] for line in others] == [checkpoint.STATE, checkpoint.TENSORS]
+
+
+@pytest.mark.parametrize("lines", [0, 1])
+def test_sums_that_lack_a_file_do_not_vouch_for_it(tmp_path, lines):
+    write_state(tmp_path, STATE)
+    sums = (tmp_path / checkpoint.SUMS).read_text().splitlines(keepends=True)
+    (tmp_path / checkpoint.SUMS).write_text("".join(sums[:lines]))
+    with pytest.raises(CheckpointError, match="is not a whole checkpoint of mmrl"):
         read_state(tmp_path)
 
 
@@ -91,7 +120,24 @@ def test_publishing_replaces_what_was_there(tmp_path):
     assert not beside.exists()
 
 
+def test_half_a_removed_checkpoint_does_not_have_its_name(tmp_path, monkeypatch):
+    folder = tmp_path / "checkpoint-4"
+    write_state(folder, STATE)
+
+    def dies(path):
+        (path / checkpoint.TENSORS).unlink()
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(shutil, "rmtree", dies)
+        checkpoint.discard(folder)
+    assert not folder.exists() and len(list(tmp_path.iterdir())) == 1
+    checkpoint.tidy(tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
 def test_checkpoints_are_ordered_by_number(tmp_path):
+    (tmp_path / "checkpoint-12").write_text("a file")
     for name in ("checkpoint-2", "checkpoint-10", "checkpoint-9", "checkpoint-11.tmp", "checkpoint-best"):
         (tmp_path / name).mkdir()
     assert [path.name for path in checkpoint.checkpoints(tmp_path)] == [

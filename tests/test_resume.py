@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
+import importlib
 import json
+import os
 import subprocess
 import sys
 import time
@@ -11,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from pyarrow import parquet
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from mmrl import checkpoint, page
@@ -18,7 +22,7 @@ from mmrl.__main__ import main
 from mmrl.config import ConfigError
 from mmrl.files import LOCK, locked
 from mmrl.train import train
-from tests.toys import plan, toy_run
+from tests.toys import ToyText, plan, toy_run
 
 EVERYTHING = {
     "rollout": {"num_prompts": 3, "num_generations": 3, "max_rounds": 2, "policy": "slow"},
@@ -188,11 +192,20 @@ def test_runs_that_are_killed_at_random_instants_end_as_if_nothing_had_happened(
 # ---- half a checkpoint
 
 
+def cut(data):
+    return data[:-20]
+
+
+def flipped(data):
+    return data[:-9] + bytes([data[-9] ^ 1]) + data[-8:]
+
+
+@pytest.mark.parametrize("damage", [cut, flipped])
 @pytest.mark.parametrize("name", [checkpoint.STATE, checkpoint.TENSORS, "model/model.safetensors"])
-def test_a_half_written_checkpoint_is_skipped_with_a_message(tmp_path, uninterrupted, name, capsys):
+def test_a_damaged_checkpoint_is_skipped_with_a_message(tmp_path, uninterrupted, name, damage, capsys):
     killed(tmp_path, at=6)
     file = tmp_path / "checkpoint-6" / name
-    file.write_bytes(file.read_bytes()[:-20])
+    file.write_bytes(damage(file.read_bytes()))
     run = toy_run(tmp_path, **EVERYTHING)
     run.console.quiet = False
     train(run)
@@ -209,6 +222,98 @@ def test_a_checkpoint_that_was_being_written_is_not_looked_at(tmp_path, uninterr
     unfinished.mkdir(parents=True)
     (unfinished / "model.safetensors").write_bytes(b"half")
     assert_alike(resumed(tmp_path), uninterrupted)
+
+
+def test_nothing_is_begun_anew_while_checkpoints_cannot_be_read(tmp_path, uninterrupted, monkeypatch):
+    killed(tmp_path, at=6)
+    journal = (tmp_path / "metrics.jsonl").read_text()
+    opened = Path.open
+
+    def fails(path, *args, **options):
+        if "checkpoint-" in str(path):
+            raise OSError(errno.EIO, "Input/output error", str(path))
+        return opened(path, *args, **options)
+
+    with monkeypatch.context() as patch, pytest.raises(checkpoint.CheckpointError) as caught:
+        patch.setattr(Path, "open", fails)
+        resumed(tmp_path)
+    said = str(caught.value)
+    assert said.startswith(f"none of the 2 checkpoints of '{tmp_path}' can be used, and nothing was changed")
+    assert "checkpoint-6' is not" in said and "checkpoint-3' is not" in said
+    assert "Input/output error" in said and "overwrite_output_dir=true" in said
+    assert (tmp_path / "metrics.jsonl").read_text() == journal
+    assert_alike(resumed(tmp_path), uninterrupted)
+
+
+def test_a_folder_that_cannot_be_listed_is_not_begun_anew(tmp_path, uninterrupted, monkeypatch):
+    killed(tmp_path, at=6)
+    listed = os.listdir
+
+    def fails(path="."):
+        if str(path) == str(tmp_path):
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return listed(path)
+
+    with monkeypatch.context() as patch, pytest.raises(PermissionError):
+        patch.setattr(os, "listdir", fails)
+        patch.setattr(os, "scandir", fails)
+        resumed(tmp_path)
+    assert_alike(resumed(tmp_path), uninterrupted)
+
+
+FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+@pytest.mark.parametrize(
+    ("place", "name", "error"),
+    [
+        (ToyText, "save", SafetensorError("I/O error: No space left on device (os error 28)")),
+        ("safetensors.torch", "save_file", SafetensorError("No space left on device (os error 28)")),
+        (Path, "write_text", FULL),
+        (os, "fsync", FULL),
+        (Path, "rename", FULL),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_full_disk_is_a_clear_error_and_leaves_the_older_checkpoint(
+    tmp_path, uninterrupted, monkeypatch, capsys, place, name, error
+):
+    killed(tmp_path, at=5)
+    place = importlib.import_module(place) if isinstance(place, str) else place
+    run = toy_run(tmp_path, **EVERYTHING)
+    saves = run.save
+
+    def fails(*args, **options):
+        raise error
+
+    def save(step):
+        with monkeypatch.context() as patch:
+            patch.setattr(place, name, fails)
+            saves(step)
+
+    run.save = save
+    with pytest.raises(checkpoint.CheckpointError) as caught:
+        train(run)
+    assert str(caught.value).startswith(f"cannot save '{tmp_path / 'checkpoint-6'}': {type(error).__name__}")
+    assert "No space left on device" in str(caught.value)
+    assert str(caught.value).endswith("the same command goes on from checkpoint-3")
+    assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-3"]
+    assert_alike(resumed(tmp_path), uninterrupted)
+
+
+@pytest.mark.parametrize("name", ["checkpoint-6.tmp", "checkpoint-6"])
+def test_a_file_in_the_place_of_a_checkpoint_does_not_keep_it_from_being_saved(tmp_path, uninterrupted, name):
+    killed(tmp_path, at=4)
+    run = toy_run(tmp_path, **EVERYTHING)
+    finish = run.finish
+
+    def finishing(step, collection, credit):
+        (tmp_path / name).write_text("not a folder") if step == 5 else None
+        finish(step, collection, credit)
+
+    run.finish = finishing
+    train(run)
+    assert_alike(run, uninterrupted)
 
 
 def test_a_line_that_was_cut_short_is_written_anew(tmp_path, uninterrupted):
