@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -11,12 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmrl.files import flush
+from mmrl.files import flush, replacing, write_whole
 from mmrl.pictures import of_outcome, of_prompt
 from mmrl.protocols import Tracker
 from mmrl.table import EQUAL, Measured, RewardTable, name_id
 from mmrl.tensor import group_count, group_extreme, group_index, group_mean, group_std, group_sum
 from mmrl.types import Rollouts
+
+log = logging.getLogger("mmrl")
 
 EVALUATION = "evaluation.json"  # of a run's folder: its last evaluation
 EXHIBITS = "exhibits.html"  # what exhibits drew of it
@@ -173,10 +176,13 @@ class Journal:
     def __init__(self, folder: Path, name: str = "metrics.jsonl") -> None:
         self.path = folder / name
 
-    def write(self, record: Mapping[str, Any]) -> None:
-        """Append one record; a number that is none, such as the mean of nothing, is `null`."""
+    def write(self, record: Mapping[str, Any]) -> dict[str, Any]:
+        """Append one record, and give it as `read` will; a number that is not finite, such as the mean of
+        nothing, is `null`."""
+        line = _line(record)
         with self.path.open("a") as file:
-            file.write(_line(record))
+            file.write(line)
+        return _record(line)
 
     def flush(self) -> None:
         """Wait until what was written has reached the disk."""
@@ -184,24 +190,23 @@ class Journal:
             flush(self.path)
 
     def read(self) -> list[dict[str, Any]]:
-        """Read all records; a last line cut short by a crash is left out."""
+        """Read all records. A last line that a crash cut short is left out; so is any other that cannot be
+        read, with a warning."""
+        data = self.path.read_bytes() if self.path.exists() else b""
         records = []
-        for line in self.path.read_text().splitlines() if self.path.exists() else []:
+        for number, line in enumerate(data.splitlines(keepends=True), start=1):
             try:
-                record = json.loads(line)
-            except json.JSONDecodeError:
-                break
-            records.append({name: math.nan if value is None else value for name, value in record.items()})
+                records.append(_record(line))
+            except (ValueError, TypeError, AttributeError, KeyError):
+                if line.endswith(b"\n"):
+                    log.warning("'%s': line %d is damaged and left out", self.path, number)
         return records
 
     def rewind(self, step: int) -> None:
         """Forget everything from `step` on."""
-        if not self.path.exists():
-            return
-        kept = [record for record in self.read() if record["step"] < step]
-        beside = self.path.with_suffix(".tmp")
-        beside.write_text("".join(map(_line, kept)))
-        beside.replace(self.path)
+        if self.path.exists():
+            kept = [record for record in self.read() if record["step"] < step]
+            write_whole(self.path, "".join(map(_line, kept)))
 
 
 def _line(record: Mapping[str, Any]) -> str:
@@ -210,6 +215,13 @@ def _line(record: Mapping[str, Any]) -> str:
         for name, value in record.items()
     }
     return json.dumps(finite, allow_nan=False) + "\n"
+
+
+def _record(line: str | bytes) -> dict[str, Any]:
+    record = {name: math.nan if value is None else value for name, value in json.loads(line).items()}
+    if not isinstance(record["step"], int):
+        raise ValueError(f"a record needs a whole number as its step, not {record['step']!r}")
+    return record
 
 
 class Trackers:
@@ -245,7 +257,7 @@ def write_measured(folder: Path, measured: Measured) -> None:
         "metrics": dict(measured.metrics),
         "intervals": {k: list(v) for k, v in measured.intervals.items()},
     }
-    (folder / EVALUATION).write_text(json.dumps(told, indent=2))
+    write_whole(folder / EVALUATION, json.dumps(told, indent=2))
 
 
 # ---- samples
@@ -285,8 +297,8 @@ def write_completions(
     }
     columns |= {f"reward/{name}": mine.at_end(name).tolist() for name in mine.scored}
     columns |= _pictures(rollouts) if pictures else {}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    parquet.write_table(pyarrow.table(columns), path)
+    with replacing(path) as beside:
+        parquet.write_table(pyarrow.table(columns), beside)
 
 
 def _pictures(rollouts: Rollouts) -> dict[str, list[bytes | None]]:

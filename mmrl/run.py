@@ -238,13 +238,16 @@ class Run:
 
     def _log(self, step: int, metrics: Mapping[str, float]) -> None:
         if self.processes.main:
-            self.journal.write({"step": step, **metrics})
+            self.records.append(self.heard(self.journal.write({"step": step, **metrics})))
             self.trackers.write(metrics, step)
-            self.records.append({"step": step, "cheap": self.cheap, **metrics})
             if len(self.records) == 1 and (said := spell_gap(metrics, self.cheap)):
                 self.console.say(said)
             self._listen()
         self.console.step(step, metrics)
+
+    def heard(self, record: Mapping[str, Any]) -> dict[str, Any]:
+        """Give a line of the journal as alarms read it, with what makes rollouts cheap."""
+        return {**record, "cheap": self.cheap}
 
     def _listen(self, last: Measured | None = None) -> None:
         """Let the alarms read the journal, with the last evaluation in it, and say what is new."""

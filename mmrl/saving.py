@@ -120,7 +120,7 @@ def resume(run: Run) -> int:
     run.saved = start
     if run.processes.main:
         run.journal.rewind(start)
-        run.records = run.journal.read()
+        run.records = [run.heard(record) for record in run.journal.read()]
         run.warnings.rewind(start)
         run.raised = [one["text"] for one in run.warnings.read()]
         run.trackers.open(run.folder, as_plain(run.config), start, run.console.say)

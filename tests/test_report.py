@@ -275,6 +275,47 @@ def test_a_journal_forgets_what_comes_after_a_checkpoint(tmp_path):
     assert [json.loads(line)["step"] for line in journal.path.read_text().splitlines()[:2]] == [0, 1]
 
 
+@pytest.mark.parametrize("bad", [b"\x00\x00\xff", b'{"step": 1, "rew', b"3", b"{}", b'{"step": null}'])
+def test_a_damaged_line_is_named_and_costs_only_itself(tmp_path, caplog, bad):
+    journal = Journal(tmp_path)
+    for step in range(4):
+        journal.write({"step": step, "reward": step / 4})
+    lines = journal.path.read_bytes().splitlines(keepends=True)
+    journal.path.write_bytes(b"".join([lines[0], bad + b"\n", *lines[2:], b'{"step": 4, "re']))
+    assert [record["step"] for record in journal.read()] == [0, 2, 3]
+    assert caplog.messages == [f"'{journal.path}': line 2 is damaged and left out"], "a torn end is normal"
+    caplog.clear()
+    journal.rewind(3)
+    assert len(caplog.messages) == 1
+    assert [record["step"] for record in journal.read()] == [0, 2] and len(caplog.messages) == 1
+
+
+def test_a_record_is_given_as_it_will_be_read(tmp_path):
+    journal = Journal(tmp_path)
+    given = journal.write({"step": 0, "reward": 0.1, "kl": math.nan, "norm": math.inf, "by": "doctor"})
+    assert str(given) == str(journal.read()[0]) == str(
+        {"step": 0, "reward": 0.1, "kl": math.nan, "norm": math.nan, "by": "doctor"}
+    )
+
+
+@pytest.mark.parametrize("moment", [OSError("No space left on device"), KeyboardInterrupt()], ids=str)
+def test_completions_are_whole_or_not_there(tmp_path, monkeypatch, moment):
+    table = reward_table({"right": [1.0]}, process=[0])
+    rows = (Trajectory(prompts()[0], "p0", (Outcome(text="answer"),), None, 2),)
+
+    def fails(data, path):
+        path.write_bytes(b"PAR1 half")
+        raise moment
+
+    write_completions(tmp_path / "c.parquet", rows, table, [0.5])
+    before = (tmp_path / "c.parquet").read_bytes()
+    monkeypatch.setattr(parquet, "write_table", fails)
+    with pytest.raises(type(moment)):
+        write_completions(tmp_path / "c.parquet", rows, table, [-0.5])
+    assert (tmp_path / "c.parquet").read_bytes() == before
+    assert [path.name for path in tmp_path.iterdir()] == ["c.parquet"]
+
+
 def test_completions_are_a_row_each_with_rewards_and_advantages(tmp_path):
     table = reward_table({"right": [1.0, None], "size": [3.0, 4.0]}, weights={"size": 0}, process=[0, 0])
     outcomes = (Outcome(text="probe", end=1), Outcome(text="answer"))

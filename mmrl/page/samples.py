@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import html
+import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from mmrl.page.charts import spelled
 from mmrl.pictures import source
+
+log = logging.getLogger("mmrl")
 
 STEPS = 6  # collections of which samples are shown: the first, the last, some between
 ROWS = 24  # samples of each: the best, the worst, some between
@@ -42,11 +45,16 @@ class Sample:
 def read_samples(folder: Path, weights: Mapping[str, float]) -> list[Sample]:
     """Read samples of some collections that a run wrote; rewards of runs without a column for their sum are
     added up by `weights`."""
+    from pyarrow import parquet
+
     files: dict[int, list[Path]] = {}
+    with_pictures: set[int] = set()
     for path in sorted((folder / "completions").glob("completions_*.parquet")):
-        files.setdefault(int(path.stem.split("_")[1].split("-")[0]), []).append(path)
-    with_pictures = [step for step, paths in files.items() if _has_pictures(paths[0])]
-    chosen = spread_over(with_pictures or sorted(files), STEPS)
+        if schema := _readable(path, parquet.read_schema):
+            step = int(path.stem.split("_")[1].split("-")[0])
+            files.setdefault(step, []).append(path)
+            with_pictures |= {step} if {"seen", "made"} & set(schema.names) else set()
+    chosen = spread_over(sorted(with_pictures or files), STEPS)
     found = []
     for step in chosen:
         rows = [row for path in files[step] for row in _read(path, step, weights)]
@@ -66,17 +74,23 @@ def spread_over(things: Sequence[Any], most: int) -> list[Any]:
     return [things[round(i * (len(things) - 1) / (most - 1))] for i in range(most)]
 
 
-def _has_pictures(path: Path) -> bool:
-    from pyarrow import parquet
+def _readable(path: Path, read: Callable[[Path], Any]) -> Any:
+    """Read a file, or name it and leave it out."""
+    from pyarrow import ArrowException
 
-    return bool({"seen", "made"} & set(parquet.read_schema(path).names))
+    try:
+        return read(path)
+    except (OSError, ArrowException) as error:
+        log.warning("'%s' cannot be read and is left out: %s", path, " ".join(str(error).split())[:200])
+        return None
 
 
 def _read(path: Path, step: int, weights: Mapping[str, float]) -> list[Sample]:
     from pyarrow import parquet
 
     rows = []
-    for row in parquet.read_table(path).to_pylist():
+    table = _readable(path, parquet.read_table)
+    for row in table.to_pylist() if table else ():
         rewards = {name[7:]: value for name, value in row.items() if name.startswith("reward/")}
         known = [weights.get(name, 1.0) * value for name, value in rewards.items() if math.isfinite(value)]
         reward = row.get("reward", sum(known) if known else math.nan)

@@ -71,6 +71,20 @@ def test_rewards_without_their_sum_are_added_up(tmp_path):
     assert [one.reward for one in read_samples(tmp_path, {"short": 0.5})] == [0.5, 0.0]
 
 
+@pytest.mark.parametrize("place", ["footer", "pages"])
+def test_a_damaged_file_is_named_and_left_out(tmp_path, caplog, place):
+    for step in range(3):
+        write(tmp_path, step, [{"reward": float(step)}, {"reward": 9.0}])
+    bad = tmp_path / "completions" / "completions_000001.parquet"
+    data = bad.read_bytes()
+    bad.write_bytes(data[:40] if place == "footer" else data[:4] + b"\xff" * 300 + data[304:])
+    assert [(one.step, one.reward) for one in read_samples(tmp_path, {})] == [
+        (0, 9.0), (2, 9.0), (2, 2.0), (0, 0.0),
+    ]  # fmt: skip
+    (said,) = caplog.messages
+    assert said.startswith(f"'{bad}' cannot be read and is left out: ")
+
+
 def test_collections_with_pictures_come_first(tmp_path):
     for step in range(4):
         pictures = {"made": b"jpeg"} if step == 2 else {}
