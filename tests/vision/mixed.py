@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from mmrl.draws import Stream
+from mmrl.reward_forms import per_outcome
 from mmrl.types import Outcome, Prompt, Trajectory
 from mmrl.vision.engines.generate import Generate
 from mmrl.vision.policies.tokens import Tokens
@@ -42,6 +43,17 @@ def prompts(family: str) -> list[Prompt]:
     if family in TOGETHER:
         asked.append(tiny.ask("both", tiny.clip(4, seed=4), "and", tiny.picture(seed=5), "which"))
     return asked
+
+
+def pictured(*, num: int = 3) -> list[Prompt]:
+    """Ask about one picture each, as a data set."""
+    return [tiny.ask(f"p{seed}", tiny.picture(seed=seed), "what") for seed in range(num)]
+
+
+@per_outcome
+def letters(prompt: Prompt, outcome: Outcome) -> float:
+    """Count how many different letters an answer has."""
+    return float(len(set(outcome.text)))
 
 
 def generate(policy: Tokens, asked: list[Prompt], seed: int = 0, **options) -> tuple[Trajectory, ...]:
