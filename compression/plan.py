@@ -28,7 +28,8 @@ def make_plan(
     queries: Literal["all", "last"] = "all",
 ) -> dict[str, list]:
     """Measure importance on calibration batches, each the inputs of one call (one prompt each, as in the
-    papers).
+    papers). Give `position_ids` for videos of Qwen2-VL and Qwen2.5-VL: transformers 5.3 to 5.23 misplaces the
+    text after them.
 
     "heads" (L, H): attention paid to visual columns over attention paid to others, by all queries or the last
     one (arXiv 2410.06169), mean over batches. "neurons" (L, m): mean of |inner unit| over visual tokens,

@@ -28,8 +28,7 @@ class Encoded:
 
     @property
     def next_position(self) -> int:
-        """Find the position of the first token of an answer: behind the largest of all axes, as transformers
-        generates."""
+        """Find the position of the first token of an answer: one more than the largest of all axes."""
         return int(self.positions.max()) + 1
 
     @property

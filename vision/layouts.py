@@ -32,10 +32,43 @@ def _in_line(core: nn.Module, inputs: Inputs) -> Tensor:
     return torch.arange(inputs["input_ids"].shape[1])[None]
 
 
+def _by_volumes(core: nn.Module, inputs: Inputs) -> Tensor:
+    """Compute the positions (time, row, column) of Qwen2-VL and Qwen2.5-VL: (3, S) (arXiv 2409.12191,
+    2502.13923).
+
+    A token of text takes the next number on all axes. An image or a video of T x H x W features starts at the
+    next number, and what follows it continues after the largest number of any axis. Qwen2.5-VL spaces a
+    video's frames by seconds: floor(frame * seconds per frame * tokens per second).
+
+    The weights were trained with this rule. `get_rope_index` of transformers 5.3 to 5.23 continues after the
+    height or width of a video, inside its time axis, and that of 4.50 to 5.21 floors seconds before they are
+    multiplied, so neither is used.
+    """
+    vision = core.config.vision_config
+    rate = getattr(vision, "tokens_per_second", None)  # Qwen2-VL has none and counts frames
+    grids = {1: iter(inputs.get("image_grid_thw", ())), 2: iter(inputs.get("video_grid_thw", ()))}
+    seconds = iter(inputs.get("second_per_grid_ts", ()))
+    kinds, parts, at, start = inputs["mm_token_type_ids"][0].tolist(), [], 0, 0
+    while at < len(kinds):
+        if kinds[at] == 0:
+            text = next((i for i in range(at, len(kinds)) if kinds[i]), len(kinds)) - at
+            part = torch.arange(text).expand(3, -1)
+        else:
+            frames, height, width = next(grids[kinds[at]]).tolist()
+            time = torch.arange(frames)
+            if kinds[at] == 2 and rate is not None:
+                time = (time * next(seconds, 1.0) * rate).long()
+            rows, columns = (torch.arange(side // vision.spatial_merge_size) for side in (height, width))
+            part = torch.cartesian_prod(time, rows, columns).T
+        parts.append(part + start)
+        at, start = at + part.shape[1], int(parts[-1].max()) + 1
+    return torch.cat(parts, 1)
+
+
 def _on_grid(core: nn.Module, inputs: Inputs) -> Tensor:
     if not inputs["mm_token_type_ids"].any():
         return _in_line(core, inputs).expand(3, -1)
-    wanted = ("input_ids", "mm_token_type_ids", "image_grid_thw", "video_grid_thw", "second_per_grid_ts")
+    wanted = ("input_ids", "mm_token_type_ids", "image_grid_thw", "video_grid_thw")
     # Given by keyword: the families do not agree on the order.
     return core.get_rope_index(**{name: inputs[name] for name in wanted if name in inputs})[0][:, 0]
 
@@ -99,13 +132,14 @@ def _count_packed(core: nn.Module, inputs: Inputs) -> dict[int, int]:
     return counts
 
 
-_QWEN = Family(_on_grid, _count_grids)
+_QWEN2 = Family(_by_volumes, _count_grids)
+_QWEN3 = Family(_on_grid, _count_grids)
 _PLAIN = Family(_in_line, lambda core, inputs: {})
 FAMILIES: dict[str, Family] = {
-    "qwen2_vl": _QWEN,
-    "qwen2_5_vl": _QWEN,
-    "qwen3_vl": _QWEN,
-    "qwen3_vl_moe": _QWEN,
+    "qwen2_vl": _QWEN2,
+    "qwen2_5_vl": _QWEN2,
+    "qwen3_vl": _QWEN3,
+    "qwen3_vl_moe": _QWEN3,
     "llava": Family(_in_line, _count_patches),
     "internvl": Family(_in_line, _count_tiles),
     "smolvlm": Family(_in_line, _count_shuffled),

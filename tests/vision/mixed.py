@@ -8,6 +8,7 @@ from torch import Tensor
 from mmrl.draws import Stream
 from mmrl.reward_forms import per_outcome
 from mmrl.types import Outcome, Prompt, Trajectory
+from mmrl.vision.chat import Encoded
 from mmrl.vision.engines.generate import Generate
 from mmrl.vision.policies.tokens import Tokens
 from tests.vision import tiny
@@ -68,16 +69,32 @@ def answered(policy: Tokens, family: str) -> tuple[Trajectory, ...]:
     return (*generate(policy, asked), *recorded)
 
 
-def plainly(policy: Tokens, row: Trajectory) -> Tensor:
-    """Compute the logits of the tokens of one row: one sequence, no padding, no cache, no positions given."""
+def placed(policy: Tokens, encoded: Encoded, more: int = 0) -> dict[str, Tensor]:
+    """Give what transformers needs to place a prompt and `more` tokens after it: the kinds of tokens, from
+    which it finds positions itself, or the positions where it finds wrong ones (the text after a video of
+    Qwen2-VL and Qwen2.5-VL; `test_positions.py` derives those by hand)."""
+    config, ids = policy.model.config, encoded.ids
+    if config.model_type in ("qwen2_vl", "qwen2_5_vl") and "video_grid_thw" in encoded.media:
+        later = (encoded.positions.max() + 1 + torch.arange(more)).expand(3, -1)
+        return {"position_ids": torch.cat([encoded.positions, later], 1)[:, None]}
+    if not config.model_type.startswith("qwen"):
+        return {}
+    kinds = 1 * (ids == config.image_token_id) + 2 * (ids == config.video_token_id)
+    return {"mm_token_type_ids": torch.cat([kinds, kinds.new_zeros(more)])[None]}
+
+
+def logits_of(policy: Tokens, row: Trajectory) -> Tensor:
+    """Compute the logits of the tokens of one row: one sequence, no padding, no cache."""
     encoded, ids = row.steps.prompt, torch.cat([row.steps.prompt.ids, row.steps.ids])[None]
-    config, inputs = policy.model.config, dict(encoded.media)
-    if config.model_type.startswith("qwen"):
-        kinds = 1 * (ids == config.image_token_id) + 2 * (ids == config.video_token_id)
-        inputs["mm_token_type_ids"] = kinds
-    with torch.no_grad():
-        logits = policy.model(input_ids=ids, use_cache=False, **inputs).logits[0]
+    inputs = encoded.media | placed(policy, encoded, len(row.steps.ids))
+    logits = policy.model(input_ids=ids, use_cache=False, **inputs).logits[0]
     return logits[len(encoded.ids) - 1 : -1]
+
+
+@torch.no_grad()
+def plainly(policy: Tokens, row: Trajectory) -> Tensor:
+    """Compute the logits of the tokens of one row without gradients."""
+    return logits_of(policy, row)
 
 
 def loss(policy: Tokens, batch) -> Tensor:

@@ -68,8 +68,8 @@ def test_an_answer_ends_with_its_end_token_or_at_the_limit(policy, monkeypatch):
 
 
 def test_rows_that_are_done_leave_the_batch_and_change_nothing(policy, monkeypatch):
-    # One token in ten ends an answer, so rows leave one after the other.
-    monkeypatch.setattr(policy.chat, "end", [policy.chat.end[0], *range(0, 256, 10)])
+    # One token in five ends an answer, so rows leave one after the other.
+    monkeypatch.setattr(policy.chat, "end", [policy.chat.end[0], *range(0, 256, 5)])
     asked = mixed.prompts(FAMILY) * 4
     sizes = []
     hook = policy.core.register_forward_pre_hook(

@@ -110,12 +110,7 @@ def test_greedy_answers_are_those_of_transformers(exact, family):
     rows = mixed.generate(policy, mixed.prompts(family), temperature=0.0)
     assert len({tuple(row.steps.ids.tolist()) for row in rows}) > 2
     for row in rows:
-        ids, inputs = row.steps.prompt.ids[None], dict(row.steps.prompt.media)
-        config = policy.model.config
-        if config.model_type.startswith("qwen"):
-            inputs["mm_token_type_ids"] = 1 * (ids == config.image_token_id) + 2 * (
-                ids == config.video_token_id
-            )
+        ids, encoded = row.steps.prompt.ids[None], row.steps.prompt
         wanted = policy.model.generate(
             input_ids=ids,
             attention_mask=torch.ones_like(ids),
@@ -124,7 +119,8 @@ def test_greedy_answers_are_those_of_transformers(exact, family):
             eos_token_id=policy.chat.end,
             pad_token_id=0,
             suppress_tokens=policy.chat.placeholders,
-            **inputs,
+            **encoded.media,
+            **mixed.placed(policy, encoded),
         )[0, ids.shape[1] :]
         assert row.steps.ids.tolist() == wanted.tolist()
 

@@ -112,13 +112,7 @@ def repeated(policy: Tokens, rows, weight: torch.Tensor) -> torch.Tensor:
     """Compute the loss as transformers would: every row with its own prompt, through the whole model."""
     total = 0.0
     for i, row in enumerate(rows):
-        encoded, ids = row.steps.prompt, torch.cat([row.steps.prompt.ids, row.steps.ids])[None]
-        config, inputs = policy.model.config, dict(encoded.media)
-        if config.model_type.startswith("qwen"):
-            inputs["mm_token_type_ids"] = 1 * (ids == config.image_token_id) + 2 * (
-                ids == config.video_token_id
-            )
-        logits = policy.model(input_ids=ids, use_cache=False, **inputs).logits[0, len(encoded.ids) - 1 : -1]
+        logits = mixed.logits_of(policy, row)
         hidden = torch.zeros(logits.shape[1]).index_fill(0, torch.tensor(policy.chat.placeholders), -1e30)
         said = (logits + hidden).log_softmax(-1).gather(-1, row.steps.ids[:, None])[:, 0]
         total = total + (said * weight[i, : row.length]).sum()
