@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
+from mmrl.config import ConfigError
 from mmrl.types import Unit
 from mmrl.vision.chat import Chat, Encoded
 from mmrl.vision.prefill import axes, merge_media, pad_left, prefill
@@ -88,17 +89,18 @@ def read_packed(core: nn.Module, steps: TokenSteps) -> Tensor:
     """
     device = core.get_input_embeddings().weight.device
     lines = [_line(steps, i) for i in range(len(steps.prompts))]
-    ids, mask, positions = pad_left([line for line, _, _ in lines], device)
+    ids, mask, positions = pad_left([line for line, *_ in lines], device)
     size = ids.shape[1]
-    owner = torch.full(ids.shape, -1)
+    owner, index = torch.full(ids.shape, -1), torch.zeros(ids.shape, dtype=torch.int64)
     where = torch.zeros(len(steps.ids), steps.longest, dtype=torch.int64)
-    for i, (_, owners, starts) in enumerate(lines):
-        owner[i, size - len(owners) :] = owners
+    for i, (_, owners, places, starts) in enumerate(lines):
+        first = size - len(owners)
+        owner[i, first:], index[i, first:] = owners, places
         for row, start in starts.items():
-            where[row] = size - len(owners) + start + torch.arange(steps.longest)
+            where[row] = first + start + torch.arange(steps.longest)
     hidden = core(
         input_ids=ids,
-        attention_mask=_sees(owner.to(device), mask.bool())[:, None],
+        attention_mask=_masks(windows(core.config), _sees(owner.to(device), mask.bool()), index.to(device)),
         use_cache=False,
         position_ids=axes(positions),
         **merge_media([prompt.media for prompt in steps.prompts], device),
@@ -106,26 +108,60 @@ def read_packed(core: nn.Module, steps: TokenSteps) -> Tensor:
     return hidden[steps.which[:, None].to(device), where.clamp(max=size - 1).to(device)]
 
 
-def _line(steps: TokenSteps, number: int) -> tuple[Encoded, Tensor, dict[int, int]]:
-    """Lay a prompt and its answers in a line: the line, the owner of every token (-1: all rows), and where
-    rows start.
+def windows(config: Any) -> dict[str, int | None]:
+    """Find the types of a model's layers, and how many tokens each attends to with its own: None for all.
+
+    Raises ConfigError where layers do something else than attend to the last tokens: they cannot be packed.
+    """
+    text = config.get_text_config(decoder=True)
+    window = getattr(text, "sliding_window", None)
+    kinds = getattr(text, "layer_types", None)
+    if kinds is None:
+        chunked = getattr(text, "attention_chunk_size", None) is not None
+        kinds = ["sliding_attention" if window else "chunked_attention" if chunked else "full_attention"]
+    reach = {"full_attention": None, "sliding_attention": window}
+    other = sorted(set(kinds) - set(reach))
+    if other:
+        raise ConfigError(
+            f"`gradient_checkpointing` packs the answers of a prompt behind it, which layers of type "
+            f"{', '.join(other)} of '{text.model_type}' cannot read; set `gradient_checkpointing: false`"
+        )
+    return {kind: reach[kind] for kind in sorted(set(kinds))}
+
+
+def _masks(reach: dict[str, int | None], sees: Tensor, index: Tensor) -> Tensor | dict[str, Tensor]:
+    """Make the mask (P, 1, S, S) of every type of layer, by its name, or the only one. `index` (P, S) is the
+    place of a token in the sequence of its row."""
+    ago = index[:, :, None] - index[:, None, :]
+    masks = {
+        kind: (sees if window is None else sees & (ago < window))[:, None] for kind, window in reach.items()
+    }
+    return masks if len(masks) > 1 else next(iter(masks.values()))
+
+
+def _line(steps: TokenSteps, number: int) -> tuple[Encoded, Tensor, Tensor, dict[int, int]]:
+    """Lay a prompt and its answers in a line: the line, the owner of every token (-1: all rows), its place in
+    the sequence of its row, and where rows start.
 
     Every answer starts with the prompt's last token, which predicts its first.
     """
     prompt = steps.prompts[number]
-    ids, positions = [prompt.ids[:-1]], [prompt.positions[:, :-1]]
-    owners, starts, at = [torch.full((len(prompt.ids) - 1,), PROMPT)], {}, len(prompt.ids) - 1
+    ids, positions, before = [prompt.ids[:-1]], [prompt.positions[:, :-1]], len(prompt.ids) - 1
+    owners, places = [torch.full((before,), PROMPT)], [torch.arange(before)]
+    starts, at = {}, before
     for row in (steps.which == number).nonzero()[:, 0].tolist():
         length = max(1, int(steps.length[row]))
         behind = (prompt.next_position + torch.arange(length - 1)).expand(len(prompt.positions), -1)
         ids.append(torch.cat([prompt.ids[-1:], steps.ids[row, : length - 1]]))
         positions.append(torch.cat([prompt.positions[:, -1:], behind], 1))
         owners.append(torch.full((length,), row))
+        places.append(before + torch.arange(length))
         starts[row] = at
         at += length
     return (
         Encoded(prompt.uid, torch.cat(ids), torch.cat(positions, 1), prompt.media),
         torch.cat(owners),
+        torch.cat(places),
         starts,
     )
 

@@ -35,7 +35,9 @@ def decoder_of(core: nn.Module) -> Decoder:
         raise ValueError(
             f"no adapter for '{kind}' over a language model of type {error}; add one in compression/decoders"
         ) from error
-    windows = set(getattr(core.config.get_text_config(), "layer_types", None) or ()) - {"full_attention"}
+    text = core.config.get_text_config()
+    window = "full_attention" if getattr(text, "sliding_window", None) is None else "sliding_attention"
+    windows = set(getattr(text, "layer_types", None) or [window]) - {"full_attention"}
     if windows:
         raise ValueError(f"layers of type {sorted(windows)} cannot be pruned; only full attention can")
     return found

@@ -18,7 +18,15 @@ from mmrl.tensor import cat_padded
 from mmrl.types import Outcome, Prompt, Rollouts, Trajectory
 from mmrl.vision import loading
 from mmrl.vision.chat import Chat
-from mmrl.vision.prefix import FORBIDDEN, TokenRow, TokenSteps, distinct_prompts, read_cached, read_packed
+from mmrl.vision.prefix import (
+    FORBIDDEN,
+    TokenRow,
+    TokenSteps,
+    distinct_prompts,
+    read_cached,
+    read_packed,
+    windows,
+)
 
 LOGIT_BYTES = 256 << 20  # float32 logits that may exist at once
 
@@ -146,6 +154,7 @@ class Tokens:
             loading.freeze_tower(self.model)
         keep_training_precision(self.model)
         if gradient_checkpointing:
+            windows(self.model.config)  # refuses layers that cannot be packed
             loading.checkpoint_layers(self.model)
         self.compute, self.share_prefix = DTYPES[dtype], share_prefix
         self.module: nn.Module = StepModel(
