@@ -2,12 +2,44 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
+import torch
+
 from mmrl.types import Outcome, Prompt
+
+
+def handed(prompts: Sequence[Prompt], outcomes: Sequence[Outcome]) -> tuple[list[Prompt], list[Outcome]]:
+    """Copy what one call of a reward gets, so that a reward that sorts or changes it moves no other.
+
+    Every row has lists, dictionaries, sets, tensors and arrays of its own. The pixels and times of outcomes
+    are shared, and so are objects of other classes.
+    """
+    return [_own(prompt) for prompt in prompts], [_own(outcome) for outcome in outcomes]
+
+
+def _own(value: Any) -> Any:
+    match value:
+        case Prompt(target=target, columns=columns, answers=answers):
+            return replace(value, target=_own(target), columns=_own(columns), answers=_own(answers))
+        case Outcome(tags=tags, recorded=recorded):
+            return replace(value, tags=_own(tags), recorded=_own(recorded))
+        case torch.Tensor():
+            return value.detach().clone()
+        case Mapping():
+            return {key: _own(inner) for key, inner in value.items()}
+        case list():
+            return [_own(inner) for inner in value]
+        case tuple() if type(value) is tuple:
+            return tuple(_own(inner) for inner in value)
+        case set():
+            return set(value)
+    return copy.deepcopy(value) if hasattr(value, "__array__") else value  # an array of numpy
 
 
 def per_outcome(measure: Callable[..., float | None]) -> Callable[..., list[float | None]]:

@@ -4,22 +4,28 @@ the others."""
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import inspect
+import itertools
 import math
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass
+from decimal import Decimal
+from numbers import Real
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from mmrl.bind import Bound
+from mmrl.reward_forms import handed
 from mmrl.table import ABSENT, RewardTable, name_id
 from mmrl.types import Outcome, Prompt, Rollouts
 
 TIMEOUT = 600.0  # seconds a reward may take for one round, unless its `timeout` says otherwise
+SHOWN = 200  # letters of a value in a message
+_NO_LISTS = (str, bytes, bytearray, memoryview, Mapping, Set)  # iterable, but not a number per outcome
 
 
 class RewardFault(RuntimeError):
@@ -39,7 +45,14 @@ def score(
     if not rollouts:
         return RewardTable.empty().replace(rank=rank)
     columns, faults = {}, {}
-    for bound, result in zip(rewards, _side_by_side(rewards, prompts, outcomes), strict=True):
+    before = _versions(outcomes)
+    results = _side_by_side(rewards, prompts, outcomes)
+    if _versions(outcomes) != before:
+        raise RewardFault(
+            f"one of the rewards {', '.join(bound.name for bound in rewards)} changed the pixels or times of "
+            "outcomes in place, which all rewards and the report share; let it work on a copy"
+        )
+    for bound, result in zip(rewards, results, strict=True):
         columns[bound.name], broken = _checked(bound, result, prompts, outcomes)
         if broken:
             faults[bound.name] = broken
@@ -48,98 +61,116 @@ def score(
     return _without_faulty_groups(table, faults) if faults else table
 
 
-def _side_by_side(rewards: Sequence[Bound], prompts: list[Prompt], outcomes: list[Outcome]) -> list[Any]:
-    """Run plain rewards in a thread each and asynchronous ones in one event loop. A fault is returned, not
-    raised."""
+def _versions(outcomes: Sequence[Outcome]) -> list[int]:
+    """Number the state of every tensor of the outcomes: the number grows where one is changed in place."""
+    tensors = [tensor for one in outcomes for tensor in (one.image, one.video, one.times)]
+    return [t._version for t in tensors if t is not None and not t.is_inference()]
+
+
+@dataclass(frozen=True)
+class _Failure:
+    """What a reward did instead of giving a number or None for every outcome."""
+
+    what: str
+    cause: BaseException | None = None
+
+
+def _side_by_side(
+    rewards: Sequence[Bound], prompts: list[Prompt], outcomes: list[Outcome]
+) -> list[list | _Failure]:
+    """Run every reward in a thread of its own, so that one that blocks, hangs or is cancelled is alone in
+    that."""
     limits = [bound.call.get("timeout", TIMEOUT) for bound in rewards]
-    results: list[Any] = [TimeoutError(f"no answer within {limit:g} s") for limit in limits]
-
-    def plain(place: int) -> None:
-        results[place] = _persistent(rewards[place], prompts, outcomes)
-
-    async def patient(place: int) -> None:
-        with contextlib.suppress(TimeoutError):  # what the reward itself raises is returned
-            results[place] = await asyncio.wait_for(
-                _persistent_async(rewards[place], prompts, outcomes), limits[place]
-            )
-
-    async def together(places: list[int]) -> None:
-        await asyncio.gather(*map(patient, places))
-
-    waiting = [i for i, bound in enumerate(rewards) if _is_async(bound.function)]
-    # Daemon threads: a reward that hangs must not keep the process alive after its time-out.
-    threads = {
-        i: threading.Thread(target=plain, args=(i,), daemon=True)
-        for i in range(len(rewards))
-        if i not in waiting
-    }
-    if waiting:
-        threads[waiting[0]] = threading.Thread(target=lambda: asyncio.run(together(waiting)), daemon=True)
+    results: list[list | _Failure] = [
+        _Failure(f"raised TimeoutError: no answer within {limit:g} s") for limit in limits
+    ]
     began = time.monotonic()
-    for thread in threads.values():
+
+    def work(place: int) -> None:
+        deadline = began + limits[place]
+        result = _persistent(rewards[place], prompts, outcomes, deadline)
+        if time.monotonic() < deadline:
+            results[place] = result
+
+    # Daemon threads: a reward that hangs must not keep the process alive after its time-out.
+    threads = [threading.Thread(target=work, args=(i,), daemon=True) for i in range(len(rewards))]
+    for thread in threads:
         thread.start()
-    for place, thread in threads.items():
-        # The event loop watches its own limits; the second more is for a reward that blocks it.
-        limit = max(limits[i] for i in waiting) + 1 if place in waiting else limits[place]
+    for thread, limit in zip(threads, limits, strict=True):
         thread.join(max(0.0, began + limit - time.monotonic()))
     return list(results)
 
 
-def _is_async(function: Any) -> bool:
-    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
-
-
-def _persistent(bound: Bound, prompts: list[Prompt], outcomes: list[Outcome]) -> Any:
-    """Call a reward, again up to `retries` times where it raises; give its numbers, or the last error."""
+def _persistent(
+    bound: Bound, prompts: list[Prompt], outcomes: list[Outcome], deadline: float
+) -> list | _Failure:
+    """Call a reward, again up to `retries` times where it raises; give its list, or what is wrong."""
     for left in reversed(range(1 + bound.call.get("retries", 0))):
         try:
-            return bound(prompts, outcomes)
-        except Exception as error:  # whatever user code raises becomes a fault that names the reward
-            if not left:
-                return error
+            given = bound(*handed(prompts, outcomes))
+            if inspect.isawaitable(given):
+                given = asyncio.run(_awaited(given, deadline - time.monotonic()))
+            return _listed(given, len(outcomes))
+        # Whatever it raises ends this reward alone, SystemExit and CancelledError included.
+        except BaseException as error:
+            if not left or time.monotonic() >= deadline:
+                return _Failure(f"raised {type(error).__name__}: {error}", error)
+    raise AssertionError("the last try returns")
 
 
-async def _persistent_async(bound: Bound, prompts: list[Prompt], outcomes: list[Outcome]) -> Any:
-    for left in reversed(range(1 + bound.call.get("retries", 0))):
-        try:
-            return await bound(prompts, outcomes)
-        except Exception as error:
-            if not left:
-                return error
+async def _awaited(given: Awaitable[Any], seconds: float) -> Any:
+    return await asyncio.wait_for(given, seconds)
+
+
+def _listed(given: Any, count: int) -> list | _Failure:
+    """List what a reward gave: a list, a tuple, an iterator or an array of one dimension, `count` long."""
+    shape = getattr(given, "shape", None)
+    if shape is not None and len(shape) != 1:
+        return _Failure(f"gave a {type(given).__name__} of shape {tuple(shape)}, not a number per outcome")
+    if isinstance(given, _NO_LISTS) or not isinstance(given, Iterable):
+        return _Failure(f"gave {_shown(given)}, not a number per outcome")
+    if shape is not None and hasattr(given, "tolist"):
+        given = given.tolist()
+    listed = given if isinstance(given, (list, tuple)) else list(itertools.islice(given, count + 1))
+    if len(listed) > count and listed is not given:
+        return _Failure(f"gave more than {count} numbers for {count} outcomes")
+    if len(listed) != count:
+        return _Failure(f"gave {len(listed)} numbers for {count} outcomes")
+    return list(listed)
 
 
 def _checked(
-    bound: Bound, result: Any, prompts: list[Prompt], outcomes: list[Outcome]
+    bound: Bound, result: list | _Failure, prompts: list[Prompt], outcomes: list[Outcome]
 ) -> tuple[Tensor, list[int]]:
     """Check what a reward gave: (M,) float64 with NaN for None, and which outcomes are faulty."""
     everywhere = list(range(len(outcomes)))
-    if isinstance(result, Exception):
-        what = f"raised {type(result).__name__}: {result}"
-        return _fault(bound, what, everywhere, prompts, outcomes, result)
-    listed = result.tolist() if isinstance(result, Tensor) else result
-    if not isinstance(listed, Iterable):
-        return _fault(bound, f"gave {listed!r}, not a number per outcome", everywhere, prompts, outcomes)
-    listed = list(listed)
-    if len(listed) != len(outcomes):
-        what = f"gave {len(listed)} numbers for {len(outcomes)} outcomes"
-        return _fault(bound, what, everywhere, prompts, outcomes)
-    numbers = [_number(value) for value in listed]
-    broken = [i for i in everywhere if listed[i] is not None and not math.isfinite(numbers[i])]
+    if isinstance(result, _Failure):
+        return _fault(bound, result.what, everywhere, prompts, outcomes, result.cause)
+    numbers = [_number(value) for value in result]
+    broken = [i for i in everywhere if result[i] is not None and not math.isfinite(numbers[i])]
     values = torch.tensor(numbers, dtype=torch.float64)
     if broken:
-        _, broken = _fault(bound, f"gave {listed[broken[0]]!r}", broken, prompts, outcomes)
+        _, broken = _fault(bound, f"gave {_shown(result[broken[0]])}", broken, prompts, outcomes)
         values[broken] = math.nan
     return values, broken
 
 
 def _number(value: Any) -> float:
-    """Read a number; NaN for None and for what is none."""
-    if isinstance(value, str):
-        return math.nan
+    """Read a number, also one in a tensor or array; NaN for None, for what is none, and beyond a float."""
     try:
-        return float(value)
-    except (TypeError, ValueError):
+        value = value.item() if hasattr(value, "item") else value
+        return float(value) if isinstance(value, (Real, Decimal)) else math.nan
+    except (ValueError, RuntimeError, OverflowError):
         return math.nan
+
+
+def _shown(value: Any) -> str:
+    """Write a value down for a message, not at length; classes of users and long numbers may refuse."""
+    try:
+        text = repr(value)
+    except Exception:
+        return f"a {type(value).__name__}"
+    return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
 
 
 def _fault(
@@ -148,13 +179,13 @@ def _fault(
     where: Sequence[int],
     prompts: list[Prompt],
     outcomes: list[Outcome],
-    cause: Exception | None = None,
+    cause: BaseException | None = None,
 ) -> tuple[Tensor, list[int]]:
     if bound.call.get("on_error", "raise") == "skip":
         return torch.full((len(outcomes),), math.nan, dtype=torch.float64), list(where)
-    first = where[0]
+    prompt, text = prompts[where[0]], outcomes[where[0]].text
     raise RewardFault(
-        f"reward '{bound.name}' {what}; prompt '{prompts[first].uid}', outcome {outcomes[first].text!r}. "
+        f"reward '{bound.name}' {what}; prompt '{prompt.uid}', outcome {_shown(text)}. "
         "Mend it, or set `on_error: skip` on the reward to drop such groups"
     ) from cause
 

@@ -206,22 +206,22 @@ def test_rewards_run_side_by_side():
     assert table.values[0, :, 0].tolist() == [1.0, 2.0]
 
 
-def test_asynchronous_rewards_share_one_loop():
-    met = asyncio.Barrier(2)
+def test_asynchronous_rewards_run_side_by_side():
+    barrier = threading.Barrier(2, timeout=5)
 
     async def first(asked, outcomes):
-        await met.wait()
+        await asyncio.to_thread(barrier.wait)
         return [1.0] * len(outcomes)
 
     async def second(asked, outcomes):
-        await met.wait()  # in another loop, or behind the first, both would wait in vain
+        await asyncio.to_thread(barrier.wait)  # one after the other, both would wait in vain
         return [2.0] * len(outcomes)
 
     class Third:
         async def __call__(self, asked, outcomes):
             return [3.0] * len(outcomes)
 
-    rewards = [bound(first, timeout=2), bound(lengths), bound(second, timeout=2), bound(Third)]
+    rewards = [bound(first, timeout=6), bound(lengths), bound(second, timeout=6), bound(Third)]
     assert score(rewards, FOUR).values[0, :, 0].tolist() == [1.0, 1.0, 2.0, 3.0]
 
 

@@ -14,6 +14,7 @@ import torch
 from mmrl.bind import Bound
 from mmrl.health import Examined, Symptom, spelled
 from mmrl.registry import checkup
+from mmrl.reward_forms import handed
 from mmrl.table import EQUAL
 from mmrl.tensor import group_extreme, group_index
 from mmrl.types import Outcome, Prompt
@@ -122,7 +123,7 @@ def _emptied(answer: Outcome) -> Outcome:
 def _measured(bound: Bound, prompts: Sequence[Prompt], answers: Sequence[Outcome]) -> torch.Tensor:
     """Measure answers; NaN where a reward does not apply, or does not come through an answer like this."""
     try:
-        values = bound(list(prompts), list(answers))
+        values = bound(*handed(prompts, answers))
         if inspect.isawaitable(values):
             values = asyncio.run(_awaited(values))
         return torch.tensor(
