@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import dataclasses
+import http.client
 import io
 import json
+import math
+import socket
+import threading
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
+from urllib.parse import urlsplit
 
 from torch import Tensor
 
@@ -28,10 +32,11 @@ class Remote:
 
     Sent is `{"outcomes": [...]}`. An outcome has "uid", "prompt", "target" and "columns" of its prompt, and
     "text", "tags", "end" and "recorded" of its own; an "image" is a PNG in base64, a "video" a list of those
-    with "times" in seconds. Expected is `{"rewards": [...]}`, a number or null for each. A request that gets
-    no answer within `request_timeout` seconds, or finds the server busy or broken, is sent again up to
-    `request_retries` times, after `wait` seconds, twice as many each time. `timeout`, `retries` and
-    `on_error` hold for the round as a whole, as for any reward.
+    with "times" in seconds. Expected is `{"rewards": [...]}`, a finite number or null for each, in at most
+    64 MiB. A request whose whole answer is not there within `request_timeout` seconds, or that finds the
+    server busy or broken, is sent again up to `request_retries` times, after `wait` seconds, twice as many
+    each time. Redirects are not followed, and proxies not used. `timeout`, `retries` and `on_error` hold for
+    the round as a whole, as for any reward.
     """
 
     def __init__(
@@ -44,8 +49,8 @@ class Remote:
         request_retries: int = 2,
         wait: float = 0.5,
     ) -> None:
-        if not url.startswith(("http://", "https://")):
-            raise ValueError(f"`url` must begin with http:// or https://, not '{url}'")
+        if not url.startswith(("http://", "https://")) or not urlsplit(url).hostname:
+            raise ValueError(f"`url` must be http:// or https:// and a host, not '{url}'")
         if batch < 1 or parallel < 1 or request_timeout <= 0 or request_retries < 0 or wait < 0:
             raise ValueError(
                 "`batch` and `parallel` must be at least 1, `request_timeout` more than 0, `request_retries` "
@@ -65,43 +70,81 @@ class Remote:
         body = json.dumps({"outcomes": part}, allow_nan=False).encode()
         for left in reversed(range(1 + self.request_retries)):
             try:
-                return self._read(self._send(body), len(part))
-            except urllib.error.HTTPError as error:
-                said = error.read(300).decode(errors="replace").strip()
-                if error.code not in PASSING or not left:
-                    raise ConnectionError(
-                        f"'{self.url}' answered with {error.code} {error.reason}: {said}"
-                    ) from None
-            except (OSError, TimeoutError) as error:
+                status, reason, data = self._send(body)
+            except (OSError, http.client.HTTPException) as error:
                 if not left:
-                    reason = getattr(error, "reason", error)
                     raise ConnectionError(
                         f"'{self.url}' does not answer within {self.request_timeout:g} s, asked "
-                        f"{1 + self.request_retries} times: {reason}"
+                        f"{1 + self.request_retries} times: {error}"
                     ) from error
+            else:
+                if status == 200:
+                    return self._read(data, len(part))
+                if status not in PASSING or not left:
+                    said = data[:300].decode(errors="replace").strip()
+                    raise ConnectionError(f"'{self.url}' answered with {status} {reason}: {said}")
             time.sleep(self.wait * 2 ** (self.request_retries - left))
         raise AssertionError("the last try returns or raises")
 
-    def _send(self, body: bytes) -> bytes:
-        headers = {"Content-Type": "application/json", "Accept": "application/json"}
-        request = urllib.request.Request(self.url, body, headers, method="POST")
-        with urllib.request.urlopen(request, timeout=self.request_timeout) as reply:
-            return reply.read(LARGEST)
+    def _send(self, body: bytes) -> tuple[int, str, bytes]:
+        """Send one request; give the status of the answer, what the server calls it, and its body."""
+        parts = urlsplit(self.url)
+        kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
+        connection = kind(parts.hostname, parts.port, timeout=self.request_timeout)
+        deadline = time.monotonic() + self.request_timeout
+        connection.connect()
+        # The limit of a socket is that of one piece of data, and a server may send a byte at a time.
+        watch = threading.Timer(deadline - time.monotonic(), _cut, [connection.sock])
+        watch.daemon = True
+        watch.start()
+        try:
+            target = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
+            headers = {"Content-Type": "application/json", "Accept": "application/json"}
+            connection.request("POST", target, body, {**headers, "Connection": "close"})
+            reply = connection.getresponse()
+            reason, data = reply.reason, reply.read(LARGEST + 1)
+            if reply.length and len(data) <= LARGEST:
+                raise http.client.IncompleteRead(data, reply.length)
+        except (OSError, http.client.HTTPException) as error:
+            raise (TimeoutError("timed out") if time.monotonic() >= deadline else error) from error
+        finally:
+            watch.cancel()
+            connection.close()
+        if time.monotonic() >= deadline:  # what was read ends where the watch cut it
+            raise TimeoutError("timed out")
+        if 300 <= reply.status < 400:
+            reason += f" to '{reply.headers.get('Location')}', which is not followed; name it as `url`"
+        return reply.status, reason, data
 
     def _read(self, data: bytes, count: int) -> list[float | None]:
         """Read an answer; anything but JSON of the agreed form is a fault."""
+        if len(data) > LARGEST:
+            raise ValueError(f"'{self.url}' answered with more than {LARGEST} bytes for {count} outcomes")
         try:
             values = json.loads(data)["rewards"]
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, RecursionError):
             raise ValueError(
                 f"'{self.url}' must answer with JSON {{\"rewards\": [...]}}, not {data[:120]!r}"
             ) from None
         if not isinstance(values, list) or len(values) != count:
             raise ValueError(f"'{self.url}' gave {str(values)[:120]} for {count} outcomes")
-        for value in values:
-            if value is not None and type(value) not in (int, float):
-                raise ValueError(f"'{self.url}' gave the reward {value!r}, not a number or null")
-        return values
+        return [None if value is None else self._number(value) for value in values]
+
+    def _number(self, value: Any) -> float:
+        try:
+            number = float(value) if type(value) in (int, float) else math.nan
+        except OverflowError:  # a whole number that no float holds
+            number = math.inf
+        if not math.isfinite(number):
+            shown = repr(value)[:120]
+            raise ValueError(f"'{self.url}' gave the reward {shown}, not a finite number or null")
+        return number
+
+
+def _cut(connection: socket.socket) -> None:
+    """End a connection that somebody else reads; its own `shutdown` would take the encryption off it."""
+    with contextlib.suppress(OSError):  # it ended by itself
+        socket.socket.shutdown(connection, socket.SHUT_RDWR)
 
 
 def _told(prompt: Prompt, outcome: Outcome) -> dict[str, Any]:
