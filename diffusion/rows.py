@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from mmrl.media import locate
 from mmrl.rows import RowError
 from mmrl.types import Message, Outcome, Part, Prompt
 
@@ -82,17 +83,6 @@ def recorded_prompts(
     if not found:
         raise RowError(f"the file '{path}' holds no row")
     return found
-
-
-def locate(name: str, root: Path) -> Path:
-    """Find a file inside a folder, or say what is wrong with its name."""
-    inside = root.resolve()
-    path = (inside / name).resolve()
-    if not path.is_relative_to(inside):
-        raise RowError(f"the path '{name}' leaves its root '{root}'; paths must stay inside it")
-    if not path.is_file():
-        raise RowError(f"there is no file '{name}' in '{root}'")
-    return path
 
 
 class Uids:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmrl.vision.video import MediaError
+from mmrl.media import MediaError, opened_image
 
 FOLDERS = ("images_8", "images_4", "images_2", "images")  # the smallest first: 480P, 960P, ...
 # Turns a camera that looks along -Z with +Y up (OpenGL) into one that looks along +Z with +Y down (OpenCV).
@@ -154,13 +154,8 @@ def _pose(frame: dict[str, Any]) -> Tensor:
 
 
 def _check_shape(path: Path, wanted: float) -> None:
-    from PIL import Image
-
-    try:
-        with Image.open(path) as image:
-            width, height = image.size
-    except (OSError, SyntaxError) as error:
-        raise MediaError(f"cannot decode '{path}': {error}") from error
+    with opened_image(path, str(path)) as image:
+        width, height = image.size
     # Rounding to whole pixels, at most one on either side.
     if abs(width - wanted * height) > 1 + wanted:
         raise MediaError(

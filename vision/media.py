@@ -9,11 +9,11 @@ from pathlib import Path
 import torch
 
 from mmrl.kept import Kept
+from mmrl.media import MAX_IMAGE_PIXELS, MediaError, locate, read_image
 from mmrl.types import Frames, Media
-from mmrl.vision.video import MediaError, Sampling, read_video
+from mmrl.vision.video import Sampling, read_video
 
 MAX_FILE_BYTES = 4 << 30
-MAX_IMAGE_PIXELS = 100_000_000
 CACHE_BYTES = 1 << 30
 
 
@@ -42,14 +42,7 @@ class MediaRoot:
 
     def locate(self, name: str) -> Path:
         """Find a file inside the root, or say what is wrong with its name."""
-        root = self.root.resolve()
-        path = (root / name).resolve()
-        if not path.is_relative_to(root):
-            raise MediaError(
-                f"the media path '{name}' leaves its root '{self.root}'; paths must stay inside it"
-            )
-        if not path.is_file():
-            raise MediaError(f"there is no file '{name}' in '{self.root}'")
+        path = locate(name, self.root)
         size = path.stat().st_size
         if size > self.max_file_bytes:
             raise MediaError(
@@ -66,22 +59,11 @@ class MediaRoot:
 
 
 def decode_image(source: Path | bytes, name: str, max_image_pixels: int = MAX_IMAGE_PIXELS) -> Frames:
-    """Decode a picture from a file or from bytes, upright, as one frame; `name` appears in errors."""
-    import io
-
+    """Decode an image from a file or from bytes as one frame, as `mmrl.media.read_image` says; `name` appears
+    in errors."""
     import numpy
-    from PIL import Image, ImageOps, UnidentifiedImageError
 
-    try:
-        with Image.open(io.BytesIO(source) if type(source) is bytes else source) as image:
-            if image.width * image.height > max_image_pixels:
-                raise MediaError(
-                    f"'{name}' has {image.width}x{image.height} pixels; the limit is "
-                    f"{max_image_pixels} (max_image_pixels)"
-                )
-            array = numpy.array(ImageOps.exif_transpose(image).convert("RGB"))
-    except (UnidentifiedImageError, OSError, SyntaxError, Image.DecompressionBombError) as error:
-        raise MediaError(f"cannot decode '{name}': {error}") from error
+    array = numpy.array(read_image(source, name, max_image_pixels))
     return Frames(
         torch.from_numpy(array).permute(2, 0, 1)[None].contiguous(), torch.zeros(1, dtype=torch.float64)
     )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,11 +10,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from mmrl.media import MediaError, opened_video, upright
 from mmrl.types import Frames
-
-
-class MediaError(ValueError):
-    """A medium that cannot be used. The message names the file."""
 
 
 @dataclass(frozen=True)
@@ -44,15 +40,8 @@ def read_video(path: Path, sampling: Sampling = Sampling()) -> Frames:
     Variable frame rates, rotated clips and files without a duration are read as they play. A file that is
     broken, or ends before it says it does, is an error.
     """
-    import av
-
-    try:
-        with av.open(str(path)) as container:
-            if not container.streams.video:
-                raise MediaError(f"'{path}' holds no video stream")
-            return _read(path, container, sampling)
-    except (av.error.FFmpegError, OSError) as error:
-        raise MediaError(f"cannot decode '{path}': {error}") from error
+    with opened_video(path) as container:
+        return _read(path, container, sampling)
 
 
 def _read(path: Path, container, sampling: Sampling) -> Frames:
@@ -157,29 +146,10 @@ def _picture(frame, sampling: Sampling, count: int, scaler) -> Tensor:
     width, height = max(1, math.floor(width * shrink)), max(1, math.floor(height * shrink))
     scaled = scaler.reformat(frame, width=width, height=height, format="rgb24", interpolation="AREA")
     array = scaled.to_ndarray()
-    return _upright(torch.from_numpy(array), frame).permute(2, 0, 1).contiguous()
-
-
-def _upright(picture: Tensor, frame) -> Tensor:
-    """Turn and mirror a (height, width, 3) picture as its display matrix says: x to a x + c y, y to b x + d
-    y."""
-    matrix = frame.side_data.get("DISPLAYMATRIX")
-    if matrix is None:
-        return picture
-    a, b, _, c, d = struct.unpack("=9i", bytes(matrix))[:5]
-    if abs(b) > abs(a):
-        picture, a, d = picture.transpose(0, 1), c, b
-    return picture.flip([dim for dim, along in ((0, d), (1, a)) if along < 0])
+    return upright(torch.from_numpy(array), frame).permute(2, 0, 1).contiguous()
 
 
 def video_duration(path: Path) -> float:
     """Read how many seconds a clip lasts, without decoding it."""
-    import av
-
-    try:
-        with av.open(str(path)) as container:
-            if not container.streams.video:
-                raise MediaError(f"'{path}' holds no video stream")
-            return _duration(path, container, container.streams.video[0])
-    except (av.error.FFmpegError, OSError) as error:
-        raise MediaError(f"cannot open '{path}': {error}") from error
+    with opened_video(path) as container:
+        return _duration(path, container, container.streams.video[0])

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mmrl.media import read_image
 from mmrl.registry import builder
 
 SHAPES = ("circle", "rectangle", "triangle")
@@ -67,8 +68,8 @@ class CaptionedPictures:
         rows = []
         for number, (shape, colour) in sorted(facts(questions).items()):
             name = f"{split}/{number:04d}.png"
-            with Image.open(folder / "images" / f"{number}.png") as image:
-                whole = image.convert("RGB")
+            path = folder / "images" / f"{number}.png"
+            whole = read_image(path, str(path))
             box = around(torch.from_numpy(numpy.array(whole)).permute(2, 0, 1), self.window)
             whole.resize((self.side, self.side), Image.Resampling.BOX, box).save(output / name)
             row = {"id": name, "prompt": f"a {colour} {shape}", "image": name}

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from mmrl.diffusion.decoding import Reading, read_picture
-from mmrl.diffusion.rows import locate, objects, text_of
+from mmrl.diffusion.rows import objects, text_of
 from mmrl.draws import Stream
+from mmrl.media import locate
 from mmrl.registry import builder
 
 PAUSE = 10.0  # seconds between two lines of progress

@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mmrl.diffusion.decoding import MAX_PIXELS, Reading, read_picture
+from mmrl.diffusion.decoding import Reading, read_picture
 from mmrl.diffusion.rows import Recorded, recorded_prompts
+from mmrl.media import MAX_IMAGE_PIXELS
 from mmrl.registry import data
 from mmrl.rows import RowError
 from mmrl.types import Outcome, Prompt
@@ -33,7 +34,13 @@ class Pictures(Sequence):
 
 @data
 def pictures(
-    *, path: str, root: str, height: int = 0, width: int = 0, max_pixels: int = MAX_PIXELS, limit: int = 0
+    *,
+    path: str,
+    root: str,
+    height: int = 0,
+    width: int = 0,
+    max_pixels: int = MAX_IMAGE_PIXELS,
+    limit: int = 0,
 ) -> list[Prompt]:
     """Read pictures of prompts under `root`, one JSON object a line, with a `prompt` (or `caption`) and its
     pictures.

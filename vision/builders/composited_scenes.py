@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from mmrl.draws import Stream
+from mmrl.media import read_image
 from mmrl.registry import builder
 from mmrl.vision.hallucination.pope import with_article
 from mmrl.vision.hallucination.words import singular
@@ -225,13 +226,8 @@ def _pictures(folder: Path) -> list[Path]:
 def _read(path: Path, mode: str) -> Tensor:
     """Read a picture as (channels, height, width) in [0, 1]."""
     import numpy
-    from PIL import Image
 
-    try:
-        with Image.open(path) as image:
-            pixels = numpy.array(image.convert(mode))
-    except (OSError, SyntaxError) as error:
-        raise ValueError(f"cannot decode '{path}': {error}") from error
+    pixels = numpy.array(read_image(path, str(path), transparent=mode == "RGBA"))
     return torch.from_numpy(pixels).permute(2, 0, 1).float() / 255
 
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from mmrl.draws import Stream
+from mmrl.media import opened_video
 from mmrl.registry import builder
 
 
@@ -170,9 +171,7 @@ def play(film: Tensor, first: int, last: int, length: int, generator: torch.Gene
 
 def read_all(path: Path, side: int) -> Tensor:
     """Decode every frame of a clip into (F, 3, side, side) uint8."""
-    import av
-
-    with av.open(str(path)) as container:
+    with opened_video(path) as container:
         frames = [
             torch.from_numpy(
                 frame.reformat(width=side, height=side, format="rgb24", interpolation="AREA").to_ndarray()

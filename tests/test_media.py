@@ -1,0 +1,195 @@
+"""Images of any mode become 8-bit RGB upright, and no medium makes its reader open another file."""
+
+from __future__ import annotations
+
+import av
+import numpy
+import pytest
+import torch
+from PIL import Image
+
+from mmrl.diffusion.decoding import Reading, read_picture
+from mmrl.diffusion.film import read_film
+from mmrl.media import MediaError, locate, opened_image, opened_video, read_image
+from mmrl.rows import RowError
+from mmrl.vision.builders.spliced_clips import write_video
+from mmrl.vision.media import MediaRoot
+from mmrl.vision.video import Sampling, read_video, video_duration
+
+RED, WHITE = [255, 0, 0], [255, 255, 255]
+GREYS = numpy.array([[0, 30000, 65535]], dtype=numpy.uint16)
+SCALED = [0, 117, 255]  # 30000 / 65535 * 255 = 116.7
+
+
+def both(path):
+    """Decode an image for either kind of model; both see the same (height, width, 3)."""
+    seen = MediaRoot(path.parent).image(path.name).load().pixels[0]
+    assert torch.equal(seen, read_picture(path, Reading()))
+    return seen.permute(1, 2, 0)
+
+
+def pgm(values, white=65535):
+    rows, columns = values.shape
+    return f"P5 {columns} {rows} {white}\n".encode() + values.astype(">u2").tobytes()
+
+
+@pytest.mark.parametrize("name", ["g.png", "g.tiff", "big.tiff", "g.pgm"])
+def test_16_bit_grey_is_scaled_to_8_bits(tmp_path, name):
+    path = tmp_path / name
+    if name == "g.pgm":
+        path.write_bytes(pgm(GREYS))
+    elif name == "big.tiff":  # the other order of bytes
+        Image.frombytes("I;16B", (3, 1), GREYS.astype(">u2").tobytes()).save(path)
+    else:
+        Image.fromarray(GREYS).save(path)
+    assert both(path)[0].tolist() == [[grey] * 3 for grey in SCALED]
+
+
+def test_16_bit_grey_stays_upright_and_keeps_what_is_transparent(tmp_path):
+    exif = Image.Exif()
+    exif[0x0112] = 3  # half a turn
+    Image.fromarray(GREYS).save(tmp_path / "turned.png", exif=exif)
+    assert both(tmp_path / "turned.png")[0, :, 0].tolist() == SCALED[::-1]
+    Image.fromarray(GREYS).save(tmp_path / "clear.png", transparency=0)
+    assert both(tmp_path / "clear.png")[0, :, 0].tolist() == [255, 117, 255]
+
+
+def test_fewer_bits_and_white_as_zero_of_a_tiff(tmp_path):
+    tags = {262: 0}  # white is zero
+    Image.fromarray(GREYS).save(tmp_path / "white.tiff", tiffinfo=tags)
+    assert both(tmp_path / "white.tiff")[0, :, 0].tolist() == [255 - grey for grey in SCALED]
+    (tmp_path / "g.pgm").write_bytes(pgm(numpy.array([[0, 500, 1000]]), 1000))
+    assert both(tmp_path / "g.pgm")[0, :, 0].tolist() == [0, 128, 255]
+
+
+@pytest.mark.parametrize(("mode", "what"), [("F", "floating-point numbers"), ("I", "32-bit integers")])
+def test_numbers_without_a_known_white_are_refused(tmp_path, mode, what):
+    path = tmp_path / "a.tiff"
+    Image.new(mode, (2, 2), 1).save(path)
+    for read in (lambda: read_image(path, "a.tiff"), lambda: read_picture(path, Reading())):
+        with pytest.raises(MediaError, match=rf"a\.tiff' holds {what}.*save it with 8 or 16 bits"):
+            read()
+
+
+@pytest.mark.parametrize("mode", ["RGBA", "LA", "PA", "P"])
+def test_what_is_transparent_shows_white(tmp_path, mode):
+    image = Image.new("RGBA", (2, 1), (10, 20, 30, 0))
+    image.putpixel((1, 0), (0, 0, 0, 255))
+    shown = {"RGBA": image, "LA": image.convert("LA"), "P": image.quantize(), "PA": Image.new("P", (2, 1))}[
+        mode
+    ]
+    if mode == "PA":
+        shown = shown.convert("PA")
+        shown.putalpha(Image.frombytes("L", (2, 1), b"\x00\xff"))
+    path = tmp_path / ("a.tiff" if mode == "PA" else "a.png")
+    shown.save(path)
+    with opened_image(path, "a") as image:
+        assert image.mode == mode
+    assert both(path)[0].tolist() == [WHITE, [0, 0, 0]]
+
+
+def test_half_transparent_red_is_half_white(tmp_path):
+    Image.new("RGBA", (1, 1), (255, 0, 0, 128)).save(tmp_path / "a.webp", lossless=True)
+    assert both(tmp_path / "a.webp")[0, 0].tolist() == [255, 127, 127]
+    assert numpy.array(read_image(tmp_path / "a.webp", "a", transparent=True))[0, 0].tolist() == [
+        255,
+        0,
+        0,
+        128,
+    ]
+
+
+@pytest.mark.parametrize("name", ["a.gif", "a.webp", "a.png", "a.tiff"])
+def test_of_an_animation_or_pages_the_first_image_is_read(tmp_path, name):
+    images = [Image.new("RGB", (2, 2), colour) for colour in ("red", "blue")]
+    options = {"lossless": True} if name == "a.webp" else {}
+    images[0].save(tmp_path / name, save_all=True, append_images=images[1:], **options)
+    assert both(tmp_path / name)[0, 0].tolist() == RED
+
+
+@pytest.mark.parametrize("ending", ["eps", "tga", "png"])
+def test_formats_that_are_not_on_the_list_are_refused_under_any_name(tmp_path, ending):
+    path = tmp_path / f"a.{ending}"
+    Image.new("RGB", (2, 2)).save(path, "EPS" if ending == "png" else None)
+    with pytest.raises(MediaError, match="cannot decode .* wanted an image as PNG, JPEG"):
+        read_image(path, path.name)
+
+
+# ---- other files
+
+
+@pytest.fixture
+def outside(tmp_path):
+    """A folder of media, and a video beside it that nothing in the folder may show."""
+    (tmp_path / "media").mkdir()
+    write_video(tmp_path / "secret.ts", torch.zeros(8, 3, 32, 48, dtype=torch.uint8), 4)
+    Image.new("RGB", (48, 32)).save(tmp_path / "secret_1.png")
+    return tmp_path
+
+
+LISTS = {
+    "m3u8": "#EXTM3U\n#EXT-X-VERSION:3\n#EXT-X-TARGETDURATION:3\n#EXTINF:2,\n{0}/secret.ts\n#EXT-X-ENDLIST\n",
+    "concat": "ffconcat version 1.0\nfile {1}\n",
+    "sdp": "v=0\no=- 0 0 IN IP4 127.0.0.1\ns=x\nc=IN IP4 127.0.0.1\nt=0 0\nm=video 5004 RTP/AVP 96\n"
+    "a=rtpmap:96 H264/90000\n",
+    "dash": "<?xml version='1.0'?><MPD xmlns='urn:mpeg:dash:schema:mpd:2011' type='static'>"
+    "<Period><AdaptationSet><Representation id='1' mimeType='video/mp2t'><BaseURL>{0}/secret.ts</BaseURL>"
+    "</Representation></AdaptationSet></Period></MPD>",
+}
+
+
+@pytest.mark.parametrize("ending", ["mp4", "m3u8", "mkv"])
+@pytest.mark.parametrize("kind", LISTS)
+def test_a_file_that_lists_others_is_refused_under_any_name(outside, kind, ending):
+    path = outside / "media" / f"a.{ending}"
+    path.write_text(LISTS[kind].format(outside, "../secret.ts"))
+    for read in (
+        lambda: MediaRoot(path.parent).video(path.name, Sampling()).load(),
+        lambda: video_duration(path),
+        lambda: read_film(path, 2, 16, 16),
+    ):
+        with pytest.raises(MediaError, match=r"cannot decode '.*/a\.\w+'.*wanted a video as mov, mp4"):
+            read()
+
+
+def test_the_list_above_would_show_the_other_file_to_a_careless_reader(outside):
+    """Else the refusal could come from a list that nobody can read."""
+    path = outside / "media" / "a.m3u8"
+    path.write_text(LISTS["m3u8"].format(outside))
+    with av.open(str(path)) as container:
+        assert len(list(container.decode(video=0))) == 8
+
+
+def test_a_pattern_of_files_is_the_name_of_one_file(outside):
+    with pytest.raises(MediaError, match="secret_%d.png"):
+        read_video(outside / "secret_%d.png")
+    with pytest.raises(MediaError, match="there is no file 'concat:"):
+        locate(f"concat:{outside}/secret.ts", outside / "media")
+
+
+def test_a_container_that_asks_for_another_file_gets_none(outside, monkeypatch):
+    """Even a format that slips into the list reaches nothing but its own file."""
+    monkeypatch.setattr("mmrl.media.CONTAINERS", "hls,concat,mpegts,mov")
+    (outside / "media" / "a.m3u8").write_text(LISTS["m3u8"].format(outside))
+    (outside / "media" / "b.mp4").write_text(LISTS["concat"].format(outside, "secret.ts"))
+    for name in ("a.m3u8", "b.mp4"):
+        with pytest.raises(MediaError, match="cannot decode"), opened_video(outside / "media" / name) as film:
+            list(film.decode(video=0))
+
+
+@pytest.mark.parametrize("name", ["a\0b.png", "x" * 5000, "a/" * 3000])
+def test_names_that_no_file_system_knows_are_media_errors(tmp_path, name):
+    with pytest.raises(MediaError, match=r"cannot be the path of a file|there is no file"):
+        MediaRoot(tmp_path).locate(name)
+
+
+def test_a_media_error_is_a_row_error():
+    assert issubclass(MediaError, RowError)  # what diffusion's data sets and `bad_rows` catch
+
+
+def test_a_video_beyond_the_limit_of_pixels_is_refused(outside):
+    with (
+        pytest.raises(MediaError, match=r"48x32 pixels; the limit is 1535"),
+        opened_video(outside / "secret.ts", 1535),
+    ):
+        pass
