@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy
 import pytest
@@ -187,3 +190,40 @@ def test_kept_never_throws_out_the_latest_and_counts_what_it_holds():
     kept.get("small", lambda: "y")
     assert list(kept.things) == ["small"]
     assert kept.used == 1
+
+
+def test_kept_counts_a_thing_once_that_two_threads_make_at_the_same_time():
+    kept, together = Kept(limit=100, size=len), threading.Barrier(2, timeout=10)
+
+    def make():
+        together.wait()  # both are inside `make` now
+        return "x" * 7
+
+    with ThreadPoolExecutor(2) as pool:
+        one, other = pool.map(lambda _: kept.get("key", make), range(2))
+    assert one is other is kept.things["key"]
+    assert kept.used == 7
+
+
+def test_kept_keeps_the_first_of_a_thing_that_is_made_twice():
+    kept = Kept(limit=100, size=len)
+
+    def make():  # what another thread does while this one makes the same
+        kept.get("a", lambda: "first")
+        return "again"
+
+    assert kept.get("a", make) == "first"
+    assert kept.used == 5
+
+
+def test_kept_stays_exact_while_many_threads_ask():
+    kept, interval = Kept(limit=30, size=len), sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(8) as pool:
+            asked = [(3 * i + i // 7) % 11 for i in range(4000)]
+            given = list(pool.map(lambda i: kept.get(i, lambda: "x" * (i + 1)), asked))
+    finally:
+        sys.setswitchinterval(interval)
+    assert [len(thing) - 1 for thing in given] == asked
+    assert kept.used == sum(map(len, kept.things.values())) <= 30
