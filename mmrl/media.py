@@ -47,10 +47,12 @@ def opened_image(source: Path | bytes, name: str, max_pixels: int = MAX_IMAGE_PI
     """Open an image of Pillow from a file or from bytes; what fails inside is a `MediaError` with `name`."""
     from PIL import Image
 
+    Image.init()
+    formats = [form for form in IMAGE_FORMATS if form in Image.OPEN]  # AVIF is new in Pillow 11.3
     try:
         with ExitStack() as stack:
             file = io.BytesIO(source) if type(source) is bytes else stack.enter_context(source.open("rb"))
-            image = stack.enter_context(Image.open(file, formats=IMAGE_FORMATS))
+            image = stack.enter_context(Image.open(file, formats=formats))
             if image.width * image.height > max_pixels:
                 raise MediaError(
                     f"'{name}' has {image.width}x{image.height} pixels; the limit is {max_pixels}; make it "
@@ -125,7 +127,12 @@ def opened_video(path: Path, max_pixels: int = MAX_IMAGE_PIXELS) -> Iterator[Any
         with ExitStack() as stack:
             file = stack.enter_context(path.open("rb"))
             container = stack.enter_context(
-                av.open(file, io_open=_refuse, container_options={"format_whitelist": CONTAINERS})
+                av.open(
+                    file,
+                    io_open=_refuse,
+                    container_options={"format_whitelist": CONTAINERS},
+                    metadata_errors="replace",  # titles in other encodings than UTF-8 are common
+                )
             )
             if not container.streams.video:
                 raise MediaError(f"'{path}' holds no video stream")

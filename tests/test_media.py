@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import struct
+
 import av
 import numpy
 import pytest
 import torch
-from PIL import Image
+from PIL import Image, features
 
 from mmrl.diffusion.decoding import Reading, read_picture
 from mmrl.diffusion.film import read_film
@@ -15,6 +17,7 @@ from mmrl.rows import RowError
 from mmrl.vision.builders.spliced_clips import write_video
 from mmrl.vision.media import MediaRoot
 from mmrl.vision.video import Sampling, read_video, video_duration
+from tests.damaged import CODECS, IMAGES, damaged, valid
 
 RED, WHITE = [255, 0, 0], [255, 255, 255]
 GREYS = numpy.array([[0, 30000, 65535]], dtype=numpy.uint16)
@@ -193,3 +196,87 @@ def test_a_video_beyond_the_limit_of_pixels_is_refused(outside):
         opened_video(outside / "secret.ts", 1535),
     ):
         pass
+
+
+def test_a_video_whose_frames_change_their_size_is_an_error(tmp_path):
+    for name, side in (("a.ts", 32), ("b.ts", 64)):
+        write_video(tmp_path / name, torch.zeros(8, 3, side, side, dtype=torch.uint8), 4)
+    whole = tmp_path / "whole.ts"  # pieces of a transport stream may simply follow each other
+    whole.write_bytes((tmp_path / "a.ts").read_bytes() + (tmp_path / "b.ts").read_bytes())
+    with pytest.raises(MediaError, match=r"whole\.ts' changes its size: .*\(32, 32\), \(64, 64\)"):
+        read_video(whole, Sampling(min_frames=16))
+
+
+def test_a_title_that_is_no_utf_8_does_not_make_a_video_unreadable(tmp_path):
+    path = tmp_path / "a.mp4"
+    with av.open(str(path), "w") as container:
+        container.metadata["title"] = "EEEEEEEE"
+        stream = container.add_stream("libx264", rate=4)
+        stream.width, stream.height, stream.pix_fmt = 32, 32, "yuv420p"
+        container.mux(stream.encode(av.VideoFrame(32, 32, "yuv420p")))
+        container.mux(stream.encode())
+    path.write_bytes(path.read_bytes().replace(b"EEEEEEEE", b"\xe9" * 8))  # in latin 1
+    assert read_video(path, Sampling(min_frames=2)).pixels.shape == (2, 3, 32, 32)
+
+
+def test_a_turned_video_is_upright_for_image_models_as_well(tmp_path):
+    frames = torch.zeros(4, 3, 32, 48, dtype=torch.uint8)
+    frames[:, :, :16] = 255  # white above black
+    write_video(tmp_path / "a.mp4", frames, 4)
+    turned = turned_by_a_quarter(tmp_path / "a.mp4", tmp_path / "turned.mp4")
+    film, _ = read_film(turned, 2, 48, 32)
+    seen = read_video(turned, Sampling(min_frames=2)).pixels
+    assert film.shape[1:] == seen.shape[1:] == (3, 48, 32)
+    assert (film[0].float() - seen[0].float()).abs().mean() < 2
+    assert (film[0, 0, :, 0].float() - film[0, 0, :, -1].float()).abs().min() > 200  # beside each other
+
+
+def turned_by_a_quarter(path, target):
+    """Write another display matrix into the header of an MP4: the track's `tkhd`, 40 bytes after its type."""
+    data = bytearray(path.read_bytes())
+    at = data.find(b"tkhd") + 4 + 40
+    data[at : at + 36] = struct.pack(">9i", 0, 1 << 16, 0, -(1 << 16), 0, 0, 0, 0, 1 << 30)
+    target.write_bytes(data)
+    return target
+
+
+def readings(path, data):
+    """Read a file in every way that the library has; give what was decoded, or the media error."""
+    root = MediaRoot(path.parent, cache_bytes=0)
+    for read in (
+        lambda: root.image(path.name).load(),
+        lambda: read_image(data, path.name),
+        lambda: read_picture(path, Reading(height=8, width=8)),
+        lambda: root.video(path.name, Sampling(max_frames=16)).load(),
+        lambda: video_duration(path),
+        lambda: read_film(path, 2, 16, 16),
+    ):
+        try:
+            yield read()
+        except MediaError as error:
+            assert path.name in str(error)
+            yield None
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::UserWarning")  # Pillow's, of tags that it skips
+def test_a_thousand_damaged_media_are_decoded_or_media_errors(tmp_path):
+    """Nothing else comes out of any of the readers, so `bad_rows: drop` catches all of it."""
+    found = []
+    for name, data in damaged(1000, seed=0):
+        path = tmp_path / name
+        path.write_bytes(data)
+        found += readings(path, data)
+        path.unlink()
+    refused = sum(one is None for one in found)
+    assert len(found) == 6000 and 3000 < refused < 5000  # some of the damage leaves enough to see
+
+
+def test_all_kinds_of_media_are_read_before_they_are_damaged(tmp_path):
+    """Else a damaged file could be refused for what it is."""
+    absent = set() if features.check("avif") else {"avif"}
+    for name in set(IMAGES) - {"eps", "dds", "tga", "jp2", "ico"} - absent:
+        assert read_image(valid(name), name).size in [(24, 16), (16, 24)]
+    for name in CODECS:
+        (tmp_path / name).write_bytes(valid(name))
+        assert read_film(tmp_path / name, 2, 16, 16)[0].shape == (2, 3, 16, 16)

@@ -73,6 +73,11 @@ def _read(path: Path, container, sampling: Sampling) -> Frames:
         _refuse_cut(path, last.time - zero, wanted[-1], duration)
         rest = _picture(last, sampling, len(wanted), scaler)
         pictures += [rest] * (len(wanted) - len(pictures))
+    sizes = {tuple(picture.shape[1:]) for picture in pictures}
+    if len(sizes) > 1:
+        raise MediaError(
+            f"'{path}' changes its size: its frames have {sorted(sizes)} as height and width; encode it anew"
+        )
     return Frames(torch.stack(pictures), torch.tensor(wanted, dtype=torch.float64), duration)
 
 
