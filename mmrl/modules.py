@@ -1,9 +1,10 @@
-"""What is done to modules of any kind: precision, transforms."""
+"""What is done to modules of any kind: where they come from, precision, transforms."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,6 +19,24 @@ DTYPES = {
     "float64": torch.float64,
 }
 LOW = (torch.bfloat16, torch.float16)
+
+
+def model_source(name: str) -> str:
+    """Give the folder or the hub id of a model; a path to a folder that is missing is an error at once, not
+    after a hub was asked."""
+    folder = Path(name).expanduser()
+    if name and folder.is_dir():
+        return str(folder)
+    home = folder.parent
+    begun = home.is_dir() and home != Path()  # "runs/model_final" where there is a folder "runs"
+    if begun or folder.is_file() or name.startswith((".", "~")) or name.endswith("/") or name.count("/") > 1:
+        inside = sorted(one.name for one in home.iterdir() if one.is_dir())[:5] if begun else []
+        raise ValueError(
+            f"there is no folder '{name}'"
+            + (f"; '{home}' holds the folders {', '.join(inside)}" if inside else "")
+            + "; name a folder that holds a model, or a model of the hub as owner/name"
+        )
+    return name
 
 
 def keep_training_precision(model: nn.Module) -> None:
