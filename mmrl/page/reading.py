@@ -53,7 +53,15 @@ class Found:
 
 def read_run(folder: Path) -> Found:
     """Read what there is; a folder may lack everything."""
-    records = Journal(folder).read()
+    records, warnings = Journal(folder).read(), Journal(folder, "warnings.jsonl").read()
+    for number, record in enumerate(records, 1):
+        for name, value in {"step": None, **record}.items():
+            check_number(value, f"{folder / 'metrics.jsonl'}:{number}", name)
+    for number, warning in enumerate(warnings, 1):
+        if not isinstance(warning.get("text"), str):
+            raise ConfigError(
+                f"{folder / 'warnings.jsonl'}:{number}: 'text' must be a text, not {warning.get('text')!r}"
+            )
     metrics, intervals = _measured(folder, records)
     config, exhibits = folder / "config.yaml", folder / EXHIBITS
     return Found(
@@ -63,9 +71,15 @@ def read_run(folder: Path) -> Found:
         records=records,
         metrics=metrics,
         intervals=intervals,
-        warnings=Journal(folder, "warnings.jsonl").read(),
+        warnings=warnings,
         exhibits=exhibits.read_text() if exhibits.exists() else "",
     )
+
+
+def check_number(value: Any, place: str, name: str) -> None:
+    """Refuse what is no number where a run writes one."""
+    if not isinstance(value, int | float):
+        raise ConfigError(f"{place}: '{name}' must be a number, not {str(value)[:80]!r}")
 
 
 def find_run(folder: Path) -> Found:
@@ -92,8 +106,11 @@ def _measured(folder: Path, records: Sequence[Mapping[str, Any]]) -> tuple[dict,
     if path.exists():
         try:
             written = json.loads(path.read_text())
+            for name, value in written["metrics"].items():
+                for number in (value, *written["intervals"].get(name, ())):
+                    check_number(number, str(path), name)
             return written["metrics"], written["intervals"]
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ConfigError(f"cannot read '{path}': {error}") from error
     held_out = [{n: v for n, v in record.items() if n.startswith("eval_")} for record in records]
     last = next((record for record in reversed(held_out) if record), {})

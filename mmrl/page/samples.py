@@ -10,7 +10,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from mmrl.config import ConfigError
+from mmrl.media import opened_image
 from mmrl.page.charts import spelled
+from mmrl.page.reading import check_number
 from mmrl.pictures import source
 
 log = logging.getLogger("mmrl")
@@ -50,10 +53,12 @@ def read_samples(folder: Path, weights: Mapping[str, float]) -> list[Sample]:
     files: dict[int, list[Path]] = {}
     with_pictures: set[int] = set()
     for path in sorted((folder / "completions").glob("completions_*.parquet")):
+        step = path.stem.split("_")[1].split("-")[0]
+        if not step.isdecimal():
+            raise ConfigError(f"'{path}' names no step; a run calls them completions_000012.parquet")
         if schema := _readable(path, parquet.read_schema):
-            step = int(path.stem.split("_")[1].split("-")[0])
-            files.setdefault(step, []).append(path)
-            with_pictures |= {step} if {"seen", "made"} & set(schema.names) else set()
+            files.setdefault(int(step), []).append(path)
+            with_pictures |= {int(step)} if {"seen", "made"} & set(schema.names) else set()
     chosen = spread_over(sorted(with_pictures or files), STEPS)
     found = []
     for step in chosen:
@@ -90,8 +95,13 @@ def _read(path: Path, step: int, weights: Mapping[str, float]) -> list[Sample]:
 
     rows = []
     table = _readable(path, parquet.read_table)
-    for row in table.to_pylist() if table else ():
-        rewards = {name[7:]: value for name, value in row.items() if name.startswith("reward/")}
+    for number, row in enumerate(table.to_pylist() if table else ()):
+        _check(row, f"{path}[{number}]")
+        rewards = {
+            name[7:]: math.nan if value is None else value
+            for name, value in row.items()
+            if name.startswith("reward/")
+        }
         known = [weights.get(name, 1.0) * value for name, value in rewards.items() if math.isfinite(value)]
         reward = row.get("reward", sum(known) if known else math.nan)
         rows.append(
@@ -109,6 +119,19 @@ def _read(path: Path, step: int, weights: Mapping[str, float]) -> list[Sample]:
             )
         )
     return rows
+
+
+def _check(row: Mapping[str, Any], place: str) -> None:
+    """Refuse a row with anything else than a run writes."""
+    for name in ("advantage", "length", "on_policy"):
+        check_number(row.get(name), place, name)
+    for name, value in row.items():
+        if name == "reward" or (name.startswith("reward/") and value is not None):
+            check_number(value, place, name)
+        elif name in ("prompt", "completion", "seen", "made"):
+            kind = str if name in ("prompt", "completion") else bytes
+            if value is not None and not isinstance(value, kind):
+                raise ConfigError(f"{place}: '{name}' must be {kind.__name__}, not {str(value)[:80]!r}")
 
 
 # ---- drawing
@@ -164,7 +187,7 @@ def _sample(
     told = [f"<span>{html.escape(name)} {spelled(value)}</span>" for name, value in sample.rewards.items()]
     told = told if len(told) > 1 else []
     told.append(f"<span>advantage {sample.advantage:+.2f}</span>")
-    told.append(f"<span>length {sample.length}</span>")
+    told.append(f"<span>length {sample.length:,}</span>")
     told += [] if sample.on_policy else ["<span>not sampled by the policy</span>"]
     seen = ""
     if sample.seen is not None:
@@ -178,7 +201,7 @@ def _sample(
     return (
         f"<article class=sample style='--mark:{_colour(sample.reward, low, high)}' data-step={sample.step} "
         f"data-reward={sample.reward:.6g} data-advantage={sample.advantage:.6g} "
-        f"data-length={sample.length}{values}>"
+        f"data-length={sample.length:.6g}{values}>"
         f"<header><b>{spelled(sample.reward)}</b><span>step {sample.step + 1}</span>{''.join(told)}</header>"
         f"<p class=asked>{html.escape(_cut(sample.prompt))}</p>{seen}{answer}{made}</article>"
     )
@@ -196,8 +219,5 @@ def _colour(reward: float, low: float, high: float) -> str:
 
 
 def _size(picture: bytes) -> tuple[int, int]:
-    import io
-
-    from PIL import Image
-
-    return Image.open(io.BytesIO(picture)).size
+    with opened_image(picture, "seen") as image:
+        return image.size

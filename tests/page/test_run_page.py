@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import html.parser
 import json
 import math
 import re
 
+import pyarrow
 import pytest
+from pyarrow import parquet
 
 from mmrl.config import ConfigError
-from mmrl.page import document, find_run, metric_table, write_page
+from mmrl.page import document, find_run, metric_table, write_comparison, write_page
 from mmrl.page.reading import read_run
 from mmrl.page.run_page import rewards_of, run_page
 from mmrl.report import Journal
@@ -233,3 +237,106 @@ def test_a_document_holds_its_style_and_its_script():
     text = document("a<b", ["<p>x</p>"])
     assert "<title>a&lt;b</title>" in text and ".sample" in text and "data-points" in text
     assert outside(text) == [] and Tags(text).wrong == []
+
+
+EVIL = "<script>alert(1)</script>'\"><img src=x onerror=alert(1)>"
+
+
+class Elements(html.parser.HTMLParser):
+    """Lists the elements of a page with their attributes."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.found = []
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        self.found.append((tag, dict(attrs)))
+
+
+def plant(folder, *, length=2, record=(), warning=EVIL, metric=0.5):
+    """Write a run's folder in which every text is an attack."""
+    (folder / "completions").mkdir(parents=True)
+    texts = {name: [EVIL, EVIL] for name in ("uid", "prompt", "completion", EVIL)}
+    numbers = {
+        "on_policy": [True, False],
+        "length": [length] * 2,
+        "advantage": [0.0, 0.0],
+        "reward": [1.0, 0.0],
+    }
+    numbers |= {f"reward/{EVIL}": [1.0, None], "reward/other": [0.0, 1.0]}
+    path = folder / "completions" / "completions_000000.parquet"
+    parquet.write_table(pyarrow.table({**texts, **numbers}), path)
+    journal = Journal(folder)
+    for step in range(3):
+        named = {name: step + 0.5 for name in (EVIL, f"rewards/{EVIL}/mean", f"time/{EVIL}", f"eval_{EVIL}")}
+        journal.write(
+            {"step": step, "reward": 1.0, "step_time": 3.0, "kl": 0.1 * step, **named, **dict(record)}
+        )
+    Journal(folder, "warnings.jsonl").write({"step": 0, "text": warning, "by": EVIL})
+    Journal(folder, "warnings.jsonl").write({"step": 0, "text": warning, "by": "doctor"})
+    measured = {"metrics": {EVIL: metric, "b": 1.0}, "intervals": {EVIL: [0.1, 0.9]}}
+    (folder / "evaluation.json").write_text(json.dumps(measured))
+    config = {"policy": EVIL, "objective": {"name": EVIL}, "seed": EVIL, EVIL: EVIL, "report": {"doctor": [EVIL]},
+              "rewards": [{"name": "a", "label": EVIL}]}  # fmt: skip
+    (folder / "config.yaml").write_text(json.dumps(config))
+    return folder
+
+
+def harmless(text: str) -> None:
+    elements = Elements(text).found
+    assert len([tag for tag, _ in elements if tag == "script"]) == 1
+    assert not [
+        tag for tag, attributes in elements if "onerror" in attributes or attributes.get("src") == "x"
+    ]
+    assert EVIL not in text and "&lt;script&gt;alert(1)" in text
+
+
+def test_everything_that_comes_from_files_is_escaped(tmp_path):
+    folders = [plant(tmp_path / f"a{place}<script>alert(1)<" / "run") for place in range(2)]
+    named = plant(tmp_path / "<img src=x onerror=alert(1)>")
+    for folder in (*folders, named):
+        harmless(write_page(folder).read_text())
+    harmless(write_comparison([*folders, named], tmp_path / "compared.html").read_text())
+
+
+@pytest.mark.parametrize(
+    ("planted", "message"),
+    [
+        ({"length": EVIL}, r"000000\.parquet\[0\]: 'length' must be a number, not '<script>"),
+        ({"record": {"kl": EVIL}}, r"metrics\.jsonl:1: 'kl' must be a number"),
+        ({"warning": 3}, r"warnings\.jsonl:1: 'text' must be a text, not 3"),
+        ({"metric": EVIL}, r"evaluation\.json.* must be a number"),
+    ],
+)
+def test_what_should_be_a_number_and_is_none_is_an_error_that_names_the_place(tmp_path, planted, message):
+    with pytest.raises(ConfigError, match=message):
+        write_page(plant(tmp_path / "run", **planted))
+
+
+@pytest.mark.parametrize(
+    "column", ["prompt", "completion", "seen", "made", "advantage", "reward", "on_policy"]
+)
+def test_columns_of_other_types_are_errors_that_name_them(tmp_path, column):
+    path = plant(tmp_path / "run") / "completions" / "completions_000000.parquet"
+    wrong = [7, 7] if column in ("prompt", "completion") else [EVIL, EVIL]
+    table = parquet.read_table(path)
+    columns = {**table.to_pydict(), column: wrong}
+    parquet.write_table(pyarrow.table(columns), path)
+    with pytest.raises(ConfigError, match=rf"parquet\[0\]: '{column}' must be"):
+        write_page(tmp_path / "run")
+
+
+def test_a_completions_file_without_a_step_is_an_error(tmp_path):
+    run = plant(tmp_path / "run")
+    (run / "completions" / "completions_<b>.parquet").touch()
+    with pytest.raises(ConfigError, match="names no step"):
+        write_page(run)
+
+
+def test_only_the_script_of_the_page_may_run():
+    text = document("a", [])
+    (script,) = re.findall("<script>(.*?)</script>", text, re.DOTALL)
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    (policy,) = [a["content"] for tag, a in Elements(text).found if a.get("http-equiv")]
+    assert policy.startswith("default-src 'none';") and policy.endswith(f"script-src 'sha256-{digest}'")
