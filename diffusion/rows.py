@@ -1,100 +1,66 @@
-"""Text files of a data set, line by line, and files inside one declared folder."""
+"""Rows with prompts, and with recorded files inside one declared folder."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+from mmrl.fields import RowError, short, text, uid_of
 from mmrl.media import locate
-from mmrl.rows import RowError
+from mmrl.rows import DataRow, SourceError, json_lines, read_prompts, refusal
 from mmrl.types import Message, Outcome, Part, Prompt
 
+T = TypeVar("T")
+CAPTION = ("prompt", "caption")
 Recorded = tuple[
     list[str], Callable[[tuple[Path, ...]], Sequence[Outcome]]
 ]  # names of files, answers of them
 
 
-def lines(path: Path) -> Iterator[tuple[int, str]]:
-    """Read the lines of a UTF-8 file that hold something, numbered from 1."""
-    if not path.is_file():
-        raise RowError(f"there is no file '{path}'")
-    data = path.read_bytes()
-    try:
-        text = data.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        number = data.count(b"\n", 0, error.start) + 1
-        raise RowError(f"{path}:{number}: not UTF-8: {error}") from error
-    # Not `splitlines`, which also cuts at separators that may stand inside a JSON string.
-    for number, line in enumerate(text.split("\n"), 1):
-        if line.strip():
-            yield number, line.removesuffix("\r")
-
-
-def objects(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Read one JSON object a line, each with its place in words."""
-    for number, line in lines(path):
-        place = f"{path}:{number}"
+def objects(path: Path, read: Callable[[Mapping[str, Any]], T]) -> list[T]:
+    """Read one JSON object a line, all of which must be usable; `read` makes something of each."""
+    made, bad = [], []
+    for row in json_lines(path):
         try:
-            row = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise RowError(f"{place}: not a JSON object: {error}") from error
-        if not isinstance(row, dict):
-            raise RowError(f"{place}: not a JSON object, but {line[:80]!r}")
-        yield place, row
+            if row.fault:
+                raise RowError(row.fault)
+            made.append(read(row.columns))
+        except RowError as error:
+            bad.append(f"{row.place}: {error}")
+    if bad:
+        raise refusal(path, bad)
+    if not made:
+        raise SourceError(f"'{path}' holds no row")
+    return made
 
 
-def text_of(row: dict[str, Any], names: tuple[str, ...], place: str) -> str:
-    """Find the first of some keys that a row has, and the text behind it."""
+def text_of(row: Mapping[str, Any], names: tuple[str, ...]) -> str:
+    """Find the first of some keys that a row has, and the text under it."""
     for name in names:
         if name in row:
-            if not isinstance(row[name], str) or not row[name].strip():
-                raise RowError(f"{place}: '{name}' must be a text that is not empty, not {row[name]!r}")
-            return row[name].strip()
-    raise RowError(f"{place}: wanted a key {' or '.join(map(repr, names))}, got {sorted(row)}")
+            return text(row[name], name).strip()
+    raise RowError(f"wanted a key {' or '.join(map(repr, names))}, got {short(sorted(row))}")
+
+
+def line_uid(row: DataRow, path: Path) -> str:
+    """Give the row's own `id`, or else the file's name and the number of the line."""
+    return uid_of(row.columns, f"{path.stem}#{row.place.rpartition(':')[2]}")
 
 
 def recorded_prompts(
-    path: Path, root: Path, limit: int, what: str, read: Callable[[dict[str, Any], str], Recorded]
+    path: Path, root: Path, limit: int, read: Callable[[Mapping[str, Any]], Recorded]
 ) -> list[Prompt]:
     """Read one prompt a line (`prompt` or `caption`) with recorded files under `root`; 0: no `limit`.
 
-    `read` gives, of a row and its place, the names of its files and what makes answers of the files found.
-    Every file that cannot be used is named, all of them at once.
+    `read` gives, of a row, the names of its files and what makes answers of the files found. Every row that
+    cannot be used is named, all of them at once.
     """
-    uids, found, missing = Uids(path), [], []
-    for place, row in objects(path):
-        names, answers = read(row, place)
-        files = []
-        for name in names:
-            try:
-                files.append(locate(name, root))
-            except RowError as error:
-                missing.append(f"{place}: {error}")
-        message = Message("user", (Part(text_of(row, ("prompt", "caption"), place)),))
-        uid = uids.of(row, place)
-        found.append(Prompt(uid, (message,), row.get("target"), answers(tuple(files)), row))
-        if len(found) == limit:
-            break
-    if missing:
-        shown = "\n  ".join(missing[:10])
-        raise RowError(f"{len(missing)} {what} of '{path}' cannot be used:\n  {shown}")
-    if not found:
-        raise RowError(f"the file '{path}' holds no row")
-    return found
 
+    def make(row: DataRow, number: int) -> Prompt:
+        names, answers = read(row.columns)
+        files = tuple(locate(name, root) for name in names)
+        message = Message("user", (Part(text_of(row.columns, CAPTION)),))
+        return Prompt(line_uid(row, path), (message,), row.columns.get("target"), answers(files), row.columns)
 
-class Uids:
-    """The ids of a file's rows. Two rows of one id would be compared as one group, and are refused."""
-
-    def __init__(self, path: Path) -> None:
-        self.stem, self.places = path.stem, {}
-
-    def of(self, row: dict[str, Any], place: str) -> str:
-        """Give the row's own `id`, or else the file's name and the number of the line."""
-        uid = str(row.get("id", f"{self.stem}#{place.rpartition(':')[2]}"))
-        if uid in self.places:
-            raise RowError(f"{place}: the id '{uid}' is that of {self.places[uid]}")
-        self.places[uid] = place
-        return uid
+    return read_prompts(path, json_lines(path), make, limit=limit)

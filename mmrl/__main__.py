@@ -233,24 +233,23 @@ def report(given: argparse.Namespace) -> int:
 def check_data(given: argparse.Namespace) -> int:
     """Run every check of data over a data set; print a table of what each found. 1: something is wrong."""
     from mmrl.registry import pieces
-    from mmrl.rows import RowError, Rows, row_files
+    from mmrl.rows import Rows, SourceError, row_files
 
     path = Path(given.path)
     root = Path(given.root) if given.root else path if path.is_dir() else path.parent
-    if not root.is_dir():
+    if given.root and not root.is_dir():
         raise ConfigError(f"there is no folder '{root}' that media paths could be relative to")
-    try:
-        row_files(path)
-    except RowError as error:
-        raise ConfigError(str(error)) from error
+    row_files(path)
     rows = Rows(path, root)
     splits = Counter(row.split for row in rows)
+    if not splits:
+        raise SourceError(f"'{path}' holds no rows")
     found = [(entry, list(entry.target(rows))) for entry in pieces("data_check")]
     _print_findings(found, given.show)
     wrong = sum(len(findings) for _, findings in found)
     counts = ", ".join(f"{split} {count}" for split, count in splits.items())
-    print(f"{path}: {splits.total()} rows ({counts or 'none'}), {wrong or 'nothing'} wrong")
-    return 1 if wrong or not splits else 0
+    print(f"{path}: {splits.total()} rows ({counts}), {wrong or 'nothing'} wrong")
+    return 1 if wrong else 0
 
 
 def _print_findings(found: Sequence[tuple[Any, Sequence[Any]]], show: int) -> None:

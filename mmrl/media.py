@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from mmrl.rows import RowError
+from mmrl.fields import RowError
 
 MAX_IMAGE_PIXELS = 100_000_000
 # Not EPS, for which Pillow starts ghostscript, nor formats whose readers hardly anybody uses.
@@ -36,7 +36,7 @@ def locate(name: str, root: Path) -> Path:
     except (OSError, ValueError) as error:  # too long, a loop of links, a zero byte
         raise MediaError(f"{name!r} in '{root}' cannot be the path of a file: {_said(error)}") from error
     if not path.is_relative_to(inside):
-        raise MediaError(f"the media path '{name}' leaves its root '{root}'; paths must stay inside it")
+        raise MediaError(f"the path '{name}' leaves its root '{root}'; paths must stay inside it")
     if not there:
         raise MediaError(f"there is no file '{name}' in '{root}'")
     return path

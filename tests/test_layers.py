@@ -22,8 +22,7 @@ BASE = {
     "types", "protocols", "tensor", "table", "batch", "draws", "registry", "reward_forms", "config", "bind",
     "distributed", "kept", "modules", "onednn", "rows", "watch", "sharded", "health", "operations",
     "pictures", "settings", "zero", "files",
-    "distributed", "kept", "media", "modules", "onednn", "rows", "watch", "sharded", "health", "operations",
-    "pictures", "settings", "zero",
+    "media", "fields",
 }  # fmt: skip
 LOOPS = {
     "score",

@@ -293,8 +293,10 @@ def test_a_damaged_line_is_named_and_costs_only_itself(tmp_path, caplog, bad):
 def test_a_record_is_given_as_it_will_be_read(tmp_path):
     journal = Journal(tmp_path)
     given = journal.write({"step": 0, "reward": 0.1, "kl": math.nan, "norm": math.inf, "by": "doctor"})
-    assert str(given) == str(journal.read()[0]) == str(
-        {"step": 0, "reward": 0.1, "kl": math.nan, "norm": math.nan, "by": "doctor"}
+    assert (
+        str(given)
+        == str(journal.read()[0])
+        == str({"step": 0, "reward": 0.1, "kl": math.nan, "norm": math.nan, "by": "doctor"})
     )
 
 

@@ -4,50 +4,23 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from mmrl.rows import RowError
+from mmrl.fields import RowError, is_number, short, text
 from mmrl.types import Media, Message, Outcome, Part, Prompt
 from mmrl.vision.media import MediaRoot
-from mmrl.vision.video import MediaError
 
 MARKS = re.compile(r"<(image|video)>")  # where a text wants its media
 log = logging.getLogger("mmrl")
 
 
-def ask(uid: str, media: Sequence[Media], text: str, target: Any, columns: Mapping[str, Any]) -> Prompt:
+def ask(uid: str, media: Sequence[Media], asked: str, target: Any, columns: Mapping[str, Any]) -> Prompt:
     """Show media, then ask."""
-    message = Message("user", (*(Part(media=one) for one in media), Part(text)))
+    message = Message("user", (*(Part(media=one) for one in media), Part(asked)))
     return Prompt(uid, (message,), target, columns=columns)
-
-
-def require(root: MediaRoot, names: Iterable[tuple[str, str]], source: str) -> None:
-    """Refuse a data set of which media are missing; `names` are places and media paths. Names every one, the
-    first ten in words."""
-    missing = []
-    for place, name in names:
-        try:
-            root.locate(name)
-        except MediaError as error:
-            missing.append(f"{place}: {error}")
-    if missing:
-        shown = "\n  ".join(missing[:10])
-        raise MediaError(f"{len(missing)} media of '{source}' cannot be used:\n  {shown}")
-
-
-def distinct(prompts: Sequence[Prompt], source: str) -> list[Prompt]:
-    """Refuse two prompts of one id, and a data set without any."""
-    seen: set[str] = set()
-    for prompt in prompts:
-        if prompt.uid in seen:
-            raise ValueError(f"'{source}' has two rows with the id '{prompt.uid}'")
-        seen.add(prompt.uid)
-    if not prompts:
-        raise ValueError(f"'{source}' holds no row that can be used")
-    return list(prompts)
 
 
 def with_answers(prompts: Sequence[Prompt], answers: Mapping[str, str], source: str) -> list[Prompt]:
@@ -75,14 +48,35 @@ def root_of(root: str, answers: str, what: str) -> MediaRoot:
     return MediaRoot(Path(root))
 
 
-def interleaved(text: str, media: Sequence[Media]) -> tuple[Part, ...]:
+def interleaved(words: str, media: Sequence[Media]) -> tuple[Part, ...]:
     """Put media where a text marks them with <image> and <video>, or all before it where it marks none."""
-    marks = MARKS.findall(text)
+    marks = MARKS.findall(words)
     if not marks:
-        return (*(Part(media=one) for one in media), Part(text))
+        return (*(Part(media=one) for one in media), Part(words))
     if marks != [one.kind for one in media]:
         held = ", ".join(one.kind for one in media) or "nothing"
         raise RowError(f"the text marks {', '.join(marks)}, but the row holds {held}")
     left = iter(media)
-    parts = [Part(media=next(left)) if i % 2 else Part(piece) for i, piece in enumerate(MARKS.split(text))]
+    parts = [Part(media=next(left)) if i % 2 else Part(piece) for i, piece in enumerate(MARKS.split(words))]
     return tuple(part for part in parts if part.media or part.text.strip())
+
+
+def answers_of(columns: Mapping[str, Any]) -> str | tuple[str, ...]:
+    """Find the right answer of a row, or all that are right."""
+    name = "answers" if columns.get("answer") is None and columns.get("answers") is not None else "answer"
+    given = columns.get(name)
+    if not isinstance(given, list | tuple):
+        return answer_of(given, name)
+    if not given:
+        raise RowError(f"wanted at least one answer as `{name}`, got {short(given)}")
+    return tuple(answer_of(one, f"{name}[{i}]") for i, one in enumerate(given))
+
+
+def answer_of(value: Any, name: str) -> str:
+    """Let a text, a number, or true and false through, in words."""
+    match value:
+        case bool():
+            return "yes" if value else "no"
+        case _ if is_number(value):
+            return str(value)
+    return text(value, name)

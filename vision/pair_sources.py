@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from mmrl.rows import RowError, Rows, row_files
+from mmrl.fields import RowError, text
+from mmrl.rows import Rows, row_files
 from mmrl.types import Media
 from mmrl.vision.media import MediaRoot, decode_image
 from mmrl.vision.named_media import Named, media_of
@@ -76,14 +78,10 @@ class Pictures:
             if row.fault:
                 yield Item(place, fault=row.fault)
                 continue
-            shown = list(media_of(row.columns))
-            asked = row.columns.get("prompt", row.columns.get("question"))
-            if len(shown) != 1 or shown[0].kind != "image":
-                yield Item(place, fault=f"wanted one picture, got {len(shown)} media")
-            elif asked is not None and (type(asked) is not str or not asked.strip()):
-                yield Item(place, fault=f"wanted a text as the prompt, got {asked!r}")
-            else:
-                yield Item(place, shown[0], asked or "")
+            try:
+                yield _item(place, row.columns)
+            except RowError as error:
+                yield Item(place, fault=str(error))
 
     def bytes_of(self, named: Named) -> bytes:
         """Read a picture as it is stored."""
@@ -93,6 +91,14 @@ class Pictures:
             return self.root.locate(named.path).read_bytes()
         except OSError as error:
             raise MediaError(f"cannot read '{named.path}': {error}") from error
+
+
+def _item(place: str, columns: Mapping[str, Any]) -> Item:
+    shown = list(media_of(columns))
+    if len(shown) != 1 or shown[0].kind != "image":
+        raise RowError(f"wanted one image, got {len(shown)} media")
+    asked = columns.get("prompt", columns.get("question"))
+    return Item(place, shown[0], "" if asked is None else text(asked, "prompt"))
 
 
 def as_media(name: str, data: bytes) -> Media:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mmrl.rows import DataRow, RowError, Rows, hub_rows
+from mmrl.rows import FORMS, DataRow, RowError, Rows, SourceError, hub_rows
 from mmrl.vision.media import MediaRoot, decode_image
 from mmrl.vision.named_media import ENDINGS, Named
 from mmrl.vision.video import MediaError, video_duration
@@ -38,8 +38,8 @@ class Ledger:
         """Write `manifest.json`, and give the counts of the closing line."""
         counts: dict[str, Any] = dict(sorted(self.kept.items()))
         if not counts:
-            shown = "; ".join(self.dropped[:3])
-            raise RowError(f"no row of {len(self.dropped)} could be used: {shown or 'the source is empty'}")
+            shown = "; ".join(self.dropped[:3]) or "the source is empty"
+            raise SourceError(f"no row of {len(self.dropped)} could be used: {shown}")
         manifest = {**told, "counts": counts, "dropped": self.dropped}
         output.mkdir(parents=True, exist_ok=True)
         (output / "manifest.json").write_text(json.dumps(manifest, indent=2, ensure_ascii=False) + "\n")
@@ -94,7 +94,8 @@ def readable(source: str, root: str, ledger: Ledger, subset: str = "") -> tuple[
     out."""
     path = Path(source)
     home = Path(root) if root else path if path.is_dir() else path.parent
-    found: Iterable[DataRow] = Rows(path, home) if path.exists() else hub_rows(source, subset)
+    here = path.exists() or path.suffix in FORMS or path.is_absolute() or len(path.parts) > 2
+    found: Iterable[DataRow] = Rows(path, home) if here else hub_rows(source, subset)
 
     def sound() -> Iterator[DataRow]:
         for row in found:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from mmrl.diffusion.decoding import Reading, read_picture
-from mmrl.diffusion.rows import objects, text_of
+from mmrl.diffusion.rows import CAPTION, objects, text_of
 from mmrl.draws import Stream
 from mmrl.media import locate
 from mmrl.registry import builder
@@ -34,15 +34,12 @@ class Captioned:
     @staticmethod
     def read(path: Path, root: Path, side: int, captions: tuple[str, ...] = ()) -> Captioned:
         """Read rows with a `prompt` and an `image`; `captions` are those known already."""
-        rows = [
-            (text_of(row, ("prompt", "caption"), place), text_of(row, ("image",), place))
-            for place, row in objects(path)
-        ]
+        rows = objects(path, lambda row: (text_of(row, CAPTION), text_of(row, ("image",))))
         known = captions or tuple(sorted({text for text, _ in rows}))
         number = {text: i for i, text in enumerate(known)}
         strange = [text for text, _ in rows if text not in number]
-        if strange or not rows:
-            raise ValueError(f"'{path}' holds no row, or captions that were not trained on: {strange[:3]}")
+        if strange:
+            raise ValueError(f"'{path}' holds captions that were not trained on: {strange[:3]}")
         reading = Reading(height=side, width=side)
         pictures = torch.stack([read_picture(locate(name, root), reading) for _, name in rows])
         return Captioned(pictures, known, torch.tensor([number[text] for text, _ in rows]))

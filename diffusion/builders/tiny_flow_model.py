@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from mmrl.diffusion.rows import objects, text_of
+from mmrl.diffusion.rows import CAPTION, objects, text_of
 from mmrl.draws import Stream
 from mmrl.registry import builder
 
@@ -78,7 +78,7 @@ class TinyFlowModel:
         """Write the folder, and tell what is in it."""
         from diffusers import FlowMatchEulerDiscreteScheduler, StableDiffusion3Pipeline
 
-        texts = [text_of(row, ("prompt", "caption"), place) for place, row in objects(self.texts)]
+        texts = objects(self.texts, lambda row: text_of(row, CAPTION))
         tokenizer = word_tokenizer(texts, self.text_length)
         seed = int(torch.randint(1 << 31, (1,), generator=self.stream.fixed("tiny_flow_model")))
         with torch.random.fork_rng(devices=[]):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,9 +9,9 @@ from typing import Any
 
 from mmrl.diffusion.decoding import Reading, read_picture
 from mmrl.diffusion.rows import Recorded, recorded_prompts
+from mmrl.fields import RowError, listed, number, text
 from mmrl.media import MAX_IMAGE_PIXELS
 from mmrl.registry import data
-from mmrl.rows import RowError
 from mmrl.types import Outcome, Prompt
 
 
@@ -55,37 +54,30 @@ def pictures(
         raise ValueError(f"give both height and width, or neither; got {height} and {width}")
     reading = Reading(max_pixels, height, width)
 
-    def read(row: dict[str, Any], place: str) -> Recorded:
-        names, scores = _answers(row, place)
+    def read(row: Mapping[str, Any]) -> Recorded:
+        names, scores = _answers(row)
         return names, lambda files: Pictures(files, scores, reading)
 
-    return recorded_prompts(Path(path), Path(root), limit, "pictures", read)
+    return recorded_prompts(Path(path), Path(root), limit, read)
 
 
-def _answers(row: Mapping[str, Any], place: str) -> tuple[list[str], tuple[dict[str, float], ...]]:
-    """Find the pictures of a row, and the scores of each."""
-    forms = {key for key in ("image", "images", "chosen", "rejected") if key in row}
-    match row:
-        case {"image": str(name)} if forms == {"image"}:
-            names, given = [name], [1.0]
-        case {"images": [_, *_] as names} if forms == {"images"}:
-            given = [1.0] * len(names)
-        case {"chosen": str(first), "rejected": str(second)} if forms == {"chosen", "rejected"}:
-            names, given = [first, second], [1.0, 0.0]
+def _answers(row: Mapping[str, Any]) -> tuple[list[str], tuple[dict[str, float], ...]]:
+    """Find the images of a row, and the scores of each."""
+    forms = sorted({"image", "images", "chosen", "rejected"} & row.keys())
+    match forms:
+        case ["image"]:
+            held = [row["image"]]
+        case ["images"] if row["images"] != []:
+            held = listed(row["images"], "images")
+        case ["chosen", "rejected"]:
+            held = [row["chosen"], row["rejected"]]
         case _:
-            raise RowError(
-                f"{place}: wanted one of `image`, `images`, or `chosen` and `rejected`, got {sorted(forms)}"
-            )
-    if not all(isinstance(name, str) for name in names):
-        raise RowError(f"{place}: the paths of pictures must be texts, not {names!r}")
-    given = row.get("scores", given)
-    lists = given if isinstance(given, dict) else {"score": given}
+            raise RowError(f"wanted one of `image`, `images`, or `chosen` and `rejected`, got {forms}")
+    names = [text(name, f"path of image {i}") for i, name in enumerate(held)]
+    given = row.get("scores", [1.0, 0.0] if len(forms) == 2 else [1.0] * len(names))
+    lists = given if isinstance(given, Mapping) else {"score": given}
+    scores: list[dict[str, float]] = [{} for _ in names]
     for name, values in lists.items():
-        if not isinstance(values, list) or len(values) != len(names) or not all(map(_is_number, values)):
-            raise RowError(f"{place}: '{name}' must hold {len(names)} numbers, one a picture, not {values!r}")
-    scores = tuple({name: float(values[i]) for name, values in lists.items()} for i in range(len(names)))
-    return list(names), scores
-
-
-def _is_number(value: Any) -> bool:
-    return type(value) in (int, float) and math.isfinite(value)
+        for score, value in zip(scores, listed(values, f"scores: {name}", len(names)), strict=True):
+            score[name] = number(value, f"scores: {name}")
+    return names, tuple(scores)

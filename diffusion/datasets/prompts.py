@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
-from mmrl.diffusion.rows import Uids, lines, objects, text_of
+from mmrl.diffusion.rows import CAPTION, line_uid, text_of
+from mmrl.fields import mapping
 from mmrl.registry import data
-from mmrl.rows import RowError
+from mmrl.rows import DataRow, json_lines, read_prompts, text_lines
 from mmrl.types import Message, Part, Prompt
 
 
@@ -22,27 +22,18 @@ def prompts(*, path: str, format: Literal["", "txt", "jsonl"] = "", limit: int =
     Without an `id` a prompt is named after its file and line, so it has one name however much is read.
     """
     source = Path(path)
-    uids = Uids(source)
-    read = _objects(source) if (format or source.suffix.lstrip(".")) in ("jsonl", "json") else _plain(source)
-    found = []
-    for place, text, columns in read:
-        message = Message("user", (Part(text),))
-        found.append(Prompt(uids.of(columns, place), (message,), columns.get("target"), columns=columns))
-        if len(found) == limit:
-            break
-    if not found:
-        raise RowError(f"the file '{source}' holds no prompt")
-    return found
+    if (format or source.suffix.lstrip(".")) in ("jsonl", "json"):
+        return read_prompts(source, json_lines(source), lambda row, number: _object(row, source), limit=limit)
+    return read_prompts(source, text_lines(source), lambda row, number: _plain(row, source), limit=limit)
 
 
-def _plain(source: Path) -> Iterator[tuple[str, str, dict[str, Any]]]:
-    for number, line in lines(source):
-        yield f"{source}:{number}", line.strip(), {}
+def _plain(row: DataRow, source: Path) -> Prompt:
+    message = Message("user", (Part(row.columns["line"].strip()),))
+    return Prompt(line_uid(DataRow(row.place, ""), source), (message,))
 
 
-def _objects(source: Path) -> Iterator[tuple[str, str, dict[str, Any]]]:
-    for place, row in objects(source):
-        metadata = row.get("metadata") or {}
-        if not isinstance(metadata, dict):
-            raise RowError(f"{place}: 'metadata' must be an object, not {metadata!r}")
-        yield place, text_of(row, ("prompt", "caption"), place), {**metadata, **row}
+def _object(row: DataRow, source: Path) -> Prompt:
+    given = row.columns.get("metadata")
+    columns = {**({} if given is None else mapping(given, "metadata")), **row.columns}
+    message = Message("user", (Part(text_of(row.columns, CAPTION)),))
+    return Prompt(line_uid(row, source), (message,), columns.get("target"), columns=columns)

@@ -8,8 +8,8 @@ from typing import Any
 
 from mmrl.diffusion.film import read_film
 from mmrl.diffusion.rows import Recorded, recorded_prompts
+from mmrl.fields import RowError, listed, number, text
 from mmrl.registry import data
-from mmrl.rows import RowError
 from mmrl.types import Outcome, Prompt
 
 
@@ -39,29 +39,22 @@ def videos(*, path: str, root: str, num_frames: int, height: int, width: int, li
     named before anything is trained.
     """
 
-    def read(row: dict[str, Any], place: str) -> Recorded:
-        names = row.get("videos")
-        if not isinstance(names, list) or not names or not all(isinstance(name, str) for name in names):
-            raise RowError(f"{place}: `videos` must be a list of paths, not {names!r}")
-        worth = _recorded(row, len(names), place)
-        return names, lambda files: Films(files, worth, (num_frames, height, width))
+    def read(row: Mapping[str, Any]) -> Recorded:
+        held = listed(row.get("videos"), "videos")
+        names = [text(name, f"videos[{i}]") for i, name in enumerate(held)]
+        if not names:
+            raise RowError("wanted at least one path in `videos`, got []")
+        scores = listed(row.get("scores", [1.0] * len(names)), "scores", len(names))
+        recorded = tuple(_of_one(score, f"scores[{i}]") for i, score in enumerate(scores))
+        return names, lambda files: Films(files, recorded, (num_frames, height, width))
 
-    return recorded_prompts(Path(path), Path(root), limit, "videos", read)
-
-
-def _recorded(row: Mapping[str, Any], count: int, place: str) -> tuple[dict[str, float], ...]:
-    scores = row.get("scores", [1.0] * count)
-    if not isinstance(scores, list) or len(scores) != count:
-        raise RowError(f"{place}: `scores` must hold {count} entries, one a video, not {scores!r}")
-    return tuple(_of_one(score, place) for score in scores)
+    return recorded_prompts(Path(path), Path(root), limit, read)
 
 
-def _of_one(score: Any, place: str) -> dict[str, float]:
-    match score:
-        case int() | float():
-            return {"score": float(score)}
-        case [_, *_] if all(isinstance(value, int | float) for value in score):
-            return {f"score@{segment}": float(value) for segment, value in enumerate(score)}
-    raise RowError(
-        f"{place}: a video's score must be a number, or a list of numbers by segment, not {score!r}"
-    )
+def _of_one(score: Any, name: str) -> dict[str, float]:
+    """Read what a video is worth, a number or a list of numbers by segment."""
+    if not isinstance(score, list):
+        return {"score": number(score, name)}
+    if not score:
+        raise RowError(f"wanted a number, or a list of numbers by segment, as `{name}`, got []")
+    return {f"score@{segment}": number(value, name) for segment, value in enumerate(score)}

@@ -67,13 +67,14 @@ def test_line_separators_inside_a_text_do_not_end_a_row(file):
     ("rows", "message"),
     [
         (['{"prompt": "a"}', "{"], r"rows.jsonl:2: not a JSON object"),
-        (["[1]"], r"rows.jsonl:1: not a JSON object, but '\[1\]'"),
+        (["[1]"], r"rows.jsonl:1: not a JSON object, but \[1\]"),
         ([{"text": "a"}], r"rows.jsonl:1: wanted a key 'prompt' or 'caption', got \['text'\]"),
-        ([{"prompt": " "}], r"rows.jsonl:1: 'prompt' must be a text that is not empty"),
-        ([{"prompt": 3}], r"rows.jsonl:1: 'prompt' must be a text"),
-        ([{"prompt": "a", "metadata": []}, {"prompt": "b", "metadata": [1]}], r"rows.jsonl:2: 'metadata'"),
+        ([{"prompt": " "}], r"rows.jsonl:1: wanted a text as `prompt`, got ' '"),
+        ([{"prompt": 3}], r"rows.jsonl:1: wanted a text as `prompt`, got 3"),
+        ([{"prompt": "a", "metadata": 0}, {"prompt": "b"}], r"wanted an object as `metadata`, got 0"),
+        ([{"prompt": 1}, {"prompt": "b"}, {"prompt": 2}], r"2 rows of(?s:.*)jsonl:1: (?s:.*)jsonl:3: "),
         ([{"prompt": "a", "id": 1}, {"prompt": "b", "id": 1}], r"jsonl:2: the id '1' is that of .*jsonl:1"),
-        ([], r"holds no prompt"),
+        ([], r"holds no row"),
     ],
 )
 def test_a_wrong_row_is_named_with_its_line(file, rows, message):
@@ -156,7 +157,7 @@ def test_what_is_transparent_becomes_white_and_pictures_stand_upright(file, tmp_
 
 def test_every_missing_file_is_named_at_once(file, root):
     rows = [{"prompt": "a", "image": f"{name}.png"} for name in ("0", "x", "y")]
-    with pytest.raises(RowError, match=r"(?s)2 pictures .*jsonl:2: there is no file 'x.png'.*'y.png'"):
+    with pytest.raises(RowError, match=r"(?s)2 rows .*jsonl:2: there is no file 'x.png'.*'y.png'"):
         pictures(path=file(*rows), root=root)
 
 
@@ -175,9 +176,9 @@ def test_a_path_may_not_leave_the_root_and_a_picture_not_pass_its_limit(file, ro
         ({"prompt": "a", "image": "0.png", "images": ["1.png"]}, r"got \['image', 'images'\]"),
         ({"prompt": "a", "chosen": "0.png"}, r"got \['chosen'\]"),
         ({"prompt": "a", "images": []}, r"wanted one of"),
-        ({"prompt": "a", "images": ["0.png", 1]}, r"paths of pictures must be texts"),
-        ({"prompt": "a", "images": ["0.png", "1.png"], "scores": [1]}, r"'score' must hold 2 numbers"),
-        ({"prompt": "a", "image": "0.png", "scores": {"clip": ["x"]}}, r"'clip' must hold 1 numbers"),
+        ({"prompt": "a", "images": ["0.png", 1]}, r"wanted a text as `path of image 1`, got 1"),
+        ({"prompt": "a", "images": ["0.png", "1.png"], "scores": [1]}, r"a list of 2 as `scores: score`"),
+        ({"prompt": "a", "image": "0.png", "scores": {"clip": ["x"]}}, r"a finite number as `scores: clip`"),
         ({"image": "0.png"}, r"wanted a key 'prompt' or 'caption'"),
     ],
 )

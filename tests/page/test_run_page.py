@@ -277,8 +277,8 @@ def plant(folder, *, length=2, record=(), warning=EVIL, metric=0.5):
     Journal(folder, "warnings.jsonl").write({"step": 0, "text": warning, "by": "doctor"})
     measured = {"metrics": {EVIL: metric, "b": 1.0}, "intervals": {EVIL: [0.1, 0.9]}}
     (folder / "evaluation.json").write_text(json.dumps(measured))
-    config = {"policy": EVIL, "objective": {"name": EVIL}, "seed": EVIL, EVIL: EVIL, "report": {"doctor": [EVIL]},
-              "rewards": [{"name": "a", "label": EVIL}]}  # fmt: skip
+    config = {"policy": EVIL, "objective": {"name": EVIL}, "seed": EVIL, EVIL: EVIL,
+              "report": {"doctor": [EVIL]}, "rewards": [{"name": "a", "label": EVIL}]}  # fmt: skip
     (folder / "config.yaml").write_text(json.dumps(config))
     return folder
 

@@ -7,14 +7,8 @@ import json
 
 import pytest
 
-from mmrl.vision.annotations import (
-    READERS,
-    AnnotationError,
-    read_activitynet,
-    read_charades,
-    read_jsonl,
-    read_qvhighlights,
-)
+from mmrl.rows import RowError
+from mmrl.vision.annotations import FORMS, Annotations, Row
 
 CHARADES = "3MSZA 24.3 30.4##person turn a light on.\nAO8RW 0.0 6.9##a person is putting a book on a shelf.\n"
 LENGTHS = (
@@ -34,16 +28,31 @@ def lines(*rows):
     return "".join(json.dumps(row) + "\n" for row in rows)
 
 
-def refused(reader, path, *words, durations=None):
-    with pytest.raises(AnnotationError) as caught:
-        list(reader(path, durations, ".mp4"))
-    for word in words:
-        assert word in str(caught.value)
+def read(form, path, durations="", extension=".mp4"):
+    """Read every row; instead of a row that cannot be read stands its error, with its place."""
+    source = Annotations(path, form, str(durations), extension)
+    parse, found = source.read, []
+    for row in source.rows:
+        try:
+            found.append(f"{row.place}: {row.fault}" if row.fault else parse(row))
+        except RowError as error:
+            found.append(f"{row.place}: {error}")
+    return found
+
+
+def refused(form, path, *words):
+    """See that the last row, or the whole file, is an error with these words, and every other is read."""
+    try:
+        *sound, last = read(form, path)
+    except RowError as error:
+        sound, last = [], str(error)
+    assert all(isinstance(row, Row) for row in sound)
+    assert all(word in last for word in words), last
 
 
 def test_read_charades_with_durations(tmp_path):
     durations = written(tmp_path, LENGTHS, "lengths.csv")
-    first, second = read_charades(written(tmp_path, CHARADES), durations, ".mp4")
+    first, second = read("charades_sta", written(tmp_path, CHARADES), durations, ".mp4")
     assert (first.video, first.query, first.spans) == (
         "3MSZA.mp4",
         "person turn a light on.",
@@ -52,21 +61,20 @@ def test_read_charades_with_durations(tmp_path):
     assert (first.duration, second.duration) == (30.96, 33.67)
     assert second.spans == ((0.0, 6.9),)
     assert first.uid != second.uid
-    assert second.place.endswith("rows.txt:2")
 
 
 def test_read_charades_without_durations_or_with_another_split_leaves_them_open(tmp_path):
     path = written(tmp_path, CHARADES)
-    assert [row.duration for row in read_charades(path, None, ".avi")] == [None, None]
+    assert [row.duration for row in read("charades_sta", path, extension=".avi")] == [None, None]
     durations = written(tmp_path, "id,length\n3MSZA,30.96\n", "lengths.csv")
-    assert [row.duration for row in read_charades(path, durations, ".avi")] == [30.96, None]
+    assert [row.duration for row in read("charades_sta", path, durations, ".avi")] == [30.96, None]
 
 
 def test_read_charades_keeps_marks_inside_a_sentence_and_skips_empty_lines(tmp_path):
     path = written(tmp_path, "A 1 2##he says ## twice\r\n\r\nB 3 4##x\r\n")
-    first, second = read_charades(path, None, ".mp4")
+    first, second = read("charades_sta", path)
     assert first.query == "he says ## twice"
-    assert (second.query, second.place) == ("x", f"{path}:3")
+    assert (second.query, second.uid) == ("x", "B#3")
 
 
 @pytest.mark.parametrize(
@@ -83,7 +91,7 @@ def test_read_charades_keeps_marks_inside_a_sentence_and_skips_empty_lines(tmp_p
 )
 def test_a_malformed_line_of_charades_names_file_and_line(tmp_path, line):
     path = written(tmp_path, CHARADES + line + "\n")
-    refused(read_charades, path, f"{path}:3", "##", repr(line))
+    refused("charades_sta", path, f"{path}:3", "##", repr(line))
 
 
 @pytest.mark.parametrize(
@@ -93,7 +101,8 @@ def test_a_malformed_line_of_charades_names_file_and_line(tmp_path, line):
 def test_a_malformed_line_of_durations_names_file_and_line(tmp_path, text, line):
     durations = written(tmp_path, text, "lengths.csv")
     path = written(tmp_path, CHARADES)
-    refused(read_charades, path, f"{durations}:{line}", "length", durations=durations)
+    with pytest.raises(RowError, match=rf"lengths\.csv:{line}: .*length"):
+        read("charades_sta", path, durations)
 
 
 def test_read_activitynet_gives_a_row_for_every_sentence(tmp_path):
@@ -108,13 +117,12 @@ def test_read_activitynet_gives_a_row_for_every_sentence(tmp_path):
             "v_other": {"duration": 10, "timestamps": [[0, 5]], "sentences": ["Something."]},
         }
     )
-    rows = list(read_activitynet(written(tmp_path, text, "train.json"), None, ".mp4"))
+    rows = list(read("activitynet", written(tmp_path, text, "train.json")))
     assert [row.uid for row in rows] == ["v_QOlSCBRmfWY#0", "v_QOlSCBRmfWY#1", "v_other#0"]
     assert rows[1].video == "v_QOlSCBRmfWY.mp4"
     assert rows[1].query == "  The girl dances."
     assert rows[1].spans == ((17.37, 60.81),)
     assert rows[1].duration == 82.73
-    assert "v_QOlSCBRmfWY[1]" in rows[1].place
 
 
 @pytest.mark.parametrize(
@@ -132,14 +140,14 @@ def test_read_activitynet_gives_a_row_for_every_sentence(tmp_path):
 )
 def test_a_malformed_entry_of_activitynet_names_file_and_video(tmp_path, entry):
     path = written(tmp_path, json.dumps({"v_bad": entry}), "train.json")
-    refused(read_activitynet, path, str(path), "'v_bad'")
+    refused("activitynet", path, str(path), "'v_bad'")
 
 
 def test_a_file_of_activitynet_that_is_no_object_is_an_error_that_names_it(tmp_path):
     path = written(tmp_path, '{"v_a":\n {"duration": 1,,}}', "train.json")
-    refused(read_activitynet, path, str(path), "line 2")
+    refused("activitynet", path, str(path), "line 2")
     path = written(tmp_path, "[]", "train.json")
-    refused(read_activitynet, path, str(path), "not a JSON object")
+    refused("activitynet", path, str(path), "not a JSON object")
 
 
 HIGHLIGHT = {
@@ -158,9 +166,8 @@ def without(*names, **changes):
 
 
 def test_read_qvhighlights_with_saliency_over_all_clips(tmp_path):
-    row, bare = read_qvhighlights(
-        written(tmp_path, lines(HIGHLIGHT, without("saliency_scores", "relevant_clip_ids"))), None, ".mp4"
-    )
+    bare = without("saliency_scores", "relevant_clip_ids")
+    row, bare = read("qvhighlights", written(tmp_path, lines(HIGHLIGHT, bare)))
     assert (row.uid, row.video) == ("9769", "j7rJstUseKg_360.0_510.0.mp4")
     assert row.query == "some military patriots"
     assert row.spans == ((0, 2), (4, 8))
@@ -189,7 +196,7 @@ def test_read_qvhighlights_with_saliency_over_all_clips(tmp_path):
 )
 def test_a_malformed_row_of_qvhighlights_names_file_and_line(tmp_path, row):
     path = written(tmp_path, lines(HIGHLIGHT, row))
-    refused(read_qvhighlights, path, f"{path}:2")
+    refused("qvhighlights", path, f"{path}:2")
 
 
 def test_read_jsonl_with_one_span_several_or_none(tmp_path):
@@ -201,7 +208,7 @@ def test_read_jsonl_with_one_span_several_or_none(tmp_path):
             {"video": "d.mp4", "query": "z"},
         ),
     )
-    one, several, none = read_jsonl(path, None, ".avi")
+    one, several, none = read("jsonl", path, extension=".avi")
     assert (one.uid, one.video, one.query, one.spans) == ("7", "a.mp4", "x", ((1, 2.5),))
     assert (one.duration, one.columns["level"]) == (9, "easy")
     assert (several.video, several.spans, several.duration) == ("b/c.mkv", ((0, 1), (2, 3)), None)
@@ -229,23 +236,23 @@ def test_read_jsonl_with_one_span_several_or_none(tmp_path):
 def test_a_malformed_row_of_jsonl_names_file_and_line(tmp_path, row):
     good = {"video": "a.mp4", "query": "x", "start": 1, "end": 2}
     path = written(tmp_path, lines(good) + "\n" + lines(row))
-    refused(read_jsonl, path, f"{path}:3")
+    refused("jsonl", path, f"{path}:3")
 
 
 @pytest.mark.parametrize("name", ["jsonl", "qvhighlights"])
 def test_a_line_that_is_no_json_names_file_and_line(tmp_path, name):
     path = written(tmp_path, "\n{broken\n")
-    refused(READERS[name], path, f"{path}:2", "JSON")
+    refused(name, path, f"{path}:2", "JSON")
 
 
-@pytest.mark.parametrize("name", sorted(READERS))
+@pytest.mark.parametrize("name", sorted(FORMS))
 def test_a_file_that_is_no_utf8_names_file_and_line(tmp_path, name):
     path = tmp_path / "rows"
     path.write_bytes(b"\n\n\xff\xfe\n")
-    refused(READERS[name], path, f"{path}:3", "UTF-8")
+    refused(name, path, f"{path}:3", "UTF-8")
 
 
 def test_a_line_separator_inside_a_json_string_does_not_cut_the_line(tmp_path):
     row = {"video": "a.mp4", "query": "one\u2028two\u0085three", "start": 1, "end": 2}
     path = written(tmp_path, json.dumps(row, ensure_ascii=False) + "\n" + lines(row))
-    assert [row.query for row in read_jsonl(path, None, "")] == ["one\u2028two\u0085three"] * 2
+    assert [row.query for row in read("jsonl", path)] == ["one\u2028two\u0085three"] * 2

@@ -11,7 +11,7 @@ from PIL import Image
 from mmrl.__main__ import main
 from mmrl.rows import Rows, write_rows
 from mmrl.vision.builders.spliced_clips import write_video
-from mmrl.vision.checks.media import broken_media, shared_media, spans_outside
+from mmrl.vision.checks.media import broken_media, missing_media, shared_media, spans_outside
 from mmrl.vision.named_media import Named, media_of
 
 
@@ -95,6 +95,27 @@ def test_a_clip_that_breaks_off_is_broken(home, clip):
     assert "cut.mp4" in what
 
 
+@pytest.mark.parametrize("image", [17, {"url": "a.png"}, {"bytes": None, "path": None}, [None], {"path": 5}])
+def test_an_image_of_an_unknown_form_is_found(home, image):
+    ((place, what),) = found(broken_media, home, {"image": "a.png"}, {"image": image})
+    assert place == "train.jsonl:2" and "wanted a path, bytes, or an object" in what
+    assert not found(shared_media, home, {"image": image})  # the check above names it
+
+
+def test_parts_of_messages_must_hold_their_medium_in_a_known_form(home):
+    part = lambda **held: {"messages": [{"role": "user", "content": [held]}]}
+    rows = [part(type="image", url="a.png"), part(type="image_url", image_url="a.png"), part(type="image")]
+    assert [place for place, _ in found(broken_media, home, *rows)] == ["train.jsonl:1", "train.jsonl:2"]
+
+
+def test_rows_without_media_are_counted_where_others_of_their_file_have_some(home):
+    rows = [{"image": "a.png"}, {"question": "?"}, {"video": "a.mp4"}, {"image": None}]
+    listed = found(missing_media, home, *rows)
+    assert [place for place, _ in listed] == ["train.jsonl:2", "train.jsonl:4"]
+    assert listed[0][1] == "names no image or video; 2 rows of its file do"
+    assert len(found(missing_media, home, {"question": "?"}, split="texts")) == 2  # of the other file
+
+
 def test_encoded_pictures_are_looked_at(home):
     rows = [
         {"image": {"bytes": (home / "a.png").read_bytes(), "path": None}},
@@ -122,7 +143,7 @@ def test_spans_outside_their_clip_are_found(home):
     wanted += (
         "0 to 6 s lies outside its clip of 5.00 s",
         "its clip lasts 8.00 s, not 30 s",
-        "are no numbers",
+        "wanted a finite number as `span: start`, got 'soon'",
     )
     assert all(word in what for word, (_, what) in zip(wanted, listed, strict=True))
 
@@ -198,8 +219,8 @@ def test_wrong_usage_ends_with_2(home, monkeypatch, capsys, arguments, message):
 
 def test_an_empty_data_set_is_wrong(home, capsys):
     (home / "train.jsonl").write_text("")
-    assert main(["data", "check", str(home / "train.jsonl")]) == 1
-    assert "0 rows (none)" in capsys.readouterr().out
+    assert main(["data", "check", str(home / "train.jsonl")]) == 2
+    assert "holds no rows" in capsys.readouterr().err
 
 
 def test_checks_are_listed(capsys):
@@ -207,7 +228,7 @@ def test_checks_are_listed(capsys):
     assert "vision.spans_outside" in capsys.readouterr().out
 
 
-def test_a_check_of_json_that_is_not_a_list_is_a_failure(home, capsys):
+def test_a_check_of_json_that_is_not_a_list_is_wrong_usage(home, capsys):
     (home / "a.json").write_text(json.dumps(3))
-    assert main(["data", "check", str(home / "a.json")]) == 1
+    assert main(["data", "check", str(home / "a.json")]) == 2
     assert "must hold a list" in capsys.readouterr().err

@@ -222,7 +222,7 @@ def test_everything_that_is_left_out_is_counted_and_named(tmp_path):
         "gone.png",
         "leaves its root",
         "not UTF-8",
-        "wanted one picture",
+        "wanted one image",
         "cannot decode",
         "duplicate",
     ):

@@ -91,7 +91,7 @@ def test_visual_qa_copies_files_and_refuses_to_leave_the_root(source, tmp_path):
     (row,) = columns(tmp_path / "ours" / "dev.jsonl")
     assert row == {"id": "5", "question": "q", "answer": "3", "images": ["media/a.png", "media/a.png"]}
     manifest = (tmp_path / "ours" / "manifest.json").read_text()
-    assert "leaves its root" in manifest and "`image` names no media: '17'" in manifest
+    assert "leaves its root" in manifest and "of the image as `image`, got 17" in manifest
 
 
 def test_visual_qa_without_a_row_that_can_be_used_fails(tmp_path):

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from mmrl.draws import Stream
+from mmrl.rows import RowError
 from mmrl.vision.builders.spliced_clips import write_video
 from mmrl.vision.datasets.grounding import grounding
 from mmrl.vision.rewards.spans import temporal_iou
-from mmrl.vision.video import MediaError
 
 
 def made(tmp_path, *rows, duration=10.0, **options):
@@ -149,9 +149,9 @@ def test_several_spans_are_kept_and_the_first_is_demonstrated(tmp_path):
         ({"start": 5, "end": 5}, "does not end after it starts"),
         ({"start": 10, "end": 12}, "10 to 12 s lies outside its video of 10 s"),
         ({"start": -1, "end": 2}, "lies outside its video"),
-        ({"start": float("nan"), "end": 2}, "does not end after it starts"),
-        ({"start": 1, "end": float("inf")}, "does not end after it starts"),
-        ({"start": 1, "end": 2, "duration": float("nan")}, "lies outside its video"),
+        ({"start": float("nan"), "end": 2}, "wanted a finite number as `span: start`, got nan"),
+        ({"start": 1, "end": float("inf")}, "wanted a finite number as `span: end`, got inf"),
+        ({"start": 1, "end": 2, "duration": float("nan")}, "wanted a finite number as `duration`, got nan"),
         ({"spans": [[1, 2], [3, 3]]}, "3 to 3 s does not end after it starts"),
         ({}, "it has no span"),
     ],
@@ -161,7 +161,7 @@ def test_a_row_without_a_span_inside_its_video_is_an_error_that_names_it(tmp_pat
         made(tmp_path, SPAN, row)
     assert "rows.jsonl:2" in str(caught.value)
     assert words in str(caught.value)
-    assert "1 rows" in str(caught.value)
+    assert "1 row of" in str(caught.value)
 
 
 def test_bad_rows_are_dropped_and_named_in_the_log(tmp_path, caplog):
@@ -181,7 +181,7 @@ def test_unlabelled_rows_stay_where_they_are_wanted(tmp_path):
 
 def test_a_missing_or_empty_annotation_file_is_an_error_that_names_it(tmp_path):
     options = {"root": str(tmp_path), "stream": Stream(0)}
-    with pytest.raises(ValueError, match="there is no annotation file .*nowhere.jsonl"):
+    with pytest.raises(ValueError, match="there is no file .*nowhere.jsonl"):
         grounding(path=str(tmp_path / "nowhere.jsonl"), **options)
     (tmp_path / "empty.jsonl").write_text("\n")
     with pytest.raises(ValueError, match="empty.jsonl' holds no row"):
@@ -192,7 +192,7 @@ def test_a_missing_or_empty_annotation_file_is_an_error_that_names_it(tmp_path):
 
 @pytest.mark.parametrize("video", ["b.mp4", "../rows.jsonl", "/etc/hostname"])
 def test_a_video_that_is_missing_or_outside_the_root_names_the_row(tmp_path, video):
-    with pytest.raises(MediaError, match=r"rows\.jsonl:2: ") as caught:
+    with pytest.raises(RowError, match=r"rows\.jsonl:2: ") as caught:
         made(tmp_path, SPAN, {**SPAN, "video": video})
     assert video in str(caught.value)
 

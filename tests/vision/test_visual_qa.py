@@ -69,20 +69,52 @@ def test_answers_that_are_no_texts_become_texts(home, answer, target):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"question": ""}, "wanted a text `question`"),
-        ({"answer": None}, "wanted an `answer`"),
-        ({"answer": " "}, "wanted an `answer`"),
+        ({"question": ""}, "wanted a text as `question`"),
+        ({"answer": None}, "wanted a text as `answer`"),
+        ({"answer": " "}, "wanted a text as `answer`"),
         ({"image": "nothing.png"}, "there is no file 'nothing.png'"),
-        ({"image": "../a.png"}, r"the media path '../a.png' leaves its root"),
+        ({"image": "../a.png"}, r"the path '../a.png' leaves its root"),
         ({"question": "<image> <image>"}, "the text marks image, image, but the row holds image"),
     ],
 )
 def test_rows_that_cannot_be_used_are_named_and_counted(home, caplog, change, message):
-    with pytest.raises(RowError, match=rf"1 rows of .*cannot be used.*\n.*train\.jsonl:2: {message}"):
+    with pytest.raises(RowError, match=rf"1 row of .*cannot be used.*\n.*train\.jsonl:2: {message}"):
         read(home, ROW, {**ROW, "id": "q2", **change})
     with caplog.at_level(logging.WARNING, "mmrl"):
         assert len(read(home, ROW, {**ROW, "id": "q2", **change}, bad_rows="drop")) == 1
     assert message.replace("\\", "") in caplog.text
+
+
+@pytest.mark.parametrize(
+    "image",
+    [17, "", {"url": "a.png"}, {"bytes": None, "path": None}, [None], {"path": 5}, ["a.png", None],
+     [["a.png"]], True, {}],
+)  # fmt: skip
+def test_an_image_of_an_unknown_form_is_a_bad_row_and_not_a_prompt_without_it(home, image):
+    place = r"train\.jsonl:2: wanted a path, bytes, or an object .* as `image"
+    rows = [ROW, {**ROW, "id": "q2", "image": image}]
+    with pytest.raises(RowError, match=place):
+        read(home, *rows)
+    assert [one.uid for one in read(home, *rows, bad_rows="drop")] == ["q1"]
+
+
+def test_every_bad_row_is_counted_and_the_first_are_named(home):
+    rows = [ROW, *({**ROW, "id": str(i), "image": i} for i in range(12))]
+    with pytest.raises(RowError, match=r"(?s)^12 rows of .*jsonl:2: .*jsonl:11: .*\n  and 2 more$"):
+        read(home, *rows)
+    (home / "train.jsonl").write_text('{"id": \n[1]\n{}\n')
+    with pytest.raises(RowError, match=r"(?s)^3 rows of .*jsonl:1: not a JSON object.*jsonl:2: .*jsonl:3: "):
+        visual_qa(path=str(home / "train.jsonl"))
+
+
+def test_null_or_no_image_is_none(home):
+    assert not read(home, {**ROW, "image": None}, {**ROW, "id": "q2", "images": []})[0].media
+
+
+@pytest.mark.parametrize("choices", ["ab", 5, {"a": 1}, [["x"]], list(range(27))])
+def test_choices_are_a_list_of_at_most_26_texts_or_numbers(home, choices):
+    with pytest.raises(RowError, match=r"jsonl:1: wanted .*`choices"):
+        read(home, {**ROW, "choices": choices}, prompt="{question}\n{choices}")
 
 
 def test_a_prompt_that_names_a_column_there_is_not(home):
@@ -91,7 +123,7 @@ def test_a_prompt_that_names_a_column_there_is_not(home):
 
 
 def test_two_rows_of_one_id_are_refused(home):
-    with pytest.raises(ValueError, match="two rows with the id 'q1'"):
+    with pytest.raises(ValueError, match=r"jsonl:2: the id 'q1' is that of .*jsonl:1"):
         read(home, ROW, ROW)
     assert len(read(home, ROW, ROW, limit=1)) == 1
 

@@ -6,11 +6,11 @@ import json
 from pathlib import Path
 from typing import Any, Literal
 
+from mmrl.fields import RowError, plain
 from mmrl.registry import builder
-from mmrl.rows import DataRow, RowError, write_rows
+from mmrl.rows import DataRow, write_rows
 from mmrl.vision.conversions import FORMS, MEDIA, describe_llama_factory
 from mmrl.vision.named_media import named
-from mmrl.vision.video import MediaError
 from mmrl.vision.writing import Ledger, MediaWriter, readable
 
 Name = Literal["mmrl", "verl", "ms_swift", "llama_factory"]
@@ -47,7 +47,7 @@ class Converted:
         for row in rows:
             try:
                 one = self._row(row, ledger.kept[row.split], media)
-            except (RowError, MediaError) as error:
+            except RowError as error:
                 ledger.drop(row.place, str(error))
                 continue
             written.setdefault(row.split, []).append(one)
@@ -68,12 +68,9 @@ class Converted:
         ours = FORMS[self.source_form].read(row.columns)
         ours = {key: value for key, value in ours.items() if key not in ("image", "video")}
         for name in MEDIA:
-            found = [one for value in ours.get(name, ()) for one in named(value, name[:-1])]
-            if len(found) != len(ours.get(name, ())):
-                raise RowError(f"cannot find the media that `{name}` names: {str(ours[name])[:80]!r}")
-            if found:
-                ours[name] = [media.put(one) for one in found]
-        theirs = FORMS[self.form].write(ours)
+            if ours.get(name):
+                ours[name] = [media.put(one) for one in named(ours[name], name[:-1], name)]
+        theirs = plain(FORMS[self.form].write(ours), "row")
         if self.form == "verl":
             theirs["extra_info"] = {"split": row.split, "index": number, **theirs["extra_info"]}
             if paths := theirs.get("images"):

@@ -5,12 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Literal
 
+from mmrl.fields import RowError
 from mmrl.registry import builder
 from mmrl.rows import write_rows
-from mmrl.vision.annotations import READERS, Row, check_spans
+from mmrl.vision.annotations import Annotations, Row, check_spans
 from mmrl.vision.media import MediaRoot
 from mmrl.vision.named_media import Named
-from mmrl.vision.video import MediaError, video_duration
+from mmrl.vision.video import video_duration
 from mmrl.vision.writing import Ledger, MediaWriter
 
 
@@ -38,23 +39,24 @@ class TemporalGrounding:
         bad_rows: Literal["error", "drop"] = "error",
     ) -> None:
         self.format, self.path, self.root, self.split = format, Path(path), Path(root), split
-        self.durations, self.extension = Path(durations) if durations else None, extension
+        self.durations, self.extension = durations, extension
         self.clip_spans, self.copy, self.bad_rows = clip_spans, copy, bad_rows
 
     def build(self, output: Path) -> dict[str, Any]:
         """Write the rows, and tell how many."""
-        if not self.path.is_file():
-            raise ValueError(f"there is no annotation file '{self.path}'")
         ledger = Ledger(self.bad_rows)
         media = MediaWriter(MediaRoot(self.root), output, "videos")
-        rows = []
-        for row in READERS[self.format](self.path, self.durations, self.extension):
+        source = Annotations(self.path, self.format, self.durations, self.extension)
+        rows, parse = [], source.read
+        for raw in source.rows:
             try:
-                rows.append(self._row(row, media))
-            except MediaError as error:
-                ledger.drop(row.place, str(error))
-        ledger.kept[self.split] = len(rows)
+                if raw.fault:
+                    raise RowError(raw.fault)
+                rows.append(self._row(parse(raw), media))
+            except RowError as error:
+                ledger.drop(raw.place, str(error))
         if rows:
+            ledger.kept[self.split] = len(rows)
             write_rows(output / f"{self.split}.jsonl", rows)
         told = {
             "source": self.path.name,
@@ -68,7 +70,7 @@ class TemporalGrounding:
         duration = video_duration(located) if row.duration is None else row.duration
         spans, reason = check_spans(row.spans, duration, self.clip_spans)
         if reason:
-            raise MediaError(reason)
+            raise RowError(reason)
         video = media.put(Named("video", row.video)) if self.copy else row.video
         written = {"id": row.uid, "video": video, "query": row.query.strip(), "spans": list(map(list, spans))}
         written["duration"] = duration

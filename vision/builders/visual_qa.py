@@ -6,10 +6,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
+from mmrl.fields import RowError, listed, plain, text, uid_of
 from mmrl.registry import builder
-from mmrl.rows import DataRow, RowError
-from mmrl.vision.named_media import Named, named
-from mmrl.vision.video import MediaError
+from mmrl.rows import DataRow
+from mmrl.vision.asking import answer_of, answers_of
+from mmrl.vision.named_media import named
 from mmrl.vision.writing import Ledger, MediaWriter, SplitFiles, readable
 
 OURS = ("id", "question", "answer", "answers", "choices", "image", "images", "video", "videos")
@@ -51,7 +52,7 @@ class VisualQa:
         for row in rows:
             try:
                 written = self._row(row, media, ledger.kept[row.split])
-            except (RowError, MediaError) as error:
+            except RowError as error:
                 ledger.drop(row.place, str(error))
                 continue
             files.add(row.split, written)
@@ -63,29 +64,17 @@ class VisualQa:
 
     def _row(self, row: DataRow, media: MediaWriter, number: int) -> dict[str, Any]:
         given = {name: row.columns.get(self.columns.get(name, name)) for name in OURS}
-        question, answer = given["question"], given["answer"]
-        if type(question) is not str or not question.strip():
-            raise RowError(f"wanted a text as the question, got {question!r}; map it in `columns`")
-        answer = given["answers"] if answer is None else answer
-        if answer is None or not str(answer).strip() or answer == []:
-            raise RowError(f"wanted an answer, got {answer!r}; map it in `columns`")
-        uid = f"{row.split}#{number}" if given["id"] is None else str(given["id"])
-        written: dict[str, Any] = {"id": uid, "question": question}
-        written |= {"answers": list(map(str, answer))} if type(answer) is list else {"answer": _text(answer)}
-        if given["choices"]:
-            written["choices"] = list(map(str, given["choices"]))
+        try:
+            question, answers = text(given["question"], "question"), answers_of(given)
+            choices = [] if given["choices"] is None else listed(given["choices"], "choices")
+        except RowError as error:
+            raise RowError(f"{error}; map it in `columns`") from error
+        written: dict[str, Any] = {"id": uid_of(given, f"{row.split}#{number}"), "question": question}
+        written |= {"answer": answers} if type(answers) is str else {"answers": list(answers)}
+        if choices:
+            written["choices"] = [answer_of(one, f"choices[{i}]") for i, one in enumerate(choices)]
         for name, kind in (("image", "image"), ("images", "image"), ("video", "video"), ("videos", "video")):
-            found: list[Named] = list(named(given[name], kind))
-            if given[name] and not found:
-                raise RowError(f"`{name}` names no media: {str(given[name])[:60]!r}; map it in `columns`")
-            paths = [media.put(one) for one in found]
+            paths = [media.put(one) for one in named(given[name], kind, name)]
             if paths:
                 written[name] = paths if name.endswith("s") or len(paths) > 1 else paths[0]
-        return written | {name: row.columns.get(name) for name in self.keep}
-
-
-def _text(answer: Any) -> str:
-    match answer:
-        case bool():
-            return "yes" if answer else "no"
-    return str(answer)
+        return written | {name: plain(row.columns.get(name), name) for name in self.keep}

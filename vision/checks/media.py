@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from functools import cache
 from typing import Any
 
+from mmrl.fields import RowError, listed, number
 from mmrl.registry import data_check
 from mmrl.rows import DataRow, Finding, Rows
 from mmrl.types import Frames
@@ -26,10 +28,32 @@ def broken_media(rows: Rows) -> Iterator[Finding]:
     root = MediaRoot(rows.root, cache_bytes=0)
     fault = cache(lambda kind, path: _fault(root, Named(kind, path)))
     for row in rows.sound():
-        for named in dict.fromkeys(media_of(row.columns)):
+        try:
+            found = dict.fromkeys(media_of(row.columns))
+        except RowError as error:
+            yield Finding(row.place, str(error))
+            continue
+        for named in found:
             what = _fault(root, named) if named.data else fault(named.kind, named.path)
             if what:
                 yield Finding(row.place, what)
+
+
+@data_check
+def missing_media(rows: Rows) -> Iterator[Finding]:
+    """Find rows that name no image and no video, where others of their file do."""
+    having = Counter(row.source for row in rows.sound() if _media(row))
+    for row in rows.sound():
+        if having[row.source] and _media(row) == []:
+            yield Finding(row.place, f"names no image or video; {having[row.source]} rows of its file do")
+
+
+def _media(row: DataRow) -> list[Named] | None:
+    """List the media of a row; None where it names them in no known form, which `broken_media` finds."""
+    try:
+        return list(media_of(row.columns))
+    except RowError:
+        return None
 
 
 def _fault(root: MediaRoot, named: Named) -> str:
@@ -64,17 +88,19 @@ def spans_outside(rows: Rows) -> Iterator[Finding]:
 def _wrong_spans(row: DataRow, length: Any) -> Iterator[str]:
     try:
         spans = spans_of(row.columns)
-        said = None if row.columns.get("duration") is None else float(row.columns["duration"])
-    except (KeyError, TypeError, ValueError) as error:
-        yield f"its spans or duration are no numbers: {type(error).__name__}: {error}"
+        given = row.columns.get("duration")
+        claimed = None if given is None else number(given, "duration")
+    except RowError as error:
+        yield str(error)
         return
-    if not spans and said is None:
+    if not spans and claimed is None:
         return
-    found = [length(named.path) for named in media_of(row.columns) if named.kind == "video" and named.path]
-    known = [seconds for seconds in [*found, said] if seconds is not None]
+    found = [length(named.path) for named in _media(row) or () if named.kind == "video" and named.path]
+    known = [seconds for seconds in [*found, claimed] if seconds is not None]
     duration = known[0] if known else None
-    if found and found[0] is not None and said is not None and abs(found[0] - said) > max(1.0, 0.05 * said):
-        yield f"its clip lasts {found[0]:.2f} s, not {said:g} s"
+    both = found and found[0] is not None and claimed is not None
+    if both and abs(found[0] - claimed) > max(1.0, 0.05 * claimed):
+        yield f"its clip lasts {found[0]:.2f} s, not {claimed:g} s"
     for start, end in spans:
         if not start < end:
             yield f"the span {start:g} to {end:g} s does not end after it starts"
@@ -85,10 +111,14 @@ def _wrong_spans(row: DataRow, length: Any) -> Iterator[str]:
 
 def spans_of(columns: Mapping[str, Any]) -> list[tuple[float, float]]:
     """List the spans of a row in seconds: `start` and `end`, `spans`, or `relevant_windows`."""
-    pairs = columns.get("spans") or columns.get("relevant_windows") or []
-    if not pairs and columns.get("start") is not None and "end" in columns:
-        pairs = [(columns["start"], columns["end"])]
-    return [(float(start), float(end)) for start, end in pairs]
+    held = [name for name in ("spans", "relevant_windows") if columns.get(name) is not None]
+    pairs = listed(columns[held[0]], held[0]) if held else []
+    if not pairs and (columns.get("start") is not None or columns.get("end") is not None):
+        pairs, held = [(columns.get("start"), columns.get("end"))], ["span"]
+    return [
+        (number(start, f"{held[0]}: start"), number(end, f"{held[0]}: end"))
+        for start, end in (listed(pair, held[0], 2) for pair in pairs)
+    ]
 
 
 def _length(root: MediaRoot, path: str) -> float | None:
@@ -106,7 +136,7 @@ def shared_media(rows: Rows) -> Iterator[Finding]:
     seen: dict[str, tuple[str, str]] = {}
     told: set[tuple[str, str]] = set()
     for row in rows.sound():
-        for named in media_of(row.columns):
+        for named in _media(row) or ():
             mark = hashlib.sha256(named.data).hexdigest() if named.data else digest(named.path)
             if not mark:
                 continue

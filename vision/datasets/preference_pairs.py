@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
+from mmrl.fields import RowError, listed, mapping, number, short, text, uid_of
 from mmrl.registry import data
-from mmrl.rows import DataRow, RowError, row_files, sound_rows, split_of
+from mmrl.rows import DataRow, Rows, SourceError, read_prompts, row_files, row_of, split_of
 from mmrl.types import Frames, Media, Message, Outcome, Part, Prompt
-from mmrl.vision.asking import distinct, interleaved
+from mmrl.vision.asking import interleaved
 from mmrl.vision.media import MediaRoot, decode_image
 from mmrl.vision.named_media import Named, named
-from mmrl.vision.video import MediaError
 
 log = logging.getLogger("mmrl")
+ROLES = ("system", "user", "assistant")
 SIDES = ("chosen", "rejected")
 SPENT = ("image", "images", "prompt", "conversations", *SIDES, "chosen_answer", "rejected_answer")
 
@@ -41,95 +43,92 @@ def preference_pairs(
     """
     source = Path(path)
     media = MediaRoot(Path(root) if root else source if source.is_dir() else source.parent)
-    prompts, bad, close = [], [], 0
-    for number, row in enumerate(_rows(source)):
-        try:
-            prompt = _prompt(row, number, media)
-        except (RowError, MediaError) as error:
-            bad.append(f"{row.place}: {error}")
-            continue
+    close = 0
+
+    def make(row: DataRow, at: int) -> Prompt | None:
+        nonlocal close
+        prompt = _prompt(row, at, media)
         better, worse = (answer.recorded["score"] for answer in prompt.answers)
-        if abs(better - worse) < min_gap:
-            close += 1
-            continue
-        prompts.append(prompt)
-        if len(prompts) == limit:
-            break
-    if bad and bad_rows == "error":
-        shown = "\n  ".join(bad[:10])
-        raise RowError(
-            f"{len(bad)} rows of '{source}' cannot be used; mend them, or set `bad_rows: drop`:\n  {shown}"
-        )
-    for line in bad:
-        log.warning("dropped %s", line)
+        if abs(better - worse) >= min_gap:
+            return prompt
+        close += 1
+        return None
+
+    prompts = read_prompts(source, _rows(source), make, bad_rows=bad_rows, limit=limit)
     if close:
         log.warning("left out %d pairs of '%s' that are less than %g apart", close, source, min_gap)
-    return distinct(prompts, path)
+    return prompts
 
 
-def _prompt(row: DataRow, number: int, root: MediaRoot) -> Prompt:
+def _prompt(row: DataRow, at: int, root: MediaRoot) -> Prompt:
     columns = row.columns
     shown = [
-        _medium(one, row.place, root) for name in ("image", "images") for one in _media_in(columns.get(name))
+        _medium(one, row.place, root)
+        for name in ("image", "images")
+        for one in _media_in(columns.get(name), name)
     ]
-    uid = str(columns["id"]) if columns.get("id") is not None else f"{row.split}#{number}"
     kept = {key: value for key, value in columns.items() if key not in SPENT}
     answers = tuple(_answer(columns, side) for side in SIDES)
-    return Prompt(uid, _asked(columns.get("prompt"), shown), None, answers, kept)
+    asked = _asked(columns.get("prompt"), shown)
+    return Prompt(uid_of(columns, f"{row.split}#{at}"), asked, None, answers, kept)
 
 
 def _answer(columns: Mapping[str, Any], side: str) -> Outcome:
-    text = _text_of(columns.get(side))
-    if not text.strip():
-        raise RowError(f"wanted a text as `{side}`, got {columns.get(side)!r}")
+    said = text(_text_of(columns.get(side), side), side)
     preferred, told = float(side == "chosen"), columns.get(f"score_{side}")
-    return Outcome(
-        text=text, recorded={"preferred": preferred, "score": preferred if told is None else float(told)}
-    )
+    score = preferred if told is None else number(told, f"score_{side}")
+    return Outcome(text=said, recorded={"preferred": preferred, "score": score})
 
 
 def _asked(prompt: Any, media: list[Media]) -> tuple[Message, ...]:
     """Read what is asked, a text or messages; the media stand in the first turn of the user."""
-    turns = [{"role": "user", "content": prompt}] if type(prompt) is str else prompt
+    turns = [{"role": "user", "content": prompt}] if type(prompt) is str else listed(prompt, "prompt")
     messages, left = [], media
-    for turn in turns or ():
-        text = _text_of(turn)
-        if turn.get("role") == "user" and left:
-            messages.append(Message("user", interleaved(text, left)))
-            left = []
-        else:
-            messages.append(Message(turn.get("role") or "user", (Part(text),)))
-    if not messages or left or not any(part.text for message in messages for part in message.parts):
-        raise RowError(f"wanted a `prompt` with a turn of the user, got {prompt!r}")
+    for i, turn in enumerate(turns):
+        name = f"prompt[{i}]"
+        role = mapping(turn, name).get("role") or "user"
+        if role not in ROLES:
+            raise RowError(f"wanted {', '.join(ROLES)} as the role of `{name}`, got {short(role)}")
+        words = _text_of(turn, name)
+        shown, left = (left, []) if role == "user" else ([], left)
+        messages.append(Message(role, interleaved(words, shown) if shown else (Part(words),)))
+    if not messages or left or not any(part.text.strip() for message in messages for part in message.parts):
+        raise RowError(f"wanted a `prompt` with a turn of the user, got {short(prompt)}")
     return tuple(messages)
 
 
-def _text_of(said: Any) -> str:
-    """Read a text, a message, or the last of several; a picture among its parts is a mark."""
+def _text_of(said: Any, name: str) -> str:
+    """Read a text, a message, or the last of several; an image among its parts is a mark."""
     match said:
         case str():
             return said
         case {"content": content}:
-            return _text_of(content)
+            return _text_of(content, f"{name}.content")
         case [*parts] if parts and all(isinstance(part, Mapping) and "type" in part for part in parts):
-            return "".join(part.get("text") or f"<{part['type']}>" for part in parts)
+            return "".join(_words(part, name) for part in parts)
         case [*_, last]:
-            return _text_of(last)
-    return ""
+            return _text_of(last, name)
+    raise RowError(f"wanted a text, a message or messages as `{name}`, got {short(said)}")
 
 
-# ---- pictures
+def _words(part: Mapping[str, Any], name: str) -> str:
+    match part:
+        case {"type": "image", **rest} if all(value is None for value in rest.values()):
+            return "<image>"
+        case {"type": "text", "text": str(words)}:
+            return words
+    raise RowError(f"wanted a text or the mark of an image as a part of `{name}`, got {short(part)}")
 
 
-def _media_in(value: Any) -> Iterator[Named | Media]:
+# ---- images
+
+
+def _media_in(value: Any, name: str) -> Iterator[Named | Media]:
     """List what a column names; what is read later is a medium already."""
-    match value:
-        case Media():
-            yield value
-        case [Media(), *_]:
-            yield from value
-        case _:
-            yield from named(value, "image")
+    if isinstance(value, Later):
+        yield from value
+    else:
+        yield from named(value, "image", name)
 
 
 def _medium(one: Named | Media, place: str, root: MediaRoot) -> Media:
@@ -137,51 +136,84 @@ def _medium(one: Named | Media, place: str, root: MediaRoot) -> Media:
         case Media():
             return one
         case Named(data=bytes(data), path=path) if data:
-            name = path or f"the picture of {place}"
+            name = path or f"the image of {place}"
             return Media("image", name, lambda: decode_image(data, name))
     root.locate(one.path)
     return root.image(one.path)
 
 
+class Later(tuple):
+    """The images of a field, of which those inside parquet are read when somebody looks at them."""
+
+
 def _rows(source: Path) -> Iterator[DataRow]:
-    """Go through rows. Of parquet with pictures in it, these are not read yet."""
-    files = row_files(source)
-    for path in files:
-        if path.suffix == ".parquet":
-            yield from _parquet(path)
-        else:
-            yield from sound_rows(path)
+    """Go through rows. Of parquet with images in it, these are not read yet."""
+    for path in row_files(source):
+        yield from _parquet(path) if path.suffix == ".parquet" else Rows(path, path)
 
 
 def _parquet(path: Path) -> Iterator[DataRow]:
-    file = _opened(path, path.stat().st_mtime_ns)
-    leaves = [file.schema.column(i).path for i in range(len(file.schema))]
-    encoded = {leaf.partition(".")[0] for leaf in leaves if leaf.endswith(".bytes")}
+    import pyarrow
+
     number = 0
-    for group in range(file.num_row_groups):
-        table = file.read_row_group(group, [leaf for leaf in leaves if not leaf.endswith(".bytes")])
-        for at, row in enumerate(table.to_pylist()):
-            place = f"{path}[{number}]"
-            held = {name: _later(path, group, at, name, row.get(name), place) for name in encoded}
-            yield DataRow(place, split_of(path), row | held)
-            number += 1
+    try:
+        file = _opened(path, path.stat().st_mtime_ns)
+        leaves = [file.schema.column(i).path for i in range(len(file.schema))]
+        light = [leaf for leaf in leaves if not leaf.endswith(".bytes")]
+        # Without its path nothing would be left of an image, so images of bytes alone are read now.
+        known = {leaf.partition(".")[0] for leaf in light}
+        light += [leaf for leaf in leaves if leaf.partition(".")[0] not in known]
+        heavy = {leaf.partition(".")[0]: i for i, leaf in enumerate(leaves) if leaf not in light}
+        for group in range(file.num_row_groups):
+            table = file.read_row_group(group, light)
+            whole = {name: file.read_row_group(group, [name])[name]
+                     for name, leaf in heavy.items() if _has_gaps(file, group, leaf)}  # fmt: skip
+            for at in range(table.num_rows):
+                place = f"{path}[{number}]"
+                row = row_of(table, at, place, split_of(path))
+                yield row if row.fault else _with_images(row, path, (group, at), heavy, whole)
+                number += 1
+    except (pyarrow.ArrowException, OSError) as error:
+        raise SourceError(f"cannot read '{path}': {error}") from error
 
 
-def _later(path: Path, group: int, at: int, name: str, shown: Any, place: str) -> list[Media]:
-    """Name the pictures of a row; each is read when somebody looks at it."""
-    count = len(shown) if type(shown) is list else int(shown is not None)
-    return [
-        Media("image", f"{name} {i} of {place}", lambda i=i: _read(path, group, at, name, i))
-        for i in range(count)
-    ]
+def _has_gaps(file: Any, group: int, leaf: int) -> bool:
+    """Tell whether an image may lack its bytes."""
+    known = file.metadata.row_group(group).column(leaf).statistics
+    return known is None or not known.has_null_count or known.null_count > 0
 
 
-def _read(path: Path, group: int, at: int, name: str, number: int) -> Frames:
-    value = _opened(path, path.stat().st_mtime_ns).read_row_group(group, [name])[name][at].as_py()
-    one = list(named(value, "image"))[number]
-    if not one.data:
-        return MediaRoot(path.parent).image(one.path).load()
-    return decode_image(one.data, f"{name} {number} of row {at} in group {group} of '{path}'")
+def _with_images(
+    row: DataRow, path: Path, at: tuple[int, int], heavy: Iterable[str], whole: Mapping[str, Any]
+) -> DataRow:
+    """Name the images of a row; `at` is its group in the file and its number in there, `whole` holds the
+    fields of the group in which something may be missing."""
+    found: dict[str, Later] = {}
+    try:
+        for name in heavy:
+            if name in whole:
+                held: list[Any] = list(named(whole[name][at[1]].as_py(), "image", name))
+            else:
+                shown = row.columns[name]
+                held = [] if shown is None else [mapping(one, name) for one in
+                                                 (shown if isinstance(shown, list) else [shown])]  # fmt: skip
+            found[name] = Later(
+                one if isinstance(one, Named) and not one.data else _later(path, at, name, i, row.place)
+                for i, one in enumerate(held)
+            )
+    except RowError as error:
+        return DataRow(row.place, row.split, fault=str(error))
+    return replace(row, columns={**row.columns, **found})
+
+
+def _later(path: Path, at: tuple[int, int], name: str, i: int, place: str) -> Media:
+    return Media("image", f"{name} {i} of {place}", lambda: _read(path, at, name, i))
+
+
+def _read(path: Path, at: tuple[int, int], name: str, i: int) -> Frames:
+    value = _opened(path, path.stat().st_mtime_ns).read_row_group(at[0], [name])[name][at[1]].as_py()
+    one = list(named(value, "image", name))[i]
+    return decode_image(one.data, f"{name} {i} of row {at[1]} in group {at[0]} of '{path}'")
 
 
 @lru_cache(maxsize=64)

@@ -8,10 +8,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from mmrl.fields import listed, short, text, uid_of
 from mmrl.registry import data
-from mmrl.rows import sound_rows
+from mmrl.rows import DataRow, Rows, read_prompts, sound_rows
 from mmrl.types import Frames, Media, Prompt
-from mmrl.vision.asking import ask, distinct, require, root_of, with_answers
+from mmrl.vision.asking import ask, root_of, with_answers
 from mmrl.vision.hallucination.files import FileError, read_answers, read_coco
 from mmrl.vision.hallucination.ontology import Ontology, read_ontology
 from mmrl.vision.hallucination.scenes import Scene
@@ -48,19 +49,16 @@ def chair(
         raise FileError(f"the instances know {len(known)} pictures, but not '{unknown[0]}'")
     wanted = [uid for uid in wanted if not given or uid in given][: limit or None]
     media = root_of(root, answers, "chair")
-    if not answers:
-        require(media, ((uid, known[uid].file) for uid in wanted), instances[0])
-    prompts = [
-        ask(
-            uid,
-            [media.image(known[uid].file)],
-            prompt,
-            Scene(known[uid].objects, words),
-            {"image_id": uid, "image": known[uid].file},
-        )
-        for uid in wanted
-    ]
-    return _finished(prompts, given, answers, limit, instances[0])
+
+    def make(row: DataRow, number: int) -> Prompt:
+        uid, file = row.place, known[row.place].file
+        if not answers:
+            media.locate(file)
+        target = Scene(known[uid].objects, words)
+        return ask(uid, [media.image(file)], prompt, target, {"image_id": uid, "image": file})
+
+    prompts = read_prompts(instances[0], (DataRow(uid, "") for uid in wanted), make)
+    return _answered(prompts, given, answers, limit)
 
 
 @data
@@ -86,27 +84,24 @@ def object_halbench(
     given = read_answers(Path(answers)) if answers else {}
     given = {uid: text.replace("Assistant:", "").strip() for uid, text in given.items()}
     media = MediaRoot(Path(root))
-    prompts, named = [], []
-    for row in sound_rows(Path(path)):
-        uid, question = str(row.columns.get("image_id")), row.columns.get("question")
-        if uid not in known or type(question) is not str:
-            raise FileError(
-                f"{row.place}: wanted a question and an image_id that the instances know, got '{uid}'"
-            )
-        shown = row.columns.get("image") or known[uid].file
-        if row.columns.get("image") and not root:
+
+    def make(row: DataRow, number: int) -> Prompt:
+        uid, question = uid_of(row.columns, "", "image_id"), text(row.columns.get("question"), "question")
+        if uid not in known:
+            raise FileError(f"wanted a question and an image_id that the instances know, got {short(uid)}")
+        shown = row.columns.get("image")
+        shown = known[uid].file if shown is None else text(shown, "image")
+        if row.columns.get("image") is not None and not root:
             medium = Media("image", uid, _encoded(shown, row.place))
         else:
-            named.append((row.place, shown))
             medium = media.image(shown)
-        target = Scene(known[uid].objects, words)
+            if not answers:
+                media.locate(shown)
         columns = {key: value for key, value in row.columns.items() if key != "image"}
-        prompts.append(ask(uid, [medium], question, target, columns))
-        if len(prompts) == limit:
-            break
-    if not answers:
-        require(media, named, path)
-    return _finished(prompts, given, answers, limit, path)
+        return ask(uid, [medium], question, Scene(known[uid].objects, words), columns)
+
+    prompts = read_prompts(path, Rows(Path(path), media.root), make, limit=limit)
+    return _answered(prompts, given, answers, limit)
 
 
 @data
@@ -129,31 +124,35 @@ def closed_set(
     words = read_ontology(Path(ontology), singular_by=singular_by)
     given = read_answers(Path(answers)) if answers else {}
     media = root_of(root, answers, "closed_set")
-    prompts, named = [], []
-    for row in sound_rows(Path(path)):
-        image, target = _scene(row.columns, words, row.place)
-        uid = str(row.columns.get("id", image))
-        named.append((row.place, image))
-        prompts.append(ask(uid, [media.image(image)], row.columns.get("prompt", prompt), target, row.columns))
-        if len(prompts) == limit:
-            break
-    if not answers:
-        require(media, named, path)
-    return _finished(prompts, given, answers, limit, path)
+
+    def make(row: DataRow, number: int) -> Prompt:
+        image, target = _scene(row.columns, words)
+        if not answers:
+            media.locate(image)
+        asked = row.columns.get("prompt")
+        asked = prompt if asked is None else text(asked, "prompt")
+        return ask(uid_of(row.columns, image), [media.image(image)], asked, target, row.columns)
+
+    prompts = read_prompts(path, Rows(Path(path), media.root), make, limit=limit)
+    return _answered(prompts, given, answers, limit)
 
 
-def _scene(row: Mapping[str, Any], words: Ontology, place: str) -> tuple[str, Scene]:
+def _scene(row: Mapping[str, Any], words: Ontology) -> tuple[str, Scene]:
+    texts = {name: _texts(row.get(name), name) for name in ("objects", "absent", "captions")}
+    if row.get("objects") is None:
+        raise FileError(f"wanted image and objects, got {short(sorted(row))}")
     try:
-        objects = {words.name_of(one) for one in row["objects"]}
-        for caption in row.get("captions", ()):
-            objects |= {mention.name for mention in words.mentions(caption)}
-        absent = {words.name_of(one) for one in row.get("absent", ())}
-        image = row["image"]
-    except (KeyError, TypeError, AttributeError, ValueError) as error:
-        raise FileError(f"{place}: wanted image and objects: {type(error).__name__}: {error}") from error
+        objects, absent = ({words.name_of(one) for one in texts[name]} for name in ("objects", "absent"))
+    except (KeyError, ValueError) as error:
+        raise FileError(f"wanted objects of the ontology: {type(error).__name__}: {error}") from error
+    objects |= {mention.name for caption in texts["captions"] for mention in words.mentions(caption)}
     if objects & absent:
-        raise FileError(f"{place}: {sorted(objects & absent)} cannot be both there and absent")
-    return image, Scene(frozenset(objects), words, frozenset(absent))
+        raise FileError(f"{sorted(objects & absent)} cannot be both there and absent")
+    return text(row.get("image"), "image"), Scene(frozenset(objects), words, frozenset(absent))
+
+
+def _texts(value: Any, name: str) -> list[str]:
+    return [] if value is None else [text(one, f"{name}[{i}]") for i, one in enumerate(listed(value, name))]
 
 
 def _encoded(text: str, place: str) -> Callable[[], Frames]:
@@ -166,12 +165,10 @@ def _encoded(text: str, place: str) -> Callable[[], Frames]:
     return load
 
 
-def _finished(
-    prompts: list[Prompt], given: dict[str, str], answers: str, limit: int, source: str
-) -> list[Prompt]:
-    if answers:
-        # With a limit, answers to what lies behind it are no mistake.
-        asked = {prompt.uid for prompt in prompts}
-        given = {uid: text for uid, text in given.items() if not limit or uid in asked}
-        prompts = with_answers(prompts, given, answers)
-    return distinct(prompts, source)
+def _answered(prompts: list[Prompt], given: dict[str, str], answers: str, limit: int) -> list[Prompt]:
+    if not answers:
+        return prompts
+    # With a limit, answers to what comes after it are no mistake.
+    asked = {prompt.uid for prompt in prompts}
+    given = {uid: said for uid, said in given.items() if not limit or uid in asked}
+    return with_answers(prompts, given, answers)

@@ -6,10 +6,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from mmrl.fields import listed, mapping, short, text, uid_of
 from mmrl.registry import data
-from mmrl.rows import DataRow, sound_rows
+from mmrl.rows import DataRow, Rows, read_prompts, sound_rows, whole_text
 from mmrl.types import Prompt
-from mmrl.vision.asking import ask, distinct, require, root_of, with_answers
+from mmrl.vision.asking import ask, root_of, with_answers
 from mmrl.vision.hallucination.amber import GENERATIVE, Described, Words
 from mmrl.vision.hallucination.files import FileError, read_answers, read_json
 from mmrl.vision.hallucination.ontology import function_of
@@ -26,24 +27,23 @@ def pope(
     `answers` are lines with an `answer` in the same order, as its script wants them. `prompt` may add words
     to the question.
     """
-    rows = _first(sound_rows(Path(path)), limit)
     media = root_of(root, answers, "pope")
-    prompts = []
-    for number, row in enumerate(rows, 1):
-        try:
-            image, text, label = (row.columns[key] for key in ("image", "text", "label"))
-        except KeyError as error:
-            raise FileError(f"{row.place}: wanted image, text and label, but there is no {error}") from error
+
+    def make(row: DataRow, number: int) -> Prompt:
+        image, question = (text(row.columns.get(name), name) for name in ("image", "text"))
+        label = row.columns.get("label")
         if label not in ("yes", "no"):
-            raise FileError(f"{row.place}: the label must be yes or no, not {label!r}")
-        uid = str(row.columns.get("question_id", number))
-        prompts.append(ask(uid, [media.image(image)], prompt.format(text=text), label, row.columns))
+            raise FileError(f"the label must be yes or no, not {short(label)}")
+        if not answers:
+            media.locate(image)
+        uid = uid_of(row.columns, str(number + 1), "question_id")
+        return ask(uid, [media.image(image)], prompt.format(text=question), label, row.columns)
+
+    prompts = read_prompts(path, Rows(Path(path), media.root), make, limit=limit)
     if answers:
         given = _first(sound_rows(Path(answers)), limit)
         prompts = with_answers(prompts, _in_order(prompts, given, answers), answers)
-    else:
-        require(media, ((row.place, row.columns["image"]) for row in rows), path)
-    return distinct(prompts, path)
+    return prompts
 
 
 def _first(rows: Any, limit: int) -> list[DataRow]:
@@ -56,15 +56,15 @@ def _in_order(prompts: Sequence[Prompt], given: Sequence[DataRow], source: str) 
         raise FileError(f"'{source}' holds {len(given)} answers to {len(prompts)} questions")
     answers = {}
     for prompt, row in zip(prompts, given, strict=True):
-        text = next((row.columns[key] for key in ("answer", "text") if key in row.columns), None)
+        said = next((row.columns[key] for key in ("answer", "text") if key in row.columns), None)
         asked = row.columns.get("question", prompt.columns["text"])
         same = {one.strip().casefold() for one in (prompt.columns["text"], prompt.text)}
-        if type(text) is not str or str(asked).strip().casefold() not in same:
+        if type(said) is not str or str(asked).strip().casefold() not in same:
             raise FileError(
-                f"{row.place}: wanted an answer to {prompt.columns['text']!r}, got {text!r} to {asked!r}; "
-                "answers must stand in the order of the questions"
+                f"{row.place}: wanted an answer to {prompt.columns['text']!r}, got {short(said)} to "
+                f"{short(asked)}; answers must stand in the order of the questions"
             )
-        answers[prompt.uid] = text
+        answers[prompt.uid] = said
     return answers
 
 
@@ -93,39 +93,39 @@ def amber(
     words = _words(relation, safe_words, nouns_by, similar_by)
     given = read_answers(Path(answers)) if answers else {}
     media: MediaRoot = root_of(root, answers, "amber")
-    prompts, named = [], []
-    for row in _first(sound_rows(Path(path)), limit):
-        try:
-            uid, image, text = row.columns["id"], row.columns["image"], row.columns["query"]
-            item = known[uid - 1] if uid > 0 else None
-            target = _target(item, words)
-        except (KeyError, IndexError, TypeError) as error:
-            raise FileError(
-                f"{row.place}: wanted id, image and query, and an annotation of that id: "
-                f"{type(error).__name__}: {error}"
-            ) from error
-        named.append((row.place, image))
-        columns = {**row.columns, "type": item["type"]}
-        prompts.append(ask(str(uid), [media.image(image)], prompt.format(query=text), target, columns))
+
+    def make(row: DataRow, number: int) -> Prompt:
+        uid, (image, query) = row.columns.get("id"), (text(row.columns.get(n), n) for n in ("image", "query"))
+        if type(uid) is not int or not 0 < uid <= len(known):
+            raise FileError(f"wanted as `id` a number of 1 to {len(known)} annotations, got {short(uid)}")
+        target = _target(mapping(known[uid - 1], f"annotation {uid}"), words)
+        if not answers:
+            media.locate(image)
+        columns = {**row.columns, "type": known[uid - 1]["type"]}
+        return ask(str(uid), [media.image(image)], prompt.format(query=query), target, columns)
+
+    prompts = read_prompts(path, Rows(Path(path), media.root), make, limit=limit)
     if answers:
         asked = {one.uid for one in prompts}
-        given = {uid: text for uid, text in given.items() if not limit or uid in asked}
+        given = {uid: said for uid, said in given.items() if not limit or uid in asked}
         prompts = with_answers(prompts, given, answers)
-    else:
-        require(media, named, path)
-    return distinct(prompts, path)
+    return prompts
 
 
 def _words(relation: str, safe_words: str, nouns_by: str, similar_by: str) -> Words:
-    safe = Path(safe_words).read_text(encoding="utf-8").split("\n") if safe_words else []
+    safe = whole_text(Path(safe_words)).split("\n") if safe_words else []
     chosen = {"nouns": nouns_by, "similar": similar_by}
     functions = {name: function_of(by) for name, by in chosen.items() if by}
     return Words(read_json(Path(relation), dict), frozenset(word for word in safe if word), **functions)
 
 
 def _target(item: Mapping[str, Any], words: Words) -> Described | str:
-    if item["type"] == GENERATIVE:
-        return Described(tuple(item["truth"]), tuple(item["hallu"]), words)
-    if item["truth"] not in ("yes", "no"):
-        raise KeyError(f"truth {item['truth']!r} is neither yes nor no")
+    if item.get("type") == GENERATIVE:
+        truth, invented = (
+            tuple(text(word, name) for word in listed(item.get(name), name)) for name in ("truth", "hallu")
+        )
+        return Described(truth, invented, words)
+    if item.get("truth") not in ("yes", "no"):
+        raise FileError(f"the truth of an annotation is neither yes nor no: {short(item.get('truth'))}")
+    text(item.get("type"), "type")
     return item["truth"]

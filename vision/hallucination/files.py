@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mmrl.rows import sound_rows
+from mmrl.fields import RowError, short
+from mmrl.rows import SourceError, parse_json, sound_rows, whole_text
 from mmrl.vision.hallucination.ontology import Ontology
 
 TEXTS = ("caption", "response", "text", "answer", "output")
 IDS = ("image_id", "question_id", "id")
 
 
-class FileError(ValueError):
+class FileError(RowError):
     """A file that does not have the form of its benchmark."""
 
 
@@ -30,11 +30,13 @@ class Pictured:
 def read_json(path: Path, wanted: type[list] | type[dict]) -> Any:
     """Read a JSON file that holds a list or an object."""
     try:
-        found = json.loads(path.read_bytes().decode("utf-8"))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        found = parse_json(whole_text(path))
+    except SourceError:
+        raise
+    except RowError as error:
         raise FileError(f"cannot read '{path}': {error}") from error
     if type(found) is not wanted:
-        raise FileError(f"'{path}' must hold a JSON {wanted.__name__}, not {str(found)[:60]!r}")
+        raise FileError(f"'{path}' must hold a JSON {wanted.__name__}, not {short(found)}")
     return found
 
 
@@ -52,7 +54,7 @@ def read_coco(instances: Sequence[str], captions: Sequence[str], ontology: Ontol
                 objects.setdefault(str(one["id"]), set())
             for one in raw["annotations"]:
                 objects.setdefault(str(one["image_id"]), set()).add(names[one["category_id"]])
-        except (KeyError, TypeError) as error:
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise FileError(
                 f"'{source}' is no file of COCO instances: {type(error).__name__}: {error}"
             ) from error
@@ -63,7 +65,7 @@ def read_coco(instances: Sequence[str], captions: Sequence[str], ontology: Ontol
                 if str(one["image_id"]) in objects:
                     said = ontology.mentions(one["caption"])
                     objects[str(one["image_id"])].update(mention.name for mention in said)
-        except (KeyError, TypeError) as error:
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise FileError(
                 f"'{source}' is no file of COCO captions: {type(error).__name__}: {error}"
             ) from error
@@ -73,9 +75,10 @@ def read_coco(instances: Sequence[str], captions: Sequence[str], ontology: Ontol
 def read_answers(path: Path) -> dict[str, str]:
     """Read ready-made answers by id: a caption file of CHAIR (`{"imgToEval": {id: {"image_id",
     "caption"}}}`), or a list or lines of objects with an id and a text."""
-    listed = _captions_of(path) or [(row.place, row.columns) for row in sound_rows(path)]
+    found = _captions_of(path) or [(row.place, row.columns) for row in sound_rows(path)]
     answers: dict[str, str] = {}
-    for place, row in listed:
+    for place, row in found:
+        row = row if isinstance(row, Mapping) else {}
         uid = next((str(row[key]) for key in IDS if key in row), None)
         text = next((row[key] for key in TEXTS if type(row.get(key)) is str), None)
         if uid is None or text is None:
@@ -89,8 +92,8 @@ def read_answers(path: Path) -> dict[str, str]:
 def _captions_of(path: Path) -> list[tuple[str, Any]]:
     """Read a caption file of CHAIR; nothing if it is none, but JSON lines."""
     try:
-        raw = json.loads(path.read_bytes().decode("utf-8"))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError):
+        raw = parse_json(whole_text(path))
+    except RowError:
         return []  # whoever reads lines tells what is wrong with them
     found = raw.get("imgToEval") if type(raw) is dict else None
     return [(f"{path}: {key}", row) for key, row in found.items()] if type(found) is dict else []
