@@ -7,6 +7,7 @@ import logging
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -273,16 +274,22 @@ def _begins_with(path: Path, sign: bytes) -> bool:
 
 
 def _read_parquet(path: Path) -> Iterator[DataRow]:
+    number = 0
+    with parquet_of(path) as file:
+        for batch in file.iter_batches(batch_size=BATCH):
+            for at in range(batch.num_rows):
+                yield row_of(batch, at, f"{path}[{number}]", split_of(path))
+                number += 1
+
+
+@contextmanager
+def parquet_of(path: Path) -> Iterator[Any]:
+    """Open a parquet file; what is wrong with it is a `SourceError`."""
     import pyarrow
     from pyarrow import parquet
 
     try:
-        batches = parquet.ParquetFile(path).iter_batches(batch_size=BATCH)
-        number = 0
-        for batch in batches:
-            for at in range(batch.num_rows):
-                yield row_of(batch, at, f"{path}[{number}]", split_of(path))
-                number += 1
+        yield parquet.ParquetFile(path)
     except (pyarrow.ArrowException, OSError) as error:
         raise SourceError(f"cannot read '{path}': {error}") from error
 

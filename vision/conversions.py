@@ -12,7 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mmrl.rows import RowError
+from mmrl.fields import RowError, listed, mapping, short, text
+from mmrl.vision.asking import answer_of, answers_of
 
 MARK = re.compile(r"<(image|video)>")
 LEADING = re.compile(r"^(?:\s*<(?:image|video)>)+\n?")
@@ -25,25 +26,25 @@ def from_verl(row: Row) -> dict[str, Any]:
     """Read a row of verl: `prompt` (messages), `reward_model` with its `ground_truth`, `images`, `videos`,
     `data_source`, `ability`, `extra_info`."""
     ours = _from_chat(row, row.get("prompt"))
-    truth = (row.get("reward_model") or {}).get("ground_truth")
-    if truth is not None:
-        ours["answer"] = truth if type(truth) in (str, list) else str(truth)
+    rule = {} if row.get("reward_model") is None else mapping(row["reward_model"], "reward_model")
+    if rule.get("ground_truth") is not None:
+        ours["answer"] = _answer({"answer": rule["ground_truth"]})
     return ours | _rest(row, ("prompt", "reward_model"))
 
 
 def to_verl(row: Row, *, data_source: str = "mmrl", ability: str = "visual_qa") -> dict[str, Any]:
     """Write a row of verl. An answer becomes the ground truth of a rule."""
-    answer = row.get("answer", row.get("answers"))
-    if answer is None:
+    if row.get("answer", row.get("answers")) is None:
         raise RowError("verl checks answers, but the row has no `answer`")
+    extra = row.get("extra_info")
     kept = {key: row[key] for key in ("id", "chosen", "rejected") if row.get(key) is not None}
     return {
         "data_source": row.get("data_source") or data_source,
         "prompt": _chat(row),
         **_media(row),
         "ability": row.get("ability") or ability,
-        "reward_model": {"style": "rule", "ground_truth": answer},
-        "extra_info": {**(row.get("extra_info") or {}), **kept},
+        "reward_model": {"style": "rule", "ground_truth": _answer(row)},
+        "extra_info": {**({} if extra is None else mapping(extra, "extra_info")), **kept},
     }
 
 
@@ -52,21 +53,15 @@ def from_ms_swift(row: Row) -> dict[str, Any]:
     `videos`; or the older `query`, `response`, `history` and `system`."""
     chat = row.get("messages")
     if chat is None and "query" in row:
-        turns = [
-            turn
-            for pair in row.get("history") or ()
-            for turn in zip(("user", "assistant"), pair, strict=True)
-        ]
-        turns += [("user", row["query"]), ("assistant", row.get("response"))]
-        chat = [{"role": role, "content": text} for role, text in turns if text is not None]
+        chat = _turns(row, row["query"], row.get("response"))
     ours = _from_chat(row, chat)
     rejected = row.get("rejected_response")
     if rejected is None and row.get("rejected_messages"):
-        rejected = _text_of(row["rejected_messages"][-1])[0]
+        rejected = _text_of(listed(row["rejected_messages"], "rejected_messages")[-1])[0]
     if rejected is not None:
-        ours |= {"chosen": ours.pop("answer", ""), "rejected": rejected}
+        ours |= {"chosen": ours.pop("answer", ""), "rejected": text(rejected, "rejected_response")}
     if row.get("solution") is not None:
-        ours["answer"] = row["solution"]
+        ours["answer"] = _answer({"answer": row["solution"]})
     spent = ("messages", "query", "response", "history", "rejected_response", "rejected_messages", "solution")
     return ours | _rest(row, spent)
 
@@ -90,14 +85,8 @@ def from_llama_factory(row: Row) -> dict[str, Any]:
     if chat is None:
         if type(row.get("instruction")) is not str:
             raise RowError("wanted conversations, messages or an instruction")
-        asked = "\n".join(part for part in (row["instruction"], row.get("input")) if part)
-        turns = [
-            turn
-            for pair in row.get("history") or ()
-            for turn in zip(("user", "assistant"), pair, strict=True)
-        ]
-        turns += [("user", asked), ("assistant", row.get("output"))]
-        chat = [{"role": role, "content": text} for role, text in turns if text is not None]
+        given = [row.get(name) for name in ("instruction", "input") if row.get(name) not in (None, "")]
+        chat = _turns(row, "\n".join(text(part, "input") for part in given), row.get("output"))
     ours = _from_chat(row, chat)
     for name in ("chosen", "rejected"):
         if row.get(name) is not None:
@@ -135,6 +124,14 @@ def describe_llama_factory(columns: Sequence[str], file_name: str) -> dict[str, 
     }
 
 
+def _turns(row: Row, asked: Any, answer: Any) -> list[dict[str, Any]]:
+    """Write the pairs of `history`, and what is asked in the end, as messages."""
+    pairs = [] if row.get("history") is None else listed(row["history"], "history")
+    said = [one for pair in pairs for one in listed(pair, "history", 2)] + [asked, answer]
+    roles = ("user", "assistant")
+    return [{"role": roles[i % 2], "content": one} for i, one in enumerate(said) if one is not None]
+
+
 def _from_chat(row: Row, chat: Any) -> dict[str, Any]:
     """Part a conversation into what is asked and what is answered, and collect its media."""
     if type(chat) is not list or not chat:
@@ -143,14 +140,17 @@ def _from_chat(row: Row, chat: Any) -> dict[str, Any]:
     inside: dict[str, list[Any]] = {name: [] for name in MEDIA}
     for message in chat:
         role = message.get("role", message.get("from")) if isinstance(message, Mapping) else None
-        if role not in ROLES:
-            raise RowError(f"cannot convert a message of the role {role!r}; known are {', '.join(ROLES)}")
-        text, media = _text_of(message)
-        said.append((ROLES[role], text))
+        if type(role) is not str or role not in ROLES:
+            known = ", ".join(ROLES)
+            raise RowError(f"cannot convert a message of the role {short(role)}; known are {known}")
+        words, media = _text_of(message)
+        said.append((ROLES[role], words))
         for name in MEDIA:
             inside[name] += media[name]
     ours: dict[str, Any] = {}
     system = row.get("system") or (said.pop(0)[1] if said[0][0] == "system" else "")
+    if system:
+        text(system, "system")
     if system:
         ours["system"] = system
     answer = said.pop()[1] if said and said[-1][0] == "assistant" else None
@@ -178,22 +178,22 @@ def _text_of(message: Any) -> tuple[str, dict[str, list[Any]]]:
             words = []
             for part in parts:
                 match part:
-                    case {"type": "text", "text": str(text)} | str(text):
-                        words.append(text)
+                    case {"type": "text", "text": str(piece)} | str(piece):
+                        words.append(piece)
                     case {"type": "image" | "video" as kind, **rest}:
                         words.append(f"<{kind}>")
                         media[f"{kind}s"] += _listed(rest.get(kind))
                     case _:
                         raise RowError(f"cannot convert the part {str(part)[:60]!r} of a message")
             return "".join(words), media
-    raise RowError(f"wanted a text or parts as the content of a message, got {content!r}")
+    raise RowError(f"wanted a text or parts as the content of a message, got {short(content)}")
 
 
-def _unmarked(text: str, media: int) -> str:
+def _unmarked(asked: str, media: int) -> str:
     """Take marks off a text where all of them stand before it, as they do anyway."""
-    leading = LEADING.match(text)
-    marks = len(MARK.findall(text))
-    return text[leading.end() :] if leading and marks == media == len(MARK.findall(leading[0])) else text
+    leading = LEADING.match(asked)
+    marks = len(MARK.findall(asked))
+    return asked[leading.end() :] if leading and marks == media == len(MARK.findall(leading[0])) else asked
 
 
 def _chat(row: Row) -> list[dict[str, str]]:
@@ -203,7 +203,8 @@ def _chat(row: Row) -> list[dict[str, str]]:
             pass
         case _:
             asked = [{"role": "user", "content": row.get("question") or row.get("prompt") or ""}]
-    chat = [{"role": one["role"], "content": _text_of(one)[0]} for one in asked]
+    chat = [{"role": text(mapping(one, "message").get("role"), "role"), "content": _text_of(one)[0]}
+            for one in asked]  # fmt: skip
     first = next((one for one in chat if one["role"] == "user"), None)
     if first is None or not first["content"].strip():
         raise RowError("the row has no `question` and no message of a user")
@@ -211,7 +212,8 @@ def _chat(row: Row) -> list[dict[str, str]]:
         media = _media(row)
         marks = "<image>" * len(media.get("images", ())) + "<video>" * len(media.get("videos", ()))
         first["content"] = marks + first["content"]
-    return ([{"role": "system", "content": row["system"]}] if row.get("system") else []) + chat
+    system = [{"role": "system", "content": text(row["system"], "system")}] if row.get("system") else []
+    return system + chat
 
 
 def _media(row: Row) -> dict[str, list[Any]]:
@@ -228,14 +230,16 @@ def _listed(value: Any) -> list[Any]:
     return [value]
 
 
+def _answer(row: Row) -> str | list[str]:
+    answer = answers_of(row)
+    return answer if type(answer) is str else list(answer)
+
+
 def _said(answer: Any) -> str:
-    return (
-        answer
-        if type(answer) is str
-        else _text_of(_first(answer))[0]
-        if type(answer) is list
-        else str(answer)
-    )
+    """Write an answer in words: a text, a number, or the first of several."""
+    if isinstance(answer, Mapping | list) and answer:
+        return _text_of(_first(answer))[0]
+    return answer_of(answer, "answer")
 
 
 def _first(value: Any) -> Any:

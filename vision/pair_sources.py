@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from mmrl.fields import RowError, text
-from mmrl.rows import Rows, row_files
+from mmrl.rows import Rows, parquet_of, row_files
 from mmrl.types import Media
 from mmrl.vision.media import MediaRoot, decode_image
 from mmrl.vision.named_media import Named, media_of
@@ -122,7 +122,6 @@ def _count_rows(path: Path) -> int:
         with path.open("rb") as file:
             return sum(1 for line in file if line.strip())
     if path.suffix == ".parquet":
-        from pyarrow import parquet
-
-        return parquet.ParquetFile(path).metadata.num_rows
+        with parquet_of(path) as file:
+            return file.metadata.num_rows
     return sum(1 for _ in Rows(path, path.parent))

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from mmrl.fields import RowError, listed, mapping, number, short, text, uid_of
 from mmrl.registry import data
-from mmrl.rows import DataRow, Rows, SourceError, read_prompts, row_files, row_of, split_of
+from mmrl.rows import DataRow, Rows, parquet_of, read_prompts, row_files, row_of, split_of
 from mmrl.types import Frames, Media, Message, Outcome, Part, Prompt
 from mmrl.vision.asking import interleaved
 from mmrl.vision.media import MediaRoot, decode_image
@@ -153,11 +153,8 @@ def _rows(source: Path) -> Iterator[DataRow]:
 
 
 def _parquet(path: Path) -> Iterator[DataRow]:
-    import pyarrow
-
     number = 0
-    try:
-        file = _opened(path, path.stat().st_mtime_ns)
+    with parquet_of(path) as file:
         leaves = [file.schema.column(i).path for i in range(len(file.schema))]
         light = [leaf for leaf in leaves if not leaf.endswith(".bytes")]
         # Without its path nothing would be left of an image, so images of bytes alone are read now.
@@ -169,12 +166,9 @@ def _parquet(path: Path) -> Iterator[DataRow]:
             whole = {name: file.read_row_group(group, [name])[name]
                      for name, leaf in heavy.items() if _has_gaps(file, group, leaf)}  # fmt: skip
             for at in range(table.num_rows):
-                place = f"{path}[{number}]"
-                row = row_of(table, at, place, split_of(path))
+                row = row_of(table, at, f"{path}[{number}]", split_of(path))
                 yield row if row.fault else _with_images(row, path, (group, at), heavy, whole)
                 number += 1
-    except (pyarrow.ArrowException, OSError) as error:
-        raise SourceError(f"cannot read '{path}': {error}") from error
 
 
 def _has_gaps(file: Any, group: int, leaf: int) -> bool:
