@@ -74,7 +74,7 @@ def questions(path, bad_rows):
 
 def unlabelled(path, bad_rows):
     source = Pictures(path, ".")
-    source.look_over()
+    assert source.count() >= 0 and source.content()
     assert all(item.fault or (item.named and item.place) for item in source)
     return []
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -49,19 +49,18 @@ class Pictures:
                 return
             yield item
 
-    def look_over(self) -> tuple[int, str]:
-        """Count the pictures and name them all, without opening one: the name changes where one comes or
-        goes."""
-        count, name = 0, hashlib.sha256()
+    def count(self) -> int:
+        """Count the pictures without opening one."""
+        count = sum(map(_count_rows, self.files)) if self.files else sum(1 for _ in self._folder())
+        return min(count, self.limit or count)
+
+    def content(self) -> str:
+        """Hash what stands in the files of rows, or the names in a folder of pictures: each picture in there
+        is compared with its own hash when its pair is written."""
         if self.files:
-            for path in self.files:
-                count += _count_rows(path)
-                name.update(f"{path.name} {path.stat().st_size}\n".encode())
-        else:
-            for item in self._folder():
-                count += 1
-                name.update(f"{item.place}\n".encode())
-        return min(count, self.limit or count), name.hexdigest()
+            return content_of(self.files)
+        names = "".join(f"{item.place}\n" for item in self._folder())
+        return hashlib.sha256(names.encode()).hexdigest()
 
     def _folder(self) -> Iterator[Item]:
         for folder, inside, names in os.walk(self.source):
@@ -99,6 +98,18 @@ def _item(place: str, columns: Mapping[str, Any]) -> Item:
         raise RowError(f"wanted one image, got {len(shown)} media")
     asked = columns.get("prompt", columns.get("question"))
     return Item(place, shown[0], "" if asked is None else text(asked, "prompt"))
+
+
+def content_of(paths: Iterable[Path]) -> str:
+    """Hash files by their names and content (SHA-256), and folders by the files in them."""
+    content = hashlib.sha256()
+    for path in paths:
+        for one in sorted(path.rglob("*")) if path.is_dir() else [path]:
+            if one.is_file():
+                with one.open("rb") as file:
+                    digest = hashlib.file_digest(file, "sha256").hexdigest()
+                content.update(f"{one.relative_to(path.parent)} {digest}\n".encode())
+    return content.hexdigest()
 
 
 def as_media(name: str, data: bytes) -> Media:

@@ -13,16 +13,16 @@ from typing import Any
 import torch
 
 from mmrl.bind import Pieces
-from mmrl.config import as_piece, as_plain
+from mmrl.config import Piece, as_piece, as_plain
 from mmrl.distributed import Processes
 from mmrl.draws import Stream
 from mmrl.files import locked, write_whole
 from mmrl.registry import builder
-from mmrl.rows import RowError
+from mmrl.rows import RowError, SourceError
 from mmrl.vision.named_media import Named
 from mmrl.vision.pair_files import Shards, as_row, write_data_set
 from mmrl.vision.pair_making import Maker, weights_hash
-from mmrl.vision.pair_sources import Item, Pictures, digest_of
+from mmrl.vision.pair_sources import Item, Pictures, content_of, digest_of
 from mmrl.vision.pairing import FLIPPED, KEPT, Decide, Pair, Rule, Verdicts, decidable
 from mmrl.vision.video import MediaError
 
@@ -92,12 +92,12 @@ class ClipPairs:
             Shards(output),
             Processes(),
         )
-        total, name = pictures.look_over()
+        total = pictures.count()
         if not total:
-            raise RowError(f"there is no picture in '{self.source}'")
+            raise SourceError(f"there is no picture in '{self.source}'")
         with locked(shards.folder, processes):
             if processes.main:
-                shards.agree("plan", self._plan(total, name))
+                shards.agree("plan", self._plan(total, pictures.content()))
             numbers = range(-(-total // self.shard_size))
             if not all(map(shards.has, numbers)):
                 self._answer(pictures, shards, total, processes)
@@ -117,6 +117,8 @@ class ClipPairs:
             "engines": [as_plain(piece) for piece in self.engines],
             "scores": as_plain(self.scores),
             "shard_size": self.shard_size,
+            "model_files": _files_of(self.model),
+            "scores_files": _files_of(self.scores),
         }
 
     # ---- answering and scoring
@@ -192,6 +194,12 @@ class ClipPairs:
                 verdicts.take_back(pair, verdict, str(error))
             else:
                 yield as_row(pair, verdict, data)
+
+
+def _files_of(piece: Piece) -> str:
+    """Hash the files and folders that a piece names: a finished build loads no weights to compare."""
+    named = [Path(value) for value in piece.options.values() if type(value) is str and Path(value).exists()]
+    return content_of(named) if named else ""
 
 
 def _stored(pair: Pair, pictures: Pictures, shards: Shards) -> bytes:
