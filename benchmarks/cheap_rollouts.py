@@ -72,7 +72,8 @@ def train_one(config: str, folder: Path, start: Path, output: Path, seed: int, s
 def reward_of(folder: Path, model: Path, seed: int) -> float:
     """Measure the reward of a trained policy on prompts of its training, sampled exactly."""
     from mmrl.build import load_evaluator
-    from mmrl.config import EvaluateConfig, parse, read
+    from mmrl.config import EvaluateConfig, parse
+    from mmrl.yaml_files import read
 
     raw = read("demo_cheap_rollouts.yaml")
     data = {**raw["data"], "path": str(folder / "clips" / "train.jsonl"), "root": str(folder / "clips")}

@@ -21,8 +21,8 @@ from typing import Any
 import torch
 
 from mmrl.__main__ import main as mmrl
-from mmrl.config import read
 from mmrl.vision import chat
+from mmrl.yaml_files import read
 
 RESULTS = Path(__file__).parent / "results"
 ROOM = 8 << 30  # 41,000 encoded prompts of 150 kB: decoding clips anew would take most of the time

@@ -22,10 +22,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from mmrl.config import Config, load, read
+from mmrl.config import Config, load
 from mmrl.demo import Trained, build, leave, make, plain, show, train
 from mmrl.report import Journal
 from mmrl.table import Measured, RewardTable
+from mmrl.yaml_files import read
 
 if TYPE_CHECKING:
     from mmrl.run import Run

@@ -22,8 +22,8 @@ from mmrl.config import (
     is_part,
     load,
     parse_some,
-    read,
 )
+from mmrl.yaml_files import read
 
 PACKAGES = (
     "mmrl", "torch", "torchvision", "transformers", "accelerate", "peft", "datasets", "av", "diffusers",

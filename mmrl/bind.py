@@ -7,11 +7,12 @@ import inspect
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from mmrl.config import ConfigError, Piece, as_piece, convert
 from mmrl.draws import Stream
 from mmrl.protocols import Observer
+from mmrl.ranges import AtMost, NonNegativeInt, PositiveFloat, Taken, is_number, is_whole, marks
 from mmrl.registry import HOMES, Entry, Needs, check_options, find
 from mmrl.types import Clock
 
@@ -73,14 +74,14 @@ class Pieces:
         place = place or kind
         entry, options, call = self._resolve(kind, piece, place)
         follows = {name: value for name, value in options.items() if isinstance(value, _Follows)}
-        options = {name: value(Clock()) if name in follows else value for name, value in options.items()}
+        options = {name: value.first if name in follows else value for name, value in options.items()}
         if "stream" in entry.options:
             options["stream"] = self.stream
         if kind in MADE:
-            target = self._remember(place, entry.target(*given, **options))
+            target = self.made[place] = _construct(entry, given, options, place)
             setter = lambda name, value: setattr(target, name, value)
         elif inspect.isclass(entry.target):
-            function = self._remember(place, entry.target(**options))
+            function = self.made[place] = _construct(entry, (), options, place)
             target = Bound(entry, function, {}, self.stream, **call)
             setter = lambda name, value: setattr(function, name, value)
         else:
@@ -89,13 +90,16 @@ class Pieces:
         self._scheduled += [(setter, name, value) for name, value in follows.items()]
         return target
 
-    def number(self, value: Any, place: str) -> Bound | float:
-        """Read a number, or the schedule it follows."""
-        return (
-            self.make("schedule", as_piece(value, place), place=place)
-            if isinstance(value, Mapping)
-            else convert(value, float, place)
-        )
+    def number(self, value: Any, wanted: Any, place: str) -> Callable[[Clock], float] | float:
+        """Read a number in the range of a type, or the schedule it follows."""
+        if not isinstance(value, Mapping):
+            return convert(value, wanted, place)
+        schedule = self.make("schedule", as_piece(value, place), place=place)
+        hints = _hints(schedule.entry)
+        for name, given in value.items():
+            if marks(hints.get(name), Taken) and not isinstance(given, Mapping):
+                _fit(given, wanted, f"{place}.{name}")
+        return _Follows(schedule, wanted, place)
 
     @property
     def observers(self) -> dict[str, Observer]:
@@ -117,10 +121,6 @@ class Pieces:
         entry, options, call = self._resolve(kind, piece, place or kind)
         return Bound(entry, entry.target, options, self.stream, **call)
 
-    def _remember(self, place: str, thing: Any) -> Any:
-        self.made[place] = thing
-        return thing
-
     def _resolve(self, kind: str, piece: Piece, place: str) -> tuple[Entry, dict[str, Any], dict[str, Any]]:
         options = dict(piece.options)
         call = {}
@@ -136,6 +136,7 @@ class Pieces:
         except ValueError as error:
             raise ConfigError(f"{place}: {error}") from error
         hints = _hints(entry)
+        _refuse_reversed(entry, hints, options, place)
         filled = {
             name: self._option(name, value, hints.get(name, Any), f"{place}.{name}")
             for name, value in options.items()
@@ -159,28 +160,42 @@ class Pieces:
             if value is None and optional:
                 return None
             return self.make(name, as_piece(value, place), place=place)
-        if isinstance(value, Mapping) and "name" in value and _is_number(wanted):
-            schedule = self.make("schedule", as_piece(value, place), place=place)
-            return _Follows(schedule, whole=float not in (wanted, *typing.get_args(wanted)))
+        if isinstance(value, Mapping) and "name" in value and is_number(wanted):
+            return self.number(value, wanted, place)
         return convert(value, wanted, place)
 
 
 CALLED_WITH = {
-    "reward": {"weight": float, "label": str, "timeout": float, "on_error": str, "retries": int},
+    "reward": {
+        "weight": float,
+        "label": str,
+        "timeout": PositiveFloat,  # seconds
+        "on_error": Literal["raise", "skip"],
+        "retries": NonNegativeInt,
+    },
     "compare": {"weight": float},
 }
 
 
 @dataclass
 class _Follows:
-    """An option that follows a schedule, rounded where it takes whole numbers only."""
+    """An option that follows a schedule, rounded where it takes whole numbers only. Every value is checked
+    against the range of the option."""
 
     schedule: Bound
-    whole: bool
+    wanted: Any
+    place: str
+    first: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.first = self(Clock())
 
     def __call__(self, clock: Clock) -> float:
-        value = self.schedule(clock)
-        return round(value) if self.whole else value
+        try:
+            return _fit(self.schedule(clock), self.wanted, self.place)
+        except (ValueError, ArithmeticError) as error:
+            name = self.schedule.entry.full_name
+            raise ConfigError(f"{self.place}: schedule '{name}' at step {clock.step}: {error}") from error
 
 
 def _hints(entry: Entry) -> Mapping[str, Any]:
@@ -189,10 +204,38 @@ def _hints(entry: Entry) -> Mapping[str, Any]:
     if inspect.isclass(target) and "__dataclass_fields__" not in vars(target):
         target = target.__init__
     try:
-        return typing.get_type_hints(target)
-    except NameError:  # somebody else's function may name types that are not imported
+        return typing.get_type_hints(target, include_extras=True)
+    except (NameError, TypeError):  # somebody else's function may name types that are not imported
         return {}
 
 
-def _is_number(wanted: Any) -> bool:
-    return bool({int, float} & {wanted, *typing.get_args(wanted)})
+def _fit(value: Any, wanted: Any, place: str) -> float:
+    """Bring what a schedule gives into the type and the range of an option."""
+    value = convert(value, float, place)
+    return convert(round(value) if is_whole(wanted) else value, wanted, place)
+
+
+def _construct(entry: Entry, given: Sequence[Any], options: Mapping[str, Any], place: str) -> Any:
+    """Make a piece that is a class. What it says about its options is said with its place."""
+    try:
+        inspect.signature(entry.target).bind(*given, **options)
+    except TypeError as error:
+        raise ConfigError(f"{place}: '{entry.full_name}' is no {entry.kind}: {error}") from error
+    try:
+        return entry.target(*given, **options)
+    except ConfigError:
+        raise
+    except ValueError as error:
+        raise ConfigError(f"{place}: {error}") from error
+
+
+def _refuse_reversed(
+    entry: Entry, hints: Mapping[str, Any], options: Mapping[str, Any], place: str
+) -> None:
+    """Refuse a lower bound above its upper bound: options that are marked with `AtMost`."""
+    values = {name: p.default for name, p in entry.options.items()} | options
+    for name in entry.options:
+        for mark in marks(hints.get(name), AtMost):
+            low, high = values[name], values[mark.option]
+            if isinstance(low, int | float) and isinstance(high, int | float) and low > high:
+                raise ConfigError(f"'{place}.{name}' must be at most '{mark.option}', {high!r}, not {low!r}")

@@ -19,19 +19,19 @@ from mmrl.config import (
     Piece,
     as_piece,
     as_plain,
-    change,
     load,
     parse,
-    read,
 )
 from mmrl.distributed import Processes
 from mmrl.draws import Stream
 from mmrl.hub import check_hub
 from mmrl.protocols import Engine, Policy
+from mmrl.ranges import NonNegativeFloat
 from mmrl.registry import HOMES, Entry, Needs, find
 from mmrl.report import Trackers
 from mmrl.run import Run
 from mmrl.settings import setting_of
+from mmrl.yaml_files import change, read
 
 
 def build(config: Config, *, quiet: bool = False) -> Run:
@@ -76,7 +76,7 @@ def build(config: Config, *, quiet: bool = False) -> Run:
         chain=listed("advantage", config.advantage, "advantage"),
         objective=objective,
         metrics=listed("metric", config.metrics, "metrics"),
-        learning_rate=pieces.number(config.learn.learning_rate, "learn.learning_rate"),
+        learning_rate=pieces.number(config.learn.learning_rate, NonNegativeFloat, "learn.learning_rate"),
         quiet=quiet,
         evaluator=make_evaluator(config, pieces, policy, processes) if config.evaluation.data else None,
         exhibits=listed("exhibit", config.report.exhibits, "report.exhibits"),
@@ -111,14 +111,15 @@ def check(config: Config) -> None:
     """Resolve every name and option of a configuration, and what pieces need of each other, without loading
     anything."""
     pieces = Pieces(Stream())
-    _check_numbers(config)
+    parse(as_plain(config), Config)  # types and ranges, where it was not read from a file
+    _check_together(config)
     check_hub(config)
     policy = pieces.check("policy", config.policy)
     pieces.check("data", config.data)
     pieces.check("sampler", config.sampler)
     pieces.check("group_filter", config.group_filter)
     pieces.check("optimizer", config.learn.optimizer, "learn.optimizer")
-    pieces.number(config.learn.learning_rate, "learn.learning_rate")
+    pieces.number(config.learn.learning_rate, NonNegativeFloat, "learn.learning_rate")
     for kind, listed, place in (
         ("metric", config.metrics, "metrics"),
         ("exhibit", config.report.exhibits, "report.exhibits"),
@@ -136,7 +137,7 @@ def check(config: Config) -> None:
         pieces.make("advantage", piece, place=f"advantage[{i}]") for i, piece in enumerate(config.advantage)
     ]
     _check_chain(config, chain)
-    needs = pieces.make("objective", config.objective).needs
+    needs = _needs_of(pieces, config.objective)
     needs |= reduce(Needs.__or__, (Needs(notes=bound.needs.notes) for bound in chain), Needs())
     _check_needs(config, needs, _declared(policy, "says"))
     check_evaluation(config.evaluation, pieces)
@@ -144,14 +145,6 @@ def check(config: Config) -> None:
 
 def check_evaluation(evaluation: Evaluation, pieces: Pieces) -> None:
     """Resolve the names and options of an evaluation."""
-    if evaluation.num_prompts < 0:
-        raise ConfigError(f"'evaluation.num_prompts' must be 0 or more, not {evaluation.num_prompts}")
-    if evaluation.num_generations < 1:
-        raise ConfigError(
-            f"'evaluation.num_generations' must be at least 1, not {evaluation.num_generations}"
-        )
-    if not 0 < evaluation.confidence < 1:
-        raise ConfigError(f"'evaluation.confidence' must lie between 0 and 1, not {evaluation.confidence}")
     if evaluation.data is not None:
         pieces.check("data", evaluation.data, "evaluation.data")
     for i, piece in enumerate(evaluation.engine):
@@ -176,9 +169,7 @@ def check_some(raw: Mapping[str, Any], parsed: Any) -> None:
         if kind in raw:
             pieces.check(kind, getattr(parsed, kind), kind)
     if "objective" in raw:
-        missing = (
-            set(pieces.make("objective", parsed.objective).needs.others) - set(parsed.references) - _ALWAYS
-        )
+        missing = set(_needs_of(pieces, parsed.objective).others) - set(parsed.references) - _ALWAYS
         if missing:
             raise ConfigError(f"objective compares with {sorted(missing)}; add them to `references`")
     for i, piece in enumerate(parsed.rollout.engine or () if "rollout" in raw else ()):
@@ -195,29 +186,8 @@ def check_some(raw: Mapping[str, Any], parsed: Any) -> None:
 _ALWAYS = {"old", "engine"}
 
 
-def _check_numbers(config: Config) -> None:
-    for place, value in (
-        ("rollout.num_prompts", config.rollout.num_prompts),
-        ("rollout.num_generations", config.rollout.num_generations),
-        ("rollout.max_rounds", config.rollout.max_rounds),
-        ("learn.num_iterations", config.learn.num_iterations),
-        ("learn.minibatches", config.learn.minibatches),
-        ("learn.micro_batch_steps", config.learn.micro_batch_steps),
-        ("max_steps", config.max_steps),
-        ("save_steps", config.save_steps),
-        ("report.logging_steps", config.report.logging_steps),
-    ):
-        if value < 1:
-            raise ConfigError(f"'{place}' must be at least 1, not {value}")
-    for place, value in (
-        ("report.pictured_steps", config.report.pictured_steps),
-        ("eval_steps", config.eval_steps),
-        ("save_total_limit", config.save_total_limit),
-        ("learn.max_grad_norm", config.learn.max_grad_norm),
-        ("learn.max_skipped", config.learn.max_skipped),
-    ):
-        if value < 0:
-            raise ConfigError(f"'{place}' must be 0 or more, not {value}")
+def _check_together(config: Config) -> None:
+    """Refuse keys that do not go with each other."""
     if config.learn.minibatches > config.rollout.num_prompts:
         raise ConfigError(
             f"'learn.minibatches' is {config.learn.minibatches}, but there are only "
@@ -251,13 +221,6 @@ def _check_rewards(rewards: Sequence[Bound], place: str, learned_from: bool = Tr
         raise ConfigError(f"{place}: two rewards are called '{twice[0]}'; give one of them a `label`")
     if learned_from and not any(bound.weight for bound in rewards):
         raise ConfigError(f"{place}: no reward has a weight, so there is nothing to learn from")
-    for bound in rewards:
-        if bound.call.get("on_error", "raise") not in ("raise", "skip"):
-            raise ConfigError(f"{place}: `on_error` of '{bound.name}' must be raise or skip")
-        if bound.call.get("retries", 0) < 0:
-            raise ConfigError(f"{place}: `retries` of '{bound.name}' must be 0 or more")
-        if bound.call.get("timeout", 1.0) <= 0:
-            raise ConfigError(f"{place}: `timeout` of '{bound.name}' must be more than 0 seconds")
 
 
 def _check_chain(config: Config, chain: Sequence[Bound]) -> None:
@@ -299,6 +262,14 @@ def _check_says(config: Config, needs: Needs, says: frozenset[str]) -> None:
             f"the objective reads {sorted(wanted - says)} of the policy, which '{config.policy.name}' does "
             f"not say as it is set up; it says {sorted(says) or 'nothing'} besides log-probabilities"
         )
+
+
+def _needs_of(pieces: Pieces, piece: Piece) -> Needs:
+    """Read what an objective `needs`, given its options."""
+    needs = getattr(pieces.make("objective", piece), "needs", None)
+    if not isinstance(needs, Needs):
+        raise ConfigError(f"objective: '{piece.name}' is no objective: it does not declare `needs`")
+    return needs
 
 
 def _declared(entry: Entry, name: str) -> frozenset[str]:

@@ -13,7 +13,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from mmrl.config import Config, Piece, as_plain, read
+from mmrl.config import Config, Piece, as_plain
+from mmrl.yaml_files import read
 
 # What may change between a run and its continuation.
 FREE = {

@@ -1,28 +1,28 @@
-"""Configuration: frozen dataclasses, YAML files that include others, dotted overrides, strict checks.
-
-Later keys win, mappings merge, lists replace. Two mappings that name different pieces do not merge: the later
-one replaces the earlier. There is no interpolation and no code in YAML.
-"""
+"""Configuration: frozen dataclasses, and strict checks of what a file gives for them."""
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
+import math
 import types
 import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
-from yaml import YAMLError
 
-
-class ConfigError(ValueError):
-    """A mistake in a configuration. The message names the place, what was wanted, what came and what to
-    do."""
+from mmrl.ranges import (
+    LARGEST,
+    Ascending,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveInt,
+    Range,
+)
+from mmrl.yaml_files import ConfigError, read
 
 
 @dataclass(frozen=True)
@@ -39,23 +39,23 @@ class Rollout:
 
     engine: tuple[Piece, ...]
     policy: str = ""  # a name in `references` when another policy than the learner rolls out
-    num_prompts: int = 32  # groups per update, over all processes
-    num_generations: int = 8  # rollouts per prompt
-    max_rounds: int = 1  # how often to ask the sampler again: dropped groups, hints, budgets
+    num_prompts: PositiveInt = 32  # groups per update, over all processes
+    num_generations: PositiveInt = 8  # rollouts per prompt
+    max_rounds: PositiveInt = 1  # how often to ask the sampler again: dropped groups, hints, budgets
 
 
 @dataclass(frozen=True)
 class Learn:
     """How weights move."""
 
-    learning_rate: Any = 1e-6  # a number or a schedule
+    learning_rate: Any = 1e-6  # a number of at least 0, or a schedule
     optimizer: Piece = Piece("adamw")
-    num_iterations: int = 1  # passes over one collection
-    minibatches: int = 1  # optimizer steps per pass
-    micro_batch_steps: int = 16384  # steps held at once: the memory knob
-    max_grad_norm: float = 1.0
+    num_iterations: PositiveInt = 1  # passes over one collection
+    minibatches: PositiveInt = 1  # optimizer steps per pass
+    micro_batch_steps: PositiveInt = 16384  # steps held at once: the memory knob
+    max_grad_norm: NonNegativeFloat = 1.0  # 0: no limit
     on_nonfinite: Literal["stop", "skip"] = "stop"  # what to do about a loss or gradient that is no number
-    max_skipped: int = 10  # updates that may be skipped in a run
+    max_skipped: NonNegativeInt = 10  # updates that may be skipped in a run
 
 
 @dataclass(frozen=True)
@@ -67,18 +67,18 @@ class Evaluation:
     engine: tuple[Piece, ...] = ()
     rewards: tuple[Piece, ...] = ()
     metrics: tuple[Piece, ...] = (Piece("mean"),)
-    num_prompts: int = 0  # 0: all of them
-    num_generations: int = 1
-    confidence: float = 0.95  # of the bootstrap intervals
+    num_prompts: NonNegativeInt = 0  # 0: all of them
+    num_generations: PositiveInt = 1
+    confidence: Annotated[float, Range(0, 1, above=True, below=True)] = 0.95  # of the bootstrap intervals
 
 
 @dataclass(frozen=True)
 class Report:
     """What a run leaves to look at, besides `metrics.jsonl`."""
 
-    logging_steps: int = 1
+    logging_steps: PositiveInt = 1
     log_completions: bool = True  # rows with their rewards and advantages, as parquet
-    pictured_steps: int = 5  # collections whose completions keep small pictures: first, last, some between
+    pictured_steps: NonNegativeInt = 5  # collections with small images of the rows: first, last, some between
     trackers: tuple[Piece, ...] = (
         Piece("tensorboard", {"required": False}),
     )  # dashboards; one that is asked for by name must be installed
@@ -111,15 +111,15 @@ class Config:
     learn: Learn = Learn()
     evaluation: Evaluation = Evaluation()
     report: Report = Report()
-    max_steps: int = 1000
-    save_steps: int = 100
-    save_total_limit: int = 2
+    max_steps: PositiveInt = 1000
+    save_steps: PositiveInt = 100
+    save_total_limit: NonNegativeInt = 2
     metric_for_best_model: str = ""  # the checkpoint where it was best is kept besides the latest
     greater_is_better: bool = True
     push_to_hub: bool = False  # the best model, or else the last, when the run ends
     hub_model_id: str = ""  # owner/name
     hub_private_repo: bool = True
-    eval_steps: int = 0  # 0: only after the last step, where there is evaluation data
+    eval_steps: NonNegativeInt = 0  # 0: only after the last step, where there is evaluation data
     seed: int = 0
     output_dir: str = "runs/unnamed"
     overwrite_output_dir: bool = False
@@ -146,98 +146,6 @@ class BuildConfig:
     build: Piece
     output: str
     seed: int = 0
-
-
-# ---- reading
-
-
-def read(path: str | Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
-    """Read a YAML file, what it includes, and `key=value` overrides, into plain mappings and lists."""
-    return change(_read_file(Path(path), ()), overrides)
-
-
-def change(raw: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
-    """Lay `key=value` overrides over plain mappings."""
-    for text in overrides:
-        raw = merge(raw, _override(text))
-    return raw
-
-
-def _read_file(path: Path, above: tuple[Path, ...]) -> dict[str, Any]:
-    path = _locate(path, above)
-    if path in above:
-        raise ConfigError(f"'{path}' includes itself through {[str(p) for p in above]}")
-    try:
-        loaded = OmegaConf.load(path)
-        raw = OmegaConf.to_container(loaded, resolve=False)
-    except (OSError, UnicodeDecodeError, OmegaConfBaseException, YAMLError) as error:
-        raise ConfigError(f"cannot read '{path}': {error}") from error
-    if not isinstance(raw, dict):
-        raise ConfigError(f"'{path}' must hold a mapping at its top, not a {type(raw).__name__}")
-    _refuse_interpolation(raw, str(path))
-    included: dict[str, Any] = {}
-    names = raw.pop("include", None) or []
-    if not isinstance(names, list):
-        raise ConfigError(f"'{path}': 'include' must be a list of files, not {names!r}")
-    for name in names:
-        included = merge(included, _read_file(Path(name), (*above, path)))
-    return merge(included, raw)
-
-
-def _locate(path: Path, above: tuple[Path, ...]) -> Path:
-    """Find a file beside the one that includes it, or among the configurations that come with mmrl."""
-    places = [above[-1].parent / path] if above else [path]
-    shipped = Path(__file__).parent / "configs"
-    places += [home / path for home in (shipped, Path(__file__).parents[1] / "configs")]
-    places = list(dict.fromkeys(places))
-    for place in places:
-        if place.is_file():
-            return place.resolve()
-    by = f", included by '{above[-1]}'" if above else ""
-    raise ConfigError(f"there is no file '{path}'{by}; looked at {', '.join(str(p) for p in places)}")
-
-
-def _override(text: str) -> dict[str, Any]:
-    key, equals, _ = text.partition("=")
-    if not equals or not key:
-        raise ConfigError(f"an override must read key=value, not '{text}'")
-    try:
-        raw = OmegaConf.to_container(OmegaConf.from_dotlist([text]), resolve=False)
-    except (OmegaConfBaseException, YAMLError) as error:
-        raise ConfigError(f"cannot parse the override '{text}': {error}") from error
-    _refuse_interpolation(raw, f"override '{text}'")
-    return raw
-
-
-def _refuse_interpolation(value: Any, place: str) -> None:
-    match value:
-        case dict():
-            for key, inner in value.items():
-                _refuse_interpolation(inner, f"{place}: {key}")
-        case list():
-            for inner in value:
-                _refuse_interpolation(inner, place)
-        case str() if "${" in value:
-            raise ConfigError(f"{place}: '{value}' looks like an interpolation; write the value itself")
-
-
-def merge(below: Any, above: Any) -> Any:
-    """Lay one plain value over another. `{"0": x}` over a list changes its first item, options over a name
-    extend it."""
-    match below, above:
-        case list(), dict() if above and all(str(key).isdigit() for key in above):
-            changed = {int(key): value for key, value in above.items()}
-            if max(changed) >= len(below):
-                raise ConfigError(f"there is no item {max(changed)} in a list of {len(below)}: {below}")
-            return [merge(item, changed[i]) if i in changed else item for i, item in enumerate(below)]
-        case str(), dict() if "name" not in above:
-            return {"name": below, **above}
-        case {"name": lower}, {"name": upper} if lower != upper:
-            return above
-        case dict(), dict():
-            laid = {key: merge(below[key], value) if key in below else value for key, value in above.items()}
-            return {**below, **laid}
-    return above
 
 
 # ---- checking
@@ -301,7 +209,7 @@ def _default(of: dataclasses.Field) -> Any:
 
 def _known(raw: Mapping[str, Any], kind: type, place: str) -> dict[str, Any]:
     """Check every key that is there."""
-    hints = typing.get_type_hints(kind)
+    hints = typing.get_type_hints(kind, include_extras=True)
     prefix = f"{place}." if place else ""
     for key in raw:
         if key not in hints:
@@ -312,9 +220,16 @@ def _known(raw: Mapping[str, Any], kind: type, place: str) -> dict[str, Any]:
 
 
 def convert(value: Any, wanted: Any, place: str) -> Any:
-    """Check a plain value against a type annotation, and bring it into that form."""
+    """Check a plain value against a type annotation with its range, and bring it into that form."""
     origin, inner = typing.get_origin(wanted), typing.get_args(wanted)
     if wanted is Any:
+        _refuse_infinite(value, place)
+        return value
+    if origin is Annotated:
+        value = convert(value, inner[0], place)
+        for bounds in inner[1:]:
+            if isinstance(bounds, Range | Ascending) and value not in bounds:
+                raise ConfigError(f"'{place}' must be {bounds}, not {value!r}")
         return value
     if wanted is Piece:
         return as_piece(value, place)
@@ -323,16 +238,24 @@ def convert(value: Any, wanted: Any, place: str) -> Any:
     if origin in (typing.Union, types.UnionType):
         return _convert_union(value, inner, place)
     if origin is Literal:
-        if value not in inner:
+        if not any(value == member and type(value) is type(member) for member in inner):
             raise ConfigError(f"'{place}' must be one of {', '.join(map(repr, inner))}, not {value!r}")
         return value
     if origin in (list, tuple, Sequence) and not isinstance(value, str | Mapping):
-        if not isinstance(value, Sequence):
-            raise ConfigError(f"'{place}' must be a list, not {value!r}")
-        return tuple(convert(item, inner[0], f"{place}[{i}]") for i, item in enumerate(value))
+        return _convert_list(value, inner, place)
     if origin in (dict, Mapping) and isinstance(value, Mapping):
         return {str(key): convert(item, inner[1], f"{place}.{key}") for key, item in value.items()}
     return _convert_plain(value, wanted, place)
+
+
+def _convert_list(value: Any, inner: tuple, place: str) -> tuple:
+    """Read a list: `tuple[int, int]` wants two members, `tuple[int, ...]` and `list[int]` any number."""
+    if not isinstance(value, Sequence):
+        raise ConfigError(f"'{place}' must be a list, not {value!r}")
+    members = inner if len(inner) > 1 and inner[1] is not Ellipsis else inner[:1] * len(value)
+    if len(members) != len(value):
+        raise ConfigError(f"'{place}' must be a list of {len(members)}, not {value!r}")
+    return tuple(convert(item, members[i], f"{place}[{i}]") for i, item in enumerate(value))
 
 
 def _convert_union(value: Any, members: tuple, place: str) -> Any:
@@ -351,6 +274,7 @@ def _convert_union(value: Any, members: tuple, place: str) -> Any:
 
 def _convert_plain(value: Any, wanted: Any, place: str) -> Any:
     # Types are compared and not asked for, because true and false are whole numbers to Python.
+    _refuse_infinite(value, place)
     if wanted is float and type(value) is int:
         return float(value)
     plain = {int: "a whole number", float: "a number", str: "a text", bool: "true or false"}
@@ -363,6 +287,22 @@ def _convert_plain(value: Any, wanted: Any, place: str) -> Any:
     ):
         raise ConfigError(f"'{place}' has the wrong form: {value!r}")
     return value
+
+
+def _refuse_infinite(value: Any, place: str) -> None:
+    """Refuse what cannot be reckoned with: NaN, infinities, whole numbers beyond 64 bits."""
+    match value:
+        case float() if not math.isfinite(value):
+            raise ConfigError(f"'{place}' must be a finite number, not {value!r}")
+        case int() if abs(value) > LARGEST:
+            bits = value.bit_length()
+            raise ConfigError(f"'{place}' must be a number of at most 63 bits, not one of {bits}")
+        case Mapping():
+            for key, inner in value.items():
+                _refuse_infinite(inner, f"{place}.{key}")
+        case list() | tuple():
+            for i, inner in enumerate(value):
+                _refuse_infinite(inner, f"{place}[{i}]")
 
 
 def as_piece(value: Any, place: str) -> Piece:

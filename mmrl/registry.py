@@ -220,8 +220,10 @@ def _foreign(kind: str, name: str) -> Entry:
     module, _, attribute = name.partition(":")
     try:
         target = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
-        raise ValueError(f"cannot import the {kind} '{name}': {error}") from error
+    except Exception as error:  # whatever somebody else's module raises when it is loaded
+        raise ValueError(f"cannot import the {kind} '{name}': {type(error).__name__}: {error}") from error
+    if not callable(target):
+        raise ValueError(f"the {kind} '{name}' must be a function or a class, not {type(target).__name__}")
     known = [entry for (k, _), entry in PIECES.items() if k == kind and entry.target is target]
     if known:
         return known[0]

@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING, Any
 from mmrl import checkpoint, faults
 from mmrl.card import essence, write_card
 from mmrl.checkpoint import CheckpointError
-from mmrl.config import Config, ConfigError, as_plain, as_yaml, parse, read
+from mmrl.config import Config, ConfigError, as_plain, as_yaml, parse
 from mmrl.files import LOCK, remove, write_whole
 from mmrl.hub import push
 from mmrl.protocols import Stateful
 from mmrl.sharded import gathered, taken_up, whole
+from mmrl.yaml_files import read
 
 if TYPE_CHECKING:
     from mmrl.run import Run

@@ -8,7 +8,8 @@ from dataclasses import fields, replace
 from functools import reduce
 from typing import Any
 
-from mmrl.config import ConfigError, EvaluateConfig, as_plain, merge, parse
+from mmrl.config import ConfigError, EvaluateConfig, as_plain, parse
+from mmrl.yaml_files import merge
 
 
 def settings_of(config: EvaluateConfig) -> dict[str, EvaluateConfig]:

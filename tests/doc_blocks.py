@@ -27,8 +27,9 @@ from mmrl import registry
 from mmrl.bind import Pieces
 from mmrl.build import check, check_some
 from mmrl.config import Config as Training
-from mmrl.config import as_piece, is_part, load, parse_some, read
+from mmrl.config import as_piece, is_part, load, parse_some
 from mmrl.draws import Stream
+from mmrl.yaml_files import read
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]

@@ -10,6 +10,7 @@ import torch
 from mmrl.bind import Pieces
 from mmrl.config import ConfigError, Piece
 from mmrl.draws import Stream
+from mmrl.ranges import NonNegativeFloat
 from mmrl.types import Clock, Unit
 from tests.tables import moved, reward_table
 from tests.toys import RunningMean, ToyText, prompts
@@ -198,10 +199,10 @@ def test_mistakes_in_a_schedule_are_named_with_their_place(pieces):
 
 
 def test_a_number_is_a_number_or_a_schedule(pieces):
-    assert pieces.number(1, "rate") == 1.0
-    assert pieces.number(LINEAR, "rate")(Clock(2)) == 0.5
+    assert pieces.number(1, NonNegativeFloat, "rate") == 1.0
+    assert pieces.number(LINEAR, NonNegativeFloat, "rate")(Clock(2)) == 0.5
     with pytest.raises(ConfigError, match="'rate' must be a number, not 'fast'"):
-        pieces.number("fast", "rate")
+        pieces.number("fast", NonNegativeFloat, "rate")
 
 
 # ---- randomness and memory

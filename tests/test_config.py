@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from typing import Any, Literal
 
 import pytest
 
@@ -17,11 +18,10 @@ from mmrl.config import (
     as_yaml,
     convert,
     load,
-    merge,
     parse,
     parse_some,
-    read,
 )
+from mmrl.yaml_files import merge, read
 
 WHOLE = {
     "policy": {"name": "some.policy", "lora_rank": 4},
@@ -155,6 +155,22 @@ def test_interpolation_is_refused_wherever_it_stands(file, value):
         read(file("plain.yaml", "a: 1\n"), [f"a={value}"])
 
 
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a: !!int x", "cannot read '.*run.yaml'"),
+        ("a: &x [*x]", "cannot read '.*run.yaml'"),
+        ("include: [1, 2]", "'include' must be a list of files, not \\[1, 2\\]"),
+        (f"include: ['{'x' * 300}']", "File name too long"),
+        ("a: {true: 1}", "a: the key True must be a text; put it into quotes"),
+        ("a: {1: a, '1': b}", "cannot read '.*run.yaml'"),
+    ],
+)
+def test_what_cannot_be_read_is_an_error_of_the_configuration(file, text, message):
+    with pytest.raises(ConfigError, match=message):
+        read(file("run.yaml", text))
+
+
 def test_numbers_in_short_scientific_form_are_numbers(file):
     assert read(file("run.yaml", "a: 1e-6\nb: 1E5\nc: '1e-6'\n")) == {"a": 1e-6, "b": 1e5, "c": "1e-6"}
 
@@ -192,6 +208,11 @@ def test_a_whole_configuration_is_read_with_its_defaults():
         ({"references": ["frozen"]}, "'references' has the wrong form"),
         ({"references": {"ref": 1}}, "'references.ref' must be a name"),
         ({"rollout": {"engine": [{"per_group": 1}]}}, r"'rollout.engine\[0\]' must be a name"),
+        ({"max_steps": 0}, "'max_steps' must be at least 1, not 0"),
+        ({"max_steps": 2**63}, "'max_steps' must be a number of at most 63 bits, not one of 64"),
+        ({"learn": {"max_grad_norm": float("nan")}}, "max_grad_norm' must be a finite number, not nan"),
+        ({"learn": {"max_grad_norm": -1}}, "'learn.max_grad_norm' must be at least 0, not -1.0"),
+        ({"evaluation": {"confidence": 1}}, "must be more than 0 and less than 1, not 1.0"),
     ],
 )
 def test_mistakes_are_named_with_their_place(change, message):
@@ -236,11 +257,26 @@ def test_plain_values_take_the_form_that_is_wanted(value, wanted, converted):
 
 
 def test_a_choice_among_words_names_the_words():
-    from typing import Literal
 
     assert convert("zero", Literal["zero", "raw"], "place") == "zero"
     with pytest.raises(ConfigError, match="'place' must be one of 'zero', 'raw', not 'none'"):
         convert("none", Literal["zero", "raw"], "place")
+    with pytest.raises(ConfigError, match="'place' must be one of 0, 1, not True"):
+        convert(True, Literal[0, 1], "place")
+
+
+def test_a_list_of_a_length_wants_each_of_its_members():
+    assert convert([1, 2], tuple[int, float], "place") == (1, 2.0)
+    with pytest.raises(ConfigError, match=r"'place' must be a list of 2, not \[1, 2, 3\]"):
+        convert([1, 2, 3], tuple[int, float], "place")
+    with pytest.raises(ConfigError, match=r"'place\[0\]' must be a whole number, not 1.5"):
+        convert([1.5, 2], tuple[int, float], "place")
+
+
+def test_a_value_of_any_type_is_finite():
+    assert convert({"x": [1, "a"]}, Any, "place") == {"x": [1, "a"]}
+    with pytest.raises(ConfigError, match=r"'place.x\[1\]' must be a finite number, not inf"):
+        convert({"x": [1, float("inf")]}, Any, "place")
 
 
 # ---- writing

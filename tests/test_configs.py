@@ -15,7 +15,7 @@ from omegaconf import OmegaConf
 from mmrl.__main__ import check_file, main
 from mmrl.bind import Pieces
 from mmrl.build import build, check, make_rewards
-from mmrl.config import Config, ConfigError, EvaluateConfig, as_piece, load, merge, parse, read
+from mmrl.config import Config, ConfigError, EvaluateConfig, as_piece, load, parse
 from mmrl.draws import Stream
 from mmrl.rewards.text import tag_format
 from mmrl.table import RewardTable
@@ -24,6 +24,7 @@ from mmrl.types import Outcome, Prompt
 from mmrl.vision.annotations import Row
 from mmrl.vision.datasets.grounding import demonstration, grounding
 from mmrl.vision.spans import Moments, parse_saliency, parse_spans
+from mmrl.yaml_files import merge, read
 from tests.tables import assert_rows, loss_of, micro_batch, moved, reward_table
 from tests.toy_flow import flow_plan
 from tests.toys import plan

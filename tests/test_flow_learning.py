@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from mmrl.build import build
-from mmrl.config import read
 from mmrl.train import train
+from mmrl.yaml_files import read
 from tests import test_configs
 from tests.test_configs import CONFIGS, on_a_toy
 from tests.toy_flow import ToyDenoise, nearness, spots

@@ -8,9 +8,10 @@ import torch
 from mmrl.__main__ import check_file
 from mmrl.batch import Batch, StepOutput
 from mmrl.bind import Pieces
-from mmrl.config import ConfigError, as_piece, merge, read
+from mmrl.config import ConfigError, as_piece
 from mmrl.draws import Stream
 from mmrl.types import Clock
+from mmrl.yaml_files import merge, read
 from tests.tables import ListedSteps, assert_rows, prefix_rewards, reward_table, step_table
 from tests.test_configs import CONFIGS, PICTURES, chained, of_variant
 

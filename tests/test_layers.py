@@ -22,7 +22,7 @@ BASE = {
     "types", "protocols", "tensor", "table", "batch", "draws", "registry", "reward_forms", "config", "bind",
     "distributed", "kept", "modules", "onednn", "rows", "watch", "sharded", "health", "operations",
     "pictures", "settings", "zero", "files",
-    "media", "fields",
+    "media", "fields", "ranges", "yaml_files",
 }  # fmt: skip
 LOOPS = {
     "score",

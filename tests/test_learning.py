@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from mmrl.build import build
-from mmrl.config import merge, read
 from mmrl.reward_forms import per_outcome
 from mmrl.train import train
 from mmrl.types import Outcome, Prompt
+from mmrl.yaml_files import merge, read
 from tests import test_configs
 from tests.test_configs import CONFIGS, on_a_toy
 

@@ -11,9 +11,10 @@ import torch
 from mmrl import page, zero
 from mmrl.build import build
 from mmrl.checkpoint import MODEL
-from mmrl.config import Config, merge, parse
+from mmrl.config import Config, parse
 from mmrl.report import Journal
 from mmrl.train import train
+from mmrl.yaml_files import merge
 from tests.diffusion import tiny as pipelines
 from tests.diffusion.test_flow_runs import ANCHORED, KEPT_NEAR, MATCHING
 from tests.diffusion.test_flow_runs import plan as flow_plan

@@ -10,10 +10,11 @@ import pytest
 from mmrl import checkpoint, page
 from mmrl.build import check
 from mmrl.card import config_hash, variant_of, write_card
-from mmrl.config import Config, ConfigError, load, merge, parse, read
+from mmrl.config import Config, ConfigError, load, parse
 from mmrl.hub import HubError, push
 from mmrl.saving import Best
 from mmrl.train import train
+from mmrl.yaml_files import merge, read
 from tests.toys import plan, toy_run
 
 EVALUATED = {

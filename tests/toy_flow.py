@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from mmrl.batch import Batch, StepOutput
-from mmrl.config import merge
 from mmrl.draws import Stream
 from mmrl.reward_forms import per_outcome
 from mmrl.types import Message, Outcome, Part, Prompt, Rollouts, Trajectory, Unit
+from mmrl.yaml_files import merge
 from tests.toys import ToyText
 
 

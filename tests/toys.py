@@ -13,13 +13,14 @@ from torch import Tensor, nn
 
 from mmrl.batch import Batch, StepOutput
 from mmrl.build import build
-from mmrl.config import Config, merge, parse
+from mmrl.config import Config, parse
 from mmrl.draws import Stream
 from mmrl.reward_forms import per_outcome
 from mmrl.run import Run
 from mmrl.table import RewardTable
 from mmrl.tensor import cat_padded
 from mmrl.types import Message, Outcome, Part, Prompt, Rollouts, Trajectory, Unit
+from mmrl.yaml_files import merge
 
 STOP = 0  # the token that ends an answer
 

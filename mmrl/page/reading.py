@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mmrl.config import ConfigError, read
+from mmrl.config import ConfigError
 from mmrl.report import EVALUATION, EXHIBITS, Journal
+from mmrl.yaml_files import read
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,9 @@ import torch
 
 from mmrl import page
 from mmrl.build import build
-from mmrl.config import Config, ConfigError, merge, parse
+from mmrl.config import Config, ConfigError, parse
 from mmrl.train import train
+from mmrl.yaml_files import merge
 
 MATCHING = {"name": "diffusion.matching", "draws": 2, "time_type": "uniform"}
 

@@ -7,11 +7,11 @@ import math
 import pytest
 
 from mmrl.build import build
-from mmrl.config import read
 from mmrl.draws import Stream
 from mmrl.engines.stored import Stored
 from mmrl.engines.with_unrelated import WithUnrelated
 from mmrl.train import train
+from mmrl.yaml_files import read
 from tests.test_configs import CONFIGS, on_a_toy
 from tests.toys import ToyText, prompts
 

@@ -10,11 +10,12 @@ import pytest
 import torch
 
 from mmrl.build import build
-from mmrl.config import Config, merge, parse, read
+from mmrl.config import Config, parse
 from mmrl.draws import Stream
 from mmrl.train import train
 from mmrl.vision.builders.clip_pairs import ClipPairs
 from mmrl.vision.datasets.preference_pairs import preference_pairs
+from mmrl.yaml_files import merge, read
 from tests.rewards import tiny_clip
 from tests.vision.test_clip_pairs import manifest_of, paint, rows_of
 

@@ -1,0 +1,99 @@
+"""Ranges of options, as types: `temperature: PositiveFloat = 1.0` refuses 0 before anything is loaded.
+
+A range is metadata of `Annotated`, so a function can also be called with plain numbers. Numbers that are not
+finite, and whole numbers beyond 64 bits, are outside every range.
+"""
+
+from __future__ import annotations
+
+import math
+import types
+import typing
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+LARGEST = 2**63 - 1  # what a tensor of whole numbers holds
+
+
+@dataclass(frozen=True)
+class Range:
+    """Numbers from `low` to `high`; `above` and `below` leave the bound itself out."""
+
+    low: float = -math.inf
+    high: float = math.inf
+    above: bool = False
+    below: bool = False
+
+    def __contains__(self, value: float) -> bool:
+        over = value > self.low if self.above else value >= self.low
+        return over and (value < self.high if self.below else value <= self.high)
+
+    def __str__(self) -> str:
+        """Spell the range as `more than 0 and at most 1`."""
+        low = f"{'more than' if self.above else 'at least'} {self.low:g}" if self.low > -math.inf else ""
+        high = f"{'less than' if self.below else 'at most'} {self.high:g}" if self.high < math.inf else ""
+        return " and ".join(filter(None, (low, high)))
+
+
+@dataclass(frozen=True)
+class Ascending:
+    """A list that does not fall: two bounds that are the right way round."""
+
+    def __contains__(self, value: Sequence[float]) -> bool:
+        return list(value) == sorted(value)
+
+    def __str__(self) -> str:
+        return "in ascending order"
+
+
+@dataclass(frozen=True)
+class AtMost:
+    """A number that is not above another option of the same piece, where both are given."""
+
+    option: str
+
+
+@dataclass(frozen=True)
+class Taken:
+    """An option of a schedule that is a value of the number that follows it, and so in its range."""
+
+
+PositiveInt = Annotated[int, Range(1)]
+NonNegativeInt = Annotated[int, Range(0)]
+PositiveFloat = Annotated[float, Range(0, above=True)]
+NonNegativeFloat = Annotated[float, Range(0)]
+Probability = Annotated[float, Range(0, 1)]
+PositiveShare = Annotated[float, Range(0, 1, above=True)]  # of what must not be empty
+ShareBelowOne = Annotated[float, Range(0, 1, below=True)]  # of what must not be everything: momentum, decay
+TakenFloat = Annotated[float, Taken()]
+TakenInt = Annotated[int, Taken()]
+
+
+def is_number(wanted: Any) -> bool:
+    """Tell whether a type annotation takes a number, which could follow a schedule."""
+    return bool({int, float} & set(_members(wanted)))
+
+
+def is_whole(wanted: Any) -> bool:
+    """Tell whether a type annotation takes whole numbers only."""
+    return float not in _members(wanted)
+
+
+def marks(wanted: Any, kind: type) -> list[Any]:
+    """List the metadata of one kind in a type annotation or the members of a union."""
+    if typing.get_origin(wanted) is Annotated:
+        return [mark for mark in wanted.__metadata__ if isinstance(mark, kind)]
+    return [mark for member in typing.get_args(wanted) if _is_union(wanted) for mark in marks(member, kind)]
+
+
+def _members(wanted: Any) -> tuple[Any, ...]:
+    if typing.get_origin(wanted) is Annotated:
+        return _members(wanted.__origin__)
+    if _is_union(wanted):
+        return tuple(one for member in typing.get_args(wanted) for one in _members(member))
+    return (wanted,)
+
+
+def _is_union(wanted: Any) -> bool:
+    return typing.get_origin(wanted) in (typing.Union, types.UnionType)
