@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from mmrl.diffusion.motion import Gaussian, along, clean_estimate, noise_estimate
+from mmrl.ranges import PositiveFloat, PositiveShare
 from mmrl.registry import solver
 
 
@@ -35,7 +36,7 @@ def flow_sde(
     following: Tensor,
     second: Tensor,
     *,
-    noise_level: float = 0.7,
+    noise_level: PositiveFloat = 0.7,
 ) -> Gaussian:
     """Take a step of the stochastic twin of the flow, with its marginals (Flow-GRPO, arXiv 2505.05470).
 
@@ -60,7 +61,7 @@ def dance_sde(
     following: Tensor,
     second: Tensor,
     *,
-    noise_level: float = 0.3,
+    noise_level: PositiveFloat = 0.3,
 ) -> Gaussian:
     """Take a stochastic step of constant noise, with the marginals of the flow (DanceGRPO, arXiv
     2505.07818)."""
@@ -79,7 +80,7 @@ def cps(
     following: Tensor,
     second: Tensor,
     *,
-    noise_level: float = 0.8,
+    noise_level: PositiveShare = 0.8,
 ) -> Gaussian:
     """Replace a part of the noise so that exactly `following` of it is left (Flow-CPS, arXiv 2509.05952).
 

@@ -229,9 +229,7 @@ def _construct(entry: Entry, given: Sequence[Any], options: Mapping[str, Any], p
         raise ConfigError(f"{place}: {error}") from error
 
 
-def _refuse_reversed(
-    entry: Entry, hints: Mapping[str, Any], options: Mapping[str, Any], place: str
-) -> None:
+def _refuse_reversed(entry: Entry, hints: Mapping[str, Any], options: Mapping[str, Any], place: str) -> None:
     """Refuse a lower bound above its upper bound: options that are marked with `AtMost`."""
     values = {name: p.default for name, p in entry.options.items()} | options
     for name in entry.options:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from mmrl.ranges import NonNegativeFloat, ShareBelowOne
 from mmrl.registry import optimizer
 
 Named = Sequence[tuple[str, nn.Parameter]]
@@ -18,7 +19,12 @@ _TABLES = re.compile(r"embed|lm_head")  # a row of these is a token: they are no
 
 @optimizer
 def adamw(
-    named: Named, *, weight_decay: float = 0.0, beta1: float = 0.9, beta2: float = 0.999, eps: float = 1e-8
+    named: Named,
+    *,
+    weight_decay: NonNegativeFloat = 0.0,
+    beta1: ShareBelowOne = 0.9,
+    beta2: ShareBelowOne = 0.999,
+    eps: NonNegativeFloat = 1e-8,
 ) -> torch.optim.Optimizer:
     """Adam with decoupled weight decay (arXiv 1711.05101)."""
     return torch.optim.AdamW(_values(named), weight_decay=weight_decay, betas=(beta1, beta2), eps=eps)
@@ -26,7 +32,12 @@ def adamw(
 
 @optimizer
 def adamw_8bit(
-    named: Named, *, weight_decay: float = 0.0, beta1: float = 0.9, beta2: float = 0.999, eps: float = 1e-8
+    named: Named,
+    *,
+    weight_decay: NonNegativeFloat = 0.0,
+    beta1: ShareBelowOne = 0.9,
+    beta2: ShareBelowOne = 0.999,
+    eps: NonNegativeFloat = 1e-8,
 ) -> torch.optim.Optimizer:
     """AdamW with its two moments in 8 bits, from bitsandbytes (arXiv 2110.02861)."""
     try:
@@ -37,7 +48,9 @@ def adamw_8bit(
 
 
 @optimizer
-def sgd(named: Named, *, momentum: float = 0.0, weight_decay: float = 0.0) -> torch.optim.Optimizer:
+def sgd(
+    named: Named, *, momentum: ShareBelowOne = 0.0, weight_decay: NonNegativeFloat = 0.0
+) -> torch.optim.Optimizer:
     """Gradient descent with momentum."""
     return torch.optim.SGD(_values(named), lr=0.0, momentum=momentum, weight_decay=weight_decay)
 
@@ -46,10 +59,10 @@ def sgd(named: Named, *, momentum: float = 0.0, weight_decay: float = 0.0) -> to
 def muon(
     named: Named,
     *,
-    momentum: float = 0.95,
-    weight_decay: float = 0.0,
-    beta1: float = 0.9,
-    beta2: float = 0.99,
+    momentum: ShareBelowOne = 0.95,
+    weight_decay: NonNegativeFloat = 0.0,
+    beta1: ShareBelowOne = 0.9,
+    beta2: ShareBelowOne = 0.99,
 ) -> torch.optim.Optimizer:
     """Orthogonalise the momentum of matrices, scaled so that the learning rate is AdamW's (arXiv 2502.16982).
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from mmrl.batch import Batch, StepOutput
 from mmrl.protocols import Policy
+from mmrl.ranges import PositiveInt, Probability
 from mmrl.registry import reference
 from mmrl.sharded import exchange, give_up
 
@@ -87,7 +88,7 @@ def frozen(policy: Policy) -> Reference:
 
 
 @reference
-def ema(policy: Policy, *, decay: float = 0.99, every: int = 1) -> Reference:
+def ema(policy: Policy, *, decay: Probability = 0.99, every: PositiveInt = 1) -> Reference:
     """A moving average of the policy: `decay` of it stays after every optimizer step, or after `every` so
     many (Flow-GRPO's code has 8)."""
     return Reference(policy, decay, every)

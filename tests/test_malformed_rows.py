@@ -96,6 +96,8 @@ def collected(path, bad_rows):
 
 
 ASKED = {"question_id": 1, "image": "a.png", "text": "Is it?", "label": "yes"}
+
+
 def at_home(read, **options):
     """Give a reader of files under the current folder that has no option `bad_rows`."""
     return lambda path, bad_rows: read(path=path, **options)

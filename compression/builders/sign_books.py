@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from mmrl.bind import Pieces
 from mmrl.compression.sign_books import make_books, write_books
@@ -12,6 +12,7 @@ from mmrl.config import as_piece
 from mmrl.distributed import Processes
 from mmrl.draws import Stream
 from mmrl.health import evaluating
+from mmrl.ranges import NonNegativeInt, PositiveInt, Range
 from mmrl.registry import builder
 
 
@@ -32,12 +33,12 @@ class SignBooks:
         stream: Stream,
         model: Mapping[str, Any],
         prompts: Mapping[str, Any],
-        nbits: float = 1.0,
-        value_nbits: float | None = None,
+        nbits: Annotated[float, Range(0, 16, above=True)] = 1.0,
+        value_nbits: Annotated[float, Range(0, 16, above=True)] | None = None,
         of: Literal["prompt", "visual"] = "visual",
-        first: int = 8,
-        num_prompts: int = 400,
-        num_tokens: int = 24,
+        first: NonNegativeInt = 8,
+        num_prompts: PositiveInt = 400,
+        num_tokens: PositiveInt = 24,
     ) -> None:
         self.model, self.prompts = as_piece(model, "build.model"), as_piece(prompts, "build.prompts")
         pieces = Pieces(Stream())

@@ -9,11 +9,13 @@ import torch
 from torch import Tensor
 
 from mmrl.compression import bits
+from mmrl.compression.bits import Bits
 from mmrl.compression.held.blocks import Coded, collect
 from mmrl.compression.held.layer import Plain, Since
 from mmrl.compression.held.layout import Layout, Part, group_slots
 from mmrl.compression.held.transformers_cache import make_cache
 from mmrl.compression.held.window import Rows, Window
+from mmrl.ranges import PositiveInt
 from mmrl.registry import cache
 
 
@@ -84,10 +86,10 @@ def all_bits(
     visual: Tensor | None,
     mask: Tensor | None,
     *,
-    nbits: int = 2,
-    value_nbits: int | None = None,
-    q_group_size: int = 32,
-    residual_length: int = 128,
+    nbits: Bits = 2,
+    value_nbits: Bits | None = None,
+    q_group_size: PositiveInt = 32,
+    residual_length: PositiveInt = 128,
     rule: Literal["range", "fitted"] = "range",
     rotate: bool = False,
     fused: bool = True,

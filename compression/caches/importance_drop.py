@@ -12,6 +12,7 @@ from mmrl.compression.held.blocks import Exact, collect
 from mmrl.compression.held.layer import Held, Plain, Since, Tail
 from mmrl.compression.held.layout import Layout, Part
 from mmrl.compression.held.transformers_cache import make_cache
+from mmrl.ranges import PositiveInt, Probability
 from mmrl.registry import cache
 
 
@@ -136,12 +137,12 @@ def importance_drop(
     visual: Tensor | None,
     mask: Tensor | None,
     *,
-    keep: float = 0.1,
+    keep: Probability = 0.1,
     layers: Literal["density", "uniform"] = "density",
-    window: int = 50,
-    recent: float = 0.1,
-    threshold: float = 0.01,
-    pool: int = 1,
+    window: PositiveInt = 50,
+    recent: Probability = 0.1,
+    threshold: Probability = 0.01,
+    pool: PositiveInt = 1,
 ) -> Any:
     """Keep the part `keep` of every prompt, chosen once it is read, and drop the rest, for one batch.
 

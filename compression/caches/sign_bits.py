@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from mmrl.compression.held.signed import Signed
 from mmrl.compression.held.transformers_cache import make_cache
 from mmrl.compression.sign_books import Lent, read_books
 from mmrl.compression.signs import MOST, encode, fit, hold
+from mmrl.ranges import NonNegativeInt, Range
 from mmrl.registry import cache
 
 
@@ -80,13 +81,13 @@ def sign_bits(
     visual: Tensor | None,
     mask: Tensor | None,
     *,
-    nbits: float | None = None,
-    value_nbits: float | None = None,
+    nbits: Annotated[float, Range(0, 16, above=True)] | None = None,
+    value_nbits: Annotated[float, Range(0, 16, above=True)] | None = None,
     of: Literal["prompt", "visual"] = "prompt",
     book: str = "",
-    first: int = 8,
-    newest: int = 0,
-    rounds: int = 3,
+    first: NonNegativeInt = 8,
+    newest: NonNegativeInt = 0,
+    rounds: NonNegativeInt = 3,
     fused: bool = True,
 ) -> Any:
     """Hold prompts, or their visual tokens, in any number of bits, as sums of vectors, for one batch (ours).

@@ -11,10 +11,12 @@ import torch
 from torch import Tensor
 
 from mmrl.compression import bits
+from mmrl.compression.bits import Bits
 from mmrl.compression.held.blocks import Coded, Exact, collect
 from mmrl.compression.held.layer import Since, Tail
 from mmrl.compression.held.layout import Layout, Part, group_slots
 from mmrl.compression.held.transformers_cache import make_cache
+from mmrl.ranges import NonNegativeFloat, NonNegativeInt
 from mmrl.registry import cache
 
 
@@ -95,14 +97,14 @@ def visual_bits(
     visual: Tensor,
     mask: Tensor,
     *,
-    nbits: int = 1,
-    value_nbits: int | None = None,
+    nbits: Bits = 1,
+    value_nbits: Bits | None = None,
     rule: bits.Rule = "fitted",
-    q_group_size: int = 0,
+    q_group_size: NonNegativeInt = 0,
     per_image: bool = False,
     axis_value: Literal["channel", "token"] = "channel",
     rotate: bool = False,
-    score_drop: float = 0.0,
+    score_drop: NonNegativeFloat = 0.0,
     guard: bool = True,
     fused: bool = True,
 ) -> Any:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from mmrl.compression.cheap import Cheap, Watching, is_cheap
 from mmrl.compression.fidelity import gate
 from mmrl.health import evaluating
+from mmrl.ranges import NonNegativeFloat, PositiveInt, Probability
 from mmrl.registry import engine
 from mmrl.types import Prompt, Rollouts
 
@@ -25,10 +26,10 @@ class CheckCache(Watching):
         self,
         engine: Cheap,
         *,
-        num_prompts: int = 4,
-        num_tokens: int = 16,
-        min_agreement: float = 0.9,
-        max_kl: float = 0.1,
+        num_prompts: PositiveInt = 4,
+        num_tokens: PositiveInt = 16,
+        min_agreement: Probability = 0.9,
+        max_kl: NonNegativeFloat = 0.1,
         allow: bool = False,
     ) -> None:
         super().__init__(engine, "check_cache")

@@ -6,6 +6,7 @@ import time
 from collections.abc import Mapping, Sequence
 
 from mmrl.compression.cheap import Cheap, Watching
+from mmrl.ranges import NonNegativeInt
 from mmrl.registry import engine
 from mmrl.types import Prompt, Rollouts
 
@@ -22,7 +23,7 @@ class CompareExact(Watching):
     transforms.
     """
 
-    def __init__(self, engine: Cheap, *, at: int = 1, every: int = 0) -> None:
+    def __init__(self, engine: Cheap, *, at: NonNegativeInt = 1, every: NonNegativeInt = 0) -> None:
         if at < 0 or every < 0:
             raise ValueError(f"`at` and `every` count collections: 0 or more, not {at} and {every}")
         super().__init__(engine, "compare_exact")

@@ -11,11 +11,14 @@ from mmrl.compression.plans import best_each, check_share, read_plan
 from mmrl.compression.pruned.narrow import features
 from mmrl.compression.pruned.spec import core_of, pruning_of, shape_of
 from mmrl.compression.pruned.views import note, share
+from mmrl.ranges import Probability
 from mmrl.registry import transform
 
 
 @transform
-def cut_weights(model: nn.Module, *, neurons: float = 1.0, heads: float = 1.0, plan: str = "") -> nn.Module:
+def cut_weights(
+    model: nn.Module, *, neurons: Probability = 1.0, heads: Probability = 1.0, plan: str = ""
+) -> nn.Module:
     """Cut inner units and heads out of the language model for all tokens: matrices, cache and folder get
     smaller.
 

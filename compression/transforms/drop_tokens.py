@@ -10,11 +10,12 @@ from mmrl.compression.decoders.lookup import decoder_of
 from mmrl.compression.plans import check_share
 from mmrl.compression.pruned.choose import most_diverse, most_ranked, most_seen, stage_layers, tower_choice
 from mmrl.compression.pruned.spec import Cut, add_cuts, core_of, prune, shape_of
+from mmrl.ranges import NonNegativeInt, PositiveInt, Probability
 from mmrl.registry import transform
 
 
 @transform
-def fastv(model: nn.Module, *, after: int = 2, keep: float = 0.5) -> nn.Module:
+def fastv(model: nn.Module, *, after: PositiveInt = 2, keep: Probability = 0.5) -> nn.Module:
     """Keep the share of visual tokens that the last prompt token attended to most in layer `after`, mean over
     heads.
 
@@ -30,7 +31,10 @@ def fastv(model: nn.Module, *, after: int = 2, keep: float = 0.5) -> nn.Module:
 
 @transform
 def pyramid_drop(
-    model: nn.Module, *, keep: tuple[float, ...] = (0.5, 0.25, 0.125), layers: tuple[int, ...] | None = None
+    model: nn.Module,
+    *,
+    keep: tuple[Probability, ...] = (0.5, 0.25, 0.125),
+    layers: tuple[NonNegativeInt, ...] | None = None,
 ) -> nn.Module:
     """Keep fewer visual tokens from stage to stage: shares of all there were, ranked by the last prompt token
     with the projections of the stage's first layer.
@@ -49,7 +53,9 @@ def pyramid_drop(
 
 
 @transform
-def vision_zip(model: nn.Module, *, dominant: int = 54, contextual: int = 10) -> nn.Module:
+def vision_zip(
+    model: nn.Module, *, dominant: NonNegativeInt = 54, contextual: NonNegativeInt = 10
+) -> nn.Module:
     """Keep, of every picture, the `dominant` patches that the tower's class token attends to most and
     `contextual` others, which take up the mean of the rest by likeness of keys.
 
@@ -69,7 +75,7 @@ def vision_zip(model: nn.Module, *, dominant: int = 54, contextual: int = 10) ->
 
 
 @transform
-def div_prune(model: nn.Module, *, keep: float = 0.098) -> nn.Module:
+def div_prune(model: nn.Module, *, keep: Probability = 0.098) -> nn.Module:
     """Keep a share of the visual tokens of a prompt that differ most from each other, before the first layer.
 
     Greedy: the smallest of the distances (1 - cosine) between kept tokens is made large. arXiv 2503.02175.

@@ -6,6 +6,7 @@ from torch import nn
 
 from mmrl.compression.plans import best_overall, check_chosen, check_share, first_units, read_plan
 from mmrl.compression.pruned.spec import prune, shape_of
+from mmrl.ranges import NonNegativeInt, Probability
 from mmrl.registry import transform
 
 
@@ -13,10 +14,10 @@ from mmrl.registry import transform
 def drop_visual_heads(
     model: nn.Module,
     *,
-    keep: float = 0.5,
+    keep: Probability = 0.5,
     plan: str = "",
-    whole: int = 2,
-    heads: tuple[tuple[int, ...] | None, ...] | None = None,
+    whole: NonNegativeInt = 2,
+    heads: tuple[tuple[NonNegativeInt, ...] | None, ...] | None = None,
 ) -> nn.Module:
     """Keep a share of the query heads for visual tokens: the others neither look from them nor at them.
 

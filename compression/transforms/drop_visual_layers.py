@@ -5,11 +5,12 @@ from __future__ import annotations
 from torch import nn
 
 from mmrl.compression.pruned.spec import Cut, add_cuts, prune, shape_of
+from mmrl.ranges import PositiveInt
 from mmrl.registry import transform
 
 
 @transform
-def drop_visual_layers(model: nn.Module, *, after: int) -> nn.Module:
+def drop_visual_layers(model: nn.Module, *, after: PositiveInt) -> nn.Module:
     """Take visual tokens out of the sequence after `after` layers: later ones compute, and cache, text only.
 
     Text keeps the positions it had. `after` equal to the number of layers changes nothing. arXiv 2410.06169;

@@ -5,11 +5,12 @@ from __future__ import annotations
 from torch import nn
 
 from mmrl.compression.pruned.spec import prune
+from mmrl.ranges import NonNegativeInt
 from mmrl.registry import transform
 
 
 @transform
-def local_visual_attention(model: nn.Module, *, radius: int = 2, causal: bool = True) -> nn.Module:
+def local_visual_attention(model: nn.Module, *, radius: NonNegativeInt = 2, causal: bool = True) -> nn.Module:
     """Let visual tokens see, of visual tokens, only those at most `radius` rows and columns away on their
     picture.
 

@@ -8,6 +8,7 @@ from torch import nn
 
 from mmrl.compression.pruned.spec import core_of
 from mmrl.compression.pruned.views import note, share
+from mmrl.ranges import NonNegativeFloat
 from mmrl.registry import transform
 
 ADAPTER = "lora_"  # in the names of an adapter's own layers
@@ -20,7 +21,7 @@ def low_bit_weights(
     nbits: Literal[4, 8] = 4,
     kind: Literal["nf4", "fp4"] = "nf4",
     double: bool = True,
-    threshold: float = 6.0,
+    threshold: NonNegativeFloat = 6.0,
 ) -> nn.Module:
     """Hold the linear layers of the language model in 4 or 8 bits; they no longer learn, an adapter over them
     does, whether it was there before or comes later.

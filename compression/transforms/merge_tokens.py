@@ -9,11 +9,12 @@ from torch import nn
 from mmrl.compression.plans import check_share
 from mmrl.compression.pruned.choose import merged
 from mmrl.compression.pruned.spec import Cut, add_cuts, prune
+from mmrl.ranges import NonNegativeInt, Probability
 from mmrl.registry import transform
 
 
 @transform
-def merge_tokens(model: nn.Module, *, keep: float = 0.5, before: int = 0) -> nn.Module:
+def merge_tokens(model: nn.Module, *, keep: Probability = 0.5, before: NonNegativeInt = 0) -> nn.Module:
     """Merge the most alike visual tokens of a prompt, in front of layer `before`, until a share is left.
 
     Bipartite soft matching on hidden states, means weighed by how many tokens each stands for; a merged token

@@ -6,12 +6,17 @@ from torch import nn
 
 from mmrl.compression.plans import check_share, read_plan
 from mmrl.compression.pruned.spec import prune, shape_of
+from mmrl.ranges import NonNegativeInt, Probability
 from mmrl.registry import transform
 
 
 @transform
 def shortv(
-    model: nn.Module, *, freeze: float = 0.6, plan: str = "", layers: tuple[int, ...] | None = None
+    model: nn.Module,
+    *,
+    freeze: Probability = 0.6,
+    plan: str = "",
+    layers: tuple[NonNegativeInt, ...] | None = None,
 ) -> nn.Module:
     """Let visual tokens pass the least important layers unchanged; text still attends to them there.
 

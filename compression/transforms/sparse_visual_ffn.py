@@ -6,6 +6,7 @@ from torch import nn
 
 from mmrl.compression.plans import best_each, check_chosen, check_share, first_units, read_plan
 from mmrl.compression.pruned.spec import prune, shape_of
+from mmrl.ranges import NonNegativeInt, Probability
 from mmrl.registry import transform
 
 
@@ -13,9 +14,9 @@ from mmrl.registry import transform
 def sparse_visual_ffn(
     model: nn.Module,
     *,
-    keep: float = 0.5,
+    keep: Probability = 0.5,
     plan: str = "",
-    neurons: tuple[tuple[int, ...] | None, ...] | None = None,
+    neurons: tuple[tuple[NonNegativeInt, ...] | None, ...] | None = None,
 ) -> nn.Module:
     """Keep a share of the inner units of every feed-forward layer for visual tokens; text uses all.
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from mmrl.media import read_image
+from mmrl.ranges import NonNegativeInt, PositiveInt
 from mmrl.registry import builder
 
 SHAPES = ("circle", "rectangle", "triangle")
@@ -32,7 +33,9 @@ class CaptionedPictures:
     `manifest.json`. `source` is the package's folder `data`; without it the installed package is looked up.
     """
 
-    def __init__(self, *, source: str = "", window: int = 40, side: int = 24, limit: int = 0) -> None:
+    def __init__(
+        self, *, source: str = "", window: PositiveInt = 40, side: PositiveInt = 24, limit: NonNegativeInt = 0
+    ) -> None:
         self.source, self.window, self.side, self.limit = source, window, side, limit
 
     def build(self, output: Path) -> dict[str, Any]:

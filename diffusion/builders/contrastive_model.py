@@ -17,6 +17,7 @@ from mmrl.diffusion.decoding import Reading, read_picture
 from mmrl.diffusion.rows import CAPTION, objects, text_of
 from mmrl.draws import Stream
 from mmrl.media import locate
+from mmrl.ranges import PositiveFloat, PositiveInt
 from mmrl.registry import builder
 
 PAUSE = 10.0  # seconds between two lines of progress
@@ -62,14 +63,14 @@ class ContrastiveModel:
         train: str,
         test: str,
         root: str,
-        side: int = 32,
-        width: int = 16,
-        text_width: int = 64,
-        text_length: int = 16,
-        embed_dim: int = 64,
-        steps: int = 600,
-        batch_size: int = 128,
-        learning_rate: float = 2e-3,
+        side: PositiveInt = 32,
+        width: PositiveInt = 16,
+        text_width: PositiveInt = 64,
+        text_length: PositiveInt = 16,
+        embed_dim: PositiveInt = 64,
+        steps: PositiveInt = 600,
+        batch_size: PositiveInt = 128,
+        learning_rate: PositiveFloat = 2e-3,
     ) -> None:
         self.stream, self.root = stream, Path(root)
         self.paths = {"train": Path(train), "test": Path(test)}

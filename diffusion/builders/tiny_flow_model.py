@@ -11,6 +11,7 @@ import torch
 
 from mmrl.diffusion.rows import CAPTION, objects, text_of
 from mmrl.draws import Stream
+from mmrl.ranges import PositiveFloat, PositiveInt
 from mmrl.registry import builder
 
 SPECIAL = ("<start>", "<end>", "<unknown>")
@@ -55,15 +56,15 @@ class TinyFlowModel:
         *,
         stream: Stream,
         texts: str,
-        side: int = 32,
-        patch: int = 8,
-        width: int = 128,
-        layers: int = 3,
-        heads: int = 4,
-        text_width: int = 64,
-        text_length: int = 8,
-        init: float = 4.0,
-        shift: float = 1.0,
+        side: PositiveInt = 32,
+        patch: PositiveInt = 8,
+        width: PositiveInt = 128,
+        layers: PositiveInt = 3,
+        heads: PositiveInt = 4,
+        text_width: PositiveInt = 64,
+        text_length: PositiveInt = 8,
+        init: PositiveFloat = 4.0,
+        shift: PositiveFloat = 1.0,
     ) -> None:
         if side % patch or width % heads:
             raise ValueError(

@@ -6,11 +6,12 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from mmrl.health import Examined, Symptom
+from mmrl.ranges import PositiveInt
 from mmrl.registry import checkup
 
 
 @checkup
-def texts_reach(examined: Examined, *, rows: int = 4) -> Iterator[Symptom]:
+def texts_reach(examined: Examined, *, rows: PositiveInt = 4) -> Iterator[Symptom]:
     """Tell the network another prompt's text: the steps of a picture have to become more or less likely."""
     texts = list(dict.fromkeys(prompt.text for prompt in examined.prompts))
     if len(texts) < 2:

@@ -11,6 +11,7 @@ from mmrl.diffusion.decoding import Reading, read_picture
 from mmrl.diffusion.rows import Recorded, recorded_prompts
 from mmrl.fields import RowError, listed, number, text
 from mmrl.media import MAX_IMAGE_PIXELS
+from mmrl.ranges import NonNegativeInt, PositiveInt
 from mmrl.registry import data
 from mmrl.types import Outcome, Prompt
 
@@ -36,10 +37,10 @@ def pictures(
     *,
     path: str,
     root: str,
-    height: int = 0,
-    width: int = 0,
-    max_pixels: int = MAX_IMAGE_PIXELS,
-    limit: int = 0,
+    height: NonNegativeInt = 0,
+    width: NonNegativeInt = 0,
+    max_pixels: PositiveInt = MAX_IMAGE_PIXELS,
+    limit: NonNegativeInt = 0,
 ) -> list[Prompt]:
     """Read pictures of prompts under `root`, one JSON object a line, with a `prompt` (or `caption`) and its
     pictures.

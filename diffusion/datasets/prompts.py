@@ -7,13 +7,16 @@ from typing import Literal
 
 from mmrl.diffusion.rows import CAPTION, line_uid, text_of
 from mmrl.fields import mapping
+from mmrl.ranges import NonNegativeInt
 from mmrl.registry import data
 from mmrl.rows import DataRow, json_lines, read_prompts, text_lines
 from mmrl.types import Message, Part, Prompt
 
 
 @data
-def prompts(*, path: str, format: Literal["", "txt", "jsonl"] = "", limit: int = 0) -> list[Prompt]:
+def prompts(
+    *, path: str, format: Literal["", "txt", "jsonl"] = "", limit: NonNegativeInt = 0
+) -> list[Prompt]:
     """Read prompts: one a line (txt), or one JSON object a line with `prompt` and whatever rewards read of
     it.
 

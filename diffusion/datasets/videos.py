@@ -9,6 +9,7 @@ from typing import Any
 from mmrl.diffusion.film import read_film
 from mmrl.diffusion.rows import Recorded, recorded_prompts
 from mmrl.fields import RowError, listed, number, text
+from mmrl.ranges import NonNegativeInt, PositiveInt
 from mmrl.registry import data
 from mmrl.types import Outcome, Prompt
 
@@ -30,7 +31,15 @@ class Films(Sequence):
 
 
 @data
-def videos(*, path: str, root: str, num_frames: int, height: int, width: int, limit: int = 0) -> list[Prompt]:
+def videos(
+    *,
+    path: str,
+    root: str,
+    num_frames: PositiveInt,
+    height: PositiveInt,
+    width: PositiveInt,
+    limit: NonNegativeInt = 0,
+) -> list[Prompt]:
     """Read videos of prompts under `root`, one JSON object a line: a `prompt`, and `videos`, a list of paths.
 
     `scores` holds one number per video, or a list of numbers per video, one a segment of equal length

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from mmrl.protocols import Engine
+from mmrl.ranges import PositiveInt
 from mmrl.registry import engine
 from mmrl.types import Outcome, Prompt, Rollouts, Trajectory
 
@@ -24,7 +25,7 @@ class BySegment:
 
     notes: frozenset[str] = frozenset()
 
-    def __init__(self, engine: Engine, *, segments: int) -> None:
+    def __init__(self, engine: Engine, *, segments: PositiveInt) -> None:
         if segments < 1:
             raise ValueError(f"`segments` must be at least 1, not {segments}")
         self.engine, self.policy, self.segments = engine, engine.policy, segments

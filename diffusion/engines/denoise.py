@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
 from torch import Tensor
@@ -13,6 +13,7 @@ from mmrl.diffusion.integrate import MOVES, advance, check_finite, decode_all
 from mmrl.diffusion.schedule import check_times
 from mmrl.diffusion.steps import Asked, FlowRow, Painter
 from mmrl.draws import Stream
+from mmrl.ranges import Ascending, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, PositiveShare
 from mmrl.registry import engine
 from mmrl.types import Outcome, Prompt, Rollouts, Trajectory
 
@@ -51,21 +52,21 @@ class Denoise:
         policy: Painter,
         *,
         stream: Stream,
-        num_inference_steps: int = 10,
-        guidance_scale: float = 4.5,
-        height: int = 512,
-        width: int = 512,
-        num_frames: int = 1,
-        frames_per_second: float = 16.0,
+        num_inference_steps: PositiveInt = 10,
+        guidance_scale: NonNegativeFloat = 4.5,
+        height: PositiveInt = 512,
+        width: PositiveInt = 512,
+        num_frames: PositiveInt = 1,
+        frames_per_second: PositiveFloat = 16.0,
         solver: Callable | None = None,
-        stochastic: tuple[int, int] | None = None,
-        window_size: int = 0,
-        window_start: int | None = None,
+        stochastic: Annotated[tuple[NonNegativeInt, PositiveInt], Ascending()] | None = None,
+        window_size: NonNegativeInt = 0,
+        window_start: NonNegativeInt | None = None,
         window_shrinks: bool = False,
         ode: Literal["euler", "heun"] = "euler",
-        share: float = 1.0,
+        share: PositiveShare = 1.0,
         same_noise: bool = False,
-        batch_size: int = 0,
+        batch_size: NonNegativeInt = 0,
     ) -> None:
         self.policy, self.stream, self.solver = policy, stream, solver
         self.guidance_scale, self.share, self.same_noise = guidance_scale, share, same_noise

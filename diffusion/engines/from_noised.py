@@ -10,6 +10,7 @@ from torch import Tensor
 
 from mmrl.diffusion.engines.denoise import Denoise, Plan
 from mmrl.diffusion.motion import noised
+from mmrl.ranges import PositiveShare
 from mmrl.registry import engine
 from mmrl.types import Prompt, Rollouts
 
@@ -30,7 +31,7 @@ class FromNoised:
 
     notes: frozenset[str] = frozenset()
 
-    def __init__(self, engine: Denoise, *, eta: float = 0.75) -> None:
+    def __init__(self, engine: Denoise, *, eta: PositiveShare = 0.75) -> None:
         if not 0 < eta <= 1:
             raise ValueError(f"`eta`, the share of noise to start from, must lie in (0, 1], not {eta}")
         if engine.same_noise:

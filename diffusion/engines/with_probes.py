@@ -12,6 +12,7 @@ from mmrl.diffusion.engines.denoise import Denoise, picture_outcome
 from mmrl.diffusion.integrate import advance, check_finite, decode_all
 from mmrl.diffusion.motion import clean_estimate
 from mmrl.diffusion.steps import Asked, FlowRow
+from mmrl.ranges import NonNegativeInt
 from mmrl.registry import engine
 from mmrl.types import Outcome, Prompt, Rollouts, Trajectory
 
@@ -30,7 +31,7 @@ class WithProbes:
 
     notes: frozenset[str] = frozenset()
 
-    def __init__(self, engine: Denoise, *, one_step: bool = False, batch_size: int = 0) -> None:
+    def __init__(self, engine: Denoise, *, one_step: bool = False, batch_size: NonNegativeInt = 0) -> None:
         if engine.solver is None or engine.share < 1:
             raise ValueError(
                 "`diffusion.with_probes` completes prefixes of stochastic steps, so the engine it wraps "

@@ -6,13 +6,20 @@ import html
 from collections.abc import Mapping
 
 from mmrl.diffusion.drawn import embedded, shown, strip
+from mmrl.ranges import PositiveInt
 from mmrl.registry import exhibit
 from mmrl.table import Measured
 from mmrl.types import Outcome, Prompt
 
 
 @exhibit
-def image_grid(measured: Mapping[str, Measured], *, num: int = 6, per_prompt: int = 6, side: int = 96) -> str:
+def image_grid(
+    measured: Mapping[str, Measured],
+    *,
+    num: PositiveInt = 6,
+    per_prompt: PositiveInt = 6,
+    side: PositiveInt = 96,
+) -> str:
     """Show the first pictures that every model made of a prompt, one line a model, with the model's mean
     rewards for that prompt.
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from mmrl.diffusion.drawn import embedded, shown, strip
+from mmrl.ranges import PositiveInt
 from mmrl.registry import exhibit
 from mmrl.table import Measured
 from mmrl.types import Trajectory
@@ -43,8 +44,8 @@ def turning_points(
     measured: Mapping[str, Measured],
     *,
     advantage: tuple[Callable, ...],
-    num: int = 4,
-    side: int = 96,
+    num: PositiveInt = 4,
+    side: PositiveInt = 96,
 ) -> str:
     """Show trajectories whose every prefix was completed: the pictures, their rewards, and what each step
     added.

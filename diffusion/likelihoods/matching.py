@@ -18,6 +18,7 @@ from mmrl.diffusion.draws import TIME_TYPES, Drawing, Times
 from mmrl.diffusion.motion import noised
 from mmrl.diffusion.steps import Asked, FlowRow, common
 from mmrl.draws import Stream
+from mmrl.ranges import PositiveFloat, PositiveInt, PositiveShare, ShareBelowOne
 from mmrl.registry import likelihood
 from mmrl.types import Unit
 
@@ -59,17 +60,17 @@ class Matching:
         *,
         stream: Stream,
         weighting: Literal["uniform", "t", "t2", "huber", "ghuber"] = "ghuber",
-        power: float = 0.25,
-        draws: int = 6,
+        power: PositiveFloat = 0.25,
+        draws: PositiveInt = 6,
         time_type: Literal[
             "discrete", "discrete_wo_init", "discrete_with_init", "uniform", "logit_normal"
         ] = "discrete_wo_init",
-        fraction: float = 0.9,
-        shift: float = 3.0,
-        lowest: float = 0.2,
+        fraction: PositiveShare = 0.9,
+        shift: PositiveFloat = 3.0,
+        lowest: ShareBelowOne = 0.2,
         shared_noise: bool = False,
         shared_time: bool = False,
-        segments: int = 1,
+        segments: PositiveInt = 1,
     ) -> None:
         if draws < 1 or segments < 1:
             raise ValueError(f"`draws` and `segments` must be at least 1, not {draws} and {segments}")

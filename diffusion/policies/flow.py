@@ -17,6 +17,7 @@ from mmrl.diffusion.latents import default_of
 from mmrl.diffusion.steps import Asked, FlowRow, FlowSteps, Likelihood
 from mmrl.kept import Kept
 from mmrl.modules import DTYPES, LOW, keep_training_precision
+from mmrl.ranges import NonNegativeInt, PositiveFloat
 from mmrl.registry import policy
 from mmrl.tensor import cat_padded
 from mmrl.types import Outcome, Prompt, Rollouts, Trajectory
@@ -76,12 +77,12 @@ class Flow:
         model: str,
         likelihood: Likelihood = Piece("diffusion.matching"),
         dtype: Literal["float32", "bfloat16", "float16", "float64"] = "bfloat16",
-        lora_rank: int = 0,
-        lora_alpha: float | None = None,
+        lora_rank: NonNegativeInt = 0,
+        lora_alpha: PositiveFloat | None = None,
         adapter: str = "",
         gradient_checkpointing: bool = False,
         negative_prompt: str = "",
-        max_sequence_length: int = 0,
+        max_sequence_length: NonNegativeInt = 0,
     ) -> None:
         self.pipe = loading.load_pipeline(model, dtype=dtype)
         self.family = family_of(type(self.pipe).__name__)

@@ -19,6 +19,7 @@ from mmrl.diffusion.scoring import (
     read_weights,
     shared,
 )
+from mmrl.ranges import PositiveInt
 from mmrl.registry import reward
 from mmrl.types import Outcome, Prompt
 
@@ -37,7 +38,7 @@ class Aesthetic:
         *,
         model: str = "openai/clip-vit-large-patch14",
         weights: str = "trl-lib/ddpo-aesthetic-predictor:aesthetic-model.pth",
-        batch_size: int = 32,
+        batch_size: PositiveInt = 32,
         device: str = "auto",
     ) -> None:
         from transformers import CLIPImageProcessor, CLIPVisionModelWithProjection

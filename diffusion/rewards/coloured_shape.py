@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from mmrl.ranges import PositiveFloat, Probability
 from mmrl.registry import reward
 from mmrl.reward_forms import per_outcome
 from mmrl.types import Outcome, Prompt
@@ -27,7 +28,7 @@ FINE = 4  # points across a pixel at which a shape is drawn
 @reward
 @per_outcome
 def coloured_shape(
-    prompt: Prompt, outcome: Outcome, *, clarity: float = 0.65, colour_distance: float = 100.0
+    prompt: Prompt, outcome: Outcome, *, clarity: Probability = 0.65, colour_distance: PositiveFloat = 100.0
 ) -> float | None:
     """Give 1 to a picture that shows the colour and the shape its prompt names, a half for one of them, else
     0.

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn.functional import normalize
 
 from mmrl.diffusion.scoring import as_pil, device_of, find_weights, once, picture_of, shared, warn_of_cuts
+from mmrl.ranges import PositiveInt
 from mmrl.registry import reward
 from mmrl.types import Outcome, Prompt
 
@@ -27,7 +28,7 @@ class Hpsv2:
         *,
         weights: str = "xswu/HPSv2:HPS_v2.1_compressed.pt",
         model: str = "ViT-H-14",
-        batch_size: int = 32,
+        batch_size: PositiveInt = 32,
         device: str = "auto",
     ) -> None:
         try:

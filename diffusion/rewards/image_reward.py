@@ -20,6 +20,7 @@ from mmrl.diffusion.scoring import (
     shared,
     warn_of_cuts,
 )
+from mmrl.ranges import PositiveInt
 from mmrl.registry import reward
 from mmrl.types import Outcome, Prompt
 
@@ -45,7 +46,7 @@ class ImageReward:
         *,
         weights: str = "THUDM/ImageReward:ImageReward.pt",
         tokenizer: str = "bert-base-uncased",
-        batch_size: int = 16,
+        batch_size: PositiveInt = 16,
         device: str = "auto",
     ) -> None:
         from transformers import AutoTokenizer

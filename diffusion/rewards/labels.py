@@ -8,6 +8,7 @@ import torch
 from torch.nn.functional import adaptive_avg_pool2d
 
 from mmrl.diffusion.scoring import frames_of, picture_of
+from mmrl.ranges import PositiveInt
 from mmrl.registry import reward
 from mmrl.reward_forms import per_outcome
 from mmrl.types import Outcome, Prompt
@@ -27,7 +28,7 @@ def saturation(prompt: Prompt, outcome: Outcome) -> float:
 
 @reward
 def diversity(
-    prompts: Sequence[Prompt], outcomes: Sequence[Outcome], *, size: int = 32
+    prompts: Sequence[Prompt], outcomes: Sequence[Outcome], *, size: PositiveInt = 32
 ) -> list[float | None]:
     """Measure how far a picture is from the others of its prompt, on average, in [0, 1].
 

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from mmrl.diffusion.scoring import as_pil, device_of, load_pretrained, once, picture_of, shared, warn_of_cuts
+from mmrl.ranges import PositiveInt
 from mmrl.registry import reward
 from mmrl.types import Outcome, Prompt
 
@@ -30,7 +31,7 @@ class PickScore:
         processor: str = "laion/CLIP-ViT-H-14-laion2B-s32B-b79K",
         scale: Literal["logit", "cosine"] = "logit",
         divide_by: float = 1.0,
-        batch_size: int = 32,
+        batch_size: PositiveInt = 32,
         device: str = "auto",
     ) -> None:
         from transformers import CLIPModel, CLIPProcessor

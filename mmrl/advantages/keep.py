@@ -5,13 +5,14 @@ from __future__ import annotations
 import torch
 
 from mmrl.advantages.places import per_step
+from mmrl.ranges import Probability
 from mmrl.registry import advantage
 from mmrl.table import RewardTable, name_id
 from mmrl.tensor import pad_to
 
 
 @advantage(notes={"entropy"})
-def high_entropy(table: RewardTable, *, top: float = 0.2) -> RewardTable:
+def high_entropy(table: RewardTable, *, top: Probability = 0.2) -> RewardTable:
     """Silence all steps but the `top` share of highest entropy in the collection (80/20 rule, arXiv
     2506.01939).
 

@@ -6,6 +6,7 @@ from typing import Literal
 
 import torch
 
+from mmrl.ranges import NonNegativeFloat
 from mmrl.registry import advantage
 from mmrl.table import RewardTable
 
@@ -38,7 +39,7 @@ def group_normalize(
     by: tuple[str, ...] = BY_GROUP,
     scale: Literal["group", "batch"] = "group",
     std: Literal["unbiased", "population"] = "unbiased",
-    eps: float = 1e-4,
+    eps: NonNegativeFloat = 1e-4,
     singleton: Literal["zero", "raw"] = "zero",
 ) -> RewardTable:
     """Subtract the mean of the group and divide by its standard deviation plus `eps` (GRPO, arXiv
@@ -55,7 +56,9 @@ def group_normalize(
 
 
 @advantage
-def batch_normalize(table: RewardTable, *, by: tuple[str, ...] = (), eps: float = 1e-4) -> RewardTable:
+def batch_normalize(
+    table: RewardTable, *, by: tuple[str, ...] = (), eps: NonNegativeFloat = 1e-4
+) -> RewardTable:
     """Subtract the mean of the collection and divide by its standard deviation plus `eps`.
 
     Behind `per_step` this whitens over tokens, so longer answers weigh more (REINFORCE++, arXiv 2501.03262,

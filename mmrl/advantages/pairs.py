@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from mmrl.ranges import NonNegativeFloat
 from mmrl.registry import advantage
 from mmrl.table import EQUAL, RewardTable
 from mmrl.tensor import group_extreme
@@ -13,8 +14,8 @@ from mmrl.tensor import group_extreme
 def best_vs_worst(
     table: RewardTable,
     *,
-    margin: float = 0.0,
-    length_ratio: float = 0.0,
+    margin: NonNegativeFloat = 0.0,
+    length_ratio: NonNegativeFloat = 0.0,
     by: tuple[str, ...] = ("group", "place"),
 ) -> RewardTable:
     """Set the best of every group to 1 and the worst to -1, and do not learn from the rest: preference pairs

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from mmrl.ranges import Probability
 from mmrl.registry import advantage
 from mmrl.table import ABSENT, RewardTable, place_of_steps
 
@@ -23,7 +24,7 @@ def per_step(table: RewardTable) -> RewardTable:
 
 
 @advantage
-def returns(table: RewardTable, *, gamma: float = 1.0) -> RewardTable:
+def returns(table: RewardTable, *, gamma: Probability = 1.0) -> RewardTable:
     """Give every place the discounted sum of the rewards from there to the end of its row. A row to which no
     reward applies has none."""
     rewards = torch.where(table.valid, table.values, 0.0)

@@ -6,6 +6,7 @@ import math
 
 import torch
 
+from mmrl.ranges import NonNegativeFloat, PositiveFloat
 from mmrl.registry import advantage
 from mmrl.table import RewardTable
 from mmrl.tensor import group_extreme
@@ -19,7 +20,12 @@ def _column(table: RewardTable, of: str) -> int:
 
 @advantage
 def soft_shape(
-    table: RewardTable, *, of: str, threshold: float = 0.8, alpha1: float = 0.01, alpha2: float = 1.0
+    table: RewardTable,
+    *,
+    of: str,
+    threshold: float = 0.8,
+    alpha1: NonNegativeFloat = 0.01,
+    alpha2: NonNegativeFloat = 1.0,
 ) -> RewardTable:
     """Compress one reward above `threshold` and stretch it below (TempSamp-R1, arXiv 2509.18056, eq. 4).
 
@@ -37,7 +43,9 @@ def soft_shape(
 
 
 @advantage
-def downscale(table: RewardTable, *, of: str, factor: float = 0.8, max_reward: float = 1.0) -> RewardTable:
+def downscale(
+    table: RewardTable, *, of: str, factor: NonNegativeFloat = 0.8, max_reward: float = 1.0
+) -> RewardTable:
     """Set one reward of off-policy rows to `factor` of the largest attainable (TempSamp-R1, arXiv 2509.18056,
     section 3.2)."""
     place = _column(table, of)
@@ -67,7 +75,7 @@ def anchor(
 
 
 @advantage
-def limit(table: RewardTable, *, max_advantage: float = 5.0) -> RewardTable:
+def limit(table: RewardTable, *, max_advantage: PositiveFloat = 5.0) -> RewardTable:
     """Clip advantages to [-max_advantage, max_advantage]."""
     return table.put(table.values.clamp(-max_advantage, max_advantage))
 

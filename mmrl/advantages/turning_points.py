@@ -7,6 +7,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from mmrl.ranges import NonNegativeFloat
 from mmrl.registry import advantage
 from mmrl.table import RewardTable
 
@@ -20,7 +21,7 @@ def turning_points(
     balance_key: Literal["delta_global", "aggregated"] = "delta_global",
     only_rising: bool = False,
     first_step: bool = True,
-    atol: float = 0.0,
+    atol: NonNegativeFloat = 0.0,
 ) -> RewardTable:
     """Turn prefix rewards (N, R, T + 1) into step credits (N, R, T), stressing the steps that turned the
     trend.

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import torch
 
+from mmrl.ranges import NonNegativeInt
 from mmrl.registry import advantage
 from mmrl.table import RewardTable
 
@@ -27,7 +28,9 @@ def value_weights(table: RewardTable) -> RewardTable:
 
 
 @advantage
-def value_anchor(table: RewardTable, *, of: str = "value", k: float = 0.1, steps: int = 5) -> RewardTable:
+def value_anchor(
+    table: RewardTable, *, of: str = "value", k: float = 0.1, steps: NonNegativeInt = 5
+) -> RewardTable:
     """Add `k` times a label to the advantage of the first `steps` steps, so that a group in which all are
     alike still learns (VGPO, arXiv 2512.12387).
 

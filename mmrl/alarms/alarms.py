@@ -12,6 +12,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from mmrl.ranges import NonNegativeFloat, PositiveInt
 from mmrl.registry import alarm
 
 Records = Sequence[Mapping[str, Any]]
@@ -46,7 +47,7 @@ def _mean(values: Sequence[float]) -> float:
 
 @alarm
 def held_out_falls(
-    records: Records, *, rising: str = "reward", of: tuple[str, ...] = (), window: int = 5
+    records: Records, *, rising: str = "reward", of: tuple[str, ...] = (), window: PositiveInt = 5
 ) -> list[str]:
     """Warn of reward hacking: the trained reward rose since the start, while a held-out metric fell out of
     the interval of its first evaluation.
@@ -84,7 +85,9 @@ def _first_fall(name: str, found: Pairs, low: float, reward: str, trained: Pairs
 
 
 @alarm
-def collapses(records: Records, *, of: str = "reward_std", share: float = 0.1, window: int = 5) -> list[str]:
+def collapses(
+    records: Records, *, of: str = "reward_std", share: NonNegativeFloat = 0.1, window: PositiveInt = 5
+) -> list[str]:
     """Warn when a metric, averaged over `window` records, fell below `share` of its average over the first
     ones."""
     _check_window(window)
@@ -101,7 +104,7 @@ def collapses(records: Records, *, of: str = "reward_std", share: float = 0.1, w
 
 
 @alarm
-def rises(records: Records, *, of: str, above: float, window: int = 1) -> list[str]:
+def rises(records: Records, *, of: str, above: float, window: PositiveInt = 1) -> list[str]:
     """Warn when a metric, averaged over `window` records, rose above a bar."""
     _check_window(window)
     found, missing = _watched(records, of)
@@ -113,7 +116,9 @@ def rises(records: Records, *, of: str, above: float, window: int = 1) -> list[s
 
 
 @alarm
-def ratio_is_not_one(records: Records, *, of: str = DIFFERENCE, tolerance: float = 1e-3) -> list[str]:
+def ratio_is_not_one(
+    records: Records, *, of: str = DIFFERENCE, tolerance: NonNegativeFloat = 1e-3
+) -> list[str]:
     """Warn when the first reported step says that engine and policy disagree about log-probabilities of the
     same weights.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from mmrl.health import Examined, Symptom, spelled
+from mmrl.ranges import PositiveFloat
 from mmrl.registry import checkup
 
 
@@ -25,7 +26,7 @@ def gradients_arrive(examined: Examined) -> Iterator[Symptom]:
 
 
 @checkup
-def memory_suffices(examined: Examined, *, share: float = 0.9) -> Iterator[Symptom]:
+def memory_suffices(examined: Examined, *, share: PositiveFloat = 0.9) -> Iterator[Symptom]:
     """Compare what a run will take with the memory of the machine; `share` of it may be used."""
     needed = sum(examined.plan.values())
     if examined.room and needed > share * examined.room:

@@ -8,11 +8,14 @@ import torch
 from torch import Tensor
 
 from mmrl.health import Examined, Symptom, cheapened, dropping, evaluating, spelled
+from mmrl.ranges import NonNegativeFloat
 from mmrl.registry import checkup, find
 
 
 @checkup
-def ratio_is_one(examined: Examined, *, tolerance: float = 1e-3, max_kl: float = 0.1) -> Iterator[Symptom]:
+def ratio_is_one(
+    examined: Examined, *, tolerance: NonNegativeFloat = 1e-3, max_kl: NonNegativeFloat = 0.1
+) -> Iterator[Symptom]:
     """Replay rollouts at the batch size of learning: before the first update the ratio of policy to engine is
     1.
 

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from mmrl.protocols import Engine
+from mmrl.ranges import PositiveInt
 from mmrl.registry import engine
 from mmrl.types import Prompt, Rollouts
 
@@ -19,7 +20,7 @@ class WithDemos:
 
     notes: frozenset[str] = frozenset()
 
-    def __init__(self, engine: Engine, *, per_group: int = 1) -> None:
+    def __init__(self, engine: Engine, *, per_group: PositiveInt = 1) -> None:
         if per_group < 1:
             raise ValueError(f"`per_group` must be at least 1, not {per_group}")
         self.engine, self.policy, self.per_group = engine, engine.policy, per_group

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 
 import torch
 
+from mmrl.ranges import NonNegativeInt
 from mmrl.registry import metric
 from mmrl.table import RewardTable
 
@@ -44,7 +45,7 @@ def confusion(
     scale: float = 1.0,
     offset: float = 0.0,
     f1_offset: float = 0.0,
-    decimals: int | None = None,
+    decimals: NonNegativeInt | None = None,
     share_name: str = "positive_ratio",
     label: str = "",
 ) -> dict[str, float]:

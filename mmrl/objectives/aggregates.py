@@ -12,6 +12,7 @@ from typing import Literal
 from torch import Tensor
 
 from mmrl.batch import Batch
+from mmrl.ranges import PositiveInt
 from mmrl.registry import aggregate
 from mmrl.types import Unit
 
@@ -36,7 +37,7 @@ def step_mean(batch: Batch) -> Tensor:
 
 
 @aggregate
-def fixed_length(batch: Batch, *, max_completion_length: int, count: Count = "learned") -> Tensor:
+def fixed_length(batch: Batch, *, max_completion_length: PositiveInt, count: Count = "learned") -> Tensor:
     """Divide by rows times a constant length (Dr. GRPO, arXiv 2503.20783)."""
     return batch.mask / (_rows(batch, count) * max_completion_length)
 

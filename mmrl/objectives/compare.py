@@ -7,13 +7,14 @@ its own, and a group's loss is the mean over the columns that decide something.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
 from torch import Tensor
 from torch.nn.functional import softplus
 
 from mmrl.batch import Batch
+from mmrl.ranges import NonNegativeFloat, PositiveFloat, Probability, Range
 from mmrl.registry import compare
 from mmrl.table import EQUAL
 from mmrl.tensor import group_index, group_sum, masked_mean
@@ -30,10 +31,10 @@ def sigmoid(
     gain: Tensor,
     batch: Batch,
     *,
-    beta: float = 0.1,
-    gamma: float = 0.0,
+    beta: PositiveFloat = 0.1,
+    gamma: NonNegativeFloat = 0.0,
     level: Level = "row",
-    label_smoothing: float = 0.0,
+    label_smoothing: Probability = 0.0,
 ) -> Tensor:
     """Take -log sigmoid(beta margin - gamma) (DPO, arXiv 2305.18290; with `gamma` SimPO, arXiv 2405.14734).
 
@@ -48,7 +49,7 @@ def sigmoid(
 
 
 @compare(unit=Unit.GROUP)
-def sigmoid_each(gain: Tensor, batch: Batch, *, beta: float = 0.1, level: Level = "row") -> Tensor:
+def sigmoid_each(gain: Tensor, batch: Batch, *, beta: PositiveFloat = 0.1, level: Level = "row") -> Tensor:
     """Set the better rows of a group against each worse one in turn, and add the losses of `sigmoid` up.
 
     For a pair it is `sigmoid`. With the worse answer and the better one to a spoilt picture behind the better
@@ -68,7 +69,12 @@ def sigmoid_each(gain: Tensor, batch: Batch, *, beta: float = 0.1, level: Level 
 
 @compare(unit=Unit.GROUP)
 def robust(
-    gain: Tensor, batch: Batch, *, beta: float = 0.1, level: Level = "row", label_smoothing: float = 0.1
+    gain: Tensor,
+    batch: Batch,
+    *,
+    beta: PositiveFloat = 0.1,
+    level: Level = "row",
+    label_smoothing: Annotated[float, Range(0, 0.5, below=True)] = 0.1,
 ) -> Tensor:
     """Take `sigmoid` without the bias of flipped labels (robust DPO, arXiv 2403.00409): its mean over noisy
     labels, of which the share `label_smoothing` is flipped, is the loss on clean ones."""
@@ -80,7 +86,7 @@ def robust(
 
 
 @compare(unit=Unit.GROUP)
-def ipo(gain: Tensor, batch: Batch, *, beta: float = 0.1, level: Level = "row") -> Tensor:
+def ipo(gain: Tensor, batch: Batch, *, beta: PositiveFloat = 0.1, level: Level = "row") -> Tensor:
     """Pull the margin to 1 / (2 beta) by squares (IPO, arXiv 2310.12036).
 
     Over rows, gains are averaged over the steps of each and not added up, as TRL has it.
@@ -91,7 +97,7 @@ def ipo(gain: Tensor, batch: Batch, *, beta: float = 0.1, level: Level = "row") 
 
 
 @compare(unit=Unit.GROUP)
-def hinge(gain: Tensor, batch: Batch, *, beta: float = 0.1, level: Level = "row") -> Tensor:
+def hinge(gain: Tensor, batch: Batch, *, beta: PositiveFloat = 0.1, level: Level = "row") -> Tensor:
     """Ask for a margin of 1 / beta and no more (SLiC, arXiv 2305.10425)."""
     margin, decided = margins(gain, batch, level)
     return mean_over_groups((1 - beta * margin).clamp(min=0), decided, batch)
@@ -124,8 +130,8 @@ def plackett_luce(
     gain: Tensor,
     batch: Batch,
     *,
-    beta: float = 12.0,
-    tau: float = 0.05,
+    beta: PositiveFloat = 12.0,
+    tau: NonNegativeFloat = 0.05,
     top1: bool = False,
     level: Level = "row",
 ) -> Tensor:

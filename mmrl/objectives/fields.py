@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from mmrl.batch import Batch, StepOutput
+from mmrl.ranges import NonNegativeFloat, PositiveFloat
 from mmrl.registry import focus, penalty, ratio, surrogate
 from mmrl.tensor import masked_mean
 
@@ -39,7 +40,7 @@ def _counted(values: Tensor, batch: Batch) -> Tensor:
 
 @penalty(extra={"mean", "std", "dt"}, of_others={"mean"})
 def gaussian_kl(
-    new: StepOutput, batch: Batch, *, coef: float = 0.04, against: str = "ref", kl_dt: bool = False
+    new: StepOutput, batch: Batch, *, coef: NonNegativeFloat = 0.04, against: str = "ref", kl_dt: bool = False
 ) -> Tensor:
     """Take the divergence of Gaussian steps with one deviation: squared distance of means over 2 s^2
     (Flow-GRPO, arXiv 2505.05470).
@@ -60,10 +61,10 @@ def velocity_gap(
     new: StepOutput,
     batch: Batch,
     *,
-    coef: float = 0.003,
+    coef: NonNegativeFloat = 0.003,
     against: str = "ref",
     weighting: Literal["uniform", "elbo"] = "uniform",
-    noise_level: float = 0.7,
+    noise_level: PositiveFloat = 0.7,
 ) -> Tensor:
     """Take the mean squared distance of velocities: the anchors of AWM (arXiv 2509.25050) and DiffusionNFT
     (arXiv 2509.16117).
@@ -79,7 +80,12 @@ def velocity_gap(
 
 @penalty(extra={"velocity"}, of_others={"velocity"})
 def norm_hinge(
-    new: StepOutput, batch: Batch, *, coef: float = 1.0, against: str = "ref", factor: float = 1.1
+    new: StepOutput,
+    batch: Batch,
+    *,
+    coef: NonNegativeFloat = 1.0,
+    against: str = "ref",
+    factor: PositiveFloat = 1.1,
 ) -> Tensor:
     """Punish velocities longer than `factor` times the reference's (NormGuard, arXiv 2606.27771).
 
@@ -109,8 +115,8 @@ def negative_aware(
     new: StepOutput,
     batch: Batch,
     *,
-    beta: float = 1.0,
-    max_advantage: float = 5.0,
+    beta: PositiveFloat = 1.0,
+    max_advantage: PositiveFloat = 5.0,
     adv_mode: Literal["all", "positive_only", "negative_only", "one_only", "binary"] = "all",
     against: str = "old",
 ) -> Tensor:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
 from torch import Tensor
 
 from mmrl.batch import Batch
+from mmrl.ranges import AtMost, NonNegativeFloat, PositiveFloat
 from mmrl.registry import focus
 from mmrl.types import Unit
 
@@ -17,8 +18,8 @@ def truncated_importance(
     batch: Batch,
     *,
     mode: Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"] = "token_truncate",
-    clip_max: float | None = 3.0,
-    clip_min: float | None = None,
+    clip_max: PositiveFloat | None = 3.0,
+    clip_min: Annotated[NonNegativeFloat, AtMost("clip_max")] | None = None,
 ) -> Tensor:
     """Weigh by the policy's probability over the engine's, truncated to [clip_min, clip_max] or 0 outside
     (TIS).

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid, softplus
 
 from mmrl.batch import Batch
 from mmrl.objectives.compare import Level, margins, mean_over_groups
+from mmrl.ranges import NonNegativeFloat, PositiveFloat, Range
 from mmrl.registry import compare
 from mmrl.tensor import group_index, group_sum, masked_mean
 from mmrl.types import Unit
@@ -18,10 +21,10 @@ def kto(
     gain: Tensor,
     batch: Batch,
     *,
-    beta: float = 0.1,
+    beta: PositiveFloat = 0.1,
     delta: float = 0.0,
-    desirable_weight: float = 1.0,
-    undesirable_weight: float = 1.0,
+    desirable_weight: NonNegativeFloat = 1.0,
+    undesirable_weight: NonNegativeFloat = 1.0,
     level: Level = "row",
 ) -> Tensor:
     """Ask of every row alone that a desirable one gains and an undesirable one loses (KTO, arXiv 2402.01306).
@@ -38,7 +41,7 @@ def kto(
 
 @compare(unit=Unit.GROUP)
 def bco_pair(
-    gain: Tensor, batch: Batch, *, beta: float = 0.1, delta: float = 0.0, level: Level = "row"
+    gain: Tensor, batch: Batch, *, beta: PositiveFloat = 0.1, delta: float = 0.0, level: Level = "row"
 ) -> Tensor:
     """Tell better rows from worse ones by the sign of beta gain - delta, each alone (BCO, arXiv 2404.04656;
     MPO's quality loss, arXiv 2411.10442).
@@ -52,7 +55,7 @@ def bco_pair(
 
 @compare(unit=Unit.GROUP)
 def anchor_chosen(
-    gain: Tensor, batch: Batch, *, beta: float = 0.1, delta: float = 0.0, level: Level = "row"
+    gain: Tensor, batch: Batch, *, beta: PositiveFloat = 0.1, delta: float = 0.0, level: Level = "row"
 ) -> Tensor:
     """Keep the better rows of every group above `delta`: -log sigmoid(beta gain - delta) (mDPO's anchor,
     arXiv 2406.11839)."""
@@ -64,7 +67,7 @@ def anchor_chosen(
 
 
 @compare(unit=Unit.GROUP)
-def nca_pair(gain: Tensor, batch: Batch, *, beta: float = 0.1, level: Level = "row") -> Tensor:
+def nca_pair(gain: Tensor, batch: Batch, *, beta: PositiveFloat = 0.1, level: Level = "row") -> Tensor:
     """Raise the better row above 0 and hold both back: -log sigmoid(r_w) - 1/2 log sigmoid(-r_w) - 1/2 log
     sigmoid(-r_l), r the beta times the gain (NCA, arXiv 2402.05369)."""
     reward, label = _labelled(beta * gain, batch, level)
@@ -73,7 +76,7 @@ def nca_pair(gain: Tensor, batch: Batch, *, beta: float = 0.1, level: Level = "r
 
 
 @compare(unit=Unit.GROUP)
-def apo_zero(gain: Tensor, batch: Batch, *, beta: float = 0.1, level: Level = "row") -> Tensor:
+def apo_zero(gain: Tensor, batch: Batch, *, beta: PositiveFloat = 0.1, level: Level = "row") -> Tensor:
     """Make the better row likelier and the worse one less likely: for data that is better than the model
     (APO-zero, arXiv 2408.06266)."""
     reward, label = _labelled(beta * gain, batch, level)
@@ -81,7 +84,7 @@ def apo_zero(gain: Tensor, batch: Batch, *, beta: float = 0.1, level: Level = "r
 
 
 @compare(unit=Unit.GROUP)
-def apo_down(gain: Tensor, batch: Batch, *, beta: float = 0.1, level: Level = "row") -> Tensor:
+def apo_down(gain: Tensor, batch: Batch, *, beta: PositiveFloat = 0.1, level: Level = "row") -> Tensor:
     """Make both rows less likely, the worse one more so: for data that is worse than the model (APO-down,
     arXiv 2408.06266)."""
     reward, label = _labelled(beta * gain, batch, level)
@@ -91,7 +94,7 @@ def apo_down(gain: Tensor, batch: Batch, *, beta: float = 0.1, level: Level = "r
 
 
 @compare(unit=Unit.GROUP)
-def sppo_hard(gain: Tensor, batch: Batch, *, beta: float = 0.1, level: Level = "row") -> Tensor:
+def sppo_hard(gain: Tensor, batch: Batch, *, beta: PositiveFloat = 0.1, level: Level = "row") -> Tensor:
     """Pull the gain of the better row to 1 / (2 beta) and of the worse one to the opposite (SPPO with hard
     labels, arXiv 2405.00675)."""
     reward, label = _labelled(gain, batch, level)
@@ -101,7 +104,12 @@ def sppo_hard(gain: Tensor, batch: Batch, *, beta: float = 0.1, level: Level = "
 
 @compare(unit=Unit.GROUP)
 def exo_pair(
-    gain: Tensor, batch: Batch, *, beta: float = 0.1, label_smoothing: float = 0.001, level: Level = "row"
+    gain: Tensor,
+    batch: Batch,
+    *,
+    beta: PositiveFloat = 0.1,
+    label_smoothing: Annotated[float, Range(0, 1, above=True, below=True)] = 0.001,
+    level: Level = "row",
 ) -> Tensor:
     """Take the divergence of the model's preference from one that is wrong with the probability
     `label_smoothing` (EXO, arXiv 2402.00856)."""

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from mmrl.batch import Batch, StepOutput
+from mmrl.ranges import NonNegativeFloat
 from mmrl.registry import penalty
 from mmrl.table import EQUAL
 from mmrl.tensor import group_extreme, group_index, masked_mean
@@ -17,14 +18,14 @@ def _gap(new: StepOutput, batch: Batch, against: str) -> Tensor:
 
 
 @penalty
-def k1(new: StepOutput, batch: Batch, *, coef: float = 0.001, against: str = "ref") -> Tensor:
+def k1(new: StepOutput, batch: Batch, *, coef: NonNegativeFloat = 0.001, against: str = "ref") -> Tensor:
     """Estimate the divergence by the log-ratio itself: unbiased in value, but its gradient is that of the
     log-probability."""
     return coef * _gap(new, batch, against)
 
 
 @penalty
-def k2(new: StepOutput, batch: Batch, *, coef: float = 0.001, against: str = "ref") -> Tensor:
+def k2(new: StepOutput, batch: Batch, *, coef: NonNegativeFloat = 0.001, against: str = "ref") -> Tensor:
     """Estimate the divergence by half the squared log-ratio: its gradient is that of the divergence,
     on-policy."""
     return coef * 0.5 * _gap(new, batch, against).square()
@@ -35,7 +36,7 @@ def k3(
     new: StepOutput,
     batch: Batch,
     *,
-    coef: float = 0.001,
+    coef: NonNegativeFloat = 0.001,
     against: str = "ref",
     use_bias_correction_kl: bool = False,
     clip_max: float | None = None,
@@ -57,13 +58,13 @@ def k3(
 
 
 @penalty(extra={"entropy"})
-def negative_entropy(new: StepOutput, batch: Batch, *, coef: float = 0.001) -> Tensor:
+def negative_entropy(new: StepOutput, batch: Batch, *, coef: NonNegativeFloat = 0.001) -> Tensor:
     """Reward uncertainty: minus the entropy of every step's distribution."""
     return -coef * new.extra["entropy"]
 
 
 @penalty(unit=Unit.GROUP)
-def imitation(new: StepOutput, batch: Batch, *, coef: float = 0.5) -> Tensor:
+def imitation(new: StepOutput, batch: Batch, *, coef: NonNegativeFloat = 0.5) -> Tensor:
     """Raise the log-probability of the best row of every group (GDRO, arXiv 2601.02036, where `coef` is
     gamma).
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import torch
 from torch import Tensor
 
 from mmrl.batch import Batch, StepOutput
+from mmrl.ranges import AtMost, NonNegativeFloat, PositiveFloat, Range
 from mmrl.registry import surrogate
 
 
@@ -20,10 +23,10 @@ def clip(
     new: StepOutput,
     batch: Batch,
     *,
-    epsilon: float = 0.2,
-    epsilon_high: float | None = None,
-    delta: float | None = None,
-    dual: float | None = None,
+    epsilon: NonNegativeFloat = 0.2,
+    epsilon_high: NonNegativeFloat | None = None,
+    delta: PositiveFloat | None = None,
+    dual: Annotated[float, Range(1)] | None = None,
 ) -> Tensor:
     """Take the more pessimistic of the ratio and the clipped ratio, times the advantage (PPO, GRPO; arXiv
     2402.03300).
@@ -57,7 +60,12 @@ def log_likelihood(log_ratio: Tensor, new: StepOutput, batch: Batch) -> Tensor:
 
 @surrogate
 def detached_clip(
-    log_ratio: Tensor, new: StepOutput, batch: Batch, *, clip_max: float = 5.0, clip_min: float = 0.0
+    log_ratio: Tensor,
+    new: StepOutput,
+    batch: Batch,
+    *,
+    clip_max: PositiveFloat = 5.0,
+    clip_min: Annotated[NonNegativeFloat, AtMost("clip_max")] = 0.0,
 ) -> Tensor:
     """Clip the ratio as a weight and let every step's gradient through (CISPO, arXiv 2506.13585; bound from
     2510.13786)."""
@@ -70,8 +78,8 @@ def soft_gate(
     new: StepOutput,
     batch: Batch,
     *,
-    temperature_pos: float = 1.0,
-    temperature_neg: float = 1.05,
+    temperature_pos: PositiveFloat = 1.0,
+    temperature_neg: PositiveFloat = 1.05,
 ) -> Tensor:
     """Fade the gradient out with a sigmoid instead of cutting it (SAPO, arXiv 2511.20347)."""
     # `where` of two Python numbers would be float32

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
+from mmrl.ranges import PositiveFloat, PositiveInt
 from mmrl.registry import reward
 from mmrl.types import Outcome, Prompt
 
@@ -60,8 +61,8 @@ class ClipScore:
         prefix: str | None = None,
         split: Literal["long", "always"] = "long",
         pool: Literal["mean", "length", "min", "soft_min"] = "mean",
-        tau: float = 0.05,
-        batch_size: int = 32,
+        tau: PositiveFloat = 0.05,
+        batch_size: PositiveInt = 32,
         device: str = "auto",
     ) -> None:
         if references and scale != "clipscore":

@@ -19,6 +19,7 @@ from urllib.parse import urlsplit
 
 from torch import Tensor
 
+from mmrl.ranges import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from mmrl.registry import reward
 from mmrl.types import Outcome, Prompt
 
@@ -43,11 +44,11 @@ class Remote:
         self,
         *,
         url: str,
-        batch: int = 64,
-        parallel: int = 4,
-        request_timeout: float = 60.0,
-        request_retries: int = 2,
-        wait: float = 0.5,
+        batch: PositiveInt = 64,
+        parallel: PositiveInt = 4,
+        request_timeout: PositiveFloat = 60.0,
+        request_retries: NonNegativeInt = 2,
+        wait: NonNegativeFloat = 0.5,
     ) -> None:
         if not url.startswith(("http://", "https://")) or not urlsplit(url).hostname:
             raise ValueError(f"`url` must be http:// or https:// and a host, not '{url}'")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+from typing import Annotated
 
+from mmrl.ranges import AtMost, PositiveInt
 from mmrl.registry import reward
 from mmrl.reward_forms import per_outcome
 from mmrl.types import Outcome, Prompt
@@ -50,7 +52,11 @@ def exact_match(prompt: Prompt, outcome: Outcome, *, tag: str = "answer") -> flo
 @reward
 @per_outcome
 def overlong(
-    prompt: Prompt, outcome: Outcome, *, max_completion_length: int, soft_punish_cache: int
+    prompt: Prompt,
+    outcome: Outcome,
+    *,
+    max_completion_length: PositiveInt,
+    soft_punish_cache: Annotated[PositiveInt, AtMost("max_completion_length")],
 ) -> float:
     """Punish length softly before the hard limit (DAPO, arXiv 2503.14476): 0, then a line down to -1, and -1
     beyond.

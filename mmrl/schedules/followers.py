@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from mmrl.ranges import TakenFloat
 from mmrl.registry import schedule
 from mmrl.types import Clock
 
@@ -12,7 +13,7 @@ REWARDS = ("rewards/chosen", "rewards/rejected")
 
 
 @schedule
-def reported(clock: Clock, *, metrics: tuple[str, ...] = REWARDS, start: float = 0.0) -> float:
+def reported(clock: Clock, *, metrics: tuple[str, ...] = REWARDS, start: TakenFloat = 0.0) -> float:
     """Take the mean of the `metrics` of the step before, and `start` before there are any."""
     return _mean(clock, metrics, start)
 
@@ -22,7 +23,7 @@ class RunningMean:
     """Take the mean of `metrics` over all steps so far, and `start` before there are any: BCO's shift of the
     rewards (arXiv 2404.04656)."""
 
-    def __init__(self, *, metrics: tuple[str, ...] = REWARDS, start: float = 0.0) -> None:
+    def __init__(self, *, metrics: tuple[str, ...] = REWARDS, start: TakenFloat = 0.0) -> None:
         self.metrics, self.start = metrics, start
         self.mean, self.count = 0.0, 0
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from itertools import accumulate
-from typing import Literal
+from typing import Annotated, Literal
 
+from mmrl.ranges import AtMost, NonNegativeFloat, NonNegativeInt, PositiveInt, TakenFloat, TakenInt
 from mmrl.registry import schedule
 from mmrl.types import Clock
 
@@ -16,34 +17,38 @@ def _warm(value: float, step: int, warmup_steps: int) -> float:
 
 
 @schedule
-def constant(clock: Clock, *, value: float, warmup_steps: int = 0) -> float:
+def constant(clock: Clock, *, value: TakenFloat, warmup_steps: NonNegativeInt = 0) -> float:
     """Stay at `value`, after rising to it from 0 over `warmup_steps`."""
     return _warm(value, clock.step, warmup_steps)
 
 
 @schedule
-def linear(clock: Clock, *, start: float, end: float, steps: int, warmup_steps: int = 0) -> float:
+def linear(
+    clock: Clock, *, start: TakenFloat, end: TakenFloat, steps: PositiveInt, warmup_steps: NonNegativeInt = 0
+) -> float:
     """Go from `start` to `end` in a straight line over `steps`, and stay there."""
     share = min(1.0, clock.step / max(steps, 1))
     return _warm(start + (end - start) * share, clock.step, warmup_steps)
 
 
 @schedule
-def cosine(clock: Clock, *, start: float, end: float, steps: int, warmup_steps: int = 0) -> float:
+def cosine(
+    clock: Clock, *, start: TakenFloat, end: TakenFloat, steps: PositiveInt, warmup_steps: NonNegativeInt = 0
+) -> float:
     """Go from `start` to `end` along half a cosine over `steps`, and stay there."""
     share = min(1.0, clock.step / max(steps, 1))
     return _warm(end + (start - end) * 0.5 * (1 + math.cos(math.pi * share)), clock.step, warmup_steps)
 
 
 @schedule
-def ramp(clock: Clock, *, slope: float, limit: float, delay: int = 0) -> float:
+def ramp(clock: Clock, *, slope: NonNegativeFloat, limit: TakenFloat, delay: NonNegativeInt = 0) -> float:
     """Rise from 0 by `slope` a step once `delay` steps are over, up to `limit`: the decay of DiffusionNFT's
     moving average (arXiv 2509.16117)."""
     return min(limit, slope * max(0, clock.step - delay))
 
 
 @schedule
-def settling(clock: Clock, *, limit: float = 0.9, offset: int = 10) -> float:
+def settling(clock: Clock, *, limit: TakenFloat = 0.9, offset: PositiveInt = 10) -> float:
     """Rise as (1 + n) / (offset + n), n the step, up to `limit`: the decay of Flow-GRPO's moving average
     (arXiv 2505.05470). Our reading: n counts collections, in the code it counts optimizer steps."""
     return min(limit, (1 + clock.step) / (offset + clock.step))
@@ -53,10 +58,10 @@ def settling(clock: Clock, *, limit: float = 0.9, offset: int = 10) -> float:
 def staircase(
     clock: Clock,
     *,
-    start: int = 0,
-    step: int = 1,
-    every: int = 25,
-    stop: int,
+    start: Annotated[TakenInt, AtMost("stop")] = 0,
+    step: PositiveInt = 1,
+    every: PositiveInt = 25,
+    stop: TakenInt,
     roll_back: bool = True,
     decay: Literal["none", "linear", "exponential"] = "none",
     least: int = 1,

@@ -17,6 +17,7 @@ from mmrl.config import Piece, as_piece, as_plain
 from mmrl.distributed import Processes
 from mmrl.draws import Stream
 from mmrl.files import locked, write_whole
+from mmrl.ranges import NonNegativeFloat, NonNegativeInt, PositiveInt, ShareBelowOne
 from mmrl.registry import builder
 from mmrl.rows import RowError, SourceError
 from mmrl.vision.named_media import Named
@@ -64,13 +65,13 @@ class ClipPairs:
         prompts: tuple[str, ...] = DESCRIBE,
         root: str = "",
         decide: Decide = "score",
-        tau_keep: float | None = None,
-        tau_flip: float | None = None,
-        quantile: float = 0.2,
-        length_ratio: float = 0.0,
-        shard_size: int = 256,
-        file_rows: int = 5000,
-        limit: int = 0,
+        tau_keep: NonNegativeFloat | None = None,
+        tau_flip: NonNegativeFloat | None = None,
+        quantile: ShareBelowOne = 0.2,
+        length_ratio: NonNegativeFloat = 0.0,
+        shard_size: PositiveInt = 256,
+        file_rows: PositiveInt = 5000,
+        limit: NonNegativeInt = 0,
     ) -> None:
         if shard_size < 1 or file_rows < 1 or not prompts:
             raise ValueError("`shard_size` and `file_rows` must be at least 1, and `prompts` not empty")

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
 
 from mmrl.draws import Stream
 from mmrl.media import read_image
+from mmrl.ranges import AtMost, NonNegativeInt, PositiveInt, PositiveShare
 from mmrl.registry import builder
 from mmrl.vision.hallucination.pope import with_article
 from mmrl.vision.hallucination.words import singular
@@ -51,14 +52,14 @@ class CompositedScenes:
         stream: Stream,
         objects: str,
         backgrounds: str,
-        num_train: int = 1000,
-        num_test: int = 200,
-        side: int = 224,
-        fewest: int = 1,
-        most: int = 4,
-        smallest: float = 0.2,
-        largest: float = 0.45,
-        num_absent: int = 5,
+        num_train: NonNegativeInt = 1000,
+        num_test: NonNegativeInt = 200,
+        side: PositiveInt = 224,
+        fewest: Annotated[PositiveInt, AtMost("most")] = 1,
+        most: PositiveInt = 4,
+        smallest: Annotated[PositiveShare, AtMost("largest")] = 0.2,
+        largest: PositiveShare = 0.45,
+        num_absent: NonNegativeInt = 5,
     ) -> None:
         if not 1 <= fewest <= most or not 0 < smallest <= largest <= 1:
             raise ValueError(

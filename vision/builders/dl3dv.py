@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from torch import Tensor
 
 from mmrl.draws import Stream
+from mmrl.ranges import AtMost, PositiveInt, Probability
 from mmrl.registry import builder
 from mmrl.vision.dl3dv import (
     SceneViews,
@@ -46,12 +47,12 @@ class Dl3dvPairs:
         *,
         stream: Stream,
         root: str,
-        pairs_per_scene: int = 8,
-        nearest: int = 1,
-        farthest: int = 30,
+        pairs_per_scene: PositiveInt = 8,
+        nearest: Annotated[PositiveInt, AtMost("farthest")] = 1,
+        farthest: PositiveInt = 30,
         images: str = "",
         exclude: str = "",
-        test_share: float = 0.05,
+        test_share: Probability = 0.05,
         copy: bool = False,
         bad_rows: Literal["error", "drop"] = "error",
     ) -> None:
@@ -126,7 +127,13 @@ class SyntheticScenes:
     """
 
     def __init__(
-        self, *, stream: Stream, num_scenes: int = 4, num_frames: int = 24, width: int = 96, height: int = 56
+        self,
+        *,
+        stream: Stream,
+        num_scenes: PositiveInt = 4,
+        num_frames: PositiveInt = 24,
+        width: PositiveInt = 96,
+        height: PositiveInt = 56,
     ) -> None:
         self.stream, self.num_scenes, self.num_frames = stream, num_scenes, num_frames
         self.width, self.height = width, height

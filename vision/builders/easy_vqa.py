@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from mmrl.ranges import NonNegativeInt
 from mmrl.registry import builder
 from mmrl.rows import write_rows
 
@@ -31,7 +32,7 @@ class EasyVqa:
     is looked up. `limit` keeps the first pictures of each split.
     """
 
-    def __init__(self, *, source: str = "", limit: int = 0) -> None:
+    def __init__(self, *, source: str = "", limit: NonNegativeInt = 0) -> None:
         self.source, self.limit = source, limit
 
     def build(self, output: Path) -> dict[str, Any]:

@@ -7,6 +7,7 @@ import io
 from pathlib import Path
 from typing import Any
 
+from mmrl.ranges import PositiveInt
 from mmrl.registry import builder
 from mmrl.vision.writing import Ledger
 
@@ -48,7 +49,7 @@ class EmojiPictures:
     that this version of the packages does not know are named in the manifest.
     """
 
-    def __init__(self, *, side: int = 128, groups: tuple[str, ...] = tuple(GROUPS)) -> None:
+    def __init__(self, *, side: PositiveInt = 128, groups: tuple[str, ...] = tuple(GROUPS)) -> None:
         unknown = sorted(set(groups) - set(GROUPS))
         if unknown:
             raise ValueError(f"there are no groups {unknown}; there are {', '.join(GROUPS)}")

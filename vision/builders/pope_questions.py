@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from mmrl.draws import Stream
+from mmrl.ranges import PositiveInt
 from mmrl.registry import builder
 from mmrl.rows import RowError, sound_rows, write_rows
 from mmrl.vision.hallucination.pope import TEMPLATE, build_questions
@@ -28,8 +29,8 @@ class PopeQuestions:
         stream: Stream,
         source: str,
         strategies: tuple[Literal["random", "popular", "adversarial"], ...] = STRATEGIES,
-        num_images: int = 500,
-        num_objects: int = 3,
+        num_images: PositiveInt = 500,
+        num_objects: PositiveInt = 3,
         template: str = TEMPLATE,
     ) -> None:
         self.stream, self.source, self.strategies = stream, Path(source), strategies

@@ -7,13 +7,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
 
 from mmrl.draws import Stream
 from mmrl.media import opened_video
+from mmrl.ranges import AtMost, NonNegativeInt, PositiveFloat, PositiveInt
 from mmrl.registry import builder
 
 
@@ -66,14 +67,14 @@ class SplicedClips:
         *,
         stream: Stream,
         sources: str,
-        num_train: int = 240,
-        num_test: int = 48,
-        seconds: float = 16.0,
-        shortest: float = 2.0,
-        longest: float = 7.0,
-        grid: float = 1.0,
-        frames_per_second: int = 4,
-        side: int = 112,
+        num_train: NonNegativeInt = 240,
+        num_test: NonNegativeInt = 48,
+        seconds: PositiveFloat = 16.0,
+        shortest: Annotated[PositiveFloat, AtMost("longest")] = 2.0,
+        longest: PositiveFloat = 7.0,
+        grid: PositiveFloat = 1.0,
+        frames_per_second: PositiveInt = 4,
+        side: PositiveInt = 112,
     ) -> None:
         if longest < 2 * shortest or not grid <= shortest or seconds < shortest:
             raise ValueError(

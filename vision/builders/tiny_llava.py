@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from mmrl.draws import Stream
+from mmrl.ranges import PositiveFloat, PositiveInt
 from mmrl.registry import builder
 from mmrl.vision.builders.tiny_model import SPECIAL, TEMPLATE, tiny_tokenizer, write_untrained
 
@@ -26,15 +27,15 @@ class TinyLlava:
         *,
         stream: Stream,
         texts: tuple[str, ...] = ("0123456789 abcdefghijklmnopqrstuvwxyz",),
-        vocab_size: int = 512,
-        width: int = 128,
-        layers: int = 3,
-        heads: int = 4,
-        vision_width: int = 96,
-        vision_layers: int = 3,
-        side: int = 48,
-        patch: int = 8,
-        init: float = 0.02,
+        vocab_size: PositiveInt = 512,
+        width: PositiveInt = 128,
+        layers: PositiveInt = 3,
+        heads: PositiveInt = 4,
+        vision_width: PositiveInt = 96,
+        vision_layers: PositiveInt = 3,
+        side: PositiveInt = 48,
+        patch: PositiveInt = 8,
+        init: PositiveFloat = 0.02,
     ) -> None:
         if side % patch:
             raise ValueError(f"a picture of {side} pixels cannot be cut into patches of {patch}")

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from mmrl.draws import Stream
+from mmrl.ranges import PositiveFloat, PositiveInt
 from mmrl.registry import builder
 
 SPECIAL = (
@@ -85,14 +86,14 @@ class TinyModel:
         *,
         stream: Stream,
         texts: tuple[str, ...] = ("0123456789 abcdefghijklmnopqrstuvwxyz",),
-        vocab_size: int = 512,
-        width: int = 128,
-        layers: int = 4,
-        heads: int = 4,
-        vision_width: int = 64,
-        vision_layers: int = 2,
-        max_pixels: int = 56 * 56,
-        init: float = 0.02,
+        vocab_size: PositiveInt = 512,
+        width: PositiveInt = 128,
+        layers: PositiveInt = 4,
+        heads: PositiveInt = 4,
+        vision_width: PositiveInt = 64,
+        vision_layers: PositiveInt = 2,
+        max_pixels: PositiveInt = 56 * 56,
+        init: PositiveFloat = 0.02,
     ) -> None:
         self.stream, self.texts, self.vocab_size = stream, texts, vocab_size
         self.width, self.layers, self.heads = width, layers, heads

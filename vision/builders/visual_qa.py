@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from mmrl.fields import RowError, listed, plain, text, uid_of
+from mmrl.ranges import NonNegativeInt
 from mmrl.registry import builder
 from mmrl.rows import DataRow
 from mmrl.vision.asking import answer_of, answers_of
@@ -36,7 +37,7 @@ class VisualQa:
         subset: str = "",
         form: Literal["jsonl", "parquet"] = "jsonl",
         bad_rows: Literal["error", "drop"] = "error",
-        limit: int = 0,
+        limit: NonNegativeInt = 0,
     ) -> None:
         unknown = sorted(set(columns or {}) - set(OURS))
         if unknown:

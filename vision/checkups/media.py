@@ -6,12 +6,13 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from mmrl.health import Examined, Symptom
+from mmrl.ranges import PositiveInt
 from mmrl.registry import checkup
 from mmrl.types import Frames, Media, Message, Prompt, Trajectory
 
 
 @checkup
-def media_reach(examined: Examined, *, rows: int = 4) -> Iterator[Symptom]:
+def media_reach(examined: Examined, *, rows: PositiveInt = 4) -> Iterator[Symptom]:
     """Turn every pixel of a prompt's media into its negative: answers have to become more or less likely."""
     shown = [row for row in examined.rollouts if row.prompt.media][:rows]
     if not shown:

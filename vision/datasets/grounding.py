@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
 
 from mmrl.draws import Stream
 from mmrl.fields import RowError, text
+from mmrl.ranges import AtMost, NonNegativeInt, PositiveFloat, PositiveInt, Probability
 from mmrl.registry import data
 from mmrl.rows import DataRow, read_prompts
 from mmrl.types import Message, Outcome, Part, Prompt
@@ -36,21 +37,21 @@ def grounding(
     format: Literal["charades_sta", "activitynet", "qvhighlights", "jsonl"] = "jsonl",
     durations: str = "",
     extension: str = ".mp4",
-    frames_per_second: float = 2.0,
-    min_frames: int = 4,
-    max_frames: int = 256,
-    max_pixels: int = 0,
-    total_pixels: int = 0,
+    frames_per_second: PositiveFloat = 2.0,
+    min_frames: Annotated[PositiveInt, AtMost("max_frames")] = 4,
+    max_frames: PositiveInt = 256,
+    max_pixels: NonNegativeInt = 0,
+    total_pixels: NonNegativeInt = 0,
     prompt: str = ASK,
-    reasoning: float = 0.0,
+    reasoning: Probability = 0.0,
     reasoning_prompt: str = ASK_REASONING,
     demo_think: Literal["none", "empty", "provided"] = "none",
-    decimals: int = 2,
+    decimals: NonNegativeInt = 2,
     normalize_text: bool = True,
     clip_spans: bool = True,
     bad_rows: Literal["error", "drop"] = "error",
     unlabelled: bool = False,
-    limit: int = 0,
+    limit: NonNegativeInt = 0,
 ) -> list[Prompt]:
     """Read queries about videos under `root`, from an annotation file in its published form.
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from mmrl.fields import RowError, listed, mapping, number, short, text, uid_of
+from mmrl.ranges import NonNegativeFloat, NonNegativeInt
 from mmrl.registry import data
 from mmrl.rows import DataRow, Rows, parquet_of, read_prompts, row_files, row_of, split_of
 from mmrl.types import Frames, Media, Message, Outcome, Part, Prompt
@@ -28,9 +29,9 @@ def preference_pairs(
     *,
     path: str,
     root: str = "",
-    min_gap: float = 0.0,
+    min_gap: NonNegativeFloat = 0.0,
     bad_rows: Literal["error", "drop"] = "error",
-    limit: int = 0,
+    limit: NonNegativeInt = 0,
 ) -> list[Prompt]:
     """Read pairs as TRL has them, jsonl, JSON, parquet or a folder of these: `prompt`, `chosen`, `rejected`,
     and `images` or `image`.

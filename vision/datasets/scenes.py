@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from mmrl.fields import listed, short, text, uid_of
+from mmrl.ranges import NonNegativeInt
 from mmrl.registry import data
 from mmrl.rows import DataRow, Rows, read_prompts, sound_rows
 from mmrl.types import Frames, Media, Prompt
@@ -32,7 +33,7 @@ def chair(
     answers: str = "",
     prompt: str = DESCRIBE,
     singular_by: str = "",
-    limit: int = 0,
+    limit: NonNegativeInt = 0,
 ) -> list[Prompt]:
     """Ask for a caption of COCO pictures, with the classes that their instances and reference captions name
     (CHAIR, arXiv 1809.02156).
@@ -71,7 +72,7 @@ def object_halbench(
     root: str = "",
     answers: str = "",
     singular_by: str = "",
-    limit: int = 0,
+    limit: NonNegativeInt = 0,
 ) -> list[Prompt]:
     """Ask the questions of Object HalBench, one object a line with `image_id`, `question` and `image`, scored
     by rules (RLAIF-V, arXiv 2405.17220).
@@ -113,7 +114,7 @@ def closed_set(
     answers: str = "",
     prompt: str = DESCRIBE,
     singular_by: str = "",
-    limit: int = 0,
+    limit: NonNegativeInt = 0,
 ) -> list[Prompt]:
     """Ask for a description of pictures of which a closed vocabulary says all that is in them.
 

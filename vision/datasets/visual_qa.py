@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from mmrl.fields import RowError, filled, listed, text, uid_of
+from mmrl.ranges import NonNegativeInt, PositiveFloat, PositiveInt
 from mmrl.registry import data
 from mmrl.rows import DataRow, Rows, read_prompts
 from mmrl.types import Media, Message, Outcome, Prompt
@@ -26,11 +27,11 @@ def visual_qa(
     columns: Mapping[str, str] | None = None,
     prompt: str = "{question}",
     demo: str = "",
-    frames_per_second: float = 2.0,
-    max_frames: int = 64,
-    total_pixels: int = 0,
+    frames_per_second: PositiveFloat = 2.0,
+    max_frames: PositiveInt = 64,
+    total_pixels: NonNegativeInt = 0,
     bad_rows: Literal["error", "drop"] = "error",
-    limit: int = 0,
+    limit: NonNegativeInt = 0,
 ) -> list[Prompt]:
     """Read questions, media and answers, as jsonl, JSON, parquet or a folder of `datasets`.
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from mmrl.fields import listed, mapping, short, text, uid_of
+from mmrl.ranges import NonNegativeInt
 from mmrl.registry import data
 from mmrl.rows import DataRow, Rows, read_prompts, sound_rows, whole_text
 from mmrl.types import Prompt
@@ -19,7 +20,7 @@ from mmrl.vision.media import MediaRoot
 
 @data
 def pope(
-    *, path: str, root: str = "", answers: str = "", prompt: str = "{text}", limit: int = 0
+    *, path: str, root: str = "", answers: str = "", prompt: str = "{text}", limit: NonNegativeInt = 0
 ) -> list[Prompt]:
     """Ask the questions of a file of POPE (arXiv 2305.10355): one object a line with `image`, `text` and
     `label`, yes or no.
@@ -80,7 +81,7 @@ def amber(
     prompt: str = "{query}",
     nouns_by: str = "",
     similar_by: str = "",
-    limit: int = 0,
+    limit: NonNegativeInt = 0,
 ) -> list[Prompt]:
     """Ask the queries of AMBER (arXiv 2311.07397), to describe or of yes or no; `path` is one of its files
     `query_*.json`.

@@ -12,6 +12,7 @@ from torch import Tensor
 from mmrl.draws import Stream
 from mmrl.modules import LOW
 from mmrl.onednn import onednn
+from mmrl.ranges import NonNegativeFloat, NonNegativeInt, PositiveInt, PositiveShare, ShareBelowOne
 from mmrl.registry import engine
 from mmrl.types import Outcome, Prompt, Rollouts, Trajectory
 from mmrl.vision.cheaper import Cheaper
@@ -41,12 +42,12 @@ class Generate:
         policy: Speaker,
         *,
         stream: Stream,
-        max_completion_length: int = 256,
-        temperature: float = 1.0,
-        top_p: float = 1.0,
-        top_k: int = 0,
-        min_p: float = 0.0,
-        batch_size: int = 0,
+        max_completion_length: PositiveInt = 256,
+        temperature: NonNegativeFloat = 1.0,
+        top_p: PositiveShare = 1.0,
+        top_k: NonNegativeInt = 0,
+        min_p: ShareBelowOne = 0.0,
+        batch_size: NonNegativeInt = 0,
         cache: MakeCache | None = None,
         transform: tuple[Callable, ...] = (),
     ) -> None:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
 from torch import Tensor
 
 from mmrl.draws import Stream
+from mmrl.ranges import NonNegativeFloat, PositiveShare, Probability, Range
 from mmrl.registry import engine
 from mmrl.types import Prompt, Rollouts, Trajectory
 from mmrl.vision.chat import Encoded
@@ -49,15 +50,15 @@ class WithBlindMix:
         engine: Decoder,
         *,
         stream: Stream,
-        h_ratio: tuple[float, ...] = (0.6,),
-        h_std: tuple[float, ...] = (0.15,),
-        gap: float = 0.0,
+        h_ratio: tuple[Annotated[float, Range(high=1)], ...] = (0.6,),
+        h_std: tuple[NonNegativeFloat, ...] = (0.15,),
+        gap: NonNegativeFloat = 0.0,
         mix: Mix = "log",
         against: Literal["blind", "noised", "cropped"] = "blind",
-        noise_step: int = 500,
-        plausible: float = 0.0,
-        growth: float = 0.0,
-        unsure: float = 1.0,
+        noise_step: Annotated[int, Range(0, 999)] = 500,
+        plausible: Probability = 0.0,
+        growth: NonNegativeFloat = 0.0,
+        unsure: PositiveShare = 1.0,
     ) -> None:
         _refuse(h_ratio, h_std, gap, mix, noise_step, plausible, growth, unsure)
         self.engine, self.policy, self.stream = engine, engine.policy, stream

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
+from mmrl.ranges import ShareBelowOne
 from mmrl.registry import engine
 from mmrl.types import Prompt, Rollouts, Trajectory
 from mmrl.vision.distortions import blinded
@@ -24,7 +25,7 @@ class WithBlindTail:
 
     notes: frozenset[str] = frozenset()
 
-    def __init__(self, engine: Decoder, *, share: float = 0.5) -> None:
+    def __init__(self, engine: Decoder, *, share: ShareBelowOne = 0.5) -> None:
         if not 0 <= share < 1:
             raise ValueError(f"`share` must lie in [0, 1), not {share}")
         self.engine, self.policy, self.share = engine, engine.policy, share

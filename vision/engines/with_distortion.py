@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Literal
+from typing import Annotated, Literal
 
 from mmrl.draws import Stream
 from mmrl.protocols import Engine
+from mmrl.ranges import Ascending, PositiveShare, Range
 from mmrl.registry import engine
 from mmrl.types import Frames, Prompt, Rollouts, Trajectory
 from mmrl.vision.distortions import blinded, cropped, noised_frames, spoilt
@@ -32,8 +33,8 @@ class WithDistortion:
         *,
         stream: Stream,
         kind: Literal["crop", "noise", "blind"] = "crop",
-        scale: tuple[float, ...] = (0.01, 0.2),
-        noise_step: int = 500,
+        scale: Annotated[tuple[PositiveShare, PositiveShare], Ascending()] = (0.01, 0.2),
+        noise_step: Annotated[int, Range(0, 999)] = 500,
     ) -> None:
         if len(scale) != 2 or not 0 < scale[0] <= scale[1] <= 1:
             raise ValueError(

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from mmrl.ranges import PositiveInt
 from mmrl.registry import exhibit
 from mmrl.table import Measured
 from mmrl.types import Frames, Prompt, Rollouts, Trajectory
@@ -20,7 +21,7 @@ COLOURS = ("#0f6fbf", "#c2571a", "#7a4fb5", "#5b6b7b")
 
 
 @exhibit
-def film_strip(measured: Mapping[str, Measured], *, num: int = 6, frames: int = 16) -> str:
+def film_strip(measured: Mapping[str, Measured], *, num: PositiveInt = 6, frames: PositiveInt = 16) -> str:
     """Show clips as strips of frames, the true span and the answered spans as bars underneath.
 
     `measured` holds evaluations by the name of a model; of each prompt its first answer is shown. The `num`

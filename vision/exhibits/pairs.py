@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
+from mmrl.ranges import PositiveInt
 from mmrl.registry import exhibit
 from mmrl.table import Measured
 from mmrl.types import Outcome, Prompt, Rollouts
@@ -21,7 +22,7 @@ GOOD, BAD = "#2b8a3e", "#b3261e"
 
 
 @exhibit
-def pairs(measured: Mapping[str, Measured], *, num: int = 12) -> str:
+def pairs(measured: Mapping[str, Measured], *, num: PositiveInt = 12) -> str:
     """Show pictures with the better and the worse answer of a pair, their scores, and how the pair came to
     be.
 
@@ -38,7 +39,7 @@ def pairs(measured: Mapping[str, Measured], *, num: int = 12) -> str:
 
 
 @exhibit
-def captions(measured: Mapping[str, Measured], *, num: int = 12) -> str:
+def captions(measured: Mapping[str, Measured], *, num: PositiveInt = 12) -> str:
     """Show pictures with what is in them and the first caption of every model; objects that are not there
     are marked.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Set
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from mmrl.batch import Batch, StepOutput
 from mmrl.modules import DTYPES, LOW, apply_transforms, keep_training_precision
 from mmrl.onednn import onednn
+from mmrl.ranges import AtMost, NonNegativeInt, PositiveFloat, PositiveInt
 from mmrl.registry import policy
 from mmrl.tensor import cat_padded
 from mmrl.types import Outcome, Prompt, Rollouts, Trajectory
@@ -124,14 +125,14 @@ class Tokens:
         model: str,
         dtype: Literal["float32", "bfloat16", "float16", "float64"] = "bfloat16",
         attn_implementation: str = "sdpa",
-        lora_rank: int = 0,
-        lora_alpha: float | None = None,
+        lora_rank: NonNegativeInt = 0,
+        lora_alpha: PositiveFloat | None = None,
         adapter: str = "",
         freeze_vision_tower: bool = True,
         gradient_checkpointing: bool = False,
         share_prefix: bool = True,
-        min_pixels: int | None = None,
-        max_pixels: int | None = None,
+        min_pixels: Annotated[PositiveInt, AtMost("max_pixels")] | None = None,
+        max_pixels: PositiveInt | None = None,
         transform: tuple[Callable, ...] = (),
     ) -> None:
         self.processor = loading.load_processor(model)

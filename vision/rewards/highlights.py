@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import Literal
 
+from mmrl.ranges import Probability
 from mmrl.registry import reward
 from mmrl.reward_forms import per_outcome
 from mmrl.types import Outcome, Prompt
@@ -21,7 +22,7 @@ from mmrl.vision.spans import parse_saliency, parse_spans
 
 @reward
 @per_outcome
-def window_ap(prompt: Prompt, outcome: Outcome, *, threshold: float | None = None) -> float:
+def window_ap(prompt: Prompt, outcome: Outcome, *, threshold: Probability | None = None) -> float:
     """Compute the average precision of the answered spans, the first ones ranked highest; averaged over 0.5
     to 0.95 by default."""
     spans = parse_spans(outcome.text or "")[:MAX_WINDOWS]

@@ -6,6 +6,7 @@ import math
 import re
 from typing import Literal
 
+from mmrl.ranges import NonNegativeFloat
 from mmrl.registry import reward
 from mmrl.reward_forms import per_outcome
 from mmrl.types import Outcome, Prompt
@@ -25,7 +26,7 @@ def short_answer(
     outcome: Outcome,
     *,
     form: Literal["text", "number", "letter"] = "text",
-    tolerance: float = 0.0,
+    tolerance: NonNegativeFloat = 0.0,
     tag: str = "answer",
 ) -> float:
     """Give 1 if the last block `tag` (or boxed answer, or the whole text) is a right answer, else 0.

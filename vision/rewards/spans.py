@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Literal
 
+from mmrl.ranges import NonNegativeFloat
 from mmrl.registry import reward
 from mmrl.reward_forms import per_outcome
 from mmrl.types import Outcome, Prompt
@@ -19,7 +20,7 @@ def temporal_iou(
     outcome: Outcome,
     *,
     form: Literal["iou", "giou", "timestamp_aware"] = "iou",
-    relax: float = 0.0,
+    relax: NonNegativeFloat = 0.0,
     strict: bool = False,
 ) -> float:
     """Measure how the answered span overlaps the target span, in [0, 1]; of several targets the best counts.
@@ -90,7 +91,7 @@ def span_confidence(
     prompts: Sequence[Prompt],
     outcomes: Sequence[Outcome],
     *,
-    gamma: float = 5.0,
+    gamma: NonNegativeFloat = 5.0,
     normalise_by: Literal["duration", "none"] = "duration",
 ) -> list[float | None]:
     """Tell how sure a group is: exp(-gamma u), u the deviation of its starts plus that of its ends (URPA,
