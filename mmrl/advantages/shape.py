@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from mmrl.ranges import NonNegativeFloat, PositiveFloat
+from mmrl.ranges import NonNegativeFloat
 from mmrl.registry import advantage
 from mmrl.table import RewardTable
 from mmrl.tensor import group_extreme
@@ -75,7 +75,7 @@ def anchor(
 
 
 @advantage
-def limit(table: RewardTable, *, max_advantage: PositiveFloat = 5.0) -> RewardTable:
+def limit(table: RewardTable, *, max_advantage: NonNegativeFloat = 5.0) -> RewardTable:
     """Clip advantages to [-max_advantage, max_advantage]."""
     return table.put(table.values.clamp(-max_advantage, max_advantage))
 
