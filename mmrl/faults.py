@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,6 +15,9 @@ import torch
 from torch import Tensor
 
 from mmrl.batch import Batch
+from mmrl.bind import Bound
+from mmrl.config import ConfigError
+from mmrl.table import RewardTable
 from mmrl.types import Trajectory, Unit
 
 if TYPE_CHECKING:
@@ -26,6 +29,10 @@ FOLDER = "faults"
 
 class NotFinite(FloatingPointError):
     """A loss or gradient that is not a number. The step was not taken."""
+
+
+class ChainError(ValueError):
+    """A piece of the advantage chain that raised, or gave no table or no finite numbers."""
 
 
 class OutOfMemory(RuntimeError):
@@ -114,6 +121,42 @@ def _sound(run: Run, rows: Batch) -> bool:
         if not all(bool(g.isfinite().all()) for g in gradients if g is not None):
             return False
     return True
+
+
+# ---- the advantage chain
+
+
+def through_chain(chain: Sequence[Bound], table: RewardTable, step: int) -> RewardTable:
+    """Send a reward table through the pieces of a chain, and name the first piece that fails, returns
+    something else than a table of the same rows, or makes a valid value NaN or infinite."""
+    for i, piece in enumerate(chain):
+        name = f"advantage[{i}]: '{piece.entry.full_name}'"
+        try:
+            given = piece(table)
+        except ConfigError:
+            raise
+        except Exception as error:
+            raise ChainError(f"{name} raised {type(error).__name__} at step {step}: {error}") from error
+        if not isinstance(given, RewardTable) or given.uids != table.uids:
+            what = f"one of {len(given)} rows" if isinstance(given, RewardTable) else type(given).__name__
+            raise ChainError(
+                f"{name} must return a reward table of the same {len(table)} rows, not {what}"
+            )
+        wrong = given.valid & ~given.values.isfinite()
+        if wrong.any():
+            row, column, place = wrong.nonzero()[0].tolist()
+            raise ChainError(
+                f"{name} made {int(wrong.sum())} valid values non-finite at step {step}, the first of them "
+                f"{given.values[row, column, place].item()} for '{given.names[column]}' of prompt "
+                f"'{given.uids[row]}', which was {_before(table, row, place)}; divide only where there is "
+                "something to divide by, or mark the value as not valid"
+            )
+        table = given
+    return table
+
+
+def _before(table: RewardTable, row: int, place: int) -> str:
+    return str(table.values[row, :, min(place, table.values.shape[2] - 1)].tolist())
 
 
 # ---- what is left to look at

@@ -20,7 +20,7 @@ from mmrl.console import Console
 from mmrl.distributed import Processes
 from mmrl.draws import Stream
 from mmrl.evaluate import Evaluator
-from mmrl.faults import Guard
+from mmrl.faults import Guard, through_chain
 from mmrl.gap import conclude, spell_gap
 from mmrl.health import cheapened
 from mmrl.protocols import Engine, Observer, Policy, Sampler, Telling
@@ -129,9 +129,7 @@ class Run:
 
     def advantage(self, table: RewardTable) -> RewardTable:
         """Send a reward table through the chain."""
-        for piece in self.chain:
-            table = piece(table)
-        return table
+        return through_chain(self.chain, table, self.stream.step)
 
     def tick(self, step: int) -> None:
         """Begin a step: random streams move on, schedules take their value."""

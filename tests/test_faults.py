@@ -171,6 +171,21 @@ TABLE: dict[str, tuple[dict[str, Any], int, str]] = {
         1,
         "'http://127.0.0.1:1/' does not answer within 60 s, asked 1 times",
     ),
+    "an advantage piece that returns nothing": (
+        {"advantage": ["total", "tests.test_chain:nothing"]},
+        1,
+        "advantage[1]: 'tests.test_chain.nothing' must return a reward table of the same 16 rows, not",
+    ),
+    "an advantage piece that raises": (
+        {"advantage": ["tests.test_chain:failing"]},
+        1,
+        "advantage[0]: 'tests.test_chain.failing' raised KeyError at step 0: 'iou'",
+    ),
+    "an advantage that is NaN": (
+        {"advantage": ["total", "tests.test_chain:root", "group_normalize"]},
+        1,
+        "advantage[1]: 'tests.test_chain.root' made",
+    ),
     "outcomes out of order": (
         {"rollout": {"engine": [f"{HERE}:Mute"]}},
         1,
