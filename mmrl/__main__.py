@@ -180,7 +180,10 @@ def build(given: argparse.Namespace) -> int:
     from mmrl.draws import Stream
 
     config = load(given.config, given.overrides, BuildConfig)
-    built = Pieces(Stream(config.seed)).make("builder", config.build).build(Path(config.output))
+    pieces = Pieces(Stream(config.seed))
+    pieces.check("builder", config.build)
+    pieces.require_packages()
+    built = pieces.make("builder", config.build).build(Path(config.output))
     print(f"{config.output}: " + ", ".join(f"{name} {value}" for name, value in built.items()))
     return 0
 

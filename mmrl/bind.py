@@ -3,7 +3,9 @@ streams handed out."""
 
 from __future__ import annotations
 
+import importlib.util
 import inspect
+import sys
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -67,6 +69,7 @@ class Pieces:
     def __init__(self, stream: Stream) -> None:
         self.stream = stream
         self.made: dict[str, Any] = {}  # what may have a memory, by a name that is the same in every run
+        self.entries: list[Entry] = []  # all pieces that were looked up
         self._scheduled: list[tuple[Callable[[str, Any], None], str, _Follows]] = []
 
     def make(self, kind: str, piece: Piece, *given: Any, place: str = "") -> Any:
@@ -115,6 +118,16 @@ class Pieces:
         """Check a piece and everything inside it without making anything."""
         return self._resolve(kind, piece, place or kind)[0]
 
+    def require_packages(self) -> None:
+        """Refuse pieces whose packages are not installed, before anything is loaded or measured."""
+        for entry in self.entries:
+            for package, extra in entry.packages.items():
+                if not _installed(package):
+                    raise ConfigError(
+                        f"{entry.kind} '{entry.full_name}' needs the package {package}, which is not "
+                        f"installed: pip install 'mmrl[{extra}]'"
+                    )
+
     def name(self, kind: str, piece: Piece, place: str = "") -> Bound:
         """Check a piece that is called, and give it under its name and weight; a class is not made, so
         nothing is loaded."""
@@ -135,6 +148,7 @@ class Pieces:
             check_options(entry, options)
         except ValueError as error:
             raise ConfigError(f"{place}: {error}") from error
+        self.entries.append(entry)
         hints = _hints(entry)
         _refuse_reversed(entry, hints, options, place)
         filled = {
@@ -196,6 +210,12 @@ class _Follows:
         except (ValueError, ArithmeticError) as error:
             name = self.schedule.entry.full_name
             raise ConfigError(f"{self.place}: schedule '{name}' at step {clock.step}: {error}") from error
+
+
+def _installed(package: str) -> bool:
+    if package in sys.modules:
+        return sys.modules[package] is not None
+    return importlib.util.find_spec(package) is not None
 
 
 def _hints(entry: Entry) -> Mapping[str, Any]:

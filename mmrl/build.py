@@ -37,7 +37,7 @@ from mmrl.yaml_files import change, read
 def build(config: Config, *, quiet: bool = False) -> Run:
     """Make everything a run needs. Mistakes that can be known beforehand are found before a weight is
     loaded."""
-    check(config)
+    check(config).require_packages()
     stream = Stream(config.seed)
     pieces = Pieces(stream)
     trackers = [
@@ -107,9 +107,9 @@ def name_rewards(pieces: Pieces, listed: Sequence[Piece], place: str) -> list[Bo
 # ---- checking
 
 
-def check(config: Config) -> None:
+def check(config: Config) -> Pieces:
     """Resolve every name and option of a configuration, and what pieces need of each other, without loading
-    anything."""
+    anything. Gives the pieces, so that their packages can be asked for where they will be used."""
     pieces = Pieces(Stream())
     parse(as_plain(config), Config)  # types and ranges, where it was not read from a file
     _check_together(config)
@@ -141,6 +141,7 @@ def check(config: Config) -> None:
     needs |= reduce(Needs.__or__, (Needs(notes=bound.needs.notes) for bound in chain), Needs())
     _check_needs(config, needs, _declared(policy, "says"))
     check_evaluation(config.evaluation, pieces)
+    return pieces
 
 
 def check_evaluation(evaluation: Evaluation, pieces: Pieces) -> None:
@@ -311,7 +312,7 @@ def make_evaluator(config: Config | EvaluateConfig, pieces: Pieces, policy: Poli
     )
 
 
-def check_measuring(config: Config | EvaluateConfig) -> None:
+def check_measuring(config: Config | EvaluateConfig) -> Pieces:
     """Resolve what an evaluation names, without loading anything."""
     pieces = Pieces(Stream(config.seed))
     pieces.check("policy", config.policy)
@@ -322,11 +323,12 @@ def check_measuring(config: Config | EvaluateConfig) -> None:
     for name in ("engine", "rewards"):
         if alone and not getattr(config.evaluation, name):
             raise ConfigError(f"'evaluation.{name}' is empty; name at least one")
+    return pieces
 
 
 def load_evaluator(config: Config | EvaluateConfig):
     """Make a policy and what measures it."""
-    check_measuring(config)
+    check_measuring(config).require_packages()
     pieces, processes = Pieces(Stream(config.seed)), Processes()
     return make_evaluator(config, pieces, _load_policy(config, pieces, processes), processes)
 
@@ -356,6 +358,7 @@ def load_engine(
     pieces.check("policy", config.policy)
     for i, piece in enumerate(listed):
         pieces.check("engine", piece, f"{place}[{i}]")
+    pieces.require_packages()
     return make_engine(pieces, listed, _load_policy(config, pieces, Processes()), place)
 
 

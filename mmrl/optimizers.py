@@ -30,7 +30,7 @@ def adamw(
     return torch.optim.AdamW(_values(named), weight_decay=weight_decay, betas=(beta1, beta2), eps=eps)
 
 
-@optimizer
+@optimizer(packages={"bitsandbytes": "lowbit"})
 def adamw_8bit(
     named: Named,
     *,

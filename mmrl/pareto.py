@@ -108,6 +108,9 @@ def compare(config: EvaluateConfig, folder: Path) -> Comparison:
     `evaluation.json` is written anew after each, `pareto.svg` and `evaluation.html` at the end.
     """
     settings, meters = check_settings(config), make_meters(config)
+    for one in settings.values():
+        check_measuring(one).require_packages()
+    _pyplot()  # what draws at the end is found missing before anything is measured
     folder.mkdir(parents=True, exist_ok=True)
     rows: dict[str, Row] = {}
     first: Resampled | None = None
@@ -307,11 +310,7 @@ def page(title: str, found: Comparison, drawn: str) -> str:
 
 def draw(found: Comparison) -> str:
     """Draw the metric against every cost, as SVG; settings that no other beats are filled and joined."""
-    import matplotlib
-
-    matplotlib.use("svg")
-    from matplotlib import pyplot
-
+    pyplot = _pyplot()
     style = {"svg.fonttype": "none", "svg.hashsalt": "mmrl", "font.size": 9}
     style |= {"axes.spines.top": False, "axes.spines.right": False}
     with pyplot.rc_context(style):
@@ -329,6 +328,15 @@ def draw(found: Comparison) -> str:
         figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
         pyplot.close(figure)
     return buffer.getvalue()[buffer.getvalue().index("<svg") :]
+
+
+def _pyplot() -> Any:
+    import matplotlib
+
+    matplotlib.use("svg")
+    from matplotlib import pyplot
+
+    return pyplot
 
 
 def _panel(axes: Any, found: Comparison, cost: str) -> None:

@@ -15,6 +15,7 @@ import pkgutil
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 from mmrl.reward_forms import from_trl, is_trl
@@ -92,6 +93,7 @@ class Entry:
     needs: Needs = Needs()
     of_others: frozenset[str] = frozenset()  # what it reads of the policy that its option `against` names
     takes: tuple[str, ...] | None = None  # its options, where the signature does not tell
+    packages: Mapping[str, str] = field(default_factory=dict)  # what it imports, and the extra that brings it
 
     @property
     def full_name(self) -> str:
@@ -127,9 +129,16 @@ def _snake(name: str) -> str:
     return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower()
 
 
-def register(kind: str, target: Callable, needs: Needs, of_others: frozenset[str]) -> Callable:
+def register(
+    kind: str,
+    target: Callable,
+    needs: Needs,
+    of_others: frozenset[str],
+    packages: Mapping[str, str] = MappingProxyType({}),
+) -> Callable:
     """Enter a piece under its own name; two of one name are an error that names both files."""
-    entry = Entry(kind, _scope_of(target.__module__), _snake(target.__name__), target, needs, of_others)
+    scope, name = _scope_of(target.__module__), _snake(target.__name__)
+    entry = Entry(kind, scope, name, target, needs, of_others, packages=packages)
     known = PIECES.get((kind, entry.full_name), entry)
     # A reward that was wrapped by `per_outcome` stands in the file of what is wrapped.
     files = [inspect.getsourcefile(inspect.unwrap(one)) for one in (known.target, target)]
@@ -150,13 +159,14 @@ def _decorator(kind: str) -> Callable:
         others: set[str] = frozenset(),
         of_others: set[str] = frozenset(),
         notes: set[str] = frozenset(),
+        packages: Mapping[str, str] = MappingProxyType({}),
     ):
         needs = Needs(
             unit, frozenset(extra), {name: frozenset(of_others) for name in others}, frozenset(notes)
         )
         if target is None:
-            return lambda target: register(kind, target, needs, frozenset(of_others))
-        return register(kind, target, needs, frozenset(of_others))
+            return lambda target: register(kind, target, needs, frozenset(of_others), packages)
+        return register(kind, target, needs, frozenset(of_others), packages)
 
     decorate.__name__ = kind
     decorate.__doc__ = f"Register a piece of kind '{kind}' (home: {HOMES[kind]}/), with what it reads."

@@ -14,7 +14,7 @@ from mmrl.registry import transform
 ADAPTER = "lora_"  # in the names of an adapter's own layers
 
 
-@transform
+@transform(packages={"bitsandbytes": "lowbit"})
 def low_bit_weights(
     model: nn.Module,
     *,

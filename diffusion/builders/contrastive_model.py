@@ -46,7 +46,7 @@ class Captioned:
         return Captioned(pictures, known, torch.tensor([number[text] for text, _ in rows]))
 
 
-@builder
+@builder(packages={"open_clip": "clip"})
 class ContrastiveModel:
     """Train a small CLIP on captioned pictures, and write it as a folder that open_clip reads (`local-dir:`).
 

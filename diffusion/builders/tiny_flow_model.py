@@ -41,7 +41,7 @@ def word_tokenizer(texts: Iterable[str], max_length: int) -> Any:
     )
 
 
-@builder
+@builder(packages={"diffusers": "diffusion"})
 class TinyFlowModel:
     """Build a small SD3 pipeline in pixel space, weights drawn at random, as an ordinary diffusers folder.
 

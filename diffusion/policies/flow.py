@@ -57,7 +57,7 @@ def _exact(values: Tensor) -> Tensor:
     return values if values.dtype == torch.float64 else values.float()
 
 
-@policy
+@policy(packages={"diffusers": "diffusion"})
 class Flow:
     """A flow-matching pipeline of diffusers, by hub id or folder: a step is what `likelihood` says it is.
 

@@ -14,7 +14,7 @@ from mmrl.registry import reward
 from mmrl.types import Outcome, Prompt
 
 
-@reward
+@reward(packages={"open_clip": "clip"})
 class Hpsv2:
     """Predict which picture people prefer for its prompt: the cosine of text and picture in a ViT-H-14 of
     open_clip that was tuned to rankings (arXiv 2306.09341), about 0.2 to 0.35.

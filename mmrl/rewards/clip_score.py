@@ -26,7 +26,7 @@ PREFIX = "A photo depicts "
 CONFIG = "open_clip_config.json"
 
 
-@reward
+@reward(packages={"open_clip": "clip"})
 class ClipScore:
     """Measure how well picture and text match: the cosine of their features in a CLIP or SigLIP model (arXiv
     2104.08718, 2303.15343).
