@@ -88,6 +88,7 @@ def failure(capsys, code: int, *arguments: str) -> str:
 def test_train_leaves_everything_in_the_output_folder(file, tmp_path, capsys, no_curves):
     assert main(["train", file(evaluation=EVALUATION)]) == 0
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
+        ".lock",
         "checkpoint-2",
         "completions",
         "config.yaml",
