@@ -50,6 +50,18 @@ class Family(Protocol):
         """Give the (S + 1,) times of the pipeline's own schedule, the last one 0."""
 
 
+class VideoFamily(Family, Protocol):
+    """What is asked of families of video models besides."""
+
+    def frames_per_latent(self, pipe: Any, num_latents: int) -> tuple[int, ...]:
+        """Count the pixel frames that every latent frame stands for, in order: `num_latents` of them."""
+
+
+def frames_per_latent(family: Family, pipe: Any, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Count the pixel frames that every frame of a latent (C, f, h, w) stands for; () for images."""
+    return family.frames_per_latent(pipe, shape[1]) if len(shape) == 4 else ()
+
+
 def family_of(pipeline: str) -> Family:
     """Find the family that serves a pipeline class."""
     found = [entry.target() for entry in pieces("family") if pipeline in entry.target.pipelines]

@@ -48,6 +48,7 @@ class FlowRow:
     `path` (P, *L) holds latents from noise to data, the finished one last, in the places of the schedule; a
     row that keeps no path holds the finished one only. `at` (T,) says from which places recorded steps start.
     `times` (S + 1,) is the schedule, empty for recorded pictures. `solver` made the stochastic steps.
+    `frames` counts the pixel frames that every latent frame of a video stands for, in order.
     """
 
     condition: Condition
@@ -57,6 +58,7 @@ class FlowRow:
     guidance: float = 1.0
     passes: int = 1
     solver: Callable | None = None
+    frames: tuple[int, ...] = ()
 
 
 class FlowSteps(Protocol):

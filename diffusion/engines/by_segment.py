@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
+from mmrl.diffusion.segments import segments_of
 from mmrl.protocols import Engine
 from mmrl.ranges import PositiveInt
 from mmrl.registry import engine
@@ -44,7 +45,7 @@ class BySegment:
                 f"diffusion.matching, segments: {self.segments}}}`, and videos of that many frames or more"
             )
         frames = len(whole.video)
-        owner = ((torch.arange(frames) + 0.5) * self.segments / frames).long()
+        owner = segments_of([1] * frames, self.segments)
         steps = row.length // self.segments
         parts = tuple(self._part(whole, owner, number, steps) for number in range(self.segments))
         return dataclasses.replace(row, outcomes=parts)

@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 import torch
 from torch import Tensor
 
+from mmrl.diffusion.family import frames_per_latent
 from mmrl.diffusion.integrate import MOVES, advance, check_finite, decode_all
 from mmrl.diffusion.schedule import check_times
 from mmrl.diffusion.steps import Asked, FlowRow, Painter
@@ -203,7 +204,11 @@ class Denoise:
     def _row(
         self, plan: Plan, picture: Tensor, asked: Asked, condition, path: Tensor, logp: Tensor, low: int
     ) -> Trajectory:
-        steps = FlowRow(condition, path, plan.at, self.times, asked.guidance, asked.passes, self.solver)
+        policy = self.policy
+        frames = frames_per_latent(policy.family, policy.pipe, self.shape)
+        steps = FlowRow(
+            condition, path, plan.at, self.times, asked.guidance, asked.passes, self.solver, frames
+        )
         length = self.policy.likelihood.length(steps)
         outcome = picture_outcome(picture, self.frames_per_second, length)
         # Log-densities belong to the steps of `diffusion.transition`; draws of matching have none yet.

@@ -57,6 +57,10 @@ class Wan:
             raise ValueError(f"`num_frames` must be one more than a multiple of {span}, not {num_frames}")
         return config.in_channels, (num_frames - 1) // span + 1, height // factor, width // factor
 
+    def frames_per_latent(self, pipe: Any, num_latents: int) -> tuple[int, ...]:
+        """Give one for the first latent frame, and four (the span of the autoencoder) for every other."""
+        return (1, *[pipe.vae_scale_factor_temporal] * (num_latents - 1))
+
     def velocity(
         self, network: nn.Module, latents: Tensor, sigma: Tensor, condition: Condition, guidance: Tensor
     ) -> Tensor:

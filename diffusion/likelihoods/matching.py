@@ -16,6 +16,7 @@ from torch import Tensor
 from mmrl.batch import StepOutput
 from mmrl.diffusion.draws import TIME_TYPES, Drawing, Times
 from mmrl.diffusion.motion import noised
+from mmrl.diffusion.segments import segments_of
 from mmrl.diffusion.steps import Asked, FlowRow, common
 from mmrl.draws import Stream
 from mmrl.ranges import PositiveFloat, PositiveInt, PositiveShare, ShareBelowOne
@@ -48,8 +49,9 @@ class Matching:
 
     With `shared_noise` the rows of a group share times and noise (Diffusion-DPO, arXiv 2311.12908), with
     `shared_time` only the times (GDRO, arXiv 2601.02036: our reading). `segments` above 1 cuts the frames of
-    a video into as many steps per draw (DenseDPO, arXiv 2506.03517); a frame belongs to the segment that
-    holds its centre.
+    a video into as many steps per draw (DenseDPO, arXiv 2506.03517), as `diffusion.by_segment` cuts them. A
+    latent frame belongs to the segment that holds the centre of the pixel frames it stands for, which may lie
+    on both sides of a cut (our reading).
     """
 
     says = frozenset({"velocity", "target", "time", "error"})
@@ -89,18 +91,36 @@ class Matching:
         """Count the draws, times segments."""
         return self.draws * self.segments
 
-    def _check_segments(self, latent: tuple[int, ...]) -> None:
+    def _owners(self, row: FlowRow) -> Tensor:
+        """Find the segment of every latent frame: (f,)."""
+        latent = tuple(row.path.shape[1:])
         frames = latent[1] if len(latent) == 4 else 1
         if self.segments > frames:
             raise ValueError(
                 f"`segments` is {self.segments}, but latents of {latent} have {frames} frames to cut "
                 f"between; ask for at most {frames}"
             )
+        if self.segments == 1:
+            return torch.zeros(frames, dtype=torch.int64)
+        if len(row.frames) != frames:
+            raise ValueError(
+                f"`segments` is {self.segments}, but a row of {frames} latent frames says of "
+                f"{len(row.frames)} how many frames of video they stand for; its engine must say it of all"
+            )
+        owner = segments_of(row.frames, self.segments)
+        empty = sorted(set(range(self.segments)) - set(owner.tolist()))
+        if empty:
+            raise ValueError(
+                f"`segments` is {self.segments}, but of the {frames} latent frames of a video of "
+                f"{sum(row.frames)} frames none has its centre in segment {', '.join(map(str, empty))} "
+                "(counted from 0); ask for fewer"
+            )
+        return owner
 
     def collate(self, rows: Sequence[FlowRow], uids: Sequence[str]) -> MatchingSteps:
         """Draw times and noise for every row."""
         common(rows, "diffusion.matching")
-        self._check_segments(tuple(rows[0].path.shape[1:]))
+        owner = self._owners(rows[0])
         seen: Counter[str] = Counter()
         times, seeds = [], []
         for row, uid in zip(rows, uids, strict=True):
@@ -116,6 +136,7 @@ class Matching:
             torch.stack([row.path[-1] for row in rows]),
             torch.stack(times),
             torch.stack(seeds),
+            owner,
             self.segments,
             self.weigh,
             Unit.STEP if self.segments == 1 else Unit.ROW,
@@ -135,6 +156,7 @@ class MatchingSteps:
     clean: Tensor
     times: Tensor  # (N, draws)
     seeds: Tensor  # (N, draws)
+    owner: Tensor  # (f,) the segment of every latent frame
     segments: int
     weigh: Callable[[Tensor, Tensor], Tensor]
     unit: Unit = Unit.STEP
@@ -185,8 +207,6 @@ class MatchingSteps:
         if self.segments == 1:
             return squared.flatten(2).mean(-1)
         per_frame = squared.mean((2, 4, 5))  # (N, draws, frames)
-        frames = per_frame.shape[-1]
-        owner = ((torch.arange(frames) + 0.5) * self.segments / frames).long()
-        inside = (owner[None] == torch.arange(self.segments)[:, None]).to(per_frame)
+        inside = (self.owner[None] == torch.arange(self.segments)[:, None]).to(per_frame)
         per_segment = per_frame @ (inside / inside.sum(1, keepdim=True)).T  # (N, draws, segments)
         return per_segment.transpose(1, 2).flatten(1)

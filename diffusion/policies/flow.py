@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from mmrl.batch import Batch, StepOutput
 from mmrl.config import Piece
 from mmrl.diffusion import loading, lora
-from mmrl.diffusion.family import Condition, Family, family_of
+from mmrl.diffusion.family import Condition, Family, family_of, frames_per_latent
 from mmrl.diffusion.latents import default_of
 from mmrl.diffusion.steps import Asked, FlowRow, FlowSteps, Likelihood
 from mmrl.kept import Kept
@@ -184,7 +184,8 @@ class Flow:
         with torch.no_grad():
             latents = self.family.compress(self.pipe, pixels)[0].to(self.precision).cpu()
         nothing = torch.zeros(0)
-        row = FlowRow(self.condition(prompt.text), latents[None], nothing.long(), nothing)
+        frames = frames_per_latent(self.family, self.pipe, tuple(latents.shape))
+        row = FlowRow(self.condition(prompt.text), latents[None], nothing.long(), nothing, frames=frames)
         return Trajectory(prompt, prompt.uid, (outcome,), row, self.likelihood.length(row), on_policy=False)
 
     def collate(self, rollouts: Rollouts) -> Batch:

@@ -143,6 +143,8 @@ def test_a_video_keeps_its_motion(checkpoint):
     rows = engine.rollout(asked("a cat", num=2, answers=[shown]))
     assert [row.outcomes[0].video.shape for row in rows] == [(5, 3, 32, 32)] * 2
     assert rows[0].length == 4  # two draws of two segments
+    assert [row.steps.frames for row in rows] == [(1, 4)] * 2
+    assert policy.encode(rows[0].prompt, shown).steps.frames == (1, 4)
     with torch.no_grad():
         assert policy(policy.collate(rows)).logp.isfinite().all()
 

@@ -23,9 +23,11 @@ def likelihood(**options):
     return make("likelihood", "diffusion.matching", **options)
 
 
-def row(generator, *, shape=SHAPE, times=TIMES, guidance=1.0, passes=1, at=()):
+def row(generator, *, shape=SHAPE, times=TIMES, guidance=1.0, passes=1, at=(), frames=None):
     clean = torch.randn(1, *shape, generator=generator, dtype=torch.float64)
-    return FlowRow({}, clean, torch.tensor(at, dtype=torch.int64), times, guidance, passes)
+    if frames is None:
+        frames = (1,) * shape[1] if len(shape) == 4 else ()
+    return FlowRow({}, clean, torch.tensor(at, dtype=torch.int64), times, guidance, passes, frames=frames)
 
 
 def recorded(generator, **options):
@@ -283,6 +285,31 @@ def test_a_frame_belongs_to_the_segment_that_holds_its_centre(generator):
     error = -steps.read(target + off, frozenset()).logp
     # (1 + 4) / 2 and (9 + 16 + 25) / 3
     assert_close(error, torch.tensor([[2.5, 50 / 3]], dtype=torch.float64))
+
+
+def test_a_latent_frame_belongs_to_where_most_of_its_frames_are(generator):
+    # 17 frames in 2 segments of 8.5: the third latent frame stands for frames 5 to 8, of which three are in
+    # the first half. Cut by latents it would be in the second.
+    (made,) = [row(generator, shape=(2, 5, 3, 2), frames=(1, 4, 4, 4, 4))]
+    steps = collated([made], draws=1, segments=2, weighting="uniform")
+    target = steps.read(some_velocity(steps, generator), {"target"}).extra["target"][:, :1]
+    off = torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0], dtype=torch.float64).view(1, 1, 1, 5, 1, 1)
+    error = -steps.read(target + off, frozenset()).logp
+    # (1 + 4 + 9) / 3 and (16 + 25) / 2
+    assert_close(error, torch.tensor([[14 / 3, 20.5]], dtype=torch.float64))
+
+
+def test_segments_that_no_latent_frame_belongs_to_are_refused(generator):
+    # 81 frames in 21 segments: 27/7 frames each. Centres are at .5, 3, 7, ..., 79: that at 27 is where
+    # segment 7 begins, and the one before, 23, lies in segment 5 (5.96).
+    made = row(generator, shape=(1, 21, 1, 1), frames=(1, *[4] * 20))
+    with pytest.raises(ValueError, match=r"latent frames of a video of 81 frames none .* in segment 6 \("):
+        collated([made], draws=1, segments=21)
+
+
+def test_rows_that_do_not_say_what_latent_frames_stand_for_are_refused(generator):
+    with pytest.raises(ValueError, match="a row of 6 latent frames says of 0 how many frames of video"):
+        collated([row(generator, shape=(2, 6, 3, 2), frames=())], draws=1, segments=2)
 
 
 def test_cut_rows_keep_their_segments(generator):

@@ -8,6 +8,7 @@ import torch
 
 from mmrl.diffusion.datasets.videos import videos
 from mmrl.diffusion.engines.by_segment import BySegment
+from mmrl.diffusion.segments import segments_of
 from mmrl.rows import RowError
 from mmrl.types import Outcome, Prompt, Trajectory
 
@@ -100,6 +101,39 @@ def test_a_video_becomes_an_outcome_per_segment_that_ends_its_steps():
     assert second.times.tolist() == [1.0, 1.5, 2.0]
     assert (first.end, second.end) == (2, 4)
     assert (first.recorded, second.recorded) == ({"score": 1.0, "sharp": 0.3}, {"score": 0.0, "sharp": 0.3})
+
+
+def test_latent_frames_of_81_frames_in_5_segments():
+    # Segments are 16.2 frames long: frames 0 to 15, 16 to 31, 32 to 48, 49 to 64, 65 to 80. Latent frame 4
+    # stands for frames 13 to 16, 8 for 29 to 32: three of four lie in the earlier segment.
+    owner = segments_of((1, *[4] * 20), 5)
+    assert owner.tolist() == [0] * 5 + [1] * 4 + [2] * 4 + [3] * 4 + [4] * 4
+    assert segments_of([1] * 81, 5).tolist() == [0] * 16 + [1] * 16 + [2] * 17 + [3] * 16 + [4] * 16
+
+
+@pytest.mark.parametrize(
+    ("lengths", "segments", "wanted"),
+    [
+        # 25 frames, 12.5 each: the third stands for frames 9 to 16, of which 12 to 16 are in the second half
+        ((1, 8, 8, 8), 2, [0, 0, 1, 1]),
+        # no shorter first one: the second lies on both sides alike
+        ((4, 4, 4), 2, [0, 1, 1]),
+        ((2, 2, 2, 2, 2, 2), 3, [0, 0, 1, 1, 2, 2]),
+    ],
+)
+def test_latent_frames_of_other_autoencoders(lengths, segments, wanted):
+    assert segments_of(lengths, segments).tolist() == wanted
+
+
+@pytest.mark.parametrize("span", [1, 4, 6, 8])
+def test_no_segment_holds_more_frames_of_a_latent_frame_than_its_own(span):
+    for num in range(2, 25):
+        lengths = (1, *[span] * (num - 1))
+        for segments in range(1, num + 1):
+            own, pixels = segments_of(lengths, segments), segments_of([1] * sum(lengths), segments)
+            for mine, frames in zip(own.tolist(), pixels.split(lengths), strict=True):
+                counts = frames.bincount(minlength=segments)
+                assert counts[mine] == counts.max()
 
 
 @pytest.mark.parametrize("frames, length, segments", [(5, 3, 2), (2, 3, 3), (0, 2, 2)])
