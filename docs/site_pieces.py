@@ -75,7 +75,7 @@ FAMILIES = {
         "Rewards",
         ("reward",),
         "A reward gives one number per outcome; higher is better, `None` where it does not apply. Any reward "
-        "may carry `weight`, `label`, `timeout`, `retries` and `on_error`.",
+        "may carry `weight`, `label`, `timeout`, `retries`, `on_error` and `on_absent`.",
     ),
     "compression": Family(
         "Compression: caches and transforms",

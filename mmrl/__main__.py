@@ -171,6 +171,8 @@ def evaluate(given: argparse.Namespace) -> int:
     page = document(folder.name, ["<h1>Evaluation</h1>", metric_table({folder.name: measured})])
     (folder / "evaluation.html").write_text(page)
     _print_measured(measured)
+    for said in measured.table.absent.values():
+        print(f"warning: {said}")
     return 0
 
 

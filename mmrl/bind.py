@@ -186,6 +186,7 @@ CALLED_WITH = {
         "timeout": PositiveFloat,  # seconds
         "on_error": Literal["raise", "skip"],
         "retries": NonNegativeInt,
+        "on_absent": Literal["raise", "warn"],
     },
     "compare": {"weight": float},
 }

@@ -87,6 +87,7 @@ class Report:
         Piece("ratio_is_not_one", {"tolerance": 0.05}),
     )  # what to warn of, on the console and at the head of the HTML report
     doctor: tuple[Piece, ...] = (
+        Piece("rewards_apply"),
         Piece("groups_vary"),
         Piece("samples_as_asked"),
         Piece("gradients_arrive"),

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from mmrl import doctor, saving
+from mmrl.applied import Applied
 from mmrl.bind import Bound, Pieces
 from mmrl.collect import Collection
 from mmrl.config import Config
@@ -89,6 +90,7 @@ class Run:
         self.micro_batch_steps = config.learn.micro_batch_steps
         self.folder = Path(config.output_dir)
         self.needs: Needs = self.objective.needs
+        self.pieces.made["rewards"] = Applied(self.rewards, len(self.pieces.made["data"]))
         self.chain_notes = frozenset().union(*(bound.needs.notes for bound in self.chain))
         self.journal = Journal(self.folder)
         self.warnings = Journal(self.folder, "warnings.jsonl")
@@ -232,7 +234,13 @@ class Run:
 
     def _evaluate(self) -> dict[str, float]:
         with self.timing("evaluate"):
-            return describe_measured(self.evaluator.measure())
+            return describe_measured(self._measure())
+
+    def _measure(self) -> Measured:
+        measured = self.evaluator.measure()
+        for said in measured.table.absent.values():
+            self.warn(f"evaluation: {said}")
+        return measured
 
     def _log(self, step: int, metrics: Mapping[str, float]) -> None:
         if self.processes.main:
@@ -289,7 +297,7 @@ class Run:
     def close(self) -> None:
         """Evaluate once more, write the page to look at, and leave the terminal as it was."""
         self.console.end()
-        last = self.evaluator.measure() if self.evaluator else None
+        last = self._measure() if self.evaluator else None
         if self.processes.main:
             from mmrl.page import write_page
 

@@ -154,6 +154,17 @@ class RewardTable:
             )
         return self.scored[name].gather(1, self.last.clamp(min=0)[:, None])[:, 0]
 
+    @property
+    def absent(self) -> dict[str, str]:
+        """Name the rewards and labels that apply to no outcome, though none of their calls failed, each with
+        a sentence that says so."""
+        seen = f"all {int(self.present.sum())} outcomes of {len(set(self.uids))} prompts"
+        return {
+            name: f"'{name}' gave None for {seen}"
+            for name, values in self.scored.items()
+            if len(self) and values.isnan().all() and f"fault/{name}" not in self.ids
+        }
+
     def reward(self) -> Tensor:
         """Sum up the weighted rewards of every row's answer, as measured: (N,), NaN where none applies."""
         weights = dict(zip(self.names, self.weights.tolist(), strict=True))

@@ -17,7 +17,7 @@ from mmrl.__main__ import main
 from mmrl.batch import StepOutput
 from mmrl.checkups.learning import gradients_arrive, memory_suffices
 from mmrl.checkups.ratio import cheap_rollouts_weighed, ratio_is_one
-from mmrl.checkups.rewards import groups_vary, rewards_order
+from mmrl.checkups.rewards import groups_vary, rewards_apply, rewards_order
 from mmrl.checkups.sampling import samples_as_asked
 from mmrl.config import Config, parse
 from mmrl.doctor import _look, examine
@@ -129,6 +129,11 @@ class Greedy(ToyGenerate):
 
 
 @per_outcome
+def absent(prompt, outcome):
+    return prompt.columns.get("no such column")
+
+
+@per_outcome
 def constant(prompt, outcome):
     return 0.5
 
@@ -167,7 +172,7 @@ def test_a_sound_run_is_healthy(tmp_path):
         check.__name__
         for check in (
             ratio_is_one, gradients_arrive, memory_suffices, groups_vary, rewards_order, samples_as_asked,
-            cheap_rollouts_weighed,
+            cheap_rollouts_weighed, rewards_apply,
         )
     }  # fmt: skip
     assert not any(found.values()), found
@@ -203,6 +208,11 @@ MISTAKES = {
         {"rewards": [f"{HERE}:constant"]},
         "groups_vary",
         "in all 4 groups every answer has the same reward, so nothing is learned: constant (0.5); see",
+    ),
+    "absent reward": (
+        {"rewards": [f"{HERE}:absent", "tests.toys:share_right"]},
+        "rewards_apply",
+        "see whether it reads the column or target that the data have",
     ),
     "one constant reward": (
         {"rewards": [f"{HERE}:constant", "tests.toys:share_right"]},

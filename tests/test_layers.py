@@ -26,6 +26,7 @@ BASE = {
 }  # fmt: skip
 LOOPS = {
     "score",
+    "applied",
     "collect",
     "train",
     "evaluate",

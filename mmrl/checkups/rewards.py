@@ -21,6 +21,17 @@ from mmrl.types import Outcome, Prompt
 
 
 @checkup
+def rewards_apply(examined: Examined) -> Iterator[Symptom]:
+    """See whether every reward and label applies to an answer: None for all of them teaches nothing."""
+    for said in examined.table.absent.values():
+        yield Symptom(
+            said,
+            "see whether it reads the column or target that the data have; `on_absent: warn` is for one that "
+            "applies later",
+        )
+
+
+@checkup
 def groups_vary(examined: Examined) -> Iterator[Symptom]:
     """See whether answers to one prompt earn different rewards: groups without a spread teach nothing."""
     table = examined.table

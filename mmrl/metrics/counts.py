@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 
 import torch
@@ -23,14 +24,16 @@ def ratio_of_sums(
     label: str = "",
 ) -> dict[str, float]:
     """Divide the sum of one count by that of another (without `over`: by the number of answers), over the
-    answers that have both.
+    answers that have both; NaN where none has.
 
     `complement` gives one minus the ratio, `scale: 100` percents. `offset` is what a script starts its
-    denominator with. A ratio over nothing is 0.
+    denominator with. A denominator of 0 gives 0.
     """
     top = table.at_end(of).double()
     bottom = table.at_end(over).double() if over else torch.ones_like(top)
     known = ~(top.isnan() | bottom.isnan())
+    if not known.any():
+        return {label or of: math.nan}
     ratio = _share(float(top[known].sum()), float(bottom[known].sum()) + offset)
     return {label or of: scale * (1 - ratio if complement else ratio)}
 
@@ -50,11 +53,11 @@ def confusion(
     label: str = "",
 ) -> dict[str, float]:
     """Compute accuracy, precision, recall, F1 and the share of positive answers from two labels, over the
-    answers that have both.
+    answers that have both; NaN where none has.
 
     That share goes under `share_name`. An answer that is neither label is wrong. Scripts differ in what they
     add to their denominators (`offset`), to that of F1 (`f1_offset`), and in rounding precision and recall to
-    `decimals` before F1. A ratio over nothing is 0.
+    `decimals` before F1. A denominator of 0 gives 0.
     """
     given, true = table.at_end(answer), table.at_end(truth)
     known = ~(given.isnan() | true.isnan())
@@ -75,7 +78,11 @@ def confusion(
         "f1": f1 if decimals is None else round(f1, decimals),
         share_name: share(said, len(given)),
     }
-    return {f"{label}/{name}" if label else name: value for name, value in named.items()}
+    known_some = bool(known.any())
+    return {
+        f"{label}/{name}" if label else name: value if known_some else math.nan
+        for name, value in named.items()
+    }
 
 
 @metric

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from mmrl.bind import Pieces
@@ -39,6 +41,12 @@ def test_ratio_of_sums_adds_what_a_script_begins_its_denominator_with():
 def test_a_ratio_over_nothing_is_0():
     nothing = reward_table({"wrong": [0, None], "mentions": [0, 3]})
     assert ratio_of_sums(nothing, of="wrong", over="mentions") == {"wrong": 0.0}
+
+
+def test_counts_that_no_answer_has_are_no_numbers():
+    apart = reward_table({"a": [1, None], "b": [None, 0]})
+    assert math.isnan(ratio_of_sums(apart, of="a", over="b")["a"])
+    assert all(math.isnan(value) for value in confusion(apart, answer="a", truth="b").values())
 
 
 def yes_no(answers, truth):

@@ -150,7 +150,8 @@ def test_a_healthy_run_says_that_the_doctor_looked(tmp_path):
     run = toy_run(tmp_path, max_steps=1)
     train(run)
     text = (tmp_path / "report.html").read_text()
-    assert "The doctor looked at step 1 (groups_vary, " in text and "found nothing wrong" in text
+    assert "The doctor looked at step 1 (rewards_apply, groups_vary, " in text
+    assert "found nothing wrong" in text
     assert "class=alarms" not in text
     assert "Held out" not in text and "reward against divergence" not in text
 
