@@ -93,6 +93,13 @@ class Pieces:
         self._scheduled += [(setter, name, value) for name, value in follows.items()]
         return target
 
+    def prompts(self, piece: Piece, place: str) -> Sequence[Any]:
+        """Read a data set, which must hold a prompt."""
+        data = self.make("data", piece, place=place)
+        if not len(data):
+            raise ConfigError(f"{place}: '{piece.name}' has no prompts: {dict(piece.options)}")
+        return data
+
     def number(self, value: Any, wanted: Any, place: str) -> Callable[[Clock], float] | float:
         """Read a number in the range of a type, or the schedule it follows."""
         if not isinstance(value, Mapping):

@@ -31,6 +31,7 @@ from mmrl.registry import HOMES, Entry, Needs, find
 from mmrl.report import Trackers
 from mmrl.run import Run
 from mmrl.settings import setting_of
+from mmrl.types import Prompt
 from mmrl.yaml_files import change, read
 
 
@@ -44,9 +45,8 @@ def build(config: Config, *, quiet: bool = False) -> Run:
         pieces.make("tracker", piece, place=f"report.trackers[{i}]")
         for i, piece in enumerate(config.report.trackers)
     ]
-    data = pieces.make("data", config.data)
-    if not len(data):
-        raise ConfigError(f"data: '{config.data.name}' has no prompts: {dict(config.data.options)}")
+    data = pieces.prompts(config.data, "data")
+    held = held_out(config) if config.evaluation.data else ()
     torch.manual_seed(config.seed)  # adapters draw their first weights from the global stream
     processes = Processes()
     policy, objective = pieces.make("policy", config.policy), pieces.make("objective", config.objective)
@@ -78,7 +78,7 @@ def build(config: Config, *, quiet: bool = False) -> Run:
         metrics=listed("metric", config.metrics, "metrics"),
         learning_rate=pieces.number(config.learn.learning_rate, NonNegativeFloat, "learn.learning_rate"),
         quiet=quiet,
-        evaluator=make_evaluator(config, pieces, policy, processes) if config.evaluation.data else None,
+        evaluator=make_evaluator(config, held, policy, processes) if held else None,
         exhibits=listed("exhibit", config.report.exhibits, "report.exhibits"),
         alarms=listed("alarm", config.report.alarms, "report.alarms"),
         checkups=listed("checkup", config.report.doctor, "report.doctor"),
@@ -283,7 +283,15 @@ def _declared(entry: Entry, name: str) -> frozenset[str]:
 # ---- evaluation
 
 
-def make_evaluator(config: Config | EvaluateConfig, pieces: Pieces, policy: Policy, processes: Processes):
+def held_out(config: Config | EvaluateConfig) -> Sequence[Prompt]:
+    """Read the prompts that are measured on."""
+    pieces, wanted = Pieces(Stream(config.seed, purpose="evaluate")), config.evaluation
+    return pieces.prompts(wanted.data, "evaluation.data")[: wanted.num_prompts or None]
+
+
+def make_evaluator(
+    config: Config | EvaluateConfig, held: Sequence[Prompt], policy: Policy, processes: Processes
+):
     """Make what measures a policy on held-out prompts; what the evaluation leaves open is taken from the
     training."""
     from mmrl.evaluate import Evaluator
@@ -293,13 +301,8 @@ def make_evaluator(config: Config | EvaluateConfig, pieces: Pieces, policy: Poli
     rewards = wanted.rewards or config.rewards
     stream = Stream(config.seed, purpose="evaluate")
     own = Pieces(stream)
-    data = own.make("data", wanted.data, place="evaluation.data")
-    if not len(data):
-        raise ConfigError(
-            f"evaluation.data: '{wanted.data.name}' has no prompts: {dict(wanted.data.options)}"
-        )
     return Evaluator(
-        data=data[: wanted.num_prompts or None],
+        data=held,
         processes=processes,
         stream=stream,
         engine=make_engine(own, engine, policy, "evaluation.engine"),
@@ -330,7 +333,8 @@ def load_evaluator(config: Config | EvaluateConfig):
     """Make a policy and what measures it."""
     check_measuring(config).require_packages()
     pieces, processes = Pieces(Stream(config.seed)), Processes()
-    return make_evaluator(config, pieces, _load_policy(config, pieces, processes), processes)
+    held = held_out(config)  # before a weight is loaded
+    return make_evaluator(config, held, _load_policy(config, pieces, processes), processes)
 
 
 def load_engine(

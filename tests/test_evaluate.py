@@ -7,7 +7,7 @@ import torch
 
 from mmrl import evaluate
 from mmrl.bind import Pieces
-from mmrl.build import load_evaluator, make_evaluator
+from mmrl.build import held_out, load_evaluator, make_evaluator
 from mmrl.config import Config, ConfigError, EvaluateConfig, Piece, parse
 from mmrl.distributed import Processes
 from mmrl.draws import Stream
@@ -158,7 +158,7 @@ def test_an_evaluation_needs_no_training(tmp_path):
     pieces = Pieces(Stream())
     config = parse(raw, Config)
     policy = pieces.make("policy", config.policy)
-    assert make_evaluator(config, pieces, policy, Processes()).measure().metrics["brevity"] < 0
+    assert make_evaluator(config, held_out(config), policy, Processes()).measure().metrics["brevity"] < 0
 
 
 def test_tables_of_the_same_prompts_get_the_same_draws(tmp_path):

@@ -39,7 +39,8 @@ class Ledger:
         counts: dict[str, Any] = dict(sorted(self.kept.items()))
         if not counts:
             shown = "; ".join(self.dropped[:3]) or "the source is empty"
-            raise SourceError(f"no row of {len(self.dropped)} could be used: {shown}")
+            source = told.get("source", output.name)
+            raise SourceError(f"no row of {len(self.dropped)} in '{source}' could be used: {shown}")
         manifest = {**told, "counts": counts, "dropped": self.dropped}
         output.mkdir(parents=True, exist_ok=True)
         (output / "manifest.json").write_text(json.dumps(manifest, indent=2, ensure_ascii=False) + "\n")

@@ -96,7 +96,7 @@ def test_visual_qa_copies_files_and_refuses_to_leave_the_root(source, tmp_path):
 
 def test_visual_qa_without_a_row_that_can_be_used_fails(tmp_path):
     (tmp_path / "a.jsonl").write_bytes(b"\xff\n{}\n")
-    with pytest.raises(RowError, match=r"no row of 2 could be used: .*not UTF-8"):
+    with pytest.raises(RowError, match=r"no row of 2 in .* could be used: .*not UTF-8"):
         VisualQa(source=str(tmp_path / "a.jsonl"), bad_rows="drop").build(tmp_path / "ours")
     with pytest.raises(ValueError, match=r"`columns` maps \['picture'\]"):
         VisualQa(source="x", columns={"picture": "pic"})
