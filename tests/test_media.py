@@ -280,3 +280,34 @@ def test_all_kinds_of_media_are_read_before_they_are_damaged(tmp_path):
     for name in CODECS:
         (tmp_path / name).write_bytes(valid(name))
         assert read_film(tmp_path / name, 2, 16, 16)[0].shape == (2, 3, 16, 16)
+
+
+def referring(data, path):
+    """Move the media of an MP4 of ours to another file: an alias in its `dref` in the place of "in here"."""
+    absolute = struct.pack(">hH", 2, len(path)) + path + bytes(len(path) % 2) + struct.pack(">hH", -1, 0)
+    volume = bytes(10) + b"\3" + b"vol".ljust(27, b"\0") + bytes(12) + b"\1" + b"x".ljust(63, b"\0")
+    entry = b"alis" + bytes(4) + volume + bytes(16) + struct.pack(">HH", 1, 1) + bytes(16) + absolute
+    entry = struct.pack(">I", len(entry) + 4) + entry
+    at = data.find(b"dref") - 4
+    assert data[at + 20 : at + 24] == b"url " and data.find(b"mdat") < at  # no offsets move
+    referring = bytearray(data[: at + 16] + entry + data[at + 28 :])
+    for name in (b"moov", b"trak", b"mdia", b"minf", b"dinf", b"dref"):
+        start = referring.find(name) - 4
+        (size,) = struct.unpack(">I", referring[start : start + 4])
+        referring[start : start + 4] = struct.pack(">I", size + len(entry) - 12)
+    return bytes(referring)
+
+
+def test_a_video_whose_frames_lie_in_another_file_does_not_show_them(tmp_path):
+    write_video(tmp_path / "secret.mp4", torch.zeros(8, 3, 32, 48, dtype=torch.uint8), 4)
+    (tmp_path / "media").mkdir()
+    path = tmp_path / "media" / "a.mov"
+    path.write_bytes(referring((tmp_path / "secret.mp4").read_bytes(), str(tmp_path / "secret.mp4").encode()))
+    opened = []
+    options = {"enable_drefs": "1", "use_absolute_path": "1"}
+    with path.open("rb") as file, pytest.raises(ValueError):  # a reader that follows it asks for it
+        av.open(file, io_open=lambda url, *_: opened.append(url), container_options=options)
+    assert opened and opened[0].endswith("secret.mp4")
+    for read in (read_video, lambda path: read_film(path, 2, 16, 16)):
+        with pytest.raises(MediaError, match=r"a\.mov'"):
+            read(path)
