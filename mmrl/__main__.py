@@ -106,9 +106,12 @@ def _parser() -> argparse.ArgumentParser:
 def train(given: argparse.Namespace) -> int:
     """Train, and leave everything in `output_dir`."""
     from mmrl.build import build as make
+    from mmrl.saving import look
     from mmrl.train import train as go
 
-    run = make(load(given.config, given.overrides, Config))
+    config = load(given.config, given.overrides, Config)
+    look(config)
+    run = make(config)
     go(run)
     if run.final is not None:
         _print_measured(run.final)

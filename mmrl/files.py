@@ -71,11 +71,26 @@ def locked(folder: Path, processes: Processes) -> Iterator[None]:
         yield
 
 
+def check_free(folder: Path) -> None:
+    """Raise `ConfigError` where another process has a folder; nothing is changed."""
+    if (folder / LOCK).exists():
+        with (folder / LOCK).open() as file:
+            _flock(file, fcntl.LOCK_SH, folder)
+
+
 def _lock(folder: Path) -> TextIO:
     folder.mkdir(parents=True, exist_ok=True)
     file = (folder / LOCK).open("a+")
+    _flock(file, fcntl.LOCK_EX, folder)
+    file.truncate(0)
+    file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+    file.flush()
+    return file
+
+
+def _flock(file: TextIO, how: int, folder: Path) -> None:
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(file, how | fcntl.LOCK_NB)
     except BlockingIOError:
         file.seek(0)
         raise ConfigError(
@@ -84,7 +99,3 @@ def _lock(folder: Path) -> TextIO:
         ) from None
     except OSError as error:  # some network file systems are mounted without locks
         log.warning("cannot lock '%s' (%s): make sure that only one process writes there", folder, error)
-    file.truncate(0)
-    file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
-    file.flush()
-    return file

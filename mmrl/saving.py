@@ -15,7 +15,7 @@ from mmrl import checkpoint, faults
 from mmrl.card import essence, write_card
 from mmrl.checkpoint import CheckpointError
 from mmrl.config import Config, ConfigError, as_plain, as_yaml, parse
-from mmrl.files import LOCK, remove, write_whole
+from mmrl.files import LOCK, check_free, remove, write_whole
 from mmrl.hub import push
 from mmrl.protocols import Stateful
 from mmrl.sharded import gathered, taken_up, whole
@@ -138,8 +138,8 @@ def _take_up(run: Run) -> int:
             _check_fit(run, state, folder)
             _load(run, state, folder)
         except CheckpointError as error:
-            refused.append(str(error))
-            run.console.say(f"{error}; looking at the one before")
+            refused.append(error.args[0])
+            run.console.say(f"{error.args[0]}; looking at the one before")
             continue
         run.console.say(f"going on from {folder}")
         return state["step"]
@@ -205,16 +205,29 @@ def hand_over(run: Run, measured: Mapping[str, float]) -> None:
 # ---- the folder
 
 
+def look(config: Config) -> None:
+    """Refuse an output folder that is in use, or holds another run, before anything is loaded."""
+    folder = Path(config.output_dir)
+    check_free(folder)
+    if not config.overwrite_output_dir:
+        _check_same(config, folder)
+
+
+def _check_same(config: Config, folder: Path) -> None:
+    written = folder / CONFIG
+    if written.exists() and essence(_read(written)) != essence(as_plain(config)):
+        raise ConfigError(
+            f"'{folder}' holds a run with another configuration (see its {CONFIG}); name another output_dir, "
+            "or set overwrite_output_dir=true to throw that run away"
+        )
+
+
 def _open_folder(run: Run) -> None:
     written = run.folder / CONFIG
     if run.config.overwrite_output_dir:
         _empty(run.folder)
     checkpoint.tidy(run.folder)
-    if written.exists() and essence(_read(written)) != essence(as_plain(run.config)):
-        raise ConfigError(
-            f"'{run.folder}' holds a run with another configuration (see its {CONFIG}); name another "
-            "output_dir, or set overwrite_output_dir=true to throw that run away"
-        )
+    _check_same(run.config, run.folder)
     text = as_yaml(run.config)
     if not written.exists() or written.read_text(encoding="utf-8") != text:
         write_whole(written, text)

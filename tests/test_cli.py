@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import subprocess
@@ -16,6 +17,7 @@ from omegaconf import OmegaConf
 import mmrl
 from mmrl import page
 from mmrl.__main__ import main
+from mmrl.files import LOCK
 from mmrl.reward_forms import per_outcome
 from tests.toys import plan, prompts
 
@@ -324,11 +326,16 @@ def test_a_gradient_that_is_no_number_is_one_line_and_code_1(file, capsys):
     )
 
 
-def test_a_folder_of_another_run_is_refused(file, capsys, no_curves):
+def test_a_folder_of_another_run_or_in_use_is_refused(file, tmp_path, capsys, no_curves, monkeypatch):
     assert main(["train", file()]) == 0
     capsys.readouterr()
-    line = failure(capsys, 2, "train", file(), "seed=1")
-    assert "holds a run with another configuration" in line
+    with monkeypatch.context() as patch:
+        patch.setattr("mmrl.build.build", None)  # nothing is loaded
+        line = failure(capsys, 2, "train", file(), "seed=1")
+        assert "holds a run with another configuration" in line
+        with (tmp_path / "out" / LOCK).open() as held:
+            fcntl.flock(held, fcntl.LOCK_EX)
+            assert "is in use by process" in failure(capsys, 2, "train", file())
     assert main(["train", file(), "seed=1", "overwrite_output_dir=true"]) == 0
 
 
