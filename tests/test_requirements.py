@@ -64,7 +64,5 @@ def test_a_sweep_asks_for_what_draws_it_first(tmp_path, bare, monkeypatch):
 def test_an_evaluation_asks_for_packages_before_a_model_is_loaded(bare):
     bare("diffusers")
     raw = {**SWEEP, "settings": {}, "policy": {"name": "diffusion.flow", "model": "nowhere"}}
-    with pytest.raises(
-        ConfigError, match=r"needs the package diffusers, .*'mmrl\[diffusion\]'"
-    ):
+    with pytest.raises(ConfigError, match=r"needs the package diffusers, .*'mmrl\[diffusion\]'"):
         load_evaluator(parse(raw, EvaluateConfig))

@@ -241,6 +241,14 @@ def test_a_share_of_the_steps_is_recorded_row_by_row():
     assert [row.length for row in walking(share=0.01).rollout(asked("0.5"))] == [1], "at least one"
 
 
+def test_a_share_is_of_the_window_wherever_that_begins():
+    # 0.6 of the 5 steps from 4 to 8 are 3; of the 9 up to there it would be 5
+    engine = walking(num_inference_steps=11, stochastic=(4, 9), share=0.6)
+    recorded = [row.steps.at.tolist() for row in engine.rollout(asked("0.5", num=12))]
+    assert {len(at) for at in recorded} == {3}
+    assert {step for at in recorded for step in at} == {4, 5, 6, 7, 8}
+
+
 # ---- chance
 
 

@@ -49,6 +49,14 @@ def test_the_lower_bound_alone(mode, wanted):
     assert_rows(truncated_importance(BATCH, mode=mode, clip_max=None, clip_min=0.4), wanted)
 
 
+@pytest.mark.parametrize("mode", ["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"])
+@pytest.mark.parametrize("clip_min", [None, 0.0])
+def test_without_a_lower_bound_the_smallest_ratio_stays(mode, clip_min):
+    # 1e-8 is above e^-20 = 2.06e-9, where log-ratios are held
+    kept = truncated_importance(between([1e-8]), mode=mode, clip_min=clip_min)
+    assert float(kept[0, 0]) == pytest.approx(1e-8, rel=1e-6)
+
+
 def test_values_at_the_bounds_are_kept():
     # powers of two differ by one unit in the last place after log and exp, so the bounds are a hair wider
     batch = between([2.0, 0.5])
