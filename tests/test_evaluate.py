@@ -140,7 +140,10 @@ def test_what_is_left_open_is_taken_from_the_training(tmp_path):
     [
         ({"data": {**DATA, "num": 0}}, "evaluation.data: 'tests.toys:prompts' has no prompts"),
         ({"data": DATA, "num_generations": 0}, "'evaluation.num_generations' must be at least 1, not 0"),
-        ({"data": DATA, "confidence": 1.5}, "'evaluation.confidence' must be more than 0 and less than 1, not 1.5"),
+        (
+            {"data": DATA, "confidence": 1.5},
+            "'evaluation.confidence' must be more than 0 and less than 1, not 1.5",
+        ),
     ],
 )
 def test_mistakes_are_found_before_anything_runs(tmp_path, wanted, message):
