@@ -139,9 +139,7 @@ def through_chain(chain: Sequence[Bound], table: RewardTable, step: int) -> Rewa
             raise ChainError(f"{name} raised {type(error).__name__} at step {step}: {error}") from error
         if not isinstance(given, RewardTable) or given.uids != table.uids:
             what = f"one of {len(given)} rows" if isinstance(given, RewardTable) else type(given).__name__
-            raise ChainError(
-                f"{name} must return a reward table of the same {len(table)} rows, not {what}"
-            )
+            raise ChainError(f"{name} must return a reward table of the same {len(table)} rows, not {what}")
         wrong = given.valid & ~given.values.isfinite()
         if wrong.any():
             row, column, place = wrong.nonzero()[0].tolist()
