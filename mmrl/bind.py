@@ -24,6 +24,7 @@ MADE = {
     "policy", "data", "sampler", "engine", "reference", "objective", "builder", "likelihood", "family",
     "tracker",
 }  # fmt: skip
+LOADED = MADE - {"objective", "likelihood", "family"} | {"reward"}  # their errors may be of files and models
 FILLED = ("generator", "stream")  # options that the run fills, never a config
 
 
@@ -254,6 +255,8 @@ def _construct(entry: Entry, given: Sequence[Any], options: Mapping[str, Any], p
     except ConfigError:
         raise
     except ValueError as error:
+        if entry.kind in LOADED:
+            raise
         raise ConfigError(f"{place}: {error}") from error
 
 

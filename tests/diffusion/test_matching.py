@@ -344,12 +344,12 @@ def test_pictures_have_no_segments(generator):
 @pytest.mark.parametrize(
     ("options", "match"),
     [
-        ({"draws": 0}, "`draws` and `segments` must be at least 1, not 0 and 1"),
-        ({"segments": 0}, "`draws` and `segments` must be at least 1, not 6 and 0"),
-        ({"power": 0.0}, "`power` must be above 0, not 0.0"),
-        ({"lowest": 1.0}, r"`lowest` must lie in \[0, 1\)"),
-        ({"fraction": 0.0}, r"`fraction` in \(0, 1\], not 0.2 and 0.0"),
-        ({"fraction": 1.1}, r"`fraction` in \(0, 1\], not 0.2 and 1.1"),
+        ({"draws": 0}, "likelihood.draws' must be at least 1, not 0"),
+        ({"segments": 0}, "likelihood.segments' must be at least 1, not 0"),
+        ({"power": 0.0}, "likelihood.power' must be more than 0, not 0.0"),
+        ({"lowest": 1.0}, "likelihood.lowest' must be at least 0 and less than 1, not 1.0"),
+        ({"fraction": 0.0}, "likelihood.fraction' must be more than 0 and at most 1, not 0.0"),
+        ({"fraction": 1.1}, "likelihood.fraction' must be more than 0 and at most 1, not 1.1"),
     ],
 )
 def test_options_that_cannot_be_are_refused(options, match):

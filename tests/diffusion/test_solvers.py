@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
+from mmrl.config import ConfigError
 from mmrl.diffusion import solvers
 from mmrl.diffusion.motion import (
     Gaussian,
@@ -255,12 +256,12 @@ def test_the_density_has_the_gradient_of_finite_differences(name, generator):
 @pytest.mark.parametrize("name", SOLVERS)
 @pytest.mark.parametrize("noise_level", [0.0, -0.5, float("nan")])
 def test_a_step_without_noise_is_refused(name, noise_level):
-    with pytest.raises(ValueError, match="without noise has no log-density; leave `solver` out"):
+    with pytest.raises(ConfigError, match="'solver.noise_level' must be (more than 0|a finite number)"):
         step_at(name, 3, 0.5, -0.3, noise_level=noise_level)
 
 
 def test_cps_has_no_more_than_all_of_the_noise():
-    with pytest.raises(ValueError, match="`noise_level` is 1.2, but at 1.0 all of the noise is new already"):
+    with pytest.raises(ConfigError, match="'solver.noise_level' must be more than 0 and at most 1, not 1.2"):
         step_at("cps", 3, 0.5, -0.3, noise_level=1.2)
 
 

@@ -205,7 +205,7 @@ def test_draws_of_matching_are_no_prefixes():
 
 
 def test_a_negative_batch_size_is_refused():
-    with pytest.raises(ValueError, match="`batch_size` must be 0 or more, not -1"):
+    with pytest.raises(ValueError, match="engine.batch_size' must be at least 0, not -1"):
         probed(walking(), batch_size=-1)
 
 
