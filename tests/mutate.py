@@ -1,12 +1,12 @@
-"""Change one operator, comparison or constant of a file at a time, and print the changes that no test notices.
+"""Change one operator, comparison or constant of a file at a time, and print what no test notices.
 
     python -m tests.mutate mmrl/objectives/penalties.py
     python -m tests.mutate diffusion/motion.py --tests tests/diffusion/test_solvers.py
 
-Without `--tests` a file is tried with the tests of its name. Files on disk are never changed: tests are imported
-and collected once, and every mutant is a forked process in which functions of the file get other code, other
-defaults, or its constants other values. What is computed once at import (arguments of decorators, fields of
-classes) is not tried, and counted.
+Without `--tests` a file is tried with the tests of its name, the slow ones left out. Files on disk are never
+changed: tests are imported and collected once, and every mutant is a forked process in which functions of the
+file get other code, other defaults, or its constants other values. What is computed once at import (arguments
+of decorators, fields of classes) is not tried, and counted.
 """
 
 from __future__ import annotations
@@ -84,7 +84,9 @@ def changes(node: ast.AST) -> Iterator[tuple[str, Any]]:
     match node:
         case ast.BinOp(op=op) | ast.AugAssign(op=op) | ast.BoolOp(op=op) if type(op) in OTHER:
             yield "op", OTHER[type(op)]()
-        case ast.UnaryOp(op=ast.USub(), operand=operand) if getattr(operand, "value", 0) != 1:  # -1: a dimension
+        case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=1)):
+            pass  # the last dimension
+        case ast.UnaryOp(op=ast.USub()):
             yield "op", ast.UAdd()
         case ast.UnaryOp(op=ast.Not() | ast.Invert(), operand=operand):
             yield "operand", ast.UnaryOp(node.op, operand)
@@ -116,8 +118,8 @@ def codes(code: CodeType) -> Iterator[CodeType]:
 
 def functions(path: Path) -> list[FunctionType]:
     """Find the functions of an imported file."""
-    found = gc.get_objects()
-    return [thing for thing in found if type(thing) is FunctionType and thing.__code__.co_filename == str(path)]
+    found = [thing for thing in gc.get_objects() if type(thing) is FunctionType]
+    return [function for function in found if function.__code__.co_filename == str(path)]
 
 
 def install(path: Path, made: list[FunctionType], first: ast.Module, tree: ast.Module) -> bool:
@@ -160,7 +162,7 @@ def _value(node: ast.expr, path: Path, module: Any) -> Any:
 
 
 class Trials:
-    """A plugin of pytest: where tests would run, they run once per mutant, each time in a process of its own."""
+    """A plugin of pytest: where tests would run, they run once per mutant, each time in a new process."""
 
     def __init__(self, path: Path) -> None:
         self.path, self.first = path, ast.parse(path.read_text())
@@ -174,6 +176,8 @@ class Trials:
             sys.exit(f"the tests of {name} fail as it stands: {', '.join(map(str, session.config.args))}")
         patience = 10 + 5 * (time.monotonic() - began)
         self.made = functions(self.path)
+        if not self.made:
+            sys.exit(f"none of the tests imports {name}; name others by --tests")
         gc.freeze()  # so that a fork copies no page for the collector's sake
         tree = ast.parse(self.path.read_text())
         tried, survived, untried = list(mutants(tree)), 0, 0
@@ -214,7 +218,10 @@ class Trials:
 
     def outcome(self, items: list[pytest.Item], tree: ast.Module | None) -> int:
         """Change the file and run the tests, in this process."""
-        if tree is not None and not install(self.path, self.made, self.first, tree):
+        try:
+            if tree is not None and not install(self.path, self.made, self.first, tree):
+                return UNTRIED_HERE
+        except (SyntaxError, ValueError):  # a keyword that stands twice, functions that do not match
             return UNTRIED_HERE
         for place, item in enumerate(items):
             following = items[place + 1] if place + 1 < len(items) else None

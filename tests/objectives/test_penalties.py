@@ -161,6 +161,9 @@ def test_imitation_knows_no_best_row_among_equals_nor_one_that_is_not_counted():
     assert not imitation(*step_table([[-1.0]], advantage=[0.5])).any()
     new, batch = step_table([[-1.0]] * 3, advantage=[0.5, 0.1, 9.0], mask=[[1], [1], [0]])
     assert_rows(imitation(new, batch, coef=1.0), [[1.0], [0], [0]])
+    # nor is it best where all others are below its 0
+    new, batch = step_table([[-1.0]] * 3, advantage=[-0.5, -0.9, 0], mask=[[1], [1], [0]])
+    assert_rows(imitation(new, batch, coef=1.0), [[1.0], [0], [0]])
 
 
 def test_imitation_adds_the_error_of_the_best_picture_up_as_gdro_does():

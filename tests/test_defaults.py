@@ -1,0 +1,117 @@
+"""The numbers that pieces take where a configuration names none: runs that name none depend on them."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+
+import mmrl.table
+from mmrl.registry import pieces
+
+BETA = {"beta": 0.1}  # TRL's, of all comparisons
+KL = {"coef": 0.001}  # verl's
+DEFAULTS = {
+    "advantage": {
+        "anchor": {"lambda_off": 1.2},  # TempSamp-R1, as `downscale` and `soft_shape`
+        "batch_normalize": {"eps": 1e-4},  # TRL's, as those of the others
+        "best_vs_worst": {"margin": 0.0, "length_ratio": 0.0},
+        "downscale": {"factor": 0.8, "max_reward": 1.0},
+        "group_center": {"shift": 0.0},
+        "group_normalize": {"eps": 1e-4},
+        "high_entropy": {"top": 0.2},  # the 80/20 rule
+        "leave_one_out": {"eps": 1e-4},
+        "limit": {"max_advantage": 5.0},  # Flow-GRPO
+        "rescale": {"factor": 0.2},  # AWM
+        "returns": {"gamma": 1.0},
+        "soft_shape": {"threshold": 0.8, "alpha1": 0.01, "alpha2": 1.0},
+        "turning_points": {"atol": 0.0},
+        "value_anchor": {"k": 0.1, "steps": 5},
+    },
+    "surrogate": {
+        "clip": {"epsilon": 0.2},
+        "detached_clip": {"clip_max": 5.0, "clip_min": 0.0},  # arXiv 2510.13786
+        "negative_aware": {"beta": 1.0, "max_advantage": 5.0},
+        "soft_gate": {"temperature_pos": 1.0, "temperature_neg": 1.05},
+    },
+    "aggregate": {},
+    "ratio": {},
+    "focus": {"truncated_importance": {"clip_max": 3.0}},  # TRL's
+    "gain": {},
+    "penalty": {
+        "gaussian_kl": {"coef": 0.04},  # Flow-GRPO
+        "imitation": {"coef": 0.5},
+        "k1": KL,
+        "k2": KL,
+        "k3": KL,
+        "negative_entropy": {"coef": 0.001},
+        "norm_hinge": {"coef": 1.0, "factor": 1.1},
+        "velocity_gap": {"coef": 0.003, "noise_level": 0.7},
+    },
+    "compare": {
+        "anchor_chosen": {**BETA, "delta": 0.0},
+        "apo_down": BETA,
+        "apo_zero": BETA,
+        "bco_pair": {**BETA, "delta": 0.0},
+        "exo_pair": {**BETA, "label_smoothing": 1e-3},
+        "hinge": BETA,
+        "ipo": BETA,
+        "kto": {**BETA, "delta": 0.0, "desirable_weight": 1.0, "undesirable_weight": 1.0},
+        "nca_pair": BETA,
+        "plackett_luce": {"beta": 12.0, "tau": 0.05},  # GDRO
+        "robust": {**BETA, "label_smoothing": 0.1},
+        "sigmoid": {**BETA, "gamma": 0.0, "label_smoothing": 0.0},
+        "sigmoid_each": BETA,
+        "sppo_hard": BETA,
+    },
+    "schedule": {
+        "constant": {"warmup_steps": 0},
+        "cosine": {"warmup_steps": 0},
+        "linear": {"warmup_steps": 0},
+        "ramp": {"delay": 0},
+        "reported": {"start": 0.0},
+        "running_mean": {"start": 0.0},
+        "settling": {"limit": 0.9, "offset": 10},  # Flow-GRPO
+        "staircase": {"start": 0, "step": 1, "every": 25, "least": 1, "rate": 0.1, "after": 13},  # MixGRPO
+    },
+    "solver": {
+        "diffusion.cps": {"noise_level": 0.8},
+        "diffusion.dance_sde": {"noise_level": 0.3},
+        "diffusion.flow_sde": {"noise_level": 0.7},
+    },
+    "likelihood": {
+        "diffusion.matching": {  # AWM
+            **{"power": 0.25, "draws": 6, "fraction": 0.9, "shift": 3.0, "lowest": 0.2},
+            "segments": 1,
+        },
+    },
+}
+
+
+def numbers(target) -> dict[str, float]:
+    """Read the options of a piece that are numbers by default."""
+    made = target.__init__ if inspect.isclass(target) else target
+    options = inspect.signature(made).parameters.items()
+    return {name: one.default for name, one in options if type(one.default) in (int, float)}
+
+
+@pytest.mark.parametrize("kind", DEFAULTS)
+def test_numbers_by_default_are_those_of_the_papers_and_libraries(kind):
+    found = {entry.full_name: numbers(entry.target) for entry in pieces(kind)}
+    assert {name: options for name, options in found.items() if options} == DEFAULTS[kind]
+
+
+def test_switches_are_off_but_where_a_method_has_them_on():
+    on = set()
+    for kind in DEFAULTS:
+        for entry in pieces(kind):
+            made = entry.target.__init__ if inspect.isclass(entry.target) else entry.target
+            options = inspect.signature(made).parameters.items()
+            on |= {f"{entry.full_name}.{name}" for name, one in options if one.default is True}
+    turning = {"consistent", "balance", "first_step"}
+    assert on == {f"turning_points.{name}" for name in turning} | {"staircase.roll_back"}
+
+
+def test_rewards_closer_than_1e_8_are_equal():
+    assert mmrl.table.EQUAL == 1e-8
+    assert mmrl.table.ABSENT == -1
