@@ -108,11 +108,13 @@ PLANS: Mapping[str, tuple[Any, Mapping[str, Any]]] = {
 
 DOING = ("starting", "opening", "rollout", "reward", "learn", "saving", "evaluating", "closing", "between")
 BY_FILES = ("opening", "saving", "closing")  # killed before one of their file operations
+COUNTED = ("evaluating", *BY_FILES)
 PER_RUN = 4  # kills of one run
 
 
 class Shared:
-    """What a run is doing, and how many file operations it has begun by then, seen by its parent as well."""
+    """What a run is doing, and how often by then it began a file operation or an evaluation, seen by its
+    parent as well."""
 
     def __init__(self) -> None:
         self.memory = mmap.mmap(-1, 8 * (1 + len(DOING)))
@@ -133,8 +135,8 @@ class Shared:
         """Name what the run does."""
         return DOING[self._get(0)]
 
-    def operations(self, doing: str) -> int:
-        """Count the file operations of one kind of work."""
+    def counted(self, doing: str) -> int:
+        """Give how many file operations of one kind of work, or evaluations, there were."""
         return self._get(1 + DOING.index(doing))
 
     def count(self) -> int:
@@ -199,6 +201,8 @@ def tell(run: Run) -> None:
     def noted(work: Callable, doing: str) -> Callable:
         def wrapper(*args: Any, **options: Any) -> Any:
             with SHARED.during(doing):
+                if doing == "evaluating":
+                    SHARED.count()
                 return work(*args, **options)
 
         return wrapper
@@ -219,10 +223,10 @@ def count_files(kill: tuple[str, int]) -> None:
     changes = {"open", "os.rename", "os.remove", "os.rmdir", "os.mkdir", "fcntl.flock"}
 
     def look(event: str, args: tuple) -> None:
-        if event in changes and not str(args[0]).endswith((".py", ".pyc")):
-            here = SHARED.doing
-            if SHARED.count() == number and here == doing:
-                os.kill(os.getpid(), signal.SIGKILL)
+        here = SHARED.doing
+        counts = here in BY_FILES and event in changes and not str(args[0]).endswith((".py", ".pyc"))
+        if counts and SHARED.count() == number and here == doing:
+            os.kill(os.getpid(), signal.SIGKILL)
 
     sys.addaudithook(look)
     # What a killed process wrote is still there; waiting for the disk is for machines that lose power.
@@ -251,31 +255,33 @@ def over(child: int) -> str:
     return "" if not ended else "finished" if os.WIFEXITED(status) else "killed"
 
 
-def kill_once(name: str, folder: Path, steps: int, seconds: Mapping[str, float], draw: random.Random) -> str:
+def kill_once(
+    name: str, folder: Path, steps: int, seconds: float, most: Mapping[str, int], draw: random.Random
+) -> str:
     """Start a run and kill it somewhere; say what it was doing, and nothing where it was finished before."""
-    way = draw.choice(("time", "evaluating", *BY_FILES))
+    way = draw.choice(("time", *COUNTED))
+    # What comes late in a run is reached by runs that were killed before.
+    number = draw.randint(1, max(1, most[way] // 2)) if way in COUNTED else 0
+    child = begin(name, folder, steps, (way, number))
     if way in BY_FILES:
-        child = begin(name, folder, steps, (way, draw.randint(1, int(seconds[way]))))
         return "" if finished(child) else SHARED.doing
-    child = begin(name, folder, steps)
-    time.sleep(draw.uniform(0, 0.8 * seconds["whole"]))
-    while way == "evaluating" and SHARED.doing != way:
-        if ended := over(child):
-            return "" if ended == "finished" else SHARED.doing
+    time.sleep(draw.uniform(0, 0.6 * seconds) if way == "time" else 0)
+    while SHARED.counted("evaluating") < number:
+        if over(child):
+            return ""
         time.sleep(0.0005)
-    if way == "evaluating":
-        time.sleep(draw.uniform(0, seconds["evaluating"]))
+    time.sleep(draw.uniform(0, 0.02) if way == "evaluating" else 0)
     os.kill(child, signal.SIGKILL)
     return "" if finished(child) else SHARED.doing
 
 
 def disturbed(
-    name: str, folder: Path, steps: int, kills: int, seconds: Mapping[str, float], draw: random.Random
+    name: str, folder: Path, steps: int, kills: int, draw_kill: Callable[[Path], str]
 ) -> Counter[str]:
     """Kill a run so often, start it again after each, and let it end; count what it was doing."""
     found: Counter[str] = Counter()
     for _ in range(kills):
-        doing = kill_once(name, folder, steps, seconds, draw)
+        doing = draw_kill(folder)
         if not doing:
             break
         found[doing] += 1
@@ -284,15 +290,14 @@ def disturbed(
     return found
 
 
-def undisturbed(name: str, folder: Path, steps: int) -> dict[str, float]:
-    """Let a run end, and start it once more; measure its seconds, and count file operations by work."""
+def undisturbed(name: str, folder: Path, steps: int) -> tuple[float, dict[str, int]]:
+    """Let a run end, and start it once more; measure its seconds, count file operations and evaluations."""
     began = time.monotonic()
     finished(begin(name, folder, steps))
     seconds = time.monotonic() - began
-    first = {doing: SHARED.operations(doing) for doing in BY_FILES}
+    first = {doing: SHARED.counted(doing) for doing in COUNTED}
     finished(begin(name, folder, steps))
-    most = {doing: max(first[doing], SHARED.operations(doing)) for doing in BY_FILES}
-    return {"whole": seconds, "evaluating": seconds / steps, **most}
+    return seconds, {doing: max(first[doing], SHARED.counted(doing)) for doing in COUNTED}
 
 
 # ---- comparing
@@ -371,15 +376,16 @@ def kill_often(name: str, folder: Path, kills: int, steps: int, seed: int) -> in
         transformers.utils.logging.disable_progress_bar()
         tiny.make("llava", folder / "model")
     build(planned(name, folder / "unused", steps), quiet=True)  # what is imported is shared
-    seconds = undisturbed(name, folder / "whole", steps)
+    seconds, most = undisturbed(name, folder / "whole", steps)
     draw, found, wrong, turn = random.Random(f"{seed} {name}"), Counter(), 0, 0
+    kill = lambda run: kill_once(name, run, steps, seconds, most, draw)
     while found.total() < kills:
         run = folder / f"killed-{turn}"
-        found += disturbed(name, run, steps, min(PER_RUN, kills - found.total()), seconds, draw)
+        found += disturbed(name, run, steps, min(PER_RUN, kills - found.total()), kill)
         wrong += bool(compared(run, folder / "whole"))
         turn += 1
     shown = ", ".join(f"{doing} {found[doing]}" for doing in DOING if found[doing])
-    told = f"{name}: {found.total()} kills of {turn} runs ({shown}), {seconds['whole']:.1f} s undisturbed"
+    told = f"{name}: {found.total()} kills of {turn} runs ({shown}), {seconds:.1f} s undisturbed"
     print(told, flush=True)
     return wrong
 
