@@ -22,6 +22,7 @@ from mmrl.config import (
     load,
     parse,
 )
+from mmrl.contents import of_weights
 from mmrl.distributed import Processes
 from mmrl.draws import Stream
 from mmrl.hub import check_hub
@@ -52,6 +53,8 @@ def build(config: Config, *, quiet: bool = False) -> Run:
     policy, objective = pieces.make("policy", config.policy), pieces.make("objective", config.objective)
     _check_says(config, objective.needs, policy.says)
     make_optimizer = pieces.make("optimizer", config.learn.optimizer, place="learn.optimizer")
+    # Data parallelism may spread what one process holds, or shards of what each does.
+    begun = of_weights(policy) if processes.world > 1 else ""
     optimizer = processes.place(policy, make_optimizer, config.learn.max_grad_norm)
     references = {
         name: pieces.make("reference", piece, policy, place=f"references.{name}")
@@ -67,6 +70,7 @@ def build(config: Config, *, quiet: bool = False) -> Run:
         stream=stream,
         processes=processes,
         policy=policy,
+        begun=begun,
         optimizer=optimizer,
         references=references,
         sampler=pieces.make("sampler", config.sampler, data),

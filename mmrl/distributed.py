@@ -74,6 +74,37 @@ class Processes:
         with Watch(self.rank, self.world, self._all_bytes, lambda: self.known):
             yield
 
+    def tell(self, value: Any) -> list[Any]:
+        """Give what every process has to say, by rank: plain values, as JSON has them."""
+        if self.world == 1:
+            return [value]
+        return [json.loads(data) for data in self._all_bytes(json.dumps(value).encode())]
+
+    def same(self, values: Mapping[str, Any]) -> None:
+        """Fail on every process unless each has the plain values of process 0."""
+        everyone = self.tell(values)
+        unlike = {
+            rank: name
+            for rank, its in enumerate(everyone)
+            for name in reversed(values)
+            if its[name] != everyone[0][name]
+        }
+        if unlike:
+            rank, name = next(iter(unlike.items()))
+            self.disagree(
+                list(unlike),
+                f"{name}: {everyone[rank][name]}, but on process 0: {everyone[0][name]}",
+            )
+
+    def disagree(self, ranks: Sequence[int], words: str) -> None:
+        """Fail on every process at once, because of some of them. Every process has to come here."""
+        self.known = True
+        many = f"processes {', '.join(map(str, ranks))}" if len(ranks) > 1 else f"process {ranks[0]}"
+        raise ProcessFailed(
+            f"{many} of {self.world}: {words}; every process must see the same files: put the model, the "
+            "data and output_dir where all of them read one copy"
+        )
+
     def any(self, here: bool) -> bool:
         """Tell whether something holds on any process."""
         return bool(here) if self.world == 1 else float(self.mean(torch.tensor(float(here)))) > 0

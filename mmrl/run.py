@@ -73,6 +73,7 @@ class Run:
     evaluator: Evaluator | None
     trackers: Trackers = field(default_factory=Trackers)
     quiet: bool = False
+    begun: str = ""  # the name of all weights before they were spread over several processes
     meter: Meter = field(default_factory=Meter)
     times: dict[str, float] = field(default_factory=dict)
     reported: dict[str, float] = field(default_factory=dict)
@@ -80,6 +81,7 @@ class Run:
     best: saving.Best = field(default_factory=saving.Best)
     learned: Rollouts = ()  # the rows of the step table
     saved: int = 0  # the step of the last checkpoint
+    inputs: dict[str, str] = field(default_factory=dict)  # what the run learns from, by content
     final: Measured | None = None
 
     def __post_init__(self) -> None:

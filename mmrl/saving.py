@@ -4,27 +4,34 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import hashlib
+import json
 import math
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from mmrl import checkpoint, faults
 from mmrl.card import essence, write_card
 from mmrl.checkpoint import CheckpointError
 from mmrl.config import Config, ConfigError, as_plain, as_yaml, parse
+from mmrl.contents import of_prompts, of_tensors, of_weights
 from mmrl.files import LOCK, check_free, remove, write_whole
 from mmrl.hub import push
 from mmrl.protocols import Stateful
 from mmrl.sharded import gathered, taken_up, whole
+from mmrl.watch import ProcessFailed
 from mmrl.yaml_files import read
 
 if TYPE_CHECKING:
+    from mmrl.distributed import Processes
     from mmrl.run import Run
 
 CONFIG = "config.yaml"
+T = TypeVar("T")
 
 
 @dataclass
@@ -94,6 +101,7 @@ def state_of(run: Run, step: int) -> dict[str, Any]:
     """Give everything besides the model that has to survive."""
     return {
         "step": step,
+        "inputs": run.inputs,
         "reported": run.reported,
         "optimizer": run.processes.state_of(run.optimizer),
         "references": {name: reference.state_dict() for name, reference in run.references.items()},
@@ -117,6 +125,10 @@ def resume(run: Run) -> int:
         if run.processes.main:
             _open_folder(run)
     run.processes.wait()
+    run.inputs = _read_inputs(run)
+    plain = json.dumps(as_plain(run.config), sort_keys=True, default=str)
+    named = hashlib.sha256(plain.encode()).hexdigest()[:16]
+    run.processes.same({"configuration": named, **run.inputs, "weights to begin with": run.begun})
     start = _take_up(run)
     run.saved = start
     if run.processes.main:
@@ -130,19 +142,25 @@ def resume(run: Run) -> int:
 
 
 def _take_up(run: Run) -> int:
-    """Take up the latest checkpoint that is whole and fits; 0 where there is none at all."""
+    """Take up the latest checkpoint that is whole and fits, as process 0 sees it; 0 where there is none at
+    all."""
     refused: list[str] = []
-    for folder in checkpoint.checkpoints(run.folder):
+    processes = run.processes
+    seen = [folder.name for folder in checkpoint.checkpoints(run.folder)] if processes.main else []
+    for folder in (run.folder / name for name in processes.tell(seen)[0]):
         try:
-            state = checkpoint.read_state(folder)
-            _check_fit(run, state, folder)
-            _load(run, state, folder)
+            state, written = _as_one(processes, partial(_read_state, run, folder))
+            processes.same({f"state in '{folder}'": written})
+            processes.same(_as_one(processes, partial(_load, run, state, folder)))
         except CheckpointError as error:
             refused.append(error.args[0])
             run.console.say(f"{error.args[0]}; looking at the one before")
             continue
+        _check_inputs(run, state, folder)
         run.console.say(f"going on from {folder}")
         return state["step"]
+    with gathered(run.policy.module, run.processes.world):
+        _name_weights(run)
     if refused:  # what was learned is not thrown away because a disk cannot be read for a moment
         raise CheckpointError(
             f"none of the {len(refused)} checkpoints of '{run.folder}' can be used, and nothing was changed: "
@@ -150,6 +168,64 @@ def _take_up(run: Run) -> int:
             "overwrite_output_dir=true to throw what is there away"
         )
     return 0
+
+
+def _as_one(processes: Processes, work: Callable[[], T]) -> T:
+    """Do a part of taking up a checkpoint on every process. Where process 0 cannot use it none does; where
+    another one cannot, all fail."""
+    error, result = None, None
+    try:
+        result = work()
+    except CheckpointError as raised:
+        error = raised
+    except ProcessFailed:  # another process has the reason
+        processes.known = False
+    told = processes.tell(None if error is None else error.args[0])
+    if told[0] is not None:
+        raise CheckpointError(told[0]) from error
+    failed = [rank for rank, one in enumerate(told) if one is not None]
+    if failed:
+        processes.disagree(failed, f"cannot take up what process 0 can: {told[failed[0]]}")
+    return result
+
+
+def _check_inputs(run: Run, state: Mapping[str, Any], folder: Path) -> None:
+    """Refuse to go on with other data, or over another base model."""
+    then = state.get("inputs", {})
+    if not then:
+        run.warn(f"'{folder}' does not tell what it was trained on, so that cannot be compared")
+    for name in run.inputs:
+        if name in then and then[name] != run.inputs[name]:
+            raise ConfigError(
+                f"the {name} of the run changed since '{folder}' was written: {then[name]} then, "
+                f"{run.inputs[name]} now; put back what was there, or name another output_dir, or set "
+                "overwrite_output_dir=true to throw the run away"
+            )
+
+
+def _read_inputs(run: Run) -> dict[str, str]:
+    """Name the prompts of the run and of its evaluation by their content."""
+    read = of_prompts(run.pieces.made["data"])
+    if run.evaluator:
+        read |= {f"{name} of the evaluation": its for name, its in of_prompts(run.evaluator.data).items()}
+    return read
+
+
+def _name_weights(run: Run) -> str:
+    """Name the weights that learn, whole as they are for the moment, and note the others: those that
+    checkpoints hold were just loaded, so where they differ the base model does."""
+    learned = [p for p in run.policy.module.parameters() if p.requires_grad]
+    # Buffers may move in training.
+    base = of_weights(run.policy, [*learned, *run.policy.module.buffers()])
+    run.inputs["base model"] = f"frozen weights {base[:16]}" if base else "no frozen weights"
+    return of_tensors(learned) if run.processes.world > 1 else ""
+
+
+def _read_state(run: Run, folder: Path) -> tuple[dict[str, Any], str]:
+    """Read the state of a checkpoint, and name its content."""
+    state = checkpoint.read_state(folder)
+    _check_fit(run, state, folder)
+    return state, hashlib.sha256((folder / checkpoint.STATE).read_bytes()).hexdigest()[:16]
 
 
 def _check_fit(run: Run, state: Mapping[str, Any], folder: Path) -> None:
@@ -164,11 +240,13 @@ def _check_fit(run: Run, state: Mapping[str, Any], folder: Path) -> None:
             )
 
 
-def _load(run: Run, state: Mapping[str, Any], folder: Path) -> None:
+def _load(run: Run, state: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    """Take a checkpoint up, and give what has to be the same on every process."""
     world = run.processes.world
     try:
-        with gathered(run.policy.module, world, changed=True):
+        with gathered(run.policy.module, world, changed=True), run.processes.agreeing(f"loading '{folder}'"):
             run.policy.load(folder / checkpoint.MODEL)
+            learned = _name_weights(run)
         run.processes.take_up(run.optimizer, state["optimizer"], run.trained)
         for name, reference in run.references.items():
             reference.load_state_dict(taken_up(state["references"][name], run.trained, world))
@@ -178,6 +256,9 @@ def _load(run: Run, state: Mapping[str, Any], folder: Path) -> None:
         run.best.step, run.best.value = state["best"]["step"], state["best"]["value"]
         run.guard.skipped, run.guard.halved = state["guard"]["skipped"], state["guard"]["halved"]
         run.micro_batch_steps = state["guard"]["micro_batch_steps"]
+        return {"step": state["step"], "weights taken up": learned, "base model": run.inputs["base model"]}
+    except ProcessFailed:
+        raise
     except (KeyError, ValueError, RuntimeError, TypeError, OSError) as error:
         raise CheckpointError(
             f"'{folder}' does not fit this run: {type(error).__name__}: {_line(error)[:300]}"

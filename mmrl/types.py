@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -34,11 +35,15 @@ class Frames:
 
 @dataclass(frozen=True)
 class Media:
-    """A picture or clip that is decoded when somebody looks at it. `name` appears in errors and reports."""
+    """A picture or clip that is decoded when somebody looks at it. `name` appears in errors and reports.
+
+    `source` is the file or the bytes that it is decoded from, so that a run that goes on notices another one.
+    """
 
     kind: str  # "image" or "video"
     name: str
     load: Callable[[], Frames]
+    source: Path | bytes | None = None
 
 
 @dataclass(frozen=True)

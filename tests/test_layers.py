@@ -23,6 +23,7 @@ BASE = {
     "distributed", "kept", "modules", "onednn", "rows", "watch", "sharded", "health", "operations",
     "pictures", "settings", "zero", "files",
     "media", "fields", "ranges", "yaml_files",
+    "contents",
 }  # fmt: skip
 LOOPS = {
     "score",

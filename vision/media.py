@@ -33,12 +33,15 @@ class MediaRoot:
     def video(self, name: str, sampling: Sampling) -> Media:
         """Name a clip; it is decoded when somebody looks at it."""
         return Media(
-            "video", name, lambda: self._once((name, sampling), name, lambda path: read_video(path, sampling))
+            "video",
+            name,
+            lambda: self._once((name, sampling), name, lambda path: read_video(path, sampling)),
+            self.root / name,
         )
 
     def image(self, name: str) -> Media:
         """Name a picture; it is decoded when somebody looks at it."""
-        return Media("image", name, lambda: self._once((name,), name, self._read_image))
+        return Media("image", name, lambda: self._once((name,), name, self._read_image), self.root / name)
 
     def locate(self, name: str) -> Path:
         """Find a file inside the root, or say what is wrong with its name."""

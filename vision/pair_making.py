@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-import torch
-from torch import nn
 
 from mmrl.bind import Bound
 from mmrl.protocols import Engine
@@ -102,24 +97,3 @@ class _FaultError(Exception):
 
     def __init__(self, pair: Pair) -> None:
         self.pair = pair
-
-
-def weights_hash(thing: Any) -> str:
-    """Name the weights of the models that a piece holds: 64 letters, or none where it holds no model."""
-    name, empty = hashlib.sha256(), True
-    for model in _models(thing, 3):
-        for key, value in sorted(model.state_dict().items()):
-            name.update(f"{key} {value.dtype} {tuple(value.shape)}\n".encode())
-            flat = value.detach().cpu().contiguous().flatten()
-            name.update(flat.view(torch.uint8).numpy().data)  # numpy has no bfloat16
-            empty = False
-    return "" if empty else name.hexdigest()
-
-
-def _models(thing: Any, depth: int) -> Iterator[nn.Module]:
-    """Find the outermost modules in the attributes of a thing."""
-    if isinstance(thing, nn.Module):
-        yield thing
-    elif depth and hasattr(thing, "__dict__"):
-        for inner in vars(thing).values():
-            yield from _models(inner, depth - 1)

@@ -154,7 +154,9 @@ def test_a_video_keeps_its_motion(checkpoint):
 
 @pytest.mark.parametrize("eta", [0.0, -0.1, 1.1, float("nan")])
 def test_shares_of_noise_that_cannot_be_are_refused(policy, eta):
-    with pytest.raises(ValueError, match="engine.eta' must be (more than 0 and at most 1|a finite number), not"):
+    with pytest.raises(
+        ValueError, match="engine.eta' must be (more than 0 and at most 1|a finite number), not"
+    ):
         engine_of(policy, eta=eta)
 
 

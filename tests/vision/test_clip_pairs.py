@@ -16,12 +16,12 @@ from PIL import Image
 
 from mmrl.bind import Pieces
 from mmrl.config import ConfigError, as_piece
+from mmrl.contents import of_weights
 from mmrl.draws import Stream
 from mmrl.rows import RowError, row_files
 from mmrl.vision.builders.clip_pairs import ClipPairs
 from mmrl.vision.datasets.preference_pairs import preference_pairs
 from mmrl.vision.pair_files import Shards
-from mmrl.vision.pair_making import weights_hash
 from mmrl.vision.pairing import FLIPPED, KEPT, Pair, Rule, Verdicts, decidable
 
 TOYS = "tests.vision.pair_toys"
@@ -266,10 +266,10 @@ def test_other_weights_are_another_build(pictures, tmp_path):
 def test_weights_are_named_by_what_they_are():
     from tests.vision.pair_toys import Talker
 
-    one, same, other = (weights_hash(Talker(weight=w)) for w in (1.0, 1.0, 2.0))
+    one, same, other = (of_weights(Talker(weight=w)) for w in (1.0, 1.0, 2.0))
     assert one == same != other and len(one) == 64
     half = torch.nn.Linear(2, 2).to(torch.bfloat16)
-    assert len(weights_hash(half)) == 64 and weights_hash("nothing") == ""
+    assert len(of_weights(half)) == 64 and of_weights("nothing") == ""
 
 
 def test_rows_are_parted_into_files_and_none_is_lost(pictures, tmp_path):

@@ -14,6 +14,7 @@ import torch
 
 from mmrl.bind import Pieces
 from mmrl.config import Piece, as_piece, as_plain
+from mmrl.contents import of_weights
 from mmrl.distributed import Processes
 from mmrl.draws import Stream
 from mmrl.files import locked, write_whole
@@ -22,7 +23,7 @@ from mmrl.registry import builder
 from mmrl.rows import RowError, SourceError
 from mmrl.vision.named_media import Named
 from mmrl.vision.pair_files import Shards, as_row, write_data_set
-from mmrl.vision.pair_making import Maker, weights_hash
+from mmrl.vision.pair_making import Maker
 from mmrl.vision.pair_sources import Item, Pictures, content_of, digest_of
 from mmrl.vision.pairing import FLIPPED, KEPT, Decide, Pair, Rule, Verdicts, decidable
 from mmrl.vision.video import MediaError
@@ -133,7 +134,7 @@ class ClipPairs:
             engine = pieces.make("engine", piece, engine, place=f"build.engines[{i}]")
         reward = pieces.make("reward", self.scores, place="build.scores")
         if processes.main:
-            hashes = {"model": weights_hash(policy.module), "encoder": weights_hash(reward.function)}
+            hashes = {"model": of_weights(policy.module), "encoder": of_weights(reward.function)}
             shards.agree("hashes", {f"{name}_weights": value for name, value in hashes.items()})
         processes.wait()
         maker = Maker(pictures, shards.media, engine, reward, self._choose_prompt)

@@ -138,7 +138,7 @@ def _medium(one: Named | Media, place: str, root: MediaRoot) -> Media:
             return one
         case Named(data=bytes(data), path=path) if data:
             name = path or f"the image of {place}"
-            return Media("image", name, lambda: decode_image(data, name))
+            return Media("image", name, lambda: decode_image(data, name), data)
     root.locate(one.path)
     return root.image(one.path)
 
@@ -202,7 +202,7 @@ def _with_images(
 
 
 def _later(path: Path, at: tuple[int, int], name: str, i: int, place: str) -> Media:
-    return Media("image", f"{name} {i} of {place}", lambda: _read(path, at, name, i))
+    return Media("image", f"{name} {i} of {place}", lambda: _read(path, at, name, i), path)
 
 
 def _read(path: Path, at: tuple[int, int], name: str, i: int) -> Frames:

@@ -93,7 +93,7 @@ def object_halbench(
         shown = row.columns.get("image")
         shown = known[uid].file if shown is None else text(shown, "image")
         if row.columns.get("image") is not None and not root:
-            medium = Media("image", uid, _encoded(shown, row.place))
+            medium = Media("image", uid, _encoded(shown, row.place), shown.encode())
         else:
             medium = media.image(shown)
             if not answers:

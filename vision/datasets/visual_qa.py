@@ -85,7 +85,7 @@ def _lettered(choices: Any) -> str:
 def _medium(named: Named, place: str, root: MediaRoot, sampling: Sampling) -> Media:
     if named.data and named.kind == "image":
         name = named.path or f"the image of {place}"
-        return Media("image", name, lambda: decode_image(named.data, name))
+        return Media("image", name, lambda: decode_image(named.data, name), named.data)
     if named.data:
         raise RowError("a video inside a row cannot be read; write it to a file and name that")
     root.locate(named.path)
