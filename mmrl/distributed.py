@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 
 from mmrl import zero
 from mmrl.batch import Totals
+from mmrl.config import ConfigError
 from mmrl.protocols import Policy
 from mmrl.sharded import taken_up, unsharded
 from mmrl.table import RewardTable
@@ -35,6 +37,7 @@ class Processes:
         from accelerate import Accelerator
 
         self.accelerator = Accelerator()
+        _check_launch(self.accelerator.num_processes)
         self.rank = self.accelerator.process_index
         self.world = self.accelerator.num_processes
         self.device = self.accelerator.device
@@ -251,6 +254,19 @@ class Processes:
         everyone = [torch.zeros_like(padded) for _ in range(self.world)]
         torch.distributed.all_gather(everyone, padded)
         return [part[: int(size)].cpu().numpy().tobytes() for part, size in zip(everyone, sizes, strict=True)]
+
+
+def _check_launch(seen: int) -> None:
+    """Refuse to be one of several processes that accelerate does not join: each would be a run of its own, in
+    one folder."""
+    asked = int(os.environ.get("WORLD_SIZE") or 1)
+    if asked > 1 and seen == 1:
+        raise ConfigError(
+            f"WORLD_SIZE is {asked}, but accelerate sees one process, so {asked} runs would write into one "
+            f"folder; start with `accelerate launch --config_file configs/accelerate/ddp.yaml --num_processes "
+            f"{asked} -m mmrl ...`, or without a GPU with `ACCELERATE_USE_CPU=true torchrun --nproc_per_node "
+            f"{asked} -m mmrl ...`; unset WORLD_SIZE where one process is wanted"
+        )
 
 
 def _pack(table: RewardTable) -> bytes:

@@ -21,15 +21,15 @@ from mmrl.config import Config, parse
 from mmrl.train import train
 
 
-def start(module: str, arguments: Sequence[str], world: int) -> list[subprocess.Popen]:
-    """Start a module on `world` processes that find each other."""
+def start(module: str, arguments: Sequence[str], world: int, **more: str) -> list[subprocess.Popen]:
+    """Start a module on `world` processes that find each other, with `more` in their environment."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     processes = []
     for rank in range(world):
         told = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "MASTER_ADDR": "127.0.0.1"}
-        told |= {"MASTER_PORT": port, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": 1}
+        told |= {"MASTER_PORT": port, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": 1} | more
         processes.append(
             subprocess.Popen(
                 [sys.executable, "-m", module, *arguments],

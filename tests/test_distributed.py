@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from pathlib import Path
@@ -13,7 +14,7 @@ from safetensors.torch import load_file
 from mmrl import page
 from mmrl.batch import Batch
 from mmrl.build import build
-from mmrl.config import Config, parse
+from mmrl.config import Config, ConfigError, parse
 from mmrl.distributed import Processes
 from mmrl.report import Journal
 from mmrl.reward_forms import per_outcome
@@ -255,6 +256,23 @@ def test_a_process_that_finds_nothing_wrong_is_told_who_did(monkeypatch):
     one._all_bytes = lambda data: [data, b" "]
     with one.agreeing("scoring"):
         pass
+
+
+@pytest.mark.slow
+def test_a_launch_that_accelerate_does_not_join_is_refused(tmp_path):
+    """As torchrun starts processes on a machine without a GPU."""
+    listed = tmp_path / "plans.json"
+    listed.write_text(json.dumps([plan(tmp_path / "run")]))
+    started = start("tests.distributed_worker", [str(listed)], 2, ACCELERATE_USE_CPU="false")
+    printed = [process.communicate(timeout=120)[0] for process in started]
+    assert all(process.returncode for process in started) and not (tmp_path / "run").exists()
+    assert all("ConfigError: WORLD_SIZE is 2, but accelerate sees one process" in text for text in printed)
+
+
+def test_world_size_alone_is_refused_too(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match="accelerate sees one process"):
+        Processes()
 
 
 # ---- weights of which every process holds a part
