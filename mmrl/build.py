@@ -49,7 +49,7 @@ def build(config: Config, *, quiet: bool = False) -> Run:
     data = pieces.prompts(config.data, "data")
     held = held_out(config) if config.evaluation.data else ()
     torch.manual_seed(config.seed)  # adapters draw their first weights from the global stream
-    processes = Processes()
+    processes = Processes(config.ddp_timeout)
     policy, objective = pieces.make("policy", config.policy), pieces.make("objective", config.objective)
     _check_says(config, objective.needs, policy.says)
     make_optimizer = pieces.make("optimizer", config.learn.optimizer, place="learn.optimizer")

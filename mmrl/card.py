@@ -20,6 +20,7 @@ from mmrl.yaml_files import read
 FREE = {
     "max_steps", "save_steps", "save_total_limit", "report", "overwrite_output_dir", "output_dir",
     "metric_for_best_model", "greater_is_better", "push_to_hub", "hub_model_id", "hub_private_repo",
+    "ddp_timeout",
 }  # fmt: skip
 PACKAGES = ("mmrl", "torch", "transformers", "diffusers", "peft", "accelerate")
 NAME = "README.md"

@@ -121,6 +121,9 @@ class Config:
     hub_model_id: str = ""  # owner/name
     hub_private_repo: bool = True
     eval_steps: NonNegativeInt = 0  # 0: only after the last step, where there is evaluation data
+    ddp_timeout: Annotated[float, Range(1)] = (
+        1800.0  # seconds that a process waits for another before all of them fail
+    )
     seed: int = 0
     output_dir: str = "runs/unnamed"
     overwrite_output_dir: bool = False

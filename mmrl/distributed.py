@@ -8,7 +8,8 @@ import json
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from datetime import timedelta
 from functools import reduce
 from typing import Any, TypeVar
 
@@ -22,8 +23,9 @@ from mmrl.protocols import Policy
 from mmrl.sharded import taken_up, unsharded
 from mmrl.table import RewardTable
 from mmrl.types import Prompt
-from mmrl.watch import ProcessFailed, Watch
+from mmrl.watch import GRACE, ProcessFailed, Watch
 
+TIMEOUT = 1800.0  # seconds that a process waits for another one
 T = TypeVar("T")
 
 
@@ -32,11 +34,15 @@ class Processes:
 
     known = False  # a failure of which every process knows
     _zero = False  # whether DeepSpeed holds the optimizer
+    _watch: Watch | None = None  # of the block that is watched over
 
-    def __init__(self) -> None:
-        from accelerate import Accelerator
+    def __init__(self, timeout: float = TIMEOUT) -> None:
+        from accelerate import Accelerator, InitProcessGroupKwargs
 
-        self.accelerator = Accelerator()
+        self.timeout = timeout
+        # Where nobody watches who is late, collectives end by themselves.
+        patience = InitProcessGroupKwargs(timeout=timedelta(seconds=timeout + GRACE))
+        self.accelerator = Accelerator(kwargs_handlers=[patience])
         _check_launch(self.accelerator.num_processes)
         self.rank = self.accelerator.process_index
         self.world = self.accelerator.num_processes
@@ -59,7 +65,8 @@ class Processes:
             error = raised
         if self.world > 1:
             said = f"{type(error).__name__}: {error}" if error else ""
-            told = [data.decode() for data in self._all_bytes(said.encode() or b" ")]
+            with self.meeting(doing):
+                told = [data.decode() for data in self._all_bytes(said.encode() or b" ")]
             failed = [(rank, words.strip()) for rank, words in enumerate(told) if words.strip()]
             self.known = bool(failed)
             if failed and error is None:
@@ -74,14 +81,22 @@ class Processes:
         if self.world == 1:
             yield
             return
-        with Watch(self.rank, self.world, self._all_bytes, lambda: self.known):
-            yield
+        with Watch(self.rank, self.world, self._all_bytes, lambda: self.known, self.timeout) as self._watch:
+            try:
+                yield
+            finally:
+                self._watch = None
+
+    def meeting(self, where: str) -> AbstractContextManager:
+        """Come to where every process waits for the others: one that does not come is named after a while."""
+        return self._watch.meeting(where) if self._watch else nullcontext()
 
     def tell(self, value: Any) -> list[Any]:
         """Give what every process has to say, by rank: plain values, as JSON has them."""
         if self.world == 1:
             return [value]
-        return [json.loads(data) for data in self._all_bytes(json.dumps(value).encode())]
+        with self.meeting("comparing notes"):
+            return [json.loads(data) for data in self._all_bytes(json.dumps(value).encode())]
 
     def same(self, values: Mapping[str, Any]) -> None:
         """Fail on every process unless each has the plain values of process 0."""
@@ -134,7 +149,8 @@ class Processes:
         """Join the tables of all processes, rows in the order of their prompts. Numbers travel, never
         code."""
         if self.world > 1:
-            tables = [_unpack(data, self.rank) for data in self._all_bytes(_pack(table))]
+            with self.meeting("joining reward tables"):
+                tables = [_unpack(data, self.rank) for data in self._all_bytes(_pack(table))]
             table = reduce(RewardTable.join, [part for part in tables if len(part)], RewardTable.empty())
         place = {uid: i for i, uid in enumerate(dict.fromkeys(order))}
         rows = sorted(range(len(table)), key=lambda row: place[table.uids[row]])
@@ -154,14 +170,15 @@ class Processes:
         if self.world == 1:
             return values
         values = values.to(self.device, copy=True)
-        torch.distributed.all_reduce(values)
-        return values.cpu() / self.world
+        with self.meeting("averaging"):
+            torch.distributed.all_reduce(values)
+            return values.cpu() / self.world
 
     def means(self, values: Mapping[str, float]) -> dict[str, float]:
         """Average named numbers over processes; a process that does not have a number adds 0."""
         if self.world == 1:
             return dict(values)
-        parts = [json.loads(data) for data in self._all_bytes(json.dumps(values).encode())]
+        parts = self.tell(dict(values))
         return {
             name: sum(part.get(name, 0.0) for part in parts) / self.world
             for name in dict.fromkeys(name for part in parts for name in part)
@@ -173,8 +190,9 @@ class Processes:
         most = len(micros)
         if self.world > 1:
             length = torch.tensor(len(micros), device=self.device)
-            torch.distributed.all_reduce(length, torch.distributed.ReduceOp.MAX)
-            most = int(length)
+            with self.meeting("counting micro-batches"):
+                torch.distributed.all_reduce(length, torch.distributed.ReduceOp.MAX)
+                most = int(length)
         for i in range(most):
             yield micros[min(i, len(micros) - 1)], float(i < len(micros)), i == most - 1
 
@@ -227,22 +245,29 @@ class Processes:
         finally:
             self.accelerator.sync_gradients = True
 
-    def whole(self, module: nn.Module) -> AbstractContextManager:
+    @contextmanager
+    def whole(self, module: nn.Module) -> Iterator[None]:
         """Hold all weights on every process while something else than learning goes on, as far as they are
         sharded."""
-        return unsharded(module, again=self._reshards)
+        with ExitStack() as stack:
+            with self.meeting("gathering weights"):
+                stack.enter_context(unsharded(module, again=self._reshards))
+            yield
 
     def backward(self, loss: Tensor) -> None:
         """Back-propagate."""
-        self.accelerator.backward(loss)
+        with self.meeting("exchanging gradients"):
+            self.accelerator.backward(loss)
 
     def clip(self, parameters: Sequence[nn.Parameter], max_norm: float) -> float:
         """Limit the norm of all gradients together (0: no limit), and tell what it was."""
-        return float(self.accelerator.clip_grad_norm_(parameters, max_norm or float("inf")))
+        with self.meeting("measuring gradients"):
+            return float(self.accelerator.clip_grad_norm_(parameters, max_norm or float("inf")))
 
     def wait(self) -> None:
         """Let every process come to this point."""
-        self.accelerator.wait_for_everyone()
+        with self.meeting("waiting for all"):
+            self.accelerator.wait_for_everyone()
 
     def _all_bytes(self, data: bytes) -> list[bytes]:
         """Send bytes to everybody."""
@@ -263,7 +288,7 @@ def _check_launch(seen: int) -> None:
     if asked > 1 and seen == 1:
         raise ConfigError(
             f"WORLD_SIZE is {asked}, but accelerate sees one process, so {asked} runs would write into one "
-            f"folder; start with `accelerate launch --config_file configs/accelerate/ddp.yaml --num_processes "
+            "folder; start with `accelerate launch --config_file configs/accelerate/ddp.yaml --num_processes "
             f"{asked} -m mmrl ...`, or without a GPU with `ACCELERATE_USE_CPU=true torchrun --nproc_per_node "
             f"{asked} -m mmrl ...`; unset WORLD_SIZE where one process is wanted"
         )

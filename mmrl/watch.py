@@ -1,15 +1,18 @@
 """Processes that tell each other of their end, so that nobody waits in a collective for one that is gone.
 
 A process that fails writes why into a small store; a thread of every other process reads it. Where the main
-thread still waits half a minute later, the process is ended with the reason on its standard error.
+thread still waits half a minute later, the process is ended with the reason on its standard error. So it is
+where another process does not come to a collective within a limit, alive as it may be.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from types import TracebackType
 
@@ -17,6 +20,7 @@ PERIOD = 0.25  # seconds between two looks
 GRACE = 30.0  # seconds that a process has to notice by itself
 FAREWELL = 5.0  # seconds that a failed process waits for the others to hear
 KEY = "failed"
+LATE = "did not come to"  # in the words about a process that hangs
 
 
 class ProcessFailed(RuntimeError):
@@ -25,12 +29,19 @@ class ProcessFailed(RuntimeError):
 
 class Watch:
     """Listens for the failure of other processes while a block runs, and tells them of its own, unless that
-    is `known` to all."""
+    is `known` to all. Nobody is waited for longer than `limit` seconds."""
 
     def __init__(
-        self, rank: int, world: int, exchange: Callable[[bytes], list[bytes]], known: Callable[[], bool]
+        self,
+        rank: int,
+        world: int,
+        exchange: Callable[[bytes], list[bytes]],
+        known: Callable[[], bool],
+        limit: float,
     ) -> None:
-        self.rank, self.world, self.known = rank, world, known
+        self.rank, self.world, self.known, self.limit = rank, world, known, limit
+        self.place = (0, "the beginning")  # how many meetings this process came to, and the last of them
+        self.waiting = False
         self.store = self._connect(exchange)
         self.heard = ""
         self.over = threading.Event()
@@ -43,6 +54,15 @@ class Watch:
         own = TCPStore(host, 0, None, True, timeout=limit, wait_for_workers=False) if self.rank == 0 else None
         port = int(exchange(str(own.port if own else 0).encode())[0])
         return own or TCPStore(host, port, None, False, timeout=limit, wait_for_workers=False)
+
+    @contextmanager
+    def meeting(self, where: str) -> Iterator[None]:
+        """Come to a point where this process waits for every other one."""
+        self.place, self.waiting = (self.place[0] + 1, where), True
+        try:
+            yield
+        finally:
+            self.waiting = False
 
     def __enter__(self) -> Watch:
         self.thread.start()
@@ -95,21 +115,46 @@ class Watch:
         return self.heard
 
     def _listen(self) -> None:
+        shown, waited = None, 0.0
         while not self.over.wait(PERIOD):
+            # Rounds are counted and not the clock, which goes on while all processes are stopped together.
+            waited = waited + PERIOD if self.waiting and shown is self.place else 0.0
             try:
+                if shown is not self.place:
+                    shown = self.place
+                    self.store.set(f"at {self.rank}", json.dumps(shown))
+                if waited > self.limit:
+                    self._name_the_late(*shown)
                 if not self.store.check([KEY]):
                     continue
                 words = self.store.get(KEY).decode()
             except RuntimeError:  # the store is gone, and with it process 0
                 words = f"process 0 of {self.world} is gone without a word"
-            if words.startswith(f"process {self.rank} "):
+            late = LATE in words
+            if words.startswith(f"process {self.rank} ") and not late:
                 return
             self.heard = words
             self._acknowledge()
-            if not self.over.wait(GRACE):
+            if late and self.rank == 0:
+                self._wait_for("heard", self.world)  # the store goes with this process
+            # A process that hangs, or waits for one that does, does not end by itself.
+            if not self.over.wait(0.0 if late else GRACE):
                 os.write(2, f"failed: {ProcessFailed.__name__}: {words}\n".encode())
                 os._exit(1)
             return
+
+    def _name_the_late(self, count: int, where: str) -> None:
+        """Tell every process which ones have not come to where this one waits; nothing, where all have."""
+        keys = [f"at {rank}" for rank in range(self.world)]
+        places = [json.loads(self.store.get(key)) if self.store.check([key]) else (0, "") for key in keys]
+        late = [
+            f"process {rank} (it came last to '{place or 'nothing'}')"
+            for rank, (number, place) in enumerate(places)
+            if number < count
+        ]
+        if late:
+            words = f"{' and '.join(late)} {LATE} '{where}' within {self.limit:g} s (ddp_timeout)"
+            self.store.compare_set(KEY, "", f"process {self.rank} of {self.world} waited in vain: {words}")
 
     def _acknowledge(self) -> None:
         try:

@@ -18,7 +18,8 @@ from mmrl.contents import CHUNK, of_prompts, of_tensors, of_weights
 from mmrl.train import train
 from mmrl.types import Media, Message, Outcome, Part, Prompt
 from tests.agreement_worker import plan_of, write
-from tests.distributed_worker import start
+from tests.distributed_worker import launch, start
+from tests.toys import plan
 
 
 @pytest.fixture(autouse=True)
@@ -218,3 +219,30 @@ def test_process_0_chooses_the_checkpoint_for_all(apart, name):
 @pytest.mark.slow
 def test_what_holds_on_any_process_holds(apart):
     assert apart("any") == [[False, True, True, True]] * 2
+
+
+HANGING = {
+    "an engine": (
+        {"rollout": {"engine": ["tests.agreement_worker:Hangs"]}},
+        "'making and scoring rollouts'",
+    ),
+    "learning": ({"policy": "tests.agreement_worker:HangsInLearning"}, "'exchanging gradients'"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", HANGING)
+def test_a_process_that_hangs_is_not_waited_for_without_end(case, tmp_path):
+    changes, where = HANGING[case]
+    # `launch` waits for two minutes, and the process that hangs for five.
+    printed = launch([plan(tmp_path / "run", ddp_timeout=10, **changes)], tmp_path, failing=True)
+    words = f"did not come to {where} within 10 s (ddp_timeout)"
+    for text in printed:  # the one that hangs says it too, and ends
+        (said,) = [line for line in text.splitlines() if line.startswith("failed: ")]
+        assert "ProcessFailed: process 0 of 2 waited in vain: process 1 (it came last to '" in said
+        assert said.endswith(words)
+
+
+def test_waiting_takes_a_second_at_least():
+    with pytest.raises(ConfigError, match="'ddp_timeout' must be at least 1, not 0.5"):
+        build(parse(plan("x", ddp_timeout=0.5), Config))
