@@ -113,7 +113,7 @@ def train(given: argparse.Namespace) -> int:
     look(config)
     run = make(config)
     go(run)
-    if run.final is not None:
+    if run.final is not None and run.processes.main:
         _print_measured(run.final)
     return 0
 
@@ -164,7 +164,10 @@ def evaluate(given: argparse.Namespace) -> int:
     if not trains and config.settings:
         show_settings(compare(config, folder))
         return 0
-    measured = load_evaluator(config).measure()
+    evaluator = load_evaluator(config)
+    measured = evaluator.measure()
+    if not evaluator.processes.main:
+        return 0
     folder.mkdir(parents=True, exist_ok=True)
     written = {
         "metrics": dict(measured.metrics),

@@ -338,7 +338,7 @@ def load_evaluator(config: Config | EvaluateConfig):
     check_measuring(config).require_packages()
     pieces, processes = Pieces(Stream(config.seed)), Processes()
     held = held_out(config)  # before a weight is loaded
-    return make_evaluator(config, held, _load_policy(config, pieces, processes), processes)
+    return make_evaluator(config, held, _load_policy(config, pieces, processes), processes).agreed()
 
 
 def load_engine(

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from mmrl.bind import Bound
 from mmrl.collect import in_order
+from mmrl.contents import of_prompts, of_weights
 from mmrl.distributed import Processes
 from mmrl.draws import Stream
 from mmrl.protocols import Engine
@@ -36,6 +37,12 @@ class Evaluator:
     metrics: Sequence[Bound]
     num_generations: int = 1
     confidence: float = 0.95
+
+    def agreed(self) -> Evaluator:
+        """Give itself, or fail on every process where one reads other prompts or weights than process 0."""
+        if self.processes.world > 1:
+            self.processes.same(of_prompts(self.data) | {"weights": of_weights(self.engine.policy)})
+        return self
 
     def measure(self, intervals: bool = True) -> Measured:
         """Answer every prompt, score, and compute every metric, with bootstrap intervals if wanted."""

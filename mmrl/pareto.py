@@ -121,11 +121,13 @@ def compare(config: EvaluateConfig, folder: Path) -> Comparison:
         rows[name] = describe(evaluator, mine, first, config.settings[name], costs)
         asked = len(set(mine.uids))
         found = Comparison(rows, metric_of(config, mine), config.greater_is_better, asked)
-        (folder / "evaluation.json").write_text(json.dumps(plain(found), indent=2))
-        print(f"{name}: {_in_a_line(rows[name])}", flush=True)
-    drawn = draw(found)
-    (folder / "pareto.svg").write_text(drawn)
-    (folder / "evaluation.html").write_text(page(folder.name, found, drawn))
+        if evaluator.processes.main:
+            (folder / "evaluation.json").write_text(json.dumps(plain(found), indent=2))
+            print(f"{name}: {_in_a_line(rows[name])}", flush=True)
+    if evaluator.processes.main:
+        drawn = draw(found)
+        (folder / "pareto.svg").write_text(drawn)
+        (folder / "evaluation.html").write_text(page(folder.name, found, drawn))
     return found
 
 

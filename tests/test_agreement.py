@@ -246,3 +246,16 @@ def test_a_process_that_hangs_is_not_waited_for_without_end(case, tmp_path):
 def test_waiting_takes_a_second_at_least():
     with pytest.raises(ConfigError, match="'ddp_timeout' must be at least 1, not 0.5"):
         build(parse(plan("x", ddp_timeout=0.5), Config))
+
+
+def test_an_evaluation_compares_what_its_processes_read(tmp_path):
+    from mmrl.build import load_evaluator
+
+    write(tmp_path)
+    evaluation = {"data": plan_of(tmp_path)["data"]}
+    evaluator = load_evaluator(parse(plan_of(tmp_path, evaluation=evaluation), Config))
+    told = []
+    evaluator.processes = type("Two", (), {"world": 2, "same": lambda self, values: told.append(values)})()
+    assert evaluator.agreed() is evaluator
+    weights = of_weights(evaluator.engine.policy)
+    assert told == [{**of_prompts(evaluator.data), "weights": weights}]

@@ -97,11 +97,14 @@ class ClipPairs:
         total = pictures.count()
         if not total:
             raise SourceError(f"there is no picture in '{self.source}'")
+        content = pictures.content()
+        processes.same({"pictures": f"{total}, {content}"})
         with locked(shards.folder, processes):
             if processes.main:
-                shards.agree("plan", self._plan(total, pictures.content()))
+                shards.agree("plan", self._plan(total, content))
             numbers = range(-(-total // self.shard_size))
-            if not all(map(shards.has, numbers)):
+            # Process 0 looks for all: one that sees shards later would answer while the others do not.
+            if not processes.tell(all(map(shards.has, numbers)))[0]:
                 self._answer(pictures, shards, total, processes)
             processes.wait()
             told = {"pictures": total}
