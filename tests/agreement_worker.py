@@ -19,10 +19,11 @@ from torch import Tensor
 
 from mmrl import page
 from mmrl.build import build
-from mmrl.config import Config, merge, parse
+from mmrl.config import Config, parse
 from mmrl.distributed import Processes
 from mmrl.train import train
 from mmrl.types import Frames, Media, Message, Part, Prompt
+from mmrl.yaml_files import merge
 from tests.toys import Lookup, ToyGenerate, ToyText, plan
 
 HERE = "tests.agreement_worker"
