@@ -10,9 +10,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from mmrl import page
+from mmrl import checkpoint, page
 from mmrl.build import build
-from mmrl.checkpoint import MODEL, STATE
+from mmrl.checkpoint import MODEL
 from mmrl.config import Config, ConfigError, parse
 from mmrl.contents import CHUNK, of_prompts, of_tensors, of_weights
 from mmrl.train import train
@@ -75,10 +75,10 @@ def test_weights_that_checkpoints_hold_are_not_those_of_the_base(tmp_path):
 def test_a_checkpoint_that_does_not_tell_its_data_goes_on_with_a_warning(tmp_path):
     write(tmp_path)
     trained(tmp_path, max_steps=1)
-    path = tmp_path / "run" / "checkpoint-1" / STATE
-    written = json.loads(path.read_text())
-    written["state"]["map"] = [pair for pair in written["state"]["map"] if pair[0] != "inputs"]
-    path.write_text(json.dumps(written))
+    folder = tmp_path / "run" / "checkpoint-1"
+    state = checkpoint.read_state(folder)
+    del state["inputs"]
+    checkpoint.write_state(folder, state)
     assert "does not tell what it was trained on" in trained(tmp_path).raised[0]
 
 
