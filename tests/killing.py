@@ -343,10 +343,14 @@ def compared(one: Path, other: Path) -> int:
     sys.stdout.flush()
     child = os.fork()
     if not child:
-        said = differences(one, other)
-        for what in said:
-            print(f"{what} differs between '{one}' and '{other}'", flush=True)
-        os._exit(2 if said else 0)
+        code = 1
+        try:
+            said = differences(one, other)
+            for what in said:
+                print(f"{what} differs between '{one}' and '{other}'", flush=True)
+            code = 2 if said else 0
+        finally:
+            os._exit(code)
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 import time
@@ -11,9 +12,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from mmrl import checkpoint, page
 from mmrl.__main__ import main
+from tests.killing import differences
 from tests.resuming import EVERYTHING, assert_alike, killed, resumed, without_times
 from tests.toys import ToyGenerate, plan, toy_run
 
@@ -99,6 +102,21 @@ def test_a_process_that_is_killed_outright_goes_on_exactly(tmp_path, capsys):
     reached = checkpoint.step_of(checkpoint.checkpoints(tmp_path / "run")[0])
     steps = {"max_steps": reached + 3, "save_steps": 2}
     assert_alike(resumed(tmp_path / "run", **steps), resumed(tmp_path / "whole", **steps))
+
+
+def test_what_killed_runs_differ_in_is_named(tmp_path, uninterrupted):
+    other = tmp_path / "other"
+    shutil.copytree(uninterrupted.folder, other)
+    assert differences(uninterrupted.folder, other) == []
+    state = checkpoint.read_state(other / "checkpoint-7")
+    model = other / "checkpoint-7" / "model" / "model.safetensors"
+    save_file({"table": load_file(model)["table"] + 1e-5}, model)
+    checkpoint.write_state(other / "checkpoint-7", state)
+    journal = other / "metrics.jsonl"
+    journal.write_text(journal.read_text().replace('"reward": ', '"reward": 1', 1))
+    assert differences(uninterrupted.folder, other) == ["checkpoint-7/model/model.safetensors", journal.name]
+    (other / "checkpoint-5.tmp").mkdir()
+    assert differences(uninterrupted.folder, other) == ["which files there are (checkpoint-5.tmp)"]
 
 
 @pytest.mark.slow
