@@ -4,13 +4,13 @@ BIN := .venv/bin
 
 .PHONY: demo demo-image demo-pairs docs test
 demo: .venv/mmrl .venv/clips
-	$(BIN)/python -m mmrl.demo --clips .venv/clips $(ARGS)
+	$(BIN)/python -m examples.video_grounding.demo --clips .venv/clips $(ARGS)
 
 demo-image: .venv/image
-	$(BIN)/python -m mmrl.diffusion.demo $(ARGS)
+	$(BIN)/python -m examples.image_rl.demo $(ARGS)
 
 demo-pairs: .venv/pairs .venv/textures
-	$(BIN)/python -m mmrl.vision.demo --textures .venv/textures $(ARGS)
+	$(BIN)/python -m examples.preference_pairs.demo --textures .venv/textures $(ARGS)
 
 # To read it with its search: python -m http.server --directory build/docs
 docs: .venv/mmrl

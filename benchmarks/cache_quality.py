@@ -90,9 +90,9 @@ def read(model, first: torch.Tensor, behind: torch.Tensor, cache) -> tuple[torch
 def text_caches(config, real: torch.Tensor, peers: bool) -> dict:
     from transformers import QuantizedCache
 
-    from mmrl.compression.caches.all_bits import all_bits
-    from mmrl.compression.caches.sign_bits import sign_bits
-    from mmrl.compression.caches.visual_bits import visual_bits
+    from mmrl.compression.caches.binary_codebook import sign_bits
+    from mmrl.compression.caches.kivi import all_bits
+    from mmrl.compression.caches.visual_quant import visual_bits
 
     kivi = partial(all_bits, config, None, real, q_group_size=32)
     made = {}
@@ -182,9 +182,9 @@ def merged(path: Path, lines: list[dict], only: str) -> list[dict]:
 
 
 def clip_caches() -> dict:
-    from mmrl.compression.caches.all_bits import all_bits
-    from mmrl.compression.caches.importance_drop import importance_drop
-    from mmrl.compression.caches.visual_bits import visual_bits
+    from mmrl.compression.caches.kivi import all_bits
+    from mmrl.compression.caches.visual_quant import visual_bits
+    from mmrl.compression.caches.vl_cache import importance_drop
 
     made = {f"visual_bits {nbits} ": partial(visual_bits, nbits=nbits) for nbits in (8, 4, 2, 1)}
     made = {name.strip(): cache for name, cache in made.items()}
@@ -200,8 +200,8 @@ def clip_caches() -> dict:
 
 
 def clips(model: str, folder: str) -> list[dict]:
-    from mmrl.draws import Stream
-    from mmrl.registry import find
+    from mmrl.config.registry import find
+    from mmrl.core.rng import Stream
     from mmrl.vision.engines.generate import Generate
     from mmrl.vision.policies.tokens import Tokens
 

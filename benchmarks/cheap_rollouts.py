@@ -60,8 +60,8 @@ def run_demo(folder: Path, output: Path, seeds: Sequence[int], steps: int) -> di
 
 def train_one(config: str, folder: Path, start: Path, output: Path, seed: int, steps: int) -> None:
     from mmrl.build import build
-    from mmrl.config import Config, load
-    from mmrl.train import train
+    from mmrl.config.schema import Config, load
+    from mmrl.training.loop import train
 
     changes = [f"policy.model={start}", f"seed={seed}", f"max_steps={steps}", f"output_dir={output}"]
     for data, split in (("data", "train"), ("evaluation.data", "test")):
@@ -72,8 +72,8 @@ def train_one(config: str, folder: Path, start: Path, output: Path, seed: int, s
 def reward_of(folder: Path, model: Path, seed: int) -> float:
     """Measure the reward of a trained policy on prompts of its training, sampled exactly."""
     from mmrl.build import load_evaluator
-    from mmrl.config import EvaluateConfig, parse
-    from mmrl.yaml_files import read
+    from mmrl.config.loading import read
+    from mmrl.config.schema import EvaluateConfig, parse
 
     raw = read("demo_cheap_rollouts.yaml")
     data = {**raw["data"], "path": str(folder / "clips" / "train.jsonl"), "root": str(folder / "clips")}
@@ -134,7 +134,7 @@ def summarise(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def engines(layers: int) -> dict[str, dict[str, Any]]:
-    from mmrl.compression.caches.visual_bits import visual_bits
+    from mmrl.compression.caches.visual_quant import visual_bits
     from mmrl.compression.transforms.drop_visual_layers import drop_visual_layers
     from mmrl.compression.transforms.yopo import yopo25
 
@@ -155,8 +155,8 @@ def engines(layers: int) -> dict[str, dict[str, Any]]:
 
 def make_model(folder: Path, visual: int) -> Path:
     """Build the model of grpo_step.py for pictures of so many visual tokens."""
-    from mmrl.draws import Stream
-    from mmrl.vision.builders.tiny_model import TinyModel
+    from mmrl.core.rng import Stream
+    from mmrl.vision.builders.tiny_qwen2_5_vl import TinyModel
 
     TinyModel(
         stream=Stream(0), vocab_size=VOCABULARY, width=WIDTH, layers=LAYERS, heads=HEADS,

@@ -44,8 +44,8 @@ def make_model(heads: int, shared: int, size: int, layers: int):
 def candidates(model, visual: torch.Tensor, peers: bool) -> dict[str, Callable]:
     from transformers import DynamicCache, QuantizedCache, StaticCache
 
-    from mmrl.compression.caches.all_bits import all_bits
-    from mmrl.compression.caches.visual_bits import visual_bits
+    from mmrl.compression.caches.kivi import all_bits
+    from mmrl.compression.caches.visual_quant import visual_bits
 
     config, real = model.config, torch.ones_like(visual)
     made: dict[str, Callable] = {

@@ -1,6 +1,6 @@
 """What `make demo-pairs` shows at several seeds, and all held-out pictures together.
 
-    python -m mmrl.vision.demo --seed 0 --output runs/demo-pairs0  # and so on
+    python -m examples.preference_pairs.demo --seed 0 --output runs/demo-pairs0  # and so on
     python -m benchmarks.demo_pairs runs/demo-pairs0 runs/demo-pairs1 runs/demo-pairs2
 
 Copies the tables of the summaries, and joins the pictures of all seeds: how many fewer wrong objects a
@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch
 
-from mmrl.vision.demo import RULES, mean_with_interval
+from examples.preference_pairs.demo import RULES, mean_with_interval
 
 RESULTS = Path(__file__).parent / "results" / "demo_pairs.json"
 

@@ -23,9 +23,9 @@ from typing import Any
 
 import torch
 
-from mmrl.config import Config, load
-from mmrl.demo import train
-from mmrl.diffusion.demo import METHODS, VERSIONS, begin, prepare, quiet, version
+from examples.image_rl.demo import METHODS, VERSIONS, begin, prepare, quiet, version
+from examples.video_grounding.demo import train
+from mmrl.config.schema import Config, load
 
 RESULTS = Path(__file__).parent / "results" / "flow_reward_per_second.json"
 REWARD, HELD_OUT = "clip_score", "coloured_shape"

@@ -40,8 +40,8 @@ def variety(completions, **columns):
 
 
 def make_model(folder: Path) -> Path:
-    from mmrl.draws import Stream
-    from mmrl.vision.builders.tiny_model import TinyModel
+    from mmrl.core.rng import Stream
+    from mmrl.vision.builders.tiny_qwen2_5_vl import TinyModel
 
     TinyModel(
         stream=Stream(0), vocab_size=VOCABULARY, width=WIDTH, layers=LAYERS, heads=HEADS,
@@ -63,7 +63,7 @@ def make_data(folder: Path, visual: int, rows: int) -> Path:
 
 def make_run(folder: Path, model: Path, data: Path, length: int):
     from mmrl.build import build
-    from mmrl.config import Config, Learn, Piece, Rollout
+    from mmrl.config.schema import Config, Learn, Piece, Rollout
 
     config = Config(
         policy=Piece("vision.tokens", {"model": str(model), "dtype": "float32"}),
@@ -86,8 +86,8 @@ def make_run(folder: Path, model: Path, data: Path, length: int):
 
 
 def step_once(run, number: int):
-    from mmrl.collect import collect
-    from mmrl.train import learnable, update
+    from mmrl.training.collect import collect
+    from mmrl.training.loop import learnable, update
 
     run.tick(number)
     collection = collect(run)
@@ -102,7 +102,7 @@ def make_trainer(folder: Path, model: Path, data: Path, length: int, steps: int)
     from transformers import AutoModelForImageTextToText, AutoProcessor
     from trl import GRPOConfig, GRPOTrainer
 
-    from mmrl.vision.loading import freeze_tower
+    from mmrl.vision.models.loading import freeze_tower
 
     policy = AutoModelForImageTextToText.from_pretrained(model, dtype=torch.float32)
     freeze_tower(policy)
@@ -130,7 +130,7 @@ def seconds_of(call: Callable[[], object]) -> float:
 
 def by_mkl(call: Callable, *args: object) -> None:
     """Call without the way through oneDNN."""
-    from mmrl import onednn
+    from mmrl.core import onednn
 
     onednn.MANY, kept = sys.maxsize, onednn.MANY  # no weight has so many numbers
     call(*args)
@@ -168,8 +168,8 @@ def compare_steps(folder: Path, model: Path, data: Path, length: int, repeats: i
 def compare_gradients(run, trainer, number: int) -> float:
     """Learn from the same answers in both trainers, and give the gap of all gradients, relative to their
     norm. Ours leaves placeholders of media out of every distribution; not here."""
-    from mmrl.collect import collect
-    from mmrl.train import accumulate, learnable
+    from mmrl.training.collect import collect
+    from mmrl.training.loop import accumulate, learnable
 
     run.tick(number)
     collection = collect(run)

@@ -49,13 +49,13 @@ class Judge:
     """Asks a model which of two answers fits a picture better; a reward of answers that come in pairs."""
 
     def __init__(self, policy, verdict: int) -> None:
-        from mmrl.draws import Stream
+        from mmrl.core.rng import Stream
         from mmrl.vision.engines.generate import Generate
 
         self.engine = Generate(policy, stream=Stream(0), max_completion_length=verdict, temperature=0.0)
 
     def __call__(self, prompts: Sequence, outcomes: Sequence) -> list[float]:
-        from mmrl.vision.asking import ask
+        from mmrl.vision.media.prompts import ask
 
         asked = [
             ask(
@@ -73,9 +73,9 @@ class Judge:
 
 def make_parts(folder: Path, size: dict):
     """Build the model that answers, the engine that answers twice, and what scores."""
-    from mmrl.bind import Pieces
-    from mmrl.config import Piece
-    from mmrl.draws import Stream
+    from mmrl.config.binding import Pieces
+    from mmrl.config.schema import Piece
+    from mmrl.core.rng import Stream
     from mmrl.rewards.clip_score import ClipScore
     from mmrl.vision.builders.tiny_llava import TinyLlava
 
@@ -95,8 +95,8 @@ def make_parts(folder: Path, size: dict):
 
 def make_scorer(folder: Path) -> None:
     """Write the CLIP of the demo; what it has learned does not change what it costs."""
-    from mmrl.diffusion.builders.contrastive_model import ContrastiveModel
-    from mmrl.draws import Stream
+    from mmrl.core.rng import Stream
+    from mmrl.diffusion.builders.tiny_clip import ContrastiveModel
 
     pictures(folder, "train", 2, 64)
     rows = [{"image": f"train_{i}.png", "prompt": f"a pear {i}"} for i in range(2)]
@@ -119,8 +119,8 @@ def pictures(folder: Path, name: str, count: int, side: int) -> list[Path]:
 
 def asked_about(folder: Path, name: str, size: dict) -> list:
     """Ask twice about pictures that nobody has seen."""
-    from mmrl.vision.asking import ask
-    from mmrl.vision.media import MediaRoot
+    from mmrl.vision.media.media_root import MediaRoot
+    from mmrl.vision.media.prompts import ask
 
     root = MediaRoot(folder)
     paths = pictures(folder, name, size["pairs"], size["side"])
@@ -167,7 +167,7 @@ def measure(folder: Path, size: dict, repeats: int) -> dict[str, dict[str, float
 def counted(call: Callable[[], object], policy, towers) -> tuple[object, dict[str, float]]:
     """Count the operations of a call, and the sequences that the language model and CLIP are called with; a
     token more of an answer is a call."""
-    from mmrl.operations import CountOperations
+    from mmrl.core.flop_counter import CountOperations
 
     seen = {"model_evaluations": 0, "clip_evaluations": 0}
 

@@ -19,9 +19,9 @@ from pathlib import Path
 import torch
 import transformers
 
-from mmrl.compression.formulas import Prefill
-from mmrl.compression.measure import cache_bytes, count_operations, time_calls
-from mmrl.compression.pruned.spec import pruning_of, shape_of
+from mmrl.compression.flops import Prefill
+from mmrl.compression.profiling import cache_bytes, count_operations, time_calls
+from mmrl.compression.pruning.spec import pruning_of, shape_of
 from mmrl.compression.transforms.drop_tokens import fastv
 from mmrl.compression.transforms.yopo import yopo12, yopo25
 

@@ -20,9 +20,9 @@ from typing import Any
 
 import torch
 
-from mmrl.__main__ import main as mmrl
-from mmrl.vision import chat
-from mmrl.yaml_files import read
+from mmrl.cli import main as mmrl
+from mmrl.config.loading import read
+from mmrl.vision.models import processor
 
 RESULTS = Path(__file__).parent / "results"
 ROOM = 8 << 30  # 41,000 encoded prompts of 150 kB: decoding clips anew would take most of the time
@@ -202,7 +202,7 @@ def main() -> None:
     given = parser.parse_args()
     given.steps = given.steps or {"grounding": 6000, "questions": 1400}[given.what]
     torch.set_num_threads(1)
-    chat.CACHE_BYTES = ROOM
+    processor.CACHE_BYTES = ROOM
     mine = {"grounding": grounding, "questions": questions}[given.what](given)
     path = RESULTS / "pruned_quality.json"
     found = json.loads(path.read_text()) if path.exists() else {}

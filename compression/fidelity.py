@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mmrl.compression.held.layout import find_visual
+from mmrl.kv_cache.layout import find_visual
 
 MakeCache = Callable[[Any, Tensor, Tensor], Any]
 Inputs = Mapping[str, Tensor]

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from mmrl.compression.pruned.views import STORED, applied, note, share
-from mmrl.modules import DTYPES
-from mmrl.registry import find
+from mmrl.compression.pruning.weight_views import STORED, applied, note, share
+from mmrl.config.registry import find
+from mmrl.runtime.modules import DTYPES
 
 NAME = "transforms.json"
 

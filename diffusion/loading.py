@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from mmrl.modules import DTYPES
+from mmrl.runtime.modules import DTYPES
 
 
 def load_pipeline(name: str, *, dtype: str) -> Any:

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from mmrl.modules import keep_training_precision
+from mmrl.runtime.modules import keep_training_precision
 
 FILE = "pytorch_lora_weights.safetensors"  # diffusers' name of it
 PLACE = "transformer."  # what diffusers puts before the names of this network's weights

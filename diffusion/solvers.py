@@ -12,9 +12,9 @@ import math
 import torch
 from torch import Tensor
 
-from mmrl.diffusion.motion import Gaussian, along, clean_estimate, noise_estimate
-from mmrl.ranges import PositiveFloat, PositiveShare
-from mmrl.registry import solver
+from mmrl.config.ranges import PositiveFloat, PositiveShare
+from mmrl.config.registry import solver
+from mmrl.diffusion.flow_math import Gaussian, along, clean_estimate, noise_estimate
 
 
 def check_noise(noise_level: float, most: float = math.inf) -> None:

@@ -10,9 +10,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from mmrl.batch import StepOutput
-from mmrl.diffusion.family import Condition, Family
-from mmrl.types import Unit
+from mmrl.core.step_table import StepOutput
+from mmrl.core.types import Unit
+from mmrl.diffusion.model_family import Condition, Family
 
 
 @dataclass(frozen=True, eq=False)

@@ -14,8 +14,8 @@ from pathlib import Path
 
 from site_pieces import PAPER, code, page_of, prose
 
-from mmrl import config
-from mmrl.registry import HOMES, SCOPES, pieces
+from mmrl.config import schema
+from mmrl.config.registry import HOMES, SCOPES, pieces
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent
@@ -59,7 +59,7 @@ KINDS = {
 
 def keys_page() -> str:
     """Show the keys of every part of a configuration, with the comments that stand beside them."""
-    lines = inspect.getsource(config).splitlines()
+    lines = inspect.getsource(schema).splitlines()
     nodes = {node.name: node for node in ast.parse("\n".join(lines)).body if isinstance(node, ast.ClassDef)}
     parts = ["# Keys of a configuration\n", KEYS + "\n"]
     for name, title in PARTS.items():
@@ -67,7 +67,7 @@ def keys_page() -> str:
         told = "" if told == f"{title}." else prose(told)
         parts.append(f"## {title} {{#{name.lower()}}}\n\n{told}\n")
         parts.append("| key | default | | type |\n| --- | --- | --- | --- |")
-        parts += keys_of(nodes[name], getattr(config, name), lines)
+        parts += keys_of(nodes[name], getattr(schema, name), lines)
         parts.append("")
     return "\n".join(parts)
 
@@ -88,7 +88,7 @@ def value_of(one: dataclasses.Field) -> str:
         return ""
     if one.default is dataclasses.MISSING:
         return "required"
-    plain = config.as_plain(one.default)
+    plain = schema.as_plain(one.default)
     return "" if plain in ("", [], None) else code(json.dumps(plain).replace('"', ""))
 
 

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mmrl import config
-from mmrl.registry import HOMES, Entry, pieces
-from mmrl.types import Unit
+from mmrl.config import schema
+from mmrl.config.registry import HOMES, Entry, pieces
+from mmrl.core.types import Unit
 
 PAPER = re.compile(r"(?<![\d.\w/])(\d{2}(?:0[1-9]|1[0-2])\.\d{5})(?![\d.]*\d)")
 FILLED = ("stream", "generator")  # options that the run gives, not the configuration
@@ -186,11 +186,11 @@ def default_of(parameter: inspect.Parameter) -> str:
     default = parameter.default
     if default is inspect.Parameter.empty:
         return "required"
-    if isinstance(default, config.Piece):
+    if isinstance(default, schema.Piece):
         return code(default.name)
     if default is None or isinstance(default, bool):
         return code({None: "none", True: "true", False: "false"}[default])
-    plain = json.dumps(config.as_plain(default)) if isinstance(default, tuple | Mapping) else str(default)
+    plain = json.dumps(schema.as_plain(default)) if isinstance(default, tuple | Mapping) else str(default)
     return code(plain.replace('"', "")) if plain else "empty"
 
 
@@ -220,7 +220,7 @@ def uses(variants: Iterable[Path]) -> dict[tuple[str, str], list[str]]:
         for entry in pieces(kind):
             known[entry.full_name].append(kind)
     for path in variants:
-        for kind, name in dict.fromkeys(named_in(config.read(path), "")):
+        for kind, name in dict.fromkeys(named_in(schema.read(path), "")):
             if kind in known.get(name, ()):
                 used[kind, name].append(path.stem)
     return used

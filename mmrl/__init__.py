@@ -7,9 +7,9 @@ from pathlib import Path
 
 __version__ = "0.1.0"
 
-# In a checkout the scopes lie beside this folder (`vision/` is `mmrl.vision`); installed, they lie inside it.
-# Looking in both places makes a plain checkout behave like an install.
-if (Path(__file__).parents[1] / "vision" / "__init__.py").is_file():
+# `mmrl/vision` is a link to `../vision`, and so on. Where links were not checked out (Windows, some
+# archives), the folders beside this one are searched as well.
+if not (Path(__file__).parent / "vision" / "__init__.py").is_file():
     __path__.append(str(Path(__file__).parents[1]))
 
 

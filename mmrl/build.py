@@ -10,8 +10,11 @@ from typing import Any
 
 import torch
 
-from mmrl.bind import Bound, Pieces
-from mmrl.config import (
+from mmrl.config.binding import Bound, Pieces
+from mmrl.config.loading import change, read
+from mmrl.config.ranges import NonNegativeFloat
+from mmrl.config.registry import HOMES, Entry, Needs, find
+from mmrl.config.schema import (
     Config,
     ConfigError,
     EvaluateConfig,
@@ -22,18 +25,15 @@ from mmrl.config import (
     load,
     parse,
 )
-from mmrl.contents import of_weights
-from mmrl.distributed import Processes
-from mmrl.draws import Stream
-from mmrl.hub import check_hub
-from mmrl.protocols import Engine, Policy
-from mmrl.ranges import NonNegativeFloat
-from mmrl.registry import HOMES, Entry, Needs, find
-from mmrl.report import Trackers
-from mmrl.run import Run
-from mmrl.settings import setting_of
-from mmrl.types import Prompt
-from mmrl.yaml_files import change, read
+from mmrl.config.sweep import setting_of
+from mmrl.core.protocols import Engine, Policy
+from mmrl.core.rng import Stream
+from mmrl.core.types import Prompt
+from mmrl.reporting.metrics import Trackers
+from mmrl.runtime.content_hash import of_weights
+from mmrl.runtime.distributed import Processes
+from mmrl.runtime.hub import check_hub
+from mmrl.training.trainer import Run
 
 
 def build(config: Config, *, quiet: bool = False) -> Run:
@@ -298,7 +298,7 @@ def make_evaluator(
 ):
     """Make what measures a policy on held-out prompts; what the evaluation leaves open is taken from the
     training."""
-    from mmrl.evaluate import Evaluator
+    from mmrl.training.evaluate import Evaluator
 
     wanted = config.evaluation
     engine = wanted.engine or config.rollout.engine[:1]

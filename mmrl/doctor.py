@@ -11,16 +11,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from mmrl.batch import Batch
-from mmrl.collect import Collection, collect
-from mmrl.config import Config, Evaluation, Piece
-from mmrl.health import Examined, Symptom, evaluating
-from mmrl.plan import estimated, in_use, room
-from mmrl.registry import Entry
-from mmrl.table import RewardTable
+from mmrl.config.registry import Entry
+from mmrl.config.schema import Config, Evaluation, Piece
+from mmrl.core.reward_table import RewardTable
+from mmrl.core.step_table import Batch
+from mmrl.diagnostics.context import Examined, Symptom
+from mmrl.diagnostics.memory_estimate import estimated, in_use, room
+from mmrl.runtime.modules import evaluating
+from mmrl.training.collect import Collection, collect
 
 if TYPE_CHECKING:
-    from mmrl.run import Run
+    from mmrl.training.trainer import Run
 
 ADAPTER = ("lora_", "adapter")  # how the parameters of adapters are called
 SPARE = 0.1  # of the trained parameters may have a gradient of 0

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from mmrl.ranges import NonNegativeFloat, ShareBelowOne
-from mmrl.registry import optimizer
+from mmrl.config.ranges import NonNegativeFloat, ShareBelowOne
+from mmrl.config.registry import optimizer
 
 Named = Sequence[tuple[str, nn.Parameter]]
 

@@ -19,15 +19,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmrl.bind import Bound, Pieces
 from mmrl.build import check_measuring, load_evaluator
-from mmrl.config import ConfigError, EvaluateConfig, as_plain
-from mmrl.draws import Stream
-from mmrl.evaluate import CHUNK, Evaluator
-from mmrl.page import document
-from mmrl.protocols import Engine
-from mmrl.settings import settings_of
-from mmrl.types import Prompt, Rollouts
+from mmrl.config.binding import Bound, Pieces
+from mmrl.config.schema import ConfigError, EvaluateConfig, as_plain
+from mmrl.config.sweep import settings_of
+from mmrl.core.protocols import Engine
+from mmrl.core.rng import Stream
+from mmrl.core.types import Prompt, Rollouts
+from mmrl.reporting.html import document
+from mmrl.training.evaluate import CHUNK, Evaluator
 
 WARM = 8  # prompts that are answered before anything is timed
 SECONDS = "seconds"

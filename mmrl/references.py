@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmrl.batch import Batch, StepOutput
-from mmrl.protocols import Policy
-from mmrl.ranges import PositiveInt, Probability
-from mmrl.registry import reference
-from mmrl.sharded import exchange, give_up
+from mmrl.config.ranges import PositiveInt, Probability
+from mmrl.config.registry import reference
+from mmrl.core.protocols import Policy
+from mmrl.core.step_table import Batch, StepOutput
+from mmrl.runtime.fsdp import exchange, give_up
 
 
 def trained(policy: Policy) -> dict[str, Tensor]:

@@ -15,14 +15,14 @@ import pytest
 from omegaconf import OmegaConf
 
 import mmrl
-from mmrl import page
-from mmrl.__main__ import main
-from mmrl.files import LOCK
-from mmrl.reward_forms import per_outcome
-from tests.toys import plan, prompts
+from mmrl.cli import main
+from mmrl.config.reward_adapters import per_outcome
+from mmrl.reporting import html
+from mmrl.runtime.files import LOCK
+from tests.support.toys import plan, prompts
 
 HERE = "tests.test_cli"
-EVALUATION = {"data": {"name": "tests.toys:prompts", "num": 4}, "num_generations": 2}
+EVALUATION = {"data": {"name": "tests.support.toys:prompts", "num": 4}, "num_generations": 2}
 
 
 def too_few(prompts, outcomes):
@@ -58,7 +58,7 @@ class Words:
 
 @pytest.fixture
 def no_curves(monkeypatch):
-    monkeypatch.setattr(page, "curves", lambda runs: [])
+    monkeypatch.setattr(html, "curves", lambda runs: [])
 
 
 @pytest.fixture
@@ -130,11 +130,11 @@ def test_evaluate_writes_numbers_and_a_page(file, tmp_path, capsys):
 def test_evaluate_reads_files_without_training(tmp_path):
     path = tmp_path / "evaluate.yaml"
     raw = {
-        "policy": "tests.toys:ToyText",
+        "policy": "tests.support.toys:ToyText",
         "evaluation": {
             **EVALUATION,
-            "engine": ["tests.toys:ToyGenerate"],
-            "rewards": ["tests.toys:brevity"],
+            "engine": ["tests.support.toys:ToyGenerate"],
+            "rewards": ["tests.support.toys:brevity"],
         },
         "output_dir": str(tmp_path / "measured"),
     }
@@ -195,7 +195,7 @@ def test_env_names_versions(capsys):
 
 
 def test_load_engine_gives_something_that_rolls_out(file):
-    engine = mmrl.load_engine(file(), ["policy={name: 'tests.toys:ToyText', length: 2}"])
+    engine = mmrl.load_engine(file(), ["policy={name: 'tests.support.toys:ToyText', length: 2}"])
     assert all(row.length <= 2 for row in engine.rollout(prompts()))
 
 
@@ -210,10 +210,13 @@ WRONG = {
     ),
     "wrong type": ({"max_steps": "many"}, "'max_steps' must be a whole number, not 'many'"),
     "wrong type inside": (
-        {"rewards": [{"name": "tests.toys:brevity", "weight": "big"}]},
+        {"rewards": [{"name": "tests.support.toys:brevity", "weight": "big"}]},
         "'rewards[0].weight' must be a number, not 'big'",
     ),
-    "not a list": ({"rewards": "tests.toys:brevity"}, "'rewards' has the wrong form: 'tests.toys:brevity'"),
+    "not a list": (
+        {"rewards": "tests.support.toys:brevity"},
+        "'rewards' has the wrong form: 'tests.support.toys:brevity'",
+    ),
     "missing value": ({"data": None}, "'data' must be a name, or a mapping with a name; not None"),
     "misspelt piece": ({"advantage": ["totel"]}, "no advantage is called 'totel'; did you mean 'total'?"),
     "misspelt option": (
@@ -222,27 +225,33 @@ WRONG = {
     ),
     "missing piece": ({"objective": {"surrogate": None}}, "'objective.surrogate' must be a name"),
     "somebody else's piece": ({"rewards": ["nowhere:right"]}, "cannot import the reward 'nowhere:right'"),
-    "no policy": ({"policy": "tests.toys:prompts"}, "is no policy: it does not declare `says`"),
+    "no policy": ({"policy": "tests.support.toys:prompts"}, "is no policy: it does not declare `says`"),
     "no engine": (
-        {"rollout": {"engine": ["tests.toys:prompts"]}},
+        {"rollout": {"engine": ["tests.support.toys:prompts"]}},
         "is no engine: it does not declare `notes`",
     ),
     "empty data set": (
-        {"data": {"name": "tests.toys:prompts", "num": 0}},
-        "'tests.toys:prompts' has no prompts",
+        {"data": {"name": "tests.support.toys:prompts", "num": 0}},
+        "'tests.support.toys:prompts' has no prompts",
     ),
     "groups of one": (
         {"rollout": {"num_generations": 1}},
         "advantage[1]: 'group_normalize' compares the rollouts of a prompt, but rollout.num_generations is 1",
     ),
-    "no reward": ({"rewards": [{"name": "tests.toys:brevity", "weight": 0}]}, "no reward has a weight"),
-    "one name twice": ({"rewards": ["tests.toys:brevity"] * 2}, "give one of them a `label`"),
+    "no reward": (
+        {"rewards": [{"name": "tests.support.toys:brevity", "weight": 0}]},
+        "no reward has a weight",
+    ),
+    "one name twice": ({"rewards": ["tests.support.toys:brevity"] * 2}, "give one of them a `label`"),
     "on_error": (
-        {"rewards": [{"name": "tests.toys:brevity", "on_error": "ignore"}]},
+        {"rewards": [{"name": "tests.support.toys:brevity", "on_error": "ignore"}]},
         "rewards[0].on_error' must be one of 'raise', 'skip', not 'ignore'",
     ),
-    "retries": ({"rewards": [{"name": "tests.toys:brevity", "retries": -1}]}, "must be at least 0, not -1"),
-    "timeout": ({"rewards": [{"name": "tests.toys:brevity", "timeout": 0}]}, "more than 0, not 0.0"),
+    "retries": (
+        {"rewards": [{"name": "tests.support.toys:brevity", "retries": -1}]},
+        "must be at least 0, not -1",
+    ),
+    "timeout": ({"rewards": [{"name": "tests.support.toys:brevity", "timeout": 0}]}, "more than 0, not 0.0"),
     "no reference": ({"objective": {"penalty": ["k3"]}}, "add for instance `references: {ref: frozen}`"),
     "no such rollout policy": ({"rollout": {"policy": "ema"}}, "'rollout.policy' is 'ema', which is not in"),
     "too many parts": (

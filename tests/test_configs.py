@@ -12,22 +12,22 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from mmrl.__main__ import check_file, main
-from mmrl.bind import Pieces
 from mmrl.build import build, check, make_rewards
-from mmrl.config import Config, ConfigError, EvaluateConfig, as_piece, load, parse
-from mmrl.draws import Stream
+from mmrl.cli import check_file, main
+from mmrl.config.binding import Pieces
+from mmrl.config.loading import merge, read
+from mmrl.config.schema import Config, ConfigError, EvaluateConfig, as_piece, load, parse
+from mmrl.core.reward_table import RewardTable
+from mmrl.core.rng import Stream
+from mmrl.core.types import Outcome, Prompt
 from mmrl.rewards.text import tag_format
-from mmrl.table import RewardTable
-from mmrl.train import train
-from mmrl.types import Outcome, Prompt
-from mmrl.vision.annotations import Row
+from mmrl.training.loop import train
+from mmrl.vision.benchmarks.grounding_annotations import Row
+from mmrl.vision.benchmarks.time_spans import Moments, parse_saliency, parse_spans
 from mmrl.vision.datasets.grounding import demonstration, grounding
-from mmrl.vision.spans import Moments, parse_saliency, parse_spans
-from mmrl.yaml_files import merge, read
-from tests.tables import assert_rows, loss_of, micro_batch, moved, reward_table
-from tests.toy_flow import flow_plan
-from tests.toys import plan
+from tests.support.tables import assert_rows, loss_of, micro_batch, moved, reward_table
+from tests.support.toy_flow import flow_plan
+from tests.support.toys import plan
 
 HOME = Path(__file__).parents[1]
 CONFIGS = HOME / "configs"
@@ -272,8 +272,8 @@ def test_dapo_punishes_length_over_its_last_4096_steps(length, wanted):
 # ---- two updates
 
 
-MEASURES = ("tests.toys:share_right", "tests.toys:brevity")
-GENERATE = "tests.toys:ToyGenerate"
+MEASURES = ("tests.support.toys:share_right", "tests.support.toys:brevity")
+GENERATE = "tests.support.toys:ToyGenerate"
 
 
 def named_in(chain: list[Any]) -> list[str]:
@@ -299,8 +299,8 @@ def toy_rewards(variant: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 TOYS = {
-    "diffusion.denoise": "tests.toy_flow:ToyDenoise",
-    "diffusion.with_probes": "tests.toy_flow:ToyProbes",
+    "diffusion.denoise": "tests.support.toy_flow:ToyDenoise",
+    "diffusion.with_probes": "tests.support.toy_flow:ToyProbes",
     "stored": "stored",
 }
 
@@ -311,7 +311,11 @@ def as_toy_flow(variant: dict[str, Any]) -> dict[str, Any]:
     likelihood = as_piece(variant["policy"]["likelihood"], "")
     kept = {name: value for name, value in likelihood.options.items() if name in ("draws", "segments")}
     kept["segments"] = min(kept.get("segments", 1), 2)  # a point in the plane has two coordinates
-    policy = {"name": "tests.toy_flow:ToyFlow", "form": likelihood.name.removeprefix("diffusion."), **kept}
+    policy = {
+        "name": "tests.support.toy_flow:ToyFlow",
+        "form": likelihood.name.removeprefix("diffusion."),
+        **kept,
+    }
     engine = []
     for piece in (as_piece(item, "") for item in variant["rollout"]["engine"]):
         options = {name: value for name, value in piece.options.items() if name == "one_step"}
@@ -327,7 +331,10 @@ def on_a_toy(variant: dict[str, Any], output: Path, **changes: Any) -> Config:
     if "engine" in variant.get("rollout", {}):
         engine = [GENERATE if name == "vision.generate" else name for name in variant["rollout"]["engine"]]
         variant = merge(variant, {"rollout": {"engine": engine}})
-        toy["data"] = {"name": "tests.toys:prompts", "answers": variant["rollout"].get("num_generations", 1)}
+        toy["data"] = {
+            "name": "tests.support.toys:prompts",
+            "answers": variant["rollout"].get("num_generations", 1),
+        }
     rewards = changes.pop("rewards", None) or toy_rewards(variant)
     raw = merge(merge(toy, variant), {"report": {"log_completions": False}, **changes})
     return parse({**raw, "rewards": rewards} if rewards else raw, Config)
@@ -336,7 +343,7 @@ def on_a_toy(variant: dict[str, Any], output: Path, **changes: Any) -> Config:
 @pytest.fixture
 def no_page(monkeypatch):
     """Draw no curves: that takes longer than the run."""
-    monkeypatch.setattr("mmrl.page.write_page", lambda folder, *rest: folder)
+    monkeypatch.setattr("mmrl.reporting.html.write_page", lambda folder, *rest: folder)
 
 
 @each(VARIANTS)

@@ -13,18 +13,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from mmrl import checkpoint
-from mmrl.batch import Batch, StepOutput, Totals, spread
-from mmrl.bind import Pieces, _hints
-from mmrl.config import Piece
-from mmrl.distributed import Processes, _pack
-from mmrl.draws import Stream
-from mmrl.registry import Entry, find, pieces
-from mmrl.score import score
-from mmrl.table import RewardTable
-from mmrl.types import Clock, Outcome, Rollouts, Trajectory, Unit
-from tests.toy_flow import Telling
-from tests.toys import ToyText, prompts
+from mmrl.config.binding import Pieces, _hints
+from mmrl.config.registry import Entry, find, pieces
+from mmrl.config.schema import Piece
+from mmrl.core.reward_table import RewardTable
+from mmrl.core.rng import Stream
+from mmrl.core.step_table import Batch, StepOutput, Totals, spread
+from mmrl.core.types import Clock, Outcome, Rollouts, Trajectory, Unit
+from mmrl.runtime import checkpoint
+from mmrl.runtime.distributed import Processes, _pack
+from mmrl.training.score import score
+from tests.support.toy_flow import Telling
+from tests.support.toys import ToyText, prompts
 
 # The options without a default. A piece that is missing here fails with its name.
 OPTIONS = {
@@ -62,7 +62,7 @@ class Case:
                 f"the {self.kind} '{self.entry.full_name}' has the required options {sorted(missing)}; give "
                 "them in OPTIONS of tests/test_contracts.py"
             )
-        return Piece(self.entry.full_name.replace("tests.toys.", "tests.toys:"), given)
+        return Piece(self.entry.full_name.replace("tests.support.toys.", "tests.support.toys:"), given)
 
     def make(self, *given: Any) -> Any:
         return Pieces(Stream(3)).make(self.kind, self.piece, *given)
@@ -99,7 +99,7 @@ MEMORIES = [
     for kind in ("advantage", "group_filter", "sampler", "schedule", "metric", "reward")
     for entry in pieces(kind)
     if hasattr(entry.target, "state_dict")
-] + [Case(find("advantage", "tests.toys:RunningMean"))]
+] + [Case(find("advantage", "tests.support.toys:RunningMean"))]
 
 
 def each(listed: list[Case]):

@@ -6,8 +6,8 @@ import inspect
 
 import pytest
 
-import mmrl.table
-from mmrl.registry import pieces
+import mmrl.core.reward_table
+from mmrl.config.registry import pieces
 
 BETA = {"beta": 0.1}  # TRL's, of all comparisons
 KL = {"coef": 0.001}  # verl's
@@ -113,5 +113,5 @@ def test_switches_are_off_but_where_a_method_has_them_on():
 
 
 def test_rewards_closer_than_1e_8_are_equal():
-    assert mmrl.table.EQUAL == 1e-8
-    assert mmrl.table.ABSENT == -1
+    assert mmrl.core.reward_table.EQUAL == 1e-8
+    assert mmrl.core.reward_table.ABSENT == -1

@@ -14,13 +14,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from mmrl import config
 from mmrl.build import build, check, make_engine
-from mmrl.config import Config, parse
-from mmrl.registry import HOMES, find, pieces
-from mmrl.train import train
-from mmrl.types import Message, Outcome, Part, Prompt
-from tests.doc_blocks import (
+from mmrl.config import schema
+from mmrl.config.registry import HOMES, find, pieces
+from mmrl.config.schema import Config, parse
+from mmrl.core.types import Message, Outcome, Part, Prompt
+from mmrl.training.loop import train
+from tests.diagnostics.test_doctor import MISTAKES
+from tests.support.doc_blocks import (
     PAGES,
     ROOT,
     Block,
@@ -32,10 +33,9 @@ from tests.doc_blocks import (
     make_targets,
     run,
 )  # fmt: skip
-from tests.tables import reward_table
-from tests.test_doctor import MISTAKES
-from tests.toy_flow import flow_plan
-from tests.toys import plan
+from tests.support.tables import reward_table
+from tests.support.toy_flow import flow_plan
+from tests.support.toys import plan
 
 README = (ROOT / "README.md").read_text()
 TEXTS = {path.relative_to(ROOT).as_posix(): path.read_text() for path in PAGES}
@@ -49,18 +49,18 @@ EVERY = [block for blocks in BLOCKS.values() for block in blocks]
 @pytest.fixture
 def reader(tmp_path, monkeypatch):
     """Stand in the reader's folder. Real checkpoints are checked, and a toy takes their place."""
-    load = config.load
+    load = schema.load
 
     def checked(path, overrides=(), kind=Config):
         check(load(path, overrides, kind))
-        toy = plan(tmp_path / "run", max_steps=2, evaluation={"data": "tests.toys:prompts"})
+        toy = plan(tmp_path / "run", max_steps=2, evaluation={"data": "tests.support.toys:prompts"})
         return parse(toy, Config)
 
     def toy_engine(pieces, listed, policy, place):
         toy = parse(plan(tmp_path / "engine"), Config)
         return make_engine(pieces, listed, policy, place) if policy else build(toy, quiet=True).engine
 
-    monkeypatch.setattr("mmrl.config.load", checked)
+    monkeypatch.setattr("mmrl.config.schema.load", checked)
     monkeypatch.setattr("mmrl.build._load_policy", lambda *given: None)
     monkeypatch.setattr("mmrl.build.make_engine", toy_engine)
     monkeypatch.chdir(tmp_path)
@@ -78,7 +78,7 @@ def test_a_block_runs(block, reader):
     [
         ("", "something\n", "nobody knows how to run a block of kind ''"),
         ("bash", "mmrl env\n", "kind 'bash'; use python, yaml, sh"),
-        ("python", "from mmrl.train import tarin\n", "cannot import name 'tarin'"),
+        ("python", "from mmrl.training.loop import tarin\n", "cannot import name 'tarin'"),
         ("python", "assert 1 + 1 == 3\n", "AssertionError"),
         ("python", "# broken.py\ndef f(:\n", "SyntaxError"),
         ("yaml", "rewards: [vision.temporal_iuo]\n", "did you mean 'vision.temporal_iou'"),
@@ -214,7 +214,7 @@ def test_the_engine_example_asks_with_its_hint_and_keeps_groups(module):
 
 def test_the_layout_example_counts_features(module):
     module("docs/howto/model.md", "my_layout.py")
-    from mmrl.vision.layouts import family_of
+    from mmrl.vision.models.model_families import family_of
 
     core = SimpleNamespace(config=SimpleNamespace(image_token_id=5, image_seq_length=16))
     family = family_of(SimpleNamespace(model_type="my_vlm"))
@@ -223,7 +223,7 @@ def test_the_layout_example_counts_features(module):
 
 
 def test_the_family_example_is_a_family_and_no_other_piece_is_in_its_way(module):
-    from mmrl.diffusion.family import Family, family_of
+    from mmrl.diffusion.model_family import Family, family_of
 
     own = module("docs/howto/model.md", "diffusion/families/my_model.py").MyModel
     assert type(family_of("MyPipeline")) is own
@@ -233,7 +233,7 @@ def test_the_family_example_is_a_family_and_no_other_piece_is_in_its_way(module)
 
 @pytest.mark.slow
 def test_the_family_example_reads_the_network_as_sd3_does(module, tmp_path):
-    from mmrl.diffusion.family import family_of
+    from mmrl.diffusion.model_family import family_of
     from tests.diffusion.tiny import load, tiny_sd3
 
     tiny_sd3(tmp_path / "sd3")
@@ -310,20 +310,23 @@ RARE = {
 def written(tmp_path_factory) -> set[str]:
     """Train a text, an image and two pair runs for two steps, and list what their journals hold."""
     folder = tmp_path_factory.mktemp("runs")
-    measured = {"data": "tests.toys:prompts", "metrics": ["mean"]}
+    measured = {"data": "tests.support.toys:prompts", "metrics": ["mean"]}
     text = plan(
         folder / "text",
         references={"ref": "frozen", "ema": {"name": "ema", "decay": 0.9}},
         objective={"penalty": ["k3", {"name": "k3", "against": "ema"}]},
         group_filter="varied",
-        rewards=["tests.toys:share_right", {"name": f"{__name__}:undefined_once", "on_error": "skip"}],
+        rewards=[
+            "tests.support.toys:share_right",
+            {"name": f"{__name__}:undefined_once", "on_error": "skip"},
+        ],
         evaluation=measured,
         eval_steps=1,
         learn={"num_iterations": 2},
         rollout={"num_prompts": 8},
     )
     pairs = {
-        "data": {"name": "tests.toys:prompts", "answers": 2},
+        "data": {"name": "tests.support.toys:prompts", "answers": 2},
         "rollout": {"engine": ["stored"], "num_generations": 2},
         "advantage": ["total", "best_vs_worst"],
         "objective": {"name": "comparison", "gain": "log_ratio", "compare": ["sigmoid"]},

@@ -1,4 +1,4 @@
-"""Who imports whom: the layers of the architecture, read off the source of every file."""
+"""The order of the wings: who may import whom, read off the source of every file."""
 
 from __future__ import annotations
 
@@ -11,47 +11,38 @@ from pathlib import Path
 
 import pytest
 
-from mmrl.registry import HOMES
+from mmrl.config.registry import HOMES
 
 ROOT = Path(__file__).parents[1]
 SIBLINGS = ("vision", "diffusion", "compression")
-PACKAGES = {"mmrl", *(f"mmrl.{sibling}" for sibling in SIBLINGS)}
-FILES = sorted(path for folder in ("mmrl", *SIBLINGS) for path in (ROOT / folder).rglob("*.py"))
+FILES = sorted(
+    path
+    for folder in ("mmrl", *SIBLINGS)
+    for path in (ROOT / folder).rglob("*.py")
+    if not any(parent.is_symlink() for parent in path.parents)
+)
 
-BASE = {
-    "types", "protocols", "tensor", "table", "batch", "draws", "registry", "reward_forms", "config", "bind",
-    "distributed", "kept", "modules", "onednn", "rows", "watch", "sharded", "health", "operations",
-    "pictures", "settings", "zero", "files",
-    "media", "fields", "ranges", "yaml_files",
-    "contents",
-}  # fmt: skip
-LOOPS = {
-    "score",
-    "applied",
-    "collect",
-    "train",
-    "evaluate",
-    "pareto",
-    "run",
-    "report",
-    "page",
-    "console",
-    "checkpoint",
-    "build",
-    "demo",
-    "faults",
-    "stop",
-    "saving",
-    "card",
-    "hub",
-    "doctor",
-    "gap",
-    "plan",
-    "__main__",
+# Lowest first. A file imports from its own wing and from lower ones. `pieces` are the homes of the registry
+# and what vision, diffusion and compression share among their own.
+ORDER = (
+    "core", "config", "data", "runtime", "kv_cache", "pieces", "reporting", "diagnostics", "training",
+    "build", "commands",
+)  # fmt: skip
+TOP_LEVEL = {
+    "": "commands",
+    "references": "pieces",
+    "optimizers": "pieces",
+    "build": "build",
+    "doctor": "commands",
+    "pareto": "commands",
+    "cli": "commands",
+    "__main__": "commands",
 }
+# Homes whose pieces read what a wing above the other pieces defines.
+LATE = {"checks": "diagnostics", "memory_estimates": "diagnostics", "visualizations": "reporting"}
 
 # omegaconf reads its files with yaml, whose errors are not wrapped.
-PLAIN = {"torch", "omegaconf", "yaml", "einops"}
+LIGHT = {"torch", "omegaconf", "yaml", "einops"}
 HEAVY = {
     "transformers", "diffusers", "open_clip", "timm", "bitsandbytes", "peft", "accelerate", "av", "PIL",
     "matplotlib", "datasets", "pyarrow", "tokenizers", "safetensors", "rich", "numpy", "torchvision",
@@ -63,7 +54,7 @@ LINES, FUNCTION = 400, 60
 
 @dataclass(frozen=True)
 class Import:
-    """One import: what, where, and whether it runs when the file is loaded."""
+    """One import: the module, the line, and whether it runs when the file is loaded."""
 
     module: str
     line: int
@@ -74,6 +65,15 @@ class Import:
         return self.module.partition(".")[0]
 
 
+@dataclass(frozen=True)
+class Place:
+    """Where a module stands: its wing, its sibling package ("" for mmrl itself), and its home of pieces."""
+
+    wing: str
+    scope: str = ""
+    home: str = ""
+
+
 def name_of(path: Path) -> str:
     """Name the module of a file."""
     parts = path.relative_to(ROOT).with_suffix("").parts
@@ -81,9 +81,12 @@ def name_of(path: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
+MODULES = {name_of(path): path for path in FILES}
+
+
 @cache
 def imports_of(path: Path) -> list[Import]:
-    """List what a file imports, but not what only its annotations read (`if TYPE_CHECKING`)."""
+    """List what a file imports, inside functions and under TYPE_CHECKING too."""
     return list(_imports(ast.parse(path.read_text()), name_of(path), True))
 
 
@@ -93,31 +96,31 @@ def _imports(node: ast.AST, here: str, at_load: bool) -> Iterator[Import]:
             yield from (Import(alias.name, child.lineno, at_load) for alias in child.names)
         elif isinstance(child, ast.ImportFrom):
             assert child.level == 0, f"{here}:{child.lineno} imports by relative position"
-            # `from mmrl.vision import loading` names the module loading
+            # `from mmrl.vision.models import loading` names the module loading
             names = [f"{child.module}.{alias.name}" for alias in child.names]
-            found = names if child.module in PACKAGES else [child.module]
-            yield from (Import(module, child.lineno, at_load) for module in found)
-        elif not (isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test)):
-            inside = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
-            yield from _imports(child, here, at_load and not inside)
+            found = [name if name in MODULES else child.module for name in names]
+            yield from (Import(module, child.lineno, at_load) for module in dict.fromkeys(found))
+        else:
+            lazy = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+            lazy = lazy or (isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test))
+            yield from _imports(child, here, at_load and not lazy)
 
 
-def layer_of(module: str) -> tuple[str, str]:
-    """Say what a module of ours is: its layer (base, loop, piece, common) and its scope."""
+def place_of(module: str) -> Place:
+    """Say where a module of ours stands."""
     parts = module.split(".")[1:]
     scope = parts.pop(0) if parts and parts[0] in SIBLINGS else ""
-    if not parts:
-        return "package", scope
-    if parts[0] in {home for home in HOMES.values()}:
-        return f"piece:{parts[0]}", scope
+    first = parts[0] if parts else ""
+    if first in HOMES.values():
+        return Place(LATE.get(first, "pieces"), scope, first)
     if scope:
-        return ("loop" if parts == ["demo"] else "common"), scope
-    return ("base" if parts[0] in BASE else "loop" if parts[0] in LOOPS else "unknown"), scope
+        return Place("pieces", scope)
+    return Place(first if first in ORDER else TOP_LEVEL.get(first, "unknown"))
 
 
-def ours(path: Path) -> list[tuple[Import, str, str]]:
-    """List imports of ours with their layer and scope."""
-    return [(found, *layer_of(found.module)) for found in imports_of(path) if found.top == "mmrl"]
+def ours(path: Path) -> list[tuple[Import, Place]]:
+    """List imports of ours with their places."""
+    return [(found, place_of(found.module)) for found in imports_of(path) if found.top == "mmrl"]
 
 
 def where(path: Path, found: Import) -> str:
@@ -128,62 +131,93 @@ EACH = pytest.mark.parametrize("path", FILES, ids=[str(path.relative_to(ROOT)) f
 
 
 @EACH
-def test_every_module_has_a_layer(path):
-    layer, _ = layer_of(name_of(path))
-    assert layer != "unknown", f"{path.relative_to(ROOT)} is neither base nor loop; enter it in BASE or LOOPS"
+def test_every_module_has_a_wing(path):
+    assert place_of(name_of(path)).wing in ORDER, f"{path.relative_to(ROOT)} stands in no wing"
+
+
+@EACH
+def test_a_wing_imports_only_from_lower_ones(path):
+    mine = ORDER.index(place_of(name_of(path)).wing)
+    for found, place in ours(path):
+        assert ORDER.index(place.wing) <= mine, where(path, found)
+
+
+@EACH
+def test_a_piece_imports_no_other_kind_of_piece(path):
+    mine = place_of(name_of(path))
+    for found, place in ours(path):
+        if mine.home and place.home:
+            assert place.home == mine.home, where(path, found)
+
+
+@EACH
+def test_what_a_package_shares_imports_no_piece(path):
+    mine = place_of(name_of(path))
+    if mine.scope and not mine.home:
+        for found, place in ours(path):
+            assert not place.home, where(path, found)
+
+
+@EACH
+def test_siblings_never_import_each_other(path):
+    mine = place_of(name_of(path))
+    for found, place in ours(path):
+        assert place.scope in ("", mine.scope), where(path, found)
+
+
+@EACH
+def test_the_library_imports_neither_examples_nor_tests(path):
+    for found in imports_of(path):
+        assert found.top not in ("examples", "tests", "benchmarks"), where(path, found)
 
 
 @EACH
 def test_imports_at_load_are_light(path):
     """Only torch, omegaconf, einops and the standard library, so that a look-up of names stays quick."""
-    allowed = PLAIN | {"mmrl"} | sys.stdlib_module_names
+    allowed = LIGHT | {"mmrl"} | sys.stdlib_module_names
     for found in imports_of(path):
         assert not found.at_load or found.top in allowed, f"{where(path, found)} outside a function"
 
 
-def test_heavy_packages_are_seen_where_they_are():
-    """The rule above would hold of anything if imports inside functions were not told from those outside."""
+def test_heavy_packages_are_imported_somewhere():
+    """The rule above would hold of anything if imports inside functions counted as imports at load."""
     lazily = {found.top for path in FILES for found in imports_of(path) if not found.at_load}
     assert {"transformers", "av", "accelerate", "pyarrow", "rich"} <= lazily & HEAVY
 
 
-@EACH
-def test_base_imports_base(path):
-    if layer_of(name_of(path))[0] == "base":
-        for found, layer, _ in ours(path):
-            assert layer == "base", where(path, found)
+def circles() -> list[list[str]]:
+    """Find groups of files that import each other (strongly connected components, Tarjan)."""
+    edges = {
+        name: {found.module for found in imports_of(path) if found.module in MODULES} - {name}
+        for name, path in MODULES.items()
+    }
+    index: dict[str, int] = {}
+    low: dict[str, int] = {}
+    stack: list[str] = []
+    groups: list[list[str]] = []
+
+    def visit(name: str) -> None:
+        index[name] = low[name] = len(index)
+        stack.append(name)
+        for other in edges[name]:
+            if other not in index:
+                visit(other)
+                low[name] = min(low[name], low[other])
+            elif other in stack:
+                low[name] = min(low[name], index[other])
+        if low[name] == index[name]:
+            at = stack.index(name)
+            groups.append(stack[at:])
+            del stack[at:]
+
+    for name in edges:
+        if name not in index:
+            visit(name)
+    return [sorted(group) for group in groups if len(group) > 1]
 
 
-@EACH
-def test_loops_import_base_and_loops(path):
-    if layer_of(name_of(path))[0] == "loop":
-        for found, layer, scope in ours(path):
-            assert layer in ("base", "loop", "package") and not scope, where(path, found)
-
-
-@EACH
-def test_a_piece_imports_base_its_own_kind_and_what_its_scope_shares(path):
-    mine, home = layer_of(name_of(path))
-    if not mine.startswith("piece"):
-        return
-    for found, layer, scope in ours(path):
-        assert layer in ("base", mine, "common"), where(path, found)
-        assert layer == "base" or scope == home, where(path, found)
-
-
-@EACH
-def test_what_a_scope_shares_imports_base_and_its_like(path):
-    mine, home = layer_of(name_of(path))
-    if mine == "common":
-        for found, layer, scope in ours(path):
-            assert layer == "base" or (layer == "common" and scope == home), where(path, found)
-
-
-@EACH
-def test_siblings_never_import_each_other(path):
-    home = layer_of(name_of(path))[1]
-    for found, _, scope in ours(path):
-        assert scope in ("", home), where(path, found)
+def test_no_circle_of_files():
+    assert circles() == []
 
 
 @EACH
@@ -199,31 +233,38 @@ def test_a_file_and_its_functions_are_of_a_size_to_read(path):
 # ---- the reader of imports itself
 
 
-def test_imports_are_told_apart_by_where_they_stand(tmp_path):
-    path = ROOT / "mmrl" / "types.py"
+def test_imports_are_sorted_by_where_they_stand():
     tree = ast.parse(
         "import torch\n"
-        "from mmrl import table\n"
-        "if TYPE_CHECKING:\n    from mmrl.train import train\n"
+        "from mmrl.core import reward_table\n"
+        "if TYPE_CHECKING:\n    from mmrl.training.loop import train\n"
         "def f():\n    import av\n"
         "class C:\n    import json\n    def g(self):\n        from PIL import Image\n"
     )
-    found = {(one.module, one.at_load) for one in _imports(tree, name_of(path), True)}
-    assert found == {("torch", True), ("mmrl.table", True), ("av", False), ("json", True), ("PIL", False)}
+    found = {(one.module, one.at_load) for one in _imports(tree, "mmrl.core.types", True)}
+    assert found == {
+        ("torch", True),
+        ("mmrl.core.reward_table", True),
+        ("mmrl.training.loop", False),
+        ("av", False),
+        ("json", True),
+        ("PIL", False),
+    }
 
 
 @pytest.mark.parametrize(
-    ("module", "layer"),
+    ("module", "place"),
     [
-        ("mmrl.table", ("base", "")),
-        ("mmrl.train", ("loop", "")),
-        ("mmrl.advantages.shape", ("piece:advantages", "")),
-        ("mmrl.references", ("piece:references", "")),
-        ("mmrl.vision.engines.generate", ("piece:engines", "vision")),
-        ("mmrl.vision.chat", ("common", "vision")),
-        ("mmrl.diffusion.demo", ("loop", "diffusion")),
-        ("mmrl.something", ("unknown", "")),
+        ("mmrl.core.reward_table", Place("core")),
+        ("mmrl.training.loop", Place("training")),
+        ("mmrl.advantages.shape", Place("pieces", "", "advantages")),
+        ("mmrl.references", Place("pieces", "", "references")),
+        ("mmrl.vision.engines.generate", Place("pieces", "vision", "engines")),
+        ("mmrl.vision.checks.media_files", Place("diagnostics", "vision", "checks")),
+        ("mmrl.vision.models.processor", Place("pieces", "vision")),
+        ("mmrl.cli", Place("commands")),
+        ("mmrl.something", Place("unknown")),
     ],
 )
-def test_modules_are_sorted_into_layers(module, layer):
-    assert layer_of(module) == layer
+def test_modules_are_sorted_into_wings(module, place):
+    assert place_of(module) == place

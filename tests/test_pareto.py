@@ -8,14 +8,15 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from mmrl import evaluate, pareto
-from mmrl.__main__ import main
-from mmrl.config import ConfigError, EvaluateConfig, parse
-from mmrl.registry import find
-from mmrl.reward_forms import per_outcome
-from tests.toys import ToyGenerate
+from mmrl import pareto
+from mmrl.cli import main
+from mmrl.config.registry import find
+from mmrl.config.reward_adapters import per_outcome
+from mmrl.config.schema import ConfigError, EvaluateConfig, parse
+from mmrl.training import evaluate
+from tests.support.toys import ToyGenerate
 
-HERE = "tests.test_pareto"
+HERE = "tests.reporting.test_pareto"
 
 
 class Padded(ToyGenerate):
@@ -48,9 +49,9 @@ def answers(engine, *, scale: float = 1.0):
 
 
 RAW = {
-    "policy": "tests.toys:ToyText",
+    "policy": "tests.support.toys:ToyText",
     "evaluation": {
-        "data": {"name": "tests.toys:prompts", "num": 6},
+        "data": {"name": "tests.support.toys:prompts", "num": 6},
         "engine": [{"name": f"{HERE}:Padded"}],
         "rewards": [{"name": f"{HERE}:by_length", "label": "length"}],
         "num_generations": 2,
@@ -134,8 +135,8 @@ def test_the_gap_of_answers_to_other_prompts_is_refused():
 def test_a_clock_knows_how_long_a_prompt_takes(monkeypatch):
     ticks = iter([10.0, 16.0])
     monkeypatch.setattr(pareto.time, "perf_counter", lambda: next(ticks))
-    prompts = find("data", "tests.toys:prompts").target(num=3)
-    engine = ToyGenerate(find("policy", "tests.toys:ToyText").target(), stream=pareto.Stream())
+    prompts = find("data", "tests.support.toys:prompts").target(num=3)
+    engine = ToyGenerate(find("policy", "tests.support.toys:ToyText").target(), stream=pareto.Stream())
     clock = pareto.Clock(engine)
     assert len(clock.rollout([*prompts, *prompts])) == 6
     assert clock.taken == [2.0]  # 6 seconds for 3 prompts, each asked twice
@@ -197,7 +198,10 @@ DRAW = pareto.draw
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"settings": {"a": {"policy.lenth": 2}}}, "settings.a: policy: policy 'tests.toys.ToyText' has no"),
+        (
+            {"settings": {"a": {"policy.lenth": 2}}},
+            "settings.a: policy: policy 'tests.support.toys.ToyText' has no",
+        ),
         ({"settings": {"a": {"policy.lenth": 2}}}, "did you mean 'length'?"),
         ({"settings": {"a": {"polcy": 2}}}, "settings.a: there is no key 'polcy'; did you mean 'policy'?"),
         ({"settings": {"a": {"evaluation.engine": []}}}, "settings.a: 'evaluation.engine' is empty"),

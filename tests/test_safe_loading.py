@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from mmrl.diffusion.loading import load_pipeline
-from mmrl.diffusion.scoring import load_pretrained, read_weights
-from mmrl.modules import model_source
-from mmrl.vision import loading
+from mmrl.diffusion.reward_base import load_pretrained, read_weights
+from mmrl.runtime.modules import model_source
+from mmrl.vision.models import loading
 from tests.diffusion import tiny as flows
 from tests.vision import tiny
 

@@ -6,12 +6,18 @@ from functools import partial
 
 from torch import nn
 
-from mmrl.compression.decoders.lookup import decoder_of
-from mmrl.compression.plans import check_share
-from mmrl.compression.pruned.choose import most_diverse, most_ranked, most_seen, stage_layers, tower_choice
-from mmrl.compression.pruned.spec import Cut, add_cuts, core_of, prune, shape_of
-from mmrl.ranges import NonNegativeInt, PositiveInt, Probability
-from mmrl.registry import transform
+from mmrl.compression.importance_plans import check_share
+from mmrl.compression.model_adapters.lookup import decoder_of
+from mmrl.compression.pruning.spec import Cut, add_cuts, core_of, prune, shape_of
+from mmrl.compression.pruning.token_selection import (
+    most_diverse,
+    most_ranked,
+    most_seen,
+    stage_layers,
+    tower_choice,
+)
+from mmrl.config.ranges import NonNegativeInt, PositiveInt, Probability
+from mmrl.config.registry import transform
 
 
 @transform

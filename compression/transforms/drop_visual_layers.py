@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from torch import nn
 
-from mmrl.compression.pruned.spec import Cut, add_cuts, prune, shape_of
-from mmrl.ranges import PositiveInt
-from mmrl.registry import transform
+from mmrl.compression.pruning.spec import Cut, add_cuts, prune, shape_of
+from mmrl.config.ranges import PositiveInt
+from mmrl.config.registry import transform
 
 
 @transform

@@ -7,11 +7,11 @@ from typing import Literal
 import torch
 from torch import nn
 
-from mmrl.compression.pruned.spec import core_of
-from mmrl.compression.pruned.views import note, share
-from mmrl.compression.upcast import UpcastLinear
-from mmrl.modules import DTYPES, LOW
-from mmrl.registry import transform
+from mmrl.compression.fp32_linear import UpcastLinear
+from mmrl.compression.pruning.spec import core_of
+from mmrl.compression.pruning.weight_views import note, share
+from mmrl.config.registry import transform
+from mmrl.runtime.modules import DTYPES, LOW
 
 
 @transform

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from torch import nn
 
-from mmrl.compression.pruned.spec import prune
-from mmrl.ranges import NonNegativeInt
-from mmrl.registry import transform
+from mmrl.compression.pruning.spec import prune
+from mmrl.config.ranges import NonNegativeInt
+from mmrl.config.registry import transform
 
 
 @transform

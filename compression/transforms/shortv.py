@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from torch import nn
 
-from mmrl.compression.plans import check_share, read_plan
-from mmrl.compression.pruned.spec import prune, shape_of
-from mmrl.ranges import NonNegativeInt, Probability
-from mmrl.registry import transform
+from mmrl.compression.importance_plans import check_share, read_plan
+from mmrl.compression.pruning.spec import prune, shape_of
+from mmrl.config.ranges import NonNegativeInt, Probability
+from mmrl.config.registry import transform
 
 
 @transform

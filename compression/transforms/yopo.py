@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from torch import nn
 
-from mmrl.compression.pruned.spec import shape_of
+from mmrl.compression.pruning.spec import shape_of
 from mmrl.compression.transforms.drop_visual_heads import drop_visual_heads
 from mmrl.compression.transforms.drop_visual_layers import drop_visual_layers
 from mmrl.compression.transforms.local_visual_attention import local_visual_attention
 from mmrl.compression.transforms.sparse_visual_ffn import sparse_visual_ffn
-from mmrl.registry import transform
+from mmrl.config.registry import transform
 
 
 @transform

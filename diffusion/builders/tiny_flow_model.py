@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
-from mmrl.diffusion.rows import CAPTION, objects, text_of
-from mmrl.draws import Stream
-from mmrl.ranges import PositiveFloat, PositiveInt
-from mmrl.registry import builder
+from mmrl.config.ranges import PositiveFloat, PositiveInt
+from mmrl.config.registry import builder
+from mmrl.core.rng import Stream
+from mmrl.data.text_files import CAPTION, objects, text_of
 
 SPECIAL = ("<start>", "<end>", "<unknown>")
 

@@ -7,13 +7,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mmrl.diffusion.decoding import Reading, read_picture
-from mmrl.diffusion.rows import Recorded, recorded_prompts
-from mmrl.fields import RowError, listed, number, text
-from mmrl.media import MAX_IMAGE_PIXELS
-from mmrl.ranges import NonNegativeInt, PositiveInt
-from mmrl.registry import data
-from mmrl.types import Outcome, Prompt
+from mmrl.config.ranges import NonNegativeInt, PositiveInt
+from mmrl.config.registry import data
+from mmrl.core.types import Outcome, Prompt
+from mmrl.data.fields import RowError, listed, number, text
+from mmrl.data.media import MAX_IMAGE_PIXELS
+from mmrl.data.text_files import Recorded, recorded_prompts
+from mmrl.diffusion.image_io import Reading, read_picture
 
 
 @dataclass(frozen=True)

@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
-from mmrl.diffusion.rows import CAPTION, line_uid, text_of
-from mmrl.fields import mapping
-from mmrl.ranges import NonNegativeInt
-from mmrl.registry import data
-from mmrl.rows import DataRow, json_lines, read_prompts, text_lines
-from mmrl.types import Message, Part, Prompt
+from mmrl.config.ranges import NonNegativeInt
+from mmrl.config.registry import data
+from mmrl.core.types import Message, Part, Prompt
+from mmrl.data.dataset_io import DataRow, json_lines, read_prompts, text_lines
+from mmrl.data.fields import mapping
+from mmrl.data.text_files import CAPTION, line_uid, text_of
 
 
 @data

@@ -6,12 +6,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mmrl.diffusion.film import read_film
-from mmrl.diffusion.rows import Recorded, recorded_prompts
-from mmrl.fields import RowError, listed, number, text
-from mmrl.ranges import NonNegativeInt, PositiveInt
-from mmrl.registry import data
-from mmrl.types import Outcome, Prompt
+from mmrl.config.ranges import NonNegativeInt, PositiveInt
+from mmrl.config.registry import data
+from mmrl.core.types import Outcome, Prompt
+from mmrl.data.fields import RowError, listed, number, text
+from mmrl.data.text_files import Recorded, recorded_prompts
+from mmrl.diffusion.video_io import read_film
 
 
 class Films(Sequence):

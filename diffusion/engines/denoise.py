@@ -9,14 +9,21 @@ from typing import Annotated, Literal
 import torch
 from torch import Tensor
 
-from mmrl.diffusion.family import frames_per_latent
-from mmrl.diffusion.integrate import MOVES, advance, check_finite, decode_all
+from mmrl.config.ranges import (
+    Ascending,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    PositiveShare,
+)
+from mmrl.config.registry import engine
+from mmrl.core.rng import Stream
+from mmrl.core.types import Outcome, Prompt, Rollouts, Trajectory
+from mmrl.diffusion.model_family import frames_per_latent
+from mmrl.diffusion.ode import MOVES, advance, check_finite, decode_all
 from mmrl.diffusion.schedule import check_times
 from mmrl.diffusion.steps import Asked, FlowRow, Painter
-from mmrl.draws import Stream
-from mmrl.ranges import Ascending, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, PositiveShare
-from mmrl.registry import engine
-from mmrl.types import Outcome, Prompt, Rollouts, Trajectory
 
 
 @dataclass(frozen=True, eq=False)

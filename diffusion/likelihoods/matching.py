@@ -13,15 +13,15 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from mmrl.batch import StepOutput
-from mmrl.diffusion.draws import TIME_TYPES, Drawing, Times
-from mmrl.diffusion.motion import noised
+from mmrl.config.ranges import PositiveFloat, PositiveInt, PositiveShare, ShareBelowOne
+from mmrl.config.registry import likelihood
+from mmrl.core.rng import Stream
+from mmrl.core.step_table import StepOutput
+from mmrl.core.types import Unit
+from mmrl.diffusion.flow_math import noised
 from mmrl.diffusion.segments import segments_of
 from mmrl.diffusion.steps import Asked, FlowRow, common
-from mmrl.draws import Stream
-from mmrl.ranges import PositiveFloat, PositiveInt, PositiveShare, ShareBelowOne
-from mmrl.registry import likelihood
-from mmrl.types import Unit
+from mmrl.diffusion.timestep_sampling import TIME_TYPES, Drawing, Times
 
 TINY = 1e-10
 

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mmrl.batch import StepOutput
+from mmrl.config.registry import likelihood
+from mmrl.core.step_table import StepOutput
+from mmrl.core.types import Unit
 from mmrl.diffusion.steps import Asked, FlowRow, common
-from mmrl.registry import likelihood
-from mmrl.types import Unit
 
 
 @likelihood

@@ -9,18 +9,18 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from mmrl.batch import Batch, StepOutput
-from mmrl.config import Piece
+from mmrl.config.ranges import NonNegativeInt, PositiveFloat
+from mmrl.config.registry import policy
+from mmrl.config.schema import Piece
+from mmrl.core.byte_lru import Kept
+from mmrl.core.step_table import Batch, StepOutput
+from mmrl.core.tensor import cat_padded
+from mmrl.core.types import Outcome, Prompt, Rollouts, Trajectory
 from mmrl.diffusion import loading, lora
-from mmrl.diffusion.family import Condition, Family, family_of, frames_per_latent
 from mmrl.diffusion.latents import default_of
+from mmrl.diffusion.model_family import Condition, Family, family_of, frames_per_latent
 from mmrl.diffusion.steps import Asked, FlowRow, FlowSteps, Likelihood
-from mmrl.kept import Kept
-from mmrl.modules import DTYPES, LOW, keep_training_precision
-from mmrl.ranges import NonNegativeInt, PositiveFloat
-from mmrl.registry import policy
-from mmrl.tensor import cat_padded
-from mmrl.types import Outcome, Prompt, Rollouts, Trajectory
+from mmrl.runtime.modules import DTYPES, LOW, keep_training_precision
 
 CONDITION_BYTES = 2 << 30  # what the network was told about texts, kept on the CPU
 

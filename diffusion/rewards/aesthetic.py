@@ -7,7 +7,10 @@ from collections.abc import Sequence
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from mmrl.diffusion.scoring import (
+from mmrl.config.ranges import PositiveInt
+from mmrl.config.registry import reward
+from mmrl.core.types import Outcome, Prompt
+from mmrl.diffusion.reward_base import (
     LinearHead,
     as_pil,
     device_of,
@@ -19,9 +22,6 @@ from mmrl.diffusion.scoring import (
     read_weights,
     shared,
 )
-from mmrl.ranges import PositiveInt
-from mmrl.registry import reward
-from mmrl.types import Outcome, Prompt
 
 
 @reward

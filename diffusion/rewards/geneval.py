@@ -7,9 +7,9 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from mmrl.diffusion.scoring import imported, picture_of
-from mmrl.registry import reward
-from mmrl.types import Outcome, Prompt
+from mmrl.config.registry import reward
+from mmrl.core.types import Outcome, Prompt
+from mmrl.diffusion.reward_base import imported, picture_of
 
 # Class to what was found of it: {"box": [left, top, right, bottom], "score": confidence, "color": name}.
 Detections = Mapping[str, Sequence[Mapping[str, Any]]]

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import normalize
 
-from mmrl.diffusion.scoring import as_pil, device_of, find_weights, once, picture_of, shared, warn_of_cuts
-from mmrl.ranges import PositiveInt
-from mmrl.registry import reward
-from mmrl.types import Outcome, Prompt
+from mmrl.config.ranges import PositiveInt
+from mmrl.config.registry import reward
+from mmrl.core.types import Outcome, Prompt
+from mmrl.diffusion.reward_base import as_pil, device_of, find_weights, once, picture_of, shared, warn_of_cuts
 
 
 @reward(packages={"open_clip": "clip"})

@@ -8,7 +8,10 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from mmrl.diffusion.scoring import (
+from mmrl.config.ranges import PositiveInt
+from mmrl.config.registry import reward
+from mmrl.core.types import Outcome, Prompt
+from mmrl.diffusion.reward_base import (
     LinearHead,
     as_pil,
     device_of,
@@ -20,9 +23,6 @@ from mmrl.diffusion.scoring import (
     shared,
     warn_of_cuts,
 )
-from mmrl.ranges import PositiveInt
-from mmrl.registry import reward
-from mmrl.types import Outcome, Prompt
 
 MEAN, STD = 0.16717362830052426, 1.0333394966054072  # of the published head's output
 TOKENS = 35  # of the prompt

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 import torch
 from torch.nn.functional import adaptive_avg_pool2d
 
-from mmrl.diffusion.scoring import frames_of, picture_of
-from mmrl.ranges import PositiveInt
-from mmrl.registry import reward
-from mmrl.reward_forms import per_outcome
-from mmrl.types import Outcome, Prompt
+from mmrl.config.ranges import PositiveInt
+from mmrl.config.registry import reward
+from mmrl.config.reward_adapters import per_outcome
+from mmrl.core.types import Outcome, Prompt
+from mmrl.diffusion.reward_base import frames_of, picture_of
 
 
 @reward

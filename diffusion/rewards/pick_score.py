@@ -8,10 +8,18 @@ from typing import Literal
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from mmrl.diffusion.scoring import as_pil, device_of, load_pretrained, once, picture_of, shared, warn_of_cuts
-from mmrl.ranges import PositiveInt
-from mmrl.registry import reward
-from mmrl.types import Outcome, Prompt
+from mmrl.config.ranges import PositiveInt
+from mmrl.config.registry import reward
+from mmrl.core.types import Outcome, Prompt
+from mmrl.diffusion.reward_base import (
+    as_pil,
+    device_of,
+    load_pretrained,
+    once,
+    picture_of,
+    shared,
+    warn_of_cuts,
+)
 
 
 @reward

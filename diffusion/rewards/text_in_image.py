@@ -8,9 +8,9 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from mmrl.diffusion.scoring import frames_of, imported
-from mmrl.registry import reward
-from mmrl.types import Outcome, Prompt
+from mmrl.config.registry import reward
+from mmrl.core.types import Outcome, Prompt
+from mmrl.diffusion.reward_base import frames_of, imported
 
 Recogniser = Callable[
     [Tensor], Sequence[tuple[str, float]]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from mmrl.registry import advantage
-from mmrl.table import RewardTable
+from mmrl.config.registry import advantage
+from mmrl.core.reward_table import RewardTable
 
 
 @advantage

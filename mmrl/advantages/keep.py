@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 
 from mmrl.advantages.places import per_step
-from mmrl.ranges import Probability
-from mmrl.registry import advantage
-from mmrl.table import RewardTable, name_id
-from mmrl.tensor import pad_to
+from mmrl.config.ranges import Probability
+from mmrl.config.registry import advantage
+from mmrl.core.reward_table import RewardTable, name_id
+from mmrl.core.tensor import pad_to
 
 
 @advantage(notes={"entropy"})

@@ -6,9 +6,9 @@ from typing import Literal
 
 import torch
 
-from mmrl.ranges import NonNegativeFloat
-from mmrl.registry import advantage
-from mmrl.table import RewardTable
+from mmrl.config.ranges import NonNegativeFloat
+from mmrl.config.registry import advantage
+from mmrl.core.reward_table import RewardTable
 
 BY_GROUP = ("group", "place")
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from mmrl.ranges import NonNegativeFloat
-from mmrl.registry import advantage
-from mmrl.table import EQUAL, RewardTable
-from mmrl.tensor import group_extreme
+from mmrl.config.ranges import NonNegativeFloat
+from mmrl.config.registry import advantage
+from mmrl.core.reward_table import EQUAL, RewardTable
+from mmrl.core.tensor import group_extreme
 
 
 @advantage

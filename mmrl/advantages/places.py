@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from mmrl.ranges import Probability
-from mmrl.registry import advantage
-from mmrl.table import ABSENT, RewardTable, place_of_steps
+from mmrl.config.ranges import Probability
+from mmrl.config.registry import advantage
+from mmrl.core.reward_table import ABSENT, RewardTable, place_of_steps
 
 
 @advantage

@@ -6,10 +6,10 @@ import math
 
 import torch
 
-from mmrl.ranges import NonNegativeFloat
-from mmrl.registry import advantage
-from mmrl.table import RewardTable
-from mmrl.tensor import group_extreme
+from mmrl.config.ranges import NonNegativeFloat
+from mmrl.config.registry import advantage
+from mmrl.core.reward_table import RewardTable
+from mmrl.core.tensor import group_extreme
 
 
 def _column(table: RewardTable, of: str) -> int:

@@ -7,9 +7,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from mmrl.ranges import NonNegativeFloat
-from mmrl.registry import advantage
-from mmrl.table import RewardTable
+from mmrl.config.ranges import NonNegativeFloat
+from mmrl.config.registry import advantage
+from mmrl.core.reward_table import RewardTable
 
 
 @advantage

@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import torch
 
-from mmrl.ranges import NonNegativeInt
-from mmrl.registry import advantage
-from mmrl.table import RewardTable
+from mmrl.config.ranges import NonNegativeInt
+from mmrl.config.registry import advantage
+from mmrl.core.reward_table import RewardTable
 
 
 @advantage

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from mmrl.protocols import Engine
-from mmrl.ranges import PositiveInt
-from mmrl.registry import engine
-from mmrl.types import Prompt, Rollouts
+from mmrl.config.ranges import PositiveInt
+from mmrl.config.registry import engine
+from mmrl.core.protocols import Engine
+from mmrl.core.types import Prompt, Rollouts
 
 
 @engine

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mmrl.registry import group_filter
-from mmrl.table import EQUAL, RewardTable
-from mmrl.tensor import group_count, group_extreme, group_index
+from mmrl.config.registry import group_filter
+from mmrl.core.reward_table import EQUAL, RewardTable
+from mmrl.core.tensor import group_count, group_extreme, group_index
 
 
 @group_filter

@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from mmrl.ranges import NonNegativeInt
-from mmrl.registry import metric
-from mmrl.table import RewardTable
+from mmrl.config.ranges import NonNegativeInt
+from mmrl.config.registry import metric
+from mmrl.core.reward_table import RewardTable
 
 
 @metric

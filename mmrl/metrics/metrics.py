@@ -3,8 +3,8 @@ tables."""
 
 from __future__ import annotations
 
-from mmrl.registry import metric
-from mmrl.table import RewardTable
+from mmrl.config.registry import metric
+from mmrl.core.reward_table import RewardTable
 
 
 @metric

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import softplus
 
-from mmrl.batch import Batch
-from mmrl.ranges import NonNegativeFloat, PositiveFloat, Probability, Range
-from mmrl.registry import compare
-from mmrl.table import EQUAL
-from mmrl.tensor import group_index, group_sum, masked_mean
-from mmrl.types import Unit
+from mmrl.config.ranges import NonNegativeFloat, PositiveFloat, Probability, Range
+from mmrl.config.registry import compare
+from mmrl.core.reward_table import EQUAL
+from mmrl.core.step_table import Batch
+from mmrl.core.tensor import group_index, group_sum, masked_mean
+from mmrl.core.types import Unit
 
 Level = Literal["row", "step"]
 

@@ -10,12 +10,12 @@ from functools import reduce
 import torch
 from torch import Tensor
 
-from mmrl.batch import Batch, StepOutput
-from mmrl.bind import Bound
-from mmrl.config import Piece
+from mmrl.config.binding import Bound
+from mmrl.config.registry import Needs, objective
+from mmrl.config.schema import Piece
+from mmrl.core.step_table import Batch, StepOutput
+from mmrl.core.tensor import group_index, group_mean, group_sum, masked_mean
 from mmrl.objectives.policy_gradient import listed
-from mmrl.registry import Needs, objective
-from mmrl.tensor import group_index, group_mean, group_sum, masked_mean
 
 
 @objective

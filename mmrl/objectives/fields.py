@@ -13,10 +13,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from mmrl.batch import Batch, StepOutput
-from mmrl.ranges import NonNegativeFloat, PositiveFloat
-from mmrl.registry import focus, penalty, ratio, surrogate
-from mmrl.tensor import masked_mean
+from mmrl.config.ranges import NonNegativeFloat, PositiveFloat
+from mmrl.config.registry import focus, penalty, ratio, surrogate
+from mmrl.core.step_table import Batch, StepOutput
+from mmrl.core.tensor import masked_mean
 
 
 def _mean_square(field: Tensor) -> Tensor:

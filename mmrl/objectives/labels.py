@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid, softplus
 
-from mmrl.batch import Batch
+from mmrl.config.ranges import NonNegativeFloat, PositiveFloat, Range
+from mmrl.config.registry import compare
+from mmrl.core.step_table import Batch
+from mmrl.core.tensor import group_index, group_sum, masked_mean
+from mmrl.core.types import Unit
 from mmrl.objectives.compare import Level, margins, mean_over_groups
-from mmrl.ranges import NonNegativeFloat, PositiveFloat, Range
-from mmrl.registry import compare
-from mmrl.tensor import group_index, group_sum, masked_mean
-from mmrl.types import Unit
 
 
 @compare(unit=Unit.GROUP)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mmrl.batch import Batch, StepOutput
-from mmrl.ranges import NonNegativeFloat
-from mmrl.registry import penalty
-from mmrl.table import EQUAL
-from mmrl.tensor import group_extreme, group_index, masked_mean
-from mmrl.types import Unit
+from mmrl.config.ranges import NonNegativeFloat
+from mmrl.config.registry import penalty
+from mmrl.core.reward_table import EQUAL
+from mmrl.core.step_table import Batch, StepOutput
+from mmrl.core.tensor import group_extreme, group_index, masked_mean
+from mmrl.core.types import Unit
 
 
 def _gap(new: StepOutput, batch: Batch, against: str) -> Tensor:

@@ -9,10 +9,10 @@ from functools import reduce
 import torch
 from torch import Tensor
 
-from mmrl.batch import Batch, StepOutput
-from mmrl.config import Piece
-from mmrl.registry import Needs, objective
-from mmrl.types import Unit
+from mmrl.config.registry import Needs, objective
+from mmrl.config.schema import Piece
+from mmrl.core.step_table import Batch, StepOutput
+from mmrl.core.types import Unit
 
 
 @objective

@@ -7,9 +7,9 @@ from typing import Literal
 
 from torch import Tensor
 
-from mmrl.batch import Batch, StepOutput
-from mmrl.registry import ratio
-from mmrl.types import Unit
+from mmrl.config.registry import ratio
+from mmrl.core.step_table import Batch, StepOutput
+from mmrl.core.types import Unit
 
 
 @ratio

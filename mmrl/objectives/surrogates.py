@@ -7,9 +7,9 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
-from mmrl.batch import Batch, StepOutput
-from mmrl.ranges import AtMost, NonNegativeFloat, PositiveFloat, Range
-from mmrl.registry import surrogate
+from mmrl.config.ranges import AtMost, NonNegativeFloat, PositiveFloat, Range
+from mmrl.config.registry import surrogate
+from mmrl.core.step_table import Batch, StepOutput
 
 
 def _ratio(log_ratio: Tensor) -> Tensor:

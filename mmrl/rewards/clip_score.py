@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from mmrl.ranges import PositiveFloat, PositiveInt
-from mmrl.registry import reward
-from mmrl.types import Outcome, Prompt
+from mmrl.config.ranges import PositiveFloat, PositiveInt
+from mmrl.config.registry import reward
+from mmrl.core.types import Outcome, Prompt
 
 WEIGHT = 2.5  # of CLIPScore, arXiv 2104.08718
 PREFIX = "A photo depicts "

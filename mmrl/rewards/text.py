@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 from typing import Annotated
 
-from mmrl.ranges import AtMost, PositiveInt
-from mmrl.registry import reward
-from mmrl.reward_forms import per_outcome
-from mmrl.types import Outcome, Prompt
+from mmrl.config.ranges import AtMost, PositiveInt
+from mmrl.config.registry import reward
+from mmrl.config.reward_adapters import per_outcome
+from mmrl.core.types import Outcome, Prompt
 
 
 def _full_match(tags: str, text: str) -> bool:

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from mmrl.draws import Stream
-from mmrl.registry import sampler
-from mmrl.types import Prompt
+from mmrl.config.registry import sampler
+from mmrl.core.rng import Stream
+from mmrl.core.types import Prompt
 
 
 @sampler

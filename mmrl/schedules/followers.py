@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mmrl.ranges import TakenFloat
-from mmrl.registry import schedule
-from mmrl.types import Clock
+from mmrl.config.ranges import TakenFloat
+from mmrl.config.registry import schedule
+from mmrl.core.types import Clock
 
 REWARDS = ("rewards/chosen", "rewards/rejected")
 

@@ -7,9 +7,9 @@ from bisect import bisect_right
 from itertools import accumulate
 from typing import Annotated, Literal
 
-from mmrl.ranges import AtMost, NonNegativeFloat, NonNegativeInt, PositiveInt, TakenFloat, TakenInt
-from mmrl.registry import schedule
-from mmrl.types import Clock
+from mmrl.config.ranges import AtMost, NonNegativeFloat, NonNegativeInt, PositiveInt, TakenFloat, TakenInt
+from mmrl.config.registry import schedule
+from mmrl.core.types import Clock
 
 
 def _warm(value: float, step: int, warmup_steps: int) -> float:

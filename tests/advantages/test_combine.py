@@ -6,7 +6,7 @@ import pytest
 
 from mmrl.advantages.combine import pick, total
 from mmrl.advantages.normalize import group_center
-from tests.tables import assert_rows, reward_table
+from tests.support.tables import assert_rows, reward_table
 
 
 def test_total_adds_weighted_rewards_up():

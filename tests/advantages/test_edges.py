@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mmrl.registry import pieces
-from tests.tables import reward_table
+from mmrl.config.registry import pieces
+from tests.support.tables import reward_table
 
 ADVANTAGES = pieces("advantage")
 

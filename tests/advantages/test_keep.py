@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from mmrl.advantages.keep import drop_truncated, drop_zero, high_entropy
-from tests.tables import assert_rows, reward_table
+from tests.support.tables import assert_rows, reward_table
 
 
 def test_high_entropy_silences_all_but_the_top_share_of_the_collection():
@@ -38,7 +38,7 @@ def test_without_any_entropy_nothing_is_silenced():
 
 
 def test_high_entropy_asks_the_engine_for_its_note():
-    from mmrl.registry import find
+    from mmrl.config.registry import find
 
     assert find("advantage", "high_entropy").needs.notes == {"entropy"}
 

@@ -11,7 +11,7 @@ import torch
 from mmrl.advantages.combine import total
 from mmrl.advantages.normalize import batch_normalize, group_center, group_normalize, leave_one_out
 from mmrl.advantages.places import per_step
-from tests.tables import assert_rows, prefix_rewards, reward_table
+from tests.support.tables import assert_rows, prefix_rewards, reward_table
 
 HARD, EASY = [1, 0, 0, 0], [1, 1, 1, 0]
 CENTERINGS = [group_center, group_normalize, leave_one_out]

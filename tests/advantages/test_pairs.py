@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mmrl.advantages.pairs import beside, best_vs_worst, twin_as_worse
-from tests.tables import assert_rows, reward_table
+from tests.support.tables import assert_rows, reward_table
 
 
 def pair_of(rewards, *, group=(), **options):

@@ -7,8 +7,8 @@ import torch
 from mmrl.advantages.combine import total
 from mmrl.advantages.normalize import batch_normalize, group_center
 from mmrl.advantages.places import increments, per_step, returns
-from mmrl.table import ABSENT
-from tests.tables import assert_rows, prefix_rewards, reward_table
+from mmrl.core.reward_table import ABSENT
+from tests.support.tables import assert_rows, prefix_rewards, reward_table
 
 
 def test_per_step_gives_a_step_the_first_outcome_that_ends_after_it():

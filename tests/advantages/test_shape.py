@@ -6,7 +6,7 @@ import pytest
 
 from mmrl.advantages.normalize import group_normalize
 from mmrl.advantages.shape import anchor, downscale, limit, rescale, scale_by, soft_shape
-from tests.tables import assert_rows, prefix_rewards, reward_table
+from tests.support.tables import assert_rows, prefix_rewards, reward_table
 
 # Three sampled answers and a demonstration, as in the paper's example.
 GROUP = {"rewards": {"iou": [0.6, 0.7, 0.5, 1.0]}, "on_policy": [True, True, True, False]}

@@ -8,8 +8,8 @@ import torch
 from mmrl.advantages.normalize import group_normalize
 from mmrl.advantages.places import increments, per_step
 from mmrl.advantages.turning_points import turning_points
-from mmrl.table import ABSENT
-from tests.tables import assert_rows, prefix_rewards, reward_table
+from mmrl.core.reward_table import ABSENT
+from tests.support.tables import assert_rows, prefix_rewards, reward_table
 
 A = [0.5, 0.4, 0.45, 0.6, 0.58, 0.7]
 B = [0.6, 0.7, 0.55, 0.5, 0.52, 0.4]

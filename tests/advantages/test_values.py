@@ -9,7 +9,7 @@ from mmrl.advantages.normalize import group_normalize
 from mmrl.advantages.places import returns
 from mmrl.advantages.shape import scale_by
 from mmrl.advantages.values import value_anchor, value_weights
-from tests.tables import NAN, assert_rows, reward_table
+from tests.support.tables import NAN, assert_rows, reward_table
 
 REWARDS = [0.2, 0.3, 0.5, 0.6]
 

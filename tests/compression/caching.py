@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmrl.compression.held.layout import find_visual
+from mmrl.kv_cache.layout import find_visual
 
 PICTURE = 60  # the placeholder of the tiny LLaVA
 

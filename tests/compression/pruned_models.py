@@ -10,7 +10,7 @@ from tempfile import TemporaryDirectory
 import torch
 import transformers
 
-from mmrl.types import Outcome
+from mmrl.core.types import Outcome
 from mmrl.vision.policies.tokens import Tokens
 from tests.vision import tiny
 

@@ -7,12 +7,12 @@ from functools import partial
 import pytest
 import torch
 
-from mmrl.compression.caches.all_bits import all_bits
-from mmrl.compression.caches.visual_bits import visual_bits
-from mmrl.compression.engines.check_cache import CheckCache
+from mmrl.compression.caches.kivi import all_bits
+from mmrl.compression.caches.visual_quant import visual_bits
+from mmrl.compression.engines.fidelity_gate import CheckCache
 from mmrl.compression.fidelity import choose, gate, measure
 from mmrl.compression.transforms.drop_visual_layers import drop_visual_layers
-from mmrl.draws import Stream
+from mmrl.core.rng import Stream
 from mmrl.vision.engines.generate import Generate
 from mmrl.vision.policies.tokens import Tokens
 from tests.compression.caching import llava, prompts

@@ -7,14 +7,14 @@ import json
 import pytest
 import torch
 
-from mmrl.compression.pruned.spec import pruning_of
-from mmrl.compression.pruned.views import applied
+from mmrl.compression.pruning.spec import pruning_of
+from mmrl.compression.pruning.weight_views import applied
 from mmrl.compression.saving import NAME, load_transformed, save_transformed
-from mmrl.compression.transforms.cut_weights import cut_weights
 from mmrl.compression.transforms.drop_tokens import fastv, pyramid_drop, vision_zip
 from mmrl.compression.transforms.layer_cast import layer_cast
-from mmrl.compression.transforms.merge_tokens import merge_tokens
 from mmrl.compression.transforms.shortv import shortv
+from mmrl.compression.transforms.structured_pruning import cut_weights
+from mmrl.compression.transforms.tome import merge_tokens
 from mmrl.compression.transforms.yopo import yopo12, yopo25
 from tests.compression.pruned_models import llava, llava_inputs
 

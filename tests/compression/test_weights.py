@@ -9,15 +9,15 @@ import pytest
 import torch
 from torch import nn
 
-from mmrl.compression.measure import divergence
-from mmrl.compression.pruned.narrow import features, narrow
+from mmrl.compression.fp32_linear import UpcastLinear
+from mmrl.compression.profiling import divergence
+from mmrl.compression.pruning.sliced_linear import features, narrow
 from mmrl.compression.saving import load_transformed, save_transformed
-from mmrl.compression.transforms.cut_weights import cut_weights
+from mmrl.compression.transforms.bnb_quantize import low_bit_weights
 from mmrl.compression.transforms.drop_visual_layers import drop_visual_layers
 from mmrl.compression.transforms.layer_cast import layer_cast
-from mmrl.compression.transforms.low_bit_weights import low_bit_weights
+from mmrl.compression.transforms.structured_pruning import cut_weights
 from mmrl.compression.transforms.yopo import yopo25
-from mmrl.compression.upcast import UpcastLinear
 from mmrl.vision.policies.tokens import Tokens
 from tests.compression.pruned_models import folder, llava, llava_inputs, prompts, steps
 

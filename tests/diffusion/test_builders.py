@@ -8,12 +8,12 @@ import pytest
 import torch
 from PIL import Image, ImageDraw
 
-from mmrl.diffusion.builders.captioned_pictures import CaptionedPictures, around, facts
-from mmrl.diffusion.builders.contrastive_model import Captioned, ContrastiveModel, contrast, disturbed
+from examples.image_rl.easy_vqa_captions import CaptionedPictures, around, facts
+from mmrl.core.rng import Stream
+from mmrl.diffusion.builders.tiny_clip import Captioned, ContrastiveModel, contrast, disturbed
 from mmrl.diffusion.builders.tiny_flow_model import TinyFlowModel, word_tokenizer
 from mmrl.diffusion.datasets.pictures import pictures
 from mmrl.diffusion.datasets.prompts import prompts
-from mmrl.draws import Stream
 
 # ---- captioned_pictures
 
@@ -103,9 +103,9 @@ def flow_model(captioned, tmp_path_factory):
 
 
 def test_tiny_flow_model_is_a_pipeline_that_the_policy_takes_in_pixel_space(flow_model):
+    from mmrl.core.types import Outcome
     from mmrl.diffusion.likelihoods.matching import Matching
     from mmrl.diffusion.policies.flow import Flow
-    from mmrl.types import Outcome
 
     folder, _, counts = flow_model
     likelihood = Matching(stream=Stream(0), time_type="uniform", draws=1)
@@ -121,7 +121,7 @@ def test_tiny_flow_model_is_a_pipeline_that_the_policy_takes_in_pixel_space(flow
 
 
 def prompts_of(*texts):
-    from mmrl.types import Message, Part, Prompt
+    from mmrl.core.types import Message, Part, Prompt
 
     return [Prompt(text, (Message("user", (Part(text),)),)) for text in texts]
 

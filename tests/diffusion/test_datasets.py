@@ -8,9 +8,9 @@ import pytest
 import torch
 from PIL import Image
 
+from mmrl.data.dataset_io import RowError
 from mmrl.diffusion.datasets.pictures import pictures
 from mmrl.diffusion.datasets.prompts import prompts
-from mmrl.rows import RowError
 
 
 @pytest.fixture
@@ -195,8 +195,8 @@ def test_a_size_wants_both_sides_and_a_file_some_row(file, root):
 
 
 def test_the_engine_stored_reads_pictures_in_order(file, root):
-    from mmrl.draws import Stream
-    from mmrl.engines.stored import Stored
+    from mmrl.core.rng import Stream
+    from mmrl.engines.offline import Stored
 
     class Seen:
         def encode(self, prompt, outcome):

@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from mmrl.bind import Pieces
-from mmrl.config import ConfigError, Piece
-from mmrl.diffusion.motion import clean_estimate, euler_step
-from mmrl.draws import Stream
-from mmrl.types import Clock
+from mmrl.config.binding import Pieces
+from mmrl.config.schema import ConfigError, Piece
+from mmrl.core.rng import Stream
+from mmrl.core.types import Clock
+from mmrl.diffusion.flow_math import clean_estimate, euler_step
 from tests.diffusion import tiny
 from tests.diffusion.flows import SOLVERS, TEXTS, Known, Normal, asked, denoise, flow, solver
 

@@ -6,13 +6,13 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from mmrl.bind import Pieces
-from mmrl.config import Piece
-from mmrl.diffusion.family import family_of
-from mmrl.draws import Stream
-from mmrl.registry import Needs
-from mmrl.train import consult
-from mmrl.types import Outcome
+from mmrl.config.binding import Pieces
+from mmrl.config.registry import Needs
+from mmrl.config.schema import Piece
+from mmrl.core.rng import Stream
+from mmrl.core.types import Outcome
+from mmrl.diffusion.model_family import family_of
+from mmrl.training.loop import consult
 from tests.diffusion.flows import SOLVERS, TEXTS, asked, denoise, flow, make, picture
 
 MATCHING = {"name": "diffusion.matching", "draws": 2, "time_type": "uniform"}

@@ -5,18 +5,18 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mmrl import page
 from mmrl.build import build
-from mmrl.config import Config, ConfigError, parse
-from mmrl.train import train
-from mmrl.yaml_files import merge
+from mmrl.config.loading import merge
+from mmrl.config.schema import Config, ConfigError, parse
+from mmrl.reporting import html
+from mmrl.training.loop import train
 
 MATCHING = {"name": "diffusion.matching", "draws": 2, "time_type": "uniform"}
 
 
 @pytest.fixture(autouse=True)
 def no_curves(monkeypatch):
-    monkeypatch.setattr(page, "curves", lambda runs: [])
+    monkeypatch.setattr(html, "curves", lambda runs: [])
 
 
 def plan(model, folder, likelihood, **changes):

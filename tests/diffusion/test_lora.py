@@ -11,9 +11,9 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from mmrl.diffusion import lora
-from mmrl.diffusion.family import family_of
+from mmrl.diffusion.model_family import family_of
 from tests.diffusion import tiny
-from tests.diffusion.test_families import NAMES, noise, shape_of, theirs
+from tests.diffusion.test_model_families import NAMES, noise, shape_of, theirs
 
 RANK, ALPHA = 2, 6.0  # a scale of 3, which no reader of the file would guess
 

@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from mmrl.batch import StepOutput
+from mmrl.core.rng import Stream
+from mmrl.core.step_table import StepOutput
+from mmrl.core.types import Unit
+from mmrl.diffusion.flow_math import noised
 from mmrl.diffusion.likelihoods.matching import WEIGHTINGS, MatchingSteps
-from mmrl.diffusion.motion import noised
 from mmrl.diffusion.steps import FlowRow
-from mmrl.draws import Stream
-from mmrl.types import Unit
 from tests.diffusion.flows import make, sd3_times
 
 TIMES = sd3_times(14).float()

@@ -7,8 +7,8 @@ import json
 import pytest
 import torch
 
+from mmrl.core.types import Message, Outcome, Part, Prompt
 from mmrl.diffusion.rewards.geneval import Geneval, judge, official, relative_position, sure
-from mmrl.types import Message, Outcome, Part, Prompt
 
 
 def box(x: float, y: float, size: float = 2.0) -> list[float]:

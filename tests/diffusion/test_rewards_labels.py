@@ -8,9 +8,9 @@ import pytest
 import torch
 from PIL import Image
 
-from mmrl.diffusion.rewards.jpeg_size import jpeg_size
+from mmrl.core.types import Outcome, Prompt
+from mmrl.diffusion.rewards.jpeg_compressibility import jpeg_size
 from mmrl.diffusion.rewards.labels import diversity, saturation
-from mmrl.types import Outcome, Prompt
 
 PROMPT, OTHER = Prompt("p", ()), Prompt("q", ())
 

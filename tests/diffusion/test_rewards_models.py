@@ -12,15 +12,15 @@ import transformers
 from safetensors.torch import save_file
 from torch import nn
 
-from mmrl.bind import Pieces
-from mmrl.config import Piece
+from mmrl.config.binding import Pieces
+from mmrl.config.schema import Piece
+from mmrl.core.rng import Stream
+from mmrl.core.types import Message, Outcome, Part, Prompt
+from mmrl.diffusion.reward_base import LinearHead, as_pil
 from mmrl.diffusion.rewards.aesthetic import Aesthetic
 from mmrl.diffusion.rewards.hpsv2 import Hpsv2
 from mmrl.diffusion.rewards.image_reward import ImageReward, rename
 from mmrl.diffusion.rewards.pick_score import PickScore
-from mmrl.diffusion.scoring import LinearHead, as_pil
-from mmrl.draws import Stream
-from mmrl.types import Message, Outcome, Part, Prompt
 from tests.diffusion.tiny import CLIP_TEXT, clip_tokenizer
 from tests.rewards import tiny_clip
 

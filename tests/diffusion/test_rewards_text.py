@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from mmrl.core.types import Message, Outcome, Part, Prompt
 from mmrl.diffusion.rewards.text_in_image import TextInImage, edit_distance, quoted, shown
-from mmrl.types import Message, Outcome, Part, Prompt
 
 # What the recogniser below "reads": a picture's first value chooses.
 READ: dict[int, list[tuple[str, float]]] = {

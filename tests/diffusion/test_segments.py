@@ -6,11 +6,11 @@ from fractions import Fraction
 import pytest
 import torch
 
+from mmrl.core.types import Outcome, Prompt, Trajectory
+from mmrl.data.dataset_io import RowError
 from mmrl.diffusion.datasets.videos import videos
-from mmrl.diffusion.engines.by_segment import BySegment
+from mmrl.diffusion.engines.segment_preferences import BySegment
 from mmrl.diffusion.segments import segments_of
-from mmrl.rows import RowError
-from mmrl.types import Outcome, Prompt, Trajectory
 
 
 def film(path, shades):

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from mmrl.config import ConfigError
+from mmrl.config.schema import ConfigError
 from mmrl.diffusion import solvers
-from mmrl.diffusion.motion import (
+from mmrl.diffusion.flow_math import (
     Gaussian,
     along,
     clean_estimate,

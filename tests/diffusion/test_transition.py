@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch.testing import assert_close
 
+from mmrl.core.types import Unit
 from mmrl.diffusion.steps import FlowRow
-from mmrl.types import Unit
 from tests.diffusion.flows import SOLVERS, make, sd3_times, solver
 
 TIMES = sd3_times(5)

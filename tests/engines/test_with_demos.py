@@ -7,13 +7,13 @@ import dataclasses
 import pytest
 
 from mmrl.advantages.shape import downscale
-from mmrl.bind import Pieces
-from mmrl.collect import in_order
-from mmrl.config import Piece
-from mmrl.draws import Stream
+from mmrl.config.binding import Pieces
+from mmrl.config.schema import Piece
+from mmrl.core.rng import Stream
 from mmrl.engines.with_demos import WithDemos
-from mmrl.score import score
-from tests.toys import ToyGenerate, ToyText, prompts
+from mmrl.training.collect import in_order
+from mmrl.training.score import score
+from tests.support.toys import ToyGenerate, ToyText, prompts
 
 
 class Counting:
@@ -83,7 +83,7 @@ def test_prompts_may_stand_mixed():
 
 def test_the_chain_sees_which_rows_were_demonstrations():
     rollouts = WithDemos(Counting(ToyText())).rollout(asked(num=1, times=3))
-    reward = Pieces(Stream()).make("reward", Piece("tests.toys:share_right"))
+    reward = Pieces(Stream()).make("reward", Piece("tests.support.toys:share_right"))
     table = score([reward], rollouts)
     assert table.ids["on_policy"][:, 0].tolist() == [1, 1, 0]
     assert downscale(table, of="share_right").values[2] == 0.8

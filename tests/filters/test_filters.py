@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mmrl.filters.filters import keep_all, varied
-from tests.tables import reward_table
+from tests.support.tables import reward_table
 
 
 def test_keep_all_keeps_every_row():

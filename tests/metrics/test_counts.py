@@ -6,11 +6,11 @@ import math
 
 import pytest
 
-from mmrl.bind import Pieces
-from mmrl.config import Piece
-from mmrl.draws import Stream
+from mmrl.config.binding import Pieces
+from mmrl.config.schema import Piece
+from mmrl.core.rng import Stream
 from mmrl.metrics.counts import combination, confusion, harmonic_mean, ratio_of_sums
-from tests.tables import reward_table
+from tests.support.tables import reward_table
 
 # Of the answers with both counts 3 of 6 mentions are wrong; a mean of ratios would be (1/2 + 2/4 + 0) / 3.
 MENTIONS = reward_table({"wrong": [1, 2, 0, 7], "mentions": [2, 4, 0, None]})

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from mmrl.metrics.metrics import mean, share_above
-from tests.tables import reward_table
+from tests.support.tables import reward_table
 
 
 def test_mean_averages_every_reward_over_the_answers_to_which_it_applies():

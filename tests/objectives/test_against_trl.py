@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tests.objectives.test_comparison import told
-from tests.tables import padded, step_table
+from tests.support.tables import padded, step_table
 
 pytest.importorskip("trl")
 pytestmark = pytest.mark.slow

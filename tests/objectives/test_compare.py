@@ -7,10 +7,10 @@ import math
 import pytest
 import torch
 
+from mmrl.config.registry import pieces
+from mmrl.core.types import Unit
 from mmrl.objectives.compare import hinge, ipo, plackett_luce, robust, sigmoid
-from mmrl.registry import pieces
-from mmrl.types import Unit
-from tests.tables import assert_rows, padded, step_table
+from tests.support.tables import assert_rows, padded, step_table
 
 LN2 = math.log(2)
 PAIRS = [sigmoid, robust, ipo, hinge]

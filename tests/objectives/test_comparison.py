@@ -7,12 +7,12 @@ import math
 import pytest
 import torch
 
-from mmrl.batch import StepOutput
-from mmrl.bind import Pieces
-from mmrl.config import Piece
-from mmrl.draws import Stream
-from mmrl.types import Unit
-from tests.tables import assert_rows, slope_of, step_table
+from mmrl.config.binding import Pieces
+from mmrl.config.schema import Piece
+from mmrl.core.rng import Stream
+from mmrl.core.step_table import StepOutput
+from mmrl.core.types import Unit
+from tests.support.tables import assert_rows, slope_of, step_table
 
 DPO = {"gain": "log_ratio", "compare": [{"name": "sigmoid", "beta": 1.0}]}
 

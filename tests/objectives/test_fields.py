@@ -7,7 +7,8 @@ import math
 import pytest
 import torch
 
-from mmrl.batch import Batch, StepOutput
+from mmrl.config.registry import find
+from mmrl.core.step_table import Batch, StepOutput
 from mmrl.objectives.fields import (
     by_step_size,
     gaussian_kl,
@@ -18,8 +19,7 @@ from mmrl.objectives.fields import (
 )
 from mmrl.objectives.ratios import step_ratio
 from mmrl.objectives.surrogates import clip
-from mmrl.registry import find
-from tests.tables import ListedSteps, assert_rows, loss_of
+from tests.support.tables import ListedSteps, assert_rows, loss_of
 
 
 def tensor(values):
@@ -299,9 +299,9 @@ def test_the_second_form_of_grpo_guard_divides_the_first():
     ],
 )
 def test_what_is_compared_is_asked_of_the_other_policy_too(kind, name, against):
-    from mmrl.bind import Pieces
-    from mmrl.config import Piece
-    from mmrl.draws import Stream
+    from mmrl.config.binding import Pieces
+    from mmrl.config.schema import Piece
+    from mmrl.core.rng import Stream
 
     field = "mean" if name in ("gaussian_kl", "guarded_ratio") else "velocity"
     needs = Pieces(Stream()).make(kind, Piece(name)).needs

@@ -20,7 +20,7 @@ from mmrl.objectives.labels import (
 )
 from tests.objectives.test_compare import LN2, gained, shown, slope, softplus
 from tests.objectives.test_comparison import told
-from tests.tables import assert_rows, step_table
+from tests.support.tables import assert_rows, step_table
 
 
 def logistic(x):

@@ -6,10 +6,10 @@ import math
 
 import pytest
 
-from mmrl.objectives.aggregates import group_mean
+from mmrl.config.registry import find
+from mmrl.objectives.aggregations import group_mean
 from mmrl.objectives.penalties import imitation, k1, k2, k3, negative_entropy
-from mmrl.registry import find
-from tests.tables import assert_rows, slope_of, step_table
+from tests.support.tables import assert_rows, slope_of, step_table
 
 ESTIMATES = [k1, k2, k3]
 

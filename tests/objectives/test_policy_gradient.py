@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from mmrl.types import Unit
-from tests.tables import (
+from mmrl.core.types import Unit
+from tests.support.tables import (
     assert_rows,
     loss_of,
     micro_batch,

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mmrl.objectives.ratios import sequence_ratio, sequence_sum, step_ratio
-from tests.tables import assert_rows, micro_batch, moved, slope_of, step_table
+from tests.support.tables import assert_rows, micro_batch, moved, slope_of, step_table
 
 
 def test_step_ratio_is_the_difference_of_log_probabilities():

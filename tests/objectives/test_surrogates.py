@@ -7,10 +7,10 @@ import math
 import pytest
 import torch
 
+from mmrl.config.registry import pieces
 from mmrl.objectives.ratios import sequence_ratio, step_ratio
 from mmrl.objectives.surrogates import clip, detached_clip, log_likelihood, plain, soft_gate
-from mmrl.registry import pieces
-from tests.tables import assert_rows, loss_of, micro_batch, moved, slope_of, step_table
+from tests.support.tables import assert_rows, loss_of, micro_batch, moved, slope_of, step_table
 
 # Ratios of the shared micro-batch: e^.1 e^-.2 e^.3 | e^-.4 e^.05
 RHO = [[1.105171, 0.818731, 1.349859], [0.670320, 1.051271]]

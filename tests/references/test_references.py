@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from mmrl.core.types import Outcome
 from mmrl.references import ema, frozen, trained
-from mmrl.types import Outcome
-from tests.toys import ToyText, prompts
+from tests.support.toys import ToyText, prompts
 
 
 def policy_of(value):
@@ -119,10 +119,10 @@ def test_a_resumed_average_moves_at_the_step_at_which_it_would_have():
 
 
 def test_a_decay_that_follows_a_schedule_changes_when_the_clock_ticks():
-    from mmrl.bind import Pieces
-    from mmrl.config import Piece
-    from mmrl.draws import Stream
-    from mmrl.types import Clock
+    from mmrl.config.binding import Pieces
+    from mmrl.config.schema import Piece
+    from mmrl.core.rng import Stream
+    from mmrl.core.types import Clock
 
     pieces, policy = Pieces(Stream()), policy_of(0.0)
     decay = {"name": "linear", "start": 0.0, "end": 0.3, "steps": 300}  # AWM

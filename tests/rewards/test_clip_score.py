@@ -10,12 +10,12 @@ import re
 import pytest
 import torch
 
-from mmrl.bind import Pieces
-from mmrl.config import Piece
-from mmrl.draws import Stream
+from mmrl.config.binding import Pieces
+from mmrl.config.schema import Piece
+from mmrl.core.rng import Stream
+from mmrl.core.types import Frames, Media, Message, Outcome, Part, Prompt
 from mmrl.rewards import clip_score
 from mmrl.rewards.clip_score import ClipScore, harmonic_mean, load_towers, split_sentences, split_text
-from mmrl.types import Frames, Media, Message, Outcome, Part, Prompt
 from tests.rewards import tiny_clip
 
 logging.getLogger().setLevel(logging.ERROR)  # open_clip tells of random weights

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from mmrl.core.types import Message, Outcome, Part, Prompt
 from mmrl.rewards.text import exact_match, overlong, recorded, tag_format, think_format
-from mmrl.types import Message, Outcome, Part, Prompt
 
 
 def asked(target="", **columns):

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from mmrl.draws import Stream
+from mmrl.core.rng import Stream
 from mmrl.samplers.uniform import Uniform
-from tests.toys import prompts
+from tests.support.toys import prompts
 
 
 def uids(drawn):

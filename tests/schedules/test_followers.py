@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from mmrl.bind import Pieces
-from mmrl.draws import Stream
+from mmrl.config.binding import Pieces
+from mmrl.core.rng import Stream
+from mmrl.core.types import Clock
 from mmrl.schedules.followers import RunningMean, reported
-from mmrl.types import Clock
 
 
 def clock(step, chosen, rejected=0.0):
@@ -47,6 +47,6 @@ def test_a_shift_follows_the_mean_reward_and_is_saved_with_the_run():
 
 
 def piece(name, **options):
-    from mmrl.config import Piece
+    from mmrl.config.schema import Piece
 
     return Piece(name, options)

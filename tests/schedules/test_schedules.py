@@ -6,8 +6,8 @@ import math
 
 import pytest
 
+from mmrl.core.types import Clock
 from mmrl.schedules.schedules import constant, cosine, linear, ramp, settling, staircase
-from mmrl.types import Clock
 
 
 def along(schedule, moments, **options):

@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mmrl.draws import Stream
-from mmrl.reward_forms import per_outcome
-from mmrl.types import Outcome, Prompt, Trajectory
-from mmrl.vision.chat import Encoded
+from mmrl.config.reward_adapters import per_outcome
+from mmrl.core.rng import Stream
+from mmrl.core.types import Outcome, Prompt, Trajectory
 from mmrl.vision.engines.generate import Generate
+from mmrl.vision.models.processor import Encoded
 from mmrl.vision.policies.tokens import Tokens
 from tests.vision import tiny
 

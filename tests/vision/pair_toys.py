@@ -9,9 +9,9 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from mmrl.draws import Stream
-from mmrl.reward_forms import per_outcome
-from mmrl.types import Outcome, Prompt, Rollouts, Trajectory
+from mmrl.config.reward_adapters import per_outcome
+from mmrl.core.rng import Stream
+from mmrl.core.types import Outcome, Prompt, Rollouts, Trajectory
 
 WORDS = ["a", "red", "green", "blue", "dog", "cat", "box", "ball", "on", "under", "beside", "the", "table"]
 

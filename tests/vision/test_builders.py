@@ -7,14 +7,14 @@ import json
 import pytest
 import torch
 
-from mmrl.draws import Stream
-from mmrl.types import Outcome
-from mmrl.vision.builders import spliced_clips
-from mmrl.vision.builders.spliced_clips import SHOTS, SPLITS, Shot, SplicedClips, play, write_video
-from mmrl.vision.builders.tiny_model import TinyModel, tiny_tokenizer
+from examples.video_grounding import spliced_videos
+from examples.video_grounding.spliced_videos import SHOTS, SPLITS, Shot, SplicedClips, play, write_video
+from mmrl.core.rng import Stream
+from mmrl.core.types import Outcome
+from mmrl.vision.builders.tiny_qwen2_5_vl import TinyModel, tiny_tokenizer
 from mmrl.vision.datasets.grounding import grounding
+from mmrl.vision.media.video import Sampling, read_video
 from mmrl.vision.policies.tokens import Tokens
-from mmrl.vision.video import Sampling, read_video
 from tests.vision import mixed, tiny
 
 SMALL = {"width": 32, "layers": 1, "heads": 2, "vision_width": 16, "vision_layers": 1}
@@ -204,7 +204,7 @@ def test_missing_sample_clips_are_an_error_that_says_where_they_come_from(tmp_pa
 
 
 def test_read_all_gives_every_frame(sources):
-    film = spliced_clips.read_all(sources / "inside" / "carphone_pristine.mp4", 16)
+    film = spliced_videos.read_all(sources / "inside" / "carphone_pristine.mp4", 16)
     assert film.shape == (120, 3, 16, 16)
     assert film.dtype == torch.uint8
 

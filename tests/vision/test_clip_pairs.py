@@ -14,15 +14,15 @@ import pytest
 import torch
 from PIL import Image
 
-from mmrl.bind import Pieces
-from mmrl.config import ConfigError, as_piece
-from mmrl.contents import of_weights
-from mmrl.draws import Stream
-from mmrl.rows import RowError, row_files
+from mmrl.config.binding import Pieces
+from mmrl.config.schema import ConfigError, as_piece
+from mmrl.core.rng import Stream
+from mmrl.data.dataset_io import RowError, row_files
+from mmrl.runtime.content_hash import of_weights
 from mmrl.vision.builders.clip_pairs import ClipPairs
 from mmrl.vision.datasets.preference_pairs import preference_pairs
-from mmrl.vision.pair_files import Shards
-from mmrl.vision.pairing import FLIPPED, KEPT, Pair, Rule, Verdicts, decidable
+from mmrl.vision.preference.export import Shards
+from mmrl.vision.preference.select import FLIPPED, KEPT, Pair, Rule, Verdicts, decidable
 
 TOYS = "tests.vision.pair_toys"
 TOY = {
@@ -326,7 +326,7 @@ def test_nothing_to_do_is_an_error(tmp_path):
 KILLED = """
 import sys
 from pathlib import Path
-from mmrl.draws import Stream
+from mmrl.core.rng import Stream
 from mmrl.vision.builders.clip_pairs import ClipPairs
 from tests.vision.test_clip_pairs import TOY, TOYS
 engines = ({"name": f"{TOYS}:Talk", "pause": 0.2, "log": sys.argv[3]},)
@@ -370,7 +370,7 @@ def test_a_build_that_is_killed_goes_on_and_gives_the_same_data_set(tmp_path):
 
 def test_training_reads_what_was_built(pictures, tmp_path, monkeypatch):
     output = tmp_path / "pairs"
-    monkeypatch.setattr("mmrl.vision.pair_files.ROWS_AT_ONCE", 2)
+    monkeypatch.setattr("mmrl.vision.preference.export.ROWS_AT_ONCE", 2)
     build(pictures, output, tau_keep=0.0, tau_flip=0.0, file_rows=5)
     rows, prompts = rows_of(output), preference_pairs(path=str(output))
     assert [prompt.uid for prompt in prompts] == [row["id"] for row in rows]

@@ -7,9 +7,8 @@ import json
 import pytest
 from PIL import Image
 
-from mmrl.rows import RowError, sound_rows, write_rows
-from mmrl.vision.builders.converted import Converted
-from mmrl.vision.conversions import (
+from mmrl.data.dataset_io import RowError, sound_rows, write_rows
+from mmrl.vision.benchmarks.conversions import (
     FORMS,
     describe_llama_factory,
     from_llama_factory,
@@ -19,6 +18,7 @@ from mmrl.vision.conversions import (
     to_ms_swift,
     to_verl,
 )
+from mmrl.vision.builders.converted import Converted
 
 OURS = {"question": "What is it?", "answer": "a dog", "images": ["a.png"], "system": "Be brief."}
 PAIR = {"question": "What is it?", "chosen": "a dog", "rejected": "a cat", "images": ["a.png"]}

@@ -10,20 +10,27 @@ import pytest
 import torch
 from PIL import Image
 
-from mmrl.draws import Stream
-from mmrl.rows import RowError, Rows, sound_rows, write_rows
-from mmrl.vision.builders.composited_scenes import CompositedScenes, box_of, crop, describe, flatten, seen
-from mmrl.vision.builders.easy_vqa import EasyVqa, told
-from mmrl.vision.builders.emoji_pictures import GROUPS, EmojiPictures
+from examples.preference_pairs.composited_scenes import (
+    CompositedScenes,
+    box_of,
+    crop,
+    describe,
+    flatten,
+    seen,
+)
+from examples.preference_pairs.emoji_images import GROUPS, EmojiPictures
+from examples.video_grounding.spliced_videos import write_video
+from examples.visual_qa.easy_vqa import EasyVqa, told
+from mmrl.core.rng import Stream
+from mmrl.data.dataset_io import RowError, Rows, sound_rows, write_rows
 from mmrl.vision.builders.pope_questions import PopeQuestions
-from mmrl.vision.builders.spliced_clips import write_video
 from mmrl.vision.builders.temporal_grounding import TemporalGrounding
 from mmrl.vision.builders.visual_qa import VisualQa
-from mmrl.vision.checks.media import broken_media, shared_media
+from mmrl.vision.checks.media_files import broken_media, shared_media
+from mmrl.vision.datasets.binary_vqa import pope
+from mmrl.vision.datasets.captioning import closed_set
 from mmrl.vision.datasets.grounding import grounding
-from mmrl.vision.datasets.scenes import closed_set
 from mmrl.vision.datasets.visual_qa import visual_qa
-from mmrl.vision.datasets.yes_no import pope
 
 
 def columns(path):

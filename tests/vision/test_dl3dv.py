@@ -8,12 +8,10 @@ import pytest
 import torch
 from PIL import Image
 
-from mmrl.draws import Stream
-from mmrl.rows import RowError, Rows, sound_rows
-from mmrl.types import Frames
-from mmrl.vision.builders.dl3dv import Dl3dvPairs, SyntheticScenes, cast, walk
-from mmrl.vision.checks.media import broken_media, shared_media
-from mmrl.vision.dl3dv import (
+from mmrl.core.rng import Stream
+from mmrl.core.types import Frames
+from mmrl.data.dataset_io import RowError, Rows, sound_rows
+from mmrl.vision.benchmarks.dl3dv import (
     distance_between,
     find_scenes,
     frame_index,
@@ -23,8 +21,10 @@ from mmrl.vision.dl3dv import (
     to_opencv,
     turn_between,
 )
-from mmrl.vision.media import decode_image
-from mmrl.vision.video import MediaError
+from mmrl.vision.builders.dl3dv import Dl3dvPairs, SyntheticScenes, cast, walk
+from mmrl.vision.checks.media_files import broken_media, shared_media
+from mmrl.vision.media.media_root import decode_image
+from mmrl.vision.media.video import MediaError
 
 
 @pytest.fixture(scope="module")

@@ -10,10 +10,10 @@ import pytest
 import torch
 from PIL import Image
 
-from mmrl.table import Measured, RewardTable
-from mmrl.types import Frames, Media, Message, Outcome, Part, Prompt, Trajectory
-from mmrl.vision.exhibits.film_strip import film_strip
-from mmrl.vision.spans import Moments
+from mmrl.core.reward_table import Measured, RewardTable
+from mmrl.core.types import Frames, Media, Message, Outcome, Part, Prompt, Trajectory
+from mmrl.vision.benchmarks.time_spans import Moments
+from mmrl.vision.visualizations.film_strip import film_strip
 
 
 def asked(uid, *spans, query="a fox <jumps>", count=8):

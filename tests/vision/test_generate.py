@@ -9,8 +9,8 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from mmrl import onednn as module
-from mmrl.draws import Stream
+from mmrl.core import onednn as module
+from mmrl.core.rng import Stream
 from mmrl.vision.engines.generate import Generate
 from mmrl.vision.policies.tokens import Tokens
 from tests.vision import mixed, tiny

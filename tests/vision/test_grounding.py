@@ -8,9 +8,9 @@ import logging
 import pytest
 import torch
 
-from mmrl.draws import Stream
-from mmrl.rows import RowError
-from mmrl.vision.builders.spliced_clips import write_video
+from examples.video_grounding.spliced_videos import write_video
+from mmrl.core.rng import Stream
+from mmrl.data.dataset_io import RowError
 from mmrl.vision.datasets.grounding import grounding
 from mmrl.vision.rewards.spans import temporal_iou
 

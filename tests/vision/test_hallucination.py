@@ -7,13 +7,13 @@ import json
 import pytest
 import torch
 
-from mmrl.types import Outcome, Prompt
-from mmrl.vision.hallucination import amber
-from mmrl.vision.hallucination.ontology import CHAIR_PHRASES, ontology_of, read_ontology
-from mmrl.vision.hallucination.pope import build_questions, with_article
-from mmrl.vision.hallucination.scenes import COUNTS, Scene, describe
-from mmrl.vision.hallucination.words import singular, tokens
-from mmrl.vision.hallucination.yes_no import NEITHER, NO, YES, parse_yes_no
+from mmrl.core.types import Outcome, Prompt
+from mmrl.vision.benchmarks import amber
+from mmrl.vision.benchmarks.caption_words import singular, tokens
+from mmrl.vision.benchmarks.chair import COUNTS, Scene, describe
+from mmrl.vision.benchmarks.object_vocabulary import CHAIR_PHRASES, ontology_of, read_ontology
+from mmrl.vision.benchmarks.pope import build_questions, with_article
+from mmrl.vision.benchmarks.yes_no_answers import NEITHER, NO, YES, parse_yes_no
 from mmrl.vision.rewards.hallucination import object_f1, object_mentions, yes_no
 
 SYNONYMS = """person, man, people, baby, passenger

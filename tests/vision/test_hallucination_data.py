@@ -12,15 +12,15 @@ import pytest
 import torch
 from PIL import Image
 
-from mmrl.__main__ import main
-from mmrl.rows import RowError
-from mmrl.types import Frames, Media, Outcome, Prompt
-from mmrl.vision.asking import interleaved, with_answers
-from mmrl.vision.datasets.scenes import chair, closed_set, object_halbench
-from mmrl.vision.datasets.yes_no import amber, pope
-from mmrl.vision.hallucination.amber import Words, evaluate
-from mmrl.vision.hallucination.files import FileError, read_answers
-from mmrl.vision.policies.no_model import NoModel
+from mmrl.cli import main
+from mmrl.core.types import Frames, Media, Outcome, Prompt
+from mmrl.data.dataset_io import RowError
+from mmrl.vision.benchmarks.amber import Words, evaluate
+from mmrl.vision.benchmarks.benchmark_files import FileError, read_answers
+from mmrl.vision.datasets.binary_vqa import amber, pope
+from mmrl.vision.datasets.captioning import chair, closed_set, object_halbench
+from mmrl.vision.media.prompts import interleaved, with_answers
+from mmrl.vision.policies.recorded_answers import NoModel
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 INSTANCES = {
@@ -318,7 +318,7 @@ def measured(name, home, *overrides):
 @pytest.fixture
 def few(monkeypatch):
     """Draw fewer bootstrap samples."""
-    monkeypatch.setattr("mmrl.evaluate.RESAMPLES", 50)
+    monkeypatch.setattr("mmrl.training.evaluate.RESAMPLES", 50)
 
 
 FROM_COCO = ("ontology=synonyms.txt", "instances=[instances.json]", "captions=[captions.json]")

@@ -12,11 +12,11 @@ import pytest
 import torch
 from PIL import Image
 
-from mmrl.kept import Kept
-from mmrl.vision import media as media_module
-from mmrl.vision.builders.spliced_clips import write_video
-from mmrl.vision.media import MediaRoot
-from mmrl.vision.video import MediaError, Sampling
+from examples.video_grounding.spliced_videos import write_video
+from mmrl.core.byte_lru import Kept
+from mmrl.vision.media import media_root as media_module
+from mmrl.vision.media.media_root import MediaRoot
+from mmrl.vision.media.video import MediaError, Sampling
 
 RED, GREEN, BLUE = (255, 0, 0), (0, 255, 0), (0, 0, 255)
 

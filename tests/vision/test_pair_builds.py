@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from mmrl.rows import RowError
+from mmrl.data.dataset_io import RowError
 from tests.vision.test_clip_pairs import build, paint, rows_of
 
 COUNT = {"tau_keep": 0.0, "tau_flip": 0.0}

@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from mmrl.build import build
-from mmrl.config import Config, parse
-from mmrl.draws import Stream
-from mmrl.train import train
+from mmrl.config.loading import merge, read
+from mmrl.config.schema import Config, parse
+from mmrl.core.rng import Stream
+from mmrl.training.loop import train
 from mmrl.vision.builders.clip_pairs import ClipPairs
 from mmrl.vision.datasets.preference_pairs import preference_pairs
-from mmrl.yaml_files import merge, read
 from tests.rewards import tiny_clip
 from tests.vision.test_clip_pairs import manifest_of, paint, rows_of
 
@@ -54,7 +54,7 @@ def pairs(tmp_path_factory, model, encoder):
 
 @pytest.fixture
 def no_page(monkeypatch):
-    monkeypatch.setattr("mmrl.page.write_page", lambda folder, *rest: folder)
+    monkeypatch.setattr("mmrl.reporting.html.write_page", lambda folder, *rest: folder)
 
 
 def test_a_real_encoder_decides_and_long_answers_are_split_not_cut(pairs):

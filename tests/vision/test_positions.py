@@ -11,8 +11,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from mmrl.types import Outcome
-from mmrl.vision.layouts import family_of
+from mmrl.core.types import Outcome
+from mmrl.vision.models.model_families import family_of
 from tests.vision import mixed, tiny
 
 BOTH = pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl"])

@@ -6,10 +6,10 @@ import math
 
 import pytest
 
-from mmrl.types import Outcome, Prompt
+from mmrl.core.types import Outcome, Prompt
+from mmrl.vision.benchmarks.time_spans import Moments
 from mmrl.vision.rewards.highlights import highlight_ap, highlight_hit, saliency, window_ap
 from mmrl.vision.rewards.spans import consensus_span, span_confidence, span_set_iou, temporal_iou
-from mmrl.vision.spans import Moments
 
 CLOSE = 2e-6
 HUGE = "9" * 200  # a float whose square is not

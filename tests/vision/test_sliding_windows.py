@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from mmrl.compression.transforms.drop_visual_layers import drop_visual_layers
-from mmrl.config import ConfigError
+from mmrl.config.schema import ConfigError
+from mmrl.vision.decoding.token_steps import windows
 from mmrl.vision.policies.tokens import Tokens
-from mmrl.vision.prefix import windows
 from tests.vision import mixed
 
 TIGHT = {"rtol": 0, "atol": 1e-10}

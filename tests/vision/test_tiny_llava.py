@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mmrl.draws import Stream
-from mmrl.types import Outcome
+from mmrl.core.rng import Stream
+from mmrl.core.types import Outcome
 from mmrl.vision.builders.tiny_llava import TinyLlava
 from mmrl.vision.policies.tokens import Tokens
 from tests.vision import mixed, tiny

@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import nn
 
-from mmrl import onednn
-from mmrl.types import Outcome
+from mmrl.core import onednn
+from mmrl.core.types import Outcome
+from mmrl.vision.decoding.token_steps import FORBIDDEN
 from mmrl.vision.policies import tokens
 from mmrl.vision.policies.tokens import Tokens, chunked_logp
-from mmrl.vision.prefix import FORBIDDEN
 from tests.vision import mixed, tiny
 
 EVERY = pytest.mark.parametrize("family", sorted(tiny.MAKERS))

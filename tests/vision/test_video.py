@@ -9,8 +9,8 @@ import av
 import pytest
 import torch
 
-from mmrl.vision.builders.spliced_clips import write_video
-from mmrl.vision.video import MediaError, Sampling, read_video, sample_times, video_duration
+from examples.video_grounding.spliced_videos import write_video
+from mmrl.vision.media.video import MediaError, Sampling, read_video, sample_times, video_duration
 
 SHADE = 12  # frame number i is a grey of 12 i
 

@@ -7,8 +7,8 @@ import logging
 import pytest
 from PIL import Image
 
-from mmrl.rows import RowError, write_rows
-from mmrl.types import Outcome, Prompt
+from mmrl.core.types import Outcome, Prompt
+from mmrl.data.dataset_io import RowError, write_rows
 from mmrl.vision.datasets.visual_qa import visual_qa
 from mmrl.vision.rewards.short_answers import last_answer, normal_words, short_answer
 

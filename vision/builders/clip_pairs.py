@@ -12,21 +12,21 @@ from typing import Any
 
 import torch
 
-from mmrl.bind import Pieces
-from mmrl.config import Piece, as_piece, as_plain
-from mmrl.contents import of_weights
-from mmrl.distributed import Processes
-from mmrl.draws import Stream
-from mmrl.files import locked, write_whole
-from mmrl.ranges import NonNegativeFloat, NonNegativeInt, PositiveInt, ShareBelowOne
-from mmrl.registry import builder
-from mmrl.rows import RowError, SourceError
-from mmrl.vision.named_media import Named
-from mmrl.vision.pair_files import Shards, as_row, write_data_set
-from mmrl.vision.pair_making import Maker
-from mmrl.vision.pair_sources import Item, Pictures, content_of, digest_of
-from mmrl.vision.pairing import FLIPPED, KEPT, Decide, Pair, Rule, Verdicts, decidable
-from mmrl.vision.video import MediaError
+from mmrl.config.binding import Pieces
+from mmrl.config.ranges import NonNegativeFloat, NonNegativeInt, PositiveInt, ShareBelowOne
+from mmrl.config.registry import builder
+from mmrl.config.schema import Piece, as_piece, as_plain
+from mmrl.core.rng import Stream
+from mmrl.data.dataset_io import RowError, SourceError
+from mmrl.runtime.content_hash import of_weights
+from mmrl.runtime.distributed import Processes
+from mmrl.runtime.files import locked, write_whole
+from mmrl.vision.media.media_columns import Named
+from mmrl.vision.media.video import MediaError
+from mmrl.vision.preference.export import Shards, as_row, write_data_set
+from mmrl.vision.preference.generate import Maker
+from mmrl.vision.preference.select import FLIPPED, KEPT, Decide, Pair, Rule, Verdicts, decidable
+from mmrl.vision.preference.sources import Item, Pictures, content_of, digest_of
 
 DESCRIBE = ("Describe this image in detail.",)
 DIAL = (

@@ -6,12 +6,12 @@ import json
 from pathlib import Path
 from typing import Any, Literal
 
-from mmrl.fields import RowError, plain
-from mmrl.registry import builder
-from mmrl.rows import DataRow, write_rows
-from mmrl.vision.conversions import FORMS, MEDIA, describe_llama_factory
-from mmrl.vision.named_media import named
-from mmrl.vision.writing import Ledger, MediaWriter, readable
+from mmrl.config.registry import builder
+from mmrl.data.dataset_io import DataRow, write_rows
+from mmrl.data.fields import RowError, plain
+from mmrl.vision.benchmarks.conversions import FORMS, MEDIA, describe_llama_factory
+from mmrl.vision.media.dataset_writer import Ledger, MediaWriter, readable
+from mmrl.vision.media.media_columns import named
 
 Name = Literal["mmrl", "verl", "ms_swift", "llama_factory"]
 

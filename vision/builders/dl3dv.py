@@ -10,10 +10,10 @@ from typing import Annotated, Any, Literal
 import torch
 from torch import Tensor
 
-from mmrl.draws import Stream
-from mmrl.ranges import AtMost, PositiveInt, Probability
-from mmrl.registry import builder
-from mmrl.vision.dl3dv import (
+from mmrl.config.ranges import AtMost, PositiveInt, Probability
+from mmrl.config.registry import builder
+from mmrl.core.rng import Stream
+from mmrl.vision.benchmarks.dl3dv import (
     SceneViews,
     View,
     distance_between,
@@ -23,10 +23,10 @@ from mmrl.vision.dl3dv import (
     scene_name,
     turn_between,
 )
-from mmrl.vision.media import MediaRoot
-from mmrl.vision.named_media import Named
-from mmrl.vision.video import MediaError
-from mmrl.vision.writing import Ledger, MediaWriter, SplitFiles
+from mmrl.vision.media.dataset_writer import Ledger, MediaWriter, SplitFiles
+from mmrl.vision.media.media_columns import Named
+from mmrl.vision.media.media_root import MediaRoot
+from mmrl.vision.media.video import MediaError
 
 
 @builder

@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Literal
 
-from mmrl.draws import Stream
-from mmrl.ranges import PositiveInt
-from mmrl.registry import builder
-from mmrl.rows import RowError, sound_rows, write_rows
-from mmrl.vision.hallucination.pope import TEMPLATE, build_questions
-from mmrl.vision.writing import Ledger
+from mmrl.config.ranges import PositiveInt
+from mmrl.config.registry import builder
+from mmrl.core.rng import Stream
+from mmrl.data.dataset_io import RowError, sound_rows, write_rows
+from mmrl.vision.benchmarks.pope import TEMPLATE, build_questions
+from mmrl.vision.media.dataset_writer import Ledger
 
 STRATEGIES = ("random", "popular", "adversarial")
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Literal
 
-from mmrl.fields import RowError
-from mmrl.registry import builder
-from mmrl.rows import write_rows
-from mmrl.vision.annotations import Annotations, Row, check_spans
-from mmrl.vision.media import MediaRoot
-from mmrl.vision.named_media import Named
-from mmrl.vision.video import video_duration
-from mmrl.vision.writing import Ledger, MediaWriter
+from mmrl.config.registry import builder
+from mmrl.data.dataset_io import write_rows
+from mmrl.data.fields import RowError
+from mmrl.vision.benchmarks.grounding_annotations import Annotations, Row, check_spans
+from mmrl.vision.media.dataset_writer import Ledger, MediaWriter
+from mmrl.vision.media.media_columns import Named
+from mmrl.vision.media.media_root import MediaRoot
+from mmrl.vision.media.video import video_duration
 
 
 @builder

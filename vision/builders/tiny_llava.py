@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from mmrl.draws import Stream
-from mmrl.ranges import PositiveFloat, PositiveInt
-from mmrl.registry import builder
-from mmrl.vision.builders.tiny_model import SPECIAL, TEMPLATE, tiny_tokenizer, write_untrained
+from mmrl.config.ranges import PositiveFloat, PositiveInt
+from mmrl.config.registry import builder
+from mmrl.core.rng import Stream
+from mmrl.vision.builders.tiny_qwen2_5_vl import SPECIAL, TEMPLATE, tiny_tokenizer, write_untrained
 
 IMAGE = "{% if c['type'] == 'image' %}<image>{% endif %}"
 

@@ -6,13 +6,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from mmrl.fields import RowError, listed, plain, text, uid_of
-from mmrl.ranges import NonNegativeInt
-from mmrl.registry import builder
-from mmrl.rows import DataRow
-from mmrl.vision.asking import answer_of, answers_of
-from mmrl.vision.named_media import named
-from mmrl.vision.writing import Ledger, MediaWriter, SplitFiles, readable
+from mmrl.config.ranges import NonNegativeInt
+from mmrl.config.registry import builder
+from mmrl.data.dataset_io import DataRow
+from mmrl.data.fields import RowError, listed, plain, text, uid_of
+from mmrl.vision.media.dataset_writer import Ledger, MediaWriter, SplitFiles, readable
+from mmrl.vision.media.media_columns import named
+from mmrl.vision.media.prompts import answer_of, answers_of
 
 OURS = ("id", "question", "answer", "answers", "choices", "image", "images", "video", "videos")
 

@@ -7,16 +7,16 @@ from typing import Annotated, Literal
 
 import torch
 
-from mmrl.draws import Stream
-from mmrl.fields import RowError, text
-from mmrl.ranges import AtMost, NonNegativeInt, PositiveFloat, PositiveInt, Probability
-from mmrl.registry import data
-from mmrl.rows import DataRow, read_prompts
-from mmrl.types import Message, Outcome, Part, Prompt
-from mmrl.vision.annotations import Annotations, Row, check_spans
-from mmrl.vision.media import MediaRoot
-from mmrl.vision.spans import Moments, Span
-from mmrl.vision.video import Sampling, video_duration
+from mmrl.config.ranges import AtMost, NonNegativeInt, PositiveFloat, PositiveInt, Probability
+from mmrl.config.registry import data
+from mmrl.core.rng import Stream
+from mmrl.core.types import Message, Outcome, Part, Prompt
+from mmrl.data.dataset_io import DataRow, read_prompts
+from mmrl.data.fields import RowError, text
+from mmrl.vision.benchmarks.grounding_annotations import Annotations, Row, check_spans
+from mmrl.vision.benchmarks.time_spans import Moments, Span
+from mmrl.vision.media.media_root import MediaRoot
+from mmrl.vision.media.video import Sampling, video_duration
 
 ASK = (
     'When does this happen in the video: "{query}"? Give the start and the end in seconds, in the form '

@@ -9,14 +9,14 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
-from mmrl.fields import RowError, listed, mapping, number, short, text, uid_of
-from mmrl.ranges import NonNegativeFloat, NonNegativeInt
-from mmrl.registry import data
-from mmrl.rows import DataRow, Rows, parquet_of, read_prompts, row_files, row_of, split_of
-from mmrl.types import Frames, Media, Message, Outcome, Part, Prompt
-from mmrl.vision.asking import interleaved
-from mmrl.vision.media import MediaRoot, decode_image
-from mmrl.vision.named_media import Named, named
+from mmrl.config.ranges import NonNegativeFloat, NonNegativeInt
+from mmrl.config.registry import data
+from mmrl.core.types import Frames, Media, Message, Outcome, Part, Prompt
+from mmrl.data.dataset_io import DataRow, Rows, parquet_of, read_prompts, row_files, row_of, split_of
+from mmrl.data.fields import RowError, listed, mapping, number, short, text, uid_of
+from mmrl.vision.media.media_columns import Named, named
+from mmrl.vision.media.media_root import MediaRoot, decode_image
+from mmrl.vision.media.prompts import interleaved
 
 log = logging.getLogger("mmrl")
 ROLES = ("system", "user", "assistant")

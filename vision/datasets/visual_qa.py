@@ -6,15 +6,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from mmrl.fields import RowError, filled, listed, text, uid_of
-from mmrl.ranges import NonNegativeInt, PositiveFloat, PositiveInt
-from mmrl.registry import data
-from mmrl.rows import DataRow, Rows, read_prompts
-from mmrl.types import Media, Message, Outcome, Prompt
-from mmrl.vision.asking import answer_of, answers_of, interleaved
-from mmrl.vision.media import MediaRoot, decode_image
-from mmrl.vision.named_media import Named, media_of
-from mmrl.vision.video import Sampling
+from mmrl.config.ranges import NonNegativeInt, PositiveFloat, PositiveInt
+from mmrl.config.registry import data
+from mmrl.core.types import Media, Message, Outcome, Prompt
+from mmrl.data.dataset_io import DataRow, Rows, read_prompts
+from mmrl.data.fields import RowError, filled, listed, text, uid_of
+from mmrl.vision.media.media_columns import Named, media_of
+from mmrl.vision.media.media_root import MediaRoot, decode_image
+from mmrl.vision.media.prompts import answer_of, answers_of, interleaved
+from mmrl.vision.media.video import Sampling
 
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 

@@ -9,18 +9,18 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from mmrl.draws import Stream
-from mmrl.modules import LOW
-from mmrl.onednn import onednn
-from mmrl.ranges import NonNegativeFloat, NonNegativeInt, PositiveInt, PositiveShare, ShareBelowOne
-from mmrl.registry import engine
-from mmrl.types import Outcome, Prompt, Rollouts, Trajectory
-from mmrl.vision.cheaper import Cheaper
-from mmrl.vision.loading import caching
-from mmrl.vision.prefill import MakeCache
-from mmrl.vision.prefix import Speaker, TokenRow
-from mmrl.vision.reading import Asked, Branch, Reader
-from mmrl.vision.sampling import Sampler
+from mmrl.config.ranges import NonNegativeFloat, NonNegativeInt, PositiveInt, PositiveShare, ShareBelowOne
+from mmrl.config.registry import engine
+from mmrl.core.onednn import onednn
+from mmrl.core.rng import Stream
+from mmrl.core.types import Outcome, Prompt, Rollouts, Trajectory
+from mmrl.runtime.modules import LOW
+from mmrl.vision.decoding.decoding import Asked, Branch, Reader
+from mmrl.vision.decoding.prefill import MakeCache
+from mmrl.vision.decoding.sampling import Sampler
+from mmrl.vision.decoding.token_steps import Speaker, TokenRow
+from mmrl.vision.models.engine_model import Cheaper
+from mmrl.vision.models.loading import caching
 
 COMPACT = 8  # rows leave the batch once one in so many is done
 

@@ -10,16 +10,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from mmrl.batch import Batch, StepOutput
-from mmrl.modules import DTYPES, LOW, apply_transforms, keep_training_precision
-from mmrl.onednn import onednn
-from mmrl.ranges import AtMost, NonNegativeInt, PositiveFloat, PositiveInt
-from mmrl.registry import policy
-from mmrl.tensor import cat_padded
-from mmrl.types import Outcome, Prompt, Rollouts, Trajectory
-from mmrl.vision import loading
-from mmrl.vision.chat import Chat
-from mmrl.vision.prefix import (
+from mmrl.config.ranges import AtMost, NonNegativeInt, PositiveFloat, PositiveInt
+from mmrl.config.registry import policy
+from mmrl.core.onednn import onednn
+from mmrl.core.step_table import Batch, StepOutput
+from mmrl.core.tensor import cat_padded
+from mmrl.core.types import Outcome, Prompt, Rollouts, Trajectory
+from mmrl.runtime.modules import DTYPES, LOW, apply_transforms, keep_training_precision
+from mmrl.vision.decoding.token_steps import (
     FORBIDDEN,
     TokenRow,
     TokenSteps,
@@ -28,6 +26,8 @@ from mmrl.vision.prefix import (
     read_packed,
     windows,
 )
+from mmrl.vision.models import loading
+from mmrl.vision.models.processor import Chat
 
 LOGIT_BYTES = 256 << 20  # float32 logits that may exist at once
 

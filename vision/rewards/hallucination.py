@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Literal
 
-from mmrl.registry import reward
-from mmrl.reward_forms import per_outcome
-from mmrl.types import Outcome, Prompt
-from mmrl.vision.hallucination.amber import DIMENSIONS
-from mmrl.vision.hallucination.scenes import ratio
-from mmrl.vision.hallucination.yes_no import NO, YES, Form, parse_yes_no
+from mmrl.config.registry import reward
+from mmrl.config.reward_adapters import per_outcome
+from mmrl.core.types import Outcome, Prompt
+from mmrl.vision.benchmarks.amber import DIMENSIONS
+from mmrl.vision.benchmarks.chair import ratio
+from mmrl.vision.benchmarks.yes_no_answers import NO, YES, Form, parse_yes_no
 
 LABELS = {"yes": YES, "no": NO}
 

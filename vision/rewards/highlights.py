@@ -5,11 +5,11 @@ from __future__ import annotations
 
 from typing import Literal
 
-from mmrl.ranges import Probability
-from mmrl.registry import reward
-from mmrl.reward_forms import per_outcome
-from mmrl.types import Outcome, Prompt
-from mmrl.vision.highlights import (
+from mmrl.config.ranges import Probability
+from mmrl.config.registry import reward
+from mmrl.config.reward_adapters import per_outcome
+from mmrl.core.types import Outcome, Prompt
+from mmrl.vision.benchmarks.qvhighlights import (
     CLIP_SECONDS,
     LEVELS,
     MAX_WINDOWS,
@@ -17,7 +17,7 @@ from mmrl.vision.highlights import (
     detection_ap,
     highlight_metrics,
 )
-from mmrl.vision.spans import parse_saliency, parse_spans
+from mmrl.vision.benchmarks.time_spans import parse_saliency, parse_spans
 
 
 @reward

@@ -6,10 +6,10 @@ import math
 import re
 from typing import Literal
 
-from mmrl.ranges import NonNegativeFloat
-from mmrl.registry import reward
-from mmrl.reward_forms import per_outcome
-from mmrl.types import Outcome, Prompt
+from mmrl.config.ranges import NonNegativeFloat
+from mmrl.config.registry import reward
+from mmrl.config.reward_adapters import per_outcome
+from mmrl.core.types import Outcome, Prompt
 
 NUMBER = re.compile(r"-?(?:\d[\d,]*\.?\d*|\.\d+)(?:e-?\d+)?(?P<percent>\s*%)?", re.IGNORECASE)
 WORDS = {

@@ -6,11 +6,19 @@ import math
 from collections.abc import Sequence
 from typing import Literal
 
-from mmrl.ranges import NonNegativeFloat
-from mmrl.registry import reward
-from mmrl.reward_forms import per_outcome
-from mmrl.types import Outcome, Prompt
-from mmrl.vision.spans import Moments, giou, iou, parse_span, parse_spans, set_iou, timestamp_aware_iou
+from mmrl.config.ranges import NonNegativeFloat
+from mmrl.config.registry import reward
+from mmrl.config.reward_adapters import per_outcome
+from mmrl.core.types import Outcome, Prompt
+from mmrl.vision.benchmarks.time_spans import (
+    Moments,
+    giou,
+    iou,
+    parse_span,
+    parse_spans,
+    set_iou,
+    timestamp_aware_iou,
+)
 
 
 @reward

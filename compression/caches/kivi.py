@@ -1,0 +1,127 @@
+"""Every token in few bits but the newest (KIVI, arXiv 2402.02750)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from mmrl.config.ranges import PositiveInt
+from mmrl.config.registry import cache
+from mmrl.kv_cache import quantization
+from mmrl.kv_cache.blocks import Coded, collect
+from mmrl.kv_cache.hf_cache import make_cache
+from mmrl.kv_cache.layer import Plain, Since
+from mmrl.kv_cache.layout import Layout, Part, group_slots
+from mmrl.kv_cache.quantization import Bits
+from mmrl.kv_cache.sliding_window import Rows, Window
+
+
+@dataclass(frozen=True, kw_only=True)
+class AllRecipe(Plain):
+    """How all tokens are held: old ones in few bits, the newest as they came."""
+
+    nbits: int
+    value_nbits: int
+    q_group_size: int
+    residual_length: int
+    rule: quantization.Rule
+    rotate: bool
+    watches = False
+
+    def store(self, keys: Tensor, values: Tensor, layout: Layout) -> tuple[list[Part], list[Part], Since]:
+        """Part prompts (P, h, S, D): what is old enough is coded once for all rows, the rest goes into their
+        windows."""
+        slots = self._slots(layout, keys.device)
+        window = Window(
+            self.nbits, self.value_nbits, self.q_group_size, self.residual_length, self.rule, self.rotate
+        )
+        old = slots["keys"]
+        flat = old.flatten(1)
+        shared: tuple[list[Part], list[Part]] = [], []
+        if flat.shape[1]:
+            groups = collect(keys, flat).unflatten(2, old.shape[1:])
+            codes = window.code_keys(groups, (old >= 0)[:, None, :, :, None])
+            shared[0].append(Part(Coded(codes, self.rotate), flat, name="keys"))
+        old = slots["values"]
+        if old.shape[1]:
+            codes = window.code_values(collect(values, old), (old >= 0)[:, None, :, None])
+            one = quantization.Codes(
+                *(x[:, :, None] for x in (codes.packed, codes.scale, codes.low)), codes.nbits, codes.size
+            )
+            shared[1].append(Part(Coded(one, self.rotate), old, name="values"))
+        new = [
+            self._window(x, slots[f"new {name}"], layout) for name, x in (("keys", keys), ("values", values))
+        ]
+        window.start(*new, layout.length)
+        return *shared, window
+
+    def _window(self, x: Tensor, slots: Tensor, layout: Layout) -> Rows:
+        rows = layout.owner.to(x.device)
+        return Rows({"x": collect(x, slots)[rows]}, slots[rows], (slots >= 0).sum(1)[rows])
+
+    def _slots(self, layout: Layout, device: torch.device) -> dict[str, Tensor]:
+        """Find the slots of old keys (P, E, g), old values (P, n), and of what is new of either."""
+        if not layout.made:
+            real = layout.real.cpu()
+            rank = real.cumsum(1) - 1
+            length = real.sum(1, keepdim=True)
+            one = torch.zeros_like(rank)
+            keys = real & (rank < length - length % self.residual_length)
+            values = real & (rank < length - self.residual_length)
+            layout.made = {
+                "keys": group_slots(keys, rank.clamp(min=0) // self.q_group_size).to(device),
+                "values": group_slots(values, one).flatten(1).to(device),
+                "new keys": group_slots(real & ~keys, one).flatten(1).to(device),
+                "new values": group_slots(real & ~values, one).flatten(1).to(device),
+            }
+        return layout.made
+
+
+@cache
+def all_bits(
+    config: Any,
+    visual: Tensor | None,
+    mask: Tensor | None,
+    *,
+    nbits: Bits = 2,
+    value_nbits: Bits | None = None,
+    q_group_size: PositiveInt = 32,
+    residual_length: PositiveInt = 128,
+    rule: Literal["range", "fitted"] = "range",
+    rotate: bool = False,
+    fused: bool = True,
+) -> Any:
+    """Hold all tokens in `nbits` bits but the newest of every row, for one batch (KIVI, arXiv 2402.02750).
+
+    Keys have one scale per channel and `q_group_size` tokens, values one per token and as many channels. Keys
+    are coded whenever `residual_length` of them are exact, values when they are `residual_length` steps old.
+    `mask` (P, S) says what is no padding; `visual` is not asked. The paper advises 2 bits where every query
+    head has keys of its own and 4 where they are shared. `rule: fitted` has less error than the published
+    range, `rotate` spreads outliers over channels, `value_nbits` gives values other bits than keys (ours).
+    """
+    value_nbits = nbits if value_nbits is None else value_nbits
+    quantization.check_bits(nbits)
+    quantization.check_bits(value_nbits, "value_nbits")
+    if q_group_size < 1 or residual_length < 1 or residual_length % q_group_size:
+        raise ValueError(
+            f"`residual_length` ({residual_length}) must be a multiple of `q_group_size` ({q_group_size}), "
+            "because keys leave the window in whole groups"
+        )
+    text = config.get_text_config(decoder=True)
+    size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    if size % q_group_size or q_group_size * value_nbits % 8:
+        raise ValueError(
+            f"`q_group_size` ({q_group_size}) must divide the head size ({size}) and fill whole bytes"
+        )
+    recipe = AllRecipe(
+        nbits=nbits,
+        value_nbits=value_nbits,
+        q_group_size=q_group_size,
+        residual_length=residual_length,
+        rule=rule,
+        rotate=rotate,
+    )
+    return make_cache(config, Layout(None, mask), recipe, fused=fused)

@@ -1,0 +1,1 @@
+"""Experimental cache formats of our own."""

@@ -1,0 +1,96 @@
+"""Linear layers of which only some outputs or inputs are wanted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from mmrl.core import onednn
+
+Features = slice | Tensor | None  # which outputs or inputs; None: all
+
+
+def features(chosen: Sequence[int] | None, size: int = 1) -> Features:
+    """Name the features of chosen units of `size` features each: a slice where they are neighbours, which
+    costs no copy."""
+    if chosen is None:
+        return None
+    first, last = (chosen[0], chosen[-1]) if chosen else (0, -1)
+    if list(chosen) == list(range(first, last + 1)):
+        return slice(first * size, (last + 1) * size)
+    units = torch.tensor(list(chosen))
+    return (units[:, None] * size + torch.arange(size)).flatten()
+
+
+def narrow(linear: nn.Module, x: Tensor, *, rows: Features = None, columns: Features = None) -> Tensor:
+    """Compute some outputs (`rows` of the weight) of some inputs (`columns` of it); `x` holds those inputs
+    only.
+
+    A kind of layer that is not known computes everything, with zeros for the inputs that are not there.
+    """
+    if rows is None and columns is None:
+        return linear(x)
+    kind = type(linear)
+    return NARROW.get(f"{kind.__module__}.{kind.__qualname__}", _whole)(linear, x, rows, columns)
+
+
+def _take(weight: Tensor, axis: int, chosen: Features) -> Tensor:
+    if chosen is None:
+        return weight
+    if type(chosen) is slice:
+        return weight.narrow(axis, chosen.start, chosen.stop - chosen.start)
+    return weight.index_select(axis, chosen.to(weight.device))
+
+
+def _plain(linear: nn.Module, x: Tensor, rows: Features, columns: Features) -> Tensor:
+    bias = linear.bias if linear.bias is None else _take(linear.bias, 0, rows)
+    return onednn.linear(x, _take(_take(linear.weight, 0, rows), 1, columns), bias)
+
+
+def _upcast(linear: nn.Module, x: Tensor, rows: Features, columns: Features) -> Tensor:
+    bias = linear.bias if linear.bias is None else _take(linear.bias, 0, rows).to(linear.compute)
+    weight = _take(_take(linear.weight, 0, rows), 1, columns).to(linear.compute)
+    return F.linear(x.to(linear.compute), weight, bias)
+
+
+def _four_bits(linear: nn.Module, x: Tensor, rows: Features, columns: Features) -> Tensor:
+    """bitsandbytes' layer of 4 bits: the whole weight is dequantized, as its own product does."""
+    from bitsandbytes.functional import dequantize_4bit
+
+    weight = dequantize_4bit(linear.weight.data, linear.weight.quant_state).to(x.dtype)
+    bias = linear.bias if linear.bias is None else _take(linear.bias, 0, rows).to(x.dtype)
+    return F.linear(x, _take(_take(weight, 0, rows), 1, columns), bias)
+
+
+def _adapted(linear: nn.Module, x: Tensor, rows: Features, columns: Features) -> Tensor:
+    """LoRA: the base layer and both factors are narrowed."""
+    out = narrow(linear.base_layer, x, rows=rows, columns=columns)
+    if linear.disable_adapters or linear.merged:
+        return out
+    for name in linear.active_adapters:
+        if name in linear.lora_A:
+            down, up = linear.lora_A[name], linear.lora_B[name]
+            inner = narrow(down, linear.lora_dropout[name](x.to(down.weight.dtype)), columns=columns)
+            out = out + (narrow(up, inner, rows=rows) * linear.scaling[name]).to(out.dtype)
+    return out
+
+
+def _whole(linear: nn.Module, x: Tensor, rows: Features, columns: Features) -> Tensor:
+    if columns is not None:
+        index = torch.arange(linear.in_features, device=x.device)[columns]
+        x = x.new_zeros(*x.shape[:-1], linear.in_features).index_copy(-1, index, x)
+    out = linear(x)
+    return out if rows is None else _take(out, -1, rows)
+
+
+NARROW: dict[str, Callable[[nn.Module, Tensor, Features, Features], Tensor]] = {
+    "torch.nn.modules.linear.Linear": _plain,
+    "bitsandbytes.nn.modules.Linear4bit": _four_bits,
+    "peft.tuners.lora.layer.Linear": _adapted,
+    "peft.tuners.lora.bnb.Linear4bit": _adapted,
+    "peft.tuners.lora.bnb.Linear8bitLt": _adapted,
+    "mmrl.compression.fp32_linear.UpcastLinear": _upcast,
+}

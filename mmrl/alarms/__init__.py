@@ -1,1 +1,0 @@
-"""What a run warns of: functions from the rows of its journal to sentences."""

@@ -1,1 +1,0 @@
-"""Checks of data sets: what `mmrl data check` looks for. Signature: (rows) -> findings."""

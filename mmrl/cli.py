@@ -1,0 +1,337 @@
+"""The command line: train, evaluate, doctor, plan, build, check, data, report, list, env. Exit codes: 0 done,
+1 failed, 2 wrong usage or configuration, 130 stopped by the keyboard."""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import json
+import logging
+import sys
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from mmrl.config.loading import read
+from mmrl.config.schema import (
+    BuildConfig,
+    Config,
+    ConfigError,
+    EvaluateConfig,
+    is_part,
+    load,
+    parse_some,
+)
+
+PACKAGES = (
+    "mmrl", "torch", "torchvision", "transformers", "accelerate", "peft", "datasets", "av", "diffusers",
+    "open_clip_torch", "timm", "bitsandbytes", "tensorboard",
+)  # fmt: skip
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command and give its exit code."""
+    given = _parser().parse_args(arguments)
+    # `python -m mmrl` finds modules in the working directory, so the console script must as well.
+    sys.path.append(str(Path.cwd()))
+    logging.basicConfig(format="%(levelname)s: %(message)s")
+    try:
+        return given.command(given) or 0
+    except ConfigError as error:
+        print(f"error: {_one_line(error)}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("stopped; the same command goes on from the last checkpoint", file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # the reader of our output left: `mmrl list | head`
+        sys.stderr.close()
+        return 0
+    except (ValueError, RuntimeError, OSError, ArithmeticError, ImportError) as error:
+        logging.getLogger("mmrl").debug("", exc_info=True)
+        print(f"failed: {type(error).__name__}: {_one_line(error)}", file=sys.stderr)
+        if given.traceback:
+            raise
+        return 1
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(line.strip() for line in str(error).splitlines())
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="mmrl", description="Train and measure multimodal models with RL.")
+    parser.add_argument("--traceback", action="store_true", help="show where a failure came from")
+    commands = parser.add_subparsers(required=True, metavar="command")
+    for name, command, words in (
+        ("train", train, "train as a configuration says; goes on where the last checkpoint stands"),
+        ("evaluate", evaluate, "measure a model on held-out prompts"),
+        ("doctor", doctor, "make one small collection, and tell what is wrong and what to do"),
+        ("plan", plan, "estimate the memory that a training run takes"),
+        ("build", build, "build a data set or a model folder"),
+    ):
+        one = commands.add_parser(name, help=words)
+        one.add_argument("config", help="a YAML file, or one that comes with mmrl")
+        one.add_argument(
+            "overrides", nargs="*", metavar="key=value", help="changes, dotted: learn.learning_rate=1e-6"
+        )
+        one.set_defaults(command=command)
+    one = commands.add_parser("check", help="check configurations without loading anything")
+    one.add_argument("configs", nargs="+")
+    one.set_defaults(command=check)
+    one = commands.add_parser("data", help="look at data sets")
+    inside = one.add_subparsers(required=True, metavar="command")
+    one = inside.add_parser("check", help="look for rows and media that are missing, broken or shared")
+    one.add_argument("path", help="a file of rows (jsonl, json, parquet), or a folder of them")
+    one.add_argument("--root", help="what media paths are relative to; by default the folder of the rows")
+    one.add_argument("--show", type=int, default=3, metavar="N", help="how many places to name per check")
+    one.set_defaults(command=check_data)
+    one = commands.add_parser("report", help="draw the page of a run anew, or one page that compares several")
+    one.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="the output_dir of a training run")
+    one.add_argument(
+        "--output",
+        type=Path,
+        help="the page to write (default: report.html of the one run, or comparison.html here)",
+    )
+    one.set_defaults(command=report)
+    one = commands.add_parser("list", help="list pieces with their options")
+    one.add_argument("kind", nargs="?", help="advantage, surrogate, reward, ...; all kinds if left out")
+    one.set_defaults(command=show)
+    one = commands.add_parser("env", help="print versions for a bug report")
+    one.set_defaults(command=env)
+    return parser
+
+
+def train(given: argparse.Namespace) -> int:
+    """Train, and leave everything in `output_dir`."""
+    from mmrl.build import build as make
+    from mmrl.training.checkpointing import look
+    from mmrl.training.loop import train as go
+
+    config = load(given.config, given.overrides, Config)
+    look(config)
+    run = make(config)
+    go(run)
+    if run.final is not None and run.processes.main:
+        _print_measured(run.final)
+    return 0
+
+
+def doctor(given: argparse.Namespace) -> int:
+    """Examine a configuration; print what every checkup found. 1: something is wrong."""
+    from mmrl.doctor import examine
+
+    report = examine(load(given.config, given.overrides, Config))
+    for entry, symptoms in report.found:
+        grave = any(symptom.grave for symptom in symptoms)
+        print(f"{'wrong' if grave else 'ok   '}  {entry.full_name}: {entry.summary}")
+        for symptom in symptoms:
+            advice = f"What to do: {symptom.advice}" if symptom.grave else symptom.advice
+            print(f"       {symptom.what}.\n       {advice}.")
+    _print_plan(report.plan, report.room, report.device)
+    return 0 if report.healthy else 1
+
+
+def plan(given: argparse.Namespace) -> int:
+    """Print what a training run takes of the machine's memory. 1: more than there is."""
+    from mmrl.diagnostics.memory_estimate import plan as estimate
+    from mmrl.diagnostics.memory_estimate import room
+
+    taken = estimate(load(given.config, given.overrides, Config))
+    _print_plan(taken, *room())
+    print("without activations, which `mmrl doctor` measures")
+    return int(0 < room()[0] < sum(taken.values()))
+
+
+def _print_plan(taken: Mapping[str, float], room: float, device: str) -> None:
+    for name, size in sorted(taken.items(), key=lambda item: -item[1]):
+        print(f"{size / 1e9:10.3f} GB  {name}")
+    print(f"{sum(taken.values()) / 1e9:10.3f} GB  of {room / 1e9:.3f} GB ({device})")
+
+
+def evaluate(given: argparse.Namespace) -> int:
+    """Measure, print a table, and write `evaluation.json` and `evaluation.html` into `output_dir`. Several
+    `settings` are set side by side."""
+    from mmrl.build import load_evaluator
+    from mmrl.pareto import compare
+    from mmrl.pareto import show as show_settings
+    from mmrl.reporting.html import document, metric_table
+
+    trains = "rollout" in read(given.config, given.overrides)
+    config = load(given.config, given.overrides, Config if trains else EvaluateConfig)
+    folder = Path(config.output_dir)
+    if not trains and config.settings:
+        show_settings(compare(config, folder))
+        return 0
+    evaluator = load_evaluator(config)
+    measured = evaluator.measure()
+    if not evaluator.processes.main:
+        return 0
+    folder.mkdir(parents=True, exist_ok=True)
+    written = {
+        "metrics": dict(measured.metrics),
+        "intervals": {k: list(v) for k, v in measured.intervals.items()},
+    }
+    (folder / "evaluation.json").write_text(json.dumps(written, indent=2))
+    page = document(folder.name, ["<h1>Evaluation</h1>", metric_table({folder.name: measured})])
+    (folder / "evaluation.html").write_text(page)
+    _print_measured(measured)
+    for said in measured.table.absent.values():
+        print(f"warning: {said}")
+    return 0
+
+
+def build(given: argparse.Namespace) -> int:
+    """Build what a configuration names, into its `output`."""
+    from mmrl.config.binding import Pieces
+    from mmrl.core.rng import Stream
+
+    config = load(given.config, given.overrides, BuildConfig)
+    pieces = Pieces(Stream(config.seed))
+    pieces.check("builder", config.build)
+    pieces.require_packages()
+    built = pieces.make("builder", config.build).build(Path(config.output))
+    print(f"{config.output}: " + ", ".join(f"{name} {value}" for name, value in built.items()))
+    return 0
+
+
+def check(given: argparse.Namespace) -> int:
+    """Check every file; print the reason of each that is wrong."""
+    wrong = 0
+    for path in given.configs:
+        try:
+            check_file(path)
+            print(f"ok     {path}")
+        except ConfigError as error:
+            wrong += 1
+            print(f"wrong  {path}: {_one_line(error)}")
+    return 2 if wrong else 0
+
+
+def check_file(path: str | Path) -> None:
+    """Resolve every name and option of a file: a run, an evaluation, something to build, or a variant."""
+    from mmrl import build as building
+    from mmrl.config.binding import Pieces
+    from mmrl.core.rng import Stream
+    from mmrl.pareto import check_settings
+
+    raw = read(path)
+    if not raw:
+        raise ConfigError("the file is empty")
+    if "build" in raw:
+        Pieces(Stream()).check("builder", load(path, kind=BuildConfig).build)
+    elif is_part(raw):
+        building.check_some(raw, parse_some(raw, Config))
+    elif "rollout" in raw:
+        building.check(load(path, kind=Config))
+    else:
+        check_settings(load(path, kind=EvaluateConfig))
+
+
+def report(given: argparse.Namespace) -> int:
+    """Write the page of a run, or one that compares several, from what they left in their folders."""
+    from mmrl.reporting.html import find_run, write_comparison, write_page
+
+    if len(given.runs) == 1:
+        path = write_page(find_run(given.runs[0]).folder, given.output)
+    else:
+        path = write_comparison(given.runs, given.output or Path("comparison.html"))
+    print(f"report: {path}")
+    return 0
+
+
+def check_data(given: argparse.Namespace) -> int:
+    """Run every check of data over a data set; print a table of what each found. 1: something is wrong."""
+    from mmrl.config.registry import pieces
+    from mmrl.data.dataset_io import Rows, SourceError, row_files
+
+    path = Path(given.path)
+    root = Path(given.root) if given.root else path if path.is_dir() else path.parent
+    if given.root and not root.is_dir():
+        raise ConfigError(f"there is no folder '{root}' that media paths could be relative to")
+    row_files(path)
+    rows = Rows(path, root)
+    splits = Counter(row.split for row in rows)
+    if not splits:
+        raise SourceError(f"'{path}' holds no rows")
+    found = [(entry, list(entry.target(rows))) for entry in pieces("data_check")]
+    _print_findings(found, given.show)
+    wrong = sum(len(findings) for _, findings in found)
+    counts = ", ".join(f"{split} {count}" for split, count in splits.items())
+    print(f"{path}: {splits.total()} rows ({counts}), {wrong or 'nothing'} wrong")
+    return 1 if wrong else 0
+
+
+def _print_findings(found: Sequence[tuple[Any, Sequence[Any]]], show: int) -> None:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    console = Console() if sys.stdout.isatty() else Console(width=200)
+    table = Table("check", "found", "what it looks for", box=None, pad_edge=False)
+    for entry, findings in found:
+        table.add_row(entry.full_name, str(len(findings)), entry.summary)
+    console.print(table)
+    for entry, findings in found:
+        for one in findings[:show]:
+            console.print(Text(f"{entry.full_name}: {one.place}: {one.what}"), soft_wrap=True)
+        if len(findings) > show:
+            console.print(f"{entry.full_name}: and {len(findings) - show} more")
+
+
+def show(given: argparse.Namespace) -> int:
+    """Print pieces: name, options with defaults, first sentence of the docstring."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from mmrl.config.registry import HOMES, pieces
+
+    if given.kind is not None and given.kind not in HOMES:
+        raise ConfigError(f"there is no kind '{given.kind}'; there are {', '.join(sorted(HOMES))}")
+    console = Console() if sys.stdout.isatty() else Console(width=200)
+    for kind in [given.kind] if given.kind else sorted(HOMES):
+        table = Table(
+            "name", "options", "what it does", title=kind, title_justify="left", box=None, pad_edge=False
+        )
+        for entry in pieces(kind):
+            options = ", ".join(_option(name, p) for name, p in entry.options.items() if name != "stream")
+            table.add_row(entry.full_name, options, entry.summary)
+        if table.row_count:
+            console.print(table, "")
+    return 0
+
+
+def _option(name: str, parameter: inspect.Parameter) -> str:
+    default = parameter.default
+    if default is inspect.Parameter.empty:
+        return name
+    return f"{name}={getattr(default, 'name', default)}"
+
+
+def env(given: argparse.Namespace) -> int:
+    """Print versions of everything that matters."""
+    import platform
+
+    import torch
+
+    print(f"python {platform.python_version()} on {platform.system()} {platform.machine()}")
+    for name in PACKAGES:
+        try:
+            print(f"{name} {metadata.version(name)}")
+        except metadata.PackageNotFoundError:
+            print(f"{name} not installed")
+    devices = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    print(f"devices: {', '.join(devices) or f'cpu, {torch.get_num_threads()} threads'}")
+    return 0
+
+
+def _print_measured(measured) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("metric", "value", "interval")
+    for name, value in measured.metrics.items():
+        low, high = measured.intervals.get(name, (None, None))
+        table.add_row(name, f"{value:.4g}", "" if low is None else f"{low:.4g} to {high:.4g}")
+    Console().print(table)

@@ -1,0 +1,118 @@
+"""YAML files that include others, and dotted overrides, as plain mappings and lists.
+
+Later keys win, mappings merge, lists replace. Two mappings that name different pieces do not merge: the later
+one replaces the earlier. There is no interpolation and no code in YAML.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
+
+# yaml raises ValueError for a scalar that is not of its tag (`!!int x`), RecursionError for an anchor inside
+# itself; OmegaConf raises TypeError for a key that cannot be hashed.
+_UNREADABLE = (OSError, ValueError, TypeError, RecursionError, OmegaConfBaseException, YAMLError)
+
+
+class ConfigError(ValueError):
+    """A mistake in a configuration. The message names the place, what was wanted, what came and what to
+    do."""
+
+
+def read(path: str | Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
+    """Read a YAML file, what it includes, and `key=value` overrides, into plain mappings and lists."""
+    return change(_read_file(Path(path), ()), overrides)
+
+
+def change(raw: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
+    """Lay `key=value` overrides over plain mappings."""
+    for text in overrides:
+        raw = merge(raw, _override(text))
+    return raw
+
+
+def _read_file(path: Path, above: tuple[Path, ...]) -> dict[str, Any]:
+    path = _locate(path, above)
+    if path in above:
+        raise ConfigError(f"'{path}' includes itself through {[str(p) for p in above]}")
+    try:
+        raw = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
+    except _UNREADABLE as error:
+        raise ConfigError(f"cannot read '{path}': {error}") from error
+    if not isinstance(raw, dict):
+        raise ConfigError(f"'{path}' must hold a mapping at its top, not a {type(raw).__name__}")
+    _refuse_magic(raw, str(path))
+    included: dict[str, Any] = {}
+    names = raw.pop("include", None) or []
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise ConfigError(f"'{path}': 'include' must be a list of files, not {names!r}")
+    for name in names:
+        included = merge(included, _read_file(Path(name), (*above, path)))
+    return merge(included, raw)
+
+
+def _locate(path: Path, above: tuple[Path, ...]) -> Path:
+    """Find a file beside the one that includes it, or among the configurations that come with mmrl."""
+    places = [above[-1].parent / path] if above else [path]
+    package = Path(__file__).parents[1]
+    places += [home / path for home in (package / "configs", package.parent / "configs")]
+    places = list(dict.fromkeys(places))
+    for place in places:
+        try:
+            if place.is_file():
+                return place.resolve()
+        except OSError as error:  # a name that no file can have
+            raise ConfigError(f"cannot look for the file '{place}': {error.strerror}") from error
+    by = f", included by '{above[-1]}'" if above else ""
+    raise ConfigError(f"there is no file '{path}'{by}; looked at {', '.join(str(p) for p in places)}")
+
+
+def _override(text: str) -> dict[str, Any]:
+    key, equals, _ = text.partition("=")
+    if not equals or not key:
+        raise ConfigError(f"an override must read key=value, not '{text}'")
+    try:
+        raw = OmegaConf.to_container(OmegaConf.from_dotlist([text]), resolve=False)
+    except _UNREADABLE as error:
+        raise ConfigError(f"cannot parse the override '{text}': {error}") from error
+    _refuse_magic(raw, f"override '{text}'")
+    return raw
+
+
+def _refuse_magic(value: Any, place: str) -> None:
+    """Refuse interpolations, and keys that are neither a text nor the number of an item."""
+    match value:
+        case dict():
+            for key, inner in value.items():
+                if type(key) not in (str, int):
+                    raise ConfigError(f"{place}: the key {key!r} must be a text; put it into quotes")
+                _refuse_magic(inner, f"{place}: {key}")
+        case list():
+            for inner in value:
+                _refuse_magic(inner, place)
+        case str() if "${" in value:
+            raise ConfigError(f"{place}: '{value}' looks like an interpolation; write the value itself")
+
+
+def merge(below: Any, above: Any) -> Any:
+    """Lay one plain value over another. `{"0": x}` over a list changes its first item, options over a name
+    extend it."""
+    match below, above:
+        case list(), dict() if above and all(str(key).isdigit() for key in above):
+            changed = {int(key): value for key, value in above.items()}
+            if max(changed) >= len(below):
+                raise ConfigError(f"there is no item {max(changed)} in a list of {len(below)}: {below}")
+            return [merge(item, changed[i]) if i in changed else item for i, item in enumerate(below)]
+        case str(), dict() if "name" not in above:
+            return {"name": below, **above}
+        case {"name": lower}, {"name": upper} if lower != upper:
+            return above
+        case dict(), dict():
+            laid = {key: merge(below[key], value) if key in below else value for key, value in above.items()}
+            return {**below, **laid}
+    return above

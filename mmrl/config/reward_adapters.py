@@ -1,0 +1,113 @@
+"""The forms a reward may be written in: for one outcome at a time, or as TRL has it."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from mmrl.core.types import Outcome, Prompt
+
+
+def handed(prompts: Sequence[Prompt], outcomes: Sequence[Outcome]) -> tuple[list[Prompt], list[Outcome]]:
+    """Copy what one call of a reward gets, so that a reward that sorts or changes it moves no other.
+
+    Every row has lists, dictionaries, sets, tensors and arrays of its own. The pixels and times of outcomes
+    are shared, and so are objects of other classes.
+    """
+    return [_own(prompt) for prompt in prompts], [_own(outcome) for outcome in outcomes]
+
+
+def _own(value: Any) -> Any:
+    match value:
+        case Prompt(target=target, columns=columns, answers=answers):
+            return replace(value, target=_own(target), columns=_own(columns), answers=_own(answers))
+        case Outcome(tags=tags, recorded=recorded):
+            return replace(value, tags=_own(tags), recorded=_own(recorded))
+        case torch.Tensor():
+            return value.detach().clone()
+        case Mapping():
+            return {key: _own(inner) for key, inner in value.items()}
+        case list():
+            return [_own(inner) for inner in value]
+        case tuple() if type(value) is tuple:
+            return tuple(_own(inner) for inner in value)
+        case set():
+            return set(value)
+    return copy.deepcopy(value) if hasattr(value, "__array__") else value  # an array of numpy
+
+
+def per_outcome(measure: Callable[..., float | None]) -> Callable[..., list[float | None]]:
+    """Turn a function of one prompt and one outcome into a reward of all of them."""
+
+    @functools.wraps(measure)
+    def reward(prompts: Sequence[Prompt], outcomes: Sequence[Outcome], **options: Any) -> list[float | None]:
+        return [
+            measure(prompt, outcome, **options) for prompt, outcome in zip(prompts, outcomes, strict=True)
+        ]
+
+    return reward
+
+
+def is_trl(function: Callable) -> bool:
+    """Tell whether a function is written in TRL's form: it takes `completions`."""
+    return "completions" in inspect.signature(function).parameters
+
+
+def from_trl(function: Callable) -> Callable:
+    """Wrap `f(prompts, completions, **columns)`, plain or asynchronous, as a reward.
+
+    A prompt whose data row holds messages gives messages, as in TRL; any other gives texts. The completions
+    of image and video models are their media. Columns are handed over by name: all of them to a function with
+    `**kwargs`, else those it names.
+    """
+    parameters = inspect.signature(function).parameters
+    takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
+
+    def arguments(prompts: Sequence[Prompt], outcomes: Sequence[Outcome]) -> dict[str, Any]:
+        offered = {
+            name: [prompt.columns.get(name) for prompt in prompts]
+            for name in dict.fromkeys(key for prompt in prompts for key in prompt.columns)
+        }
+        offered |= {
+            "prompts": [_asked(prompt) for prompt in prompts],
+            "completions": [
+                _given(prompt, outcome) for prompt, outcome in zip(prompts, outcomes, strict=True)
+            ],
+            "completion_ids": [None] * len(outcomes),
+            "trainer_state": None,
+            "target": [p.target for p in prompts],
+        }
+        return {name: value for name, value in offered.items() if takes_all or name in parameters}
+
+    if inspect.iscoroutinefunction(function):
+
+        @functools.wraps(function)
+        async def patient(prompts: Sequence[Prompt], outcomes: Sequence[Outcome]) -> Any:
+            return await function(**arguments(prompts, outcomes))
+
+        return patient
+
+    @functools.wraps(function)
+    def plain(prompts: Sequence[Prompt], outcomes: Sequence[Outcome]) -> Any:
+        return function(**arguments(prompts, outcomes))
+
+    return plain
+
+
+def _asked(prompt: Prompt) -> Any:
+    messages = prompt.columns.get("prompt")
+    return messages if isinstance(messages, list) else prompt.text
+
+
+def _given(prompt: Prompt, outcome: Outcome) -> Any:
+    if outcome.text is None:
+        return outcome.image if outcome.video is None else outcome.video
+    if isinstance(prompt.columns.get("prompt"), list):
+        return [{"role": "assistant", "content": outcome.text}]
+    return outcome.text

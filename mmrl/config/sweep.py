@@ -1,0 +1,55 @@
+"""Several settings of one evaluation: each is a set of changes, and a configuration of its own."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import fields, replace
+from functools import reduce
+from typing import Any
+
+from mmrl.config.loading import merge
+from mmrl.config.schema import ConfigError, EvaluateConfig, as_plain, parse
+
+
+def settings_of(config: EvaluateConfig) -> dict[str, EvaluateConfig]:
+    """Make the configuration of every setting, without loading anything.
+
+    Keys are dotted, as overrides on the command line are: `{evaluation.engine.0.temperature: 0.7}`. A setting
+    may change the policy and the engine; prompts, rewards and draws are those of all, or nothing could be
+    compared.
+    """
+    base = replace(config, settings={})
+    return {name: _changed(base, name, changes) for name, changes in config.settings.items()}
+
+
+def setting_of(config: EvaluateConfig, name: str) -> EvaluateConfig:
+    """Make the configuration of one setting."""
+    if name not in config.settings:
+        near = difflib.get_close_matches(name, config.settings, 1)
+        hint = f"did you mean '{near[0]}'?" if near else f"there are {', '.join(config.settings) or 'none'}"
+        raise ConfigError(f"there is no setting '{name}'; {hint}")
+    return _changed(replace(config, settings={}), name, config.settings[name])
+
+
+def _changed(base: EvaluateConfig, name: str, changes: Mapping[str, Any]) -> EvaluateConfig:
+    try:
+        raw = as_plain(base)
+        for key, value in changes.items():
+            raw = merge(raw, _nested(key, value))
+        config = parse(raw, EvaluateConfig)
+    except ConfigError as error:
+        raise ConfigError(f"settings.{name}: {error}") from error
+    engine = replace(config.evaluation, engine=base.evaluation.engine)
+    same = replace(config, policy=base.policy, evaluation=engine)
+    for one in fields(base):
+        if getattr(same, one.name) != getattr(base, one.name):
+            raise ConfigError(
+                f"settings.{name} changes '{one.name}', but settings are compared on the same prompts, with "
+                "the same draws and rewards; change the policy and the engine of the evaluation alone"
+            )
+    return config
+
+
+def _nested(key: str, value: Any) -> Any:
+    return reduce(lambda inner, part: {part: inner}, reversed(key.split(".")), as_plain(value))

@@ -1,0 +1,215 @@
+"""The step table: one row per rollout, one column per step. It is what is learned from."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from mmrl.core.reward_table import RewardTable, place_of_steps
+from mmrl.core.tensor import pad_to
+from mmrl.core.types import Steps, Unit
+
+
+@dataclass(frozen=True)
+class StepOutput:
+    """What a policy says about every step: `logp` is (N, T), an entry of `extra` is (N, T, ...)."""
+
+    logp: Tensor
+    extra: Mapping[str, Tensor] = field(default_factory=dict)
+
+    def detach(self) -> StepOutput:
+        """Forget how it was computed."""
+        return StepOutput(self.logp.detach(), {name: value.detach() for name, value in self.extra.items()})
+
+    def __getitem__(self, rows: Tensor) -> StepOutput:
+        return StepOutput(self.logp[rows], {name: value[rows] for name, value in self.extra.items()})
+
+
+@dataclass(frozen=True)
+class Totals:
+    """What losses divide by: counted over one update, and then averaged over processes."""
+
+    steps: float = 0.0
+    rows: float = 0.0
+    groups: float = 0.0
+    drawn: float = 0.0  # rows, those among them that are not learned from
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Rows of rollouts by steps, with everything that an objective reads.
+
+    Letters: `N` rows, `T` steps. `weight` says how much a step counts; it is set by the objective and already
+    divides.
+    """
+
+    group: Tensor  # (N,) int64
+    mask: Tensor  # (N, T) 1 where a step was the policy's choice and is learned from
+    steps: Steps
+    advantage: Tensor  # (N, T)
+    weight: Tensor  # (N, T)
+    notes: Mapping[str, Tensor] = field(default_factory=dict)  # (N, T), NaN where nothing was noted
+    others: Mapping[str, StepOutput] = field(default_factory=dict)  # "old", "ref", "ema", "engine"
+    totals: Totals = Totals()
+    drawn: float | None = None  # rows that the filter kept, before the chain dropped any; None: those here
+    order: tuple[int, ...] = ()  # the groups of the collection, on all processes; without it those of `group`
+    rows: Tensor = torch.zeros(0, dtype=torch.int64)  # (N,) which rollouts these are, where that is known
+
+    @staticmethod
+    def of(steps: Steps, mask: Tensor, notes: Mapping[str, Tensor]) -> Batch:
+        """Make the table of a policy that knows which steps were its choice, before credit is laid over
+        it."""
+        nothing = torch.zeros_like(mask)
+        return Batch(torch.zeros(len(mask), dtype=torch.int64), mask, steps, nothing, nothing, notes)
+
+    def __len__(self) -> int:
+        return len(self.mask)
+
+    def replace(self, **changes) -> Batch:
+        """Copy the batch with some columns changed."""
+        return dataclasses.replace(self, **changes)
+
+    def by(self, name: str, new: StepOutput) -> StepOutput:
+        """Look up what another policy says. `old` that nobody asked is the current pass, detached: the ratio
+        is 1."""
+        return new.detach() if name == "old" and name not in self.others else self.others[name]
+
+    def on(self, device: torch.device) -> Batch:
+        """Move the numbers (not the steps, which their policy moves) to a device."""
+        moved = {name: getattr(self, name).to(device) for name in ("group", "mask", "advantage", "weight")}
+        notes = {name: note.to(device) for name, note in self.notes.items()}
+        others = {
+            name: StepOutput(other.logp.to(device), {k: v.to(device) for k, v in other.extra.items()})
+            for name, other in self.others.items()
+        }
+        return self.replace(**moved, notes=notes, others=others)
+
+    def select(self, rows: Tensor, columns: slice = slice(None)) -> Batch:
+        """Cut out rows (n,) and a range of steps."""
+        cut = {name: getattr(self, name)[rows][:, columns] for name in ("mask", "advantage", "weight")}
+        others = {
+            name: StepOutput(
+                other.logp[rows][:, columns], {k: v[rows][:, columns] for k, v in other.extra.items()}
+            )
+            for name, other in self.others.items()
+        }
+        notes = {name: note[rows][:, columns] for name, note in self.notes.items()}
+        return self.replace(
+            **cut,
+            group=self.group[rows],
+            steps=self.steps[rows, columns],
+            notes=notes,
+            others=others,
+            rows=self.rows[rows.cpu()] if len(self.rows) else self.rows,
+        )
+
+    def blank(self) -> Batch:
+        """Keep the first row, learn nothing from it: what a process without work still sends through the
+        model."""
+        first = self.select(torch.tensor([0]))
+        nothing = torch.zeros_like(first.mask)
+        return first.replace(mask=nothing, advantage=torch.zeros_like(first.advantage), drawn=0.0)
+
+    def count(self) -> Totals:
+        """Count what is learned from: steps, rows and groups that have any; and the rows that were drawn."""
+        rows = self.mask.sum(-1) > 0
+        groups = self.group[rows].unique().numel()
+        drawn = len(self) if self.drawn is None else self.drawn
+        return Totals(float(self.mask.sum()), float(rows.sum()), float(groups), float(drawn))
+
+    def parts(self, num_parts: int) -> Iterator[Batch]:
+        """Cut the batch into parts of whole groups for one optimizer step each; an empty part is one blanked
+        row.
+
+        The groups of the whole collection are parted, so a part holds the same groups on one process and on
+        many. Rows that were drawn are shared out evenly.
+        """
+        drawn = None if self.drawn is None else self.drawn / num_parts
+        names = self.order or tuple(dict.fromkeys(self.group.tolist()))
+        for part in range(num_parts):
+            mine = names[part * len(names) // num_parts : (part + 1) * len(names) // num_parts]
+            rows = torch.isin(self.group, torch.tensor(mine, dtype=torch.int64)).nonzero()[:, 0]
+            part = self.select(rows) if len(rows) else self.blank()
+            yield part if drawn is None else part.replace(drawn=drawn)
+
+    def split(self, max_steps: int, unit: Unit) -> list[Batch]:
+        """Cut the batch into micro-batches, as `cuts` says."""
+        return [self.select(rows, columns) for rows, columns in self.cuts(max_steps, unit)]
+
+    def cuts(self, max_steps: int, unit: Unit) -> list[tuple[Tensor, slice]]:
+        """Find rows and columns of micro-batches whose `steps.cost` is at most `max_steps`, never below
+        `unit`.
+
+        A micro-batch is only larger when one unit alone is. Cuts fall between groups where they can, since
+        rows of a group share their prompt.
+        """
+        unit = max(unit, self.steps.unit)
+        micros: list[list[int]] = [[]]
+        for whole in _groups(self.group):
+            if micros[-1] and self._cost(micros[-1] + whole) > max_steps >= self._cost(whole):
+                micros.append([])
+            for piece in [whole] if unit == Unit.GROUP else [[row] for row in whole]:
+                if micros[-1] and self._cost(micros[-1] + piece) > max_steps:
+                    micros.append([])
+                micros[-1] = micros[-1] + piece
+        return [
+            (torch.tensor(rows), columns)
+            for rows in micros
+            if rows
+            for columns in self._columns(rows, max_steps, unit)
+        ]
+
+    def _cost(self, rows: list[int]) -> int:
+        return self.steps.cost(torch.tensor(rows))
+
+    def _columns(self, rows: list[int], max_steps: int, unit: Unit) -> list[slice]:
+        """Cut between steps where that is allowed and a row alone is too large."""
+        num_steps, cost = self.mask.shape[1], self._cost(rows)
+        if unit > Unit.STEP or cost <= max_steps or num_steps < 2:
+            return [slice(None)]
+        width = max(1, num_steps * max_steps // cost)
+        return [slice(at, min(at + width, num_steps)) for at in range(0, num_steps, width)]
+
+
+def _groups(group: Tensor) -> list[list[int]]:
+    """List the rows of every group, in order of first appearance."""
+    members: dict[int, list[int]] = {}
+    for row, name in enumerate(group.tolist()):
+        members.setdefault(name, []).append(row)
+    return list(members.values())
+
+
+def spread(credit: RewardTable, batch: Batch) -> Batch:
+    """Lay the one reward that a chain left, `learn` and the chain's notes over the steps of a collated batch.
+
+    The rows of `credit` are those of `batch`, in order; a table without rows blanks the batch.
+    """
+    if len(credit.names) > 1:
+        raise ValueError(
+            f"the advantage chain ended with {len(credit.names)} rewards {credit.names}; "
+            "add `total` to combine them"
+        )
+    if not len(credit):
+        return batch.replace(rows=torch.arange(len(batch))).blank()
+    num_steps = batch.mask.shape[1]
+    places = place_of_steps(credit.ends, num_steps)
+    learned = (credit.learn & credit.valid[:, 0]).gather(1, places)
+    advantage = torch.where(credit.valid[:, 0], credit.values[:, 0], 0.0).gather(1, places)
+    device = batch.mask.device
+    notes = {
+        name: pad_to(note, num_steps, 1, float("nan"))[:, :num_steps].float().to(device)
+        for name, note in credit.notes.items()
+        if name not in batch.notes
+    }
+    mask = batch.mask * learned.to(device)
+    return batch.replace(
+        group=credit.group.to(device),
+        mask=mask,
+        advantage=advantage.float().to(device) * mask,
+        notes={**batch.notes, **notes},
+        rows=torch.arange(len(credit)),
+    )

@@ -1,0 +1,25 @@
+"""Arithmetic."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+from mmrl.config.registry import meter
+from mmrl.core.flop_counter import CountOperations
+from mmrl.core.protocols import Engine
+
+
+@meter
+@contextmanager
+def operations(engine: Engine) -> Iterator[Mapping[str, float]]:
+    """Count multiplications and additions of matrix products, convolutions and attention, wherever they are
+    made.
+
+    What is looked up in tables, as codes of one bit are on a CPU, and what kernels of Triton do are not
+    counted.
+    """
+    spent: dict[str, float] = {}
+    with CountOperations() as count:
+        yield spent
+    spent["operations"] = float(count.total.total())

@@ -1,0 +1,185 @@
+"""Opening image and video files of others: one loader of each, with a list of allowed formats and limits on
+size."""
+
+from __future__ import annotations
+
+import io
+import struct
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from mmrl.data.fields import RowError
+
+MAX_IMAGE_PIXELS = 100_000_000
+# Not EPS, for which Pillow starts ghostscript, nor formats whose readers hardly anybody uses.
+IMAGE_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "AVIF")
+# ffmpeg's names of containers. None of them reads other files: no playlists, lists of files or descriptions
+# of streams (hls, concat, image2, dash, sdp), whatever a file is called.
+CONTAINERS = "mov,mp4,matroska,webm,avi,mpegts,mpeg,flv,ogg,asf,gif"
+DEEP = 65535  # white of 16-bit grey
+
+
+class MediaError(RowError):
+    """An image or a video that cannot be used. The message names the file."""
+
+
+def locate(name: str, root: Path) -> Path:
+    """Find a file inside a folder, or say what is wrong with its name."""
+    try:
+        inside = root.resolve()
+        path = (inside / name).resolve()
+        there = path.is_relative_to(inside) and path.is_file()
+    except (OSError, ValueError) as error:  # too long, a loop of links, a zero byte
+        raise MediaError(f"{name!r} in '{root}' cannot be the path of a file: {_said(error)}") from error
+    if not path.is_relative_to(inside):
+        raise MediaError(f"the path '{name}' leaves its root '{root}'; paths must stay inside it")
+    if not there:
+        raise MediaError(f"there is no file '{name}' in '{root}'")
+    return path
+
+
+@contextmanager
+def opened_image(source: Path | bytes, name: str, max_pixels: int = MAX_IMAGE_PIXELS) -> Iterator[Any]:
+    """Open an image of Pillow from a file or from bytes; what fails inside is a `MediaError` with `name`."""
+    from PIL import Image
+
+    Image.init()
+    formats = [form for form in IMAGE_FORMATS if form in Image.OPEN]  # AVIF is new in Pillow 11.3
+    try:
+        with ExitStack() as stack:
+            file = io.BytesIO(source) if type(source) is bytes else stack.enter_context(source.open("rb"))
+            image = stack.enter_context(Image.open(file, formats=formats))
+            if image.width * image.height > max_pixels:
+                raise MediaError(
+                    f"'{name}' has {image.width}x{image.height} pixels; the limit is {max_pixels}; make it "
+                    "smaller"
+                )
+            yield image
+    except MediaError:
+        raise
+    except Exception as error:  # Pillow's readers raise errors of any type where a file is damaged
+        raise MediaError(
+            f"cannot decode '{name}': {_said(error)}; wanted an image as {', '.join(IMAGE_FORMATS)}"
+        ) from error
+
+
+def read_image(
+    source: Path | bytes, name: str, max_pixels: int = MAX_IMAGE_PIXELS, *, transparent: bool = False
+) -> Any:
+    """Decode an image upright as RGB of Pillow, 8 bits a channel; what is transparent shows white below it.
+
+    Grey of 16 bits is scaled, so that its white is 255. 32-bit integers and floating point, whose white no
+    file tells, are errors. Of an animation (GIF, WebP, APNG, AVIF) or of several pages it is the first.
+    With `transparent` it is RGBA, and nothing is laid below it. `name` appears in errors.
+    """
+    from PIL import Image, ImageOps
+
+    with opened_image(source, name, max_pixels) as image:
+        image.load()
+        upright = _in_8_bits(ImageOps.exif_transpose(image), image, name)
+        if transparent:
+            return upright.convert("RGBA")
+        if upright.has_transparency_data:
+            upright = upright.convert("RGBA")
+            upright = Image.alpha_composite(Image.new("RGBA", upright.size, "white"), upright)
+        return upright.convert("RGB")
+
+
+def _in_8_bits(image: Any, file: Any, name: str) -> Any:
+    """Scale 16-bit grey to 8 bits; `file` is the image as it was opened, which tells the format."""
+    import numpy
+    from PIL import Image
+
+    # Older versions of Pillow open 16-bit PNG as 32-bit integers, and all of them 16-bit PGM.
+    if not image.mode.startswith("I;16") and not (image.mode == "I" and file.format in ("PNG", "PPM")):
+        if image.mode in ("I", "F"):
+            what = "32-bit integers" if image.mode == "I" else "floating-point numbers"
+            raise MediaError(
+                f"'{name}' holds {what}, and no file tells which of them is white; save it with 8 or 16 bits"
+            )
+        return image
+    values = numpy.array(image).astype(numpy.int64)
+    bits, inverted = 16, False
+    if file.format == "TIFF":
+        bits, inverted = file.tag_v2.get(258, (16,))[0], file.tag_v2.get(262) == 0
+    white = (1 << bits) - 1
+    grey = (values.clip(0, white) * 255 + white // 2) // white
+    scaled = Image.fromarray((255 - grey if inverted else grey).astype(numpy.uint8))
+    clear = file.info.get("transparency")
+    if isinstance(clear, int):  # the one value that is transparent
+        scaled.putalpha(Image.fromarray(((values != clear) * 255).astype(numpy.uint8)))
+    return scaled
+
+
+@contextmanager
+def opened_video(path: Path, max_pixels: int = MAX_IMAGE_PIXELS) -> Iterator[Any]:
+    """Open a container of PyAV that has a video; what fails inside is a `MediaError`.
+
+    Only formats that hold their media themselves are opened, and nothing but this file is ever read.
+    """
+    import av
+
+    try:
+        with ExitStack() as stack:
+            file = stack.enter_context(path.open("rb"))
+            container = stack.enter_context(
+                av.open(
+                    file,
+                    io_open=_refuse,
+                    container_options={"format_whitelist": CONTAINERS},
+                    metadata_errors="replace",  # titles in other encodings than UTF-8 are common
+                )
+            )
+            if not container.streams.video:
+                raise MediaError(f"'{path}' holds no video stream")
+            codec = container.streams.video[0].codec_context
+            if codec is None:
+                raise MediaError(f"'{path}' holds a video in a codec that this build of ffmpeg does not know")
+            if codec.width * codec.height > max_pixels:  # a damaged header may claim any size
+                raise MediaError(
+                    f"'{path}' has {codec.width}x{codec.height} pixels; the limit is {max_pixels}; make it "
+                    "smaller"
+                )
+            codec.options = {"max_pixels": str(max_pixels)}  # and a stream may grow on its way
+            yield container
+    except MediaError:
+        raise
+    except (av.error.FFmpegError, OSError, ValueError, OverflowError, MemoryError) as error:
+        raise MediaError(
+            f"cannot decode '{path}': {_said(error)}; wanted a video as {CONTAINERS.replace(',', ', ')}"
+        ) from error
+
+
+def is_turned(frame: Any) -> bool:
+    """Tell whether a frame of PyAV is shown turned by a quarter, so that its width becomes its height."""
+    a, b, _, _ = _display_matrix(frame)
+    return abs(b) > abs(a)
+
+
+def upright(pixels: Tensor, frame: Any) -> Tensor:
+    """Turn and mirror (height, width, 3) pixels as the display matrix of their frame says."""
+    a, b, c, d = _display_matrix(frame)  # x goes to a x + c y, y to b x + d y
+    if abs(b) > abs(a):
+        pixels, a, d = pixels.transpose(0, 1), c, b
+    return pixels.flip([dim for dim, along in ((0, d), (1, a)) if along < 0])
+
+
+def _display_matrix(frame: Any) -> tuple[int, int, int, int]:
+    matrix = frame.side_data.get("DISPLAYMATRIX")
+    if matrix is None:
+        return 1, 0, 0, 1
+    a, b, _, c, d = struct.unpack("=9i", bytes(matrix))[:5]
+    return a, b, c, d
+
+
+def _refuse(url: str, flags: int, options: dict) -> Any:
+    raise PermissionError(f"it refers to another file, '{url}'")
+
+
+def _said(error: Exception) -> str:
+    words = getattr(error, "strerror", None) or str(error)
+    return " ".join(words.split()) or type(error).__name__

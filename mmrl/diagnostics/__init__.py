@@ -1,0 +1,1 @@
+"""Checks of configurations, data and runs, and memory estimates."""

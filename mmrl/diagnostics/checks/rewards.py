@@ -1,0 +1,148 @@
+"""Whether rewards say something, and the right thing."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import math
+from collections.abc import Awaitable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from mmrl.config.binding import Bound
+from mmrl.config.registry import checkup
+from mmrl.config.reward_adapters import handed
+from mmrl.core.reward_table import EQUAL
+from mmrl.core.tensor import group_extreme, group_index
+from mmrl.core.types import Outcome, Prompt
+from mmrl.diagnostics.context import Examined, Symptom, spelled
+
+
+@checkup
+def rewards_apply(examined: Examined) -> Iterator[Symptom]:
+    """See whether every reward and label applies to an answer: None for all of them teaches nothing."""
+    for said in examined.table.absent.values():
+        yield Symptom(
+            said,
+            "see whether it reads the column or target that the data have; `on_absent: warn` is for one that "
+            "applies later",
+        )
+
+
+@checkup
+def groups_vary(examined: Examined) -> Iterator[Symptom]:
+    """See whether answers to one prompt earn different rewards: groups without a spread teach nothing."""
+    table = examined.table
+    if not len(table) or examined.config.rollout.num_generations < 2:
+        return
+    index = group_index([table.group])
+    constant = []
+    for name in table.names:
+        values = table.at_end(name)
+        known = ~values.isnan()
+        spread = group_extreme(values, index, known) - group_extreme(values, index, known, largest=False)
+        if known.any() and not bool((spread[known] > EQUAL).any()):
+            said = {round(value, 6) for value in values[known].tolist()}
+            constant.append(f"{name} ({', '.join(f'{value:g}' for value in sorted(said)[:3])})")
+    if not constant:
+        return
+    groups = len(set(table.group.tolist()))
+    if len(constant) < len(table.names):
+        yield Symptom(
+            f"these rewards are the same for all answers of every prompt: {', '.join(constant)}",
+            "see whether they read what they should; a reward that never differs changes no advantage",
+        )
+        return
+    yield Symptom(
+        f"in all {groups} groups every answer has the same reward, so nothing is learned: "
+        f"{', '.join(constant)}",
+        "see whether the reward can tell answers apart at all, sample hotter, ask easier or harder prompts, "
+        "or begin with demonstrations",
+    )
+
+
+@checkup
+def rewards_order(examined: Examined) -> Iterator[Symptom]:
+    """Compare the reward of a known-good answer with that of an empty one, and of one to another prompt.
+
+    A known-good answer is the first that is recorded, or the target where that is a text. The weighted sum is
+    judged, since a reward alone may well prefer a short answer; and one that does not look at the prompt may
+    well like an answer to another.
+    """
+    known = [(prompt, good) for prompt in examined.prompts if (good := _good(prompt)) is not None]
+    if not known:
+        return
+    prompts = [prompt for prompt, _ in known]
+    answers = [good for _, good in known]
+    spoilt = {"an empty one": [_emptied(good) for good in answers]}
+    if len(known) > 1:
+        spoilt["one to another prompt"] = [*answers[1:], answers[0]]
+    bounds = [bound for bound in examined.rewards if bound.weight]
+    good = {bound.name: _measured(bound, prompts, answers) for bound in bounds}
+    equal = []
+    for kind, worse in spoilt.items():
+        margins = {b.name: b.weight * (good[b.name] - _measured(b, prompts, worse)) for b in bounds}
+        usable = {name: margin for name, margin in margins.items() if not margin.isnan().all()}
+        if usable:
+            yield from _reversed(kind, usable, prompts)
+            equal.append(all(bool((margin.nan_to_num().abs() <= EQUAL).all()) for margin in usable.values()))
+    if equal and all(equal):
+        yield Symptom(
+            f"a known-good answer earns exactly as much as {' or '.join(spoilt)}, for every prompt",
+            "see whether the rewards read the target, and how they parse an answer",
+        )
+
+
+def _reversed(kind: str, margins: dict[str, torch.Tensor], prompts: Sequence[Prompt]) -> Iterator[Symptom]:
+    """Complain where most prompts, and their mean, stand the wrong way round."""
+    known = ~torch.stack(list(margins.values())).isnan().all(0)
+    total = torch.stack([margin.nan_to_num() for margin in margins.values()]).sum(0)
+    wrong = (total < -EQUAL) & known
+    if int(wrong.sum()) * 2 > int(known.sum()) and float(total[known].mean()) < -EQUAL:
+        guilty = [name for name, margin in margins.items() if float(margin.nanmean()) < 0]
+        first = prompts[int(wrong.nonzero()[0])].uid
+        yield Symptom(
+            f"a known-good answer earns less than {kind} for {int(wrong.sum())} of {int(known.sum())} "
+            f"prompts (the first is '{first}'), which {spelled(guilty)} prefer",
+            "higher must be better: turn the reward, or its weight, around, or set it beside one that looks "
+            "at the answer",
+        )
+
+
+def _of(examined: Examined, name: str) -> Bound:
+    return next(bound for bound in examined.rewards if bound.name == name)
+
+
+def _good(prompt: Prompt) -> Outcome | None:
+    if prompt.answers:
+        return prompt.answers[0]
+    return Outcome(text=prompt.target) if type(prompt.target) is str else None
+
+
+def _emptied(answer: Outcome) -> Outcome:
+    """Leave nothing of an answer but its form."""
+    blank = {
+        name: torch.zeros_like(value)
+        for name in ("image", "video")
+        if (value := getattr(answer, name)) is not None
+    }
+    return replace(answer, text=None if answer.text is None else "", **blank)
+
+
+def _measured(bound: Bound, prompts: Sequence[Prompt], answers: Sequence[Outcome]) -> torch.Tensor:
+    """Measure answers; NaN where a reward does not apply, or does not come through an answer like this."""
+    try:
+        values = bound(*handed(prompts, answers))
+        if inspect.isawaitable(values):
+            values = asyncio.run(_awaited(values))
+        return torch.tensor(
+            [math.nan if value is None else float(value) for value in values], dtype=torch.float64
+        )
+    except Exception:  # a fault in training is told by the run; here the answers are not the policy's
+        return torch.full((len(prompts),), math.nan, dtype=torch.float64)
+
+
+async def _awaited(values: Awaitable[Any]) -> Any:
+    return await values

@@ -1,0 +1,161 @@
+"""What keys or values are held in: blocks that give products with queries and weighted sums, exact or from
+codes.
+
+A block holds `R` rows, `h` key-value heads, `n` tokens of `D` channels.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from mmrl.kv_cache.packed_matmul import dots, mix, times
+from mmrl.kv_cache.quantization import Codes, dequantize, rotation
+
+
+class Block(Protocol):
+    """Keys or values of some tokens."""
+
+    nbytes: int
+
+    def dots(self, query: Tensor) -> Tensor: ...  # (R, h, Q, D) to (R, h, Q, n)
+    def mix(self, weights: Tensor) -> Tensor: ...  # (R, h, Q, n) to (R, h, Q, D)
+    def dense(self) -> Tensor: ...  # (R, h, n, D)
+    def select(self, rows: Tensor) -> Block: ...
+
+
+@dataclass(frozen=True)
+class Exact:
+    """Tokens as they came: (R, h, n, D)."""
+
+    x: Tensor
+
+    @property
+    def nbytes(self) -> int:
+        """Measure what is held."""
+        return self.x.numel() * self.x.element_size()
+
+    @cached_property
+    def _flat(self) -> tuple[Tensor, Tensor]:
+        """View rows and heads as one axis: tokens in rows, and in columns."""
+        flat = self.x.flatten(0, 1)
+        return flat, flat.mT
+
+    def dots(self, query: Tensor) -> Tensor:
+        """Multiply with queries."""
+        return self._times(query, self._flat[1])
+
+    def mix(self, weights: Tensor) -> Tensor:
+        """Add up by weights."""
+        return self._times(weights, self._flat[0])
+
+    def _times(self, x: Tensor, other: Tensor) -> Tensor:
+        found = times(x.flatten(0, 1).to(other.dtype), other)
+        return found.view(*x.shape[:3], -1).to(x.dtype)
+
+    def dense(self) -> Tensor:
+        """Give the tokens."""
+        return self.x
+
+    def select(self, rows: Tensor) -> Exact:
+        """Keep rows, in this order."""
+        return Exact(self.x[rows])
+
+
+@dataclass(frozen=True)
+class Coded:
+    """Tokens in few bits, in `E` groups: codes of (R, h, E, n / E, D); `turned` says that they were rotated.
+
+    Scales never meet the codes: what belongs to a channel goes into the query or behind the sum, what belongs
+    to a token into the weight (CalibQuant calls it post-scaling, arXiv 2502.14882).
+    """
+
+    codes: Codes
+    turned: bool = False
+
+    @property
+    def nbytes(self) -> int:
+        """Measure what is held."""
+        return self.codes.nbytes
+
+    @cached_property
+    def _flat(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """View rows, heads and groups as one axis of blocks: codes, scale, low, and low as a column."""
+        packed, scale, low = (x.flatten(0, 2) for x in (self.codes.packed, self.codes.scale, self.codes.low))
+        return packed, scale, low, low.mT
+
+    def dots(self, query: Tensor) -> Tensor:
+        """Multiply with queries; keys share their scales over tokens."""
+        groups = self.codes.packed.shape[2]
+        packed, scale, _, low = self._flat
+        each = self._turn(query).flatten(0, 1)
+        each = each.repeat_interleave(groups, 0) if groups > 1 else each
+        # One number per query and group: the product of the query with what code 0 stands for.
+        base = torch.bmm(each, low.to(each.dtype))
+        scores = dots(each * scale, packed, self.codes.nbits, base)
+        if groups == 1:
+            return scores.view(*query.shape[:3], -1)
+        return scores.view(*query.shape[:2], groups, *scores.shape[1:]).transpose(2, 3).flatten(-2)
+
+    def mix(self, weights: Tensor) -> Tensor:
+        """Add up by weights."""
+        if self.codes.by_token:
+            return self._turn(self._mix_by_token(weights))
+        return self._turn(self._mix_by_channel(weights))
+
+    def _mix_by_channel(self, weights: Tensor) -> Tensor:
+        groups, shape = self.codes.packed.shape[2], weights.shape[:3]
+        packed, scale, low, _ = self._flat
+        if groups > 1:
+            weights = weights.unflatten(-1, (groups, -1)).transpose(2, 3).flatten(0, 1)
+        weights = weights.flatten(0, 1)
+        flat = mix(weights, packed, self.codes.nbits, self.codes.size)
+        found = torch.addcmul(flat * scale, weights.sum(-1, keepdim=True), low.to(flat.dtype))
+        if groups == 1:
+            return found.view(*shape, -1)
+        return found.view(*shape[:2], groups, *found.shape[1:]).sum(2)
+
+    def _mix_by_token(self, weights: Tensor) -> Tensor:
+        codes, kinds = self.codes, self.codes.scale.shape[-1]
+        weights = weights.unflatten(-1, (codes.packed.shape[2], -1)).transpose(2, 3)
+        scale, low = (x.to(weights.dtype).movedim(-1, 3) for x in (codes.scale, codes.low))
+        folded = weights[:, :, :, None] * scale[..., None, :]
+        packed = codes.packed.unflatten(-1, (kinds, -1)).movedim(-2, 3)
+        flat = mix(folded.flatten(0, 3), packed.flatten(0, 3), codes.nbits, codes.size // kinds)
+        base = (weights[:, :, :, None] * low[..., None, :]).sum(-1, keepdim=True)
+        found = flat.view(*folded.shape[:-1], -1) + base
+        return found.sum(2).movedim(2, 3).flatten(-2)
+
+    def dense(self) -> Tensor:
+        """Give back the tokens as near as codes are."""
+        return self._turn(dequantize(self.codes)).flatten(2, 3)
+
+    def select(self, rows: Tensor) -> Coded:
+        """Keep rows, in this order."""
+        return replace(self, codes=self.codes.select(rows))
+
+    def _turn(self, x: Tensor) -> Tensor:
+        # The rotation is its own inverse.
+        return x @ rotation(self.codes.size, x.dtype, x.device) if self.turned else x
+
+
+def spread(x: Tensor, slots: Tensor, length: int) -> Tensor:
+    """Put tokens (R, h, n, D) where their slots (R, n) or (R, h, n) say; slots below 0 are nowhere.
+
+    The result is (R, h, length, D), 0 where nothing was put.
+    """
+    slots = (slots if slots.dim() == 3 else slots[:, None]).expand(x.shape[:3])
+    out = x.new_zeros(*x.shape[:2], length + 1, x.shape[3])
+    where = torch.where(slots < 0, length, slots)[..., None].expand(x.shape)
+    return out.scatter_(2, where, x)[:, :, :length]
+
+
+def collect(x: Tensor, slots: Tensor) -> Tensor:
+    """Take tokens (R, h, S, D) from their slots (R, n) or (R, h, n); slots below 0 give 0."""
+    slots = (slots if slots.dim() == 3 else slots[:, None]).expand(*x.shape[:2], slots.shape[-1])
+    found = x.gather(2, slots.clamp(min=0)[..., None].expand(*slots.shape, x.shape[-1]))
+    return found * (slots >= 0)[..., None]

@@ -1,0 +1,1 @@
+"""What a run writes: metrics, console, HTML pages, trackers, model cards."""

@@ -1,0 +1,311 @@
+"""Numbers of a step, under the names that TRL uses, and where they go: JSON lines, trackers, parquet."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mmrl.core.protocols import Tracker
+from mmrl.core.reward_table import EQUAL, Measured, RewardTable, name_id
+from mmrl.core.tensor import group_count, group_extreme, group_index, group_mean, group_std, group_sum
+from mmrl.core.types import Rollouts
+from mmrl.reporting.thumbnails import of_outcome, of_prompt
+from mmrl.runtime.files import flush, replacing, write_whole
+
+log = logging.getLogger("mmrl")
+
+EVALUATION = "evaluation.json"  # of a run's folder: its last evaluation
+EXHIBITS = "exhibits.html"  # what exhibits drew of it
+PICTURED = 8  # prompts of a collection that keep pictures
+
+
+def describe_rewards(table: RewardTable) -> dict[str, float]:
+    """Compute the reward metrics of a collection, over the rows that the policy sampled itself where there
+    are any."""
+    sampled = table.ids["on_policy"][:, 0] == 1
+    table = table.select(sampled) if sampled.any() else table
+    # Groups with a faulty reward are valid nowhere; the rest of their rewards is no sum.
+    reward = torch.where(table.valid.any(1).any(-1), table.reward(), torch.nan)
+    known = ~reward.isnan()
+    index = group_index([table.group])
+    extent = group_extreme(reward, index, known) - group_extreme(reward, index, known, largest=False)
+    metrics = {
+        "reward": _mean(reward),
+        "reward_std": _std(reward),
+        "frac_reward_zero_std": float((extent[known] < 1e-8).double().mean()) if known.any() else math.nan,
+    }
+    for name in table.scored:
+        answers = table.at_end(name)
+        metrics[f"rewards/{name}/mean"], metrics[f"rewards/{name}/std"] = _mean(answers), _std(answers)
+        metrics[f"rewards/{name}/group_std"] = _group_std(answers, index)
+        if f"fault/{name}" in table.ids:
+            broken = table.ids[f"fault/{name}"][table.present].double()
+            metrics[f"rewards/{name}/error_rate"] = float(broken.mean())
+    return metrics
+
+
+def _group_std(values: Tensor, index: Tensor) -> float:
+    """Average the standard deviation inside groups over those with two values or more; 0 without any."""
+    known = ~values.isnan()
+    enough = known & (group_count(index, known) > 1)
+    if not enough.any():
+        return 0.0
+    # Each group counts once, however many rows it has.
+    spread, share = group_std(values.nan_to_num(), index, known), 1 / group_count(index, enough)
+    spread = torch.where(spread > EQUAL, spread, 0.0)
+    return float((spread * share)[enough].sum() / share[enough].sum())
+
+
+def describe_shares(table: RewardTable, credit: RewardTable) -> dict[str, float]:
+    """Compute which share of the advantage each weighted reward has: `rewards/{name}/share`, 1 in all.
+
+    `table` holds the rewards of a collection, `credit` what the chain made of them. Inside a group let `d_k`
+    be a row's distance of weight times reward `k` from the group's mean, `d` their sum over `k`, `a` the same
+    distance of the row's advantage (its mean over places), and `c` the slope of `a` on `d` over the group. A
+    reward's share is the sum of `c * a * d_k` over all rows, divided by that of `c * a * d`: its part of the
+    variance of the advantage inside groups, as far as the rewards explain it. A share is negative where a
+    reward pulls against the rest. Nothing is told where no group varies. Our reading.
+    """
+    table = table.select(torch.isin(table.ids["row"][:, 0], credit.ids["row"][:, 0]))
+    learned = credit.learn & credit.valid.any(1)
+    if not table.names or not len(table) or not credit.values.shape[1] or len(table) != len(credit):
+        return {}
+    known = learned.any(-1) & ~table.reward().isnan()
+    index = group_index([table.group])
+    places = (credit.values[:, 0] * learned).sum(-1) / learned.sum(-1).clamp(min=1)
+    weighted = torch.stack([table.at_end(name).nan_to_num() for name in table.names], 1) * table.weights
+
+    def centred(values: Tensor) -> Tensor:
+        valid = known[:, None].expand_as(values)
+        return torch.where(valid, values - group_mean(values, index, valid), 0.0)
+
+    parts, advantage = centred(weighted), centred(places[:, None])
+    whole = parts.sum(1, keepdim=True)
+    against, square = group_sum(advantage * whole, index), group_sum(whole.square(), index)
+    slope = torch.where(square > EQUAL**2, against / square.clamp(min=EQUAL**2), 0.0)[index]
+    explained = (slope * advantage * parts).sum(0)
+    if not explained.sum() > EQUAL**2:
+        return {}
+    shares = (explained / explained.sum()).tolist()
+    return {f"rewards/{name}/share": share for name, share in zip(table.names, shares, strict=True)}
+
+
+def describe_speed(table: RewardTable, seconds: float) -> dict[str, float]:
+    """Compute how many rollouts, and how many of their steps, a second of the whole step brought."""
+    sampled = table.ids["on_policy"][:, 0] == 1
+    table = table.select(sampled) if sampled.any() else table
+    made = {"rollouts": float(len(table)), "steps": float(table.length.sum())}
+    return {f"time/{name}_per_second": count / seconds for name, count in made.items() if seconds > 0}
+
+
+def describe_lengths(table: RewardTable) -> dict[str, float]:
+    """Compute the length metrics of a collection; a row is clipped when its answer carries the tag `finish:
+    length`."""
+    sampled = table.ids["on_policy"][:, 0] == 1
+    table = table.select(sampled) if sampled.any() else table
+    length = table.length.double()
+    metrics = {
+        f"completions/{name}_length": float(value)
+        for name, value in (("mean", length.mean()), ("min", length.min()), ("max", length.max()))
+    }
+    if "finish" in table.ids:
+        clipped = table.ids["finish"].gather(1, table.last.clamp(min=0)[:, None])[:, 0] == name_id("length")
+        metrics["completions/clipped_ratio"] = float(clipped.double().mean())
+        if not clipped.all():
+            metrics["completions/mean_terminated_length"] = float(length[~clipped].mean())
+    return metrics
+
+
+def describe_measured(measured: Measured) -> dict[str, float]:
+    """Name what an evaluation found as the journal does: `eval_x`, and `eval_x/low` and `eval_x/high` where
+    its interval ends."""
+    ends = {
+        f"eval_{name}/{side}": end
+        for name, interval in measured.intervals.items()
+        for side, end in zip(("low", "high"), interval, strict=True)
+    }
+    return {f"eval_{name}": value for name, value in measured.metrics.items()} | ends
+
+
+def noted_sums(rollouts: Rollouts, name: str) -> dict[str, float]:
+    """Add up what the engine noted of the steps of sampled rows, and count those steps."""
+    noted = [row.notes[name].double() for row in rollouts if name in row.notes and row.on_policy]
+    return {"sum": float(sum(note.sum() for note in noted)), "steps": float(sum(map(len, noted)))}
+
+
+def _mean(values: Tensor) -> float:
+    known = values[~values.isnan()]
+    return float(known.mean()) if known.numel() else math.nan
+
+
+def _std(values: Tensor) -> float:
+    known = values[~values.isnan()]
+    return float(known.std()) if known.numel() > 1 else 0.0
+
+
+class Meter:
+    """Adds up the metrics of micro-batches; they are shares of an update's totals, so sums over micro-batches
+    are means."""
+
+    def __init__(self) -> None:
+        self.sums: dict[str, Tensor] = {}
+        self.updates = 0
+
+    def add(self, metrics: Mapping[str, Tensor], counts: float) -> None:
+        """Add the metrics of a micro-batch (`counts` 0 for a repeated one)."""
+        for name, value in metrics.items():
+            self.sums[name] = self.sums.get(name, 0.0) + counts * value.detach().double().cpu()
+
+    def take(self) -> dict[str, float]:
+        """Give the means over the updates since the last call, and begin again."""
+        means = {name: float(value) / max(self.updates, 1) for name, value in self.sums.items()}
+        self.sums, self.updates = {}, 0
+        return means
+
+
+class Journal:
+    """JSON lines of a run, each with its step. A resumed run drops the lines behind its checkpoint."""
+
+    def __init__(self, folder: Path, name: str = "metrics.jsonl") -> None:
+        self.path = folder / name
+
+    def write(self, record: Mapping[str, Any]) -> dict[str, Any]:
+        """Append one record, and give it as `read` will; a number that is not finite, such as the mean of
+        nothing, is `null`."""
+        line = _line(record)
+        with self.path.open("a") as file:
+            file.write(line)
+        return _record(line)
+
+    def flush(self) -> None:
+        """Wait until what was written has reached the disk."""
+        if self.path.exists():
+            flush(self.path)
+
+    def read(self) -> list[dict[str, Any]]:
+        """Read all records. A last line that a crash cut short is left out; so is any other that cannot be
+        read, with a warning."""
+        data = self.path.read_bytes() if self.path.exists() else b""
+        records = []
+        for number, line in enumerate(data.splitlines(keepends=True), start=1):
+            try:
+                records.append(_record(line))
+            except (ValueError, TypeError, AttributeError, KeyError):
+                if line.endswith(b"\n"):
+                    log.warning("'%s': line %d is damaged and left out", self.path, number)
+        return records
+
+    def rewind(self, step: int) -> None:
+        """Forget everything from `step` on."""
+        if self.path.exists():
+            kept = [record for record in self.read() if record["step"] < step]
+            write_whole(self.path, "".join(map(_line, kept)))
+
+
+def _line(record: Mapping[str, Any]) -> str:
+    finite = {
+        name: None if isinstance(value, float) and not math.isfinite(value) else value
+        for name, value in record.items()
+    }
+    return json.dumps(finite, allow_nan=False) + "\n"
+
+
+def _record(line: str | bytes) -> dict[str, Any]:
+    record = {name: math.nan if value is None else value for name, value in json.loads(line).items()}
+    if not isinstance(record["step"], int):
+        raise ValueError(f"a record needs a whole number as its step, not {record['step']!r}")
+    return record
+
+
+class Trackers:
+    """The dashboards of a run, each of which gets the finite numbers of every reported step."""
+
+    def __init__(self, pieces: Sequence[Tracker] = ()) -> None:
+        self.pieces = pieces
+        self.opened: Sequence[Tracker] = ()
+
+    def open(self, folder: Path, config: Mapping[str, Any], start: int, say: Callable[[str], None]) -> None:
+        """Begin, or go on, at a step."""
+        for piece in self.pieces:
+            if words := piece.open(folder, config, start):
+                say(words)
+        self.opened = self.pieces
+
+    def write(self, metrics: Mapping[str, float], step: int) -> None:
+        """Pass on the finite numbers of a step."""
+        finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
+        for piece in self.opened:
+            piece.write(finite, step)
+
+    def close(self) -> None:
+        """Finish."""
+        for piece in self.opened:
+            piece.close()
+        self.opened = ()
+
+
+def write_measured(folder: Path, measured: Measured) -> None:
+    """Write the last evaluation of a run, with its intervals."""
+    told = {
+        "metrics": dict(measured.metrics),
+        "intervals": {k: list(v) for k, v in measured.intervals.items()},
+    }
+    write_whole(folder / EVALUATION, json.dumps(told, indent=2))
+
+
+# ---- samples
+
+
+def pictured(step: int, max_steps: int, num: int) -> bool:
+    """Tell whether the completions of a step keep pictures: `num` steps do, the first, the last and some at
+    equal distances between."""
+    return step in {round(i * (max_steps - 1) / max(num - 1, 1)) for i in range(num)}
+
+
+def write_completions(
+    path: Path,
+    rollouts: Rollouts,
+    table: RewardTable,
+    advantage: Sequence[float],
+    *,
+    pictures: bool = False,
+) -> None:
+    """Write this process's rows with their rewards and advantages as parquet, one row each.
+
+    With `pictures`, rows of the first prompts also keep small ones, as JPEG: of what was asked about (`seen`)
+    and of what was made (`made`).
+    """
+    import pyarrow
+    from pyarrow import parquet
+
+    mine = table.select(table.mine)
+    columns: dict[str, list] = {
+        "uid": [row.prompt.uid for row in rollouts],
+        "prompt": [row.prompt.text for row in rollouts],
+        "completion": [row.outcomes[-1].text for row in rollouts],
+        "on_policy": [row.on_policy for row in rollouts],
+        "length": [row.length for row in rollouts],
+        "advantage": list(advantage),
+        "reward": mine.reward().tolist() if mine.names else [math.nan] * len(mine),
+    }
+    columns |= {f"reward/{name}": mine.at_end(name).tolist() for name in mine.scored}
+    columns |= _pictures(rollouts) if pictures else {}
+    with replacing(path) as beside:
+        parquet.write_table(pyarrow.table(columns), beside)
+
+
+def _pictures(rollouts: Rollouts) -> dict[str, list[bytes | None]]:
+    """Draw the first prompts and what was made of them; a column without any picture is left out."""
+    prompts = {row.prompt.uid: row.prompt for row in rollouts}
+    chosen = dict(list(prompts.items())[:PICTURED])
+    seen = {uid: of_prompt(prompt) for uid, prompt in chosen.items()}
+    made = [of_outcome(row.outcomes[-1]) if row.prompt.uid in chosen else None for row in rollouts]
+    columns = {"seen": [seen.get(row.prompt.uid) for row in rollouts], "made": made}
+    return {name: column for name, column in columns.items() if any(column)}

@@ -1,0 +1,175 @@
+"""The card of a model folder: what it was made from, how, and what was measured."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from mmrl.config.loading import read
+from mmrl.config.schema import Config, Piece, as_plain
+
+# What may change between a run and its continuation.
+FREE = {
+    "max_steps", "save_steps", "save_total_limit", "report", "overwrite_output_dir", "output_dir",
+    "metric_for_best_model", "greater_is_better", "push_to_hub", "hub_model_id", "hub_private_repo",
+    "ddp_timeout",
+}  # fmt: skip
+PACKAGES = ("mmrl", "torch", "transformers", "diffusers", "peft", "accelerate")
+NAME = "README.md"
+
+
+def essence(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Leave out of a plain configuration what may change between a run and its continuation."""
+    return {key: value for key, value in raw.items() if key not in FREE}
+
+
+def config_hash(config: Config) -> str:
+    """Name a configuration by what it does: the first 12 digits of a SHA-256."""
+    text = json.dumps(essence(as_plain(config)), sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+# ---- methods
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A method as its file tells it."""
+
+    name: str
+    comment: str
+    raw: Mapping[str, Any]
+
+    @property
+    def papers(self) -> list[str]:
+        """List the arXiv ids that the comment names."""
+        return re.findall(r"\d{4}\.\d{5}", self.comment)
+
+
+@cache
+def _variants() -> tuple[Variant, ...]:
+    here = Path(__file__).parents[1]
+    for home in (here / "configs" / "variants", here.parent / "configs" / "variants"):
+        if home.is_dir():
+            return tuple(_read(path) for path in sorted(home.glob("*.yaml")))
+    return ()
+
+
+def _read(path: Path) -> Variant:
+    lines = path.read_text().splitlines()
+    comment = " ".join(line.lstrip("# ") for line in lines if line.startswith("#"))
+    return Variant(path.stem, comment, as_plain(read(path)))
+
+
+def variant_of(config: Config) -> Variant | None:
+    """Find the variant whose chain and objective are the run's; of several the one that agrees most."""
+    raw = as_plain(config)
+    same = [
+        variant
+        for variant in _variants()
+        if {"advantage", "objective"} <= variant.raw.keys()
+        and all(_plainly(variant.raw[key]) == _plainly(raw[key]) for key in ("advantage", "objective"))
+    ]
+    return max(same, key=lambda variant: _agreement(variant.raw, raw), default=None)
+
+
+def _agreement(part: Any, whole: Any) -> int:
+    match part, whole:
+        case dict(), dict():
+            return sum(_agreement(value, whole.get(key)) for key, value in part.items())
+    return 1 if part == whole else -1
+
+
+def _plainly(value: Any) -> Any:
+    """Write a piece without options as its name."""
+    match value:
+        case {"name": name, **options}:
+            return {"name": name, **{k: _plainly(v) for k, v in options.items()}} if options else name
+        case dict():
+            return {key: _plainly(inner) for key, inner in value.items()}
+        case list() | tuple():
+            return [_plainly(inner) for inner in value]
+    return value
+
+
+# ---- the card
+
+
+def write_card(config: Config, step: int, measured: Mapping[str, float], folder: Path) -> None:
+    """Write the card of a model folder. `measured` are metrics as the journal names them; those of an
+    evaluation are shown."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / NAME).write_text("\n".join(_lines(config, step, measured)) + "\n")
+
+
+def _lines(config: Config, step: int, measured: Mapping[str, float]) -> Iterator[str]:
+    base, method = _base_of(config.policy), variant_of(config)
+    yield "---"
+    if "/" in base and not Path(base).exists():
+        yield f"base_model: {json.dumps(base)}"
+    yield "tags: [mmrl, reinforcement-learning]"
+    yield "---"
+    yield f"\n# {Path(config.output_dir).name}\n"
+    yield f"Trained with mmrl for {step} of {config.max_steps} steps.\n"
+    yield "| | |\n| --- | --- |"
+    yield f"| base model | {_cell(base)} |"
+    yield f"| data | {_cell(_named(config.data))} |"
+    yield f"| method | {_cell(_method(config, method))} |"
+    for reward in config.rewards:
+        weight = reward.options.get("weight", 1.0)
+        yield f"| reward | {_cell(reward.options.get('label') or reward.name)}, weight {weight:g} |"
+    yield f"| rollouts | {config.rollout.num_prompts} prompts of {config.rollout.num_generations} a step |"
+    yield f"| seed | {config.seed} |"
+    yield f"| configuration | {config_hash(config)} |"
+    yield f"| versions | {_versions()} |"
+    held_out = {name[5:]: value for name, value in measured.items() if name.startswith("eval_")}
+    yield "\n## Held out\n"
+    if not held_out:
+        yield "Nothing was measured on held-out prompts."
+        return
+    yield "| metric | value | interval |\n| --- | --- | --- |"
+    for name, value in held_out.items():
+        if name.endswith(("/low", "/high")) or not math.isfinite(value):
+            continue
+        low, high = held_out.get(f"{name}/low"), held_out.get(f"{name}/high")
+        between = "" if low is None or high is None else f"{low:.4g} to {high:.4g}"
+        yield f"| {_cell(name)} | {value:.4g} | {between} |"
+
+
+def _method(config: Config, method: Variant | None) -> str:
+    if method is None:
+        chain = ", ".join(piece.name for piece in config.advantage)
+        return f"{config.objective.name} over the chain {chain}"
+    papers = ", ".join(f"[arXiv {one}](https://arxiv.org/abs/{one})" for one in method.papers)
+    return f"{method.name}{f' ({papers})' if papers else ''}: {method.comment}"
+
+
+def _base_of(policy: Piece) -> str:
+    return str(policy.options.get("model") or policy.name)
+
+
+def _named(piece: Piece) -> str:
+    shown = [f"{key} {value}" for key, value in piece.options.items() if key in ("path", "split", "format")]
+    return ", ".join([piece.name, *shown])
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|").replace("\n", " ")
+
+
+def _versions() -> str:
+    found = []
+    for name in PACKAGES:
+        try:
+            found.append(f"{name} {metadata.version(name)}")
+        except metadata.PackageNotFoundError:
+            continue
+    return ", ".join(found)

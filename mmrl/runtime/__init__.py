@@ -1,0 +1,1 @@
+"""Processes, sharding, checkpoint files and signals."""

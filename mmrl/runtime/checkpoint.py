@@ -1,0 +1,153 @@
+"""Saving a run so that it goes on exactly: tensors in safetensors, everything else in JSON, written beside
+and renamed."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from mmrl.runtime.files import flush, remove
+
+STATE = "trainer_state.json"
+TENSORS = "trainer_state.safetensors"
+SUMS = "SHA256SUMS"  # of every other file, written last; `sha256sum -c` reads it as well
+MODEL = "model"
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint that cannot be used."""
+
+
+def write_state(folder: Path, state: Mapping[str, Any]) -> None:
+    """Write a nested state of tensors, numbers, strings and lists; then the SHA-256 of every file of the
+    folder, by which a checkpoint is known to be whole, and all of it to the disk."""
+    from safetensors.torch import save_file
+
+    tensors: dict[str, Tensor] = {}
+    tree = _without_tensors(state, "", tensors)
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file({name: t.detach().cpu().contiguous().clone() for name, t in tensors.items()}, folder / TENSORS)
+    (folder / STATE).write_text(json.dumps(tree))
+    lines = []
+    for path in _files(folder):
+        lines.append(f"{_digest(path)}  {path.relative_to(folder).as_posix()}\n")
+        flush(path)
+    (folder / SUMS).write_text("".join(lines))
+    for path in (folder / SUMS, *filter(Path.is_dir, folder.rglob("*")), folder):
+        flush(path)
+
+
+def read_state(folder: Path) -> dict[str, Any]:
+    """Read what `write_state` wrote; `CheckpointError` where any file of the folder is not what it was."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    try:
+        damaged = _damaged(folder)
+        if not damaged:
+            return _with_tensors(json.loads((folder / STATE).read_text()), load_file(folder / TENSORS))
+    except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
+        damaged = f"{type(error).__name__}: {error}"
+    raise CheckpointError(f"'{folder}' is not a whole checkpoint of mmrl: {damaged}")
+
+
+def _damaged(folder: Path) -> str:
+    """Say which file of a checkpoint is not as it was written, if one is."""
+    known = dict(line.split("  ", 1)[::-1] for line in (folder / SUMS).read_text().splitlines())
+    for name in {**known, STATE: "", TENSORS: ""}:
+        if _digest(folder / name) != known.get(name):
+            return f"'{name}' is cut short or damaged (its SHA-256 is not the one in {SUMS})"
+    return ""
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _files(folder: Path) -> list[Path]:
+    # The model card may be written anew when more was measured.
+    return sorted(
+        path for path in folder.rglob("*") if path.is_file() and path.name not in (SUMS, "README.md")
+    )
+
+
+def _without_tensors(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
+    match value:
+        case Tensor():
+            tensors[path] = value
+            return {"tensor": path}
+        case Mapping():
+            # A list of pairs, because JSON would turn the whole-number keys of optimizers into strings.
+            pairs = [(key, _without_tensors(inner, f"{path}/{key}", tensors)) for key, inner in value.items()]
+            return {"map": pairs}
+        case list() | tuple():
+            return {
+                "list": [_without_tensors(inner, f"{path}/{i}", tensors) for i, inner in enumerate(value)]
+            }
+        case None | bool() | int() | float() | str():
+            return {"plain": value}
+    raise TypeError(
+        f"cannot save '{path}': a state holds tensors, numbers and strings, not {type(value).__name__}"
+    )
+
+
+def _with_tensors(tree: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Any:
+    if "tensor" in tree:
+        return tensors[tree["tensor"]]
+    if "map" in tree:
+        return {key: _with_tensors(inner, tensors) for key, inner in tree["map"]}
+    if "list" in tree:
+        return [_with_tensors(inner, tensors) for inner in tree["list"]]
+    return tree["plain"]
+
+
+def publish(beside: Path, folder: Path) -> None:
+    """Move a finished folder to its name, so that nobody ever sees half of it."""
+    discard(folder)
+    beside.rename(folder)
+    flush(folder.parent)
+
+
+def discard(folder: Path) -> None:
+    """Remove a checkpoint. It loses its name first, so that half of one never has it."""
+    if folder.exists() or folder.is_symlink():
+        gone = folder.with_name(f"{folder.name}.gone.tmp")
+        remove(gone)
+        folder.rename(gone)
+        remove(gone)
+
+
+def tidy(output_dir: Path) -> None:
+    """Remove what was being written, or removed, when a process was killed."""
+    for path in output_dir.glob("checkpoint-*.tmp"):
+        remove(path)
+
+
+def checkpoints(output_dir: Path) -> list[Path]:
+    """List checkpoints, the latest first; `OSError` where the folder cannot be read."""
+    inside = list(output_dir.iterdir()) if output_dir.exists() else []
+    numbered = [path for path in inside if re.fullmatch(r"checkpoint-\d+", path.name) and path.is_dir()]
+    return sorted(numbered, key=step_of, reverse=True)
+
+
+def step_of(folder: Path) -> int:
+    """Read the number of a checkpoint off its name."""
+    return int(folder.name.partition("-")[2])
+
+
+def prune(output_dir: Path, limit: int, step: int, keep: int = 0) -> None:
+    """Keep the latest `limit` checkpoints up to `step`, and the one of step `keep`; a limit of 0 keeps all.
+
+    Later ones are broken, since the run went on from before them: they must not push out whole ones.
+    """
+    reached = [folder for folder in checkpoints(output_dir) if step_of(folder) <= step]
+    for old in reached[limit:] if limit else []:
+        if step_of(old) != keep:
+            discard(old)

@@ -1,0 +1,172 @@
+"""Short names of what a run reads, by content: prompts, media and weights. Equal content has an equal name on
+any number of processes; a name costs seconds at most, and is made once per start."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mmrl.core.types import Media, Prompt
+
+ENDS = 16384  # bytes read at either end of a file of media
+CHUNK = 1 << 22  # numbers of a tensor that are summed together
+STRIDE = 1024  # sums of a chunk
+
+
+def of_prompts(prompts: Sequence[Prompt]) -> dict[str, str]:
+    """Name prompts as they were read, and the media that they and their answers name.
+
+    A file counts by its size and the 16 KiB at either end, and not by its time, which differs between copies
+    of one file; a medium that lies in memory counts by its bytes.
+    """
+    plain = _Plain()
+    name = hashlib.sha256()
+    for prompt in prompts:
+        name.update(plain.text(prompt).encode())
+    media = hashlib.sha256("\n".join(plain.looked_at()).encode())
+    return {
+        "prompts": f"{len(prompts)} prompts, {name.hexdigest()[:16]}",
+        "media": f"{len(plain.sources)} media, {media.hexdigest()[:16]}",
+    }
+
+
+class _Plain:
+    """Writes anything as JSON, the same in every process; media are collected on the way."""
+
+    def __init__(self) -> None:
+        self.sources: list[Path | bytes | None] = []
+        self.known: dict[int, tuple[Any, Any]] = {}  # what many prompts share is written once
+
+    def text(self, value: Any) -> str:
+        try:
+            return json.dumps(value, default=self._plain, sort_keys=True)
+        except TypeError:  # keys that JSON does not have, or that do not compare
+            return json.dumps(self._keyed(value), default=self._plain)
+
+    def _keyed(self, value: Any) -> Any:
+        match value:
+            case None | bool() | int() | float() | str():
+                return value
+            case dict():
+                return sorted([self.text(key), self._keyed(inner)] for key, inner in value.items())
+            case list() | tuple():
+                return [self._keyed(inner) for inner in value]
+        return self._keyed(self._plain(value))
+
+    def _plain(self, value: Any) -> Any:
+        """Turn what JSON does not have into what it has."""
+        match value:
+            case Media():
+                self.sources.append(value.source)
+                return [value.kind, value.name]
+            case Path():
+                self.sources.append(value)
+                return value.name
+            case Tensor():
+                return of_tensors([value])
+            case bytes() | bytearray():
+                return hashlib.sha256(value).hexdigest()
+            case AbstractSet():
+                return sorted(self.text(one) for one in value)
+        if hasattr(value, "tobytes"):  # arrays of numpy, images of PIL
+            return [str(getattr(value, "dtype", "")), hashlib.sha256(value.tobytes()).hexdigest()]
+        if id(value) not in self.known:
+            self.known[id(value)] = value, self._parts(value)
+        return self.known[id(value)][1]
+
+    def _parts(self, value: Any) -> Any:
+        kind = type(value).__qualname__
+        if is_dataclass(value) and not isinstance(value, type):
+            return [kind, {one.name: getattr(value, one.name) for one in fields(value)}]
+        match value:
+            case Mapping():
+                return dict(value)
+            case Sequence():
+                return list(value)
+        if callable(value) or hasattr(value, "__dict__"):
+            return getattr(value, "__qualname__", kind)
+        return kind if type(value).__repr__ is object.__repr__ else repr(value)
+
+    def looked_at(self) -> list[str]:
+        """Name the content of all media, in order; files are read side by side, each once."""
+        files = list(dict.fromkeys(one for one in self.sources if isinstance(one, Path)))
+        with ThreadPoolExecutor(16) as pool:
+            ends = dict(zip(files, pool.map(_ends, files), strict=True))
+        return [
+            ends[one] if isinstance(one, Path) else hashlib.sha256(one or b"").hexdigest()
+            for one in self.sources
+        ]
+
+
+def _ends(path: Path) -> str:
+    try:
+        with path.open("rb") as file:
+            size, name = file.seek(0, 2), hashlib.sha256()
+            for at in (0, max(0, size - ENDS)):
+                file.seek(at)
+                name.update(file.read(ENDS))
+    except OSError as error:
+        return type(error).__name__
+    return f"{size} {name.hexdigest()}"
+
+
+# ---- weights
+
+
+def of_weights(thing: Any, leave: Iterable[Tensor] = ()) -> str:
+    """Name the parameters and saved buffers of the models that a thing holds, but for those to `leave` out;
+    empty where it holds none."""
+    known, found = {id(tensor) for tensor in leave}, []
+    for tensor in (tensor for model in _models(thing, 3) for tensor in _tensors(model)):
+        if id(tensor) not in known:
+            known.add(id(tensor))
+            found.append(tensor)
+    return of_tensors(found) if found else ""
+
+
+def of_tensors(tensors: Iterable[Tensor]) -> str:
+    """Name tensors by their bits, in any order and on any device: 64 letters.
+
+    Bits are read as whole numbers of 64 bits. Of every `CHUNK` numbers the sums over every `STRIDE`-th of
+    these, modulo 2^64, are hashed: as quick as memory is, and any accident shows, though no forgery.
+    """
+    return hashlib.sha256("\n".join(sorted(map(_name, tensors))).encode()).hexdigest()
+
+
+@torch.no_grad()
+def _name(tensor: Tensor) -> str:
+    name = hashlib.sha256(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
+    for chunk in tensor.detach().reshape(-1).split(CHUNK):
+        whole = len(chunk) - len(chunk) % (8 * STRIDE)
+        for part in (chunk[:whole], chunk[whole:]):
+            if part.storage_offset() * part.itemsize % 8 or len(part) * part.itemsize % (8 * STRIDE):
+                part = part.clone().view(torch.uint8)
+                part = nn.functional.pad(part, (0, -len(part) % (8 * STRIDE)))
+            sums = part.view(torch.int64).view(-1, STRIDE).sum(0).cpu()
+            name.update(sums.view(torch.uint8).numpy().data)
+    return name.hexdigest()
+
+
+def _tensors(model: nn.Module) -> Iterator[Tensor]:
+    for owner in model.modules():
+        yield from (one for one in owner._parameters.values() if one is not None)
+        passing = owner._non_persistent_buffers_set
+        yield from (one for name, one in owner._buffers.items() if one is not None and name not in passing)
+
+
+def _models(thing: Any, depth: int) -> Iterator[nn.Module]:
+    """Find the outermost modules in the attributes of a thing."""
+    if isinstance(thing, nn.Module):
+        yield thing
+    elif depth and hasattr(thing, "__dict__"):
+        for inner in vars(thing).values():
+            yield from _models(inner, depth - 1)

@@ -1,0 +1,93 @@
+"""Measuring a policy: a collection without the update. Its numbers are metrics, with bootstrap intervals over
+prompts."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mmrl.config.binding import Bound
+from mmrl.core.protocols import Engine
+from mmrl.core.reward_table import Measured, RewardTable
+from mmrl.core.rng import Stream
+from mmrl.core.types import Prompt
+from mmrl.reporting.metrics import describe_lengths
+from mmrl.runtime.content_hash import of_prompts, of_weights
+from mmrl.runtime.distributed import Processes
+from mmrl.training.collect import in_order
+from mmrl.training.score import score
+
+CHUNK = 64  # prompts answered at a time
+RESAMPLES = 1000  # of the bootstrap
+
+
+@dataclass
+class Evaluator:
+    """Measures a policy on held-out prompts, with the same draws every time."""
+
+    data: Sequence[Prompt]
+    processes: Processes
+    stream: Stream
+    engine: Engine
+    rewards: Sequence[Bound]
+    metrics: Sequence[Bound]
+    num_generations: int = 1
+    confidence: float = 0.95
+
+    def agreed(self) -> Evaluator:
+        """Give itself, or fail on every process where one reads other prompts or weights than process 0."""
+        if self.processes.world > 1:
+            self.processes.same(of_prompts(self.data) | {"weights": of_weights(self.engine.policy)})
+        return self
+
+    def measure(self, intervals: bool = True) -> Measured:
+        """Answer every prompt, score, and compute every metric, with bootstrap intervals if wanted."""
+        rollouts, table = (), RewardTable.empty()
+        began = time.perf_counter()
+        for at in range(0, len(self.data), CHUNK):
+            prompts = [prompt for prompt in self.data[at : at + CHUNK] for _ in range(self.num_generations)]
+            order = [prompt.uid for prompt in prompts]
+            mine, counts = self.processes.share(prompts, table)
+            with self.processes.agreeing("evaluating"):
+                with torch.no_grad(), self.processes.whole(self.engine.policy.module):
+                    fresh = in_order(self.engine.rollout(mine), order) if mine else ()
+                fresh = fresh if counts else ()
+                local = score(self.rewards, fresh, rank=self.processes.rank)
+            rollouts += fresh
+            table = table.join(self.processes.gather(local, order))
+        seconds = time.perf_counter() - began
+        metrics = {name: value for metric in self.metrics for name, value in metric(table).items()}
+        metrics |= describe_lengths(table)
+        metrics["seconds_per_prompt"] = seconds / len(self.data)
+        if torch.cuda.is_available():
+            metrics["peak_memory_bytes"] = float(torch.cuda.max_memory_allocated())
+        return Measured(metrics, self._intervals(table) if intervals else {}, rollouts, table)
+
+    def resample(self, table: RewardTable) -> dict[str, Tensor]:
+        """Draw prompts with replacement, and compute the metrics of every draw: (RESAMPLES,) each, NaN where
+        a draw has none. All tables of the same prompts get the same draws."""
+        _, members = torch.unique(table.group, return_inverse=True)
+        rows_of = [(members == group).nonzero()[:, 0] for group in range(int(members.max()) + 1)]
+        drawn: dict[str, Tensor] = {}
+        generator = self.stream.fixed("bootstrap")
+        for i in range(RESAMPLES):
+            pick = torch.randint(len(rows_of), (len(rows_of),), generator=generator).tolist()
+            sample = table.select(torch.cat([rows_of[k] for k in pick]))
+            for metric in self.metrics:
+                for name, value in metric(sample).items():
+                    none = torch.full((RESAMPLES,), torch.nan, dtype=torch.float64)
+                    drawn.setdefault(name, none)[i] = value
+        return drawn
+
+    def interval(self, drawn: Tensor) -> tuple[float, float]:
+        """Read off where a number falls."""
+        tail = (1 - self.confidence) / 2
+        low, high = drawn.nanquantile(torch.tensor([tail, 1 - tail], dtype=torch.float64)).tolist()
+        return low, high
+
+    def _intervals(self, table: RewardTable) -> dict[str, tuple[float, float]]:
+        return {name: self.interval(drawn) for name, drawn in self.resample(table).items()}

@@ -1,0 +1,132 @@
+"""Which visual tokens stay, and what merging makes of them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from mmrl.compression.pruning.token_selection import _zip_one, best, merge_alike, spread_out, stage_layers
+from mmrl.compression.transforms.drop_tokens import fastv, pyramid_drop
+from mmrl.compression.transforms.shortv import shortv
+from mmrl.compression.transforms.tome import merge_tokens
+from tests.compression.pruned_models import llava, llava_inputs, simulate
+
+
+def test_the_best_of_every_row_stay_and_padding_never_does():
+    scores = torch.tensor([[0.1, 0.9, 0.5, 0.5], [0.9, 0.8, 0.1, 0.2]])
+    there = torch.tensor([[True, True, True, True], [False, False, True, True]])
+    # Row one keeps 0.9 and the first of two 0.5; row two has padding in its best places.
+    assert best(scores, there, torch.tensor([2, 1])).tolist() == [
+        [False, True, True, False],
+        [False, False, False, True],
+    ]
+
+
+def test_tokens_that_differ_most_are_chosen_one_after_the_other():
+    # Directions at 0, 10, 90 and 180 degrees. Nearest neighbours are 10, 10, 80 and 90 degrees away, so the
+    # last is chosen first; 0 is farthest from it (180), then 90 (90 from both).
+    angle = torch.tensor([0.0, 10.0, 90.0, 180.0]).deg2rad()
+    states = torch.stack([angle.cos(), angle.sin()], 1) * torch.tensor([[1.0], [5.0], [2.0], [3.0]])
+    assert spread_out(states, 3).tolist() == [3, 0, 2]
+    assert spread_out(states, 4).tolist() == [0, 1, 2, 3]
+    assert spread_out(states, 0).tolist() == []
+
+
+def test_merging_takes_means_of_what_is_alike_weighed_by_size():
+    states = torch.tensor([[2.0, 0.0], [4.0, 0.0], [0.0, 3.0], [0.0, 9.0]])
+    # Pairs (0, 1) and (2, 3) are alike, cosine 1: 3 tokens are left after one merge, 2 after both.
+    places, means = merge_alike(states, 2)
+    assert places.tolist() == [1, 3]
+    assert means.tolist() == [[3.0, 0.0], [0.0, 6.0]]
+    # Down to one, with weights 2 and 2: the mean of all four.
+    places, means = merge_alike(states, 1)
+    assert len(places) == 1 and torch.allclose(means, torch.tensor([[1.5, 3.0]]))
+    assert merge_alike(states, 4)[1] is states
+
+
+@pytest.mark.parametrize("number", [1, 3, 5])
+def test_merging_keeps_the_sum_of_what_is_merged(number):
+    states = torch.randn(
+        9, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0), requires_grad=True
+    )
+    places, means = merge_alike(states, number)
+    assert len(places) == number
+    means.sum().backward()
+    # Every mean gives its tokens weights that sum to 1.
+    assert torch.allclose(states.grad[:, 0].sum(), torch.tensor(float(number), dtype=torch.float64))
+
+
+def test_zipping_keeps_what_the_tower_looks_at_and_adds_the_rest_to_targets():
+    states = torch.arange(6.0)[:, None]
+    seen = torch.tensor([0.0, 0.9, 0.1, 0.2, 0.0, 0.3])
+    keys = torch.nn.functional.normalize(
+        torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, 0.1], [0.0, 1.0], [0.1, 1.0], [1.0, 1.0]]), dim=-1
+    )
+    stay, changed = _zip_one(states, seen, keys, 1, 2)
+    # 1 is dominant; of the rest 0, 2, 3, 4, 5 every second is a target: 0 and 3. Keys: 2 is like 0, 4 is
+    # like 3, and 5 is as like to both, so goes to the first. 0 takes the mean of 2 and 5: 3.5; 3 takes 4: 7.
+    assert stay.tolist() == [True, True, False, True, False, False]
+    assert changed[stay][:, 0].tolist() == [3.5, 1.0, 7.0]
+
+
+def test_stages_are_of_equal_length():
+    assert stage_layers(32, 4) == (8, 16, 24)
+
+
+def _seen(model, inputs, layer):
+    """Attention that the last token pays to visual tokens in a layer, from the maps of an eager model."""
+    model.set_attn_implementation("eager")
+    maps = model(**inputs, output_attentions=True).attentions[layer]
+    model.set_attn_implementation("sdpa")
+    return maps.mean(1)[:, -1]
+
+
+@pytest.mark.parametrize("make", [fastv, pyramid_drop])
+def test_ranked_tokens_are_those_of_the_attention_map(make):
+    model = llava(num_hidden_layers=3)
+    inputs = llava_inputs(model)
+    inputs["attention_mask"] = torch.ones_like(
+        inputs["attention_mask"]
+    )  # eager maps of padded rows are no numbers
+    visual = inputs["input_ids"] == 250
+    with torch.no_grad():
+        # FastV looks at the layer before the cut; PyramidDrop at the layer behind it.
+        seen = _seen(model, inputs, 0 if make is fastv else 1)
+        view = (
+            fastv(model, after=1, keep=0.5)
+            if make is fastv
+            else pyramid_drop(model, keep=(0.5,), layers=(1,))
+        )
+        cache = view(**inputs, use_cache=True).past_key_values
+        slots = cache.layers[4].keys[
+            :, 0, :, 0
+        ]  # the ledger of the second stage, behind three layers and the first
+        for row in range(2):
+            order = seen[row].masked_fill(~visual[row], -1).argsort(descending=True)
+            wanted = sorted(order[:2].tolist())
+            assert [slot for slot in slots[row].tolist() if slot >= 0 and visual[row, slot]] == wanted
+
+
+def test_a_token_pruner_with_a_window_equals_the_window_on_what_is_left():
+    """A raster with holes falls back to a mask; nothing leaves at a share of 1, so both give the same."""
+    from mmrl.compression.transforms.local_visual_attention import local_visual_attention
+
+    model = llava()
+    inputs = llava_inputs(model)
+    with torch.no_grad():
+        plain = local_visual_attention(model, radius=0)
+        gap = merge_tokens(plain, keep=1.0, before=1)(**inputs).logits - plain(**inputs).logits
+        assert gap.abs().max() < 1e-10
+        cut = merge_tokens(plain, keep=0.5, before=1)(**inputs).logits
+    assert torch.isfinite(cut).all() and (cut - plain(**inputs).logits).abs().max() > 1e-3
+
+
+def test_frozen_layers_leave_visual_states_as_they_are():
+    model = llava()
+    inputs = llava_inputs(model, rows=1)
+    with torch.no_grad():
+        out = shortv(model, layers=(0, 1, 2)).model(**inputs).last_hidden_state[0, 2:6]
+        given = model.model.get_image_features(inputs["pixel_values"], return_dict=True).pooler_output[0]
+        assert torch.allclose(out, model.model.language_model.norm(given))
+        gap = shortv(model, layers=(0, 1, 2))(**inputs).logits - simulate(model, inputs, frozen=(0, 1, 2))
+    assert gap.abs().max() < 1e-9

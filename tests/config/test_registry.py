@@ -1,0 +1,234 @@
+"""Names to pieces, and what every registered piece must have."""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from mmrl.config import registry
+from mmrl.config.registry import HOMES, PIECES, SCOPES, WINGS, Needs, check_options, find, pieces
+from mmrl.core.types import Unit
+
+HERE = Path(__file__).parents[1]
+EVERY = [entry for kind in HOMES for entry in pieces(kind)]
+NAMED = pytest.mark.parametrize("entry", EVERY, ids=[f"{entry.kind}-{entry.full_name}" for entry in EVERY])
+TESTS = "\n".join(path.read_text() for path in HERE.rglob("test_*.py") if path != Path(__file__))
+
+
+# ---- every piece
+
+
+@NAMED
+def test_a_piece_has_a_docstring_of_whole_sentences(entry):
+    assert entry.summary, "no docstring"
+    assert entry.summary[0].isupper()
+    assert entry.summary.rstrip(")").endswith((".", ":")), entry.summary
+
+
+@NAMED
+def test_options_are_keyword_only_and_typed(entry):
+    kinds = inspect.Parameter
+    for name, parameter in inspect.signature(entry.target).parameters.items():
+        assert parameter.kind not in (kinds.VAR_POSITIONAL, kinds.VAR_KEYWORD), (
+            f"'{name}' passes anything through"
+        )
+        optional = parameter.default is not kinds.empty
+        assert parameter.kind is kinds.KEYWORD_ONLY or not optional, (
+            f"the option '{name}' is not keyword-only"
+        )
+        assert parameter.annotation is not kinds.empty, f"'{name}' has no type"
+
+
+@NAMED
+def test_a_piece_stands_in_the_home_of_its_kind(entry):
+    packages = [SCOPES[entry.scope]] if entry.scope else WINGS
+    homes = tuple(f"{package}.{HOMES[entry.kind]}." for package in packages)
+    assert f"{entry.target.__module__}.".startswith(homes)
+    assert entry.name == entry.name.lower()
+
+
+@NAMED
+def test_a_piece_is_tested_by_its_own_name(entry):
+    own = {entry.name, inspect.unwrap(entry.target).__name__}
+    assert any(re.search(rf"\b{re.escape(name)}\b", TESTS) for name in own), f"no test says {sorted(own)}"
+
+
+def test_the_base_pieces_are_there():
+    wanted = {
+        "advantage": {"total", "group_normalize", "batch_normalize", "per_step", "high_entropy", "anchor"},
+        "surrogate": {"clip", "plain", "log_likelihood", "detached_clip", "soft_gate"},
+        "aggregate": {"sequence_mean", "step_mean", "fixed_length", "length_weighted"},
+        "penalty": {"k1", "k2", "k3", "negative_entropy"},
+        "objective": {"policy_gradient"},
+        "engine": {"stored", "with_demos", "vision.generate"},
+        "reference": {"frozen", "ema"},
+    }
+    for kind, names in wanted.items():
+        assert names <= {entry.full_name for entry in pieces(kind)}
+
+
+# ---- looking up
+
+
+def test_a_piece_is_found_by_its_name_and_by_the_name_of_its_function():
+    entry = find("surrogate", "clip")
+    assert (entry.kind, entry.name, entry.scope, entry.full_name) == ("surrogate", "clip", "", "clip")
+    assert find("surrogate", "mmrl.objectives.surrogates:clip") is entry
+
+
+def test_a_class_is_named_in_snake_case_and_a_scope_stands_before_the_name():
+    assert find("engine", "with_demos").target.__name__ == "WithDemos"
+    assert find("engine", "vision.generate").full_name == "vision.generate"
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "message"),
+    [
+        (
+            "advantage",
+            "group_normalise",
+            "no advantage is called 'group_normalise'; did you mean 'group_normalize'?",
+        ),
+        ("engine", "generate", "did you mean 'vision.generate'?"),
+        ("objective", "zzz", "no objective is called 'zzz'; there are comparison, policy_gradient"),
+        ("advantage", "clip", "no advantage is called 'clip'"),
+    ],
+)
+def test_an_unknown_name_suggests_the_nearest_or_lists_all(kind, name, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        find(kind, name)
+
+
+def test_a_wrong_option_lists_the_right_ones():
+    message = "surrogate 'clip' has no option 'epsilon_hgh'; it takes epsilon, epsilon_high, delta, dual"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        check_options(find("surrogate", "clip"), {"epsilon": 0.1, "epsilon_hgh": 0.3})
+    with pytest.raises(ValueError, match="surrogate 'plain' has no option 'epsilon'; it takes none"):
+        check_options(find("surrogate", "plain"), {"epsilon": 0.1})
+
+
+def test_required_options_that_are_missing_are_named():
+    with pytest.raises(ValueError, match="needs the options max_completion_length, soft_punish_cache"):
+        check_options(find("reward", "overlong"), {})
+    check_options(find("sampler", "uniform"), {})  # the run fills its stream
+
+
+def test_needs_join_to_the_coarsest_unit_and_all_names():
+    one = Needs(Unit.ROW, frozenset({"mean"}), {"ref": frozenset({"mean"})}, frozenset({"logp"}))
+    two = Needs(Unit.STEP, frozenset({"std"}), {"ref": frozenset({"std"}), "ema": frozenset()})
+    both = one | two
+    assert (both.unit, both.extra, both.notes) == (Unit.ROW, {"mean", "std"}, {"logp"})
+    assert dict(both.others) == {"ref": {"mean", "std"}, "ema": frozenset()}
+    assert Needs() | one == one
+
+
+def test_of_others_is_asked_of_the_policy_that_against_names(file):
+    module = file("kept_apart", "from mmrl.config.registry import penalty\n\n\n" + PENALTY)
+    from mmrl.config.binding import Bound
+    from mmrl.core.rng import Stream
+
+    entry = PIECES["penalty", "kept_apart"]
+    assert entry.target is module.kept_apart
+    for against in ("ref", "ema"):
+        options = {} if against == "ref" else {"against": against}
+        assert Bound(entry, entry.target, options, Stream()).needs.others == {against: {"mean"}}
+
+
+PENALTY = '''@penalty(extra={"mean"}, of_others={"mean"})
+def kept_apart(new, batch, *, coef: float = 1.0, against: str = "ref"):
+    """Keep means apart."""
+'''
+
+
+# ---- two pieces of one name
+
+
+@pytest.fixture
+def file(tmp_path, monkeypatch):
+    """Run text as a module of the objectives or rewards, and forget what it registered."""
+    monkeypatch.setattr(registry, "PIECES", PIECES)
+    before = dict(PIECES)
+
+    def run(name: str, text: str, home: str = "objectives"):
+        path = tmp_path / f"{name}.py"
+        path.write_text(text)
+        spec = importlib.util.spec_from_file_location(f"mmrl.{home}.{name}", path)
+        module = importlib.util.module_from_spec(spec)
+        monkeypatch.setitem(sys.modules, spec.name, module)
+        spec.loader.exec_module(module)
+        return module
+
+    yield run
+    PIECES.clear()
+    PIECES.update(before)
+
+
+SURROGATE = '''from mmrl.config.registry import surrogate
+
+
+@surrogate
+def twice(log_ratio, new, batch):
+    """Do something."""
+'''
+REWARD = '''from mmrl.config.registry import reward
+from mmrl.config.reward_adapters import per_outcome
+
+
+@reward
+@per_outcome
+def twice(prompt, outcome):
+    """Measure something."""
+'''
+
+
+@pytest.mark.parametrize(
+    ("kind", "home", "text"), [("surrogate", "objectives", SURROGATE), ("reward", "rewards", REWARD)]
+)
+def test_two_pieces_of_one_name_are_an_error_that_names_both_files(file, kind, home, text):
+    file("one", text, home)
+    with pytest.raises(
+        ValueError, match=rf"two pieces of kind '{kind}' are called 'twice': .*one\.py and .*two\.py"
+    ):
+        file("two", text, home)
+
+
+def test_one_name_may_stand_for_pieces_of_two_kinds(file):
+    file("one", SURROGATE)
+    file("two", REWARD, "rewards")
+    assert {kind for kind, name in PIECES if name == "twice"} == {"surrogate", "reward"}
+
+
+def test_running_a_file_again_replaces_its_pieces(file):
+    file("one", SURROGATE)
+    module = file("one", SURROGATE)
+    assert PIECES["surrogate", "twice"].target is module.twice
+
+
+# ---- pieces of others
+
+
+@pytest.mark.parametrize("name", ["tests.no_such_module:f", "tests.support.toys:no_such_function"])
+def test_somebody_elses_piece_that_is_not_there_is_named(name):
+    with pytest.raises(ValueError, match=f"cannot import the engine '{name}'"):
+        find("engine", name)
+
+
+def test_somebody_elses_piece_takes_its_keyword_only_parameters():
+    entry = find("policy", "tests.support.toys:ToyText")
+    assert {"num", "length", "vocab"} <= set(entry.options)
+    with pytest.raises(ValueError, match="no option 'lenght'; it takes num, .*did you mean 'length'"):
+        check_options(entry, {"lenght": 3})
+
+
+def test_needs_name_other_policies_in_one_order_on_every_process():
+    # Sets of strings have another order in every process; sharded weights have to be asked for in the same.
+    names = [f"other{i}" for i in range(20)]
+    joined = Needs()
+    for name in reversed(names):
+        joined |= Needs(others={name: frozenset()})
+    assert list(joined.others) == sorted(names)

@@ -1,0 +1,191 @@
+"""Linear layers through oneDNN: the same products and gradients, left as they were found."""
+
+import pytest
+import torch
+from torch import nn
+
+from mmrl.core import onednn as module
+from mmrl.core.onednn import onednn
+
+WIDE = 260  # a square weight of this width is just large enough
+there = pytest.mark.skipif(not module.there(), reason="this torch has no oneDNN for x86")
+both = pytest.mark.parametrize("pack", [False, True])
+
+
+def layers() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(WIDE, WIDE), nn.Linear(WIDE, WIDE, bias=False), nn.Linear(WIDE, 2))
+
+
+def called(model: nn.Module) -> list[bool]:
+    return ["forward" in vars(layer) for layer in model.modules()]
+
+
+@there
+@both
+@pytest.mark.parametrize("shape", [(WIDE,), (1, WIDE), (8, 1, WIDE), (3, 70, WIDE), (0, WIDE)])
+def test_products_are_the_same(shape, pack) -> None:
+    model, x = layers(), torch.randn(shape)
+    with torch.no_grad():
+        wanted = model(x)
+        with onednn(model, pack=pack):
+            assert called(model) == [False, True, True, False]  # the last has too few numbers
+            found = model(x)
+    assert found.shape == wanted.shape
+    assert torch.allclose(found, wanted, atol=1e-5)
+
+
+@there
+@both
+def test_views_and_slices_are_read_right(pack) -> None:
+    model, x = nn.Linear(WIDE, WIDE), torch.randn(2 * WIDE, 6)
+    strided = x.t()[:, ::2]
+    assert not strided.is_contiguous()
+    with torch.no_grad(), onednn(model, pack=pack):
+        wanted = nn.functional.linear(strided.contiguous(), model.weight, model.bias)
+        assert torch.allclose(model(strided), wanted, atol=1e-5)
+
+
+def gradients(model: nn.Module, x: torch.Tensor, upstream: torch.Tensor | None) -> list[torch.Tensor]:
+    x = x.clone().requires_grad_()
+    out = model(x)
+    # A sum hands back one number, seen everywhere; a product hands back numbers of its own.
+    (out.sum() if upstream is None else (out * upstream).sum()).backward()
+    found = [x.grad, *(p.grad for p in model.parameters() if p.grad is not None)]
+    model.zero_grad()
+    return found
+
+
+@there
+@both
+@pytest.mark.parametrize("shape", [(1, WIDE), (5, WIDE), (3, 40, WIDE)])
+@pytest.mark.parametrize("summed", [True, False])
+def test_gradients_are_the_same(shape, summed, pack) -> None:
+    model, x = layers(), torch.randn(shape)
+    upstream = None if summed else torch.randn(*shape[:-1], 2)
+    wanted = gradients(model, x, upstream)
+    with onednn(model, pack=pack):
+        found = gradients(model, x, upstream)
+    assert len(found) == len(wanted) == 6
+    for one, other in zip(found, wanted, strict=True):
+        assert torch.allclose(one, other, rtol=1e-4, atol=1e-5 * float(other.abs().max()))
+
+
+@there
+def test_parts_of_weights_go_the_same_way_inside_and_nowhere_else(monkeypatch) -> None:
+    calls = []
+    times = module.times
+    monkeypatch.setattr(module, "times", lambda *args: calls.append(1) or times(*args))
+    weight = torch.randn(2 * WIDE, 2 * WIDE, requires_grad=True)
+    part, x = weight[::2, WIDE:], torch.randn(3, 5, WIDE)
+    wanted = nn.functional.linear(x, part)
+    assert torch.equal(module.linear(x, part), wanted)
+    assert not calls
+    with onednn(nn.Module()):
+        found = module.linear(x, part)
+        assert calls == [1]
+        assert torch.equal(
+            module.linear(x[..., :2], part[:, :2]), nn.functional.linear(x[..., :2], part[:, :2])
+        )
+        assert calls == [1]  # too few numbers
+    assert torch.allclose(found, wanted, atol=1e-4)
+    upstream = torch.randn(found.shape)
+    (one,), (other,) = (torch.autograd.grad((out * upstream).sum(), weight) for out in (found, wanted))
+    assert torch.allclose(one, other, atol=1e-4)
+
+
+@there
+def test_parts_of_wider_rows_are_laid_out_anew_because_they_have_no_kernel(monkeypatch) -> None:
+    given = []
+    multiply = module._multiply
+    monkeypatch.setattr(module, "_multiply", lambda *args: given.append(args[1]) or multiply(*args))
+    weight, x = torch.randn(WIDE, 2 * WIDE, requires_grad=True), torch.randn(7, 2 * WIDE, requires_grad=True)
+    with onednn(nn.Module()):
+        module.linear(x[:, WIDE:], weight[:, WIDE:]).square().sum().backward()
+    assert len(given) == 3  # the product, and two gradients
+    assert all(one.is_contiguous() or one.t().is_contiguous() for one in given)
+    found = x.grad, weight.grad
+    x.grad = weight.grad = None
+    nn.functional.linear(x[:, WIDE:], weight[:, WIDE:]).square().sum().backward()
+    for one, other in zip(found, (x.grad, weight.grad), strict=True):
+        assert torch.allclose(one, other, rtol=1e-4, atol=1e-5 * float(other.abs().max()))
+
+
+@there
+def test_frozen_weights_get_no_gradient() -> None:
+    model = nn.Linear(WIDE, WIDE).requires_grad_(False)
+    x = torch.randn(4, WIDE, requires_grad=True)
+    with onednn(model):
+        model(x).sum().backward()
+    assert model.weight.grad is None
+    assert model.bias.grad is None
+    assert torch.allclose(x.grad, model.weight.sum(0).expand(4, -1), atol=1e-4)
+
+
+@there
+def test_layers_are_as_before_afterwards_even_behind_an_error() -> None:
+    model = layers()
+    with pytest.raises(KeyError), onednn(model, pack=True):
+        raise KeyError
+    assert not any(called(model))
+    with torch.no_grad():
+        before = model(torch.ones(1, WIDE))
+        model[0].weight.mul_(2)
+        assert not torch.equal(model(torch.ones(1, WIDE)), before)  # weights are those of the model again
+
+
+@there
+@both
+def test_weights_that_moved_are_seen_the_next_time(pack) -> None:
+    model, x = nn.Linear(WIDE, WIDE, bias=False), torch.randn(4, WIDE)
+    with torch.no_grad():
+        with onednn(model, pack=pack):
+            before = model(x)
+        model.weight.mul_(2)
+        with onednn(model, pack=pack):
+            assert torch.allclose(model(x), 2 * before, atol=1e-5)
+
+
+class Doubled(nn.Linear):
+    """A layer that computes something else."""
+
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+def test_what_is_no_plain_float32_layer_is_left_alone() -> None:
+    half, double = nn.Linear(WIDE, WIDE).bfloat16(), nn.Linear(WIDE, WIDE).double()
+    replaced = nn.Linear(WIDE, WIDE)
+    replaced.forward = lambda x: x
+    model = nn.ModuleList([half, double, Doubled(WIDE, WIDE), replaced])
+    with onednn(model):
+        assert called(model) == [False, False, False, False, True]
+        assert replaced.forward(3) == 3
+    assert replaced.forward(3) == 3
+
+
+@there
+def test_one_inside_another_ends_where_it_began() -> None:
+    model = layers()
+    with onednn(model, pack=True):
+        with onednn(model):
+            assert any(called(model))
+        assert any(called(model))
+    assert not any(called(model))
+
+
+def test_autocast_is_left_alone() -> None:
+    model = layers()
+    with torch.autocast("cpu", torch.bfloat16), onednn(model):
+        assert not any(called(model))
+
+
+@there
+def test_nothing_is_packed_beyond_the_memory_it_may_take(monkeypatch) -> None:
+    made = []
+    monkeypatch.setattr(module, "_forward", lambda layer, pack: made.append(pack) or layer.forward)
+    for most, packs in ((2 * 4 * WIDE**2, True), (2 * 4 * WIDE**2 - 1, False)):  # two layers of float32
+        monkeypatch.setattr(module, "MOST", most)
+        made.clear()
+        with onednn(layers(), pack=True):
+            assert made == [packs, packs]

@@ -1,0 +1,141 @@
+"""What a run says: plain lines, or progress with a live table where there is a terminal."""
+
+from __future__ import annotations
+
+import io
+import math
+import os
+import pty
+import re
+import subprocess
+import sys
+
+import pytest
+from rich.console import Console as Screen
+
+from mmrl.reporting.console import Console
+
+
+def drawn(console: Console, width: int = 100) -> str:
+    """Draw what stands on the terminal, without colours."""
+    screen = Screen(file=io.StringIO(), force_terminal=True, width=width)
+    screen.print(console._panel())
+    return re.sub(r"\x1b\[[0-9;]*m", "", screen.file.getvalue())
+
+
+@pytest.fixture
+def terminal(monkeypatch):
+    monkeypatch.setattr("mmrl.reporting.console.on_terminal", lambda: True)
+
+
+def test_plain_lines_where_there_is_no_terminal(capsys):
+    console = Console("grounding", 10)
+    console.begin(0)
+    console.step(3, {"reward": 0.12345, "step_time": 2.0, "unknown": 1.0})
+    console.say("a word")
+    console.warn("smoke")
+    console.end()
+    # Six steps are left, of two seconds each.
+    assert capsys.readouterr().out == (
+        "grounding 4/10  reward 0.123  step_time 2  eta 12 s\na word\nwarning: smoke\n"
+    )
+    quiet = Console("grounding", 10, quiet=True)
+    quiet.step(3, {"reward": 0.1})
+    quiet.say("a word")
+    quiet.warn("smoke")
+    assert capsys.readouterr().out == ""
+
+
+def test_plain_lines_come_at_times_and_at_the_end(capsys):
+    console = Console("grounding", 4)
+    for step in range(4):
+        console.step(step, {"reward": float(step)})
+    assert capsys.readouterr().out == "grounding 1/4  reward 0  eta 0 s\ngrounding 4/4  reward 3  eta 0 s\n"
+
+
+def test_a_terminal_shows_progress_and_is_left_as_it_was(terminal, capsys):
+    console = Console("grounding", 10)
+    console.begin(2)
+    console.step(3, {"reward": 0.5})
+    assert console.progress.tasks[0].completed == 4
+    console.say("install [mmrl]")
+    console.end()
+    console.end()
+    assert console.live is None
+    assert "install [mmrl]\n" in capsys.readouterr().out
+
+
+def test_the_table_sets_the_last_numbers_beside_the_first(terminal):
+    console = Console("grounding", 10)
+    console.begin(0)
+    try:
+        assert "metric" not in drawn(console), "nothing is known yet"
+        console.step(0, {"reward": 0.25, "step_time": 2.0, "unknown": 1.0})
+        console.step(1, {"reward": 0.75, "kl": 0.5, "loss": math.nan, "step_time": 1.0})
+        lines = [line.split() for line in drawn(console).splitlines()]
+    finally:
+        console.end()
+    assert ["metric", "last", "first", "change"] in lines
+    assert ["reward", "0.75", "0.25", "+0.5"] in lines
+    assert ["kl", "0.5", "-", "-"] in lines, "there was none in the first step"
+    assert ["loss", "-", "-", "-"] in lines
+    assert ["step_time", "1", "2", "-1"] in lines
+    assert not any("unknown" in line for line in lines)
+    assert any(line[0] == "grounding" and "2/10" in line and "eta" in line for line in lines if line)
+
+
+def test_a_run_that_goes_on_compares_with_its_first_step(terminal):
+    console = Console("grounding", 10)
+    console.begin(5, {"step": 0, "reward": 0.25})
+    try:
+        console.step(5, {"reward": 1.0})
+        assert ["reward", "1", "0.25", "+0.75"] in [line.split() for line in drawn(console).splitlines()]
+    finally:
+        console.end()
+
+
+def test_the_last_alarms_stay_in_sight(terminal, capsys):
+    console = Console("grounding", 10)
+    console.begin(0)
+    try:
+        for word in ("one", "two", "three", "four", "[five]"):
+            console.warn(word)
+        text = drawn(console)
+    finally:
+        console.end()
+    assert re.findall(r"! (.*?)\s*$", text, re.MULTILINE) == ["three", "four", "[five]", "and 2 before"]
+    assert "warning: one" in capsys.readouterr().out
+
+
+PROGRAM = """
+from mmrl.reporting.console import Console
+console = Console("grounding", 3)
+console.begin(0)
+for step in range(3):
+    console.step(step, {"reward": step / 2, "step_time": 0.1})
+console.warn("smoke")
+console.end()
+"""
+
+
+def test_a_real_terminal_gets_the_table_and_its_cursor_back():
+    main, side = pty.openpty()
+    env = {**os.environ, "TERM": "xterm", "COLUMNS": "90", "LINES": "30"}
+    child = subprocess.Popen([sys.executable, "-c", PROGRAM], stdout=side, stderr=side, stdin=side, env=env)
+    os.close(side)
+    said = b""
+    while True:
+        try:
+            part = os.read(main, 65536)
+        except OSError:  # the other end is closed
+            break
+        if not part:
+            break
+        said += part
+    os.close(main)
+    assert child.wait() == 0
+    text = said.decode()
+    assert text.rindex("\x1b[?25h") > text.rindex("\x1b[?25l"), "the cursor is shown again"
+    plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text)
+    assert "3/3" in plain and "warning: smoke" in plain and "! smoke" in plain
+    assert re.search(r"reward +1 +0 +\+1", plain)

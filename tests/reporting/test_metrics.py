@@ -1,0 +1,431 @@
+"""What a run leaves of its steps: numbers under TRL's names, warnings, and completions as parquet."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+import torch
+from pyarrow import parquet
+
+from mmrl.advantages.combine import total
+from mmrl.advantages.normalize import group_center, group_normalize
+from mmrl.core.reward_table import RewardTable
+from mmrl.core.types import Frames, Media, Message, Outcome, Part, Prompt, Trajectory
+from mmrl.objectives.policy_gradient import diagnose
+from mmrl.reporting.metrics import (
+    Journal,
+    Meter,
+    Trackers,
+    describe_lengths,
+    describe_rewards,
+    describe_shares,
+    describe_speed,
+    noted_sums,
+    pictured,
+    write_completions,
+)
+from mmrl.training.loop import train
+from tests.support.tables import reward_table, step_table
+from tests.support.toys import prompts, toy_run
+
+TRL = {
+    "reward",
+    "reward_std",
+    "frac_reward_zero_std",
+    "rewards/share_right/mean",
+    "rewards/share_right/std",
+    "rewards/brevity/mean",
+    "rewards/brevity/std",
+    "completions/mean_length",
+    "completions/min_length",
+    "completions/max_length",
+    "completions/clipped_ratio",
+    "completions/mean_terminated_length",
+    "clip_ratio/low_mean",
+    "clip_ratio/high_mean",
+    "clip_ratio/region_mean",
+    "kl",
+    "entropy",
+    "grad_norm",
+    "learning_rate",
+    "loss",
+    "step_time",
+    "sampling/sampling_logp_difference/mean",
+}
+
+
+# ---- a step
+
+
+def test_a_step_is_reported_under_the_names_of_trl(tmp_path):
+    run = toy_run(tmp_path, references={"ref": "frozen"}, objective={"penalty": ["k3"]})
+    train(run)
+    records = run.journal.read()
+    assert [record["step"] for record in records] == [0, 1, 2]
+    for record in records:
+        assert record.keys() >= TRL
+        assert all(math.isfinite(value) for value in record.values())
+    assert {"time/rollout", "time/reward", "time/learn"} <= records[0].keys()
+    assert records[0]["kl"] == 0.0 < records[2]["kl"]
+    # The table of logits begins uniform over six tokens.
+    assert records[0]["entropy"] == pytest.approx(math.log(6), rel=1e-6)
+
+
+def test_rewards_are_summed_with_their_weights():
+    table = reward_table(
+        {"right": [1.0, 0.0, 0.5, 0.5], "short": [-1.0, None, 0.0, -2.0]},
+        weights={"right": 2.0, "short": 0.5},
+        group=["a", "a", "b", "b"],
+    )
+    metrics = describe_rewards(table)
+    # 2 - .5 = 1.5, 0, 1, 1 - 1 = 0: the mean is .625, squares of the distances .875, -.625, .375, -.625 add
+    # up to 1.6875, a third of which is .5625.
+    assert metrics["reward"] == 0.625
+    assert metrics["reward_std"] == pytest.approx(0.75)
+    assert metrics["rewards/right/mean"] == 0.5
+    assert metrics["rewards/short/mean"] == -1.0
+    assert metrics["rewards/short/std"] == pytest.approx(1.0)
+    assert metrics["frac_reward_zero_std"] == 0.0
+    assert not any("error_rate" in name for name in metrics)
+
+
+def test_groups_whose_rewards_are_equal_are_counted():
+    table = reward_table([1.0, 1.0, 0.0, 1.0, 7.0, None], group=["a", "a", "b", "b", "c", "d"])
+    # The two rows of a, and the single one of c; of d nothing is known.
+    assert describe_rewards(table)["frac_reward_zero_std"] == pytest.approx(3 / 5)
+
+
+def test_demonstrations_are_not_what_the_policy_earned():
+    table = reward_table([1.0, 3.0, 100.0], on_policy=[True, True, False], length=[1, 3, 50])
+    metrics = {**describe_rewards(table), **describe_lengths(table)}
+    assert (metrics["reward"], metrics["rewards/reward/mean"]) == (2.0, 2.0)
+    assert metrics["completions/max_length"] == 3.0
+    alone = reward_table([1.0, 3.0], on_policy=[False, False])
+    assert describe_rewards(alone)["reward"] == 2.0, "unless there is nothing else"
+
+
+def test_only_the_answer_of_a_row_is_its_reward():
+    table = reward_table([[5.0, 1.0], [3.0]])
+    assert describe_rewards(table)["reward"] == 2.0
+
+
+def test_a_reward_that_applies_nowhere_is_not_a_number():
+    metrics = describe_rewards(reward_table([None, None]))
+    assert math.isnan(metrics["reward"]) and math.isnan(metrics["rewards/reward/mean"])
+    assert metrics["rewards/reward/std"] == 0.0
+
+
+# ---- components of the reward
+
+
+def two_groups(**more) -> RewardTable:
+    """Rows of two prompts: right is 1, 0 and 0, 2; half of short is 0, -2 and nothing."""
+    return reward_table(
+        {"right": [1.0, 0.0, 0.0, 2.0], "short": [0.0, -4.0, 0.0, 0.0]},
+        weights={"short": 0.5},
+        group=["a", "a", "b", "b"],
+        **more,
+    )
+
+
+def test_shares_are_those_of_the_advantage_and_add_up_to_one():
+    table = two_groups()
+    # Distances from the means, weighted: in a .5 of right and 1 of short, 1.5 in all; in b 1 of right.
+    # Centred rewards: right has .5 * 1.5 + 1 * 1 = 1.75 of 1.5 * 1.5 + 1 * 1 = 3.25, for every second row.
+    centred = describe_shares(table, group_center(total(table)))
+    assert centred == pytest.approx({"rewards/right/share": 7 / 13, "rewards/short/share": 6 / 13})
+    # Divided by their deviation both groups weigh as much: a third of one and all of the other.
+    normalized = describe_shares(table, group_normalize(total(table), eps=0.0))
+    assert normalized == pytest.approx({"rewards/right/share": 2 / 3, "rewards/short/share": 1 / 3})
+
+
+def test_a_reward_that_pulls_against_the_rest_has_a_negative_share():
+    table = reward_table({"gain": [2.0, 0.0], "cost": [-1.0, 0.0]})
+    # Distances 1 and -.5, in all .5: 1 / .5 and -.5 / .5.
+    shares = describe_shares(table, group_center(total(table)))
+    assert shares == pytest.approx({"rewards/gain/share": 2.0, "rewards/cost/share": -1.0})
+
+
+def test_shares_do_not_depend_on_the_scale_or_the_sign_of_the_chain():
+    table = two_groups()
+    credit = group_center(total(table))
+    shares = describe_shares(table, credit)
+    for factor in (3.0, -0.25):
+        assert describe_shares(table, credit.put(factor * credit.values)) == pytest.approx(shares)
+
+
+def test_what_is_not_learned_from_or_not_known_has_no_share():
+    table = two_groups()
+    credit = group_center(total(table))
+    only_b = credit.replace(learn=torch.tensor([[False], [False], [True], [True]]))
+    assert describe_shares(table, only_b) == pytest.approx(
+        {"rewards/right/share": 1.0, "rewards/short/share": 0.0}
+    )
+    dropped = credit.select(torch.tensor([2, 3]))
+    assert describe_shares(table, dropped) == describe_shares(table, only_b)
+    flat = reward_table([1.0, 1.0])
+    assert describe_shares(flat, group_center(flat)) == {}, "nobody learns anything"
+    labels = reward_table({"right": [1.0, 0.0], "seen": [1.0, 0.0]}, weights={"seen": 0.0})
+    assert describe_shares(labels, group_center(labels)) == {"rewards/right/share": 1.0}
+
+
+def test_a_row_with_several_places_counts_with_their_mean():
+    table = reward_table({"early": [[1.0, 1.0], [0.0, 0.0]]}, group=["a", "a"])
+    credit = table.put(torch.tensor([[[0.5, 1.5]], [[-0.5, -1.5]]], dtype=torch.float64))
+    assert describe_shares(table, credit) == {"rewards/early/share": 1.0}
+
+
+def test_the_spread_inside_groups_is_a_mean_over_groups():
+    right = [1.0, 0.0, 0.0, 2.0, 9.0, None, 5.0, 5.0, 5.0]
+    table = reward_table({"right": right}, group=list("aabbccddd"))
+    metrics = describe_rewards(table)
+    # Deviations of two are their distance over the root of 2: 1 and 2; then 0. A single value has no spread.
+    assert metrics["rewards/right/group_std"] == pytest.approx(1 / math.sqrt(2))
+    assert describe_rewards(reward_table([0.1 + 0.2, 0.3]))["rewards/reward/group_std"] == 0.0
+    assert describe_rewards(reward_table([1.0, None]))["rewards/reward/group_std"] == 0.0
+
+
+def test_speed_is_of_what_the_policy_made():
+    table = reward_table([1.0, 0.0, 0.0], length=[4, 6, 50], on_policy=[True, True, False])
+    # Two rollouts of ten steps in four seconds.
+    assert describe_speed(table, 4.0) == {"time/rollouts_per_second": 0.5, "time/steps_per_second": 2.5}
+    assert describe_speed(table, 0.0) == {}
+
+
+def test_a_run_reports_components_and_speed(tmp_path):
+    run = toy_run(tmp_path)
+    train(run)
+    for record in run.journal.read():
+        names = ("share_right", "brevity")
+        assert sum(record[f"rewards/{name}/share"] for name in names) == pytest.approx(1.0)
+        assert all(record[f"rewards/{name}/group_std"] >= 0 for name in names)
+        assert record["time/rollouts_per_second"] == pytest.approx(16 / record["step_time"])
+
+
+def test_lengths_and_what_was_cut():
+    tags = {"finish": ["stop", "length", "stop", "length"]}
+    metrics = describe_lengths(reward_table([0.0] * 4, length=[2, 8, 4, 8], tags=tags))
+    # (2 + 8 + 4 + 8) / 4, two of four cut, (2 + 4) / 2 ended by themselves.
+    assert metrics == {
+        "completions/mean_length": 5.5,
+        "completions/min_length": 2.0,
+        "completions/max_length": 8.0,
+        "completions/clipped_ratio": 0.5,
+        "completions/mean_terminated_length": 3.0,
+    }
+
+
+def test_where_everything_was_cut_nothing_ended_by_itself():
+    metrics = describe_lengths(reward_table([0.0], length=[8], tags={"finish": ["length"]}))
+    assert metrics["completions/clipped_ratio"] == 1.0
+    assert "completions/mean_terminated_length" not in metrics
+
+
+def test_notes_are_summed_over_the_steps_of_sampled_rows():
+    def row(entropy, sampled=True):
+        notes = {"entropy": torch.tensor(entropy)} if entropy else {}
+        return Trajectory(prompts()[0], "p0", (), None, len(entropy), notes, sampled)
+
+    rows = (row([1.0, 2.0, 3.0]), row([6.0]), row([]), row([100.0], sampled=False))
+    assert noted_sums(rows, "entropy") == {"sum": 12.0, "steps": 4.0}
+
+
+def test_divergences_are_means_over_steps():
+    gap = math.log(2)
+    # d = log pi / pi_ref is log 2 on one of two steps: exp(-d) + d - 1 = log 2 - 1/2, over two steps.
+    new, batch = step_table([[-1.0, -1.0]], advantage=[1.0], ref=[[-1.0 - gap, -1.0]], slow=[[-1.0, -1.0]])
+    metrics = diagnose(new, batch)
+    assert metrics["kl"].item() == pytest.approx((gap - 0.5) / 2)
+    assert metrics["kl/slow"] == 0.0
+
+
+def test_the_gap_to_the_engine_is_over_noted_steps():
+    new, batch = step_table(
+        [[-1.0, -2.0], [-1.0]], advantage=[1.0, 1.0], notes={"logp": [[-1.5, -2.0], [None]]}
+    )
+    # |-1 + 1.5| = .5 on one of the three steps; nothing was noted of the last.
+    assert diagnose(new, batch)["sampling/sampling_logp_difference/mean"].item() == pytest.approx(0.5 / 3)
+
+
+def test_metrics_of_micro_batches_add_up_and_updates_average():
+    meter = Meter()
+    for share, counts in ((0.25, 1.0), (0.5, 1.0), (9.0, 0.0)):
+        meter.add({"loss": torch.tensor(share)}, counts)
+    meter.updates += 1
+    meter.add({"loss": torch.tensor(0.25)}, 1.0)
+    meter.updates += 1
+    # .75 in the first update, .25 in the second; a repeated micro-batch counts 0.
+    assert meter.take() == {"loss": 0.5}
+    assert meter.take() == {}
+
+
+# ---- where they go
+
+
+def test_a_journal_forgets_what_comes_after_a_checkpoint(tmp_path):
+    journal = Journal(tmp_path)
+    for step in range(4):
+        journal.write({"step": step, "reward": step / 4})
+    journal.rewind(2)
+    assert [record["step"] for record in journal.read()] == [0, 1]
+    journal.path.write_text(journal.path.read_text() + '{"step": 2, "rew')
+    assert [record["step"] for record in journal.read()] == [0, 1]
+    assert [json.loads(line)["step"] for line in journal.path.read_text().splitlines()[:2]] == [0, 1]
+
+
+@pytest.mark.parametrize("bad", [b"\x00\x00\xff", b'{"step": 1, "rew', b"3", b"{}", b'{"step": null}'])
+def test_a_damaged_line_is_named_and_costs_only_itself(tmp_path, caplog, bad):
+    journal = Journal(tmp_path)
+    for step in range(4):
+        journal.write({"step": step, "reward": step / 4})
+    lines = journal.path.read_bytes().splitlines(keepends=True)
+    journal.path.write_bytes(b"".join([lines[0], bad + b"\n", *lines[2:], b'{"step": 4, "re']))
+    assert [record["step"] for record in journal.read()] == [0, 2, 3]
+    assert caplog.messages == [f"'{journal.path}': line 2 is damaged and left out"], "a torn end is normal"
+    caplog.clear()
+    journal.rewind(3)
+    assert len(caplog.messages) == 1
+    assert [record["step"] for record in journal.read()] == [0, 2] and len(caplog.messages) == 1
+
+
+def test_a_record_is_given_as_it_will_be_read(tmp_path):
+    journal = Journal(tmp_path)
+    given = journal.write({"step": 0, "reward": 0.1, "kl": math.nan, "norm": math.inf, "by": "doctor"})
+    assert (
+        str(given)
+        == str(journal.read()[0])
+        == str({"step": 0, "reward": 0.1, "kl": math.nan, "norm": math.nan, "by": "doctor"})
+    )
+
+
+@pytest.mark.parametrize("moment", [OSError("No space left on device"), KeyboardInterrupt()], ids=str)
+def test_completions_are_whole_or_not_there(tmp_path, monkeypatch, moment):
+    table = reward_table({"right": [1.0]}, process=[0])
+    rows = (Trajectory(prompts()[0], "p0", (Outcome(text="answer"),), None, 2),)
+
+    def fails(data, path):
+        path.write_bytes(b"PAR1 half")
+        raise moment
+
+    write_completions(tmp_path / "c.parquet", rows, table, [0.5])
+    before = (tmp_path / "c.parquet").read_bytes()
+    monkeypatch.setattr(parquet, "write_table", fails)
+    with pytest.raises(type(moment)):
+        write_completions(tmp_path / "c.parquet", rows, table, [-0.5])
+    assert (tmp_path / "c.parquet").read_bytes() == before
+    assert [path.name for path in tmp_path.iterdir()] == ["c.parquet"]
+
+
+def test_completions_are_a_row_each_with_rewards_and_advantages(tmp_path):
+    table = reward_table({"right": [1.0, None], "size": [3.0, 4.0]}, weights={"size": 0}, process=[0, 0])
+    outcomes = (Outcome(text="probe", end=1), Outcome(text="answer"))
+    rows = tuple(Trajectory(prompts()[i], f"p{i}", outcomes, None, 2 + i, on_policy=not i) for i in range(2))
+    write_completions(tmp_path / "deep" / "c.parquet", rows, table, [0.5, -0.5])
+    assert parquet.read_table(tmp_path / "deep" / "c.parquet").to_pydict() == {
+        "uid": ["p0", "p1"],
+        "prompt": ["say 1", "say 2"],
+        "completion": ["answer", "answer"],
+        "on_policy": [True, False],
+        "length": [2, 3],
+        "advantage": [0.5, -0.5],
+        "reward": [1.0, pytest.approx(math.nan, nan_ok=True)],
+        "reward/right": [1.0, pytest.approx(math.nan, nan_ok=True)],
+        "reward/size": [3.0, 4.0],
+    }
+
+
+def test_a_run_writes_the_rows_it_learned_from(tmp_path):
+    run = toy_run(tmp_path, max_steps=2)
+    train(run)
+    paths = sorted((tmp_path / "completions").iterdir())
+    assert [path.name for path in paths] == ["completions_000000.parquet", "completions_000001.parquet"]
+    rows = parquet.read_table(paths[0]).to_pydict()
+    assert len(rows["uid"]) == 16 and len(set(rows["uid"])) == 4
+    total = [a + 0.5 * b for a, b in zip(rows["reward/share_right"], rows["reward/brevity"], strict=True)]
+    for uid in set(rows["uid"]):
+        members = [i for i in range(16) if rows["uid"][i] == uid]
+        mean = sum(total[i] for i in members) / 4
+        for i in members:  # above the mean of the group, or below it
+            assert (rows["advantage"][i] > 1e-9) == (total[i] - mean > 1e-9)
+    assert rows["completion"][0].split() == [w for w in rows["completion"][0].split() if w in "12345"]
+
+
+def test_completions_and_lines_may_be_fewer(tmp_path):
+    report = {"log_completions": False, "logging_steps": 2, "trackers": []}
+    run = toy_run(tmp_path, report=report, max_steps=5)
+    train(run)
+    assert not (tmp_path / "completions").exists()
+    # Every second step, and the last.
+    assert [record["step"] for record in run.journal.read()] == [1, 3, 4]
+
+
+def test_pictures_are_kept_at_equal_distances():
+    assert [step for step in range(100) if pictured(step, 100, 5)] == [0, 25, 50, 74, 99]
+    assert [step for step in range(3) if pictured(step, 3, 5)] == [0, 1, 2]
+    assert [step for step in range(9) if pictured(step, 9, 1)] == [0]
+    assert not any(pictured(step, 9, 0) for step in range(9))
+
+
+def test_completions_keep_small_pictures_of_the_first_prompts(tmp_path):
+    grey = torch.full((2, 3, 10, 20), 90, dtype=torch.uint8)
+    seen = Media("video", "clip", lambda: Frames(grey, torch.arange(2.0).double(), 2.0))
+    rows = []
+    for i in range(10):
+        prompt = Prompt(f"p{i}", (Message("user", (Part(media=seen if i != 1 else None), Part("what"))),))
+        made = Outcome(image=grey[0]) if i < 9 else Outcome(image=grey[0].float())
+        rows.append(Trajectory(prompt, prompt.uid, (made,), None, 1))
+    table = reward_table([0.0] * 10)
+    write_completions(tmp_path / "c.parquet", tuple(rows), table, [0.0] * 10, pictures=True)
+    columns = parquet.read_table(tmp_path / "c.parquet").to_pydict()
+    # Eight prompts keep pictures, of which the second was not shown anything.
+    assert [cell is not None for cell in columns["seen"]] == [i < 8 and i != 1 for i in range(10)]
+    assert [cell is not None for cell in columns["made"]] == [i < 8 for i in range(10)]
+    assert columns["made"][0][:2] == b"\xff\xd8", "JPEG"
+    write_completions(tmp_path / "d.parquet", tuple(rows), table, [0.0] * 10)
+    assert not {"seen", "made"} & set(parquet.read_schema(tmp_path / "d.parquet").names)
+
+
+def test_warnings_are_kept_with_their_steps_and_forgotten_behind_a_checkpoint(tmp_path):
+    run = toy_run(tmp_path, max_steps=1)
+    run.resume()
+    for step, text in ((0, "early"), (3, "late"), (3, "late")):
+        run.stream.step = step
+        run.warn(text, by="doctor")
+    assert run.warnings.read() == [
+        {"step": 0, "by": "doctor", "text": "early"},
+        {"step": 3, "by": "doctor", "text": "late"},
+    ]
+    again = toy_run(tmp_path, max_steps=1)
+    assert again.resume() == 0
+    assert again.warnings.read() == again.raised == []
+
+
+class Dashboard:
+    """A tracker that remembers."""
+
+    def __init__(self):
+        self.told = []
+
+    def open(self, folder, config, start):
+        self.told.append((folder.name, config["seed"], start))
+        return "here it is"
+
+    def write(self, metrics, step):
+        self.told.append((step, dict(metrics)))
+
+    def close(self):
+        self.told.append("closed")
+
+
+def test_dashboards_get_finite_numbers_between_opening_and_closing(tmp_path):
+    said, one = [], Dashboard()
+    trackers = Trackers([one])
+    trackers.write({"reward": 1.0}, 0)  # of a process that opens none
+    trackers.open(tmp_path, {"seed": 7}, 3, said.append)
+    trackers.write({"reward": 1.0, "kl": math.nan, "loss": math.inf}, 3)
+    trackers.close()
+    trackers.close()
+    assert one.told == [(tmp_path.name, 7, 3), (3, {"reward": 1.0}), "closed"]
+    assert said == ["here it is"]

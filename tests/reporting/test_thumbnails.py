@@ -1,0 +1,52 @@
+"""Small pictures: of what was asked about, and of what was made."""
+
+from __future__ import annotations
+
+import io
+
+import torch
+from PIL import Image
+
+from mmrl.core.types import Frames, Media, Message, Outcome, Part, Prompt
+from mmrl.reporting.thumbnails import SIDE, of_outcome, of_prompt, source, strip
+
+
+def opened(picture: bytes) -> Image.Image:
+    return Image.open(io.BytesIO(picture))
+
+
+def coloured(*greys: int, height: int = 10, width: int = 20) -> torch.Tensor:
+    return torch.stack([torch.full((3, height, width), grey, dtype=torch.uint8) for grey in greys])
+
+
+def test_frames_stand_beside_each_other_from_the_first_to_the_last():
+    picture = opened(strip(coloured(0, 50, 100, 150, 200), height=10, most=3)).convert("L")
+    # Three of 20 pixels, two white ones between.
+    assert picture.size == (64, 10)
+    assert [round(picture.getpixel((x, 5)) / 10) for x in (10, 32, 54)] == [0, 10, 20]
+
+
+def test_small_pictures_are_enlarged_in_squares():
+    frame = torch.zeros(1, 3, 2, 2, dtype=torch.uint8)
+    frame[..., 1] = 255
+    picture = opened(strip(frame, height=64)).convert("L")
+    assert picture.size == (64, 64)
+    assert picture.getpixel((24, 32)) < 20 and picture.getpixel((40, 32)) > 235, "no blur between"
+
+
+def test_an_outcome_shows_its_picture_or_its_video():
+    assert opened(of_outcome(Outcome(image=coloured(9)[0]))).size == (2 * SIDE, SIDE)
+    video = opened(of_outcome(Outcome(video=coloured(1, 2, 3, 4, 5, 6))))
+    assert video.size == (4 * 2 * SIDE + 6, SIDE)
+    assert of_outcome(Outcome(text="word")) is None
+    assert of_outcome(Outcome(image=torch.zeros(2))) is None, "a point of a toy"
+
+
+def test_a_prompt_shows_its_first_medium():
+    media = Media("image", "x", lambda: Frames(coloured(7), torch.zeros(1).double()))
+    assert opened(of_prompt(Prompt("p", (Message("user", (Part(media=media),)),)))).size == (144, 72)
+    assert of_prompt(Prompt("p", (Message("user", (Part("word"),)),))) is None
+
+
+def test_a_source_stands_inside_the_page():
+    assert source(b"\x00\xff") == "data:image/jpeg;base64,AP8="

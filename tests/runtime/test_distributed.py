@@ -1,0 +1,314 @@
+"""Two real processes train as one, and what is behind it."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from mmrl.build import build
+from mmrl.config.reward_adapters import per_outcome
+from mmrl.config.schema import Config, ConfigError, parse
+from mmrl.core.reward_table import RewardTable
+from mmrl.core.step_table import Batch
+from mmrl.reporting import html
+from mmrl.reporting.metrics import Journal
+from mmrl.runtime.distributed import Processes
+from mmrl.runtime.watchdog import ProcessFailed
+from mmrl.training.loop import train
+from tests.support.distributed_worker import launch, start
+from tests.support.toy_flow import flow_plan
+from tests.support.toys import ToyGenerate, ToyText, plan, prompts
+
+
+def process(rank: int, world: int) -> Processes:
+    """Make one of several processes without a launcher: enough for what needs no exchange."""
+    one = object.__new__(Processes)
+    one.rank, one.world = rank, world
+    return one
+
+
+def test_groups_are_shared_whole_and_evenly():
+    # 4, 2, 2 and 1 rollouts on two processes: the 4 go to the first, the next 2 to the idle second, whose
+    # 2 are still fewer than 4, so the third group follows; then both have 4, and ties go to the first.
+    asked = [prompts()[i] for i, count in enumerate((4, 2, 2, 1)) for _ in range(count)]
+    parts = [process(rank, 2).share(asked, RewardTable.empty()) for rank in range(2)]
+    assert [[p.uid for p in mine] for mine, _ in parts] == [["p0"] * 4 + ["p3"], ["p1", "p1", "p2", "p2"]]
+    assert [counts for _, counts in parts] == [True, True]
+
+
+def test_a_group_stays_where_it_began():
+    began = RewardTable.empty().replace(uids=("p0", "p1"), process=torch.tensor([1, 1]))
+    asked = [prompts()[i] for i in (0, 1, 2)]
+    parts = [process(rank, 2).share(asked, began)[0] for rank in range(2)]
+    assert [[p.uid for p in mine] for mine in parts] == [["p2"], ["p0", "p1"]]
+
+
+def test_a_process_without_work_keeps_step_with_a_rollout_that_does_not_count():
+    mine, counts = process(2, 3).share([prompts()[0]] * 4, RewardTable.empty())
+    assert ([p.uid for p in mine], counts) == (["p0"], False)
+
+
+def test_micro_batches_are_repeated_without_counting(monkeypatch):
+    row = ToyText().encode(prompts()[0], prompts()[0].answers[0])
+    micros: list[Batch] = ToyText().collate((row, row)).split(1, 1)
+    one = process(0, 2)
+    one.device = "cpu"
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda length, op: length.fill_(4))
+    assert [(counts, last) for _, counts, last in one.even(micros)] == [
+        (1.0, False),
+        (1.0, False),
+        (0.0, False),
+        (0.0, True),
+    ]
+
+
+def test_a_number_that_a_process_lacks_is_zero_there(monkeypatch):
+    one = process(0, 2)
+    one._all_bytes = lambda data: [data, b'{"loss": 3.0, "sampling/kl": 1.0}']
+    # (1 + 3) / 2, and (0 + 1) / 2.
+    assert one.means({"loss": 1.0}) == {"loss": 2.0, "sampling/kl": 0.5}
+
+
+PLANS = {
+    "uneven": {
+        "rollout": {"num_prompts": 5, "max_rounds": 3},
+        "group_filter": "varied",
+        "advantage": ["total", "group_normalize", {"name": "high_entropy", "top": 0.5}],
+        "objective": {"aggregate": "step_mean", "penalty": [{"name": "k3", "coef": 0.1}]},
+        "references": {"ref": "frozen"},
+        "learn": {"num_iterations": 2, "micro_batch_steps": 9},
+        "evaluation": {"data": {"name": "tests.support.toys:prompts", "num": 3}, "num_generations": 2},
+        "eval_steps": 2,
+    },
+    "minibatches": {  # of 1, 2, 1 and 2 groups, where each process for itself would make 0, 2, 2 and 2
+        "rollout": {"num_prompts": 6},
+        "advantage": ["total", "group_normalize"],
+        "learn": {"minibatches": 4, "num_iterations": 2},
+    },
+    "nothing to do": {  # on the second process
+        "data": {"name": "tests.support.toys:prompts", "num": 1},
+        "rollout": {"num_prompts": 1},
+        "advantage": ["total", "tests.support.toys:RunningMean"],
+        "learn": {"optimizer": "adamw"},
+    },
+    "only a demonstration": {  # on one process, and sampled rollouts on the other
+        "data": "tests.support.toys:half_shown",
+        "sampler": {"name": "uniform", "shuffle": False},
+        "rollout": {
+            "num_prompts": 2,
+            "num_generations": 1,
+            "engine": ["tests.support.toys:ToyGenerate", "with_demos"],
+            "policy": "slow",
+        },
+        "advantage": ["total"],
+        "objective": {"focus": ["truncated_importance"], "aggregate": "length_weighted"},
+        "references": {"slow": {"name": "ema", "decay": 0.5}},
+    },
+}
+
+
+PAIR = {
+    "data": {"name": "tests.support.toys:prompts", "answers": 2},
+    "rollout": {"engine": ["stored"], "num_prompts": 5, "num_generations": 2},
+    "advantage": ["total", "best_vs_worst"],
+    "objective": {"name": "comparison", "gain": "log_ratio", "compare": ["sigmoid"]},
+    "references": {"ref": "frozen"},
+}
+FLOW = {
+    "rollout": {"num_prompts": 3},
+    "advantage": ["total", "group_normalize"],
+    "objective": {
+        "name": "policy_gradient",
+        "surrogate": "clip",
+        "aggregate": "step_mean",
+        "penalty": [{"name": "gaussian_kl", "coef": 0.1}],
+    },
+    "references": {"ref": "frozen"},
+    "learn": {"num_iterations": 2, "micro_batch_steps": 9},
+}
+PLANS |= {
+    "a pair": PAIR,
+    "a flow": {"of": "flow", **FLOW},
+    "a flow that matches": {
+        "of": "flow",
+        **FLOW,
+        "policy": {"name": "tests.support.toy_flow:ToyFlow", "form": "matching"},
+        "objective": {"name": "policy_gradient", "surrogate": "clip", "aggregate": "step_mean"},
+    },
+}
+
+
+def plan_of(name, folder):
+    changes = PLANS[name]
+    if changes.get("of") == "flow":
+        given = {key: value for key, value in changes.items() if key != "of"}
+        learn = {"optimizer": "sgd", "learning_rate": 0.05, **given.get("learn", {})}
+        return flow_plan(folder, **{**given, "learn": learn})
+    learn = {"optimizer": "sgd", "learning_rate": 0.5, **changes.get("learn", {})}
+    usual = {"policy": {"name": "tests.support.toys:ToyText", "double": True}}
+    return plan(folder, **{**usual, **changes, "learn": learn})
+
+
+@pytest.fixture(scope="module")
+def two_processes(tmp_path_factory):
+    """Train every plan on two processes, all of them in one pair of processes: they start slowly."""
+    folder = tmp_path_factory.mktemp("two")
+    launch([plan_of(name, folder / name) for name in PLANS], folder)
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PLANS)
+def test_two_processes_train_as_one(name, two_processes, tmp_path, monkeypatch):
+    monkeypatch.setattr(html, "curves", lambda runs: [])
+    run = build(parse(plan_of(name, tmp_path / "one"), Config), quiet=True)
+    train(run)
+    assert run.policy.table.abs().max() > 0.005
+    # A flow computes in float32, where sums of other parts differ in their last digits.
+    exact = 1e-12 if run.policy.table.dtype == torch.float64 else 2e-6
+    for rank in range(2):
+        weights = load_file(two_processes / name / f"weights-{rank}" / "model.safetensors")["table"]
+        torch.testing.assert_close(weights, run.policy.table.data, rtol=exact, atol=exact)
+    records = zip(Journal(two_processes / name).read(), run.journal.read(), strict=True)
+    for found, expected in records:
+        timed = {key for key in expected if "time" in key or "seconds" in key}
+        assert found.keys() == expected.keys()
+        for key in expected.keys() - timed:
+            wanted = pytest.approx(expected[key], rel=max(1e-6, 50 * exact), abs=1e-6, nan_ok=True)
+            assert found[key] == wanted, key
+
+
+# ---- failures
+
+
+@per_outcome
+def fails_on_one(prompt, outcome):
+    """Fail where the rollouts of p0 are, which is on one process."""
+    if prompt.uid == "p0":
+        raise LookupError("no span in p0")
+    return 0.5
+
+
+class DiesOnOne(ToyGenerate):
+    """An engine that runs out of memory on the second process."""
+
+    def rollout(self, asked):
+        if int(os.environ["RANK"]) == 1:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return super().rollout(asked)
+
+
+class FailsInLearning(ToyText):
+    """A policy whose forward pass fails on the second process, while the first waits for its gradients."""
+
+    def __call__(self, batch, extra=frozenset()):
+        if int(os.environ["RANK"]) == 1 and torch.is_grad_enabled():
+            raise LookupError("a kernel failed")
+        return super().__call__(batch, extra)
+
+
+HERE = __name__
+FAILURES = {
+    "a reward": (
+        {"rewards": [f"{HERE}:fails_on_one"], "sampler": {"name": "uniform", "shuffle": False}},
+        "RewardFault: reward 'fails_on_one' raised LookupError: no span in p0",
+        "process 0 of 2 failed while making and scoring rollouts: RewardFault: reward 'fails_on_one'",
+    ),
+    "an engine": (
+        {"rollout": {"engine": [f"{HERE}:DiesOnOne"]}},
+        "OutOfMemory: out of memory while making rollouts of step 0",
+        "process 1 of 2 failed while making and scoring rollouts: OutOfMemory: out of memory",
+    ),
+    "learning": (
+        {"policy": f"{HERE}:FailsInLearning"},
+        "LookupError: a kernel failed",
+        "process 1 of 2 failed: LookupError: a kernel failed",
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", FAILURES)
+def test_where_one_process_fails_every_other_is_told_instead_of_waiting(case, tmp_path):
+    changes, own, heard = FAILURES[case]
+    began = time.monotonic()
+    printed = launch([plan(tmp_path / "run", **changes)], tmp_path, failing=True)
+    assert time.monotonic() - began < 60
+    said = [(tmp_path / "run" / f"failed-{rank}").read_text() for rank in range(2)]
+    assert any(text.startswith(own) for text in said), (said, printed)
+    assert any(text.startswith(f"ProcessFailed: {heard}") for text in said), (said, printed)
+
+
+def test_a_process_that_finds_nothing_wrong_is_told_who_did(monkeypatch):
+    one = process(0, 2)
+    one._all_bytes = lambda data: [data, b"KeyError: 'span'"]
+    told = "process 1 of 2 failed while scoring: KeyError: 'span'"
+    with pytest.raises(ProcessFailed, match=told), one.agreeing("scoring"):
+        pass
+    with pytest.raises(OSError, match="no room"), one.agreeing("saving"):
+        raise OSError("no room")
+    one._all_bytes = lambda data: [data, b" "]
+    with one.agreeing("scoring"):
+        pass
+
+
+@pytest.mark.slow
+def test_a_launch_that_accelerate_does_not_join_is_refused(tmp_path):
+    """As torchrun starts processes on a machine without a GPU."""
+    listed = tmp_path / "plans.json"
+    listed.write_text(json.dumps([plan(tmp_path / "run")]))
+    started = start("tests.support.distributed_worker", [str(listed)], 2, ACCELERATE_USE_CPU="false")
+    printed = [process.communicate(timeout=120)[0] for process in started]
+    assert all(process.returncode for process in started) and not (tmp_path / "run").exists()
+    assert all("ConfigError: WORLD_SIZE is 2, but accelerate sees one process" in text for text in printed)
+
+
+def test_world_size_alone_is_refused_too(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match="accelerate sees one process"):
+        Processes()
+
+
+# ---- weights of which every process holds a part
+
+
+@pytest.mark.slow
+def test_sharded_weights_are_saved_whole_and_taken_up_again(tmp_path):
+    started = start("tests.support.sharded_worker", [str(tmp_path)], 2)
+    printed = [process.communicate(timeout=120)[0] for process in started]
+    assert all((tmp_path / f"done-{rank}").exists() for rank in range(2)), "\n".join(printed)
+
+
+def test_on_one_process_nothing_is_sharded():
+    from mmrl.runtime.fsdp import gathered, taken_up, whole
+
+    module, state = torch.nn.Linear(2, 2), {"a": [torch.ones(2)]}
+    weight = module.weight
+    with gathered(module, 1, changed=True):
+        assert module.weight is weight
+    assert whole(state, 1) is state and taken_up(state, [weight], 1) is state
+
+
+# ---- configurations of the launcher
+
+LAUNCHER = sorted((Path(__file__).parents[2] / "configs" / "accelerate").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("path", LAUNCHER, ids=lambda path: path.stem)
+def test_accelerate_knows_every_key_of_a_launcher_configuration(path):
+    from accelerate.commands.config.config_args import load_config_from_file
+
+    found = load_config_from_file(str(path))
+    assert path.read_text().startswith("# ") and str(path.name) in path.read_text()
+    kind = {"ddp": "MULTI_GPU", "fsdp2": "FSDP"}.get(path.stem, "DEEPSPEED")
+    assert str(found.distributed_type).endswith(kind)
+
+
+def test_the_launcher_configurations_are_there():
+    assert [path.stem for path in LAUNCHER] == ["ddp", "deepspeed_zero1", "fsdp2"]

@@ -1,0 +1,77 @@
+"""One of several processes that train toy policies: `python -m tests.support.distributed_worker plans.json`.
+
+The file lists whole configurations, one mapping a run. Weights of every process go to `weights-{rank}` in the
+run's folder; where a run fails, why goes to `failed-{rank}`, and the process ends with code 3.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from mmrl.build import build
+from mmrl.config.schema import Config, parse
+from mmrl.reporting import html
+from mmrl.training.loop import train
+
+
+def start(module: str, arguments: Sequence[str], world: int, **more: str) -> list[subprocess.Popen]:
+    """Start a module on `world` processes that find each other, with `more` in their environment."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    processes = []
+    for rank in range(world):
+        told = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "MASTER_ADDR": "127.0.0.1"}
+        told |= {"MASTER_PORT": port, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": 1} | more
+        processes.append(
+            subprocess.Popen(
+                [sys.executable, "-m", module, *arguments],
+                env={**os.environ, **{name: str(value) for name, value in told.items()}},
+                cwd=Path(__file__).parents[2],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+        )
+    return processes
+
+
+def launch(
+    plans: Sequence[Mapping[str, Any]], folder: Path, world: int = 2, failing: bool = False
+) -> list[str]:
+    """Train on `world` processes, as a launcher would start them; give what they print, or fail with it."""
+    listed = folder / "plans.json"
+    listed.write_text(json.dumps(plans))
+    processes = start("tests.support.distributed_worker", [str(listed)], world)
+    try:
+        printed = [process.communicate(timeout=120)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    if any(process.returncode for process in processes) and not failing:
+        raise RuntimeError("\n".join(printed))
+    return printed
+
+
+def main() -> None:
+    html.curves = lambda runs: []  # drawing takes longer than everything else
+    for plan in json.loads(Path(sys.argv[1]).read_text()):
+        run = build(parse(plan, Config), quiet=True)
+        rank = run.processes.rank
+        try:
+            train(run)
+        except Exception as error:
+            (run.folder / f"failed-{rank}").write_text(f"{type(error).__name__}: {error}")
+            sys.exit(3)
+        run.policy.save(run.folder / f"weights-{rank}")
+
+
+if __name__ == "__main__":
+    main()

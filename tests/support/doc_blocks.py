@@ -1,0 +1,314 @@
+"""Fenced blocks of README and docs, and how each kind of them is run.
+
+A block whose first line is `# name.py` or `# name.yaml` is a file in the reader's folder; the other blocks of
+the page see it. Nothing is skipped: a language without an entry in `KINDS`, and a command without one, are
+errors.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import re
+import shlex
+import sys
+import textwrap
+import tomllib
+from argparse import Namespace
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from omegaconf import OmegaConf
+
+from mmrl import __main__ as command_line
+from mmrl.build import check, check_some
+from mmrl.config import registry
+from mmrl.config.binding import Pieces
+from mmrl.config.loading import read
+from mmrl.config.schema import Config as Training
+from mmrl.config.schema import as_piece, is_part, load, parse_some
+from mmrl.core.rng import Stream
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+FENCE = re.compile(r"^(?P<indent> *)```(?P<kind>[^\n`]*)\n(?P<text>.*?)^ *```\s*$", re.MULTILINE | re.DOTALL)
+FILE = re.compile(r"# ([\w/]+\.(?:py|yaml))\n")
+
+
+class Untrue(AssertionError):
+    """A page says something that does not work."""
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block: where it stands, its language, its text."""
+
+    page: str
+    line: int
+    kind: str
+    text: str
+
+    @property
+    def file(self) -> str:
+        """Name the file that the block is, if it is one."""
+        named = FILE.match(self.text)
+        return named[1] if named else ""
+
+    @property
+    def name(self) -> str:
+        return f"{self.page}:{self.line}"
+
+
+def blocks_of(text: str, page: str) -> list[Block]:
+    """Cut the fenced blocks out of a page."""
+    if text.count("```") % 2:
+        raise Untrue(f"{page}: a block is never closed")
+    return [
+        Block(
+            page,
+            text.count("\n", 0, one.start()) + 1,
+            one["kind"].strip(),
+            textwrap.dedent(one["text"]),
+        )
+        for one in FENCE.finditer(text)
+    ]
+
+
+def inline_commands(text: str) -> Iterator[str]:
+    """Find the commands inside sentences and tables."""
+    for code in re.findall(r"(?<!`)`([^`\n]+)`(?!`)", FENCE.sub("", text)):
+        if re.match(r"(mmrl|make|pip|python|accelerate) ", code):
+            yield code
+
+
+# ---- the reader's folder
+
+
+@contextmanager
+def folder_of(blocks: Sequence[Block], folder: Path) -> Iterator[None]:
+    """Put the files of a page where Python finds them, and forget everything that they registered."""
+    for block in blocks:
+        if block.file:
+            path = folder / block.file
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(block.text)
+    from mmrl.vision.models import model_families
+
+    modules, families = set(sys.modules), dict(model_families.FAMILIES)
+    sys.path.insert(0, str(folder))
+    importlib.invalidate_caches()
+    try:
+        yield
+    finally:
+        sys.path.remove(str(folder))
+        model_families.FAMILIES.clear()
+        model_families.FAMILIES.update(families)
+        for name in set(sys.modules) - modules:
+            if str(getattr(sys.modules[name], "__file__", None) or "").startswith(str(folder)):
+                del sys.modules[name]
+                for key, entry in list(registry.PIECES.items()):
+                    if entry.target.__module__ == name:
+                        del registry.PIECES[key]
+
+
+# ---- kinds of blocks
+
+
+def run(block: Block, folder: Path) -> None:
+    """Run one block in the reader's folder."""
+    if block.kind not in KINDS:
+        raise Untrue(
+            f"{block.name}: nobody knows how to run a block of kind '{block.kind}'; use {', '.join(KINDS)}"
+        )
+    try:
+        KINDS[block.kind](block, folder)
+    except (Exception, SystemExit) as error:
+        raise Untrue(f"{block.name}: {type(error).__name__}: {error}") from error
+
+
+def run_python(block: Block, folder: Path) -> None:
+    """Import a block that is a file, as the module it would be; run any other."""
+    if not block.file:
+        exec(compile(block.text, block.name, "exec"), {"__name__": "block"})
+        return
+    path = Path(block.file)
+    scope = f"mmrl.{'.'.join(path.parts[:-1])}." if len(path.parts) > 1 else ""
+    spec = importlib.util.spec_from_file_location(scope + path.stem, folder / path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+
+
+def check_yaml(block: Block, folder: Path) -> None:
+    """Resolve every name and option: of a whole configuration, or of a part of one."""
+    path = folder / (block.file or "block.yaml")
+    path.write_text(block.text)
+    check_raw(read(path), folder)
+
+
+def check_raw(raw: dict, folder: Path) -> None:
+    """Check plain mappings as `mmrl check` would check their file."""
+    if not is_part(raw) and not {"rollout", "evaluation", "build"} & set(raw):
+        Pieces(Stream()).check("policy", as_piece(raw.pop("policy"), "policy"))
+        check_some(raw, parse_some(raw, Training))
+        return
+    path = folder / "resolved.yaml"
+    path.write_text(OmegaConf.to_yaml(OmegaConf.create(raw)))
+    command_line.check_file(path)
+
+
+def check_sh(block: Block, folder: Path) -> None:
+    """Check every line of a shell block."""
+    for line in block.text.replace("\\\n", " ").splitlines():
+        words = shlex.split(line, comments=True)
+        if words:
+            check_words(words, folder)
+
+
+KINDS: dict[str, Callable[[Block, Path], None]] = {"python": run_python, "yaml": check_yaml, "sh": check_sh}
+
+
+# ---- commands
+
+
+def check_words(words: list[str], folder: Path) -> None:
+    """Check a command without running it: its options by the real parser, its configuration resolved."""
+    match words:
+        case ["make", *targets]:
+            check_make(targets)
+        case ["pip", "install", *wanted]:
+            check_install(wanted)
+        case ["mmrl", *rest] | ["python", "-m", "mmrl", *rest]:
+            check_mmrl(rest, folder)
+        case ["python", "-m", module, *flags]:
+            check_module(module, flags)
+        case ["accelerate", "launch", *rest]:
+            check_launch(rest, folder)
+        case _:
+            raise Untrue(f"nobody knows how to check `{' '.join(words)}`")
+
+
+def makefile() -> str:
+    return (ROOT / "Makefile").read_text()
+
+
+def make_targets() -> set[str]:
+    """Name what the Makefile makes for people."""
+    return set(re.search(r"^\.PHONY: (.*)$", makefile(), re.MULTILINE)[1].split())
+
+
+def check_make(words: Sequence[str]) -> None:
+    """See that targets exist, and that their programs take the flags of ARGS."""
+    (target,) = [word for word in words if "=" not in word]
+    if target not in make_targets():
+        raise Untrue(f"the Makefile makes {sorted(make_targets())}, not '{target}'")
+    recipe = re.search(rf"^{re.escape(target)}:.*\n((?:\t.*\n)+)", makefile(), re.MULTILINE)[1]
+    given = [word.partition("=") for word in words if "=" in word]
+    for name, _, value in given:
+        if f"$({name})" not in recipe:
+            raise Untrue(f"`make {target}` does not read {name}")
+        check_module(re.search(r"-m ([\w.]+)", recipe)[1], shlex.split(value))
+
+
+def check_module(module: str, flags: Sequence[str]) -> None:
+    """See that a module is there, and that its source names every flag."""
+    spec = importlib.util.find_spec(module)
+    if spec is None:
+        raise Untrue(f"there is no module '{module}'")
+    source = "" if module in ("http.server", "pytest") else Path(spec.origin).read_text()
+    for flag in flags:
+        if flag.startswith("--") and source and f'"{flag}"' not in source:
+            raise Untrue(f"'{module}' takes no {flag}")
+
+
+def check_install(words: Sequence[str]) -> None:
+    """See that extras exist."""
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    for word in words:
+        if word.startswith("-"):
+            continue
+        package = re.fullmatch(r"(?:\.|mmrl)(?:\[([\w,]+)\])?", word)
+        if not package:
+            raise Untrue(f"'{word}' is not this package")
+        unknown = set((package[1] or "").split(",")) - {"", *extras}
+        if unknown:
+            raise Untrue(f"there is no extra {sorted(unknown)}; there are {sorted(extras)}")
+
+
+def check_launch(words: Sequence[str], folder: Path) -> None:
+    """Read a launch with accelerate's own parser, and the command behind it with ours."""
+    from accelerate.commands.launch import launch_command_parser
+
+    given = launch_command_parser().parse_args(list(words))
+    if given.config_file and not (ROOT / given.config_file).is_file():
+        raise Untrue(f"there is no file '{given.config_file}'")
+    if not given.module or given.training_script != "mmrl":
+        raise Untrue("launch the module: -m mmrl")
+    check_mmrl(given.training_script_args, folder)
+
+
+def check_mmrl(words: Sequence[str], folder: Path) -> None:
+    """Parse a command of ours, and check what it would do first."""
+    given = command_line._parser().parse_args(list(words))
+    name = given.command.__name__
+    if name not in COMMANDS:
+        raise Untrue(f"nobody knows how to check `mmrl {words[0]}`; enter '{name}' in COMMANDS")
+    COMMANDS[name](given, folder)
+
+
+def found(name: str, folder: Path) -> str | Path:
+    """Find a file in the reader's folder or in the repository; else the name, which may be one of ours."""
+    return next((path for path in (folder / name, ROOT / name) if path.is_file()), name)
+
+
+def check_config(given: Namespace, folder: Path) -> None:
+    """Resolve the configuration with its overrides."""
+    check_raw(read(found(given.config, folder), given.overrides), folder)
+
+
+def check_run(given: Namespace, folder: Path) -> None:
+    """Resolve the configuration of a whole run."""
+    check(load(found(given.config, folder), given.overrides, Training))
+
+
+def check_list(given: Namespace, folder: Path) -> None:
+    if given.kind is not None and given.kind not in registry.HOMES:
+        raise Untrue(f"there is no kind '{given.kind}'")
+
+
+def nothing_more(given: Namespace, folder: Path) -> None:
+    """Parsing was all: the rest is the reader's data."""
+
+
+COMMANDS: dict[str, Callable[[Namespace, Path], None]] = {
+    **dict.fromkeys(("train", "doctor", "plan"), check_run),
+    **dict.fromkeys(("evaluate", "build"), check_config),
+    "check": lambda given, folder: [
+        check_config(Namespace(config=path, overrides=[]), folder) for path in given.configs
+    ],
+    "show": check_list,
+    "check_data": nothing_more,
+    "report": nothing_more,
+    "env": nothing_more,
+}
+
+
+def check_inline(code: str) -> None:
+    """See that a command in a sentence has a name that there is."""
+    words = [word for word in shlex.split(code) if word != "..."]
+    match words:
+        case ["make", target, *_] if target not in make_targets():
+            raise Untrue(f"there is no `make {target}`")
+        case ["mmrl", *rest]:
+            # Sentences leave out what is clear: a configuration, a path.
+            for missing in ([], ["x"]):
+                try:
+                    command_line._parser().parse_args([*rest, *missing])
+                    return
+                except SystemExit:
+                    continue
+            raise Untrue(f"there is no command `{code}`")
+        case ["pip", "install", *wanted]:
+            check_install(wanted)

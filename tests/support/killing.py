@@ -1,0 +1,400 @@
+"""Runs that are killed at random instants: `python -m tests.support.killing --kills 100`.
+
+Every run is a process of its own that ends by SIGKILL: at a random time, in the middle of an evaluation, or
+before a random one of the file operations by which it opens its folder, saves and writes its report. The same
+run is started again until it is finished, and then compared with one that nobody disturbed: weights, state,
+metrics, completions and the names of all files have to be the same bit for bit. Ends with code 1 where they
+are not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import mmap
+import os
+import random
+import signal
+import struct
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from pyarrow import parquet
+from safetensors.torch import load_file
+
+from mmrl.build import build
+from mmrl.config.schema import Config, parse
+from mmrl.reporting import html
+from mmrl.reporting.metrics import Journal
+from mmrl.runtime import checkpoint
+from mmrl.training import evaluate
+from mmrl.training.loop import train
+from mmrl.training.trainer import Run
+from tests.support.resuming import without_times
+from tests.support.toy_flow import flow_plan
+from tests.support.toys import plan
+from tests.vision import tiny
+
+OFTEN = {
+    "save_steps": 2,
+    "max_steps": 16,
+    "evaluation": {"data": {"name": "tests.support.toys:prompts", "num": 3}},
+    "eval_steps": 3,
+    "report": {"trackers": [], "log_completions": True},
+}
+PLANS: Mapping[str, tuple[Any, Mapping[str, Any]]] = {
+    "text": (
+        plan,
+        {
+            "rollout": {"num_prompts": 3, "num_generations": 3, "max_rounds": 2},
+            "group_filter": "varied",
+            "advantage": ["total", "tests.support.toys:RunningMean", "group_normalize"],
+            "objective": {"penalty": ["k3"]},
+            "references": {"ref": "frozen", "slow": {"name": "ema", "decay": 0.5}},
+            "learn": {"num_iterations": 2, "minibatches": 2, "optimizer": "muon"},
+            **OFTEN,
+        },
+    ),
+    "flow": (
+        flow_plan,
+        {
+            "rollout": {"engine": ["tests.support.toy_flow:ToyDenoise", "tests.support.toy_flow:ToyProbes"]},
+            "advantage": ["total", "turning_points", "group_normalize"],
+            "objective": {
+                "name": "policy_gradient",
+                "surrogate": "clip",
+                "aggregate": "step_mean",
+                "penalty": [{"name": "gaussian_kl", "coef": 0.1}],
+            },
+            "references": {"ref": "frozen"},
+            **OFTEN,
+            "evaluation": {"data": "tests.support.toy_flow:spots"},
+        },
+    ),
+    "vlm": (
+        plan,
+        {
+            "policy": {"name": "vision.tokens", "dtype": "float32"},
+            "data": "tests.vision.mixed:pictured",
+            "rollout": {
+                "engine": [{"name": "vision.generate", "max_completion_length": 4}],
+                "num_prompts": 2,
+            },
+            "rewards": ["tests.vision.mixed:letters"],
+            "learn": {"learning_rate": 1e-3},
+            **OFTEN,
+            "evaluation": {"data": "tests.vision.mixed:pictured"},
+        },
+    ),
+    "pairs": (
+        plan,
+        {
+            "data": {"name": "tests.support.toys:prompts", "answers": 2},
+            "rollout": {"engine": ["stored"], "num_generations": 2},
+            "advantage": ["total", "best_vs_worst"],
+            "objective": {"name": "comparison", "gain": "log_ratio", "compare": ["sigmoid"]},
+            "references": {"ref": "frozen"},
+            **OFTEN,
+        },
+    ),
+}
+
+
+DOING = ("starting", "opening", "rollout", "reward", "learn", "saving", "evaluating", "closing", "between")
+BY_FILES = ("opening", "saving", "closing")  # killed before one of their file operations
+COUNTED = ("evaluating", *BY_FILES)
+PER_RUN = 4  # kills of one run
+
+
+class Shared:
+    """What a run is doing, and how often by then it began a file operation or an evaluation, seen by its
+    parent as well."""
+
+    def __init__(self) -> None:
+        self.memory = mmap.mmap(-1, 8 * (1 + len(DOING)))
+        self.clear()
+
+    def clear(self) -> None:
+        """Begin again."""
+        self.memory[:] = bytes(len(self.memory))
+
+    def _get(self, place: int) -> int:
+        return struct.unpack_from("q", self.memory, 8 * place)[0]
+
+    def _set(self, place: int, value: int) -> None:
+        struct.pack_into("q", self.memory, 8 * place, value)
+
+    @property
+    def doing(self) -> str:
+        """Name what the run does."""
+        return DOING[self._get(0)]
+
+    def counted(self, doing: str) -> int:
+        """Give how many file operations of one kind of work, or evaluations, there were."""
+        return self._get(1 + DOING.index(doing))
+
+    def count(self) -> int:
+        """Count one more."""
+        place = 1 + self._get(0)
+        self._set(place, self._get(place) + 1)
+        return self._get(place)
+
+    @contextmanager
+    def during(self, doing: str) -> Iterator[None]:
+        """Say what is done in a block."""
+        before = self._get(0)
+        self._set(0, DOING.index(doing))
+        yield
+        self._set(0, before)
+
+
+SHARED = Shared()
+
+
+# ---- a run in a process of its own
+
+
+def begin(name: str, folder: Path, steps: int, kill: tuple[str, int] = ("", 0)) -> int:
+    """Start a run of so many steps in a process of its own, and give its number. `kill` names work, and
+    before which of its file operations the process ends itself."""
+    sys.stdout.flush()
+    SHARED.clear()
+    child = os.fork()
+    if child:
+        return child
+    code = 1
+    try:
+        html.curves = lambda runs: []
+        evaluate.RESAMPLES = 20
+        run = build(planned(name, folder, steps), quiet=True)
+        tell(run)
+        count_files(kill)
+        train(run)
+        code = 0
+    finally:
+        os._exit(code)
+
+
+def planned(name: str, folder: Path, steps: int) -> Config:
+    """Write down a run. Its model, where it has one on disk, lies beside its folder."""
+    make, changes = PLANS[name]
+    if name == "vlm":
+        changes = {**changes, "policy": {**changes["policy"], "model": str(folder.parent / "model")}}
+    return parse(make(folder, **{**changes, "max_steps": steps}), Config)
+
+
+def tell(run: Run) -> None:
+    """Note what a run is doing."""
+    timing = run.timing
+
+    @contextmanager
+    def told(name: str) -> Iterator[None]:
+        with SHARED.during(name if name in DOING else SHARED.doing), timing(name):
+            yield
+
+    def noted(work: Callable, doing: str) -> Callable:
+        def wrapper(*args: Any, **options: Any) -> Any:
+            with SHARED.during(doing):
+                if doing == "evaluating":
+                    SHARED.count()
+                return work(*args, **options)
+
+        return wrapper
+
+    SHARED._set(0, DOING.index("between"))
+    run.timing = told
+    run.resume, run.save, run.close = (
+        noted(run.resume, "opening"),
+        noted(run.save, "saving"),
+        noted(run.close, "closing"),
+    )
+    run.evaluator.measure = noted(run.evaluator.measure, "evaluating")
+
+
+def count_files(kill: tuple[str, int]) -> None:
+    """Count what a run does to files, and let it end by SIGKILL before the operation that was drawn."""
+    doing, number = kill
+    changes = {"open", "os.rename", "os.remove", "os.rmdir", "os.mkdir", "fcntl.flock"}
+
+    def look(event: str, args: tuple) -> None:
+        here = SHARED.doing
+        counts = here in BY_FILES and event in changes and not str(args[0]).endswith((".py", ".pyc"))
+        if counts and SHARED.count() == number and here == doing:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(look)
+    # What a killed process wrote is still there; waiting for the disk is for machines that lose power.
+    os.fsync = lambda handle: look("open", ("fsync",))
+
+
+# ---- killing
+
+
+def finished(child: int, limit: float = 300.0) -> bool:
+    """Wait for a process; tell whether it came to its end by itself."""
+    until = time.monotonic() + limit
+    while not (ended := over(child)):
+        if time.monotonic() > until:
+            os.kill(child, signal.SIGKILL)
+            raise RuntimeError(f"a run does not end within {limit:g} s")
+        time.sleep(0.01)
+    return ended == "finished"
+
+
+def over(child: int) -> str:
+    """Say how a process ended, and nothing while it goes on. One that has ended is not asked again."""
+    ended, status = os.waitpid(child, os.WNOHANG)
+    if ended and os.WIFEXITED(status) and os.WEXITSTATUS(status):
+        raise RuntimeError("a run failed that nobody killed")
+    return "" if not ended else "finished" if os.WIFEXITED(status) else "killed"
+
+
+def kill_once(
+    name: str, folder: Path, steps: int, seconds: float, most: Mapping[str, int], draw: random.Random
+) -> str:
+    """Start a run and kill it somewhere; say what it was doing, and nothing where it was finished before."""
+    way = draw.choice(("time", *COUNTED))
+    # What comes late in a run is reached by runs that were killed before.
+    number = draw.randint(1, max(1, most[way] // 2)) if way in COUNTED else 0
+    child = begin(name, folder, steps, (way, number))
+    if way in BY_FILES:
+        return "" if finished(child) else SHARED.doing
+    time.sleep(draw.uniform(0, 0.6 * seconds) if way == "time" else 0)
+    while SHARED.counted("evaluating") < number:
+        if over(child):
+            return ""
+        time.sleep(0.0005)
+    time.sleep(draw.uniform(0, 0.02) if way == "evaluating" else 0)
+    os.kill(child, signal.SIGKILL)
+    return "" if finished(child) else SHARED.doing
+
+
+def disturbed(
+    name: str, folder: Path, steps: int, kills: int, draw_kill: Callable[[Path], str]
+) -> Counter[str]:
+    """Kill a run so often, start it again after each, and let it end; count what it was doing."""
+    found: Counter[str] = Counter()
+    for _ in range(kills):
+        doing = draw_kill(folder)
+        if not doing:
+            break
+        found[doing] += 1
+    if not finished(begin(name, folder, steps)):
+        raise RuntimeError("a run was killed by somebody else")
+    return found
+
+
+def undisturbed(name: str, folder: Path, steps: int) -> tuple[float, dict[str, int]]:
+    """Let a run end, and start it once more; measure its seconds, count file operations and evaluations."""
+    began = time.monotonic()
+    finished(begin(name, folder, steps))
+    seconds = time.monotonic() - began
+    first = {doing: SHARED.counted(doing) for doing in COUNTED}
+    finished(begin(name, folder, steps))
+    return seconds, {doing: max(first[doing], SHARED.counted(doing)) for doing in COUNTED}
+
+
+# ---- comparing
+
+
+def differences(one: Path, other: Path) -> list[str]:
+    """Name what differs between two finished runs."""
+    names = [{str(path.relative_to(folder)) for path in folder.rglob("*")} for folder in (one, other)]
+    if names[0] != names[1]:
+        return [f"which files there are ({', '.join(sorted(names[0] ^ names[1]))})"]
+    said = []
+    for name in sorted(names[0]):
+        if name.endswith(".safetensors"):
+            tensors = [load_file(folder / name) for folder in (one, other)]
+            same = tensors[0].keys() == tensors[1].keys() and all(
+                tensors[0][key].equal(tensors[1][key]) for key in tensors[0]
+            )
+        elif name.endswith(".parquet"):
+            same = parquet.read_table(one / name).equals(parquet.read_table(other / name))
+        else:
+            found = [content(folder, name) for folder in (one, other)]
+            same = found[0] == found[1]
+        said += [] if same else [name]
+    return said
+
+
+def content(folder: Path, name: str) -> str:
+    """Read what has to be the same of a file, as text, because nothing equals NaN."""
+    path = folder / name
+    if name.endswith(".jsonl"):
+        return str(without_times(Journal(folder, name).read()))
+    if path.name == checkpoint.STATE:
+        state = checkpoint.read_state(path.parent)
+        return str([without_times([state["reported"]]), state["pieces"], state["best"], state["guard"]])
+    if name == "evaluation.json":
+        return str(without_times(json.loads(path.read_text()).values()))
+    return ""
+
+
+def compared(one: Path, other: Path) -> int:
+    """Compare in a process of its own: readers start threads, and a process with threads must not be
+    forked."""
+    sys.stdout.flush()
+    child = os.fork()
+    if not child:
+        code = 1
+        try:
+            said = differences(one, other)
+            for what in said:
+                print(f"{what} differs between '{one}' and '{other}'", flush=True)
+            code = 2 if said else 0
+        finally:
+            os._exit(code)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def main() -> int:
+    """Kill runs of every kind as often; print for each what it was doing then."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--folder", type=Path, help="what to work in (default: a temporary one)")
+    parser.add_argument("--kills", type=int, default=20, help="of all runs together")
+    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--seed", type=int, default=0)
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as spare:
+        folder = given.folder or Path(spare)
+        wrong = sum(
+            kill_often(name, folder / name, -(-given.kills // len(PLANS)), given.steps, given.seed)
+            for name in PLANS
+        )
+    print(f"{wrong or 'no'} run{'' if wrong == 1 else 's'} ended otherwise than one that nobody killed")
+    return int(wrong > 0)
+
+
+def kill_often(name: str, folder: Path, kills: int, steps: int, seed: int) -> int:
+    """Kill runs of one kind so often, and count those that did not end as one that nobody disturbed."""
+    folder.mkdir(parents=True)
+    if name == "vlm":
+        transformers.utils.logging.disable_progress_bar()
+        tiny.make("llava", folder / "model")
+    build(planned(name, folder / "unused", steps), quiet=True)  # what is imported is shared
+    seconds, most = undisturbed(name, folder / "whole", steps)
+    draw, found, wrong, turn = random.Random(f"{seed} {name}"), Counter(), 0, 0
+    kill = lambda run: kill_once(name, run, steps, seconds, most, draw)
+    while found.total() < kills:
+        run = folder / f"killed-{turn}"
+        found += disturbed(name, run, steps, min(PER_RUN, kills - found.total()), kill)
+        wrong += bool(compared(run, folder / "whole"))
+        turn += 1
+    shown = ", ".join(f"{doing} {found[doing]}" for doing in DOING if found[doing])
+    told = f"{name}: {found.total()} kills of {turn} runs ({shown}), {seconds:.1f} s undisturbed"
+    print(told, flush=True)
+    return wrong
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,77 @@
+"""One of two processes that train real classes: `python -m tests.support.real_worker plans.json
+ddp|fsdp2|zero1`."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from unittest import mock
+
+import torch
+from accelerate.state import AcceleratorState, PartialState
+from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+
+from mmrl.build import build
+from mmrl.config.schema import Config, parse
+from mmrl.core.types import Prompt
+from mmrl.reporting import html
+from mmrl.training.loop import train
+from tests.vision import mixed
+
+CPU = torch.device("cpu")
+
+
+def seen() -> list[Prompt]:
+    """Ask one question with a picture and one in words, which lands on the other process."""
+    return mixed.prompts("qwen2_5_vl")[1::-1]
+
+
+def longer(prompts, completions, **columns) -> list[float]:
+    """Reward letters."""
+    return [len(completion) / 10 for completion in completions]
+
+
+def sharding():
+    """Shard weights as `configs/accelerate/fsdp2.yaml` says; accelerate itself refuses to on a CPU."""
+    plain = AcceleratorState.__init__
+
+    def init(self, *given, **options):
+        plain(self, *given, **options)
+        AcceleratorState._shared_state |= {
+            "distributed_type": DistributedType.FSDP,
+            "fsdp_plugin": FullyShardedDataParallelPlugin(
+                fsdp_version=2,
+                auto_wrap_policy="transformer_based_wrap",
+                reshard_after_forward=True,
+                state_dict_type="FULL_STATE_DICT",
+                cpu_ram_efficient_loading=False,
+            ),
+        }
+
+    return mock.patch.object(AcceleratorState, "__init__", init)
+
+
+@contextmanager
+def zero1():
+    """Share the optimizer out as `configs/accelerate/deepspeed_zero1.yaml` says, also on a CPU."""
+    told = {"DS_ACCELERATOR": "cpu", "ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_USE_CPU": "false"}
+    zero = {"ZERO_STAGE": "1", "ZERO3_INIT": "false", "OFFLOAD_OPTIMIZER_DEVICE": "none"}
+    told |= {f"ACCELERATE_DEEPSPEED_{key}": value for key, value in zero.items()}
+    told |= {"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "1", "ACCELERATE_GRADIENT_CLIPPING": "1.0"}
+    backend = mock.Mock(return_value=("gloo", DistributedType.MULTI_XPU))
+    with (
+        mock.patch.dict(os.environ, told),
+        mock.patch.object(PartialState, "_prepare_backend", backend),
+        mock.patch.object(PartialState, "set_device", lambda self: setattr(self, "device", CPU)),
+    ):
+        yield
+
+
+if __name__ == "__main__":
+    with {"ddp": nullcontext, "fsdp2": sharding, "zero1": zero1}[sys.argv[2]]():
+        html.curves = lambda runs: []  # drawing takes longer than everything else
+        for plan in json.loads(Path(sys.argv[1]).read_text()):
+            train(build(parse(plan, Config), quiet=True))

@@ -1,0 +1,217 @@
+"""Small models that learn in a second, and engines for them: a look-up table over tokens, and a flow in two
+dimensions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mmrl.build import build
+from mmrl.config.loading import merge
+from mmrl.config.reward_adapters import per_outcome
+from mmrl.config.schema import Config, parse
+from mmrl.core.reward_table import RewardTable
+from mmrl.core.rng import Stream
+from mmrl.core.step_table import Batch, StepOutput
+from mmrl.core.tensor import cat_padded
+from mmrl.core.types import Message, Outcome, Part, Prompt, Rollouts, Trajectory, Unit
+from mmrl.training.trainer import Run
+
+STOP = 0  # the token that ends an answer
+
+
+def prompts(*, num: int = 8, answers: int = 1) -> list[Prompt]:
+    """Ask for one token, again and again. The first recorded answer is right, others ask for other tokens."""
+    return [
+        Prompt(
+            uid=f"p{i}",
+            messages=(Message("user", (Part(f"say {i % 5 + 1}"),)),),
+            target=i % 5 + 1,
+            answers=tuple(Outcome(text=f"{(i + k) % 5 + 1} {(i + k) % 5 + 1}") for k in range(answers)),
+            columns={"wanted": i % 5 + 1},
+        )
+        for i in range(num)
+    ]
+
+
+def half_shown(*, num: int = 8) -> list[Prompt]:
+    """Give every other prompt a recorded answer, and the rest none."""
+    return [prompts(num=num, answers=1 - i % 2)[i] for i in range(num)]
+
+
+@per_outcome
+def share_right(prompt: Prompt, outcome: Outcome) -> float:
+    """Count how much of the answer is the target."""
+    tokens = [int(word) for word in outcome.text.split()]
+    return sum(token == prompt.target for token in tokens) / max(len(tokens), 1)
+
+
+@per_outcome
+def brevity(prompt: Prompt, outcome: Outcome) -> float:
+    """Prefer short answers."""
+    return -0.1 * len(outcome.text.split())
+
+
+@dataclass(frozen=True)
+class TokenSteps:
+    """Which logits each step chose from, and what it chose."""
+
+    prompt: Tensor  # (N,)
+    tokens: Tensor  # (N, T)
+    start: int = 0
+    unit: Unit = Unit.ROW
+
+    def cost(self, rows: Tensor) -> int:
+        return len(rows) * self.tokens.shape[1]
+
+    def __getitem__(self, cut: tuple[Tensor, slice]) -> TokenSteps:
+        rows, columns = cut
+        start = self.start + (columns.start or 0)
+        return TokenSteps(self.prompt[rows], self.tokens[rows][:, columns], start, self.unit)
+
+
+class Lookup(nn.Module):
+    """Logits that are read through `forward`, where data parallelism notices it."""
+
+    def __init__(self, table: Tensor) -> None:
+        super().__init__()
+        self.table = nn.Parameter(table)
+
+    def forward(self) -> Tensor:
+        return self.table
+
+
+class ToyText:
+    """A table of logits: one row per prompt and place, one column per token. Steps are independent."""
+
+    says = frozenset({"entropy"})
+
+    def __init__(
+        self, *, num: int = 8, length: int = 4, vocab: int = 6, unit: int = 1, double: bool = False
+    ) -> None:
+        self.module = Lookup(
+            torch.zeros(num, length, vocab, dtype=torch.float64 if double else torch.float32)
+        )
+        self.unit = Unit(unit)
+
+    @property
+    def table(self) -> Tensor:
+        return next(iter(self.module.parameters()))
+
+    def encode(self, prompt: Prompt, outcome: Outcome) -> Trajectory:
+        tokens = torch.tensor([int(word) for word in outcome.text.split()] + [STOP])[: self.table.shape[1]]
+        outcome = Outcome(
+            text=outcome.text, end=len(tokens), tags={"finish": "stop"}, recorded=outcome.recorded
+        )
+        return Trajectory(
+            prompt, prompt.uid, (outcome,), (int(prompt.uid[1:]), tokens), len(tokens), {}, False
+        )
+
+    def collate(self, rollouts: tuple[Trajectory, ...]) -> Batch:
+        tokens = cat_padded([row.steps[1][None] for row in rollouts])
+        mask = cat_padded([torch.ones(1, row.length) for row in rollouts])
+        names = sorted({name for row in rollouts for name in row.notes})
+        empty = torch.full((1, 0), float("nan"))
+        notes = {}
+        for name in names:
+            noted = [row.notes[name][None] if name in row.notes else empty for row in rollouts]
+            notes[name] = cat_padded([*noted, torch.full((1, tokens.shape[1]), 0.0)], float("nan"))[:-1]
+        return Batch.of(
+            TokenSteps(torch.tensor([row.steps[0] for row in rollouts]), tokens, 0, self.unit), mask, notes
+        )
+
+    def __call__(self, batch: Batch, extra: frozenset[str] = frozenset()) -> StepOutput:
+        steps = batch.steps
+        places = torch.arange(steps.start, steps.start + steps.tokens.shape[1])
+        logp = self.module()[steps.prompt][:, places].log_softmax(-1)
+        chosen = logp.gather(2, steps.tokens[..., None])[..., 0] * batch.mask
+        return StepOutput(chosen, {"entropy": -(logp.exp() * logp).sum(-1)} if "entropy" in extra else {})
+
+    def save(self, folder) -> None:
+        from safetensors.torch import save_file
+
+        folder.mkdir(parents=True, exist_ok=True)
+        save_file({"table": self.table.detach().clone()}, folder / "model.safetensors")
+
+    def load(self, folder) -> None:
+        from safetensors.torch import load_file
+
+        self.table.data.copy_(load_file(folder / "model.safetensors")["table"])
+
+
+class ToyGenerate:
+    """Sample tokens until the stop token."""
+
+    notes = frozenset({"logp", "entropy"})
+
+    def __init__(self, policy: ToyText, *, stream: Stream) -> None:
+        self.policy, self.stream = policy, stream
+
+    @torch.no_grad()
+    def rollout(self, prompts: Sequence[Prompt]) -> tuple[Trajectory, ...]:
+        asked: dict[str, int] = {}
+        rows = []
+        for prompt in prompts:
+            index = asked[prompt.uid] = asked.get(prompt.uid, -1) + 1
+            generator = self.stream.generator(prompt.uid, index)
+            place = int(prompt.uid[1:])
+            logp = self.policy.table[place].float().log_softmax(-1)
+            tokens = torch.multinomial(logp.exp(), 1, generator=generator)[:, 0]
+            stops = (tokens == STOP).nonzero()
+            length = int(stops[0]) + 1 if len(stops) else len(tokens)
+            tokens = tokens[:length]
+            text = " ".join(str(t) for t in tokens.tolist() if t != STOP)
+            outcome = Outcome(text=text, end=length, tags={"finish": "stop" if len(stops) else "length"})
+            notes = {
+                "logp": logp.gather(1, tokens[:, None])[:, 0],
+                "entropy": -(logp.exp() * logp).sum(-1)[:length],
+            }
+            rows.append(Trajectory(prompt, prompt.uid, (outcome,), (place, tokens), length, notes))
+        return tuple(rows)
+
+
+class RunningMean:
+    """An advantage with a memory: subtract the mean of everything that was ever observed."""
+
+    def __init__(self) -> None:
+        self.sum, self.count = torch.zeros((), dtype=torch.float64), 0
+
+    def __call__(self, table: RewardTable) -> RewardTable:
+        return table.put(table.values - self.sum / max(self.count, 1))
+
+    def observe(self, rollouts: Rollouts, table: RewardTable) -> None:
+        self.sum = self.sum + table.values[table.valid].sum()
+        self.count += int(table.valid.sum())
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"sum": self.sum, "count": self.count}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.sum, self.count = state["sum"], state["count"]
+
+
+def plan(folder: Path | str, **changes: Any) -> dict[str, Any]:
+    """Write down a small run of the look-up table, as YAML would hold it; `changes` are merged over it."""
+    usual = {
+        "policy": "tests.support.toys:ToyText",
+        "data": "tests.support.toys:prompts",
+        "rollout": {"engine": ["tests.support.toys:ToyGenerate"], "num_prompts": 4, "num_generations": 4},
+        "rewards": ["tests.support.toys:share_right", {"name": "tests.support.toys:brevity", "weight": 0.5}],
+        "advantage": ["total", "group_normalize"],
+        "objective": {"name": "policy_gradient", "surrogate": "clip", "aggregate": "sequence_mean"},
+        "learn": {"learning_rate": 0.1},
+        "report": {"trackers": []},
+        "max_steps": 3,
+        "output_dir": str(folder),
+    }
+    return merge(usual, changes)
+
+
+def toy_run(folder: Path | str, **changes: Any) -> Run:
+    """Build that run."""
+    return build(parse(plan(folder, **changes), Config), quiet=True)

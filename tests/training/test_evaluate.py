@@ -1,0 +1,195 @@
+"""An evaluation: every prompt once, the same draws every time, and intervals around the metrics."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from mmrl.build import held_out, load_evaluator, make_evaluator
+from mmrl.config.binding import Pieces
+from mmrl.config.reward_adapters import per_outcome
+from mmrl.config.schema import Config, ConfigError, EvaluateConfig, Piece, parse
+from mmrl.core.rng import Stream
+from mmrl.runtime.distributed import Processes
+from mmrl.training import evaluate
+from tests.support.tables import reward_table
+from tests.support.toys import plan, toy_run
+
+DATA = {"name": "tests.support.toys:prompts", "num": 6}
+
+
+@per_outcome
+def by_prompt(prompt, outcome):
+    """Give p0 to p5 the numbers 0 to 5, whatever they are answered."""
+    return float(prompt.uid[1:])
+
+
+@per_outcome
+def even_only(prompt, outcome):
+    return None if int(prompt.uid[1:]) % 2 else float(prompt.uid[1:])
+
+
+def largest(table):
+    """A metric of a table."""
+    return {"largest": float(table.at_end("by_prompt").max())}
+
+
+def measuring(folder, **evaluation):
+    return toy_run(folder, evaluation={"data": DATA, **evaluation}).evaluator
+
+
+def test_every_prompt_is_answered_as_often_as_asked(tmp_path):
+    measured = measuring(tmp_path, num_generations=3).measure()
+    assert measured.table.uids == tuple(f"p{i}" for i in range(6) for _ in range(3))
+    assert len(measured.rollouts) == 18
+
+
+def test_only_some_prompts_if_wanted(tmp_path):
+    assert measuring(tmp_path, num_prompts=2).measure().table.uids == ("p0", "p1")
+
+
+def test_chunks_do_not_matter(tmp_path, monkeypatch):
+    whole = measuring(tmp_path, num_generations=2).measure()
+    monkeypatch.setattr(evaluate, "CHUNK", 4)
+    parts = measuring(tmp_path, num_generations=2).measure()
+    assert parts.table.uids == whole.table.uids
+    assert torch.equal(parts.table.values, whole.table.values)
+    assert parts.intervals == whole.intervals
+
+
+def test_metrics_are_those_of_the_answers(tmp_path):
+    rewards = [f"{__name__}:by_prompt", f"{__name__}:even_only"]
+    metrics = ["mean", {"name": "share_above", "of": "by_prompt", "at": [4.0]}, f"{__name__}:largest"]
+    measured = measuring(tmp_path, rewards=rewards, metrics=metrics, num_generations=2).measure()
+    # 0 to 5 on average, 4 and 5 among them; 0, 2 and 4 are even.
+    assert measured.metrics["by_prompt"] == 2.5
+    assert measured.metrics["by_prompt@4"] == pytest.approx(1 / 3)
+    assert measured.metrics["even_only"] == 2.0
+    assert measured.metrics["largest"] == 5.0
+    assert measured.metrics["completions/mean_length"] == measured.table.length.double().mean()
+    assert measured.metrics["seconds_per_prompt"] > 0
+    assert set(measured.intervals) == {"by_prompt", "by_prompt@4", "even_only", "largest"}
+
+
+def test_intervals_contain_the_metric_and_narrow_with_the_confidence(tmp_path):
+    rewards = [f"{__name__}:by_prompt"]
+    wide = measuring(tmp_path, rewards=rewards).measure()
+    low, high = wide.intervals["by_prompt"]
+    assert 0 <= low < wide.metrics["by_prompt"] < high <= 5
+    # The mean of 6 draws from 0 to 5 has the deviation sqrt(35 / 12 / 6) = 0.697, and 1.96 of them each way.
+    assert high - low == pytest.approx(2 * 1.96 * 0.697, rel=0.1)
+    narrow = measuring(tmp_path, rewards=rewards, confidence=0.5).measure().intervals["by_prompt"]
+    assert narrow[1] - narrow[0] == pytest.approx(2 * 0.674 * 0.697, rel=0.2)
+
+
+def test_prompts_are_drawn_for_an_interval_not_answers(tmp_path):
+    # With ten equal answers to every prompt there are still six things that were measured.
+    once = measuring(tmp_path, rewards=[f"{__name__}:by_prompt"]).measure().intervals
+    often = measuring(tmp_path, rewards=[f"{__name__}:by_prompt"], num_generations=10).measure().intervals
+    assert often == once
+
+
+def test_without_variation_an_interval_is_a_point():
+    evaluator = object.__new__(evaluate.Evaluator)
+    evaluator.stream, evaluator.confidence = Stream(), 0.9
+    evaluator.metrics = [Pieces(Stream()).make("metric", Piece("mean"))]
+    table = reward_table([3.0, 3.0, 3.0], group=["a", "b", "c"])
+    assert evaluator._intervals(table) == {"reward": (3.0, 3.0)}
+
+
+def test_draws_are_the_same_every_time_and_of_their_own(tmp_path):
+    run = toy_run(tmp_path, evaluation={"data": DATA, "num_generations": 4})
+    first = run.evaluator.measure()
+    run.tick(5)  # training moves on, the evaluation does not
+    again = run.evaluator.measure()
+    assert torch.equal(first.table.values, again.table.values)
+    assert first.intervals == again.intervals
+    other = toy_run(
+        tmp_path / "b", seed=1, evaluation={"data": DATA, "num_generations": 4}
+    ).evaluator.measure()
+    assert not torch.equal(first.table.length, other.table.length)
+    run.tick(0)
+    asked = [prompt for prompt in run.evaluator.data for _ in range(4)]
+    trained = [row.length for row in run.engine.rollout(asked)]
+    assert trained != first.table.length.tolist(), "evaluation and training have streams of their own"
+
+
+def test_measuring_changes_nothing(tmp_path):
+    run = toy_run(tmp_path, evaluation={"data": DATA})
+    run.evaluator.measure()
+    assert run.policy.table.grad is None
+    assert run.sampler.drawn == 0
+    assert not run.policy.table.any()
+
+
+def test_intervals_may_be_left_out(tmp_path):
+    assert measuring(tmp_path).measure(intervals=False).intervals == {}
+
+
+def test_what_is_left_open_is_taken_from_the_training(tmp_path):
+    # The first engine and the rewards of the training; demonstrations belong to learning only.
+    engine = ["tests.support.toys:ToyGenerate", "with_demos"]
+    run = toy_run(tmp_path, rollout={"engine": engine}, evaluation={"data": DATA, "num_generations": 2})
+    measured = run.evaluator.measure()
+    assert all(row.on_policy for row in measured.rollouts)
+    assert set(measured.table.scored) == {"share_right", "brevity"}
+
+
+@pytest.mark.parametrize(
+    ("wanted", "message"),
+    [
+        ({"data": {**DATA, "num": 0}}, "evaluation.data: 'tests.support.toys:prompts' has no prompts"),
+        ({"data": DATA, "num_generations": 0}, "'evaluation.num_generations' must be at least 1, not 0"),
+        (
+            {"data": DATA, "confidence": 1.5},
+            "'evaluation.confidence' must be more than 0 and less than 1, not 1.5",
+        ),
+    ],
+)
+def test_mistakes_are_found_before_anything_runs(tmp_path, wanted, message):
+    with pytest.raises(ConfigError, match=message):
+        toy_run(tmp_path, evaluation=wanted)
+
+
+def test_a_label_alone_can_be_evaluated(tmp_path):
+    rewards = [{"name": f"{__name__}:by_prompt", "weight": 0}]
+    assert measuring(tmp_path, rewards=rewards).measure().metrics["by_prompt"] == 2.5
+
+
+def test_an_evaluation_needs_no_training(tmp_path):
+    raw = plan(tmp_path, evaluation={"data": DATA})
+    pieces = Pieces(Stream())
+    config = parse(raw, Config)
+    policy = pieces.make("policy", config.policy)
+    assert make_evaluator(config, held_out(config), policy, Processes()).measure().metrics["brevity"] < 0
+
+
+def test_tables_of_the_same_prompts_get_the_same_draws(tmp_path):
+    evaluator = measuring(tmp_path, rewards=[f"{__name__}:by_prompt"])
+    table = evaluator.measure(intervals=False).table
+    first = evaluator.resample(table)["by_prompt"]
+    assert first.shape == (evaluate.RESAMPLES,) and first.std() > 0
+    # Twice the reward is twice every draw: differences of pairs vary no more than the pairs do.
+    doubled = table.replace(scored={"by_prompt": 2 * table.scored["by_prompt"]})
+    assert torch.equal(evaluator.resample(doubled)["by_prompt"], 2 * first)
+
+
+def seldom(table):
+    """A metric that only some draws have."""
+    return {"seldom": 1.0} if "p0" in table.uids else {}
+
+
+def test_draws_without_a_metric_do_not_count(tmp_path):
+    evaluator = measuring(tmp_path, metrics=[f"{__name__}:seldom"])
+    drawn = evaluator.resample(evaluator.measure(intervals=False).table)["seldom"]
+    # 6 draws of 6 prompts miss one with the chance (5 / 6)^6 = 0.335.
+    assert float(drawn.isnan().double().mean()) == pytest.approx(0.335, abs=0.05)
+    assert evaluator.interval(drawn) == (1.0, 1.0)
+
+
+@pytest.mark.parametrize("name", ["engine", "rewards"])
+def test_an_evaluation_alone_must_say_everything(name):
+    whole = {"data": DATA, "engine": ["tests.support.toys:ToyGenerate"], "rewards": [f"{__name__}:by_prompt"]}
+    raw = {"policy": "tests.support.toys:ToyText", "evaluation": {**whole, name: []}}
+    with pytest.raises(ConfigError, match=f"'evaluation.{name}' is empty; name at least one"):
+        load_evaluator(parse(raw, EvaluateConfig))

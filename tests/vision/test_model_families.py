@@ -1,0 +1,181 @@
+"""Every family says of a row what transformers say of it alone, however rows and prompts are batched."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+from mmrl.core.types import Unit
+from mmrl.vision.models.model_families import FAMILIES, family_of
+from tests.vision import mixed, tiny
+
+EVERY = pytest.mark.parametrize("family", sorted(tiny.MAKERS))
+TIGHT = {"rtol": 0, "atol": 1e-10}
+FLOAT = {"rtol": 1e-5, "atol": 1e-5}  # norms of transformers compute in float32, whatever the weights are
+
+
+@EVERY
+def test_log_probabilities_and_entropies_of_a_mixed_batch_are_those_of_every_row_alone(exact, family):
+    policy = exact(family)
+    rows = mixed.answered(policy, family)
+    batch = policy.collate(rows)
+    with torch.no_grad():
+        said = policy(batch, frozenset({"entropy"}))
+    for i, row in enumerate(rows):
+        logits = mixed.plainly(policy, row)
+        logits[:, policy.chat.placeholders] = -torch.inf
+        shares = torch.distributions.Categorical(logits=logits)
+        torch.testing.assert_close(said.logp[i, : row.length], shares.log_prob(row.steps.ids), **TIGHT)
+        torch.testing.assert_close(said.extra["entropy"][i, : row.length], shares.entropy(), **TIGHT)
+        assert batch.mask[i].tolist() == [1] * row.length + [0] * (batch.mask.shape[1] - row.length)
+        assert said.logp[i, row.length :].abs().sum() == 0
+
+
+@EVERY
+def test_packed_prompts_give_the_values_and_gradients_of_cached_ones(exact, family):
+    cached, packed = exact(family), exact(family, gradient_checkpointing=True)
+    assert packed.module.checkpointed and not cached.module.checkpointed
+    rows = mixed.answered(cached, family)
+    results = []
+    for policy in (cached, packed):
+        batch = policy.collate(rows)
+        value = mixed.loss(policy, batch)
+        value.backward()
+        results.append((policy(batch).logp.detach(), mixed.gradients(policy)))
+    (logp, gradient), (other_logp, other_gradient) = results
+    torch.testing.assert_close(logp, other_logp, **TIGHT)
+    assert gradient.keys() == other_gradient.keys()
+    for name, value in gradient.items():
+        torch.testing.assert_close(other_gradient[name], value, rtol=1e-9, atol=1e-9)
+    assert sum(float(value.abs().sum()) for value in gradient.values()) > 0
+
+
+@EVERY
+def test_gradients_are_those_of_every_row_alone(exact, family):
+    policy = exact(family)
+    rows = mixed.answered(policy, family)
+    mixed.loss(policy, policy.collate(rows)).backward()
+    together = mixed.gradients(policy)
+    width = max(row.length for row in rows)
+    weight = torch.linspace(0.5, 2.0, len(rows) * width, dtype=torch.float64).view(len(rows), width)
+    for i, row in enumerate(rows):
+        logp = policy(policy.collate((row,))).logp[0]
+        (logp * weight[i, : row.length]).sum().backward()
+    alone = mixed.gradients(policy)
+    for name, value in together.items():
+        torch.testing.assert_close(alone[name], value, **FLOAT)
+
+
+@EVERY
+def test_micro_batches_of_one_row_and_of_everything_give_the_same_gradients(exact, family):
+    policy = exact(family)
+    rows = mixed.answered(policy, family)
+    whole = policy.collate(rows)
+    group = torch.tensor([[row.prompt.uid for row in rows].index(row.prompt.uid) for row in rows])
+    weight = torch.linspace(0.5, 2.0, whole.mask.numel()).view(whole.mask.shape) * whole.mask
+    whole = whole.replace(group=group, weight=weight)
+    results = []
+    for size, count in ((1, len(rows)), (200, None), (10**6, 1)):
+        micros = whole.split(size, Unit.ROW)
+        assert count is None or len(micros) == count
+        for micro in micros:
+            (policy(micro).logp * micro.weight).sum().backward()
+        results.append(mixed.gradients(policy))
+    for other in results[1:]:
+        for name, value in results[0].items():
+            torch.testing.assert_close(other[name], value, **FLOAT)
+
+
+@EVERY
+def test_the_engine_notes_the_log_probabilities_and_entropies_of_the_policy(exact, family):
+    policy = exact(family)
+    asked = mixed.prompts(family)
+    for temperature in (1.0, 0.7):
+        rows = mixed.generate(policy, asked * 2, temperature=temperature)
+        batch = policy.collate(rows)
+        with torch.no_grad():
+            said = policy(batch, frozenset({"entropy"}))
+        for name, value in (("logp", said.logp), ("entropy", said.extra["entropy"])):
+            inside = batch.mask.bool()
+            torch.testing.assert_close(
+                batch.notes[name][inside].double(), value[inside], rtol=0, atol=2e-5, msg=name
+            )
+
+
+@EVERY
+def test_greedy_answers_are_those_of_transformers(exact, family):
+    policy = exact(family)
+    rows = mixed.generate(policy, mixed.prompts(family), temperature=0.0)
+    assert len({tuple(row.steps.ids.tolist()) for row in rows}) > 2
+    for row in rows:
+        ids, encoded = row.steps.prompt.ids[None], row.steps.prompt
+        wanted = policy.model.generate(
+            input_ids=ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=8,
+            do_sample=False,
+            eos_token_id=policy.chat.end,
+            pad_token_id=0,
+            suppress_tokens=policy.chat.placeholders,
+            **encoded.media,
+            **mixed.placed(policy, encoded),
+        )[0, ids.shape[1] :]
+        assert row.steps.ids.tolist() == wanted.tolist()
+
+
+@EVERY
+def test_an_answer_depends_on_neither_the_batch_nor_its_size(exact, family):
+    policy = exact(family)
+    asked = mixed.prompts(family)
+    together = mixed.generate(policy, asked * 2)
+    apart = mixed.generate(policy, asked * 2, batch_size=1)
+    turned = mixed.generate(policy, asked[::-1] * 2)[::-1]
+    again = [*turned[len(asked) :], *turned[: len(asked)]]
+    for row, other, third in zip(together, apart, again, strict=True):
+        assert row.steps.ids.tolist() == other.steps.ids.tolist() == third.steps.ids.tolist()
+        torch.testing.assert_close(row.notes["logp"], other.notes["logp"], rtol=0, atol=1e-5)
+    assert len({tuple(row.steps.ids.tolist()) for row in together}) > len(asked)
+
+
+@EVERY
+def test_a_text_only_batch_touches_every_parameter_of_a_trained_tower(exact, family):
+    policy = exact(family, freeze_vision_tower=False)
+    words, picture, *_ = mixed.prompts(family)
+    used = set()
+    for asked in (picture, words):
+        (row,) = mixed.generate(policy, [asked])
+        policy(policy.collate((row,))).logp.sum().backward()
+        found = mixed.gradients(policy)
+        # What a picture never reaches (a last norm that no layer reads) is not asked of words either.
+        assert used <= found.keys()
+        used = set(found)
+    tower = [name for name in used if "visual" in name or "vision" in name]
+    assert len(tower) > 10
+    assert all(float(found[name].abs().sum()) == 0 for name in tower)
+
+
+@EVERY
+def test_a_clip_touches_every_parameter_of_a_trained_tower_as_well(exact, family):
+    if family in tiny.WITH_VIDEO:
+        policy = exact(family, freeze_vision_tower=False)
+        _, picture, _, clip, *_ = mixed.prompts(family)
+        touched = []
+        for asked in (picture, clip):
+            (row,) = mixed.generate(policy, [asked])
+            policy(policy.collate((row,))).logp.sum().backward()
+            touched.append(mixed.gradients(policy).keys())
+        assert touched[0] == touched[1]
+
+
+def test_a_family_that_is_not_listed_is_read_in_line():
+    config = copy.copy(type("Config", (), {"model_type": "never_heard_of"})())
+    positions = family_of(config).positions(None, {"input_ids": torch.zeros(1, 3)})
+    assert positions.tolist() == [[0, 1, 2]]
+    assert family_of(config).features(None, {"pixel_values": torch.zeros(1)}) == {}
+
+
+def test_every_family_that_is_listed_has_a_tiny_checkpoint_or_shares_a_record():
+    assert {name for name in FAMILIES if name not in tiny.MAKERS} == {"qwen3_vl_moe"}
+    assert FAMILIES["qwen3_vl_moe"] is FAMILIES["qwen3_vl"]

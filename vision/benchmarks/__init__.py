@@ -1,0 +1,1 @@
+"""Published benchmarks: their files and official metrics."""

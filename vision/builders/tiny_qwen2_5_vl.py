@@ -1,0 +1,177 @@
+"""A small vision-language model of the real classes, with a processor, as an ordinary checkpoint folder."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mmrl.config.ranges import PositiveFloat, PositiveInt
+from mmrl.config.registry import builder
+from mmrl.core.rng import Stream
+
+SPECIAL = (
+    "<|endoftext|>",
+    "<|im_start|>",
+    "<|im_end|>",
+    "<|vision_start|>",
+    "<|vision_end|>",
+    "<|image_pad|>",
+    "<|video_pad|>",
+    "<image>",
+    "<video>",
+)
+TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{% for c in m['content'] %}"
+    "{% if c['type'] == 'text' %}{{ c['text'] }}{% else %}PLACEHOLDER{% endif %}"
+    "{% endfor %}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+QWEN_MEDIA = (
+    "{% if c['type'] == 'image' %}<|vision_start|><|image_pad|><|vision_end|>"
+    "{% else %}<|vision_start|><|video_pad|><|vision_end|>{% endif %}"
+)
+
+
+def tiny_tokenizer(texts: Iterable[str], vocab_size: int) -> Any:
+    """Train a byte-level BPE on texts. Digits stay single, as in Qwen's, so that numbers are read and written
+    digit by digit."""
+    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Split(Regex(r"\d"), "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size - len(SPECIAL),
+        show_progress=False,
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    tokenizer.add_special_tokens([AddedToken(word, special=True) for word in SPECIAL])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|endoftext|>"
+    )
+
+
+def write_untrained(
+    kind: type, config: Any, processor: Any, generator: torch.Generator, output: Path
+) -> dict[str, Any]:
+    """Write a folder of a model with random weights and its processor, and tell what is in it."""
+    seed = int(torch.randint(1 << 31, (1,), generator=generator))
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = kind(config)
+    model.save_pretrained(output)
+    processor.save_pretrained(output)
+    return {
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "vocabulary": len(processor.tokenizer),
+    }
+
+
+@builder
+class TinyModel:
+    """Build a small Qwen2.5-VL from the real configuration, weights drawn at random.
+
+    `texts` trains the tokenizer. Pictures and frames are shrunk to `max_pixels` and cut into patches of 14
+    pixels, four of which make a token, two frames at a time.
+    """
+
+    def __init__(
+        self,
+        *,
+        stream: Stream,
+        texts: tuple[str, ...] = ("0123456789 abcdefghijklmnopqrstuvwxyz",),
+        vocab_size: PositiveInt = 512,
+        width: PositiveInt = 128,
+        layers: PositiveInt = 4,
+        heads: PositiveInt = 4,
+        vision_width: PositiveInt = 64,
+        vision_layers: PositiveInt = 2,
+        max_pixels: PositiveInt = 56 * 56,
+        init: PositiveFloat = 0.02,
+    ) -> None:
+        self.stream, self.texts, self.vocab_size = stream, texts, vocab_size
+        self.width, self.layers, self.heads = width, layers, heads
+        self.vision_width, self.vision_layers = vision_width, vision_layers
+        self.max_pixels, self.init = max_pixels, init
+
+    def build(self, output: Path) -> dict[str, Any]:
+        """Write the folder, and tell what is in it."""
+        from transformers import Qwen2_5_VLForConditionalGeneration
+
+        processor = self._processor()
+        config = self._config(processor.tokenizer)
+        return write_untrained(
+            Qwen2_5_VLForConditionalGeneration, config, processor, self.stream.fixed("tiny_model"), output
+        )
+
+    def _processor(self) -> Any:
+        from transformers import Qwen2_5_VLProcessor
+        from transformers.models.qwen2_vl import Qwen2VLImageProcessor, Qwen2VLVideoProcessor
+
+        images = Qwen2VLImageProcessor(min_pixels=28 * 28, max_pixels=self.max_pixels)
+        videos = Qwen2VLVideoProcessor(
+            cap_pixels_per_frame=False,
+            size={"shortest_edge": 28 * 28, "longest_edge": self.max_pixels},  # of a frame
+        )
+        return Qwen2_5_VLProcessor(
+            image_processor=images,
+            video_processor=videos,
+            tokenizer=tiny_tokenizer(self.texts, self.vocab_size),
+            chat_template=TEMPLATE.replace("PLACEHOLDER", QWEN_MEDIA),
+        )
+
+    def _config(self, tokenizer: Any) -> Any:
+        from transformers import Qwen2_5_VLConfig
+
+        ids = {word: tokenizer.convert_tokens_to_ids(word) for word in SPECIAL}
+        pairs = (
+            self.width // self.heads // 2
+        )  # rotary pairs of a head, shared out over time, height and width
+        text = {
+            "vocab_size": len(tokenizer),
+            "hidden_size": self.width,
+            "intermediate_size": 3 * self.width,
+            "num_hidden_layers": self.layers,
+            "num_attention_heads": self.heads,
+            "num_key_value_heads": max(1, self.heads // 2),
+            "max_position_embeddings": 4096,
+            "initializer_range": self.init,
+            "tie_word_embeddings": True,
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 10000.0,
+                "mrope_section": [pairs - 2 * (pairs // 4), pairs // 4, pairs // 4],
+            },
+            "bos_token_id": None,
+            "eos_token_id": ids["<|im_end|>"],
+            "pad_token_id": ids["<|endoftext|>"],
+        }
+        vision = {
+            "depth": self.vision_layers,
+            "hidden_size": self.vision_width,
+            "intermediate_size": 2 * self.vision_width,
+            "num_heads": 4,
+            "out_hidden_size": self.width,
+            "patch_size": 14,
+            "spatial_merge_size": 2,
+            "temporal_patch_size": 2,
+            "window_size": 112,
+            "fullatt_block_indexes": [self.vision_layers - 1],
+            "tokens_per_second": 2,
+            "initializer_range": self.init,
+        }
+        return Qwen2_5_VLConfig(
+            text_config=text,
+            vision_config=vision,
+            tie_word_embeddings=True,
+            image_token_id=ids["<|image_pad|>"],
+            video_token_id=ids["<|video_pad|>"],
+            vision_start_token_id=ids["<|vision_start|>"],
+            vision_end_token_id=ids["<|vision_end|>"],
+        )

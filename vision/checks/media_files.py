@@ -1,0 +1,162 @@
+"""What may be wrong with the pictures and clips of a data set, and with spans in them."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from functools import cache
+from typing import Any
+
+from mmrl.config.registry import data_check
+from mmrl.core.types import Frames
+from mmrl.data.dataset_io import DataRow, Finding, Rows
+from mmrl.data.fields import RowError, listed, number
+from mmrl.vision.media.media_columns import Named, media_of
+from mmrl.vision.media.media_root import MediaRoot, decode_image
+from mmrl.vision.media.video import MediaError, Sampling, video_duration
+
+# Small frames, but up to the end, so that a clip that breaks off is noticed.
+THUMBNAILS = Sampling(frames_per_second=1.0, min_frames=4, max_frames=64, max_pixels=4096)
+SLACK = 0.05  # seconds a span may reach beyond its clip: annotations are rounded
+BLOCK = 1 << 20
+
+
+@data_check
+def broken_media(rows: Rows) -> Iterator[Finding]:
+    """Find media that are missing, broken, or outside their root; each is decoded once."""
+    root = MediaRoot(rows.root, cache_bytes=0)
+    fault = cache(lambda kind, path: _fault(root, Named(kind, path)))
+    for row in rows.sound():
+        try:
+            found = dict.fromkeys(media_of(row.columns))
+        except RowError as error:
+            yield Finding(row.place, str(error))
+            continue
+        for named in found:
+            what = _fault(root, named) if named.data else fault(named.kind, named.path)
+            if what:
+                yield Finding(row.place, what)
+
+
+@data_check
+def missing_media(rows: Rows) -> Iterator[Finding]:
+    """Find rows that name no image and no video, where others of their file do."""
+    having = Counter(row.source for row in rows.sound() if _media(row))
+    for row in rows.sound():
+        if having[row.source] and _media(row) == []:
+            yield Finding(row.place, f"names no image or video; {having[row.source]} rows of its file do")
+
+
+def _media(row: DataRow) -> list[Named] | None:
+    """List the media of a row; None where it names them in no known form, which `broken_media` finds."""
+    try:
+        return list(media_of(row.columns))
+    except RowError:
+        return None
+
+
+def _fault(root: MediaRoot, named: Named) -> str:
+    """Decode a medium; tell what is wrong with it."""
+    try:
+        _decoded(root, named)
+    except (ValueError, OSError) as error:  # names that no file system knows, besides media errors
+        return str(error)
+    return ""
+
+
+def _decoded(root: MediaRoot, named: Named) -> Frames:
+    if named.data and named.kind == "image":
+        return decode_image(named.data, named.path or "the picture in the row")
+    if named.data:
+        raise MediaError("a clip inside a row cannot be read; write it to a file and name that")
+    medium = root.image(named.path) if named.kind == "image" else root.video(named.path, THUMBNAILS)
+    return medium.load()
+
+
+@data_check
+def spans_outside(rows: Rows) -> Iterator[Finding]:
+    """Find spans that do not end after they start, or lie outside their clip (its file tells how long it is,
+    else the row's `duration`)."""
+    root = MediaRoot(rows.root, cache_bytes=0)
+    length = cache(lambda path: _length(root, path))
+    for row in rows.sound():
+        for what in _wrong_spans(row, length):
+            yield Finding(row.place, what)
+
+
+def _wrong_spans(row: DataRow, length: Any) -> Iterator[str]:
+    try:
+        spans = spans_of(row.columns)
+        given = row.columns.get("duration")
+        claimed = None if given is None else number(given, "duration")
+    except RowError as error:
+        yield str(error)
+        return
+    if not spans and claimed is None:
+        return
+    found = [length(named.path) for named in _media(row) or () if named.kind == "video" and named.path]
+    known = [seconds for seconds in [*found, claimed] if seconds is not None]
+    duration = known[0] if known else None
+    both = found and found[0] is not None and claimed is not None
+    if both and abs(found[0] - claimed) > max(1.0, 0.05 * claimed):
+        yield f"its clip lasts {found[0]:.2f} s, not {claimed:g} s"
+    for start, end in spans:
+        if not start < end:
+            yield f"the span {start:g} to {end:g} s does not end after it starts"
+        elif start < 0 or (duration is not None and end > duration + SLACK):
+            clip = "" if duration is None else f" of {duration:.2f} s"
+            yield f"the span {start:g} to {end:g} s lies outside its clip{clip}"
+
+
+def spans_of(columns: Mapping[str, Any]) -> list[tuple[float, float]]:
+    """List the spans of a row in seconds: `start` and `end`, `spans`, or `relevant_windows`."""
+    held = [name for name in ("spans", "relevant_windows") if columns.get(name) is not None]
+    pairs = listed(columns[held[0]], held[0]) if held else []
+    if not pairs and (columns.get("start") is not None or columns.get("end") is not None):
+        pairs, held = [(columns.get("start"), columns.get("end"))], ["span"]
+    return [
+        (number(start, f"{held[0]}: start"), number(end, f"{held[0]}: end"))
+        for start, end in (listed(pair, held[0], 2) for pair in pairs)
+    ]
+
+
+def _length(root: MediaRoot, path: str) -> float | None:
+    try:
+        return video_duration(root.locate(path))
+    except (ValueError, OSError):
+        return None  # `broken_media` tells
+
+
+@data_check
+def shared_media(rows: Rows) -> Iterator[Finding]:
+    """Find media with the same content in two splits: what is held out would have been trained on."""
+    root = MediaRoot(rows.root)
+    digest = cache(lambda path: _digest(root, path))
+    seen: dict[str, tuple[str, str]] = {}
+    told: set[tuple[str, str]] = set()
+    for row in rows.sound():
+        for named in _media(row) or ():
+            mark = hashlib.sha256(named.data).hexdigest() if named.data else digest(named.path)
+            if not mark:
+                continue
+            split, place = seen.setdefault(
+                mark, (row.split, f"{row.place} ({named.path or 'inside the row'})")
+            )
+            if split != row.split and (mark, row.split) not in told:
+                told.add((mark, row.split))
+                what = f"'{named.path}' of split '{row.split}' is also in split '{split}': {place}"
+                yield Finding(row.place, what)
+
+
+def _digest(root: MediaRoot, path: str) -> str:
+    """Hash a file; empty where there is none."""
+    try:
+        located = root.locate(path)
+    except (ValueError, OSError):
+        return ""
+    hashed = hashlib.sha256()
+    with located.open("rb") as file:
+        while block := file.read(BLOCK):
+            hashed.update(block)
+    return hashed.hexdigest()

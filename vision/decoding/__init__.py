@@ -1,0 +1,1 @@
+"""Prefill and token-by-token decoding of vision-language models."""

@@ -1,0 +1,37 @@
+"""What generation and the table of its tokens take."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from mmrl.config.registry import estimate, find
+from mmrl.config.schema import Config
+from mmrl.core.types import Prompt
+from mmrl.vision.decoding.token_steps import Speaker
+
+COLUMNS = 5  # mask, advantage, weight, and the engine's log-probability and entropy
+
+
+@estimate
+def tokens(config: Config, policy: Speaker, prompts: Sequence[Prompt]) -> Mapping[str, float]:
+    """Add up the keys and values of the rows that are generated at once, at full precision, and the step
+    table."""
+    engine = config.rollout.engine[0]
+    if engine.name != "vision.generate":
+        return {}
+    defaults = {name: p.default for name, p in find("engine", engine.name).options.items()}
+    options = defaults | dict(engine.options)
+    asked, longest = (
+        config.rollout.num_prompts * config.rollout.num_generations,
+        options["max_completion_length"],
+    )
+    text = policy.model.config.get_text_config()
+    size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    before = max((len(policy.chat.encode(prompt).ids) for prompt in prompts), default=0)
+    token = 2 * text.num_hidden_layers * heads * size * policy.compute.itemsize
+    others = 1 + len(config.references)
+    return {
+        "cache": (options["batch_size"] or asked) * (before + longest) * token,
+        "step table": 4 * asked * longest * (COLUMNS + others),
+    }

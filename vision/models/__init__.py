@@ -1,0 +1,1 @@
+"""Loading vision-language models and preparing their inputs."""

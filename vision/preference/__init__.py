@@ -1,0 +1,1 @@
+"""Building preference pairs from generated answers."""
