@@ -10,7 +10,7 @@ import json
 from pathlib import Path
 
 RESULTS = Path(__file__).parent / "results"
-CACHES = ("StaticCache", "quanto 4", "visual_bits 16", "visual_bits 8", "visual_bits 2", "visual_bits 1")
+CACHES = ("StaticCache", "quanto 4", "visual_quant 16", "visual_quant 8", "visual_quant 2", "visual_quant 1")
 PARTS = {
     "GRPO step / TRL": ("step_against_trl", "limit_step"),
     "the same by MKL": ("step_against_trl_by_mkl", "limit_step"),

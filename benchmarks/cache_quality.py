@@ -1,7 +1,7 @@
 """What caches of few bits do to answers: perplexity of a text that must be recalled, and grounding in clips.
 
     python -m benchmarks.cache_quality --text FOLDER [--peers FOLDER]
-    python -m benchmarks.cache_quality --text FOLDER --only sign_bits
+    python -m benchmarks.cache_quality --text FOLDER --only binary_codebook
     python -m benchmarks.cache_quality --vlm FOLDER --clips FOLDER
     python -m benchmarks.cache_quality --draw
 
@@ -90,27 +90,27 @@ def read(model, first: torch.Tensor, behind: torch.Tensor, cache) -> tuple[torch
 def text_caches(config, real: torch.Tensor, peers: bool) -> dict:
     from transformers import QuantizedCache
 
-    from mmrl.compression.caches.binary_codebook import sign_bits
-    from mmrl.compression.caches.kivi import all_bits
-    from mmrl.compression.caches.visual_quant import visual_bits
+    from mmrl.compression.caches.binary_codebook import binary_codebook
+    from mmrl.compression.caches.kivi import kivi
+    from mmrl.compression.caches.visual_quant import visual_quant
 
-    kivi = partial(all_bits, config, None, real, q_group_size=32)
+    kivi = partial(kivi, config, None, real, q_group_size=32)
     made = {}
     for nbits in (8, 4, 2):
-        made[f"all_bits {nbits} (KIVI, R 32)"] = partial(kivi, nbits=nbits, residual_length=32)
-    made["all_bits 2 (KIVI, R 128)"] = partial(kivi, nbits=2, residual_length=128)
+        made[f"kivi {nbits} (KIVI, R 32)"] = partial(kivi, nbits=nbits, residual_length=32)
+    made["kivi 2 (KIVI, R 128)"] = partial(kivi, nbits=2, residual_length=128)
     for nbits in (4, 2):
-        made[f"all_bits {nbits} rotated, fitted"] = partial(
+        made[f"kivi {nbits} rotated, fitted"] = partial(
             kivi, nbits=nbits, residual_length=32, rotate=True, rule="fitted"
         )
     for name, options in (
-        ("all_bits 2/1 rotated, fitted", {"nbits": 2, "value_nbits": 1}),
-        ("all_bits 2/1 rotated", {"nbits": 2, "value_nbits": 1, "rule": "range"}),
-        ("all_bits 2/1 fitted", {"nbits": 2, "value_nbits": 1, "rotate": False}),
-        ("all_bits 1 rotated, fitted", {"nbits": 1}),
+        ("kivi 2/1 rotated, fitted", {"nbits": 2, "value_nbits": 1}),
+        ("kivi 2/1 rotated", {"nbits": 2, "value_nbits": 1, "rule": "range"}),
+        ("kivi 2/1 fitted", {"nbits": 2, "value_nbits": 1, "rotate": False}),
+        ("kivi 1 rotated, fitted", {"nbits": 1}),
     ):
         made[name] = partial(kivi, residual_length=32, **({"rotate": True, "rule": "fitted"} | options))
-    calib = partial(visual_bits, config, real, real, nbits=1)
+    calib = partial(visual_quant, config, real, real, nbits=1)
     made["CalibQuant 1"] = partial(calib, rule="shrunk", score_drop=3.0)
     made["CalibQuant 1 without calibration"] = partial(calib, rule="shrunk")
     made["quantile 1"] = partial(calib, rule="quantile")
@@ -118,8 +118,8 @@ def text_caches(config, real: torch.Tensor, peers: bool) -> dict:
     made["fitted 1, groups of 32"] = partial(calib, rule="fitted", q_group_size=32)
     made["fitted 1, rotated, groups of 32"] = partial(calib, rule="fitted", rotate=True, q_group_size=32)
     for keys, values in SUMS:
-        made[f"sign_bits {keys:g}/{values:g}"] = partial(
-            sign_bits, config, None, real, nbits=keys, value_nbits=values
+        made[f"binary_codebook {keys:g}/{values:g}"] = partial(
+            binary_codebook, config, None, real, nbits=keys, value_nbits=values
         )
     if peers:
         for backend, nbits in (("quanto", 4), ("quanto", 2), ("hqq", 4), ("hqq", 2), ("hqq", 1)):
@@ -182,20 +182,20 @@ def merged(path: Path, lines: list[dict], only: str) -> list[dict]:
 
 
 def clip_caches() -> dict:
-    from mmrl.compression.caches.kivi import all_bits
-    from mmrl.compression.caches.visual_quant import visual_bits
-    from mmrl.compression.caches.vl_cache import importance_drop
+    from mmrl.compression.caches.kivi import kivi
+    from mmrl.compression.caches.visual_quant import visual_quant
+    from mmrl.compression.caches.vl_cache import vl_cache
 
-    made = {f"visual_bits {nbits} ": partial(visual_bits, nbits=nbits) for nbits in (8, 4, 2, 1)}
+    made = {f"visual_quant {nbits} ": partial(visual_quant, nbits=nbits) for nbits in (8, 4, 2, 1)}
     made = {name.strip(): cache for name, cache in made.items()}
-    made["visual_bits 2/1"] = partial(visual_bits, nbits=2, value_nbits=1)
-    made["visual_bits 1 rotated"] = partial(visual_bits, nbits=1, rotate=True)
+    made["visual_quant 2/1"] = partial(visual_quant, nbits=2, value_nbits=1)
+    made["visual_quant 1 rotated"] = partial(visual_quant, nbits=1, rotate=True)
     for rule in ("shrunk", "centred", "quantile", "range"):
-        made[f"visual_bits 1 {rule}"] = partial(visual_bits, nbits=1, rule=rule)
-    made["CalibQuant 1"] = partial(visual_bits, nbits=1, rule="shrunk", score_drop=3.0)
-    made["all_bits 4"] = partial(all_bits, nbits=4, q_group_size=32, residual_length=32)
+        made[f"visual_quant 1 {rule}"] = partial(visual_quant, nbits=1, rule=rule)
+    made["CalibQuant 1"] = partial(visual_quant, nbits=1, rule="shrunk", score_drop=3.0)
+    made["kivi 4"] = partial(kivi, nbits=4, q_group_size=32, residual_length=32)
     for keep in (0.75, 0.5):
-        made[f"importance_drop {keep}"] = partial(importance_drop, keep=keep)
+        made[f"vl_cache {keep}"] = partial(vl_cache, keep=keep)
     return made
 
 
@@ -232,7 +232,7 @@ def clips(model: str, folder: str) -> list[dict]:
                 "miou": round(float(measured.mean()), 4),
                 "gap": round(float(gap.mean()), 4),
                 "standard_error_of_gap": round(float(gap.std() / len(gap) ** 0.5), 4),
-                "same_answers": round(sum(same) / len(same), 4),
+                "agreement": round(sum(same) / len(same), 4),
             }
         )
         print(json.dumps(lines[-1]), flush=True)
@@ -240,18 +240,18 @@ def clips(model: str, folder: str) -> list[dict]:
 
 
 def bits_named(name: str) -> float | None:
-    """Read the bits of keys and values off a name, "visual_bits 2/1" or "hqq 4", and average them."""
+    """Read the bits of keys and values off a name, "visual_quant 2/1" or "hqq 4", and average them."""
     found = re.search(r" (\d+)(?:/(\d+))?\b(?!\.)", name)
-    if found is None or name.startswith("importance_drop"):
+    if found is None or name.startswith("vl_cache"):
         return None
     keys, values = found.groups()
     return (int(keys) + int(values or keys)) / 2
 
 
 SERIES = {  # of the plot: names that begin so, and whether a line joins them
-    "KIVI (published rule)": (r"all_bits \d \(KIVI, R 32\)", True),
-    "rotated and fitted (ours)": (r"all_bits .* rotated", True),
-    "sums of vectors (ours)": (r"sign_bits (?!\d/)", True),
+    "KIVI (published rule)": (r"kivi \d \(KIVI, R 32\)", True),
+    "rotated and fitted (ours)": (r"kivi .* rotated", True),
+    "sums of vectors (ours)": (r"binary_codebook (?!\d/)", True),
     "hqq, by bits of codes alone": (r"hqq", True),
     "quanto, by bits of codes alone": (r"quanto", True),
     "one bit and no window": (r"(CalibQuant|quantile|fitted) 1", False),
@@ -301,11 +301,11 @@ def _gaps(axes, lines: list[dict]) -> None:
         if "gap" not in one or bits is None:
             continue
         place = there[bits] = there.get(bits, -1) + 1
-        colour = "C1" if one["cache"].startswith("all_bits") else "C0"
+        colour = "C1" if one["cache"].startswith("kivi") else "C0"
         # On a scale of powers of two, every next rule stands a twelfth of a power to the right.
         at, spread = bits * 2 ** (place / 12), 1.96 * one["standard_error_of_gap"]
         axes.errorbar(at, 100 * one["gap"], 100 * spread, fmt="o", color=colour, markersize=4, elinewidth=0.8)
-        short = one["cache"].removeprefix("visual_bits ").removeprefix(f"{bits:g} ")
+        short = one["cache"].removeprefix("visual_quant ").removeprefix(f"{bits:g} ")
         short = "fitted" if short == "1" else short
         if short != f"{bits:g}":
             axes.annotate(

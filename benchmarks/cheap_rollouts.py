@@ -109,10 +109,10 @@ def read_one(folder: Path) -> dict[str, Any]:
         "mIoU": round(measured["metrics"]["mIoU"], 4),
         "mIoU_interval": [round(x, 4) for x in measured["intervals"]["mIoU"]],
         "kl": over("sampling/kl"),
-        "effective_share_steps": over("sampling/effective_share/steps"),
-        "effective_share_rows": over("sampling/effective_share/rows"),
-        "same_answers": over("rollout/same_answers"),
-        "rollout_times_faster": over("rollout/times_faster"),
+        "effective_share_steps": over("sampling/ess/steps"),
+        "effective_share_rows": over("sampling/ess/rows"),
+        "agreement": over("rollout/agreement"),
+        "rollout_times_faster": over("rollout/speedup"),
         "rollout_seconds": round(median(record["time/rollout"] for record in records), 3),
     }
 
@@ -134,31 +134,31 @@ def summarise(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def engines(layers: int) -> dict[str, dict[str, Any]]:
-    from mmrl.compression.caches.visual_quant import visual_bits
+    from mmrl.compression.caches.visual_quant import visual_quant
     from mmrl.compression.transforms.drop_visual_layers import drop_visual_layers
     from mmrl.compression.transforms.yopo import yopo25
 
-    few, exact = ({"cache": partial(visual_bits, nbits=nbits)} for nbits in (1, 16))
+    few, exact = ({"cache": partial(visual_quant, nbits=nbits)} for nbits in (1, 16))
     late, yopo = ({"transform": (one,)} for one in (partial(drop_visual_layers, after=layers // 2), yopo25))
     # At 16 bits a cache loses nothing; a pruned model needs one that lets rows share their prompt.
     return {
         "exact": {},
-        "visual_bits 1": few,
+        "visual_quant 1": few,
         "drop_visual_layers": late,
-        "drop_visual_layers, visual_bits 16": late | exact,
-        "drop_visual_layers, visual_bits 1": late | few,
+        "drop_visual_layers, visual_quant 16": late | exact,
+        "drop_visual_layers, visual_quant 1": late | few,
         "yopo25": yopo,
-        "yopo25, visual_bits 16": yopo | exact,
-        "yopo25, visual_bits 1": yopo | few,
+        "yopo25, visual_quant 16": yopo | exact,
+        "yopo25, visual_quant 1": yopo | few,
     }
 
 
 def make_model(folder: Path, visual: int) -> Path:
     """Build the model of grpo_step.py for pictures of so many visual tokens."""
     from mmrl.core.rng import Stream
-    from mmrl.vision.builders.tiny_qwen2_5_vl import TinyModel
+    from mmrl.vision.builders.tiny_qwen2_5_vl import TinyQwen2_5Vl
 
-    TinyModel(
+    TinyQwen2_5Vl(
         stream=Stream(0), vocab_size=VOCABULARY, width=WIDTH, layers=LAYERS, heads=HEADS,
         vision_width=TOWER, max_pixels=visual * 28 * 28,
     ).build(folder / "model")  # fmt: skip
@@ -193,7 +193,7 @@ def run_large(visual: int, length: int, repeats: int) -> dict[str, Any]:
         name: {
             "seconds": round(seconds[name], 3),
             "spread": [round(min(taken[name]), 3), round(max(taken[name]), 3)],
-            "times_faster": round(seconds["exact"] / seconds[name], 2),
+            "speedup": round(seconds["exact"] / seconds[name], 2),
             **gaps[name],
         }
         for name in made

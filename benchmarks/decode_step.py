@@ -44,8 +44,8 @@ def make_model(heads: int, shared: int, size: int, layers: int):
 def candidates(model, visual: torch.Tensor, peers: bool) -> dict[str, Callable]:
     from transformers import DynamicCache, QuantizedCache, StaticCache
 
-    from mmrl.compression.caches.kivi import all_bits
-    from mmrl.compression.caches.visual_quant import visual_bits
+    from mmrl.compression.caches.kivi import kivi
+    from mmrl.compression.caches.visual_quant import visual_quant
 
     config, real = model.config, torch.ones_like(visual)
     made: dict[str, Callable] = {
@@ -53,9 +53,9 @@ def candidates(model, visual: torch.Tensor, peers: bool) -> dict[str, Callable]:
         "StaticCache": lambda: StaticCache(config=config, max_cache_len=visual.shape[1] + 128),
     }
     for nbits in (16, 8, 4, 2, 1):
-        made[f"visual_bits {nbits}"] = lambda n=nbits: visual_bits(config, visual, real, nbits=n)
-    made["visual_bits 1, dense"] = lambda: visual_bits(config, visual, real, nbits=1, fused=False)
-    made["all_bits 2"] = lambda: all_bits(config, None, real, nbits=2)
+        made[f"visual_quant {nbits}"] = lambda n=nbits: visual_quant(config, visual, real, nbits=n)
+    made["visual_quant 1, dense"] = lambda: visual_quant(config, visual, real, nbits=1, fused=False)
+    made["kivi 2"] = lambda: kivi(config, None, real, nbits=2)
     if peers:
         for backend, nbits in (("quanto", 4), ("quanto", 2), ("hqq", 4), ("hqq", 1)):
             made[f"{backend} {nbits}"] = lambda b=backend, n=nbits: QuantizedCache(

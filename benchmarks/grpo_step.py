@@ -41,9 +41,9 @@ def variety(completions, **columns):
 
 def make_model(folder: Path) -> Path:
     from mmrl.core.rng import Stream
-    from mmrl.vision.builders.tiny_qwen2_5_vl import TinyModel
+    from mmrl.vision.builders.tiny_qwen2_5_vl import TinyQwen2_5Vl
 
-    TinyModel(
+    TinyQwen2_5Vl(
         stream=Stream(0), vocab_size=VOCABULARY, width=WIDTH, layers=LAYERS, heads=HEADS,
         vision_width=TOWER, max_pixels=1024 * 28 * 28,
     ).build(folder / "model")  # fmt: skip
@@ -75,7 +75,7 @@ def make_run(folder: Path, model: Path, data: Path, length: int):
         ),
         rewards=(Piece("benchmarks.grpo_step:variety"),),
         advantage=(Piece("total"), Piece("group_normalize")),
-        objective=Piece("policy_gradient", {"surrogate": "clip", "aggregate": "sequence_mean"}),
+        objective=Piece("policy_gradient", {"surrogate": "clip", "aggregation": "sequence_mean"}),
         learn=Learn(1e-6),
         output_dir=str(folder / "run"),
         overwrite_output_dir=True,

@@ -86,8 +86,8 @@ def make_parts(folder: Path, size: dict):
     )
     policy.chat.end = [-1]  # nothing ends an answer but its length
     engine = pieces.make("engine", Piece("vision.generate", {"max_completion_length": ANSWER}), policy)
-    dial = {"h_ratio": [0.0, 0.4], "h_std": [0.0, 0.15], "gap": 0.1}
-    engine = pieces.make("engine", Piece("vision.with_blind_mix", dial), engine)
+    dial = {"contrast_alpha": [0.0, 0.4], "contrast_alpha_std": [0.0, 0.15], "gap": 0.1}
+    engine = pieces.make("engine", Piece("vision.contrastive_decoding", dial), engine)
     scorers = {"clip": ClipScore(model=str(folder / "clip"), device="cpu")}
     scorers |= {f"judge, a {name}": Judge(policy, length) for name, length in VERDICTS.items()}
     return policy, engine, scorers
@@ -96,13 +96,13 @@ def make_parts(folder: Path, size: dict):
 def make_scorer(folder: Path) -> None:
     """Write the CLIP of the demo; what it has learned does not change what it costs."""
     from mmrl.core.rng import Stream
-    from mmrl.diffusion.builders.tiny_clip import ContrastiveModel
+    from mmrl.diffusion.builders.tiny_clip import TinyClip
 
     pictures(folder, "train", 2, 64)
     rows = [{"image": f"train_{i}.png", "prompt": f"a pear {i}"} for i in range(2)]
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     where = {name: str(folder / "rows.jsonl") for name in ("train", "test")}
-    ContrastiveModel(stream=Stream(0), **where, root=str(folder), **SCORER).build(folder / "clip")
+    TinyClip(stream=Stream(0), **where, root=str(folder), **SCORER).build(folder / "clip")
 
 
 def pictures(folder: Path, name: str, count: int, side: int) -> list[Path]:

@@ -4,7 +4,7 @@ promise.
 python -m benchmarks.prefill_pruning --visual 576 1152 2304 --repeats 5 --output benchmarks/results
 
 One thread. Models take turns, medians are compared, all in one run. The decoder is 768 wide with 8 layers, 12
-heads and 2048 neurons, weights are random; the text has 64 tokens, of which 20 stand before the pictures.
+heads and 2048 ffn_units, weights are random; the text has 64 tokens, of which 20 stand before the pictures.
 Pictures are encoded ahead (as `generate` does), so what is timed is the language model, its cache and its
 head.
 """

@@ -28,9 +28,9 @@ RESULTS = Path(__file__).parent / "results"
 ROOM = 8 << 30  # 41,000 encoded prompts of 150 kB: decoding clips anew would take most of the time
 PRUNED: dict[str, list[Any]] = {"yopo25": ["compression.yopo25"], "yopo12": ["compression.yopo12"]}
 # An eighth as well, in a model of four layers, but shared out otherwise: the authors' loader knows masks of
-# half of the heads and more, and with those it takes an eighth of the neurons.
+# half of the heads and more, and with those it takes an eighth of the ffn_units.
 SHARED: dict[str, list[Any]] = {
-    "half of heads, eighth of neurons": [
+    "half of heads, eighth of ffn_units": [
         "compression.local_visual_attention",
         {"name": "compression.drop_visual_heads", "keep": 0.5},
         {"name": "compression.sparse_visual_ffn", "keep": 0.125},
@@ -85,7 +85,7 @@ def train_on(
     return made
 
 
-def cache(options: Mapping[str, Any], name: str = "visual_bits") -> dict[str, Any]:
+def cache(options: Mapping[str, Any], name: str = "visual_quant") -> dict[str, Any]:
     """Make a setting of an engine's cache."""
     return {"evaluation.engine.0.cache": {"name": f"compression.{name}", **options}}
 
@@ -118,7 +118,10 @@ def compare(
     """Measure all settings side by side."""
     here = [f"policy.model={trained['full']}", f"output_dir={output / 'settings'}"]
     raw = read(config, [*data, *here, f"evaluation.num_prompts={prompts}"])
-    raw |= {"settings": settings(start, trained, more), "costs": ["operations", "vision.keys_and_values"]}
+    raw |= {
+        "settings": settings(start, trained, more),
+        "cost_metrics": ["operations", "vision.keys_and_values"],
+    }
     path = output / "settings.json"
     path.write_text(json.dumps(raw, indent=1))
     made = once(output / "settings" / "evaluation.html", "evaluate", str(path))
@@ -140,7 +143,7 @@ def grounding(given: argparse.Namespace) -> dict[str, Any]:
     models = dict.fromkeys(("full", *PRUNED, *SHARED), start)
     rate = f"{{name: linear, start: 2e-3, end: {given.end_rate}, steps: {given.steps}}}"
     here = [*data, f"learn.learning_rate={rate}"]
-    models = train_on(output / "imitation", "demo_cold_start.yaml", models, given.steps, here)
+    models = train_on(output / "sft", "demo_cold_start.yaml", models, given.steps, here)
     if steps:
         here = [*data, f"learn.learning_rate.steps={steps}"]
         models = train_on(output / "grpo", "demo_grpo.yaml", models, steps, here)
@@ -149,7 +152,7 @@ def grounding(given: argparse.Namespace) -> dict[str, Any]:
         f"build.model.model={models['full']}", f"build.prompts.path={other}/train.jsonl",
         f"build.prompts.root={other}",
     )  # fmt: skip
-    more = {BOOK: cache({"of": "visual", "first": 0, "book": str(book)}, "sign_bits")}
+    more = {BOOK: cache({"of": "visual", "first": 0, "book": str(book)}, "binary_codebook")}
     return compare(output, "demo_pareto.yaml", start, models, held_out, given.prompts, **more)
 
 

@@ -46,8 +46,8 @@ class Prefill:
         kept = s.heads if split.kept is None else len(split.kept)
         needed = s.kv_heads if split.needed is None else len(split.needed)
         frozen = i in pruning.frozen
-        neurons = pruning.neurons_of(i)
-        inner = s.inner if neurons is None else len(neurons)
+        ffn_units = pruning.ffn_units_of(i)
+        inner = s.inner if ffn_units is None else len(ffn_units)
         words = 2 * self.text * s.width * (s.head_dim * 2 * (s.heads + s.kv_heads) + 3 * s.inner)
         sights = 2 * n * s.width * s.head_dim * 2 * (needed + (0 if frozen else kept))
         sights += 0 if frozen else 6 * n * s.width * inner
@@ -78,9 +78,9 @@ class Prefill:
         for i, n in enumerate(self.visual_by_layer(shape.layers, pruning)):
             if i in pruning.frozen:
                 continue
-            heads, neurons = pruning.heads_of(i), pruning.neurons_of(i)
+            heads, ffn_units = pruning.heads_of(i), pruning.ffn_units_of(i)
             kept = shape.heads if heads is None else len(heads)
-            inner = shape.inner if neurons is None else len(neurons)
+            inner = shape.inner if ffn_units is None else len(ffn_units)
             groups = shape.kv_heads * kept / shape.heads
             total += 4 * n * shape.width * shape.head_dim * (kept + groups)
             total += 4 * n * self.mean_keys(pruning, n) * shape.head_dim * kept + 6 * n * shape.width * inner

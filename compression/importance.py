@@ -1,4 +1,4 @@
-"""How important heads, neurons and layers are for visual tokens, measured once on a few prompts."""
+"""How important heads, ffn_units and layers are for visual tokens, measured once on a few prompts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mmrl.compression.pruning.patch_grid import pick
 from mmrl.compression.pruning.spec import Pruning, core_of, prune, pruning_of, shape_of
 
 ROWS = 256  # queries whose attention is computed together: the map of all pairs never exists
-KINDS = ("heads", "neurons", "layers")
+KINDS = ("heads", "ffn_units", "layers")
 
 
 @torch.no_grad()
@@ -32,7 +32,7 @@ def make_plan(
     text after them.
 
     "heads" (L, H): attention paid to visual columns over attention paid to others, by all queries or the last
-    one (arXiv 2410.06169), mean over batches. "neurons" (L, m): mean of |inner unit| over visual tokens,
+    one (arXiv 2410.06169), mean over batches. "ffn_units" (L, m): mean of |inner unit| over visual tokens,
     times the norm of its output weights (our reading). "layers" (L,): KL from the answer's first distribution
     to the one with the layer frozen for visual tokens (ShortV, arXiv 2504.00502).
     """
@@ -44,9 +44,9 @@ def make_plan(
             "importance is measured on the whole model, before any of its visual computation is pruned"
         )
     plan: dict[str, list] = {}
-    if {"heads", "neurons"} & set(kinds):
+    if {"heads", "ffn_units"} & set(kinds):
         found = _watch(model, batches, queries)
-        plan |= {name: found[name].tolist() for name in ("heads", "neurons") if name in kinds}
+        plan |= {name: found[name].tolist() for name in ("heads", "ffn_units") if name in kinds}
     if "layers" in kinds:
         plan["layers"] = layer_importance(model, batches).tolist()
     return plan
@@ -80,7 +80,7 @@ def _watch(model: nn.Module, batches: Sequence[Mapping[str, Any]], queries: str)
         WATCH.reset(token)
     blocks = core_of(model).get_decoder().layers
     norms = torch.stack([block.mlp.down_proj.weight.double().norm(dim=0).cpu() for block in blocks])
-    return {"heads": ratios, "neurons": active / tokens.clamp(min=1) * norms}
+    return {"heads": ratios, "ffn_units": active / tokens.clamp(min=1) * norms}
 
 
 def _readable(inputs: Mapping[str, Any]) -> dict[str, Any]:

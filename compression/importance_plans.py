@@ -1,4 +1,4 @@
-"""Which heads, neurons and layers a share stands for: the first ones, or the most important ones of a
+"""Which heads, ffn_units and layers a share stands for: the first ones, or the most important ones of a
 plan."""
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ Chosen = tuple[tuple[int, ...] | None, ...]
 
 def read_plan(path: str, wanted: str) -> list:
     """Read one kind of importance from a plan that `mmrl.compression.importance` wrote: "heads" (L, H),
-    "neurons" (L, m) or "layers" (L,)."""
+    "ffn_units" (L, m) or "layers" (L,)."""
     try:
         plan = json.loads(Path(path).read_text())
     except (OSError, json.JSONDecodeError) as error:

@@ -19,7 +19,7 @@ NAME = "transforms.json"
 def save_transformed(model: nn.Module, folder: str | Path, processor: Any = None) -> None:
     """Write a folder that transformers loads as the whole model, and beside it what was done to the model.
 
-    Heads, neurons and layers are written down one by one, so no plan is needed to load it. Weights of few
+    Heads, ffn_units and layers are written down one by one, so no plan is needed to load it. Weights of few
     bits are written as the numbers they stand for, which give the same codes when they are quantized again.
     """
     folder = Path(folder)

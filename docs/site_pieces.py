@@ -44,7 +44,7 @@ FAMILIES = {
     ),
     "aggregates": Family(
         "Aggregates and focus",
-        ("aggregate", "focus"),
+        ("aggregation", "step_weight"),
         "How much a step counts. An aggregate divides; a focus multiplies afterwards, so that a weight of 2 "
         "counts twice.",
     ),
@@ -55,7 +55,7 @@ FAMILIES = {
     ),
     "comparisons": Family(
         "Comparisons and preferences",
-        ("gain", "compare"),
+        ("implicit_reward", "compare"),
         "A gain is what a step adds to the evidence for its row; a comparison turns the evidence of a group "
         "into a loss. A pair is a group of two rows with the advantages 1 and -1.",
     ),
@@ -97,7 +97,7 @@ FAMILIES = {
     ),
     "sight": Family(
         "Metrics, alarms, checkups, trackers",
-        ("metric", "alarm", "checkup", "exhibit", "estimate"),
+        ("metric", "alarm", "checkup", "visualization", "estimate"),
         "What is measured, what a run warns of, what the doctor looks at, what a page shows, and the rest.",
     ),
 }

@@ -83,9 +83,9 @@ def build(config: Config, *, quiet: bool = False) -> Run:
         learning_rate=pieces.number(config.learn.learning_rate, NonNegativeFloat, "learn.learning_rate"),
         quiet=quiet,
         evaluator=make_evaluator(config, held, policy, processes) if held else None,
-        exhibits=listed("exhibit", config.report.exhibits, "report.exhibits"),
-        alarms=listed("alarm", config.report.alarms, "report.alarms"),
-        checkups=listed("checkup", config.report.doctor, "report.doctor"),
+        visualizations=listed("visualization", config.report.visualizations, "report.visualizations"),
+        alarms=listed("alarm", config.report.checks, "report.checks"),
+        checkups=listed("checkup", config.report.startup_checks, "report.startup_checks"),
         trackers=Trackers(trackers),
     )
 
@@ -126,9 +126,9 @@ def check(config: Config) -> Pieces:
     pieces.number(config.learn.learning_rate, NonNegativeFloat, "learn.learning_rate")
     for kind, listed, place in (
         ("metric", config.metrics, "metrics"),
-        ("exhibit", config.report.exhibits, "report.exhibits"),
-        ("alarm", config.report.alarms, "report.alarms"),
-        ("checkup", config.report.doctor, "report.doctor"),
+        ("visualization", config.report.visualizations, "report.visualizations"),
+        ("alarm", config.report.checks, "report.checks"),
+        ("checkup", config.report.startup_checks, "report.startup_checks"),
         ("tracker", config.report.trackers, "report.trackers"),
         ("engine", config.rollout.engine, "rollout.engine"),
     ):
@@ -182,8 +182,8 @@ def check_some(raw: Mapping[str, Any], parsed: Any) -> None:
     for name, piece in parsed.references.items():
         pieces.check("reference", piece, f"references.{name}")
     name_rewards(pieces, parsed.rewards if "rewards" in raw else (), "rewards")
-    for i, piece in enumerate(parsed.report.alarms or () if "report" in raw else ()):
-        pieces.check("alarm", piece, f"report.alarms[{i}]")
+    for i, piece in enumerate(parsed.report.checks or () if "report" in raw else ()):
+        pieces.check("alarm", piece, f"report.checks[{i}]")
     if "evaluation" in raw:
         check_evaluation(parsed.evaluation, pieces)
 

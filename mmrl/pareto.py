@@ -99,7 +99,7 @@ def check_settings(config: EvaluateConfig) -> dict[str, EvaluateConfig]:
 def make_meters(config: EvaluateConfig) -> list[Bound]:
     """Bind what meters costs."""
     pieces = Pieces(Stream(config.seed))
-    return [pieces.make("meter", piece, place=f"costs[{i}]") for i, piece in enumerate(config.costs)]
+    return [pieces.make("meter", piece, place=f"costs[{i}]") for i, piece in enumerate(config.cost_metrics)]
 
 
 def compare(config: EvaluateConfig, folder: Path) -> Comparison:
@@ -210,7 +210,7 @@ def describe(
 
 def metric_of(config: EvaluateConfig, found: Resampled) -> str:
     """Name the metric that is set against costs."""
-    name = config.quality or next(iter(found.values))
+    name = config.target_metric or next(iter(found.values))
     if name not in found.values:
         near = difflib.get_close_matches(name, found.values, 1)
         hint = f"did you mean '{near[0]}'?" if near else f"there are {', '.join(found.values)}"
@@ -235,7 +235,7 @@ def plain(found: Comparison) -> dict[str, Any]:
         for name, row in found.rows.items()
     }
     optimal = {cost: found.optimal(cost) for cost in found.costs}
-    return {"prompts": found.prompts, "quality": found.metric, "settings": settings, "optimal": optimal}
+    return {"prompts": found.prompts, "target_metric": found.metric, "settings": settings, "optimal": optimal}
 
 
 def cells(found: Comparison) -> tuple[list[str], list[list[str]]]:

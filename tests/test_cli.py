@@ -181,7 +181,7 @@ def test_list_shows_names_options_and_a_sentence(capsys):
     printed = capsys.readouterr().out
     line = next(line for line in printed.splitlines() if line.startswith("clip "))
     assert "epsilon=0.2, epsilon_high=None" in line
-    assert "detached_clip" in printed
+    assert "cispo" in printed
     assert main(["list"]) == 0
     printed = capsys.readouterr().out
     assert all(word in printed for word in ("advantage", "group_normalize", "vision.tokens", "adamw"))
@@ -260,7 +260,7 @@ WRONG = {
     ),
     "nothing to do": ({"learn": {"num_iterations": 0}}, "'learn.num_iterations' must be at least 1, not 0"),
     "negative": ({"eval_steps": -1}, "'eval_steps' must be at least 0, not -1"),
-    "pictures": ({"report": {"pictured_steps": -1}}, "'report.pictured_steps' must be at least 0"),
+    "pictures": ({"report": {"media_log_steps": -1}}, "'report.media_log_steps' must be at least 0"),
     "tracker": ({"report": {"trackers": ["comet"]}}, "no tracker is called 'comet'"),
     "interpolation": ({"output_dir": "${oc.env:HOME}"}, "looks like an interpolation"),
     "include": ({"include": "base.yaml"}, "'include' must be a list of files, not 'base.yaml'"),

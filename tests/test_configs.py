@@ -63,7 +63,10 @@ def test_the_command_passes_what_is_right_and_names_what_is_wrong(tmp_path, caps
         ("rollout: {num_generation: 2}", "rollout.num_generation'; did you mean 'num_generations'"),
         ("references: {ref: frozn}", "did you mean 'frozen'"),
         ("rollout: 3", "'rollout' has the wrong form"),
-        ("objective: {name: policy_gradient, surrogate: clip, aggregate: step_mean, penalty: [k3]}", "'ref'"),
+        (
+            "objective: {name: policy_gradient, surrogate: clip, aggregation: step_mean, penalty: [k3]}",
+            "'ref'",
+        ),
     ],
 )
 def test_a_mistake_inside_a_variant_is_found_where_it_stands(tmp_path, text, message):
@@ -99,7 +102,7 @@ def test_a_variant_fits_a_run_on_a_real_model(path):
 PICTURES = {
     "policy": {"name": "diffusion.flow", "model": "somewhere"},
     "data": {"name": "diffusion.prompts", "path": "prompts.txt"},
-    "rewards": [{"name": "recorded", "key": "preferred"}],
+    "rewards": [{"name": "precomputed", "key": "preferred"}],
     "rollout": {"num_prompts": 8, "engine": ["diffusion.denoise"]},
     "learn": {},
 }
@@ -245,9 +248,9 @@ def test_an_objective_gives_the_worked_loss(name, wanted):
 def test_dr_grpo_divides_by_rows_times_the_constant_length():
     said = of_variant("dr_grpo")["objective"]
     new, batch = micro_batch()
-    loss = loss_of(new, batch, surrogate=said["surrogate"], aggregate=said["aggregate"])
+    loss = loss_of(new, batch, surrogate=said["surrogate"], aggregation=said["aggregation"])
     # the steps of the clipped losses sum to 5 * -.439653
-    assert_rows(loss[None], [5 * -0.439653 / (2 * said["aggregate"]["max_completion_length"])])
+    assert_rows(loss[None], [5 * -0.439653 / (2 * said["aggregation"]["max_completion_length"])])
 
 
 @pytest.mark.parametrize("name, bounded", [("dual_clip", 3.0), ("two_sided_clip", 4.0), ("gdpo", 6.0)])
@@ -300,7 +303,7 @@ def toy_rewards(variant: dict[str, Any]) -> list[dict[str, Any]]:
 
 TOYS = {
     "diffusion.denoise": "tests.support.toy_flow:ToyDenoise",
-    "diffusion.with_probes": "tests.support.toy_flow:ToyProbes",
+    "diffusion.with_prefix_rollouts": "tests.support.toy_flow:ToyProbes",
     "stored": "stored",
 }
 

@@ -29,12 +29,12 @@ from tests.support.toys import ToyText, prompts
 # The options without a default. A piece that is missing here fails with its name.
 OPTIONS = {
     ("advantage", "pick"): {"of": "right"},
-    ("advantage", "soft_shape"): {"of": "right"},
-    ("advantage", "downscale"): {"of": "right"},
+    ("advantage", "tempsamp_shaping"): {"of": "right"},
+    ("advantage", "tempsamp_downscale"): {"of": "right"},
     ("advantage", "scale_by"): {"of": "right"},
-    ("aggregate", "fixed_length"): {"max_completion_length": 7},
-    ("objective", "policy_gradient"): {"surrogate": "clip", "aggregate": "step_mean"},
-    ("objective", "comparison"): {"gain": "log_ratio", "compare": "sigmoid"},
+    ("aggregation", "fixed_length"): {"max_completion_length": 7},
+    ("objective", "policy_gradient"): {"surrogate": "clip", "aggregation": "step_mean"},
+    ("objective", "comparison"): {"implicit_reward": "log_ratio", "compare": "sigmoid"},
     ("advantage", "value_anchor"): {"of": "right"},  # the label that it adds by default comes from another
 }
 SIZES = (3, 2, 1, 2)  # rollouts of the prompts p0 to p3
@@ -71,8 +71,8 @@ class Case:
         """Make an objective with the piece in its place."""
         if self.kind == "objective":
             return self.make()
-        piece = [self.piece] if self.kind in ("focus", "penalty", "compare") else self.piece
-        name = "comparison" if self.kind in ("gain", "compare") else "policy_gradient"
+        piece = [self.piece] if self.kind in ("step_weight", "penalty", "compare") else self.piece
+        name = "comparison" if self.kind in ("implicit_reward", "compare") else "policy_gradient"
         options = {**OPTIONS["objective", name], self.kind: piece}
         return Pieces(Stream(3)).make("objective", Piece(name, options))
 
@@ -92,7 +92,7 @@ def cases(*kinds: str) -> list[Case]:
 
 
 CHAIN, FILTERS, OBJECTIVES = cases("advantage"), cases("group_filter"), cases("objective")
-PARTS = cases("ratio", "surrogate", "aggregate", "focus", "penalty", "gain", "compare")
+PARTS = cases("ratio", "surrogate", "aggregation", "step_weight", "penalty", "implicit_reward", "compare")
 
 MEMORIES = [
     Case(entry)
@@ -139,7 +139,7 @@ def collected(sizes: tuple[int, ...] = SIZES, equal: bool = False) -> Rollouts:
 def table_of(rollouts: Rollouts, rank: int = 0) -> RewardTable:
     make = Pieces(Stream()).make
     rewards = [
-        make("reward", Piece("recorded", {"key": key, "label": key, "weight": weight}))
+        make("reward", Piece("precomputed", {"key": key, "label": key, "weight": weight}))
         for key, weight in (("right", 1.0), ("short", 0.5))
     ]
     return score(rewards, rollouts, notes=frozenset({"logp", "entropy"}), rank=rank)
@@ -320,10 +320,10 @@ def test_objectives_and_their_parts_change_nothing_and_draw_nothing(case):
     given = {
         "ratio": (new, batch),
         "surrogate": (log_ratio, new, batch),
-        "aggregate": (batch,),
-        "focus": (batch,),
+        "aggregation": (batch,),
+        "step_weight": (batch,),
         "penalty": (new, batch),
-        "gain": (new, batch),
+        "implicit_reward": (new, batch),
         "compare": (log_ratio * batch.mask, batch),
         "objective": (new, batch),
     }[case.kind]

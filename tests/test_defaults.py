@@ -13,40 +13,40 @@ BETA = {"beta": 0.1}  # TRL's, of all comparisons
 KL = {"coef": 0.001}  # verl's
 DEFAULTS = {
     "advantage": {
-        "anchor": {"lambda_off": 1.2},  # TempSamp-R1, as `downscale` and `soft_shape`
+        "anchor": {"lambda_off": 1.2},  # TempSamp-R1, as `downscale` and `tempsamp_shaping`
         "batch_normalize": {"eps": 1e-4},  # TRL's, as those of the others
         "best_vs_worst": {"margin": 0.0, "length_ratio": 0.0},
-        "downscale": {"factor": 0.8, "max_reward": 1.0},
+        "tempsamp_downscale": {"factor": 0.8, "max_reward": 1.0},
         "group_center": {"shift": 0.0},
         "group_normalize": {"eps": 1e-4},
         "high_entropy": {"top": 0.2},  # the 80/20 rule
         "leave_one_out": {"eps": 1e-4},
         "limit": {"max_advantage": 5.0},  # Flow-GRPO
-        "rescale": {"factor": 0.2},  # AWM
+        "scale": {"factor": 0.2},  # AWM
         "returns": {"gamma": 1.0},
-        "soft_shape": {"threshold": 0.8, "alpha1": 0.01, "alpha2": 1.0},
+        "tempsamp_shaping": {"threshold": 0.8, "alpha1": 0.01, "alpha2": 1.0},
         "turning_points": {"atol": 0.0},
         "value_anchor": {"k": 0.1, "steps": 5},
     },
     "surrogate": {
         "clip": {"epsilon": 0.2},
-        "detached_clip": {"clip_max": 5.0, "clip_min": 0.0},  # arXiv 2510.13786
-        "negative_aware": {"beta": 1.0, "max_advantage": 5.0},
-        "soft_gate": {"temperature_pos": 1.0, "temperature_neg": 1.05},
+        "cispo": {"clip_max": 5.0, "clip_min": 0.0},  # arXiv 2510.13786
+        "diffusion_nft": {"beta": 1.0, "max_advantage": 5.0},
+        "sapo": {"temperature_pos": 1.0, "temperature_neg": 1.05},
     },
-    "aggregate": {},
+    "aggregation": {},
     "ratio": {},
-    "focus": {"truncated_importance": {"clip_max": 3.0}},  # TRL's
-    "gain": {},
+    "step_weight": {"truncated_importance": {"clip_max": 3.0}},  # TRL's
+    "implicit_reward": {},
     "penalty": {
         "gaussian_kl": {"coef": 0.04},  # Flow-GRPO
-        "imitation": {"coef": 0.5},
+        "sft": {"coef": 0.5},
         "k1": KL,
         "k2": KL,
         "k3": KL,
-        "negative_entropy": {"coef": 0.001},
+        "entropy_bonus": {"coef": 0.001},
         "norm_hinge": {"coef": 1.0, "factor": 1.1},
-        "velocity_gap": {"coef": 0.003, "noise_level": 0.7},
+        "velocity_mse": {"coef": 0.003, "noise_level": 0.7},
     },
     "compare": {
         "anchor_chosen": {**BETA, "delta": 0.0},
@@ -71,8 +71,15 @@ DEFAULTS = {
         "ramp": {"delay": 0},
         "reported": {"start": 0.0},
         "running_mean": {"start": 0.0},
-        "settling": {"limit": 0.9, "offset": 10},  # Flow-GRPO
-        "staircase": {"start": 0, "step": 1, "every": 25, "least": 1, "rate": 0.1, "after": 13},  # MixGRPO
+        "ema_warmup": {"limit": 0.9, "offset": 10},  # Flow-GRPO
+        "sliding_window": {
+            "start": 0,
+            "step": 1,
+            "every": 25,
+            "least": 1,
+            "rate": 0.1,
+            "after": 13,
+        },  # MixGRPO
     },
     "solver": {
         "diffusion.cps": {"noise_level": 0.8},
@@ -109,7 +116,7 @@ def test_switches_are_off_but_where_a_method_has_them_on():
             options = inspect.signature(made).parameters.items()
             on |= {f"{entry.full_name}.{name}" for name, one in options if one.default is True}
     turning = {"consistent", "balance", "first_step"}
-    assert on == {f"turning_points.{name}" for name in turning} | {"staircase.roll_back"}
+    assert on == {f"turning_points.{name}" for name in turning} | {"sliding_window.roll_back"}
 
 
 def test_rewards_closer_than_1e_8_are_equal():

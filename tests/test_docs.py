@@ -88,7 +88,7 @@ def test_a_block_runs(block, reader):
         ("sh", "mmrl trian demo_grpo.yaml\n", "SystemExit"),
         ("sh", "mmrl train no_such.yaml\n", "there is no file 'no_such.yaml'"),
         ("sh", "mmrl train demo_grpo.yaml learn.learning_rat=1\n", "did you mean 'learning_rate'"),
-        ("sh", "mmrl train variants/grpo.yaml policy=vision.no_model\n", "required key"),
+        ("sh", "mmrl train variants/grpo.yaml policy=vision.recorded_answers\n", "required key"),
         ("sh", "mmrl list surogate\n", "there is no kind 'surogate'"),
         ("sh", "make everything\n", "not 'everything'"),
         ("sh", "make demo ARGS='--sed 1'\n", "takes no --sed"),
@@ -300,8 +300,8 @@ RARE = {
     "skipped_updates": "mmrl/run.py",
     "eval_peak_memory_bytes": "mmrl/evaluate.py",
     **{
-        f"rollout/{name}": "compression/engines/compare_exact.py"
-        for name in ("seconds", "exact_seconds", "times_faster", "same_answers")
+        f"rollout/{name}": "compression/engines/speedup_probe.py"
+        for name in ("seconds", "exact_seconds", "speedup", "agreement")
     },
 }
 
@@ -329,11 +329,11 @@ def written(tmp_path_factory) -> set[str]:
         "data": {"name": "tests.support.toys:prompts", "answers": 2},
         "rollout": {"engine": ["stored"], "num_generations": 2},
         "advantage": ["total", "best_vs_worst"],
-        "objective": {"name": "comparison", "gain": "log_ratio", "compare": ["sigmoid"]},
+        "objective": {"name": "comparison", "implicit_reward": "log_ratio", "compare": ["sigmoid"]},
         "references": {"ref": "frozen"},
     }
     pair = {**plan(folder / "pair"), **pairs}
-    rows = {"engine": ["stored", "with_unrelated"], "num_generations": 3}
+    rows = {"engine": ["stored", "with_mismatched"], "num_generations": 3}
     chain = ["total", "best_vs_worst", "beside"]
     single = {**pair, "rollout": rows, "advantage": chain, "output_dir": str(folder / "single")}
     single["objective"] = {**pairs["objective"], "compare": ["kto"]}
@@ -343,7 +343,7 @@ def written(tmp_path_factory) -> set[str]:
         objective={
             "name": "policy_gradient",
             "surrogate": "clip",
-            "aggregate": "step_mean",
+            "aggregation": "step_mean",
             "penalty": ["gaussian_kl"],
         },
         references={"ref": "frozen"},
@@ -421,7 +421,7 @@ def test_every_piece_has_a_place_on_the_site_by_its_kind_alone(hooks):
 
 def test_a_page_of_pieces_says_options_needs_variants_and_papers(hooks):
     text = hooks.generated()["families/surrogates.md"]
-    clip = text[text.index("{#surrogate-clip}") : text.index("{#surrogate-detached_clip}")]
+    clip = text[text.index("{#surrogate-clip}") : text.index("{#surrogate-cispo}")]
     assert "| `epsilon` | `float` | `0.2` |" in clip and "[grpo](../variants.md#grpo)" in clip
     penalty = hooks.generated()["families/penalties.md"]
     assert "Reads: of the policy `dt`, `mean`, `std`; of the policy named by `against` `mean`." in penalty

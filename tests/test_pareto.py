@@ -57,7 +57,7 @@ RAW = {
         "num_generations": 2,
     },
     "settings": {"full": {}, "dear": {"evaluation.engine.0.words": 5}, "short": {"policy.length": 1}},
-    "costs": ["operations", {"name": f"{HERE}:answers", "scale": 3.0}],
+    "cost_metrics": ["operations", {"name": f"{HERE}:answers", "scale": 3.0}],
 }
 
 
@@ -205,7 +205,10 @@ DRAW = pareto.draw
         ({"settings": {"a": {"policy.lenth": 2}}}, "did you mean 'length'?"),
         ({"settings": {"a": {"polcy": 2}}}, "settings.a: there is no key 'polcy'; did you mean 'policy'?"),
         ({"settings": {"a": {"evaluation.engine": []}}}, "settings.a: 'evaluation.engine' is empty"),
-        ({"costs": ["operation"]}, "costs[0]: no meter is called 'operation'; did you mean 'operations'?"),
+        (
+            {"cost_metrics": ["operation"]},
+            "costs[0]: no meter is called 'operation'; did you mean 'operations'?",
+        ),
     ],
 )
 def test_mistakes_are_found_before_anything_is_loaded(config, tmp_path, monkeypatch, changes, message):
@@ -218,7 +221,7 @@ def test_mistakes_are_found_before_anything_is_loaded(config, tmp_path, monkeypa
 
 def test_a_metric_that_is_not_there_is_named(config, tmp_path):
     with pytest.raises(ConfigError, match="quality: no metric is called 'lenght'; did you mean 'length'?"):
-        pareto.compare(config(quality="lenght"), tmp_path)
+        pareto.compare(config(target_metric="lenght"), tmp_path)
 
 
 # ---- the command

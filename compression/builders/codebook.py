@@ -1,4 +1,4 @@
-"""Books for the cache `sign_bits`, fitted on prompts of a data set."""
+"""Books for the cache `binary_codebook`, fitted on prompts of a data set."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ from mmrl.runtime.modules import evaluating
 
 
 @builder
-class SignBooks:
-    """Fit the vectors of `compression.sign_bits` on prompts that a model answers, for its option `book`.
+class CalibrateCodebook:
+    """Fit the vectors of `compression.binary_codebook` on prompts that a model answers, for its option
+    `book`.
 
     `model` is a policy, `prompts` are data, of which `num_prompts` are taken, evenly spaced (0: all). Their
     answers are not read. Take prompts like those that will come; ones that the model has learned by heart may
@@ -68,7 +69,7 @@ class SignBooks:
             given = {"input_ids": encoded.ids[None], "position_ids": positions, **encoded.media}
             inputs.append({name: x.to(device) for name, x in given.items()})
         with evaluating(policy.model):
-            draw = self.stream.fixed("sign_books")
+            draw = self.stream.fixed("calibrate_codebook")
             books = make_books(policy.model, inputs, generator=draw, **self.options)
         output.mkdir(parents=True, exist_ok=True)
         path = output / "book.safetensors"

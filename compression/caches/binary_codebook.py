@@ -76,7 +76,7 @@ class SignRecipe(Plain):
 
 
 @cache
-def sign_bits(
+def binary_codebook(
     config: Any,
     visual: Tensor | None,
     mask: Tensor | None,
@@ -96,10 +96,10 @@ def sign_bits(
     channels; 2 by default. `value_nbits` gives values other bits than keys; 16 leaves a side as it is. Every
     prompt fits vectors of its own while it is stored, which take `nbits` bytes for every channel squared and
     head: they are for prompts of many more tokens than a head has channels, and rows with fewer stay as they
-    came. `book` is a file of `sign_books` instead, fitted once, for prompts like those it was fitted on; it
-    says how many bits there are. The `first` and the `newest` tokens of every row stay as they came (the
-    first ones are outliers that everything attends to, arXiv 2401.18079), and so does what comes behind the
-    prompt.
+    came. `book` is a file of `calibrate_codebook` instead, fitted once, for prompts like those it was fitted
+    on; it says how many bits there are. The `first` and the `newest` tokens of every row stay as they came
+    (the first ones are outliers that everything attends to, arXiv 2401.18079), and so does what comes behind
+    the prompt.
     """
     if book and (nbits, value_nbits) != (None, None):
         raise ValueError(

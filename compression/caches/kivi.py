@@ -81,7 +81,7 @@ class AllRecipe(Plain):
 
 
 @cache
-def all_bits(
+def kivi(
     config: Any,
     visual: Tensor | None,
     mask: Tensor | None,

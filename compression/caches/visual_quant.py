@@ -92,7 +92,7 @@ class VisualRecipe:
 
 
 @cache
-def visual_bits(
+def visual_quant(
     config: Any,
     visual: Tensor,
     mask: Tensor,

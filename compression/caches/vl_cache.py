@@ -132,7 +132,7 @@ def choose(scores: Tensor, real: Tensor, share: Tensor, recent: float) -> Tensor
 
 
 @cache
-def importance_drop(
+def vl_cache(
     config: Any,
     visual: Tensor | None,
     mask: Tensor | None,
@@ -158,7 +158,7 @@ def importance_drop(
         ("pool", pool, pool >= 1 and pool % 2 == 1),
     ):
         if not good:
-            raise ValueError(f"`{name}` of importance_drop is out of its range: {number}")
+            raise ValueError(f"`{name}` of vl_cache is out of its range: {number}")
     budget = Budget(
         keep=keep,
         by_density=layers == "density",

@@ -1,4 +1,4 @@
-"""Books of `sign_bits` that are fitted once, on prompts like those they will serve, and kept in a file.
+"""Books of `binary_codebook` that are fitted once, on prompts like those they will serve, and kept in a file.
 
 What an error costs is measured: how far a token that the model says leads the next likeliest one, and the
 second moment of the gradient of that lead with respect to the keys and values that the model reads, for every
@@ -50,7 +50,7 @@ class Lent:
 
 
 def write_books(books: Mapping[str, Tensor], path: str | Path) -> None:
-    """Write what `make_books` made, for the option `book` of `sign_bits`."""
+    """Write what `make_books` made, for the option `book` of `binary_codebook`."""
     from safetensors.torch import save_file
 
     save_file({name: x.contiguous() for name, x in books.items()}, str(path))
@@ -66,7 +66,7 @@ def read_books(path: str, layers: int) -> list[tuple[Lent, Lent]]:
         raise ValueError(f"cannot read the book '{path}': {error}") from error
     lacks = sorted({f"{side}.{name}" for side in SIDES for name in PARTS} - held.keys())
     if lacks:
-        raise ValueError(f"'{path}' is no book of `sign_books`: it lacks {', '.join(lacks)}")
+        raise ValueError(f"'{path}' is no book of `calibrate_codebook`: it lacks {', '.join(lacks)}")
     many = len(held["keys.mean"])
     if many != layers:
         raise ValueError(f"the book '{path}' is for {many} layers, but the model has {layers}")

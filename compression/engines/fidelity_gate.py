@@ -13,7 +13,7 @@ from mmrl.runtime.modules import evaluating
 
 
 @engine
-class CheckCache(Watching):
+class FidelityGate(Watching):
     """Measure what makes the wrapped engine cheap on the first prompts it is asked, and stop where that
     changes answers.
 
@@ -32,7 +32,7 @@ class CheckCache(Watching):
         max_kl: NonNegativeFloat = 0.1,
         allow: bool = False,
     ) -> None:
-        super().__init__(engine, "check_cache")
+        super().__init__(engine, "fidelity_gate")
         self.num_prompts, self.num_tokens = num_prompts, num_tokens
         self.min_agreement, self.max_kl, self.allow = min_agreement, max_kl, allow
         self.checked = False

@@ -12,21 +12,21 @@ from mmrl.core.types import Prompt, Rollouts
 
 
 @engine
-class CompareExact(Watching):
+class SpeedupProbe(Watching):
     """Make the collection number `at` a second time without cache and transforms, and tell the seconds of
     both.
 
     From there on every `every`-th one (0: no other). Random draws are the same, so answers differ only where
     the models do. Media are decoded and encoded before the clock runs. What was made the second time is
-    forgotten. Metrics: `rollout/seconds`, `rollout/exact_seconds`, `rollout/times_faster`,
-    `rollout/same_answers`. The step's own `time/rollout` holds both. It wraps an engine with a cache or
+    forgotten. Metrics: `rollout/seconds`, `rollout/exact_seconds`, `rollout/speedup`,
+    `rollout/agreement`. The step's own `time/rollout` holds both. It wraps an engine with a cache or
     transforms.
     """
 
     def __init__(self, engine: Cheap, *, at: NonNegativeInt = 1, every: NonNegativeInt = 0) -> None:
         if at < 0 or every < 0:
             raise ValueError(f"`at` and `every` count collections: 0 or more, not {at} and {every}")
-        super().__init__(engine, "compare_exact")
+        super().__init__(engine, "speedup_probe")
         self.at, self.every = at, every
         self.made = 0  # collections
         self.found: dict[str, float] = {}
@@ -45,8 +45,8 @@ class CompareExact(Watching):
         self.found = {
             "rollout/seconds": seconds,
             "rollout/exact_seconds": exact_seconds,
-            "rollout/times_faster": exact_seconds / seconds,
-            "rollout/same_answers": sum(same) / len(same),
+            "rollout/speedup": exact_seconds / seconds,
+            "rollout/agreement": sum(same) / len(same),
         }
         return rows
 

@@ -79,7 +79,7 @@ class View:
         if self.rows is not None:
             raise ValueError(
                 "pictures behind the first call need keys and values as tensors; give the cache "
-                "`fused: false`. A cache that chooses tokens while the prompt is read (`importance_drop`) "
+                "`fused: false`. A cache that chooses tokens while the prompt is read (`vl_cache`) "
                 "does not fit a model whose visual tokens are pruned"
             )
         read = ALL_ATTENTION_FUNCTIONS[self.module.config._attn_implementation]

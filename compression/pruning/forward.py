@@ -125,7 +125,7 @@ def _check_cache(cache: Any, pruning: Pruning) -> None:
     if kinds and pruning.cuts:
         raise ValueError(
             f"late layers hold fewer tokens than early ones, which {', '.join(sorted(kinds))} of this cache "
-            "cannot; use transformers' DynamicCache, `visual_bits` or `all_bits` with `drop_visual_layers` "
+            "cannot; use transformers' DynamicCache, `visual_quant` or `kivi` with `drop_visual_layers` "
             "and with pruners of tokens"
         )
 
@@ -211,8 +211,8 @@ class Run:
         text = text + block.mlp(block.post_attention_layernorm(text))
         if vis.shape[1] and i not in self.pruning.frozen:
             vis = vis if watched is None else vis + watched
-            inner = features(self.pruning.neurons_of(i))
-            note = None if self.watch is None else lambda hidden: self.watch("neurons", i, (hidden, stage))
+            inner = features(self.pruning.ffn_units_of(i))
+            note = None if self.watch is None else lambda hidden: self.watch("ffn_units", i, (hidden, stage))
             vis = vis + inner_layer(block.mlp, block.post_attention_layernorm(vis), inner, note)
         return text, vis, seen
 
@@ -272,8 +272,8 @@ class Run:
         return weights.mean(1)[:, 0, text.shape[1] :]
 
 
-# Called with "attention", the number of a layer and its `View`, and with "neurons", the number and the inner
-# units of visual rows (B, n_v, m) with their stage, while `plan` looks on.
+# Called with "attention", the number of a layer and its `View`, and with "ffn_units", the number and the
+# inner units of visual rows (B, n_v, m) with their stage, while `plan` looks on.
 WATCH: ContextVar[Callable[[str, int, Any], None] | None] = ContextVar("watch", default=None)
 
 

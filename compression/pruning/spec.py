@@ -30,14 +30,14 @@ class Pruning:
     """All that is left out. `L` layers, `H` heads.
 
     `radius` and `causal` bound what a visual token sees of its raster; `heads` names the query heads of every
-    layer that visual tokens keep, `neurons` the inner units of every layer; visual tokens pass the `frozen`
+    layer that visual tokens keep, `ffn_units` the inner units of every layer; visual tokens pass the `frozen`
     layers unchanged; `cuts` are in the order of their layers.
     """
 
     radius: int | None = None
     causal: bool = True
     heads: tuple[tuple[int, ...] | None, ...] = ()
-    neurons: tuple[tuple[int, ...] | None, ...] = ()
+    ffn_units: tuple[tuple[int, ...] | None, ...] = ()
     frozen: frozenset[int] = frozenset()
     cuts: tuple[Cut, ...] = ()
     tower: bool = False  # a cut reads what the vision tower attends to
@@ -46,9 +46,9 @@ class Pruning:
         """Name the query heads that visual tokens keep in a layer; None: all."""
         return self.heads[layer] if self.heads else None
 
-    def neurons_of(self, layer: int) -> tuple[int, ...] | None:
+    def ffn_units_of(self, layer: int) -> tuple[int, ...] | None:
         """Name the inner units that visual tokens keep in a layer; None: all."""
-        return self.neurons[layer] if self.neurons else None
+        return self.ffn_units[layer] if self.ffn_units else None
 
 
 @dataclass(frozen=True)

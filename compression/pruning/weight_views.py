@@ -12,7 +12,7 @@ from torch import nn
 
 RECORD = "mmrl_transforms"
 STORED = (
-    "cut_weights",
+    "structured_pruning",
 )  # transforms whose result an ordinary folder holds, which are not applied again on loading
 
 

@@ -15,7 +15,7 @@ ADAPTER = "lora_"  # in the names of an adapter's own layers
 
 
 @transform(packages={"bitsandbytes": "lowbit"})
-def low_bit_weights(
+def bnb_quantize(
     model: nn.Module,
     *,
     nbits: Literal[4, 8] = 4,
@@ -36,7 +36,7 @@ def low_bit_weights(
     linear = [m for name, m in layers.named_modules() if type(m) is nn.Linear and ADAPTER not in name]
     if not linear:
         raise ValueError(
-            f"no plain linear layer to hold in {nbits} bits; apply `low_bit_weights` before adapters and "
+            f"no plain linear layer to hold in {nbits} bits; apply `bnb_quantize` before adapters and "
             "`layer_cast`"
         )
     if nbits == 4:
@@ -49,14 +49,14 @@ def low_bit_weights(
     # peft asks the model which of its layers to use.
     vars(view)[f"is_loaded_in_{nbits}bit"] = True
     options = {"nbits": nbits, "kind": kind, "double": double, "threshold": threshold}
-    return note(view, model, "low_bit_weights", options)
+    return note(view, model, "bnb_quantize", options)
 
 
 def _bitsandbytes() -> Any:
     try:
         import bitsandbytes
     except ImportError as error:
-        raise ImportError("`low_bit_weights` needs bitsandbytes: pip install 'mmrl[lowbit]'") from error
+        raise ImportError("`bnb_quantize` needs bitsandbytes: pip install 'mmrl[lowbit]'") from error
     return bitsandbytes
 
 

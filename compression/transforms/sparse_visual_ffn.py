@@ -1,4 +1,4 @@
-"""Visual tokens use some neurons of the feed-forward layers."""
+"""Visual tokens use some ffn_units of the feed-forward layers."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ def sparse_visual_ffn(
     *,
     keep: Probability = 0.5,
     plan: str = "",
-    neurons: tuple[tuple[NonNegativeInt, ...] | None, ...] | None = None,
+    ffn_units: tuple[tuple[NonNegativeInt, ...] | None, ...] | None = None,
 ) -> nn.Module:
     """Keep a share of the inner units of every feed-forward layer for visual tokens; text uses all.
 
     The first units stay, as in the paper, which fine-tunes with them; with a `plan` the most active ones (our
-    reading, for use without training), which costs a copy of their weights in every call. `neurons` names
+    reading, for use without training), which costs a copy of their weights in every call. `ffn_units` names
     them, layer by layer (`None`: all). arXiv 2410.06169.
     """
     check_share("keep", keep)
     shape = shape_of(model)
-    if neurons is not None:
-        chosen = check_chosen("neurons", neurons, shape.layers, shape.inner)
+    if ffn_units is not None:
+        chosen = check_chosen("ffn_units", ffn_units, shape.layers, shape.inner)
     elif plan:
         chosen = check_chosen(
-            "neurons", best_each(read_plan(plan, "neurons"), keep), shape.layers, shape.inner
+            "ffn_units", best_each(read_plan(plan, "ffn_units"), keep), shape.layers, shape.inner
         )
     else:
         chosen = first_units(keep, shape.layers, shape.inner)
-    return prune(model, "sparse_visual_ffn", {"neurons": chosen}, neurons=chosen)
+    return prune(model, "sparse_visual_ffn", {"ffn_units": chosen}, ffn_units=chosen)

@@ -16,8 +16,8 @@ from mmrl.config.registry import transform
 
 
 @transform
-def cut_weights(
-    model: nn.Module, *, neurons: Probability = 1.0, heads: Probability = 1.0, plan: str = ""
+def structured_pruning(
+    model: nn.Module, *, ffn_units: Probability = 1.0, heads: Probability = 1.0, plan: str = ""
 ) -> nn.Module:
     """Cut inner units and heads out of the language model for all tokens: matrices, cache and folder get
     smaller.
@@ -26,28 +26,28 @@ def cut_weights(
     so that an ordinary config tells the sizes. Heads go by groups that share keys and values. Needs fine-
     tuning behind it.
     """
-    check_share("neurons", neurons)
+    check_share("ffn_units", ffn_units)
     check_share("heads", heads)
     shape, pruning = shape_of(model), pruning_of(model)
-    if pruning.heads or pruning.neurons:
+    if pruning.heads or pruning.ffn_units:
         raise ValueError(
             "cut weights out before `drop_visual_heads` and `sparse_visual_ffn`, which count what is left"
         )
-    inner, groups = round(neurons * shape.inner), round(heads * shape.kv_heads)
+    inner, groups = round(ffn_units * shape.inner), round(heads * shape.kv_heads)
     if not inner or not groups:
         raise ValueError(
-            f"{inner} neurons and {groups} groups of heads would be left; keep at least one of each"
+            f"{inner} ffn_units and {groups} groups of heads would be left; keep at least one of each"
         )
     blocks = core_of(model).get_decoder().layers
-    kept_inner = _kept(plan, "neurons", neurons, shape.layers, shape.inner)
+    kept_inner = _kept(plan, "ffn_units", ffn_units, shape.layers, shape.inner)
     kept_groups = _kept_groups(plan, heads, shape.layers, shape.heads, shape.kv_heads)
     swap: dict[int, nn.Module] = {}
     for block, units, those in zip(blocks, kept_inner, kept_groups, strict=True):
         swap |= _cut_mlp(block.mlp, units) | _cut_attention(block.self_attn, those, shape)
     view = share(model, swap)
     _resize(view, inner, groups, shape, heads < 1.0)
-    options = {"neurons": neurons, "heads": heads}
-    return note(view, model, "cut_weights", options)
+    options = {"ffn_units": ffn_units, "heads": heads}
+    return note(view, model, "structured_pruning", options)
 
 
 def _kept(plan: str, name: str, share_: float, layers: int, size: int) -> tuple[tuple[int, ...], ...]:

@@ -14,7 +14,7 @@ from mmrl.config.registry import transform
 
 
 @transform
-def merge_tokens(model: nn.Module, *, keep: Probability = 0.5, before: NonNegativeInt = 0) -> nn.Module:
+def tome(model: nn.Module, *, keep: Probability = 0.5, before: NonNegativeInt = 0) -> nn.Module:
     """Merge the most alike visual tokens of a prompt, in front of layer `before`, until a share is left.
 
     Bipartite soft matching on hidden states, means weighed by how many tokens each stands for; a merged token
@@ -23,4 +23,4 @@ def merge_tokens(model: nn.Module, *, keep: Probability = 0.5, before: NonNegati
     """
     check_share("keep", keep)
     cuts = add_cuts(model, [Cut(before, partial(merged, keep=keep))])
-    return prune(model, "merge_tokens", {"keep": keep, "before": before}, cuts=cuts)
+    return prune(model, "tome", {"keep": keep, "before": before}, cuts=cuts)

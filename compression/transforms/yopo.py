@@ -15,7 +15,7 @@ from mmrl.config.registry import transform
 @transform
 def yopo25(model: nn.Module, *, plan: str = "", causal: bool = True) -> nn.Module:
     """Leave about a quarter of visual computation: a window of 5, half of the layers, of the heads, of the
-    neurons.
+    ffn_units.
 
     A `plan` chooses the heads. arXiv 2410.06169; the published mapping of budgets to cuts is not known, this
     one is our reading and leaves 24.5 % of LLaVA-1.5-7B by the paper's formula.
@@ -26,15 +26,15 @@ def yopo25(model: nn.Module, *, plan: str = "", causal: bool = True) -> nn.Modul
 @transform
 def yopo12(model: nn.Module, *, plan: str = "", causal: bool = True) -> nn.Module:
     """Leave about an eighth of visual computation: a window of 5, half of the layers, a quarter of heads and
-    neurons.
+    ffn_units.
 
     A `plan` chooses the heads. arXiv 2410.06169; our reading as in `yopo25`, 12.2 % by the paper's formula.
     """
     return _yopo(model, 0.25, 0.25, plan, causal)
 
 
-def _yopo(model: nn.Module, heads: float, neurons: float, plan: str, causal: bool) -> nn.Module:
+def _yopo(model: nn.Module, heads: float, ffn_units: float, plan: str, causal: bool) -> nn.Module:
     model = local_visual_attention(model, radius=2, causal=causal)
     model = drop_visual_heads(model, keep=heads, plan=plan)
-    model = sparse_visual_ffn(model, keep=neurons)
+    model = sparse_visual_ffn(model, keep=ffn_units)
     return drop_visual_layers(model, after=max(1, shape_of(model).layers // 2))

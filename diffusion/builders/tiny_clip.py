@@ -47,7 +47,7 @@ class Captioned:
 
 
 @builder(packages={"open_clip": "clip"})
-class ContrastiveModel:
+class TinyClip:
     """Train a small CLIP on captioned pictures, and write it as a folder that open_clip reads (`local-dir:`).
 
     `train` and `test` are files of rows with a `prompt` and an `image` under `root`. Rows of one caption are
@@ -83,16 +83,14 @@ class ContrastiveModel:
         try:
             from open_clip import CLIP, SimpleTokenizer
         except ImportError as error:
-            raise ImportError(
-                "builder 'contrastive_model' needs open_clip: pip install 'mmrl[clip]'"
-            ) from error
+            raise ImportError("builder 'tiny_clip' needs open_clip: pip install 'mmrl[clip]'") from error
         from safetensors.torch import save_file
 
         config = self._config()
         shown = Captioned.read(self.paths["train"], self.root, self.side)
         held = Captioned.read(self.paths["test"], self.root, self.side, shown.captions)
         tokens = SimpleTokenizer(context_length=self.text_length)(list(shown.captions))
-        seed = int(torch.randint(1 << 31, (1,), generator=self.stream.fixed("contrastive_model")))
+        seed = int(torch.randint(1 << 31, (1,), generator=self.stream.fixed("tiny_clip")))
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             model = CLIP(**config["model_cfg"])
@@ -128,7 +126,7 @@ class ContrastiveModel:
         model.train()
         began, said = time.monotonic(), -math.inf
         for step in range(self.steps):
-            generator = self.stream.fixed("contrastive_model", step)
+            generator = self.stream.fixed("tiny_clip", step)
             rate = self.learning_rate * min(1, (step + 1) / 50)
             optimizer.param_groups[0]["lr"] = rate * (0.02 + 0.98 * (1 - step / self.steps))
             rows = torch.randint(len(shown.which), (self.batch_size,), generator=generator)

@@ -11,7 +11,7 @@ from mmrl.diagnostics.context import Examined, Symptom
 
 
 @checkup
-def texts_reach(examined: Examined, *, rows: PositiveInt = 4) -> Iterator[Symptom]:
+def text_conditioning(examined: Examined, *, rows: PositiveInt = 4) -> Iterator[Symptom]:
     """Tell the network another prompt's text: the steps of a picture have to become more or less likely."""
     texts = list(dict.fromkeys(prompt.text for prompt in examined.prompts))
     if len(texts) < 2:

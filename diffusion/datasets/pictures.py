@@ -33,7 +33,7 @@ class Pictures(Sequence):
 
 
 @data
-def pictures(
+def images(
     *,
     path: str,
     root: str,

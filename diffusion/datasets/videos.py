@@ -43,9 +43,9 @@ def videos(
     """Read videos of prompts under `root`, one JSON object a line: a `prompt`, and `videos`, a list of paths.
 
     `scores` holds one number per video, or a list of numbers per video, one a segment of equal length
-    (DenseDPO, arXiv 2506.03517), which `diffusion.by_segment` reads. They are the recorded reward `score`.
-    Every video is brought to `num_frames` frames of `height` times `width` pixels. Every missing file is
-    named before anything is trained.
+    (DenseDPO, arXiv 2506.03517), which `diffusion.segment_preferences` reads. They are the recorded reward
+    `score`. Every video is brought to `num_frames` frames of `height` times `width` pixels. Every missing
+    file is named before anything is trained.
     """
 
     def read(row: Mapping[str, Any]) -> Recorded:

@@ -16,7 +16,7 @@ from mmrl.diffusion.flow_math import noised
 
 
 @engine
-class FromNoised:
+class PartialNoise:
     """Start every row from its prompt's recorded picture or video, noised to the share `eta`, and denoise
     from there (DenseDPO, arXiv 2506.03517).
 
@@ -36,7 +36,7 @@ class FromNoised:
             raise ValueError(f"`eta`, the share of noise to start from, must lie in (0, 1], not {eta}")
         if engine.same_noise:
             raise ValueError(
-                "rows of `diffusion.from_noised` differ in their noise alone, so the engine it wraps must "
+                "rows of `diffusion.partial_noise` differ in their noise alone, so the engine it wraps must "
                 "not have `same_noise`"
             )
         self.engine, self.policy, self.eta = engine, engine.policy, eta
@@ -70,7 +70,7 @@ class FromNoised:
         """Compress the recorded answer: (*L)."""
         if not prompt.answers:
             raise ValueError(
-                f"prompt '{prompt.uid}' has no recorded picture or video; the engine `diffusion.from_noised` "
+                f"prompt '{prompt.uid}' has no recorded picture or video; the engine `diffusion.partial_noise` "
                 "starts from it"
             )
         latents: Any = self.policy.encode(prompt, prompt.answers[0]).steps.path[-1]

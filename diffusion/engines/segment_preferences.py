@@ -15,7 +15,7 @@ from mmrl.diffusion.segments import segments_of
 
 
 @engine
-class BySegment:
+class SegmentPreferences:
     """Cut every row's video into `segments` outcomes, each the end of its own steps (DenseDPO, arXiv
     2506.03517).
 

@@ -18,7 +18,7 @@ from mmrl.diffusion.steps import Asked, FlowRow
 
 
 @engine
-class WithProbes:
+class WithPrefixRollouts:
     """Give every row an outcome per prefix of its stochastic steps.
 
     By default prefixes of 0 .. T - 1 steps are completed by the deterministic solver with the row's own
@@ -34,12 +34,12 @@ class WithProbes:
     def __init__(self, engine: Denoise, *, one_step: bool = False, batch_size: NonNegativeInt = 0) -> None:
         if engine.solver is None or engine.share < 1:
             raise ValueError(
-                "`diffusion.with_probes` completes prefixes of stochastic steps, so the engine it wraps "
+                "`diffusion.with_prefix_rollouts` completes prefixes of stochastic steps, so the engine it wraps "
                 f"needs a `solver` (it has {engine.solver}) and `share: 1` (it has {engine.share})"
             )
         if not engine.policy.likelihood.stochastic and engine.stream.purpose == "train":
             raise ValueError(
-                "`diffusion.with_probes` credits stochastic steps, but the steps of the policy's likelihood "
+                "`diffusion.with_prefix_rollouts` credits stochastic steps, but the steps of the policy's likelihood "
                 "are draws; set it to `diffusion.transition`"
             )
         if batch_size < 0:

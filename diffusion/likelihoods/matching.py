@@ -49,9 +49,9 @@ class Matching:
 
     With `shared_noise` the rows of a group share times and noise (Diffusion-DPO, arXiv 2311.12908), with
     `shared_time` only the times (GDRO, arXiv 2601.02036: our reading). `segments` above 1 cuts the frames of
-    a video into as many steps per draw (DenseDPO, arXiv 2506.03517), as `diffusion.by_segment` cuts them. A
-    latent frame belongs to the segment that holds the centre of the pixel frames it stands for, which may lie
-    on both sides of a cut (our reading).
+    a video into as many steps per draw (DenseDPO, arXiv 2506.03517), as `diffusion.segment_preferences` cuts
+    them. A latent frame belongs to the segment that holds the centre of the pixel frames it stands for, which
+    may lie on both sides of a cut (our reading).
     """
 
     says = frozenset({"velocity", "target", "time", "error"})

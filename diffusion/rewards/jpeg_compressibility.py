@@ -15,7 +15,7 @@ QUALITY = 95
 
 @reward
 @per_outcome
-def jpeg_size(
+def jpeg_compressibility(
     prompt: Prompt, outcome: Outcome, *, form: Literal["incompressible", "compressible"] = "incompressible"
 ) -> float:
     """Measure how many kilobytes a picture takes as JPEG of quality 95 (DDPO, arXiv 2305.13301).

@@ -16,7 +16,7 @@ from mmrl.diffusion.reward_base import frames_of, picture_of
 
 @reward
 @per_outcome
-def saturation(prompt: Prompt, outcome: Outcome) -> float:
+def clipped_pixels(prompt: Prompt, outcome: Outcome) -> float:
     """Measure which share of the pixel values of a picture or clip stands at 0 or 255.
 
     Pictures that drift towards what a reward likes are often too bright, too dark or too colourful; an alarm
@@ -27,7 +27,7 @@ def saturation(prompt: Prompt, outcome: Outcome) -> float:
 
 
 @reward
-def diversity(
+def pairwise_diversity(
     prompts: Sequence[Prompt], outcomes: Sequence[Outcome], *, size: PositiveInt = 32
 ) -> list[float | None]:
     """Measure how far a picture is from the others of its prompt, on average, in [0, 1].

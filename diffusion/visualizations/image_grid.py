@@ -6,13 +6,13 @@ import html
 from collections.abc import Mapping
 
 from mmrl.config.ranges import PositiveInt
-from mmrl.config.registry import exhibit
+from mmrl.config.registry import visualization
 from mmrl.core.reward_table import Measured
 from mmrl.core.types import Outcome, Prompt
 from mmrl.diffusion.html_images import embedded, shown, strip
 
 
-@exhibit
+@visualization
 def image_grid(
     measured: Mapping[str, Measured],
     *,

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from mmrl.config.ranges import PositiveInt
-from mmrl.config.registry import exhibit
+from mmrl.config.registry import visualization
 from mmrl.core.reward_table import Measured
 from mmrl.core.types import Trajectory
 from mmrl.diffusion.html_images import embedded, shown, strip
@@ -39,7 +39,7 @@ class _Path:
         ]
 
 
-@exhibit
+@visualization
 def turning_points(
     measured: Mapping[str, Measured],
     *,

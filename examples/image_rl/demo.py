@@ -117,7 +117,7 @@ def demo(
         shutil.rmtree(output / name, ignore_errors=True)
         run, spent = begin(name, output, seed, start.model, overrides)
         trained[name] = compared(train(run), start.measured, run.max_steps, spent)
-        drawn += exhibits(name, run)
+        drawn += visualizations(name, run)
     return report(output, seed, start, trained, drawn, time.perf_counter() - began)
 
 
@@ -234,7 +234,7 @@ def gain(before: RewardTable, after: RewardTable, name: str) -> tuple[float, tup
     return float(change.nanmean()), tuple(ends.tolist())
 
 
-def exhibits(name: str, run: Run, num_prompts: int = 12) -> list[str]:
+def visualizations(name: str, run: Run, num_prompts: int = 12) -> list[str]:
     """Draw what the method itself looks at: rollouts of its own engine, as its own exhibits show them."""
     from mmrl.training.score import score
 
@@ -242,7 +242,7 @@ def exhibits(name: str, run: Run, num_prompts: int = 12) -> list[str]:
         return []
     rollouts = run.engine.rollout(list(run.evaluator.data)[:num_prompts])
     seen = Measured({}, {}, rollouts, score(run.rewards, rollouts))
-    return [exhibit({name: seen}) for exhibit in run.exhibits]
+    return [visualization({name: seen}) for visualization in run.visualizations]
 
 
 def report(
@@ -258,7 +258,7 @@ def report(
 
     measured = {"start": start.measured, **{name: one.measured for name, one in trained.items()}}
     # Every method's own page shows the same grid; the first that only has pictures draws it for all.
-    grids = [exhibit(measured) for exhibit in trained[METHODS[0]].exhibits]
+    grids = [visualization(measured) for visualization in trained[METHODS[0]].visualizations]
     note = (
         "A small Stable Diffusion 3 on pixels, trained on captioned pictures, before and after reinforcement "
         "learning. The reward is clip_score, of a small CLIP trained on the same pictures; coloured_shape "

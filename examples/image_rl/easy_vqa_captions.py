@@ -23,7 +23,7 @@ SPLITS = ("train", "test")
 
 
 @builder
-class CaptionedPictures:
+class EasyVqaCaptions:
     """Caption the pictures of easy-VQA (one shape of one colour; package `easy-vqa`, MIT) from its questions.
 
     A picture whose answered questions tell both shape and colour is captioned "a teal triangle"; the others

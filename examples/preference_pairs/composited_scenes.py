@@ -42,8 +42,8 @@ class CompositedScenes:
     their texture; the splits show different parts of them. A scene is a folder with `composite.png`,
     `foreground.png`, `background.png`, `mask.png` (how much of the composite is foreground), a mask of every
     object as far as it is seen, and `caption.txt`; composite = mask * foreground + (1 - mask) * background up
-    to rounding. `{train,test}.jsonl` are rows for `vision.closed_set`, with boxes in pixels (left, top,
-    right, bottom), `ontology.json` holds the names.
+    to rounding. `{train,test}.jsonl` are rows for `vision.closed_vocabulary`, with boxes in pixels (left,
+    top, right, bottom), `ontology.json` holds the names.
     """
 
     def __init__(

@@ -172,7 +172,7 @@ def right_way_round(output: Path, name: str) -> float:
         "ontology": f"{scenes / 'ontology.json'}",
         "root": f"{scenes}",
     }
-    known = {one.uid: one for one in pieces.make("data", Piece("vision.closed_set", where))}
+    known = {one.uid: one for one in pieces.make("data", Piece("vision.closed_vocabulary", where))}
     pairs = pieces.make("data", Piece("vision.preference_pairs", {"path": f"{output / 'pairs' / name}"}))
     f1 = pieces.make("reward", Piece("vision.object_f1"))
     asked = [known[one.uid] for one in pairs for _ in one.answers]
@@ -185,7 +185,7 @@ def exhibit_pairs(run: Run, num_prompts: int = 12) -> str:
     """Draw pairs as DPO reads them."""
     rollouts = run.engine.rollout(run.sampler.draw(num_prompts, 2))
     seen = Measured({}, {}, rollouts, RewardTable.empty())
-    return "".join(exhibit({"CLIP decides": seen}) for exhibit in run.exhibits)
+    return "".join(visualization({"CLIP decides": seen}) for visualization in run.visualizations)
 
 
 def compared(measured: Mapping[str, Measured], told: Mapping[str, Mapping[str, Any]]) -> dict[str, Measured]:
@@ -237,7 +237,7 @@ def report(
 
     measured = {"start": captioner.measured, **{name: one.measured for name, one in trained.items()}}
     measured = compared(measured, told)
-    shown = "".join(exhibit(measured) for exhibit in captioner.exhibits)
+    shown = "".join(visualization(measured) for visualization in captioner.visualizations)
     note = (
         "A small LLaVA learned to caption pictures, and answered others twice, once less mindful of the "
         "picture. Pairs are decided by a small CLIP (clip), by the dial alone (no_reversal) or by a coin "

@@ -41,7 +41,7 @@ VARIANT = "\ufe0f"  # asks for the colour form; file names leave it out
 
 
 @builder
-class EmojiPictures:
+class EmojiImages:
     """Draw emoji of plain things as RGBA pictures of `side` pixels, in a folder per group, named after what
     they show.
 

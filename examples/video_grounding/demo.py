@@ -35,7 +35,7 @@ class Trained:
     measured: Measured
     records: Sequence[Mapping[str, Any]]
     model: Path
-    exhibits: Sequence[Any]
+    visualizations: Sequence[Any]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -89,7 +89,7 @@ def report(output: Path, seed: int, trained: Mapping[str, Trained], seconds: flo
         f"<p class=note>A small Qwen2.5-VL, before and after reinforcement learning; seed {seed}.</p>",
         "<h2>Held out</h2>",
         metric_table(measured),
-        *[exhibit(measured) for exhibit in trained["cold_start"].exhibits],
+        *[visualization(measured) for visualization in trained["cold_start"].visualizations],
         "<h2>Reinforcement learning</h2><div class=grid>",
         *curves(learning),
         "</div><h2>Cold start</h2><div class=grid>",
@@ -129,7 +129,7 @@ def train(run: Run) -> Trained:
 
     go(run)
     model = run.folder / f"checkpoint-{run.max_steps}" / "model"
-    return Trained(run.final, run.journal.read(), model, run.exhibits)
+    return Trained(run.final, run.journal.read(), model, run.visualizations)
 
 
 def plain(measured: Mapping[str, Measured]) -> dict[str, Any]:

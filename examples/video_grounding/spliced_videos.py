@@ -54,7 +54,7 @@ SPLITS = {"train": ((0.0, 0.36), (0.64, 1.0)), "test": ((0.4, 0.6),)}
 
 
 @builder
-class SplicedClips:
+class SplicedVideos:
     """Splice shots to clips of `seconds`, and write `{train,test}.jsonl` with one row per shot in a clip.
 
     `sources` is where the sample clips lie, searched with its subfolders. Clips of the two splits share no

@@ -24,7 +24,7 @@ ONTOLOGY["objects"]["rectangle"].append("square")
 @builder
 class EasyVqa:
     """Write easy-VQA (package `easy-vqa`, MIT; pictures of one coloured shape) for `vision.visual_qa`, and
-    what its pictures hold for `vision.closed_set`.
+    what its pictures hold for `vision.closed_vocabulary`.
 
     `{train,test}.jsonl` hold the questions, `{train,test}_scenes.jsonl` the pictures whose questions tell
     both shape and colour, with a caption, these as objects and the other shapes and colours as absent ones,

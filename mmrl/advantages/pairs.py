@@ -46,7 +46,7 @@ def best_vs_worst(
 
 
 @advantage
-def twin_as_worse(table: RewardTable, *, tag: str = "twin") -> RewardTable:
+def corrupted_as_rejected(table: RewardTable, *, tag: str = "twin") -> RewardTable:
     """Make the spoilt twin of every best row another worse one, and learn from no other twin (mDPO, arXiv
     2406.11839).
 
@@ -59,7 +59,7 @@ def twin_as_worse(table: RewardTable, *, tag: str = "twin") -> RewardTable:
 
 
 @advantage
-def beside(table: RewardTable, *, tag: str = "unrelated") -> RewardTable:
+def kto_kl_rows(table: RewardTable, *, tag: str = "unrelated") -> RewardTable:
     """Keep rows with a tag in the step table, with the advantage 0 and noted as unrelated: what they gain is
     measured, and not learned from (KTO's z_0, arXiv 2402.01306)."""
     aside = _tagged(table, tag)

@@ -19,7 +19,7 @@ def _column(table: RewardTable, of: str) -> int:
 
 
 @advantage
-def soft_shape(
+def tempsamp_shaping(
     table: RewardTable,
     *,
     of: str,
@@ -43,7 +43,7 @@ def soft_shape(
 
 
 @advantage
-def downscale(
+def tempsamp_downscale(
     table: RewardTable, *, of: str, factor: NonNegativeFloat = 0.8, max_reward: float = 1.0
 ) -> RewardTable:
     """Set one reward of off-policy rows to `factor` of the largest attainable (TempSamp-R1, arXiv 2509.18056,
@@ -55,7 +55,7 @@ def downscale(
 
 
 @advantage
-def anchor(
+def tempsamp_anchor(
     table: RewardTable, *, lambda_off: float = 1.2, by: tuple[str, ...] = ("group", "place")
 ) -> RewardTable:
     """Set the advantage of off-policy rows to `lambda_off` times the best sampled one (TempSamp-R1, arXiv
@@ -75,7 +75,7 @@ def anchor(
 
 
 @advantage
-def limit(table: RewardTable, *, max_advantage: NonNegativeFloat = 5.0) -> RewardTable:
+def clip_advantage(table: RewardTable, *, max_advantage: NonNegativeFloat = 5.0) -> RewardTable:
     """Clip advantages to [-max_advantage, max_advantage]."""
     return table.put(table.values.clamp(-max_advantage, max_advantage))
 
@@ -90,7 +90,7 @@ def scale_by(table: RewardTable, *, of: str) -> RewardTable:
 
 
 @advantage
-def rescale(table: RewardTable, *, factor: float = 0.2) -> RewardTable:
-    """Multiply advantages by a constant. AWM (arXiv 2509.25050) brings what `limit` left within 5 of 0 to
-    [-1, 1], which sets the size of its step."""
+def scale(table: RewardTable, *, factor: float = 0.2) -> RewardTable:
+    """Multiply advantages by a constant. AWM (arXiv 2509.25050) brings what `clip_advantage` left within 5 of
+    0 to [-1, 1], which sets the size of its step."""
     return table.put(table.values * factor)

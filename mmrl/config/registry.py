@@ -40,10 +40,10 @@ HOMES = {
     "objective": "objectives",
     "ratio": "objectives",
     "surrogate": "objectives",
-    "aggregate": "objectives",
-    "focus": "objectives",
+    "aggregation": "objectives",
+    "step_weight": "objectives",
     "penalty": "objectives",
-    "gain": "objectives",
+    "implicit_reward": "objectives",
     "compare": "objectives",
     "schedule": "schedules",
     "metric": "metrics",
@@ -52,7 +52,7 @@ HOMES = {
     "cache": "caches",
     "optimizer": "optimizers",
     "builder": "builders",
-    "exhibit": "visualizations",
+    "visualization": "visualizations",
     "likelihood": "likelihoods",
     "solver": "solvers",
     "family": "model_families",
@@ -179,14 +179,16 @@ policy, data, sampler, engine = (_decorator(kind) for kind in ("policy", "data",
 reward, group_filter, advantage, objective = (
     _decorator(kind) for kind in ("reward", "group_filter", "advantage", "objective")
 )
-ratio, surrogate, aggregate, focus = (
-    _decorator(kind) for kind in ("ratio", "surrogate", "aggregate", "focus")
+ratio, surrogate, aggregation, step_weight = (
+    _decorator(kind) for kind in ("ratio", "surrogate", "aggregation", "step_weight")
 )
-penalty, gain, compare, schedule = (_decorator(kind) for kind in ("penalty", "gain", "compare", "schedule"))
+penalty, implicit_reward, compare, schedule = (
+    _decorator(kind) for kind in ("penalty", "implicit_reward", "compare", "schedule")
+)
 metric, reference, transform, cache = (
     _decorator(kind) for kind in ("metric", "reference", "transform", "cache")
 )
-optimizer, builder, exhibit = (_decorator(kind) for kind in ("optimizer", "builder", "exhibit"))
+optimizer, builder, visualization = (_decorator(kind) for kind in ("optimizer", "builder", "visualization"))
 likelihood, solver, family = (_decorator(kind) for kind in ("likelihood", "solver", "family"))
 alarm, data_check = _decorator("alarm"), _decorator("data_check")
 checkup, estimate, meter, tracker = (_decorator(kind) for kind in ("checkup", "estimate", "meter", "tracker"))

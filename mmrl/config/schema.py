@@ -78,20 +78,22 @@ class Report:
 
     logging_steps: PositiveInt = 1
     log_completions: bool = True  # rows with their rewards and advantages, as parquet
-    pictured_steps: NonNegativeInt = 5  # collections with small images of the rows: first, last, some between
+    media_log_steps: NonNegativeInt = (
+        5  # collections with small images of the rows: first, last, some between
+    )
     trackers: tuple[Piece, ...] = (
         Piece("tensorboard", {"required": False}),
     )  # dashboards; one that is asked for by name must be installed
-    exhibits: tuple[Piece, ...] = ()  # pictures for the HTML report
-    alarms: tuple[Piece, ...] = (
-        Piece("ratio_is_not_one", {"tolerance": 0.05}),
+    visualizations: tuple[Piece, ...] = ()  # pictures for the HTML report
+    checks: tuple[Piece, ...] = (
+        Piece("logprob_mismatch", {"tolerance": 0.05}),
     )  # what to warn of, on the console and at the head of the HTML report
-    doctor: tuple[Piece, ...] = (
+    startup_checks: tuple[Piece, ...] = (
         Piece("rewards_apply"),
-        Piece("groups_vary"),
-        Piece("samples_as_asked"),
-        Piece("gradients_arrive"),
-        Piece("cheap_rollouts_weighed"),
+        Piece("zero_variance_groups"),
+        Piece("sampling_params"),
+        Piece("gradient_flow"),
+        Piece("importance_correction"),
     )  # what is looked at in the first step, at no cost; `mmrl doctor` looks at everything
 
 
@@ -136,8 +138,10 @@ class EvaluateConfig:
     policy: Piece
     evaluation: Evaluation
     settings: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # changes, by a name for each
-    costs: tuple[Piece, ...] = (Piece("operations"),)  # meters of what a setting spends, besides seconds
-    quality: str = ""  # the metric that is set against costs; empty: the first
+    cost_metrics: tuple[Piece, ...] = (
+        Piece("operations"),
+    )  # meters of what a setting spends, besides seconds
+    target_metric: str = ""  # the metric that is set against costs; empty: the first
     greater_is_better: bool = True  # that metric
     output_dir: str = "runs/evaluation"
     seed: int = 0

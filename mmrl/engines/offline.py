@@ -13,7 +13,7 @@ from mmrl.core.types import Prompt, Rollouts
 
 
 @engine
-class Stored:
+class Offline:
     """Read the answers of a prompt in order, beginning anew behind the last: demonstrations, or the rows of a
     pair.
 
@@ -33,7 +33,7 @@ class Stored:
         for prompt in prompts:
             if not prompt.answers:
                 raise ValueError(
-                    f"prompt '{prompt.uid}' has no recorded answers; the engine `stored` needs them"
+                    f"prompt '{prompt.uid}' has no recorded answers; the engine `offline` needs them"
                 )
             turn = asked.get(prompt.uid, 0)
             rows.append(self.policy.encode(prompt, prompt.answers[self._order(prompt)[turn]]))

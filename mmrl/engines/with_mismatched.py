@@ -12,7 +12,7 @@ from mmrl.core.types import Outcome, Prompt, Rollouts, Trajectory
 
 
 @engine
-class WithUnrelated:
+class WithMismatched:
     """Replace the last rollout of every prompt by the first answer to the next prompt, tagged `unrelated`
     (KTO's mismatched pairs, arXiv 2402.01306).
 

@@ -25,7 +25,7 @@ def find_visual(config: Any, ids: Tensor, mask: Tensor | None = None) -> tuple[T
     if not known:
         raise ValueError(
             f"a model of type '{config.model_type}' names no placeholder of pictures or clips, so nothing is "
-            "visual; `all_bits` and `importance_drop` serve models of text"
+            "visual; `kivi` and `vl_cache` serve models of text"
         )
     real = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask.bool()
     return torch.isin(ids, torch.tensor(known, device=ids.device)) & real, real

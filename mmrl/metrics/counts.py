@@ -39,7 +39,7 @@ def ratio_of_sums(
 
 
 @metric
-def confusion(
+def binary_classification(
     table: RewardTable,
     *,
     answer: str,
@@ -86,7 +86,7 @@ def confusion(
 
 
 @metric
-def combination(
+def weighted_sum(
     table: RewardTable,
     *,
     metric: tuple[Callable, ...],
@@ -98,7 +98,7 @@ def combination(
     found = {name: value for one in metric for name, value in one(table).items()}
     missing = sorted(set(weights) - set(found))
     if missing:
-        raise ValueError(f"`combination` weighs {missing}, but its metrics give {sorted(found)}")
+        raise ValueError(f"`weighted_sum` weighs {missing}, but its metrics give {sorted(found)}")
     return {**found, label: constant + sum(weight * found[name] for name, weight in weights.items())}
 
 

@@ -15,7 +15,7 @@ def mean(table: RewardTable, *, of: str = "", label: str = "") -> dict[str, floa
 
 
 @metric
-def share_above(table: RewardTable, *, of: str, at: tuple[float, ...], label: str = "") -> dict[str, float]:
+def recall_at(table: RewardTable, *, of: str, at: tuple[float, ...], label: str = "") -> dict[str, float]:
     """Tell which share of the answers reaches each bar: with `of: temporal_iou, label: R1` this is R1@m, bar
     included."""
     reward = table.at_end(of)

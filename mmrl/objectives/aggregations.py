@@ -12,7 +12,7 @@ from typing import Literal
 from torch import Tensor
 
 from mmrl.config.ranges import PositiveInt
-from mmrl.config.registry import aggregate
+from mmrl.config.registry import aggregation
 from mmrl.core.step_table import Batch
 from mmrl.core.types import Unit
 
@@ -24,31 +24,31 @@ def _rows(batch: Batch, count: Count) -> float:
     return (batch.totals.rows if count == "learned" else batch.totals.drawn) or 1.0
 
 
-@aggregate
+@aggregation
 def sequence_mean(batch: Batch, *, count: Count = "learned") -> Tensor:
     """Average over the steps of a row, then over rows (GRPO)."""
     return batch.mask / batch.mask.sum(-1, keepdim=True).clamp(min=1) / _rows(batch, count)
 
 
-@aggregate
+@aggregation
 def step_mean(batch: Batch) -> Tensor:
     """Average over all steps of the update, on all processes (DAPO, arXiv 2503.14476)."""
     return batch.mask / (batch.totals.steps or 1.0)
 
 
-@aggregate
+@aggregation
 def fixed_length(batch: Batch, *, max_completion_length: PositiveInt, count: Count = "learned") -> Tensor:
     """Divide by rows times a constant length (Dr. GRPO, arXiv 2503.20783)."""
     return batch.mask / (_rows(batch, count) * max_completion_length)
 
 
-@aggregate
+@aggregation
 def length_weighted(batch: Batch, *, count: Count = "learned") -> Tensor:
     """Add the steps of a row up, and average over rows (LUSPO, arXiv 2602.05261; seq-mean-token-sum)."""
     return batch.mask / _rows(batch, count)
 
 
-@aggregate(unit=Unit.GROUP)  # groups are counted, so none may be cut
+@aggregation(unit=Unit.GROUP)  # groups are counted, so none may be cut
 def group_mean(batch: Batch) -> Tensor:
     """Average over the steps of a row, add the rows of a group up, and average over groups."""
     return batch.mask / batch.mask.sum(-1, keepdim=True).clamp(min=1) / (batch.totals.groups or 1.0)

@@ -28,7 +28,7 @@ Level = Literal["row", "step"]
 
 @compare(unit=Unit.GROUP)
 def sigmoid(
-    gain: Tensor,
+    implicit_reward: Tensor,
     batch: Batch,
     *,
     beta: PositiveFloat = 0.1,
@@ -42,21 +42,23 @@ def sigmoid(
     what the worse one did. `label_smoothing` is the share of labels that are taken to be flipped, as in TRL's
     `sigmoid`. For gains that are matching errors, beta is half of the paper's (arXiv 2311.12908).
     """
-    margin, decided = margins(gain, batch, level)
+    margin, decided = margins(implicit_reward, batch, level)
     logit = beta * margin - gamma
     loss = (1 - label_smoothing) * softplus(-logit) + label_smoothing * softplus(logit)
     return mean_over_groups(loss, decided, batch)
 
 
 @compare(unit=Unit.GROUP)
-def sigmoid_each(gain: Tensor, batch: Batch, *, beta: PositiveFloat = 0.1, level: Level = "row") -> Tensor:
+def sigmoid_each(
+    implicit_reward: Tensor, batch: Batch, *, beta: PositiveFloat = 0.1, level: Level = "row"
+) -> Tensor:
     """Set the better rows of a group against each worse one in turn, and add the losses of `sigmoid` up.
 
     For a pair it is `sigmoid`. With the worse answer and the better one to a spoilt picture behind the better
     one, it is mDPO's preference between answers and between pictures (arXiv 2406.11839).
     """
     index = group_index([batch.group])
-    merit = batch.advantage * batch.mask * gain
+    merit = batch.advantage * batch.mask * implicit_reward
     better, worse = (torch.where(sign * batch.advantage > 0, merit, 0.0) for sign in (1, -1))
     other = batch.mask * (batch.advantage < 0)
     if level == "row":
@@ -64,12 +66,12 @@ def sigmoid_each(gain: Tensor, batch: Batch, *, beta: PositiveFloat = 0.1, level
         other = other.any(-1, keepdim=True)
     margin = group_sum(better, index)[index] + worse
     loss = group_sum(torch.where(other > 0, softplus(-beta * margin), 0.0), index)
-    return mean_over_groups(loss, margins(gain, batch, level)[1], batch)
+    return mean_over_groups(loss, margins(implicit_reward, batch, level)[1], batch)
 
 
 @compare(unit=Unit.GROUP)
 def robust(
-    gain: Tensor,
+    implicit_reward: Tensor,
     batch: Batch,
     *,
     beta: PositiveFloat = 0.1,
@@ -80,35 +82,37 @@ def robust(
     labels, of which the share `label_smoothing` is flipped, is the loss on clean ones."""
     if not 0 <= label_smoothing < 0.5:
         raise ValueError(f"`label_smoothing` must lie in [0, 0.5), not {label_smoothing}")
-    margin, decided = margins(gain, batch, level)
+    margin, decided = margins(implicit_reward, batch, level)
     loss = (1 - label_smoothing) * softplus(-beta * margin) - label_smoothing * softplus(beta * margin)
     return mean_over_groups(loss / (1 - 2 * label_smoothing), decided, batch)
 
 
 @compare(unit=Unit.GROUP)
-def ipo(gain: Tensor, batch: Batch, *, beta: PositiveFloat = 0.1, level: Level = "row") -> Tensor:
+def ipo(implicit_reward: Tensor, batch: Batch, *, beta: PositiveFloat = 0.1, level: Level = "row") -> Tensor:
     """Pull the margin to 1 / (2 beta) by squares (IPO, arXiv 2310.12036).
 
     Over rows, gains are averaged over the steps of each and not added up, as TRL has it.
     """
     length = batch.mask.sum(-1, keepdim=True).clamp(min=1) if level == "row" else 1.0
-    margin, decided = margins(gain / length, batch, level)
+    margin, decided = margins(implicit_reward / length, batch, level)
     return mean_over_groups((margin - 1 / (2 * beta)).square(), decided, batch)
 
 
 @compare(unit=Unit.GROUP)
-def hinge(gain: Tensor, batch: Batch, *, beta: PositiveFloat = 0.1, level: Level = "row") -> Tensor:
+def hinge(
+    implicit_reward: Tensor, batch: Batch, *, beta: PositiveFloat = 0.1, level: Level = "row"
+) -> Tensor:
     """Ask for a margin of 1 / beta and no more (SLiC, arXiv 2305.10425)."""
-    margin, decided = margins(gain, batch, level)
+    margin, decided = margins(implicit_reward, batch, level)
     return mean_over_groups((1 - beta * margin).clamp(min=0), decided, batch)
 
 
-def margins(gain: Tensor, batch: Batch, level: Level) -> tuple[Tensor, Tensor]:
+def margins(implicit_reward: Tensor, batch: Batch, level: Level) -> tuple[Tensor, Tensor]:
     """Add advantage times gain up over each group: margins (V, C), and which of them have two sides. C is 1,
     or the steps."""
     advantage = batch.advantage * batch.mask
     index, rows = group_index([batch.group]), level == "row"
-    margin = group_sum(advantage * gain, index)
+    margin = group_sum(advantage * implicit_reward, index)
     better, worse = (group_sum((sign * advantage > 0).to(margin.dtype), index) for sign in (1, -1))
     if rows:
         margin, better, worse = (part.sum(-1, keepdim=True) for part in (margin, better, worse))
@@ -127,7 +131,7 @@ def mean_over_groups(loss: Tensor, decided: Tensor, batch: Batch) -> Tensor:
 
 @compare(unit=Unit.GROUP)
 def plackett_luce(
-    gain: Tensor,
+    implicit_reward: Tensor,
     batch: Batch,
     *,
     beta: PositiveFloat = 12.0,
@@ -144,7 +148,7 @@ def plackett_luce(
     """
     index, losses, decided = group_index([batch.group]), [], []
     for group in index.unique():
-        columns = _columns(beta * gain, batch, index == group, level)
+        columns = _columns(beta * implicit_reward, batch, index == group, level)
         loss, varied = _ranking(*columns, tau, top1)
         losses.append(loss)
         decided.append(varied)

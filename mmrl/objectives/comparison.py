@@ -23,33 +23,33 @@ from mmrl.objectives.policy_gradient import listed
 class Comparison:
     """Minimise comparisons of the rows of every group, and penalties over all steps.
 
-    A row's evidence is the sum of its gains. A pair is a group with the advantages 1 and -1; `aggregate` is
+    A row's evidence is the sum of its gains. A pair is a group with the advantages 1 and -1; `aggregation` is
     of the penalties alone. Each comparison may carry a `weight`. The metrics have TRL's names: a reward is
     the beta of the first comparison times the gain.
     """
 
-    gain: Callable
+    implicit_reward: Callable
     compare: tuple[Callable, ...]
     penalty: tuple[Callable, ...] = ()
-    aggregate: Callable = Piece("sequence_mean")
+    aggregation: Callable = Piece("sequence_mean")
 
     @property
     def needs(self) -> Needs:
         """Join what the pieces read."""
-        parts = (self.gain, *listed(self.compare), *listed(self.penalty), self.aggregate)
+        parts = (self.implicit_reward, *listed(self.compare), *listed(self.penalty), self.aggregation)
         return reduce(Needs.__or__, (part.needs for part in parts), Needs())
 
     def weigh(self, batch: Batch) -> Tensor:
         """Say how much every step counts in the penalties: (N, T), dividing included."""
-        return self.aggregate(batch)
+        return self.aggregation(batch)
 
     def __call__(self, new: StepOutput, batch: Batch) -> tuple[Tensor, Mapping[str, Tensor]]:
         """Give the loss of a micro-batch of whole groups and its metrics, both shares of the whole part."""
-        gain = self.gain(new, batch) * batch.mask
-        loss = sum(compare.weight * compare(gain, batch) for compare in listed(self.compare))
+        implicit_reward = self.implicit_reward(new, batch) * batch.mask
+        loss = sum(compare.weight * compare(implicit_reward, batch) for compare in listed(self.compare))
         for penalty in listed(self.penalty):
             loss = loss + (penalty(new, batch) * batch.weight).sum()
-        return loss, diagnose_groups(beta_of(listed(self.compare)[0]) * gain, batch)
+        return loss, diagnose_groups(beta_of(listed(self.compare)[0]) * implicit_reward, batch)
 
 
 def beta_of(compare: Bound) -> float:

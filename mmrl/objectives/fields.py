@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from mmrl.config.ranges import NonNegativeFloat, PositiveFloat
-from mmrl.config.registry import focus, penalty, ratio, surrogate
+from mmrl.config.registry import penalty, ratio, step_weight, surrogate
 from mmrl.core.step_table import Batch, StepOutput
 from mmrl.core.tensor import masked_mean
 
@@ -57,7 +57,7 @@ def gaussian_kl(
 
 
 @penalty(extra={"velocity", "time"}, of_others={"velocity"})
-def velocity_gap(
+def velocity_mse(
     new: StepOutput,
     batch: Batch,
     *,
@@ -110,7 +110,7 @@ ADV_MODES: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 @surrogate(extra={"velocity", "target", "time"}, of_others={"velocity"})
-def negative_aware(
+def diffusion_nft(
     log_ratio: Tensor,
     new: StepOutput,
     batch: Batch,
@@ -151,7 +151,7 @@ def negative_aware(
 
 
 @ratio(extra={"mean", "std"}, of_others={"mean"})
-def guarded_ratio(new: StepOutput, batch: Batch, *, against: str = "old") -> Tensor:
+def grpo_guard_ratio(new: StepOutput, batch: Batch, *, against: str = "old") -> Tensor:
     """Take the log-ratio of Gaussian steps without its drift and in one scale for all steps (GRPO-Guard,
     arXiv 2510.22319).
 
@@ -164,7 +164,7 @@ def guarded_ratio(new: StepOutput, batch: Batch, *, against: str = "old") -> Ten
     return ((new.logp - old.logp) * std + drift).to(new.logp.dtype) * batch.mask
 
 
-@focus(others={"old"}, of_others={"dt"})
+@step_weight(others={"old"}, of_others={"dt"})
 def by_step_size(batch: Batch) -> Tensor:
     """Divide by the squared mean of sqrt(-dt) over the steps of a row: the second published form of
     GRPO-Guard (arXiv 2510.22319)."""

@@ -18,7 +18,7 @@ from mmrl.objectives.compare import Level, margins, mean_over_groups
 
 @compare(unit=Unit.GROUP)
 def kto(
-    gain: Tensor,
+    implicit_reward: Tensor,
     batch: Batch,
     *,
     beta: PositiveFloat = 0.1,
@@ -32,16 +32,21 @@ def kto(
     A row of positive advantage costs 1 - sigmoid(beta gain - delta), one of negative advantage 1 -
     sigmoid(delta - beta gain), each times its weight; a group costs the mean of its labelled rows. `delta` is
     beta times the paper's z_0, the mean gain of unrelated answers, and 0 where it would be negative. Our
-    reading: it is that of the step before, `{name: reported, metrics: [rewards/unrelated]}`.
+    reading: it is that of the step before, `{name: last_metric, metrics: [rewards/unrelated]}`.
     """
-    reward, label = _labelled(beta * gain, batch, level)
+    reward, label = _labelled(beta * implicit_reward, batch, level)
     weight = desirable_weight * label.clamp(min=0) - undesirable_weight * label.clamp(max=0)
     return _mean_over_labelled(weight * torch.sigmoid(-label * (reward - max(delta, 0.0))), label, batch)
 
 
 @compare(unit=Unit.GROUP)
 def bco_pair(
-    gain: Tensor, batch: Batch, *, beta: PositiveFloat = 0.1, delta: float = 0.0, level: Level = "row"
+    implicit_reward: Tensor,
+    batch: Batch,
+    *,
+    beta: PositiveFloat = 0.1,
+    delta: float = 0.0,
+    level: Level = "row",
 ) -> Tensor:
     """Tell better rows from worse ones by the sign of beta gain - delta, each alone (BCO, arXiv 2404.04656;
     MPO's quality loss, arXiv 2411.10442).
@@ -49,17 +54,22 @@ def bco_pair(
     The costs -log sigmoid(+-(beta gain - delta)) of a group add up. `delta` is the mean reward so far,
     `{name: running_mean}`; TRL has left it out since 1.0. Our reading: it is that of the step before.
     """
-    reward, label = _labelled(beta * gain, batch, level)
+    reward, label = _labelled(beta * implicit_reward, batch, level)
     return _sum_over_labelled(softplus(-label * (reward - delta)) * label.abs(), label, batch)
 
 
 @compare(unit=Unit.GROUP)
 def anchor_chosen(
-    gain: Tensor, batch: Batch, *, beta: PositiveFloat = 0.1, delta: float = 0.0, level: Level = "row"
+    implicit_reward: Tensor,
+    batch: Batch,
+    *,
+    beta: PositiveFloat = 0.1,
+    delta: float = 0.0,
+    level: Level = "row",
 ) -> Tensor:
     """Keep the better rows of every group above `delta`: -log sigmoid(beta gain - delta) (mDPO's anchor,
     arXiv 2406.11839)."""
-    reward, label = _labelled(beta * gain, batch, level)
+    reward, label = _labelled(beta * implicit_reward, batch, level)
     return _sum_over_labelled(softplus(delta - reward) * (label > 0), label, batch)
 
 
@@ -67,44 +77,52 @@ def anchor_chosen(
 
 
 @compare(unit=Unit.GROUP)
-def nca_pair(gain: Tensor, batch: Batch, *, beta: PositiveFloat = 0.1, level: Level = "row") -> Tensor:
+def nca_pair(
+    implicit_reward: Tensor, batch: Batch, *, beta: PositiveFloat = 0.1, level: Level = "row"
+) -> Tensor:
     """Raise the better row above 0 and hold both back: -log sigmoid(r_w) - 1/2 log sigmoid(-r_w) - 1/2 log
     sigmoid(-r_l), r the beta times the gain (NCA, arXiv 2402.05369)."""
-    reward, label = _labelled(beta * gain, batch, level)
+    reward, label = _labelled(beta * implicit_reward, batch, level)
     loss = softplus(-reward) * (label > 0) + 0.5 * softplus(reward) * label.abs()
     return _sum_over_labelled(loss, label, batch)
 
 
 @compare(unit=Unit.GROUP)
-def apo_zero(gain: Tensor, batch: Batch, *, beta: PositiveFloat = 0.1, level: Level = "row") -> Tensor:
+def apo_zero(
+    implicit_reward: Tensor, batch: Batch, *, beta: PositiveFloat = 0.1, level: Level = "row"
+) -> Tensor:
     """Make the better row likelier and the worse one less likely: for data that is better than the model
     (APO-zero, arXiv 2408.06266)."""
-    reward, label = _labelled(beta * gain, batch, level)
+    reward, label = _labelled(beta * implicit_reward, batch, level)
     return _sum_over_labelled(torch.sigmoid(-label * reward) * label.abs(), label, batch)
 
 
 @compare(unit=Unit.GROUP)
-def apo_down(gain: Tensor, batch: Batch, *, beta: PositiveFloat = 0.1, level: Level = "row") -> Tensor:
+def apo_down(
+    implicit_reward: Tensor, batch: Batch, *, beta: PositiveFloat = 0.1, level: Level = "row"
+) -> Tensor:
     """Make both rows less likely, the worse one more so: for data that is worse than the model (APO-down,
     arXiv 2408.06266)."""
-    reward, label = _labelled(beta * gain, batch, level)
+    reward, label = _labelled(beta * implicit_reward, batch, level)
     better = _sum_over_labelled(torch.sigmoid(reward) * (label > 0), label, batch)
-    margin, decided = margins(beta * gain, batch, level)
+    margin, decided = margins(beta * implicit_reward, batch, level)
     return better + mean_over_groups(torch.sigmoid(-margin), decided, batch)
 
 
 @compare(unit=Unit.GROUP)
-def sppo_hard(gain: Tensor, batch: Batch, *, beta: PositiveFloat = 0.1, level: Level = "row") -> Tensor:
+def sppo_hard(
+    implicit_reward: Tensor, batch: Batch, *, beta: PositiveFloat = 0.1, level: Level = "row"
+) -> Tensor:
     """Pull the gain of the better row to 1 / (2 beta) and of the worse one to the opposite (SPPO with hard
     labels, arXiv 2405.00675)."""
-    reward, label = _labelled(gain, batch, level)
+    reward, label = _labelled(implicit_reward, batch, level)
     loss = (reward - label / (2 * beta)).square() * label.abs()
     return _sum_over_labelled(loss, label, batch)
 
 
 @compare(unit=Unit.GROUP)
 def exo_pair(
-    gain: Tensor,
+    implicit_reward: Tensor,
     batch: Batch,
     *,
     beta: PositiveFloat = 0.1,
@@ -115,7 +133,7 @@ def exo_pair(
     `label_smoothing` (EXO, arXiv 2402.00856)."""
     if not 0 < label_smoothing < 1:
         raise ValueError(f"`label_smoothing` must lie in (0, 1), not {label_smoothing}")
-    margin, decided = margins(beta * gain, batch, level)
+    margin, decided = margins(beta * implicit_reward, batch, level)
     wrong = margin.new_tensor(label_smoothing)
     loss = torch.sigmoid(margin) * (logsigmoid(margin) - torch.log1p(-wrong))
     loss = loss + torch.sigmoid(-margin) * (logsigmoid(-margin) - wrong.log())

@@ -58,13 +58,13 @@ def k3(
 
 
 @penalty(extra={"entropy"})
-def negative_entropy(new: StepOutput, batch: Batch, *, coef: NonNegativeFloat = 0.001) -> Tensor:
+def entropy_bonus(new: StepOutput, batch: Batch, *, coef: NonNegativeFloat = 0.001) -> Tensor:
     """Reward uncertainty: minus the entropy of every step's distribution."""
     return -coef * new.extra["entropy"]
 
 
 @penalty(unit=Unit.GROUP)
-def imitation(new: StepOutput, batch: Batch, *, coef: NonNegativeFloat = 0.5) -> Tensor:
+def sft(new: StepOutput, batch: Batch, *, coef: NonNegativeFloat = 0.5) -> Tensor:
     """Raise the log-probability of the best row of every group (GDRO, arXiv 2601.02036, where `coef` is
     gamma).
 

@@ -21,22 +21,28 @@ class PolicyGradient:
     """Minimise the weighted sum of a surrogate and penalties over all steps."""
 
     surrogate: Callable
-    aggregate: Callable
+    aggregation: Callable
     ratio: Callable = Piece("step_ratio")
-    focus: tuple[Callable, ...] = ()
+    step_weight: tuple[Callable, ...] = ()
     penalty: tuple[Callable, ...] = ()
 
     @property
     def needs(self) -> Needs:
         """Join what the pieces read."""
-        parts = (self.ratio, self.surrogate, self.aggregate, *listed(self.focus), *listed(self.penalty))
+        parts = (
+            self.ratio,
+            self.surrogate,
+            self.aggregation,
+            *listed(self.step_weight),
+            *listed(self.penalty),
+        )
         return reduce(Needs.__or__, (part.needs for part in parts), Needs())
 
     def weigh(self, batch: Batch) -> Tensor:
         """Say how much every step counts: (N, T), dividing included."""
-        weight = self.aggregate(batch)
-        for focus in listed(self.focus):  # after the division: a weight of 2 must count twice
-            weight = weight * focus(batch)
+        weight = self.aggregation(batch)
+        for step_weight in listed(self.step_weight):  # after the division: a weight of 2 must count twice
+            weight = weight * step_weight(batch)
         return weight
 
     def __call__(self, new: StepOutput, batch: Batch) -> tuple[Tensor, Mapping[str, Tensor]]:

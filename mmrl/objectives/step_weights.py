@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from mmrl.config.ranges import AtMost, NonNegativeFloat, PositiveFloat
-from mmrl.config.registry import focus
+from mmrl.config.registry import step_weight
 from mmrl.core.step_table import Batch
 from mmrl.core.types import Unit
 
 
-@focus(unit=Unit.ROW, others={"old", "engine"})
+@step_weight(unit=Unit.ROW, others={"old", "engine"})
 def truncated_importance(
     batch: Batch,
     *,

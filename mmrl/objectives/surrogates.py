@@ -46,7 +46,7 @@ def clip(
 
 
 @surrogate
-def plain(log_ratio: Tensor, new: StepOutput, batch: Batch) -> Tensor:
+def unclipped(log_ratio: Tensor, new: StepOutput, batch: Batch) -> Tensor:
     """Multiply ratio and advantage, unclipped."""
     return -_ratio(log_ratio) * batch.advantage
 
@@ -59,7 +59,7 @@ def log_likelihood(log_ratio: Tensor, new: StepOutput, batch: Batch) -> Tensor:
 
 
 @surrogate
-def detached_clip(
+def cispo(
     log_ratio: Tensor,
     new: StepOutput,
     batch: Batch,
@@ -73,7 +73,7 @@ def detached_clip(
 
 
 @surrogate
-def soft_gate(
+def sapo(
     log_ratio: Tensor,
     new: StepOutput,
     batch: Batch,

@@ -10,12 +10,12 @@ from typing import Any
 ROWS = (
     ("sampling/kl", "KL of engine to policy, nats a step", "{:.4f}"),
     ("sampling/sampling_logp_difference/mean", "difference of log-probabilities", "{:.4f}"),
-    ("sampling/effective_share/steps", "effective share of steps", "{:.1%}"),
-    ("sampling/effective_share/rows", "effective share of answers", "{:.1%}"),
-    ("rollout/same_answers", "answers the exact engine gives as well", "{:.1%}"),
+    ("sampling/ess/steps", "effective share of steps", "{:.1%}"),
+    ("sampling/ess/rows", "effective share of answers", "{:.1%}"),
+    ("rollout/agreement", "answers the exact engine gives as well", "{:.1%}"),
     ("rollout/seconds", "seconds of a collection", "{:.3f}"),
     ("rollout/exact_seconds", "seconds on the exact engine", "{:.3f}"),
-    ("rollout/times_faster", "times faster", "{:.2f}"),
+    ("rollout/speedup", "times faster", "{:.2f}"),
 )
 
 
@@ -28,7 +28,7 @@ def conclude(means: Mapping[str, float]) -> dict[str, float]:
     for unit in ("steps", "rows"):
         count, first, second = (means.get(f"moments/{unit}/{power}", 0.0) for power in (0, 1, 2))
         if second > 0:
-            found[f"sampling/effective_share/{unit}"] = first**2 / (count * second)
+            found[f"sampling/ess/{unit}"] = first**2 / (count * second)
             if unit == "steps":
                 found["sampling/importance_sampling_ratio/mean"] = first / count
     return found
@@ -38,7 +38,7 @@ def spell_gap(record: Mapping[str, Any], cheap: str) -> str:
     """Say in a line what a cheaper engine costs, where the step reports it."""
     if not cheap or "sampling/kl" not in record:
         return ""
-    share = record.get("sampling/effective_share/rows", math.nan)
+    share = record.get("sampling/ess/rows", math.nan)
     return (
         f"rollouts on {cheap}: log-probabilities differ by "
         f"{record['sampling/sampling_logp_difference/mean']:.3g} on average, KL {record['sampling/kl']:.3g} "

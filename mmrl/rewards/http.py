@@ -28,7 +28,7 @@ PASSING = {408, 425, 429, 500, 502, 503, 504}  # states of a server that may be 
 
 
 @reward
-class Remote:
+class Http:
     """Ask a server: `batch` outcomes in a POST of JSON to `url`, `parallel` requests at once.
 
     Sent is `{"outcomes": [...]}`. An outcome has "uid", "prompt", "target" and "columns" of its prompt, and

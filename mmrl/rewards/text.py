@@ -74,6 +74,6 @@ def overlong(
 
 @reward
 @per_outcome
-def recorded(prompt: Prompt, outcome: Outcome, *, key: str) -> float | None:
+def precomputed(prompt: Prompt, outcome: Outcome, *, key: str) -> float | None:
     """Read a reward that was measured earlier, or by the engine; None where there is none."""
     return outcome.recorded.get(key)

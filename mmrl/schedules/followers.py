@@ -13,7 +13,7 @@ REWARDS = ("rewards/chosen", "rewards/rejected")
 
 
 @schedule
-def reported(clock: Clock, *, metrics: tuple[str, ...] = REWARDS, start: TakenFloat = 0.0) -> float:
+def last_metric(clock: Clock, *, metrics: tuple[str, ...] = REWARDS, start: TakenFloat = 0.0) -> float:
     """Take the mean of the `metrics` of the step before, and `start` before there are any."""
     return _mean(clock, metrics, start)
 

@@ -48,14 +48,14 @@ def ramp(clock: Clock, *, slope: NonNegativeFloat, limit: TakenFloat, delay: Non
 
 
 @schedule
-def settling(clock: Clock, *, limit: TakenFloat = 0.9, offset: PositiveInt = 10) -> float:
+def ema_warmup(clock: Clock, *, limit: TakenFloat = 0.9, offset: PositiveInt = 10) -> float:
     """Rise as (1 + n) / (offset + n), n the step, up to `limit`: the decay of Flow-GRPO's moving average
     (arXiv 2505.05470). Our reading: n counts collections, in the code it counts optimizer steps."""
     return min(limit, (1 + clock.step) / (offset + clock.step))
 
 
 @schedule
-def staircase(
+def sliding_window(
     clock: Clock,
     *,
     start: Annotated[TakenInt, AtMost("stop")] = 0,
@@ -77,7 +77,7 @@ def staircase(
     """
     if stop < start or min(step, every, least) < 1:
         raise ValueError(
-            f"`staircase` climbs: `stop` {stop} must not be below `start` {start}, and `step` {step}, "
+            f"`sliding_window` climbs: `stop` {stop} must not be below `start` {start}, and `step` {step}, "
             f"`every` {every} and `least` {least} must be at least 1"
         )
 

@@ -68,7 +68,7 @@ class Run:
     objective: Any
     metrics: Sequence[Bound]
     learning_rate: Bound | float
-    exhibits: Sequence[Bound]
+    visualizations: Sequence[Bound]
     alarms: Sequence[Bound]
     checkups: Sequence[Bound]
     evaluator: Evaluator | None
@@ -274,7 +274,7 @@ class Run:
             advantage = mine.values[:, 0].gather(1, mine.last.clamp(min=0)[:, None])[:, 0].tolist()
             part = f"-{self.processes.rank}" if self.processes.world > 1 else ""
             path = self.folder / "completions" / f"completions_{step:06d}{part}.parquet"
-            pictures = pictured(step, self.max_steps, self.config.report.pictured_steps)
+            pictures = pictured(step, self.max_steps, self.config.report.media_log_steps)
             table = collection.table.select(collection.table.mine)
             write_completions(path, rows, table, advantage, pictures=pictures)
 
@@ -307,7 +307,7 @@ class Run:
             self._listen(last)
             if last:
                 write_measured(self.folder, last)
-                if fragments := "".join(piece({"answer": last}) for piece in self.exhibits):
+                if fragments := "".join(piece({"answer": last}) for piece in self.visualizations):
                     (self.folder / EXHIBITS).write_text(fragments)
             self.console.say(f"report: {write_page(self.folder)}")
             self.trackers.close()

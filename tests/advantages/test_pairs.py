@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mmrl.advantages.pairs import beside, best_vs_worst, twin_as_worse
+from mmrl.advantages.pairs import best_vs_worst, corrupted_as_rejected, kto_kl_rows
 from tests.support.tables import assert_rows, reward_table
 
 
@@ -91,27 +91,27 @@ BY = ("group", "place", "twin")
 def test_the_twin_of_the_best_row_is_one_more_worse_row():
     # two answers and their twins behind a spoilt picture, which have the same rewards
     table = reward_table([0.2, 0.9, 0.2, 0.9], tags={"twin": ["", "", "crop", "crop"]})
-    table = twin_as_worse(best_vs_worst(table, by=BY))
+    table = corrupted_as_rejected(best_vs_worst(table, by=BY))
     assert table.values[:, 0, 0].tolist() == [-1, 1, 0, -1]
     assert table.learn[:, 0].tolist() == [True, True, False, True]
 
 
 def test_twins_of_a_tie_are_not_learned_from_either():
     table = reward_table([0.5, 0.5, 0.5, 0.5], tags={"twin": ["", "", "crop", "crop"]})
-    assert not twin_as_worse(best_vs_worst(table, by=BY)).learn.any()
+    assert not corrupted_as_rejected(best_vs_worst(table, by=BY)).learn.any()
 
 
 def test_without_twins_nothing_changes():
     table = best_vs_worst(reward_table([0.2, 0.9]))
-    assert torch.equal(twin_as_worse(table).values, table.values)
-    assert torch.equal(twin_as_worse(table).learn, table.learn)
+    assert torch.equal(corrupted_as_rejected(table).values, table.values)
+    assert torch.equal(corrupted_as_rejected(table).learn, table.learn)
 
 
 def test_unrelated_rows_stay_beside_the_pair_and_are_noted():
     table = reward_table([0.2, 0.9, None], tags={"unrelated": ["", "", "yes"]}, length=[2, 3, 1])
-    table = beside(best_vs_worst(table, by=("group", "place", "unrelated")))
+    table = kto_kl_rows(best_vs_worst(table, by=("group", "place", "unrelated")))
     assert table.values[:, 0, 0].tolist() == [-1, 1, 0]
     assert table.learn.all() and table.valid.all()
     assert table.notes["unrelated"].tolist() == [[0] * 3, [0] * 3, [1] * 3]
-    plain = beside(best_vs_worst(reward_table([0.2, 0.9])))
+    plain = kto_kl_rows(best_vs_worst(reward_table([0.2, 0.9])))
     assert not plain.notes["unrelated"].any() and plain.values[:, 0, 0].tolist() == [-1, 1]

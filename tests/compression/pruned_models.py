@@ -96,7 +96,7 @@ def llava(**changes):
 
 
 def simulate(
-    model, inputs, *, radius=None, causal=True, heads=None, neurons=None, after=None, frozen=(), side=2
+    model, inputs, *, radius=None, causal=True, heads=None, ffn_units=None, after=None, frozen=(), side=2
 ):
     """Compute the logits of a LLaVA with everything in full and masks over it: no row ever leaves.
 
@@ -139,9 +139,9 @@ def simulate(
         x = torch.where(still, x, x + looked)
         y = block.post_attention_layernorm(x)
         inner = block.mlp.act_fn(block.mlp.gate_proj(y)) * block.mlp.up_proj(y)
-        if neurons is not None:
+        if ffn_units is not None:
             keep = torch.zeros(inner.shape[-1])
-            keep[list(neurons[i])] = 1
+            keep[list(ffn_units[i])] = 1
             inner = torch.where(visual[..., None], inner * keep, inner)
         x = torch.where(still, x, x + block.mlp.down_proj(inner))
     return model.lm_head(core.language_model.norm(x))

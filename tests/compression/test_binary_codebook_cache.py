@@ -1,4 +1,4 @@
-"""`sign_bits`: prompts, or their visual tokens, as sums of vectors."""
+"""`binary_codebook`: prompts, or their visual tokens, as sums of vectors."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch.testing import assert_close
 from transformers import DynamicCache
 
-from mmrl.compression.caches.binary_codebook import sign_bits
+from mmrl.compression.caches.binary_codebook import binary_codebook
 from mmrl.compression.contrib.codebook_calibration import make_books, read_books, write_books
 from mmrl.config.registry import find
 from tests.compression import caching
@@ -56,7 +56,7 @@ OPTIONS = [
 @pytest.mark.parametrize("of", ["prompt", "visual"])
 def test_at_full_precision_no_logit_changes(model, fused, of):
     inputs, answer = batch(prompts()), answers(8)
-    cache = sign_bits(*masks(model, inputs), nbits=16, of=of, fused=fused)
+    cache = binary_codebook(*masks(model, inputs), nbits=16, of=of, fused=fused)
     expected = read(model, inputs, DynamicCache(config=model.config), answer)
     assert_close(read(model, inputs, cache, answer), expected, rtol=0, atol=1e-10)
 
@@ -65,7 +65,9 @@ def test_at_full_precision_no_logit_changes(model, fused, of):
 def test_both_paths_say_the_same(model, book, options):
     inputs, answer = batch(prompts()), answers(8)
     said = [
-        read(model, inputs, sign_bits(*masks(model, inputs), fused=fused, **lend(options, book)), answer)
+        read(
+            model, inputs, binary_codebook(*masks(model, inputs), fused=fused, **lend(options, book)), answer
+        )
         for fused in (True, False)
     ]
     assert_close(*said, rtol=0, atol=1e-10)
@@ -77,10 +79,12 @@ def test_both_paths_say_the_same(model, book, options):
 def test_eight_ragged_rows_together_are_eight_rows_alone(model, book, options):
     listed, answer = prompts(), answers(8)
     inputs = batch(listed)
-    together = read(model, inputs, sign_bits(*masks(model, inputs), **lend(options, book)), answer)
+    together = read(model, inputs, binary_codebook(*masks(model, inputs), **lend(options, book)), answer)
     for i, one in enumerate(listed):
         alone = batch([one])
-        said = read(model, alone, sign_bits(*masks(model, alone), **lend(options, book)), answer[i : i + 1])
+        said = read(
+            model, alone, binary_codebook(*masks(model, alone), **lend(options, book)), answer[i : i + 1]
+        )
         assert_close(together[i : i + 1], said, rtol=0, atol=1e-9)
 
 
@@ -88,7 +92,7 @@ def test_more_bits_are_nearer_to_the_full_cache(model):
     inputs, answer = batch(prompts()), answers(8)
     expected = read(model, inputs, DynamicCache(config=model.config), answer)
     gaps = [
-        (read(model, inputs, sign_bits(*masks(model, inputs), nbits=nbits), answer) - expected)
+        (read(model, inputs, binary_codebook(*masks(model, inputs), nbits=nbits), answer) - expected)
         .square()
         .mean()
         .item()
@@ -102,7 +106,7 @@ def test_what_stays_is_exact_and_short_rows_stay_whole():
     keys = torch.randn(2, 2, 40, 16, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     real = torch.ones(2, 40, dtype=torch.bool)
     real[1, :21] = False
-    cache = sign_bits(config, None, real, nbits=1, first=2, newest=3, fused=False)
+    cache = binary_codebook(config, None, real, nbits=1, first=2, newest=3, fused=False)
     for layer in range(2):
         cache.update(keys, keys, layer)
     new = torch.zeros(2, 2, 1, 16, dtype=torch.float64)
@@ -116,7 +120,7 @@ def test_what_stays_is_exact_and_short_rows_stay_whole():
 def test_bytes_shrink_as_the_formula_says():
     config = llava().config
     real = torch.ones(1, 1028, dtype=torch.bool)
-    cache = sign_bits(config, None, real, nbits=1.5, value_nbits=0.5, first=4)
+    cache = binary_codebook(config, None, real, nbits=1.5, value_nbits=0.5, first=4)
     x = torch.randn(1, 2, 1028, 16, dtype=torch.float64)
     for layer in range(2):
         cache.update(x, x, layer)
@@ -132,7 +136,7 @@ def test_rows_are_chosen_repeated_and_cropped(model, book, fused):
     answer, more = answers(4, 3), answers(4, 3, seed=5)
     mask = torch.cat([inputs["attention_mask"], torch.ones_like(answer)], 1)
     for options in ({"nbits": 1}, {"of": "visual", "book": book}):
-        make = partial(sign_bits, *masks(model, inputs), fused=fused, **options)
+        make = partial(binary_codebook, *masks(model, inputs), fused=fused, **options)
         once = make()
         read(model, inputs, once, answer)
         behind = caching.follow(model, mask, once, more)
@@ -157,8 +161,8 @@ def test_cropping_into_the_prompt(model, nbits):
     length = one["input_ids"].shape[1] - 10
     mask, said = one["attention_mask"][:, :length], []
     for cache in (
-        sign_bits(*masks(model, one), nbits=nbits),
-        sign_bits(*masks(model, one), nbits=nbits, fused=False),
+        binary_codebook(*masks(model, one), nbits=nbits),
+        binary_codebook(*masks(model, one), nbits=nbits, fused=False),
         DynamicCache(config=model.config),
     ):
         read(model, one, cache, answers(1, 2))
@@ -181,7 +185,7 @@ def test_generate_takes_it(model, options):
         with torch.no_grad():
             return model.generate(**inputs, past_key_values=cache, **call)
 
-    make = partial(sign_bits, *masks(model, inputs))
+    make = partial(binary_codebook, *masks(model, inputs))
     assert torch.equal(generated(make(nbits=16)), generated(DynamicCache(config=model.config)))
     assert torch.equal(generated(make(nbits=1)), generated(make(nbits=1, fused=False)))
 
@@ -190,8 +194,8 @@ def test_the_engine_rolls_out_with_it(exact):
     policy = exact("qwen2_5_vl")
     asked = mixed.prompts("qwen2_5_vl")
     options = {"nbits": 1, "of": "visual"}
-    together = mixed.generate(policy, asked, cache=partial(sign_bits, **options))
-    alone = mixed.generate(policy, asked, cache=partial(sign_bits, **options), batch_size=1)
+    together = mixed.generate(policy, asked, cache=partial(binary_codebook, **options))
+    alone = mixed.generate(policy, asked, cache=partial(binary_codebook, **options), batch_size=1)
     assert [row.steps.ids.tolist() for row in together] == [row.steps.ids.tolist() for row in alone]
 
 
@@ -209,7 +213,7 @@ def test_the_engine_rolls_out_with_it(exact):
 )
 def test_options_that_do_not_fit_are_refused(model, options, message):
     with pytest.raises(ValueError, match=message):
-        sign_bits(model.config, None, None, **options)
+        binary_codebook(model.config, None, None, **options)
 
 
 # ---- books that are fitted once
@@ -218,10 +222,10 @@ def test_options_that_do_not_fit_are_refused(model, options, message):
 def test_a_book_is_of_the_model_that_it_was_fitted_for(model, book):
     assert len(read_books(book, 2)) == 2
     with pytest.raises(ValueError, match="is for 2 layers, but the model has 1"):
-        sign_bits(*masks(llava(layers=1), batch(prompts(2))), of="visual", book=book)
+        binary_codebook(*masks(llava(layers=1), batch(prompts(2))), of="visual", book=book)
     other, inputs = llava(size=8), batch(prompts(2))
     with pytest.raises(ValueError, match="fitted for 2 heads of 16 channels, but the model has 2 of 8"):
-        read(other, inputs, sign_bits(*masks(other, inputs), of="visual", book=book), answers(2))
+        read(other, inputs, binary_codebook(*masks(other, inputs), of="visual", book=book), answers(2))
 
 
 def test_a_metric_is_the_second_moment_of_the_gradient_of_the_lead(model):
@@ -288,5 +292,5 @@ def test_a_book_of_text_serves_a_model_of_text():
 
 
 def test_the_registry_knows_it():
-    assert find("cache", "compression.sign_bits").target is sign_bits
-    assert {"nbits", "of", "book"} <= set(find("cache", "compression.sign_bits").options)
+    assert find("cache", "compression.binary_codebook").target is binary_codebook
+    assert {"nbits", "of", "book"} <= set(find("cache", "compression.binary_codebook").options)

@@ -1,4 +1,4 @@
-"""The builder of books for `sign_bits`."""
+"""The builder of books for `binary_codebook`."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig
 
-from mmrl.compression.builders.codebook import SignBooks
-from mmrl.compression.caches.binary_codebook import sign_bits
+from mmrl.compression.builders.codebook import CalibrateCodebook
+from mmrl.compression.caches.binary_codebook import binary_codebook
 from mmrl.config.binding import Pieces
 from mmrl.config.registry import find
 from mmrl.config.schema import ConfigError
@@ -27,7 +27,7 @@ def test_books_are_fitted_on_the_prompts_of_a_data_set(exact, tmp_path, monkeypa
     prompts = {"name": "vision.grounding", "path": "any", "root": "any"}
     told, found = [], []
     for number in (0, 0, 2):
-        made = SignBooks(
+        made = CalibrateCodebook(
             stream=Stream(0), model=model, prompts=prompts, first=0, num_prompts=number, num_tokens=3
         )
         told.append(made.build(tmp_path / "out"))
@@ -38,7 +38,7 @@ def test_books_are_fitted_on_the_prompts_of_a_data_set(exact, tmp_path, monkeypa
     assert not torch.equal(found[0]["keys.mean"], found[2]["keys.mean"])
     layers, heads, many, size = found[0]["values.vectors"].shape
     assert many == size and found[0]["values.mean"].shape == (layers, heads, 1, size)
-    cache = partial(sign_bits, of="visual", book=str(tmp_path / "out" / "book.safetensors"))
+    cache = partial(binary_codebook, of="visual", book=str(tmp_path / "out" / "book.safetensors"))
     together = mixed.generate(policy, asked, cache=cache)
     alone = mixed.generate(policy, asked, cache=cache, batch_size=1)
     assert [row.steps.ids.tolist() for row in together] == [row.steps.ids.tolist() for row in alone]
@@ -46,17 +46,19 @@ def test_books_are_fitted_on_the_prompts_of_a_data_set(exact, tmp_path, monkeypa
 
 def test_pieces_are_checked_before_a_weight_is_loaded():
     with pytest.raises(ConfigError, match=r"build\.model"):
-        SignBooks(stream=Stream(0), model={"name": "vision.nothing"}, prompts={"name": "vision.grounding"})
+        CalibrateCodebook(
+            stream=Stream(0), model={"name": "vision.nothing"}, prompts={"name": "vision.grounding"}
+        )
 
 
 def test_the_registry_knows_it():
-    assert find("builder", "compression.sign_books").target is SignBooks
+    assert find("builder", "compression.calibrate_codebook").target is CalibrateCodebook
 
 
 def test_a_file_that_is_no_book_is_an_error_that_names_it(tmp_path):
     config, seen = LlamaConfig(num_hidden_layers=1), torch.ones(1, 4, dtype=torch.bool)
     path = tmp_path / "book.safetensors"
-    open_it = partial(sign_bits, config, seen, seen, book=str(path))
+    open_it = partial(binary_codebook, config, seen, seen, book=str(path))
     with pytest.raises(ValueError, match=r"cannot read the book .*book\.safetensors"):
         open_it()
     path.write_bytes(b"words")

@@ -7,9 +7,9 @@ from functools import partial
 import pytest
 import torch
 
-from mmrl.compression.caches.kivi import all_bits
-from mmrl.compression.caches.visual_quant import visual_bits
-from mmrl.compression.engines.fidelity_gate import CheckCache
+from mmrl.compression.caches.kivi import kivi
+from mmrl.compression.caches.visual_quant import visual_quant
+from mmrl.compression.engines.fidelity_gate import FidelityGate
 from mmrl.compression.fidelity import choose, gate, measure
 from mmrl.compression.transforms.drop_visual_layers import drop_visual_layers
 from mmrl.core.rng import Stream
@@ -29,7 +29,7 @@ def asked():
 
 
 def test_a_cache_that_loses_nothing_agrees_in_everything(model):
-    found = measure(model, asked(), partial(visual_bits, nbits=16), num_tokens=5)
+    found = measure(model, asked(), partial(visual_quant, nbits=16), num_tokens=5)
     assert (found.agreement, found.num_tokens) == (1.0, 15)
     assert abs(found.kl) < 1e-12
     assert "100.0% of 15 tokens agree, KL 0.0000 nats" in str(found).replace("-0.0000", "0.0000")
@@ -44,22 +44,20 @@ def test_kl_is_that_of_the_full_distribution_to_the_other(model):
     said = []
     for cache in (
         DynamicCache(config=model.config),
-        visual_bits(model.config, ids[:, :-1] == model.config.image_token_id, None, nbits=1),
+        visual_quant(model.config, ids[:, :-1] == model.config.image_token_id, None, nbits=1),
     ):
         with torch.no_grad():
             model(input_ids=ids[:, :-1], pixel_values=one["pixel_values"], past_key_values=cache)
             said.append(model(input_ids=ids[:, -1:], past_key_values=cache).logits[0, -1].log_softmax(-1))
     kl = (said[0].exp() * (said[0] - said[1])).sum()
-    found = measure(model, [one], partial(visual_bits, nbits=1), num_tokens=1)
+    found = measure(model, [one], partial(visual_quant, nbits=1), num_tokens=1)
     assert found.kl == found.worst_kl == pytest.approx(float(kl), rel=1e-9)
     assert found.kl > 0.01
     assert found.agreement == float(said[0].argmax() == said[1].argmax())
 
 
 def test_bytes_of_both_are_told(model):
-    found = measure(
-        model, asked(), partial(all_bits, nbits=8, q_group_size=8, residual_length=8), num_tokens=3
-    )
+    found = measure(model, asked(), partial(kivi, nbits=8, q_group_size=8, residual_length=8), num_tokens=3)
     lengths = sum(one["input_ids"].shape[1] - 1 + 3 for one in asked())
     assert found.full_nbytes == lengths * 2 * 2 * 2 * 16 * 8
     assert 0 < found.nbytes < found.full_nbytes
@@ -67,18 +65,18 @@ def test_bytes_of_both_are_told(model):
 
 def test_the_gate_prints_and_refuses_below_its_threshold(model, capsys):
     with pytest.raises(ValueError, match="the cache changes what the model says: .* wanted are 99.0%"):
-        gate(model, asked(), partial(visual_bits, nbits=1), num_tokens=5, min_agreement=0.99)
+        gate(model, asked(), partial(visual_quant, nbits=1), num_tokens=5, min_agreement=0.99)
     assert capsys.readouterr().out.startswith("cache: ")
-    found = gate(model, asked(), partial(visual_bits, nbits=1), num_tokens=5, allow=True)
+    found = gate(model, asked(), partial(visual_quant, nbits=1), num_tokens=5, allow=True)
     assert found.kl > 0.01
-    gate(model, asked(), partial(visual_bits, nbits=16), num_tokens=5, min_agreement=1.0, max_kl=1e-9)
+    gate(model, asked(), partial(visual_quant, nbits=16), num_tokens=5, min_agreement=1.0, max_kl=1e-9)
     # Agreement alone is not enough.
     with pytest.raises(ValueError, match="at most 0.001 nats"):
-        gate(model, asked(), partial(visual_bits, nbits=1), num_tokens=1, min_agreement=0.0, max_kl=1e-3)
+        gate(model, asked(), partial(visual_quant, nbits=1), num_tokens=1, min_agreement=0.0, max_kl=1e-3)
 
 
 def test_the_smallest_cache_that_is_faithful_is_chosen(model, capsys):
-    candidates = {f"{nbits} bits": partial(visual_bits, nbits=nbits) for nbits in (16, 8, 1)}
+    candidates = {f"{nbits} bits": partial(visual_quant, nbits=nbits) for nbits in (16, 8, 1)}
     thresholds = {"num_tokens": 4, "min_agreement": 0.9, "max_kl": 0.01}
     assert choose(model, asked(), candidates, **thresholds) == "8 bits"
     assert capsys.readouterr().out.count("cache ") == 3
@@ -88,21 +86,21 @@ def test_the_smallest_cache_that_is_faithful_is_chosen(model, capsys):
 
 def test_there_must_be_a_prompt(model):
     with pytest.raises(ValueError, match="no prompt to compare caches on"):
-        measure(model, [], partial(visual_bits, nbits=1))
+        measure(model, [], partial(visual_quant, nbits=1))
 
 
 # ---- in front of an engine
 
 
 def engine(policy, **cache):
-    made = partial(visual_bits, **cache) if cache else None
+    made = partial(visual_quant, **cache) if cache else None
     return Generate(policy, stream=Stream(0), max_completion_length=4, cache=made)
 
 
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "llava"])
 def test_check_cache_lets_a_faithful_cache_pass_and_measures_once(exact, family, capsys):
     policy = exact(family)
-    checked = CheckCache(engine(policy, nbits=16), num_prompts=3, num_tokens=3)
+    checked = FidelityGate(engine(policy, nbits=16), num_prompts=3, num_tokens=3)
     rows = checked.rollout(mixed.prompts(family))
     expected = engine(policy).rollout(mixed.prompts(family))
     assert [row.steps.ids.tolist() for row in rows] == [row.steps.ids.tolist() for row in expected]
@@ -115,8 +113,8 @@ def test_check_cache_stops_a_cache_that_changes_answers(exact):
     policy = exact("qwen2_5_vl")
     asked = mixed.prompts("qwen2_5_vl")[1:]
     with pytest.raises(ValueError, match="the cache changes what the model says"):
-        CheckCache(engine(policy, nbits=1), num_tokens=4).rollout(asked)
-    rows = CheckCache(engine(policy, nbits=1), num_tokens=4, allow=True).rollout(asked)
+        FidelityGate(engine(policy, nbits=1), num_tokens=4).rollout(asked)
+    rows = FidelityGate(engine(policy, nbits=1), num_tokens=4, allow=True).rollout(asked)
     assert len(rows) == len(asked)
 
 
@@ -135,7 +133,7 @@ def test_the_gate_measures_what_transforms_change_as_well(model, capsys):
     assert found.nbytes <= (2 * sum(lengths) - 64) * numbers + notes
     assert found.kl > 1e-3
     with pytest.raises(ValueError, match="the cheaper model and cache changes what the model says"):
-        gate(model, asked(), partial(visual_bits, nbits=1), num_tokens=4, cheaper=half, max_kl=1e-3)
+        gate(model, asked(), partial(visual_quant, nbits=1), num_tokens=4, cheaper=half, max_kl=1e-3)
 
 
 def test_check_cache_measures_an_engines_transforms_with_its_cache(exact, capsys):
@@ -143,24 +141,24 @@ def test_check_cache_measures_an_engines_transforms_with_its_cache(exact, capsys
     asked = mixed.prompts("qwen2_5_vl")[1:3]
 
     def cheap(after, **cache):
-        made = partial(visual_bits, **cache) if cache else None
+        made = partial(visual_quant, **cache) if cache else None
         transform = (partial(drop_visual_layers, after=after),)
         return Generate(policy, stream=Stream(0), max_completion_length=3, cache=made, transform=transform)
 
-    checked = CheckCache(cheap(2, nbits=16), num_tokens=3)
+    checked = FidelityGate(cheap(2, nbits=16), num_tokens=3)
     rows, expected = checked.rollout(asked), engine(policy).rollout(asked)
     assert [row.steps.ids[:3].tolist() for row in rows] == [row.steps.ids[:3].tolist() for row in expected]
     assert capsys.readouterr().out.startswith("cheaper model and cache: 100.0% of 6 tokens agree, KL")
     with pytest.raises(ValueError, match="the cheaper model changes what the model says"):
-        CheckCache(cheap(1), num_tokens=3, max_kl=1e-4).rollout(asked)
+        FidelityGate(cheap(1), num_tokens=3, max_kl=1e-4).rollout(asked)
 
 
 def test_check_cache_measures_a_model_that_computes_its_layers_anew(checkpoint):
     policy = Tokens(model=str(checkpoint("llava")), dtype="float64", gradient_checkpointing=True)
-    CheckCache(engine(policy, nbits=16), num_tokens=2).rollout(mixed.prompts("llava"))
+    FidelityGate(engine(policy, nbits=16), num_tokens=2).rollout(mixed.prompts("llava"))
     assert any(module.training for module in policy.model.modules())
 
 
 def test_check_cache_needs_something_to_measure(exact):
-    with pytest.raises(ValueError, match="`check_cache` measures what is cheaper than the policy"):
-        CheckCache(engine(exact("llava")))
+    with pytest.raises(ValueError, match="`fidelity_gate` measures what is cheaper than the policy"):
+        FidelityGate(engine(exact("llava")))

@@ -1,4 +1,4 @@
-"""Importance of heads, neurons and layers, and what transforms choose by it."""
+"""Importance of heads, ffn_units and layers, and what transforms choose by it."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_neurons_are_as_important_as_what_they_send_on():
         for block in model.model.language_model.layers:
             block.mlp.down_proj.weight[:, 5] = 0
             block.mlp.up_proj.weight[7] = 0
-    found = torch.tensor(make_plan(model, [inputs], kinds=["neurons"])["neurons"])
+    found = torch.tensor(make_plan(model, [inputs], kinds=["ffn_units"])["ffn_units"])
     assert found.shape == (3, 64)
     assert (found[:, [5, 7]] == 0).all() and (found > 0).sum() == 3 * 62
 
@@ -73,11 +73,11 @@ def test_transforms_read_a_plan(tmp_path):
     model, path = llava(), tmp_path / "plan.json"
     plan = make_plan(model, [llava_inputs(model)])
     write_plan(plan, path)
-    assert json.loads(path.read_text()).keys() == {"heads", "neurons", "layers"}
+    assert json.loads(path.read_text()).keys() == {"heads", "ffn_units", "layers"}
     heads = pruning_of(drop_visual_heads(model, plan=str(path), keep=0.5, whole=1)).heads
     assert len(heads[0]) == 4 and sum(len(line) for line in heads) == 6
-    neurons = pruning_of(sparse_visual_ffn(model, plan=str(path), keep=0.25)).neurons
-    assert all(len(line) == 16 for line in neurons) and neurons == best_each(plan["neurons"], 0.25)
+    ffn_units = pruning_of(sparse_visual_ffn(model, plan=str(path), keep=0.25)).ffn_units
+    assert all(len(line) == 16 for line in ffn_units) and ffn_units == best_each(plan["ffn_units"], 0.25)
     frozen = pruning_of(shortv(model, plan=str(path), freeze=0.34)).frozen
     assert frozen == {min(range(3), key=lambda layer: plan["layers"][layer])}
     assert pruning_of(yopo25(model, plan=str(path))).heads == best_overall(plan["heads"], 0.5, 2)
@@ -88,7 +88,7 @@ def test_wrong_plans_are_refused(tmp_path):
     path.write_text('{"heads": []}')
     with pytest.raises(ValueError, match="has no importance of layers; it has heads"):
         read_plan(str(path), "layers")
-    with pytest.raises(ValueError, match="a plan has no 'neuron'; it has heads, neurons, layers"):
+    with pytest.raises(ValueError, match="a plan has no 'neuron'; it has heads, ffn_units, layers"):
         make_plan(llava(), [], kinds=["neuron"])
     with pytest.raises(ValueError, match="measured on the whole model"):
         make_plan(yopo25(llava()), [])

@@ -1,4 +1,4 @@
-"""`all_bits`: KIVI's streams of codes behind a window of exact tokens."""
+"""`kivi`: KIVI's streams of codes behind a window of exact tokens."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch.testing import assert_close
 from transformers import DynamicCache
 
-from mmrl.compression.caches.kivi import all_bits
+from mmrl.compression.caches.kivi import kivi
 from tests.compression import caching
 from tests.compression.caching import answers, batch, llava, masks, prompts, read
 from tests.vision import mixed
@@ -24,7 +24,7 @@ def model():
 
 
 def made(model, inputs, **options):
-    return all_bits(*masks(model, inputs), **{**SMALL, **options})
+    return kivi(*masks(model, inputs), **{**SMALL, **options})
 
 
 @PATHS
@@ -74,7 +74,7 @@ def window(length: int, residual: int = 8):
     import transformers as t
 
     config = t.LlamaConfig(hidden_size=8, num_attention_heads=1, num_key_value_heads=1, num_hidden_layers=1)
-    cache = all_bits(config, None, None, nbits=2, q_group_size=4 * 2, residual_length=residual, fused=False)
+    cache = kivi(config, None, None, nbits=2, q_group_size=4 * 2, residual_length=residual, fused=False)
     tokens = torch.randn(1, 1, length, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     return cache, tokens
 
@@ -119,7 +119,7 @@ def test_bytes_are_those_of_codes_scales_and_window():
     import transformers as t
 
     config = t.LlamaConfig(hidden_size=64, num_attention_heads=1, num_key_value_heads=1, num_hidden_layers=1)
-    cache = all_bits(config, None, None, nbits=2, q_group_size=32, residual_length=32)
+    cache = kivi(config, None, None, nbits=2, q_group_size=32, residual_length=32)
     x = torch.randn(1, 1, 1024, 64, dtype=torch.bfloat16)
     cache.update(x, x, 0)
     # Keys: all 1024 in groups of 32, 2 + 32 / 32 = 3 bits a number. Values: 992 at 3 bits, 32 of 16 bits.
@@ -215,8 +215,8 @@ def test_the_engine_rolls_out_with_it(exact):
     policy = exact("qwen2_5_vl")
     asked = mixed.prompts("qwen2_5_vl")
     options = {**SMALL, "nbits": 4}
-    together = mixed.generate(policy, asked * 2, cache=partial(all_bits, **options))
-    alone = mixed.generate(policy, asked * 2, cache=partial(all_bits, **options), batch_size=1)
+    together = mixed.generate(policy, asked * 2, cache=partial(kivi, **options))
+    alone = mixed.generate(policy, asked * 2, cache=partial(kivi, **options), batch_size=1)
     assert [row.steps.ids.tolist() for row in together] == [row.steps.ids.tolist() for row in alone]
 
 
@@ -233,4 +233,4 @@ def test_the_engine_rolls_out_with_it(exact):
 )
 def test_options_that_do_not_fit_are_refused(model, options, message):
     with pytest.raises(ValueError, match=message):
-        all_bits(model.config, None, None, **{**SMALL, **options})
+        kivi(model.config, None, None, **{**SMALL, **options})

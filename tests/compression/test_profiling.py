@@ -22,7 +22,7 @@ from mmrl.compression.transforms.layer_cast import layer_cast
 from mmrl.compression.transforms.local_visual_attention import local_visual_attention
 from mmrl.compression.transforms.shortv import shortv
 from mmrl.compression.transforms.sparse_visual_ffn import sparse_visual_ffn
-from mmrl.compression.transforms.tome import merge_tokens
+from mmrl.compression.transforms.tome import tome
 from mmrl.compression.transforms.yopo import yopo12, yopo25
 from tests.compression.pruned_models import llava
 
@@ -45,11 +45,12 @@ def test_a_window_of_five_sees_22_6_neighbours():
 
 @pytest.mark.parametrize(("share", "wanted"), [(2, 0.2446), (4, 0.1223)])
 def test_presets_leave_a_quarter_and_an_eighth(share, wanted):
-    # Half of the layers; of projections 32.4 %, of neurons 65.3 %, divided by `share`; hardly any attention.
+    # Half of the layers; of projections 32.4 %, of ffn_units 65.3 %, divided by `share`; hardly any
+    # attention.
     left = Pruning(
         radius=2,
         heads=(tuple(range(32 // share)),) * 32,
-        neurons=(tuple(range(11008 // share)),) * 32,
+        ffn_units=(tuple(range(11008 // share)),) * 32,
         cuts=(Cut(16),),
     )
     ratio = PICTURE.visual_operations(SEVEN, left) / PICTURE.visual_operations(SEVEN, Pruning())
@@ -68,13 +69,13 @@ CASES = {
     "window": lambda m: local_visual_attention(m, radius=1),
     "wide window": lambda m: local_visual_attention(m, radius=2, causal=False),
     "heads": lambda m: drop_visual_heads(m, heads=((0, 1), (1, 2), ())),
-    "neurons": lambda m: sparse_visual_ffn(m, keep=0.25),
+    "ffn_units": lambda m: sparse_visual_ffn(m, keep=0.25),
     "layers": lambda m: drop_visual_layers(m, after=2),
     "frozen": lambda m: shortv(drop_visual_heads(m, keep=0.5), layers=(0, 2)),
     "yopo25": yopo25,
     "yopo12": yopo12,
-    "merged": lambda m: merge_tokens(m, keep=0.5, before=1),
-    "merged and window": lambda m: merge_tokens(local_visual_attention(m, radius=1), keep=0.5, before=1),
+    "merged": lambda m: tome(m, keep=0.5, before=1),
+    "merged and window": lambda m: tome(local_visual_attention(m, radius=1), keep=0.5, before=1),
 }
 
 
@@ -138,7 +139,7 @@ def test_tied_and_shared_weights_are_counted_once():
 def test_layer_cast_holds_the_bytes_of_its_formula():
     model = llava(dtype=torch.float32)
     cast = layer_cast(model)
-    # Of every layer 32 * (32 + 16 + 16 + 32) weights of attention and 3 * 32 * 64 of neurons, three layers.
+    # Of every layer 32 * (32 + 16 + 16 + 32) weights of attention and 3 * 32 * 64 of ffn_units, three layers.
     linear = 3 * (32 * 96 + 3 * 32 * 64)
     assert weight_bytes(model) - weight_bytes(cast) == 2 * linear
     said = layer_cast_bytes(cast)

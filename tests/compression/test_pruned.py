@@ -18,7 +18,7 @@ from mmrl.compression.transforms.drop_visual_layers import drop_visual_layers
 from mmrl.compression.transforms.local_visual_attention import local_visual_attention
 from mmrl.compression.transforms.shortv import shortv
 from mmrl.compression.transforms.sparse_visual_ffn import sparse_visual_ffn
-from mmrl.compression.transforms.tome import merge_tokens
+from mmrl.compression.transforms.tome import tome
 from mmrl.compression.transforms.yopo import yopo12, yopo25
 from mmrl.config.registry import find
 from mmrl.vision.decoding.token_steps import read_cached, read_packed
@@ -45,7 +45,7 @@ ZERO = {
     "pyramid_drop": {"keep": (1.0,)},
     "vision_zip": {"dominant": 999, "contextual": 0},
     "div_prune": {"keep": 1.0},
-    "merge_tokens": {"keep": 1.0},
+    "tome": {"keep": 1.0},
 }
 STRONG = (
     {"radius": 0},
@@ -53,28 +53,28 @@ STRONG = (
     {"radius": 1, "causal": False},
     {"heads": ((0, 1), (1, 2), ())},
     {"heads": ((0, 3), (0, 1, 2, 3), (2,))},
-    {"neurons": ((0, 1, 2, 3), (5, 9, 60), tuple(range(30)))},
+    {"ffn_units": ((0, 1, 2, 3), (5, 9, 60), tuple(range(30)))},
     {"after": 1},
     {"after": 2},
     {"frozen": (0, 2)},
     {
         "radius": 0,
         "heads": ((0, 1), (3,), (0,)),
-        "neurons": (tuple(range(9)),) * 3,
+        "ffn_units": (tuple(range(9)),) * 3,
         "after": 2,
         "frozen": (1,),
     },
 )
 
 
-def prune_as(model, radius=None, causal=True, heads=None, neurons=None, after=None, frozen=None):
+def prune_as(model, radius=None, causal=True, heads=None, ffn_units=None, after=None, frozen=None):
     """Apply transforms for what the simulation is told."""
     if radius is not None:
         model = local_visual_attention(model, radius=radius, causal=causal)
     if heads is not None:
         model = drop_visual_heads(model, heads=heads)
-    if neurons is not None:
-        model = sparse_visual_ffn(model, neurons=neurons)
+    if ffn_units is not None:
+        model = sparse_visual_ffn(model, ffn_units=ffn_units)
     if frozen is not None:
         model = shortv(model, layers=frozen)
     return model if after is None else drop_visual_layers(model, after=after)
@@ -225,7 +225,7 @@ def test_every_family_generates_through_transformers(family, beams):
     assert torch.equal(cached, plain)
 
 
-@pytest.mark.parametrize("make", [fastv, merge_tokens, div_prune, vision_zip], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("make", [fastv, tome, div_prune, vision_zip], ids=lambda f: f.__name__)
 def test_token_pruners_generate_what_reading_in_one_go_gives(make):
     options = {"dominant": 2, "contextual": 1} if make is vision_zip else {"keep": 0.5}
     model = make(llava(), **options)
@@ -245,7 +245,7 @@ def test_token_pruners_generate_what_reading_in_one_go_gives(make):
 def test_a_batch_of_ragged_rows_equals_single_rows():
     speaker, asked = policy("qwen2_5_vl"), prompts("qwen2_5_vl")
     model = drop_visual_layers(
-        merge_tokens(local_visual_attention(speaker.model, radius=1), keep=0.6, before=1), after=1
+        tome(local_visual_attention(speaker.model, radius=1), keep=0.6, before=1), after=1
     )
     model = drop_visual_heads(model, keep=0.5)
     table = steps(speaker, asked, answers=("one two",))
@@ -331,7 +331,7 @@ def pictured(model):
 def cache_of(model, inputs, **options):
     """Make a cache of few bits for prompts without their last token, which every answer begins with."""
     visual = inputs["input_ids"][:, :-1] == model.config.image_token_id
-    make = find("cache", "compression.visual_bits").target
+    make = find("cache", "compression.visual_quant").target
     return make(model.config, visual, inputs["attention_mask"][:, :-1].bool(), **options)
 
 
@@ -377,8 +377,8 @@ def test_caches_that_cannot_follow_are_refused():
     with pytest.raises(ValueError, match="late layers hold fewer tokens than early ones, which StaticLayer"):
         model(**inputs, past_key_values=fixed)
     visual, mask = inputs["input_ids"] == 250, inputs["attention_mask"].bool()
-    chosen = find("cache", "compression.importance_drop").target(model.config, visual, mask)
-    message = "`importance_drop`. does not fit a model whose visual tokens"
+    chosen = find("cache", "compression.vl_cache").target(model.config, visual, mask)
+    message = "`vl_cache`. does not fit a model whose visual tokens"
     with torch.no_grad(), pytest.raises(ValueError, match=message):
         model(**inputs, past_key_values=chosen)
 
@@ -462,13 +462,13 @@ def test_a_family_without_an_adapter_is_refused_by_name():
         (drop_visual_layers, {"after": 4}, "`after` is a number of layers between 1 and 3, not 4"),
         (drop_visual_heads, {"keep": 1.5}, "`keep` is a share between 0 and 1, not 1.5"),
         (drop_visual_heads, {"heads": ((0,), (7,), (0,))}, "layer 1 has 4 heads, so there is no 7"),
-        (sparse_visual_ffn, {"neurons": ((0,),)}, "neurons are named for 1 layers, but the model has 3"),
+        (sparse_visual_ffn, {"ffn_units": ((0,),)}, "ffn_units are named for 1 layers, but the model has 3"),
         (local_visual_attention, {"radius": -1}, "`radius` counts cells, so it cannot be -1"),
         (shortv, {}, "`shortv` needs a `plan` with the importance of layers, or the `layers` to freeze"),
         (shortv, {"plan": "/nowhere.json"}, "cannot read the plan '/nowhere.json'"),
         (pyramid_drop, {"keep": (0.5,), "layers": (1, 2)}, "1 shares for 2 layers"),
         (fastv, {"after": 0}, "`after` counts layers that see all tokens: at least 1, not 0"),
-        (merge_tokens, {"before": 9}, "tokens cannot leave in front of layer 9 of a model with 3 layers"),
+        (tome, {"before": 9}, "tokens cannot leave in front of layer 9 of a model with 3 layers"),
     ],
 )  # fmt: skip
 def test_options_that_make_no_sense_are_refused(make, options, message):

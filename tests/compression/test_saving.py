@@ -13,19 +13,19 @@ from mmrl.compression.saving import NAME, load_transformed, save_transformed
 from mmrl.compression.transforms.drop_tokens import fastv, pyramid_drop, vision_zip
 from mmrl.compression.transforms.layer_cast import layer_cast
 from mmrl.compression.transforms.shortv import shortv
-from mmrl.compression.transforms.structured_pruning import cut_weights
-from mmrl.compression.transforms.tome import merge_tokens
+from mmrl.compression.transforms.structured_pruning import structured_pruning
+from mmrl.compression.transforms.tome import tome
 from mmrl.compression.transforms.yopo import yopo12, yopo25
 from tests.compression.pruned_models import llava, llava_inputs
 
 CASES = {
     "yopo25": yopo25,
     "yopo12 over layer_cast": lambda m: yopo12(layer_cast(m)),
-    "yopo12 over cut_weights": lambda m: yopo12(cut_weights(m, neurons=0.5, heads=0.5)),
+    "yopo12 over structured_pruning": lambda m: yopo12(structured_pruning(m, ffn_units=0.5, heads=0.5)),
     "fastv and shortv": lambda m: shortv(fastv(m, after=2), layers=(1,)),
     "pyramid_drop": lambda m: pyramid_drop(m, keep=(0.5,)),
     "vision_zip": lambda m: vision_zip(m, dominant=2, contextual=1),
-    "merge_tokens": merge_tokens,
+    "tome": tome,
 }
 
 
@@ -63,7 +63,7 @@ def test_a_folder_without_the_file_is_refused(tmp_path):
 
 def test_cut_neurons_equal_neurons_that_are_zero():
     model = llava()
-    small = cut_weights(model, neurons=0.25)
+    small = structured_pruning(model, ffn_units=0.25)
     assert (
         small.config.text_config.intermediate_size == 16 and model.config.text_config.intermediate_size == 64
     )
@@ -77,7 +77,7 @@ def test_cut_neurons_equal_neurons_that_are_zero():
 
 def test_cut_heads_equal_heads_that_add_nothing_and_the_cache_is_smaller():
     model = llava()
-    small = cut_weights(model, heads=0.5)
+    small = structured_pruning(model, heads=0.5)
     inputs = llava_inputs(model)
     with torch.no_grad():
         out = small(**inputs, use_cache=True)
@@ -92,7 +92,7 @@ def test_cut_heads_equal_heads_that_add_nothing_and_the_cache_is_smaller():
 def test_a_cut_model_is_an_ordinary_folder(tmp_path):
     import transformers
 
-    model = cut_weights(llava(dtype=torch.float32), neurons=0.5, heads=0.5)
+    model = structured_pruning(llava(dtype=torch.float32), ffn_units=0.5, heads=0.5)
     model.save_pretrained(tmp_path)
     plain = transformers.LlavaForConditionalGeneration.from_pretrained(tmp_path).eval()
     inputs = llava_inputs(model)
@@ -102,8 +102,8 @@ def test_a_cut_model_is_an_ordinary_folder(tmp_path):
 
 def test_cutting_is_refused_where_it_would_confuse(tmp_path):
     with pytest.raises(ValueError, match="cut weights out before `drop_visual_heads`"):
-        cut_weights(yopo25(llava()), neurons=0.5)
-    with pytest.raises(ValueError, match="0 neurons and 2 groups of heads would be left"):
-        cut_weights(llava(), neurons=0.0)
+        structured_pruning(yopo25(llava()), ffn_units=0.5)
+    with pytest.raises(ValueError, match="0 ffn_units and 2 groups of heads would be left"):
+        structured_pruning(llava(), ffn_units=0.0)
     with pytest.raises(ValueError, match="weights are cut out of plain linear layers, not of .*UpcastLinear"):
-        cut_weights(layer_cast(llava(dtype=torch.float32)), neurons=0.5)
+        structured_pruning(layer_cast(llava(dtype=torch.float32)), ffn_units=0.5)

@@ -6,10 +6,10 @@ from functools import partial
 
 import pytest
 
-from mmrl.compression.caches.visual_quant import visual_bits
+from mmrl.compression.caches.visual_quant import visual_quant
 from mmrl.compression.engines import speedup_probe
-from mmrl.compression.engines.fidelity_gate import CheckCache
-from mmrl.compression.engines.speedup_probe import CompareExact
+from mmrl.compression.engines.fidelity_gate import FidelityGate
+from mmrl.compression.engines.speedup_probe import SpeedupProbe
 from mmrl.core.protocols import Telling
 from mmrl.core.rng import Stream
 from mmrl.vision.engines.generate import Generate
@@ -23,7 +23,7 @@ def engine(policy, **options):
 
 
 def cheap(policy, nbits=1):
-    return engine(policy, cache=partial(visual_bits, nbits=nbits))
+    return engine(policy, cache=partial(visual_quant, nbits=nbits))
 
 
 def texts(rows):
@@ -51,7 +51,7 @@ def clock(monkeypatch):
 
 def test_seconds_of_both_are_told_once_and_the_rows_are_the_cheap_ones(exact, clock):
     policy, asked = exact(FAMILY), mixed.prompts(FAMILY)
-    compared = CompareExact(clock(cheap(policy)), at=1)
+    compared = SpeedupProbe(clock(cheap(policy)), at=1)
     assert isinstance(compared, Telling)
     first = compared.rollout(asked)
     assert compared.tell() == {}
@@ -59,7 +59,7 @@ def test_seconds_of_both_are_told_once_and_the_rows_are_the_cheap_ones(exact, cl
     told = compared.tell()
     # 3 rows: 3 seconds, and 3 quarters of one
     assert (told["rollout/exact_seconds"], told["rollout/seconds"]) == (3.0, 0.75)
-    assert told["rollout/times_faster"] == 4.0
+    assert told["rollout/speedup"] == 4.0
     assert compared.tell() == {}
     compared.rollout(asked)
     assert compared.tell() == {}
@@ -69,9 +69,9 @@ def test_the_same_answers_are_counted_on_the_same_draws(exact):
     policy, asked = exact(FAMILY), mixed.prompts(FAMILY) * 2
     told = {}
     for nbits in (16, 1):
-        compared = CompareExact(cheap(policy, nbits), at=0)
+        compared = SpeedupProbe(cheap(policy, nbits), at=0)
         compared.rollout(asked)
-        told[nbits] = compared.tell()["rollout/same_answers"]
+        told[nbits] = compared.tell()["rollout/agreement"]
     exactly = texts(engine(policy).rollout(asked))
     same = [a == b for a, b in zip(texts(cheap(policy).rollout(asked)), exactly, strict=True)]
     assert told == {16: 1.0, 1: sum(same) / 6}
@@ -80,7 +80,7 @@ def test_the_same_answers_are_counted_on_the_same_draws(exact):
 
 @pytest.mark.parametrize("at, every, wanted", [(0, 0, [0]), (2, 0, [2]), (1, 3, [1, 4]), (0, 1, range(6))])
 def test_the_collections_to_compare_are_counted(exact, clock, at, every, wanted):
-    compared = CompareExact(clock(cheap(exact(FAMILY))), at=at, every=every)
+    compared = SpeedupProbe(clock(cheap(exact(FAMILY))), at=at, every=every)
     compared.engine.rollout = lambda prompts: ()
     compared._timed = lambda prompts: (mixed_rows, 1.0)
     mixed_rows, found = cheap(exact(FAMILY)).rollout(mixed.prompts(FAMILY)[:1]), []
@@ -94,8 +94,8 @@ def test_the_collections_to_compare_are_counted(exact, clock, at, every, wanted)
 def test_it_goes_around_a_gate_and_a_gate_around_it(exact, capsys):
     policy, asked = exact(FAMILY), mixed.prompts(FAMILY)
     for made in (
-        CompareExact(CheckCache(cheap(policy, 16), num_tokens=2), at=0),
-        CheckCache(CompareExact(cheap(policy, 16), at=0), num_tokens=2),
+        SpeedupProbe(FidelityGate(cheap(policy, 16), num_tokens=2), at=0),
+        FidelityGate(SpeedupProbe(cheap(policy, 16), at=0), num_tokens=2),
     ):
         assert texts(made.rollout(asked)) == texts(engine(policy).rollout(asked))
         assert capsys.readouterr().out.count("cache: 100.0%") == 1
@@ -103,7 +103,7 @@ def test_it_goes_around_a_gate_and_a_gate_around_it(exact, capsys):
 
 
 def test_an_engine_that_is_exact_is_refused(exact):
-    with pytest.raises(ValueError, match="`compare_exact` measures what is cheaper than the policy, but the"):
-        CompareExact(engine(exact(FAMILY)))
+    with pytest.raises(ValueError, match="`speedup_probe` measures what is cheaper than the policy, but the"):
+        SpeedupProbe(engine(exact(FAMILY)))
     with pytest.raises(ValueError, match="count collections: 0 or more, not -1 and 0"):
-        CompareExact(cheap(exact(FAMILY)), at=-1)
+        SpeedupProbe(cheap(exact(FAMILY)), at=-1)

@@ -8,7 +8,7 @@ import torch
 from mmrl.compression.pruning.token_selection import _zip_one, best, merge_alike, spread_out, stage_layers
 from mmrl.compression.transforms.drop_tokens import fastv, pyramid_drop
 from mmrl.compression.transforms.shortv import shortv
-from mmrl.compression.transforms.tome import merge_tokens
+from mmrl.compression.transforms.tome import tome
 from tests.compression.pruned_models import llava, llava_inputs, simulate
 
 
@@ -115,9 +115,9 @@ def test_a_token_pruner_with_a_window_equals_the_window_on_what_is_left():
     inputs = llava_inputs(model)
     with torch.no_grad():
         plain = local_visual_attention(model, radius=0)
-        gap = merge_tokens(plain, keep=1.0, before=1)(**inputs).logits - plain(**inputs).logits
+        gap = tome(plain, keep=1.0, before=1)(**inputs).logits - plain(**inputs).logits
         assert gap.abs().max() < 1e-10
-        cut = merge_tokens(plain, keep=0.5, before=1)(**inputs).logits
+        cut = tome(plain, keep=0.5, before=1)(**inputs).logits
     assert torch.isfinite(cut).all() and (cut - plain(**inputs).logits).abs().max() > 1e-3
 
 

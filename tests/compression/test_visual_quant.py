@@ -1,4 +1,4 @@
-"""`visual_bits`: visual tokens in few bits, everything else as it came."""
+"""`visual_quant`: visual tokens in few bits, everything else as it came."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch.testing import assert_close
 from transformers import DynamicCache
 
-from mmrl.compression.caches.visual_quant import visual_bits
+from mmrl.compression.caches.visual_quant import visual_quant
 from mmrl.kv_cache import quantization
 from mmrl.kv_cache.layout import find_visual
 from mmrl.vision.decoding.prefill import visual_tokens
@@ -32,7 +32,7 @@ def full(model, inputs, answer):
 @PATHS
 def test_at_full_precision_no_logit_changes(model, fused):
     inputs, answer = batch(prompts()), answers(8)
-    cache = visual_bits(*masks(model, inputs), nbits=16, fused=fused)
+    cache = visual_quant(*masks(model, inputs), nbits=16, fused=fused)
     assert_close(read(model, inputs, cache, answer), full(model, inputs, answer), rtol=0, atol=1e-10)
 
 
@@ -42,7 +42,7 @@ def test_both_paths_say_the_same_and_eight_bits_nearly_that_of_the_full_cache(mo
     gaps = []
     for nbits in (8, 1):
         said = [
-            read(model, inputs, visual_bits(*masks(model, inputs), nbits=nbits, fused=fused), answer)
+            read(model, inputs, visual_quant(*masks(model, inputs), nbits=nbits, fused=fused), answer)
             for fused in (True, False)
         ]
         assert_close(*said, rtol=0, atol=1e-10)
@@ -64,10 +64,10 @@ OPTIONS = [
 def test_eight_ragged_rows_together_are_eight_rows_alone(model, options):
     made, answer = prompts(), answers(8)
     inputs = batch(made)
-    together = read(model, inputs, visual_bits(*masks(model, inputs), **options), answer)
+    together = read(model, inputs, visual_quant(*masks(model, inputs), **options), answer)
     for i, one in enumerate(made):
         alone = batch([one])
-        said = read(model, alone, visual_bits(*masks(model, alone), **options), answer[i : i + 1])
+        said = read(model, alone, visual_quant(*masks(model, alone), **options), answer[i : i + 1])
         assert_close(together[i : i + 1], said, rtol=0, atol=1e-9)
 
 
@@ -75,7 +75,7 @@ def test_eight_ragged_rows_together_are_eight_rows_alone(model, options):
 def test_the_fused_path_is_that_over_dense_tensors(model, options):
     inputs, answer = batch(prompts()), answers(8)
     said = [
-        read(model, inputs, visual_bits(*masks(model, inputs), fused=fused, **options), answer)
+        read(model, inputs, visual_quant(*masks(model, inputs), fused=fused, **options), answer)
         for fused in (True, False)
     ]
     assert_close(*said, rtol=0, atol=1e-10)
@@ -83,12 +83,12 @@ def test_the_fused_path_is_that_over_dense_tensors(model, options):
 
 def test_rows_without_a_picture_keep_every_logit(model):
     inputs, answer = batch(prompts()), answers(8)
-    said = read(model, inputs, visual_bits(*masks(model, inputs), nbits=1), answer)
+    said = read(model, inputs, visual_quant(*masks(model, inputs), nbits=1), answer)
     gap = (said - full(model, inputs, answer)).abs().amax((1, 2))
     assert (gap < 1e-10).tolist() == [i in (1, 6) for i in range(8)]
     words = batch([prompts()[1], prompts()[6]])
     assert_close(
-        read(model, words, visual_bits(*masks(model, words), nbits=1), answer[:2]),
+        read(model, words, visual_quant(*masks(model, words), nbits=1), answer[:2]),
         full(model, words, answer[:2]),
         rtol=0,
         atol=1e-10,
@@ -99,7 +99,7 @@ def test_bytes_shrink_as_the_formula_says():
     # Two layers, keys and values, two heads of 16 channels: 1024 visual tokens at one bit are 2 bytes a head
     # and token, with two scales of 16 numbers of 8 bytes a head.
     visual = torch.ones(1, 1024, dtype=torch.bool)
-    cache = visual_bits(llava().config, visual, visual, nbits=1)
+    cache = visual_quant(llava().config, visual, visual, nbits=1)
     keys = torch.randn(1, 2, 1024, 16, dtype=torch.float64)
     for layer in range(2):
         cache.update(keys, keys, layer)
@@ -140,7 +140,7 @@ def test_generate_takes_it(model, fused, options):
     said = []
     for cache in (
         DynamicCache(config=model.config),
-        visual_bits(*masks(model, inputs), nbits=16, fused=fused),
+        visual_quant(*masks(model, inputs), nbits=16, fused=fused),
     ):
         torch.manual_seed(0)
         said.append(generated(model, inputs, cache, **options))
@@ -151,7 +151,7 @@ def test_rows_that_repeat_a_prompt_hold_it_once(model):
     inputs = batch(prompts(4))
     sizes = []
     for many in (1, 8):
-        cache = visual_bits(*masks(model, inputs), nbits=8)
+        cache = visual_quant(*masks(model, inputs), nbits=8)
         generated(model, inputs, cache, do_sample=True, num_return_sequences=many)
         sizes.append(
             sum(part.block.nbytes for layer in cache.layers for side in layer.held.shared for part in side)
@@ -162,7 +162,7 @@ def test_rows_that_repeat_a_prompt_hold_it_once(model):
 @PATHS
 def test_rows_are_chosen_repeated_and_dropped(model, fused):
     inputs = batch(prompts(4))
-    make = partial(visual_bits, *masks(model, inputs), nbits=1, fused=fused)
+    make = partial(visual_quant, *masks(model, inputs), nbits=1, fused=fused)
     answer = answers(4, 3)
     once = make()
     expected = read(model, inputs, once, answer)
@@ -190,7 +190,7 @@ def test_rows_are_chosen_repeated_and_dropped(model, fused):
 
 def test_prompts_that_nobody_reads_any_more_are_freed(model):
     inputs = batch(prompts(4))
-    cache = visual_bits(*masks(model, inputs), nbits=8)
+    cache = visual_quant(*masks(model, inputs), nbits=8)
     read(model, inputs, cache, answers(4, 1))
     before = cache.nbytes
     cache.batch_select_indices(torch.tensor([0]))
@@ -200,7 +200,7 @@ def test_prompts_that_nobody_reads_any_more_are_freed(model):
 @PATHS
 def test_cropping_takes_back_what_was_read(model, fused):
     inputs, answer = batch(prompts(4)), answers(4)
-    make = partial(visual_bits, *masks(model, inputs), nbits=1, fused=fused)
+    make = partial(visual_quant, *masks(model, inputs), nbits=1, fused=fused)
     cache = make()
     expected = read(model, inputs, cache, answer)
     cache.crop(-4)
@@ -216,7 +216,7 @@ def test_cropping_takes_back_what_was_read(model, fused):
 def test_cropping_into_the_prompt(model, fused):
     # What is left of the prompt is that of a cache which never saw the rest, at full precision.
     one = batch(prompts(4)[2:3])
-    cache = visual_bits(*masks(model, one), nbits=16, fused=fused)
+    cache = visual_quant(*masks(model, one), nbits=16, fused=fused)
     read(model, one, cache, answers(1, 2))
     cache.crop(-2 - 10)
     length = one["input_ids"].shape[1] - 10
@@ -235,7 +235,7 @@ def test_a_conversation_goes_on_in_one_pass(model, fused):
     said = []
     for cache in (
         DynamicCache(config=model.config),
-        visual_bits(*masks(model, inputs), nbits=16, fused=fused),
+        visual_quant(*masks(model, inputs), nbits=16, fused=fused),
     ):
         read(model, inputs, cache, answer)
         mask = torch.cat([inputs["attention_mask"], torch.ones(8, 9, dtype=torch.int64)], 1)
@@ -254,7 +254,7 @@ def test_heads_may_have_keys_of_their_own_or_all_share_one(shared):
     model = llava(shared=shared)
     inputs, answer = batch(prompts(3)), answers(3)
     said = [
-        read(model, inputs, visual_bits(*masks(model, inputs), nbits=2, fused=fused), answer)
+        read(model, inputs, visual_quant(*masks(model, inputs), nbits=2, fused=fused), answer)
         for fused in (True, False)
     ]
     assert_close(*said, rtol=0, atol=1e-10)
@@ -269,10 +269,10 @@ def test_the_engine_rolls_out_with_it_on_every_family(exact, family):
     asked = mixed.prompts(family)
     asked = [*asked, asked[1], asked[1]]
     expected = mixed.generate(policy, asked)
-    rows = mixed.generate(policy, asked, cache=partial(visual_bits, nbits=16))
+    rows = mixed.generate(policy, asked, cache=partial(visual_quant, nbits=16))
     assert [row.steps.ids.tolist() for row in rows] == [row.steps.ids.tolist() for row in expected]
-    lossy = mixed.generate(policy, asked, cache=partial(visual_bits, nbits=1))
-    alone = mixed.generate(policy, asked, cache=partial(visual_bits, nbits=1), batch_size=1)
+    lossy = mixed.generate(policy, asked, cache=partial(visual_quant, nbits=1))
+    alone = mixed.generate(policy, asked, cache=partial(visual_quant, nbits=1), batch_size=1)
     assert [row.steps.ids.tolist() for row in lossy] == [row.steps.ids.tolist() for row in alone]
     assert [row.steps.ids.tolist() for row in lossy[1:]] != [row.steps.ids.tolist() for row in expected[1:]]
     # What was in words only is untouched.
@@ -302,14 +302,14 @@ def test_placeholders_are_found_alike_by_engine_and_plainly(exact):
 )
 def test_options_that_do_not_fit_are_refused(model, options, message):
     with pytest.raises(ValueError, match=message):
-        visual_bits(model.config, torch.ones(1, 2), None, **options)
+        visual_quant(model.config, torch.ones(1, 2), None, **options)
 
 
 def test_a_model_that_sees_nothing_is_named(model):
     with pytest.raises(ValueError, match="type 'llama' names no placeholder of pictures"):
         find_visual(model.config.text_config, torch.ones(1, 2))
     with pytest.raises(ValueError, match="`visual` must say which tokens are visual"):
-        visual_bits(model.config, None, None)
+        visual_quant(model.config, None, None)
 
 
 def test_heads_that_fill_no_bytes_are_refused():
@@ -317,7 +317,7 @@ def test_heads_that_fill_no_bytes_are_refused():
 
     config = t.LlamaConfig(hidden_size=24, num_attention_heads=2, num_key_value_heads=2, num_hidden_layers=1)
     with pytest.raises(ValueError, match="heads of size 12 do not fill whole bytes"):
-        visual_bits(config, torch.ones(1, 2), None)
+        visual_quant(config, torch.ones(1, 2), None)
 
 
 def test_layers_of_another_kind_are_named():
@@ -325,23 +325,23 @@ def test_layers_of_another_kind_are_named():
 
     config = t.Gemma2Config(num_hidden_layers=2, head_dim=16)
     with pytest.raises(ValueError, match="has layers of sliding_attention"):
-        visual_bits(config, torch.ones(1, 2), None)
+        visual_quant(config, torch.ones(1, 2), None)
 
 
 def test_a_cache_of_another_model_or_batch_is_refused(model):
     inputs = batch(prompts(2))
-    other = visual_bits(*masks(llava(layers=1), inputs))
+    other = visual_quant(*masks(llava(layers=1), inputs))
     with pytest.raises(ValueError, match="made for 1 layers, but the model has a layer number 1"):
         read(model, inputs, other, answers(2))
-    other = visual_bits(*masks(llava(size=8), inputs))
+    other = visual_quant(*masks(llava(size=8), inputs))
     with pytest.raises(
         ValueError, match="made for 2 key-value heads of size 8, but the model gives 2 of size 16"
     ):
         read(model, inputs, other, answers(2))
     longer = batch(prompts(3))
     with pytest.raises(ValueError, match="masks of the cache are for 2 prompts of 21 tokens"):
-        read(model, longer, visual_bits(*masks(model, inputs)), answers(3))
-    used = visual_bits(*masks(model, inputs))
+        read(model, longer, visual_quant(*masks(model, inputs)), answers(3))
+    used = visual_quant(*masks(model, inputs))
     with pytest.raises(ValueError, match="belongs to one batch of prompts"):
         used.reset()
 
@@ -349,12 +349,12 @@ def test_a_cache_of_another_model_or_batch_is_refused(model):
 def test_no_gradient_is_lost_in_silence(model):
     inputs = batch(prompts(2))
     with pytest.raises(ValueError, match="no gradient flows through codes"):
-        model(**inputs, past_key_values=visual_bits(*masks(model, inputs)))
+        model(**inputs, past_key_values=visual_quant(*masks(model, inputs)))
 
 
 def test_the_registry_knows_it():
     from mmrl.config.registry import find
 
-    assert find("cache", "compression.visual_bits").target is visual_bits
-    assert {"nbits", "rule", "fused"} <= set(find("cache", "compression.visual_bits").options)
+    assert find("cache", "compression.visual_quant").target is visual_quant
+    assert {"nbits", "rule", "fused"} <= set(find("cache", "compression.visual_quant").options)
     assert set(quantization.Rule.__args__) == {"shrunk", "centred", "quantile", "range", "fitted"}

@@ -1,4 +1,4 @@
-"""`importance_drop`: what the text looks at stays."""
+"""`vl_cache`: what the text looks at stays."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch.testing import assert_close
 from transformers import DynamicCache
 
-from mmrl.compression.caches.vl_cache import Budget, choose, importance_drop, score_tokens
+from mmrl.compression.caches.vl_cache import Budget, choose, score_tokens, vl_cache
 from tests.compression import caching
 from tests.compression.caching import answers, batch, llava, masks, prompts, read
 from tests.vision import mixed
@@ -68,7 +68,7 @@ def test_what_keeps_everything_changes_no_logit(model):
     inputs, answer = batch(prompts()), answers(8)
     expected = read(model, inputs, DynamicCache(config=model.config), answer)
     for layers in ("density", "uniform"):
-        cache = importance_drop(*masks(model, inputs), keep=1.0, layers=layers)
+        cache = vl_cache(*masks(model, inputs), keep=1.0, layers=layers)
         assert_close(read(model, inputs, cache, answer), expected, rtol=0, atol=1e-10)
 
 
@@ -76,17 +76,17 @@ def test_what_keeps_everything_changes_no_logit(model):
 def test_eight_ragged_rows_together_are_eight_rows_alone(model, options):
     listed, answer = prompts(), answers(8)
     inputs = batch(listed)
-    together = read(model, inputs, importance_drop(*masks(model, inputs), **options), answer)
+    together = read(model, inputs, vl_cache(*masks(model, inputs), **options), answer)
     for i, one in enumerate(listed):
         alone = batch([one])
-        said = read(model, alone, importance_drop(*masks(model, alone), **options), answer[i : i + 1])
+        said = read(model, alone, vl_cache(*masks(model, alone), **options), answer[i : i + 1])
         assert_close(together[i : i + 1], said, rtol=0, atol=1e-9)
 
 
 def test_dropping_is_the_same_as_hiding(model):
     # A full cache whose dropped tokens are masked out, head by head, in one layer's attention.
     inputs = batch(prompts(3))
-    cache = importance_drop(*masks(model, inputs), keep=0.4)
+    cache = vl_cache(*masks(model, inputs), keep=0.4)
     with torch.no_grad():
         full = DynamicCache(config=model.config)
         for held in (cache, full):
@@ -113,7 +113,7 @@ def test_bytes_fall_to_what_is_kept(model):
     inputs = batch(prompts()[2:3])
     sizes = []
     for keep in (1.0, 0.25):
-        cache = importance_drop(*masks(model, inputs), keep=keep, layers="uniform")
+        cache = vl_cache(*masks(model, inputs), keep=keep, layers="uniform")
         read(model, inputs, cache, answers(1, 1)[:, :0].new_ones(1, 1))
         sizes.append(sum(part.block.nbytes for layer in cache.layers for part in layer.held.shared[0]))
     length = inputs["input_ids"].shape[1]
@@ -130,17 +130,17 @@ def generated(model, inputs, cache, **options):
 @pytest.mark.parametrize("options", [{}, {"num_beams": 3, "num_return_sequences": 2}], ids=str)
 def test_generate_takes_it(model, options):
     inputs = batch(prompts(4))
-    whole = importance_drop(*masks(model, inputs), keep=1.0)
+    whole = vl_cache(*masks(model, inputs), keep=1.0)
     assert torch.equal(
         generated(model, inputs, whole, **options),
         generated(model, inputs, DynamicCache(config=model.config), **options),
     )
-    assert generated(model, inputs, importance_drop(*masks(model, inputs), keep=0.2), **options).shape[1] > 6
+    assert generated(model, inputs, vl_cache(*masks(model, inputs), keep=0.2), **options).shape[1] > 6
 
 
 def test_rows_are_chosen_repeated_and_cropped(model):
     inputs, answer = batch(prompts(4)), answers(4, 3)
-    make = partial(importance_drop, *masks(model, inputs), keep=0.4)
+    make = partial(vl_cache, *masks(model, inputs), keep=0.4)
     mask = torch.cat([inputs["attention_mask"], torch.ones_like(answer)], 1)
     more = answers(4, 3, seed=5)
     once = make()
@@ -160,10 +160,10 @@ def test_the_engine_rolls_out_with_it(exact):
     policy = exact("qwen2_5_vl")
     asked = mixed.prompts("qwen2_5_vl") * 2
     ids = lambda rows: [row.steps.ids.tolist() for row in rows]
-    whole = mixed.generate(policy, asked, cache=partial(importance_drop, keep=1.0))
+    whole = mixed.generate(policy, asked, cache=partial(vl_cache, keep=1.0))
     assert ids(whole) == ids(mixed.generate(policy, asked))
-    half = mixed.generate(policy, asked, cache=partial(importance_drop, keep=0.5))
-    alone = mixed.generate(policy, asked, cache=partial(importance_drop, keep=0.5), batch_size=1)
+    half = mixed.generate(policy, asked, cache=partial(vl_cache, keep=0.5))
+    alone = mixed.generate(policy, asked, cache=partial(vl_cache, keep=0.5), batch_size=1)
     assert ids(half) == ids(alone) != ids(whole)
 
 
@@ -172,5 +172,5 @@ def test_the_engine_rolls_out_with_it(exact):
 )
 def test_options_that_do_not_fit_are_refused(model, options):
     (name,) = options
-    with pytest.raises(ValueError, match=f"`{name}` of importance_drop is out of its range"):
-        importance_drop(model.config, None, None, **options)
+    with pytest.raises(ValueError, match=f"`{name}` of vl_cache is out of its range"):
+        vl_cache(model.config, None, None, **options)

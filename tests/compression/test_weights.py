@@ -13,10 +13,10 @@ from mmrl.compression.fp32_linear import UpcastLinear
 from mmrl.compression.profiling import divergence
 from mmrl.compression.pruning.sliced_linear import features, narrow
 from mmrl.compression.saving import load_transformed, save_transformed
-from mmrl.compression.transforms.bnb_quantize import low_bit_weights
+from mmrl.compression.transforms.bnb_quantize import bnb_quantize
 from mmrl.compression.transforms.drop_visual_layers import drop_visual_layers
 from mmrl.compression.transforms.layer_cast import layer_cast
-from mmrl.compression.transforms.structured_pruning import cut_weights
+from mmrl.compression.transforms.structured_pruning import structured_pruning
 from mmrl.compression.transforms.yopo import yopo25
 from mmrl.vision.policies.tokens import Tokens
 from tests.compression.pruned_models import folder, llava, llava_inputs, prompts, steps
@@ -161,7 +161,7 @@ needs_bitsandbytes = pytest.mark.skipif(
 @pytest.mark.parametrize(("nbits", "low", "high"), [(4, 0.03, 0.2), (8, 0.0005, 0.03)])
 def test_low_bit_weights_are_near_the_weights(nbits, low, high):
     model = llava(dtype=torch.float32, hidden_size=64, intermediate_size=128)
-    few = low_bit_weights(model, nbits=nbits)
+    few = bnb_quantize(model, nbits=nbits)
     x = torch.randn(50, 64, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         exact = model.model.language_model.layers[0].mlp.up_proj(x)
@@ -175,7 +175,7 @@ def test_low_bit_weights_are_near_the_weights(nbits, low, high):
 @needs_bitsandbytes
 @pytest.mark.parametrize("nbits", [4, 8])
 def test_an_adapter_learns_over_low_bit_weights_and_pruning(nbits):
-    few = lambda model: low_bit_weights(model, nbits=nbits)
+    few = lambda model: bnb_quantize(model, nbits=nbits)
     speaker = Tokens(model=str(folder("llava")), dtype="float32", transform=(few, yopo25), lora_rank=2)
     kind = type(speaker.model.get_decoder().layers[0].mlp.up_proj)
     assert kind.__module__ == "peft.tuners.lora.bnb"
@@ -197,7 +197,7 @@ def test_an_adapter_learns_over_low_bit_weights_and_pruning(nbits):
     "options", [{"nbits": 4}, {"nbits": 4, "kind": "fp4", "double": False}, {"nbits": 8}]
 )
 def test_low_bit_weights_come_back_bit_for_bit(options, tmp_path):
-    model = low_bit_weights(llava(dtype=torch.float32), **options)
+    model = bnb_quantize(llava(dtype=torch.float32), **options)
     save_transformed(model, tmp_path)
     inputs = llava_inputs(model)
     with torch.no_grad():
@@ -207,12 +207,12 @@ def test_low_bit_weights_come_back_bit_for_bit(options, tmp_path):
 @needs_bitsandbytes
 def test_numbers_of_bits_that_do_not_exist_are_refused():
     with pytest.raises(ValueError, match="weights can be held in 4 or 8 bits, not in 3"):
-        low_bit_weights(llava(), nbits=3)
-    with pytest.raises(ValueError, match="apply `low_bit_weights` before adapters and `layer_cast`"):
-        low_bit_weights(layer_cast(llava(dtype=torch.float32)))
+        bnb_quantize(llava(), nbits=3)
+    with pytest.raises(ValueError, match="apply `bnb_quantize` before adapters and `layer_cast`"):
+        bnb_quantize(layer_cast(llava(dtype=torch.float32)))
 
 
-@pytest.mark.parametrize("change", [layer_cast, low_bit_weights, partial(cut_weights, neurons=0.5)])
+@pytest.mark.parametrize("change", [layer_cast, bnb_quantize, partial(structured_pruning, ffn_units=0.5)])
 def test_what_is_done_to_weights_counts_behind_pruning_as_well(change):
     # The pruned model is bound to its modules; what is made of it must be bound to its own.
     model = llava(dtype=torch.bfloat16 if change is layer_cast else torch.float32)
@@ -226,7 +226,7 @@ def test_what_is_done_to_weights_counts_behind_pruning_as_well(change):
 
 def test_an_adapter_that_was_there_before_stays_as_it_is_over_weights_of_few_bits():
     speaker = Tokens(model=str(folder("llava")), dtype="float32", lora_rank=2)
-    few = low_bit_weights(speaker.model, nbits=8)
+    few = bnb_quantize(speaker.model, nbits=8)
     mine = dict(speaker.model.named_parameters())
     theirs = dict(few.named_parameters())
     adapters = [name for name in mine if "lora_" in name]

@@ -69,7 +69,7 @@ def test_options_are_brought_into_the_type_of_the_piece(pieces):
         ("advantage", "limt", {}, "here: no advantage is called 'limt'; did you mean 'limit'?"),
         ("surrogate", "clip", {"epsilon_hgh": 0.3}, "here: surrogate 'clip' has no option 'epsilon_hgh'"),
         ("advantage", "pick", {}, "here: advantage 'pick' needs the option of"),
-        ("aggregate", "fixed_length", {}, "needs the option max_completion_length"),
+        ("aggregation", "fixed_length", {}, "needs the option max_completion_length"),
     ],
 )
 def test_mistakes_are_named_with_their_place(pieces, kind, name, options, message):
@@ -83,7 +83,7 @@ def test_a_kind_as_an_option_holds_a_piece_or_a_list_of_them(pieces):
         "objective",
         "policy_gradient",
         surrogate={"name": "clip", "epsilon": 0.1},
-        aggregate="step_mean",
+        aggregation="step_mean",
         penalty=["k1", {"name": "k3", "coef": 0.5}],
     )
     assert objective.surrogate.options == {"epsilon": 0.1}
@@ -95,7 +95,7 @@ def test_a_kind_as_an_option_holds_a_piece_or_a_list_of_them(pieces):
             "objective",
             "policy_gradient",
             surrogate="clip",
-            aggregate="step_mean",
+            aggregation="step_mean",
             penalty=["k1", "k33"],
         )
 
@@ -149,7 +149,7 @@ def test_a_piece_needs_the_policy_that_it_is_set_against(pieces):
 
 def test_an_option_that_is_a_number_follows_a_schedule(pieces):
     new, batch = moved([[0.0]], [1])
-    k3 = made(pieces, "penalty", "negative_entropy", coef=LINEAR)
+    k3 = made(pieces, "penalty", "entropy_bonus", coef=LINEAR)
     new = type(new)(new.logp, {"entropy": torch.ones(1, 1)})
     values = []
     for step in (0, 1, 4):
@@ -164,7 +164,7 @@ def test_before_the_first_tick_an_option_has_its_first_value(pieces):
 
 def test_options_of_pieces_inside_pieces_follow_too(pieces):
     surrogate = {"name": "clip", "epsilon": LINEAR, "epsilon_high": {**LINEAR, "end": 2.0}}
-    objective = made(pieces, "objective", "policy_gradient", surrogate=surrogate, aggregate="step_mean")
+    objective = made(pieces, "objective", "policy_gradient", surrogate=surrogate, aggregation="step_mean")
     pieces.tick(Clock(2))
     assert objective.surrogate.options == {"epsilon": 0.5, "epsilon_high": 1.0}
 

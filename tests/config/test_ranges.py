@@ -36,10 +36,10 @@ from tests.config.test_schema import WHOLE
 # Numbers that may be anything finite: shifts, scales and bars of metrics and rewards, which have any sign.
 FREE = {
     "anchor.lambda_off", "downscale.max_reward", "group_center.shift", "rescale.factor",
-    "soft_shape.threshold", "value_anchor.k", "rises.above", "anchor_chosen.delta", "bco_pair.delta",
+    "tempsamp_shaping.threshold", "value_anchor.k", "rises.above", "anchor_chosen.delta", "bco_pair.delta",
     "kto.delta", "combination.constant", "combination.weights", "confusion.positive", "confusion.scale",
     "confusion.offset", "confusion.f1_offset", "ratio_of_sums.scale", "ratio_of_sums.offset",
-    "share_above.at", "clip_score.divide_by", "diffusion.pick_score.divide_by",
+    "recall_at.at", "clip_score.divide_by", "diffusion.pick_score.divide_by",
 }  # fmt: skip
 EACH = [(entry, name) for kind in HOMES for entry in pieces(kind) for name in entry.options]
 
@@ -148,18 +148,18 @@ def test_every_number_of_a_piece_has_a_range_which_its_default_is_in(entry: Entr
         ("surrogate", "clip", {"epsilon": -0.2}, "'here.epsilon' must be at least 0, not -0.2"),
         (
             "surrogate",
-            "detached_clip",
+            "cispo",
             {"clip_min": 2, "clip_max": 1},
             "'here.clip_min' must be at most 'clip_max', 1, not 2",
         ),
         (
             "surrogate",
-            "detached_clip",
+            "cispo",
             {"clip_min": 6},
             "'here.clip_min' must be at most 'clip_max', 5.0, not 6",
         ),
         ("penalty", "k3", {"coef": -1}, "'here.coef' must be at least 0, not -1.0"),
-        ("cache", "compression.all_bits", {"nbits": 0}, "'here.nbits' must be one of 1, 2, 4, 8, not 0"),
+        ("cache", "compression.kivi", {"nbits": 0}, "'here.nbits' must be one of 1, 2, 4, 8, not 0"),
         ("advantage", "high_entropy", {"top": 1.5}, "'here.top' must be at least 0 and at most 1, not 1.5"),
         ("optimizer", "adamw", {"beta1": 1}, "'here.beta1' must be at least 0 and less than 1, not 1.0"),
         ("engine", "diffusion.denoise", {"num_inference_steps": -4}, "must be at least 1, not -4"),
@@ -232,7 +232,10 @@ def test_a_configuration_that_no_file_gave_is_checked_as_well():
             {"name": "linear", "start": 0, "end": 1, "steps": 0},
             "'here.decay.steps' must be at least 1, not 0",
         ),
-        ({"name": "staircase", "start": 3, "stop": 1}, "'here.decay.start' must be at most 'stop', 1, not 3"),
+        (
+            {"name": "sliding_window", "start": 3, "stop": 1},
+            "'here.decay.start' must be at most 'stop', 1, not 3",
+        ),
         (
             {"name": "tests.config.test_ranges:wild", "values": [3.0]},
             "here.decay: schedule 'tests.config.test_ranges.wild' at step 0",

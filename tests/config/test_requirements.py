@@ -15,7 +15,7 @@ from mmrl.config.schema import Config, ConfigError, EvaluateConfig, parse
 from tests.support.toys import plan
 
 PROJECT = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
-LOWBIT = {"name": "vision.generate", "transform": ["compression.low_bit_weights"]}
+LOWBIT = {"name": "vision.generate", "transform": ["compression.bnb_quantize"]}
 SWEEP = {
     "policy": {"name": "vision.tokens", "model": "nowhere"},
     "evaluation": {
@@ -54,7 +54,7 @@ def test_a_run_that_needs_an_extra_is_refused_before_anything_is_made(tmp_path, 
 def test_a_sweep_asks_for_the_packages_of_every_setting_first(tmp_path, bare, monkeypatch):
     bare("bitsandbytes")
     monkeypatch.setattr(pareto, "load_evaluator", lambda config: pytest.fail("measured something"))
-    with pytest.raises(ConfigError, match="'compression.low_bit_weights' needs the package bitsandbytes"):
+    with pytest.raises(ConfigError, match="'compression.bnb_quantize' needs the package bitsandbytes"):
         pareto.compare(parse(SWEEP, EvaluateConfig), tmp_path)
 
 

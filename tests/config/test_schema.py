@@ -97,8 +97,8 @@ def test_options_merge_into_a_piece_of_the_same_name_and_another_name_replaces_i
     clip = {"name": "clip", "epsilon": 0.2}
     assert merge(clip, {"epsilon_high": 0.28}) == {**clip, "epsilon_high": 0.28}
     assert merge(clip, {"name": "clip", "epsilon": 0.3}) == {"name": "clip", "epsilon": 0.3}
-    assert merge(clip, {"name": "soft_gate"}) == {"name": "soft_gate"}
-    assert merge(clip, "soft_gate") == "soft_gate"
+    assert merge(clip, {"name": "sapo"}) == {"name": "sapo"}
+    assert merge(clip, "sapo") == "sapo"
     assert merge("clip", {"epsilon": 0.3}) == {"name": "clip", "epsilon": 0.3}
 
 
@@ -123,8 +123,10 @@ def test_an_override_reaches_into_mappings_lists_and_names(file):
 
 def test_an_override_may_hold_a_list_or_a_mapping_or_add_a_key(file):
     path = file("run.yaml", "advantage: [total]\n")
-    changed = read(path, ["advantage=[total, {name: limit, max_advantage: 2}]", "learn={a: {b: 1}}", "x="])
-    assert changed["advantage"] == ["total", {"name": "limit", "max_advantage": 2}]
+    changed = read(
+        path, ["advantage=[total, {name: clip_advantage, max_advantage: 2}]", "learn={a: {b: 1}}", "x="]
+    )
+    assert changed["advantage"] == ["total", {"name": "clip_advantage", "max_advantage": 2}]
     assert changed["learn"] == {"a": {"b": 1}}
 
 
@@ -288,7 +290,7 @@ def test_what_is_written_reads_back_as_the_same_configuration(tmp_path):
         "seed": 7,
         "learn": {"learning_rate": {"name": "linear", "start": 1e-6, "end": 0.0, "steps": 10}},
         "references": {"ref": "frozen", "ema": {"name": "ema", "decay": 0.9}},
-        "evaluation": {"data": "other.data", "metrics": [{"name": "share_above", "at": [0.3, 0.5]}]},
+        "evaluation": {"data": "other.data", "metrics": [{"name": "recall_at", "at": [0.3, 0.5]}]},
         "output_dir": "runs/with space: and colon",
     }
     config = parse(raw, Config)

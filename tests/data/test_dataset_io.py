@@ -7,7 +7,7 @@ import json
 import pytest
 
 from mmrl.data.dataset_io import RowError, Rows, row_files, sound_rows, split_of, write_rows
-from mmrl.diagnostics.checks.dataset_rows import said, shared_ids, unreadable_rows, useless_answers
+from mmrl.diagnostics.checks.dataset_rows import duplicate_ids, empty_answers, said, unreadable_rows
 
 ROWS = [{"id": "a", "answer": "één", "n": 1}, {"id": "b", "answer": "two\u2028lines", "n": 2}]
 
@@ -125,7 +125,7 @@ def test_unreadable_rows_are_found(tmp_path):
 
 def test_shared_ids_are_found_within_a_split_only(tmp_path):
     rows = [{"id": 1}, {"id": "1"}, {"id": 1, "split": "test"}, {}, {}]
-    assert [place for place, _ in findings(shared_ids, tmp_path, *rows)] == ["2"]
+    assert [place for place, _ in findings(duplicate_ids, tmp_path, *rows)] == ["2"]
 
 
 def test_useless_answers_are_found(tmp_path):
@@ -140,7 +140,7 @@ def test_useless_answers_are_found(tmp_path):
         {"answer": 0},
         {"answer": None},
     ]
-    assert findings(useless_answers, tmp_path, *rows) == [
+    assert findings(empty_answers, tmp_path, *rows) == [
         ("2", "`answer` is empty"),
         ("3", "`chosen` and `rejected` are both 'a dog'"),
         ("5", "`chosen` and `rejected` are both 'a dog'"),

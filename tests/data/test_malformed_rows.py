@@ -19,13 +19,13 @@ from mmrl.config.registry import pieces
 from mmrl.core.rng import Stream
 from mmrl.core.types import Prompt
 from mmrl.data.dataset_io import RowError, Rows
-from mmrl.diffusion.datasets.pictures import pictures
+from mmrl.diffusion.datasets.pictures import images
 from mmrl.diffusion.datasets.prompts import prompts
 from mmrl.diffusion.datasets.videos import videos
 from mmrl.vision.builders.converted import Converted
 from mmrl.vision.builders.visual_qa import VisualQa
 from mmrl.vision.datasets.binary_vqa import amber, pope
-from mmrl.vision.datasets.captioning import closed_set
+from mmrl.vision.datasets.captioning import closed_vocabulary
 from mmrl.vision.datasets.grounding import grounding
 from mmrl.vision.datasets.preference_pairs import preference_pairs
 from mmrl.vision.datasets.visual_qa import visual_qa
@@ -118,12 +118,12 @@ READERS = {
     "preference_pairs": Reader(PAIR, pairs, drops=True),
     "pope": Reader(ASKED, at_home(pope, root=".")),
     "amber": Reader({"id": 1, "image": "a.png", "query": "?"}, at_home(amber, **ONTOLOGY)),
-    "closed_set": Reader(SCENE, at_home(closed_set, ontology="words.json", root=".")),
+    "closed_vocabulary": Reader(SCENE, at_home(closed_vocabulary, ontology="words.json", root=".")),
     "clip_pairs": Reader({"image": "a.png", "prompt": "What?"}, unlabelled),
     "data_check": Reader(CHECKED, checked),
     "prompts": Reader({"prompt": "a", "metadata": {"tag": 1}, "id": 1}, at_home(prompts), (LINES,)),
     "pictures": Reader(
-        {"prompt": "a", "images": ["a.png"], "scores": {"clip": [1]}}, at_home(pictures, root="."), (LINES,)
+        {"prompt": "a", "images": ["a.png"], "scores": {"clip": [1]}}, at_home(images, root="."), (LINES,)
     ),
     "videos": Reader(
         {"prompt": "a", "videos": ["a.mp4"], "scores": [[1, 2]]}, at_home(videos, root=".", **SIZE), (LINES,)

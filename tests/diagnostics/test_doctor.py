@@ -18,10 +18,10 @@ from mmrl.config.schema import Config, parse
 from mmrl.core.rng import Stream
 from mmrl.core.step_table import StepOutput
 from mmrl.core.types import Outcome
-from mmrl.diagnostics.checks.learning import gradients_arrive, memory_suffices
-from mmrl.diagnostics.checks.ratio import cheap_rollouts_weighed, ratio_is_one
-from mmrl.diagnostics.checks.rewards import groups_vary, rewards_apply, rewards_order
-from mmrl.diagnostics.checks.sampling import samples_as_asked
+from mmrl.diagnostics.checks.learning import fits_memory, gradient_flow
+from mmrl.diagnostics.checks.ratio import importance_correction, initial_ratio
+from mmrl.diagnostics.checks.rewards import reward_sanity, rewards_apply, zero_variance_groups
+from mmrl.diagnostics.checks.sampling import sampling_params
 from mmrl.diagnostics.memory_estimate import plan as estimate
 from mmrl.diagnostics.memory_estimates.training import optimizer_bytes, training
 from mmrl.doctor import _look, examine
@@ -171,8 +171,8 @@ def test_a_sound_run_is_healthy(tmp_path):
     assert set(found) == {
         check.__name__
         for check in (
-            ratio_is_one, gradients_arrive, memory_suffices, groups_vary, rewards_order, samples_as_asked,
-            cheap_rollouts_weighed, rewards_apply,
+            initial_ratio, gradient_flow, fits_memory, zero_variance_groups, reward_sanity, sampling_params,
+            importance_correction, rewards_apply,
         )
     }  # fmt: skip
     assert not any(found.values()), found
@@ -181,32 +181,32 @@ def test_a_sound_run_is_healthy(tmp_path):
 MISTAKES = {
     "wrong dtype": (
         {"policy": {"name": f"{HERE}:Coarse", "dtype": "bfloat16"}},
-        "ratio_is_one",
+        "initial_ratio",
         "but not in float32: it is the precision of bfloat16; set policy.dtype=float32",
     ),
     "dropout on": (
         {"policy": f"{HERE}:Dropping"},
-        "ratio_is_one",
+        "initial_ratio",
         "because dropout is on in '1'; put the model into evaluation mode",
     ),
     "shifted labels": (
         {"policy": f"{HERE}:Shifted"},
-        "ratio_is_one",
+        "initial_ratio",
         "do not speak of the same steps; compare labels (shifted by one?)",
     ),
     "one step late": (
         {"policy": f"{HERE}:Late"},
-        "ratio_is_one",
+        "initial_ratio",
         "the policy says of a step what belongs one step later; compare labels",
     ),
     "batch size": (
         {"policy": f"{HERE}:Crowded"},
-        "ratio_is_one",
+        "initial_ratio",
         "not when rows are asked one at a time: it depends on the batch size; look at padding",
     ),
     "constant reward": (
         {"rewards": [f"{HERE}:constant"]},
-        "groups_vary",
+        "zero_variance_groups",
         "in all 4 groups every answer has the same reward, so nothing is learned: constant (0.5); see",
     ),
     "absent reward": (
@@ -216,52 +216,52 @@ MISTAKES = {
     ),
     "one constant reward": (
         {"rewards": [f"{HERE}:constant", "tests.support.toys:share_right"]},
-        "groups_vary",
+        "zero_variance_groups",
         "these rewards are the same for all answers of every prompt: constant (0.5)",
     ),
     "reversed reward": (
         {"rewards": [f"{HERE}:wrong_way_round"]},
-        "rewards_order",
+        "reward_sanity",
         "earns less than one to another prompt for 4 of 4 prompts",
     ),
     "reversed weight": (
         {"rewards": [{"name": "tests.support.toys:share_right", "weight": -1.0}]},
-        "rewards_order",
+        "reward_sanity",
         "), which 'share_right' prefer; higher must be better",
     ),
     "deaf reward": (
         {"rewards": [f"{HERE}:deaf"]},
-        "rewards_order",
+        "reward_sanity",
         "earns exactly as much as an empty one or one to another prompt, for every prompt; see",
     ),
     "detached adapters": (
         {"policy": f"{HERE}:Adapted"},
-        "gradients_arrive",
+        "gradient_flow",
         "no gradient reaches 'lora_a', though they are to be trained; see that",
     ),
     "frozen adapters": (
         {"policy": {"name": f"{HERE}:Adapted", "frozen": True}},
-        "gradients_arrive",
+        "gradient_flow",
         "'lora_a' look like an adapter and are frozen, while other weights learn; load",
     ),
     "inherited greedy sampling": (
         {"rollout": {"engine": [f"{HERE}:Greedy"]}},
-        "samples_as_asked",
+        "sampling_params",
         "sampled steps are likelier than chance allows",
     ),
     "greedy groups": (
         {"rollout": {"engine": [f"{HERE}:Greedy"]}},
-        "samples_as_asked",
+        "sampling_params",
         "all answers of every prompt are the same; sample",
     ),
     "inherited cold sampling": (
         {"rollout": {"engine": [{"name": f"{HERE}:Greedy", "inherited": 0.3}], "num_generations": 32}},
-        "samples_as_asked",
+        "sampling_params",
         "the engine samples greedily or colder than it was told",
     ),
     "an overwritten setting": (
         {"rollout": {"engine": [{"name": f"{HERE}:Greedy", "temperature": 1.0, "inherited": 0.5}]}},
-        "samples_as_asked",
+        "sampling_params",
         f"the engine '{HERE}:Greedy' was given temperature=1 and works with 0.5; something overwrites it",
     ),
 }  # fmt: skip
@@ -272,7 +272,7 @@ def test_a_planted_mistake_is_found_and_nothing_else_of_its_kind(tmp_path, name)
     changes, checkup, message = MISTAKES[name]
     found = examined(tmp_path / "run", **changes)
     assert any(message in text for text in found[checkup]), found
-    others = {"ratio_is_one", "gradients_arrive", "memory_suffices"} - {checkup}
+    others = {"initial_ratio", "gradient_flow", "fits_memory"} - {checkup}
     assert not any(found[other] for other in others), found
 
 
@@ -280,12 +280,12 @@ def test_a_reward_that_prefers_short_answers_is_no_mistake_beside_another(tmp_pa
     changes = {
         "rewards": ["tests.support.toys:share_right", {"name": "tests.support.toys:brevity", "weight": 0.5}]
     }
-    assert not examined(tmp_path / "run", **changes)["rewards_order"]
+    assert not examined(tmp_path / "run", **changes)["reward_sanity"]
 
 
 def test_greedy_groups_that_were_asked_for_are_told_with_the_setting(tmp_path):
     engine = {"name": f"{HERE}:Greedy", "temperature": 0.0}
-    (said,) = examined(tmp_path / "run", rollout={"engine": [engine]})["samples_as_asked"]
+    (said,) = examined(tmp_path / "run", rollout={"engine": [engine]})["sampling_params"]
     assert said.startswith("all answers of every prompt are the same (temperature=0.0)")
 
 
@@ -305,15 +305,15 @@ def cheap_engine(by, **options):
     return {"engine": [{"name": f"{HERE}:Cheap", "by": by, **options}]}
 
 
-FEW_BITS = "compression.visual_bits"
-WEIGHED = {"focus": ["truncated_importance"]}
+FEW_BITS = "compression.visual_quant"
+WEIGHED = {"step_weight": ["truncated_importance"]}
 
 
 @pytest.mark.parametrize("by, grave", [(0.1, False), (1.0, True)])
 def test_a_gap_that_is_on_purpose_is_told_and_wrong_only_where_it_is_wide(tmp_path, by, grave):
     changes = {"rollout": cheap_engine(by, cache=FEW_BITS), "objective": WEIGHED}
     report = examine(parse(plan(tmp_path / "run", **{**RUN, **changes}), Config))
-    (said,) = next(found for entry, found in report.found if entry.name == "ratio_is_one")
+    (said,) = next(found for entry, found in report.found if entry.name == "initial_ratio")
     kl = math.exp(-by) + by - 1  # k3 of what the policy finds `by` nats less likely
     assert (
         f"(cache {FEW_BITS}): log-probabilities differ by {by:.3g} on average, KL {kl:.3g} nats" in said.what
@@ -324,24 +324,24 @@ def test_a_gap_that_is_on_purpose_is_told_and_wrong_only_where_it_is_wide(tmp_pa
 
 def test_a_gap_that_is_not_on_purpose_is_a_defect_still(tmp_path):
     found = examined(tmp_path / "run", rollout=cheap_engine(0.1))
-    assert found["ratio_is_one"][0].startswith("the ratio is not 1 before the first update")
+    assert found["initial_ratio"][0].startswith("the ratio is not 1 before the first update")
 
 
 def test_cheap_rollouts_that_nothing_weighs_are_complained_about(tmp_path):
     cheap = cheap_engine(0.01, cache=FEW_BITS)
-    (said,) = examined(tmp_path / "run", rollout=cheap)["cheap_rollouts_weighed"]
+    (said,) = examined(tmp_path / "run", rollout=cheap)["importance_correction"]
     assert said.startswith(
-        "rollouts come from a cheaper model than the one that learns (cache compression.visual_bits), "
+        "rollouts come from a cheaper model than the one that learns (cache compression.visual_quant), "
     )
-    assert not examined(tmp_path / "run", rollout=cheap, objective=WEIGHED)["cheap_rollouts_weighed"]
-    assert not examined(tmp_path / "run", rollout=cheap_engine(0.01))["cheap_rollouts_weighed"]
+    assert not examined(tmp_path / "run", rollout=cheap, objective=WEIGHED)["importance_correction"]
+    assert not examined(tmp_path / "run", rollout=cheap_engine(0.01))["importance_correction"]
 
 
 @pytest.mark.parametrize("form", ["transition", "matching"])
 def test_a_flow_is_examined_alike(tmp_path, form):
     raw = flow_plan(tmp_path / "run", policy={"name": "tests.support.toy_flow:ToyFlow", "form": form})
     raw |= {"advantage": ["total", "group_normalize"]}
-    raw |= {"objective": {"name": "policy_gradient", "surrogate": "clip", "aggregate": "step_mean"}}
+    raw |= {"objective": {"name": "policy_gradient", "surrogate": "clip", "aggregation": "step_mean"}}
     assert examine(parse(raw, Config)).healthy
 
 
@@ -375,7 +375,7 @@ class Machine:
 @pytest.mark.parametrize(("room", "found"), [(0, 0), (100, 1), (130, 1), (140, 0)])
 def test_a_machine_that_is_too_small_is_named(room, found):
     # 120 bytes are wanted, and nine tenths of a machine may be used: 133.3.
-    said = list(memory_suffices(Machine({"weights": 100.0, "cache": 20.0}, room)))
+    said = list(fits_memory(Machine({"weights": 100.0, "cache": 20.0}, room)))
     assert len(said) == found
     if said:
         assert "weights 1e-07 GB, cache 2e-08 GB; train an adapter" in said[0].text
@@ -399,11 +399,11 @@ def file(tmp_path, monkeypatch):
 def test_the_command_tells_what_is_wrong_and_what_to_do(file, capsys):
     assert main(["doctor", file()]) == 0
     printed = capsys.readouterr().out
-    assert "ok     ratio_is_one: Replay rollouts" in printed and "wrong" not in printed
+    assert "ok     initial_ratio: Replay rollouts" in printed and "wrong" not in printed
     assert "GB  weights" in printed and "activations of 64 steps (measured)" in printed
     assert main(["doctor", file(rewards=[f"{HERE}:constant"])]) == 1
     printed = capsys.readouterr().out
-    assert "wrong  groups_vary" in printed and "What to do: see whether" in printed
+    assert "wrong  zero_variance_groups" in printed and "What to do: see whether" in printed
 
 
 def test_the_plan_of_a_run_is_printed(file, capsys):
@@ -426,7 +426,9 @@ def test_the_first_step_is_looked_at_for_nothing(tmp_path, monkeypatch, capsys):
 
 def test_the_look_can_be_left_out(tmp_path, monkeypatch):
     monkeypatch.setattr(html, "curves", lambda runs: [])
-    run = toy_run(tmp_path, rewards=[f"{HERE}:constant"], max_steps=1, report={"doctor": [], "trackers": []})
+    run = toy_run(
+        tmp_path, rewards=[f"{HERE}:constant"], max_steps=1, report={"startup_checks": [], "trackers": []}
+    )
     train(run)
     assert run.raised == []
 
@@ -434,9 +436,14 @@ def test_the_look_can_be_left_out(tmp_path, monkeypatch):
 def test_a_sound_first_step_raises_nothing_and_changes_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr(html, "curves", lambda runs: [])
     runs = []
-    for name, doctor in (("with", ["groups_vary", "samples_as_asked", "gradients_arrive"]), ("without", [])):
+    for name, doctor in (
+        ("with", ["zero_variance_groups", "sampling_params", "gradient_flow"]),
+        ("without", []),
+    ):
         runs.append(
-            toy_run(tmp_path / name, policy=f"{HERE}:Begun", report={"doctor": doctor, "trackers": []})
+            toy_run(
+                tmp_path / name, policy=f"{HERE}:Begun", report={"startup_checks": doctor, "trackers": []}
+            )
         )
         train(runs[-1])
     assert runs[0].raised == []
@@ -445,4 +452,4 @@ def test_a_sound_first_step_raises_nothing_and_changes_nothing(tmp_path, monkeyp
 
 def test_prompts_without_a_known_answer_say_nothing_of_order(tmp_path):
     data = {"name": "tests.support.toys:prompts", "answers": 0}
-    assert not examined(tmp_path / "run", data=data)["rewards_order"]
+    assert not examined(tmp_path / "run", data=data)["reward_sanity"]

@@ -9,7 +9,12 @@ import pytest
 from mmrl.build import check, check_some
 from mmrl.config.registry import find
 from mmrl.config.schema import Config, ConfigError, parse, parse_some
-from mmrl.diagnostics.checks.training_metrics import collapses, held_out_falls, ratio_is_not_one, rises
+from mmrl.diagnostics.checks.training_metrics import (
+    logprob_mismatch,
+    metric_drop,
+    metric_spike,
+    reward_hacking,
+)
 from mmrl.training.loop import train
 from tests.support.toys import toy_run
 
@@ -30,7 +35,7 @@ def held_out(values, lows=None) -> dict:
     return {"eval_taste": values, "eval_taste/low": lows or [v if v is None else v - 0.1 for v in values]}
 
 
-# ---- held_out_falls
+# ---- reward_hacking
 
 RISING = [0.0, 0.1, 0.2, 0.3, 0.4, 0.5]
 
@@ -39,21 +44,21 @@ def test_a_held_out_metric_that_falls_while_the_reward_rises_is_told_once():
     records = journal(reward=RISING, **held_out([1.0, None, 0.95, None, 0.8, 0.5]))
     # The interval of the start ends at .9: .95 is in it, .8 at step 5 is not. The reward began at
     # (0 + .1) / 2 and has come to (.3 + .4) / 2.
-    said = held_out_falls(records)
+    said = reward_hacking(records)
     assert len(said) == 1
     assert "eval_taste fell to 0.8 at step 5, below the interval it began in (1, from 0.9)" in said[0]
     assert "while reward rose from 0.05 to 0.35" in said[0]
     # However far the run has come, it says the same.
-    assert [held_out_falls(records[:n]) for n in range(7)] == [[]] * 5 + [said] * 2
+    assert [reward_hacking(records[:n]) for n in range(7)] == [[]] * 5 + [said] * 2
 
 
 def test_a_fall_inside_the_interval_or_without_a_rise_is_no_alarm():
-    assert held_out_falls(journal(reward=RISING, **held_out([1.0, None, 0.95, None, 0.91]))) == []
-    assert held_out_falls(journal(reward=RISING[::-1], **held_out([1.0, None, 0.5, None, 0.4]))) == []
-    assert held_out_falls(journal(reward=[0.5] * 6, **held_out([1.0, None, None, None, None, 0.4]))) == []
-    assert held_out_falls(journal(reward=RISING, **held_out([1.0, None, None, None, None, 2.0]))) == []
-    assert held_out_falls(journal(reward=RISING)) == [], "nothing is held out"
-    assert held_out_falls([]) == []
+    assert reward_hacking(journal(reward=RISING, **held_out([1.0, None, 0.95, None, 0.91]))) == []
+    assert reward_hacking(journal(reward=RISING[::-1], **held_out([1.0, None, 0.5, None, 0.4]))) == []
+    assert reward_hacking(journal(reward=[0.5] * 6, **held_out([1.0, None, None, None, None, 0.4]))) == []
+    assert reward_hacking(journal(reward=RISING, **held_out([1.0, None, None, None, None, 2.0]))) == []
+    assert reward_hacking(journal(reward=RISING)) == [], "nothing is held out"
+    assert reward_hacking([]) == []
 
 
 def test_several_held_out_metrics_are_watched():
@@ -62,16 +67,16 @@ def test_several_held_out_metrics_are_watched():
         **held_out([1.0, None, None, 0.5]),
         **{"eval_other": [3.0, None, None, 1.0], "eval_other/low": [2.0, None, None, 0.5]},
     )
-    assert [text.split()[0] for text in held_out_falls(records)] == ["eval_other", "eval_taste"]
-    assert [text.split()[0] for text in held_out_falls(records, of=("taste",))] == ["eval_taste"]
+    assert [text.split()[0] for text in reward_hacking(records)] == ["eval_other", "eval_taste"]
+    assert [text.split()[0] for text in reward_hacking(records, of=("taste",))] == ["eval_taste"]
 
 
 def test_a_held_out_metric_may_be_set_against_another_reward():
     records = journal(
         reward=RISING[::-1], **{"rewards/clip/mean": RISING}, **held_out([1.0, None, None, 0.5])
     )
-    assert held_out_falls(records) == []
-    assert len(held_out_falls(records, rising="rewards/clip/mean")) == 1
+    assert reward_hacking(records) == []
+    assert len(reward_hacking(records, rising="rewards/clip/mean")) == 1
 
 
 # ---- collapses
@@ -80,18 +85,18 @@ def test_a_held_out_metric_may_be_set_against_another_reward():
 def test_a_metric_that_falls_below_a_share_of_its_start_has_collapsed():
     records = journal(reward_std=[1.0, 0.6, 0.5, 0.1, 0.05, 0.09, 0.0])
     # It begins at (1 + .6) / 2 = .8. Means of two: .3, .075, .07 and .045; the bar is a tenth, .08.
-    said = collapses(records, window=2)
+    said = metric_drop(records, window=2)
     assert said == ["reward_std collapsed to 0.075 at step 5; it began at 0.8, and the bar is 0.1 of that"]
-    assert collapses(records[:4], window=2) == []
-    assert collapses(records, window=2, share=0.5)[0].startswith("reward_std collapsed to 0.3 at step 4")
-    assert collapses(records, window=2, share=0.05) == []
-    assert collapses(records) == [], "there are no ten records"
-    assert collapses(journal(reward_std=[1.0, 0.0, 0.0]), window=2) == [], "start and end do not overlap"
+    assert metric_drop(records[:4], window=2) == []
+    assert metric_drop(records, window=2, share=0.5)[0].startswith("reward_std collapsed to 0.3 at step 4")
+    assert metric_drop(records, window=2, share=0.05) == []
+    assert metric_drop(records) == [], "there are no ten records"
+    assert metric_drop(journal(reward_std=[1.0, 0.0, 0.0]), window=2) == [], "start and end do not overlap"
 
 
 @pytest.mark.parametrize("values", [[], [0.0] * 4, [1.0] * 4, [math.nan] * 4, [1.0]])
 def test_what_never_was_or_did_not_change_has_not_collapsed(values):
-    assert collapses(journal(reward_std=values) if values else [], window=1) == []
+    assert metric_drop(journal(reward_std=values) if values else [], window=1) == []
 
 
 # ---- rises
@@ -100,31 +105,31 @@ def test_what_never_was_or_did_not_change_has_not_collapsed(values):
 def test_a_metric_above_its_bar_has_risen():
     records = journal(**{"rewards/saturation/mean": [0.1, math.nan, 0.2, 0.4, 0.1]})
     said = ["rewards/saturation/mean rose to 0.4 at step 4; the bar is 0.3"]
-    assert rises(records, of="rewards/saturation/mean", above=0.3) == said
+    assert metric_spike(records, of="rewards/saturation/mean", above=0.3) == said
     # Means of two where there is a number: .15, .3, .25
-    assert rises(records, of="rewards/saturation/mean", above=0.31, window=2) == []
-    assert rises(records, of="rewards/saturation/mean", above=0.29, window=2)[0].endswith(
+    assert metric_spike(records, of="rewards/saturation/mean", above=0.31, window=2) == []
+    assert metric_spike(records, of="rewards/saturation/mean", above=0.29, window=2)[0].endswith(
         "step 4; the bar is 0.29"
     )
 
 
-# ---- ratio_is_not_one
+# ---- logprob_mismatch
 
 
 def test_engine_and_policy_agree_at_the_first_step():
     name = "sampling/sampling_logp_difference/mean"
-    assert ratio_is_not_one(journal(**{name: [1e-4, 0.5]})) == []
-    (said,) = ratio_is_not_one(journal(**{name: [0.02, 0.0]}))
+    assert logprob_mismatch(journal(**{name: [1e-4, 0.5]})) == []
+    (said,) = logprob_mismatch(journal(**{name: [0.02, 0.0]}))
     assert (
         said.startswith("the ratio is not 1 at step 1")
         and "differ by 0.02 on average, more than 0.001" in said
     )
-    assert ratio_is_not_one(journal(**{name: [0.02]}), tolerance=0.1) == []
-    assert len(ratio_is_not_one(journal(**{name: [1e-4]}), tolerance=1e-5)) == 1
-    assert ratio_is_not_one([]) == []
-    cheap = [{**record, "cheap": "cache compression.visual_bits"} for record in journal(**{name: [0.5]})]
-    assert ratio_is_not_one(cheap) == [], "an engine may be cheaper on purpose"
-    assert ratio_is_not_one(journal(reward=[0.5])) == [], "an engine may note no log-probabilities"
+    assert logprob_mismatch(journal(**{name: [0.02]}), tolerance=0.1) == []
+    assert len(logprob_mismatch(journal(**{name: [1e-4]}), tolerance=1e-5)) == 1
+    assert logprob_mismatch([]) == []
+    cheap = [{**record, "cheap": "cache compression.visual_quant"} for record in journal(**{name: [0.5]})]
+    assert logprob_mismatch(cheap) == [], "an engine may be cheaper on purpose"
+    assert logprob_mismatch(journal(reward=[0.5])) == [], "an engine may note no log-probabilities"
 
 
 # ---- what is not there
@@ -133,27 +138,31 @@ def test_engine_and_policy_agree_at_the_first_step():
 def test_a_metric_that_the_journal_does_not_have_is_told():
     records = journal(reward_std=[1.0, 1.0])
     for said in (
-        collapses(records, of="rewardstd"),
-        rises(records, of="rewardstd", above=1.0),
-        ratio_is_not_one(records, of="rewardstd"),
+        metric_drop(records, of="rewardstd"),
+        metric_spike(records, of="rewardstd", above=1.0),
+        logprob_mismatch(records, of="rewardstd"),
     ):
         assert said == [
             "an alarm watches 'rewardstd', which the journal does not have; did you mean 'reward_std'?"
         ]
-    assert held_out_falls(records) == [
+    assert reward_hacking(records) == [
         "an alarm watches 'reward', which the journal does not have; did you mean 'reward_std'?"
     ]
 
 
 def test_what_an_evaluation_measures_is_waited_for():
     records = journal(reward=RISING, **{"eval_other": [None, None, 1.0]})
-    assert held_out_falls(records[:2], of=("taste",)) == []
-    (said,) = held_out_falls(records, of=("taste",))
+    assert reward_hacking(records[:2], of=("taste",)) == []
+    (said,) = reward_hacking(records, of=("taste",))
     assert said.startswith("an alarm watches 'eval_taste', which the journal does not have")
 
 
 def test_a_window_holds_a_record():
-    for piece, options in ((collapses, {}), (rises, {"of": "reward", "above": 1.0}), (held_out_falls, {})):
+    for piece, options in (
+        (metric_drop, {}),
+        (metric_spike, {"of": "reward", "above": 1.0}),
+        (reward_hacking, {}),
+    ):
         with pytest.raises(ValueError, match="`window` of at least 1 record, not 0"):
             piece(journal(reward=RISING), window=0, **options)
 
@@ -178,7 +187,7 @@ def said(monkeypatch):
 
 
 def test_an_alarm_is_said_once_and_stands_at_the_head_of_the_page(tmp_path, said):
-    run = toy_run(tmp_path, report={"alarms": [ALWAYS], "trackers": []}, max_steps=3)
+    run = toy_run(tmp_path, report={"checks": [ALWAYS], "trackers": []}, max_steps=3)
     train(run)
     assert [line for line in said if line.startswith("warning")] == [
         "warning: smoke < 1",
@@ -197,7 +206,7 @@ def test_a_run_without_alarms_has_no_box(tmp_path, said):
 
 
 def test_a_run_that_goes_on_reads_the_journal_from_its_beginning(tmp_path, said):
-    options = {"report": {"alarms": [ALWAYS], "trackers": []}, "save_steps": 1}
+    options = {"report": {"checks": [ALWAYS], "trackers": []}, "save_steps": 1}
     train(toy_run(tmp_path, **options, max_steps=1))
     run = toy_run(tmp_path, **options, max_steps=3)
     train(run)
@@ -229,7 +238,7 @@ def test_a_trained_reward_that_rises_beside_held_out_ones_that_fall_is_told(tmp_
         evaluation=evaluation,
         eval_steps=2,
         max_steps=4,
-        report={"alarms": ["held_out_falls"], "trackers": [], "log_completions": False},
+        report={"checks": ["reward_hacking"], "trackers": [], "log_completions": False},
     )
     train(run)
     records = run.journal.read()
@@ -256,7 +265,7 @@ def test_the_last_evaluation_is_listened_to(tmp_path, said):
         },
         eval_steps=2,
         max_steps=3,
-        report={"alarms": ["held_out_falls"], "trackers": [], "log_completions": False},
+        report={"checks": ["reward_hacking"], "trackers": [], "log_completions": False},
     )
     train(run)
     (line,) = [line for line in said if line.startswith("warning")]
@@ -281,32 +290,32 @@ RUN = {
     "rollout": {"engine": ["tests.support.toys:ToyGenerate"]},
     "rewards": ["tests.support.toys:share_right"],
     "advantage": ["total", "group_normalize"],
-    "objective": {"name": "policy_gradient", "surrogate": "clip", "aggregate": "step_mean"},
+    "objective": {"name": "policy_gradient", "surrogate": "clip", "aggregation": "step_mean"},
 }
 
 
 @pytest.mark.parametrize(
     ("piece", "message"),
     [
-        ("held_out_fall", "no alarm is called 'held_out_fall'; did you mean 'held_out_falls'"),
-        ("rises", "needs the options of, above"),
-        ({"name": "collapses", "shared": 1.0}, "has no option 'shared'; it takes of, share, window"),
-        ({"name": "collapses", "window": "x"}, "'report.alarms\\[0\\].window' must be a whole number"),
+        ("held_out_fall", "no alarm is called 'held_out_fall'; did you mean 'reward_hacking'"),
+        ("metric_spike", "needs the options of, above"),
+        ({"name": "metric_drop", "shared": 1.0}, "has no option 'shared'; it takes of, share, window"),
+        ({"name": "metric_drop", "window": "x"}, "'report.checks\\[0\\].window' must be a whole number"),
     ],
 )
 def test_alarms_are_checked_beforehand(piece, message):
-    raw = {**RUN, "report": {"alarms": [piece]}}
+    raw = {**RUN, "report": {"checks": [piece]}}
     with pytest.raises(
-        ConfigError, match=f"report.alarms\\[0\\].*{message}" if "window" not in message else message
+        ConfigError, match=f"report.checks\\[0\\].*{message}" if "window" not in message else message
     ):
         check(parse(raw, Config))
-    variant = {"report": {"alarms": [piece]}}
+    variant = {"report": {"checks": [piece]}}
     with pytest.raises(ConfigError, match=message):
         check_some(variant, parse_some(variant, Config))
 
 
 def test_alarms_are_found_by_name():
-    for name in ("held_out_falls", "collapses", "rises", "ratio_is_not_one"):
+    for name in ("reward_hacking", "metric_drop", "metric_spike", "logprob_mismatch"):
         assert find("alarm", name).full_name == name
 
 

@@ -8,14 +8,14 @@ import pytest
 import torch
 from PIL import Image, ImageDraw
 
-from examples.image_rl.easy_vqa_captions import CaptionedPictures, around, facts
+from examples.image_rl.easy_vqa_captions import EasyVqaCaptions, around, facts
 from mmrl.core.rng import Stream
-from mmrl.diffusion.builders.tiny_clip import Captioned, ContrastiveModel, contrast, disturbed
+from mmrl.diffusion.builders.tiny_clip import Captioned, TinyClip, contrast, disturbed
 from mmrl.diffusion.builders.tiny_flow_model import TinyFlowModel, word_tokenizer
-from mmrl.diffusion.datasets.pictures import pictures
+from mmrl.diffusion.datasets.pictures import images
 from mmrl.diffusion.datasets.prompts import prompts
 
-# ---- captioned_pictures
+# ---- easy_vqa_captions
 
 
 def test_facts_are_what_answers_say_and_nothing_that_they_deny():
@@ -61,13 +61,13 @@ def data_set(tmp_path_factory):
 @pytest.fixture(scope="module")
 def captioned(data_set, tmp_path_factory):
     folder = tmp_path_factory.mktemp("pictures")
-    return folder, CaptionedPictures(source=str(data_set), side=16).build(folder)
+    return folder, EasyVqaCaptions(source=str(data_set), side=16).build(folder)
 
 
 def test_captioned_pictures_are_read_by_both_data_sets(captioned):
     folder, counts = captioned
     assert counts == {"train_pictures": 3, "test_pictures": 3, "captions": 3}
-    found = pictures(path=str(folder / "train.jsonl"), root=str(folder))
+    found = images(path=str(folder / "train.jsonl"), root=str(folder))
     assert [prompt.text for prompt in found] == ["a red circle", "a blue circle", "a black circle"]
     assert found[0].answers[0].image.shape == (3, 16, 16)
     # The shape lies in the middle, and the background around it.
@@ -80,7 +80,7 @@ def test_captioned_pictures_are_read_by_both_data_sets(captioned):
 
 def test_a_folder_that_is_not_easy_vqa_is_an_error(tmp_path):
     with pytest.raises(ValueError, match="does not hold a split of easy-VQA"):
-        CaptionedPictures(source=str(tmp_path)).build(tmp_path / "out")
+        EasyVqaCaptions(source=str(tmp_path)).build(tmp_path / "out")
 
 
 # ---- tiny_flow_model
@@ -166,7 +166,7 @@ def test_sizes_that_do_not_divide_are_refused():
         TinyFlowModel(stream=Stream(0), texts="", side=16, patch=5)
 
 
-# ---- contrastive_model
+# ---- tiny_clip
 
 
 class Towers:
@@ -177,8 +177,8 @@ class Towers:
     def __init__(self, texts):
         self.texts = texts
 
-    def encode_image(self, pictures):
-        return pictures
+    def encode_image(self, images):
+        return images
 
     def encode_text(self, tokens):
         return self.texts[tokens]
@@ -211,7 +211,7 @@ def judge(captioned, tmp_path_factory):
     pytest.importorskip("open_clip")
     folder, root = tmp_path_factory.mktemp("judge"), captioned[0]
     paths = {"train": str(root / "train.jsonl"), "test": str(root / "test.jsonl"), "root": str(root)}
-    builder = ContrastiveModel(
+    builder = TinyClip(
         stream=Stream(0), **paths, width=4, embed_dim=8, text_width=16, steps=12, batch_size=12
     )
     return folder, root, builder.build(folder)
@@ -234,7 +234,7 @@ def test_contrastive_model_learns_and_clip_score_reads_it(judge):
     from mmrl.rewards.clip_score import ClipScore
 
     folder, root, told = judge
-    found = pictures(path=str(root / "test.jsonl"), root=str(root))
+    found = images(path=str(root / "test.jsonl"), root=str(root))
     score = ClipScore(model=str(folder))
     shown = [prompt.answers[0] for prompt in found]
     values = torch.tensor([score([prompt] * 3, shown) for prompt in found])

@@ -9,7 +9,7 @@ import torch
 from PIL import Image
 
 from mmrl.data.dataset_io import RowError
-from mmrl.diffusion.datasets.pictures import pictures
+from mmrl.diffusion.datasets.pictures import images
 from mmrl.diffusion.datasets.prompts import prompts
 
 
@@ -98,7 +98,7 @@ def shades(prompt):
 
 
 def test_a_picture_is_a_demonstration_with_score_1(file, root):
-    (prompt,) = pictures(path=file({"caption": "grey", "image": "1.png"}), root=root)
+    (prompt,) = images(path=file({"caption": "grey", "image": "1.png"}), root=root)
     assert prompt.text == "grey" and len(prompt.answers) == 1
     (answer,) = prompt.answers
     assert answer.image.shape == (3, 2, 4) and answer.image.dtype == torch.uint8
@@ -107,7 +107,7 @@ def test_a_picture_is_a_demonstration_with_score_1(file, root):
 
 def test_a_pair_is_chosen_then_rejected(file, root):
     row = {"prompt": "grey", "rejected": "0.png", "chosen": "2.png"}
-    (prompt,) = pictures(path=file(row), root=root)
+    (prompt,) = images(path=file(row), root=root)
     assert shades(prompt) == [30, 10]
     assert [answer.recorded["score"] for answer in prompt.answers] == [1.0, 0.0]
 
@@ -119,7 +119,7 @@ def test_a_pool_has_a_score_for_each_picture_by_the_name_of_a_reward(file, root)
         {**pool, "scores": {"clip": [1, 2, 3], "taste": [3, 2, 1]}},
         pool,
     ]
-    found = pictures(path=file(*rows), root=root)
+    found = images(path=file(*rows), root=root)
     recorded = [[answer.recorded for answer in prompt.answers] for prompt in found]
     assert recorded[0] == [{"score": 0.5}, {"score": 2.0}, {"score": -1.0}]
     assert recorded[1][2] == {"clip": 3.0, "taste": 1.0}
@@ -128,7 +128,7 @@ def test_a_pool_has_a_score_for_each_picture_by_the_name_of_a_reward(file, root)
 
 
 def test_pictures_are_decoded_when_somebody_looks(file, root, tmp_path):
-    (prompt,) = pictures(path=file({"prompt": "grey", "image": "1.png"}), root=root)
+    (prompt,) = images(path=file({"prompt": "grey", "image": "1.png"}), root=root)
     (tmp_path / "1.png").write_bytes(b"no picture")
     with pytest.raises(RowError, match="cannot decode"):
         prompt.answers[0]
@@ -138,7 +138,7 @@ def test_pictures_are_cut_around_the_middle_and_resized(file, tmp_path):
     wide = Image.new("RGB", (6, 2), "red")
     wide.paste((0, 0, 255), (2, 0, 4, 2))
     wide.save(tmp_path / "w.png")
-    (prompt,) = pictures(path=file({"prompt": "x", "image": "w.png"}), root=str(tmp_path), height=2, width=2)
+    (prompt,) = images(path=file({"prompt": "x", "image": "w.png"}), root=str(tmp_path), height=2, width=2)
     image = prompt.answers[0].image
     assert image.shape == (3, 2, 2)
     assert (image[2] == 255).all() and (image[0] == 0).all()  # the middle third alone
@@ -150,7 +150,7 @@ def test_what_is_transparent_becomes_white_and_pictures_stand_upright(file, tmp_
     turned[0x0112] = 6  # a quarter turn
     Image.new("RGB", (4, 2), "black").save(tmp_path / "r.png", exif=turned)
     rows = [{"prompt": "t", "image": "t.png"}, {"prompt": "r", "image": "r.png"}]
-    clear, upright = (p.answers[0].image for p in pictures(path=file(*rows), root=str(tmp_path)))
+    clear, upright = (p.answers[0].image for p in images(path=file(*rows), root=str(tmp_path)))
     assert (clear == 255).all()
     assert upright.shape == (3, 4, 2)
 
@@ -158,13 +158,13 @@ def test_what_is_transparent_becomes_white_and_pictures_stand_upright(file, tmp_
 def test_every_missing_file_is_named_at_once(file, root):
     rows = [{"prompt": "a", "image": f"{name}.png"} for name in ("0", "x", "y")]
     with pytest.raises(RowError, match=r"(?s)2 rows .*jsonl:2: there is no file 'x.png'.*'y.png'"):
-        pictures(path=file(*rows), root=root)
+        images(path=file(*rows), root=root)
 
 
 def test_a_path_may_not_leave_the_root_and_a_picture_not_pass_its_limit(file, root):
     with pytest.raises(RowError, match="leaves its root"):
-        pictures(path=file({"prompt": "a", "image": "../0.png"}), root=root)
-    (prompt,) = pictures(path=file({"prompt": "a", "image": "0.png"}), root=root, max_pixels=7)
+        images(path=file({"prompt": "a", "image": "../0.png"}), root=root)
+    (prompt,) = images(path=file({"prompt": "a", "image": "0.png"}), root=root, max_pixels=7)
     with pytest.raises(RowError, match=r"4x2 pixels; the limit is 7"):
         prompt.answers[0]
 
@@ -184,23 +184,23 @@ def test_a_path_may_not_leave_the_root_and_a_picture_not_pass_its_limit(file, ro
 )
 def test_a_wrong_row_of_pictures_is_named_with_its_line(file, root, row, message):
     with pytest.raises(RowError, match=message):
-        pictures(path=file(row), root=root)
+        images(path=file(row), root=root)
 
 
 def test_a_size_wants_both_sides_and_a_file_some_row(file, root):
     with pytest.raises(ValueError, match="both height and width"):
-        pictures(path=file({"prompt": "a", "image": "0.png"}), root=root, height=4)
+        images(path=file({"prompt": "a", "image": "0.png"}), root=root, height=4)
     with pytest.raises(RowError, match="holds no row"):
-        pictures(path=file(), root=root)
+        images(path=file(), root=root)
 
 
 def test_the_engine_stored_reads_pictures_in_order(file, root):
     from mmrl.core.rng import Stream
-    from mmrl.engines.offline import Stored
+    from mmrl.engines.offline import Offline
 
     class Seen:
         def encode(self, prompt, outcome):
             return int(outcome.image[0, 0, 0])
 
-    found = pictures(path=file({"prompt": "a", "images": ["0.png", "1.png"]}), root=root)
-    assert Stored(Seen(), stream=Stream()).rollout(found * 3) == (10, 20, 10)
+    found = images(path=file({"prompt": "a", "images": ["0.png", "1.png"]}), root=root)
+    assert Offline(Seen(), stream=Stream()).rollout(found * 3) == (10, 20, 10)

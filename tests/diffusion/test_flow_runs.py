@@ -37,7 +37,7 @@ def plan(model, folder, likelihood, **changes):
         "rollout": {"engine": [engine], "num_prompts": 2, "num_generations": 3},
         "rewards": ["tests.diffusion.flows:redness"],
         "advantage": ["total", "group_normalize"],
-        "objective": {"name": "policy_gradient", "surrogate": "clip", "aggregate": "step_mean"},
+        "objective": {"name": "policy_gradient", "surrogate": "clip", "aggregation": "step_mean"},
         "learn": {"learning_rate": 1e-3, "micro_batch_steps": 4},
         "report": {"trackers": []},
         "max_steps": 2,
@@ -57,7 +57,7 @@ def weights(run):
 LORA = {"policy": {"lora_rank": 2}}
 ANCHORED = {
     "references": {"ema": {"name": "ema", "decay": 0.5}, "ref": "frozen"},
-    "objective": {"penalty": [{"name": "velocity_gap", "against": name} for name in ("ema", "ref")]},
+    "objective": {"penalty": [{"name": "velocity_mse", "against": name} for name in ("ema", "ref")]},
 }
 KEPT_NEAR = {
     "references": {"ref": "frozen"},
@@ -67,7 +67,7 @@ KEPT_NEAR = {
 NEGATIVE_AWARE = {
     "references": {"ema": {"name": "ema", "decay": 0.5}},
     "rollout": {"policy": "ema"},
-    "objective": {"surrogate": "negative_aware"},
+    "objective": {"surrogate": "diffusion_nft"},
     "learn": {"num_iterations": 2},
 }
 RUNS = {

@@ -9,7 +9,7 @@ from torch.testing import assert_close
 from mmrl.config.registry import Needs
 from mmrl.core.rng import Stream
 from mmrl.core.types import Outcome
-from mmrl.diffusion.engines.partial_noise import FromNoised
+from mmrl.diffusion.engines.partial_noise import PartialNoise
 from mmrl.diffusion.flow_math import noised
 from mmrl.diffusion.steps import Asked
 from mmrl.training.loop import consult
@@ -24,9 +24,9 @@ def policy(checkpoint):
     return flow(checkpoint("sd3"), MATCHING)
 
 
-def engine_of(policy, *, eta=0.75, **options) -> FromNoised:
+def engine_of(policy, *, eta=0.75, **options) -> PartialNoise:
     wrapped = denoise(policy, **{"num_inference_steps": 6, **options})
-    return make("engine", "diffusion.from_noised", wrapped, eta=eta)
+    return make("engine", "diffusion.partial_noise", wrapped, eta=eta)
 
 
 def finished(rows):

@@ -9,7 +9,7 @@ import torch
 from mmrl.core.types import Outcome, Prompt, Trajectory
 from mmrl.data.dataset_io import RowError
 from mmrl.diffusion.datasets.videos import videos
-from mmrl.diffusion.engines.segment_preferences import BySegment
+from mmrl.diffusion.engines.segment_preferences import SegmentPreferences
 from mmrl.diffusion.segments import segments_of
 
 
@@ -90,7 +90,11 @@ class Recording:
 def cut(frames, length, segments, recorded):
     video = torch.arange(frames, dtype=torch.uint8).view(-1, 1, 1, 1).expand(-1, 3, 2, 2)
     outcome = Outcome(video=video, times=torch.arange(frames) / 2, recorded=recorded)
-    return BySegment(Recording(outcome, length), segments=segments).rollout([Prompt("p", ())])[0].outcomes
+    return (
+        SegmentPreferences(Recording(outcome, length), segments=segments)
+        .rollout([Prompt("p", ())])[0]
+        .outcomes
+    )
 
 
 def test_a_video_becomes_an_outcome_per_segment_that_ends_its_steps():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mmrl.config.schema import Config, parse
-from mmrl.diffusion.checks.text_conditioning import texts_reach
+from mmrl.diffusion.checks.text_conditioning import text_conditioning
 from mmrl.diffusion.memory_estimates.paths import paths
 from mmrl.doctor import _look, examine
 from tests.diffusion.test_flow_runs import MATCHING, plan
@@ -22,7 +22,7 @@ def config_of(checkpoint, folder, likelihood=TRANSITION, **changes):
 def test_a_sound_flow_is_healthy(checkpoint, tmp_path, likelihood):
     report = examine(config_of(checkpoint, tmp_path / "run", likelihood, policy={"lora_rank": 2}))
     found = {entry.full_name: [symptom.text for symptom in said] for entry, said in report.found}
-    assert "diffusion.texts_reach" in found and "vision.media_reach" not in found
+    assert "diffusion.text_conditioning" in found and "vision.media_conditioning" not in found
     assert not any(found.values()), found
     assert {"weights", "encoders and decoder", "paths"} <= report.plan.keys()
 
@@ -31,12 +31,12 @@ def test_a_sound_flow_is_healthy(checkpoint, tmp_path, likelihood):
 def test_a_text_that_does_not_reach_the_network_is_named(checkpoint, tmp_path):
     config = config_of(checkpoint, tmp_path / "run")
     examined = _look(config, config)
-    assert not list(texts_reach(examined))
+    assert not list(text_conditioning(examined))
     told = examined.policy.condition(examined.prompts[0].text)
     examined.policy.condition = lambda text: told
     rows = tuple(row for row in examined.rollouts if row.prompt is examined.prompts[0])
     mute = type(examined)(**{**vars(examined), "rollouts": rows + examined.rollouts[-1:]})
-    (symptom,) = texts_reach(mute, rows=len(rows))
+    (symptom,) = text_conditioning(mute, rows=len(rows))
     assert symptom.what.startswith("the text of a prompt does not reach the network")
 
 

@@ -42,7 +42,7 @@ def path(text, *rewards):
 
 
 def measured(*rows):
-    reward = Pieces(Stream()).make("reward", Piece("recorded", {"key": "score"}))
+    reward = Pieces(Stream()).make("reward", Piece("precomputed", {"key": "score"}))
     return Measured({}, {}, rows, score([reward], rows))
 
 

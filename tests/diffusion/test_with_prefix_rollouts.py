@@ -7,7 +7,7 @@ import torch
 from torch.testing import assert_close
 
 from mmrl.core.rng import Stream
-from mmrl.diffusion.engines.with_prefix_rollouts import WithProbes
+from mmrl.diffusion.engines.with_prefix_rollouts import WithPrefixRollouts
 from mmrl.diffusion.flow_math import clean_estimate
 from mmrl.diffusion.ode import MOVES
 from tests.diffusion.flows import SOLVERS, Known, Normal, asked, denoise, flow, make
@@ -19,8 +19,8 @@ def walking(policy=None, **options):
     return denoise(policy or Known(), **{**usual, **options})
 
 
-def probed(engine, **options) -> WithProbes:
-    return make("engine", "diffusion.with_probes", engine, **options)
+def probed(engine, **options) -> WithPrefixRollouts:
+    return make("engine", "diffusion.with_prefix_rollouts", engine, **options)
 
 
 def completed(engine, row, k):

@@ -8,7 +8,7 @@ import pytest
 
 from mmrl.core.rng import Stream
 from mmrl.core.types import Outcome
-from mmrl.engines.offline import Stored
+from mmrl.engines.offline import Offline
 from tests.support.toys import ToyText, prompts
 
 
@@ -18,7 +18,7 @@ def recorded(*texts):
 
 
 def stored(**options):
-    return Stored(ToyText(), stream=Stream(), **options)
+    return Offline(ToyText(), stream=Stream(), **options)
 
 
 def texts(rollouts):

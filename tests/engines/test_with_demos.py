@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from mmrl.advantages.shape import downscale
+from mmrl.advantages.shape import tempsamp_downscale
 from mmrl.config.binding import Pieces
 from mmrl.config.schema import Piece
 from mmrl.core.rng import Stream
@@ -86,7 +86,7 @@ def test_the_chain_sees_which_rows_were_demonstrations():
     reward = Pieces(Stream()).make("reward", Piece("tests.support.toys:share_right"))
     table = score([reward], rollouts)
     assert table.ids["on_policy"][:, 0].tolist() == [1, 1, 0]
-    assert downscale(table, of="share_right").values[2] == 0.8
+    assert tempsamp_downscale(table, of="share_right").values[2] == 0.8
 
 
 def test_fewer_than_one_demonstration_is_refused():

@@ -9,8 +9,8 @@ import pytest
 from mmrl.build import build
 from mmrl.config.loading import read
 from mmrl.core.rng import Stream
-from mmrl.engines.offline import Stored
-from mmrl.engines.with_mismatched import WithUnrelated
+from mmrl.engines.offline import Offline
+from mmrl.engines.with_mismatched import WithMismatched
 from mmrl.training.loop import train
 from tests.support.toys import ToyText, prompts
 from tests.test_configs import CONFIGS, on_a_toy
@@ -18,7 +18,7 @@ from tests.test_configs import CONFIGS, on_a_toy
 
 def rolled(num=3, times=3):
     asked = [prompt for prompt in prompts(num=num, answers=2) for _ in range(times)]
-    return WithUnrelated(Stored(ToyText(), stream=Stream())).rollout(asked)
+    return WithMismatched(Offline(ToyText(), stream=Stream())).rollout(asked)
 
 
 def test_the_last_rollout_of_every_prompt_answers_the_next():

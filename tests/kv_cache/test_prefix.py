@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from mmrl.compression.caches.visual_quant import visual_bits
+from mmrl.compression.caches.visual_quant import visual_quant
 from mmrl.compression.transforms.drop_visual_heads import drop_visual_heads
 from mmrl.core.types import Outcome
 from mmrl.kv_cache.prefix import watched
@@ -225,7 +225,7 @@ def test_a_cache_that_is_given_goes_on_as_it_did(checkpoint):
     with torch.no_grad():
         before = policy(batch).logp
         prompts, _ = distinct_prompts([row.steps.prompt for row in rows])
-        prefix = prefill(policy.core, prompts, lambda config, *given: visual_bits(config, *given, nbits=16))
+        prefix = prefill(policy.core, prompts, lambda config, *given: visual_quant(config, *given, nbits=16))
         assert type(prefix.cache).__name__ == "HeldCache"
         # That cache taught the model to read codes, for good; exact prompts are shared behind it.
         assert policy.model.config.text_config._attn_implementation == "codes_sdpa"

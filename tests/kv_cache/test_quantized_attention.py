@@ -16,7 +16,7 @@ from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache
 
-from mmrl.compression.caches.visual_quant import visual_bits
+from mmrl.compression.caches.visual_quant import visual_quant
 from mmrl.kv_cache import packed_matmul, quantization
 from mmrl.kv_cache.blocks import Coded, Exact, collect, spread
 from mmrl.kv_cache.layout import Layout, group_slots
@@ -168,7 +168,7 @@ def test_a_model_that_learned_to_read_codes_says_the_same(base):
         assert text._attn_implementation == f"codes_{base}"
         assert torch.equal(model(**inputs).logits, before)
     full = caching.read(model, inputs, DynamicCache(config=model.config), answer)
-    said = caching.read(model, inputs, visual_bits(*masks(model, inputs), nbits=16), answer)
+    said = caching.read(model, inputs, visual_quant(*masks(model, inputs), nbits=16), answer)
     # Eager attention takes its softmax in float32.
     assert_close(said, full, rtol=0, atol=1e-10 if base == "sdpa" else 1e-5)
 
@@ -199,7 +199,7 @@ def test_masks_of_every_form_are_understood(form):
     import transformers as t
 
     config = t.LlamaConfig(hidden_size=32, num_attention_heads=4, num_key_value_heads=2, num_hidden_layers=1)
-    cache = visual_bits(config, visual, real, nbits=16)
+    cache = visual_quant(config, visual, real, nbits=16)
     keys, values = numbers(2, 2, 6, 8), numbers(2, 2, 6, 8, seed=1)
     cache.update(keys[:, :, :4], values[:, :, :4], 0)
     held, same = cache.update(keys[:, :, 4:], values[:, :, 4:], 0)
@@ -219,7 +219,7 @@ def test_low_precision_is_answered_in_kind():
     import transformers as t
 
     config = t.LlamaConfig(hidden_size=32, num_attention_heads=4, num_key_value_heads=2, num_hidden_layers=1)
-    cache = visual_bits(config, torch.ones(1, 64).bool(), None, nbits=2)
+    cache = visual_quant(config, torch.ones(1, 64).bool(), None, nbits=2)
     keys = numbers(1, 2, 65, 8).bfloat16()
     cache.update(keys[:, :, :64], keys[:, :, :64], 0)
     held, _ = cache.update(keys[:, :, 64:], keys[:, :, 64:], 0)
@@ -251,7 +251,7 @@ def test_a_decode_step_takes_few_calls(nbits, rows, most):
     config = t.LlamaConfig(hidden_size=64, num_attention_heads=4, num_key_value_heads=2, num_hidden_layers=4)
     visual = torch.ones(1, 302).bool()
     visual[:, :2] = False
-    cache = visual_bits(config, visual, None, nbits=nbits)
+    cache = visual_quant(config, visual, None, nbits=nbits)
     keys, query = numbers(rows, 2, 302, 16).float(), numbers(rows, 4, 1, 16).float()
     for layer in range(4):
         cache.update(keys[:1], keys[:1], layer)
@@ -270,7 +270,7 @@ def test_what_is_hidden_is_found_once_a_step_and_anew_where_rows_or_slots_moved(
     config = t.LlamaConfig(hidden_size=32, num_attention_heads=4, num_key_value_heads=2, num_hidden_layers=2)
     real = torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1]]).bool()
     visual = torch.tensor([[0, 0, 0, 1], [1, 1, 0, 0]]).bool()
-    cache = visual_bits(config, visual, real, nbits=16)
+    cache = visual_quant(config, visual, real, nbits=16)
     keys = numbers(2, 2, 4, 8)
     for layer in range(2):
         cache.update(keys, keys, layer)

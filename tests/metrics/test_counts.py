@@ -9,7 +9,7 @@ import pytest
 from mmrl.config.binding import Pieces
 from mmrl.config.schema import Piece
 from mmrl.core.rng import Stream
-from mmrl.metrics.counts import combination, confusion, harmonic_mean, ratio_of_sums
+from mmrl.metrics.counts import binary_classification, harmonic_mean, ratio_of_sums, weighted_sum
 from tests.support.tables import reward_table
 
 # Of the answers with both counts 3 of 6 mentions are wrong; a mean of ratios would be (1/2 + 2/4 + 0) / 3.
@@ -46,7 +46,7 @@ def test_a_ratio_over_nothing_is_0():
 def test_counts_that_no_answer_has_are_no_numbers():
     apart = reward_table({"a": [1, None], "b": [None, 0]})
     assert math.isnan(ratio_of_sums(apart, of="a", over="b")["a"])
-    assert all(math.isnan(value) for value in confusion(apart, answer="a", truth="b").values())
+    assert all(math.isnan(value) for value in binary_classification(apart, answer="a", truth="b").values())
 
 
 def yes_no(answers, truth):
@@ -56,7 +56,7 @@ def yes_no(answers, truth):
 def test_confusion_counts_yes_as_positive():
     # true yes 2, false yes 1, true no 1, missed yes 1: precision 2/3, recall 2/3
     table = yes_no([1, 1, 1, 0, 0], [1, 1, 0, 0, 1])
-    found = confusion(table, answer="answer", truth="truth", share_name="yes_ratio")
+    found = binary_classification(table, answer="answer", truth="truth", share_name="yes_ratio")
     wanted = {"accuracy": 0.6, "precision": 2 / 3, "recall": 2 / 3, "f1": 2 / 3, "yes_ratio": 0.6}
     assert found == pytest.approx(wanted)
 
@@ -64,7 +64,9 @@ def test_confusion_counts_yes_as_positive():
 def test_confusion_with_no_as_positive_and_answers_that_are_neither():
     # of two true no one was answered; of two answered no one is true; the -1 is a wrong answer to a no
     table = yes_no([0, 0, -1, 1, None], [0, 1, 0, 1, 0])
-    found = confusion(table, answer="answer", truth="truth", positive=0.0, scale=100, label="amber")
+    found = binary_classification(
+        table, answer="answer", truth="truth", positive=0.0, scale=100, label="amber"
+    )
     wanted = {"accuracy": 50.0, "precision": 50.0, "recall": 50.0, "f1": 50.0, "positive_ratio": 50.0}
     assert found == pytest.approx({f"amber/{name}": value for name, value in wanted.items()})
 
@@ -72,8 +74,8 @@ def test_confusion_with_no_as_positive_and_answers_that_are_neither():
 def test_confusion_rounds_before_f1_where_a_script_does():
     # precision 1/3 to 33.3, recall 1 to 100: 2 * .333 * 1 / 1.333 = 49.96, with a decimal 50.0
     table = yes_no([1, 1, 1], [1, 0, 0])
-    exact = confusion(table, answer="answer", truth="truth", scale=100)
-    rounded = confusion(table, answer="answer", truth="truth", scale=100, decimals=1)
+    exact = binary_classification(table, answer="answer", truth="truth", scale=100)
+    rounded = binary_classification(table, answer="answer", truth="truth", scale=100, decimals=1)
     assert (exact["precision"], rounded["precision"]) == (pytest.approx(100 / 3), 33.3)
     assert (exact["f1"], rounded["f1"]) == (pytest.approx(50.0), 50.0)
 
@@ -81,7 +83,9 @@ def test_confusion_rounds_before_f1_where_a_script_does():
 def test_confusion_without_a_positive_is_0_and_no_crash():
     # AMBER with all answers Yes: nothing is answered No
     table = yes_no([1, 1], [0, 0])
-    found = confusion(table, answer="answer", truth="truth", positive=0.0, offset=0.001, f1_offset=0.001)
+    found = binary_classification(
+        table, answer="answer", truth="truth", positive=0.0, offset=0.001, f1_offset=0.001
+    )
     assert (found["precision"], found["recall"], found["f1"]) == (0.0, 0.0, 0.0)
 
 
@@ -94,10 +98,10 @@ def test_combination_weighs_and_keeps_its_parts():
     table = reward_table({"a": [1, 0], "b": [1, 1]})
     metrics = (bound(name="mean", of="a"), bound(name="mean", of="b"))
     # 50 - .5 * 1/2 + 2 * 1
-    found = combination(table, metric=metrics, weights={"a": -0.5, "b": 2.0}, constant=50.0, label="both")
+    found = weighted_sum(table, metric=metrics, weights={"a": -0.5, "b": 2.0}, constant=50.0, label="both")
     assert found == {"a": 0.5, "b": 1.0, "both": 51.75}
     with pytest.raises(ValueError, match=r"weighs \['c'\], but its metrics give \['a', 'b'\]"):
-        combination(table, metric=metrics, weights={"c": 1.0}, label="both")
+        weighted_sum(table, metric=metrics, weights={"c": 1.0}, label="both")
 
 
 def test_harmonic_mean_is_f1_of_precision_and_recall():

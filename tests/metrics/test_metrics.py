@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from mmrl.metrics.metrics import mean, share_above
+from mmrl.metrics.metrics import mean, recall_at
 from tests.support.tables import reward_table
 
 
@@ -29,14 +29,14 @@ def test_share_above_includes_the_bar():
     table = reward_table({"iou": [0.3, 0.5, 0.7, None, 0.2]})
     # of the four that apply: .3 .5 .7, .5 .7, .7
     wanted = {"R1@0.3": 0.75, "R1@0.5": 0.5, "R1@0.7": 0.25}
-    assert share_above(table, of="iou", at=(0.3, 0.5, 0.7), label="R1") == wanted
-    assert share_above(table, of="iou", at=(0.0,)) == {"iou@0": 1.0}
+    assert recall_at(table, of="iou", at=(0.3, 0.5, 0.7), label="R1") == wanted
+    assert recall_at(table, of="iou", at=(0.0,)) == {"iou@0": 1.0}
 
 
 def test_a_reward_that_applies_to_no_answer_is_not_a_number():
     table = reward_table({"iou": [None, None]})
     assert math.isnan(mean(table)["iou"])
-    assert math.isnan(share_above(table, of="iou", at=(0.5,))["iou@0.5"])
+    assert math.isnan(recall_at(table, of="iou", at=(0.5,))["iou@0.5"])
 
 
 def test_an_unknown_reward_is_named_with_those_there_are():

@@ -98,7 +98,7 @@ def theirs(kinds, beta, weights=None, **settings):
 )
 @pytest.mark.parametrize("beta", [0.1, 0.7])
 def test_losses_and_metrics_are_trls(name, kind, options, settings, beta):
-    loss, metrics = ours(gain="log_ratio", compare=[{"name": name, "beta": beta, **options}])
+    loss, metrics = ours(implicit_reward="log_ratio", compare=[{"name": name, "beta": beta, **options}])
     wanted, reported = theirs([kind], beta, **settings)
     close = {"rel": 1e-7} if kind == "exo_pair" else CLOSE  # its share of errors is float32 there
     assert float(loss.detach()) == pytest.approx(wanted, **close)
@@ -108,7 +108,7 @@ def test_losses_and_metrics_are_trls(name, kind, options, settings, beta):
 
 
 def test_means_of_log_ratios_are_trls_normalised_dpo():
-    loss, _ = ours(gain="mean_log_ratio", compare=[{"name": "sigmoid", "beta": 0.7}])
+    loss, _ = ours(implicit_reward="mean_log_ratio", compare=[{"name": "sigmoid", "beta": 0.7}])
     assert float(loss.detach()) == pytest.approx(theirs(["sigmoid_norm"], 0.7)[0], **CLOSE)
 
 
@@ -119,10 +119,10 @@ def test_mpo_is_trls_mixture_where_answers_are_equally_long(monkeypatch):
             globals(), name, values if name == "LENGTHS" else [row[:3] for row in three(values)]
         )
     loss, _ = ours(
-        gain="log_ratio",
+        implicit_reward="log_ratio",
         compare=[{"name": "sigmoid", "weight": 0.8}, {"name": "bco_pair", "weight": 0.2}],
-        penalty=[{"name": "imitation", "coef": 1.0}],
-        aggregate="group_mean",
+        penalty=[{"name": "sft", "coef": 1.0}],
+        aggregation="group_mean",
     )
     wanted, _ = theirs(["sigmoid", "bco_pair", "sft"], 0.1, [0.8, 0.2, 1.0])
     assert float(loss.detach()) == pytest.approx(wanted, **CLOSE)
@@ -162,7 +162,7 @@ def test_kto_is_trls(weights, level):
     }  # fmt: skip
     wanted = float(KTOTrainer._compute_loss(trainer, model, inputs, False))
     options = {"desirable_weight": weights[0], "undesirable_weight": weights[1], "delta": 0.5 * level}
-    loss, _ = ours(gain="log_ratio", compare=[{"name": "kto", "beta": 0.5, **options}])
+    loss, _ = ours(implicit_reward="log_ratio", compare=[{"name": "kto", "beta": 0.5, **options}])
     assert float(loss.detach()) == pytest.approx(wanted, rel=1e-6)  # the level is float32 there
 
 
@@ -174,7 +174,9 @@ def test_simpo_is_trls():
     )
     means = torch.tensor([sum(row) / len(row) for row in LOGP], dtype=torch.float64)
     losses, chosen, rejected = CPOTrainer.cpo_loss(trainer, means[::2], means[1::2])
-    loss, metrics = ours(gain="mean_logp", compare=[{"name": "sigmoid", "beta": 2.0, "gamma": 0.5}])
+    loss, metrics = ours(
+        implicit_reward="mean_logp", compare=[{"name": "sigmoid", "beta": 2.0, "gamma": 0.5}]
+    )
     assert float(loss.detach()) == pytest.approx(float(losses.mean()), **CLOSE)
     assert float(metrics["rewards/chosen"]) == pytest.approx(float(chosen.mean()), rel=1e-6)
     assert float(metrics["rewards/rejected"]) == pytest.approx(float(rejected.mean()), rel=1e-6)
@@ -187,5 +189,5 @@ def test_comparisons_without_a_reference_are_trls_cpo(kind, beta):
     trainer = SimpleNamespace(alpha=0.0, loss_type=kind, beta=beta, label_smoothing=0.0, accelerator=Quiet())
     sums = torch.tensor([sum(row) for row in LOGP], dtype=torch.float64)
     losses, _, _ = CPOTrainer.cpo_loss(trainer, sums[::2], sums[1::2])
-    loss, _ = ours(gain="logp", compare=[{"name": kind, "beta": beta}])
+    loss, _ = ours(implicit_reward="logp", compare=[{"name": kind, "beta": beta}])
     assert float(loss.detach()) == pytest.approx(float(losses.mean()), **CLOSE)

@@ -20,16 +20,16 @@ FIXED = {"name": "fixed_length", "max_completion_length": 4}
 AGGREGATES = [sequence_mean, step_mean, length_weighted, fixed_length, group_mean]
 
 
-def weights(aggregate, batch):
-    return aggregate(batch, max_completion_length=4) if aggregate is fixed_length else aggregate(batch)
+def weights(aggregation, batch):
+    return aggregation(batch, max_completion_length=4) if aggregation is fixed_length else aggregation(batch)
 
 
 def test_every_aggregate_is_tested_here():
-    assert {entry.target for entry in pieces("aggregate")} == set(AGGREGATES)
+    assert {entry.target for entry in pieces("aggregation")} == set(AGGREGATES)
 
 
 @pytest.mark.parametrize(
-    ("aggregate", "plain", "higher"),
+    ("aggregation", "plain", "higher"),
     [
         # steps -1.105171 -.818731 -1.2 | .4 .525636, with the third -1.28 under the higher clip
         ("sequence_mean", -0.289241, -0.302575),  # (-3.123902 / 3 + .925636 / 2) / 2
@@ -38,32 +38,32 @@ def test_every_aggregate_is_tested_here():
         ("length_weighted", -1.099133, -1.139133),  # -2.198265 / 2
     ],
 )
-def test_the_loss_of_the_shared_micro_batch(aggregate, plain, higher):
+def test_the_loss_of_the_shared_micro_batch(aggregation, plain, higher):
     new, batch = micro_batch()
-    assert_rows(loss_of(new, batch, surrogate="clip", aggregate=aggregate)[None], [plain])
+    assert_rows(loss_of(new, batch, surrogate="clip", aggregation=aggregation)[None], [plain])
     clip = {"name": "clip", "epsilon_high": 0.28}
-    assert_rows(loss_of(new, batch, surrogate=clip, aggregate=aggregate)[None], [higher])
+    assert_rows(loss_of(new, batch, surrogate=clip, aggregation=aggregation)[None], [higher])
 
 
 def test_cispo_averages_over_steps():
     # (.552585 + .818731 + .24 - .670320 - .367945) / 5, and with .8 as lower bound -.8 in place of -.670320
     new, batch = micro_batch()
-    cispo = {"name": "detached_clip", "clip_max": 1.2}
-    assert_rows(loss_of(new, batch, surrogate=cispo, aggregate="step_mean")[None], [0.114610])
+    cispo = {"name": "cispo", "clip_max": 1.2}
+    assert_rows(loss_of(new, batch, surrogate=cispo, aggregation="step_mean")[None], [0.114610])
     both = {**cispo, "clip_min": 0.8}
-    assert_rows(loss_of(new, batch, surrogate=both, aggregate="step_mean")[None], [0.088674])
+    assert_rows(loss_of(new, batch, surrogate=both, aggregation="step_mean")[None], [0.088674])
 
 
 def test_sapo_averages_over_steps_then_rows():
     # (-6.270632 / 3 + 1.767178 / 2) / 2
     new, batch = micro_batch()
-    assert_rows(loss_of(new, batch, surrogate="soft_gate", aggregate="sequence_mean")[None], [-0.603311])
+    assert_rows(loss_of(new, batch, surrogate="sapo", aggregation="sequence_mean")[None], [-0.603311])
 
 
 def test_weights_are_0_on_padding_and_sum_to_1_where_they_average():
     _, batch = micro_batch()
-    for aggregate in AGGREGATES:
-        assert weights(aggregate, batch)[1, 2] == 0
+    for aggregation in AGGREGATES:
+        assert weights(aggregation, batch)[1, 2] == 0
     assert float(sequence_mean(batch).sum()) == pytest.approx(1)
     assert float(step_mean(batch).sum()) == pytest.approx(1)
 
@@ -75,28 +75,28 @@ def test_sequence_mean_is_step_mean_when_lengths_agree():
 
 def test_a_row_without_counted_steps_leaves_every_denominator():
     _, batch = step_table([[-1.0, -1.0], [-1.0, -1.0]], mask=[[1, 1], [0, 0]])
-    for aggregate, wanted in zip(AGGREGATES, (1 / 2, 1 / 2, 1, 1 / 4, 1 / 2), strict=True):
-        assert_rows(weights(aggregate, batch), [[wanted] * 2, [0, 0]])
+    for aggregation, wanted in zip(AGGREGATES, (1 / 2, 1 / 2, 1, 1 / 4, 1 / 2), strict=True):
+        assert_rows(weights(aggregation, batch), [[wanted] * 2, [0, 0]])
 
 
 def test_rows_that_were_drawn_may_stay_in_the_divisor():
     # TRL: the mean over both rows, one of which counts no step
     _, batch = step_table([[-1.0, -1.0], [-1.0, -1.0]], mask=[[1, 1], [0, 0]])
-    for aggregate, wanted in ((sequence_mean, 1 / 4), (length_weighted, 1 / 2)):
-        assert_rows(aggregate(batch, count="drawn"), [[wanted] * 2, [0, 0]])
+    for aggregation, wanted in ((sequence_mean, 1 / 4), (length_weighted, 1 / 2)):
+        assert_rows(aggregation(batch, count="drawn"), [[wanted] * 2, [0, 0]])
     found = fixed_length(batch, max_completion_length=4, count="drawn")
     assert_rows(found, [[1 / 8] * 2, [0, 0]])
 
 
-@pytest.mark.parametrize("aggregate", AGGREGATES)
-def test_a_batch_without_counted_steps_weighs_nothing(aggregate):
+@pytest.mark.parametrize("aggregation", AGGREGATES)
+def test_a_batch_without_counted_steps_weighs_nothing(aggregation):
     _, batch = step_table([[-1.0, -1.0]], mask=[[0, 0]])
-    assert_rows(weights(aggregate, batch), [[0, 0]])
+    assert_rows(weights(aggregation, batch), [[0, 0]])
 
 
-@pytest.mark.parametrize("aggregate", AGGREGATES)
+@pytest.mark.parametrize("aggregation", AGGREGATES)
 @pytest.mark.parametrize("rows", [1, 2, 3])
-def test_the_mean_over_four_processes_is_the_loss_of_one(aggregate, rows):
+def test_the_mean_over_four_processes_is_the_loss_of_one(aggregation, rows):
     # Rows are dealt to four processes, so that some have none; totals are means over processes.
     _, whole = step_table([[-1.0], [-1.0, -1.0], [-1.0]][:rows])
     loss = torch.tensor([[3.0, 0.0], [5.0, 7.0], [2.0, 0.0]], dtype=torch.float64)[
@@ -108,8 +108,8 @@ def test_the_mean_over_four_processes_is_the_loss_of_one(aggregate, rows):
         whole.select(torch.tensor(range(i, rows, 4), dtype=torch.int64)).replace(totals=shared)
         for i in range(4)
     ]
-    dealt = sum((loss[i::4] * weights(aggregate, part)).sum() for i, part in enumerate(parts)) / 4
-    torch.testing.assert_close(dealt, (loss * weights(aggregate, whole)).sum(), rtol=1e-12, atol=0)
+    dealt = sum((loss[i::4] * weights(aggregation, part)).sum() for i, part in enumerate(parts)) / 4
+    torch.testing.assert_close(dealt, (loss * weights(aggregation, whole)).sum(), rtol=1e-12, atol=0)
 
 
 def test_group_mean_adds_the_rows_of_a_group_up():

@@ -20,14 +20,16 @@ def softplus(x):
     return math.log1p(math.exp(x))
 
 
-def gained(gain, advantage, group=(), mask=None):
+def gained(implicit_reward, advantage, group=(), mask=None):
     """Give gains (N, T) that can be differentiated, and a batch."""
-    _, batch = step_table([[0.0] * len(row) for row in gain], advantage=advantage, group=group, mask=mask)
-    return padded(gain).requires_grad_(), batch
+    _, batch = step_table(
+        [[0.0] * len(row) for row in implicit_reward], advantage=advantage, group=group, mask=mask
+    )
+    return padded(implicit_reward).requires_grad_(), batch
 
 
-def slope(loss, gain):
-    return torch.autograd.grad(loss, gain)[0]
+def slope(loss, implicit_reward):
+    return torch.autograd.grad(loss, implicit_reward)[0]
 
 
 def shown(loss, wanted):
@@ -39,19 +41,19 @@ def shown(loss, wanted):
 
 def test_sigmoid_is_dpo_on_a_pair():
     # Diffusion-DPO, beta 5000: -.5 * 5000 * ((.210 - .250) - (.212 - .249)) = 7.5 and ln(1 + e^-7.5)
-    gain, batch = gained([[-(0.210 - 0.212)], [-(0.250 - 0.249)]], [1, -1])
-    loss = sigmoid(gain, batch, beta=0.5 * 5000)
+    implicit_reward, batch = gained([[-(0.210 - 0.212)], [-(0.250 - 0.249)]], [1, -1])
+    loss = sigmoid(implicit_reward, batch, beta=0.5 * 5000)
     shown(loss, 5.529e-4)
     assert_rows(loss[None], [softplus(-7.5)], tolerance=1e-12)
 
 
 def test_sigmoid_adds_the_steps_of_a_row_up():
     # margin (.5 + .25) - (-.25) = 1
-    gain, batch = gained([[0.5, 0.25], [-0.25]], [1, -1])
-    shown(sigmoid(gain, batch, beta=2.0), softplus(-2.0))
+    implicit_reward, batch = gained([[0.5, 0.25], [-0.25]], [1, -1])
+    shown(sigmoid(implicit_reward, batch, beta=2.0), softplus(-2.0))
     # its slope is -beta sigmoid(-beta margin) by every step of the better row
     pull = 2.0 / (1 + math.exp(2.0))
-    assert_rows(slope(sigmoid(gain, batch, beta=2.0), gain), [[-pull, -pull], [pull]])
+    assert_rows(slope(sigmoid(implicit_reward, batch, beta=2.0), implicit_reward), [[-pull, -pull], [pull]])
 
 
 def test_without_evidence_a_pair_costs_ln_2():
@@ -74,9 +76,9 @@ def test_robust_is_on_average_over_flipped_labels_the_loss_on_clean_ones():
 
 def test_ipo_pulls_the_mean_gains_a_fixed_distance_apart():
     # means .4 and .1, 1 / (2 * .5) = 1: (.3 - 1)^2
-    gain, batch = gained([[0.6, 0.2], [0.1]], [1, -1])
-    shown(ipo(gain, batch, beta=0.5), 0.49)
-    assert_rows(slope(ipo(gain, batch, beta=0.5), gain), [[-0.7, -0.7], [1.4]])
+    implicit_reward, batch = gained([[0.6, 0.2], [0.1]], [1, -1])
+    shown(ipo(implicit_reward, batch, beta=0.5), 0.49)
+    assert_rows(slope(ipo(implicit_reward, batch, beta=0.5), implicit_reward), [[-0.7, -0.7], [1.4]])
 
 
 def test_ipo_costs_25_at_the_reference():
@@ -103,9 +105,9 @@ def test_a_pair_is_the_same_when_chosen_and_rejected_swap_with_their_signs(compa
 def test_a_group_without_two_sides_costs_nothing_and_moves_nothing(compare):
     # one row, two rows of one sign, no advantages: nothing to compare
     for advantage in ([1.0], [1.0, 0.5], [0.0, 0.0]):
-        gain, batch = gained([[3.0]] * len(advantage), advantage)
-        loss = compare(gain, batch)
-        assert loss == 0 and not slope(loss, gain).any()
+        implicit_reward, batch = gained([[3.0]] * len(advantage), advantage)
+        loss = compare(implicit_reward, batch)
+        assert loss == 0 and not slope(loss, implicit_reward).any()
 
 
 @pytest.mark.parametrize("compare", PAIRS)
@@ -120,10 +122,13 @@ def test_the_loss_is_the_mean_over_groups(compare, level):
 
 def test_a_list_of_advantages_is_one_margin():
     # DGPO: .5 * 2 + .5 * 1 - 1 * .25 = 1.25, and the slope by a gain is its advantage times one weight
-    gain, batch = gained([[2.0], [1.0], [0.25]], [0.5, 0.5, -1])
-    shown(sigmoid(gain, batch, beta=1.0), softplus(-1.25))
+    implicit_reward, batch = gained([[2.0], [1.0], [0.25]], [0.5, 0.5, -1])
+    shown(sigmoid(implicit_reward, batch, beta=1.0), softplus(-1.25))
     weight = 1 / (1 + math.exp(1.25))
-    assert_rows(slope(sigmoid(gain, batch, beta=1.0), gain), [[-0.5 * weight], [-0.5 * weight], [weight]])
+    assert_rows(
+        slope(sigmoid(implicit_reward, batch, beta=1.0), implicit_reward),
+        [[-0.5 * weight], [-0.5 * weight], [weight]],
+    )
 
 
 # ---- pairs, column by column
@@ -135,22 +140,22 @@ SEGMENTS = [[-(0.20 - 0.21), -(0.30 - 0.29)], [-(0.25 - 0.24), -(0.28 - 0.29)]]
 
 def test_segments_are_compared_one_by_one():
     # insides 5 and -5: (ln(1 + e^-5) + ln(1 + e^5)) / 2
-    gain, batch = gained(SEGMENTS, [1, -1])
-    shown(sigmoid(gain, batch, beta=250.0, level="step"), 2.506715)
+    implicit_reward, batch = gained(SEGMENTS, [1, -1])
+    shown(sigmoid(implicit_reward, batch, beta=250.0, level="step"), 2.506715)
     assert abs(softplus(-5) - 0.006715) < 1e-6 and abs(softplus(5) - 5.006715) < 1e-6
 
 
 def test_segments_that_tie_are_left_out_of_the_mean():
     for mask in (None, [[1, 0], [1, 0]]):
-        gain, batch = gained(SEGMENTS, [[1, 0], [-1, 0]], mask=mask)
-        loss = sigmoid(gain, batch, beta=250.0, level="step")
+        implicit_reward, batch = gained(SEGMENTS, [[1, 0], [-1, 0]], mask=mask)
+        loss = sigmoid(implicit_reward, batch, beta=250.0, level="step")
         shown(loss, 0.006715)
-        assert not slope(loss, gain)[:, 1].any()
+        assert not slope(loss, implicit_reward)[:, 1].any()
 
 
 def test_a_pair_that_ties_everywhere_costs_nothing():
-    gain, batch = gained(SEGMENTS, [0, 0])
-    assert sigmoid(gain, batch, level="step") == 0
+    implicit_reward, batch = gained(SEGMENTS, [0, 0])
+    assert sigmoid(implicit_reward, batch, level="step") == 0
 
 
 @pytest.mark.parametrize("compare", [sigmoid, robust, hinge, ipo])
@@ -161,8 +166,8 @@ def test_one_segment_over_the_whole_clip_is_the_plain_pair(compare):
 
 def test_each_segment_may_prefer_another_row():
     # the first prefers a by 1, the second b by 2
-    gain, batch = gained([[1.0, 0.0], [0.0, 2.0]], [[1, -1], [-1, 1]])
-    shown(sigmoid(gain, batch, beta=1.0, level="step"), (softplus(-1) + softplus(-2)) / 2)
+    implicit_reward, batch = gained([[1.0, 0.0], [0.0, 2.0]], [[1, -1], [-1, 1]])
+    shown(sigmoid(implicit_reward, batch, beta=1.0, level="step"), (softplus(-1) + softplus(-2)) / 2)
 
 
 # ---- lists
@@ -205,35 +210,39 @@ def test_rows_are_ranked_whatever_their_order_and_beta_scales_the_scores():
 
 
 def test_the_steps_of_a_row_add_up_in_a_list():
-    gain, batch = gained([[0.25, 0.05], [-0.1], [9.0]], [1.0, 0.0, 5.0], mask=[[1, 1], [1, 0], [0, 0]])
+    implicit_reward, batch = gained(
+        [[0.25, 0.05], [-0.1], [9.0]], [1.0, 0.0, 5.0], mask=[[1, 1], [1, 0], [0, 0]]
+    )
     # the third row is not counted at all, though it would be the best
-    shown(plackett_luce(gain * batch.mask, batch, beta=1.0, tau=0.0), 0.513015)
+    shown(plackett_luce(implicit_reward * batch.mask, batch, beta=1.0, tau=0.0), 0.513015)
 
 
 def test_lists_of_every_step_are_averaged():
-    gain, batch = gained([[0.3, 2.0], [-0.1, 0.0]], [[1.0, 1.0], [0.0, 0.0]])
+    implicit_reward, batch = gained([[0.3, 2.0], [-0.1, 0.0]], [[1.0, 1.0], [0.0, 0.0]])
     wanted = (softplus(-0.4) + softplus(-2.0)) / 2
-    shown(plackett_luce(gain, batch, beta=1.0, tau=0.0, level="step"), wanted)
+    shown(plackett_luce(implicit_reward, batch, beta=1.0, tau=0.0, level="step"), wanted)
     # a step that only one row has decides nothing
-    gain, batch = gained([[0.3, 2.0], [-0.1, 0.0]], [[1.0, 1.0], [0.0, 0.0]], mask=[[1, 1], [1, 0]])
-    shown(plackett_luce(gain, batch, beta=1.0, tau=0.0, level="step"), softplus(-0.4))
+    implicit_reward, batch = gained(
+        [[0.3, 2.0], [-0.1, 0.0]], [[1.0, 1.0], [0.0, 0.0]], mask=[[1, 1], [1, 0]]
+    )
+    shown(plackett_luce(implicit_reward, batch, beta=1.0, tau=0.0, level="step"), softplus(-0.4))
 
 
 def test_the_slope_of_a_list_is_softmax_less_target():
     # one comparison of all rows: d/ds_m (ln sum exp s - sum q s) = p_m - q_m
-    gain, batch = gained([[0.1], [-0.2], [0.3]], [1.0, 0.8, 0.2])
-    loss = plackett_luce(gain, batch, beta=1.0, tau=0.05, top1=True)
+    implicit_reward, batch = gained([[0.1], [-0.2], [0.3]], [1.0, 0.8, 0.2])
+    loss = plackett_luce(implicit_reward, batch, beta=1.0, tau=0.05, top1=True)
     p = torch.tensor([0.1, -0.2, 0.3], dtype=torch.float64).softmax(0)
     q = (torch.tensor([1.0, 0.8, 0.2], dtype=torch.float64) / 0.05).softmax(0)
-    torch.testing.assert_close(slope(loss, gain)[:, 0], p - q)
+    torch.testing.assert_close(slope(loss, implicit_reward)[:, 0], p - q)
     assert_rows(q, [0.982014, 0.017986, 1.1e-7])
 
 
 def test_equal_rewards_and_lists_of_one_cost_nothing():
     for rewards in ([0.5, 0.5, 0.5], [0.7]):
-        gain, batch = gained([[3.0]] * len(rewards), rewards)
-        loss = plackett_luce(gain, batch)
-        assert loss == 0 and not slope(loss, gain).any()
+        implicit_reward, batch = gained([[3.0]] * len(rewards), rewards)
+        loss = plackett_luce(implicit_reward, batch)
+        assert loss == 0 and not slope(loss, implicit_reward).any()
 
 
 def test_ties_keep_the_order_of_rows():
@@ -259,23 +268,23 @@ def test_a_comparison_needs_whole_groups(entry):
 @pytest.mark.parametrize("level", ["row", "step"])
 def test_gains_of_50_stay_finite(entry, level):
     for sign in (1, -1):
-        gain, batch = gained([[50.0 * sign, 50.0 * sign], [-50.0 * sign, -50.0 * sign]], [1, -1])
-        loss = entry.target(gain, batch, level=level)
-        assert loss.isfinite() and slope(loss, gain).isfinite().all()
+        implicit_reward, batch = gained([[50.0 * sign, 50.0 * sign], [-50.0 * sign, -50.0 * sign]], [1, -1])
+        loss = entry.target(implicit_reward, batch, level=level)
+        assert loss.isfinite() and slope(loss, implicit_reward).isfinite().all()
 
 
 @pytest.mark.parametrize("entry", COMPARES, ids=lambda entry: entry.full_name)
 def test_a_row_without_counted_steps_takes_no_part(entry):
-    gain, batch = gained([[0.3], [-0.1], [7.0]], [1, -1, 3], mask=[[1], [1], [0]])
+    implicit_reward, batch = gained([[0.3], [-0.1], [7.0]], [1, -1, 3], mask=[[1], [1], [0]])
     alone = entry.target(*gained([[0.3], [-0.1]], [1, -1]))
-    loss = entry.target(gain * batch.mask, batch)
+    loss = entry.target(implicit_reward * batch.mask, batch)
     shown(loss, alone)
-    assert slope(loss, gain)[2] == 0
+    assert slope(loss, implicit_reward)[2] == 0
 
 
 @pytest.mark.parametrize("entry", COMPARES, ids=lambda entry: entry.full_name)
 @pytest.mark.parametrize("level", ["row", "step"])
 def test_the_slope_is_that_of_finite_differences(entry, level):
     rows, advantage = [[0.4, -0.3], [0.1, 0.6], [-0.5, 0.2]], [1.0, 0.2, -0.9]
-    gain, batch = gained(rows, advantage)
-    assert torch.autograd.gradcheck(lambda g: entry.target(g, batch, level=level), (gain,))
+    implicit_reward, batch = gained(rows, advantage)
+    assert torch.autograd.gradcheck(lambda g: entry.target(g, batch, level=level), (implicit_reward,))

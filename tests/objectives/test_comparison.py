@@ -14,7 +14,7 @@ from mmrl.core.step_table import StepOutput
 from mmrl.core.types import Unit
 from tests.support.tables import assert_rows, slope_of, step_table
 
-DPO = {"gain": "log_ratio", "compare": [{"name": "sigmoid", "beta": 1.0}]}
+DPO = {"implicit_reward": "log_ratio", "compare": [{"name": "sigmoid", "beta": 1.0}]}
 
 
 def comparison(**pieces):
@@ -50,8 +50,8 @@ def test_several_comparisons_and_penalties_add_up():
     new, batch = pairs()
     terms = ["sigmoid", {"name": "hinge", "beta": 1.0}]
     penalty = [{"name": "k1", "coef": 1.0}]
-    one, two = (told(new, batch, gain="log_ratio", compare=term)[0] for term in terms)
-    loss, _ = told(new, batch, gain="log_ratio", compare=terms, penalty=penalty)
+    one, two = (told(new, batch, implicit_reward="log_ratio", compare=term)[0] for term in terms)
+    loss, _ = told(new, batch, implicit_reward="log_ratio", compare=terms, penalty=penalty)
     # gaps .25 .25 | -.25 0 | -.5 | .5: means of rows .25, -.125, -.5, .5 average to .03125
     assert_rows(loss[None], [(one + two).item() + 0.03125])
 
@@ -60,12 +60,14 @@ def test_the_aggregate_is_of_the_penalties():
     new, batch = pairs()
     options = {**DPO, "penalty": [{"name": "k1", "coef": 1.0}]}
     plain = told(new, batch, **DPO)[0]
-    for aggregate, wanted in (("sequence_mean", 0.03125), ("step_mean", 0.25 / 6), ("group_mean", 0.0625)):
-        assert_rows((told(new, batch, **options, aggregate=aggregate)[0] - plain)[None], [wanted])
+    for aggregation, wanted in (("sequence_mean", 0.03125), ("step_mean", 0.25 / 6), ("group_mean", 0.0625)):
+        assert_rows((told(new, batch, **options, aggregation=aggregation)[0] - plain)[None], [wanted])
 
 
 def test_its_needs_are_those_of_its_pieces_and_whole_groups():
-    needs = comparison(gain={"name": "log_ratio", "against": "ema"}, compare="ipo", penalty="k3").needs
+    needs = comparison(
+        implicit_reward={"name": "log_ratio", "against": "ema"}, compare="ipo", penalty="k3"
+    ).needs
     assert needs.unit == Unit.GROUP
     assert set(needs.others) == {"ema", "ref"}
     assert not needs.extra
@@ -102,7 +104,7 @@ def test_better_rows_of_a_list_of_rewards_are_those_above_the_mean():
     new, batch = step_table(
         [[-1.0]] * 4, advantage=[1.0, 0.75, -0.25, 0.5], ref=[[-1.3], [-1.1], [-0.5], [-9.0]]
     )
-    _, metrics = told(new, batch, gain="log_ratio", compare="plackett_luce")
+    _, metrics = told(new, batch, implicit_reward="log_ratio", compare="plackett_luce")
     # gains .3 .1 | -.5, times a beta of 12
     assert float(metrics["rewards/chosen"]) == pytest.approx(2.4)
     assert float(metrics["rewards/rejected"]) == pytest.approx(-6.0)
@@ -117,7 +119,7 @@ def test_steps_outside_the_mask_neither_count_nor_pull():
         ref=[[-1.5, 0.0], [-1.0, -1.0]],
     )
     for compare in ("sigmoid", "plackett_luce"):
-        terms = {"gain": "log_ratio", "compare": {"name": compare, "beta": 1.0}}
+        terms = {"implicit_reward": "log_ratio", "compare": {"name": compare, "beta": 1.0}}
         loss, metrics = told(new, batch, **terms)
         # the list has the rewards 1 and -1: its first row wins by far
         assert_rows(loss[None], [softplus(-0.5)])

@@ -11,11 +11,11 @@ from mmrl.config.registry import find
 from mmrl.core.step_table import Batch, StepOutput
 from mmrl.objectives.fields import (
     by_step_size,
+    diffusion_nft,
     gaussian_kl,
-    guarded_ratio,
-    negative_aware,
+    grpo_guard_ratio,
     norm_hinge,
-    velocity_gap,
+    velocity_mse,
 )
 from mmrl.objectives.ratios import step_ratio
 from mmrl.objectives.surrogates import clip
@@ -89,29 +89,29 @@ def test_gaussian_kl_is_finite_behind_the_end_of_a_row():
     assert loss[0, 1] == 0
 
 
-# ---- velocity_gap
+# ---- velocity_mse
 
 
 def test_velocity_gap_is_a_mean_square_distance():
     # (.2^2 + .3^2) / 2
     new = said(velocity=[[[0.5, -0.1]]], time=[[0.5]])
     batch = batch_of(new, ref=said(velocity=[[[0.7, -0.4]]]), ema=said(velocity=[[[0.5, -0.1]]]))
-    assert_rows(velocity_gap(new, batch, coef=1.0), [[0.065]])
-    assert_rows(velocity_gap(new, batch, coef=1e-4), [[6.5e-6]], tolerance=1e-12)
-    assert velocity_gap(new, batch, against="ema") == 0
+    assert_rows(velocity_mse(new, batch, coef=1.0), [[0.065]])
+    assert_rows(velocity_mse(new, batch, coef=1e-4), [[6.5e-6]], tolerance=1e-12)
+    assert velocity_mse(new, batch, against="ema") == 0
 
 
 def test_velocity_gap_weighs_by_the_noise_of_the_step():
     # 2 s^2 = 2 * .49 * t / (1 - t): .98 at t = 1/2; at t = 1 the divisor's t is .99, so 98
     new = said(velocity=[[[1.0], [1.0]]], time=[[0.5, 1.0]])
     batch = batch_of(new, ref=said(velocity=[[[0.0], [0.0]]]))
-    assert_rows(velocity_gap(new, batch, coef=1.0, weighting="elbo"), [[1 / 0.98, 1 / 98]])
+    assert_rows(velocity_mse(new, batch, coef=1.0, weighting="elbo"), [[1 / 0.98, 1 / 98]])
 
 
 def test_velocity_gap_averages_over_every_axis_of_the_latent():
     new = said(velocity=[[[[1.0, 3.0], [1.0, 1.0]]]], time=[[0.5]])
     batch = batch_of(new, ref=said(velocity=[[[[1.0, 1.0], [1.0, 1.0]]]]))
-    assert_rows(velocity_gap(new, batch, coef=1.0), [[1.0]])
+    assert_rows(velocity_mse(new, batch, coef=1.0), [[1.0]])
 
 
 # ---- norm_hinge
@@ -133,7 +133,7 @@ def test_norm_hinge_has_a_slope_at_zero_velocity():
     assert new.extra["velocity"].grad.isfinite().all()
 
 
-# ---- negative_aware
+# ---- diffusion_nft
 
 NFT = {"velocity": [[[0.5, -0.1]]], "target": [[[0.6, -0.3]]], "time": [[0.5]]}
 OLD = [[[0.7, -0.4]]]
@@ -142,7 +142,7 @@ OLD = [[[0.7, -0.4]]]
 def nft(advantage, *, beta=1.0, adv_mode="all", **changes):
     new = said(**{**NFT, **changes})
     batch = batch_of(new, advantage=advantage, old=said(velocity=OLD))
-    return negative_aware(torch.zeros(1, 1), new, batch, beta=beta, adv_mode=adv_mode)
+    return diffusion_nft(torch.zeros(1, 1), new, batch, beta=beta, adv_mode=adv_mode)
 
 
 def test_negative_aware_has_its_worked_values():
@@ -188,7 +188,7 @@ def test_at_the_policy_that_rolled_out_nft_matches_weighted_by_the_advantage(adv
     new = said(**NFT)
     velocity = new.extra["velocity"].requires_grad_()
     batch = batch_of(new, advantage=advantage)
-    (slope,) = torch.autograd.grad(negative_aware(torch.zeros(1, 1), new, batch, beta=0.3).sum(), velocity)
+    (slope,) = torch.autograd.grad(diffusion_nft(torch.zeros(1, 1), new, batch, beta=0.3).sum(), velocity)
     leaf = tensor(NFT["velocity"]).requires_grad_()
     away = leaf - tensor(NFT["target"])
     norm = 0.5 * away.detach().abs().mean()
@@ -200,7 +200,7 @@ def test_at_the_policy_that_rolled_out_nft_matches_weighted_by_the_advantage(adv
 def test_a_perfect_match_is_normalised_by_no_less_than_1e_5():
     new = said(velocity=[[[0.6, -0.3]]], target=[[[0.6, -0.3]]], time=[[0.5]])
     new.extra["velocity"].requires_grad_()
-    loss = negative_aware(torch.zeros(1, 1), new, batch_of(new, advantage=3.0))
+    loss = diffusion_nft(torch.zeros(1, 1), new, batch_of(new, advantage=3.0))
     loss.sum().backward()
     assert loss == 0 and not new.extra["velocity"].grad.any()
 
@@ -208,11 +208,11 @@ def test_a_perfect_match_is_normalised_by_no_less_than_1e_5():
 def test_negative_aware_needs_velocities_of_the_policy_that_rolled_out():
     new = said(**NFT)
     batch = batch_of(new, advantage=2.0, old=said(velocity=OLD), ema=said(velocity=[[[0.0, 0.0]]]))
-    one, other = (negative_aware(new.logp, new, batch, against=name) for name in ("old", "ema"))
+    one, other = (diffusion_nft(new.logp, new, batch, against=name) for name in ("old", "ema"))
     assert (one - other).abs() > 1e-3
 
 
-# ---- guarded_ratio
+# ---- grpo_guard_ratio
 
 
 def stepped(new_mean, old_mean, std, taken):
@@ -230,7 +230,7 @@ def stepped(new_mean, old_mean, std, taken):
 def test_guarded_ratio_agrees_with_both_published_forms():
     new, old = stepped([[[0.3, 0.1]]], [[[0.1, 0.0]]], [[0.5]], [[[0.4, 0.6]]])
     gap, ratio, scale = 0.025, (new.logp - old.logp), 0.5
-    found = guarded_ratio(new, batch_of(new, old=old))
+    found = grpo_guard_ratio(new, batch_of(new, old=old))
     # A: ratio * scale + gap / (2 scale); B: (ratio + gap / (2 scale^2)) * scale
     assert_rows(found, (ratio * scale + gap / (2 * scale)).tolist())
     assert_rows(found, ((ratio + gap / (2 * scale**2)) * scale).tolist())
@@ -244,7 +244,7 @@ def test_a_guarded_ratio_has_mean_0_under_the_policy_that_rolled_out():
         one, other = stepped([[[new]]], [[[old]]], [[std]], [[[old + std * z]]])
         batch = batch_of(one, old=other)
         ratios.append(float(step_ratio(one, batch)))
-        guarded.append(float(guarded_ratio(one, batch)))
+        guarded.append(float(grpo_guard_ratio(one, batch)))
     assert sum(ratios) / 2 == pytest.approx(-(0.3**2) / (2 * 0.4**2))
     assert sum(guarded) / 2 == pytest.approx(0.0, abs=1e-12)
     # what is left is z (new - old), whatever the deviation of the step
@@ -255,16 +255,16 @@ def test_guarded_ratio_is_0_on_policy_and_behind_the_end_of_a_row():
     new, _ = stepped([[[0.3], [0.1]]], [[[0.1], [0.0]]], [[0.5, 0.0]], [[[0.4], [0.6]]])
     new = StepOutput(tensor([[-1.0, 0.0]]), new.extra)
     batch = batch_of(new, mask=[[1, 0]])
-    assert not guarded_ratio(new, batch).any()
+    assert not grpo_guard_ratio(new, batch).any()
     far = StepOutput(tensor([[-1.0, 50.0]]), {"mean": tensor([[[0.3], [9.0]]])})
-    assert not guarded_ratio(new, batch.replace(others={"old": far})).any()
+    assert not grpo_guard_ratio(new, batch.replace(others={"old": far})).any()
 
 
 def test_guarded_ratio_stays_finite_under_the_clip():
     new, old = stepped([[[50.0]]], [[[-50.0]]], [[0.01]], [[[0.0]]])
     batch = batch_of(new, old=old, advantage=-1.0)
     new.extra["mean"].requires_grad_()
-    loss = clip(guarded_ratio(new, batch), new, batch)
+    loss = clip(grpo_guard_ratio(new, batch), new, batch)
     loss.sum().backward()
     assert loss.isfinite().all() and new.extra["mean"].grad.isfinite().all()
 
@@ -280,8 +280,10 @@ def test_the_second_form_of_grpo_guard_divides_the_first():
     new, old = stepped([[[0.3], [0.2]]], [[[0.1], [0.1]]], [[0.5, 0.4]], [[[0.4], [0.5]]])
     old = StepOutput(old.logp, {**old.extra, "dt": tensor([[-0.25, -0.01]])})
     batch = batch_of(new, old=old, advantage=1.0)
-    form = {"ratio": "guarded_ratio", "surrogate": "clip", "aggregate": "step_mean"}
-    first, second = (loss_of(new, batch, **form, focus=focus) for focus in ((), "by_step_size"))
+    form = {"ratio": "grpo_guard_ratio", "surrogate": "clip", "aggregation": "step_mean"}
+    first, second = (
+        loss_of(new, batch, **form, step_weight=step_weight) for step_weight in ((), "by_step_size")
+    )
     assert_rows(second[None], [float(first / 0.09)])
 
 
@@ -292,10 +294,10 @@ def test_the_second_form_of_grpo_guard_divides_the_first():
     "kind, name, against",
     [
         ("penalty", "gaussian_kl", "ref"),
-        ("penalty", "velocity_gap", "ref"),
+        ("penalty", "velocity_mse", "ref"),
         ("penalty", "norm_hinge", "ref"),
-        ("surrogate", "negative_aware", "old"),
-        ("ratio", "guarded_ratio", "old"),
+        ("surrogate", "diffusion_nft", "old"),
+        ("ratio", "grpo_guard_ratio", "old"),
     ],
 )
 def test_what_is_compared_is_asked_of_the_other_policy_too(kind, name, against):
@@ -303,7 +305,7 @@ def test_what_is_compared_is_asked_of_the_other_policy_too(kind, name, against):
     from mmrl.config.schema import Piece
     from mmrl.core.rng import Stream
 
-    field = "mean" if name in ("gaussian_kl", "guarded_ratio") else "velocity"
+    field = "mean" if name in ("gaussian_kl", "grpo_guard_ratio") else "velocity"
     needs = Pieces(Stream()).make(kind, Piece(name)).needs
     assert dict(needs.others) == {against: {field}}
     assert field in needs.extra
@@ -312,7 +314,7 @@ def test_what_is_compared_is_asked_of_the_other_policy_too(kind, name, against):
     assert find(kind, name).of_others == {field}
 
 
-@pytest.mark.parametrize("piece", [gaussian_kl, velocity_gap, norm_hinge])
+@pytest.mark.parametrize("piece", [gaussian_kl, velocity_mse, norm_hinge])
 def test_the_coefficient_multiplies_and_equal_policies_cost_nothing(piece):
     fields = {"mean": MEANS, "velocity": MEANS, "time": [[0.5, 0.2]], **NEAR}
     new, other = said(**fields), said(mean=OTHER, velocity=[[[0.1, 0.1], [0.0, 0.1]]])
@@ -328,7 +330,7 @@ def test_arithmetic_is_in_float64_and_comes_back_in_the_precision_of_the_steps()
     new, ref = (
         StepOutput(one.logp.float(), {k: v.float() for k, v in one.extra.items()}) for one in (new, ref)
     )
-    found = velocity_gap(new, batch_of(new, ref=ref), coef=1.0)
+    found = velocity_mse(new, batch_of(new, ref=ref), coef=1.0)
     assert found.dtype == torch.float32
     gap = float(new.extra["velocity"][0, 0, 0].double() - 1.0)
     assert float(found) == pytest.approx(gap**2 / 2, rel=1e-6)

@@ -33,19 +33,19 @@ def test_against_names_another_policy():
 def test_mean_logp_adds_up_to_the_mean_of_the_row():
     # (-1 - 2 - 3) / 3 and -4 / 1; a step that is not counted does not count in the length
     new, batch = step_table([[-1.0, -2.0, -3.0], [-4.0, -9.0]], mask=[[1, 1, 1], [1, 0, 0]])
-    gain = mean_logp(new, batch) * batch.mask
-    assert_rows(gain.sum(-1), [-2.0, -4.0])
-    assert_rows(slope_of(gain, new), [[1 / 3] * 3, [1, 0]])
+    implicit_reward = mean_logp(new, batch) * batch.mask
+    assert_rows(implicit_reward.sum(-1), [-2.0, -4.0])
+    assert_rows(slope_of(implicit_reward, new), [[1 / 3] * 3, [1, 0]])
 
 
 def test_mean_ratio_adds_up_to_the_mean_ratio_of_the_row():
     # (2 + 1/2) / 2 and 3
     gaps = [[math.log(2), -math.log(2)], [math.log(3)]]
     new, batch = step_table([[-1.0, -1.0], [-1.0]], old=[[-1 - gap for gap in row] for row in gaps])
-    gain = mean_ratio(new, batch) * batch.mask
-    assert_rows(gain.sum(-1), [1.25, 3.0])
+    implicit_reward = mean_ratio(new, batch) * batch.mask
+    assert_rows(implicit_reward.sum(-1), [1.25, 3.0])
     # d ratio = ratio d log-probability
-    assert_rows(slope_of(gain, new), [[1.0, 0.25], [3.0]])
+    assert_rows(slope_of(implicit_reward, new), [[1.0, 0.25], [3.0]])
 
 
 def test_mean_ratio_of_the_policy_that_rolled_out_is_1():
@@ -55,27 +55,31 @@ def test_mean_ratio_of_the_policy_that_rolled_out_is_1():
 
 def test_ratios_of_50_are_held_at_20():
     new, batch = step_table([[0.0, 0.0]], old=[[-50.0, 50.0]])
-    gain = mean_ratio(new, batch)
-    assert_rows(gain / math.exp(20.0), [[0.5, 0.0]])
-    assert slope_of(gain, new).isfinite().all()
+    implicit_reward = mean_ratio(new, batch)
+    assert_rows(implicit_reward / math.exp(20.0), [[0.5, 0.0]])
+    assert slope_of(implicit_reward, new).isfinite().all()
 
 
-@pytest.mark.parametrize("entry", pieces("gain"), ids=lambda entry: entry.full_name)
+@pytest.mark.parametrize("entry", pieces("implicit_reward"), ids=lambda entry: entry.full_name)
 def test_a_row_without_counted_steps_gains_nothing(entry):
     new, batch = step_table([[-1.0], [-2.0]], mask=[[1], [0]], ref=[[-1.0], [-2.0]])
-    gain = entry.target(new, batch) * batch.mask
-    assert gain[1] == 0 and torch.isfinite(gain).all()
+    implicit_reward = entry.target(new, batch) * batch.mask
+    assert implicit_reward[1] == 0 and torch.isfinite(implicit_reward).all()
 
 
 def test_means_are_over_rows_and_log_ratios_over_steps():
-    assert find("gain", "log_ratio").needs.unit == Unit.STEP
-    assert find("gain", "mean_logp").needs.unit == find("gain", "mean_ratio").needs.unit == Unit.ROW
+    assert find("implicit_reward", "log_ratio").needs.unit == Unit.STEP
+    assert (
+        find("implicit_reward", "mean_logp").needs.unit
+        == find("implicit_reward", "mean_ratio").needs.unit
+        == Unit.ROW
+    )
 
 
 def test_logp_is_the_log_probability_and_needs_no_reference():
     new, batch = step_table([[-1.0, -2.0], [-0.5]])
     assert_rows(logp(new, batch), [[-1.0, -2.0], [-0.5]])
-    assert not find("gain", "logp").needs.others
+    assert not find("implicit_reward", "logp").needs.others
 
 
 def test_mean_log_ratio_adds_up_to_the_mean_of_the_row():

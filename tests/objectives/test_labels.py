@@ -69,10 +69,10 @@ def test_mpo_at_the_reference_is_its_weights_times_ln_2_and_the_likelihood():
     loss, _ = told(
         new,
         batch,
-        gain="log_ratio",
+        implicit_reward="log_ratio",
         compare=[{"name": "sigmoid", "weight": 0.8}, {"name": "bco_pair", "weight": 0.2}],
-        penalty=[{"name": "imitation", "coef": 1.0}],
-        aggregate="group_mean",
+        penalty=[{"name": "sft", "coef": 1.0}],
+        aggregation="group_mean",
     )
     assert_rows(loss[None], [0.831777 + 2.0])
     # the better answer alone is imitated: by halves, and pushed by the weighted comparisons
@@ -107,10 +107,10 @@ def test_bco_shifts_rewards_by_delta():
 
 
 def test_the_anchor_reads_the_better_row_alone():
-    gain, batch = gained(*PAIR)
-    loss = anchor_chosen(gain, batch, beta=0.5, delta=0.25)
+    implicit_reward, batch = gained(*PAIR)
+    loss = anchor_chosen(implicit_reward, batch, beta=0.5, delta=0.25)
     shown(loss, softplus(-0.75))
-    assert_rows(slope(loss, gain), [[-0.5 * logistic(-0.75)], [0.0]])
+    assert_rows(slope(loss, implicit_reward), [[-0.5 * logistic(-0.75)], [0.0]])
 
 
 def test_mdpo_compares_with_the_worse_answer_and_with_the_worse_picture():
@@ -145,9 +145,9 @@ def test_other_pair_losses_have_worked_values():
 
 def test_steps_may_be_labelled_one_by_one():
     # the first step prefers row 1, the second row 2; the better has the reward 1, the worse 0
-    gain, batch = gained([[1.0, 0.0], [0.0, 1.0]], [[1, -1], [-1, 1]])
-    shown(bco_pair(gain, batch, beta=1.0, level="step"), softplus(-1.0) + LN2)
-    shown(kto(gain, batch, beta=1.0, level="step"), (logistic(-1.0) + 0.5) / 2)
+    implicit_reward, batch = gained([[1.0, 0.0], [0.0, 1.0]], [[1, -1], [-1, 1]])
+    shown(bco_pair(implicit_reward, batch, beta=1.0, level="step"), softplus(-1.0) + LN2)
+    shown(kto(implicit_reward, batch, beta=1.0, level="step"), (logistic(-1.0) + 0.5) / 2)
 
 
 # ---- rewards without a reference, and SimPO's margin
@@ -157,7 +157,7 @@ def test_simpo_wants_a_margin_of_gamma_between_means():
     # means -1 and -2, beta 2: 2 * 1 - .5 = 1.5
     new, batch = step_table([[-0.5, -1.5], [-2.0]], advantage=[1, -1])
     loss, metrics = told(
-        new, batch, gain="mean_logp", compare=[{"name": "sigmoid", "beta": 2.0, "gamma": 0.5}]
+        new, batch, implicit_reward="mean_logp", compare=[{"name": "sigmoid", "beta": 2.0, "gamma": 0.5}]
     )
     assert_rows(loss[None], [softplus(-1.5)])
     assert float(metrics["rewards/chosen"]) == -2.0 and float(metrics["rewards/margins"]) == 2.0
@@ -175,7 +175,10 @@ def test_gamma_keeps_smoothed_labels_around_the_margin():
 def test_rewards_are_beta_times_gains_of_the_first_comparison():
     new, batch = step_table([[-1.0], [-2.0]], advantage=[1, -1], ref=[[-3.0], [-1.0]])
     _, metrics = told(
-        new, batch, gain="log_ratio", compare=[{"name": "kto", "beta": 0.25}, {"name": "ipo", "beta": 9.0}]
+        new,
+        batch,
+        implicit_reward="log_ratio",
+        compare=[{"name": "kto", "beta": 0.25}, {"name": "ipo", "beta": 9.0}],
     )
     assert {name: float(value) for name, value in metrics.items()} == {
         "rewards/chosen": 0.5,
@@ -183,7 +186,7 @@ def test_rewards_are_beta_times_gains_of_the_first_comparison():
         "rewards/margins": 0.75,
         "rewards/accuracies": 1.0,
     }
-    _, plain = told(new, batch, gain="log_ratio", compare="sigmoid")
+    _, plain = told(new, batch, implicit_reward="log_ratio", compare="sigmoid")
     assert float(plain["rewards/chosen"]) == pytest.approx(0.2)  # its own default
 
 
@@ -192,12 +195,12 @@ def test_unrelated_rows_are_told_apart():
     new, batch = step_table(
         [[-1.0], [-2.0], [-5.0]], advantage=[1, -1, 0], ref=[[-3.0], [-1.0], [-1.0]], notes=noted
     )
-    _, metrics = told(new, batch, gain="log_ratio", compare=[{"name": "kto", "beta": 0.5}])
+    _, metrics = told(new, batch, implicit_reward="log_ratio", compare=[{"name": "kto", "beta": 0.5}])
     assert float(metrics["rewards/unrelated"]) == -2.0
     assert float(metrics["rewards/chosen"]) == 1.0 and float(metrics["rewards/rejected"]) == -0.5
 
 
 def test_a_comparison_may_carry_a_weight():
     new, batch = step_table([[-1.0], [-2.0]], advantage=[1, -1], ref=[[-1.0], [-2.0]])
-    loss, _ = told(new, batch, gain="log_ratio", compare=[{"name": "sigmoid", "weight": 3.0}])
+    loss, _ = told(new, batch, implicit_reward="log_ratio", compare=[{"name": "sigmoid", "weight": 3.0}])
     assert_rows(loss[None], [3 * LN2])

@@ -8,7 +8,7 @@ import pytest
 
 from mmrl.config.registry import find
 from mmrl.objectives.aggregations import group_mean
-from mmrl.objectives.penalties import imitation, k1, k2, k3, negative_entropy
+from mmrl.objectives.penalties import entropy_bonus, k1, k2, k3, sft
 from tests.support.tables import assert_rows, slope_of, step_table
 
 ESTIMATES = [k1, k2, k3]
@@ -133,8 +133,8 @@ def test_the_ratio_of_the_bias_correction_is_at_most_e_to_the_20():
 
 def test_negative_entropy_rewards_uncertainty():
     new, batch = step_table([[-1.0, -1.0]], extra={"entropy": [[2.0, 0.5]]})
-    assert_rows(negative_entropy(new, batch, coef=0.1), [[-0.2, -0.05]])
-    assert find("penalty", "negative_entropy").needs.extra == {"entropy"}
+    assert_rows(entropy_bonus(new, batch, coef=0.1), [[-0.2, -0.05]])
+    assert find("penalty", "entropy_bonus").needs.extra == {"entropy"}
 
 
 # ---- imitation
@@ -144,7 +144,7 @@ def test_imitation_raises_the_best_row_of_every_group():
     new, batch = step_table(
         [[-1.0, -2.0], [-3.0], [-4.0], [-5.0]], advantage=[0.2, 0.9, 0.4, 0.3], group=[4, 4, 6, 6]
     )
-    loss = imitation(new, batch, coef=0.5)
+    loss = sft(new, batch, coef=0.5)
     assert_rows(loss, [[0, 0], [1.5], [2.0], [0]])
     assert_rows(slope_of(loss, new), [[0, 0], [-0.5], [-0.5], [0]])
 
@@ -152,23 +152,23 @@ def test_imitation_raises_the_best_row_of_every_group():
 def test_imitation_compares_means_and_takes_the_first_of_equals():
     # a row of two steps is no better for being longer; of two best ones the first
     new, batch = step_table([[-1.0, -1.0], [-1.0], [-1.0]], advantage=[0.5, 0.8, 0.8])
-    assert_rows(imitation(new, batch, coef=1.0), [[0, 0], [1.0], [0]])
+    assert_rows(sft(new, batch, coef=1.0), [[0, 0], [1.0], [0]])
 
 
 def test_imitation_knows_no_best_row_among_equals_nor_one_that_is_not_counted():
     new, batch = step_table([[-1.0]] * 2, advantage=[0.5, 0.5])
-    assert not imitation(new, batch).any()
-    assert not imitation(*step_table([[-1.0]], advantage=[0.5])).any()
+    assert not sft(new, batch).any()
+    assert not sft(*step_table([[-1.0]], advantage=[0.5])).any()
     new, batch = step_table([[-1.0]] * 3, advantage=[0.5, 0.1, 9.0], mask=[[1], [1], [0]])
-    assert_rows(imitation(new, batch, coef=1.0), [[1.0], [0], [0]])
+    assert_rows(sft(new, batch, coef=1.0), [[1.0], [0], [0]])
     # nor is it best where all others are below its 0
     new, batch = step_table([[-1.0]] * 3, advantage=[-0.5, -0.9, 0], mask=[[1], [1], [0]])
-    assert_rows(imitation(new, batch, coef=1.0), [[1.0], [0], [0]])
+    assert_rows(sft(new, batch, coef=1.0), [[1.0], [0], [0]])
 
 
 def test_imitation_adds_the_error_of_the_best_picture_up_as_gdro_does():
     # gamma d of the best of three, averaged over two draws and two groups: .5 * ((.2 + .4) / 2 + .3) / 2
     rows = [[-0.2, -0.4], [-1.0, -1.0], [-1.0, -1.0], [-0.3, -0.3], [-1.0, -1.0]]
     new, batch = step_table(rows, advantage=[3, 2, 1, 3, 2], group=[0, 0, 0, 1, 1])
-    loss = (imitation(new, batch, coef=0.5) * group_mean(batch)).sum()
+    loss = (sft(new, batch, coef=0.5) * group_mean(batch)).sum()
     assert_rows(loss[None], [0.15])

@@ -19,7 +19,7 @@ from tests.support.tables import (
     step_table,
 )
 
-GRPO = {"surrogate": "clip", "aggregate": "sequence_mean"}
+GRPO = {"surrogate": "clip", "aggregation": "sequence_mean"}
 
 
 def metrics_of(new, batch, **pieces):
@@ -47,8 +47,8 @@ def test_its_needs_are_those_of_its_pieces():
     objective = objective_of(
         **GRPO,
         ratio="sequence_ratio",
-        focus="truncated_importance",
-        penalty=[{"name": "k3", "against": "ema"}, "negative_entropy"],
+        step_weight="truncated_importance",
+        penalty=[{"name": "k3", "against": "ema"}, "entropy_bonus"],
     )
     assert objective.needs.unit == Unit.ROW
     assert objective.needs.extra == {"entropy"}
@@ -100,7 +100,7 @@ def test_steps_of_advantage_0_and_steps_pulled_back_are_not_clipped():
 
 def test_a_surrogate_without_a_slope_through_the_ratio_reports_no_clipping():
     new, batch = micro_batch()
-    metrics = metrics_of(new, batch, surrogate="detached_clip", aggregate="step_mean")
+    metrics = metrics_of(new, batch, surrogate="cispo", aggregation="step_mean")
     assert not any(name.startswith("clip_ratio") for name in metrics)
 
 

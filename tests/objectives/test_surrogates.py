@@ -9,7 +9,7 @@ import torch
 
 from mmrl.config.registry import pieces
 from mmrl.objectives.ratios import sequence_ratio, step_ratio
-from mmrl.objectives.surrogates import clip, detached_clip, log_likelihood, plain, soft_gate
+from mmrl.objectives.surrogates import cispo, clip, log_likelihood, sapo, unclipped
 from tests.support.tables import assert_rows, loss_of, micro_batch, moved, slope_of, step_table
 
 # Ratios of the shared micro-batch: e^.1 e^-.2 e^.3 | e^-.4 e^.05
@@ -70,13 +70,13 @@ def test_two_sided_clip_bounds_the_free_ratio():
 def test_plain_never_clips():
     new, batch = micro_batch()
     wanted = [[-rho for rho in RHO[0]], [0.5 * rho for rho in RHO[1]]]
-    assert_rows(losses(plain, new, batch), wanted)
-    assert_rows(slope_of(losses(plain, new, batch), new), wanted)
+    assert_rows(losses(unclipped, new, batch), wanted)
+    assert_rows(slope_of(losses(unclipped, new, batch), new), wanted)
 
 
 def test_clip_with_wide_bounds_is_plain():
     new, batch = micro_batch()
-    assert losses(clip, new, batch, epsilon=1.0, epsilon_high=1e9).equal(losses(plain, new, batch))
+    assert losses(clip, new, batch, epsilon=1.0, epsilon_high=1e9).equal(losses(unclipped, new, batch))
 
 
 # ---- weights that are not differentiated
@@ -91,21 +91,21 @@ def test_log_likelihood_weighs_log_probabilities_by_the_advantage():
 def test_detached_clip_bounds_the_weight_from_above():
     # 1.105171 * .5, .818731 * 1, 1.2 * .2 | -.5 * .670320 * 2, -.5 * 1.051271 * .7
     new, batch = micro_batch()
-    loss = losses(detached_clip, new, batch, clip_max=1.2)
+    loss = losses(cispo, new, batch, clip_max=1.2)
     assert_rows(loss, [[0.552585, 0.818731, 0.24], [-0.670320, -0.367945]])
 
 
 def test_detached_clip_lets_the_slope_of_every_step_through():
     # the third step is cut to 1.2 and still pulls; no slope goes through the ratio
     new, batch = micro_batch()
-    slope = slope_of(losses(detached_clip, new, batch, clip_max=1.2), new)
+    slope = slope_of(losses(cispo, new, batch, clip_max=1.2), new)
     assert_rows(slope, [[-1.105171, -0.818731, -1.2], [0.5 * 0.670320, 0.5 * 1.051271]])
 
 
 def test_detached_clip_with_a_lower_bound():
     # .670320 becomes .8: -.5 * .8 * 2
     new, batch = micro_batch()
-    loss = losses(detached_clip, new, batch, clip_min=0.8, clip_max=1.2)
+    loss = losses(cispo, new, batch, clip_min=0.8, clip_max=1.2)
     assert_rows(loss[1:], [[-0.8, -0.367945]])
 
 
@@ -116,7 +116,7 @@ def test_soft_gate_is_a_scaled_sigmoid_of_the_ratio():
     # good steps tau 1: -4 sigm(.105171) = -2.105074; bad ones tau 1.05: (4 / 1.05) sigm(1.05 * (rho - 1)) / 2
     new, batch = micro_batch()
     wanted = [[-2.105074, -1.819225, -2.346333], [0.789168, 0.978010]]
-    assert_rows(losses(soft_gate, new, batch), wanted)
+    assert_rows(losses(sapo, new, batch), wanted)
 
 
 def test_the_temperatures_of_soft_gate_are_as_precise_as_its_ratio():
@@ -124,13 +124,13 @@ def test_the_temperatures_of_soft_gate_are_as_precise_as_its_ratio():
     new, batch = moved([[0.3], [0.3]], [-1, 1])
     gate = 4 / 1.05 / (1 + math.exp(-1.05 * (math.exp(0.3) - 1)))
     good = 4 / 1.3 / (1 + math.exp(-1.3 * (math.exp(0.3) - 1)))
-    loss = losses(soft_gate, new, batch, temperature_pos=1.3)
+    loss = losses(sapo, new, batch, temperature_pos=1.3)
     assert_rows(loss, [[gate], [-good]], tolerance=1e-12)
 
 
 def test_soft_gate_weighs_the_slope_with_a_bump_around_1():
     new, batch = micro_batch()
-    slope = slope_of(losses(soft_gate, new, batch), new)
+    slope = slope_of(losses(sapo, new, batch), new)
     for i, (advantage, tau) in enumerate([(1.0, 1.0), (-0.5, 1.05)]):
         for t, rho in enumerate(RHO[i]):
             gate = 1 / (1 + math.exp(-tau * (rho - 1)))
@@ -139,12 +139,12 @@ def test_soft_gate_weighs_the_slope_with_a_bump_around_1():
 
 def test_soft_gate_at_ratio_1_is_minus_two_over_tau_times_the_advantage():
     new, batch = moved([[0.0], [0.0]], [3, -2])
-    assert_rows(losses(soft_gate, new, batch), [[-6], [4 / 1.05]])
+    assert_rows(losses(sapo, new, batch), [[-6], [4 / 1.05]])
 
 
 def test_soft_gate_takes_other_temperatures():
     new, batch = moved([[0.0], [0.0]], [1, -1])
-    loss = losses(soft_gate, new, batch, temperature_pos=2.0, temperature_neg=4.0)
+    loss = losses(sapo, new, batch, temperature_pos=2.0, temperature_neg=4.0)
     assert_rows(loss, [[-1], [0.5]])
 
 
@@ -158,7 +158,7 @@ def test_gspo_clips_the_ratio_of_the_row():
     rows = clip(sequence_ratio(new, batch), new, batch, **options)
     assert_rows(rows, [[-1.04] * 3, [0.485] * 2])
     surrogate = {"name": "clip", **options}
-    gspo = loss_of(new, batch, ratio="sequence_ratio", surrogate=surrogate, aggregate="sequence_mean")
+    gspo = loss_of(new, batch, ratio="sequence_ratio", surrogate=surrogate, aggregation="sequence_mean")
     assert_rows(gspo[None], [-0.2775])
 
 
@@ -166,7 +166,7 @@ def test_luspo_counts_a_row_as_often_as_it_has_steps():
     # (3 * -1.04 + 2 * .485) / 2
     new, batch = micro_batch()
     surrogate = {"name": "clip", "epsilon": 0.03, "epsilon_high": 0.04}
-    loss = loss_of(new, batch, ratio="sequence_ratio", surrogate=surrogate, aggregate="length_weighted")
+    loss = loss_of(new, batch, ratio="sequence_ratio", surrogate=surrogate, aggregation="length_weighted")
     assert_rows(loss[None], [-1.075])
 
 
@@ -175,7 +175,7 @@ def test_gspo_token_has_the_slope_of_gspo_where_the_advantage_is_constant():
     slopes = []
     for level in ("sequence", "token"):
         ratio = {"name": "sequence_ratio", "level": level}
-        loss = loss_of(new, batch, ratio=ratio, surrogate="plain", aggregate="sequence_mean")
+        loss = loss_of(new, batch, ratio=ratio, surrogate="plain", aggregation="sequence_mean")
         slopes.append(slope_of(loss, new))
     assert_rows(slopes[1], slopes[0].tolist(), tolerance=1e-12)
     # by hand: s_1 / 3 / 2 per step of the first row
@@ -185,20 +185,20 @@ def test_gspo_token_has_the_slope_of_gspo_where_the_advantage_is_constant():
 def test_gspo_token_lets_advantages_differ_between_steps():
     new, batch = moved([[0.0, 0.0]], [[1, -3]])
     ratio = {"name": "sequence_ratio", "level": "token"}
-    loss = loss_of(new, batch, ratio=ratio, surrogate="plain", aggregate="sequence_mean")
+    loss = loss_of(new, batch, ratio=ratio, surrogate="plain", aggregation="sequence_mean")
     assert_rows(slope_of(loss, new), [[-0.5, 1.5]])
 
 
 def test_gspo_is_grpo_for_rows_of_one_step():
     new, batch = moved([[0.3], [-0.4]], [1.0, -0.5])
-    pieces_of = {"surrogate": "clip", "aggregate": "sequence_mean"}
+    pieces_of = {"surrogate": "clip", "aggregation": "sequence_mean"}
     assert loss_of(new, batch, ratio="sequence_ratio", **pieces_of) == loss_of(new, batch, **pieces_of)
 
 
 def test_rloo_clips_the_ratio_of_the_whole_answer():
     # W = e^.2 = 1.221403 is cut to 1.2, and e^-.35 = .704688 to .8; mean of -1.2 and .4
     new, batch = micro_batch()
-    loss = loss_of(new, batch, ratio="sequence_sum", surrogate="clip", aggregate="sequence_mean")
+    loss = loss_of(new, batch, ratio="sequence_sum", surrogate="clip", aggregation="sequence_mean")
     assert_rows(loss[None], [-0.4])
 
 
@@ -231,7 +231,7 @@ def test_an_advantage_of_0_moves_nothing(entry):
     assert not slope_of(loss, new).any()
 
 
-@pytest.mark.parametrize("surrogate", [clip, plain, log_likelihood, soft_gate])
+@pytest.mark.parametrize("surrogate", [clip, unclipped, log_likelihood, sapo])
 def test_the_slope_is_that_of_finite_differences_where_no_weight_is_detached(surrogate):
     new, batch = micro_batch()
     slope, small = slope_of(losses(surrogate, new, batch), new), 1e-6

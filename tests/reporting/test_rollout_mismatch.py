@@ -23,8 +23,8 @@ def test_moments_of_weights_become_effective_shares():
     found = conclude({"loss": 3.0, **{f"moments/{name}": value for name, value in moments.items()}})
     assert found == {
         "loss": 3.0,
-        "sampling/effective_share/steps": 1.0,
-        "sampling/effective_share/rows": 0.8,
+        "sampling/ess/steps": 1.0,
+        "sampling/ess/rows": 0.8,
         "sampling/importance_sampling_ratio/mean": 1.0,
     }
     assert conclude({"loss": 3.0}) == {"loss": 3.0}
@@ -33,7 +33,7 @@ def test_moments_of_weights_become_effective_shares():
 RECORD = {
     "sampling/kl": 0.01,
     "sampling/sampling_logp_difference/mean": 0.05,
-    "sampling/effective_share/rows": 0.75,
+    "sampling/ess/rows": 0.75,
 }
 
 
@@ -48,8 +48,8 @@ def test_the_gap_of_a_cheap_engine_is_told_in_a_line():
 def test_the_report_has_a_table_where_an_engine_differs():
     exact = {**RECORD, "sampling/kl": -1e-9}
     assert gap_table([exact, exact]) == gap_table([{"reward": 1.0}]) == gap_table([]) == ""
-    timed = {"rollout/seconds": 0.5, "rollout/exact_seconds": 1.25, "rollout/times_faster": 2.5}
-    page = gap_table([RECORD, {**RECORD, **timed, "sampling/kl": 0.03, "rollout/same_answers": math.nan}])
+    timed = {"rollout/seconds": 0.5, "rollout/exact_seconds": 1.25, "rollout/speedup": 2.5}
+    page = gap_table([RECORD, {**RECORD, **timed, "sampling/kl": 0.03, "rollout/agreement": math.nan}])
     assert (
         "<tr><th>KL of engine to policy, nats a step</th><td>0.0100</td><td>0.0200</td><td>0.0300</td>"
         in page
@@ -60,10 +60,10 @@ def test_the_report_has_a_table_where_an_engine_differs():
 
 
 def test_what_makes_engines_cheap_is_read_off_a_config(tmp_path):
-    engine = {"name": "vision.generate", "cache": "compression.visual_bits"}
+    engine = {"name": "vision.generate", "cache": "compression.visual_quant"}
     engine["transform"] = ["compression.yopo25", {"name": "compression.fastv", "keep": 0.5}]
     config = parse(plan(tmp_path, rollout={"engine": [engine, "with_demos"]}), Config)
-    names = ["transform compression.yopo25", "transform compression.fastv", "cache compression.visual_bits"]
+    names = ["transform compression.yopo25", "transform compression.fastv", "cache compression.visual_quant"]
     assert cheapened(config) == names
     assert cheapened(parse(plan(tmp_path), Config)) == []
 
@@ -96,8 +96,8 @@ def test_a_run_reports_the_gap_and_what_engines_tell(tmp_path, capsys):
     records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [record["rollout/asked"] for record in records] == list(range(1, len(records) + 1))
     for record in records:
-        assert record["sampling/effective_share/steps"] == pytest.approx(1.0)
-        assert record["sampling/effective_share/rows"] == pytest.approx(1.0)
+        assert record["sampling/ess/steps"] == pytest.approx(1.0)
+        assert record["sampling/ess/rows"] == pytest.approx(1.0)
         assert record["sampling/importance_sampling_ratio/mean"] == pytest.approx(1.0)
         assert not any(name.startswith("moments/") or name == "cheap" for name in record)
     assert "rollouts on" not in capsys.readouterr().out

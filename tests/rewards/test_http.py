@@ -19,7 +19,7 @@ from mmrl.config.schema import ConfigError, Piece
 from mmrl.core.rng import Stream
 from mmrl.core.types import Outcome, Prompt, Trajectory
 from mmrl.rewards import http
-from mmrl.rewards.http import Remote
+from mmrl.rewards.http import Http
 from mmrl.training.score import RewardFault, score
 from tests.support.toys import prompts
 
@@ -91,7 +91,7 @@ TEXTS = ("a", "", "ccc")
 
 
 def asked_for(server, *texts, **options):
-    asks = Remote(url=server.url, wait=0.0, **options)
+    asks = Http(url=server.url, wait=0.0, **options)
     return asks(prompts()[: len(texts)], [Outcome(text=text) for text in texts])
 
 
@@ -108,7 +108,7 @@ def test_what_is_sent_is_plain(server):
     outcome = Outcome(
         text="x", image=pixels, video=pixels[None], times=torch.tensor([0.5]), end=3, tags={"t": "1"}
     )
-    Remote(url=server.url)([prompt], [outcome])
+    Http(url=server.url)([prompt], [outcome])
     (sent,) = server.seen[0]["outcomes"]
     from PIL import Image
 
@@ -150,7 +150,7 @@ def test_a_slow_server_is_given_up(server):
 
 def test_nobody_there_is_named():
     with pytest.raises(ConnectionError, match="127.0.0.1:1/' does not answer .* asked 1 times: .*refused"):
-        Remote(url="http://127.0.0.1:1/", request_retries=0)(prompts()[:1], [Outcome(text="a")])
+        Http(url="http://127.0.0.1:1/", request_retries=0)(prompts()[:1], [Outcome(text="a")])
 
 
 @pytest.mark.parametrize(
@@ -224,7 +224,7 @@ def test_what_is_no_whole_answer_is_named(raw, said):
 
 def test_what_cannot_travel_is_named(server):
     with pytest.raises(TypeError, match="the target of prompt 'p' holds a object"):
-        Remote(url=server.url)([Prompt("p", (), target=object())], [Outcome(text="a")])
+        Http(url=server.url)([Prompt("p", (), target=object())], [Outcome(text="a")])
 
 
 @pytest.mark.parametrize(
@@ -232,7 +232,7 @@ def test_what_cannot_travel_is_named(server):
 )
 def test_options_are_checked(options):
     with pytest.raises(ValueError, match="must be"):
-        Remote(**options)
+        Http(**options)
 
 
 def test_it_stands_in_a_configuration_with_the_policy_of_any_reward(server):
@@ -240,7 +240,7 @@ def test_it_stands_in_a_configuration_with_the_policy_of_any_reward(server):
     rows = tuple(Trajectory(asked, asked.uid, (Outcome(text=text),), None, 1) for text in ("a", "bb"))
 
     def bound(**settings):
-        return Pieces(Stream()).make("reward", Piece("remote", {"url": server.url, "wait": 0.0, **settings}))
+        return Pieces(Stream()).make("reward", Piece("http", {"url": server.url, "wait": 0.0, **settings}))
 
     assert score([bound(weight=2.0, timeout=5.0)], rows).values[:, 0, 0].tolist() == [1, 2]
     server.answer = lambda asked: {"rewards": [float("nan")] * len(asked["outcomes"])}
@@ -248,4 +248,4 @@ def test_it_stands_in_a_configuration_with_the_policy_of_any_reward(server):
         score([bound()], rows)
     assert not score([bound(on_error="skip")], rows).learn.any()
     with pytest.raises(ConfigError, match="has no option 'ulr'"):
-        Pieces(Stream()).make("reward", Piece("remote", {"ulr": ""}))
+        Pieces(Stream()).make("reward", Piece("http", {"ulr": ""}))

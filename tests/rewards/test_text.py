@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mmrl.core.types import Message, Outcome, Part, Prompt
-from mmrl.rewards.text import exact_match, overlong, recorded, tag_format, think_format
+from mmrl.rewards.text import exact_match, overlong, precomputed, tag_format, think_format
 
 
 def asked(target="", **columns):
@@ -106,4 +106,4 @@ def test_overlong_refuses_an_outcome_of_unknown_length():
 
 def test_recorded_reads_what_was_measured_and_does_not_apply_elsewhere():
     outcomes = [Outcome(recorded={"clip": 0.25}), Outcome(recorded={"other": 1.0})]
-    assert recorded([asked()] * 2, outcomes, key="clip") == [0.25, None]
+    assert precomputed([asked()] * 2, outcomes, key="clip") == [0.25, None]

@@ -80,7 +80,7 @@ PLANS = {
         "rollout": {"num_prompts": 5, "max_rounds": 3},
         "group_filter": "varied",
         "advantage": ["total", "group_normalize", {"name": "high_entropy", "top": 0.5}],
-        "objective": {"aggregate": "step_mean", "penalty": [{"name": "k3", "coef": 0.1}]},
+        "objective": {"aggregation": "step_mean", "penalty": [{"name": "k3", "coef": 0.1}]},
         "references": {"ref": "frozen"},
         "learn": {"num_iterations": 2, "micro_batch_steps": 9},
         "evaluation": {"data": {"name": "tests.support.toys:prompts", "num": 3}, "num_generations": 2},
@@ -107,7 +107,7 @@ PLANS = {
             "policy": "slow",
         },
         "advantage": ["total"],
-        "objective": {"focus": ["truncated_importance"], "aggregate": "length_weighted"},
+        "objective": {"step_weight": ["truncated_importance"], "aggregation": "length_weighted"},
         "references": {"slow": {"name": "ema", "decay": 0.5}},
     },
 }
@@ -126,7 +126,7 @@ FLOW = {
     "objective": {
         "name": "policy_gradient",
         "surrogate": "clip",
-        "aggregate": "step_mean",
+        "aggregation": "step_mean",
         "penalty": [{"name": "gaussian_kl", "coef": 0.1}],
     },
     "references": {"ref": "frozen"},
@@ -139,7 +139,7 @@ PLANS |= {
         "of": "flow",
         **FLOW,
         "policy": {"name": "tests.support.toy_flow:ToyFlow", "form": "matching"},
-        "objective": {"name": "policy_gradient", "surrogate": "clip", "aggregate": "step_mean"},
+        "objective": {"name": "policy_gradient", "surrogate": "clip", "aggregation": "step_mean"},
     },
 }
 

@@ -35,7 +35,7 @@ SPEAKING = {
     "objective": {
         "name": "policy_gradient",
         "surrogate": "clip",
-        "aggregate": "step_mean",
+        "aggregation": "step_mean",
         "penalty": [{"name": "k3", "coef": 0.1}],
     },
     "references": {"ref": "frozen", "slow": {"name": "ema", "decay": 0.5}},

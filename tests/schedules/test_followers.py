@@ -5,7 +5,7 @@ from __future__ import annotations
 from mmrl.config.binding import Pieces
 from mmrl.core.rng import Stream
 from mmrl.core.types import Clock
-from mmrl.schedules.followers import RunningMean, reported
+from mmrl.schedules.followers import RunningMean, last_metric
 
 
 def clock(step, chosen, rejected=0.0):
@@ -13,10 +13,10 @@ def clock(step, chosen, rejected=0.0):
 
 
 def test_reported_is_the_mean_of_the_step_before():
-    assert reported(clock(1, 1.0, 0.5)) == 0.75
-    assert reported(clock(1, 1.0, 0.5), metrics=("rewards/chosen",)) == 1.0
-    assert reported(Clock(), start=0.25) == 0.25
-    assert reported(Clock(1, {"rewards/chosen": 1.0})) == 0.0  # one of two is missing
+    assert last_metric(clock(1, 1.0, 0.5)) == 0.75
+    assert last_metric(clock(1, 1.0, 0.5), metrics=("rewards/chosen",)) == 1.0
+    assert last_metric(Clock(), start=0.25) == 0.25
+    assert last_metric(Clock(1, {"rewards/chosen": 1.0})) == 0.0  # one of two is missing
 
 
 def test_running_mean_is_over_all_steps():

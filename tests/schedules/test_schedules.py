@@ -7,7 +7,7 @@ import math
 import pytest
 
 from mmrl.core.types import Clock
-from mmrl.schedules.schedules import constant, cosine, linear, ramp, settling, staircase
+from mmrl.schedules.schedules import constant, cosine, ema_warmup, linear, ramp, sliding_window
 
 
 def along(schedule, moments, **options):
@@ -75,46 +75,52 @@ def test_ramp_waits_rises_and_stays():
 
 def test_settling_rises_to_its_limit():
     # min((1 + n) / (10 + n), .9): 1/10, 10/19, 81/90, and no more
-    assert along(settling, [0, 9, 80, 500]) == pytest.approx([0.1, 10 / 19, 0.9, 0.9])
+    assert along(ema_warmup, [0, 9, 80, 500]) == pytest.approx([0.1, 10 / 19, 0.9, 0.9])
 
 
 # ---- the sliding window of MixGRPO
 
 
 def test_staircase_climbs_and_begins_anew():
-    values = along(staircase, [0, 24, 25, 500, 524, 525, 550], every=25, stop=20)
+    values = along(sliding_window, [0, 24, 25, 500, 524, 525, 550], every=25, stop=20)
     assert values == [0, 0, 1, 20, 20, 0, 1]
 
 
 def test_staircase_stays_at_the_top_on_request():
-    assert along(staircase, [0, 2, 4, 6, 99], start=3, every=2, stop=5, roll_back=False) == [3, 4, 5, 5, 5]
+    assert along(sliding_window, [0, 2, 4, 6, 99], start=3, every=2, stop=5, roll_back=False) == [
+        3,
+        4,
+        5,
+        5,
+        5,
+    ]
 
 
 def test_staircase_of_wider_steps_never_leaves_its_range():
     # 1 3 5, and 7 would be above 6
-    assert along(staircase, range(5), start=1, step=2, every=1, stop=6) == [1, 3, 5, 1, 3]
-    assert along(staircase, range(3), start=2, every=1, stop=2) == [2, 2, 2]
+    assert along(sliding_window, range(5), start=1, step=2, every=1, stop=6) == [1, 3, 5, 1, 3]
+    assert along(sliding_window, range(3), start=2, every=1, stop=2) == [2, 2, 2]
 
 
 def test_a_linear_decay_leaves_later_stairs_sooner():
     # from 10 to 1 over 0 to 4: 10, 7.75, 5.5, 3.25 and 1, rounded down
     options = {"every": 10, "stop": 4, "decay": "linear"}
     steps = [0, 9, 10, 16, 17, 21, 22, 24, 25, 26]
-    assert along(staircase, steps, **options) == [0, 0, 1, 1, 2, 2, 3, 3, 4, 0]
-    assert along(staircase, [25, 26, 99], **options, roll_back=False) == [4, 4, 4]
+    assert along(sliding_window, steps, **options) == [0, 0, 1, 1, 2, 2, 3, 3, 4, 0]
+    assert along(sliding_window, [25, 26, 99], **options, roll_back=False) == [4, 4, 4]
     # never below `least`, 6: 10, 9, 8, 7, 6
-    assert along(staircase, [9, 10, 18, 19, 34, 39, 40], **options, least=6) == [0, 1, 1, 2, 4, 4, 0]
+    assert along(sliding_window, [9, 10, 18, 19, 34, 39, 40], **options, least=6) == [0, 1, 1, 2, 4, 4, 0]
 
 
 def test_an_exponential_decay_begins_above_a_stair_and_rounds_up():
     # 5 up to stair 2, then 5 e^-.5 = 3.03 and 5 e^-1 = 1.84
     options = {"every": 5, "stop": 4, "decay": "exponential", "rate": 0.5, "after": 2}
-    assert along(staircase, [4, 5, 14, 15, 18, 19, 20, 21], **options) == [0, 1, 2, 3, 3, 4, 4, 0]
+    assert along(sliding_window, [4, 5, 14, 15, 18, 19, 20, 21], **options) == [0, 1, 2, 3, 3, 4, 4, 0]
 
 
 @pytest.mark.parametrize(
     "wrong", [{"stop": -1}, {"stop": 5, "every": 0}, {"stop": 5, "step": 0}, {"stop": 5, "least": 0}]
 )
 def test_staircase_refuses_what_does_not_climb(wrong):
-    with pytest.raises(ValueError, match="`staircase` climbs"):
-        staircase(Clock(0), **wrong)
+    with pytest.raises(ValueError, match="`sliding_window` climbs"):
+        sliding_window(Clock(0), **wrong)

@@ -71,7 +71,7 @@ PLANS: Mapping[str, tuple[Any, Mapping[str, Any]]] = {
             "objective": {
                 "name": "policy_gradient",
                 "surrogate": "clip",
-                "aggregate": "step_mean",
+                "aggregation": "step_mean",
                 "penalty": [{"name": "gaussian_kl", "coef": 0.1}],
             },
             "references": {"ref": "frozen"},
@@ -100,7 +100,7 @@ PLANS: Mapping[str, tuple[Any, Mapping[str, Any]]] = {
             "data": {"name": "tests.support.toys:prompts", "answers": 2},
             "rollout": {"engine": ["stored"], "num_generations": 2},
             "advantage": ["total", "best_vs_worst"],
-            "objective": {"name": "comparison", "gain": "log_ratio", "compare": ["sigmoid"]},
+            "objective": {"name": "comparison", "implicit_reward": "log_ratio", "compare": ["sigmoid"]},
             "references": {"ref": "frozen"},
             **OFTEN,
         },

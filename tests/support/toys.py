@@ -203,7 +203,7 @@ def plan(folder: Path | str, **changes: Any) -> dict[str, Any]:
         "rollout": {"engine": ["tests.support.toys:ToyGenerate"], "num_prompts": 4, "num_generations": 4},
         "rewards": ["tests.support.toys:share_right", {"name": "tests.support.toys:brevity", "weight": 0.5}],
         "advantage": ["total", "group_normalize"],
-        "objective": {"name": "policy_gradient", "surrogate": "clip", "aggregate": "sequence_mean"},
+        "objective": {"name": "policy_gradient", "surrogate": "clip", "aggregation": "sequence_mean"},
         "learn": {"learning_rate": 0.1},
         "report": {"trackers": []},
         "max_steps": 3,

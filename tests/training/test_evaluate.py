@@ -59,7 +59,7 @@ def test_chunks_do_not_matter(tmp_path, monkeypatch):
 
 def test_metrics_are_those_of_the_answers(tmp_path):
     rewards = [f"{__name__}:by_prompt", f"{__name__}:even_only"]
-    metrics = ["mean", {"name": "share_above", "of": "by_prompt", "at": [4.0]}, f"{__name__}:largest"]
+    metrics = ["mean", {"name": "recall_at", "of": "by_prompt", "at": [4.0]}, f"{__name__}:largest"]
     measured = measuring(tmp_path, rewards=rewards, metrics=metrics, num_generations=2).measure()
     # 0 to 5 on average, 4 and 5 among them; 0, 2 and 4 are even.
     assert measured.metrics["by_prompt"] == 2.5

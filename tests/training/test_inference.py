@@ -8,7 +8,7 @@ import pytest
 
 import mmrl
 from mmrl import build
-from mmrl.compression.caches.visual_quant import visual_bits
+from mmrl.compression.caches.visual_quant import visual_quant
 from mmrl.compression.transforms.drop_visual_layers import drop_visual_layers
 from mmrl.config.schema import Config, ConfigError, EvaluateConfig, load
 from mmrl.core.rng import Stream
@@ -19,7 +19,7 @@ from tests.vision import tiny
 from tests.vision.conftest import checkpoint
 
 __all__ = ["checkpoint"]
-CACHE = {"name": "compression.visual_bits", "nbits": 2}
+CACHE = {"name": "compression.visual_quant", "nbits": 2}
 DROP = {"name": "compression.drop_visual_layers", "after": 1}
 
 
@@ -67,7 +67,7 @@ def by_hand(checkpoint, asked, transform=(), cache=None):
 
 
 def two_bits(config, visual, mask):
-    return visual_bits(config, visual, mask, nbits=2)
+    return visual_quant(config, visual, mask, nbits=2)
 
 
 def test_a_file_gives_what_is_put_together_by_hand(file, checkpoint, asked):
@@ -115,7 +115,10 @@ def test_a_training_run_gives_the_engine_of_its_rollouts(checkpoint, tmp_path, a
     ("changes", "message"),
     [
         (["policy.transfrm=[]"], "did you mean 'transform'?"),
-        (["evaluation.engine.0.cache.nbit=1"], "evaluation.engine[0].cache: cache 'compression.visual_bits'"),
+        (
+            ["evaluation.engine.0.cache.nbit=1"],
+            "evaluation.engine[0].cache: cache 'compression.visual_quant'",
+        ),
         (["evaluation.engine=[]"], "'evaluation.engine' is empty; name the engine that answers"),
         (["sed=1"], "there is no key 'sed'; did you mean 'seed'?"),
     ],

@@ -65,7 +65,9 @@ class Rising:
 def test_a_dropped_row_stays_in_the_divisor_on_request(tmp_path):
     chain = {"advantage": ["total", "group_center", "tests.training.test_loop:drop_first"]}
     means = {
-        count: moved_by(tmp_path, **chain, objective={"aggregate": {"name": "sequence_mean", "count": count}})
+        count: moved_by(
+            tmp_path, **chain, objective={"aggregation": {"name": "sequence_mean", "count": count}}
+        )
         for count in ("learned", "drawn")
     }
     run, batch = ready(tmp_path, **chain)
@@ -81,7 +83,7 @@ def test_a_dropped_row_stays_in_the_divisor_on_request(tmp_path):
 def test_micro_batches_do_not_change_the_step(tmp_path, unit):
     changes = {
         "policy": {**DOUBLE, "unit": int(unit)},
-        "objective": {"aggregate": "step_mean", "penalty": ["k3"]},
+        "objective": {"aggregation": "step_mean", "penalty": ["k3"]},
         "references": {"ref": "frozen"},
     }
     whole = moved_by(tmp_path, **changes, learn={"micro_batch_steps": 10**6})
@@ -161,7 +163,7 @@ def test_old_is_the_current_pass_where_the_weights_do_not_move_in_between(tmp_pa
     [
         {"learn": {"num_iterations": 2}},
         {"learn": {"minibatches": 2}},
-        {"objective": {"focus": ["truncated_importance"]}},
+        {"objective": {"step_weight": ["truncated_importance"]}},
         {"rollout": {"policy": "slow"}, "references": {"slow": {"name": "ema", "decay": 0.9}}},
     ],
     ids=["iterations", "minibatches", "engine", "another policy"],
@@ -211,7 +213,7 @@ def test_what_others_say_stands_in_its_rows_however_it_was_cut(tmp_path):
 
 
 def test_the_engine_is_old_where_it_noted_nothing(tmp_path):
-    run, batch = ready(tmp_path, objective={"focus": ["truncated_importance"]})
+    run, batch = ready(tmp_path, objective={"step_weight": ["truncated_importance"]})
     old = batch.others["old"].logp
     noted = batch.notes["logp"].clone()
     noted[0] = math.nan

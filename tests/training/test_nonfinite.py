@@ -168,7 +168,7 @@ TABLE: dict[str, tuple[dict[str, Any], int, str]] = {
     "a reward that is too slow": (reward("late", timeout=0.02), 1, "no answer within 0.02 s"),
     "an asynchronous reward that fails": (reward("never"), 1, "raised TimeoutError: the judge is asleep"),
     "a server that is not there": (
-        {"rewards": [{"name": "remote", "url": "http://127.0.0.1:1/", "request_retries": 0}]},
+        {"rewards": [{"name": "http", "url": "http://127.0.0.1:1/", "request_retries": 0}]},
         1,
         "'http://127.0.0.1:1/' does not answer within 60 s, asked 1 times",
     ),

@@ -160,7 +160,7 @@ def test_alarms_hear_after_a_resume_what_they_would_have_heard(tmp_path):
     lossy = {"name": "tests.training.test_resume:LossyGenerate", "transform": "compression.div_prune"}
     changes = {
         "rollout": {"engine": [lossy]},
-        "report": {"trackers": [], "alarms": ["ratio_is_not_one", "tests.training.test_resume:listens"]},
+        "report": {"trackers": [], "checks": ["logprob_mismatch", "tests.training.test_resume:listens"]},
         "max_steps": 4,
     }
     HEARD.clear()

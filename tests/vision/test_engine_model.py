@@ -9,18 +9,18 @@ import torch
 from torch import nn
 
 from mmrl.build import build
-from mmrl.compression.caches.visual_quant import visual_bits
-from mmrl.compression.transforms.bnb_quantize import low_bit_weights
+from mmrl.compression.caches.visual_quant import visual_quant
+from mmrl.compression.transforms.bnb_quantize import bnb_quantize
 from mmrl.compression.transforms.drop_visual_heads import drop_visual_heads
 from mmrl.compression.transforms.drop_visual_layers import drop_visual_layers
 from mmrl.compression.transforms.sparse_visual_ffn import sparse_visual_ffn
-from mmrl.compression.transforms.structured_pruning import cut_weights
+from mmrl.compression.transforms.structured_pruning import structured_pruning
 from mmrl.compression.transforms.yopo import yopo25
 from mmrl.config.schema import Config, parse
 from mmrl.core.rng import Stream
 from mmrl.training.loop import train
-from mmrl.vision.engines.contrastive_decoding import WithBlindMix
-from mmrl.vision.engines.dropout_ntp import WithBlindTail
+from mmrl.vision.engines.contrastive_decoding import ContrastiveDecoding
+from mmrl.vision.engines.dropout_ntp import DropoutNtp
 from mmrl.vision.engines.generate import Generate
 from mmrl.vision.policies.tokens import Tokens
 from tests.support.toys import plan
@@ -77,8 +77,8 @@ def test_only_the_engine_is_cheap_and_it_holds_the_policys_own_weights(exact):
 TRANSFORMS = {
     "drop_visual_layers": partial(drop_visual_layers, after=1),
     "yopo25": yopo25,
-    "cut_weights": partial(cut_weights, neurons=0.5),
-    "low_bit_weights": partial(low_bit_weights, nbits=8),
+    "structured_pruning": partial(structured_pruning, ffn_units=0.5),
+    "bnb_quantize": partial(bnb_quantize, nbits=8),
 }
 
 
@@ -95,7 +95,7 @@ def test_rollouts_follow_the_weights_after_an_update(checkpoint, name):
     assert after != before
 
 
-@pytest.mark.parametrize("name", ["yopo25", "low_bit_weights"])
+@pytest.mark.parametrize("name", ["yopo25", "bnb_quantize"])
 def test_rollouts_follow_an_adapter_whose_base_is_transformed_once(checkpoint, name):
     policy = loaded(checkpoint, lora_rank=2)
     calls = []
@@ -120,7 +120,7 @@ def test_gradients_do_not_know_how_rollouts_were_made(checkpoint):
     rows = engine(policy).rollout(asked())
     mixed.loss(policy, policy.collate(rows)).backward()
     expected = mixed.gradients(policy)
-    engine(policy, yopo25, cache=partial(visual_bits, nbits=1)).rollout(asked())
+    engine(policy, yopo25, cache=partial(visual_quant, nbits=1)).rollout(asked())
     mixed.loss(policy, policy.collate(rows)).backward()
     found = mixed.gradients(policy)
     assert found.keys() == expected.keys() and found
@@ -150,13 +150,13 @@ def test_a_policy_that_is_pruned_itself_is_pruned_further(checkpoint):
 @pytest.mark.parametrize("fused", [True, False])
 def test_a_cache_goes_with_a_transform(exact, name, fused):
     policy = exact(FAMILY)
-    whole = partial(visual_bits, nbits=16, fused=fused)  # which loses nothing
+    whole = partial(visual_quant, nbits=16, fused=fused)  # which loses nothing
     rows = engine(policy, TRANSFORMS[name], cache=whole).rollout(asked(3))
     expected = engine(policy, TRANSFORMS[name]).rollout(asked(3))
     for one, two in zip(rows, expected, strict=True):
         assert one.steps.ids.tolist() == two.steps.ids.tolist()
         assert (one.notes["logp"] - two.notes["logp"]).abs().max() < 1e-6
-    few = engine(policy, TRANSFORMS[name], cache=partial(visual_bits, nbits=1, fused=fused))
+    few = engine(policy, TRANSFORMS[name], cache=partial(visual_quant, nbits=1, fused=fused))
     assert said(few.rollout(asked(3))) != said(rows)
 
 
@@ -164,10 +164,10 @@ def test_wrappers_that_read_twice_read_the_cheaper_model(exact):
     policy = exact("llava")
     prompts = [tiny.ask("one", tiny.picture(), "what"), tiny.ask("two", "look", tiny.picture(seed=3))] * 2
     cheap = engine(policy, yopo25)
-    dial = WithBlindMix(cheap, stream=Stream(0), h_ratio=(0.0,), h_std=(0.0,))
+    dial = ContrastiveDecoding(cheap, stream=Stream(0), contrast_alpha=(0.0,), contrast_alpha_std=(0.0,))
     assert said(dial.rollout(prompts)) == said(cheap.rollout(prompts))
     # The second half of a prompt's answers begins as one of the cheaper model's.
-    first, tail = WithBlindTail(cheap, share=0.5).rollout(prompts[::2])
+    first, tail = DropoutNtp(cheap, share=0.5).rollout(prompts[::2])
     assert said([first]) == said(cheap.rollout(prompts[:1]))
     given = int(0.5 * len(first.steps.ids))
     assert tail.steps.ids[:given].tolist() == first.steps.ids[:given].tolist()
@@ -184,13 +184,13 @@ def alone():
 def test_a_policy_that_is_wrapped_for_data_parallelism_is_followed(checkpoint, alone):
     policy = loaded(checkpoint)
     policy.module = nn.parallel.DistributedDataParallel(policy.module)
-    cheap = engine(policy, TRANSFORMS["low_bit_weights"])
+    cheap = engine(policy, TRANSFORMS["bnb_quantize"])
     before = said(cheap.rollout(asked()))
     optimizer = torch.optim.SGD([p for p in policy.module.parameters() if p.requires_grad], lr=0.3)
     mixed.loss(policy, policy.collate(engine(policy).rollout(asked()))).backward()
     optimizer.step()
     after = said(cheap.rollout(asked()))
-    assert after != before and after == said(engine(policy, TRANSFORMS["low_bit_weights"]).rollout(asked()))
+    assert after != before and after == said(engine(policy, TRANSFORMS["bnb_quantize"]).rollout(asked()))
 
 
 def test_load_engine_gives_the_cache_and_the_transforms_of_a_config(checkpoint, tmp_path, exact):
@@ -204,11 +204,11 @@ def test_load_engine_gives_the_cache_and_the_transforms_of_a_config(checkpoint, 
         "    - name: vision.generate\n"
         "      max_completion_length: 6\n"
         "      transform: [{name: compression.drop_visual_layers, after: 1}]\n"
-        "      cache: {name: compression.visual_bits, nbits: 8}\n"
-        "    - {name: compression.check_cache, allow: true, num_tokens: 2}\n"
+        "      cache: {name: compression.visual_quant, nbits: 8}\n"
+        "    - {name: compression.fidelity_gate, allow: true, num_tokens: 2}\n"
     )
     found = load_engine(path).rollout(asked())
-    cheap = engine(exact(FAMILY), TRANSFORMS["drop_visual_layers"], cache=partial(visual_bits, nbits=8))
+    cheap = engine(exact(FAMILY), TRANSFORMS["drop_visual_layers"], cache=partial(visual_quant, nbits=8))
     assert said(found) == said(cheap.rollout(asked()))
 
 
@@ -219,16 +219,16 @@ def questions(*, num: int = 4):
 
 def test_a_run_learns_from_cheap_rollouts_and_reports_the_gap_and_the_seconds(checkpoint, tmp_path, capsys):
     generate = {"name": "vision.generate", "max_completion_length": 6}
-    generate["cache"] = {"name": "compression.visual_bits", "nbits": 1}
+    generate["cache"] = {"name": "compression.visual_quant", "nbits": 1}
     generate["transform"] = [{"name": "compression.drop_visual_layers", "after": 1}]
     policy = {"name": "vision.tokens", "model": str(checkpoint("llava")), "dtype": "float32"}
     raw = plan(
         tmp_path / "run",
         policy=policy,
         data=f"{__name__}:questions",
-        rollout={"engine": [generate, {"name": "compression.compare_exact", "at": 1}]},
+        rollout={"engine": [generate, {"name": "compression.speedup_probe", "at": 1}]},
         rewards=["tests.support.toys:brevity"],
-        objective={"focus": ["truncated_importance"]},
+        objective={"step_weight": ["truncated_importance"]},
         learn={"learning_rate": 1e-3},
         max_steps=2,
     )
@@ -236,12 +236,12 @@ def test_a_run_learns_from_cheap_rollouts_and_reports_the_gap_and_the_seconds(ch
     train(run)
     first, second = run.journal.read()
     assert first["sampling/kl"] > 1e-4 and first["sampling/sampling_logp_difference/mean"] > 1e-3
-    assert 0 < first["sampling/effective_share/rows"] < 1
+    assert 0 < first["sampling/ess/rows"] < 1
     assert "rollout/seconds" not in first
-    told = ("seconds", "exact_seconds", "times_faster", "same_answers")
+    told = ("seconds", "exact_seconds", "speedup", "agreement")
     assert {f"rollout/{name}" for name in told} <= set(second)
     said = capsys.readouterr().out
-    cheap = "transform compression.drop_visual_layers, cache compression.visual_bits"
+    cheap = "transform compression.drop_visual_layers, cache compression.visual_quant"
     assert f"rollouts on {cheap}: log-probabilities differ by" in said
     assert "warning" not in said.replace("UserWarning", "")
     page = (tmp_path / "run" / "report.html").read_text()

@@ -14,7 +14,7 @@ from mmrl.vision.benchmarks.chair import COUNTS, Scene, describe
 from mmrl.vision.benchmarks.object_vocabulary import CHAIR_PHRASES, ontology_of, read_ontology
 from mmrl.vision.benchmarks.pope import build_questions, with_article
 from mmrl.vision.benchmarks.yes_no_answers import NEITHER, NO, YES, parse_yes_no
-from mmrl.vision.rewards.hallucination import object_f1, object_mentions, yes_no
+from mmrl.vision.rewards.hallucination import binary_vqa, object_f1, object_mentions
 
 SYNONYMS = """person, man, people, baby, passenger
 dog, puppy
@@ -380,20 +380,20 @@ def test_object_f1_of_the_best_a_worse_and_an_empty_description():
 
 
 def test_yes_no_is_right_wrong_or_unreadable():
-    assert [rewarded(yes_no, "no", text) for text in ("No.", "yes", "maybe")] == [1.0, 0.0, 0.0]
-    assert [rewarded(yes_no, "no", text, of="answer") for text in ("No.", "yes", "maybe")] == [
+    assert [rewarded(binary_vqa, "no", text) for text in ("No.", "yes", "maybe")] == [1.0, 0.0, 0.0]
+    assert [rewarded(binary_vqa, "no", text, of="answer") for text in ("No.", "yes", "maybe")] == [
         NO,
         YES,
         NEITHER,
     ]
-    assert rewarded(yes_no, "yes", "No", of="truth") == YES
-    assert rewarded(yes_no, scene("dog"), "No") is None
+    assert rewarded(binary_vqa, "yes", "No", of="truth") == YES
+    assert rewarded(binary_vqa, scene("dog"), "No") is None
 
 
 def test_yes_no_keeps_a_dimension():
     state = {"type": "discriminative-attribute-state"}
     kept = {
-        dimension: rewarded(yes_no, "no", "No", state, dimension=dimension)
+        dimension: rewarded(binary_vqa, "no", "No", state, dimension=dimension)
         for dimension in ("state", "attribute", "number", "existence")
     }
     assert kept == {"state": 1.0, "attribute": 1.0, "number": None, "existence": None}

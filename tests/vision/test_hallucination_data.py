@@ -18,9 +18,9 @@ from mmrl.data.dataset_io import RowError
 from mmrl.vision.benchmarks.amber import Words, evaluate
 from mmrl.vision.benchmarks.benchmark_files import FileError, read_answers
 from mmrl.vision.datasets.binary_vqa import amber, pope
-from mmrl.vision.datasets.captioning import chair, closed_set, object_halbench
+from mmrl.vision.datasets.captioning import chair, closed_vocabulary, object_halbench
 from mmrl.vision.media.prompts import interleaved, with_answers
-from mmrl.vision.policies.recorded_answers import NoModel
+from mmrl.vision.policies.recorded_answers import RecordedAnswers
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 INSTANCES = {
@@ -174,7 +174,7 @@ def test_answers_to_nothing_are_an_error_and_missing_ones_are_counted(home, capl
 
 
 def test_no_model_takes_answers_as_rows_and_refuses_to_learn():
-    policy = NoModel()
+    policy = RecordedAnswers()
     row = policy.encode(Prompt("a", ()), Outcome(text="two words"))
     assert (row.length, row.outcomes[0].text, row.on_policy) == (2, "two words", True)
     with pytest.raises(ValueError, match="learns nothing"):
@@ -213,7 +213,9 @@ def test_object_halbench_reads_files_where_nothing_is_encoded(home):
 def test_closed_set_reads_objects_absent_ones_and_captions(home):
     row = {"image": "seven.png", "objects": ["puppies"], "absent": ["cat"], "captions": ["a man"]}
     path = lines(home / "set.jsonl", row)
-    (prompt,) = closed_set(path=path, ontology="synonyms.txt", root="pictures", prompt="What is there?")
+    (prompt,) = closed_vocabulary(
+        path=path, ontology="synonyms.txt", root="pictures", prompt="What is there?"
+    )
     assert prompt.target.objects == {"dog", "person"} and prompt.target.absent == {"cat"}
     assert prompt.uid == "seven.png" and prompt.text == "What is there?"
 
@@ -229,7 +231,7 @@ def test_closed_set_reads_objects_absent_ones_and_captions(home):
 def test_closed_set_names_rows_that_are_wrong(home, row, message):
     path = lines(home / "set.jsonl", row)
     with pytest.raises(RowError, match=message):
-        closed_set(path=path, ontology="synonyms.txt", root="pictures")
+        closed_vocabulary(path=path, ontology="synonyms.txt", root="pictures")
 
 
 # ---- POPE and AMBER
@@ -305,7 +307,7 @@ def test_amber_refuses_ids_without_an_annotation(home, uid):
 
 # ---- the whole way
 
-NO_MODEL = ["policy=vision.no_model", "evaluation.engine=[stored]", "output_dir=out"]
+NO_MODEL = ["policy=vision.recorded_answers", "evaluation.engine=[stored]", "output_dir=out"]
 
 
 def measured(name, home, *overrides):
@@ -354,7 +356,7 @@ def test_evaluate_closed_set_gives_its_numbers(home, few):
     path = lines(home / "set.jsonl", row)
     answers = lines(home / "a.jsonl", {"id": "7", "text": "a dog and a cat"})
     given = ("ontology=synonyms.txt", f"path={path}", f"answers={answers}")
-    found = measured("closed_set", home, *given)["metrics"]
+    found = measured("closed_vocabulary", home, *given)["metrics"]
     assert (found["tempted"], found["precision"], found["recall"]) == (0.5, 0.5, 1.0)
 
 

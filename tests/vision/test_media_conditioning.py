@@ -14,7 +14,7 @@ from mmrl.core.reward_table import RewardTable
 from mmrl.core.types import Outcome, Trajectory
 from mmrl.diagnostics.context import Examined
 from mmrl.doctor import examine
-from mmrl.vision.checks.media_conditioning import media_reach, negative
+from mmrl.vision.checks.media_conditioning import media_conditioning, negative
 from mmrl.vision.memory_estimates.tokens import tokens
 from mmrl.vision.policies.tokens import Tokens
 from tests.vision import tiny
@@ -74,10 +74,10 @@ def test_a_negative_is_another_picture_under_another_name():
 def test_a_model_that_sees_is_told_from_one_that_does_not(exact):
     policy = exact(FAMILY)
     asked = shown(num=2)
-    assert not list(media_reach(examined(policy, *asked)))
-    (symptom,) = media_reach(examined(Blind(policy), *asked))
+    assert not list(media_conditioning(examined(policy, *asked)))
+    (symptom,) = media_conditioning(examined(Blind(policy), *asked))
     assert symptom.what.startswith("the media of prompt 'p0' and 1 more do not reach the model")
-    assert not list(media_reach(examined(Blind(policy), tiny.ask("t", "no picture here"))))
+    assert not list(media_conditioning(examined(Blind(policy), tiny.ask("t", "no picture here"))))
 
 
 def raw(checkpoint, folder, **policy):
@@ -91,7 +91,7 @@ def raw(checkpoint, folder, **policy):
         },
         "rewards": [f"{HERE}:letters"],
         "advantage": ["total", "group_normalize"],
-        "objective": {"name": "policy_gradient", "surrogate": "clip", "aggregate": "step_mean"},
+        "objective": {"name": "policy_gradient", "surrogate": "clip", "aggregation": "step_mean"},
         "output_dir": str(folder),
     }
 
@@ -100,7 +100,7 @@ def raw(checkpoint, folder, **policy):
 def test_a_run_on_a_real_model_is_examined(checkpoint, tmp_path):
     report = examine(parse(raw(checkpoint, tmp_path / "run", dtype="float32"), Config), num_prompts=2)
     found = {entry.full_name: [symptom.text for symptom in said] for entry, said in report.found}
-    assert "vision.media_reach" in found and "diffusion.texts_reach" not in found
+    assert "vision.media_conditioning" in found and "diffusion.text_conditioning" not in found
     assert not any(found.values()), found
     assert {"weights", "optimizer", "cache", "step table"} <= report.plan.keys()
     assert not (tmp_path / "run").exists()

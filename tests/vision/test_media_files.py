@@ -11,7 +11,7 @@ from PIL import Image
 from examples.video_grounding.spliced_videos import write_video
 from mmrl.cli import main
 from mmrl.data.dataset_io import Rows, write_rows
-from mmrl.vision.checks.media_files import broken_media, missing_media, shared_media, spans_outside
+from mmrl.vision.checks.media_files import missing_media, spans_out_of_range, split_leakage, unreadable_media
 from mmrl.vision.media.media_columns import Named, media_of
 
 
@@ -76,7 +76,7 @@ def test_media_inside_rows():
 
 def test_broken_media_are_found_and_sound_ones_are_not(home):
     sound = [{"image": "a.png"}, {"video": "a.mp4"}, {"question": "no media"}]
-    assert not found(broken_media, home, *sound)
+    assert not found(unreadable_media, home, *sound)
     wrong = [
         ({"image": "none.png"}, "there is no file 'none.png'"),
         ({"image": "cut.png"}, "cannot decode"),
@@ -84,28 +84,28 @@ def test_broken_media_are_found_and_sound_ones_are_not(home):
         ({"image": "a\0.png"}, "null"),
         ({"images": ["a.png", "none.png"]}, "there is no file 'none.png'"),
     ]
-    listed = found(broken_media, home, *[row for row, _ in wrong])
+    listed = found(unreadable_media, home, *[row for row, _ in wrong])
     assert [place for place, _ in listed] == [f"train.jsonl:{i}" for i in range(1, 6)]
     assert all(word in what for (_, word), (_, what) in zip(wrong, listed, strict=True))
 
 
 def test_a_clip_that_breaks_off_is_broken(home, clip):
     (home / "cut.mp4").write_bytes(clip[: len(clip) * 2 // 3])
-    ((_, what),) = found(broken_media, home, {"video": "cut.mp4"})
+    ((_, what),) = found(unreadable_media, home, {"video": "cut.mp4"})
     assert "cut.mp4" in what
 
 
 @pytest.mark.parametrize("image", [17, {"url": "a.png"}, {"bytes": None, "path": None}, [None], {"path": 5}])
 def test_an_image_of_an_unknown_form_is_found(home, image):
-    ((place, what),) = found(broken_media, home, {"image": "a.png"}, {"image": image})
+    ((place, what),) = found(unreadable_media, home, {"image": "a.png"}, {"image": image})
     assert place == "train.jsonl:2" and "wanted a path, bytes, or an object" in what
-    assert not found(shared_media, home, {"image": image})  # the check above names it
+    assert not found(split_leakage, home, {"image": image})  # the check above names it
 
 
 def test_parts_of_messages_must_hold_their_medium_in_a_known_form(home):
     part = lambda **held: {"messages": [{"role": "user", "content": [held]}]}
     rows = [part(type="image", url="a.png"), part(type="image_url", image_url="a.png"), part(type="image")]
-    assert [place for place, _ in found(broken_media, home, *rows)] == ["train.jsonl:1", "train.jsonl:2"]
+    assert [place for place, _ in found(unreadable_media, home, *rows)] == ["train.jsonl:1", "train.jsonl:2"]
 
 
 def test_rows_without_media_are_counted_where_others_of_their_file_have_some(home):
@@ -122,7 +122,7 @@ def test_encoded_pictures_are_looked_at(home):
         {"image": {"bytes": b"no", "path": None}},
     ]
     write_rows(home / "train.parquet", rows)
-    (finding,) = broken_media(Rows(home, home))
+    (finding,) = unreadable_media(Rows(home, home))
     assert finding.place.endswith("train.parquet[1]") and "cannot decode" in finding.what
 
 
@@ -137,7 +137,7 @@ def test_spans_outside_their_clip_are_found(home):
         {"video": "a.mp4", "start": "soon", "end": 2},
         {"question": "none"},
     ]
-    listed = found(spans_outside, home, *rows)
+    listed = found(spans_out_of_range, home, *rows)
     assert [place[-1] for place, _ in listed] == ["2", "3", "4", "5", "6", "7"]
     wanted = ("1 to 9 s lies outside its clip of 8.00 s", "5 to 4 s does not end", "-1 to 4 s lies outside")
     wanted += (
@@ -149,15 +149,15 @@ def test_spans_outside_their_clip_are_found(home):
 
 
 def test_media_shared_by_splits_are_found_by_their_content(home):
-    assert not found(shared_media, home, {"image": "a.png"}, {"image": "same.png"}, {"image": "b.png"})
+    assert not found(split_leakage, home, {"image": "a.png"}, {"image": "same.png"}, {"image": "b.png"})
     listed = found(
-        shared_media, home, {"image": "same.png"}, {"image": "a.png"}, {"image": "gone.png"}, split="test"
+        split_leakage, home, {"image": "same.png"}, {"image": "a.png"}, {"image": "gone.png"}, split="test"
     )
     assert len(listed) == 1 and listed[0][0].startswith("train.jsonl:1")
     assert "'a.png' of split 'train' is also in split 'test'" in listed[0][1]
     encoded = {"image": {"bytes": (home / "b.png").read_bytes(), "path": None}}
     write_rows(home / "dev.parquet", [encoded])
-    assert len(list(shared_media(Rows(home, home)))) == 2
+    assert len(list(split_leakage(Rows(home, home)))) == 2
 
 
 # ---- the command
@@ -171,10 +171,10 @@ def test_a_sound_data_set_passes(home, capsys):
     assert f"{home}: 2 rows (test 1, train 1), nothing wrong" in said
     for check in (
         "unreadable_rows",
-        "shared_ids",
-        "useless_answers",
-        "vision.broken_media",
-        "vision.shared_media",
+        "duplicate_ids",
+        "empty_answers",
+        "vision.unreadable_media",
+        "vision.split_leakage",
     ):
         assert f"{check} " in said
 
@@ -184,11 +184,11 @@ def test_what_is_wrong_is_a_table_and_ends_with_1(home, capsys):
     write_rows(home / "train.jsonl", [row] * 5)
     assert main(["data", "check", str(home / "train.jsonl"), "--show", "2"]) == 1
     said = capsys.readouterr().out
-    lines = [line for line in said.splitlines() if line.startswith("vision.broken_media:")]
+    lines = [line for line in said.splitlines() if line.startswith("vision.unreadable_media:")]
     assert [line.partition(": ")[2].partition(": ")[0] for line in lines[:2]] == [
         f"{home / 'train.jsonl'}:{number}" for number in (1, 2)
     ]
-    assert lines[2] == "vision.broken_media: and 3 more"
+    assert lines[2] == "vision.unreadable_media: and 3 more"
     assert "5 rows (train 5), 10 wrong" in said
 
 
@@ -225,7 +225,7 @@ def test_an_empty_data_set_is_wrong(home, capsys):
 
 def test_checks_are_listed(capsys):
     assert main(["list", "data_check"]) == 0
-    assert "vision.spans_outside" in capsys.readouterr().out
+    assert "vision.spans_out_of_range" in capsys.readouterr().out
 
 
 def test_a_check_of_json_that_is_not_a_list_is_wrong_usage(home, capsys):

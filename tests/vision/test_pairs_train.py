@@ -21,7 +21,12 @@ from tests.vision.test_clip_pairs import manifest_of, paint, rows_of
 
 pytestmark = pytest.mark.slow
 CONFIGS = Path(__file__).parents[2] / "configs"
-DIAL = {"name": "vision.with_blind_mix", "h_ratio": [0.0, 0.6], "h_std": [0.0, 0.15], "gap": 0.1}
+DIAL = {
+    "name": "vision.contrastive_decoding",
+    "contrast_alpha": [0.0, 0.6],
+    "contrast_alpha_std": [0.0, 0.15],
+    "gap": 0.1,
+}
 TALK = {"name": "vision.generate", "max_completion_length": 12, "batch_size": 8}
 
 
@@ -84,7 +89,7 @@ def plan(model, output, **changes):
 def test_dpo_learns_from_what_was_built(pairs, model, tmp_path, no_page):
     data = {"name": "vision.preference_pairs", "path": str(pairs)}
     run = build(
-        plan(model, tmp_path / "run", data=data, rewards=[{"name": "recorded", "key": "preferred"}]),
+        plan(model, tmp_path / "run", data=data, rewards=[{"name": "precomputed", "key": "preferred"}]),
         quiet=True,
     )
     train(run)
@@ -103,19 +108,22 @@ def test_the_same_pairs_are_made_inside_training(pairs, model, encoder, tmp_path
     changes = {
         "data": {"name": "vision.visual_qa", "path": str(rows), "root": str(pictures)},
         "rollout": {"engine": [TALK, DIAL]},
-        "rewards": [encoder, {"name": "recorded", "key": "h_ratio", "label": "h_ratio", "weight": 0.0}],
+        "rewards": [
+            encoder,
+            {"name": "precomputed", "key": "contrast_alpha", "label": "contrast_alpha", "weight": 0.0},
+        ],
         "advantage": chain,
     }
     run = build(plan(model, tmp_path / "run", **changes), quiet=True)
     train(run)
     first, second = run.journal.read()
     assert first["loss"] == pytest.approx(math.log(2), abs=1e-5) and math.isfinite(second["loss"])
-    assert first["rewards/h_ratio/mean"] == 0.0  # of the rows that are the policy's own
+    assert first["rewards/contrast_alpha/mean"] == 0.0  # of the rows that are the policy's own
 
 
 def test_every_preference_variant_trains_a_real_model(pairs, model, tmp_path, no_page):
     data = {"name": "vision.preference_pairs", "path": str(pairs)}
-    rewards = [{"name": "recorded", "key": "preferred"}]
+    rewards = [{"name": "precomputed", "key": "preferred"}]
     wanted = {"kto": 0.5, "ipo": 25.0, "mdpo": 3 * math.log(2), "mpo": None, "simpo": None}
     for name, loss in wanted.items():
         variant = read(CONFIGS / "variants" / f"{name}.yaml")

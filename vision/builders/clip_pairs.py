@@ -31,7 +31,12 @@ from mmrl.vision.preference.sources import Item, Pictures, content_of, digest_of
 DESCRIBE = ("Describe this image in detail.",)
 DIAL = (
     {"name": "vision.generate", "max_completion_length": 256, "batch_size": 32},
-    {"name": "vision.with_blind_mix", "h_ratio": [0.0, 0.6], "h_std": [0.0, 0.15], "gap": 0.1},
+    {
+        "name": "vision.contrastive_decoding",
+        "contrast_alpha": [0.0, 0.6],
+        "contrast_alpha_std": [0.0, 0.15],
+        "gap": 0.1,
+    },
 )
 
 

@@ -19,8 +19,9 @@ STRATEGIES = ("random", "popular", "adversarial")
 class PopeQuestions:
     """Ask whether objects are in pictures, in the files of POPE (arXiv 2305.10355): half of them are not.
 
-    `source` are rows with `image` and `objects`, as for `vision.closed_set`. Writes one file per strategy,
-    `{strategy}.jsonl`, for `vision.pope`. Pictures with fewer than `num_objects` objects are not asked about.
+    `source` are rows with `image` and `objects`, as for `vision.closed_vocabulary`. Writes one file per
+    strategy, `{strategy}.jsonl`, for `vision.pope`. Pictures with fewer than `num_objects` objects are not
+    asked about.
     """
 
     def __init__(

@@ -74,7 +74,7 @@ def write_untrained(
 
 
 @builder
-class TinyModel:
+class TinyQwen2_5Vl:
     """Build a small Qwen2.5-VL from the real configuration, weights drawn at random.
 
     `texts` trains the tokenizer. Pictures and frames are shrunk to `max_pixels` and cut into patches of 14
@@ -107,7 +107,11 @@ class TinyModel:
         processor = self._processor()
         config = self._config(processor.tokenizer)
         return write_untrained(
-            Qwen2_5_VLForConditionalGeneration, config, processor, self.stream.fixed("tiny_model"), output
+            Qwen2_5_VLForConditionalGeneration,
+            config,
+            processor,
+            self.stream.fixed("tiny_qwen2_5_vl"),
+            output,
         )
 
     def _processor(self) -> Any:

@@ -12,7 +12,7 @@ from mmrl.diagnostics.context import Examined, Symptom
 
 
 @checkup
-def media_reach(examined: Examined, *, rows: PositiveInt = 4) -> Iterator[Symptom]:
+def media_conditioning(examined: Examined, *, rows: PositiveInt = 4) -> Iterator[Symptom]:
     """Turn every pixel of a prompt's media into its negative: answers have to become more or less likely."""
     shown = [row for row in examined.rollouts if row.prompt.media][:rows]
     if not shown:

@@ -23,7 +23,7 @@ BLOCK = 1 << 20
 
 
 @data_check
-def broken_media(rows: Rows) -> Iterator[Finding]:
+def unreadable_media(rows: Rows) -> Iterator[Finding]:
     """Find media that are missing, broken, or outside their root; each is decoded once."""
     root = MediaRoot(rows.root, cache_bytes=0)
     fault = cache(lambda kind, path: _fault(root, Named(kind, path)))
@@ -49,7 +49,7 @@ def missing_media(rows: Rows) -> Iterator[Finding]:
 
 
 def _media(row: DataRow) -> list[Named] | None:
-    """List the media of a row; None where it names them in no known form, which `broken_media` finds."""
+    """List the media of a row; None where it names them in no known form, which `unreadable_media` finds."""
     try:
         return list(media_of(row.columns))
     except RowError:
@@ -75,7 +75,7 @@ def _decoded(root: MediaRoot, named: Named) -> Frames:
 
 
 @data_check
-def spans_outside(rows: Rows) -> Iterator[Finding]:
+def spans_out_of_range(rows: Rows) -> Iterator[Finding]:
     """Find spans that do not end after they start, or lie outside their clip (its file tells how long it is,
     else the row's `duration`)."""
     root = MediaRoot(rows.root, cache_bytes=0)
@@ -125,11 +125,11 @@ def _length(root: MediaRoot, path: str) -> float | None:
     try:
         return video_duration(root.locate(path))
     except (ValueError, OSError):
-        return None  # `broken_media` tells
+        return None  # `unreadable_media` tells
 
 
 @data_check
-def shared_media(rows: Rows) -> Iterator[Finding]:
+def split_leakage(rows: Rows) -> Iterator[Finding]:
     """Find media with the same content in two splits: what is held out would have been trained on."""
     root = MediaRoot(rows.root)
     digest = cache(lambda path: _digest(root, path))

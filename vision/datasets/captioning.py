@@ -106,7 +106,7 @@ def object_halbench(
 
 
 @data
-def closed_set(
+def closed_vocabulary(
     *,
     path: str,
     ontology: str,
@@ -124,7 +124,7 @@ def closed_set(
     """
     words = read_ontology(Path(ontology), singular_by=singular_by)
     given = read_answers(Path(answers)) if answers else {}
-    media = root_of(root, answers, "closed_set")
+    media = root_of(root, answers, "closed_vocabulary")
 
     def make(row: DataRow, number: int) -> Prompt:
         image, target = _scene(row.columns, words)

@@ -26,20 +26,21 @@ Mix = Literal["log", "prob"]
 
 
 @engine
-class WithBlindMix:
+class ContrastiveDecoding:
     """Mix what the model says with the picture (p) and without it (q): p^(1 - h) q^h, normalised, or with
     `mix: prob` (1 - h) p + h q.
 
     h, the hallucination ratio (arXiv 2411.17760; the form is our reading), is drawn for every answer around
-    `h_ratio` with the deviation `h_std`, and stays on its side: in [0, 1], or below 0. Several ratios are
-    taken in turn by the answers to a prompt, each at least `gap` above the one before: 0 is plain decoding,
-    1 is blind. Below 0 it is contrastive decoding. VCD (arXiv 2311.16922) is `h_ratio: [-0.5], h_std: [0.0],
-    against: noised, plausible: 0.1`: tokens of less than `plausible` times the highest probability are out.
-    M3ID (arXiv 2403.14003) is `h_ratio: [-1.0], h_std: [0.0]` with a `growth`, by which h is multiplied by
-    exp(growth t) - 1 at token t, where the highest probability is below `unsure`.
+    `contrast_alpha` with the deviation `contrast_alpha_std`, and stays on its side: in [0, 1], or below 0.
+    Several ratios are taken in turn by the answers to a prompt, each at least `gap` above the one before: 0
+    is plain decoding, 1 is blind. Below 0 it is contrastive decoding. VCD (arXiv 2311.16922) is
+    `contrast_alpha: [-0.5], contrast_alpha_std: [0.0], against: noised, plausible: 0.1`: tokens of less than
+    `plausible` times the highest probability are out. M3ID (arXiv 2403.14003) is `contrast_alpha: [-1.0],
+    contrast_alpha_std: [0.0]` with a `growth`, by which h is multiplied by exp(growth t) - 1 at token t,
+    where the highest probability is below `unsure`.
 
-    The mixture comes before temperature and cuts. Answers hold their `h_ratio` among what is recorded, and
-    which ratio it was as the tag `dial`; with h other than 0 they are not on policy. It wraps
+    The mixture comes before temperature and cuts. Answers hold their `contrast_alpha` among what is recorded,
+    and which ratio it was as the tag `dial`; with h other than 0 they are not on policy. It wraps
     `vision.generate`. Rows without need of one of the two are read only once.
     """
 
@@ -50,8 +51,8 @@ class WithBlindMix:
         engine: Decoder,
         *,
         stream: Stream,
-        h_ratio: tuple[Annotated[float, Range(high=1)], ...] = (0.6,),
-        h_std: tuple[NonNegativeFloat, ...] = (0.15,),
+        contrast_alpha: tuple[Annotated[float, Range(high=1)], ...] = (0.6,),
+        contrast_alpha_std: tuple[NonNegativeFloat, ...] = (0.15,),
         gap: NonNegativeFloat = 0.0,
         mix: Mix = "log",
         against: Literal["blind", "noised", "cropped"] = "blind",
@@ -60,9 +61,14 @@ class WithBlindMix:
         growth: NonNegativeFloat = 0.0,
         unsure: PositiveShare = 1.0,
     ) -> None:
-        _refuse(h_ratio, h_std, gap, mix, noise_step, plausible, growth, unsure)
+        _refuse(contrast_alpha, contrast_alpha_std, gap, mix, noise_step, plausible, growth, unsure)
         self.engine, self.policy, self.stream = engine, engine.policy, stream
-        self.h_ratio, self.h_std, self.gap, self.mix = h_ratio, h_std, gap, mix
+        self.contrast_alpha, self.contrast_alpha_std, self.gap, self.mix = (
+            contrast_alpha,
+            contrast_alpha_std,
+            gap,
+            mix,
+        )
         self.against, self.noise_step = against, noise_step
         self.plausible, self.growth, self.unsure = plausible, growth, unsure
 
@@ -78,10 +84,10 @@ class WithBlindMix:
 
     def ratio(self, uid: str, index: int) -> float:
         """Draw the ratio of one answer to a prompt."""
-        turn, place = divmod(index, len(self.h_ratio))
-        generator = self.stream.generator("h_ratio", uid, turn)
+        turn, place = divmod(index, len(self.contrast_alpha))
+        generator = self.stream.generator("contrast_alpha", uid, turn)
         last = -math.inf
-        for mean, std in list(zip(self.h_ratio, self.h_std, strict=True))[: place + 1]:
+        for mean, std in list(zip(self.contrast_alpha, self.contrast_alpha_std, strict=True))[: place + 1]:
             last = self._draw(mean, std, last, generator)
         return last
 
@@ -98,8 +104,8 @@ class WithBlindMix:
         ratio, answer = self.ratio(row.prompt.uid, index), row.outcomes[-1]
         answer = replace(
             answer,
-            tags={**answer.tags, "dial": str(index % len(self.h_ratio))},
-            recorded={**answer.recorded, "h_ratio": ratio},
+            tags={**answer.tags, "dial": str(index % len(self.contrast_alpha))},
+            recorded={**answer.recorded, "contrast_alpha": ratio},
         )
         return replace(row, outcomes=(*row.outcomes[:-1], answer), on_policy=row.on_policy and ratio == 0)
 
@@ -144,7 +150,7 @@ class WithBlindMix:
 class Mixture:
     """Reads rows twice, and mixes what both say."""
 
-    def __init__(self, seeing: Some, blind: Some, ratio: Tensor, dial: WithBlindMix) -> None:
+    def __init__(self, seeing: Some, blind: Some, ratio: Tensor, dial: ContrastiveDecoding) -> None:
         self.seeing, self.blind, self.ratio, self.dial = seeing, blind, ratio, dial
         self.forbidden = torch.tensor(dial.policy.chat.placeholders, device=ratio.device)
         self.length = 0
@@ -182,8 +188,8 @@ def mixed(seen: Tensor | float, unseen: Tensor | float, ratio: Tensor, mix: Mix)
 
 
 def _refuse(
-    h_ratio: tuple[float, ...],
-    h_std: tuple[float, ...],
+    contrast_alpha: tuple[float, ...],
+    contrast_alpha_std: tuple[float, ...],
     gap: float,
     mix: Mix,
     noise_step: int,
@@ -191,16 +197,20 @@ def _refuse(
     growth: float,
     unsure: float,
 ) -> None:
-    if not h_ratio or len(h_ratio) != len(h_std) or min(h_std) < 0:
+    if not contrast_alpha or len(contrast_alpha) != len(contrast_alpha_std) or min(contrast_alpha_std) < 0:
         raise ValueError(
-            f"`h_ratio` and `h_std` must list as many numbers, deviations of 0 or more, not {list(h_ratio)} "
-            f"and {list(h_std)}"
+            f"`contrast_alpha` and `contrast_alpha_std` must list as many numbers, deviations of 0 or more, not {list(contrast_alpha)} "
+            f"and {list(contrast_alpha_std)}"
         )
-    if max(h_ratio) > 1 or gap < 0 or any(b - a < gap for a, b in zip(h_ratio, h_ratio[1:], strict=False)):
+    if (
+        max(contrast_alpha) > 1
+        or gap < 0
+        or any(b - a < gap for a, b in zip(contrast_alpha, contrast_alpha[1:], strict=False))
+    ):
         raise ValueError(
-            f"`h_ratio` must not be above 1 and must rise by the `gap` of {gap}, not be {list(h_ratio)}"
+            f"`contrast_alpha` must not be above 1 and must rise by the `gap` of {gap}, not be {list(contrast_alpha)}"
         )
-    if mix == "prob" and (min(h_ratio) < 0 or growth):
+    if mix == "prob" and (min(contrast_alpha) < 0 or growth):
         raise ValueError(
             "`mix: prob` takes ratios in [0, 1] and no `growth`: a probability cannot be negative; use `log`"
         )

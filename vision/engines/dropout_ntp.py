@@ -14,13 +14,13 @@ from mmrl.vision.media.corruptions import blinded
 
 
 @engine
-class WithBlindTail:
+class DropoutNtp:
     """Cut half of every prompt's answers after a `share` of their tokens, and go on without the picture
     (Dropout-NTP of MPO, arXiv 2411.10442).
 
     The first half of the answers to a prompt is left whole; each of the others begins as one of them. They
-    record the `h_ratio` 1 (whole answers: 0), are no policy's own, and note the log-probability 0 of the
-    tokens that were given. It wraps `vision.generate`.
+    record the `contrast_alpha` 1 (whole answers: 0), are no policy's own, and note the log-probability 0 of
+    the tokens that were given. It wraps `vision.generate`.
     """
 
     notes: frozenset[str] = frozenset()
@@ -61,6 +61,6 @@ def _told(row: Trajectory, ratio: float) -> Trajectory:
     answer = replace(
         answer,
         tags={**answer.tags, "dial": str(int(ratio))},
-        recorded={**answer.recorded, "h_ratio": ratio},
+        recorded={**answer.recorded, "contrast_alpha": ratio},
     )
     return replace(row, outcomes=(*row.outcomes[:-1], answer), on_policy=row.on_policy and ratio == 0)

@@ -16,7 +16,7 @@ from mmrl.vision.media.corruptions import blinded, cropped, noised_frames, spoil
 
 
 @engine
-class WithDistortion:
+class WithCorruptedImage:
     """Replace the second half of every prompt's rollouts by the first half behind a spoilt picture, tagged
     `twin` (mDPO, arXiv 2406.11839).
 

@@ -13,7 +13,7 @@ from mmrl.core.types import Outcome, Prompt, Rollouts, Trajectory
 
 
 @policy
-class NoModel:
+class RecordedAnswers:
     """No model at all: with the engine `stored`, evaluations measure ready-made answers. A step is a word, so
     lengths are in words."""
 
@@ -29,12 +29,12 @@ class NoModel:
     def collate(self, rollouts: Rollouts) -> Batch:
         """Refuse: there is nothing to learn."""
         raise ValueError(
-            "`vision.no_model` measures ready-made answers and learns nothing; name a model to train"
+            "`vision.recorded_answers` measures ready-made answers and learns nothing; name a model to train"
         )
 
     def __call__(self, batch: Batch, extra: Set[str] = frozenset()) -> StepOutput:
         """Refuse: nothing gives the steps a probability."""
-        raise ValueError("`vision.no_model` gives no step a probability; name a model")
+        raise ValueError("`vision.recorded_answers` gives no step a probability; name a model")
 
     def save(self, folder: Path) -> None:
         """Write nothing."""

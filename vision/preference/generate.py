@@ -49,7 +49,7 @@ class Maker:
         for uid, both in rows.items():
             if len(both) != 2:
                 raise ValueError(f"the engine gave {len(both)} answers about '{uid}', not two")
-            both.sort(key=lambda row: row.outcomes[-1].recorded.get("h_ratio", 0.0))
+            both.sort(key=lambda row: row.outcomes[-1].recorded.get("contrast_alpha", 0.0))
         answers = [row.outcomes[-1] for both in rows.values() for row in both]
         scored = iter(self.reward(asked, answers) if asked else ())
         made = {place: self._pair(one, rows[one.prompt.uid], scored) for place, one in seen.items()}
@@ -86,7 +86,7 @@ class Maker:
             texts=texts,
             lengths=tuple(row.length for row in both),
             scores=tuple(None if number is None else float(number) for number in numbers),
-            h=tuple(answer.recorded.get("h_ratio") for answer in answers),
+            h=tuple(answer.recorded.get("contrast_alpha") for answer in answers),
             split=tuple(not whole(text) for text in texts),
             digest=one.digest,
         )

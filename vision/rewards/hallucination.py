@@ -60,7 +60,7 @@ def object_f1(
 
 @reward
 @per_outcome
-def yes_no(
+def binary_vqa(
     prompt: Prompt,
     outcome: Outcome,
     *,

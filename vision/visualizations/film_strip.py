@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from mmrl.config.ranges import PositiveInt
-from mmrl.config.registry import exhibit
+from mmrl.config.registry import visualization
 from mmrl.core.reward_table import Measured
 from mmrl.core.types import Frames, Prompt, Rollouts, Trajectory
 from mmrl.vision.benchmarks.time_spans import Moments, Span, parse_span
@@ -20,7 +20,7 @@ HEIGHT = 84  # pixels of a frame in the report
 COLOURS = ("#0f6fbf", "#c2571a", "#7a4fb5", "#5b6b7b")
 
 
-@exhibit
+@visualization
 def film_strip(measured: Mapping[str, Measured], *, num: PositiveInt = 6, frames: PositiveInt = 16) -> str:
     """Show clips as strips of frames, the true span and the answered spans as bars underneath.
 

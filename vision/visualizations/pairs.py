@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from torch import Tensor
 
 from mmrl.config.ranges import PositiveInt
-from mmrl.config.registry import exhibit
+from mmrl.config.registry import visualization
 from mmrl.core.reward_table import Measured
 from mmrl.core.types import Outcome, Prompt, Rollouts
 from mmrl.vision.benchmarks.chair import Scene
@@ -21,7 +21,7 @@ SIDE = 120  # pixels of a picture in the report
 GOOD, BAD = "#2b8a3e", "#b3261e"
 
 
-@exhibit
+@visualization
 def pairs(measured: Mapping[str, Measured], *, num: PositiveInt = 12) -> str:
     """Show pictures with the better and the worse answer of a pair, their scores, and how the pair came to
     be.
@@ -38,13 +38,13 @@ def pairs(measured: Mapping[str, Measured], *, num: PositiveInt = 12) -> str:
     return "".join(parts)
 
 
-@exhibit
+@visualization
 def captions(measured: Mapping[str, Measured], *, num: PositiveInt = 12) -> str:
     """Show pictures with what is in them and the first caption of every model; objects that are not there
     are marked.
 
-    Pictures are those of which the target knows what is there, as of `vision.closed_set`; others are passed
-    over.
+    Pictures are those of which the target knows what is there, as of `vision.closed_vocabulary`; others are
+    passed over.
     """
     said = {name: _answers(one.rollouts) for name, one in measured.items()}
     prompts = {uid: prompt for rows in said.values() for uid, (prompt, _) in rows.items()}

@@ -20,7 +20,7 @@ def unreadable_rows(rows: Rows) -> Iterator[Finding]:
 
 
 @data_check
-def shared_ids(rows: Rows) -> Iterator[Finding]:
+def duplicate_ids(rows: Rows) -> Iterator[Finding]:
     """Find rows of one split with the same `id`: their answers would be compared as one group."""
     places: dict[tuple[str, str], str] = {}
     for row in rows.sound():
@@ -33,7 +33,7 @@ def shared_ids(rows: Rows) -> Iterator[Finding]:
 
 
 @data_check
-def useless_answers(rows: Rows) -> Iterator[Finding]:
+def empty_answers(rows: Rows) -> Iterator[Finding]:
     """Find rows whose answer is empty, or whose chosen and rejected answers are the same."""
     for row in rows.sound():
         given = {name: said(row.columns[name]) for name in ANSWERS if row.columns.get(name) is not None}

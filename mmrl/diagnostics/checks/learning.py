@@ -10,7 +10,7 @@ from mmrl.diagnostics.context import Examined, Symptom, spelled
 
 
 @checkup
-def gradients_arrive(examined: Examined) -> Iterator[Symptom]:
+def gradient_flow(examined: Examined) -> Iterator[Symptom]:
     """See whether a gradient reaches every trained parameter, and whether an adapter is trained at all."""
     if examined.untouched:
         yield Symptom(
@@ -26,7 +26,7 @@ def gradients_arrive(examined: Examined) -> Iterator[Symptom]:
 
 
 @checkup
-def memory_suffices(examined: Examined, *, share: PositiveFloat = 0.9) -> Iterator[Symptom]:
+def fits_memory(examined: Examined, *, share: PositiveFloat = 0.9) -> Iterator[Symptom]:
     """Compare what a run will take with the memory of the machine; `share` of it may be used."""
     needed = sum(examined.plan.values())
     if examined.room and needed > share * examined.room:

@@ -14,7 +14,7 @@ from mmrl.runtime.modules import dropping, evaluating
 
 
 @checkup
-def ratio_is_one(
+def initial_ratio(
     examined: Examined, *, tolerance: NonNegativeFloat = 1e-3, max_kl: NonNegativeFloat = 0.1
 ) -> Iterator[Symptom]:
     """Replay rollouts at the batch size of learning: before the first update the ratio of policy to engine is
@@ -60,15 +60,15 @@ def _told(said: Tensor, noted: Tensor, known: Tensor, cheap: Sequence[str], max_
         return Symptom(
             what, "that is far: give the engine more bits or drop less, or leave both out to compare"
         )
-    return Symptom(what, "`compression.compare_exact` around the engine tells the seconds saved", grave=False)
+    return Symptom(what, "`compression.speedup_probe` around the engine tells the seconds saved", grave=False)
 
 
 @checkup
-def cheap_rollouts_weighed(examined: Examined) -> Iterator[Symptom]:
+def importance_correction(examined: Examined) -> Iterator[Symptom]:
     """See whether rollouts of a cheaper model than the one that learns are weighed by how likely the policy
     finds them."""
     cheap, objective = cheapened(examined.config), examined.config.objective
-    weighs = "focus" in find("objective", objective.name).options
+    weighs = "step_weight" in find("objective", objective.name).options
     if cheap and weighs and "engine" not in examined.needs.others:
         yield Symptom(
             f"rollouts come from a cheaper model than the one that learns ({', '.join(cheap)}), and nothing "

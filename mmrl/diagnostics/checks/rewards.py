@@ -32,7 +32,7 @@ def rewards_apply(examined: Examined) -> Iterator[Symptom]:
 
 
 @checkup
-def groups_vary(examined: Examined) -> Iterator[Symptom]:
+def zero_variance_groups(examined: Examined) -> Iterator[Symptom]:
     """See whether answers to one prompt earn different rewards: groups without a spread teach nothing."""
     table = examined.table
     if not len(table) or examined.config.rollout.num_generations < 2:
@@ -64,7 +64,7 @@ def groups_vary(examined: Examined) -> Iterator[Symptom]:
 
 
 @checkup
-def rewards_order(examined: Examined) -> Iterator[Symptom]:
+def reward_sanity(examined: Examined) -> Iterator[Symptom]:
     """Compare the reward of a known-good answer with that of an empty one, and of one to another prompt.
 
     A known-good answer is the first that is recorded, or the target where that is a text. The weighted sum is

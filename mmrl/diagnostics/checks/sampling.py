@@ -17,7 +17,7 @@ STRANGE = 6.0  # standard errors
 
 
 @checkup
-def samples_as_asked(examined: Examined) -> Iterator[Symptom]:
+def sampling_params(examined: Examined) -> Iterator[Symptom]:
     """See whether the engine samples with the settings that it was given, not with others that came along.
 
     Sampled steps are as likely, on average, as the entropy says; much likelier ones were taken greedily, or

@@ -46,7 +46,7 @@ def _mean(values: Sequence[float]) -> float:
 
 
 @alarm
-def held_out_falls(
+def reward_hacking(
     records: Records, *, rising: str = "reward", of: tuple[str, ...] = (), window: PositiveInt = 5
 ) -> list[str]:
     """Warn of reward hacking: the trained reward rose since the start, while a held-out metric fell out of
@@ -85,7 +85,7 @@ def _first_fall(name: str, found: Pairs, low: float, reward: str, trained: Pairs
 
 
 @alarm
-def collapses(
+def metric_drop(
     records: Records, *, of: str = "reward_std", share: NonNegativeFloat = 0.1, window: PositiveInt = 5
 ) -> list[str]:
     """Warn when a metric, averaged over `window` records, fell below `share` of its average over the first
@@ -104,7 +104,7 @@ def collapses(
 
 
 @alarm
-def rises(records: Records, *, of: str, above: float, window: PositiveInt = 1) -> list[str]:
+def metric_spike(records: Records, *, of: str, above: float, window: PositiveInt = 1) -> list[str]:
     """Warn when a metric, averaged over `window` records, rose above a bar."""
     _check_window(window)
     found, missing = _watched(records, of)
@@ -116,7 +116,7 @@ def rises(records: Records, *, of: str, above: float, window: PositiveInt = 1) -
 
 
 @alarm
-def ratio_is_not_one(
+def logprob_mismatch(
     records: Records, *, of: str = DIFFERENCE, tolerance: NonNegativeFloat = 1e-3
 ) -> list[str]:
     """Warn when the first reported step says that engine and policy disagree about log-probabilities of the

@@ -57,10 +57,10 @@ PANELS = (
     Panel(
         "weights against the engine",
         "mean ratio; share of rows and steps that are left in effect",
-        ("sampling/importance_sampling_ratio/*", "sampling/effective_share/*"),
+        ("sampling/importance_sampling_ratio/*", "sampling/ess/*"),
     ),
     Panel("collections made both ways", "seconds", ("rollout/seconds", "rollout/exact_seconds")),
-    Panel("answers of the exact engine", "share that is the same", ("rollout/same_answers",)),
+    Panel("answers of the exact engine", "share that is the same", ("rollout/agreement",)),
     Panel("loss", "", ("loss",)),
     Panel("gradient", "norm before clipping", ("grad_norm",)),
     Panel("learning rate", "", ("learning_rate",)),

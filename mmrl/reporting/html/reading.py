@@ -25,7 +25,7 @@ class Found:
     metrics: Mapping[str, float]
     intervals: Mapping[str, Sequence[float]]
     warnings: Sequence[Mapping[str, Any]]
-    exhibits: str
+    visualizations: str
 
     @property
     def done(self) -> int:
@@ -64,7 +64,7 @@ def read_run(folder: Path) -> Found:
                 f"{folder / 'warnings.jsonl'}:{number}: 'text' must be a text, not {warning.get('text')!r}"
             )
     metrics, intervals = _measured(folder, records)
-    config, exhibits = folder / "config.yaml", folder / EXHIBITS
+    config, visualizations = folder / "config.yaml", folder / EXHIBITS
     return Found(
         name=folder.resolve().name,
         folder=folder,
@@ -73,7 +73,7 @@ def read_run(folder: Path) -> Found:
         metrics=metrics,
         intervals=intervals,
         warnings=warnings,
-        exhibits=exhibits.read_text() if exhibits.exists() else "",
+        visualizations=visualizations.read_text() if visualizations.exists() else "",
     )
 
 

@@ -78,7 +78,7 @@ def test_settings_are_flattened_to_dotted_names():
     config = {
         "policy": "toy",
         "objective": {"name": "gradient", "penalty": [{"name": "k3", "coef": 0.1}], "surrogate": "clip"},
-        "advantage": ["total", {"name": "limit", "most": 2}],
+        "advantage": ["total", {"name": "clip_advantage", "most": 2}],
         "by": ["group", "place"],
         "references": {},
     }

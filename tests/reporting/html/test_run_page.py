@@ -24,7 +24,7 @@ from tests.support.toys import toy_run
 
 
 def exclaim(measured):
-    """An exhibit: a fragment about what was measured."""
+    """An visualization: a fragment about what was measured."""
     return "".join(
         f"<figure>{name}: {len(found.rollouts)} rollouts!</figure>" for name, found in measured.items()
     )
@@ -83,9 +83,9 @@ def finished(tmp_path_factory):
         evaluation={"data": {"name": "tests.support.toys:prompts", "num": 3}, "num_generations": 2},
         report={
             "trackers": [],
-            "exhibits": [f"{__name__}:exclaim"],
-            "alarms": [f"{__name__}:smoke"],
-            "doctor": [f"{__name__}:sick"],
+            "visualizations": [f"{__name__}:exclaim"],
+            "checks": [f"{__name__}:smoke"],
+            "startup_checks": [f"{__name__}:sick"],
         },
         eval_steps=1,
         max_steps=4,
@@ -150,7 +150,7 @@ def test_a_healthy_run_says_that_the_doctor_looked(tmp_path):
     run = toy_run(tmp_path, max_steps=1)
     train(run)
     text = (tmp_path / "report.html").read_text()
-    assert "The doctor looked at step 1 (rewards_apply, groups_vary, " in text
+    assert "The doctor looked at step 1 (rewards_apply, zero_variance_groups, " in text
     assert "found nothing wrong" in text
     assert "class=alarms" not in text
     assert "Held out" not in text and "reward against divergence" not in text
@@ -279,7 +279,7 @@ def plant(folder, *, length=2, record=(), warning=EVIL, metric=0.5):
     measured = {"metrics": {EVIL: metric, "b": 1.0}, "intervals": {EVIL: [0.1, 0.9]}}
     (folder / "evaluation.json").write_text(json.dumps(measured))
     config = {"policy": EVIL, "objective": {"name": EVIL}, "seed": EVIL, EVIL: EVIL,
-              "report": {"doctor": [EVIL]}, "rewards": [{"name": "a", "label": EVIL}]}  # fmt: skip
+              "report": {"startup_checks": [EVIL]}, "rewards": [{"name": "a", "label": EVIL}]}  # fmt: skip
     (folder / "config.yaml").write_text(json.dumps(config))
     return folder
 
