@@ -4,9 +4,10 @@
     python -m benchmarks.cheap_rollouts --large [--repeats 5]
 
 `--demo` is a folder that `make demo` left: its clips and its start are used. The run of
-demo_cheap_rollouts.yaml and its exact twin, demo_grpo.yaml, are trained from every seed. `--large` times
-rollouts alone, of a model as that of grpo_step.py over one large picture, on every engine in turn; seconds
-are processor time of the process, one thread. Both write their part of results/cheap_rollouts.json.
+examples/video_grounding/cheap_rollouts.yaml and its exact twin, examples/video_grounding/grpo.yaml, are
+trained from every seed. `--large` times rollouts alone, of a model as that of grpo_step.py over one large
+picture, on every engine in turn; seconds are processor time of the process, one thread. Both write their part
+of results/cheap_rollouts.json.
 """
 
 from __future__ import annotations
@@ -35,7 +36,10 @@ from benchmarks.grpo_step import (
 )
 
 RESULTS = Path(__file__).parent / "results" / "cheap_rollouts.json"
-RUNS = {"exact": "demo_grpo.yaml", "cheap": "demo_cheap_rollouts.yaml"}
+RUNS = {
+    "exact": "examples/video_grounding/grpo.yaml",
+    "cheap": "examples/video_grounding/cheap_rollouts.yaml",
+}
 LAST = 20  # steps whose mean is the last training reward, as the engine of the run earns it
 ASKED = 256  # prompts that the final policy answers exactly, four times each
 SETTINGS = ((1024, 32), (2304, 32), (2304, 128))  # visual tokens, tokens of an answer
@@ -75,7 +79,7 @@ def reward_of(folder: Path, model: Path, seed: int) -> float:
     from mmrl.config.loading import read
     from mmrl.config.schema import EvaluateConfig, parse
 
-    raw = read("demo_cheap_rollouts.yaml")
+    raw = read("examples/video_grounding/cheap_rollouts.yaml")
     data = {**raw["data"], "path": str(folder / "clips" / "train.jsonl"), "root": str(folder / "clips")}
     asked = {
         "policy": {**raw["policy"], "model": str(model)},
@@ -90,7 +94,7 @@ def reward_of(folder: Path, model: Path, seed: int) -> float:
         "seed": seed,
     }
     found = load_evaluator(parse(asked, EvaluateConfig)).measure(intervals=False)
-    weights = {"vision.temporal_iou": 1.0, "tag_format": 0.1}  # as in demo_common.yaml
+    weights = {"vision.temporal_iou": 1.0, "tag_format": 0.1}  # as in examples/video_grounding/common.yaml
     return round(sum(weight * found.metrics[name.rpartition(".")[2]] for name, weight in weights.items()), 4)
 
 

@@ -131,7 +131,7 @@ def compare(
 def grounding(given: argparse.Namespace) -> dict[str, Any]:
     """Train on, by imitation and perhaps by GRPO, with the settings of `make demo`, and measure mIoU."""
     output, clips = given.output / "grounding", given.output / "clips"
-    made = "build", "demo_clips.yaml", f"build.sources={given.sources}"
+    made = "build", "examples/video_grounding/videos.yaml", f"build.sources={given.sources}"
     many = f"build.num_train={given.num_train}", f"build.num_test={given.num_test}"
     once(clips / "test.jsonl", *made, *many, f"output={clips}")
     # What a model knows by heart says little about which errors matter: a book takes clips spliced anew.
@@ -143,36 +143,38 @@ def grounding(given: argparse.Namespace) -> dict[str, Any]:
     models = dict.fromkeys(("full", *PRUNED, *SHARED), start)
     rate = f"{{name: linear, start: 2e-3, end: {given.end_rate}, steps: {given.steps}}}"
     here = [*data, f"learn.learning_rate={rate}"]
-    models = train_on(output / "sft", "demo_cold_start.yaml", models, given.steps, here)
+    models = train_on(output / "sft", "examples/video_grounding/cold_start.yaml", models, given.steps, here)
     if steps:
         here = [*data, f"learn.learning_rate.steps={steps}"]
-        models = train_on(output / "grpo", "demo_grpo.yaml", models, steps, here)
+        models = train_on(output / "grpo", "examples/video_grounding/grpo.yaml", models, steps, here)
     book = once(
-        output / "book" / "book.safetensors", "build", "demo_sign_books.yaml", f"output={output / 'book'}",
+        output / "book" / "book.safetensors", "build", "examples/video_grounding/codebook.yaml", f"output={output / 'book'}",
         f"build.model.model={models['full']}", f"build.prompts.path={other}/train.jsonl",
         f"build.prompts.root={other}",
     )  # fmt: skip
     more = {BOOK: cache({"of": "visual", "first": 0, "book": str(book)}, "binary_codebook")}
-    return compare(output, "demo_pareto.yaml", start, models, held_out, given.prompts, **more)
+    return compare(
+        output, "examples/video_grounding/pareto.yaml", start, models, held_out, given.prompts, **more
+    )
 
 
 def questions(given: argparse.Namespace) -> dict[str, Any]:
     """Train a small model on easy-VQA, then on, supervised, as the paper does, and measure accuracy."""
     output, asked = given.output / "questions", given.output / "easy_vqa"
-    once(asked / "test.jsonl", "build", "build_easy_vqa.yaml", f"output={asked}")
+    once(asked / "test.jsonl", "build", "examples/visual_qa/build_easy_vqa.yaml", f"output={asked}")
     held_out = [f"evaluation.data.path={asked}/test.jsonl", f"evaluation.data.root={asked}"]
     data = [f"data.path={asked}/train.jsonl", f"data.root={asked}", *held_out]
-    model = once(output / "model", "build", "demo_vqa_model.yaml", f"output={output / 'model'}")
+    model = once(output / "model", "build", "examples/visual_qa/model.yaml", f"output={output / 'model'}")
     start = once(
-        output / "train" / "checkpoint-440" / "model", "train", "demo_vqa_train.yaml",
+        output / "train" / "checkpoint-440" / "model", "train", "examples/visual_qa/train.yaml",
         f"policy.model={model}", f"output_dir={output / 'train'}", "evaluation.num_prompts=200", *data,
     )  # fmt: skip
     models = dict.fromkeys(("full", *PRUNED), start)
     rate = f"learn.learning_rate={{name: linear, start: 2e-3, end: 1e-4, steps: {given.steps}}}"
     for number in range(given.rounds):
         folder = output / f"imitation{number or ''}"
-        models = train_on(folder, "demo_vqa_train.yaml", models, given.steps, [*data, rate])
-    return compare(output, "demo_vqa_evaluate.yaml", start, models, held_out, given.prompts)
+        models = train_on(folder, "examples/visual_qa/train.yaml", models, given.steps, [*data, rate])
+    return compare(output, "examples/visual_qa/evaluate.yaml", start, models, held_out, given.prompts)
 
 
 def plain(found: Mapping[str, Any]) -> dict[str, Any]:

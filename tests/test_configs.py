@@ -25,13 +25,14 @@ from mmrl.training.loop import train
 from mmrl.vision.benchmarks.grounding_annotations import Row
 from mmrl.vision.benchmarks.time_spans import Moments, parse_saliency, parse_spans
 from mmrl.vision.datasets.grounding import demonstration, grounding
+from tests.support.configs import METHODS, method_file
 from tests.support.tables import assert_rows, loss_of, micro_batch, moved, reward_table
 from tests.support.toy_flow import flow_plan
 from tests.support.toys import plan
 
 HOME = Path(__file__).parents[1]
 CONFIGS = HOME / "configs"
-VARIANTS = sorted((CONFIGS / "variants").glob("*.yaml"))
+VARIANTS = METHODS
 RUNS = sorted(CONFIGS.glob("*.yaml"))
 SOURCE = re.compile(r"arXiv \d{4}\.\d{5}|\bTRL\b|\bverl\b|Williams 1992")
 
@@ -93,7 +94,7 @@ def test_a_variant_fits_a_run_on_a_real_model(path):
     """Notes, references and what the policy says are there, with the engine and the rewards of a grounding
     run, or of one that makes pictures."""
     variant = read(path)
-    run = PICTURES if "policy" in variant else read(CONFIGS / "charades_sta_grpo.yaml")
+    run = PICTURES if "policy" in variant else read(CONFIGS / "train/charades_sta_grpo.yaml")
     chosen = {key: run[key] for key in ("policy", "data", "rewards", "rollout", "learn")}
     engine = variant.get("rollout", {}).get("engine", run["rollout"]["engine"])
     check(parse(merge(chosen, merge(variant, {"rollout": {"engine": engine}})), Config))
@@ -119,7 +120,7 @@ def test_a_run_is_measured_as_its_evaluation_file_measures(name):
 
 
 def test_a_run_on_highlights_asks_in_training_what_it_asks_in_evaluation():
-    run = load(CONFIGS / "qvhighlights_videochat_r1.yaml")
+    run = load(CONFIGS / "train/qvhighlights_videochat_r1.yaml")
     asked = run.data.options["prompt"]
     assert asked == run.evaluation.data.options["prompt"]
     shown = asked.format(query="a dog")  # the form that the prompt shows is one that rewards can read
@@ -128,16 +129,16 @@ def test_a_run_on_highlights_asks_in_training_what_it_asks_in_evaluation():
 
 
 def test_a_run_changes_one_item_of_a_list_by_its_number():
-    run = load(CONFIGS / "charades_sta_tempsamp.yaml", ["rollout.engine.0.batch_size=128"])
+    run = load(CONFIGS / "train/charades_sta_tempsamp.yaml", ["rollout.engine.0.batch_size=128"])
     first, second = run.rollout.engine
     assert first.name == "vision.generate" and second.name == "with_demos"
     assert first.options == {"max_completion_length": 64, "batch_size": 128}
-    form = load(CONFIGS / "activitynet_time_r1.yaml").rewards[0].options
+    form = load(CONFIGS / "train/activitynet_time_r1.yaml").rewards[0].options
     assert form == {"form": "iou", "strict": True}
 
 
 def test_a_row_without_a_span_is_a_prompt_without_a_demonstration_where_labels_are_not_wanted(tmp_path):
-    options = load(CONFIGS / "unlabelled_urpa.yaml").data.options
+    options = load(CONFIGS / "train/unlabelled_urpa.yaml").data.options
     (tmp_path / "a.mp4").touch()
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"video": "a.mp4", "query": "a dog", "duration": 8}')
@@ -158,7 +159,7 @@ def test_a_demonstration_earns_the_advantage_of_1_that_supervised_tuning_wants()
 
 
 def of_variant(name: str) -> dict[str, Any]:
-    return read(CONFIGS / "variants" / f"{name}.yaml")
+    return read(method_file(name))
 
 
 def chained(name: str, table: RewardTable) -> torch.Tensor:

@@ -85,10 +85,14 @@ def test_a_block_runs(block, reader):
         ("yaml", "policy: {name: vision.tokens, model: x, lora_rnk: 3}\n", "did you mean 'lora_rank'"),
         ("yaml", "learn: {learning_rat: 1}\n", "did you mean 'learning_rate'"),
         ("yaml", "include: [variants/no_such.yaml]\n", "there is no file"),
-        ("sh", "mmrl trian demo_grpo.yaml\n", "SystemExit"),
+        ("sh", "mmrl trian examples/video_grounding/grpo.yaml\n", "SystemExit"),
         ("sh", "mmrl train no_such.yaml\n", "there is no file 'no_such.yaml'"),
-        ("sh", "mmrl train demo_grpo.yaml learn.learning_rat=1\n", "did you mean 'learning_rate'"),
-        ("sh", "mmrl train variants/grpo.yaml policy=vision.recorded_answers\n", "required key"),
+        (
+            "sh",
+            "mmrl train examples/video_grounding/grpo.yaml learn.learning_rat=1\n",
+            "did you mean 'learning_rate'",
+        ),
+        ("sh", "mmrl train methods/grpo/grpo.yaml policy=vision.recorded_answers\n", "required key"),
         ("sh", "mmrl list surogate\n", "there is no kind 'surogate'"),
         ("sh", "make everything\n", "not 'everything'"),
         ("sh", "make demo ARGS='--sed 1'\n", "takes no --sed"),
@@ -98,11 +102,19 @@ def test_a_block_runs(block, reader):
         ("sh", "python -m benchmarks.no_such\n", "there is no module"),
         (
             "sh",
-            "accelerate launch --config_file configs/accelerate/no.yaml -m mmrl train demo_grpo.yaml\n",
+            "accelerate launch --config_file configs/accelerate/no.yaml -m mmrl train examples/video_grounding/grpo.yaml\n",
             "no file",
         ),
-        ("sh", "accelerate launch --nmu_processes 8 -m mmrl train demo_grpo.yaml\n", "SystemExit"),
-        ("sh", "accelerate launch -m mmrl train demo_grpo.yaml polcy.model=x\n", "did you mean 'policy'"),
+        (
+            "sh",
+            "accelerate launch --nmu_processes 8 -m mmrl train examples/video_grounding/grpo.yaml\n",
+            "SystemExit",
+        ),
+        (
+            "sh",
+            "accelerate launch -m mmrl train examples/video_grounding/grpo.yaml polcy.model=x\n",
+            "did you mean 'policy'",
+        ),
         ("sh", "rm -rf runs\n", "nobody knows how to check `rm -rf runs`"),
     ],
 )
@@ -261,7 +273,7 @@ def test_every_variant_is_in_the_readmes_table():
 
 
 def test_the_example_of_the_readme_is_the_file():
-    assert (ROOT / "configs" / "charades_sta_tempsamp.yaml").read_text().strip() in README
+    assert (ROOT / "configs" / "train/charades_sta_tempsamp.yaml").read_text().strip() in README
 
 
 def test_every_linked_file_is_there():

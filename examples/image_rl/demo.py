@@ -176,7 +176,7 @@ def prepare(output: Path, seed: int, changes: Mapping[str, Sequence[str]]) -> St
     for name in changed:
         shutil.rmtree(output / name, ignore_errors=True)
     built = {name: build(f"demo_image_{name}.yaml", output / name, seed, changed[name]) for name in BUILT}
-    one = train(make("demo_image_matching.yaml", output / "matching", seed, changed["matching"]))
+    one = train(make("examples/image_rl/matching.yaml", output / "matching", seed, changed["matching"]))
     kept.write_text(json.dumps({"key": key, "model": str(one.model), "built": built}, indent=2) + "\n")
     return Start(one.model, one.measured, one.records, built)
 
@@ -203,7 +203,7 @@ def remeasured(changes: Sequence[str], seed: int, model: str) -> Measured:
     from mmrl.build import load_evaluator
 
     here = [*changes, f"seed={seed}", f"policy.model={model}"]
-    return load_evaluator(load("demo_image_matching.yaml", here, Config)).measure()
+    return load_evaluator(load("examples/image_rl/matching.yaml", here, Config)).measure()
 
 
 # ---- what is shown

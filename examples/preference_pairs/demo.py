@@ -83,7 +83,7 @@ def demo(
         told[name] = pair(name, output, captioner.model, seed, changes.get("pairs", ()))
         told[name]["right way round"] = right_way_round(output, name)
         here = [f"data.path={output / 'pairs' / name}", f"policy.model={captioner.model}", *held_out(output)]
-        run = make("demo_pairs_dpo.yaml", output / name, seed, [*overrides, *here])
+        run = make("examples/preference_pairs/dpo.yaml", output / name, seed, [*overrides, *here])
         trained[name] = train(run)
         drawn += exhibit_pairs(run) if name == "clip" else ""
     return report(output, seed, captioner, trained, told, drawn, time.perf_counter() - began)
@@ -111,7 +111,7 @@ def caption(textures: Path, output: Path, seed: int, changes: Mapping[str, Seque
         f"data.root={scenes}",
     ]
     given = [*changes.get("captioner", ()), *here, *held_out(output)]
-    return train(make("demo_pairs_captioner.yaml", output / "captioner", seed, given))
+    return train(make("examples/preference_pairs/captioner.yaml", output / "captioner", seed, given))
 
 
 def held_out(output: Path) -> list[str]:
@@ -157,7 +157,7 @@ def pair(name: str, output: Path, model: Path, seed: int, changes: Sequence[str]
         f"build.source={scenes / 'unlabelled.jsonl'}", f"build.root={scenes}", f"build.model.model={model}",
         f"build.scores.model={output / 'judge'}", f"build.decide={RULES[name]}",
     ]  # fmt: skip
-    return build("demo_pairs_pairs.yaml", folder, seed, [*changes, *here])
+    return build("examples/preference_pairs/pairs.yaml", folder, seed, [*changes, *here])
 
 
 # ---- what is shown

@@ -66,8 +66,13 @@ def demo(
     began = time.perf_counter()
     for name in (*BUILT, *RUNS):
         shutil.rmtree(output / name, ignore_errors=True)
-    build("demo_clips.yaml", output / "clips", seed, [*clip_overrides, f"build.sources={clips}"])
-    build("demo_model.yaml", output / "model", seed)
+    build(
+        "examples/video_grounding/videos.yaml",
+        output / "clips",
+        seed,
+        [*clip_overrides, f"build.sources={clips}"],
+    )
+    build("examples/video_grounding/model.yaml", output / "model", seed)
     start, trained = output / "model", {}
     for name in RUNS:
         here = [f"policy.model={start}"]

@@ -57,9 +57,9 @@ class Variant:
 @cache
 def _variants() -> tuple[Variant, ...]:
     here = Path(__file__).parents[1]
-    for home in (here / "configs" / "variants", here.parent / "configs" / "variants"):
+    for home in (here / "configs" / "methods", here.parent / "configs" / "methods"):
         if home.is_dir():
-            return tuple(_read(path) for path in sorted(home.glob("*.yaml")))
+            return tuple(_read(path) for path in sorted(home.rglob("*.yaml")))
     return ()
 
 

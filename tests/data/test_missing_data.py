@@ -11,11 +11,11 @@ from mmrl.cli import main
 CONFIGS = Path(__file__).parents[2] / "configs"
 NO_WEIGHTS = "policy.model=there-is-no-such-model"
 TRAIN = {  # configuration, and its overrides but the path
-    "grounding": ("demo_grpo.yaml", "data.root=."),
-    "visual_qa": ("demo_vqa_train.yaml",),
-    "preference_pairs": ("demo_pairs_dpo.yaml",),
+    "grounding": ("examples/video_grounding/grpo.yaml", "data.root=."),
+    "visual_qa": ("examples/visual_qa/train.yaml",),
+    "preference_pairs": ("examples/preference_pairs/dpo.yaml",),
 }
-MEASURED = ("evaluate_pope.yaml", "evaluate_closed_set.yaml", "evaluate_charades_sta.yaml")
+MEASURED = ("evaluate/pope.yaml", "evaluate/closed_vocabulary.yaml", "evaluate/charades_sta.yaml")
 BUILT = ("visual_qa", "converted", "temporal_grounding", "clip_pairs")
 REASONS = ("there is no", "holds no", "the source is empty")
 

@@ -12,8 +12,9 @@ from mmrl.core.rng import Stream
 from mmrl.engines.offline import Offline
 from mmrl.engines.with_mismatched import WithMismatched
 from mmrl.training.loop import train
+from tests.support.configs import method_file
 from tests.support.toys import ToyText, prompts
-from tests.test_configs import CONFIGS, on_a_toy
+from tests.test_configs import on_a_toy
 
 
 def rolled(num=3, times=3):
@@ -48,7 +49,7 @@ def no_page(monkeypatch):
 
 
 def test_kto_measures_unrelated_answers_and_learns_from_the_others(tmp_path, no_page):
-    config = on_a_toy(read(CONFIGS / "variants" / "kto.yaml"), tmp_path / "run", max_steps=10)
+    config = on_a_toy(read(method_file("kto")), tmp_path / "run", max_steps=10)
     run = build(config, quiet=True)
     train(run)
     steps = run.journal.read()

@@ -108,7 +108,7 @@ def test_a_card_tells_what_a_model_was_made_from_and_what_was_measured(tmp_path)
 
 
 def test_a_card_names_the_method_and_its_paper(tmp_path):
-    run = load("charades_sta_tempsamp.yaml")
+    run = load("train/charades_sta_tempsamp.yaml")
     assert variant_of(run).name == "tempsamp_r1"
     write_card(run, 3, {}, tmp_path)
     text = (tmp_path / "README.md").read_text()

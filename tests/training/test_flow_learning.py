@@ -12,8 +12,9 @@ from mmrl.build import build
 from mmrl.config.loading import read
 from mmrl.training.loop import train
 from tests import test_configs
+from tests.support.configs import method_file
 from tests.support.toy_flow import ToyDenoise, nearness, spots
-from tests.test_configs import CONFIGS, on_a_toy
+from tests.test_configs import on_a_toy
 
 no_page = test_configs.no_page
 
@@ -28,9 +29,7 @@ def distance(run: Any) -> float:
 
 def trained(name: str, folder: Path, **changes: Any) -> Any:
     """Train the toy with a variant, in fewer and smaller collections than the paper's."""
-    config = on_a_toy(
-        read(CONFIGS / "variants" / f"{name}.yaml"), folder, max_steps=20, save_steps=1000, **changes
-    )
+    config = on_a_toy(read(method_file(name)), folder, max_steps=20, save_steps=1000, **changes)
     run = build(config, quiet=True)
     run.before = distance(run)
     train(run)
@@ -60,7 +59,7 @@ def test_recorded_points_are_set_in_order(name, tmp_path, no_page):
 
 
 def test_dpo_prefers_the_right_answer_of_a_pair(tmp_path, no_page):
-    config = on_a_toy(read(CONFIGS / "variants" / "dpo.yaml"), tmp_path / "run", max_steps=10)
+    config = on_a_toy(read(method_file("dpo")), tmp_path / "run", max_steps=10)
     run = build(config, quiet=True)
     train(run)
     steps = run.journal.read()

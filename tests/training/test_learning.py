@@ -14,7 +14,8 @@ from mmrl.config.reward_adapters import per_outcome
 from mmrl.core.types import Outcome, Prompt
 from mmrl.training.loop import train
 from tests import test_configs
-from tests.test_configs import CONFIGS, on_a_toy
+from tests.support.configs import method_file
+from tests.test_configs import on_a_toy
 
 no_page = test_configs.no_page
 
@@ -38,7 +39,7 @@ def rewards_of(name: str, folder: Path, **changes: Any) -> list[float]:
         "max_steps": 25,
         "save_steps": 25,
     }
-    config = on_a_toy(read(CONFIGS / "variants" / f"{name}.yaml"), folder, **merge(wanted, changes))
+    config = on_a_toy(read(method_file(name)), folder, **merge(wanted, changes))
     run = build(config, quiet=True)
     train(run)
     return [step[f"rewards/{run.rewards[0].name}/mean"] for step in run.journal.read()]
@@ -72,7 +73,7 @@ def test_demonstrations_teach_what_sampling_does_not_find(tmp_path, no_page):
 
 def test_supervised_learning_raises_the_probability_of_the_demonstrations(tmp_path, no_page):
     # Its loss is minus the mean log-probability of their tokens: log 6 at the beginning.
-    config = on_a_toy(read(CONFIGS / "variants" / "supervised.yaml"), tmp_path / "run", max_steps=25)
+    config = on_a_toy(read(method_file("supervised")), tmp_path / "run", max_steps=25)
     run = build(config, quiet=True)
     train(run)
     losses = [step["loss"] for step in run.journal.read()]

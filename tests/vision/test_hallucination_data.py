@@ -383,7 +383,7 @@ def test_evaluate_says_what_is_wrong_with_answers(home, capsys):
     path = lines(home / "pope.jsonl", *ASKED)
     answers = lines(home / "a.jsonl", {"answer": "Yes"})
     given = [f"evaluation.data.path={path}", f"evaluation.data.answers={answers}"]
-    assert main(["evaluate", str(CONFIGS / "evaluate_pope.yaml"), *NO_MODEL, *given]) == 1
+    assert main(["evaluate", str(CONFIGS / "evaluate/pope.yaml"), *NO_MODEL, *given]) == 1
     assert re.search("failed: FileError: .*holds 1 answers to 2 questions", capsys.readouterr().err)
 
 

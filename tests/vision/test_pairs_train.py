@@ -17,6 +17,7 @@ from mmrl.training.loop import train
 from mmrl.vision.builders.clip_pairs import ClipPairs
 from mmrl.vision.datasets.preference_pairs import preference_pairs
 from tests.rewards import tiny_clip
+from tests.support.configs import method_file
 from tests.vision.test_clip_pairs import manifest_of, paint, rows_of
 
 pytestmark = pytest.mark.slow
@@ -83,7 +84,7 @@ def plan(model, output, **changes):
         "max_steps": 2,
         "output_dir": str(output),
     }
-    return parse(merge(merge(run, read(CONFIGS / "variants" / "dpo.yaml")), changes), Config)
+    return parse(merge(merge(run, read(method_file("dpo"))), changes), Config)
 
 
 def test_dpo_learns_from_what_was_built(pairs, model, tmp_path, no_page):
@@ -126,7 +127,7 @@ def test_every_preference_variant_trains_a_real_model(pairs, model, tmp_path, no
     rewards = [{"name": "precomputed", "key": "preferred"}]
     wanted = {"kto": 0.5, "ipo": 25.0, "mdpo": 3 * math.log(2), "mpo": None, "simpo": None}
     for name, loss in wanted.items():
-        variant = read(CONFIGS / "variants" / f"{name}.yaml")
+        variant = read(method_file(name))
         run = build(
             parse(
                 merge(
