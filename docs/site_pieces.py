@@ -5,13 +5,14 @@ from __future__ import annotations
 import inspect
 import json
 import re
+import typing
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mmrl.config import schema
+from mmrl.config import ranges, schema
 from mmrl.config.registry import HOMES, Entry, pieces
 from mmrl.core.types import Unit
 
@@ -176,9 +177,16 @@ def read_by(entry: Entry) -> str:
 
 
 def kind_of(parameter: inspect.Parameter) -> str:
-    """Write a type as its annotation stands."""
+    """Write a type as its annotation stands, with its range in words."""
     note = parameter.annotation
-    return note if isinstance(note, str) else getattr(note, "__name__", str(note))
+    note = note if isinstance(note, str) else getattr(note, "__name__", str(note))
+    for name, wanted in vars(ranges).items():
+        if typing.get_origin(wanted) is typing.Annotated:
+            words = f"{wanted.__origin__.__name__} ({wanted.__metadata__[0]})"
+            note = re.sub(rf"\b{name}\b", words, note)
+    # Ranges that have no name of their own; the text is of our own source.
+    spell = lambda found: f"{found[1]} ({eval(found[2], vars(ranges))})"
+    return re.sub(r"Annotated\[(.*), (\w+\([^()]*\))\]", spell, note)
 
 
 def default_of(parameter: inspect.Parameter) -> str:

@@ -434,7 +434,7 @@ def test_every_piece_has_a_place_on_the_site_by_its_kind_alone(hooks):
 def test_a_page_of_pieces_says_options_needs_variants_and_papers(hooks):
     text = hooks.generated()["families/surrogates.md"]
     clip = text[text.index("{#surrogate-clip}") : text.index("{#surrogate-cispo}")]
-    assert "| `epsilon` | `float` | `0.2` |" in clip and "[grpo](../variants.md#grpo)" in clip
+    assert "| `epsilon` | `float (at least 0)` | `0.2` |" in clip and "[grpo](../variants.md#grpo)" in clip
     penalty = hooks.generated()["families/penalties.md"]
     assert "Reads: of the policy `dt`, `mean`, `std`; of the policy named by `against` `mean`." in penalty
     assert "(https://arxiv.org/abs/2512.02556)" in penalty

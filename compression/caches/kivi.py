@@ -15,7 +15,6 @@ from mmrl.kv_cache.blocks import Coded, collect
 from mmrl.kv_cache.hf_cache import make_cache
 from mmrl.kv_cache.layer import Plain, Since
 from mmrl.kv_cache.layout import Layout, Part, group_slots
-from mmrl.kv_cache.quantization import Bits
 from mmrl.kv_cache.sliding_window import Rows, Window
 
 
@@ -86,8 +85,8 @@ def kivi(
     visual: Tensor | None,
     mask: Tensor | None,
     *,
-    nbits: Bits = 2,
-    value_nbits: Bits | None = None,
+    nbits: Literal[1, 2, 4, 8] = 2,
+    value_nbits: Literal[1, 2, 4, 8] | None = None,
     q_group_size: PositiveInt = 32,
     residual_length: PositiveInt = 128,
     rule: Literal["range", "fitted"] = "range",

@@ -17,7 +17,6 @@ from mmrl.kv_cache.blocks import Coded, Exact, collect
 from mmrl.kv_cache.hf_cache import make_cache
 from mmrl.kv_cache.layer import Since, Tail
 from mmrl.kv_cache.layout import Layout, Part, group_slots
-from mmrl.kv_cache.quantization import Bits
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,8 +96,8 @@ def visual_quant(
     visual: Tensor,
     mask: Tensor,
     *,
-    nbits: Bits = 1,
-    value_nbits: Bits | None = None,
+    nbits: Literal[1, 2, 4, 8] = 1,
+    value_nbits: Literal[1, 2, 4, 8] | None = None,
     rule: quantization.Rule = "fitted",
     q_group_size: NonNegativeInt = 0,
     per_image: bool = False,

@@ -53,10 +53,16 @@ class AtMost:
 
     option: str
 
+    def __str__(self) -> str:
+        return f"at most `{self.option}`"
+
 
 @dataclass(frozen=True)
 class Taken:
     """An option of a schedule that is a value of the number that follows it, and so in its range."""
+
+    def __str__(self) -> str:
+        return "in the range of what follows"
 
 
 PositiveInt = Annotated[int, Range(1)]

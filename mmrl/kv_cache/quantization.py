@@ -9,15 +9,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 Rule = Literal["shrunk", "centred", "quantile", "range", "fitted"]
 Side = Literal["keys", "values"]
-Bits = Literal[1, 2, 4, 8]  # what divides a byte
-BITS = get_args(Bits)
+BITS = (1, 2, 4, 8)
 FLAT = 1e-6  # a range below which a channel is constant, and kept as that constant
 SHRINK = {"keys": 0.5, "values": 0.3}  # of CalibQuant (arXiv 2502.14882) at one bit; 1 at more
 QUANTILE = 0.2  # our reading of its first version, at one bit; 0 at more
