@@ -1,8 +1,8 @@
-# Five commands, each from nothing: `make demo`, `make demo-image`, `make demo-pairs`, `make docs`, `make test`. Everything is installed into .venv.
+# Each from nothing: `make demo`, `make demo-image`, `make demo-pairs`, `make docs`, `make check`, `make test`. Everything is installed into .venv.
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo demo-image demo-pairs docs test
+.PHONY: demo demo-image demo-pairs docs check test plain
 demo: .venv/mmrl .venv/clips
 	$(BIN)/python -m examples.video_grounding.demo --clips .venv/clips $(ARGS)
 
@@ -16,9 +16,22 @@ demo-pairs: .venv/pairs .venv/textures
 docs: .venv/mmrl
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict $(ARGS)
 
-test: .venv/mmrl
+# Under a minute: lint, types, import layers, and tests of formulas and configurations.
+check: .venv/mmrl
 	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright
+	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -m "not slow" tests/test_layers.py tests/test_packages.py tests/test_words.py tests/core tests/config tests/advantages tests/objectives $(ARGS)
+
+test: .venv/mmrl plain
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright
 	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest $(ARGS)
+
+# What a user without any extra gets: every command once, in an environment of its own.
+plain:
+	sh tests/plain_install.sh .venv-plain
 
 .venv/mmrl: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv

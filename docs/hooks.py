@@ -9,7 +9,7 @@ import re
 from typing import Any
 
 from mkdocs.structure.files import File
-from site_files import CONFIGS, files_page, keys_page, papers_page
+from site_files import CONFIGS, METHODS, files_page, keys_page, methods_table, papers_page
 from site_pieces import FAMILIES, family_page, uses
 
 
@@ -23,31 +23,29 @@ def on_files(files: Any, config: Any) -> Any:
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
     """Turn links to files of the repository into links to the pages that show them."""
     home = "../" * page.file.src_uri.count("/")
-    return relink(markdown, home)
+    return relink(markdown.replace("<!-- generated: methods -->", methods_table()), home)
 
 
 def relink(markdown: str, home: str) -> str:
     """Let a configuration point at its place on this site, and other files of the repository at none."""
-    markdown = re.sub(r"\]\((?:\.\./)+configs/variants/(\w+)\.yaml\)", rf"]({home}variants.md#\1)", markdown)
-    markdown = re.sub(r"\]\((?:\.\./)+configs/(\w+)\.yaml\)", rf"]({home}runs.md#\1)", markdown)
-    return re.sub(
-        r"\[([^\]]+)\]\((?:\.\./)+(?:mmrl|vision|diffusion|compression|benchmarks)[^)]*\)", r"\1", markdown
-    )
+    markdown = re.sub(r"\]\((?:\.\./)+configs/methods/\w+/(\w+)\.yaml\)", rf"]({home}variants.md#\1)", markdown)
+    markdown = re.sub(r"\]\((?:\.\./)+configs/\w+/(\w+)\.yaml\)", rf"]({home}runs.md#\1)", markdown)
+    folders = "mmrl|vision|diffusion|compression|benchmarks|examples"
+    return re.sub(rf"\[([^\]]+)\]\((?:\.\./)+(?:{folders})[^)]*\)", r"\1", markdown)
 
 
 def generated() -> dict[str, str]:
     """Write every generated page, by name."""
-    variants = sorted((CONFIGS / "variants").glob("*.yaml"))
-    used = uses(variants)
+    used = uses(METHODS)
     made = {f"families/{name}.md": family_page(name, used) for name in FAMILIES}
     made["variants.md"] = files_page(
-        "Variants", "One file per method. [The table of methods](methods.md) says what differs.", variants
+        "Method files", "One file per method. [The table of methods](methods.md) says what differs.", METHODS
     )
     made["runs.md"] = files_page(
         "Configuration files",
-        "Every run, evaluation and build that comes with mmrl. `mmrl train NAME.yaml` finds them by name.",
-        sorted(CONFIGS.glob("*.yaml")),
+        "Every run, evaluation and build that comes with mmrl. `mmrl train train/NAME.yaml` finds them anywhere.",
+        sorted(path for part in ("train", "evaluate", "build") for path in (CONFIGS / part).glob("*.yaml")),
     )
     made["keys.md"] = keys_page()
-    made["papers.md"] = papers_page(variants)
+    made["papers.md"] = papers_page(METHODS)
     return made

@@ -20,6 +20,7 @@ from mmrl.config.registry import HOMES, SCOPES, pieces
 HERE = Path(__file__).parent
 ROOT = HERE.parent
 CONFIGS = ROOT / "configs"
+METHODS = sorted((CONFIGS / "methods").rglob("*.yaml"))
 
 
 def files_page(title: str, words: str, paths: Iterable[Path]) -> str:
@@ -27,6 +28,23 @@ def files_page(title: str, words: str, paths: Iterable[Path]) -> str:
     parts = [f"# {title}\n", words + "\n"]
     for path in paths:
         parts.append(f"## {path.stem} {{#{path.stem}}}\n\n```yaml\n{path.read_text().strip()}\n```\n")
+    return "\n".join(parts)
+
+
+def methods_table() -> str:
+    """Make the table of methods from the comments at the head of their files."""
+    parts = []
+    for family in dict.fromkeys(path.parent.name for path in METHODS):
+        parts += [f"### {family.capitalize()}\n", "| method | paper | what differs from GRPO |", "| --- | --- | --- |"]
+        for path in METHODS:
+            if path.parent.name == family:
+                lines = path.read_text().splitlines()
+                head = " ".join(line.lstrip("# ") for line in lines if line.startswith("#"))
+                papers = ", ".join(f"[{id}](https://arxiv.org/abs/{id})" for id in dict.fromkeys(PAPER.findall(head)))
+                differs = head.partition("Differs from GRPO: ")[2]
+                name = path.relative_to(CONFIGS).as_posix()
+                parts.append(f"| [{path.stem}](../configs/{name}) | {papers} | {differs} |")
+        parts.append("")
     return "\n".join(parts)
 
 
@@ -133,12 +151,9 @@ def titles(text: str) -> dict[str, str]:
 
 
 def methods_in(text: str) -> dict[str, str]:
-    """Read the first method that the table of methods has for each paper."""
-    called: dict[str, str] = {}
-    for name, cell in re.findall(r"^\| ([^|]+) \| \[variants[^|]*\| ([^|]*) \|", text, re.MULTILINE):
-        for paper in PAPER.findall(cell):
-            called.setdefault(paper, name.strip())
-    return called
+    """Read what the head of a method file calls its paper: `# DAPO (arXiv 2503.14476): ...`."""
+    found = re.match(r"#? ?([A-Z][\w .+/^-]{1,40}?) \(arXiv\s+(\d{4}\.\d{5})", text)
+    return {found[2]: found[1]} if found else {}
 
 
 def code_files() -> list[Path]:

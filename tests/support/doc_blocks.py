@@ -22,7 +22,7 @@ from pathlib import Path
 
 from omegaconf import OmegaConf
 
-from mmrl import __main__ as command_line
+from mmrl import cli as command_line
 from mmrl.build import check, check_some
 from mmrl.config import registry
 from mmrl.config.binding import Pieces
