@@ -134,7 +134,7 @@ def test_a_run_changes_one_item_of_a_list_by_its_number():
     assert first.name == "vision.generate" and second.name == "with_demos"
     assert first.options == {"max_completion_length": 64, "batch_size": 128}
     form = load(CONFIGS / "train/activitynet_time_r1.yaml").rewards[0].options
-    assert form == {"form": "iou", "strict": True}
+    assert form == {"form": "iou", "reader": "time_r1"}
 
 
 def test_a_row_without_a_span_is_a_prompt_without_a_demonstration_where_labels_are_not_wanted(tmp_path):

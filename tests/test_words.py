@@ -20,14 +20,16 @@ FILES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md"] + sorted(
 )
 
 # As words anywhere: identifiers that mean nothing else.
-GONE = """
-    visual_bits all_bits sign_bits sign_books importance_drop merge_tokens low_bit_weights cut_weights
-    with_unrelated with_blind_mix with_blind_tail with_distortion from_noised by_segment with_probes check_cache
-    compare_exact h_ratio twin_as_worse soft_shape detached_clip soft_gate negative_aware guarded_ratio
-    velocity_gap negative_entropy jpeg_size share_above settling staircase ratio_is_not_one held_out_falls
-    samples_as_asked groups_vary rewards_order texts_reach media_reach memory_suffices effective_share
-    times_faster same_answers pictured_steps tiny_model contrastive_model closed_set no_model neurons
-""".split()
+GONE = [
+    "visual_bits", "all_bits", "sign_bits", "sign_books", "importance_drop", "merge_tokens",
+    "low_bit_weights", "cut_weights", "with_unrelated", "with_blind_mix", "with_blind_tail",
+    "with_distortion", "from_noised", "by_segment", "with_probes", "check_cache", "compare_exact",
+    "h_ratio", "twin_as_worse", "soft_shape", "detached_clip", "soft_gate", "negative_aware",
+    "guarded_ratio", "velocity_gap", "negative_entropy", "jpeg_size", "share_above", "settling",
+    "staircase", "ratio_is_not_one", "held_out_falls", "samples_as_asked", "groups_vary", "rewards_order",
+    "texts_reach", "media_reach", "memory_suffices", "effective_share", "times_faster", "same_answers",
+    "pictured_steps", "tiny_model", "contrastive_model", "closed_set", "no_model", "neurons",
+]  # fmt: skip
 
 # As names of pieces: words that have honest uses elsewhere.
 NAMES = {
@@ -61,5 +63,15 @@ def test_no_piece_has_a_replaced_name(kind):
 
 
 def test_no_kind_has_a_replaced_name():
-    replaced = {"focus", "gain", "aggregate", "exhibit", "meter", "estimate", "alarm", "checkup", "data_check"}
+    replaced = {
+        "focus",
+        "gain",
+        "aggregate",
+        "exhibit",
+        "meter",
+        "estimate",
+        "alarm",
+        "checkup",
+        "data_check",
+    }
     assert not replaced & set(HOMES)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -52,6 +53,15 @@ def per_outcome(measure: Callable[..., float | None]) -> Callable[..., list[floa
         ]
 
     return reward
+
+
+def tagged(text: str, tag: str) -> list[str]:
+    """List what stands inside the blocks `<tag>...</tag>` of a text, in order, whatever the case of the
+    tag."""
+    ends = [found.end() for found in re.finditer(f"</{tag}>", text, re.IGNORECASE)]
+    # Behind the last end every opening would be searched to the end of the text in vain.
+    inside = text[: ends[-1]] if ends else ""
+    return re.findall(f"<{tag}>(.*?)</{tag}>", inside, re.DOTALL | re.IGNORECASE)
 
 
 def is_trl(function: Callable) -> bool:

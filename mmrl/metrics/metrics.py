@@ -3,6 +3,8 @@ tables."""
 
 from __future__ import annotations
 
+import torch
+
 from mmrl.config.registry import metric
 from mmrl.core.reward_table import RewardTable
 
@@ -15,9 +17,13 @@ def mean(table: RewardTable, *, of: str = "", label: str = "") -> dict[str, floa
 
 
 @metric
-def recall_at(table: RewardTable, *, of: str, at: tuple[float, ...], label: str = "") -> dict[str, float]:
+def recall_at(
+    table: RewardTable, *, of: str, at: tuple[float, ...], strict: bool = False, label: str = ""
+) -> dict[str, float]:
     """Tell which share of the answers reaches each bar: with `of: temporal_iou, label: R1` this is R1@m, bar
-    included."""
+    included. With `strict` an answer must exceed the bar, as in the later evaluator of Time-R1 (arXiv
+    2503.13377)."""
     reward = table.at_end(of)
     known = reward[~reward.isnan()]
-    return {f"{label or of}@{bar:g}": float((known >= bar).double().mean()) for bar in at}
+    passes = torch.gt if strict else torch.ge
+    return {f"{label or of}@{bar:g}": float(passes(known, bar).double().mean()) for bar in at}

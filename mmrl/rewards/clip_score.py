@@ -40,6 +40,8 @@ class ClipScore:
     the model's logit (exp(t) cos + b), or `clipscore`, 2.5 max(cos, 0); the result is divided by `divide_by`
     (published trainings divide the logit by 30 or 100). `references` names a column of captions and makes it
     RefCLIPScore, the harmonic mean with the best reference; without references the reward does not apply.
+    A negative cosine with the best reference counts as 0, as in the paper; the authors' released code lets it
+    stand.
 
     A text that the model would cut off is split into sentences, and these at commas and `and` where they
     must be; fragments of fewer than three words count only where there is nothing else. Cosines of parts
@@ -141,6 +143,7 @@ class ClipScore:
 
     def _parts(self, text: str, always: bool) -> list[str]:
         """Split a text into what the model can read, each with the prefix; nothing of an empty one."""
+        text = text.encode("utf-8", "replace").decode()  # tokenizers refuse half a surrogate pair
         if not text.strip():
             return []
         fits = lambda part: self.towers.fits(self.prefix + part)
@@ -216,6 +219,7 @@ def _name_of(image: Tensor) -> tuple:
 # ---- long texts
 
 _SHORT = r"(?:[A-Z]|Mr|Mrs|Ms|Dr|Prof|St|Sr|Jr|Mt|Fig|No|vs|etc|approx|e\.g|i\.e|a\.m|p\.m|cf|ca)\."
+_LONGEST = 8  # letters that tell whether a full stop ends an abbreviation of the list: more than any has
 _BULLET = re.compile(r"^\s*(?:[-*•–]|\d{1,3}[.)])\s+")
 
 
@@ -236,8 +240,9 @@ def split_sentences(text: str) -> list[str]:
     for line in text.splitlines():
         line = _BULLET.sub("", line)
         start = 0
-        for found in re.finditer(r"[.!?]+[\"')\]]*\s+|[。！？]+", line):
-            if not re.search(rf"(?:^|[\s(]){_SHORT}$", line[start : found.end()].rstrip()):
+        for found in re.finditer(r"(?<![.!?])[.!?]+[\"')\]]*\s+|[。！？]+", line):
+            last = line[max(start, found.start() - _LONGEST) : found.start()] + found[0].rstrip()
+            if not re.search(rf"(?:^|[\s(]){_SHORT}$", last):
                 sentences.append(line[start : found.end()].strip())
                 start = found.end()
         sentences.append(line[start:].strip())

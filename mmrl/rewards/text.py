@@ -7,7 +7,7 @@ from typing import Annotated
 
 from mmrl.config.ranges import AtMost, PositiveInt
 from mmrl.config.registry import reward
-from mmrl.config.reward_adapters import per_outcome
+from mmrl.config.reward_adapters import per_outcome, tagged
 from mmrl.core.types import Outcome, Prompt
 
 
@@ -44,7 +44,7 @@ def exact_match(prompt: Prompt, outcome: Outcome, *, tag: str = "answer") -> flo
     """Give 1 if the last block `tag` (or the whole text where there is none) is the target, but for case and
     space."""
     text = outcome.text or ""
-    blocks = re.findall(rf"<{tag}>(.*?)</{tag}>", text, re.DOTALL | re.IGNORECASE)
+    blocks = tagged(text, tag)
     given = blocks[-1] if blocks else text
     return float(" ".join(given.lower().split()) == " ".join(str(prompt.target).lower().split()))
 

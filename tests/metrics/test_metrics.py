@@ -25,12 +25,19 @@ def test_only_the_answer_of_a_row_is_measured():
     assert mean(reward_table([[9, 1], [2], [9, 6]])) == {"reward": 3.0}
 
 
-def test_share_above_includes_the_bar():
+def test_recall_at_includes_the_bar():
     table = reward_table({"iou": [0.3, 0.5, 0.7, None, 0.2]})
     # of the four that apply: .3 .5 .7, .5 .7, .7
     wanted = {"R1@0.3": 0.75, "R1@0.5": 0.5, "R1@0.7": 0.25}
     assert recall_at(table, of="iou", at=(0.3, 0.5, 0.7), label="R1") == wanted
     assert recall_at(table, of="iou", at=(0.0,)) == {"iou@0": 1.0}
+
+
+def test_a_strict_bar_must_be_exceeded():
+    table = reward_table({"iou": [0.3, 0.5, 0.7, 0.2]})
+    # above .3: .5 .7; above .5: .7; above .7: none
+    wanted = {"R1@0.3": 0.5, "R1@0.5": 0.25, "R1@0.7": 0.0}
+    assert recall_at(table, of="iou", at=(0.3, 0.5, 0.7), strict=True, label="R1") == wanted
 
 
 def test_a_reward_that_applies_to_no_answer_is_not_a_number():

@@ -339,6 +339,14 @@ def test_amber_prints_what_its_script_prints():
     assert found["AMBER"] == pytest.approx((100 - 66.6 + 40.0) / 2)
 
 
+def test_amber_pools_attributes_with_three_starts():
+    found = amber.evaluate([{"id": 4, "response": "No"}], ANNOTATIONS, WORDS)
+    names = ("accuracy", "precision", "recall", "f1")
+    # 1 / 1.001 = .9990 of one count, 1 / 1.003 = .9970 of three; 2 * .997^2 / (1.994 + .0001) = .99695
+    assert [found[f"number/{name}"] for name in names[:3]] == [99.9, 99.9, 99.9]
+    assert [found[f"attribute/{name}"] for name in names] == [99.7, 99.7, 99.7, 99.7]
+
+
 def test_amber_without_the_quirks():
     given = answered("A tree, a puppy and the sea.", "No", "No", "yes", "Yes")
     found = amber.evaluate(given, ANNOTATIONS, WORDS, official=False, form="first_word")

@@ -50,15 +50,15 @@ def test_temporal_iou_of_best_worst_and_partial_answers():
 @pytest.mark.parametrize("text", MALFORMED)
 def test_temporal_iou_of_malformed_answers_is_0(form, text):
     assert of_one(temporal_iou, asked((12, 22)), text, form=form) == 0
-    assert of_one(temporal_iou, asked((12, 22)), text, strict=True) == 0
+    assert of_one(temporal_iou, asked((12, 22)), text, reader="time_r1") == 0
 
 
 @pytest.mark.parametrize("form", ["iou", "giou", "timestamp_aware"])
 def test_temporal_iou_is_a_number_for_numbers_out_of_all_proportion(form):
     for digits in (200, 400):
         text = f"<answer>5 to {'9' * digits}</answer>"
-        for strict in (False, True):
-            assert 0 <= of_one(temporal_iou, asked((12, 22)), text, form=form, strict=strict) <= 1
+        for reader in ("ours", "time_r1", "videochat_r1", "evaluator"):
+            assert 0 <= of_one(temporal_iou, asked((12, 22)), text, form=form, reader=reader) <= 1
 
 
 def test_temporal_iou_in_its_forms():
@@ -90,14 +90,14 @@ def test_temporal_iou_relaxed_widens_the_target_on_both_sides():
     assert of_one(temporal_iou, asked((0, 8)), "0 to 8", relax=0.25) == pytest.approx(8 / 12)
 
 
-def test_temporal_iou_strict_reads_less():
+def test_temporal_iou_reads_less_as_time_r1_does():
     prompt = asked((12, 22))
     assert of_one(temporal_iou, prompt, "<answer>12-22</answer>") == 1
-    assert of_one(temporal_iou, prompt, "<answer>12-22</answer>", strict=True) == 0
-    assert of_one(temporal_iou, prompt, "<answer>12 to 22</answer>", strict=True) == 1
+    assert of_one(temporal_iou, prompt, "<answer>12-22</answer>", reader="time_r1") == 0
+    assert of_one(temporal_iou, prompt, "<answer>12 to 22</answer>", reader="time_r1") == 1
     # A span out of order is read, and overlaps nothing.
     for form in ("iou", "giou", "timestamp_aware"):
-        assert of_one(temporal_iou, prompt, "<answer>24 to 11</answer>", strict=True, form=form) == 0
+        assert of_one(temporal_iou, prompt, "<answer>24 to 11</answer>", reader="time_r1", form=form) == 0
 
 
 def test_span_set_iou_of_best_worst_and_partial_answers():

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import random
+import re
 
 import pytest
 
@@ -105,6 +107,8 @@ def test_parse_spans_keeps_order_and_leaves_out_what_is_out_of_order():
         (answer("1 to 2, no: 3 to 4"), (3, 4)),
         (answer("1 to 2") + answer("5 and 6"), (5, 6)),
         (answer("17.83 to 12.54"), (17.83, 12.54)),  # any order
+        (answer("10. to 20."), (10, 20)),  # digits, a full stop, and no digits after it
+        (answer("1.2.3 to 5.6.7"), (2.3, 5.6)),
         ("12.54 to 17.83", None),  # no block
         (answer("1 to 2") + answer("no"), None),  # the last block only
         (answer("12.54  to 17.83"), None),  # exactly one space
@@ -113,8 +117,39 @@ def test_parse_spans_keeps_order_and_leaves_out_what_is_out_of_order():
         (answer(f"1 to {HUGE}"), None),
     ],
 )
-def test_strict_reads_what_the_reward_of_time_r1_reads(text, span):
-    assert parse_span(text, strict=True) == span
+def test_it_reads_what_the_reward_of_time_r1_reads(text, span):
+    assert parse_span(text, reader="time_r1") == span
+
+
+@pytest.mark.parametrize(
+    ("text", "reward", "evaluator"),
+    [
+        (answer("12.5 to 17."), (12.5, 17), (12.5, 17)),
+        (answer("17 to 12"), None, (17, 12)),  # out of order
+        (answer("12 to 12"), (12, 12), (12, 12)),
+        (answer("12 TO 17"), (12, 17), None),  # the evaluator knows lower case only
+        ("12 to 17", None, (12, 17)),  # no block
+        (answer("1 to 2") + " or 3 and 4", (1, 2), (3, 4)),  # the whole text
+        (answer(f"1 to {HUGE}"), None, None),
+    ],
+)
+def test_it_reads_what_videochat_r1_and_the_evaluators_read(text, reward, evaluator):
+    assert parse_span(text, "videochat_r1") == reward
+    assert parse_span(text, "evaluator") == evaluator
+
+
+PUBLISHED = r"(\d+\.?\d*) (to|and) (\d+\.?\d*)"
+
+
+def test_the_published_expression_and_ours_find_the_same():
+    draw = random.Random(0)
+    found = 0
+    for _ in range(5000):
+        text = "".join(draw.choice(["1", "23", ".", " ", " to ", " and ", "-", "a"]) for _ in range(12))
+        wanted = [(float(a), float(b)) for a, _, b in re.findall(PUBLISHED, text)]
+        assert parse_span(text, "evaluator") == (wanted[-1] if wanted else None), text
+        found += bool(wanted)
+    assert found > 500
 
 
 def test_iou_giou_and_timestamp_aware_iou_of_overlapping_spans():

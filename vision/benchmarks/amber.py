@@ -22,6 +22,7 @@ DIMENSIONS = {
     "relation": ("discriminative-relation", "relation"),
 }
 START = 0.001  # what the script begins its denominators with
+STARTS = {"attribute": 3 * START}  # it adds up three of them, each with a start of its own
 Similar = Callable[[str, str], bool]
 
 
@@ -109,9 +110,9 @@ def evaluate(
 ) -> dict[str, float]:
     """Compute the numbers of AMBER's script for `[{"id", "response"}]`, in percent; ids count from 1.
 
-    `official` starts denominators at 0.001, adds to that of F1, and rounds to one decimal, precision and
-    recall before F1. Dimensions without an answer are left out. `AMBER` is the paper's summary, which the
-    script does not print.
+    `official` starts denominators at 0.001 (those of `attribute`, which pools three counts, at 0.003), adds
+    to that of F1, and rounds to one decimal, precision and recall before F1. Dimensions without an answer
+    are left out. `AMBER` is the paper's summary, which the script does not print.
     """
     counted: list[dict[str, float]] = []
     asked: dict[str, list[tuple[float, float]]] = {}
@@ -133,7 +134,8 @@ def evaluate(
 
 def _generative(counted: Sequence[Mapping[str, float]], official: bool) -> dict[str, float]:
     def share(top: str, bottom: str) -> float:
-        return _percent(sum(one[top] for one in counted), sum(one[bottom] for one in counted), official)
+        bottoms = sum(one[bottom] for one in counted)
+        return _percent(sum(one[top] for one in counted), bottoms, START, official)
 
     clean = sum(one["clean"] for one in counted)
     hal = 100 - 100 * clean / (len(counted) + START * official)
@@ -148,9 +150,10 @@ def _generative(counted: Sequence[Mapping[str, float]], official: bool) -> dict[
 def _discriminative(pairs: Sequence[tuple[float, float]], name: str, official: bool) -> dict[str, float]:
     """Count with no as the positive class: it is the answer that a hallucinating model misses."""
     both = sum(given == true == NO for given, true in pairs)
-    accuracy = _percent(sum(given == true for given, true in pairs), len(pairs), official)
-    precision = _percent(both, sum(given == NO for given, _ in pairs), official)
-    recall = _percent(both, sum(true == NO for _, true in pairs), official)
+    start = STARTS.get(name, START)
+    accuracy = _percent(sum(given == true for given, true in pairs), len(pairs), start, official)
+    precision = _percent(both, sum(given == NO for given, _ in pairs), start, official)
+    recall = _percent(both, sum(true == NO for _, true in pairs), start, official)
     extra = (0.001 if name == "existence" else 0.0001) * official
     bottom = (precision + recall) / 100 + extra
     f1 = 2 * precision * recall / 100 / bottom if bottom else 0.0
@@ -162,7 +165,7 @@ def _discriminative(pairs: Sequence[tuple[float, float]], name: str, official: b
     }
 
 
-def _percent(top: float, bottom: float, official: bool) -> float:
-    bottom += START * official
+def _percent(top: float, bottom: float, start: float, official: bool) -> float:
+    bottom += start * official
     value = 100 * top / bottom if bottom else 0.0
     return round(value, 1) if official else value

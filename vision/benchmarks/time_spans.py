@@ -7,8 +7,12 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
+
+from mmrl.config.reward_adapters import tagged
 
 Span = tuple[float, float]
+Reader = Literal["ours", "time_r1", "videochat_r1", "evaluator"]
 
 
 @dataclass(frozen=True)
@@ -29,31 +33,38 @@ _UNIT = r"(?:\s*(?:s|sec|secs|seconds?))?"
 _PAIR = re.compile(
     rf"(?<![\d.-]){_NUMBER}{_UNIT}\s*(?:to|and|-|–)\s*{_NUMBER}{_UNIT}(?!\.?\d)", re.IGNORECASE
 )
-_STRICT = re.compile(r"(\d+(?:\.\d+)?) (?:to|and) (\d+(?:\.\d+)?)", re.IGNORECASE)
-_ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL | re.IGNORECASE)
+# `(\d+\.?\d*) (to|and) (\d+\.?\d*)` of the published code, which takes cubic time over many digits.
+_PUBLISHED = r"(?<!\d)(\d++\.?+\d*+) (?:to|and) (\d++\.?+\d*+)"
 _OBJECT = re.compile(r"\{[^{}]*\}")
 
 
 def last_answer(text: str) -> str | None:
     """Cut the last answer block out of a text; None where there is none."""
-    blocks = _ANSWER.findall(text)
+    blocks = tagged(text, "answer")
     return blocks[-1] if blocks else None
 
 
-def parse_span(text: str, strict: bool = False) -> Span | None:
+def parse_span(text: str, reader: Reader = "ours") -> Span | None:
     """Read the span of an answer; None where there is none.
 
     It is the last `A to B` (or `and`, `-`, with or without `s`) or JSON object with `start_time` and
     `end_time` in the last answer block, or in the whole text without such a block; an end that is not after
-    its start is no span. That is our reading. `strict` reads exactly what Time-R1's reward does (arXiv
-    2503.13377): the last block only, one space, `to` or `and`, any order; only numbers too large for a float
-    are no span.
+    its start is no span. That is our reading.
+
+    The other readers are those of published code, with one space around `to` or `and`: `time_r1` reads as the
+    reward of Time-R1 (arXiv 2503.13377) does, in the last answer block only, in any order; `videochat_r1` as
+    that of VideoChat-R1 (arXiv 2504.06958), for which an end before its start is no span; `evaluator` as the
+    evaluators of both, in the whole text, in any order, `to` and `and` in lower case. Numbers too large for a
+    float are no span.
     """
-    if strict:
-        found = [(float(a), float(b)) for a, b in _STRICT.findall(last_answer(text) or "")][-1:]
-        return found[0] if found and max(found[0]) < math.inf else None
-    spans = parse_spans(text)
-    return spans[-1] if spans else None
+    if reader == "ours":
+        spans = parse_spans(text)
+        return spans[-1] if spans else None
+    case = re.NOFLAG if reader == "evaluator" else re.IGNORECASE
+    found = re.findall(_PUBLISHED, text if reader == "evaluator" else last_answer(text) or "", case)
+    span = (float(found[-1][0]), float(found[-1][1])) if found else (math.inf, math.inf)
+    backwards = reader == "videochat_r1" and span[0] > span[1]
+    return None if backwards or max(span) == math.inf else span
 
 
 def parse_spans(text: str) -> list[Span]:
@@ -128,7 +139,11 @@ def parse_saliency(text: str) -> list[tuple[float, float]]:
     """Read (second, score) pairs: the last JSON list of pairs of finite numbers in the answer; an answer
     without one is empty."""
     block = last_answer(text)
-    for found in reversed(re.findall(r"\[\s*\[.*?\]\s*\]", text if block is None else block, re.DOTALL)):
+    searched = text if block is None else block
+    # Behind the last end every beginning would be searched to the end of the text in vain.
+    ends = [found.end() for found in re.finditer(r"\]\s*\]", searched)]
+    searched = searched[: ends[-1]] if ends else ""
+    for found in reversed(re.findall(r"\[\s*\[.*?\]\s*\]", searched, re.DOTALL)):
         try:
             pairs = [(float(second), float(rating)) for second, rating in json.loads(found)]
         except (ValueError, TypeError, OverflowError, RecursionError):

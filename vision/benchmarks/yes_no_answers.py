@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from typing import Literal
 
+from mmrl.config.reward_adapters import tagged
+
 YES, NO, NEITHER = 1.0, 0.0, -1.0
 Form = Literal["pope", "exact", "first_word"]
 
@@ -22,6 +24,6 @@ def parse_yes_no(text: str, form: Form = "pope") -> float:
         return NO if {"No", "no", "not"} & {*words} else YES
     if form == "exact":
         return {"Yes": YES, "No": NO}.get(text, NEITHER)
-    blocks = re.findall(r"<answer>(.*?)</answer>", text, re.DOTALL | re.IGNORECASE)
+    blocks = tagged(text, "answer")
     found = re.search(r"\b(yes|no)\b", (blocks[-1] if blocks else text).lower())
     return NEITHER if found is None else YES if found[1] == "yes" else NO

@@ -8,7 +8,7 @@ from typing import Literal
 
 from mmrl.config.ranges import NonNegativeFloat
 from mmrl.config.registry import reward
-from mmrl.config.reward_adapters import per_outcome
+from mmrl.config.reward_adapters import per_outcome, tagged
 from mmrl.core.types import Outcome, Prompt
 
 NUMBER = re.compile(r"-?(?:\d[\d,]*\.?\d*|\.\d+)(?:e-?\d+)?(?P<percent>\s*%)?", re.IGNORECASE)
@@ -43,8 +43,7 @@ def short_answer(
 
 def last_answer(text: str, tag: str) -> str:
     r"""Cut out the last block of a tag, else the last \boxed{} answer, else take the whole text."""
-    blocks = re.findall(rf"<{tag}>(.*?)</{tag}>", text, re.DOTALL | re.IGNORECASE)
-    blocks = blocks or re.findall(r"\\boxed\{([^{}]*)\}", text)
+    blocks = tagged(text, tag) or re.findall(r"\\boxed\{([^{}]*)\}", text)
     return blocks[-1] if blocks else text
 
 

@@ -12,6 +12,7 @@ from mmrl.config.reward_adapters import per_outcome
 from mmrl.core.types import Outcome, Prompt
 from mmrl.vision.benchmarks.time_spans import (
     Moments,
+    Reader,
     giou,
     iou,
     parse_span,
@@ -29,16 +30,17 @@ def temporal_iou(
     *,
     form: Literal["iou", "giou", "timestamp_aware"] = "iou",
     relax: NonNegativeFloat = 0.0,
-    strict: bool = False,
+    reader: Reader = "ours",
 ) -> float:
     """Measure how the answered span overlaps the target span, in [0, 1]; of several targets the best counts.
 
     `giou` also tells disjoint spans apart, mapped to [0, 1] by (x + 1) / 2: our reading. `timestamp_aware`
     scales by how near start and end are (Time-R1, arXiv 2503.13377). `relax` widens the target by that share
-    of its length on both sides (URPA, arXiv 2508.06317). `strict` reads answers exactly as Time-R1 does.
+    of its length on both sides (URPA, arXiv 2508.06317). `reader` names how answers are read: `ours`, or as
+    published code does, `time_r1`, `videochat_r1` or `evaluator` (see `parse_span`).
     """
     target: Moments = prompt.target
-    span = parse_span(outcome.text or "", strict)
+    span = parse_span(outcome.text or "", reader)
     if span is None:
         return 0.0
     wide = [(start - relax * (end - start), end + relax * (end - start)) for start, end in target.spans]
