@@ -148,7 +148,8 @@ def grounding(given: argparse.Namespace) -> dict[str, Any]:
         here = [*data, f"learn.learning_rate.steps={steps}"]
         models = train_on(output / "grpo", "examples/video_grounding/grpo.yaml", models, steps, here)
     book = once(
-        output / "book" / "book.safetensors", "build", "examples/video_grounding/codebook.yaml", f"output={output / 'book'}",
+        output / "book" / "book.safetensors", "build", "examples/video_grounding/codebook.yaml",
+        f"output={output / 'book'}",
         f"build.model.model={models['full']}", f"build.prompts.path={other}/train.jsonl",
         f"build.prompts.root={other}",
     )  # fmt: skip

@@ -1,6 +1,6 @@
-"""Pages that mkdocs makes of the code itself: pieces by family, configurations, keys, papers.
+"""Pages that mkdocs makes of the code itself: pieces by kind, methods, configurations, keys, papers.
 
-mkdocs calls `on_files` and `on_page_markdown`. A piece needs no entry anywhere: its kind tells the page.
+mkdocs calls `on_config`, `on_files` and `on_page_markdown`. A piece needs no entry anywhere.
 """
 
 from __future__ import annotations
@@ -10,7 +10,16 @@ from typing import Any
 
 from mkdocs.structure.files import File
 from site_files import CONFIGS, METHODS, files_page, keys_page, methods_table, papers_page
-from site_pieces import FAMILIES, family_page, uses
+from site_pieces import kind_page, title_of, uses
+
+from mmrl.config.registry import HOMES
+
+
+def on_config(config: Any) -> Any:
+    """Put a page of every kind of piece into the navigation, before the reference."""
+    pages = [{title_of(kind): f"pieces/{kind}.md"} for kind in sorted(HOMES)]
+    config.nav = [*config.nav[:-1], {"Pieces": pages}, config.nav[-1]]
+    return config
 
 
 def on_files(files: Any, config: Any) -> Any:
@@ -28,8 +37,9 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
 
 def relink(markdown: str, home: str) -> str:
     """Let a configuration point at its place on this site, and other files of the repository at none."""
-    markdown = re.sub(r"\]\((?:\.\./)+configs/methods/\w+/(\w+)\.yaml\)", rf"]({home}variants.md#\1)", markdown)
-    markdown = re.sub(r"\]\((?:\.\./)+configs/\w+/(\w+)\.yaml\)", rf"]({home}runs.md#\1)", markdown)
+    up = r"\]\((?:\.\./)+"
+    markdown = re.sub(up + r"configs/methods/\w+/(\w+)\.yaml\)", rf"]({home}variants.md#\1)", markdown)
+    markdown = re.sub(up + r"configs/\w+/(\w+)\.yaml\)", rf"]({home}runs.md#\1)", markdown)
     folders = "mmrl|vision|diffusion|compression|benchmarks|examples"
     return re.sub(rf"\[([^\]]+)\]\((?:\.\./)+(?:{folders})[^)]*\)", r"\1", markdown)
 
@@ -37,14 +47,14 @@ def relink(markdown: str, home: str) -> str:
 def generated() -> dict[str, str]:
     """Write every generated page, by name."""
     used = uses(METHODS)
-    made = {f"families/{name}.md": family_page(name, used) for name in FAMILIES}
+    made = {f"pieces/{kind}.md": kind_page(kind, used) for kind in HOMES}
     made["variants.md"] = files_page(
         "Method files", "One file per method. [The table of methods](methods.md) says what differs.", METHODS
     )
     made["runs.md"] = files_page(
         "Configuration files",
-        "Every run, evaluation and build that comes with mmrl. `mmrl train train/NAME.yaml` finds them anywhere.",
-        sorted(path for part in ("train", "evaluate", "build") for path in (CONFIGS / part).glob("*.yaml")),
+        "Every run, evaluation and build that comes with mmrl. `mmrl train train/NAME.yaml` finds them.",
+        [path for part in ("train", "evaluate", "build") for path in sorted(CONFIGS.glob(f"{part}/*.yaml"))],
     )
     made["keys.md"] = keys_page()
     made["papers.md"] = papers_page(METHODS)

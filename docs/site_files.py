@@ -35,12 +35,14 @@ def methods_table() -> str:
     """Make the table of methods from the comments at the head of their files."""
     parts = []
     for family in dict.fromkeys(path.parent.name for path in METHODS):
-        parts += [f"### {family.capitalize()}\n", "| method | paper | what differs from GRPO |", "| --- | --- | --- |"]
+        parts += [f"### {family.capitalize()}\n", "| method | paper | what differs from GRPO |"]
+        parts.append("| --- | --- | --- |")
         for path in METHODS:
             if path.parent.name == family:
                 lines = path.read_text().splitlines()
                 head = " ".join(line.lstrip("# ") for line in lines if line.startswith("#"))
-                papers = ", ".join(f"[{id}](https://arxiv.org/abs/{id})" for id in dict.fromkeys(PAPER.findall(head)))
+                found = dict.fromkeys(PAPER.findall(head))
+                papers = ", ".join(f"[{paper}](https://arxiv.org/abs/{paper})" for paper in found)
                 differs = head.partition("Differs from GRPO: ")[2]
                 name = path.relative_to(CONFIGS).as_posix()
                 parts.append(f"| [{path.stem}](../configs/{name}) | {papers} | {differs} |")

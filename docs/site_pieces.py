@@ -1,4 +1,4 @@
-"""Pages of pieces: one per family, made of the registry and the docstrings."""
+"""Pages of pieces: one per kind, made of the registry and the docstrings."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import re
 import typing
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,131 +19,101 @@ PAPER = re.compile(r"(?<![\d.\w/])(\d{2}(?:0[1-9]|1[0-2])\.\d{5})(?![\d.]*\d)")
 FILLED = ("stream", "generator")  # options that the run gives, not the configuration
 
 
-@dataclass(frozen=True)
-class Family:
-    """A page of pieces: what it begins with, and the kinds whose pieces stand on it."""
-
-    title: str
-    kinds: tuple[str, ...]
-    words: str
-
-
-FAMILIES = {
-    "advantages": Family(
-        "Advantages",
-        ("advantage",),
-        "The chain: functions from reward table to reward table. Their order is the method. "
-        "`advantage: [total, group_normalize]` is GRPO's.",
-    ),
-    "surrogates": Family(
-        "Ratios and surrogates",
-        ("objective", "ratio", "surrogate"),
-        "An objective turns the step table into a loss. `policy_gradient` takes a ratio of new to old "
-        "probability and a surrogate of ratio and advantage; `comparison` sets rows against each other "
-        "([its own page](comparisons.md)).",
-    ),
-    "aggregates": Family(
-        "Aggregates and focus",
-        ("aggregation", "step_weight"),
-        "How much a step counts. An aggregate divides; a focus multiplies afterwards, so that a weight of 2 "
-        "counts twice.",
-    ),
-    "penalties": Family(
-        "Penalties",
-        ("penalty",),
-        "Terms per step that are added to the loss: distance to a reference, entropy, imitation.",
-    ),
-    "comparisons": Family(
-        "Comparisons and preferences",
-        ("implicit_reward", "compare"),
-        "A gain is what a step adds to the evidence for its row; a comparison turns the evidence of a group "
-        "into a loss. A pair is a group of two rows with the advantages 1 and -1.",
-    ),
-    "flow": Family(
-        "Flow models: likelihoods, solvers, families",
-        ("likelihood", "solver", "family"),
-        "A likelihood says what a step of a flow model is, a solver takes stochastic steps, and a family "
-        "knows one model family of diffusers.",
-    ),
-    "engines": Family(
-        "Policies and engines",
-        ("policy", "engine"),
-        "A policy gives every step a log-probability and is what learns. An engine makes rollouts: the first "
-        "of `rollout.engine` takes the policy, each next one wraps the one before.",
-    ),
-    "rewards": Family(
-        "Rewards",
-        ("reward",),
-        "A reward gives one number per outcome; higher is better, `None` where it does not apply. Any reward "
-        "may carry `weight`, `label`, `timeout`, `retries`, `on_error` and `on_absent`.",
-    ),
-    "compression": Family(
-        "Compression: caches and transforms",
-        ("cache", "transform"),
-        "A cache is an option of `vision.generate`, a transform an option of a policy. "
-        "[How to make a model cheaper](../howto/cheaper.md) has the figures.",
-    ),
-    "sampling": Family(
-        "Samplers, filters, references, schedules, optimizers",
-        ("sampler", "group_filter", "reference", "schedule", "optimizer"),
-        "A sampler chooses prompts, a filter drops whole groups after scoring, a reference is a policy to "
-        "stay near. Any option that takes a number takes a schedule.",
-    ),
-    "data": Family(
-        "Data and builders",
-        ("data", "builder", "data_check"),
-        "Data sets give prompts, builders write data sets and model folders (`mmrl build`), checks look at "
-        "rows and media (`mmrl data check`).",
-    ),
-    "sight": Family(
-        "Metrics, alarms, checkups, trackers",
-        ("metric", "alarm", "checkup", "visualization", "estimate"),
-        "What is measured, what a run warns of, what the doctor looks at, what a page shows, and the rest.",
-    ),
+# A sentence at the head of a kind's page; a kind without one has its name.
+WORDS = {
+    "advantage": "The chain: functions from reward table to reward table. Their order is the method; "
+    "`advantage: [total, group_normalize]` is GRPO's.",
+    "objective": "From the step table to a loss. `policy_gradient` takes a ratio and a surrogate, "
+    "`comparison` compares the rows of a group.",
+    "ratio": "Log-ratio of new to old probability, per step or per answer: `(new, batch) -> (N, T)`.",
+    "surrogate": "Per-step loss from ratio and advantage: `(log_ratio, new, batch) -> (N, T)`.",
+    "aggregation": "How steps add up: weights that divide, `(batch) -> (N, T)`.",
+    "step_weight": "Multipliers applied after the aggregation has divided: `(batch) -> (N, T)`.",
+    "penalty": "Terms per step that are added to the loss: divergence from a reference, entropy, imitation.",
+    "implicit_reward": "What a step adds to the evidence for its row; DPO's implicit reward, per step.",
+    "compare": "From the implicit rewards of a group to a loss. A pair is a group of two rows.",
+    "likelihood": "What a step of a flow model is, and its log-density.",
+    "solver": "Stochastic steps that keep the marginals of the flow.",
+    "family": "Adapters to the pipelines of diffusers.",
+    "policy": "Gives every step a log-probability, and is what learns.",
+    "engine": "Makes rollouts. The first of `rollout.engine` takes the policy, each next one wraps the "
+    "one before.",
+    "reward": "One number per outcome, higher is better, `None` where it does not apply. Any reward may "
+    "carry `weight`, `label`, `timeout`, `retries`, `on_error` and `on_absent`.",
+    "cache": "An option of `vision.generate`. [How to make a model cheaper](../howto/cheaper.md) has the"
+    " figures.",
+    "transform": "An option of a policy, or of an engine alone: model to model, for instance pruning.",
+    "sampler": "Chooses prompts, and how often each is answered.",
+    "group_filter": "Drops whole groups after scoring (dynamic sampling).",
+    "reference": "A policy to stay near.",
+    "schedule": "In place of any option that takes a number.",
+    "optimizer": "From named trained parameters to a torch optimizer.",
+    "data": "Data sets of prompts.",
+    "builder": "Writes data sets and model folders (`mmrl build`).",
+    "check": "Checks of data (`mmrl data check`), of the first step (`report.startup_checks`, `mmrl "
+    "doctor`) and of a running training (`report.checks`).",
+    "metric": "Numbers of a reward table, for reports and evaluations.",
+    "visualization": "Images and tables for the report.",
+    "cost": "What an evaluation's setting spends (`cost_metrics`).",
+    "memory_estimate": "What a run takes of memory (`mmrl estimate-memory`).",
+    "tracker": "Dashboards (`report.trackers`).",
 }
 SCOPE_WORDS = {"": "Any modality", "vision": "Vision", "diffusion": "Diffusion", "compression": "Compression"}
 
 
-LAST = "sight"  # the page of kinds that no other page has
+def title_of(kind: str) -> str:
+    """Name a kind in words."""
+    return kind.replace("_", " ").capitalize()
 
 
-def kinds_of(name: str) -> tuple[str, ...]:
-    """List the kinds on a page."""
-    named = {kind for family in FAMILIES.values() for kind in family.kinds}
-    rest = tuple(kind for kind in HOMES if kind not in named) if name == LAST else ()
-    return FAMILIES[name].kinds + rest
-
-
-def family_page(name: str, used: Mapping[tuple[str, str], list[str]]) -> str:
-    """Show every piece of a family: options, docstring, what it reads, and which variants name it."""
-    family, kinds = FAMILIES[name], kinds_of(name)
-    parts = [f"# {family.title}\n", family.words + "\n"]
-    for kind in kinds:
-        entries = pieces(kind)
-        if len(kinds) > 1:
-            parts.append(f"## {kind.replace('_', ' ').capitalize()}\n")
-        for scope, words in SCOPE_WORDS.items():
-            inside = [entry for entry in entries if entry.scope == scope]
-            if inside and {entry.scope for entry in entries} != {scope}:
-                parts.append(f"{'###' if len(kinds) > 1 else '##'} {words} {{#{kind}-of-{scope or 'all'}}}\n")
-            parts += [piece_text(entry, used.get((kind, entry.full_name), [])) for entry in inside]
+def kind_page(kind: str, used: Mapping[tuple[str, str], list[str]]) -> str:
+    """Show every piece of a kind: options, docstring, what it reads, and which method files name it."""
+    parts = [f"# {title_of(kind)}\n", WORDS.get(kind, f"Pieces of the kind `{kind}`.") + "\n"]
+    entries = pieces(kind)
+    for scope, words in SCOPE_WORDS.items():
+        inside = [entry for entry in entries if entry.scope == scope]
+        if inside and {entry.scope for entry in entries} != {scope}:
+            parts.append(f"## {words} {{#{kind}-of-{scope or 'all'}}}\n")
+        parts += [piece_text(entry, used.get((kind, entry.full_name), [])) for entry in inside]
     return "\n".join(parts)
 
 
 def piece_text(entry: Entry, variants: Iterable[str]) -> str:
     """Show one piece."""
-    lines = [f"#### `{entry.full_name}` {{#{anchor(entry)}}}\n", prose(inspect.getdoc(entry.target) or "")]
+    words, meanings = arguments(inspect.getdoc(entry.target) or "")
+    lines = [f"### `{entry.full_name}` {{#{anchor(entry)}}}\n", prose(words)]
     options = {name: p for name, p in entry.options.items() if name not in FILLED}
     if options:
-        lines += ["", "| option | type | default |", "| --- | --- | --- |"]
-        lines += [f"| `{name}` | {code(kind_of(p))} | {default_of(p)} |" for name, p in options.items()]
+        lines += ["", "| option | type | default | |", "| --- | --- | --- | --- |"]
+        lines += [
+            f"| `{name}` | {code(kind_of(p))} | {default_of(p)} | {prose(meanings.get(name, ''))} |"
+            for name, p in options.items()
+        ]
     reads = read_by(entry)
     if reads:
         lines += ["", f"Reads: {reads}."]
     named = ", ".join(f"[{name}](../variants.md#{name})" for name in variants)
     if named:
-        lines += ["", f"In variants: {named}."]
+        lines += ["", f"In method files: {named}."]
     return "\n".join(lines) + "\n"
+
+
+def arguments(docstring: str) -> tuple[str, dict[str, str]]:
+    """Split a docstring into its prose and the meanings of its `Args:` block."""
+    words, found, block = docstring.partition("\nArgs:\n")
+    meanings: dict[str, str] = {}
+    name, rest = "", []
+    for line in block.splitlines() if found else ():
+        entry = re.match(r"    (\w+)(?: \([^)]*\))?: (.*)", line)
+        if entry:
+            name = entry[1]
+            meanings[name] = entry[2]
+        elif line.startswith("        ") and name:
+            meanings[name] += " " + line.strip()
+        elif line.strip():
+            name = ""
+            rest.append(line)
+    return (words + "\n" + "\n".join(rest)).rstrip(), meanings
 
 
 def anchor(entry: Entry) -> str:
@@ -154,8 +123,7 @@ def anchor(entry: Entry) -> str:
 
 def page_of(entry: Entry) -> str:
     """Find the page of a piece."""
-    name = next(name for name in FAMILIES if entry.kind in kinds_of(name))
-    return f"families/{name}.md#{anchor(entry)}"
+    return f"pieces/{entry.kind}.md#{anchor(entry)}"
 
 
 def read_by(entry: Entry) -> str:

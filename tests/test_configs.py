@@ -305,7 +305,7 @@ def toy_rewards(variant: dict[str, Any]) -> list[dict[str, Any]]:
 TOYS = {
     "diffusion.denoise": "tests.support.toy_flow:ToyDenoise",
     "diffusion.with_prefix_rollouts": "tests.support.toy_flow:ToyProbes",
-    "stored": "stored",
+    "offline": "offline",
 }
 
 

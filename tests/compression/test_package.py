@@ -27,4 +27,4 @@ def test_a_shell_in_the_checkout_still_finds_the_standard_library(tmp_path):
 def test_the_package_is_ours_under_its_import_name():
     import mmrl.compression
 
-    assert Path(mmrl.compression.__file__).parent == ROOT / "compression"
+    assert Path(mmrl.compression.__file__).resolve().parent == ROOT / "compression"

@@ -187,7 +187,7 @@ def test_an_option_outside_of_its_range_is_refused_with_place_value_and_range(ki
         ({"learn": {"learning_rate": math.nan}}, "'learn.learning_rate' must be a finite number, not nan"),
         ({"learn": {"learning_rate": math.inf}}, "'learn.learning_rate' must be a finite number, not inf"),
         (
-            {"rollout": {"engine": ["stored"], "num_generations": 0}},
+            {"rollout": {"engine": ["offline"], "num_generations": 0}},
             "'rollout.num_generations' must be at least 1",
         ),
     ],

@@ -65,7 +65,7 @@ def test_the_base_pieces_are_there():
         "aggregation": {"sequence_mean", "step_mean", "fixed_length", "length_weighted"},
         "penalty": {"k1", "k2", "k3", "entropy_bonus"},
         "objective": {"policy_gradient"},
-        "engine": {"stored", "with_demos", "vision.generate"},
+        "engine": {"offline", "with_demos", "vision.generate"},
         "reference": {"frozen", "ema"},
     }
     for kind, names in wanted.items():

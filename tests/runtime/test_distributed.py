@@ -115,7 +115,7 @@ PLANS = {
 
 PAIR = {
     "data": {"name": "tests.support.toys:prompts", "answers": 2},
-    "rollout": {"engine": ["stored"], "num_prompts": 5, "num_generations": 2},
+    "rollout": {"engine": ["offline"], "num_prompts": 5, "num_generations": 2},
     "advantage": ["total", "best_vs_worst"],
     "objective": {"name": "comparison", "gain": "log_ratio", "compare": ["sigmoid"]},
     "references": {"ref": "frozen"},

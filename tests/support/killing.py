@@ -98,7 +98,7 @@ PLANS: Mapping[str, tuple[Any, Mapping[str, Any]]] = {
         plan,
         {
             "data": {"name": "tests.support.toys:prompts", "answers": 2},
-            "rollout": {"engine": ["stored"], "num_generations": 2},
+            "rollout": {"engine": ["offline"], "num_generations": 2},
             "advantage": ["total", "best_vs_worst"],
             "objective": {"name": "comparison", "implicit_reward": "log_ratio", "compare": ["sigmoid"]},
             "references": {"ref": "frozen"},
