@@ -22,6 +22,8 @@ from statistics import median, quantiles
 
 import torch
 
+from benchmarks.machine import describe
+
 TEXT = 64  # tokens of text around the visual ones
 RESULTS = Path(__file__).parent / "results" / "decode_step.json"
 
@@ -176,13 +178,14 @@ def main() -> None:
     if options.peers:
         sys.path.insert(0, options.peers)
     torch.set_num_threads(1)
+    machine = describe()
     lines = []
     few = {"heads": 12, "shared": 2, "size": 64, "layers": 4}
     many = {"heads": 12, "shared": 12, "size": 64, "layers": 4}
     for shape, batch, group in ((many, 1, False), (few, 1, False), (few, 8, False), (few, 8, True)):
         for line in run(shape, options.tokens, options.steps, batch, bool(options.peers), group):
-            lines.append(line)
-            print(json.dumps(line), flush=True)
+            lines.append(line | {"machine": machine})
+            print(json.dumps(lines[-1]), flush=True)
     RESULTS.parent.mkdir(exist_ok=True)
     RESULTS.write_text("".join(json.dumps(line) + "\n" for line in lines))
 

@@ -24,6 +24,8 @@ from tempfile import TemporaryDirectory
 
 import torch
 
+from benchmarks.machine import describe, share_of_peak
+
 RESULTS = Path(__file__).parent / "results" / "grpo_step.json"
 GROUP = 8
 QUESTION = "What is shown here?"
@@ -292,6 +294,8 @@ def limits(prompt: int, visual: int, length: int) -> dict[str, float]:
         "limit_rollout": round(whole, 2),
         "limit_learn": round(learn[0] / learn[1], 2),
         "limit_step": round((roll[0] + learn[0]) / (roll[1] + learn[1]), 2),
+        "operations_rollout": roll[1],
+        "operations_learn": learn[1],
     }
 
 
@@ -314,7 +318,10 @@ def measure(folder: Path, model: Path, visual: int, length: int, repeats: int, p
         ratios["step_against_trl"] = line["trl_seconds"] / line["mmrl_seconds"]
         ratios["step_against_trl_by_mkl"] = line["trl_seconds"] / line["mmrl_mkl_seconds"]
     line |= {name: round(value, 2) for name, value in ratios.items()}
-    return line | limits(line["prompt"], visual, length)
+    line |= limits(line["prompt"], visual, length)
+    for part, seconds in (("rollout", rolled), ("learn", learned)):
+        line[f"share_of_peak_{part}"] = round(share_of_peak(line[f"operations_{part}"], seconds), 2)
+    return line | {"machine": describe()}
 
 
 def main() -> None:

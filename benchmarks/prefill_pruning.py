@@ -19,6 +19,7 @@ from pathlib import Path
 import torch
 import transformers
 
+from benchmarks.machine import describe
 from mmrl.compression.flops import Prefill
 from mmrl.compression.profiling import cache_bytes, count_operations, time_calls
 from mmrl.compression.pruning.spec import pruning_of, shape_of
@@ -164,6 +165,7 @@ def main() -> None:
         if visual % (SIDE * SIDE):
             parser.error(f"visual tokens come in pictures of {SIDE * SIDE}, so not {visual}")
         for row in run(visual, options.repeats):
+            row["machine"] = describe()
             rows.append(row)
             print(
                 json.dumps({k: round(v, 3) if isinstance(v, float) else v for k, v in row.items()}),
