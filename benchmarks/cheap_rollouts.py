@@ -177,7 +177,7 @@ def run_large(visual: int, length: int, repeats: int) -> dict[str, Any]:
     with TemporaryDirectory() as place:
         folder = Path(place)
         run = make_run(folder, make_model(folder, visual), make_data(folder, visual, 2), length)
-        prompts = run.sampler.draw(1, GROUP)
+        prompts = run.method.sampler.draw(1, GROUP)
         policy = run.policy
         layers = policy.model.config.get_text_config().num_hidden_layers
         made = {

@@ -178,8 +178,8 @@ def compare_gradients(run, trainer, number: int) -> float:
     _, batch = learnable(run, collection)
     (part,) = batch.parts(1)
     part = part.replace(totals=run.processes.rank_mean(part.count()))
-    part = part.replace(weight=run.objective.weigh(part))
-    run.guard.begin(run, part)
+    part = part.replace(weight=run.method.objective.weigh(part))
+    run.guard.begin(part)
     run.policy.module.forbidden = []
     accumulate(run, part)
     ours = {name: p.grad for name, p in run.policy.model.named_parameters() if p.grad is not None}
@@ -215,8 +215,8 @@ def repeat_media(prompt, times: int) -> dict[str, torch.Tensor]:
 def compare_parts(folder: Path, model: Path, data: Path, length: int, repeats: int) -> dict:
     """Time rollouts alone, and forward and backward passes alone."""
     run = make_run(folder, model, data, length)
-    policy, engine = run.policy, run.engine
-    prompts = run.sampler.draw(1, GROUP)
+    policy, engine = run.policy, run.method.engine
+    prompts = run.method.sampler.draw(1, GROUP)
     encoded = policy.chat.encode(prompts[0])
     policy.share_prefix = True
     batch = policy.collate(engine.rollout(prompts))

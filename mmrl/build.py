@@ -30,15 +30,17 @@ from mmrl.core.protocols import Engine, Policy
 from mmrl.core.rng import Stream
 from mmrl.core.types import Prompt
 from mmrl.reporting.metrics import Trackers
-from mmrl.runtime.content_hash import of_weights
 from mmrl.runtime.distributed import Processes
 from mmrl.runtime.hub import check_hub
+from mmrl.training.collect import RewardCoverage
+from mmrl.training.evaluate import Evaluator
+from mmrl.training.method import Method
+from mmrl.training.report import Report, ReportPieces
 from mmrl.training.trainer import Run
 
 
 def build(config: Config, *, quiet: bool = False) -> Run:
-    """Make everything a run needs. Mistakes that can be known beforehand are found before a weight is
-    loaded."""
+    """Make a training run from a configuration, which is checked before any weight is loaded."""
     check(config).require_packages()
     stream = Stream(config.seed)
     pieces = Pieces(stream)
@@ -53,8 +55,6 @@ def build(config: Config, *, quiet: bool = False) -> Run:
     policy, objective = pieces.make("policy", config.policy), pieces.make("objective", config.objective)
     _check_says(config, objective.needs, policy.says)
     make_optimizer = pieces.make("optimizer", config.learn.optimizer, place="learn.optimizer")
-    # Data parallelism may spread what one process holds, or shards of what each does.
-    begun = of_weights(policy) if processes.world > 1 else ""
     optimizer = processes.place(policy, make_optimizer, config.learn.max_grad_norm)
     references = {
         name: pieces.make("reference", piece, policy, place=f"references.{name}")
@@ -64,30 +64,29 @@ def build(config: Config, *, quiet: bool = False) -> Run:
     def listed(kind: str, given: Sequence[Piece], place: str) -> list[Bound]:
         return [pieces.make(kind, piece, place=f"{place}[{i}]") for i, piece in enumerate(given)]
 
-    return Run(
-        config=config,
-        pieces=pieces,
-        stream=stream,
-        processes=processes,
+    method = Method(
         policy=policy,
-        begun=begun,
         optimizer=optimizer,
         references=references,
         sampler=pieces.make("sampler", config.sampler, data),
         engine=make_engine(pieces, config.rollout.engine, policy, "rollout.engine"),
-        rewards=listed("reward", config.rewards, "rewards"),
+        rewards=make_rewards(pieces, config.rewards, "rewards"),
         group_filter=pieces.make("group_filter", config.group_filter),
         chain=listed("advantage", config.advantage, "advantage"),
         objective=objective,
-        metrics=listed("metric", config.metrics, "metrics"),
         learning_rate=pieces.number(config.learn.learning_rate, NonNegativeFloat, "learn.learning_rate"),
-        quiet=quiet,
-        evaluator=make_evaluator(config, held, policy, processes) if held else None,
+    )
+    evaluator = make_evaluator(config, held, policy, processes) if held else None
+    watching = ReportPieces(
+        metrics=listed("metric", config.metrics, "metrics"),
         visualizations=listed("visualization", config.report.visualizations, "report.visualizations"),
         alarms=listed("alarm", config.report.checks, "report.checks"),
         checkups=listed("checkup", config.report.startup_checks, "report.startup_checks"),
         trackers=Trackers(trackers),
     )
+    pieces.made["rewards"] = RewardCoverage(method.rewards, len(data))
+    report = Report(config, processes, stream, watching, quiet)
+    return Run(config, pieces, processes, method, report, evaluator)
 
 
 def make_engine(pieces: Pieces, listed: Sequence[Piece], policy: Policy, place: str) -> Engine:
@@ -295,11 +294,8 @@ def held_out(config: Config | EvaluateConfig) -> Sequence[Prompt]:
 
 def make_evaluator(
     config: Config | EvaluateConfig, held: Sequence[Prompt], policy: Policy, processes: Processes
-):
-    """Make what measures a policy on held-out prompts; what the evaluation leaves open is taken from the
-    training."""
-    from mmrl.training.evaluate import Evaluator
-
+) -> Evaluator:
+    """Make an evaluator; an engine or rewards that `evaluation` leaves out are those of the training."""
     wanted = config.evaluation
     engine = wanted.engine or config.rollout.engine[:1]
     rewards = wanted.rewards or config.rewards
@@ -333,8 +329,8 @@ def check_measuring(config: Config | EvaluateConfig) -> Pieces:
     return pieces
 
 
-def load_evaluator(config: Config | EvaluateConfig):
-    """Make a policy and what measures it."""
+def load_evaluator(config: Config | EvaluateConfig) -> Evaluator:
+    """Load a policy and make its evaluator."""
     check_measuring(config).require_packages()
     pieces, processes = Pieces(Stream(config.seed)), Processes()
     held = held_out(config)  # before a weight is loaded

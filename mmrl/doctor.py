@@ -1,4 +1,4 @@
-"""The doctor: a small collection of a run is made and looked at by every checkup."""
+"""Examines a configuration before training: every startup check looks at one small collection of a run."""
 
 from __future__ import annotations
 
@@ -6,31 +6,29 @@ import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from mmrl.build import build
 from mmrl.config.registry import Entry
 from mmrl.config.schema import Config, Evaluation, Piece
-from mmrl.core.reward_table import RewardTable
+from mmrl.core.reward_table import Collection
 from mmrl.core.step_table import Batch
-from mmrl.diagnostics.context import Examined, Symptom
+from mmrl.diagnostics.context import Examined, Symptom, frozen_adapters
 from mmrl.diagnostics.memory_estimate import estimated, in_use, room
 from mmrl.runtime.modules import evaluating
-from mmrl.training.collect import Collection, collect
+from mmrl.training.collect import collect
+from mmrl.training.trainer import Run
 
-if TYPE_CHECKING:
-    from mmrl.training.trainer import Run
-
-ADAPTER = ("lora_", "adapter")  # how the parameters of adapters are called
 SPARE = 0.1  # of the trained parameters may have a gradient of 0
 NUDGE = 1e-3  # an adapter begins at 0, where half of its gradients are 0 as well
 
 
 @dataclass(frozen=True)
 class Report:
-    """What the doctor found, by checkup, and what the run will take."""
+    """The symptoms of a configuration by check, and the memory that its run will need."""
 
     found: Sequence[tuple[Entry, Sequence[Symptom]]]
     plan: Mapping[str, float]
@@ -39,43 +37,12 @@ class Report:
 
     @property
     def healthy(self) -> bool:
-        """Tell whether no checkup complains."""
+        """Return whether no check found something wrong."""
         return not any(symptom.grave for _, symptoms in self.found for symptom in symptoms)
 
 
-# ---- in the first step of a run
-
-
-def glance(run: Run, collection: Collection, credit: RewardTable) -> list[Symptom]:
-    """Look at the first step of a run, as far as that costs nothing."""
-    examined = Examined(
-        config=run.config,
-        policy=run.policy,
-        engine=run.engine,
-        rewards=run.rewards,
-        needs=run.needs,
-        rollouts=collection.rollouts[: int(collection.table.mine.sum())],
-        table=collection.seen,
-        untouched=run.untouched or (),
-        idle=idle(run.policy.module),
-    )
-    return [symptom for piece in run.checkups for symptom in piece(examined)]
-
-
-def idle(module: nn.Module) -> list[str]:
-    """Name parameters that look like an adapter's and are not trained."""
-    return [
-        name
-        for name, parameter in module.named_parameters()
-        if not parameter.requires_grad and any(mark in name for mark in ADAPTER)
-    ]
-
-
-# ---- beforehand
-
-
 def examine(config: Config, *, num_prompts: int = 4) -> Report:
-    """Make a run, one small collection of it, and let every checkup that fits look at it."""
+    """Build a run, collect a few rollouts, and apply every startup check that fits."""
     small = dataclasses.replace(
         config,
         rollout=replace(config.rollout, num_prompts=num_prompts, max_rounds=1),
@@ -90,9 +57,7 @@ def examine(config: Config, *, num_prompts: int = 4) -> Report:
 
 
 def _look(small: Config, config: Config) -> Examined:
-    """Collect with a run, and see where gradients arrive."""
-    from mmrl.build import build
-
+    """Collect rollouts with a run, and find the parameters that get gradients."""
     run = build(small, quiet=True)
     run.tick(0)
     collection = collect(run)
@@ -105,19 +70,19 @@ def _look(small: Config, config: Config) -> Examined:
         policy = Piece(small.policy.name, {**small.policy.options, **options})
         return _look(dataclasses.replace(small, policy=policy), config)
 
-    activations = {f"activations of {run.micro_batch_steps} steps (measured)": saved}
+    activations = {f"activations of {run.guard.micro_batch_steps} steps (measured)": saved}
     return Examined(
         config=config,
         policy=run.policy,
-        engine=run.engine,
-        rewards=run.rewards,
-        needs=run.needs,
+        engine=run.method.engine,
+        rewards=run.method.rewards,
+        needs=run.method.needs,
         rollouts=collection.rollouts,
         table=collection.table,
         batch=batch,
-        micro_batch_steps=run.micro_batch_steps,
+        micro_batch_steps=run.guard.micro_batch_steps,
         untouched=untouched,
-        idle=idle(run.policy.module),
+        idle=frozen_adapters(run.policy.module),
         plan={**estimated(config, run.policy, [row.prompt for row in collection.rollouts]), **activations},
         room=room()[0],
         again=again,
@@ -125,7 +90,7 @@ def _look(small: Config, config: Config) -> Examined:
 
 
 def _batch_of(run: Run, collection: Collection) -> Batch:
-    """Lay out all rows, whatever the chain would drop, each with an advantage of 1."""
+    """Make a batch of all rows, each with an advantage of 1; the advantage chain drops none of them."""
     batch = run.policy.collate(collection.rollouts)
     return batch.replace(
         group=collection.table.group,
@@ -136,11 +101,14 @@ def _batch_of(run: Run, collection: Collection) -> Batch:
 
 
 def _reached(run: Run, batch: Batch) -> tuple[list[str], float]:
-    """Name the trained parameters that log-probabilities do not depend on, and measure what a micro-batch
-    keeps for its backward pass, in bytes as it would be at `micro_batch_steps`."""
+    """Find trained parameters without influence on log-probabilities, and measure activation memory.
+
+    Returns their names, and the bytes that a micro-batch of `micro_batch_steps` keeps for its backward pass.
+    """
+    steps_wanted = run.guard.micro_batch_steps
     module = run.policy.module
     named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
-    rows, columns = max(batch.cuts(run.micro_batch_steps, run.needs.unit), key=lambda cut: len(cut[0]))
+    rows, columns = max(batch.cuts(steps_wanted, run.method.needs.unit), key=lambda cut: len(cut[0]))
     micro = batch.select(rows, columns).on(run.processes.device)
     with _nudged([p for _, p in named]), evaluating(module):
         with _counting(module) as kept:
@@ -155,14 +123,14 @@ def _reached(run: Run, batch: Batch) -> tuple[list[str], float]:
         outside = [name for (name, _), g in zip(named, gradients, strict=True) if g is None]
         zero = [name for (name, _), g in zip(named, gradients, strict=True) if g is not None and not g.any()]
     steps = max(1, micro.steps.cost(torch.arange(len(micro))))
-    saved = kept() * max(1.0, run.micro_batch_steps / steps)
-    # Some networks throw a part of their last block away, whose gradients are 0 in good order.
+    saved = kept() * max(1.0, steps_wanted / steps)
+    # Some networks discard a part of their last block, whose gradients are rightly 0.
     return outside + (zero if len(zero) > SPARE * len(named) else []), saved
 
 
 @contextmanager
 def _nudged(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
-    """Move parameters a little, and put them back exactly."""
+    """Add a little noise to parameters inside this context; afterwards they are exactly as before."""
     before = [parameter.detach().clone() for parameter in parameters]
     generator = torch.Generator().manual_seed(0)
     try:
@@ -179,7 +147,7 @@ def _nudged(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
 
 @contextmanager
 def _counting(module: nn.Module) -> Iterator[Callable[[], float]]:
-    """Add up what is saved for the backward pass, besides weights, each storage once."""
+    """Count the bytes saved for the backward pass besides weights, each storage once."""
     own = {t.untyped_storage().data_ptr() for t in (*module.parameters(), *module.buffers())}
     kept: dict[int, int] = {}
 

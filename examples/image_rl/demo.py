@@ -64,7 +64,7 @@ class Spent:
         finish, seen = run.finish, [run.policy.evaluations]
 
         def counted(*of_step: Any) -> None:
-            self.seconds += time.perf_counter() - run.began
+            self.seconds += time.perf_counter() - run.report.began
             self.evaluations += run.policy.evaluations - seen[0]
             self.log.append((self.seconds, self.evaluations))
             finish(*of_step)
@@ -116,7 +116,7 @@ def demo(
     for name in METHODS:
         shutil.rmtree(output / name, ignore_errors=True)
         run, spent = begin(name, output, seed, start.model, overrides)
-        trained[name] = compared(train(run), start.measured, run.max_steps, spent)
+        trained[name] = compared(train(run), start.measured, run.config.max_steps, spent)
         drawn += visualizations(name, run)
     return report(output, seed, start, trained, drawn, time.perf_counter() - began)
 
@@ -240,9 +240,9 @@ def visualizations(name: str, run: Run, num_prompts: int = 12) -> list[str]:
 
     if len(run.config.rollout.engine) < 2:
         return []
-    rollouts = run.engine.rollout(list(run.evaluator.data)[:num_prompts])
-    seen = Measured({}, {}, rollouts, score(run.rewards, rollouts))
-    return [visualization({name: seen}) for visualization in run.visualizations]
+    rollouts = run.method.engine.rollout(list(run.evaluator.data)[:num_prompts])
+    seen = Measured({}, {}, rollouts, score(run.method.rewards, rollouts))
+    return [visualization({name: seen}) for visualization in run.report.pieces.visualizations]
 
 
 def report(

@@ -183,9 +183,9 @@ def right_way_round(output: Path, name: str) -> float:
 
 def exhibit_pairs(run: Run, num_prompts: int = 12) -> str:
     """Draw pairs as DPO reads them."""
-    rollouts = run.engine.rollout(run.sampler.draw(num_prompts, 2))
+    rollouts = run.method.engine.rollout(run.method.sampler.draw(num_prompts, 2))
     seen = Measured({}, {}, rollouts, RewardTable.empty())
-    return "".join(visualization({"CLIP decides": seen}) for visualization in run.visualizations)
+    return "".join(draw({"CLIP decides": seen}) for draw in run.report.pieces.visualizations)
 
 
 def compared(measured: Mapping[str, Measured], told: Mapping[str, Mapping[str, Any]]) -> dict[str, Measured]:

@@ -133,8 +133,8 @@ def train(run: Run) -> Trained:
     from mmrl.training.loop import train as go
 
     go(run)
-    model = run.folder / f"checkpoint-{run.max_steps}" / "model"
-    return Trained(run.final, run.journal.read(), model, run.visualizations)
+    model = run.folder / f"checkpoint-{run.config.max_steps}" / "model"
+    return Trained(run.final, run.journal.read(), model, run.report.pieces.visualizations)
 
 
 def plain(measured: Mapping[str, Measured]) -> dict[str, Any]:

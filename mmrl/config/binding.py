@@ -9,7 +9,7 @@ import sys
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from mmrl.config.ranges import AtMost, NonNegativeInt, PositiveFloat, Taken, is_number, is_whole, marks
 from mmrl.config.registry import HOMES, Entry, Needs, check_options, find
@@ -25,6 +25,7 @@ MADE = {
     "tracker",
 }  # fmt: skip
 LOADED = MADE - {"objective", "likelihood", "family"} | {"reward"}  # their errors may be of files and models
+T = TypeVar("T")
 FILLED = ("generator", "stream")  # options that the run fills, never a config
 
 
@@ -115,7 +116,11 @@ class Pieces:
     @property
     def observers(self) -> dict[str, Observer]:
         """List the pieces with a memory, by the place that made them."""
-        return {place: thing for place, thing in self.made.items() if isinstance(thing, Observer)}
+        return self.that_are(Observer)
+
+    def that_are(self, protocol: type[T]) -> dict[str, T]:
+        """List the pieces that follow a runtime-checkable protocol, by the place that made them."""
+        return {place: thing for place, thing in self.made.items() if isinstance(thing, protocol)}
 
     def tick(self, clock: Clock) -> None:
         """Let every option that follows a schedule take its value."""

@@ -5,9 +5,13 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+import itertools
+import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import replace
+from decimal import Decimal
+from numbers import Real
 from typing import Any
 
 import torch
@@ -121,3 +125,51 @@ def _given(prompt: Prompt, outcome: Outcome) -> Any:
     if isinstance(prompt.columns.get("prompt"), list):
         return [{"role": "assistant", "content": outcome.text}]
     return outcome.text
+
+
+# ---- what rewards return
+
+SHOWN = 200  # characters of a value in a message
+_NO_LISTS = (str, bytes, bytearray, memoryview, Mapping, Set)  # iterable, but not a number per outcome
+
+
+class NotNumbers(ValueError):
+    """A reward returned something else than one entry per outcome."""
+
+
+def one_each(result: Any, count: int) -> list:
+    """List what a reward returned: a list, tuple, iterator or one-dimensional array of `count` entries.
+
+    Raises `NotNumbers` for anything else.
+    """
+    shape = getattr(result, "shape", None)
+    if shape is not None and len(shape) != 1:
+        raise NotNumbers(f"gave a {type(result).__name__} of shape {tuple(shape)}, not a number per outcome")
+    if isinstance(result, _NO_LISTS) or not isinstance(result, Iterable):
+        raise NotNumbers(f"gave {shown(result)}, not a number per outcome")
+    if shape is not None and hasattr(result, "tolist"):
+        result = result.tolist()
+    listed = result if isinstance(result, (list, tuple)) else list(itertools.islice(result, count + 1))
+    if len(listed) > count and listed is not result:  # an iterator, which may be endless
+        raise NotNumbers(f"gave more than {count} numbers for {count} outcomes")
+    if len(listed) != count:
+        raise NotNumbers(f"gave {len(listed)} numbers for {count} outcomes")
+    return list(listed)
+
+
+def to_float(value: Any) -> float:
+    """Convert a number, also in a tensor or array; NaN for anything else, and for what exceeds a float."""
+    try:
+        value = value.item() if hasattr(value, "item") else value
+        return float(value) if isinstance(value, (Real, Decimal)) else math.nan
+    except (ValueError, RuntimeError, OverflowError):
+        return math.nan
+
+
+def shown(value: Any) -> str:
+    """Return the `repr` of a value, shortened for a message; that of a user's class may itself fail."""
+    try:
+        text = repr(value)
+    except Exception:
+        return f"a {type(value).__name__}"
+    return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."

@@ -11,7 +11,7 @@ from torch import nn
 from mmrl.core.types import Outcome, Prompt, Rollouts, Trajectory
 
 if TYPE_CHECKING:
-    from mmrl.core.reward_table import RewardTable
+    from mmrl.core.reward_table import Measured, RewardTable
     from mmrl.core.step_table import Batch, StepOutput
 
 
@@ -53,6 +53,15 @@ class Sampler(Protocol):
 
     def draw(self, num_prompts: int, num_generations: int) -> list[Prompt]:
         """Name one prompt per rollout wanted; nothing once there is no question left."""
+
+
+class HeldOut(Protocol):
+    """Measures a policy on prompts that it is not trained on."""
+
+    data: Sequence[Prompt]
+
+    def measure(self) -> Measured:
+        """Answer and score every prompt, and compute the metrics."""
 
 
 class Tracker(Protocol):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from mmrl.core.tensor import group_count, group_extreme, group_index, group_mean, group_std, pad_to
-from mmrl.core.types import Rollouts
+from mmrl.core.types import Rollouts, Trajectory
 
 EQUAL = 1e-8  # rewards closer than this are the same
 ABSENT = -1  # `ends` of a place that a row does not have
@@ -264,6 +264,20 @@ class RewardTable:
     def num_groups(self, keep: Tensor) -> int:
         """Count the groups that have a row in `keep` (N,) bool."""
         return int(self.group[keep].unique().numel()) if len(self) else 0
+
+
+@dataclass(frozen=True)
+class Collection:
+    """The rollouts of one training step and their rewards.
+
+    `stand_in` is a rollout that a process without rows of its own sends through the model, because every
+    process has to take part in the passes of a sharded one; nothing is learned from it.
+    """
+
+    rollouts: Rollouts  # this process's rows of `table`, in order
+    table: RewardTable  # the groups that are learned from
+    seen: RewardTable  # all groups, those included that the filter dropped
+    stand_in: Trajectory
 
 
 @dataclass(frozen=True)

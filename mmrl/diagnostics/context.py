@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from mmrl.config.binding import Bound
 from mmrl.config.registry import Needs
@@ -17,6 +17,8 @@ from mmrl.core.reward_table import RewardTable
 from mmrl.core.step_table import Batch
 from mmrl.core.tensor import pad_to
 from mmrl.core.types import Prompt, Rollouts, Unit
+
+ADAPTER = ("lora_", "adapter")  # in the names of the parameters of adapters
 
 
 @dataclass(frozen=True)
@@ -79,6 +81,15 @@ class Examined:
         """Ask the policy about other rows: (N, T), 0 where there is no step."""
         batch = self.policy.collate(rollouts)
         return self.replay(batch) * batch.mask.cpu()
+
+
+def frozen_adapters(module: nn.Module) -> list[str]:
+    """Name parameters that look like an adapter's and are not trained."""
+    return [
+        name
+        for name, parameter in module.named_parameters()
+        if not parameter.requires_grad and any(mark in name for mark in ADAPTER)
+    ]
 
 
 def cheapened(config: Config) -> list[str]:

@@ -22,6 +22,7 @@ from mmrl.core.reward_table import RewardTable
 from mmrl.core.step_table import Totals
 from mmrl.core.types import Prompt
 from mmrl.runtime import deepspeed
+from mmrl.runtime.content_hash import of_weights
 from mmrl.runtime.fsdp import taken_up, unsharded
 from mmrl.runtime.watchdog import GRACE, ProcessFailed, Watch
 
@@ -33,6 +34,7 @@ class Processes:
     """What a run knows of its processes."""
 
     known = False  # a failure of which every process knows
+    placed = ""  # hash of the weights that `place` found, where there are several processes
     _zero = False  # whether DeepSpeed holds the optimizer
     _watch: Watch | None = None  # of the block that is watched over
 
@@ -209,6 +211,8 @@ class Processes:
             raise ValueError(
                 "no parameter of the policy is trained; thaw a part of the model or give it an adapter"
             )
+        # Before data parallelism spreads the weights of one process, or shards of each.
+        self.placed = of_weights(policy) if self.world > 1 else ""
         policy.module.to(self.device)
         sharing = getattr(self.accelerator.state, "deepspeed_plugin", None)
         optimizer = make_optimizer(learning)

@@ -1,84 +1,63 @@
-"""Saving a run and going on with it: the model folder, the state behind it, which checkpoints are kept."""
+"""Saves training runs and resumes them: model folders, the state of the trainer, the output folder."""
 
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import hashlib
 import json
-import math
 import shutil
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from mmrl.config.loading import read
 from mmrl.config.schema import Config, ConfigError, as_plain, as_yaml, parse
-from mmrl.core.protocols import Stateful
+from mmrl.reporting.metrics import describe_measured
 from mmrl.reporting.model_card import essence, write_card
 from mmrl.runtime import checkpoint
 from mmrl.runtime.checkpoint import CheckpointError
-from mmrl.runtime.content_hash import of_prompts, of_tensors, of_weights
+from mmrl.runtime.distributed import Processes
 from mmrl.runtime.files import LOCK, check_free, remove, write_whole
-from mmrl.runtime.fsdp import gathered, taken_up, whole
+from mmrl.runtime.fsdp import gathered, whole
 from mmrl.runtime.hub import push
 from mmrl.runtime.watchdog import ProcessFailed
-from mmrl.training import nonfinite
-
-if TYPE_CHECKING:
-    from mmrl.runtime.distributed import Processes
-    from mmrl.training.trainer import Run
+from mmrl.training.trainer import Run
 
 CONFIG = "config.yaml"
 T = TypeVar("T")
 
 
-@dataclass
-class Best:
-    """The checkpoint where `metric_for_best_model` was best. Step 0 is none."""
-
-    step: int = 0
-    value: float = math.nan
-
-    def see(self, step: int, value: float, greater_is_better: bool) -> None:
-        """Compare a checkpoint with the best so far; the first of equals stays."""
-        if math.isfinite(value) and (
-            self.step == 0 or (value > self.value if greater_is_better else value < self.value)
-        ):
-            self.step, self.value = step, value
-
-
-def save(run: Run, step: int) -> None:
-    """Write `checkpoint-{step}`: a model folder that its library reads, and the state that makes the run go
-    on exactly."""
+def save(run: Run) -> None:
+    """Write `checkpoint-{step}`: the model folder of its library, and the state that resuming needs."""
+    step = run.progress.step
     folder = run.folder / f"checkpoint-{step}"
-    _see_best(run, step)
-    state = whole(state_of(run, step), run.processes.world)
+    run.rank_checkpoint()
+    state = whole(run.state_dict(), run.processes.world)
     with run.processes.agreeing(f"saving '{folder}'"), gathered(run.policy.module, run.processes.world):
         if run.processes.main:
-            _write(run, step, state, folder)
-            checkpoint.prune(run.folder, run.config.save_total_limit, step, keep=run.best.step)
+            _write(run, state, folder)
+            limit, best = run.config.save_total_limit, run.progress.best
+            checkpoint.prune(run.folder, limit, step, keep=best.step)
     run.processes.wait()
-    run.saved = step
 
 
-def _write(run: Run, step: int, state: Mapping[str, Any], folder: Path) -> None:
-    """Write a checkpoint beside and give it its name; of one that cannot be written nothing is left."""
+def _write(run: Run, state: Mapping[str, Any], folder: Path) -> None:
+    """Write a checkpoint under a temporary name and rename it; remove what could not be written whole."""
     from safetensors import SafetensorError
 
-    beside = folder.with_name(f"{folder.name}.tmp")
+    unfinished = folder.with_name(f"{folder.name}.tmp")
     try:
-        remove(beside)
-        run.policy.save(beside / checkpoint.MODEL)
-        write_card(run.config, step, run.reported, beside / checkpoint.MODEL)
-        checkpoint.write_state(beside, state)
-        for journal in (run.journal, run.warnings):
+        remove(unfinished)
+        run.policy.save(unfinished / checkpoint.MODEL)
+        progress = run.progress
+        write_card(run.config, progress.step, progress.reported, unfinished / checkpoint.MODEL)
+        checkpoint.write_state(unfinished, state)
+        for journal in (run.journal, run.report.warnings):
             journal.flush()
-        checkpoint.publish(beside, folder)
+        checkpoint.publish(unfinished, folder)
     except (OSError, SafetensorError) as error:
-        shutil.rmtree(beside, ignore_errors=True)
+        shutil.rmtree(unfinished, ignore_errors=True)
         before = [old.name for old in checkpoint.checkpoints(run.folder)]
         raise CheckpointError(
             f"cannot save '{folder}': {type(error).__name__}: {_line(error)}; mend that (room on the disk, "
@@ -86,82 +65,42 @@ def _write(run: Run, step: int, state: Mapping[str, Any], folder: Path) -> None:
         ) from error
 
 
-def _see_best(run: Run, step: int) -> None:
-    name = run.config.metric_for_best_model
-    if not name:
-        return
-    if name not in run.reported:
-        near = difflib.get_close_matches(name, run.reported, 1)
-        hint = f"did you mean '{near[0]}'?" if near else f"there are {', '.join(sorted(run.reported))}"
-        run.warn(f"'{name}' (metric_for_best_model) is not measured where checkpoints are written; {hint}")
-        return
-    run.best.see(step, run.reported[name], run.config.greater_is_better)
-
-
-def state_of(run: Run, step: int) -> dict[str, Any]:
-    """Give everything besides the model that has to survive."""
-    return {
-        "step": step,
-        "inputs": run.inputs,
-        "reported": run.reported,
-        "optimizer": run.processes.state_of(run.optimizer),
-        "references": {name: reference.state_dict() for name, reference in run.references.items()},
-        "pieces": {place: thing.state_dict() for place, thing in _stateful(run).items()},
-        "best": {"step": run.best.step, "value": run.best.value},
-        "guard": {**nonfinite.state_of(run.guard), "micro_batch_steps": run.micro_batch_steps},
-    }
-
-
-def _stateful(run: Run) -> dict[str, Stateful]:
-    return {
-        place: thing
-        for place, thing in run.pieces.made.items()
-        if isinstance(thing, Stateful) and not place.startswith("references.")
-    }
-
-
 def resume(run: Run) -> int:
-    """Prepare the output folder, take up the last whole checkpoint in it, and give the step to go on with."""
-    with run.processes.agreeing("opening the output folder"):
-        if run.processes.main:
+    """Prepare the output folder, load the last whole checkpoint in it, and return the step to go on with."""
+    processes = run.processes
+    with processes.agreeing("opening the output folder"):
+        if processes.main:
             _open_folder(run)
-    run.processes.wait()
-    run.inputs = _read_inputs(run)
+    processes.wait()
+    run.name_inputs()
     plain = json.dumps(as_plain(run.config), sort_keys=True, default=str)
-    named = hashlib.sha256(plain.encode()).hexdigest()[:16]
-    run.processes.same({"configuration": named, **run.inputs, "weights to begin with": run.begun})
-    start = _take_up(run)
-    run.saved = start
-    if run.processes.main:
-        run.journal.rewind(start)
-        run.records = [run.heard(record) for record in run.journal.read()]
-        run.warnings.rewind(start)
-        run.raised = [one["text"] for one in run.warnings.read()]
-        run.trackers.open(run.folder, as_plain(run.config), start, run.console.say)
-    run.console.begin(start, run.records[0] if run.records else None)
+    configuration = hashlib.sha256(plain.encode()).hexdigest()[:16]
+    weights = {"weights to begin with": processes.placed}
+    processes.same({"configuration": configuration, **run.progress.inputs, **weights})
+    start = _load_latest(run)
+    run.report.begin(start)
     return start
 
 
-def _take_up(run: Run) -> int:
-    """Take up the latest checkpoint that is whole and fits, as process 0 sees it; 0 where there is none at
-    all."""
+def _load_latest(run: Run) -> int:
+    """Load the latest checkpoint that is whole and fits, as process 0 sees it; 0 where there is none."""
     refused: list[str] = []
-    processes = run.processes
+    processes, say = run.processes, run.report.console.say
     seen = [folder.name for folder in checkpoint.checkpoints(run.folder)] if processes.main else []
     for folder in (run.folder / name for name in processes.tell(seen)[0]):
         try:
-            state, written = _as_one(processes, partial(_read_state, run, folder))
-            processes.same({f"state in '{folder}'": written})
-            processes.same(_as_one(processes, partial(_load, run, state, folder)))
+            state, digest = _together(processes, partial(_read_state, run, folder))
+            processes.same({f"state in '{folder}'": digest})
+            processes.same(_together(processes, partial(_load, run, state, folder)))
         except CheckpointError as error:
             refused.append(error.args[0])
-            run.console.say(f"{error.args[0]}; looking at the one before")
+            say(f"{error.args[0]}; looking at the one before")
             continue
         _check_inputs(run, state, folder)
-        run.console.say(f"going on from {folder}")
+        say(f"going on from {folder}")
         return state["step"]
-    with gathered(run.policy.module, run.processes.world):
-        _name_weights(run)
+    with gathered(run.policy.module, processes.world):
+        run.name_weights()
     if refused:  # what was learned is not thrown away because a disk cannot be read for a moment
         raise CheckpointError(
             f"none of the {len(refused)} checkpoints of '{run.folder}' can be used, and nothing was changed: "
@@ -171,9 +110,12 @@ def _take_up(run: Run) -> int:
     return 0
 
 
-def _as_one(processes: Processes, work: Callable[[], T]) -> T:
-    """Do a part of taking up a checkpoint on every process. Where process 0 cannot use it none does; where
-    another one cannot, all fail."""
+def _together(processes: Processes, work: Callable[[], T]) -> T:
+    """Do a part of loading a checkpoint on every process.
+
+    Where process 0 cannot use the checkpoint, `CheckpointError` on all; where only another one cannot, all
+    fail.
+    """
     error, result = None, None
     try:
         result = work()
@@ -181,83 +123,56 @@ def _as_one(processes: Processes, work: Callable[[], T]) -> T:
         error = raised
     except ProcessFailed:  # another process has the reason
         processes.known = False
-    told = processes.tell(None if error is None else error.args[0])
-    if told[0] is not None:
-        raise CheckpointError(told[0]) from error
-    failed = [rank for rank, one in enumerate(told) if one is not None]
+    reasons = processes.tell(None if error is None else error.args[0])
+    if reasons[0] is not None:
+        raise CheckpointError(reasons[0]) from error
+    failed = [rank for rank, reason in enumerate(reasons) if reason is not None]
     if failed:
-        processes.disagree(failed, f"cannot take up what process 0 can: {told[failed[0]]}")
+        processes.disagree(failed, f"cannot take up what process 0 can: {reasons[failed[0]]}")
     return result
 
 
 def _check_inputs(run: Run, state: Mapping[str, Any], folder: Path) -> None:
-    """Refuse to go on with other data, or over another base model."""
+    """Raise where the data or the base model are not those that the checkpoint was trained on."""
     then = state.get("inputs", {})
     if not then:
-        run.warn(f"'{folder}' does not tell what it was trained on, so that cannot be compared")
-    for name in run.inputs:
-        if name in then and then[name] != run.inputs[name]:
+        run.report.warn(f"'{folder}' does not tell what it was trained on, so that cannot be compared")
+    for name, now in run.progress.inputs.items():
+        if name in then and then[name] != now:
             raise ConfigError(
-                f"the {name} of the run changed since '{folder}' was written: {then[name]} then, "
-                f"{run.inputs[name]} now; put back what was there, or name another output_dir, or set "
-                "overwrite_output_dir=true to throw the run away"
+                f"the {name} of the run changed since '{folder}' was written: {then[name]} then, {now} now; "
+                "put back what was there, or name another output_dir, or set overwrite_output_dir=true to "
+                "throw the run away"
             )
 
 
-def _read_inputs(run: Run) -> dict[str, str]:
-    """Name the prompts of the run and of its evaluation by their content."""
-    read = of_prompts(run.pieces.made["data"])
-    if run.evaluator:
-        read |= {f"{name} of the evaluation": its for name, its in of_prompts(run.evaluator.data).items()}
-    return read
-
-
-def _name_weights(run: Run) -> str:
-    """Name the weights that learn, whole as they are for the moment, and note the others: those that
-    checkpoints hold were just loaded, so where they differ the base model does."""
-    learned = [p for p in run.policy.module.parameters() if p.requires_grad]
-    # Buffers may move in training.
-    base = of_weights(run.policy, [*learned, *run.policy.module.buffers()])
-    run.inputs["base model"] = f"frozen weights {base[:16]}" if base else "no frozen weights"
-    return of_tensors(learned) if run.processes.world > 1 else ""
-
-
 def _read_state(run: Run, folder: Path) -> tuple[dict[str, Any], str]:
-    """Read the state of a checkpoint, and name its content."""
+    """Read the state of a checkpoint of this run, and its hash."""
     state = checkpoint.read_state(folder)
-    _check_fit(run, state, folder)
-    return state, hashlib.sha256((folder / checkpoint.STATE).read_bytes()).hexdigest()[:16]
-
-
-def _check_fit(run: Run, state: Mapping[str, Any], folder: Path) -> None:
-    """Refuse the checkpoint of another run before anything of it is taken up."""
-    for what, wanted in (("references", run.references), ("pieces", _stateful(run))):
-        found = state.get(what, {})
-        missing, foreign = sorted(set(wanted) - set(found)), sorted(set(found) - set(wanted))
+    for what, wanted in run.stateful.items():
+        names = set(state.get(what, {}))
+        missing, foreign = sorted(set(wanted) - names), sorted(names - set(wanted))
         if missing or foreign:
             raise CheckpointError(
                 f"'{folder}' is a checkpoint of another run: of {what} it lacks {missing or 'nothing'} and "
                 f"has {foreign or 'nothing'} that this run does not"
             )
+    return state, hashlib.sha256((folder / checkpoint.STATE).read_bytes()).hexdigest()[:16]
 
 
 def _load(run: Run, state: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    """Take a checkpoint up, and give what has to be the same on every process."""
-    world = run.processes.world
+    """Load a checkpoint, and return what has to be the same on every process."""
+    processes = run.processes
     try:
-        with gathered(run.policy.module, world, changed=True), run.processes.agreeing(f"loading '{folder}'"):
+        with (
+            gathered(run.policy.module, processes.world, changed=True),
+            processes.agreeing(f"loading '{folder}'"),
+        ):
             run.policy.load(folder / checkpoint.MODEL)
-            learned = _name_weights(run)
-        run.processes.take_up(run.optimizer, state["optimizer"], run.trained)
-        for name, reference in run.references.items():
-            reference.load_state_dict(taken_up(state["references"][name], run.trained, world))
-        for place, thing in _stateful(run).items():
-            thing.load_state_dict(state["pieces"][place])
-        run.reported = state["reported"]
-        run.best.step, run.best.value = state["best"]["step"], state["best"]["value"]
-        run.guard.skipped, run.guard.halved = state["guard"]["skipped"], state["guard"]["halved"]
-        run.micro_batch_steps = state["guard"]["micro_batch_steps"]
-        return {"step": state["step"], "weights taken up": learned, "base model": run.inputs["base model"]}
+            trained = run.name_weights()
+        run.load_state_dict(state)
+        base = run.progress.inputs["base model"]
+        return {"step": state["step"], "weights taken up": trained, "base model": base}
     except ProcessFailed:
         raise
     except (KeyError, ValueError, RuntimeError, TypeError, OSError) as error:
@@ -270,25 +185,28 @@ def _line(error: Exception) -> str:
     return " ".join(str(error).split())
 
 
-def hand_over(run: Run, measured: Mapping[str, float]) -> None:
-    """Write what was measured at last into the card of the last checkpoint, name the best, and upload."""
-    last = run.folder / f"checkpoint-{run.saved}"
+def hand_over(run: Run) -> None:
+    """Add the last evaluation to the model card of the last checkpoint, name the best one, and upload."""
+    if not run.processes.main:
+        return
+    config, progress, say = run.config, run.progress, run.report.console.say
+    measured = describe_measured(run.final) if run.final else {}
+    last = run.folder / f"checkpoint-{progress.step}"
     if last.is_dir():
-        write_card(run.config, run.saved, {**run.reported, **measured}, last / checkpoint.MODEL)
-    if run.best.step:
-        name = run.config.metric_for_best_model
-        run.console.say(f"best {name}: {run.best.value:.4g} at checkpoint-{run.best.step}")
-    step = run.best.step or run.saved
-    if run.config.push_to_hub:
-        folder = run.folder / f"checkpoint-{step}" / checkpoint.MODEL
-        run.console.say(f"uploaded: {push(run.config, folder, step)}")
+        write_card(config, progress.step, {**progress.reported, **measured}, last / checkpoint.MODEL)
+    best = progress.best
+    if best.step:
+        say(f"best {config.metric_for_best_model}: {best.value:.4g} at checkpoint-{best.step}")
+    step = best.step or progress.step
+    if config.push_to_hub:
+        say(f"uploaded: {push(config, run.folder / f'checkpoint-{step}' / checkpoint.MODEL, step)}")
 
 
 # ---- the folder
 
 
 def look(config: Config) -> None:
-    """Refuse an output folder that is in use, or holds another run, before anything is loaded."""
+    """Raise `ConfigError` where the output folder is in use or contains another run; nothing is loaded."""
     folder = Path(config.output_dir)
     check_free(folder)
     if not config.overwrite_output_dir:
@@ -316,8 +234,7 @@ def _open_folder(run: Run) -> None:
 
 
 def _empty(folder: Path) -> None:
-    """Throw a run away; its configuration goes last, so that the rest is still known to be a run where this
-    process is killed meanwhile."""
+    """Delete a run, its configuration last: if the process is killed, the rest is still known to be a run."""
     inside = {path.name: path for path in folder.iterdir() if path.name != LOCK} if folder.exists() else {}
     written = inside.pop(CONFIG, None)
     if inside and written is None:
@@ -330,7 +247,7 @@ def _empty(folder: Path) -> None:
 
 
 def _read(written: Path) -> dict[str, Any]:
-    """Read a configuration, with the defaults of keys that did not exist when it was written."""
+    """Read a configuration file; keys that did not exist when it was written get their defaults."""
     last = dataclasses.fields(Config)[-1].name
     try:
         raw = read(written)

@@ -1,82 +1,103 @@
-"""Rollouts and what they are worth: ask, answer, score, filter, and ask again for what is missing."""
+"""Collects the rollouts of a step and their rewards, in rounds until enough groups pass the filter."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from mmrl.core.reward_table import RewardTable
+from mmrl.config.binding import Bound
+from mmrl.core.reward_table import Collection, RewardTable
 from mmrl.core.types import Rollouts
 from mmrl.training.nonfinite import rolling_out
-from mmrl.training.score import score
+from mmrl.training.score import RewardFault, score
+from mmrl.training.trainer import Run
 
-if TYPE_CHECKING:
-    from mmrl.build import Run
-
-
-@dataclass(frozen=True)
-class Collection:
-    """One collection. `rollouts` are this process's rows of `table`, in order; `seen` is the table before
-    groups were dropped."""
-
-    rollouts: Rollouts
-    table: RewardTable
-    seen: RewardTable
+ROUNDS = 10  # rounds that a reward may not apply to: answers have to be good enough for some
+PROMPTS = 1000  # prompts, or all there are: a task may have a small share of the data
 
 
 def collect(run: Run) -> Collection:
-    """Collect `num_prompts` groups, asking the sampler up to `max_rounds` times for what the filter
-    dropped."""
+    """Collect `num_prompts` groups, in up to `max_rounds` rounds: the filter's losses are drawn again."""
     rollouts, table, keep = (), RewardTable.empty(), torch.zeros(0, dtype=torch.bool)
-    for number in range(run.max_rounds):
-        run.stream.round = number
-        missing = run.num_prompts - table.num_groups(keep)
-        prompts = run.sampler.draw(missing, run.num_generations) if missing > 0 else []
+    stand_in: Rollouts = ()
+    method, size = run.method, run.config.rollout
+    noted = frozenset().union(*(bound.needs.notes for bound in method.chain))
+    for number in range(size.max_rounds):
+        run.begin_round(number)
+        missing = size.num_prompts - table.num_groups(keep)
+        prompts = method.sampler.draw(missing, size.num_generations) if missing > 0 else []
         if not prompts:
             break
         order = [prompt.uid for prompt in prompts]
         mine, counts = run.processes.share(prompts, table)
         with run.processes.agreeing("making and scoring rollouts"):
             whole = run.processes.whole(run.policy.module)
-            with run.timing("rollout"), run.acting(), whole, rolling_out(run.stream.step):
-                fresh = in_order(run.engine.rollout(mine), order)
-            with run.timing("reward"):
-                local = score(
-                    run.rewards, fresh if counts else (), notes=run.chain_notes, rank=run.processes.rank
-                )
-        with run.timing("reward"):
+            with run.report.timing("rollout"), run.acting(), whole, rolling_out(run.stream.step):
+                made = in_order(method.engine.rollout(mine), order)
+            fresh, stand_in = made if counts else (), stand_in or made
+            with run.report.timing("reward"):
+                local = score(method.rewards, fresh, notes=noted, rank=run.processes.rank)
+        with run.report.timing("reward"):
             scored = run.processes.gather(local, order)
         for observer in run.observers:
-            observer.observe(fresh if counts else (), scored)
-        rollouts, table = _behind(rollouts, table, fresh, counts), table.join(scored)
-        keep = run.group_filter(table) & table.learn.any(-1)  # groups with a faulty reward are asked anew
-    run.stream.round = 0
-    if not rollouts:
+            observer.observe(fresh, scored)
+        rollouts, table = rollouts + fresh, table.join(scored)
+        keep = method.group_filter(table) & table.learn.any(-1)  # groups with a faulty reward are asked anew
+    run.begin_round(0)
+    if not stand_in:
         raise ValueError(f"the sampler named no prompt at step {run.stream.step}, so there is nothing to do")
-    return Collection(*pick(rollouts, table, keep), table)
+    kept, learned = pick(rollouts, table, keep)
+    return Collection(kept, learned, table, (kept or rollouts or stand_in)[0])
 
 
 def in_order(rollouts: Rollouts, order: Sequence[str]) -> Rollouts:
-    """Sort rollouts by where their prompt was first asked, so that rows stand alike on one process and on
-    many."""
+    """Sort rollouts by where their prompt was first asked, as on a single process."""
     place = {uid: i for i, uid in enumerate(dict.fromkeys(order))}
     return tuple(sorted(rollouts, key=lambda row: place[row.prompt.uid]))
 
 
-def _behind(rollouts: Rollouts, table: RewardTable, fresh: Rollouts, counts: bool) -> Rollouts:
-    """Append a round. Rows that only kept the process in step are kept as long as there is nothing else."""
-    if not table.mine.any():
-        return fresh if counts or not rollouts else rollouts
-    return rollouts + fresh if counts else rollouts
-
-
 def pick(rollouts: Rollouts, table: RewardTable, keep: Tensor) -> tuple[Rollouts, RewardTable]:
-    """Keep rows (N,) bool. A process that is left without any keeps one rollout, which `spread` will
-    blank."""
+    """Keep rows (N,) bool of a table and of this process's rollouts."""
     mine = keep[table.mine].tolist()
-    kept = tuple(row for row, wanted in zip(rollouts, mine, strict=False) if wanted)
-    return kept or rollouts[:1], table.select(keep)
+    return tuple(row for row, kept in zip(rollouts, mine, strict=True) if kept), table.select(keep)
+
+
+class RewardCoverage:
+    """Stops a run when a weighted reward gave None for all answers, so that nothing is learned from it.
+
+    It waits for `ROUNDS` rounds, and for all prompts or `PROMPTS` of them. A label (weight 0) may be None,
+    and so may a reward with `on_absent: warn`. Rounds in which a reward failed do not count for it.
+    """
+
+    def __init__(self, rewards: Sequence[Bound], prompts: int) -> None:
+        watched = [b.name for b in rewards if b.weight and b.call.get("on_absent", "raise") == "raise"]
+        self.absent = dict.fromkeys(watched, 0)  # prompts so far; a reward that applied is taken out
+        self.rounds, self.enough = 0, min(prompts, PROMPTS)
+
+    def observe(self, rollouts: Rollouts, table: RewardTable) -> None:
+        """Count a round."""
+        self.rounds += 1
+        never = set(table.absent)
+        for name in list(self.absent):
+            if name in never:
+                self.absent[name] += len(set(table.uids))
+            elif f"fault/{name}" not in table.ids:
+                del self.absent[name]
+        for name, asked in self.absent.items():
+            if self.rounds >= ROUNDS and asked >= self.enough:
+                raise RewardFault(
+                    f"reward '{name}' gave None for every answer to {asked} prompts in {self.rounds} rounds, "
+                    "so nothing is learned from it; see whether it reads what the data have, give it the "
+                    "weight 0, or set `on_absent: warn` on it if it will apply later"
+                )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the counts."""
+        return {"rounds": self.rounds, "absent": dict(self.absent)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore the counts."""
+        self.rounds, self.absent = state["rounds"], dict(state["absent"])

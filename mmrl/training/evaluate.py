@@ -1,5 +1,4 @@
-"""Measuring a policy: a collection without the update. Its numbers are metrics, with bootstrap intervals over
-prompts."""
+"""Evaluates a policy on prompts it is not trained on: metrics with bootstrap intervals over prompts."""
 
 from __future__ import annotations
 
@@ -27,7 +26,7 @@ RESAMPLES = 1000  # of the bootstrap
 
 @dataclass
 class Evaluator:
-    """Measures a policy on held-out prompts, with the same draws every time."""
+    """Evaluates a policy on fixed prompts, with the same random draws every time."""
 
     data: Sequence[Prompt]
     processes: Processes
@@ -39,7 +38,7 @@ class Evaluator:
     confidence: float = 0.95
 
     def agreed(self) -> Evaluator:
-        """Give itself, or fail on every process where one reads other prompts or weights than process 0."""
+        """Return itself; raise on every process where one reads other prompts or weights than process 0."""
         if self.processes.world > 1:
             self.processes.same(of_prompts(self.data) | {"weights": of_weights(self.engine.policy)})
         return self
@@ -65,11 +64,15 @@ class Evaluator:
         metrics["seconds_per_prompt"] = seconds / len(self.data)
         if torch.cuda.is_available():
             metrics["peak_memory_bytes"] = float(torch.cuda.max_memory_allocated())
-        return Measured(metrics, self._intervals(table) if intervals else {}, rollouts, table)
+        samples = self.resample(table) if intervals else {}
+        ranges = {name: self.interval(values) for name, values in samples.items()}
+        return Measured(metrics, ranges, rollouts, table)
 
     def resample(self, table: RewardTable) -> dict[str, Tensor]:
-        """Draw prompts with replacement, and compute the metrics of every draw: (RESAMPLES,) each, NaN where
-        a draw has none. All tables of the same prompts get the same draws."""
+        """Compute metrics of bootstrap samples of prompts: (RESAMPLES,) each, NaN where a sample has none.
+
+        Prompts are drawn with replacement; all tables of the same prompts get the same draws.
+        """
         _, members = torch.unique(table.group, return_inverse=True)
         rows_of = [(members == group).nonzero()[:, 0] for group in range(int(members.max()) + 1)]
         drawn: dict[str, Tensor] = {}
@@ -84,10 +87,7 @@ class Evaluator:
         return drawn
 
     def interval(self, drawn: Tensor) -> tuple[float, float]:
-        """Read off where a number falls."""
+        """Return the percentile interval of bootstrap values."""
         tail = (1 - self.confidence) / 2
         low, high = drawn.nanquantile(torch.tensor([tail, 1 - tail], dtype=torch.float64)).tolist()
         return low, high
-
-    def _intervals(self, table: RewardTable) -> dict[str, tuple[float, float]]:
-        return {name: self.interval(drawn) for name, drawn in self.resample(table).items()}

@@ -1,44 +1,39 @@
-"""From rollouts to a reward table: every reward measures all outcomes of a round at once, side by side with
-the others."""
+"""Scores rollouts: calls all rewards at the same time, checks what they return, makes a reward table."""
 
 from __future__ import annotations
 
 import asyncio
 import inspect
-import itertools
 import math
 import threading
 import time
-from collections.abc import Awaitable, Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass
-from decimal import Decimal
-from numbers import Real
+from collections.abc import Awaitable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from mmrl.config.binding import Bound
-from mmrl.config.reward_adapters import handed
+from mmrl.config.reward_adapters import NotNumbers, handed, one_each, shown, to_float
 from mmrl.core.reward_table import ABSENT, RewardTable, name_id
 from mmrl.core.types import Outcome, Prompt, Rollouts
 
 TIMEOUT = 600.0  # seconds a reward may take for one round, unless its `timeout` says otherwise
-SHOWN = 200  # letters of a value in a message
-_NO_LISTS = (str, bytes, bytearray, memoryview, Mapping, Set)  # iterable, but not a number per outcome
 
 
 class RewardFault(RuntimeError):
-    """A reward raised, was too slow, or gave something that is not a finite number or None."""
+    """A reward raised an exception, timed out, or returned something else than finite numbers or None."""
 
 
 def score(
     rewards: Sequence[Bound], rollouts: Rollouts, *, notes: frozenset[str] = frozenset(), rank: int = 0
 ) -> RewardTable:
-    """Measure every outcome of rollouts with every reward, and lay the numbers out as a table.
+    """Measure every outcome of rollouts with every reward.
 
-    `notes` names what of the engine's notes the chain will read. A fault stops the run, or with `on_error:
-    skip` takes the whole group out of statistics and learning.
+    `notes` names the engine's notes that the advantage chain reads, `rank` is this process. A reward that
+    fails stops the run with `RewardFault`; with `on_error: skip` the whole group is left out of statistics
+    and learning.
     """
     prompts = [row.prompt for row in rollouts for _ in row.outcomes]
     outcomes = [outcome for row in rollouts for outcome in row.outcomes]
@@ -46,7 +41,7 @@ def score(
         return RewardTable.empty().replace(rank=rank)
     columns, faults = {}, {}
     before = _versions(outcomes)
-    results = _side_by_side(rewards, prompts, outcomes)
+    results = _concurrently(rewards, prompts, outcomes)
     if _versions(outcomes) != before:
         raise RewardFault(
             f"one of the rewards {', '.join(bound.name for bound in rewards)} changed the pixels or times of "
@@ -62,33 +57,31 @@ def score(
 
 
 def _versions(outcomes: Sequence[Outcome]) -> list[int]:
-    """Number the state of every tensor of the outcomes: the number grows where one is changed in place."""
+    """List the version counters of the tensors of outcomes, which grow when one is changed in place."""
     tensors = [tensor for one in outcomes for tensor in (one.image, one.video, one.times)]
     return [t._version for t in tensors if t is not None and not t.is_inference()]
 
 
 @dataclass(frozen=True)
-class _Failure:
-    """What a reward did instead of giving a number or None for every outcome."""
+class _Result:
+    """What a reward returned: one entry per outcome, or what it did instead."""
 
-    what: str
+    values: list = field(default_factory=list)
+    failure: str = ""
     cause: BaseException | None = None
 
 
-def _side_by_side(
+def _concurrently(
     rewards: Sequence[Bound], prompts: list[Prompt], outcomes: list[Outcome]
-) -> list[list | _Failure]:
-    """Run every reward in a thread of its own, so that one that blocks, hangs or is cancelled is alone in
-    that."""
+) -> list[_Result]:
+    """Call every reward in a thread of its own, so that one that hangs delays no other."""
     limits = [bound.call.get("timeout", TIMEOUT) for bound in rewards]
-    results: list[list | _Failure] = [
-        _Failure(f"raised TimeoutError: no answer within {limit:g} s") for limit in limits
-    ]
+    results = [_Result(failure=f"raised TimeoutError: no answer within {limit:g} s") for limit in limits]
     began = time.monotonic()
 
     def work(place: int) -> None:
         deadline = began + limits[place]
-        result = _persistent(rewards[place], prompts, outcomes, deadline)
+        result = _with_retries(rewards[place], prompts, outcomes, deadline)
         if time.monotonic() < deadline:
             results[place] = result
 
@@ -101,76 +94,43 @@ def _side_by_side(
     return list(results)
 
 
-def _persistent(
+def _with_retries(
     bound: Bound, prompts: list[Prompt], outcomes: list[Outcome], deadline: float
-) -> list | _Failure:
-    """Call a reward, again up to `retries` times where it raises; give its list, or what is wrong."""
+) -> _Result:
+    """Call a reward, and again up to `retries` times while it raises."""
     for left in reversed(range(1 + bound.call.get("retries", 0))):
         try:
-            given = bound(*handed(prompts, outcomes))
-            if inspect.isawaitable(given):
-                given = asyncio.run(_awaited(given, deadline - time.monotonic()))
-            return _listed(given, len(outcomes))
+            result = bound(*handed(prompts, outcomes))
+            if inspect.isawaitable(result):
+                result = asyncio.run(_awaited(result, deadline - time.monotonic()))
+            return _Result(one_each(result, len(outcomes)))
+        except NotNumbers as error:
+            return _Result(failure=str(error))
         # Whatever it raises ends this reward alone, SystemExit and CancelledError included.
         except BaseException as error:
             if not left or time.monotonic() >= deadline:
-                return _Failure(f"raised {type(error).__name__}: {error}", error)
+                return _Result(failure=f"raised {type(error).__name__}: {error}", cause=error)
     raise AssertionError("the last try returns")
 
 
-async def _awaited(given: Awaitable[Any], seconds: float) -> Any:
-    return await asyncio.wait_for(given, seconds)
-
-
-def _listed(given: Any, count: int) -> list | _Failure:
-    """List what a reward gave: a list, a tuple, an iterator or an array of one dimension, `count` long."""
-    shape = getattr(given, "shape", None)
-    if shape is not None and len(shape) != 1:
-        return _Failure(f"gave a {type(given).__name__} of shape {tuple(shape)}, not a number per outcome")
-    if isinstance(given, _NO_LISTS) or not isinstance(given, Iterable):
-        return _Failure(f"gave {_shown(given)}, not a number per outcome")
-    if shape is not None and hasattr(given, "tolist"):
-        given = given.tolist()
-    listed = given if isinstance(given, (list, tuple)) else list(itertools.islice(given, count + 1))
-    if len(listed) > count and listed is not given:
-        return _Failure(f"gave more than {count} numbers for {count} outcomes")
-    if len(listed) != count:
-        return _Failure(f"gave {len(listed)} numbers for {count} outcomes")
-    return list(listed)
+async def _awaited(result: Awaitable[Any], seconds: float) -> Any:
+    return await asyncio.wait_for(result, seconds)
 
 
 def _checked(
-    bound: Bound, result: list | _Failure, prompts: list[Prompt], outcomes: list[Outcome]
+    bound: Bound, result: _Result, prompts: list[Prompt], outcomes: list[Outcome]
 ) -> tuple[Tensor, list[int]]:
-    """Check what a reward gave: (M,) float64 with NaN for None, and which outcomes are faulty."""
+    """Convert what a reward returned to (M,) float64, NaN for None, and list the faulty outcomes."""
     everywhere = list(range(len(outcomes)))
-    if isinstance(result, _Failure):
-        return _fault(bound, result.what, everywhere, prompts, outcomes, result.cause)
-    numbers = [_number(value) for value in result]
-    broken = [i for i in everywhere if result[i] is not None and not math.isfinite(numbers[i])]
+    if result.failure:
+        return _fault(bound, result.failure, everywhere, prompts, outcomes, result.cause)
+    numbers = [to_float(value) for value in result.values]
+    broken = [i for i in everywhere if result.values[i] is not None and not math.isfinite(numbers[i])]
     values = torch.tensor(numbers, dtype=torch.float64)
     if broken:
-        _, broken = _fault(bound, f"gave {_shown(result[broken[0]])}", broken, prompts, outcomes)
+        _, broken = _fault(bound, f"gave {shown(result.values[broken[0]])}", broken, prompts, outcomes)
         values[broken] = math.nan
     return values, broken
-
-
-def _number(value: Any) -> float:
-    """Read a number, also one in a tensor or array; NaN for None, for what is none, and beyond a float."""
-    try:
-        value = value.item() if hasattr(value, "item") else value
-        return float(value) if isinstance(value, (Real, Decimal)) else math.nan
-    except (ValueError, RuntimeError, OverflowError):
-        return math.nan
-
-
-def _shown(value: Any) -> str:
-    """Write a value down for a message, not at length; classes of users and long numbers may refuse."""
-    try:
-        text = repr(value)
-    except Exception:
-        return f"a {type(value).__name__}"
-    return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
 
 
 def _fault(
@@ -185,7 +145,7 @@ def _fault(
         return torch.full((len(outcomes),), math.nan, dtype=torch.float64), list(where)
     prompt, text = prompts[where[0]], outcomes[where[0]].text
     raise RewardFault(
-        f"reward '{bound.name}' {what}; prompt '{prompt.uid}', outcome {_shown(text)}. "
+        f"reward '{bound.name}' {what}; prompt '{prompt.uid}', outcome {shown(text)}. "
         "Mend it, or set `on_error: skip` on the reward to drop such groups"
     ) from cause
 
@@ -193,7 +153,7 @@ def _fault(
 def _lay_out(
     rollouts: Rollouts, columns: dict[str, Tensor], weights: dict[str, float], rank: int
 ) -> RewardTable:
-    """Put measured numbers, ends and ids in their places."""
+    """Make the table of measured rewards, with the ends and ids of outcomes."""
     places = max(len(row.outcomes) for row in rollouts)
     shape = (len(rollouts), places)
     ends = torch.full(shape, ABSENT)
@@ -201,7 +161,7 @@ def _lay_out(
         seen = [row.length if outcome.end is None else outcome.end for outcome in row.outcomes]
         if seen != sorted(seen):
             raise ValueError(
-                f"outcomes of prompt '{row.prompt.uid}' must stand in order, but their ends are {seen}"
+                f"outcomes of prompt '{row.prompt.uid}' must be in order, but their ends are {seen}"
             )
         ends[i, : len(seen)] = torch.tensor(seen)
     present = ends != ABSENT
@@ -248,7 +208,7 @@ def _ids(rollouts: Rollouts, shape: tuple[int, int]) -> dict[str, Tensor]:
 
 
 def _notes(rollouts: Rollouts, names: frozenset[str]) -> dict[str, Tensor]:
-    """Pad what the engine noted of every step: (N, T), NaN where it noted nothing."""
+    """Pad the engine's notes on every step to (N, T), NaN where there are none."""
     steps = max(row.length for row in rollouts)
     notes = {}
     for name in sorted(names):
@@ -260,8 +220,7 @@ def _notes(rollouts: Rollouts, names: frozenset[str]) -> dict[str, Tensor]:
 
 
 def _without_faulty_groups(table: RewardTable, faults: Mapping[str, list[int]]) -> RewardTable:
-    """Take groups with a faulty outcome out of statistics and learning, and mark the faults of each
-    reward."""
+    """Leave groups with a faulty outcome out of statistics and learning, and mark the faults by reward."""
     marks = {}
     for name, broken in faults.items():
         faulty = torch.zeros(int(table.present.sum()), dtype=torch.int64)

@@ -1,315 +1,284 @@
-"""A run: the pieces of a configuration, and the state that has to survive a stop."""
+"""The training run: the pieces of its method, its progress, and what happens at both ends of a step."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+import difflib
+import math
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from mmrl import doctor
-from mmrl.config.binding import Bound, Pieces
-from mmrl.config.registry import Needs
+from mmrl.config.binding import Pieces
 from mmrl.config.schema import Config
-from mmrl.core.protocols import Engine, Observer, Policy, Sampler, Telling
-from mmrl.core.reward_table import Measured, RewardTable
+from mmrl.core.protocols import HeldOut, Observer, Policy, Stateful, Telling
+from mmrl.core.reward_table import Collection, Measured, RewardTable
 from mmrl.core.rng import Stream
-from mmrl.core.types import Clock, Rollouts
-from mmrl.diagnostics.context import cheapened
-from mmrl.reporting.console import Console
-from mmrl.reporting.metrics import (
-    EXHIBITS,
-    Journal,
-    Meter,
-    Trackers,
-    describe_lengths,
-    describe_measured,
-    describe_rewards,
-    describe_shares,
-    describe_speed,
-    noted_sums,
-    pictured,
-    write_completions,
-    write_measured,
-)
-from mmrl.reporting.rollout_mismatch import conclude, spell_gap
+from mmrl.core.types import Clock
+from mmrl.diagnostics.context import Examined, frozen_adapters
+from mmrl.reporting.metrics import Journal, describe_measured
+from mmrl.runtime.content_hash import of_prompts, of_tensors, of_weights
 from mmrl.runtime.distributed import Processes
-from mmrl.training import checkpointing
-from mmrl.training.collect import Collection
-from mmrl.training.evaluate import Evaluator
-from mmrl.training.nonfinite import Guard, through_chain
-from mmrl.training.reward_coverage import Applied
+from mmrl.runtime.fsdp import taken_up
+from mmrl.training.advantage_chain import through_chain
+from mmrl.training.method import Method
+from mmrl.training.nonfinite import Guard
+from mmrl.training.report import Report
 
-if TYPE_CHECKING:
-    from mmrl.references import Reference
+
+@dataclass
+class Best:
+    """The checkpoint at which `metric_for_best_model` was best; step 0 means that there is none yet."""
+
+    step: int = 0
+    value: float = math.nan
+
+    def see(self, step: int, value: float, greater_is_better: bool) -> None:
+        """Compare a checkpoint with the best so far; the first of equals stays."""
+        if math.isfinite(value) and (
+            self.step == 0 or (value > self.value if greater_is_better else value < self.value)
+        ):
+            self.step, self.value = step, value
+
+
+@dataclass
+class Progress:
+    """How far a run has come; saved in its checkpoints."""
+
+    step: int = 0  # finished steps
+    reported: dict[str, float] = field(default_factory=dict)  # metrics of the last step
+    best: Best = field(default_factory=Best)
+    inputs: dict[str, str] = field(default_factory=dict)  # hashes of prompts, media and frozen weights
 
 
 @dataclass
 class Run:
-    """Everything the loops see. What a method is, they do not."""
+    """A training run, as the loops use it. They never ask which method or modality it is."""
 
     config: Config
     pieces: Pieces
-    stream: Stream
     processes: Processes
-    policy: Policy
-    optimizer: torch.optim.Optimizer
-    references: Mapping[str, Reference]
-    sampler: Sampler
-    engine: Engine
-    rewards: Sequence[Bound]
-    group_filter: Bound
-    chain: Sequence[Bound]
-    objective: Any
-    metrics: Sequence[Bound]
-    learning_rate: Bound | float
-    visualizations: Sequence[Bound]
-    alarms: Sequence[Bound]
-    checkups: Sequence[Bound]
-    evaluator: Evaluator | None
-    trackers: Trackers = field(default_factory=Trackers)
-    quiet: bool = False
-    begun: str = ""  # the name of all weights before they were spread over several processes
-    meter: Meter = field(default_factory=Meter)
-    times: dict[str, float] = field(default_factory=dict)
-    reported: dict[str, float] = field(default_factory=dict)
-    guard: Guard = field(default_factory=Guard)
-    best: checkpointing.Best = field(default_factory=checkpointing.Best)
-    learned: Rollouts = ()  # the rows of the step table
-    saved: int = 0  # the step of the last checkpoint
-    inputs: dict[str, str] = field(default_factory=dict)  # what the run learns from, by content
-    final: Measured | None = None
+    method: Method
+    report: Report
+    evaluator: HeldOut | None = None
+    progress: Progress = field(default_factory=Progress)
+    guard: Guard = field(init=False)
+    untouched: list[str] | None = None  # trained parameters without a gradient in the first update
+    final: Measured | None = None  # the evaluation after the last step
 
     def __post_init__(self) -> None:
-        config = self.config
-        self.num_prompts, self.num_generations = config.rollout.num_prompts, config.rollout.num_generations
-        self.max_rounds, self.max_steps = config.rollout.max_rounds, config.max_steps
-        self.num_iterations, self.minibatches = config.learn.num_iterations, config.learn.minibatches
-        self.micro_batch_steps = config.learn.micro_batch_steps
-        self.folder = Path(config.output_dir)
-        self.needs: Needs = self.objective.needs
-        self.pieces.made["rewards"] = Applied(self.rewards, len(self.pieces.made["data"]))
-        self.chain_notes = frozenset().union(*(bound.needs.notes for bound in self.chain))
-        self.journal = Journal(self.folder)
-        self.warnings = Journal(self.folder, "warnings.jsonl")
-        self.records: list[dict[str, Any]] = []  # the journal of this run, as alarms read it
-        self.cheap = ", ".join(cheapened(config))  # what makes rollouts cheaper than the policy
-        self.raised: list[str] = []  # what alarms and the doctor said, each once
-        self.untouched: list[str] | None = None  # trained parameters without gradient in the first update
-        self.console = Console(self.folder.name, self.max_steps, self.quiet or not self.processes.main)
-        self.trained = [p for p in self.policy.module.parameters() if p.requires_grad]
+        say, steps = self.report.console.say, self.config.learn.micro_batch_steps
+        self.guard = Guard(self.config, self.method, self.processes, self.stream, say, steps)
 
-    # ---- what the loops call
+    @property
+    def policy(self) -> Policy:
+        """The model that learns."""
+        return self.method.policy
+
+    @property
+    def stream(self) -> Stream:
+        """The random streams of all pieces."""
+        return self.pieces.stream
+
+    @property
+    def folder(self) -> Path:
+        """The output folder."""
+        return Path(self.config.output_dir)
+
+    @property
+    def journal(self) -> Journal:
+        """The metrics of every reported step."""
+        return self.report.journal
+
+    # ---- called by the loops
 
     @property
     def observers(self) -> list[Observer]:
-        """List the pieces that see every round."""
-        return [thing for thing in self.pieces.made.values() if isinstance(thing, Observer)]
+        """The pieces that see every round of a collection."""
+        return list(self.pieces.that_are(Observer).values())
 
     @property
     def others(self) -> dict[str, Policy]:
-        """Name the policies to ask about a batch.
+        """The policies whose log-probabilities a batch needs, by name.
 
-        `old` is asked when the weights will have moved before the last update of a collection, when another
-        policy rolled out, or when a piece names it or the engine's own log-probabilities. Otherwise it is the
-        current pass, detached.
+        `old` is evaluated when the weights will have moved before the last update of a collection, when
+        another policy made the rollouts, or when a piece names it or the engine's own log-probabilities.
+        Otherwise it is the current pass, detached.
         """
-        asked: dict[str, Policy] = {
-            name: self.references[name] for name in self.needs.others if name in self.references
-        }
-        moved = self.num_iterations * self.minibatches > 1 or self.config.rollout.policy
-        if moved or {"old", "engine"} & set(self.needs.others):
-            asked["old"] = self.references.get(self.config.rollout.policy, self.policy)
+        names, references = self.method.needs.others, self.method.references
+        asked: dict[str, Policy] = {name: references[name] for name in names if name in references}
+        learn, acting = self.config.learn, self.config.rollout.policy
+        if learn.num_iterations * learn.minibatches > 1 or acting or {"old", "engine"} & set(names):
+            asked["old"] = references.get(acting, self.policy)
         return asked
 
     def acting(self) -> AbstractContextManager:
-        """Let the policy that rolls out act."""
+        """Sample from the weights of `rollout.policy` inside this context."""
         name = self.config.rollout.policy
-        return self.references[name].acting() if name else nullcontext()
+        return self.method.references[name].acting() if name else nullcontext()
 
     def advantage(self, table: RewardTable) -> RewardTable:
-        """Send a reward table through the chain."""
-        return through_chain(self.chain, table, self.stream.step)
+        """Turn rewards into advantages by the configured chain."""
+        return through_chain(self.method.chain, table, self.stream.step)
 
     def tick(self, step: int) -> None:
-        """Begin a step: random streams move on, schedules take their value."""
-        self.began = time.perf_counter()
-        self.times = {}
+        """Begin a step: advance random streams, schedules and the learning rate."""
+        self.report.tick()
         self.stream.step = step
-        clock = Clock(step, self.reported)
+        clock = Clock(step, self.progress.reported)
         self.pieces.tick(clock)
-        rate = self.learning_rate(clock) if callable(self.learning_rate) else self.learning_rate
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
+        rate = self.method.learning_rate
+        for group in self.method.optimizer.param_groups:
+            group["lr"] = rate(clock) if callable(rate) else rate
 
-    @contextmanager
-    def timing(self, name: str) -> Iterator[None]:
-        """Add the seconds of a block to a share of the step."""
-        began = time.perf_counter()
-        yield
-        self.times[name] = self.times.get(name, 0.0) + time.perf_counter() - began
+    def begin_round(self, number: int) -> None:
+        """Begin a round of a collection; each round has random draws of its own."""
+        self.stream.round = number
 
     def backward(self, loss: Tensor, metrics: Mapping[str, Tensor], counts: float) -> None:
-        """Back-propagate a micro-batch and note its metrics."""
+        """Back-propagate the loss of a micro-batch and add its metrics."""
         self.processes.backward(loss)
-        self.meter.add({"loss": loss, **metrics}, counts)
+        self.guard.meter.add({"loss": loss, **metrics}, counts)
 
     def step_optimizer(self) -> None:
-        """Clip, step, zero, and let moving averages follow."""
-        norm = self.processes.clip(self.trained, self.config.learn.max_grad_norm)
-        self._look_at_gradients()
-        if not self.guard.passes(self, norm):
-            return
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-        for reference in self.references.values():
-            reference.move()
-        self.meter.add({"grad_norm": torch.tensor(norm)}, 1.0)
-        self.meter.updates += 1
-
-    def _look_at_gradients(self) -> None:
+        """Clip gradients, step, zero them, and update moving averages; skip a step that is not finite."""
+        norm = self.processes.clip(self.method.trained, self.config.learn.max_grad_norm)
         if self.untouched is None:
             named = self.policy.module.named_parameters()
             self.untouched = [name for name, p in named if p.requires_grad and p.grad is None]
-
-    # ---- the end of every step
+        if not self.guard.passes(norm):
+            return
+        self.method.optimizer.step()
+        self.method.optimizer.zero_grad(set_to_none=True)
+        for reference in self.method.references.values():
+            reference.move()
+        self.guard.meter.add({"grad_norm": torch.tensor(norm)}, 1.0)
+        self.guard.meter.updates += 1
 
     def finish(self, step: int, collection: Collection, credit: RewardTable) -> None:
-        """Report a step; evaluate and save where it is time."""
-        self.guard.part, self.guard.suspects, self.guard.written = None, [], 0
-        if step == 0:
-            self._examine(collection, credit)
-        metrics = self._describe(collection, credit)
-        if self.evaluator and self.config.eval_steps and (step + 1) % self.config.eval_steps == 0:
-            metrics |= self._evaluate()
-        metrics |= {f"time/{name}": seconds for name, seconds in self.times.items()}
-        metrics["step_time"] = time.perf_counter() - self.began
-        metrics |= describe_speed(collection.seen, metrics["step_time"] - self.times.get("evaluate", 0.0))
-        self.reported = metrics
-        if (step + 1) % self.config.report.logging_steps == 0 or step + 1 == self.max_steps:
-            self._log(step, metrics)
-        if self.config.report.log_completions:
-            self._write_completions(step, collection, credit)
-        if (step + 1) % self.config.save_steps == 0 or step + 1 == self.max_steps:
-            self.save(step + 1)
-
-    def _describe(self, collection: Collection, credit: RewardTable) -> dict[str, float]:
-        # A process without rows keeps one that is blanked; it is not part of the collection.
-        mine = collection.rollouts[: int(collection.table.mine.sum())]
-        told = [thing.tell() for thing in self.pieces.made.values() if isinstance(thing, Telling)]
-        numbers = {name: value for one in (self.meter.take(), *told) for name, value in one.items()}
-        shared = conclude(self.processes.means(numbers))
-        entropy = self.processes.means(noted_sums(mine, "entropy"))
-        if entropy["steps"]:
-            shared["entropy"] = entropy["sum"] / entropy["steps"]
-        seen = collection.seen
-        rewards = describe_rewards(seen) | describe_shares(collection.table, credit)
-        metrics = {**rewards, **describe_lengths(seen), **dict(sorted(shared.items()))}
-        if len(collection.table) < len(seen):
-            metrics["frac_groups_kept"] = len(set(collection.table.group.tolist())) / len(
-                set(seen.group.tolist())
-            )
-        for metric in self.metrics:
-            metrics |= metric(seen)
+        """Report a step, with an evaluation where one is due."""
+        config, report = self.config, self.report
+        self.guard.end_step()
+        if step == 0 and self.processes.main:
+            examined = self._examined(collection)
+            for symptom in [found for check in report.pieces.checkups for found in check(examined)]:
+                report.warn(symptom.text, by="doctor")
+        tellers = self.pieces.that_are(Telling).values()
+        sources = [self.guard.meter.take(), *(teller.tell() for teller in tellers)]
+        numbers = {name: value for source in sources for name, value in source.items()}
+        metrics = report.describe(collection, credit, numbers)
         if self.guard.skipped:
             metrics["skipped_updates"] = float(self.guard.skipped)
-        return {**metrics, "learning_rate": self.optimizer.param_groups[0]["lr"]}
+        metrics["learning_rate"] = self.method.optimizer.param_groups[0]["lr"]
+        if self.evaluator and config.eval_steps and (step + 1) % config.eval_steps == 0:
+            with report.timing("evaluate"):
+                metrics |= describe_measured(self._measure())
+        metrics |= report.durations(collection)
+        self.progress.step, self.progress.reported = step + 1, metrics
+        if (step + 1) % config.report.logging_steps == 0 or step + 1 == config.max_steps:
+            report.log(step, metrics)
+        if config.report.log_completions:
+            report.write_completions(step, collection, credit)
 
-    def _examine(self, collection: Collection, credit: RewardTable) -> None:
-        """Let the doctor look at the first step, as far as that costs nothing."""
-        if not self.processes.main:
-            return
-        for symptom in doctor.glance(self, collection, credit):
-            self.warn(symptom.text, by="doctor")
-
-    def warn(self, text: str, by: str = "") -> None:
-        """Say what the owner should know, once, on the console and at the head of the report."""
-        if text not in self.raised:
-            self.raised.append(text)
-            if self.processes.main:
-                self.warnings.write({"step": self.stream.step, "by": by, "text": text})
-            self.console.warn(text)
-
-    def _evaluate(self) -> dict[str, float]:
-        with self.timing("evaluate"):
-            return describe_measured(self._measure())
+    def _examined(self, collection: Collection) -> Examined:
+        """Gather what the startup checks read of the first step, which is known already."""
+        method = self.method
+        return Examined(
+            config=self.config,
+            policy=method.policy,
+            engine=method.engine,
+            rewards=method.rewards,
+            needs=method.needs,
+            rollouts=collection.rollouts,
+            table=collection.seen,
+            untouched=self.untouched or (),
+            idle=frozen_adapters(method.policy.module),
+        )
 
     def _measure(self) -> Measured:
         measured = self.evaluator.measure()
-        for said in measured.table.absent.values():
-            self.warn(f"evaluation: {said}")
+        for sentence in measured.table.absent.values():
+            self.report.warn(f"evaluation: {sentence}")
         return measured
 
-    def _log(self, step: int, metrics: Mapping[str, float]) -> None:
-        if self.processes.main:
-            self.records.append(self.heard(self.journal.write({"step": step, **metrics})))
-            self.trackers.write(metrics, step)
-            if len(self.records) == 1 and (said := spell_gap(metrics, self.cheap)):
-                self.console.say(said)
-            self._listen()
-        self.console.step(step, metrics)
-
-    def heard(self, record: Mapping[str, Any]) -> dict[str, Any]:
-        """Give a line of the journal as alarms read it, with what makes rollouts cheap."""
-        return {**record, "cheap": self.cheap}
-
-    def _listen(self, last: Measured | None = None) -> None:
-        """Let the alarms read the journal, with the last evaluation in it, and say what is new."""
-        records = list(self.records)
-        if last and records:
-            records[-1] = {**describe_measured(last), **records[-1]}  # what was measured there stays
-        for alarm in self.alarms:
-            for text in alarm(records):
-                self.warn(text)
-
-    def _write_completions(self, step: int, collection: Collection, credit: RewardTable) -> None:
-        mine = credit.select(credit.mine)
-        rows = collection.rollouts[: len(mine)]
-        if rows:
-            advantage = mine.values[:, 0].gather(1, mine.last.clamp(min=0)[:, None])[:, 0].tolist()
-            part = f"-{self.processes.rank}" if self.processes.world > 1 else ""
-            path = self.folder / "completions" / f"completions_{step:06d}{part}.parquet"
-            pictures = pictured(step, self.max_steps, self.config.report.media_log_steps)
-            table = collection.table.select(collection.table.mine)
-            write_completions(path, rows, table, advantage, pictures=pictures)
-
-    # ---- stop and go on
-
-    def save(self, step: int) -> None:
-        """Write `checkpoint-{step}`."""
-        checkpointing.save(self, step)
-
-    def resume(self) -> int:
-        """Take up the last whole checkpoint, and give the step to go on with."""
-        return checkpointing.resume(self)
-
-    def leave(self, step: int, why: str) -> None:
-        """Stop in good order before the end: the step is saved, and the same command goes on."""
-        if self.saved != step:
-            self.save(step)
-        self.console.end()
-        if self.processes.main:
-            self.trackers.close()
-        self.console.say(f"stopped by {why or 'another process'} behind step {step}, which is saved")
-
     def close(self) -> None:
-        """Evaluate once more, write the page to look at, and leave the terminal as it was."""
-        self.console.end()
+        """Evaluate once more and write the report."""
+        self.report.console.end()
         last = self._measure() if self.evaluator else None
         if self.processes.main:
-            from mmrl.reporting.html import write_page
-
-            self._listen(last)
-            if last:
-                write_measured(self.folder, last)
-                if fragments := "".join(piece({"answer": last}) for piece in self.visualizations):
-                    (self.folder / EXHIBITS).write_text(fragments)
-            self.console.say(f"report: {write_page(self.folder)}")
-            self.trackers.close()
-            checkpointing.hand_over(self, describe_measured(last) if last else {})
+            self.report.close(last)
         self.final = last
+
+    # ---- checkpoints
+
+    def saves_at(self, step: int) -> bool:
+        """Return whether a checkpoint is due after so many steps."""
+        return step % self.config.save_steps == 0 or step == self.config.max_steps
+
+    def rank_checkpoint(self) -> None:
+        """Compare the checkpoint of this moment with the best one so far, by `metric_for_best_model`."""
+        name, reported = self.config.metric_for_best_model, self.progress.reported
+        if name and name not in reported:
+            near = difflib.get_close_matches(name, reported, 1)
+            hint = f"did you mean '{near[0]}'?" if near else f"there are {', '.join(sorted(reported))}"
+            self.report.warn(
+                f"'{name}' (metric_for_best_model) is not measured where checkpoints are written; {hint}"
+            )
+        elif name:
+            self.progress.best.see(self.progress.step, reported[name], self.config.greater_is_better)
+
+    def name_inputs(self) -> None:
+        """Hash the prompts and media of the run and of its evaluation."""
+        self.progress.inputs = of_prompts(self.pieces.made["data"])
+        if self.evaluator:
+            hashes = of_prompts(self.evaluator.data)
+            self.progress.inputs |= {f"{name} of the evaluation": value for name, value in hashes.items()}
+
+    def name_weights(self) -> str:
+        """Hash the frozen weights as an input, and return the hash of the trained ones ("" on one process).
+
+        Weights have to be whole at this moment. Trained ones were just loaded from the checkpoint, so where
+        weights differ between two starts, the base model does. Buffers may move in training.
+        """
+        trained = self.method.trained
+        base = of_weights(self.policy, [*trained, *self.policy.module.buffers()])
+        self.progress.inputs["base model"] = f"frozen weights {base[:16]}" if base else "no frozen weights"
+        return of_tensors(trained) if self.processes.world > 1 else ""
+
+    @property
+    def stateful(self) -> dict[str, Mapping[str, Stateful]]:
+        """The references and the other pieces with a memory, by name or place."""
+        pieces = self.pieces.that_are(Stateful)
+        others = {place: piece for place, piece in pieces.items() if not place.startswith("references.")}
+        return {"references": self.method.references, "pieces": others}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return everything besides the model that resuming needs. Every process has to call this."""
+        return {
+            "step": self.progress.step,
+            "inputs": self.progress.inputs,
+            "reported": self.progress.reported,
+            "optimizer": self.processes.state_of(self.method.optimizer),
+            **{
+                kind: {name: piece.state_dict() for name, piece in pieces.items()}
+                for kind, pieces in self.stateful.items()
+            },
+            "best": asdict(self.progress.best),
+            "guard": self.guard.state_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what `state_dict` returned; the model's weights have to be loaded before."""
+        trained, world = self.method.trained, self.processes.world
+        self.processes.take_up(self.method.optimizer, state["optimizer"], trained)
+        for name, reference in self.method.references.items():
+            reference.load_state_dict(taken_up(state["references"][name], trained, world))
+        for place, piece in self.stateful["pieces"].items():
+            piece.load_state_dict(state["pieces"][place])
+        self.progress.step, self.progress.reported = state["step"], state["reported"]
+        self.progress.best = Best(**state["best"])
+        self.guard.load_state_dict(state["guard"])

@@ -418,7 +418,7 @@ def test_the_plan_of_a_run_is_printed(file, capsys):
 def test_the_first_step_is_looked_at_for_nothing(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(html, "curves", lambda runs: [])
     run = toy_run(tmp_path, rewards=[f"{HERE}:constant"], policy=f"{HERE}:Begun", max_steps=2)
-    run.console.quiet = False
+    run.report.console.quiet = False
     train(run)
     assert capsys.readouterr().out.count("every answer has the same reward") == 1
     assert "every answer has the same reward" in (tmp_path / "report.html").read_text()
@@ -430,7 +430,7 @@ def test_the_look_can_be_left_out(tmp_path, monkeypatch):
         tmp_path, rewards=[f"{HERE}:constant"], max_steps=1, report={"startup_checks": [], "trackers": []}
     )
     train(run)
-    assert run.raised == []
+    assert run.report.raised == []
 
 
 def test_a_sound_first_step_raises_nothing_and_changes_nothing(tmp_path, monkeypatch):
@@ -446,7 +446,7 @@ def test_a_sound_first_step_raises_nothing_and_changes_nothing(tmp_path, monkeyp
             )
         )
         train(runs[-1])
-    assert runs[0].raised == []
+    assert runs[0].report.raised == []
     assert torch.equal(runs[0].policy.table, runs[1].policy.table)
 
 

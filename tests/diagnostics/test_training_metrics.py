@@ -210,8 +210,9 @@ def test_a_run_that_goes_on_reads_the_journal_from_its_beginning(tmp_path, said)
     train(toy_run(tmp_path, **options, max_steps=1))
     run = toy_run(tmp_path, **options, max_steps=3)
     train(run)
-    assert [record["step"] for record in run.records] == [0, 1, 2] == [r["step"] for r in run.journal.read()]
-    assert run.raised == ["smoke < 1", "smoke: at step 1"]
+    steps = [record["step"] for record in run.report.records]
+    assert steps == [0, 1, 2] == [record["step"] for record in run.journal.read()]
+    assert run.report.raised == ["smoke < 1", "smoke: at step 1"]
 
 
 def waning(prompts, outcomes):
@@ -297,7 +298,7 @@ RUN = {
 @pytest.mark.parametrize(
     ("piece", "message"),
     [
-        ("held_out_fall", "no alarm is called 'held_out_fall'; did you mean 'reward_hacking'"),
+        ("reward_hackin", "no alarm is called 'reward_hackin'; did you mean 'reward_hacking'"),
         ("metric_spike", "needs the options of, above"),
         ({"name": "metric_drop", "shared": 1.0}, "has no option 'shared'; it takes of, share, window"),
         ({"name": "metric_drop", "window": "x"}, "'report.checks\\[0\\].window' must be a whole number"),

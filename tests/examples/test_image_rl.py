@@ -117,7 +117,7 @@ def test_gain_is_the_mean_change_of_rows_with_an_interval_over_prompts():
 def test_spent_counts_what_happens_between_the_ends_of_steps():
     policy = SimpleNamespace(evaluations=100)
     measuring = lambda *given: setattr(policy, "evaluations", policy.evaluations + 1000)
-    run = SimpleNamespace(policy=policy, finish=measuring, began=0.0)
+    run = SimpleNamespace(policy=policy, finish=measuring, report=SimpleNamespace(began=0.0))
     spent = demo.Spent()
     spent.watch(run)
     for made in (3, 4):

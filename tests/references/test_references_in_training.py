@@ -56,12 +56,12 @@ def test_the_learner_has_its_weights_back_when_a_rollout_fails(tmp_path):
         assert not run.policy.table.any(), "the moving average acts"
         raise MemoryError
 
-    run.engine.rollout = failing
+    run.method.engine.rollout = failing
     run.tick(0)
     with pytest.raises(MemoryError):
         collect(run)
     assert (run.policy.table == 7.0).all()
-    assert not run.references["slow"].weights["table"].any()
+    assert not run.method.references["slow"].weights["table"].any()
 
 
 def test_gradients_reach_the_learner_only(tmp_path):
@@ -74,8 +74,8 @@ def test_gradients_reach_the_learner_only(tmp_path):
     update(run, batch)
     assert run.policy.table is parameter
     assert not torch.equal(parameter, before)
-    assert torch.equal(run.references["ref"].weights["table"], before)
-    torch.testing.assert_close(run.references["slow"].weights["table"], 0.25 * parameter.detach())
+    assert torch.equal(run.method.references["ref"].weights["table"], before)
+    torch.testing.assert_close(run.method.references["slow"].weights["table"], 0.25 * parameter.detach())
 
 
 def test_only_references_that_a_piece_names_are_asked(tmp_path):

@@ -26,6 +26,7 @@ from mmrl.reporting.metrics import (
     pictured,
     write_completions,
 )
+from mmrl.training.checkpointing import resume
 from mmrl.training.loop import train
 from tests.support.tables import reward_table, step_table
 from tests.support.toys import prompts, toy_run
@@ -389,17 +390,17 @@ def test_completions_keep_small_pictures_of_the_first_prompts(tmp_path):
 
 def test_warnings_are_kept_with_their_steps_and_forgotten_behind_a_checkpoint(tmp_path):
     run = toy_run(tmp_path, max_steps=1)
-    run.resume()
+    resume(run)
     for step, text in ((0, "early"), (3, "late"), (3, "late")):
         run.stream.step = step
-        run.warn(text, by="doctor")
-    assert run.warnings.read() == [
+        run.report.warn(text, by="doctor")
+    assert run.report.warnings.read() == [
         {"step": 0, "by": "doctor", "text": "early"},
         {"step": 3, "by": "doctor", "text": "late"},
     ]
     again = toy_run(tmp_path, max_steps=1)
-    assert again.resume() == 0
-    assert again.warnings.read() == again.raised == []
+    assert resume(again) == 0
+    assert again.report.warnings.read() == again.report.raised == []
 
 
 class Dashboard:

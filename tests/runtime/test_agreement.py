@@ -17,6 +17,7 @@ from mmrl.reporting import html
 from mmrl.runtime import checkpoint
 from mmrl.runtime.checkpoint import MODEL
 from mmrl.runtime.content_hash import CHUNK, of_prompts, of_tensors, of_weights
+from mmrl.training.checkpointing import resume
 from mmrl.training.loop import train
 from tests.support.agreement_worker import plan_of, write
 from tests.support.distributed_worker import launch, start
@@ -70,7 +71,7 @@ def test_weights_that_checkpoints_hold_are_not_those_of_the_base(tmp_path):
     run = build(parse(plan_of(tmp_path, max_steps=3), Config), quiet=True)
     with torch.no_grad():
         run.policy.table.fill_(7.0)  # the checkpoint replaces it
-    assert run.resume() == 2
+    assert resume(run) == 2
 
 
 def test_a_checkpoint_that_does_not_tell_its_data_goes_on_with_a_warning(tmp_path):

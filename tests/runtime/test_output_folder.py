@@ -14,6 +14,7 @@ from mmrl.config.schema import ConfigError
 from mmrl.reporting import html
 from mmrl.runtime import checkpoint
 from mmrl.runtime.files import LOCK, locked
+from mmrl.training import loop
 from mmrl.training.loop import train
 from tests.support.resuming import EVERYTHING, Killed, assert_alike, killed, resumed
 from tests.support.toys import ToyText, toy_run
@@ -49,7 +50,7 @@ def test_a_damaged_checkpoint_is_skipped_with_a_message(tmp_path, uninterrupted,
     file = tmp_path / "checkpoint-6" / name
     file.write_bytes(damage(file.read_bytes()))
     run = toy_run(tmp_path, **EVERYTHING)
-    run.console.quiet = False
+    run.report.console.quiet = False
     train(run)
     printed = capsys.readouterr().out
     assert "checkpoint-6' is not a whole checkpoint of mmrl" in printed
@@ -123,17 +124,17 @@ def test_a_full_disk_is_a_clear_error_and_leaves_the_older_checkpoint(
     killed(tmp_path, at=5)
     place = importlib.import_module(place) if isinstance(place, str) else place
     run = toy_run(tmp_path, **EVERYTHING)
-    saves = run.save
+    saves = loop.save
 
     def fails(*args, **options):
         raise error
 
-    def save(step):
+    def save(run):
         with monkeypatch.context() as patch:
             patch.setattr(place, name, fails)
-            saves(step)
+            saves(run)
 
-    run.save = save
+    monkeypatch.setattr(loop, "save", save)
     with pytest.raises(checkpoint.CheckpointError) as caught:
         train(run)
     assert str(caught.value).startswith(f"cannot save '{tmp_path / 'checkpoint-6'}': {type(error).__name__}")

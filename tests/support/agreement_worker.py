@@ -115,7 +115,7 @@ def main() -> None:
         try:
             run = build(parse(one, Config), quiet=True)
             train(run)
-            told = {"weights": run.policy.table.sum().item(), "steps": run.saved}
+            told = {"weights": run.policy.table.sum().item(), "steps": run.progress.step}
         except Exception as error:
             told = {"error": f"{type(error).__name__}: {error}"}
         (folder / f"{name}-{rank}.json").write_text(json.dumps(told))

@@ -35,7 +35,7 @@ from mmrl.config.schema import Config, parse
 from mmrl.reporting import html
 from mmrl.reporting.metrics import Journal
 from mmrl.runtime import checkpoint
-from mmrl.training import evaluate
+from mmrl.training import evaluate, loop
 from mmrl.training.loop import train
 from mmrl.training.trainer import Run
 from tests.support.resuming import without_times
@@ -193,7 +193,7 @@ def planned(name: str, folder: Path, steps: int) -> Config:
 
 def tell(run: Run) -> None:
     """Note what a run is doing."""
-    timing = run.timing
+    timing = run.report.timing
 
     @contextmanager
     def told(name: str) -> Iterator[None]:
@@ -210,12 +210,9 @@ def tell(run: Run) -> None:
         return wrapper
 
     SHARED._set(0, DOING.index("between"))
-    run.timing = told
-    run.resume, run.save, run.close = (
-        noted(run.resume, "opening"),
-        noted(run.save, "saving"),
-        noted(run.close, "closing"),
-    )
+    run.report.timing = told
+    loop.resume, loop.save = noted(loop.resume, "opening"), noted(loop.save, "saving")
+    run.close, loop.hand_over = noted(run.close, "closing"), noted(loop.hand_over, "closing")
     run.evaluator.measure = noted(run.evaluator.measure, "evaluating")
 
 

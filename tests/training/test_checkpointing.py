@@ -14,8 +14,8 @@ from mmrl.reporting import html
 from mmrl.reporting.model_card import config_hash, variant_of, write_card
 from mmrl.runtime import checkpoint
 from mmrl.runtime.hub import HubError, push
-from mmrl.training.checkpointing import Best
 from mmrl.training.loop import train
+from mmrl.training.trainer import Best
 from tests.support.toys import plan, toy_run
 
 EVALUATED = {
@@ -50,7 +50,7 @@ def test_the_best_checkpoint_is_kept_besides_the_latest(tmp_path, greater):
     train(run)
     values = [record[name] for record in run.journal.read()]
     best = (max if greater else min)(range(4), key=lambda i: (values[i], -i if greater else i)) + 1
-    assert run.best.step == best and run.best.value == values[best - 1]
+    assert run.progress.best.step == best and run.progress.best.value == values[best - 1]
     assert {checkpoint.step_of(path) for path in checkpoint.checkpoints(tmp_path)} == {best, 4}
 
 
@@ -61,13 +61,13 @@ def test_the_best_is_remembered_over_a_stop(tmp_path):
     for steps in (2, 4):
         run = toy_run(tmp_path / "run", **{**changes, "max_steps": steps})
         train(run)
-    assert (run.best.step, run.best.value) == (whole.best.step, whole.best.value)
+    assert run.progress.best == whole.progress.best
 
 
 def test_a_metric_that_is_not_there_is_named_once(tmp_path):
     run = toy_run(tmp_path, **EVALUATED, metric_for_best_model="eval_breviti")
     train(run)
-    (said,) = [text for text in run.raised if "metric_for_best_model" in text]
+    (said,) = [text for text in run.report.raised if "metric_for_best_model" in text]
     assert said.endswith("did you mean 'eval_brevity'?")
 
 
@@ -121,7 +121,7 @@ def test_a_card_names_the_method_and_its_paper(tmp_path):
 def test_a_variant_is_recognised_by_its_chain_and_objective(name):
     raw = plan("x")
     run = parse(
-        merge({k: v for k, v in raw.items() if k != "objective"}, read(f"variants/{name}.yaml")), Config
+        merge({k: v for k, v in raw.items() if k != "objective"}, read(f"methods/grpo/{name}.yaml")), Config
     )
     assert variant_of(run).name == name
 
@@ -178,7 +178,7 @@ def test_the_best_model_is_uploaded_where_there_is_one(tmp_path, hub):
         tmp_path, **EVALUATED, metric_for_best_model="eval_brevity", push_to_hub=True, hub_model_id="me/mine"
     )
     train(run)
-    assert hub.calls[-1]["commit_message"] == f"Step {run.best.step}"
+    assert hub.calls[-1]["commit_message"] == f"Step {run.progress.best.step}"
 
 
 def test_an_upload_that_fails_says_where_the_model_is_and_how_to_go_on(tmp_path, hub):

@@ -9,6 +9,7 @@ from mmrl.config.reward_adapters import per_outcome
 from mmrl.core.reward_table import RewardTable
 from mmrl.core.types import Outcome, Trajectory
 from mmrl.training.collect import collect, in_order, pick
+from mmrl.training.loop import learnable
 from tests.support.tables import reward_table
 from tests.support.toys import ToyGenerate, prompts, toy_run
 
@@ -118,7 +119,7 @@ def test_the_filter_is_made_up_for_by_other_prompts(tmp_path):
     assert collection.table.uids == ("p1",) * 3 + ("p3",) * 3
     assert collection.seen.uids == ("p0",) * 3 + ("p1",) * 3 + ("p2",) * 3 + ("p3",) * 3
     assert [row.prompt.uid for row in collection.rollouts] == ["p1"] * 3 + ["p3"] * 3
-    assert run.sampler.drawn == 4
+    assert run.method.sampler.drawn == 4
     assert run.stream.round == 0
 
 
@@ -126,7 +127,7 @@ def test_rounds_end_at_max_rounds(tmp_path):
     run = collecting(tmp_path, rounds=2, rewards=[f"{__name__}:known_rewards"], group_filter="varied")
     collection = collect(run)
     assert set(collection.table.uids) == {"p1"}
-    assert run.sampler.drawn == 3
+    assert run.method.sampler.drawn == 3
 
 
 def test_only_what_is_missing_is_asked_for_and_the_sampler_may_run_dry(tmp_path):
@@ -135,7 +136,7 @@ def test_only_what_is_missing_is_asked_for_and_the_sampler_may_run_dry(tmp_path)
     run = collecting(tmp_path, rounds=9, sampler=sampler, group_filter=keep)
     collection = collect(run)
     # Of p0 and p1 only p1 is kept, so one more is wanted; p0 comes, is dropped, and then nothing comes.
-    assert run.sampler.asked == [(2, 3), (1, 3), (1, 3)]
+    assert run.method.sampler.asked == [(2, 3), (1, 3), (1, 3)]
     assert collection.table.uids == ("p1",) * 3
     # p0 was asked twice: its six rows are one group, and other draws.
     assert collection.seen.uids == ("p0",) * 3 + ("p1",) * 3 + ("p0",) * 3
@@ -162,7 +163,7 @@ def test_groups_may_be_uneven(tmp_path):
             return [prompts()[0]] * 4 + [prompts()[1]]
 
     run = collecting(tmp_path)
-    run.sampler = Budget()
+    run.method.sampler = Budget()
     collection = collect(run)
     assert collection.table.uids == ("p0",) * 4 + ("p1",)
     credit = run.advantage(collection.table)
@@ -178,11 +179,14 @@ def test_a_prompt_that_is_asked_again_draws_anew(tmp_path):
     assert first != second
 
 
-def test_a_filter_that_keeps_nothing_leaves_one_rollout_to_blank(tmp_path):
+def test_a_filter_that_keeps_nothing_leaves_a_stand_in_to_blank(tmp_path):
     run = collecting(tmp_path, group_filter=f"{__name__}:Listening")
     collection = collect(run)
     assert len(collection.table) == 0 and len(collection.seen) == 6
-    assert len(collection.rollouts) == 1
+    assert collection.rollouts == ()
+    assert collection.stand_in.prompt.uid == collection.seen.uids[0]
+    credit, batch = learnable(run, collection)
+    assert len(credit) == 0 and len(batch) == 1 and not batch.mask.any()
 
 
 @pytest.mark.parametrize("rounds", [1, 2])
@@ -195,7 +199,7 @@ def test_groups_with_a_faulty_reward_are_asked_anew(tmp_path, rounds):
 
 def test_draws_do_not_depend_on_who_else_is_asked(tmp_path):
     both, one = collecting(tmp_path), collecting(tmp_path / "b")
-    one.sampler.drawn = 1
+    one.method.sampler.drawn = 1
     together = collect(both).rollouts[3:]
     alone = collect(one).rollouts[:3]
     assert [row.outcomes[0].text for row in together] == [row.outcomes[0].text for row in alone]
@@ -210,8 +214,20 @@ def test_pick_counts_only_the_rows_of_this_process():
     assert kept.scored["reward"][:, 0].tolist() == [1.0, 3.0]
 
 
-def test_pick_keeps_a_rollout_that_is_not_in_the_table():
+def test_a_process_without_prompts_keeps_a_stand_in_that_no_table_counts(tmp_path, monkeypatch):
+    run = collecting(tmp_path)
+    monkeypatch.setattr(run.processes, "share", lambda prompts, table: (prompts[:1], False))
+    monkeypatch.setattr(run.processes, "gather", lambda local, order: local)
+    for observer in run.observers:
+        monkeypatch.setattr(observer, "observe", lambda rollouts, table: None)
+    run.method.group_filter = lambda table: torch.zeros(len(table), dtype=torch.bool)
+    collection = collect(run)
+    assert collection.rollouts == () and len(collection.seen) == 0
+    assert collection.stand_in.prompt.uid == "p0"
+
+
+def test_pick_of_a_process_without_rows_is_empty():
     table = reward_table([1.0, 2.0], process=[1, 1])
-    rollouts, kept = pick(("blank",), table, torch.tensor([True, True]))
-    assert rollouts == ("blank",)
+    rollouts, kept = pick((), table, torch.tensor([True, True]))
+    assert rollouts == () and len(kept) == 2
     assert len(kept.select(kept.mine)) == 0

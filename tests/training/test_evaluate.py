@@ -110,7 +110,7 @@ def test_draws_are_the_same_every_time_and_of_their_own(tmp_path):
     assert not torch.equal(first.table.length, other.table.length)
     run.tick(0)
     asked = [prompt for prompt in run.evaluator.data for _ in range(4)]
-    trained = [row.length for row in run.engine.rollout(asked)]
+    trained = [row.length for row in run.method.engine.rollout(asked)]
     assert trained != first.table.length.tolist(), "evaluation and training have streams of their own"
 
 
@@ -118,7 +118,7 @@ def test_measuring_changes_nothing(tmp_path):
     run = toy_run(tmp_path, evaluation={"data": DATA})
     run.evaluator.measure()
     assert run.policy.table.grad is None
-    assert run.sampler.drawn == 0
+    assert run.method.sampler.drawn == 0
     assert not run.policy.table.any()
 
 

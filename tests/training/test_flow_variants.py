@@ -26,7 +26,7 @@ def loss_of(name, new, batch):
 
 def test_a_variant_gives_options_to_a_policy_that_the_run_names(tmp_path):
     (tmp_path / "run.yaml").write_text(
-        f"include: [{CONFIGS / 'variants' / 'awm.yaml'}]\n"
+        f"include: [{CONFIGS / 'methods' / 'flow' / 'awm.yaml'}]\n"
         "policy: {name: diffusion.flow, model: somewhere, likelihood: {draws: 2}}\n"
     )
     chosen = merge(PICTURES, read(tmp_path / "run.yaml"))["policy"]

@@ -42,7 +42,7 @@ def rewards_of(name: str, folder: Path, **changes: Any) -> list[float]:
     config = on_a_toy(read(method_file(name)), folder, **merge(wanted, changes))
     run = build(config, quiet=True)
     train(run)
-    return [step[f"rewards/{run.rewards[0].name}/mean"] for step in run.journal.read()]
+    return [step[f"rewards/{run.method.rewards[0].name}/mean"] for step in run.journal.read()]
 
 
 @pytest.mark.parametrize("name", METHODS)

@@ -72,7 +72,8 @@ def test_a_dropped_row_stays_in_the_divisor_on_request(tmp_path):
     }
     run, batch = ready(tmp_path, **chain)
     learned, drawn = len(batch), batch.drawn
-    assert drawn == run.num_prompts * run.num_generations == learned + run.num_prompts
+    size = run.config.rollout
+    assert drawn == size.num_prompts * size.num_generations == learned + size.num_prompts
     torch.testing.assert_close(means["drawn"] * drawn, means["learned"] * learned, rtol=1e-6, atol=0)
 
 
@@ -122,7 +123,7 @@ def test_minibatches_take_a_step_for_every_part_of_whole_groups(tmp_path):
     order = list(dict.fromkeys(batch.steps.prompt.tolist()))
     # Four groups in three parts: one, one and two. Groups whose answers tie push nowhere.
     parts = [order[:1], order[1:2], order[2:]]
-    assert len(counted) == 3 and run.meter.updates == 3
+    assert len(counted) == 3 and run.guard.meter.updates == 3
     assert all(set(seen) <= set(part) for seen, part in zip(counted, parts, strict=True))
     assert sum(map(len, counted)) >= 3
     assert not torch.equal(run.policy.table, before)
@@ -147,7 +148,7 @@ def test_iterations_pass_over_one_collection_again(tmp_path):
     for _ in range(3):
         update(again, batch)
     assert torch.equal(run.policy.table, again.policy.table)
-    assert run.journal.read()[0]["grad_norm"] == pytest.approx(run.reported["grad_norm"])
+    assert run.journal.read()[0]["grad_norm"] == pytest.approx(run.progress.reported["grad_norm"])
 
 
 # ---- old
@@ -205,8 +206,8 @@ def test_old_is_the_policy_that_rolled_out(tmp_path):
 def test_what_others_say_stands_in_its_rows_however_it_was_cut(tmp_path):
     run, batch = ready(tmp_path)
     one, many = Rising(), Rising()
-    consult({"ref": one}, batch, run.needs, 10**6)
-    cut = consult({"ref": many}, batch, run.needs, 8)
+    consult({"ref": one}, batch, run.method.needs, 10**6)
+    cut = consult({"ref": many}, batch, run.method.needs, 8)
     assert (one.asked, len(many.asked)) == ([(16, frozenset())], 8)
     # Rows stand in order and 8 steps are two rows, so the answers count up in pairs.
     assert cut.others["ref"].logp[:, 0].tolist() == [float(1 + i // 2) for i in range(16)]
@@ -217,11 +218,12 @@ def test_the_engine_is_old_where_it_noted_nothing(tmp_path):
     old = batch.others["old"].logp
     noted = batch.notes["logp"].clone()
     noted[0] = math.nan
-    engine = consult(run.others, batch.replace(notes={"logp": noted}), run.needs, 99).others["engine"].logp
+    needs = run.method.needs
+    engine = consult(run.others, batch.replace(notes={"logp": noted}), needs, 99).others["engine"].logp
     assert torch.equal(engine[0], old[0])
     steps = batch.mask[1:] > 0
     assert torch.equal(engine[1:][steps], noted[1:][steps].double())
-    nowhere = consult(run.others, batch.replace(notes={}), run.needs, 99).others["engine"].logp
+    nowhere = consult(run.others, batch.replace(notes={}), run.method.needs, 99).others["engine"].logp
     assert torch.equal(nowhere, old)
 
 
@@ -240,7 +242,7 @@ def test_gradients_are_clipped_to_a_norm(tmp_path):
 def test_the_norm_is_reported_as_it_was_before_clipping(tmp_path):
     run, batch = ready(tmp_path, learn={"max_grad_norm": 0.01})
     update(run, batch)
-    assert run.meter.take()["grad_norm"] == pytest.approx(float(moved_by(tmp_path).norm()), rel=1e-6)
+    assert run.guard.meter.take()["grad_norm"] == pytest.approx(float(moved_by(tmp_path).norm()), rel=1e-6)
 
 
 def test_a_loss_that_is_not_finite_stops_before_the_step(tmp_path):
@@ -250,7 +252,7 @@ def test_a_loss_that_is_not_finite_stops_before_the_step(tmp_path):
     with pytest.raises(NotFinite, match="the gradient of step 0 has the norm nan; the step was not taken"):
         update(run, spoilt)
     assert torch.equal(run.policy.table, before)
-    assert not run.optimizer.state_dict()["state"]
+    assert not run.method.optimizer.state_dict()["state"]
     assert run.policy.table.grad is None or not run.policy.table.grad.any()
     update(run, batch)
     assert run.policy.table.isfinite().all(), "nothing of it is left in the next step"
@@ -260,7 +262,7 @@ def test_a_collection_without_groups_takes_no_step(tmp_path):
     run = toy_run(tmp_path, group_filter=f"{__name__}:drop_all", max_steps=2, learn={"optimizer": "adamw"})
     train(run)
     assert not run.policy.table.any()
-    assert not run.optimizer.state_dict()["state"]
+    assert not run.method.optimizer.state_dict()["state"]
     record = run.journal.read()[-1]
     assert record["frac_groups_kept"] == 0.0
     assert "loss" not in record and "reward" in record
@@ -271,7 +273,7 @@ def test_an_empty_minibatch_takes_no_step(tmp_path):
     run, batch = ready(tmp_path, learn={"minibatches": 2}, rollout={"num_prompts": 2})
     one = batch.select((batch.group == batch.group[0]).nonzero()[:, 0])
     update(run, one)
-    assert run.meter.updates == 1
+    assert run.guard.meter.updates == 1
 
 
 def test_rows_that_are_not_learned_from_cost_no_forward_pass(tmp_path):
@@ -297,7 +299,7 @@ def test_references_follow_every_step(tmp_path):
     first = moved_by(tmp_path)
     # From 0: .25 w1 after the first step, .75 * .25 w1 + .25 w2 after the second.
     expected = 0.75 * 0.25 * first + 0.25 * run.policy.table.detach()
-    torch.testing.assert_close(run.references["slow"].weights["table"], expected)
+    torch.testing.assert_close(run.method.references["slow"].weights["table"], expected)
 
 
 def test_schedules_take_their_value_before_a_step(tmp_path):
@@ -312,7 +314,7 @@ def test_schedules_take_their_value_before_a_step(tmp_path):
     train(run)
     assert [record["learning_rate"] for record in run.journal.read()] == [1.0, 0.75, 0.5]
     # The last of three ticks was at step 2, where the width has arrived.
-    assert run.objective.surrogate.options["epsilon"] == pytest.approx(0.2)
+    assert run.method.objective.surrogate.options["epsilon"] == pytest.approx(0.2)
 
 
 def test_every_step_draws_anew(tmp_path):
@@ -335,7 +337,7 @@ def test_clocks_carry_the_metrics_of_the_last_report(tmp_path):
             return 0.1
 
     run = toy_run(tmp_path, policy=DOUBLE)
-    run.learning_rate = Watching()
+    run.method.learning_rate = Watching()
     train(run)
     rewards = [record["reward"] for record in run.journal.read()]
     assert seen == [(0, None), (1, rewards[0]), (2, rewards[1])]
@@ -355,7 +357,7 @@ def test_other_policies_are_asked_as_often_on_every_process(tmp_path):
     def even(cuts):
         return [*((cut, 1.0, False) for cut in cuts), (cuts[-1], 0.0, False), (cuts[-1], 0.0, True)]
 
-    alone = consult({"ref": run.policy}, batch, run.needs, 8).others["ref"].logp
-    found = consult({"ref": counting}, batch, run.needs, 8, even).others["ref"].logp
+    alone = consult({"ref": run.policy}, batch, run.method.needs, 8).others["ref"].logp
+    found = consult({"ref": counting}, batch, run.method.needs, 8, even).others["ref"].logp
     assert len(asked) == len(list(batch.cuts(8, Unit.STEP))) + 2
     assert torch.equal(found, alone)

@@ -25,6 +25,7 @@ from mmrl.core.step_table import Batch
 from mmrl.reporting import html
 from mmrl.runtime import checkpoint
 from mmrl.runtime.signals import listening
+from mmrl.training.checkpointing import resume
 from mmrl.training.loop import train
 from mmrl.training.nonfinite import NotFinite, OutOfMemory, largest_first
 from mmrl.training.trainer import Run
@@ -175,7 +176,8 @@ TABLE: dict[str, tuple[dict[str, Any], int, str]] = {
     "an advantage piece that returns nothing": (
         {"advantage": ["total", "tests.training.test_advantage_chain:nothing"]},
         1,
-        "advantage[1]: 'tests.training.test_advantage_chain.nothing' must return a reward table of the same 16 rows, not",
+        "advantage[1]: 'tests.training.test_advantage_chain.nothing' must return a reward table of the same 16 "
+        "rows, not",
     ),
     "an advantage piece that raises": (
         {"advantage": ["tests.training.test_advantage_chain:failing"]},
@@ -285,7 +287,7 @@ def test_a_step_may_be_skipped_and_the_run_goes_on(tmp_path, capsys):
         "learn": {"on_nonfinite": "skip", "max_skipped": 2},
     }
     run = toy_run(tmp_path, **changes)
-    run.console.quiet = False
+    run.report.console.quiet = False
     train(run)
     records = run.journal.read()
     assert [record.get("skipped_updates") for record in records] == [1, 1, 2, 2]
@@ -309,7 +311,7 @@ def test_a_skipped_step_leaves_the_optimizer_alone(tmp_path):
     }
     run = toy_run(tmp_path, **changes, max_steps=2)
     train(run)
-    assert not run.optimizer.state_dict()["state"] and run.references["slow"].passed == 0
+    assert not run.method.optimizer.state_dict()["state"] and run.method.references["slow"].passed == 0
 
 
 # ---- memory
@@ -319,7 +321,7 @@ def test_memory_that_runs_out_halves_the_micro_batch_once_and_changes_no_number(
     Full.sizes.clear()
     learn = {"optimizer": "sgd", "learning_rate": 1.0, "micro_batch_steps": 16}
     run = toy_run(tmp_path / "full", policy=f"{HERE}:Full", learn=learn, max_steps=1)
-    run.console.quiet = False
+    run.report.console.quiet = False
     train(run)
     # 16 rows of 4 steps: four rows do not fit, two do.
     assert Full.sizes == [16] + [8] * 8
@@ -328,7 +330,7 @@ def test_memory_that_runs_out_halves_the_micro_batch_once_and_changes_no_number(
     other = toy_run(tmp_path / "other", learn={**learn, "micro_batch_steps": 8}, max_steps=1)
     train(other)
     assert torch.equal(run.policy.table, other.policy.table)
-    assert run.reported["loss"] == other.reported["loss"], "nothing of the first try is counted"
+    assert run.progress.reported["loss"] == other.progress.reported["loss"], "nothing of the first try counts"
 
 
 def test_a_resumed_run_remembers_that_it_halved(tmp_path):
@@ -337,7 +339,7 @@ def test_a_resumed_run_remembers_that_it_halved(tmp_path):
     Full.sizes.clear()
     run = toy_run(tmp_path, **changes, max_steps=2)
     train(run)
-    assert run.micro_batch_steps == 8 and max(Full.sizes) == 8
+    assert run.guard.micro_batch_steps == 8 and max(Full.sizes) == 8
 
 
 def test_asking_other_policies_may_run_out_of_memory_as_well(tmp_path):
@@ -373,8 +375,8 @@ def test_a_checkpoint_of_another_run_is_refused_and_the_one_before_is_used(tmp_p
     train(toy_run(tmp_path / "other", **changes, **other, max_steps=1))
     shutil.copytree(tmp_path / "other" / "checkpoint-1", tmp_path / "run" / "checkpoint-9")
     run = toy_run(tmp_path / "run", **changes, max_steps=3)
-    run.console.quiet = False
-    assert run.resume() == 2
+    run.report.console.quiet = False
+    assert resume(run) == 2
     said = capsys.readouterr().out
     assert (
         "checkpoint-9' is a checkpoint of another run: of references it lacks nothing and has ['slow']"

@@ -9,18 +9,20 @@ import torch
 
 from mmrl.core.types import Unit
 from mmrl.training.loop import train
-from mmrl.training.nonfinite import NotFinite, _sound
+from mmrl.training.nonfinite import Guard, NotFinite
 from tests.support.tables import step_table
 from tests.support.toys import toy_run
-from tests.training.test_nonfinite import kinked, left_in
+from tests.training.test_nonfinite import left_in
 
 HERE = __name__
 
 
 def one_kinked_row(log_ratio, new, batch):
     """Give the rows of the first prompt a slope that is infinite where the loss is 0."""
-    kink = kinked(log_ratio, new, batch)
-    return torch.where((batch.steps.prompt == 0)[:, None], kink, -log_ratio.exp() * batch.advantage)
+    first = (batch.steps.prompt == 0)[:, None]
+    # A branch of `where` that is not taken still passes 0 * infinity back, so the kink is not there at all.
+    gap = torch.where(first, new.logp - new.logp.detach(), 1.0)
+    return torch.where(first, gap.abs().sqrt(), -log_ratio.exp() * batch.advantage)
 
 
 def test_only_the_rows_of_a_gradient_that_is_not_finite_are_written_down(tmp_path):
@@ -36,13 +38,12 @@ def test_one_entry_of_one_gradient_is_enough(bad, sound):
     trained = [torch.nn.Parameter(torch.ones(2)) for _ in range(3)]
     for i in bad:
         trained[i].data[1] = 0.0
-    run = SimpleNamespace(
-        micro_batch_steps=100,
+    method = SimpleNamespace(
         needs=SimpleNamespace(unit=Unit.STEP, extra=frozenset()),
-        processes=SimpleNamespace(device="cpu"),
         policy=lambda micro, extra: None,
         objective=lambda new, micro: (trained[0].sqrt().sum() + trained[1].sqrt().sum(), {}),
         trained=trained,
     )
+    guard = Guard(None, method, SimpleNamespace(device="cpu"), None, print, micro_batch_steps=100)
     batch = step_table([[-1.0, -2.0]], old=[[-1.0, -2.0]], advantage=[1.0])[1]
-    assert _sound(run, batch) is sound
+    assert guard.is_finite(batch) is sound

@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from mmrl.cli import main
 from mmrl.reporting import html
 from mmrl.runtime import checkpoint
+from mmrl.training.checkpointing import resume
 from tests.support.killing import differences
 from tests.support.resuming import EVERYTHING, assert_alike, killed, resumed, without_times
 from tests.support.toys import ToyGenerate, plan, toy_run
@@ -51,19 +52,19 @@ def test_what_has_a_memory_is_taken_up(tmp_path):
     killed(tmp_path, at=4)
     run = toy_run(tmp_path, **EVERYTHING)
     fresh = toy_run(tmp_path / "fresh", **EVERYTHING)
-    assert run.resume() == 3
+    assert resume(run) == 3
     state = checkpoint.read_state(tmp_path / "checkpoint-3")
-    assert run.sampler.drawn == state["pieces"]["sampler"]["drawn"] >= 9
+    assert run.method.sampler.drawn == state["pieces"]["sampler"]["drawn"] >= 9
     assert torch.equal(
-        run.references["slow"].weights["table"], state["references"]["slow"]["weights"]["table"]
+        run.method.references["slow"].weights["table"], state["references"]["slow"]["weights"]["table"]
     )
-    assert not torch.equal(run.references["slow"].weights["table"], run.policy.table)
-    assert not run.references["ref"].weights["table"].any(), "the weights of the very beginning"
+    assert not torch.equal(run.method.references["slow"].weights["table"], run.policy.table)
+    assert not run.method.references["ref"].weights["table"].any(), "the weights of the very beginning"
     assert run.observers[0].count == state["pieces"]["advantage[1]"]["count"] > 0
-    assert run.reported["reward"] == state["reported"]["reward"]
+    assert run.progress.reported["reward"] == state["reported"]["reward"]
     # 3 steps of 2 iterations over 2 minibatches, each with an optimizer step unless the filter took it all.
-    assert 6 <= run.optimizer.state_dict()["state"][0]["step"] <= 12
-    assert fresh.sampler.drawn == fresh.observers[0].count == 0
+    assert 6 <= run.method.optimizer.state_dict()["state"][0]["step"] <= 12
+    assert fresh.method.sampler.drawn == fresh.observers[0].count == 0
 
 
 def test_a_finished_run_that_is_given_more_steps_goes_on(tmp_path, uninterrupted):
@@ -166,10 +167,10 @@ def test_alarms_hear_after_a_resume_what_they_would_have_heard(tmp_path):
     HEARD.clear()
     whole = resumed(tmp_path / "whole", **changes)
     wanted = list(HEARD)
-    assert len(wanted) == 5 and not [text for text in whole.raised if "the ratio is not 1" in text]
-    assert whole.records[0]["sampling/sampling_logp_difference/mean"] > 0.1
+    assert len(wanted) == 5 and not [text for text in whole.report.raised if "the ratio is not 1" in text]
+    assert whole.report.records[0]["sampling/sampling_logp_difference/mean"] > 0.1
     killed(tmp_path / "run", at=3, **changes)
     HEARD.clear()
     run = resumed(tmp_path / "run", **changes)
     assert wanted[3:] == HEARD
-    assert run.raised == whole.raised
+    assert run.report.raised == whole.report.raised

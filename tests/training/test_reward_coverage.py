@@ -9,7 +9,7 @@ import pytest
 from mmrl.cli import main
 from mmrl.config.reward_adapters import per_outcome
 from mmrl.config.schema import ConfigError
-from mmrl.training import reward_coverage
+from mmrl.training import collect
 from mmrl.training.loop import train
 from mmrl.training.score import RewardFault
 from tests.support.tables import reward_table
@@ -64,7 +64,7 @@ def test_a_reward_of_a_rare_task_is_waited_for(tmp_path):
 
 def test_all_prompts_are_asked_before_a_run_is_stopped():
     bound = toy_run_rewards()
-    watch = reward_coverage.Applied(bound, prompts=30)
+    watch = collect.RewardCoverage(bound, prompts=30)
     for _ in range(14):
         watch.observe((), reward_table({"brevity": [None, None]}, group=["a", "b"]))
     with pytest.raises(RewardFault, match="to 30 prompts in 15 rounds"):
@@ -72,7 +72,7 @@ def test_all_prompts_are_asked_before_a_run_is_stopped():
 
 
 def test_what_was_seen_survives_a_stop(tmp_path):
-    watch, fresh = (reward_coverage.Applied(toy_run_rewards(), prompts=1) for _ in range(2))
+    watch, fresh = (collect.RewardCoverage(toy_run_rewards(), prompts=1) for _ in range(2))
     for _ in range(9):
         watch.observe((), reward_table({"brevity": [None]}))
     fresh.load_state_dict(watch.state_dict())
@@ -85,7 +85,7 @@ def test_what_was_seen_survives_a_stop(tmp_path):
 
 
 def test_a_choice_that_there_is_not_is_named(tmp_path):
-    with pytest.raises(ConfigError, match="`on_absent` of 'absent' must be raise or warn"):
+    with pytest.raises(ConfigError, match="on_absent' must be one of 'raise', 'warn', not 'skip'"):
         run_with(tmp_path, {"name": "absent", "on_absent": "skip"}, 1)
 
 

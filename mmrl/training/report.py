@@ -1,0 +1,175 @@
+"""What a training run reports: metrics, warnings, completions, and the page at the end."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from mmrl.config.binding import Bound
+from mmrl.config.schema import Config, as_plain
+from mmrl.core.reward_table import Collection, Measured, RewardTable
+from mmrl.core.rng import Stream
+from mmrl.diagnostics.context import cheapened
+from mmrl.reporting.console import Console
+from mmrl.reporting.metrics import (
+    EXHIBITS,
+    Journal,
+    Trackers,
+    describe_lengths,
+    describe_measured,
+    describe_rewards,
+    describe_shares,
+    describe_speed,
+    noted_sums,
+    pictured,
+    write_completions,
+    write_measured,
+)
+from mmrl.reporting.rollout_mismatch import conclude, spell_gap
+from mmrl.runtime.distributed import Processes
+
+
+@dataclass(frozen=True)
+class ReportPieces:
+    """The pieces that look at a run without taking part in it."""
+
+    metrics: Sequence[Bound] = ()
+    visualizations: Sequence[Bound] = ()
+    alarms: Sequence[Bound] = ()  # read the journal while the run trains
+    checkups: Sequence[Bound] = ()  # read the first step
+    trackers: Trackers = field(default_factory=Trackers)
+
+
+class Report:
+    """Writes the journal, warnings, completions and the page of a run, and times its steps."""
+
+    def __init__(
+        self, config: Config, processes: Processes, stream: Stream, pieces: ReportPieces, quiet: bool = False
+    ) -> None:
+        self.config, self.processes, self.stream, self.pieces = config, processes, stream, pieces
+        self.journal = Journal(self.folder)
+        self.warnings = Journal(self.folder, "warnings.jsonl")
+        self.console = Console(self.folder.name, config.max_steps, quiet or not processes.main)
+        self.records: list[dict[str, Any]] = []  # the journal, as alarms read it
+        self.raised: list[str] = []  # the texts of warnings, each once
+        self.times: dict[str, float] = {}  # seconds of this step by activity
+        self.began = 0.0
+
+    @property
+    def folder(self) -> Path:
+        """The output folder."""
+        return Path(self.config.output_dir)
+
+    def begin(self, start: int) -> None:
+        """Begin, or resume at a step: later lines of the journals are dropped and trackers are opened."""
+        if self.processes.main:
+            self.journal.rewind(start)
+            self.records = [self._for_alarms(record) for record in self.journal.read()]
+            self.warnings.rewind(start)
+            self.raised = [record["text"] for record in self.warnings.read()]
+            self.pieces.trackers.open(self.folder, as_plain(self.config), start, self.console.say)
+        self.console.begin(start, self.records[0] if self.records else None)
+
+    def tick(self) -> None:
+        """Begin to time a step."""
+        self.began, self.times = time.perf_counter(), {}
+
+    @contextmanager
+    def timing(self, name: str) -> Iterator[None]:
+        """Add the seconds of a block to an activity of the step."""
+        began = time.perf_counter()
+        yield
+        self.times[name] = self.times.get(name, 0.0) + time.perf_counter() - began
+
+    def warn(self, text: str, by: str = "") -> None:
+        """Warn once, on the console and at the head of the page."""
+        if text not in self.raised:
+            self.raised.append(text)
+            if self.processes.main:
+                self.warnings.write({"step": self.stream.step, "by": by, "text": text})
+            self.console.warn(text)
+
+    def describe(
+        self, collection: Collection, credit: RewardTable, numbers: Mapping[str, float]
+    ) -> dict[str, float]:
+        """Compute the metrics of a step; `numbers` of this process are averaged over all processes."""
+        shared = conclude(self.processes.means(numbers))
+        entropy = self.processes.means(noted_sums(collection.rollouts, "entropy"))
+        if entropy["steps"]:
+            shared["entropy"] = entropy["sum"] / entropy["steps"]
+        seen, table = collection.seen, collection.table
+        rewards = describe_rewards(seen) | describe_shares(table, credit)
+        metrics = {**rewards, **describe_lengths(seen), **dict(sorted(shared.items()))}
+        if len(table) < len(seen):
+            metrics["frac_groups_kept"] = len(set(table.group.tolist())) / len(set(seen.group.tolist()))
+        for metric in self.pieces.metrics:
+            metrics |= metric(seen)
+        return metrics
+
+    def durations(self, collection: Collection) -> dict[str, float]:
+        """Return the seconds of the step and its activities, and rollouts per second without evaluation."""
+        metrics = {f"time/{name}": seconds for name, seconds in self.times.items()}
+        metrics["step_time"] = time.perf_counter() - self.began
+        trained = metrics["step_time"] - self.times.get("evaluate", 0.0)
+        return metrics | describe_speed(collection.seen, trained)
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Write a line of the journal, pass it on to trackers, and run the alarms."""
+        if self.processes.main:
+            self.records.append(self._for_alarms(self.journal.write({"step": step, **metrics})))
+            self.pieces.trackers.write(metrics, step)
+            if len(self.records) == 1 and (sentence := spell_gap(metrics, self._cheap)):
+                self.console.say(sentence)
+            self._run_alarms(self.records)
+        self.console.step(step, metrics)
+
+    @property
+    def _cheap(self) -> str:
+        """The caches and transforms that make rollouts cheaper than the policy."""
+        return ", ".join(cheapened(self.config))
+
+    def _for_alarms(self, record: Mapping[str, Any]) -> dict[str, Any]:
+        return {**record, "cheap": self._cheap}
+
+    def _run_alarms(self, records: Sequence[Mapping[str, Any]]) -> None:
+        for alarm in self.pieces.alarms:
+            for text in alarm(list(records)):
+                self.warn(text)
+
+    def write_completions(self, step: int, collection: Collection, credit: RewardTable) -> None:
+        """Write this process's rollouts of a step with their rewards and advantages."""
+        mine = credit.select(credit.mine)
+        if not collection.rollouts:
+            return
+        advantage = mine.values[:, 0].gather(1, mine.last.clamp(min=0)[:, None])[:, 0].tolist()
+        part = f"-{self.processes.rank}" if self.processes.world > 1 else ""
+        path = self.folder / "completions" / f"completions_{step:06d}{part}.parquet"
+        images = pictured(step, self.config.max_steps, self.config.report.media_log_steps)
+        table = collection.table.select(collection.table.mine)
+        write_completions(path, collection.rollouts, table, advantage, pictures=images)
+
+    def leave(self, step: int, why: str) -> None:
+        """Stop before the last step, which the same command goes on from."""
+        self.console.end()
+        if self.processes.main:
+            self.pieces.trackers.close()
+        self.console.say(f"stopped by {why or 'another process'} after step {step}, which is saved")
+
+    def close(self, last: Measured | None) -> None:
+        """Write the last evaluation, its visualizations and the page; main process only."""
+        from mmrl.reporting.html import write_page
+
+        records = list(self.records)
+        if last and records:  # metrics of the last step stay as they were reported
+            records[-1] = {**describe_measured(last), **records[-1]}
+        self._run_alarms(records)
+        if last:
+            write_measured(self.folder, last)
+            if fragments := "".join(piece({"answer": last}) for piece in self.pieces.visualizations):
+                (self.folder / EXHIBITS).write_text(fragments)
+        self.console.say(f"report: {write_page(self.folder)}")
+        self.pieces.trackers.close()
