@@ -77,7 +77,7 @@ def leave_one_out(
     by: tuple[str, ...] = BY_GROUP,
     scale: Literal["none", "group", "others"] = "none",
     std: Literal["unbiased", "population"] = "unbiased",
-    eps: float = 1e-4,
+    eps: NonNegativeFloat = 1e-4,
     singleton: Literal["zero", "raw"] = "zero",
 ) -> RewardTable:
     """Subtract the mean of the others in the group (RLOO, arXiv 2402.14740). Alone, the advantage is 0, or

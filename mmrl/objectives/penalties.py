@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mmrl.config.ranges import NonNegativeFloat
+from mmrl.config.ranges import NonNegativeFloat, PositiveFloat
 from mmrl.config.registry import penalty
 from mmrl.core.reward_table import EQUAL
 from mmrl.core.step_table import Batch, StepOutput
@@ -39,7 +39,7 @@ def k3(
     coef: NonNegativeFloat = 0.001,
     against: str = "ref",
     use_bias_correction_kl: bool = False,
-    clip_max: float | None = None,
+    clip_max: PositiveFloat | None = None,
 ) -> Tensor:
     """Estimate the divergence by exp(-d) + d - 1, d the log-ratio: unbiased and never negative (GRPO; TRL's
     beta is `coef`).

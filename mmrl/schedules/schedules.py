@@ -64,9 +64,9 @@ def sliding_window(
     stop: TakenInt,
     roll_back: bool = True,
     decay: Literal["none", "linear", "exponential"] = "none",
-    least: int = 1,
-    rate: float = 0.1,
-    after: int = 13,
+    least: PositiveInt = 1,
+    rate: NonNegativeFloat = 0.1,
+    after: NonNegativeInt = 13,
 ) -> float:
     """Climb from `start` by `step` every so many steps, never above `stop`; then begin anew, or with
     `roll_back: false` stay (MixGRPO's sliding window, arXiv 2507.21802).

@@ -35,11 +35,12 @@ from tests.config.test_schema import WHOLE
 
 # Numbers that may be anything finite: shifts, scales and bars of metrics and rewards, which have any sign.
 FREE = {
-    "anchor.lambda_off", "downscale.max_reward", "group_center.shift", "rescale.factor",
-    "tempsamp_shaping.threshold", "value_anchor.k", "rises.above", "anchor_chosen.delta", "bco_pair.delta",
-    "kto.delta", "combination.constant", "combination.weights", "confusion.positive", "confusion.scale",
-    "confusion.offset", "confusion.f1_offset", "ratio_of_sums.scale", "ratio_of_sums.offset",
-    "recall_at.at", "clip_score.divide_by", "diffusion.pick_score.divide_by",
+    "tempsamp_anchor.lambda_off", "tempsamp_downscale.max_reward", "group_center.shift", "scale.factor",
+    "tempsamp_shaping.threshold", "value_anchor.k", "metric_spike.above", "anchor_chosen.delta",
+    "bco_pair.delta", "kto.delta", "weighted_sum.constant", "weighted_sum.weights",
+    "binary_classification.positive", "binary_classification.scale", "binary_classification.offset",
+    "binary_classification.f1_offset", "ratio_of_sums.scale", "ratio_of_sums.offset", "recall_at.at",
+    "clip_score.divide_by", "diffusion.pick_score.divide_by",
 }  # fmt: skip
 EACH = [(entry, name) for kind in HOMES for entry in pieces(kind) for name in entry.options]
 
