@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import is_dataclass
+from dataclasses import is_dataclass, replace
 from functools import reduce
 from pathlib import Path
 from typing import Any
@@ -13,12 +14,11 @@ import torch
 from mmrl.config.binding import Bound, Pieces
 from mmrl.config.loading import change, read
 from mmrl.config.ranges import NonNegativeFloat
-from mmrl.config.registry import HOMES, Entry, Needs, find
+from mmrl.config.registry import HOMES, Entry, Needs
 from mmrl.config.schema import (
     Config,
     ConfigError,
     EvaluateConfig,
-    Evaluation,
     Piece,
     as_piece,
     as_plain,
@@ -53,7 +53,7 @@ def build(config: Config, *, quiet: bool = False) -> Run:
     torch.manual_seed(config.seed)  # adapters draw their first weights from the global stream
     processes = Processes(config.ddp_timeout)
     policy, objective = pieces.make("policy", config.policy), pieces.make("objective", config.objective)
-    _check_says(config, objective.needs, policy.says)
+    _check_outputs(config, objective.needs, policy.says)
     make_optimizer = pieces.make("optimizer", config.learn.optimizer, place="learn.optimizer")
     optimizer = processes.place(policy, make_optimizer, config.learn.max_grad_norm)
     references = {
@@ -80,8 +80,8 @@ def build(config: Config, *, quiet: bool = False) -> Run:
     watching = ReportPieces(
         metrics=listed("metric", config.metrics, "metrics"),
         visualizations=listed("visualization", config.report.visualizations, "report.visualizations"),
-        alarms=listed("alarm", config.report.checks, "report.checks"),
-        checkups=listed("checkup", config.report.startup_checks, "report.startup_checks"),
+        alarms=listed("check", config.report.checks, "report.checks"),
+        checkups=listed("check", config.report.startup_checks, "report.startup_checks"),
         trackers=Trackers(trackers),
     )
     pieces.made["rewards"] = RewardCoverage(method.rewards, len(data))
@@ -102,96 +102,72 @@ def make_rewards(pieces: Pieces, listed: Sequence[Piece], place: str) -> list[Bo
     return [pieces.make("reward", piece, place=f"{place}[{i}]") for i, piece in enumerate(listed)]
 
 
-def name_rewards(pieces: Pieces, listed: Sequence[Piece], place: str) -> list[Bound]:
-    """Check the rewards and name them, without the models that some of them load when they are made."""
-    return [pieces.name("reward", piece, f"{place}[{i}]") for i, piece in enumerate(listed)]
-
-
 # ---- checking
 
 
 def check(config: Config) -> Pieces:
-    """Resolve every name and option of a configuration, and what pieces need of each other, without loading
-    anything. Gives the pieces, so that their packages can be asked for where they will be used."""
+    """Check every name, option and join of a configuration without loading anything.
+
+    Returns the pieces, so that a caller that will run them can require their packages.
+    """
     pieces = Pieces(Stream())
     parse(as_plain(config), Config)  # types and ranges, where it was not read from a file
     _check_together(config)
     check_hub(config)
-    policy = pieces.check("policy", config.policy)
-    pieces.check("data", config.data)
-    pieces.check("sampler", config.sampler)
-    pieces.check("group_filter", config.group_filter)
-    pieces.check("optimizer", config.learn.optimizer, "learn.optimizer")
-    pieces.number(config.learn.learning_rate, NonNegativeFloat, "learn.learning_rate")
-    for kind, listed, place in (
-        ("metric", config.metrics, "metrics"),
-        ("visualization", config.report.visualizations, "report.visualizations"),
-        ("alarm", config.report.checks, "report.checks"),
-        ("checkup", config.report.startup_checks, "report.startup_checks"),
-        ("tracker", config.report.trackers, "report.trackers"),
-        ("engine", config.rollout.engine, "rollout.engine"),
-    ):
-        for i, piece in enumerate(listed):
-            pieces.check(kind, piece, f"{place}[{i}]")
-    for name, piece in config.references.items():
-        pieces.check("reference", piece, f"references.{name}")
-    _check_rewards(name_rewards(pieces, config.rewards, "rewards"), "rewards")
-    chain = [
-        pieces.make("advantage", piece, place=f"advantage[{i}]") for i, piece in enumerate(config.advantage)
-    ]
-    _check_chain(config, chain)
-    needs = _needs_of(pieces, config.objective)
-    needs |= reduce(Needs.__or__, (Needs(notes=bound.needs.notes) for bound in chain), Needs())
-    _check_needs(config, needs, _declared(policy, "says"))
-    check_evaluation(config.evaluation, pieces)
+    checked = pieces.check_all(config)
+    _check_rewards(checked, "rewards")
+    _check_rewards(checked, "evaluation.rewards", weighted=False)
+    chain = _listed(checked, "advantage")
+    _check_groups(config, chain)
+    needs = reduce(
+        Needs.__or__, (Needs(notes=bound.needs.notes) for bound in chain), _needs_of(config, checked)
+    )
+    _check_outputs(config, needs, _declared(checked["policy"].entry, "says"))
+    engines = _listed(checked, "rollout.engine")
+    notes = frozenset().union(*(_declared(engine.entry, "notes") for engine in engines))
+    missing = (needs.notes | ({"logp"} if "engine" in needs.others else set())) - notes
+    if missing:
+        raise ConfigError(
+            f"the chain or the objective reads the notes {sorted(missing)}, which the engines do not "
+            f"take; they note {sorted(notes) or 'nothing'}"
+        )
     return pieces
 
 
-def check_evaluation(evaluation: Evaluation, pieces: Pieces) -> None:
-    """Resolve the names and options of an evaluation."""
-    if evaluation.data is not None:
-        pieces.check("data", evaluation.data, "evaluation.data")
-    for i, piece in enumerate(evaluation.engine):
-        pieces.check("engine", piece, f"evaluation.engine[{i}]")
-    for i, piece in enumerate(evaluation.metrics):
-        pieces.check("metric", piece, f"evaluation.metrics[{i}]")
-    if evaluation.rewards:
-        _check_rewards(
-            name_rewards(pieces, evaluation.rewards, "evaluation.rewards"), "evaluation.rewards", False
-        )
-
-
-def check_some(raw: Mapping[str, Any], parsed: Any) -> None:
-    """Resolve what a part of a configuration names: a variant, which has no policy and no data."""
+def check_some(raw: Mapping[str, Any], config: Any) -> None:
+    """Check a part of a configuration, such as a variant, which has no policy and no data."""
     pieces = Pieces(Stream())
     for name, option in (raw.get("policy") or {}).items():
         if name in HOMES:  # of the policy that a run will name
             pieces.check(name, as_piece(option, f"policy.{name}"), f"policy.{name}")
-    for i, piece in enumerate(parsed.advantage if "advantage" in raw else ()):
-        pieces.make("advantage", piece, place=f"advantage[{i}]")
-    for kind in ("data", "objective", "sampler", "group_filter"):
-        if kind in raw:
-            pieces.check(kind, getattr(parsed, kind), kind)
-    if "objective" in raw:
-        missing = set(_needs_of(pieces, parsed.objective).others) - set(parsed.references) - _ALWAYS
-        if missing:
-            raise ConfigError(f"objective compares with {sorted(missing)}; add them to `references`")
-    for i, piece in enumerate(parsed.rollout.engine or () if "rollout" in raw else ()):
-        pieces.check("engine", piece, f"rollout.engine[{i}]")
-    for name, piece in parsed.references.items():
-        pieces.check("reference", piece, f"references.{name}")
-    name_rewards(pieces, parsed.rewards if "rewards" in raw else (), "rewards")
-    for i, piece in enumerate(parsed.report.checks or () if "report" in raw else ()):
-        pieces.check("alarm", piece, f"report.checks[{i}]")
-    if "evaluation" in raw:
-        check_evaluation(parsed.evaluation, pieces)
+    checked = pieces.check_all(config)
+    if config.objective is not None:
+        _needs_of(config, checked)
 
 
-_ALWAYS = {"old", "engine"}
+def check_measuring(config: Config | EvaluateConfig) -> Pieces:
+    """Check every name and option of an evaluation without loading anything."""
+    wanted = config.evaluation
+    if isinstance(config, Config):
+        engine, rewards = wanted.engine or config.rollout.engine[:1], wanted.rewards or config.rewards
+        config = EvaluateConfig(config.policy, replace(wanted, engine=engine, rewards=rewards))
+    pieces = Pieces(Stream(config.seed))
+    checked = pieces.check_all(config)
+    _check_rewards(checked, "evaluation.rewards", weighted=False)
+    if wanted.data is None:
+        raise ConfigError("'evaluation.data' is missing, so there is nothing to evaluate on")
+    for name in ("engine", "rewards"):
+        if not getattr(config.evaluation, name):
+            raise ConfigError(f"'evaluation.{name}' is empty; name at least one")
+    return pieces
+
+
+def _listed(checked: Mapping[str, Any], place: str) -> list[Bound]:
+    return [bound for name, bound in checked.items() if name.startswith(f"{place}[")]
 
 
 def _check_together(config: Config) -> None:
-    """Refuse keys that do not go with each other."""
+    """Raise if keys contradict each other."""
     if config.learn.minibatches > config.rollout.num_prompts:
         raise ConfigError(
             f"'learn.minibatches' is {config.learn.minibatches}, but there are only "
@@ -218,17 +194,17 @@ def _check_together(config: Config) -> None:
         )
 
 
-def _check_rewards(rewards: Sequence[Bound], place: str, learned_from: bool = True) -> None:
-    names = [bound.name for bound in rewards]
-    twice = sorted({name for name in names if names.count(name) > 1})
-    if twice:
-        raise ConfigError(f"{place}: two rewards are called '{twice[0]}'; give one of them a `label`")
-    if learned_from and not any(bound.weight for bound in rewards):
+def _check_rewards(checked: Mapping[str, Any], place: str, *, weighted: bool = True) -> None:
+    rewards = _listed(checked, place)
+    name, count = Counter(bound.name for bound in rewards).most_common(1)[0] if rewards else ("", 0)
+    if count > 1:
+        raise ConfigError(f"{place}: two rewards are called '{name}'; give one of them a `label`")
+    if weighted and not any(bound.weight for bound in rewards):
         raise ConfigError(f"{place}: no reward has a weight, so there is nothing to learn from")
 
 
-def _check_chain(config: Config, chain: Sequence[Bound]) -> None:
-    """Refuse comparisons inside groups of one."""
+def _check_groups(config: Config, chain: Sequence[Bound]) -> None:
+    """Raise if advantages compare the rollouts of a prompt and there is one per prompt."""
     if config.rollout.num_generations > 1:
         return
     for i, bound in enumerate(chain):
@@ -241,25 +217,23 @@ def _check_chain(config: Config, chain: Sequence[Bound]) -> None:
             )
 
 
-def _check_needs(config: Config, needs: Needs, says: frozenset[str]) -> None:
-    missing = set(needs.others) - set(config.references) - _ALWAYS
+def _needs_of(config: Config, checked: Mapping[str, Any]) -> Needs:
+    """Read what an objective needs; the policies that it compares with must be references."""
+    needs = getattr(checked["objective"], "needs", None)
+    if not isinstance(needs, Needs):
+        raise ConfigError(
+            f"objective: '{config.objective.name}' is no objective: it does not declare `needs`"
+        )
+    missing = set(needs.others) - set(config.references) - {"old", "engine"}
     if missing:
         raise ConfigError(
             f"the objective compares with {sorted(missing)}, but `references` has "
             f"{sorted(config.references) or 'nothing'}; add for instance `references: {{ref: frozen}}`"
         )
-    _check_says(config, needs, says)
-    engines = [find("engine", piece.name) for piece in config.rollout.engine]
-    notes = frozenset().union(*(_declared(engine, "notes") for engine in engines))
-    wanted = needs.notes | ({"logp"} if "engine" in needs.others else set())
-    if wanted - notes:
-        raise ConfigError(
-            f"the chain or the objective reads the notes {sorted(wanted - notes)}, which the engines do not "
-            f"take; they note {sorted(notes) or 'nothing'}"
-        )
+    return needs
 
 
-def _check_says(config: Config, needs: Needs, says: frozenset[str]) -> None:
+def _check_outputs(config: Config, needs: Needs, says: frozenset[str]) -> None:
     wanted = needs.extra | frozenset().union(*needs.others.values())
     if wanted - says:
         raise ConfigError(
@@ -268,16 +242,8 @@ def _check_says(config: Config, needs: Needs, says: frozenset[str]) -> None:
         )
 
 
-def _needs_of(pieces: Pieces, piece: Piece) -> Needs:
-    """Read what an objective `needs`, given its options."""
-    needs = getattr(pieces.make("objective", piece), "needs", None)
-    if not isinstance(needs, Needs):
-        raise ConfigError(f"objective: '{piece.name}' is no objective: it does not declare `needs`")
-    return needs
-
-
 def _declared(entry: Entry, name: str) -> frozenset[str]:
-    """Read what a policy `says`, or of which `notes` an engine is."""
+    """Read what a class declares: the outputs that a policy `says`, the `notes` of an engine."""
     if not hasattr(entry.target, name):
         raise ConfigError(f"'{entry.full_name}' is no {entry.kind}: it does not declare `{name}`")
     return getattr(entry.target, name)
@@ -313,20 +279,6 @@ def make_evaluator(
         num_generations=wanted.num_generations,
         confidence=wanted.confidence,
     )
-
-
-def check_measuring(config: Config | EvaluateConfig) -> Pieces:
-    """Resolve what an evaluation names, without loading anything."""
-    pieces = Pieces(Stream(config.seed))
-    pieces.check("policy", config.policy)
-    check_evaluation(config.evaluation, pieces)
-    if config.evaluation.data is None:
-        raise ConfigError("'evaluation.data' is missing, so there is nothing to evaluate on")
-    alone = type(config) is EvaluateConfig  # no training to take it from
-    for name in ("engine", "rewards"):
-        if alone and not getattr(config.evaluation, name):
-            raise ConfigError(f"'evaluation.{name}' is empty; name at least one")
-    return pieces
 
 
 def load_evaluator(config: Config | EvaluateConfig) -> Evaluator:

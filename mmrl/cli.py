@@ -255,7 +255,7 @@ def check_data(given: argparse.Namespace) -> int:
     splits = Counter(row.split for row in rows)
     if not splits:
         raise SourceError(f"'{path}' holds no rows")
-    found = [(entry, list(entry.target(rows))) for entry in pieces("data_check")]
+    found = [(entry, list(entry.target(rows))) for entry in pieces("check", on="data")]
     _print_findings(found, given.show)
     wrong = sum(len(findings) for _, findings in found)
     counts = ", ".join(f"{split} {count}" for split, count in splits.items())

@@ -16,7 +16,7 @@ from mmrl.config.registry import Entry
 from mmrl.config.schema import Config, Evaluation, Piece
 from mmrl.core.reward_table import Collection
 from mmrl.core.step_table import Batch
-from mmrl.diagnostics.context import Examined, Symptom, frozen_adapters
+from mmrl.diagnostics.context import Examined, Finding, frozen_adapters
 from mmrl.diagnostics.memory_estimate import estimated, in_use, room
 from mmrl.runtime.modules import evaluating
 from mmrl.training.collect import collect
@@ -30,7 +30,7 @@ NUDGE = 1e-3  # an adapter begins at 0, where half of its gradients are 0 as wel
 class Report:
     """The symptoms of a configuration by check, and the memory that its run will need."""
 
-    found: Sequence[tuple[Entry, Sequence[Symptom]]]
+    found: Sequence[tuple[Entry, Sequence[Finding]]]
     plan: Mapping[str, float]
     room: float
     device: str
@@ -52,7 +52,7 @@ def examine(config: Config, *, num_prompts: int = 4) -> Report:
         eval_steps=0,
     )
     examined = _look(small, config)
-    found = [(entry, list(entry.target(examined))) for entry in in_use("checkup", config)]
+    found = [(entry, list(entry.target(examined))) for entry in in_use("check", config, "start")]
     return Report(found, examined.plan, *room())
 
 

@@ -99,7 +99,9 @@ def check_settings(config: EvaluateConfig) -> dict[str, EvaluateConfig]:
 def make_meters(config: EvaluateConfig) -> list[Bound]:
     """Bind what meters costs."""
     pieces = Pieces(Stream(config.seed))
-    return [pieces.make("meter", piece, place=f"costs[{i}]") for i, piece in enumerate(config.cost_metrics)]
+    return [
+        pieces.make("cost", piece, place=f"cost_metrics[{i}]") for i, piece in enumerate(config.cost_metrics)
+    ]
 
 
 def compare(config: EvaluateConfig, folder: Path) -> Comparison:

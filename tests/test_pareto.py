@@ -207,7 +207,7 @@ DRAW = pareto.draw
         ({"settings": {"a": {"evaluation.engine": []}}}, "settings.a: 'evaluation.engine' is empty"),
         (
             {"cost_metrics": ["operation"]},
-            "costs[0]: no meter is called 'operation'; did you mean 'operations'?",
+            "cost_metrics[0]: no cost is called 'operation'; did you mean 'operations'?",
         ),
     ],
 )

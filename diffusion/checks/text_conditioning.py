@@ -6,12 +6,12 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from mmrl.config.ranges import PositiveInt
-from mmrl.config.registry import checkup
-from mmrl.diagnostics.context import Examined, Symptom
+from mmrl.config.registry import check
+from mmrl.diagnostics.context import Examined, Finding
 
 
-@checkup
-def text_conditioning(examined: Examined, *, rows: PositiveInt = 4) -> Iterator[Symptom]:
+@check(on="start")
+def text_conditioning(examined: Examined, *, rows: PositiveInt = 4) -> Iterator[Finding]:
     """Tell the network another prompt's text: the steps of a picture have to become more or less likely."""
     texts = list(dict.fromkeys(prompt.text for prompt in examined.prompts))
     if len(texts) < 2:
@@ -25,7 +25,7 @@ def text_conditioning(examined: Examined, *, rows: PositiveInt = 4) -> Iterator[
     ]
     told, confused = examined.ask(shown), examined.ask(tuple(other))
     if bool((told == confused).all()):
-        yield Symptom(
+        yield Finding(
             "the text of a prompt does not reach the network: steps are exactly as likely under another one",
             "see that the text encoders are the pipeline's own, and that what they say is passed on",
         )

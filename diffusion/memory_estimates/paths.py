@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-from mmrl.config.registry import estimate, find
+from mmrl.config.registry import find, memory_estimate
 from mmrl.config.schema import Config
 from mmrl.core.types import Prompt
 from mmrl.diffusion import loading
 from mmrl.diffusion.steps import Painter
 
 
-@estimate
+@memory_estimate
 def paths(config: Config, policy: Painter, prompts: Sequence[Prompt]) -> Mapping[str, float]:
     """Add up encoders and decoder, and the latents of every step of a collection."""
     beside = loading.modules_of(policy.pipe, but=("transformer",))

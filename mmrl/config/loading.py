@@ -6,7 +6,8 @@ one replaces the earlier. There is no interpolation and no code in YAML.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import difflib
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,12 @@ _UNREADABLE = (OSError, ValueError, TypeError, RecursionError, OmegaConfBaseExce
 class ConfigError(ValueError):
     """A mistake in a configuration. The message names the place, what was wanted, what came and what to
     do."""
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """The end of an error about an unknown name: `did you mean 'x'?`, or nothing where none is close."""
+    near = difflib.get_close_matches(name, known, 1)
+    return f"did you mean '{near[0]}'?" if near else ""
 
 
 def read(path: str | Path, overrides: Sequence[str] = ()) -> dict[str, Any]:

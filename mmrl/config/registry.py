@@ -1,8 +1,8 @@
-"""Names to pieces. A piece is a decorated function or class; a kind is a folder and a signature.
+"""The registry: names in a configuration to decorated functions and classes ("pieces").
 
-A name without a dot lives in `mmrl/<home>`, `vision.temporal_iou` in `vision/<home>`,
-`package.module:function` anywhere. The first look-up of a kind imports the modules of its folder, which is
-why they import nothing heavy.
+Every kind of piece has a home folder and a decorator, made by one line at the end of this file. A name
+without a dot lives in `mmrl/<home>`, `vision.temporal_iou` in `vision/<home>`, `package.module:function`
+anywhere. The first look-up of a kind imports the modules of its home: they import nothing heavy.
 """
 
 from __future__ import annotations
@@ -13,10 +13,9 @@ import importlib.util
 import inspect
 import pkgutil
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, field
-from types import MappingProxyType
-from typing import Any
+from typing import Any, Protocol, TypeVar, overload
 
 from mmrl.config.reward_adapters import from_trl, is_trl
 from mmrl.core.types import Unit
@@ -29,46 +28,24 @@ SCOPES = {
 }
 # Wings of the core that hold homes besides the package itself.
 WINGS = ("mmrl", "mmrl.diagnostics", "mmrl.reporting")
-HOMES = {
-    "policy": "policies",
-    "data": "datasets",
-    "sampler": "samplers",
-    "engine": "engines",
-    "reward": "rewards",
-    "group_filter": "filters",
-    "advantage": "advantages",
-    "objective": "objectives",
-    "ratio": "objectives",
-    "surrogate": "objectives",
-    "aggregation": "objectives",
-    "step_weight": "objectives",
-    "penalty": "objectives",
-    "implicit_reward": "objectives",
-    "compare": "objectives",
-    "schedule": "schedules",
-    "metric": "metrics",
-    "reference": "references",
-    "transform": "transforms",
-    "cache": "caches",
-    "optimizer": "optimizers",
-    "builder": "builders",
-    "visualization": "visualizations",
-    "likelihood": "likelihoods",
-    "solver": "solvers",
-    "family": "model_families",
-    "alarm": "checks",
-    "data_check": "checks",
-    "checkup": "checks",
-    "estimate": "memory_estimates",
-    "meter": "costs",
-    "tracker": "trackers",
-}
+
+HOMES: dict[str, str] = {}  # kind to home folder
+MADE: set[str] = set()  # kinds whose pieces are objects, made once; all others are functions
+LOADED: set[str] = set()  # kinds whose pieces may read files or load a model when they are made
+PIECES: dict[tuple[str, str], Entry] = {}
+_IMPORTED: set[str] = set()
 
 
 @dataclass(frozen=True)
 class Needs:
-    """What a piece reads: the cut it allows, `extra` of the learner, `others` (and what of them), `notes` of
-    the engine."""
+    """What a piece reads besides the log-probabilities of the policy that learns.
+
+    Args:
+        unit: The smallest part of a batch that the piece can be computed on.
+        extra: Further outputs of the policy that learns.
+        others: Further outputs of other policies, by the name of the policy.
+        notes: Values per step that the engine records.
+    """
 
     unit: Unit = Unit.STEP
     extra: frozenset[str] = frozenset()
@@ -86,7 +63,7 @@ class Needs:
 
 @dataclass(frozen=True)
 class Entry:
-    """A registered piece."""
+    """A registered piece: its kind, its name, the function or class, and what it declared."""
 
     kind: str
     scope: str
@@ -94,17 +71,18 @@ class Entry:
     target: Callable
     needs: Needs = Needs()
     of_others: frozenset[str] = frozenset()  # what it reads of the policy that its option `against` names
-    takes: tuple[str, ...] | None = None  # its options, where the signature does not tell
-    packages: Mapping[str, str] = field(default_factory=dict)  # what it imports, and the extra that brings it
+    takes: tuple[str, ...] | None = None  # its options, where the signature does not list them
+    packages: Mapping[str, str] = field(default_factory=dict)  # imported package to its extra
+    on: str = ""  # when it runs, for kinds with stages
 
     @property
     def full_name(self) -> str:
-        """Name the piece as a config does."""
+        """The name in a configuration, with its scope."""
         return f"{self.scope}.{self.name}" if self.scope else self.name
 
     @property
     def options(self) -> dict[str, inspect.Parameter]:
-        """List the keyword-only parameters."""
+        """The keyword-only parameters by name."""
         parameters = inspect.signature(self.target).parameters
         return {
             name: p
@@ -114,110 +92,117 @@ class Entry:
 
     @property
     def summary(self) -> str:
-        """Quote the first sentence of the docstring, which may run over two lines."""
+        """The first paragraph of the docstring in one line."""
         return " ".join((inspect.getdoc(self.target) or "").split("\n\n")[0].split())
 
 
-PIECES: dict[tuple[str, str], Entry] = {}
-_IMPORTED: set[str] = set()
+# ---- registering
+
+Target = TypeVar("Target", bound=Callable)
+NOTHING: frozenset[str] = frozenset()
 
 
-def _scope_of(module: str) -> str:
-    inside = [scope for scope, package in SCOPES.items() if scope and module.startswith(package + ".")]
-    return inside[0] if inside else "" if module.partition(".")[0] == "mmrl" else module
+class Decorator(Protocol):
+    """The decorator of a kind, which can be used with and without arguments."""
+
+    @overload
+    def __call__(self, target: Target, /) -> Target: ...
+
+    @overload
+    def __call__(
+        self,
+        *,
+        unit: Unit = ...,
+        extra: Set[str] = ...,
+        others: Set[str] = ...,
+        of_others: Set[str] = ...,
+        notes: Set[str] = ...,
+        packages: Mapping[str, str] = ...,
+        on: str = ...,
+    ) -> Callable[[Target], Target]: ...
 
 
-def _snake(name: str) -> str:
-    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower()
+def kind(
+    name: str, home: str, *, made: bool = False, loads: bool = False, stages: tuple[str, ...] = ("",)
+) -> Decorator:
+    """Declare a kind of piece and return the decorator that registers a piece of it.
 
+    Args:
+        name: The kind, as fields of a configuration and `mmrl list` name it.
+        home: The folder of its modules in every package.
+        made: Whether a piece is an object that is made once, around what it wraps.
+        loads: Whether making a piece may read files or load a model, so that checking must not make it.
+        stages: When pieces may run; a piece declares one of these as `on`.
+    """
+    HOMES[name] = home
+    MADE.update([name] if made else [])
+    LOADED.update([name] if loads else [])
 
-def register(
-    kind: str,
-    target: Callable,
-    needs: Needs,
-    of_others: frozenset[str],
-    packages: Mapping[str, str] = MappingProxyType({}),
-) -> Callable:
-    """Enter a piece under its own name; two of one name are an error that names both files."""
-    scope, name = _scope_of(target.__module__), _snake(target.__name__)
-    entry = Entry(kind, scope, name, target, needs, of_others, packages=packages)
-    known = PIECES.get((kind, entry.full_name), entry)
-    # A reward that was wrapped by `per_outcome` stands in the file of what is wrapped.
-    files = [inspect.getsourcefile(inspect.unwrap(one)) for one in (known.target, target)]
-    if files[0] != files[1]:
-        raise ValueError(
-            f"two pieces of kind '{kind}' are called '{entry.full_name}': {files[0]} and {files[1]}"
-        )
-    PIECES[kind, entry.full_name] = entry
-    return target
-
-
-def _decorator(kind: str) -> Callable:
     def decorate(
         target: Callable | None = None,
         *,
         unit: Unit = Unit.STEP,
-        extra: set[str] = frozenset(),
-        others: set[str] = frozenset(),
-        of_others: set[str] = frozenset(),
-        notes: set[str] = frozenset(),
-        packages: Mapping[str, str] = MappingProxyType({}),
-    ):
-        needs = Needs(
-            unit, frozenset(extra), {name: frozenset(of_others) for name in others}, frozenset(notes)
-        )
-        if target is None:
-            return lambda target: register(kind, target, needs, frozenset(of_others), packages)
-        return register(kind, target, needs, frozenset(of_others), packages)
+        extra: Set[str] = NOTHING,
+        others: Set[str] = NOTHING,
+        of_others: Set[str] = NOTHING,
+        notes: Set[str] = NOTHING,
+        packages: Mapping[str, str] | None = None,
+        on: str = "",
+    ) -> Callable:
+        needs = Needs(unit, frozenset(extra), {n: frozenset(of_others) for n in others}, frozenset(notes))
 
-    decorate.__name__ = kind
-    decorate.__doc__ = f"Register a piece of kind '{kind}' (home: {HOMES[kind]}/), with what it reads."
+        def enter(target: Callable) -> Callable:
+            module = target.__module__
+            package = next((s for s, home in SCOPES.items() if s and module.startswith(f"{home}.")), "")
+            scope = package if module.partition(".")[0] == "mmrl" else module
+            snake_case = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", target.__name__).lower()
+            _enter(
+                Entry(name, scope, snake_case, target, needs, frozenset(of_others), None, packages or {}, on)
+            )
+            return target
+
+        if on not in stages:
+            raise ValueError(f"a {name} declares `on`, one of {', '.join(stages) or 'none'}, not '{on}'")
+        return enter if target is None else enter(target)
+
     return decorate
 
 
-policy, data, sampler, engine = (_decorator(kind) for kind in ("policy", "data", "sampler", "engine"))
-reward, group_filter, advantage, objective = (
-    _decorator(kind) for kind in ("reward", "group_filter", "advantage", "objective")
-)
-ratio, surrogate, aggregation, step_weight = (
-    _decorator(kind) for kind in ("ratio", "surrogate", "aggregation", "step_weight")
-)
-penalty, implicit_reward, compare, schedule = (
-    _decorator(kind) for kind in ("penalty", "implicit_reward", "compare", "schedule")
-)
-metric, reference, transform, cache = (
-    _decorator(kind) for kind in ("metric", "reference", "transform", "cache")
-)
-optimizer, builder, visualization = (_decorator(kind) for kind in ("optimizer", "builder", "visualization"))
-likelihood, solver, family = (_decorator(kind) for kind in ("likelihood", "solver", "family"))
-alarm, data_check = _decorator("alarm"), _decorator("data_check")
-checkup, estimate, meter, tracker = (_decorator(kind) for kind in ("checkup", "estimate", "meter", "tracker"))
+def _enter(entry: Entry) -> None:
+    """Add an entry; a second piece of the same name from another file is an error that names both files."""
+    known = PIECES.get((entry.kind, entry.full_name), entry)
+    # A reward that is wrapped by `per_outcome` belongs to the file of the function inside.
+    files = [inspect.getsourcefile(inspect.unwrap(piece.target)) for piece in (known, entry)]
+    if files[0] != files[1]:
+        raise ValueError(
+            f"two pieces of kind '{entry.kind}' are called '{entry.full_name}': {files[0]} and {files[1]}"
+        )
+    PIECES[entry.kind, entry.full_name] = entry
+
+
+# ---- looking up
 
 
 def load_kind(kind: str) -> None:
     """Import every module in the homes of a kind."""
-    for package in (*WINGS, *(package for scope, package in SCOPES.items() if scope)):
+    for package in dict.fromkeys((*WINGS, *SCOPES.values())):
         home = f"{package}.{HOMES[kind]}"
-        if (
-            home in _IMPORTED
-            or importlib.util.find_spec(package) is None
-            or importlib.util.find_spec(home) is None
-        ):
-            continue
-        module = importlib.import_module(home)
-        for found in pkgutil.iter_modules(getattr(module, "__path__", [])):
-            importlib.import_module(f"{home}.{found.name}")
-        _IMPORTED.add(home)
+        if home not in _IMPORTED and importlib.util.find_spec(package) and importlib.util.find_spec(home):
+            module = importlib.import_module(home)
+            for inside in pkgutil.iter_modules(getattr(module, "__path__", [])):
+                importlib.import_module(f"{home}.{inside.name}")
+            _IMPORTED.add(home)
 
 
-def pieces(kind: str) -> list[Entry]:
-    """List the pieces of a kind by name."""
+def pieces(kind: str, on: str = "") -> list[Entry]:
+    """List the pieces of a kind by name; with `on` only those that run then."""
     load_kind(kind)
-    return sorted((entry for (k, _), entry in PIECES.items() if k == kind), key=lambda entry: entry.full_name)
+    entries = [entry for (k, _), entry in PIECES.items() if k == kind and on in ("", entry.on)]
+    return sorted(entries, key=lambda entry: entry.full_name)
 
 
 def find(kind: str, name: str) -> Entry:
-    """Look a piece up, or say what it may have been meant to be."""
+    """Look up a piece by its name; an unknown name is an error that suggests the nearest."""
     load_kind(kind)
     if ":" in name:
         return _foreign(kind, name)
@@ -230,11 +215,11 @@ def find(kind: str, name: str) -> Entry:
 
 
 def _foreign(kind: str, name: str) -> Entry:
-    """Find a function of somebody else's module: `package.module:function`."""
+    """Import a function or class of another package: `package.module:function`."""
     module, _, attribute = name.partition(":")
     try:
         target = getattr(importlib.import_module(module), attribute)
-    except Exception as error:  # whatever somebody else's module raises when it is loaded
+    except Exception as error:  # whatever that module raises when it is imported
         raise ValueError(f"cannot import the {kind} '{name}': {type(error).__name__}: {error}") from error
     if not callable(target):
         raise ValueError(f"the {kind} '{name}' must be a function or a class, not {type(target).__name__}")
@@ -248,7 +233,7 @@ def _foreign(kind: str, name: str) -> Entry:
 
 
 def check_options(entry: Entry, options: Mapping[str, Any]) -> None:
-    """Refuse options that the piece does not take, and name required ones that are missing."""
+    """Raise unless the piece takes every option and no required one is missing."""
     known = entry.options
     for name in options:
         if name not in known:
@@ -266,3 +251,37 @@ def check_options(entry: Entry, options: Mapping[str, Any]) -> None:
         raise ValueError(
             f"{entry.kind} '{entry.full_name}' needs the option{'s'[: len(missing) > 1]} {', '.join(missing)}"
         )
+
+
+# ---- the kinds
+
+policy = kind("policy", "policies", made=True, loads=True)
+data = kind("data", "datasets", made=True, loads=True)
+sampler = kind("sampler", "samplers", made=True, loads=True)
+engine = kind("engine", "engines", made=True, loads=True)
+reward = kind("reward", "rewards", loads=True)
+group_filter = kind("group_filter", "filters")
+advantage = kind("advantage", "advantages")
+objective = kind("objective", "objectives", made=True)
+ratio = kind("ratio", "objectives")
+surrogate = kind("surrogate", "objectives")
+aggregation = kind("aggregation", "objectives")
+step_weight = kind("step_weight", "objectives")
+penalty = kind("penalty", "objectives")
+implicit_reward = kind("implicit_reward", "objectives")
+compare = kind("compare", "objectives")
+schedule = kind("schedule", "schedules")
+metric = kind("metric", "metrics")
+reference = kind("reference", "references", made=True, loads=True)
+transform = kind("transform", "transforms")
+cache = kind("cache", "caches")
+optimizer = kind("optimizer", "optimizers")
+builder = kind("builder", "builders", made=True, loads=True)
+visualization = kind("visualization", "visualizations")
+likelihood = kind("likelihood", "likelihoods", made=True)
+solver = kind("solver", "solvers")
+family = kind("family", "model_families", made=True)
+check = kind("check", "checks", stages=("data", "start", "training"))
+memory_estimate = kind("memory_estimate", "memory_estimates")
+cost = kind("cost", "costs")
+tracker = kind("tracker", "trackers", made=True, loads=True)

@@ -1,20 +1,23 @@
-"""Configuration: frozen dataclasses, and strict checks of what a file gives for them."""
+"""Configuration schema: frozen dataclasses, and strict conversion of plain values into them.
+
+A field that holds pieces declares their kind once, as metadata of its type: `Annotated[tuple[Piece, ...],
+Kind("metric")]`. `held_fields` walks over them, so that checking and making need no list of fields.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import math
 import types
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from omegaconf import OmegaConf
 
-from mmrl.config.loading import ConfigError, read
+from mmrl.config.loading import ConfigError, nearest, read
 from mmrl.config.ranges import (
     LARGEST,
     Ascending,
@@ -22,6 +25,7 @@ from mmrl.config.ranges import (
     NonNegativeInt,
     PositiveInt,
     Range,
+    marks,
 )
 
 
@@ -34,39 +38,56 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Rollout:
-    """How rollouts are made. The first engine takes the policy, each next one wraps the one before."""
+class Kind:
+    """Mark of a field that holds pieces: their kind and, for checks, when they run."""
 
-    engine: tuple[Piece, ...]
+    name: str
+    on: str = ""
+
+
+@dataclass(frozen=True)
+class Scheduled:
+    """Mark of a field that holds a number of the type `wanted`, or the schedule that gives it."""
+
+    wanted: Any
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """Settings of rollouts. The first engine takes the policy, each next one wraps the one before."""
+
+    engine: Annotated[tuple[Piece, ...], Kind("engine")]
     policy: str = ""  # a name in `references` when another policy than the learner rolls out
     num_prompts: PositiveInt = 32  # groups per update, over all processes
     num_generations: PositiveInt = 8  # rollouts per prompt
-    max_rounds: PositiveInt = 1  # how often to ask the sampler again: dropped groups, hints, budgets
+    max_rounds: PositiveInt = 1  # calls of the sampler per update: after dropped groups, hints, budgets
 
 
 @dataclass(frozen=True)
 class Learn:
-    """How weights move."""
+    """Settings of the optimizer and of its updates."""
 
-    learning_rate: Any = 1e-6  # a number of at least 0, or a schedule
-    optimizer: Piece = Piece("adamw")
+    learning_rate: Annotated[Any, Scheduled(NonNegativeFloat)] = 1e-6
+    optimizer: Annotated[Piece, Kind("optimizer")] = Piece("adamw")
     num_iterations: PositiveInt = 1  # passes over one collection
     minibatches: PositiveInt = 1  # optimizer steps per pass
-    micro_batch_steps: PositiveInt = 16384  # steps held at once: the memory knob
+    micro_batch_steps: PositiveInt = 16384  # steps in memory at once
     max_grad_norm: NonNegativeFloat = 1.0  # 0: no limit
-    on_nonfinite: Literal["stop", "skip"] = "stop"  # what to do about a loss or gradient that is no number
+    on_nonfinite: Literal["stop", "skip"] = "stop"  # after a loss or gradient that is NaN or infinite
     max_skipped: NonNegativeInt = 10  # updates that may be skipped in a run
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What `mmrl evaluate` does, and a training run every `eval_steps`. What is left empty is taken from the
-    training."""
+    """Settings of `mmrl evaluate`, and of a training run every `eval_steps`.
 
-    data: Piece | None = None
-    engine: tuple[Piece, ...] = ()
-    rewards: tuple[Piece, ...] = ()
-    metrics: tuple[Piece, ...] = (Piece("mean"),)
+    An empty engine or list of rewards is that of the training.
+    """
+
+    data: Annotated[Piece | None, Kind("data")] = None
+    engine: Annotated[tuple[Piece, ...], Kind("engine")] = ()
+    rewards: Annotated[tuple[Piece, ...], Kind("reward")] = ()
+    metrics: Annotated[tuple[Piece, ...], Kind("metric")] = (Piece("mean"),)
     num_prompts: NonNegativeInt = 0  # 0: all of them
     num_generations: PositiveInt = 1
     confidence: Annotated[float, Range(0, 1, above=True, below=True)] = 0.95  # of the bootstrap intervals
@@ -74,58 +95,56 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class Report:
-    """What a run leaves to look at, besides `metrics.jsonl`."""
+    """Files, dashboards and warnings of a run, besides `metrics.jsonl`."""
 
     logging_steps: PositiveInt = 1
     log_completions: bool = True  # rows with their rewards and advantages, as parquet
-    media_log_steps: NonNegativeInt = (
-        5  # collections with small images of the rows: first, last, some between
-    )
-    trackers: tuple[Piece, ...] = (
-        Piece("tensorboard", {"required": False}),
-    )  # dashboards; one that is asked for by name must be installed
-    visualizations: tuple[Piece, ...] = ()  # pictures for the HTML report
-    checks: tuple[Piece, ...] = (
+    # Collections whose rows get thumbnails: the first, the last and some between.
+    media_log_steps: NonNegativeInt = 5
+    # Dashboards. One that is named in a file must be installed.
+    trackers: Annotated[tuple[Piece, ...], Kind("tracker")] = (Piece("tensorboard", {"required": False}),)
+    visualizations: Annotated[tuple[Piece, ...], Kind("visualization")] = ()  # images in the HTML report
+    # Warnings on the console and at the head of the HTML report.
+    checks: Annotated[tuple[Piece, ...], Kind("check", on="training")] = (
         Piece("logprob_mismatch", {"tolerance": 0.05}),
-    )  # what to warn of, on the console and at the head of the HTML report
-    startup_checks: tuple[Piece, ...] = (
+    )
+    # Checks of the first step at no cost; `mmrl doctor` runs all of them.
+    startup_checks: Annotated[tuple[Piece, ...], Kind("check", on="start")] = (
         Piece("rewards_apply"),
         Piece("zero_variance_groups"),
         Piece("sampling_params"),
         Piece("gradient_flow"),
         Piece("importance_correction"),
-    )  # what is looked at in the first step, at no cost; `mmrl doctor` looks at everything
+    )
 
 
 @dataclass(frozen=True)
 class Config:
     """A training run."""
 
-    policy: Piece
-    data: Piece
+    policy: Annotated[Piece, Kind("policy")]
+    data: Annotated[Piece, Kind("data")]
     rollout: Rollout
-    rewards: tuple[Piece, ...]  # each may carry `weight` and `label`
-    advantage: tuple[Piece, ...]
-    objective: Piece
-    sampler: Piece = Piece("uniform")
-    group_filter: Piece = Piece("keep_all")
-    references: Mapping[str, Piece] = field(default_factory=dict)
-    metrics: tuple[Piece, ...] = ()
+    rewards: Annotated[tuple[Piece, ...], Kind("reward")]  # each may have `weight` and `label`
+    advantage: Annotated[tuple[Piece, ...], Kind("advantage")]
+    objective: Annotated[Piece, Kind("objective")]
+    sampler: Annotated[Piece, Kind("sampler")] = Piece("uniform")
+    group_filter: Annotated[Piece, Kind("group_filter")] = Piece("keep_all")
+    references: Annotated[Mapping[str, Piece], Kind("reference")] = field(default_factory=dict)
+    metrics: Annotated[tuple[Piece, ...], Kind("metric")] = ()
     learn: Learn = Learn()
     evaluation: Evaluation = Evaluation()
     report: Report = Report()
     max_steps: PositiveInt = 1000
     save_steps: PositiveInt = 100
     save_total_limit: NonNegativeInt = 2
-    metric_for_best_model: str = ""  # the checkpoint where it was best is kept besides the latest
+    metric_for_best_model: str = ""  # its best checkpoint is kept besides the latest
     greater_is_better: bool = True
     push_to_hub: bool = False  # the best model, or else the last, when the run ends
     hub_model_id: str = ""  # owner/name
     hub_private_repo: bool = True
     eval_steps: NonNegativeInt = 0  # 0: only after the last step, where there is evaluation data
-    ddp_timeout: Annotated[float, Range(1)] = (
-        1800.0  # seconds that a process waits for another before all of them fail
-    )
+    ddp_timeout: Annotated[float, Range(1)] = 1800.0  # seconds a process waits for another before all fail
     seed: int = 0
     output_dir: str = "runs/unnamed"
     overwrite_output_dir: bool = False
@@ -133,15 +152,13 @@ class Config:
 
 @dataclass(frozen=True)
 class EvaluateConfig:
-    """A model to measure, without training; or several `settings` of it, side by side."""
+    """An evaluation without training, of one model or of several `settings` of it."""
 
-    policy: Piece
+    policy: Annotated[Piece, Kind("policy")]
     evaluation: Evaluation
-    settings: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # changes, by a name for each
-    cost_metrics: tuple[Piece, ...] = (
-        Piece("operations"),
-    )  # meters of what a setting spends, besides seconds
-    target_metric: str = ""  # the metric that is set against costs; empty: the first
+    settings: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # name to dotted changes
+    cost_metrics: Annotated[tuple[Piece, ...], Kind("cost")] = (Piece("operations"),)  # besides seconds
+    target_metric: str = ""  # the metric that is plotted against costs; empty: the first
     greater_is_better: bool = True  # that metric
     output_dir: str = "runs/evaluation"
     seed: int = 0
@@ -149,11 +166,32 @@ class EvaluateConfig:
 
 @dataclass(frozen=True)
 class BuildConfig:
-    """A dataset to build."""
+    """A data set or model folder to build."""
 
-    build: Piece
+    build: Annotated[Piece, Kind("builder")]
     output: str
     seed: int = 0
+
+
+def held_fields(config: Any, place: str = "") -> Iterator[tuple[Any, Any, str]]:
+    """Walk over the fields of a configuration that hold pieces: the mark, the value and the dotted name."""
+    hints = typing.get_type_hints(type(config), include_extras=True)
+    for name, value in vars(config).items():
+        mark = next(iter(marks(hints[name], Kind | Scheduled)), None)
+        if mark and value is not None:
+            yield mark, value, place + name
+        elif dataclasses.is_dataclass(value):
+            yield from held_fields(value, f"{place}{name}.")
+
+
+def each(value: Any, place: str) -> list[tuple[Piece, str]]:
+    """The pieces in the value of a field with the place of each: `rewards[0]`, `references.ref`."""
+    match value:
+        case Piece():
+            return [(value, place)]
+        case Mapping():
+            return [(piece, f"{place}.{key}") for key, piece in value.items()]
+    return [(piece, f"{place}[{i}]") for i, piece in enumerate(value)]
 
 
 # ---- checking
@@ -168,24 +206,21 @@ def load(path: str | Path, overrides: Sequence[str] = (), kind: type = Config) -
 
 
 def parse(raw: Mapping[str, Any], kind: type, place: str = "") -> Any:
-    """Turn plain mappings into a configuration dataclass, or say which key is wrong."""
+    """Convert plain mappings into a configuration dataclass; an error names the key."""
     given = _known(raw, kind, place)
     prefix = f"{place}." if place else ""
-    required = [
-        f.name
-        for f in dataclasses.fields(kind)
-        if f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
-    ]
-    missing = [f"'{prefix}{name}'" for name in required if raw.get(name) is None]
+    missing = [f"'{prefix}{name}'" for name in _required(kind) if raw.get(name) is None]
     if missing:
         verb = "s are" if len(missing) > 1 else " is"
         raise ConfigError(f"{', '.join(missing)}: the required key{verb} missing")
     return kind(**given)
 
 
-def parse_some(raw: Mapping[str, Any], kind: type, place: str = "") -> types.SimpleNamespace:
-    """Check the keys that a part of a configuration has, such as a variant; what it leaves out, at any depth,
-    has its default or None."""
+def parse_some(raw: Mapping[str, Any], kind: type, place: str = "") -> Any:
+    """Convert a part of a configuration, such as a variant; required keys may be absent, and are then None.
+
+    A policy without a name is left out: see `is_part`.
+    """
     raw = {key: value for key, value in raw.items() if key != "policy" or not is_part(raw)}
     hints = typing.get_type_hints(kind)
     inside = {
@@ -194,13 +229,14 @@ def parse_some(raw: Mapping[str, Any], kind: type, place: str = "") -> types.Sim
         if dataclasses.is_dataclass(hints.get(key)) and hints[key] is not Piece and isinstance(value, Mapping)
     }
     given = _known({k: v for k, v in raw.items() if k not in inside}, kind, place.removesuffix("."))
-    defaults = {f.name: _default(f) for f in dataclasses.fields(kind)}
-    return types.SimpleNamespace(**{**defaults, **given, **inside})
+    return kind(**{**dict.fromkeys(_required(kind)), **given, **inside})
 
 
 def is_part(raw: Mapping[str, Any]) -> bool:
-    """Tell whether a file leaves open which policy learns: then it is a part of a configuration, such as a
-    variant. It may still give that policy options, `policy: {likelihood: ...}`."""
+    """Whether a file names no policy, so that it is a part of a configuration, such as a variant.
+
+    It may still give options of the policy that a run will name: `policy: {likelihood: ...}`.
+    """
     match raw.get("policy"):
         case {"name": _}:
             return False
@@ -209,26 +245,24 @@ def is_part(raw: Mapping[str, Any]) -> bool:
     return False
 
 
-def _default(of: dataclasses.Field) -> Any:
-    if of.default_factory is not dataclasses.MISSING:
-        return of.default_factory()
-    return None if of.default is dataclasses.MISSING else of.default
+def _required(kind: type) -> list[str]:
+    missing = dataclasses.MISSING
+    return [f.name for f in dataclasses.fields(kind) if f.default is missing and f.default_factory is missing]
 
 
 def _known(raw: Mapping[str, Any], kind: type, place: str) -> dict[str, Any]:
-    """Check every key that is there."""
+    """Convert the keys that are given."""
     hints = typing.get_type_hints(kind, include_extras=True)
     prefix = f"{place}." if place else ""
     for key in raw:
         if key not in hints:
-            near = difflib.get_close_matches(str(key), hints, 1)
-            hint = f"did you mean '{near[0]}'?" if near else f"there are {', '.join(hints)}"
+            hint = nearest(str(key), hints) or f"there are {', '.join(hints)}"
             raise ConfigError(f"there is no key '{prefix}{key}'; {hint}")
     return {key: convert(value, hints[key], prefix + key) for key, value in raw.items()}
 
 
 def convert(value: Any, wanted: Any, place: str) -> Any:
-    """Check a plain value against a type annotation with its range, and bring it into that form."""
+    """Convert a plain value to a type annotation and check it against its range."""
     origin, inner = typing.get_origin(wanted), typing.get_args(wanted)
     if wanted is Any:
         _refuse_infinite(value, place)
@@ -257,7 +291,7 @@ def convert(value: Any, wanted: Any, place: str) -> Any:
 
 
 def _convert_list(value: Any, inner: tuple, place: str) -> tuple:
-    """Read a list: `tuple[int, int]` wants two members, `tuple[int, ...]` and `list[int]` any number."""
+    """Convert a list: `tuple[int, int]` takes two members, `tuple[int, ...]` and `list[int]` any number."""
     if not isinstance(value, Sequence):
         raise ConfigError(f"'{place}' must be a list, not {value!r}")
     members = inner if len(inner) > 1 and inner[1] is not Ellipsis else inner[:1] * len(value)
@@ -281,7 +315,7 @@ def _convert_union(value: Any, members: tuple, place: str) -> Any:
 
 
 def _convert_plain(value: Any, wanted: Any, place: str) -> Any:
-    # Types are compared and not asked for, because true and false are whole numbers to Python.
+    # Not isinstance, because bool is a subclass of int.
     _refuse_infinite(value, place)
     if wanted is float and type(value) is int:
         return float(value)
@@ -298,7 +332,7 @@ def _convert_plain(value: Any, wanted: Any, place: str) -> Any:
 
 
 def _refuse_infinite(value: Any, place: str) -> None:
-    """Refuse what cannot be reckoned with: NaN, infinities, whole numbers beyond 64 bits."""
+    """Raise at NaN, infinities and whole numbers beyond 64 bits, at any depth."""
     match value:
         case float() if not math.isfinite(value):
             raise ConfigError(f"'{place}' must be a finite number, not {value!r}")
@@ -326,7 +360,7 @@ def as_piece(value: Any, place: str) -> Piece:
 
 
 def as_plain(value: Any) -> Any:
-    """Turn a configuration back into what YAML holds, so that reading it gives the same configuration."""
+    """Convert a configuration back to plain values, which `parse` converts to the same configuration."""
     if dataclasses.is_dataclass(value) and type(value) is not Piece:
         value = vars(value)
     match value:

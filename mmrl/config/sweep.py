@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from dataclasses import fields, replace
 from functools import reduce
 from typing import Any
 
-from mmrl.config.loading import merge
+from mmrl.config.loading import merge, nearest
 from mmrl.config.schema import ConfigError, EvaluateConfig, as_plain, parse
 
 
@@ -26,8 +25,7 @@ def settings_of(config: EvaluateConfig) -> dict[str, EvaluateConfig]:
 def setting_of(config: EvaluateConfig, name: str) -> EvaluateConfig:
     """Make the configuration of one setting."""
     if name not in config.settings:
-        near = difflib.get_close_matches(name, config.settings, 1)
-        hint = f"did you mean '{near[0]}'?" if near else f"there are {', '.join(config.settings) or 'none'}"
+        hint = nearest(name, config.settings) or f"there are {', '.join(config.settings) or 'none'}"
         raise ConfigError(f"there is no setting '{name}'; {hint}")
     return _changed(replace(config, settings={}), name, config.settings[name])
 

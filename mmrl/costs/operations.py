@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
-from mmrl.config.registry import meter
+from mmrl.config.registry import cost
 from mmrl.core.flop_counter import CountOperations
 from mmrl.core.protocols import Engine
 
 
-@meter
+@cost
 @contextmanager
 def operations(engine: Engine) -> Iterator[Mapping[str, float]]:
     """Count multiplications and additions of matrix products, convolutions and attention, wherever they are

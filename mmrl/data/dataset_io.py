@@ -61,14 +61,6 @@ class Rows:
         return (row for row in self if not row.fault)
 
 
-@dataclass(frozen=True)
-class Finding:
-    """Something wrong with a data set, and where."""
-
-    place: str
-    what: str
-
-
 def sound_rows(path: Path) -> Iterator[DataRow]:
     """Read rows, and refuse a file of which some cannot be read."""
     rows = iter(Rows(path, path))

@@ -22,17 +22,21 @@ ADAPTER = ("lora_", "adapter")  # in the names of the parameters of adapters
 
 
 @dataclass(frozen=True)
-class Symptom:
-    """Something that is wrong, and what to do about it; or something to know, where it is not `grave`."""
+class Finding:
+    """The result of a check: what is wrong, what to do about it, and where it is (file and row of data).
+
+    A finding that is not `grave` is information.
+    """
 
     what: str
-    advice: str
+    advice: str = ""
+    place: str = ""
     grave: bool = True
 
     @property
     def text(self) -> str:
-        """Say both in one line."""
-        return f"{self.what}; {self.advice}"
+        """The finding in one line."""
+        return f"{self.what}; {self.advice}" if self.advice else self.what
 
 
 @dataclass(frozen=True)

@@ -18,11 +18,11 @@ from mmrl.core.types import Prompt
 PROMPTS = 8  # whose length is measured
 
 
-def in_use(kind: str, config: Config) -> list[Entry]:
+def in_use(kind: str, config: Config, on: str = "") -> list[Entry]:
     """List the pieces of a kind that fit a run: those of no package, and of packages that the run names."""
     named = [config.policy, config.data, *config.rollout.engine, *config.rewards]
     scopes = {"", *(piece.name.rpartition(".")[0] for piece in named if ":" not in piece.name)}
-    return [entry for entry in pieces(kind) if entry.scope in scopes]
+    return [entry for entry in pieces(kind, on) if entry.scope in scopes]
 
 
 def plan(config: Config) -> Mapping[str, float]:
@@ -35,7 +35,7 @@ def plan(config: Config) -> Mapping[str, float]:
 def estimated(config: Config, policy: Policy, prompts: list[Prompt]) -> Mapping[str, float]:
     """Add up the estimates that fit a run: bytes by what takes them."""
     total: Counter[str] = Counter()
-    for entry in in_use("estimate", config):
+    for entry in in_use("memory_estimate", config):
         total.update(dict(entry.target(config, policy, prompts)))
     return {name: size for name, size in total.items() if size}
 

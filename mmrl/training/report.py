@@ -137,8 +137,8 @@ class Report:
 
     def _run_alarms(self, records: Sequence[Mapping[str, Any]]) -> None:
         for alarm in self.pieces.alarms:
-            for text in alarm(list(records)):
-                self.warn(text)
+            for finding in alarm(list(records)):
+                self.warn(finding.text)
 
     def write_completions(self, step: int, collection: Collection, credit: RewardTable) -> None:
         """Write this process's rollouts of a step with their rewards and advantages."""

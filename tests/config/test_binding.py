@@ -52,21 +52,31 @@ def made(pieces, kind, name, *given, **options):
 
 
 def test_options_are_handed_over_with_every_call(pieces):
-    limit = made(pieces, "advantage", "limit", max_advantage=1.0)
+    limit = made(pieces, "advantage", "clip_advantage", max_advantage=1.0)
     assert limit(reward_table([-3, 0.5])).values.flatten().tolist() == [-1, 0.5]
 
 
 def test_options_are_brought_into_the_type_of_the_piece(pieces):
-    assert made(pieces, "advantage", "limit", max_advantage=2).options == {"max_advantage": 2.0}
+    assert made(pieces, "advantage", "clip_advantage", max_advantage=2).options == {"max_advantage": 2.0}
     assert made(pieces, "advantage", "group_center", by=["group"]).options == {"by": ("group",)}
 
 
 @pytest.mark.parametrize(
     ("kind", "name", "options", "message"),
     [
-        ("advantage", "limit", {"max_advantage": "5"}, "'here.max_advantage' must be a number, not '5'"),
+        (
+            "advantage",
+            "clip_advantage",
+            {"max_advantage": "5"},
+            "'here.max_advantage' must be a number, not '5'",
+        ),
         ("advantage", "group_center", {"singleton": "none"}, "'here.singleton' must be one of 'zero', 'raw'"),
-        ("advantage", "limt", {}, "here: no advantage is called 'limt'; did you mean 'limit'?"),
+        (
+            "advantage",
+            "clip_advantag",
+            {},
+            "here: no advantage is called 'clip_advantag'; did you mean 'clip_advantage'?",
+        ),
         ("surrogate", "clip", {"epsilon_hgh": 0.3}, "here: surrogate 'clip' has no option 'epsilon_hgh'"),
         ("advantage", "pick", {}, "here: advantage 'pick' needs the option of"),
         ("aggregation", "fixed_length", {}, "needs the option max_completion_length"),
@@ -159,7 +169,7 @@ def test_an_option_that_is_a_number_follows_a_schedule(pieces):
 
 
 def test_before_the_first_tick_an_option_has_its_first_value(pieces):
-    assert made(pieces, "advantage", "limit", max_advantage=LINEAR).options == {"max_advantage": 0.0}
+    assert made(pieces, "advantage", "clip_advantage", max_advantage=LINEAR).options == {"max_advantage": 0.0}
 
 
 def test_options_of_pieces_inside_pieces_follow_too(pieces):
@@ -193,9 +203,9 @@ def test_an_option_that_is_no_number_follows_nothing(pieces):
 
 def test_mistakes_in_a_schedule_are_named_with_their_place(pieces):
     with pytest.raises(ConfigError, match="advantage.max_advantage: no schedule is called 'linaer'"):
-        made(pieces, "advantage", "limit", max_advantage={"name": "linaer"})
+        made(pieces, "advantage", "clip_advantage", max_advantage={"name": "linaer"})
     with pytest.raises(ConfigError, match="advantage.max_advantage.end' must be a number"):
-        made(pieces, "advantage", "limit", max_advantage={**LINEAR, "end": "later"})
+        made(pieces, "advantage", "clip_advantage", max_advantage={**LINEAR, "end": "later"})
 
 
 def test_a_number_is_a_number_or_a_schedule(pieces):
@@ -248,6 +258,6 @@ def test_pieces_with_a_memory_are_listed_by_their_place(pieces):
 
 
 def test_bound_pieces_do_not_share_their_options(pieces):
-    one, two = (made(pieces, "advantage", "limit", max_advantage=value) for value in (1.0, 2.0))
+    one, two = (made(pieces, "advantage", "clip_advantage", max_advantage=value) for value in (1.0, 2.0))
     assert (one.options, two.options) == ({"max_advantage": 1.0}, {"max_advantage": 2.0})
     assert dataclasses.is_dataclass(one)

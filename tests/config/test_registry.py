@@ -60,8 +60,15 @@ def test_a_piece_is_tested_by_its_own_name(entry):
 
 def test_the_base_pieces_are_there():
     wanted = {
-        "advantage": {"total", "group_normalize", "batch_normalize", "per_step", "high_entropy", "anchor"},
-        "surrogate": {"clip", "plain", "log_likelihood", "cispo", "sapo"},
+        "advantage": {
+            "total",
+            "group_normalize",
+            "batch_normalize",
+            "per_step",
+            "high_entropy",
+            "tempsamp_anchor",
+        },
+        "surrogate": {"clip", "unclipped", "log_likelihood", "cispo", "sapo"},
         "aggregation": {"sequence_mean", "step_mean", "fixed_length", "length_weighted"},
         "penalty": {"k1", "k2", "k3", "entropy_bonus"},
         "objective": {"policy_gradient"},
@@ -108,7 +115,7 @@ def test_a_wrong_option_lists_the_right_ones():
     message = "surrogate 'clip' has no option 'epsilon_hgh'; it takes epsilon, epsilon_high, delta, dual"
     with pytest.raises(ValueError, match=re.escape(message)):
         check_options(find("surrogate", "clip"), {"epsilon": 0.1, "epsilon_hgh": 0.3})
-    with pytest.raises(ValueError, match="surrogate 'plain' has no option 'epsilon'; it takes none"):
+    with pytest.raises(ValueError, match="surrogate 'unclipped' has no option 'epsilon'; it takes none"):
         check_options(find("surrogate", "unclipped"), {"epsilon": 0.1})
 
 

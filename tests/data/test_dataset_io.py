@@ -7,7 +7,7 @@ import json
 import pytest
 
 from mmrl.data.dataset_io import RowError, Rows, row_files, sound_rows, split_of, write_rows
-from mmrl.diagnostics.checks.dataset_rows import duplicate_ids, empty_answers, said, unreadable_rows
+from mmrl.diagnostics.checks.dataset_rows import duplicate_ids, empty_answers, text_of, unreadable_rows
 
 ROWS = [{"id": "a", "answer": "één", "n": 1}, {"id": "b", "answer": "two\u2028lines", "n": 2}]
 
@@ -150,6 +150,6 @@ def test_useless_answers_are_found(tmp_path):
 
 def test_said_reads_answers_of_every_form():
     parts = [{"type": "text", "text": "a "}, {"type": "text", "text": "dog"}]
-    assert said(parts) == "a dog"
-    assert said({"from": "gpt", "value": "a dog"}) == "a dog"
-    assert (said(None), said([]), said(3)) == ("", "", "3")
+    assert text_of(parts) == "a dog"
+    assert text_of({"from": "gpt", "value": "a dog"}) == "a dog"
+    assert (text_of(None), text_of([]), text_of(3)) == ("", "", "3")

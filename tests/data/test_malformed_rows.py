@@ -80,7 +80,7 @@ def unlabelled(path, bad_rows):
 
 
 def checked(path, bad_rows):
-    for entry in pieces("data_check"):
+    for entry in pieces("check", on="data"):
         assert all(finding.place and finding.what for finding in entry.target(Rows(Path(path), Path())))
     return []
 

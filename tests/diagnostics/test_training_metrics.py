@@ -1,4 +1,4 @@
-"""Alarms on journals that are written by hand, and in runs of the toy policy."""
+"""Checks while training, on metrics written by hand and in runs of the toy policy."""
 
 from __future__ import annotations
 
@@ -7,16 +7,25 @@ import math
 import pytest
 
 from mmrl.build import check, check_some
+from mmrl.config.binding import Pieces
 from mmrl.config.registry import find
-from mmrl.config.schema import Config, ConfigError, parse, parse_some
-from mmrl.diagnostics.checks.training_metrics import (
-    logprob_mismatch,
-    metric_drop,
-    metric_spike,
-    reward_hacking,
-)
+from mmrl.config.schema import Config, ConfigError, Piece, parse, parse_some
+from mmrl.core.rng import Stream
+from mmrl.diagnostics.checks import training_metrics
+from mmrl.diagnostics.context import Finding
 from mmrl.training.loop import train
 from tests.support.toys import toy_run
+
+
+def texts_of(check):
+    """Give the texts of what a check finds."""
+    return lambda records, **options: [finding.text for finding in check(records, **options)]
+
+
+reward_hacking = texts_of(training_metrics.reward_hacking)
+metric_drop = texts_of(training_metrics.metric_drop)
+metric_spike = texts_of(training_metrics.metric_spike)
+logprob_mismatch = texts_of(training_metrics.logprob_mismatch)
 
 
 def journal(**columns) -> list[dict]:
@@ -143,10 +152,10 @@ def test_a_metric_that_the_journal_does_not_have_is_told():
         logprob_mismatch(records, of="rewardstd"),
     ):
         assert said == [
-            "an alarm watches 'rewardstd', which the journal does not have; did you mean 'reward_std'?"
+            "a check reads 'rewardstd', which the metrics of the run do not have; did you mean 'reward_std'?"
         ]
     assert reward_hacking(records) == [
-        "an alarm watches 'reward', which the journal does not have; did you mean 'reward_std'?"
+        "a check reads 'reward', which the metrics of the run do not have; did you mean 'reward_std'?"
     ]
 
 
@@ -154,25 +163,25 @@ def test_what_an_evaluation_measures_is_waited_for():
     records = journal(reward=RISING, **{"eval_other": [None, None, 1.0]})
     assert reward_hacking(records[:2], of=("taste",)) == []
     (said,) = reward_hacking(records, of=("taste",))
-    assert said.startswith("an alarm watches 'eval_taste', which the journal does not have")
+    assert said.startswith("a check reads 'eval_taste', which the metrics of the run do not have")
 
 
 def test_a_window_holds_a_record():
-    for piece, options in (
-        (metric_drop, {}),
-        (metric_spike, {"of": "reward", "above": 1.0}),
-        (reward_hacking, {}),
+    for name, options in (
+        ("metric_drop", {}),
+        ("metric_spike", {"of": "reward", "above": 1.0}),
+        ("reward_hacking", {}),
     ):
-        with pytest.raises(ValueError, match="`window` of at least 1 record, not 0"):
-            piece(journal(reward=RISING), window=0, **options)
+        with pytest.raises(ConfigError, match="window' must be at least 1, not 0"):
+            Pieces(Stream()).make("check", Piece(name, {"window": 0, **options}))
 
 
 # ---- in a run
 
 
 def always_two(records, *, word: str = "fire"):
-    """Say two things at every step."""
-    return [f"{word} < 1", f"{word}: at step {records[0]['step'] + 1}"]
+    """Find two things at every step."""
+    return [Finding(f"{word} < 1"), Finding(f"{word}: at step {records[0]['step'] + 1}")]
 
 
 ALWAYS = {"name": f"{__name__}:always_two", "word": "smoke"}
@@ -298,13 +307,13 @@ RUN = {
 @pytest.mark.parametrize(
     ("piece", "message"),
     [
-        ("reward_hackin", "no alarm is called 'reward_hackin'; did you mean 'reward_hacking'"),
+        ("reward_hack", "no check is called 'reward_hack'; did you mean 'reward_hacking'"),
         ("metric_spike", "needs the options of, above"),
         ({"name": "metric_drop", "shared": 1.0}, "has no option 'shared'; it takes of, share, window"),
         ({"name": "metric_drop", "window": "x"}, "'report.checks\\[0\\].window' must be a whole number"),
     ],
 )
-def test_alarms_are_checked_beforehand(piece, message):
+def test_checks_are_checked_beforehand(piece, message):
     raw = {**RUN, "report": {"checks": [piece]}}
     with pytest.raises(
         ConfigError, match=f"report.checks\\[0\\].*{message}" if "window" not in message else message
@@ -315,9 +324,18 @@ def test_alarms_are_checked_beforehand(piece, message):
         check_some(variant, parse_some(variant, Config))
 
 
-def test_alarms_are_found_by_name():
+def test_a_check_is_listed_where_it_runs():
+    for key, name, on in (
+        ("checks", "gradient_flow", "start"),
+        ("startup_checks", "metric_drop", "training"),
+    ):
+        with pytest.raises(ConfigError, match=f"report.{key}\\[0\\]: the check '{name}' runs on {on}, but"):
+            check(parse({**RUN, "report": {key: [name]}}, Config))
+
+
+def test_checks_are_found_by_name():
     for name in ("reward_hacking", "metric_drop", "metric_spike", "logprob_mismatch"):
-        assert find("alarm", name).full_name == name
+        assert (find("check", name).full_name, find("check", name).on) == (name, "training")
 
 
 class Heavy:

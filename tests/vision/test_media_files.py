@@ -224,7 +224,7 @@ def test_an_empty_data_set_is_wrong(home, capsys):
 
 
 def test_checks_are_listed(capsys):
-    assert main(["list", "data_check"]) == 0
+    assert main(["list", "check"]) == 0
     assert "vision.spans_out_of_range" in capsys.readouterr().out
 
 

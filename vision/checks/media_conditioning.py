@@ -6,13 +6,13 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from mmrl.config.ranges import PositiveInt
-from mmrl.config.registry import checkup
+from mmrl.config.registry import check
 from mmrl.core.types import Frames, Media, Message, Prompt, Trajectory
-from mmrl.diagnostics.context import Examined, Symptom
+from mmrl.diagnostics.context import Examined, Finding
 
 
-@checkup
-def media_conditioning(examined: Examined, *, rows: PositiveInt = 4) -> Iterator[Symptom]:
+@check(on="start")
+def media_conditioning(examined: Examined, *, rows: PositiveInt = 4) -> Iterator[Finding]:
     """Turn every pixel of a prompt's media into its negative: answers have to become more or less likely."""
     shown = [row for row in examined.rollouts if row.prompt.media][:rows]
     if not shown:
@@ -22,7 +22,7 @@ def media_conditioning(examined: Examined, *, rows: PositiveInt = 4) -> Iterator
     turned = examined.ask(tuple(policy.encode(negative(row.prompt), row.outcomes[-1]) for row in shown))
     blind = [row for row, one, other in zip(shown, seen, turned, strict=True) if bool((one == other).all())]
     if blind:
-        yield Symptom(
+        yield Finding(
             f"the media of {_named(blind)} do not reach the model: its answers are exactly as likely when "
             "every pixel changes",
             "see that the chat template has a place for them, that the processor is the model's own, and "

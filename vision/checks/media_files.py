@@ -8,10 +8,11 @@ from collections.abc import Iterator, Mapping
 from functools import cache
 from typing import Any
 
-from mmrl.config.registry import data_check
+from mmrl.config.registry import check
 from mmrl.core.types import Frames
-from mmrl.data.dataset_io import DataRow, Finding, Rows
+from mmrl.data.dataset_io import DataRow, Rows
 from mmrl.data.fields import RowError, listed, number
+from mmrl.diagnostics.context import Finding
 from mmrl.vision.media.media_columns import Named, media_of
 from mmrl.vision.media.media_root import MediaRoot, decode_image
 from mmrl.vision.media.video import MediaError, Sampling, video_duration
@@ -22,7 +23,7 @@ SLACK = 0.05  # seconds a span may reach beyond its clip: annotations are rounde
 BLOCK = 1 << 20
 
 
-@data_check
+@check(on="data")
 def unreadable_media(rows: Rows) -> Iterator[Finding]:
     """Find media that are missing, broken, or outside their root; each is decoded once."""
     root = MediaRoot(rows.root, cache_bytes=0)
@@ -31,21 +32,23 @@ def unreadable_media(rows: Rows) -> Iterator[Finding]:
         try:
             found = dict.fromkeys(media_of(row.columns))
         except RowError as error:
-            yield Finding(row.place, str(error))
+            yield Finding(str(error), place=row.place)
             continue
         for named in found:
             what = _fault(root, named) if named.data else fault(named.kind, named.path)
             if what:
-                yield Finding(row.place, what)
+                yield Finding(what, place=row.place)
 
 
-@data_check
+@check(on="data")
 def missing_media(rows: Rows) -> Iterator[Finding]:
     """Find rows that name no image and no video, where others of their file do."""
     having = Counter(row.source for row in rows.sound() if _media(row))
     for row in rows.sound():
         if having[row.source] and _media(row) == []:
-            yield Finding(row.place, f"names no image or video; {having[row.source]} rows of its file do")
+            yield Finding(
+                f"names no image or video; {having[row.source]} rows of its file do", place=row.place
+            )
 
 
 def _media(row: DataRow) -> list[Named] | None:
@@ -74,7 +77,7 @@ def _decoded(root: MediaRoot, named: Named) -> Frames:
     return medium.load()
 
 
-@data_check
+@check(on="data")
 def spans_out_of_range(rows: Rows) -> Iterator[Finding]:
     """Find spans that do not end after they start, or lie outside their clip (its file tells how long it is,
     else the row's `duration`)."""
@@ -82,7 +85,7 @@ def spans_out_of_range(rows: Rows) -> Iterator[Finding]:
     length = cache(lambda path: _length(root, path))
     for row in rows.sound():
         for what in _wrong_spans(row, length):
-            yield Finding(row.place, what)
+            yield Finding(what, place=row.place)
 
 
 def _wrong_spans(row: DataRow, length: Any) -> Iterator[str]:
@@ -128,7 +131,7 @@ def _length(root: MediaRoot, path: str) -> float | None:
         return None  # `unreadable_media` tells
 
 
-@data_check
+@check(on="data")
 def split_leakage(rows: Rows) -> Iterator[Finding]:
     """Find media with the same content in two splits: what is held out would have been trained on."""
     root = MediaRoot(rows.root)
@@ -146,7 +149,7 @@ def split_leakage(rows: Rows) -> Iterator[Finding]:
             if split != row.split and (mark, row.split) not in told:
                 told.add((mark, row.split))
                 what = f"'{named.path}' of split '{row.split}' is also in split '{split}': {place}"
-                yield Finding(row.place, what)
+                yield Finding(what, place=row.place)
 
 
 def _digest(root: MediaRoot, path: str) -> str:

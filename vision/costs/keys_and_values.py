@@ -11,11 +11,11 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 
-from mmrl.config.registry import meter
+from mmrl.config.registry import cost
 from mmrl.core.protocols import Engine
 
 
-@meter
+@cost
 @contextmanager
 def keys_and_values(engine: Engine) -> Iterator[Mapping[str, float]]:
     """Measure what caches of keys and values hold at their largest, in bytes, and add up over batches.

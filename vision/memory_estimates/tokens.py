@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from mmrl.config.registry import estimate, find
+from mmrl.config.registry import find, memory_estimate
 from mmrl.config.schema import Config
 from mmrl.core.types import Prompt
 from mmrl.vision.decoding.token_steps import Speaker
@@ -12,7 +12,7 @@ from mmrl.vision.decoding.token_steps import Speaker
 COLUMNS = 5  # mask, advantage, weight, and the engine's log-probability and entropy
 
 
-@estimate
+@memory_estimate
 def tokens(config: Config, policy: Speaker, prompts: Sequence[Prompt]) -> Mapping[str, float]:
     """Add up the keys and values of the rows that are generated at once, at full precision, and the step
     table."""

@@ -1,1 +1,1 @@
-"""Checkups: a small collection of a run to what is wrong with it, and what to do."""
+"""Checks of data, of the first step of a run and of its metrics: what is wrong and what to do."""

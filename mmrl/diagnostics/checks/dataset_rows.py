@@ -1,67 +1,69 @@
-"""What may be wrong with the text of rows."""
+"""Checks of data: faults in the text of rows."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from mmrl.config.registry import data_check
-from mmrl.data.dataset_io import Finding, Rows
+from mmrl.config.registry import check
+from mmrl.data.dataset_io import Rows
+from mmrl.diagnostics.context import Finding
 
 ANSWERS = ("answer", "solution", "ground_truth", "chosen", "rejected")
 
 
-@data_check
+@check(on="data")
 def unreadable_rows(rows: Rows) -> Iterator[Finding]:
-    """Find rows that are not UTF-8, or no objects."""
+    """Find rows that are not UTF-8 or not JSON objects."""
     for row in rows:
         if row.fault:
-            yield Finding(row.place, row.fault)
+            yield Finding(row.fault, place=row.place)
 
 
-@data_check
+@check(on="data")
 def duplicate_ids(rows: Rows) -> Iterator[Finding]:
-    """Find rows of one split with the same `id`: their answers would be compared as one group."""
+    """Find rows of a split with the same `id`, whose answers would be compared as one group."""
     places: dict[tuple[str, str], str] = {}
     for row in rows.sound():
         if row.columns.get("id") is None:
             continue
         key = (row.split, str(row.columns["id"]))
         if key in places:
-            yield Finding(row.place, f"the id '{key[1]}' is that of {places[key]}")
+            yield Finding(f"the id '{key[1]}' is that of {places[key]}", place=row.place)
         places.setdefault(key, row.place)
 
 
-@data_check
+@check(on="data")
 def empty_answers(rows: Rows) -> Iterator[Finding]:
     """Find rows whose answer is empty, or whose chosen and rejected answers are the same."""
     for row in rows.sound():
-        given = {name: said(row.columns[name]) for name in ANSWERS if row.columns.get(name) is not None}
-        for name, text in given.items():
-            if not text.strip():
-                yield Finding(row.place, f"`{name}` is empty")
-        if {"chosen", "rejected"} <= given.keys() and given["chosen"].strip() == given[
-            "rejected"
-        ].strip() != "":
-            yield Finding(row.place, f"`chosen` and `rejected` are both {given['chosen'].strip()[:60]!r}")
-        listed = row.columns.get("answers")
-        if type(listed) is list and not any(said(one).strip() for one in listed):
-            yield Finding(row.place, "`answers` holds no answer")
+        texts = {
+            name: text_of(row.columns[name]).strip() for name in ANSWERS if row.columns.get(name) is not None
+        }
+        for name, text in texts.items():
+            if not text:
+                yield Finding(f"`{name}` is empty", place=row.place)
+        chosen = texts.get("chosen")
+        if chosen and chosen == texts.get("rejected"):
+            yield Finding(f"`chosen` and `rejected` are both {chosen[:60]!r}", place=row.place)
+        answers = row.columns.get("answers")
+        if type(answers) is list and not any(text_of(answer).strip() for answer in answers):
+            yield Finding("`answers` holds no answer", place=row.place)
 
 
-def said(value: Any) -> str:
-    """Read the text of an answer: a text, a number, a message, messages (the last counts), or parts."""
+def text_of(value: Any) -> str:
+    """Read the text of an answer: a text, a number, a message, messages (the last counts) or parts."""
     match value:
         case str():
             return value
         case Mapping():
-            return said(
+            return text_of(
                 next((value[key] for key in ("content", "value", "text", "path") if key in value), "")
             )
-        case [*parts] if parts and all("type" in one for one in parts if isinstance(one, Mapping)):
-            return "".join(map(said, parts))
+        case [*parts] if parts and all("type" in part for part in parts if isinstance(part, Mapping)):
+            return "".join(map(text_of, parts))
         case [*messages]:
-            return said(messages[-1]) if messages else ""
+            return text_of(messages[-1]) if messages else ""
         case None:
             return ""
     return str(value)

@@ -8,15 +8,15 @@ import torch
 from torch import Tensor
 
 from mmrl.config.ranges import NonNegativeFloat
-from mmrl.config.registry import checkup, find
-from mmrl.diagnostics.context import Examined, Symptom, cheapened, spelled
+from mmrl.config.registry import check, find
+from mmrl.diagnostics.context import Examined, Finding, cheapened, spelled
 from mmrl.runtime.modules import dropping, evaluating
 
 
-@checkup
+@check(on="start")
 def initial_ratio(
     examined: Examined, *, tolerance: NonNegativeFloat = 1e-3, max_kl: NonNegativeFloat = 0.1
-) -> Iterator[Symptom]:
+) -> Iterator[Finding]:
     """Replay rollouts at the batch size of learning: before the first update the ratio of policy to engine is
     1.
 
@@ -42,10 +42,10 @@ def initial_ratio(
             f"the ratio is not 1 before the first update: log-probabilities of engine and policy differ by "
             f"{gap:.3g} on average"
         )
-        yield Symptom(*_reason(examined, noted, known, what, unsteady > 1e-9, tolerance))
+        yield Finding(*_reason(examined, noted, known, what, unsteady > 1e-9, tolerance))
 
 
-def _told(said: Tensor, noted: Tensor, known: Tensor, cheap: Sequence[str], max_kl: float) -> Symptom:
+def _told(said: Tensor, noted: Tensor, known: Tensor, cheap: Sequence[str], max_kl: float) -> Finding:
     """Tell how far an engine is that is cheaper than the policy."""
     gap = torch.where(known.cpu(), said - noted.cpu().double().nan_to_num(), 0.0).clamp(-20, 20)
     kl = float((gap.exp() - gap - 1).sum() / known.sum())
@@ -57,20 +57,20 @@ def _told(said: Tensor, noted: Tensor, known: Tensor, cheap: Sequence[str], max_
         f"{share:.0%} of as many exact ones"
     )
     if kl > max_kl:
-        return Symptom(
+        return Finding(
             what, "that is far: give the engine more bits or drop less, or leave both out to compare"
         )
-    return Symptom(what, "`compression.speedup_probe` around the engine tells the seconds saved", grave=False)
+    return Finding(what, "`compression.speedup_probe` around the engine tells the seconds saved", grave=False)
 
 
-@checkup
-def importance_correction(examined: Examined) -> Iterator[Symptom]:
+@check(on="start")
+def importance_correction(examined: Examined) -> Iterator[Finding]:
     """See whether rollouts of a cheaper model than the one that learns are weighed by how likely the policy
     finds them."""
     cheap, objective = cheapened(examined.config), examined.config.objective
     weighs = "step_weight" in find("objective", objective.name).options
     if cheap and weighs and "engine" not in examined.needs.others:
-        yield Symptom(
+        yield Finding(
             f"rollouts come from a cheaper model than the one that learns ({', '.join(cheap)}), and nothing "
             "corrects for it",
             "add `truncated_importance` to objective.focus, as variants/importance_*.yaml do",

@@ -12,27 +12,27 @@ from typing import Any
 import torch
 
 from mmrl.config.binding import Bound
-from mmrl.config.registry import checkup
+from mmrl.config.registry import check
 from mmrl.config.reward_adapters import handed
 from mmrl.core.reward_table import EQUAL
 from mmrl.core.tensor import group_extreme, group_index
 from mmrl.core.types import Outcome, Prompt
-from mmrl.diagnostics.context import Examined, Symptom, spelled
+from mmrl.diagnostics.context import Examined, Finding, spelled
 
 
-@checkup
-def rewards_apply(examined: Examined) -> Iterator[Symptom]:
+@check(on="start")
+def rewards_apply(examined: Examined) -> Iterator[Finding]:
     """See whether every reward and label applies to an answer: None for all of them teaches nothing."""
     for said in examined.table.absent.values():
-        yield Symptom(
+        yield Finding(
             said,
             "see whether it reads the column or target that the data have; `on_absent: warn` is for one that "
             "applies later",
         )
 
 
-@checkup
-def zero_variance_groups(examined: Examined) -> Iterator[Symptom]:
+@check(on="start")
+def zero_variance_groups(examined: Examined) -> Iterator[Finding]:
     """See whether answers to one prompt earn different rewards: groups without a spread teach nothing."""
     table = examined.table
     if not len(table) or examined.config.rollout.num_generations < 2:
@@ -50,12 +50,12 @@ def zero_variance_groups(examined: Examined) -> Iterator[Symptom]:
         return
     groups = len(set(table.group.tolist()))
     if len(constant) < len(table.names):
-        yield Symptom(
+        yield Finding(
             f"these rewards are the same for all answers of every prompt: {', '.join(constant)}",
             "see whether they read what they should; a reward that never differs changes no advantage",
         )
         return
-    yield Symptom(
+    yield Finding(
         f"in all {groups} groups every answer has the same reward, so nothing is learned: "
         f"{', '.join(constant)}",
         "see whether the reward can tell answers apart at all, sample hotter, ask easier or harder prompts, "
@@ -63,8 +63,8 @@ def zero_variance_groups(examined: Examined) -> Iterator[Symptom]:
     )
 
 
-@checkup
-def reward_sanity(examined: Examined) -> Iterator[Symptom]:
+@check(on="start")
+def reward_sanity(examined: Examined) -> Iterator[Finding]:
     """Compare the reward of a known-good answer with that of an empty one, and of one to another prompt.
 
     A known-good answer is the first that is recorded, or the target where that is a text. The weighted sum is
@@ -89,13 +89,13 @@ def reward_sanity(examined: Examined) -> Iterator[Symptom]:
             yield from _reversed(kind, usable, prompts)
             equal.append(all(bool((margin.nan_to_num().abs() <= EQUAL).all()) for margin in usable.values()))
     if equal and all(equal):
-        yield Symptom(
+        yield Finding(
             f"a known-good answer earns exactly as much as {' or '.join(spoilt)}, for every prompt",
             "see whether the rewards read the target, and how they parse an answer",
         )
 
 
-def _reversed(kind: str, margins: dict[str, torch.Tensor], prompts: Sequence[Prompt]) -> Iterator[Symptom]:
+def _reversed(kind: str, margins: dict[str, torch.Tensor], prompts: Sequence[Prompt]) -> Iterator[Finding]:
     """Complain where most prompts, and their mean, stand the wrong way round."""
     known = ~torch.stack(list(margins.values())).isnan().all(0)
     total = torch.stack([margin.nan_to_num() for margin in margins.values()]).sum(0)
@@ -103,7 +103,7 @@ def _reversed(kind: str, margins: dict[str, torch.Tensor], prompts: Sequence[Pro
     if int(wrong.sum()) * 2 > int(known.sum()) and float(total[known].mean()) < -EQUAL:
         guilty = [name for name, margin in margins.items() if float(margin.nanmean()) < 0]
         first = prompts[int(wrong.nonzero()[0])].uid
-        yield Symptom(
+        yield Finding(
             f"a known-good answer earns less than {kind} for {int(wrong.sum())} of {int(known.sum())} "
             f"prompts (the first is '{first}'), which {spelled(guilty)} prefer",
             "higher must be better: turn the reward, or its weight, around, or set it beside one that looks "

@@ -8,16 +8,16 @@ from typing import Any
 
 import torch
 
-from mmrl.config.registry import checkup
+from mmrl.config.registry import check
 from mmrl.core.types import Outcome
-from mmrl.diagnostics.context import Examined, Symptom
+from mmrl.diagnostics.context import Examined, Finding
 
 MEASURABLE = 30  # steps below which chance explains anything
 STRANGE = 6.0  # standard errors
 
 
-@checkup
-def sampling_params(examined: Examined) -> Iterator[Symptom]:
+@check(on="start")
+def sampling_params(examined: Examined) -> Iterator[Finding]:
     """See whether the engine samples with the settings that it was given, not with others that came along.
 
     Sampled steps are as likely, on average, as the entropy says; much likelier ones were taken greedily, or
@@ -37,7 +37,7 @@ def sampling_params(examined: Examined) -> Iterator[Symptom]:
         mean, count = float(difference.mean()), len(difference)
         error = float(difference.std()) / math.sqrt(count) if count > 1 else math.inf
         if count >= MEASURABLE and mean < -STRANGE * error and mean < -0.1 * entropy and entropy > 0.01:
-            yield Symptom(
+            yield Finding(
                 f"sampled steps are likelier than chance allows: {entropy + mean:.3g} nats each, where the "
                 f"entropy is {entropy:.3g}",
                 "the engine samples greedily or colder than it was told: look for settings that come with "
@@ -45,7 +45,7 @@ def sampling_params(examined: Examined) -> Iterator[Symptom]:
             )
     if _all_alike(examined) and len(rows) > 1:
         how = f" ({', '.join(f'{k}={v}' for k, v in asked.items())})" if asked else ""
-        yield Symptom(
+        yield Finding(
             f"all answers of every prompt are the same{how}",
             "sample: a group of equal answers has no advantage; set the temperature above 0, and see that "
             "every rollout draws from its own random stream",
@@ -67,7 +67,7 @@ def _asked(examined: Examined) -> dict[str, Any]:
     return {name: value for name, value in given if name in _COLDER and _COLDER[name](value)}
 
 
-def _settings(examined: Examined) -> Iterator[Symptom]:
+def _settings(examined: Examined) -> Iterator[Finding]:
     """Compare the options of the innermost engine with what it holds; those that follow a schedule move."""
     listed, engine = list(examined.config.rollout.engine), examined.engine
     engines = [engine]
@@ -77,7 +77,7 @@ def _settings(examined: Examined) -> Iterator[Symptom]:
         for name, value in piece.options.items():
             held = getattr(made, name, value)
             if type(value) in (int, float) and type(held) in (int, float) and held != value:
-                yield Symptom(
+                yield Finding(
                     f"the engine '{piece.name}' was given {name}={value:g} and works with {held:g}",
                     "something overwrites it: look at what the checkpoint brings, and at wrappers",
                 )

@@ -1,140 +1,145 @@
-"""Alarms: signs in a journal that a run does not learn what it should.
+"""Checks while training: signs in the metrics of a run that it does not learn what it should.
 
-A record is a step: metrics by name, an evaluation's under `eval_x` with the ends of its interval as
-`eval_x/low` and `eval_x/high`. An alarm tells the first step that gave reason to it, so that it says the
-same however far the run has come.
+A record is the metrics of a step by name; those of an evaluation are `eval_x`, with the ends of the interval
+as `eval_x/low` and `eval_x/high`. A check reports the first step that gives cause, so that its text stays the
+same while the run goes on.
 """
 
 from __future__ import annotations
 
-import difflib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from mmrl.config.loading import nearest
 from mmrl.config.ranges import NonNegativeFloat, PositiveInt
-from mmrl.config.registry import alarm
+from mmrl.config.registry import check
+from mmrl.diagnostics.context import Finding
 
 Records = Sequence[Mapping[str, Any]]
-DIFFERENCE = "sampling/sampling_logp_difference/mean"  # of engine and policy
+DIFFERENCE = "sampling/sampling_logp_difference/mean"  # between engine and policy
 Pairs = list[tuple[int, float]]  # step and value
 
 
-def _watched(records: Records, name: str) -> tuple[Pairs, list[str]]:
-    """Read (step, value) of a metric where it is finite, and complain where the journal does not know it."""
-    # Evaluations are rare: before the first of them their metrics are not missing, only not measured.
-    kin = [record for record in records if any(map(_measured, record))] if _measured(name) else records
-    if kin and not any(name in record for record in kin):
-        near = difflib.get_close_matches(name, kin[0], 1)
-        hint = f"; did you mean '{near[0]}'?" if near else ""
-        return [], [f"an alarm watches '{name}', which the journal does not have{hint}"]
+def _series(records: Records, name: str) -> tuple[Pairs, list[Finding]]:
+    """The finite values of a metric with their steps; a finding where no record has the metric."""
+    # Evaluations are rare: before the first one their metrics are not missing, only not measured yet.
+    evaluated = [r for r in records if any(key.startswith("eval_") for key in r)]
+    known = evaluated if name.startswith("eval_") else records
+    if known and not any(name in record for record in known):
+        hint = nearest(name, known[0])
+        what = f"a check reads '{name}', which the metrics of the run do not have"
+        return [], [Finding(f"{what}; {hint}" if hint else what)]
     pairs = [(record["step"], record.get(name, math.nan)) for record in records]
     return [(step, value) for step, value in pairs if math.isfinite(value)], []
 
 
-def _measured(name: str) -> bool:
-    return name.startswith("eval_")
+def _averages(pairs: Pairs, window: int) -> Pairs:
+    """Averages over `window` records, with the step of the last of them."""
+    ends = range(window, len(pairs) + 1)
+    return [(pairs[end - 1][0], _mean(pairs[end - window : end])) for end in ends]
 
 
-def _check_window(window: int) -> None:
-    if window < 1:
-        raise ValueError(f"an alarm averages over a `window` of at least 1 record, not {window}")
+def _mean(pairs: Pairs) -> float:
+    return sum(value for _, value in pairs) / len(pairs)
 
 
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
-
-
-@alarm
+@check(on="training")
 def reward_hacking(
     records: Records, *, rising: str = "reward", of: tuple[str, ...] = (), window: PositiveInt = 5
-) -> list[str]:
-    """Warn of reward hacking: the trained reward rose since the start, while a held-out metric fell out of
-    the interval of its first evaluation.
+) -> Iterator[Finding]:
+    """Warn if the trained reward rose while a held-out metric fell below its first interval.
 
-    `of` names metrics without their `eval_`; without it all that have an interval are watched, higher being
-    better. The reward's rise is that of its mean over `window` records, or over half of those that there
-    are. The rule is our reading.
+    Higher is taken to be better. The rule is our reading of reward hacking.
+
+    Args:
+        rising: Metric of the trained reward.
+        of: Held-out metrics without their `eval_`; empty: all that have an interval.
+        window: Records over which the reward is averaged at the start and at the end, at most half of all.
     """
-    _check_window(window)
-    trained, said = _watched(records, rising)
+    trained, unknown = _series(records, rising)
+    yield from unknown
     names = [f"eval_{name}" for name in of] or sorted(
         {key.removesuffix("/low") for record in records for key in record if key.endswith("/low")}
     )
     for name in names:
-        found, unknown = _watched(records, name)
+        values, unknown = _series(records, name)
+        yield from unknown
         low = next((record[f"{name}/low"] for record in records if f"{name}/low" in record), math.nan)
-        said += unknown + _first_fall(name, found, low, rising, trained, window)
-    return said
+        for step, value in values[1:]:
+            seen = [pair for pair in trained if pair[0] <= step]
+            size = min(window, len(seen) // 2)
+            if size and value < low and (end := _mean(seen[-size:])) > (start := _mean(seen[:size])):
+                yield Finding(
+                    f"{name} fell to {value:.4g} at step {step + 1}, below the interval it began in "
+                    f"({values[0][1]:.4g}, from {low:.4g}), while {rising} rose from {start:.4g} to "
+                    f"{end:.4g}: the policy may exploit its reward"
+                )
+                break
 
 
-def _first_fall(name: str, found: Pairs, low: float, reward: str, trained: Pairs, window: int) -> list[str]:
-    for step, value in found[1:]:
-        seen = [reward for at, reward in trained if at <= step]
-        size = min(window, len(seen) // 2)
-        if not size or value >= low:
-            continue
-        start, end = _mean(seen[:size]), _mean(seen[-size:])
-        if end > start:
-            return [
-                f"{name} fell to {value:.4g} at step {step + 1}, below the interval it began in "
-                f"({found[0][1]:.4g}, from {low:.4g}), while {reward} rose from {start:.4g} to {end:.4g}: "
-                "the policy may exploit its reward"
-            ]
-    return []
-
-
-@alarm
+@check(on="training")
 def metric_drop(
     records: Records, *, of: str = "reward_std", share: NonNegativeFloat = 0.1, window: PositiveInt = 5
-) -> list[str]:
-    """Warn when a metric, averaged over `window` records, fell below `share` of its average over the first
-    ones."""
-    _check_window(window)
-    found, missing = _watched(records, of)
-    start = _mean([value for _, value in found[:window]]) if len(found) >= window else 0.0
-    for end in range(2 * window, len(found) + 1):
-        here = _mean([value for _, value in found[end - window : end]])
-        if here < share * start:
+) -> list[Finding]:
+    """Warn if the average of a metric fell below a share of its first average.
+
+    Args:
+        of: The metric.
+        share: The share of the first average that the metric must keep.
+        window: Records per average.
+    """
+    pairs, unknown = _series(records, of)
+    averages = _averages(pairs, window)
+    start = averages[0][1] if averages else 0.0
+    for step, average in averages[window:]:
+        if average < share * start:
             return [
-                f"{of} collapsed to {here:.4g} at step {found[end - 1][0] + 1}; it began at {start:.4g}, and "
-                f"the bar is {share:g} of that"
+                Finding(
+                    f"{of} collapsed to {average:.4g} at step {step + 1}; it began at {start:.4g}, and the "
+                    f"bar is {share:g} of that"
+                )
             ]
-    return missing
+    return unknown
 
 
-@alarm
-def metric_spike(records: Records, *, of: str, above: float, window: PositiveInt = 1) -> list[str]:
-    """Warn when a metric, averaged over `window` records, rose above a bar."""
-    _check_window(window)
-    found, missing = _watched(records, of)
-    for end in range(window, len(found) + 1):
-        here = _mean([value for _, value in found[end - window : end]])
-        if here > above:
-            return [f"{of} rose to {here:.4g} at step {found[end - 1][0] + 1}; the bar is {above:g}"]
-    return missing
+@check(on="training")
+def metric_spike(records: Records, *, of: str, above: float, window: PositiveInt = 1) -> list[Finding]:
+    """Warn if the average of a metric rose above a bar.
+
+    Args:
+        of: The metric.
+        above: The bar.
+        window: Records per average.
+    """
+    pairs, unknown = _series(records, of)
+    for step, average in _averages(pairs, window):
+        if average > above:
+            return [Finding(f"{of} rose to {average:.4g} at step {step + 1}; the bar is {above:g}")]
+    return unknown
 
 
-@alarm
+@check(on="training")
 def logprob_mismatch(
     records: Records, *, of: str = DIFFERENCE, tolerance: NonNegativeFloat = 1e-3
-) -> list[str]:
-    """Warn when the first reported step says that engine and policy disagree about log-probabilities of the
-    same weights.
+) -> list[Finding]:
+    """Warn if engine and policy disagree about log-probabilities at the first reported step.
 
     Before the first update the ratio of policy to engine is 1, whatever the method: a difference is a defect
     of precision, guidance, batch or bookkeeping, and the first thing to look at when no reward rises.
     Half-precision engines of tokens differ by about a hundredth; methods that clip at 1e-4 need a tolerance
-    below that. An engine that notes no log-probabilities gives nothing to compare, and one that is `cheap` on
-    purpose (its record says by what) is expected to differ.
+    below that. An engine that records no log-probabilities gives nothing to compare, and one that is `cheap`
+    on purpose (its record says by what) is expected to differ.
     """
     if records and records[0].get("cheap"):
         return []
-    found, missing = _watched(records[:1], of)
-    for step, value in found:
+    pairs, unknown = _series(records[:1], of)
+    for step, value in pairs:
         if value > tolerance:
             return [
-                f"the ratio is not 1 at step {step + 1}: log-probabilities of engine and policy differ by "
-                f"{value:.4g} on average, more than {tolerance:g}"
+                Finding(
+                    f"the ratio is not 1 at step {step + 1}: log-probabilities of engine and policy differ "
+                    f"by {value:.4g} on average, more than {tolerance:g}"
+                )
             ]
-    return [] if of == DIFFERENCE else missing
+    return [] if of == DIFFERENCE else unknown

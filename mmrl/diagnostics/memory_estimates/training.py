@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from mmrl.config.registry import estimate, find
+from mmrl.config.registry import find, memory_estimate
 from mmrl.config.schema import Config
 from mmrl.core.protocols import Policy
 from mmrl.core.types import Prompt
@@ -15,7 +15,7 @@ from mmrl.core.types import Prompt
 SIDE = 64  # of the matrix on which an optimizer shows what it keeps
 
 
-@estimate
+@memory_estimate
 def training(config: Config, policy: Policy, prompts: Sequence[Prompt]) -> Mapping[str, float]:
     """Add up weights, gradients, what the optimizer keeps of a weight, and references of what learns."""
     module = policy.module

@@ -31,15 +31,17 @@ def exclaim(measured):
 
 
 def smoke(records):
-    """An alarm: there is always smoke."""
-    return ["smoke < 1"]
+    """A check while training that always finds something."""
+    from mmrl.diagnostics.context import Finding
+
+    return [Finding("smoke < 1")]
 
 
 def sick(examined):
-    """A checkup that always complains."""
-    from mmrl.diagnostics.context import Symptom
+    """A check at the start that always finds something."""
+    from mmrl.diagnostics.context import Finding
 
-    return [Symptom("a fever", "stay in bed")]
+    return [Finding("a fever", "stay in bed")]
 
 
 def outside(text: str) -> list[str]:
