@@ -1,5 +1,7 @@
-"""The command line: train, evaluate, doctor, plan, build, check, data, report, list, env. Exit codes: 0 done,
-1 failed, 2 wrong usage or configuration, 130 stopped by the keyboard."""
+"""The command line.
+
+Exit codes: 0 done, 1 failed, 2 wrong usage or configuration, 130 stopped by the keyboard.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,7 @@ PACKAGES = (
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command and give its exit code."""
+    """Run one command and return its exit code."""
     given = _parser().parse_args(arguments)
     # `python -m mmrl` finds modules in the working directory, so the console script must as well.
     sys.path.append(str(Path.cwd()))
@@ -43,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"error: {_one_line(error)}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("stopped; the same command goes on from the last checkpoint", file=sys.stderr)
+        print("stopped; the same command continues from the last checkpoint", file=sys.stderr)
         return 130
     except BrokenPipeError:  # the reader of our output left: `mmrl list | head`
         sys.stderr.close()
@@ -65,46 +67,50 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--traceback", action="store_true", help="show where a failure came from")
     commands = parser.add_subparsers(required=True, metavar="command")
     for name, command, words in (
-        ("train", train, "train as a configuration says; goes on where the last checkpoint stands"),
+        ("train", train, "train from a configuration; continues from the last checkpoint"),
         ("evaluate", evaluate, "measure a model on held-out prompts"),
-        ("doctor", doctor, "make one small collection, and tell what is wrong and what to do"),
-        ("plan", plan, "estimate the memory that a training run takes"),
+        ("doctor", doctor, "run every check of a training run on one small collection"),
+        ("estimate-memory", estimate_memory, "estimate the memory that a training run takes"),
         ("build", build, "build a data set or a model folder"),
     ):
-        one = commands.add_parser(name, help=words)
-        one.add_argument("config", help="a YAML file, or one that comes with mmrl")
-        one.add_argument(
+        added = commands.add_parser(name, help=words)
+        added.add_argument("config", help="a YAML file, or one that comes with mmrl")
+        added.add_argument(
             "overrides", nargs="*", metavar="key=value", help="changes, dotted: learn.learning_rate=1e-6"
         )
-        one.set_defaults(command=command)
-    one = commands.add_parser("check", help="check configurations without loading anything")
-    one.add_argument("configs", nargs="+")
-    one.set_defaults(command=check)
-    one = commands.add_parser("data", help="look at data sets")
-    inside = one.add_subparsers(required=True, metavar="command")
-    one = inside.add_parser("check", help="look for rows and media that are missing, broken or shared")
-    one.add_argument("path", help="a file of rows (jsonl, json, parquet), or a folder of them")
-    one.add_argument("--root", help="what media paths are relative to; by default the folder of the rows")
-    one.add_argument("--show", type=int, default=3, metavar="N", help="how many places to name per check")
-    one.set_defaults(command=check_data)
-    one = commands.add_parser("report", help="draw the page of a run anew, or one page that compares several")
-    one.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="the output_dir of a training run")
-    one.add_argument(
+        added.set_defaults(command=command)
+    added = commands.add_parser("check", help="check configurations without loading anything")
+    added.add_argument("configs", nargs="+")
+    added.set_defaults(command=check)
+    added = commands.add_parser("data", help="look at data sets")
+    inside = added.add_subparsers(required=True, metavar="command")
+    added = inside.add_parser(
+        "check", help="find rows and media that are missing, broken or shared by splits"
+    )
+    added.add_argument("path", help="a file of rows (jsonl, json, parquet), or a folder of them")
+    added.add_argument(
+        "--root", help="folder that media paths are relative to (default: the folder of the rows)"
+    )
+    added.add_argument("--show", type=int, default=3, metavar="N", help="findings to print per check")
+    added.set_defaults(command=check_data)
+    added = commands.add_parser("report", help="write the page of a run, or one page that compares several")
+    added.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="the output_dir of a training run")
+    added.add_argument(
         "--output",
         type=Path,
         help="the page to write (default: report.html of the one run, or comparison.html here)",
     )
-    one.set_defaults(command=report)
-    one = commands.add_parser("list", help="list pieces with their options")
-    one.add_argument("kind", nargs="?", help="advantage, surrogate, reward, ...; all kinds if left out")
-    one.set_defaults(command=show)
-    one = commands.add_parser("env", help="print versions for a bug report")
-    one.set_defaults(command=env)
+    added.set_defaults(command=report)
+    added = commands.add_parser("list", help="list pieces with their options")
+    added.add_argument("kind", nargs="?", help="advantage, surrogate, reward, ...; all kinds if left out")
+    added.set_defaults(command=show)
+    added = commands.add_parser("env", help="print versions for a bug report")
+    added.set_defaults(command=env)
     return parser
 
 
 def train(given: argparse.Namespace) -> int:
-    """Train, and leave everything in `output_dir`."""
+    """Train; everything is written into `output_dir`."""
     from mmrl.build import build as make
     from mmrl.training.checkpointing import look
     from mmrl.training.loop import train as go
@@ -119,40 +125,39 @@ def train(given: argparse.Namespace) -> int:
 
 
 def doctor(given: argparse.Namespace) -> int:
-    """Examine a configuration; print what every checkup found. 1: something is wrong."""
+    """Run every check of a training run and print the findings; 1 if one is grave."""
     from mmrl.doctor import examine
 
     report = examine(load(given.config, given.overrides, Config))
-    for entry, symptoms in report.found:
-        grave = any(symptom.grave for symptom in symptoms)
+    for entry, findings in report.found:
+        grave = any(finding.grave for finding in findings)
         print(f"{'wrong' if grave else 'ok   '}  {entry.full_name}: {entry.summary}")
-        for symptom in symptoms:
-            advice = f"What to do: {symptom.advice}" if symptom.grave else symptom.advice
-            print(f"       {symptom.what}.\n       {advice}.")
-    _print_plan(report.plan, report.room, report.device)
+        for finding in findings:
+            advice = f"What to do: {finding.advice}" if finding.grave else finding.advice
+            print(f"       {finding.what}.\n       {advice}.")
+    _print_memory(report.memory, report.room, report.device)
     return 0 if report.healthy else 1
 
 
-def plan(given: argparse.Namespace) -> int:
-    """Print what a training run takes of the machine's memory. 1: more than there is."""
-    from mmrl.diagnostics.memory_estimate import plan as estimate
-    from mmrl.diagnostics.memory_estimate import room
+def estimate_memory(given: argparse.Namespace) -> int:
+    """Print the memory that a training run takes, by parts; 1 if it is more than the device has."""
+    from mmrl.diagnostics import memory_estimate
 
-    taken = estimate(load(given.config, given.overrides, Config))
-    _print_plan(taken, *room())
+    memory = memory_estimate.estimate_memory(load(given.config, given.overrides, Config))
+    room, device = memory_estimate.room()
+    _print_memory(memory, room, device)
     print("without activations, which `mmrl doctor` measures")
-    return int(0 < room()[0] < sum(taken.values()))
+    return int(0 < room < sum(memory.values()))
 
 
-def _print_plan(taken: Mapping[str, float], room: float, device: str) -> None:
-    for name, size in sorted(taken.items(), key=lambda item: -item[1]):
+def _print_memory(memory: Mapping[str, float], room: float, device: str) -> None:
+    for name, size in sorted(memory.items(), key=lambda item: -item[1]):
         print(f"{size / 1e9:10.3f} GB  {name}")
-    print(f"{sum(taken.values()) / 1e9:10.3f} GB  of {room / 1e9:.3f} GB ({device})")
+    print(f"{sum(memory.values()) / 1e9:10.3f} GB  of {room / 1e9:.3f} GB ({device})")
 
 
 def evaluate(given: argparse.Namespace) -> int:
-    """Measure, print a table, and write `evaluation.json` and `evaluation.html` into `output_dir`. Several
-    `settings` are set side by side."""
+    """Measure one model or several `settings` of it; print a table and write it into `output_dir`."""
     from mmrl.build import load_evaluator
     from mmrl.pareto import compare
     from mmrl.pareto import show as show_settings
@@ -177,27 +182,27 @@ def evaluate(given: argparse.Namespace) -> int:
     page = document(folder.name, ["<h1>Evaluation</h1>", metric_table({folder.name: measured})])
     (folder / "evaluation.html").write_text(page)
     _print_measured(measured)
-    for said in measured.table.absent.values():
-        print(f"warning: {said}")
+    for warning in measured.table.absent.values():
+        print(f"warning: {warning}")
     return 0
 
 
 def build(given: argparse.Namespace) -> int:
-    """Build what a configuration names, into its `output`."""
+    """Build a data set or a model folder into the `output` of a configuration."""
     from mmrl.config.binding import Pieces
     from mmrl.core.rng import Stream
 
     config = load(given.config, given.overrides, BuildConfig)
     pieces = Pieces(Stream(config.seed))
-    pieces.check("builder", config.build)
+    pieces.check_all(config)
     pieces.require_packages()
-    built = pieces.make("builder", config.build).build(Path(config.output))
+    built = pieces.make_field(config, "build").build(Path(config.output))
     print(f"{config.output}: " + ", ".join(f"{name} {value}" for name, value in built.items()))
     return 0
 
 
 def check(given: argparse.Namespace) -> int:
-    """Check every file; print the reason of each that is wrong."""
+    """Check configuration files without loading anything; print the error of each that is wrong."""
     wrong = 0
     for path in given.configs:
         try:
@@ -210,7 +215,7 @@ def check(given: argparse.Namespace) -> int:
 
 
 def check_file(path: str | Path) -> None:
-    """Resolve every name and option of a file: a run, an evaluation, something to build, or a variant."""
+    """Check every name and option of a file: a run, an evaluation, something to build, or a variant."""
     from mmrl import build as building
     from mmrl.config.binding import Pieces
     from mmrl.core.rng import Stream
@@ -220,7 +225,7 @@ def check_file(path: str | Path) -> None:
     if not raw:
         raise ConfigError("the file is empty")
     if "build" in raw:
-        Pieces(Stream()).check("builder", load(path, kind=BuildConfig).build)
+        Pieces(Stream()).check_all(load(path, kind=BuildConfig))
     elif is_part(raw):
         building.check_some(raw, parse_some(raw, Config))
     elif "rollout" in raw:
@@ -230,7 +235,7 @@ def check_file(path: str | Path) -> None:
 
 
 def report(given: argparse.Namespace) -> int:
-    """Write the page of a run, or one that compares several, from what they left in their folders."""
+    """Write the page of a run, or one that compares several, from the files in their folders."""
     from mmrl.reporting.html import find_run, write_comparison, write_page
 
     if len(given.runs) == 1:
@@ -242,7 +247,7 @@ def report(given: argparse.Namespace) -> int:
 
 
 def check_data(given: argparse.Namespace) -> int:
-    """Run every check of data over a data set; print a table of what each found. 1: something is wrong."""
+    """Run every check of data over a data set; print a table and findings; 1 if there is one."""
     from mmrl.config.registry import pieces
     from mmrl.data.dataset_io import Rows, SourceError, row_files
 
@@ -255,33 +260,33 @@ def check_data(given: argparse.Namespace) -> int:
     splits = Counter(row.split for row in rows)
     if not splits:
         raise SourceError(f"'{path}' holds no rows")
-    found = [(entry, list(entry.target(rows))) for entry in pieces("check", on="data")]
-    _print_findings(found, given.show)
-    wrong = sum(len(findings) for _, findings in found)
+    by_check = [(entry, list(entry.target(rows))) for entry in pieces("check", on="data")]
+    _print_findings(by_check, given.show)
+    wrong = sum(len(findings) for _, findings in by_check)
     counts = ", ".join(f"{split} {count}" for split, count in splits.items())
     print(f"{path}: {splits.total()} rows ({counts}), {wrong or 'nothing'} wrong")
     return 1 if wrong else 0
 
 
-def _print_findings(found: Sequence[tuple[Any, Sequence[Any]]], show: int) -> None:
+def _print_findings(by_check: Sequence[tuple[Any, Sequence[Any]]], show: int) -> None:
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
     console = Console() if sys.stdout.isatty() else Console(width=200)
     table = Table("check", "found", "what it looks for", box=None, pad_edge=False)
-    for entry, findings in found:
+    for entry, findings in by_check:
         table.add_row(entry.full_name, str(len(findings)), entry.summary)
     console.print(table)
-    for entry, findings in found:
-        for one in findings[:show]:
-            console.print(Text(f"{entry.full_name}: {one.place}: {one.what}"), soft_wrap=True)
+    for entry, findings in by_check:
+        for finding in findings[:show]:
+            console.print(Text(f"{entry.full_name}: {finding.place}: {finding.what}"), soft_wrap=True)
         if len(findings) > show:
             console.print(f"{entry.full_name}: and {len(findings) - show} more")
 
 
 def show(given: argparse.Namespace) -> int:
-    """Print pieces: name, options with defaults, first sentence of the docstring."""
+    """Print pieces: name, when it runs, options with defaults, first paragraph of the docstring."""
     from rich.console import Console
     from rich.table import Table
 
@@ -291,12 +296,13 @@ def show(given: argparse.Namespace) -> int:
         raise ConfigError(f"there is no kind '{given.kind}'; there are {', '.join(sorted(HOMES))}")
     console = Console() if sys.stdout.isatty() else Console(width=200)
     for kind in [given.kind] if given.kind else sorted(HOMES):
-        table = Table(
-            "name", "options", "what it does", title=kind, title_justify="left", box=None, pad_edge=False
-        )
-        for entry in pieces(kind):
+        entries = pieces(kind)
+        runs = ["runs on"] if any(entry.on for entry in entries) else []
+        headers = ("name", *runs, "options", "what it does")
+        table = Table(*headers, title=kind, title_justify="left", box=None, pad_edge=False)
+        for entry in entries:
             options = ", ".join(_option(name, p) for name, p in entry.options.items() if name != "stream")
-            table.add_row(entry.full_name, options, entry.summary)
+            table.add_row(entry.full_name, *([entry.on] if runs else []), options, entry.summary)
         if table.row_count:
             console.print(table, "")
     return 0
@@ -310,7 +316,7 @@ def _option(name: str, parameter: inspect.Parameter) -> str:
 
 
 def env(given: argparse.Namespace) -> int:
-    """Print versions of everything that matters."""
+    """Print versions for a bug report."""
     import platform
 
     import torch

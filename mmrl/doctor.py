@@ -17,7 +17,7 @@ from mmrl.config.schema import Config, Evaluation, Piece
 from mmrl.core.reward_table import Collection
 from mmrl.core.step_table import Batch
 from mmrl.diagnostics.context import Examined, Finding, frozen_adapters
-from mmrl.diagnostics.memory_estimate import estimated, in_use, room
+from mmrl.diagnostics.memory_estimate import estimate_with, in_use, room
 from mmrl.runtime.modules import evaluating
 from mmrl.training.collect import collect
 from mmrl.training.trainer import Run
@@ -31,7 +31,7 @@ class Report:
     """The symptoms of a configuration by check, and the memory that its run will need."""
 
     found: Sequence[tuple[Entry, Sequence[Finding]]]
-    plan: Mapping[str, float]
+    memory: Mapping[str, float]
     room: float
     device: str
 
@@ -53,7 +53,7 @@ def examine(config: Config, *, num_prompts: int = 4) -> Report:
     )
     examined = _look(small, config)
     found = [(entry, list(entry.target(examined))) for entry in in_use("check", config, "start")]
-    return Report(found, examined.plan, *room())
+    return Report(found, examined.memory, *room())
 
 
 def _look(small: Config, config: Config) -> Examined:
@@ -83,7 +83,10 @@ def _look(small: Config, config: Config) -> Examined:
         micro_batch_steps=run.guard.micro_batch_steps,
         untouched=untouched,
         idle=frozen_adapters(run.policy.module),
-        plan={**estimated(config, run.policy, [row.prompt for row in collection.rollouts]), **activations},
+        memory={
+            **estimate_with(config, run.policy, [row.prompt for row in collection.rollouts]),
+            **activations,
+        },
         room=room()[0],
         again=again,
     )

@@ -1,1 +1,1 @@
-"""Checks that text reaches the image model."""
+"""Checks of image models at the start of a run."""

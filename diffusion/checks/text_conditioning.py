@@ -1,4 +1,4 @@
-"""Whether texts reach the network."""
+"""Check at the start: the text of a prompt reaches the network."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ from mmrl.diagnostics.context import Examined, Finding
 
 @check(on="start")
 def text_conditioning(examined: Examined, *, rows: PositiveInt = 4) -> Iterator[Finding]:
-    """Tell the network another prompt's text: the steps of a picture have to become more or less likely."""
+    """Check that steps become more or less likely under the text of another prompt.
+
+    `rows` rollouts are compared.
+    """
     texts = list(dict.fromkeys(prompt.text for prompt in examined.prompts))
     if len(texts) < 2:
         return
@@ -23,9 +26,9 @@ def text_conditioning(examined: Examined, *, rows: PositiveInt = 4) -> Iterator[
         replace(row, steps=replace(row.steps, condition=condition(following[row.prompt.text])))
         for row in shown
     ]
-    told, confused = examined.ask(shown), examined.ask(tuple(other))
-    if bool((told == confused).all()):
+    own, foreign = examined.log_probabilities(shown), examined.log_probabilities(tuple(other))
+    if bool((own == foreign).all()):
         yield Finding(
             "the text of a prompt does not reach the network: steps are exactly as likely under another one",
-            "see that the text encoders are the pipeline's own, and that what they say is passed on",
+            "see that the text encoders are the pipeline's own, and that their output is passed on",
         )

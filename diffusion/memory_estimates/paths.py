@@ -1,4 +1,4 @@
-"""What lies beside the network, and the paths of pictures."""
+"""Memory of text encoders, image decoder, and the sampling paths of images."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from mmrl.diffusion.steps import Painter
 
 @memory_estimate
 def paths(config: Config, policy: Painter, prompts: Sequence[Prompt]) -> Mapping[str, float]:
-    """Add up encoders and decoder, and the latents of every step of a collection."""
+    """Estimate encoders and decoder, and the latents of every step of a collection."""
     beside = loading.modules_of(policy.pipe, but=("transformer",))
-    found = {
+    sizes = {
         "encoders and decoder": sum(
             t.nbytes for part in beside for t in (*part.parameters(), *part.buffers())
         )
     }
     engine = config.rollout.engine[0]
     if engine.name != "diffusion.denoise":
-        return found
+        return sizes
     defaults = {name: p.default for name, p in find("engine", engine.name).options.items()}
     asked = defaults | dict(engine.options)
     shape = policy.family.latent_shape(policy.pipe, asked["height"], asked["width"], asked["num_frames"])
     rows = config.rollout.num_prompts * config.rollout.num_generations
     kept = 1 + (asked["num_inference_steps"] if asked["solver"] else 0)
-    return {**found, "paths": rows * kept * math.prod(shape) * policy.precision.itemsize}
+    return {**sizes, "paths": rows * kept * math.prod(shape) * policy.precision.itemsize}

@@ -1,1 +1,1 @@
-"""What an engine spends while it answers."""
+"""Costs of an engine while it answers, besides seconds."""

@@ -1,4 +1,4 @@
-"""Arithmetic."""
+"""Arithmetic cost of an engine."""
 
 from __future__ import annotations
 
@@ -13,11 +13,9 @@ from mmrl.core.protocols import Engine
 @cost
 @contextmanager
 def operations(engine: Engine) -> Iterator[Mapping[str, float]]:
-    """Count multiplications and additions of matrix products, convolutions and attention, wherever they are
-    made.
+    """Count multiplications and additions of matrix products, convolutions and attention.
 
-    What is looked up in tables, as codes of one bit are on a CPU, and what kernels of Triton do are not
-    counted.
+    Table look-ups (one-bit codes on a CPU) and Triton kernels are not counted.
     """
     spent: dict[str, float] = {}
     with CountOperations() as count:

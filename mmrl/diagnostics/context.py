@@ -1,10 +1,9 @@
-"""What a doctor looks at: one small collection of a run, and questions that can be asked of it again."""
+"""What checks read and return: a small collection of a run, and findings."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -41,11 +40,18 @@ class Finding:
 
 @dataclass(frozen=True)
 class Examined:
-    """A collection of a run under examination.
+    """One small collection of a run, with what checks at the start read of the run.
 
-    In a glance, which costs nothing, there is no `batch`, no `plan` and nothing to ask again. `untouched`
-    names trained parameters that no gradient reached; `idle` those that look like an adapter's and are not
-    trained. `plan` is bytes by what takes them, `room` the bytes of the machine (0: unknown).
+    The check of the first step, which costs nothing, has no `batch` and no `memory`, and `again` gives None.
+
+    Args:
+        batch: The rows as the policy that learns gets them.
+        micro_batch_steps: Steps per micro-batch.
+        untouched: Trained parameters without a gradient.
+        idle: Parameters that look like an adapter's and are not trained.
+        memory: Estimated bytes by part.
+        room: Bytes of memory of the device; 0: unknown.
+        again: Makes the collection with other options of the policy, where it has them.
     """
 
     config: Config
@@ -59,30 +65,41 @@ class Examined:
     micro_batch_steps: int = 1
     untouched: Sequence[str] = ()
     idle: Sequence[str] = ()
-    plan: Mapping[str, float] = field(default_factory=dict)
+    memory: Mapping[str, float] = field(default_factory=dict)
     room: float = 0.0
-    again: Callable[..., Examined | None] = lambda **options: None  # with other options of the policy
+    again: Callable[..., Examined | None] = lambda **options: None
+
+    @property
+    def rows(self) -> Batch:
+        """The batch, where there is one."""
+        if self.batch is None:
+            raise ValueError("the first step of a run has no batch to examine; `mmrl doctor` makes one")
+        return self.batch
 
     @property
     def prompts(self) -> list[Prompt]:
-        """List the prompts, each once."""
+        """The prompts of the collection, each once."""
         return list({row.prompt.uid: row.prompt for row in self.rollouts}.values())
 
-    def replay(self, batch: Batch | None = None, *, one_by_one: bool = False) -> Tensor:
-        """Ask the policy about every step, in the micro-batches that it learns with or row by row: (N, T)."""
-        batch = self.batch if batch is None else batch
+    def notes(self, name: str) -> Tensor | None:
+        """What the engine recorded of every step under a name, (N, T)."""
+        return self.rows.notes.get(name)
+
+    def replay(self, batch: Batch | None = None, *, row_by_row: bool = False) -> Tensor:
+        """Log-probabilities of the policy in micro-batches as in training, or row by row: (N, T), float64."""
+        batch = self.rows if batch is None else batch
         cuts = batch.cuts(self.micro_batch_steps, max(self.needs.unit, Unit.ROW))
-        if one_by_one:
+        if row_by_row:
             cuts = [(torch.tensor([row]), slice(None)) for row in range(len(batch))]
         out = torch.zeros(batch.mask.shape, dtype=torch.float64)
         with torch.no_grad():
             for rows, columns in cuts:
-                said = self.policy(batch.select(rows, columns), frozenset()).logp.double().cpu()
-                out[rows, columns] = pad_to(said, out[:, columns].shape[1], 1)
+                logp = self.policy(batch.select(rows, columns), frozenset()).logp.double().cpu()
+                out[rows, columns] = pad_to(logp, out[:, columns].shape[1], 1)
         return out
 
-    def ask(self, rollouts: Rollouts) -> Tensor:
-        """Ask the policy about other rows: (N, T), 0 where there is no step."""
+    def log_probabilities(self, rollouts: Rollouts) -> Tensor:
+        """Log-probabilities of the policy for other rows: (N, T), 0 where there is no step."""
         batch = self.policy.collate(rollouts)
         return self.replay(batch) * batch.mask.cpu()
 
@@ -96,23 +113,18 @@ def frozen_adapters(module: nn.Module) -> list[str]:
     ]
 
 
-def cheapened(config: Config) -> list[str]:
-    """Name the caches and transforms that the engines of rollouts have to themselves."""
-    engines = config.rollout.engine if config is not None else ()
-    return [
-        f"{kind} {as_piece(one, kind).name}"
-        for engine in engines
-        for kind in ("transform", "cache")
-        for one in listed(engine.options.get(kind))
-    ]
-
-
-def listed(given: Any) -> Sequence[Any]:
-    """Read nothing, one thing or several."""
-    return given if isinstance(given, list | tuple) else [given] if given else []
+def lossy_pieces(config: Config) -> list[str]:
+    """Name the caches and transforms that make the engine of rollouts less exact than the policy."""
+    names = []
+    for engine in config.rollout.engine if config is not None else ():
+        for kind in ("transform", "cache"):
+            value = engine.options.get(kind) or []
+            pieces = value if isinstance(value, list | tuple) else [value]
+            names += [f"{kind} {as_piece(piece, kind).name}" for piece in pieces]
+    return names
 
 
 def spelled(names: Sequence[str], limit: int = 3) -> str:
-    """List some names, and how many more there are."""
+    """Spell a list of names in quotes, after `limit` of them the number of the rest."""
     shown = ", ".join(f"'{name}'" for name in names[:limit])
     return shown + (f" and {len(names) - limit} more" if len(names) > limit else "")

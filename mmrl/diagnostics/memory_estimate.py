@@ -1,4 +1,4 @@
-"""What a run takes of the machine's memory, before it begins."""
+"""Estimate the memory of a training run before it starts."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from mmrl.core.protocols import Policy
 from mmrl.core.rng import Stream
 from mmrl.core.types import Prompt
 
-PROMPTS = 8  # whose length is measured
+PROMPTS = 8  # of the data, from which lengths are measured
 
 
 def in_use(kind: str, config: Config, on: str = "") -> list[Entry]:
-    """List the pieces of a kind that fit a run: those of no package, and of packages that the run names."""
+    """List the pieces of a kind that apply to a run: of the core, and of packages that it names pieces of."""
     named = [config.policy, config.data, *config.rollout.engine, *config.rewards]
     scopes = {"", *(piece.name.rpartition(".")[0] for piece in named if ":" not in piece.name)}
     return [entry for entry in pieces(kind, on) if entry.scope in scopes]
 
 
-def plan(config: Config) -> Mapping[str, float]:
-    """Make the policy and some prompts of a run, and add up what it will take, in bytes."""
+def estimate_memory(config: Config) -> Mapping[str, float]:
+    """Make the policy and some prompts of a run, and estimate its memory: bytes by part."""
     made = Pieces(Stream(config.seed))
-    data = made.make("data", config.data)
-    return estimated(config, made.make("policy", config.policy), list(data[:PROMPTS]))
+    data = made.make_field(config, "data")
+    return estimate_with(config, made.make_field(config, "policy"), list(data[:PROMPTS]))
 
 
-def estimated(config: Config, policy: Policy, prompts: list[Prompt]) -> Mapping[str, float]:
-    """Add up the estimates that fit a run: bytes by what takes them."""
+def estimate_with(config: Config, policy: Policy, prompts: list[Prompt]) -> Mapping[str, float]:
+    """Add up the memory estimates that apply to a run: bytes by part."""
     total: Counter[str] = Counter()
     for entry in in_use("memory_estimate", config):
         total.update(dict(entry.target(config, policy, prompts)))
@@ -41,7 +41,7 @@ def estimated(config: Config, policy: Policy, prompts: list[Prompt]) -> Mapping[
 
 
 def room() -> tuple[float, str]:
-    """Measure the memory of the device that learns, in bytes, and name it."""
+    """The memory of the device that trains, in bytes (0: unknown), and its name."""
     if torch.cuda.is_available():
         return float(torch.cuda.mem_get_info()[1]), torch.cuda.get_device_name()
     try:

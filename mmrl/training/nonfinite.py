@@ -188,7 +188,7 @@ class Guard:
                     f"out of memory at step {self.stream.step} with {steps} steps in a micro-batch"
                     f"{' (halved once already)' if self.halved else ''}: {_first_line(error)}. Set "
                     f"learn.micro_batch_steps={max(1, steps // 2)} or less, train an adapter, or turn "
-                    "gradient checkpointing on; `mmrl plan` tells what takes how much"
+                    "gradient checkpointing on; `mmrl estimate-memory` lists what takes how much"
                 ) from error
             self.halved, self.micro_batch_steps = True, steps // 2
             message = _first_line(error)

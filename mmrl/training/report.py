@@ -13,7 +13,7 @@ from mmrl.config.binding import Bound
 from mmrl.config.schema import Config, as_plain
 from mmrl.core.reward_table import Collection, Measured, RewardTable
 from mmrl.core.rng import Stream
-from mmrl.diagnostics.context import cheapened
+from mmrl.diagnostics.context import lossy_pieces
 from mmrl.reporting.console import Console
 from mmrl.reporting.metrics import (
     EXHIBITS,
@@ -130,7 +130,7 @@ class Report:
     @property
     def _cheap(self) -> str:
         """The caches and transforms that make rollouts cheaper than the policy."""
-        return ", ".join(cheapened(self.config))
+        return ", ".join(lossy_pieces(self.config))
 
     def _for_alarms(self, record: Mapping[str, Any]) -> dict[str, Any]:
         return {**record, "cheap": self._cheap}

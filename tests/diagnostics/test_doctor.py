@@ -22,7 +22,7 @@ from mmrl.diagnostics.checks.learning import fits_memory, gradient_flow
 from mmrl.diagnostics.checks.ratio import importance_correction, initial_ratio
 from mmrl.diagnostics.checks.rewards import reward_sanity, rewards_apply, zero_variance_groups
 from mmrl.diagnostics.checks.sampling import sampling_params
-from mmrl.diagnostics.memory_estimate import plan as estimate
+from mmrl.diagnostics.memory_estimate import estimate_memory as estimate
 from mmrl.diagnostics.memory_estimates.training import optimizer_bytes, training
 from mmrl.doctor import _look, examine
 from mmrl.optimizers import adamw, muon, sgd
@@ -257,7 +257,7 @@ MISTAKES = {
     "inherited cold sampling": (
         {"rollout": {"engine": [{"name": f"{HERE}:Greedy", "inherited": 0.3}], "num_generations": 32}},
         "sampling_params",
-        "the engine samples greedily or colder than it was told",
+        "the engine samples greedily or at a lower temperature than configured",
     ),
     "an overwritten setting": (
         {"rollout": {"engine": [{"name": f"{HERE}:Greedy", "temperature": 1.0, "inherited": 0.5}]}},
@@ -368,7 +368,7 @@ def test_the_estimate_of_training_adds_up(tmp_path):
 
 @dataclass(frozen=True)
 class Machine:
-    plan: dict
+    memory: dict
     room: float
 
 
@@ -399,7 +399,7 @@ def file(tmp_path, monkeypatch):
 def test_the_command_tells_what_is_wrong_and_what_to_do(file, capsys):
     assert main(["doctor", file()]) == 0
     printed = capsys.readouterr().out
-    assert "ok     initial_ratio: Replay rollouts" in printed and "wrong" not in printed
+    assert "ok     initial_ratio: Check that the ratio" in printed and "wrong" not in printed
     assert "GB  weights" in printed and "activations of 64 steps (measured)" in printed
     assert main(["doctor", file(rewards=[f"{HERE}:constant"])]) == 1
     printed = capsys.readouterr().out
@@ -407,7 +407,7 @@ def test_the_command_tells_what_is_wrong_and_what_to_do(file, capsys):
 
 
 def test_the_plan_of_a_run_is_printed(file, capsys):
-    assert main(["plan", file()]) == 0
+    assert main(["estimate-memory", file()]) == 0
     printed = capsys.readouterr().out
     assert "GB  weights" in printed and "without activations" in printed
 

@@ -24,7 +24,7 @@ def test_a_sound_flow_is_healthy(checkpoint, tmp_path, likelihood):
     found = {entry.full_name: [symptom.text for symptom in said] for entry, said in report.found}
     assert "diffusion.text_conditioning" in found and "vision.media_conditioning" not in found
     assert not any(found.values()), found
-    assert {"weights", "encoders and decoder", "paths"} <= report.plan.keys()
+    assert {"weights", "encoders and decoder", "paths"} <= report.memory.keys()
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ import pytest
 
 from mmrl.build import build
 from mmrl.config.schema import Config, parse
-from mmrl.diagnostics.context import cheapened
+from mmrl.diagnostics.context import lossy_pieces
 from mmrl.reporting.rollout_mismatch import conclude, gap_table, spell_gap
 from mmrl.training.loop import train
 from tests.support.toys import plan
@@ -64,8 +64,8 @@ def test_what_makes_engines_cheap_is_read_off_a_config(tmp_path):
     engine["transform"] = ["compression.yopo25", {"name": "compression.fastv", "keep": 0.5}]
     config = parse(plan(tmp_path, rollout={"engine": [engine, "with_demos"]}), Config)
     names = ["transform compression.yopo25", "transform compression.fastv", "cache compression.visual_quant"]
-    assert cheapened(config) == names
-    assert cheapened(parse(plan(tmp_path), Config)) == []
+    assert lossy_pieces(config) == names
+    assert lossy_pieces(parse(plan(tmp_path), Config)) == []
 
 
 class TellingToy:

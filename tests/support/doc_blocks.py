@@ -283,7 +283,7 @@ def nothing_more(given: Namespace, folder: Path) -> None:
 
 
 COMMANDS: dict[str, Callable[[Namespace, Path], None]] = {
-    **dict.fromkeys(("train", "doctor", "plan"), check_run),
+    **dict.fromkeys(("train", "doctor", "estimate_memory"), check_run),
     **dict.fromkeys(("evaluate", "build"), check_config),
     "check": lambda given, folder: [
         check_config(Namespace(config=path, overrides=[]), folder) for path in given.configs

@@ -102,7 +102,7 @@ def test_a_run_on_a_real_model_is_examined(checkpoint, tmp_path):
     found = {entry.full_name: [symptom.text for symptom in said] for entry, said in report.found}
     assert "vision.media_conditioning" in found and "diffusion.text_conditioning" not in found
     assert not any(found.values()), found
-    assert {"weights", "optimizer", "cache", "step table"} <= report.plan.keys()
+    assert {"weights", "optimizer", "cache", "step table"} <= report.memory.keys()
     assert not (tmp_path / "run").exists()
 
 

@@ -139,10 +139,10 @@ def test_spans_outside_their_clip_are_found(home):
     ]
     listed = found(spans_out_of_range, home, *rows)
     assert [place[-1] for place, _ in listed] == ["2", "3", "4", "5", "6", "7"]
-    wanted = ("1 to 9 s lies outside its clip of 8.00 s", "5 to 4 s does not end", "-1 to 4 s lies outside")
+    wanted = ("1 to 9 s lies outside its video of 8.00 s", "5 to 4 s does not end", "-1 to 4 s lies outside")
     wanted += (
-        "0 to 6 s lies outside its clip of 5.00 s",
-        "its clip lasts 8.00 s, not 30 s",
+        "0 to 6 s lies outside its video of 5.00 s",
+        "its video lasts 8.00 s, not 30 s",
         "wanted a finite number as `span: start`, got 'soon'",
     )
     assert all(word in what for word, (_, what) in zip(wanted, listed, strict=True))

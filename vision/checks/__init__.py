@@ -1,1 +1,1 @@
-"""Checks of data sets with pictures and clips."""
+"""Checks of data with images and videos, and of the models that see them."""

@@ -1,4 +1,4 @@
-"""Whether pictures and clips reach the model."""
+"""Check at the start: images and videos reach the model."""
 
 from __future__ import annotations
 
@@ -13,14 +13,19 @@ from mmrl.diagnostics.context import Examined, Finding
 
 @check(on="start")
 def media_conditioning(examined: Examined, *, rows: PositiveInt = 4) -> Iterator[Finding]:
-    """Turn every pixel of a prompt's media into its negative: answers have to become more or less likely."""
+    """Check that answers become more or less likely when every pixel is inverted.
+
+    `rows` rollouts with media are compared.
+    """
     shown = [row for row in examined.rollouts if row.prompt.media][:rows]
     if not shown:
         return
     policy = examined.policy
-    seen = examined.ask(tuple(policy.encode(row.prompt, row.outcomes[-1]) for row in shown))
-    turned = examined.ask(tuple(policy.encode(negative(row.prompt), row.outcomes[-1]) for row in shown))
-    blind = [row for row, one, other in zip(shown, seen, turned, strict=True) if bool((one == other).all())]
+    seen = examined.log_probabilities(tuple(policy.encode(row.prompt, row.outcomes[-1]) for row in shown))
+    turned = examined.log_probabilities(
+        tuple(policy.encode(negative(row.prompt), row.outcomes[-1]) for row in shown)
+    )
+    blind = [row for row, logp, other in zip(shown, seen, turned, strict=True) if bool((logp == other).all())]
     if blind:
         yield Finding(
             f"the media of {_named(blind)} do not reach the model: its answers are exactly as likely when "
@@ -31,7 +36,7 @@ def media_conditioning(examined: Examined, *, rows: PositiveInt = 4) -> Iterator
 
 
 def negative(prompt: Prompt) -> Prompt:
-    """Give the same prompt with the negatives of its pictures and clips."""
+    """Give the same prompt with inverted images and videos."""
 
     def turn(media: Media) -> Media:
         def load() -> Frames:

@@ -1,4 +1,4 @@
-"""What may be wrong with the pictures and clips of a data set, and with spans in them."""
+"""Checks of data: images, videos, and time spans in videos."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from functools import cache
 from typing import Any
 
 from mmrl.config.registry import check
-from mmrl.core.types import Frames
 from mmrl.data.dataset_io import DataRow, Rows
 from mmrl.data.fields import RowError, listed, number
 from mmrl.diagnostics.context import Finding
@@ -17,24 +16,23 @@ from mmrl.vision.media.media_columns import Named, media_of
 from mmrl.vision.media.media_root import MediaRoot, decode_image
 from mmrl.vision.media.video import MediaError, Sampling, video_duration
 
-# Small frames, but up to the end, so that a clip that breaks off is noticed.
+# Small frames, but up to the end, so that a truncated video is found.
 THUMBNAILS = Sampling(frames_per_second=1.0, min_frames=4, max_frames=64, max_pixels=4096)
-SLACK = 0.05  # seconds a span may reach beyond its clip: annotations are rounded
-BLOCK = 1 << 20
+SLACK = 0.05  # seconds a span may end after its video: annotations are rounded
 
 
 @check(on="data")
 def unreadable_media(rows: Rows) -> Iterator[Finding]:
-    """Find media that are missing, broken, or outside their root; each is decoded once."""
+    """Find media that are missing, broken or outside their root; each is decoded once."""
     root = MediaRoot(rows.root, cache_bytes=0)
     fault = cache(lambda kind, path: _fault(root, Named(kind, path)))
     for row in rows.sound():
         try:
-            found = dict.fromkeys(media_of(row.columns))
+            media = dict.fromkeys(media_of(row.columns))
         except RowError as error:
             yield Finding(str(error), place=row.place)
             continue
-        for named in found:
+        for named in media:
             what = _fault(root, named) if named.data else fault(named.kind, named.path)
             if what:
                 yield Finding(what, place=row.place)
@@ -42,7 +40,7 @@ def unreadable_media(rows: Rows) -> Iterator[Finding]:
 
 @check(on="data")
 def missing_media(rows: Rows) -> Iterator[Finding]:
-    """Find rows that name no image and no video, where others of their file do."""
+    """Find rows without an image or a video in files where other rows have one."""
     having = Counter(row.source for row in rows.sound() if _media(row))
     for row in rows.sound():
         if having[row.source] and _media(row) == []:
@@ -52,7 +50,7 @@ def missing_media(rows: Rows) -> Iterator[Finding]:
 
 
 def _media(row: DataRow) -> list[Named] | None:
-    """List the media of a row; None where it names them in no known form, which `unreadable_media` finds."""
+    """The media of a row; None where their form is unknown, which `unreadable_media` reports."""
     try:
         return list(media_of(row.columns))
     except RowError:
@@ -60,27 +58,27 @@ def _media(row: DataRow) -> list[Named] | None:
 
 
 def _fault(root: MediaRoot, named: Named) -> str:
-    """Decode a medium; tell what is wrong with it."""
+    """Decode a medium; returns the error, or nothing."""
     try:
-        _decoded(root, named)
+        if named.data and named.kind == "image":
+            decode_image(named.data, named.path or "the image in the row")
+        elif named.data:
+            raise MediaError("a video inside a row cannot be read; write it to a file and name that")
+        elif named.kind == "image":
+            root.image(named.path).load()
+        else:
+            root.video(named.path, THUMBNAILS).load()
     except (ValueError, OSError) as error:  # names that no file system knows, besides media errors
         return str(error)
     return ""
 
 
-def _decoded(root: MediaRoot, named: Named) -> Frames:
-    if named.data and named.kind == "image":
-        return decode_image(named.data, named.path or "the picture in the row")
-    if named.data:
-        raise MediaError("a clip inside a row cannot be read; write it to a file and name that")
-    medium = root.image(named.path) if named.kind == "image" else root.video(named.path, THUMBNAILS)
-    return medium.load()
-
-
 @check(on="data")
 def spans_out_of_range(rows: Rows) -> Iterator[Finding]:
-    """Find spans that do not end after they start, or lie outside their clip (its file tells how long it is,
-    else the row's `duration`)."""
+    """Find spans that do not end after they start, or lie outside their video.
+
+    The duration is that of the file, or else the `duration` of the row.
+    """
     root = MediaRoot(rows.root, cache_bytes=0)
     length = cache(lambda path: _length(root, path))
     for row in rows.sound():
@@ -98,29 +96,29 @@ def _wrong_spans(row: DataRow, length: Any) -> Iterator[str]:
         return
     if not spans and claimed is None:
         return
-    found = [length(named.path) for named in _media(row) or () if named.kind == "video" and named.path]
-    known = [seconds for seconds in [*found, claimed] if seconds is not None]
+    lengths = [length(named.path) for named in _media(row) or () if named.kind == "video" and named.path]
+    known = [seconds for seconds in [*lengths, claimed] if seconds is not None]
     duration = known[0] if known else None
-    both = found and found[0] is not None and claimed is not None
-    if both and abs(found[0] - claimed) > max(1.0, 0.05 * claimed):
-        yield f"its clip lasts {found[0]:.2f} s, not {claimed:g} s"
+    both = lengths and lengths[0] is not None and claimed is not None
+    if both and abs(lengths[0] - claimed) > max(1.0, 0.05 * claimed):
+        yield f"its video lasts {lengths[0]:.2f} s, not {claimed:g} s"
     for start, end in spans:
         if not start < end:
             yield f"the span {start:g} to {end:g} s does not end after it starts"
         elif start < 0 or (duration is not None and end > duration + SLACK):
-            clip = "" if duration is None else f" of {duration:.2f} s"
-            yield f"the span {start:g} to {end:g} s lies outside its clip{clip}"
+            lasts = "" if duration is None else f" of {duration:.2f} s"
+            yield f"the span {start:g} to {end:g} s lies outside its video{lasts}"
 
 
 def spans_of(columns: Mapping[str, Any]) -> list[tuple[float, float]]:
     """List the spans of a row in seconds: `start` and `end`, `spans`, or `relevant_windows`."""
-    held = [name for name in ("spans", "relevant_windows") if columns.get(name) is not None]
-    pairs = listed(columns[held[0]], held[0]) if held else []
+    names = [name for name in ("spans", "relevant_windows") if columns.get(name) is not None]
+    pairs = listed(columns[names[0]], names[0]) if names else []
     if not pairs and (columns.get("start") is not None or columns.get("end") is not None):
-        pairs, held = [(columns.get("start"), columns.get("end"))], ["span"]
+        pairs, names = [(columns.get("start"), columns.get("end"))], ["span"]
     return [
-        (number(start, f"{held[0]}: start"), number(end, f"{held[0]}: end"))
-        for start, end in (listed(pair, held[0], 2) for pair in pairs)
+        (number(start, f"{names[0]}: start"), number(end, f"{names[0]}: end"))
+        for start, end in (listed(pair, names[0], 2) for pair in pairs)
     ]
 
 
@@ -128,38 +126,35 @@ def _length(root: MediaRoot, path: str) -> float | None:
     try:
         return video_duration(root.locate(path))
     except (ValueError, OSError):
-        return None  # `unreadable_media` tells
+        return None  # `unreadable_media` reports it
 
 
 @check(on="data")
 def split_leakage(rows: Rows) -> Iterator[Finding]:
-    """Find media with the same content in two splits: what is held out would have been trained on."""
+    """Find media with the same content in two splits, which would be trained on and tested on."""
     root = MediaRoot(rows.root)
     digest = cache(lambda path: _digest(root, path))
     seen: dict[str, tuple[str, str]] = {}
-    told: set[tuple[str, str]] = set()
+    reported: set[tuple[str, str]] = set()
     for row in rows.sound():
         for named in _media(row) or ():
-            mark = hashlib.sha256(named.data).hexdigest() if named.data else digest(named.path)
-            if not mark:
+            content = hashlib.sha256(named.data).hexdigest() if named.data else digest(named.path)
+            if not content:
                 continue
             split, place = seen.setdefault(
-                mark, (row.split, f"{row.place} ({named.path or 'inside the row'})")
+                content, (row.split, f"{row.place} ({named.path or 'inside the row'})")
             )
-            if split != row.split and (mark, row.split) not in told:
-                told.add((mark, row.split))
+            if split != row.split and (content, row.split) not in reported:
+                reported.add((content, row.split))
                 what = f"'{named.path}' of split '{row.split}' is also in split '{split}': {place}"
                 yield Finding(what, place=row.place)
 
 
 def _digest(root: MediaRoot, path: str) -> str:
-    """Hash a file; empty where there is none."""
+    """The SHA-256 of a file; empty if it cannot be found."""
     try:
         located = root.locate(path)
     except (ValueError, OSError):
         return ""
-    hashed = hashlib.sha256()
     with located.open("rb") as file:
-        while block := file.read(BLOCK):
-            hashed.update(block)
-    return hashed.hexdigest()
+        return hashlib.file_digest(file, "sha256").hexdigest()

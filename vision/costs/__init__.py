@@ -1,1 +1,1 @@
-"""What an engine that generates text spends while it answers."""
+"""Costs of an engine that generates text."""

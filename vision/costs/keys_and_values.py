@@ -1,4 +1,4 @@
-"""Memory of keys and values."""
+"""Memory cost of the KV cache."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from mmrl.core.protocols import Engine
 @cost
 @contextmanager
 def keys_and_values(engine: Engine) -> Iterator[Mapping[str, float]]:
-    """Measure what caches of keys and values hold at their largest, in bytes, and add up over batches.
+    """Measure the peak size of the KV cache in bytes, added up over batches.
 
-    Everything that a cache reaches counts, room to grow and what it notes of padding included; tensors that
-    share memory count once.
+    Every tensor that a cache references counts, with room to grow and padding masks; shared storage counts
+    once.
     """
     spent: dict[str, float] = {}
     peaks: list[int] = []
-    handle = register_module_forward_hook(_Watch(peaks), with_kwargs=True)
+    handle = register_module_forward_hook(_CachePeaks(peaks), with_kwargs=True)
     try:
         yield spent
     finally:
@@ -33,9 +33,8 @@ def keys_and_values(engine: Engine) -> Iterator[Mapping[str, float]]:
     spent["bytes of keys and values"] = float(sum(peaks))
 
 
-class _Watch:
-    """Looks at the cache after every pass through a model, and keeps the largest size since prompts were
-    read."""
+class _CachePeaks:
+    """Forward hook that records the largest size of each cache since its prefill."""
 
     def __init__(self, peaks: list[int]) -> None:
         self.peaks = peaks
@@ -45,7 +44,7 @@ class _Watch:
         cache, ids = given.get("past_key_values"), given.get("input_ids")
         if cache is None or ids is None:  # a part of a model
             return
-        # A model and the model with its head call each other with one cache.
+        # The model with its head and the model inside both run with the same cache: a new one counts once.
         if cache.get_seq_length() == ids.shape[1] and self.cache() is not cache:
             self.peaks.append(0)
             self.cache = weakref.ref(cache)
@@ -54,24 +53,24 @@ class _Watch:
 
 
 def held_bytes(thing: Any) -> int:
-    """Add up the storages of all tensors that a thing reaches, every storage once."""
+    """Add up the storages of all tensors that an object references, each storage once."""
     storages: dict[int, int] = {}
     seen: set[int] = set()
     left = [thing]
     while left:
-        one = left.pop()
-        if id(one) in seen:
+        value = left.pop()
+        if id(value) in seen:
             continue
-        seen.add(id(one))
-        match one:
+        seen.add(id(value))
+        match value:
             case Tensor():
-                storages[one.untyped_storage().data_ptr()] = one.untyped_storage().nbytes()
+                storages[value.untyped_storage().data_ptr()] = value.untyped_storage().nbytes()
             case Mapping():
-                left += one.values()
+                left += value.values()
             case list() | tuple() | set() | frozenset():
-                left += one
+                left += value
             case type() | FunctionType() | MethodType() | nn.Module():
-                pass  # how it works, not what it holds
+                pass  # code and weights, not state
             case _:
-                left += getattr(one, "__dict__", {}).values()
+                left += getattr(value, "__dict__", {}).values()
     return sum(storages.values())

@@ -1,1 +1,1 @@
-"""Estimates of the memory that this package's policies and engines take."""
+"""Memory estimates of the policies and engines of text."""

@@ -1,4 +1,4 @@
-"""What generation and the table of its tokens take."""
+"""Memory of the KV cache of generation and of the step table."""
 
 from __future__ import annotations
 
@@ -14,14 +14,13 @@ COLUMNS = 5  # mask, advantage, weight, and the engine's log-probability and ent
 
 @memory_estimate
 def tokens(config: Config, policy: Speaker, prompts: Sequence[Prompt]) -> Mapping[str, float]:
-    """Add up the keys and values of the rows that are generated at once, at full precision, and the step
-    table."""
+    """Estimate the KV cache of the rows that are generated at once, unquantised, and the step table."""
     engine = config.rollout.engine[0]
     if engine.name != "vision.generate":
         return {}
     defaults = {name: p.default for name, p in find("engine", engine.name).options.items()}
     options = defaults | dict(engine.options)
-    asked, longest = (
+    rows, longest = (
         config.rollout.num_prompts * config.rollout.num_generations,
         options["max_completion_length"],
     )
@@ -32,6 +31,6 @@ def tokens(config: Config, policy: Speaker, prompts: Sequence[Prompt]) -> Mappin
     token = 2 * text.num_hidden_layers * heads * size * policy.compute.itemsize
     others = 1 + len(config.references)
     return {
-        "cache": (options["batch_size"] or asked) * (before + longest) * token,
-        "step table": 4 * asked * longest * (COLUMNS + others),
+        "cache": (options["batch_size"] or rows) * (before + longest) * token,
+        "step table": 4 * rows * longest * (COLUMNS + others),
     }

@@ -28,9 +28,9 @@ def gradient_flow(examined: Examined) -> Iterator[Finding]:
 @check(on="start")
 def fits_memory(examined: Examined, *, share: PositiveFloat = 0.9) -> Iterator[Finding]:
     """Check that the estimated memory of a run is at most a share of the memory of the machine."""
-    needed = sum(examined.plan.values())
+    needed = sum(examined.memory.values())
     if examined.room and needed > share * examined.room:
-        largest = sorted(examined.plan.items(), key=lambda item: -item[1])[:3]
+        largest = sorted(examined.memory.items(), key=lambda item: -item[1])[:3]
         parts = ", ".join(f"{name} {size / 1e9:.3g} GB" for name, size in largest)
         yield Finding(
             f"the run wants about {needed / 1e9:.3g} GB of {examined.room / 1e9:.3g} GB; most of it: {parts}",

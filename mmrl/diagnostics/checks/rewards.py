@@ -1,4 +1,4 @@
-"""Whether rewards say something, and the right thing."""
+"""Checks at the start: rewards apply, differ inside groups, and prefer known-good answers."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from mmrl.diagnostics.context import Examined, Finding, spelled
 
 @check(on="start")
 def rewards_apply(examined: Examined) -> Iterator[Finding]:
-    """See whether every reward and label applies to an answer: None for all of them teaches nothing."""
-    for said in examined.table.absent.values():
+    """Check that every reward and label applies to an answer: None for all of them teaches nothing."""
+    for what in examined.table.absent.values():
         yield Finding(
-            said,
+            what,
             "see whether it reads the column or target that the data have; `on_absent: warn` is for one that "
             "applies later",
         )
@@ -33,7 +33,7 @@ def rewards_apply(examined: Examined) -> Iterator[Finding]:
 
 @check(on="start")
 def zero_variance_groups(examined: Examined) -> Iterator[Finding]:
-    """See whether answers to one prompt earn different rewards: groups without a spread teach nothing."""
+    """Check that rewards differ between the answers to a prompt: equal ones teach nothing."""
     table = examined.table
     if not len(table) or examined.config.rollout.num_generations < 2:
         return
@@ -44,8 +44,8 @@ def zero_variance_groups(examined: Examined) -> Iterator[Finding]:
         known = ~values.isnan()
         spread = group_extreme(values, index, known) - group_extreme(values, index, known, largest=False)
         if known.any() and not bool((spread[known] > EQUAL).any()):
-            said = {round(value, 6) for value in values[known].tolist()}
-            constant.append(f"{name} ({', '.join(f'{value:g}' for value in sorted(said)[:3])})")
+            levels = sorted({round(value, 6) for value in values[known].tolist()})[:3]
+            constant.append(f"{name} ({', '.join(f'{value:g}' for value in levels)})")
     if not constant:
         return
     groups = len(set(table.group.tolist()))
@@ -58,18 +58,17 @@ def zero_variance_groups(examined: Examined) -> Iterator[Finding]:
     yield Finding(
         f"in all {groups} groups every answer has the same reward, so nothing is learned: "
         f"{', '.join(constant)}",
-        "see whether the reward can tell answers apart at all, sample hotter, ask easier or harder prompts, "
-        "or begin with demonstrations",
+        "see whether the reward can tell answers apart at all, raise the temperature, ask easier or harder "
+        "prompts, or begin with demonstrations",
     )
 
 
 @check(on="start")
 def reward_sanity(examined: Examined) -> Iterator[Finding]:
-    """Compare the reward of a known-good answer with that of an empty one, and of one to another prompt.
+    """Check that known-good answers earn more than empty ones and than answers to another prompt.
 
-    A known-good answer is the first that is recorded, or the target where that is a text. The weighted sum is
-    judged, since a reward alone may well prefer a short answer; and one that does not look at the prompt may
-    well like an answer to another.
+    A known-good answer is the first recorded one, or the target where that is a text. The weighted sum is
+    compared: a single reward may prefer a short answer, or not depend on the prompt.
     """
     known = [(prompt, good) for prompt in examined.prompts if (good := _good(prompt)) is not None]
     if not known:
@@ -96,7 +95,7 @@ def reward_sanity(examined: Examined) -> Iterator[Finding]:
 
 
 def _reversed(kind: str, margins: dict[str, torch.Tensor], prompts: Sequence[Prompt]) -> Iterator[Finding]:
-    """Complain where most prompts, and their mean, stand the wrong way round."""
+    """Find a mean margin below 0, and below 0 for most prompts."""
     known = ~torch.stack(list(margins.values())).isnan().all(0)
     total = torch.stack([margin.nan_to_num() for margin in margins.values()]).sum(0)
     wrong = (total < -EQUAL) & known
@@ -111,10 +110,6 @@ def _reversed(kind: str, margins: dict[str, torch.Tensor], prompts: Sequence[Pro
         )
 
 
-def _of(examined: Examined, name: str) -> Bound:
-    return next(bound for bound in examined.rewards if bound.name == name)
-
-
 def _good(prompt: Prompt) -> Outcome | None:
     if prompt.answers:
         return prompt.answers[0]
@@ -122,7 +117,7 @@ def _good(prompt: Prompt) -> Outcome | None:
 
 
 def _emptied(answer: Outcome) -> Outcome:
-    """Leave nothing of an answer but its form."""
+    """Give an answer with an empty text and black images and videos, where it has them."""
     blank = {
         name: torch.zeros_like(value)
         for name in ("image", "video")
@@ -132,7 +127,7 @@ def _emptied(answer: Outcome) -> Outcome:
 
 
 def _measured(bound: Bound, prompts: Sequence[Prompt], answers: Sequence[Outcome]) -> torch.Tensor:
-    """Measure answers; NaN where a reward does not apply, or does not come through an answer like this."""
+    """Compute the rewards of answers; NaN where a reward does not apply or raises."""
     try:
         values = bound(*handed(prompts, answers))
         if inspect.isawaitable(values):
@@ -140,7 +135,7 @@ def _measured(bound: Bound, prompts: Sequence[Prompt], answers: Sequence[Outcome
         return torch.tensor(
             [math.nan if value is None else float(value) for value in values], dtype=torch.float64
         )
-    except Exception:  # a fault in training is told by the run; here the answers are not the policy's
+    except Exception:  # in training a fault is reported; these answers are not the policy's
         return torch.full((len(prompts),), math.nan, dtype=torch.float64)
 
 

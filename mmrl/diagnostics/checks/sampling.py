@@ -1,4 +1,4 @@
-"""Whether rollouts were sampled as the configuration asks."""
+"""Check at the start: rollouts are sampled with the parameters of the configuration."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ STRANGE = 6.0  # standard errors
 
 @check(on="start")
 def sampling_params(examined: Examined) -> Iterator[Finding]:
-    """See whether the engine samples with the settings that it was given, not with others that came along.
+    """Check that the engine samples with its configured parameters, not with those of a checkpoint.
 
-    Sampled steps are as likely, on average, as the entropy says; much likelier ones were taken greedily, or
-    from a colder or a cut distribution. That the configuration itself asks for those is taken into account.
+    The mean surprise of sampled steps, -log p, equals the entropy. A much lower one means greedy sampling, a
+    lower temperature or a truncated distribution. What the configuration asks for is taken into account.
     """
-    yield from _settings(examined)
+    yield from _overwritten(examined)
     rows = [row for row in examined.rollouts if row.on_policy]
     surprises = [
         -row.notes["logp"].double() - row.notes["entropy"].double()
@@ -31,7 +31,8 @@ def sampling_params(examined: Examined) -> Iterator[Finding]:
         if {"logp", "entropy"} <= row.notes.keys()
     ]
     entropies = [row.notes["entropy"].double() for row in rows if "entropy" in row.notes]
-    asked = _asked(examined)
+    options = [item for piece in examined.config.rollout.engine for item in piece.options.items()]
+    asked = {name: value for name, value in options if name in _COLDER and _COLDER[name](value)}
     if surprises and not asked:
         difference, entropy = torch.cat(surprises), float(torch.cat(entropies).mean())
         mean, count = float(difference.mean()), len(difference)
@@ -40,8 +41,8 @@ def sampling_params(examined: Examined) -> Iterator[Finding]:
             yield Finding(
                 f"sampled steps are likelier than chance allows: {entropy + mean:.3g} nats each, where the "
                 f"entropy is {entropy:.3g}",
-                "the engine samples greedily or colder than it was told: look for settings that come with "
-                "the checkpoint (generation_config: do_sample, temperature, top_p, top_k)",
+                "the engine samples greedily or at a lower temperature than configured: look for settings "
+                "that come with the checkpoint (generation_config: do_sample, temperature, top_p, top_k)",
             )
     if _all_alike(examined) and len(rows) > 1:
         how = f" ({', '.join(f'{k}={v}' for k, v in asked.items())})" if asked else ""
@@ -52,7 +53,7 @@ def sampling_params(examined: Examined) -> Iterator[Finding]:
         )
 
 
-# A temperature above 0 is in what is noted.
+# Options by which samples may be likelier than chance. A temperature above 0 is part of what is recorded.
 _COLDER: Mapping[str, Callable[[Any], bool]] = {
     "temperature": lambda value: value == 0,
     "top_p": lambda value: value != 1,
@@ -61,24 +62,17 @@ _COLDER: Mapping[str, Callable[[Any], bool]] = {
 }
 
 
-def _asked(examined: Examined) -> dict[str, Any]:
-    """List the settings of the configuration by which samples may be likelier than chance."""
-    given = [item for piece in examined.config.rollout.engine for item in piece.options.items()]
-    return {name: value for name, value in given if name in _COLDER and _COLDER[name](value)}
-
-
-def _settings(examined: Examined) -> Iterator[Finding]:
-    """Compare the options of the innermost engine with what it holds; those that follow a schedule move."""
-    listed, engine = list(examined.config.rollout.engine), examined.engine
-    engines = [engine]
+def _overwritten(examined: Examined) -> Iterator[Finding]:
+    """Compare numeric options of engines with their attributes; those that follow a schedule are skipped."""
+    pieces, engines = examined.config.rollout.engine, [examined.engine]
     while hasattr(engines[-1], "engine"):  # wrappers keep what they wrap under this name
         engines.append(engines[-1].engine)
-    for piece, made in zip(reversed(listed), engines, strict=False):
+    for piece, made in zip(reversed(pieces), engines, strict=False):
         for name, value in piece.options.items():
-            held = getattr(made, name, value)
-            if type(value) in (int, float) and type(held) in (int, float) and held != value:
+            actual = getattr(made, name, value)
+            if type(value) in (int, float) and type(actual) in (int, float) and actual != value:
                 yield Finding(
-                    f"the engine '{piece.name}' was given {name}={value:g} and works with {held:g}",
+                    f"the engine '{piece.name}' was given {name}={value:g} and works with {actual:g}",
                     "something overwrites it: look at what the checkpoint brings, and at wrappers",
                 )
 
@@ -92,6 +86,6 @@ def _all_alike(examined: Examined) -> bool:
     return bool(several) and all(_same(group[0], other) for group in several for other in group[1:])
 
 
-def _same(one: Outcome, other: Outcome) -> bool:
-    media = [(getattr(one, name), getattr(other, name)) for name in ("image", "video")]
-    return one.text == other.text and all(a is b or (a is not None and torch.equal(a, b)) for a, b in media)
+def _same(first: Outcome, other: Outcome) -> bool:
+    media = [(getattr(first, name), getattr(other, name)) for name in ("image", "video")]
+    return first.text == other.text and all(a is b or (a is not None and torch.equal(a, b)) for a, b in media)

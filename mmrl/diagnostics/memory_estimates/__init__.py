@@ -1,1 +1,1 @@
-"""Estimates: a configuration, its policy and some prompts to bytes by what takes them."""
+"""Memory estimates: from a configuration, its policy and some prompts to bytes by part."""

@@ -1,4 +1,4 @@
-"""What every run takes: weights, gradients, the optimizer, references."""
+"""Memory of every training run: weights, gradients, state of the optimizer, references."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from mmrl.config.schema import Config
 from mmrl.core.protocols import Policy
 from mmrl.core.types import Prompt
 
-SIDE = 64  # of the matrix on which an optimizer shows what it keeps
+SIDE = 64  # of the matrix on which the state of an optimizer is measured
 
 
 @memory_estimate
 def training(config: Config, policy: Policy, prompts: Sequence[Prompt]) -> Mapping[str, float]:
-    """Add up weights, gradients, what the optimizer keeps of a weight, and references of what learns."""
+    """Estimate weights, gradients, the state of the optimizer, and a copy of what trains per reference."""
     module = policy.module
-    held = {id(t): t for t in (*module.parameters(), *module.buffers())}
+    tensors = {id(t): t for t in (*module.parameters(), *module.buffers())}
     learning = [parameter for parameter in module.parameters() if parameter.requires_grad]
     numbers = sum(parameter.numel() for parameter in learning)
     sizes = sum(parameter.nbytes for parameter in learning)
     return {
-        "weights": sum(tensor.nbytes for tensor in held.values()),
+        "weights": sum(tensor.nbytes for tensor in tensors.values()),
         "gradients": sizes,
         "optimizer": numbers * optimizer_bytes(find("optimizer", config.learn.optimizer.name).target),
         "references": sizes * len(config.references),
@@ -32,7 +32,7 @@ def training(config: Config, policy: Policy, prompts: Sequence[Prompt]) -> Mappi
 
 
 def optimizer_bytes(make: Callable[..., torch.optim.Optimizer]) -> float:
-    """Measure how many bytes an optimizer keeps of one weight, with its own defaults."""
+    """Measure the bytes of state per weight of an optimizer with its default options."""
     weight = nn.Parameter(torch.zeros(SIDE, SIDE))
     weight.grad = torch.ones_like(weight)
     optimizer = make([("weight", weight)])
