@@ -291,7 +291,7 @@ def _construct(entry: Entry, wrapped: Sequence[Any], options: Mapping[str, Any],
 
 def _check_order(entry: Entry, hints: Mapping[str, Any], options: Mapping[str, Any], place: str) -> None:
     """Raise if an option is above the option that its mark `AtMost` names."""
-    values = {name: p.default for name, p in entry.options.items()} | options
+    values = {**{name: p.default for name, p in entry.options.items()}, **options}
     for name in entry.options:
         for mark in marks(hints.get(name), AtMost):
             low, high = values[name], values[mark.option]

@@ -1,4 +1,4 @@
-"""YAML files that include others, and dotted overrides, as plain mappings and lists.
+"""Read YAML files with includes and dotted overrides into plain mappings and lists.
 
 Later keys win, mappings merge, lists replace. Two mappings that name different pieces do not merge: the later
 one replaces the earlier. There is no interpolation and no code in YAML.
@@ -21,8 +21,7 @@ _UNREADABLE = (OSError, ValueError, TypeError, RecursionError, OmegaConfBaseExce
 
 
 class ConfigError(ValueError):
-    """A mistake in a configuration. The message names the place, what was wanted, what came and what to
-    do."""
+    """An error in a configuration: the place, what is wanted, what is given and what to do."""
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
@@ -32,12 +31,12 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 
 def read(path: str | Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
-    """Read a YAML file, what it includes, and `key=value` overrides, into plain mappings and lists."""
+    """Read a YAML file with its includes and `key=value` overrides into plain mappings and lists."""
     return change(_read_file(Path(path), ()), overrides)
 
 
 def change(raw: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
-    """Lay `key=value` overrides over plain mappings."""
+    """Merge `key=value` overrides into plain mappings."""
     for text in overrides:
         raw = merge(raw, _override(text))
     return raw
@@ -53,7 +52,7 @@ def _read_file(path: Path, above: tuple[Path, ...]) -> dict[str, Any]:
         raise ConfigError(f"cannot read '{path}': {error}") from error
     if not isinstance(raw, dict):
         raise ConfigError(f"'{path}' must hold a mapping at its top, not a {type(raw).__name__}")
-    _refuse_magic(raw, str(path))
+    _check_plain(raw, str(path))
     included: dict[str, Any] = {}
     names = raw.pop("include", None) or []
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
@@ -64,7 +63,7 @@ def _read_file(path: Path, above: tuple[Path, ...]) -> dict[str, Any]:
 
 
 def _locate(path: Path, above: tuple[Path, ...]) -> Path:
-    """Find a file beside the one that includes it, or among the configurations that come with mmrl."""
+    """Find a file next to the one that includes it, or among the configurations of mmrl."""
     places = [above[-1].parent / path] if above else [path]
     package = Path(__file__).parents[1]
     places += [home / path for home in (package / "configs", package.parent / "configs")]
@@ -73,7 +72,7 @@ def _locate(path: Path, above: tuple[Path, ...]) -> Path:
         try:
             if place.is_file():
                 return place.resolve()
-        except OSError as error:  # a name that no file can have
+        except OSError as error:  # such as a name that is too long
             raise ConfigError(f"cannot look for the file '{place}': {error.strerror}") from error
     by = f", included by '{above[-1]}'" if above else ""
     raise ConfigError(f"there is no file '{path}'{by}; looked at {', '.join(str(p) for p in places)}")
@@ -84,31 +83,30 @@ def _override(text: str) -> dict[str, Any]:
     if not equals or not key:
         raise ConfigError(f"an override must read key=value, not '{text}'")
     try:
-        raw = OmegaConf.to_container(OmegaConf.from_dotlist([text]), resolve=False)
+        raw: Any = OmegaConf.to_container(OmegaConf.from_dotlist([text]), resolve=False)
     except _UNREADABLE as error:
         raise ConfigError(f"cannot parse the override '{text}': {error}") from error
-    _refuse_magic(raw, f"override '{text}'")
+    _check_plain(raw, f"override '{text}'")
     return raw
 
 
-def _refuse_magic(value: Any, place: str) -> None:
-    """Refuse interpolations, and keys that are neither a text nor the number of an item."""
+def _check_plain(value: Any, place: str) -> None:
+    """Raise at interpolations, and at keys that are neither a text nor the number of an item."""
     match value:
         case dict():
             for key, inner in value.items():
                 if type(key) not in (str, int):
                     raise ConfigError(f"{place}: the key {key!r} must be a text; put it into quotes")
-                _refuse_magic(inner, f"{place}: {key}")
+                _check_plain(inner, f"{place}: {key}")
         case list():
             for inner in value:
-                _refuse_magic(inner, place)
+                _check_plain(inner, place)
         case str() if "${" in value:
             raise ConfigError(f"{place}: '{value}' looks like an interpolation; write the value itself")
 
 
 def merge(below: Any, above: Any) -> Any:
-    """Lay one plain value over another. `{"0": x}` over a list changes its first item, options over a name
-    extend it."""
+    """Merge plain values: `{"0": x}` changes the first item of a list, options extend a name."""
     match below, above:
         case list(), dict() if above and all(str(key).isdigit() for key in above):
             changed = {int(key): value for key, value in above.items()}
@@ -120,6 +118,8 @@ def merge(below: Any, above: Any) -> Any:
         case {"name": lower}, {"name": upper} if lower != upper:
             return above
         case dict(), dict():
-            laid = {key: merge(below[key], value) if key in below else value for key, value in above.items()}
-            return {**below, **laid}
+            merged = {
+                key: merge(below[key], value) if key in below else value for key, value in above.items()
+            }
+            return {**below, **merged}
     return above

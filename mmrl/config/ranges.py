@@ -1,7 +1,7 @@
-"""Ranges of options, as types: `temperature: PositiveFloat = 1.0` refuses 0 before anything is loaded.
+"""Ranges of options as types: `temperature: PositiveFloat = 1.0` rejects 0 before anything is loaded.
 
-A range is metadata of `Annotated`, so a function can also be called with plain numbers. Numbers that are not
-finite, and whole numbers beyond 64 bits, are outside every range.
+A range is metadata of `Annotated`, so that functions can be called with plain numbers. NaN, infinities and
+whole numbers beyond 64 bits are outside every range.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-LARGEST = 2**63 - 1  # what a tensor of whole numbers holds
+LARGEST = 2**63 - 1  # of int64 tensors
 
 
 @dataclass(frozen=True)
 class Range:
-    """Numbers from `low` to `high`; `above` and `below` leave the bound itself out."""
+    """Numbers from `low` to `high`; `above` and `below` exclude the bound itself."""
 
     low: float = -math.inf
     high: float = math.inf
@@ -38,7 +38,7 @@ class Range:
 
 @dataclass(frozen=True)
 class Ascending:
-    """A list that does not fall: two bounds that are the right way round."""
+    """A list in ascending order, such as a lower and an upper bound."""
 
     def __contains__(self, value: Sequence[float]) -> bool:
         return list(value) == sorted(value)
@@ -49,7 +49,7 @@ class Ascending:
 
 @dataclass(frozen=True)
 class AtMost:
-    """A number that is not above another option of the same piece, where both are given."""
+    """A number that is at most another option of the same piece, where both are given."""
 
     option: str
 
@@ -59,7 +59,7 @@ class AtMost:
 
 @dataclass(frozen=True)
 class Taken:
-    """An option of a schedule that is a value of the number that follows it, and so in its range."""
+    """An option of a schedule that is one of its values, so that it has the range of the scheduled option."""
 
     def __str__(self) -> str:
         return "in the range of what follows"
@@ -70,24 +70,24 @@ NonNegativeInt = Annotated[int, Range(0)]
 PositiveFloat = Annotated[float, Range(0, above=True)]
 NonNegativeFloat = Annotated[float, Range(0)]
 Probability = Annotated[float, Range(0, 1)]
-PositiveShare = Annotated[float, Range(0, 1, above=True)]  # of what must not be empty
-ShareBelowOne = Annotated[float, Range(0, 1, below=True)]  # of what must not be everything: momentum, decay
+PositiveShare = Annotated[float, Range(0, 1, above=True)]  # of which something must remain
+ShareBelowOne = Annotated[float, Range(0, 1, below=True)]  # such as a momentum or a decay
 TakenFloat = Annotated[float, Taken()]
 TakenInt = Annotated[int, Taken()]
 
 
 def is_number(wanted: Any) -> bool:
-    """Tell whether a type annotation takes a number, which could follow a schedule."""
+    """Whether a type annotation takes a number, which may follow a schedule."""
     return bool({int, float} & set(_members(wanted)))
 
 
 def is_whole(wanted: Any) -> bool:
-    """Tell whether a type annotation takes whole numbers only."""
+    """Whether a type annotation takes whole numbers only."""
     return float not in _members(wanted)
 
 
-def marks(wanted: Any, kind: type) -> list[Any]:
-    """List the metadata of one kind in a type annotation or the members of a union."""
+def marks(wanted: Any, kind: type | types.UnionType) -> list[Any]:
+    """The metadata of a class in a type annotation or in the members of a union."""
     if typing.get_origin(wanted) is Annotated:
         return [mark for mark in wanted.__metadata__ if isinstance(mark, kind)]
     return [mark for member in typing.get_args(wanted) if _is_union(wanted) for mark in marks(member, kind)]
@@ -97,7 +97,7 @@ def _members(wanted: Any) -> tuple[Any, ...]:
     if typing.get_origin(wanted) is Annotated:
         return _members(wanted.__origin__)
     if _is_union(wanted):
-        return tuple(one for member in typing.get_args(wanted) for one in _members(member))
+        return tuple(inner for member in typing.get_args(wanted) for inner in _members(member))
     return (wanted,)
 
 

@@ -15,7 +15,7 @@ import pkgutil
 import re
 from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar, overload
+from typing import Any, Protocol, TypeVar, cast, overload
 
 from mmrl.config.reward_adapters import from_trl, is_trl
 from mmrl.core.types import Unit
@@ -165,7 +165,7 @@ def kind(
             raise ValueError(f"a {name} declares `on`, one of {', '.join(stages) or 'none'}, not '{on}'")
         return enter if target is None else enter(target)
 
-    return decorate
+    return cast(Decorator, decorate)
 
 
 def _enter(entry: Entry) -> None:

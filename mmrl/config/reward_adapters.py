@@ -1,4 +1,4 @@
-"""The forms a reward may be written in: for one outcome at a time, or as TRL has it."""
+"""Adapters of reward functions: for one outcome at a time, and in TRL's form."""
 
 from __future__ import annotations
 
@@ -20,35 +20,35 @@ from mmrl.core.types import Outcome, Prompt
 
 
 def handed(prompts: Sequence[Prompt], outcomes: Sequence[Outcome]) -> tuple[list[Prompt], list[Outcome]]:
-    """Copy what one call of a reward gets, so that a reward that sorts or changes it moves no other.
+    """Copy the arguments of a reward, so that a reward that changes them affects no other reward.
 
-    Every row has lists, dictionaries, sets, tensors and arrays of its own. The pixels and times of outcomes
-    are shared, and so are objects of other classes.
+    Lists, dictionaries, sets, tensors and arrays are copied. The pixels and times of outcomes are shared, and
+    so are objects of other classes.
     """
-    return [_own(prompt) for prompt in prompts], [_own(outcome) for outcome in outcomes]
+    return [_copy(prompt) for prompt in prompts], [_copy(outcome) for outcome in outcomes]
 
 
-def _own(value: Any) -> Any:
+def _copy(value: Any) -> Any:
     match value:
         case Prompt(target=target, columns=columns, answers=answers):
-            return replace(value, target=_own(target), columns=_own(columns), answers=_own(answers))
+            return replace(value, target=_copy(target), columns=_copy(columns), answers=_copy(answers))
         case Outcome(tags=tags, recorded=recorded):
-            return replace(value, tags=_own(tags), recorded=_own(recorded))
+            return replace(value, tags=_copy(tags), recorded=_copy(recorded))
         case torch.Tensor():
             return value.detach().clone()
         case Mapping():
-            return {key: _own(inner) for key, inner in value.items()}
+            return {key: _copy(inner) for key, inner in value.items()}
         case list():
-            return [_own(inner) for inner in value]
+            return [_copy(inner) for inner in value]
         case tuple() if type(value) is tuple:
-            return tuple(_own(inner) for inner in value)
+            return tuple(_copy(inner) for inner in value)
         case set():
             return set(value)
     return copy.deepcopy(value) if hasattr(value, "__array__") else value  # an array of numpy
 
 
 def per_outcome(measure: Callable[..., float | None]) -> Callable[..., list[float | None]]:
-    """Turn a function of one prompt and one outcome into a reward of all of them."""
+    """Turn a function of one prompt and one outcome into a reward of a batch."""
 
     @functools.wraps(measure)
     def reward(prompts: Sequence[Prompt], outcomes: Sequence[Outcome], **options: Any) -> list[float | None]:
@@ -69,16 +69,16 @@ def tagged(text: str, tag: str) -> list[str]:
 
 
 def is_trl(function: Callable) -> bool:
-    """Tell whether a function is written in TRL's form: it takes `completions`."""
+    """Whether a function has TRL's form: it takes `completions`."""
     return "completions" in inspect.signature(function).parameters
 
 
 def from_trl(function: Callable) -> Callable:
     """Wrap `f(prompts, completions, **columns)`, plain or asynchronous, as a reward.
 
-    A prompt whose data row holds messages gives messages, as in TRL; any other gives texts. The completions
-    of image and video models are their media. Columns are handed over by name: all of them to a function with
-    `**kwargs`, else those it names.
+    A prompt whose data row has messages gives messages, as in TRL; any other gives a text. Completions of
+    image and video models are their media. Columns are passed by name: all of them to a function with
+    `**kwargs`, else those that it names.
     """
     parameters = inspect.signature(function).parameters
     takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
@@ -89,9 +89,9 @@ def from_trl(function: Callable) -> Callable:
             for name in dict.fromkeys(key for prompt in prompts for key in prompt.columns)
         }
         offered |= {
-            "prompts": [_asked(prompt) for prompt in prompts],
+            "prompts": [_prompt_of(prompt) for prompt in prompts],
             "completions": [
-                _given(prompt, outcome) for prompt, outcome in zip(prompts, outcomes, strict=True)
+                _completion_of(prompt, outcome) for prompt, outcome in zip(prompts, outcomes, strict=True)
             ],
             "completion_ids": [None] * len(outcomes),
             "trainer_state": None,
@@ -102,24 +102,24 @@ def from_trl(function: Callable) -> Callable:
     if inspect.iscoroutinefunction(function):
 
         @functools.wraps(function)
-        async def patient(prompts: Sequence[Prompt], outcomes: Sequence[Outcome]) -> Any:
+        async def asynchronous(prompts: Sequence[Prompt], outcomes: Sequence[Outcome]) -> Any:
             return await function(**arguments(prompts, outcomes))
 
-        return patient
+        return asynchronous
 
     @functools.wraps(function)
-    def plain(prompts: Sequence[Prompt], outcomes: Sequence[Outcome]) -> Any:
+    def synchronous(prompts: Sequence[Prompt], outcomes: Sequence[Outcome]) -> Any:
         return function(**arguments(prompts, outcomes))
 
-    return plain
+    return synchronous
 
 
-def _asked(prompt: Prompt) -> Any:
+def _prompt_of(prompt: Prompt) -> Any:
     messages = prompt.columns.get("prompt")
     return messages if isinstance(messages, list) else prompt.text
 
 
-def _given(prompt: Prompt, outcome: Outcome) -> Any:
+def _completion_of(prompt: Prompt, outcome: Outcome) -> Any:
     if outcome.text is None:
         return outcome.image if outcome.video is None else outcome.video
     if isinstance(prompt.columns.get("prompt"), list):

@@ -265,7 +265,7 @@ def convert(value: Any, wanted: Any, place: str) -> Any:
     """Convert a plain value to a type annotation and check it against its range."""
     origin, inner = typing.get_origin(wanted), typing.get_args(wanted)
     if wanted is Any:
-        _refuse_infinite(value, place)
+        _check_finite(value, place)
         return value
     if origin is Annotated:
         value = convert(value, inner[0], place)
@@ -275,7 +275,7 @@ def convert(value: Any, wanted: Any, place: str) -> Any:
         return value
     if wanted is Piece:
         return as_piece(value, place)
-    if dataclasses.is_dataclass(wanted) and isinstance(value, Mapping):
+    if isinstance(wanted, type) and dataclasses.is_dataclass(wanted) and isinstance(value, Mapping):
         return parse(value, wanted, place)
     if origin in (typing.Union, types.UnionType):
         return _convert_union(value, inner, place)
@@ -316,7 +316,7 @@ def _convert_union(value: Any, members: tuple, place: str) -> Any:
 
 def _convert_plain(value: Any, wanted: Any, place: str) -> Any:
     # Not isinstance, because bool is a subclass of int.
-    _refuse_infinite(value, place)
+    _check_finite(value, place)
     if wanted is float and type(value) is int:
         return float(value)
     plain = {int: "a whole number", float: "a number", str: "a text", bool: "true or false"}
@@ -331,7 +331,7 @@ def _convert_plain(value: Any, wanted: Any, place: str) -> Any:
     return value
 
 
-def _refuse_infinite(value: Any, place: str) -> None:
+def _check_finite(value: Any, place: str) -> None:
     """Raise at NaN, infinities and whole numbers beyond 64 bits, at any depth."""
     match value:
         case float() if not math.isfinite(value):
@@ -341,10 +341,10 @@ def _refuse_infinite(value: Any, place: str) -> None:
             raise ConfigError(f"'{place}' must be a number of at most 63 bits, not one of {bits}")
         case Mapping():
             for key, inner in value.items():
-                _refuse_infinite(inner, f"{place}.{key}")
+                _check_finite(inner, f"{place}.{key}")
         case list() | tuple():
             for i, inner in enumerate(value):
-                _refuse_infinite(inner, f"{place}[{i}]")
+                _check_finite(inner, f"{place}[{i}]")
 
 
 def as_piece(value: Any, place: str) -> Piece:

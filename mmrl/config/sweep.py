@@ -1,4 +1,4 @@
-"""Several settings of one evaluation: each is a set of changes, and a configuration of its own."""
+"""Settings of an evaluation: named sets of changes, each of which gives a configuration of its own."""
 
 from __future__ import annotations
 
@@ -12,18 +12,17 @@ from mmrl.config.schema import ConfigError, EvaluateConfig, as_plain, parse
 
 
 def settings_of(config: EvaluateConfig) -> dict[str, EvaluateConfig]:
-    """Make the configuration of every setting, without loading anything.
+    """The configuration of every setting by its name; nothing is loaded.
 
-    Keys are dotted, as overrides on the command line are: `{evaluation.engine.0.temperature: 0.7}`. A setting
-    may change the policy and the engine; prompts, rewards and draws are those of all, or nothing could be
-    compared.
+    Keys of changes are dotted like overrides: `{evaluation.engine.0.temperature: 0.7}`. A setting may change
+    the policy and the engine; prompts, rewards and random draws are common, so that results compare.
     """
     base = replace(config, settings={})
     return {name: _changed(base, name, changes) for name, changes in config.settings.items()}
 
 
 def setting_of(config: EvaluateConfig, name: str) -> EvaluateConfig:
-    """Make the configuration of one setting."""
+    """The configuration of one setting."""
     if name not in config.settings:
         hint = nearest(name, config.settings) or f"there are {', '.join(config.settings) or 'none'}"
         raise ConfigError(f"there is no setting '{name}'; {hint}")
@@ -40,11 +39,11 @@ def _changed(base: EvaluateConfig, name: str, changes: Mapping[str, Any]) -> Eva
         raise ConfigError(f"settings.{name}: {error}") from error
     engine = replace(config.evaluation, engine=base.evaluation.engine)
     same = replace(config, policy=base.policy, evaluation=engine)
-    for one in fields(base):
-        if getattr(same, one.name) != getattr(base, one.name):
+    for field in fields(base):
+        if getattr(same, field.name) != getattr(base, field.name):
             raise ConfigError(
-                f"settings.{name} changes '{one.name}', but settings are compared on the same prompts, with "
-                "the same draws and rewards; change the policy and the engine of the evaluation alone"
+                f"settings.{name} changes '{field.name}', but settings are compared on the same prompts, "
+                "with the same draws and rewards; change the policy and the engine of the evaluation alone"
             )
     return config
 

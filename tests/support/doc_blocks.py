@@ -16,7 +16,7 @@ import textwrap
 import tomllib
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -97,14 +97,21 @@ def folder_of(blocks: Sequence[Block], folder: Path) -> Iterator[None]:
     from mmrl.vision.models import model_families
 
     modules, families = set(sys.modules), dict(model_families.FAMILIES)
+    homes = dict(registry.HOMES)
     sys.path.insert(0, str(folder))
     importlib.invalidate_caches()
     try:
+        for block in blocks:
+            if block.kind == "python" and "/" in block.file:  # a piece in its home is found by its name
+                with suppress(Exception):  # which the test of that block itself reports
+                    run_python(block, folder)
         yield
     finally:
         sys.path.remove(str(folder))
         model_families.FAMILIES.clear()
         model_families.FAMILIES.update(families)
+        registry.HOMES.clear()
+        registry.HOMES.update(homes)
         for name in set(sys.modules) - modules:
             if str(getattr(sys.modules[name], "__file__", None) or "").startswith(str(folder)):
                 del sys.modules[name]
@@ -129,7 +136,7 @@ def run(block: Block, folder: Path) -> None:
 
 
 def run_python(block: Block, folder: Path) -> None:
-    """Import a block that is a file, as the module it would be; run any other."""
+    """Import a block that is a file, as the module it would be, and call its tests; run any other."""
     if not block.file:
         exec(compile(block.text, block.name, "exec"), {"__name__": "block"})
         return
@@ -139,6 +146,9 @@ def run_python(block: Block, folder: Path) -> None:
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)
+    for name, value in vars(module).items():
+        if name.startswith("test_"):
+            value()
 
 
 def check_yaml(block: Block, folder: Path) -> None:

@@ -64,7 +64,8 @@ _COLDER: Mapping[str, Callable[[Any], bool]] = {
 
 def _overwritten(examined: Examined) -> Iterator[Finding]:
     """Compare numeric options of engines with their attributes; those that follow a schedule are skipped."""
-    pieces, engines = examined.config.rollout.engine, [examined.engine]
+    pieces = examined.config.rollout.engine
+    engines: list[Any] = [examined.engine]
     while hasattr(engines[-1], "engine"):  # wrappers keep what they wrap under this name
         engines.append(engines[-1].engine)
     for piece, made in zip(reversed(pieces), engines, strict=False):
