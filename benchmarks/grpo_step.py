@@ -83,7 +83,7 @@ def make_run(folder: Path, model: Path, data: Path, length: int):
         overwrite_output_dir=True,
     )  # fmt: skip
     run = build(config, quiet=True)
-    run.policy.chat.end = [-1]
+    run.policy.prompt_encoder.end = [-1]
     return run
 
 
@@ -217,7 +217,7 @@ def compare_parts(folder: Path, model: Path, data: Path, length: int, repeats: i
     run = make_run(folder, model, data, length)
     policy, engine = run.policy, run.method.engine
     prompts = run.method.sampler.draw(1, GROUP)
-    encoded = policy.chat.encode(prompts[0])
+    encoded = policy.prompt_encoder.encode(prompts[0])
     policy.share_prefix = True
     batch = policy.collate(engine.rollout(prompts))
     ids = batch.steps.ids

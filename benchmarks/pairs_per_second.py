@@ -84,7 +84,7 @@ def make_parts(folder: Path, size: dict):
     policy = pieces.make(
         "policy", Piece("vision.tokens", {"model": str(folder / "model"), "dtype": "float32"})
     )
-    policy.chat.end = [-1]  # nothing ends an answer but its length
+    policy.prompt_encoder.end = [-1]  # nothing ends an answer but its length
     engine = pieces.make("engine", Piece("vision.generate", {"max_completion_length": ANSWER}), policy)
     dial = {"contrast_alpha": [0.0, 0.4], "contrast_alpha_std": [0.0, 0.15], "gap": 0.1}
     engine = pieces.make("engine", Piece("vision.contrastive_decoding", dial), engine)

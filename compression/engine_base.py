@@ -21,7 +21,7 @@ class Cheap(Protocol):
     """An engine with a cache or a model of its own."""
 
     policy: Any
-    speaker: Speaking  # who answers: the policy, or it made cheaper
+    rollout_policy: Speaking  # who answers: the policy, or it made cheaper
     cache: Callable | None
 
     def exactly(self) -> AbstractContextManager:
@@ -45,9 +45,9 @@ class Watching:
         self.engine, self.policy, self.exactly = engine, engine.policy, engine.exactly
 
     @property
-    def speaker(self) -> Speaking:
+    def rollout_policy(self) -> Speaking:
         """Who answers."""
-        return self.engine.speaker
+        return self.engine.rollout_policy
 
     @property
     def cache(self) -> Callable | None:
@@ -57,4 +57,4 @@ class Watching:
 
 def is_cheap(engine: Cheap) -> bool:
     """Tell whether an engine has a cache or a model of its own, as it stands."""
-    return engine.cache is not None or engine.speaker is not engine.policy
+    return engine.cache is not None or engine.rollout_policy is not engine.policy

@@ -64,7 +64,7 @@ class CalibrateCodebook:
         device = Processes().device
         policy.module.to(device)
         inputs = []
-        for encoded in map(policy.chat.encode, asked):
+        for encoded in map(policy.prompt_encoder.encode, asked):
             positions = encoded.positions[:, None] if len(encoded.positions) > 1 else encoded.positions
             given = {"input_ids": encoded.ids[None], "position_ids": positions, **encoded.media}
             inputs.append({name: x.to(device) for name, x in given.items()})

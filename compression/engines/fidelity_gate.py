@@ -49,11 +49,11 @@ class FidelityGate(Watching):
         device = model.get_input_embeddings().weight.device
         distinct = list({prompt.uid: prompt for prompt in prompts}.values())[: self.num_prompts]
         inputs = []
-        for encoded in map(self.policy.chat.encode, distinct):
+        for encoded in map(self.policy.prompt_encoder.encode, distinct):
             positions = encoded.positions[:, None] if len(encoded.positions) > 1 else encoded.positions
             given = {"input_ids": encoded.ids[None], "position_ids": positions, **encoded.media}
             inputs.append({name: x.to(device) for name, x in given.items()})
-        own = None if self.speaker is self.policy else self.speaker.model
+        own = None if self.rollout_policy is self.policy else self.rollout_policy.model
         # Layers that are computed anew in the backward pass have no cache while they train.
         with evaluating(model), evaluating(own or model):
             gate(

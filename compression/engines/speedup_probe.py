@@ -37,7 +37,7 @@ class SpeedupProbe(Watching):
         if not prompts or behind < 0 or (behind % self.every if self.every else behind):
             return self.engine.rollout(prompts)
         for prompt in prompts:
-            self.policy.chat.encode(prompt)
+            self.policy.prompt_encoder.encode(prompt)
         with self.exactly():
             exact, exact_seconds = self._timed(prompts)
         rows, seconds = self._timed(prompts)

@@ -16,7 +16,7 @@ from mmrl.core.rng import Stream
 from mmrl.data.media import read_image
 from mmrl.vision.benchmarks.caption_words import singular
 from mmrl.vision.benchmarks.pope import with_article
-from mmrl.vision.media.dataset_writer import Ledger, SplitFiles, is_picture
+from mmrl.vision.media.dataset_writer import BuildLog, SplitFiles, is_image_file
 
 TRIES = 20  # places tried for an object before it is made smaller
 SHOWN = 0.6  # share of an object that others may not cover
@@ -79,7 +79,7 @@ class CompositedScenes:
                 f"'{self.objects}' holds {len(cutouts)} pictures; scenes of {self.most} want as many"
             )
         textures = {path.stem: _read(path, "RGB") for path in _pictures(self.backgrounds)}
-        ledger, files = Ledger(), SplitFiles(output)
+        ledger, files = BuildLog(), SplitFiles(output)
         for split, count in self.num.items():
             for number in range(count):
                 files.add(split, self._scene(split, number, cutouts, textures, output))
@@ -218,7 +218,7 @@ def _read_cutouts(folder: Path) -> list[Cutout]:
 
 
 def _pictures(folder: Path) -> list[Path]:
-    found = sorted(path for path in folder.rglob("*") if is_picture(path)) if folder.is_dir() else []
+    found = sorted(path for path in folder.rglob("*") if is_image_file(path)) if folder.is_dir() else []
     if not found:
         raise ValueError(f"the folder '{folder}' holds no pictures")
     return found

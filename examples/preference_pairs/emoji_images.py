@@ -9,7 +9,7 @@ from typing import Any
 
 from mmrl.config.ranges import PositiveInt
 from mmrl.config.registry import builder
-from mmrl.vision.media.dataset_writer import Ledger
+from mmrl.vision.media.dataset_writer import BuildLog
 
 # Emoji by their English names, whose singular is a plain noun; the group says what might be taken for what.
 GROUPS = {
@@ -63,7 +63,7 @@ class EmojiImages:
             for char, told in emoji.EMOJI_DATA.items()
             if "en" in told
         }
-        ledger = Ledger("drop")
+        ledger = BuildLog("drop")
         for group in self.groups:
             (output / group).mkdir(parents=True, exist_ok=True)
             for word in GROUPS[group].split():

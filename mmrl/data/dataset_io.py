@@ -56,21 +56,21 @@ class Rows:
     def __iter__(self) -> Iterator[DataRow]:
         return (row for source in row_files(self.path) for row in _read(source))
 
-    def sound(self) -> Iterator[DataRow]:
+    def valid(self) -> Iterator[DataRow]:
         """Go through the rows that can be read."""
         return (row for row in self if not row.fault)
 
 
-def sound_rows(path: Path) -> Iterator[DataRow]:
+def valid_rows(path: Path) -> Iterator[DataRow]:
     """Read rows, and refuse a file of which some cannot be read."""
     rows = iter(Rows(path, path))
     for row in rows:
         if row.fault:
-            raise refusal(path, [f"{one.place}: {one.fault}" for one in (row, *rows) if one.fault])
+            raise bad_rows_error(path, [f"{one.place}: {one.fault}" for one in (row, *rows) if one.fault])
         yield row
 
 
-def refusal(source: str | Path, bad: Sequence[str], advice: str = "mend them") -> RowError:
+def bad_rows_error(source: str | Path, bad: Sequence[str], advice: str = "mend them") -> RowError:
     """Make the error that counts the rows that cannot be used, and names the first of them."""
     shown = [*bad[:SHOWN], *([f"and {len(bad) - SHOWN} more"] if len(bad) > SHOWN else [])]
     rows = "1 row" if len(bad) == 1 else f"{len(bad)} rows"
@@ -111,7 +111,7 @@ def read_prompts(
             if len(prompts) == limit:
                 break
     if bad and bad_rows != "drop":
-        raise refusal(source, bad, "mend them, or set `bad_rows: drop`" if bad_rows else "mend them")
+        raise bad_rows_error(source, bad, "mend them, or set `bad_rows: drop`" if bad_rows else "mend them")
     for line in bad:
         log.warning("dropped %s", line)
     if not prompts:
@@ -194,7 +194,7 @@ def text_lines(path: Path) -> Iterator[DataRow]:
                     yield DataRow(place, split, fault=f"not UTF-8: {error}")
 
 
-def whole_text(path: Path) -> str:
+def read_text_file(path: Path) -> str:
     """Read a UTF-8 file that is no list of rows."""
     if not path.is_file():
         raise SourceError(f"there is no file '{path}'")

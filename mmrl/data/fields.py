@@ -74,7 +74,7 @@ def uid_of(columns: Mapping[str, Any], default: str, name: str = "id") -> str:
     return str(value) if is_number(value) else text(value, name)
 
 
-def filled(template: str, words: Mapping[str, Any]) -> str:
+def fill_template(template: str, words: Mapping[str, Any]) -> str:
     """Put the fields of a row into a template of `str.format`."""
     try:
         return template.format_map(words)

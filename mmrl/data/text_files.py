@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from mmrl.core.types import Message, Outcome, Part, Prompt
-from mmrl.data.dataset_io import DataRow, SourceError, json_lines, read_prompts, refusal
+from mmrl.data.dataset_io import DataRow, SourceError, bad_rows_error, json_lines, read_prompts
 from mmrl.data.fields import RowError, short, text, uid_of
 from mmrl.data.media import locate
 
@@ -29,7 +29,7 @@ def objects(path: Path, read: Callable[[Mapping[str, Any]], T]) -> list[T]:
         except RowError as error:
             bad.append(f"{row.place}: {error}")
     if bad:
-        raise refusal(path, bad)
+        raise bad_rows_error(path, bad)
     if not made:
         raise SourceError(f"'{path}' holds no row")
     return made

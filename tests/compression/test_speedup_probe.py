@@ -99,7 +99,7 @@ def test_it_goes_around_a_gate_and_a_gate_around_it(exact, capsys):
     ):
         assert texts(made.rollout(asked)) == texts(engine(policy).rollout(asked))
         assert capsys.readouterr().out.count("cache: 100.0%") == 1
-        assert made.cache is not None and made.speaker is policy
+        assert made.cache is not None and made.rollout_policy is policy
 
 
 def test_an_engine_that_is_exact_is_refused(exact):

@@ -282,7 +282,7 @@ def test_the_engine_rolls_out_with_it_on_every_family(exact, family):
 def test_placeholders_are_found_alike_by_engine_and_plainly(exact):
     policy = exact("qwen2_5_vl")
     for prompt in mixed.prompts("qwen2_5_vl"):
-        ids = policy.chat.encode(prompt).ids[None]
+        ids = policy.prompt_encoder.encode(prompt).ids[None]
         config = policy.core.config
         assert torch.equal(find_visual(config, ids)[0], visual_tokens(config, ids))
 

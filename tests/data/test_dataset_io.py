@@ -6,14 +6,14 @@ import json
 
 import pytest
 
-from mmrl.data.dataset_io import RowError, Rows, row_files, sound_rows, split_of, write_rows
+from mmrl.data.dataset_io import RowError, Rows, row_files, split_of, valid_rows, write_rows
 from mmrl.diagnostics.checks.dataset_rows import duplicate_ids, empty_answers, text_of, unreadable_rows
 
 ROWS = [{"id": "a", "answer": "één", "n": 1}, {"id": "b", "answer": "two\u2028lines", "n": 2}]
 
 
 def columns(path):
-    return [dict(row.columns) for row in sound_rows(path)]
+    return [dict(row.columns) for row in valid_rows(path)]
 
 
 @pytest.mark.parametrize("ending", [".jsonl", ".json", ".parquet"])
@@ -21,7 +21,7 @@ def test_rows_come_back_as_they_were_written(tmp_path, ending):
     path = tmp_path / "deep" / f"train{ending}"
     assert write_rows(path, iter(ROWS)) == 2
     assert columns(path) == ROWS
-    assert {row.split for row in sound_rows(path)} == {"train"}
+    assert {row.split for row in valid_rows(path)} == {"train"}
 
 
 def test_json_lines_named_json_are_read_as_lines(tmp_path):
@@ -41,7 +41,7 @@ def test_what_datasets_saved_is_read_with_its_splits_and_encoded_pictures(tmp_pa
     one = datasets.Dataset.from_list([{"q": "a", "image": {"bytes": b"png", "path": None}}])
     one = one.cast_column("image", datasets.Image())
     datasets.DatasetDict({"train": one, "test": one}).save_to_disk(tmp_path / "saved")
-    found = list(sound_rows(tmp_path / "saved"))
+    found = list(valid_rows(tmp_path / "saved"))
     assert [row.split for row in found] == ["train", "test"]
     assert found[0].columns == {"q": "a", "image": {"bytes": b"png", "path": None}}
 
@@ -50,13 +50,13 @@ def test_a_folder_is_its_files_and_splits_are_their_names(tmp_path):
     write_rows(tmp_path / "test.jsonl", ROWS)
     write_rows(tmp_path / "data" / "train-00000-of-00002.parquet", ROWS[:1])
     (tmp_path / "manifest.json").write_text("{}")  # describes, and holds no rows
-    assert [row.split for row in sound_rows(tmp_path)] == ["train", "test", "test"]
+    assert [row.split for row in valid_rows(tmp_path)] == ["train", "test", "test"]
     assert split_of(tmp_path / "train-00001-of-00002.parquet") == "train"
 
 
 def test_a_row_may_name_its_split(tmp_path):
     write_rows(tmp_path / "all.jsonl", [{"split": "dev"}, {"split": ""}])
-    assert [row.split for row in sound_rows(tmp_path / "all.jsonl")] == ["dev", "all"]
+    assert [row.split for row in valid_rows(tmp_path / "all.jsonl")] == ["dev", "all"]
 
 
 def test_rows_that_cannot_be_read_are_told_apart_and_do_not_end_the_file(tmp_path):
@@ -70,7 +70,7 @@ def test_rows_that_cannot_be_read_are_told_apart_and_do_not_end_the_file(tmp_pat
     ]  # fmt: skip
     with pytest.raises(RowError, match=r"a\.jsonl:3: not UTF-8"):
         columns(path)
-    assert [row.columns["id"] for row in Rows(path, tmp_path).sound()] == [1, 2]
+    assert [row.columns["id"] for row in Rows(path, tmp_path).valid()] == [1, 2]
 
 
 def test_a_text_in_parquet_that_is_not_utf8_is_one_bad_row(tmp_path):

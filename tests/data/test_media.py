@@ -16,7 +16,7 @@ from mmrl.data.media import MediaError, locate, opened_image, opened_video, read
 from mmrl.diffusion.image_io import Reading, read_picture
 from mmrl.diffusion.video_io import read_film
 from mmrl.vision.media.media_root import MediaRoot
-from mmrl.vision.media.video import Sampling, read_video, video_duration
+from mmrl.vision.media.video import FrameSampling, read_video, video_duration
 from tests.support.damaged import CODECS, IMAGES, damaged, valid
 
 RED, WHITE = [255, 0, 0], [255, 255, 255]
@@ -147,7 +147,7 @@ def test_a_file_that_lists_others_is_refused_under_any_name(outside, kind, endin
     path = outside / "media" / f"a.{ending}"
     path.write_text(LISTS[kind].format(outside, "../secret.ts"))
     for read in (
-        lambda: MediaRoot(path.parent).video(path.name, Sampling()).load(),
+        lambda: MediaRoot(path.parent).video(path.name, FrameSampling()).load(),
         lambda: video_duration(path),
         lambda: read_film(path, 2, 16, 16),
     ):
@@ -156,7 +156,7 @@ def test_a_file_that_lists_others_is_refused_under_any_name(outside, kind, endin
 
 
 def test_the_list_above_would_show_the_other_file_to_a_careless_reader(outside):
-    """Else the refusal could come from a list that nobody can read."""
+    """Else the bad_rows_error could come from a list that nobody can read."""
     path = outside / "media" / "a.m3u8"
     path.write_text(LISTS["m3u8"].format(outside))
     with av.open(str(path)) as container:
@@ -204,7 +204,7 @@ def test_a_video_whose_frames_change_their_size_is_an_error(tmp_path):
     whole = tmp_path / "whole.ts"  # pieces of a transport stream may simply follow each other
     whole.write_bytes((tmp_path / "a.ts").read_bytes() + (tmp_path / "b.ts").read_bytes())
     with pytest.raises(MediaError, match=r"whole\.ts' changes its size: .*\(32, 32\), \(64, 64\)"):
-        read_video(whole, Sampling(min_frames=16))
+        read_video(whole, FrameSampling(min_frames=16))
 
 
 def test_a_title_that_is_no_utf_8_does_not_make_a_video_unreadable(tmp_path):
@@ -216,7 +216,7 @@ def test_a_title_that_is_no_utf_8_does_not_make_a_video_unreadable(tmp_path):
         container.mux(stream.encode(av.VideoFrame(32, 32, "yuv420p")))
         container.mux(stream.encode())
     path.write_bytes(path.read_bytes().replace(b"EEEEEEEE", b"\xe9" * 8))  # in latin 1
-    assert read_video(path, Sampling(min_frames=2)).pixels.shape == (2, 3, 32, 32)
+    assert read_video(path, FrameSampling(min_frames=2)).pixels.shape == (2, 3, 32, 32)
 
 
 def test_a_turned_video_is_upright_for_image_models_as_well(tmp_path):
@@ -225,7 +225,7 @@ def test_a_turned_video_is_upright_for_image_models_as_well(tmp_path):
     write_video(tmp_path / "a.mp4", frames, 4)
     turned = turned_by_a_quarter(tmp_path / "a.mp4", tmp_path / "turned.mp4")
     film, _ = read_film(turned, 2, 48, 32)
-    seen = read_video(turned, Sampling(min_frames=2)).pixels
+    seen = read_video(turned, FrameSampling(min_frames=2)).pixels
     assert film.shape[1:] == seen.shape[1:] == (3, 48, 32)
     assert (film[0].float() - seen[0].float()).abs().mean() < 2
     assert (film[0, 0, :, 0].float() - film[0, 0, :, -1].float()).abs().min() > 200  # beside each other
@@ -247,7 +247,7 @@ def readings(path, data):
         lambda: root.image(path.name).load(),
         lambda: read_image(data, path.name),
         lambda: read_picture(path, Reading(height=8, width=8)),
-        lambda: root.video(path.name, Sampling(max_frames=16)).load(),
+        lambda: root.video(path.name, FrameSampling(max_frames=16)).load(),
         lambda: video_duration(path),
         lambda: read_film(path, 2, 16, 16),
     ):

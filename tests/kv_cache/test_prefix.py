@@ -22,7 +22,7 @@ TIGHT = {"rtol": 0, "atol": 1e-10}
 
 
 def encoded(policy: Tokens, family: str):
-    return [policy.chat.encode(prompt) for prompt in mixed.prompts(family)]
+    return [policy.prompt_encoder.encode(prompt) for prompt in mixed.prompts(family)]
 
 
 def ragged(policy: Tokens, family: str):
@@ -113,7 +113,9 @@ def repeated(policy: Tokens, rows, weight: torch.Tensor) -> torch.Tensor:
     total = 0.0
     for i, row in enumerate(rows):
         logits = mixed.logits_of(policy, row)
-        hidden = torch.zeros(logits.shape[1]).index_fill(0, torch.tensor(policy.chat.placeholders), -1e30)
+        hidden = torch.zeros(logits.shape[1]).index_fill(
+            0, torch.tensor(policy.prompt_encoder.placeholders), -1e30
+        )
         said = (logits + hidden).log_softmax(-1).gather(-1, row.steps.ids[:, None])[:, 0]
         total = total + (said * weight[i, : row.length]).sum()
     return total
@@ -155,7 +157,7 @@ def test_recomputed_layers_give_the_gradients_of_a_shared_prompt(checkpoint, fam
 def test_rollouts_are_those_of_copies(exact, family, monkeypatch):
     policy = exact(family)
     # One token in ten ends an answer, so rows leave one after the other.
-    monkeypatch.setattr(policy.chat, "end", [policy.chat.end[0], *range(0, 256, 10)])
+    monkeypatch.setattr(policy.prompt_encoder, "end", [policy.prompt_encoder.end[0], *range(0, 256, 10)])
     asked = mixed.prompts(family)
     asked = [*asked * 2, asked[1]]
     results = []

@@ -9,7 +9,7 @@ from mmrl.config.reward_adapters import per_outcome
 from mmrl.core.rng import Stream
 from mmrl.core.types import Outcome, Prompt, Trajectory
 from mmrl.vision.engines.generate import Generate
-from mmrl.vision.models.processor import Encoded
+from mmrl.vision.models.processor import EncodedPrompt
 from mmrl.vision.policies.tokens import Tokens
 from tests.vision import tiny
 
@@ -69,7 +69,7 @@ def answered(policy: Tokens, family: str) -> tuple[Trajectory, ...]:
     return (*generate(policy, asked), *recorded)
 
 
-def placed(policy: Tokens, encoded: Encoded, more: int = 0) -> dict[str, Tensor]:
+def placed(policy: Tokens, encoded: EncodedPrompt, more: int = 0) -> dict[str, Tensor]:
     """Give what transformers needs to place a prompt and `more` tokens after it: the kinds of tokens, from
     which it finds positions itself, or the positions where it finds wrong ones (the text after a video of
     Qwen2-VL and Qwen2.5-VL; `test_positions.py` derives those by hand)."""

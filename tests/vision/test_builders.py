@@ -13,7 +13,7 @@ from mmrl.core.rng import Stream
 from mmrl.core.types import Outcome
 from mmrl.vision.builders.tiny_qwen2_5_vl import TinyQwen2_5Vl, tiny_tokenizer
 from mmrl.vision.datasets.grounding import grounding
-from mmrl.vision.media.video import Sampling, read_video
+from mmrl.vision.media.video import FrameSampling, read_video
 from mmrl.vision.policies.tokens import Tokens
 from tests.vision import mixed, tiny
 
@@ -135,7 +135,7 @@ def test_spliced_clips_show_what_their_rows_say_and_splits_share_no_frame(clips)
     queries = [shot.query for shot in SHOTS]
     for split, channel in (("train", 0), ("test", 2)):
         for row in rows[split]:
-            frames = read_video(folder / row["video"], Sampling(frames_per_second=4, max_frames=64))
+            frames = read_video(folder / row["video"], FrameSampling(frames_per_second=4, max_frames=64))
             inside = (frames.times >= row["start"]) & (frames.times < row["end"])
             colour = frames.pixels[inside].float().mean((2, 3))
             # Light changes all channels alike, so their shares tell the split and the shot.

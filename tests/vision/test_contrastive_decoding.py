@@ -11,14 +11,14 @@ import torch
 
 from mmrl.core.rng import Stream
 from mmrl.core.types import Frames, Message, Part, Prompt
-from mmrl.vision.decoding.decoding import Branch
-from mmrl.vision.decoding.sampling import Sampler
+from mmrl.vision.decoding.decoding import CachedReader
+from mmrl.vision.decoding.sampling import TokenSampler
 from mmrl.vision.decoding.token_steps import FORBIDDEN
 from mmrl.vision.engines.contrastive_decoding import ContrastiveDecoding, mixed
 from mmrl.vision.engines.dropout_ntp import DropoutNtp
 from mmrl.vision.engines.generate import Generate
 from mmrl.vision.engines.with_corrupted_image import WithCorruptedImage
-from mmrl.vision.media.corruptions import blinded, cropped, noised, noised_frames, spoilt
+from mmrl.vision.media.corruptions import add_frame_noise, add_noise, map_frames, random_crop, without_media
 from tests.support.tables import assert_rows
 from tests.vision import mixed as asked
 from tests.vision import tiny
@@ -52,11 +52,11 @@ def said(rows):
 
 def plainly(policy, prompt, ids):
     """Give the logits of tokens behind a prompt: one sequence, no cache, placeholders out."""
-    encoded = policy.chat.encode(prompt)
+    encoded = policy.prompt_encoder.encode(prompt)
     with torch.no_grad():
         logits = policy.model(input_ids=torch.cat([encoded.ids, ids])[None], use_cache=False, **encoded.media)
     logits = logits.logits[0, len(encoded.ids) - 1 : -1].float()
-    return logits.index_fill(-1, torch.tensor(policy.chat.placeholders), FORBIDDEN)
+    return logits.index_fill(-1, torch.tensor(policy.prompt_encoder.placeholders), FORBIDDEN)
 
 
 # ---- the formula
@@ -87,7 +87,10 @@ def test_log_mixtures_leave_the_picture_step_by_step(generator):
 def test_greedy_answers_are_those_of_the_guided_generation_of_transformers(policy, h):
     """Scores too: transformers mixes log-probabilities, unnormalised, before anything else."""
     for prompt in pictures():
-        encoded, blind = policy.chat.encode(prompt), policy.chat.encode(blinded(prompt))
+        encoded, blind = (
+            policy.prompt_encoder.encode(prompt),
+            policy.prompt_encoder.encode(without_media(prompt)),
+        )
         theirs = policy.model.generate(
             input_ids=encoded.ids[None],
             attention_mask=torch.ones_like(encoded.ids)[None],
@@ -95,7 +98,7 @@ def test_greedy_answers_are_those_of_the_guided_generation_of_transformers(polic
             guidance_scale=1 - h,
             negative_prompt_ids=blind.ids[None],
             negative_prompt_attention_mask=torch.ones_like(blind.ids)[None],
-            suppress_tokens=policy.chat.placeholders,
+            suppress_tokens=policy.prompt_encoder.placeholders,
             max_new_tokens=8,
             do_sample=False,
             output_scores=True,
@@ -116,7 +119,7 @@ def test_the_noted_numbers_are_those_of_the_mixture_that_was_drawn_from(policy, 
     for row in mixing(policy, pictures(), contrast_alpha=(0.4,), mix=mix, generate=settings):
         seen, unseen = (
             plainly(policy, prompt, row.steps.ids).log_softmax(-1)
-            for prompt in (row.prompt, blinded(row.prompt))
+            for prompt in (row.prompt, without_media(row.prompt))
         )
         logits = mixed(seen, unseen, torch.full((row.length, 1), 0.4), mix)
         logp = (logits / 0.7).log_softmax(-1)
@@ -134,7 +137,7 @@ def test_the_noted_numbers_are_those_of_the_mixture_that_was_drawn_from(policy, 
 @pytest.mark.parametrize("mix", ["log", "prob"])
 def test_0_is_plain_decoding_and_1_is_blind(policy, mix):
     prompts = pictures()
-    for h, shown in ((0.0, prompts), (1.0, [blinded(prompt) for prompt in prompts])):
+    for h, shown in ((0.0, prompts), (1.0, [without_media(prompt) for prompt in prompts])):
         rows = mixing(policy, prompts, contrast_alpha=(h,), mix=mix)
         plain = asked.generate(policy, shown)
         assert said(rows) == said(plain)
@@ -156,7 +159,7 @@ def test_a_branch_that_nobody_needs_is_not_read(policy, h, calls):
 def test_families_that_count_positions_in_pictures_keep_their_branches_apart(exact, family):
     """Their models hold offsets from one call to the next, which two branches must not share."""
     policy, prompts = exact(family), asked.prompts(family)
-    for h, shown in ((0.0, prompts), (1.0, [blinded(prompt) for prompt in prompts])):
+    for h, shown in ((0.0, prompts), (1.0, [without_media(prompt) for prompt in prompts])):
         assert said(mixing(policy, prompts, contrast_alpha=(h,))) == said(asked.generate(policy, shown))
     together = mixing(policy, prompts, contrast_alpha=(0.5,))
     apart = mixing(policy, prompts, contrast_alpha=(0.5,), generate={"batch_size": 1})
@@ -165,10 +168,12 @@ def test_families_that_count_positions_in_pictures_keep_their_branches_apart(exa
         torch.testing.assert_close(row.notes["logp"], other.notes["logp"], rtol=0, atol=1e-5)
     row = together[1]
     halves = [
-        asked.plainly(policy, replace(row, steps=replace(row.steps, prompt=policy.chat.encode(prompt))))
-        for prompt in (row.prompt, blinded(row.prompt))
+        asked.plainly(
+            policy, replace(row, steps=replace(row.steps, prompt=policy.prompt_encoder.encode(prompt)))
+        )
+        for prompt in (row.prompt, without_media(row.prompt))
     ]
-    out = torch.tensor(policy.chat.placeholders)
+    out = torch.tensor(policy.prompt_encoder.placeholders)
     seen, unseen = (half.index_fill(-1, out, FORBIDDEN).log_softmax(-1) for half in halves)
     logp = mixed(seen, unseen, torch.full((row.length, 1), 0.5), "log").log_softmax(-1)
     logp = logp.gather(1, row.steps.ids[:, None])[:, 0].float()
@@ -184,7 +189,7 @@ def test_a_prompt_without_pictures_has_two_equal_branches(policy):
 
 
 def test_rows_of_different_ratios_share_a_batch_and_change_nothing(policy, monkeypatch):
-    monkeypatch.setattr(policy.chat, "end", [policy.chat.end[0], *range(0, 256, 8)])
+    monkeypatch.setattr(policy.prompt_encoder, "end", [policy.prompt_encoder.end[0], *range(0, 256, 8)])
     prompts = [prompt for prompt in [*pictures(), tiny.ask("words", "what")] for _ in range(6)]
     options = {"contrast_alpha": (0.0, 0.4, 1.0), "length": 12}
     sizes = []
@@ -306,7 +311,9 @@ def test_m3id_leaves_the_first_token_alone_and_the_sure_ones(policy):
 def test_the_ratio_of_m3id_is_exp_growth_t_less_1(policy):
     # token 2: h = -(e^(.5 * 2) - 1)
     (row,) = mixing(policy, pictures(1), contrast_alpha=(-1.0,), growth=0.5, length=4)
-    halves = [plainly(policy, p, row.steps.ids).log_softmax(-1) for p in (row.prompt, blinded(row.prompt))]
+    halves = [
+        plainly(policy, p, row.steps.ids).log_softmax(-1) for p in (row.prompt, without_media(row.prompt))
+    ]
     h = torch.tensor([[1 - math.exp(0.5 * t)] for t in range(row.length)])
     logp = mixed(*halves, h, "log").log_softmax(-1).gather(1, row.steps.ids[:, None])[:, 0]
     torch.testing.assert_close(row.notes["logp"], logp, rtol=0, atol=1e-4)
@@ -315,7 +322,7 @@ def test_the_ratio_of_m3id_is_exp_growth_t_less_1(policy):
 def test_a_ratio_that_grew_very_large_is_finite(policy):
     (row,) = mixing(policy, pictures(1), contrast_alpha=(-1.0,), growth=50.0, length=4)
     assert row.notes["logp"].isfinite().all() and row.notes["entropy"].isfinite().all()
-    assert not set(row.steps.ids.tolist()) & set(policy.chat.placeholders)
+    assert not set(row.steps.ids.tolist()) & set(policy.prompt_encoder.placeholders)
 
 
 # ---- the tail without a picture
@@ -333,7 +340,7 @@ def test_half_of_the_answers_lose_sight_of_the_picture_halfway(policy):
         assert tail.prompt.uid == row.prompt.uid
         assert tail.steps.ids[:half].tolist() == row.steps.ids[:half].tolist()
         assert not tail.notes["logp"][:half].any() and (tail.notes["logp"][half:] < 0).all()
-        blind = plainly(policy, blinded(row.prompt), tail.steps.ids).log_softmax(-1)
+        blind = plainly(policy, without_media(row.prompt), tail.steps.ids).log_softmax(-1)
         wanted = blind.gather(1, tail.steps.ids[:, None])[half:, 0]
         torch.testing.assert_close(tail.notes["logp"][half:], wanted, rtol=0, atol=2e-5)
         assert (
@@ -344,7 +351,7 @@ def test_half_of_the_answers_lose_sight_of_the_picture_halfway(policy):
 
 
 def test_rows_that_began_alike_leave_the_batch_one_by_one(policy, monkeypatch):
-    monkeypatch.setattr(policy.chat, "end", [policy.chat.end[0], *range(0, 256, 8)])
+    monkeypatch.setattr(policy.prompt_encoder, "end", [policy.prompt_encoder.end[0], *range(0, 256, 8)])
     prompts = [prompt for prompt in pictures() for _ in range(12)]
 
     def tails(size):
@@ -363,7 +370,7 @@ def test_a_crop_is_a_small_part_enlarged(generator):
     down = torch.arange(80)[:, None].expand(80, 100) * 2
     pixels = torch.stack([right, down, torch.zeros_like(down)])[None].to(torch.uint8)
     for _ in range(10):
-        cut = cropped(Frames(pixels, torch.zeros(1)), generator, (0.01, 0.2)).pixels
+        cut = random_crop(Frames(pixels, torch.zeros(1)), generator, (0.01, 0.2)).pixels
         assert cut.shape == pixels.shape and cut.dtype == torch.uint8
         wide, tall = ((cut[0, c].amax() - cut[0, c].amin()).item() / 2 for c in (0, 1))
         assert 0 < wide * tall / 8000 < 0.2
@@ -372,30 +379,34 @@ def test_a_crop_is_a_small_part_enlarged(generator):
 def test_the_noise_of_vcd_keeps_the_share_that_its_schedule_says(generator):
     # at the first step almost all is kept; at step 500 sqrt of the product of 501 factors
     values = torch.ones(20000)
-    assert abs(noised(values, generator, 0).mean() - 1) < 1e-3
+    assert abs(add_noise(values, generator, 0).mean() - 1) < 1e-3
     rate = torch.sigmoid(torch.linspace(-6, 6, 1000)) * (0.005 - 1e-5) + 1e-5
     kept = math.exp(float(torch.log1p(-rate[:501].double()).sum()))
-    half = noised(values, generator, 500)
+    half = add_noise(values, generator, 500)
     assert abs(half.mean() - math.sqrt(kept)) < 0.02 and abs(half.var() - (1 - kept)) < 0.02
     frames = Frames(torch.full((1, 3, 50, 50), 200, dtype=torch.uint8), torch.zeros(1))
-    grainy = noised_frames(frames, generator, 500).pixels.float()
+    grainy = add_frame_noise(frames, generator, 500).pixels.float()
     assert grainy.std() > 20 and abs(grainy.mean() - 127.5 - 72.5 * math.sqrt(kept)) < 10
 
 
 def test_a_blind_prompt_has_words_alone(policy):
-    prompt = blinded(tiny.ask("a", tiny.picture(), "what"))
+    prompt = without_media(tiny.ask("a", tiny.picture(), "what"))
     assert not prompt.media and prompt.text == "what"
-    assert not set(policy.chat.encode(prompt).ids.tolist()) & set(policy.chat.placeholders)
+    assert not set(policy.prompt_encoder.encode(prompt).ids.tolist()) & set(
+        policy.prompt_encoder.placeholders
+    )
     mute = Prompt(
         "b", (Message("user", tuple(part for part in tiny.ask("b", tiny.picture()).messages[0].parts)),)
     )
-    assert blinded(mute).messages[0].parts == (Part(""),)
-    assert Branch(policy, [policy.chat.encode(blinded(mute))]).read(None).isfinite().all()
+    assert without_media(mute).messages[0].parts == (Part(""),)
+    assert (
+        CachedReader(policy, [policy.prompt_encoder.encode(without_media(mute))]).read(None).isfinite().all()
+    )
 
 
 def test_spoiling_leaves_the_prompt_as_it_was():
     prompt = tiny.ask("a", tiny.picture(), "what")
-    black = spoilt(prompt, lambda frames: Frames(frames.pixels * 0, frames.times))
+    black = map_frames(prompt, lambda frames: Frames(frames.pixels * 0, frames.times))
     assert not black.media[0].load().pixels.any() and prompt.media[0].load().pixels.any()
     assert (black.uid, black.text) == (prompt.uid, prompt.text)
 
@@ -413,7 +424,7 @@ def test_with_distortion_sets_every_answer_behind_a_spoilt_picture(policy, kind)
     for twin in twins:
         assert (twin.prompt.uid, twin.outcomes[-1].text) in wholes
         assert twin.prompt in prompts and twin.group == twin.prompt.uid and not twin.on_policy
-        whole = policy.chat.encode(twin.prompt)
+        whole = policy.prompt_encoder.encode(twin.prompt)
         assert twin.steps.prompt.ids.tolist() != whole.ids.tolist() or not torch.equal(
             twin.steps.prompt.media["pixel_values"], whole.media["pixel_values"]
         )
@@ -447,7 +458,9 @@ def test_a_distortion_is_drawn_once_for_every_prompt_of_a_step(policy, kind):
 
 def test_a_mixture_is_drawn_like_any_other_distribution(policy):
     (row,) = mixing(policy, pictures(1), contrast_alpha=(0.5,), length=1)
-    halves = [plainly(policy, p, row.steps.ids).log_softmax(-1) for p in (row.prompt, blinded(row.prompt))]
+    halves = [
+        plainly(policy, p, row.steps.ids).log_softmax(-1) for p in (row.prompt, without_media(row.prompt))
+    ]
     uniform = torch.rand(1, generator=Stream(0).generator("p0", 0))
-    token, _, _ = Sampler().draw(mixed(*halves, torch.full((1, 1), 0.5), "log"), uniform)
+    token, _, _ = TokenSampler().draw(mixed(*halves, torch.full((1, 1), 0.5), "log"), uniform)
     assert token.tolist() == row.steps.ids.tolist()

@@ -7,7 +7,7 @@ import json
 import pytest
 from PIL import Image
 
-from mmrl.data.dataset_io import RowError, sound_rows, write_rows
+from mmrl.data.dataset_io import RowError, valid_rows, write_rows
 from mmrl.vision.benchmarks.conversions import (
     FORMS,
     describe_llama_factory,
@@ -188,7 +188,7 @@ def build(source, output, **options):
 def test_converted_copies_media_and_names_what_it_leaves_out(source, tmp_path):
     counts = build(source, tmp_path / "ours", source_form="ms_swift", bad_rows="drop")
     assert counts == {"train": 1, "dropped": 2}
-    (row,) = sound_rows(tmp_path / "ours" / "train.jsonl")
+    (row,) = valid_rows(tmp_path / "ours" / "train.jsonl")
     assert row.columns == {"question": "What is it?", "answer": "a dog", "images": ["media/pictures/a.png"]}
     assert (tmp_path / "ours" / "media" / "pictures" / "a.png").is_file()
     manifest = json.loads((tmp_path / "ours" / "manifest.json").read_text())
@@ -199,13 +199,13 @@ def test_converted_copies_media_and_names_what_it_leaves_out(source, tmp_path):
 
 def test_converted_goes_to_verl_with_pictures_inside_and_back(source, tmp_path):
     build(source, tmp_path / "verl", source_form="ms_swift", form="verl", bad_rows="drop")
-    (row,) = sound_rows(tmp_path / "verl" / "train.parquet")
+    (row,) = valid_rows(tmp_path / "verl" / "train.parquet")
     encoded = (source / "pictures" / "a.png").read_bytes()
     assert row.columns["images"] == [{"bytes": encoded, "path": "media/pictures/a.png"}]
     assert row.columns["prompt"] == [USER]
     assert row.columns["extra_info"] == {"split": "train", "index": 0}
     build(tmp_path / "verl", tmp_path / "back", source_form="verl")
-    (row,) = sound_rows(tmp_path / "back" / "train.jsonl")
+    (row,) = valid_rows(tmp_path / "back" / "train.jsonl")
     assert row.columns["answer"] == "a dog"
     assert (tmp_path / "back" / row.columns["images"][0]).read_bytes() == encoded
 

@@ -29,7 +29,7 @@ def spent(policy, prompts, **options):
 
 
 def length(policy, prompt):
-    return len(policy.chat.encode(prompt).ids)
+    return len(policy.prompt_encoder.encode(prompt).ids)
 
 
 @pytest.fixture
@@ -38,7 +38,7 @@ def asked():
 
 
 def test_prompts_are_held_once_and_answers_for_every_row(policy, asked, monkeypatch):
-    monkeypatch.setattr(policy.chat, "end", [])
+    monkeypatch.setattr(policy.prompt_encoder, "end", [])
     many = length(policy, asked[0])
     one, both = spent(policy, asked[:1]), spent(policy, asked)
     # The mask of a prompt and who reads it are held as well: less than a token a row.
@@ -49,21 +49,21 @@ def test_prompts_are_held_once_and_answers_for_every_row(policy, asked, monkeypa
 
 
 def test_batches_are_added_up(policy, asked, monkeypatch):
-    monkeypatch.setattr(policy.chat, "end", [])
+    monkeypatch.setattr(policy.prompt_encoder, "end", [])
     assert spent(policy, asked, batch_size=1) == pytest.approx(spent(policy, asked), rel=0.02)
 
 
 def test_copies_cost_what_they_take(policy, exact, asked, monkeypatch):
     copying = exact("llava", share_prefix=False)
     for one in (policy, copying):
-        monkeypatch.setattr(one.chat, "end", [])
+        monkeypatch.setattr(one.prompt_encoder, "end", [])
     many = length(policy, asked[0])
     # Without sharing, each of 8 rows holds the prompt and two tokens of its answer; the third is never read.
     assert spent(copying, asked[:1] * 8) == 8 * (many + 2) * TOKEN
 
 
 def test_codes_are_measured_as_they_are_held(policy, monkeypatch):
-    monkeypatch.setattr(policy.chat, "end", [])
+    monkeypatch.setattr(policy.prompt_encoder, "end", [])
     pictures = tiny.ask("pictures", *(tiny.picture(seed=i) for i in range(6)))
     full = spent(policy, [pictures])
     coded = spent(policy, [pictures], cache=lambda *given: visual_quant(*given, nbits=1))
@@ -96,7 +96,7 @@ def test_what_shares_memory_counts_once():
 
 
 def test_operations_of_a_rollout_are_those_of_its_products(policy, asked, monkeypatch):
-    monkeypatch.setattr(policy.chat, "end", [])
+    monkeypatch.setattr(policy.prompt_encoder, "end", [])
 
     def counted(many):
         engine = Generate(policy, stream=Stream(0), max_completion_length=many)

@@ -22,7 +22,7 @@ from examples.preference_pairs.emoji_images import GROUPS, EmojiImages
 from examples.video_grounding.spliced_videos import write_video
 from examples.visual_qa.easy_vqa import EasyVqa, told
 from mmrl.core.rng import Stream
-from mmrl.data.dataset_io import RowError, Rows, sound_rows, write_rows
+from mmrl.data.dataset_io import RowError, Rows, valid_rows, write_rows
 from mmrl.vision.builders.pope_questions import PopeQuestions
 from mmrl.vision.builders.temporal_grounding import TemporalGrounding
 from mmrl.vision.builders.visual_qa import VisualQa
@@ -34,7 +34,7 @@ from mmrl.vision.datasets.visual_qa import visual_qa
 
 
 def columns(path):
-    return [dict(row.columns) for row in sound_rows(path)]
+    return [dict(row.columns) for row in valid_rows(path)]
 
 
 def picture(path, colour, mode="RGB", size=(8, 8)):

@@ -10,7 +10,7 @@ from PIL import Image
 
 from mmrl.core.rng import Stream
 from mmrl.core.types import Frames
-from mmrl.data.dataset_io import RowError, Rows, sound_rows
+from mmrl.data.dataset_io import RowError, Rows, valid_rows
 from mmrl.vision.benchmarks.dl3dv import (
     distance_between,
     find_scenes,
@@ -184,7 +184,7 @@ def pairs(data, output, **options):
 def test_pairs_stand_as_far_apart_as_wanted(data, tmp_path):
     counts = pairs(data, tmp_path, pairs_per_scene=4, nearest=2, farthest=3, test_share=0.0, copy=True)
     assert counts == {"train": 12}
-    rows = [row.columns for row in sound_rows(tmp_path / "train.jsonl")]
+    rows = [row.columns for row in valid_rows(tmp_path / "train.jsonl")]
     for row in rows:
         first, second = row["frames"]
         assert 2 <= second - first <= 3 and row["turn"] == pytest.approx(15 * (second - first))
@@ -199,7 +199,7 @@ def test_pairs_keep_scenes_whole_and_leave_the_benchmark_out(data, tmp_path):
     name = scene_name(next(find_scenes(data)))
     (tmp_path / "benchmark.txt").write_text(name + "\n")
     pairs(data, tmp_path / "out", exclude=str(tmp_path / "benchmark.txt"), test_share=0.5)
-    found = {row.columns["scene"]: row.split for row in sound_rows(tmp_path / "out")}
+    found = {row.columns["scene"]: row.split for row in valid_rows(tmp_path / "out")}
     assert name not in found and len(found) == 2
     assert not list(split_leakage(Rows(tmp_path / "out", data)))
     again = pairs(data, tmp_path / "again", exclude=str(tmp_path / "benchmark.txt"), test_share=0.5)

@@ -68,7 +68,7 @@ def test_only_the_engine_is_cheap_and_it_holds_the_policys_own_weights(exact):
     assert said(cheap.rollout(asked())) != before
     assert torch.equal(policy(batch).logp, logp)
     mine = {id(p) for p in policy.model.parameters()}
-    assert {id(p) for p in cheap.speaker.model.parameters()} == mine
+    assert {id(p) for p in cheap.rollout_policy.model.parameters()} == mine
     with cheap.exactly():
         assert said(cheap.rollout(asked())) == before
     assert said(cheap.rollout(asked())) != before

@@ -39,7 +39,7 @@ def test_every_entry_is_answered_in_order_with_its_notes(policy):
         assert row.notes["token"].tolist() == row.steps.ids.tolist()
         (outcome,) = row.outcomes
         assert outcome.end == row.length
-        assert outcome.text == policy.chat.text(row.steps.ids)
+        assert outcome.text == policy.prompt_encoder.text(row.steps.ids)
     # Entries of one prompt draw different numbers.
     assert said(rows)[0] != said(rows)[2]
 
@@ -57,19 +57,19 @@ def test_draws_are_those_of_the_stream_alone(policy):
 
 def test_an_answer_ends_with_its_end_token_or_at_the_limit(policy, monkeypatch):
     # With every second token an end token, half the rows end at every step.
-    monkeypatch.setattr(policy.chat, "end", [policy.chat.end[0], *range(0, 256, 2)])
+    monkeypatch.setattr(policy.prompt_encoder, "end", [policy.prompt_encoder.end[0], *range(0, 256, 2)])
     rows = mixed.generate(policy, mixed.prompts(FAMILY) * 4, max_completion_length=3)
     lengths = {row.length for row in rows}
     assert lengths == {1, 2, 3}
     for row in rows:
-        ends = [token in policy.chat.end for token in row.steps.ids.tolist()]
+        ends = [token in policy.prompt_encoder.end for token in row.steps.ids.tolist()]
         assert not any(ends[:-1])
         assert row.outcomes[0].tags["finish"] == ("stop" if ends[-1] else "length")
 
 
 def test_rows_that_are_done_leave_the_batch_and_change_nothing(policy, monkeypatch):
     # One token in five ends an answer, so rows leave one after the other.
-    monkeypatch.setattr(policy.chat, "end", [policy.chat.end[0], *range(0, 256, 5)])
+    monkeypatch.setattr(policy.prompt_encoder, "end", [policy.prompt_encoder.end[0], *range(0, 256, 5)])
     asked = mixed.prompts(FAMILY) * 4
     sizes = []
     hook = policy.core.register_forward_pre_hook(
@@ -95,7 +95,7 @@ def test_rows_that_are_done_leave_the_batch_and_change_nothing(policy, monkeypat
 
 
 def test_a_batch_whose_rows_are_all_done_stops(policy, monkeypatch):
-    monkeypatch.setattr(policy.chat, "end", list(range(300)))
+    monkeypatch.setattr(policy.prompt_encoder, "end", list(range(300)))
     calls = []
     hook = policy.core.register_forward_pre_hook(lambda *inputs: calls.append(1))
     rows = mixed.generate(policy, mixed.prompts(FAMILY), max_completion_length=50)
@@ -122,7 +122,7 @@ def test_media_placeholders_are_never_generated(exact, family, monkeypatch):
     policy = exact(family)
     head = policy.model.get_output_embeddings()
     bias = torch.zeros(head.weight.shape[0], dtype=torch.float64)
-    bias[policy.chat.placeholders] = 100.0
+    bias[policy.prompt_encoder.placeholders] = 100.0
     hook = head.register_forward_hook(lambda module, inputs, output: output + bias)
     asked = mixed.prompts(family)[:2]
     rows = [*mixed.generate(policy, asked * 4), *mixed.generate(policy, asked, temperature=0.0)]
@@ -130,8 +130,8 @@ def test_media_placeholders_are_never_generated(exact, family, monkeypatch):
     with torch.no_grad():
         logp = policy(batch).logp
     hook.remove()
-    assert policy.chat.placeholders
-    assert not {token for ids in said(rows) for token in ids} & set(policy.chat.placeholders)
+    assert policy.prompt_encoder.placeholders
+    assert not {token for ids in said(rows) for token in ids} & set(policy.prompt_encoder.placeholders)
     assert len({token for ids in said(rows) for token in ids}) > 8
     # Policy and engine agree that they have no share.
     inside = batch.mask.bool()

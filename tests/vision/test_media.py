@@ -16,7 +16,7 @@ from examples.video_grounding.spliced_videos import write_video
 from mmrl.core.byte_lru import Kept
 from mmrl.vision.media import media_root as media_module
 from mmrl.vision.media.media_root import MediaRoot
-from mmrl.vision.media.video import MediaError, Sampling
+from mmrl.vision.media.video import FrameSampling, MediaError
 
 RED, GREEN, BLUE = (255, 0, 0), (0, 255, 0), (0, 0, 255)
 
@@ -77,7 +77,7 @@ def test_pictures_of_any_mode_become_three_channels(root, mode):
 
 def test_a_clip_is_decoded_as_it_is_sampled(root):
     write_video(root.root / "v.mp4", torch.zeros(8, 3, 32, 48, dtype=torch.uint8), 4)
-    medium = root.video("v.mp4", Sampling(frames_per_second=1, min_frames=2))
+    medium = root.video("v.mp4", FrameSampling(frames_per_second=1, min_frames=2))
     assert (medium.kind, medium.name) == ("video", "v.mp4")
     assert medium.load().pixels.shape == (2, 3, 32, 48)
 
@@ -157,7 +157,7 @@ def counted(root, monkeypatch):
 
 
 def test_a_clip_is_decoded_when_it_is_looked_at_and_then_shared(root, counted):
-    one, same = root.video("a", Sampling()), root.video("a", Sampling())
+    one, same = root.video("a", FrameSampling()), root.video("a", FrameSampling())
     assert counted == []
     assert one.load() is same.load()
     assert one.load() is one.load()
@@ -165,21 +165,21 @@ def test_a_clip_is_decoded_when_it_is_looked_at_and_then_shared(root, counted):
 
 
 def test_another_sampling_and_a_changed_file_are_decoded_again(root, counted):
-    root.video("a", Sampling()).load()
-    root.video("a", Sampling(max_frames=8)).load()
+    root.video("a", FrameSampling()).load()
+    root.video("a", FrameSampling(max_frames=8)).load()
     assert counted == ["a", "a"]
     os.utime(root.root / "a", ns=(1, 1))
-    root.video("a", Sampling()).load()
+    root.video("a", FrameSampling()).load()
     assert counted == ["a", "a", "a"]
 
 
 def test_what_was_not_looked_at_longest_makes_room(root, counted):
     small = MediaRoot(root.root, cache_bytes=600)  # two clips of 300 bytes
     for name in "aba":
-        small.video(name, Sampling()).load()
-    small.video("c", Sampling()).load()  # b was not looked at longest
-    small.video("a", Sampling()).load()
-    small.video("b", Sampling()).load()
+        small.video(name, FrameSampling()).load()
+    small.video("c", FrameSampling()).load()  # b was not looked at longest
+    small.video("a", FrameSampling()).load()
+    small.video("b", FrameSampling()).load()
     assert counted == ["a", "b", "c", "b"]
 
 

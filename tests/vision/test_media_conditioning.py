@@ -121,6 +121,6 @@ def test_the_cache_and_the_table_are_estimated(exact):
         },
         Config,
     )
-    length = len(policy.chat.encode(asked[0]).ids)
+    length = len(policy.prompt_encoder.encode(asked[0]).ids)
     said = tokens(config, policy, asked)
     assert said == {"cache": 6 * (length + 10) * 512, "step table": 4 * 6 * 10 * 6}

@@ -12,7 +12,7 @@ from examples.video_grounding.spliced_videos import write_video
 from mmrl.cli import main
 from mmrl.data.dataset_io import Rows, write_rows
 from mmrl.vision.checks.media_files import missing_media, spans_out_of_range, split_leakage, unreadable_media
-from mmrl.vision.media.media_columns import Named, media_of
+from mmrl.vision.media.media_columns import MediaRef, media_of
 
 
 @pytest.fixture(scope="module")
@@ -67,8 +67,8 @@ def test_media_of_rows_of_known_forms(row, wanted):
 
 
 def test_media_inside_rows():
-    assert list(media_of({"image": {"bytes": b"x", "path": "n.png"}})) == [Named("image", "n.png", b"x")]
-    assert list(media_of({"image": b"x"})) == [Named("image", "", b"x")]
+    assert list(media_of({"image": {"bytes": b"x", "path": "n.png"}})) == [MediaRef("image", "n.png", b"x")]
+    assert list(media_of({"image": b"x"})) == [MediaRef("image", "", b"x")]
 
 
 # ---- checks

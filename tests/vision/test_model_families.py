@@ -25,7 +25,7 @@ def test_log_probabilities_and_entropies_of_a_mixed_batch_are_those_of_every_row
         said = policy(batch, frozenset({"entropy"}))
     for i, row in enumerate(rows):
         logits = mixed.plainly(policy, row)
-        logits[:, policy.chat.placeholders] = -torch.inf
+        logits[:, policy.prompt_encoder.placeholders] = -torch.inf
         shares = torch.distributions.Categorical(logits=logits)
         torch.testing.assert_close(said.logp[i, : row.length], shares.log_prob(row.steps.ids), **TIGHT)
         torch.testing.assert_close(said.extra["entropy"][i, : row.length], shares.entropy(), **TIGHT)
@@ -116,9 +116,9 @@ def test_greedy_answers_are_those_of_transformers(exact, family):
             attention_mask=torch.ones_like(ids),
             max_new_tokens=8,
             do_sample=False,
-            eos_token_id=policy.chat.end,
+            eos_token_id=policy.prompt_encoder.end,
             pad_token_id=0,
-            suppress_tokens=policy.chat.placeholders,
+            suppress_tokens=policy.prompt_encoder.placeholders,
             **encoded.media,
             **mixed.placed(policy, encoded),
         )[0, ids.shape[1] :]

@@ -126,7 +126,9 @@ def test_what_is_learned_and_what_is_generated_follow_the_video(exact, family):
         with torch.no_grad():
             logits = policy.model(input_ids=ids, position_ids=places, use_cache=False, **encoded.media).logits
             read = [reader(reader.collate((row,))).logp[0] for reader in (policy, packed)]
-        logits = logits[0, -many - 1 : -1].index_fill(-1, torch.tensor(policy.chat.placeholders), -torch.inf)
+        logits = logits[0, -many - 1 : -1].index_fill(
+            -1, torch.tensor(policy.prompt_encoder.placeholders), -torch.inf
+        )
         wanted = logits.log_softmax(-1).gather(-1, row.steps.ids[:, None])[:, 0]
         for logp in read:
             torch.testing.assert_close(logp, wanted, rtol=0, atol=1e-10)

@@ -9,8 +9,8 @@ import torch
 from transformers.video_utils import VideoMetadata
 
 from mmrl.core.types import Frames, Media, Message, Part, Prompt
-from mmrl.vision.models import processor as chat_module
-from mmrl.vision.models.processor import Chat
+from mmrl.vision.models import processor as processor_module
+from mmrl.vision.models.processor import PromptEncoder
 from mmrl.vision.policies.tokens import Tokens
 from tests.vision import mixed, tiny
 
@@ -46,7 +46,7 @@ def processed(policy, prompt):
 def test_every_sort_of_prompt_is_encoded_as_the_processor_encodes_it(exact, family):
     policy = exact(family)
     for prompt in mixed.prompts(family):
-        encoded, wanted = policy.chat.encode(prompt), processed(policy, prompt)
+        encoded, wanted = policy.prompt_encoder.encode(prompt), processed(policy, prompt)
         assert encoded.uid == prompt.uid
         assert torch.equal(encoded.ids, wanted["input_ids"][0])
         assert bool(encoded.media) == bool(prompt.media)
@@ -60,7 +60,7 @@ def test_every_sort_of_prompt_is_encoded_as_the_processor_encodes_it(exact, fami
 def test_positions_are_those_of_the_model(exact, family):
     policy = exact(family)
     for prompt in mixed.prompts(family):
-        encoded, inputs = policy.chat.encode(prompt), processed(policy, prompt)
+        encoded, inputs = policy.prompt_encoder.encode(prompt), processed(policy, prompt)
         if family in ("qwen2_vl", "qwen2_5_vl") and "video_grid_thw" in inputs:
             continue  # transformers is wrong about what follows a video: see test_positions.py
         if family.startswith("qwen") and prompt.media:
@@ -80,17 +80,17 @@ def test_positions_are_those_of_the_model(exact, family):
 @EVERY
 def test_a_placeholder_in_the_text_of_a_prompt_is_refused(exact, family):
     policy = exact(family)
-    words = {policy.chat.tokenizer.decode(token) for token in policy.chat.placeholders}
+    words = {policy.prompt_encoder.tokenizer.decode(token) for token in policy.prompt_encoder.placeholders}
     words |= {w for w in (policy.processor.image_token, getattr(policy.processor, "video_token", None)) if w}
     assert words
     for word in words:
         prompt = tiny.ask("row 7", tiny.picture(), f"what is {word} here")
         with pytest.raises(ValueError, match="text of prompt 'row 7' holds the media placeholder") as caught:
-            policy.chat.encode(prompt)
+            policy.prompt_encoder.encode(prompt)
         assert repr(word) in str(caught.value)
         system = Message("system", (Part(f"never say {word}"),))
         with pytest.raises(ValueError, match="holds the media placeholder"):
-            policy.chat.encode(Prompt("row 8", (system, *tiny.ask("x", "hello").messages)))
+            policy.prompt_encoder.encode(Prompt("row 8", (system, *tiny.ask("x", "hello").messages)))
 
 
 @EVERY
@@ -101,7 +101,7 @@ def test_a_template_that_leaves_pictures_out_is_an_error_that_names_the_prompt(e
         "{% for m in messages %}{% for c in m['content'] %}"
         "{% if c['type'] == 'text' %}{{ c['text'] }}{% endif %}{% endfor %}{% endfor %}<|im_end|>"
     )
-    blind = Chat(processor, policy.core)
+    blind = PromptEncoder(processor, policy.core)
     assert len(blind.encode(tiny.ask("row 6", "hello")).ids) > 0
     with pytest.raises(ValueError, match="prompt 'row 7'"):
         blind.encode(tiny.ask("row 7", tiny.picture(), "what"))
@@ -115,21 +115,21 @@ def test_a_mismatch_tells_placeholders_and_features(exact):
     with pytest.raises(
         ValueError, match=r"'row 7' has 16 placeholder tokens \('<\|image_pad\|>'\) for 4 media"
     ):
-        Chat(processor, policy.core).encode(tiny.ask("row 7", tiny.picture(), "what"))
+        PromptEncoder(processor, policy.core).encode(tiny.ask("row 7", tiny.picture(), "what"))
 
 
 def test_a_clip_for_a_model_of_pictures_is_an_error_that_names_the_prompt(exact):
     with pytest.raises(
         ValueError, match="prompt 'row 7' shows a clip, but this model looks at pictures only"
     ):
-        exact("llava").chat.encode(tiny.ask("row 7", tiny.clip(), "when"))
+        exact("llava").prompt_encoder.encode(tiny.ask("row 7", tiny.clip(), "when"))
 
 
 @pytest.mark.parametrize("family", ["smolvlm", "internvl", "llava_onevision"])
 def test_what_a_processor_cannot_take_is_an_error_that_names_the_prompt(exact, family):
     # Two clips of different lengths in one prompt.
     with pytest.raises(ValueError, match="prompt 'row 7'"):
-        exact(family).chat.encode(tiny.ask("row 7", tiny.clip(4), tiny.clip(6, seed=1), "when"))
+        exact(family).prompt_encoder.encode(tiny.ask("row 7", tiny.clip(4), tiny.clip(6, seed=1), "when"))
 
 
 @EVERY
@@ -139,10 +139,12 @@ def test_nothing_is_truncated_whatever_the_tokenizer_was_saved_with(exact, famil
     processor.tokenizer.model_max_length = 16
     processor.tokenizer.backend_tokenizer.enable_truncation(16)
     prompt = tiny.ask("long", "the fox " * 200, tiny.picture(), "the quick brown fox " * 200)
-    assert torch.equal(Chat(processor, policy.core).encode(prompt).ids, policy.chat.encode(prompt).ids)
-    assert len(policy.chat.encode(prompt).ids) > 1000
+    assert torch.equal(
+        PromptEncoder(processor, policy.core).encode(prompt).ids, policy.prompt_encoder.encode(prompt).ids
+    )
+    assert len(policy.prompt_encoder.encode(prompt).ids) > 1000
     text = "0123456789 " * 50
-    assert torch.equal(Chat(processor, policy.core).answer(text), policy.chat.answer(text))
+    assert torch.equal(PromptEncoder(processor, policy.core).answer(text), policy.prompt_encoder.answer(text))
 
 
 def test_a_conversation_is_rendered_turn_by_turn(exact):
@@ -153,7 +155,7 @@ def test_a_conversation_is_rendered_turn_by_turn(exact):
         Message("assistant", (Part("a fox"),)),
         Message("user", (Part("where"),)),
     )
-    text = policy.chat.tokenizer.decode(policy.chat.encode(Prompt("talk", turns)).ids)
+    text = policy.prompt_encoder.tokenizer.decode(policy.prompt_encoder.encode(Prompt("talk", turns)).ids)
     wanted = (
         "<|im_start|>system\nbe brief<|im_end|>\n"
         "<|im_start|>user\n<|vision_start|>" + "<|image_pad|>" * 4 + "<|vision_end|>what<|im_end|>\n"
@@ -173,26 +175,30 @@ def test_the_times_of_frames_reach_the_model(exact):
         step = times[1] - times[0]
         prompt = tiny.ask(f"at {times[0]}", clip(times, float(duration)), "when")
         # Two frames make one step of the grid; Qwen2.5-VL counts two positions a second.
-        encoded = exact("qwen2_5_vl").chat.encode(prompt)
+        encoded = exact("qwen2_5_vl").prompt_encoder.encode(prompt)
         assert encoded.media["second_per_grid_ts"].tolist() == [2 * step]
         seen = encoded.positions[0, encoded.ids == exact("qwen2_5_vl").model.config.video_token_id]
         assert (seen - seen[0]).tolist() == [0] * 4 + [2 * 2 * step] * 4
     # The last prompt: SmolVLM writes minutes and seconds, Qwen3-VL the middle of two frames.
-    text = exact("smolvlm").chat.tokenizer.decode(exact("smolvlm").chat.encode(prompt).ids)
+    text = exact("smolvlm").prompt_encoder.tokenizer.decode(
+        exact("smolvlm").prompt_encoder.encode(prompt).ids
+    )
     assert "Frame from 01:20:" in text and "Frame from 01:21:" in text and "0:01:40" in text
-    text = exact("qwen3_vl").chat.tokenizer.decode(exact("qwen3_vl").chat.encode(prompt).ids)
+    text = exact("qwen3_vl").prompt_encoder.tokenizer.decode(
+        exact("qwen3_vl").prompt_encoder.encode(prompt).ids
+    )
     assert "<80.2 seconds>" in text and "<81.2 seconds>" in text
 
 
 def test_a_clip_of_one_frame_is_encoded(exact):
     for family in tiny.WITH_VIDEO:
         if family != "qwen3_vl":  # its processor wants two
-            assert len(exact(family).chat.encode(tiny.ask("one", clip([0.0], 4.0), "when")).ids)
+            assert len(exact(family).prompt_encoder.encode(tiny.ask("one", clip([0.0], 4.0), "when")).ids)
 
 
 def test_encoded_prompts_are_shared_and_told_apart_by_uid_and_messages(exact, monkeypatch):
     policy = exact("qwen2_5_vl")
-    chat = Chat(policy.processor, policy.core)
+    chat = PromptEncoder(policy.processor, policy.core)
     looked = []
     frames = tiny.picture().load()
     picture = Media("image", "p", lambda: (looked.append(1), frames)[1])
@@ -205,9 +211,9 @@ def test_encoded_prompts_are_shared_and_told_apart_by_uid_and_messages(exact, mo
 
 
 def test_encoded_prompts_make_room_by_their_bytes(exact, monkeypatch):
-    monkeypatch.setattr(chat_module, "CACHE_BYTES", 1)
+    monkeypatch.setattr(processor_module, "CACHE_BYTES", 1)
     policy = exact("qwen2_5_vl")
-    chat = Chat(policy.processor, policy.core)
+    chat = PromptEncoder(policy.processor, policy.core)
     first = tiny.ask("a", tiny.picture(), "what")
     encoded = chat.encode(first)
     # 29 ids and 3 x 29 positions of 8 bytes, 16 patches of 1176 floats, one grid of three.
@@ -218,19 +224,19 @@ def test_encoded_prompts_make_room_by_their_bytes(exact, monkeypatch):
 
 def test_an_answer_ends_as_the_template_ends_one(exact):
     policy = exact("qwen2_5_vl")
-    tokenizer = policy.chat.tokenizer
+    tokenizer = policy.prompt_encoder.tokenizer
     end = tokenizer.convert_tokens_to_ids("<|im_end|>")
-    assert policy.chat.end == [end]
-    ids = policy.chat.answer("0 to 12").tolist()
+    assert policy.prompt_encoder.end == [end]
+    ids = policy.prompt_encoder.answer("0 to 12").tolist()
     assert ids[-1] == end and tokenizer.decode(ids[:-1]) == "0 to 12"
-    assert policy.chat.text(torch.tensor(ids)) == "0 to 12"
+    assert policy.prompt_encoder.text(torch.tensor(ids)) == "0 to 12"
 
 
 def other_end(policy, template, eos):
     processor = copy.deepcopy(policy.processor)
     processor.chat_template = template
     processor.tokenizer.eos_token = eos
-    return Chat(processor, policy.core).end
+    return PromptEncoder(processor, policy.core).end
 
 
 TURNS = "{% for m in messages %}{{ m['content'][0]['text'] }}"
@@ -238,7 +244,7 @@ TURNS = "{% for m in messages %}{{ m['content'][0]['text'] }}"
 
 def test_the_end_of_a_template_comes_first_and_that_of_the_tokenizer_counts_too(exact):
     policy = exact("qwen2_5_vl")
-    first, second = policy.chat.tokenizer.convert_tokens_to_ids(["<|im_start|>", "<|endoftext|>"])
+    first, second = policy.prompt_encoder.tokenizer.convert_tokens_to_ids(["<|im_start|>", "<|endoftext|>"])
     # The template closes a turn with one token, the tokenizer names another one.
     assert other_end(policy, TURNS + "<|im_start|>\n{% endfor %}", "<|endoftext|>") == [first, second]
     # A line break may come before it.
@@ -256,17 +262,19 @@ def test_a_model_without_any_end_token_is_refused(exact):
 def test_placeholders_are_what_stands_for_media(exact, family):
     policy = exact(family)
     prompt = next(p for p in mixed.prompts(family) if p.uid == "picture")
-    ids = policy.chat.encode(prompt).ids
-    assert policy.model.config.image_token_id in policy.chat.placeholders
-    assert int(torch.isin(ids, torch.tensor(policy.chat.placeholders)).sum()) > 0
-    words = policy.chat.encode(mixed.prompts(family)[0]).ids
-    assert not torch.isin(words, torch.tensor(policy.chat.placeholders)).any()
+    ids = policy.prompt_encoder.encode(prompt).ids
+    assert policy.model.config.image_token_id in policy.prompt_encoder.placeholders
+    assert int(torch.isin(ids, torch.tensor(policy.prompt_encoder.placeholders)).sum()) > 0
+    words = policy.prompt_encoder.encode(mixed.prompts(family)[0]).ids
+    assert not torch.isin(words, torch.tensor(policy.prompt_encoder.placeholders)).any()
 
 
 @pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl"])
 def test_a_processor_does_not_enlarge_the_frames_of_a_small_budget(checkpoint, family):
     policy = Tokens(model=str(checkpoint(family)), dtype="float32")
     policy.processor.video_processor.size = {"shortest_edge": 128 * 28 * 28, "longest_edge": 768 * 28 * 28}
-    grid = policy.chat.encode(tiny.ask("clip", tiny.clip(4, side=56), "when?")).media["video_grid_thw"]
+    grid = policy.prompt_encoder.encode(tiny.ask("clip", tiny.clip(4, side=56), "when?")).media[
+        "video_grid_thw"
+    ]
     # 56 pixels are four patches of 14; the lower limit of 128 squares of 28 would make 24 of them.
     assert grid.tolist() == [[2, 4, 4]]

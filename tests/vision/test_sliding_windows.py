@@ -55,7 +55,9 @@ def test_packed_rows_see_what_cached_rows_and_rows_alone_see(checkpoint, tmp_pat
         torch.testing.assert_close(other_gradient[name], value, rtol=1e-9, atol=1e-9, msg=name)
     far = Tokens(model=str(checkpoint(family)), dtype="float64")
     for i, row in enumerate(rows):
-        logits = mixed.plainly(cached, row).index_fill(-1, torch.tensor(cached.chat.placeholders), -1e30)
+        logits = mixed.plainly(cached, row).index_fill(
+            -1, torch.tensor(cached.prompt_encoder.placeholders), -1e30
+        )
         wanted = logits.log_softmax(-1).gather(-1, row.steps.ids[:, None])[:, 0]
         torch.testing.assert_close(other_logp[i, : row.length], wanted, **TIGHT)
         if len(row.steps.prompt.ids) > 2 * window:

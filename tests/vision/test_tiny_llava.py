@@ -35,7 +35,7 @@ def test_tiny_llava_is_a_checkpoint_of_the_real_class(built):
 
 def test_a_picture_is_as_many_tokens_as_patches(built):
     policy = Tokens(model=str(built[0]), dtype="float32")
-    ids = policy.chat.encode(tiny.ask("p", tiny.picture(), "what")).ids
+    ids = policy.prompt_encoder.encode(tiny.ask("p", tiny.picture(), "what")).ids
     # 24 pixels in patches of 8: three by three.
     assert int((ids == policy.core.config.image_token_id).sum()) == 9
 

@@ -134,12 +134,12 @@ def test_encode_keeps_what_an_outcome_says_and_ends_it(exact):
     prompt = mixed.prompts("qwen2_5_vl")[1]
     row = policy.encode(prompt, Outcome(text="0 to 12", tags={"role": "x"}, recorded={"clip": 1.0}))
     assert not row.on_policy
-    assert row.steps.ids[-1] == policy.chat.end[0]
-    assert policy.chat.text(row.steps.ids) == "0 to 12"
+    assert row.steps.ids[-1] == policy.prompt_encoder.end[0]
+    assert policy.prompt_encoder.text(row.steps.ids) == "0 to 12"
     (outcome,) = row.outcomes
     assert (outcome.text, outcome.end, outcome.recorded) == ("0 to 12", row.length, {"clip": 1.0})
     assert outcome.tags == {"finish": "stop", "role": "x"}
-    assert policy.encode(prompt, Outcome(text="")).steps.ids.tolist() == [policy.chat.end[0]]
+    assert policy.encode(prompt, Outcome(text="")).steps.ids.tolist() == [policy.prompt_encoder.end[0]]
 
 
 def test_a_recorded_answer_with_a_placeholder_is_refused(exact):
@@ -309,7 +309,7 @@ def test_pixel_limits_bound_pictures_one_at_a_time(checkpoint):
     prompt = tiny.ask("p", tiny.picture(height=112, width=112), "what")
 
     def patches(**limits):
-        return len(loaded(checkpoint, **limits).chat.encode(prompt).media["pixel_values"])
+        return len(loaded(checkpoint, **limits).prompt_encoder.encode(prompt).media["pixel_values"])
 
     # 112 x 112 pixels are 64 patches of 14 x 14; this checkpoint bounds pictures at 56 x 56, which are 16.
     assert patches() == 16

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from examples.video_grounding.spliced_videos import write_video
-from mmrl.vision.media.video import MediaError, Sampling, read_video, sample_times, video_duration
+from mmrl.vision.media.video import FrameSampling, MediaError, read_video, sample_times, video_duration
 
 SHADE = 12  # frame number i is a grey of 12 i
 
@@ -50,7 +50,7 @@ def steady(tmp_path_factory):
 
 
 def test_a_clip_of_constant_rate_is_sampled_by_seconds(steady):
-    frames = read_video(steady, Sampling(frames_per_second=2))
+    frames = read_video(steady, FrameSampling(frames_per_second=2))
     assert frames.duration == 5
     assert frames.times.tolist() == [i / 2 for i in range(10)]
     assert numbers(frames) == [0, 2, 4, 6, 8, 10, 12, 14, 16, 18]
@@ -60,12 +60,12 @@ def test_a_clip_of_constant_rate_is_sampled_by_seconds(steady):
 
 def test_between_two_frames_the_earlier_one_is_on_screen(steady):
     # 6 frames in 5 s stand at 0, 0.83, 1.67, 2.5, 3.33, 4.17 s, which is frame 0, 3.3, 6.7, 10, 13.3, 16.7.
-    frames = read_video(steady, Sampling(min_frames=6, max_frames=6))
+    frames = read_video(steady, FrameSampling(min_frames=6, max_frames=6))
     assert numbers(frames) == [0, 3, 6, 10, 13, 16]
 
 
 def test_more_samples_than_frames_repeat_them(steady):
-    frames = read_video(steady, Sampling(frames_per_second=8, end=1.0))
+    frames = read_video(steady, FrameSampling(frames_per_second=8, end=1.0))
     assert numbers(frames) == [0, 0, 1, 1, 2, 2, 3, 3]
 
 
@@ -74,12 +74,12 @@ def test_a_clip_of_variable_rate_is_sampled_by_seconds(tmp_path, name):
     # frames 0    1    2    3    4    5    6    7; the last one lasts a tenth of a second
     times = [0.0, 0.1, 0.2, 2.0, 2.9, 3.1, 5.0, 7.9]
     write_video(tmp_path / name, greys(8), 10, times=times)
-    frames = read_video(tmp_path / name, Sampling(frames_per_second=1))
+    frames = read_video(tmp_path / name, FrameSampling(frames_per_second=1))
     assert frames.duration == 8
     assert frames.times.tolist() == [0, 1, 2, 3, 4, 5, 6, 7]
     # At 1 s frame 2 is still on screen, at 3 s frame 4, from 5 to 7 s frame 6.
     assert numbers(frames) == [0, 2, 3, 4, 5, 6, 6, 6]
-    window = read_video(tmp_path / name, Sampling(frames_per_second=2, start=2, end=4))
+    window = read_video(tmp_path / name, FrameSampling(frames_per_second=2, start=2, end=4))
     assert numbers(window) == [3, 3, 4, 5]  # at 2, 2.5, 3 and 3.5 s
 
 
@@ -97,7 +97,7 @@ def test_a_file_that_does_not_say_how_long_it_lasts_is_measured(tmp_path):
             assert container.duration is None and container.streams.video[0].duration is None
         assert video_duration(path) == pytest.approx(5)
         assert numbers(read_video(path)) == [0, 2, 4, 6, 8, 10, 12, 14, 16, 18]
-        assert numbers(read_video(path, Sampling(start=2, end=4))) == [8, 10, 12, 14]
+        assert numbers(read_video(path, FrameSampling(start=2, end=4))) == [8, 10, 12, 14]
 
 
 def test_a_stream_without_a_container_is_an_error_that_names_the_file(tmp_path):
@@ -107,13 +107,13 @@ def test_a_stream_without_a_container_is_an_error_that_names_the_file(tmp_path):
 
 
 def test_a_window_is_read_from_where_it_starts(steady):
-    frames = read_video(steady, Sampling(start=2, end=4))
+    frames = read_video(steady, FrameSampling(start=2, end=4))
     assert frames.times.tolist() == [2, 2.5, 3, 3.5]
     assert numbers(frames) == [8, 10, 12, 14]
     assert frames.duration == 5
     # An end beyond the clip is that of the clip; an open end too.
-    assert numbers(read_video(steady, Sampling(start=3, end=100))) == [12, 14, 16, 18]
-    assert numbers(read_video(steady, Sampling(start=3))) == [12, 14, 16, 18]
+    assert numbers(read_video(steady, FrameSampling(start=3, end=100))) == [12, 14, 16, 18]
+    assert numbers(read_video(steady, FrameSampling(start=3))) == [12, 14, 16, 18]
 
 
 @pytest.mark.parametrize("keyframes", [7, 1000])
@@ -121,7 +121,7 @@ def test_a_window_is_read_from_where_it_starts(steady):
 def test_a_window_far_inside_a_clip_is_exact_with_sparse_key_frames(tmp_path, name, keyframes):
     path = encode(tmp_path / name, 240, keyframes=keyframes)
     # 43 s is frame 172, and 172 % 20 is 12.
-    frames = read_video(path, Sampling(frames_per_second=4, start=43, end=45))
+    frames = read_video(path, FrameSampling(frames_per_second=4, start=43, end=45))
     assert numbers(frames) == [12, 13, 14, 15, 16, 17, 18, 19]
     assert frames.times.tolist() == [43 + i / 4 for i in range(8)]
 
@@ -129,13 +129,13 @@ def test_a_window_far_inside_a_clip_is_exact_with_sparse_key_frames(tmp_path, na
 @pytest.mark.parametrize(("start", "end"), [(5, None), (6, 7), (-1, 2), (3, 3), (4, 2), (0, 0)])
 def test_a_window_outside_the_clip_is_an_error_that_tells_its_length(steady, start, end):
     with pytest.raises(MediaError, match=r"steady\.mp4' lasts 5\.00 s"):
-        read_video(steady, Sampling(start=start, end=end))
+        read_video(steady, FrameSampling(start=start, end=end))
 
 
 def test_sample_times_stand_at_equal_distances_from_the_start():
-    assert sample_times(1, 3, Sampling(frames_per_second=2)) == [1, 1.5, 2, 2.5]
-    assert sample_times(0, 1, Sampling(frames_per_second=1, min_frames=4)) == [0, 0.25, 0.5, 0.75]
-    assert sample_times(0, 100, Sampling(frames_per_second=1, max_frames=4)) == [0, 25, 50, 75]
+    assert sample_times(1, 3, FrameSampling(frames_per_second=2)) == [1, 1.5, 2, 2.5]
+    assert sample_times(0, 1, FrameSampling(frames_per_second=1, min_frames=4)) == [0, 0.25, 0.5, 0.75]
+    assert sample_times(0, 100, FrameSampling(frames_per_second=1, max_frames=4)) == [0, 25, 50, 75]
 
 
 @pytest.mark.parametrize(
@@ -151,21 +151,21 @@ def test_sample_times_stand_at_equal_distances_from_the_start():
     ],
 )
 def test_the_number_of_frames_is_a_multiple_inside_its_bounds(seconds, options, count):
-    assert len(sample_times(0, seconds, Sampling(**options))) == count
+    assert len(sample_times(0, seconds, FrameSampling(**options))) == count
 
 
 def test_pixel_budgets_bound_frames_and_keep_their_shape(steady):
     whole = 32 * 48
-    assert read_video(steady, Sampling(max_pixels=whole)).pixels.shape[2:] == (32, 48)
-    assert read_video(steady, Sampling(max_pixels=whole // 4)).pixels.shape[2:] == (16, 24)
+    assert read_video(steady, FrameSampling(max_pixels=whole)).pixels.shape[2:] == (32, 48)
+    assert read_video(steady, FrameSampling(max_pixels=whole // 4)).pixels.shape[2:] == (16, 24)
     # 10 frames share a quarter of what they have.
-    assert read_video(steady, Sampling(total_pixels=10 * whole // 4)).pixels.shape[2:] == (16, 24)
+    assert read_video(steady, FrameSampling(total_pixels=10 * whole // 4)).pixels.shape[2:] == (16, 24)
     # The smaller of two budgets counts.
-    both = Sampling(max_pixels=whole // 4, total_pixels=10 * whole)
+    both = FrameSampling(max_pixels=whole // 4, total_pixels=10 * whole)
     assert read_video(steady, both).pixels.shape[2:] == (16, 24)
-    assert read_video(steady, Sampling(total_pixels=3)).pixels.shape[2:] == (1, 1)
+    assert read_video(steady, FrameSampling(total_pixels=3)).pixels.shape[2:] == (1, 1)
     for budget in (100, 333, 1000):
-        frames = read_video(steady, Sampling(max_pixels=budget))
+        frames = read_video(steady, FrameSampling(max_pixels=budget))
         assert frames.pixels[0, 0].numel() <= budget
         assert numbers(frames) == [0, 2, 4, 6, 8, 10, 12, 14, 16, 18]
 
@@ -235,7 +235,7 @@ def test_a_turned_or_mirrored_clip_is_shown_as_the_filters_of_a_player_show_it(m
 
 def test_pixel_budgets_of_a_turned_clip(marked, tmp_path):
     path = turned(marked, "a quarter clockwise", tmp_path / "turned.mp4")
-    assert read_video(path, Sampling(max_pixels=32 * 48 // 4)).pixels.shape[2:] == (24, 16)
+    assert read_video(path, FrameSampling(max_pixels=32 * 48 // 4)).pixels.shape[2:] == (24, 16)
 
 
 @pytest.mark.parametrize("share", [0.3, 0.5, 0.7, 0.9])
@@ -252,7 +252,7 @@ def test_a_truncated_file_is_an_error_that_names_it(tmp_path, name, share):
 def test_pictures_that_end_a_little_early_are_no_error(tmp_path):
     # A window that asks for the last second again and again gets the last frame.
     path = encode(tmp_path / "short.mp4", 20)
-    frames = read_video(path, Sampling(frames_per_second=40, start=4.5, max_frames=40))
+    frames = read_video(path, FrameSampling(frames_per_second=40, start=4.5, max_frames=40))
     assert numbers(frames)[-1] == 19
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mmrl.data.dataset_io import SourceError, parse_json, sound_rows, whole_text
+from mmrl.data.dataset_io import SourceError, parse_json, read_text_file, valid_rows
 from mmrl.data.fields import RowError, short
 from mmrl.vision.benchmarks.object_vocabulary import Ontology
 
@@ -30,7 +30,7 @@ class Pictured:
 def read_json(path: Path, wanted: type[list] | type[dict]) -> Any:
     """Read a JSON file that holds a list or an object."""
     try:
-        found = parse_json(whole_text(path))
+        found = parse_json(read_text_file(path))
     except SourceError:
         raise
     except RowError as error:
@@ -75,7 +75,7 @@ def read_coco(instances: Sequence[str], captions: Sequence[str], ontology: Ontol
 def read_answers(path: Path) -> dict[str, str]:
     """Read ready-made answers by id: a caption file of CHAIR (`{"imgToEval": {id: {"image_id",
     "caption"}}}`), or a list or lines of objects with an id and a text."""
-    found = _captions_of(path) or [(row.place, row.columns) for row in sound_rows(path)]
+    found = _captions_of(path) or [(row.place, row.columns) for row in valid_rows(path)]
     answers: dict[str, str] = {}
     for place, row in found:
         row = row if isinstance(row, Mapping) else {}
@@ -92,7 +92,7 @@ def read_answers(path: Path) -> dict[str, str]:
 def _captions_of(path: Path) -> list[tuple[str, Any]]:
     """Read a caption file of CHAIR; nothing if it is none, but JSON lines."""
     try:
-        raw = parse_json(whole_text(path))
+        raw = parse_json(read_text_file(path))
     except RowError:
         return []  # whoever reads lines tells what is wrong with them
     found = raw.get("imgToEval") if type(raw) is dict else None

@@ -10,7 +10,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mmrl.data.dataset_io import DataRow, SourceError, checked, json_lines, parse_json, text_lines, whole_text
+from mmrl.data.dataset_io import (
+    DataRow,
+    SourceError,
+    checked,
+    json_lines,
+    parse_json,
+    read_text_file,
+    text_lines,
+)
 from mmrl.data.fields import RowError, listed, mapping, number, short, text, uid_of
 from mmrl.vision.benchmarks.qvhighlights import CLIP_SECONDS, clip_scores
 from mmrl.vision.benchmarks.time_spans import Span
@@ -56,7 +64,7 @@ class Annotations:
 def _read_lengths(path: Path) -> dict[str, float]:
     """Read the columns `id` and `length` of a CSV."""
     lengths: dict[str, float] = {}
-    table = csv.DictReader(io.StringIO(whole_text(path), newline=""))
+    table = csv.DictReader(io.StringIO(read_text_file(path), newline=""))
     try:
         for row in table:
             lengths[text(row.get("id"), "id")] = _seconds(float(text(row.get("length"), "length")), "length")
@@ -82,7 +90,7 @@ def charades_row(row: DataRow, lengths: Mapping[str, float], extension: str) -> 
 
 def _activitynet_rows(path: Path) -> Iterator[DataRow]:
     """Go through the sentences of all videos of one object."""
-    source = whole_text(path)
+    source = read_text_file(path)
     try:
         videos = mapping(parse_json(source), "videos")
     except RowError as error:

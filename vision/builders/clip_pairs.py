@@ -21,7 +21,7 @@ from mmrl.data.dataset_io import RowError, SourceError
 from mmrl.runtime.content_hash import of_weights
 from mmrl.runtime.distributed import Processes
 from mmrl.runtime.files import locked, write_whole
-from mmrl.vision.media.media_columns import Named
+from mmrl.vision.media.media_columns import MediaRef
 from mmrl.vision.media.video import MediaError
 from mmrl.vision.preference.export import Shards, as_row, write_data_set
 from mmrl.vision.preference.generate import Maker
@@ -215,7 +215,7 @@ def _files_of(piece: Piece) -> str:
 def _stored(pair: Pair, pictures: Pictures, shards: Shards) -> bytes:
     """Read a picture again, which must be the one that was described."""
     kept = shards.media / pair.image
-    data = kept.read_bytes() if kept.is_file() else pictures.bytes_of(Named("image", pair.image))
+    data = kept.read_bytes() if kept.is_file() else pictures.bytes_of(MediaRef("image", pair.image))
     if digest_of(data) != pair.digest:
         raise MediaError(f"'{pair.image}' is another picture than the one that was described")
     return data

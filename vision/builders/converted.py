@@ -10,8 +10,8 @@ from mmrl.config.registry import builder
 from mmrl.data.dataset_io import DataRow, write_rows
 from mmrl.data.fields import RowError, plain
 from mmrl.vision.benchmarks.conversions import FORMS, MEDIA, describe_llama_factory
-from mmrl.vision.media.dataset_writer import Ledger, MediaWriter, readable
-from mmrl.vision.media.media_columns import named
+from mmrl.vision.media.dataset_writer import BuildLog, MediaWriter, readable_rows
+from mmrl.vision.media.media_columns import media_refs
 
 Name = Literal["mmrl", "verl", "ms_swift", "llama_factory"]
 
@@ -40,8 +40,8 @@ class Converted:
 
     def build(self, output: Path) -> dict[str, Any]:
         """Write media and rows, and tell how many of each split."""
-        ledger = Ledger(self.bad_rows)
-        rows, root = readable(self.source, self.root, ledger)
+        ledger = BuildLog(self.bad_rows)
+        rows, root = readable_rows(self.source, self.root, ledger)
         media = MediaWriter(root, output)
         written: dict[str, list[dict[str, Any]]] = {}
         for row in rows:
@@ -69,7 +69,7 @@ class Converted:
         ours = {key: value for key, value in ours.items() if key not in ("image", "video")}
         for name in MEDIA:
             if ours.get(name):
-                ours[name] = [media.put(one) for one in named(ours[name], name[:-1], name)]
+                ours[name] = [media.put(one) for one in media_refs(ours[name], name[:-1], name)]
         theirs = plain(FORMS[self.form].write(ours), "row")
         if self.form == "verl":
             theirs["extra_info"] = {"split": row.split, "index": number, **theirs["extra_info"]}

@@ -23,8 +23,8 @@ from mmrl.vision.benchmarks.dl3dv import (
     scene_name,
     turn_between,
 )
-from mmrl.vision.media.dataset_writer import Ledger, MediaWriter, SplitFiles
-from mmrl.vision.media.media_columns import Named
+from mmrl.vision.media.dataset_writer import BuildLog, MediaWriter, SplitFiles
+from mmrl.vision.media.media_columns import MediaRef
 from mmrl.vision.media.media_root import MediaRoot
 from mmrl.vision.media.video import MediaError
 
@@ -67,7 +67,7 @@ class Dl3dvPairs:
 
     def build(self, output: Path) -> dict[str, Any]:
         """Write the pairs, and tell how many."""
-        ledger, files = Ledger(self.bad_rows), SplitFiles(output)
+        ledger, files = BuildLog(self.bad_rows), SplitFiles(output)
         media = MediaWriter(MediaRoot(self.root, cache_bytes=0), output)
         missing = 0
         for folder in find_scenes(self.root):
@@ -105,7 +105,7 @@ class Dl3dvPairs:
     def _row(self, scene: SceneViews, one: View, other: View, media: MediaWriter) -> dict[str, Any]:
         home = self.root.resolve()
         paths = [view.path.resolve().relative_to(home).as_posix() for view in (one, other)]
-        shown = [media.put(Named("image", path)) for path in paths] if self.copy else paths
+        shown = [media.put(MediaRef("image", path)) for path in paths] if self.copy else paths
         return {
             "id": f"{scene.name}#{one.index}-{other.index}",
             "scene": scene.name,

@@ -8,9 +8,9 @@ from typing import Any, Literal
 from mmrl.config.ranges import PositiveInt
 from mmrl.config.registry import builder
 from mmrl.core.rng import Stream
-from mmrl.data.dataset_io import RowError, sound_rows, write_rows
+from mmrl.data.dataset_io import RowError, valid_rows, write_rows
 from mmrl.vision.benchmarks.pope import TEMPLATE, build_questions
-from mmrl.vision.media.dataset_writer import Ledger
+from mmrl.vision.media.dataset_writer import BuildLog
 
 STRATEGIES = ("random", "popular", "adversarial")
 
@@ -40,13 +40,13 @@ class PopeQuestions:
     def build(self, output: Path) -> dict[str, Any]:
         """Write the questions, and tell how many."""
         pictures: dict[str, list[str]] = {}
-        for row in sound_rows(self.source):
+        for row in valid_rows(self.source):
             match row.columns:
                 case {"image": str(image), "objects": [*objects]}:
                     pictures.setdefault(image, []).extend(map(str, objects))
                 case _:
                     raise RowError(f"{row.place}: wanted image and objects, got {sorted(row.columns)}")
-        ledger = Ledger()
+        ledger = BuildLog()
         for strategy in self.strategies:
             rows = build_questions(
                 pictures,

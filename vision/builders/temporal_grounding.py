@@ -9,8 +9,8 @@ from mmrl.config.registry import builder
 from mmrl.data.dataset_io import write_rows
 from mmrl.data.fields import RowError
 from mmrl.vision.benchmarks.grounding_annotations import Annotations, Row, check_spans
-from mmrl.vision.media.dataset_writer import Ledger, MediaWriter
-from mmrl.vision.media.media_columns import Named
+from mmrl.vision.media.dataset_writer import BuildLog, MediaWriter
+from mmrl.vision.media.media_columns import MediaRef
 from mmrl.vision.media.media_root import MediaRoot
 from mmrl.vision.media.video import video_duration
 
@@ -44,7 +44,7 @@ class TemporalGrounding:
 
     def build(self, output: Path) -> dict[str, Any]:
         """Write the rows, and tell how many."""
-        ledger = Ledger(self.bad_rows)
+        ledger = BuildLog(self.bad_rows)
         media = MediaWriter(MediaRoot(self.root), output, "videos")
         source = Annotations(self.path, self.format, self.durations, self.extension)
         rows, parse = [], source.read
@@ -71,7 +71,7 @@ class TemporalGrounding:
         spans, reason = check_spans(row.spans, duration, self.clip_spans)
         if reason:
             raise RowError(reason)
-        video = media.put(Named("video", row.video)) if self.copy else row.video
+        video = media.put(MediaRef("video", row.video)) if self.copy else row.video
         written = {"id": row.uid, "video": video, "query": row.query.strip(), "spans": list(map(list, spans))}
         written["duration"] = duration
         return written | ({"saliency": list(map(list, row.saliency))} if row.saliency else {})

@@ -10,8 +10,8 @@ from mmrl.config.ranges import NonNegativeInt
 from mmrl.config.registry import builder
 from mmrl.data.dataset_io import DataRow
 from mmrl.data.fields import RowError, listed, plain, text, uid_of
-from mmrl.vision.media.dataset_writer import Ledger, MediaWriter, SplitFiles, readable
-from mmrl.vision.media.media_columns import named
+from mmrl.vision.media.dataset_writer import BuildLog, MediaWriter, SplitFiles, readable_rows
+from mmrl.vision.media.media_columns import media_refs
 from mmrl.vision.media.prompts import answer_of, answers_of
 
 OURS = ("id", "question", "answer", "answers", "choices", "image", "images", "video", "videos")
@@ -47,8 +47,8 @@ class VisualQa:
 
     def build(self, output: Path) -> dict[str, Any]:
         """Write media and rows, and tell how many of each split."""
-        ledger, files = Ledger(self.bad_rows), SplitFiles(output, f".{self.form}")
-        rows, root = readable(self.source, self.root, ledger, self.subset)
+        ledger, files = BuildLog(self.bad_rows), SplitFiles(output, f".{self.form}")
+        rows, root = readable_rows(self.source, self.root, ledger, self.subset)
         media = MediaWriter(root, output)
         for row in rows:
             try:
@@ -75,7 +75,7 @@ class VisualQa:
         if choices:
             written["choices"] = [answer_of(one, f"choices[{i}]") for i, one in enumerate(choices)]
         for name, kind in (("image", "image"), ("images", "image"), ("video", "video"), ("videos", "video")):
-            paths = [media.put(one) for one in named(given[name], kind, name)]
+            paths = [media.put(one) for one in media_refs(given[name], kind, name)]
             if paths:
                 written[name] = paths if name.endswith("s") or len(paths) > 1 else paths[0]
         return written | {name: plain(row.columns.get(name), name) for name in self.keep}

@@ -12,12 +12,12 @@ from mmrl.config.registry import check
 from mmrl.data.dataset_io import DataRow, Rows
 from mmrl.data.fields import RowError, listed, number
 from mmrl.diagnostics.context import Finding
-from mmrl.vision.media.media_columns import Named, media_of
+from mmrl.vision.media.media_columns import MediaRef, media_of
 from mmrl.vision.media.media_root import MediaRoot, decode_image
-from mmrl.vision.media.video import MediaError, Sampling, video_duration
+from mmrl.vision.media.video import FrameSampling, MediaError, video_duration
 
 # Small frames, but up to the end, so that a truncated video is found.
-THUMBNAILS = Sampling(frames_per_second=1.0, min_frames=4, max_frames=64, max_pixels=4096)
+THUMBNAILS = FrameSampling(frames_per_second=1.0, min_frames=4, max_frames=64, max_pixels=4096)
 SLACK = 0.05  # seconds a span may end after its video: annotations are rounded
 
 
@@ -25,8 +25,8 @@ SLACK = 0.05  # seconds a span may end after its video: annotations are rounded
 def unreadable_media(rows: Rows) -> Iterator[Finding]:
     """Find media that are missing, broken or outside their root; each is decoded once."""
     root = MediaRoot(rows.root, cache_bytes=0)
-    fault = cache(lambda kind, path: _fault(root, Named(kind, path)))
-    for row in rows.sound():
+    fault = cache(lambda kind, path: _fault(root, MediaRef(kind, path)))
+    for row in rows.valid():
         try:
             media = dict.fromkeys(media_of(row.columns))
         except RowError as error:
@@ -41,15 +41,15 @@ def unreadable_media(rows: Rows) -> Iterator[Finding]:
 @check(on="data")
 def missing_media(rows: Rows) -> Iterator[Finding]:
     """Find rows without an image or a video in files where other rows have one."""
-    having = Counter(row.source for row in rows.sound() if _media(row))
-    for row in rows.sound():
+    having = Counter(row.source for row in rows.valid() if _media(row))
+    for row in rows.valid():
         if having[row.source] and _media(row) == []:
             yield Finding(
                 f"names no image or video; {having[row.source]} rows of its file do", place=row.place
             )
 
 
-def _media(row: DataRow) -> list[Named] | None:
+def _media(row: DataRow) -> list[MediaRef] | None:
     """The media of a row; None where their form is unknown, which `unreadable_media` reports."""
     try:
         return list(media_of(row.columns))
@@ -57,7 +57,7 @@ def _media(row: DataRow) -> list[Named] | None:
         return None
 
 
-def _fault(root: MediaRoot, named: Named) -> str:
+def _fault(root: MediaRoot, named: MediaRef) -> str:
     """Decode a medium; returns the error, or nothing."""
     try:
         if named.data and named.kind == "image":
@@ -81,7 +81,7 @@ def spans_out_of_range(rows: Rows) -> Iterator[Finding]:
     """
     root = MediaRoot(rows.root, cache_bytes=0)
     length = cache(lambda path: _length(root, path))
-    for row in rows.sound():
+    for row in rows.valid():
         for what in _wrong_spans(row, length):
             yield Finding(what, place=row.place)
 
@@ -136,7 +136,7 @@ def split_leakage(rows: Rows) -> Iterator[Finding]:
     digest = cache(lambda path: _digest(root, path))
     seen: dict[str, tuple[str, str]] = {}
     reported: set[tuple[str, str]] = set()
-    for row in rows.sound():
+    for row in rows.valid():
         for named in _media(row) or ():
             content = hashlib.sha256(named.data).hexdigest() if named.data else digest(named.path)
             if not content:

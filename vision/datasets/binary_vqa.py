@@ -9,7 +9,7 @@ from typing import Any
 from mmrl.config.ranges import NonNegativeInt
 from mmrl.config.registry import data
 from mmrl.core.types import Prompt
-from mmrl.data.dataset_io import DataRow, Rows, read_prompts, sound_rows, whole_text
+from mmrl.data.dataset_io import DataRow, Rows, read_prompts, read_text_file, valid_rows
 from mmrl.data.fields import listed, mapping, short, text, uid_of
 from mmrl.vision.benchmarks.amber import GENERATIVE, Described, Words
 from mmrl.vision.benchmarks.benchmark_files import FileError, read_answers, read_json
@@ -42,7 +42,7 @@ def pope(
 
     prompts = read_prompts(path, Rows(Path(path), media.root), make, limit=limit)
     if answers:
-        given = _first(sound_rows(Path(answers)), limit)
+        given = _first(valid_rows(Path(answers)), limit)
         prompts = with_answers(prompts, _in_order(prompts, given, answers), answers)
     return prompts
 
@@ -114,7 +114,7 @@ def amber(
 
 
 def _words(relation: str, safe_words: str, nouns_by: str, similar_by: str) -> Words:
-    safe = whole_text(Path(safe_words)).split("\n") if safe_words else []
+    safe = read_text_file(Path(safe_words)).split("\n") if safe_words else []
     chosen = {"nouns": nouns_by, "similar": similar_by}
     functions = {name: function_of(by) for name, by in chosen.items() if by}
     return Words(read_json(Path(relation), dict), frozenset(word for word in safe if word), **functions)

@@ -11,7 +11,7 @@ from typing import Any
 from mmrl.config.ranges import NonNegativeInt
 from mmrl.config.registry import data
 from mmrl.core.types import Frames, Media, Prompt
-from mmrl.data.dataset_io import DataRow, Rows, read_prompts, sound_rows
+from mmrl.data.dataset_io import DataRow, Rows, read_prompts, valid_rows
 from mmrl.data.fields import listed, short, text, uid_of
 from mmrl.vision.benchmarks.benchmark_files import FileError, read_answers, read_coco
 from mmrl.vision.benchmarks.chair import Scene
@@ -44,7 +44,7 @@ def chair(
     words = read_ontology(Path(ontology), singular_by=singular_by)
     known = read_coco(instances, captions, words)
     given = read_answers(Path(answers)) if answers else {}
-    wanted = [str(row.columns.get("image_id")) for row in sound_rows(Path(images))] if images else [*known]
+    wanted = [str(row.columns.get("image_id")) for row in valid_rows(Path(images))] if images else [*known]
     unknown = [uid for uid in [*wanted, *given] if uid not in known]
     if unknown:
         raise FileError(f"the instances know {len(known)} pictures, but not '{unknown[0]}'")

@@ -16,7 +16,7 @@ from mmrl.data.fields import RowError, text
 from mmrl.vision.benchmarks.grounding_annotations import Annotations, Row, check_spans
 from mmrl.vision.benchmarks.time_spans import Moments, Span
 from mmrl.vision.media.media_root import MediaRoot
-from mmrl.vision.media.video import Sampling, video_duration
+from mmrl.vision.media.video import FrameSampling, video_duration
 
 ASK = (
     'When does this happen in the video: "{query}"? Give the start and the end in seconds, in the form '
@@ -63,7 +63,7 @@ def grounding(
     any span stay, for rewards that read none; they have no demonstration.
     """
     source, media = Annotations(Path(path), format, durations, extension), MediaRoot(Path(root))
-    sampling = Sampling(
+    sampling = FrameSampling(
         frames_per_second, min_frames, max_frames, max_pixels=max_pixels, total_pixels=total_pixels
     )
     parse = source.read

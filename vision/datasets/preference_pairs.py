@@ -14,7 +14,7 @@ from mmrl.config.registry import data
 from mmrl.core.types import Frames, Media, Message, Outcome, Part, Prompt
 from mmrl.data.dataset_io import DataRow, Rows, parquet_of, read_prompts, row_files, row_of, split_of
 from mmrl.data.fields import RowError, listed, mapping, number, short, text, uid_of
-from mmrl.vision.media.media_columns import Named, named
+from mmrl.vision.media.media_columns import MediaRef, media_refs
 from mmrl.vision.media.media_root import MediaRoot, decode_image
 from mmrl.vision.media.prompts import interleaved
 
@@ -124,19 +124,19 @@ def _words(part: Mapping[str, Any], name: str) -> str:
 # ---- images
 
 
-def _media_in(value: Any, name: str) -> Iterator[Named | Media]:
+def _media_in(value: Any, name: str) -> Iterator[MediaRef | Media]:
     """List what a column names; what is read later is a medium already."""
     if isinstance(value, Later):
         yield from value
     else:
-        yield from named(value, "image", name)
+        yield from media_refs(value, "image", name)
 
 
-def _medium(one: Named | Media, place: str, root: MediaRoot) -> Media:
+def _medium(one: MediaRef | Media, place: str, root: MediaRoot) -> Media:
     match one:
         case Media():
             return one
-        case Named(data=bytes(data), path=path) if data:
+        case MediaRef(data=bytes(data), path=path) if data:
             name = path or f"the image of {place}"
             return Media("image", name, lambda: decode_image(data, name), data)
     root.locate(one.path)
@@ -187,13 +187,13 @@ def _with_images(
     try:
         for name in heavy:
             if name in whole:
-                held: list[Any] = list(named(whole[name][at[1]].as_py(), "image", name))
+                held: list[Any] = list(media_refs(whole[name][at[1]].as_py(), "image", name))
             else:
                 shown = row.columns[name]
                 held = [] if shown is None else [mapping(one, name) for one in
                                                  (shown if isinstance(shown, list) else [shown])]  # fmt: skip
             found[name] = Later(
-                one if isinstance(one, Named) and not one.data else _later(path, at, name, i, row.place)
+                one if isinstance(one, MediaRef) and not one.data else _later(path, at, name, i, row.place)
                 for i, one in enumerate(held)
             )
     except RowError as error:
@@ -207,7 +207,7 @@ def _later(path: Path, at: tuple[int, int], name: str, i: int, place: str) -> Me
 
 def _read(path: Path, at: tuple[int, int], name: str, i: int) -> Frames:
     value = _opened(path, path.stat().st_mtime_ns).read_row_group(at[0], [name])[name][at[1]].as_py()
-    one = list(named(value, "image", name))[i]
+    one = list(media_refs(value, "image", name))[i]
     return decode_image(one.data, f"{name} {i} of row {at[1]} in group {at[0]} of '{path}'")
 
 

@@ -10,11 +10,11 @@ from mmrl.config.ranges import NonNegativeInt, PositiveFloat, PositiveInt
 from mmrl.config.registry import data
 from mmrl.core.types import Media, Message, Outcome, Prompt
 from mmrl.data.dataset_io import DataRow, Rows, read_prompts
-from mmrl.data.fields import RowError, filled, listed, text, uid_of
-from mmrl.vision.media.media_columns import Named, media_of
+from mmrl.data.fields import RowError, fill_template, listed, text, uid_of
+from mmrl.vision.media.media_columns import MediaRef, media_of
 from mmrl.vision.media.media_root import MediaRoot, decode_image
 from mmrl.vision.media.prompts import answer_of, answers_of, interleaved
-from mmrl.vision.media.video import Sampling
+from mmrl.vision.media.video import FrameSampling
 
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
@@ -44,7 +44,7 @@ def visual_qa(
     """
     source = Path(path)
     media = MediaRoot(Path(root) if root else source if source.is_dir() else source.parent)
-    sampling = Sampling(frames_per_second, max_frames=max_frames, total_pixels=total_pixels)
+    sampling = FrameSampling(frames_per_second, max_frames=max_frames, total_pixels=total_pixels)
 
     def make(row: DataRow, number: int) -> Prompt:
         renamed = {ours: row.columns.get(theirs) for ours, theirs in (columns or {}).items()}
@@ -57,7 +57,7 @@ def _prompt(
     columns: Mapping[str, Any],
     row: DataRow,
     number: int,
-    shown: tuple[MediaRoot, Sampling],
+    shown: tuple[MediaRoot, FrameSampling],
     template: str,
     demo: str,
 ) -> Prompt:
@@ -65,11 +65,11 @@ def _prompt(
     if columns.get("choices") is not None:
         words["choices"] = _lettered(columns["choices"])
     target = answers_of(columns)
-    asked = filled(template, words)
+    asked = fill_template(template, words)
     media = [_medium(named, row.place, *shown) for named in media_of(columns)]
     uid = uid_of(columns, f"{row.split}#{number}")
     first = target if type(target) is str else target[0]
-    answers = (Outcome(text=filled(demo, {**words, "answer": first})),) if demo else ()
+    answers = (Outcome(text=fill_template(demo, {**words, "answer": first})),) if demo else ()
     kept = {key: value for key, value in columns.items() if key not in ("image", "images", "video", "videos")}
     return Prompt(uid, (Message("user", interleaved(asked, media)),), target, answers, kept)
 
@@ -82,7 +82,7 @@ def _lettered(choices: Any) -> str:
     return "\n".join(f"{letter}. {line}" for letter, line in zip(LETTERS, lines, strict=False))
 
 
-def _medium(named: Named, place: str, root: MediaRoot, sampling: Sampling) -> Media:
+def _medium(named: MediaRef, place: str, root: MediaRoot, sampling: FrameSampling) -> Media:
     if named.data and named.kind == "image":
         name = named.path or f"the image of {place}"
         return Media("image", name, lambda: decode_image(named.data, name), named.data)

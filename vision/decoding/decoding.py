@@ -12,22 +12,22 @@ from torch.nn.utils.rnn import pad_sequence
 
 from mmrl.core.types import Prompt, Rollouts
 from mmrl.vision.decoding.prefill import MakeCache, prefill
-from mmrl.vision.decoding.token_steps import FORBIDDEN, Speaker, distinct_prompts
-from mmrl.vision.models.processor import Encoded
+from mmrl.vision.decoding.token_steps import FORBIDDEN, TokenPolicy, distinct_prompts
+from mmrl.vision.models.processor import EncodedPrompt
 
 
 @dataclass
-class Asked:
+class GenerationRequest:
     """A prompt to be answered, and which of its answers this one is. `uniform` is (T,): one number in [0, 1)
     a token."""
 
     prompt: Prompt
     index: int
-    encoded: Encoded
+    encoded: EncodedPrompt
     uniform: Tensor
 
 
-class Reader(Protocol):
+class LogitsReader(Protocol):
     """Reads the answers of `n` rows."""
 
     def read(self, token: Tensor | None) -> Tensor:
@@ -38,19 +38,19 @@ class Reader(Protocol):
         """Go on with some of the rows, (k,), alone."""
 
 
-class Branch:
+class CachedReader:
     """Reads rows behind their prompts, as the model sees them, with one cache for all. Distinct prompts are
     computed once."""
 
     def __init__(
-        self, policy: Speaker, prompts: Sequence[Encoded], make_cache: MakeCache | None = None
+        self, policy: TokenPolicy, prompts: Sequence[EncodedPrompt], make_cache: MakeCache | None = None
     ) -> None:
         self.core, self.head = policy.core, policy.model.get_output_embeddings()
         device = self.core.get_input_embeddings().weight.device
         distinct, which = distinct_prompts(prompts)
         prefix = prefill(self.core, distinct, make_cache, share_prefix=policy.share_prefix)
         self.prefix = prefix.select(which.to(device))
-        self.forbidden = torch.tensor(policy.chat.placeholders, device=device)
+        self.forbidden = torch.tensor(policy.prompt_encoder.placeholders, device=device)
         self.length = 0  # tokens read behind the prompts
 
     def read(self, token: Tensor | None) -> Tensor:
@@ -69,24 +69,26 @@ class Branch:
         self.prefix = self.prefix.select(rows)
 
 
-class Decoder(Protocol):
+class TokenEngine(Protocol):
     """What a wrapper needs of an engine whose logits it changes."""
 
-    policy: Speaker
-    speaker: Speaker  # what answers: the policy, or it made cheaper
+    policy: TokenPolicy
+    rollout_policy: TokenPolicy  # what answers: the policy, or it made cheaper
     cache: MakeCache | None
 
-    def reader(self, rows: Sequence[Asked]) -> Reader:
+    def reader(self, rows: Sequence[GenerationRequest]) -> LogitsReader:
         """Begin to read rows as the engine does."""
 
-    def decode(self, prompts: Sequence[Prompt], begin: Callable[[Sequence[Asked]], Reader]) -> Rollouts:
+    def decode(
+        self, prompts: Sequence[Prompt], begin: Callable[[Sequence[GenerationRequest]], LogitsReader]
+    ) -> Rollouts:
         """Answer every entry, in order, with the logits of a reader that `begin` makes."""
 
 
-class Some:
+class PartialReader:
     """A branch for some rows of a batch; the others have zeros for logits."""
 
-    def __init__(self, rows: Tensor, begin: Callable[[list[int]], Branch]) -> None:
+    def __init__(self, rows: Tensor, begin: Callable[[list[int]], CachedReader]) -> None:
         self.rows = rows  # (n,) bool
         self.branch = begin(rows.nonzero()[:, 0].tolist()) if rows.any() else None
 
@@ -109,10 +111,10 @@ class Some:
             self.branch = None
 
 
-class Begun:
+class ForcedPrefixReader:
     """Makes rows begin with given tokens: until these are over, nothing else can be drawn."""
 
-    def __init__(self, reader: Reader, given: Sequence[Tensor], device: torch.device) -> None:
+    def __init__(self, reader: LogitsReader, given: Sequence[Tensor], device: torch.device) -> None:
         self.reader = reader
         self.given = pad_sequence(list(given), batch_first=True, padding_value=-1).to(device)  # (n, T)
         self.length = 0

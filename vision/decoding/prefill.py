@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from mmrl.core.tensor import cat_padded
 from mmrl.kv_cache.prefix import merged, share, watched
-from mmrl.vision.models.processor import Encoded
+from mmrl.vision.models.processor import EncodedPrompt
 
 
 @dataclass
@@ -56,7 +56,7 @@ MakeCache = Callable[[Any, Tensor, Tensor], Any]  # (config, visual, mask), both
 
 def prefill(
     core: nn.Module,
-    prompts: Sequence[Encoded],
+    prompts: Sequence[EncodedPrompt],
     make_cache: MakeCache | None = None,
     *,
     share_prefix: bool = True,
@@ -111,12 +111,12 @@ def visual_tokens(config: Any, ids: Tensor) -> Tensor:
     return torch.isin(ids, ids.new_tensor([token for token in named if token is not None]))
 
 
-def replace_ids(prompt: Encoded, cut: slice) -> Encoded:
+def replace_ids(prompt: EncodedPrompt, cut: slice) -> EncodedPrompt:
     """Cut ids and positions of a prompt alike."""
-    return Encoded(prompt.uid, prompt.ids[cut], prompt.positions[:, cut], prompt.media)
+    return EncodedPrompt(prompt.uid, prompt.ids[cut], prompt.positions[:, cut], prompt.media)
 
 
-def pad_left(prompts: Sequence[Encoded], device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+def pad_left(prompts: Sequence[EncodedPrompt], device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
     """Pad prompts on the left: ids and mask (P, S), positions (A, P, S)."""
     size = max(len(prompt.ids) for prompt in prompts)
     axis = prompts[0].positions.shape[0]

@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class Sampler:
+class TokenSampler:
     """Settings of sampling, built from zero: nothing is inherited from a checkpoint. Temperature 0 takes the
     likeliest token."""
 

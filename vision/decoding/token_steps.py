@@ -12,16 +12,16 @@ from torch import Tensor, nn
 from mmrl.config.schema import ConfigError
 from mmrl.core.types import Unit
 from mmrl.vision.decoding.prefill import axes, merge_media, pad_left, prefill
-from mmrl.vision.models.processor import Chat, Encoded
+from mmrl.vision.models.processor import EncodedPrompt, PromptEncoder
 
 PROMPT = -1  # owner of tokens that every answer sees
 FORBIDDEN = -1e30  # a logit whose probability is 0 and whose product with it still is a number
 
 
-class Speaker(Protocol):
+class TokenPolicy(Protocol):
     """What an engine needs of a policy of tokens: its language, its model, and that without the head."""
 
-    chat: Chat
+    prompt_encoder: PromptEncoder
     model: nn.Module
     core: nn.Module
     compute: torch.dtype
@@ -33,7 +33,7 @@ class TokenRow:
     """How a row was made: its prompt as the model read it, its tokens, and the temperature they were drawn
     at."""
 
-    prompt: Encoded
+    prompt: EncodedPrompt
     ids: Tensor
     temperature: float = 1.0
 
@@ -42,7 +42,7 @@ class TokenRow:
 class TokenSteps:
     """Answers of `N` rows, `T` tokens each, and the distinct prompts they answer."""
 
-    prompts: tuple[Encoded, ...]
+    prompts: tuple[EncodedPrompt, ...]
     which: Tensor  # (N,) the prompt of every row
     ids: Tensor  # (N, T)
     length: Tensor  # (N,)
@@ -139,7 +139,7 @@ def _masks(reach: dict[str, int | None], sees: Tensor, index: Tensor) -> Tensor 
     return masks if len(masks) > 1 else next(iter(masks.values()))
 
 
-def _line(steps: TokenSteps, number: int) -> tuple[Encoded, Tensor, Tensor, dict[int, int]]:
+def _line(steps: TokenSteps, number: int) -> tuple[EncodedPrompt, Tensor, Tensor, dict[int, int]]:
     """Lay a prompt and its answers in a line: the line, the owner of every token (-1: all rows), its place in
     the sequence of its row, and where rows start.
 
@@ -159,7 +159,7 @@ def _line(steps: TokenSteps, number: int) -> tuple[Encoded, Tensor, Tensor, dict
         starts[row] = at
         at += length
     return (
-        Encoded(prompt.uid, torch.cat(ids), torch.cat(positions, 1), prompt.media),
+        EncodedPrompt(prompt.uid, torch.cat(ids), torch.cat(positions, 1), prompt.media),
         torch.cat(owners),
         torch.cat(places),
         starts,
@@ -177,7 +177,7 @@ def _sees(owner: Tensor, mask: Tensor) -> Tensor:
     return (earlier & same & mask[:, None, :]) | alone
 
 
-def distinct_prompts(prompts: Sequence[Encoded]) -> tuple[tuple[Encoded, ...], Tensor]:
+def distinct_prompts(prompts: Sequence[EncodedPrompt]) -> tuple[tuple[EncodedPrompt, ...], Tensor]:
     """Find the distinct prompts of rows, and which one each row answers."""
     place = {id(prompt): i for i, prompt in enumerate({id(prompt): prompt for prompt in prompts}.values())}
     distinct = tuple({id(prompt): prompt for prompt in prompts}.values())

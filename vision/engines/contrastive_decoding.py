@@ -14,10 +14,16 @@ from mmrl.config.ranges import NonNegativeFloat, PositiveShare, Probability, Ran
 from mmrl.config.registry import engine
 from mmrl.core.rng import Stream
 from mmrl.core.types import Prompt, Rollouts, Trajectory
-from mmrl.vision.decoding.decoding import Asked, Branch, Decoder, Reader, Some
+from mmrl.vision.decoding.decoding import (
+    CachedReader,
+    GenerationRequest,
+    LogitsReader,
+    PartialReader,
+    TokenEngine,
+)
 from mmrl.vision.decoding.token_steps import FORBIDDEN
-from mmrl.vision.media.corruptions import blinded, cropped, noised, spoilt
-from mmrl.vision.models.processor import Encoded
+from mmrl.vision.media.corruptions import add_noise, map_frames, random_crop, without_media
+from mmrl.vision.models.processor import EncodedPrompt
 
 TRIES = 1000  # draws of a ratio that keeps its distance
 LATEST = 20.0  # growth times position beyond which a ratio grows no further
@@ -48,7 +54,7 @@ class ContrastiveDecoding:
 
     def __init__(
         self,
-        engine: Decoder,
+        engine: TokenEngine,
         *,
         stream: Stream,
         contrast_alpha: tuple[Annotated[float, Range(high=1)], ...] = (0.6,),
@@ -109,50 +115,54 @@ class ContrastiveDecoding:
         )
         return replace(row, outcomes=(*row.outcomes[:-1], answer), on_policy=row.on_policy and ratio == 0)
 
-    def _begin(self, rows: Sequence[Asked]) -> Reader:
+    def _begin(self, rows: Sequence[GenerationRequest]) -> LogitsReader:
         device = self.policy.core.get_input_embeddings().weight.device
         ratio = torch.tensor([self.ratio(row.prompt.uid, row.index) for row in rows], device=device)
         always = self.plausible > 0 or self.growth > 0 or self.unsure < 1
-        other: dict[str, Encoded] = {}
+        other: dict[str, EncodedPrompt] = {}
         for row in rows:
             if row.prompt.uid not in other:
                 other[row.prompt.uid] = self._other(row)
-        return Mixture(
-            Some(
+        return MixtureReader(
+            PartialReader(
                 (ratio != 1) | always,
-                lambda here: Branch(self.engine.speaker, [rows[i].encoded for i in here], self.engine.cache),
+                lambda here: CachedReader(
+                    self.engine.rollout_policy, [rows[i].encoded for i in here], self.engine.cache
+                ),
             ),
-            Some(
+            PartialReader(
                 ratio != 0,
-                lambda here: Branch(
-                    self.engine.speaker, [other[rows[i].prompt.uid] for i in here], self.engine.cache
+                lambda here: CachedReader(
+                    self.engine.rollout_policy, [other[rows[i].prompt.uid] for i in here], self.engine.cache
                 ),
             ),
             ratio,
             self,
         )
 
-    def _other(self, row: Asked) -> Encoded:
+    def _other(self, row: GenerationRequest) -> EncodedPrompt:
         """Encode a prompt for the branch that hallucinates."""
         generator = self.stream.generator("distortion", row.prompt.uid)
         if self.against == "blind":
-            return self.policy.chat.encode(blinded(row.prompt))
+            return self.policy.prompt_encoder.encode(without_media(row.prompt))
         if self.against == "cropped":
-            less = spoilt(row.prompt, lambda frames: cropped(frames, generator, (0.01, 0.2)))
-            return self.policy.chat.encode(less)
+            less = map_frames(row.prompt, lambda frames: random_crop(frames, generator, (0.01, 0.2)))
+            return self.policy.prompt_encoder.encode(less)
         pixels = {
-            name: noised(value, generator, self.noise_step) if name.startswith("pixel_values") else value
+            name: add_noise(value, generator, self.noise_step) if name.startswith("pixel_values") else value
             for name, value in row.encoded.media.items()
         }
         return replace(row.encoded, media=pixels)
 
 
-class Mixture:
+class MixtureReader:
     """Reads rows twice, and mixes what both say."""
 
-    def __init__(self, seeing: Some, blind: Some, ratio: Tensor, dial: ContrastiveDecoding) -> None:
+    def __init__(
+        self, seeing: PartialReader, blind: PartialReader, ratio: Tensor, dial: ContrastiveDecoding
+    ) -> None:
         self.seeing, self.blind, self.ratio, self.dial = seeing, blind, ratio, dial
-        self.forbidden = torch.tensor(dial.policy.chat.placeholders, device=ratio.device)
+        self.forbidden = torch.tensor(dial.policy.prompt_encoder.placeholders, device=ratio.device)
         self.length = 0
 
     def read(self, token: Tensor | None) -> Tensor:

@@ -9,8 +9,14 @@ from dataclasses import replace
 from mmrl.config.ranges import ShareBelowOne
 from mmrl.config.registry import engine
 from mmrl.core.types import Prompt, Rollouts, Trajectory
-from mmrl.vision.decoding.decoding import Asked, Begun, Branch, Decoder, Reader
-from mmrl.vision.media.corruptions import blinded
+from mmrl.vision.decoding.decoding import (
+    CachedReader,
+    ForcedPrefixReader,
+    GenerationRequest,
+    LogitsReader,
+    TokenEngine,
+)
+from mmrl.vision.media.corruptions import without_media
 
 
 @engine
@@ -25,7 +31,7 @@ class DropoutNtp:
 
     notes: frozenset[str] = frozenset()
 
-    def __init__(self, engine: Decoder, *, share: ShareBelowOne = 0.5) -> None:
+    def __init__(self, engine: TokenEngine, *, share: ShareBelowOne = 0.5) -> None:
         if not 0 <= share < 1:
             raise ValueError(f"`share` must lie in [0, 1), not {share}")
         self.engine, self.policy, self.share = engine, engine.policy, share
@@ -47,13 +53,13 @@ class DropoutNtp:
         )
         return (*(_told(row, 0.0) for row in whole), *(_told(row, 1.0) for row in tails))
 
-    def _begin(self, rows: Sequence[Asked], begun: dict[str, list[Trajectory]]) -> Reader:
+    def _begin(self, rows: Sequence[GenerationRequest], begun: dict[str, list[Trajectory]]) -> LogitsReader:
         device = self.policy.core.get_input_embeddings().weight.device
-        encode = self.policy.chat.encode
-        encoded = [encode(blinded(row.prompt)) for row in rows]
-        branch = Branch(self.engine.speaker, encoded, self.engine.cache)
+        encode = self.policy.prompt_encoder.encode
+        encoded = [encode(without_media(row.prompt)) for row in rows]
+        branch = CachedReader(self.engine.rollout_policy, encoded, self.engine.cache)
         answers = [begun[row.prompt.uid][row.index].steps.ids for row in rows]
-        return Begun(branch, [ids[: int(self.share * len(ids))] for ids in answers], device)
+        return ForcedPrefixReader(branch, [ids[: int(self.share * len(ids))] for ids in answers], device)
 
 
 def _told(row: Trajectory, ratio: float) -> Trajectory:

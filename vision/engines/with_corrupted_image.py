@@ -12,7 +12,7 @@ from mmrl.config.registry import engine
 from mmrl.core.protocols import Engine
 from mmrl.core.rng import Stream
 from mmrl.core.types import Frames, Prompt, Rollouts, Trajectory
-from mmrl.vision.media.corruptions import blinded, cropped, noised_frames, spoilt
+from mmrl.vision.media.corruptions import add_frame_noise, map_frames, random_crop, without_media
 
 
 @engine
@@ -59,16 +59,16 @@ class WithCorruptedImage:
 
     def _spoilt(self, prompt: Prompt) -> Prompt:
         if self.kind == "blind":
-            return blinded(prompt)
+            return without_media(prompt)
 
         def spoil(frames: Frames) -> Frames:
             # The generator is made anew, so that a prompt that is read twice shows the same.
             generator = self.stream.generator("distortion", prompt.uid)
             if self.kind == "crop":
-                return cropped(frames, generator, self.scale)
-            return noised_frames(frames, generator, self.noise_step)
+                return random_crop(frames, generator, self.scale)
+            return add_frame_noise(frames, generator, self.noise_step)
 
-        return spoilt(prompt, spoil)
+        return map_frames(prompt, spoil)
 
     def _twin(self, row: Trajectory, shown: Prompt) -> Trajectory:
         answer = row.outcomes[-1]

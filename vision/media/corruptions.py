@@ -16,7 +16,7 @@ NOISE_STEPS = 1000
 TRIES = 10  # draws of a shape that fits, as torchvision's random crop has it
 
 
-def blinded(prompt: Prompt) -> Prompt:
+def without_media(prompt: Prompt) -> Prompt:
     """Take every picture and clip out of a prompt, with its placeholder."""
     messages = []
     for message in prompt.messages:
@@ -25,7 +25,7 @@ def blinded(prompt: Prompt) -> Prompt:
     return replace(prompt, messages=tuple(messages))
 
 
-def spoilt(prompt: Prompt, spoil: Callable[[Frames], Frames]) -> Prompt:
+def map_frames(prompt: Prompt, spoil: Callable[[Frames], Frames]) -> Prompt:
     """Show other frames in the places of a prompt's media."""
 
     def other(media: Media) -> Media:
@@ -46,7 +46,7 @@ def spoilt(prompt: Prompt, spoil: Callable[[Frames], Frames]) -> Prompt:
     )
 
 
-def cropped(frames: Frames, generator: torch.Generator, scale: tuple[float, ...]) -> Frames:
+def random_crop(frames: Frames, generator: torch.Generator, scale: tuple[float, ...]) -> Frames:
     """Cut a random part out of frames and enlarge it to their size: a share of the area drawn from `scale`,
     and a shape between 3:4 and 4:3 (mDPO, arXiv 2406.11839). All frames are cut alike."""
     height, width = frames.pixels.shape[-2:]
@@ -74,7 +74,7 @@ def _box(
     return (height - side) // 2, (width - side) // 2, side, side
 
 
-def noised(values: Tensor, generator: torch.Generator, noise_step: int) -> Tensor:
+def add_noise(values: Tensor, generator: torch.Generator, noise_step: int) -> Tensor:
     """Send normalised pixels along a diffusion of 1000 steps, to the one wanted (VCD, arXiv 2311.16922)."""
     rate = torch.sigmoid(torch.linspace(-6, 6, NOISE_STEPS)) * (0.5e-2 - 1e-5) + 1e-5
     kept = float((1 - rate).cumprod(0)[noise_step])
@@ -82,7 +82,7 @@ def noised(values: Tensor, generator: torch.Generator, noise_step: int) -> Tenso
     return math.sqrt(kept) * values + math.sqrt(1 - kept) * noise
 
 
-def noised_frames(frames: Frames, generator: torch.Generator, noise_step: int) -> Frames:
+def add_frame_noise(frames: Frames, generator: torch.Generator, noise_step: int) -> Frames:
     """Put VCD's noise on frames. Our reading: on pixels between -1 and 1, cut off there."""
-    values = noised(frames.pixels.float() / 127.5 - 1, generator, noise_step)
+    values = add_noise(frames.pixels.float() / 127.5 - 1, generator, noise_step)
     return replace(frames, pixels=((values + 1) * 127.5).round().clamp(0, 255).to(torch.uint8))

@@ -13,15 +13,21 @@ from pathlib import Path
 from typing import Any
 
 from mmrl.data.dataset_io import FORMS, DataRow, RowError, Rows, SourceError, hub_rows
-from mmrl.vision.media.media_columns import ENDINGS, Named
+from mmrl.vision.media.media_columns import ENDINGS, MediaRef
 from mmrl.vision.media.media_root import MediaRoot, decode_image
 from mmrl.vision.media.video import MediaError, video_duration
 
-SIGNS = {b"\x89PNG": ".png", b"\xff\xd8\xff": ".jpg", b"GIF8": ".gif", b"RIFF": ".webp", b"BM": ".bmp"}
+IMAGE_SIGNATURES = {
+    b"\x89PNG": ".png",
+    b"\xff\xd8\xff": ".jpg",
+    b"GIF8": ".gif",
+    b"RIFF": ".webp",
+    b"BM": ".bmp",
+}
 
 
 @dataclass
-class Ledger:
+class BuildLog:
     """What a builder kept and left out, and why; every row that is left out is named."""
 
     bad_rows: str = "error"  # or "drop"
@@ -54,25 +60,25 @@ class MediaWriter:
     root: MediaRoot
     output: Path
     folder: str = "media"
-    written: dict[Named | str, str] = field(default_factory=dict)
+    written: dict[MediaRef | str, str] = field(default_factory=dict)
 
-    def put(self, named: Named) -> str:
+    def put(self, named: MediaRef) -> str:
         """Copy or write one medium, and give its path relative to the data set."""
         key = hashlib.sha256(named.data).hexdigest() if named.data else named
         if key not in self.written:
             self.written[key] = self._encoded(named, str(key)) if named.data else self._copied(named)
         return self.written[key]
 
-    def _encoded(self, named: Named, digest: str) -> str:
+    def _encoded(self, named: MediaRef, digest: str) -> str:
         if named.kind != "image":
             raise MediaError("a clip inside a row cannot be read; write it to a file and name that")
         decode_image(named.data, named.path or "the picture in the row")
-        ending = next((e for sign, e in SIGNS.items() if named.data.startswith(sign)), ".img")
+        ending = next((e for sign, e in IMAGE_SIGNATURES.items() if named.data.startswith(sign)), ".img")
         name = f"{self.folder}/{digest[:20]}{ending}"
         self._place(name).write_bytes(named.data)
         return name
 
-    def _copied(self, named: Named) -> str:
+    def _copied(self, named: MediaRef) -> str:
         path = self.root.locate(named.path)
         if named.kind == "image":
             decode_image(path, str(path))
@@ -90,7 +96,9 @@ class MediaWriter:
         return target
 
 
-def readable(source: str, root: str, ledger: Ledger, subset: str = "") -> tuple[Iterator[DataRow], MediaRoot]:
+def readable_rows(
+    source: str, root: str, ledger: BuildLog, subset: str = ""
+) -> tuple[Iterator[DataRow], MediaRoot]:
     """Go through the rows of a file, a folder or a data set of the hub; those that cannot be read are left
     out."""
     path = Path(source)
@@ -138,6 +146,6 @@ class SplitFiles:
             part.unlink()
 
 
-def is_picture(path: Path) -> bool:
+def is_image_file(path: Path) -> bool:
     """Tell a picture by its name."""
     return path.suffix.lower() in ENDINGS["image"]

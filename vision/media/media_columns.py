@@ -20,7 +20,7 @@ ENDINGS = {
 
 
 @dataclass(frozen=True)
-class Named:
+class MediaRef:
     """One medium of a row: its kind, its path, or its bytes where the row holds them."""
 
     kind: str  # "image" or "video"
@@ -28,19 +28,19 @@ class Named:
     data: bytes = b""
 
 
-def media_of(columns: Mapping[str, Any]) -> Iterator[Named]:
+def media_of(columns: Mapping[str, Any]) -> Iterator[MediaRef]:
     """List the media that a row names: in its columns, and inside the parts of its messages. A column that is
     null or missing names none; one of an unknown form is a `RowError`."""
     for names, kind in ((PICTURES, "image"), (CLIPS, "video")):
         for name in names:
-            yield from named(columns.get(name), kind, name)
+            yield from media_refs(columns.get(name), kind, name)
     for name in EITHER:
         yield from _files(columns.get(name))
     for name in MESSAGES:
         yield from _inside(columns.get(name), name)
 
 
-def named(value: Any, kind: str, name: str) -> Iterator[Named]:
+def media_refs(value: Any, kind: str, name: str) -> Iterator[MediaRef]:
     """List what a field `name` names: paths, bytes, mappings of either as `datasets` keeps them, or a list of
     these; null is none."""
     match value:
@@ -53,43 +53,43 @@ def named(value: Any, kind: str, name: str) -> Iterator[Named]:
             yield _one(value, kind, name)
 
 
-def _one(value: Any, kind: str, name: str) -> Named:
+def _one(value: Any, kind: str, name: str) -> MediaRef:
     match value:
         case str() if value.strip():
-            return Named(kind, value)
+            return MediaRef(kind, value)
         case bytes() if value:
-            return Named(kind, "", value)
+            return MediaRef(kind, "", value)
         case {"bytes": bytes(data), **rest} if data and isinstance(rest.get("path"), str | None):
-            return Named(kind, rest.get("path") or "", data)
+            return MediaRef(kind, rest.get("path") or "", data)
         case Mapping() if value.get("bytes") is None:
             path = value.get("path", value.get(kind))
             if isinstance(path, str) and path.strip():
-                return Named(kind, path)
+                return MediaRef(kind, path)
     raise RowError(
         f"wanted a path, bytes, or an object with `path` or `bytes` of the {kind} as `{name}`, "
         f"got {short(value)}"
     )
 
 
-def _files(value: Any) -> Iterator[Named]:
+def _files(value: Any) -> Iterator[MediaRef]:
     """List what is called like a file, among words."""
     match value:
         case str(path) | {"path": str(path)}:
             data = value.get("bytes") if isinstance(value, Mapping) else b""
             for kind, endings in ENDINGS.items():
                 if path.lower().endswith(endings):
-                    yield Named(kind, path, data if isinstance(data, bytes) else b"")
+                    yield MediaRef(kind, path, data if isinstance(data, bytes) else b"")
         case [*values]:
             for one in values:
                 yield from _files(one)
 
 
-def _inside(value: Any, name: str) -> Iterator[Named]:
+def _inside(value: Any, name: str) -> Iterator[MediaRef]:
     match value:
         case {"type": str(kind)} if kind.startswith(("image", "video")):
             given = [key for key, held in value.items() if key not in ("type", "text") and held is not None]
             if kind in ENDINGS and kind in given:
-                yield from named(value[kind], kind, f"{name}.{kind}")
+                yield from media_refs(value[kind], kind, f"{name}.{kind}")
             elif given or kind not in ENDINGS:  # nothing but the type marks where a medium of a column stands
                 raise RowError(f"wanted `image` or `video` in a part of `{name}`, got {short(value)}")
         case Mapping():

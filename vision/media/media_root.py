@@ -11,7 +11,7 @@ import torch
 from mmrl.core.byte_lru import Kept
 from mmrl.core.types import Frames, Media
 from mmrl.data.media import MAX_IMAGE_PIXELS, MediaError, locate, read_image
-from mmrl.vision.media.video import Sampling, read_video
+from mmrl.vision.media.video import FrameSampling, read_video
 
 MAX_FILE_BYTES = 4 << 30
 CACHE_BYTES = 1 << 30
@@ -30,7 +30,7 @@ class MediaRoot:
     def __post_init__(self) -> None:
         self._kept: Kept[Frames] = Kept(self.cache_bytes, lambda frames: frames.pixels.numel())
 
-    def video(self, name: str, sampling: Sampling) -> Media:
+    def video(self, name: str, sampling: FrameSampling) -> Media:
         """Name a clip; it is decoded when somebody looks at it."""
         return Media(
             "video",

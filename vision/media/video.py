@@ -15,7 +15,7 @@ from mmrl.data.media import MediaError, opened_video, upright
 
 
 @dataclass(frozen=True)
-class Sampling:
+class FrameSampling:
     """Which frames of a clip are looked at, and how large.
 
     Frames stand at equal distances from `start` to `end` (seconds; None: the whole clip), at
@@ -34,7 +34,7 @@ class Sampling:
     end: float | None = None
 
 
-def read_video(path: Path, sampling: Sampling = Sampling()) -> Frames:
+def read_video(path: Path, sampling: FrameSampling = FrameSampling()) -> Frames:
     """Decode the frames that `sampling` asks for, as uint8 with their times in seconds, upright.
 
     Variable frame rates, rotated clips and files without a duration are read as they play. A file that is
@@ -44,7 +44,7 @@ def read_video(path: Path, sampling: Sampling = Sampling()) -> Frames:
         return _read(path, container, sampling)
 
 
-def _read(path: Path, container, sampling: Sampling) -> Frames:
+def _read(path: Path, container, sampling: FrameSampling) -> Frames:
     from av.video.reformatter import VideoReformatter
 
     stream = container.streams.video[0]
@@ -81,7 +81,7 @@ def _read(path: Path, container, sampling: Sampling) -> Frames:
     return Frames(torch.stack(pictures), torch.tensor(wanted, dtype=torch.float64), duration)
 
 
-def sample_times(begin: float, end: float, sampling: Sampling) -> list[float]:
+def sample_times(begin: float, end: float, sampling: FrameSampling) -> list[float]:
     """List the seconds at which frames are looked at: the first at `begin`, all at equal distances."""
     step = sampling.multiple_of
     count = min(
@@ -142,7 +142,7 @@ def _refuse_cut(path: Path, last: float, wanted: float, duration: float) -> None
         )
 
 
-def _picture(frame, sampling: Sampling, count: int, scaler) -> Tensor:
+def _picture(frame, sampling: FrameSampling, count: int, scaler) -> Tensor:
     """Turn a frame into an upright (3, height, width) uint8 picture inside the pixel limits."""
     width, height = frame.width, frame.height
     limits = [sampling.max_pixels, max(1, sampling.total_pixels // count) if sampling.total_pixels else 0]

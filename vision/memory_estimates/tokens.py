@@ -7,13 +7,13 @@ from collections.abc import Mapping, Sequence
 from mmrl.config.registry import find, memory_estimate
 from mmrl.config.schema import Config
 from mmrl.core.types import Prompt
-from mmrl.vision.decoding.token_steps import Speaker
+from mmrl.vision.decoding.token_steps import TokenPolicy
 
 COLUMNS = 5  # mask, advantage, weight, and the engine's log-probability and entropy
 
 
 @memory_estimate
-def tokens(config: Config, policy: Speaker, prompts: Sequence[Prompt]) -> Mapping[str, float]:
+def tokens(config: Config, policy: TokenPolicy, prompts: Sequence[Prompt]) -> Mapping[str, float]:
     """Estimate the KV cache of the rows that are generated at once, unquantised, and the step table."""
     engine = config.rollout.engine[0]
     if engine.name != "vision.generate":
@@ -27,7 +27,7 @@ def tokens(config: Config, policy: Speaker, prompts: Sequence[Prompt]) -> Mappin
     text = policy.model.config.get_text_config()
     size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-    before = max((len(policy.chat.encode(prompt).ids) for prompt in prompts), default=0)
+    before = max((len(policy.prompt_encoder.encode(prompt).ids) for prompt in prompts), default=0)
     token = 2 * text.num_hidden_layers * heads * size * policy.compute.itemsize
     others = 1 + len(config.references)
     return {

@@ -8,14 +8,14 @@ import torch
 from torch import nn
 
 from mmrl.runtime.modules import Derived
-from mmrl.vision.decoding.token_steps import Speaker
-from mmrl.vision.models.processor import Chat
+from mmrl.vision.decoding.token_steps import TokenPolicy
+from mmrl.vision.models.processor import PromptEncoder
 
 
-class Cheaper:
+class EngineModel:
     """Speaks as a policy does, with what transforms make of its model."""
 
-    def __init__(self, policy: Speaker, transforms: Sequence[Callable]) -> None:
+    def __init__(self, policy: TokenPolicy, transforms: Sequence[Callable]) -> None:
         self.policy, self._derived = policy, Derived(policy.model, transforms)
 
     @property
@@ -29,9 +29,9 @@ class Cheaper:
         return self.model.base_model
 
     @property
-    def chat(self) -> Chat:
+    def prompt_encoder(self) -> PromptEncoder:
         """The policy's language."""
-        return self.policy.chat
+        return self.policy.prompt_encoder
 
     @property
     def compute(self) -> torch.dtype:

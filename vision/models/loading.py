@@ -114,7 +114,7 @@ def load_weights(model: nn.Module, adapter: nn.Module | None, folder: Path) -> N
             value.copy_(saved[name])
 
 
-def blank_picture(processor: Any) -> dict[str, Tensor]:
+def blank_image(processor: Any) -> dict[str, Tensor]:
     """Make the tensors of one small black picture."""
     inputs = processor.image_processor(
         images=[torch.zeros(3, 56, 56, dtype=torch.uint8)], return_tensors="pt"
@@ -123,7 +123,7 @@ def blank_picture(processor: Any) -> dict[str, Tensor]:
 
 
 @contextmanager
-def caching(model: nn.Module) -> Iterator[None]:
+def cache_enabled(model: nn.Module) -> Iterator[None]:
     """Let a model that recomputes its layers use a cache for a while: its layers must not believe that they
     train."""
     training = [module for module in model.modules() if module.training]

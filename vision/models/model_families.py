@@ -17,7 +17,7 @@ Inputs = Mapping[str, Tensor]
 
 
 @dataclass(frozen=True)
-class Family:
+class VLMFamily:
     """How a family sees one prompt.
 
     `positions(core, inputs)` gives (A, S) rotary positions, A axes. `features(core, inputs)` gives the number
@@ -132,21 +132,21 @@ def _count_packed(core: nn.Module, inputs: Inputs) -> dict[int, int]:
     return counts
 
 
-_QWEN2 = Family(_by_volumes, _count_grids)
-_QWEN3 = Family(_on_grid, _count_grids)
-_PLAIN = Family(_in_line, lambda core, inputs: {})
-FAMILIES: dict[str, Family] = {
+_QWEN2 = VLMFamily(_by_volumes, _count_grids)
+_QWEN3 = VLMFamily(_on_grid, _count_grids)
+_PLAIN = VLMFamily(_in_line, lambda core, inputs: {})
+FAMILIES: dict[str, VLMFamily] = {
     "qwen2_vl": _QWEN2,
     "qwen2_5_vl": _QWEN2,
     "qwen3_vl": _QWEN3,
     "qwen3_vl_moe": _QWEN3,
-    "llava": Family(_in_line, _count_patches),
-    "internvl": Family(_in_line, _count_tiles),
-    "smolvlm": Family(_in_line, _count_shuffled),
-    "llava_onevision": Family(_in_line, _count_packed),
+    "llava": VLMFamily(_in_line, _count_patches),
+    "internvl": VLMFamily(_in_line, _count_tiles),
+    "smolvlm": VLMFamily(_in_line, _count_shuffled),
+    "llava_onevision": VLMFamily(_in_line, _count_packed),
 }
 
 
-def family_of(config: Any) -> Family:
+def family_of(config: Any) -> VLMFamily:
     """Look a family up by `model_type`."""
     return FAMILIES.get(config.model_type, _PLAIN)

@@ -17,7 +17,7 @@ TICKS = 1000  # frame times are handed to processors in milliseconds
 
 
 @dataclass(frozen=True, eq=False)
-class Encoded:
+class EncodedPrompt:
     """A prompt as a model reads it: `ids` is (S,), `positions` is (A, S), `media` are the tensors that its
     processor made."""
 
@@ -37,7 +37,7 @@ class Encoded:
         return sum(t.numel() * t.element_size() for t in (self.ids, self.positions, *self.media.values()))
 
 
-class Chat:
+class PromptEncoder:
     """Speaks the language of one processor. Encoded prompts are kept while there is room, so a group shares
     one."""
 
@@ -46,9 +46,9 @@ class Chat:
         self.pixels = self._pixel_limits(pixels) if pixels else {}
         self.placeholders = self._placeholders()
         self.end = self._end_tokens()
-        self.kept: Kept[Encoded] = Kept(CACHE_BYTES, lambda encoded: encoded.bytes)
+        self.kept: Kept[EncodedPrompt] = Kept(CACHE_BYTES, lambda encoded: encoded.bytes)
 
-    def encode(self, prompt: Prompt) -> Encoded:
+    def encode(self, prompt: Prompt) -> EncodedPrompt:
         """Encode a prompt, and count its media features against its placeholder tokens."""
         return self.kept.get((prompt.uid, prompt.messages), lambda: self._encode(prompt))
 
@@ -66,7 +66,7 @@ class Chat:
         """Turn the tokens of an answer into text."""
         return self.tokenizer.decode(ids, skip_special_tokens=True)
 
-    def _encode(self, prompt: Prompt) -> Encoded:
+    def _encode(self, prompt: Prompt) -> EncodedPrompt:
         self._refuse_placeholders(prompt)
         messages = [
             {
@@ -96,7 +96,7 @@ class Chat:
         ids = inputs.pop("input_ids")[0]
         for name in ("attention_mask", "mm_token_type_ids"):
             inputs.pop(name, None)
-        return Encoded(prompt.uid, ids, positions, inputs)
+        return EncodedPrompt(prompt.uid, ids, positions, inputs)
 
     def _media_arguments(self, images: list[Tensor], clips: list[Frames]) -> dict[str, Any]:
         from transformers.video_utils import VideoMetadata

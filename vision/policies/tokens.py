@@ -27,7 +27,7 @@ from mmrl.vision.decoding.token_steps import (
     windows,
 )
 from mmrl.vision.models import loading
-from mmrl.vision.models.processor import Chat
+from mmrl.vision.models.processor import PromptEncoder
 
 LOGIT_BYTES = 256 << 20  # float32 logits that may exist at once
 
@@ -139,7 +139,7 @@ class Tokens:
         self.model = loading.load_model(model, dtype=dtype, attn_implementation=attn_implementation)
         self.model = apply_transforms(self.model, transform)
         pixels = {"shortest_edge": min_pixels, "longest_edge": max_pixels}
-        self.chat = Chat(
+        self.prompt_encoder = PromptEncoder(
             self.processor,
             self.model.base_model,
             pixels={name: value for name, value in pixels.items() if value is not None},
@@ -160,13 +160,13 @@ class Tokens:
         self.compute, self.share_prefix = DTYPES[dtype], share_prefix
         self.module: nn.Module = StepModel(
             self.model,
-            self.chat.placeholders,
+            self.prompt_encoder.placeholders,
             compute=self.compute,
             checkpointed=gradient_checkpointing,
             share=share_prefix,
         )
         if not freeze_vision_tower:
-            self.module.blank = loading.blank_picture(self.processor)
+            self.module.blank = loading.blank_image(self.processor)
 
     @property
     def core(self) -> nn.Module:
@@ -175,14 +175,14 @@ class Tokens:
 
     def encode(self, prompt: Prompt, outcome: Outcome) -> Trajectory:
         """Turn a recorded answer into a row, its end token included."""
-        ids = self.chat.answer(outcome.text or "")
+        ids = self.prompt_encoder.answer(outcome.text or "")
         seen = Outcome(
             text=outcome.text,
             end=len(ids),
             tags={"finish": "stop", **outcome.tags},
             recorded=outcome.recorded,
         )
-        row = TokenRow(self.chat.encode(prompt), ids)
+        row = TokenRow(self.prompt_encoder.encode(prompt), ids)
         return Trajectory(prompt, prompt.uid, (seen,), row, len(ids), {"token": ids}, on_policy=False)
 
     def collate(self, rollouts: Rollouts) -> Batch:

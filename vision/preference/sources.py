@@ -12,8 +12,8 @@ from typing import Any
 from mmrl.core.types import Media
 from mmrl.data.dataset_io import Rows, parquet_of, row_files
 from mmrl.data.fields import RowError, text
-from mmrl.vision.media.dataset_writer import SIGNS, is_picture
-from mmrl.vision.media.media_columns import Named, media_of
+from mmrl.vision.media.dataset_writer import IMAGE_SIGNATURES, is_image_file
+from mmrl.vision.media.media_columns import MediaRef, media_of
 from mmrl.vision.media.media_root import MediaRoot, decode_image
 from mmrl.vision.media.video import MediaError
 
@@ -23,7 +23,7 @@ class Item:
     """One picture to be described, or a row that cannot be used."""
 
     place: str
-    named: Named | None = None
+    named: MediaRef | None = None
     prompt: str = ""
     fault: str = ""
 
@@ -67,9 +67,9 @@ class Pictures:
             inside[:] = sorted(name for name in inside if not name.startswith("."))
             for name in sorted(names):
                 path = Path(folder, name)
-                if is_picture(path):
+                if is_image_file(path):
                     relative = path.relative_to(self.source).as_posix()
-                    yield Item(relative, Named("image", relative))
+                    yield Item(relative, MediaRef("image", relative))
 
     def _rows(self) -> Iterator[Item]:
         for row in Rows(self.source, self.root.root):
@@ -82,7 +82,7 @@ class Pictures:
             except RowError as error:
                 yield Item(place, fault=str(error))
 
-    def bytes_of(self, named: Named) -> bytes:
+    def bytes_of(self, named: MediaRef) -> bytes:
         """Read a picture as it is stored."""
         if named.data:
             return named.data
@@ -125,7 +125,7 @@ def digest_of(data: bytes) -> str:
 
 def ending_of(data: bytes) -> str:
     """Tell the ending of a picture's file from how it begins."""
-    return next((ending for sign, ending in SIGNS.items() if data.startswith(sign)), ".img")
+    return next((ending for sign, ending in IMAGE_SIGNATURES.items() if data.startswith(sign)), ".img")
 
 
 def _count_rows(path: Path) -> int:

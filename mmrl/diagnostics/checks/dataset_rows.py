@@ -24,7 +24,7 @@ def unreadable_rows(rows: Rows) -> Iterator[Finding]:
 def duplicate_ids(rows: Rows) -> Iterator[Finding]:
     """Find rows of a split with the same `id`, whose answers would be compared as one group."""
     places: dict[tuple[str, str], str] = {}
-    for row in rows.sound():
+    for row in rows.valid():
         if row.columns.get("id") is None:
             continue
         key = (row.split, str(row.columns["id"]))
@@ -36,7 +36,7 @@ def duplicate_ids(rows: Rows) -> Iterator[Finding]:
 @check(on="data")
 def empty_answers(rows: Rows) -> Iterator[Finding]:
     """Find rows whose answer is empty, or whose chosen and rejected answers are the same."""
-    for row in rows.sound():
+    for row in rows.valid():
         texts = {
             name: text_of(row.columns[name]).strip() for name in ANSWERS if row.columns.get(name) is not None
         }
