@@ -1,1 +1,1 @@
-"""Reading and writing data sets on disk."""
+"""Reading and writing datasets on disk, and opening their media safely."""

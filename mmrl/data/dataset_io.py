@@ -1,4 +1,4 @@
-"""Rows of data sets on disk: JSON lines, JSON lists, parquet, and folders of `datasets`."""
+"""Reading and writing rows of datasets: JSON lines, JSON lists, parquet, and folders saved by `datasets`."""
 
 from __future__ import annotations
 
@@ -18,11 +18,12 @@ from mmrl.data.fields import RowError, short
 
 FORMS = (".jsonl", ".parquet", ".json")
 SHARD = re.compile(r"-\d{5}-of-\d{5}$")  # how the hub numbers the files of one split
-BATCH = 256  # rows of a parquet file held at once
-DEEPEST = 64  # levels of lists and objects in a row; code that goes through them calls itself
-SHOWN = 10  # bad rows that an error names
+BATCH = 256  # rows of a parquet file in memory at once
+DEEPEST = 64  # levels of lists and objects in a row: code that walks through them is recursive
+SHOWN = 10  # bad rows that an error lists
 PLACE = re.compile(r"(:\d+|\[\d+\])$")
 SURROGATE = re.compile("[\ud800-\udfff]")
+BOM = b"\xef\xbb\xbf"
 log = logging.getLogger("mmrl")
 
 
@@ -32,7 +33,7 @@ class SourceError(RowError, ConfigError):
 
 @dataclass(frozen=True)
 class DataRow:
-    """One row: where it stands, which split it belongs to, and what it holds, or why it cannot be read."""
+    """One row of a dataset: its file and line, its split, and its columns, or why it cannot be read."""
 
     place: str
     split: str
@@ -41,37 +42,51 @@ class DataRow:
 
     @property
     def source(self) -> str:
-        """Name the file of the row, or the split of a data set of the hub."""
+        """The file of the row, or the split of a dataset of the hub."""
         return PLACE.sub("", self.place)
 
 
 @dataclass(frozen=True)
 class Rows:
-    """All rows of a file or a folder, read anew each time one goes through them; media paths are relative to
-    `root`."""
+    """All rows of a file or folder, read anew in every iteration; media paths are relative to `root`."""
 
     path: Path
     root: Path
 
     def __iter__(self) -> Iterator[DataRow]:
-        return (row for source in row_files(self.path) for row in _read(source))
+        readers = {".jsonl": json_lines, ".json": _read_list, ".parquet": _read_parquet}
+        for path in row_files(self.path):
+            yield from _read_saved(path) if path.is_dir() else readers[path.suffix](path)
 
     def valid(self) -> Iterator[DataRow]:
-        """Go through the rows that can be read."""
+        """Iterate over the rows that can be read."""
         return (row for row in self if not row.fault)
 
 
+class UniqueIds:
+    """Detects ids that occur twice: the answers of both rows would be compared as one group."""
+
+    def __init__(self) -> None:
+        self._places: dict[tuple[str, str], str] = {}
+
+    def add(self, uid: str, place: str, split: str = "") -> None:
+        """Register the id of a row; raises RowError if an earlier row of the split has it."""
+        first = self._places.setdefault((split, uid), place)
+        if first != place:
+            raise RowError(f"the id '{uid}' is that of {first}")
+
+
 def valid_rows(path: Path) -> Iterator[DataRow]:
-    """Read rows, and refuse a file of which some cannot be read."""
+    """Read rows; raises RowError with all unreadable rows of the file if there is one."""
     rows = iter(Rows(path, path))
     for row in rows:
         if row.fault:
-            raise bad_rows_error(path, [f"{one.place}: {one.fault}" for one in (row, *rows) if one.fault])
+            raise bad_rows_error(path, [f"{bad.place}: {bad.fault}" for bad in (row, *rows) if bad.fault])
         yield row
 
 
 def bad_rows_error(source: str | Path, bad: Sequence[str], advice: str = "mend them") -> RowError:
-    """Make the error that counts the rows that cannot be used, and names the first of them."""
+    """Make an error that counts the rows that cannot be used, and lists the first of them."""
     shown = [*bad[:SHOWN], *([f"and {len(bad) - SHOWN} more"] if len(bad) > SHOWN else [])]
     rows = "1 row" if len(bad) == 1 else f"{len(bad)} rows"
     return RowError(f"{rows} of '{source}' cannot be used; {advice}:\n  " + "\n  ".join(shown))
@@ -85,31 +100,34 @@ def read_prompts(
     bad_rows: str = "",
     limit: int = 0,
 ) -> list[Prompt]:
-    """Make a prompt of every row, at most `limit` (0: all). `make` gets a row and its number from 0; it may
-    give None, which leaves the row out, or raise a `RowError` without the place.
+    """Make a prompt of every row of a dataset.
 
-    Rows that cannot be used are counted and named together, or with `bad_rows` "drop" named in the log and
-    left out; "" stands for data sets that have no such option. So are rows whose id was there before: their
-    answers would be compared as one group.
+    Rows that cannot be used, and rows with an id that an earlier row has, are collected into one error.
+
+    Args:
+        source: The name of the dataset in errors.
+        rows: The rows.
+        make: Gets a row and its number from 0. It may return None, which skips the row, or raise a
+            `RowError` without the place.
+        bad_rows: "error"; "drop" logs and skips bad rows; "" is for datasets without such an option.
+        limit: The most prompts that are made; 0: no limit.
     """
     prompts: list[Prompt] = []
-    places: dict[str, str] = {}
-    bad = []
+    ids, bad = UniqueIds(), []
     for number, row in enumerate(rows):
         try:
             if row.fault:
                 raise RowError(row.fault)
             prompt = make(row, number)
-            if prompt is not None and prompt.uid in places:
-                raise RowError(f"the id '{prompt.uid}' is that of {places[prompt.uid]}")
+            if prompt is None:
+                continue
+            ids.add(prompt.uid, row.place)
         except RowError as error:
             bad.append(f"{row.place}: {error}")
             continue
-        if prompt is not None:
-            places[prompt.uid] = row.place
-            prompts.append(prompt)
-            if len(prompts) == limit:
-                break
+        prompts.append(prompt)
+        if len(prompts) == limit:
+            break
     if bad and bad_rows != "drop":
         raise bad_rows_error(source, bad, "mend them, or set `bad_rows: drop`" if bad_rows else "mend them")
     for line in bad:
@@ -120,9 +138,9 @@ def read_prompts(
 
 
 def row_files(path: Path) -> list[Path]:
-    """List the files that hold the rows of a data set: itself, or what lies in the folder.
+    """List the files of a dataset: the file itself, or those in the folder or its subfolder `data`.
 
-    Lists in JSON count only where nothing else does: beside other files they describe rather than hold rows.
+    JSON lists count only if there are no other files: next to those they are descriptions rather than rows.
     """
     if path.is_file():
         if path.suffix not in FORMS:
@@ -130,62 +148,49 @@ def row_files(path: Path) -> list[Path]:
         return [path]
     if not path.is_dir():
         raise SourceError(f"there is no file or folder '{path}'")
-    if _is_saved(path):
+    if any((path / name).is_file() for name in ("dataset_dict.json", "state.json")):
         return [path]
+    listed = sorted(file for home in (path, path / "data") if home.is_dir() for file in home.iterdir())
     for forms in ((".jsonl", ".parquet"), (".json",)):
-        homes = [path, path / "data"]
-        found = sorted(
-            one for home in homes if home.is_dir() for one in home.iterdir() if one.suffix in forms
-        )
-        if found:
-            return found
+        if files := [file for file in listed if file.suffix in forms]:
+            return files
     raise SourceError(f"the folder '{path}' holds no rows; they come as {', '.join(FORMS)}")
 
 
 def split_of(path: Path) -> str:
-    """Tell the split of a file from its name: `train-00000-of-00002.parquet` belongs to `train`."""
+    """Derive the split from a file name: `train-00000-of-00002.parquet` belongs to `train`."""
     return SHARD.sub("", path.stem)
 
 
-def _is_saved(path: Path) -> bool:
-    return any((path / name).is_file() for name in ("dataset_dict.json", "state.json"))
-
-
-def _read(path: Path) -> Iterator[DataRow]:
-    readers = {".jsonl": json_lines, ".json": _read_list, ".parquet": _read_parquet}
-    return _read_saved(path) if path.is_dir() else readers[path.suffix](path)
-
-
 def checked(row: DataRow) -> DataRow:
-    """Let a row name its split, and refuse what no code should go through: a row nested too deep, or texts
-    that UTF-8 cannot hold."""
+    """Apply the row's own `split`; mark rows that are nested too deep or hold text that is not UTF-8."""
     level: list[Any] = [row.columns]
     for _ in range(DEEPEST):
         below: list[Any] = []
-        for one in level:
-            if isinstance(one, str):
-                if not one.isascii() and SURROGATE.search(one):
-                    what = f"half a character, which UTF-8 cannot hold, in {short(one)}"
+        for value in level:
+            if isinstance(value, str):
+                if not value.isascii() and SURROGATE.search(value):
+                    what = f"half a character, which UTF-8 cannot hold, in {short(value)}"
                     return DataRow(row.place, row.split, fault=what)
-            elif isinstance(one, Mapping):
-                below += (*one.keys(), *one.values())
-            elif isinstance(one, list | tuple):
-                below += one
+            elif isinstance(value, Mapping):
+                below += (*value.keys(), *value.values())
+            elif isinstance(value, list | tuple):
+                below += value
         if not below:
-            named = row.columns.get("split")
-            return replace(row, split=named) if isinstance(named, str) and named else row
+            split = row.columns.get("split")
+            return replace(row, split=split) if isinstance(split, str) and split else row
         level = below
     return DataRow(row.place, row.split, fault=f"nested deeper than {DEEPEST} levels")
 
 
 def text_lines(path: Path) -> Iterator[DataRow]:
-    """Read the lines of a UTF-8 file that hold something, each as the column `line`, numbered from 1."""
+    """Read the non-blank lines of a UTF-8 file, each as the column `line`; places are numbered from 1."""
     if not path.is_file():
         raise SourceError(f"there is no file '{path}'")
     split = split_of(path)
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
-            line = line.removeprefix(b"\xef\xbb\xbf")
+            line = line.removeprefix(BOM)
             if line.strip():
                 place = f"{path}:{number}"
                 try:
@@ -195,7 +200,7 @@ def text_lines(path: Path) -> Iterator[DataRow]:
 
 
 def read_text_file(path: Path) -> str:
-    """Read a UTF-8 file that is no list of rows."""
+    """Read a UTF-8 file as a whole; errors name the line."""
     if not path.is_file():
         raise SourceError(f"there is no file '{path}'")
     data = path.read_bytes()
@@ -207,17 +212,14 @@ def read_text_file(path: Path) -> str:
 
 
 def json_lines(path: Path) -> Iterator[DataRow]:
-    """Read one JSON object a line, whatever the file is called."""
+    """Read one JSON object per line, whatever the suffix of the file."""
     for row in text_lines(path):
-        yield row if row.fault else _parsed(row)
-
-
-def _parsed(row: DataRow) -> DataRow:
-    try:
-        columns = parse_json(row.columns["line"])
-    except RowError as error:
-        return DataRow(row.place, row.split, fault=f"not a JSON object: {error}")
-    return _object(columns, row.place, row.split, "a JSON object")
+        if not row.fault:
+            try:
+                row = _object(parse_json(row.columns["line"]), row.place, row.split, "a JSON object")
+            except RowError as error:
+                row = DataRow(row.place, row.split, fault=f"not a JSON object: {error}")
+        yield row
 
 
 def _object(columns: Any, place: str, split: str, wanted: str) -> DataRow:
@@ -227,42 +229,38 @@ def _object(columns: Any, place: str, split: str, wanted: str) -> DataRow:
 
 
 def parse_json(text: str) -> Any:
-    """Read JSON. Keys that stand twice, numbers of thousands of digits and endless nesting are refused."""
+    """Parse JSON; duplicate keys, numbers of thousands of digits and endless nesting are a RowError."""
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        made = dict(pairs)
+        if len(made) < len(pairs):
+            name = Counter(name for name, _ in pairs).most_common(1)[0][0]
+            raise ValueError(f"the key {short(name)} occurs twice")
+        return made
+
     try:
-        return json.loads(text, object_pairs_hook=_once)
+        return json.loads(text, object_pairs_hook=unique)
     except (ValueError, RecursionError) as error:
         raise RowError(str(error)) from error
 
 
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        twice = Counter(name for name, _ in pairs).most_common(1)[0][0]
-        raise RowError(f"the key {short(twice)} stands twice")
-    return found
-
-
 def _read_list(path: Path) -> Iterator[DataRow]:
-    if _begins_with(path, b"{"):  # many benchmarks name JSON lines so
+    with path.open("rb") as file:
+        start = file.read(4096).removeprefix(BOM).lstrip()[:1]
+    if start == b"{":  # many benchmarks give JSON lines this suffix
         yield from json_lines(path)
         return
+    split = split_of(path)
     try:
-        found = parse_json(path.read_bytes().decode("utf-8-sig"))
-    except UnicodeDecodeError as error:
-        yield DataRow(str(path), split_of(path), fault=f"not UTF-8: {error}")
+        rows = parse_json(path.read_bytes().decode("utf-8-sig"))
+    except (UnicodeDecodeError, RowError) as error:
+        wanted = "UTF-8" if type(error) is UnicodeDecodeError else "JSON"
+        yield DataRow(str(path), split, fault=f"not {wanted}: {error}")
         return
-    except RowError as error:
-        yield DataRow(str(path), split_of(path), fault=f"not JSON: {error}")
-        return
-    if type(found) is not list:
-        raise SourceError(f"'{path}' must hold a list of objects, not {short(found)}")
-    for number, columns in enumerate(found):
-        yield _object(columns, f"{path}[{number}]", split_of(path), "an object")
-
-
-def _begins_with(path: Path, sign: bytes) -> bool:
-    with path.open("rb") as file:
-        return file.read(4096).removeprefix(b"\xef\xbb\xbf").lstrip()[:1] == sign
+    if type(rows) is not list:
+        raise SourceError(f"'{path}' must hold a list of objects, not {short(rows)}")
+    for number, columns in enumerate(rows):
+        yield _object(columns, f"{path}[{number}]", split, "an object")
 
 
 def _read_parquet(path: Path) -> Iterator[DataRow]:
@@ -276,7 +274,7 @@ def _read_parquet(path: Path) -> Iterator[DataRow]:
 
 @contextmanager
 def parquet_of(path: Path) -> Iterator[Any]:
-    """Open a parquet file; what is wrong with it is a `SourceError`."""
+    """Open a parquet file; errors of the reader become a `SourceError`."""
     import pyarrow
     from pyarrow import parquet
 
@@ -287,7 +285,7 @@ def parquet_of(path: Path) -> Iterator[Any]:
 
 
 def row_of(batch: Any, at: int, place: str, split: str) -> DataRow:
-    """Read one row of an arrow table, which may hold values that Python has none for."""
+    """Read one row of an arrow table; a value that Python has no type for makes it a faulty row."""
     import pyarrow
 
     try:
@@ -299,17 +297,16 @@ def row_of(batch: Any, at: int, place: str, split: str) -> DataRow:
 
 
 def _read_saved(path: Path) -> Iterator[DataRow]:
-    """Read what `datasets` saved to disk."""
+    """Read a folder that `Dataset.save_to_disk` or `DatasetDict.save_to_disk` wrote."""
     import datasets
 
     loaded = datasets.load_from_disk(str(path))
-    # One split, or a mapping of them.
     splits = loaded if (path / "dataset_dict.json").is_file() else {str(loaded.split or path.name): loaded}
     yield from _rows_of(splits, str(path))
 
 
 def hub_rows(name: str, subset: str = "") -> Iterator[DataRow]:
-    """Read all splits of a data set of the hub."""
+    """Read all splits of a dataset of the hub."""
     import datasets
 
     try:
@@ -321,24 +318,25 @@ def hub_rows(name: str, subset: str = "") -> Iterator[DataRow]:
 
 
 def _rows_of(splits: Mapping[str, Any], source: str) -> Iterator[DataRow]:
-    """Go through splits of `datasets`. Pictures stay encoded, as bytes or paths."""
+    """Iterate over splits of `datasets`. Images stay encoded, as bytes or paths."""
     import datasets
 
+    encoded = datasets.Image(decode=False)
     for split, table in splits.items():
         for name, feature in table.features.items():
             if type(feature) is datasets.Image:
-                table = table.cast_column(name, datasets.Image(decode=False))
+                table = table.cast_column(name, encoded)
             elif type(getattr(feature, "feature", None)) is datasets.Image:
-                table = table.cast_column(name, datasets.List(datasets.Image(decode=False)))
+                table = table.cast_column(name, datasets.List(encoded))
         for number, columns in enumerate(table):
             yield checked(DataRow(f"{source}: {split}[{number}]", split, columns))
 
 
 def write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> int:
-    """Write rows as JSON lines, a JSON list or parquet, as the name says; count them."""
+    """Write rows as JSON lines, a JSON list or parquet, by the suffix of the path; returns their number."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    count = 0
     if path.suffix == ".jsonl":
+        count = 0
         with path.open("w", encoding="utf-8") as file:
             for row in rows:
                 file.write(json.dumps(row, ensure_ascii=False) + "\n")
@@ -351,19 +349,14 @@ def write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> int:
         import pyarrow
         from pyarrow import parquet
 
-        # The columns of the first row alone would be written otherwise.
-        names = list(dict.fromkeys(name for row in listed for name in row))
-        columns = {name: _array([row.get(name) for row in listed], name, path) for name in names}
+        # `Table.from_pylist` would write the columns of the first row only.
+        columns = {}
+        for name in dict.fromkeys(name for row in listed for name in row):
+            try:
+                columns[name] = pyarrow.array([row.get(name) for row in listed])
+            except (pyarrow.ArrowException, OverflowError) as error:
+                raise RowError(f"cannot write the column `{name}` to '{path}': {error}") from error
         parquet.write_table(pyarrow.table(columns), path)
     else:
         raise RowError(f"cannot write rows to '{path}'; name it {', '.join(FORMS)}")
     return len(listed)
-
-
-def _array(values: list[Any], name: str, path: Path) -> Any:
-    import pyarrow
-
-    try:
-        return pyarrow.array(values)
-    except (pyarrow.ArrowException, OverflowError) as error:
-        raise RowError(f"cannot write the column `{name}` to '{path}': {error}") from error

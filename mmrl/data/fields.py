@@ -1,5 +1,6 @@
-"""Strict reading of what one field of a row holds: a text, a number, a list, an id. All else is a `RowError`
-that names the field and what came."""
+"""Validation of single fields of a row: text, number, list, object, id.
+
+A value of another type is a `RowError` that names the field and the value."""
 
 from __future__ import annotations
 
@@ -19,31 +20,31 @@ class RowError(ValueError):
 
 
 def short(value: Any) -> str:
-    """Show a value in an error, cut where it is long or deeply nested."""
+    """Format a value for an error message, shortened where it is long or deeply nested."""
     return _SHORT.repr(value)
 
 
 def text(value: Any, name: str) -> str:
-    """Let a text through that holds more than blanks."""
+    """Return the value if it is a text that is not blank."""
     if not isinstance(value, str) or not value.strip():
         raise RowError(f"wanted a text as `{name}`, got {short(value)}")
     return value
 
 
 def is_number(value: Any) -> bool:
-    """Tell whether a value is a finite number that a float can hold; True and False are not."""
+    """Check for a finite number that fits a float; True and False are not numbers."""
     return type(value) in (int, float) and abs(value) <= sys.float_info.max
 
 
 def number(value: Any, name: str) -> float:
-    """Let a finite number through, as a float."""
+    """Return a finite number as a float."""
     if not is_number(value):
         raise RowError(f"wanted a finite number as `{name}`, got {short(value)}")
     return float(value)
 
 
 def listed(value: Any, name: str, size: int | None = None) -> list[Any]:
-    """Let a list through, of `size` entries if one is given."""
+    """Return the value as a list if it is one, of `size` entries if that is given."""
     if not isinstance(value, list | tuple) or size not in (None, len(value)):
         wanted = "a list" if size is None else f"a list of {size}"
         raise RowError(f"wanted {wanted} as `{name}`, got {short(value)}")
@@ -51,14 +52,14 @@ def listed(value: Any, name: str, size: int | None = None) -> list[Any]:
 
 
 def mapping(value: Any, name: str) -> Mapping[str, Any]:
-    """Let an object with named fields through."""
+    """Return the value if it is an object with named fields."""
     if not isinstance(value, Mapping):
         raise RowError(f"wanted an object as `{name}`, got {short(value)}")
     return value
 
 
 def plain(value: Any, name: str) -> Any:
-    """Let through what JSON can hold."""
+    """Return the value if JSON can represent it."""
     try:
         json.dumps(value)
     except (TypeError, ValueError) as error:
@@ -67,7 +68,7 @@ def plain(value: Any, name: str) -> Any:
 
 
 def uid_of(columns: Mapping[str, Any], default: str, name: str = "id") -> str:
-    """Read the id of a row, a text or a number; without one it is the `default`."""
+    """Read the id of a row, a text or a number; a row without one gets the `default`."""
     value = columns.get(name)
     if value is None:
         return default
@@ -75,7 +76,7 @@ def uid_of(columns: Mapping[str, Any], default: str, name: str = "id") -> str:
 
 
 def fill_template(template: str, words: Mapping[str, Any]) -> str:
-    """Put the fields of a row into a template of `str.format`."""
+    """Fill a `str.format` template with the fields of a row."""
     try:
         return template.format_map(words)
     except (LookupError, ValueError, TypeError, AttributeError) as error:

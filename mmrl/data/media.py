@@ -1,5 +1,4 @@
-"""Opening image and video files of others: one loader of each, with a list of allowed formats and limits on
-size."""
+"""Opening untrusted image and video files: allowed folder, allowed formats, limits on size."""
 
 from __future__ import annotations
 
@@ -14,37 +13,43 @@ from torch import Tensor
 
 from mmrl.data.fields import RowError
 
+MAX_FILE_BYTES = 4 << 30
 MAX_IMAGE_PIXELS = 100_000_000
 # Not EPS, for which Pillow starts ghostscript, nor formats whose readers hardly anybody uses.
 IMAGE_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "AVIF")
 # ffmpeg's names of containers. None of them reads other files: no playlists, lists of files or descriptions
 # of streams (hls, concat, image2, dash, sdp), whatever a file is called.
 CONTAINERS = "mov,mp4,matroska,webm,avi,mpegts,mpeg,flv,ogg,asf,gif"
-DEEP = 65535  # white of 16-bit grey
 
 
 class MediaError(RowError):
     """An image or a video that cannot be used. The message names the file."""
 
 
-def locate(name: str, root: Path) -> Path:
-    """Find a file inside a folder, or say what is wrong with its name."""
+def locate(name: str, root: Path, max_bytes: int = MAX_FILE_BYTES) -> Path:
+    """Resolve the path of a file inside `root`, links included.
+
+    Raises `MediaError` if the path leaves the root, is no file, or the file is larger than `max_bytes`.
+    """
     try:
         inside = root.resolve()
         path = (inside / name).resolve()
-        there = path.is_relative_to(inside) and path.is_file()
+        exists = path.is_relative_to(inside) and path.is_file()
     except (OSError, ValueError) as error:  # too long, a loop of links, a zero byte
-        raise MediaError(f"{name!r} in '{root}' cannot be the path of a file: {_said(error)}") from error
+        raise MediaError(f"{name!r} in '{root}' cannot be the path of a file: {_reason(error)}") from error
     if not path.is_relative_to(inside):
         raise MediaError(f"the path '{name}' leaves its root '{root}'; paths must stay inside it")
-    if not there:
+    if not exists:
         raise MediaError(f"there is no file '{name}' in '{root}'")
+    size = path.stat().st_size
+    if size > max_bytes:
+        raise MediaError(f"'{path}' has {size} bytes; the limit is {max_bytes} (max_file_bytes)")
     return path
 
 
 @contextmanager
 def opened_image(source: Path | bytes, name: str, max_pixels: int = MAX_IMAGE_PIXELS) -> Iterator[Any]:
-    """Open an image of Pillow from a file or from bytes; what fails inside is a `MediaError` with `name`."""
+    """Open a file or bytes as a Pillow image; every error inside the block becomes a `MediaError`."""
     from PIL import Image
 
     Image.init()
@@ -63,18 +68,18 @@ def opened_image(source: Path | bytes, name: str, max_pixels: int = MAX_IMAGE_PI
         raise
     except Exception as error:  # Pillow's readers raise errors of any type where a file is damaged
         raise MediaError(
-            f"cannot decode '{name}': {_said(error)}; wanted an image as {', '.join(IMAGE_FORMATS)}"
+            f"cannot decode '{name}': {_reason(error)}; wanted an image as {', '.join(IMAGE_FORMATS)}"
         ) from error
 
 
 def read_image(
     source: Path | bytes, name: str, max_pixels: int = MAX_IMAGE_PIXELS, *, transparent: bool = False
 ) -> Any:
-    """Decode an image upright as RGB of Pillow, 8 bits a channel; what is transparent shows white below it.
+    """Decode an image as an upright 8-bit RGB image of Pillow, on a white background where it is transparent.
 
-    Grey of 16 bits is scaled, so that its white is 255. 32-bit integers and floating point, whose white no
-    file tells, are errors. Of an animation (GIF, WebP, APNG, AVIF) or of several pages it is the first.
-    With `transparent` it is RGBA, and nothing is laid below it. `name` appears in errors.
+    16-bit grey is scaled so that its white becomes 255. 32-bit integers and floating point are errors,
+    because files do not say which value is white. Of animations (GIF, WebP, APNG, AVIF) and of several pages
+    the first is decoded. `transparent` keeps transparency: RGBA without a background. `name` is for errors.
     """
     from PIL import Image, ImageOps
 
@@ -90,7 +95,7 @@ def read_image(
 
 
 def _in_8_bits(image: Any, file: Any, name: str) -> Any:
-    """Scale 16-bit grey to 8 bits; `file` is the image as it was opened, which tells the format."""
+    """Scale 16-bit grey to 8 bits; `file` is the image as it was opened, which has the metadata."""
     import numpy
     from PIL import Image
 
@@ -99,7 +104,7 @@ def _in_8_bits(image: Any, file: Any, name: str) -> Any:
         if image.mode in ("I", "F"):
             what = "32-bit integers" if image.mode == "I" else "floating-point numbers"
             raise MediaError(
-                f"'{name}' holds {what}, and no file tells which of them is white; save it with 8 or 16 bits"
+                f"'{name}' holds {what}, and files do not say which value is white; save it with 8 or 16 bits"
             )
         return image
     values = numpy.array(image).astype(numpy.int64)
@@ -117,11 +122,14 @@ def _in_8_bits(image: Any, file: Any, name: str) -> Any:
 
 @contextmanager
 def opened_video(path: Path, max_pixels: int = MAX_IMAGE_PIXELS) -> Iterator[Any]:
-    """Open a container of PyAV that has a video; what fails inside is a `MediaError`.
+    """Open a file as a PyAV container with a video stream; errors inside the block become a `MediaError`.
 
-    Only formats that hold their media themselves are opened, and nothing but this file is ever read.
+    Only formats that contain their media are opened, and no other file is ever read.
     """
     import av
+
+    def refuse(url: str, flags: int, options: dict) -> Any:
+        raise PermissionError(f"it refers to another file, '{url}'")
 
     try:
         with ExitStack() as stack:
@@ -129,7 +137,7 @@ def opened_video(path: Path, max_pixels: int = MAX_IMAGE_PIXELS) -> Iterator[Any
             container = stack.enter_context(
                 av.open(
                     file,
-                    io_open=_refuse,
+                    io_open=refuse,
                     container_options={"format_whitelist": CONTAINERS},
                     metadata_errors="replace",  # titles in other encodings than UTF-8 are common
                 )
@@ -139,29 +147,29 @@ def opened_video(path: Path, max_pixels: int = MAX_IMAGE_PIXELS) -> Iterator[Any
             codec = container.streams.video[0].codec_context
             if codec is None:
                 raise MediaError(f"'{path}' holds a video in a codec that this build of ffmpeg does not know")
-            if codec.width * codec.height > max_pixels:  # a damaged header may claim any size
+            if codec.width * codec.height > max_pixels:  # a damaged header can claim any size
                 raise MediaError(
                     f"'{path}' has {codec.width}x{codec.height} pixels; the limit is {max_pixels}; make it "
                     "smaller"
                 )
-            codec.options = {"max_pixels": str(max_pixels)}  # and a stream may grow on its way
+            codec.options = {"max_pixels": str(max_pixels)}  # and a stream can grow later
             yield container
     except MediaError:
         raise
     except (av.error.FFmpegError, OSError, ValueError, OverflowError, MemoryError) as error:
         raise MediaError(
-            f"cannot decode '{path}': {_said(error)}; wanted a video as {CONTAINERS.replace(',', ', ')}"
+            f"cannot decode '{path}': {_reason(error)}; wanted a video as {CONTAINERS.replace(',', ', ')}"
         ) from error
 
 
 def is_turned(frame: Any) -> bool:
-    """Tell whether a frame of PyAV is shown turned by a quarter, so that its width becomes its height."""
+    """Whether a PyAV frame is displayed rotated by 90 degrees, so that width and height swap."""
     a, b, _, _ = _display_matrix(frame)
     return abs(b) > abs(a)
 
 
 def upright(pixels: Tensor, frame: Any) -> Tensor:
-    """Turn and mirror (height, width, 3) pixels as the display matrix of their frame says."""
+    """Rotate and mirror (height, width, 3) pixels by the display matrix of their frame."""
     a, b, c, d = _display_matrix(frame)  # x goes to a x + c y, y to b x + d y
     if abs(b) > abs(a):
         pixels, a, d = pixels.transpose(0, 1), c, b
@@ -176,10 +184,6 @@ def _display_matrix(frame: Any) -> tuple[int, int, int, int]:
     return a, b, c, d
 
 
-def _refuse(url: str, flags: int, options: dict) -> Any:
-    raise PermissionError(f"it refers to another file, '{url}'")
-
-
-def _said(error: Exception) -> str:
-    words = getattr(error, "strerror", None) or str(error)
-    return " ".join(words.split()) or type(error).__name__
+def _reason(error: Exception) -> str:
+    text = getattr(error, "strerror", None) or str(error)
+    return " ".join(text.split()) or type(error).__name__

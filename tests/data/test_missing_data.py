@@ -8,7 +8,8 @@ import pytest
 
 from mmrl.cli import main
 
-CONFIGS = Path(__file__).parents[2] / "configs"
+ROOT = Path(__file__).parents[2]
+CONFIGS = ROOT / "configs"
 NO_WEIGHTS = "policy.model=there-is-no-such-model"
 TRAIN = {  # configuration, and its overrides but the path
     "grounding": ("examples/video_grounding/grpo.yaml", "data.root=."),
@@ -38,7 +39,7 @@ def assert_wrong(arguments, capsys):
 @pytest.mark.parametrize("name", TRAIN)
 def test_train(path, capsys, name):
     config, *more = TRAIN[name]
-    assert_wrong(["train", str(CONFIGS / config), f"data.path={path}", NO_WEIGHTS, *more], capsys)
+    assert_wrong(["train", str(ROOT / config), f"data.path={path}", NO_WEIGHTS, *more], capsys)
 
 
 @pytest.mark.parametrize("config", MEASURED)
@@ -57,7 +58,7 @@ def test_build(path, capsys, name):
     given = [f"build.{'path' if 'grounding' in name else 'source'}={path}", "output=out"]
     if "grounding" in name:
         given += ["build.durations=''", "build.root=."]
-    assert_wrong(["build", str(CONFIGS / f"build_{name}.yaml"), *given], capsys)
+    assert_wrong(["build", str(CONFIGS / f"build/{name}.yaml"), *given], capsys)
 
 
 def test_data_check(path, capsys):

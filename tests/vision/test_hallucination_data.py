@@ -119,7 +119,7 @@ def test_missing_pictures_are_named_before_anything_runs(home):
         RowError, match=r"1 row of 'instances\.json' cannot be used; mend them:\n  8: there is no file"
     ):
         chair(**COCO, root="pictures")
-    with pytest.raises(ValueError, match="name the folder of the pictures"):
+    with pytest.raises(ValueError, match="name the folder of the images"):
         chair(**COCO)
 
 

@@ -1,1 +1,1 @@
-"""Images and videos of data sets: decoding, columns that name them, writing them."""
+"""Images and videos of datasets: decoding them, finding them in rows, corrupting and writing them."""

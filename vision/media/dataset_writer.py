@@ -1,5 +1,4 @@
-"""Writing data sets: rows with relative media paths, their media beside them, and a manifest of what was left
-out."""
+"""Writing datasets: rows with relative media paths, copies of the media, and a manifest of dropped rows."""
 
 from __future__ import annotations
 
@@ -12,12 +11,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mmrl.data.dataset_io import FORMS, DataRow, RowError, Rows, SourceError, hub_rows
+from mmrl.data.dataset_io import FORMS, DataRow, RowError, Rows, SourceError, hub_rows, write_rows
 from mmrl.vision.media.media_columns import ENDINGS, MediaRef
 from mmrl.vision.media.media_root import MediaRoot, decode_image
 from mmrl.vision.media.video import MediaError, video_duration
 
-IMAGE_SIGNATURES = {
+IMAGE_SIGNATURES = {  # the first bytes of an image file, and its suffix
     b"\x89PNG": ".png",
     b"\xff\xd8\xff": ".jpg",
     b"GIF8": ".gif",
@@ -28,26 +27,26 @@ IMAGE_SIGNATURES = {
 
 @dataclass
 class BuildLog:
-    """What a builder kept and left out, and why; every row that is left out is named."""
+    """Counts the rows that a builder kept, and lists every row that it dropped, with the reason."""
 
     bad_rows: str = "error"  # or "drop"
-    kept: Counter = field(default_factory=Counter)
+    kept: Counter = field(default_factory=Counter)  # by split
     dropped: list[str] = field(default_factory=list)
 
     def drop(self, place: str, reason: str) -> None:
-        """Leave a row out, or stop if none may be."""
+        """Record a dropped row; raises RowError unless `bad_rows` is "drop"."""
         if self.bad_rows == "error":
             raise RowError(f"{place}: {reason}; mend it, or set `bad_rows: drop`")
         self.dropped.append(f"{place}: {reason}")
 
-    def finish(self, output: Path, told: Mapping[str, Any]) -> dict[str, Any]:
-        """Write `manifest.json`, and give the counts of the closing line."""
+    def finish(self, output: Path, facts: Mapping[str, Any]) -> dict[str, Any]:
+        """Write `manifest.json` with `facts` and counts; returns the counts. No row at all is an error."""
         counts: dict[str, Any] = dict(sorted(self.kept.items()))
         if not counts:
             shown = "; ".join(self.dropped[:3]) or "the source is empty"
-            source = told.get("source", output.name)
+            source = facts.get("source", output.name)
             raise SourceError(f"no row of {len(self.dropped)} in '{source}' could be used: {shown}")
-        manifest = {**told, "counts": counts, "dropped": self.dropped}
+        manifest = {**facts, "counts": counts, "dropped": self.dropped}
         output.mkdir(parents=True, exist_ok=True)
         (output / "manifest.json").write_text(json.dumps(manifest, indent=2, ensure_ascii=False) + "\n")
         return {**counts, "dropped": len(self.dropped)} if self.dropped else counts
@@ -55,70 +54,76 @@ class BuildLog:
 
 @dataclass
 class MediaWriter:
-    """Puts media into a data set under `media/`, once each, after looking at them."""
+    """Copies media into the folder `media/` of a dataset, each once, after checking that they can be read."""
 
     root: MediaRoot
     output: Path
     folder: str = "media"
     written: dict[MediaRef | str, str] = field(default_factory=dict)
 
-    def put(self, named: MediaRef) -> str:
-        """Copy or write one medium, and give its path relative to the data set."""
-        key = hashlib.sha256(named.data).hexdigest() if named.data else named
+    def put(self, ref: MediaRef) -> str:
+        """Copy a file, or write the bytes of a row, and return the path relative to the dataset."""
+        # Bytes are known by their hash: many rows of a dataset may contain the same image.
+        key = hashlib.sha256(ref.data).hexdigest() if ref.data else ref
         if key not in self.written:
-            self.written[key] = self._encoded(named, str(key)) if named.data else self._copied(named)
+            self.written[key] = self._write(ref, str(key)) if ref.data else self._copy(ref)
         return self.written[key]
 
-    def _encoded(self, named: MediaRef, digest: str) -> str:
-        if named.kind != "image":
-            raise MediaError("a clip inside a row cannot be read; write it to a file and name that")
-        decode_image(named.data, named.path or "the picture in the row")
-        ending = next((e for sign, e in IMAGE_SIGNATURES.items() if named.data.startswith(sign)), ".img")
-        name = f"{self.folder}/{digest[:20]}{ending}"
-        self._place(name).write_bytes(named.data)
+    def _write(self, ref: MediaRef, digest: str) -> str:
+        if ref.kind != "image":
+            raise MediaError("a video inside a row cannot be read; write it to a file and name that")
+        decode_image(ref.data, ref.path or "the image in the row")
+        suffix = next((e for sign, e in IMAGE_SIGNATURES.items() if ref.data.startswith(sign)), ".img")
+        name = f"{self.folder}/{digest[:20]}{suffix}"
+        self._target(name).write_bytes(ref.data)
         return name
 
-    def _copied(self, named: MediaRef) -> str:
-        path = self.root.locate(named.path)
-        if named.kind == "image":
+    def _copy(self, ref: MediaRef) -> str:
+        path = self.root.locate(ref.path)
+        if ref.kind == "image":
             decode_image(path, str(path))
         else:
             video_duration(path)
         name = f"{self.folder}/{path.relative_to(self.root.root.resolve()).as_posix()}"
-        target = self._place(name)
+        target = self._target(name)
         if target.resolve() != path:
             shutil.copyfile(path, target)
         return name
 
-    def _place(self, name: str) -> Path:
+    def _target(self, name: str) -> Path:
         target = self.output / name
         target.parent.mkdir(parents=True, exist_ok=True)
         return target
 
 
 def readable_rows(
-    source: str, root: str, ledger: BuildLog, subset: str = ""
+    source: str, root: str, build_log: BuildLog, subset: str = ""
 ) -> tuple[Iterator[DataRow], MediaRoot]:
-    """Go through the rows of a file, a folder or a data set of the hub; those that cannot be read are left
-    out."""
+    """Read a file, a folder or a dataset of the hub, and find the root of its media.
+
+    Rows that cannot be read go to the log of the build.
+    """
     path = Path(source)
     home = Path(root) if root else path if path.is_dir() else path.parent
-    here = path.exists() or path.suffix in FORMS or path.is_absolute() or len(path.parts) > 2
-    found: Iterable[DataRow] = Rows(path, home) if here else hub_rows(source, subset)
+    # Ids of the hub are `name` or `owner/name`.
+    local = path.exists() or path.suffix in FORMS or path.is_absolute() or len(path.parts) > 2
+    rows: Iterable[DataRow] = Rows(path, home) if local else hub_rows(source, subset)
 
-    def sound() -> Iterator[DataRow]:
-        for row in found:
+    def readable() -> Iterator[DataRow]:
+        for row in rows:
             if row.fault:
-                ledger.drop(row.place, row.fault)
+                build_log.drop(row.place, row.fault)
             else:
                 yield row
 
-    return sound(), MediaRoot(home, cache_bytes=0)
+    return readable(), MediaRoot(home, cache_bytes=0)
 
 
 class SplitFiles:
-    """Writes rows to one file per split as they come: `{split}.jsonl`, or in the end `.json` or
-    `.parquet`."""
+    """Writes rows as they come, one file per split; `form` is `.jsonl`, `.json` or `.parquet`.
+
+    Until `close`, rows are in `{split}.jsonl.part`, so that an aborted build leaves no complete file.
+    """
 
     def __init__(self, output: Path, form: str = ".jsonl") -> None:
         self.output, self.form = output, form
@@ -132,20 +137,18 @@ class SplitFiles:
         self._files[split].write(json.dumps(row, ensure_ascii=False) + "\n")
 
     def close(self) -> None:
-        """Finish the files; until then they end in `.part`."""
-        from mmrl.data.dataset_io import write_rows
-
+        """Finish the files: rename them, or convert them to the form that was asked for."""
         for split, file in self._files.items():
             file.close()
-            part = self.output / f"{split}.jsonl.part"
+            part, path = Path(file.name), self.output / f"{split}{self.form}"
             if self.form == ".jsonl":
-                part.replace(self.output / f"{split}.jsonl")
+                part.replace(path)
                 continue
             with part.open(encoding="utf-8") as lines:
-                write_rows(self.output / f"{split}{self.form}", map(json.loads, lines))
+                write_rows(path, map(json.loads, lines))
             part.unlink()
 
 
 def is_image_file(path: Path) -> bool:
-    """Tell a picture by its name."""
+    """Whether a path has the suffix of an image format."""
     return path.suffix.lower() in ENDINGS["image"]

@@ -1,4 +1,4 @@
-"""Which images and videos a row of any known form names."""
+"""Finding the images and videos that a row of a dataset refers to, in all known layouts."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ from typing import Any
 
 from mmrl.data.fields import RowError, short
 
-PICTURES = ("image", "images")
-CLIPS = ("video", "videos")
-# Columns that hold media in some data sets and words in others: only what is called like a file counts.
+COLUMNS = {"image": "image", "images": "image", "video": "video", "videos": "video"}
+# Columns that hold media in some datasets and texts in others: only names of media files count.
 EITHER = ("chosen", "rejected", "mask", "masks", "foreground", "background", "composite")
 MESSAGES = ("messages", "prompt", "conversations", "chosen", "rejected", "answers")
 ENDINGS = {
@@ -21,7 +20,7 @@ ENDINGS = {
 
 @dataclass(frozen=True)
 class MediaRef:
-    """One medium of a row: its kind, its path, or its bytes where the row holds them."""
+    """A reference of a row to an image or video: its path, or its bytes if the row contains them."""
 
     kind: str  # "image" or "video"
     path: str
@@ -29,31 +28,31 @@ class MediaRef:
 
 
 def media_of(columns: Mapping[str, Any]) -> Iterator[MediaRef]:
-    """List the media that a row names: in its columns, and inside the parts of its messages. A column that is
-    null or missing names none; one of an unknown form is a `RowError`."""
-    for names, kind in ((PICTURES, "image"), (CLIPS, "video")):
-        for name in names:
-            yield from media_refs(columns.get(name), kind, name)
+    """List the media that a row refers to, in its columns and in the parts of its messages.
+
+    Columns that are null or missing are skipped; raises `RowError` for a column of unknown layout.
+    """
+    for name, kind in COLUMNS.items():
+        yield from media_refs(columns.get(name), kind, name)
     for name in EITHER:
-        yield from _files(columns.get(name))
+        yield from _file_names(columns.get(name))
     for name in MESSAGES:
-        yield from _inside(columns.get(name), name)
+        yield from _in_messages(columns.get(name), name)
 
 
 def media_refs(value: Any, kind: str, name: str) -> Iterator[MediaRef]:
-    """List what a field `name` names: paths, bytes, mappings of either as `datasets` keeps them, or a list of
-    these; null is none."""
+    """List the media in a field: null, a path, bytes, a mapping of `datasets`, or a list of these."""
     match value:
         case None:
             pass
         case [*values]:
-            for i, one in enumerate(values):
-                yield _one(one, kind, f"{name}[{i}]")
+            for i, item in enumerate(values):
+                yield _media_ref(item, kind, f"{name}[{i}]")
         case _:
-            yield _one(value, kind, name)
+            yield _media_ref(value, kind, name)
 
 
-def _one(value: Any, kind: str, name: str) -> MediaRef:
+def _media_ref(value: Any, kind: str, name: str) -> MediaRef:
     match value:
         case str() if value.strip():
             return MediaRef(kind, value)
@@ -71,8 +70,8 @@ def _one(value: Any, kind: str, name: str) -> MediaRef:
     )
 
 
-def _files(value: Any) -> Iterator[MediaRef]:
-    """List what is called like a file, among words."""
+def _file_names(value: Any) -> Iterator[MediaRef]:
+    """List the texts that are names of media files."""
     match value:
         case str(path) | {"path": str(path)}:
             data = value.get("bytes") if isinstance(value, Mapping) else b""
@@ -80,20 +79,20 @@ def _files(value: Any) -> Iterator[MediaRef]:
                 if path.lower().endswith(endings):
                     yield MediaRef(kind, path, data if isinstance(data, bytes) else b"")
         case [*values]:
-            for one in values:
-                yield from _files(one)
+            for item in values:
+                yield from _file_names(item)
 
 
-def _inside(value: Any, name: str) -> Iterator[MediaRef]:
+def _in_messages(value: Any, name: str) -> Iterator[MediaRef]:
     match value:
         case {"type": str(kind)} if kind.startswith(("image", "video")):
-            given = [key for key, held in value.items() if key not in ("type", "text") and held is not None]
-            if kind in ENDINGS and kind in given:
+            keys = [key for key, item in value.items() if key not in ("type", "text") and item is not None]
+            if kind in ENDINGS and kind in keys:
                 yield from media_refs(value[kind], kind, f"{name}.{kind}")
-            elif given or kind not in ENDINGS:  # nothing but the type marks where a medium of a column stands
+            elif keys or kind not in ENDINGS:  # a part with only a type is a placeholder for a media column
                 raise RowError(f"wanted `image` or `video` in a part of `{name}`, got {short(value)}")
         case Mapping():
-            yield from _inside(value.get("content"), name)
+            yield from _in_messages(value.get("content"), name)
         case [*values]:
-            for one in values:
-                yield from _inside(one, name)
+            for item in values:
+                yield from _in_messages(item, name)

@@ -1,4 +1,4 @@
-"""Pictures and clips of a data set: inside one declared folder, within limits, decoded once."""
+"""Lazy loading of the images and videos of a dataset, from one folder, with a cache of decoded media."""
 
 from __future__ import annotations
 
@@ -10,17 +10,22 @@ import torch
 
 from mmrl.core.byte_lru import Kept
 from mmrl.core.types import Frames, Media
-from mmrl.data.media import MAX_IMAGE_PIXELS, MediaError, locate, read_image
+from mmrl.data.media import MAX_FILE_BYTES, MAX_IMAGE_PIXELS, locate, read_image
 from mmrl.vision.media.video import FrameSampling, read_video
 
-MAX_FILE_BYTES = 4 << 30
 CACHE_BYTES = 1 << 30
 
 
 @dataclass
 class MediaRoot:
-    """The folder that media paths are relative to, and may not leave. Decoded media are kept while there is
-    room."""
+    """The folder that the media paths of a dataset are relative to and may not leave.
+
+    Args:
+        root: The folder.
+        max_file_bytes: The largest file that is opened.
+        max_image_pixels: The most pixels (width x height) of an image.
+        cache_bytes: Size of the cache of decoded media, least recently used first out; the latest stays.
+    """
 
     root: Path
     max_file_bytes: int = MAX_FILE_BYTES
@@ -31,39 +36,30 @@ class MediaRoot:
         self._kept: Kept[Frames] = Kept(self.cache_bytes, lambda frames: frames.pixels.numel())
 
     def video(self, name: str, sampling: FrameSampling) -> Media:
-        """Name a clip; it is decoded when somebody looks at it."""
-        return Media(
-            "video",
-            name,
-            lambda: self._once((name, sampling), name, lambda path: read_video(path, sampling)),
-            self.root / name,
-        )
+        """Make a video that is decoded when its frames are first needed."""
+        return self._lazy("video", name, (name, sampling), lambda path: read_video(path, sampling))
 
     def image(self, name: str) -> Media:
-        """Name a picture; it is decoded when somebody looks at it."""
-        return Media("image", name, lambda: self._once((name,), name, self._read_image), self.root / name)
+        """Make an image that is decoded when its pixels are first needed."""
+        return self._lazy(
+            "image", name, (name,), lambda path: decode_image(path, str(path), self.max_image_pixels)
+        )
 
     def locate(self, name: str) -> Path:
-        """Find a file inside the root, or say what is wrong with its name."""
-        path = locate(name, self.root)
-        size = path.stat().st_size
-        if size > self.max_file_bytes:
-            raise MediaError(
-                f"'{path}' has {size} bytes; the limit is {self.max_file_bytes} (max_file_bytes)"
-            )
-        return path
+        """Resolve a path inside the root; raises `MediaError` for other paths and for files too large."""
+        return locate(name, self.root, self.max_file_bytes)
 
-    def _once(self, key: tuple, name: str, read: Callable[[Path], Frames]) -> Frames:
-        path = self.locate(name)
-        return self._kept.get((*key, path.stat().st_mtime_ns), lambda: read(path))
+    def _lazy(self, kind: str, name: str, key: tuple, read: Callable[[Path], Frames]) -> Media:
+        def load() -> Frames:
+            path = self.locate(name)
+            # The time of change is part of the key, so that a file that was replaced is decoded anew.
+            return self._kept.get((*key, path.stat().st_mtime_ns), lambda: read(path))
 
-    def _read_image(self, path: Path) -> Frames:
-        return decode_image(path, str(path), self.max_image_pixels)
+        return Media(kind, name, load, self.root / name)
 
 
 def decode_image(source: Path | bytes, name: str, max_image_pixels: int = MAX_IMAGE_PIXELS) -> Frames:
-    """Decode an image from a file or from bytes as one frame, as `mmrl.data.media.read_image` says; `name`
-    appears in errors."""
+    """Decode a file or bytes as one RGB frame (see `mmrl.data.media.read_image`); `name` is for errors."""
     import numpy
 
     array = numpy.array(read_image(source, name, max_image_pixels))

@@ -1,4 +1,4 @@
-"""Prompts about pictures, and ready-made answers to them."""
+"""Making prompts with images and videos, and attaching recorded answers to them."""
 
 from __future__ import annotations
 
@@ -13,24 +13,25 @@ from mmrl.core.types import Media, Message, Outcome, Part, Prompt
 from mmrl.data.fields import RowError, is_number, short, text
 from mmrl.vision.media.media_root import MediaRoot
 
-MARKS = re.compile(r"<(image|video)>")  # where a text wants its media
+MARKS = re.compile(r"<(image|video)>")  # placeholders for media in texts of datasets
 log = logging.getLogger("mmrl")
 
 
 def ask(uid: str, media: Sequence[Media], asked: str, target: Any, columns: Mapping[str, Any]) -> Prompt:
-    """Show media, then ask."""
-    message = Message("user", (*(Part(media=one) for one in media), Part(asked)))
+    """Make a prompt of one user message: media, then a question."""
+    message = Message("user", (*(Part(media=medium) for medium in media), Part(asked)))
     return Prompt(uid, (message,), target, columns=columns)
 
 
 def with_answers(prompts: Sequence[Prompt], answers: Mapping[str, str], source: str) -> list[Prompt]:
-    """Give prompts the ready-made answers of their ids. Those without one are counted in the log and left
-    out; an answer to nothing is an error."""
+    """Attach recorded answers to prompts by id.
+
+    Prompts without an answer are counted in the log and left out; raises ValueError for an answer without
+    a prompt.
+    """
     unknown = sorted(set(answers) - {prompt.uid for prompt in prompts})
     if unknown:
-        raise ValueError(
-            f"'{source}' answers {len(unknown)} prompts that there are not, such as '{unknown[0]}'"
-        )
+        raise ValueError(f"'{source}' answers {len(unknown)} unknown prompts, such as '{unknown[0]}'")
     kept = [
         replace(prompt, answers=(Outcome(text=answers[prompt.uid]),))
         for prompt in prompts
@@ -42,41 +43,40 @@ def with_answers(prompts: Sequence[Prompt], answers: Mapping[str, str], source: 
 
 
 def root_of(root: str, answers: str, what: str) -> MediaRoot:
-    """Find the folder of the media; it may be left out where answers are ready."""
+    """Make the root of the media; it is optional if there are recorded `answers`."""
     if not root and not answers:
-        raise ValueError(f"{what}: name the folder of the pictures (`root`), or ready-made `answers`")
+        raise ValueError(f"{what}: name the folder of the images (`root`), or recorded `answers`")
     return MediaRoot(Path(root))
 
 
 def interleaved(words: str, media: Sequence[Media]) -> tuple[Part, ...]:
-    """Put media where a text marks them with <image> and <video>, or all before it where it marks none."""
+    """Split a text at its <image> and <video> marks and insert the media; without marks, media come first."""
     marks = MARKS.findall(words)
     if not marks:
-        return (*(Part(media=one) for one in media), Part(words))
-    if marks != [one.kind for one in media]:
-        held = ", ".join(one.kind for one in media) or "nothing"
-        raise RowError(f"the text marks {', '.join(marks)}, but the row holds {held}")
+        return (*(Part(media=medium) for medium in media), Part(words))
+    kinds = [medium.kind for medium in media]
+    if marks != kinds:
+        raise RowError(
+            f"the text marks {', '.join(marks)}, but the row holds {', '.join(kinds) or 'nothing'}"
+        )
     left = iter(media)
     parts = [Part(media=next(left)) if i % 2 else Part(piece) for i, piece in enumerate(MARKS.split(words))]
     return tuple(part for part in parts if part.media or part.text.strip())
 
 
 def answers_of(columns: Mapping[str, Any]) -> str | tuple[str, ...]:
-    """Find the right answer of a row, or all that are right."""
+    """Read the reference answer of a row (`answer`), or all of them (`answers`)."""
     name = "answers" if columns.get("answer") is None and columns.get("answers") is not None else "answer"
-    given = columns.get(name)
-    if not isinstance(given, list | tuple):
-        return answer_of(given, name)
-    if not given:
-        raise RowError(f"wanted at least one answer as `{name}`, got {short(given)}")
-    return tuple(answer_of(one, f"{name}[{i}]") for i, one in enumerate(given))
+    value = columns.get(name)
+    if not isinstance(value, list | tuple):
+        return answer_of(value, name)
+    if not value:
+        raise RowError(f"wanted at least one answer as `{name}`, got {short(value)}")
+    return tuple(answer_of(answer, f"{name}[{i}]") for i, answer in enumerate(value))
 
 
 def answer_of(value: Any, name: str) -> str:
-    """Let a text, a number, or true and false through, in words."""
-    match value:
-        case bool():
-            return "yes" if value else "no"
-        case _ if is_number(value):
-            return str(value)
-    return text(value, name)
+    """Convert a text, number or boolean (yes, no) to a text."""
+    if type(value) is bool:
+        return "yes" if value else "no"
+    return str(value) if is_number(value) else text(value, name)

@@ -1,11 +1,12 @@
-"""Decoding clips by timestamps: which picture was on screen at which second."""
+"""Decoding videos: frames at given seconds, upright, scaled to a budget of pixels."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,12 +17,18 @@ from mmrl.data.media import MediaError, opened_video, upright
 
 @dataclass(frozen=True)
 class FrameSampling:
-    """Which frames of a clip are looked at, and how large.
+    """Which frames of a video are sampled, at equal distances, and how large they are.
 
-    Frames stand at equal distances from `start` to `end` (seconds; None: the whole clip), at
-    `frames_per_second` but never fewer than `min_frames` nor more than `max_frames`, their number a multiple
-    of `multiple_of`. A frame has at most `max_pixels`, all frames together at most `total_pixels` (0: no
-    limit); the aspect ratio is kept.
+    Args:
+        frames_per_second: Sampling rate, within the bounds on the number of frames.
+        min_frames: The fewest frames.
+        max_frames: The most frames.
+        multiple_of: The number of frames is a multiple of this.
+        max_pixels: The most pixels (width x height) of a frame; larger ones shrink, with their aspect ratio
+            kept. 0: no limit.
+        total_pixels: The most pixels of all frames together. 0: no limit.
+        start: The first second; None: the start of the video.
+        end: The last second; None: the end of the video.
     """
 
     frames_per_second: float = 2.0
@@ -35,54 +42,59 @@ class FrameSampling:
 
 
 def read_video(path: Path, sampling: FrameSampling = FrameSampling()) -> Frames:
-    """Decode the frames that `sampling` asks for, as uint8 with their times in seconds, upright.
+    """Decode the sampled frames of a video as upright (F, 3, height, width) uint8, with their seconds.
 
-    Variable frame rates, rotated clips and files without a duration are read as they play. A file that is
-    broken, or ends before it says it does, is an error.
+    Variable frame rates, rotated videos and files without a duration are read as a player shows them. Raises
+    `MediaError` for a file that is damaged, or that ends before the duration in its header.
     """
     with opened_video(path) as container:
         return _read(path, container, sampling)
 
 
-def _read(path: Path, container, sampling: FrameSampling) -> Frames:
+def _read(path: Path, container: Any, sampling: FrameSampling) -> Frames:
     from av.video.reformatter import VideoReformatter
 
     stream = container.streams.video[0]
     stream.thread_type = "AUTO"
-    zero = _zero(stream)
+    zero = _first_second(stream)
     duration = _duration(path, container, stream)
     begin, end = sampling.start or 0.0, duration if sampling.end is None else sampling.end
     if not 0 <= begin < end or begin >= duration:
         raise MediaError(
             f"'{path}' lasts {duration:.2f} s; there is nothing from {begin:.2f} s to {end:.2f} s"
         )
-    wanted = sample_times(begin, min(end, duration), sampling)
+    times = sample_times(begin, min(end, duration), sampling)
     if begin > 1:
         container.seek(int((begin + zero) / stream.time_base), stream=stream)
     scaler = VideoReformatter()  # setting one up takes longer than scaling a small frame
-    pictures, last = [], None
-    for shown, until in _shown(container.decode(stream), zero):
-        while len(pictures) < len(wanted) and wanted[len(pictures)] < until:
-            pictures.append(_picture(shown, sampling, len(wanted), scaler))
-        last = shown
-        if len(pictures) == len(wanted):
+    images: list[Tensor] = []
+    last = None
+    for frame, until in _with_end(container.decode(stream), zero):
+        while len(images) < len(times) and times[len(images)] < until:
+            images.append(_scaled(frame, sampling, len(times), scaler))
+        last = frame
+        if len(images) == len(times):
             break
     if last is None:
         raise MediaError(f"'{path}' holds no frame that can be decoded")
-    if len(pictures) < len(wanted):
-        _refuse_cut(path, last.time - zero, wanted[-1], duration)
-        rest = _picture(last, sampling, len(wanted), scaler)
-        pictures += [rest] * (len(wanted) - len(pictures))
-    sizes = {tuple(picture.shape[1:]) for picture in pictures}
+    if len(images) < len(times):
+        # A sound track that is a little longer than the frames is common; anything more is a cut-off file.
+        if times[-1] - (last.time - zero) > max(1.0, 0.05 * duration):
+            raise MediaError(
+                f"'{path}' is cut short: its header has {duration:.2f} s, but its frames end at "
+                f"{last.time - zero:.2f} s; copy the file again"
+            )
+        images += [_scaled(last, sampling, len(times), scaler)] * (len(times) - len(images))
+    sizes = {tuple(image.shape[1:]) for image in images}
     if len(sizes) > 1:
         raise MediaError(
             f"'{path}' changes its size: its frames have {sorted(sizes)} as height and width; encode it anew"
         )
-    return Frames(torch.stack(pictures), torch.tensor(wanted, dtype=torch.float64), duration)
+    return Frames(torch.stack(images), torch.tensor(times, dtype=torch.float64), duration)
 
 
 def sample_times(begin: float, end: float, sampling: FrameSampling) -> list[float]:
-    """List the seconds at which frames are looked at: the first at `begin`, all at equal distances."""
+    """Compute the seconds of the sampled frames: the first at `begin`, all at equal distances."""
     step = sampling.multiple_of
     count = min(
         max(round((end - begin) * sampling.frames_per_second), sampling.min_frames), sampling.max_frames
@@ -95,12 +107,12 @@ def sample_times(begin: float, end: float, sampling: FrameSampling) -> list[floa
     return [begin + (end - begin) * i / count for i in range(count)]
 
 
-def _duration(path: Path, container, stream) -> float:
-    """Find out how long the pictures last: what the stream says, else the container, else the last frame."""
+def _duration(path: Path, container: Any, stream: Any) -> float:
+    """Find the duration of the frames: from the stream, else the container, else the last packet."""
     if stream.duration:
         return float(stream.duration * stream.time_base)
-    zero = _zero(stream)
-    # Where pictures start late, formats do not agree on whether a header counts from 0; packets tell.
+    zero = _first_second(stream)
+    # Where frames start late, formats differ in whether a header counts from 0; packets are unambiguous.
     if container.duration and abs(zero) < 0.1:
         return container.duration / 1e6
     last = 0.0
@@ -113,12 +125,12 @@ def _duration(path: Path, container, stream) -> float:
     return last - zero
 
 
-def _zero(stream) -> float:
-    """Find the second that a file gives its first picture."""
+def _first_second(stream: Any) -> float:
+    """Read the time stamp of the first frame, which need not be 0."""
     return float(stream.start_time * stream.time_base) if stream.start_time else 0.0
 
 
-def _shown(frames, zero: float) -> Iterator[tuple]:
+def _with_end(frames: Iterable[Any], zero: float) -> Iterator[tuple[Any, float]]:
     """Pair every frame with the second at which the next one replaces it."""
     before = None
     for frame in frames:
@@ -133,17 +145,8 @@ def _shown(frames, zero: float) -> Iterator[tuple]:
         yield before, before.time - zero + max(length, 1e-3)
 
 
-def _refuse_cut(path: Path, last: float, wanted: float, duration: float) -> None:
-    """Tell a clip whose sound is a little longer than its pictures from one that was cut off."""
-    if wanted - last > max(1.0, 0.05 * duration):
-        raise MediaError(
-            f"'{path}' is cut short: it says {duration:.2f} s, but its pictures end at {last:.2f} s; "
-            "copy the file again"
-        )
-
-
-def _picture(frame, sampling: FrameSampling, count: int, scaler) -> Tensor:
-    """Turn a frame into an upright (3, height, width) uint8 picture inside the pixel limits."""
+def _scaled(frame: Any, sampling: FrameSampling, count: int, scaler: Any) -> Tensor:
+    """Convert a frame to an upright (3, height, width) uint8 image within the pixel limits."""
     width, height = frame.width, frame.height
     limits = [sampling.max_pixels, max(1, sampling.total_pixels // count) if sampling.total_pixels else 0]
     limit = min([limit for limit in limits if limit] or [width * height])
@@ -155,6 +158,6 @@ def _picture(frame, sampling: FrameSampling, count: int, scaler) -> Tensor:
 
 
 def video_duration(path: Path) -> float:
-    """Read how many seconds a clip lasts, without decoding it."""
+    """Read the duration of a video in seconds, without decoding its frames."""
     with opened_video(path) as container:
         return _duration(path, container, container.streams.video[0])

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from mmrl.config.registry import check
-from mmrl.data.dataset_io import Rows
+from mmrl.data.dataset_io import RowError, Rows, UniqueIds
 from mmrl.diagnostics.context import Finding
 
 ANSWERS = ("answer", "solution", "ground_truth", "chosen", "rejected")
@@ -23,14 +23,13 @@ def unreadable_rows(rows: Rows) -> Iterator[Finding]:
 @check(on="data")
 def duplicate_ids(rows: Rows) -> Iterator[Finding]:
     """Find rows of a split with the same `id`, whose answers would be compared as one group."""
-    places: dict[tuple[str, str], str] = {}
+    ids = UniqueIds()
     for row in rows.valid():
-        if row.columns.get("id") is None:
-            continue
-        key = (row.split, str(row.columns["id"]))
-        if key in places:
-            yield Finding(f"the id '{key[1]}' is that of {places[key]}", place=row.place)
-        places.setdefault(key, row.place)
+        if row.columns.get("id") is not None:
+            try:
+                ids.add(str(row.columns["id"]), row.place, row.split)
+            except RowError as error:
+                yield Finding(str(error), place=row.place)
 
 
 @check(on="data")
