@@ -104,10 +104,10 @@ def make_trainer(folder: Path, model: Path, data: Path, length: int, steps: int)
     from transformers import AutoModelForImageTextToText, AutoProcessor
     from trl import GRPOConfig, GRPOTrainer
 
-    from mmrl.vision.models.loading import freeze_tower
+    from mmrl.vision.models.loading import freeze_vision_tower
 
     policy = AutoModelForImageTextToText.from_pretrained(model, dtype=torch.float32)
-    freeze_tower(policy)
+    freeze_vision_tower(policy)
     picture = Image.open(data.with_suffix(".png"))
     picture.load()
     content = [{"type": "image"}, {"type": "text", "text": QUESTION}]

@@ -6,6 +6,7 @@ in another order, so every block comes with the slots of its tokens, below 0 whe
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,13 +16,18 @@ from torch import Tensor
 from mmrl.kv_cache.blocks import Block
 
 
+def placeholder_ids(config: Any, kinds: Sequence[str] = ("image", "video")) -> list[int]:
+    """List the ids of the tokens that stand for images and videos in a prompt, from a model's config."""
+    ids = (getattr(config, f"{kind}_token_id", None) for kind in kinds)
+    return sorted({token for token in ids if token is not None})
+
+
 def find_visual(config: Any, ids: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Find visual tokens by the placeholders of a model: ids (P, S) to (visual, mask), (P, S) bool each.
 
     Without a `mask` nothing is taken for padding.
     """
-    named = [getattr(config, f"{kind}_token_id", None) for kind in ("image", "video")]
-    known = [token for token in named if token is not None]
+    known = placeholder_ids(config)
     if not known:
         raise ValueError(
             f"a model of type '{config.model_type}' names no placeholder of pictures or clips, so nothing is "

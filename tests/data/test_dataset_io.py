@@ -35,7 +35,7 @@ def test_columns_that_the_first_row_lacks_are_written_to_parquet(tmp_path):
     assert columns(tmp_path / "a.parquet") == [{"a": 1, "b": None}, {"a": 2, "b": "x"}]
 
 
-def test_what_datasets_saved_is_read_with_its_splits_and_encoded_pictures(tmp_path):
+def test_what_datasets_saved_is_read_with_its_splits_and_encoded_images(tmp_path):
     import datasets
 
     one = datasets.Dataset.from_list([{"q": "a", "image": {"bytes": b"png", "path": None}}])
@@ -59,7 +59,7 @@ def test_a_row_may_name_its_split(tmp_path):
     assert [row.split for row in valid_rows(tmp_path / "all.jsonl")] == ["dev", "all"]
 
 
-def test_rows_that_cannot_be_read_are_told_apart_and_do_not_end_the_file(tmp_path):
+def test_rows_that_cannot_be_read_are_distinguished_and_do_not_end_the_file(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'\xef\xbb\xbf{"id": 1}\n\n\xff\xfe\n{"id": \n[1]\n{"id": 2}')
     found = list(Rows(path, tmp_path))

@@ -9,6 +9,8 @@ import pytest
 import torch
 from transformers import DynamicCache
 
+from mmrl.config.binding import Pieces
+from mmrl.config.schema import ConfigError, Piece
 from mmrl.core import onednn as module
 from mmrl.core.rng import Stream
 from mmrl.vision.engines.generate import Generate
@@ -227,13 +229,13 @@ def test_no_prompts_are_answered_by_no_rows(policy):
     assert mixed.generate(policy, []) == ()
 
 
-def test_settings_out_of_range_are_refused_when_the_engine_is_made(policy):
+def test_options_outside_their_range_are_configuration_errors():
     for settings in ({"temperature": -1.0}, {"top_p": 0.0}, {"max_completion_length": 0}):
-        with pytest.raises(ValueError, match=next(iter(settings))):
-            Generate(policy, stream=Stream(0), **settings)
+        with pytest.raises(ConfigError, match=next(iter(settings))):
+            Pieces(Stream(0)).check("engine", Piece("vision.generate", settings))
 
 
-def test_clips_of_different_lengths_that_a_model_cannot_read_together_are_an_error_that_says_so(exact):
+def test_videos_of_different_lengths_that_a_model_cannot_read_together_are_an_error_that_says_so(exact):
     policy = exact("llava_onevision")
     asked = [tiny.ask("a", tiny.clip(4), "when"), tiny.ask("b", tiny.clip(6), "when")]
     with pytest.raises(ValueError, match=r"one number of frames together, not of \[4, 6\]"):

@@ -22,7 +22,7 @@ RED, GREEN, BLUE = (255, 0, 0), (0, 255, 0), (0, 0, 255)
 
 
 def painted(path, *, width=4, height=2, **options):
-    """Write a green picture with a red corner at the top left and a blue one at the top right."""
+    """Write a green image with a red corner at the top left and a blue one at the top right."""
     image = Image.new("RGB", (width, height), GREEN)
     image.putpixel((0, 0), RED)
     image.putpixel((width - 1, 0), BLUE)
@@ -37,7 +37,7 @@ def root(tmp_path):
     return MediaRoot(tmp_path / "media")
 
 
-def test_a_picture_is_decoded_as_one_frame(root):
+def test_an_image_is_decoded_as_one_frame(root):
     medium = root.image("a.png")
     assert (medium.kind, medium.name) == ("image", "a.png")
     frames = medium.load()
@@ -58,7 +58,7 @@ def test_a_picture_is_decoded_as_one_frame(root):
         (8, (4, 2), (3, 0), (0, 0)),  # to be turned counter-clockwise
     ],
 )
-def test_a_picture_is_shown_as_its_exif_orientation_says(root, orientation, shape, red, blue):
+def test_an_image_is_shown_as_its_exif_orientation_says(root, orientation, shape, red, blue):
     exif = Image.Exif()
     exif[0x0112] = orientation
     painted(root.root / "turned.png", exif=exif)
@@ -69,13 +69,13 @@ def test_a_picture_is_shown_as_its_exif_orientation_says(root, orientation, shap
 
 
 @pytest.mark.parametrize("mode", ["L", "P", "RGBA", "1", "CMYK"])
-def test_pictures_of_any_mode_become_three_channels(root, mode):
+def test_images_of_any_mode_become_three_channels(root, mode):
     name = "p.tiff" if mode == "CMYK" else "p.png"
     Image.new("RGB", (3, 5), RED).convert(mode).save(root.root / name)
     assert root.image(name).load().pixels.shape == (1, 3, 5, 3)
 
 
-def test_a_clip_is_decoded_as_it_is_sampled(root):
+def test_a_video_is_decoded_as_it_is_sampled(root):
     write_video(root.root / "v.mp4", torch.zeros(8, 3, 32, 48, dtype=torch.uint8), 4)
     medium = root.video("v.mp4", FrameSampling(frames_per_second=1, min_frames=2))
     assert (medium.kind, medium.name) == ("video", "v.mp4")
@@ -125,14 +125,14 @@ def test_a_file_beyond_the_limit_is_refused_with_its_size(root):
         MediaRoot(root.root, max_file_bytes=size - 1).image("a.png").load()
 
 
-def test_a_picture_beyond_the_limit_is_refused_with_its_size(root):
+def test_an_image_beyond_the_limit_is_refused_with_its_size(root):
     assert MediaRoot(root.root, max_image_pixels=8).image("a.png").load()
     with pytest.raises(MediaError, match=r"4x2 pixels; the limit is 7"):
         MediaRoot(root.root, max_image_pixels=7).image("a.png").load()
 
 
 @pytest.mark.parametrize("share", [0.0, 0.3, 0.9])
-def test_a_broken_picture_is_an_error_that_names_it(root, share):
+def test_a_broken_image_is_an_error_that_names_it(root, share):
     noise = numpy.random.default_rng(0).integers(0, 255, (16, 16, 3), dtype=numpy.uint8)
     path = root.root / "broken.png"
     Image.fromarray(noise).save(path)
@@ -143,7 +143,7 @@ def test_a_broken_picture_is_an_error_that_names_it(root, share):
 
 @pytest.fixture
 def counted(root, monkeypatch):
-    """The names of the clips that were decoded, in order."""
+    """The names of the videos that were decoded, in order."""
     decoded = []
 
     def read_video(path, sampling):
@@ -156,7 +156,7 @@ def counted(root, monkeypatch):
     return decoded
 
 
-def test_a_clip_is_decoded_when_it_is_looked_at_and_then_shared(root, counted):
+def test_a_video_is_decoded_when_it_is_looked_at_and_then_shared(root, counted):
     one, same = root.video("a", FrameSampling()), root.video("a", FrameSampling())
     assert counted == []
     assert one.load() is same.load()
@@ -174,7 +174,7 @@ def test_another_sampling_and_a_changed_file_are_decoded_again(root, counted):
 
 
 def test_what_was_not_looked_at_longest_makes_room(root, counted):
-    small = MediaRoot(root.root, cache_bytes=600)  # two clips of 300 bytes
+    small = MediaRoot(root.root, cache_bytes=600)  # two videos of 300 bytes
     for name in "aba":
         small.video(name, FrameSampling()).load()
     small.video("c", FrameSampling()).load()  # b was not looked at longest

@@ -89,7 +89,7 @@ def test_broken_media_are_found_and_sound_ones_are_not(home):
     assert all(word in what for (_, word), (_, what) in zip(wrong, listed, strict=True))
 
 
-def test_a_clip_that_breaks_off_is_broken(home, clip):
+def test_a_video_that_breaks_off_is_broken(home, clip):
     (home / "cut.mp4").write_bytes(clip[: len(clip) * 2 // 3])
     ((_, what),) = found(unreadable_media, home, {"video": "cut.mp4"})
     assert "cut.mp4" in what
@@ -116,7 +116,7 @@ def test_rows_without_media_are_counted_where_others_of_their_file_have_some(hom
     assert len(found(missing_media, home, {"question": "?"}, split="texts")) == 2  # of the other file
 
 
-def test_encoded_pictures_are_looked_at(home):
+def test_encoded_images_are_looked_at(home):
     rows = [
         {"image": {"bytes": (home / "a.png").read_bytes(), "path": None}},
         {"image": {"bytes": b"no", "path": None}},
@@ -126,7 +126,7 @@ def test_encoded_pictures_are_looked_at(home):
     assert finding.place.endswith("train.parquet[1]") and "cannot decode" in finding.what
 
 
-def test_spans_outside_their_clip_are_found(home):
+def test_spans_outside_their_video_are_found(home):
     rows = [
         {"video": "a.mp4", "start": 1, "end": 8.04, "duration": 8.2},  # rounded
         {"video": "a.mp4", "start": 1, "end": 9},

@@ -148,7 +148,7 @@ def test_a_text_only_batch_touches_every_parameter_of_a_trained_tower(exact, fam
         (row,) = mixed.generate(policy, [asked])
         policy(policy.collate((row,))).logp.sum().backward()
         found = mixed.gradients(policy)
-        # What a picture never reaches (a last norm that no layer reads) is not asked of words either.
+        # What an image never reaches (a last norm that no layer reads) is not asked of words either.
         assert used <= found.keys()
         used = set(found)
     tower = [name for name in used if "visual" in name or "vision" in name]
@@ -157,7 +157,7 @@ def test_a_text_only_batch_touches_every_parameter_of_a_trained_tower(exact, fam
 
 
 @EVERY
-def test_a_clip_touches_every_parameter_of_a_trained_tower_as_well(exact, family):
+def test_a_video_touches_every_parameter_of_a_trained_tower_as_well(exact, family):
     if family in tiny.WITH_VIDEO:
         policy = exact(family, freeze_vision_tower=False)
         _, picture, _, clip, *_ = mixed.prompts(family)

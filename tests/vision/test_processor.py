@@ -94,7 +94,7 @@ def test_a_placeholder_in_the_text_of_a_prompt_is_refused(exact, family):
 
 
 @EVERY
-def test_a_template_that_leaves_pictures_out_is_an_error_that_names_the_prompt(exact, family):
+def test_a_template_that_leaves_images_out_is_an_error_that_names_the_prompt(exact, family):
     policy = exact(family)
     processor = copy.copy(policy.processor)
     processor.chat_template = (
@@ -118,16 +118,16 @@ def test_a_mismatch_tells_placeholders_and_features(exact):
         PromptEncoder(processor, policy.core).encode(tiny.ask("row 7", tiny.picture(), "what"))
 
 
-def test_a_clip_for_a_model_of_pictures_is_an_error_that_names_the_prompt(exact):
+def test_a_video_for_a_model_of_images_is_an_error_that_names_the_prompt(exact):
     with pytest.raises(
-        ValueError, match="prompt 'row 7' shows a clip, but this model looks at pictures only"
+        ValueError, match="prompt 'row 7' shows a video, but this model takes images only"
     ):
         exact("llava").prompt_encoder.encode(tiny.ask("row 7", tiny.clip(), "when"))
 
 
 @pytest.mark.parametrize("family", ["smolvlm", "internvl", "llava_onevision"])
 def test_what_a_processor_cannot_take_is_an_error_that_names_the_prompt(exact, family):
-    # Two clips of different lengths in one prompt.
+    # Two videos of different lengths in one prompt.
     with pytest.raises(ValueError, match="prompt 'row 7'"):
         exact(family).prompt_encoder.encode(tiny.ask("row 7", tiny.clip(4), tiny.clip(6, seed=1), "when"))
 
@@ -190,13 +190,13 @@ def test_the_times_of_frames_reach_the_model(exact):
     assert "<80.2 seconds>" in text and "<81.2 seconds>" in text
 
 
-def test_a_clip_of_one_frame_is_encoded(exact):
+def test_a_video_of_one_frame_is_encoded(exact):
     for family in tiny.WITH_VIDEO:
         if family != "qwen3_vl":  # its processor wants two
             assert len(exact(family).prompt_encoder.encode(tiny.ask("one", clip([0.0], 4.0), "when")).ids)
 
 
-def test_encoded_prompts_are_shared_and_told_apart_by_uid_and_messages(exact, monkeypatch):
+def test_encoded_prompts_are_shared_and_distinguished_by_uid_and_messages(exact, monkeypatch):
     policy = exact("qwen2_5_vl")
     chat = PromptEncoder(policy.processor, policy.core)
     looked = []

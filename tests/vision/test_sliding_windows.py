@@ -11,7 +11,7 @@ import torch
 
 from mmrl.compression.transforms.drop_visual_layers import drop_visual_layers
 from mmrl.config.schema import ConfigError
-from mmrl.vision.decoding.token_steps import windows
+from mmrl.vision.decoding.token_steps import layer_windows
 from mmrl.vision.policies.tokens import Tokens
 from tests.vision import mixed
 
@@ -70,10 +70,10 @@ def text(**fields):
 
 
 def test_windows_are_found_by_the_types_of_layers_or_by_the_window_alone():
-    assert windows(text()) == windows(text(sliding_window=None)) == {"full_attention": None}
-    assert windows(text(sliding_window=8)) == {"sliding_attention": 8}
+    assert layer_windows(text()) == layer_windows(text(sliding_window=None)) == {"full_attention": None}
+    assert layer_windows(text(sliding_window=8)) == {"sliding_attention": 8}
     both = ["full_attention", "sliding_attention", "full_attention"]
-    assert windows(text(sliding_window=8, layer_types=both)) == {
+    assert layer_windows(text(sliding_window=8, layer_types=both)) == {
         "full_attention": None,
         "sliding_attention": 8,
     }
@@ -81,9 +81,9 @@ def test_windows_are_found_by_the_types_of_layers_or_by_the_window_alone():
 
 def test_layers_that_cannot_be_packed_are_refused_with_what_to_do():
     with pytest.raises(ConfigError, match="type conv, linear_attention of 'some_text'.*checkpointing: false"):
-        windows(text(layer_types=["linear_attention", "full_attention", "conv"]))
+        layer_windows(text(layer_types=["linear_attention", "full_attention", "conv"]))
     with pytest.raises(ConfigError, match="layers of type chunked_attention"):
-        windows(text(attention_chunk_size=16))
+        layer_windows(text(attention_chunk_size=16))
 
 
 def test_a_window_of_all_layers_is_not_pruned(checkpoint, tmp_path):

@@ -1,4 +1,4 @@
-"""The small LLaVA is an ordinary checkpoint that answers about pictures and learns."""
+"""The small LLaVA is an ordinary checkpoint that answers about images and learns."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_tiny_llava_is_a_checkpoint_of_the_real_class(built):
     assert model.get_input_embeddings().weight.shape == (counts["vocabulary"], 32)
 
 
-def test_a_picture_is_as_many_tokens_as_patches(built):
+def test_an_image_is_as_many_tokens_as_patches(built):
     policy = Tokens(model=str(built[0]), dtype="float32")
     ids = policy.prompt_encoder.encode(tiny.ask("p", tiny.picture(), "what")).ids
     # 24 pixels in patches of 8: three by three.
@@ -64,6 +64,6 @@ def test_tiny_llava_follows_its_seed_and_leaves_the_global_one_alone(tmp_path):
     assert not all(torch.equal(a[key], c[key]) for key in a)
 
 
-def test_patches_must_fit_into_a_picture():
+def test_patches_must_fit_into_a_image():
     with pytest.raises(ValueError, match="48 pixels cannot be cut into patches of 7"):
         TinyLlava(stream=Stream(0), side=48, patch=7)

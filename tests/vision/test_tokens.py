@@ -305,13 +305,13 @@ def test_trained_weights_are_held_in_float32_and_frozen_ones_as_they_were_loaded
         assert all(gradient.dtype == torch.float32 for gradient in mixed.gradients(policy).values())
 
 
-def test_pixel_limits_bound_pictures_one_at_a_time(checkpoint):
+def test_pixel_limits_bound_images_one_at_a_time(checkpoint):
     prompt = tiny.ask("p", tiny.picture(height=112, width=112), "what")
 
     def patches(**limits):
         return len(loaded(checkpoint, **limits).prompt_encoder.encode(prompt).media["pixel_values"])
 
-    # 112 x 112 pixels are 64 patches of 14 x 14; this checkpoint bounds pictures at 56 x 56, which are 16.
+    # 112 x 112 pixels are 64 patches of 14 x 14; this checkpoint bounds images at 56 x 56, which are 16.
     assert patches() == 16
     assert patches(max_pixels=112 * 112) == 64
     assert patches(max_pixels=28 * 28) == 4

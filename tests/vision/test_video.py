@@ -1,4 +1,4 @@
-"""Clips are decoded by the clock: the picture that a player shows at a second, upright, or a clear error."""
+"""Videos are decoded by the clock: the image that a player shows at a second, upright, or a clear error."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ def encode(path, count, *, rate=4, container=None, keyframes=12, options=(), fir
 
 @pytest.fixture(scope="module")
 def steady(tmp_path_factory):
-    """A clip of 5 s with 4 frames a second."""
+    """A video of 5 s with 4 frames a second."""
     path = tmp_path_factory.mktemp("video") / "steady.mp4"
     write_video(path, greys(20), 4)
     return path
 
 
-def test_a_clip_of_constant_rate_is_sampled_by_seconds(steady):
+def test_a_video_of_constant_rate_is_sampled_by_seconds(steady):
     frames = read_video(steady, FrameSampling(frames_per_second=2))
     assert frames.duration == 5
     assert frames.times.tolist() == [i / 2 for i in range(10)]
@@ -70,7 +70,7 @@ def test_more_samples_than_frames_repeat_them(steady):
 
 
 @pytest.mark.parametrize("name", ["variable.mp4", "variable.mkv"])
-def test_a_clip_of_variable_rate_is_sampled_by_seconds(tmp_path, name):
+def test_a_video_of_variable_rate_is_sampled_by_seconds(tmp_path, name):
     # frames 0    1    2    3    4    5    6    7; the last one lasts a tenth of a second
     times = [0.0, 0.1, 0.2, 2.0, 2.9, 3.1, 5.0, 7.9]
     write_video(tmp_path / name, greys(8), 10, times=times)
@@ -83,7 +83,7 @@ def test_a_clip_of_variable_rate_is_sampled_by_seconds(tmp_path, name):
     assert numbers(window) == [3, 3, 4, 5]  # at 2, 2.5, 3 and 3.5 s
 
 
-def test_times_count_from_the_first_picture(tmp_path):
+def test_times_count_from_the_first_image(tmp_path):
     for name in ("late.mkv", "late.mp4", "late.ts"):
         frames = read_video(encode(tmp_path / name, 20, first=5.0))
         assert frames.duration == pytest.approx(5, abs=0.01)
@@ -111,14 +111,14 @@ def test_a_window_is_read_from_where_it_starts(steady):
     assert frames.times.tolist() == [2, 2.5, 3, 3.5]
     assert numbers(frames) == [8, 10, 12, 14]
     assert frames.duration == 5
-    # An end beyond the clip is that of the clip; an open end too.
+    # An end beyond the video is that of the video; an open end too.
     assert numbers(read_video(steady, FrameSampling(start=3, end=100))) == [12, 14, 16, 18]
     assert numbers(read_video(steady, FrameSampling(start=3))) == [12, 14, 16, 18]
 
 
 @pytest.mark.parametrize("keyframes", [7, 1000])
 @pytest.mark.parametrize("name", ["far.mp4", "far.mkv"])
-def test_a_window_far_inside_a_clip_is_exact_with_sparse_key_frames(tmp_path, name, keyframes):
+def test_a_window_far_inside_a_video_is_exact_with_sparse_key_frames(tmp_path, name, keyframes):
     path = encode(tmp_path / name, 240, keyframes=keyframes)
     # 43 s is frame 172, and 172 % 20 is 12.
     frames = read_video(path, FrameSampling(frames_per_second=4, start=43, end=45))
@@ -127,7 +127,7 @@ def test_a_window_far_inside_a_clip_is_exact_with_sparse_key_frames(tmp_path, na
 
 
 @pytest.mark.parametrize(("start", "end"), [(5, None), (6, 7), (-1, 2), (3, 3), (4, 2), (0, 0)])
-def test_a_window_outside_the_clip_is_an_error_that_tells_its_length(steady, start, end):
+def test_a_window_outside_the_video_is_an_error_that_tells_its_length(steady, start, end):
     with pytest.raises(MediaError, match=r"steady\.mp4' lasts 5\.00 s"):
         read_video(steady, FrameSampling(start=start, end=end))
 
@@ -188,7 +188,7 @@ MATRICES = {
 
 @pytest.fixture(scope="module")
 def marked(tmp_path_factory):
-    """A clip with a bright corner at the top left and a grey one at the top right."""
+    """A video with a bright corner at the top left and a grey one at the top right."""
     picture = torch.zeros(3, 32, 48, dtype=torch.uint8)
     picture[:, :16, :16], picture[:, :16, 32:] = 240, 120
     path = tmp_path_factory.mktemp("video") / "marked.mp4"
@@ -197,7 +197,7 @@ def marked(tmp_path_factory):
 
 
 def turned(path, kind, target):
-    """Copy a clip with another display matrix in the header of its track."""
+    """Copy a video with another display matrix in the header of its track."""
     data = bytearray(path.read_bytes())
     at = data.find(b"tkhd") + 4 + 40  # behind version, times, numbers and volume comes the matrix
     assert struct.unpack(">9i", data[at : at + 36]) == (ONE, 0, 0, 0, ONE, 0, 0, 0, 1 << 30)
@@ -207,7 +207,7 @@ def turned(path, kind, target):
     return target
 
 
-def test_a_clip_turned_clockwise_shows_its_top_left_corner_at_the_top_right(marked, tmp_path):
+def test_a_video_turned_clockwise_shows_its_top_left_corner_at_the_top_right(marked, tmp_path):
     # Phones held upright write this matrix: x' = -y and y' = x, so what was left is on top, what was on top
     # is right. The bright corner of the top left goes to the top right, the grey one of the top right below.
     frames = read_video(turned(marked, "a quarter clockwise", tmp_path / "turned.mp4"))
@@ -219,7 +219,7 @@ def test_a_clip_turned_clockwise_shows_its_top_left_corner_at_the_top_right(mark
 
 
 @pytest.mark.parametrize("kind", sorted(MATRICES))
-def test_a_turned_or_mirrored_clip_is_shown_as_the_filters_of_a_player_show_it(marked, tmp_path, kind):
+def test_a_turned_or_mirrored_video_is_shown_as_the_filters_of_a_player_show_it(marked, tmp_path, kind):
     graph = av.filter.Graph()
     with av.open(str(marked)) as container:
         chain = [graph.add_buffer(template=container.streams.video[0])]
@@ -233,7 +233,7 @@ def test_a_turned_or_mirrored_clip_is_shown_as_the_filters_of_a_player_show_it(m
     assert (got.float() - wanted.float()).abs().mean() < 3
 
 
-def test_pixel_budgets_of_a_turned_clip(marked, tmp_path):
+def test_pixel_budgets_of_a_turned_video(marked, tmp_path):
     path = turned(marked, "a quarter clockwise", tmp_path / "turned.mp4")
     assert read_video(path, FrameSampling(max_pixels=32 * 48 // 4)).pixels.shape[2:] == (24, 16)
 
@@ -249,7 +249,7 @@ def test_a_truncated_file_is_an_error_that_names_it(tmp_path, name, share):
         read_video(path)
 
 
-def test_pictures_that_end_a_little_early_are_no_error(tmp_path):
+def test_images_that_end_a_little_early_are_no_error(tmp_path):
     # A window that asks for the last second again and again gets the last frame.
     path = encode(tmp_path / "short.mp4", 20)
     frames = read_video(path, FrameSampling(frames_per_second=40, start=4.5, max_frames=40))

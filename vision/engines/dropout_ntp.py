@@ -1,72 +1,58 @@
-"""Answers that lose sight of the picture halfway: worse answers without a judge."""
+"""Dropout-NTP: answers that are continued without the image are the worse side of preference pairs."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
 
 from mmrl.config.ranges import ShareBelowOne
 from mmrl.config.registry import engine
 from mmrl.core.types import Prompt, Rollouts, Trajectory
-from mmrl.vision.decoding.decoding import (
-    CachedReader,
-    ForcedPrefixReader,
-    GenerationRequest,
-    LogitsReader,
-    TokenEngine,
-)
+from mmrl.vision.decoding.decoding import CachedReader, ForcedPrefixReader, GenerationRequest, LogitsReader
+from mmrl.vision.engines.contrastive_decoding import record_ratio
+from mmrl.vision.engines.generate import Generate
 from mmrl.vision.media.corruptions import without_media
 
 
 @engine
 class DropoutNtp:
-    """Cut half of every prompt's answers after a `share` of their tokens, and go on without the picture
-    (Dropout-NTP of MPO, arXiv 2411.10442).
+    """Cut half of a prompt's answers after a share of their tokens, and continue them without the image.
 
-    The first half of the answers to a prompt is left whole; each of the others begins as one of them. They
-    record the `contrast_alpha` 1 (whole answers: 0), are no policy's own, and note the log-probability 0 of
-    the tokens that were given. It wraps `vision.generate`.
+    Dropout-NTP of MPO, arXiv 2411.10442. The first half of the answers to a prompt stays whole; each of the
+    others starts as one of them. Continued answers record `contrast_alpha` 1 (whole ones 0), are off-policy,
+    and note log-probability 0 for the tokens that they start with. The engine wraps `vision.generate`.
+
+    Args:
+        engine: The wrapped engine.
+        share: The share of an answer's tokens that is kept, in [0, 1).
     """
 
     notes: frozenset[str] = frozenset()
 
-    def __init__(self, engine: TokenEngine, *, share: ShareBelowOne = 0.5) -> None:
-        if not 0 <= share < 1:
-            raise ValueError(f"`share` must lie in [0, 1), not {share}")
+    def __init__(self, engine: Generate, *, share: ShareBelowOne = 0.5) -> None:
         self.engine, self.policy, self.share = engine, engine.policy, share
 
     def rollout(self, prompts: Sequence[Prompt]) -> Rollouts:
-        """Answer prompts, and continue what was answered."""
-        asked = Counter(prompt.uid for prompt in prompts)
+        """Answer half of the entries of every prompt, and continue those answers for the other half."""
+        counts = Counter(prompt.uid for prompt in prompts)
         distinct = {prompt.uid: prompt for prompt in prompts}
-        cut = {uid: count // 2 for uid, count in asked.items()}
         whole = self.engine.decode(
-            [prompt for uid, prompt in distinct.items() for _ in range(asked[uid] - cut[uid])],
+            [prompt for uid, prompt in distinct.items() for _ in range(counts[uid] - counts[uid] // 2)],
             self.engine.reader,
         )
-        of = {uid: [row for row in whole if row.prompt.uid == uid] for uid in distinct}
-        begun = {uid: rows[: cut[uid]] for uid, rows in of.items()}
-        tails = self.engine.decode(
-            [row.prompt for rows in begun.values() for row in rows],
-            lambda rows: self._begin(rows, begun),
+        cut = {uid: [row for row in whole if row.prompt.uid == uid][: counts[uid] // 2] for uid in distinct}
+        continued = self.engine.decode(
+            [row.prompt for rows in cut.values() for row in rows],
+            lambda requests: self._begin(requests, cut),
         )
-        return (*(_told(row, 0.0) for row in whole), *(_told(row, 1.0) for row in tails))
+        return (
+            *(record_ratio(row, 0.0, "0") for row in whole),
+            *(record_ratio(row, 1.0, "1") for row in continued),
+        )
 
-    def _begin(self, rows: Sequence[GenerationRequest], begun: dict[str, list[Trajectory]]) -> LogitsReader:
+    def _begin(self, rows: Sequence[GenerationRequest], cut: dict[str, list[Trajectory]]) -> LogitsReader:
         device = self.policy.core.get_input_embeddings().weight.device
-        encode = self.policy.prompt_encoder.encode
-        encoded = [encode(without_media(row.prompt)) for row in rows]
-        branch = CachedReader(self.engine.rollout_policy, encoded, self.engine.cache)
-        answers = [begun[row.prompt.uid][row.index].steps.ids for row in rows]
-        return ForcedPrefixReader(branch, [ids[: int(self.share * len(ids))] for ids in answers], device)
-
-
-def _told(row: Trajectory, ratio: float) -> Trajectory:
-    answer = row.outcomes[-1]
-    answer = replace(
-        answer,
-        tags={**answer.tags, "dial": str(int(ratio))},
-        recorded={**answer.recorded, "contrast_alpha": ratio},
-    )
-    return replace(row, outcomes=(*row.outcomes[:-1], answer), on_policy=row.on_policy and ratio == 0)
+        encoded = [self.policy.prompt_encoder.encode(without_media(row.prompt)) for row in rows]
+        reader = CachedReader(self.engine.rollout_policy, encoded, self.engine.cache)
+        answers = [cut[row.prompt.uid][row.index].steps.ids for row in rows]
+        return ForcedPrefixReader(reader, [ids[: int(self.share * len(ids))] for ids in answers], device)

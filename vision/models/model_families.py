@@ -1,7 +1,7 @@
-"""What differs between families of vision-language models: positions, and how many features a picture makes.
+"""Differences between families of vision-language models: rotary positions and the number of visual features.
 
-A family is known by its `model_type`. One that is not listed gets one-dimensional positions, and its media
-are counted by its own forward pass only.
+Families are looked up by `model_type`. A family that is not listed gets one-dimensional positions, and the
+number of its features is checked by its own forward pass only.
 """
 
 from __future__ import annotations
@@ -18,34 +18,36 @@ Inputs = Mapping[str, Tensor]
 
 @dataclass(frozen=True)
 class VLMFamily:
-    """How a family sees one prompt.
+    """Rules of a model family, for the processor outputs of one prompt.
 
-    `positions(core, inputs)` gives (A, S) rotary positions, A axes. `features(core, inputs)` gives the number
-    of features that the media of the prompt make, by the id of their placeholder token.
+    Args:
+        positions: Maps (core, inputs) to rotary positions (A, S) on A axes.
+        features: Maps (core, inputs) to the number of visual features by placeholder token id.
     """
 
     positions: Callable[[nn.Module, Inputs], Tensor]
     features: Callable[[nn.Module, Inputs], dict[int, int]]
 
 
-def _in_line(core: nn.Module, inputs: Inputs) -> Tensor:
+def _linear(core: nn.Module, inputs: Inputs) -> Tensor:
+    """Number the tokens from 0: (1, S)."""
     return torch.arange(inputs["input_ids"].shape[1])[None]
 
 
-def _by_volumes(core: nn.Module, inputs: Inputs) -> Tensor:
-    """Compute the positions (time, row, column) of Qwen2-VL and Qwen2.5-VL: (3, S) (arXiv 2409.12191,
-    2502.13923).
+def _mrope(core: nn.Module, inputs: Inputs) -> Tensor:
+    """Compute M-RoPE positions (time, row, column) of Qwen2-VL and Qwen2.5-VL: (3, S).
 
-    A token of text takes the next number on all axes. An image or a video of T x H x W features starts at the
-    next number, and what follows it continues after the largest number of any axis. Qwen2.5-VL spaces a
-    video's frames by seconds: floor(frame * seconds per frame * tokens per second).
+    arXiv 2409.12191, 2502.13923. A text token takes the next number on all axes. An image or video of
+    T x H x W features starts at the next number, and the text after it continues after the largest number of
+    any axis. Qwen2.5-VL spaces the frames of a video by seconds: floor(frame * seconds per frame * tokens per
+    second).
 
     The weights were trained with this rule. `get_rope_index` of transformers 5.3 to 5.23 continues after the
-    height or width of a video, inside its time axis, and that of 4.50 to 5.21 floors seconds before they are
-    multiplied, so neither is used.
+    height or width of a video, inside its time axis, and that of 4.50 to 5.21 floors the seconds before they
+    are multiplied, so neither is used.
     """
     vision = core.config.vision_config
-    rate = getattr(vision, "tokens_per_second", None)  # Qwen2-VL has none and counts frames
+    rate = getattr(vision, "tokens_per_second", None)  # Qwen2-VL has none: it counts frames
     grids = {1: iter(inputs.get("image_grid_thw", ())), 2: iter(inputs.get("video_grid_thw", ()))}
     seconds = iter(inputs.get("second_per_grid_ts", ()))
     kinds, parts, at, start = inputs["mm_token_type_ids"][0].tolist(), [], 0, 0
@@ -65,15 +67,17 @@ def _by_volumes(core: nn.Module, inputs: Inputs) -> Tensor:
     return torch.cat(parts, 1)
 
 
-def _on_grid(core: nn.Module, inputs: Inputs) -> Tensor:
+def _get_rope_index(core: nn.Module, inputs: Inputs) -> Tensor:
+    """Compute the M-RoPE positions of Qwen3-VL by the model's own rule: (3, S)."""
     if not inputs["mm_token_type_ids"].any():
-        return _in_line(core, inputs).expand(3, -1)
+        return _linear(core, inputs).expand(3, -1)
     wanted = ("input_ids", "mm_token_type_ids", "image_grid_thw", "video_grid_thw")
-    # Given by keyword: the families do not agree on the order.
+    # By keyword: the order of the arguments differs between families.
     return core.get_rope_index(**{name: inputs[name] for name in wanted if name in inputs})[0][:, 0]
 
 
 def _count_grids(core: nn.Module, inputs: Inputs) -> dict[int, int]:
+    """Qwen: T x H x W patches of every image or video, merged in squares."""
     merged = core.config.vision_config.spatial_merge_size**2
     return {
         getattr(core.config, f"{kind}_token_id"): int((inputs[grid].prod(-1) // merged).sum())
@@ -83,8 +87,7 @@ def _count_grids(core: nn.Module, inputs: Inputs) -> dict[int, int]:
 
 
 def _count_patches(core: nn.Module, inputs: Inputs) -> dict[int, int]:
-    """LLaVA: every picture makes as many features as its tower has patches, with a class token if it is
-    kept."""
+    """LLaVA: one feature for every patch of the vision tower, and one for the class token if it is kept."""
     if "pixel_values" not in inputs:
         return {}
     config = core.config
@@ -97,14 +100,14 @@ def _count_patches(core: nn.Module, inputs: Inputs) -> dict[int, int]:
 
 
 def _count_tiles(core: nn.Module, inputs: Inputs) -> dict[int, int]:
-    """InternVL: every tile makes the same number of features."""
+    """InternVL: a fixed number of features for every tile."""
     if "pixel_values" not in inputs:
         return {}
     return {core.config.image_token_id: inputs["pixel_values"].shape[0] * core.config.image_seq_length}
 
 
 def _count_shuffled(core: nn.Module, inputs: Inputs) -> dict[int, int]:
-    """SmolVLM: patches of every tile, shuffled together by the scale factor."""
+    """SmolVLM: the patches of every tile, reduced by pixel shuffle (scale factor squared)."""
     if "pixel_values" not in inputs:
         return {}
     vision = core.config.vision_config
@@ -113,8 +116,7 @@ def _count_shuffled(core: nn.Module, inputs: Inputs) -> dict[int, int]:
 
 
 def _count_packed(core: nn.Module, inputs: Inputs) -> dict[int, int]:
-    """LLaVA-OneVision: features are unpadded and packed; the model's own packing, run on empty features,
-    counts them."""
+    """LLaVA-OneVision: features are unpadded and packed, counted by running the model's packing on zeros."""
     config, counts = core.config, {}
     side = config.vision_config.image_size // config.vision_config.patch_size
     if "pixel_values" in inputs:
@@ -127,26 +129,24 @@ def _count_packed(core: nn.Module, inputs: Inputs) -> dict[int, int]:
         )
         counts[config.image_token_id] = int(torch.as_tensor(lengths).sum())
     if "pixel_values_videos" in inputs:
-        clips, frames = inputs["pixel_values_videos"].shape[:2]
-        counts[config.video_token_id] = clips * (frames * (-(-side // 2)) ** 2 + 1)
+        videos, frames = inputs["pixel_values_videos"].shape[:2]
+        # Bilinear pooling halves the sides, rounded up; one newline token ends every video.
+        counts[config.video_token_id] = videos * (frames * (-(-side // 2)) ** 2 + 1)
     return counts
 
 
-_QWEN2 = VLMFamily(_by_volumes, _count_grids)
-_QWEN3 = VLMFamily(_on_grid, _count_grids)
-_PLAIN = VLMFamily(_in_line, lambda core, inputs: {})
 FAMILIES: dict[str, VLMFamily] = {
-    "qwen2_vl": _QWEN2,
-    "qwen2_5_vl": _QWEN2,
-    "qwen3_vl": _QWEN3,
-    "qwen3_vl_moe": _QWEN3,
-    "llava": VLMFamily(_in_line, _count_patches),
-    "internvl": VLMFamily(_in_line, _count_tiles),
-    "smolvlm": VLMFamily(_in_line, _count_shuffled),
-    "llava_onevision": VLMFamily(_in_line, _count_packed),
+    "qwen2_vl": VLMFamily(_mrope, _count_grids),
+    "qwen2_5_vl": VLMFamily(_mrope, _count_grids),
+    "qwen3_vl": VLMFamily(_get_rope_index, _count_grids),
+    "qwen3_vl_moe": VLMFamily(_get_rope_index, _count_grids),
+    "llava": VLMFamily(_linear, _count_patches),
+    "internvl": VLMFamily(_linear, _count_tiles),
+    "smolvlm": VLMFamily(_linear, _count_shuffled),
+    "llava_onevision": VLMFamily(_linear, _count_packed),
 }
 
 
 def family_of(config: Any) -> VLMFamily:
-    """Look a family up by `model_type`."""
-    return FAMILIES.get(config.model_type, _PLAIN)
+    """Look up the family of a model by `model_type`."""
+    return FAMILIES.get(config.model_type, VLMFamily(_linear, lambda core, inputs: {}))

@@ -1,4 +1,4 @@
-"""From messages to what a model reads: ids, positions, pixels; and which tokens an answer may not hold."""
+"""Encoding prompts for a model: token ids, positions and media tensors; end and placeholder tokens."""
 
 from __future__ import annotations
 
@@ -10,16 +10,17 @@ from torch import Tensor, nn
 
 from mmrl.core.byte_lru import Kept
 from mmrl.core.types import Frames, Prompt
+from mmrl.kv_cache.layout import placeholder_ids
 from mmrl.vision.models.model_families import family_of
 
 CACHE_BYTES = 2 << 30
-TICKS = 1000  # frame times are handed to processors in milliseconds
+TICKS = 1000  # frame times are given to processors as frame numbers of a video with 1000 frames per second
+UNUSED = ("video_metadata", "timestamps")  # outputs of processors that models do not take
 
 
 @dataclass(frozen=True, eq=False)
 class EncodedPrompt:
-    """A prompt as a model reads it: `ids` is (S,), `positions` is (A, S), `media` are the tensors that its
-    processor made."""
+    """A prompt as model inputs: `ids` (S,), rotary `positions` (A, S) on A axes, and `media` tensors."""
 
     uid: str
     ids: Tensor
@@ -28,32 +29,45 @@ class EncodedPrompt:
 
     @property
     def next_position(self) -> int:
-        """Find the position of the first token of an answer: one more than the largest of all axes."""
+        """Position of the first token of an answer: one more than the largest of all axes."""
         return int(self.positions.max()) + 1
 
     @property
     def bytes(self) -> int:
-        """Measure the tensors."""
+        """Size of all tensors."""
         return sum(t.numel() * t.element_size() for t in (self.ids, self.positions, *self.media.values()))
 
 
 class PromptEncoder:
-    """Speaks the language of one processor. Encoded prompts are kept while there is room, so a group shares
-    one."""
+    """Encodes prompts with the processor of a model, and keeps the latest in a cache of `CACHE_BYTES`.
+
+    Args:
+        processor: A processor of transformers.
+        core: The model without its head.
+        pixels: Limits of the image processor, as `shortest_edge` and `longest_edge` in pixels.
+    """
 
     def __init__(self, processor: Any, core: nn.Module, *, pixels: dict[str, int] | None = None) -> None:
         self.processor, self.tokenizer, self.core = processor, processor.tokenizer, core
-        self.pixels = self._pixel_limits(pixels) if pixels else {}
-        self.placeholders = self._placeholders()
+        self.pixels = {}
+        if pixels:
+            size = _set_sizes(processor.image_processor)
+            if set(size) != {"shortest_edge", "longest_edge"}:
+                raise ValueError(
+                    f"`min_pixels` and `max_pixels` do not fit this model: it makes images of the size {size}"
+                )
+            self.pixels = {**size, **pixels}
+        # No answer may contain these: the model would expect media for them.
+        self.placeholders = placeholder_ids(core.config, ("image", "video", "vision_start", "vision_end"))
         self.end = self._end_tokens()
         self.kept: Kept[EncodedPrompt] = Kept(CACHE_BYTES, lambda encoded: encoded.bytes)
 
     def encode(self, prompt: Prompt) -> EncodedPrompt:
-        """Encode a prompt, and count its media features against its placeholder tokens."""
+        """Encode a prompt. Raises ValueError where its placeholders and media features differ in number."""
         return self.kept.get((prompt.uid, prompt.messages), lambda: self._encode(prompt))
 
     def answer(self, text: str) -> Tensor:
-        """Tokenize an answer and end it."""
+        """Tokenize an answer, with its end token: (T,)."""
         ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
         for token in set(self.placeholders) & set(ids):
             raise ValueError(
@@ -63,11 +77,19 @@ class PromptEncoder:
         return torch.tensor([*ids, self.end[0]])
 
     def text(self, ids: Tensor) -> str:
-        """Turn the tokens of an answer into text."""
+        """Decode the tokens of an answer."""
         return self.tokenizer.decode(ids, skip_special_tokens=True)
 
     def _encode(self, prompt: Prompt) -> EncodedPrompt:
-        self._refuse_placeholders(prompt)
+        words = [self.tokenizer.decode(token) for token in self.placeholders]
+        # Processors look for words of their own, which can differ from those of the model.
+        words += [getattr(self.processor, f"{kind}_token", None) for kind in ("image", "video")]
+        for word in words:
+            if word and word in prompt.text:
+                raise ValueError(
+                    f"the text of prompt '{prompt.uid}' holds the media placeholder {word!r}; "
+                    "add the image or video as a part of the message instead"
+                )
         messages = [
             {
                 "role": message.role,
@@ -79,128 +101,95 @@ class PromptEncoder:
             for message in prompt.messages
         ]
         text = self.processor.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        shown = [(medium.kind, medium.load()) for medium in prompt.media]
-        images = [frames.pixels[0] for kind, frames in shown if kind == "image"]
-        clips = [frames for kind, frames in shown if kind == "video"]
-        if clips and getattr(self.processor, "video_processor", None) is None:
-            raise ValueError(f"prompt '{prompt.uid}' shows a clip, but this model looks at pictures only")
+        arguments = self._media_arguments(prompt)
         try:
-            inputs = dict(
-                self.processor(text=[text], return_tensors="pt", **self._media_arguments(images, clips))
-            )
+            inputs = dict(self.processor(text=[text], return_tensors="pt", **arguments))
         except (ValueError, IndexError, StopIteration) as error:
             raise ValueError(f"cannot encode prompt '{prompt.uid}': {error}") from error
-        inputs = {name: torch.as_tensor(value) for name, value in inputs.items() if name not in _UNUSED}
-        self._count(prompt, inputs)
-        positions = family_of(self.core.config).positions(self.core, inputs)
-        ids = inputs.pop("input_ids")[0]
-        for name in ("attention_mask", "mm_token_type_ids"):
-            inputs.pop(name, None)
-        return EncodedPrompt(prompt.uid, ids, positions, inputs)
-
-    def _media_arguments(self, images: list[Tensor], clips: list[Frames]) -> dict[str, Any]:
-        from transformers.video_utils import VideoMetadata
-
-        arguments: dict[str, Any] = {}
-        if images:
-            arguments |= {"images": [images], "images_kwargs": dict(self.pixels and {"size": self.pixels})}
-        if clips:
-            # Frames were chosen when the clip was decoded; the processor only learns their times.
-            metadata = [
-                VideoMetadata(
-                    total_num_frames=_ticks(clip),
-                    fps=TICKS,
-                    frames_indices=[round(t * TICKS) for t in clip.times.tolist()],
-                    duration=clip.duration,
-                )
-                for clip in clips
-            ]
-            arguments |= {
-                "videos": [clip.pixels for clip in clips],
-                "videos_kwargs": {
-                    "video_metadata": metadata,
-                    "do_sample_frames": False,
-                    "return_metadata": True,
-                    **self._clip_limits(),
-                },
-            }
-        return arguments
-
-    def _count(self, prompt: Prompt, inputs: dict[str, Tensor]) -> None:
-        for token, features in family_of(self.core.config).features(self.core, inputs).items():
-            found = int((inputs["input_ids"] == token).sum())
-            if found != features:
+        inputs = {name: torch.as_tensor(value) for name, value in inputs.items() if name not in UNUSED}
+        family = family_of(self.core.config)
+        for token, features in family.features(self.core, inputs).items():
+            count = int((inputs["input_ids"] == token).sum())
+            if count != features:
                 raise ValueError(
-                    f"prompt '{prompt.uid}' has {found} placeholder tokens "
+                    f"prompt '{prompt.uid}' has {count} placeholder tokens "
                     f"({self.tokenizer.decode(token)!r}) for {features} media features; "
                     "do its messages, template and media agree?"
                 )
+        positions = family.positions(self.core, inputs)
+        media = {
+            name: value
+            for name, value in inputs.items()
+            if name not in ("input_ids", "attention_mask", "mm_token_type_ids")
+        }
+        return EncodedPrompt(prompt.uid, inputs["input_ids"][0], positions, media)
 
-    def _refuse_placeholders(self, prompt: Prompt) -> None:
-        words = [self.tokenizer.decode(token) for token in self.placeholders]
-        # Processors look for words of their own, which need not be those of the model.
-        words += [getattr(self.processor, f"{kind}_token", None) for kind in ("image", "video")]
-        for word in words:
-            if word and word in prompt.text:
-                raise ValueError(
-                    f"the text of prompt '{prompt.uid}' holds the media placeholder {word!r}; "
-                    "add the picture or clip as a part of the message instead"
+    def _media_arguments(self, prompt: Prompt) -> dict[str, Any]:
+        """Load the media of a prompt as arguments of the processor."""
+        from transformers.video_utils import VideoMetadata
+
+        loaded = [(medium.kind, medium.load()) for medium in prompt.media]
+        images = [frames.pixels[0] for kind, frames in loaded if kind == "image"]
+        videos = [frames for kind, frames in loaded if kind == "video"]
+        arguments: dict[str, Any] = {}
+        if images:
+            arguments |= {"images": [images], "images_kwargs": dict(self.pixels and {"size": self.pixels})}
+        if videos:
+            if getattr(self.processor, "video_processor", None) is None:
+                raise ValueError(f"prompt '{prompt.uid}' shows a video, but this model takes images only")
+            # Frames were sampled when the video was decoded; the processor only needs their times.
+            metadata = [
+                VideoMetadata(
+                    total_num_frames=_ticks(video),
+                    fps=TICKS,
+                    frames_indices=[round(t * TICKS) for t in video.times.tolist()],
+                    duration=video.duration,
                 )
+                for video in videos
+            ]
+            options = {"video_metadata": metadata, "do_sample_frames": False, "return_metadata": True}
+            arguments["videos"] = [video.pixels for video in videos]
+            arguments["videos_kwargs"] = options | self._frame_limits()
+        return arguments
 
-    def _pixel_limits(self, pixels: dict[str, int]) -> dict[str, int]:
-        """Fill in the limit that was not given. Only processors that keep the shape of a picture have
-        both."""
-        size = {name: value for name, value in dict(self.processor.image_processor.size).items() if value}
-        if set(size) != {"shortest_edge", "longest_edge"}:
-            raise ValueError(
-                f"`min_pixels` and `max_pixels` do not fit this model: it makes pictures of the size {size}"
-            )
-        return {**size, **pixels}
-
-    def _clip_limits(self) -> dict[str, Any]:
-        """Keep processors from enlarging frames: how large they are is the data set's budget, and Qwen's
-        would undo it. Its own upper limit stays."""
-        clips = self.processor.video_processor
-        size = {name: value for name, value in dict(clips.size).items() if value}
+    def _frame_limits(self) -> dict[str, Any]:
+        """Keep processors from enlarging frames, which would undo the data's pixel budget (Qwen does)."""
+        processor = self.processor.video_processor
+        size = _set_sizes(processor)
         if set(size) != {"shortest_edge", "longest_edge"}:
             return {}
-        smallest = (clips.patch_size * clips.merge_size) ** 2
+        smallest = (processor.patch_size * processor.merge_size) ** 2
         return {"size": {**size, "shortest_edge": min(size["shortest_edge"], smallest)}}
 
-    def _placeholders(self) -> list[int]:
-        """List the tokens that stand for media, or fence them in; no answer may hold one."""
-        config = self.core.config
-        named = [
-            getattr(config, f"{kind}_token_id", None)
-            for kind in ("image", "video", "vision_start", "vision_end")
-        ]
-        return sorted({token for token in named if token is not None})
-
     def _end_tokens(self) -> list[int]:
-        """List what ends an answer, first what the chat template puts behind one. A checkpoint's
-        generation_config is not asked."""
-        said = [
+        """List the tokens that end an answer, first that of the chat template, then the tokenizer's.
+
+        The checkpoint's generation_config is not read.
+        """
+        marker = "\x02"  # what the template writes after the answer comes after this
+        messages = [
             {"role": "user", "content": [{"type": "text", "text": "x"}]},
-            {"role": "assistant", "content": [{"type": "text", "text": "\x02"}]},
+            {"role": "assistant", "content": [{"type": "text", "text": marker}]},
         ]
-        rendered = self.processor.apply_chat_template(said, tokenize=False)
-        behind = self.tokenizer(rendered.rpartition("\x02")[2], add_special_tokens=False)["input_ids"]
-        # Not only those that the tokenizer has a name for.
+        rendered = self.processor.apply_chat_template(messages, tokenize=False)
+        after = self.tokenizer(rendered.rpartition(marker)[2], add_special_tokens=False)["input_ids"]
+        # `all_special_ids` has only the special tokens that the tokenizer names.
         added = self.tokenizer.added_tokens_decoder
         special = {*self.tokenizer.all_special_ids, *(id for id, token in added.items() if token.special)}
-        ends = [token for token in behind[:2] if token in special][:1] + [self.tokenizer.eos_token_id]
-        found = list(dict.fromkeys(token for token in ends if token is not None))
-        if not found:
+        ends = [token for token in after[:2] if token in special][:1] + [self.tokenizer.eos_token_id]
+        ends = list(dict.fromkeys(token for token in ends if token is not None))
+        if not ends:
             raise ValueError("the tokenizer names no token that ends an answer; set its eos_token")
-        return found
+        return ends
 
 
-def _ticks(clip: Frames) -> int:
-    """Count the milliseconds that the frames stand for. It is the whole clip, or the window that was looked
-    at: processors divide it by the number of frames."""
-    times = clip.times.tolist()
-    seconds = len(times) * (times[1] - times[0]) if len(times) > 1 else clip.duration
+def _set_sizes(processor: Any) -> dict[str, int]:
+    """Read the limits on size that an image or video processor has set."""
+    return {name: value for name, value in dict(processor.size).items() if value}
+
+
+def _ticks(video: Frames) -> int:
+    """Milliseconds that the sampled frames cover; processors divide them by the number of frames."""
+    times = video.times.tolist()
+    seconds = len(times) * (times[1] - times[0]) if len(times) > 1 else video.duration
     return max(1, round(seconds * TICKS))
-
-
-_UNUSED = ("video_metadata", "timestamps")

@@ -1,4 +1,4 @@
-"""Where a model would stand: answers that are there already."""
+"""A policy without a model, to measure recorded answers."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ from mmrl.core.types import Outcome, Prompt, Rollouts, Trajectory
 
 @policy
 class RecordedAnswers:
-    """No model at all: with the engine `stored`, evaluations measure ready-made answers. A step is a word, so
-    lengths are in words."""
+    """No model: with the engine `offline`, evaluations measure recorded answers. A step is a word."""
 
     says: frozenset[str] = frozenset()
 
@@ -23,21 +22,21 @@ class RecordedAnswers:
         self.module = nn.Module()
 
     def encode(self, prompt: Prompt, outcome: Outcome) -> Trajectory:
-        """Take an answer as a row."""
+        """Make a row of a recorded answer."""
         return Trajectory(prompt, prompt.uid, (outcome,), None, len((outcome.text or "").split()))
 
     def collate(self, rollouts: Rollouts) -> Batch:
-        """Refuse: there is nothing to learn."""
+        """Raise ValueError: there is nothing to train."""
         raise ValueError(
-            "`vision.recorded_answers` measures ready-made answers and learns nothing; name a model to train"
+            "`vision.recorded_answers` measures answers and learns nothing; name a model to train"
         )
 
     def __call__(self, batch: Batch, extra: Set[str] = frozenset()) -> StepOutput:
-        """Refuse: nothing gives the steps a probability."""
+        """Raise ValueError: without a model there are no probabilities."""
         raise ValueError("`vision.recorded_answers` gives no step a probability; name a model")
 
     def save(self, folder: Path) -> None:
         """Write nothing."""
 
     def load(self, folder: Path) -> None:
-        """Take up nothing."""
+        """Load nothing."""

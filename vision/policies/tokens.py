@@ -14,7 +14,7 @@ from mmrl.config.ranges import AtMost, NonNegativeInt, PositiveFloat, PositiveIn
 from mmrl.config.registry import policy
 from mmrl.core.onednn import onednn
 from mmrl.core.step_table import Batch, StepOutput
-from mmrl.core.tensor import cat_padded
+from mmrl.core.tensor import cat_padded, pad_to
 from mmrl.core.types import Outcome, Prompt, Rollouts, Trajectory
 from mmrl.runtime.modules import DTYPES, LOW, apply_transforms, keep_training_precision
 from mmrl.vision.decoding.token_steps import (
@@ -22,9 +22,9 @@ from mmrl.vision.decoding.token_steps import (
     TokenRow,
     TokenSteps,
     distinct_prompts,
+    layer_windows,
     read_cached,
     read_packed,
-    windows,
 )
 from mmrl.vision.models import loading
 from mmrl.vision.models.processor import PromptEncoder
@@ -33,8 +33,7 @@ LOGIT_BYTES = 256 << 20  # float32 logits that may exist at once
 
 
 class StepModel(nn.Module):
-    """A model with its head, as one module to be trained: rows of tokens to log-probabilities and
-    entropies."""
+    """The trainable module: maps batches of answers to log-probabilities and entropies of their tokens."""
 
     def __init__(
         self, model: nn.Module, forbidden: list[int], *, compute: torch.dtype, checkpointed: bool, share: bool
@@ -45,36 +44,35 @@ class StepModel(nn.Module):
         self.blank: dict[str, Tensor] | None = None
 
     def forward(self, steps: TokenSteps, extra: Set[str]) -> dict[str, Tensor]:
-        """Give "logp" and what of `extra` is wanted: (N, longest) each."""
+        """Compute "logp", and "entropy" if it is in `extra`: (N, longest) each."""
         core, head = self.model.base_model, self.model.get_output_embeddings()
         device = head.weight.device
         with torch.autocast(device.type, self.compute, enabled=self.compute in LOW):
             if self.checkpointed:
                 hidden = read_packed(core, steps)
             else:
-                with onednn(core):  # what is computed anew in a backward pass would go without
+                with onednn(core):  # not with checkpointing: the recomputation would run without it
                     hidden = read_cached(core, steps, share_prefix=self.share)
             if self.blank is not None and not any(prompt.media for prompt in steps.prompts):
-                hidden = hidden + 0.0 * self._look_at_nothing(core)
+                hidden = hidden + 0.0 * self._blank_features(core)
+            # Padding is skipped: the head is the largest product of the model.
             inside = torch.arange(steps.longest)[None] < steps.length[:, None]
-            where = inside.nonzero(as_tuple=True)
-            where = tuple(index.to(device) for index in where)
+            where = tuple(index.to(device) for index in inside.nonzero(as_tuple=True))
             ids = steps.ids[:, : steps.longest].to(device)[where]
-            heat = steps.temperature.to(device)[where[0]]
-            said = chunked_logp(hidden[where], head, ids, heat, self.forbidden, "entropy" in extra)
-        flat = hidden.new_zeros(inside.shape, dtype=said["logp"].dtype)
-        return {name: flat.index_put(where, value) for name, value in said.items()}
+            temperature = steps.temperature.to(device)[where[0]]
+            values = chunked_logp(hidden[where], head, ids, temperature, self.forbidden, "entropy" in extra)
+        zeros = hidden.new_zeros(inside.shape, dtype=values["logp"].dtype)
+        return {name: zeros.index_put(where, value) for name, value in values.items()}
 
-    def _look_at_nothing(self, core: nn.Module) -> Tensor:
-        """Send a blank picture through a trained tower, so that every parameter has a gradient on every
-        process."""
+    def _blank_features(self, core: nn.Module) -> Tensor:
+        """Run a blank image through the tower: every process must have a gradient for every parameter."""
         device = core.get_input_embeddings().weight.device
-        seen = core.get_image_features(
+        features = core.get_image_features(
             **{name: value.to(device) for name, value in self.blank.items()}, return_dict=True
         )
-        # Some towers also hand features of earlier layers to the language model.
-        earlier = getattr(seen, "deepstack_features", None) or ()
-        return sum(part.sum() for layer in (seen.pooler_output, *earlier) for part in layer)
+        # Qwen3-VL also adds features of earlier tower layers to the language model.
+        earlier = getattr(features, "deepstack_features", None) or ()
+        return sum(part.sum() for layer in (features.pooler_output, *earlier) for part in layer)
 
 
 def chunked_logp(
@@ -82,39 +80,52 @@ def chunked_logp(
 ) -> dict[str, Tensor]:
     """Compute log-probabilities (and entropies) of M tokens from (M, width) states, in float32 or better.
 
-    Logits of more tokens than fit into `LOGIT_BYTES` never exist together: chunks are computed anew in the
-    backward pass.
+    At most `LOGIT_BYTES` of logits exist at once: with more tokens, chunks are recomputed in the backward
+    pass.
     """
     size = max(1, LOGIT_BYTES // (4 * head.weight.shape[0]))
 
-    def one(states: Tensor, targets: Tensor, heat: Tensor) -> tuple[Tensor, ...]:
+    def chunk_logp(states: Tensor, targets: Tensor, temperature: Tensor) -> tuple[Tensor, ...]:
         logits = head(states)
         logits = logits if logits.dtype == torch.float64 else logits.float()
         if forbidden:
             logits = logits.index_fill(-1, torch.tensor(forbidden, device=logits.device), FORBIDDEN)
-        logits = logits / heat[:, None].to(logits.dtype)
+        logits = logits / temperature[:, None].to(logits.dtype)
         norm = logits.logsumexp(-1)
         logp = logits.gather(-1, targets[:, None])[:, 0] - norm
+        # H = -sum p log p = norm - sum p logit
         return (logp, norm - ((logits - norm[:, None]).exp() * logits).sum(-1)) if entropy else (logp,)
 
     chunks = list(zip(hidden.split(size), ids.split(size), temperature.split(size), strict=True))
-    again = len(chunks) > 1 and torch.is_grad_enabled()
-    parts = [checkpoint(one, *chunk, use_reentrant=False) if again else one(*chunk) for chunk in chunks]
-    return {
-        name: torch.cat(values)
-        for name, values in zip(("logp", "entropy"), zip(*parts, strict=True), strict=False)
-    }
+    recompute = len(chunks) > 1 and torch.is_grad_enabled()
+    parts = [
+        checkpoint(chunk_logp, *chunk, use_reentrant=False) if recompute else chunk_logp(*chunk)
+        for chunk in chunks
+    ]
+    columns = zip(("logp", "entropy"), zip(*parts, strict=True), strict=False)
+    return {name: torch.cat(values) for name, values in columns}
 
 
 @policy
 class Tokens:
-    """A vision-language model of transformers, by hub id or folder: a step is one token of an answer.
+    """A vision-language model of transformers; a step is one token of an answer.
 
-    `lora_rank` above 0 trains an adapter (float32) over frozen weights; `adapter` goes on with a saved one.
-    Without either the language model learns, and the vision tower too unless `freeze_vision_tower`. Trained
-    weights are held in float32 and computed with in `dtype`. `min_pixels` and `max_pixels` bound what the
-    image processor makes of a picture. Media placeholders have probability 0. Dropout is off. Keys and values
-    of a prompt are held once for all rows that answer it; without `share_prefix` every row gets a copy.
+    Trained weights are in float32 and computed with in `dtype`; dropout is off. Media placeholders have
+    probability 0.
+
+    Args:
+        model: Hub id or folder.
+        dtype: Precision of frozen weights and of the computation.
+        attn_implementation: Attention of transformers, such as "sdpa", "eager" or "flash_attention_2".
+        lora_rank: Rank of a LoRA adapter that is trained instead of the model; 0: no adapter.
+        lora_alpha: Scale of the adapter; None: twice the rank.
+        adapter: Folder or hub id of a saved adapter, to train it further.
+        freeze_vision_tower: Train the language model only; otherwise the vision tower too.
+        gradient_checkpointing: Recompute layers in the backward pass: less memory, more time.
+        share_prefix: Rows with the same prompt share its keys and values; without it, every row gets a copy.
+        min_pixels: Smallest image after the image processor, in pixels; None: the processor's own.
+        max_pixels: Largest image after the image processor, in pixels; None: the processor's own.
+        transform: Transforms of the model, such as pruning or quantisation.
     """
 
     says = frozenset({"entropy"})
@@ -152,10 +163,10 @@ class Tokens:
                 self.model, rank=lora_rank, alpha=lora_alpha or 2.0 * lora_rank, tower=not freeze_vision_tower
             )
         elif freeze_vision_tower:
-            loading.freeze_tower(self.model)
+            loading.freeze_vision_tower(self.model)
         keep_training_precision(self.model)
         if gradient_checkpointing:
-            windows(self.model.config)  # refuses layers that cannot be packed
+            layer_windows(self.model.config)  # raises for layers that cannot be packed
             loading.checkpoint_layers(self.model)
         self.compute, self.share_prefix = DTYPES[dtype], share_prefix
         self.module: nn.Module = StepModel(
@@ -176,45 +187,33 @@ class Tokens:
     def encode(self, prompt: Prompt, outcome: Outcome) -> Trajectory:
         """Turn a recorded answer into a row, its end token included."""
         ids = self.prompt_encoder.answer(outcome.text or "")
-        seen = Outcome(
-            text=outcome.text,
-            end=len(ids),
-            tags={"finish": "stop", **outcome.tags},
-            recorded=outcome.recorded,
-        )
+        tags = {"finish": "stop", **outcome.tags}
+        answer = Outcome(text=outcome.text, end=len(ids), tags=tags, recorded=outcome.recorded)
         row = TokenRow(self.prompt_encoder.encode(prompt), ids)
-        return Trajectory(prompt, prompt.uid, (seen,), row, len(ids), {"token": ids}, on_policy=False)
+        return Trajectory(prompt, prompt.uid, (answer,), row, len(ids), {"token": ids}, on_policy=False)
 
     def collate(self, rollouts: Rollouts) -> Batch:
-        """Pad answers on the right; prompts are held once."""
+        """Pad answers on the right; distinct prompts are stored once."""
         rows: list[TokenRow] = [row.steps for row in rollouts]
         length = torch.tensor([len(row.ids) for row in rows])
         mask = (torch.arange(int(length.max()))[None] < length[:, None]).float()
         distinct, which = distinct_prompts([row.prompt for row in rows])
-        steps = TokenSteps(
-            distinct,
-            which,
-            cat_padded([row.ids[None] for row in rows]),
-            length,
-            torch.tensor([row.temperature for row in rows]),
-        )
-        noted = {name for row in rollouts for name in row.notes if name != "token"}
-        missing = torch.full((mask.shape[1],), float("nan"))
+        ids = cat_padded([row.ids[None] for row in rows])
+        steps = TokenSteps(distinct, which, ids, length, torch.tensor([row.temperature for row in rows]))
+        # NaN where a row has no such note, and after its end.
+        missing = torch.full((mask.shape[1],), torch.nan)
         notes = {
             name: cat_padded(
-                [
-                    torch.cat([row.notes.get(name, missing[: row.length]), missing])[None, : len(missing)]
-                    for row in rollouts
-                ]
+                [row.notes.get(name, missing[: row.length])[None] for row in rollouts], torch.nan
             )
-            for name in sorted(noted)
+            for name in sorted({name for row in rollouts for name in row.notes} - {"token"})
         }
         return Batch.of(steps, mask, notes)
 
     def __call__(self, batch: Batch, extra: Set[str] = frozenset()) -> StepOutput:
-        said = self.module(batch.steps, extra)
+        values = self.module(batch.steps, extra)
         width = batch.mask.shape[1]
-        padded = {name: nn.functional.pad(value, (0, width - value.shape[1])) for name, value in said.items()}
+        padded = {name: pad_to(value, width, 1) for name, value in values.items()}
         return StepOutput(padded.pop("logp"), padded)
 
     def save(self, folder: Path) -> None:
@@ -222,5 +221,5 @@ class Tokens:
         loading.save_model(self.model, self.adapter, self.processor, folder)
 
     def load(self, folder: Path) -> None:
-        """Take up the weights that `save` wrote, bit for bit."""
+        """Load the weights that `save` wrote, bit for bit."""
         loading.load_weights(self.model, self.adapter, folder)
