@@ -16,12 +16,20 @@ from mmrl.runtime.modules import DTYPES, model_source
 ADAPTER = "adapter_model.safetensors"
 
 
+@contextmanager
+def _source(what: str, name: str) -> Iterator[str]:
+    """Resolve the name of a model folder; errors inside the block name what could not be loaded."""
+    try:
+        yield model_source(name)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"cannot load the {what} '{name}': {error}") from error
+
+
 def load_model(name: str, *, dtype: str, attn_implementation: str) -> nn.Module:
     """Load a vision-language model by hub id or folder, from safetensors only."""
     from transformers import AutoModelForImageTextToText
 
-    source = model_source(name)
-    try:
+    with _source("model", name) as source:
         return AutoModelForImageTextToText.from_pretrained(
             source,
             dtype=DTYPES[dtype],
@@ -29,8 +37,6 @@ def load_model(name: str, *, dtype: str, attn_implementation: str) -> nn.Module:
             use_safetensors=True,
             trust_remote_code=False,
         ).eval()
-    except (OSError, ValueError) as error:
-        raise ValueError(f"cannot load the model '{name}': {error}") from error
 
 
 def load_processor(name: str) -> Any:
@@ -38,9 +44,8 @@ def load_processor(name: str) -> Any:
     from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, AutoConfig, AutoProcessor
     from transformers.utils import cached_file
 
-    source = model_source(name)
     quiet = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
-    try:
+    with _source("processor of", name) as source:
         config = AutoConfig.from_pretrained(source, trust_remote_code=False)
         if type(config) not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
             raise ValueError(
@@ -53,8 +58,6 @@ def load_processor(name: str) -> Any:
                 "one was made from"
             )
         return AutoProcessor.from_pretrained(source, trust_remote_code=False)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"cannot load the processor of '{name}': {error}") from error
 
 
 def freeze_vision_tower(model: nn.Module) -> None:
@@ -92,13 +95,10 @@ def load_adapter(model: nn.Module, name: str) -> nn.Module:
     from peft import PeftModel
     from transformers.utils import cached_file
 
-    source = model_source(name)
-    try:
+    with _source("adapter", name) as source:
         if cached_file(source, ADAPTER, _raise_exceptions_for_missing_entries=False) is None:
             raise ValueError(f"it holds no '{ADAPTER}' (an adapter_model.bin is not read); save it anew")
         return PeftModel.from_pretrained(model, source, is_trainable=True)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"cannot load the adapter '{name}': {error}") from error
 
 
 def checkpoint_layers(model: nn.Module) -> None:
