@@ -1,4 +1,4 @@
-"""Reading and writing rows of datasets: JSON lines, JSON lists, parquet, and folders saved by `datasets`."""
+"""Reading and writing rows of datasets: JSON lines, JSON lists, parquet, folders of `datasets`."""
 
 from __future__ import annotations
 
@@ -100,15 +100,12 @@ def read_prompts(
     bad_rows: str = "",
     limit: int = 0,
 ) -> list[Prompt]:
-    """Make a prompt of every row of a dataset.
-
-    Rows that cannot be used, and rows with an id that an earlier row has, are collected into one error.
+    """Make a prompt of every row of a dataset; all bad rows and duplicate ids are collected into one error.
 
     Args:
         source: The name of the dataset in errors.
         rows: The rows.
-        make: Gets a row and its number from 0. It may return None, which skips the row, or raise a
-            `RowError` without the place.
+        make: Maps a row and its number to a prompt, or None to skip it; raises `RowError` without a place.
         bad_rows: "error"; "drop" logs and skips bad rows; "" is for datasets without such an option.
         limit: The most prompts that are made; 0: no limit.
     """

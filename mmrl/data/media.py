@@ -75,7 +75,7 @@ def opened_image(source: Path | bytes, name: str, max_pixels: int = MAX_IMAGE_PI
 def read_image(
     source: Path | bytes, name: str, max_pixels: int = MAX_IMAGE_PIXELS, *, transparent: bool = False
 ) -> Any:
-    """Decode an image as an upright 8-bit RGB image of Pillow, on a white background where it is transparent.
+    """Decode an image as an upright 8-bit RGB image of Pillow; transparent areas become white.
 
     16-bit grey is scaled so that its white becomes 255. 32-bit integers and floating point are errors,
     because files do not say which value is white. Of animations (GIF, WebP, APNG, AVIF) and of several pages

@@ -21,7 +21,7 @@ VIDEOS = "pixel_values_videos"
 
 @dataclass
 class Prefix:
-    """A KV cache of prompts without their last token: `P` prompts, left-padded to `S`, or `n` rows of them.
+    """A KV cache of `P` prompts without their last token, left-padded to `S`, or of `n` rows of them.
 
     The last token is not in the cache, because it is the first input of every answer: it predicts the first
     token.
@@ -58,28 +58,23 @@ def prefill(
     *,
     share_prefix: bool = True,
 ) -> Prefix:
-    """Run prompts through a model.
+    """Run prompts through a model, once each.
 
     Args:
         core: A model without its head.
         prompts: Distinct prompts.
         make_cache: Makes the KV cache; None: an exact one.
-        share_prefix: Rows of a prompt share its keys and values. Every row gets a copy without it, and for
-            models whose attention does not go through transformers' interface.
+        share_prefix: Rows share the keys and values of their prompt, instead of a copy for every row, which
+            models get whose attention does not go through transformers' interface.
     """
-    from transformers import DynamicCache
-
     device = core.get_input_embeddings().weight.device
     cut = [
         EncodedPrompt(prompt.uid, prompt.ids[:-1], prompt.positions[:, :-1], prompt.media)
         for prompt in prompts
     ]
     ids, mask, positions = pad_left(cut, device)
-    if make_cache:
-        visual = torch.isin(ids, ids.new_tensor(placeholder_ids(core.config)))
-        cache = make_cache(core.config, visual & mask.bool(), mask.bool())
-    else:
-        cache = DynamicCache(config=core.config)
+    visual = torch.isin(ids, ids.new_tensor(placeholder_ids(core.config)))
+    cache = (make_cache or _exact_cache)(core.config, visual & mask.bool(), mask.bool())
     with watched(core.config) if share_prefix and make_cache is None else nullcontext([]) as noted:
         core(
             input_ids=ids,
@@ -94,9 +89,13 @@ def prefill(
     end = torch.stack([prompt.positions[:, -1] for prompt in prompts], 1)  # (A, P)
     start = torch.tensor([prompt.next_position for prompt in prompts]).expand_as(end)
     ends = torch.stack([end, start], -1).to(device)
-    if shared is None:
-        return Prefix(cache, mask, last, ends)
-    return Prefix(shared, mask, last, ends, merged)
+    return Prefix(cache, mask, last, ends) if shared is None else Prefix(shared, mask, last, ends, merged)
+
+
+def _exact_cache(config: Any, visual: Tensor, mask: Tensor) -> Any:
+    from transformers import DynamicCache
+
+    return DynamicCache(config=config)
 
 
 def pad_left(prompts: Sequence[EncodedPrompt], device: torch.device) -> tuple[Tensor, Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""Batched sampling from a token policy with a KV cache: prompts are prefilled once, finished rows leave."""
+"""Batched sampling from a token policy with a KV cache; prompts are prefilled once."""
 
 from __future__ import annotations
 

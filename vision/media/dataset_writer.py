@@ -1,4 +1,4 @@
-"""Writing datasets: rows with relative media paths, copies of the media, and a manifest of dropped rows."""
+"""Writing datasets: rows, copies of their media, and a manifest of dropped rows."""
 
 from __future__ import annotations
 

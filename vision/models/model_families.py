@@ -1,4 +1,4 @@
-"""Differences between families of vision-language models: rotary positions and the number of visual features.
+"""Rotary positions and numbers of visual features, by family of vision-language models.
 
 Families are looked up by `model_type`. A family that is not listed gets one-dimensional positions, and the
 number of its features is checked by its own forward pass only.

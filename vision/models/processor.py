@@ -80,7 +80,8 @@ class PromptEncoder:
         """Decode the tokens of an answer."""
         return self.tokenizer.decode(ids, skip_special_tokens=True)
 
-    def _encode(self, prompt: Prompt) -> EncodedPrompt:
+    def _chat_text(self, prompt: Prompt) -> str:
+        """Apply the chat template; raises ValueError for a text that contains a media placeholder."""
         words = [self.tokenizer.decode(token) for token in self.placeholders]
         # Processors look for words of their own, which can differ from those of the model.
         words += [getattr(self.processor, f"{kind}_token", None) for kind in ("image", "video")]
@@ -100,8 +101,10 @@ class PromptEncoder:
             }
             for message in prompt.messages
         ]
-        text = self.processor.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        arguments = self._media_arguments(prompt)
+        return self.processor.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+
+    def _encode(self, prompt: Prompt) -> EncodedPrompt:
+        text, arguments = self._chat_text(prompt), self._media_arguments(prompt)
         try:
             inputs = dict(self.processor(text=[text], return_tensors="pt", **arguments))
         except (ValueError, IndexError, StopIteration) as error:
