@@ -1,8 +1,7 @@
 """Arithmetic of the flow: x_t = (1 - t) x_0 + t noise, with velocity v = noise - x_0.
 
 All times are (B,) or scalars, latents and velocities (B, *L). Latents are float32 or better whatever the
-network computes in, and everything is computed in their precision, but what solvers make of times alone in
-that of the times.
+network computes in. Results have their precision; what solvers compute from times alone has that of times.
 """
 
 from __future__ import annotations
@@ -14,15 +13,16 @@ from dataclasses import dataclass
 from torch import Tensor
 
 LOG_SQRT_2PI = 0.5 * math.log(2 * math.pi)
+Flow = Callable[[Tensor, Tensor], Tensor]  # from latents (B, *L) and times (B,) to velocities (B, *L)
 
 
 def along(times: Tensor, latents: Tensor) -> Tensor:
-    """Give times the axes of latents, so that they multiply: (B,) to (B, 1, ...)."""
+    """Reshape times to broadcast over latents: (B,) to (B, 1, ...)."""
     return times.to(latents).view(-1, *[1] * (latents.ndim - 1))
 
 
 def mean_dims(values: Tensor, kept: int = 1) -> Tensor:
-    """Average over all axes behind the first `kept`."""
+    """Average over all axes after the first `kept`."""
     return values.flatten(kept).mean(-1)
 
 
@@ -32,29 +32,24 @@ def noised(clean: Tensor, noise: Tensor, time: Tensor) -> Tensor:
 
 
 def clean_estimate(latents: Tensor, velocity: Tensor, time: Tensor) -> Tensor:
-    """Jump to the data in one step: x_0 = x_t - t v."""
+    """Estimate the data in one step: x_0 = x_t - t v."""
     return latents - along(time, latents) * velocity
 
 
 def noise_estimate(latents: Tensor, velocity: Tensor, time: Tensor) -> Tensor:
-    """Jump to the noise in one step: x_1 = x_t + (1 - t) v."""
+    """Estimate the noise in one step: x_1 = x_t + (1 - t) v."""
     return latents + (1 - along(time, latents)) * velocity
 
 
-def euler_step(latents: Tensor, velocity: Tensor, time: Tensor, following: Tensor) -> Tensor:
-    """Follow the flow in a straight line from `time` to `following`."""
+def euler_step(
+    latents: Tensor, velocity: Tensor, time: Tensor, following: Tensor, flow: Flow | None = None
+) -> Tensor:
+    """Follow the flow in a straight line from `time` to `following`; `flow` is not called."""
     return latents + along(following - time, latents) * velocity
 
 
-def heun_step(
-    latents: Tensor,
-    velocity: Tensor,
-    time: Tensor,
-    following: Tensor,
-    flow: Callable[[Tensor, Tensor], Tensor],
-) -> Tensor:
-    """Average the velocities at both ends of an Euler step: second order, one more call of `flow(latents,
-    time)`.
+def heun_step(latents: Tensor, velocity: Tensor, time: Tensor, following: Tensor, flow: Flow) -> Tensor:
+    """Average the velocities at both ends of an Euler step: second order, one more call of `flow`.
 
     The last step, to time 0, stays an Euler step, since networks are not trained there.
     """
@@ -64,12 +59,15 @@ def heun_step(
     return euler_step(latents, 0.5 * (velocity + flow(ahead, following)), time, following)
 
 
+ODE_STEPS = {"euler": euler_step, "heun": heun_step}
+
+
 @dataclass(frozen=True)
 class Gaussian:
-    """The Gaussian that a stochastic step draws from: `mean` (B, *L), `std` (B,).
+    """Gaussian of one stochastic step: `mean` (B, *L), `std` (B,).
 
-    Without `normalized` the log-density is minus the squared distance to the mean, its constants and its
-    scale dropped.
+    Unless `normalized`, the log-density is minus the squared distance to the mean, without constants and
+    scale.
     """
 
     mean: Tensor
@@ -77,11 +75,11 @@ class Gaussian:
     normalized: bool = True
 
     def draw(self, noise: Tensor) -> Tensor:
-        """Step: (B, *L) unit noise to the next latents."""
+        """Sample the next latents from unit noise (B, *L)."""
         return self.mean + along(self.std, self.mean) * noise
 
     def logp(self, following: Tensor) -> Tensor:
-        """Give the log-density of the next latents, as a mean over their dimensions: (B,)."""
+        """Compute the log-density of the next latents, as a mean over their dimensions: (B,)."""
         distance = mean_dims((following.detach() - self.mean).square())
         if not self.normalized:
             return -distance

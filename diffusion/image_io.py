@@ -1,34 +1,53 @@
-"""Picture files to tensors."""
+"""Image and video files as uint8 tensors, and tensors as Pillow images."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from mmrl.data.media import MAX_IMAGE_PIXELS, read_image
+from mmrl.data.media import MAX_IMAGE_PIXELS, MediaError, is_turned, opened_video, read_image, upright
 
 
-@dataclass(frozen=True)
-class Reading:
-    """How picture files are read: the most pixels a file may have, and the height and width it is brought to
-    (0: its own)."""
+def load_image(path: Path, height: int = 0, width: int = 0, max_pixels: int = MAX_IMAGE_PIXELS) -> Tensor:
+    """Decode an image file into (3, height, width) uint8, upright.
 
-    max_pixels: int = MAX_IMAGE_PIXELS
-    height: int = 0
-    width: int = 0
-
-
-def read_picture(path: Path, reading: Reading) -> Tensor:
-    """Decode an image into (3, height, width) uint8, as `mmrl.data.media.read_image` says, cut and
-    resized."""
+    With `height` and `width` it is cropped around its centre to that aspect ratio, then resized; 0 keeps its
+    own size. `max_pixels` is the most pixels that the file may have.
+    """
     import numpy
     from PIL import Image, ImageOps
 
-    upright = read_image(path, str(path), reading.max_pixels)
-    if reading.height and upright.size != (reading.width, reading.height):
-        size = (reading.width, reading.height)
-        upright = ImageOps.fit(upright, size, method=Image.Resampling.BICUBIC)
-    return torch.from_numpy(numpy.array(upright)).permute(2, 0, 1).contiguous()
+    image = read_image(path, str(path), max_pixels)
+    if height and image.size != (width, height):
+        image = ImageOps.fit(image, (width, height), method=Image.Resampling.BICUBIC)
+    return torch.from_numpy(numpy.array(image)).permute(2, 0, 1).contiguous()
+
+
+def load_video(path: Path, num_frames: int, height: int, width: int) -> tuple[Tensor, Tensor]:
+    """Decode `num_frames` frames of a video file, evenly spread from its first to its last, upright.
+
+    Gives the frames (F, 3, height, width) uint8 and their (F,) seconds.
+    """
+    with opened_video(path) as container:
+        frames = list(container.decode(video=0))
+    if len(frames) < num_frames:
+        raise MediaError(f"'{path}' has {len(frames)} frames, but {num_frames} are wanted (num_frames)")
+    pixels, times = [], []
+    for at in torch.linspace(0, len(frames) - 1, num_frames).round().long().tolist():
+        frame = frames[at]
+        # The display matrix is applied after scaling, so a frame shown turned swaps its sides first.
+        high, wide = (width, height) if is_turned(frame) else (height, width)
+        raw = torch.from_numpy(frame.to_ndarray(format="rgb24", width=wide, height=high))
+        pixels.append(upright(raw, frame))
+        times.append(frame.time or 0.0)
+    return torch.stack(pixels).permute(0, 3, 1, 2).contiguous(), torch.tensor(times)
+
+
+def to_pil(image: Tensor) -> Any:
+    """Convert an image (3, height, width) uint8 to Pillow."""
+    from PIL import Image
+
+    return Image.fromarray(image.cpu().permute(1, 2, 0).contiguous().numpy())

@@ -1,15 +1,21 @@
-"""The door to diffusers: pipelines, their weights, and folders that they read."""
+"""Loading and saving of diffusers pipelines and of LoRA adapters (arXiv 2106.09685) on their network."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from mmrl.runtime.modules import DTYPES
+from mmrl.runtime.modules import DTYPES, keep_training_precision
+
+# diffusers' names of the adapter's file, of this network in it, and of the settings in the file's header
+ADAPTER_FILE = "pytorch_lora_weights.safetensors"
+PREFIX = "transformer."
+SETTINGS = "lora_adapter_metadata"
 
 
 def load_pipeline(name: str, *, dtype: str) -> Any:
@@ -19,7 +25,7 @@ def load_pipeline(name: str, *, dtype: str) -> Any:
     except ImportError as error:
         raise ImportError("policy 'diffusion.flow' needs diffusers; install mmrl[diffusion]") from error
     try:
-        # Parts that a pipeline does without have to be named, or they are asked for.
+        # diffusers asks for parts that a pipeline does not have unless they are passed as None.
         listed = DiffusionPipeline.load_config(name)
         absent = {part: None for part, source in listed.items() if source == [None, None]}
         pipe = DiffusionPipeline.from_pretrained(name, dtype=DTYPES[dtype], use_safetensors=True, **absent)
@@ -32,26 +38,15 @@ def load_pipeline(name: str, *, dtype: str) -> Any:
 
 
 def modules_of(pipe: Any, but: tuple[str, ...] = ()) -> Iterator[nn.Module]:
-    """List the networks of a pipeline, except those of some places."""
+    """List the networks of a pipeline, except the components named in `but`."""
     for name, part in pipe.components.items():
         match part:
             case nn.Module() if name not in but:
                 yield part
 
 
-def decode_exactly(pipe: Any, dtype: str) -> None:
-    """Decode in float32 where the network computes in float16, in which decoders overflow."""
-    if dtype == "float16" and pipe.vae is not None:
-        pipe.vae.to(torch.float32)
-
-
-def save_pipeline(pipe: Any, folder: Path) -> None:
-    """Write the whole pipeline as an ordinary folder."""
-    pipe.save_pretrained(str(folder), safe_serialization=True)
-
-
 def load_network(network: nn.Module, folder: Path) -> None:
-    """Take up the weights of a network that `save_pipeline` wrote, bit for bit."""
+    """Load the weights of a network from the folder of a saved pipeline, bit for bit."""
     # The folder holds trained weights in float32; read in the widest precision, nothing is lost.
     widest = max((parameter.dtype for parameter in network.parameters()), key=lambda dtype: dtype.itemsize)
     saved = type(network).from_pretrained(str(folder / "transformer"), dtype=widest, use_safetensors=True)
@@ -59,3 +54,61 @@ def load_network(network: nn.Module, folder: Path) -> None:
     with torch.no_grad():
         for name, value in network.state_dict().items():
             value.copy_(weights[name])
+
+
+def add_lora(network: nn.Module, rank: int, alpha: float, targets: Sequence[str]) -> None:
+    """Freeze a network and put LoRA of this rank, scaled by alpha / rank, on its modules of these names.
+
+    Its weights are float32 or better. Until they are trained, the network's output does not change.
+    """
+    from peft import LoraConfig
+
+    network.requires_grad_(False)
+    config = LoraConfig(
+        r=rank, lora_alpha=alpha, lora_dropout=0.0, target_modules=list(targets), init_lora_weights="gaussian"
+    )
+    network.add_adapter(config)
+    keep_training_precision(network)
+
+
+def save_lora(pipe_class: type, network: nn.Module, folder: Path) -> None:
+    """Write the adapter, with rank and alpha, as `pipe.load_lora_weights` reads it."""
+    from peft import get_peft_model_state_dict
+
+    pipe_class.save_lora_weights(
+        str(folder),
+        transformer_lora_layers=get_peft_model_state_dict(network),
+        transformer_lora_adapter_metadata=network.peft_config["default"].to_dict(),
+    )
+
+
+@torch.no_grad()
+def load_lora(network: nn.Module, folder: Path) -> None:
+    """Load the adapter that `save_lora` wrote, bit for bit, into the one that `add_lora` made."""
+    from peft import get_peft_model_state_dict
+    from safetensors import safe_open
+    from safetensors.torch import load_file
+
+    file = folder / ADAPTER_FILE
+    if not file.is_file():
+        raise ValueError(f"there is no adapter in '{folder}'; wanted the file '{ADAPTER_FILE}'")
+    saved = {name.removeprefix(PREFIX): value for name, value in load_file(file).items()}
+    with safe_open(file, framework="pt") as opened:
+        settings = json.loads((opened.metadata() or {}).get(SETTINGS, "{}"))
+    current = get_peft_model_state_dict(network)  # shares memory with the network's weights
+    shapes = [{name: tuple(value.shape) for name, value in weights.items()} for weights in (current, saved)]
+    odd = sorted(set(shapes[0].items()) ^ set(shapes[1].items()))
+    if odd:
+        raise ValueError(
+            f"the adapter in '{folder}' does not fit the network: {len(odd)} weights are on one side only or "
+            f"differ in shape, the first is {odd[0]}; is `lora_rank` the same, and the model?"
+        )
+    config = network.peft_config["default"]
+    alpha = settings.get(f"{PREFIX}lora_alpha", config.r)  # without it, diffusers scales by 1
+    if alpha != config.lora_alpha:
+        raise ValueError(
+            f"the adapter in '{folder}' was trained with lora_alpha {alpha}, not {config.lora_alpha}; set "
+            f"`lora_alpha: {alpha}`"
+        )
+    for name, value in current.items():
+        value.copy_(saved[name])

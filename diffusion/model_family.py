@@ -1,74 +1,105 @@
-"""What a flow policy needs to know of a model family, and how a family is found."""
+"""Base class of diffusion model families: what differs between pipelines of diffusers."""
 
 from __future__ import annotations
 
+import inspect
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from mmrl.config.registry import pieces
+from mmrl.diffusion.latents import decode_images, encode_images, guided
+from mmrl.diffusion.schedule import scheduled_times
 
-Condition = Mapping[str, Tensor]  # what the network sees of one text, without batch axis
+Condition = Mapping[str, Tensor]  # encoded text as the network takes it, without batch axis
+
+# LoRA targets of joint attention: image and text tokens have projections of their own.
+JOINT_ATTENTION = (
+    "attn.add_k_proj", "attn.add_q_proj", "attn.add_v_proj", "attn.to_add_out",
+    "attn.to_k", "attn.to_out.0", "attn.to_q", "attn.to_v",
+)  # fmt: skip
 
 
-class Family(Protocol):
-    """What differs between pipelines of diffusers. Letters: `B` rows, `*L` the axes of a latent.
+class PipelineFamily(ABC):
+    """How to run the pipelines of one model family. Letters: `B` rows, `*L` the axes of a latent.
 
     Times are the noise share `sigma`, from 1 (noise) to 0 (data); a velocity is `noise - data`, whatever the
-    network was trained on.
+    network was trained on. What most image models share is the default of a method.
     """
 
-    pipelines: frozenset[str]  # names of the pipeline classes it serves
-    targets: tuple[str, ...]  # names of the modules that LoRA goes on
-    embedded_guidance: bool  # the guidance scale is an input of the network, and there is no second pass
+    pipelines: frozenset[str]  # names of the pipeline classes that this family serves
+    targets: tuple[str, ...]  # names of the modules that get LoRA
+    embedded_guidance: bool = False  # the guidance scale is an input of the network: no second pass
 
+    @abstractmethod
     def encode(self, pipe: Any, texts: Sequence[str], max_sequence_length: int) -> list[dict[str, Tensor]]:
-        """Read texts: one condition each, on the CPU. A text longer than the encoder takes is an error."""
+        """Encode texts to one condition each, on the CPU. Raise if a text is longer than the encoder takes."""
 
     def stack(self, conditions: Sequence[Condition]) -> dict[str, Tensor]:
-        """Batch conditions, padding ragged ones."""
+        """Batch conditions. The default wants one length; override it to pad."""
+        return {name: torch.stack([row[name] for row in conditions]) for name in conditions[0]}
 
+    @abstractmethod
     def latent_shape(self, pipe: Any, height: int, width: int, num_frames: int) -> tuple[int, ...]:
-        """Find the shape of one latent: (C, h, w), or (C, f, h, w) for video. Sizes are pixels."""
+        """Compute the shape of one latent: (C, h, w), or (C, f, h, w) for video. Sizes are in pixels."""
 
+    def frames_per_latent(self, pipe: Any, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Count the video frames that each latent frame of `shape` represents, in order; () for images."""
+        return ()
+
+    @abstractmethod
     def velocity(
         self, network: nn.Module, latents: Tensor, sigma: Tensor, condition: Condition, guidance: Tensor
     ) -> Tensor:
-        """Ask the network: latents (B, *L), sigma (B,), guidance (B,) to velocities (B, *L)."""
+        """Run the network: latents (B, *L), sigma (B,), guidance (B,) to velocities (B, *L)."""
 
     def guide(self, with_text: Tensor, without: Tensor, guidance: float) -> Tensor:
-        """Lead velocities (B, *L) away from those of the empty text."""
+        """Guide velocities (B, *L) away from those of the empty text."""
+        return guided(with_text, without, guidance)
 
     def decode(self, pipe: Any, latents: Tensor) -> Tensor:
-        """Make pixels of about [0, 1] in float32: (B, 3, height, width), or (B, F, 3, height, width)."""
+        """Decode to float32 pixels of about [0, 1]: (B, 3, height, width), or (B, F, 3, height, width)."""
+        return decode_images(pipe.vae, latents)
 
     def compress(self, pipe: Any, pixels: Tensor) -> Tensor:
-        """Make latents of pixels in [0, 1]: the mode of the encoder, not a draw."""
+        """Encode pixels in [0, 1] to latents: the mode of the posterior, not a sample."""
+        return encode_images(pipe.vae, pixels)
 
     def sigmas(self, pipe: Any, num_steps: int, shape: tuple[int, ...]) -> Tensor:
-        """Give the (S + 1,) times of the pipeline's own schedule, the last one 0."""
+        """Compute the (S + 1,) times of the pipeline's own schedule, the last one 0."""
+        return scheduled_times(pipe.scheduler, num_steps)
 
 
-class VideoFamily(Family, Protocol):
-    """What is asked of families of video models besides."""
-
-    def frames_per_latent(self, pipe: Any, num_latents: int) -> tuple[int, ...]:
-        """Count the pixel frames that every latent frame stands for, in order: `num_latents` of them."""
-
-
-def frames_per_latent(family: Family, pipe: Any, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Count the pixel frames that every frame of a latent (C, f, h, w) stands for; () for images."""
-    return family.frames_per_latent(pipe, shape[1]) if len(shape) == 4 else ()
-
-
-def family_of(pipeline: str) -> Family:
-    """Find the family that serves a pipeline class."""
-    found = [entry.target() for entry in pieces("family") if pipeline in entry.target.pipelines]
-    if not found:
-        served = sorted(name for entry in pieces("family") for name in entry.target.pipelines)
+def family_of(pipeline: str) -> PipelineFamily:
+    """Find the family that serves a pipeline class of diffusers."""
+    served = {name: entry.target for entry in pieces("family") for name in entry.target.pipelines}
+    if pipeline not in served:
         raise ValueError(
-            f"no family serves the pipeline '{pipeline}'; there are {', '.join(served)}. A family is one "
-            "file in diffusion/families"
+            f"no family serves the pipeline '{pipeline}'; there are {', '.join(sorted(served))}. A family is "
+            "one file in diffusion/model_families"
         )
-    return found[0]
+    return served[pipeline]()
+
+
+def check_fits(tokenizer: Any, text: str, limit: int) -> None:
+    """Raise if an encoder of `limit` tokens would truncate a text."""
+    length = len(tokenizer(text, truncation=False, verbose=False).input_ids)
+    if length > limit:
+        raise ValueError(
+            f"it is {length} tokens long, and the encoder '{type(tokenizer).__name__}' takes {limit}; "
+            "shorten it, since texts are never truncated silently"
+        )
+
+
+def per_text(**encoded: Tensor) -> list[dict[str, Tensor]]:
+    """Split batched encoder outputs (B, ...) into one condition per text, on the CPU."""
+    rows = zip(*encoded.values(), strict=True)
+    return [{name: value.cpu() for name, value in zip(encoded, row, strict=True)} for row in rows]
+
+
+def default_of(pipe: Any, option: str) -> Any:
+    """Read the default value of an option of the pipeline's `__call__`."""
+    return inspect.signature(type(pipe).__call__).parameters[option].default

@@ -1,5 +1,4 @@
-"""What rewards of pictures have in common: which picture counts, where weights come from, and how they are
-read."""
+"""Shared code of image rewards: access to images, checkpoints of scoring models, batched encoding."""
 
 from __future__ import annotations
 
@@ -18,76 +17,71 @@ from mmrl.core.types import Outcome, Prompt
 
 
 def frames_of(prompt: Prompt, outcome: Outcome) -> Tensor:
-    """Find the pictures of an outcome: (F, 3, height, width) uint8, one frame where it is a picture."""
+    """Get the frames of an outcome, (F, 3, height, width) uint8; an image is one frame."""
     frames = outcome.video if outcome.image is None else outcome.image[None]
     if frames is None:
-        raise ValueError(f"an outcome of prompt '{prompt.uid}' has neither a picture nor a clip to look at")
+        raise ValueError(f"an outcome of prompt '{prompt.uid}' has neither an image nor a video")
     if frames.dtype != torch.uint8 or frames.dim() != 4 or frames.shape[1] != 3:
         raise ValueError(
-            f"pictures are (3, height, width) uint8, not {tuple(frames.shape[1:])} {frames.dtype} as in an "
-            "outcome of "
-            f"prompt '{prompt.uid}'"
+            f"images are (3, height, width) uint8, not {tuple(frames.shape[1:])} {frames.dtype} as in an "
+            f"outcome of prompt '{prompt.uid}'"
         )
     return frames
 
 
-def picture_of(prompt: Prompt, outcome: Outcome) -> Tensor:
-    """Find the picture that counts, (3, height, width) uint8: of a clip the first frame."""
+def image_of(prompt: Prompt, outcome: Outcome) -> Tensor:
+    """Get the image that is scored, (3, height, width) uint8: of a video the first frame."""
     return frames_of(prompt, outcome)[0]
 
 
-def as_pil(picture: Tensor) -> Any:
-    """Hand a picture to Pillow."""
-    from PIL import Image
-
-    return Image.fromarray(picture.cpu().permute(1, 2, 0).numpy())
+def images_of(prompts: Sequence[Prompt], outcomes: Sequence[Outcome]) -> list[Tensor]:
+    """Get the image that is scored of every outcome."""
+    return [image_of(prompt, outcome) for prompt, outcome in zip(prompts, outcomes, strict=True)]
 
 
 def device_of(name: str) -> torch.device:
-    """Read a device, or find one for `auto`."""
-    # With its number: rewards run in threads of their own, whose current device is another.
-    if name == "auto":
-        return (
-            torch.device("cuda", torch.cuda.current_device())
-            if torch.cuda.is_available()
-            else torch.device("cpu")
-        )
-    return torch.device(name)
+    """Resolve a device name; `auto` is the current GPU, or else the CPU."""
+    # With its index: rewards run in threads of their own, whose current device is another.
+    if name != "auto":
+        return torch.device(name)
+    return (
+        torch.device("cuda", torch.cuda.current_device())
+        if torch.cuda.is_available()
+        else torch.device("cpu")
+    )
 
 
 @torch.no_grad()
-def once(encode: Callable[[Sequence], Tensor], things: Sequence, batch_size: int) -> list[Tensor]:
-    """Encode every distinct text or picture once, `batch_size` at a time, and give the rows in order."""
-    names = [_name_of(thing) for thing in things]
-    distinct = dict(zip(names, things, strict=True))
-    listed = list(distinct.values())
-    chunks = [listed[at : at + batch_size] for at in range(0, len(listed), batch_size)]
+def encode_distinct(
+    encode: Callable[[Sequence], Tensor], items: Sequence[Tensor] | Sequence[str], batch_size: int
+) -> list[Tensor]:
+    """Encode every distinct text or image once, `batch_size` at a time; give one row per item, in order."""
+    keys = [item if type(item) is str else _hash(item) for item in items]
+    distinct = dict(zip(keys, items, strict=True))
+    values = list(distinct.values())
+    chunks = [values[at : at + batch_size] for at in range(0, len(values), batch_size)]
     rows = dict(zip(distinct, (row for chunk in chunks for row in encode(chunk)), strict=True))
-    return [rows[name] for name in names]
+    return [rows[key] for key in keys]
 
 
-def _name_of(thing: Any) -> Any:
-    match thing:
-        case Tensor():
-            data = thing.cpu().contiguous().numpy().tobytes()
-            return (*thing.shape, hashlib.blake2b(data, digest_size=16).digest())
-    return thing
+def _hash(image: Tensor) -> tuple:
+    data = image.cpu().contiguous().numpy().tobytes()
+    return (*image.shape, hashlib.blake2b(data, digest_size=16).digest())
 
 
-def warn_of_cuts(reward: str, texts: Sequence[str], count: Callable[[str], int], limit: int) -> None:
-    """Say so where a published reward reads only the beginning of a prompt."""
+def warn_of_truncation(reward: str, texts: Sequence[str], count: Callable[[str], int], limit: int) -> None:
+    """Warn if a published reward reads only the first `limit` tokens of some prompts."""
     long = sum(count(text) > limit for text in dict.fromkeys(texts))
     if long:
         warnings.warn(
             f"{reward} reads {limit} tokens of a prompt, as it was published; {long} prompts of this round "
-            "are longer "
-            "and were cut",
+            "are longer and were cut",
             stacklevel=2,
         )
 
 
-def imported(reward: str, name: str) -> Callable:
-    """Find a function of somebody's module: `package.module:function`."""
+def import_function(reward: str, name: str) -> Callable:
+    """Import a function by its name `package.module:function`."""
     module, _, function = name.partition(":")
     try:
         return getattr(importlib.import_module(module), function)
@@ -97,11 +91,11 @@ def imported(reward: str, name: str) -> Callable:
         ) from error
 
 
-# ---- weights
+# ---- checkpoints
 
 
 def find_weights(reward: str, name: str) -> Path:
-    """Find a file: a local path, or `owner/name:file` of the hub."""
+    """Locate a checkpoint: a local path, or `owner/name:file` of the hub."""
     if Path(name).is_file():
         return Path(name)
     repository, colon, file = name.partition(":")
@@ -115,13 +109,12 @@ def find_weights(reward: str, name: str) -> Path:
     except (OSError, HfHubHTTPError, HFValidationError) as error:
         raise ValueError(
             f"{reward}: cannot fetch '{file}' of '{repository}': {' '.join(str(error).split())}. Fetch it "
-            "once where "
-            "there is a network, or name a local file"
+            "once where there is a network, or name a local file"
         ) from error
 
 
 def read_weights(reward: str, path: Path) -> dict[str, Tensor]:
-    """Read named tensors from safetensors or a checkpoint of torch, where code is never run."""
+    """Read named tensors from safetensors or a torch checkpoint, without running code."""
     import pickle
 
     try:
@@ -133,8 +126,7 @@ def read_weights(reward: str, path: Path) -> dict[str, Tensor]:
     except (pickle.UnpicklingError, RuntimeError, OSError, EOFError, ValueError) as error:
         raise ValueError(
             f"{reward}: cannot read '{path}' as named tensors: {' '.join(str(error).split())}. Files that "
-            "hold code "
-            "are refused; store the tensors as safetensors"
+            "hold code are refused; store the tensors as safetensors"
         ) from error
     match state:
         case {"state_dict": Mapping() as inner}:
@@ -144,8 +136,8 @@ def read_weights(reward: str, path: Path) -> dict[str, Tensor]:
     raise ValueError(f"{reward}: '{path}' holds a {type(state).__name__}, not named tensors")
 
 
-def fill(reward: str, module: nn.Module, state: Mapping[str, Tensor]) -> None:
-    """Put tensors in their places; every place is filled and none is left over, or it is an error."""
+def load_strictly(reward: str, module: nn.Module, state: Mapping[str, Tensor]) -> None:
+    """Load named tensors into a module; missing, unknown and misshapen ones are errors."""
     wanted = module.state_dict()
     missing, unknown = sorted(wanted.keys() - state.keys()), sorted(state.keys() - wanted.keys())
     shapes = [
@@ -156,8 +148,7 @@ def fill(reward: str, module: nn.Module, state: Mapping[str, Tensor]) -> None:
     if missing or unknown or shapes:
         raise ValueError(
             f"{reward}: these are other weights: missing {missing[:3] or 'nothing'}, unknown "
-            f"{unknown[:3] or 'nothing'}, "
-            f"of another shape {shapes[:3] or 'nothing'}"
+            f"{unknown[:3] or 'nothing'}, of another shape {shapes[:3] or 'nothing'}"
         )
     module.load_state_dict(dict(state))
 
@@ -165,52 +156,46 @@ def fill(reward: str, module: nn.Module, state: Mapping[str, Tensor]) -> None:
 _LOADED: WeakValueDictionary[tuple, Any] = WeakValueDictionary()
 
 
-def shared(key: tuple, make: Callable[[], nn.Module]) -> nn.Module:
-    """Make a model, or give the one that another reward of the same name holds: that of a training and of its
-    evaluation are one."""
+def shared_model(key: tuple, make: Callable[[], nn.Module]) -> nn.Module:
+    """Make a model, or reuse the one of another reward with the same key, as in training and evaluation."""
     model = _LOADED.get(key)
     if model is None:
-        model = make()
-        _LOADED[key] = model
+        model = _LOADED[key] = make()
     return model
 
 
 def load_pretrained(reward: str, kind: type, name: str) -> nn.Module:
-    """Load a model of transformers in float32; a checkpoint that leaves weights open is an error."""
+    """Load a frozen model of transformers in float32; a checkpoint that lacks weights is an error."""
     try:
         model, report = kind.from_pretrained(name, dtype=torch.float32, output_loading_info=True)
     except (OSError, ValueError, RuntimeError) as error:
         raise ValueError(
             f"{reward}: cannot load '{name}': {' '.join(str(error).split())}. Name a local folder, or a "
-            "model of the "
-            "hub"
+            "model of the hub"
         ) from error
-    open_weights = sorted(report["missing_keys"])
-    if open_weights:
-        raise ValueError(f"{reward}: '{name}' does not hold the weights {open_weights[:3]}")
+    missing = sorted(report["missing_keys"])
+    if missing:
+        raise ValueError(f"{reward}: '{name}' does not hold the weights {missing[:3]}")
     return model.eval().requires_grad_(False)
 
 
 class LinearHead(nn.Module):
-    """The head of ImageReward and of the aesthetic predictor: linear layers to 1024, 128, 64, 16 and 1
-    numbers, with nothing between them at inference."""
+    """Scoring head of ImageReward and the aesthetic predictor: five linear layers without activations."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
-        sizes = (width, 1024, 128, 64, 16, 1)
-        linear = [nn.Linear(a, b) for a, b in zip(sizes, sizes[1:], strict=False)]
-        # Dropout holds no weights, but its places give the others their published names: 0, 2, 4, 6 and 7.
+        # Dropout has no weights, but its places give the others their published names: 0, 2, 4, 6 and 7.
         self.layers = nn.Sequential(
-            linear[0],
+            nn.Linear(width, 1024),
             nn.Dropout(0.2),
-            linear[1],
+            nn.Linear(1024, 128),
             nn.Dropout(0.2),
-            linear[2],
+            nn.Linear(128, 64),
             nn.Dropout(0.1),
-            linear[3],
-            linear[4],
+            nn.Linear(64, 16),
+            nn.Linear(16, 1),
         )
 
     def forward(self, features: Tensor) -> Tensor:
-        """Map (B, width) features to (B,) numbers."""
+        """Map (B, width) features to (B,) scores."""
         return self.layers(features)[:, 0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 
 
 def shift_times(times: Tensor, shift: float) -> Tensor:
-    """Move times towards noise: t -> shift t / (1 + (shift - 1) t), as larger pictures want it."""
+    """Move times towards noise, t -> shift t / (1 + (shift - 1) t), as larger images need."""
     return shift * times / (1 + (shift - 1) * times)
 
 
@@ -24,22 +25,43 @@ def scheduled_times(
 ) -> Tensor:
     """Read the (S + 1,) float32 times that a scheduler of diffusers would step through; the last is 0.
 
-    `sigmas` (S,) are times before the scheduler shifts them, where the pipeline gives its own. The scheduler
-    is left as it was.
+    `sigmas` (S,) are times before the scheduler shifts them, for pipelines that pass their own; `mu` is the
+    shift of schedules that depend on the image's size. The scheduler itself is not changed.
     """
     own = copy.deepcopy(scheduler)
-    wanted = {} if mu is None else {"mu": mu}
+    options = {} if mu is None else {"mu": mu}
     if sigmas is None:
-        own.set_timesteps(num_steps, **wanted)
+        own.set_timesteps(num_steps, **options)
     else:
-        own.set_timesteps(sigmas=sigmas.tolist(), **wanted)
+        own.set_timesteps(sigmas=sigmas.tolist(), **options)
     return torch.as_tensor(own.sigmas, dtype=torch.float32).cpu()
 
 
-def scheduler_of(times: Tensor) -> Any:
-    """Make a scheduler of diffusers that steps through these (S + 1,) times.
+def size_shift(scheduler: Any, shape: tuple[int, ...], patch: int) -> float | None:
+    """Compute the shift `mu` of a schedule that depends on the image's size; None for other schedules.
 
-    A pipeline sets the times of its scheduler anew: call it with `sigmas=times[:-1].tolist()` as well.
+    It grows linearly with the number of tokens, patches of side `patch` of a latent (C, h, w), between the
+    two sequence lengths that the scheduler's configuration names.
+    """
+    settings = scheduler.config
+    if not settings.get("use_dynamic_shifting", False):
+        return None
+    num_tokens = math.prod(side // patch for side in shape[-2:])
+    low, high = settings.get("base_image_seq_len", 256), settings.get("max_image_seq_len", 4096)
+    least, most = settings.get("base_shift", 0.5), settings.get("max_shift", 1.16)
+    slope = (most - least) / (high - low)
+    return num_tokens * slope + least - slope * low
+
+
+def even_sigmas(num_steps: int) -> Tensor:
+    """Space S times evenly from 1 to 1 / S, which many pipelines pass to their scheduler."""
+    return torch.linspace(1.0, 1.0 / num_steps, num_steps)
+
+
+def scheduler_of(times: Tensor) -> Any:
+    """Build a scheduler of diffusers that steps through these (S + 1,) times.
+
+    A pipeline resets the times of its scheduler: call it with `sigmas=times[:-1].tolist()` as well.
     """
     from diffusers import FlowMatchEulerDiscreteScheduler
 
@@ -49,8 +71,8 @@ def scheduler_of(times: Tensor) -> Any:
 
 
 def check_times(times: Tensor) -> Tensor:
-    """Refuse a schedule that does not fall to 0."""
+    """Raise unless a schedule falls strictly to 0."""
     if times.ndim != 1 or len(times) < 2 or not (times.diff() < 0).all() or times[-1] != 0:
-        came = [round(time, 6) for time in times.flatten().tolist()]
-        raise ValueError(f"denoising times must fall strictly and end at 0, but are {came}")
+        rounded = [round(time, 6) for time in times.flatten().tolist()]
+        raise ValueError(f"denoising times must fall strictly and end at 0, but are {rounded}")
     return times

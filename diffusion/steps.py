@@ -1,5 +1,4 @@
-"""How rows of pictures are held: what was asked, the path that was taken, and what a likelihood makes of
-them."""
+"""Data types of flow rollouts: conditions of a batch, the recorded path of a row, and its training steps."""
 
 from __future__ import annotations
 
@@ -12,14 +11,14 @@ from torch import Tensor
 
 from mmrl.core.step_table import StepOutput
 from mmrl.core.types import Unit
-from mmrl.diffusion.model_family import Condition, Family
+from mmrl.diffusion.model_family import Condition, PipelineFamily
 
 
 @dataclass(frozen=True, eq=False)
-class Asked:
-    """What the network is told, for `B` rows: distinct conditions, and which of them is whose.
+class Conditioning:
+    """Text conditions and guidance of `B` rows: the distinct conditions, and which of them each row has.
 
-    `passes` counts the network calls of one velocity: two where it is guided by an empty text.
+    `passes` counts the network calls of one velocity: two if it is guided by an empty text.
     """
 
     conditions: tuple[Condition, ...]
@@ -27,28 +26,39 @@ class Asked:
     guidance: float = 1.0
     passes: int = 1
 
-    def __getitem__(self, rows: Tensor) -> Asked:
+    def __getitem__(self, rows: Tensor) -> Conditioning:
         distinct, which = torch.unique(self.which[rows], return_inverse=True)
         conditions = tuple(self.conditions[i] for i in distinct.tolist())
-        return Asked(conditions, which, self.guidance, self.passes)
+        return Conditioning(conditions, which, self.guidance, self.passes)
 
     @staticmethod
-    def of(conditions: Sequence[Condition], guidance: float, passes: int) -> Asked:
-        """Find out which conditions are the same object: rows of one prompt share theirs."""
+    def of(conditions: Sequence[Condition], guidance: float, passes: int) -> Conditioning:
+        """Deduplicate conditions by identity: rows of one prompt share one object."""
         distinct = list({id(condition): condition for condition in conditions}.values())
-        place = {id(condition): i for i, condition in enumerate(distinct)}
-        which = torch.tensor([place[id(condition)] for condition in conditions])
-        return Asked(tuple(distinct), which, guidance, passes)
+        index = {id(condition): i for i, condition in enumerate(distinct)}
+        which = torch.tensor([index[id(condition)] for condition in conditions])
+        return Conditioning(tuple(distinct), which, guidance, passes)
+
+    @staticmethod
+    def of_rows(rows: Sequence[FlowRow], piece: str) -> Conditioning:
+        """Batch the conditions of rows; raise if `piece` got rows of different settings."""
+        settings = {(row.guidance, row.passes, tuple(row.path.shape[1:])) for row in rows}
+        if len(settings) > 1:
+            raise ValueError(
+                f"{piece} wants rows of one guidance scale and size, but got rows of (guidance, network "
+                f"calls, latent) {sorted(settings)}; recorded images count as guidance 1"
+            )
+        return Conditioning.of([row.condition for row in rows], rows[0].guidance, rows[0].passes)
 
 
 @dataclass(frozen=True, eq=False)
 class FlowRow:
-    """How a row was made.
+    """How one image or video was made.
 
-    `path` (P, *L) holds latents from noise to data, the finished one last, in the places of the schedule; a
-    row that keeps no path holds the finished one only. `at` (T,) says from which places recorded steps start.
-    `times` (S + 1,) is the schedule, empty for recorded pictures. `solver` made the stochastic steps.
-    `frames` counts the pixel frames that every latent frame of a video stands for, in order.
+    `path` (P, *L) are latents from noise to data, indexed as the schedule; a row without a recorded path has
+    only the finished latent. `at` (T,) are the indices from which recorded steps start. `times` (S + 1,) is
+    the schedule, empty for recorded images. `solver` made the stochastic steps. `frames` counts the video
+    frames that each latent frame represents, in order.
     """
 
     condition: Condition
@@ -62,64 +72,66 @@ class FlowRow:
 
 
 class FlowSteps(Protocol):
-    """Steps as a likelihood sees them: what to ask the network, and how to read its answer."""
+    """Training steps of a batch: the network's inputs, and how its velocities become log-probabilities."""
 
-    asked: Asked
+    conditioning: Conditioning
     unit: Unit
 
     def states(self) -> tuple[Tensor, Tensor]:
-        """Give the latents (N, T, *L) and the times (N, T) to ask about."""
+        """Give the network's inputs: latents (N, T, *L) and times (N, T)."""
 
     def read(self, velocity: Tensor, extra: Set[str]) -> StepOutput:
-        """Turn velocities (N, T, *L) into log-probabilities and what of `extra` is wanted."""
+        """Turn velocities (N, T, *L) into log-probabilities and the requested `extra` values."""
 
     def cost(self, rows: Tensor) -> int:
         """Count network calls."""
 
     def __getitem__(self, cut: tuple[Tensor, slice]) -> FlowSteps:
-        """Cut out rows and a range of steps."""
+        """Select rows and a range of steps."""
 
 
 class Likelihood(Protocol):
-    """What a step is, and how likely."""
+    """What one training step of a flow model is, and its log-likelihood."""
 
-    says: frozenset[str]  # what it can put into `extra`
+    says: frozenset[str]  # the `extra` values it can give
     stochastic: bool  # it reads stochastic steps, so rollouts must have some
 
     def length(self, row: FlowRow) -> int:
         """Count the steps of a row."""
 
     def collate(self, rows: Sequence[FlowRow], uids: Sequence[str]) -> FlowSteps:
-        """Line rows up; `uids` name their prompts."""
+        """Batch rows; `uids` name their prompts."""
 
 
-class Painter(Protocol):
-    """What an engine needs of a policy of latents."""
+class FlowPolicy(Protocol):
+    """What diffusion engines need of a policy."""
 
     pipe: Any
-    family: Family
+    family: PipelineFamily
     likelihood: Likelihood
     device: torch.device
     precision: torch.dtype
 
     def condition(self, text: str) -> Condition:
-        """Read a text, once."""
+        """Encode a text; the result is cached."""
 
     def passes(self, guidance: float) -> int:
         """Count the network calls of one guided velocity."""
 
-    def velocity(self, latents: Tensor, sigma: Tensor, asked: Asked) -> Tensor:
-        """Give velocities (B, *L) of latents at times (B,)."""
+    def velocity(self, latents: Tensor, sigma: Tensor, conditioning: Conditioning) -> Tensor:
+        """Compute velocities (B, *L) of latents at times (B,)."""
 
     def decode(self, latents: Tensor) -> Tensor:
-        """Make pictures or videos, uint8, on the CPU."""
+        """Decode images or videos, uint8, on the CPU."""
 
 
-def common(rows: Sequence[FlowRow], what: str) -> None:
-    """Refuse rows of one batch that were made under different settings."""
-    settings = {(row.guidance, row.passes, tuple(row.path.shape[1:])) for row in rows}
-    if len(settings) > 1:
-        raise ValueError(
-            f"{what} wants rows of one guidance scale and size, but got rows of (guidance, network calls, "
-            f"latent) {sorted(settings)}; recorded pictures count as guidance 1"
-        )
+def segments_of(lengths: Sequence[int], segments: int) -> Tensor:
+    """Assign consecutive spans of video frames to segments of equal duration: (len(lengths),) indices.
+
+    `lengths` count the frames of each span: 1 for pixel frames, more for latent frames. A span belongs to the
+    segment of its centre (the later one on a boundary), so to that of most of its frames.
+    """
+    length = torch.tensor(lengths)
+    end = length.cumsum(0)
+    twice_centre = 2 * end - length  # integers, so that boundaries are exact
+    return twice_centre * segments // (2 * end[-1])

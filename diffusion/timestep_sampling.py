@@ -1,4 +1,4 @@
-"""How the times of matching are drawn: the time types of AWM (arXiv 2509.25050).
+"""Time types of AWM (arXiv 2509.25050): how the times of matching losses are sampled.
 
 A rule takes the (S + 1,) schedule of the rollout and two generators: that of the row, and one that all rows
 of the collection share. It gives (draws,) times.
@@ -16,9 +16,8 @@ from mmrl.diffusion.schedule import shift_times
 
 
 @dataclass(frozen=True)
-class Drawing:
-    """How many times are drawn, and from where: the share `fraction` of a schedule, or [`lowest`, 1] moved by
-    `shift`."""
+class TimeRange:
+    """How many times are drawn, and their range: `fraction` of a schedule, or [`lowest`, 1] moved by `shift`."""
 
     draws: int
     fraction: float
@@ -26,66 +25,63 @@ class Drawing:
     lowest: float
 
 
-Times = Callable[[Drawing, Tensor, Generator, Generator], Tensor]
+TimeRule = Callable[[TimeRange, Tensor, Generator, Generator], Tensor]
 
 
 def strata(start: int, stop: int, draws: int) -> tuple[Tensor, Tensor]:
-    """Cut the places [start, stop] of a schedule into strata: their lower and upper ends, (draws,) each."""
+    """Cut the indices [start, stop] of a schedule into strata: their lower and upper ends, (draws,) each."""
     edges = torch.linspace(start, stop, draws + 1, dtype=torch.float64).long()
     return edges[:-1], edges[1:]
 
 
-def _check_recorded(schedule: Tensor) -> None:
+def _stratified(bounds: TimeRange, schedule: Tensor, start: int, draws: int, generator: Generator) -> Tensor:
+    """Draw one time of the schedule per stratum, from the index `start` on."""
     if not len(schedule):
         raise ValueError(
-            "discrete times index the schedule of the rollout, and recorded pictures have none; "
+            "discrete times index the schedule of the rollout, and recorded images have none; "
             "set `time_type: uniform` or `logit_normal`"
         )
-
-
-def _stratified(how: Drawing, schedule: Tensor, start: int, draws: int, generator: Generator) -> Tensor:
-    _check_recorded(schedule)
-    stop = int((len(schedule) - 1) * how.fraction)
+    stop = int((len(schedule) - 1) * bounds.fraction)
     if stop - start < draws:
         raise ValueError(
             f"{draws} draws want as many strata, but {len(schedule) - 1} denoising steps leave "
-            f"{stop - start} (fraction {how.fraction}); lower `draws`, or raise `num_inference_steps`"
+            f"{stop - start} (fraction {bounds.fraction}); lower `draws`, or raise `num_inference_steps`"
         )
     lower, upper = strata(start, stop, draws)
     place = lower + (torch.rand(draws, generator=generator) * (upper - lower)).long()
     return schedule[place]
 
 
-def discrete(how: Drawing, schedule: Tensor, mine: Generator, all_rows: Generator) -> Tensor:
+def discrete(bounds: TimeRange, schedule: Tensor, row: Generator, shared: Generator) -> Tensor:
     """Draw one time of the schedule per stratum."""
-    return _stratified(how, schedule, 0, how.draws, all_rows)
+    return _stratified(bounds, schedule, 0, bounds.draws, shared)
 
 
-def discrete_wo_init(how: Drawing, schedule: Tensor, mine: Generator, all_rows: Generator) -> Tensor:
+def discrete_wo_init(bounds: TimeRange, schedule: Tensor, row: Generator, shared: Generator) -> Tensor:
     """Draw one time per stratum, never pure noise."""
-    return _stratified(how, schedule, 1, how.draws, all_rows)
+    return _stratified(bounds, schedule, 1, bounds.draws, shared)
 
 
-def discrete_with_init(how: Drawing, schedule: Tensor, mine: Generator, all_rows: Generator) -> Tensor:
-    """Take pure noise, and one time per stratum behind it."""
-    _check_recorded(schedule)
-    if how.draws == 1:
+def discrete_with_init(bounds: TimeRange, schedule: Tensor, row: Generator, shared: Generator) -> Tensor:
+    """Take pure noise, and one time per stratum of the rest."""
+    if bounds.draws == 1 and len(schedule):
         return schedule[:1]
-    return torch.cat([schedule[:1], _stratified(how, schedule, 1, how.draws - 1, all_rows)])
+    rest = _stratified(bounds, schedule, 1, bounds.draws - 1, shared)
+    return torch.cat([schedule[:1], rest])
 
 
-def uniform(how: Drawing, schedule: Tensor, mine: Generator, all_rows: Generator) -> Tensor:
+def uniform(bounds: TimeRange, schedule: Tensor, row: Generator, shared: Generator) -> Tensor:
     """Draw stratified over [lowest, 1], shuffled within the row, then shifted."""
-    spread = (torch.arange(how.draws) + torch.rand(how.draws, generator=mine)) / how.draws
-    order = torch.randperm(how.draws, generator=mine)
-    return shift_times(how.lowest + (1 - how.lowest) * spread[order], how.shift)
+    spread = (torch.arange(bounds.draws) + torch.rand(bounds.draws, generator=row)) / bounds.draws
+    order = torch.randperm(bounds.draws, generator=row)
+    return shift_times(bounds.lowest + (1 - bounds.lowest) * spread[order], bounds.shift)
 
 
-def logit_normal(how: Drawing, schedule: Tensor, mine: Generator, all_rows: Generator) -> Tensor:
+def logit_normal(bounds: TimeRange, schedule: Tensor, row: Generator, shared: Generator) -> Tensor:
     """Draw stratified quantiles of a normal, through a sigmoid, then shifted; at least 0.01."""
-    quantile = (torch.arange(how.draws) + torch.rand(how.draws, generator=all_rows)) / how.draws
+    quantile = (torch.arange(bounds.draws) + torch.rand(bounds.draws, generator=shared)) / bounds.draws
     normal = torch.special.ndtri(quantile.double().clamp(1e-6, 1 - 1e-6))
-    return shift_times(normal.sigmoid(), how.shift).clamp(min=0.01).float()
+    return shift_times(normal.sigmoid(), bounds.shift).clamp(min=0.01).float()
 
 
 TIME_TYPES = {

@@ -1,1 +1,1 @@
-"""What `mmrl build` makes: captioned pictures, and small models to try things on."""
+"""Builders of small CLIP and flow models for tests and demos."""

@@ -1,5 +1,4 @@
-"""A small contrastive model of pictures and captions, trained from nothing and stored as open_clip stores its
-own."""
+"""Builder of a small CLIP, trained from scratch on captioned images and stored in open_clip's format."""
 
 from __future__ import annotations
 
@@ -18,42 +17,53 @@ from mmrl.config.registry import builder
 from mmrl.core.rng import Stream
 from mmrl.data.media import locate
 from mmrl.data.text_files import CAPTION, objects, text_of
-from mmrl.diffusion.image_io import Reading, read_picture
+from mmrl.diffusion.image_io import load_image
 
-PAUSE = 10.0  # seconds between two lines of progress
-WORDS = 49408  # of open_clip's own tokenizer, whose vocabulary comes with the package
+LOG_INTERVAL = 10.0  # seconds between two lines of progress
+VOCABULARY = 49408  # of open_clip's own tokenizer, whose vocabulary comes with the package
 
 
 @dataclass(frozen=True)
-class Captioned:
-    """Pictures (M, 3, side, side) uint8, the distinct captions, and which of them is whose: (M,)."""
+class CaptionedImages:
+    """Images (M, 3, side, side) uint8, the distinct captions, and the index of each image's caption (M,)."""
 
-    pictures: Tensor
+    images: Tensor
     captions: tuple[str, ...]
     which: Tensor
 
     @staticmethod
-    def read(path: Path, root: Path, side: int, captions: tuple[str, ...] = ()) -> Captioned:
-        """Read rows with a `prompt` and an `image`; `captions` are those known already."""
+    def read(path: Path, root: Path, side: int, captions: tuple[str, ...] = ()) -> CaptionedImages:
+        """Read rows with a `prompt` and an `image`; with `captions`, no others may occur."""
         rows = objects(path, lambda row: (text_of(row, CAPTION), text_of(row, ("image",))))
         known = captions or tuple(sorted({text for text, _ in rows}))
-        number = {text: i for i, text in enumerate(known)}
-        strange = [text for text, _ in rows if text not in number]
-        if strange:
-            raise ValueError(f"'{path}' holds captions that were not trained on: {strange[:3]}")
-        reading = Reading(height=side, width=side)
-        pictures = torch.stack([read_picture(locate(name, root), reading) for _, name in rows])
-        return Captioned(pictures, known, torch.tensor([number[text] for text, _ in rows]))
+        index = {text: i for i, text in enumerate(known)}
+        unknown = [text for text, _ in rows if text not in index]
+        if unknown:
+            raise ValueError(f"'{path}' holds captions that were not trained on: {unknown[:3]}")
+        images = torch.stack([load_image(locate(name, root), side, side) for _, name in rows])
+        return CaptionedImages(images, known, torch.tensor([index[text] for text, _ in rows]))
 
 
 @builder(packages={"open_clip": "clip"})
 class TinyClip:
-    """Train a small CLIP on captioned pictures, and write it as a folder that open_clip reads (`local-dir:`).
+    """Train a small CLIP on captioned images, as a folder that open_clip reads (`local-dir:`).
 
-    `train` and `test` are files of rows with a `prompt` and an `image` under `root`. Rows of one caption are
-    right answers to each other. Pictures are moved, mirrored, blurred and made a little noisy at random.
-    Token embeddings stay as they were drawn. Tells the share of test pictures whose own caption is the
-    nearest of all.
+    Images of one caption are all correct for it. They are shifted, mirrored, blurred and made a little noisy
+    at random. Token embeddings keep their random values. Reports the share of test images whose own caption
+    is the nearest of all.
+
+    Args:
+        train: File of rows with a `prompt` and an `image`.
+        test: The same for measuring; its captions must occur in `train`.
+        root: Folder of the images.
+        side: Of the images as the model sees them, pixels.
+        width: Channels of the first convolution of the ResNet.
+        text_width: Width of the text transformer.
+        text_length: Its context length, tokens.
+        embed_dim: Dimensions of the common space.
+        steps: Updates.
+        batch_size: Images of an update.
+        learning_rate: Peak, after 50 steps of warm-up; it falls linearly to a fiftieth.
     """
 
     def __init__(
@@ -79,7 +89,7 @@ class TinyClip:
         self.steps, self.batch_size, self.learning_rate = steps, batch_size, learning_rate
 
     def build(self, output: Path) -> dict[str, Any]:
-        """Train, write the folder, and tell how good it is on test pictures."""
+        """Train, write the folder, and report the accuracy on train and test images."""
         try:
             from open_clip import CLIP, SimpleTokenizer
         except ImportError as error:
@@ -87,51 +97,47 @@ class TinyClip:
         from safetensors.torch import save_file
 
         config = self._config()
-        shown = Captioned.read(self.paths["train"], self.root, self.side)
-        held = Captioned.read(self.paths["test"], self.root, self.side, shown.captions)
-        tokens = SimpleTokenizer(context_length=self.text_length)(list(shown.captions))
+        train = CaptionedImages.read(self.paths["train"], self.root, self.side)
+        test = CaptionedImages.read(self.paths["test"], self.root, self.side, train.captions)
+        tokens = SimpleTokenizer(context_length=self.text_length)(list(train.captions))
         seed = int(torch.randint(1 << 31, (1,), generator=self.stream.fixed("tiny_clip")))
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             model = CLIP(**config["model_cfg"])
-        self._train(model, shown, tokens)
+        self._train(model, train, tokens)
         output.mkdir(parents=True, exist_ok=True)
         (output / "open_clip_config.json").write_text(json.dumps(config, indent=2) + "\n")
         state = {name: value.contiguous() for name, value in model.state_dict().items()}
         save_file(state, output / "open_clip_model.safetensors")
         return {
-            "captions": len(shown.captions),
-            "train_accuracy": round(accuracy(model, shown, tokens), 4),
-            "test_accuracy": round(accuracy(model, held, tokens), 4),
+            "captions": len(train.captions),
+            "train_accuracy": round(accuracy(model, train, tokens), 4),
+            "test_accuracy": round(accuracy(model, test, tokens), 4),
         }
 
     def _config(self) -> dict[str, Any]:
+        """The model and its preprocessing as open_clip's configuration names them."""
         half = [0.5, 0.5, 0.5]
         vision = {"image_size": self.side, "layers": [1, 1, 1, 1], "width": self.width, "head_width": 32}
-        text = {
-            "context_length": self.text_length,
-            "vocab_size": WORDS,
-            "width": self.text_width,
-            "heads": 4,
-            "layers": 2,
-        }
+        text = {"context_length": self.text_length, "vocab_size": VOCABULARY, "width": self.text_width}
+        text |= {"heads": 4, "layers": 2}
         model = {"embed_dim": self.embed_dim, "vision_cfg": vision, "text_cfg": text}
-        seen = {"mean": half, "std": half, "interpolation": "bicubic", "resize_mode": "shortest"}
-        return {"model_cfg": model, "preprocess_cfg": seen}
+        preprocess = {"mean": half, "std": half, "interpolation": "bicubic", "resize_mode": "shortest"}
+        return {"model_cfg": model, "preprocess_cfg": preprocess}
 
-    def _train(self, model: nn.Module, shown: Captioned, tokens: Tensor) -> None:
+    def _train(self, model: nn.Module, data: CaptionedImages, tokens: Tensor) -> None:
         model.token_embedding.requires_grad_(False)
         learned = [p for p in model.parameters() if p.requires_grad]
         optimizer = torch.optim.AdamW(learned, lr=self.learning_rate, weight_decay=0.02, betas=(0.9, 0.98))
         model.train()
-        began, said = time.monotonic(), -math.inf
+        began, logged = time.monotonic(), -math.inf
         for step in range(self.steps):
             generator = self.stream.fixed("tiny_clip", step)
             rate = self.learning_rate * min(1, (step + 1) / 50)
             optimizer.param_groups[0]["lr"] = rate * (0.02 + 0.98 * (1 - step / self.steps))
-            rows = torch.randint(len(shown.which), (self.batch_size,), generator=generator)
-            pictures = disturbed(shown.pictures[rows].float() / 127.5 - 1, generator)
-            loss = contrast(model, pictures, tokens, shown.which[rows])
+            rows = torch.randint(len(data.which), (self.batch_size,), generator=generator)
+            images = augmented(data.images[rows].float() / 127.5 - 1, generator)
+            loss = contrastive_loss(model, images, tokens, data.which[rows])
             optimizer.zero_grad(set_to_none=True)
             loss.backward()
             nn.utils.clip_grad_norm_(learned, 1.0)
@@ -139,49 +145,47 @@ class TinyClip:
             with torch.no_grad():
                 model.logit_scale.clamp_(max=math.log(100))
             spent = time.monotonic() - began
-            if spent > said + PAUSE or step + 1 == self.steps:
-                said, left = spent, spent / (step + 1) * (self.steps - step - 1)
-                words = f"loss {float(loss.detach()):.3f}  eta {left:.0f} s"
-                print(f"contrastive model {step + 1}/{self.steps}  {words}", flush=True)
+            if spent > logged + LOG_INTERVAL or step + 1 == self.steps:
+                logged, left = spent, spent / (step + 1) * (self.steps - step - 1)
+                progress = f"loss {float(loss.detach()):.3f}  eta {left:.0f} s"
+                print(f"contrastive model {step + 1}/{self.steps}  {progress}", flush=True)
         model.eval()
 
 
-def contrast(model: nn.Module, pictures: Tensor, tokens: Tensor, which: Tensor) -> Tensor:
-    """Average the cross-entropy of captions given pictures and of pictures given captions.
+def contrastive_loss(model: nn.Module, images: Tensor, tokens: Tensor, which: Tensor) -> Tensor:
+    """Average the cross-entropy of captions given images and of images given captions.
 
-    `pictures` (B, 3, side, side), `tokens` (captions, length), `which` (B,). Every caption is asked once, and
-    all pictures of a caption are right answers to it, in equal shares.
+    `images` (B, 3, side, side), `tokens` (captions, length), `which` (B,). Every caption occurs once, and all
+    images of a caption are correct for it, with equal probability.
     """
     present, own = torch.unique(which, return_inverse=True)
-    images = nn.functional.normalize(model.encode_image(pictures), dim=-1)
+    encoded = nn.functional.normalize(model.encode_image(images), dim=-1)
     texts = nn.functional.normalize(model.encode_text(tokens[present]), dim=-1)
-    logits = model.logit_scale.exp() * images @ texts.T
-    shares = nn.functional.one_hot(own, len(present)).float()
-    shares = shares / shares.sum(0)
-    per_caption = -(shares * logits.log_softmax(0)).sum(0).mean()
+    logits = model.logit_scale.exp() * encoded @ texts.T
+    targets = nn.functional.one_hot(own, len(present)).float()
+    targets = targets / targets.sum(0)  # (B, captions): a distribution over images for every caption
+    per_caption = -(targets * logits.log_softmax(0)).sum(0).mean()
     return 0.5 * (nn.functional.cross_entropy(logits, own) + per_caption)
 
 
-def disturbed(pictures: Tensor, generator: torch.Generator) -> Tensor:
-    """Move pictures (B, 3, side, side) by up to two pixels, mirror half of them, blur half of them, and add a
-    little noise."""
-    side = pictures.shape[-1]
-    padded = nn.functional.pad(pictures, (2, 2, 2, 2), mode="replicate")
+def augmented(images: Tensor, generator: torch.Generator) -> Tensor:
+    """Shift images (B, 3, side, side) by up to two pixels, mirror half, blur half, and add a little noise."""
+    side = images.shape[-1]
+    padded = nn.functional.pad(images, (2, 2, 2, 2), mode="replicate")
     top, left = torch.randint(0, 5, (2,), generator=generator).tolist()
-    pictures = padded[..., top : top + side, left : left + side]
-    chance = torch.rand(3, len(pictures), 1, 1, 1, generator=generator)
-    pictures = torch.where(chance[0] < 0.5, pictures.flip(-1), pictures)
-    soft = nn.functional.avg_pool2d(nn.functional.pad(pictures, (1, 1, 1, 1), mode="replicate"), 3, 1)
-    pictures = torch.where(chance[1] < 0.5, soft, pictures)
-    return pictures + 0.05 * chance[2] * torch.randn(pictures.shape, generator=generator)
+    images = padded[..., top : top + side, left : left + side]
+    chance = torch.rand(3, len(images), 1, 1, 1, generator=generator)
+    images = torch.where(chance[0] < 0.5, images.flip(-1), images)
+    blurred = nn.functional.avg_pool2d(nn.functional.pad(images, (1, 1, 1, 1), mode="replicate"), 3, 1)
+    images = torch.where(chance[1] < 0.5, blurred, images)
+    return images + 0.05 * chance[2] * torch.randn(images.shape, generator=generator)
 
 
 @torch.no_grad()
-def accuracy(model: nn.Module, held: Captioned, tokens: Tensor) -> float:
-    """Tell the share of pictures whose own caption is the nearest of all."""
+def accuracy(model: nn.Module, data: CaptionedImages, tokens: Tensor) -> float:
+    """Compute the share of images whose own caption is the nearest of all."""
     texts = nn.functional.normalize(model.encode_text(tokens), dim=-1)
     nearest = [
-        (model.encode_image(part.float() / 127.5 - 1) @ texts.T).argmax(-1)
-        for part in held.pictures.split(256)
+        (model.encode_image(part.float() / 127.5 - 1) @ texts.T).argmax(-1) for part in data.images.split(256)
     ]
-    return float((torch.cat(nearest) == held.which).double().mean())
+    return float((torch.cat(nearest) == data.which).double().mean())

@@ -1,4 +1,4 @@
-"""A small flow-matching model of the real classes: a Stable Diffusion 3 pipeline that works on pixels."""
+"""Builder of a small flow-matching model: a Stable Diffusion 3 pipeline in pixel space."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SPECIAL = ("<start>", "<end>", "<unknown>")
 
 
 def word_tokenizer(texts: Iterable[str], max_length: int) -> Any:
-    """Make a tokenizer whose tokens are the words of some texts; any other word is one and the same token."""
+    """Build a tokenizer whose tokens are the words of some texts; all other words are one unknown token."""
     from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
     from transformers import PreTrainedTokenizerFast
 
@@ -43,12 +43,23 @@ def word_tokenizer(texts: Iterable[str], max_length: int) -> Any:
 
 @builder(packages={"diffusers": "diffusion"})
 class TinyFlowModel:
-    """Build a small SD3 pipeline in pixel space, weights drawn at random, as an ordinary diffusers folder.
+    """Build a small SD3 pipeline in pixel space with random weights, as an ordinary diffusers folder.
 
-    There is no autoencoder: the transformer sees pixels, `side` by `side`, in patches of `patch`. The two
-    CLIP text towers stay as they were drawn; their tokens are the words of `texts`, a file of rows with a
-    `prompt`. `init` scales their weights: at 1 their attention is too flat to tell words apart in the pooled
-    vector. `shift` moves denoising times towards noise.
+    There is no autoencoder: the transformer sees pixels. The two CLIP text encoders keep their random weights;
+    their tokens are the words of `texts`.
+
+    Args:
+        texts: File of rows with a `prompt`.
+        side: Of the images, pixels.
+        patch: Side of the transformer's patches, pixels.
+        width: Of the transformer.
+        layers: Of the transformer.
+        heads: Of the transformer's attention.
+        text_width: Of the text encoders.
+        text_length: Most tokens of a text.
+        init: Scale of the text encoders' weights; at 1 their attention is too flat to tell words apart in the
+            pooled vector.
+        shift: Of the denoising times towards noise; 1 does not move them.
     """
 
     def __init__(
@@ -76,30 +87,47 @@ class TinyFlowModel:
         self.init, self.shift = init, shift
 
     def build(self, output: Path) -> dict[str, Any]:
-        """Write the folder, and tell what is in it."""
-        from diffusers import FlowMatchEulerDiscreteScheduler, StableDiffusion3Pipeline
+        """Write the folder, and report the number of parameters and words."""
+        from diffusers import (
+            FlowMatchEulerDiscreteScheduler,
+            SD3Transformer2DModel,
+            StableDiffusion3Pipeline,
+        )
 
         texts = objects(self.texts, lambda row: text_of(row, CAPTION))
         tokenizer = word_tokenizer(texts, self.text_length)
         seed = int(torch.randint(1 << 31, (1,), generator=self.stream.fixed("tiny_flow_model")))
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            towers = [self._tower(tokenizer) for _ in range(2)]
-            network = self._network()
+            encoders = [self._text_encoder(tokenizer) for _ in range(2)]
+            network = SD3Transformer2DModel(
+                sample_size=self.side,
+                patch_size=self.patch,
+                in_channels=3,
+                out_channels=3,
+                num_layers=self.layers,
+                attention_head_dim=self.width // self.heads,
+                num_attention_heads=self.heads,
+                joint_attention_dim=2 * self.text_width,
+                caption_projection_dim=self.width,
+                pooled_projection_dim=2 * self.text_width,
+                pos_embed_max_size=self.side // self.patch,
+                qk_norm="rms_norm",
+            )
         StableDiffusion3Pipeline(
             transformer=network,
             scheduler=FlowMatchEulerDiscreteScheduler(shift=self.shift),
             vae=None,
-            text_encoder=towers[0],
+            text_encoder=encoders[0],
             tokenizer=tokenizer,
-            text_encoder_2=towers[1],
+            text_encoder_2=encoders[1],
             tokenizer_2=tokenizer,
             text_encoder_3=None,
             tokenizer_3=None,
         ).save_pretrained(output)
         return {"parameters": sum(p.numel() for p in network.parameters()), "vocabulary": len(tokenizer)}
 
-    def _tower(self, tokenizer: Any) -> Any:
+    def _text_encoder(self, tokenizer: Any) -> Any:
         from transformers import CLIPTextConfig, CLIPTextModelWithProjection
 
         return CLIPTextModelWithProjection(
@@ -116,22 +144,4 @@ class TinyFlowModel:
                 eos_token_id=tokenizer.eos_token_id,
                 pad_token_id=tokenizer.pad_token_id,
             )
-        )
-
-    def _network(self) -> Any:
-        from diffusers import SD3Transformer2DModel
-
-        return SD3Transformer2DModel(
-            sample_size=self.side,
-            patch_size=self.patch,
-            in_channels=3,
-            out_channels=3,
-            num_layers=self.layers,
-            attention_head_dim=self.width // self.heads,
-            num_attention_heads=self.heads,
-            joint_attention_dim=2 * self.text_width,
-            caption_projection_dim=self.width,
-            pooled_projection_dim=2 * self.text_width,
-            pos_embed_max_size=self.side // self.patch,
-            qk_norm="rms_norm",
         )

@@ -1,1 +1,1 @@
-"""Prompts to make pictures and clips of, and pictures that somebody made of prompts."""
+"""Data sets of prompts, and of recorded images and videos with scores."""

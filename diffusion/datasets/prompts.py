@@ -1,4 +1,4 @@
-"""Prompts to make pictures or clips of."""
+"""Data sets of text prompts for image and video models."""
 
 from __future__ import annotations
 
@@ -17,26 +17,29 @@ from mmrl.data.text_files import CAPTION, line_uid, text_of
 def prompts(
     *, path: str, format: Literal["", "txt", "jsonl"] = "", limit: NonNegativeInt = 0
 ) -> list[Prompt]:
-    """Read prompts: one a line (txt), or one JSON object a line with `prompt` and whatever rewards read of
-    it.
+    """Text prompts for image and video models, from a text file or JSON lines.
 
-    Without `format`, files that end in `.jsonl` or `.json` hold objects. An object's other keys, and those of
-    its `metadata`, become the prompt's columns; `target` is what rewards compare with, `id` names the prompt.
-    Without an `id` a prompt is named after its file and line, so it has one name however much is read.
+    A JSON object has a `prompt` (or `caption`). Its other keys, and those of its `metadata`, become the
+    prompt's columns; `target` is what rewards compare with, `id` names the prompt. Without an `id` a prompt is
+    named after its file and line, so it has one name however much is read.
+
+    Args:
+        path: The file.
+        format: `txt` (one prompt a line) or `jsonl` (one object a line); by default from the file's suffix.
+        limit: Most prompts to read; 0 is all.
     """
     source = Path(path)
+
+    def plain(row: DataRow, number: int) -> Prompt:
+        message = Message("user", (Part(row.columns["line"].strip()),))
+        return Prompt(line_uid(DataRow(row.place, ""), source), (message,))
+
+    def from_object(row: DataRow, number: int) -> Prompt:
+        metadata = row.columns.get("metadata")
+        columns = {**({} if metadata is None else mapping(metadata, "metadata")), **row.columns}
+        message = Message("user", (Part(text_of(row.columns, CAPTION)),))
+        return Prompt(line_uid(row, source), (message,), columns.get("target"), columns=columns)
+
     if (format or source.suffix.lstrip(".")) in ("jsonl", "json"):
-        return read_prompts(source, json_lines(source), lambda row, number: _object(row, source), limit=limit)
-    return read_prompts(source, text_lines(source), lambda row, number: _plain(row, source), limit=limit)
-
-
-def _plain(row: DataRow, source: Path) -> Prompt:
-    message = Message("user", (Part(row.columns["line"].strip()),))
-    return Prompt(line_uid(DataRow(row.place, ""), source), (message,))
-
-
-def _object(row: DataRow, source: Path) -> Prompt:
-    given = row.columns.get("metadata")
-    columns = {**({} if given is None else mapping(given, "metadata")), **row.columns}
-    message = Message("user", (Part(text_of(row.columns, CAPTION)),))
-    return Prompt(line_uid(row, source), (message,), columns.get("target"), columns=columns)
+        return read_prompts(source, json_lines(source), from_object, limit=limit)
+    return read_prompts(source, text_lines(source), plain, limit=limit)

@@ -1,8 +1,8 @@
-"""Recorded videos and what they are worth, as a whole or segment by segment."""
+"""Data sets of recorded videos, scored as a whole or segment by segment."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,24 +10,8 @@ from mmrl.config.ranges import NonNegativeInt, PositiveInt
 from mmrl.config.registry import data
 from mmrl.core.types import Outcome, Prompt
 from mmrl.data.fields import RowError, listed, number, text
-from mmrl.data.text_files import Recorded, recorded_prompts
-from mmrl.diffusion.video_io import read_film
-
-
-class Films(Sequence):
-    """The recorded videos of one prompt, decoded when somebody looks at them."""
-
-    def __init__(
-        self, files: tuple[Path, ...], recorded: tuple[Mapping[str, float], ...], size: tuple[int, int, int]
-    ) -> None:
-        self.files, self.recorded, self.size = files, recorded, size
-
-    def __len__(self) -> int:
-        return len(self.files)
-
-    def __getitem__(self, at: int) -> Outcome:
-        frames, times = read_film(self.files[at], *self.size)
-        return Outcome(video=frames, times=times, recorded=self.recorded[at])
+from mmrl.data.text_files import Scores, recorded_prompts
+from mmrl.diffusion.image_io import load_video
 
 
 @data
@@ -40,30 +24,40 @@ def videos(
     width: PositiveInt,
     limit: NonNegativeInt = 0,
 ) -> list[Prompt]:
-    """Read videos of prompts under `root`, one JSON object a line: a `prompt`, and `videos`, a list of paths.
+    """Prompts with recorded videos, scored as a whole or by segment.
 
-    `scores` holds one number per video, or a list of numbers per video, one a segment of equal length
-    (DenseDPO, arXiv 2506.03517), which `diffusion.segment_preferences` reads. They are the recorded reward
-    `score`. Every video is brought to `num_frames` frames of `height` times `width` pixels. Every missing
-    file is named before anything is trained.
+    A row has a `prompt` and `videos`, a list of paths. `scores` holds one number per video, or a list of
+    numbers per video, one for each segment of equal duration (DenseDPO, arXiv 2506.03517), which
+    `diffusion.segment_preferences` reads. They are the recorded reward `score`. All missing files are named
+    before training starts.
+
+    Args:
+        path: File of rows, one JSON object a line.
+        root: Folder that the paths are relative to and must stay in.
+        num_frames: Frames to take from each video, evenly spread.
+        height: Height that frames are scaled to, pixels.
+        width: Width that frames are scaled to, pixels.
+        limit: Most rows to read; 0 is all.
     """
 
-    def read(row: Mapping[str, Any]) -> Recorded:
-        held = listed(row.get("videos"), "videos")
-        names = [text(name, f"videos[{i}]") for i, name in enumerate(held)]
-        if not names:
-            raise RowError("wanted at least one path in `videos`, got []")
-        scores = listed(row.get("scores", [1.0] * len(names)), "scores", len(names))
-        recorded = tuple(_of_one(score, f"scores[{i}]") for i, score in enumerate(scores))
-        return names, lambda files: Films(files, recorded, (num_frames, height, width))
+    def load(file: Path) -> Outcome:
+        frames, times = load_video(file, num_frames, height, width)
+        return Outcome(video=frames, times=times)
 
-    return recorded_prompts(Path(path), Path(root), limit, read)
+    return recorded_prompts(Path(path), Path(root), limit, _names_and_scores, load)
 
 
-def _of_one(score: Any, name: str) -> dict[str, float]:
-    """Read what a video is worth, a number or a list of numbers by segment."""
-    if not isinstance(score, list):
-        return {"score": number(score, name)}
-    if not score:
-        raise RowError(f"wanted a number, or a list of numbers by segment, as `{name}`, got []")
-    return {f"score@{segment}": number(value, name) for segment, value in enumerate(score)}
+def _names_and_scores(row: Mapping[str, Any]) -> tuple[list[str], Scores]:
+    """Read the paths of a row's videos, and the score of each, a number or a list by segment."""
+    names = [text(name, f"videos[{i}]") for i, name in enumerate(listed(row.get("videos"), "videos"))]
+    if not names:
+        raise RowError("wanted at least one path in `videos`, got []")
+    scores: list[Mapping[str, float]] = []
+    for i, score in enumerate(listed(row.get("scores", [1.0] * len(names)), "scores", len(names))):
+        if not isinstance(score, list):
+            scores.append({"score": number(score, f"scores[{i}]")})
+        elif score:
+            scores.append({f"score@{k}": number(value, f"scores[{i}]") for k, value in enumerate(score)})
+        else:
+            raise RowError(f"wanted a number, or a list of numbers by segment, as `scores[{i}]`, got []")
+    return names, tuple(scores)

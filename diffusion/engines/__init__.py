@@ -1,1 +1,1 @@
-"""Engines that make pictures and videos."""
+"""Rollout engines for image and video models."""

@@ -1,8 +1,9 @@
-"""From noise to pictures."""
+"""The denoising engine: samples images and videos along the schedule of a pipeline."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
@@ -20,16 +21,15 @@ from mmrl.config.ranges import (
 from mmrl.config.registry import engine
 from mmrl.core.rng import Stream
 from mmrl.core.types import Outcome, Prompt, Rollouts, Trajectory
-from mmrl.diffusion.model_family import frames_per_latent
-from mmrl.diffusion.ode import MOVES, advance, check_finite, decode_all
+from mmrl.diffusion.flow_math import ODE_STEPS
 from mmrl.diffusion.schedule import check_times
-from mmrl.diffusion.steps import Asked, FlowRow, Painter
+from mmrl.diffusion.steps import Conditioning, FlowPolicy, FlowRow
 
 
 @dataclass(frozen=True, eq=False)
-class Plan:
-    """What one row is to do: where it starts (*L), which steps are stochastic ([from, to)), the noise of
-    those (T, *L), and which of them are recorded."""
+class DenoisingPlan:
+    """Everything random about one row: start (*L), stochastic steps [from, to), their noise (T, *L), and the
+    indices of the recorded ones."""
 
     prompt: Prompt
     start: Tensor
@@ -40,24 +40,37 @@ class Plan:
 
 @engine
 class Denoise:
-    """Make pictures (videos, with `num_frames` above 1) along the pipeline's own schedule.
+    """Sample images (videos, with `num_frames` above 1) along the pipeline's own schedule.
 
-    Without a `solver` all steps follow the flow (`ode`: euler or heun) and no path is kept. With one, the
-    steps of `stochastic` (from, to; by default all but the last, whose noise is too small to learn from) are
-    drawn from it and recorded. `window_size` above 0 makes only that many of them stochastic, from
-    `window_start`, or from a place drawn for every collection (Flow-GRPO-Fast); `window_start` may follow a
-    schedule (MixGRPO, arXiv 2507.21802). A window that reaches past `stochastic` is moved back, or with
-    `window_shrinks` cut. `share` records that share of the stochastic steps, drawn row by row
-    (DanceGRPO, arXiv 2505.07818). With `same_noise` all rows of a prompt start from the same noise.
-    `guidance_scale` 1 asks the network once per step. Noise is keyed by prompt and generation, so it depends
-    on neither the order of a batch nor on `batch_size`, which bounds the rows in the network at once.
+    Without a `solver` all steps are deterministic and no path is recorded. With one, steps inside the
+    stochastic range are drawn from it and recorded. Noise is keyed by prompt and generation, so it depends
+    neither on the order of a batch nor on `batch_size`.
+
+    Args:
+        num_inference_steps: Denoising steps.
+        guidance_scale: Strength of guidance; 1 runs the network once per step.
+        height: Of the image, pixels.
+        width: Of the image, pixels.
+        num_frames: Frames of a video; 1 makes images.
+        frames_per_second: Of a video.
+        solver: Stochastic solver, such as `diffusion.flow_sde`; none makes all steps deterministic.
+        stochastic: Range [from, to) of stochastic steps; by default all but the last, whose noise is too
+            small to learn from.
+        window_size: Number of steps in `stochastic` that are stochastic per collection; 0 is all of them.
+        window_start: First step of the window. By default drawn for every collection (Flow-GRPO-Fast); a
+            schedule moves it (MixGRPO, arXiv 2507.21802). A window past the end of `stochastic` is moved back.
+        window_shrinks: Cut such a window instead of moving it.
+        ode: Deterministic solver of the other steps.
+        share: Share of the stochastic steps that is recorded, drawn row by row (DanceGRPO, arXiv 2505.07818).
+        same_noise: Start all rows of a prompt from the same noise.
+        batch_size: Most rows in the network at once; 0 is all.
     """
 
     notes: frozenset[str] = frozenset({"logp"})
 
     def __init__(
         self,
-        policy: Painter,
+        policy: FlowPolicy,
         *,
         stream: Stream,
         num_inference_steps: PositiveInt = 10,
@@ -78,38 +91,32 @@ class Denoise:
     ) -> None:
         self.policy, self.stream, self.solver = policy, stream, solver
         self.guidance_scale, self.share, self.same_noise = guidance_scale, share, same_noise
-        self.frames_per_second, self.batch_size, self.move = frames_per_second, batch_size, MOVES[ode]
+        self.frames_per_second, self.batch_size, self.ode_step = frames_per_second, batch_size, ODE_STEPS[ode]
         self.window_size, self.window_start, self.window_shrinks = window_size, window_start, window_shrinks
-        if num_inference_steps < 1 or batch_size < 0 or not 0 < share <= 1:
-            raise ValueError(
-                "`num_inference_steps` must be at least 1, `batch_size` 0 or more and `share` in (0, 1], not "
-                f"{num_inference_steps}, {batch_size} and {share}"
-            )
         self.stochastic = stochastic or (0, num_inference_steps - 1)
-        self._check_solver(
-            {
-                "stochastic": stochastic is not None,
-                "window_size": window_size != 0,
-                "window_start": window_start is not None,
-                "window_shrinks": window_shrinks,
-                "share": share != 1,
-            }
-        )
-        self._check_window(num_inference_steps)
+        if solver is None:
+            self._check_without_solver(
+                stochastic=stochastic is not None,
+                window_size=window_size != 0,
+                window_start=window_start is not None,
+                window_shrinks=window_shrinks,
+                share=share != 1,
+            )
+        else:
+            self._check_window(num_inference_steps)
         self.shape = policy.family.latent_shape(policy.pipe, height, width, num_frames)
         self.times = check_times(policy.family.sigmas(policy.pipe, num_inference_steps, self.shape))
 
-    def _check_solver(self, chosen: Mapping[str, bool]) -> None:
-        if self.solver is not None:
-            return
+    def _check_without_solver(self, **changed: bool) -> None:
+        """Raise if something needs stochastic steps: the likelihood, or an option that was `changed`."""
         if self.policy.likelihood.stochastic and self.stream.purpose == "train":
             raise ValueError(
                 "the policy's likelihood reads stochastic steps, but the engine `diffusion.denoise` has no "
                 "`solver`; add for instance `solver: diffusion.flow_sde`, or set the policy's likelihood to "
                 "`diffusion.matching`"
             )
-        for name, given in chosen.items():
-            if given:
+        for name, is_changed in changed.items():
+            if is_changed:
                 raise ValueError(
                     f"`{name}` chooses among stochastic steps, but the engine `diffusion.denoise` has no "
                     f"`solver`; add one, or leave `{name}` out"
@@ -117,8 +124,6 @@ class Denoise:
 
     def _check_window(self, num_steps: int) -> None:
         low, high = self.stochastic
-        if self.solver is None:
-            return
         if not 0 <= low < high <= num_steps:
             raise ValueError(
                 f"`stochastic` must be [from, to) within {num_steps} denoising steps, not {low, high}"
@@ -134,7 +139,7 @@ class Denoise:
             )
 
     def window(self) -> tuple[int, int]:
-        """Say which steps of this collection are stochastic: [from, to)."""
+        """Choose the stochastic steps of this collection: [from, to)."""
         low, high = self.stochastic
         if self.solver is None:
             return 0, 0
@@ -148,84 +153,90 @@ class Denoise:
         return start, min(start + self.window_size, high)
 
     def rollout(self, prompts: Sequence[Prompt]) -> Rollouts:
-        """Make a picture for every entry, in order."""
+        """Sample an image or video for every entry, in order."""
         return self.follow(self.plans(prompts))
 
-    def plans(self, prompts: Sequence[Prompt]) -> list[Plan]:
-        """Draw everything that chance decides."""
+    def plans(self, prompts: Sequence[Prompt]) -> list[DenoisingPlan]:
+        """Draw all noise, keyed by prompt and generation."""
         low, high = self.window()
-        asked: dict[str, int] = {}
+        generations: Counter[str] = Counter()
         plans = []
         for prompt in prompts:
-            asked[prompt.uid] = asked.get(prompt.uid, -1) + 1
-            plans.append(self._plan(prompt, asked[prompt.uid], low, high))
+            generator = self.stream.generator(prompt.uid, generations[prompt.uid])
+            generations[prompt.uid] += 1
+            first = self.stream.generator(prompt.uid, "start") if self.same_noise else generator
+            start = torch.randn(self.shape, generator=first)
+            noise = torch.randn((high - low, *self.shape), generator=generator)
+            recorded = max(1, round(self.share * (high - low))) if high > low else 0
+            chosen = torch.randperm(high - low, generator=generator)[:recorded].sort().values
+            plans.append(DenoisingPlan(prompt, start, (low, high), noise, low + chosen))
         return plans
 
     @torch.no_grad()
-    def follow(self, plans: Sequence[Plan], first: int = 0) -> Rollouts:
-        """Carry plans out, from step `first` of the schedule on."""
+    def follow(self, plans: Sequence[DenoisingPlan], first: int = 0) -> Rollouts:
+        """Denoise the plans' latents, from step `first` of the schedule on."""
         size = self.batch_size or len(plans) or 1
-        made: list[Trajectory] = []
+        rows: list[Trajectory] = []
         for at in range(0, len(plans), size):
-            made += self._denoise(plans[at : at + size], first)
-        return tuple(made)
+            rows += self._denoise(plans[at : at + size], first)
+        return tuple(rows)
 
-    def _plan(self, prompt: Prompt, index: int, low: int, high: int) -> Plan:
-        generator = self.stream.generator(prompt.uid, index)
-        first = self.stream.generator(prompt.uid, "start") if self.same_noise else generator
-        start = torch.randn(self.shape, generator=first)
-        noise = torch.randn((high - low, *self.shape), generator=generator)
-        recorded = max(1, round(self.share * (high - low))) if high > low else 0
-        chosen = torch.randperm(high - low, generator=generator)[:recorded].sort().values
-        return Plan(prompt, start, (low, high), noise, low + chosen)
-
-    def _denoise(self, plans: Sequence[Plan], first: int) -> list[Trajectory]:
+    def _denoise(self, plans: Sequence[DenoisingPlan], first: int) -> list[Trajectory]:
         policy, (low, high) = self.policy, plans[0].window
         conditions = [policy.condition(plan.prompt.text) for plan in plans]
-        asked = Asked.of(conditions, self.guidance_scale, policy.passes(self.guidance_scale))
+        conditioning = Conditioning.of(conditions, self.guidance_scale, policy.passes(self.guidance_scale))
         times = self.times.to(policy.device)
         latents = torch.stack([plan.start for plan in plans]).to(policy.device, policy.precision)
         noise = torch.stack([plan.noise for plan in plans])
         names = [plan.prompt.uid for plan in plans]
-        # Places of a path are those of the schedule, so what was skipped is filled up.
+        # The path is indexed as the schedule, so skipped steps are filled with the start.
         path, logp = [latents.cpu()] * (first + 1), []
         for i in range(first, len(times) - 1):
             if low <= i < high:
                 here, there = (times[j].expand(len(plans)) for j in (i, i + 1))
-                step = self.solver(latents, policy.velocity(latents, here, asked), here, there, times[1])
+                velocity = policy.velocity(latents, here, conditioning)
+                step = self.solver(latents, velocity, here, there, times[1])
                 latents = step.draw(noise[:, i - low].to(latents))
                 logp.append(step.logp(latents).float().cpu())
             else:
-                latents = advance(policy, asked, latents, times[i], times[i + 1], self.move)
+                latents = self.advance(conditioning, latents, times[i], times[i + 1])
             check_finite(latents, names, i)
             path = [*path, latents.cpu()] if high > low else [latents.cpu()]
-        pictures = decode_all(policy, latents, 0)
-        said = torch.stack(logp, 1) if logp else torch.zeros(len(plans), 0)
-        return [
-            self._row(
-                plan, picture, asked, conditions[i], torch.stack([state[i] for state in path]), said[i], low
-            )
-            for i, (plan, picture) in enumerate(zip(plans, pictures, strict=True))
-        ]
+        logps = torch.stack(logp, 1) if logp else torch.zeros(len(plans), 0)
+        frames = policy.family.frames_per_latent(policy.pipe, self.shape)
+        rows = []
+        for i, (plan, pixels) in enumerate(zip(plans, policy.decode(latents), strict=True)):
+            steps = FlowRow(
+                conditions[i], torch.stack([state[i] for state in path]), plan.at, self.times,
+                conditioning.guidance, conditioning.passes, self.solver, frames,
+            )  # fmt: skip
+            length = policy.likelihood.length(steps)
+            # Log-densities belong to the steps of `diffusion.transition`; draws of matching have none yet.
+            notes = {"logp": logps[i][plan.at - low]} if policy.likelihood.stochastic else {}
+            outcome = outcome_of(pixels, self.frames_per_second, length)
+            rows.append(Trajectory(plan.prompt, plan.prompt.uid, (outcome,), steps, length, notes))
+        return rows
 
-    def _row(
-        self, plan: Plan, picture: Tensor, asked: Asked, condition, path: Tensor, logp: Tensor, low: int
-    ) -> Trajectory:
-        policy = self.policy
-        frames = frames_per_latent(policy.family, policy.pipe, self.shape)
-        steps = FlowRow(
-            condition, path, plan.at, self.times, asked.guidance, asked.passes, self.solver, frames
+    def advance(self, conditioning: Conditioning, latents: Tensor, time: Tensor, following: Tensor) -> Tensor:
+        """Take one deterministic step of latents (B, *L) between two scalar times."""
+        flow = lambda latents, time: self.policy.velocity(latents, time, conditioning)
+        here, there = (at.to(latents).expand(len(latents)) for at in (time, following))
+        return self.ode_step(latents, flow(latents, here), here, there, flow)
+
+
+def check_finite(latents: Tensor, names: list[str], step: int) -> None:
+    """Raise if latents (B, *L) contain NaN or infinity; `names` are the prompts of the rows."""
+    broken = (~latents.flatten(1).isfinite().all(1)).nonzero()[:, 0].tolist()
+    if broken:
+        raise FloatingPointError(
+            f"latents of prompt '{names[broken[0]]}' ({len(broken)} of {len(names)} rows) are NaN or "
+            f"infinite after denoising step {step}; the network diverged or its precision overflows: look at "
+            "the last updates (learning rate, gradient norm), or set `policy.dtype` to bfloat16 or float32"
         )
-        length = self.policy.likelihood.length(steps)
-        outcome = picture_outcome(picture, self.frames_per_second, length)
-        # Log-densities belong to the steps of `diffusion.transition`; draws of matching have none yet.
-        notes = {"logp": logp[plan.at - low]} if self.policy.likelihood.stochastic else {}
-        return Trajectory(plan.prompt, plan.prompt.uid, (outcome,), steps, length, notes)
 
 
-def picture_outcome(picture: Tensor, frames_per_second: float, end: int) -> Outcome:
-    """Wrap a picture (3, height, width) or a video (F, 3, height, width)."""
-    if picture.ndim == 3:
-        return Outcome(image=picture, end=end)
-    times = torch.arange(len(picture)) / frames_per_second
-    return Outcome(video=picture, times=times, end=end)
+def outcome_of(pixels: Tensor, frames_per_second: float, end: int) -> Outcome:
+    """Wrap an image (3, height, width) or a video (F, 3, height, width) as an outcome."""
+    if pixels.ndim == 3:
+        return Outcome(image=pixels, end=end)
+    return Outcome(video=pixels, times=torch.arange(len(pixels)) / frames_per_second, end=end)

@@ -1,1 +1,1 @@
-"""What a step of a flow model is, and how likely."""
+"""Likelihoods of flow models: what one training step is, and its log-likelihood."""

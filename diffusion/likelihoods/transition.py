@@ -1,4 +1,4 @@
-"""A step is a stochastic denoising step: the Gaussian log-density of the next latent."""
+"""The transition likelihood: the Gaussian log-density of each stochastic denoising step."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from torch import Tensor
 from mmrl.config.registry import likelihood
 from mmrl.core.step_table import StepOutput
 from mmrl.core.types import Unit
-from mmrl.diffusion.steps import Asked, FlowRow, common
+from mmrl.diffusion.steps import Conditioning, FlowRow
 
 
 @likelihood
 class Transition:
-    """Read the recorded stochastic steps of a rollout (Flow-GRPO, arXiv 2505.05470).
+    """Log-density of the recorded stochastic steps of a rollout (Flow-GRPO, arXiv 2505.05470).
 
     `logp` is a mean over dimensions, which is why published clip ranges are as small as 1e-5.
     """
@@ -29,36 +29,35 @@ class Transition:
         return len(row.at)
 
     def collate(self, rows: Sequence[FlowRow], uids: Sequence[str]) -> TransitionSteps:
-        """Line paths up."""
+        """Batch paths; they must share schedule and number of recorded steps."""
         for row, uid in zip(rows, uids, strict=True):
             if row.solver is None or not len(row.at):
                 raise ValueError(
-                    f"a row of prompt '{uid}' holds no stochastic steps: a recorded picture, or a rollout "
+                    f"a row of prompt '{uid}' holds no stochastic steps: a recorded image, or a rollout "
                     "without a solver. `diffusion.transition` learns from stochastic steps only; use "
                     "`diffusion.matching`, or give the engine a solver such as `diffusion.flow_sde`"
                 )
-        common(rows, "diffusion.transition")
+        conditioning = Conditioning.of_rows(rows, "diffusion.transition")
         forms = {(len(row.at), *(round(time, 6) for time in row.times.tolist())) for row in rows}
         if len(forms) > 1:
             raise ValueError(
                 "diffusion.transition wants rows of one schedule and number of recorded steps, but got "
                 f"(recorded, times) {sorted(forms)}"
             )
-        first = rows[0]
         return TransitionSteps(
-            Asked.of([row.condition for row in rows], first.guidance, first.passes),
+            conditioning,
             torch.stack([row.path for row in rows]),
             torch.stack([row.at for row in rows]),
-            first.times,
-            first.solver,
+            rows[0].times,
+            rows[0].solver,
         )
 
 
 @dataclass(frozen=True, eq=False)
 class TransitionSteps:
-    """Stochastic steps of `N` rows: paths (N, S + 1, *L), and where the `T` recorded steps start."""
+    """Stochastic steps of `N` rows: paths (N, S + 1, *L), and the indices where `T` recorded steps start."""
 
-    asked: Asked
+    conditioning: Conditioning
     path: Tensor
     at: Tensor  # (N, T)
     times: Tensor  # (S + 1,)
@@ -67,31 +66,32 @@ class TransitionSteps:
 
     def cost(self, rows: Tensor) -> int:
         """Count network calls."""
-        return len(rows) * self.at.shape[1] * self.asked.passes
+        return len(rows) * self.at.shape[1] * self.conditioning.passes
 
     def __getitem__(self, cut: tuple[Tensor, slice]) -> TransitionSteps:
         rows, columns = cut
         return TransitionSteps(
-            self.asked[rows], self.path[rows], self.at[rows][:, columns], self.times, self.solver
+            self.conditioning[rows], self.path[rows], self.at[rows][:, columns], self.times, self.solver
         )
 
-    def _along(self, shift: int) -> Tensor:
+    def _latents(self, shift: int) -> Tensor:
+        """Gather the latents `shift` places after the start of each recorded step: (N, T, *L)."""
         rows = torch.arange(len(self.at))[:, None]
         return self.path[rows, self.at + shift]
 
     def states(self) -> tuple[Tensor, Tensor]:
         """Give the latents that steps start from, and their times."""
-        return self._along(0), self.times[self.at]
+        return self._latents(0), self.times[self.at]
 
     def read(self, velocity: Tensor, extra: Set[str]) -> StepOutput:
-        """Give the log-density of the steps that were taken, under these velocities."""
+        """Compute the log-density of the recorded steps under velocities (N, T, *L)."""
         shape, device = self.at.shape, velocity.device
-        here, there = (self._along(shift).to(velocity) for shift in (0, 1))
+        here, there = (self._latents(shift).to(velocity) for shift in (0, 1))
         time, following = (self.times[self.at + shift].to(device).flatten() for shift in (0, 1))
         step = self.solver(
             here.flatten(0, 1), velocity.flatten(0, 1), time, following, self.times[1].to(device)
         )
-        said = {
+        values = {
             "mean": lambda: step.mean.unflatten(0, shape),
             "std": lambda: step.std.view(shape),
             "dt": lambda: (following - time).view(shape),
@@ -99,4 +99,4 @@ class TransitionSteps:
             "time": lambda: time.view(shape),
         }
         logp = step.logp(there.flatten(0, 1)).view(shape)
-        return StepOutput(logp, {name: said[name]() for name in sorted(extra)})
+        return StepOutput(logp, {name: values[name]() for name in sorted(extra)})

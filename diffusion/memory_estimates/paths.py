@@ -9,11 +9,11 @@ from mmrl.config.registry import find, memory_estimate
 from mmrl.config.schema import Config
 from mmrl.core.types import Prompt
 from mmrl.diffusion import loading
-from mmrl.diffusion.steps import Painter
+from mmrl.diffusion.steps import FlowPolicy
 
 
 @memory_estimate
-def paths(config: Config, policy: Painter, prompts: Sequence[Prompt]) -> Mapping[str, float]:
+def paths(config: Config, policy: FlowPolicy, prompts: Sequence[Prompt]) -> Mapping[str, float]:
     """Estimate encoders and decoder, and the latents of every step of a collection."""
     beside = loading.modules_of(policy.pipe, but=("transformer",))
     sizes = {

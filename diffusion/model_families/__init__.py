@@ -1,1 +1,1 @@
-"""What differs between pipelines of diffusers: one file each."""
+"""Model families of diffusers pipelines, one file each."""

@@ -1,1 +1,1 @@
-"""Policies of latents: a step is a choice on the way from noise to a picture."""
+"""Policies over latents, whose steps are denoising steps or draws of a matching loss."""

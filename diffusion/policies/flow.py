@@ -1,4 +1,4 @@
-"""The flow policy: an image or video model whose steps are choices on the way from noise to data."""
+"""The flow policy: a flow-matching image or video model of diffusers, trained step by step."""
 
 from __future__ import annotations
 
@@ -16,57 +16,59 @@ from mmrl.core.byte_lru import Kept
 from mmrl.core.step_table import Batch, StepOutput
 from mmrl.core.tensor import cat_padded
 from mmrl.core.types import Outcome, Prompt, Rollouts, Trajectory
-from mmrl.diffusion import loading, lora
-from mmrl.diffusion.latents import default_of
-from mmrl.diffusion.model_family import Condition, Family, family_of, frames_per_latent
-from mmrl.diffusion.steps import Asked, FlowRow, FlowSteps, Likelihood
+from mmrl.diffusion import loading
+from mmrl.diffusion.model_family import Condition, PipelineFamily, default_of, family_of
+from mmrl.diffusion.steps import Conditioning, FlowRow, FlowSteps, Likelihood
 from mmrl.runtime.modules import DTYPES, LOW, keep_training_precision
 
-CONDITION_BYTES = 2 << 30  # what the network was told about texts, kept on the CPU
+CONDITION_BYTES = 2 << 30  # of encoded texts, cached on the CPU
 
 
 class FlowNetwork(nn.Module):
-    """A network and how its family asks it, as one module to be trained."""
+    """A network with its family's forward pass and guidance, as one trainable module."""
 
-    def __init__(self, network: nn.Module, family: Family, compute: torch.dtype) -> None:
+    def __init__(self, network: nn.Module, family: PipelineFamily, compute: torch.dtype) -> None:
         super().__init__()
         self.network, self.family, self.compute = network, family, compute
 
     def forward(
         self, latents: Tensor, sigma: Tensor, condition: Condition, empty: Condition | None, guidance: float
     ) -> Tensor:
-        """Give guided velocities (B, *L) in float32 or better.
+        """Compute guided velocities (B, *L) in float32 or better.
 
-        With `empty` the network is asked twice in one batch, and guided away from what it says of no text.
+        With `empty`, the condition of the negative prompt, both velocities are computed in one batch.
         """
         scale = torch.full_like(sigma, guidance)
+        if empty is not None:
+            condition = {name: torch.cat([value, condition[name]]) for name, value in empty.items()}
+            latents, sigma, scale = (torch.cat([part, part]) for part in (latents, sigma, scale))
         with torch.autocast(latents.device.type, self.compute, enabled=self.compute in LOW):
-            if empty is None:
-                said = self.family.velocity(self.network, latents, sigma, condition, scale)
-                return _exact(said)
-            both = {name: torch.cat([value, condition[name]]) for name, value in empty.items()}
-            twice = (torch.cat([part, part]) for part in (latents, sigma, scale))
-            latents, sigma, scale = twice
-            without, with_text = _exact(
-                self.family.velocity(self.network, latents, sigma, both, scale)
-            ).chunk(2)
+            velocity = self.family.velocity(self.network, latents, sigma, condition, scale)
+            velocity = velocity if velocity.dtype == torch.float64 else velocity.float()
+        if empty is None:
+            return velocity
+        without, with_text = velocity.chunk(2)
         return self.family.guide(with_text, without, guidance)
-
-
-def _exact(values: Tensor) -> Tensor:
-    return values if values.dtype == torch.float64 else values.float()
 
 
 @policy(packages={"diffusers": "diffusion"})
 class Flow:
-    """A flow-matching pipeline of diffusers, by hub id or folder: a step is what `likelihood` says it is.
+    """A flow-matching pipeline of diffusers; the likelihood decides what a training step is.
 
-    `lora_rank` above 0 trains an adapter (float32) over the frozen network; `adapter` goes on with a saved
-    one of that rank. Without it the whole network learns. Text encoders and decoder stay frozen; what the
-    network is told about a text is kept. Trained weights are held in float32 and computed with in `dtype`,
-    arithmetic of steps in float32. `negative_prompt` is what guidance leads away from; `max_sequence_length`
-    is by default that of the pipeline. `evaluations` counts the rows that went through the network, guidance
-    twice.
+    Text encoders and decoder stay frozen; encoded texts are cached. Trained weights are float32 and computed
+    with in `dtype`; the arithmetic of steps is float32. `evaluations` counts the rows that went through the
+    network, guided rows twice.
+
+    Args:
+        model: Hub id or folder of the pipeline.
+        likelihood: What a step is: `diffusion.matching` or `diffusion.transition`.
+        dtype: Precision of the network's computation.
+        lora_rank: Rank of a trained adapter over the frozen network; 0 trains the whole network.
+        lora_alpha: Scale of the adapter, times 1 / rank; by default twice the rank.
+        adapter: Folder of a saved adapter of that rank to continue from.
+        gradient_checkpointing: Recompute activations in the backward pass to save memory.
+        negative_prompt: The text that guidance leads away from.
+        max_sequence_length: Tokens of a prompt; 0 is the pipeline's default.
     """
 
     says = frozenset({"mean", "std", "dt", "velocity", "time", "target", "error"})
@@ -94,38 +96,40 @@ class Flow:
         if adapter and not lora_rank:
             raise ValueError(f"to go on with the adapter '{adapter}', `lora_rank` must name its rank")
         if lora_rank:
-            lora.add(self.network, lora_rank, lora_alpha or 2.0 * lora_rank, self.family.targets)
+            loading.add_lora(self.network, lora_rank, lora_alpha or 2.0 * lora_rank, self.family.targets)
             if adapter:
-                lora.load(self.network, Path(adapter))
+                loading.load_lora(self.network, Path(adapter))
         else:
             self.network.requires_grad_(True)
         keep_training_precision(self.network)
         if gradient_checkpointing:
             self.network.enable_gradient_checkpointing()
-        loading.decode_exactly(self.pipe, dtype)
+        if dtype == "float16" and self.pipe.vae is not None:
+            self.pipe.vae.to(torch.float32)  # decoders overflow in float16
         self.module: nn.Module = FlowNetwork(self.network, self.family, DTYPES[dtype])
-        self.conditions: Kept[Condition] = Kept(CONDITION_BYTES, _bytes)
+        nbytes = lambda condition: sum(value.nbytes for value in condition.values())
+        self.conditions: Kept[Condition] = Kept(CONDITION_BYTES, nbytes)
         self.evaluations = 0
 
     @property
     def device(self) -> torch.device:
-        """Tell where the network is."""
+        """The device of the network."""
         return next(self.network.parameters()).device
 
     @property
     def precision(self) -> torch.dtype:
-        """Tell in what steps are computed: float32, or float64 where the network is."""
+        """The dtype of the steps' arithmetic: float32, or float64 if the network is."""
         return torch.float64 if next(self.network.parameters()).dtype == torch.float64 else torch.float32
 
-    # ---- what engines ask for
+    # ---- for engines
 
     def condition(self, text: str) -> Condition:
-        """Read a text, once."""
+        """Encode a text; the result is cached."""
         return self.conditions.get(text, lambda: self._encode(text))
 
     @torch.no_grad()
     def _encode(self, text: str) -> Condition:
-        self._follow()
+        self._move_frozen_parts()
         try:
             return self.family.encode(self.pipe, [text], self.max_sequence_length)[0]
         except ValueError as error:
@@ -135,61 +139,63 @@ class Flow:
         """Count the network calls of one guided velocity."""
         return 1 if guidance == 1 or self.family.embedded_guidance else 2
 
-    def velocity(self, latents: Tensor, sigma: Tensor, asked: Asked) -> Tensor:
-        """Give velocities (B, *L) of latents at times (B,), in the precision of steps."""
-        device, rows = self.device, asked.which.to(self.device)
-        empty = [self.condition(self.negative_prompt)] if asked.passes > 1 else []
+    def velocity(self, latents: Tensor, sigma: Tensor, conditioning: Conditioning) -> Tensor:
+        """Compute velocities (B, *L) of latents at times (B,), in the precision of steps."""
+        device, rows = self.device, conditioning.which.to(self.device)
+        empty = [self.condition(self.negative_prompt)] if conditioning.passes > 1 else []
+        # The empty text is stacked last, so that all conditions are padded to one length.
         stacked = {
-            name: value.to(device) for name, value in self.family.stack([*asked.conditions, *empty]).items()
+            name: value.to(device)
+            for name, value in self.family.stack([*conditioning.conditions, *empty]).items()
         }
         condition = {name: value[rows] for name, value in stacked.items()}
         without = {name: value[-1:].expand_as(condition[name]) for name, value in stacked.items()}
-        self.evaluations += len(latents) * asked.passes
+        self.evaluations += len(latents) * conditioning.passes
         return self.module(
-            latents.to(device), sigma.to(device), condition, without if empty else None, asked.guidance
+            latents.to(device), sigma.to(device), condition, without if empty else None, conditioning.guidance
         )
 
     @torch.no_grad()
     def decode(self, latents: Tensor) -> Tensor:
-        """Make pictures (B, 3, height, width) or videos (B, F, 3, height, width), uint8, on the CPU."""
-        self._follow()
+        """Decode images (B, 3, height, width) or videos (B, F, 3, height, width), uint8, on the CPU."""
+        self._move_frozen_parts()
         pixels = self.family.decode(self.pipe, latents.to(self.device))
         broken = ~pixels.flatten(1).isfinite().all(1)
         if broken.any():
             raise FloatingPointError(
-                f"the decoder made {int(broken.sum())} of {len(pixels)} pictures that hold NaN or infinity "
+                f"the decoder made {int(broken.sum())} of {len(pixels)} images that hold NaN or infinity "
                 f"out of finite latents (largest {latents.abs().max():.3g}); its precision overflows: set "
                 "`policy.dtype` to bfloat16 or float32"
             )
         return (pixels.clamp(0, 1) * 255).round().to(torch.uint8).cpu()
 
-    def _follow(self) -> None:
-        """Bring encoders and decoder to where the network is."""
+    def _move_frozen_parts(self) -> None:
+        """Move encoders and decoder to the network's device."""
         for part in loading.modules_of(self.pipe, but=("transformer",)):
             if next(part.parameters()).device != self.device:
                 part.to(self.device)
 
-    # ---- what the loops ask for
+    # ---- for the training loop
 
     def encode(self, prompt: Prompt, outcome: Outcome) -> Trajectory:
-        """Turn a recorded picture or video into a row that has no path."""
-        seen = outcome.image if outcome.video is None else outcome.video
-        if seen is None:
+        """Encode a recorded image or video into a row without a denoising path."""
+        recorded = outcome.image if outcome.video is None else outcome.video
+        if recorded is None:
             raise ValueError(
-                f"a recorded answer of prompt '{prompt.uid}' holds neither a picture nor a video, which "
+                f"a recorded answer of prompt '{prompt.uid}' holds neither an image nor a video, which "
                 "`diffusion.flow` learns from"
             )
-        self._follow()
-        pixels = seen[None].to(self.device) / 255
+        self._move_frozen_parts()
+        pixels = recorded[None].to(self.device) / 255
         with torch.no_grad():
             latents = self.family.compress(self.pipe, pixels)[0].to(self.precision).cpu()
         nothing = torch.zeros(0)
-        frames = frames_per_latent(self.family, self.pipe, tuple(latents.shape))
+        frames = self.family.frames_per_latent(self.pipe, tuple(latents.shape))
         row = FlowRow(self.condition(prompt.text), latents[None], nothing.long(), nothing, frames=frames)
         return Trajectory(prompt, prompt.uid, (outcome,), row, self.likelihood.length(row), on_policy=False)
 
     def collate(self, rollouts: Rollouts) -> Batch:
-        """Line rows up; all have the same number of steps."""
+        """Batch rows; all have the same number of steps."""
         steps = self.likelihood.collate([row.steps for row in rollouts], [row.prompt.uid for row in rollouts])
         num_steps = max(row.length for row in rollouts)
         missing = torch.full((1, num_steps), float("nan"))
@@ -204,23 +210,19 @@ class Flow:
         steps: FlowSteps = batch.steps
         latents, times = steps.states()
         rows = torch.arange(len(times)).repeat_interleave(times.shape[1])
-        velocity = self.velocity(latents.flatten(0, 1), times.flatten(), steps.asked[rows])
+        velocity = self.velocity(latents.flatten(0, 1), times.flatten(), steps.conditioning[rows])
         return steps.read(velocity.unflatten(0, times.shape), extra)
 
     def save(self, folder: Path) -> None:
         """Write LoRA as `load_lora_weights` of the pipeline reads it, or the whole pipeline."""
         if self.adapted:
-            lora.save(type(self.pipe), self.network, folder)
+            loading.save_lora(type(self.pipe), self.network, folder)
         else:
-            loading.save_pipeline(self.pipe, folder)
+            self.pipe.save_pretrained(str(folder), safe_serialization=True)
 
     def load(self, folder: Path) -> None:
-        """Take up the weights that `save` wrote, bit for bit."""
+        """Load the weights that `save` wrote, bit for bit."""
         if self.adapted:
-            lora.load(self.network, folder)
+            loading.load_lora(self.network, folder)
         else:
             loading.load_network(self.network, folder)
-
-
-def _bytes(condition: Condition) -> int:
-    return sum(value.nbytes for value in condition.values())

@@ -1,1 +1,1 @@
-"""Rewards of pictures and clips."""
+"""Rewards of images and videos."""

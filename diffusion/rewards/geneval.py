@@ -1,5 +1,4 @@
-"""Whether a picture shows the objects that its prompt asks for: count, colour, position (GenEval, arXiv
-2310.11513)."""
+"""The GenEval reward: objects, counts, colours and positions that a prompt asks for (arXiv 2310.11513)."""
 
 from __future__ import annotations
 
@@ -9,35 +8,35 @@ from typing import Any, Literal
 
 from mmrl.config.registry import reward
 from mmrl.core.types import Outcome, Prompt
-from mmrl.diffusion.reward_base import imported, picture_of
+from mmrl.diffusion.reward_base import image_of, import_function
 
-# Class to what was found of it: {"box": [left, top, right, bottom], "score": confidence, "color": name}.
+# Class name to objects: {"box": [left, top, right, bottom], "score": confidence, "color": name}.
 Detections = Mapping[str, Sequence[Mapping[str, Any]]]
-Clauses = Sequence[
-    Mapping[str, Any]
-]  # {"class", "count", and perhaps "color" and "position": [relation, clause]}
+# {"class", "count", and perhaps "color" and "position": [relation, clause]}
+Clauses = Sequence[Mapping[str, Any]]
 
 CONFIDENCE, COUNTING_CONFIDENCE = 0.3, 0.9
-MOST = 16  # objects of a class
-MARGIN = 0.1  # of the sizes of two boxes, within which they are not apart
-LEAN = 0.5  # of the length of the way between two boxes
+MAX_OBJECTS = 16  # of a class
+MARGIN = 0.1  # of the sizes of two boxes, by which their centres must be apart
+DIRECTION = 0.5  # of the distance of two centres, that an axis must exceed
 
 
 @reward
 class Geneval:
-    """Measure how many of a prompt's objects a picture shows, with their number, colour and position
-    (GenEval, arXiv 2310.11513; as a reward Flow-GRPO, arXiv 2505.05470).
+    """Share of a prompt's objects that an image shows with their number, colour and position.
 
-    `clauses` is the reward of training, the mean over what is asked; `strict` is 1 where all is right and
-    numbers are exact; `official` is the benchmark's, where at least the number is enough except in prompts
-    that ask for counting. A count above twice the number would be negative; `clamp` holds it at 0 (our
-    reading). The prompt's columns `include`, `exclude` and `tag` are those of the benchmark.
+    GenEval (arXiv 2310.11513), as a reward in Flow-GRPO (arXiv 2505.05470). The prompt's columns `include`,
+    `exclude` and `tag` are those of the benchmark. Detections with confidences up to 0.3 (0.9 for counting),
+    and all after the first 16 of a class, are ignored. Of a video the first frame counts.
 
-    `detector` is `package.module:function` from a picture (3, height, width) uint8 and the prompt's columns
-    to detections: class to a list of `{box: [left, top, right, bottom], score, color}`. Without it
-    detections are read from the outcome's tag or the prompt's column `detections`, as JSON. Confidences up
-    to 0.3 (0.9 for counting), and what comes behind 16 of a class, are left out. Of a clip the first frame
-    counts.
+    Args:
+        detector: `package.module:function` from an image (3, height, width) uint8 and the prompt's columns to
+            detections: class to a list of `{box: [left, top, right, bottom], score, color}`. By default they
+            are read from the outcome's tag or the prompt's column `detections`, as JSON.
+        form: `clauses` is the reward of training, the mean over the clauses; `strict` is 1 if all are right
+            and numbers exact; `official` is the benchmark's, where more objects are allowed except in prompts
+            that ask for counting.
+        clamp: Use 0 for a count above twice the number, which would be negative (our reading).
     """
 
     def __init__(
@@ -47,7 +46,7 @@ class Geneval:
         form: Literal["clauses", "strict", "official"] = "clauses",
         clamp: bool = False,
     ) -> None:
-        self.detect = imported("geneval", detector) if detector else None
+        self.detect = import_function("geneval", detector) if detector else None
         self.form, self.clamp = form, clamp
 
     def __call__(self, prompts: Sequence[Prompt], outcomes: Sequence[Outcome]) -> list[float]:
@@ -55,112 +54,109 @@ class Geneval:
         return [self._measure(prompt, outcome) for prompt, outcome in zip(prompts, outcomes, strict=True)]
 
     def _measure(self, prompt: Prompt, outcome: Outcome) -> float:
-        asked = prompt.columns
-        if not asked.get("include"):
+        columns = prompt.columns
+        if not columns.get("include"):
             raise ValueError(
                 f"geneval needs the column `include` of the benchmark, which prompt '{prompt.uid}' lacks"
             )
-        given = self.detect(picture_of(prompt, outcome), asked) if self.detect else _recorded(prompt, outcome)
-        found = sure(given, asked.get("tag", ""))
+        if self.detect:
+            detections = self.detect(image_of(prompt, outcome), columns)
+        else:
+            detections = _recorded_detections(prompt, outcome)
+        objects = confident(detections, columns.get("tag", ""))
         if self.form == "official":
-            return float(official(found, asked))
-        right, values = judge(found, asked["include"], exact=True)
+            return float(official(objects, columns))
+        correct, values = evaluate_clauses(objects, columns["include"], exact=True)
         if self.form == "strict":
-            return float(right)
+            return float(correct)
         values = [max(value, 0.0) for value in values] if self.clamp else values
         return sum(values) / len(values)
 
 
-def _recorded(prompt: Prompt, outcome: Outcome) -> Detections:
-    given = outcome.tags.get("detections", prompt.columns.get("detections"))
-    if given is None:
+def _recorded_detections(prompt: Prompt, outcome: Outcome) -> Detections:
+    detections = outcome.tags.get("detections", prompt.columns.get("detections"))
+    if detections is None:
         raise ValueError(
             f"geneval found no detections for prompt '{prompt.uid}'; name a `detector`, or record them as "
-            "JSON in the "
-            "outcome's tag or the prompt's column `detections`"
+            "JSON in the outcome's tag or the prompt's column `detections`"
         )
-    return json.loads(given) if type(given) is str else given
+    return json.loads(detections) if type(detections) is str else detections
 
 
-def sure(detections: Detections, tag: str) -> dict[str, list[Mapping[str, Any]]]:
-    """Keep the surest objects of every class, surest first."""
-    bar = COUNTING_CONFIDENCE if tag == "counting" else CONFIDENCE
-    return {
-        name: sorted((one for one in found if one["score"] > bar), key=lambda one: -one["score"])[:MOST]
-        for name, found in detections.items()
-    }
+def confident(detections: Detections, tag: str) -> dict[str, list[Mapping[str, Any]]]:
+    """Keep the most confident objects of every class, most confident first."""
+    threshold = COUNTING_CONFIDENCE if tag == "counting" else CONFIDENCE
+    kept = {}
+    for name, objects in detections.items():
+        above = (detected for detected in objects if detected["score"] > threshold)
+        kept[name] = sorted(above, key=lambda detected: -detected["score"])[:MAX_OBJECTS]
+    return kept
 
 
-def judge(found: Detections, clauses: Clauses, *, exact: bool) -> tuple[bool, list[float]]:
-    """Tell whether all clauses hold, and rate what each asks: count, and colour or position.
+def evaluate_clauses(detections: Detections, clauses: Clauses, *, exact: bool) -> tuple[bool, list[float]]:
+    """Check all clauses, and score each: its count, and its colour or position.
 
-    Without `exact` more objects than asked are no fault, and the surest of them are looked at. As in the
-    source of the reward, a wrong position counts 0 and then 1: it earns half.
+    Unless `exact`, more objects than asked for are allowed, and the most confident are used. As in the source
+    of the reward, a wrong position counts 0 and then 1: it earns half.
     """
     values: list[float] = []
-    groups: list[Sequence | None] = []  # the objects of every clause that holds
+    groups: list[Sequence | None] = []  # the objects of every clause that is right
     for clause in clauses:
         wanted = clause["count"]
-        objects = found.get(clause["class"], [])
+        objects = detections.get(clause["class"], [])
         objects = objects if exact else objects[:wanted]
         values.append(1 - abs(wanted - len(objects)) / wanted)
-        right = len(objects) == wanted
-        if not right and ("color" in clause or "position" in clause):
+        correct = len(objects) == wanted
+        if not correct and ("color" in clause or "position" in clause):
             values.append(0.0)
-        if right and "color" in clause:
-            painted = sum(_color(one, clause["class"]) == clause["color"] for one in objects)
+        if correct and "color" in clause:
+            painted = sum(_color(detected, clause["class"]) == clause["color"] for detected in objects)
             values.append(1 - abs(wanted - painted) / wanted)
-            right = painted == wanted
-        if right and "position" in clause:
-            right, more = _placed(objects, clause["position"], groups)
-            values += more
-        groups.append(objects if right else None)
+            correct = painted == wanted
+        if correct and "position" in clause:
+            relation, target = clause["position"]
+            others = groups[target]
+            correct = others is not None and all(
+                relation in relative_position(a["box"], b["box"]) for a in objects for b in others
+            )
+            values += [1.0] if correct else [0.0] if others is None else [0.0, 1.0]
+        groups.append(objects if correct else None)
     return all(group is not None for group in groups), values
 
 
-def _placed(
-    objects: Sequence, position: Sequence, groups: Sequence[Sequence | None]
-) -> tuple[bool, list[float]]:
-    relation, target = position
-    others = groups[target]
-    if others is None:
-        return False, [0.0]
-    right = all(relation in relative_position(a["box"], b["box"]) for a in objects for b in others)
-    return right, [1.0] if right else [0.0, 1.0]
-
-
-def _color(one: Mapping[str, Any], name: str) -> str:
-    if "color" not in one:
+def _color(detected: Mapping[str, Any], name: str) -> str:
+    if "color" not in detected:
         raise ValueError(
-            f"geneval asks for a colour, but the detector gives none for a '{name}'; it gives {sorted(one)}"
+            f"geneval needs a colour, but the detector gives none for a '{name}'; it gives {sorted(detected)}"
         )
-    return one["color"]
+    return detected["color"]
 
 
-def official(found: Detections, asked: Mapping[str, Any]) -> bool:
-    """Tell whether the benchmark takes a picture for right."""
-    right, _ = judge(found, asked["include"], exact=False)
-    excluded = [(clause["class"], clause["count"]) for clause in asked.get("exclude") or ()]
-    if asked.get("tag") == "counting":
-        excluded += [(clause["class"], clause["count"] + 1) for clause in asked["include"]]
-    return right and not any(len(found.get(name, ())) >= count for name, count in excluded)
+def official(detections: Detections, columns: Mapping[str, Any]) -> bool:
+    """Decide as the benchmark does whether an image is correct."""
+    correct, _ = evaluate_clauses(detections, columns["include"], exact=False)
+    excluded = [(clause["class"], clause["count"]) for clause in columns.get("exclude") or ()]
+    if columns.get("tag") == "counting":
+        excluded += [(clause["class"], clause["count"] + 1) for clause in columns["include"]]
+    return correct and not any(len(detections.get(name, ())) >= count for name, count in excluded)
 
 
 def relative_position(box: Sequence[float], other: Sequence[float]) -> set[str]:
-    """Tell where a box lies as seen from another: "left of", "right of", "above", "below", two of them, or
-    nothing.
+    """Compute where a box lies relative to another: up to two of left of, right of, above, below.
 
-    The way between their centres is shortened on both axes by a tenth of both sizes, and divided by its full
-    length; what is left of an axis beyond half counts.
+    The vector between their centres is shortened on both axes by a tenth of both sizes, and divided by its
+    full length; an axis counts if more than half is left.
     """
-    way, apart = [], []
+    offset, shortened = [], []
     for low, high in ((0, 2), (1, 3)):
         gap = (box[low] + box[high] - other[low] - other[high]) / 2
         margin = MARGIN * (abs(box[high] - box[low]) + abs(other[high] - other[low]))
-        way.append(gap)
-        apart.append(max(abs(gap) - margin, 0.0) * (1 if gap > 0 else -1))
-    if max(map(abs, apart)) < 1e-3:
+        offset.append(gap)
+        shortened.append(max(abs(gap) - margin, 0.0) * (1 if gap > 0 else -1))
+    if max(map(abs, shortened)) < 1e-3:
         return set()
-    x, y = (shift / (way[0] ** 2 + way[1] ** 2) ** 0.5 for shift in apart)
-    known = {"left of": x < -LEAN, "right of": x > LEAN, "above": y < -LEAN, "below": y > LEAN}
-    return {relation for relation, holds in known.items() if holds}
+    x, y = (shift / (offset[0] ** 2 + offset[1] ** 2) ** 0.5 for shift in shortened)
+    relations = {
+        "left of": x < -DIRECTION, "right of": x > DIRECTION, "above": y < -DIRECTION, "below": y > DIRECTION,
+    }  # fmt: skip
+    return {relation for relation, holds in relations.items() if holds}

@@ -1,4 +1,4 @@
-"""ImageReward (arXiv 2304.05977)."""
+"""The ImageReward model: human preference of an image for its prompt (arXiv 2304.05977)."""
 
 from __future__ import annotations
 
@@ -11,34 +11,38 @@ from torch import Tensor, nn
 from mmrl.config.ranges import PositiveInt
 from mmrl.config.registry import reward
 from mmrl.core.types import Outcome, Prompt
+from mmrl.diffusion.image_io import to_pil
 from mmrl.diffusion.reward_base import (
     LinearHead,
-    as_pil,
     device_of,
-    fill,
+    encode_distinct,
     find_weights,
-    once,
-    picture_of,
+    images_of,
+    load_strictly,
     read_weights,
-    shared,
-    warn_of_cuts,
+    shared_model,
+    warn_of_truncation,
 )
 
 MEAN, STD = 0.16717362830052426, 1.0333394966054072  # of the published head's output
-TOKENS = 35  # of the prompt
+MAX_TOKENS = 35  # of the prompt
 HEAD_SIZE = 64  # of every BLIP, in both encoders
 MEAN_COLOUR, STD_COLOUR = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 
 
 @reward
 class ImageReward:
-    """Predict how people rate a picture for its prompt: a BLIP reads the prompt while looking at the
-    picture, and linear layers score its first token (arXiv 2304.05977). Standardised: 0 is average, and it
-    may be negative.
+    """Predicted preference of an image for its prompt, by BLIP and linear layers (arXiv 2304.05977).
 
-    `weights` is `ImageReward.pt`, a file or `owner/name:file` of the hub; its names are mapped onto the BLIP
-    of transformers, and a file with others is refused. `tokenizer` is a folder or a model of the hub. Of a
-    clip the first frame counts.
+    BLIP reads the prompt with attention to the image, and linear layers score its first token. Standardised:
+    0 is average, and it may be negative. Of a video the first frame counts.
+
+    Args:
+        weights: `ImageReward.pt`: a file, or `owner/name:file` of the hub. Its names are mapped onto the BLIP
+            of transformers; a file with other names is refused.
+        tokenizer: Folder or hub id.
+        batch_size: Images or prompts in the model at once.
+        device: Of the model; `auto` takes the GPU if there is one.
     """
 
     def __init__(
@@ -52,40 +56,37 @@ class ImageReward:
         from transformers import AutoTokenizer
 
         self.device, self.batch_size = device_of(device), batch_size
-        self.judge = shared(("image_reward", weights, str(self.device)), lambda: self._load(weights))
+        self.scorer = shared_model(("image_reward", weights, str(self.device)), lambda: self._load(weights))
         try:
             self.tokenizer = AutoTokenizer.from_pretrained(tokenizer)
         except (OSError, ValueError) as error:
             raise ValueError(f"image_reward: cannot load the tokenizer '{tokenizer}': {error}") from error
-        if len(self.tokenizer) > self.judge.vocabulary:
+        if len(self.tokenizer) > self.scorer.vocabulary:
             raise ValueError(
                 f"image_reward: the tokenizer '{tokenizer}' has {len(self.tokenizer)} tokens, the weights "
-                "are for "
-                f"{self.judge.vocabulary}; name the one they were trained with, bert-base-uncased"
+                f"are for {self.scorer.vocabulary}; name the one they were trained with, bert-base-uncased"
             )
 
-    def _load(self, weights: str) -> Judge:
-        judge = Judge(read_weights("image_reward", find_weights("image_reward", weights)))
-        return judge.eval().requires_grad_(False).to(self.device)
+    def _load(self, weights: str) -> BlipScorer:
+        scorer = BlipScorer(read_weights("image_reward", find_weights("image_reward", weights)))
+        return scorer.eval().requires_grad_(False).to(self.device)
 
     def __call__(self, prompts: Sequence[Prompt], outcomes: Sequence[Outcome]) -> list[float]:
         """Compute the reward of every outcome."""
         texts = [prompt.text for prompt in prompts]
-        warn_of_cuts(
-            "image_reward", texts, lambda text: len(self.tokenizer(text, verbose=False).input_ids), TOKENS
-        )
-        pictures = [picture_of(prompt, outcome) for prompt, outcome in zip(prompts, outcomes, strict=True)]
-        looks = once(self._look, pictures, self.batch_size)
+        count_tokens = lambda text: len(self.tokenizer(text, verbose=False).input_ids)
+        warn_of_truncation("image_reward", texts, count_tokens, MAX_TOKENS)
+        features = encode_distinct(self._encode, images_of(prompts, outcomes), self.batch_size)
         values: list[float] = []
         for at in range(0, len(texts), self.batch_size):
-            cut = slice(at, at + self.batch_size)
-            values += self._read(texts[cut], torch.stack(looks[cut])).tolist()
+            batch = slice(at, at + self.batch_size)
+            values += self._score(texts[batch], torch.stack(features[batch])).tolist()
         return [(value - MEAN) / STD for value in values]
 
-    def _look(self, pictures: Sequence[Tensor]) -> Tensor:
+    def _encode(self, images: Sequence[Tensor]) -> Tensor:
         from torchvision.transforms import CenterCrop, Compose, InterpolationMode, Normalize, Resize, ToTensor
 
-        size = self.judge.image_size
+        size = self.scorer.image_size
         prepare = Compose(
             [
                 Resize(size, interpolation=InterpolationMode.BICUBIC),
@@ -94,19 +95,19 @@ class ImageReward:
                 Normalize(MEAN_COLOUR, STD_COLOUR),
             ]
         )
-        pixels = torch.stack([prepare(as_pil(picture)) for picture in pictures])
-        return self.judge.look(pixels.to(self.device))
+        pixels = torch.stack([prepare(to_pil(image)) for image in images]).to(self.device)
+        return self.scorer.vision(pixel_values=pixels).last_hidden_state
 
     @torch.no_grad()
-    def _read(self, texts: Sequence[str], looks: Tensor) -> Tensor:
-        given = self.tokenizer(
-            list(texts), padding="max_length", truncation=True, max_length=TOKENS, return_tensors="pt"
+    def _score(self, texts: Sequence[str], features: Tensor) -> Tensor:
+        tokens = self.tokenizer(
+            list(texts), padding="max_length", truncation=True, max_length=MAX_TOKENS, return_tensors="pt"
         ).to(self.device)
-        return self.judge(given["input_ids"], given["attention_mask"], looks).double().cpu()
+        return self.scorer(tokens["input_ids"], tokens["attention_mask"], features).double().cpu()
 
 
-class Judge(nn.Module):
-    """BLIP's two encoders and the head, of the size of the weights they are made from."""
+class BlipScorer(nn.Module):
+    """BLIP's two encoders and the head, sized by the weights they are made from."""
 
     def __init__(self, published: Mapping[str, Tensor]) -> None:
         super().__init__()
@@ -120,19 +121,15 @@ class Judge(nn.Module):
         self.text = BlipTextModel(BlipTextConfig(**text), add_pooling_layer=False)
         self.head = LinearHead(text["hidden_size"])
         self.image_size, self.vocabulary = vision["image_size"], text["vocab_size"]
-        fill("image_reward", self, state)
+        load_strictly("image_reward", self, state)
 
-    def look(self, pixels: Tensor) -> Tensor:
-        """Encode pictures: (B, patches + 1, width)."""
-        return self.vision(pixel_values=pixels).last_hidden_state
-
-    def forward(self, ids: Tensor, mask: Tensor, looks: Tensor) -> Tensor:
-        """Judge pictures by texts (B, S): (B,)."""
-        seen = torch.ones(looks.shape[:2], dtype=torch.long, device=looks.device)
-        read = self.text(
-            input_ids=ids, attention_mask=mask, encoder_hidden_states=looks, encoder_attention_mask=seen
+    def forward(self, ids: Tensor, mask: Tensor, features: Tensor) -> Tensor:
+        """Score texts (B, S) with the features (B, patches + 1, width) of their images: (B,)."""
+        seen = torch.ones(features.shape[:2], dtype=torch.long, device=features.device)
+        encoded = self.text(
+            input_ids=ids, attention_mask=mask, encoder_hidden_states=features, encoder_attention_mask=seen
         )
-        return self.head(read.last_hidden_state[:, 0])
+        return self.head(encoded.last_hidden_state[:, 0])
 
 
 # Published name to ours. The encoders are BLIP's; its authors and transformers name the same things.
@@ -156,39 +153,38 @@ _UNUSED = r"^blip\.(vision_proj|text_proj|itm_head)\.|\.position_ids$"
 
 
 def rename(published: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Give published tensors the names of our modules; a name that is not known is an error."""
+    """Map published tensor names to our modules; an unknown name is an error."""
     renamed = {}
     for name, tensor in published.items():
         if re.search(_UNUSED, name):
             continue
-        found = [re.sub(pattern, ours, name) for pattern, ours in _NAMES if re.match(pattern, name)]
-        if not found:
+        matches = [re.sub(pattern, ours, name) for pattern, ours in _NAMES if re.match(pattern, name)]
+        if not matches:
             raise ValueError(
                 f"image_reward: the weights hold '{name}', which ImageReward-v1.0 does not; name its "
-                "checkpoint "
-                "ImageReward.pt"
+                "checkpoint ImageReward.pt"
             )
-        renamed[found[0]] = tensor.float()
+        renamed[matches[0]] = tensor.float()
     return renamed
 
 
 def _sizes(state: Mapping[str, Tensor]) -> tuple[dict, dict]:
-    """Read the sizes of both encoders off their weights."""
+    """Infer the sizes of both encoders from their weights."""
     try:
         patches = state["vision.embeddings.patch_embedding.weight"]
-        places = state["vision.embeddings.position_embedding"].shape[1] - 1
+        positions = state["vision.embeddings.position_embedding"].shape[1] - 1
         words = state["text.embeddings.word_embeddings.weight"]
-        wide = state["vision.encoder.layers.0.mlp.fc1.weight"].shape[0]
-        deep = state["text.encoder.layer.0.intermediate.dense.weight"].shape[0]
-        long = state["text.embeddings.position_embeddings.weight"].shape[0]
+        vision_mlp = state["vision.encoder.layers.0.mlp.fc1.weight"].shape[0]
+        text_mlp = state["text.encoder.layer.0.intermediate.dense.weight"].shape[0]
+        max_length = state["text.embeddings.position_embeddings.weight"].shape[0]
     except KeyError as error:
         raise ValueError(
             f"image_reward: the weights do not hold {error}; name the checkpoint ImageReward.pt"
         ) from error
-    width, patch, side = patches.shape[0], patches.shape[-1], round(places**0.5)
+    width, patch, side = patches.shape[0], patches.shape[-1], round(positions**0.5)
     vision = {
         "hidden_size": width,
-        "intermediate_size": wide,
+        "intermediate_size": vision_mlp,
         "num_hidden_layers": _count(state, r"vision\.encoder\.layers\.(\d+)\."),
         "num_attention_heads": width // HEAD_SIZE,
         "image_size": side * patch,
@@ -199,15 +195,15 @@ def _sizes(state: Mapping[str, Tensor]) -> tuple[dict, dict]:
         "vocab_size": words.shape[0],
         "hidden_size": words.shape[1],
         "encoder_hidden_size": width,
-        "intermediate_size": deep,
+        "intermediate_size": text_mlp,
         "num_hidden_layers": _count(state, r"text\.encoder\.layer\.(\d+)\."),
         "num_attention_heads": words.shape[1] // HEAD_SIZE,
-        "max_position_embeddings": long,
+        "max_position_embeddings": max_length,
         "layer_norm_eps": 1e-12,
-        "is_decoder": True,  # which makes the layers that look at the picture
+        "is_decoder": True,  # which adds the layers of cross-attention to the image
     }
     return vision, text
 
 
 def _count(state: Mapping[str, Tensor], pattern: str) -> int:
-    return 1 + max(int(found[1]) for name in state if (found := re.match(pattern, name)))
+    return 1 + max(int(match[1]) for name in state if (match := re.match(pattern, name)))

@@ -1,4 +1,4 @@
-"""Whether a picture shows the text that its prompt asks for."""
+"""The text-rendering reward: reads an image by OCR and compares it with the quoted text of the prompt."""
 
 from __future__ import annotations
 
@@ -10,32 +10,30 @@ from torch import Tensor
 
 from mmrl.config.registry import reward
 from mmrl.core.types import Outcome, Prompt
-from mmrl.diffusion.reward_base import frames_of, imported
+from mmrl.diffusion.reward_base import frames_of, import_function
 
-Recogniser = Callable[
-    [Tensor], Sequence[tuple[str, float]]
-]  # (3, height, width) uint8 to texts with confidences
-EVERY = 4  # frame of a clip
+# From an image (3, height, width) uint8 to texts with confidences.
+Recogniser = Callable[[Tensor], Sequence[tuple[str, float]]]
+FRAME_STRIDE = 4  # of a video
 
 
 @reward
 class TextInImage:
-    """Measure how much of the quoted text of a prompt can be read in its picture, in [0, 1] (Flow-GRPO,
-    arXiv 2505.05470).
+    """Share of a prompt's quoted text that can be read in its image, in [0, 1].
 
-    The text is what stands between the first two double quotes; spaces and case do not matter. All that is
-    recognised with a confidence above 0 is joined. A picture that shows the text and more earns 1; otherwise
-    the edit distance, at most the length of the text, is taken off. Of a clip every fourth frame is read,
-    and what it shows must be the text alone; frames that earn nothing are left out of the mean. A prompt
-    without quotes is an error, an empty text earns 0 (our reading), and so does a picture at which the
-    recogniser fails.
+    As in Flow-GRPO (arXiv 2505.05470). The text is what is between the first two double quotes; spaces and
+    case do not matter. All text recognised with a confidence above 0 is joined. An image that shows the text
+    and more earns 1; otherwise the edit distance, at most the length of the text, is taken off. Of a video
+    every fourth frame is read, and must show the text alone; frames that earn nothing are left out of the
+    mean. A prompt without quotes is an error, an empty text earns 0 (our reading), and so does an image at
+    which the recogniser fails.
 
-    `recogniser` is `package.module:function` from a picture (3, height, width) uint8 to (text, confidence)
-    pairs; without it rapidocr reads.
+    `recogniser` is `package.module:function` from an image (3, height, width) uint8 to (text, confidence)
+    pairs; by default rapidocr.
     """
 
     def __init__(self, *, recogniser: str = "") -> None:
-        self.recognise = imported("text_in_image", recogniser) if recogniser else rapid()
+        self.recognise = import_function("text_in_image", recogniser) if recogniser else rapid_ocr()
 
     def __call__(self, prompts: Sequence[Prompt], outcomes: Sequence[Outcome]) -> list[float]:
         """Compute the reward of every outcome."""
@@ -44,20 +42,18 @@ class TextInImage:
     def _measure(self, prompt: Prompt, outcome: Outcome) -> float:
         target, frames = quoted(prompt), frames_of(prompt, outcome)
         if outcome.image is not None:
-            return shown(target, self._read(frames[0]), more=True)
-        rewards = [shown(target, self._read(frame), more=False) for frame in frames[::EVERY]]
+            return text_match(target, self._read(frames[0]), more=True)
+        rewards = [text_match(target, self._read(frame), more=False) for frame in frames[::FRAME_STRIDE]]
         earned = [value for value in rewards if value > 0]
         return sum(earned) / len(earned) if earned else 0.0
 
-    def _read(self, picture: Tensor) -> str:
+    def _read(self, image: Tensor) -> str:
         try:
-            found = self.recognise(picture)
-        except (
-            Exception
-        ) as error:  # the source counts a failure as a picture without text, but not in silence
+            texts = self.recognise(image)
+        except Exception as error:  # the source counts a failure as an image without text; here it warns
             warnings.warn(f"the recogniser of text_in_image failed, which earns 0: {error!r}", stacklevel=2)
             return ""
-        return "".join(text for text, confidence in found if confidence > 0)
+        return "".join(text for text, confidence in texts if confidence > 0)
 
 
 def quoted(prompt: Prompt) -> str:
@@ -72,29 +68,28 @@ def quoted(prompt: Prompt) -> str:
     return text
 
 
-def shown(target: str, found: str, *, more: bool) -> float:
-    """Compare two texts: 1 where they agree, 0 where nothing does. With `more`, what stands around the
-    target does not matter."""
-    target, found = (text.replace(" ", "").lower() for text in (target, found))
+def text_match(target: str, text: str, *, more: bool) -> float:
+    """Compare two texts: 1 if equal, 0 if nothing agrees. With `more`, text around the target is allowed."""
+    target, text = (words.replace(" ", "").lower() for words in (target, text))
     if not target:
         return 0.0
-    if more and target in found:
+    if more and target in text:
         return 1.0
-    return 1.0 - min(edit_distance(found, target), len(target)) / len(target)
+    return 1.0 - min(edit_distance(text, target), len(target)) / len(target)
 
 
-def edit_distance(one: str, other: str) -> int:
+def edit_distance(text: str, other: str) -> int:
     """Count the letters to insert, delete or replace between two texts (Levenshtein)."""
     row = list(range(len(other) + 1))
-    for i, a in enumerate(one, 1):
+    for i, a in enumerate(text, 1):
         diagonal, row[0] = row[0], i
         for j, b in enumerate(other, 1):
             diagonal, row[j] = row[j], min(row[j] + 1, row[j - 1] + 1, diagonal + (a != b))
     return row[-1]
 
 
-def rapid() -> Recogniser:
-    """Make the recogniser of rapidocr, whose models come with the package."""
+def rapid_ocr() -> Recogniser:
+    """Build a recogniser from rapidocr, whose models come with the package."""
     try:
         import rapidocr
 
@@ -104,12 +99,12 @@ def rapid() -> Recogniser:
             "text_in_image reads with rapidocr and onnxruntime: pip install 'mmrl[ocr]'"
         ) from error
 
-    def recognise(picture: Tensor) -> list[tuple[str, float]]:
-        # It wants blue before red, and rows of pixels.
-        result = engine(picture.flip(0).permute(1, 2, 0).contiguous().cpu().numpy())
+    def recognise(image: Tensor) -> list[tuple[str, float]]:
+        # rapidocr takes BGR, channels last
+        result = engine(image.flip(0).permute(1, 2, 0).contiguous().cpu().numpy())
         return list(zip(result.txts or (), result.scores or (), strict=True))
 
-    # It loads its models when it first needs them; a missing one should be found before training.
+    # Models are loaded at first use; a missing one should be noticed before training.
     blank = torch.full((3, 48, 96), 255, dtype=torch.uint8)
     recognise(blank)
     engine(blank.permute(1, 2, 0).numpy(), use_det=False, use_cls=False)

@@ -1,1 +1,1 @@
-"""Pictures of a report: what was made, and which steps turned a trajectory."""
+"""Visualizations of a report: grids of images, and trajectories with their turning points."""

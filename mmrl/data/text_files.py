@@ -1,8 +1,9 @@
-"""Rows with prompts, and with recorded files inside one declared folder."""
+"""Readers of files with one prompt a line, and of recorded media inside one declared folder."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -12,31 +13,29 @@ from mmrl.data.fields import RowError, short, text, uid_of
 from mmrl.data.media import locate
 
 T = TypeVar("T")
+Scores = tuple[Mapping[str, float], ...]
 CAPTION = ("prompt", "caption")
-Recorded = tuple[
-    list[str], Callable[[tuple[Path, ...]], Sequence[Outcome]]
-]  # names of files, answers of them
 
 
 def objects(path: Path, read: Callable[[Mapping[str, Any]], T]) -> list[T]:
-    """Read one JSON object a line, all of which must be usable; `read` makes something of each."""
-    made, bad = [], []
+    """Read one JSON object a line through `read`; an error names all rows that cannot be used."""
+    values, bad = [], []
     for row in json_lines(path):
         try:
             if row.fault:
                 raise RowError(row.fault)
-            made.append(read(row.columns))
+            values.append(read(row.columns))
         except RowError as error:
             bad.append(f"{row.place}: {error}")
     if bad:
         raise bad_rows_error(path, bad)
-    if not made:
+    if not values:
         raise SourceError(f"'{path}' holds no row")
-    return made
+    return values
 
 
 def text_of(row: Mapping[str, Any], names: tuple[str, ...]) -> str:
-    """Find the first of some keys that a row has, and the text under it."""
+    """Read the text under the first of some keys that a row has."""
     for name in names:
         if name in row:
             return text(row[name], name).strip()
@@ -44,23 +43,42 @@ def text_of(row: Mapping[str, Any], names: tuple[str, ...]) -> str:
 
 
 def line_uid(row: DataRow, path: Path) -> str:
-    """Give the row's own `id`, or else the file's name and the number of the line."""
+    """Name a row by its own `id`, or else by the file's name and the number of the line."""
     return uid_of(row.columns, f"{path.stem}#{row.place.rpartition(':')[2]}")
 
 
-def recorded_prompts(
-    path: Path, root: Path, limit: int, read: Callable[[Mapping[str, Any]], Recorded]
-) -> list[Prompt]:
-    """Read one prompt a line (`prompt` or `caption`) with recorded files under `root`; 0: no `limit`.
+@dataclass(frozen=True)
+class RecordedAnswers(Sequence):
+    """Recorded images or videos of one prompt, with scores; each is decoded on access and not kept."""
 
-    `read` gives, of a row, the names of its files and what makes answers of the files found. Every row that
-    cannot be used is named, all of them at once.
+    files: tuple[Path, ...]
+    scores: Scores
+    load: Callable[[Path], Outcome]
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    def __getitem__(self, at: int) -> Outcome:
+        return replace(self.load(self.files[at]), recorded=self.scores[at])
+
+
+def recorded_prompts(
+    path: Path,
+    root: Path,
+    limit: int,
+    read: Callable[[Mapping[str, Any]], tuple[list[str], Scores]],
+    load: Callable[[Path], Outcome],
+) -> list[Prompt]:
+    """Read one prompt a line (`prompt` or `caption`) with recorded files under `root`; `limit` 0 reads all.
+
+    `read` gives the names of a row's files and the scores of each, `load` decodes a file. An error names all
+    rows that cannot be used, missing files included.
     """
 
     def make(row: DataRow, number: int) -> Prompt:
-        names, answers = read(row.columns)
-        files = tuple(locate(name, root) for name in names)
+        names, scores = read(row.columns)
+        answers = RecordedAnswers(tuple(locate(name, root) for name in names), scores, load)
         message = Message("user", (Part(text_of(row.columns, CAPTION)),))
-        return Prompt(line_uid(row, path), (message,), row.columns.get("target"), answers(files), row.columns)
+        return Prompt(line_uid(row, path), (message,), row.columns.get("target"), answers, row.columns)
 
     return read_prompts(path, json_lines(path), make, limit=limit)

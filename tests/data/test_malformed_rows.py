@@ -19,7 +19,7 @@ from mmrl.config.registry import pieces
 from mmrl.core.rng import Stream
 from mmrl.core.types import Prompt
 from mmrl.data.dataset_io import RowError, Rows
-from mmrl.diffusion.datasets.pictures import images
+from mmrl.diffusion.datasets.images import images
 from mmrl.diffusion.datasets.prompts import prompts
 from mmrl.diffusion.datasets.videos import videos
 from mmrl.vision.builders.converted import Converted

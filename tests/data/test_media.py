@@ -13,8 +13,7 @@ from PIL import Image, features
 from examples.video_grounding.spliced_videos import write_video
 from mmrl.data.dataset_io import RowError
 from mmrl.data.media import MediaError, locate, opened_image, opened_video, read_image
-from mmrl.diffusion.image_io import Reading, read_picture
-from mmrl.diffusion.video_io import read_film
+from mmrl.diffusion.image_io import load_image, load_video
 from mmrl.vision.media.media_root import MediaRoot
 from mmrl.vision.media.video import FrameSampling, read_video, video_duration
 from tests.support.damaged import CODECS, IMAGES, damaged, valid
@@ -27,7 +26,7 @@ SCALED = [0, 117, 255]  # 30000 / 65535 * 255 = 116.7
 def both(path):
     """Decode an image for either kind of model; both see the same (height, width, 3)."""
     seen = MediaRoot(path.parent).image(path.name).load().pixels[0]
-    assert torch.equal(seen, read_picture(path, Reading()))
+    assert torch.equal(seen, load_image(path))
     return seen.permute(1, 2, 0)
 
 
@@ -69,7 +68,7 @@ def test_fewer_bits_and_white_as_zero_of_a_tiff(tmp_path):
 def test_numbers_without_a_known_white_are_refused(tmp_path, mode, what):
     path = tmp_path / "a.tiff"
     Image.new(mode, (2, 2), 1).save(path)
-    for read in (lambda: read_image(path, "a.tiff"), lambda: read_picture(path, Reading())):
+    for read in (lambda: read_image(path, "a.tiff"), lambda: load_image(path)):
         with pytest.raises(MediaError, match=rf"a\.tiff' holds {what}.*save it with 8 or 16 bits"):
             read()
 
@@ -149,7 +148,7 @@ def test_a_file_that_lists_others_is_refused_under_any_name(outside, kind, endin
     for read in (
         lambda: MediaRoot(path.parent).video(path.name, FrameSampling()).load(),
         lambda: video_duration(path),
-        lambda: read_film(path, 2, 16, 16),
+        lambda: load_video(path, 2, 16, 16),
     ):
         with pytest.raises(MediaError, match=r"cannot decode '.*/a\.\w+'.*wanted a video as mov, mp4"):
             read()
@@ -224,7 +223,7 @@ def test_a_turned_video_is_upright_for_image_models_as_well(tmp_path):
     frames[:, :, :16] = 255  # white above black
     write_video(tmp_path / "a.mp4", frames, 4)
     turned = turned_by_a_quarter(tmp_path / "a.mp4", tmp_path / "turned.mp4")
-    film, _ = read_film(turned, 2, 48, 32)
+    film, _ = load_video(turned, 2, 48, 32)
     seen = read_video(turned, FrameSampling(min_frames=2)).pixels
     assert film.shape[1:] == seen.shape[1:] == (3, 48, 32)
     assert (film[0].float() - seen[0].float()).abs().mean() < 2
@@ -246,10 +245,10 @@ def readings(path, data):
     for read in (
         lambda: root.image(path.name).load(),
         lambda: read_image(data, path.name),
-        lambda: read_picture(path, Reading(height=8, width=8)),
+        lambda: load_image(path, 8, 8),
         lambda: root.video(path.name, FrameSampling(max_frames=16)).load(),
         lambda: video_duration(path),
-        lambda: read_film(path, 2, 16, 16),
+        lambda: load_video(path, 2, 16, 16),
     ):
         try:
             yield read()
@@ -279,7 +278,7 @@ def test_all_kinds_of_media_are_read_before_they_are_damaged(tmp_path):
         assert read_image(valid(name), name).size in [(24, 16), (16, 24)]
     for name in CODECS:
         (tmp_path / name).write_bytes(valid(name))
-        assert read_film(tmp_path / name, 2, 16, 16)[0].shape == (2, 3, 16, 16)
+        assert load_video(tmp_path / name, 2, 16, 16)[0].shape == (2, 3, 16, 16)
 
 
 def referring(data, path):
@@ -308,6 +307,6 @@ def test_a_video_whose_frames_lie_in_another_file_does_not_show_them(tmp_path):
     with path.open("rb") as file, pytest.raises(ValueError):  # a reader that follows it asks for it
         av.open(file, io_open=lambda url, *_: opened.append(url), container_options=options)
     assert opened and opened[0].endswith("secret.mp4")
-    for read in (read_video, lambda path: read_film(path, 2, 16, 16)):
+    for read in (read_video, lambda path: load_video(path, 2, 16, 16)):
         with pytest.raises(MediaError, match=r"a\.mov'"):
             read(path)

@@ -17,7 +17,7 @@ from mmrl.core.rng import Stream
 from mmrl.core.types import Message, Outcome, Part, Prompt
 from mmrl.diffusion.flow_math import along
 from mmrl.diffusion.schedule import shift_times
-from mmrl.diffusion.steps import Asked
+from mmrl.diffusion.steps import Conditioning
 
 TEXTS = ("a cat", "two dogs on a boat")
 SMALLEST = 0.003 / 1.002  # the smallest time of SD3.5's scheduler before it shifts a second time
@@ -115,6 +115,9 @@ class Known:
     def latent_shape(self, pipe: Any, height: int, width: int, num_frames: int) -> tuple[int, ...]:
         return 1, height, width
 
+    def frames_per_latent(self, pipe: Any, shape: tuple[int, ...]) -> tuple[int, ...]:
+        return ()
+
     def sigmas(self, pipe: Any, num_steps: int, shape: tuple[int, ...]) -> Tensor:
         return sd3_times(num_steps)
 
@@ -124,10 +127,10 @@ class Known:
     def passes(self, guidance: float) -> int:
         return 1 if guidance == 1 else 2
 
-    def velocity(self, latents: Tensor, sigma: Tensor, asked: Asked) -> Tensor:
-        self.evaluations += len(latents) * asked.passes
+    def velocity(self, latents: Tensor, sigma: Tensor, conditioning: Conditioning) -> Tensor:
+        self.evaluations += len(latents) * conditioning.passes
         self.largest = max(self.largest, len(latents))
-        means = [float(asked.conditions[i]["mean"]) for i in asked.which.tolist()]
+        means = [float(conditioning.conditions[i]["mean"]) for i in conditioning.which.tolist()]
         led, plain = (
             torch.stack(
                 [
@@ -137,7 +140,7 @@ class Known:
             )
             for shown in (means, [0.0] * len(means))
         )
-        return plain + asked.guidance * (led - plain)
+        return plain + conditioning.guidance * (led - plain)
 
     def decode(self, latents: Tensor) -> Tensor:
         grey = (latents.clamp(0, 1) * 255).round().to(torch.uint8)

@@ -10,9 +10,9 @@ from PIL import Image, ImageDraw
 
 from examples.image_rl.easy_vqa_captions import EasyVqaCaptions, around, facts
 from mmrl.core.rng import Stream
-from mmrl.diffusion.builders.tiny_clip import Captioned, TinyClip, contrast, disturbed
+from mmrl.diffusion.builders.tiny_clip import CaptionedImages, TinyClip, augmented, contrastive_loss
 from mmrl.diffusion.builders.tiny_flow_model import TinyFlowModel, word_tokenizer
-from mmrl.diffusion.datasets.pictures import images
+from mmrl.diffusion.datasets.images import images
 from mmrl.diffusion.datasets.prompts import prompts
 
 # ---- easy_vqa_captions
@@ -189,7 +189,7 @@ def test_contrast_counts_all_pictures_of_a_caption_as_right():
     # of a picture and its caption is 1, any other 0. Captions given pictures: ln(1 + 1/e). The other way,
     # caption 0 has e, e and 1 to share, each right by half: ln(2e + 1) - 1; caption 1: ln(e + 2) - 1.
     towers = Towers(torch.eye(3))
-    loss = contrast(towers, torch.eye(3)[[0, 0, 1]], torch.arange(3), torch.tensor([0, 0, 1]))
+    loss = contrastive_loss(towers, torch.eye(3)[[0, 0, 1]], torch.arange(3), torch.tensor([0, 0, 1]))
     e = torch.e
     expected = 0.5 * (
         torch.tensor(1 + 1 / e).log()
@@ -198,12 +198,12 @@ def test_contrast_counts_all_pictures_of_a_caption_as_right():
     assert float(loss) == pytest.approx(float(expected), abs=1e-6)
 
 
-def test_disturbed_pictures_keep_their_form_and_follow_their_generator():
+def test_augmented_images_keep_their_form_and_follow_their_generator():
     shown = torch.rand(4, 3, 16, 16)
     before = shown.clone()
-    one, same = (disturbed(shown, torch.Generator().manual_seed(1)) for _ in range(2))
+    one, same = (augmented(shown, torch.Generator().manual_seed(1)) for _ in range(2))
     assert one.shape == shown.shape and torch.equal(one, same) and torch.equal(shown, before)
-    assert not torch.equal(one, disturbed(shown, torch.Generator().manual_seed(2)))
+    assert not torch.equal(one, augmented(shown, torch.Generator().manual_seed(2)))
 
 
 @pytest.fixture(scope="module")
@@ -245,4 +245,4 @@ def test_contrastive_model_learns_and_clip_score_reads_it(judge):
 def test_captions_that_were_not_trained_on_are_an_error(captioned):
     path = captioned[0] / "train.jsonl"
     with pytest.raises(ValueError, match="captions that were not trained on: .'a blue circle'"):
-        Captioned.read(path, captioned[0], 16, ("a red circle", "a black circle"))
+        CaptionedImages.read(path, captioned[0], 16, ("a red circle", "a black circle"))

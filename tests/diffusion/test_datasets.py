@@ -9,7 +9,7 @@ import torch
 from PIL import Image
 
 from mmrl.data.dataset_io import RowError
-from mmrl.diffusion.datasets.pictures import images
+from mmrl.diffusion.datasets.images import images
 from mmrl.diffusion.datasets.prompts import prompts
 
 

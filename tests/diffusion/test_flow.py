@@ -160,11 +160,16 @@ def test_a_text_is_read_once_and_rows_of_one_prompt_share_it(checkpoint, monkeyp
     )
     batch = walked(policy, guidance_scale=2.0)
     assert read == [*TEXTS, ""]
-    assert len(batch.steps.asked.conditions) == 2 and batch.steps.asked.which.tolist() == [0, 0, 1, 1]
+    assert len(batch.steps.conditioning.conditions) == 2 and batch.steps.conditioning.which.tolist() == [
+        0,
+        0,
+        1,
+        1,
+    ]
     old(policy, batch)
     walked(policy, guidance_scale=2.0)
     assert len(read) == 3
-    cut = batch.select(torch.tensor([2, 3])).steps.asked
+    cut = batch.select(torch.tensor([2, 3])).steps.conditioning
     assert len(cut.conditions) == 1 and cut.which.tolist() == [0, 0]
 
 
@@ -225,9 +230,7 @@ def test_stored_pictures_and_rollouts_of_guidance_1_are_learned_from_together(ma
     batch = matcher.collate(rows)
     assert batch.mask.shape == (4, 2)
     guided = make("engine", "with_demos", denoise(matcher, guidance_scale=4.5), per_group=1)
-    with pytest.raises(
-        ValueError, match="one guidance scale and size.*recorded pictures count as guidance 1"
-    ):
+    with pytest.raises(ValueError, match="one guidance scale and size.*recorded images count as guidance 1"):
         matcher.collate(guided.rollout(prompts))
 
 
@@ -239,13 +242,13 @@ def test_a_recorded_video_is_a_row(checkpoint):
 
 
 def test_recorded_answers_that_hold_no_picture_are_refused(matcher):
-    with pytest.raises(ValueError, match="answer of prompt 'a cat' holds neither a picture nor a video"):
+    with pytest.raises(ValueError, match="answer of prompt 'a cat' holds neither an image nor a video"):
         matcher.encode(*asked("a cat"), Outcome(text="meow"))
 
 
 def test_recorded_pictures_are_no_stochastic_steps(walker):
     row = walker.encode(*asked("a cat"), Outcome(image=picture()))
-    with pytest.raises(ValueError, match="prompt 'a cat' holds no stochastic steps: a recorded picture"):
+    with pytest.raises(ValueError, match="prompt 'a cat' holds no stochastic steps: a recorded image"):
         walker.collate((row,))
 
 
@@ -259,7 +262,7 @@ def test_discrete_times_want_the_schedule_of_a_rollout(checkpoint):
     policy = flow(checkpoint("sd3"), "diffusion.matching")
     row = policy.encode(*asked("a cat"), Outcome(image=picture()))
     with pytest.raises(
-        ValueError, match="recorded pictures have none; set `time_type: uniform` or `logit_normal`"
+        ValueError, match="recorded images have none; set `time_type: uniform` or `logit_normal`"
     ):
         policy.collate((row,))
 
@@ -269,9 +272,7 @@ def test_discrete_times_want_the_schedule_of_a_rollout(checkpoint):
 
 def test_a_decoder_that_overflows_names_the_cure(walker, monkeypatch):
     monkeypatch.setattr(type(walker.family), "decode", lambda self, pipe, latents: latents[:, :3] / 0)
-    with pytest.raises(
-        FloatingPointError, match="the decoder made 2 of 2 pictures .* its precision overflows"
-    ):
+    with pytest.raises(FloatingPointError, match="the decoder made 2 of 2 images .* its precision overflows"):
         walker.decode(torch.ones(2, 4, 4, 4))
 
 

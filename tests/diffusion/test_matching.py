@@ -308,7 +308,9 @@ def test_segments_that_no_latent_frame_belongs_to_are_refused(generator):
 
 
 def test_rows_that_do_not_say_what_latent_frames_stand_for_are_refused(generator):
-    with pytest.raises(ValueError, match="a row of 6 latent frames says of 0 how many frames of video"):
+    with pytest.raises(
+        ValueError, match="a row of 6 latent frames has the number of video frames of 0 of them"
+    ):
         collated([row(generator, shape=(2, 6, 3, 2), frames=())], draws=1, segments=2)
 
 

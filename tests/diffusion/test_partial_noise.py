@@ -11,7 +11,7 @@ from mmrl.core.rng import Stream
 from mmrl.core.types import Outcome
 from mmrl.diffusion.engines.partial_noise import PartialNoise
 from mmrl.diffusion.flow_math import noised
-from mmrl.diffusion.steps import Asked
+from mmrl.diffusion.steps import Conditioning
 from mmrl.training.loop import consult
 from tests.diffusion.flows import asked, denoise, flow, make, picture
 
@@ -61,7 +61,7 @@ def test_a_row_is_the_noised_answer_denoised(policy, ode):
     clean = policy.encode(prompts[0], SHOWN[0]).steps.path[-1]
     times, asked_of = (
         engine.engine.times.double(),
-        Asked((policy.condition("a cat"),), torch.tensor([0]), 2.0, 2),
+        Conditioning((policy.condition("a cat"),), torch.tensor([0]), 2.0, 2),
     )
     speak = lambda latents, time: policy.velocity(latents, time, asked_of)
     for row, plan in zip(rows, engine.engine.plans(prompts), strict=True):
@@ -69,7 +69,7 @@ def test_a_row_is_the_noised_answer_denoised(policy, ode):
         for i in range(2, 6):
             here, there = times[i : i + 1], times[i + 1 : i + 2]
             with torch.no_grad():
-                latents = engine.engine.move(latents, speak(latents, here), here, there, speak)
+                latents = engine.engine.ode_step(latents, speak(latents, here), here, there, speak)
         assert_close(row.steps.path[-1], latents[0], atol=1e-9, rtol=0)
 
 
@@ -166,9 +166,9 @@ def test_rows_that_would_all_be_alike_are_refused(policy):
 
 
 def test_a_prompt_without_an_answer_is_refused(policy):
-    with pytest.raises(ValueError, match="prompt 'a cat' has no recorded picture or video"):
+    with pytest.raises(ValueError, match="prompt 'a cat' has no recorded image or video"):
         engine_of(policy).rollout(asked("a cat"))
-    with pytest.raises(ValueError, match="'a cat' holds neither a picture nor a video"):
+    with pytest.raises(ValueError, match="'a cat' holds neither an image nor a video"):
         engine_of(policy).rollout(asked("a cat", answers=[Outcome(text="a cat")]))
 
 

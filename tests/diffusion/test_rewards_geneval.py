@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from mmrl.core.types import Message, Outcome, Part, Prompt
-from mmrl.diffusion.rewards.geneval import Geneval, judge, official, relative_position, sure
+from mmrl.diffusion.rewards.geneval import Geneval, confident, evaluate_clauses, official, relative_position
 
 
 def box(x: float, y: float, size: float = 2.0) -> list[float]:
@@ -83,7 +83,7 @@ def test_a_position_is_looked_at_only_where_the_colour_is_right():
     include = [LEFT[0], {**LEFT[1], "color": "red"}]
     found = {"dog": things(1, "blue"), "cat": things(1, x=9.0)}
     # 1 for the cat, 1 for the number of dogs, 0 for their colour
-    assert judge(found, include, exact=True) == (False, [1.0, 1.0, 0.0])
+    assert evaluate_clauses(found, include, exact=True) == (False, [1.0, 1.0, 0.0])
 
 
 # ---- strict and official
@@ -118,9 +118,9 @@ def test_official_looks_at_the_surest():
 def test_only_sure_objects_count():
     scores = [0.3, 0.31, 0.9, 0.95]
     found = {"dog": [{"box": box(0, 0), "score": score} for score in scores]}
-    assert [one["score"] for one in sure(found, "two_object")["dog"]] == [0.95, 0.9, 0.31]
-    assert [one["score"] for one in sure(found, "counting")["dog"]] == [0.95]
-    assert len(sure({"dog": things(20)}, "")["dog"]) == 16
+    assert [one["score"] for one in confident(found, "two_object")["dog"]] == [0.95, 0.9, 0.31]
+    assert [one["score"] for one in confident(found, "counting")["dog"]] == [0.95]
+    assert len(confident({"dog": things(20)}, "")["dog"]) == 16
 
 
 @pytest.mark.parametrize(
@@ -154,7 +154,7 @@ def test_a_detector_looks_at_the_picture():
     images = [torch.full((3, 4, 4), value, dtype=torch.uint8) for value in (200, 10)]
     reward = Geneval(detector=f"{__name__}:one_dog")
     assert reward([prompt] * 2, [Outcome(image=image) for image in images]) == [1.0, 0.0]
-    with pytest.raises(ValueError, match="neither a picture nor a clip"):
+    with pytest.raises(ValueError, match="neither an image nor a video"):
         reward([prompt], [Outcome(text="a dog")])
 
 

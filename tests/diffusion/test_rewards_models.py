@@ -16,11 +16,10 @@ from mmrl.config.binding import Pieces
 from mmrl.config.schema import Piece
 from mmrl.core.rng import Stream
 from mmrl.core.types import Message, Outcome, Part, Prompt
-from mmrl.diffusion.reward_base import LinearHead, as_pil
-from mmrl.diffusion.rewards.aesthetic import Aesthetic
-from mmrl.diffusion.rewards.hpsv2 import Hpsv2
+from mmrl.diffusion.image_io import to_pil
+from mmrl.diffusion.reward_base import LinearHead
+from mmrl.diffusion.rewards.clip_models import Aesthetic, Hpsv2, PickScore
 from mmrl.diffusion.rewards.image_reward import ImageReward, rename
-from mmrl.diffusion.rewards.pick_score import PickScore
 from tests.diffusion.tiny import CLIP_TEXT, clip_tokenizer
 from tests.rewards import tiny_clip
 
@@ -87,7 +86,7 @@ def test_pick_score_is_the_logit_of_its_clip(pick_score, clip_folder, pictures):
     model = transformers.CLIPModel.from_pretrained(clip_folder).eval()
     processor = transformers.CLIPProcessor.from_pretrained(clip_folder)
     given = processor(
-        text=[p.text for p in SHORT], images=[as_pil(p) for p in pictures], padding=True, return_tensors="pt"
+        text=[p.text for p in SHORT], images=[to_pil(p) for p in pictures], padding=True, return_tensors="pt"
     )
     with torch.no_grad():
         wanted = model(**given).logits_per_image.diagonal()
@@ -149,7 +148,7 @@ def test_hpsv2_is_the_cosine_of_its_clip(hpsv2, pictures):
     model, _, prepare = open_clip.create_model_and_transforms("tiny-hps")
     model.load_state_dict(reward.model.state_dict())
     model.eval()
-    pixels = torch.stack([prepare(as_pil(picture)) for picture in pictures])
+    pixels = torch.stack([prepare(to_pil(picture)) for picture in pictures])
     with torch.no_grad():
         look, read, _ = model(pixels, open_clip.get_tokenizer("tiny-hps")(TEXTS))
     wanted = (look @ read.T).diagonal()
@@ -205,7 +204,7 @@ def linear(state: dict[str, torch.Tensor], features: torch.Tensor, prefix: str =
 def test_aesthetic_is_linear_layers_on_the_embedding(clip_folder, head_file, pictures):
     model = transformers.CLIPModel.from_pretrained(clip_folder).eval()
     processor = transformers.CLIPImageProcessor.from_pretrained(clip_folder)
-    given = processor(images=[as_pil(picture) for picture in pictures], return_tensors="pt")
+    given = processor(images=[to_pil(picture) for picture in pictures], return_tensors="pt")
     with torch.no_grad():
         seen = model.visual_projection(model.vision_model(**given).pooler_output)
     wanted = linear(torch.load(head_file), seen / seen.norm(dim=-1, keepdim=True))
@@ -330,7 +329,7 @@ def test_image_reward_reads_the_prompt_while_looking(judged, pictures):
     wanted = []
     with torch.no_grad():
         for prompt, picture in zip(PROMPTS, pictures, strict=True):
-            small = functional.resize(as_pil(picture), 32, functional.InterpolationMode.BICUBIC)
+            small = functional.resize(to_pil(picture), 32, functional.InterpolationMode.BICUBIC)
             pixels = functional.normalize(functional.to_tensor(functional.center_crop(small, 32)), mean, std)
             looks = vision(pixel_values=pixels[None]).last_hidden_state
             given = tokens(prompt.text, return_tensors="pt")
@@ -417,11 +416,9 @@ def test_of_a_clip_the_first_frame_counts_and_a_text_is_nothing_to_look_at(name,
     assert reward(SHORT[:1], [clip]) == pytest.approx(
         reward(SHORT[:1], [Outcome(image=pictures[0])]), abs=1e-6
     )
-    with pytest.raises(ValueError, match="an outcome of prompt 'p0' has neither a picture nor a clip"):
+    with pytest.raises(ValueError, match="an outcome of prompt 'p0' has neither an image nor a video"):
         reward(SHORT[:1], [Outcome(text="a red ball")])
-    with pytest.raises(
-        ValueError, match="pictures are .3, height, width. uint8, not .3, 8, 8. torch.float32"
-    ):
+    with pytest.raises(ValueError, match="images are .3, height, width. uint8, not .3, 8, 8. torch.float32"):
         reward(SHORT[:1], [Outcome(image=torch.zeros(3, 8, 8))])
 
 
@@ -439,8 +436,8 @@ def test_two_rewards_of_one_checkpoint_share_it(every, pick_score, hpsv2, clip_f
     assert pick_score(scale="cosine").model is every["pick_score"].model
     assert hpsv2().model is every["hpsv2"].model
     assert Aesthetic(model=str(clip_folder), weights=str(head_file)).model is every["aesthetic"].model
-    assert ImageReward(**judged[0]).judge is every["image_reward"].judge
+    assert ImageReward(**judged[0]).scorer is every["image_reward"].scorer
     for reward in every.values():
-        module = getattr(reward, "judge", None) or reward.model
+        module = getattr(reward, "scorer", None) or reward.model
         assert not module.training
         assert {(p.dtype, p.requires_grad) for p in module.parameters()} == {(torch.float32, False)}

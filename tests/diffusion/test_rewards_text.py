@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from mmrl.core.types import Message, Outcome, Part, Prompt
-from mmrl.diffusion.rewards.text_in_image import TextInImage, edit_distance, quoted, shown
+from mmrl.diffusion.rewards.text_in_image import TextInImage, edit_distance, quoted, text_match
 
 # What the recogniser below "reads": a picture's first value chooses.
 READ: dict[int, list[tuple[str, float]]] = {
@@ -58,13 +58,13 @@ def reward():
     ],
 )
 def test_edits_are_taken_off(target, found, wanted):
-    assert shown(target, found, more=True) == pytest.approx(wanted, abs=2e-6)
+    assert text_match(target, found, more=True) == pytest.approx(wanted, abs=2e-6)
 
 
 def test_of_a_clip_the_text_must_stand_alone():
     # Four letters too many, of ten wanted.
-    assert shown("Hello World", "xx hello world yy", more=False) == pytest.approx(0.6)
-    assert shown("Hello World", "HELLO WORLD", more=False) == 1.0
+    assert text_match("Hello World", "xx hello world yy", more=False) == pytest.approx(0.6)
+    assert text_match("Hello World", "HELLO WORLD", more=False) == 1.0
 
 
 @pytest.mark.parametrize(
@@ -117,7 +117,7 @@ def test_a_recogniser_that_fails_earns_nothing_and_says_so():
 
 
 def test_malformed_outcomes_and_options_are_errors(reward):
-    with pytest.raises(ValueError, match="has neither a picture nor a clip"):
+    with pytest.raises(ValueError, match="has neither an image nor a video"):
         reward([SIGN], [Outcome(text="Hello World")])
     with pytest.raises(ValueError, match="text_in_image cannot import 'tests.nowhere:f'"):
         TextInImage(recogniser="tests.nowhere:f")

@@ -10,7 +10,7 @@ from mmrl.core.types import Outcome, Prompt, Trajectory
 from mmrl.data.dataset_io import RowError
 from mmrl.diffusion.datasets.videos import videos
 from mmrl.diffusion.engines.segment_preferences import SegmentPreferences
-from mmrl.diffusion.segments import segments_of
+from mmrl.diffusion.steps import segments_of
 
 
 def film(path, shades):

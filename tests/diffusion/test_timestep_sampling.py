@@ -9,7 +9,7 @@ import torch
 from torch.testing import assert_close
 
 from mmrl.diffusion.schedule import shift_times, unshift_times
-from mmrl.diffusion.timestep_sampling import TIME_TYPES, Drawing, strata
+from mmrl.diffusion.timestep_sampling import TIME_TYPES, TimeRange, strata
 from tests.diffusion.flows import sd3_times
 
 FOURTEEN = sd3_times(14).float()
@@ -20,7 +20,7 @@ def drawn(kind, schedule=FOURTEEN, draws=6, row=0, collection=0, **options):
     """Draw with generators of a row and of a collection."""
     mine, all_rows = (torch.Generator().manual_seed(seed) for seed in (row, 1000 + collection))
     usual = {"fraction": 0.9, "shift": 3.0, "lowest": 0.2}
-    return TIME_TYPES[kind](Drawing(draws, **{**usual, **options}), schedule, mine, all_rows)
+    return TIME_TYPES[kind](TimeRange(draws, **{**usual, **options}), schedule, mine, all_rows)
 
 
 def places(times, schedule=FOURTEEN):
@@ -125,7 +125,7 @@ def test_as_many_draws_as_there_are_places():
 @pytest.mark.parametrize("kind", ["discrete", "discrete_wo_init", "discrete_with_init"])
 def test_recorded_pictures_have_no_schedule_to_draw_from(kind):
     for draws in (1, 6):
-        with pytest.raises(ValueError, match="recorded pictures have none; set `time_type: uniform`"):
+        with pytest.raises(ValueError, match="recorded images have none; set `time_type: uniform`"):
             drawn(kind, NOTHING, draws)
 
 

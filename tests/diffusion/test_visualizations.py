@@ -17,7 +17,7 @@ from mmrl.config.schema import Piece
 from mmrl.core.reward_table import Measured, RewardTable
 from mmrl.core.rng import Stream
 from mmrl.core.types import Message, Outcome, Part, Prompt, Trajectory
-from mmrl.diffusion.html_images import embedded, shown
+from mmrl.diffusion.visualizations.image_grid import data_url, displayed_image
 from mmrl.diffusion.visualizations.image_grid import image_grid
 from mmrl.diffusion.visualizations.turning_points import turning_points
 from mmrl.training.score import score
@@ -53,16 +53,16 @@ def images(page):
 
 def test_embedded_keeps_small_pictures_exactly_and_shrinks_large_ones():
     small = torch.arange(48).view(3, 4, 4).to(torch.uint8)
-    kept = Image.open(io.BytesIO(base64.b64decode(embedded(small, 96).split(",")[1])))
+    kept = Image.open(io.BytesIO(base64.b64decode(data_url(small, 96).split(",")[1])))
     assert (kept.format, kept.size, kept.getpixel((1, 2))) == ("PNG", (4, 4), (9, 25, 41))
-    large = Image.open(io.BytesIO(base64.b64decode(embedded(grey(7, 200)[:, :100], 96).split(",")[1])))
+    large = Image.open(io.BytesIO(base64.b64decode(data_url(grey(7, 200)[:, :100], 96).split(",")[1])))
     assert (large.format, large.size) == ("JPEG", (96, 48))
 
 
 def test_of_a_video_the_middle_frame_is_shown():
     video = torch.stack([grey(i) for i in range(5)])
-    assert shown(Outcome(video=video))[0, 0, 0] == 2
-    assert shown(Outcome(text="none")) is None
+    assert displayed_image(Outcome(video=video))[0, 0, 0] == 2
+    assert displayed_image(Outcome(text="none")) is None
 
 
 def test_image_grid_shows_every_model_under_its_caption_with_its_rewards():

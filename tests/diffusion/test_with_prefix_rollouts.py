@@ -9,7 +9,7 @@ from torch.testing import assert_close
 from mmrl.core.rng import Stream
 from mmrl.diffusion.engines.with_prefix_rollouts import WithPrefixRollouts
 from mmrl.diffusion.flow_math import clean_estimate
-from mmrl.diffusion.ode import MOVES
+from mmrl.diffusion.flow_math import ODE_STEPS
 from tests.diffusion.flows import SOLVERS, Known, Normal, asked, denoise, flow, make
 
 
@@ -25,7 +25,7 @@ def probed(engine, **options) -> WithPrefixRollouts:
 
 def completed(engine, row, k):
     """Finish a prefix of `k` recorded steps, one row and one step after the other."""
-    move, times, normal = engine.move, engine.times, Normal(float(row.prompt.text))
+    move, times, normal = engine.ode_step, engine.times, Normal(float(row.prompt.text))
     first = int(row.steps.at[0]) + k
     latents = row.steps.path[first][None]
     for i in range(first, len(times) - 1):
@@ -211,9 +211,9 @@ def test_a_negative_batch_size_is_refused():
 
 def test_completions_that_are_no_numbers_name_their_prompt(monkeypatch):
     engine = walking()
-    move = MOVES["euler"]
+    move = ODE_STEPS["euler"]
     # What diverges in a completion only: the wrapped engine is done by then.
-    monkeypatch.setattr(engine, "move", lambda *given: move(*given) * float("nan"))
+    monkeypatch.setattr(engine, "ode_step", lambda *given: move(*given) * float("nan"))
     rows = walking().rollout(asked("0.2", "0.7"))
     monkeypatch.setattr(engine, "rollout", lambda prompts: rows)
     with pytest.raises(FloatingPointError, match="of prompt '0.2' .* NaN or infinite after denoising step 0"):

@@ -9,8 +9,7 @@ import torch
 from PIL import Image
 
 from mmrl.core.types import Outcome, Prompt
-from mmrl.diffusion.rewards.jpeg_compressibility import jpeg_compressibility
-from mmrl.diffusion.rewards.labels import clipped_pixels, pairwise_diversity
+from mmrl.diffusion.rewards.pixel_statistics import clipped_pixels, jpeg_compressibility, pairwise_diversity
 
 PROMPT, OTHER = Prompt("p", ()), Prompt("q", ())
 
@@ -46,7 +45,7 @@ def test_noise_is_large_and_a_flat_picture_small(generator):
 
 def test_pictures_that_are_none_are_errors():
     for reward in (jpeg_compressibility, clipped_pixels, pairwise_diversity):
-        with pytest.raises(ValueError, match="an outcome of prompt 'p' has neither a picture nor a clip"):
+        with pytest.raises(ValueError, match="an outcome of prompt 'p' has neither an image nor a video"):
             reward([PROMPT], [Outcome(text="a dog")])
 
 

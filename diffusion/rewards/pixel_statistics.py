@@ -1,0 +1,72 @@
+"""Rewards computed from pixels alone: JPEG size, clipped pixel values, and diversity within a group."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+from torch.nn.functional import adaptive_avg_pool2d
+
+from mmrl.config.ranges import PositiveInt
+from mmrl.config.registry import reward
+from mmrl.config.reward_adapters import per_outcome
+from mmrl.core.types import Outcome, Prompt
+from mmrl.diffusion.image_io import to_pil
+from mmrl.diffusion.reward_base import frames_of, image_of, images_of
+
+JPEG_QUALITY = 95
+
+
+@reward
+@per_outcome
+def jpeg_compressibility(
+    prompt: Prompt, outcome: Outcome, *, form: Literal["incompressible", "compressible"] = "incompressible"
+) -> float:
+    """Size of an image as JPEG of quality 95, in kilobytes (DDPO, arXiv 2305.13301).
+
+    `incompressible` is that size, `compressible` minus a 500th of it. Of a video the first frame counts.
+    """
+    buffer = io.BytesIO()
+    to_pil(image_of(prompt, outcome)).save(buffer, format="JPEG", quality=JPEG_QUALITY)
+    size = buffer.tell() / 1000
+    return size if form == "incompressible" else -size / 500
+
+
+@reward
+@per_outcome
+def clipped_pixels(prompt: Prompt, outcome: Outcome) -> float:
+    """Share of the pixel values of an image or video that are 0 or 255; give it weight 0.
+
+    Images that drift towards what a reward likes are often too bright, too dark or too saturated; a check on
+    this share reports it.
+    """
+    frames = frames_of(prompt, outcome)
+    return float(((frames == 0) | (frames == 255)).double().mean())
+
+
+@reward
+def pairwise_diversity(
+    prompts: Sequence[Prompt], outcomes: Sequence[Outcome], *, size: PositiveInt = 32
+) -> list[float | None]:
+    """Mean pixel distance of an image to the others of its prompt, in [0, 1]; give it weight 0.
+
+    The distance is the root of the mean squared difference of pixels in [0, 1], after images were averaged
+    to `size` x `size` (our reading). Images after equally many steps are compared; an image without others
+    has no value. Of a video the first frame counts.
+    """
+    images = images_of(prompts, outcomes)
+    groups: dict[tuple, list[int]] = {}
+    for i, (prompt, outcome) in enumerate(zip(prompts, outcomes, strict=True)):
+        groups.setdefault((prompt.uid, outcome.end), []).append(i)
+    values: list[float | None] = [None] * len(outcomes)
+    for members in groups.values():
+        if len(members) < 2:
+            continue
+        small = torch.stack([adaptive_avg_pool2d(images[i].double() / 255, size).flatten() for i in members])
+        # Without the matrix product, whose rounding would give identical images a distance.
+        gaps = torch.cdist(small, small, compute_mode="donot_use_mm_for_euclid_dist") / small.shape[1] ** 0.5
+        for row, i in enumerate(members):
+            values[i] = float(gaps[row].sum() / (len(members) - 1))
+    return values
