@@ -68,7 +68,7 @@ def follow(
 ) -> list[dict[str, float]]:
     """Train by one method, and list what was spent and what was reached, the start first."""
     folder = given.output / f"benchmark-{seed}"
-    steps = load(f"demo_image_{name}.yaml", given.overrides, Config).max_steps
+    steps = load(f"examples/image_rl/{name}.yaml", given.overrides, Config).max_steps
     changes = [*given.overrides, "overwrite_output_dir=true", f"eval_steps={max(1, steps // given.every)}"]
     run, spent = begin(name, folder, seed, start, changes, shared=given.output)
     records = train(run).records

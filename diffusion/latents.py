@@ -1,4 +1,4 @@
-"""Latents of image and video autoencoders: shapes, packing, classifier-free guidance, decoding and encoding."""
+"""Latents of image and video autoencoders: shapes, packing, guidance, decoding and encoding."""
 
 from __future__ import annotations
 

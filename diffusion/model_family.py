@@ -36,7 +36,7 @@ class PipelineFamily(ABC):
 
     @abstractmethod
     def encode(self, pipe: Any, texts: Sequence[str], max_sequence_length: int) -> list[dict[str, Tensor]]:
-        """Encode texts to one condition each, on the CPU. Raise if a text is longer than the encoder takes."""
+        """Encode texts to one condition each, on the CPU; raise if a text is too long for the encoder."""
 
     def stack(self, conditions: Sequence[Condition]) -> dict[str, Tensor]:
         """Batch conditions. The default wants one length; override it to pad."""

@@ -17,7 +17,7 @@ from mmrl.diffusion.schedule import shift_times
 
 @dataclass(frozen=True)
 class TimeRange:
-    """How many times are drawn, and their range: `fraction` of a schedule, or [`lowest`, 1] moved by `shift`."""
+    """Number and range of times: `fraction` of a schedule, or [`lowest`, 1] moved by `shift`."""
 
     draws: int
     fraction: float

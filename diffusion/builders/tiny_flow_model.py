@@ -45,8 +45,8 @@ def word_tokenizer(texts: Iterable[str], max_length: int) -> Any:
 class TinyFlowModel:
     """Build a small SD3 pipeline in pixel space with random weights, as an ordinary diffusers folder.
 
-    There is no autoencoder: the transformer sees pixels. The two CLIP text encoders keep their random weights;
-    their tokens are the words of `texts`.
+    There is no autoencoder: the transformer sees pixels. The two CLIP text encoders are never trained; their
+    tokens are the words of `texts`.
 
     Args:
         texts: File of rows with a `prompt`.

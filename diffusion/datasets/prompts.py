@@ -20,8 +20,8 @@ def prompts(
     """Text prompts for image and video models, from a text file or JSON lines.
 
     A JSON object has a `prompt` (or `caption`). Its other keys, and those of its `metadata`, become the
-    prompt's columns; `target` is what rewards compare with, `id` names the prompt. Without an `id` a prompt is
-    named after its file and line, so it has one name however much is read.
+    prompt's columns; `target` is what rewards compare with, `id` names the prompt. Without an `id` its name
+    is that of the file and the line, whatever the `limit`.
 
     Args:
         path: The file.

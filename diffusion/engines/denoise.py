@@ -58,7 +58,7 @@ class Denoise:
             small to learn from.
         window_size: Number of steps in `stochastic` that are stochastic per collection; 0 is all of them.
         window_start: First step of the window. By default drawn for every collection (Flow-GRPO-Fast); a
-            schedule moves it (MixGRPO, arXiv 2507.21802). A window past the end of `stochastic` is moved back.
+            schedule moves it (MixGRPO, arXiv 2507.21802). A window beyond `stochastic` is moved back.
         window_shrinks: Cut such a window instead of moving it.
         ode: Deterministic solver of the other steps.
         share: Share of the stochastic steps that is recorded, drawn row by row (DanceGRPO, arXiv 2505.07818).

@@ -18,8 +18,8 @@ from mmrl.diffusion.flow_math import noised
 class PartialNoise:
     """Denoise from a partly noised recorded image or video (DenseDPO, arXiv 2506.03517).
 
-    Every row starts from its prompt's recorded answer, noised to the share `eta`. Rows of one prompt differ in
-    their noise alone: they share motion and layout, and differ in detail, the more the larger `eta` is; 1 is
+    A row starts from its prompt's recorded answer, noised to the share `eta`. Rows of one prompt differ only
+    in their noise: they share motion and layout, and differ in detail, the more the larger `eta` is; 1 is
     denoising from pure noise. The paper starts from (1 - eta) x_0 + eta noise at step n = round(eta S) of S,
     counted from the data. Our reading, since schedules are rarely even: from the step whose time is nearest
     to `eta`, with that time as the share of noise, so that the network's time is the true one; on an even

@@ -16,8 +16,8 @@ from mmrl.diffusion.steps import segments_of
 class SegmentPreferences:
     """Cut every video into `segments` outcomes, each rewarded on its own (DenseDPO, arXiv 2506.03517).
 
-    Each outcome is the end of its segment's steps, so `diffusion.matching` with as many `segments` learns from
-    them one by one. A frame belongs to the segment of its centre. A recorded reward `name@2` is the reward
+    Each outcome ends its segment's steps, so `diffusion.matching` with as many `segments` learns from them
+    one by one. A frame belongs to the segment of its centre. A recorded reward `name@2` is the reward
     `name` of segment 2, counted from 0; one without `@` is that of every segment.
     """
 

@@ -40,8 +40,8 @@ class Matching:
     The error is the mean over dimensions of (v - (noise - x_0))^2, in float64. Times and noise are drawn once
     per collection. Discrete time types take times from the rollout's schedule, and all rows of a collection
     share them (our reading of "of a micro-batch", so that micro-batches do not matter); `logit_normal` is
-    shared by the collection as well; `uniform` is stratified row by row. A latent frame belongs to the segment
-    of the centre of the video frames it represents, which may lie on both sides of a cut (our reading).
+    shared by the collection as well; `uniform` is stratified row by row. A latent frame belongs to the
+    segment of the centre of its video frames, which may lie on both sides of a cut (our reading).
 
     Args:
         weighting: From error and time to minus the log-likelihood; the code's default `ghuber` with `power`

@@ -66,7 +66,7 @@ def displayed_image(outcome: Outcome) -> Tensor | None:
 
 
 def data_url(image: Tensor, side: int) -> str:
-    """Encode an image (3, height, width) uint8 as a source for `<img>`, its longer side at most `side` pixels.
+    """Encode an image (3, height, width) uint8 as source of an `<img>`, at most `side` pixels a side.
 
     Small images keep their pixels, losslessly; the page enlarges them.
     """

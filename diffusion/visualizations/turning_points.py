@@ -64,8 +64,8 @@ def turning_points(
     figures = "".join(_figure(path, side) for path in paths[:num])
     note = (
         "<p class=note>Under each image: the reward, had the noise ended there. Bars: what a step added. "
-        f"<b style='color:{TURN_COLOUR}'>Framed</b>: a turning point, credited with everything gained from before "
-        "it to the end.</p>"
+        f"<b style='color:{TURN_COLOUR}'>Framed</b>: a turning point, credited with everything gained from "
+        "before it to the end.</p>"
     )
     return f"<h2>Turning points</h2>{note}<div class=rows>{figures}</div>"
 

@@ -1,4 +1,4 @@
-"""Reads the one coloured shape of a picture by rule, as a judge that no gradient was ever taken of."""
+"""Rule-based reward that recognises the colour and shape in an image; no model is involved."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ COLOURS = {
     "yellow": (255, 255, 0),
 }
 SHAPES = ("circle", "rectangle", "triangle")
-FINE = 4  # points across a pixel at which a shape is drawn
+SUPERSAMPLING = 4  # points across a pixel at which a shape is drawn
 
 
 @reward
@@ -30,16 +30,15 @@ FINE = 4  # points across a pixel at which a shape is drawn
 def coloured_shape(
     prompt: Prompt, outcome: Outcome, *, clarity: Probability = 0.65, colour_distance: PositiveFloat = 100.0
 ) -> float | None:
-    """Give 1 to a picture that shows the colour and the shape its prompt names, a half for one of them, else
-    0.
+    """1 for an image with the colour and the shape that its prompt names, 0.5 for one of them, else 0.
 
     The background is the median of the border. The shape's colour is that of the pixels farthest from it, and
-    must lie within `colour_distance` (of 441) of a colour of easy-VQA. Every other pixel is covered by the
-    share it lies on the way from background to shape. A circle, a rectangle and a triangle are fitted into
-    the box of what is covered; the one that overlaps most is read, if intersection over union is at least
-    `clarity`. Prompts that do not name one colour and one shape are left out. Of the 880 test pictures that
-    `examples.image_rl.easy_vqa_captions:EasyVqaCaptions` makes, this reads 99.8 % right, whether 16, 24 or 32
-    pixels wide.
+    must be within `colour_distance` (of 441) of a colour of easy-VQA. The coverage of every
+    other pixel is its position between the colours of background and shape. A circle, a rectangle and a
+    triangle are fitted into the bounding box of the coverage; the one that overlaps most is chosen, if its
+    intersection over union is at least `clarity`. Prompts that do not name one colour and one shape have no
+    value. Of the 880 test images that `examples.image_rl.easy_vqa_captions:EasyVqaCaptions` makes, 99.8 % are
+    recognised, whether 16, 24 or 32 pixels wide.
     """
     words = set(prompt.text.lower().split())
     colour, shape = words.intersection(COLOURS), words.intersection(SHAPES)
@@ -52,7 +51,7 @@ def coloured_shape(
 def read_shape(
     image: Tensor, clarity: float = 0.65, colour_distance: float = 100.0
 ) -> tuple[str | None, str | None]:
-    """Name the colour and the shape in a picture (3, height, width) uint8; None for what is not clear."""
+    """Recognise colour and shape in an image (3, height, width) uint8; None for what is not clear."""
     pixels = image.double()
     border = torch.cat([pixels[:, 0], pixels[:, -1], pixels[:, :, 0], pixels[:, :, -1]], 1)
     ground = border.median(1).values[:, None, None]
@@ -73,9 +72,11 @@ def read_shape(
 
 
 def overlap(cover: Tensor, shape: str) -> float:
-    """Fit a shape into the box of what is covered, and measure the intersection over the union of both."""
+    """Fit a shape into the bounding box of the coverage, and compute their intersection over union."""
     (top, bottom), (left, right) = (_extent(cover.amax(axis)) for axis in (1, 0))
-    rows, columns = ((torch.arange(size * FINE, dtype=cover.dtype) + 0.5) / FINE for size in cover.shape)
+    rows, columns = (
+        (torch.arange(size * SUPERSAMPLING, dtype=cover.dtype) + 0.5) / SUPERSAMPLING for size in cover.shape
+    )
     down = ((rows - top) / max(bottom - top, 1e-9))[:, None]
     across = ((columns - left) / max(right - left, 1e-9))[None]
     inside = (down >= 0) & (down <= 1) & (across >= 0) & (across <= 1)
@@ -84,16 +85,16 @@ def overlap(cover: Tensor, shape: str) -> float:
             inside = inside & ((down - 0.5) ** 2 + (across - 0.5) ** 2 <= 0.25)
         case "triangle":
             inside = inside & ((across - 0.5).abs() <= 0.5 * down)
-    drawn = inside.double().unflatten(1, (-1, FINE)).unflatten(0, (-1, FINE)).mean((1, 3))
+    drawn = inside.double().unflatten(1, (-1, SUPERSAMPLING)).unflatten(0, (-1, SUPERSAMPLING)).mean((1, 3))
     return float(torch.minimum(drawn, cover).sum() / torch.maximum(drawn, cover).sum())
 
 
 def _extent(profile: Tensor) -> tuple[float, float]:
-    """Find where a profile (L,) of coverage begins and ends, in parts of a pixel."""
+    """Find where a profile (L,) of coverage begins and ends, with subpixel precision."""
     covered = (profile >= 0.5).nonzero()[:, 0]
     first, last = int(covered[0]), int(covered[-1])
     before = float(profile[first - 1]) if first > 0 else 0.0
-    behind = float(profile[last + 1]) if last + 1 < len(profile) else 0.0
+    after = float(profile[last + 1]) if last + 1 < len(profile) else 0.0
     if first == last:
-        return first - before, last + float(profile[last]) + behind
-    return first + 1 - float(profile[first]) - before, last + float(profile[last]) + behind
+        return first - before, last + float(profile[last]) + after
+    return first + 1 - float(profile[first]) - before, last + float(profile[last]) + after

@@ -1,8 +1,8 @@
-"""The image demo: train a small flow model on real captioned pictures, then improve it three ways by the
-configurations `demo_image_*.yaml`, and compare.
+"""The image demo: train a small flow model on captioned images, improve it by three RL methods, and compare.
 
-`python -m examples.image_rl.demo`; everything lands in `--output`, and each step is an ordinary `mmrl`
-command. What comes before reinforcement learning is kept, and made anew when what it depends on has changed.
+`python -m examples.image_rl.demo` runs the configurations beside this file; results go to `--output`, and each
+step is an ordinary `mmrl` command. What precedes reinforcement learning is cached, and rebuilt if its
+configurations, seed, code or packages have changed.
 """
 
 from __future__ import annotations
@@ -26,23 +26,25 @@ from examples.video_grounding.demo import Trained, build, leave, make, plain, sh
 from mmrl.config.loading import read
 from mmrl.config.schema import Config, load
 from mmrl.core.reward_table import Measured, RewardTable
+from mmrl.diffusion import builders
 from mmrl.reporting.metrics import Journal
 
 if TYPE_CHECKING:
     from mmrl.training.trainer import Run
 
 METHODS = ("flow_grpo", "tp_grpo", "awm")
-BUILT = ("pictures", "judge", "model")
+BUILT = ("images", "judge", "model")
+HERE = Path(__file__).parent
 REWARDS = ("clip_score", "coloured_shape")
 SHOWN = (*REWARDS, *(f"gain in {name}" for name in REWARDS), "updates", "seconds", "network evaluations")
-# What decides how the start comes out, besides configurations and the source of builders.
+# What decides the result of the start besides configurations: the source of builders, and packages.
+SOURCES = (HERE / "easy_vqa_captions.py", *sorted(Path(builders.__file__).parent.glob("*.py")))
 VERSIONS = ("mmrl", "torch", "transformers", "diffusers", "open_clip_torch", "easy-vqa")
 
 
 @dataclass(frozen=True)
 class Start:
-    """Where reinforcement learning starts: the model folder, what it is worth, how it was trained, what was
-    built."""
+    """The start of reinforcement learning: model folder, its evaluation and training log, and build results."""
 
     model: Path
     measured: Measured
@@ -52,23 +54,26 @@ class Start:
 
 @dataclass
 class Spent:
-    """Seconds and network evaluations of training, without measuring and saving. An evaluation is a row
-    through the network, in rollouts, probes, references or learning."""
+    """Seconds and network evaluations of training, without evaluation and saving.
+
+    A network evaluation is one row through the network, in rollouts, prefix rollouts, references or learning.
+    """
 
     seconds: float = 0.0
     evaluations: int = 0
-    log: list[tuple[float, int]] = field(default_factory=list)  # behind every step
+    log: list[tuple[float, int]] = field(default_factory=list)  # after every step
 
     def watch(self, run: Run) -> Run:
-        """Count from here on, whenever the run has finished a step."""
-        finish, seen = run.finish, [run.policy.evaluations]
+        """Count from now on, at the end of every step of a run."""
+        finish, before = run.finish, run.policy.evaluations
 
         def counted(*of_step: Any) -> None:
+            nonlocal before
             self.seconds += time.perf_counter() - run.report.began
-            self.evaluations += run.policy.evaluations - seen[0]
+            self.evaluations += run.policy.evaluations - before
             self.log.append((self.seconds, self.evaluations))
-            finish(*of_step)
-            seen[0] = run.policy.evaluations
+            finish(*of_step)  # may evaluate, which does not count
+            before = run.policy.evaluations
 
         run.finish = counted
         return run
@@ -78,18 +83,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the demo."""
     parser = argparse.ArgumentParser(prog="examples.image_rl.demo", description=__doc__.split("\n\n")[0])
     parser.add_argument(
-        "--output", default="runs/demo-image", help="where everything lands (default: runs/demo-image)"
+        "--output", default="runs/demo-image", help="folder of the results (default: runs/demo-image)"
     )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="changes to the three methods")
-    given = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     quiet()
-    demo(Path(given.output), given.seed, given.overrides)
+    demo(Path(options.output), options.seed, options.overrides)
     return 0
 
 
 def quiet() -> None:
-    """Keep libraries from talking about what is meant to be so: parts that a pipeline does without."""
+    """Silence warnings about parts that a pipeline does without, and progress bars."""
     import diffusers
     import transformers
 
@@ -105,20 +110,20 @@ def demo(
     overrides: Sequence[str] = (),
     start_overrides: Mapping[str, Sequence[str]] | None = None,
 ) -> dict[str, Any]:
-    """Prepare, train, compare; leave `summary.json` and `report.html`, and give what the summary holds.
+    """Prepare, train, compare; write `summary.json` and `report.html`, and return the summary.
 
-    `overrides` change the three methods, `start_overrides` by name what is built, and the run `matching`.
+    `overrides` change the three methods, `start_overrides` the builds and the run `matching`, by their names.
     """
     began = time.perf_counter()
     output.mkdir(parents=True, exist_ok=True)
     start = prepare(output, seed, start_overrides or {})
-    trained, drawn = {}, []
+    trained, figures = {}, []
     for name in METHODS:
         shutil.rmtree(output / name, ignore_errors=True)
         run, spent = begin(name, output, seed, start.model, overrides)
         trained[name] = compared(train(run), start.measured, run.config.max_steps, spent)
-        drawn += visualizations(name, run)
-    return report(output, seed, start, trained, drawn, time.perf_counter() - began)
+        figures += visualizations(name, run)
+    return report(output, seed, start, trained, figures, time.perf_counter() - began)
 
 
 def begin(
@@ -129,120 +134,114 @@ def begin(
     overrides: Sequence[str],
     shared: Path | None = None,
 ) -> tuple[Run, Spent]:
-    """Make the run of a method, from the weights in `start`, and watch what it spends. Prompts and the reward
-    model lie in `shared`, or with the output."""
-    here = [f"policy.model={start}", *places(shared or output)]
-    spent = Spent()
-    return spent.watch(make(f"demo_image_{name}.yaml", output / name, seed, [*overrides, *here])), spent
+    """Make the run of a method from the weights in `start`, and count what it spends.
+
+    Prompts and the reward model are in `shared`, by default in `output`.
+    """
+    spent, paths = Spent(), [f"policy.model={start}", *input_paths(shared or output)]
+    return spent.watch(make(str(HERE / f"{name}.yaml"), output / name, seed, [*overrides, *paths])), spent
 
 
-def places(output: Path, data: Sequence[str] = ("data", "evaluation.data")) -> list[str]:
-    """Say where prompts and the reward model lie."""
-    judged = [place.replace("data", "rewards.0.model") for place in data]
-    return [f"{place}.path={output / 'pictures' / 'prompts.jsonl'}" for place in data] + [
-        f"{place}={output / 'judge'}" for place in judged
-    ]
+def input_paths(output: Path, keys: Sequence[str] = ("data", "evaluation.data")) -> list[str]:
+    """Set the paths of prompts and of the reward model."""
+    prompts = [f"{key}.path={output / 'images' / 'prompts.jsonl'}" for key in keys]
+    return prompts + [f"{key.replace('data', 'rewards.0.model')}={output / 'judge'}" for key in keys]
 
 
 # ---- before reinforcement learning
 
 
 def prepare(output: Path, seed: int, changes: Mapping[str, Sequence[str]]) -> Start:
-    """Build pictures, reward model and flow model, and match the flow to the pictures, unless that is done
-    already."""
-    pictures, kept = output / "pictures", output / "start.json"
-    here = {
-        "pictures": [],
-        "judge": [f"build.{split}={pictures / split}.jsonl" for split in ("train", "test")]
-        + [f"build.root={pictures}"],
-        "model": [f"build.texts={pictures / 'prompts.jsonl'}"],
+    """Build images, reward model and flow model, and train the flow on the images, unless that is cached."""
+    images, cache = output / "images", output / "start.json"
+    paths = {
+        "images": [],
+        "judge": [f"build.{split}={images / split}.jsonl" for split in ("train", "test")]
+        + [f"build.root={images}"],
+        "model": [f"build.texts={images / 'prompts.jsonl'}"],
         "matching": [
             f"policy.model={output / 'model'}",
-            f"data.path={pictures / 'train.jsonl'}",
-            f"data.root={pictures}",
-            *places(output, ["evaluation.data"]),
+            f"data.path={images / 'train.jsonl'}",
+            f"data.root={images}",
+            *input_paths(output, ["evaluation.data"]),
         ],
     }
-    changed = {name: [*changes.get(name, ()), *given] for name, given in here.items()}
-    key = fingerprint(changed, seed)
-    known = json.loads(kept.read_text()) if kept.exists() else {}
+    overrides = {name: [*changes.get(name, ()), *values] for name, values in paths.items()}
+    key = fingerprint(overrides, seed)
+    known = json.loads(cache.read_text()) if cache.exists() else {}
+    matching = str(HERE / "matching.yaml")
     if known.get("key") == key and Path(known["model"]).is_dir():
-        print(f"{output}: going on from {known['model']}; delete {kept} to train it anew", flush=True)
-        return Start(
-            Path(known["model"]), remeasured(changed["matching"], seed, known["model"]),
-            Journal(output / "matching").read(), known["built"],
-        )  # fmt: skip
-    kept.unlink(missing_ok=True)
-    for name in changed:
+        from mmrl.build import load_evaluator
+
+        print(f"{output}: going on from {known['model']}; delete {cache} to train it anew", flush=True)
+        options = [*overrides["matching"], f"seed={seed}", f"policy.model={known['model']}"]
+        measured = load_evaluator(load(matching, options, Config)).measure()
+        return Start(Path(known["model"]), measured, Journal(output / "matching").read(), known["built"])
+    cache.unlink(missing_ok=True)
+    for name in overrides:
         shutil.rmtree(output / name, ignore_errors=True)
-    built = {name: build(f"demo_image_{name}.yaml", output / name, seed, changed[name]) for name in BUILT}
-    one = train(make("examples/image_rl/matching.yaml", output / "matching", seed, changed["matching"]))
-    kept.write_text(json.dumps({"key": key, "model": str(one.model), "built": built}, indent=2) + "\n")
-    return Start(one.model, one.measured, one.records, built)
+    built = {name: build(str(HERE / f"{name}.yaml"), output / name, seed, overrides[name]) for name in BUILT}
+    trained = train(make(matching, output / "matching", seed, overrides["matching"]))
+    cache.write_text(json.dumps({"key": key, "model": str(trained.model), "built": built}, indent=2) + "\n")
+    return Start(trained.model, trained.measured, trained.records, built)
 
 
-def fingerprint(changed: Mapping[str, Sequence[str]], seed: int) -> str:
+def fingerprint(overrides: Mapping[str, Sequence[str]], seed: int) -> str:
     """Hash what the start depends on: configurations, seed, the source of builders, versions of packages."""
-    raw = {name: read(f"demo_image_{name}.yaml", given) for name, given in changed.items()}
-    sources = [path.read_text() for path in sorted((Path(__file__).parent / "builders").glob("*.py"))]
+    raw = {name: read(str(HERE / f"{name}.yaml"), changes) for name, changes in overrides.items()}
+    sources = [path.read_text() for path in SOURCES]
     versions = {name: version(name) for name in VERSIONS}
-    words = json.dumps([raw, seed, sources, versions], sort_keys=True)
-    return hashlib.blake2b(words.encode(), digest_size=16).hexdigest()
+    content = json.dumps([raw, seed, sources, versions], sort_keys=True)
+    return hashlib.blake2b(content.encode(), digest_size=16).hexdigest()
 
 
 def version(package: str) -> str:
-    """Tell which version of a package is installed, if any."""
+    """Get the installed version of a package, or an empty string."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return ""
 
 
-def remeasured(changes: Sequence[str], seed: int, model: str) -> Measured:
-    """Measure the start once more."""
-    from mmrl.build import load_evaluator
-
-    here = [*changes, f"seed={seed}", f"policy.model={model}"]
-    return load_evaluator(load("examples/image_rl/matching.yaml", here, Config)).measure()
+# ---- report
 
 
-# ---- what is shown
-
-
-def compared(one: Trained, start: Measured, updates: int, spent: Spent) -> Trained:
-    """Put beside what was measured how much better it is than the start, and what that cost."""
-    metrics, intervals = dict(one.measured.metrics), dict(one.measured.intervals)
+def compared(trained: Trained, start: Measured, updates: int, spent: Spent) -> Trained:
+    """Add the gain over the start and the cost of training to the metrics of an evaluation."""
+    metrics, intervals = dict(trained.measured.metrics), dict(trained.measured.intervals)
     for name in REWARDS:
-        metrics[f"gain in {name}"], intervals[f"gain in {name}"] = gain(start.table, one.measured.table, name)
+        metrics[f"gain in {name}"], intervals[f"gain in {name}"] = gain(
+            start.table, trained.measured.table, name
+        )
     metrics |= {"updates": updates, "seconds": round(spent.seconds), "network evaluations": spent.evaluations}
-    measured = dataclasses.replace(one.measured, metrics=metrics, intervals=intervals)
-    return dataclasses.replace(one, measured=measured)
+    measured = dataclasses.replace(trained.measured, metrics=metrics, intervals=intervals)
+    return dataclasses.replace(trained, measured=measured)
 
 
 def gain(before: RewardTable, after: RewardTable, name: str) -> tuple[float, tuple[float, float]]:
-    """Average how much better rows became, with a 95 % bootstrap interval over prompts.
+    """Average the change of a reward row by row, with a 95 % bootstrap interval over prompts.
 
-    Row by row the two tables answer the same prompts from the same noise, so this is a paired comparison, and
-    narrower than the intervals of both.
+    The two tables have the same prompts and the same noise in each row, so this is a paired comparison, and
+    its interval is narrower than those of both.
     """
     change = after.at_end(name) - before.at_end(name)
     number = {uid: i for i, uid in enumerate(dict.fromkeys(before.uids))}
     group = torch.tensor([number[uid] for uid in before.uids])
     means = torch.stack([change[group == i].nanmean() for i in range(len(number))])
-    drawn = torch.randint(len(means), (1000, len(means)), generator=torch.Generator().manual_seed(0))
-    ends = means[drawn].mean(1).quantile(torch.tensor([0.025, 0.975], dtype=means.dtype))
+    samples = torch.randint(len(means), (1000, len(means)), generator=torch.Generator().manual_seed(0))
+    ends = means[samples].mean(1).quantile(torch.tensor([0.025, 0.975], dtype=means.dtype))
     return float(change.nanmean()), tuple(ends.tolist())
 
 
 def visualizations(name: str, run: Run, num_prompts: int = 12) -> list[str]:
-    """Draw what the method itself looks at: rollouts of its own engine, as its own exhibits show them."""
+    """Draw rollouts of a method's own engine by its own visualizations, if it wraps the denoising engine."""
     from mmrl.training.score import score
 
     if len(run.config.rollout.engine) < 2:
         return []
     rollouts = run.method.engine.rollout(list(run.evaluator.data)[:num_prompts])
-    seen = Measured({}, {}, rollouts, score(run.method.rewards, rollouts))
-    return [visualization({name: seen}) for visualization in run.report.pieces.visualizations]
+    measured = Measured({}, {}, rollouts, score(run.method.rewards, rollouts))
+    return [visualization({name: measured}) for visualization in run.report.pieces.visualizations]
 
 
 def report(
@@ -250,18 +249,18 @@ def report(
     seed: int,
     start: Start,
     trained: Mapping[str, Trained],
-    drawn: Sequence[str],
+    figures: Sequence[str],
     seconds: float,
 ) -> dict[str, Any]:
-    """Show the table, and write the summary and the page."""
+    """Print the table, and write the summary and the page."""
     from mmrl.reporting.html import curves, metric_table
 
-    measured = {"start": start.measured, **{name: one.measured for name, one in trained.items()}}
-    # Every method's own page shows the same grid; the first that only has pictures draws it for all.
+    measured = {"start": start.measured, **{name: result.measured for name, result in trained.items()}}
+    # Every method configures the same grid; the first method's draws it for all.
     grids = [visualization(measured) for visualization in trained[METHODS[0]].visualizations]
     note = (
-        "A small Stable Diffusion 3 on pixels, trained on captioned pictures, before and after reinforcement "
-        "learning. The reward is clip_score, of a small CLIP trained on the same pictures; coloured_shape "
+        "A small Stable Diffusion 3 on pixels, trained on captioned images, before and after reinforcement "
+        "learning. The reward is clip_score, of a small CLIP trained on the same images; coloured_shape "
         f"reads colour and shape by rule and was never trained on. Seed {seed}."
     )
     sections = [
@@ -270,9 +269,9 @@ def report(
         "<h2>Held out</h2>",
         metric_table(measured),
         *grids,
-        *drawn,
+        *figures,
         "<h2>Reinforcement learning</h2><div class=grid>",
-        *curves({name: one.records for name, one in trained.items()}),
+        *curves({name: result.records for name, result in trained.items()}),
         "</div><h2>Matching the flow</h2><div class=grid>",
         *curves({"matching": start.records}),
         "</div>",

@@ -8,7 +8,7 @@ import pytest
 import torch
 from PIL import Image, ImageDraw
 
-from examples.image_rl.easy_vqa_captions import EasyVqaCaptions, around, facts
+from examples.image_rl.easy_vqa_captions import EasyVqaCaptions, crop_around_shape, facts
 from mmrl.core.rng import Stream
 from mmrl.diffusion.builders.tiny_clip import CaptionedImages, TinyClip, augmented, contrastive_loss
 from mmrl.diffusion.builders.tiny_flow_model import TinyFlowModel, word_tokenizer
@@ -38,7 +38,7 @@ def test_around_is_centred_where_it_fits():
     picture = torch.full((3, 20, 20), 250, dtype=torch.uint8)
     picture[:, 8:12, 2:4] = 0
     # The middle lies at (3, 10): a square of 8 would begin at (-1, 6).
-    assert around(picture, 8) == (0, 6, 8, 14)
+    assert crop_around_shape(picture, 8) == (0, 6, 8, 14)
 
 
 @pytest.fixture(scope="module")

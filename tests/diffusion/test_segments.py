@@ -57,11 +57,11 @@ def test_a_score_is_of_the_whole_video_or_of_its_segments(folder):
 @pytest.mark.parametrize(
     "row, words",
     [
-        ({"videos": ["a.mp4", "c.mp4"]}, "(?s)1 videos of .* there is no file 'c.mp4'"),
+        ({"videos": ["a.mp4", "c.mp4"]}, "(?s)1 row of .*films.jsonl:1: there is no file 'c.mp4'"),
         ({"videos": ["../a.mp4"]}, "leaves its root"),
-        ({"videos": []}, "must be a list of paths"),
-        ({"scores": [1.0]}, "2 entries, one a video"),
-        ({"scores": [1.0, "good"]}, "must be a number"),
+        ({"videos": []}, "wanted at least one path in `videos`"),
+        ({"scores": [1.0]}, "wanted a list of 2 as `scores`"),
+        ({"scores": [1.0, "good"]}, r"wanted a finite number as `scores\[1\]`, got 'good'"),
     ],
 )
 def test_a_broken_row_is_named_with_its_line(folder, row, words):

@@ -17,8 +17,7 @@ from mmrl.config.schema import Piece
 from mmrl.core.reward_table import Measured, RewardTable
 from mmrl.core.rng import Stream
 from mmrl.core.types import Message, Outcome, Part, Prompt, Trajectory
-from mmrl.diffusion.visualizations.image_grid import data_url, displayed_image
-from mmrl.diffusion.visualizations.image_grid import image_grid
+from mmrl.diffusion.visualizations.image_grid import data_url, displayed_image, image_grid
 from mmrl.diffusion.visualizations.turning_points import turning_points
 from mmrl.training.score import score
 
@@ -69,8 +68,8 @@ def test_image_grid_shows_every_model_under_its_caption_with_its_rewards():
     one = measured(path("a <red> circle", 0.25), path("a <red> circle", 0.75), path("a cat", 0.0))
     page = image_grid({"start": one, "<b>": measured(path("a cat", 1.0))})
     assert page.count("<figure>") == 2 and len(images(page)) == 4
-    assert "a &lt;red&gt; circle" in page and "<red>" not in page and "&lt;b&gt;  recorded 1.00" in page
-    assert "start  recorded 0.50" in page  # the mean of 0.25 and 0.75
+    assert "a &lt;red&gt; circle" in page and "<red>" not in page and "&lt;b&gt;  precomputed 1.00" in page
+    assert "start  precomputed 0.50" in page  # the mean of 0.25 and 0.75
 
 
 def test_image_grid_takes_prompts_at_equal_distances_and_few_pictures_of_each():

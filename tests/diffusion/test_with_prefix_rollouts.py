@@ -8,8 +8,7 @@ from torch.testing import assert_close
 
 from mmrl.core.rng import Stream
 from mmrl.diffusion.engines.with_prefix_rollouts import WithPrefixRollouts
-from mmrl.diffusion.flow_math import clean_estimate
-from mmrl.diffusion.flow_math import ODE_STEPS
+from mmrl.diffusion.flow_math import ODE_STEPS, clean_estimate
 from tests.diffusion.flows import SOLVERS, Known, Normal, asked, denoise, flow, make
 
 

@@ -1,4 +1,4 @@
-"""The image demo goes through from pictures to report, on made-up pictures and with a few steps."""
+"""The image demo runs from images to report, on synthetic images and with a few steps."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def finished(tmp_path_factory):
     pytest.importorskip("open_clip")
     output = tmp_path_factory.mktemp("demo")
     small = {
-        "pictures": [f"build.source={sources(tmp_path_factory.mktemp('easy_vqa'))}"],
+        "images": [f"build.source={sources(tmp_path_factory.mktemp('easy_vqa'))}"],
         "judge": ["build.steps=2", "build.batch_size=8", "build.width=4"],
         "model": ["build.width=32", "build.layers=1", "build.text_width=16"],
         "matching": ["max_steps=2", "rollout.num_prompts=3", "evaluation.num_generations=2"],
@@ -51,7 +51,7 @@ def finished(tmp_path_factory):
 def test_the_summary_holds_the_start_and_three_methods_with_costs(finished):
     output, _, summary = finished
     assert json.loads((output / "summary.json").read_text()) == summary
-    assert summary["built"]["pictures"]["captions"] == 3
+    assert summary["built"]["images"]["captions"] == 3
     for name in demo.METHODS:
         metrics, intervals = summary[name]["metrics"], summary[name]["intervals"]
         assert set(demo.SHOWN) <= set(metrics)
@@ -128,12 +128,21 @@ def test_spent_counts_what_happens_between_the_ends_of_steps():
     assert policy.evaluations == 2107
 
 
-def test_the_fingerprint_follows_seed_and_changes_and_nothing_else():
+def test_the_fingerprint_follows_seed_and_overrides():
     changes = {name: [] for name in (*demo.BUILT, "matching")}
     key = demo.fingerprint(changes, 0)
     assert key == demo.fingerprint(changes, 0)
     assert key != demo.fingerprint(changes, 1)
     assert key != demo.fingerprint({**changes, "judge": ["build.steps=1"]}, 0)
+
+
+def test_the_fingerprint_follows_the_source_of_every_builder(monkeypatch):
+    names = {path.name for path in demo.SOURCES}
+    assert {"easy_vqa_captions.py", "tiny_clip.py", "tiny_flow_model.py"} <= names
+    changes = {name: [] for name in (*demo.BUILT, "matching")}
+    key = demo.fingerprint(changes, 0)
+    monkeypatch.setattr(demo, "SOURCES", demo.SOURCES[1:])
+    assert key != demo.fingerprint(changes, 0)
 
 
 @pytest.mark.parametrize("spent", ["seconds", "evaluations"])
