@@ -1,6 +1,6 @@
 """The image demo: train a small flow model on captioned images, improve it by three RL methods, and compare.
 
-`python -m examples.image_rl.demo` runs the configurations beside this file; results go to `--output`, and each
+`python -m examples.image_rl.demo` runs the configurations beside this file; results go to `--output`. Each
 step is an ordinary `mmrl` command. What precedes reinforcement learning is cached, and rebuilt if its
 configurations, seed, code or packages have changed.
 """
@@ -44,7 +44,7 @@ VERSIONS = ("mmrl", "torch", "transformers", "diffusers", "open_clip_torch", "ea
 
 @dataclass(frozen=True)
 class Start:
-    """The start of reinforcement learning: model folder, its evaluation and training log, and build results."""
+    """The start of reinforcement learning: model folder, evaluation, training log, build results."""
 
     model: Path
     measured: Measured

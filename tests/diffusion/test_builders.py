@@ -66,7 +66,7 @@ def captioned(data_set, tmp_path_factory):
 
 def test_captioned_pictures_are_read_by_both_data_sets(captioned):
     folder, counts = captioned
-    assert counts == {"train_pictures": 3, "test_pictures": 3, "captions": 3}
+    assert counts == {"train_images": 3, "test_images": 3, "captions": 3}
     found = images(path=str(folder / "train.jsonl"), root=str(folder))
     assert [prompt.text for prompt in found] == ["a red circle", "a blue circle", "a black circle"]
     assert found[0].answers[0].image.shape == (3, 16, 16)

@@ -51,7 +51,7 @@ def run_page(found: Found) -> str:
             "Curves", grid([frontier(runs), time_split(found.records), *curves(runs)]), name="curves"
         ),
         "engine": section("Engine and policy", gap_table(found.records), name="engine"),
-        "pictures": f"<div id=pictures>{found.exhibits}</div>" if found.visualizations else "",
+        "pictures": f"<div id=pictures>{found.visualizations}</div>" if found.visualizations else "",
         "samples": section("Samples", samples_section(samples), name="samples"),
         "configuration": section("Configuration", _config(found.folder), name="configuration"),
     }
