@@ -1,4 +1,4 @@
-"""Numbers of a step, under the names that TRL uses, and where they go: JSON lines, trackers, parquet."""
+"""Metrics of a training step under the names that TRL uses, and their files: JSON lines and parquet."""
 
 from __future__ import annotations
 
@@ -22,16 +22,14 @@ from mmrl.runtime.files import flush, replacing, write_whole
 log = logging.getLogger("mmrl")
 
 EVALUATION = "evaluation.json"  # of a run's folder: its last evaluation
-EXHIBITS = "exhibits.html"  # what exhibits drew of it
-PICTURED = 8  # prompts of a collection that keep pictures
+VISUALIZATIONS = "visualizations.html"  # HTML fragments of the visualizations of its last evaluation
+IMAGES = 8  # prompts of a collection that keep thumbnails
 
 
 def describe_rewards(table: RewardTable) -> dict[str, float]:
-    """Compute the reward metrics of a collection, over the rows that the policy sampled itself where there
-    are any."""
-    sampled = table.ids["on_policy"][:, 0] == 1
-    table = table.select(sampled) if sampled.any() else table
-    # Groups with a faulty reward are valid nowhere; the rest of their rewards is no sum.
+    """Compute the reward metrics of a collection, over the rows that the policy itself sampled."""
+    table = _on_policy(table)
+    # A group with a failed reward is valid nowhere: the sum of its other rewards means nothing.
     reward = torch.where(table.valid.any(1).any(-1), table.reward(), torch.nan)
     known = ~reward.isnan()
     index = group_index([table.group])
@@ -51,8 +49,14 @@ def describe_rewards(table: RewardTable) -> dict[str, float]:
     return metrics
 
 
+def _on_policy(table: RewardTable) -> RewardTable:
+    """Select the rows that the policy sampled; all rows where it sampled none."""
+    sampled = table.ids["on_policy"][:, 0] == 1
+    return table.select(sampled) if sampled.any() else table
+
+
 def _group_std(values: Tensor, index: Tensor) -> float:
-    """Average the standard deviation inside groups over those with two values or more; 0 without any."""
+    """Average the standard deviation inside groups of two values or more; 0 without such a group."""
     known = ~values.isnan()
     enough = known & (group_count(index, known) > 1)
     if not enough.any():
@@ -64,14 +68,20 @@ def _group_std(values: Tensor, index: Tensor) -> float:
 
 
 def describe_shares(table: RewardTable, credit: RewardTable) -> dict[str, float]:
-    """Compute which share of the advantage each weighted reward has: `rewards/{name}/share`, 1 in all.
+    """Compute the share of the advantage of each weighted reward, as `rewards/{name}/advantage_share`.
 
-    `table` holds the rewards of a collection, `credit` what the chain made of them. Inside a group let `d_k`
-    be a row's distance of weight times reward `k` from the group's mean, `d` their sum over `k`, `a` the same
-    distance of the row's advantage (its mean over places), and `c` the slope of `a` on `d` over the group. A
-    reward's share is the sum of `c * a * d_k` over all rows, divided by that of `c * a * d`: its part of the
-    variance of the advantage inside groups, as far as the rewards explain it. A share is negative where a
-    reward pulls against the rest. Nothing is told where no group varies. Our reading.
+    Inside a group let `d_k` be a row's distance of weight times reward `k` from the group's mean, `d` their sum
+    over `k`, `a` the same distance of the row's advantage (its mean over places), and `c` the slope of `a` on
+    `d` over the group. A reward's share is the sum of `c * a * d_k` over all rows, divided by that of
+    `c * a * d`: its part of the variance of the advantage inside groups, as far as the rewards explain it.
+    Shares add up to 1; one is negative where a reward pulls against the rest. Our reading.
+
+    Args:
+        table: Rewards of a collection.
+        credit: Advantages that the chain computed from them; rows of `table` that it lacks are left out.
+
+    Returns:
+        A share for every weighted reward; empty where no group varies.
     """
     table = table.select(torch.isin(table.ids["row"][:, 0], credit.ids["row"][:, 0]))
     learned = credit.learn & credit.valid.any(1)
@@ -94,22 +104,19 @@ def describe_shares(table: RewardTable, credit: RewardTable) -> dict[str, float]
     if not explained.sum() > EQUAL**2:
         return {}
     shares = (explained / explained.sum()).tolist()
-    return {f"rewards/{name}/share": share for name, share in zip(table.names, shares, strict=True)}
+    return {f"rewards/{name}/advantage_share": share for name, share in zip(table.names, shares, strict=True)}
 
 
 def describe_speed(table: RewardTable, seconds: float) -> dict[str, float]:
-    """Compute how many rollouts, and how many of their steps, a second of the whole step brought."""
-    sampled = table.ids["on_policy"][:, 0] == 1
-    table = table.select(sampled) if sampled.any() else table
-    made = {"rollouts": float(len(table)), "steps": float(table.length.sum())}
-    return {f"time/{name}_per_second": count / seconds for name, count in made.items() if seconds > 0}
+    """Compute rollouts, and steps of rollouts, per second of a whole training step."""
+    table = _on_policy(table)
+    counts = {"rollouts": float(len(table)), "steps": float(table.length.sum())}
+    return {f"time/{name}_per_second": count / seconds for name, count in counts.items() if seconds > 0}
 
 
 def describe_lengths(table: RewardTable) -> dict[str, float]:
-    """Compute the length metrics of a collection; a row is clipped when its answer carries the tag `finish:
-    length`."""
-    sampled = table.ids["on_policy"][:, 0] == 1
-    table = table.select(sampled) if sampled.any() else table
+    """Compute the length metrics of a collection; a row is clipped when its tag `finish` is `length`."""
+    table = _on_policy(table)
     length = table.length.double()
     metrics = {
         f"completions/{name}_length": float(value)
@@ -124,8 +131,7 @@ def describe_lengths(table: RewardTable) -> dict[str, float]:
 
 
 def describe_measured(measured: Measured) -> dict[str, float]:
-    """Name what an evaluation found as the journal does: `eval_x`, and `eval_x/low` and `eval_x/high` where
-    its interval ends."""
+    """Name the metrics of an evaluation as the journal does: `eval_x`, `eval_x/low` and `eval_x/high`."""
     ends = {
         f"eval_{name}/{side}": end
         for name, interval in measured.intervals.items()
@@ -135,7 +141,7 @@ def describe_measured(measured: Measured) -> dict[str, float]:
 
 
 def noted_sums(rollouts: Rollouts, name: str) -> dict[str, float]:
-    """Add up what the engine noted of the steps of sampled rows, and count those steps."""
+    """Sum a per-step note of the engine over the steps of sampled rows, and count those steps."""
     noted = [row.notes[name].double() for row in rollouts if name in row.notes and row.on_policy]
     return {"sum": float(sum(note.sum() for note in noted)), "steps": float(sum(map(len, noted)))}
 
@@ -151,8 +157,10 @@ def _std(values: Tensor) -> float:
 
 
 class Meter:
-    """Adds up the metrics of micro-batches; they are shares of an update's totals, so sums over micro-batches
-    are means."""
+    """Accumulates metrics of micro-batches.
+
+    Each is a share of its update's total, so that the sum over micro-batches is a mean over the update.
+    """
 
     def __init__(self) -> None:
         self.sums: dict[str, Tensor] = {}
@@ -164,34 +172,32 @@ class Meter:
             self.sums[name] = self.sums.get(name, 0.0) + counts * value.detach().double().cpu()
 
     def take(self) -> dict[str, float]:
-        """Give the means over the updates since the last call, and begin again."""
+        """Return the means over the updates since the last call, and start anew."""
         means = {name: float(value) / max(self.updates, 1) for name, value in self.sums.items()}
         self.sums, self.updates = {}, 0
         return means
 
 
 class Journal:
-    """JSON lines of a run, each with its step. A resumed run drops the lines behind its checkpoint."""
+    """A JSON-lines file of a run with a step in every record; a resumed run drops later records."""
 
     def __init__(self, folder: Path, name: str = "metrics.jsonl") -> None:
         self.path = folder / name
 
     def write(self, record: Mapping[str, Any]) -> dict[str, Any]:
-        """Append one record, and give it as `read` will; a number that is not finite, such as the mean of
-        nothing, is `null`."""
+        """Append a record and return it as `read` will; numbers that are not finite are written as null."""
         line = _line(record)
         with self.path.open("a") as file:
             file.write(line)
         return _record(line)
 
     def flush(self) -> None:
-        """Wait until what was written has reached the disk."""
+        """Wait until the file has reached the disk (fsync)."""
         if self.path.exists():
             flush(self.path)
 
     def read(self) -> list[dict[str, Any]]:
-        """Read all records. A last line that a crash cut short is left out; so is any other that cannot be
-        read, with a warning."""
+        """Read all records; skip a last line that a crash cut short, and, with a warning, damaged lines."""
         data = self.path.read_bytes() if self.path.exists() else b""
         records = []
         for number, line in enumerate(data.splitlines(keepends=True), start=1):
@@ -203,10 +209,10 @@ class Journal:
         return records
 
     def rewind(self, step: int) -> None:
-        """Forget everything from `step` on."""
+        """Drop all records from `step` on."""
         if self.path.exists():
-            kept = [record for record in self.read() if record["step"] < step]
-            write_whole(self.path, "".join(map(_line, kept)))
+            earlier = [record for record in self.read() if record["step"] < step]
+            write_whole(self.path, "".join(map(_line, earlier)))
 
 
 def _line(record: Mapping[str, Any]) -> str:
@@ -225,47 +231,44 @@ def _record(line: str | bytes) -> dict[str, Any]:
 
 
 class Trackers:
-    """The dashboards of a run, each of which gets the finite numbers of every reported step."""
+    """All trackers of a run; each receives the finite metrics of every reported step."""
 
     def __init__(self, pieces: Sequence[Tracker] = ()) -> None:
         self.pieces = pieces
         self.opened: Sequence[Tracker] = ()
 
     def open(self, folder: Path, config: Mapping[str, Any], start: int, say: Callable[[str], None]) -> None:
-        """Begin, or go on, at a step."""
+        """Open every tracker for a run that starts, or resumes, at step `start`; `say` prints their notes."""
         for piece in self.pieces:
             if words := piece.open(folder, config, start):
                 say(words)
         self.opened = self.pieces
 
     def write(self, metrics: Mapping[str, float], step: int) -> None:
-        """Pass on the finite numbers of a step."""
+        """Write the finite metrics of a step to every tracker."""
         finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
         for piece in self.opened:
             piece.write(finite, step)
 
     def close(self) -> None:
-        """Finish."""
+        """Close every tracker."""
         for piece in self.opened:
             piece.close()
         self.opened = ()
 
 
 def write_measured(folder: Path, measured: Measured) -> None:
-    """Write the last evaluation of a run, with its intervals."""
-    told = {
-        "metrics": dict(measured.metrics),
-        "intervals": {k: list(v) for k, v in measured.intervals.items()},
-    }
-    write_whole(folder / EVALUATION, json.dumps(told, indent=2))
+    """Write the last evaluation of a run with its intervals to `evaluation.json`."""
+    intervals = {name: list(interval) for name, interval in measured.intervals.items()}
+    written = {"metrics": dict(measured.metrics), "intervals": intervals}
+    write_whole(folder / EVALUATION, json.dumps(written, indent=2))
 
 
 # ---- samples
 
 
-def pictured(step: int, max_steps: int, num: int) -> bool:
-    """Tell whether the completions of a step keep pictures: `num` steps do, the first, the last and some at
-    equal distances between."""
+def keeps_images(step: int, max_steps: int, num: int) -> bool:
+    """Return whether the completions of a step keep thumbnails: `num` steps do, spread from first to last."""
     return step in {round(i * (max_steps - 1) / max(num - 1, 1)) for i in range(num)}
 
 
@@ -275,12 +278,17 @@ def write_completions(
     table: RewardTable,
     advantage: Sequence[float],
     *,
-    pictures: bool = False,
+    images: bool = False,
 ) -> None:
-    """Write this process's rows with their rewards and advantages as parquet, one row each.
+    """Write the rows of this process with their rewards and advantages as parquet, one row each.
 
-    With `pictures`, rows of the first prompts also keep small ones, as JPEG: of what was asked about (`seen`)
-    and of what was made (`made`).
+    Args:
+        path: File to write, whole or not at all.
+        rollouts: Rows of this process.
+        table: Their rewards; rows of other processes are left out.
+        advantage: Advantage of each row at its last place.
+        images: Whether rows of the first prompts keep JPEG thumbnails: of the prompt (column `seen`) and of the
+            answer (`made`). A column without any is left out.
     """
     import pyarrow
     from pyarrow import parquet
@@ -296,16 +304,11 @@ def write_completions(
         "reward": mine.reward().tolist() if mine.names else [math.nan] * len(mine),
     }
     columns |= {f"reward/{name}": mine.at_end(name).tolist() for name in mine.scored}
-    columns |= _pictures(rollouts) if pictures else {}
+    if images:
+        prompts = dict(list({row.prompt.uid: row.prompt for row in rollouts}.items())[:IMAGES])
+        of_uid = {uid: of_prompt(prompt) for uid, prompt in prompts.items()}
+        seen = [of_uid.get(row.prompt.uid) for row in rollouts]
+        made = [of_outcome(row.outcomes[-1]) if row.prompt.uid in prompts else None for row in rollouts]
+        columns |= {name: column for name, column in (("seen", seen), ("made", made)) if any(column)}
     with replacing(path) as beside:
         parquet.write_table(pyarrow.table(columns), beside)
-
-
-def _pictures(rollouts: Rollouts) -> dict[str, list[bytes | None]]:
-    """Draw the first prompts and what was made of them; a column without any picture is left out."""
-    prompts = {row.prompt.uid: row.prompt for row in rollouts}
-    chosen = dict(list(prompts.items())[:PICTURED])
-    seen = {uid: of_prompt(prompt) for uid, prompt in chosen.items()}
-    made = [of_outcome(row.outcomes[-1]) if row.prompt.uid in chosen else None for row in rollouts]
-    columns = {"seen": [seen.get(row.prompt.uid) for row in rollouts], "made": made}
-    return {name: column for name, column in columns.items() if any(column)}

@@ -1,4 +1,4 @@
-"""How far the engine that makes rollouts is from the policy that learns from them, and what it saves."""
+"""Mismatch between the rollout engine and the policy that is trained, and the time the engine saves."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-# What the table of the report has: a metric, how it is called there, and how it is written.
+# Rows of the report's table: metric, title, format.
 ROWS = (
     ("sampling/kl", "KL of engine to policy, nats a step", "{:.4f}"),
     ("sampling/sampling_logp_difference/mean", "difference of log-probabilities", "{:.4f}"),
@@ -20,22 +20,23 @@ ROWS = (
 
 
 def conclude(means: Mapping[str, float]) -> dict[str, float]:
-    """Turn sums of importance weights to the powers 0, 1 and 2, over one number, into effective shares.
+    """Replace moments of importance weights by effective sample sizes, as shares in (0, 1].
 
-    Weights `w` of `n` answers are worth as much as `n s` equal ones, `s = (sum w)^2 / (n sum w^2)` in (0, 1].
+    `means` has `moments/{steps,rows}/{0,1,2}`: sums of weights to these powers, all over the same number, which
+    cancels. Weights `w` of `n` answers are worth `n s` equal ones, `s = (sum w)^2 / (n sum w^2)` (Kish).
     """
-    found = {name: value for name, value in means.items() if not name.startswith("moments/")}
+    metrics = {name: value for name, value in means.items() if not name.startswith("moments/")}
     for unit in ("steps", "rows"):
         count, first, second = (means.get(f"moments/{unit}/{power}", 0.0) for power in (0, 1, 2))
         if second > 0:
-            found[f"sampling/ess/{unit}"] = first**2 / (count * second)
+            metrics[f"sampling/ess/{unit}"] = first**2 / (count * second)
             if unit == "steps":
-                found["sampling/importance_sampling_ratio/mean"] = first / count
-    return found
+                metrics["sampling/importance_sampling_ratio/mean"] = first / count
+    return metrics
 
 
-def spell_gap(record: Mapping[str, Any], cheap: str) -> str:
-    """Say in a line what a cheaper engine costs, where the step reports it."""
+def describe_mismatch(record: Mapping[str, Any], cheap: str) -> str:
+    """Describe in a line the mismatch of a cheaper engine, where the step reports it; otherwise empty."""
     if not cheap or "sampling/kl" not in record:
         return ""
     share = record.get("sampling/ess/rows", math.nan)
@@ -46,23 +47,18 @@ def spell_gap(record: Mapping[str, Any], cheap: str) -> str:
     )
 
 
-def gap_table(records: Sequence[Mapping[str, Any]]) -> str:
-    """Lay out the gap and the seconds saved: first, mean and last; nothing where no engine is compared and
-    none differs."""
-    columns = {name: _finite(records, name) for name, _, _ in ROWS}
-    kl = columns["sampling/kl"]
-    if not columns["rollout/exact_seconds"] and (not kl or sum(kl) / len(kl) < 1e-4):
-        return ""
-    lines = [
-        f"<tr><th>{words}</th>"
-        + "".join(f"<td>{form.format(value)}</td>" for value in (v[0], sum(v) / len(v), v[-1]))
-        + "</tr>"
-        for name, words, form in ROWS
-        if (v := columns[name])
+def mismatch_rows(records: Sequence[Mapping[str, Any]]) -> list[list[str]]:
+    """Give table rows of the mismatch and of the seconds saved: title, first, mean and last value.
+
+    Empty where no second engine is timed and the engine does not differ from the policy.
+    """
+    finite = {name: [r[name] for r in records if math.isfinite(r.get(name, math.nan))] for name, _, _ in ROWS}
+    kl = finite["sampling/kl"]
+    # Below 1e-4 nats a step the two differ by rounding alone.
+    if not finite["rollout/exact_seconds"] and (not kl or sum(kl) / len(kl) < 1e-4):
+        return []
+    return [
+        [title, *(form.format(value) for value in (values[0], sum(values) / len(values), values[-1]))]
+        for name, title, form in ROWS
+        if (values := finite[name])
     ]
-    head = "<tr><th></th><th>first</th><th>mean</th><th>last</th></tr>"
-    return f"<div class=wide><table>{head}{''.join(lines)}</table></div>"
-
-
-def _finite(records: Sequence[Mapping[str, Any]], name: str) -> list[float]:
-    return [record[name] for record in records if math.isfinite(record.get(name, math.nan))]

@@ -16,7 +16,7 @@ from mmrl.core.rng import Stream
 from mmrl.diagnostics.context import lossy_pieces
 from mmrl.reporting.console import Console
 from mmrl.reporting.metrics import (
-    EXHIBITS,
+    VISUALIZATIONS,
     Journal,
     Trackers,
     describe_lengths,
@@ -24,12 +24,12 @@ from mmrl.reporting.metrics import (
     describe_rewards,
     describe_shares,
     describe_speed,
+    keeps_images,
     noted_sums,
-    pictured,
     write_completions,
     write_measured,
 )
-from mmrl.reporting.rollout_mismatch import conclude, spell_gap
+from mmrl.reporting.rollout_mismatch import conclude, describe_mismatch
 from mmrl.runtime.distributed import Processes
 
 
@@ -122,7 +122,7 @@ class Report:
         if self.processes.main:
             self.records.append(self._for_alarms(self.journal.write({"step": step, **metrics})))
             self.pieces.trackers.write(metrics, step)
-            if len(self.records) == 1 and (sentence := spell_gap(metrics, self._cheap)):
+            if len(self.records) == 1 and (sentence := describe_mismatch(metrics, self._cheap)):
                 self.console.say(sentence)
             self._run_alarms(self.records)
         self.console.step(step, metrics)
@@ -148,9 +148,9 @@ class Report:
         advantage = mine.values[:, 0].gather(1, mine.last.clamp(min=0)[:, None])[:, 0].tolist()
         part = f"-{self.processes.rank}" if self.processes.world > 1 else ""
         path = self.folder / "completions" / f"completions_{step:06d}{part}.parquet"
-        images = pictured(step, self.config.max_steps, self.config.report.media_log_steps)
+        images = keeps_images(step, self.config.max_steps, self.config.report.media_log_steps)
         table = collection.table.select(collection.table.mine)
-        write_completions(path, collection.rollouts, table, advantage, pictures=images)
+        write_completions(path, collection.rollouts, table, advantage, images=images)
 
     def leave(self, step: int, why: str) -> None:
         """Stop before the last step, which the same command goes on from."""
@@ -170,6 +170,6 @@ class Report:
         if last:
             write_measured(self.folder, last)
             if fragments := "".join(piece({"answer": last}) for piece in self.pieces.visualizations):
-                (self.folder / EXHIBITS).write_text(fragments)
+                (self.folder / VISUALIZATIONS).write_text(fragments)
         self.console.say(f"report: {write_page(self.folder)}")
         self.pieces.trackers.close()

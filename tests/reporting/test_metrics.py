@@ -22,8 +22,8 @@ from mmrl.reporting.metrics import (
     describe_rewards,
     describe_shares,
     describe_speed,
+    keeps_images,
     noted_sums,
-    pictured,
     write_completions,
 )
 from mmrl.training.checkpointing import resume
@@ -136,17 +136,17 @@ def test_shares_are_those_of_the_advantage_and_add_up_to_one():
     # Distances from the means, weighted: in a .5 of right and 1 of short, 1.5 in all; in b 1 of right.
     # Centred rewards: right has .5 * 1.5 + 1 * 1 = 1.75 of 1.5 * 1.5 + 1 * 1 = 3.25, for every second row.
     centred = describe_shares(table, group_center(total(table)))
-    assert centred == pytest.approx({"rewards/right/share": 7 / 13, "rewards/short/share": 6 / 13})
+    assert centred == pytest.approx({"rewards/right/advantage_share": 7 / 13, "rewards/short/advantage_share": 6 / 13})
     # Divided by their deviation both groups weigh as much: a third of one and all of the other.
     normalized = describe_shares(table, group_normalize(total(table), eps=0.0))
-    assert normalized == pytest.approx({"rewards/right/share": 2 / 3, "rewards/short/share": 1 / 3})
+    assert normalized == pytest.approx({"rewards/right/advantage_share": 2 / 3, "rewards/short/advantage_share": 1 / 3})
 
 
 def test_a_reward_that_pulls_against_the_rest_has_a_negative_share():
     table = reward_table({"gain": [2.0, 0.0], "cost": [-1.0, 0.0]})
     # Distances 1 and -.5, in all .5: 1 / .5 and -.5 / .5.
     shares = describe_shares(table, group_center(total(table)))
-    assert shares == pytest.approx({"rewards/gain/share": 2.0, "rewards/cost/share": -1.0})
+    assert shares == pytest.approx({"rewards/gain/advantage_share": 2.0, "rewards/cost/advantage_share": -1.0})
 
 
 def test_shares_do_not_depend_on_the_scale_or_the_sign_of_the_chain():
@@ -162,20 +162,20 @@ def test_what_is_not_learned_from_or_not_known_has_no_share():
     credit = group_center(total(table))
     only_b = credit.replace(learn=torch.tensor([[False], [False], [True], [True]]))
     assert describe_shares(table, only_b) == pytest.approx(
-        {"rewards/right/share": 1.0, "rewards/short/share": 0.0}
+        {"rewards/right/advantage_share": 1.0, "rewards/short/advantage_share": 0.0}
     )
     dropped = credit.select(torch.tensor([2, 3]))
     assert describe_shares(table, dropped) == describe_shares(table, only_b)
     flat = reward_table([1.0, 1.0])
     assert describe_shares(flat, group_center(flat)) == {}, "nobody learns anything"
     labels = reward_table({"right": [1.0, 0.0], "seen": [1.0, 0.0]}, weights={"seen": 0.0})
-    assert describe_shares(labels, group_center(labels)) == {"rewards/right/share": 1.0}
+    assert describe_shares(labels, group_center(labels)) == {"rewards/right/advantage_share": 1.0}
 
 
 def test_a_row_with_several_places_counts_with_their_mean():
     table = reward_table({"early": [[1.0, 1.0], [0.0, 0.0]]}, group=["a", "a"])
     credit = table.put(torch.tensor([[[0.5, 1.5]], [[-0.5, -1.5]]], dtype=torch.float64))
-    assert describe_shares(table, credit) == {"rewards/early/share": 1.0}
+    assert describe_shares(table, credit) == {"rewards/early/advantage_share": 1.0}
 
 
 def test_the_spread_inside_groups_is_a_mean_over_groups():
@@ -200,7 +200,7 @@ def test_a_run_reports_components_and_speed(tmp_path):
     train(run)
     for record in run.journal.read():
         names = ("share_right", "brevity")
-        assert sum(record[f"rewards/{name}/share"] for name in names) == pytest.approx(1.0)
+        assert sum(record[f"rewards/{name}/advantage_share"] for name in names) == pytest.approx(1.0)
         assert all(record[f"rewards/{name}/group_std"] >= 0 for name in names)
         assert record["time/rollouts_per_second"] == pytest.approx(16 / record["step_time"])
 
@@ -363,10 +363,10 @@ def test_completions_and_lines_may_be_fewer(tmp_path):
 
 
 def test_pictures_are_kept_at_equal_distances():
-    assert [step for step in range(100) if pictured(step, 100, 5)] == [0, 25, 50, 74, 99]
-    assert [step for step in range(3) if pictured(step, 3, 5)] == [0, 1, 2]
-    assert [step for step in range(9) if pictured(step, 9, 1)] == [0]
-    assert not any(pictured(step, 9, 0) for step in range(9))
+    assert [step for step in range(100) if keeps_images(step, 100, 5)] == [0, 25, 50, 74, 99]
+    assert [step for step in range(3) if keeps_images(step, 3, 5)] == [0, 1, 2]
+    assert [step for step in range(9) if keeps_images(step, 9, 1)] == [0]
+    assert not any(keeps_images(step, 9, 0) for step in range(9))
 
 
 def test_completions_keep_small_pictures_of_the_first_prompts(tmp_path):
@@ -378,7 +378,7 @@ def test_completions_keep_small_pictures_of_the_first_prompts(tmp_path):
         made = Outcome(image=grey[0]) if i < 9 else Outcome(image=grey[0].float())
         rows.append(Trajectory(prompt, prompt.uid, (made,), None, 1))
     table = reward_table([0.0] * 10)
-    write_completions(tmp_path / "c.parquet", tuple(rows), table, [0.0] * 10, pictures=True)
+    write_completions(tmp_path / "c.parquet", tuple(rows), table, [0.0] * 10, images=True)
     columns = parquet.read_table(tmp_path / "c.parquet").to_pydict()
     # Eight prompts keep pictures, of which the second was not shown anything.
     assert [cell is not None for cell in columns["seen"]] == [i < 8 and i != 1 for i in range(10)]

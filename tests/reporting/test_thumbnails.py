@@ -8,7 +8,7 @@ import torch
 from PIL import Image
 
 from mmrl.core.types import Frames, Media, Message, Outcome, Part, Prompt
-from mmrl.reporting.thumbnails import SIDE, of_outcome, of_prompt, source, strip
+from mmrl.reporting.thumbnails import SIDE, data_uri, of_outcome, of_prompt, strip
 
 
 def opened(picture: bytes) -> Image.Image:
@@ -48,5 +48,5 @@ def test_a_prompt_shows_its_first_medium():
     assert of_prompt(Prompt("p", (Message("user", (Part("word"),)),))) is None
 
 
-def test_a_source_stands_inside_the_page():
-    assert source(b"\x00\xff") == "data:image/jpeg;base64,AP8="
+def test_a_data_uri_embeds_the_jpeg():
+    assert data_uri(b"\x00\xff") == "data:image/jpeg;base64,AP8="

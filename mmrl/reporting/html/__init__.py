@@ -1,9 +1,8 @@
-"""One self-contained HTML page of a run, or of several side by side: what was measured, how it went, and
-pictures of what models did."""
+"""Self-contained HTML pages of a run, an evaluation or a comparison, from jinja2 templates and matplotlib."""
 
 from mmrl.reporting.html.compare import write_comparison
 from mmrl.reporting.html.curves import curves
-from mmrl.reporting.html.parts import document, metric_table
+from mmrl.reporting.html.page import document, metric_table
 from mmrl.reporting.html.reading import find_run
 from mmrl.reporting.html.run_page import write_page
 

@@ -1,30 +1,31 @@
-"""The page of several runs: their last figures side by side, what their configurations do not share, and
-their curves in one picture each."""
+"""The page of several runs: last figures side by side, differing settings, and curves in shared charts."""
 
 from __future__ import annotations
 
-import html
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mmrl.reporting.html.charts import bars, spelled
-from mmrl.reporting.html.curves import curves, figure, frontier, mean_seconds
-from mmrl.reporting.html.parts import chip, document, duration, figures_table, folded, grid, section, table
-from mmrl.reporting.html.reading import Found, find_run
+from markupsafe import Markup
+
+from mmrl.reporting.html.charts import spelled, style_of
+from mmrl.reporting.html.curves import curves, frontier, mean_seconds
+from mmrl.reporting.html.page import document, duration, figures_table, macros, table
+from mmrl.reporting.html.reading import RunFolder, find_run
 
 TRAINED = (
     ("reward", "reward"),
     ("kl", "kl to the reference, nats a step"),
     ("entropy", "entropy, nats a step"),
     ("completions/mean_length", "mean length, steps"),
-    ("frac_reward_zero_std", "groups that say nothing, share"),
+    ("frac_reward_zero_std", "groups without spread, share"),
     ("clip_ratio/region_mean", "clipped steps, share"),
     ("step_time", "seconds a step"),
     ("time/rollouts_per_second", "rollouts a second"),
 )
-ABSENT = "<small>not set</small>"
+ABSENT = Markup("<small>not set</small>")
+LISTS = {"rewards", "advantage", "metrics", "rollout.engine"}  # of pieces, each of which has its own line
 
 
 def write_comparison(folders: Sequence[Path], output: Path) -> Path:
@@ -35,117 +36,102 @@ def write_comparison(folders: Sequence[Path], output: Path) -> Path:
     return output
 
 
-def named(found: Sequence[Found]) -> dict[str, Found]:
-    """Name runs by their folders, with as much of the path as tells them apart."""
-    paths = [run.folder.resolve() for run in found]
-    twice = [str(path) for path in paths if paths.count(path) > 1]
-    if twice:
-        # The same run twice would lie over itself in every picture.
-        found = [run for i, run in enumerate(found) if paths[i] not in paths[:i]]
-        paths = list(dict.fromkeys(paths))
+def named(runs: Sequence[RunFolder]) -> dict[str, RunFolder]:
+    """Name runs by their folders, with as much of the path as tells them apart; each run comes once."""
+    paths = {run.folder.resolve(): run for run in runs}
     depth = 1
     while len({path.parts[-depth:] for path in paths}) < len(paths):
         depth += 1
-    return {"/".join(path.parts[-depth:]): run for path, run in zip(paths, found, strict=True)}
+    return {"/".join(path.parts[-depth:]): run for path, run in paths.items()}
 
 
-def comparison(runs: Mapping[str, Found]) -> str:
-    """Lay out the page."""
+def comparison(runs: Mapping[str, RunFolder]) -> str:
+    """Lay out the page of several runs."""
     records = {name: run.records for name, run in runs.items()}
-    held_out = {name: (run.metrics, run.intervals) for name, run in runs.items() if run.metrics}
-    measured = {name: held_out.get(name, ({}, {})) for name in runs}
-    sections = {
-        "held-out": section(
-            "Held out", figures_table(measured, chips=True) if held_out else "", name="held-out"
+    chips = [macros().chip(style_of(i)[0], name) for i, name in enumerate(runs)]
+    heads = ["", *chips]
+    figures = [figure for figure in (frontier(records), *curves(records)) if figure]
+    texts = {name: run.config_text for name, run in runs.items() if run.config_text}
+    sections = [
+        (
+            "held-out",
+            "Held out",
+            figures_table({n: (r.metrics, r.intervals) for n, r in runs.items()}, heads),
         ),
-        "training": section("Training", _trained(runs), name="training"),
-        "differences": section("What is set otherwise", _differences(runs), name="differences"),
-        "time": section("Where the time goes", _time(runs), name="time"),
-        "curves": section("Curves", grid([frontier(records), *curves(records)]), name="curves"),
-        "configurations": section("Configurations", _configurations(runs), name="configurations"),
-    }
-    links = "".join(f"<a href='#{name}'>{name}</a>" for name, inside in sections.items() if inside)
-    head = f"<h1>{len(runs)} runs side by side</h1>{_listed(runs)}<nav>{links}</nav>"
-    return document(" · ".join(runs), [head, *sections.values()])
+        ("training", "Training", _trained(runs, heads)),
+        ("differences", "What is set otherwise", _differences(runs, heads)),
+        ("time", "Where the time goes", _time(runs)),
+        ("curves", "Curves", macros().grid(figures) if figures else ""),
+        ("configurations", "Configurations", Markup().join(macros().folded(*pair) for pair in texts.items())),
+    ]
+    listed = macros().runs([(chip, _summary(run)) for chip, run in zip(chips, runs.values(), strict=True)])
+    return document(" · ".join(runs), (), sections, heading=f"{len(runs)} runs side by side", subtitle=listed)
 
 
-def _listed(runs: Mapping[str, Found]) -> str:
-    lines = []
-    for i, (name, run) in enumerate(runs.items()):
-        alarms = sum(one.get("by") != "doctor" for one in run.warnings)
-        seconds = duration(sum(record.get("step_time", 0.0) for record in run.records))
-        words = f"{run.done} steps, {seconds}" + (f", {alarms} alarm{'s' * (alarms > 1)}" if alarms else "")
-        lines.append(f"<li>{chip(i)}<b>{html.escape(name)}</b> <small>{words}</small></li>")
-    return f"<ul class=legend style='flex-direction:column'>{''.join(lines)}</ul>"
+def _summary(run: RunFolder) -> str:
+    alarms = sum(warning.get("by") != "doctor" for warning in run.warnings)
+    counted = f", {alarms} alarm{'s' * (alarms > 1)}" if alarms else ""
+    return f"{run.done} steps, {duration(run.seconds)}{counted}"
 
 
-def _heads(runs: Mapping[str, Found]) -> list[str]:
-    return ["", *(chip(i) + html.escape(name) for i, name in enumerate(runs))]
-
-
-def _trained(runs: Mapping[str, Found]) -> str:
-    """Set the first and the last numbers of training side by side."""
+def _trained(runs: Mapping[str, RunFolder], heads: Sequence[str]) -> Markup:
+    """Show the first and the last numbers of training side by side."""
     rows = []
     for name, title in TRAINED:
-        cells = [
-            f"{spelled(run.end(name))} <small>from {spelled(run.start(name))}</small>"
-            if math.isfinite(run.end(name))
-            else ""
-            for run in runs.values()
-        ]
-        if any(cells):
-            rows.append([html.escape(title), *cells])
-    note = "<p class=note>Means over the last tenth of the steps, and over the first.</p>"
-    return table(_heads(runs), rows) + note if rows else ""
+        ends = [(run.start(name), run.end(name)) for run in runs.values()]
+        form = Markup("{} <small>from {}</small>").format
+        if any(math.isfinite(end) for _, end in ends):
+            rows.append([title, *(form(*map(spelled, (b, a))) if math.isfinite(b) else "" for a, b in ends)])
+    if not rows:
+        return Markup()
+    return table(heads, rows) + macros().note("Means over the last tenth of the steps, and over the first.")
 
 
-def _differences(runs: Mapping[str, Found]) -> str:
+def _differences(runs: Mapping[str, RunFolder], heads: Sequence[str]) -> Markup:
     """List every setting that is not the same in all runs."""
     flat = [flattened(run.config) for run in runs.values()]
-    keys = sorted({key for one in flat for key in one} - {"output_dir"})
+    keys = sorted({key for settings in flat for key in settings} - {"output_dir"})
     rows = [
-        [html.escape(key), *(html.escape(str(one[key])) if key in one else ABSENT for one in flat)]
+        [key, *(str(settings[key]) if key in settings else ABSENT for settings in flat)]
         for key in keys
-        if any(one.get(key, ...) != flat[0].get(key, ...) for one in flat)
+        if any(settings.get(key, ...) != flat[0].get(key, ...) for settings in flat)
     ]
-    if not any(run.config for run in runs.values()):
-        return ""
-    if not rows:
-        return "<p class=note>Nothing but their folders.</p>"
-    return table(_heads(runs), rows, value="value")
+    if not any(flat):
+        return Markup()
+    return table(heads, rows, kind="value") if rows else macros().note("Nothing but their folders.")
 
 
 def flattened(value: Any, place: str = "") -> dict[str, Any]:
-    """Write nested settings as dotted names; a piece without options is the same as its name."""
+    """Write nested settings as dotted names; a piece without options equals its bare name."""
     match value:
         case {"name": name, **options} if place:
-            inner = {f"{place}.{key}": option for key, option in options.items()}
-            return {place: name} | _joined(flattened(option, key) for key, option in inner.items())
+            inner = [(f"{place}.{key}", option) for key, option in options.items()]
+            flat = {place: name}
         case Mapping() if value:
-            return _joined(
-                flattened(one, f"{place}.{key}" if place else str(key)) for key, one in value.items()
-            )
-        case list() | tuple() if any(isinstance(one, Mapping | list) for one in value) or place in LISTS:
-            return _joined(flattened(one, f"{place}[{i}]") for i, one in enumerate(value))
-    return {place: value}
+            inner = [(f"{place}.{key}" if place else str(key), option) for key, option in value.items()]
+            flat = {}
+        case list() | tuple() if place in LISTS or any(isinstance(item, Mapping | list) for item in value):
+            inner = [(f"{place}[{i}]", item) for i, item in enumerate(value)]
+            flat = {}
+        case _:
+            return {place: value} if place else {}
+    for key, option in inner:
+        flat |= flattened(option, key)
+    return flat
 
 
-LISTS = {"rewards", "advantage", "metrics", "rollout.engine"}  # of pieces, of which each has its own line
-
-
-def _joined(parts) -> dict[str, Any]:
-    return {key: value for part in parts for key, value in part.items()}
-
-
-def _time(runs: Mapping[str, Found]) -> str:
-    parts = {name: split for name, run in runs.items() if (split := mean_seconds(run.records))}
-    return figure("seconds a step, mean over all steps", bars(parts, unit="s")) if parts else ""
-
-
-def _configurations(runs: Mapping[str, Found]) -> str:
-    """Show every configuration in full, folded."""
-    return "".join(
-        folded(name, f"<pre>{html.escape((run.folder / 'config.yaml').read_text())}</pre>")
-        for name, run in runs.items()
-        if (run.folder / "config.yaml").exists()
-    )
+def _time(runs: Mapping[str, RunFolder]) -> Markup:
+    """Draw the mean seconds of a step as one stacked bar a run, all to one scale."""
+    split = {name: parts for name, run in runs.items() if (parts := mean_seconds(run.records))}
+    if not split:
+        return Markup()
+    colours = {
+        part: style_of(i)[0] for i, part in enumerate(dict.fromkeys(p for s in split.values() for p in s))
+    }
+    longest = max(sum(parts.values()) for parts in split.values())
+    rows = []
+    for name, parts in split.items():
+        bar = [(p, f"{spelled(v)} s", f"{100 * v / longest:.2f}", colours[p]) for p, v in parts.items()]
+        rows.append((name, f"{spelled(sum(parts.values()))} s", bar))
+    bars = macros().bars(rows, [(colour, part, None) for part, colour in colours.items()])
+    return macros().figure("seconds a step, mean over all steps", bars)

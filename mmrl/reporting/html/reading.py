@@ -1,4 +1,4 @@
-"""What a run left in its folder, as the pages show it."""
+"""Reading of a run's folder for its page: journal, last evaluation, warnings, configuration."""
 
 from __future__ import annotations
 
@@ -11,16 +11,17 @@ from typing import Any
 
 from mmrl.config.loading import read
 from mmrl.config.schema import ConfigError
-from mmrl.reporting.metrics import EVALUATION, EXHIBITS, Journal
+from mmrl.reporting.metrics import EVALUATION, VISUALIZATIONS, Journal
 
 
 @dataclass(frozen=True)
-class Found:
-    """A run, read from its folder. `metrics` and `intervals` are those of its last evaluation."""
+class RunFolder:
+    """What a run wrote into its folder. `metrics` and `intervals` are those of its last evaluation."""
 
     name: str
     folder: Path
     config: Mapping[str, Any]
+    config_text: str
     records: Sequence[Mapping[str, Any]]
     metrics: Mapping[str, float]
     intervals: Mapping[str, Sequence[float]]
@@ -32,43 +33,50 @@ class Found:
         """Count the steps that were taken."""
         return self.records[-1]["step"] + 1 if self.records else 0
 
+    @property
+    def seconds(self) -> float:
+        """Add up the seconds of all reported steps."""
+        return sum(record.get("step_time", 0.0) for record in self.records)
+
     def start(self, name: str) -> float:
-        """Average a metric over the first tenth of the records that have it, or over the first."""
-        return self._mean(name, slice(None, self._tenth(name)))
+        """Average a metric over the first tenth of the records that have it, or over the first; else nan."""
+        values = self._values(name)
+        return _mean(values[: max(1, len(values) // 10)])
 
     def end(self, name: str) -> float:
-        """Average a metric over the last tenth of the records that have it, or over the last."""
-        return self._mean(name, slice(-self._tenth(name), None))
+        """Average a metric over the last tenth of the records that have it, or over the last; else nan."""
+        values = self._values(name)
+        return _mean(values[-max(1, len(values) // 10) :])
 
     def _values(self, name: str) -> list[float]:
         values = [record.get(name, math.nan) for record in self.records]
         return [value for value in values if math.isfinite(value)]
 
-    def _tenth(self, name: str) -> int:
-        return max(1, len(self._values(name)) // 10)
 
-    def _mean(self, name: str, part: slice) -> float:
-        values = self._values(name)[part]
-        return sum(values) / len(values) if values else math.nan
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values) if values else math.nan
 
 
-def read_run(folder: Path) -> Found:
-    """Read what there is; a folder may lack everything."""
+def read_run(folder: Path) -> RunFolder:
+    """Read what a run wrote so far; any of its files may be missing.
+
+    Raises:
+        ConfigError: A file has something else where a run writes a number or a text.
+    """
     records, warnings = Journal(folder).read(), Journal(folder, "warnings.jsonl").read()
     for number, record in enumerate(records, 1):
         for name, value in {"step": None, **record}.items():
             check_number(value, f"{folder / 'metrics.jsonl'}:{number}", name)
     for number, warning in enumerate(warnings, 1):
-        if not isinstance(warning.get("text"), str):
-            raise ConfigError(
-                f"{folder / 'warnings.jsonl'}:{number}: 'text' must be a text, not {warning.get('text')!r}"
-            )
-    metrics, intervals = _measured(folder, records)
-    config, visualizations = folder / "config.yaml", folder / EXHIBITS
-    return Found(
+        if not isinstance(text := warning.get("text"), str):
+            raise ConfigError(f"{folder / 'warnings.jsonl'}:{number}: 'text' must be a text, not {text!r}")
+    metrics, intervals = _evaluation(folder, records)
+    config, visualizations = folder / "config.yaml", folder / VISUALIZATIONS
+    return RunFolder(
         name=folder.resolve().name,
         folder=folder,
         config=read(config) if config.exists() else {},
+        config_text=config.read_text() if config.exists() else "",
         records=records,
         metrics=metrics,
         intervals=intervals,
@@ -78,13 +86,13 @@ def read_run(folder: Path) -> Found:
 
 
 def check_number(value: Any, place: str, name: str) -> None:
-    """Refuse what is no number where a run writes one."""
+    """Raise unless a value is a number, as a run writes it; `place` and `name` go into the error."""
     if not isinstance(value, int | float):
         raise ConfigError(f"{place}: '{name}' must be a number, not {str(value)[:80]!r}")
 
 
-def find_run(folder: Path) -> Found:
-    """Read a run that is asked for by name, or say what is wrong with the folder."""
+def find_run(folder: Path) -> RunFolder:
+    """Read the run in a folder that a user named; raise ConfigError where there is none."""
     if not folder.is_dir():
         raise ConfigError(f"there is no folder '{folder}'; name the output_dir of a training run")
     inside = sorted(path.parent.name for path in folder.glob("*/metrics.jsonl"))
@@ -93,16 +101,16 @@ def find_run(folder: Path) -> Found:
         raise ConfigError(
             f"'{folder}' is not the output_dir of a training run: it has no metrics.jsonl{hint}"
         )
-    found = read_run(folder)
-    if not found.records:
+    run = read_run(folder)
+    if not run.records:
         raise ConfigError(
             f"'{folder}' has no finished step in its metrics.jsonl, so there is nothing to show"
         )
-    return found
+    return run
 
 
-def _measured(folder: Path, records: Sequence[Mapping[str, Any]]) -> tuple[dict, dict]:
-    """Read the last evaluation: of its own file, or else of the journal."""
+def _evaluation(folder: Path, records: Sequence[Mapping[str, Any]]) -> tuple[dict, dict]:
+    """Read metrics and intervals of the last evaluation: from its own file, or else from the journal."""
     path = folder / EVALUATION
     if path.exists():
         try:

@@ -9,8 +9,9 @@ import pytest
 
 from mmrl.cli import main
 from mmrl.config.schema import ConfigError
+from mmrl.reporting.html.charts import COLOURS
 from mmrl.reporting.html.compare import comparison, flattened, named, write_comparison
-from mmrl.reporting.html.reading import find_run
+from mmrl.reporting.html.reading import RunFolder, find_run
 from mmrl.training.loop import train
 from tests.reporting.html.test_run_page import Tags, outside
 from tests.support.toys import toy_run
@@ -60,8 +61,8 @@ def test_the_page_sets_runs_side_by_side(two, tmp_path):
     trained = dict((row[0], row[1:]) for row in rows(text, "Training"))
     assert {"reward", "entropy, nats a step", "rollouts a second"} <= trained.keys()
     assert text.count("<div class=bar>") == 2, "the time of each"
-    assert text.count("fill='#fff'") == 2, "each begins its way at a ring"
-    for figure in ("reward", "rewards/brevity/mean", "rewards/share_right/share", "entropy"):
+    assert text.count("fill: #ffffff") == 2, "each begins its way at a ring"
+    for figure in ("reward", "rewards/brevity/mean", "rewards/share_right/advantage_share", "entropy"):
         one = text.partition(f">{figure}</figcaption>")[2].partition("</figure>")[0]
         assert re.findall(r"</i>(\w+) <output>", one) == ["slow", "quick"], figure
 
@@ -89,11 +90,23 @@ def test_settings_are_flattened_to_dotted_names():
         "objective.penalty[0].coef": 0.1,
         "objective.surrogate": "clip",
         "advantage[0]": "total",
-        "advantage[1]": "limit",
+        "advantage[1]": "clip_advantage",
         "advantage[1].most": 2,
         "by": ["group", "place"],
         "references": {},
     }
+
+
+def test_bars_share_one_scale(tmp_path):
+    def run(name, **seconds):
+        record = {"step": 0, "step_time": sum(seconds.values()), **{f"time/{k}": v for k, v in seconds.items()}}
+        return RunFolder(name, tmp_path, {}, "", [record], {}, {}, [], "")
+
+    runs = {"a": run("a", rollout=1.0, learn=3.0), "b<": run("b<", learn=1.0)}
+    text = comparison(runs).partition(">Where the time goes</h2>")[2].partition("</figure>")[0]
+    assert re.findall(r"width:([\d.]+)%", text) == ["25.00", "75.00", "25.00"]
+    assert "4.00 s" in text and "b&lt;" in text
+    assert re.findall(r"width:75.00%;background:(#\w+)", text) == [COLOURS[1]]
 
 
 # ---- the command

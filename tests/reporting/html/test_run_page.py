@@ -24,7 +24,7 @@ from tests.support.toys import toy_run
 
 
 def exclaim(measured):
-    """An visualization: a fragment about what was measured."""
+    """A visualization: a fragment about what was measured."""
     return "".join(
         f"<figure>{name}: {len(found.rollouts)} rollouts!</figure>" for name, found in measured.items()
     )
@@ -110,7 +110,7 @@ def test_the_page_is_self_contained_and_shows_what_there_is(finished):
     tags = Tags(text)
     assert tags.wrong == [] and tags.open == []
     links = re.findall(r"<a href='#([\w-]+)'>", text)
-    assert links == ["held-out", "rewards", "curves", "pictures", "samples", "configuration"]
+    assert links == ["held-out", "rewards", "curves", "visualizations", "samples", "configuration"]
     assert set(links) <= set(tags.ids) and len(set(tags.ids)) == len(tags.ids)
     assert "<h1>a&lt;b</h1>" in text and "4 of 4 steps taken, 4 steps reported" in text
     for title in (
@@ -121,7 +121,7 @@ def test_the_page_is_self_contained_and_shows_what_there_is(finished):
         "reward against divergence",
     ):
         assert f"{title}</figcaption>" in text
-    assert "faults of rewards" not in text, "there are none"
+    assert "errors of rewards" not in text, "there are none"
     assert text.count("<svg") == text.count("</svg>")
     assert "answer: 6 rollouts!" in text
     low, high = finished.final.intervals["brevity"]
@@ -154,7 +154,7 @@ def test_a_healthy_run_says_that_the_doctor_looked(tmp_path):
     text = (tmp_path / "report.html").read_text()
     assert "The doctor looked at step 1 (rewards_apply, zero_variance_groups, " in text
     assert "found nothing wrong" in text
-    assert "class=alarms" not in text
+    assert "role=alert" not in text
     assert "Held out" not in text and "reward against divergence" not in text
 
 
@@ -166,7 +166,7 @@ def test_a_folder_without_anything_has_a_page_as_well(tmp_path):
 def test_a_component_has_a_line_with_weight_spread_and_share(tmp_path):
     journal = Journal(tmp_path)
     for step in range(20):
-        numbers = {"mean": step / 10, "group_std": 0.5, "share": 0.75}
+        numbers = {"mean": step / 10, "group_std": 0.5, "advantage_share": 0.75}
         journal.write({"step": step, "reward": 0.0, **{f"rewards/right/{k}": v for k, v in numbers.items()}})
     (tmp_path / "config.yaml").write_text("rewards: [{name: 'vision.right', weight: 2}]\n")
     text = run_page(read_run(tmp_path))

@@ -121,7 +121,7 @@ def test_what_was_asked_about_is_written_once():
     made = of_outcome(Outcome(image=torch.zeros(3, 9, 9, dtype=torch.uint8)))
     text = samples_section([sample(seen=picture), sample(seen=picture, made=made), sample()])
     assert text.count("background-image:url(data:image/jpeg;base64,") == 1
-    assert text.count("class='seen s") == 2
+    assert text.count('class="seen s') == 2
     # Three squares of 72 pixels, two apart.
     assert "aspect-ratio:220/72" in text
     assert text.count("<img ") == 1

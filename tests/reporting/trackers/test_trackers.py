@@ -187,7 +187,7 @@ def test_a_run_that_goes_on_is_the_same_run_in_trackio(trackio, tmp_path):
     assert len(begun) == 2 and begun[0]["name"] == begun[1]["name"]
     assert {one["init"] for one in begun} == {"toys"} and begun[0]["config"]["max_steps"] == 2
     assert [one["step"] for one in told if "log" in one] == [0, 1, 2]
-    assert "rewards/share_right/share" in told[1]["log"]
+    assert "rewards/share_right/advantage_share" in told[1]["log"]
 
 
 # ---- wandb
