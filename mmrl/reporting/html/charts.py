@@ -1,4 +1,4 @@
-"""Charts as inline SVG, drawn with matplotlib: lines over steps, stacked areas, one number against another."""
+"""Charts as inline SVG, drawn with matplotlib: lines, stacked areas, and one metric against another."""
 
 from __future__ import annotations
 
@@ -93,7 +93,11 @@ def line_chart(lines: Sequence[Line], *, unit: str = "", x_label: str = "step") 
         shown = _smooth(line.y) if many else line.y
         dots = {"marker": "o", "markersize": 4.5} if len(line.x) < 12 else {}
         axes.plot(line.x, shown, color=colour, linestyle=dash, linewidth=1.8, **dots)
-    if axes.dataLim.y0 == 0 < axes.dataLim.y1:
+    low, high = axes.dataLim.intervaly
+    if high - low <= 1e-12 * max(abs(low), abs(high)):  # constant but for rounding: in the middle
+        half = abs(low) / 2 or 0.5
+        axes.set_ylim(low - half, high + half)
+    elif low == 0:
         axes.set_ylim(bottom=0)  # numbers that begin at 0 start on the axis
     return _finished(figure, axes, lines, unit)
 
@@ -151,7 +155,7 @@ def style_of(place: int | None) -> tuple[str, Any]:
 
 
 def svg_of(figure: Figure) -> str:
-    """Write a figure as one SVG element; group ids go, and coordinates keep two digits, to keep pages small."""
+    """Write a figure as one small SVG element: without group ids, coordinates with two digits."""
     buffer = io.StringIO()
     none = dict.fromkeys(("Creator", "Date", "Format", "Type"))
     figure.savefig(buffer, format="svg", transparent=True, metadata=none)

@@ -1,8 +1,7 @@
-"""Dashboards behind one interface: tensorboard, wandb and trackio.
+"""Dashboards that receive the metrics of a run: tensorboard, wandb and trackio, through accelerate's trackers.
 
-A tracker is made when a run is built, so that one that is not installed is noticed before a weight is loaded;
-it is opened by the main process alone, once it is known where the run goes on. A run that goes on after a
-stop goes on in the same place of the dashboard.
+A tracker is made when a run is built, so that a missing package is an error before a weight is loaded. The main
+process alone opens it, once the first step is known, so that a resumed run continues the same curves.
 """
 
 from __future__ import annotations
@@ -11,94 +10,102 @@ import secrets
 from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from mmrl.config.registry import tracker
 from mmrl.config.schema import ConfigError
 
-ID = "tracker_id"  # file in the output folder: how dashboards know the run
+if TYPE_CHECKING:
+    from accelerate.tracking import GeneralTracker
 
-
-def installed(name: str, module: str, required: bool) -> bool:
-    """Tell whether a package is there; where it is `required` and is not, say what to do."""
-    spec = find_spec(module)
-    # A folder of that name in the working directory, as wandb leaves one, has no origin.
-    there = spec is not None and spec.origin is not None
-    if required and not there:
-        raise ConfigError(
-            f"report.trackers asks for {name}, which is not installed; pip install 'mmrl[{name}]', or take "
-            "it off the list"
-        )
-    return there
+ID = "tracker_id"  # file in the output folder: the run's id on dashboards
 
 
 def run_id(folder: Path) -> str:
-    """Name a run for dashboards: drawn once, and kept in its folder, so that a folder that is thrown away is
-    another run."""
+    """Return the id of a run on dashboards: random, and kept in its folder, so a new folder is a new run."""
     path = folder / ID
     if not path.exists():
         path.write_text(secrets.token_hex(4))
     return path.read_text().strip()
 
 
-@tracker
-class Tensorboard:
-    """Write event files for tensorboard into `output_dir/tensorboard`.
+class AccelerateTracker:
+    """Base class of the trackers: a package that must be there, and the tracker of accelerate for it."""
 
-    What a run wrote behind the checkpoint that it goes on from is hidden. `required: false` only says so
-    where tensorboard is not installed.
-    """
+    package: ClassVar[str]
 
-    def __init__(self, *, required: bool = True) -> None:
-        self.there = installed("tensorboard", "tensorboard", required)
-        self.writer = None
+    def __init__(self, required: bool) -> None:
+        spec = find_spec(self.package)
+        # A folder of that name in the working directory, as wandb leaves one, has no origin.
+        self.installed = spec is not None and spec.origin is not None
+        self.tracker: GeneralTracker | None = None
+        if required and not self.installed:
+            raise ConfigError(
+                f"report.trackers asks for {self.package}, which is not installed; pip install "
+                f"'mmrl[{self.package}]', or take it off the list"
+            )
 
     def open(self, folder: Path, config: Mapping[str, Any], start: int) -> str:
-        """Begin at a step, and give what there is to say."""
-        if not self.there:
-            return "tensorboard is not installed, so no curves are written for it; install mmrl[tensorboard]"
-        from torch.utils.tensorboard import SummaryWriter
+        """Start at a step, and return a line for the console, which may be empty."""
+        if not self.installed:
+            return f"{self.package} is not installed, so it receives no metrics; install mmrl[{self.package}]"
+        tracker, line = self.make(folder, config, start)
+        tracker.start()
+        self.tracker = tracker
+        return line
 
-        self.writer = SummaryWriter(str(folder / "tensorboard"), purge_step=start or None)
-        return ""
-
-    def write(self, metrics: Mapping[str, float], step: int) -> None:
-        """Pass on the numbers of a step."""
-        if self.writer is not None:
-            for name, value in metrics.items():
-                self.writer.add_scalar(name, value, step)
-            self.writer.flush()
-
-    def close(self) -> None:
-        """Finish."""
-        if self.writer is not None:
-            self.writer.close()
-
-
-class Session:
-    """A run of a dashboard that is logged to until it is finished."""
-
-    run: Any = None
+    def make(self, folder: Path, config: Mapping[str, Any], start: int) -> tuple[GeneralTracker, str]:
+        """Make the tracker of accelerate, not started yet, and the line for the console."""
+        raise NotImplementedError
 
     def write(self, metrics: Mapping[str, float], step: int) -> None:
-        """Pass on the numbers of a step."""
-        if self.run is not None:
-            self.run.log(dict(metrics), step=step)
+        """Log the metrics of a step."""
+        if self.tracker is not None:
+            self.tracker.log(dict(metrics), step=step)
 
     def close(self) -> None:
-        """Finish."""
-        if self.run is not None:
-            self.run.finish()
+        """Finish the run of the dashboard."""
+        if self.tracker is not None:
+            self.tracker.finish()
 
 
 @tracker
-class Wandb(Session):
-    """Send numbers to Weights & Biases, or with `mode: offline` into `output_dir/wandb`, from where `wandb
-    sync` sends them.
+class Tensorboard(AccelerateTracker):
+    """Write event files for tensorboard into `output_dir/tensorboard`.
 
-    The run's `name` is that of its folder unless it is given. A run that goes on has the same id; steps that
-    the dashboard has seen stay as they are, and since a run goes on exactly they are what would come again.
+    Events that a killed run wrote after the checkpoint it resumes from are hidden.
+
+    Args:
+        required: Whether a missing package is an error; otherwise it is a line on the console.
     """
+
+    package = "tensorboard"
+
+    def __init__(self, *, required: bool = True) -> None:
+        super().__init__(required)
+
+    def make(self, folder: Path, config: Mapping[str, Any], start: int) -> tuple[GeneralTracker, str]:
+        """Make a tracker that hides the events from step `start` on."""
+        from accelerate.tracking import TensorBoardTracker
+
+        return TensorBoardTracker("tensorboard", logging_dir=folder, purge_step=start or None), ""
+
+
+@tracker
+class Wandb(AccelerateTracker):
+    """Send metrics to Weights & Biases.
+
+    A resumed run has the same id. Steps that the dashboard has already keep their first values, which are the
+    same, since a run resumes exactly.
+
+    Args:
+        project: Project of the dashboard.
+        name: Name of the run; by default that of its folder.
+        mode: `offline` writes into `output_dir/wandb`, from where `wandb sync` sends; `disabled` does nothing.
+        required: Whether a missing package is an error; otherwise it is a line on the console.
+    """
+
+    package = "wandb"
 
     def __init__(
         self,
@@ -108,62 +115,70 @@ class Wandb(Session):
         mode: Literal["online", "offline", "disabled"] = "online",
         required: bool = True,
     ) -> None:
-        self.there = installed("wandb", "wandb", required)
+        super().__init__(required)
         self.project, self.name, self.mode = project, name, mode
 
     def open(self, folder: Path, config: Mapping[str, Any], start: int) -> str:
-        """Begin at a step, and give what there is to say."""
-        if not self.there:
-            return "wandb is not installed, so nothing is sent to it; install mmrl[wandb]"
+        """Start, or resume the run of the same id."""
+        if not self.installed:
+            return super().open(folder, config, start)
         import wandb
 
         try:
-            self.run = wandb.init(
-                project=self.project,
-                name=self.name or folder.name,
-                id=run_id(folder),
-                resume="allow",
-                mode=self.mode,
-                dir=str(folder),
-                config=dict(config),
-                settings=wandb.Settings(silent=True, console="off"),
-            )
+            super().open(folder, config, start)
         except wandb.Error as error:
             raise RuntimeError(
-                f"wandb does not begin: {error}. Run `wandb login` once, or set `mode: offline` on the "
+                f"wandb does not start: {error}. Run `wandb login` once, or set `mode: offline` on the "
                 "tracker"
             ) from error
-        return f"wandb: {self.run.url if self.mode == 'online' else self.run.dir}"
+        run = self.tracker.tracker
+        return f"wandb: {run.url if self.mode == 'online' else run.dir}"
+
+    def make(self, folder: Path, config: Mapping[str, Any], start: int) -> tuple[GeneralTracker, str]:
+        """Make a tracker of the run's own id."""
+        import wandb
+        from accelerate.tracking import WandBTracker
+
+        tracker = WandBTracker(
+            self.project,
+            name=self.name or folder.name,
+            id=run_id(folder),
+            resume="allow",
+            mode=self.mode,
+            dir=str(folder),
+            config=dict(config),
+            settings=wandb.Settings(silent=True, console="off"),
+        )
+        return tracker, ""
 
 
 @tracker
-class Trackio(Session):
-    """Keep numbers with trackio: on this machine, or with `space_id` in a Space of the Hugging Face Hub.
+class Trackio(AccelerateTracker):
+    """Send metrics to trackio, on this machine or in a Space of the Hugging Face Hub.
 
-    trackio knows runs by their name, so that of the folder is followed by an id, unless a `name` is given. A
-    run that goes on has the same name. Steps that it takes again after a kill stand there twice, with the
-    same numbers.
+    A resumed run has the same name, by which trackio knows runs. Steps that it repeats after a kill are in the
+    dashboard twice, with the same values.
+
+    Args:
+        project: Project of the dashboard.
+        name: Name of the run; by default that of its folder followed by an id.
+        space_id: Space (`user/name`) to send to; empty keeps metrics on this machine.
+        required: Whether a missing package is an error; otherwise it is a line on the console.
     """
+
+    package = "trackio"
 
     def __init__(
         self, *, project: str = "mmrl", name: str = "", space_id: str = "", required: bool = True
     ) -> None:
-        self.there = installed("trackio", "trackio", required)
+        super().__init__(required)
         self.project, self.name, self.space_id = project, name, space_id
 
-    def open(self, folder: Path, config: Mapping[str, Any], start: int) -> str:
-        """Begin at a step, and give what there is to say."""
-        if not self.there:
-            return "trackio is not installed, so nothing is kept with it; install mmrl[trackio]"
-        import trackio
+    def make(self, folder: Path, config: Mapping[str, Any], start: int) -> tuple[GeneralTracker, str]:
+        """Make a tracker under the run's own name."""
+        from accelerate.tracking import TrackioTracker
 
         name = self.name or f"{folder.name}-{run_id(folder)}"
-        self.run = trackio.init(
-            project=self.project,
-            name=name,
-            space_id=self.space_id or None,
-            config=dict(config),
-            resume="allow",
-            embed=False,
-        )
-        return f"trackio: project {self.project}, run {name}"
+        space = self.space_id or None
+        options = {"name": name, "space_id": space, "config": dict(config), "resume": "allow", "embed": False}
+        return TrackioTracker(self.project, **options), f"trackio: project {self.project}, run {name}"

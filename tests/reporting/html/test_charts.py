@@ -126,10 +126,9 @@ def test_ids_of_different_charts_differ():
 
 def test_areas_are_stacked():
     svg = area_chart([Line("rollout", [1, 2], [1.0, 2.0]), Line("learn", [1, 2], [3.0, 2.0])])
-    paths = re.findall(r'<path id="\w+" d="([^"]*)"', svg)
+    paths = re.findall(r'<path d="([^"]*)"[^>]*fill-opacity', svg)
     below, above = (
-        {(float(x), round(HEIGHT + float(y), 1)) for x, y in re.findall(r"[ML] (-?[\d.]+) (-?[\d.]+)", path)}
-        for path in paths
+        {(float(x), float(y)) for x, y in re.findall(r"[ML] (-?[\d.]+) (-?[\d.]+)", path)} for path in paths
     )
     # The upper edge of the first is the lower edge of the second; both add up to 4, so the top is level.
     floor = {(LEFT, HEIGHT - BOTTOM), (WIDTH - RIGHT, HEIGHT - BOTTOM)}

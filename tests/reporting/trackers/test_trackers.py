@@ -65,7 +65,7 @@ def test_a_folder_of_that_name_is_no_package(tmp_path, monkeypatch):
 
 def test_default_runs_ask_for_nothing_that_is_not_installed(nothing_installed):
     (piece,) = Config.report.trackers
-    assert find("tracker", piece.name).target(**piece.options).there is False
+    assert find("tracker", piece.name).target(**piece.options).installed is False
 
 
 def test_a_run_is_known_by_what_lies_in_its_folder(tmp_path):
