@@ -160,8 +160,8 @@ def evaluate(given: argparse.Namespace) -> int:
     """Measure one model or several `settings` of it; print a table and write it into `output_dir`."""
     from mmrl.build import load_evaluator
     from mmrl.pareto import compare
-    from mmrl.pareto import show as show_settings
     from mmrl.reporting.html import document, metric_table
+    from mmrl.reporting.pareto import show as show_settings
 
     trains = "rollout" in read(given.config, given.overrides)
     config = load(given.config, given.overrides, Config if trains else EvaluateConfig)

@@ -13,10 +13,11 @@ from mmrl.cli import main
 from mmrl.config.registry import find
 from mmrl.config.reward_adapters import per_outcome
 from mmrl.config.schema import ConfigError, EvaluateConfig, parse
+from mmrl.reporting import pareto as drawing
 from mmrl.training import evaluate
 from tests.support.toys import ToyGenerate
 
-HERE = "tests.reporting.test_pareto"
+HERE = "tests.test_pareto"
 
 
 class Padded(ToyGenerate):
@@ -73,7 +74,7 @@ def config():
 
 
 def row(quality, cost):
-    return pareto.Row({}, {"good": (quality, quality, quality)}, {}, {"cost": cost})
+    return drawing.SettingResult({}, {"good": (quality, quality, quality)}, {}, {"cost": cost})
 
 
 # ---- measuring
@@ -83,7 +84,7 @@ def test_settings_answer_the_same_prompts_with_the_same_draws(config, tmp_path):
     found = pareto.compare(config(), tmp_path / "out")
     full, dear, short = (found.rows[name] for name in ("full", "dear", "short"))
     assert found.metric == "length"
-    # More words cost, and change nothing of the answers: the difference is exactly none.
+    # More words cost, and leave the answers as they are: the difference is exactly 0.
     assert dear.quality == full.quality
     assert dear.difference["length"] == full.difference["length"] == (0.0, 0.0, 0.0)
     # Answers of one word have the length 1: 1 + 10 * (0 + ... + 5) / 6 = 26.
@@ -107,7 +108,7 @@ def test_what_is_written_holds_everything(config, tmp_path):
     found = pareto.compare(config(), tmp_path)
     written = json.loads((tmp_path / "evaluation.json").read_text())
     assert list(written["settings"]) == ["full", "dear", "short"]
-    assert (written["quality"], written["prompts"]) == ("length", 6)
+    assert (written["target_metric"], written["prompts"]) == ("length", 6)
     short = written["settings"]["short"]
     assert short["changes"] == {"policy.length": 1}
     assert short["metrics"] == {"length": 26.0}
@@ -137,9 +138,9 @@ def test_a_clock_knows_how_long_a_prompt_takes(monkeypatch):
     monkeypatch.setattr(pareto.time, "perf_counter", lambda: next(ticks))
     prompts = find("data", "tests.support.toys:prompts").target(num=3)
     engine = ToyGenerate(find("policy", "tests.support.toys:ToyText").target(), stream=pareto.Stream())
-    clock = pareto.Clock(engine)
+    clock = pareto.TimedEngine(engine)
     assert len(clock.rollout([*prompts, *prompts])) == 6
-    assert clock.taken == [2.0]  # 6 seconds for 3 prompts, each asked twice
+    assert clock.seconds == [2.0]  # 6 seconds for 3 prompts, each asked twice
 
 
 # ---- what no other beats
@@ -148,9 +149,9 @@ def test_a_clock_knows_how_long_a_prompt_takes(monkeypatch):
 def test_the_front_drops_what_another_beats():
     points = {"a": (1.0, 5.0), "b": (2.0, 3.0), "c": (2.0, 4.0), "d": (3.0, 3.0), "e": (4.0, 1.0)}
     # c pays as much as b for less; d pays more for as much.
-    assert pareto.front(points) == ["a", "b", "e"]
-    assert pareto.front({"a": (1.0, 1.0), "twin": (1.0, 1.0)}) == ["a", "twin"]
-    assert pareto.front({}) == []
+    assert drawing.pareto_front(points) == ["a", "b", "e"]
+    assert drawing.pareto_front({"a": (1.0, 1.0), "twin": (1.0, 1.0)}) == ["a", "twin"]
+    assert drawing.pareto_front({}) == []
 
 
 def test_optimal_settings_are_named_cheapest_first_and_know_what_is_better():
@@ -160,13 +161,16 @@ def test_optimal_settings_are_named_cheapest_first_and_know_what_is_better():
         "bad": row(0.7, 5.0),
         "no number": row(float("nan"), 1.0),
     }
-    assert pareto.Comparison(rows, "good").optimal("cost") == ["half", "full"]
-    assert pareto.Comparison(rows, "good", greater_is_better=False).optimal("cost") == ["half", "bad"]
+    assert drawing.SettingsComparison(rows, "good").optimal("cost") == ["half", "full"]
+    assert drawing.SettingsComparison(rows, "good", greater_is_better=False).optimal("cost") == [
+        "half",
+        "bad",
+    ]
 
 
 def test_the_table_marks_them():
     rows = {"full": row(0.9, 8.0), "half": row(0.8, 4.0), "bad": row(0.7, 5.0)}
-    titles, lines = pareto.cells(pareto.Comparison(rows, "good"))
+    titles, lines = drawing.cells(drawing.SettingsComparison(rows, "good"))
     assert titles == ["setting", "good", "difference to full", "cost per prompt"]
     assert [line[-1] for line in lines] == ["8 (1.00x) *", "4 (0.50x) *", "5 (0.62x)"]
     assert lines[1][:3] == ["half", "0.800 (0.800 to 0.800)", ""]
@@ -177,19 +181,17 @@ def test_the_plot_has_a_panel_for_every_cost_and_names_every_setting():
         return {"money": one, "time": other}
 
     rows = {
-        "full": pareto.Row({}, {"good": (0.9, 0.8, 1.0)}, {}, costs(8.0, 100.0)),
-        "half & half": pareto.Row({}, {"good": (0.8, 0.8, 0.8)}, {}, costs(4.0, 1.0)),
-        "free": pareto.Row({}, {"good": (0.1, 0.2, 0.3)}, {}, costs(0.0, 3.0)),
+        "full": drawing.SettingResult({}, {"good": (0.9, 0.8, 1.0)}, {}, costs(8.0, 100.0)),
+        "half & $half$": drawing.SettingResult({}, {"good": (0.8, 0.8, 0.8)}, {}, costs(4.0, 1.0)),
+        "free": drawing.SettingResult({}, {"good": (0.1, 0.2, 0.3)}, {}, costs(0.0, 3.0)),
     }
-    drawn = DRAW(pareto.Comparison(rows, "good"))
+    drawn = drawing.draw(drawing.SettingsComparison(rows, "good"))
     assert drawn.startswith("<svg") and drawn.rstrip().endswith("</svg>")
     assert all(
         drawn.count(f">{one}<") == 1 for one in ("money per prompt", "time per prompt", "full", "good")
     )
-    assert "half &amp; half" in drawn
-
-
-DRAW = pareto.draw
+    assert "half &amp; $half$" in drawn
+    assert "mathdefault" not in drawn and ">10<" in drawn and ">100<" in drawn, "numbers of the log axis"
 
 
 # ---- mistakes
@@ -220,7 +222,9 @@ def test_mistakes_are_found_before_anything_is_loaded(config, tmp_path, monkeypa
 
 
 def test_a_metric_that_is_not_there_is_named(config, tmp_path):
-    with pytest.raises(ConfigError, match="quality: no metric is called 'lenght'; did you mean 'length'?"):
+    with pytest.raises(
+        ConfigError, match="target_metric: no metric is called 'lenght'; did you mean 'length'?"
+    ):
         pareto.compare(config(target_metric="lenght"), tmp_path)
 
 

@@ -79,7 +79,7 @@ JOURNAL_ONLY = ("completions/*", "rewards/*", "eval_*")  # drawn only where a pa
 
 
 def curves(runs: Runs) -> list[Markup]:
-    """Draw the metrics of runs: of a single run a chart a panel, of several a chart a metric with a line a run."""
+    """Draw metrics: of one run a chart per panel, of several a chart per metric with a line per run."""
     figures = []
     flat = constants(runs)
     for panel in (*PANELS, OTHERS):

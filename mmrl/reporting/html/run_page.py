@@ -21,7 +21,7 @@ COSTS = ("completions/", "seconds_per_prompt", "peak_memory_bytes")  # held-out 
 
 
 def write_page(folder: Path, output: Path | None = None) -> Path:
-    """Write `report.html` from a run's folder: journal, last evaluation, warnings, visualizations, samples."""
+    """Write the page of a run from its folder alone, by default as `report.html` in it."""
     page = run_page(read_run(folder))
     path = output or folder / "report.html"
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -45,7 +45,7 @@ class Sample:
 def read_samples(folder: Path, weights: Mapping[str, float]) -> list[Sample]:
     """Read samples of some collections of a run, the best first.
 
-    Collections and rows with images are preferred. `weights` sum up the rewards of rows without such a column.
+    Collections and rows with images are preferred. `weights` add up the rewards of rows without their sum.
     """
     from pyarrow import parquet
 

@@ -1,7 +1,7 @@
-"""Dashboards that receive the metrics of a run: tensorboard, wandb and trackio, through accelerate's trackers.
+"""Trackers: a run's metrics on the dashboards of tensorboard, wandb and trackio, through accelerate.
 
-A tracker is made when a run is built, so that a missing package is an error before a weight is loaded. The main
-process alone opens it, once the first step is known, so that a resumed run continues the same curves.
+A tracker is made when a run is built, so that a missing package is an error before a weight is loaded. The
+main process alone opens it, once the first step is known, so that a resumed run continues the same curves.
 """
 
 from __future__ import annotations
@@ -95,13 +95,13 @@ class Tensorboard(AccelerateTracker):
 class Wandb(AccelerateTracker):
     """Send metrics to Weights & Biases.
 
-    A resumed run has the same id. Steps that the dashboard has already keep their first values, which are the
-    same, since a run resumes exactly.
+    A resumed run has the same id. Steps that the dashboard has already keep their first values, which are
+    the same, since a run resumes exactly.
 
     Args:
         project: Project of the dashboard.
         name: Name of the run; by default that of its folder.
-        mode: `offline` writes into `output_dir/wandb`, from where `wandb sync` sends; `disabled` does nothing.
+        mode: `offline` writes into `output_dir/wandb`, from where `wandb sync` sends; `disabled` drops all.
         required: Whether a missing package is an error; otherwise it is a line on the console.
     """
 
@@ -156,8 +156,8 @@ class Wandb(AccelerateTracker):
 class Trackio(AccelerateTracker):
     """Send metrics to trackio, on this machine or in a Space of the Hugging Face Hub.
 
-    A resumed run has the same name, by which trackio knows runs. Steps that it repeats after a kill are in the
-    dashboard twice, with the same values.
+    A resumed run has the same name, by which trackio knows runs. Steps that it repeats after a kill are in
+    the dashboard twice, with the same values.
 
     Args:
         project: Project of the dashboard.

@@ -99,7 +99,8 @@ def test_settings_are_flattened_to_dotted_names():
 
 def test_bars_share_one_scale(tmp_path):
     def run(name, **seconds):
-        record = {"step": 0, "step_time": sum(seconds.values()), **{f"time/{k}": v for k, v in seconds.items()}}
+        record = {"step": 0, "step_time": sum(seconds.values())}
+        record |= {f"time/{part}": value for part, value in seconds.items()}
         return RunFolder(name, tmp_path, {}, "", [record], {}, {}, [], "")
 
     runs = {"a": run("a", rollout=1.0, learn=3.0), "b<": run("b<", learn=1.0)}
