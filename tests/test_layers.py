@@ -41,8 +41,8 @@ TOP_LEVEL = {
 # Homes whose pieces read what a wing above the other pieces defines.
 LATE = {"checks": "diagnostics", "memory_estimates": "diagnostics", "visualizations": "reporting"}
 
-# omegaconf reads its files with yaml, whose errors are not wrapped.
-LIGHT = {"torch", "omegaconf", "yaml", "einops"}
+# omegaconf reads its files with yaml, whose errors are not wrapped; torch needs jinja2 itself.
+LIGHT = {"torch", "omegaconf", "yaml", "einops", "jinja2", "markupsafe"}
 HEAVY = {
     "transformers", "diffusers", "open_clip", "timm", "bitsandbytes", "peft", "accelerate", "av", "PIL",
     "matplotlib", "datasets", "pyarrow", "tokenizers", "safetensors", "rich", "numpy", "torchvision",

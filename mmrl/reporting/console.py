@@ -1,5 +1,4 @@
-"""What a run says while it goes on: progress with ETA and a live table on a terminal, plain lines
-elsewhere."""
+"""Console output of a run: a progress bar and a live table on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -25,11 +24,17 @@ SHOWN = (
     "step_time",
 )
 TABLE = (*SHOWN[:-1], "clip_ratio/region_mean", "time/rollouts_per_second", "step_time")
-ALARMS = 3  # of the last, below the table
+WARNINGS = 3  # the last ones, shown below the table
 
 
 class Console:
-    """Progress and the last values on a terminal, plain lines elsewhere."""
+    """Console output of a run: a live table on a terminal, plain lines elsewhere.
+
+    Args:
+        title: Name of the run.
+        max_steps: Number of steps of the whole run.
+        quiet: Whether to print nothing, as on all processes but the main one.
+    """
 
     def __init__(self, title: str, max_steps: int, quiet: bool = False) -> None:
         self.title, self.max_steps, self.quiet = title, max_steps, quiet
@@ -39,7 +44,7 @@ class Console:
         self.warnings: list[str] = []
 
     def begin(self, step: int, first: Mapping[str, float] | None = None) -> None:
-        """Show where the run stands; `first` are the numbers of its first step, where there was one."""
+        """Start at a step; `first` has the metrics of the run's first step, where it is resumed."""
         self.first = first or {}
         if self.quiet or not on_terminal():
             return
@@ -60,7 +65,7 @@ class Console:
         atexit.register(self.end)  # a run that fails must not leave the terminal without its cursor
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Show a finished step."""
+        """Show the metrics of a finished step."""
         self.first, self.last = self.first or dict(metrics), metrics
         if self.live is not None:
             self.progress.update(self.task, completed=step + 1)
@@ -71,7 +76,7 @@ class Console:
             print(f"{self.title} {step + 1}/{self.max_steps}  {words}  eta {left:.0f} s", flush=True)
 
     def _panel(self) -> Group:
-        """Draw the progress, the last values beside the first, and the last alarms."""
+        """Lay out the progress bar, last values next to the first, and the last warnings."""
         from rich.console import Group
         from rich.table import Table
         from rich.text import Text
@@ -82,13 +87,14 @@ class Console:
         for name in (name for name in TABLE if name in self.last):
             last, first = self.last[name], self.first.get(name, math.nan)
             table.add_row(name, *(_spelled(value) for value in (last, first)), _spelled(last - first, "+"))
-        alarms = [Text(f"! {text}", style="yellow") for text in self.warnings[-ALARMS:]]
-        more = len(self.warnings) - len(alarms)
-        alarms += [Text(f"! and {more} before", style="yellow")] if more else []
-        return Group(self.progress, *([table] if table.row_count else []), *alarms)
+        texts = self.warnings[-WARNINGS:]
+        if len(self.warnings) > len(texts):
+            texts.append(f"and {len(self.warnings) - len(texts)} before")
+        warnings = [Text(f"! {text}", style="yellow") for text in texts]
+        return Group(self.progress, *([table] if table.row_count else []), *warnings)
 
     def warn(self, text: str) -> None:
-        """Print a warning, and keep it in sight."""
+        """Print a warning and keep it below the table."""
         self.warnings.append(text)
         self.say(f"warning: {text}")
 
@@ -100,14 +106,14 @@ class Console:
             )
 
     def end(self) -> None:
-        """Leave the terminal as it was, with the last table above."""
+        """Stop the live table and restore the terminal."""
         if self.live is not None:
             self.live.stop()
             self.live = None
 
 
 def on_terminal() -> bool:
-    """Tell whether somebody watches."""
+    """Return whether the standard output is a terminal."""
     return sys.stdout.isatty()
 
 

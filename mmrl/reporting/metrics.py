@@ -71,8 +71,8 @@ def describe_shares(table: RewardTable, credit: RewardTable) -> dict[str, float]
     """Compute the share of the advantage of each weighted reward, as `rewards/{name}/advantage_share`.
 
     Inside a group let `d_k` be a row's distance of weight times reward `k` from the group's mean, `d` their
-    sum over `k`, `a` the same distance of the row's advantage (its mean over places), and `c` the slope of `a` on
-    `d` over the group. A reward's share is the sum of `c * a * d_k` over all rows, divided by that of
+    sum over `k`, `a` the same distance of the row's advantage (its mean over places), and `c` the slope of
+    `a` on `d` over the group. A reward's share is the sum of `c * a * d_k` over all rows, divided by that of
     `c * a * d`: its part of the variance of the advantage inside groups, as far as the rewards explain it.
     Shares add up to 1; one is negative where a reward pulls against the rest. Our reading.
 

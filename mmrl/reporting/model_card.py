@@ -1,4 +1,4 @@
-"""The card of a model folder: what it was made from, how, and what was measured."""
+"""Model cards: base model, data, method, versions and held-out metrics of a saved model."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import json
 import math
 import re
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from importlib import metadata
@@ -16,7 +17,7 @@ from typing import Any
 from mmrl.config.loading import read
 from mmrl.config.schema import Config, Piece, as_plain
 
-# What may change between a run and its continuation.
+# Configuration keys that may differ between a run and its resumption.
 FREE = {
     "max_steps", "save_steps", "save_total_limit", "report", "overwrite_output_dir", "output_dir",
     "metric_for_best_model", "greater_is_better", "push_to_hub", "hub_model_id", "hub_private_repo",
@@ -27,12 +28,12 @@ NAME = "README.md"
 
 
 def essence(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Leave out of a plain configuration what may change between a run and its continuation."""
+    """Drop from a plain configuration the keys that may differ between a run and its resumption."""
     return {key: value for key, value in raw.items() if key not in FREE}
 
 
 def config_hash(config: Config) -> str:
-    """Name a configuration by what it does: the first 12 digits of a SHA-256."""
+    """Return the first 12 digits of the SHA-256 of what a configuration trains."""
     text = json.dumps(essence(as_plain(config)), sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
@@ -42,7 +43,7 @@ def config_hash(config: Config) -> str:
 
 @dataclass(frozen=True)
 class Variant:
-    """A method as its file tells it."""
+    """A method as its file in `configs/methods` describes it."""
 
     name: str
     comment: str
@@ -56,21 +57,17 @@ class Variant:
 
 @cache
 def _variants() -> tuple[Variant, ...]:
-    here = Path(__file__).parents[1]
-    for home in (here / "configs" / "methods", here.parent / "configs" / "methods"):
-        if home.is_dir():
-            return tuple(_read(path) for path in sorted(home.rglob("*.yaml")))
-    return ()
-
-
-def _read(path: Path) -> Variant:
-    lines = path.read_text().splitlines()
-    comment = " ".join(line.lstrip("# ") for line in lines if line.startswith("#"))
-    return Variant(path.stem, comment, as_plain(read(path)))
+    # `mmrl/configs` is the folder itself in an installation, and a link to it in a checkout.
+    variants = []
+    for path in sorted((Path(__file__).parents[1] / "configs" / "methods").rglob("*.yaml")):
+        lines = path.read_text().splitlines()
+        comment = " ".join(line.lstrip("# ") for line in lines if line.startswith("#"))
+        variants.append(Variant(path.stem, comment, as_plain(read(path))))
+    return tuple(variants)
 
 
 def variant_of(config: Config) -> Variant | None:
-    """Find the variant whose chain and objective are the run's; of several the one that agrees most."""
+    """Find the method with the advantages and objective of a run; of several the closest one."""
     raw = as_plain(config)
     same = [
         variant
@@ -89,7 +86,7 @@ def _agreement(part: Any, whole: Any) -> int:
 
 
 def _plainly(value: Any) -> Any:
-    """Write a piece without options as its name."""
+    """Replace pieces without options by their names, everywhere in a configuration."""
     match value:
         case {"name": name, **options}:
             return {"name": name, **{k: _plainly(v) for k, v in options.items()}} if options else name
@@ -104,8 +101,14 @@ def _plainly(value: Any) -> Any:
 
 
 def write_card(config: Config, step: int, measured: Mapping[str, float], folder: Path) -> None:
-    """Write the card of a model folder. `measured` are metrics as the journal names them; those of an
-    evaluation are shown."""
+    """Write the model card into a folder.
+
+    Args:
+        config: Configuration of the run.
+        step: Number of steps trained.
+        measured: Metrics by the journal's names; the card shows those of an evaluation (`eval_*`).
+        folder: Folder of the model.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     (folder / NAME).write_text("\n".join(_lines(config, step, measured)) + "\n")
 
@@ -148,7 +151,7 @@ def _method(config: Config, method: Variant | None) -> str:
     if method is None:
         chain = ", ".join(piece.name for piece in config.advantage)
         return f"{config.objective.name} over the chain {chain}"
-    papers = ", ".join(f"[arXiv {one}](https://arxiv.org/abs/{one})" for one in method.papers)
+    papers = ", ".join(f"[arXiv {id}](https://arxiv.org/abs/{id})" for id in method.papers)
     return f"{method.name}{f' ({papers})' if papers else ''}: {method.comment}"
 
 
@@ -166,10 +169,8 @@ def _cell(text: str) -> str:
 
 
 def _versions() -> str:
-    found = []
+    versions = []
     for name in PACKAGES:
-        try:
-            found.append(f"{name} {metadata.version(name)}")
-        except metadata.PackageNotFoundError:
-            continue
-    return ", ".join(found)
+        with suppress(metadata.PackageNotFoundError):  # diffusers and peft may be missing
+            versions.append(f"{name} {metadata.version(name)}")
+    return ", ".join(versions)

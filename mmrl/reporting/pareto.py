@@ -137,8 +137,8 @@ def show(compared: SettingsComparison) -> None:
 def page(title: str, compared: SettingsComparison, plot: str) -> str:
     """Build the page of a comparison from its table, the plot (SVG) and the settings' changes."""
     note = macros().note(
-        f"All answered the same {compared.prompts} prompts. Intervals are of prompts drawn anew, the same for "
-        "all settings, so differences are of pairs. * No other setting has a better "
+        f"All answered the same {compared.prompts} prompts. Intervals are of prompts drawn anew, the same "
+        "for all settings, so differences are of pairs. * No other setting has a better "
         f"{compared.metric} for no more of this cost."
     )
     changes = [[name, json.dumps(as_plain(row.changes))] for name, row in compared.rows.items()]

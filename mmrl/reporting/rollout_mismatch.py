@@ -23,7 +23,7 @@ def conclude(means: Mapping[str, float]) -> dict[str, float]:
     """Replace moments of importance weights by effective sample sizes, as shares in (0, 1].
 
     `means` has `moments/{steps,rows}/{0,1,2}`: sums of weights to these powers, all over the same number,
-    which cancels. Weights `w` of `n` answers are worth `n s` equal ones, `s = (sum w)^2 / (n sum w^2)` (Kish).
+    which cancels. Weights `w` of `n` answers are worth `n s` equal ones, `s = (sum w)^2 / (n sum w^2)`.
     """
     metrics = {name: value for name, value in means.items() if not name.startswith("moments/")}
     for unit in ("steps", "rows"):

@@ -68,7 +68,7 @@ def document(
             sections=[section for section in sections if section[2]],
             style=Markup(style),
             script=Markup(script),
-            # Text from files is escaped; should a script get in all the same, by a visualization, it will not run.
+            # Text from files is escaped; a script that gets in by a visualization does not run.
             digest=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
         )
     )
