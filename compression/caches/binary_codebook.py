@@ -14,14 +14,15 @@ from mmrl.compression.contrib.codebook_block import Signed
 from mmrl.compression.contrib.codebook_calibration import Lent, read_books
 from mmrl.config.ranges import NonNegativeInt, Range
 from mmrl.config.registry import cache
-from mmrl.kv_cache.blocks import Exact, collect
+from mmrl.kv_cache.blocks import ExactBlock, collect
 from mmrl.kv_cache.hf_cache import make_cache
-from mmrl.kv_cache.layer import Plain, Since, Tail
-from mmrl.kv_cache.layout import Layout, Part, group_slots
+from mmrl.kv_cache.layers import GrowingTail, Recipe, Stored
+from mmrl.kv_cache.layout import Part, PromptLayout
+from mmrl.kv_cache.row_groups import group_slots
 
 
 @dataclass(frozen=True, kw_only=True)
-class SignRecipe(Plain):
+class BinaryCodebookRecipe(Recipe):
     """How the tokens of a prompt are held. `books` of keys and of values; without, every prompt fits its
     own."""
 
@@ -32,26 +33,25 @@ class SignRecipe(Plain):
     newest: int
     rounds: int
     books: tuple[Lent, Lent] | None = None
-    watches = False
 
-    def store(self, keys: Tensor, values: Tensor, layout: Layout) -> tuple[list[Part], list[Part], Since]:
+    def store(self, keys: Tensor, values: Tensor, layout: PromptLayout) -> Stored:
         """Part a prompt (P, h, S, D) into what stays as it came and what becomes bits."""
         places = self._places(layout, keys)
         exact, coded = places["exact"], places["coded"]
 
         def side(x: Tensor, number: int, nbits: float) -> list[Part]:
-            parts = [Part(Exact(collect(x, exact)), exact, name="exact")]
+            parts = [Part(ExactBlock(collect(x, exact)), exact, name="exact")]
             if coded.shape[1]:
                 block = self._block(collect(x, coded), coded, number, nbits)
                 parts.append(Part(block, coded, visual=self.visual, name="coded"))
             return parts
 
-        tail = Tail(keys, layout.length, len(layout.owner))
+        tail = GrowingTail(layout.length)
         return side(keys, 0, self.nbits), side(values, 1, self.value_nbits), tail
 
-    def _block(self, tokens: Tensor, slots: Tensor, number: int, nbits: float) -> Exact | Signed:
+    def _block(self, tokens: Tensor, slots: Tensor, number: int, nbits: float) -> ExactBlock | Signed:
         if nbits == 16:
-            return Exact(tokens)
+            return ExactBlock(tokens)
         if self.books is not None:
             book = self.books[number].book(tokens)
             return Signed(encode(tokens, book), book)
@@ -59,7 +59,7 @@ class SignRecipe(Plain):
         book = hold(mean, vectors, tokens.dtype)
         return Signed(encode(tokens, book, signs=signs, sweeps=1), book)
 
-    def _places(self, layout: Layout, keys: Tensor) -> Mapping[str, Tensor]:
+    def _places(self, layout: PromptLayout, keys: Tensor) -> Mapping[str, Tensor]:
         """Find the slots of what stays and of what becomes bits, (P, n) each, once for all layers."""
         if not layout.made:
             real = layout.real.cpu()
@@ -116,7 +116,7 @@ def binary_codebook(
         raise ValueError("`visual` must say which tokens are visual; `find_visual` reads it off the ids")
     if min(first, newest, rounds) < 0:
         raise ValueError(f"`first`, `newest` and `rounds` count: 0 or more, not {first}, {newest}, {rounds}")
-    recipe = SignRecipe(
+    recipe = BinaryCodebookRecipe(
         nbits=nbits,
         value_nbits=value_nbits,
         visual=of == "visual",
@@ -125,7 +125,7 @@ def binary_codebook(
         rounds=rounds,
     )
     if not book:
-        return make_cache(config, Layout(visual, mask), recipe, fused=fused)
+        return make_cache(config, PromptLayout(visual, mask), recipe, fused=fused)
     layers = config.get_text_config(decoder=True).num_hidden_layers
     recipes = [replace(recipe, books=books) for books in read_books(book, layers)]
-    return make_cache(config, Layout(visual, mask), recipes, fused=fused)
+    return make_cache(config, PromptLayout(visual, mask), recipes, fused=fused)

@@ -11,15 +11,16 @@ from torch import Tensor
 from mmrl.config.ranges import PositiveInt
 from mmrl.config.registry import cache
 from mmrl.kv_cache import quantization
-from mmrl.kv_cache.blocks import Coded, collect
+from mmrl.kv_cache.blocks import CodedBlock, collect
 from mmrl.kv_cache.hf_cache import make_cache
-from mmrl.kv_cache.layer import Plain, Since
-from mmrl.kv_cache.layout import Layout, Part, group_slots
-from mmrl.kv_cache.sliding_window import Rows, Window
+from mmrl.kv_cache.layers import Recipe, Stored
+from mmrl.kv_cache.layout import Part, PromptLayout
+from mmrl.kv_cache.row_groups import group_slots
+from mmrl.kv_cache.sliding_window import RaggedRows, ResidualWindow
 
 
 @dataclass(frozen=True, kw_only=True)
-class AllRecipe(Plain):
+class KiviRecipe(Recipe):
     """How all tokens are held: old ones in few bits, the newest as they came."""
 
     nbits: int
@@ -28,13 +29,12 @@ class AllRecipe(Plain):
     residual_length: int
     rule: quantization.Rule
     rotate: bool
-    watches = False
 
-    def store(self, keys: Tensor, values: Tensor, layout: Layout) -> tuple[list[Part], list[Part], Since]:
+    def store(self, keys: Tensor, values: Tensor, layout: PromptLayout) -> Stored:
         """Part prompts (P, h, S, D): what is old enough is coded once for all rows, the rest goes into their
         windows."""
         slots = self._slots(layout, keys.device)
-        window = Window(
+        window = ResidualWindow(
             self.nbits, self.value_nbits, self.q_group_size, self.residual_length, self.rule, self.rotate
         )
         old = slots["keys"]
@@ -43,25 +43,25 @@ class AllRecipe(Plain):
         if flat.shape[1]:
             groups = collect(keys, flat).unflatten(2, old.shape[1:])
             codes = window.code_keys(groups, (old >= 0)[:, None, :, :, None])
-            shared[0].append(Part(Coded(codes, self.rotate), flat, name="keys"))
+            shared[0].append(Part(CodedBlock(codes, self.rotate), flat, name="keys"))
         old = slots["values"]
         if old.shape[1]:
             codes = window.code_values(collect(values, old), (old >= 0)[:, None, :, None])
             one = quantization.Codes(
                 *(x[:, :, None] for x in (codes.packed, codes.scale, codes.low)), codes.nbits, codes.size
             )
-            shared[1].append(Part(Coded(one, self.rotate), old, name="values"))
+            shared[1].append(Part(CodedBlock(one, self.rotate), old, name="values"))
         new = [
             self._window(x, slots[f"new {name}"], layout) for name, x in (("keys", keys), ("values", values))
         ]
         window.start(*new, layout.length)
         return *shared, window
 
-    def _window(self, x: Tensor, slots: Tensor, layout: Layout) -> Rows:
-        rows = layout.owner.to(x.device)
-        return Rows({"x": collect(x, slots)[rows]}, slots[rows], (slots >= 0).sum(1)[rows])
+    def _window(self, x: Tensor, slots: Tensor, layout: PromptLayout) -> RaggedRows:
+        rows = layout.groups.owner.to(x.device)
+        return RaggedRows({"x": collect(x, slots)[rows]}, slots[rows], (slots >= 0).sum(1)[rows])
 
-    def _slots(self, layout: Layout, device: torch.device) -> dict[str, Tensor]:
+    def _slots(self, layout: PromptLayout, device: torch.device) -> dict[str, Tensor]:
         """Find the slots of old keys (P, E, g), old values (P, n), and of what is new of either."""
         if not layout.made:
             real = layout.real.cpu()
@@ -115,7 +115,7 @@ def kivi(
         raise ValueError(
             f"`q_group_size` ({q_group_size}) must divide the head size ({size}) and fill whole bytes"
         )
-    recipe = AllRecipe(
+    recipe = KiviRecipe(
         nbits=nbits,
         value_nbits=value_nbits,
         q_group_size=q_group_size,
@@ -123,4 +123,4 @@ def kivi(
         rule=rule,
         rotate=rotate,
     )
-    return make_cache(config, Layout(None, mask), recipe, fused=fused)
+    return make_cache(config, PromptLayout(None, mask), recipe, fused=fused)

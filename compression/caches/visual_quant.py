@@ -13,14 +13,15 @@ from torch import Tensor
 from mmrl.config.ranges import NonNegativeFloat, NonNegativeInt
 from mmrl.config.registry import cache
 from mmrl.kv_cache import quantization
-from mmrl.kv_cache.blocks import Coded, Exact, collect
+from mmrl.kv_cache.blocks import CodedBlock, ExactBlock, collect
 from mmrl.kv_cache.hf_cache import make_cache
-from mmrl.kv_cache.layer import Since, Tail
-from mmrl.kv_cache.layout import Layout, Part, group_slots
+from mmrl.kv_cache.layers import GrowingTail, Recipe, Stored
+from mmrl.kv_cache.layout import Part, PromptLayout
+from mmrl.kv_cache.row_groups import group_slots
 
 
 @dataclass(frozen=True, kw_only=True)
-class VisualRecipe:
+class VisualQuantRecipe(Recipe):
     """How the visual tokens of a prompt are held. Nothing of it is seen by the text."""
 
     nbits: int
@@ -32,27 +33,28 @@ class VisualRecipe:
     rotate: bool
     score_drop: float
     guard: bool
-    watches = False
 
-    def store(self, keys: Tensor, values: Tensor, layout: Layout) -> tuple[list[Part], list[Part], Since]:
+    def store(self, keys: Tensor, values: Tensor, layout: PromptLayout) -> Stored:
         """Part a prompt (P, h, S, D) into text and groups of visual tokens."""
         places = self._places(layout, keys.device)
         text, groups = places["text"], places["groups"]
         flat = groups.flatten(1)
 
         def side(x: Tensor, name: quantization.Side, nbits: int) -> list[Part]:
-            parts = [Part(Exact(collect(x, text)), text, name="text")]
+            parts = [Part(ExactBlock(collect(x, text)), text, name="text")]
             if flat.shape[1]:
                 parts.append(Part(self._block(x, groups, name, nbits), flat, visual=True, name="visual"))
             return parts
 
-        tail = Tail(keys, layout.length, len(layout.owner))
+        tail = GrowingTail(layout.length)
         return side(keys, "keys", self.nbits), side(values, "values", self.value_nbits), tail
 
-    def _block(self, x: Tensor, groups: Tensor, side: quantization.Side, nbits: int) -> Exact | Coded:
+    def _block(
+        self, x: Tensor, groups: Tensor, side: quantization.Side, nbits: int
+    ) -> ExactBlock | CodedBlock:
         tokens = collect(x, groups.flatten(1))
         if nbits == 16:
-            return Exact(tokens)
+            return ExactBlock(tokens)
         if self.rotate:
             tokens = tokens @ quantization.rotation(x.shape[-1], x.dtype, x.device)
         by_token = side == "values" and self.axis_value == "token"
@@ -64,9 +66,9 @@ class VisualRecipe:
             side=side,
             channels=x.shape[-1] if by_token else 0,
         )
-        return Coded(codes, self.rotate)
+        return CodedBlock(codes, self.rotate)
 
-    def _places(self, layout: Layout, device: torch.device) -> Mapping[str, Tensor]:
+    def _places(self, layout: PromptLayout, device: torch.device) -> Mapping[str, Tensor]:
         """Find the slots of text (P, n) and of visual groups (P, E, n), once for all layers."""
         if not layout.made:
             visual, real = layout.visual.cpu(), layout.real.cpu()
@@ -129,7 +131,7 @@ def visual_quant(
         raise ValueError("`score_drop` changes scores inside the attention; it needs `fused: true`")
     if visual is None:
         raise ValueError("`visual` must say which tokens are visual; `find_visual` reads it off the ids")
-    recipe = VisualRecipe(
+    recipe = VisualQuantRecipe(
         nbits=nbits,
         value_nbits=value_nbits,
         rule=rule,
@@ -140,4 +142,4 @@ def visual_quant(
         score_drop=score_drop,
         guard=guard,
     )
-    return make_cache(config, Layout(visual, mask), recipe, fused=fused)
+    return make_cache(config, PromptLayout(visual, mask), recipe, fused=fused)

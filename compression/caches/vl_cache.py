@@ -10,10 +10,10 @@ from torch import Tensor
 
 from mmrl.config.ranges import PositiveInt, Probability
 from mmrl.config.registry import cache
-from mmrl.kv_cache.blocks import Exact, collect
+from mmrl.kv_cache.blocks import ExactBlock, collect
 from mmrl.kv_cache.hf_cache import make_cache
-from mmrl.kv_cache.layer import Held, Plain, Since, Tail
-from mmrl.kv_cache.layout import Layout, Part
+from mmrl.kv_cache.layers import GrowingTail, QuantizedLayer, Recipe, Stored
+from mmrl.kv_cache.layout import Part, PromptLayout
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,23 +36,23 @@ class Budget:
 
 
 @dataclass(eq=False, kw_only=True)
-class DropRecipe(Plain):
+class VLCacheRecipe(Recipe):
     """What a layer keeps, which is known once every layer has seen the queries of the prompt."""
 
     budget: Budget
-    waiting: list[Held]  # of all layers, until the last one has been watched
+    waiting: list[QuantizedLayer]  # of all layers, until the last one has been watched
     num_layers: int
     scores: Tensor | None = None  # (P, h, S)
     density: Tensor | None = None  # (P,)
     kept: Tensor | None = field(default=None)  # (P, h, n) slots
-    watches = True
+    needs_queries = True
 
-    def watch(self, held: Held, query: Tensor, scaling: float) -> None:
+    def score(self, held: QuantizedLayer, query: Tensor, scaling: float) -> None:
         """Score tokens by the attention of the text behind the last picture: (P, H, S, D) queries.
 
         The last layer settles what every layer keeps.
         """
-        keys = held.fresh[0]
+        keys = held.pending[0]
         self.scores, self.density = score_tokens(
             query, keys, held.layout.visual, held.layout.real, scaling, self.budget
         )
@@ -62,13 +62,15 @@ class DropRecipe(Plain):
             for one, share in zip(self.waiting, shares, strict=True):
                 one.recipe.kept = choose(one.recipe.scores, one.layout.real, share, self.budget.recent)
                 one.recipe.scores = None
-                one.store(*one.fresh)
+                one.store(*one.pending)
             self.waiting.clear()
 
-    def store(self, keys: Tensor, values: Tensor, layout: Layout) -> tuple[list[Part], list[Part], Since]:
+    def store(self, keys: Tensor, values: Tensor, layout: PromptLayout) -> Stored:
         """Keep the chosen tokens of a prompt (P, h, S, D)."""
-        keys_, values_ = ([Part(Exact(collect(x, self.kept)), self.kept, name="")] for x in (keys, values))
-        return keys_, values_, Tail(keys, layout.length, len(layout.owner))
+        keys_, values_ = (
+            [Part(ExactBlock(collect(x, self.kept)), self.kept, name="")] for x in (keys, values)
+        )
+        return keys_, values_, GrowingTail(layout.length)
 
 
 def score_tokens(
@@ -168,6 +170,6 @@ def vl_cache(
         pool=pool,
     )
     many = config.get_text_config(decoder=True).num_hidden_layers
-    waiting: list[Held] = []
-    recipes = [DropRecipe(budget=budget, waiting=waiting, num_layers=many) for _ in range(many)]
-    return make_cache(config, Layout(visual, mask), recipes, fused=True)
+    waiting: list[QuantizedLayer] = []
+    recipes = [VLCacheRecipe(budget=budget, waiting=waiting, num_layers=many) for _ in range(many)]
+    return make_cache(config, PromptLayout(visual, mask), recipes, fused=True)

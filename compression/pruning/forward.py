@@ -121,7 +121,8 @@ def _refuse(other: Mapping[str, Any]) -> None:
 
 def _check_cache(cache: Any, pruning: Pruning) -> None:
     """Where tokens leave, layers of a cache have different lengths."""
-    kinds = {type(layer).__name__ for layer in getattr(cache, "layers", ())} - {"DynamicLayer", "HeldLayer"}
+    kinds = {type(layer).__name__ for layer in getattr(cache, "layers", ())}
+    kinds -= {"DynamicLayer", "PromptCacheLayer"}
     if kinds and pruning.cuts:
         raise ValueError(
             f"late layers hold fewer tokens than early ones, which {', '.join(sorted(kinds))} of this cache "

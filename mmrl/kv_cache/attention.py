@@ -1,230 +1,199 @@
-"""Attention to two parts at once: what rows share, and what stands behind it row by row.
+"""Attention to a shared prefix and to each row's own tokens, merged by log-sum-exp, with its gradients.
 
-Softmax over both is each part's own softmax, weighed by the share of its normaliser, so no key or value of
-the shared part is ever repeated. Backwards, every part meets the output and the normaliser of the whole:
-with these a part's gradient is that of one attention to all (Prefix Grouper, arXiv 2506.05433; merging by
-log-sum-exp, and its backward pass, are our reading).
+With the log-sum-exp n_i of the scores of part i and the softmax output o_i over that part alone, attention to
+both parts is
+
+    n = log(exp(n_1) + exp(n_2)),    o = exp(n_1 - n) o_1 + exp(n_2 - n) o_2,
+
+so no key or value of the prefix is repeated for its rows. In the backward pass the weights of attention to
+both are p = exp(scores - n), whichever part a key is in, and the gradient of its score is
+p (g . v - g . o): each part's gradient needs n and o of the whole, and nothing of the other part. (Sharing
+prefixes in training: Prefix Grouper, arXiv 2506.05433; merging by log-sum-exp and this backward pass are our
+reading.)
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 
-SCORES = 1 << 25  # scores that may exist at once where there is no kernel
+from mmrl.kv_cache.row_groups import RowGroups
 
-
-class Groups:
-    """Which rows read which prompt. `owner` (N,) is the prompt of every row, out of `count`."""
-
-    def __init__(self, owner: Tensor, count: int) -> None:
-        self.owner, self.count = owner, count
-
-    def select(self, rows: Tensor) -> tuple[Groups, Tensor]:
-        """Keep rows, in this order; gives the prompts that are still read as well."""
-        used, owner = torch.unique(self.owner[rows.to(self.owner.device)], return_inverse=True)
-        return Groups(owner, len(used)), used
-
-    @cached_property
-    def _layout(self) -> tuple[Tensor, int, bool]:
-        """Number the rows of every prompt; the largest group; whether groups are alike and in order."""
-        same = self.owner[:, None] == self.owner
-        place = same.tril(-1).sum(1)
-        most = int(place.max()) + 1
-        line = torch.arange(self.count, device=self.owner.device).repeat_interleave(most)
-        return place, most, torch.equal(line, self.owner)
-
-    def fold(self, x: Tensor) -> Tensor:
-        """Bring rows of one prompt together: (N, h, Q, *) to (P, h, g * Q, *), g the largest group."""
-        place, most, regular = self._layout
-        if regular:
-            out = x.unflatten(0, (self.count, most))
-        else:
-            out = x.new_zeros(self.count, most, *x.shape[1:])
-            out[self.owner, place] = x
-        return out.transpose(1, 2).flatten(2, 3)
-
-    def unfold(self, x: Tensor) -> Tensor:
-        """Give every row its own again: (P, h, g * Q, *) to (N, h, Q, *)."""
-        place, most, regular = self._layout
-        out = x.unflatten(2, (most, -1)).transpose(1, 2)
-        return out.flatten(0, 1) if regular else out[self.owner, place]
-
-    def tile(self, mask: Tensor, times: int) -> Tensor:
-        """Repeat a mask over (P, 1, t, n) as `fold` repeats queries: every row, and `times` heads of each."""
-        return mask.repeat(1, 1, self._layout[1] * times, 1)
+MAX_SCORES = 1 << 25  # scores that exist at once where torch has no fused kernel
 
 
 @dataclass(frozen=True, eq=False)
-class Sight:
-    """How `N` rows see both parts. Masks are added to scores: `shared` (P, 1, 1 or t, S), `own` (t, T).
+class Merge:
+    """How `N` rows attend to both parts. Masks are added to scores: `prefix` (P, 1, 1 or t, S), `own` (t, T).
 
-    Without `own` a token sees what stands before it, and everything where there is one query only.
+    Without `own` attention to own tokens is causal, and full where there is one query only.
     """
 
-    groups: Groups
+    groups: RowGroups
     scaling: float
-    shared: Tensor | None = None
+    prefix: Tensor | None = None
     own: Tensor | None = None
 
 
 def attend_merged(
-    query: Tensor, shared: tuple[Tensor, Tensor], own: tuple[Tensor, Tensor], sight: Sight
+    query: Tensor, prefix: tuple[Tensor, Tensor], own: tuple[Tensor, Tensor], merge: Merge
 ) -> Tensor:
-    """Attend from (N, H, t, D) to shared keys and values (P, h, S, D) and to those of the rows (N, h, T, D):
-    (N, H, t, D)."""
+    """Attend from (N, H, t, D) to the prefixes' keys and values (P, h, S, D) and to the rows' (N, h, T, D).
+
+    Returns (N, H, t, D).
+    """
     exact = query.dtype in (torch.float32, torch.float64)
     if query.shape[2] == 1 and exact and not torch.is_grad_enabled():
-        return _attend_once(query, shared, own, sight)
-    return _Merged.apply(query, *shared, *own, sight)
+        return _attend_one_token(query, prefix, own, merge)
+    return _MergedAttention.apply(query, *prefix, *own, merge)
 
 
-def _attend_once(
-    query: Tensor, shared: tuple[Tensor, Tensor], own: tuple[Tensor, Tensor], sight: Sight
+def _attend_one_token(
+    query: Tensor, prefix: tuple[Tensor, Tensor], own: tuple[Tensor, Tensor], merge: Merge
 ) -> Tensor:
-    """Attend from one token of every row, scores of both parts side by side: less work where there is
-    little."""
-    groups, length = sight.groups, shared[0].shape[2]
-    asked = (query * sight.scaling).reshape(len(query), shared[0].shape[1], -1, query.shape[-1])
-    front = groups.fold(asked) @ shared[0].transpose(-1, -2)
-    front = groups.unfold(front if sight.shared is None else front.add_(sight.shared))
-    behind = asked @ own[0].transpose(-1, -2)
-    behind = behind if sight.own is None else behind.add_(sight.own)
-    shares = torch.cat([front, behind], -1).softmax(-1)
-    out = groups.unfold(groups.fold(shares[..., :length]) @ shared[1])
-    out += shares[..., length:] @ own[1]
+    """Attend from one token of every row, with the scores of both parts in one softmax."""
+    groups, length = merge.groups, prefix[0].shape[2]
+    asked = (query * merge.scaling).reshape(len(query), prefix[0].shape[1], -1, query.shape[-1])
+    scores = groups.fold(asked) @ prefix[0].transpose(-1, -2)
+    scores = groups.unfold(scores if merge.prefix is None else scores.add_(merge.prefix))
+    own_scores = asked @ own[0].transpose(-1, -2)
+    own_scores = own_scores if merge.own is None else own_scores.add_(merge.own)
+    weights = torch.cat([scores, own_scores], -1).softmax(-1)
+    out = groups.unfold(groups.fold(weights[..., :length]) @ prefix[1])
+    out += weights[..., length:] @ own[1]
     return out.flatten(1, 2)[:, :, None]
 
 
-class _Merged(torch.autograd.Function):
+class _MergedAttention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        query: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        own_keys: Tensor,
-        own_values: Tensor,
-        sight: Sight,
-    ) -> Tensor:
-        sides = _sides(query, keys, own_keys, sight)
+        ctx: Any, query: Tensor, keys: Tensor, values: Tensor, own_keys: Tensor, own_values: Tensor,
+        merge: Merge,
+    ) -> Tensor:  # fmt: skip
+        parts = _parts(query, keys, own_keys, merge)
         (out, norm), (own_out, own_norm) = (
-            _attend(side.into(query), *side.pair(*pair), side.mask, side.causal, sight.scaling)
-            for side, pair in zip(sides, ((keys, values), (own_keys, own_values)), strict=True)
+            _attend(part.fold(query), *part.expand(*pair), part.mask, part.causal, merge.scaling)
+            for part, pair in zip(parts, ((keys, values), (own_keys, own_values)), strict=True)
         )
-        norm, own_norm = sides[0].back(norm), sides[1].back(own_norm)
-        whole = torch.logaddexp(norm, own_norm)
-        out = sides[0].back(out) * (norm - whole).exp()[..., None]
-        out = (out + sides[1].back(own_out) * (own_norm - whole).exp()[..., None]).to(query.dtype)
-        ctx.save_for_backward(query, keys, values, own_keys, own_values, out, whole)
-        ctx.sight = sight
+        norm, own_norm = parts[0].unfold(norm), parts[1].unfold(own_norm)
+        total = torch.logaddexp(norm, own_norm)
+        out = parts[0].unfold(out) * (norm - total).exp()[..., None]
+        out = (out + parts[1].unfold(own_out) * (own_norm - total).exp()[..., None]).to(query.dtype)
+        ctx.save_for_backward(query, keys, values, own_keys, own_values, out, total)
+        ctx.merge = merge
         return out
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        query, keys, values, own_keys, own_values, out, whole = ctx.saved_tensors
-        found = []
-        sides = _sides(query, keys, own_keys, ctx.sight)
-        for side, pair in zip(sides, ((keys, values), (own_keys, own_values)), strict=True):
-            inputs = (side.into(x) for x in (grad, query, out, whole))
-            for_query, *for_pair = _attend_back(
-                *inputs, *side.pair(*pair), side.mask, side.causal, ctx.sight.scaling
+        query, keys, values, own_keys, own_values, out, total = ctx.saved_tensors
+        results = []
+        parts = _parts(query, keys, own_keys, ctx.merge)
+        for part, pair in zip(parts, ((keys, values), (own_keys, own_values)), strict=True):
+            inputs = (part.fold(x) for x in (grad, query, out, total))
+            d_query, *d_pair = _attend_backward(
+                *inputs, *part.expand(*pair), part.mask, part.causal, ctx.merge.scaling
             )
-            found.append((side.back(for_query), *side.pair_back(*for_pair)))
-        (first, *shared), (second, *own) = found
-        return first + second, *shared, *own, None
+            results.append((part.unfold(d_query), *part.reduce(*d_pair)))
+        (d_query, *d_prefix), (d_own_query, *d_own) = results
+        return d_query + d_own_query, *d_prefix, *d_own, None
 
 
 @dataclass(frozen=True, eq=False)
-class _Shared:
-    """Rows and query heads that read one key are queries of one product."""
+class _PrefixPart:
+    """Rows of one prompt and query heads of one key head are queries of one product."""
 
-    groups: Groups
+    groups: RowGroups
     heads: int
     num: int
     mask: Tensor | None
     causal = False
 
-    def into(self, x: Tensor) -> Tensor:
+    def fold(self, x: Tensor) -> Tensor:
         return self.groups.fold(x.unflatten(1, (self.heads, -1)).flatten(2, 3))
 
-    def back(self, x: Tensor) -> Tensor:
+    def unfold(self, x: Tensor) -> Tensor:
         return self.groups.unfold(x).unflatten(2, (-1, self.num)).flatten(1, 2)
 
-    def pair(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    def expand(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         return keys, values
 
-    def pair_back(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    def reduce(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         return keys, values
 
 
 @dataclass(frozen=True, eq=False)
-class _Own:
-    """Query heads that read one key are queries of one product for one new token; else they stand side by
-    side, and the key is read by all without being repeated."""
+class _OwnPart:
+    """Rows' own tokens. With one new token the query heads of a key head are queries of one product.
+
+    With several, each query head gets a view of its key head, which repeats no memory, so that the causal
+    mask of the kernel applies.
+    """
 
     rows: int
     heads: int
     num: int
-    times: int
+    times: int  # query heads of a key head
     mask: Tensor | None
     causal: bool
 
-    def into(self, x: Tensor) -> Tensor:
-        side = (1, self.times) if self.num == 1 else (self.times, self.num)
-        return x.reshape(self.rows * self.heads, *side, *x.shape[3:])
+    def fold(self, x: Tensor) -> Tensor:
+        shape = (1, self.times) if self.num == 1 else (self.times, self.num)
+        return x.reshape(self.rows * self.heads, *shape, *x.shape[3:])
 
-    def back(self, x: Tensor) -> Tensor:
+    def unfold(self, x: Tensor) -> Tensor:
         return x.reshape(self.rows, self.heads * self.times, self.num, *x.shape[3:])
 
-    def pair(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        side = 1 if self.num == 1 else self.times
-        return tuple(x.flatten(0, 1)[:, None].expand(-1, side, -1, -1) for x in (keys, values))
+    def expand(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        times = 1 if self.num == 1 else self.times
+        return tuple(x.flatten(0, 1)[:, None].expand(-1, times, -1, -1) for x in (keys, values))
 
-    def pair_back(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    def reduce(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         return tuple(x.sum(1).unflatten(0, (self.rows, self.heads)) for x in (keys, values))
 
 
-def _sides(query: Tensor, keys: Tensor, own_keys: Tensor, sight: Sight) -> tuple[_Shared, _Own]:
+def _parts(query: Tensor, keys: Tensor, own_keys: Tensor, merge: Merge) -> tuple[_PrefixPart, _OwnPart]:
     rows, _, num, _ = query.shape
     heads = keys.shape[1]
     times, length = query.shape[1] // heads, own_keys.shape[2]
-    mask, own = sight.shared, sight.own
+    mask, own = merge.prefix, merge.own
     if mask is not None and mask.shape[2] > 1:
-        mask = sight.groups.tile(mask, times)
+        mask = merge.groups.tile(mask, times)
     causal = own is None and num > 1
     if causal and length != num:
+        # The kernel's own causal mask aligns the first query with the first key; here the last ones meet.
         own, causal = causal_mask(num, length, query), False
     return (
-        _Shared(sight.groups, heads, num, mask),
-        _Own(rows, heads, num, times, None if own is None else own[None, None], causal),
+        _PrefixPart(merge.groups, heads, num, mask),
+        _OwnPart(rows, heads, num, times, None if own is None else own[None, None], causal),
     )
 
 
 def causal_mask(num: int, length: int, like: Tensor, window: int = 0) -> Tensor:
-    """Let the `num` newest of `length` tokens see those before them, at most `window` with themselves (0:
-    all): what is added to scores, (num, length)."""
-    ago = torch.arange(length - num, length, device=like.device)[:, None] - torch.arange(
-        length, device=like.device
-    )
+    """Make the causal mask of the `num` newest of `length` tokens, added to scores: (num, length).
+
+    With a `window` a token sees at most so many tokens, itself included; 0 means all.
+    """
+    newest = torch.arange(length - num, length, device=like.device)[:, None]
+    ago = newest - torch.arange(length, device=like.device)
     hidden = (ago < 0) | (ago >= window) if window else ago < 0
-    return added(hidden, like)
+    return additive_mask(hidden, like)
 
 
-def added(hidden: Tensor, like: Tensor) -> Tensor:
-    """Turn what is hidden into what is added to scores. It is finite, so that a row that sees nothing of one
-    part has a normaliser of weight 0, and not one that is no number."""
+def additive_mask(hidden: Tensor, like: Tensor) -> Tensor:
+    """Turn a bool mask of hidden keys into what is added to scores.
+
+    The value is finite, so that a row that sees no key of one part gives it weight 0 and not NaN.
+    """
     return torch.zeros(hidden.shape, dtype=like.dtype, device=like.device).masked_fill_(
         hidden, torch.finfo(like.dtype).min
     )
 
 
-# ---- one part
+# ---- attention to one part
 
 
 def _has_kernel(query: Tensor, values: Tensor) -> bool:
@@ -234,54 +203,53 @@ def _has_kernel(query: Tensor, values: Tensor) -> bool:
 def _attend(
     query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, causal: bool, scaling: float
 ) -> tuple[Tensor, Tensor]:
-    """Attend to one part: (B, h, Q, D), and the logarithm of what the softmax divides by, (B, h, Q)."""
+    """Attend to one part: the output (B, h, Q, D), and the log-sum-exp of the scores (B, h, Q)."""
     if _has_kernel(query, values):
         kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
         return kernel(query, keys, values, 0.0, causal, attn_mask=mask, scale=scaling)
     wide = torch.promote_types(query.dtype, torch.float32)
-    parts = []
+    pieces = []
     for rows in _pieces(query, keys):
-        scores = _scores(query[:, :, rows], keys, _cut(mask, rows), causal, rows, scaling, wide)
+        scores = _scores(query[:, :, rows], keys, mask, causal, rows, scaling, wide)
         norm = scores.logsumexp(-1)
-        shares = (scores - norm[..., None]).exp().to(values.dtype)
-        parts.append(((shares @ values).to(query.dtype), norm))
-    return tuple(torch.cat(x, 2) for x in zip(*parts, strict=True))
+        weights = (scores - norm[..., None]).exp().to(values.dtype)
+        pieces.append(((weights @ values).to(query.dtype), norm))
+    return tuple(torch.cat(x, 2) for x in zip(*pieces, strict=True))
 
 
-def _attend_back(
+def _attend_backward(
     grad: Tensor, query: Tensor, out: Tensor, norm: Tensor, keys: Tensor, values: Tensor,
     mask: Tensor | None, causal: bool, scaling: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Give the gradients of queries, keys and values of one part, with the output and the normaliser of the
-    whole."""
+    """Compute the gradients of queries, keys and values of one part.
+
+    `out` and `norm` are the output and the log-sum-exp of attention to both parts.
+    """
     if _has_kernel(query, values):
         kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
         return kernel(
             grad, query, keys, values, out, norm, 0.0, causal, attn_mask=mask, scale=scaling
         )  # fmt: skip
     wide = norm.dtype
-    delta = (grad.to(wide) * out.to(wide)).sum(-1, keepdim=True)
-    for_query, for_keys, for_values = [], keys.new_zeros(keys.shape), values.new_zeros(values.shape)
+    delta = (grad.to(wide) * out.to(wide)).sum(-1, keepdim=True)  # g . o
+    d_query, d_keys, d_values = [], keys.new_zeros(keys.shape), values.new_zeros(values.shape)
     for rows in _pieces(query, keys):
-        scores = _scores(query[:, :, rows], keys, _cut(mask, rows), causal, rows, scaling, wide)
-        shares = (scores - norm[:, :, rows, None]).exp()
-        for_values += shares.to(grad.dtype).transpose(-1, -2) @ grad[:, :, rows]
-        slope = (grad[:, :, rows] @ values.transpose(-1, -2)).to(wide) - delta[:, :, rows]
-        slope = (shares * slope * scaling).to(query.dtype)
-        for_query.append(slope @ keys)
-        for_keys += slope.transpose(-1, -2) @ query[:, :, rows]
-    return torch.cat(for_query, 2), for_keys, for_values
+        scores = _scores(query[:, :, rows], keys, mask, causal, rows, scaling, wide)
+        weights = (scores - norm[:, :, rows, None]).exp()
+        d_values += weights.to(grad.dtype).transpose(-1, -2) @ grad[:, :, rows]
+        # d score = p (g . v - g . o), see the top of this file
+        d_scores = (grad[:, :, rows] @ values.transpose(-1, -2)).to(wide) - delta[:, :, rows]
+        d_scores = (weights * d_scores * scaling).to(query.dtype)
+        d_query.append(d_scores @ keys)
+        d_keys += d_scores.transpose(-1, -2) @ query[:, :, rows]
+    return torch.cat(d_query, 2), d_keys, d_values
 
 
 def _pieces(query: Tensor, keys: Tensor) -> list[slice]:
-    """Part queries so that the scores of a piece fit."""
+    """Split queries so that the scores of a piece fit."""
     num = query.shape[2]
-    size = max(1, SCORES // max(1, query.shape[0] * query.shape[1] * keys.shape[2]))
-    return [slice(at, min(num, at + size)) for at in range(0, num, size)]
-
-
-def _cut(mask: Tensor | None, rows: slice) -> Tensor | None:
-    return mask if mask is None or mask.shape[-2] == 1 else mask[..., rows, :]
+    size = max(1, MAX_SCORES // max(1, query.shape[0] * query.shape[1] * keys.shape[2]))
+    return [slice(start, min(num, start + size)) for start in range(0, num, size)]
 
 
 def _scores(
@@ -290,7 +258,9 @@ def _scores(
 ) -> Tensor:  # fmt: skip
     scores = (query @ keys.transpose(-1, -2)).to(wide) * scaling
     if causal:
-        behind = torch.arange(keys.shape[2], device=query.device)
-        here = torch.arange(rows.start, rows.stop, device=query.device)[:, None]
-        scores = scores.masked_fill(behind > here, torch.finfo(wide).min)
-    return scores if mask is None else scores + mask
+        key = torch.arange(keys.shape[2], device=query.device)
+        asking = torch.arange(rows.start, rows.stop, device=query.device)[:, None]
+        scores = scores.masked_fill(key > asking, torch.finfo(wide).min)
+    if mask is None:
+        return scores
+    return scores + (mask if mask.shape[-2] == 1 else mask[..., rows, :])

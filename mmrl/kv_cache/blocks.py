@@ -29,7 +29,7 @@ class Block(Protocol):
 
 
 @dataclass(frozen=True)
-class Exact:
+class ExactBlock:
     """Tokens as they came: (R, h, n, D)."""
 
     x: Tensor
@@ -61,21 +61,21 @@ class Exact:
         """Give the tokens."""
         return self.x
 
-    def select(self, rows: Tensor) -> Exact:
+    def select(self, rows: Tensor) -> ExactBlock:
         """Keep rows, in this order."""
-        return Exact(self.x[rows])
+        return ExactBlock(self.x[rows])
 
 
 @dataclass(frozen=True)
-class Coded:
-    """Tokens in few bits, in `E` groups: codes of (R, h, E, n / E, D); `turned` says that they were rotated.
+class CodedBlock:
+    """Tokens in few bits, in `E` groups: codes of (R, h, E, n / E, D); `rotated` says that they were rotated.
 
     Scales never meet the codes: what belongs to a channel goes into the query or behind the sum, what belongs
     to a token into the weight (CalibQuant calls it post-scaling, arXiv 2502.14882).
     """
 
     codes: Codes
-    turned: bool = False
+    rotated: bool = False
 
     @property
     def nbytes(self) -> int:
@@ -92,7 +92,7 @@ class Coded:
         """Multiply with queries; keys share their scales over tokens."""
         groups = self.codes.packed.shape[2]
         packed, scale, _, low = self._flat
-        each = self._turn(query).flatten(0, 1)
+        each = self._rotate(query).flatten(0, 1)
         each = each.repeat_interleave(groups, 0) if groups > 1 else each
         # One number per query and group: the product of the query with what code 0 stands for.
         base = torch.bmm(each, low.to(each.dtype))
@@ -104,8 +104,8 @@ class Coded:
     def mix(self, weights: Tensor) -> Tensor:
         """Add up by weights."""
         if self.codes.by_token:
-            return self._turn(self._mix_by_token(weights))
-        return self._turn(self._mix_by_channel(weights))
+            return self._rotate(self._mix_by_token(weights))
+        return self._rotate(self._mix_by_channel(weights))
 
     def _mix_by_channel(self, weights: Tensor) -> Tensor:
         groups, shape = self.codes.packed.shape[2], weights.shape[:3]
@@ -132,15 +132,20 @@ class Coded:
 
     def dense(self) -> Tensor:
         """Give back the tokens as near as codes are."""
-        return self._turn(dequantize(self.codes)).flatten(2, 3)
+        return self._rotate(dequantize(self.codes)).flatten(2, 3)
 
-    def select(self, rows: Tensor) -> Coded:
+    def select(self, rows: Tensor) -> CodedBlock:
         """Keep rows, in this order."""
         return replace(self, codes=self.codes.select(rows))
 
-    def _turn(self, x: Tensor) -> Tensor:
+    def _rotate(self, x: Tensor) -> Tensor:
         # The rotation is its own inverse.
-        return x @ rotation(self.codes.size, x.dtype, x.device) if self.turned else x
+        return x @ rotation(self.codes.size, x.dtype, x.device) if self.rotated else x
+
+
+def per_head(slots: Tensor) -> Tensor:
+    """Add an axis of heads to slots (R, n); those of (R, h, n) have one."""
+    return slots if slots.dim() == 3 else slots[:, None]
 
 
 def spread(x: Tensor, slots: Tensor, length: int) -> Tensor:
@@ -148,7 +153,7 @@ def spread(x: Tensor, slots: Tensor, length: int) -> Tensor:
 
     The result is (R, h, length, D), 0 where nothing was put.
     """
-    slots = (slots if slots.dim() == 3 else slots[:, None]).expand(x.shape[:3])
+    slots = per_head(slots).expand(x.shape[:3])
     out = x.new_zeros(*x.shape[:2], length + 1, x.shape[3])
     where = torch.where(slots < 0, length, slots)[..., None].expand(x.shape)
     return out.scatter_(2, where, x)[:, :, :length]
@@ -156,6 +161,6 @@ def spread(x: Tensor, slots: Tensor, length: int) -> Tensor:
 
 def collect(x: Tensor, slots: Tensor) -> Tensor:
     """Take tokens (R, h, S, D) from their slots (R, n) or (R, h, n); slots below 0 give 0."""
-    slots = (slots if slots.dim() == 3 else slots[:, None]).expand(*x.shape[:2], slots.shape[-1])
+    slots = per_head(slots).expand(*x.shape[:2], slots.shape[-1])
     found = x.gather(2, slots.clamp(min=0)[..., None].expand(*slots.shape, x.shape[-1]))
     return found * (slots >= 0)[..., None]

@@ -7,11 +7,11 @@ import torch
 from torch import Tensor, nn
 
 from mmrl.kv_cache import quantization
-from mmrl.kv_cache.blocks import Coded, Exact
+from mmrl.kv_cache.blocks import CodedBlock, ExactBlock
 from mmrl.kv_cache.layout import Part
 
 
-class Rows:
+class RaggedRows:
     """Tensors (B, h, n, ...) of one n, of which every row uses its first `count`, and the slots of what is
     in them."""
 
@@ -62,7 +62,7 @@ def _longer(x: Tensor, dim: int, more: int, fill: int = 0) -> Tensor:
     return nn.functional.pad(x, (0, 0) * (x.dim() - 1 - dim) + (0, more), value=fill)
 
 
-class Window:
+class ResidualWindow:
     """What came behind a prompt, and its newest tokens: exact while they are new, in few bits once they
     leave.
 
@@ -78,7 +78,7 @@ class Window:
         self.rule, self.rotate = rule, rotate
         self.length = 0
 
-    def start(self, keys: Rows, values: Rows, length: int) -> None:
+    def start(self, keys: RaggedRows, values: RaggedRows, length: int) -> None:
         """Begin with the newest tokens of prompts: (B, h, n, D), named "x"."""
         self.new_keys, self.new_values, self.length = keys, values, length
         x = keys.tensors["x"]
@@ -93,15 +93,15 @@ class Window:
 
     def code_keys(self, x: Tensor, valid: Tensor | None = None) -> quantization.Codes:
         """Put groups of keys (B, h, E, g, D) into codes."""
-        return quantization.quantize(self._turn(x), self.nbits, valid=valid, rule=self.rule)
+        return quantization.quantize(self._rotate(x), self.nbits, valid=valid, rule=self.rule)
 
     def code_values(self, x: Tensor, valid: Tensor | None = None) -> quantization.Codes:
         """Put values (B, h, n, D) into codes."""
         return quantization.quantize(
-            self._turn(x), self.value_nbits, valid=valid, rule=self.rule, side="values", channels=self.group
+            self._rotate(x), self.value_nbits, valid=valid, rule=self.rule, side="values", channels=self.group
         )
 
-    def _turn(self, x: Tensor) -> Tensor:
+    def _rotate(self, x: Tensor) -> Tensor:
         return x @ quantization.rotation(x.shape[-1], x.dtype, x.device) if self.rotate else x
 
     def append(self, keys: Tensor, values: Tensor) -> None:
@@ -120,7 +120,7 @@ class Window:
             groups = taken["x"].unflatten(2, (-1, self.group))
             self.old_keys.push(rows, _tensors(self.code_keys(groups)), slots.unflatten(1, (-1, self.group)))
         while len(rows := (self.new_values.count > self.residual).nonzero()[:, 0]):
-            # Rows differ in how many must leave; those with the fewest set the pace.
+            # RaggedRows differ in how many must leave; those with the fewest set the pace.
             num = int(self.new_values.count[rows].min()) - self.residual
             taken, slots = self.new_values.pop(rows, num)
             self.old_values.push(rows, _tensors(self.code_values(taken["x"])), slots)
@@ -133,13 +133,13 @@ class Window:
         """List the values."""
         return [*self._old(self.old_values, self.value_nbits, by_token=True), _new(self.new_values)]
 
-    def _old(self, rows: Rows, nbits: int, *, by_token: bool) -> list[Part]:
+    def _old(self, rows: RaggedRows, nbits: int, *, by_token: bool) -> list[Part]:
         if not rows.slots.shape[1]:
             return []
         size = self.new_keys.tensors["x"].shape[-1]
         held = {name: x[:, :, None] if by_token else x for name, x in rows.tensors.items()}
         codes = quantization.Codes(**held, nbits=nbits, size=size)
-        return [Part(Coded(codes, self.rotate), rows.slots.flatten(1), shared=False)]
+        return [Part(CodedBlock(codes, self.rotate), rows.slots.flatten(1), shared=False)]
 
     def select(self, rows: Tensor) -> None:
         """Keep rows, in this order."""
@@ -153,18 +153,18 @@ class Window:
             held.crop(length)
 
 
-def _new(rows: Rows) -> Part:
-    return Part(Exact(rows.tensors["x"]), rows.slots, shared=False)
+def _new(rows: RaggedRows) -> Part:
+    return Part(ExactBlock(rows.tensors["x"]), rows.slots, shared=False)
 
 
 def _tensors(codes: quantization.Codes) -> dict[str, Tensor]:
     return {"packed": codes.packed, "scale": codes.scale, "low": codes.low}
 
 
-def _empty(codes: quantization.Codes, group: int) -> Rows:
+def _empty(codes: quantization.Codes, group: int) -> RaggedRows:
     """Make room for codes like these, with nothing in it; slots are (B, 0, group), or (B, 0) without
     groups."""
     tensors = {name: x[:, :, :0].contiguous() for name, x in _tensors(codes).items()}
     rows, device = len(codes.packed), codes.packed.device
     slots = torch.full((rows, 0, group) if group else (rows, 0), -1, device=device)
-    return Rows(tensors, slots, torch.zeros(rows, dtype=torch.int64, device=device))
+    return RaggedRows(tensors, slots, torch.zeros(rows, dtype=torch.int64, device=device))

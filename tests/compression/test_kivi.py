@@ -82,9 +82,9 @@ def window(length: int, residual: int = 8):
 def test_keys_leave_together_and_values_one_by_one():
     cache, tokens = window(30)
     cache.update(tokens[:, :, :10], tokens[:, :, :10], 0)
-    held = cache.layers[0].held
+    held = cache.layers[0].content
     # Of 10 keys 10 mod 8 = 2 stay; of 10 values the newest 8.
-    assert (held.since.new_keys.count.item(), held.since.new_values.count.item()) == (2, 8)
+    assert (held.tail.new_keys.count.item(), held.tail.new_values.count.item()) == (2, 8)
     seen = []
     for t in range(10, 20):
         keys, values = cache.update(tokens[:, :, t : t + 1], tokens[:, :, t : t + 1], 0)
@@ -180,7 +180,7 @@ def test_cropping_takes_back_what_still_stood_in_the_window(fused):
     cache, tokens = window(30, residual=16)
     other, _ = window(30, residual=16)
     for one in (cache, other):
-        one.layers[0].held.fused = False
+        one.layers[0].content.fused = False
         one.update(tokens[:, :, :16], tokens[:, :, :16], 0)
     for t in range(16, 20):
         cache.update(tokens[:, :, t : t + 1] + 1, tokens[:, :, t : t + 1] + 1, 0)

@@ -153,7 +153,7 @@ def test_rows_that_repeat_a_prompt_hold_it_once(model):
         cache = visual_quant(*masks(model, inputs), nbits=8)
         generated(model, inputs, cache, do_sample=True, num_return_sequences=many)
         sizes.append(
-            sum(part.block.nbytes for layer in cache.layers for side in layer.held.shared for part in side)
+            sum(part.block.nbytes for layer in cache.layers for side in layer.content.shared for part in side)
         )
     assert sizes[0] == sizes[1]
 
@@ -305,8 +305,8 @@ def test_options_that_do_not_fit_are_refused(model, options, message):
         visual_quant(model.config, torch.ones(1, 2), None, **options)
 
 
-def test_a_model_that_sees_nothing_is_named(model):
-    with pytest.raises(ValueError, match="type 'llama' names no placeholder of pictures"):
+def test_a_model_without_image_placeholders_is_refused(model):
+    with pytest.raises(ValueError, match="type 'llama' has no placeholder token"):
         find_visual(model.config.text_config, torch.ones(1, 2))
     with pytest.raises(ValueError, match="`visual` must say which tokens are visual"):
         visual_quant(model.config, None, None)

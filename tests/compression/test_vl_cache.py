@@ -91,12 +91,10 @@ def test_dropping_is_the_same_as_hiding(model):
         full = DynamicCache(config=model.config)
         for held in (cache, full):
             model(**inputs, past_key_values=held)
-    from mmrl.kv_cache.quantized_attention import attend
-
-    held = cache.layers[0].held
+    held = cache.layers[0].content
     query = torch.randn(3, 4, 1, 16, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     mask = inputs["attention_mask"].bool()[:, None, None]
-    said = attend(held, query, mask, 0.25)[:, 0]
+    said = held.attend(query, mask, 0.25)[:, 0]
     part = held.shared[0][0]
     kept = torch.zeros(3, 2, mask.shape[-1] + 1, dtype=torch.bool)
     kept.scatter_(2, part.slots.where(part.slots >= 0, mask.shape[-1]), True)
@@ -115,7 +113,7 @@ def test_bytes_fall_to_what_is_kept(model):
     for keep in (1.0, 0.25):
         cache = vl_cache(*masks(model, inputs), keep=keep, layers="uniform")
         read(model, inputs, cache, answers(1, 1)[:, :0].new_ones(1, 1))
-        sizes.append(sum(part.block.nbytes for layer in cache.layers for part in layer.held.shared[0]))
+        sizes.append(sum(part.block.nbytes for layer in cache.layers for part in layer.content.shared[0]))
     length = inputs["input_ids"].shape[1]
     assert sizes[1] / sizes[0] == (length // 4) / length
 

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from mmrl.kv_cache import attention
-from mmrl.kv_cache.attention import Groups, Sight, added, attend_merged, causal_mask
+from mmrl.kv_cache.attention import Merge, additive_mask, attend_merged, causal_mask
+from mmrl.kv_cache.row_groups import RowGroups
 
 OWNERS = {
     "alike": [0, 0, 1, 1],
@@ -24,7 +25,7 @@ def kernel(request, monkeypatch):
     """Compute with the kernel of torch, and without it in pieces of a few scores."""
     if not request.param:
         monkeypatch.setattr(attention, "_has_kernel", lambda query, values: False)
-        monkeypatch.setattr(attention, "SCORES", 40)
+        monkeypatch.setattr(attention, "MAX_SCORES", 40)
 
 
 def tensors(owner: list[int], num: int, length: int):
@@ -38,17 +39,17 @@ def tensors(owner: list[int], num: int, length: int):
     return [torch.randn(s, generator=gen, dtype=torch.float64).requires_grad_() for s in shapes]
 
 
-def at_once(query, keys, values, own_keys, own_values, sight: Sight):
+def at_once(query, keys, values, own_keys, own_values, merge: Merge):
     """Repeat the shared part for every row, and attend in one softmax."""
-    owner, num = sight.groups.owner, query.shape[2]
+    owner, num = merge.groups.owner, query.shape[2]
     both = [
         torch.cat([shared[owner], own], 2).repeat_interleave(3, 1)
         for shared, own in ((keys, own_keys), (values, own_values))
     ]
-    own = causal_mask(num, own_keys.shape[2], query) if sight.own is None else sight.own
-    shared = sight.shared[owner].expand(-1, -1, num, -1)
+    own = causal_mask(num, own_keys.shape[2], query) if merge.own is None else merge.own
+    shared = merge.prefix[owner].expand(-1, -1, num, -1)
     mask = torch.cat([shared, own[None, None].expand(len(owner), -1, -1, -1)], -1)
-    return (query @ both[0].transpose(-1, -2) * sight.scaling + mask).softmax(-1) @ both[1]
+    return (query @ both[0].transpose(-1, -2) * merge.scaling + mask).softmax(-1) @ both[1]
 
 
 def test_both_parts_share_one_normaliser(kernel):
@@ -58,7 +59,7 @@ def test_both_parts_share_one_normaliser(kernel):
         column(1.0),
         (column(0.0, math.log(2)), column(6.0, 12.0)),
         (column(math.log(3)), column(2.0)),
-        Sight(Groups(torch.tensor([0]), 1), 1.0),
+        Merge(RowGroups(torch.tensor([0]), 1), 1.0),
     )
     assert out.item() == pytest.approx(6.0, abs=1e-12)
 
@@ -70,15 +71,15 @@ def test_values_and_gradients_are_those_of_one_attention_to_repeated_keys(kernel
     hidden = torch.zeros(max(owner) + 1, 1, 1, 9, dtype=torch.bool)
     hidden[0, ..., :3] = True
     hidden[1:2] = True  # a prompt of which nothing is seen
-    sight = Sight(Groups(torch.tensor(owner), max(owner) + 1), 0.3, added(hidden, inputs[0]))
+    merge = Merge(RowGroups(torch.tensor(owner), max(owner) + 1), 0.3, additive_mask(hidden, inputs[0]))
     results = []
-    for out in (attend_merged(inputs[0], inputs[1:3], inputs[3:], sight), at_once(*inputs, sight)):
+    for out in (attend_merged(inputs[0], inputs[1:3], inputs[3:], merge), at_once(*inputs, merge)):
         weight = torch.linspace(-1, 2, out.numel(), dtype=out.dtype).view(out.shape)
         results.append((out, *torch.autograd.grad((out * weight).sum(), inputs)))
     for one, other in zip(*results, strict=True):
         torch.testing.assert_close(one, other, **TIGHT)
     with torch.no_grad():
-        alone = attend_merged(inputs[0], inputs[1:3], inputs[3:], sight)
+        alone = attend_merged(inputs[0], inputs[1:3], inputs[3:], merge)
     torch.testing.assert_close(alone, results[0][0].detach(), **TIGHT)
 
 
@@ -86,11 +87,14 @@ def test_masks_of_every_query_hold_in_both_parts(kernel):
     owner = [1, 0, 1]
     inputs = tensors(owner, 3, 5)
     hidden = torch.rand(2, 1, 3, 9, generator=torch.Generator().manual_seed(1)) < 0.5
-    sight = Sight(
-        Groups(torch.tensor(owner), 2), 0.3, added(hidden, inputs[0]), causal_mask(3, 5, inputs[0], 2)
+    merge = Merge(
+        RowGroups(torch.tensor(owner), 2),
+        0.3,
+        additive_mask(hidden, inputs[0]),
+        causal_mask(3, 5, inputs[0], 2),
     )
     results = []
-    for out in (attend_merged(inputs[0], inputs[1:3], inputs[3:], sight), at_once(*inputs, sight)):
+    for out in (attend_merged(inputs[0], inputs[1:3], inputs[3:], merge), at_once(*inputs, merge)):
         results.append((out, *torch.autograd.grad(out.square().sum(), inputs)))
     for one, other in zip(*results, strict=True):
         torch.testing.assert_close(one, other, **TIGHT)
@@ -104,7 +108,7 @@ def test_a_part_that_outweighs_the_other_by_far_gives_its_own_value(kernel, sign
         inputs[1].fill_(sign)
         inputs[2].fill_(7.0)
         inputs[3].fill_(-sign)
-    out = attend_merged(inputs[0], inputs[1:3], inputs[3:], Sight(Groups(torch.tensor([0]), 1), 1.0))
+    out = attend_merged(inputs[0], inputs[1:3], inputs[3:], Merge(RowGroups(torch.tensor([0]), 1), 1.0))
     # exp(-100) of the other part is left.
     assert out.item() == pytest.approx(7.0 if sign > 0 else 1.0, abs=1e-12)
     assert all(g.isfinite().all() for g in torch.autograd.grad(out.sum(), inputs))
@@ -114,10 +118,10 @@ def test_a_part_that_outweighs_the_other_by_far_gives_its_own_value(kernel, sign
 def test_low_precision_is_near_float64(kernel, dtype):
     wide = tensors([0, 0, 1], 4, 4)
     low = [x.detach().to(dtype).requires_grad_() for x in wide]
-    sight = Sight(Groups(torch.tensor([0, 0, 1]), 2), 0.3)
+    merge = Merge(RowGroups(torch.tensor([0, 0, 1]), 2), 0.3)
     results = []
     for query, *pairs in (wide, low):
-        out = attend_merged(query, pairs[:2], pairs[2:], sight)
+        out = attend_merged(query, pairs[:2], pairs[2:], merge)
         assert out.dtype == query.dtype
         results.append((out, *torch.autograd.grad(out.square().sum(), [query, *pairs])))
     for one, other in zip(*results, strict=True):
@@ -128,7 +132,7 @@ def test_low_precision_is_near_float64(kernel, dtype):
 
 @pytest.mark.parametrize("owner", OWNERS.values(), ids=OWNERS)
 def test_unfolding_undoes_folding(owner):
-    groups = Groups(torch.tensor(owner), max(owner) + 1)
+    groups = RowGroups(torch.tensor(owner), max(owner) + 1)
     x = torch.arange(len(owner) * 2 * 3.0).view(len(owner), 2, 3)
     folded = groups.fold(x)
     assert folded.shape == (max(owner) + 1, 2, 3 * max(owner.count(i) for i in owner))
@@ -139,7 +143,7 @@ def test_unfolding_undoes_folding(owner):
 
 
 def test_selecting_rows_forgets_prompts_that_nobody_reads():
-    groups, used = Groups(torch.tensor([2, 0, 1, 2]), 3).select(torch.tensor([3, 1]))
+    groups, used = RowGroups(torch.tensor([2, 0, 1, 2]), 3).select(torch.tensor([3, 1]))
     assert used.tolist() == [0, 2]
     assert (groups.owner.tolist(), groups.count) == ([1, 0], 2)
 

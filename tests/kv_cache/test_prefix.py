@@ -11,7 +11,7 @@ from torch import nn
 from mmrl.compression.caches.visual_quant import visual_quant
 from mmrl.compression.transforms.drop_visual_heads import drop_visual_heads
 from mmrl.core.types import Outcome
-from mmrl.kv_cache.prefix import watched
+from mmrl.kv_cache.attention_interface import record_keys
 from mmrl.vision.decoding.prefill import prefill
 from mmrl.vision.decoding.token_steps import distinct_prompts, read_cached
 from mmrl.vision.policies.tokens import Tokens
@@ -61,7 +61,7 @@ def test_a_prompt_is_held_once_however_many_rows_read_it(exact, family):
     policy = exact(family)
     with torch.no_grad():
         prefix = prefill(policy.core, encoded(policy, family)[:2])
-        held = [layer.held for layer in prefix.cache.layers]
+        held = [layer.content for layer in prefix.cache.layers]
         before = [(one.keys.data_ptr(), one.values.data_ptr()) for one in held]
         prefix = prefix.select(torch.tensor([0, 1] * 8))
         prefix.read(policy.core, prefix.last[:, None], prefix.positions[..., :1])
@@ -228,12 +228,12 @@ def test_a_cache_that_is_given_goes_on_as_it_did(checkpoint):
         before = policy(batch).logp
         prompts, _ = distinct_prompts([row.steps.prompt for row in rows])
         prefix = prefill(policy.core, prompts, lambda config, *given: visual_quant(config, *given, nbits=16))
-        assert type(prefix.cache).__name__ == "HeldCache"
+        assert type(prefix.cache).__name__ == "PromptCache"
         # That cache taught the model to read codes, for good; exact prompts are shared behind it.
-        assert policy.model.config.text_config._attn_implementation == "codes_sdpa"
+        assert policy.model.config.text_config._attn_implementation == "mmrl_sdpa"
         torch.testing.assert_close(policy(batch).logp, before, **TIGHT)
         shared = prefill(policy.core, prompts)
-    assert type(shared.cache).__name__ == "SharedCache"
+    assert type(shared.cache).__name__ == "PromptCache"
 
 
 def test_a_model_that_attends_in_its_own_way_gets_copies(exact):
@@ -247,9 +247,9 @@ def test_a_model_that_attends_in_its_own_way_gets_copies(exact):
 def test_masks_of_another_kind_are_left_alone():
     text = SimpleNamespace(_attn_implementation="flash_attention_2")
     config = SimpleNamespace(get_text_config=lambda decoder: text)
-    with watched(config) as noted:
+    with record_keys(config) as recorded:
         assert text._attn_implementation == "flash_attention_2"
-    assert noted == []
+    assert recorded == []
 
 
 def test_the_models_own_attention_stands_in_its_config_whatever_happens(exact):

@@ -18,9 +18,10 @@ from transformers import DynamicCache
 
 from mmrl.compression.caches.visual_quant import visual_quant
 from mmrl.kv_cache import packed_matmul, quantization
-from mmrl.kv_cache.blocks import Coded, Exact, collect, spread
-from mmrl.kv_cache.layout import Layout, group_slots
-from mmrl.kv_cache.quantized_attention import attend, read, teach
+from mmrl.kv_cache.attention_interface import attend, install
+from mmrl.kv_cache.blocks import CodedBlock, ExactBlock, collect, spread
+from mmrl.kv_cache.layout import PromptLayout
+from mmrl.kv_cache.row_groups import group_slots
 from tests.compression import caching
 from tests.compression.caching import answers, batch, llava, masks, prompts
 
@@ -97,12 +98,12 @@ def test_codes_are_written_in_pieces_where_they_are_many(monkeypatch):
         assert_close(packed_matmul.mix(weights, packed, 1, 16), expected, rtol=1e-5, atol=2e-4)
 
 
-@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("rotated", [False, True])
 @pytest.mark.parametrize("channels", [0, 4])
-def test_a_coded_block_is_its_dense_tokens(turned, channels):
+def test_a_coded_block_is_its_dense_tokens(rotated, channels):
     # Post-scaling: scales folded into the query and behind the sum give what dequantizing first gives.
     x = numbers(2, 3, 4, 10, 8)
-    block = Coded(quantization.quantize(x, 2, channels=channels), turned)
+    block = CodedBlock(quantization.quantize(x, 2, channels=channels), rotated)
     dense = block.dense()
     assert dense.shape == (2, 3, 40, 8)
     weights = numbers(2, 3, 5, 40, seed=1)
@@ -138,18 +139,18 @@ def test_slots_of_groups():
 
 
 def test_rows_of_one_prompt_are_queries_of_one_row():
-    layout = Layout(None, torch.ones(3, 5))
+    layout = PromptLayout(None, torch.ones(3, 5))
     layout.begin(3, 5, torch.device("cpu"))
     x = numbers(3, 2, 4, 6)
-    assert layout.fold(x) is x
+    assert layout.groups.fold(x) is x
     layout.select(torch.tensor([2, 0, 2, 1, 2]))
     x = numbers(5, 2, 4, 6)
-    folded = layout.fold(x)
+    folded = layout.groups.fold(x)
     assert folded.shape == (3, 2, 12, 6)  # the largest group has three rows
-    assert_close(layout.unfold(folded), x)
+    assert_close(layout.groups.unfold(folded), x)
     # Prompt 1 is not read any more: two are left.
     assert layout.select(torch.tensor([0, 1])).tolist() == [0, 2]
-    assert layout.owner.tolist() == [1, 0]
+    assert layout.groups.owner.tolist() == [1, 0]
 
 
 @pytest.mark.parametrize("base", ["sdpa", "eager"])
@@ -163,9 +164,9 @@ def test_a_model_that_learned_to_read_codes_says_the_same(base):
     inputs, answer = batch(prompts(3)[2:]), answers(1)
     with torch.no_grad():
         before = model(**inputs).logits
-        teach(model.config)
-        teach(model.config)
-        assert text._attn_implementation == f"codes_{base}"
+        install(model.config)
+        install(model.config)
+        assert text._attn_implementation == f"mmrl_{base}"
         assert torch.equal(model(**inputs).logits, before)
     full = caching.read(model, inputs, DynamicCache(config=model.config), answer)
     said = caching.read(model, inputs, visual_quant(*masks(model, inputs), nbits=16), answer)
@@ -176,7 +177,7 @@ def test_a_model_that_learned_to_read_codes_says_the_same(base):
 def test_gradients_flow_as_before():
     model = llava()
     inputs = batch(prompts(2))
-    teach(model.config)
+    install(model.config)
     (gradient,) = torch.autograd.grad(model(**inputs).logits.sum(), model.lm_head.weight)
     assert torch.isfinite(gradient).all()
     assert gradient.abs().sum() > 0
@@ -187,8 +188,8 @@ def test_attention_that_codes_do_not_go_with_is_named():
 
     config = t.LlamaConfig(hidden_size=16, num_attention_heads=2, num_hidden_layers=1)
     config._attn_implementation = "flex_attention"
-    with pytest.raises(ValueError, match="behind the attention 'sdpa or eager', not 'flex_attention'"):
-        teach(config)
+    with pytest.raises(ValueError, match="work with the attention 'sdpa or eager', not 'flex_attention'"):
+        install(config)
 
 
 @pytest.mark.parametrize("form", ["bool", "added", "none"])
@@ -212,7 +213,7 @@ def test_masks_of_every_form_are_understood(form):
     expected = torch.nn.functional.scaled_dot_product_attention(
         query, keys.repeat_interleave(2, 1), values.repeat_interleave(2, 1), attn_mask=seen, scale=0.3
     )
-    assert_close(attend(held, query, mask, 0.3), expected.transpose(1, 2))
+    assert_close(held.attend(query, mask, 0.3), expected.transpose(1, 2))
 
 
 def test_low_precision_is_answered_in_kind():
@@ -224,7 +225,7 @@ def test_low_precision_is_answered_in_kind():
     cache.update(keys[:, :, :64], keys[:, :, :64], 0)
     held, _ = cache.update(keys[:, :, 64:], keys[:, :, 64:], 0)
     query = numbers(1, 4, 1, 8, seed=1).bfloat16()
-    said = attend(held, query, None, 0.3)
+    said = held.attend(query, None, 0.3)
     dense = [x.repeat_interleave(2, 1) for x in held.dense()]
     expected = torch.nn.functional.scaled_dot_product_attention(query, *dense, scale=0.3)
     assert said.dtype == torch.bfloat16
@@ -260,7 +261,7 @@ def test_a_decode_step_takes_few_calls(nbits, rows, most):
         with Counted() as counted:
             for layer in range(4):
                 held, _ = cache.update(keys[:, :, :1], keys[:, :, :1], layer)
-                attend(held, query, None, 0.25)
+                held.attend(query, None, 0.25)
     assert counted.num / 4 <= most
 
 
@@ -274,7 +275,7 @@ def test_what_is_hidden_is_found_once_a_step_and_anew_where_rows_or_slots_moved(
     keys = numbers(2, 2, 4, 8)
     for layer in range(2):
         cache.update(keys, keys, layer)
-    layout = cache.layers[0].held.layout
+    layout = cache.layers[0].content.layout
 
     def look(rows):
         found = []
@@ -301,7 +302,7 @@ def test_what_is_hidden_is_found_once_a_step_and_anew_where_rows_or_slots_moved(
 def test_reading_tensors_is_what_the_model_did():
     module = llava().get_decoder().layers[0].self_attn
     query, keys = numbers(1, 4, 3, 16), numbers(1, 2, 3, 16)
-    said, _ = read("sdpa", module, query, keys, keys, None, scaling=0.25, dropout=0.0)
+    said, _ = attend("sdpa", module, query, keys, keys, None, scaling=0.25, dropout=0.0)
     dense = keys.repeat_interleave(2, 1)
     expected = torch.nn.functional.scaled_dot_product_attention(
         query, dense, dense, scale=0.25, is_causal=True
@@ -311,14 +312,14 @@ def test_reading_tensors_is_what_the_model_did():
 
 def test_blocks_of_exact_tokens():
     x, query = numbers(2, 3, 5, 4), numbers(2, 3, 2, 4)
-    assert_close(Exact(x).dots(query), query @ x.transpose(-1, -2))
-    assert Exact(x).nbytes == 2 * 3 * 5 * 4 * 8
+    assert_close(ExactBlock(x).dots(query), query @ x.transpose(-1, -2))
+    assert ExactBlock(x).nbytes == 2 * 3 * 5 * 4 * 8
 
 
 INTERPRETED = """
 import json, torch
-from mmrl.compression import bits
-from mmrl.kv_cache.kernels import triton_products as kernels
+from mmrl.kv_cache import quantization as bits
+from mmrl.kv_cache.kernels import triton_matmul as kernels
 kernels.SPLIT = 256
 worst = {}
 for nbits in bits.BITS:

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from mmrl.core.tensor import cat_padded
+from mmrl.kv_cache import hf_cache
+from mmrl.kv_cache.attention_interface import read_shared_prefix, record_keys
 from mmrl.kv_cache.layout import placeholder_ids
-from mmrl.kv_cache.prefix import merged, share, watched
 from mmrl.vision.models.processor import EncodedPrompt
 
 MakeCache = Callable[[Any, Tensor, Tensor], Any]  # (config, visual, mask), both (P, S) bool, to a cache
@@ -75,7 +76,8 @@ def prefill(
     ids, mask, positions = pad_left(cut, device)
     visual = torch.isin(ids, ids.new_tensor(placeholder_ids(core.config)))
     cache = (make_cache or _exact_cache)(core.config, visual & mask.bool(), mask.bool())
-    with watched(core.config) if share_prefix and make_cache is None else nullcontext([]) as noted:
+    recording = record_keys(core.config) if share_prefix and make_cache is None else nullcontext([])
+    with recording as recorded:
         core(
             input_ids=ids,
             attention_mask=mask,
@@ -84,12 +86,14 @@ def prefill(
             use_cache=True,
             **merge_media([prompt.media for prompt in prompts], device),
         )
-    shared = share(cache, noted, mask) if noted else None
+    shared = hf_cache.share_prefix(cache, recorded, mask) if recorded else None
     last = torch.stack([prompt.ids[-1] for prompt in prompts]).to(device)
     end = torch.stack([prompt.positions[:, -1] for prompt in prompts], 1)  # (A, P)
     start = torch.tensor([prompt.next_position for prompt in prompts]).expand_as(end)
     ends = torch.stack([end, start], -1).to(device)
-    return Prefix(cache, mask, last, ends) if shared is None else Prefix(shared, mask, last, ends, merged)
+    if shared is None:
+        return Prefix(cache, mask, last, ends)
+    return Prefix(shared, mask, last, ends, read_shared_prefix)
 
 
 def _exact_cache(config: Any, visual: Tensor, mask: Tensor) -> Any:

@@ -1,0 +1,127 @@
+"""The attention function under which transformers call the caches of this package, registered by name.
+
+A model looks its attention function up by the name in its config, and hands it the keys and values that its
+cache returns: tensors, or a cache layer of this package, which then attends itself.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+
+from mmrl.kv_cache.layers import QuantizedLayer, SharedPrefixLayer
+
+PREFIX, UNMASKED = "mmrl_", "mmrl_unmasked"
+BASES = ("sdpa", "eager")
+# Arguments of attention functions that merged attention does not compute.
+UNSUPPORTED = ("softcap", "s_aux", "position_bias", "cu_seq_lens_q")
+_RECORDED: ContextVar[list[Tensor] | None] = ContextVar("recorded", default=None)
+
+
+def register(base: str) -> str:
+    """Register the attention that reads caches and else does as `base` does; return its name.
+
+    Its mask function is that of `base`: without one of this name, transformers silently drop the causal mask
+    and the padding mask. UNMASKED has none on purpose: shared prefixes know their padding, and making a mask
+    in each step would cost time.
+    """
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+
+    if base.startswith(PREFIX):
+        return base
+    name = PREFIX + base
+    AttentionInterface.register(name, partial(attend, base))
+    AttentionMaskInterface.register(name, ALL_MASK_ATTENTION_FUNCTIONS[base])
+    AttentionInterface.register(UNMASKED, partial(attend, "none"))  # cache layers only, no tensors
+    return name
+
+
+def install(config: Any) -> None:
+    """Let the attention of a model read quantised caches, for good, through its live config."""
+    text = config.get_text_config(decoder=True)
+    base = text._attn_implementation or "sdpa"
+    if base.removeprefix(PREFIX) not in BASES:
+        raise ValueError(
+            f"quantised caches work with the attention '{' or '.join(BASES)}', not '{base}'; load the model "
+            "with one of them, or give the cache `fused: false` where it has this option"
+        )
+    text._attn_implementation = register(base)
+
+
+@contextmanager
+def record_keys(config: Any) -> Iterator[list[Tensor]]:
+    """Record the keys that the model's attention gets, if its masks are those of sdpa or eager."""
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS as MASKS
+
+    base = config.get_text_config(decoder=True)._attn_implementation or "sdpa"
+    recorded: list[Tensor] = []
+    if MASKS.get(base) not in (MASKS["sdpa"], MASKS["eager"]):
+        yield recorded
+        return
+    token = _RECORDED.set(recorded)
+    try:
+        with _implementation(config, register(base)):
+            yield recorded
+    finally:
+        _RECORDED.reset(token)
+
+
+@contextmanager
+def read_shared_prefix(config: Any) -> Iterator[None]:
+    """Let a model read tokens that follow a shared prefix."""
+    with _implementation(config, UNMASKED):
+        yield
+
+
+@contextmanager
+def _implementation(config: Any, name: str) -> Iterator[None]:
+    """Set the attention of a model for one call only, so that other readers of the config meet its own."""
+    text = config.get_text_config(decoder=True)
+    before = text._attn_implementation
+    text._attn_implementation = name
+    try:
+        yield
+    finally:
+        text._attn_implementation = before
+
+
+def attend(
+    base: str,
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor | QuantizedLayer | SharedPrefixLayer,
+    value: Tensor | QuantizedLayer | SharedPrefixLayer,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    **others: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """Attend from (N, H, t, D) queries to tensors as `base` does, or to a cache layer: (N, t, H, D)."""
+    if isinstance(key, Tensor):
+        recorded = _RECORDED.get()
+        if recorded is not None and all(others.get(name) is None for name in UNSUPPORTED):
+            recorded.append(key)
+        return _function(base, module)(module, query, key, value, attention_mask, scaling=scaling, **others)
+    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if key.pending is None:
+        return key.attend(query, attention_mask, scaling), None
+    # The first pass of a prompt whose recipe decides by its queries what to store.
+    keys, values = key.pending
+    repeats = len(query) // len(keys)
+    key.recipe.score(key, query[::repeats], scaling)
+    keys, values = (x.repeat_interleave(repeats, 0) if repeats > 1 else x for x in (keys, values))
+    return _function(base, module)(module, query, keys, values, attention_mask, scaling=scaling, **others)
+
+
+def _function(base: str, module: nn.Module) -> Callable:
+    """Find an attention function by name; each modeling file of transformers has an eager one of its own."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    own = getattr(inspect.getmodule(type(module)), "eager_attention_forward", None)
+    return ALL_ATTENTION_FUNCTIONS.get_interface(base, own)

@@ -1,0 +1,87 @@
+"""Rows of a batch that answer the same prompt, computed as queries of one row."""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+
+def rank_equal(key: Tensor) -> Tensor:
+    """Count, for every entry of a key (n,), the equal entries before it."""
+    order = key.argsort(stable=True)
+    ordered = key[order]
+    starts = torch.ones_like(ordered, dtype=torch.bool)
+    starts[1:] = ordered[1:] != ordered[:-1]
+    index = torch.arange(len(key), device=key.device)
+    first = torch.where(starts, index, 0).cummax(0).values
+    return torch.empty_like(key).scatter_(0, order, index - first)
+
+
+def group_slots(flags: Tensor, group: Tensor) -> Tensor:
+    """Sort flagged tokens into groups: flags (P, S) bool and group numbers (P, S) to slots (P, E, n).
+
+    Groups with fewer than `n` tokens end in slots of -1.
+    """
+    flags, group = flags.cpu(), group.cpu()
+    rows, slots = flags.nonzero(as_tuple=True)
+    if not len(rows):
+        return torch.full((len(flags), 0, 0), -1)
+    number = group[rows, slots]
+    place = rank_equal(rows * (int(number.max()) + 1) + number)
+    out = torch.full((len(flags), int(number.max()) + 1, int(place.max()) + 1), -1)
+    out[rows, number, place] = slots
+    return out
+
+
+class RowGroups:
+    """Which prompt each row of a batch answers: `owner` (N,) is the prompt of every row, out of `count`."""
+
+    def __init__(self, owner: Tensor, count: int) -> None:
+        self.owner, self.count = owner, count
+
+    def select(self, rows: Tensor) -> tuple[RowGroups, Tensor | None]:
+        """Keep rows, in this order; also return the prompts still in use, None if all of them are."""
+        used, owner = torch.unique(self.owner[rows.to(self.owner.device)], return_inverse=True)
+        return RowGroups(owner, len(used)), None if len(used) == self.count else used
+
+    @cached_property
+    def alone(self) -> bool:
+        """Whether every prompt has exactly one row, in order."""
+        return torch.equal(self.owner, torch.arange(self.count, device=self.owner.device))
+
+    @cached_property
+    def _places(self) -> tuple[Tensor, int, bool]:
+        """Each row's index in its group, the largest group, and whether groups are equal and in order."""
+        place = rank_equal(self.owner.cpu()).to(self.owner.device)
+        largest = int(place.max()) + 1
+        even = torch.arange(self.count, device=self.owner.device).repeat_interleave(largest)
+        return place, largest, torch.equal(self.owner, even)
+
+    def fold(self, x: Tensor) -> Tensor:
+        """Lay the rows of each prompt side by side: (N, h, Q, *) to (P, h, g * Q, *), g the largest group.
+
+        One product with the keys of a prompt then serves all its rows; smaller groups are padded with 0.
+        """
+        if self.alone:
+            return x
+        place, largest, even = self._places
+        if even:
+            out = x.unflatten(0, (self.count, largest))
+        else:
+            out = x.new_zeros(self.count, largest, *x.shape[1:])
+            out[self.owner, place] = x
+        return out.transpose(1, 2).flatten(2, 3)
+
+    def unfold(self, x: Tensor) -> Tensor:
+        """Undo `fold`: (P, h, g * Q, *) to (N, h, Q, *)."""
+        if self.alone:
+            return x
+        place, largest, even = self._places
+        out = x.unflatten(2, (largest, -1)).transpose(1, 2)
+        return out.flatten(0, 1) if even else out[self.owner, place]
+
+    def tile(self, mask: Tensor, times: int) -> Tensor:
+        """Repeat a mask (P, 1, t, n) as `fold` repeats queries: for every row, and `times` heads of each."""
+        return mask.repeat(1, 1, times if self.alone else self._places[1] * times, 1)
