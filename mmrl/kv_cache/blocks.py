@@ -1,7 +1,6 @@
-"""What keys or values are held in: blocks that give products with queries and weighted sums, exact or from
-codes.
+"""Blocks of stored keys or values, exact or quantised, with the two products that attention needs of them.
 
-A block holds `R` rows, `h` key-value heads, `n` tokens of `D` channels.
+A block stores `R` rows, `h` key-value heads, `n` tokens of `D` channels.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from mmrl.kv_cache.quantization import Codes, dequantize, rotation
 
 
 class Block(Protocol):
-    """Keys or values of some tokens."""
+    """Keys or values of some tokens, with their products with queries and with attention weights."""
 
     nbytes: int
 
@@ -30,35 +29,35 @@ class Block(Protocol):
 
 @dataclass(frozen=True)
 class ExactBlock:
-    """Tokens as they came: (R, h, n, D)."""
+    """Tokens in the precision of the model: (R, h, n, D)."""
 
     x: Tensor
 
     @property
     def nbytes(self) -> int:
-        """Measure what is held."""
+        """Bytes of the tokens."""
         return self.x.numel() * self.x.element_size()
 
     @cached_property
     def _flat(self) -> tuple[Tensor, Tensor]:
-        """View rows and heads as one axis: tokens in rows, and in columns."""
+        """View rows and heads as one axis: (R * h, n, D), and its transpose."""
         flat = self.x.flatten(0, 1)
         return flat, flat.mT
 
     def dots(self, query: Tensor) -> Tensor:
-        """Multiply with queries."""
+        """Multiply queries with keys: scores."""
         return self._times(query, self._flat[1])
 
     def mix(self, weights: Tensor) -> Tensor:
-        """Add up by weights."""
+        """Sum values by weights."""
         return self._times(weights, self._flat[0])
 
     def _times(self, x: Tensor, other: Tensor) -> Tensor:
-        found = times(x.flatten(0, 1).to(other.dtype), other)
-        return found.view(*x.shape[:3], -1).to(x.dtype)
+        product = times(x.flatten(0, 1).to(other.dtype), other)
+        return product.view(*x.shape[:3], -1).to(x.dtype)
 
     def dense(self) -> Tensor:
-        """Give the tokens."""
+        """Return the tokens."""
         return self.x
 
     def select(self, rows: Tensor) -> ExactBlock:
@@ -68,10 +67,14 @@ class ExactBlock:
 
 @dataclass(frozen=True)
 class CodedBlock:
-    """Tokens in few bits, in `E` groups: codes of (R, h, E, n / E, D); `rotated` says that they were rotated.
+    """Quantised tokens in `E` groups: codes of (R, h, E, n / E, D), of rotated channels if `rotated`.
 
-    Scales never meet the codes: what belongs to a channel goes into the query or behind the sum, what belongs
-    to a token into the weight (CalibQuant calls it post-scaling, arXiv 2502.14882).
+    Codes are multiplied as they are stored (post-scaling, CalibQuant, arXiv 2502.14882). A token is
+    x = low + scale * code, so for scales of channels
+
+        q . x = (q * scale) . code + q . low,    sum_n w_n x_n = scale * sum_n w_n code_n + low * sum_n w_n,
+
+    and for scales of tokens sum_n w_n x_n = sum_n (w_n scale_n) code_n + sum_n w_n low_n.
     """
 
     codes: Codes
@@ -79,22 +82,22 @@ class CodedBlock:
 
     @property
     def nbytes(self) -> int:
-        """Measure what is held."""
+        """Bytes of codes and scales."""
         return self.codes.nbytes
 
     @cached_property
     def _flat(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """View rows, heads and groups as one axis of blocks: codes, scale, low, and low as a column."""
+        """View rows, heads and groups as one axis of blocks: codes, scale, low, and low transposed."""
         packed, scale, low = (x.flatten(0, 2) for x in (self.codes.packed, self.codes.scale, self.codes.low))
         return packed, scale, low, low.mT
 
     def dots(self, query: Tensor) -> Tensor:
-        """Multiply with queries; keys share their scales over tokens."""
+        """Multiply queries with keys: scores. Scales must be those of channels."""
         groups = self.codes.packed.shape[2]
         packed, scale, _, low = self._flat
         each = self._rotate(query).flatten(0, 1)
         each = each.repeat_interleave(groups, 0) if groups > 1 else each
-        # One number per query and group: the product of the query with what code 0 stands for.
+        # q . low: one number per query and group
         base = torch.bmm(each, low.to(each.dtype))
         scores = dots(each * scale, packed, self.codes.nbits, base)
         if groups == 1:
@@ -102,7 +105,7 @@ class CodedBlock:
         return scores.view(*query.shape[:2], groups, *scores.shape[1:]).transpose(2, 3).flatten(-2)
 
     def mix(self, weights: Tensor) -> Tensor:
-        """Add up by weights."""
+        """Sum values by weights."""
         if self.codes.by_token:
             return self._rotate(self._mix_by_token(weights))
         return self._rotate(self._mix_by_channel(weights))
@@ -114,12 +117,13 @@ class CodedBlock:
             weights = weights.unflatten(-1, (groups, -1)).transpose(2, 3).flatten(0, 1)
         weights = weights.flatten(0, 1)
         flat = mix(weights, packed, self.codes.nbits, self.codes.size)
-        found = torch.addcmul(flat * scale, weights.sum(-1, keepdim=True), low.to(flat.dtype))
+        out = torch.addcmul(flat * scale, weights.sum(-1, keepdim=True), low.to(flat.dtype))
         if groups == 1:
-            return found.view(*shape, -1)
-        return found.view(*shape[:2], groups, *found.shape[1:]).sum(2)
+            return out.view(*shape, -1)
+        return out.view(*shape[:2], groups, *out.shape[1:]).sum(2)
 
     def _mix_by_token(self, weights: Tensor) -> Tensor:
+        # Each of the `kinds` channel groups of a token has a scale: one product per group of channels.
         codes, kinds = self.codes, self.codes.scale.shape[-1]
         weights = weights.unflatten(-1, (codes.packed.shape[2], -1)).transpose(2, 3)
         scale, low = (x.to(weights.dtype).movedim(-1, 3) for x in (codes.scale, codes.low))
@@ -127,11 +131,11 @@ class CodedBlock:
         packed = codes.packed.unflatten(-1, (kinds, -1)).movedim(-2, 3)
         flat = mix(folded.flatten(0, 3), packed.flatten(0, 3), codes.nbits, codes.size // kinds)
         base = (weights[:, :, :, None] * low[..., None, :]).sum(-1, keepdim=True)
-        found = flat.view(*folded.shape[:-1], -1) + base
-        return found.sum(2).movedim(2, 3).flatten(-2)
+        out = flat.view(*folded.shape[:-1], -1) + base
+        return out.sum(2).movedim(2, 3).flatten(-2)
 
     def dense(self) -> Tensor:
-        """Give back the tokens as near as codes are."""
+        """Dequantise the tokens."""
         return self._rotate(dequantize(self.codes)).flatten(2, 3)
 
     def select(self, rows: Tensor) -> CodedBlock:
@@ -149,18 +153,18 @@ def per_head(slots: Tensor) -> Tensor:
 
 
 def spread(x: Tensor, slots: Tensor, length: int) -> Tensor:
-    """Put tokens (R, h, n, D) where their slots (R, n) or (R, h, n) say; slots below 0 are nowhere.
+    """Scatter tokens (R, h, n, D) to their slots (R, n) or (R, h, n): (R, h, length, D), 0 in empty slots.
 
-    The result is (R, h, length, D), 0 where nothing was put.
+    Tokens of slots below 0 are dropped.
     """
     slots = per_head(slots).expand(x.shape[:3])
     out = x.new_zeros(*x.shape[:2], length + 1, x.shape[3])
-    where = torch.where(slots < 0, length, slots)[..., None].expand(x.shape)
-    return out.scatter_(2, where, x)[:, :, :length]
+    index = torch.where(slots < 0, length, slots)[..., None].expand(x.shape)
+    return out.scatter_(2, index, x)[:, :, :length]
 
 
 def collect(x: Tensor, slots: Tensor) -> Tensor:
-    """Take tokens (R, h, S, D) from their slots (R, n) or (R, h, n); slots below 0 give 0."""
+    """Gather tokens (R, h, S, D) from slots (R, n) or (R, h, n): (R, h, n, D), 0 for slots below 0."""
     slots = per_head(slots).expand(*x.shape[:2], slots.shape[-1])
-    found = x.gather(2, slots.clamp(min=0)[..., None].expand(*slots.shape, x.shape[-1]))
-    return found * (slots >= 0)[..., None]
+    tokens = x.gather(2, slots.clamp(min=0)[..., None].expand(*slots.shape, x.shape[-1]))
+    return tokens * (slots >= 0)[..., None]

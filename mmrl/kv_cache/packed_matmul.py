@@ -1,10 +1,14 @@
-"""Products of queries and attention weights with packed codes: what the fused path is made of.
+"""Matrix products of queries and attention weights with packed codes, for fused attention.
 
-`M` blocks of `n` tokens with `D` channels each; scales are folded into the other factor by whoever calls. On
-a CPU codes are written out: as numbers or, for few queries of float32, as bytes. What they are multiplied
-with becomes three digits of a byte each then, and matrices of bytes are multiplied, exactly but for what is a
-two-millionth of the largest number or less. One row of a small model takes so little that a call of torch
-costs as much as the work of thousands of numbers: what follows is written for few calls.
+There are `M` blocks of `n` tokens with `D` channels; callers fold scales into the other factor. On a CPU
+codes are unpacked, piece by piece: to floats or, for few float32 queries, to bytes for integer products. The
+other factor x is then written as fixed-point digits to base 256,
+
+    x = unit * (d0 + 256 * d1 + 65536 * d2),    each d in -128..127,
+
+so that three int8 products with int32 sums give x @ codes, exact but for a relative error of x of at most one
+two-millionth of its row's maximum. A decode step of a small model does so little that a call of torch costs
+as much as the arithmetic of thousands of numbers: this file is written for few calls.
 """
 
 from __future__ import annotations
@@ -17,16 +21,16 @@ from torch import Tensor, nn
 
 from mmrl.core import onednn
 
-HELD = 1 << 18  # numbers written out at once: with their codes they about fill a second-level cache
-CODES = 1 << 22  # codes written out at once: calls cost more than what leaves a cache
-WORTH = 256  # tokens that make a call for every block worth its while
-MANY = 1 << 16  # numbers of a block above which oneDNN is asked for each
-FEW = 12  # queries of a block up to which products of bytes are faster than those of floats
-DIGITS, BASE = 3, 256  # a float32 as bytes from -128 to 127
-LARGEST = (1 << 23) - 0x8100  # what the largest number becomes: its highest digit is 127 at most
-SIGNS = 0x8080  # added before the lower digits are cut out and taken off behind, which gives them signs
-LEAST = 1 << 21  # what the largest number becomes at least; more channels are not multiplied as bytes
-TINY = 1e-36  # what a unit is worth where all numbers are 0
+MAX_FLOATS = 1 << 18  # floats unpacked at once: with their codes they about fill a second-level cache
+MAX_CODES = 1 << 22  # bytes unpacked at once: calls cost more than cache misses
+MIN_TOKENS = 256  # of a block, for byte products, which take one call per block
+MIN_ONEDNN = 1 << 16  # numbers of a block, for a call of oneDNN per block
+MAX_QUERIES = 12  # of a block, for byte products; with more, float products are faster
+DIGITS, BASE = 3, 256
+MAX_UNITS = (1 << 23) - 0x8100  # of the largest number of a row: its highest digit is then at most 127
+OFFSET = 0x8080  # makes the two lower digits signed, see `_digits`
+MIN_UNITS = 1 << 21  # of the largest number; with so many channels that fewer fit, floats are multiplied
+TINY = 1e-36  # unit of a row of zeros
 
 
 def dots(query: Tensor, packed: Tensor, nbits: int, base: Tensor | None = None) -> Tensor:
@@ -36,11 +40,12 @@ def dots(query: Tensor, packed: Tensor, nbits: int, base: Tensor | None = None) 
 
         out = triton_matmul.dots(query, packed, nbits)
         return out if base is None else out.add_(base)
-    query = _in_order(query, packed.shape[2], nbits)
+    query = _to_unpacked(query, packed.shape[2], nbits)
     top = query.shape[2] * (2**nbits - 1)
     out = query.new_empty(*query.shape[:2], packed.shape[1])
-    if _as_bytes(query, packed, nbits) and top * LEAST < 1 << 31:
-        unit, digits = _digits(query, min(LARGEST, (1 << 31) // top - 1))
+    if _as_bytes(query, packed, nbits) and top * MIN_UNITS < 1 << 31:
+        # Sums over channels of digits times codes, put together, must fit into 32 bits.
+        unit, digits = _digits(query, min(MAX_UNITS, (1 << 31) // top - 1))
         for rows, codes in _codes(packed, nbits):
             out[rows] = _digit_dots(digits[rows], codes)
         out.mul_(unit)
@@ -51,38 +56,39 @@ def dots(query: Tensor, packed: Tensor, nbits: int, base: Tensor | None = None) 
 
 
 def mix(weights: Tensor, packed: Tensor, nbits: int, size: int) -> Tensor:
-    """Add up codes (M, n, bytes) by weights (M, Q, n): (M, Q, D)."""
+    """Sum codes (M, n, bytes) by weights (M, Q, n): (M, Q, D)."""
     if packed.is_cuda:
         from mmrl.kv_cache.kernels import triton_matmul
 
         return triton_matmul.mix(weights, packed, nbits, size)
     (blocks, num, tokens), width = weights.shape, packed.shape[2]
+    # Sums of each digit (at most 128) times codes over all tokens must fit into 32 bits.
     if _as_bytes(weights, packed, nbits) and tokens * (2**nbits - 1) << 7 < 1 << 31:
-        unit, digits = _digits(weights, LARGEST)
+        unit, digits = _digits(weights, MAX_UNITS)
         out = torch.cat([_digit_mix(digits[rows], codes) for rows, codes in _codes(packed, nbits)]).mul_(unit)
     else:
         out = weights.new_zeros(blocks, num, width * (8 // nbits))
         for rows, part, numbers in _numbers(packed, nbits, weights.dtype):
             out[rows] += times(weights[rows, :, part], numbers)
-    return _as_packed(out, width, nbits)[..., :size]
+    return _from_unpacked(out, width, nbits)[..., :size]
 
 
 def times(x: Tensor, y: Tensor) -> Tensor:
     """Multiply (m, Q, k) with (m, k, n): (m, Q, n)."""
     plain = x.dtype != torch.float32 or y.dtype != torch.float32 or x.requires_grad or x.is_cuda
-    if plain or x.shape[1] == 1 or y[0].numel() < MANY or not onednn.there():
+    if plain or x.shape[1] == 1 or y[0].numel() < MIN_ONEDNN or not onednn.there():
         return torch.bmm(x, y)
-    found = [onednn.times(one, other.T) for one, other in zip(x, y, strict=True)]
-    return found[0][None] if len(found) == 1 else torch.stack(found)
+    products = [onednn.times(a, b.T) for a, b in zip(x, y, strict=True)]
+    return products[0][None] if len(products) == 1 else torch.stack(products)
 
 
-# ---- codes, a byte each
+# ---- unpacking
 
 
 @cache
 def _places(nbits: int, width: int, device: torch.device) -> tuple[torch.dtype, Tensor, Tensor]:
-    """Find how codes are written: the longest word that tokens of `width` bytes consist of, how far it moves
-    for each of a byte's codes (8 / nbits,), and what is left of it."""
+    """Plan `unpack_bytes`: the widest integer type that divides `width` bytes, the shifts (8 / nbits,) that
+    bring each code of a byte to its lowest bits, and the mask of those bits in all bytes of a word."""
     word = next(size for size in (8, 4, 2, 1) if width % size == 0)
     kind = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}[word]
     moves = torch.arange(8 - nbits, -1, -nbits, dtype=kind, device=device)
@@ -90,11 +96,12 @@ def _places(nbits: int, width: int, device: torch.device) -> tuple[torch.dtype, 
     return kind, moves, mask.view(kind)
 
 
-def write(packed: Tensor, nbits: int) -> Tensor:
-    """Write (m, n, bytes) to bytes (m, n, codes), a word at a time.
+def unpack_bytes(packed: Tensor, nbits: int) -> Tensor:
+    """Unpack codes (m, n, bytes) to bytes (m, n, codes), one word at a time, in an order of its own.
 
-    Codes of one place in their bytes stand together: channels of a word of w bytes with c codes each come as
-    (c, w) instead of (w, c).
+    A shift and a mask of a whole word give one code of each of its bytes. So the channels of a word of w
+    bytes with c codes each come as (c, w) instead of (w, c): in 2 bits and words of 8 bytes as channels
+    0, 4, ..., 28, then 1, 5, ..., 29, and so on. `_to_unpacked` and `_from_unpacked` reorder the other factor.
     """
     if nbits == 8:
         return packed
@@ -103,15 +110,15 @@ def write(packed: Tensor, nbits: int) -> Tensor:
     return codes.view(torch.int8).flatten(2)
 
 
-def _in_order(x: Tensor, width: int, nbits: int) -> Tensor:
-    """Bring channels (M, Q, D) into the order in which codes are written."""
+def _to_unpacked(x: Tensor, width: int, nbits: int) -> Tensor:
+    """Reorder channels (M, Q, D) as `unpack_bytes` does."""
     each = 8 // nbits
     x = x if x.shape[2] == width * each else nn.functional.pad(x, (0, width * each - x.shape[2]))
     return _swap(x, _places(nbits, width, x.device)[0].itemsize, each)
 
 
-def _as_packed(x: Tensor, width: int, nbits: int) -> Tensor:
-    """Bring channels back into their own order."""
+def _from_unpacked(x: Tensor, width: int, nbits: int) -> Tensor:
+    """Undo `_to_unpacked`."""
     return _swap(x, 8 // nbits, _places(nbits, width, x.device)[0].itemsize)
 
 
@@ -120,84 +127,90 @@ def _swap(x: Tensor, outer: int, inner: int) -> Tensor:
 
 
 def _codes(packed: Tensor, nbits: int, many: int = 1) -> Iterator[tuple[slice, Tensor]]:
-    """Write codes out, some blocks at once, a multiple of `many`: yields which, and bytes (m, n, codes)."""
-    at_once = many * max(1, CODES // (many * packed.shape[1] * packed.shape[2] * (8 // nbits)))
+    """Unpack some blocks at a time, a multiple of `many`: yields which, and bytes (m, n, codes)."""
+    at_once = many * max(1, MAX_CODES // (many * packed.shape[1] * packed.shape[2] * (8 // nbits)))
     for first in range(0, len(packed), at_once):
         rows = slice(first, first + at_once)
-        yield rows, write(packed[rows], nbits)
+        yield rows, unpack_bytes(packed[rows], nbits)
 
 
 def _numbers(packed: Tensor, nbits: int, dtype: torch.dtype) -> Iterator[tuple[slice, slice, Tensor]]:
-    """Write codes out as numbers: yields which blocks, which tokens, and numbers (m, t, D), which the next
-    piece overwrites: fresh memory costs more than the work. Long blocks come one by one."""
+    """Unpack codes to floats in pieces: yields which blocks, which tokens, and numbers (m, t, D).
+
+    All pieces use one buffer, because fresh memory costs more than the work. Long blocks come one by one.
+    """
     blocks, tokens, width = packed.shape
     size = width * (8 // nbits)
-    length = max(1, min(tokens, HELD // size))
-    many = max(1, min(blocks, HELD // (size * length)))
-    held = torch.empty(many * length * size, dtype=dtype, device=packed.device)
+    length = max(1, min(tokens, MAX_FLOATS // size))
+    many = max(1, min(blocks, MAX_FLOATS // (size * length)))
+    buffer = torch.empty(many * length * size, dtype=dtype, device=packed.device)
     for rows, codes in _codes(packed, nbits, many):
         for a in range(0, len(codes), many):
             for b in range(0, tokens, length):
                 piece = codes[a : a + many, b : b + length]
                 which = slice(rows.start + a, rows.start + a + len(piece))
-                yield which, slice(b, b + length), held[: piece.numel()].view(piece.shape).copy_(piece)
+                yield which, slice(b, b + length), buffer[: piece.numel()].view(piece.shape).copy_(piece)
 
 
-# ---- numbers as digits
+# ---- fixed-point digits
 
 
 def _as_bytes(x: Tensor, packed: Tensor, nbits: int) -> bool:
-    small = nbits <= 4 and x.shape[1] <= FEW and x.dtype == torch.float32
-    return small and packed.shape[1] >= WORTH and multiplies_bytes()
+    small = nbits <= 4 and x.shape[1] <= MAX_QUERIES and x.dtype == torch.float32
+    return small and packed.shape[1] >= MIN_TOKENS and multiplies_bytes()
 
 
 @cache
 def multiplies_bytes() -> bool:
-    """Tell whether this processor multiplies matrices of bytes, fast and exactly."""
+    """Whether this processor multiplies int8 matrices fast and exactly."""
     if not torch.backends.cpu.get_cpu_capability().startswith("AVX512"):
         return False
     x, y = torch.full((1, 64), -128, dtype=torch.int8), torch.full((64, 16), 15, dtype=torch.int8)
     try:
-        found = torch._int_mm(x, y)
+        product = torch._int_mm(x, y)
     except (AttributeError, RuntimeError):
         return False
-    return bool((found == -64 * 128 * 15).all())
+    # Instructions that saturate at 16 bits would give less.
+    return bool((product == -64 * 128 * 15).all())
 
 
 def _digits(x: Tensor, most: int) -> tuple[Tensor, Tensor]:
-    """Write numbers (M, Q, k) as bytes (M, 3 Q, k), the lowest digits first, and what a unit is worth:
-    (M, Q, 1). The largest number becomes `most` units."""
+    """Write numbers (M, Q, k) as int8 digits (M, 3 Q, k), the lowest first, and their units (M, Q, 1).
+
+    The largest number of a row becomes `most` units.
+    """
     unit = x.abs().amax(-1, keepdim=True).mul_(1 / most).add_(TINY)
-    # Half a unit more: cutting off rounds then, and weights do not shrink together.
-    whole = (x / unit).add_(SIGNS + 0.5).to(torch.int32).bitwise_xor_(_signs(x.device))
-    digits = (whole.unsqueeze(1) >> _moves(x.device)).to(torch.int8)
+    # Adding 0x80 to a digit above 127 carries into the next one; flipping its highest bit takes it off again,
+    # so that each byte is a signed digit. Half a unit makes truncation round: weights do not shrink together.
+    whole = (x / unit).add_(OFFSET + 0.5).to(torch.int32).bitwise_xor_(_constant(OFFSET, x.device))
+    digits = (whole.unsqueeze(1) >> _constant((0, 8, 16), x.device)).to(torch.int8)
     return unit, digits.flatten(1, 2)
 
 
 def _digit_dots(digits: Tensor, codes: Tensor) -> Tensor:
-    """Multiply digits (m, 3 Q, D) with codes (m, n, D) and put them together: (m, Q, n) in units. Sums fit
-    into 32 bits, because the digits were chosen so."""
-    found = torch.empty(len(codes), digits.shape[1], codes.shape[1], dtype=torch.int32)
-    for each, block, out in zip(digits, codes.mT, found, strict=True):
-        torch._int_mm(each, block, out=out)
-    low, middle, high = found.view(len(codes), DIGITS, -1, codes.shape[1]).unbind(1)
-    return low.add_(middle.add_(high, alpha=BASE), alpha=BASE)
+    """Multiply digits (m, 3 Q, D) with codes (m, n, D): (m, Q, n) in units, as int32."""
+    return _join_digits(_multiply_bytes(digits, codes.mT))
 
 
 def _digit_mix(digits: Tensor, codes: Tensor) -> Tensor:
-    """Add up codes (m, n, D) by digits (m, 3 Q, n) and put them together: (m, Q, D) in units."""
-    found = torch.empty(len(codes), digits.shape[1], codes.shape[2], dtype=torch.int32)
-    for each, block, out in zip(digits, codes, found, strict=True):
-        torch._int_mm(each, block, out=out)
-    low, middle, high = found.float().view(len(codes), DIGITS, -1, codes.shape[2]).unbind(1)
+    """Sum codes (m, n, D) by digits (m, 3 Q, n): (m, Q, D) in units as floats, which int32 could not hold."""
+    return _join_digits(_multiply_bytes(digits, codes).float())
+
+
+def _multiply_bytes(x: Tensor, y: Tensor) -> Tensor:
+    out = torch.empty(len(y), x.shape[1], y.shape[2], dtype=torch.int32)
+    for a, b, product in zip(x, y, out, strict=True):
+        torch._int_mm(a, b, out=product)
+    return out
+
+
+def _join_digits(x: Tensor) -> Tensor:
+    low, middle, high = x.view(len(x), DIGITS, -1, x.shape[2]).unbind(1)
     return low.add_(middle.add_(high, alpha=BASE), alpha=BASE)
 
 
 @cache
-def _moves(device: torch.device) -> Tensor:
-    return torch.tensor([0, 8, 16], dtype=torch.int32, device=device)[:, None, None]
-
-
-@cache
-def _signs(device: torch.device) -> Tensor:
-    return torch.tensor(SIGNS, dtype=torch.int32, device=device)
+def _constant(value: int | tuple[int, ...], device: torch.device) -> Tensor:
+    """Make a number, or numbers (n, 1, 1), once per device."""
+    number = torch.tensor(value, dtype=torch.int32, device=device)
+    return number[:, None, None] if number.dim() else number

@@ -1,6 +1,6 @@
-"""Numbers in 1, 2, 4 or 8 bits: pure functions, a few lines of algebra each.
+"""Quantisation to 1, 2, 4 or 8 bits, with packing, range rules, rotation and score calibration.
 
-A code is a whole number from 0 to `2 ** nbits - 1`. It stands for `low + scale * code`. Codes that share a
+A code is an integer from 0 to `2 ** nbits - 1`. It stands for `low + scale * code`. Codes that share a
 scale are a group: the tokens of one channel (`axis: channel`), or neighbouring channels of one token
 (`axis: token`).
 """
@@ -16,8 +16,8 @@ from torch import Tensor
 
 Rule = Literal["shrunk", "centred", "quantile", "range", "fitted"]
 Side = Literal["keys", "values"]
-BITS = (1, 2, 4, 8)
-FLAT = 1e-6  # a range below which a channel is constant, and kept as that constant
+BITS = (1, 2, 4, 8)  # divisors of a byte
+FLAT = 1e-6  # channels of a smaller range count as constant
 SHRINK = {"keys": 0.5, "values": 0.3}  # of CalibQuant (arXiv 2502.14882) at one bit; 1 at more
 QUANTILE = 0.2  # our reading of its first version, at one bit; 0 at more
 # Half the range of the uniform quantizer of a Gaussian with least error, in standard deviations.
@@ -28,15 +28,15 @@ GAUSSIAN = {1: 0.798, 2: 1.494, 4: 2.514, 8: 3.927}
 
 
 def check_bits(nbits: int, name: str = "nbits") -> None:
-    """Refuse numbers of bits that no byte divides into."""
+    """Raise unless codes of `nbits` bits fill a byte."""
     if nbits not in BITS:
         raise ValueError(f"`{name}` must be one of {', '.join(map(str, BITS))}, not {nbits}")
 
 
 def pack(codes: Tensor, nbits: int) -> Tensor:
-    """Put codes (..., n) into bytes (..., ceil(n * nbits / 8)), the first code in the highest bits.
+    """Pack codes (..., n) into bytes (..., ceil(n * nbits / 8)), the first code in the highest bits.
 
-    Where codes do not fill the last byte, zeros do.
+    The last byte is padded with zeros. Of 2-bit codes a, b, c, d a byte is aabbccdd.
     """
     check_bits(nbits)
     each = 8 // nbits
@@ -48,7 +48,7 @@ def pack(codes: Tensor, nbits: int) -> Tensor:
 
 
 def unpack(packed: Tensor, nbits: int, size: int, dtype: torch.dtype = torch.uint8) -> Tensor:
-    """Take the first `size` codes out of bytes: (..., m) to (..., size). The inverse of `pack`."""
+    """Unpack the first `size` codes of bytes: (..., m) to (..., size). The inverse of `pack`."""
     check_bits(nbits)
     # One look-up gives all codes of a byte, already in the wanted precision.
     codes = table(nbits, dtype, packed.device)[packed.int()]
@@ -69,15 +69,15 @@ def table(nbits: int, dtype: torch.dtype, device: torch.device) -> Tensor:
 def bounds(
     x: Tensor, valid: Tensor, dim: int, nbits: int, rule: Rule, side: Side = "keys"
 ) -> tuple[Tensor, Tensor]:
-    """Choose what the lowest and the highest code of every group stand for; `dim` of `x` runs over a group.
+    """Choose the values of the lowest and the highest code of every group; `dim` of `x` runs over a group.
 
-    `valid` says which numbers count and can be broadcast to `x`. Rules: "range" is from the least to the
-    largest (KIVI, arXiv 2402.02750). "shrunk" pulls both towards zero at one bit, by 0.5 for keys and 0.3 for
-    values (CalibQuant, arXiv 2502.14882, as its code does). "centred" pulls them towards their middle
+    `valid` marks the numbers that count and broadcasts to `x`. Rules: "range" is from the minimum to the
+    maximum (KIVI, arXiv 2402.02750). "shrunk" scales both towards zero at one bit, by 0.5 for keys and 0.3
+    for values (CalibQuant, arXiv 2502.14882, as its code does). "centred" scales them towards their midpoint
     instead, so that a channel far from zero keeps its mean (our variant). "quantile" cuts a fifth off either
-    end at one bit (its first version; the level is our reading). "fitted" has the least squared error that
-    a few rounds of assigning and fitting find (ours), but leaves keys of more than one bit their range:
-    cutting their outliers costs answers. A constant group stands for its constant.
+    end at one bit (CalibQuant's first version; the level is our reading). "fitted" minimises the squared
+    error in a few rounds of assigning codes and fitting levels (ours), but leaves keys of more than one bit
+    their range, because cutting their outliers changes answers. A constant group keeps its constant.
     """
     valid = valid.expand(x.shape)
     least = x.masked_fill(~valid, torch.inf).amin(dim, keepdim=True)
@@ -113,7 +113,7 @@ def _cut(
 
 
 def quantile(x: Tensor, valid: Tensor, dim: int, level: float) -> Tensor:
-    """Find a quantile of what is valid along `dim`, which stays as one; linear between neighbours."""
+    """Compute a quantile of the valid numbers along `dim` (kept, of size 1), linear between neighbours."""
     ordered = x.masked_fill(~valid, torch.inf).sort(dim).values
     place = level * (valid.sum(dim, keepdim=True) - 1).clamp(min=0).to(x.dtype)
     below, above = (ordered.gather(dim, at.long()) for at in (place.floor(), place.ceil()))
@@ -125,9 +125,10 @@ def quantile(x: Tensor, valid: Tensor, dim: int, level: float) -> Tensor:
 def fit(
     x: Tensor, valid: Tensor, dim: int, nbits: int, least: Tensor, most: Tensor, rounds: int = 6
 ) -> tuple[Tensor, Tensor]:
-    """Find evenly spaced levels of small squared error: assign codes, fit a line through them, and again.
+    """Fit evenly spaced levels of small squared error: assign codes, fit a line through them, and repeat.
 
-    It starts from the levels that are best for a Gaussian. At one bit it ends at two means.
+    The first levels are the best ones for a Gaussian; at one bit the last ones are two cluster means. With
+    codes c of numbers x the line is slope = cov(c, x) / var(c), low = mean(x) - slope * mean(c).
     """
     weight = valid.to(x.dtype)
     count = weight.sum(dim, keepdim=True).clamp(min=1)
@@ -168,12 +169,12 @@ class Codes:
 
     @property
     def nbytes(self) -> int:
-        """Measure everything that is held."""
+        """Bytes of codes, scales and lows."""
         return sum(t.numel() * t.element_size() for t in (self.packed, self.scale, self.low))
 
     @property
     def by_token(self) -> bool:
-        """Tell whether every token has scales of its own."""
+        """Whether every token has scales of its own."""
         return self.scale.shape[-1] != self.size
 
     def select(self, rows: Tensor) -> Codes:
@@ -190,10 +191,11 @@ def quantize(
     side: Side = "keys",
     channels: int = 0,
 ) -> Codes:
-    """Put numbers (..., n, D) into few bits, one scale per channel, or per `channels` channels of a token.
+    """Quantise numbers (..., n, D) with one scale per channel, or per `channels` channels of a token.
 
-    `valid` (..., n, 1) says which tokens count: the others get code 0 and touch no range. Ranges are found in
-    float32 or better, scales are held in the precision of `x`. Codes are clamped, then rounded, ties to even.
+    `valid` (..., n, 1) marks the tokens that count: the others get code 0 and do not change a range. Ranges
+    are computed in float32 or float64, scales are stored in the precision of `x`. Codes are clamped, then
+    rounded, ties to even.
     """
     check_bits(nbits)
     size, kept = x.shape[-1], x.dtype
@@ -208,7 +210,7 @@ def quantize(
     low, high = bounds(exact, where, dim, nbits, rule, side)
     top = 2**nbits - 1
     scale = torch.where(high - low < FLAT, 1.0, (high - low) / top)
-    # Codes are chosen for the scales as they are held, which may have been rounded.
+    # Codes are chosen for the stored scales, which may have been rounded.
     scale, low = scale.to(kept).to(exact.dtype), low.to(kept).to(exact.dtype)
     scale = torch.where(scale > 0, scale, 1.0)
     codes = ((exact - low) / scale).clamp(0, top).round().masked_fill(~where, 0)
@@ -218,7 +220,7 @@ def quantize(
 
 
 def dequantize(codes: Codes) -> Tensor:
-    """Give back the numbers (..., n, D) that codes stand for."""
+    """Compute the numbers (..., n, D) that codes stand for."""
     x = unpack(codes.packed, codes.nbits, codes.size, codes.scale.dtype)
     if not codes.by_token:
         return x * codes.scale + codes.low
@@ -233,23 +235,22 @@ def dequantize(codes: Codes) -> Tensor:
 def rotation(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Make an orthonormal symmetric (size, size) matrix that spreads outliers over channels.
 
-    A Walsh-Hadamard matrix, or blocks of one where the size is no power of two. Queries and keys turned alike
-    have the same product; values are turned back behind the sum (the idea of AKVQ-VL, arXiv 2501.15021).
+    A Walsh-Hadamard matrix, or blocks of one where the size is not a power of two. Rotating queries and keys
+    alike keeps their products; sums of values are rotated back (as in AKVQ-VL, arXiv 2501.15021).
     """
     block = size & -size
-    one = torch.ones(1, 1, dtype=torch.float64)
+    hadamard = torch.ones(1, 1, dtype=torch.float64)
     pair = torch.tensor([[1.0, 1.0], [1.0, -1.0]], dtype=torch.float64) / 2**0.5
-    while one.shape[0] < block:
-        one = torch.kron(pair, one)
-    return torch.block_diag(*[one] * (size // block)).to(device, dtype)
+    while hadamard.shape[0] < block:
+        hadamard = torch.kron(pair, hadamard)
+    return torch.block_diag(*[hadamard] * (size // block)).to(device, dtype)
 
 
 def calibrate(scores: Tensor, valid: Tensor, *, drop: float = 3.0, guard: bool = True) -> Tensor:
-    """Lower the largest visual score of every query by `drop` nats, keep the least, and move the rest between
-    them (CalibQuant).
+    """Lower the largest visual score of every query by `drop` nats and interpolate the others (CalibQuant).
 
-    `scores` (..., n) are behind the division by sqrt(D) and before mask and softmax. Where they span less
-    than `drop`, the published formula turns their order around; with `guard` they become equal there (our
+    `scores` (..., n) are divided by sqrt(D), before mask and softmax; the smallest one stays. Where they span
+    less than `drop`, the published formula reverses their order; with `guard` they become equal there (our
     reading).
     """
     valid = valid.expand(scores.shape)

@@ -1,5 +1,4 @@
-"""A window of exact tokens in front of a growing block of codes (KIVI, arXiv 2402.02750), for rows of
-different lengths."""
+"""KIVI's residual window (arXiv 2402.02750): the newest tokens exact, older ones quantised, row by row."""
 
 from __future__ import annotations
 
@@ -12,33 +11,32 @@ from mmrl.kv_cache.layout import Part
 
 
 class RaggedRows:
-    """Tensors (B, h, n, ...) of one n, of which every row uses its first `count`, and the slots of what is
-    in them."""
+    """Padded tensors (N, h, n, ...) of which row i uses the first `count[i]`, with their slots (N, n)."""
 
     def __init__(self, tensors: dict[str, Tensor], slots: Tensor, count: Tensor) -> None:
         self.tensors, self.slots, self.count = tensors, slots, count
 
     @property
     def nbytes(self) -> int:
-        """Measure what is held, room to grow and slots included."""
+        """Bytes of tensors and slots, unused room included."""
         return sum(x.numel() * x.element_size() for x in (*self.tensors.values(), self.slots))
 
     def push(self, rows: Tensor, tensors: dict[str, Tensor], slots: Tensor) -> None:
-        """Add as many items (k, h, e, ...) behind each of some rows (k,)."""
-        at = self.count[rows][:, None] + torch.arange(slots.shape[1], device=slots.device)
-        more = int(at.max()) + 1 - self.slots.shape[1]
+        """Append items (k, h, e, ...) to some rows (k,)."""
+        index = self.count[rows][:, None] + torch.arange(slots.shape[1], device=slots.device)
+        more = int(index.max()) + 1 - self.slots.shape[1]
         if more > 0:
             more = max(more, self.slots.shape[1] // 4)
             self.tensors = {name: _longer(x, 2, more) for name, x in self.tensors.items()}
             self.slots = _longer(self.slots, 1, more, -1)
         for name, x in tensors.items():
-            # Two index tensors with a slice between them bring their own axes to the front.
-            self.tensors[name][rows[:, None], :, at] = x.transpose(1, 2)
-        self.slots[rows[:, None], at] = slots
+            # Two index tensors with a slice between them move their own axes to the front.
+            self.tensors[name][rows[:, None], :, index] = x.transpose(1, 2)
+        self.slots[rows[:, None], index] = slots
         self.count[rows] += slots.shape[1]
 
     def pop(self, rows: Tensor, num: int) -> tuple[dict[str, Tensor], Tensor]:
-        """Take the first `num` items of some rows; what is behind them moves up."""
+        """Remove and return the first `num` items of some rows; later items move up."""
         taken = {name: x[rows, :, :num] for name, x in self.tensors.items()}, self.slots[rows, :num]
         for name, x in self.tensors.items():
             self.tensors[name][rows] = _longer(x[rows, :, num:], 2, num)
@@ -52,10 +50,10 @@ class RaggedRows:
         self.slots, self.count = self.slots[rows], self.count[rows]
 
     def crop(self, length: int) -> None:
-        """Forget what stands at or behind a slot."""
+        """Drop the tokens from this slot on; a group stays while one of its tokens does."""
         self.slots = self.slots.masked_fill(self.slots >= length, -1)
-        held = self.slots.flatten(2).amax(-1) if self.slots.dim() == 3 else self.slots
-        self.count = (held >= 0).sum(1)
+        newest = self.slots.flatten(2).amax(-1) if self.slots.dim() == 3 else self.slots
+        self.count = (newest >= 0).sum(1)
 
 
 def _longer(x: Tensor, dim: int, more: int, fill: int = 0) -> Tensor:
@@ -63,12 +61,11 @@ def _longer(x: Tensor, dim: int, more: int, fill: int = 0) -> Tensor:
 
 
 class ResidualWindow:
-    """What came behind a prompt, and its newest tokens: exact while they are new, in few bits once they
-    leave.
+    """The tail of a KIVI cache: the newest tokens exact, older ones quantised once and never again.
 
-    Keys leave all together when `residual` of them stand in the window, in groups of `group` tokens with one
-    scale per channel. Values leave one by one when there are more than `residual`, with one scale per `group`
-    channels. What left is never touched again.
+    Keys are quantised together when there are `residual` exact ones, in groups of `group` tokens with one
+    scale per channel. Values are quantised one by one when there are more than `residual`, with one scale per
+    `group` channels.
     """
 
     def __init__(
@@ -79,7 +76,7 @@ class ResidualWindow:
         self.length = 0
 
     def start(self, keys: RaggedRows, values: RaggedRows, length: int) -> None:
-        """Begin with the newest tokens of prompts: (B, h, n, D), named "x"."""
+        """Start with the newest tokens of prompts: tensors (N, h, n, D) named "x"."""
         self.new_keys, self.new_values, self.length = keys, values, length
         x = keys.tensors["x"]
         rows, heads, _, size = x.shape
@@ -88,15 +85,15 @@ class ResidualWindow:
 
     @property
     def nbytes(self) -> int:
-        """Measure what is held."""
+        """Bytes of codes, scales, exact tokens and slots."""
         return sum(x.nbytes for x in (self.new_keys, self.new_values, self.old_keys, self.old_values))
 
     def code_keys(self, x: Tensor, valid: Tensor | None = None) -> quantization.Codes:
-        """Put groups of keys (B, h, E, g, D) into codes."""
+        """Quantise groups of keys (N, h, E, g, D)."""
         return quantization.quantize(self._rotate(x), self.nbits, valid=valid, rule=self.rule)
 
     def code_values(self, x: Tensor, valid: Tensor | None = None) -> quantization.Codes:
-        """Put values (B, h, n, D) into codes."""
+        """Quantise values (N, h, n, D)."""
         return quantization.quantize(
             self._rotate(x), self.value_nbits, valid=valid, rule=self.rule, side="values", channels=self.group
         )
@@ -105,8 +102,10 @@ class ResidualWindow:
         return x @ quantization.rotation(x.shape[-1], x.dtype, x.device) if self.rotate else x
 
     def append(self, keys: Tensor, values: Tensor) -> None:
-        """Take up tokens (B, h, t, D). What left the window leaves before: queries of the step that fills it
-        still see it whole."""
+        """Add tokens (N, h, t, D).
+
+        Older tokens are quantised first, so that the step that fills the window still reads it exactly.
+        """
         self._leave()
         rows = torch.arange(len(keys), device=keys.device)
         slots = torch.arange(self.length, self.length + keys.shape[2], device=keys.device)
@@ -126,31 +125,31 @@ class ResidualWindow:
             self.old_values.push(rows, _tensors(self.code_values(taken["x"])), slots)
 
     def keys(self) -> list[Part]:
-        """List the keys."""
+        """List the keys: quantised ones, then exact ones."""
         return [*self._old(self.old_keys, self.nbits, by_token=False), _new(self.new_keys)]
 
     def values(self) -> list[Part]:
-        """List the values."""
+        """List the values: quantised ones, then exact ones."""
         return [*self._old(self.old_values, self.value_nbits, by_token=True), _new(self.new_values)]
 
     def _old(self, rows: RaggedRows, nbits: int, *, by_token: bool) -> list[Part]:
         if not rows.slots.shape[1]:
             return []
         size = self.new_keys.tensors["x"].shape[-1]
-        held = {name: x[:, :, None] if by_token else x for name, x in rows.tensors.items()}
-        codes = quantization.Codes(**held, nbits=nbits, size=size)
+        tensors = {name: x[:, :, None] if by_token else x for name, x in rows.tensors.items()}
+        codes = quantization.Codes(**tensors, nbits=nbits, size=size)
         return [Part(CodedBlock(codes, self.rotate), rows.slots.flatten(1), shared=False)]
 
     def select(self, rows: Tensor) -> None:
         """Keep rows, in this order."""
-        for held in (self.new_keys, self.new_values, self.old_keys, self.old_values):
-            held.select(rows)
+        for side in (self.new_keys, self.new_values, self.old_keys, self.old_values):
+            side.select(rows)
 
     def crop(self, length: int) -> None:
-        """Forget what stands at or behind a slot."""
+        """Drop the tokens from this slot on."""
         self.length = length
-        for held in (self.new_keys, self.new_values, self.old_keys, self.old_values):
-            held.crop(length)
+        for side in (self.new_keys, self.new_values, self.old_keys, self.old_values):
+            side.crop(length)
 
 
 def _new(rows: RaggedRows) -> Part:
@@ -162,8 +161,7 @@ def _tensors(codes: quantization.Codes) -> dict[str, Tensor]:
 
 
 def _empty(codes: quantization.Codes, group: int) -> RaggedRows:
-    """Make room for codes like these, with nothing in it; slots are (B, 0, group), or (B, 0) without
-    groups."""
+    """Make empty rows for codes like these, with slots (N, 0, group), or (N, 0) without groups."""
     tensors = {name: x[:, :, :0].contiguous() for name, x in _tensors(codes).items()}
     rows, device = len(codes.packed), codes.packed.device
     slots = torch.full((rows, 0, group) if group else (rows, 0), -1, device=device)

@@ -85,8 +85,8 @@ def test_processors_without_products_of_bytes_or_onednn_say_the_same(monkeypatch
 
 
 def test_codes_are_written_in_pieces_where_they_are_many(monkeypatch):
-    monkeypatch.setattr(packed_matmul, "CODES", 3 * 300 * 16)
-    monkeypatch.setattr(packed_matmul, "HELD", 100 * 16)
+    monkeypatch.setattr(packed_matmul, "MAX_CODES", 3 * 300 * 16)
+    monkeypatch.setattr(packed_matmul, "MAX_FLOATS", 100 * 16)
     codes = torch.randint(0, 2, (7, 300, 16), generator=torch.Generator().manual_seed(1))
     packed, exact = quantization.pack(codes, 1), codes.double()
     for dtype in (torch.float64, torch.float32):

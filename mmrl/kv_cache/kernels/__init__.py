@@ -1,1 +1,1 @@
-"""Products with packed codes, which are never written out as numbers: Triton on CUDA, torch elsewhere."""
+"""Triton kernels of matrix products with packed codes, for CUDA."""

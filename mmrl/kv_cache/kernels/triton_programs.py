@@ -1,4 +1,4 @@
-"""Triton programs; this file is only read where Triton is there."""
+"""Triton kernels of products with packed codes; imported only where Triton is installed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ tl = importlib.import_module("triton.language")
 
 @triton.jit
 def numbers(packed, block, token, channel, tokens, size, width, NBITS: tl.constexpr):
-    """Read codes of a block: those of `token` (t,) and `channel` (c,), as float32 (t, c)."""
+    """Load the codes of `token` (t,) and `channel` (c,) of a block, as float32 (t, c)."""
     each: tl.constexpr = 8 // NBITS
     at = (block * tokens + token)[:, None] * width + (channel // each)[None, :]
     inside = (token < tokens)[:, None] & (channel < size)[None, :]
@@ -35,7 +35,7 @@ def dots_program(
         other=0.0,
     ).to(tl.float32)
     codes = numbers(packed, block, token, channel, tokens, size, width, NBITS)
-    # Codes and folded queries are products of float32: tf32 would round the queries.
+    # tf32 would round the queries, into which scales are folded, to 10 bits.
     scores = tl.dot(asked, tl.trans(codes), input_precision="ieee")
     inside = (row < num)[:, None] & (token < tokens)[None, :]
     tl.store(out + (block * num + row)[:, None] * tokens + token[None, :], scores, mask=inside)
@@ -46,12 +46,12 @@ def mix_program(
     weights, packed, out, num, tokens, size, width,
     NBITS: tl.constexpr, SIZE: tl.constexpr, TOKENS: tl.constexpr, QUERIES: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
-    """Add up a stretch of the tokens of one block for some queries."""
+    """Sum a range of the tokens of one block by the weights of some queries."""
     block = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     row = tl.program_id(2) * QUERIES + tl.arange(0, QUERIES)
     channel = tl.arange(0, SIZE)
-    found = tl.zeros((QUERIES, SIZE), dtype=tl.float32)
+    total = tl.zeros((QUERIES, SIZE), dtype=tl.float32)
     for start in range(0, SPLIT, TOKENS):
         token = part * SPLIT + start + tl.arange(0, TOKENS)
         weight = tl.load(
@@ -60,7 +60,7 @@ def mix_program(
             other=0.0,
         ).to(tl.float32)
         codes = numbers(packed, block, token, channel, tokens, size, width, NBITS)
-        found += tl.dot(weight, codes, input_precision="ieee")
+        total += tl.dot(weight, codes, input_precision="ieee")
     place = (part * tl.num_programs(0) + block) * num
     at = (place + row)[:, None] * size + channel[None, :]
-    tl.store(out + at, found, mask=(row < num)[:, None] & (channel < size)[None, :])
+    tl.store(out + at, total, mask=(row < num)[:, None] & (channel < size)[None, :])
