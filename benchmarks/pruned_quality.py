@@ -44,7 +44,7 @@ BITS = {
     "keys 2 bits, values 1": {"nbits": 2, "value_nbits": 1},
     "2 bits": {"nbits": 2},
 }
-BOOK = "1 bit, a book"
+CODEBOOK = "1 bit, a codebook"
 TARGETS = {  # what may be lost
     "1 bit": 0.01, GROUPS: 0.01, BOOK: 0.01, "yopo25": 0.01, "yopo12": 0.03, **dict.fromkeys(SHARED, 0.03),
 }  # fmt: skip
@@ -134,7 +134,7 @@ def grounding(given: argparse.Namespace) -> dict[str, Any]:
     made = "build", "examples/video_grounding/videos.yaml", f"build.sources={given.sources}"
     many = f"build.num_train={given.num_train}", f"build.num_test={given.num_test}"
     once(clips / "test.jsonl", *made, *many, f"output={clips}")
-    # What a model knows by heart says little about which errors matter: a book takes clips spliced anew.
+    # What a model knows by heart says little about which errors matter: a codebook takes videos spliced anew.
     other, few = given.output / "other_clips", ("build.num_train=120", "build.num_test=1", "seed=1")
     once(other / "train.jsonl", *made, *few, f"output={other}")
     held_out = [f"evaluation.data.path={clips}/test.jsonl", f"evaluation.data.root={clips}"]
@@ -147,13 +147,13 @@ def grounding(given: argparse.Namespace) -> dict[str, Any]:
     if steps:
         here = [*data, f"learn.learning_rate.steps={steps}"]
         models = train_on(output / "grpo", "examples/video_grounding/grpo.yaml", models, steps, here)
-    book = once(
-        output / "book" / "book.safetensors", "build", "examples/video_grounding/codebook.yaml",
-        f"output={output / 'book'}",
+    codebook = once(
+        output / "codebook" / "codebook.safetensors", "build", "examples/video_grounding/codebook.yaml",
+        f"output={output / 'codebook'}",
         f"build.model.model={models['full']}", f"build.prompts.path={other}/train.jsonl",
         f"build.prompts.root={other}",
     )  # fmt: skip
-    more = {BOOK: cache({"of": "visual", "first": 0, "book": str(book)}, "binary_codebook")}
+    more = {CODEBOOK: cache({"of": "visual", "first": 0, "codebook": str(codebook)}, "binary_codebook")}
     return compare(
         output, "examples/video_grounding/pareto.yaml", start, models, held_out, given.prompts, **more
     )

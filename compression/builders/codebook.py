@@ -1,4 +1,4 @@
-"""Books for the cache `binary_codebook`, fitted on prompts of a data set."""
+"""The builder of codebooks for the cache `binary_codebook`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from mmrl.compression.contrib.codebook_calibration import make_books, write_books
+from mmrl.compression.contrib.codebook_calibration import calibrate_codebooks, write_codebooks
 from mmrl.config.binding import Pieces
 from mmrl.config.ranges import NonNegativeInt, PositiveInt, Range
 from mmrl.config.registry import builder
@@ -18,14 +18,21 @@ from mmrl.runtime.modules import evaluating
 
 @builder
 class CalibrateCodebook:
-    """Fit the vectors of `compression.binary_codebook` on prompts that a model answers, for its option
-    `book`.
+    """Fit the codebook of `compression.binary_codebook` on prompts that a model answers.
 
-    `model` is a policy, `prompts` are data, of which `num_prompts` are taken, evenly spaced (0: all). Their
-    answers are not read. Take prompts like those that will come; ones that the model has learned by heart may
-    say less of which errors matter, and ones it is measured on are out of bounds. `nbits` and `value_nbits`
-    are bits a number of keys and of values; `of` says what the cache will hold in bits, and `first` how many
-    tokens of a prompt never are.
+    Use prompts like those the cache will serve, but never those it is evaluated on; prompts that the model
+    has memorised may tell less about which errors matter. Reference answers are not read.
+
+    Args:
+        stream: Source of random numbers.
+        model: The policy whose keys and values are quantised.
+        prompts: Data to take prompts from.
+        nbits: Bits per number of keys, in (0, 8].
+        value_nbits: Bits per number of values; `nbits` by default.
+        of: What the cache will quantise: the whole prompt, or its visual tokens.
+        first: Tokens at the start of each prompt that the cache keeps exact.
+        num_prompts: Prompts to use, evenly spaced.
+        num_tokens: Longest greedy answer, in tokens.
     """
 
     def __init__(
@@ -55,23 +62,23 @@ class CalibrateCodebook:
         }
 
     def build(self, output: Path) -> dict[str, Any]:
-        """Write the books, and tell how many prompts they come from."""
+        """Write the codebooks; report how many prompts they were fitted on."""
         pieces = Pieces(self.stream)
         policy = pieces.make("policy", self.model, place="build.model")
         data = pieces.make("data", self.prompts, place="build.prompts")
         every = max(1, len(data) // (self.num_prompts or len(data)))
-        asked = [data[i] for i in range(0, len(data), every)][: self.num_prompts or None]
+        chosen = [data[i] for i in range(0, len(data), every)][: self.num_prompts or None]
         device = Processes().device
         policy.module.to(device)
         inputs = []
-        for encoded in map(policy.prompt_encoder.encode, asked):
+        for encoded in map(policy.prompt_encoder.encode, chosen):
             positions = encoded.positions[:, None] if len(encoded.positions) > 1 else encoded.positions
-            given = {"input_ids": encoded.ids[None], "position_ids": positions, **encoded.media}
-            inputs.append({name: x.to(device) for name, x in given.items()})
+            call = {"input_ids": encoded.ids[None], "position_ids": positions, **encoded.media}
+            inputs.append({name: x.to(device) for name, x in call.items()})
         with evaluating(policy.model):
-            draw = self.stream.fixed("calibrate_codebook")
-            books = make_books(policy.model, inputs, generator=draw, **self.options)
+            generator = self.stream.fixed("calibrate_codebook")
+            codebooks = calibrate_codebooks(policy.model, inputs, generator=generator, **self.options)
         output.mkdir(parents=True, exist_ok=True)
-        path = output / "book.safetensors"
-        write_books(books, path)
+        path = output / "codebook.safetensors"
+        write_codebooks(codebooks, path)
         return {"prompts": len(inputs), "bytes": path.stat().st_size}

@@ -1,4 +1,4 @@
-"""Prompts, or their visual tokens, as sums of vectors, one bit each (ours)."""
+"""The cache `binary_codebook`: prompts as sums of codebook vectors, one bit per vector (ours)."""
 
 from __future__ import annotations
 
@@ -9,9 +9,14 @@ from typing import Annotated, Any, Literal
 import torch
 from torch import Tensor
 
-from mmrl.compression.contrib.binary_codebook import MOST, encode, fit, hold
-from mmrl.compression.contrib.codebook_block import Signed
-from mmrl.compression.contrib.codebook_calibration import Lent, read_books
+from mmrl.compression.contrib.binary_codebook import (
+    MAX_BITS,
+    CodebookBlock,
+    encode,
+    fit,
+    quantize_codebook,
+)
+from mmrl.compression.contrib.codebook_calibration import CalibratedCodebook, read_codebooks
 from mmrl.config.ranges import NonNegativeInt, Range
 from mmrl.config.registry import cache
 from mmrl.kv_cache.blocks import ExactBlock, collect
@@ -23,8 +28,7 @@ from mmrl.kv_cache.row_groups import group_slots
 
 @dataclass(frozen=True, kw_only=True)
 class BinaryCodebookRecipe(Recipe):
-    """How the tokens of a prompt are held. `books` of keys and of values; without, every prompt fits its
-    own."""
+    """Binary codes of a prompt, with calibrated `codebooks` (keys, values) or ones fitted to each prompt."""
 
     nbits: float
     value_nbits: float
@@ -32,12 +36,12 @@ class BinaryCodebookRecipe(Recipe):
     first: int
     newest: int
     rounds: int
-    books: tuple[Lent, Lent] | None = None
+    codebooks: tuple[CalibratedCodebook, CalibratedCodebook] | None = None
 
     def store(self, keys: Tensor, values: Tensor, layout: PromptLayout) -> Stored:
-        """Part a prompt (P, h, S, D) into what stays as it came and what becomes bits."""
-        places = self._places(layout, keys)
-        exact, coded = places["exact"], places["coded"]
+        """Split prompts (P, h, S, D) into exact and coded tokens."""
+        slots = self._slots(layout, keys)
+        exact, coded = slots["exact"], slots["coded"]
 
         def side(x: Tensor, number: int, nbits: float) -> list[Part]:
             parts = [Part(ExactBlock(collect(x, exact)), exact, name="exact")]
@@ -46,32 +50,31 @@ class BinaryCodebookRecipe(Recipe):
                 parts.append(Part(block, coded, visual=self.visual, name="coded"))
             return parts
 
-        tail = GrowingTail(layout.length)
-        return side(keys, 0, self.nbits), side(values, 1, self.value_nbits), tail
+        return side(keys, 0, self.nbits), side(values, 1, self.value_nbits), GrowingTail(layout.length)
 
-    def _block(self, tokens: Tensor, slots: Tensor, number: int, nbits: float) -> ExactBlock | Signed:
+    def _block(self, tokens: Tensor, slots: Tensor, number: int, nbits: float) -> ExactBlock | CodebookBlock:
         if nbits == 16:
             return ExactBlock(tokens)
-        if self.books is not None:
-            book = self.books[number].book(tokens)
-            return Signed(encode(tokens, book), book)
+        if self.codebooks is not None:
+            codebook = self.codebooks[number].for_tokens(tokens)
+            return CodebookBlock(encode(tokens, codebook), codebook)
         mean, vectors, signs = fit(tokens, nbits, valid=(slots >= 0)[:, None, :, None], rounds=self.rounds)
-        book = hold(mean, vectors, tokens.dtype)
-        return Signed(encode(tokens, book, signs=signs, sweeps=1), book)
+        codebook = quantize_codebook(mean, vectors, tokens.dtype)
+        return CodebookBlock(encode(tokens, codebook, signs=signs, sweeps=1), codebook)
 
-    def _places(self, layout: PromptLayout, keys: Tensor) -> Mapping[str, Tensor]:
-        """Find the slots of what stays and of what becomes bits, (P, n) each, once for all layers."""
+    def _slots(self, layout: PromptLayout, keys: Tensor) -> Mapping[str, Tensor]:
+        """Find the slots of exact and of coded tokens, (P, n) each, once for all layers."""
         if not layout.made:
             real = layout.real.cpu()
             rank = real.cumsum(1) - 1
             coded = real & (rank >= self.first) & (rank < real.sum(1, keepdim=True) - self.newest)
             coded &= layout.visual.cpu() if self.visual else True
-            if self.books is None:
-                # A book of fewer tokens than channels would take more than they do.
+            if self.codebooks is None:
+                # A codebook for fewer tokens than channels would be larger than the tokens.
                 coded &= coded.sum(1, keepdim=True) > keys.shape[-1]
-            one = torch.zeros_like(rank)
+            single = torch.zeros_like(rank)
             for name, flags in (("exact", real & ~coded), ("coded", coded)):
-                layout.made[name] = group_slots(flags, one).flatten(1).to(keys.device)
+                layout.made[name] = group_slots(flags, single).flatten(1).to(keys.device)
         return layout.made
 
 
@@ -84,48 +87,53 @@ def binary_codebook(
     nbits: Annotated[float, Range(0, 16, above=True)] | None = None,
     value_nbits: Annotated[float, Range(0, 16, above=True)] | None = None,
     of: Literal["prompt", "visual"] = "prompt",
-    book: str = "",
+    codebook: str = "",
     first: NonNegativeInt = 8,
     newest: NonNegativeInt = 0,
     rounds: NonNegativeInt = 3,
     fused: bool = True,
 ) -> Any:
-    """Hold prompts, or their visual tokens, in any number of bits, as sums of vectors, for one batch (ours).
+    """Store prompts, or their visual tokens, as sums of codebook vectors, one bit per vector (ours).
 
-    A bit says whether a vector is in the sum, so `nbits` of 1.5 are one and a half times as many vectors as
-    channels; 2 by default. `value_nbits` gives values other bits than keys; 16 leaves a side as it is. Every
-    prompt fits vectors of its own while it is stored, which take `nbits` bytes for every channel squared and
-    head: they are for prompts of many more tokens than a head has channels, and rows with fewer stay as they
-    came. `book` is a file of `calibrate_codebook` instead, fitted once, for prompts like those it was fitted
-    on; it says how many bits there are. The `first` and the `newest` tokens of every row stay as they came
-    (the first ones are outliers that everything attends to, arXiv 2401.18079), and so does what comes behind
-    the prompt.
+    Without `codebook` each prompt fits its own vectors when it is stored, which take `nbits` bytes per head
+    and squared channel: use it for prompts with many more tokens than a head has channels; rows with fewer
+    stay exact. Tokens after the prompt are exact.
+
+    Args:
+        config: Config of the model.
+        visual: Which tokens are visual, (P, S) bool; needed for `of: visual`.
+        mask: Which tokens are not padding, (P, S) bool.
+        nbits: Bits per number of keys, in (0, 8], or 16 for exact keys; 1.5 means 1.5 vectors per channel. 2
+            by default.
+        value_nbits: Bits per number of values; `nbits` by default.
+        of: Quantise the whole prompt, or its visual tokens only.
+        codebook: File of the builder `calibrate_codebook`, fitted on similar prompts; it fixes the bits.
+        first: Tokens at the start of each row that stay exact; they are outliers that everything attends to
+            (arXiv 2401.18079).
+        newest: Tokens at the end of each row that stay exact.
+        rounds: Rounds of fitting vectors and bits in turn.
+        fused: Attention reads codes; without, it reads dense tensors made anew in every step.
     """
-    if book and (nbits, value_nbits) != (None, None):
+    if codebook and (nbits, value_nbits) != (None, None):
         raise ValueError(
-            f"the book '{book}' says how many bits there are; leave `nbits` and `value_nbits` out"
+            f"the codebook '{codebook}' fixes the number of bits; leave `nbits` and `value_nbits` out"
         )
     nbits = 2.0 if nbits is None else nbits
     value_nbits = nbits if value_nbits is None else value_nbits
     for name, number in (("nbits", nbits), ("value_nbits", value_nbits)):
-        if not 0 < number <= MOST and number != 16:
-            raise ValueError(f"`{name}` must be above 0 and at most {MOST}, or 16, not {number}")
+        if not 0 < number <= MAX_BITS and number != 16:
+            raise ValueError(f"`{name}` must be above 0 and at most {MAX_BITS}, or 16, not {number}")
     if of not in ("prompt", "visual"):
         raise ValueError(f"`of` must be prompt or visual, not '{of}'")
     if of == "visual" and visual is None:
-        raise ValueError("`visual` must say which tokens are visual; `find_visual` reads it off the ids")
+        raise ValueError("`of: visual` needs `visual`, the visual tokens; `find_visual` finds them")
     if min(first, newest, rounds) < 0:
         raise ValueError(f"`first`, `newest` and `rounds` count: 0 or more, not {first}, {newest}, {rounds}")
     recipe = BinaryCodebookRecipe(
-        nbits=nbits,
-        value_nbits=value_nbits,
-        visual=of == "visual",
-        first=first,
-        newest=newest,
-        rounds=rounds,
+        nbits=nbits, value_nbits=value_nbits, visual=of == "visual", first=first, newest=newest, rounds=rounds
     )
-    if not book:
+    if not codebook:
         return make_cache(config, PromptLayout(visual, mask), recipe, fused=fused)
     layers = config.get_text_config(decoder=True).num_hidden_layers
-    recipes = [replace(recipe, books=books) for books in read_books(book, layers)]
+    recipes = [replace(recipe, codebooks=pair) for pair in read_codebooks(codebook, layers)]
     return make_cache(config, PromptLayout(visual, mask), recipes, fused=fused)

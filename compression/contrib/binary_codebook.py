@@ -1,10 +1,10 @@
-"""Numbers as sums of vectors, one bit each: pure functions.
+"""Binary codebooks: tokens as sums of codebook vectors, one bit per vector (experimental, ours).
 
-A token is `low` plus those of `m` vectors whose bit is 1: x = low + bits @ vectors. With as many vectors as
-channels that is one bit a number, with half as many half a bit. Vectors start as bits of the components of a
-Karhunen-Loeve transform, shared out by reverse water-filling (transform coding, as textbooks have it); then
-vectors and bits are fitted to each other in turn, which lets vectors lean (additive quantization, Babenko and
-Lempitsky, CVPR 2014, with codebooks of two entries; the sweep over single bits is ours).
+A token of D channels is x = low + bits @ vectors with `m` vectors: m / D bits per number, in any fraction.
+Vectors start as the bits of the components of a Karhunen-Loeve transform, allocated by reverse water-filling
+(textbook transform coding); then vectors and bits are fitted in turn, so that vectors need not stay
+orthogonal (additive quantization, Babenko and Lempitsky, CVPR 2014, with codebooks of two entries; the sweep
+over single bits is ours). Fitting uses signs s = 2 * bits - 1 and halved vectors, whose mean is 0.
 """
 
 from __future__ import annotations
@@ -14,93 +14,94 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from mmrl.kv_cache.packed_matmul import dots, mix
 from mmrl.kv_cache.quantization import Codes, dequantize, pack, quantize, unpack
 
-# A Gaussian of variance 1 in 0 to 8 bits of evenly spaced levels: squared error, and half of their range.
+# Best uniform quantisers of a Gaussian of variance 1 with 0 to 8 bits: squared error, and half their range.
 ERROR = (1.0, 0.3634, 0.1188, 0.03744, 0.01154, 0.003495, 0.00104, 0.0003035, 0.0000869)
 HALF = (0.0, 0.798, 1.494, 2.051, 2.514, 2.915, 3.276, 3.613, 3.927)
-MOST = len(ERROR) - 1  # bits of one component
-NOTHING = 1e-10  # a share of the largest variance below which a component has none
-RIDGE = 1e-3  # of the least squares, as a share of the tokens: signs may always agree
+MAX_BITS = len(ERROR) - 1  # of one component
+MIN_VARIANCE = 1e-10  # relative to the largest; components below it get no bits
+RIDGE = 1e-3  # of the least squares, per token: two vectors may always have equal signs
 
 
 @dataclass(frozen=True)
-class Book:
-    """What bits stand for: `low` (R, h, 1, D) and `vectors` (R, h, m, D) in 8 bits, one scale a vector.
+class Codebook:
+    """A codebook: `low` (R, h, 1, D) and `vectors` (R, h, m, D) in 8 bits with one scale per vector.
 
-    `metric` (1, h, D, D) weighs the error of which bits are chosen. A book that is `lent` has one row, which
-    serves all prompts, and belongs to no cache.
+    `metric` (1, h, D, D) weights the error when bits are chosen. A `calibrated` codebook has one row for all
+    prompts, and does not count as memory of a cache.
     """
 
     low: Tensor
     vectors: Codes
     metric: Tensor | None = None
-    lent: bool = False
+    calibrated: bool = False
 
     @property
-    def many(self) -> int:
-        """Count the vectors."""
+    def num_vectors(self) -> int:
+        """Number of vectors."""
         return self.vectors.packed.shape[-2]
 
     @property
     def nbytes(self) -> int:
-        """Measure what a cache holds of it."""
-        return 0 if self.lent else self.vectors.nbytes + self.low.numel() * self.low.element_size()
+        """Bytes that a cache stores; 0 if calibrated."""
+        return 0 if self.calibrated else self.vectors.nbytes + self.low.numel() * self.low.element_size()
 
     def dense(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Give low and vectors as numbers."""
+        """Return low and vectors as numbers."""
         return self.low.to(dtype), dequantize(self.vectors).to(dtype)
 
-    def select(self, rows: Tensor) -> Book:
+    def select(self, rows: Tensor) -> Codebook:
         """Keep rows, in this order."""
-        if self.lent:
+        if self.calibrated:
             return self
         return replace(self, low=self.low[rows], vectors=self.vectors.select(rows))
 
 
 def count_vectors(nbits: float, size: int) -> int:
-    """Count the vectors that make `nbits` bits a number."""
+    """Number of vectors for `nbits` bits per number."""
     return max(1, round(nbits * size))
 
 
-def share_bits(variance: Tensor, many: int) -> tuple[Tensor, Tensor]:
-    """Give `many` bits to components of variances (..., D), each to the one whose error it lowers most:
-    (..., many) numbers of components and, for each, which bit of it this is, from 0 on.
+def allocate_bits(variance: Tensor, num: int) -> tuple[Tensor, Tensor]:
+    """Allocate `num` bits to components of variances (..., D), each where it lowers the error most.
 
-    That is reverse water-filling in whole bits. The largest gains come first.
+    Returns the components (..., num) and which bit of its component each is, from 0; the largest gains come
+    first. This is reverse water-filling in whole bits.
     """
     error = variance.new_tensor(ERROR)
     gains = variance[..., None] * (error[:-1] - error[1:])
-    best = gains.flatten(-2).topk(many, -1).indices
-    return best // MOST, best % MOST
+    best = gains.flatten(-2).topk(num, -1).indices
+    return best // MAX_BITS, best % MAX_BITS
 
 
-def first_vectors(covariance: Tensor, many: int) -> Tensor:
-    """Write the bits of the components of a covariance (..., D, D) as vectors with signs: (..., many, D).
+def initial_vectors(covariance: Tensor, num: int) -> Tensor:
+    """Make vectors (..., num, D) of signs from the principal components of a covariance (..., D, D).
 
-    The signs of a component of b bits are worth a half, a quarter and so on of the range of its levels.
+    The signs of a component of b bits add 1/2, 1/4 and so on of the range of its levels.
     """
     variance, basis = torch.linalg.eigh(covariance.double())
-    variance = variance.masked_fill(variance < NOTHING * variance.amax(-1, keepdim=True), 0)
-    which, level = share_bits(variance, many)
+    variance = variance.masked_fill(variance < MIN_VARIANCE * variance.amax(-1, keepdim=True), 0)
+    which, level = allocate_bits(variance, num)
     number = torch.zeros_like(variance, dtype=torch.int64).scatter_add_(-1, which, torch.ones_like(which))
     number, spread = number.gather(-1, which), variance.gather(-1, which).sqrt()
-    # 2^b levels over twice the half range: the first sign moves by 2^(b - 1) of 2^b - 1 half steps.
-    worth = variance.new_tensor(HALF)[number] * spread * 2.0 ** (number - 1 - level) / (2.0**number - 1)
-    columns = basis.gather(-1, which[..., None, :].expand(*basis.shape[:-1], many))
-    return (columns * worth[..., None, :]).mT.to(covariance.dtype)
+    # 2^b levels span 2 * half in 2^b - 1 steps; the last sign moves by a step, each earlier one by twice.
+    length = variance.new_tensor(HALF)[number] * spread * 2.0 ** (number - 1 - level) / (2.0**number - 1)
+    columns = basis.gather(-1, which[..., None, :].expand(*basis.shape[:-1], num))
+    return (columns * length[..., None, :]).mT.to(covariance.dtype)
 
 
 def choose_signs(
     x: Tensor, vectors: Tensor, *, signs: Tensor | None = None, metric: Tensor | None = None, sweeps: int = 1
 ) -> Tensor:
-    """Choose signs (..., n, m), -1 or 1, so that signs @ vectors is near x (..., n, D).
+    """Choose signs (..., n, m), -1 or 1, such that signs @ vectors approximates x (..., n, D).
 
-    Sign by sign the better one of two, given the others; without `signs` the first sweep takes what is left
-    by those before. Near is by x' metric x.
+    Coordinate descent on e' metric e with e = x - signs @ vectors: sign j becomes that of
+    v_j' metric (x - sum of the other signs' vectors). Without `signs` the first sweep starts from zeros.
     """
-    seen = vectors if metric is None else vectors @ metric
-    inner, wanted = seen @ vectors.mT, seen @ x.mT
+    weighted = vectors if metric is None else vectors @ metric
+    inner, wanted = weighted @ vectors.mT, weighted @ x.mT
     signs = torch.zeros_like(wanted) if signs is None else signs.mT.clone()
     own = inner.diagonal(dim1=-2, dim2=-1)[..., None]
     for j in list(range(signs.shape[-2])) * sweeps:
@@ -110,13 +111,13 @@ def choose_signs(
 
 
 def fit_vectors(x: Tensor, signs: Tensor, count: Tensor) -> Tensor:
-    """Find vectors (..., m, D) of least squared error; padded tokens have signs of 0. `count` (..., 1, 1)."""
+    """Least squares: vectors (..., m, D) for signs (..., n, m), 0 in padding; `count` (..., 1, 1) tokens."""
     ridge = RIDGE * count.clamp(min=1) * torch.eye(signs.shape[-1], dtype=x.dtype, device=x.device)
     return torch.linalg.solve(signs.mT @ signs + ridge, signs.mT @ x)
 
 
-def root(metric: Tensor) -> tuple[Tensor, Tensor]:
-    """Find the symmetric root of a metric (..., D, D), and its inverse."""
+def matrix_root(metric: Tensor) -> tuple[Tensor, Tensor]:
+    """Compute the symmetric square root of a metric (..., D, D), and its inverse."""
     values, basis = torch.linalg.eigh(metric.double())
     values = values.clamp(min=1e-12).sqrt()[..., None, :]
     return ((basis * values) @ basis.mT).to(metric.dtype), ((basis / values) @ basis.mT).to(metric.dtype)
@@ -125,19 +126,22 @@ def root(metric: Tensor) -> tuple[Tensor, Tensor]:
 def fit(
     x: Tensor, nbits: float, *, valid: Tensor | None = None, metric: Tensor | None = None, rounds: int = 3
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Fit vectors (R, h, m, D) of signs to tokens (R, h, n, D), of which `valid` (R, 1, n, 1) count: the mean
-    (R, h, 1, D), the vectors, and the signs (R, h, n, m)."""
+    """Fit a codebook of signs to tokens (R, h, n, D), of which `valid` (R, 1, n, 1) count.
+
+    Returns the mean (R, h, 1, D), the vectors (R, h, m, D) and the signs (R, h, n, m).
+    """
     exact = x if x.dtype == torch.float64 else x.float()
     weight = torch.ones_like(exact[..., :1]) if valid is None else valid.expand_as(exact[..., :1]).to(exact)
     count = weight.sum(-2, keepdim=True)
     mean = (exact * weight).sum(-2, keepdim=True) / count.clamp(min=1)
     away = (exact - mean) * weight
-    many, covariance = count_vectors(nbits, x.shape[-1]), away.mT @ away / count.clamp(min=1)
+    num, covariance = count_vectors(nbits, x.shape[-1]), away.mT @ away / count.clamp(min=1)
     if metric is None:
-        vectors = first_vectors(covariance, many)
+        vectors = initial_vectors(covariance, num)
     else:
-        forth, back = root(metric)
-        vectors = first_vectors(forth @ covariance @ forth, many) @ back
+        forth, back = matrix_root(metric)
+        # With u = root @ x the weighted error is a plain one: fit in u, and map the vectors back.
+        vectors = initial_vectors(forth @ covariance @ forth, num) @ back
     signs = choose_signs(away, vectors, metric=metric)
     for number in range(rounds + 1):
         vectors = fit_vectors(away, signs * weight, count)
@@ -146,28 +150,65 @@ def fit(
     return mean, vectors, signs
 
 
-def hold(mean: Tensor, vectors: Tensor, dtype: torch.dtype) -> Book:
-    """Hold a mean and vectors of signs: a bit is worth twice its vector, above where all signs are -1."""
-    held = quantize((2 * vectors).to(dtype), 8, channels=vectors.shape[-1])
-    low = mean - dequantize(held).to(mean.dtype).sum(-2, keepdim=True) / 2
-    return Book(low.to(dtype), held)
+def quantize_codebook(mean: Tensor, vectors: Tensor, dtype: torch.dtype) -> Codebook:
+    """Quantise a mean and vectors of signs: a bit adds twice its vector to `low`, where all signs are -1."""
+    codes = quantize((2 * vectors).to(dtype), 8, channels=vectors.shape[-1])
+    low = mean - dequantize(codes).to(mean.dtype).sum(-2, keepdim=True) / 2
+    return Codebook(low.to(dtype), codes)
 
 
-def encode(x: Tensor, book: Book, *, signs: Tensor | None = None, sweeps: int = 3) -> Tensor:
+def encode(x: Tensor, codebook: Codebook, *, signs: Tensor | None = None, sweeps: int = 3) -> Tensor:
     """Choose the bits of tokens (R, h, n, D): packed, (R, h, n, ceil(m / 8)) uint8.
 
-    Those who have `signs` from fitting the book should go on from them: what is found from nothing is worse,
-    the more so the more bits there are.
+    Pass the `signs` from fitting the codebook if there are any: starting from zeros gives a larger error, the
+    more so the more bits there are.
     """
     exact = x if x.dtype == torch.float64 else x.float()
-    low, vectors = book.dense(exact.dtype)
+    low, vectors = codebook.dense(exact.dtype)
     vectors = vectors / 2
     away = exact - low - vectors.sum(-2, keepdim=True)
-    metric = None if book.metric is None else book.metric.to(exact.dtype)
+    metric = None if codebook.metric is None else codebook.metric.to(exact.dtype)
     return pack(choose_signs(away, vectors, signs=signs, metric=metric, sweeps=sweeps) > 0, 1)
 
 
-def decode(packed: Tensor, book: Book) -> Tensor:
-    """Give back the tokens (R, h, n, D) that bits stand for."""
-    low, vectors = book.dense(book.low.dtype)
-    return unpack(packed, 1, book.many, low.dtype) @ vectors + low
+def decode(packed: Tensor, codebook: Codebook) -> Tensor:
+    """Compute the tokens (R, h, n, D) that bits stand for."""
+    low, vectors = codebook.dense(codebook.low.dtype)
+    return unpack(packed, 1, codebook.num_vectors, low.dtype) @ vectors + low
+
+
+@dataclass(frozen=True)
+class CodebookBlock:
+    """A block of tokens as bits (R, h, n, bytes) of a codebook.
+
+    With x = low + bits @ V products are taken without making tokens:
+    q . x = (V q) . bits + q . low, and sum_n w_n x_n = (sum_n w_n bits_n) @ V + low * sum_n w_n.
+    """
+
+    packed: Tensor
+    codebook: Codebook
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of bits and codebook."""
+        return self.packed.numel() + self.codebook.nbytes
+
+    def dots(self, query: Tensor) -> Tensor:
+        """Multiply queries with keys: scores."""
+        low, vectors = self.codebook.dense(query.dtype)
+        scores = dots((query @ vectors.mT).flatten(0, 1), self.packed.flatten(0, 1), 1)
+        return scores.view(*query.shape[:3], -1).add_(query @ low.mT)
+
+    def mix(self, weights: Tensor) -> Tensor:
+        """Sum values by weights."""
+        low, vectors = self.codebook.dense(weights.dtype)
+        sums = mix(weights.flatten(0, 1), self.packed.flatten(0, 1), 1, self.codebook.num_vectors)
+        return sums.view(*weights.shape[:3], -1) @ vectors + weights.sum(-1, keepdim=True) * low
+
+    def dense(self) -> Tensor:
+        """Compute the tokens."""
+        return decode(self.packed, self.codebook)
+
+    def select(self, rows: Tensor) -> CodebookBlock:
+        """Keep rows, in this order."""
+        return replace(self, packed=self.packed[rows], codebook=self.codebook.select(rows))

@@ -101,7 +101,7 @@ def unpack_bytes(packed: Tensor, nbits: int) -> Tensor:
 
     A shift and a mask of a whole word give one code of each of its bytes. So the channels of a word of w
     bytes with c codes each come as (c, w) instead of (w, c): in 2 bits and words of 8 bytes as channels
-    0, 4, ..., 28, then 1, 5, ..., 29, and so on. `_to_unpacked` and `_from_unpacked` reorder the other factor.
+    0, 4, ..., 28, then 1, 5, ..., 29, and so on. `_to_unpacked` reorders the other factor alike.
     """
     if nbits == 8:
         return packed

@@ -1,4 +1,4 @@
-"""Numbers as sums of vectors, one bit each."""
+"""Binary codebooks: allocation of bits, fitting, packing and the block of a cache."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ import torch
 from torch.testing import assert_close
 
 from mmrl.compression.contrib.binary_codebook import (
-    Book,
+    Codebook,
+    CodebookBlock,
+    allocate_bits,
     choose_signs,
     count_vectors,
     decode,
     encode,
-    first_vectors,
     fit,
     fit_vectors,
-    hold,
-    share_bits,
+    initial_vectors,
+    quantize_codebook,
 )
-from mmrl.compression.contrib.codebook_block import Signed
 
 
 def tokens(rows: int = 2, heads: int = 3, num: int = 200, size: int = 16, seed: int = 0):
@@ -30,10 +30,10 @@ def tokens(rows: int = 2, heads: int = 3, num: int = 200, size: int = 16, seed: 
     return (plain * spread) @ mixed + 3
 
 
-def made(x: torch.Tensor, nbits: float) -> tuple[Book, torch.Tensor]:
-    """Fit a book; gives the signs as well."""
+def made(x: torch.Tensor, nbits: float) -> tuple[Codebook, torch.Tensor]:
+    """Fit a codebook; returns its signs as well."""
     mean, vectors, signs = fit(x, nbits)
-    return hold(mean, vectors, x.dtype), signs
+    return quantize_codebook(mean, vectors, x.dtype), signs
 
 
 def lost(x: torch.Tensor, found: torch.Tensor) -> float:
@@ -44,22 +44,22 @@ def lost(x: torch.Tensor, found: torch.Tensor) -> float:
 def test_bits_go_where_they_lower_the_error_most():
     # A Gaussian of variance 1 has error 0.3634 after one bit and 0.1188 after two: gains 0.6366 and 0.2446.
     # Variances 4 and 1: 4 * 0.6366 = 2.55, 4 * 0.2446 = 0.98, 4 * (0.1188 - 0.0374) = 0.33 and 0.64, 0.24.
-    which, level = share_bits(torch.tensor([1.0, 4.0]), 4)
+    which, level = allocate_bits(torch.tensor([1.0, 4.0]), 4)
     assert (which.tolist(), level.tolist()) == ([1, 1, 0, 1], [0, 1, 0, 2])
 
 
 def test_vectors_start_as_halves_and_quarters_of_a_component():
     # Variance 4 in two bits: four levels evenly over 2 * 1.494 * 2 = 5.976, 1.992 apart, so the signs are
     # worth 1.992 and 0.996. Variance 1 in one bit: 0.798 either way.
-    found = first_vectors(torch.diag(torch.tensor([1.0, 4.0], dtype=torch.float64)), 3).abs()
+    found = initial_vectors(torch.diag(torch.tensor([1.0, 4.0], dtype=torch.float64)), 3).abs()
     expected = torch.tensor([[0, 1.992], [0, 0.996], [0.798, 0]], dtype=torch.float64)
     assert_close(found, expected)
 
 
 def test_a_component_that_is_constant_gets_no_bit():
-    found = first_vectors(torch.diag(torch.tensor([0.0, 1.0], dtype=torch.float64)), 10)
+    found = initial_vectors(torch.diag(torch.tensor([0.0, 1.0], dtype=torch.float64)), 10)
     assert found[:8].abs().amax(1).gt(0).all() and not found[8:].any()
-    assert not first_vectors(torch.zeros(2, 2), 4).any()
+    assert not initial_vectors(torch.zeros(2, 2), 4).any()
 
 
 def test_signs_are_chosen_one_after_the_other():
@@ -100,17 +100,17 @@ def test_a_metric_says_which_channels_matter():
 @pytest.mark.parametrize(("nbits", "most"), [(0.5, 0.12), (1, 0.03), (2, 0.003), (4, 4e-4)])
 def test_more_bits_lose_less(nbits, most):
     x = tokens()
-    book, signs = made(x, nbits)
-    packed = encode(x, book, signs=signs)
+    codebook, signs = made(x, nbits)
+    packed = encode(x, codebook, signs=signs)
     assert packed.shape[-1] == -(-round(nbits * 16) // 8)
-    assert most / 4 < lost(x, decode(packed, book)) < most
+    assert most / 4 < lost(x, decode(packed, codebook)) < most
 
 
 def test_signs_from_fitting_are_a_better_start_than_none_and_are_left_alone():
     x = tokens()
-    book, signs = made(x, 4)
+    codebook, signs = made(x, 4)
     before = signs.clone()
-    gaps = [lost(x, decode(encode(x, book, signs=start), book)) for start in (signs, None)]
+    gaps = [lost(x, decode(encode(x, codebook, signs=start), codebook)) for start in (signs, None)]
     assert gaps[0] < 0.9 * gaps[1]
     assert torch.equal(signs, before)
 
@@ -127,16 +127,16 @@ def test_what_is_padded_changes_nothing():
 
 def test_a_row_that_is_constant_or_empty_is_given_back():
     x = torch.full((1, 1, 20, 8), 2.5, dtype=torch.float64)
-    book = made(x, 1)[0]
-    assert_close(decode(encode(x, book), book), x)
+    codebook = made(x, 1)[0]
+    assert_close(decode(encode(x, codebook), codebook), x)
     empty = fit(x, 1, valid=torch.zeros(1, 1, 20, 1, dtype=torch.bool))
     assert not empty[0].any() and not empty[1].any()
 
 
 def test_a_block_multiplies_and_adds_up_what_it_stands_for():
     x = tokens(num=300)
-    book = made(x, 1.3)[0]  # 21 vectors, which fill no whole bytes
-    block = Signed(encode(x, book), book)
+    codebook = made(x, 1.3)[0]  # 21 vectors, which fill no whole bytes
+    block = CodebookBlock(encode(x, codebook), codebook)
     draw = torch.Generator().manual_seed(1)
     query, weights = (torch.randn(2, 3, 5, size, generator=draw, dtype=torch.float64) for size in (16, 300))
     assert_close(block.dots(query), query @ block.dense().mT, rtol=0, atol=1e-10)
@@ -147,17 +147,17 @@ def test_a_block_multiplies_and_adds_up_what_it_stands_for():
 
 def test_bytes_are_those_of_bits_vectors_and_low():
     x = tokens(num=1000).float()
-    book = made(x, 1.5)[0]
+    codebook = made(x, 1.5)[0]
     # 24 vectors of 16 bytes with scale and low in four bytes each, and 16 numbers for a token without a bit.
-    assert book.nbytes == 2 * 3 * (24 * (16 + 2 * 4) + 16 * 4)
-    assert Signed(encode(x, book), book).nbytes == book.nbytes + 2 * 3 * 1000 * 3
-    lent = Book(book.low[:1], book.vectors.select(torch.tensor([0])), None, lent=True)
-    assert lent.nbytes == 0 and lent.select(torch.tensor([1, 0])) is lent
+    assert codebook.nbytes == 2 * 3 * (24 * (16 + 2 * 4) + 16 * 4)
+    assert CodebookBlock(encode(x, codebook), codebook).nbytes == codebook.nbytes + 2 * 3 * 1000 * 3
+    calibrated = Codebook(codebook.low[:1], codebook.vectors.select(torch.tensor([0])), None, calibrated=True)
+    assert calibrated.nbytes == 0 and calibrated.select(torch.tensor([1, 0])) is calibrated
 
 
 def test_numbers_in_half_precision_are_held_as_such():
     x = tokens().bfloat16()
-    book = made(x, 2)[0]
-    found = decode(encode(x, book), book)
+    codebook = made(x, 2)[0]
+    found = decode(encode(x, codebook), codebook)
     assert found.dtype == torch.bfloat16 and lost(x.float(), found.float()) < 0.004
     assert count_vectors(0.01, 16) == 1

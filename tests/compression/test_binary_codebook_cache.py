@@ -11,7 +11,7 @@ from torch.testing import assert_close
 from transformers import DynamicCache
 
 from mmrl.compression.caches.binary_codebook import binary_codebook
-from mmrl.compression.contrib.codebook_calibration import make_books, read_books, write_books
+from mmrl.compression.contrib.codebook_calibration import calibrate_codebooks, read_codebooks, write_codebooks
 from mmrl.config.registry import find
 from tests.compression import caching
 from tests.compression.caching import answers, batch, llava, masks, prompts, read
@@ -26,21 +26,21 @@ def model():
 
 
 @pytest.fixture(scope="module")
-def book(model, tmp_path_factory):
-    """Fit books on the tiny model's own prompts."""
-    path = tmp_path_factory.mktemp("book") / "book.safetensors"
+def codebook(model, tmp_path_factory):
+    """Fit codebooks on the tiny model's own prompts."""
+    path = tmp_path_factory.mktemp("codebook") / "codebook.safetensors"
     asked = [one for i, one in enumerate(prompts()) if i not in (1, 6)]
-    write_books(made(model, asked, nbits=1.0, value_nbits=1.5), path)
+    write_codebooks(made(model, asked, nbits=1.0, value_nbits=1.5), path)
     return str(path)
 
 
 def made(model, asked, **options):
     draw = torch.Generator().manual_seed(0)
-    return make_books(model, asked, num_tokens=4, generator=draw, **{"first": 0, **options})
+    return calibrate_codebooks(model, asked, num_tokens=4, generator=draw, **{"first": 0, **options})
 
 
-def lend(options: dict, book: str) -> dict:
-    return {**options, "book": book} if options.get("book") else options
+def lend(options: dict, codebook: str) -> dict:
+    return {**options, "codebook": codebook} if options.get("codebook") else options
 
 
 OPTIONS = [
@@ -48,7 +48,7 @@ OPTIONS = [
     {"nbits": 1.5, "value_nbits": 0.75, "first": 2, "newest": 3},
     {"nbits": 4, "of": "visual", "first": 0},
     {"nbits": 16, "value_nbits": 1},
-    {"of": "visual", "book": "given", "first": 0},
+    {"of": "visual", "codebook": "given", "first": 0},
 ]
 
 
@@ -62,11 +62,14 @@ def test_at_full_precision_no_logit_changes(model, fused, of):
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_both_paths_say_the_same(model, book, options):
+def test_both_paths_say_the_same(model, codebook, options):
     inputs, answer = batch(prompts()), answers(8)
     said = [
         read(
-            model, inputs, binary_codebook(*masks(model, inputs), fused=fused, **lend(options, book)), answer
+            model,
+            inputs,
+            binary_codebook(*masks(model, inputs), fused=fused, **lend(options, codebook)),
+            answer,
         )
         for fused in (True, False)
     ]
@@ -76,14 +79,14 @@ def test_both_paths_say_the_same(model, book, options):
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_eight_ragged_rows_together_are_eight_rows_alone(model, book, options):
+def test_eight_ragged_rows_together_are_eight_rows_alone(model, codebook, options):
     listed, answer = prompts(), answers(8)
     inputs = batch(listed)
-    together = read(model, inputs, binary_codebook(*masks(model, inputs), **lend(options, book)), answer)
+    together = read(model, inputs, binary_codebook(*masks(model, inputs), **lend(options, codebook)), answer)
     for i, one in enumerate(listed):
         alone = batch([one])
         said = read(
-            model, alone, binary_codebook(*masks(model, alone), **lend(options, book)), answer[i : i + 1]
+            model, alone, binary_codebook(*masks(model, alone), **lend(options, codebook)), answer[i : i + 1]
         )
         assert_close(together[i : i + 1], said, rtol=0, atol=1e-9)
 
@@ -126,16 +129,16 @@ def test_bytes_shrink_as_the_formula_says():
         cache.update(x, x, layer)
     # Two layers of two heads: 24 and 8 vectors of 16 bytes with two scales of 8, a low of 16 numbers each,
     # 4 bytes a token, 4 exact tokens; slots of 1024 coded and 4 exact ones, which layers share.
-    books = (24 + 8) * (16 + 16) + 2 * 16 * 8
-    assert cache.nbytes == 2 * 2 * (books + 1024 * 4 + 2 * 4 * 16 * 8) + 1028 * 8
+    codebooks = (24 + 8) * (16 + 16) + 2 * 16 * 8
+    assert cache.nbytes == 2 * 2 * (codebooks + 1024 * 4 + 2 * 4 * 16 * 8) + 1028 * 8
 
 
 @PATHS
-def test_rows_are_chosen_repeated_and_cropped(model, book, fused):
+def test_rows_are_chosen_repeated_and_cropped(model, codebook, fused):
     inputs = batch(prompts(4))
     answer, more = answers(4, 3), answers(4, 3, seed=5)
     mask = torch.cat([inputs["attention_mask"], torch.ones_like(answer)], 1)
-    for options in ({"nbits": 1}, {"of": "visual", "book": book}):
+    for options in ({"nbits": 1}, {"of": "visual", "codebook": codebook}):
         make = partial(binary_codebook, *masks(model, inputs), fused=fused, **options)
         once = make()
         read(model, inputs, once, answer)
@@ -205,10 +208,10 @@ def test_the_engine_rolls_out_with_it(exact):
         ({"nbits": 0}, "`nbits` must be above 0 and at most 8, or 16, not 0"),
         ({"value_nbits": 9}, "`value_nbits` must be above 0 and at most 8, or 16, not 9"),
         ({"of": "text"}, "`of` must be prompt or visual, not 'text'"),
-        ({"of": "visual"}, "`visual` must say which tokens are visual"),
+        ({"of": "visual"}, "`of: visual` needs `visual`"),
         ({"first": -1}, "0 or more, not -1, 0, 3"),
-        ({"book": "x", "nbits": 1}, "the book 'x' says how many bits there are"),
-        ({"book": "nowhere"}, "cannot read the book 'nowhere'"),
+        ({"codebook": "x", "nbits": 1}, "the codebook 'x' fixes the number of bits"),
+        ({"codebook": "nowhere"}, "cannot read the codebook 'nowhere'"),
     ],
 )
 def test_options_that_do_not_fit_are_refused(model, options, message):
@@ -216,16 +219,18 @@ def test_options_that_do_not_fit_are_refused(model, options, message):
         binary_codebook(model.config, None, None, **options)
 
 
-# ---- books that are fitted once
+# ---- codebooks that are fitted once
 
 
-def test_a_book_is_of_the_model_that_it_was_fitted_for(model, book):
-    assert len(read_books(book, 2)) == 2
+def test_a_book_is_of_the_model_that_it_was_fitted_for(model, codebook):
+    assert len(read_codebooks(codebook, 2)) == 2
     with pytest.raises(ValueError, match="is for 2 layers, but the model has 1"):
-        binary_codebook(*masks(llava(layers=1), batch(prompts(2))), of="visual", book=book)
+        binary_codebook(*masks(llava(layers=1), batch(prompts(2))), of="visual", codebook=codebook)
     other, inputs = llava(size=8), batch(prompts(2))
     with pytest.raises(ValueError, match="fitted for 2 heads of 16 channels, but the model has 2 of 8"):
-        read(other, inputs, binary_codebook(*masks(other, inputs), of="visual", book=book), answers(2))
+        read(
+            other, inputs, binary_codebook(*masks(other, inputs), of="visual", codebook=codebook), answers(2)
+        )
 
 
 def test_a_metric_is_the_second_moment_of_the_gradient_of_the_lead(model):
@@ -281,16 +286,16 @@ def test_a_book_of_text_serves_a_model_of_text():
     )
     text = t.LlamaForCausalLM(config).eval()
     asked = [{"input_ids": torch.arange(6, 46)[None]}]
-    books = made(text, asked, of="prompt")
-    assert {name: tuple(x.shape) for name, x in books.items() if name.startswith("keys")} == {
+    codebooks = made(text, asked, of="prompt")
+    assert {name: tuple(x.shape) for name, x in codebooks.items() if name.startswith("keys")} == {
         "keys.mean": (1, 2, 1, 16),
         "keys.vectors": (1, 2, 16, 16),
         "keys.metric": (1, 2, 16, 16),
     }
-    with pytest.raises(ValueError, match="no prompt to fit books on"):
-        make_books(text, [])
+    with pytest.raises(ValueError, match="no prompt to fit codebooks on"):
+        calibrate_codebooks(text, [])
 
 
 def test_the_registry_knows_it():
     assert find("cache", "compression.binary_codebook").target is binary_codebook
-    assert {"nbits", "of", "book"} <= set(find("cache", "compression.binary_codebook").options)
+    assert {"nbits", "of", "codebook"} <= set(find("cache", "compression.binary_codebook").options)

@@ -1,4 +1,4 @@
-"""The builder of books for `binary_codebook`."""
+"""The builder of codebooks for `binary_codebook`."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ def test_books_are_fitted_on_the_prompts_of_a_data_set(exact, tmp_path, monkeypa
             stream=Stream(0), model=model, prompts=prompts, first=0, num_prompts=number, num_tokens=3
         )
         told.append(made.build(tmp_path / "out"))
-        found.append(load_file(tmp_path / "out" / "book.safetensors"))
+        found.append(load_file(tmp_path / "out" / "codebook.safetensors"))
     assert [one["prompts"] for one in told] == [len(asked), len(asked), 2]
-    assert told[0]["bytes"] == (tmp_path / "out" / "book.safetensors").stat().st_size
+    assert told[0]["bytes"] == (tmp_path / "out" / "codebook.safetensors").stat().st_size
     assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
     assert not torch.equal(found[0]["keys.mean"], found[2]["keys.mean"])
     layers, heads, many, size = found[0]["values.vectors"].shape
     assert many == size and found[0]["values.mean"].shape == (layers, heads, 1, size)
-    cache = partial(binary_codebook, of="visual", book=str(tmp_path / "out" / "book.safetensors"))
+    cache = partial(binary_codebook, of="visual", codebook=str(tmp_path / "out" / "codebook.safetensors"))
     together = mixed.generate(policy, asked, cache=cache)
     alone = mixed.generate(policy, asked, cache=cache, batch_size=1)
     assert [row.steps.ids.tolist() for row in together] == [row.steps.ids.tolist() for row in alone]
@@ -57,13 +57,15 @@ def test_the_registry_knows_it():
 
 def test_a_file_that_is_no_book_is_an_error_that_names_it(tmp_path):
     config, seen = LlamaConfig(num_hidden_layers=1), torch.ones(1, 4, dtype=torch.bool)
-    path = tmp_path / "book.safetensors"
-    open_it = partial(binary_codebook, config, seen, seen, book=str(path))
-    with pytest.raises(ValueError, match=r"cannot read the book .*book\.safetensors"):
+    path = tmp_path / "codebook.safetensors"
+    open_it = partial(binary_codebook, config, seen, seen, codebook=str(path))
+    with pytest.raises(ValueError, match=r"cannot read the codebook .*codebook\.safetensors"):
         open_it()
     path.write_bytes(b"words")
-    with pytest.raises(ValueError, match=r"cannot read the book .*book\.safetensors"):
+    with pytest.raises(ValueError, match=r"cannot read the codebook .*codebook\.safetensors"):
         open_it()
     save_file({"keys.mean": torch.zeros(1, 1, 1, 4)}, path)
-    with pytest.raises(ValueError, match=r"no book .* lacks keys\.metric, keys\.vectors, values\.mean"):
+    with pytest.raises(
+        ValueError, match=r"not a codebook .* lacks keys\.metric, keys\.vectors, values\.mean"
+    ):
         open_it()
