@@ -1,11 +1,10 @@
-"""What makes models cheaper to run: pruned visual computation, and visual keys and values in few bits."""
+"""Cheaper models: pruned visual computation, quantised key-value caches, low-bit weights."""
 
 import sys
 from pathlib import Path
 
-# Since Python 3.14 the standard library has a package of this name, which gzip and others import from. A
-# shell that
-# stands in the checkout finds this folder first, so it must lead on to that one.
+# Since Python 3.14 the standard library has a package of this name, which gzip and others import from. With
+# the checkout as working directory this folder is found first, so it must lead on to that package.
 __path__ += [
     str(folder)
     for folder in (Path(entry) / "compression" for entry in sys.path)

@@ -1,4 +1,4 @@
-"""What is asked of an engine that may be cheaper than its policy."""
+"""Base of engine wrappers that measure an accelerated engine against its policy."""
 
 from __future__ import annotations
 
@@ -11,50 +11,50 @@ from torch import nn
 from mmrl.core.types import Prompt, Rollouts
 
 
-class Speaking(Protocol):
-    """Whom an engine lets answer."""
+class ModelOwner(Protocol):
+    """Whatever answers prompts with a model."""
 
     model: nn.Module
 
 
-class Cheap(Protocol):
-    """An engine with a cache or a model of its own."""
+class AcceleratedEngine(Protocol):
+    """An engine that may answer with a compressed cache or a transformed model instead of its policy's."""
 
     policy: Any
-    rollout_policy: Speaking  # who answers: the policy, or it made cheaper
-    cache: Callable | None
+    rollout_policy: ModelOwner  # what answers: the policy, or a transformed copy of it
+    cache: Callable | None  # makes the cache of keys and values; None for the full one
 
     def exactly(self) -> AbstractContextManager:
-        """Answer as the policy itself does for a while."""
+        """Answer as the policy itself does while the context lasts."""
 
     def rollout(self, prompts: Sequence[Prompt]) -> Rollouts:
         """Answer every entry, in order."""
 
 
-class Watching:
-    """An engine around one that is cheaper than its policy: answers as it does, and measures."""
+class AcceleratedEngineWrapper:
+    """An engine that passes prompts on to an accelerated engine, for subclasses that measure it."""
 
     notes: frozenset[str] = frozenset()
 
-    def __init__(self, engine: Cheap, name: str) -> None:
-        if not is_cheap(engine):
+    def __init__(self, engine: AcceleratedEngine, name: str) -> None:
+        if not is_accelerated(engine):
             raise ValueError(
-                f"`{name}` measures what is cheaper than the policy, but the engine it wraps names neither a "
-                "cache nor a transform"
+                f"`{name}` compares an accelerated engine with its policy, but the engine that it wraps has "
+                "neither a cache nor a transform"
             )
         self.engine, self.policy, self.exactly = engine, engine.policy, engine.exactly
 
     @property
-    def rollout_policy(self) -> Speaking:
-        """Who answers."""
+    def rollout_policy(self) -> ModelOwner:
+        """What answers prompts."""
         return self.engine.rollout_policy
 
     @property
     def cache(self) -> Callable | None:
-        """What holds keys and values."""
+        """The maker of the cache of keys and values, None for the full one."""
         return self.engine.cache
 
 
-def is_cheap(engine: Cheap) -> bool:
-    """Tell whether an engine has a cache or a model of its own, as it stands."""
+def is_accelerated(engine: AcceleratedEngine) -> bool:
+    """Whether an engine has a cache or a model of its own at the moment."""
     return engine.cache is not None or engine.rollout_policy is not engine.policy

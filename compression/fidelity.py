@@ -1,5 +1,4 @@
-"""How far a cache, or what transforms made of a model, takes it from what it says, and a gate that stops what
-goes too far."""
+"""Fidelity of compressed caches and transformed models: agreement and KL of greedy answers, and a gate."""
 
 from __future__ import annotations
 
@@ -19,8 +18,7 @@ PER_TOKEN = ("attention_mask", "mm_token_type_ids")  # inputs with a number for 
 
 @dataclass(frozen=True)
 class Fidelity:
-    """What a cache does to a model: the share of tokens that stay the likeliest, and how many nats
-    KL(full || cache) is, on average and at worst."""
+    """Agreement (share of tokens that stay the likeliest), KL(full || compressed) in nats, and bytes."""
 
     agreement: float
     kl: float
@@ -45,12 +43,11 @@ def measure(
     num_tokens: int = 16,
     cheaper: nn.Module | None = None,
 ) -> Fidelity:
-    """Compare a cache with the full one on prompts, each what the model takes for one: `input_ids` (1, S),
-    pixels and so on, `position_ids` (1, S) or (A, 1, S) if they are to be given.
+    """Measure the fidelity of a cache, a `cheaper` model, or both, on prompts.
 
-    The model answers greedily with the full cache; with the other one it reads the same answer token by
-    token, or a `cheaper` model does, with the full cache where none is given. The last token of the prompt is
-    held back, so that every prediction has read the cache.
+    A prompt is the inputs of one call: `input_ids` (1, S), pixels and so on, and if needed `position_ids`
+    (1, S) or (A, 1, S). The model answers greedily with the full cache; the compressed one reads the same answer token
+    by token. The last token of the prompt is read with the answer, so that every prediction reads the cache.
     """
     if not prompts:
         raise ValueError("there is no prompt to compare caches on; give at least one")
@@ -61,14 +58,14 @@ def measure(
     for inputs in prompts:
         full = DynamicCache(config=model.config)
         expected, answer = _answer(model, inputs, full, None, num_tokens)
-        held = inputs["input_ids"][:, :-1]
+        ids = inputs["input_ids"][:, :-1]
         if make_cache is None:
             cache = DynamicCache(config=tested.config)
         else:
-            cache = make_cache(tested.config, *_masks(tested.config, held, inputs.get("attention_mask")))
-        found, _ = _answer(tested, inputs, cache, answer, num_tokens)
-        agree.append((expected.argmax(-1) == found.argmax(-1)).float())
-        kl.append((expected.exp() * (expected - found)).sum(-1))
+            cache = make_cache(tested.config, *_masks(tested.config, ids, inputs.get("attention_mask")))
+        logp, _ = _answer(tested, inputs, cache, answer, num_tokens)
+        agree.append((expected.argmax(-1) == logp.argmax(-1)).float())
+        kl.append((expected.exp() * (expected - logp)).sum(-1))
         sizes[0] += _dense_bytes(cache) if make_cache is None else cache.nbytes
         sizes[1] += _dense_bytes(full)
     agree, kl = torch.cat(agree, 1), torch.cat(kl, 1)
@@ -76,21 +73,21 @@ def measure(
 
 
 def _dense_bytes(cache: Any) -> int:
-    return sum(x.numel() * x.element_size() for one in cache.layers for x in (one.keys, one.values))
+    return sum(x.numel() * x.element_size() for layer in cache.layers for x in (layer.keys, layer.values))
 
 
 def _masks(config: Any, ids: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
     real = torch.ones_like(ids) if mask is None else mask[:, : ids.shape[1]]
     try:
         return find_visual(config, ids, real)
-    except ValueError:  # a model of text, where a cache that asks for pictures says so itself
+    except ValueError:  # a model of text; a cache that needs visual tokens refuses it itself
         return torch.zeros_like(real, dtype=torch.bool), real.bool()
 
 
 def _answer(
     model: nn.Module, inputs: Inputs, cache: Any, answer: Tensor | None, num: int
 ) -> tuple[Tensor, Tensor]:
-    """Read a prompt and an answer, or make one up: log-probabilities (1, num, V) and tokens (1, num)."""
+    """Read a prompt and an answer, greedy if None: log-probabilities (1, num, V) and tokens (1, num)."""
     inputs = dict(inputs)
     ids, positions = inputs.pop("input_ids"), inputs.pop("position_ids", None)
     mask = inputs.pop("attention_mask", torch.ones_like(ids))
@@ -98,7 +95,7 @@ def _answer(
     if positions is not None:
         cut["position_ids"] = positions[..., :-1]
     model(input_ids=ids[:, :-1], attention_mask=mask[:, :-1], past_key_values=cache, use_cache=True, **cut)
-    token, said, tokens = ids[:, -1:], [], []
+    token, logps, tokens = ids[:, -1:], [], []
     for t in range(num):
         place = {} if positions is None else {"position_ids": positions[..., -1:]}
         if place and t:
@@ -110,10 +107,10 @@ def _answer(
             use_cache=True,
             **place,
         ).logits[:, -1]
-        said.append((logits if logits.dtype == torch.float64 else logits.float()).log_softmax(-1))
-        token = said[-1].argmax(-1, keepdim=True) if answer is None else answer[:, t : t + 1]
+        logps.append((logits if logits.dtype == torch.float64 else logits.float()).log_softmax(-1))
+        token = logps[-1].argmax(-1, keepdim=True) if answer is None else answer[:, t : t + 1]
         tokens.append(token)
-    return torch.stack(said, 1), torch.cat(tokens, 1)
+    return torch.stack(logps, 1), torch.cat(tokens, 1)
 
 
 def gate(
@@ -127,18 +124,20 @@ def gate(
     allow: bool = False,
     cheaper: nn.Module | None = None,
 ) -> Fidelity:
-    """Measure a cache, a `cheaper` model or both, print the result, and refuse it below the thresholds unless
-    that is allowed."""
-    found = measure(model, prompts, make_cache, num_tokens=num_tokens, cheaper=cheaper)
+    """Measure and print the fidelity of a cache, a `cheaper` model or both; raise below the thresholds.
+
+    `min_agreement` is a share of tokens, `max_kl` a mean in nats; with `allow` nothing is raised.
+    """
+    fidelity = measure(model, prompts, make_cache, num_tokens=num_tokens, cheaper=cheaper)
     both = (cheaper is not None, "cheaper model"), (make_cache is not None, "cache")
-    what = " and ".join(name for there, name in both if there)
-    print(f"{what}: {found}")
-    if not allow and not (found.agreement >= min_agreement and found.kl <= max_kl):
+    what = " and ".join(name for used, name in both if used)
+    print(f"{what}: {fidelity}")
+    if not allow and not (fidelity.agreement >= min_agreement and fidelity.kl <= max_kl):
         raise ValueError(
-            f"the {what} changes what the model says: {found}; wanted are {min_agreement:.1%} and at most "
+            f"the {what} changes the answers: {fidelity}; wanted are {min_agreement:.1%} and at most "
             f"{max_kl} nats. Give it more bits (or drop less), or set `allow: true` to go on with it"
         )
-    return found
+    return fidelity
 
 
 def choose(
@@ -150,17 +149,17 @@ def choose(
     min_agreement: float = 0.9,
     max_kl: float = 0.1,
 ) -> str:
-    """Measure several caches, print them, and name the smallest that is faithful enough."""
-    found = {
+    """Measure and print several caches; return the name of the smallest one within the thresholds."""
+    measured = {
         name: measure(model, prompts, make_cache, num_tokens=num_tokens)
         for name, make_cache in candidates.items()
     }
-    for name, one in found.items():
-        print(f"cache {name}: {one}")
-    good = [name for name, one in found.items() if one.agreement >= min_agreement and one.kl <= max_kl]
+    for name, x in measured.items():
+        print(f"cache {name}: {x}")
+    good = [name for name, x in measured.items() if x.agreement >= min_agreement and x.kl <= max_kl]
     if not good:
         raise ValueError(
-            f"none of the caches {', '.join(found)} keeps {min_agreement:.1%} of the tokens within {max_kl} "
+            f"none of the caches {', '.join(measured)} keeps {min_agreement:.1%} of the tokens within {max_kl} "
             "nats; offer one with more bits"
         )
-    return min(good, key=lambda name: found[name].nbytes)
+    return min(good, key=lambda name: measured[name].nbytes)

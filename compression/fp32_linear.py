@@ -1,4 +1,4 @@
-"""A linear layer that is stored in 16 bits and computes in more."""
+"""A linear layer that stores 16-bit weights and computes in float32."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 
 class _Upcast(torch.autograd.Function):
-    """Multiply by a weight that is cast just in time, in both directions: no wide copy of it is kept."""
+    """Linear layer that casts its weight in forward and in backward, so that no wide copy is saved."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -31,17 +31,16 @@ class _Upcast(torch.autograd.Function):
 
 
 class UpcastLinear(nn.Linear):
-    """A linear layer whose weight is cast to `compute` for every product, and the copy thrown away behind
-    it."""
+    """A linear layer that stores its weight in `storage` and casts it to `compute` for every product."""
 
     def __init__(self, linear: nn.Linear, storage: torch.dtype, compute: torch.dtype) -> None:
         super().__init__(linear.in_features, linear.out_features, linear.bias is not None, device="meta")
         self.compute = compute
         self.train(linear.training)
         for name, parameter in linear.named_parameters(recurse=False):
-            kept = nn.Parameter(parameter.detach().to(storage), requires_grad=parameter.requires_grad)
-            self.register_parameter(name, kept)
+            stored = nn.Parameter(parameter.detach().to(storage), requires_grad=parameter.requires_grad)
+            self.register_parameter(name, stored)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Compute in `compute`, whatever the input is in."""
+        """Compute in the dtype `compute`, whatever the dtype of the input."""
         return _Upcast.apply(x.to(self.compute), self.weight, self.bias)

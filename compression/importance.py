@@ -1,4 +1,4 @@
-"""How important heads, ffn_units and layers are for visual tokens, measured once on a few prompts."""
+"""Importance of heads, FFN units and layers for visual tokens: measurement, plans on disk, selection."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from mmrl.compression.pruning.spec import Pruning, core_of, prune, pruning_of, s
 
 ROWS = 256  # queries whose attention is computed together: the map of all pairs never exists
 KINDS = ("heads", "ffn_units", "layers")
+Units = tuple[tuple[int, ...] | None, ...]  # of every layer; None for all
 
 
 @torch.no_grad()
@@ -27,14 +28,13 @@ def make_plan(
     kinds: Sequence[str] = KINDS,
     queries: Literal["all", "last"] = "all",
 ) -> dict[str, list]:
-    """Measure importance on calibration batches, each the inputs of one call (one prompt each, as in the
-    papers). Give `position_ids` for videos of Qwen2-VL and Qwen2.5-VL: transformers 5.3 to 5.23 misplaces the
-    text after them.
+    """Measure importance on calibration batches, each the inputs of one call (one prompt, as in the papers).
 
-    "heads" (L, H): attention paid to visual columns over attention paid to others, by all queries or the last
-    one (arXiv 2410.06169), mean over batches. "ffn_units" (L, m): mean of |inner unit| over visual tokens,
-    times the norm of its output weights (our reading). "layers" (L,): KL from the answer's first distribution
-    to the one with the layer frozen for visual tokens (ShortV, arXiv 2504.00502).
+    "heads" (L, H): attention to visual columns over attention to others, by all queries or the last one
+    (arXiv 2410.06169), mean over batches. "ffn_units" (L, m): mean of |inner unit| over visual tokens, times
+    the norm of its output weights (our reading). "layers" (L,): KL from the distribution of the first answer
+    token to the one with the layer frozen for visual tokens (ShortV, arXiv 2504.00502). Pass `position_ids`
+    for videos of Qwen2-VL and Qwen2.5-VL: transformers 5.3 to 5.23 misplaces the text after them.
     """
     unknown = [kind for kind in kinds if kind not in KINDS]
     if unknown:
@@ -45,8 +45,8 @@ def make_plan(
         )
     plan: dict[str, list] = {}
     if {"heads", "ffn_units"} & set(kinds):
-        found = _watch(model, batches, queries)
-        plan |= {name: found[name].tolist() for name in ("heads", "ffn_units") if name in kinds}
+        measured = _heads_and_units(model, batches, queries)
+        plan |= {name: measured[name].tolist() for name in ("heads", "ffn_units") if name in kinds}
     if "layers" in kinds:
         plan["layers"] = layer_importance(model, batches).tolist()
     return plan
@@ -57,25 +57,27 @@ def write_plan(plan: Mapping[str, list], path: str | Path) -> None:
     Path(path).write_text(json.dumps(plan) + "\n")
 
 
-def _watch(model: nn.Module, batches: Sequence[Mapping[str, Any]], queries: str) -> dict[str, Tensor]:
+def _heads_and_units(
+    model: nn.Module, batches: Sequence[Mapping[str, Any]], queries: str
+) -> dict[str, Tensor]:
     shape, view = shape_of(model), prune(model, "plan", {})
     ratios = torch.zeros(shape.layers, shape.heads, dtype=torch.float64)
     active = torch.zeros(shape.layers, shape.inner, dtype=torch.float64)
     tokens = torch.zeros(shape.layers, 1, dtype=torch.float64)
 
-    def look(what: str, layer: int, seen: Any) -> None:
+    def record(what: str, layer: int, value: Any) -> None:
         if what == "attention":
-            ratios[layer] += attention_ratio(seen, queries) / len(batches)
+            ratios[layer] += attention_ratio(value, queries) / len(batches)
         else:
-            hidden, stage = seen
-            there = stage.vis >= 0
-            active[layer] += hidden[there].double().abs().sum(0).cpu()
-            tokens[layer] += int(there.sum())
+            hidden, stage = value
+            real = stage.vis >= 0
+            active[layer] += hidden[real].double().abs().sum(0).cpu()
+            tokens[layer] += int(real.sum())
 
-    token = WATCH.set(look)
+    token = WATCH.set(record)
     try:
         for inputs in batches:
-            core_of(view)(**_readable(inputs))
+            core_of(view)(**_prefill_inputs(inputs))
     finally:
         WATCH.reset(token)
     blocks = core_of(model).get_decoder().layers
@@ -83,15 +85,17 @@ def _watch(model: nn.Module, batches: Sequence[Mapping[str, Any]], queries: str)
     return {"heads": ratios, "ffn_units": active / tokens.clamp(min=1) * norms}
 
 
-def _readable(inputs: Mapping[str, Any]) -> dict[str, Any]:
+def _prefill_inputs(inputs: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in inputs.items() if name != "logits_to_keep"} | {"use_cache": False}
 
 
 def attention_ratio(view: View, queries: str) -> Tensor:
-    """Compute the attention that every head pays to visual columns over what it pays to the others: (H,)."""
+    """Compute every head's attention to visual columns over its attention to the others: (H,)."""
     stage = view.stage
     rows = stage.text[:, -1:] if queries == "last" else torch.cat([stage.text, stage.vis], 1)
-    q = view.q[:, :, -1:] if queries == "last" else _all_queries(view)
+    q = view.q[:, :, -1:] if queries == "last" else view.q
+    if queries != "last" and view.rows is not None:
+        q = torch.cat([view.q, view.rows[0]], 2)
     k, _ = view._keys(None)
     seen, other = (torch.zeros(q.shape[1], dtype=torch.float64) for _ in range(2))
     for start in range(0, rows.shape[1], ROWS):
@@ -104,29 +108,23 @@ def attention_ratio(view: View, queries: str) -> Tensor:
     return seen / other.clamp(min=1e-12)
 
 
-def _all_queries(view: View) -> Tensor:
-    return view.q if view.rows is None else torch.cat([view.q, view.rows[0]], 2)
-
-
 @torch.no_grad()
 def layer_importance(model: nn.Module, batches: Sequence[Mapping[str, Any]]) -> Tensor:
-    """Compute KL(full || layer frozen for visual tokens) of the last position, mean over rows, layer by
-    layer: (L,)."""
+    """Compute KL(full || layer frozen for visual tokens) at the last position, mean over rows: (L,)."""
     layers = shape_of(model).layers
     total, rows = torch.zeros(layers, dtype=torch.float64), 0
     for inputs in batches:
-        full = _last(model, inputs)
+        full = _last_logp(model, inputs)
         rows += len(full)
         for layer in range(layers):
-            frozen = _last(prune(model, "plan", {}, frozen=frozenset({layer})), inputs)
+            frozen = _last_logp(prune(model, "plan", {}, frozen=frozenset({layer})), inputs)
             total[layer] += (full.exp() * (full - frozen)).sum().cpu()
     return total / max(rows, 1)
 
 
-def _last(model: nn.Module, inputs: Mapping[str, Any]) -> Tensor:
-    """Log-probabilities behind the last token of every prompt, which may be padded on either side: (B,
-    vocabulary)."""
-    states = core_of(model)(**_readable(inputs)).last_hidden_state
+def _last_logp(model: nn.Module, inputs: Mapping[str, Any]) -> Tensor:
+    """Log-probabilities (B, V) after the last token of each prompt, which may be padded on either side."""
+    states = core_of(model)(**_prefill_inputs(inputs)).last_hidden_state
     mask = inputs.get("attention_mask")
     size = states.shape[1]
     place = torch.full((len(states), 1), size - 1, device=states.device)
@@ -134,3 +132,62 @@ def _last(model: nn.Module, inputs: Mapping[str, Any]) -> Tensor:
         place = (mask.long() * torch.arange(size, device=mask.device)).argmax(1, keepdim=True)
     logits = model.get_output_embeddings()(pick(states, place)[:, 0])
     return logits.double().log_softmax(-1)
+
+
+# ---- selection by a plan
+
+
+def read_plan(path: str, wanted: str) -> list:
+    """Read "heads" (L, H), "ffn_units" (L, m) or "layers" (L,) from a plan of `write_plan`."""
+    try:
+        plan = json.loads(Path(path).read_text())
+    except (OSError, json.JSONDecodeError) as error:
+        raise ValueError(f"cannot read the plan '{path}': {error}") from error
+    if wanted not in plan:
+        raise ValueError(f"the plan '{path}' has no importance of {wanted}; it has {', '.join(sorted(plan))}")
+    return plan[wanted]
+
+
+def check_share(name: str, share: float) -> None:
+    """Raise unless 0 <= share <= 1."""
+    if not 0.0 <= share <= 1.0:
+        raise ValueError(f"`{name}` is a share between 0 and 1, not {share}")
+
+
+def check_chosen(what: str, chosen: Sequence[Sequence[int] | None], layers: int, size: int) -> Units:
+    """Check and sort the chosen units of every layer."""
+    if len(chosen) != layers:
+        raise ValueError(f"{what} are named for {len(chosen)} layers, but the model has {layers}")
+    for layer, units in enumerate(chosen):
+        wrong = [unit for unit in units or () if not 0 <= unit < size]
+        if wrong:
+            raise ValueError(f"layer {layer} has {size} {what}, so there is no {wrong[0]}")
+    return tuple(None if units is None else tuple(sorted(set(units))) for units in chosen)
+
+
+def first_units(share: float, layers: int, size: int) -> Units:
+    """Choose the first units of every layer."""
+    kept = tuple(range(round(share * size)))
+    return (kept,) * layers
+
+
+def best_each(scores: Sequence[Sequence[float]], share: float) -> Units:
+    """Choose the most important units of every layer, the same number in each."""
+    best = lambda line: sorted(range(len(line)), key=lambda unit: (-line[unit], unit))
+    return tuple(tuple(sorted(best(line)[: round(share * len(line))])) for line in scores)
+
+
+def best_overall(scores: Sequence[Sequence[float]], share: float, whole: int) -> Units:
+    """Choose the most important units over all layers; the first `whole` layers keep all of theirs.
+
+    `share` is that of all layers together, the first ones included.
+    """
+    size = len(scores[0])
+    ranked = [(score, layer, unit) for layer, line in enumerate(scores) for unit, score in enumerate(line)]
+    free = sorted((x for x in ranked if x[1] >= whole), key=lambda x: (-x[0], x[1], x[2]))
+    number = max(0, round(share * size * len(scores)) - whole * size)
+    kept = {(layer, unit) for _, layer, unit in free[:number]}
+    return tuple(
+        tuple(range(size)) if layer < whole else tuple(u for u in range(size) if (layer, u) in kept)
+        for layer in range(len(scores))
+    )

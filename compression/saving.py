@@ -1,4 +1,4 @@
-"""Saving a transformed model as an ordinary folder and one small JSON file, and loading it in one call."""
+"""Saving a transformed model as an ordinary checkpoint and a JSON file of its transforms, and loading it."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ NAME = "transforms.json"
 
 
 def save_transformed(model: nn.Module, folder: str | Path, processor: Any = None) -> None:
-    """Write a folder that transformers loads as the whole model, and beside it what was done to the model.
+    """Write the untransformed weights as a transformers checkpoint, and the transforms as JSON.
 
-    Heads, ffn_units and layers are written down one by one, so no plan is needed to load it. Weights of few
-    bits are written as the numbers they stand for, which give the same codes when they are quantized again.
+    Heads, FFN units and layers are listed one by one, so no plan is needed to load it. Low-bit weights are
+    written dequantised, which gives the same codes when they are quantised again.
     """
     folder = Path(folder)
     plain = share(model, {id(m): _plain(m) for m in model.modules() if type(m).__name__ in LOW_BIT})
@@ -29,51 +29,47 @@ def save_transformed(model: nn.Module, folder: str | Path, processor: Any = None
         processor.save_pretrained(str(folder))
     dtypes = {p.dtype for p in plain.parameters() if p.is_floating_point()}
     widest = max(dtypes, key=lambda dtype: dtype.itemsize)
-    said = {
+    record = {
         "dtype": str(widest).removeprefix("torch."),
-        "transforms": [_exact(one) for one in applied(model)],
+        # Scales that were quantised themselves (`double`) are loaded as they are.
+        "transforms": [{**x, "double": False} if x.get("double") else x for x in applied(model)],
     }
-    (folder / NAME).write_text(json.dumps(said) + "\n")
+    (folder / NAME).write_text(json.dumps(record) + "\n")
 
 
 def load_transformed(folder: str | Path, *, attn_implementation: str = "sdpa") -> nn.Module:
-    """Load what `save_transformed` wrote: the same logits, bit for bit."""
+    """Load a folder of `save_transformed`; logits are the same bit for bit."""
     from transformers import AutoModelForImageTextToText
 
     folder = Path(folder)
     try:
-        said = json.loads((folder / NAME).read_text())
+        record = json.loads((folder / NAME).read_text())
     except (OSError, json.JSONDecodeError) as error:
         raise ValueError(
             f"cannot read '{folder / NAME}', which `save_transformed` writes: {error}"
         ) from error
-    # Narrower weights come back exactly: they are widened here, and `layer_cast` casts them again.
+    # Loading in the widest dtype is exact for narrower weights, and `layer_cast` casts them again.
     model = AutoModelForImageTextToText.from_pretrained(
         str(folder),
-        dtype=DTYPES[said["dtype"]],
+        dtype=DTYPES[record["dtype"]],
         attn_implementation=attn_implementation,
         use_safetensors=True,
     ).eval()
-    for one in said["transforms"]:
-        options = {name: _tuples(value) for name, value in one.items() if name != "name"}
-        if one["name"] in STORED:
-            model = note(share(model), model, one["name"], options)
+    for transform in record["transforms"]:
+        name = transform["name"]
+        options = {key: _tuples(value) for key, value in transform.items() if key != "name"}
+        if name in STORED:
+            model = note(share(model), model, name, options)
         else:
-            model = find("transform", f"compression.{one['name']}").target(model, **options)
+            model = find("transform", f"compression.{name}").target(model, **options)
     return model
-
-
-def _exact(one: dict[str, Any]) -> dict[str, Any]:
-    """Say how to make a transform again exactly: scales that were quantized themselves are taken as they
-    are."""
-    return {**one, "double": False} if one.get("double") else one
 
 
 LOW_BIT = ("Linear4bit", "Linear8bitLt")
 
 
 def _plain(linear: nn.Module) -> nn.Module:
-    """Write a layer of few bits as the weights it stands for; quantized again they give the same codes."""
+    """Dequantise a low-bit linear layer by its products with unit vectors."""
     out = nn.Linear(linear.in_features, linear.out_features, linear.bias is not None, device="meta")
     ones = torch.eye(linear.in_features, device=linear.weight.device)
     bias = 0.0 if linear.bias is None else linear.bias.detach()
@@ -85,5 +81,5 @@ def _plain(linear: nn.Module) -> nn.Module:
 
 
 def _tuples(value: Any) -> Any:
-    """Give lists of JSON the form that options have."""
-    return tuple(_tuples(one) for one in value) if type(value) is list else value
+    """Turn JSON lists into the tuples that options are."""
+    return tuple(_tuples(x) for x in value) if type(value) is list else value

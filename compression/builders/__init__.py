@@ -1,1 +1,1 @@
-"""What `mmrl build` makes for cheaper models."""
+"""Builders of `mmrl build` for compressed models."""

@@ -1,4 +1,4 @@
-"""Every token in few bits but the newest (KIVI, arXiv 2402.02750)."""
+"""The cache `kivi`: all tokens quantised but the newest (KIVI, arXiv 2402.02750)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from mmrl.kv_cache.sliding_window import RaggedRows, ResidualWindow
 
 @dataclass(frozen=True, kw_only=True)
 class KiviRecipe(Recipe):
-    """How all tokens are held: old ones in few bits, the newest as they came."""
+    """Older tokens quantised, the newest exact."""
 
     nbits: int
     value_nbits: int
@@ -31,15 +31,13 @@ class KiviRecipe(Recipe):
     rotate: bool
 
     def store(self, keys: Tensor, values: Tensor, layout: PromptLayout) -> Stored:
-        """Part prompts (P, h, S, D): what is old enough is coded once for all rows, the rest goes into their
-        windows."""
+        """Quantise older tokens of prompts (P, h, S, D) once for all rows; the rest goes to their windows."""
         slots = self._slots(layout, keys.device)
         window = ResidualWindow(
             self.nbits, self.value_nbits, self.q_group_size, self.residual_length, self.rule, self.rotate
         )
-        old = slots["keys"]
-        flat = old.flatten(1)
         shared: tuple[list[Part], list[Part]] = [], []
+        old, flat = slots["keys"], slots["keys"].flatten(1)
         if flat.shape[1]:
             groups = collect(keys, flat).unflatten(2, old.shape[1:])
             codes = window.code_keys(groups, (old >= 0)[:, None, :, :, None])
@@ -47,34 +45,32 @@ class KiviRecipe(Recipe):
         old = slots["values"]
         if old.shape[1]:
             codes = window.code_values(collect(values, old), (old >= 0)[:, None, :, None])
-            one = quantization.Codes(
-                *(x[:, :, None] for x in (codes.packed, codes.scale, codes.low)), codes.nbits, codes.size
-            )
-            shared[1].append(Part(CodedBlock(one, self.rotate), old, name="values"))
-        new = [
-            self._window(x, slots[f"new {name}"], layout) for name, x in (("keys", keys), ("values", values))
-        ]
+            tensors = (x[:, :, None] for x in (codes.packed, codes.scale, codes.low))
+            codes = quantization.Codes(*tensors, codes.nbits, codes.size)
+            shared[1].append(Part(CodedBlock(codes, self.rotate), old, name="values"))
+        rows = layout.groups.owner.to(keys.device)
+        new = []
+        for name, x in (("keys", keys), ("values", values)):
+            at = slots[f"new {name}"]
+            new.append(RaggedRows({"x": collect(x, at)[rows]}, at[rows], (at >= 0).sum(1)[rows]))
         window.start(*new, layout.length)
         return *shared, window
 
-    def _window(self, x: Tensor, slots: Tensor, layout: PromptLayout) -> RaggedRows:
-        rows = layout.groups.owner.to(x.device)
-        return RaggedRows({"x": collect(x, slots)[rows]}, slots[rows], (slots >= 0).sum(1)[rows])
-
     def _slots(self, layout: PromptLayout, device: torch.device) -> dict[str, Tensor]:
-        """Find the slots of old keys (P, E, g), old values (P, n), and of what is new of either."""
+        """Find the slots of older keys (P, E, g), older values (P, n), and of the newest of either."""
         if not layout.made:
             real = layout.real.cpu()
             rank = real.cumsum(1) - 1
             length = real.sum(1, keepdim=True)
-            one = torch.zeros_like(rank)
+            single = torch.zeros_like(rank)
+            # As if tokens had come one by one: keys leave in blocks of residual_length, values one by one.
             keys = real & (rank < length - length % self.residual_length)
             values = real & (rank < length - self.residual_length)
             layout.made = {
                 "keys": group_slots(keys, rank.clamp(min=0) // self.q_group_size).to(device),
-                "values": group_slots(values, one).flatten(1).to(device),
-                "new keys": group_slots(real & ~keys, one).flatten(1).to(device),
-                "new values": group_slots(real & ~values, one).flatten(1).to(device),
+                "values": group_slots(values, single).flatten(1).to(device),
+                "new keys": group_slots(real & ~keys, single).flatten(1).to(device),
+                "new values": group_slots(real & ~values, single).flatten(1).to(device),
             }
         return layout.made
 
@@ -93,13 +89,23 @@ def kivi(
     rotate: bool = False,
     fused: bool = True,
 ) -> Any:
-    """Hold all tokens in `nbits` bits but the newest of every row, for one batch (KIVI, arXiv 2402.02750).
+    """Quantise all tokens but the newest of every row (KIVI, arXiv 2402.02750).
 
-    Keys have one scale per channel and `q_group_size` tokens, values one per token and as many channels. Keys
-    are coded whenever `residual_length` of them are exact, values when they are `residual_length` steps old.
-    `mask` (P, S) says what is no padding; `visual` is not asked. The paper advises 2 bits where every query
-    head has keys of its own and 4 where they are shared. `rule: fitted` has less error than the published
-    range, `rotate` spreads outliers over channels, `value_nbits` gives values other bits than keys (ours).
+    Keys have one scale per channel and group of tokens, values one per token and group of channels. Keys are
+    quantised together whenever `residual_length` of them are exact, values when they are `residual_length`
+    steps old. The paper advises 2 bits where every query head has its own keys, and 4 where they are shared.
+
+    Args:
+        config: Config of the model.
+        visual: Not used.
+        mask: Which tokens are not padding, (P, S) bool.
+        nbits: Bits per number of keys.
+        value_nbits: Bits per number of values; `nbits` by default (other bits are ours).
+        q_group_size: Tokens of a group of keys, channels of a group of values.
+        residual_length: Newest tokens that stay exact, a multiple of `q_group_size`.
+        rule: Range of a group: minimum to maximum as published, or fitted for least squared error (ours).
+        rotate: Rotate channels first, which spreads outliers (ours).
+        fused: Attention reads codes; without, it reads dense tensors made anew in every step.
     """
     value_nbits = nbits if value_nbits is None else value_nbits
     quantization.check_bits(nbits)
@@ -116,11 +122,7 @@ def kivi(
             f"`q_group_size` ({q_group_size}) must divide the head size ({size}) and fill whole bytes"
         )
     recipe = KiviRecipe(
-        nbits=nbits,
-        value_nbits=value_nbits,
-        q_group_size=q_group_size,
-        residual_length=residual_length,
-        rule=rule,
-        rotate=rotate,
-    )
+        nbits=nbits, value_nbits=value_nbits, q_group_size=q_group_size, residual_length=residual_length,
+        rule=rule, rotate=rotate,
+    )  # fmt: skip
     return make_cache(config, PromptLayout(None, mask), recipe, fused=fused)

@@ -1,5 +1,4 @@
-"""Visual tokens in few bits, text and answers as they are (CalibQuant, arXiv 2502.14882, and variants of
-ours)."""
+"""The cache `visual_quant`: quantised visual tokens, exact text (CalibQuant, arXiv 2502.14882)."""
 
 from __future__ import annotations
 
@@ -22,7 +21,7 @@ from mmrl.kv_cache.row_groups import group_slots
 
 @dataclass(frozen=True, kw_only=True)
 class VisualQuantRecipe(Recipe):
-    """How the visual tokens of a prompt are held. Nothing of it is seen by the text."""
+    """Quantisation settings of the visual tokens; text keys and values stay exact."""
 
     nbits: int
     value_nbits: int
@@ -35,9 +34,9 @@ class VisualQuantRecipe(Recipe):
     guard: bool
 
     def store(self, keys: Tensor, values: Tensor, layout: PromptLayout) -> Stored:
-        """Part a prompt (P, h, S, D) into text and groups of visual tokens."""
-        places = self._places(layout, keys.device)
-        text, groups = places["text"], places["groups"]
+        """Split prompts (P, h, S, D) into exact text and groups of quantised visual tokens."""
+        slots = self._slots(layout, keys.device)
+        text, groups = slots["text"], slots["groups"]
         flat = groups.flatten(1)
 
         def side(x: Tensor, name: quantization.Side, nbits: int) -> list[Part]:
@@ -68,14 +67,14 @@ class VisualQuantRecipe(Recipe):
         )
         return CodedBlock(codes, self.rotate)
 
-    def _places(self, layout: PromptLayout, device: torch.device) -> Mapping[str, Tensor]:
+    def _slots(self, layout: PromptLayout, device: torch.device) -> Mapping[str, Tensor]:
         """Find the slots of text (P, n) and of visual groups (P, E, n), once for all layers."""
         if not layout.made:
             visual, real = layout.visual.cpu(), layout.real.cpu()
-            one = torch.zeros_like(visual, dtype=torch.int64)
-            text = group_slots(real & ~visual, one).flatten(1)
-            group = one
-            if self.per_image:
+            single = torch.zeros_like(visual, dtype=torch.int64)
+            text = group_slots(real & ~visual, single).flatten(1)
+            group = single
+            if self.per_image:  # a new group starts at each visual token that follows another token
                 group = ((visual & ~torch.nn.functional.pad(visual, (1, -1))).cumsum(1) - 1).clamp(min=0)
             elif self.q_group_size:
                 group = (visual.cumsum(1) - 1).clamp(min=0) // self.q_group_size
@@ -84,11 +83,11 @@ class VisualQuantRecipe(Recipe):
 
     @property
     def calibrates(self) -> bool:
-        """Tell whether visual scores are changed."""
+        """Whether scores of visual tokens change before the softmax."""
         return self.score_drop != 0
 
     def calibrate(self, scores: Tensor, valid: Tensor) -> Tensor:
-        """Change visual scores before the softmax."""
+        """Lower the largest scores of visual tokens (..., n)."""
         return quantization.calibrate(scores, valid, drop=self.score_drop, guard=self.guard)
 
 
@@ -109,15 +108,25 @@ def visual_quant(
     guard: bool = True,
     fused: bool = True,
 ) -> Any:
-    """Hold the visual tokens of prompts in `nbits` bits and everything else as it came, for one batch.
+    """Quantise the visual tokens of prompts; text, answers and later images stay exact.
 
-    `visual` and `mask` are (P, S) and say what is visual and what is no padding. Keys have one scale per
-    channel, and values too unless `axis_value` is token; a group is all visual tokens of a prompt, those of
-    one picture (`per_image`), or `q_group_size` of them. `value_nbits` gives values other bits than keys; 16
-    leaves a side as it is. `rotate` spreads outliers over channels. CalibQuant as published is `rule: shrunk,
-    score_drop: 3.0`, with the order of scores kept by `guard` (our reading); its first version is `rule:
-    quantile`. Rows of one prompt share it. Pictures that come behind the first pass stay as they are. With
-    `fused` attention reads codes; without, it gets dense tensors made anew in every step.
+    CalibQuant (arXiv 2502.14882) as published is `rule: shrunk, score_drop: 3.0`, except that `guard` keeps
+    the order of scores (our reading); its first version is `rule: quantile`. Rows of one prompt share it.
+
+    Args:
+        config: Config of the model.
+        visual: Which tokens are visual, (P, S) bool.
+        mask: Which tokens are not padding, (P, S) bool.
+        nbits: Bits per number of keys; 16 leaves them exact.
+        value_nbits: Bits per number of values; `nbits` by default, 16 leaves them exact.
+        rule: How the range of a group is chosen, see `mmrl.kv_cache.quantization.bounds`.
+        q_group_size: Visual tokens that share a scale (0: all of a prompt).
+        per_image: The tokens of an image share a scale; excludes `q_group_size`.
+        axis_value: Values have one scale per channel and group, or one per token.
+        rotate: Rotate channels first, which spreads outliers.
+        score_drop: Nats by which the largest visual score of a query is lowered (paper: 3); needs `fused`.
+        guard: Never reverse the order of scores that span less than `score_drop`.
+        fused: Attention reads codes; without, it reads dense tensors made anew in every step.
     """
     value_nbits = nbits if value_nbits is None else value_nbits
     for name, number in (("nbits", nbits), ("value_nbits", value_nbits)):
@@ -126,20 +135,13 @@ def visual_quant(
     if rule not in quantization.Rule.__args__:
         raise ValueError(f"`rule` must be one of {', '.join(quantization.Rule.__args__)}, not '{rule}'")
     if per_image and q_group_size:
-        raise ValueError("`per_image` and `q_group_size` both say what a group is; give one of them")
+        raise ValueError("`per_image` and `q_group_size` both define groups; give one of them")
     if score_drop and not fused:
         raise ValueError("`score_drop` changes scores inside the attention; it needs `fused: true`")
     if visual is None:
-        raise ValueError("`visual` must say which tokens are visual; `find_visual` reads it off the ids")
+        raise ValueError("this cache needs `visual`, the visual tokens; `find_visual` finds them")
     recipe = VisualQuantRecipe(
-        nbits=nbits,
-        value_nbits=value_nbits,
-        rule=rule,
-        q_group_size=q_group_size,
-        per_image=per_image,
-        axis_value=axis_value,
-        rotate=rotate,
-        score_drop=score_drop,
-        guard=guard,
-    )
+        nbits=nbits, value_nbits=value_nbits, rule=rule, q_group_size=q_group_size, per_image=per_image,
+        axis_value=axis_value, rotate=rotate, score_drop=score_drop, guard=guard,
+    )  # fmt: skip
     return make_cache(config, PromptLayout(visual, mask), recipe, fused=fused)

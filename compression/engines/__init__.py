@@ -1,1 +1,1 @@
-"""Engine wrappers that watch over what makes rollouts cheap."""
+"""Engine wrappers that check and time compressed caches and transformed models."""

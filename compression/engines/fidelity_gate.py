@@ -1,10 +1,10 @@
-"""No silent corruption: the cache and the transforms of an engine are measured before the first rollout."""
+"""The engine `fidelity_gate`: caches and transforms are checked before the first rollout."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from mmrl.compression.engine_base import Cheap, Watching, is_cheap
+from mmrl.compression.engine_base import AcceleratedEngine, AcceleratedEngineWrapper, is_accelerated
 from mmrl.compression.fidelity import gate
 from mmrl.config.ranges import NonNegativeFloat, PositiveInt, Probability
 from mmrl.config.registry import engine
@@ -13,18 +13,24 @@ from mmrl.runtime.modules import evaluating
 
 
 @engine
-class FidelityGate(Watching):
-    """Measure what makes the wrapped engine cheap on the first prompts it is asked, and stop where that
-    changes answers.
+class FidelityGate(AcceleratedEngineWrapper):
+    """Stop if the wrapped engine's cache or transforms change greedy answers to its first prompts too much.
 
-    The policy's model answers `num_prompts` prompts greedily in `num_tokens` tokens, with the full cache. At
-    least `min_agreement` of them must stay the likeliest with the engine's cache and transforms, at a mean KL
-    of at most `max_kl` nats to the policy; `allow` only prints.
+    The policy answers greedily with the full cache; the engine's cache and transforms then read the same
+    answers.
+
+    Args:
+        engine: The engine to wrap, with a cache or transforms.
+        num_prompts: Distinct prompts to measure.
+        num_tokens: Tokens of each answer.
+        min_agreement: Least share of tokens that stay the likeliest, in [0, 1].
+        max_kl: Largest mean KL(policy || engine) per token, in nats.
+        allow: Only print the result, and go on in any case.
     """
 
     def __init__(
         self,
-        engine: Cheap,
+        engine: AcceleratedEngine,
         *,
         num_prompts: PositiveInt = 4,
         num_tokens: PositiveInt = 16,
@@ -38,8 +44,8 @@ class FidelityGate(Watching):
         self.checked = False
 
     def rollout(self, prompts: Sequence[Prompt]) -> Rollouts:
-        """Ask the wrapped engine, the first time behind the gate."""
-        if not self.checked and prompts and is_cheap(self):
+        """Answer with the wrapped engine, after the check on the first call."""
+        if not self.checked and prompts and is_accelerated(self):
             self._check(prompts)
             self.checked = True
         return self.engine.rollout(prompts)
@@ -51,10 +57,10 @@ class FidelityGate(Watching):
         inputs = []
         for encoded in map(self.policy.prompt_encoder.encode, distinct):
             positions = encoded.positions[:, None] if len(encoded.positions) > 1 else encoded.positions
-            given = {"input_ids": encoded.ids[None], "position_ids": positions, **encoded.media}
-            inputs.append({name: x.to(device) for name, x in given.items()})
+            call = {"input_ids": encoded.ids[None], "position_ids": positions, **encoded.media}
+            inputs.append({name: x.to(device) for name, x in call.items()})
         own = None if self.rollout_policy is self.policy else self.rollout_policy.model
-        # Layers that are computed anew in the backward pass have no cache while they train.
+        # In training mode, layers with gradient checkpointing use no cache.
         with evaluating(model), evaluating(own or model):
             gate(
                 model,

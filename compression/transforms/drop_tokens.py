@@ -6,7 +6,7 @@ from functools import partial
 
 from torch import nn
 
-from mmrl.compression.importance_plans import check_share
+from mmrl.compression.importance import check_share
 from mmrl.compression.model_adapters.lookup import decoder_of
 from mmrl.compression.pruning.spec import Cut, add_cuts, core_of, prune, shape_of
 from mmrl.compression.pruning.token_selection import (

@@ -7,7 +7,7 @@ import copy
 import torch
 from torch import Tensor, nn
 
-from mmrl.compression.importance_plans import best_each, check_share, read_plan
+from mmrl.compression.importance import best_each, check_share, read_plan
 from mmrl.compression.pruning.sliced_linear import features
 from mmrl.compression.pruning.spec import core_of, pruning_of, shape_of
 from mmrl.compression.pruning.weight_views import note, share

@@ -64,7 +64,7 @@ def test_bytes_of_both_are_told(model):
 
 
 def test_the_gate_prints_and_refuses_below_its_threshold(model, capsys):
-    with pytest.raises(ValueError, match="the cache changes what the model says: .* wanted are 99.0%"):
+    with pytest.raises(ValueError, match="the cache changes the answers: .* wanted are 99.0%"):
         gate(model, asked(), partial(visual_quant, nbits=1), num_tokens=5, min_agreement=0.99)
     assert capsys.readouterr().out.startswith("cache: ")
     found = gate(model, asked(), partial(visual_quant, nbits=1), num_tokens=5, allow=True)
@@ -112,7 +112,7 @@ def test_check_cache_lets_a_faithful_cache_pass_and_measures_once(exact, family,
 def test_check_cache_stops_a_cache_that_changes_answers(exact):
     policy = exact("qwen2_5_vl")
     asked = mixed.prompts("qwen2_5_vl")[1:]
-    with pytest.raises(ValueError, match="the cache changes what the model says"):
+    with pytest.raises(ValueError, match="the cache changes the answers"):
         FidelityGate(engine(policy, nbits=1), num_tokens=4).rollout(asked)
     rows = FidelityGate(engine(policy, nbits=1), num_tokens=4, allow=True).rollout(asked)
     assert len(rows) == len(asked)
@@ -132,7 +132,7 @@ def test_the_gate_measures_what_transforms_change_as_well(model, capsys):
     notes = 2 * 8 * (2 * sum(lengths) - 64)  # places and kinds, of both stages
     assert found.nbytes <= (2 * sum(lengths) - 64) * numbers + notes
     assert found.kl > 1e-3
-    with pytest.raises(ValueError, match="the cheaper model and cache changes what the model says"):
+    with pytest.raises(ValueError, match="the cheaper model and cache changes the answers"):
         gate(model, asked(), partial(visual_quant, nbits=1), num_tokens=4, cheaper=half, max_kl=1e-3)
 
 
@@ -149,7 +149,7 @@ def test_check_cache_measures_an_engines_transforms_with_its_cache(exact, capsys
     rows, expected = checked.rollout(asked), engine(policy).rollout(asked)
     assert [row.steps.ids[:3].tolist() for row in rows] == [row.steps.ids[:3].tolist() for row in expected]
     assert capsys.readouterr().out.startswith("cheaper model and cache: 100.0% of 6 tokens agree, KL")
-    with pytest.raises(ValueError, match="the cheaper model changes what the model says"):
+    with pytest.raises(ValueError, match="the cheaper model changes the answers"):
         FidelityGate(cheap(1), num_tokens=3, max_kl=1e-4).rollout(asked)
 
 

@@ -8,8 +8,15 @@ import math
 import pytest
 import torch
 
-from mmrl.compression.importance import layer_importance, make_plan, write_plan
-from mmrl.compression.importance_plans import best_each, best_overall, first_units, read_plan
+from mmrl.compression.importance import (
+    best_each,
+    best_overall,
+    first_units,
+    layer_importance,
+    make_plan,
+    read_plan,
+    write_plan,
+)
 from mmrl.compression.pruning.spec import pruning_of
 from mmrl.compression.transforms.drop_visual_heads import drop_visual_heads
 from mmrl.compression.transforms.shortv import shortv

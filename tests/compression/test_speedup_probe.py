@@ -103,7 +103,7 @@ def test_it_goes_around_a_gate_and_a_gate_around_it(exact, capsys):
 
 
 def test_an_engine_that_is_exact_is_refused(exact):
-    with pytest.raises(ValueError, match="`speedup_probe` measures what is cheaper than the policy, but the"):
+    with pytest.raises(ValueError, match="`speedup_probe` compares an accelerated engine with its policy"):
         SpeedupProbe(engine(exact(FAMILY)))
-    with pytest.raises(ValueError, match="count collections: 0 or more, not -1 and 0"):
+    with pytest.raises(ValueError, match="count rollouts: 0 or more, not -1 and 0"):
         SpeedupProbe(cheap(exact(FAMILY)), at=-1)

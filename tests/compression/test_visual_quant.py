@@ -308,7 +308,7 @@ def test_options_that_do_not_fit_are_refused(model, options, message):
 def test_a_model_without_image_placeholders_is_refused(model):
     with pytest.raises(ValueError, match="type 'llama' has no placeholder token"):
         find_visual(model.config.text_config, torch.ones(1, 2))
-    with pytest.raises(ValueError, match="`visual` must say which tokens are visual"):
+    with pytest.raises(ValueError, match="this cache needs `visual`"):
         visual_quant(model.config, None, None)
 
 
