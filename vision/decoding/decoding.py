@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -25,6 +26,14 @@ class GenerationRequest:
     index: int
     encoded: EncodedPrompt
     uniform: Tensor
+
+
+def split_in_halves(prompts: Sequence[Prompt]) -> tuple[list[Prompt], dict[str, int]]:
+    """Split the entries of every prompt: the first half (rounded up), and the size of the second by id."""
+    distinct = {prompt.uid: prompt for prompt in prompts}
+    counts = Counter(prompt.uid for prompt in prompts)
+    first = [prompt for uid, prompt in distinct.items() for _ in range(counts[uid] - counts[uid] // 2)]
+    return first, {uid: count // 2 for uid, count in counts.items()}
 
 
 class LogitsReader(Protocol):

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 
 from mmrl.config.ranges import ShareBelowOne
 from mmrl.config.registry import engine
 from mmrl.core.types import Prompt, Rollouts, Trajectory
-from mmrl.vision.decoding.decoding import CachedReader, ForcedPrefixReader, GenerationRequest, LogitsReader
+from mmrl.vision.decoding.decoding import (
+    CachedReader,
+    ForcedPrefixReader,
+    GenerationRequest,
+    LogitsReader,
+    split_in_halves,
+)
 from mmrl.vision.engines.contrastive_decoding import record_ratio
 from mmrl.vision.engines.generate import Generate
 from mmrl.vision.media.corruptions import without_media
@@ -34,13 +39,9 @@ class DropoutNtp:
 
     def rollout(self, prompts: Sequence[Prompt]) -> Rollouts:
         """Answer half of the entries of every prompt, and continue those answers for the other half."""
-        counts = Counter(prompt.uid for prompt in prompts)
-        distinct = {prompt.uid: prompt for prompt in prompts}
-        whole = self.engine.decode(
-            [prompt for uid, prompt in distinct.items() for _ in range(counts[uid] - counts[uid] // 2)],
-            self.engine.reader,
-        )
-        cut = {uid: [row for row in whole if row.prompt.uid == uid][: counts[uid] // 2] for uid in distinct}
+        first, second = split_in_halves(prompts)
+        whole = self.engine.decode(first, self.engine.reader)
+        cut = {uid: [row for row in whole if row.prompt.uid == uid][:size] for uid, size in second.items()}
         continued = self.engine.decode(
             [row.prompt for rows in cut.values() for row in rows],
             lambda requests: self._begin(requests, cut),

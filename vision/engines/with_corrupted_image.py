@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Annotated, Literal
@@ -12,6 +11,7 @@ from mmrl.config.registry import engine
 from mmrl.core.protocols import Engine
 from mmrl.core.rng import Stream
 from mmrl.core.types import Frames, Prompt, Rollouts
+from mmrl.vision.decoding.decoding import split_in_halves
 from mmrl.vision.media.corruptions import add_frame_noise, map_frames, random_crop, without_media
 
 
@@ -46,15 +46,12 @@ class WithCorruptedImage:
 
     def rollout(self, prompts: Sequence[Prompt]) -> Rollouts:
         """Ask the wrapped engine for half of the rollouts, and append their copies with corrupted images."""
-        counts = Counter(prompt.uid for prompt in prompts)
-        distinct = {prompt.uid: prompt for prompt in prompts}
-        rows = self.engine.rollout(
-            [prompt for uid, prompt in distinct.items() for _ in range(counts[uid] - counts[uid] // 2)]
-        )
+        first, second = split_in_halves(prompts)
+        rows = self.engine.rollout(first)
         twins = []
-        for uid, prompt in distinct.items():
+        for uid, prompt in {prompt.uid: prompt for prompt in first}.items():
             corrupted = self._corrupted(prompt)
-            for row in [row for row in rows if row.prompt.uid == uid][: counts[uid] // 2]:
+            for row in [row for row in rows if row.prompt.uid == uid][: second[uid]]:
                 answer = row.outcomes[-1]
                 twin = self.policy.encode(corrupted, answer)
                 last = twin.outcomes[-1]
