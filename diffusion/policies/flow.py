@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from mmrl.config.ranges import NonNegativeInt, PositiveFloat
 from mmrl.config.registry import policy
 from mmrl.config.schema import Piece
-from mmrl.core.byte_lru import Kept
+from mmrl.core.byte_lru import ByteLRU
 from mmrl.core.step_table import Batch, StepOutput
 from mmrl.core.tensor import cat_padded
 from mmrl.core.types import Outcome, Prompt, Rollouts, Trajectory
@@ -108,7 +108,7 @@ class Flow:
             self.pipe.vae.to(torch.float32)  # decoders overflow in float16
         self.module: nn.Module = FlowNetwork(self.network, self.family, DTYPES[dtype])
         nbytes = lambda condition: sum(value.nbytes for value in condition.values())
-        self.conditions: Kept[Condition] = Kept(CONDITION_BYTES, nbytes)
+        self.conditions: ByteLRU[Condition] = ByteLRU(CONDITION_BYTES, nbytes)
         self.evaluations = 0
 
     @property

@@ -1,1 +1,1 @@
-"""Types and protocols that every part shares; needs only torch."""
+"""Data types, tables and protocols that every other package uses; depends on torch only."""

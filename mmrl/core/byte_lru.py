@@ -1,4 +1,4 @@
-"""Keeping what was expensive to make while there is room for it."""
+"""A cache limited in bytes that drops the least recently used item first."""
 
 from __future__ import annotations
 
@@ -12,33 +12,32 @@ T = TypeVar("T")
 
 
 @dataclass
-class Kept(Generic[T]):
-    """Keeps things up to `limit` bytes; what was not asked for longest goes first. The latest always
-    stays.
+class ByteLRU(Generic[T]):
+    """Caches items of up to `limit` bytes in all; the latest item always stays.
 
-    Threads may share it. They make different things at the same time; of one thing made twice, the first
-    stays.
+    Threads may share it. They make different items at the same time; if two make the same one, the first
+    result stays.
     """
 
     limit: int
     size: Callable[[T], int]
     used: int = 0
-    things: OrderedDict[Hashable, T] = field(default_factory=OrderedDict, repr=False)
+    items: OrderedDict[Hashable, T] = field(default_factory=OrderedDict, repr=False)
     _lock: Any = field(default_factory=Lock, init=False, repr=False, compare=False)
 
     def get(self, key: Hashable, make: Callable[[], T]) -> T:
-        """Give what is kept under a key, or make it."""
+        """Return the item of a key; make it where it is not cached."""
         with self._lock:
-            if key in self.things:
-                self.things.move_to_end(key)
-                return self.things[key]
+            if key in self.items:
+                self.items.move_to_end(key)
+                return self.items[key]
         made = make()  # outside of the lock: it may take long, and may ask for other things
         with self._lock:
-            if key not in self.things:
-                self.things[key] = made
+            if key not in self.items:
+                self.items[key] = made
                 self.used += self.size(made)
-            self.things.move_to_end(key)
-            thing = self.things[key]
-            while len(self.things) > 1 and self.used > self.limit:
-                self.used -= self.size(self.things.popitem(last=False)[1])
-            return thing
+            self.items.move_to_end(key)
+            item = self.items[key]
+            while len(self.items) > 1 and self.used > self.limit:
+                self.used -= self.size(self.items.popitem(last=False)[1])
+            return item

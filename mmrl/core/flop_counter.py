@@ -1,4 +1,4 @@
-"""Multiplications and additions, counted while they are made."""
+"""Counts the floating-point operations of matrix products, convolutions and attention as they run."""
 
 from __future__ import annotations
 
@@ -41,8 +41,7 @@ def _pairs(args: Sequence[Any], causal: bool) -> int:
     return 2 * q.shape[0] * q.shape[1] * pairs * (q.shape[-1] + v.shape[-1])
 
 
-# A multiplication with an addition counts as 2; what is done element by element, or looked up, is not
-# counted.
+# A multiplication with an addition counts as 2 operations; elementwise operations and look-ups count 0.
 COUNTED: dict[Any, Callable[[Sequence[Any], Any], int]] = {
     aten.mm.default: _matrices,
     aten.bmm.default: _matrices,
@@ -60,7 +59,7 @@ if (through_onednn := getattr(torch.ops.mkldnn, "_linear_pointwise", None)) is n
 
 
 class CountOperations(TorchDispatchMode):
-    """Adds up the operations of every call under the innermost name of `where`."""
+    """Adds up floating-point operations, under the last name of the list `where` at each call."""
 
     def __init__(self, where: list[str] | None = None) -> None:
         super().__init__()

@@ -1,8 +1,8 @@
-"""Linear layers through oneDNN, on a CPU.
+"""Computes large float32 linear layers with oneDNN on x86 CPUs.
 
-torch multiplies float32 matrices by MKL, which leaves half of the speed of some x86 processors unused. oneDNN
-comes with torch as well, and does not. Products are those of float32, summed in another order. `grpo_step` in
-benchmarks measures what it brings.
+torch multiplies float32 matrices with MKL, which uses half of the speed of some x86 processors. oneDNN, which
+torch brings along, uses all of it. Products are summed in another order. benchmarks/grpo_step.py measures the
+speed-up.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-MANY = 1 << 16  # numbers of a weight above which a call of oneDNN is worth its while
-MOST = 4 << 30  # bytes of all weights that may lie in memory a second time
+MANY = 1 << 16  # elements of a weight above which oneDNN is faster
+MOST = 4 << 30  # bytes of weights that may be copied into the packed layout
 _INSIDE: ContextVar[bool] = ContextVar("inside", default=False)
 
 
 @contextmanager
 def onednn(model: nn.Module, *, pack: bool = False) -> Iterator[None]:
-    """Compute the large linear layers of a model through oneDNN for a while, forwards and backwards.
+    """Compute the large linear layers of a model with oneDNN inside this context, forward and backward.
 
-    Only whole float32 weights on an x86 CPU are, and nothing under autocast. With `pack` weights are laid out
-    once as its kernels read them, for calls without gradient on a few rows each, up to 4 GiB of weights; they
-    must not change meanwhile.
+    This concerns unsharded float32 weights on an x86 CPU, outside of autocast. With `pack`, weights are
+    copied once into the layout of oneDNN's kernels, for calls without gradient on a few rows each, up to
+    4 GiB of weights; they must not change meanwhile.
     """
     inside = there()
     layers = [layer for layer in model.modules() if _plain(layer)] if inside else []
@@ -45,15 +45,17 @@ def onednn(model: nn.Module, *, pack: bool = False) -> Iterator[None]:
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Multiply (..., n) by the rows of a weight (m, n) that is no layer's own, a part of one for instance:
-    inside `onednn` as layers do there, else as torch does."""
+    """Multiply (..., n) by the rows of a weight (m, n), which may be a part of a layer's.
+
+    Inside `onednn` this uses oneDNN as layers do, elsewhere torch.
+    """
     if _INSIDE.get() and _fits(weight) and _suits(x):
         return _Linear.apply(x, weight, bias)
     return nn.functional.linear(x, weight, bias)
 
 
 def there() -> bool:
-    """Tell whether oneDNN is there, and would compute what is asked for."""
+    """Return whether oneDNN is available and would be used for float32 weights."""
     return _built() and torch.backends.mkldnn.enabled and not torch.is_autocast_enabled("cpu")
 
 
@@ -73,12 +75,12 @@ def _suits(x: Tensor) -> bool:
 
 
 def _plain(layer: nn.Module) -> bool:
-    # A subclass may compute something else, and so may a layer whose forward somebody has replaced.
+    # A subclass may compute something else, and so may a layer whose forward was replaced.
     return type(layer) is nn.Linear and "forward" not in vars(layer) and _fits(layer.weight)
 
 
 def _forward(layer: nn.Linear, pack: bool) -> Callable[[Tensor], Tensor]:
-    """Make what a layer computes meanwhile."""
+    """Make the forward function of a layer inside `onednn`."""
     packed = torch.ops.mkldnn._reorder_linear_weight(layer.weight.detach()) if pack else None
 
     def forward(x: Tensor) -> Tensor:
@@ -90,8 +92,8 @@ def _forward(layer: nn.Linear, pack: bool) -> Callable[[Tensor], Tensor]:
 
 
 def times(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Multiply (..., n) by the rows of (m, n) through oneDNN: (..., m). No gradient goes through."""
-    # A part of wider rows has no kernel: the reference code that it falls back to is a thousand times slower.
+    """Multiply (..., n) by the rows of (m, n) with oneDNN, to (..., m), without gradient."""
+    # For a slice of wider rows oneDNN falls back to reference code, a thousand times slower.
     whole = weight.is_contiguous() or weight.t().is_contiguous()
     return _multiply(x, weight if whole else weight.contiguous(), bias)
 
@@ -110,7 +112,7 @@ class _Linear(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        grad = grad.contiguous()  # it may be one number, seen everywhere
+        grad = grad.contiguous()  # it may be an expanded scalar
         for_x = times(grad, weight.t()) if ctx.needs_input_grad[0] else None
         rows, seen = grad.flatten(0, -2), x.flatten(0, -2)
         for_weight = times(rows.t(), seen.t()) if ctx.needs_input_grad[1] else None

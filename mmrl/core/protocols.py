@@ -1,4 +1,4 @@
-"""What the loops see of pieces. Everything else about a piece is its own business."""
+"""Protocols of the pieces that the training loop calls: policies, engines, samplers, observers."""
 
 from __future__ import annotations
 
@@ -16,43 +16,42 @@ if TYPE_CHECKING:
 
 
 class Policy(Protocol):
-    """Gives every step a log-probability, and is what learns."""
+    """The model that is trained; it gives every step a log-probability."""
 
-    module: nn.Module  # its trainable parameters are what the optimizer moves
-    says: frozenset[str]  # what it can put into `extra`
+    module: nn.Module  # the optimizer moves its trainable parameters
+    says: frozenset[str]  # the names of `extra` that it can compute
 
     def encode(self, prompt: Prompt, outcome: Outcome) -> Trajectory:
-        """Turn a recorded answer into a row."""
+        """Convert a recorded answer into a row."""
 
     def collate(self, rollouts: Rollouts) -> Batch:
-        """Pad rows to a table."""
+        """Pad rows to a batch."""
 
     def __call__(self, batch: Batch, extra: Set[str] = frozenset()) -> StepOutput:
-        """Say how likely every step is, differentiably."""
+        """Compute the log-probability of every step, differentiably, and what `extra` names."""
 
     def save(self, folder: Path) -> None:
-        """Write the model as an ordinary folder of its library."""
+        """Write the model as a folder that its library loads."""
 
     def load(self, folder: Path) -> None:
-        """Take up the weights that `save` wrote, bit for bit."""
+        """Load the weights that `save` wrote, bit for bit."""
 
 
 class Engine(Protocol):
-    """Makes one rollout for every entry of `prompts`. Text generation, denoising and reading stored pairs are
-    all engines."""
+    """Makes rollouts: generates text, denoises images, or reads stored answers."""
 
     policy: Policy
-    notes: frozenset[str]  # what it notes of every step
+    notes: frozenset[str]  # the names of what it notes of every step
 
     def rollout(self, prompts: Sequence[Prompt]) -> Rollouts:
-        """Answer every entry, in order; equal entries form a group."""
+        """Make one rollout for every entry, in order; those of equal entries form a group."""
 
 
 class Sampler(Protocol):
-    """Chooses prompts, and how often each is answered."""
+    """Chooses prompts, and the number of rollouts for each."""
 
     def draw(self, num_prompts: int, num_generations: int) -> list[Prompt]:
-        """Name one prompt per rollout wanted; nothing once there is no question left."""
+        """Return one prompt per rollout, or an empty list when no prompt is left."""
 
 
 class HeldOut(Protocol):
@@ -65,40 +64,40 @@ class HeldOut(Protocol):
 
 
 class Tracker(Protocol):
-    """Passes numbers on to a dashboard. Only the main process opens one."""
+    """Sends metrics to a dashboard; only the main process opens one."""
 
     def open(self, folder: Path, config: Mapping[str, Any], start: int) -> str:
-        """Begin, or go on, at a step; give what there is to say about it."""
+        """Begin, or resume at a step; return a line for the console, which may be empty."""
 
     def write(self, metrics: Mapping[str, float], step: int) -> None:
-        """Pass on the finite numbers of a step."""
+        """Send the finite metrics of a step."""
 
     def close(self) -> None:
-        """Finish."""
+        """Close the dashboard."""
 
 
 @runtime_checkable
 class Telling(Protocol):
-    """A piece with numbers of its own for the report of a step."""
+    """A piece with metrics of its own."""
 
     def tell(self) -> Mapping[str, float]:
-        """Give what was measured since the last call, under the same names on every process."""
+        """Return metrics since the last call, under the same names on every process."""
 
 
 @runtime_checkable
 class Stateful(Protocol):
-    """A piece with a memory that is saved with the run."""
+    """A piece with state that is saved in checkpoints."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Give tensors, numbers and strings, nested in dictionaries."""
+        """Return tensors, numbers and strings, nested in dictionaries."""
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take up where `state_dict` left off."""
+        """Restore what `state_dict` returned."""
 
 
 @runtime_checkable
 class Observer(Stateful, Protocol):
-    """A piece with memory that sees every round of a collection once, before anything is dropped."""
+    """A piece with state that sees every round of a collection, before groups are dropped."""
 
     def observe(self, rollouts: Rollouts, table: RewardTable) -> None:
-        """Learn from a round."""
+        """Update the state from a round; `rollouts` are this process's rows of `table`."""

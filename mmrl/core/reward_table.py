@@ -1,4 +1,4 @@
-"""The reward table: rewards of outcomes, before they are advantages."""
+"""The reward table: the rewards of all outcomes of a collection, which become advantages."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from torch import Tensor
 from mmrl.core.tensor import group_count, group_extreme, group_index, group_mean, group_std, pad_to
 from mmrl.core.types import Rollouts, Trajectory
 
-EQUAL = 1e-8  # rewards closer than this are the same
-ABSENT = -1  # `ends` of a place that a row does not have
+EQUAL = 1e-8  # rewards closer than this count as equal
+ABSENT = -1  # in `ends`: the row has no outcome at this place
 
 
 def name_id(name: str) -> int:
-    """Number a name in 63 bits, the same in every process, round and run. The empty name is 0."""
+    """Hash a name to 63 bits, equal in every process, round and run; 0 for the empty name."""
     if not name:
         return 0
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "big") >> 1
@@ -26,8 +26,7 @@ def name_id(name: str) -> int:
 
 @dataclass(frozen=True)
 class Groups:
-    """The comparisons of a table: statistics of every entry's group over its valid entries, each as (N, R,
-    K)."""
+    """Statistics of each entry's group of a reward table, over valid entries; each is (N, R, K)."""
 
     values: Tensor  # (N * K, R)
     valid: Tensor  # (N * K, R)
@@ -36,7 +35,7 @@ class Groups:
 
     @staticmethod
     def of(values: Tensor, valid: Tensor, index: Tensor) -> Groups:
-        """Line entries up: `values` and `valid` are (N, R, K), `index` is (N, K)."""
+        """Flatten `values` and `valid` (N, R, K) and `index` (N, K)."""
         rows, rewards, places = values.shape
         flat = (values.transpose(1, 2).reshape(-1, rewards), valid.transpose(1, 2).reshape(-1, rewards))
         return Groups(*flat, index.flatten(), (rows, rewards, places))
@@ -50,50 +49,51 @@ class Groups:
         return self._back(group_count(self.index, self.valid))
 
     def mean(self) -> Tensor:
-        """Average."""
+        """Compute the means."""
         return self._back(group_mean(self.values, self.index, self.valid))
 
     def std(self, unbiased: bool = True) -> Tensor:
-        """Measure the spread; 0 for fewer than two."""
+        """Compute the standard deviations; 0 for fewer than two entries."""
         return self._back(group_std(self.values, self.index, self.valid, unbiased=unbiased))
 
     def largest(self) -> Tensor:
-        """Find the largest."""
+        """Find the largest values."""
         return self._back(group_extreme(self.values, self.index, self.valid))
 
     def smallest(self) -> Tensor:
-        """Find the smallest."""
+        """Find the smallest values."""
         return self._back(group_extreme(self.values, self.index, self.valid, largest=False))
 
     def flat(self) -> Tensor:
-        """Tell whether all entries are equal; then no comparison says anything."""
+        """Return whether all entries of a group are equal, so that there is nothing to compare."""
         return self.largest() - self.smallest() <= EQUAL
 
 
 @dataclass(frozen=True)
 class RewardTable:
-    """How good it was. Every process holds the same, whole table; it is numbers only, in float64 on the CPU.
+    """Rewards of rollouts and what they are compared by, in float64 on the CPU.
 
-    Letters: `N` rollouts, `R` named rewards, `K` outcomes of a rollout (places), `T` steps.
+    Every process has the whole table. `N` rollouts, `R` named rewards, `K` outcomes of a rollout (places),
+    `T` steps.
     """
 
-    values: Tensor  # (N, R, K) weighted rewards; only valid entries mean something
+    values: Tensor  # (N, R, K) rewards, then advantages; defined where valid
     valid: Tensor  # (N, R, K) False where a reward does not apply, or there is no outcome
     names: tuple[str, ...]  # R
     scored: Mapping[str, Tensor]  # (N, K) every reward as measured, NaN where it does not apply
     weights: Tensor  # (R,) used by `total`
-    ends: Tensor  # (N, K) int64: how many steps the outcome has seen; ABSENT: no outcome
+    ends: Tensor  # (N, K) int64: number of steps that made the outcome; ABSENT: no outcome
     ids: Mapping[str, Tensor]  # (N, K) int64: "group", "row", "place", "on_policy" and every tag
     notes: Mapping[str, Tensor]  # (N, T) from the engine, NaN where nothing was noted
     length: Tensor  # (N,) int64
-    learn: Tensor  # (N, K) False: counts in the statistics, is not learned from
+    learn: Tensor  # (N, K) False: counts in statistics, but is not learned from
     uids: tuple[str, ...]  # N
-    process: Tensor  # (N,) int64: who holds the rollout
-    rank: int = 0  # which process this is
+    process: Tensor  # (N,) int64: rank of the process that has the rollout
+    rank: int = 0  # of this process
 
     @staticmethod
     def empty() -> RewardTable:
-        """Make the table that others are joined to."""
+        """Make a table without rows."""
         none = torch.zeros(0, dtype=torch.int64)
         flat = none.view(0, 0)
         return RewardTable(
@@ -116,22 +116,22 @@ class RewardTable:
 
     @property
     def present(self) -> Tensor:
-        """Tell which places hold an outcome: (N, K)."""
+        """Whether there is an outcome: (N, K) bool."""
         return self.ends != ABSENT
 
     @property
     def last(self) -> Tensor:
-        """Find the place of every row's answer: (N,)."""
+        """The place of each row's answer: (N,)."""
         return self.present.sum(-1) - 1
 
     @property
     def mine(self) -> Tensor:
-        """Tell which rows this process holds: (N,)."""
+        """Whether a row's rollout is on this process: (N,) bool."""
         return self.process == self.rank
 
     @property
     def group(self) -> Tensor:
-        """Name the group of every row: (N,)."""
+        """The id of each row's group: (N,)."""
         return self.ids["group"][:, 0]
 
     def replace(self, **changes) -> RewardTable:
@@ -147,7 +147,7 @@ class RewardTable:
         return self.replace(notes={**self.notes, name: values})
 
     def at_end(self, name: str) -> Tensor:
-        """Look up a reward as measured for every row's answer: (N,), NaN where it does not apply."""
+        """Return a reward as measured for each row's answer: (N,), NaN where it does not apply."""
         if name not in self.scored:
             raise ValueError(
                 f"no reward is called '{name}'; there are {', '.join(sorted(self.scored)) or 'none'}"
@@ -156,8 +156,7 @@ class RewardTable:
 
     @property
     def absent(self) -> dict[str, str]:
-        """Name the rewards and labels that apply to no outcome, though none of their calls failed, each with
-        a sentence that says so."""
+        """Rewards and labels that are None for every outcome without any failure, each with a message."""
         seen = f"all {int(self.present.sum())} outcomes of {len(set(self.uids))} prompts"
         return {
             name: f"'{name}' gave None for {seen}"
@@ -166,14 +165,13 @@ class RewardTable:
         }
 
     def reward(self) -> Tensor:
-        """Sum up the weighted rewards of every row's answer, as measured: (N,), NaN where none applies."""
+        """Sum the weighted rewards of each row's answer as measured: (N,), NaN where none applies."""
         weights = dict(zip(self.names, self.weights.tolist(), strict=True))
         measured = torch.stack([self.at_end(name) * weight for name, weight in weights.items()], 1)
         return torch.where(measured.isnan().all(1), torch.nan, measured.nansum(1))
 
     def index(self, by: Sequence[str]) -> Tensor:
-        """Number the comparisons: entries with one number agree in every id of `by`. Shape (N, K); no `by`:
-        all are one."""
+        """Number groups of entries (N, K) that agree in every id of `by`; without `by` all are one group."""
         unknown = [name for name in by if name not in self.ids]
         if unknown:
             raise ValueError(f"cannot compare by {unknown}: outcomes have the ids {sorted(self.ids)}")
@@ -183,11 +181,11 @@ class RewardTable:
         return group_index(columns).view(self.ends.shape)
 
     def groups(self, by: Sequence[str]) -> Groups:
-        """Set the entries against those that agree in every id of `by`."""
+        """Compare entries with those that agree in every id of `by`."""
         return Groups.of(self.values, self.valid, self.index(by))
 
     def select(self, rows: Tensor) -> RewardTable:
-        """Keep some rows: (n,) indices, or (N,) bool. Ids stay as they were."""
+        """Select rows by (n,) indices or (N,) bool; ids stay."""
         rows = rows.nonzero()[:, 0] if rows.dtype == torch.bool else rows
         return self.replace(
             values=self.values[rows],
@@ -203,15 +201,14 @@ class RewardTable:
         )
 
     def take(self, places: Tensor, values: Tensor, ends: Tensor) -> RewardTable:
-        """Lay out other places: `places` (N, K') says which old place each comes from, `ends` (N, K') where
-        it stands."""
-        here = ends != ABSENT
+        """Rearrange places: `places` (N, K') is the old place of each new one, `ends` (N, K') its end."""
+        present = ends != ABSENT
         ids = {name: column.gather(1, places) for name, column in self.ids.items()}
         ids["place"] = torch.arange(places.shape[1]).expand(places.shape)
         valid = self.valid.gather(2, places[:, None].expand(-1, len(self.names), -1))
         return self.replace(
             values=values,
-            valid=valid & here[:, None],
+            valid=valid & present[:, None],
             ends=ends,
             ids=ids,
             learn=self.learn.gather(1, places),
@@ -219,12 +216,12 @@ class RewardTable:
         )
 
     def after_first(self, values: Tensor) -> RewardTable:
-        """Drop the first place: what K outcomes measured becomes K - 1 credits. `values` is (N, R, K - 1)."""
+        """Drop the first place, for differences of K outcomes: `values` is (N, R, K - 1)."""
         places = torch.arange(1, self.ends.shape[1]).expand(len(self), -1)
         return self.take(places, values, self.ends[:, 1:])
 
     def join(self, other: RewardTable) -> RewardTable:
-        """Put the rows of another round behind these. Rows are renumbered; everything else keeps its id."""
+        """Append the rows of another round; rows are renumbered, all other ids stay."""
         if not len(self):
             return other
         if self.names != other.names:
@@ -246,7 +243,7 @@ class RewardTable:
         return self.replace(**joined, ids=ids, notes=notes, scored=scored, uids=self.uids + other.uids)
 
     def _widen(self, places: int, tags: set[str]) -> RewardTable:
-        """Give the table more places, and every tag."""
+        """Pad the table to more places and add missing tags."""
         none = torch.zeros_like(self.ends)
         ids = {name: pad_to(self.ids.get(name, none), places, 1) for name in sorted(tags)}
         ids["place"] = torch.arange(places).expand(len(self), -1)
@@ -282,8 +279,7 @@ class Collection:
 
 @dataclass(frozen=True)
 class Measured:
-    """What an evaluation found. `intervals` holds (low, high) of every metric; `rollouts` are this process's
-    rows of `table`."""
+    """The result of an evaluation: `intervals` are (low, high), `rollouts` this process's rows of `table`."""
 
     metrics: Mapping[str, float]
     intervals: Mapping[str, tuple[float, float]]
@@ -292,20 +288,19 @@ class Measured:
 
 
 def _note(table: RewardTable, name: str, steps: int) -> Tensor:
-    """Give a note `steps` columns, NaN where the table noted nothing."""
+    """Pad a note to `steps` columns, NaN where the table has none."""
     nothing = torch.full((len(table), 0), float("nan"), dtype=torch.float64)
     return pad_to(table.notes.get(name, nothing), steps, 1, float("nan"))
 
 
 def place_of_steps(ends: Tensor, num_steps: int) -> Tensor:
-    """Find the place each step belongs to: (N, K) ends to (N, T) places.
+    """Assign steps to outcomes: (N, K) ends to (N, T) places.
 
-    A step takes the first outcome of its row that ends after it; steps behind the last end take the last.
+    A step belongs to the first outcome of its row that ends after it; steps after the last end to the last.
     """
     present = ends != ABSENT
     last = (present.sum(-1, keepdim=True) - 1).clamp(min=0)
-    # Absent places stand behind all others, and are never reached because the result is clamped to the last
-    # present one.
+    # Absent places sort after all others; the result is clamped to the last present one.
     sortable = torch.where(present, ends, torch.iinfo(torch.int64).max)
     steps = torch.arange(num_steps).expand(len(ends), -1).contiguous()
     return torch.minimum(torch.searchsorted(sortable.contiguous(), steps, right=True), last)

@@ -1,4 +1,4 @@
-"""The step table: one row per rollout, one column per step. It is what is learned from."""
+"""The step table: a batch of rollouts by steps with advantages, which objectives learn from."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from mmrl.core.types import Steps, Unit
 
 @dataclass(frozen=True)
 class StepOutput:
-    """What a policy says about every step: `logp` is (N, T), an entry of `extra` is (N, T, ...)."""
+    """A policy's output for every step: `logp` is (N, T), an entry of `extra` is (N, T, ...)."""
 
     logp: Tensor
     extra: Mapping[str, Tensor] = field(default_factory=dict)
 
     def detach(self) -> StepOutput:
-        """Forget how it was computed."""
+        """Detach from the graph."""
         return StepOutput(self.logp.detach(), {name: value.detach() for name, value in self.extra.items()})
 
     def __getitem__(self, rows: Tensor) -> StepOutput:
@@ -31,20 +31,19 @@ class StepOutput:
 
 @dataclass(frozen=True)
 class Totals:
-    """What losses divide by: counted over one update, and then averaged over processes."""
+    """The counts that losses divide by, of one update, averaged over processes."""
 
     steps: float = 0.0
     rows: float = 0.0
     groups: float = 0.0
-    drawn: float = 0.0  # rows, those among them that are not learned from
+    drawn: float = 0.0  # rows, including those that are not learned from
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Rows of rollouts by steps, with everything that an objective reads.
+    """Rollouts by steps, with everything that an objective reads.
 
-    Letters: `N` rows, `T` steps. `weight` says how much a step counts; it is set by the objective and already
-    divides.
+    `N` rows, `T` steps. `weight` is set by the objective and already divides by its totals.
     """
 
     group: Tensor  # (N,) int64
@@ -61,8 +60,7 @@ class Batch:
 
     @staticmethod
     def of(steps: Steps, mask: Tensor, notes: Mapping[str, Tensor]) -> Batch:
-        """Make the table of a policy that knows which steps were its choice, before credit is laid over
-        it."""
+        """Make a batch without advantages; `mask` (N, T) marks steps chosen by the policy."""
         nothing = torch.zeros_like(mask)
         return Batch(torch.zeros(len(mask), dtype=torch.int64), mask, steps, nothing, nothing, notes)
 
@@ -74,12 +72,11 @@ class Batch:
         return dataclasses.replace(self, **changes)
 
     def by(self, name: str, new: StepOutput) -> StepOutput:
-        """Look up what another policy says. `old` that nobody asked is the current pass, detached: the ratio
-        is 1."""
+        """Return the output of another policy; `old`, where missing, is the current pass detached (ratio 1)."""
         return new.detach() if name == "old" and name not in self.others else self.others[name]
 
     def on(self, device: torch.device) -> Batch:
-        """Move the numbers (not the steps, which their policy moves) to a device."""
+        """Move tensors to a device, except for `steps`, which their policy moves."""
         moved = {name: getattr(self, name).to(device) for name in ("group", "mask", "advantage", "weight")}
         notes = {name: note.to(device) for name, note in self.notes.items()}
         others = {
@@ -89,7 +86,7 @@ class Batch:
         return self.replace(**moved, notes=notes, others=others)
 
     def select(self, rows: Tensor, columns: slice = slice(None)) -> Batch:
-        """Cut out rows (n,) and a range of steps."""
+        """Select rows (n,) and a range of steps."""
         cut = {name: getattr(self, name)[rows][:, columns] for name in ("mask", "advantage", "weight")}
         others = {
             name: StepOutput(
@@ -108,25 +105,23 @@ class Batch:
         )
 
     def blank(self) -> Batch:
-        """Keep the first row, learn nothing from it: what a process without work still sends through the
-        model."""
+        """Keep the first row with an empty mask, for a process without rows that has to call the model."""
         first = self.select(torch.tensor([0]))
         nothing = torch.zeros_like(first.mask)
         return first.replace(mask=nothing, advantage=torch.zeros_like(first.advantage), drawn=0.0)
 
     def count(self) -> Totals:
-        """Count what is learned from: steps, rows and groups that have any; and the rows that were drawn."""
+        """Count the steps that are learned from, rows and groups with such steps, and rows drawn."""
         rows = self.mask.sum(-1) > 0
         groups = self.group[rows].unique().numel()
         drawn = len(self) if self.drawn is None else self.drawn
         return Totals(float(self.mask.sum()), float(rows.sum()), float(groups), float(drawn))
 
     def parts(self, num_parts: int) -> Iterator[Batch]:
-        """Cut the batch into parts of whole groups for one optimizer step each; an empty part is one blanked
-        row.
+        """Split the batch into parts of whole groups, one per optimizer step; an empty part is a blank row.
 
-        The groups of the whole collection are parted, so a part holds the same groups on one process and on
-        many. Rows that were drawn are shared out evenly.
+        The groups of all processes are split, so a part has the same groups on one process as on many. The
+        count of rows drawn is divided evenly.
         """
         drawn = None if self.drawn is None else self.drawn / num_parts
         names = self.order or tuple(dict.fromkeys(self.group.tolist()))
@@ -137,15 +132,14 @@ class Batch:
             yield part if drawn is None else part.replace(drawn=drawn)
 
     def split(self, max_steps: int, unit: Unit) -> list[Batch]:
-        """Cut the batch into micro-batches, as `cuts` says."""
+        """Split the batch into micro-batches by `cuts`."""
         return [self.select(rows, columns) for rows, columns in self.cuts(max_steps, unit)]
 
     def cuts(self, max_steps: int, unit: Unit) -> list[tuple[Tensor, slice]]:
-        """Find rows and columns of micro-batches whose `steps.cost` is at most `max_steps`, never below
-        `unit`.
+        """Choose rows and columns of micro-batches whose `steps.cost` is at most `max_steps`.
 
-        A micro-batch is only larger when one unit alone is. Cuts fall between groups where they can, since
-        rows of a group share their prompt.
+        A micro-batch is never smaller than `unit`, so it exceeds `max_steps` where one unit does. Groups stay
+        together where they can, since their rows share a prompt.
         """
         unit = max(unit, self.steps.unit)
         micros: list[list[int]] = [[]]
@@ -167,7 +161,7 @@ class Batch:
         return self.steps.cost(torch.tensor(rows))
 
     def _columns(self, rows: list[int], max_steps: int, unit: Unit) -> list[slice]:
-        """Cut between steps where that is allowed and a row alone is too large."""
+        """Split steps where `unit` allows it and a row by itself is too large."""
         num_steps, cost = self.mask.shape[1], self._cost(rows)
         if unit > Unit.STEP or cost <= max_steps or num_steps < 2:
             return [slice(None)]
@@ -184,9 +178,10 @@ def _groups(group: Tensor) -> list[list[int]]:
 
 
 def spread(credit: RewardTable, batch: Batch) -> Batch:
-    """Lay the one reward that a chain left, `learn` and the chain's notes over the steps of a collated batch.
+    """Spread the advantages of a table over the steps of a collated batch, with the chain's notes.
 
-    The rows of `credit` are those of `batch`, in order; a table without rows blanks the batch.
+    `credit` has one column of values left, and the rows of `batch` in order; without rows the batch is
+    blanked. Raises `ValueError` where several columns are left.
     """
     if len(credit.names) > 1:
         raise ValueError(

@@ -1,6 +1,6 @@
-"""Arithmetic over groups of rows. A group is never an axis: it is a column of ids, so groups may be ragged.
+"""Sums, means and extremes over groups of rows, masked means and padding.
 
-Letters: `M` entries, `V` groups. Nothing here knows rewards, models or methods.
+A group is not an axis but a column of ids, so groups may have different sizes. `M` entries, `V` groups.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 def group_index(columns: Sequence[Tensor]) -> Tensor:
-    """Number the groups of entries that agree in every column: (M,) int64 ids each, to (M,) int64 from 0."""
+    """Number groups of entries with equal ids in every column: (M,) int64 each, to (M,) int64 from 0."""
     return torch.unique(torch.stack(list(columns)), dim=1, return_inverse=True)[1]
 
 
@@ -23,23 +23,21 @@ def group_sum(values: Tensor, index: Tensor, num_groups: int | None = None) -> T
 
 
 def group_mean(values: Tensor, index: Tensor, valid: Tensor) -> Tensor:
-    """Give every entry the mean of its group over the valid entries; 0 where a group has none. All are (M,
-    ...)."""
+    """Compute the mean of each entry's group over valid entries; 0 where there are none. All (M, ...)."""
     valid = valid.to(values.dtype)
     total = group_sum(torch.where(valid > 0, values, 0.0), index)
     return (total / group_sum(valid, index).clamp(min=1))[index]
 
 
 def group_count(index: Tensor, valid: Tensor) -> Tensor:
-    """Give every entry the number of valid entries in its group."""
+    """Count the valid entries of each entry's group."""
     return group_sum(valid.double(), index)[index]
 
 
 def group_std(values: Tensor, index: Tensor, valid: Tensor, *, unbiased: bool = True) -> Tensor:
-    """Give every entry the standard deviation of its group, dividing by the count less one (`unbiased`) or
-    the count.
+    """Compute the standard deviation of each entry's group; 0 for fewer than two valid entries.
 
-    0 where a group has fewer than two valid entries.
+    It divides by the count less one (`unbiased`), or by the count.
     """
     centred = torch.where(valid, values - group_mean(values, index, valid), 0.0)
     count = group_sum(valid.to(values.dtype), index)
@@ -48,8 +46,7 @@ def group_std(values: Tensor, index: Tensor, valid: Tensor, *, unbiased: bool = 
 
 
 def group_extreme(values: Tensor, index: Tensor, valid: Tensor, largest: bool = True) -> Tensor:
-    """Give every entry the largest (or smallest) valid value of its group; minus (plus) infinity where there
-    is none."""
+    """Find the largest (or smallest) valid value of each entry's group; -inf (or inf) without any."""
     empty = -torch.inf if largest else torch.inf
     filled = torch.where(valid, values, empty)
     size = int(index.max()) + 1 if index.numel() else 0
@@ -66,7 +63,7 @@ def masked_mean(values: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
 
 
 def pad_to(values: Tensor, size: int, dim: int, fill: float = 0.0) -> Tensor:
-    """Lengthen a dimension to `size` with `fill` behind what is there."""
+    """Pad a dimension at its end to `size` with `fill`."""
     missing = size - values.shape[dim]
     if missing <= 0:
         return values
@@ -76,7 +73,7 @@ def pad_to(values: Tensor, size: int, dim: int, fill: float = 0.0) -> Tensor:
 
 
 def cat_padded(tensors: Sequence[Tensor], fill: float = 0.0) -> Tensor:
-    """Join tensors along the first dimension, lengthening every other one to the longest."""
+    """Concatenate tensors along the first dimension, padding all others to the longest."""
     sizes = [max(t.shape[dim] for t in tensors) for dim in range(tensors[0].dim())]
     for dim in range(1, len(sizes)):
         tensors = [pad_to(t, sizes[dim], dim, fill) for t in tensors]

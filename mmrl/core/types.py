@@ -1,4 +1,4 @@
-"""What travels through the loops before it is numbers: prompts, outcomes and trajectories."""
+"""Prompts, media, outcomes and trajectories: the data of a rollout before it is a table."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from torch import Tensor
 
 
 class Unit(IntEnum):
-    """The smallest cut that keeps a loss exact: steps are independent, or those of a row, or the rows of a
-    group."""
+    """The smallest part of a batch whose loss can be computed by itself: a step, a row or a group."""
 
     STEP = 0
     ROW = 1
@@ -22,10 +21,10 @@ class Unit(IntEnum):
 
 @dataclass(frozen=True)
 class Frames:
-    """Decoded pictures. An image is one frame at 0 seconds.
+    """Decoded frames of a video, or an image as one frame at 0 seconds.
 
     `pixels` is (F, 3, height, width) uint8, `times` is (F,) seconds, `duration` is the length of the whole
-    clip in seconds.
+    video in seconds.
     """
 
     pixels: Tensor
@@ -35,9 +34,9 @@ class Frames:
 
 @dataclass(frozen=True)
 class Media:
-    """A picture or clip that is decoded when somebody looks at it. `name` appears in errors and reports.
+    """An image or video, decoded when `load` is called. `name` appears in errors and reports.
 
-    `source` is the file or the bytes that it is decoded from, so that a run that goes on notices another one.
+    `source` is the file or the bytes that it is decoded from; a resumed run compares its content.
     """
 
     kind: str  # "image" or "video"
@@ -48,7 +47,7 @@ class Media:
 
 @dataclass(frozen=True)
 class Part:
-    """A piece of a message: a text, or a medium."""
+    """A part of a message: a text, an image or a video."""
 
     text: str = ""
     media: Media | None = None
@@ -64,11 +63,11 @@ class Message:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a reward looks at.
+    """What a policy made of a prompt, which rewards score: a text, an image or a video.
 
     `image` is (3, height, width) uint8, `video` is (frames, 3, height, width) uint8 and `times` its (frames,)
-    seconds. `end` is how many steps the outcome has seen; None is the whole rollout. `tags` say what it is,
-    `recorded` holds rewards measured earlier, or by the engine that knows the rules.
+    seconds. `end` is the number of steps that made the outcome; None is the whole rollout. `tags` describe
+    it, and `recorded` has rewards that were measured before, or by the engine.
     """
 
     text: str | None = None
@@ -82,11 +81,11 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Prompt:
-    """What is asked, and what its rewards compare with.
+    """A prompt with its target, which rewards compare answers with.
 
-    `target` is whatever the rewards of its task read: a span in seconds, a box, a caption. `answers` are
-    recorded answers: demonstrations or preference pairs. `columns` is the rest of its row, handed by name to
-    rewards written for TRL.
+    `target` is what the rewards of its task read: a span in seconds, a box, a caption. `answers` are recorded
+    answers: demonstrations or preference pairs. `columns` has the other columns of its row, which rewards
+    written for TRL get by name.
     """
 
     uid: str
@@ -97,12 +96,12 @@ class Prompt:
 
     @property
     def text(self) -> str:
-        """Join what is asked in words, without media."""
+        """The texts of all messages, without media."""
         return "\n".join(part.text for message in self.messages for part in message.parts if part.text)
 
     @property
     def media(self) -> tuple[Media, ...]:
-        """List the media in order of appearance."""
+        """The images and videos of all messages, in order."""
         return tuple(
             part.media for message in self.messages for part in message.parts if part.media is not None
         )
@@ -110,11 +109,11 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Trajectory:
-    """One rollout: one row of the tables.
+    """One rollout, which is one row of the tables.
 
-    Rows with one `group` are compared. The last outcome is the answer, earlier ones are probes of a prefix.
-    Only the policy that collates `steps` looks inside. `notes` are (length,) numbers taken down on the way
-    ("logp", "entropy", "token").
+    Rows of the same `group` are compared. The last outcome is the answer, earlier ones belong to prefixes of
+    it. Only the policy that collates `steps` reads them. `notes` are (length,) numbers that the engine noted
+    of every step ("logp", "entropy", "token").
     """
 
     prompt: Prompt
@@ -131,19 +130,19 @@ Rollouts = tuple[Trajectory, ...]
 
 @dataclass(frozen=True)
 class Clock:
-    """What a schedule sees: the step, and the metrics of the last report."""
+    """What a schedule depends on: the step, and the metrics of the last one."""
 
     step: int = 0
     metrics: Mapping[str, float] = field(default_factory=dict)
 
 
 class Steps(Protocol):
-    """What a policy needs to see its steps again. Opaque to everything but that policy."""
+    """What a policy needs to evaluate steps again; only that policy reads it."""
 
     unit: Unit  # the smallest cut it allows
 
     def cost(self, rows: Tensor) -> int:
-        """Count the steps held at once when these rows are computed together, prompts included."""
+        """Count the steps in memory when these rows are computed together, prompts included."""
 
     def __getitem__(self, cut: tuple[Tensor, slice]) -> Steps:
         """Cut out rows and a range of steps."""

@@ -1,5 +1,4 @@
-"""Saving a run so that it goes on exactly: tensors in safetensors, everything else in JSON, written beside
-and renamed."""
+"""Checkpoint folders: tensors in safetensors, the rest in JSON, checksums, atomic renames, pruning."""
 
 from __future__ import annotations
 
@@ -21,12 +20,14 @@ MODEL = "model"
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint that cannot be used."""
+    """A checkpoint cannot be used or written."""
 
 
 def write_state(folder: Path, state: Mapping[str, Any]) -> None:
-    """Write a nested state of tensors, numbers, strings and lists; then the SHA-256 of every file of the
-    folder, by which a checkpoint is known to be whole, and all of it to the disk."""
+    """Write a nested state of tensors, numbers, strings and lists, and the SHA-256 of every file.
+
+    Everything has reached the disk when this returns.
+    """
     from safetensors.torch import save_file
 
     tensors: dict[str, Tensor] = {}
@@ -44,7 +45,7 @@ def write_state(folder: Path, state: Mapping[str, Any]) -> None:
 
 
 def read_state(folder: Path) -> dict[str, Any]:
-    """Read what `write_state` wrote; `CheckpointError` where any file of the folder is not what it was."""
+    """Read what `write_state` wrote; raise `CheckpointError` where a file of the folder was changed."""
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
@@ -58,7 +59,7 @@ def read_state(folder: Path) -> dict[str, Any]:
 
 
 def _damaged(folder: Path) -> str:
-    """Say which file of a checkpoint is not as it was written, if one is."""
+    """Describe the first file whose checksum is wrong; empty if there is none."""
     known = dict(line.split("  ", 1)[::-1] for line in (folder / SUMS).read_text().splitlines())
     for name in {**known, STATE: "", TENSORS: ""}:
         if _digest(folder / name) != known.get(name):
@@ -72,7 +73,7 @@ def _digest(path: Path) -> str:
 
 
 def _files(folder: Path) -> list[Path]:
-    # The model card may be written anew when more was measured.
+    # The model card (README.md) is rewritten after the last evaluation, so it has no checksum.
     return sorted(
         path for path in folder.rglob("*") if path.is_file() and path.name not in (SUMS, "README.md")
     )
@@ -108,15 +109,15 @@ def _with_tensors(tree: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Any
     return tree["plain"]
 
 
-def publish(beside: Path, folder: Path) -> None:
-    """Move a finished folder to its name, so that nobody ever sees half of it."""
+def publish(unfinished: Path, folder: Path) -> None:
+    """Rename a finished folder, so that a checkpoint with its final name is always whole."""
     discard(folder)
-    beside.rename(folder)
+    unfinished.rename(folder)
     flush(folder.parent)
 
 
 def discard(folder: Path) -> None:
-    """Remove a checkpoint. It loses its name first, so that half of one never has it."""
+    """Remove a checkpoint; it is renamed first, so that a partly removed one never has the name."""
     if folder.exists() or folder.is_symlink():
         gone = folder.with_name(f"{folder.name}.gone.tmp")
         remove(gone)
@@ -125,27 +126,27 @@ def discard(folder: Path) -> None:
 
 
 def tidy(output_dir: Path) -> None:
-    """Remove what was being written, or removed, when a process was killed."""
+    """Remove folders that were being written or removed when a process was killed."""
     for path in output_dir.glob("checkpoint-*.tmp"):
         remove(path)
 
 
 def checkpoints(output_dir: Path) -> list[Path]:
-    """List checkpoints, the latest first; `OSError` where the folder cannot be read."""
+    """List checkpoints, the latest first; raises `OSError` where the folder cannot be read."""
     inside = list(output_dir.iterdir()) if output_dir.exists() else []
     numbered = [path for path in inside if re.fullmatch(r"checkpoint-\d+", path.name) and path.is_dir()]
     return sorted(numbered, key=step_of, reverse=True)
 
 
 def step_of(folder: Path) -> int:
-    """Read the number of a checkpoint off its name."""
+    """Return the step in the name of a checkpoint."""
     return int(folder.name.partition("-")[2])
 
 
 def prune(output_dir: Path, limit: int, step: int, keep: int = 0) -> None:
-    """Keep the latest `limit` checkpoints up to `step`, and the one of step `keep`; a limit of 0 keeps all.
+    """Keep the latest `limit` checkpoints up to `step`, and that of step `keep`; a limit of 0 keeps all.
 
-    Later ones are broken, since the run went on from before them: they must not push out whole ones.
+    Later ones are broken, since the run resumed from an earlier one; they must not push out whole ones.
     """
     reached = [folder for folder in checkpoints(output_dir) if step_of(folder) <= step]
     for old in reached[limit:] if limit else []:

@@ -1,5 +1,7 @@
-"""Short names of what a run reads, by content: prompts, media and weights. Equal content has an equal name on
-any number of processes; a name costs seconds at most, and is made once per start."""
+"""Hashes of the prompts, media and weights that a run reads, equal on any number of processes.
+
+They take seconds at most, and are computed once per start.
+"""
 
 from __future__ import annotations
 
@@ -17,22 +19,22 @@ from torch import Tensor, nn
 
 from mmrl.core.types import Media, Prompt
 
-ENDS = 16384  # bytes read at either end of a file of media
-CHUNK = 1 << 22  # numbers of a tensor that are summed together
+ENDS = 16384  # bytes read at both ends of a media file
+CHUNK = 1 << 22  # elements of a tensor that are summed together
 STRIDE = 1024  # sums of a chunk
 
 
 def of_prompts(prompts: Sequence[Prompt]) -> dict[str, str]:
-    """Name prompts as they were read, and the media that they and their answers name.
+    """Hash prompts as they were read, and the media of prompts and answers.
 
-    A file counts by its size and the 16 KiB at either end, and not by its time, which differs between copies
-    of one file; a medium that lies in memory counts by its bytes.
+    A file is hashed by its size and 16 KiB at both ends, and not by its time, which differs between copies of
+    a file; media in memory are hashed by their bytes.
     """
     plain = _Plain()
     name = hashlib.sha256()
     for prompt in prompts:
         name.update(plain.text(prompt).encode())
-    media = hashlib.sha256("\n".join(plain.looked_at()).encode())
+    media = hashlib.sha256("\n".join(plain.media()).encode())
     return {
         "prompts": f"{len(prompts)} prompts, {name.hexdigest()[:16]}",
         "media": f"{len(plain.sources)} media, {media.hexdigest()[:16]}",
@@ -40,16 +42,16 @@ def of_prompts(prompts: Sequence[Prompt]) -> dict[str, str]:
 
 
 class _Plain:
-    """Writes anything as JSON, the same in every process; media are collected on the way."""
+    """Converts any value to JSON, equally in every process, and collects its media."""
 
     def __init__(self) -> None:
         self.sources: list[Path | bytes | None] = []
-        self.known: dict[int, tuple[Any, Any]] = {}  # what many prompts share is written once
+        self.known: dict[int, tuple[Any, Any]] = {}  # values that many prompts share are converted once
 
     def text(self, value: Any) -> str:
         try:
             return json.dumps(value, default=self._plain, sort_keys=True)
-        except TypeError:  # keys that JSON does not have, or that do not compare
+        except TypeError:  # keys that JSON lacks, or that cannot be sorted
             return json.dumps(self._keyed(value), default=self._plain)
 
     def _keyed(self, value: Any) -> Any:
@@ -63,7 +65,7 @@ class _Plain:
         return self._keyed(self._plain(value))
 
     def _plain(self, value: Any) -> Any:
-        """Turn what JSON does not have into what it has."""
+        """Convert a value that JSON lacks."""
         match value:
             case Media():
                 self.sources.append(value.source)
@@ -96,8 +98,8 @@ class _Plain:
             return getattr(value, "__qualname__", kind)
         return kind if type(value).__repr__ is object.__repr__ else repr(value)
 
-    def looked_at(self) -> list[str]:
-        """Name the content of all media, in order; files are read side by side, each once."""
+    def media(self) -> list[str]:
+        """Hash all media, in order; files are read concurrently, each once."""
         files = list(dict.fromkeys(one for one in self.sources if isinstance(one, Path)))
         with ThreadPoolExecutor(16) as pool:
             ends = dict(zip(files, pool.map(_ends, files), strict=True))
@@ -123,21 +125,23 @@ def _ends(path: Path) -> str:
 
 
 def of_weights(thing: Any, leave: Iterable[Tensor] = ()) -> str:
-    """Name the parameters and saved buffers of the models that a thing holds, but for those to `leave` out;
-    empty where it holds none."""
-    known, found = {id(tensor) for tensor in leave}, []
+    """Hash the parameters and saved buffers of a model, or of the models in an object's attributes.
+
+    Tensors in `leave` are left out. Empty where there are none.
+    """
+    known, tensors = {id(tensor) for tensor in leave}, []
     for tensor in (tensor for model in _models(thing, 3) for tensor in _tensors(model)):
         if id(tensor) not in known:
             known.add(id(tensor))
-            found.append(tensor)
-    return of_tensors(found) if found else ""
+            tensors.append(tensor)
+    return of_tensors(tensors) if tensors else ""
 
 
 def of_tensors(tensors: Iterable[Tensor]) -> str:
-    """Name tensors by their bits, in any order and on any device: 64 letters.
+    """Hash the bits of tensors, in any order and on any device, to 64 hexadecimal digits.
 
-    Bits are read as whole numbers of 64 bits. Of every `CHUNK` numbers the sums over every `STRIDE`-th of
-    these, modulo 2^64, are hashed: as quick as memory is, and any accident shows, though no forgery.
+    Bits are read as 64-bit integers. Of every `CHUNK` elements, the sums of every `STRIDE`-th integer modulo
+    2^64 are hashed. This is as fast as memory, and detects accidents, though not forgery.
     """
     return hashlib.sha256("\n".join(sorted(map(_name, tensors))).encode()).hexdigest()
 
@@ -164,7 +168,7 @@ def _tensors(model: nn.Module) -> Iterator[Tensor]:
 
 
 def _models(thing: Any, depth: int) -> Iterator[nn.Module]:
-    """Find the outermost modules in the attributes of a thing."""
+    """Find the outermost modules in the attributes of an object."""
     if isinstance(thing, nn.Module):
         yield thing
     elif depth and hasattr(thing, "__dict__"):

@@ -1,7 +1,6 @@
-"""DeepSpeed's ZeRO-1: every process holds a part of the optimizer's state, cut through a flat copy of all
-weights.
+"""Optimizer state of DeepSpeed ZeRO-1, where every process has a part of it for a flat copy of the weights.
 
-Saved whole, by parameter, so that any number of processes takes it up. Written against DeepSpeed 0.19.
+It is saved whole, by parameter, so that any number of processes can load it. Written for DeepSpeed 0.19.
 """
 
 from __future__ import annotations
@@ -16,11 +15,11 @@ ELEMENTWISE = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)  # a flat c
 
 
 def check(stage: int, optimizer: torch.optim.Optimizer) -> None:
-    """Refuse what would train wrongly, or wait for ever."""
+    """Raise for a ZeRO stage or optimizer that would train wrongly or wait for ever."""
     if stage > 1:
         raise ValueError(
             f"of DeepSpeed's stages, ZeRO-{stage} exchanges gradients (3: weights) in the order in which "
-            "they come, which differs between processes where one has pictures and another has none, or "
+            "they come, which differs between processes where one has images and another has none, or "
             "answers are of different lengths; take configs/accelerate/deepspeed_zero1.yaml, or shard with "
             "configs/accelerate/fsdp2.yaml"
         )
@@ -32,7 +31,7 @@ def check(stage: int, optimizer: torch.optim.Optimizer) -> None:
 
 
 def state_of(zero: Any) -> dict[str, Any]:
-    """Gather the optimizer's state by parameter. Every process has to come here."""
+    """Gather the optimizer's state by parameter. Every process has to call this."""
     from deepspeed.utils import safe_get_full_optimizer_state
 
     groups = {}
@@ -49,13 +48,13 @@ def state_of(zero: Any) -> dict[str, Any]:
 
 @torch.no_grad()
 def take_up(zero: Any, state: Mapping[str, Any]) -> None:
-    """Take up what `state_of` gave, and the weights that the model was given meanwhile."""
+    """Load what `state_of` returned, and the weights that the model has by now."""
     from deepspeed.utils import lazy_init_hp_params_optimizer_state, safe_set_full_optimizer_state
 
-    for number, (flat, held, weights) in enumerate(_groups(zero)):
+    for number, (flat, live, weights) in enumerate(_groups(zero)):
         saved = state["zero"][str(number)]
-        held |= {**saved["shared"], **{key: torch.zeros_like(flat) for key in saved["weights"]}}
-        lazy_init_hp_params_optimizer_state(weights, flat, {flat: held})
+        live |= {**saved["shared"], **{key: torch.zeros_like(flat) for key in saved["weights"]}}
+        lazy_init_hp_params_optimizer_state(weights, flat, {flat: live})
         for key, values in saved["weights"].items():
             for weight, value in zip(weights, values, strict=True):
                 safe_set_full_optimizer_state(weight, value.to(flat.device), key)
@@ -63,7 +62,7 @@ def take_up(zero: Any, state: Mapping[str, Any]) -> None:
 
 
 def _groups(zero: Any) -> list[tuple[Tensor, dict[str, Any], list[Tensor]]]:
-    """List, for every group, this process's part of the flat weights, its state, and the weights."""
+    """List (this process's part of the flat weights, its state, the weights) of every parameter group."""
     flats = [group["params"][0] for group in zero.optimizer.param_groups]
     return [
         (flat, zero.optimizer.state[flat], list(weights))

@@ -1,5 +1,4 @@
-"""The one door to other processes and to devices; accelerate stands behind it. On one process everything is
-the identity."""
+"""Communication between processes and placement on devices, by accelerate; the identity on one process."""
 
 from __future__ import annotations
 
@@ -31,18 +30,18 @@ T = TypeVar("T")
 
 
 class Processes:
-    """What a run knows of its processes."""
+    """The processes of a run: rank, device, collectives and data parallelism."""
 
-    known = False  # a failure of which every process knows
+    known = False  # whether every process knows of the failure
     placed = ""  # hash of the weights that `place` found, where there are several processes
-    _zero = False  # whether DeepSpeed holds the optimizer
-    _watch: Watch | None = None  # of the block that is watched over
+    _zero = False  # whether DeepSpeed wraps the optimizer
+    _watch: Watch | None = None  # inside `watching`
 
     def __init__(self, timeout: float = TIMEOUT) -> None:
         from accelerate import Accelerator, InitProcessGroupKwargs
 
         self.timeout = timeout
-        # Where nobody watches who is late, collectives end by themselves.
+        # Outside of `watching`, collectives time out by themselves.
         patience = InitProcessGroupKwargs(timeout=timedelta(seconds=timeout + GRACE))
         self.accelerator = Accelerator(kwargs_handlers=[patience])
         _check_launch(self.accelerator.num_processes)
@@ -54,22 +53,22 @@ class Processes:
 
     @property
     def main(self) -> bool:
-        """Tell whether this process writes files and talks."""
+        """Whether this process writes files and to the console."""
         return self.rank == 0
 
     @contextmanager
     def agreeing(self, doing: str) -> Iterator[None]:
-        """Let every process know where one fails in this block, so that none waits for it for ever."""
+        """Raise on every process when one fails inside this context; all have to enter it."""
         error: Exception | None = None
         try:
             yield
         except Exception as raised:
             error = raised
         if self.world > 1:
-            said = f"{type(error).__name__}: {error}" if error else ""
+            reason = f"{type(error).__name__}: {error}" if error else ""
             with self.meeting(doing):
-                told = [data.decode() for data in self._all_bytes(said.encode() or b" ")]
-            failed = [(rank, words.strip()) for rank, words in enumerate(told) if words.strip()]
+                reasons = [data.decode() for data in self._all_bytes(reason.encode() or b" ")]
+            failed = [(rank, words.strip()) for rank, words in enumerate(reasons) if words.strip()]
             self.known = bool(failed)
             if failed and error is None:
                 rank, words = failed[0]
@@ -79,7 +78,7 @@ class Processes:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Tell the other processes where this one fails anywhere in this block, and be told."""
+        """End all processes when one fails or hangs inside this context."""
         if self.world == 1:
             yield
             return
@@ -90,18 +89,18 @@ class Processes:
                 self._watch = None
 
     def meeting(self, where: str) -> AbstractContextManager:
-        """Come to where every process waits for the others: one that does not come is named after a while."""
+        """Mark a point where all processes wait for each other; one that does not come is reported."""
         return self._watch.meeting(where) if self._watch else nullcontext()
 
     def tell(self, value: Any) -> list[Any]:
-        """Give what every process has to say, by rank: plain values, as JSON has them."""
+        """Gather a JSON value from every process, by rank."""
         if self.world == 1:
             return [value]
         with self.meeting("comparing notes"):
             return [json.loads(data) for data in self._all_bytes(json.dumps(value).encode())]
 
     def same(self, values: Mapping[str, Any]) -> None:
-        """Fail on every process unless each has the plain values of process 0."""
+        """Raise on every process unless all have the JSON values of process 0."""
         everyone = self.tell(values)
         unlike = {
             rank: name
@@ -117,7 +116,7 @@ class Processes:
             )
 
     def disagree(self, ranks: Sequence[int], words: str) -> None:
-        """Fail on every process at once, because of some of them. Every process has to come here."""
+        """Raise on every process because of some of them. Every process has to call this."""
         self.known = True
         many = f"processes {', '.join(map(str, ranks))}" if len(ranks) > 1 else f"process {ranks[0]}"
         raise ProcessFailed(
@@ -125,15 +124,15 @@ class Processes:
             "data and output_dir where all of them read one copy"
         )
 
-    def any(self, here: bool) -> bool:
-        """Tell whether something holds on any process."""
-        return bool(here) if self.world == 1 else float(self.mean(torch.tensor(float(here)))) > 0
+    def any(self, value: bool) -> bool:
+        """Return whether a condition is true on any process."""
+        return bool(value) if self.world == 1 else float(self.mean(torch.tensor(float(value)))) > 0
 
     def share(self, prompts: Sequence[Prompt], table: RewardTable) -> tuple[list[Prompt], bool]:
-        """Pick this process's part: whole groups, each where it began, new ones where there is least to do.
+        """Choose this process's prompts: whole groups, known ones where they began, others by least load.
 
-        A process without work gets one prompt and False: it takes part in every forward call of a sharded
-        model, and its rows never enter the table.
+        A process without work gets one prompt and False: it has to take part in every forward pass of a
+        sharded model, and its rows never enter the table.
         """
         if self.world == 1:
             return list(prompts), True
@@ -148,8 +147,7 @@ class Processes:
         return mine or [prompts[0]], bool(mine)
 
     def gather(self, table: RewardTable, order: Sequence[str]) -> RewardTable:
-        """Join the tables of all processes, rows in the order of their prompts. Numbers travel, never
-        code."""
+        """Join the tables of all processes, with rows in the order of their prompts."""
         if self.world > 1:
             with self.meeting("joining reward tables"):
                 tables = [_unpack(data, self.rank) for data in self._all_bytes(_pack(table))]
@@ -163,7 +161,7 @@ class Processes:
         return table.replace(ids={**table.ids, "row": numbers})
 
     def rank_mean(self, totals: Totals) -> Totals:
-        """Average what losses divide by. Data parallelism averages gradients, so their product is exact."""
+        """Average the divisors of losses; data parallelism averages gradients, so both together are exact."""
         values = self.mean(torch.tensor(dataclasses.astuple(totals), dtype=torch.float64))
         return Totals(*values.tolist())
 
@@ -177,7 +175,7 @@ class Processes:
             return values.cpu() / self.world
 
     def means(self, values: Mapping[str, float]) -> dict[str, float]:
-        """Average named numbers over processes; a process that does not have a number adds 0."""
+        """Average named numbers over processes; a process without a number counts as 0."""
         if self.world == 1:
             return dict(values)
         parts = self.tell(dict(values))
@@ -187,8 +185,7 @@ class Processes:
         }
 
     def even(self, micros: Sequence[T]) -> Iterator[tuple[T, float, bool]]:
-        """Yield (micro-batch, counts, last): as many on every process, by repeating the last one with
-        `counts` 0."""
+        """Yield (micro-batch, counts, last), equally often on every process; repeats have `counts` 0."""
         most = len(micros)
         if self.world > 1:
             length = torch.tensor(len(micros), device=self.device)
@@ -204,8 +201,10 @@ class Processes:
         make_optimizer: Callable[..., torch.optim.Optimizer],
         max_grad_norm: float,
     ) -> torch.optim.Optimizer:
-        """Put what learns on its devices, wrapped for data parallelism as the launcher says, and make its
-        optimizer. `max_grad_norm` (0: no limit) is for launchers that clip for themselves."""
+        """Move a policy to its device, wrap it for data parallelism as launched, and make its optimizer.
+
+        `max_grad_norm` (0: no limit) is for DeepSpeed, which clips gradients itself.
+        """
         learning = [(name, p) for name, p in policy.module.named_parameters() if p.requires_grad]
         if not learning:
             raise ValueError(
@@ -218,19 +217,19 @@ class Processes:
         optimizer = make_optimizer(learning)
         if sharing is not None:
             deepspeed.check(sharing.zero_stage, optimizer)
-            # It wants a number to report speed by; micro-batches here have no fixed one.
+            # DeepSpeed requires a number for its speed report; micro-batches here have no fixed size.
             sharing.deepspeed_config["train_micro_batch_size_per_gpu"] = 1
-            sharing.deepspeed_config["gradient_clipping"] = max_grad_norm  # it clips for itself
+            sharing.deepspeed_config["gradient_clipping"] = max_grad_norm  # it clips gradients itself
         self._zero = sharing is not None
         policy.module, optimizer = self.accelerator.prepare(policy.module, optimizer)
         return optimizer
 
     def state_of(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """Give the state of an optimizer, by parameter. Every process has to come here."""
+        """Return the state of an optimizer by parameter. Every process has to call this."""
         return deepspeed.state_of(optimizer.optimizer) if self._zero else optimizer.state_dict()
 
     def take_up(self, optimizer: torch.optim.Optimizer, state: Any, weights: Sequence[Tensor]) -> None:
-        """Take up what `state_of` gave, behind the weights themselves."""
+        """Load what `state_of` returned, after the weights themselves."""
         if self._zero:
             deepspeed.take_up(optimizer.optimizer, state)
         else:
@@ -238,43 +237,42 @@ class Processes:
 
     @contextmanager
     def accumulating(self, module: nn.Module, last: bool) -> Iterator[None]:
-        """Hold back the exchange of gradients until the last micro-batch."""
+        """Synchronise gradients only at the last micro-batch."""
         self.accelerator.sync_gradients = last  # DeepSpeed takes its step where this is set
-        held: AbstractContextManager = nullcontext()
+        context: AbstractContextManager = nullcontext()
         if not last and self.world > 1:
-            held = self.accelerator.no_sync(module)
+            context = self.accelerator.no_sync(module)
         try:
-            with held:
+            with context:
                 yield
         finally:
             self.accelerator.sync_gradients = True
 
     @contextmanager
     def whole(self, module: nn.Module) -> Iterator[None]:
-        """Hold all weights on every process while something else than learning goes on, as far as they are
-        sharded."""
+        """Unshard all weights inside this context, for generation."""
         with ExitStack() as stack:
             with self.meeting("gathering weights"):
                 stack.enter_context(unsharded(module, again=self._reshards))
             yield
 
     def backward(self, loss: Tensor) -> None:
-        """Back-propagate."""
+        """Back-propagate a loss."""
         with self.meeting("exchanging gradients"):
             self.accelerator.backward(loss)
 
     def clip(self, parameters: Sequence[nn.Parameter], max_norm: float) -> float:
-        """Limit the norm of all gradients together (0: no limit), and tell what it was."""
+        """Clip the norm of all gradients together (0: no limit), and return the norm before clipping."""
         with self.meeting("measuring gradients"):
             return float(self.accelerator.clip_grad_norm_(parameters, max_norm or float("inf")))
 
     def wait(self) -> None:
-        """Let every process come to this point."""
+        """Wait until every process calls this."""
         with self.meeting("waiting for all"):
             self.accelerator.wait_for_everyone()
 
     def _all_bytes(self, data: bytes) -> list[bytes]:
-        """Send bytes to everybody."""
+        """Gather bytes of any length from every process, by rank."""
         mine = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(self.device)
         sizes = [torch.zeros(1, dtype=torch.int64, device=self.device) for _ in range(self.world)]
         torch.distributed.all_gather(sizes, torch.tensor([len(mine)], device=self.device))
@@ -286,8 +284,7 @@ class Processes:
 
 
 def _check_launch(seen: int) -> None:
-    """Refuse to be one of several processes that accelerate does not join: each would be a run of its own, in
-    one folder."""
+    """Raise where several processes were started that accelerate does not join; each would be its own run."""
     asked = int(os.environ.get("WORLD_SIZE") or 1)
     if asked > 1 and seen == 1:
         raise ConfigError(
@@ -299,7 +296,7 @@ def _check_launch(seen: int) -> None:
 
 
 def _pack(table: RewardTable) -> bytes:
-    """Write a table as safetensors."""
+    """Serialise a table as safetensors."""
     from safetensors.torch import save
 
     tensors: dict[str, Tensor] = {name: getattr(table, name) for name in _COLUMNS}

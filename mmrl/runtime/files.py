@@ -1,4 +1,4 @@
-"""Files that are whole or not there, whenever a process is killed, and folders that one run has alone."""
+"""Atomic file writes that survive a kill, and locks on output folders."""
 
 from __future__ import annotations
 
@@ -23,28 +23,27 @@ log = logging.getLogger("mmrl")
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Give a name beside `path` to write to, which takes its place at the end: whoever reads finds the old
-    file or the new one, also after a kill or a power cut."""
+    """Yield a temporary path that replaces `path` at the end, atomically even on a kill or power cut."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(f"{path.name}.tmp")
+    temporary = path.with_name(f"{path.name}.tmp")
     try:
-        yield beside
-        flush(beside)
-        beside.replace(path)
+        yield temporary
+        flush(temporary)
+        temporary.replace(path)
         flush(path.parent)
     except BaseException:
-        beside.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
         raise
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a text file by way of `replacing`."""
-    with replacing(path) as beside:
-        beside.write_text(text, encoding="utf-8")
+    """Write a text file atomically."""
+    with replacing(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")
 
 
 def flush(path: Path) -> None:
-    """Wait until a file, or the names in a folder, have reached the disk."""
+    """Flush a file, or the entries of a folder, to disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -62,17 +61,19 @@ def remove(path: Path) -> None:
 
 @contextmanager
 def locked(folder: Path, processes: Processes) -> Iterator[None]:
-    """Have a folder to this run while a block runs; `ConfigError` where another process has it. The main
-    process takes the lock, and the kernel gives it back when that ends, however it ends."""
-    with ExitStack() as held:
+    """Lock a folder for this run; raises `ConfigError` where another process has the lock.
+
+    The main process takes the lock, which the kernel releases when that process ends in any way.
+    """
+    with ExitStack() as stack:
         with processes.agreeing(f"locking '{folder}'"):
             if processes.main:
-                held.enter_context(_lock(folder))
+                stack.enter_context(_lock(folder))
         yield
 
 
 def check_free(folder: Path) -> None:
-    """Raise `ConfigError` where another process has a folder; nothing is changed."""
+    """Raise `ConfigError` where another process has locked a folder."""
     if (folder / LOCK).exists():
         with (folder / LOCK).open() as file:
             _flock(file, fcntl.LOCK_SH, folder)

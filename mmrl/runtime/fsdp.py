@@ -1,4 +1,4 @@
-"""Weights of which every process holds a part (FSDP2), as whole tensors for the moment of saving and loading.
+"""Gathers the sharded weights of FSDP2 for saving, loading and generation, and shards states again.
 
 On one process, and where weights are not sharded, everything here is the identity.
 """
@@ -21,8 +21,10 @@ def _kind() -> type:
 
 @contextmanager
 def gathered(module: nn.Module, world: int, *, changed: bool = False) -> Iterator[None]:
-    """Put whole parameters in the place of sharded ones; with `changed` the shards take up what was done to
-    them. Every process has to come here."""
+    """Replace sharded parameters by whole ones inside this context. Every process has to enter it.
+
+    With `changed`, the shards are updated from the whole parameters at the end.
+    """
     if world == 1:
         yield
         return
@@ -32,19 +34,19 @@ def gathered(module: nn.Module, world: int, *, changed: bool = False) -> Iterato
         for name, parameter in owner._parameters.items()
         if isinstance(parameter, _kind())
     ]
-    # FSDP2 expects shards back whenever a state is loaded; here whole tensors stand in their place.
+    # FSDP2 hooks expect shards after a state was loaded; inside this context there are whole tensors.
     hooks = [
         (part._load_state_dict_post_hooks, dict(part._load_state_dict_post_hooks))
         for part in module.modules()
     ]
-    fulls: dict[int, nn.Parameter] = {}  # a parameter that two modules share stays one
+    fulls: dict[int, nn.Parameter] = {}  # a parameter that two modules share stays shared
     for owner, name, parameter in sharded:
         if id(parameter) not in fulls:
             full = parameter.detach().full_tensor()
             fulls[id(parameter)] = nn.Parameter(full, requires_grad=parameter.requires_grad)
         owner._parameters[name] = fulls[id(parameter)]
-    for held, _ in hooks if sharded else ():
-        held.clear()
+    for current, _ in hooks if sharded else ():
+        current.clear()
     try:
         yield
         if changed:
@@ -54,15 +56,16 @@ def gathered(module: nn.Module, world: int, *, changed: bool = False) -> Iterato
     finally:
         for owner, name, parameter in sharded:
             owner._parameters[name] = parameter
-        for held, before in hooks:
-            held.update(before)
+        for current, before in hooks:
+            current.update(before)
 
 
 @contextmanager
 def unsharded(module: nn.Module, *, again: bool = True) -> Iterator[None]:
-    """Hold every weight whole for a while, so that parts of the module can be called by themselves and as
-    often as a process likes. Every process has to come here; `again`: whether forward passes afterwards give
-    up what they gathered."""
+    """Unshard all weights inside this context, so that processes may call parts of the module freely.
+
+    Every process has to enter it. `again`: whether later forward passes reshard what they gathered.
+    """
     parts = _sharded_parts(module)
     if not parts:
         yield
@@ -80,26 +83,28 @@ def unsharded(module: nn.Module, *, again: bool = True) -> Iterator[None]:
 
 
 def exchange(parameter: Tensor, weight: Tensor) -> Tensor:
-    """Put a weight in the place of a parameter's, and give what was there. Shards are copied: FSDP2 gathers
-    from their memory, whatever the parameter points to."""
+    """Set the data of a parameter to another weight, and return the old data.
+
+    Shards are copied, because FSDP2 gathers from their memory, whatever the parameter points to.
+    """
     if not torch.distributed.is_initialized() or not isinstance(parameter, _kind()):
-        held, parameter.data = parameter.data, weight
-        return held
-    here, there = parameter.to_local().detach(), weight.to_local()
-    held = here.clone()
-    here.copy_(there)
-    there.copy_(held)
+        old, parameter.data = parameter.data, weight
+        return old
+    current, other = parameter.to_local().detach(), weight.to_local()
+    old = current.clone()
+    current.copy_(other)
+    other.copy_(old)
     return weight
 
 
 def give_up(module: nn.Module) -> None:
-    """Let go of what was gathered of sharded weights, so that the next pass sees what became of them."""
+    """Reshard gathered weights, so that the next pass gathers their new values."""
     for part in _sharded_parts(module):
         part.reshard()
 
 
 def is_sharded(module: nn.Module) -> bool:
-    """Tell whether every process holds a part of the weights, be they gathered for the moment or not."""
+    """Return whether weights are sharded, gathered at the moment or not."""
     return bool(_sharded_parts(module))
 
 
@@ -112,7 +117,7 @@ def _sharded_parts(module: nn.Module) -> list[Any]:
 
 
 def _name_root(module: nn.Module) -> None:
-    """Make the module the root, which FSDP2 takes the first one to be that runs a forward pass."""
+    """Make the module the FSDP2 root, which else is the first one to run a forward pass."""
     from torch.distributed.fsdp import register_fsdp_forward_method
 
     module.begin = lambda: None
@@ -122,7 +127,7 @@ def _name_root(module: nn.Module) -> None:
 
 
 def whole(tree: Any, world: int) -> Any:
-    """Gather the sharded tensors of a nested state. Every process has to come here."""
+    """Gather the sharded tensors of a nested state. Every process has to call this."""
     if world == 1:
         return tree
     match tree:
@@ -136,7 +141,7 @@ def whole(tree: Any, world: int) -> Any:
 
 
 def taken_up(tree: Any, parameters: Sequence[Tensor], world: int) -> Any:
-    """Shard the tensors of a nested state as the parameters of their shape are."""
+    """Shard the tensors of a nested state like the parameters of equal shape."""
     if world == 1 or not any(isinstance(parameter, _kind()) for parameter in parameters):
         return tree
     by_shape = {tuple(parameter.shape): parameter for parameter in parameters}

@@ -1,4 +1,4 @@
-"""What is done to modules of any kind: where they come from, precision, transforms."""
+"""Helpers for models: where to load them from, precision, transforms, evaluation mode."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ LOW = (torch.bfloat16, torch.float16)
 
 
 def model_source(name: str) -> str:
-    """Give the folder or the hub id of a model; a path to a folder that is missing is an error at once, not
-    after a hub was asked."""
+    """Return the folder or hub id of a model; raises `ValueError` for a path to a missing folder."""
     folder = Path(name).expanduser()
     if name and folder.is_dir():
         return str(folder)
     home = folder.parent
-    begun = home.is_dir() and home != Path()  # "runs/model_final" where there is a folder "runs"
-    if begun or folder.is_file() or name.startswith((".", "~")) or name.endswith("/") or name.count("/") > 1:
-        inside = sorted(one.name for one in home.iterdir() if one.is_dir())[:5] if begun else []
+    is_path = home.is_dir() and home != Path()  # "runs/model" where a folder "runs" exists
+    looks_like_path = name.startswith((".", "~")) or name.endswith("/") or name.count("/") > 1
+    if is_path or folder.is_file() or looks_like_path:
+        inside = sorted(one.name for one in home.iterdir() if one.is_dir())[:5] if is_path else []
         raise ValueError(
             f"there is no folder '{name}'"
             + (f"; '{home}' holds the folders {', '.join(inside)}" if inside else "")
@@ -41,42 +41,40 @@ def model_source(name: str) -> str:
 
 
 def keep_training_precision(model: nn.Module) -> None:
-    """Hold trained weights in float32: steps of 1e-6 vanish in 16 bits. Frozen weights stay as they were
-    loaded."""
+    """Convert trained weights to float32, since updates of 1e-6 vanish in 16 bits; frozen ones stay."""
     for parameter in model.parameters():
         if parameter.requires_grad and parameter.dtype in LOW:
             parameter.data = parameter.data.float()
 
 
 def apply_transforms(model: nn.Module, transforms: Sequence[Callable]) -> nn.Module:
-    """Send a model through transforms in order."""
+    """Apply transforms to a model, in order."""
     for transform in transforms:
         model = transform(model)
     return model
 
 
 def twin(model: nn.Module) -> nn.Module:
-    """Copy modules, settings and hooks of a model, but not its weights: both hold the same tensors."""
+    """Copy the modules, settings and hooks of a model; both share the same weight tensors."""
     kept = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
     return copy.deepcopy(model, kept)
 
 
 class Derived:
-    """What transforms make of a model, on the model's own weights.
+    """A transformed copy of a model that shares its weights and follows them in training.
 
-    It is a model of its own, so nothing that is done to it reaches the other. Weights that both hold follow
-    by themselves. Where a transform holds numbers in their place (fewer bits, cut matrices), everything is
-    made anew once the weights that it read have moved.
+    Weights that both share are always current. Where a transform replaced weights (quantised, sliced), the
+    copy is made anew once the weights that the transform read have changed.
     """
 
     def __init__(self, model: nn.Module, transforms: Sequence[Callable]) -> None:
         self.model, self.transforms = model, transforms
         self.made: nn.Module | None = None
-        self._read: list[nn.Parameter] = []  # weights that are somewhere else now
+        self._read: list[nn.Parameter] = []  # weights that the copy has in another form
         self._stamp: Any = None
 
     def __call__(self) -> nn.Module:
-        """Give the model as of now."""
+        """Return the copy, up to date."""
         if self.made is None and is_sharded(self.model):
             raise ValueError(
                 "an engine's own transforms need whole weights on every process, but these are sharded; give "
@@ -89,7 +87,7 @@ class Derived:
         return self.made
 
     def _replaced(self, made: nn.Module) -> list[nn.Parameter]:
-        """List the weights that are not there any more; all of them where there is something else besides."""
+        """List the weights that the copy lacks; all weights where it has tensors of its own besides."""
         mine = [*self.model.parameters(), *self.model.buffers()]
         theirs = {id(tensor) for tensor in (*made.parameters(), *made.buffers())}
         gone = [p for p in self.model.parameters() if id(p) not in theirs]
@@ -97,14 +95,14 @@ class Derived:
         return gone or (list(self.model.parameters()) if added else [])
 
     def _look(self) -> Any:
-        """Read off what changes when weights move: in place, by lending them other memory, or as a whole."""
-        held = tuple(id(p) for p in self.model.parameters())
-        return held, tuple((p._version, p.data_ptr()) for p in self._read)
+        """Return what changes when weights change: in place, by other memory, or by another parameter."""
+        identities = tuple(id(p) for p in self.model.parameters())
+        return identities, tuple((p._version, p.data_ptr()) for p in self._read)
 
 
 @contextmanager
 def evaluating(module: nn.Module) -> Iterator[None]:
-    """Switch off what behaves otherwise in training, and leave every part as it was."""
+    """Set a module to evaluation mode inside this context; every part returns to its own mode."""
     modes = {part: part.training for part in module.modules()}
     module.eval()
     try:
@@ -115,7 +113,7 @@ def evaluating(module: nn.Module) -> Iterator[None]:
 
 
 def dropping(module: nn.Module) -> list[str]:
-    """Name the parts that drop something as they stand."""
+    """Name the parts that apply dropout in their present mode."""
     return [
         name or type(part).__name__
         for name, part in module.named_modules()

@@ -1,4 +1,4 @@
-"""Being asked to stop: a run that gets a signal finishes its step, saves, and leaves in good order."""
+"""Handles SIGTERM and Ctrl-C, so that a run finishes its step and saves before it stops."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 @dataclass
 class Stop:
-    """Whether somebody asked, and how."""
+    """Signal handler that remembers the first signal."""
 
     loud: bool
     asked: str = ""
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
-        """Note the first signal; a second one leaves at once."""
+        """Remember the first signal; raise `KeyboardInterrupt` at the second."""
         name = signal.Signals(number).name
         if self.asked:
             raise KeyboardInterrupt(f"{name} for the second time")
@@ -33,9 +33,9 @@ class Stop:
 
 @contextmanager
 def listening(loud: bool) -> Iterator[Stop]:
-    """Take SIGTERM and SIGINT (Ctrl-C) as a wish to stop, while a block runs.
+    """Take SIGTERM and SIGINT (Ctrl-C) as requests to stop, inside this context.
 
-    Python hands signals to the main thread only; elsewhere nobody is listened to.
+    Python delivers signals to the main thread only; in other threads this does nothing.
     """
     stop = Stop(loud)
     if threading.current_thread() is not threading.main_thread():

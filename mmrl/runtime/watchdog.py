@@ -1,8 +1,8 @@
-"""Processes that tell each other of their end, so that nobody waits in a collective for one that is gone.
+"""Ends all processes of a run when one fails or hangs, so that none waits in a collective for ever.
 
-A process that fails writes why into a small store; a thread of every other process reads it. Where the main
-thread still waits half a minute later, the process is ended with the reason on its standard error. So it is
-where another process does not come to a collective within a limit, alive as it may be.
+A process that fails writes the reason into a `TCPStore`; a thread of every other process reads it. If the
+main thread is still waiting half a minute later, the process ends with the reason on its standard error. The
+same happens when a process that is alive does not come to a collective within a limit.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from contextlib import contextmanager
 from datetime import timedelta
 from types import TracebackType
 
-PERIOD = 0.25  # seconds between two looks
-GRACE = 30.0  # seconds that a process has to notice by itself
-FAREWELL = 5.0  # seconds that a failed process waits for the others to hear
+PERIOD = 0.25  # seconds between two reads of the store
+GRACE = 30.0  # seconds that a process has to end by itself
+FAREWELL = 5.0  # seconds that a failed process waits for the others to read the reason
 KEY = "failed"
-LATE = "did not come to"  # in the words about a process that hangs
+LATE = "did not come to"  # in the message about a process that hangs
 
 
 class ProcessFailed(RuntimeError):
@@ -28,8 +28,11 @@ class ProcessFailed(RuntimeError):
 
 
 class Watch:
-    """Listens for the failure of other processes while a block runs, and tells them of its own, unless that
-    is `known` to all. Nobody is waited for longer than `limit` seconds."""
+    """Exchanges failures with the other processes inside this context.
+
+    Its own failure is sent unless all know it (`known`). No process is waited for longer than `limit`
+    seconds.
+    """
 
     def __init__(
         self,
@@ -40,7 +43,7 @@ class Watch:
         limit: float,
     ) -> None:
         self.rank, self.world, self.known, self.limit = rank, world, known, limit
-        self.place = (0, "the beginning")  # how many meetings this process came to, and the last of them
+        self.place = (0, "the beginning")  # number of meetings that this process came to, and the last one
         self.waiting = False
         self.store = self._connect(exchange)
         self.heard = ""
@@ -75,7 +78,7 @@ class Watch:
             self._leave()
             self._rest()
             return
-        others = self._told_by_others()
+        others = self._reason_of_others()
         if not others:
             self._tell(f"process {self.rank} of {self.world} failed: {kind.__name__}: {error}")
         self.over.set()
@@ -84,12 +87,11 @@ class Watch:
             raise ProcessFailed(others) from error
 
     def _rest(self) -> None:
-        """Wait for the listener: a thread that the end of the interpreter meets inside the store aborts the
-        process."""
+        """Wait for the listener, since a thread inside the store aborts the process at interpreter exit."""
         self.thread.join(FAREWELL)
 
     def _leave(self) -> None:
-        """Part in good order: the one that holds the store goes last."""
+        """Shut down cleanly; rank 0, which hosts the store, leaves last."""
         self.store.add("done", 1)
         if self.rank == 0:
             self._wait_for("done", self.world)
@@ -99,7 +101,7 @@ class Watch:
         try:
             if self.store.compare_set(KEY, "", words).decode() == words:
                 self._wait_for("heard", self.world - 1)
-        except RuntimeError:  # the others are gone, and the store with them
+        except RuntimeError:  # rank 0 and its store are gone
             return
 
     def _wait_for(self, name: str, count: int) -> None:
@@ -107,8 +109,8 @@ class Watch:
         while self.store.add(name, 0) < count and time.monotonic() < until:
             time.sleep(PERIOD / 5)
 
-    def _told_by_others(self) -> str:
-        """Give another process's last words; a broken collective may be quicker than they are."""
+    def _reason_of_others(self) -> str:
+        """Return the reason of another process; wait a little, a broken collective may be quicker."""
         until = time.monotonic() + 4 * PERIOD
         while not self.heard and time.monotonic() < until:
             time.sleep(PERIOD / 5)
@@ -117,7 +119,7 @@ class Watch:
     def _listen(self) -> None:
         shown, waited = None, 0.0
         while not self.over.wait(PERIOD):
-            # Rounds are counted and not the clock, which goes on while all processes are stopped together.
+            # Periods are counted instead of time, which goes on while all processes are suspended together.
             waited = waited + PERIOD if self.waiting and shown is self.place else 0.0
             try:
                 if shown is not self.place:
@@ -128,7 +130,7 @@ class Watch:
                 if not self.store.check([KEY]):
                     continue
                 words = self.store.get(KEY).decode()
-            except RuntimeError:  # the store is gone, and with it process 0
+            except RuntimeError:  # the store is gone with process 0
                 words = f"process 0 of {self.world} is gone without a word"
             late = LATE in words
             if words.startswith(f"process {self.rank} ") and not late:
@@ -144,7 +146,7 @@ class Watch:
             return
 
     def _name_the_late(self, count: int, where: str) -> None:
-        """Tell every process which ones have not come to where this one waits; nothing, where all have."""
+        """Send the processes that have not come to where this one waits, if there are any."""
         keys = [f"at {rank}" for rank in range(self.world)]
         places = [json.loads(self.store.get(key)) if self.store.check([key]) else (0, "") for key in keys]
         late = [

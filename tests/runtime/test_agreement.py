@@ -50,9 +50,9 @@ def test_a_run_does_not_go_on_with_other_data_or_another_base_model(tmp_path, ch
         trained(tmp_path, max_steps=3)
     assert not (tmp_path / "run" / "checkpoint-3").exists()
     write(tmp_path)
-    assert trained(tmp_path, max_steps=3).saved == 3
+    assert trained(tmp_path, max_steps=3).progress.step == 3
     write(tmp_path, **changed)
-    assert trained(tmp_path, overwrite_output_dir=True).saved == 2
+    assert trained(tmp_path, overwrite_output_dir=True).progress.step == 2
 
 
 def test_held_out_prompts_are_compared_too(tmp_path):
@@ -81,7 +81,7 @@ def test_a_checkpoint_that_does_not_tell_its_data_goes_on_with_a_warning(tmp_pat
     state = checkpoint.read_state(folder)
     del state["inputs"]
     checkpoint.write_state(folder, state)
-    assert "does not tell what it was trained on" in trained(tmp_path).raised[0]
+    assert "does not tell what it was trained on" in trained(tmp_path).report.raised[0]
 
 
 # ---- names of content

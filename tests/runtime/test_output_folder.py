@@ -134,8 +134,8 @@ def test_a_full_disk_is_a_clear_error_and_leaves_the_older_checkpoint(
             patch.setattr(place, name, fails)
             saves(run)
 
-    monkeypatch.setattr(loop, "save", save)
-    with pytest.raises(checkpoint.CheckpointError) as caught:
+    with monkeypatch.context() as patch, pytest.raises(checkpoint.CheckpointError) as caught:
+        patch.setattr(loop, "save", save)
         train(run)
     assert str(caught.value).startswith(f"cannot save '{tmp_path / 'checkpoint-6'}': {type(error).__name__}")
     assert "No space left on device" in str(caught.value)

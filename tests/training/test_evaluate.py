@@ -94,7 +94,8 @@ def test_without_variation_an_interval_is_a_point():
     evaluator.stream, evaluator.confidence = Stream(), 0.9
     evaluator.metrics = [Pieces(Stream()).make("metric", Piece("mean"))]
     table = reward_table([3.0, 3.0, 3.0], group=["a", "b", "c"])
-    assert evaluator._intervals(table) == {"reward": (3.0, 3.0)}
+    samples = evaluator.resample(table)
+    assert {name: evaluator.interval(drawn) for name, drawn in samples.items()} == {"reward": (3.0, 3.0)}
 
 
 def test_draws_are_the_same_every_time_and_of_their_own(tmp_path):

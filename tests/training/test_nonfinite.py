@@ -192,7 +192,7 @@ TABLE: dict[str, tuple[dict[str, Any], int, str]] = {
     "outcomes out of order": (
         {"rollout": {"engine": [f"{HERE}:Mute"]}},
         1,
-        "must stand in order, but their ends are [3, 1]",
+        "must be in order, but their ends are [3, 1]",
     ),
     "a loss that is not finite": (
         {"objective": {"surrogate": f"{HERE}:divided_by_nothing"}},
@@ -394,7 +394,7 @@ def test_weights_of_another_shape_are_refused_and_nothing_is_begun_anew(tmp_path
     checkpoint.write_state(folder, checkpoint.read_state(tmp_path / "whole"))  # only the shape is wrong
     assert checkpoint.read_state(folder)["step"] == 1
     with pytest.raises(checkpoint.CheckpointError, match="can be used.* does not fit this run: Runtime"):
-        toy_run(tmp_path / "run", max_steps=2).resume()
+        resume(toy_run(tmp_path / "run", max_steps=2))
 
 
 # ---- signals

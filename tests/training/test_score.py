@@ -179,7 +179,7 @@ def test_tags_become_ids_and_notes_are_padded():
 
 def test_outcomes_must_stand_in_order():
     row = Trajectory(prompts()[0], "p0", (Outcome(text="a", end=2), Outcome(text="b", end=1)), None, 2)
-    with pytest.raises(ValueError, match=r"'p0' must stand in order, but their ends are \[2, 1\]"):
+    with pytest.raises(ValueError, match=r"'p0' must be in order, but their ends are \[2, 1\]"):
         scored(lengths, (row,))
 
 

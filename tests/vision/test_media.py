@@ -13,7 +13,7 @@ import torch
 from PIL import Image
 
 from examples.video_grounding.spliced_videos import write_video
-from mmrl.core.byte_lru import Kept
+from mmrl.core.byte_lru import ByteLRU
 from mmrl.vision.media import media_root as media_module
 from mmrl.vision.media.media_root import MediaRoot
 from mmrl.vision.media.video import FrameSampling, MediaError
@@ -184,16 +184,16 @@ def test_what_was_not_looked_at_longest_makes_room(root, counted):
 
 
 def test_kept_never_throws_out_the_latest_and_counts_what_it_holds():
-    kept = Kept(limit=5, size=len)
+    kept = ByteLRU(limit=5, size=len)
     assert kept.get("big", lambda: "x" * 9) == "x" * 9
     assert kept.get("big", lambda: "never made") == "x" * 9
     kept.get("small", lambda: "y")
-    assert list(kept.things) == ["small"]
+    assert list(kept.items) == ["small"]
     assert kept.used == 1
 
 
 def test_kept_counts_a_thing_once_that_two_threads_make_at_the_same_time():
-    kept, together = Kept(limit=100, size=len), threading.Barrier(2, timeout=10)
+    kept, together = ByteLRU(limit=100, size=len), threading.Barrier(2, timeout=10)
 
     def make():
         together.wait()  # both are inside `make` now
@@ -201,12 +201,12 @@ def test_kept_counts_a_thing_once_that_two_threads_make_at_the_same_time():
 
     with ThreadPoolExecutor(2) as pool:
         one, other = pool.map(lambda _: kept.get("key", make), range(2))
-    assert one is other is kept.things["key"]
+    assert one is other is kept.items["key"]
     assert kept.used == 7
 
 
 def test_kept_keeps_the_first_of_a_thing_that_is_made_twice():
-    kept = Kept(limit=100, size=len)
+    kept = ByteLRU(limit=100, size=len)
 
     def make():  # what another thread does while this one makes the same
         kept.get("a", lambda: "first")
@@ -217,7 +217,7 @@ def test_kept_keeps_the_first_of_a_thing_that_is_made_twice():
 
 
 def test_kept_stays_exact_while_many_threads_ask():
-    kept, interval = Kept(limit=30, size=len), sys.getswitchinterval()
+    kept, interval = ByteLRU(limit=30, size=len), sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     try:
         with ThreadPoolExecutor(8) as pool:
@@ -226,4 +226,4 @@ def test_kept_stays_exact_while_many_threads_ask():
     finally:
         sys.setswitchinterval(interval)
     assert [len(thing) - 1 for thing in given] == asked
-    assert kept.used == sum(map(len, kept.things.values())) <= 30
+    assert kept.used == sum(map(len, kept.items.values())) <= 30

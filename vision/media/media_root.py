@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from mmrl.core.byte_lru import Kept
+from mmrl.core.byte_lru import ByteLRU
 from mmrl.core.types import Frames, Media
 from mmrl.data.media import MAX_FILE_BYTES, MAX_IMAGE_PIXELS, locate, read_image
 from mmrl.vision.media.video import FrameSampling, read_video
@@ -33,7 +33,7 @@ class MediaRoot:
     cache_bytes: int = CACHE_BYTES
 
     def __post_init__(self) -> None:
-        self._kept: Kept[Frames] = Kept(self.cache_bytes, lambda frames: frames.pixels.numel())
+        self._kept: ByteLRU[Frames] = ByteLRU(self.cache_bytes, lambda frames: frames.pixels.numel())
 
     def video(self, name: str, sampling: FrameSampling) -> Media:
         """Make a video that is decoded when its frames are first needed."""

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mmrl.core.byte_lru import Kept
+from mmrl.core.byte_lru import ByteLRU
 from mmrl.core.types import Frames, Prompt
 from mmrl.kv_cache.layout import placeholder_ids
 from mmrl.vision.models.model_families import family_of
@@ -60,7 +60,7 @@ class PromptEncoder:
         # No answer may contain these: the model would expect media for them.
         self.placeholders = placeholder_ids(core.config, ("image", "video", "vision_start", "vision_end"))
         self.end = self._end_tokens()
-        self.kept: Kept[EncodedPrompt] = Kept(CACHE_BYTES, lambda encoded: encoded.bytes)
+        self.kept: ByteLRU[EncodedPrompt] = ByteLRU(CACHE_BYTES, lambda encoded: encoded.bytes)
 
     def encode(self, prompt: Prompt) -> EncodedPrompt:
         """Encode a prompt. Raises ValueError where its placeholders and media features differ in number."""
