@@ -1,4 +1,4 @@
-"""From a configuration to a run: names become pieces. This file names none of them."""
+"""Builds training runs, evaluators and engines from configurations, and checks configurations."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from mmrl.runtime.hub import check_hub
 from mmrl.training.collect import RewardCoverage
 from mmrl.training.evaluate import Evaluator
 from mmrl.training.method import Method
-from mmrl.training.report import Report, ReportPieces
+from mmrl.training.report import Reporter, ReportPieces
 from mmrl.training.trainer import Run
 
 
@@ -49,7 +49,7 @@ def build(config: Config, *, quiet: bool = False) -> Run:
         for i, piece in enumerate(config.report.trackers)
     ]
     data = pieces.prompts(config.data, "data")
-    held = held_out(config) if config.evaluation.data else ()
+    eval_prompts = held_out(config) if config.evaluation.data else ()
     torch.manual_seed(config.seed)  # adapters draw their first weights from the global stream
     processes = Processes(config.ddp_timeout)
     policy, objective = pieces.make("policy", config.policy), pieces.make("objective", config.objective)
@@ -76,7 +76,7 @@ def build(config: Config, *, quiet: bool = False) -> Run:
         objective=objective,
         learning_rate=pieces.number(config.learn.learning_rate, NonNegativeFloat, "learn.learning_rate"),
     )
-    evaluator = make_evaluator(config, held, policy, processes) if held else None
+    evaluator = make_evaluator(config, eval_prompts, policy, processes) if eval_prompts else None
     watching = ReportPieces(
         metrics=listed("metric", config.metrics, "metrics"),
         visualizations=listed("visualization", config.report.visualizations, "report.visualizations"),
@@ -85,12 +85,12 @@ def build(config: Config, *, quiet: bool = False) -> Run:
         trackers=Trackers(trackers),
     )
     pieces.made["rewards"] = RewardCoverage(method.rewards, len(data))
-    report = Report(config, processes, stream, watching, quiet)
+    report = Reporter(config, processes, stream, watching, quiet)
     return Run(config, pieces, processes, method, report, evaluator)
 
 
 def make_engine(pieces: Pieces, listed: Sequence[Piece], policy: Policy, place: str) -> Engine:
-    """Build the first engine around the policy, and each next one around the one before."""
+    """Build a chain of engines: the first wraps the policy, each next one the engine before it."""
     engine: Any = policy
     for i, piece in enumerate(listed):
         engine = pieces.make("engine", piece, engine, place=f"{place}[{i}]")
@@ -98,7 +98,7 @@ def make_engine(pieces: Pieces, listed: Sequence[Piece], policy: Policy, place: 
 
 
 def make_rewards(pieces: Pieces, listed: Sequence[Piece], place: str) -> list[Bound]:
-    """Bind the rewards."""
+    """Make the rewards of a list, with the models that some of them load."""
     return [pieces.make("reward", piece, place=f"{place}[{i}]") for i, piece in enumerate(listed)]
 
 
@@ -253,13 +253,13 @@ def _declared(entry: Entry, name: str) -> frozenset[str]:
 
 
 def held_out(config: Config | EvaluateConfig) -> Sequence[Prompt]:
-    """Read the prompts that are measured on."""
+    """Read the prompts of the evaluation."""
     pieces, wanted = Pieces(Stream(config.seed, purpose="evaluate")), config.evaluation
     return pieces.prompts(wanted.data, "evaluation.data")[: wanted.num_prompts or None]
 
 
 def make_evaluator(
-    config: Config | EvaluateConfig, held: Sequence[Prompt], policy: Policy, processes: Processes
+    config: Config | EvaluateConfig, prompts: Sequence[Prompt], policy: Policy, processes: Processes
 ) -> Evaluator:
     """Make an evaluator; an engine or rewards that `evaluation` leaves out are those of the training."""
     wanted = config.evaluation
@@ -268,7 +268,7 @@ def make_evaluator(
     stream = Stream(config.seed, purpose="evaluate")
     own = Pieces(stream)
     return Evaluator(
-        data=held,
+        data=prompts,
         processes=processes,
         stream=stream,
         engine=make_engine(own, engine, policy, "evaluation.engine"),
@@ -285,24 +285,27 @@ def load_evaluator(config: Config | EvaluateConfig) -> Evaluator:
     """Load a policy and make its evaluator."""
     check_measuring(config).require_packages()
     pieces, processes = Pieces(Stream(config.seed)), Processes()
-    held = held_out(config)  # before a weight is loaded
-    return make_evaluator(config, held, _load_policy(config, pieces, processes), processes).agreed()
+    prompts = held_out(config)  # before a weight is loaded
+    return make_evaluator(config, prompts, _load_policy(config, pieces, processes), processes).agreed()
 
 
 def load_engine(
     source: str | Path | Config | EvaluateConfig, overrides: Sequence[str] = (), *, setting: str = ""
 ) -> Engine:
-    """Build the engine of a configuration for inference, with its cache and transforms:
-    `load_engine("run.yaml").rollout(prompts)`.
+    """Build the engine of a configuration for inference: `load_engine("run.yaml").rollout(prompts)`.
 
-    `source` is a file, or a configuration. Of a training run it is the engine that makes rollouts, of an
-    evaluation the one that is measured, as one of its `settings` has it if wanted.
+    The engine has its cache and transforms. Raises `ConfigError` where the configuration names no engine.
+
+    Args:
+        source: File or configuration; of a training run its rollout engine, of an evaluation its engine.
+        overrides: Changes as on the command line, such as "policy.model=...".
+        setting: Name of one of the `settings` of an evaluation.
     """
-    given = is_dataclass(source)
-    raw = change(as_plain(source), overrides) if given else read(source, overrides)
+    parsed = is_dataclass(source)
+    raw = change(as_plain(source), overrides) if parsed else read(source, overrides)
     trains = "rollout" in raw
     kind = Config if trains else EvaluateConfig
-    config = parse(raw, kind) if given else load(source, overrides, kind)
+    config = parse(raw, kind) if parsed else load(source, overrides, kind)
     if setting and trains:
         raise ConfigError(f"'{setting}' is to be a setting of an evaluation, but this is a training run")
     config = setting_of(config, setting) if setting else config

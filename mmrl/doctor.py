@@ -27,7 +27,7 @@ NUDGE = 1e-3  # an adapter begins at 0, where half of its gradients are 0 as wel
 
 
 @dataclass(frozen=True)
-class Report:
+class Diagnosis:
     """The symptoms of a configuration by check, and the memory that its run will need."""
 
     found: Sequence[tuple[Entry, Sequence[Finding]]]
@@ -41,7 +41,7 @@ class Report:
         return not any(symptom.grave for _, symptoms in self.found for symptom in symptoms)
 
 
-def examine(config: Config, *, num_prompts: int = 4) -> Report:
+def examine(config: Config, *, num_prompts: int = 4) -> Diagnosis:
     """Build a run, collect a few rollouts, and apply every startup check that fits."""
     small = dataclasses.replace(
         config,
@@ -53,7 +53,7 @@ def examine(config: Config, *, num_prompts: int = 4) -> Report:
     )
     examined = _look(small, config)
     found = [(entry, list(entry.target(examined))) for entry in in_use("check", config, "start")]
-    return Report(found, examined.memory, *room())
+    return Diagnosis(found, examined.memory, *room())
 
 
 def _look(small: Config, config: Config) -> Examined:

@@ -61,8 +61,8 @@ def there() -> bool:
 
 @cache
 def _built() -> bool:
-    here = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
-    return here and platform.machine().lower() in ("x86_64", "amd64")
+    built_in = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+    return built_in and platform.machine().lower() in ("x86_64", "amd64")
 
 
 def _fits(weight: Tensor) -> bool:

@@ -25,7 +25,7 @@ def name_id(name: str) -> int:
 
 
 @dataclass(frozen=True)
-class Groups:
+class GroupStatistics:
     """Statistics of each entry's group of a reward table, over valid entries; each is (N, R, K)."""
 
     values: Tensor  # (N * K, R)
@@ -34,11 +34,11 @@ class Groups:
     shape: tuple[int, int, int]
 
     @staticmethod
-    def of(values: Tensor, valid: Tensor, index: Tensor) -> Groups:
+    def of(values: Tensor, valid: Tensor, index: Tensor) -> GroupStatistics:
         """Flatten `values` and `valid` (N, R, K) and `index` (N, K)."""
         rows, rewards, places = values.shape
         flat = (values.transpose(1, 2).reshape(-1, rewards), valid.transpose(1, 2).reshape(-1, rewards))
-        return Groups(*flat, index.flatten(), (rows, rewards, places))
+        return GroupStatistics(*flat, index.flatten(), (rows, rewards, places))
 
     def _back(self, flat: Tensor) -> Tensor:
         rows, rewards, places = self.shape
@@ -180,9 +180,9 @@ class RewardTable:
         ]
         return group_index(columns).view(self.ends.shape)
 
-    def groups(self, by: Sequence[str]) -> Groups:
+    def groups(self, by: Sequence[str]) -> GroupStatistics:
         """Compare entries with those that agree in every id of `by`."""
-        return Groups.of(self.values, self.valid, self.index(by))
+        return GroupStatistics.of(self.values, self.valid, self.index(by))
 
     def select(self, rows: Tensor) -> RewardTable:
         """Select rows by (n,) indices or (N,) bool; ids stay."""

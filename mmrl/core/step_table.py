@@ -72,7 +72,7 @@ class Batch:
         return dataclasses.replace(self, **changes)
 
     def by(self, name: str, new: StepOutput) -> StepOutput:
-        """Return the output of another policy; `old`, where missing, is the current pass detached (ratio 1)."""
+        """Return another policy's output; `old`, where missing, is the current pass detached (ratio 1)."""
         return new.detach() if name == "old" and name not in self.others else self.others[name]
 
     def on(self, device: torch.device) -> Batch:

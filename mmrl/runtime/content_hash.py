@@ -78,7 +78,7 @@ class _Plain:
             case bytes() | bytearray():
                 return hashlib.sha256(value).hexdigest()
             case AbstractSet():
-                return sorted(self.text(one) for one in value)
+                return sorted(self.text(member) for member in value)
         if hasattr(value, "tobytes"):  # arrays of numpy, images of PIL
             return [str(getattr(value, "dtype", "")), hashlib.sha256(value.tobytes()).hexdigest()]
         if id(value) not in self.known:
@@ -88,7 +88,7 @@ class _Plain:
     def _parts(self, value: Any) -> Any:
         kind = type(value).__qualname__
         if is_dataclass(value) and not isinstance(value, type):
-            return [kind, {one.name: getattr(value, one.name) for one in fields(value)}]
+            return [kind, {field.name: getattr(value, field.name) for field in fields(value)}]
         match value:
             case Mapping():
                 return dict(value)
@@ -100,12 +100,12 @@ class _Plain:
 
     def media(self) -> list[str]:
         """Hash all media, in order; files are read concurrently, each once."""
-        files = list(dict.fromkeys(one for one in self.sources if isinstance(one, Path)))
+        files = list(dict.fromkeys(source for source in self.sources if isinstance(source, Path)))
         with ThreadPoolExecutor(16) as pool:
             ends = dict(zip(files, pool.map(_ends, files), strict=True))
         return [
-            ends[one] if isinstance(one, Path) else hashlib.sha256(one or b"").hexdigest()
-            for one in self.sources
+            ends[source] if isinstance(source, Path) else hashlib.sha256(source or b"").hexdigest()
+            for source in self.sources
         ]
 
 
@@ -162,9 +162,10 @@ def _name(tensor: Tensor) -> str:
 
 def _tensors(model: nn.Module) -> Iterator[Tensor]:
     for owner in model.modules():
-        yield from (one for one in owner._parameters.values() if one is not None)
-        passing = owner._non_persistent_buffers_set
-        yield from (one for name, one in owner._buffers.items() if one is not None and name not in passing)
+        yield from (parameter for parameter in owner._parameters.values() if parameter is not None)
+        unsaved = owner._non_persistent_buffers_set
+        buffers = owner._buffers.items()
+        yield from (buffer for name, buffer in buffers if buffer is not None and name not in unsaved)
 
 
 def _models(thing: Any, depth: int) -> Iterator[nn.Module]:

@@ -31,7 +31,7 @@ def model_source(name: str) -> str:
     is_path = home.is_dir() and home != Path()  # "runs/model" where a folder "runs" exists
     looks_like_path = name.startswith((".", "~")) or name.endswith("/") or name.count("/") > 1
     if is_path or folder.is_file() or looks_like_path:
-        inside = sorted(one.name for one in home.iterdir() if one.is_dir())[:5] if is_path else []
+        inside = sorted(path.name for path in home.iterdir() if path.is_dir())[:5] if is_path else []
         raise ValueError(
             f"there is no folder '{name}'"
             + (f"; '{home}' holds the folders {', '.join(inside)}" if inside else "")

@@ -136,7 +136,7 @@ def _check_inputs(run: Run, state: Mapping[str, Any], folder: Path) -> None:
     """Raise where the data or the base model are not those that the checkpoint was trained on."""
     then = state.get("inputs", {})
     if not then:
-        run.report.warn(f"'{folder}' does not tell what it was trained on, so that cannot be compared")
+        run.report.warn(f"'{folder}' does not record what it was trained on, so that cannot be compared")
     for name, now in run.progress.inputs.items():
         if name in then and then[name] != now:
             raise ConfigError(

@@ -44,7 +44,7 @@ class ReportPieces:
     trackers: Trackers = field(default_factory=Trackers)
 
 
-class Report:
+class Reporter:
     """Writes the journal, warnings, completions and the page of a run, and times its steps."""
 
     def __init__(

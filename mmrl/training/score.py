@@ -58,7 +58,7 @@ def score(
 
 def _versions(outcomes: Sequence[Outcome]) -> list[int]:
     """List the version counters of the tensors of outcomes, which grow when one is changed in place."""
-    tensors = [tensor for one in outcomes for tensor in (one.image, one.video, one.times)]
+    tensors = [t for outcome in outcomes for t in (outcome.image, outcome.video, outcome.times)]
     return [t._version for t in tensors if t is not None and not t.is_inference()]
 
 
@@ -71,9 +71,7 @@ class _Result:
     cause: BaseException | None = None
 
 
-def _concurrently(
-    rewards: Sequence[Bound], prompts: list[Prompt], outcomes: list[Outcome]
-) -> list[_Result]:
+def _concurrently(rewards: Sequence[Bound], prompts: list[Prompt], outcomes: list[Outcome]) -> list[_Result]:
     """Call every reward in a thread of its own, so that one that hangs delays no other."""
     limits = [bound.call.get("timeout", TIMEOUT) for bound in rewards]
     results = [_Result(failure=f"raised TimeoutError: no answer within {limit:g} s") for limit in limits]
@@ -94,9 +92,7 @@ def _concurrently(
     return list(results)
 
 
-def _with_retries(
-    bound: Bound, prompts: list[Prompt], outcomes: list[Outcome], deadline: float
-) -> _Result:
+def _with_retries(bound: Bound, prompts: list[Prompt], outcomes: list[Outcome], deadline: float) -> _Result:
     """Call a reward, and again up to `retries` times while it raises."""
     for left in reversed(range(1 + bound.call.get("retries", 0))):
         try:

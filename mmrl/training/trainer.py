@@ -27,7 +27,7 @@ from mmrl.runtime.fsdp import taken_up
 from mmrl.training.advantage_chain import through_chain
 from mmrl.training.method import Method
 from mmrl.training.nonfinite import Guard
-from mmrl.training.report import Report
+from mmrl.training.report import Reporter
 
 
 @dataclass
@@ -63,7 +63,7 @@ class Run:
     pieces: Pieces
     processes: Processes
     method: Method
-    report: Report
+    report: Reporter
     evaluator: HeldOut | None = None
     progress: Progress = field(default_factory=Progress)
     guard: Guard = field(init=False)
@@ -165,7 +165,8 @@ class Run:
         self.guard.end_step()
         if step == 0 and self.processes.main:
             examined = self._examined(collection)
-            for symptom in [found for check in report.pieces.checkups for found in check(examined)]:
+            symptoms = [symptom for check in report.pieces.checkups for symptom in check(examined)]
+            for symptom in symptoms:
                 report.warn(symptom.text, by="doctor")
         tellers = self.pieces.that_are(Telling).values()
         sources = [self.guard.meter.take(), *(teller.tell() for teller in tellers)]

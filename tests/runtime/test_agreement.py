@@ -81,7 +81,7 @@ def test_a_checkpoint_that_does_not_tell_its_data_goes_on_with_a_warning(tmp_pat
     state = checkpoint.read_state(folder)
     del state["inputs"]
     checkpoint.write_state(folder, state)
-    assert "does not tell what it was trained on" in trained(tmp_path).report.raised[0]
+    assert "does not record what it was trained on" in trained(tmp_path).report.raised[0]
 
 
 # ---- names of content
