@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from mmrl.compression.pruning.attention import View, softmax_rows
 from mmrl.compression.pruning.forward import WATCH
 from mmrl.compression.pruning.patch_grid import pick
-from mmrl.compression.pruning.spec import Pruning, core_of, prune, pruning_of, shape_of
+from mmrl.compression.pruning.prune import prune
+from mmrl.compression.pruning.spec import Pruning, core_of, pruning_of, shape_of
 
 ROWS = 256  # queries whose attention is computed together: the map of all pairs never exists
 KINDS = ("heads", "ffn_units", "layers")

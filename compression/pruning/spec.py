@@ -4,13 +4,9 @@ out."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, field
 
 from torch import nn
-
-from mmrl.compression.model_adapters.lookup import decoder_of
-from mmrl.compression.pruning.weight_views import Bound, note, share
 
 PRUNING = "mmrl_pruning"
 
@@ -86,30 +82,6 @@ def core_of(model: nn.Module) -> nn.Module:
 def pruning_of(model: nn.Module) -> Pruning:
     """Say what a model leaves out; nothing by default."""
     return vars(core_of(model)).get(PRUNING, Pruning())
-
-
-def prune(model: nn.Module, name: str, options: Mapping[str, Any], **changes: Any) -> nn.Module:
-    """Make a view of a model that leaves out more: it shares every weight with the model.
-
-    `name` and `options` are noted, so that the view can be saved and made again; `changes` are fields of
-    `Pruning`.
-    """
-    from mmrl.compression.pruning.forward import run_core, run_features, run_text
-
-    model_core = core_of(model)
-    decoder_of(model_core)
-    view = note(share(model), model, name, options)
-    core = core_of(view)
-    vars(core)[PRUNING] = replace(pruning_of(model), **changes)
-    # Instance attributes, found before the methods of the class; they follow a deep copy of the view.
-    core.forward = Bound(run_core, core)
-    for kind in ("image", "video"):
-        name = f"get_{kind}_features"
-        if name in dir(type(core)):
-            setattr(core, name, Bound(run_features, core, kind, like=getattr(model_core, name)))
-    text = core.get_decoder()
-    text.forward = Bound(run_text, text, core)
-    return view
 
 
 def add_cuts(model: nn.Module, cuts: Sequence[Cut]) -> tuple[Cut, ...]:

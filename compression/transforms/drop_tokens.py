@@ -8,7 +8,8 @@ from torch import nn
 
 from mmrl.compression.importance import check_share
 from mmrl.compression.model_adapters.lookup import decoder_of
-from mmrl.compression.pruning.spec import Cut, add_cuts, core_of, prune, shape_of
+from mmrl.compression.pruning.prune import prune
+from mmrl.compression.pruning.spec import Cut, add_cuts, core_of, shape_of
 from mmrl.compression.pruning.token_selection import (
     most_diverse,
     most_ranked,

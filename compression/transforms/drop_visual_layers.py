@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from torch import nn
 
-from mmrl.compression.pruning.spec import Cut, add_cuts, prune, shape_of
+from mmrl.compression.pruning.prune import prune
+from mmrl.compression.pruning.spec import Cut, add_cuts, shape_of
 from mmrl.config.ranges import PositiveInt
 from mmrl.config.registry import transform
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from mmrl.compression.pruning.spec import prune
+from mmrl.compression.pruning.prune import prune
 from mmrl.config.ranges import NonNegativeInt
 from mmrl.config.registry import transform
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from torch import nn
 
 from mmrl.compression.importance import check_share, read_plan
-from mmrl.compression.pruning.spec import prune, shape_of
+from mmrl.compression.pruning.prune import prune
+from mmrl.compression.pruning.spec import shape_of
 from mmrl.config.ranges import NonNegativeInt, Probability
 from mmrl.config.registry import transform
 

@@ -7,7 +7,8 @@ from functools import partial
 from torch import nn
 
 from mmrl.compression.importance import check_share
-from mmrl.compression.pruning.spec import Cut, add_cuts, prune
+from mmrl.compression.pruning.prune import prune
+from mmrl.compression.pruning.spec import Cut, add_cuts
 from mmrl.compression.pruning.token_selection import merged
 from mmrl.config.ranges import NonNegativeInt, Probability
 from mmrl.config.registry import transform
