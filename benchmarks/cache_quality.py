@@ -143,7 +143,7 @@ def text(folder: str, tell: Callable, peers: bool, only: str = "") -> list[dict]
     from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, use_safetensors=True).eval()
     first, behind = tell(tokenizer)
     config, real = model.config, torch.ones_like(first, dtype=torch.bool)
     full, _ = read(model, first, behind, DynamicCache(config=config))

@@ -106,7 +106,7 @@ def make_trainer(folder: Path, model: Path, data: Path, length: int, steps: int)
 
     from mmrl.vision.models.loading import freeze_vision_tower
 
-    policy = AutoModelForImageTextToText.from_pretrained(model, dtype=torch.float32)
+    policy = AutoModelForImageTextToText.from_pretrained(model, dtype=torch.float32, use_safetensors=True)
     freeze_vision_tower(policy)
     picture = Image.open(data.with_suffix(".png"))
     picture.load()

@@ -54,6 +54,7 @@ def load_transformed(folder: str | Path, *, attn_implementation: str = "sdpa") -
         dtype=DTYPES[record["dtype"]],
         attn_implementation=attn_implementation,
         use_safetensors=True,
+        trust_remote_code=False,
     ).eval()
     for transform in record["transforms"]:
         name = transform["name"]

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from mmrl.runtime.modules import DTYPES, keep_training_precision
+from mmrl.runtime.modules import DTYPES, keep_training_precision, model_source
 
 # diffusers' names of the adapter's file, of this network in it, and of the settings in the file's header
 ADAPTER_FILE = "pytorch_lora_weights.safetensors"
 PREFIX = "transformer."
 SETTINGS = "lora_adapter_metadata"
+LIBRARIES = (None, "diffusers", "transformers")  # where the parts of a pipeline may come from
 
 
 def load_pipeline(name: str, *, dtype: str) -> Any:
@@ -25,16 +26,35 @@ def load_pipeline(name: str, *, dtype: str) -> Any:
     except ImportError as error:
         raise ImportError("policy 'diffusion.flow' needs diffusers; install mmrl[diffusion]") from error
     try:
+        source = model_source(name)
+        listed = DiffusionPipeline.load_config(source)
+        _refuse_code(listed)
         # diffusers asks for parts that a pipeline does not have unless they are passed as None.
-        listed = DiffusionPipeline.load_config(name)
-        absent = {part: None for part, source in listed.items() if source == [None, None]}
-        pipe = DiffusionPipeline.from_pretrained(name, dtype=DTYPES[dtype], use_safetensors=True, **absent)
+        absent = {part: None for part, origin in listed.items() if origin == [None, None]}
+        pipe = DiffusionPipeline.from_pretrained(
+            source, dtype=DTYPES[dtype], use_safetensors=True, trust_remote_code=False, **absent
+        )
     except (OSError, ValueError) as error:
         raise ValueError(f"cannot load the pipeline '{name}': {error}") from error
     pipe.set_progress_bar_config(disable=True)
     for module in modules_of(pipe):
         module.requires_grad_(False).eval()
     return pipe
+
+
+def _refuse_code(listed: Mapping[str, Any]) -> None:
+    """Refuse a pipeline whose parts are classes of its own folder: older versions of diffusers run them."""
+    own = [
+        part
+        for part, origin in listed.items()
+        if (part == "_class_name" and not isinstance(origin, str))
+        or (isinstance(origin, list) and len(origin) == 2 and origin[0] not in LIBRARIES)
+    ]
+    if own:
+        raise ValueError(
+            f"it wants code that is not part of {' and '.join(LIBRARIES[1:])} for {', '.join(own)}; no code "
+            "of a model folder is run"
+        )
 
 
 def modules_of(pipe: Any, but: tuple[str, ...] = ()) -> Iterator[nn.Module]:

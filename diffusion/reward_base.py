@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from mmrl.core.types import Outcome, Prompt
+from mmrl.runtime.modules import model_source
 
 
 def frames_of(prompt: Prompt, outcome: Outcome) -> Tensor:
@@ -167,7 +168,13 @@ def shared_model(key: tuple, make: Callable[[], nn.Module]) -> nn.Module:
 def load_pretrained(reward: str, kind: type, name: str) -> nn.Module:
     """Load a frozen model of transformers in float32; a checkpoint that lacks weights is an error."""
     try:
-        model, report = kind.from_pretrained(name, dtype=torch.float32, output_loading_info=True)
+        model, report = kind.from_pretrained(
+            model_source(name),
+            dtype=torch.float32,
+            output_loading_info=True,
+            use_safetensors=True,
+            trust_remote_code=False,
+        )
     except (OSError, ValueError, RuntimeError) as error:
         raise ValueError(
             f"{reward}: cannot load '{name}': {' '.join(str(error).split())}. Name a local folder, or a "

@@ -25,6 +25,7 @@ from mmrl.diffusion.reward_base import (
     shared_model,
     warn_of_truncation,
 )
+from mmrl.runtime.modules import model_source
 
 
 class TextImageSimilarity:
@@ -89,7 +90,7 @@ class PickScore(TextImageSimilarity):
         load = lambda: load_pretrained("pick_score", CLIPModel, model).to(self.device)
         self.model = shared_model(("pick_score", model, str(self.device)), load)
         try:
-            self.processor = CLIPProcessor.from_pretrained(processor)
+            self.processor = CLIPProcessor.from_pretrained(model_source(processor), trust_remote_code=False)
         except (OSError, ValueError) as error:
             raise ValueError(f"pick_score: cannot load the processor '{processor}': {error}") from error
         self.factor = (float(self.model.logit_scale.exp()) if scale == "logit" else 1.0) / divide_by
@@ -201,7 +202,7 @@ class Aesthetic:
         self.device, self.batch_size = device_of(device), batch_size
         load = lambda: load_pretrained("aesthetic", CLIPVisionModelWithProjection, model).to(self.device)
         self.model = shared_model(("aesthetic", model, str(self.device)), load)
-        self.processor = CLIPImageProcessor.from_pretrained(model)
+        self.processor = CLIPImageProcessor.from_pretrained(model_source(model))
         self.head = LinearHead(self.model.config.projection_dim)
         load_strictly("aesthetic", self.head, read_weights("aesthetic", find_weights("aesthetic", weights)))
         self.head.eval().requires_grad_(False).to(self.device)

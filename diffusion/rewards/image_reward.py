@@ -23,6 +23,7 @@ from mmrl.diffusion.reward_base import (
     shared_model,
     warn_of_truncation,
 )
+from mmrl.runtime.modules import model_source
 
 MEAN, STD = 0.16717362830052426, 1.0333394966054072  # of the published head's output
 MAX_TOKENS = 35  # of the prompt
@@ -58,7 +59,7 @@ class ImageReward:
         self.device, self.batch_size = device_of(device), batch_size
         self.scorer = shared_model(("image_reward", weights, str(self.device)), lambda: self._load(weights))
         try:
-            self.tokenizer = AutoTokenizer.from_pretrained(tokenizer)
+            self.tokenizer = AutoTokenizer.from_pretrained(model_source(tokenizer), trust_remote_code=False)
         except (OSError, ValueError) as error:
             raise ValueError(f"image_reward: cannot load the tokenizer '{tokenizer}': {error}") from error
         if len(self.tokenizer) > self.scorer.vocabulary:
