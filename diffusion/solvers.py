@@ -68,9 +68,9 @@ def cps(
     *,
     noise_level: PositiveShare = 0.8,
 ) -> Gaussian:
-    """Step that replaces part of the noise so that exactly `following` is left (Flow-CPS, arXiv 2509.05952).
+    """Step that keeps the noise at its scheduled share, part of it new (Flow-CPS, arXiv 2509.05952).
 
-    `noise_level` 1 replaces all of it. The log-density is unnormalized, as published. A last step has no
+    A `noise_level` of 1 replaces all of the noise. The log-density is unnormalized, as published. A last step has no
     noise and log-density 0.
     """
     std = following * math.sin(noise_level * math.pi / 2)

@@ -1,4 +1,4 @@
-"""Data types of flow rollouts: conditions of a batch, the recorded path of a row, and its training steps."""
+"""Data types of flow rollouts: text conditions, recorded paths, and training steps."""
 
 from __future__ import annotations
 

@@ -28,8 +28,11 @@ from mmrl.diffusion.steps import Conditioning, FlowPolicy, FlowRow
 
 @dataclass(frozen=True, eq=False)
 class DenoisingPlan:
-    """Everything random about one row: start (*L), stochastic steps [from, to), their noise (T, *L), and the
-    indices of the recorded ones."""
+    """Everything random about one row.
+
+    `start` (*L) is the initial noise, `window` the stochastic steps [from, to), `noise` (T, *L) theirs, and
+    `at` the indices of the recorded ones.
+    """
 
     prompt: Prompt
     start: Tensor

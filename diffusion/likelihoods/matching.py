@@ -1,4 +1,4 @@
-"""The matching likelihood: minus the weighted flow-matching error of a finished image, per random draw."""
+"""The matching likelihood: minus the weighted flow-matching error of finished images."""
 
 from __future__ import annotations
 

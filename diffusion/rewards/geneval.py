@@ -1,4 +1,4 @@
-"""The GenEval reward: objects, counts, colours and positions that a prompt asks for (arXiv 2310.11513)."""
+"""The GenEval reward: counts, colours and positions of a prompt's objects (arXiv 2310.11513)."""
 
 from __future__ import annotations
 

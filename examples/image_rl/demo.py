@@ -1,4 +1,4 @@
-"""The image demo: train a small flow model on captioned images, improve it by three RL methods, and compare.
+"""The image demo: train a small flow model on captions, improve it by three RL methods, compare.
 
 `python -m examples.image_rl.demo` runs the configurations beside this file; results go to `--output`. Each
 step is an ordinary `mmrl` command. What precedes reinforcement learning is cached, and rebuilt if its

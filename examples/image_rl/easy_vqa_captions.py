@@ -24,7 +24,7 @@ SPLITS = ("train", "test")
 
 @builder
 class EasyVqaCaptions:
-    """Caption the images of easy-VQA (one shape of one colour; package `easy-vqa`, MIT) from its questions.
+    """Caption the images of easy-VQA, one shape of one colour each, from its questions (MIT licence).
 
     An image whose answered questions determine both shape and colour gets a caption such as "a teal
     triangle"; the others are left out. Writes `{train,test}.jsonl` in the splits of the data set for
@@ -83,7 +83,7 @@ class EasyVqaCaptions:
 
 
 def facts(questions: Iterable[tuple[str, str, int]]) -> dict[int, tuple[str, str]]:
-    """Infer shape and colour of every image from its (question, answer, image) rows, where both are certain.
+    """Infer shape and colour of the images from (question, answer, image) rows, where both are certain.
 
     The words of a question and its answer are true of the image if it asks "what", if yes answers it, or if
     no answers its negation.
