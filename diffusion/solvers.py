@@ -70,8 +70,8 @@ def cps(
 ) -> Gaussian:
     """Step that keeps the noise at its scheduled share, part of it new (Flow-CPS, arXiv 2509.05952).
 
-    A `noise_level` of 1 replaces all of the noise. The log-density is unnormalized, as published. A last step has no
-    noise and log-density 0.
+    A `noise_level` of 1 replaces all of the noise. The log-density is unnormalized, as published. A last step
+    has no noise and log-density 0.
     """
     std = following * math.sin(noise_level * math.pi / 2)
     # Old and new noise are independent: their variances add up to following^2.

@@ -118,7 +118,7 @@ def test_a_run_that_was_stopped_goes_on_bit_for_bit(checkpoint, tmp_path, name):
     assert all(torch.equal(found[key], wanted[key]) for key in wanted)
     for key, reference in whole.method.references.items():
         for part, value in reference.weights.items():
-            assert torch.equal(parts.references[key].weights[part], value)
+            assert torch.equal(parts.method.references[key].weights[part], value)
     untimed = lambda run: [
         {key: value for key, value in record.items() if "time" not in key} for record in run.journal.read()
     ]
