@@ -44,44 +44,33 @@ def build(config: Config, *, quiet: bool = False) -> Run:
     check(config).require_packages()
     stream = Stream(config.seed)
     pieces = Pieces(stream)
-    trackers = [
-        pieces.make("tracker", piece, place=f"report.trackers[{i}]")
-        for i, piece in enumerate(config.report.trackers)
-    ]
+    trackers = pieces.make_field(config, "report.trackers")
     data = pieces.prompts(config.data, "data")
     eval_prompts = held_out(config) if config.evaluation.data else ()
     torch.manual_seed(config.seed)  # adapters draw their first weights from the global stream
     processes = Processes(config.ddp_timeout)
-    policy, objective = pieces.make("policy", config.policy), pieces.make("objective", config.objective)
+    policy, objective = pieces.make_field(config, "policy"), pieces.make_field(config, "objective")
     _check_outputs(config, objective.needs, policy.says)
-    make_optimizer = pieces.make("optimizer", config.learn.optimizer, place="learn.optimizer")
+    make_optimizer = pieces.make_field(config, "learn.optimizer")
     optimizer = processes.place(policy, make_optimizer, config.learn.max_grad_norm)
-    references = {
-        name: pieces.make("reference", piece, policy, place=f"references.{name}")
-        for name, piece in config.references.items()
-    }
-
-    def listed(kind: str, given: Sequence[Piece], place: str) -> list[Bound]:
-        return [pieces.make(kind, piece, place=f"{place}[{i}]") for i, piece in enumerate(given)]
-
     method = Method(
         policy=policy,
         optimizer=optimizer,
-        references=references,
-        sampler=pieces.make("sampler", config.sampler, data),
+        references=pieces.make_field(config, "references", policy),
+        sampler=pieces.make_field(config, "sampler", data),
         engine=make_engine(pieces, config.rollout.engine, policy, "rollout.engine"),
-        rewards=make_rewards(pieces, config.rewards, "rewards"),
-        group_filter=pieces.make("group_filter", config.group_filter),
-        chain=listed("advantage", config.advantage, "advantage"),
+        rewards=pieces.make_field(config, "rewards"),
+        group_filter=pieces.make_field(config, "group_filter"),
+        chain=pieces.make_field(config, "advantage"),
         objective=objective,
         learning_rate=pieces.number(config.learn.learning_rate, NonNegativeFloat, "learn.learning_rate"),
     )
     evaluator = make_evaluator(config, eval_prompts, policy, processes) if eval_prompts else None
     watching = ReportPieces(
-        metrics=listed("metric", config.metrics, "metrics"),
-        visualizations=listed("visualization", config.report.visualizations, "report.visualizations"),
-        alarms=listed("check", config.report.checks, "report.checks"),
-        checkups=listed("check", config.report.startup_checks, "report.startup_checks"),
+        metrics=pieces.make_field(config, "metrics"),
+        visualizations=pieces.make_field(config, "report.visualizations"),
+        alarms=pieces.make_field(config, "report.checks"),
+        checkups=pieces.make_field(config, "report.startup_checks"),
         trackers=Trackers(trackers),
     )
     pieces.made["rewards"] = RewardCoverage(method.rewards, len(data))

@@ -187,6 +187,17 @@ def test_list_shows_names_options_and_a_sentence(capsys):
     assert all(word in printed for word in ("advantage", "group_normalize", "vision.tokens", "adamw"))
 
 
+def test_list_shows_when_a_check_runs(capsys):
+    assert main(["list", "check"]) == 0
+    lines = {line.split()[0]: line.split() for line in capsys.readouterr().out.splitlines() if line.strip()}
+    assert lines["name"][1:3] == ["runs", "on"]
+    assert (lines["metric_drop"][1], lines["gradient_flow"][1], lines["duplicate_ids"][1]) == (
+        "training",
+        "start",
+        "data",
+    )
+
+
 def test_env_names_versions(capsys):
     assert main(["env"]) == 0
     printed = capsys.readouterr().out

@@ -162,7 +162,9 @@ def kind(
             return target
 
         if on not in stages:
-            raise ValueError(f"a {name} declares `on`, one of {', '.join(stages) or 'none'}, not '{on}'")
+            raise ValueError(
+                f"a {name} declares `on`, one of {', '.join(filter(None, stages)) or 'none'}, not '{on}'"
+            )
         return enter if target is None else enter(target)
 
     return cast(Decorator, decorate)

@@ -9,11 +9,12 @@ import torch
 
 from mmrl.config.binding import Pieces
 from mmrl.config.ranges import NonNegativeFloat
-from mmrl.config.schema import ConfigError, Piece
+from mmrl.config.registry import Needs
+from mmrl.config.schema import Config, ConfigError, Piece, parse
 from mmrl.core.rng import Stream
 from mmrl.core.types import Clock, Unit
 from tests.support.tables import moved, reward_table
-from tests.support.toys import RunningMean, ToyText, prompts
+from tests.support.toys import RunningMean, ToyText, plan, prompts
 
 LINEAR = {"name": "linear", "start": 0.0, "end": 1.0, "steps": 4}
 
@@ -261,3 +262,43 @@ def test_bound_pieces_do_not_share_their_options(pieces):
     one, two = (made(pieces, "advantage", "clip_advantage", max_advantage=value) for value in (1.0, 2.0))
     assert (one.options, two.options) == ({"max_advantage": 1.0}, {"max_advantage": 2.0})
     assert dataclasses.is_dataclass(one)
+
+
+# ---- whole configurations
+
+
+def test_every_piece_of_a_configuration_is_checked_by_its_place(pieces):
+    config = parse(plan("x", references={"ref": "frozen"}, metrics=["mean"]), Config)
+    checked = pieces.check_all(config)
+    assert {
+        "policy",
+        "references.ref",
+        "metrics[0]",
+        "rollout.engine[0]",
+        "learn.optimizer",
+    } <= checked.keys()
+    assert isinstance(checked["objective"].needs, Needs), "what loads nothing is made"
+    assert checked["policy"].function is ToyText, "what may load is not"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"references": {"ref": "frozn"}}, "references.ref: no reference is called 'frozn'"),
+        ({"evaluation": {"metrics": ["maen"]}}, r"evaluation.metrics\[0\]: no metric is called 'maen'"),
+        ({"learn": {"optimizer": {"name": "sgd", "momentum": 2}}}, "'learn.optimizer.momentum' must be"),
+        ({"learn": {"learning_rate": -1}}, "'learn.learning_rate' must be at least 0"),
+    ],
+)
+def test_mistakes_anywhere_in_a_configuration_are_named(pieces, changes, message):
+    with pytest.raises(ConfigError, match=message):
+        pieces.check_all(parse(plan("x", **changes), Config))
+
+
+def test_a_field_is_made_as_it_holds_its_pieces(pieces):
+    config = parse(plan("x", references={"ref": "frozen"}, metrics=["mean", "mean"]), Config)
+    policy = pieces.make_field(config, "policy")
+    assert isinstance(policy, ToyText)
+    assert [bound.name for bound in pieces.make_field(config, "metrics")] == ["mean", "mean"]
+    assert list(pieces.make_field(config, "references", policy)) == ["ref"]
+    assert "references.ref" in pieces.made

@@ -79,6 +79,18 @@ def test_the_base_pieces_are_there():
         assert names <= {entry.full_name for entry in pieces(kind)}
 
 
+# ---- kinds
+
+
+def test_a_piece_of_a_kind_with_stages_declares_when_it_runs():
+    with pytest.raises(ValueError, match="a check declares `on`, one of data, start, training, not ''"):
+        registry.check(lambda records: [])
+    with pytest.raises(ValueError, match="a metric declares `on`, one of none, not 'start'"):
+        registry.metric(on="start")
+    assert {entry.on for entry in pieces("check")} == {"data", "start", "training"}
+    assert all(entry.on == "data" for entry in pieces("check", on="data"))
+
+
 # ---- looking up
 
 
