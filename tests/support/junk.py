@@ -18,7 +18,8 @@ VALUES = (
     {"name": 3}, {"name": "clip"}, {"name": ["clip"]}, {"name": "linear", "start": 1, "end": 0, "steps": 4},
     {"name": "linear", "start": "a", "end": None, "steps": -4},
     {"name": "sliding_window", "start": 3, "stop": 1},
-    {"name": "constant", "value": float("nan")}, {"name": "tests.support.junk:VALUES"}, {"x": {"y": {"z": 1}}},
+    {"name": "constant", "value": float("nan")}, {"name": "tests.support.junk:VALUES"},
+    {"x": {"y": {"z": 1}}},
     {"0": 1}, {"99": {}}, {0: 1}, {None: 1}, {1.5: 2}, {True: 1}, {1: "a", "1": "b"}, {"": 1},
     {"name": "clip", "": 1}, {"weight": "a"}, {"name": "exact_match", "weight": [1]},
 )  # fmt: skip
