@@ -176,7 +176,8 @@ TABLE: dict[str, tuple[dict[str, Any], int, str]] = {
     "an advantage piece that returns nothing": (
         {"advantage": ["total", "tests.training.test_advantage_chain:nothing"]},
         1,
-        "'tests.training.test_advantage_chain.nothing' must return a reward table of the same 16 rows, not",
+        "advantage[1]: 'tests.training.test_advantage_chain.nothing' must return a reward table of the same "
+        "16 rows, not",
     ),
     "an advantage piece that raises": (
         {"advantage": ["tests.training.test_advantage_chain:failing"]},
