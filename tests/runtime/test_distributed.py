@@ -117,7 +117,7 @@ PAIR = {
     "data": {"name": "tests.support.toys:prompts", "answers": 2},
     "rollout": {"engine": ["offline"], "num_prompts": 5, "num_generations": 2},
     "advantage": ["total", "best_vs_worst"],
-    "objective": {"name": "comparison", "gain": "log_ratio", "compare": ["sigmoid"]},
+    "objective": {"name": "comparison", "implicit_reward": "log_ratio", "compare": ["sigmoid"]},
     "references": {"ref": "frozen"},
 }
 FLOW = {
