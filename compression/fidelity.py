@@ -46,8 +46,9 @@ def measure(
     """Measure the fidelity of a cache, a `cheaper` model, or both, on prompts.
 
     A prompt is the inputs of one call: `input_ids` (1, S), pixels and so on, and if needed `position_ids`
-    (1, S) or (A, 1, S). The model answers greedily with the full cache; the compressed one reads the same answer token
-    by token. The last token of the prompt is read with the answer, so that every prediction reads the cache.
+    (1, S) or (A, 1, S). The model answers greedily with the full cache; the compressed one reads the same
+    answer token by token. The last token of the prompt is read with the answer, so that every prediction
+    reads the cache.
     """
     if not prompts:
         raise ValueError("there is no prompt to compare caches on; give at least one")
@@ -159,7 +160,7 @@ def choose(
     good = [name for name, x in measured.items() if x.agreement >= min_agreement and x.kl <= max_kl]
     if not good:
         raise ValueError(
-            f"none of the caches {', '.join(measured)} keeps {min_agreement:.1%} of the tokens within {max_kl} "
-            "nats; offer one with more bits"
+            f"none of the caches {', '.join(measured)} keeps {min_agreement:.1%} of the tokens within "
+            f"{max_kl} nats; offer one with more bits"
         )
     return min(good, key=lambda name: measured[name].nbytes)

@@ -1,4 +1,4 @@
-"""The operations and bytes of a prefill, by formula. A multiplication with an addition counts as 2."""
+"""Floating-point operations and cache bytes of a pruned prefill, by formula; a multiply-add counts as 2."""
 
 from __future__ import annotations
 
@@ -11,8 +11,14 @@ from mmrl.compression.pruning.spec import Pruning, Shape
 
 @dataclass(frozen=True)
 class Prefill:
-    """One row of a call: `text` tokens, of which `before` stand before the last visual one, and rasters (h,
-    w) of visual tokens. `kept` are the visual tokens that stay after every cut that chooses, in order."""
+    """Token counts of one row of a call.
+
+    Args:
+        text: Text tokens.
+        before: Text tokens before the last visual one.
+        rasters: Grids (h, w) of visual tokens.
+        kept: Visual tokens left by each token pruner, in order.
+    """
 
     text: int
     before: int
@@ -21,23 +27,25 @@ class Prefill:
 
     @property
     def visual(self) -> int:
-        """Count visual tokens."""
+        """Number of visual tokens."""
         return sum(h * w for h, w in self.rasters)
 
     def visual_by_layer(self, layers: int, pruning: Pruning) -> list[int]:
-        """Count the visual tokens that every layer holds."""
-        kept, here, counts = list(self.kept), self.visual, []
+        """Count the visual tokens of every layer."""
+        kept, num, counts = list(self.kept), self.visual, []
         cuts = list(pruning.cuts)
         for layer in range(layers):
             while cuts and cuts[0].layer == layer:
-                here = 0 if cuts.pop(0).choose is None else kept.pop(0)
-            counts.append(here)
+                num = 0 if cuts.pop(0).choose is None else kept.pop(0)
+            counts.append(num)
         return counts
 
     def operations(self, shape: Shape, pruning: Pruning) -> int:
-        """Count what the language model computes, text included and the head not: blocks of the window as
-        large as they are computed, causal attention by half. What it takes to choose or merge tokens is not
-        in it."""
+        """Count the operations of the language model without its head, text included.
+
+        Window attention counts whole blocks, as they are computed, and causal attention half. Choosing and
+        merging tokens is not counted.
+        """
         counts = self.visual_by_layer(shape.layers, pruning)
         return sum(self._layer(shape, pruning, i, n) for i, n in enumerate(counts))
 
@@ -48,16 +56,18 @@ class Prefill:
         frozen = i in pruning.frozen
         ffn_units = pruning.ffn_units_of(i)
         inner = s.inner if ffn_units is None else len(ffn_units)
-        words = 2 * self.text * s.width * (s.head_dim * 2 * (s.heads + s.kv_heads) + 3 * s.inner)
-        sights = 2 * n * s.width * s.head_dim * 2 * (needed + (0 if frozen else kept))
-        sights += 0 if frozen else 6 * n * s.width * inner
-        return words + sights + 4 * s.head_dim * self._pairs(s, pruning, n, kept, frozen)
+        # q and o have s.heads heads, k and v s.kv_heads; the gated MLP has three matrices.
+        text = 2 * self.text * s.width * (s.head_dim * 2 * (s.heads + s.kv_heads) + 3 * s.inner)
+        visual = 2 * n * s.width * s.head_dim * 2 * (needed + (0 if frozen else kept))
+        visual += 0 if frozen else 6 * n * s.width * inner
+        return text + visual + 4 * s.head_dim * self._pairs(s, pruning, n, kept, frozen)
 
     def _pairs(self, s: Shape, pruning: Pruning, n: int, kept: int, frozen: bool) -> int:
-        """Count pairs of query and key, over heads."""
+        """Count pairs of query and key, summed over heads."""
         columns = self.text + n
         if not n:
             return s.heads * self.text * (self.text + 1) // 2
+        # In dropped heads only text attends; a frozen layer computes no visual queries.
         lost = (s.heads - kept) * self.text * columns
         if frozen or not kept:
             return lost + kept * self.text * columns
@@ -72,8 +82,10 @@ class Prefill:
         return lost + kept * (self.text * columns + near)
 
     def visual_operations(self, shape: Shape, pruning: Pruning) -> float:
-        """Count what visual tokens cost, as arXiv 2410.06169 does: no text, no causal halving, windows
-        without the rest of their block."""
+        """Count the operations of visual tokens as arXiv 2410.06169 does.
+
+        Text is not counted, causal attention is not halved, and windows count their keys only, not blocks.
+        """
         total = 0.0
         for i, n in enumerate(self.visual_by_layer(shape.layers, pruning)):
             if i in pruning.frozen:
@@ -87,8 +99,7 @@ class Prefill:
         return total
 
     def mean_keys(self, pruning: Pruning, n: int) -> float:
-        """Count the visual keys that a visual token sees, on average; a window counts later neighbours
-        too."""
+        """Mean number of visual keys per visual query; windows include later neighbours."""
         if pruning.radius is None or n < self.visual or not n:
             return float(n)
         r = pruning.radius
@@ -96,6 +107,6 @@ class Prefill:
         return sum(along(h) * along(w) for h, w in self.rasters) / n
 
     def cache_bytes(self, shape: Shape, pruning: Pruning, size: int) -> int:
-        """Count the bytes of keys and values, `size` bytes a number; the ledger of columns is not in it."""
+        """Bytes of keys and values at `size` bytes per number, without the cache's record of columns."""
         counts = self.visual_by_layer(shape.layers, pruning)
         return sum(2 * shape.kv_heads * shape.head_dim * (self.text + n) * size for n in counts)

@@ -1,4 +1,4 @@
-"""What a model costs: operations, bytes and seconds, each beside its theoretical figure."""
+"""Profiling of models: operations, bytes and seconds, each with its theoretical value."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from mmrl.core.flop_counter import CountOperations
 
 @contextmanager
 def _named(modules: Mapping[str, nn.Module], where: list[str]) -> Iterator[None]:
-    """Keep the name of the module that runs at the end of `where`."""
+    """Append the name of the running module to `where` while it runs."""
     hooks = []
     for name, module in modules.items():
         hooks.append(module.register_forward_pre_hook(lambda module, args, name=name: where.append(name)))
@@ -34,8 +34,7 @@ def _named(modules: Mapping[str, nn.Module], where: list[str]) -> Iterator[None]
 
 @torch.no_grad()
 def count_operations(model: nn.Module, inputs: Mapping[str, Any]) -> dict[str, int]:
-    """Count the operations of one call by hooks: of the "language" model, its "head", and the "rest" (the
-    tower)."""
+    """Count the operations of one call: "language" model, its "head", and the "rest" (vision tower)."""
     where = ["rest"]
     named = {"language": core_of(model).get_decoder(), "head": model.get_output_embeddings()}
     with _named(named, where), CountOperations(where) as count:
@@ -44,21 +43,20 @@ def count_operations(model: nn.Module, inputs: Mapping[str, Any]) -> dict[str, i
 
 
 def tensor_bytes(tensors: Iterator[Tensor]) -> int:
-    """Add up the bytes of tensors, every storage once."""
+    """Bytes of tensors, shared storages once."""
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
     return sum(storages.values())
 
 
 def weight_bytes(model: nn.Module) -> int:
-    """Measure the weights of a model."""
+    """Bytes of the parameters and buffers of a model."""
     return tensor_bytes(t for group in (model.parameters(), model.buffers()) for t in group)
 
 
 def layer_cast_bytes(model: nn.Module) -> dict[str, int]:
-    """Measure a model of `layer_cast`: "stored" bytes, and the "peak" with the largest weight wide for a
-    moment.
+    """Bytes of a model of `layer_cast`: "stored", and "peak" with the largest weight cast to float32.
 
-    The formula is 2 * linear + 4 * rest + 4 * largest, against 4 * (linear + rest) in float32.
+    The peak is 2 * linear + 4 * rest + 4 * largest bytes, against 4 * (linear + rest) in float32.
     """
     linear = [m.weight.numel() for m in model.modules() if type(m) is UpcastLinear]
     stored = weight_bytes(model)
@@ -66,16 +64,17 @@ def layer_cast_bytes(model: nn.Module) -> dict[str, int]:
 
 
 def cache_bytes(cache: Any) -> int:
-    """Measure keys and values in a cache of dense layers, and the ledger of a pruned model."""
-    held = (getattr(layer, name, None) for layer in cache.layers for name in ("keys", "values"))
-    return sum(t.numel() * t.element_size() for t in held if t is not None)
+    """Bytes of keys and values in a cache of dense layers, and of a pruned model's record of columns."""
+    tensors = (getattr(layer, name, None) for layer in cache.layers for name in ("keys", "values"))
+    return sum(t.numel() * t.element_size() for t in tensors if t is not None)
 
 
 @dataclass(frozen=True)
 class Seconds:
-    """Median and spread (largest minus smallest) of repeated calls, and the median of the seconds that
-    the calling thread was at work: with one thread on a machine that others use, those are what the call
-    costs."""
+    """Median and spread (maximum minus minimum) of repeated calls, and the median of thread CPU time.
+
+    With one thread on a shared machine, thread time is what the call costs.
+    """
 
     median: float
     spread: float
@@ -83,8 +82,7 @@ class Seconds:
 
 
 def time_calls(calls: Mapping[str, Callable[[], Any]], *, repeats: int = 5) -> dict[str, Seconds]:
-    """Time calls in turns, so that a machine that slows down slows all of them; the first turn is not
-    counted."""
+    """Time calls in turns, so that a machine that slows down slows all of them; the first turn is dropped."""
     taken: dict[str, list[tuple[float, float]]] = {name: [] for name in calls}
     for turn in range(repeats + 1):
         for name, call in calls.items():
@@ -95,12 +93,9 @@ def time_calls(calls: Mapping[str, Callable[[], Any]], *, repeats: int = 5) -> d
             if turn:
                 taken[name].append((time.perf_counter() - start, time.thread_time() - work))
     return {
-        name: _summary([one[0] for one in all_], [one[1] for one in all_]) for name, all_ in taken.items()
+        name: Seconds(statistics.median(wall), max(wall) - min(wall), statistics.median(thread))
+        for name, (wall, thread) in ((name, zip(*times, strict=True)) for name, times in taken.items())
     }
-
-
-def _summary(wall: list[float], thread: list[float]) -> Seconds:
-    return Seconds(statistics.median(wall), max(wall) - min(wall), statistics.median(thread))
 
 
 def _wait() -> None:
@@ -109,8 +104,11 @@ def _wait() -> None:
 
 
 def decode_floor(model: nn.Module, cache: Any, bandwidth: float) -> float:
-    """Give the least seconds of one decoding step: weights of the language model and its head, and the cache,
-    read once at `bandwidth` bytes a second. The embedding gives single rows, and the tower nothing."""
+    """Lower bound of the seconds of a decoding step at `bandwidth` bytes per second.
+
+    The weights of the language model and its head, and the cache, are read once; of the embedding only single
+    rows are read, and the vision tower does not run.
+    """
     text = core_of(model).get_decoder()
     embedding = {id(p) for p in text.get_input_embeddings().parameters()}
     read = [p for p in text.parameters() if id(p) not in embedding]
@@ -123,20 +121,19 @@ def measure(
     models: Mapping[str, nn.Module], inputs: Mapping[str, Any], theory: Prefill, *, repeats: int = 5,
     steps: int = 8, bandwidth: float | None = None,
 ) -> dict[str, dict[str, float]]:  # fmt: skip
-    """Measure models side by side on one call of one row: operations, bytes, and seconds of prefill and of a
-    decoding step, with the theoretical figure of each.
+    """Measure operations, bytes, and seconds of prefill and decoding of models on one call of one row.
 
-    `theory` tells what the call holds. Ratios are against the first model. `bandwidth` in bytes a second
-    gives the floor of a decoding step.
+    `theory` has the token counts of the call, for the theoretical values. Ratios are relative to the first
+    model. `bandwidth` in bytes per second adds the lower bound of a decoding step.
     """
     keep = {**inputs, "use_cache": True}
     prefill = time_calls({n: lambda m=m: m(**keep) for n, m in models.items()}, repeats=repeats)
-    found: dict[str, dict[str, float]] = {}
+    results: dict[str, dict[str, float]] = {}
     for name, model in models.items():
         shape, pruning = shape_of(model), pruning_of(model)
         counted = count_operations(model, keep)
         cache = model(**keep).past_key_values
-        found[name] = {
+        results[name] = {
             "prefill_seconds": prefill[name].median,
             "prefill_spread": prefill[name].spread,
             "prefill_thread_seconds": prefill[name].thread,
@@ -147,19 +144,14 @@ def measure(
             "tower_operations": counted["rest"],
             "weight_bytes": weight_bytes(model),
             "cache_bytes": cache_bytes(cache),
-            "cache_bytes_formula": theory.cache_bytes(shape, pruning, cache_size(cache)),
+            "cache_bytes_formula": theory.cache_bytes(shape, pruning, cache.layers[0].keys.element_size()),
             **_decoding(model, cache, inputs, steps, bandwidth),
         }
-    first = next(iter(found.values()))
-    for row in found.values():
+    first = next(iter(results.values()))
+    for row in results.values():
         row["speed"] = first["prefill_seconds"] / row["prefill_seconds"]
         row["speed_by_operations"] = first["operations"] / row["operations"]
-    return found
-
-
-def cache_size(cache: Any) -> int:
-    """Give the bytes of one number in a cache."""
-    return cache.layers[0].keys.element_size()
+    return results
 
 
 def _decoding(
@@ -178,24 +170,24 @@ def _decoding(
 
 @torch.no_grad()
 def divergence(model: nn.Module, rows: Mapping[str, Tensor], *, length: int = 32) -> dict[str, float]:
-    """Answer rows greedily in one batch and one by one: the "share" of answers that differ, the mean "first"
-    token in which those do, and the mean "top1_gap" of the probability of the chosen token before that (arXiv
-    2506.09501).
+    """Compare greedy answers to rows in one batch and one by one (arXiv 2506.09501).
 
-    Every tensor of `rows` has a row for each prompt, none is padded.
+    Returns the "share" of answers that differ, the mean "first" token at which they do, and the mean
+    "top1_gap" of the probability of the chosen token up to there. Every tensor of `rows` has a row for each
+    prompt, without padding.
     """
-    told = {"max_new_tokens": length, "min_new_tokens": length, "do_sample": False}
-    told |= {"return_dict_in_generate": True, "output_logits": True}
-    together = model.generate(**rows, **told)
-    many = torch.stack(together.logits, 1).double().softmax(-1).max(-1)
+    options = {"max_new_tokens": length, "min_new_tokens": length, "do_sample": False}
+    options |= {"return_dict_in_generate": True, "output_logits": True}
+    together = model.generate(**rows, **options)
+    batched = torch.stack(together.logits, 1).double().softmax(-1).max(-1)
     firsts, gaps = [], []
     for row in range(len(rows["input_ids"])):
-        alone = model.generate(**{name: value[row : row + 1] for name, value in rows.items()}, **told)
-        one = torch.stack(alone.logits, 1)[0].double().softmax(-1).max(-1)
-        other = (one.indices != many.indices[row]).nonzero()[:, 0]
+        alone = model.generate(**{name: value[row : row + 1] for name, value in rows.items()}, **options)
+        single = torch.stack(alone.logits, 1)[0].double().softmax(-1).max(-1)
+        other = (single.indices != batched.indices[row]).nonzero()[:, 0]
         end = int(other[0]) if len(other) else length
         firsts += [end] if len(other) else []
-        gaps += (one.values - many.values[row])[: end + 1].abs().tolist()
+        gaps += (single.values - batched.values[row])[: end + 1].abs().tolist()
     return {
         "share": len(firsts) / len(rows["input_ids"]),
         "first": statistics.mean(firsts) if firsts else float("nan"),
