@@ -160,5 +160,5 @@ def test_check_cache_measures_a_model_that_computes_its_layers_anew(checkpoint):
 
 
 def test_check_cache_needs_something_to_measure(exact):
-    with pytest.raises(ValueError, match="`fidelity_gate` measures what is cheaper than the policy"):
+    with pytest.raises(ValueError, match="`fidelity_gate` compares an accelerated engine with its policy"):
         FidelityGate(engine(exact("llava")))
