@@ -23,7 +23,7 @@ COLOURS = ("#0f6fbf", "#d9622b", "#2b8a3e", "#8447b8", "#b8860b", "#0b8a8f", "#c
 DASHES: tuple[Any, ...] = ("-", (0, (4, 2)), (0, (1, 1.5)))  # of every next eight lines
 # In points, near the pixels that a chart takes on a phone, so that its letters stay legible.
 WIDTH, HEIGHT = 360, 216
-LEFT, RIGHT, TOP, BOTTOM = 46, 10, 14, 32  # fixed margins, so that the script knows where the axes are
+LEFT, RIGHT, TOP, BOTTOM = 46, 16, 14, 32  # fixed margins, so that the script knows where the axes are
 POINTS = 240  # longer lines are averaged in bins
 AREAS = 40  # the same, of stacked areas
 BANDS = 3  # with more lines than this, the intervals would cover each other
@@ -127,11 +127,12 @@ def frontier_chart(lines: Sequence[Line], *, x_label: str, unit: str) -> Markup:
         axes.plot(x[-1:], y[-1:], "o", color=colour, markersize=8)
     # Single steps may lie far out: the axes show the smoothed paths, and only the points among them.
     (left, right), (bottom, top) = axes.get_xlim(), axes.get_ylim()
+    faint = {"alpha": 0.35, "zorder": 1, "markeredgewidth": 0}
     for line in lines:
         points = [
             p for p in zip(line.x, line.y, strict=True) if left <= p[0] <= right and bottom <= p[1] <= top
         ]
-        axes.plot(*zip(*points, strict=True), ".", color=style_of(line.place)[0], alpha=0.35, zorder=1)
+        axes.plot(*zip(*points, strict=True), ".", color=style_of(line.place)[0], **faint)
     axes.set(xlim=(left, right), ylim=(bottom, top))
     return _finished(figure, axes, lines, unit, readable=False)
 
@@ -180,8 +181,9 @@ def _canvas(x_label: str) -> tuple[Figure, Axes]:
     axes = figure.add_axes((LEFT / WIDTH, BOTTOM / HEIGHT, across, up))
     axes.set_xlabel(x_label)
     axes.margins(x=0, y=0.04)
-    axes.xaxis.set_major_locator(MaxNLocator(5, integer=x_label == "step"))
-    axes.yaxis.set_major_locator(MaxNLocator(5))
+    steps = [1, 2, 2.5, 5, 10]
+    axes.xaxis.set_major_locator(MaxNLocator(5, steps=steps, integer=x_label == "step"))
+    axes.yaxis.set_major_locator(MaxNLocator(5, steps=steps))
     return figure, axes
 
 
