@@ -129,10 +129,10 @@ def frontier_chart(lines: Sequence[Line], *, x_label: str, unit: str) -> Markup:
     (left, right), (bottom, top) = axes.get_xlim(), axes.get_ylim()
     faint = {"alpha": 0.35, "zorder": 1, "markeredgewidth": 0}
     for line in lines:
-        points = [
-            p for p in zip(line.x, line.y, strict=True) if left <= p[0] <= right and bottom <= p[1] <= top
-        ]
-        axes.plot(*zip(*points, strict=True), ".", color=style_of(line.place)[0], **faint)
+        points = zip(line.x, line.y, strict=True)
+        inside = [(x, y) for x, y in points if left <= x <= right and bottom <= y <= top]
+        x, y = [x for x, _ in inside], [y for _, y in inside]
+        axes.plot(x, y, ".", color=style_of(line.place)[0], **faint)
     axes.set(xlim=(left, right), ylim=(bottom, top))
     return _finished(figure, axes, lines, unit, readable=False)
 

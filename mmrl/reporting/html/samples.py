@@ -141,8 +141,8 @@ def samples_section(samples: Sequence[Sample]) -> Markup:
     images = {sample.seen: f"s{i}" for i, sample in enumerate(samples) if sample.seen is not None}
     cards = []
     for sample in samples:
-        numbers = {"reward": sample.reward, "advantage": sample.advantage, "length": sample.length}
-        shares = [sample.rewards.get(name, math.nan) for name in names]
+        parts = [sample.rewards.get(name, math.nan) for name in names]
+        numbers = (("reward", sample.reward), ("advantage", sample.advantage), ("length", sample.length))
         facts = [f"{name} {spelled(value)}" for name, value in sample.rewards.items()]
         facts = facts * (len(facts) > 1)  # a single reward is the sum, which is shown already
         facts += [f"advantage {sample.advantage:+.2f}", f"length {sample.length:,}"]
@@ -151,8 +151,8 @@ def samples_section(samples: Sequence[Sample]) -> Markup:
             {
                 "step": sample.step,
                 "mark": _colour(sample.reward, low, high),
-                "data": [(name, f"{value:.6g}") for name, value in numbers.items()]
-                + [(f"r{i}", f"{value:.4g}") for i, value in enumerate(shares)],
+                "data": [(name, f"{value:.6g}") for name, value in numbers]
+                + [(f"r{i}", f"{value:.4g}") for i, value in enumerate(parts)],
                 "reward": spelled(sample.reward),
                 "facts": facts,
                 "prompt": _cut(sample.prompt),
