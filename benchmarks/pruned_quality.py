@@ -46,7 +46,8 @@ BITS = {
 }
 CODEBOOK = "1 bit, a codebook"
 TARGETS = {  # what may be lost
-    "1 bit": 0.01, GROUPS: 0.01, CODEBOOK: 0.01, "yopo25": 0.01, "yopo12": 0.03, **dict.fromkeys(SHARED, 0.03),
+    "1 bit": 0.01, GROUPS: 0.01, CODEBOOK: 0.01, "yopo25": 0.01, "yopo12": 0.03,
+    **dict.fromkeys(SHARED, 0.03),
 }  # fmt: skip
 
 
