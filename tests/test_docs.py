@@ -412,11 +412,11 @@ def test_the_names_of_trl_are_those_of_trl():
 
 def test_the_drawings_are_what_their_code_draws(monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "docs")
-    import pictures
+    import drawings
 
     for name in ("idea", "steps"):
-        assert (ROOT / "docs" / f"{name}.svg").read_text() == getattr(pictures, name)(), (
-            "python docs/pictures.py"
+        assert (ROOT / "docs" / f"{name}.svg").read_text() == getattr(drawings, name)(), (
+            "python docs/drawings.py"
         )
 
 

@@ -1,1 +1,1 @@
-"""Models that read pictures, clips and words, and answer with tokens."""
+"""Vision-language models: images, videos and text in, tokens out."""

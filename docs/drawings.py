@@ -1,5 +1,5 @@
-"""Draw the pictures of README and docs: `python docs/pictures.py` draws `idea.svg` and `steps.svg`,
-`python docs/pictures.py runs/demo` draws `demo.svg` as well."""
+"""Draw the figures of README and docs: `python docs/drawings.py` draws `idea.svg` and `steps.svg`,
+`python docs/drawings.py runs/demo` draws `demo.svg` as well."""
 
 from __future__ import annotations
 
