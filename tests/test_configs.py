@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from omegaconf import OmegaConf
 
 from mmrl.build import build, check, make_rewards
 from mmrl.cli import check_file, main
@@ -79,7 +77,8 @@ def test_a_mistake_inside_a_variant_is_found_where_it_stands(tmp_path, text, mes
 @each(VARIANTS)
 def test_a_variant_is_short_and_names_its_source(path):
     lines = path.read_text().splitlines()
-    assert 3 <= len(lines) <= 10 and max(map(len, lines)) <= 110
+    settings = [line for line in lines if not line.startswith("#")]
+    assert 1 <= len(settings) <= 8 and len(lines) <= 14 and max(map(len, lines)) <= 110
     head = " ".join(line for line in lines[:3] if line.startswith("#"))
     assert lines[0].startswith("# ") and SOURCE.search(head)
 
@@ -361,42 +360,3 @@ def test_every_variant_takes_two_updates_that_move_the_policy(path, tmp_path, no
     assert all(math.isfinite(step["loss"]) and math.isfinite(step["grad_norm"]) for step in steps)
     assert torch.isfinite(run.policy.table).all()
     assert not torch.equal(run.policy.table, before)
-
-
-# ---- the table in the documentation
-
-
-def table_rows() -> Iterator[list[str]]:
-    for line in (HOME / "docs" / "methods.md").read_text().splitlines():
-        if line.startswith("| ") and "configs/methods/" in line:
-            yield [cell.strip() for cell in line.strip("|").split("|")]
-
-
-def variant_of(row: list[str]) -> str:
-    return re.search(r"methods/[a-z]+/([a-z0-9_]+)\.yaml", row[1])[1]
-
-
-def numbers_in(value: Any) -> Iterator[float]:
-    if isinstance(value, dict):
-        for inner in value.values():
-            yield from numbers_in(inner)
-    elif isinstance(value, list):
-        for inner in value:
-            yield from numbers_in(inner)
-    elif isinstance(value, int | float) and not isinstance(value, bool):
-        yield float(value)
-
-
-def test_the_table_of_methods_lists_exactly_the_variants():
-    assert sorted(map(variant_of, table_rows())) == sorted(path.stem for path in VARIANTS)
-
-
-@pytest.mark.parametrize("row", table_rows(), ids=variant_of)
-def test_the_table_tells_the_source_and_every_constant(row):
-    path = method_file(variant_of(row))
-    head = " ".join(line for line in path.read_text().splitlines() if line.startswith("#"))
-    assert set(re.findall(r"\d{4}\.\d{5}", row[2])) <= set(re.findall(r"\d{4}\.\d{5}", head))
-    assert SOURCE.search(row[2].replace("[", "arXiv ")) or SOURCE.search(row[2])
-    told = {float(number) for number in re.findall(r"-?\d+(?:\.\d+)?(?:e-?\d+)?", row[4])}
-    own = OmegaConf.to_container(OmegaConf.load(path))  # what the file says itself, not what it includes
-    assert set(numbers_in(own)) <= told

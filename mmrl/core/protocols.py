@@ -15,6 +15,15 @@ if TYPE_CHECKING:
     from mmrl.core.step_table import Batch, StepOutput
 
 
+class LogProbs(Protocol):
+    """Gives every step of a batch a log-probability: a policy, or a reference."""
+
+    def __call__(self, batch: Batch, extra: Set[str] = frozenset()) -> StepOutput:
+        """Log-probabilities (N, T), and what is named in `extra`."""
+        ...
+
+
+@runtime_checkable
 class Policy(Protocol):
     """The model that is trained; it gives every step a log-probability."""
 
@@ -23,18 +32,23 @@ class Policy(Protocol):
 
     def encode(self, prompt: Prompt, outcome: Outcome) -> Trajectory:
         """Convert a recorded answer into a row."""
+        ...
 
     def collate(self, rollouts: Rollouts) -> Batch:
         """Pad rows to a batch."""
+        ...
 
     def __call__(self, batch: Batch, extra: Set[str] = frozenset()) -> StepOutput:
         """Compute the log-probability of every step, differentiably, and what `extra` names."""
+        ...
 
     def save(self, folder: Path) -> None:
         """Write the model as a folder that its library loads."""
+        ...
 
     def load(self, folder: Path) -> None:
         """Load the weights that `save` wrote, bit for bit."""
+        ...
 
 
 class Engine(Protocol):
@@ -45,6 +59,7 @@ class Engine(Protocol):
 
     def rollout(self, prompts: Sequence[Prompt]) -> Rollouts:
         """Make one rollout for every entry, in order; those of equal entries form a group."""
+        ...
 
 
 class Sampler(Protocol):
@@ -52,6 +67,7 @@ class Sampler(Protocol):
 
     def draw(self, num_prompts: int, num_generations: int) -> list[Prompt]:
         """Return one prompt per rollout, or an empty list when no prompt is left."""
+        ...
 
 
 class HeldOut(Protocol):
@@ -61,6 +77,7 @@ class HeldOut(Protocol):
 
     def measure(self) -> Measured:
         """Answer and score every prompt, and compute the metrics."""
+        ...
 
 
 class Tracker(Protocol):
@@ -68,12 +85,15 @@ class Tracker(Protocol):
 
     def open(self, folder: Path, config: Mapping[str, Any], start: int) -> str:
         """Begin, or resume at a step; return a line for the console, which may be empty."""
+        ...
 
     def write(self, metrics: Mapping[str, float], step: int) -> None:
         """Send the finite metrics of a step."""
+        ...
 
     def close(self) -> None:
         """Close the dashboard."""
+        ...
 
 
 @runtime_checkable
@@ -82,6 +102,7 @@ class Telling(Protocol):
 
     def tell(self) -> Mapping[str, float]:
         """Return metrics since the last call, under the same names on every process."""
+        ...
 
 
 @runtime_checkable
@@ -90,9 +111,11 @@ class Stateful(Protocol):
 
     def state_dict(self) -> dict[str, Any]:
         """Return tensors, numbers and strings, nested in dictionaries."""
+        ...
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what `state_dict` returned."""
+        ...
 
 
 @runtime_checkable
@@ -101,3 +124,4 @@ class Observer(Stateful, Protocol):
 
     def observe(self, rollouts: Rollouts, table: RewardTable) -> None:
         """Update the state from a round; `rollouts` are this process's rows of `table`."""
+        ...

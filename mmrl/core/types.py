@@ -143,6 +143,8 @@ class Steps(Protocol):
 
     def cost(self, rows: Tensor) -> int:
         """Count the steps in memory when these rows are computed together, prompts included."""
+        ...
 
     def __getitem__(self, cut: tuple[Tensor, slice]) -> Steps:
         """Cut out rows and a range of steps."""
+        ...

@@ -32,7 +32,7 @@ def check(stage: int, optimizer: torch.optim.Optimizer) -> None:
 
 def state_of(zero: Any) -> dict[str, Any]:
     """Gather the optimizer's state by parameter. Every process has to call this."""
-    from deepspeed.utils import safe_get_full_optimizer_state
+    from deepspeed.utils import safe_get_full_optimizer_state  # pyright: ignore[reportMissingImports]
 
     groups = {}
     for number, (flat, state, weights) in enumerate(_groups(zero)):
@@ -49,7 +49,7 @@ def state_of(zero: Any) -> dict[str, Any]:
 @torch.no_grad()
 def take_up(zero: Any, state: Mapping[str, Any]) -> None:
     """Load what `state_of` returned, and the weights that the model has by now."""
-    from deepspeed.utils import lazy_init_hp_params_optimizer_state, safe_set_full_optimizer_state
+    from deepspeed.utils import lazy_init_hp_params_optimizer_state, safe_set_full_optimizer_state  # pyright: ignore[reportMissingImports]
 
     for number, (flat, live, weights) in enumerate(_groups(zero)):
         saved = state["zero"][str(number)]

@@ -116,9 +116,10 @@ def _together(processes: Processes, work: Callable[[], T]) -> T:
     Where process 0 cannot use the checkpoint, `CheckpointError` on all; where only another one cannot, all
     fail.
     """
-    error, result = None, None
+    error: CheckpointError | None = None
+    results: list[T] = []
     try:
-        result = work()
+        results.append(work())
     except CheckpointError as raised:
         error = raised
     except ProcessFailed:  # another process has the reason
@@ -129,7 +130,7 @@ def _together(processes: Processes, work: Callable[[], T]) -> T:
     failed = [rank for rank, reason in enumerate(reasons) if reason is not None]
     if failed:
         processes.disagree(failed, f"cannot take up what process 0 can: {reasons[failed[0]]}")
-    return result
+    return results[0]
 
 
 def _check_inputs(run: Run, state: Mapping[str, Any], folder: Path) -> None:

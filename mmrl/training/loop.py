@@ -8,7 +8,7 @@ from functools import partial
 import torch
 
 from mmrl.config.registry import Needs
-from mmrl.core.protocols import Policy
+from mmrl.core.protocols import LogProbs
 from mmrl.core.reward_table import Collection, RewardTable
 from mmrl.core.step_table import Batch, StepOutput, spread
 from mmrl.core.tensor import pad_to
@@ -66,7 +66,7 @@ def learnable(run: Run, collection: Collection) -> tuple[RewardTable, Batch]:
 
 
 def consult(
-    policies: Mapping[str, Policy],
+    policies: Mapping[str, LogProbs],
     batch: Batch,
     needs: Needs,
     micro_batch_steps: int,

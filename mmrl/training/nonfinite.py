@@ -60,16 +60,22 @@ class Guard:
     skipped: int = 0  # optimizer steps not taken, of which `learn.max_skipped` are allowed
     written: int = 0  # files of rows to blame in this step
     rollouts: Rollouts = ()  # the rows of the batch
-    update: Update | None = None
+    current: Update | None = None  # the update that is under way
     meter: Meter = field(default_factory=Meter)
 
     def watch(self, rollouts: Rollouts) -> None:
         """Remember the rollouts that the rows of the next batch come from."""
         self.rollouts = rollouts
 
+    @property
+    def update(self) -> Update:
+        """The update that is under way."""
+        assert self.current is not None, "no update has begun"
+        return self.current
+
     def begin(self, part: Batch) -> None:
         """Begin an update."""
-        self.update = Update(part, dict(self.meter.sums), self.meter.updates)
+        self.current = Update(part, dict(self.meter.sums), self.meter.updates)
 
     def note(self, loss: Tensor, micro: Batch) -> None:
         """Remember a micro-batch whose loss is not finite."""
@@ -84,7 +90,7 @@ class Guard:
 
     def end_step(self) -> None:
         """Free the batch of the step."""
-        self.update, self.written = None, 0
+        self.current, self.written = None, 0
 
     def passes(self, norm: float) -> bool:
         """Return whether an optimizer step may be taken; else write its rows down, and stop or count.

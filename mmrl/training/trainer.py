@@ -15,7 +15,7 @@ from torch import Tensor
 
 from mmrl.config.binding import Pieces
 from mmrl.config.schema import Config
-from mmrl.core.protocols import HeldOut, Observer, Policy, Stateful, Telling
+from mmrl.core.protocols import HeldOut, LogProbs, Observer, Policy, Stateful, Telling
 from mmrl.core.reward_table import Collection, Measured, RewardTable
 from mmrl.core.rng import Stream
 from mmrl.core.types import Clock
@@ -102,7 +102,7 @@ class Run:
         return list(self.pieces.that_are(Observer).values())
 
     @property
-    def others(self) -> dict[str, Policy]:
+    def others(self) -> dict[str, LogProbs]:
         """The policies whose log-probabilities a batch needs, by name.
 
         `old` is evaluated when the weights will have moved before the last update of a collection, when
@@ -110,7 +110,7 @@ class Run:
         Otherwise it is the current pass, detached.
         """
         names, references = self.method.needs.others, self.method.references
-        asked: dict[str, Policy] = {name: references[name] for name in names if name in references}
+        asked: dict[str, LogProbs] = {name: references[name] for name in names if name in references}
         learn, acting = self.config.learn, self.config.rollout.policy
         if learn.num_iterations * learn.minibatches > 1 or acting or {"old", "engine"} & set(names):
             asked["old"] = references.get(acting, self.policy)
@@ -177,7 +177,7 @@ class Run:
         metrics["learning_rate"] = self.method.optimizer.param_groups[0]["lr"]
         if self.evaluator and config.eval_steps and (step + 1) % config.eval_steps == 0:
             with report.timing("evaluate"):
-                metrics |= describe_measured(self._measure())
+                metrics |= describe_measured(self._measure(self.evaluator))
         metrics |= report.durations(collection)
         self.progress.step, self.progress.reported = step + 1, metrics
         if (step + 1) % config.report.logging_steps == 0 or step + 1 == config.max_steps:
@@ -200,8 +200,8 @@ class Run:
             idle=frozen_adapters(method.policy.module),
         )
 
-    def _measure(self) -> Measured:
-        measured = self.evaluator.measure()
+    def _measure(self, evaluator: HeldOut) -> Measured:
+        measured = evaluator.measure()
         for sentence in measured.table.absent.values():
             self.report.warn(f"evaluation: {sentence}")
         return measured
@@ -209,7 +209,7 @@ class Run:
     def close(self) -> None:
         """Evaluate once more and write the report."""
         self.report.console.end()
-        last = self._measure() if self.evaluator else None
+        last = self._measure(self.evaluator) if self.evaluator else None
         if self.processes.main:
             self.report.close(last)
         self.final = last

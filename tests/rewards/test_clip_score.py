@@ -18,7 +18,11 @@ from mmrl.rewards import clip_score
 from mmrl.rewards.clip_score import ClipScore, harmonic_mean, load_towers, split_sentences, split_text
 from tests.rewards import tiny_clip
 
-logging.getLogger().setLevel(logging.ERROR)  # open_clip tells of random weights
+
+@pytest.fixture(autouse=True)
+def quiet(caplog):
+    """open_clip warns of random weights through the root logger."""
+    caplog.set_level(logging.ERROR)
 
 
 def asking(text: str = "", picture: torch.Tensor | None = None, **columns) -> Prompt:

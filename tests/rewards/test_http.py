@@ -244,7 +244,7 @@ def test_it_stands_in_a_configuration_with_the_policy_of_any_reward(server):
 
     assert score([bound(weight=2.0, timeout=5.0)], rows).values[:, 0, 0].tolist() == [1, 2]
     server.answer = lambda asked: {"rewards": [float("nan")] * len(asked["outcomes"])}
-    with pytest.raises(RewardFault, match="reward 'remote' raised ValueError: .* gave the reward nan"):
+    with pytest.raises(RewardFault, match="reward 'http' raised ValueError: .* gave the reward nan"):
         score([bound()], rows)
     assert not score([bound(on_error="skip")], rows).learn.any()
     with pytest.raises(ConfigError, match="has no option 'ulr'"):

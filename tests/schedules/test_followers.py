@@ -37,7 +37,7 @@ def test_running_mean_goes_on_from_what_was_saved():
 def test_a_shift_follows_the_mean_reward_and_is_saved_with_the_run():
     pieces = Pieces(Stream())
     option = {"name": "bco_pair", "delta": {"name": "running_mean"}}
-    objective = pieces.make("objective", piece("comparison", gain="log_ratio", compare=[option]))
+    objective = pieces.make("objective", piece("comparison", implicit_reward="log_ratio", compare=[option]))
     assert objective.compare[0].options["delta"] == 0.0
     for step, wanted in ((1, 1.0), (2, 2.0)):
         pieces.tick(clock(step, 2.0 * (2 * step - 1)))

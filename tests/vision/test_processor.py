@@ -119,9 +119,7 @@ def test_a_mismatch_tells_placeholders_and_features(exact):
 
 
 def test_a_video_for_a_model_of_images_is_an_error_that_names_the_prompt(exact):
-    with pytest.raises(
-        ValueError, match="prompt 'row 7' shows a video, but this model takes images only"
-    ):
+    with pytest.raises(ValueError, match="prompt 'row 7' shows a video, but this model takes images only"):
         exact("llava").prompt_encoder.encode(tiny.ask("row 7", tiny.clip(), "when"))
 
 
