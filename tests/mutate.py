@@ -174,6 +174,7 @@ class Trials:
         began = time.monotonic()
         if self.outcome(items, None) != PASSED:  # in this process, which imports what tests import late
             sys.exit(f"the tests of {name} fail as it stands: {', '.join(map(str, session.config.args))}")
+        print()
         patience = 10 + 5 * (time.monotonic() - began)
         self.made = functions(self.path)
         if not self.made:

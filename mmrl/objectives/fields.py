@@ -74,7 +74,7 @@ def velocity_mse(
     gap = _distance("velocity", new, batch.by(against, new))
     if weighting == "elbo":
         time = _counted(new.extra["time"], batch)
-        gap = gap / (2 * noise_level**2 * time / (1 - time.clamp(0, 0.99)))
+        gap = gap / (2 * noise_level**2 * time / (1 - time.clamp(max=0.99)))
     return (coef * gap).to(new.logp.dtype)
 
 
@@ -168,7 +168,6 @@ def grpo_guard_ratio(new: StepOutput, batch: Batch, *, against: str = "old") -> 
 def by_step_size(batch: Batch) -> Tensor:
     """Divide by the squared mean of sqrt(-dt) over the steps of a row: the second published form of
     GRPO-Guard (arXiv 2510.22319)."""
-    size = torch.where(batch.mask > 0, -batch.others["old"].extra["dt"], 0.0).sqrt()
-    mean = masked_mean(size, batch.mask, -1)
+    mean = masked_mean((-batch.others["old"].extra["dt"]).sqrt(), batch.mask, -1)
     mean = torch.where(mean > 0, mean, 1.0)
     return (1 / mean.square())[:, None].expand_as(batch.mask)

@@ -146,7 +146,7 @@ def _labelled(reward: Tensor, batch: Batch, level: Level) -> tuple[Tensor, Tenso
     if level == "step":
         return reward, label
     merit = masked_mean(batch.advantage, batch.mask, -1)[:, None]
-    return reward.sum(-1, keepdim=True), merit.sign() * batch.mask.any(-1, keepdim=True)
+    return reward.sum(-1, keepdim=True), merit.sign()
 
 
 def _mean_over_labelled(loss: Tensor, label: Tensor, batch: Batch) -> Tensor:

@@ -60,6 +60,11 @@ def test_sapo_averages_over_steps_then_rows():
     assert_rows(loss_of(new, batch, surrogate="sapo", aggregation="sequence_mean")[None], [-0.603311])
 
 
+def test_a_row_of_one_step_weighs_as_much_as_a_longer_one():
+    _, batch = step_table([[-1.0], [-1.0, -1.0]])
+    assert_rows(sequence_mean(batch), [[1 / 2], [1 / 4, 1 / 4]])
+
+
 def test_weights_are_0_on_padding_and_sum_to_1_where_they_average():
     _, batch = micro_batch()
     for aggregation in AGGREGATES:

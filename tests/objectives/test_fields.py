@@ -205,6 +205,34 @@ def test_a_perfect_match_is_normalised_by_no_less_than_1e_5():
     assert loss == 0 and not new.extra["velocity"].grad.any()
 
 
+def test_a_near_match_is_divided_by_1e_5():
+    # away by 1e-6 at time 1: 1e-12 / 1e-5, times 5
+    new = said(velocity=[[[0.6 + 1e-6]]], target=[[[0.6]]], time=[[1.0]])
+    loss = diffusion_nft(torch.zeros(1, 1), new, batch_of(new, advantage=5.0))
+    assert_rows(loss, [[5e-7]], tolerance=1e-12)
+
+
+def test_negative_aware_measures_every_step_of_every_row_alone():
+    # latents of two axes; a step alone costs what it costs among others
+    generator = torch.Generator().manual_seed(2)
+    fields = {name: torch.rand(2, 3, 2, 2, generator=generator).tolist() for name in ("velocity", "target")}
+    old, time = torch.rand(2, 3, 2, 2, generator=generator).tolist(), [[0.1, 0.5, 0.9], [0.3, 0.2, 1.0]]
+    new = said(**fields, time=time)
+    together = diffusion_nft(new.logp, new, batch_of(new, advantage=2.0, old=said(velocity=old)))
+    for row in range(2):
+        for step in range(3):
+            one = said(**{k: [[v[row][step]]] for k, v in fields.items()}, time=[[time[row][step]]])
+            other = said(velocity=[[old[row][step]]])
+            alone = diffusion_nft(one.logp, one, batch_of(one, advantage=2.0, old=other))
+            assert_rows(alone, [[together[row, step].item()]], tolerance=1e-12)
+
+
+def test_fields_may_be_numbers():
+    new = said(velocity=[[0.5, 1.0]], time=[[0.5, 0.5]])
+    batch = batch_of(new, ref=said(velocity=[[0.0, 0.0]]))
+    assert_rows(velocity_mse(new, batch, coef=1.0), [[0.25, 1.0]])
+
+
 def test_negative_aware_needs_velocities_of_the_policy_that_rolled_out():
     new = said(**NFT)
     batch = batch_of(new, advantage=2.0, old=said(velocity=OLD), ema=said(velocity=[[[0.0, 0.0]]]))

@@ -57,6 +57,7 @@ def test_ratios_of_50_are_held_at_20():
     new, batch = step_table([[0.0, 0.0]], old=[[-50.0, 50.0]])
     implicit_reward = mean_ratio(new, batch)
     assert_rows(implicit_reward / math.exp(20.0), [[0.5, 0.0]])
+    assert_rows(implicit_reward[:, 1:], [[0.5 * math.exp(-20.0)]], tolerance=1e-14)
     assert slope_of(implicit_reward, new).isfinite().all()
 
 

@@ -50,6 +50,55 @@ def test_without_evidence_a_pair_costs_what_it_must(compare, wanted):
     shown(compare(*gained([[0.0, 0.0], [0.0]], [1, -1])), wanted)
 
 
+LABELLED = [kto, bco_pair, anchor_chosen, nca_pair, apo_zero, apo_down, sppo_hard, exo_pair]
+each = pytest.mark.parametrize("compare", LABELLED)
+
+
+@each
+@pytest.mark.parametrize("level", ["row", "step"])
+def test_a_row_without_a_label_changes_nothing(compare, level):
+    rows = [[0.4, 0.3], [-0.2, 0.1], [5.0, 7.0]]
+    reward, batch = gained(rows, [1, -1, 0])
+    shown(compare(reward, batch, level=level), compare(*gained(rows[:2], [1, -1]), level=level).detach())
+    assert slope(compare(reward, batch, level=level), reward).isfinite().all()
+
+
+@each
+@pytest.mark.parametrize("advantage", [[1, 0.5], [-1, -1], [0, 0]])
+def test_a_group_of_one_side_costs_nothing_but_in_kto(compare, advantage):
+    reward, batch = gained([[0.4], [0.3]], advantage)
+    loss = compare(reward, batch)
+    assert slope(loss, reward).isfinite().all()
+    signs = (-0.1 if value > 0 else 0.1 for value in advantage)
+    wanted = sum(logistic(sign * x) for sign, x in zip(signs, (0.4, 0.3), strict=True)) / 2
+    shown(loss, wanted if compare is kto and any(advantage) else 0.0)
+
+
+@each
+@pytest.mark.parametrize(
+    ("rows", "advantage"),
+    [
+        ([[0.4, 0.7], [0.1, 0.9]], [[1, 0], [-1, 0]]),
+        ([[0.4, 0.7], [0.1]], [1, -1]),
+        ([[0.4], [0.1, 0.7]], [1, -1]),
+    ],
+)
+def test_a_column_that_decides_nothing_is_left_out_of_the_mean(compare, rows, advantage):
+    reward, batch = gained(rows, advantage)
+    loss = compare(reward, batch, level="step")
+    assert slope(loss, reward).isfinite().all()
+    wanted = compare(*gained([[0.4], [0.1]], [1, -1]), level="step").item()
+    if compare is kto and advantage == [1, -1]:  # a column of one labelled row counts
+        wanted = (wanted + logistic(-0.07 if len(rows[0]) == 2 else 0.07)) / 2
+    shown(loss, wanted)
+
+
+@pytest.mark.parametrize("wrong", [0.0, 1.0, 1.5])
+def test_exo_wants_a_probability_of_wrong_labels(wrong):
+    with pytest.raises(ValueError, match=r"`label_smoothing` must lie in \(0, 1\), not"):
+        exo_pair(*gained(*PAIR), label_smoothing=wrong)
+
+
 def test_the_weights_of_kto_are_as_precise_as_its_rewards():
     # (1.1 sigm(-.2) + .7 sigm(-.1)) / 2; 1.1 in float32 would be away by 2e-8
     loss = kto(*gained(*PAIR), desirable_weight=1.1, undesirable_weight=0.7)

@@ -64,6 +64,19 @@ def test_values_at_the_bounds_are_kept():
     assert_rows(kept, [[2, 0.5]])
 
 
+def test_equal_policies_are_kept_by_bounds_of_1():
+    for mode in ("token_mask", "sequence_mask"):
+        weights = truncated_importance(between([1.0, 1.0]), mode=mode, clip_max=1.0, clip_min=1.0)
+        assert_rows(weights, [[1, 1]])
+
+
+def test_log_ratios_are_held_within_20_of_0():
+    batch = step_table([[0.0, 0.0]], old=[[0.0, 0.0]], engine=[[-50.0, 50.0]])[1]
+    weights = truncated_importance(batch, clip_max=None)
+    assert_rows(weights / math.exp(20.0), [[1, 0]])
+    assert_rows(weights[:, 1:], [[math.exp(-20.0)]], tolerance=1e-14)
+
+
 def test_steps_that_do_not_count_are_not_multiplied_into_the_row():
     batch = between([2.0, 1000.0])
     batch = batch.replace(mask=batch.mask * torch.tensor([[1.0, 0.0]]))

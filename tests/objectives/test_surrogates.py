@@ -67,6 +67,17 @@ def test_two_sided_clip_bounds_the_free_ratio():
     assert_rows(slope_of(losses(clip, new, batch, delta=4.0), new), [[0], [3], [0]])
 
 
+def test_dual_clip_leaves_small_good_steps_alone_too():
+    new, batch = moved([[0.0]], [0.5])
+    assert_rows(losses(clip, new, batch, dual=3.0), [[-0.5]])
+
+
+def test_log_ratios_are_held_within_20_of_0():
+    new, batch = moved([[50.0], [-50.0]], [1, 1])
+    assert_rows(losses(unclipped, new, batch)[:1] / math.exp(20.0), [[-1]])
+    assert_rows(losses(unclipped, new, batch)[1:], [[-math.exp(-20.0)]], tolerance=1e-14)
+
+
 def test_plain_never_clips():
     new, batch = micro_batch()
     wanted = [[-rho for rho in RHO[0]], [0.5 * rho for rho in RHO[1]]]
