@@ -96,8 +96,8 @@ def leave_one_out(
         squares = groups.std(unbiased=False).square() * count
         others = squares - away * compared  # about their own mean
         divisor = (count - (2 if std == "unbiased" else 1)).clamp(min=1)
-        spread = (others / divisor).clamp(min=0).sqrt()
-        # What is left of equal rewards is rounding.
+        spread = (others / divisor).sqrt()
+        # What is left of equal rewards is rounding, perhaps below 0.
         compared = torch.where(others > 1e-12 * squares, compared / (spread + eps), compared)
     compared = torch.where(groups.flat(), 0.0, compared)
     alone = table.values if singleton == "raw" else torch.zeros_like(compared)

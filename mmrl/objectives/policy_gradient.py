@@ -68,7 +68,7 @@ def diagnose(new: StepOutput, batch: Batch) -> dict[str, Tensor]:
     metrics = {}
     for name, other in batch.others.items():
         if name not in ("old", "engine"):
-            gap = ((other.logp - new.logp) * batch.mask).clamp(-20, 20)
+            gap = ((other.logp - new.logp) * batch.mask).clamp(max=20)
             metrics["kl" if name == "ref" else f"kl/{name}"] = (
                 (gap.exp() - gap - 1) * batch.mask
             ).sum() / steps
@@ -79,7 +79,8 @@ def diagnose(new: StepOutput, batch: Batch) -> dict[str, Tensor]:
         metrics["sampling/sampling_logp_difference/mean"] = gap.abs().sum() / steps
         # k3 of the engine's distribution from the policy's, both as of the rollout: what a cheaper engine
         # costs.
-        metrics["sampling/kl"] = ((gap.clamp(-20, 20).exp() - gap.clamp(-20, 20) - 1) * known).sum() / steps
+        bounded = gap.clamp(max=20)
+        metrics["sampling/kl"] = ((bounded.exp() - bounded - 1) * known).sum() / steps
         metrics |= _moments(gap, known, batch)
     return metrics
 
@@ -89,9 +90,9 @@ def _moments(gap: Tensor, known: Tensor, batch: Batch) -> dict[str, Tensor]:
     whole answers, as far as the engine noted them: effective shares are made of the three once all are
     there. Answers that may be cut have none."""
     inside, rows = known > 0, (known > 0).any(-1)
-    weighed = [("steps", gap.clamp(-20, 20).exp()[inside], batch.totals.steps)]
+    weighed = [("steps", gap.clamp(max=20).exp()[inside], batch.totals.steps)]
     if batch.steps.unit >= Unit.ROW:
-        weighed.append(("rows", gap.sum(-1).clamp(-20, 20).exp()[rows], batch.totals.rows))
+        weighed.append(("rows", gap.sum(-1).clamp(max=20).exp()[rows], batch.totals.rows))
     return {
         f"moments/{unit}/{power}": ratio.double().pow(power).sum() / (count or 1.0)
         for unit, ratio, count in weighed

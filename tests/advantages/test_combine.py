@@ -49,3 +49,9 @@ def test_pick_keeps_one_reward_without_its_weight():
 def test_pick_of_an_unknown_reward_names_those_there_are():
     with pytest.raises(ValueError, match=r"wants the reward 'c', but the chain holds \('a', 'b'\)"):
         pick(reward_table({"a": [1], "b": [2]}), of="c")
+
+
+def test_pick_keeps_one_reward_of_several():
+    table = pick(reward_table({"a": [1, 2], "b": [3, None], "c": [5, 6]}), of="b")
+    assert table.values.shape == table.valid.shape == (2, 1, 1)
+    assert table.valid[:, 0, 0].tolist() == [True, False]

@@ -66,3 +66,11 @@ def test_drop_zero_keeps_what_was_dropped_dropped():
     table = reward_table([1.0, 2.0])
     table = drop_zero(table.replace(learn=torch.tensor([[False], [True]])))
     assert table.learn.tolist() == [[False], [True]]
+
+
+def test_notes_may_be_longer_or_shorter_than_the_longest_row():
+    for noted in ([[0, 9]], [[0, 9, 5, 7, 8]]):
+        table = reward_table([1], length=[4], notes={"entropy": noted})
+        assert high_entropy(table, top=0.5).values.shape == (1, 1, 4)
+    table = reward_table([1], length=[4], notes={"entropy": [[0, 9]]})
+    assert_rows(high_entropy(table, top=0.5).values[:, 0], [[0, 1, 1, 1]])

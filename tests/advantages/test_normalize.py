@@ -71,6 +71,14 @@ def test_leave_one_out_may_divide_by_the_deviation_of_the_group_or_of_the_others
     assert_rows(found.values, [-far, -far / 3, far / 3, far])
 
 
+def test_the_deviation_of_two_others_is_that_of_their_difference_at_any_scale():
+    # the others of 1: 2 and 4, deviation sqrt(2); of 2: 1 and 4, sqrt(4.5); of 4: 1 and 2, sqrt(.5)
+    wanted = [-2 / math.sqrt(2), -0.5 / math.sqrt(4.5), 2.5 / math.sqrt(0.5)]
+    for factor in (1.0, 1e-5, 1e5):
+        table = reward_table([factor, 2 * factor, 4 * factor])
+        assert_rows(leave_one_out(table, scale="others", eps=0.0).values, wanted)
+
+
 def test_where_the_others_are_equal_leave_one_out_divides_by_nothing():
     # the first is away by 1/2 from three equal ones; of each other, the others deviate by (1/2) / sqrt(3)
     rewards = [0.1 + 0.5, 0.1, 0.1, 0.1]

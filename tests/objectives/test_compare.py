@@ -9,7 +9,7 @@ import torch
 
 from mmrl.config.registry import pieces
 from mmrl.core.types import Unit
-from mmrl.objectives.compare import hinge, ipo, plackett_luce, robust, sigmoid
+from mmrl.objectives.compare import hinge, ipo, plackett_luce, robust, sigmoid, sigmoid_each
 from tests.support.tables import assert_rows, padded, step_table
 
 LN2 = math.log(2)
@@ -70,8 +70,10 @@ def test_robust_is_on_average_over_flipped_labels_the_loss_on_clean_ones():
     clean, flipped = (gained([[1.3], [0.2]], labels) for labels in ([1, -1], [-1, 1]))
     mean = 0.8 * robust(*clean, label_smoothing=0.2) + 0.2 * robust(*flipped, label_smoothing=0.2)
     shown(mean, sigmoid(*clean))
-    with pytest.raises(ValueError, match="label_smoothing.*0.5"):
-        robust(*clean, label_smoothing=0.5)
+    for wrong in (0.5, -0.1):
+        with pytest.raises(ValueError, match="label_smoothing.*0.5"):
+            robust(*clean, label_smoothing=wrong)
+    shown(robust(*clean, label_smoothing=0.0), sigmoid(*clean))
 
 
 def test_ipo_pulls_the_mean_gains_a_fixed_distance_apart():
@@ -104,7 +106,7 @@ def test_a_pair_is_the_same_when_chosen_and_rejected_swap_with_their_signs(compa
 @pytest.mark.parametrize("compare", PAIRS)
 def test_a_group_without_two_sides_costs_nothing_and_moves_nothing(compare):
     # one row, two rows of one sign, no advantages: nothing to compare
-    for advantage in ([1.0], [1.0, 0.5], [0.0, 0.0]):
+    for advantage in ([1.0], [1.0, 0.5], [0.0, 0.0], [-1.0, -0.5], [1.0, 0.0], [0.0, -1.0]):
         implicit_reward, batch = gained([[3.0]] * len(advantage), advantage)
         loss = compare(implicit_reward, batch)
         assert loss == 0 and not slope(loss, implicit_reward).any()
@@ -118,6 +120,13 @@ def test_the_loss_is_the_mean_over_groups(compare, level):
     rows = [row for pair in pairs for row in pair]
     both = compare(*gained(rows, [1, -1] * 3, group=[5, 5, -2, -2, 9, 9]), level=level)
     shown(both, sum(alone) / 3)
+
+
+def test_sigmoid_each_weighs_by_the_size_of_advantages_and_leaves_rows_without_one_out():
+    # .5 * 2 - .5 * .4 and .5 * 2 - .25 * .8
+    implicit_reward, batch = gained([[2.0], [0.4], [0.8], [9.0]], [0.5, -0.5, -0.25, 0])
+    shown(sigmoid_each(implicit_reward, batch, beta=1.0), softplus(-0.8) + softplus(-0.8))
+    assert slope(sigmoid_each(implicit_reward, batch, beta=1.0), implicit_reward)[3] == 0
 
 
 def test_a_list_of_advantages_is_one_margin():

@@ -132,3 +132,44 @@ def test_a_batch_without_groups_costs_nothing():
     loss, metrics = told(new, batch, **DPO, penalty=["k3"])
     assert loss == 0 and not slope_of(loss, new).any()
     assert all(torch.isfinite(value) for value in metrics.values())
+
+
+def test_rewards_have_the_beta_of_the_first_comparison():
+    new, batch = step_table([[-1.0], [-1.0]], advantage=[1, -1], ref=[[-1.5], [-1.0]])
+    terms = [{"name": "sigmoid", "beta": 2.0}, {"name": "bco_pair", "beta": 0.1}]
+    _, metrics = told(new, batch, gain="log_ratio", compare=terms)
+    assert float(metrics["rewards/chosen"]) == pytest.approx(1.0)
+
+
+def test_a_row_that_is_not_counted_moves_no_mean_of_its_group():
+    # Around .7 the second row is worse; the third, at 0, would make it better than the mean.
+    new, batch = step_table(
+        [[-1.0]] * 3, advantage=[0.9, 0.5, 0], mask=[[1], [1], [0]], ref=[[-1.5], [-1.25], [-1.0]]
+    )
+    _, metrics = told(new, batch, gain="log_ratio", compare={"name": "sigmoid", "beta": 1.0})
+    assert float(metrics["rewards/chosen"]) == 0.5
+    assert float(metrics["rewards/rejected"]) == 0.25
+
+
+def test_unrelated_rows_are_told_apart():
+    # noted on one step of two; neither better nor worse, and outside the mean of the others, 1/2
+    new, batch = step_table(
+        [[-1.0], [-1.0], [-1.0, -1.0]],
+        advantage=[1, 0, 0],
+        ref=[[-1.5], [-1.25], [-3.0, -3.0]],
+        notes={"unrelated": [[0], [0], [1, 0]]},
+    )
+    _, metrics = told(new, batch, gain="log_ratio", compare={"name": "sigmoid", "beta": 1.0})
+    found = [float(metrics[f"rewards/{name}"]) for name in ("chosen", "rejected", "unrelated")]
+    assert found == [0.5, 0.25, 4.0]
+
+
+def test_better_rows_have_more_where_merit_and_gain_agree():
+    def agreed(advantage, gains):
+        new, batch = step_table([[0.0]] * 3, advantage=advantage, ref=[[-gain] for gain in gains])
+        _, metrics = told(new, batch, gain="log_ratio", compare={"name": "sigmoid", "beta": 1.0})
+        return float(metrics["rewards/accuracies"])
+
+    # merits 2 -1 -1: 8 - .1 - 1; the last gains as much as it loses
+    assert agreed([2.0, -1.0, -1.0], [4.0, 0.1, 1.0]) == 1
+    assert agreed([2.0, -1.0, -1.0], [0.5, 0.5, 0.5]) == 0

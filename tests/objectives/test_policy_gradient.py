@@ -142,3 +142,33 @@ def test_importance_weights_are_averaged_over_steps_and_over_whole_answers():
     assert found == pytest.approx([3 / 4, 4.5 / 4, 8.25 / 4, 1, 1.5, 2.5])
     cut = batch.replace(steps=replace(batch.steps, unit=Unit.STEP))
     assert not any(name.startswith("moments/rows") for name in metrics_of(new, cut, **GRPO))
+
+
+def test_a_focus_multiplies_weights():
+    # twice and half as likely as under the engine; two steps in the mean
+    new, batch = step_table([[-1.0, -1.0]], old=[[-1.0, -1.0]], engine=[[-1 - math.log(2), -1 + math.log(2)]])
+    weight = objective_of(**GRPO, focus="truncated_importance").weigh(batch)
+    assert_rows(weight, [[1.0, 0.25]])
+
+
+def test_the_kl_leaves_out_steps_that_do_not_count_and_bounds_the_exponential():
+    # log-ratios 30, where k3 is 29, and -30, where it is held at -20; the third step is not counted
+    new, batch = step_table([[-1.0] * 3], mask=[[1, 1, 0]], ref=[[-31.0, 29.0, -9.0]])
+    wanted = (29 + math.exp(20) - 21) / 2
+    assert float(metrics_of(new, batch, **GRPO)["kl"]) == pytest.approx(wanted, rel=1e-12)
+    new, batch = step_table([[-1.0] * 3], mask=[[1, 1, 0]], notes={"logp": [[29.0, -31.0, -9.0]]})
+    metrics = metrics_of(new, batch, **GRPO)
+    assert float(metrics["sampling/kl"]) == pytest.approx(wanted, rel=1e-12)
+    assert float(metrics["moments/steps/1"]) == pytest.approx(math.exp(20) / 2, rel=1e-12)
+
+
+def test_answers_of_which_nothing_was_noted_have_no_importance_weight():
+    # ratios of answers e^.1 and e^30, held at e^20; the second answer has no notes
+    new, batch = step_table(
+        [[-1.0, -1.0], [-1.0, -1.0], [-1.0, -1.0]],
+        notes={"logp": [[-1.1, -1.0], [None, None], [-16.0, -16.0]]},
+    )
+    batch = batch.replace(steps=replace(batch.steps, unit=Unit.ROW))
+    metrics = metrics_of(new, batch, **GRPO)
+    assert float(metrics["moments/rows/0"]) == pytest.approx(2 / 3)
+    assert float(metrics["moments/rows/1"]) == pytest.approx((math.exp(0.1) + math.exp(20)) / 3, rel=1e-12)
