@@ -128,9 +128,9 @@ def install(path: Path, made: list[FunctionType], first: ast.Module, tree: ast.M
     before, after = (compile(part, str(path), "exec", dont_inherit=True) for part in (first, tree))
     other = {old: new for old, new in zip(codes(before), codes(after), strict=True) if old != new}
     (module,) = (m for m in list(sys.modules.values()) if getattr(m, "__file__", None) == str(path))
+    changed = any(function.__code__ in other for function in made)
     for function in made:
         function.__code__ = other.get(function.__code__, function.__code__)
-    changed = bool(other)
     for old, new in zip(ast.walk(first), ast.walk(tree), strict=False):
         if isinstance(old, ast.FunctionDef) and ast.dump(old.args) != ast.dump(new.args):
             names = [argument.arg for argument in new.args.kwonlyargs]

@@ -44,7 +44,7 @@ def turning_points(
     last = table.last.clamp(min=0)[:, None, None].expand(-1, reward.shape[1], 1)
     end, ended = reward.gather(2, last), known.gather(2, last)
     remaining = _where_both(end - reward[..., :-1], known[..., :-1], ended)
-    trend = remaining[..., :1] if remaining.shape[2] else end[..., :0]
+    trend = remaining[..., :1]
     turning = _turns(increment, remaining, trend, consistent, atol)
     if only_rising:
         turning &= trend > atol

@@ -115,3 +115,30 @@ def test_unrelated_rows_stay_beside_the_pair_and_are_noted():
     assert table.notes["unrelated"].tolist() == [[0] * 3, [0] * 3, [1] * 3]
     plain = kto_kl_rows(best_vs_worst(reward_table([0.2, 0.9])))
     assert not plain.notes["unrelated"].any() and plain.values[:, 0, 0].tolist() == [-1, 1]
+
+
+# ---- several rewards and several places at once
+
+GRID = {"a": [[1, 5], [2, 4], [3, 3]], "b": [[6, 1], [9, 2], [7, 3]]}
+
+
+def test_rewards_and_places_are_not_mixed_up():
+    pair = best_vs_worst(reward_table(GRID))
+    assert_rows(pair.values[:, 0], [[-1, 1], [0, 0], [1, -1]])
+    assert_rows(pair.values[:, 1], [[-1, -1], [1, 0], [0, 1]])
+    # the second row is in a pair of b alone, at its first place
+    assert pair.learn.tolist() == [[True, True], [True, False], [True, True]]
+
+
+def test_a_twin_that_is_worse_by_one_of_two_rewards_is_learned_from():
+    table = reward_table({"a": [1, 0], "b": [0, 0]}, tags={"twin": ["", "yes"]})
+    table = table.put(torch.tensor([[[1.0], [0.0]], [[1.0], [0.0]]], dtype=torch.float64))
+    found = twin_as_worse(table)
+    assert found.values[1, :, 0].tolist() == [-1, 0]
+    assert found.learn.tolist() == [[True], [True]]
+
+
+def test_a_row_with_one_unrelated_outcome_is_noted():
+    found = beside(reward_table([[1, 2], [3, 4]], tags={"unrelated": [["", "yes"], ["", ""]]}))
+    assert found.notes["unrelated"].tolist() == [[1, 1], [0, 0]]
+    assert_rows(found.values[:, 0], [[1, 0], [3, 4]])

@@ -131,6 +131,8 @@ def test_changes_within_atol_have_no_sign():
     row = [0.0, -0.02, 0.1, 0.2]
     assert turned(row).tolist() == [[False, True, False]]
     assert not turned(row, atol=0.03).any()
+    # a change of exactly atol has none either
+    assert turned([0.0, -0.25, 0.5, 0.75]).any() and not turned([0.0, -0.25, 0.5, 0.75], atol=0.25).any()
     # what follows the turn gains .02 only
     assert not turned([0.0, -0.1, 0.18, 0.2], atol=0.03).any()
     # and so does the whole row

@@ -74,3 +74,13 @@ def test_the_chain_of_vgpo():
     wanted = (q - mean) / (spread + 1e-4)
     wanted[:, :2] += 0.1 * q[:, :2]
     torch.testing.assert_close(table.values[:, 0], omega * wanted)
+
+
+def test_a_value_counts_where_any_reward_applies_and_by_those_alone():
+    table = reward_table({"a": [[1, 2]], "b": [[None, 4]]})
+    assert_rows(value_weights(table).scored["value"], [[1, 6]])
+
+
+def test_values_are_divided_by_a_mean_above_one_in_a_million():
+    found = value_weights(reward_table([[1e-6, 2e-6], [0.8e-6, 1e-6], [1e-3, 3e-3]]))
+    assert_rows(found.scored["value_weight"], [[2 / 3, 4 / 3], [1, 1], [0.5, 1.5]])

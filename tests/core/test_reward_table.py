@@ -25,7 +25,10 @@ def test_names_are_numbered_alike_everywhere_and_fit_63_bits():
 
 def test_the_empty_table_has_no_rows_and_is_the_beginning_of_every_join():
     table = reward_table([1, 0])
-    assert len(RewardTable.empty()) == 0
+    empty = RewardTable.empty()
+    assert len(empty) == 0
+    assert (empty.values.shape, empty.valid.shape, empty.ends.shape) == ((0, 0, 0), (0, 0, 0), (0, 0))
+    assert empty.learn.shape == (0, 0) and not empty.names
     assert RewardTable.empty().join(table) is table
     assert RewardTable.empty().num_groups(torch.zeros(0, dtype=torch.bool)) == 0
 
@@ -170,3 +173,13 @@ def test_after_first_moves_every_column_by_one_place():
     assert moved.scored["reward"].tolist()[0] == [2, 3]
     assert moved.ids["turn"].tolist() == [[name_id("y"), name_id("z")], [name_id("v"), 0]]
     assert moved.ids["place"].tolist() == [[0, 1], [0, 1]]
+
+
+def test_places_are_numbered_anew_and_what_is_absent_stays_invalid():
+    # three rows of up to three places, of which two are left
+    table = reward_table([[1, 2, 3], [4, 5, 6], [7, 8], [9]], ends=[[1, 2, 3], [1, 2, 3], [1, 2], [1]])
+    left = table.after_first(table.values[..., 1:])
+    assert left.ids["place"].tolist() == [[0, 1]] * 4
+    assert left.valid[:, 0].tolist() == [[True, True], [True, True], [True, False], [False, False]]
+    taken = table.take(torch.zeros(4, 2, dtype=torch.int64), table.values[..., :2], left.ends)
+    assert taken.valid[:, 0].tolist() == left.valid[:, 0].tolist()

@@ -100,3 +100,22 @@ def test_cat_padded_joins_along_rows_and_lengthens_every_other_dimension():
     assert joined.shape == (3, 2, 3)
     assert joined[0].tolist() == [[1, -1, -1], [1, -1, -1]]
     assert joined[2].tolist() == [[1, 1, 1], [-1, -1, -1]]
+
+
+def test_extremes_of_entries_with_axes_of_their_own():
+    values = torch.tensor([[[1.0, 9.0], [2.0, 8.0]], [[3.0, 7.0], [1.0, 0.0]], [[5.0, 5.0], [5.0, 5.0]]])
+    index, valid = torch.tensor([0, 0, 1]), torch.ones(3, 2, 2, dtype=torch.bool)
+    found = group_extreme(values, index, valid)
+    assert found.tolist() == [[[3, 9], [2, 8]]] * 2 + [[[5, 5], [5, 5]]]
+    assert group_extreme(values, index, valid, largest=False)[1].tolist() == [[1, 7], [1, 0]]
+    assert group_extreme(values[:0], index[:0], valid[:0]).shape == (0, 2, 2)
+
+
+def test_the_mean_of_one_entry_is_that_entry():
+    values, mask = torch.tensor([[3.0, 5.0]]), torch.tensor([[0.0, 1.0]])
+    assert masked_mean(values, mask) == 5 and masked_mean(values, mask, -1).tolist() == [5]
+
+
+def test_what_is_added_is_0_unless_it_is_said():
+    assert pad_to(torch.ones(1, 1), 2, 1).tolist() == [[1, 0]]
+    assert cat_padded([torch.ones(1, 1), torch.ones(1, 2)]).tolist() == [[1, 0], [1, 1]]
