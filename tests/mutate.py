@@ -128,6 +128,8 @@ def install(path: Path, made: list[FunctionType], first: ast.Module, tree: ast.M
     before, after = (compile(part, str(path), "exec", dont_inherit=True) for part in (first, tree))
     other = {old: new for old, new in zip(codes(before), codes(after), strict=True) if old != new}
     (module,) = (m for m in list(sys.modules.values()) if getattr(m, "__file__", None) == str(path))
+    for cached in [thing for thing in vars(module).values() if hasattr(thing, "cache_clear")]:
+        cached.cache_clear()
     changed = any(function.__code__ in other for function in made)
     for function in made:
         function.__code__ = other.get(function.__code__, function.__code__)

@@ -133,12 +133,12 @@ def test_rewards_and_places_are_not_mixed_up():
 def test_a_twin_that_is_worse_by_one_of_two_rewards_is_learned_from():
     table = reward_table({"a": [1, 0], "b": [0, 0]}, tags={"twin": ["", "yes"]})
     table = table.put(torch.tensor([[[1.0], [0.0]], [[1.0], [0.0]]], dtype=torch.float64))
-    found = twin_as_worse(table)
+    found = corrupted_as_rejected(table)
     assert found.values[1, :, 0].tolist() == [-1, 0]
     assert found.learn.tolist() == [[True], [True]]
 
 
 def test_a_row_with_one_unrelated_outcome_is_noted():
-    found = beside(reward_table([[1, 2], [3, 4]], tags={"unrelated": [["", "yes"], ["", ""]]}))
+    found = kto_kl_rows(reward_table([[1, 2], [3, 4]], tags={"unrelated": [["", "yes"], ["", ""]]}))
     assert found.notes["unrelated"].tolist() == [[1, 1], [0, 0]]
     assert_rows(found.values[:, 0], [[1, 0], [3, 4]])

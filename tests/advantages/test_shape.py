@@ -124,11 +124,11 @@ def test_rescale_multiplies_and_brings_limited_advantages_to_1():
     # AWM: -7 -2.5 .4 6 are held within 5 of 0 and divided by 5
     table = scale(clip_advantage(reward_table([-7, -2.5, 0.4, 6])))
     assert_rows(table.values[:, 0], [[-1], [-0.5], [0.08], [1]])
-    assert_rows(rescale(reward_table([3.0]), factor=2.0).values[:, 0], [[6]])
+    assert_rows(scale(reward_table([3.0]), factor=2.0).values[:, 0], [[6]])
 
 
 def test_anchor_does_not_mix_rewards_and_places_up():
     rewards = {"a": [[1, 5], [2, 4], [0, 0]], "b": [[6, 1], [9, 2], [0, 0]]}
-    found = anchor(reward_table(rewards, on_policy=[True, True, False]), lambda_off=2.0)
+    found = tempsamp_anchor(reward_table(rewards, on_policy=[True, True, False]), lambda_off=2.0)
     assert_rows(found.values[2], [[4, 10], [18, 4]])
     assert_rows(found.values[0], [[1, 5], [6, 1]])

@@ -62,6 +62,8 @@ def test_rows_of_one_prompt_share_a_group():
 
 
 def test_notes_of_the_chain_are_added_cut_and_padded_and_those_of_the_engine_stay():
+    short = spread(reward_table([1, 2], length=[3, 1], notes={"mine": [[7], [6]]}), rows_of(3, 1))
+    assert short.notes["mine"][:, 0].tolist() == [7, 6] and short.notes["mine"][:, 1:].isnan().all()
     table = reward_table([1, 2], length=[2, 1], notes={"mine": [[7, 8, 9], [6]], "logp": [[0, 0], [0]]})
     batch = spread(table, rows_of(2, 1, notes={"logp": [[5, 5], [5]]}))
     assert batch.notes["mine"][0].tolist() == [7, 8]
@@ -76,7 +78,7 @@ def test_several_rewards_at_the_end_of_the_chain_are_an_error_that_says_what_to_
 
 def test_credit_without_rows_blanks_the_batch():
     batch = spread(reward_table([1]).select(torch.tensor([False])), rows_of(2, 2))
-    assert len(batch) == 1
+    assert len(batch) == 1 and batch.steps.rows.tolist() == [0]
     assert not batch.mask.any()
 
 
@@ -157,6 +159,19 @@ def test_rows_fill_a_micro_batch_as_far_as_they_fit():
     batch = rows_of(4, 4, 4, unit=Unit.ROW)
     assert [len(micro) for micro in batch.split(8, Unit.STEP)] == [2, 1]
     assert [len(micro) for micro in batch.split(3, Unit.STEP)] == [1, 1, 1]
+    assert [len(micro) for micro in rows_of(4, 4, 4, 4, unit=Unit.ROW).split(8, Unit.STEP)] == [2, 2]
+    groups = rows_of(4, 4, 4, 4, group=[1, 1, 2, 3], unit=Unit.ROW).split(8, Unit.ROW)
+    assert [micro.group.tolist() for micro in groups] == [[1, 1], [2, 3]], "what is full is not looked at"
+
+
+def test_a_row_that_is_too_large_is_cut_between_its_steps():
+    def widths(batch, max_steps):
+        return [micro.mask.shape[1] for micro in batch.split(max_steps, Unit.STEP)]
+
+    assert widths(rows_of(2), 1) == [1, 1] and widths(rows_of(3), 1) == [1, 1, 1]
+    assert widths(rows_of(3), 2) == [2, 1] and widths(rows_of(3), 3) == [3]
+    # 12 steps with the prompt: not even one fits
+    assert widths(rows_of(2, prompt=10), 1) == [1, 1]
 
 
 def test_whole_groups_stay_together_even_if_they_stand_apart():
@@ -168,6 +183,9 @@ def test_cuts_prefer_to_fall_between_groups():
     # 12 steps hold three rows, but the third belongs to a group that fits as a whole behind the cut
     batch = rows_of(4, 4, 4, 4, group=[1, 1, 2, 2], unit=Unit.ROW)
     assert [micro.group.tolist() for micro in batch.split(12, Unit.ROW)] == [[1, 1], [2, 2]]
+    # so does one that fills a micro-batch to the last step
+    batch = rows_of(4, 4, 4, group=[1, 2, 2], unit=Unit.ROW)
+    assert [micro.group.tolist() for micro in batch.split(8, Unit.ROW)] == [[1], [2, 2]]
     # a group that fits nowhere as a whole is cut where it must be
     batch = rows_of(4, 4, 4, 4, group=[1, 2, 2, 2], unit=Unit.ROW)
     assert [micro.group.tolist() for micro in batch.split(8, Unit.ROW)] == [[1, 2], [2, 2]]

@@ -350,6 +350,7 @@ def test_pictures_have_no_segments(generator):
         ({"segments": 0}, "likelihood.segments' must be at least 1, not 0"),
         ({"power": 0.0}, "likelihood.power' must be more than 0, not 0.0"),
         ({"lowest": 1.0}, "likelihood.lowest' must be at least 0 and less than 1, not 1.0"),
+        ({"lowest": -0.5}, "likelihood.lowest' must be at least 0 and less than 1, not -0.5"),
         ({"fraction": 0.0}, "likelihood.fraction' must be more than 0 and at most 1, not 0.0"),
         ({"fraction": 1.1}, "likelihood.fraction' must be more than 0 and at most 1, not 1.1"),
     ],
@@ -357,6 +358,7 @@ def test_pictures_have_no_segments(generator):
 def test_options_that_cannot_be_are_refused(options, match):
     with pytest.raises(ValueError, match=match):
         likelihood(**options)
+    likelihood(lowest=0.0, fraction=1.0)
 
 
 @pytest.mark.parametrize("odd", [{"guidance": 4.5}, {"passes": 2}, {"shape": (2, 3, 3)}])

@@ -81,6 +81,9 @@ def test_heun_averages_the_velocities_at_both_ends():
     assert_close(found, numbers(0.375))
     # The step to time 0 is Euler's: 1 - 1 * 2.
     assert_close(heun_step(one, flow(one, one), one, 0 * one, flow), numbers(-1.0))
+    # Where one row of several ends there, all take it.
+    two, ends = numbers(1.0, 1.0), numbers(0.5, 0.0)
+    assert_close(heun_step(two, flow(two, two), two, ends, flow), numbers(0.0, -1.0))
 
 
 def follow(num_steps, move):

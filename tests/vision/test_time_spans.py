@@ -92,6 +92,15 @@ def test_a_span_across_lines_is_read():
     assert parse_span("<answer>\n 1.00\nto\n 2.00 \n</answer>") == (1, 2)
 
 
+def test_a_span_may_begin_at_0_and_not_before():
+    assert parse_spans("0 to 5") == [(0.0, 5.0)] and parse_spans("0.5 to 0.75") == [(0.5, 0.75)]
+    assert parse_spans('{"start_time": -0.5, "end_time": 5}') == []
+
+
+def test_answer_blocks_may_span_lines_in_any_case():
+    assert last_answer("<Answer>\n1 to 2\n</ANSWER> 3 to 4") == "\n1 to 2\n"
+
+
 def test_parse_spans_keeps_order_and_leaves_out_what_is_out_of_order():
     text = answer('8 to 9, {"start_time": 1, "end_time": 2}, 5 to 4, 3 to 4')
     assert parse_spans(text) == [(8, 9), (1, 2), (3, 4)]
@@ -248,3 +257,18 @@ def test_malformed_saliency_is_empty(text):
 def test_malformed_saliency_does_not_hide_an_earlier_list():
     assert parse_saliency("[[2, 3]] [[4, NaN]]") == [(2, 3)]
     assert all(math.isfinite(x) for pair in parse_saliency("[[2, 3]]") for x in pair)
+
+
+def test_overlaps_are_those_of_counted_cells():
+    # spans of eighths of a second between 0 and 1: every pair, cell by cell
+    spans = [(a, b) for a in range(7) for b in range(a + 1, 8)]
+    for a in spans:
+        for b in spans:
+            one, other = (set(range(*span)) for span in (a, b))
+            hull = max(a[1], b[1]) - min(a[0], b[0])
+            both, either = len(one & other), len(one | other)
+            short = [tuple(end / 8 for end in span) for span in (a, b)]
+            assert iou(*short) == pytest.approx(both / hull)
+            assert giou(*short) == pytest.approx(both / either - (hull - either) / hull)
+            near = (1 - abs(a[0] - b[0]) / 16) * (1 - abs(a[1] - b[1]) / 16)
+            assert timestamp_aware_iou(*short, 2.0) == pytest.approx(both / hull * near)
