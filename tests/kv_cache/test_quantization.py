@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy
 import pytest
 import torch
 from torch.testing import assert_close
@@ -45,6 +46,18 @@ def test_range_is_from_the_least_to_the_largest():
     # scale (3 - 0) / 3 = 1: codes 0 1 2 3; 1.4 goes to 1, and 0.5 and 1.5 tie to the even codes 0 and 2
     assert back(column(0, 1.4, 2, 3), 2) == [0, 1, 2, 3]
     assert back(column(0, 0.5, 1.5, 3), 2) == [0, 0, 2, 3]
+    # on both sides of zero, and in float64 throughout
+    assert back(column(-3, 3), 1) == [-3, 3] and back(column(0, 1 / 3), 1) == [0, 1 / 3]
+    for nbits in bits.BITS:
+        assert back(column(*range(2**nbits)), nbits) == list(range(2**nbits))
+
+
+def test_a_range_below_a_millionth_is_a_constant():
+    assert back(column(0, 0.5e-6), 1) == [0, 0]
+    assert back(column(0, 1.5e-6), 1) == [0, 1.5e-6]
+    # a scale that is 0 in half precision is that of a constant, too
+    tiny = torch.tensor([[0.0], [5e-6]], dtype=torch.float16)
+    assert quantization.dequantize(quantization.quantize(tiny, 8))[:, 0].tolist() == [0, 0]
 
 
 def test_shrunk_is_calibquant_at_one_bit():
@@ -61,6 +74,8 @@ def test_shrunk_is_calibquant_at_one_bit():
 def test_centred_shrinks_towards_the_middle():
     # 10 -+ 0.5 * 1: the mean of an offset channel survives
     assert back(column(9, 10.5, 11), 1, rule="centred") == [9.5, 10.5, 10.5]
+    # 10 -+ 0.5 * 2, the border is 10
+    assert back(column(8, 11, 12), 1, rule="centred") == [9, 11, 11]
 
 
 def test_quantile_cuts_a_fifth_off_either_end():
@@ -83,6 +98,29 @@ def test_fitted_finds_the_two_means():
     assert back(column(0, 1, 2, 4, 5, 6), 1, rule="fitted") == pytest.approx([1, 1, 1, 5, 5, 5])
     # keys of more bits keep their range, values do not: one far number must not cost all others their codes
     assert back(column(0, 1, 2, 3), 2, rule="fitted") == [0, 1, 2, 3]
+    assert back(column(0, 1, 2, 30), 2, rule="fitted") == [0, 0, 0, 30]
+
+
+@pytest.mark.parametrize("nbits", bits.BITS)
+def test_fitted_levels_are_those_of_six_least_squares_lines(nbits, generator):
+    # channel by channel with numpy; the levels at the start are those of a Gaussian, within the range
+    x = torch.randn(2, 90, 3, generator=generator, dtype=torch.float64) ** 3 + torch.tensor([0.0, 5.0, -3.0])
+    valid = (torch.rand(2, 90, 1, generator=generator) > 0.3).expand(x.shape)
+    least = x.masked_fill(~valid, torch.inf).amin(1, keepdim=True)
+    most = x.masked_fill(~valid, -torch.inf).amax(1, keepdim=True)
+    low, high = bits.fit(x, valid, 1, nbits, least, most)
+    reach = {1: 0.798, 2: 1.494, 4: 2.514, 8: 3.927}[nbits]
+    for row in range(2):
+        for channel in range(3):
+            data = x[row, valid[row, :, channel], channel].numpy()
+            first = max(data.mean() - reach * data.std(), data.min())
+            last = min(data.mean() + reach * data.std(), data.max())
+            for _ in range(6):
+                codes = numpy.clip((data - first) / (last - first) * (2**nbits - 1), 0, 2**nbits - 1).round()
+                slope, first = numpy.polyfit(codes, data, 1)
+                last = first + slope * (2**nbits - 1)
+            assert low[row, 0, channel].item() == pytest.approx(first, abs=1e-9)
+            assert high[row, 0, channel].item() == pytest.approx(last, abs=1e-9)
 
 
 @pytest.mark.parametrize("nbits", [1, 2, 4])
@@ -116,7 +154,8 @@ def test_tokens_that_do_not_count_touch_nothing(rule, generator):
     alone = quantization.dequantize(quantization.quantize(x[:6], 1, rule=rule))
     assert_close(quantization.dequantize(quantization.quantize(other, 1, rule=rule, valid=valid))[:6], alone)
     none = quantization.quantize(x, 1, rule=rule, valid=torch.zeros(9, 1, dtype=torch.bool))
-    assert torch.isfinite(quantization.dequantize(none)).all()
+    assert not quantization.dequantize(none).any()
+    assert not quantization.unpack(quantization.quantize(other, 1, rule=rule, valid=valid).packed, 1, 8)[6:].any()
 
 
 def test_a_token_may_have_scales_of_its_own():
@@ -127,6 +166,7 @@ def test_a_token_may_have_scales_of_its_own():
     assert codes.scale.tolist() == [[1, 10], [1, 1]]
     assert codes.low.tolist() == [[0, 10], [1, -2]]
     assert_close(quantization.dequantize(codes), x)
+    assert_close(quantization.dequantize(quantization.quantize(x[[0, 1, 0]], 2, channels=2)), x[[0, 1, 0]])
     with pytest.raises(ValueError, match="groups of 3 channels do not divide a head of size 4"):
         quantization.quantize(x, 2, channels=3)
 

@@ -100,13 +100,16 @@ def test_codes_are_written_in_pieces_where_they_are_many(monkeypatch):
 
 @pytest.mark.parametrize("rotated", [False, True])
 @pytest.mark.parametrize("channels", [0, 4])
-def test_a_coded_block_is_its_dense_tokens(rotated, channels):
+@pytest.mark.parametrize("groups", [1, 2, 4])
+def test_a_coded_block_is_its_dense_tokens(rotated, channels, groups):
     # Post-scaling: scales folded into the query and behind the sum give what dequantizing first gives.
-    x = numbers(2, 3, 4, 10, 8)
+    x = numbers(2, 3, groups, 10, 8)
     block = CodedBlock(quantization.quantize(x, 2, channels=channels), rotated)
     dense = block.dense()
-    assert dense.shape == (2, 3, 40, 8)
-    weights = numbers(2, 3, 5, 40, seed=1)
+    plain = quantization.dequantize(block.codes).flatten(2, 3)
+    assert_close(dense, plain @ quantization.rotation(8, x.dtype, x.device) if rotated else plain)
+    assert dense.shape == (2, 3, 10 * groups, 8)
+    weights = numbers(2, 3, 5, 10 * groups, seed=1)
     assert_close(block.mix(weights), weights @ dense)
     if not channels:
         query = numbers(2, 3, 5, 8, seed=2)
@@ -328,7 +331,7 @@ for nbits in bits.BITS:
         query = torch.randn(blocks, queries, size, generator=generator)
         weights = torch.rand(blocks, queries, tokens, generator=generator)
         codes = torch.randint(0, 2**nbits, (blocks, tokens, size), generator=generator)
-        packed = bits.pack(codes, nbits)
+        packed = quantization.pack(codes, nbits)
         for name, said, expected in (
             ("dots", kernels.dots(query, packed, nbits), query @ codes.float().transpose(1, 2)),
             ("mix", kernels.mix(weights, packed, nbits, size), weights @ codes.float()),
