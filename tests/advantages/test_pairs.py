@@ -128,6 +128,10 @@ def test_rewards_and_places_are_not_mixed_up():
     assert_rows(pair.values[:, 1], [[-1, -1], [1, 0], [0, 1]])
     # the second row is in a pair of b alone, at its first place
     assert pair.learn.tolist() == [[True, True], [True, False], [True, True]]
+    # the first row has no a at its second place, where the others make the pair
+    pair = best_vs_worst(reward_table({**GRID, "a": [[1, None], [2, 4], [3, 3]]}))
+    assert_rows(pair.values[:, 0], [[-1, 0], [0, 1], [1, -1]])
+    assert_rows(pair.values[:, 1], [[-1, -1], [1, 0], [0, 1]])
 
 
 def test_a_twin_that_is_worse_by_one_of_two_rewards_is_learned_from():
