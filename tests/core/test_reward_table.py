@@ -160,6 +160,11 @@ def test_a_step_belongs_to_the_first_outcome_that_ends_after_it(ends, wanted):
     assert place_of_steps(torch.tensor([ends]), 5).tolist() == [wanted]
 
 
+def test_places_that_a_row_does_not_have_are_never_reached():
+    ends = torch.tensor([[2, 4, ABSENT, ABSENT, ABSENT], [1, 2, 3, 4, 5]])
+    assert place_of_steps(ends, 6).tolist() == [[0, 0, 1, 1, 1, 1], [0, 1, 2, 3, 4, 4]]
+
+
 def test_places_of_no_rows_or_no_steps():
     assert place_of_steps(torch.zeros(0, 3, dtype=torch.int64), 4).shape == (0, 4)
     assert place_of_steps(torch.tensor([[1, 2]]), 0).shape == (1, 0)
