@@ -48,7 +48,7 @@ def test_range_is_from_the_least_to_the_largest():
     assert back(column(0, 0.5, 1.5, 3), 2) == [0, 0, 2, 3]
     # on both sides of zero, and in float64 throughout
     assert back(column(-3, 3), 1) == [-3, 3] and back(column(0, 1 / 3), 1) == [0, 1 / 3]
-    for nbits in bits.BITS:
+    for nbits in quantization.BITS:
         assert back(column(*range(2**nbits)), nbits) == list(range(2**nbits))
 
 
@@ -101,14 +101,14 @@ def test_fitted_finds_the_two_means():
     assert back(column(0, 1, 2, 30), 2, rule="fitted") == [0, 0, 0, 30]
 
 
-@pytest.mark.parametrize("nbits", bits.BITS)
+@pytest.mark.parametrize("nbits", quantization.BITS)
 def test_fitted_levels_are_those_of_six_least_squares_lines(nbits, generator):
     # channel by channel with numpy; the levels at the start are those of a Gaussian, within the range
     x = torch.randn(2, 90, 3, generator=generator, dtype=torch.float64) ** 3 + torch.tensor([0.0, 5.0, -3.0])
     valid = (torch.rand(2, 90, 1, generator=generator) > 0.3).expand(x.shape)
     least = x.masked_fill(~valid, torch.inf).amin(1, keepdim=True)
     most = x.masked_fill(~valid, -torch.inf).amax(1, keepdim=True)
-    low, high = bits.fit(x, valid, 1, nbits, least, most)
+    low, high = quantization.fit(x, valid, 1, nbits, least, most)
     reach = {1: 0.798, 2: 1.494, 4: 2.514, 8: 3.927}[nbits]
     for row in range(2):
         for channel in range(3):
@@ -155,7 +155,9 @@ def test_tokens_that_do_not_count_touch_nothing(rule, generator):
     assert_close(quantization.dequantize(quantization.quantize(other, 1, rule=rule, valid=valid))[:6], alone)
     none = quantization.quantize(x, 1, rule=rule, valid=torch.zeros(9, 1, dtype=torch.bool))
     assert not quantization.dequantize(none).any()
-    assert not quantization.unpack(quantization.quantize(other, 1, rule=rule, valid=valid).packed, 1, 8)[6:].any()
+    assert not quantization.unpack(quantization.quantize(other, 1, rule=rule, valid=valid).packed, 1, 8)[
+        6:
+    ].any()
 
 
 def test_a_token_may_have_scales_of_its_own():

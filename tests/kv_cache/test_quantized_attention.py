@@ -321,11 +321,11 @@ def test_blocks_of_exact_tokens():
 
 INTERPRETED = """
 import json, torch
-from mmrl.kv_cache import quantization as bits
+from mmrl.kv_cache import quantization
 from mmrl.kv_cache.kernels import triton_matmul as kernels
 kernels.SPLIT = 256
 worst = {}
-for nbits in bits.BITS:
+for nbits in quantization.BITS:
     for blocks, queries, tokens, size in ((2, 3, 130, 8), (1, 17, 300, 40)):
         generator = torch.Generator().manual_seed(0)
         query = torch.randn(blocks, queries, size, generator=generator)
