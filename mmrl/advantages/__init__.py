@@ -1,1 +1,1 @@
-"""From rewards to advantages: functions from table to table. Their order is the method."""
+"""Advantage functions, from reward table to reward table; a chain of them, in order, defines a method."""

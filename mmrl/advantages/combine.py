@@ -1,4 +1,4 @@
-"""From several rewards to one."""
+"""Advantage functions that reduce several rewards to one."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ from mmrl.core.reward_table import RewardTable
 
 @advantage
 def total(table: RewardTable) -> RewardTable:
-    """Add up the weighted rewards. One that does not apply adds nothing; where none applies, there is no
-    total."""
+    """Sum the weighted rewards of every answer.
+
+    A reward that does not apply adds nothing; where none applies, the total does not apply either.
+    """
     summed = torch.where(table.valid, table.values, 0.0) * table.weights[None, :, None]
     return table.replace(
         values=summed.sum(1, keepdim=True),
@@ -23,9 +25,9 @@ def total(table: RewardTable) -> RewardTable:
 
 @advantage
 def pick(table: RewardTable, *, of: str) -> RewardTable:
-    """Keep one reward, and leave the others to metrics."""
+    """Use one reward as the advantage; the others are only reported as metrics."""
     if of not in table.names:
-        raise ValueError(f"`pick` wants the reward '{of}', but the chain holds {table.names}")
+        raise ValueError(f"`pick` needs the reward '{of}', but the chain has {table.names}")
     place = table.names.index(of)
     return table.replace(
         values=table.values[:, place : place + 1],

@@ -1,4 +1,4 @@
-"""Comparing rewards: with the mean of the group, of the others in the group, or of the whole collection."""
+"""Advantage functions that subtract a mean: of the group, of its other rows, or of all rows."""
 
 from __future__ import annotations
 
@@ -23,8 +23,11 @@ def group_center(
 ) -> RewardTable:
     """Subtract the mean of the group (Dr. GRPO, arXiv 2503.20783).
 
-    `shift` raises the baseline (AsymRE, arXiv 2509.24203, uses -0.1; then even equal rewards keep an
-    advantage). A group of one gives 0, or with `singleton: raw` its reward.
+    Args:
+        by: Keys that define a group.
+        shift: Added to the baseline, in units of reward. AsymRE (arXiv 2509.24203) uses -0.1; equal rewards
+            then have an advantage too.
+        singleton: Advantage of a group of one row: 0 (`zero`) or its reward (`raw`).
     """
     groups = table.groups(by)
     centred = torch.where(groups.flat(), 0.0, table.values - groups.mean()) - shift
@@ -42,11 +45,17 @@ def group_normalize(
     eps: NonNegativeFloat = 1e-4,
     singleton: Literal["zero", "raw"] = "zero",
 ) -> RewardTable:
-    """Subtract the mean of the group and divide by its standard deviation plus `eps` (GRPO, arXiv
-    2402.03300).
+    """Subtract the mean of the group and divide by its standard deviation (GRPO, arXiv 2402.03300).
 
-    `scale: batch` divides by the deviation of all rewards of the collection instead (Lite PPO, arXiv
-    2508.08221). Equal rewards give exactly 0; a group of one gives 0, or with `singleton: raw` its reward.
+    Equal rewards give exactly 0.
+
+    Args:
+        by: Keys that define a group.
+        scale: Standard deviation of the group, or of all rewards of the collection (`batch`; Lite PPO,
+            arXiv 2508.08221).
+        std: Divide squares by n - 1 (`unbiased`) or by n (`population`).
+        eps: Added to the standard deviation.
+        singleton: Advantage of a group of one row: 0 (`zero`) or its reward (`raw`).
     """
     groups = table.groups(by)
     spread = (groups if scale == "group" else table.groups(())).std(std == "unbiased")
@@ -61,9 +70,9 @@ def batch_normalize(
 ) -> RewardTable:
     """Subtract the mean of the collection and divide by its standard deviation plus `eps`.
 
-    Behind `per_step` this whitens over tokens, so longer answers weigh more (REINFORCE++, arXiv 2501.03262,
-    where eps is 1e-8 under the root); behind `total` it is the last step of GDPO (arXiv 2601.05242). A single
-    entry keeps its value.
+    After `per_step` this whitens over tokens, so longer answers weigh more (REINFORCE++, arXiv 2501.03262,
+    where eps is 1e-8 under the root); after `total` it is the last step of GDPO (arXiv 2601.05242). A
+    single entry keeps its value.
     """
     groups = table.groups(by)
     normalized = torch.where(groups.flat(), 0.0, (table.values - groups.mean()) / (groups.std() + eps))
@@ -80,11 +89,15 @@ def leave_one_out(
     eps: NonNegativeFloat = 1e-4,
     singleton: Literal["zero", "raw"] = "zero",
 ) -> RewardTable:
-    """Subtract the mean of the others in the group (RLOO, arXiv 2402.14740). Alone, the advantage is 0, or
-    the reward.
+    """Subtract the mean of the other rows of the group (RLOO, arXiv 2402.14740).
 
-    `scale` divides by the standard deviation of the group, or of the others in it, plus `eps`. Where the
-    others are one or all equal, nothing is divided, as in NeMo-RL.
+    Args:
+        by: Keys that define a group.
+        scale: Divide by nothing (`none`), by the standard deviation of the group, or by that of the other
+            rows (`others`). Where these are one or all equal, nothing is divided, as in NeMo-RL.
+        std: Divide squares by n - 1 (`unbiased`) or by n (`population`).
+        eps: Added to the standard deviation.
+        singleton: Advantage of a group of one row: 0 (`zero`) or its reward (`raw`).
     """
     groups = table.groups(by)
     count, away = groups.count(), table.values - groups.mean()

@@ -1,4 +1,4 @@
-"""Preference pairs out of rewards, and the rows that some comparisons want beside them."""
+"""Advantage functions that make preference pairs of rewards."""
 
 from __future__ import annotations
 
@@ -18,12 +18,16 @@ def best_vs_worst(
     length_ratio: NonNegativeFloat = 0.0,
     by: tuple[str, ...] = ("group", "place"),
 ) -> RewardTable:
-    """Set the best of every group to 1 and the worst to -1, and do not learn from the rest: preference pairs
-    (DPO, arXiv 2305.18290).
+    """Set the best row of every group to 1 and the worst to -1, and drop the rest (DPO, arXiv 2305.18290).
 
-    A group in which best and worst are equal, or not more than `margin` apart, is not learned from; nor, with
-    a `length_ratio`, one in which the longer of them has more than so many times the steps of the shorter. Of
-    several that are best (worst) the first is taken. Of several rewards each makes pairs of its own.
+    Groups whose best and worst rewards are equal are dropped. Of several best (worst) rows the first is
+    taken. With several rewards, each makes pairs of its own.
+
+    Args:
+        margin: Drop groups whose best and worst rewards are at most this far apart.
+        length_ratio: Drop pairs whose longer answer has more than this many times the steps of the shorter;
+            0 accepts any lengths.
+        by: Keys that define a group.
     """
     rows, rewards, places = table.values.shape
     index = table.index(by).flatten()
@@ -47,11 +51,10 @@ def best_vs_worst(
 
 @advantage
 def corrupted_as_rejected(table: RewardTable, *, tag: str = "twin") -> RewardTable:
-    """Make the spoilt twin of every best row another worse one, and learn from no other twin (mDPO, arXiv
-    2406.11839).
+    """Use the corrupted copy of every best row as a further rejected row (mDPO, arXiv 2406.11839).
 
-    A twin carries the tag. It stands behind `best_vs_worst` whose `by` names the tag, so that twins are
-    compared among themselves and the best of them is the twin of the best.
+    All other corrupted copies are dropped. Put it after `best_vs_worst` with `tag` among its `by`, which
+    compares the corrupted copies among themselves: the best of them is the copy of the best row.
     """
     twin = _tagged(table, tag)
     values = torch.where(twin[:, None], -table.values.clamp(min=0), table.values)
@@ -60,18 +63,21 @@ def corrupted_as_rejected(table: RewardTable, *, tag: str = "twin") -> RewardTab
 
 @advantage
 def kto_kl_rows(table: RewardTable, *, tag: str = "unrelated") -> RewardTable:
-    """Keep rows with a tag in the step table, with the advantage 0 and noted as unrelated: what they gain is
-    measured, and not learned from (KTO's z_0, arXiv 2402.01306)."""
-    aside = _tagged(table, tag)
+    """Keep mismatched rows with advantage 0, to estimate KTO's reference point z_0 (arXiv 2402.01306).
+
+    Rows with the tag are marked by the note `unrelated` in the step table: their implicit reward is
+    measured, and not learned from.
+    """
+    mismatched = _tagged(table, tag)
     steps = int(table.length.max()) if len(table) else 0
-    noted = aside.any(-1, keepdim=True).double().expand(len(table), steps)
+    noted = mismatched.any(-1, keepdim=True).double().expand(len(table), steps)
     return table.note("unrelated", noted).replace(
-        values=torch.where(aside[:, None], 0.0, table.values),
-        valid=table.valid | aside[:, None],
-        learn=table.learn | aside,
+        values=torch.where(mismatched[:, None], 0.0, table.values),
+        valid=table.valid | mismatched[:, None],
+        learn=table.learn | mismatched,
     )
 
 
 def _tagged(table: RewardTable, tag: str) -> torch.Tensor:
-    """Find the outcomes that carry a tag: (N, K). Where none does, the table does not know it."""
+    """Find the outcomes that carry a tag: (N, K) bool, all False where the table does not know the tag."""
     return (table.ids.get(tag, torch.zeros_like(table.ends)) != 0) & table.present

@@ -1,4 +1,4 @@
-"""Where credit stands: moving it between the outcomes of a row, or laying it over the steps."""
+"""Advantage functions that assign credit to the outcomes of a row, or spread it over its steps."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from mmrl.core.reward_table import ABSENT, RewardTable, place_of_steps
 
 @advantage
 def per_step(table: RewardTable) -> RewardTable:
-    """Give every step an entry of its own, so that what follows counts steps and not answers.
+    """Give every step an entry of its own, so that later functions average over steps, not over answers.
 
-    A step takes the first outcome that ends after it; steps behind the last end take the last. The result is
+    A step takes the first outcome that ends after it; steps after the last end take the last. The result is
     (N, R, T).
     """
     steps = int(table.length.max()) if len(table) else 0
@@ -25,8 +25,10 @@ def per_step(table: RewardTable) -> RewardTable:
 
 @advantage
 def returns(table: RewardTable, *, gamma: Probability = 1.0) -> RewardTable:
-    """Give every place the discounted sum of the rewards from there to the end of its row. A row to which no
-    reward applies has none."""
+    """Replace rewards by returns: the discounted sum from every outcome to the end of its row.
+
+    A row to which no reward applies has no return.
+    """
     rewards = torch.where(table.valid, table.values, 0.0)
     carried = torch.zeros_like(rewards[..., 0])
     summed = []
@@ -39,7 +41,9 @@ def returns(table: RewardTable, *, gamma: Probability = 1.0) -> RewardTable:
 
 @advantage
 def increments(table: RewardTable) -> RewardTable:
-    """Turn K prefix rewards into K - 1 credits: what each stretch between two outcomes gained. It is
-    unknown where the reward applies to only one of them."""
+    """Turn the rewards of K prefixes into K - 1 credits: the change from each outcome to the next.
+
+    The change is unknown where the reward applies to only one of the two.
+    """
     credit = table.after_first(table.values.diff(dim=-1))
     return credit.replace(valid=credit.valid & table.valid[..., :-1])

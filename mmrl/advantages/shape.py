@@ -1,4 +1,4 @@
-"""Bending rewards and advantages."""
+"""Advantage functions that transform rewards and advantages: shaping, clipping and scaling."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mmrl.core.tensor import group_extreme
 
 def _column(table: RewardTable, of: str) -> int:
     if of not in table.names:
-        raise ValueError(f"the chain has no reward called '{of}' here; it holds {table.names}")
+        raise ValueError(f"the chain has no reward called '{of}' at this place; it has {table.names}")
     return table.names.index(of)
 
 
@@ -30,8 +30,14 @@ def tempsamp_shaping(
     """Compress one reward above `threshold` and stretch it below (TempSamp-R1, arXiv 2509.18056, eq. 4).
 
     threshold + alpha1 ln(r - threshold + 1) above; threshold - (exp(alpha2 (threshold - r)) - 1) /
-    (exp(alpha2) - 1) below. So a perfect demonstration no longer pushes every sampled answer below the mean.
-    Our reading: the IoU is shaped, the format not.
+    (exp(alpha2) - 1) below. So a perfect demonstration no longer pushes every sampled answer below the
+    mean. Our reading: the IoU is shaped, the format not.
+
+    Args:
+        of: Name of the reward.
+        threshold: Reward at which compression begins.
+        alpha1: Slope of the logarithm above the threshold.
+        alpha2: Rate of the exponential below the threshold.
     """
     place = _column(table, of)
     reward = table.values[:, place]
@@ -46,8 +52,15 @@ def tempsamp_shaping(
 def tempsamp_downscale(
     table: RewardTable, *, of: str, factor: NonNegativeFloat = 0.8, max_reward: float = 1.0
 ) -> RewardTable:
-    """Set one reward of off-policy rows to `factor` of the largest attainable (TempSamp-R1, arXiv 2509.18056,
-    section 3.2)."""
+    """Set one reward of off-policy rows to a share of its maximum (TempSamp-R1, arXiv 2509.18056).
+
+    See section 3.2 of the paper.
+
+    Args:
+        of: Name of the reward.
+        factor: Share of the maximum.
+        max_reward: Largest value that the reward can have.
+    """
     place = _column(table, of)
     values = table.values.clone()
     values[:, place] = torch.where(table.ids["on_policy"] == 1, values[:, place], factor * max_reward)
@@ -58,12 +71,11 @@ def tempsamp_downscale(
 def tempsamp_anchor(
     table: RewardTable, *, lambda_off: float = 1.2, by: tuple[str, ...] = ("group", "place")
 ) -> RewardTable:
-    """Set the advantage of off-policy rows to `lambda_off` times the best sampled one (TempSamp-R1, arXiv
-    2509.18056, eq. 3).
+    """Set off-policy advantages to `lambda_off` times the best sampled one (arXiv 2509.18056, eq. 3).
 
-    It stands behind `{name: group_normalize, by: [group, place, on_policy]}`, which compares sampled rows
-    among themselves. Where sampled rows tie, the best is 0 and so is the demonstration's; where there is
-    none, it keeps what it had.
+    This is the advantage anchoring of TempSamp-R1. Put it after `{name: group_normalize, by: [group, place,
+    on_policy]}`, which compares sampled rows among themselves. Where sampled rows tie, the best is 0, and
+    so is the demonstration's advantage; where no row is sampled, the demonstration keeps its advantage.
     """
     sampled = (table.ids["on_policy"] == 1)[:, None] & table.valid
     index = table.index(by)
@@ -82,8 +94,10 @@ def clip_advantage(table: RewardTable, *, max_advantage: NonNegativeFloat = 5.0)
 
 @advantage
 def scale_by(table: RewardTable, *, of: str) -> RewardTable:
-    """Multiply by a reward as measured, usually a label of weight 0 such as a confidence. Where it does not
-    apply: by 0."""
+    """Multiply advantages by an unweighted reward, such as a confidence of weight 0.
+
+    Where that reward does not apply, the advantage becomes 0.
+    """
     if of not in table.scored:
         raise ValueError(f"no reward is called '{of}'; there are {', '.join(table.scored)}")
     return table.put(table.values * table.scored[of].nan_to_num()[:, None])
@@ -91,6 +105,9 @@ def scale_by(table: RewardTable, *, of: str) -> RewardTable:
 
 @advantage
 def scale(table: RewardTable, *, factor: float = 0.2) -> RewardTable:
-    """Multiply advantages by a constant. AWM (arXiv 2509.25050) brings what `clip_advantage` left within 5 of
-    0 to [-1, 1], which sets the size of its step."""
+    """Multiply advantages by a constant.
+
+    The default brings what `clip_advantage` limited to [-5, 5] to [-1, 1], which sets AWM's step size
+    (arXiv 2509.25050).
+    """
     return table.put(table.values * factor)

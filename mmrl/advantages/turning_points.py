@@ -1,4 +1,4 @@
-"""Step credit for denoising trajectories (TP-GRPO, arXiv 2602.06422)."""
+"""Step credit for denoising trajectories at turning points of the reward (TP-GRPO, arXiv 2602.06422)."""
 
 from __future__ import annotations
 
@@ -23,21 +23,25 @@ def turning_points(
     first_step: bool = True,
     atol: NonNegativeFloat = 0.0,
 ) -> RewardTable:
-    """Turn prefix rewards (N, R, T + 1) into step credits (N, R, T), stressing the steps that turned the
-    trend.
+    """Turn prefix rewards (N, R, T + 1) into step credits (N, R, T) that stress turning points.
 
-    A step earns its increment. A turning point earns everything gained from before it to the end: a step that
-    agrees with the overall trend while the step before it did not; the first step need only agree. With
-    `consistent`, what follows must also gain in its direction, so that a credit is only ever amplified.
-    `only_rising` looks for turning points in rows that gained overall; without `first_step` the first step is
-    none (the code's `apply_first_step_bonus`).
+    A step earns its increment; a turning point earns the change from before it to the end. A turning point
+    is a step that agrees with the overall trend while the step before it did not; the first step need only
+    agree. A turning point from which nothing is gained to the end counts in the balance, as in the code,
+    and earns its increment. A prefix without a reward leaves its two increments unknown, and a row without
+    its first or last reward has no turning points.
 
-    `balance` keeps as many turning points of rising rows as of falling ones, where there are both: those of
-    the largest overall change (or, with `balance_key: aggregated`, of the largest credit); the others earn
-    their increment. A turning point from which nothing is gained to the end counts here, as in the code, and
-    earns its increment too. Our reading: over the whole collection (the code: a micro-batch), and ties go to
-    the first. `atol` is our reading too: a change of at most that much has no sign. A probe without a reward
-    leaves its two increments unknown, and a row without its first or last one has no turning points.
+    Args:
+        consistent: Require that what follows a turning point changes in its direction too, so that a credit
+            is only ever amplified.
+        balance: Keep as many turning points of rising rows as of falling ones, where there are both; the
+            others earn their increment. Our reading: over the whole collection (the code: a micro-batch),
+            and ties go to the first.
+        balance_key: Keep those of the largest overall change (`delta_global`) or of the largest credit
+            (`aggregated`).
+        only_rising: Look for turning points only in rows whose reward rose overall.
+        first_step: Allow the first step as a turning point (the code's `apply_first_step_bonus`).
+        atol: A change of at most this size, in units of reward, has no sign (our reading).
     """
     reward, known = table.values, table.valid
     increment = _where_both(reward.diff(dim=-1), known[..., :-1], known[..., 1:])
@@ -58,9 +62,9 @@ def turning_points(
     return credit.replace(valid=credit.valid & known[..., :-1])
 
 
-def _where_both(change: Tensor, one: Tensor, other: Tensor) -> Tensor:
-    """Put 0 where one of the two rewards is unknown: it has no sign."""
-    return torch.where(one & other, change, 0.0)
+def _where_both(change: Tensor, known: Tensor, known_other: Tensor) -> Tensor:
+    """Set a change to 0, which has no sign, where one of its two rewards is unknown."""
+    return torch.where(known & known_other, change, 0.0)
 
 
 def _turns(increment: Tensor, remaining: Tensor, trend: Tensor, consistent: bool, atol: float) -> Tensor:
@@ -78,8 +82,7 @@ def _turns(increment: Tensor, remaining: Tensor, trend: Tensor, consistent: bool
 
 
 def _balanced(turning: Tensor, trend: Tensor, key: Tensor) -> Tensor:
-    """Keep equally many turning points of rising and falling rows, of each reward alone, where there are
-    both."""
+    """Keep equally many turning points of rising and falling rows, for each reward, where there are both."""
     kept = torch.zeros_like(turning)
     for i in range(turning.shape[1]):
         sides = [(turning[:, i] & (sign * trend[:, i] > 0)).nonzero() for sign in (1, -1)]

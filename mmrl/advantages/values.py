@@ -1,5 +1,8 @@
-"""Credit that keeps a part of the absolute value (VGPO, arXiv 2512.12387): the chain is `total, returns,
-value_weights, group_normalize, value_anchor, {name: scale_by, of: value_weight}`."""
+"""Advantages that keep a part of the absolute value (VGPO, arXiv 2512.12387).
+
+The chain is `total, returns, value_weights, group_normalize, value_anchor, {name: scale_by, of:
+value_weight}`.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +15,10 @@ from mmrl.core.reward_table import RewardTable
 
 @advantage
 def value_weights(table: RewardTable) -> RewardTable:
-    """Leave the values as they are, and write down two labels of every place: `value`, and `value_weight`,
-    the value over the mean of its row (VGPO, arXiv 2512.12387).
+    """Record each entry's value, and its value over the mean of its row (VGPO, arXiv 2512.12387).
 
-    Our reading: weights are 1 where that mean is not above 1e-6, so no sign is flipped. Several rewards are
-    added up, as `total` would.
+    The labels are `value` and `value_weight`; the values themselves stay. Our reading: weights are 1 where
+    that mean is not above 1e-6, so no sign is flipped. Several rewards are added up, as `total` would.
     """
     known = table.valid.any(1)
     value = (torch.where(table.valid, table.values, 0.0) * table.weights[None, :, None]).sum(1)
@@ -31,10 +33,15 @@ def value_weights(table: RewardTable) -> RewardTable:
 def value_anchor(
     table: RewardTable, *, of: str = "value", k: float = 0.1, steps: NonNegativeInt = 5
 ) -> RewardTable:
-    """Add `k` times a label to the advantage of the first `steps` steps, so that a group in which all are
-    alike still learns (VGPO, arXiv 2512.12387).
+    """Add `k` times a label to the advantage of the first `steps` steps (VGPO, arXiv 2512.12387).
 
-    Our reading of a mixing weight k std(Q) times Q / std(Q), which is 0 / 0 just where it is needed.
+    So a group whose rewards are all equal still learns. Our reading of a mixing weight k std(Q) times Q /
+    std(Q), which is 0 / 0 exactly in that case.
+
+    Args:
+        of: Name of the label, as `value_weights` records it.
+        k: Weight of the label.
+        steps: Number of steps from the start of the row to which it is added.
     """
     if of not in table.scored:
         raise ValueError(

@@ -1,1 +1,1 @@
-"""What is minimised: two objectives, and the places in which methods differ."""
+"""Objectives, and the pieces they are built from: surrogates, comparisons, penalties and weights."""

@@ -1,8 +1,10 @@
-"""How steps add up: weights (N, T) that divide. `totals` are means over processes, so losses are exact on any
-number of them, and below 1 where there are fewer rows than processes.
+"""Aggregations: weights (N, T) by which per-step losses are summed, division included.
 
-`count: drawn` divides by all rows that the group filter kept, also those that the chain dropped, as TRL does
-with `mask_truncated_completions`; by default dropped rows leave the divisor.
+`totals` are means over processes, so losses are exact on any number of them, and below 1 where there are
+fewer rows than processes.
+
+`count: drawn` divides by all rows that the group filter kept, also those that the advantage functions
+dropped, as TRL does with `mask_truncated_completions`; by default dropped rows leave the divisor.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""From the gains of a group's rows to a loss: the sum over groups of a micro-batch, divided by the groups of
-the update.
+"""Comparisons of the rows of a group: implicit rewards to a loss (pairs and rankings).
 
-With `level: row` the steps of a row are added up first. With `level: step` every column is a comparison of
-its own, and a group's loss is the mean over the columns that decide something.
+The result is the sum over groups of a micro-batch, divided by the groups of the update. With `level: row`
+the steps of a row are added up first. With `level: step` every column is a comparison of its own, and a
+group's loss is the mean over the columns that have two sides.
 """
 
 from __future__ import annotations
@@ -36,11 +36,17 @@ def sigmoid(
     level: Level = "row",
     label_smoothing: Probability = 0.0,
 ) -> Tensor:
-    """Take -log sigmoid(beta margin - gamma) (DPO, arXiv 2305.18290; with `gamma` SimPO, arXiv 2405.14734).
+    """DPO loss: -log sigmoid(beta margin - gamma) (arXiv 2305.18290; SimPO, arXiv 2405.14734).
 
-    The margin is the sum of advantage times gain over a group: for a pair, what the better row gained less
-    what the worse one did. `label_smoothing` is the share of labels that are taken to be flipped, as in TRL's
-    `sigmoid`. For gains that are matching errors, beta is half of the paper's (arXiv 2311.12908).
+    The margin is the sum of advantage times implicit reward over a group: for a pair, that of the chosen
+    row minus that of the rejected one.
+
+    Args:
+        beta: Scale of implicit rewards, above 0. For implicit rewards that are matching errors it is half
+            of the paper's (Diffusion-DPO, arXiv 2311.12908).
+        gamma: Target margin of SimPO, at least 0.
+        level: Compare rows (`row`), or the rows step by step (`step`).
+        label_smoothing: Share of labels taken to be flipped, in [0, 1], as in TRL's `sigmoid`.
     """
     margin, decided = margins(implicit_reward, batch, level)
     logit = beta * margin - gamma
@@ -52,10 +58,10 @@ def sigmoid(
 def sigmoid_each(
     implicit_reward: Tensor, batch: Batch, *, beta: PositiveFloat = 0.1, level: Level = "row"
 ) -> Tensor:
-    """Set the better rows of a group against each worse one in turn, and add the losses of `sigmoid` up.
+    """Sum the DPO loss of the chosen rows against each rejected row of a group in turn.
 
-    For a pair it is `sigmoid`. With the worse answer and the better one to a spoilt picture behind the better
-    one, it is mDPO's preference between answers and between pictures (arXiv 2406.11839).
+    For a pair it equals `sigmoid`. With a rejected answer and the chosen answer to a corrupted image as
+    rejected rows, it is mDPO's preference between answers and between images (arXiv 2406.11839).
     """
     index = group_index([batch.group])
     merit = batch.advantage * batch.mask * implicit_reward
@@ -78,8 +84,15 @@ def robust(
     level: Level = "row",
     label_smoothing: Annotated[float, Range(0, 0.5, below=True)] = 0.1,
 ) -> Tensor:
-    """Take `sigmoid` without the bias of flipped labels (robust DPO, arXiv 2403.00409): its mean over noisy
-    labels, of which the share `label_smoothing` is flipped, is the loss on clean ones."""
+    """Robust DPO: the DPO loss, corrected for flipped labels (arXiv 2403.00409).
+
+    Its mean over noisy labels, of which the share `label_smoothing` is flipped, is the loss on clean ones.
+
+    Args:
+        beta: Scale of implicit rewards, above 0.
+        level: Compare rows (`row`), or the rows step by step (`step`).
+        label_smoothing: Share of flipped labels, in [0, 0.5).
+    """
     if not 0 <= label_smoothing < 0.5:
         raise ValueError(f"`label_smoothing` must lie in [0, 0.5), not {label_smoothing}")
     margin, decided = margins(implicit_reward, batch, level)
@@ -89,9 +102,9 @@ def robust(
 
 @compare(unit=Unit.GROUP)
 def ipo(implicit_reward: Tensor, batch: Batch, *, beta: PositiveFloat = 0.1, level: Level = "row") -> Tensor:
-    """Pull the margin to 1 / (2 beta) by squares (IPO, arXiv 2310.12036).
+    """IPO loss: squared distance of the margin to 1 / (2 beta) (arXiv 2310.12036).
 
-    Over rows, gains are averaged over the steps of each and not added up, as TRL has it.
+    Over rows, implicit rewards are averaged over the steps of each row and not added up, as in TRL.
     """
     length = batch.mask.sum(-1, keepdim=True).clamp(min=1) if level == "row" else 1.0
     margin, decided = margins(implicit_reward / length, batch, level)
@@ -102,14 +115,16 @@ def ipo(implicit_reward: Tensor, batch: Batch, *, beta: PositiveFloat = 0.1, lev
 def hinge(
     implicit_reward: Tensor, batch: Batch, *, beta: PositiveFloat = 0.1, level: Level = "row"
 ) -> Tensor:
-    """Ask for a margin of 1 / beta and no more (SLiC, arXiv 2305.10425)."""
+    """Hinge loss on the margin: max(0, 1 - beta margin) (SLiC, arXiv 2305.10425)."""
     margin, decided = margins(implicit_reward, batch, level)
     return mean_over_groups((1 - beta * margin).clamp(min=0), decided, batch)
 
 
 def margins(implicit_reward: Tensor, batch: Batch, level: Level) -> tuple[Tensor, Tensor]:
-    """Add advantage times gain up over each group: margins (V, C), and which of them have two sides. C is 1,
-    or the steps."""
+    """Sum advantage times implicit reward over each group.
+
+    Returns the margins (V, C), and whether each has rows of both signs. C is 1, or the number of steps.
+    """
     advantage = batch.advantage * batch.mask
     index, rows = group_index([batch.group]), level == "row"
     margin = group_sum(advantage * implicit_reward, index)
@@ -120,7 +135,7 @@ def margins(implicit_reward: Tensor, batch: Batch, level: Level) -> tuple[Tensor
 
 
 def mean_over_groups(loss: Tensor, decided: Tensor, batch: Batch) -> Tensor:
-    """Average (V, C) losses over the decided columns of each group, then over the groups of the update."""
+    """Average (V, C) losses over the valid columns of each group, then over the groups of the update."""
     return masked_mean(torch.where(decided, loss, 0.0), decided.to(loss.dtype), -1).sum() / (
         batch.totals.groups or 1.0
     )
@@ -139,12 +154,18 @@ def plackett_luce(
     top1: bool = False,
     level: Level = "row",
 ) -> Tensor:
-    """Fit the ranking that the scores beta * gain imply to the rewards of the group (GDRO, arXiv 2601.02036).
+    """Plackett-Luce ranking loss: implicit rewards ranked as the rewards (GDRO, arXiv 2601.02036).
 
-    Best first, row i is set against the rows behind it: minus the mean log-softmax of their scores under
-    softmax(reward / tau). `tau` 0 takes the best alone, the Plackett-Luce ranking loss, and for two rows DPO;
-    `top1` keeps only the comparison of all rows. The chain leaves plain rewards: `advantage: [total]`. Our
-    reading: equal rewards rank as they stand, and a group in which all are equal is left out.
+    Best first, each row is compared with the rows ranked below it: minus the mean log-softmax of their
+    scores under softmax(reward / tau). It needs plain rewards: `advantage: [total]`. Our reading: equal
+    rewards rank in the order of the rows, and a group in which all are equal is left out.
+
+    Args:
+        beta: Scale of implicit rewards, above 0.
+        tau: Temperature of the target distribution, in units of reward. 0 takes the best row alone: the
+            Plackett-Luce ranking loss, and DPO for two rows.
+        top1: Keep only the comparison of the best row with all others.
+        level: Compare rows (`row`), or the rows step by step (`step`).
     """
     index, losses, decided = group_index([batch.group]), [], []
     for group in index.unique():
@@ -156,7 +177,10 @@ def plackett_luce(
 
 
 def _columns(score: Tensor, batch: Batch, rows: Tensor, level: Level) -> tuple[Tensor, Tensor, Tensor]:
-    """Cut out a group: scores, rewards and who takes part, (k, C) each. C is 1, or the steps."""
+    """Select the rows of a group: scores, rewards and which entries count, (k, C) each.
+
+    C is 1, or the number of steps.
+    """
     score, reward, mask = score[rows], batch.advantage[rows], batch.mask[rows]
     if level == "step":
         return score, reward, mask > 0
@@ -170,7 +194,7 @@ def _columns(score: Tensor, batch: Batch, rows: Tensor, level: Level) -> tuple[T
 def _ranking(
     score: Tensor, reward: Tensor, takes_part: Tensor, tau: float, top1: bool
 ) -> tuple[Tensor, Tensor]:
-    """Give the loss of every column (C,), and whether its rewards differ."""
+    """Compute the loss of every column (C,), and whether its rewards differ."""
     order = torch.where(takes_part, reward, -torch.inf).argsort(dim=0, descending=True, stable=True)
     score, reward, takes_part = (part.gather(0, order) for part in (score, reward, takes_part))
     itself = torch.eye(len(score), dtype=torch.bool, device=score.device)[..., None]

@@ -1,5 +1,4 @@
-"""The objective that compares rows: the gains of a group's rows, and what the chain says of them, become a
-loss."""
+"""The objective that compares the rows of a group by their implicit rewards (DPO, KTO and others)."""
 
 from __future__ import annotations
 
@@ -23,9 +22,15 @@ from mmrl.objectives.policy_gradient import listed
 class Comparison:
     """Minimise comparisons of the rows of every group, and penalties over all steps.
 
-    A row's evidence is the sum of its gains. A pair is a group with the advantages 1 and -1; `aggregation` is
-    of the penalties alone. Each comparison may carry a `weight`. The metrics have TRL's names: a reward is
-    the beta of the first comparison times the gain.
+    A row's implicit reward is the sum over its steps. A pair is a group with the advantages 1 and -1. The
+    metrics have TRL's names; a reported reward is the beta of the first comparison times the implicit
+    reward.
+
+    Args:
+        implicit_reward: Implicit reward of every step, such as the log-ratio to the reference.
+        compare: Comparisons whose losses are added up; each may have a `weight`.
+        penalty: Per-step penalties that are added.
+        aggregation: Weights of steps in the penalties; comparisons do not use it.
     """
 
     implicit_reward: Callable
@@ -35,16 +40,16 @@ class Comparison:
 
     @property
     def needs(self) -> Needs:
-        """Join what the pieces read."""
+        """Union of what the pieces need of the batch."""
         parts = (self.implicit_reward, *listed(self.compare), *listed(self.penalty), self.aggregation)
         return reduce(Needs.__or__, (part.needs for part in parts), Needs())
 
     def weigh(self, batch: Batch) -> Tensor:
-        """Say how much every step counts in the penalties: (N, T), dividing included."""
+        """Weigh every step of the penalties: (N, T), division included."""
         return self.aggregation(batch)
 
     def __call__(self, new: StepOutput, batch: Batch) -> tuple[Tensor, Mapping[str, Tensor]]:
-        """Give the loss of a micro-batch of whole groups and its metrics, both shares of the whole part."""
+        """Compute the loss of a micro-batch of whole groups and its metrics, as shares of the update."""
         implicit_reward = self.implicit_reward(new, batch) * batch.mask
         loss = sum(compare.weight * compare(implicit_reward, batch) for compare in listed(self.compare))
         for penalty in listed(self.penalty):
@@ -53,18 +58,18 @@ class Comparison:
 
 
 def beta_of(compare: Bound) -> float:
-    """Read the factor between gains and rewards; 1 where a comparison has none."""
+    """Read the factor between implicit and reported rewards; 1 where a comparison has no `beta`."""
     given = {name: option.default for name, option in compare.entry.options.items()} | compare.options
     return given.get("beta", 1.0)
 
 
 @torch.no_grad()
 def diagnose_groups(reward: Tensor, batch: Batch) -> dict[str, Tensor]:
-    """Tell the rewards (N, T) of better and worse rows, as means over groups, and how often the better have
-    more.
+    """Report the mean rewards (N, T) of chosen and rejected rows, their margin and the accuracy.
 
-    Better are the rows above the mean advantage of their group. Both are told, because a margin may grow
-    while both fall. Rows that the chain noted as unrelated are told apart.
+    Chosen are the rows above the mean advantage of their group. Both means are reported, because a margin
+    may grow while both fall. Rows noted as unrelated are reported separately. Accuracy is the share of
+    groups whose chosen rows have the larger reward.
     """
     groups = batch.totals.groups or 1.0
     index = group_index([batch.group])

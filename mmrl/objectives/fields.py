@@ -1,8 +1,7 @@
-"""What reads the fields of a flow policy: means, velocities and targets, (N, T, ...). Every axis behind (N,
-T) is averaged over, in float64.
+"""Pieces that read the fields of a flow policy: means, velocities and targets, (N, T, ...).
 
-`std`, `dt` and `time` are (N, T): the deviation of a stochastic step, its change of time (negative), and the
-time at its start, from 1 (noise) to 0 (data).
+Every axis after (N, T) is averaged over, in float64. `std`, `dt` and `time` are (N, T): the deviation of a
+stochastic step, its change of time (negative), and the time at its start, from 1 (noise) to 0 (data).
 """
 
 from __future__ import annotations
@@ -26,12 +25,12 @@ def _mean_square(field: Tensor) -> Tensor:
 
 
 def _distance(name: str, new: StepOutput, other: StepOutput) -> Tensor:
-    """Give the mean squared distance of a field to another policy's: (N, T)."""
+    """Compute the mean squared distance of a field to another policy's: (N, T)."""
     return _mean_square(new.extra[name].double() - other.extra[name].double())
 
 
 def _counted(values: Tensor, batch: Batch) -> Tensor:
-    """Put 1 where no step is counted, so that divisors behind a row's end are no 0."""
+    """Set steps outside the mask to 1, so that no divisor after a row's end is 0."""
     return torch.where(batch.mask > 0, values.double(), 1.0)
 
 
@@ -42,12 +41,15 @@ def _counted(values: Tensor, batch: Batch) -> Tensor:
 def gaussian_kl(
     new: StepOutput, batch: Batch, *, coef: NonNegativeFloat = 0.04, against: str = "ref", kl_dt: bool = False
 ) -> Tensor:
-    """Take the divergence of Gaussian steps with one deviation: squared distance of means over 2 s^2
-    (Flow-GRPO, arXiv 2505.05470).
+    """KL divergence of two Gaussian steps with one deviation s (Flow-GRPO, arXiv 2505.05470).
 
-    s is the noise per root of time, std / sqrt(-dt), as in the code since July 2025; with `kl_dt` it is std
-    itself, the divergence proper and the older form. Steps of Flow-CPS are divided by their std: `kl_dt:
-    true`.
+    It is the squared distance of the means over 2 s^2.
+
+    Args:
+        coef: Weight of the penalty.
+        against: Name of the other policy.
+        kl_dt: Take s as std itself, the divergence proper and the older form; Flow-CPS needs it. Otherwise
+            s is the noise per root of time, std / sqrt(-dt), as in the code since July 2025.
     """
     variance = _counted(new.extra["std"], batch).square()
     if not kl_dt:
@@ -66,10 +68,16 @@ def velocity_mse(
     weighting: Literal["uniform", "elbo"] = "uniform",
     noise_level: PositiveFloat = 0.7,
 ) -> Tensor:
-    """Take the mean squared distance of velocities: the anchors of AWM (arXiv 2509.25050) and DiffusionNFT
-    (arXiv 2509.16117).
+    """Mean squared distance of velocities to another policy (AWM, arXiv 2509.25050).
 
-    `elbo` divides by 2 s_t^2 with s_t = noise_level sqrt(t / (1 - t)), t at most 0.99 in the divisor.
+    DiffusionNFT (arXiv 2509.16117) uses it too.
+
+    Args:
+        coef: Weight of the penalty.
+        against: Name of the other policy.
+        weighting: `elbo` divides by 2 s_t^2 with s_t = noise_level sqrt(t / (1 - t)), t at most 0.99 in the
+            divisor; `uniform` divides by nothing.
+        noise_level: Noise level in s_t, above 0; read by `elbo` alone.
     """
     gap = _distance("velocity", new, batch.by(against, new))
     if weighting == "elbo":
@@ -87,10 +95,15 @@ def norm_hinge(
     against: str = "ref",
     factor: PositiveFloat = 1.1,
 ) -> Tensor:
-    """Punish velocities longer than `factor` times the reference's (NormGuard, arXiv 2606.27771).
+    """Penalise velocities much longer than the reference's (NormGuard, arXiv 2606.27771).
 
-    Our reading, since only the abstract is known: the excess of the root mean square over the latent's axes,
-    not squared, and both constants.
+    Our reading, since only the abstract is known: the excess of the root mean square over the latent's
+    axes, not squared, and both constants.
+
+    Args:
+        coef: Weight of the penalty.
+        against: Name of the reference policy.
+        factor: Length, as a multiple of the reference's, above which the penalty begins.
     """
     length, bound = (
         (_mean_square(said.extra["velocity"]) + 1e-12).sqrt() for said in (new, batch.by(against, new))
@@ -120,16 +133,19 @@ def diffusion_nft(
     adv_mode: Literal["all", "positive_only", "negative_only", "one_only", "binary"] = "all",
     against: str = "old",
 ) -> Tensor:
-    """Match good pictures by the velocity and bad ones by its mirror image in the policy that rolled out
-    (DiffusionNFT, arXiv 2509.16117); the ratio is not read.
+    """DiffusionNFT: regress to the velocity of good samples, away from bad ones (arXiv 2509.16117).
 
-    With r = 1/2 + A / (2 max_advantage) in [0, 1] and v+- = v_old +- beta (v - v_old), the loss is
-    max_advantage (r L+ + (1 - r) L-) / beta. L+- is the squared distance of x_t - t v+- from the picture over
-    its mean absolute distance w+-, which carries no gradient and is at least 1e-5. The paper's `old` is a
-    moving average that rolls out: `rollout: {policy: ema}`.
+    The ratio is not read. With r = 1/2 + A / (2 max_advantage) in [0, 1] and v+- = v_old +- beta (v -
+    v_old), the loss is max_advantage (r L+ + (1 - r) L-) / beta. L+- is the squared distance of x_t - t v+-
+    from the image over its mean absolute distance w+-, which carries no gradient and is at least 1e-5.
 
-    `adv_mode` is the released code's: advantages below (above) 0 count as 0 with `positive_only`
-    (`negative_only`), `one_only` makes 1 of those above 0 and 0 of the others, `binary` takes the sign.
+    Args:
+        beta: Strength of the mirrored velocity, above 0.
+        max_advantage: Size of the advantage at which r reaches 0 or 1.
+        adv_mode: As in the released code: advantages below (above) 0 count as 0 with `positive_only`
+            (`negative_only`); `one_only` makes 1 of those above 0 and 0 of the others; `binary` takes the
+            sign.
+        against: Policy that sampled. The paper's is a moving average: `rollout: {policy: ema}`.
     """
     velocity, target = new.extra["velocity"].double(), new.extra["target"].double()
     old = batch.by(against, new).extra["velocity"].double()
@@ -152,11 +168,10 @@ def diffusion_nft(
 
 @ratio(extra={"mean", "std"}, of_others={"mean"})
 def grpo_guard_ratio(new: StepOutput, batch: Batch, *, against: str = "old") -> Tensor:
-    """Take the log-ratio of Gaussian steps without its drift and in one scale for all steps (GRPO-Guard,
-    arXiv 2510.22319).
+    """Log-ratio of Gaussian steps, centred and in one scale for all steps (GRPO-Guard, arXiv 2510.22319).
 
-    (log-ratio + gap / (2 std^2)) std, with gap the mean squared distance of the means: under the policy that
-    rolled out the mean of the log-ratio is minus that term. Both published codes agree in this exponent.
+    (log-ratio + gap / (2 std^2)) std, with gap the mean squared distance of the means: under the policy
+    that sampled, the mean of the log-ratio is minus that term. Both published codes agree in this exponent.
     """
     old = batch.by(against, new)
     std = _counted(new.extra["std"], batch)
@@ -166,8 +181,10 @@ def grpo_guard_ratio(new: StepOutput, batch: Batch, *, against: str = "old") -> 
 
 @step_weight(others={"old"}, of_others={"dt"})
 def by_step_size(batch: Batch) -> Tensor:
-    """Divide by the squared mean of sqrt(-dt) over the steps of a row: the second published form of
-    GRPO-Guard (arXiv 2510.22319)."""
+    """Divide by the squared mean of sqrt(-dt) over the steps of a row (GRPO-Guard, arXiv 2510.22319).
+
+    This is the second published form of GRPO-Guard.
+    """
     mean = masked_mean((-batch.others["old"].extra["dt"]).sqrt(), batch.mask, -1)
     mean = torch.where(mean > 0, mean, 1.0)
     return (1 / mean.square())[:, None].expand_as(batch.mask)

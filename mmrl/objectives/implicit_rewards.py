@@ -1,4 +1,4 @@
-"""What a step adds to the evidence for its row, all (N, T). A comparison adds the steps of a row up."""
+"""Implicit rewards of single steps, all (N, T); a comparison sums them over the steps of a row."""
 
 from __future__ import annotations
 
@@ -16,34 +16,36 @@ def _share(batch: Batch) -> Tensor:
 
 @implicit_reward
 def log_ratio(new: StepOutput, batch: Batch, *, against: str = "ref") -> Tensor:
-    """Measure how much likelier a step became than under another policy: DPO's implicit reward, without its
-    beta (arXiv 2305.18290)."""
+    """DPO's implicit reward without beta: the log-ratio to another policy (arXiv 2305.18290)."""
     return new.logp - batch.by(against, new).logp
 
 
 @implicit_reward
 def logp(new: StepOutput, batch: Batch) -> Tensor:
-    """Take the log-probability itself: a comparison without a reference (SLiC, arXiv 2305.10425; CPO, arXiv
-    2401.08417)."""
+    """Log-probability: an implicit reward without a reference (SLiC, arXiv 2305.10425; CPO, 2401.08417)."""
     return new.logp
 
 
 @implicit_reward(unit=Unit.ROW)
 def mean_log_ratio(new: StepOutput, batch: Batch, *, against: str = "ref") -> Tensor:
-    """Take the mean log-ratio of a row to another policy: each step adds its share (TRL's `sigmoid_norm`)."""
+    """Mean log-ratio of a row to another policy; each step adds its share (TRL's `sigmoid_norm`)."""
     return (new.logp - batch.by(against, new).logp) * _share(batch)
 
 
 @implicit_reward(unit=Unit.ROW)
 def mean_logp(new: StepOutput, batch: Batch) -> Tensor:
-    """Take the mean log-probability of a row: each step adds its share (SimPO, arXiv 2405.14734; DisCO's
-    log-likelihood score, arXiv 2505.12366)."""
+    """Mean log-probability of a row; each step adds its share (SimPO, arXiv 2405.14734).
+
+    DisCO's log-likelihood score (arXiv 2505.12366) is the same.
+    """
     return new.logp * _share(batch)
 
 
 @implicit_reward(unit=Unit.ROW)
 def mean_ratio(new: StepOutput, batch: Batch, *, against: str = "old") -> Tensor:
-    """Take the mean ratio to another policy over a row (DisCO's ratio score, arXiv 2505.12366). Log-ratios
-    are held within 20 of 0."""
+    """Mean probability ratio of a row to another policy (DisCO's ratio score, arXiv 2505.12366).
+
+    Log-ratios are limited to [-20, 20].
+    """
     gap = ((new.logp - batch.by(against, new).logp) * batch.mask).clamp(-20.0, 20.0)
     return gap.exp() * _share(batch)

@@ -1,4 +1,4 @@
-"""Comparisons that read rows on their own: the sign of a row's advantage is its label."""
+"""Comparisons that label each row by the sign of its advantage (KTO, BCO and others)."""
 
 from __future__ import annotations
 
@@ -27,12 +27,19 @@ def kto(
     undesirable_weight: NonNegativeFloat = 1.0,
     level: Level = "row",
 ) -> Tensor:
-    """Ask of every row alone that a desirable one gains and an undesirable one loses (KTO, arXiv 2402.01306).
+    """KTO loss: each row alone, desirable or undesirable by the sign of its advantage (arXiv 2402.01306).
 
-    A row of positive advantage costs 1 - sigmoid(beta gain - delta), one of negative advantage 1 -
-    sigmoid(delta - beta gain), each times its weight; a group costs the mean of its labelled rows. `delta` is
-    beta times the paper's z_0, the mean gain of unrelated answers, and 0 where it would be negative. Our
-    reading: it is that of the step before, `{name: last_metric, metrics: [rewards/unrelated]}`.
+    A desirable row costs 1 - sigmoid(beta g - delta) with g its implicit reward, an undesirable one 1 -
+    sigmoid(delta - beta g); a group costs the mean of its labelled rows.
+
+    Args:
+        beta: Scale of implicit rewards, above 0.
+        delta: beta times the paper's z_0, the mean implicit reward of mismatched answers; a negative value
+            counts as 0. Our reading: it is that of the step before, `{name: last_metric, metrics:
+            [rewards/unrelated]}`.
+        desirable_weight: Weight of rows of positive advantage.
+        undesirable_weight: Weight of rows of negative advantage.
+        level: Label rows (`row`) or single steps (`step`).
     """
     reward, label = _labelled(beta * implicit_reward, batch, level)
     weight = desirable_weight * label.clamp(min=0) - undesirable_weight * label.clamp(max=0)
@@ -48,11 +55,16 @@ def bco_pair(
     delta: float = 0.0,
     level: Level = "row",
 ) -> Tensor:
-    """Tell better rows from worse ones by the sign of beta gain - delta, each alone (BCO, arXiv 2404.04656;
-    MPO's quality loss, arXiv 2411.10442).
+    """BCO loss: classify chosen and rejected rows, each alone (arXiv 2404.04656; MPO, arXiv 2411.10442).
 
-    The costs -log sigmoid(+-(beta gain - delta)) of a group add up. `delta` is the mean reward so far,
-    `{name: running_mean}`; TRL has left it out since 1.0. Our reading: it is that of the step before.
+    The costs -log sigmoid(+-(beta g - delta)), g the implicit reward, of a group's rows add up. It is MPO's
+    quality loss.
+
+    Args:
+        beta: Scale of implicit rewards, above 0.
+        delta: Shift of the reward: its mean so far, `{name: running_mean}`, which TRL has left out since
+            1.0. Our reading: it is that of the step before.
+        level: Label rows (`row`) or single steps (`step`).
     """
     reward, label = _labelled(beta * implicit_reward, batch, level)
     return _sum_over_labelled(softplus(-label * (reward - delta)) * label.abs(), label, batch)
@@ -67,8 +79,15 @@ def anchor_chosen(
     delta: float = 0.0,
     level: Level = "row",
 ) -> Tensor:
-    """Keep the better rows of every group above `delta`: -log sigmoid(beta gain - delta) (mDPO's anchor,
-    arXiv 2406.11839)."""
+    """Anchor the implicit reward g of chosen rows above `delta` (mDPO, arXiv 2406.11839).
+
+    The loss is -log sigmoid(beta g - delta).
+
+    Args:
+        beta: Scale of implicit rewards, above 0.
+        delta: Value, in units of beta g, above which the chosen row is pulled.
+        level: Label rows (`row`) or single steps (`step`).
+    """
     reward, label = _labelled(beta * implicit_reward, batch, level)
     return _sum_over_labelled(softplus(delta - reward) * (label > 0), label, batch)
 
@@ -80,8 +99,11 @@ def anchor_chosen(
 def nca_pair(
     implicit_reward: Tensor, batch: Batch, *, beta: PositiveFloat = 0.1, level: Level = "row"
 ) -> Tensor:
-    """Raise the better row above 0 and hold both back: -log sigmoid(r_w) - 1/2 log sigmoid(-r_w) - 1/2 log
-    sigmoid(-r_l), r the beta times the gain (NCA, arXiv 2402.05369)."""
+    """NCA loss: raise the chosen row above 0 and limit the size of both rows (arXiv 2402.05369).
+
+    -log sigmoid(r_w) - 1/2 log sigmoid(-r_w) - 1/2 log sigmoid(-r_l), with r beta times the implicit
+    reward.
+    """
     reward, label = _labelled(beta * implicit_reward, batch, level)
     loss = softplus(-reward) * (label > 0) + 0.5 * softplus(reward) * label.abs()
     return _sum_over_labelled(loss, label, batch)
@@ -91,8 +113,10 @@ def nca_pair(
 def apo_zero(
     implicit_reward: Tensor, batch: Batch, *, beta: PositiveFloat = 0.1, level: Level = "row"
 ) -> Tensor:
-    """Make the better row likelier and the worse one less likely: for data that is better than the model
-    (APO-zero, arXiv 2408.06266)."""
+    """APO-zero: raise the chosen row and lower the rejected one (arXiv 2408.06266).
+
+    For data that is better than the model.
+    """
     reward, label = _labelled(beta * implicit_reward, batch, level)
     return _sum_over_labelled(torch.sigmoid(-label * reward) * label.abs(), label, batch)
 
@@ -101,8 +125,10 @@ def apo_zero(
 def apo_down(
     implicit_reward: Tensor, batch: Batch, *, beta: PositiveFloat = 0.1, level: Level = "row"
 ) -> Tensor:
-    """Make both rows less likely, the worse one more so: for data that is worse than the model (APO-down,
-    arXiv 2408.06266)."""
+    """APO-down: lower both rows, the rejected one more (arXiv 2408.06266).
+
+    For data that is worse than the model.
+    """
     reward, label = _labelled(beta * implicit_reward, batch, level)
     better = _sum_over_labelled(torch.sigmoid(reward) * (label > 0), label, batch)
     margin, decided = margins(beta * implicit_reward, batch, level)
@@ -113,8 +139,7 @@ def apo_down(
 def sppo_hard(
     implicit_reward: Tensor, batch: Batch, *, beta: PositiveFloat = 0.1, level: Level = "row"
 ) -> Tensor:
-    """Pull the gain of the better row to 1 / (2 beta) and of the worse one to the opposite (SPPO with hard
-    labels, arXiv 2405.00675)."""
+    """SPPO with hard labels: regress implicit rewards to +-1 / (2 beta) (arXiv 2405.00675)."""
     reward, label = _labelled(implicit_reward, batch, level)
     loss = (reward - label / (2 * beta)).square() * label.abs()
     return _sum_over_labelled(loss, label, batch)
@@ -129,8 +154,13 @@ def exo_pair(
     label_smoothing: Annotated[float, Range(0, 1, above=True, below=True)] = 0.001,
     level: Level = "row",
 ) -> Tensor:
-    """Take the divergence of the model's preference from one that is wrong with the probability
-    `label_smoothing` (EXO, arXiv 2402.00856)."""
+    """EXO loss: divergence of the model's preference from smoothed labels (arXiv 2402.00856).
+
+    Args:
+        beta: Scale of implicit rewards, above 0.
+        label_smoothing: Probability of a wrong label, in (0, 1).
+        level: Compare rows (`row`), or the rows step by step (`step`).
+    """
     if not 0 < label_smoothing < 1:
         raise ValueError(f"`label_smoothing` must lie in (0, 1), not {label_smoothing}")
     margin, decided = margins(beta * implicit_reward, batch, level)
@@ -141,7 +171,10 @@ def exo_pair(
 
 
 def _labelled(reward: Tensor, batch: Batch, level: Level) -> tuple[Tensor, Tensor]:
-    """Give rewards and labels (1, -1, or 0 for none): (N, C) each. C is 1, or the steps."""
+    """Compute rewards and labels (1, -1, or 0 without a label): (N, C) each.
+
+    C is 1, or the number of steps.
+    """
     label = (batch.advantage * batch.mask).sign()
     if level == "step":
         return reward, label
@@ -157,8 +190,10 @@ def _mean_over_labelled(loss: Tensor, label: Tensor, batch: Batch) -> Tensor:
 
 
 def _sum_over_labelled(loss: Tensor, label: Tensor, batch: Batch) -> Tensor:
-    """Add (N, C) losses up over the rows of each group, and average over its columns and over groups. A
-    column counts where it has two sides."""
+    """Sum (N, C) losses over the rows of each group, and average over its columns and over groups.
+
+    A column counts where it has labels of both signs.
+    """
     index = group_index([batch.group])
     better, worse = (group_sum((sign * label > 0).to(loss.dtype), index) for sign in (1, -1))
     return mean_over_groups(group_sum(loss, index), (better > 0) & (worse > 0), batch)

@@ -1,4 +1,4 @@
-"""Per-step terms added to the loss, all (N, T). `against` names the other policy."""
+"""Penalties: per-step terms added to the loss, all (N, T). `against` names the other policy."""
 
 from __future__ import annotations
 
@@ -19,15 +19,13 @@ def _gap(new: StepOutput, batch: Batch, against: str) -> Tensor:
 
 @penalty
 def k1(new: StepOutput, batch: Batch, *, coef: NonNegativeFloat = 0.001, against: str = "ref") -> Tensor:
-    """Estimate the divergence by the log-ratio itself: unbiased in value, but its gradient is that of the
-    log-probability."""
+    """KL estimator k1, the log-ratio: unbiased in value, but with the gradient of the log-probability."""
     return coef * _gap(new, batch, against)
 
 
 @penalty
 def k2(new: StepOutput, batch: Batch, *, coef: NonNegativeFloat = 0.001, against: str = "ref") -> Tensor:
-    """Estimate the divergence by half the squared log-ratio: its gradient is that of the divergence,
-    on-policy."""
+    """KL estimator k2, half the squared log-ratio: on-policy, its gradient is that of the divergence."""
     return coef * 0.5 * _gap(new, batch, against).square()
 
 
@@ -41,12 +39,16 @@ def k3(
     use_bias_correction_kl: bool = False,
     clip_max: PositiveFloat | None = None,
 ) -> Tensor:
-    """Estimate the divergence by exp(-d) + d - 1, d the log-ratio: unbiased and never negative (GRPO; TRL's
-    beta is `coef`).
+    """KL estimator k3, exp(-d) + d - 1 of the log-ratio d: unbiased and never negative (GRPO).
 
-    `use_bias_correction_kl` multiplies by the ratio to `old` (DeepSeek-V3.2, arXiv 2512.02556). `clip_max`
-    bounds the estimate, and a step above it has no gradient; verl's bound is 10, TRL has none. Below -20, d
-    counts as -20, because exp(-d) would outgrow float32; the ratio to `old` is at most exp(20).
+    Below -20, d counts as -20, because exp(-d) would exceed float32; the ratio to `old` is at most exp(20).
+
+    Args:
+        coef: Weight of the penalty (TRL's `beta`).
+        against: Name of the other policy.
+        use_bias_correction_kl: Multiply by the ratio to `old` (DeepSeek-V3.2, arXiv 2512.02556).
+        clip_max: Upper bound of the estimate; a step above it has no gradient. verl's bound is 10, TRL has
+            none.
     """
     gap = _gap(new, batch, against).clamp(min=-20.0)
     estimate = (-gap).exp() + gap - 1
@@ -59,18 +61,17 @@ def k3(
 
 @penalty(extra={"entropy"})
 def entropy_bonus(new: StepOutput, batch: Batch, *, coef: NonNegativeFloat = 0.001) -> Tensor:
-    """Reward uncertainty: minus the entropy of every step's distribution."""
+    """Reward entropy: minus the entropy of every step's distribution."""
     return -coef * new.extra["entropy"]
 
 
 @penalty(unit=Unit.GROUP)
 def sft(new: StepOutput, batch: Batch, *, coef: NonNegativeFloat = 0.5) -> Tensor:
-    """Raise the log-probability of the best row of every group (GDRO, arXiv 2601.02036, where `coef` is
-    gamma).
+    """Raise the log-probability of the best row of every group (GDRO, arXiv 2601.02036).
 
-    For gains that are matching errors this is the error of the best picture; `group_mean` adds it up as the
-    paper does. Best is the first row of the largest mean advantage. Our reading: a group in which all are
-    equal has no best row.
+    `coef` is the paper's gamma. For implicit rewards that are matching errors this is the error of the best
+    image; `group_mean` adds it up as the paper does. Best is the first row of the largest mean advantage.
+    Our reading: a group in which all are equal has no best row.
     """
     index, counted = group_index([batch.group]), batch.mask.sum(-1) > 0
     merit = masked_mean(batch.advantage, batch.mask, -1)

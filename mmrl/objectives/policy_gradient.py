@@ -1,4 +1,4 @@
-"""The objective of the GRPO family: a surrogate of the ratio and the advantage, added up with weights."""
+"""The objective of the GRPO family: a surrogate of ratio and advantage, and penalties."""
 
 from __future__ import annotations
 
@@ -18,7 +18,15 @@ from mmrl.core.types import Unit
 @objective
 @dataclass(frozen=True, kw_only=True)
 class PolicyGradient:
-    """Minimise the weighted sum of a surrogate and penalties over all steps."""
+    """Minimise the weighted sum of a surrogate and penalties over all steps.
+
+    Args:
+        surrogate: Loss of a step from log-ratio and advantage.
+        aggregation: Weights of steps, division included.
+        ratio: Log-ratio to the policy that sampled.
+        step_weight: Further factors of every step, applied after the division.
+        penalty: Per-step penalties that are added to the surrogate.
+    """
 
     surrogate: Callable
     aggregation: Callable
@@ -28,7 +36,7 @@ class PolicyGradient:
 
     @property
     def needs(self) -> Needs:
-        """Join what the pieces read."""
+        """Union of what the pieces need of the batch."""
         parts = (
             self.ratio,
             self.surrogate,
@@ -39,14 +47,14 @@ class PolicyGradient:
         return reduce(Needs.__or__, (part.needs for part in parts), Needs())
 
     def weigh(self, batch: Batch) -> Tensor:
-        """Say how much every step counts: (N, T), dividing included."""
+        """Weigh every step: (N, T), division included."""
         weight = self.aggregation(batch)
         for step_weight in listed(self.step_weight):  # after the division: a weight of 2 must count twice
             weight = weight * step_weight(batch)
         return weight
 
     def __call__(self, new: StepOutput, batch: Batch) -> tuple[Tensor, Mapping[str, Tensor]]:
-        """Give the loss of a micro-batch and its metrics, both shares of the whole part."""
+        """Compute the loss of a micro-batch and its metrics, both as shares of the whole update."""
         log_ratio = self.ratio(new, batch)
         loss = self.surrogate(log_ratio, new, batch)
         for penalty in listed(self.penalty):
@@ -56,14 +64,13 @@ class PolicyGradient:
 
 
 def listed(pieces: Callable | tuple[Callable, ...]) -> tuple[Callable, ...]:
-    """Read one piece or several."""
+    """Return one piece or several as a tuple."""
     return pieces if isinstance(pieces, tuple) else (pieces,)
 
 
 @torch.no_grad()
 def diagnose(new: StepOutput, batch: Batch) -> dict[str, Tensor]:
-    """Compare the policy with the others, as means over steps: k3 to every reference, distance to the
-    engine's numbers."""
+    """Report mean KL (k3) to every reference, and the mismatch with the engine's log-probabilities."""
     steps = batch.totals.steps or 1.0
     metrics = {}
     for name, other in batch.others.items():
@@ -86,9 +93,13 @@ def diagnose(new: StepOutput, batch: Batch) -> dict[str, Tensor]:
 
 
 def _moments(gap: Tensor, known: Tensor, batch: Batch) -> dict[str, Tensor]:
-    """Average what importance weights, policy over engine, are to the powers 0, 1 and 2, over steps and over
-    whole answers, as far as the engine noted them: effective shares are made of the three once all are
-    there. Answers that may be cut have none."""
+    """Average powers 0, 1 and 2 of the importance weights over steps and over answers.
+
+    The weights are the policy's probability over the engine's.
+
+    Only steps with log-probabilities of the engine count. The effective sample size is computed from the
+    three moments of the whole update. Where answers may be cut, there are none of whole answers.
+    """
     inside, rows = known > 0, (known > 0).any(-1)
     weighed = [("steps", gap.clamp(max=20).exp()[inside], batch.totals.steps)]
     if batch.steps.unit >= Unit.ROW:
@@ -101,10 +112,9 @@ def _moments(gap: Tensor, known: Tensor, batch: Batch) -> dict[str, Tensor]:
 
 
 def clipped_share(surrogate: Callable, log_ratio: Tensor, new: StepOutput, batch: Batch) -> dict[str, Tensor]:
-    """Count the steps whose surrogate no longer moves with the ratio though they have an advantage, below and
-    above 1.
+    """Report the share of steps with an advantage whose gradient is clipped, below and above ratio 1.
 
-    A surrogate that does not move through the ratio at all reports nothing.
+    A surrogate that does not depend on the ratio reports nothing.
     """
     with torch.enable_grad():
         leaf = log_ratio.detach().requires_grad_()

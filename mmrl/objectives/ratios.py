@@ -1,5 +1,4 @@
-"""How far the policy has moved: log-ratios to the policy that made the rollouts, per step or per row, always
-(N, T)."""
+"""Log-ratios to the policy that sampled, per step or per row, always (N, T)."""
 
 from __future__ import annotations
 
@@ -14,7 +13,7 @@ from mmrl.core.types import Unit
 
 @ratio
 def step_ratio(new: StepOutput, batch: Batch, *, against: str = "old") -> Tensor:
-    """Compare step by step (PPO, GRPO)."""
+    """Log-ratio of every step (PPO, GRPO)."""
     return (new.logp - batch.by(against, new).logp) * batch.mask
 
 
@@ -22,11 +21,11 @@ def step_ratio(new: StepOutput, batch: Batch, *, against: str = "old") -> Tensor
 def sequence_ratio(
     new: StepOutput, batch: Batch, *, against: str = "old", level: Literal["sequence", "token"] = "sequence"
 ) -> Tensor:
-    """Give every step the mean log-ratio of its row (GSPO, arXiv 2507.18071), at most 10.
+    """Mean log-ratio of the row, for each of its steps, at most 10 (GSPO, arXiv 2507.18071).
 
     `level: token` keeps that value but lets the gradient of every step through its own log-probability
-    (GSPO-token), so that advantages may differ between steps. Add up with `sequence_mean`: `step_mean` would
-    bring the lengths back in.
+    (GSPO-token), so that advantages may differ between steps. Use it with `sequence_mean`: `step_mean`
+    would bring the lengths back in.
     """
     gap = step_ratio(new, batch, against=against)
     length = batch.mask.sum(-1, keepdim=True).clamp(min=1)
@@ -38,7 +37,9 @@ def sequence_ratio(
 
 @ratio(unit=Unit.ROW)
 def sequence_sum(new: StepOutput, batch: Batch, *, against: str = "old") -> Tensor:
-    """Give every step the summed log-ratio of its row, within 20 of 0: the ratio of whole answers (RLOO,
-    arXiv 2402.14740)."""
+    """Summed log-ratio of the row, for each of its steps (RLOO, arXiv 2402.14740).
+
+    It is the log-ratio of whole answers, limited to [-20, 20].
+    """
     gap = step_ratio(new, batch, against=against)
     return gap.sum(-1, keepdim=True).expand_as(gap).clamp(-20.0, 20.0) * batch.mask

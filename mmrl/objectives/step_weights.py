@@ -1,4 +1,4 @@
-"""How much a counted step weighs: multipliers (N, T), applied after the division."""
+"""Step weights: factors (N, T) of the loss, applied after the division by the aggregation."""
 
 from __future__ import annotations
 
@@ -21,11 +21,16 @@ def truncated_importance(
     clip_max: PositiveFloat | None = 3.0,
     clip_min: Annotated[NonNegativeFloat, AtMost("clip_max")] | None = None,
 ) -> Tensor:
-    """Weigh by the policy's probability over the engine's, truncated to [clip_min, clip_max] or 0 outside
-    (TIS).
+    """Truncated importance sampling (TIS): the policy's probability over the engine's.
 
-    The four modes and the bounds are TRL's `vllm_importance_sampling_mode`, whose default is `sequence_mask`;
-    `sequence` takes the ratio of whole answers. Departs: penalties are weighed as well, which TRL's are not.
+    The modes and bounds are TRL's `vllm_importance_sampling_mode`, whose default is `sequence_mask`.
+    Departs: penalties are weighed as well, which TRL's are not.
+
+    Args:
+        mode: `token` takes the ratio of steps, `sequence` that of whole answers; `truncate` limits it to
+            the bounds, `mask` sets it to 0 outside of them.
+        clip_max: Upper bound of the ratio, or null for none.
+        clip_min: Lower bound of the ratio, at most `clip_max`, or null for none.
     """
     gap = (batch.others["old"].logp - batch.others["engine"].logp) * batch.mask
     if mode.startswith("sequence"):

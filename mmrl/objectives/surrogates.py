@@ -1,4 +1,4 @@
-"""Per-step losses from ratio and advantage, all (N, T). Log-ratios are held within 20 of 0 before `exp`."""
+"""Surrogates: per-step losses from ratio and advantage, all (N, T); log-ratios lie in [-20, 20]."""
 
 from __future__ import annotations
 
@@ -28,12 +28,15 @@ def clip(
     delta: PositiveFloat | None = None,
     dual: Annotated[float, Range(1)] | None = None,
 ) -> Tensor:
-    """Take the more pessimistic of the ratio and the clipped ratio, times the advantage (PPO, GRPO; arXiv
-    2402.03300).
+    """Clipped surrogate: the larger loss of the ratio and the clipped ratio (PPO, GRPO, arXiv 2402.03300).
 
-    `epsilon_high` is the upper width (DAPO's clip-higher, 0.28). `delta`, larger than 1 + epsilon_high,
-    bounds the unclipped ratio (two-sided clipping, INTELLECT-2). `dual` bounds the loss of a negative
-    advantage at `dual` times its size.
+    Args:
+        epsilon: Lower clip range of the ratio, and the upper one where `epsilon_high` is null.
+        epsilon_high: Upper clip range (DAPO's clip-higher, 0.28).
+        delta: Upper bound of the unclipped ratio, larger than 1 + epsilon_high (two-sided clipping,
+            INTELLECT-2).
+        dual: Bounds the loss of a negative advantage at this many times its size, at least 1 (dual-clip
+            PPO).
     """
     advantage = batch.advantage
     ratio = _ratio(log_ratio)
@@ -47,14 +50,16 @@ def clip(
 
 @surrogate
 def unclipped(log_ratio: Tensor, new: StepOutput, batch: Batch) -> Tensor:
-    """Multiply ratio and advantage, unclipped."""
+    """Unclipped surrogate: minus ratio times advantage."""
     return -_ratio(log_ratio) * batch.advantage
 
 
 @surrogate
 def log_likelihood(log_ratio: Tensor, new: StepOutput, batch: Batch) -> Tensor:
-    """Multiply log-probability and advantage: REINFORCE. With demonstrations and an advantage of 1,
-    supervised fine-tuning."""
+    """REINFORCE: minus log-probability times advantage.
+
+    With demonstrations and an advantage of 1 it is supervised fine-tuning.
+    """
     return -batch.advantage * new.logp
 
 
@@ -67,8 +72,10 @@ def cispo(
     clip_max: PositiveFloat = 5.0,
     clip_min: Annotated[NonNegativeFloat, AtMost("clip_max")] = 0.0,
 ) -> Tensor:
-    """Clip the ratio as a weight and let every step's gradient through (CISPO, arXiv 2506.13585; bound from
-    2510.13786)."""
+    """Clip the ratio as a constant weight; no step's gradient vanishes (CISPO, arXiv 2506.13585).
+
+    The bound is from arXiv 2510.13786.
+    """
     return -_ratio(log_ratio).clamp(clip_min, clip_max).detach() * batch.advantage * new.logp
 
 
@@ -81,7 +88,7 @@ def sapo(
     temperature_pos: PositiveFloat = 1.0,
     temperature_neg: PositiveFloat = 1.05,
 ) -> Tensor:
-    """Fade the gradient out with a sigmoid instead of cutting it (SAPO, arXiv 2511.20347)."""
+    """Fade the gradient out with a sigmoid instead of clipping it (SAPO, arXiv 2511.20347)."""
     # `where` of two Python numbers would be float32
     tau = torch.full_like(log_ratio, temperature_neg).masked_fill(batch.advantage > 0, temperature_pos)
     return -(4 / tau) * torch.sigmoid(tau * (_ratio(log_ratio) - 1)) * batch.advantage

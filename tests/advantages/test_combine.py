@@ -47,7 +47,7 @@ def test_pick_keeps_one_reward_without_its_weight():
 
 
 def test_pick_of_an_unknown_reward_names_those_there_are():
-    with pytest.raises(ValueError, match=r"wants the reward 'c', but the chain holds \('a', 'b'\)"):
+    with pytest.raises(ValueError, match=r"needs the reward 'c', but the chain has \('a', 'b'\)"):
         pick(reward_table({"a": [1], "b": [2]}), of="c")
 
 

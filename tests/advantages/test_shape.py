@@ -133,5 +133,5 @@ def test_anchor_does_not_mix_rewards_and_places_up():
     assert_rows(found.values[2], [[4, 10], [18, 4]])
     assert_rows(found.values[0], [[1, 5], [6, 1]])
     rewards["a"][0] = [1, None]  # 4 is then the best at the second place
-    found = anchor(reward_table(rewards, on_policy=[True, True, False]), lambda_off=2.0)
+    found = tempsamp_anchor(reward_table(rewards, on_policy=[True, True, False]), lambda_off=2.0)
     assert_rows(found.values[2], [[4, 8], [18, 4]])

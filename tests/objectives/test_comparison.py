@@ -137,7 +137,7 @@ def test_a_batch_without_groups_costs_nothing():
 def test_rewards_have_the_beta_of_the_first_comparison():
     new, batch = step_table([[-1.0], [-1.0]], advantage=[1, -1], ref=[[-1.5], [-1.0]])
     terms = [{"name": "sigmoid", "beta": 2.0}, {"name": "bco_pair", "beta": 0.1}]
-    _, metrics = told(new, batch, gain="log_ratio", compare=terms)
+    _, metrics = told(new, batch, implicit_reward="log_ratio", compare=terms)
     assert float(metrics["rewards/chosen"]) == pytest.approx(1.0)
 
 
@@ -146,7 +146,7 @@ def test_a_row_that_is_not_counted_moves_no_mean_of_its_group():
     new, batch = step_table(
         [[-1.0]] * 3, advantage=[0.9, 0.5, 0], mask=[[1], [1], [0]], ref=[[-1.5], [-1.25], [-1.0]]
     )
-    _, metrics = told(new, batch, gain="log_ratio", compare={"name": "sigmoid", "beta": 1.0})
+    _, metrics = told(new, batch, implicit_reward="log_ratio", compare={"name": "sigmoid", "beta": 1.0})
     assert float(metrics["rewards/chosen"]) == 0.5
     assert float(metrics["rewards/rejected"]) == 0.25
 
@@ -159,7 +159,7 @@ def test_unrelated_rows_are_told_apart():
         ref=[[-1.5], [-1.25], [-3.0, -3.0]],
         notes={"unrelated": [[0], [0], [1, 0]]},
     )
-    _, metrics = told(new, batch, gain="log_ratio", compare={"name": "sigmoid", "beta": 1.0})
+    _, metrics = told(new, batch, implicit_reward="log_ratio", compare={"name": "sigmoid", "beta": 1.0})
     found = [float(metrics[f"rewards/{name}"]) for name in ("chosen", "rejected", "unrelated")]
     assert found == [0.5, 0.25, 4.0]
 
@@ -167,7 +167,7 @@ def test_unrelated_rows_are_told_apart():
 def test_better_rows_have_more_where_merit_and_gain_agree():
     def agreed(advantage, gains):
         new, batch = step_table([[0.0]] * 3, advantage=advantage, ref=[[-gain] for gain in gains])
-        _, metrics = told(new, batch, gain="log_ratio", compare={"name": "sigmoid", "beta": 1.0})
+        _, metrics = told(new, batch, implicit_reward="log_ratio", compare={"name": "sigmoid", "beta": 1.0})
         return float(metrics["rewards/accuracies"])
 
     # merits 2 -1 -1: 8 - .1 - 1; the last gains as much as it loses

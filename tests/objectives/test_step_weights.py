@@ -99,7 +99,7 @@ def test_it_asks_for_both_policies_and_for_whole_rows():
 def test_a_weight_of_2_counts_twice_in_loss_and_slope():
     rows = [[-1.0, -1.0]]
     new, batch = step_table(rows, advantage=[1.0], old=rows, engine=[[-1.0 - math.log(2.0)] * 2])
-    plain = {"surrogate": "plain", "aggregation": "step_mean"}
+    plain = {"surrogate": "unclipped", "aggregation": "step_mean"}
     once, twice = (
         loss_of(new, batch, **plain, **step_weight)
         for step_weight in ({}, {"step_weight": "truncated_importance"})
@@ -111,6 +111,6 @@ def test_a_weight_of_2_counts_twice_in_loss_and_slope():
 def test_focus_multiplies_after_the_division():
     _, batch = step_table([[-1.0], [-1.0]], old=[[-1.0]] * 2, engine=[[-1.0 - math.log(2.0)], [-1.0]])
     objective = objective_of(
-        surrogate="plain", aggregation="sequence_mean", step_weight=["truncated_importance"]
+        surrogate="unclipped", aggregation="sequence_mean", step_weight=["truncated_importance"]
     )
     assert_rows(objective.weigh(batch), [[1.0], [0.5]])
