@@ -1,4 +1,4 @@
-"""Optimizers: named trained parameters to a torch optimizer. The learning rate is the run's."""
+"""Optimizers of named trained parameters, as torch optimizers; the run sets the learning rate."""
 
 from __future__ import annotations
 
@@ -26,7 +26,14 @@ def adamw(
     beta2: ShareBelowOne = 0.999,
     eps: NonNegativeFloat = 1e-8,
 ) -> torch.optim.Optimizer:
-    """Adam with decoupled weight decay (arXiv 1711.05101)."""
+    """Adam with decoupled weight decay (arXiv 1711.05101).
+
+    Args:
+        weight_decay: Decoupled weight decay, at least 0.
+        beta1: Decay of the first moment, in [0, 1).
+        beta2: Decay of the second moment, in [0, 1).
+        eps: Added to the denominator.
+    """
     return torch.optim.AdamW(_values(named), weight_decay=weight_decay, betas=(beta1, beta2), eps=eps)
 
 
@@ -39,7 +46,14 @@ def adamw_8bit(
     beta2: ShareBelowOne = 0.999,
     eps: NonNegativeFloat = 1e-8,
 ) -> torch.optim.Optimizer:
-    """AdamW with its two moments in 8 bits, from bitsandbytes (arXiv 2110.02861)."""
+    """AdamW with its two moments in 8 bits, from bitsandbytes (arXiv 2110.02861).
+
+    Args:
+        weight_decay: Decoupled weight decay, at least 0.
+        beta1: Decay of the first moment, in [0, 1).
+        beta2: Decay of the second moment, in [0, 1).
+        eps: Added to the denominator.
+    """
     try:
         from bitsandbytes.optim import AdamW8bit
     except ImportError as error:
@@ -64,10 +78,16 @@ def muon(
     beta1: ShareBelowOne = 0.9,
     beta2: ShareBelowOne = 0.99,
 ) -> torch.optim.Optimizer:
-    """Orthogonalise the momentum of matrices, scaled so that the learning rate is AdamW's (arXiv 2502.16982).
+    """Muon for matrices with AdamW's learning rate (arXiv 2502.16982), AdamW for all other parameters.
 
-    Everything else (embeddings and heads, biases, norms, convolutions) is moved by AdamW with `beta1` and
-    `beta2`.
+    Muon orthogonalises the momentum of matrices. The others are embeddings and heads, biases, norms and
+    convolutions.
+
+    Args:
+        momentum: Momentum of the matrices, in [0, 1).
+        weight_decay: Decoupled weight decay of all parameters, at least 0.
+        beta1: AdamW's decay of the first moment, in [0, 1).
+        beta2: AdamW's decay of the second moment, in [0, 1).
     """
     matrices = [p for name, p in named if p.ndim == 2 and not _TABLES.search(name)]
     inside = {id(p) for p in matrices}
@@ -85,7 +105,7 @@ def muon(
 
 
 class Parted(torch.optim.Optimizer):
-    """Several optimizers as one, each over parameters of its own."""
+    """Several optimizers as one, each over its own parameters."""
 
     def __init__(self, parts: Sequence[torch.optim.Optimizer]) -> None:
         # What torch's own initialiser would make anew belongs to the parts.
@@ -96,21 +116,21 @@ class Parted(torch.optim.Optimizer):
         self.param_groups = [group for part in self.parts for group in part.param_groups]
 
     def step(self, closure: None = None) -> None:
-        """Move all parameters."""
+        """Update all parameters."""
         for part in self.parts:
             part.step()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget all gradients."""
+        """Clear all gradients."""
         for part in self.parts:
             part.zero_grad(set_to_none)
 
     def state_dict(self) -> dict[str, Any]:
-        """Give the states of the parts."""
+        """Return the states of the parts."""
         return {"parts": [part.state_dict() for part in self.parts]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take them up."""
+        """Restore the states of the parts."""
         for part, own in zip(self.parts, state["parts"], strict=True):
             part.load_state_dict(own)
         self._share()

@@ -1,5 +1,4 @@
-"""Policies to stay near. A reference holds other weights for the trained parameters, and lends them to the
-policy while it is asked.
+"""Reference policies: other weights of the trained parameters, swapped into the policy to evaluate it.
 
 So a reference of an adapter is as small as the adapter, and one of a whole model is one copy of its trained
 weights.
@@ -22,7 +21,7 @@ from mmrl.runtime.fsdp import exchange, give_up
 
 
 def trained(policy: Policy) -> dict[str, Tensor]:
-    """List what learns, by a name that is the same on any number of processes."""
+    """Map names to trained parameters; names are the same on any number of processes."""
     return {
         # Data parallelism wraps the module, which puts a word before every name.
         name.removeprefix("module."): parameter
@@ -32,8 +31,11 @@ def trained(policy: Policy) -> dict[str, Tensor]:
 
 
 class Reference:
-    """A policy with other weights. `decay` is what stays of them after `every` optimizer steps; at 1 they
-    never move."""
+    """A policy with other weights, which may follow the trained ones as a moving average.
+
+    `decay` is the share of the old weights that stays after `every` optimizer steps; at 1 they never
+    change.
+    """
 
     def __init__(self, policy: Policy, decay: float, every: int = 1) -> None:
         if every < 1:
@@ -49,7 +51,7 @@ class Reference:
 
     @contextmanager
     def acting(self) -> Iterator[None]:
-        """Lend the weights to the policy."""
+        """Swap the reference's weights into the policy for the duration of the context."""
         self._swap()
         try:
             yield
@@ -63,19 +65,19 @@ class Reference:
 
     @torch.no_grad()
     def move(self) -> None:
-        """Follow the policy after an optimizer step, when it is time."""
+        """Update the moving average after an optimizer step, every `every` steps."""
         self.passed += 1
         if self.decay < 1 and self.passed % self.every == 0:
             for name, parameter in trained(self.policy).items():
                 self.weights[name].lerp_(parameter.detach(), 1 - self.decay)
 
     def state_dict(self) -> dict[str, Any]:
-        """Give the weights, and how many optimizer steps were seen."""
+        """Return the weights and the number of optimizer steps seen."""
         return {"weights": dict(self.weights), "passed": self.passed}
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take them up."""
+        """Restore the weights and the number of optimizer steps seen."""
         self.passed = state["passed"]
         for name, weight in self.weights.items():
             weight.copy_(state["weights"][name])
@@ -83,12 +85,15 @@ class Reference:
 
 @reference
 def frozen(policy: Policy) -> Reference:
-    """The policy as it was when the run began."""
+    """The policy as it was at the start of the run."""
     return Reference(policy, 1.0)
 
 
 @reference
 def ema(policy: Policy, *, decay: Probability = 0.99, every: PositiveInt = 1) -> Reference:
-    """A moving average of the policy: `decay` of it stays after every optimizer step, or after `every` so
-    many (Flow-GRPO's code has 8)."""
+    """Exponential moving average of the policy.
+
+    `decay` is the share of it that stays at an update, which comes after `every` optimizer steps
+    (Flow-GRPO's code: 8).
+    """
     return Reference(policy, decay, every)

@@ -1,1 +1,1 @@
-"""What makes rollouts, and what wraps what makes them."""
+"""Engines: they make rollouts, or wrap another engine."""

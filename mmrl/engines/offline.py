@@ -14,11 +14,11 @@ from mmrl.core.types import Prompt, Rollouts
 
 @engine
 class Offline:
-    """Read the answers of a prompt in order, beginning anew behind the last: demonstrations, or the rows of a
-    pair.
+    """Use recorded answers as rollouts: demonstrations, or the rows of preference pairs.
 
-    With `shuffle` the order is drawn anew for every collection, so that of many answers any may be compared
-    (GDRO, arXiv 2601.02036, ranks 6 of 16).
+    The answers of a prompt are used in order, starting over after the last. With `shuffle` the order is
+    drawn anew for every collection, so that of many answers any may be compared (GDRO, arXiv 2601.02036,
+    ranks 6 of 16).
     """
 
     notes: frozenset[str] = frozenset()
@@ -27,7 +27,7 @@ class Offline:
         self.policy, self.stream, self.shuffle = policy, stream, shuffle
 
     def rollout(self, prompts: Sequence[Prompt]) -> Rollouts:
-        """Encode one answer for every entry."""
+        """Encode one answer for every entry of `prompts`."""
         asked: dict[str, int] = {}
         rows = []
         for prompt in prompts:

@@ -1,4 +1,4 @@
-"""Demonstrations inside the groups (TempSamp-R1, arXiv 2509.18056)."""
+"""Demonstrations inside sampled groups (TempSamp-R1, arXiv 2509.18056)."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class WithDemos:
         self.engine, self.policy, self.per_group = engine, engine.policy, per_group
 
     def rollout(self, prompts: Sequence[Prompt]) -> Rollouts:
-        """Ask the wrapped engine for what is left, and put the demonstrations behind it."""
+        """Sample the remaining rollouts with the wrapped engine, and append the demonstrations."""
         asked = Counter(prompt.uid for prompt in prompts)
         distinct = {prompt.uid: prompt for prompt in prompts}
         shown = {

@@ -1,4 +1,4 @@
-"""Answers to other prompts inside the groups, to measure how far a policy moved where nothing was learned."""
+"""Mismatched answers inside sampled groups, to estimate KTO's reference point (arXiv 2402.01306)."""
 
 from __future__ import annotations
 
@@ -13,11 +13,10 @@ from mmrl.core.types import Outcome, Prompt, Rollouts, Trajectory
 
 @engine
 class WithMismatched:
-    """Replace the last rollout of every prompt by the first answer to the next prompt, tagged `unrelated`
-    (KTO's mismatched pairs, arXiv 2402.01306).
+    """Replace the last rollout of every prompt by an answer to another prompt (KTO, arXiv 2402.01306).
 
-    Prompts follow each other in a ring, as they were asked on this process; a prompt that is alone meets its
-    own answer. A prompt that is asked once keeps its answer.
+    It is the first answer to the next prompt, tagged `unrelated`. Prompts follow each other in a ring, in
+    their order on this process; a single prompt gets its own answer. A prompt with one rollout keeps it.
     """
 
     notes: frozenset[str] = frozenset()
@@ -26,8 +25,7 @@ class WithMismatched:
         self.engine, self.policy = engine, engine.policy
 
     def rollout(self, prompts: Sequence[Prompt]) -> Rollouts:
-        """Ask the wrapped engine for one answer less of every prompt, and put the unrelated ones behind
-        them."""
+        """Sample one answer less of every prompt with the wrapped engine, and append the mismatched ones."""
         asked = Counter(prompt.uid for prompt in prompts)
         distinct = {prompt.uid: prompt for prompt in prompts}
         wanted = [prompt for uid, prompt in distinct.items() for _ in range(max(1, asked[uid] - 1))]

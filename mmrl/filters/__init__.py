@@ -1,2 +1,1 @@
-"""Which groups are learned from: functions from a reward table to (N,) bool, False for every row of a dropped
-group."""
+"""Group filters: from a reward table to (N,) bool, False for every row of a dropped group."""

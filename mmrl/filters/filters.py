@@ -1,4 +1,4 @@
-"""Dynamic sampling."""
+"""Group filters for dynamic sampling."""
 
 from __future__ import annotations
 
@@ -18,10 +18,9 @@ def keep_all(table: RewardTable) -> Tensor:
 
 @group_filter
 def varied(table: RewardTable, *, of: str = "") -> Tensor:
-    """Keep groups whose answers do not all earn the same (DAPO's dynamic sampling, arXiv 2503.14476); groups
-    of one stay.
+    """Keep groups whose rewards differ (DAPO's dynamic sampling, arXiv 2503.14476).
 
-    `of` names the reward that must vary; without it, the weighted sum must.
+    Groups of one row are kept. `of` names the reward that must vary; without it, the weighted sum must.
     """
     if not len(table):
         return torch.ones(0, dtype=torch.bool)

@@ -1,1 +1,1 @@
-"""What a reward table says as a whole: functions from table to named numbers."""
+"""Metrics: from a reward table to named numbers."""

@@ -1,4 +1,7 @@
-"""Metrics of counts: ratios of sums over all answers, which are not means of ratios, and yes-or-no tables."""
+"""Metrics of counts: ratios of sums over all answers, and binary classification.
+
+A ratio of sums is not the mean of ratios.
+"""
 
 from __future__ import annotations
 
@@ -23,11 +26,17 @@ def ratio_of_sums(
     offset: float = 0.0,
     label: str = "",
 ) -> dict[str, float]:
-    """Divide the sum of one count by that of another (without `over`: by the number of answers), over the
-    answers that have both; NaN where none has.
+    """Ratio of two summed counts, over the answers that have both; NaN where none has.
 
-    `complement` gives one minus the ratio, `scale: 100` percents. `offset` is what a script starts its
-    denominator with. A denominator of 0 gives 0.
+    A denominator of 0 gives 0.
+
+    Args:
+        of: Reward in the numerator.
+        over: Reward in the denominator; without it, the number of answers.
+        complement: Return one minus the ratio.
+        scale: Factor of the result; 100 gives percent.
+        offset: Added to the denominator, as some evaluation scripts do.
+        label: Name of the metric; without it, that of the numerator.
     """
     top = table.at_end(of).double()
     bottom = table.at_end(over).double() if over else torch.ones_like(top)
@@ -52,12 +61,21 @@ def binary_classification(
     share_name: str = "positive_ratio",
     label: str = "",
 ) -> dict[str, float]:
-    """Compute accuracy, precision, recall, F1 and the share of positive answers from two labels, over the
-    answers that have both; NaN where none has.
+    """Accuracy, precision, recall, F1 and share of positive answers, over the answers with both labels.
 
-    That share goes under `share_name`. An answer that is neither label is wrong. Scripts differ in what they
-    add to their denominators (`offset`), to that of F1 (`f1_offset`), and in rounding precision and recall to
-    `decimals` before F1. A denominator of 0 gives 0.
+    NaN where no answer has both. An answer that is neither label is wrong. A denominator of 0 gives 0.
+    Scripts differ in their offsets and in rounding, so both are options.
+
+    Args:
+        answer: Reward with the predicted label.
+        truth: Reward with the true label.
+        positive: Value of the positive label.
+        scale: Factor of the results; 100 gives percent.
+        offset: Added to all denominators but that of F1.
+        f1_offset: Added to the denominator of F1.
+        decimals: Digits to which results are rounded, precision and recall before F1; null rounds nothing.
+        share_name: Name of the share of positive answers.
+        label: Prefix of the names.
     """
     given, true = table.at_end(answer), table.at_end(truth)
     known = ~(given.isnan() | true.isnan())
@@ -94,7 +112,14 @@ def weighted_sum(
     constant: float = 0.0,
     label: str,
 ) -> dict[str, float]:
-    """Add up weighted numbers of other metrics and a constant; gives them all, the sum under `label`."""
+    """Weighted sum of other metrics and a constant; returns those metrics too.
+
+    Args:
+        metric: Metrics whose numbers are read.
+        weights: Weight of every number in the sum, by its name.
+        constant: Added to the sum.
+        label: Name of the sum.
+    """
     found = {name: value for one in metric for name, value in one(table).items()}
     missing = sorted(set(weights) - set(found))
     if missing:
@@ -106,8 +131,15 @@ def weighted_sum(
 def harmonic_mean(
     table: RewardTable, *, metric: tuple[Callable, ...], of: tuple[str, ...], label: str
 ) -> dict[str, float]:
-    """Combine numbers of other metrics by their harmonic mean, as F1 does; gives them all. With a 0 among
-    them it is 0."""
+    """Harmonic mean of other metrics, as in F1; returns those metrics too.
+
+    With a 0 among them it is 0.
+
+    Args:
+        metric: Metrics whose numbers are read.
+        of: Names of the numbers to combine.
+        label: Name of the harmonic mean.
+    """
     found = {name: value for one in metric for name, value in one(table).items()}
     missing = sorted(set(of) - set(found))
     if missing:

@@ -1,5 +1,7 @@
-"""Metrics of the answers of a reward table. Bootstrap intervals come from evaluating them on resampled
-tables."""
+"""Metrics of the answers of a reward table.
+
+Bootstrap intervals come from evaluating them on resampled tables.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ from mmrl.core.reward_table import RewardTable
 
 @metric
 def mean(table: RewardTable, *, of: str = "", label: str = "") -> dict[str, float]:
-    """Average a reward over the answers to which it applies, or without `of` every reward."""
+    """Mean of a reward over the answers to which it applies; without `of`, of every reward."""
     names = [of] if of else list(table.scored)
     return {label or name: float(table.at_end(name).nanmean()) for name in names}
 
@@ -20,9 +22,16 @@ def mean(table: RewardTable, *, of: str = "", label: str = "") -> dict[str, floa
 def recall_at(
     table: RewardTable, *, of: str, at: tuple[float, ...], strict: bool = False, label: str = ""
 ) -> dict[str, float]:
-    """Tell which share of the answers reaches each bar: with `of: temporal_iou, label: R1` this is R1@m, bar
-    included. With `strict` an answer must exceed the bar, as in the later evaluator of Time-R1 (arXiv
-    2503.13377)."""
+    """Share of answers whose reward reaches a threshold, for each threshold, such as R1@m.
+
+    R1@m is `of: temporal_iou, label: R1`.
+
+    Args:
+        of: Name of the reward.
+        at: Thresholds.
+        strict: Require more than the threshold, as in the later evaluator of Time-R1 (arXiv 2503.13377).
+        label: Name before `@`; without it, that of the reward.
+    """
     reward = table.at_end(of)
     known = reward[~reward.isnan()]
     passes = torch.gt if strict else torch.ge

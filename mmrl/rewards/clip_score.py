@@ -1,5 +1,4 @@
-"""How well a picture and a text match, as a contrastive model of open_clip sees it: CLIPScore, RefCLIPScore,
-SigLIP."""
+"""Image-text similarity by a CLIP or SigLIP model of open_clip: CLIPScore, RefCLIPScore, SigLIP."""
 
 from __future__ import annotations
 
@@ -28,27 +27,33 @@ CONFIG = "open_clip_config.json"
 
 @reward(packages={"open_clip": "clip"})
 class ClipScore:
-    """Measure how well picture and text match: the cosine of their features in a CLIP or SigLIP model (arXiv
-    2104.08718, 2303.15343).
+    """Image-text similarity of a CLIP or SigLIP model: cosine, logit or CLIPScore (arXiv 2104.08718).
 
-    A picture is compared with the prompt's text, or with what `against` names: `target`, or a column of the
-    prompt. Of a video the first frame counts. An outcome of text alone is a caption: it is compared with the
-    prompt's one picture.
+    SigLIP is arXiv 2303.15343. An image is compared with the prompt's text, or with `against`; of a video
+    the first frame counts. An outcome of text alone is a caption: it is compared with the prompt's one
+    image.
 
-    `model` is an architecture of open_clip with `pretrained` weights (a tag, or a file; `openai` if left
-    out), a folder with open_clip's config JSON and weights, or `hf-hub:owner/name`. `scale` is the cosine,
-    the model's logit (exp(t) cos + b), or `clipscore`, 2.5 max(cos, 0); the result is divided by `divide_by`
-    (published trainings divide the logit by 30 or 100). `references` names a column of captions and makes it
-    RefCLIPScore, the harmonic mean with the best reference; without references the reward does not apply.
-    A negative cosine with the best reference counts as 0, as in the paper; the authors' released code lets it
-    stand.
-
-    A text that the model would cut off is split into sentences, and these at commas and `and` where they
+    A text that the model would truncate is split into sentences, and these at commas and `and` where they
     must be; fragments of fewer than three words count only where there is nothing else. Cosines of parts
-    have 0 for a floor and are pooled: by `mean`, weighted by words with `length`, `min`, or `soft_min` with
-    temperature `tau`. `split: always` does so with every text. An empty text has the cosine 0. `prefix`
-    stands before every text; if left out it is CLIPScore's own where `scale` is `clipscore` and the model is
-    no SigLIP, else nothing. Splitting and pooling are our reading.
+    are at least 0 and are pooled. An empty text has the cosine 0. Splitting and pooling are our reading.
+
+    Args:
+        model: Architecture of open_clip, a folder with open_clip's config JSON and weights, or
+            `hf-hub:owner/name`.
+        pretrained: Tag or file of weights for an architecture; null is `openai`.
+        scale: The cosine, the model's logit (exp(t) cos + b), or `clipscore`, 2.5 max(cos, 0).
+        divide_by: Divisor of the result; published trainings divide the logit by 30 or 100.
+        against: What an image is compared with: `prompt`, `target`, or a column of the prompt.
+        references: Column of reference captions; makes it RefCLIPScore, the harmonic mean with the best
+            reference. Without references the reward does not apply. A negative cosine with the best
+            reference counts as 0, as in the paper; the authors' released code keeps it.
+        prefix: Text before every text. Null is CLIPScore's own where `scale` is `clipscore` and the model
+            is no SigLIP, else nothing.
+        split: Split texts that are too long (`long`), or every text (`always`).
+        pool: Pool parts by `mean`, mean weighted by words (`length`), `min`, or `soft_min`.
+        tau: Temperature of `soft_min`, above 0, in units of the cosine.
+        batch_size: Images or texts per forward pass.
+        device: Torch device; `auto` is the current GPU, or the CPU.
     """
 
     def __init__(
@@ -97,7 +102,7 @@ class ClipScore:
         ]
 
     def sentences(self, prompt: Prompt, outcome: Outcome) -> list[tuple[str, float]]:
-        """Give every sentence with its cosine, not below 0: where a caption leaves the picture."""
+        """Return every sentence with its cosine, at least 0: which parts of a caption match the image."""
         image, text = self._pair(prompt, outcome)
         parts = self._parts(text, True)
         reads = self._read(parts)
@@ -105,24 +110,24 @@ class ClipScore:
         return [(part, max(float(reads[part] @ look), 0.0)) for part in parts]
 
     def reads_whole(self, text: str) -> bool:
-        """Tell whether the model reads a caption at once, or it is split."""
+        """Return whether the model reads a caption at once, so that it is not split."""
         return not self.always and self.towers.fits(self.prefix + text)
 
     # ---- what is compared
 
     def _pair(self, prompt: Prompt, outcome: Outcome) -> tuple[Tensor, str]:
-        """Find the picture, (3, height, width) uint8, and the text."""
+        """Find the image, (3, height, width) uint8, and the text to compare."""
         if outcome.image is not None:
             return outcome.image, self._wanted(prompt)
         if outcome.video is not None:
             return outcome.video[0], self._wanted(prompt)
         if outcome.text is None:
             raise ValueError(
-                f"clip_score found neither a picture nor a text in an outcome of prompt '{prompt.uid}'"
+                f"clip_score found neither an image nor a text in an outcome of prompt '{prompt.uid}'"
             )
         if len(prompt.media) != 1:
             raise ValueError(
-                "clip_score compares a caption with the one picture of its prompt, but prompt "
+                "clip_score compares a caption with the one image of its prompt, but prompt "
                 f"'{prompt.uid}' has {len(prompt.media)}"
             )
         return prompt.media[0].load().pixels[0], outcome.text
@@ -142,7 +147,7 @@ class ClipScore:
         return [part for text in texts for part in self._parts(text, False)]
 
     def _parts(self, text: str, always: bool) -> list[str]:
-        """Split a text into what the model can read, each with the prefix; nothing of an empty one."""
+        """Split a text into parts that the model can read, each with the prefix; empty for an empty text."""
         text = text.encode("utf-8", "replace").decode()  # tokenizers refuse half a surrogate pair
         if not text.strip():
             return []
@@ -153,14 +158,14 @@ class ClipScore:
     # ---- features
 
     def _look(self, images: Sequence[Tensor]) -> list[Tensor]:
-        """Encode every distinct picture once: (D,) of length 1 each."""
+        """Encode every distinct image once: unit vectors (D,)."""
         names = [_name_of(image) for image in images]
         distinct = dict(zip(names, images, strict=True))
         features = self._in_chunks(self.towers.look, list(distinct.values()))
         return [dict(zip(distinct, features, strict=True))[name] for name in names]
 
     def _read(self, texts: Sequence[str]) -> dict[str, Tensor]:
-        """Encode every distinct text once: (D,) of length 1 each."""
+        """Encode every distinct text once: unit vectors (D,)."""
         distinct = list(dict.fromkeys(texts))
         return dict(zip(distinct, self._in_chunks(self.towers.read, distinct), strict=True))
 
@@ -202,14 +207,14 @@ class ClipScore:
 
 
 def harmonic_mean(a: float, b: float) -> float:
-    """Join two numbers of at least 0 so that both must be large; 0 where both vanish (our reading)."""
+    """Harmonic mean of two numbers of at least 0; 0 where both vanish (our reading)."""
     return 2 * a * b / (a + b) if a + b >= 1e-8 else 0.0
 
 
 def _name_of(image: Tensor) -> tuple:
     if image.dtype != torch.uint8 or image.dim() != 3 or image.shape[0] != 3:
         raise ValueError(
-            "clip_score looks at pictures of (3, height, width) uint8, not at "
+            "clip_score looks at images of (3, height, width) uint8, not at "
             f"{tuple(image.shape)} {image.dtype}"
         )
     data = image.cpu().contiguous().numpy().tobytes()
@@ -224,8 +229,7 @@ _BULLET = re.compile(r"^\s*(?:[-*•–]|\d{1,3}[.)])\s+")
 
 
 def split_text(text: str, fits: Callable[[str], bool]) -> list[str]:
-    """Split a text into sentences, list items among them, and those that do not fit into clauses, words and
-    letters.
+    """Split a text into sentences and list items, and those that do not fit into clauses, words, letters.
 
     Parts of fewer than three words or without a letter are dropped, unless nothing else is left.
     """
@@ -235,7 +239,7 @@ def split_text(text: str, fits: Callable[[str], bool]) -> list[str]:
 
 
 def split_sentences(text: str) -> list[str]:
-    """Split at line ends and after `.`, `!` and `?` with space behind, but not after abbreviations."""
+    """Split at line ends and after `.`, `!` and `?` followed by space, but not after abbreviations."""
     sentences = []
     for line in text.splitlines():
         line = _BULLET.sub("", line)
@@ -254,7 +258,7 @@ _LEVELS = (r"(?<=;)\s+", r"(?<=,)\s+|\s+(?=and\s)", r"\s+", r"(?<=.)(?=.)")
 
 
 def _cut(text: str, fits: Callable[[str], bool], levels: Sequence[str]) -> list[str]:
-    """Split a text that does not fit, and put neighbours together again as long as they fit (our reading)."""
+    """Split a text that does not fit, and rejoin neighbours as long as they fit (our reading)."""
     if fits(text):
         return [text]
     if not levels:
@@ -272,7 +276,7 @@ def _cut(text: str, fits: Callable[[str], bool], levels: Sequence[str]) -> list[
 
 @dataclass
 class Towers:
-    """The two encoders of a model, with what prepares pictures and texts for them."""
+    """The two encoders of a CLIP model, with their image preprocessing and tokenizer."""
 
     model: Any
     prepare: Callable[[Any], Tensor]
@@ -287,14 +291,14 @@ class Towers:
         self.bias = None if bias is None else float(bias)
 
     def fits(self, text: str) -> bool:
-        """Tell whether the model reads a text to its end."""
+        """Return whether the model reads a text without truncation."""
         short, long = (self.tokenizer([text], context_length=self.length + more)[0] for more in (0, 1))
         # A text that is too long is made to end in the last place; with one more, a word stands there.
         return bool((short == long[: self.length]).all())
 
     @torch.no_grad()
     def look(self, images: Sequence[Tensor]) -> Tensor:
-        """Encode pictures: (B, D) of length 1, float32."""
+        """Encode images: (B, D) unit vectors, float32."""
         from PIL import Image
 
         pixels = [self.prepare(Image.fromarray(image.cpu().permute(1, 2, 0).numpy())) for image in images]
@@ -302,7 +306,7 @@ class Towers:
 
     @torch.no_grad()
     def read(self, texts: Sequence[str]) -> Tensor:
-        """Encode texts: (B, D) of length 1, float32."""
+        """Encode texts: (B, D) unit vectors, float32."""
         ids = self.tokenizer(list(texts), context_length=self.length).to(self.device)
         return normalize(self.model.encode_text(ids).float(), dim=-1).cpu()
 
@@ -312,7 +316,7 @@ _LOADED: WeakValueDictionary[tuple, Towers] = WeakValueDictionary()
 
 
 def load_towers(model: str, pretrained: str | None, device: str) -> Towers:
-    """Load a model in float32, or give the one that is there. Without weights it is an error."""
+    """Load a model in float32, or share the loaded one; missing weights are an error."""
     place = _device(device)
     key = (model, pretrained, str(place))
     if key not in _LOADED:
@@ -364,8 +368,7 @@ def _load(model: str, pretrained: str | None, device: torch.device) -> Towers:
 
 
 def _find(model: str, pretrained: str | None, architectures: Sequence[str]) -> tuple[str, str | None]:
-    """Tell open_clip what is meant: its name for a model, and for weights where the model does not bring its
-    own."""
+    """Return open_clip's name for a model, and its weights (None where the model brings its own)."""
     name = model.removeprefix("local-dir:")
     if name.startswith("hf-hub:") or Path(name).is_dir():
         if pretrained is not None:

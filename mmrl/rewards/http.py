@@ -1,4 +1,4 @@
-"""Rewards that another machine computes, over HTTP. What travels is JSON, never code."""
+"""Rewards computed by another machine, over HTTP; only JSON is exchanged, never code."""
 
 from __future__ import annotations
 
@@ -29,15 +29,22 @@ PASSING = {408, 425, 429, 500, 502, 503, 504}  # states of a server that may be 
 
 @reward
 class Http:
-    """Ask a server: `batch` outcomes in a POST of JSON to `url`, `parallel` requests at once.
+    """Ask a server for rewards, by POST requests of JSON.
 
     Sent is `{"outcomes": [...]}`. An outcome has "uid", "prompt", "target" and "columns" of its prompt, and
-    "text", "tags", "end" and "recorded" of its own; an "image" is a PNG in base64, a "video" a list of those
-    with "times" in seconds. Expected is `{"rewards": [...]}`, a finite number or null for each, in at most
-    64 MiB. A request whose whole answer is not there within `request_timeout` seconds, or that finds the
-    server busy or broken, is sent again up to `request_retries` times, after `wait` seconds, twice as many
-    each time. Redirects are not followed, and proxies not used. `timeout`, `retries` and `on_error` hold for
-    the round as a whole, as for any reward.
+    "text", "tags", "end" and "recorded" of its own; an "image" is a PNG in base64, a "video" a list of
+    those with "times" in seconds. Expected is `{"rewards": [...]}`, a finite number or null for each, in at
+    most 64 MiB. Redirects are not followed, and proxies not used. `timeout`, `retries` and `on_error` apply
+    to the round as a whole, as for any reward.
+
+    Args:
+        url: Address of the server, http:// or https://.
+        batch: Outcomes per request.
+        parallel: Concurrent requests.
+        request_timeout: Seconds within which the whole answer to a request must arrive.
+        request_retries: Times a request is sent again, after a timeout or where the server is busy or
+            broken.
+        wait: Seconds before the first retry; they double each time.
     """
 
     def __init__(
@@ -88,7 +95,7 @@ class Http:
         raise AssertionError("the last try returns or raises")
 
     def _send(self, body: bytes) -> tuple[int, str, bytes]:
-        """Send one request; give the status of the answer, what the server calls it, and its body."""
+        """Send one request; return status, reason and body of the response."""
         parts = urlsplit(self.url)
         kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
         connection = kind(parts.hostname, parts.port, timeout=self.request_timeout)
@@ -118,7 +125,7 @@ class Http:
         return reply.status, reason, data
 
     def _read(self, data: bytes, count: int) -> list[float | None]:
-        """Read an answer; anything but JSON of the agreed form is a fault."""
+        """Parse a response; anything but JSON of the agreed form is an error."""
         if len(data) > LARGEST:
             raise ValueError(f"'{self.url}' answered with more than {LARGEST} bytes for {count} outcomes")
         try:
@@ -149,7 +156,7 @@ def _cut(connection: socket.socket) -> None:
 
 
 def _told(prompt: Prompt, outcome: Outcome) -> dict[str, Any]:
-    """Write a prompt and an outcome as JSON has it; what an outcome does not have is left out."""
+    """Convert a prompt and an outcome to JSON; fields that an outcome does not have are left out."""
     told = {
         "uid": prompt.uid,
         "prompt": prompt.text,

@@ -1,4 +1,7 @@
-"""Rewards of the form of a text. An answer that cannot be parsed earns little; it is not missing."""
+"""Rewards of the format and content of a text.
+
+An answer that cannot be parsed has a low reward, not a missing one.
+"""
 
 from __future__ import annotations
 
@@ -19,12 +22,12 @@ def _full_match(tags: str, text: str) -> bool:
 @reward
 @per_outcome
 def tag_format(prompt: Prompt, outcome: Outcome, *, tags: str = "") -> float:
-    """Give 1 if the answer is exactly the blocks that were asked for, in order: `think,answer` or `answer`.
-    Otherwise 0.
+    """Return 1 if the answer is exactly the requested tag blocks in order, else 0.
 
-    Without `tags`, the answer's own tag `format` says what was asked (a demonstration without reasoning),
-    else the prompt's column `format`, else `think,answer`. Case and surrounding space do not matter; an empty
-    block is a block (TON, arXiv 2505.16854).
+    Blocks are listed as `think,answer` or `answer`. Without `tags`, the answer's own tag `format` lists
+    them (a demonstration without reasoning), else the prompt's column `format`, else they are
+    `think,answer`. Case and surrounding space do not matter; an empty block counts as a block (TON, arXiv
+    2505.16854).
     """
     asked = tags or outcome.tags.get("format") or prompt.columns.get("format") or "think,answer"
     return float(_full_match(asked, outcome.text or ""))
@@ -33,7 +36,7 @@ def tag_format(prompt: Prompt, outcome: Outcome, *, tags: str = "") -> float:
 @reward
 @per_outcome
 def think_format(prompt: Prompt, outcome: Outcome) -> float:
-    """Give 1 if the answer begins with one closed think block (TRL's think_format_reward), else 0."""
+    """Return 1 if the answer begins with one closed think block (TRL's think_format_reward), else 0."""
     text = outcome.text or ""
     return float(re.match(r"<think>(?!.*<think>).*?</think>", text, re.DOTALL) is not None)
 
@@ -41,8 +44,10 @@ def think_format(prompt: Prompt, outcome: Outcome) -> float:
 @reward
 @per_outcome
 def exact_match(prompt: Prompt, outcome: Outcome, *, tag: str = "answer") -> float:
-    """Give 1 if the last block `tag` (or the whole text where there is none) is the target, but for case and
-    space."""
+    """Return 1 if the last `tag` block of the answer equals the target up to case and space, else 0.
+
+    Without such a block the whole text is compared.
+    """
     text = outcome.text or ""
     blocks = tagged(text, tag)
     given = blocks[-1] if blocks else text
@@ -58,11 +63,10 @@ def overlong(
     max_completion_length: PositiveInt,
     soft_punish_cache: Annotated[PositiveInt, AtMost("max_completion_length")],
 ) -> float:
-    """Punish length softly before the hard limit (DAPO, arXiv 2503.14476): 0, then a line down to -1, and -1
-    beyond.
+    """Soft length penalty before the hard limit (DAPO, arXiv 2503.14476).
 
-    The line begins `soft_punish_cache` steps before `max_completion_length`. Lengths are steps, which the
-    engine counted.
+    It is 0, then falls linearly to -1 at `max_completion_length`, from `soft_punish_cache` steps before it,
+    and is -1 beyond. Lengths are steps, as the engine counted them.
     """
     if outcome.end is None:
         raise ValueError(f"`overlong` counts steps, but the outcome of prompt '{prompt.uid}' has no `end`")
@@ -75,5 +79,5 @@ def overlong(
 @reward
 @per_outcome
 def precomputed(prompt: Prompt, outcome: Outcome, *, key: str) -> float | None:
-    """Read a reward that was measured earlier, or by the engine; None where there is none."""
+    """Read a reward that was recorded earlier, or by the engine; None where there is none."""
     return outcome.recorded.get(key)

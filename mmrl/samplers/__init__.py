@@ -1,1 +1,1 @@
-"""What chooses prompts, and how often each is answered."""
+"""Samplers: they choose the prompts of a collection and repeat them into groups."""

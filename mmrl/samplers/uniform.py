@@ -1,4 +1,4 @@
-"""Every prompt once per epoch."""
+"""Uniform sampling: every prompt once per epoch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mmrl.core.types import Prompt
 
 @sampler
 class Uniform:
-    """Walk the prompts in an order shuffled anew every epoch (`shuffle: false`: as they stand)."""
+    """Draw every prompt once per epoch, reshuffled every epoch (`shuffle: false`: in data order)."""
 
     def __init__(self, data: Sequence[Prompt], *, stream: Stream, shuffle: bool = True) -> None:
         self.data, self.stream, self.shuffle = data, stream, shuffle
@@ -22,7 +22,7 @@ class Uniform:
         self._epoch, self._shuffled = -1, []
 
     def draw(self, num_prompts: int, num_generations: int) -> list[Prompt]:
-        """Name the next prompts; none twice in one draw, also where an epoch ends inside it."""
+        """Draw the next prompts, `num_generations` entries each; no prompt twice in one draw."""
         chosen: dict[int, None] = {}
         while len(chosen) < min(num_prompts, len(self.data)):
             epoch, place = divmod(self.drawn, len(self.data))
@@ -41,9 +41,9 @@ class Uniform:
         return self._shuffled
 
     def state_dict(self) -> dict[str, Any]:
-        """Give how many prompts were drawn."""
+        """Return the number of prompts drawn so far."""
         return {"drawn": self.drawn}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on behind them."""
+        """Continue after the prompts that were drawn before."""
         self.drawn = state["drawn"]

@@ -1,1 +1,1 @@
-"""Numbers that change during a run: functions of the clock."""
+"""Schedules: numbers that change during a run, as functions of the clock."""

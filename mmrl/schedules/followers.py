@@ -1,4 +1,4 @@
-"""Schedules that follow what was reported."""
+"""Schedules that follow reported metrics."""
 
 from __future__ import annotations
 
@@ -14,32 +14,34 @@ REWARDS = ("rewards/chosen", "rewards/rejected")
 
 @schedule
 def last_metric(clock: Clock, *, metrics: tuple[str, ...] = REWARDS, start: TakenFloat = 0.0) -> float:
-    """Take the mean of the `metrics` of the step before, and `start` before there are any."""
+    """Mean of `metrics` at the previous step; `start` before there are any."""
     return _mean(clock, metrics, start)
 
 
 @schedule
 class RunningMean:
-    """Take the mean of `metrics` over all steps so far, and `start` before there are any: BCO's shift of the
-    rewards (arXiv 2404.04656)."""
+    """Mean of `metrics` over all steps so far; `start` before there are any.
+
+    With the defaults it is BCO's shift of the rewards (arXiv 2404.04656).
+    """
 
     def __init__(self, *, metrics: tuple[str, ...] = REWARDS, start: TakenFloat = 0.0) -> None:
         self.metrics, self.start = metrics, start
         self.mean, self.count = 0.0, 0
 
     def __call__(self, clock: Clock) -> float:
-        """Take the last report in."""
+        """Include the metrics of the previous step, and return the mean."""
         if all(name in clock.metrics for name in self.metrics):
             self.count += 1
             self.mean += (_mean(clock, self.metrics, self.start) - self.mean) / self.count
         return self.mean if self.count else self.start
 
     def state_dict(self) -> dict[str, Any]:
-        """Give the mean, and of how many steps it is."""
+        """Return the mean and the number of steps in it."""
         return {"mean": self.mean, "count": self.count}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take them up."""
+        """Restore the mean and the number of steps in it."""
         self.mean, self.count = state["mean"], state["count"]
 
 

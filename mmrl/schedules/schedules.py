@@ -18,7 +18,7 @@ def _warm(value: float, step: int, warmup_steps: int) -> float:
 
 @schedule
 def constant(clock: Clock, *, value: TakenFloat, warmup_steps: NonNegativeInt = 0) -> float:
-    """Stay at `value`, after rising to it from 0 over `warmup_steps`."""
+    """Constant `value`, after a linear warmup from 0 over `warmup_steps`."""
     return _warm(value, clock.step, warmup_steps)
 
 
@@ -26,7 +26,14 @@ def constant(clock: Clock, *, value: TakenFloat, warmup_steps: NonNegativeInt = 
 def linear(
     clock: Clock, *, start: TakenFloat, end: TakenFloat, steps: PositiveInt, warmup_steps: NonNegativeInt = 0
 ) -> float:
-    """Go from `start` to `end` in a straight line over `steps`, and stay there."""
+    """Linear from `start` to `end` over `steps`, then constant.
+
+    Args:
+        start: First value.
+        end: Last value.
+        steps: Length in steps of the clock.
+        warmup_steps: Steps over which the value is scaled linearly up from 0.
+    """
     share = min(1.0, clock.step / max(steps, 1))
     return _warm(start + (end - start) * share, clock.step, warmup_steps)
 
@@ -35,22 +42,37 @@ def linear(
 def cosine(
     clock: Clock, *, start: TakenFloat, end: TakenFloat, steps: PositiveInt, warmup_steps: NonNegativeInt = 0
 ) -> float:
-    """Go from `start` to `end` along half a cosine over `steps`, and stay there."""
+    """Half a cosine from `start` to `end` over `steps`, then constant.
+
+    Args:
+        start: First value.
+        end: Last value.
+        steps: Length in steps of the clock.
+        warmup_steps: Steps over which the value is scaled linearly up from 0.
+    """
     share = min(1.0, clock.step / max(steps, 1))
     return _warm(end + (start - end) * 0.5 * (1 + math.cos(math.pi * share)), clock.step, warmup_steps)
 
 
 @schedule
 def ramp(clock: Clock, *, slope: NonNegativeFloat, limit: TakenFloat, delay: NonNegativeInt = 0) -> float:
-    """Rise from 0 by `slope` a step once `delay` steps are over, up to `limit`: the decay of DiffusionNFT's
-    moving average (arXiv 2509.16117)."""
+    """Linear ramp from 0: DiffusionNFT's decay of the moving average (arXiv 2509.16117).
+
+    Args:
+        slope: Increase per step.
+        limit: Largest value.
+        delay: Steps at 0 before the ramp begins.
+    """
     return min(limit, slope * max(0, clock.step - delay))
 
 
 @schedule
 def ema_warmup(clock: Clock, *, limit: TakenFloat = 0.9, offset: PositiveInt = 10) -> float:
-    """Rise as (1 + n) / (offset + n), n the step, up to `limit`: the decay of Flow-GRPO's moving average
-    (arXiv 2505.05470). Our reading: n counts collections, in the code it counts optimizer steps."""
+    """Rise as (1 + n) / (offset + n), n the step, up to `limit` (Flow-GRPO, arXiv 2505.05470).
+
+    It is the decay of Flow-GRPO's moving average. Our reading: n counts collections, in the code it counts
+    optimizer steps.
+    """
     return min(limit, (1 + clock.step) / (offset + clock.step))
 
 
@@ -68,12 +90,20 @@ def sliding_window(
     rate: NonNegativeFloat = 0.1,
     after: NonNegativeInt = 13,
 ) -> float:
-    """Climb from `start` by `step` every so many steps, never above `stop`; then begin anew, or with
-    `roll_back: false` stay (MixGRPO's sliding window, arXiv 2507.21802).
+    """MixGRPO's sliding window: start of the trained denoising steps (arXiv 2507.21802).
 
-    With `decay` higher stairs are left sooner. `linear` goes from `every` at 0 to `least` at `stop`, rounded
-    down (the code's strategy `decay`); `exponential` is every exp(-rate (stair - after)) above `after`,
-    rounded up (`exp_decay`).
+    Args:
+        start: First position of the window.
+        step: Distance between positions.
+        every: Steps of training at a position.
+        stop: Last possible position.
+        roll_back: Begin anew after the last position; otherwise stay there.
+        decay: Leave later positions sooner. `linear` goes from `every` at 0 to `least` at `stop`, rounded
+            down (the code's strategy `decay`); `exponential` is every exp(-rate (position - after)) beyond
+            `after`, rounded up (`exp_decay`).
+        least: Steps of training at `stop` with `decay: linear`.
+        rate: Rate of `decay: exponential`, per position.
+        after: Position after which `decay: exponential` begins.
     """
     if stop < start or min(step, every, least) < 1:
         raise ValueError(

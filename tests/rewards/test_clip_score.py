@@ -25,17 +25,17 @@ def quiet(caplog):
     caplog.set_level(logging.ERROR)
 
 
-def asking(text: str = "", picture: torch.Tensor | None = None, **columns) -> Prompt:
-    frames = None if picture is None else Frames(picture[None], torch.zeros(1))
+def asking(text: str = "", image: torch.Tensor | None = None, **columns) -> Prompt:
+    frames = None if image is None else Frames(image[None], torch.zeros(1))
     parts = (
-        (Part(text),)
-        if picture is None
-        else (Part(text), Part(media=Media("image", "a.png", lambda: frames)))
+        (Part(text),) if image is None else (Part(text), Part(media=Media("image", "a.png", lambda: frames)))
     )
     return Prompt(uid="p", messages=(Message("user", parts),), columns=columns)
 
 
-def pictures(num: int, generator: torch.Generator, size: tuple[int, int] = (20, 24)) -> list[torch.Tensor]:
+def random_images(
+    num: int, generator: torch.Generator, size: tuple[int, int] = (20, 24)
+) -> list[torch.Tensor]:
     return [torch.randint(256, (3, *size), generator=generator, dtype=torch.uint8) for _ in range(num)]
 
 
@@ -71,7 +71,7 @@ def plainly(folder, images, texts):
 @pytest.mark.parametrize("kind", ["folder", "siglip"])
 def test_cosines_and_logits_are_those_of_open_clip(kind, request, generator):
     where = request.getfixturevalue(kind)
-    images, texts = pictures(3, generator), ["a red ball", "two dogs", "a red ball"]
+    images, texts = random_images(3, generator), ["a red ball", "two dogs", "a red ball"]
     cosines, logits = plainly(where, images, texts)
     prompts = [asking(text) for text in texts]
     outcomes = [Outcome(image=image) for image in images]
@@ -84,14 +84,14 @@ def test_cosines_and_logits_are_those_of_open_clip(kind, request, generator):
 
 
 def test_the_scale_of_a_training_divides(folder, generator):
-    pair = [asking("a red ball")], [Outcome(image=pictures(1, generator)[0])]
+    pair = [asking("a red ball")], [Outcome(image=random_images(1, generator)[0])]
     logit = ClipScore(model=str(folder), scale="logit")(*pair)[0]
     assert ClipScore(model=str(folder), scale="logit", divide_by=30.0)(*pair)[0] == pytest.approx(logit / 30)
 
 
 def test_a_reward_does_not_depend_on_its_batch(folder, generator):
-    images = pictures(7, generator)
-    prompts = [asking(f"picture number {i}") for i in range(7)]
+    images = random_images(7, generator)
+    prompts = [asking(f"image number {i}") for i in range(7)]
     outcomes = [Outcome(image=image) for image in images]
     reward = ClipScore(model=str(folder), batch_size=3)
     together = reward(prompts, outcomes)
@@ -103,7 +103,7 @@ def test_a_reward_does_not_depend_on_its_batch(folder, generator):
 
 
 def test_equal_pictures_and_texts_are_encoded_once(folder, generator, monkeypatch):
-    first, second = pictures(2, generator)
+    first, second = random_images(2, generator)
     reward = ClipScore(model=str(folder))
     seen = {"look": [], "read": []}
     for name, counted in seen.items():
@@ -117,7 +117,7 @@ def test_equal_pictures_and_texts_are_encoded_once(folder, generator, monkeypatc
 
 
 def test_a_video_counts_by_its_first_frame(folder, generator):
-    first, second = pictures(2, generator)
+    first, second = random_images(2, generator)
     reward = ClipScore(model=str(folder))
     image, video = reward(
         [asking("a ball")] * 2, [Outcome(image=first), Outcome(video=torch.stack([first, second]))]
@@ -126,25 +126,25 @@ def test_a_video_counts_by_its_first_frame(folder, generator):
 
 
 def test_a_caption_is_compared_with_the_picture_of_its_prompt(folder, generator):
-    picture = pictures(1, generator)[0]
+    image = random_images(1, generator)[0]
     reward = ClipScore(model=str(folder))
-    caption = reward([asking("what is this?", picture)], [Outcome(text="a red ball")])
-    assert caption == pytest.approx(reward([asking("a red ball")], [Outcome(image=picture)]), abs=1e-6)
+    caption = reward([asking("what is this?", image)], [Outcome(text="a red ball")])
+    assert caption == pytest.approx(reward([asking("a red ball")], [Outcome(image=image)]), abs=1e-6)
     with pytest.raises(ValueError, match="prompt 'p' has 0"):
         reward([asking("what is this?")], [Outcome(text="a red ball")])
-    with pytest.raises(ValueError, match="neither a picture nor a text"):
-        reward([asking("what is this?", picture)], [Outcome()])
+    with pytest.raises(ValueError, match="neither an image nor a text"):
+        reward([asking("what is this?", image)], [Outcome()])
 
 
 def test_a_picture_may_be_compared_with_a_column(folder, generator):
-    picture = pictures(1, generator)[0]
-    plain = ClipScore(model=str(folder))([asking("a red ball")], [Outcome(image=picture)])
+    image = random_images(1, generator)[0]
+    plain = ClipScore(model=str(folder))([asking("a red ball")], [Outcome(image=image)])
     reward = ClipScore(model=str(folder), against="caption")
-    assert reward([asking("draw it", caption="a red ball")], [Outcome(image=picture)]) == plain
+    assert reward([asking("draw it", caption="a red ball")], [Outcome(image=image)]) == plain
     with pytest.raises(
         ValueError, match="with 'caption', which prompt 'p' does not have; it has prompt, title"
     ):
-        reward([asking("draw it", title="x")], [Outcome(image=picture)])
+        reward([asking("draw it", title="x")], [Outcome(image=image)])
 
 
 def test_pictures_are_bytes_with_three_channels(folder):
@@ -158,7 +158,7 @@ def test_pictures_are_bytes_with_three_channels(folder):
 
 
 class Told:
-    """Towers whose pictures lie at (1, 0, ...) and whose texts lie where a table says: cosines are set by
+    """Towers whose images lie at (1, 0, ...) and whose texts lie where a table says: cosines are set by
     hand."""
 
     factor, bias, length = 100.0, None, 6
@@ -178,8 +178,8 @@ class Told:
 
 
 def test_an_empty_text_has_the_cosine_zero_on_every_scale(siglip, generator):
-    picture = pictures(1, generator)[0]
-    pair = [asking("", picture, known=["a dog"])], [Outcome(text=" ")]
+    image = random_images(1, generator)[0]
+    pair = [asking("", image, known=["a dog"])], [Outcome(text=" ")]
     # On the scale of the logit of a SigLIP this is its bias; 0 would be more than any caption earns.
     for scale, wanted in (("cosine", 0.0), ("clipscore", 0.0), ("logit", -10.0)):
         assert ClipScore(model=str(siglip), scale=scale)(*pair) == [wanted]
@@ -193,9 +193,9 @@ def told(monkeypatch):
     def make(text, cosines, known=(), **options):
         monkeypatch.setattr(clip_score, "load_towers", lambda *named: Told(cosines))
         reward = ClipScore(**{"prefix": "", **options})
-        picture = torch.zeros(3, 4, 4, dtype=torch.uint8)
+        image = torch.zeros(3, 4, 4, dtype=torch.uint8)
         prompt = asking(text, known=known)
-        return reward([prompt], [Outcome(image=picture)])[0]
+        return reward([prompt], [Outcome(image=image)])[0]
 
     return make
 
@@ -270,7 +270,7 @@ def test_short_texts_are_split_where_that_is_wanted(told):
 
 
 def test_nothing_behind_the_context_is_cut_in_silence(folder, generator, monkeypatch):
-    picture = pictures(1, generator)[0]
+    image = random_images(1, generator)[0]
     start = "a big dog sits by a red door and looks"  # 10 words fill the 12 places with their two ends
     late = [f"{start}. Behind it there is {what}." for what in ("a cat", "an elephant")]
     reward = ClipScore(model=str(folder))
@@ -280,15 +280,15 @@ def test_nothing_behind_the_context_is_cut_in_silence(folder, generator, monkeyp
     assert torch.equal(cut[0], cut[1]), "one pass does not see the difference"
     # At 0 there is a floor, which a random model may stand below.
     monkeypatch.setattr(tower, "look", lambda images: tower.read(late)[:1].expand(len(images), -1))
-    cat, elephant = reward([asking(text) for text in late], [Outcome(image=picture)] * 2)
+    cat, elephant = reward([asking(text) for text in late], [Outcome(image=image)] * 2)
     assert cat != pytest.approx(elephant, abs=1e-4)
 
 
 def test_sentences_say_where_a_caption_leaves_the_picture(folder, generator, monkeypatch):
-    reward, picture = ClipScore(model=str(folder)), pictures(1, generator)[0]
+    reward, image = ClipScore(model=str(folder)), random_images(1, generator)[0]
     texts = ["A red ball lies there.", "Two dogs are near."]
-    prompt, outcome = asking("", picture), Outcome(text=" ".join(texts))
-    cosines, _ = plainly(folder, [picture] * 2, texts)
+    prompt, outcome = asking("", image), Outcome(text=" ".join(texts))
+    cosines, _ = plainly(folder, [image] * 2, texts)
     assert cosines.max() < 0, "a random model sees nothing but its opposite"
     assert reward.sentences(prompt, outcome) == [(text, 0.0) for text in texts]
     look = reward.towers.look
@@ -330,7 +330,7 @@ def test_what_does_not_fit_is_split_at_clauses_words_and_letters():
 def test_a_file_of_weights_goes_with_an_architecture(tmp_path, folder, generator):
     state = tiny_clip.weights(tmp_path, "tiny-for-a-file")
     torch.save({"epoch": 1, "state_dict": state}, tmp_path / "w.pt")
-    pair = [asking("a red ball")], [Outcome(image=pictures(1, generator)[0])]
+    pair = [asking("a red ball")], [Outcome(image=random_images(1, generator)[0])]
     reward = ClipScore(model="tiny-for-a-file", pretrained=str(tmp_path / "w.pt"))
     assert reward(*pair) == pytest.approx(ClipScore(model=str(folder))(*pair), abs=1e-6)
 
