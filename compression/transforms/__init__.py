@@ -1,1 +1,1 @@
-"""Transforms: from a model to a cheaper one."""
+"""Transforms: functions that turn a model into a cheaper one (pruned, quantised, cast)."""

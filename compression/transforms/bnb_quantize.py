@@ -1,4 +1,4 @@
-"""Weights in 4 or 8 bits, through bitsandbytes."""
+"""Weight quantisation to 4 or 8 bits with bitsandbytes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mmrl.compression.pruning.weight_views import note, share
 from mmrl.config.ranges import NonNegativeFloat
 from mmrl.config.registry import transform
 
-ADAPTER = "lora_"  # in the names of an adapter's own layers
+ADAPTER = "lora_"  # part of the names of the layers that a LoRA adapter adds
 
 
 @transform(packages={"bitsandbytes": "lowbit"})
@@ -23,44 +23,48 @@ def bnb_quantize(
     double: bool = True,
     threshold: NonNegativeFloat = 6.0,
 ) -> nn.Module:
-    """Hold the linear layers of the language model in 4 or 8 bits; they no longer learn, an adapter over them
-    does, whether it was there before or comes later.
+    """Quantise the linear layers of the language model to 4 or 8 bits with bitsandbytes.
 
-    4 bits: numbers of `kind` in blocks of 64 with one scale each, which `double` quantizes again. 8 bits: one
-    scale for every output; inputs above `threshold` are multiplied in full. QLoRA (arXiv 2305.14314),
-    LLM.int8 (arXiv 2208.07339), by bitsandbytes.
+    The quantised weights are frozen; an adapter (LoRA) on top of them learns, whether it was added before or
+    after. 4 bits: QLoRA (arXiv 2305.14314), blocks of 64 weights with one scale each. 8 bits: LLM.int8
+    (arXiv 2208.07339), one scale per output feature.
+
+    Args:
+        nbits: Bits per weight, 4 or 8.
+        kind: Number format of 4-bit weights: `nf4` (QLoRA's NormalFloat) or `fp4`.
+        double: Quantise the scales of 4-bit blocks too (QLoRA's double quantisation).
+        threshold: Input features with a magnitude above this are multiplied in 16 bits; 8 bits only
+            (the paper's 6.0).
+
+    Raises:
+        ValueError: If the language model has no plain linear layer left to quantise.
     """
-    bnb = _bitsandbytes()
+    try:
+        import bitsandbytes as bnb
+    except ImportError as error:
+        raise ImportError("`bnb_quantize` needs bitsandbytes: pip install 'mmrl[lowbit]'") from error
     layers = core_of(model).get_decoder().layers
-    # What an adapter adds is small and learns; only what it stands on is held in few bits.
+    # The factors of a LoRA adapter are small and learn, so only its base layers are quantised.
     linear = [m for name, m in layers.named_modules() if type(m) is nn.Linear and ADAPTER not in name]
     if not linear:
         raise ValueError(
-            f"no plain linear layer to hold in {nbits} bits; apply `bnb_quantize` before adapters and "
+            f"no plain linear layer to quantise to {nbits} bits; apply `bnb_quantize` before adapters and "
             "`layer_cast`"
         )
     if nbits == 4:
-        swap = {id(m): _four(bnb, m, kind, double) for m in linear}
+        swap = {id(m): _linear_4bit(bnb, m, kind, double) for m in linear}
     elif nbits == 8:
-        swap = {id(m): _eight(bnb, m, threshold) for m in linear}
+        swap = {id(m): _linear_8bit(bnb, m, threshold) for m in linear}
     else:
-        raise ValueError(f"weights can be held in 4 or 8 bits, not in {nbits}")
+        raise ValueError(f"weights can be quantised to 4 or 8 bits, not to {nbits}")
     view = share(model, swap)
-    # peft asks the model which of its layers to use.
+    # peft reads this flag to choose the adapter class that fits quantised layers.
     vars(view)[f"is_loaded_in_{nbits}bit"] = True
     options = {"nbits": nbits, "kind": kind, "double": double, "threshold": threshold}
     return note(view, model, "bnb_quantize", options)
 
 
-def _bitsandbytes() -> Any:
-    try:
-        import bitsandbytes
-    except ImportError as error:
-        raise ImportError("`bnb_quantize` needs bitsandbytes: pip install 'mmrl[lowbit]'") from error
-    return bitsandbytes
-
-
-def _four(bnb: Any, linear: nn.Linear, kind: str, double: bool) -> nn.Module:
+def _linear_4bit(bnb: Any, linear: nn.Linear, kind: str, double: bool) -> nn.Module:
     out = bnb.nn.Linear4bit(
         linear.in_features, linear.out_features, linear.bias is not None,
         compute_dtype=linear.weight.dtype, compress_statistics=double, quant_type=kind, device="meta",
@@ -72,13 +76,13 @@ def _four(bnb: Any, linear: nn.Linear, kind: str, double: bool) -> nn.Module:
         quant_type=kind,
         module=out,
     )
-    # Its fast path on the CPU packs weights anew at the first call without gradients: it computes in bfloat16
-    # whatever was asked for, and what is packed cannot be learned through.
+    # The CPU fast path repacks weights at the first call without gradients: it then computes in bfloat16
+    # whatever `compute_dtype` is, and no gradient flows through the packed weights to an adapter.
     out.support_avx512bf16_for_cpu = False
-    return _placed(out, linear)
+    return _quantise_on_device(out, linear)
 
 
-def _eight(bnb: Any, linear: nn.Linear, threshold: float) -> nn.Module:
+def _linear_8bit(bnb: Any, linear: nn.Linear, threshold: float) -> nn.Module:
     out = bnb.nn.Linear8bitLt(
         linear.in_features, linear.out_features, linear.bias is not None,
         has_fp16_weights=False, threshold=threshold, device="meta",
@@ -86,11 +90,11 @@ def _eight(bnb: Any, linear: nn.Linear, threshold: float) -> nn.Module:
     out.weight = bnb.nn.Int8Params(
         linear.weight.detach().clone(), requires_grad=False, has_fp16_weights=False
     )
-    return _placed(out, linear)
+    return _quantise_on_device(out, linear)
 
 
-def _placed(out: nn.Module, linear: nn.Linear) -> nn.Module:
-    """Take the bias over, and quantize, which bitsandbytes does when a layer is sent to its device."""
+def _quantise_on_device(out: nn.Module, linear: nn.Linear) -> nn.Module:
+    """Copy the bias and quantise: bitsandbytes quantises when a layer is moved to its device."""
     if linear.bias is not None:
         out.bias = nn.Parameter(linear.bias.detach().clone(), requires_grad=False)
     return out.to(linear.weight.device).train(linear.training)

@@ -1,4 +1,4 @@
-"""Token pruners that users compare with: FastV, PyramidDrop, VisionZip, DivPrune."""
+"""Visual token reduction: FastV, PyramidDrop, VisionZip, DivPrune, ToMe."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from mmrl.compression.model_adapters.lookup import decoder_of
 from mmrl.compression.pruning.prune import prune
 from mmrl.compression.pruning.spec import Cut, add_cuts, core_of, shape_of
 from mmrl.compression.pruning.token_selection import (
+    merged,
     most_diverse,
     most_ranked,
     most_seen,
@@ -23,11 +24,14 @@ from mmrl.config.registry import transform
 
 @transform
 def fastv(model: nn.Module, *, after: PositiveInt = 2, keep: Probability = 0.5) -> nn.Module:
-    """Keep the share of visual tokens that the last prompt token attended to most in layer `after`, mean over
-    heads.
+    """Keep the visual tokens that the last prompt token attends to most (FastV, arXiv 2403.06764).
 
-    The choice is made once, when the prompt is read, from one row of attention that is computed beside the
-    fast path. Positions stay. arXiv 2403.06764.
+    The ranking is the attention of layer `after`, mean over heads, computed once during the prefill as one
+    extra row of attention. Kept tokens keep their positions.
+
+    Args:
+        after: Number of layers that process all visual tokens, at least 1 (the paper's K = 2).
+        keep: Share of visual tokens kept, in [0, 1] (the paper's R = 50 % drops half).
     """
     check_share("keep", keep)
     if after < 1:
@@ -43,11 +47,15 @@ def pyramid_drop(
     keep: tuple[Probability, ...] = (0.5, 0.25, 0.125),
     layers: tuple[NonNegativeInt, ...] | None = None,
 ) -> nn.Module:
-    """Keep fewer visual tokens from stage to stage: shares of all there were, ranked by the last prompt token
-    with the projections of the stage's first layer.
+    """Keep fewer visual tokens from stage to stage of the layers (PyramidDrop, arXiv 2410.17247).
 
-    Stages are of equal length unless `layers` names their first layers. The released code numbers positions
-    anew; here tokens keep theirs (our reading), so that rows of a cache agree. arXiv 2410.17247.
+    Tokens are ranked by the attention of the last prompt token, with the projections of the first layer of
+    the stage. The released code renumbers positions; here tokens keep theirs (our reading), so that the rows
+    of a cache agree.
+
+    Args:
+        keep: Share of the prompt's visual tokens left in each stage after the first, in [0, 1].
+        layers: First layer of each of these stages, one per share (default: stages of equal length).
     """
     for share in keep:
         check_share("keep", share)
@@ -63,11 +71,16 @@ def pyramid_drop(
 def vision_zip(
     model: nn.Module, *, dominant: NonNegativeInt = 54, contextual: NonNegativeInt = 10
 ) -> nn.Module:
-    """Keep, of every picture, the `dominant` patches that the tower's class token attends to most and
-    `contextual` others, which take up the mean of the rest by likeness of keys.
+    """Keep the dominant patches of every image and merge the others into a few (VisionZip).
 
-    Needs a tower with a class token that is not shown to the language model. Patches are merged behind the
-    projector (our reading; the released code merges before it). arXiv 2412.04467.
+    Dominant patches get the most attention from the class token of the vision tower; every other patch is
+    averaged into the contextual patch with the most similar key. Needs a tower with a class token that the
+    language model does not see. Patches are merged after the projector (our reading; the released code
+    merges before it). arXiv 2412.04467.
+
+    Args:
+        dominant: Dominant patches per image (the paper's 54 of 64 tokens).
+        contextual: Contextual patches per image (the paper's 10 of 64 tokens).
     """
     core = core_of(model)
     if decoder_of(core).ranker is None:
@@ -83,10 +96,24 @@ def vision_zip(
 
 @transform
 def div_prune(model: nn.Module, *, keep: Probability = 0.098) -> nn.Module:
-    """Keep a share of the visual tokens of a prompt that differ most from each other, before the first layer.
+    """Keep the share `keep` of visual tokens that differ most from each other (DivPrune).
 
-    Greedy: the smallest of the distances (1 - cosine) between kept tokens is made large. arXiv 2503.02175.
+    Tokens are chosen before the first layer, greedily, to maximise the smallest distance (1 - cosine)
+    between kept tokens. arXiv 2503.02175.
     """
     check_share("keep", keep)
     cuts = add_cuts(model, [Cut(0, partial(most_diverse, keep=keep))])
     return prune(model, "div_prune", {"keep": keep}, cuts=cuts)
+
+
+@transform
+def tome(model: nn.Module, *, keep: Probability = 0.5, before: NonNegativeInt = 0) -> nn.Module:
+    """Merge the most similar visual tokens of a prompt (ToMe, arXiv 2210.09461).
+
+    Bipartite soft matching on hidden states until the share `keep` is left, before layer `before`. Means are
+    weighted by the number of tokens that each stands for, and a merged token keeps the position of one of
+    them. Attention is not weighted by size (our reading: keys are cached once).
+    """
+    check_share("keep", keep)
+    cuts = add_cuts(model, [Cut(before, partial(merged, keep=keep))])
+    return prune(model, "tome", {"keep": keep, "before": before}, cuts=cuts)

@@ -1,4 +1,4 @@
-"""Visual tokens keep some heads of attention."""
+"""Head pruning for visual tokens only."""
 
 from __future__ import annotations
 
@@ -20,12 +20,17 @@ def drop_visual_heads(
     whole: NonNegativeInt = 2,
     heads: tuple[tuple[NonNegativeInt, ...] | None, ...] | None = None,
 ) -> nn.Module:
-    """Keep a share of the query heads for visual tokens: the others neither look from them nor at them.
+    """Keep a share of the attention heads for visual tokens; text uses all heads among itself.
 
-    With a `plan` the heads that pay most attention to visual tokens stay, over all layers together, and the
-    first `whole` layers keep all; without one the first heads of every layer stay. `heads` names them, layer
-    by layer (`None`: all). A dropped head leaves visual columns out before the softmax, so it need not
-    compute them; the released code zeroes them behind it. arXiv 2410.06169.
+    In a dropped head visual tokens are neither queries nor keys. They are left out before the softmax, so
+    that they need not be computed; the released code zeroes them after it. arXiv 2410.06169.
+
+    Args:
+        keep: Share of the query heads kept, in [0, 1].
+        plan: Path of an importance plan: the heads with the most attention to visual tokens stay, ranked
+            over all layers together (default: the first heads of every layer).
+        whole: First layers that keep all heads; only with a `plan`.
+        heads: Query heads to keep, listed per layer (`null`: all of that layer), instead of a share.
     """
     check_share("keep", keep)
     shape = shape_of(model)

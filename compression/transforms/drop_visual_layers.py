@@ -1,4 +1,4 @@
-"""Late layers have no visual tokens."""
+"""Late layers without visual tokens."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from mmrl.config.registry import transform
 
 @transform
 def drop_visual_layers(model: nn.Module, *, after: PositiveInt) -> nn.Module:
-    """Take visual tokens out of the sequence after `after` layers: later ones compute, and cache, text only.
+    """Remove visual tokens after `after` layers: later layers compute and cache text only.
 
-    Text keeps the positions it had. `after` equal to the number of layers changes nothing. arXiv 2410.06169;
-    the physical form of what the released Qwen2-VL code simulates by a mask.
+    Text keeps its positions. `after` equal to the number of layers changes nothing. arXiv 2410.06169; the
+    released Qwen2-VL code simulates by a mask what is physically removed in this implementation.
     """
     layers = shape_of(model).layers
     if not 1 <= after <= layers:

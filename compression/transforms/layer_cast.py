@@ -1,4 +1,4 @@
-"""LayerCast: weights in 16 bits, computation in 32."""
+"""LayerCast: weights stored in 16 bits, computation in 32 bits."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ def layer_cast(
     storage: Literal["bfloat16", "float16"] = "bfloat16",
     compute: Literal["float32", "float64"] = "float32",
 ) -> nn.Module:
-    """Store the linear layers of the language model in 16 bits and compute in float32, each cast just in
-    time.
+    """Store linear layers in 16 bits and cast each just in time to compute in float32 (LayerCast).
 
-    Everything else, the cache too, is float32. Greedy answers then hardly depend on the batch they were made
-    in. Give the policy `dtype: float32`; with 16 bits it would compute in those. Half of the bytes of linear
-    layers are saved, and at most one of them is held wide at a time. arXiv 2506.09501.
+    Everything else, the cache included, is float32, so that greedy answers hardly depend on the batch that
+    they were generated in. Set `dtype: float32` of the policy: with 16 bits it would compute in those. Saves
+    half of the bytes of the linear layers of the language model; at most one of them is in float32 at a
+    time. arXiv 2506.09501.
     """
     if torch.backends.cuda.matmul.allow_tf32:
         raise ValueError(
@@ -39,16 +39,16 @@ def layer_cast(
     known: dict[int, nn.Parameter] = {}
     for module in view.modules():
         if type(module) is not UpcastLinear:
-            _widen(module, wide, known)
+            _cast_up(module, wide, known)
     return note(view, model, "layer_cast", {"storage": storage, "compute": compute})
 
 
-def _widen(module: nn.Module, wide: torch.dtype, known: dict[int, nn.Parameter]) -> None:
-    """Hold the tensors of a module itself in the wide type; tied ones stay tied."""
+def _cast_up(module: nn.Module, wide: torch.dtype, known: dict[int, nn.Parameter]) -> None:
+    """Cast a module's own 16-bit parameters and buffers to the compute dtype; tied ones stay tied."""
     for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
         if parameter.dtype in LOW:
-            twin = nn.Parameter(parameter.detach().to(wide), requires_grad=parameter.requires_grad)
-            setattr(module, name, known.setdefault(id(parameter), twin))
+            copied = nn.Parameter(parameter.detach().to(wide), requires_grad=parameter.requires_grad)
+            setattr(module, name, known.setdefault(id(parameter), copied))
     for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
         if buffer.dtype in LOW:
             module._buffers[name] = buffer.to(wide)

@@ -1,4 +1,4 @@
-"""Visual tokens attend to their neighbours on the picture."""
+"""Windowed attention among visual tokens."""
 
 from __future__ import annotations
 
@@ -11,14 +11,13 @@ from mmrl.config.registry import transform
 
 @transform
 def local_visual_attention(model: nn.Module, *, radius: NonNegativeInt = 2, causal: bool = True) -> nn.Module:
-    """Let visual tokens see, of visual tokens, only those at most `radius` rows and columns away on their
-    picture.
+    """Restrict attention between visual tokens to a window on the patch grid of their image.
 
-    The window has `2 * radius + 1` cells on a side. They go on seeing the text before them, and text goes on
-    seeing everything. Pictures, tiles and frames are rasters of their own, which do not see each other.
-    `causal` keeps earlier neighbours only, as the model was trained; the released LLaVA checkpoints see later
-    ones too. A radius as large as the picture changes nothing where there is one picture. arXiv 2410.06169;
-    rasters apart and the causal default are our reading.
+    The window has `2 * radius + 1` patches on a side. Visual tokens still attend to the text before them,
+    and text attends to everything. Every image, tile and video frame is a patch grid of its own, and grids
+    do not attend to each other. `causal` keeps earlier neighbours only, as the model was trained; the
+    released LLaVA checkpoints attend to later ones too. With one image, a radius as large as the image
+    changes nothing. arXiv 2410.06169; separate grids and the causal default are our reading.
     """
     if radius < 0:
         raise ValueError(f"`radius` counts cells, so it cannot be {radius}")

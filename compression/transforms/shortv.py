@@ -1,4 +1,4 @@
-"""Visual tokens pass some layers unchanged."""
+"""ShortV: layers that leave visual tokens unchanged."""
 
 from __future__ import annotations
 
@@ -19,9 +19,14 @@ def shortv(
     plan: str = "",
     layers: tuple[NonNegativeInt, ...] | None = None,
 ) -> nn.Module:
-    """Let visual tokens pass the least important layers unchanged; text still attends to them there.
+    """Skip visual tokens in the least important layers; text still attends to them there (ShortV).
 
-    `freeze` is the share of layers, the lowest of the `plan`; `layers` names them. arXiv 2504.00502.
+    Frozen layers add nothing to the hidden states of visual tokens. arXiv 2504.00502.
+
+    Args:
+        freeze: Share of the layers that are frozen for visual tokens, in [0, 1] (the paper's 0.6).
+        plan: Path of an importance plan, of which the layers with the lowest scores are frozen.
+        layers: Layers to freeze, counted from 0, instead of a share and a plan.
     """
     check_share("freeze", freeze)
     total = shape_of(model).layers

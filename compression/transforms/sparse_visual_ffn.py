@@ -1,4 +1,4 @@
-"""Visual tokens use some ffn_units of the feed-forward layers."""
+"""Feed-forward pruning for visual tokens only."""
 
 from __future__ import annotations
 
@@ -21,9 +21,13 @@ def sparse_visual_ffn(
 ) -> nn.Module:
     """Keep a share of the inner units of every feed-forward layer for visual tokens; text uses all.
 
-    The first units stay, as in the paper, which fine-tunes with them; with a `plan` the most active ones (our
-    reading, for use without training), which costs a copy of their weights in every call. `ffn_units` names
-    them, layer by layer (`None`: all). arXiv 2410.06169.
+    The first units stay by default, as in the paper, which fine-tunes with them. arXiv 2410.06169.
+
+    Args:
+        keep: Share of the inner units kept, in [0, 1].
+        plan: Path of an importance plan, of which the most active units stay (our reading, for use without
+            fine-tuning); costs a copy of their weights in every call.
+        ffn_units: Inner units to keep, listed per layer (`null`: all of that layer), instead of a share.
     """
     check_share("keep", keep)
     shape = shape_of(model)

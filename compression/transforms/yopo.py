@@ -1,4 +1,4 @@
-"""Presets of visual-computation pruning: all four cuts at once."""
+"""YOPO presets: window, layers, heads and feed-forward units pruned together for visual tokens."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from mmrl.config.registry import transform
 
 @transform
 def yopo25(model: nn.Module, *, plan: str = "", causal: bool = True) -> nn.Module:
-    """Leave about a quarter of visual computation: a window of 5, half of the layers, of the heads, of the
-    ffn_units.
+    """Prune visual computation to about a quarter: half of the layers, heads and feed-forward units.
 
-    A `plan` chooses the heads. arXiv 2410.06169; the published mapping of budgets to cuts is not known, this
-    one is our reading and leaves 24.5 % of LLaVA-1.5-7B by the paper's formula.
+    Visual attention has a window of 5 by 5 patches; a `plan` (path) chooses the heads; `causal` as in
+    `local_visual_attention`. arXiv 2410.06169; the paper does not publish how budgets map to settings: this
+    mapping is our reading and leaves 24.5 % of LLaVA-1.5-7B by the paper's formula.
     """
     return _yopo(model, 0.5, 0.5, plan, causal)
 
 
 @transform
 def yopo12(model: nn.Module, *, plan: str = "", causal: bool = True) -> nn.Module:
-    """Leave about an eighth of visual computation: a window of 5, half of the layers, a quarter of heads and
-    ffn_units.
+    """Prune visual computation to about an eighth: half of the layers, a quarter of heads and units.
 
-    A `plan` chooses the heads. arXiv 2410.06169; our reading as in `yopo25`, 12.2 % by the paper's formula.
+    Window, `plan` and `causal` as in `yopo25`. arXiv 2410.06169; our reading as in `yopo25`, which leaves
+    12.2 % by the paper's formula.
     """
     return _yopo(model, 0.25, 0.25, plan, causal)
 

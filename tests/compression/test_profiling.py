@@ -16,13 +16,13 @@ from mmrl.compression.profiling import (
 )
 from mmrl.compression.pruning.local_attention import block_keys
 from mmrl.compression.pruning.spec import Cut, Pruning, Shape, pruning_of, shape_of
+from mmrl.compression.transforms.drop_tokens import tome
 from mmrl.compression.transforms.drop_visual_heads import drop_visual_heads
 from mmrl.compression.transforms.drop_visual_layers import drop_visual_layers
 from mmrl.compression.transforms.layer_cast import layer_cast
 from mmrl.compression.transforms.local_visual_attention import local_visual_attention
 from mmrl.compression.transforms.shortv import shortv
 from mmrl.compression.transforms.sparse_visual_ffn import sparse_visual_ffn
-from mmrl.compression.transforms.tome import tome
 from mmrl.compression.transforms.yopo import yopo12, yopo25
 from tests.compression.pruned_models import llava
 

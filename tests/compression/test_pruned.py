@@ -12,13 +12,12 @@ import torch
 import transformers
 
 from mmrl.compression.pruning.spec import pruning_of
-from mmrl.compression.transforms.drop_tokens import div_prune, fastv, pyramid_drop, vision_zip
+from mmrl.compression.transforms.drop_tokens import div_prune, fastv, pyramid_drop, tome, vision_zip
 from mmrl.compression.transforms.drop_visual_heads import drop_visual_heads
 from mmrl.compression.transforms.drop_visual_layers import drop_visual_layers
 from mmrl.compression.transforms.local_visual_attention import local_visual_attention
 from mmrl.compression.transforms.shortv import shortv
 from mmrl.compression.transforms.sparse_visual_ffn import sparse_visual_ffn
-from mmrl.compression.transforms.tome import tome
 from mmrl.compression.transforms.yopo import yopo12, yopo25
 from mmrl.config.registry import find
 from mmrl.vision.decoding.token_steps import read_cached, read_packed

@@ -10,11 +10,10 @@ import torch
 from mmrl.compression.pruning.spec import pruning_of
 from mmrl.compression.pruning.weight_views import applied
 from mmrl.compression.saving import NAME, load_transformed, save_transformed
-from mmrl.compression.transforms.drop_tokens import fastv, pyramid_drop, vision_zip
+from mmrl.compression.transforms.drop_tokens import fastv, pyramid_drop, tome, vision_zip
 from mmrl.compression.transforms.layer_cast import layer_cast
 from mmrl.compression.transforms.shortv import shortv
 from mmrl.compression.transforms.structured_pruning import structured_pruning
-from mmrl.compression.transforms.tome import tome
 from mmrl.compression.transforms.yopo import yopo12, yopo25
 from tests.compression.pruned_models import llava, llava_inputs
 
@@ -101,9 +100,9 @@ def test_a_cut_model_is_an_ordinary_folder(tmp_path):
 
 
 def test_cutting_is_refused_where_it_would_confuse(tmp_path):
-    with pytest.raises(ValueError, match="cut weights out before `drop_visual_heads`"):
+    with pytest.raises(ValueError, match="apply `structured_pruning` before `drop_visual_heads`"):
         structured_pruning(yopo25(llava()), ffn_units=0.5)
-    with pytest.raises(ValueError, match="0 ffn_units and 2 groups of heads would be left"):
+    with pytest.raises(ValueError, match="0 inner units and 2 groups of heads would be left"):
         structured_pruning(llava(), ffn_units=0.0)
-    with pytest.raises(ValueError, match="weights are cut out of plain linear layers, not of .*UpcastLinear"):
+    with pytest.raises(ValueError, match="needs plain linear layers, not .*UpcastLinear"):
         structured_pruning(layer_cast(llava(dtype=torch.float32)), ffn_units=0.5)

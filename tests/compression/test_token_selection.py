@@ -6,9 +6,8 @@ import pytest
 import torch
 
 from mmrl.compression.pruning.token_selection import _zip_one, best, merge_alike, spread_out, stage_layers
-from mmrl.compression.transforms.drop_tokens import fastv, pyramid_drop
+from mmrl.compression.transforms.drop_tokens import fastv, pyramid_drop, tome
 from mmrl.compression.transforms.shortv import shortv
-from mmrl.compression.transforms.tome import tome
 from tests.compression.pruned_models import llava, llava_inputs, simulate
 
 

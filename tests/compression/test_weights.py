@@ -206,7 +206,7 @@ def test_low_bit_weights_come_back_bit_for_bit(options, tmp_path):
 
 @needs_bitsandbytes
 def test_numbers_of_bits_that_do_not_exist_are_refused():
-    with pytest.raises(ValueError, match="weights can be held in 4 or 8 bits, not in 3"):
+    with pytest.raises(ValueError, match="weights can be quantised to 4 or 8 bits, not to 3"):
         bnb_quantize(llava(), nbits=3)
     with pytest.raises(ValueError, match="apply `bnb_quantize` before adapters and `layer_cast`"):
         bnb_quantize(layer_cast(llava(dtype=torch.float32)))
