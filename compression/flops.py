@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from mmrl.compression.pruning.attention import split_heads
 from mmrl.compression.pruning.local_attention import block_keys
-from mmrl.compression.pruning.spec import Pruning, Shape
+from mmrl.compression.pruning.spec import ModelShape, PruningSpec
 
 
 @dataclass(frozen=True)
@@ -30,17 +30,17 @@ class Prefill:
         """Number of visual tokens."""
         return sum(h * w for h, w in self.rasters)
 
-    def visual_by_layer(self, layers: int, pruning: Pruning) -> list[int]:
+    def visual_by_layer(self, layers: int, pruning: PruningSpec) -> list[int]:
         """Count the visual tokens of every layer."""
         kept, num, counts = list(self.kept), self.visual, []
-        cuts = list(pruning.cuts)
+        reductions = list(pruning.reductions)
         for layer in range(layers):
-            while cuts and cuts[0].layer == layer:
-                num = 0 if cuts.pop(0).choose is None else kept.pop(0)
+            while reductions and reductions[0].layer == layer:
+                num = 0 if reductions.pop(0).choose is None else kept.pop(0)
             counts.append(num)
         return counts
 
-    def operations(self, shape: Shape, pruning: Pruning) -> int:
+    def operations(self, shape: ModelShape, pruning: PruningSpec) -> int:
         """Count the operations of the language model without its head, text included.
 
         Window attention counts whole blocks, as they are computed, and causal attention half. Choosing and
@@ -49,7 +49,7 @@ class Prefill:
         counts = self.visual_by_layer(shape.layers, pruning)
         return sum(self._layer(shape, pruning, i, n) for i, n in enumerate(counts))
 
-    def _layer(self, shape: Shape, pruning: Pruning, i: int, n: int) -> int:
+    def _layer(self, shape: ModelShape, pruning: PruningSpec, i: int, n: int) -> int:
         s, split = shape, split_heads(pruning.heads_of(i), shape.heads, shape.kv_heads)
         kept = s.heads if split.kept is None else len(split.kept)
         needed = s.kv_heads if split.needed is None else len(split.needed)
@@ -62,7 +62,7 @@ class Prefill:
         visual += 0 if frozen else 6 * n * s.width * inner
         return text + visual + 4 * s.head_dim * self._pairs(s, pruning, n, kept, frozen)
 
-    def _pairs(self, s: Shape, pruning: Pruning, n: int, kept: int, frozen: bool) -> int:
+    def _pairs(self, s: ModelShape, pruning: PruningSpec, n: int, kept: int, frozen: bool) -> int:
         """Count pairs of query and key, summed over heads."""
         columns = self.text + n
         if not n:
@@ -81,7 +81,7 @@ class Prefill:
             near += blocks * queries * (keys + self.before)
         return lost + kept * (self.text * columns + near)
 
-    def visual_operations(self, shape: Shape, pruning: Pruning) -> float:
+    def visual_operations(self, shape: ModelShape, pruning: PruningSpec) -> float:
         """Count the operations of visual tokens as arXiv 2410.06169 does.
 
         Text is not counted, causal attention is not halved, and windows count their keys only, not blocks.
@@ -98,7 +98,7 @@ class Prefill:
             total += 4 * n * self.mean_keys(pruning, n) * shape.head_dim * kept + 6 * n * shape.width * inner
         return total
 
-    def mean_keys(self, pruning: Pruning, n: int) -> float:
+    def mean_keys(self, pruning: PruningSpec, n: int) -> float:
         """Mean number of visual keys per visual query; windows include later neighbours."""
         if pruning.radius is None or n < self.visual or not n:
             return float(n)
@@ -106,7 +106,7 @@ class Prefill:
         along = lambda size: sum(min(size, i + r + 1) - max(0, i - r) for i in range(size))
         return sum(along(h) * along(w) for h, w in self.rasters) / n
 
-    def cache_bytes(self, shape: Shape, pruning: Pruning, size: int) -> int:
+    def cache_bytes(self, shape: ModelShape, pruning: PruningSpec, size: int) -> int:
         """Bytes of keys and values at `size` bytes per number, without the cache's record of columns."""
         counts = self.visual_by_layer(shape.layers, pruning)
         return sum(2 * shape.kv_heads * shape.head_dim * (self.text + n) * size for n in counts)

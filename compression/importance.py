@@ -10,11 +10,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from mmrl.compression.pruning.attention import View, softmax_rows
-from mmrl.compression.pruning.forward import WATCH
+from mmrl.compression.pruning.attention import LayerAttention, softmax_rows
+from mmrl.compression.pruning.forward import OBSERVER
 from mmrl.compression.pruning.patch_grid import pick
 from mmrl.compression.pruning.prune import prune
-from mmrl.compression.pruning.spec import Pruning, core_of, pruning_of, shape_of
+from mmrl.compression.pruning.spec import PruningSpec, core_of, pruning_of, shape_of
 
 ROWS = 256  # queries whose attention is computed together: the map of all pairs never exists
 KINDS = ("heads", "ffn_units", "layers")
@@ -40,7 +40,7 @@ def make_plan(
     unknown = [kind for kind in kinds if kind not in KINDS]
     if unknown:
         raise ValueError(f"a plan has no '{unknown[0]}'; it has {', '.join(KINDS)}")
-    if pruning_of(model) != Pruning():
+    if pruning_of(model) != PruningSpec():
         raise ValueError(
             "importance is measured on the whole model, before any of its visual computation is pruned"
         )
@@ -75,12 +75,12 @@ def _heads_and_units(
             active[layer] += hidden[real].double().abs().sum(0).cpu()
             tokens[layer] += int(real.sum())
 
-    token = WATCH.set(record)
+    token = OBSERVER.set(record)
     try:
         for inputs in batches:
             core_of(view)(**_prefill_inputs(inputs))
     finally:
-        WATCH.reset(token)
+        OBSERVER.reset(token)
     blocks = core_of(model).get_decoder().layers
     norms = torch.stack([block.mlp.down_proj.weight.double().norm(dim=0).cpu() for block in blocks])
     return {"heads": ratios, "ffn_units": active / tokens.clamp(min=1) * norms}
@@ -90,7 +90,7 @@ def _prefill_inputs(inputs: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in inputs.items() if name != "logits_to_keep"} | {"use_cache": False}
 
 
-def attention_ratio(view: View, queries: str) -> Tensor:
+def attention_ratio(view: LayerAttention, queries: str) -> Tensor:
     """Compute every head's attention to visual columns over its attention to the others: (H,)."""
     stage = view.stage
     rows = stage.text[:, -1:] if queries == "last" else torch.cat([stage.text, stage.vis], 1)

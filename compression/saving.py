@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from mmrl.compression.pruning.weight_views import STORED, applied, note, share
+from mmrl.compression.pruning.weight_views import STORED, applied_transforms, record_transform, share_weights
 from mmrl.config.registry import find
 from mmrl.runtime.modules import DTYPES
 
@@ -23,7 +23,7 @@ def save_transformed(model: nn.Module, folder: str | Path, processor: Any = None
     written dequantised, which gives the same codes when they are quantised again.
     """
     folder = Path(folder)
-    plain = share(model, {id(m): _plain(m) for m in model.modules() if type(m).__name__ in LOW_BIT})
+    plain = share_weights(model, {id(m): _plain(m) for m in model.modules() if type(m).__name__ in LOW_BIT})
     plain.save_pretrained(str(folder))
     if processor is not None:
         processor.save_pretrained(str(folder))
@@ -32,7 +32,7 @@ def save_transformed(model: nn.Module, folder: str | Path, processor: Any = None
     record = {
         "dtype": str(widest).removeprefix("torch."),
         # Scales that were quantised themselves (`double`) are loaded as they are.
-        "transforms": [{**x, "double": False} if x.get("double") else x for x in applied(model)],
+        "transforms": [{**x, "double": False} if x.get("double") else x for x in applied_transforms(model)],
     }
     (folder / NAME).write_text(json.dumps(record) + "\n")
 
@@ -60,7 +60,7 @@ def load_transformed(folder: str | Path, *, attn_implementation: str = "sdpa") -
         name = transform["name"]
         options = {key: _tuples(value) for key, value in transform.items() if key != "name"}
         if name in STORED:
-            model = note(share(model), model, name, options)
+            model = record_transform(share_weights(model), model, name, options)
         else:
             model = find("transform", f"compression.{name}").target(model, **options)
     return model

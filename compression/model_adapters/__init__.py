@@ -1,1 +1,1 @@
-"""What differs between families of vision-language models, one small file each."""
+"""Adapters of vision-language model families for pruned visual computation."""

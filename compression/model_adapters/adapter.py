@@ -1,4 +1,4 @@
-"""What a family of models must tell, so that its visual computation can be pruned."""
+"""The interface of a model family for pruned visual computation, and its common implementations."""
 
 from __future__ import annotations
 
@@ -9,32 +9,32 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mmrl.compression.pruning.sliced_linear import Features, narrow
+from mmrl.compression.pruning.sliced_linear import FeatureIndex, sliced_linear
 
-Rasters = list[tuple[int, int]]  # (rows, columns) of every picture or frame, in the order of their tokens
+PatchGrids = list[tuple[int, int]]  # (rows, columns) of every image or frame, in the order of their tokens
 
 
 @dataclass(frozen=True)
-class Decoder:
-    """How a family lays out pictures, and how a layer of its language model makes queries, keys and values.
+class ModelAdapter:
+    """Patch grids, attention projections and position ids of a model family.
 
-    `rasters(core, inputs)` gives, by the id of a placeholder token, the rasters of the media in the batch;
-    empty where they are not known. `project(attn, x, queries, keys)` gives queries, keys and values of (B, n,
-    width) states, each (B, heads, n, D), before rotation, of the named heads only. `positions(ids, batch)`
-    brings `position_ids` into the form that the model's `rotary_emb` takes. `ranker(core)` is the attention
-    of the vision tower whose class token ranks patches (VisionZip), where there is one. `noted`: rasters are
-    known only where media are encoded, so their features carry them along.
+    `grids(core, inputs)` returns, by placeholder token id, the patch grids of the media in the batch; empty
+    if unknown. `project(attn, x, queries, keys)` returns queries, keys and values of (B, n, width) states,
+    each (B, heads, n, D), before rotary embedding, of the chosen features only. `positions(ids, batch)`
+    converts `position_ids` to the form that the model's `rotary_emb` takes. `class_token_attention(core)` is
+    the attention module of the vision tower whose class token ranks patches (VisionZip), if there is one.
+    `noted`: grids are known only when media are encoded, so the features carry them as an attribute.
     """
 
-    rasters: Callable[[nn.Module, Mapping[str, Any]], dict[int, Rasters]]
-    project: Callable[[nn.Module, Tensor, Features, Features], tuple[Tensor, Tensor, Tensor]]
+    grids: Callable[[nn.Module, Mapping[str, Any]], dict[int, PatchGrids]]
+    project: Callable[[nn.Module, Tensor, FeatureIndex, FeatureIndex], tuple[Tensor, Tensor, Tensor]]
     positions: Callable[[Tensor, int], Tensor]
-    ranker: Callable[[nn.Module], nn.Module] | None = None
+    class_token_attention: Callable[[nn.Module], nn.Module] | None = None
     noted: bool = False
 
 
 def placeholders(config: Any) -> tuple[int, ...]:
-    """List the tokens that stand for pictures and clips."""
+    """List the placeholder token ids of images and videos."""
     named = [getattr(config, f"{kind}_token_id", None) for kind in ("image", "video")]
     return tuple(token for token in named if token is not None)
 
@@ -44,38 +44,41 @@ def heads(x: Tensor, size: int) -> Tensor:
     return x.unflatten(-1, (-1, size)).transpose(1, 2)
 
 
-def project(attn: nn.Module, x: Tensor, queries: Features, keys: Features) -> tuple[Tensor, Tensor, Tensor]:
-    """Project as Llama and its descendants do."""
+def project(
+    attn: nn.Module, x: Tensor, queries: FeatureIndex, keys: FeatureIndex
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Project queries, keys and values as Llama, Qwen2 and Mistral do."""
     size = attn.head_dim
     return (
-        heads(narrow(attn.q_proj, x, rows=queries), size),
-        heads(narrow(attn.k_proj, x, rows=keys), size),
-        heads(narrow(attn.v_proj, x, rows=keys), size),
+        heads(sliced_linear(attn.q_proj, x, rows=queries), size),
+        heads(sliced_linear(attn.k_proj, x, rows=keys), size),
+        heads(sliced_linear(attn.v_proj, x, rows=keys), size),
     )
 
 
 def project_normed(
-    attn: nn.Module, x: Tensor, queries: Features, keys: Features
+    attn: nn.Module, x: Tensor, queries: FeatureIndex, keys: FeatureIndex
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Project as Qwen3 does, which normalises every head."""
+    """Project queries, keys and values as Qwen3 does, which normalises every head."""
     q, k, v = project(attn, x, queries, keys)
     return attn.q_norm(q), attn.k_norm(k), v
 
 
-def in_line(ids: Tensor, batch: int) -> Tensor:
-    """Give every row its positions: (B, n)."""
+def sequence_positions(ids: Tensor, batch: int) -> Tensor:
+    """Expand one-dimensional positions to every row: (B, n)."""
     return ids.expand(batch, -1)
 
 
-def on_axes(ids: Tensor, batch: int) -> Tensor:
-    """Give three axes of positions: (3, B, n). A fourth one in front is of use to packing only."""
+def multimodal_positions(ids: Tensor, batch: int) -> Tensor:
+    """Expand M-RoPE positions to (3, B, n): time, height, width; a leading text axis is dropped."""
     ids = ids if ids.dim() == 3 else ids[None]
     return ids[-3:].expand(3, batch, -1)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn (B, H, n, D) queries or keys by their positions; `cos` and `sin` are (B, n, D)."""
-    # In the layout that the projection left, so that nothing is rearranged.
+    """Apply rotary embedding to queries or keys (B, H, n, D); `cos` and `sin` are (B, n, D)."""
+    # (x1, x2) becomes (x1 cos - x2 sin, x2 cos + x1 sin). Computed as (B, n, H, D), the memory layout of
+    # the projection, so that nothing is copied first.
     x, cos, sin = x.transpose(1, 2), cos[:, :, None], sin[:, :, None]
     half = x.shape[-1] // 2
     first, second = x[..., :half], x[..., half:]

@@ -1,1 +1,1 @@
-"""How a model runs with less visual computation."""
+"""Forward pass of vision-language models with pruned visual computation."""

@@ -1,5 +1,4 @@
-"""Attention of visual tokens to their neighbours on the picture, in blocks of raster rows; no map of all
-pairs."""
+"""Windowed attention on patch grids, in blocks of grid rows, without a full attention map."""
 
 from __future__ import annotations
 
@@ -10,19 +9,19 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from mmrl.compression.pruning.patch_grid import pick
-from mmrl.compression.pruning.token_stages import Stage
+from mmrl.compression.pruning.token_stages import TokenStage
 
-BLOCK = 96  # query tokens that are computed together, about: fewer waste the kernel, more waste the window
+BLOCK = 96  # target queries per block: smaller blocks underuse the kernel, larger ones mask more keys
 
 
 def block_rows(rows: int, columns: int) -> int:
-    """Choose how many rows of a raster make a block: blocks are of one size, nearly."""
+    """Choose the number of grid rows per block, so that blocks are of nearly equal size."""
     blocks = max(1, -(-rows * columns // BLOCK))
     return -(-rows // min(rows, blocks))
 
 
 def block_keys(rows: int, columns: int, radius: int, causal: bool) -> tuple[int, int, int]:
-    """Count the blocks of a raster, and queries and visual keys of each."""
+    """Return the number of blocks of a grid, and of queries and visual keys per block."""
     block = block_rows(rows, columns)
     reach = min(radius, rows - 1)
     return -(-rows // block), block * columns, (block + reach * (1 if causal else 2)) * columns
@@ -30,7 +29,7 @@ def block_keys(rows: int, columns: int, radius: int, causal: bool) -> tuple[int,
 
 @lru_cache(maxsize=64)
 def _near(rows: int, columns: int, radius: int, causal: bool) -> Tensor:
-    """Tell which keys of its block a query is near to: (blocks, queries, keys)."""
+    """Compute which keys of its block are in the window of a query: (blocks, queries, keys)."""
     block, reach = block_rows(rows, columns), min(radius, rows - 1)
     blocks, queries, keys = block_keys(rows, columns, radius, causal)
     start = torch.arange(blocks)[:, None] * block
@@ -41,23 +40,23 @@ def _near(rows: int, columns: int, radius: int, causal: bool) -> Tensor:
     near = ((qy - ky).abs() <= radius) & ((qx - kx).abs() <= radius) & (ky >= 0) & (ky < rows)
     if causal:
         near &= ky * columns + kx <= qy * columns + qx
-    # Rows that fill up the last block see what they like; nobody reads them.
+    # Padding rows of the last block attend everywhere, so that their softmax is defined; they are dropped.
     return near | (qy >= rows)
 
 
 def attend_near(
-    q: Tensor, k: Tensor, v: Tensor, text_k: Tensor, text_v: Tensor, stage: Stage, *,
+    q: Tensor, k: Tensor, v: Tensor, text_k: Tensor, text_v: Tensor, stage: TokenStage, *,
     radius: int, causal: bool, scale: float,
 ) -> Tensor:  # fmt: skip
-    """Let visual rows (B, H, n_v, D) attend to their neighbours and to the text before them.
+    """Attend from visual rows (B, H, n_v, D) to their window and to the text before them.
 
-    `k` and `v` are of the same rows; `text_k` and `text_v` (B, H, t, D) of the text that `stage.words` lists.
-    Every raster must be whole.
+    `k` and `v` belong to the same rows; `text_k` and `text_v` (B, H, t, D) to the text of `stage.words`.
+    Every grid must be complete.
     """
     batch, heads, n, size = q.shape
     out = q.new_zeros(batch * n, heads, size)
     flat = [x.transpose(1, 2).reshape(batch * n, heads, size) for x in (q, k, v)]
-    for (rows, columns), at in raster_rows(stage).items():
+    for (rows, columns), at in grid_rows(stage).items():
         owner = at[:, 0] // n
         whole = at.numel() == batch * n and bool(
             (at.flatten() == torch.arange(batch * n, device=at.device)).all()
@@ -73,22 +72,22 @@ def attend_near(
     return out.view(batch, n, heads, size).transpose(1, 2)
 
 
-def raster_rows(stage: Stage) -> dict[tuple[int, int], Tensor]:
-    """Find the visual rows of every raster, by shape: (F, h * w) flat indices `b * n_v + j`."""
+def grid_rows(stage: TokenStage) -> dict[tuple[int, int], Tensor]:
+    """Return the visual rows of every grid, by shape: (F, h * w) flat indices `b * n_v + j`."""
     batch, n = stage.vis.shape
     size = stage.layout.visual.shape[1]
     rows = torch.arange(batch * n, device=stage.vis.device).view(batch, n)
     place = rows.new_full((batch, size + 1), -1)
     place.scatter_(1, stage.vis.masked_fill(stage.vis < 0, size), rows)
     place = place[:, :size].flatten()
-    return {shape: place[at] for shape, at in stage.layout.rasters.items()}
+    return {shape: place[at] for shape, at in stage.layout.grids.items()}
 
 
 def _blocks(
     mine: list[Tensor], text: list[Tensor], bias: Tensor, shape: tuple[int, int], radius: int, causal: bool,
     scale: float,
 ) -> Tensor:  # fmt: skip
-    """Attend within rasters (F, h * w, H, D), block by block."""
+    """Attend within grids (F, h * w, H, D), block by block."""
     (rows, columns), (frames, _, heads, size) = shape, mine[0].shape
     block, reach = block_rows(rows, columns), min(radius, rows - 1)
     blocks = -(-rows // block)
@@ -105,9 +104,8 @@ def _blocks(
     return out.transpose(1, 2).reshape(frames, blocks * block * columns, heads, size)[:, : rows * columns]
 
 
-def _block_mask(stage: Stage, at: Tensor, shape: tuple[int, int], radius: int, causal: bool) -> Tensor:
-    """Tell what the queries of every block see, neighbours and then text: (F * blocks, 1, queries, keys +
-    t)."""
+def _block_mask(stage: TokenStage, at: Tensor, shape: tuple[int, int], radius: int, causal: bool) -> Tensor:
+    """Compute the mask of every block over window and text: (F * blocks, 1, queries, keys + t)."""
     rows, columns = shape
     blocks, queries, _ = block_keys(rows, columns, radius, causal)
     near = _near(rows, columns, radius, causal).to(at.device).expand(len(at), -1, -1, -1)
@@ -118,13 +116,15 @@ def _block_mask(stage: Stage, at: Tensor, shape: tuple[int, int], radius: int, c
 
 
 def _pad_rows(x: Tensor, columns: int, above: int, below: int) -> Tensor:
-    """Put empty raster rows above and below."""
+    """Pad with empty grid rows above and below."""
     return F.pad(x, (0, 0, 0, 0, above * columns, below * columns)) if above or below else x
 
 
-def near_mask(stage: Stage, radius: int, causal: bool) -> Tensor:
-    """Tell which columns visual rows see, as one mask (B, 1, n_v, C): for rasters that are no longer whole,
-    and what the blocks are tested against."""
+def near_mask(stage: TokenStage, radius: int, causal: bool) -> Tensor:
+    """Compute the window mask of visual rows over all columns: (B, 1, n_v, C).
+
+    For grids that lost tokens to a reduction; tests compare the blocks with it.
+    """
     place = stage.layout.place
     rows = [pick(axis, stage.vis) for axis in place]
     cols = [pick(axis, stage.cols) for axis in place]

@@ -1,4 +1,4 @@
-"""Make a pruned view of a model: the same weights, with less visual computation."""
+"""Pruned views of a model: the same weights with less visual computation."""
 
 from __future__ import annotations
 
@@ -8,29 +8,29 @@ from typing import Any
 
 from torch import nn
 
-from mmrl.compression.model_adapters.lookup import decoder_of
-from mmrl.compression.pruning.forward import run_core, run_features, run_text
+from mmrl.compression.model_adapters.lookup import adapter_of
+from mmrl.compression.pruning.forward import forward_core, forward_features, forward_text
 from mmrl.compression.pruning.spec import PRUNING, core_of, pruning_of
-from mmrl.compression.pruning.weight_views import Bound, note, share
+from mmrl.compression.pruning.weight_views import BoundFunction, record_transform, share_weights
 
 
 def prune(model: nn.Module, name: str, options: Mapping[str, Any], **changes: Any) -> nn.Module:
-    """Make a view of a model that leaves out more: it shares every weight with the model.
+    """Return a view of a model with more pruning; the view shares every weight with the model.
 
-    `name` and `options` are noted, so that the view can be saved and made again; `changes` are fields of
-    `Pruning`.
+    `name` and `options` are recorded, so that the view can be saved and restored; `changes` are fields of
+    `PruningSpec`.
     """
     model_core = core_of(model)
-    decoder_of(model_core)
-    view = note(share(model), model, name, options)
+    adapter_of(model_core)
+    view = record_transform(share_weights(model), model, name, options)
     core = core_of(view)
     vars(core)[PRUNING] = replace(pruning_of(model), **changes)
-    # Instance attributes, found before the methods of the class; they follow a deep copy of the view.
-    core.forward = Bound(run_core, core)
+    # Instance attributes override the methods of the class, and are rebound in a deep copy of the view.
+    core.forward = BoundFunction(forward_core, core)
     for kind in ("image", "video"):
         name = f"get_{kind}_features"
         if name in dir(type(core)):
-            setattr(core, name, Bound(run_features, core, kind, like=getattr(model_core, name)))
+            setattr(core, name, BoundFunction(forward_features, core, kind, like=getattr(model_core, name)))
     text = core.get_decoder()
-    text.forward = Bound(run_text, text, core)
+    text.forward = BoundFunction(forward_text, text, core)
     return view

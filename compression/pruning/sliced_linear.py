@@ -1,4 +1,4 @@
-"""Linear layers of which only some outputs or inputs are wanted."""
+"""Linear layers computed for a subset of their outputs or inputs."""
 
 from __future__ import annotations
 
@@ -10,12 +10,11 @@ from torch.nn import functional as F
 
 from mmrl.core import onednn
 
-Features = slice | Tensor | None  # which outputs or inputs; None: all
+FeatureIndex = slice | Tensor | None  # which outputs or inputs; None: all
 
 
-def features(chosen: Sequence[int] | None, size: int = 1) -> Features:
-    """Name the features of chosen units of `size` features each: a slice where they are neighbours, which
-    costs no copy."""
+def feature_index(chosen: Sequence[int] | None, size: int = 1) -> FeatureIndex:
+    """Return the indices of chosen units of `size` features each; a slice, without a copy, if contiguous."""
     if chosen is None:
         return None
     first, last = (chosen[0], chosen[-1]) if chosen else (0, -1)
@@ -25,19 +24,20 @@ def features(chosen: Sequence[int] | None, size: int = 1) -> Features:
     return (units[:, None] * size + torch.arange(size)).flatten()
 
 
-def narrow(linear: nn.Module, x: Tensor, *, rows: Features = None, columns: Features = None) -> Tensor:
-    """Compute some outputs (`rows` of the weight) of some inputs (`columns` of it); `x` holds those inputs
-    only.
+def sliced_linear(
+    linear: nn.Module, x: Tensor, *, rows: FeatureIndex = None, columns: FeatureIndex = None
+) -> Tensor:
+    """Compute some outputs (`rows` of the weight) from some inputs (`columns`); `x` has these inputs only.
 
-    A kind of layer that is not known computes everything, with zeros for the inputs that are not there.
+    An unknown kind of layer computes all outputs, with zeros for the missing inputs.
     """
     if rows is None and columns is None:
         return linear(x)
     kind = type(linear)
-    return NARROW.get(f"{kind.__module__}.{kind.__qualname__}", _whole)(linear, x, rows, columns)
+    return SLICED.get(f"{kind.__module__}.{kind.__qualname__}", _whole)(linear, x, rows, columns)
 
 
-def _take(weight: Tensor, axis: int, chosen: Features) -> Tensor:
+def _take(weight: Tensor, axis: int, chosen: FeatureIndex) -> Tensor:
     if chosen is None:
         return weight
     if type(chosen) is slice:
@@ -45,19 +45,19 @@ def _take(weight: Tensor, axis: int, chosen: Features) -> Tensor:
     return weight.index_select(axis, chosen.to(weight.device))
 
 
-def _plain(linear: nn.Module, x: Tensor, rows: Features, columns: Features) -> Tensor:
+def _plain(linear: nn.Module, x: Tensor, rows: FeatureIndex, columns: FeatureIndex) -> Tensor:
     bias = linear.bias if linear.bias is None else _take(linear.bias, 0, rows)
     return onednn.linear(x, _take(_take(linear.weight, 0, rows), 1, columns), bias)
 
 
-def _upcast(linear: nn.Module, x: Tensor, rows: Features, columns: Features) -> Tensor:
+def _upcast(linear: nn.Module, x: Tensor, rows: FeatureIndex, columns: FeatureIndex) -> Tensor:
     bias = linear.bias if linear.bias is None else _take(linear.bias, 0, rows).to(linear.compute)
     weight = _take(_take(linear.weight, 0, rows), 1, columns).to(linear.compute)
     return F.linear(x.to(linear.compute), weight, bias)
 
 
-def _four_bits(linear: nn.Module, x: Tensor, rows: Features, columns: Features) -> Tensor:
-    """bitsandbytes' layer of 4 bits: the whole weight is dequantized, as its own product does."""
+def _four_bits(linear: nn.Module, x: Tensor, rows: FeatureIndex, columns: FeatureIndex) -> Tensor:
+    """Compute a bitsandbytes 4-bit layer: dequantise the whole weight, as its own matmul does, then slice."""
     from bitsandbytes.functional import dequantize_4bit
 
     weight = dequantize_4bit(linear.weight.data, linear.weight.quant_state).to(x.dtype)
@@ -65,20 +65,20 @@ def _four_bits(linear: nn.Module, x: Tensor, rows: Features, columns: Features) 
     return F.linear(x, _take(_take(weight, 0, rows), 1, columns), bias)
 
 
-def _adapted(linear: nn.Module, x: Tensor, rows: Features, columns: Features) -> Tensor:
-    """LoRA: the base layer and both factors are narrowed."""
-    out = narrow(linear.base_layer, x, rows=rows, columns=columns)
+def _adapted(linear: nn.Module, x: Tensor, rows: FeatureIndex, columns: FeatureIndex) -> Tensor:
+    """Compute a LoRA layer: y = W x + scaling * B A x, with W and B sliced by rows, W and A by columns."""
+    out = sliced_linear(linear.base_layer, x, rows=rows, columns=columns)
     if linear.disable_adapters or linear.merged:
         return out
     for name in linear.active_adapters:
         if name in linear.lora_A:
             down, up = linear.lora_A[name], linear.lora_B[name]
-            inner = narrow(down, linear.lora_dropout[name](x.to(down.weight.dtype)), columns=columns)
-            out = out + (narrow(up, inner, rows=rows) * linear.scaling[name]).to(out.dtype)
+            inner = sliced_linear(down, linear.lora_dropout[name](x.to(down.weight.dtype)), columns=columns)
+            out = out + (sliced_linear(up, inner, rows=rows) * linear.scaling[name]).to(out.dtype)
     return out
 
 
-def _whole(linear: nn.Module, x: Tensor, rows: Features, columns: Features) -> Tensor:
+def _whole(linear: nn.Module, x: Tensor, rows: FeatureIndex, columns: FeatureIndex) -> Tensor:
     if columns is not None:
         index = torch.arange(linear.in_features, device=x.device)[columns]
         x = x.new_zeros(*x.shape[:-1], linear.in_features).index_copy(-1, index, x)
@@ -86,7 +86,7 @@ def _whole(linear: nn.Module, x: Tensor, rows: Features, columns: Features) -> T
     return out if rows is None else _take(out, -1, rows)
 
 
-NARROW: dict[str, Callable[[nn.Module, Tensor, Features, Features], Tensor]] = {
+SLICED: dict[str, Callable[[nn.Module, Tensor, FeatureIndex, FeatureIndex], Tensor]] = {
     "torch.nn.modules.linear.Linear": _plain,
     "bitsandbytes.nn.modules.Linear4bit": _four_bits,
     "peft.tuners.lora.layer.Linear": _adapted,

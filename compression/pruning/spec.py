@@ -1,5 +1,4 @@
-"""What is left out of a model's visual computation, as plain data, and the view of the model that leaves it
-out."""
+"""The specification of pruned visual computation as plain data, and how it is read from a model."""
 
 from __future__ import annotations
 
@@ -12,9 +11,11 @@ PRUNING = "mmrl_pruning"
 
 
 @dataclass(frozen=True)
-class Cut:
-    """Visual tokens that leave in front of a layer: `choose(scene) -> Choice` says which stay; None: none
-    do."""
+class TokenReduction:
+    """Removal of visual tokens before a layer.
+
+    `choose(SelectionContext) -> Selection` decides which tokens stay; None removes all.
+    """
 
     layer: int
     choose: Callable | None = None
@@ -22,12 +23,12 @@ class Cut:
 
 
 @dataclass(frozen=True)
-class Pruning:
-    """All that is left out. `L` layers, `H` heads.
+class PruningSpec:
+    """Pruned parts of the visual computation; the defaults prune nothing.
 
-    `radius` and `causal` bound what a visual token sees of its raster; `heads` names the query heads of every
-    layer that visual tokens keep, `ffn_units` the inner units of every layer; visual tokens pass the `frozen`
-    layers unchanged; `cuts` are in the order of their layers.
+    `radius` and `causal` define the attention window on the patch grid of an image; `heads` and `ffn_units`
+    list the query heads and inner units that visual tokens keep in every layer (None: all); `frozen` layers
+    leave visual tokens unchanged; `reductions` are sorted by layer.
     """
 
     radius: int | None = None
@@ -35,21 +36,21 @@ class Pruning:
     heads: tuple[tuple[int, ...] | None, ...] = ()
     ffn_units: tuple[tuple[int, ...] | None, ...] = ()
     frozen: frozenset[int] = frozenset()
-    cuts: tuple[Cut, ...] = ()
-    tower: bool = False  # a cut reads what the vision tower attends to
+    reductions: tuple[TokenReduction, ...] = ()
+    tower: bool = False  # a reduction reads queries and keys of the vision tower
 
     def heads_of(self, layer: int) -> tuple[int, ...] | None:
-        """Name the query heads that visual tokens keep in a layer; None: all."""
+        """Return the query heads that visual tokens keep in a layer; None: all."""
         return self.heads[layer] if self.heads else None
 
     def ffn_units_of(self, layer: int) -> tuple[int, ...] | None:
-        """Name the inner units that visual tokens keep in a layer; None: all."""
+        """Return the inner units that visual tokens keep in a layer; None: all."""
         return self.ffn_units[layer] if self.ffn_units else None
 
 
 @dataclass(frozen=True)
-class Shape:
-    """The sizes of a language model."""
+class ModelShape:
+    """Sizes of a language model: layers, heads, hidden width, inner width of the feed-forward layers."""
 
     layers: int
     heads: int
@@ -60,11 +61,11 @@ class Shape:
     extra: Mapping[str, int] = field(default_factory=dict)
 
 
-def shape_of(model: nn.Module) -> Shape:
+def shape_of(model: nn.Module) -> ModelShape:
     """Read the sizes of a model's language model from its config."""
     config = model.config.get_text_config()
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return Shape(
+    return ModelShape(
         config.num_hidden_layers,
         config.num_attention_heads,
         config.num_key_value_heads,
@@ -75,23 +76,23 @@ def shape_of(model: nn.Module) -> Shape:
 
 
 def core_of(model: nn.Module) -> nn.Module:
-    """Find the model without its head."""
+    """Return the model without its language-modelling head."""
     return model.base_model
 
 
-def pruning_of(model: nn.Module) -> Pruning:
-    """Say what a model leaves out; nothing by default."""
-    return vars(core_of(model)).get(PRUNING, Pruning())
+def pruning_of(model: nn.Module) -> PruningSpec:
+    """Return the pruning of a model; by default nothing is pruned."""
+    return vars(core_of(model)).get(PRUNING, PruningSpec())
 
 
-def add_cuts(model: nn.Module, cuts: Sequence[Cut]) -> tuple[Cut, ...]:
-    """Put cuts between those that a model has, in the order of their layers."""
+def add_reductions(model: nn.Module, reductions: Sequence[TokenReduction]) -> tuple[TokenReduction, ...]:
+    """Add reductions to those of a model, sorted by layer."""
     layers = shape_of(model).layers
-    for cut in cuts:
-        if not 0 <= cut.layer <= layers:
+    for reduction in reductions:
+        if not 0 <= reduction.layer <= layers:
             raise ValueError(
-                f"tokens cannot leave in front of layer {cut.layer} of a model with {layers} layers"
+                f"tokens cannot leave in front of layer {reduction.layer} of a model with {layers} layers"
             )
-    both = (*pruning_of(model).cuts, *cuts)
-    # A cut that keeps nothing goes last among those of its layer: the others choose among what is there.
-    return tuple(sorted(both, key=lambda cut: (cut.layer, cut.choose is None)))
+    both = (*pruning_of(model).reductions, *reductions)
+    # A reduction that removes all tokens goes last in its layer: the others choose among the tokens left.
+    return tuple(sorted(both, key=lambda reduction: (reduction.layer, reduction.choose is None)))

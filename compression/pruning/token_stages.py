@@ -1,10 +1,9 @@
-"""Which tokens are rows and which are columns of attention, from one cut to the next, with and without a
-cache.
+"""Stages: layers between two token reductions, which share the rows and columns of their attention.
 
-Between two cuts (a stage) the same visual tokens are there. A cache layer holds the tokens of its stage, so
-stages have different columns. What stands where is written into extra layers behind the model's own ones in
-the same cache, so that every rearrangement of the cache (beams, repeats, crops, chosen rows) rearranges it as
-well.
+All layers of a stage have the same visual tokens, so their cache layers have the same columns; other stages
+have others. The position and kind of every column is stored in extra layers after the model's own ones in the
+same cache, so that every rearrangement of the cache (beams, repeats, crops, selected rows) applies to them
+too.
 """
 
 from __future__ import annotations
@@ -17,15 +16,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmrl.compression.pruning.patch_grid import Layout, pack_places, pick
-from mmrl.compression.pruning.sliced_linear import Features
+from mmrl.compression.pruning.patch_grid import TokenLayout, pack_places, pick
+from mmrl.compression.pruning.sliced_linear import FeatureIndex
 
 
 @dataclass(frozen=True, eq=False)
-class Stage:
-    """Tokens between two cuts. `S` tokens are given in this call, `C` columns are seen, past ones included.
+class TokenStage:
+    """Rows and columns of attention of one stage: `S` tokens in this call, `C` columns with past ones.
 
-    `text` (B, n_t) and `vis` (B, n_v) are indices of given tokens; `cols` (B, n_c) those that become columns,
+    `text` (B, n_t) and `vis` (B, n_v) index tokens of this call; `cols` (B, n_c) those that become columns,
     in the order of the sequence; -1 pads on the left. `orig` (B, C) numbers columns in the whole sequence,
     `visual` (B, C) marks visual ones, `seen` (B, C) those that are not padding.
     """
@@ -37,15 +36,17 @@ class Stage:
     visual: Tensor
     seen: Tensor
     past: int  # tokens of the whole sequence before this call
-    allowed: Tensor | None  # (B, S, past + S) what the caller allows, where it said so for every pair
-    layout: Layout
-    plain: bool  # no padding, nothing before: the mask is causal and nothing else
+    allowed: Tensor | None  # (B, S, past + S) mask of all pairs, if the caller passed one
+    layout: TokenLayout
+    plain: bool  # no padding and no past: the mask is just causal
     memo: dict[Any, Tensor] = field(default_factory=dict)
 
     @cached_property
     def runs(self) -> list[tuple[bool, int, int, int]] | None:
-        """Part the given columns into runs of neighbours, `(visual, first row, first column, length)`; None
-        where rows of the batch differ or are padded."""
+        """Split the new columns into contiguous runs: `(visual, first row, first column, length)`.
+
+        None if rows of the batch differ or are padded.
+        """
         if int(min(x.min() if x.numel() else 0 for x in (self.text, self.vis, self.cols))) < 0:
             return None
         line = self.gather[0]
@@ -61,7 +62,7 @@ class Stage:
         ]
 
     def bias(self, name: Any, make: Callable[[], Tensor], dtype: torch.dtype) -> Tensor:
-        """Turn a mask into what is added to scores, once for all layers of the stage."""
+        """Convert a mask to an additive bias (0 or -inf), once for all layers of the stage."""
 
         def added() -> Tensor:
             mask = make()
@@ -71,7 +72,7 @@ class Stage:
         return self.once((name, dtype), added)
 
     def once(self, name: Any, make: Callable[[], Tensor]) -> Tensor:
-        """Make something once for all layers of the stage."""
+        """Return a memoised value, computed once for all layers of the stage."""
         if name not in self.memo:
             self.memo[name] = make()
         return self.memo[name]
@@ -81,9 +82,11 @@ class Stage:
         """Whether a column is visual."""
         return bool(self.visual.any())
 
-    def join(self, text: Tensor, vis: Tensor, heads: Features, total: int) -> Tensor:
-        """Bring text rows (B, H, n_t, D) and visual rows (B, h, n_v, D) into the order of given columns;
-        `heads` are those of `total` that the visual rows have, the others are zero."""
+    def join(self, text: Tensor, vis: Tensor, heads: FeatureIndex, total: int) -> Tensor:
+        """Merge text rows (B, H, n_t, D) and visual rows (B, h, n_v, D) in the order of the new columns.
+
+        `heads` are those of `total` that the visual rows have; the other heads of visual rows are zero.
+        """
         size = text.shape[-1]
         if self.runs is None:
             vis = vis if heads is None else _spread(vis, heads, total)
@@ -100,13 +103,14 @@ class Stage:
 
     @cached_property
     def gather(self) -> Tensor:
-        """For every column given in this call, its place in text rows followed by visual rows: (B, n_c)."""
+        """Index of every new column in the concatenated text and visual rows: (B, n_c)."""
         return pick(self._places(), self.cols)
 
     def _places(self) -> Tensor:
         size, n = self.layout.visual.shape[1], self.text.shape[1]
         both = torch.cat([self.text, self.vis], 1)
         order = torch.arange(both.shape[1], device=both.device).expand_as(both)
+        # The extra last entry takes the padding (-1).
         places = both.new_zeros(len(both), size + 1)
         places.scatter_(1, both.masked_fill(both < 0, size), order)
         assert n + self.vis.shape[1] == both.shape[1]
@@ -114,12 +118,12 @@ class Stage:
 
     @cached_property
     def text_at(self) -> Tensor:
-        """Find the column of every text row: (B, n_t)."""
+        """Column of every text row: (B, n_t)."""
         return self._column(self.text)
 
     @cached_property
     def vis_at(self) -> Tensor:
-        """Find the column of every visual row: (B, n_v)."""
+        """Column of every visual row: (B, n_v)."""
         return self._column(self.vis)
 
     def _column(self, rows: Tensor) -> Tensor:
@@ -130,8 +134,10 @@ class Stage:
         return places[:, :size].gather(1, rows.clamp(min=0))
 
     def mask(self, rows: Tensor, *, text_only: bool = False) -> Tensor:
-        """Tell which columns rows (B, n) of this call may see: (B, 1, n, C). A row that may see none sees
-        all."""
+        """Compute which columns the rows (B, n) of this call attend to: (B, 1, n, C).
+
+        A fully masked row (padding) attends everywhere, so that its softmax is defined.
+        """
         at = rows.clamp(min=0) + self.past
         see = self.seen[:, None] & (self.orig[:, None] <= at[:, :, None])
         if self.allowed is not None:
@@ -143,19 +149,18 @@ class Stage:
 
     @cached_property
     def text_mask(self) -> Tensor | None:
-        """What text rows see; None where that is everything."""
+        """Attention mask of text rows; None if they attend to all columns."""
         mask = self.mask(self.text)
         return None if self.text.shape[1] == 1 and bool(mask.all()) else mask
 
     @cached_property
     def text_only_mask(self) -> Tensor:
-        """What text rows see of text: (B, 1, n_t, C)."""
+        """Attention mask of text rows to text columns: (B, 1, n_t, C)."""
         return self.mask(self.text, text_only=True)
 
     @cached_property
     def words(self) -> tuple[Tensor, Tensor]:
-        """List the text that stands before visual rows: (B, t) indices of columns, -1 pads; and which of them
-        each visual row sees, (B, n_v, t)."""
+        """Text columns before visual rows, (B, t) padded with -1, and a mask per visual row (B, n_v, t)."""
         at = self.vis.clamp(min=0) + self.past
         last = at.masked_fill(self.vis < 0, -1).max(1).values
         columns = pack_places(~self.visual & self.seen & (self.orig < last[:, None]))
@@ -167,12 +172,12 @@ class Stage:
 
     @cached_property
     def dense_mask(self) -> Tensor:
-        """What all given columns see: (B, 1, n_c, C)."""
+        """Attention mask of all tokens of this call that are columns: (B, 1, n_c, C)."""
         return self.mask(self.cols)
 
     @cached_property
     def all_text(self) -> bool:
-        """Whether text rows are the given columns, in order."""
+        """Whether the new columns are exactly the text rows, in order."""
         return (
             self.vis.shape[1] == 0
             and self.text.shape == self.cols.shape
@@ -181,25 +186,25 @@ class Stage:
 
 
 def _split(rows: list[int], start: int, end: int, n: int) -> list[tuple[int, int]]:
-    """Part a run where text rows end and visual ones begin, which are numbered on."""
+    """Split a run at the boundary of text and visual rows, whose indices are consecutive (n_t - 1, n_t)."""
     edge = start + (n - rows[start])
     return [(start, edge), (edge, end)] if rows[start] < n and start < edge < end else [(start, end)]
 
 
-def _spread(x: Tensor, heads: Features, total: int) -> Tensor:
+def _spread(x: Tensor, heads: FeatureIndex, total: int) -> Tensor:
     out = x.new_zeros(x.shape[0], total, *x.shape[2:])
     out[:, heads] = x
     return out
 
 
-class Ledger:
-    """What stands in the columns of every stage, kept in extra layers of the cache behind `first`."""
+class ColumnIndex:
+    """Position and kind of the columns of every stage, in the extra cache layers from `first` on."""
 
     def __init__(self, cache: Any, first: int) -> None:
         self.cache, self.first = cache, first
 
     def extend(self, number: int, orig: Tensor, visual: Tensor) -> tuple[Tensor, Tensor]:
-        """Write new columns (B, n) of a stage down; gives those of the whole stage."""
+        """Append new columns (B, n) of a stage; returns positions and visual marks of all its columns."""
         if self.cache is None:
             return orig, visual
         layer = self._layer(number)
@@ -219,50 +224,51 @@ class Ledger:
 
 
 @dataclass(frozen=True, eq=False)
-class Call:
-    """One call of the language model: what it was given, before any cut."""
+class ForwardCall:
+    """Inputs of one call of the language model, before any token reduction."""
 
-    layout: Layout
-    ledger: Ledger
+    layout: TokenLayout
+    columns: ColumnIndex
     past: int
-    known: Tensor | None  # (B, past + S) which tokens are not padding
+    known: Tensor | None  # (B, past + S), True for tokens that are not padding
     allowed: Tensor | None  # (B, S, past + S)
 
-    def stage(self, number: int, vis: Tensor) -> Stage:
-        """Lay out the stage `number` with the visual rows that are there."""
+    def stage(self, number: int, vis: Tensor) -> TokenStage:
+        """Build stage `number` with the visual rows that are left."""
         visual = self.layout.visual
         size = visual.shape[1]
-        here = torch.arange(size, device=visual.device).expand_as(visual)
+        every = torch.arange(size, device=visual.device).expand_as(visual)
         real = torch.ones_like(visual) if self.known is None else self.known[:, self.past :]
         text = pack_places(~visual & real)
+        # Stage 0 has a column for every token, padding included, as an unpruned model; later stages only for
+        # the text and the visual tokens that are left.
         if number == 0:
-            cols = here
+            cols = every
         else:
             kept = torch.zeros(len(visual), size + 1, dtype=torch.bool, device=visual.device)
             kept.scatter_(1, vis.masked_fill(vis < 0, size), True)
             cols = pack_places((~visual & real) | kept[:, :size])
         new = torch.where(cols < 0, cols, cols + self.past)
-        orig, marks = self.ledger.extend(number, new, pick(visual, cols) & (cols >= 0))
+        orig, marks = self.columns.extend(number, new, pick(visual, cols) & (cols >= 0))
         seen = orig >= 0
         if self.known is not None:
             seen = seen & pick(self.known, orig)
         plain = self.past == 0 and self.allowed is None and bool(seen.all())
-        return Stage(text, vis, cols, orig, marks, seen, self.past, self.allowed, self.layout, plain)
+        return TokenStage(text, vis, cols, orig, marks, seen, self.past, self.allowed, self.layout, plain)
 
 
-def read_mask(mask: Tensor | None, past: int, given: int) -> tuple[Tensor | None, Tensor | None]:
-    """Bring an attention mask into form: which tokens are not padding (B, past + S), or what is allowed for
-    every pair (B, S, past + S)."""
+def read_mask(mask: Tensor | None, past: int, length: int) -> tuple[Tensor | None, Tensor | None]:
+    """Convert an attention mask to a padding mask (B, past + S) or a mask of all pairs (B, S, past + S)."""
     if mask is None:
         return None, None
     if type(mask) is dict:
         raise ValueError(
-            "a pruned model makes its own masks; give `attention_mask` as (B, S) or (B, 1, S, S)"
+            "a pruned model makes its own masks; pass `attention_mask` as (B, S) or (B, 1, S, S)"
         )
-    if mask.shape[-1] != past + given:
+    if mask.shape[-1] != past + length:
         raise ValueError(
-            f"the attention mask has {mask.shape[-1]} columns, but the cache holds {past} tokens and {given} "
-            "are given; give the mask of the whole sequence, and only tokens that the cache does not hold"
+            f"the attention mask has {mask.shape[-1]} columns, but the cache holds {past} tokens and "
+            f"{length} are new; pass the mask of the whole sequence, and only tokens not in the cache"
         )
     flags = mask if mask.dtype == torch.bool else (mask != 0 if mask.dim() == 2 else mask == 0)
     return (flags, None) if mask.dim() == 2 else (None, flags[:, 0])

@@ -1,8 +1,7 @@
-"""What the features of a picture remember: the rasters they were made of, and what the vision tower looked
-at.
+"""Patch grids and class-token attention, attached to the image features of the vision tower.
 
-`generate` encodes pictures ahead and hands their features on, repeated for beams, without the grids. So both
-are written on the tensors of features themselves.
+`generate` encodes images first and passes their features on, repeated for beams, without the grids. So both
+are stored as attributes of the feature tensors.
 """
 
 from __future__ import annotations
@@ -15,54 +14,52 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mmrl.compression.model_adapters.adapter import Decoder, Rasters
+from mmrl.compression.model_adapters.adapter import ModelAdapter, PatchGrids
 
 KINDS = ("image", "video")
 
 
-def encode(core: nn.Module, decoder: Decoder, kind: str, tower: bool, given: Mapping[str, Any]) -> Any:
-    """Encode media as the model's class does, and note on the features of each what is asked later."""
-    with _watching(core, decoder, tower and kind == "image") as noted:
-        out = getattr(type(core), f"get_{kind}_features")(core, **given)
+def encode(core: nn.Module, adapter: ModelAdapter, kind: str, tower: bool, inputs: Mapping[str, Any]) -> Any:
+    """Encode media, and attach patch grids and tower queries and keys to the features."""
+    with _recording(core, adapter, tower and kind == "image") as recorded:
+        out = getattr(type(core), f"get_{kind}_features")(core, **inputs)
     features = out.pooler_output
     if torch.is_tensor(features):
         return out
-    rasters = (
-        decoder.rasters(core, given).get(getattr(core.config, f"{kind}_token_id"), [])
-        if decoder.noted
-        else []
+    grids = (
+        adapter.grids(core, inputs).get(getattr(core.config, f"{kind}_token_id"), []) if adapter.noted else []
     )
-    rasters = iter(rasters)
+    grids = iter(grids)
     for number, feature in enumerate(features):
-        feature.rasters = list(_consume(rasters, len(feature)))
-        feature.tower = {name: value[number] for name, value in noted.items()}
+        feature.grids = list(_consume(grids, len(feature)))
+        feature.tower = {name: value[number] for name, value in recorded.items()}
     return out
 
 
-def _consume(rasters: Iterator[tuple[int, int]], length: int) -> Iterator[tuple[int, int]]:
-    while length > 0 and (one := next(rasters, None)) is not None:
-        length -= one[0] * one[1]
-        yield one
+def _consume(grids: Iterator[tuple[int, int]], length: int) -> Iterator[tuple[int, int]]:
+    while length > 0 and (grid := next(grids, None)) is not None:
+        length -= grid[0] * grid[1]
+        yield grid
 
 
 def encode_ahead(core: nn.Module, inputs: dict[str, Any]) -> None:
-    """Encode the pictures of a call before it, as `generate` does, so that what was noted can be read."""
+    """Encode the images of a call first, as `generate` does, so that attached values can be read."""
     if inputs.get("pixel_values") is None:
         return
     wanted = inspect.signature(core.get_image_features).parameters
-    given = {name: inputs.pop(name) for name in list(inputs) if name in wanted and name != "return_dict"}
-    inputs["mm_encoder_outputs"] = {"image": core.get_image_features(**given, return_dict=True)}
+    arguments = {name: inputs.pop(name) for name in list(inputs) if name in wanted and name != "return_dict"}
+    inputs["mm_encoder_outputs"] = {"image": core.get_image_features(**arguments, return_dict=True)}
 
 
-def noted_rasters(inputs: Mapping[str, Any], kind: str) -> Rasters:
-    """Read the rasters that the features of a call remember."""
-    return [one for feature in _features(inputs, kind) for one in getattr(feature, "rasters", [])]
+def encoded_grids(inputs: Mapping[str, Any], kind: str) -> PatchGrids:
+    """Return the patch grids that are attached to the features of a call."""
+    return [grid for feature in _features(inputs, kind) for grid in getattr(feature, "grids", [])]
 
 
-def noted_tower(inputs: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Read what the tower looked at: queries and keys, (pictures, 1 + patches, width)."""
+def recorded_tower(inputs: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Return queries and keys of the vision tower: (images, 1 + patches, width)."""
     seen = [getattr(feature, "tower", {}) for feature in _features(inputs, "image")]
-    return {name: torch.stack([one[name] for one in seen]) for name in (seen[0] if seen else ())}
+    return {name: torch.stack([tensors[name] for tensors in seen]) for name in (seen[0] if seen else ())}
 
 
 def _features(inputs: Mapping[str, Any], kind: str) -> Any:
@@ -71,19 +68,19 @@ def _features(inputs: Mapping[str, Any], kind: str) -> Any:
 
 
 @contextmanager
-def _watching(core: nn.Module, decoder: Decoder, wanted: bool) -> Iterator[dict[str, Tensor]]:
-    """Take down queries and keys of the tower layer that ranks patches, if they are wanted."""
-    noted: dict[str, Tensor] = {}
+def _recording(core: nn.Module, adapter: ModelAdapter, wanted: bool) -> Iterator[dict[str, Tensor]]:
+    """Record queries and keys of the tower layer that ranks patches, if wanted."""
+    recorded: dict[str, Tensor] = {}
     if not wanted:
-        yield noted
+        yield recorded
         return
-    attn = decoder.ranker(core)
+    attn = adapter.class_token_attention(core)
     hooks = [
-        projection.register_forward_hook(lambda module, args, out, name=name: noted.__setitem__(name, out))
+        projection.register_forward_hook(lambda module, args, out, name=name: recorded.__setitem__(name, out))
         for name, projection in (("q", attn.q_proj), ("k", attn.k_proj))
     ]
     try:
-        yield noted
+        yield recorded
     finally:
         for hook in hooks:
             hook.remove()

@@ -7,7 +7,7 @@ from typing import Any, Literal
 from torch import nn
 
 from mmrl.compression.pruning.spec import core_of
-from mmrl.compression.pruning.weight_views import note, share
+from mmrl.compression.pruning.weight_views import record_transform, share_weights
 from mmrl.config.ranges import NonNegativeFloat
 from mmrl.config.registry import transform
 
@@ -57,11 +57,11 @@ def bnb_quantize(
         swap = {id(m): _linear_8bit(bnb, m, threshold) for m in linear}
     else:
         raise ValueError(f"weights can be quantised to 4 or 8 bits, not to {nbits}")
-    view = share(model, swap)
+    view = share_weights(model, swap)
     # peft reads this flag to choose the adapter class that fits quantised layers.
     vars(view)[f"is_loaded_in_{nbits}bit"] = True
     options = {"nbits": nbits, "kind": kind, "double": double, "threshold": threshold}
-    return note(view, model, "bnb_quantize", options)
+    return record_transform(view, model, "bnb_quantize", options)
 
 
 def _linear_4bit(bnb: Any, linear: nn.Linear, kind: str, double: bool) -> nn.Module:

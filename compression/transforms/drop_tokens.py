@@ -7,16 +7,16 @@ from functools import partial
 from torch import nn
 
 from mmrl.compression.importance import check_share
-from mmrl.compression.model_adapters.lookup import decoder_of
+from mmrl.compression.model_adapters.lookup import adapter_of
 from mmrl.compression.pruning.prune import prune
-from mmrl.compression.pruning.spec import Cut, add_cuts, core_of, shape_of
+from mmrl.compression.pruning.spec import TokenReduction, add_reductions, core_of, shape_of
 from mmrl.compression.pruning.token_selection import (
-    merged,
-    most_diverse,
-    most_ranked,
-    most_seen,
+    div_prune_selection,
+    fastv_selection,
+    pyramid_drop_selection,
     stage_layers,
-    tower_choice,
+    tome_selection,
+    vision_zip_selection,
 )
 from mmrl.config.ranges import NonNegativeInt, PositiveInt, Probability
 from mmrl.config.registry import transform
@@ -36,8 +36,10 @@ def fastv(model: nn.Module, *, after: PositiveInt = 2, keep: Probability = 0.5) 
     check_share("keep", keep)
     if after < 1:
         raise ValueError(f"`after` counts layers that see all tokens: at least 1, not {after}")
-    cuts = add_cuts(model, [Cut(after, partial(most_seen, keep=keep), probe=True)])
-    return prune(model, "fastv", {"after": after, "keep": keep}, cuts=cuts)
+    reductions = add_reductions(
+        model, [TokenReduction(after, partial(fastv_selection, keep=keep), probe=True)]
+    )
+    return prune(model, "fastv", {"after": after, "keep": keep}, reductions=reductions)
 
 
 @transform
@@ -62,9 +64,12 @@ def pyramid_drop(
     starts = tuple(layers) if layers is not None else stage_layers(shape_of(model).layers, len(keep) + 1)
     if len(starts) != len(keep):
         raise ValueError(f"{len(keep)} shares for {len(starts)} layers; give one for each")
-    cuts = [Cut(layer, partial(most_ranked, keep=share)) for layer, share in zip(starts, keep, strict=True)]
+    reductions = [
+        TokenReduction(layer, partial(pyramid_drop_selection, keep=share))
+        for layer, share in zip(starts, keep, strict=True)
+    ]
     options = {"keep": tuple(keep), "layers": starts}
-    return prune(model, "pyramid_drop", options, cuts=add_cuts(model, cuts))
+    return prune(model, "pyramid_drop", options, reductions=add_reductions(model, reductions))
 
 
 @transform
@@ -83,15 +88,21 @@ def vision_zip(
         contextual: Contextual patches per image (the paper's 10 of 64 tokens).
     """
     core = core_of(model)
-    if decoder_of(core).ranker is None:
+    if adapter_of(core).class_token_attention is None:
         raise ValueError(
             f"the tower of '{core.config.model_type}' has no class token to rank patches by; "
             "use another way to choose visual tokens"
         )
     heads = core.config.vision_config.num_attention_heads
-    choose = partial(tower_choice, dominant=dominant, contextual=contextual, heads=heads)
+    choose = partial(vision_zip_selection, dominant=dominant, contextual=contextual, heads=heads)
     options = {"dominant": dominant, "contextual": contextual}
-    return prune(model, "vision_zip", options, cuts=add_cuts(model, [Cut(0, choose)]), tower=True)
+    return prune(
+        model,
+        "vision_zip",
+        options,
+        reductions=add_reductions(model, [TokenReduction(0, choose)]),
+        tower=True,
+    )
 
 
 @transform
@@ -102,8 +113,8 @@ def div_prune(model: nn.Module, *, keep: Probability = 0.098) -> nn.Module:
     between kept tokens. arXiv 2503.02175.
     """
     check_share("keep", keep)
-    cuts = add_cuts(model, [Cut(0, partial(most_diverse, keep=keep))])
-    return prune(model, "div_prune", {"keep": keep}, cuts=cuts)
+    reductions = add_reductions(model, [TokenReduction(0, partial(div_prune_selection, keep=keep))])
+    return prune(model, "div_prune", {"keep": keep}, reductions=reductions)
 
 
 @transform
@@ -115,5 +126,5 @@ def tome(model: nn.Module, *, keep: Probability = 0.5, before: NonNegativeInt = 
     them. Attention is not weighted by size (our reading: keys are cached once).
     """
     check_share("keep", keep)
-    cuts = add_cuts(model, [Cut(before, partial(merged, keep=keep))])
-    return prune(model, "tome", {"keep": keep, "before": before}, cuts=cuts)
+    reductions = add_reductions(model, [TokenReduction(before, partial(tome_selection, keep=keep))])
+    return prune(model, "tome", {"keep": keep, "before": before}, reductions=reductions)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from mmrl.compression.pruning.prune import prune
-from mmrl.compression.pruning.spec import Cut, add_cuts, shape_of
+from mmrl.compression.pruning.spec import TokenReduction, add_reductions, shape_of
 from mmrl.config.ranges import PositiveInt
 from mmrl.config.registry import transform
 
@@ -20,5 +20,5 @@ def drop_visual_layers(model: nn.Module, *, after: PositiveInt) -> nn.Module:
     layers = shape_of(model).layers
     if not 1 <= after <= layers:
         raise ValueError(f"`after` is a number of layers between 1 and {layers}, not {after}")
-    cuts = add_cuts(model, [Cut(after)])
-    return prune(model, "drop_visual_layers", {"after": after}, cuts=cuts)
+    reductions = add_reductions(model, [TokenReduction(after)])
+    return prune(model, "drop_visual_layers", {"after": after}, reductions=reductions)

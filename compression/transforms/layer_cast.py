@@ -9,7 +9,7 @@ from torch import nn
 
 from mmrl.compression.fp32_linear import UpcastLinear
 from mmrl.compression.pruning.spec import core_of
-from mmrl.compression.pruning.weight_views import note, share
+from mmrl.compression.pruning.weight_views import record_transform, share_weights
 from mmrl.config.registry import transform
 from mmrl.runtime.modules import DTYPES, LOW
 
@@ -35,12 +35,12 @@ def layer_cast(
     low, wide = DTYPES[storage], DTYPES[compute]
     layers = core_of(model).get_decoder().layers
     swap = {id(m): UpcastLinear(m, low, wide) for m in layers.modules() if isinstance(m, nn.Linear)}
-    view = share(model, swap)
+    view = share_weights(model, swap)
     known: dict[int, nn.Parameter] = {}
     for module in view.modules():
         if type(module) is not UpcastLinear:
             _cast_up(module, wide, known)
-    return note(view, model, "layer_cast", {"storage": storage, "compute": compute})
+    return record_transform(view, model, "layer_cast", {"storage": storage, "compute": compute})
 
 
 def _cast_up(module: nn.Module, wide: torch.dtype, known: dict[int, nn.Parameter]) -> None:

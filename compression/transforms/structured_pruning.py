@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from mmrl.compression.importance import best_each, check_share, read_plan
-from mmrl.compression.pruning.sliced_linear import features
+from mmrl.compression.pruning.sliced_linear import feature_index
 from mmrl.compression.pruning.spec import core_of, pruning_of, shape_of
-from mmrl.compression.pruning.weight_views import note, share
+from mmrl.compression.pruning.weight_views import record_transform, share_weights
 from mmrl.config.ranges import Probability
 from mmrl.config.registry import transform
 
@@ -54,10 +54,10 @@ def structured_pruning(
     swap: dict[int, nn.Module] = {}
     for block, units, kept in zip(blocks, kept_inner, kept_groups, strict=True):
         swap |= _slice_mlp(block.mlp, units) | _slice_attention(block.self_attn, kept, shape)
-    view = share(model, swap)
+    view = share_weights(model, swap)
     _resize(view, inner, groups, shape, heads < 1.0)
     options = {"ffn_units": ffn_units, "heads": heads}
-    return note(view, model, "structured_pruning", options)
+    return record_transform(view, model, "structured_pruning", options)
 
 
 def _kept_units(plan: str, name: str, ratio: float, layers: int, size: int) -> tuple[tuple[int, ...], ...]:
@@ -77,7 +77,7 @@ def _kept_head_groups(
 
 
 def _slice_mlp(mlp: nn.Module, units: tuple[int, ...]) -> dict[int, nn.Module]:
-    picked = features(units)
+    picked = feature_index(units)
     return {
         id(mlp.gate_proj): _slice(mlp.gate_proj, picked, 0),
         id(mlp.up_proj): _slice(mlp.up_proj, picked, 0),
@@ -86,8 +86,8 @@ def _slice_mlp(mlp: nn.Module, units: tuple[int, ...]) -> dict[int, nn.Module]:
 
 
 def _slice_attention(attn: nn.Module, groups: tuple[int, ...], shape) -> dict[int, nn.Module]:
-    keys = features(groups, shape.head_dim)
-    queries = features(groups, shape.head_dim * (shape.heads // shape.kv_heads))
+    keys = feature_index(groups, shape.head_dim)
+    queries = feature_index(groups, shape.head_dim * (shape.heads // shape.kv_heads))
     return {
         id(attn.q_proj): _slice(attn.q_proj, queries, 0),
         id(attn.k_proj): _slice(attn.k_proj, keys, 0),

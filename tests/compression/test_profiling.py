@@ -15,7 +15,7 @@ from mmrl.compression.profiling import (
     weight_bytes,
 )
 from mmrl.compression.pruning.local_attention import block_keys
-from mmrl.compression.pruning.spec import Cut, Pruning, Shape, pruning_of, shape_of
+from mmrl.compression.pruning.spec import ModelShape, PruningSpec, TokenReduction, pruning_of, shape_of
 from mmrl.compression.transforms.drop_tokens import tome
 from mmrl.compression.transforms.drop_visual_heads import drop_visual_heads
 from mmrl.compression.transforms.drop_visual_layers import drop_visual_layers
@@ -26,34 +26,34 @@ from mmrl.compression.transforms.sparse_visual_ffn import sparse_visual_ffn
 from mmrl.compression.transforms.yopo import yopo12, yopo25
 from tests.compression.pruned_models import llava
 
-SEVEN = Shape(layers=32, heads=32, kv_heads=32, head_dim=128, width=4096, inner=11008)
-THIRTEEN = Shape(layers=40, heads=40, kv_heads=40, head_dim=128, width=5120, inner=13824)
+SEVEN = ModelShape(layers=32, heads=32, kv_heads=32, head_dim=128, width=4096, inner=11008)
+THIRTEEN = ModelShape(layers=40, heads=40, kv_heads=40, head_dim=128, width=5120, inner=13824)
 PICTURE = Prefill(text=64, before=35, rasters=((24, 24),))
 
 
 @pytest.mark.parametrize(("shape", "wanted"), [(SEVEN, 7.63), (THIRTEEN, 14.89)])
 def test_the_formula_gives_the_figures_of_the_paper(shape, wanted):
     # arXiv 2410.06169, main table: LLaVA-1.5, 576 visual tokens, in 1e12 operations.
-    assert PICTURE.visual_operations(shape, Pruning()) / 1e12 == pytest.approx(wanted, abs=5e-3)
+    assert PICTURE.visual_operations(shape, PruningSpec()) / 1e12 == pytest.approx(wanted, abs=5e-3)
 
 
 def test_a_window_of_five_sees_22_6_neighbours():
     # Along 24 cells a window of 5 holds 5 * 24 - 2 * (2 + 1) = 114 pairs: (114 / 24)^2 = 22.5625.
-    assert PICTURE.mean_keys(Pruning(radius=2), 576) == pytest.approx(22.5625)
-    assert PICTURE.mean_keys(Pruning(), 576) == 576
+    assert PICTURE.mean_keys(PruningSpec(radius=2), 576) == pytest.approx(22.5625)
+    assert PICTURE.mean_keys(PruningSpec(), 576) == 576
 
 
 @pytest.mark.parametrize(("share", "wanted"), [(2, 0.2446), (4, 0.1223)])
 def test_presets_leave_a_quarter_and_an_eighth(share, wanted):
     # Half of the layers; of projections 32.4 %, of ffn_units 65.3 %, divided by `share`; hardly any
     # attention.
-    left = Pruning(
+    left = PruningSpec(
         radius=2,
         heads=(tuple(range(32 // share)),) * 32,
         ffn_units=(tuple(range(11008 // share)),) * 32,
-        cuts=(Cut(16),),
+        reductions=(TokenReduction(16),),
     )
-    ratio = PICTURE.visual_operations(SEVEN, left) / PICTURE.visual_operations(SEVEN, Pruning())
+    ratio = PICTURE.visual_operations(SEVEN, left) / PICTURE.visual_operations(SEVEN, PruningSpec())
     assert ratio == pytest.approx(wanted, abs=2e-3)
 
 

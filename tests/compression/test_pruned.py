@@ -373,7 +373,7 @@ def test_caches_that_cannot_follow_are_refused():
     model = drop_visual_layers(llava(), after=1)
     inputs = llava_inputs(model)
     fixed = transformers.StaticCache(config=model.config, max_cache_len=32)
-    with pytest.raises(ValueError, match="late layers hold fewer tokens than early ones, which StaticLayer"):
+    with pytest.raises(ValueError, match="late layers cache fewer tokens than early ones, which StaticLayer"):
         model(**inputs, past_key_values=fixed)
     visual, mask = inputs["input_ids"] == 250, inputs["attention_mask"].bool()
     chosen = find("cache", "compression.vl_cache").target(model.config, visual, mask)

@@ -5,7 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mmrl.compression.pruning.token_selection import _zip_one, best, merge_alike, spread_out, stage_layers
+from mmrl.compression.pruning.token_selection import (
+    bipartite_soft_matching,
+    max_min_diversity,
+    stage_layers,
+    top_mask,
+    vision_zip_image,
+)
 from mmrl.compression.transforms.drop_tokens import fastv, pyramid_drop, tome
 from mmrl.compression.transforms.shortv import shortv
 from tests.compression.pruned_models import llava, llava_inputs, simulate
@@ -15,7 +21,7 @@ def test_the_best_of_every_row_stay_and_padding_never_does():
     scores = torch.tensor([[0.1, 0.9, 0.5, 0.5], [0.9, 0.8, 0.1, 0.2]])
     there = torch.tensor([[True, True, True, True], [False, False, True, True]])
     # Row one keeps 0.9 and the first of two 0.5; row two has padding in its best places.
-    assert best(scores, there, torch.tensor([2, 1])).tolist() == [
+    assert top_mask(scores, there, torch.tensor([2, 1])).tolist() == [
         [False, True, True, False],
         [False, False, False, True],
     ]
@@ -26,21 +32,21 @@ def test_tokens_that_differ_most_are_chosen_one_after_the_other():
     # last is chosen first; 0 is farthest from it (180), then 90 (90 from both).
     angle = torch.tensor([0.0, 10.0, 90.0, 180.0]).deg2rad()
     states = torch.stack([angle.cos(), angle.sin()], 1) * torch.tensor([[1.0], [5.0], [2.0], [3.0]])
-    assert spread_out(states, 3).tolist() == [3, 0, 2]
-    assert spread_out(states, 4).tolist() == [0, 1, 2, 3]
-    assert spread_out(states, 0).tolist() == []
+    assert max_min_diversity(states, 3).tolist() == [3, 0, 2]
+    assert max_min_diversity(states, 4).tolist() == [0, 1, 2, 3]
+    assert max_min_diversity(states, 0).tolist() == []
 
 
 def test_merging_takes_means_of_what_is_alike_weighed_by_size():
     states = torch.tensor([[2.0, 0.0], [4.0, 0.0], [0.0, 3.0], [0.0, 9.0]])
     # Pairs (0, 1) and (2, 3) are alike, cosine 1: 3 tokens are left after one merge, 2 after both.
-    places, means = merge_alike(states, 2)
+    places, means = bipartite_soft_matching(states, 2)
     assert places.tolist() == [1, 3]
     assert means.tolist() == [[3.0, 0.0], [0.0, 6.0]]
     # Down to one, with weights 2 and 2: the mean of all four.
-    places, means = merge_alike(states, 1)
+    places, means = bipartite_soft_matching(states, 1)
     assert len(places) == 1 and torch.allclose(means, torch.tensor([[1.5, 3.0]]))
-    assert merge_alike(states, 4)[1] is states
+    assert bipartite_soft_matching(states, 4)[1] is states
 
 
 @pytest.mark.parametrize("number", [1, 3, 5])
@@ -48,7 +54,7 @@ def test_merging_keeps_the_sum_of_what_is_merged(number):
     states = torch.randn(
         9, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0), requires_grad=True
     )
-    places, means = merge_alike(states, number)
+    places, means = bipartite_soft_matching(states, number)
     assert len(places) == number
     means.sum().backward()
     # Every mean gives its tokens weights that sum to 1.
@@ -61,7 +67,7 @@ def test_zipping_keeps_what_the_tower_looks_at_and_adds_the_rest_to_targets():
     keys = torch.nn.functional.normalize(
         torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, 0.1], [0.0, 1.0], [0.1, 1.0], [1.0, 1.0]]), dim=-1
     )
-    stay, changed = _zip_one(states, seen, keys, 1, 2)
+    stay, changed = vision_zip_image(states, seen, keys, 1, 2)
     # 1 is dominant; of the rest 0, 2, 3, 4, 5 every second is a target: 0 and 3. Keys: 2 is like 0, 4 is
     # like 3, and 5 is as like to both, so goes to the first. 0 takes the mean of 2 and 5: 3.5; 3 takes 4: 7.
     assert stay.tolist() == [True, True, False, True, False, False]

@@ -11,7 +11,7 @@ from torch import nn
 
 from mmrl.compression.fp32_linear import UpcastLinear
 from mmrl.compression.profiling import divergence
-from mmrl.compression.pruning.sliced_linear import features, narrow
+from mmrl.compression.pruning.sliced_linear import feature_index, sliced_linear
 from mmrl.compression.saving import load_transformed, save_transformed
 from mmrl.compression.transforms.bnb_quantize import bnb_quantize
 from mmrl.compression.transforms.drop_visual_layers import drop_visual_layers
@@ -25,9 +25,9 @@ from tests.compression.pruned_models import folder, llava, llava_inputs, prompts
 
 
 def test_features_of_neighbours_are_slices():
-    assert features((2, 3, 4), 2) == slice(4, 10)
-    assert features((0, 2), 3).tolist() == [0, 1, 2, 6, 7, 8]
-    assert features((), 4) == slice(0, 0) and features(None) is None
+    assert feature_index((2, 3, 4), 2) == slice(4, 10)
+    assert feature_index((0, 2), 3).tolist() == [0, 1, 2, 6, 7, 8]
+    assert feature_index((), 4) == slice(0, 0) and feature_index(None) is None
 
 
 def _adapted():
@@ -64,7 +64,7 @@ def test_a_narrowed_layer_gives_part_of_what_the_whole_gives(make, rows, columns
     whole = linear(x * kept)
     wanted = whole if rows is None else whole[..., rows]
     given = x if columns is None else x[..., columns]
-    assert torch.allclose(narrow(linear, given, rows=rows, columns=columns), wanted, atol=1e-5)
+    assert torch.allclose(sliced_linear(linear, given, rows=rows, columns=columns), wanted, atol=1e-5)
 
 
 # ---- LayerCast
