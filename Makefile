@@ -4,7 +4,7 @@ BIN := .venv/bin
 
 .PHONY: demo demo-image demo-pairs docs check test plain
 demo: .venv/mmrl .venv/clips
-	$(BIN)/python -m examples.video_grounding.demo --clips .venv/clips $(ARGS)
+	$(BIN)/python -m examples.video_grounding.demo --videos .venv/clips $(ARGS)
 
 demo-image: .venv/image
 	$(BIN)/python -m examples.image_rl.demo $(ARGS)

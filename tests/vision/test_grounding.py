@@ -132,7 +132,7 @@ def test_spans_beyond_their_video_are_cut_to_it_unless_told_otherwise(tmp_path):
     (prompt,) = made(tmp_path, row)
     assert prompt.target.spans == ((8, 10),)
     assert prompt.answers[0].text == "<answer> 8.00 to 10.00 </answer>"
-    (prompt,) = made(tmp_path, row, clip_spans=False)
+    (prompt,) = made(tmp_path, row, trim_spans=False)
     assert prompt.target.spans == ((8, 12),)
 
 
@@ -207,7 +207,7 @@ def test_limit_takes_the_first_rows(tmp_path):
     assert [prompt.uid for prompt in made(tmp_path, *rows, limit=2)] == ["0", "1"]
 
 
-def test_without_durations_those_of_the_videos_count_and_clips_are_sampled_as_asked(tmp_path):
+def test_without_durations_those_of_the_videos_count_and_videos_are_sampled_as_asked(tmp_path):
     (tmp_path / "v").mkdir()
     shades = torch.arange(16, dtype=torch.uint8)[:, None, None, None] * 15
     write_video(tmp_path / "v" / "a.mp4", shades.expand(-1, 3, 32, 64), 4)

@@ -8,7 +8,7 @@ import json
 import pytest
 
 from mmrl.data.dataset_io import RowError
-from mmrl.vision.benchmarks.grounding_annotations import FORMS, Annotations, Row
+from mmrl.vision.benchmarks.grounding_annotations import FORMS, Annotations, Query
 
 CHARADES = "3MSZA 24.3 30.4##person turn a light on.\nAO8RW 0.0 6.9##a person is putting a book on a shelf.\n"
 LENGTHS = (
@@ -46,7 +46,7 @@ def refused(form, path, *words):
         *sound, last = read(form, path)
     except RowError as error:
         sound, last = [], str(error)
-    assert all(isinstance(row, Row) for row in sound)
+    assert all(isinstance(row, Query) for row in sound)
     assert all(word in last for word in words), last
 
 

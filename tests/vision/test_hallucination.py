@@ -10,11 +10,11 @@ import torch
 from mmrl.core.types import Outcome, Prompt
 from mmrl.vision.benchmarks import amber
 from mmrl.vision.benchmarks.caption_words import singular, tokens
-from mmrl.vision.benchmarks.chair import COUNTS, Scene, describe
+from mmrl.vision.benchmarks.chair import COUNTS, Scene
 from mmrl.vision.benchmarks.object_vocabulary import CHAIR_PHRASES, ontology_of, read_ontology
-from mmrl.vision.benchmarks.pope import build_questions, with_article
-from mmrl.vision.benchmarks.yes_no_answers import NEITHER, NO, YES, parse_yes_no
+from mmrl.vision.benchmarks.pope import NEITHER, NO, YES, build_questions, parse_yes_no, with_article
 from mmrl.vision.rewards.hallucination import binary_vqa, object_f1, object_mentions
+from tests.support.official_metrics import amber_metrics, chair_metrics
 
 SYNONYMS = """person, man, people, baby, passenger
 dog, puppy
@@ -164,7 +164,7 @@ def scene(*objects, absent=()):
 
 def test_chair_on_two_dogs_and_a_cat():
     # mentions dog, cat; the cat is not there
-    found = describe([scene("dog").counts("two dogs and a cat")])
+    found = chair_metrics([scene("dog").counts("two dogs and a cat")])
     assert (found["CHAIRi"], found["CHAIRs"]) == (0.5, 1.0)
 
 
@@ -179,7 +179,7 @@ def test_a_corpus_is_a_ratio_of_sums():
         scene("dog", "cat").counts("a cat"),  # 0 of 1 wrong, 1 of 2 classes
         scene("dog").counts("nothing to see"),  # 0 of 0, 0 of 1
     ]
-    found = describe(captions)
+    found = chair_metrics(captions)
     # precision 3/4, recall 2/4, F1 2 * 3/4 * 1/2 / (5/4)
     wanted = {"CHAIRs": 1 / 3, "CHAIRs_refine": 1 / 2, "CHAIRi": 1 / 4, "precision": 3 / 4, "recall": 1 / 2}
     assert {name: found[name] for name in wanted} == pytest.approx(wanted)
@@ -187,7 +187,7 @@ def test_a_corpus_is_a_ratio_of_sums():
 
 
 def test_a_corpus_without_mentions_is_0_and_no_crash():
-    found = describe([scene("dog").counts("")])
+    found = chair_metrics([scene("dog").counts("")])
     assert (found["CHAIRi"], found["CHAIRs"], found["CHAIRs_refine"], found["f1"]) == (0, 0, 0, 0)
 
 
@@ -251,7 +251,7 @@ def test_pope_asks_for_what_is_frequent_or_near():
     assert of_a(questions("adversarial")) == asked("cow", "car", "apple")
 
 
-def test_pope_draws_pictures_by_its_generator():
+def test_pope_draws_images_by_its_generator():
     assert len(questions("random", num_images=2)) == 12
     assert questions("random") == questions("random")
     other = build_questions(PICTURES, "random", torch.Generator().manual_seed(1))
@@ -259,7 +259,7 @@ def test_pope_draws_pictures_by_its_generator():
 
 
 def test_pope_runs_out_of_objects_with_a_clear_error():
-    with pytest.raises(ValueError, match=r"every object of the set was asked for picture 'a\.jpg'"):
+    with pytest.raises(ValueError, match=r"no absent object is left for image 'a\.jpg'"):
         build_questions({"a.jpg": ["a", "b", "c"]}, "random", torch.Generator())
 
 
@@ -284,7 +284,7 @@ NOUNS = {"mentions": 6, "hallucinated": 2, "correct": 1, "truth": 2, "matched": 
 def test_amber_counts_nouns():
     # of the vocabulary: leaf (never counted, but in the denominator), forest and tree (cover the tree), puppy
     # (matches the dog), sea (neither), tree; Dog is written with a capital and rock is not known
-    described = amber.Described(("tree", "cat"), ("dog", "beach"), WORDS)
+    described = amber.AmberScene(("tree", "cat"), ("dog", "beach"), WORDS)
     counts = described.counts("A leaf of a forest, trees, a puppy, the sea, a tree. Dog and rock.")
     assert {name: counts[name] for name in NOUNS} == NOUNS
     assert (counts["hallucinating"], counts["clean"]) == (1.0, 0.0)
@@ -293,19 +293,19 @@ def test_amber_counts_nouns():
 def test_amber_looks_associations_up_before_names():
     # the forest is an associated word of the tree, so it covers the tree and not the forest
     words = amber.Words({"tree": ["forest"], "forest": []})
-    counts = amber.Described(("tree", "forest"), (), words).counts("a forest and a tree")
+    counts = amber.AmberScene(("tree", "forest"), (), words).counts("a forest and a tree")
     assert (counts["correct"], counts["truth"], counts["hallucinated"]) == (1, 2, 0)
 
 
 def test_amber_never_counts_safe_words_as_hallucinated():
-    counts = amber.Described(("cat",), (), WORDS).counts("a leaf and a puppy")
+    counts = amber.AmberScene(("cat",), (), WORDS).counts("a leaf and a puppy")
     assert (counts["mentions"], counts["hallucinated"]) == (2, 1)
 
 
 def test_amber_takes_words_of_about_the_same_meaning():
     alike = lambda one, other: {one, other} == {"sea", "beach"} or {one, other} == {"puppy", "cat"}
     words = amber.Words(WORDS.association, WORDS.safe, similar=alike)
-    counts = amber.Described(("tree", "cat"), ("dog", "beach"), words).counts("a puppy by the sea")
+    counts = amber.AmberScene(("tree", "cat"), ("dog", "beach"), words).counts("a puppy by the sea")
     # the puppy matches the tempting dog by name, but is near the cat that is there, so it is no hallucination
     # and covers the cat; the sea is near the tempting beach
     assert (counts["hallucinated"], counts["correct"], counts["matched"]) == (1, 1, 2)
@@ -326,7 +326,7 @@ def answered(*texts):
 
 def test_amber_prints_what_its_script_prints():
     given = answered("A tree, a puppy and the sea.", "No", "No", "yes", "Yes")
-    found = amber.evaluate(given, ANNOTATIONS, WORDS)
+    found = amber_metrics(given, ANNOTATIONS, WORDS)
     # 2 of 3 nouns, 1 of 2 objects, 1 of 1 tempting one; denominators begin at .001: 200 / 3.001 = 66.6
     assert [found[name] for name in ("CHAIR", "Cover", "Hal", "Cog")] == [66.6, 50.0, 100.0, 99.9]
     # of 4 answers one is right; of 2 answered No one is right; of 3 true noes one was found:
@@ -340,7 +340,7 @@ def test_amber_prints_what_its_script_prints():
 
 
 def test_amber_pools_attributes_with_three_starts():
-    found = amber.evaluate([{"id": 4, "response": "No"}], ANNOTATIONS, WORDS)
+    found = amber_metrics([{"id": 4, "response": "No"}], ANNOTATIONS, WORDS)
     names = ("accuracy", "precision", "recall", "f1")
     # 1 / 1.001 = .9990 of one count, 1 / 1.003 = .9970 of three; 2 * .997^2 / (1.994 + .0001) = .99695
     assert [found[f"number/{name}"] for name in names[:3]] == [99.9, 99.9, 99.9]
@@ -349,14 +349,14 @@ def test_amber_pools_attributes_with_three_starts():
 
 def test_amber_without_the_quirks():
     given = answered("A tree, a puppy and the sea.", "No", "No", "yes", "Yes")
-    found = amber.evaluate(given, ANNOTATIONS, WORDS, official=False, form="first_word")
+    found = amber_metrics(given, ANNOTATIONS, WORDS, official=False, form="first_word")
     assert found["CHAIR"] == pytest.approx(200 / 3) and found["existence/f1"] == 100.0
 
 
 def test_amber_with_all_answers_yes_finds_nothing_and_does_not_crash():
     given = [{"id": i, "response": "Yes"} for i in range(2, 6)]
     for official in (True, False):
-        found = amber.evaluate(given, ANNOTATIONS, WORDS, official=official)
+        found = amber_metrics(given, ANNOTATIONS, WORDS, official=official)
         assert (found["discriminative/recall"], found["discriminative/f1"]) == (0.0, 0.0)
     assert "CHAIR" not in found and "AMBER" not in found
 

@@ -15,12 +15,13 @@ from PIL import Image
 from mmrl.cli import main
 from mmrl.core.types import Frames, Media, Outcome, Prompt
 from mmrl.data.dataset_io import RowError
-from mmrl.vision.benchmarks.amber import Words, evaluate
+from mmrl.vision.benchmarks.amber import Words
 from mmrl.vision.benchmarks.benchmark_files import FileError, read_answers
 from mmrl.vision.datasets.binary_vqa import amber, pope
 from mmrl.vision.datasets.captioning import chair, closed_vocabulary, object_halbench
 from mmrl.vision.media.prompts import interleaved, with_answers
 from mmrl.vision.policies.recorded_answers import RecordedAnswers
+from tests.support.official_metrics import amber_metrics
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 INSTANCES = {
@@ -96,16 +97,16 @@ def test_chair_joins_instances_and_reference_captions(home):
     assert seven.media[0].load().pixels.shape == (1, 3, 3, 4)
 
 
-def test_chair_takes_the_pictures_it_is_told_to(home):
+def test_chair_takes_the_images_it_is_told_to(home):
     images = lines(home / "images.jsonl", {"image_id": 8})
     (only,) = chair(**COCO, root="pictures", images=images)
     assert only.uid == "8"
     images = lines(home / "images.jsonl", {"image_id": 10})
-    with pytest.raises(FileError, match="the instances know 2 pictures, but not '10'"):
+    with pytest.raises(FileError, match="the instances contain 2 images, but not '10'"):
         chair(**COCO, root="pictures", images=images)
 
 
-def test_chair_scores_ready_made_captions_without_pictures(home):
+def test_chair_scores_ready_made_captions_without_images(home):
     prompts = chair(**COCO, answers="made.json")
     assert {prompt.uid: prompt.answers[0].text for prompt in prompts} == MADE
     answers = lines(home / "made.jsonl", {"image_id": 8, "caption": "a dog"})
@@ -113,7 +114,7 @@ def test_chair_scores_ready_made_captions_without_pictures(home):
     assert only.uid == "8"
 
 
-def test_missing_pictures_are_named_before_anything_runs(home):
+def test_missing_images_are_named_before_anything_runs(home):
     (home / "pictures" / "eight.png").unlink()
     with pytest.raises(
         RowError, match=r"1 row of 'instances\.json' cannot be used; mend them:\n  8: there is no file"
@@ -166,7 +167,7 @@ def test_answers_without_an_id_or_twice_are_refused(home, rows, message):
 
 def test_answers_to_nothing_are_an_error_and_missing_ones_are_counted(home, caplog):
     prompts = chair(**COCO, root="pictures")
-    with pytest.raises(ValueError, match="answers 1 prompts that there are not, such as '9'"):
+    with pytest.raises(ValueError, match="answers 1 unknown prompts, such as '9'"):
         with_answers(prompts, {"9": "a"}, "made.json")
     with caplog.at_level(logging.WARNING, "mmrl"):
         assert len(with_answers(prompts, {"7": "a"}, "made.json")) == 1
@@ -186,7 +187,7 @@ def test_no_model_takes_answers_as_rows_and_refuses_to_learn():
 # ---- Object HalBench and sets of our own
 
 
-def test_object_halbench_asks_about_encoded_pictures(home):
+def test_object_halbench_asks_about_encoded_images(home):
     encoded = base64.b64encode((home / "pictures" / "seven.png").read_bytes()).decode()
     path = lines(home / "bench.jsonl", {"image_id": 7, "question": "What is there?", "image": encoded})
     (prompt,) = object_halbench(path=path, **COCO)
@@ -206,7 +207,7 @@ def test_object_halbench_reads_files_where_nothing_is_encoded(home):
     with pytest.raises(ValueError, match="is no base64"):
         prompt.media[0].load()
     path = lines(home / "bench.jsonl", {"image_id": 9, "question": "What?"})
-    with pytest.raises(RowError, match="wanted a question and an image_id that the instances know, got '9'"):
+    with pytest.raises(RowError, match="wanted a question and an image_id of the instances, got '9'"):
         object_halbench(path=path, **COCO)
 
 
@@ -258,7 +259,7 @@ def test_pope_reads_questions_and_answers_in_their_order(home):
 def test_pope_refuses_answers_in_another_order_or_number(home):
     path = lines(home / "pope.jsonl", *ASKED)
     swapped = lines(home / "a.jsonl", *[{"question": row["text"], "answer": "Yes"} for row in ASKED[::-1]])
-    with pytest.raises(FileError, match="answers must stand in the order of the questions"):
+    with pytest.raises(FileError, match="answers must be in the order of the questions"):
         pope(path=path, answers=swapped)
     with pytest.raises(FileError, match="holds 1 answers to 2 questions"):
         pope(path=path, answers=lines(home / "a.jsonl", {"answer": "Yes"}))
@@ -307,11 +308,11 @@ def test_amber_refuses_ids_without_an_annotation(home, uid):
 
 # ---- the whole way
 
-NO_MODEL = ["policy=vision.recorded_answers", "evaluation.engine=[stored]", "output_dir=out"]
+NO_MODEL = ["policy=vision.recorded_answers", "evaluation.engine=[offline]", "output_dir=out"]
 
 
 def measured(name, home, *overrides):
-    path = str(CONFIGS / f"evaluate_{name}.yaml")
+    path = str(CONFIGS / f"evaluate/{name}.yaml")
     data = [f"evaluation.data.{text}" for text in overrides]
     assert main(["evaluate", path, *NO_MODEL, *data]) == 0
     return json.loads((home / "out" / "evaluation.json").read_text())
@@ -372,7 +373,7 @@ def test_evaluate_amber_gives_the_numbers_of_its_script(home, few):
     paths = [f"{key}={home / value}" for key, value in AMBER.items()]
     found = measured("amber", home, *paths, "safe_words=safe_words.txt", "answers=responses.json")["metrics"]
     read = lambda name: json.loads((home / name).read_text())
-    wanted = evaluate(read("responses.json"), read("annotations.json"), Words(read("relation.json")))
+    wanted = amber_metrics(read("responses.json"), read("annotations.json"), Words(read("relation.json")))
     # the script rounds to one decimal, precision and recall before F1
     for name, value in wanted.items():
         assert found[name] == pytest.approx(value, abs=0.06), name

@@ -13,11 +13,11 @@ from mmrl.config.schema import Piece
 from mmrl.core.rng import Stream
 from mmrl.core.types import Outcome, Prompt
 from mmrl.rewards.clip_score import split_sentences
-from mmrl.vision.benchmarks.amber import Described, Words
+from mmrl.vision.benchmarks.amber import AmberScene, Words
 from mmrl.vision.benchmarks.time_spans import Moments
 
 MOMENTS = Moments(((1.0, 2.0),), 10.0, ((1.0, 2.0, 4.0),) * 5)
-SCENE = Described(("dog",), ("cat",), Words({"dog": ["puppy"], "cat": ["kitten"]}))
+SCENE = AmberScene(("dog",), ("cat",), Words({"dog": ["puppy"], "cat": ["kitten"]}))
 REWARDS = [
     *[("tag_format", {"tags": tags}, "x") for tags in ("", "answer", "think,answer,box")],
     ("think_format", {}, "x"),

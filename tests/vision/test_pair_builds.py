@@ -28,7 +28,7 @@ def test_rows_of_the_same_size_with_another_prompt_are_another_build(tmp_path):
     build(before, tmp_path / "pairs", **COUNT)  # the same rows go on
     after = written(tmp_path, "Where is it")
     assert after.stat().st_size == size
-    with pytest.raises(RowError, match="holds a build with another pictures_hash: .*choose another output"):
+    with pytest.raises(RowError, match="holds a build with another images_hash: .*choose another output"):
         build(after, tmp_path / "pairs", **COUNT)
 
 

@@ -9,12 +9,12 @@ import pytest
 from mmrl.vision.benchmarks.qvhighlights import (
     LEVELS,
     THRESHOLDS,
-    clip_scores,
     detection_ap,
-    evaluate,
     highlight_metrics,
     saliency_ap,
+    saliency_of_windows,
 )
+from tests.support.official_metrics import qvhighlights_metrics
 
 
 def row(qid=1, windows=((0, 10),), duration=20, clips=(0,), scores=((4, 4, 4),)):
@@ -90,18 +90,18 @@ def test_saliency_ap_pads_scores_with_0_and_cuts_them():
     assert saliency_ap([1, 0], [0.9, 0.1, 5.0]) == 1
 
 
-def test_clip_scores_lays_ratings_over_clips_of_two_seconds():
+def test_saliency_of_windows_lays_ratings_over_videos_of_two_seconds():
     rated = row(duration=9, clips=(1, 3), scores=((1, 2, 3), (4, 0, 0)))
-    assert clip_scores(rated) == [[0, 0, 0], [1, 2, 3], [0, 0, 0], [4, 0, 0]]
+    assert saliency_of_windows(rated) == [[0, 0, 0], [1, 2, 3], [0, 0, 0], [4, 0, 0]]
 
 
 @pytest.mark.parametrize(
     ("clips", "scores"),
     [((4,), ((1, 1, 1),)), ((-1,), ((1, 1, 1),)), ((0,), ((1, 1),)), ((0, 1), ((1, 1, 1),))],
 )
-def test_clip_scores_refuses_ratings_that_fit_no_clip(clips, scores):
+def test_saliency_of_windows_refuses_ratings_that_fit_no_clip(clips, scores):
     with pytest.raises((IndexError, ValueError)):
-        clip_scores(row(duration=8, clips=clips, scores=scores))
+        saliency_of_windows(row(duration=8, clips=clips, scores=scores))
 
 
 def test_highlight_metrics_average_annotators_for_ap_and_take_the_kindest_for_a_hit():
@@ -130,7 +130,7 @@ def test_evaluate_of_a_perfect_submission():
             "pred_saliency_scores": [1.0, 0, 0, 0, 0.5, 0, 0, 0, 0, 0],
         }
     ]
-    metrics = evaluate(said, truth)
+    metrics = qvhighlights_metrics(said, truth)
     for name in (
         "MR-full-mAP",
         "MR-short-mAP@0.95",
@@ -150,7 +150,7 @@ def test_evaluate_averages_over_thresholds_and_queries_in_percent():
         {"qid": 1, "pred_relevant_windows": [[0, 6, 1.0]]},
         {"qid": 2, "pred_relevant_windows": [[12, 20, 1.0]]},
     ]
-    metrics = evaluate(said, truth)
+    metrics = qvhighlights_metrics(said, truth)
     assert metrics["MR-full-mAP"] == 15
     assert metrics["MR-full-mAP@0.5"] == metrics["MR-full-R1@0.6"] == 50
     assert metrics["MR-full-mAP@0.65"] == metrics["MR-full-R1@0.65"] == 0
@@ -160,17 +160,17 @@ def test_evaluate_averages_over_thresholds_and_queries_in_percent():
 def test_evaluate_rounds_to_two_decimals():
     truth = [row(i) for i in range(3)]
     said = [{"qid": i, "pred_relevant_windows": [[0, 10 * (i == 0) or 1, 1.0]]} for i in range(3)]
-    assert evaluate(said, truth)["MR-full-R1@0.5"] == 33.33
+    assert qvhighlights_metrics(said, truth)["MR-full-R1@0.5"] == 33.33
 
 
 def test_evaluate_takes_the_first_window_for_r1_and_ten_for_map():
     # The first window misses, whatever its score; the eleventh is not looked at.
     windows = [[12, 20, 0.1]] + [[11, 20, 0.1]] * 9 + [[0, 10, 0.9]]
-    metrics = evaluate([{"qid": 1, "pred_relevant_windows": windows}], [row()])
+    metrics = qvhighlights_metrics([{"qid": 1, "pred_relevant_windows": windows}], [row()])
     assert metrics["MR-full-R1@0.5"] == metrics["MR-full-mAP@0.5"] == 0
     # Second in the list, but of the highest score: the top for mAP, not for R1.
     windows = [[12, 20, 0.1], [0, 10, 0.9]]
-    metrics = evaluate([{"qid": 1, "pred_relevant_windows": windows}], [row()])
+    metrics = qvhighlights_metrics([{"qid": 1, "pred_relevant_windows": windows}], [row()])
     assert metrics["MR-full-R1@0.5"] == 0
     assert metrics["MR-full-mAP@0.5"] == 100
 
@@ -178,7 +178,7 @@ def test_evaluate_takes_the_first_window_for_r1_and_ten_for_map():
 def test_evaluate_sorts_windows_into_lengths_by_their_upper_end():
     truth = [row(1, windows=((0, 10), (20, 50)), duration=60)]
     said = [{"qid": 1, "pred_relevant_windows": [[0, 10, 0.9], [20, 50, 0.8]]}]
-    metrics = evaluate(said, truth)
+    metrics = qvhighlights_metrics(said, truth)
     # 10 s is short, 30 s is middle; each bucket sees the other's window as a false positive.
     assert metrics["MR-short-mAP@0.5"] == 100
     assert metrics["MR-middle-mAP@0.5"] == 50
@@ -192,12 +192,12 @@ def test_a_query_without_windows_counts_as_0_and_is_skipped_only_as_the_official
         {"qid": 1, "pred_relevant_windows": [[0, 10, 1.0]]},
         {"qid": 2, "pred_relevant_windows": []},
     ]
-    metrics = evaluate(said, truth)
+    metrics = qvhighlights_metrics(said, truth)
     assert metrics["MR-full-mAP"] == metrics["MR-full-R1@0.5"] == 50
     with pytest.raises(IndexError):
-        evaluate(said, truth, official=True)
+        qvhighlights_metrics(said, truth, official=True)
 
 
 def test_queries_of_one_side_only_are_an_error_that_names_them():
     with pytest.raises(ValueError, match=r"same queries.*\[2, 3\]"):
-        evaluate([{"qid": 2, "pred_relevant_windows": []}], [row(3)])
+        qvhighlights_metrics([{"qid": 2, "pred_relevant_windows": []}], [row(3)])

@@ -27,7 +27,7 @@ def read(home, *rows, name="train.jsonl", **options):
     return visual_qa(path=str(home / name), **options)
 
 
-def test_visual_qa_shows_the_picture_then_asks(home):
+def test_visual_qa_shows_the_image_then_asks(home):
     (prompt,) = read(home, ROW)
     (message,) = prompt.messages
     assert [part.media.name if part.media else part.text for part in message.parts] == [
@@ -38,7 +38,7 @@ def test_visual_qa_shows_the_picture_then_asks(home):
     assert message.parts[0].media.load().pixels[0, :, 0, 0].tolist() == [200, 0, 0]
 
 
-def test_visual_qa_reads_columns_of_other_names_and_encoded_pictures(home):
+def test_visual_qa_reads_columns_of_other_names_and_encoded_images(home):
     encoded = {"bytes": (home / "b.png").read_bytes(), "path": None}
     row = {"query": "What colour?", "label": ["blue", "azure"], "picture": encoded}
     columns = {"question": "query", "answer": "label", "image": "picture"}

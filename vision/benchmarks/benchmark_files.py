@@ -1,4 +1,4 @@
-"""The published files of the benchmarks, read as they are."""
+"""Readers of published benchmark files: COCO annotations and answer files."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mmrl.core.types import Prompt
 from mmrl.data.dataset_io import SourceError, parse_json, read_text_file, valid_rows
 from mmrl.data.fields import RowError, short
 from mmrl.vision.benchmarks.object_vocabulary import Ontology
+from mmrl.vision.media.prompts import with_answers
 
 TEXTS = ("caption", "response", "text", "answer", "output")
 IDS = ("image_id", "question_id", "id")
@@ -20,8 +22,8 @@ class FileError(RowError):
 
 
 @dataclass(frozen=True)
-class Pictured:
-    """What COCO says of a picture: its file, and the classes in it."""
+class CocoImage:
+    """A COCO image: its file, and the classes that its annotations name."""
 
     file: str
     objects: frozenset[str]
@@ -30,54 +32,58 @@ class Pictured:
 def read_json(path: Path, wanted: type[list] | type[dict]) -> Any:
     """Read a JSON file that holds a list or an object."""
     try:
-        found = parse_json(read_text_file(path))
+        value = parse_json(read_text_file(path))
     except SourceError:
         raise
     except RowError as error:
         raise FileError(f"cannot read '{path}': {error}") from error
-    if type(found) is not wanted:
-        raise FileError(f"'{path}' must hold a JSON {wanted.__name__}, not {short(found)}")
-    return found
+    if type(value) is not wanted:
+        raise FileError(f"'{path}' must hold a JSON {wanted.__name__}, not {short(value)}")
+    return value
 
 
-def read_coco(instances: Sequence[str], captions: Sequence[str], ontology: Ontology) -> dict[str, Pictured]:
-    """Collect the classes of every picture from instance annotations and from the reference captions, as
-    CHAIR does."""
+def read_coco(instances: Sequence[str], captions: Sequence[str], ontology: Ontology) -> dict[str, CocoImage]:
+    """Collect the classes of every image from instances and reference captions, as CHAIR does."""
     files: dict[str, str] = {}
     objects: dict[str, set[str]] = {}
-    for source in instances:
-        raw = read_json(Path(source), dict)
-        try:
-            names = {one["id"]: ontology.name_of(one["name"]) for one in raw["categories"]}
-            for one in raw["images"]:
-                files[str(one["id"])] = one["file_name"]
-                objects.setdefault(str(one["id"]), set())
-            for one in raw["annotations"]:
-                objects.setdefault(str(one["image_id"]), set()).add(names[one["category_id"]])
-        except (KeyError, TypeError, AttributeError, ValueError) as error:
-            raise FileError(
-                f"'{source}' is no file of COCO instances: {type(error).__name__}: {error}"
-            ) from error
-    for source in captions:
-        raw = read_json(Path(source), dict)
-        try:
-            for one in raw["annotations"]:
-                if str(one["image_id"]) in objects:
-                    said = ontology.mentions(one["caption"])
-                    objects[str(one["image_id"])].update(mention.name for mention in said)
-        except (KeyError, TypeError, AttributeError, ValueError) as error:
-            raise FileError(
-                f"'{source}' is no file of COCO captions: {type(error).__name__}: {error}"
-            ) from error
-    return {uid: Pictured(files.get(uid, ""), frozenset(found)) for uid, found in objects.items()}
+    source, form = "", "instances"
+    try:
+        for source in instances:
+            raw = read_json(Path(source), dict)
+            names = {row["id"]: ontology.name_of(row["name"]) for row in raw["categories"]}
+            for row in raw["images"]:
+                files[str(row["id"])] = row["file_name"]
+                objects.setdefault(str(row["id"]), set())
+            for row in raw["annotations"]:
+                objects.setdefault(str(row["image_id"]), set()).add(names[row["category_id"]])
+        form = "captions"
+        for source in captions:
+            for row in read_json(Path(source), dict)["annotations"]:
+                if str(row["image_id"]) in objects:
+                    mentions = ontology.mentions(row["caption"])
+                    objects[str(row["image_id"])].update(mention.name for mention in mentions)
+    except RowError:
+        raise
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise FileError(f"'{source}' is no file of COCO {form}: {type(error).__name__}: {error}") from error
+    return {uid: CocoImage(files.get(uid, ""), frozenset(names)) for uid, names in objects.items()}
 
 
 def read_answers(path: Path) -> dict[str, str]:
-    """Read ready-made answers by id: a caption file of CHAIR (`{"imgToEval": {id: {"image_id",
-    "caption"}}}`), or a list or lines of objects with an id and a text."""
-    found = _captions_of(path) or [(row.place, row.columns) for row in valid_rows(path)]
+    """Read precomputed answers by id.
+
+    The file is a caption file of CHAIR (`{"imgToEval": {id: {"image_id", "caption"}}}`), or a list or lines
+    of objects with an id and a text.
+    """
+    try:
+        raw = parse_json(read_text_file(path))
+    except RowError:
+        raw = None  # JSON lines, or damaged: the reader of rows below names the line
+    rows: list[tuple[str, Any]] = []
+    if type(raw) is dict and type(raw.get("imgToEval")) is dict:
+        rows = [(f"{path}: {key}", row) for key, row in raw["imgToEval"].items()]
     answers: dict[str, str] = {}
-    for place, row in found:
+    for place, row in rows or [(row.place, row.columns) for row in valid_rows(path)]:
         row = row if isinstance(row, Mapping) else {}
         uid = next((str(row[key]) for key in IDS if key in row), None)
         text = next((row[key] for key in TEXTS if type(row.get(key)) is str), None)
@@ -89,11 +95,12 @@ def read_answers(path: Path) -> dict[str, str]:
     return answers
 
 
-def _captions_of(path: Path) -> list[tuple[str, Any]]:
-    """Read a caption file of CHAIR; nothing if it is none, but JSON lines."""
-    try:
-        raw = parse_json(read_text_file(path))
-    except RowError:
-        return []  # whoever reads lines tells what is wrong with them
-    found = raw.get("imgToEval") if type(raw) is dict else None
-    return [(f"{path}: {key}", row) for key, row in found.items()] if type(found) is dict else []
+def attach_answers(
+    prompts: list[Prompt], answers: Mapping[str, str], source: str, limit: int
+) -> list[Prompt]:
+    """Give prompts the precomputed answers of a file `source`; without a file they stay as they are."""
+    if not source:
+        return prompts
+    # With a limit, answers to prompts after it are not an error.
+    uids = {prompt.uid for prompt in prompts}
+    return with_answers(prompts, {uid: a for uid, a in answers.items() if not limit or uid in uids}, source)

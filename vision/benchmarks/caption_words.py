@@ -1,10 +1,11 @@
-"""Words of a caption: split as the Penn Treebank splits them, and brought to their singular."""
+"""Caption words: Penn Treebank tokenisation and singular forms of English nouns."""
 
 from __future__ import annotations
 
 import re
 
-_APART = re.compile(
+# Punctuation that becomes a token of its own.
+_SPLIT = re.compile(
     r"""n't\b|'(?:s|re|ve|ll|d|m)\b   # contractions
     |\.\.\.|--
     |[;@\#$%&?!()\[\]{}<>"`“”]
@@ -28,7 +29,7 @@ IRREGULAR = {
     "doggies": "doggie", "menus": "menu", "emus": "emu", "gnus": "gnu", "gurus": "guru",
     "calories": "calorie", "magpies": "magpie", "collies": "collie", "potpies": "potpie",
 }  # fmt: skip
-# Plurals in -men, -wives and the like are found by their ends.
+# Compounds such as firemen and penknives are matched by their endings.
 ENDS = {"men": "man", "children": "child", "people": "person", "feet": "foot", "knives": "knife"}
 UNCHANGED = {
     "scissors", "sunglasses", "eyeglasses", "jeans", "shorts", "pants", "trousers", "tights", "pajamas",
@@ -46,24 +47,23 @@ DROP_S = {
 
 
 def tokens(text: str) -> list[str]:
-    """Split a text into words and signs; words with a hyphen stay whole."""
-    return _APART.sub(lambda found: f" {found[0]} ", text).split()
+    """Split a text into words and punctuation; hyphenated words stay whole."""
+    return _SPLIT.sub(lambda match: f" {match[0]} ", text).split()
 
 
 def singular(word: str) -> str:
-    """Bring an English noun to its singular by rules of ours; other words are left as they are, or lose an s
-    that no noun ends in.
+    """Convert an English noun to its singular by rules of this toolkit.
 
-    CHAIR's script uses those of the package pattern, which differ for some words of its list: a bus becomes
-    a bu there and is never found. Object HalBench's uses WordNet's.
+    Other words are unchanged, or lose a final s. CHAIR's script uses the package pattern, which differs for
+    some words of its list: bus becomes bu there and is never matched. Object HalBench uses WordNet.
     """
     if word in IRREGULAR:
         return IRREGULAR[word]
     if word in UNCHANGED or len(word) < 3 or not word.isascii():
         return word
-    for end, one in ENDS.items():
-        if word.endswith(end) and len(word) > len(end) + 1:
-            return word.removesuffix(end) + one
+    for ending, replacement in ENDS.items():
+        if word.endswith(ending) and len(word) > len(ending) + 1:
+            return word.removesuffix(ending) + replacement
     if word.endswith(("ss", "us", "'s")) or not word.endswith("s"):
         return word
     if word in DROP_S:
@@ -71,6 +71,6 @@ def singular(word: str) -> str:
     if word.endswith("ies") and len(word) > 4:
         return word[:-3] + "y"
     if word.endswith(("ches", "shes", "xes", "sses", "zzes", "oes", "uses")) and not word.endswith("ouses"):
-        # A bus has two; a blouse, a house and a fuse keep their e.
+        # buses lose two letters; blouses, houses and fuses keep their e.
         return word[:-2] if not word.endswith(("fuses", "cuses", "muses")) else word[:-1]
     return word[:-1]

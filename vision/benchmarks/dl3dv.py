@@ -1,4 +1,4 @@
-"""DL3DV-10K (arXiv 2312.16256) as it lies on disk after unpacking: frames of scenes with their cameras."""
+"""Reader of DL3DV-10K (arXiv 2312.16256) in its layout on disk: frames of scenes and their cameras."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from torch import Tensor
 from mmrl.data.media import MediaError, opened_image
 
 FOLDERS = ("images_8", "images_4", "images_2", "images")  # the smallest first: 480P, 960P, ...
-# Turns a camera that looks along -Z with +Y up (OpenGL) into one that looks along +Z with +Y down (OpenCV).
+# Converts between camera axes of OpenGL (looking along -Z, +Y up) and of OpenCV (along +Z, +Y down).
 FLIP = torch.diag(torch.tensor([1.0, -1.0, -1.0, 1.0], dtype=torch.float64))
 ENDINGS = (".png", ".jpg", ".jpeg")
 
 
 @dataclass(frozen=True)
-class View:
-    """One frame: its picture, its number, and its camera.
+class CameraView:
+    """One frame of a scene: its image file, frame number and camera.
 
-    `pose` is (4, 4), camera to world with the axes of OpenCV (+X right, +Y down, looking along +Z);
-    `intrinsics` are (fx, fy, cx, cy) in shares of the width and the height, so they hold for any size.
+    `pose` is (4, 4) float64, camera to world with the axes of OpenCV (+X right, +Y down, looking along +Z);
+    `intrinsics` are (fx, fy, cx, cy) as fractions of width and height, valid for any image size.
     """
 
     path: Path
@@ -40,110 +40,103 @@ class View:
 
     @property
     def camera_vector(self) -> list[float]:
-        """List the 18 numbers that DepthSplat has of a camera: intrinsics, two zeros, and the three rows of
-        world to camera."""
+        """List DepthSplat's 18 camera numbers: intrinsics, two zeros, three rows of world to camera."""
         return [*self.intrinsics, 0.0, 0.0, *self.world_to_camera[:3].flatten().tolist()]
 
 
 @dataclass(frozen=True)
 class SceneViews:
-    """A scene: its hash, and its frames in the order of their names. `missing` frames have no picture."""
+    """A scene: its hash, its frames sorted by name, and the names of frames without an image file."""
 
     name: str
-    views: tuple[View, ...]
+    views: tuple[CameraView, ...]
     missing: tuple[str, ...] = ()
 
 
 def find_scenes(root: Path) -> Iterator[Path]:
-    """Find the folders of scenes: `<batch>/<hash>`, or `<hash>/nerfstudio` as in the benchmark, or
-    `<hash>`."""
+    """Find scene folders: `<batch>/<hash>`, `<hash>/nerfstudio` as in the benchmark, or `<hash>`."""
     for path in sorted(root.rglob("transforms.json")):
         yield path.parent
 
 
 def scene_name(folder: Path) -> str:
-    """Tell the hash of a scene from its folder."""
+    """Return the hash of a scene from its folder."""
     return folder.parent.name if folder.name == "nerfstudio" else folder.name
 
 
 def read_scene(folder: Path, images: str = "") -> SceneViews:
-    """Read the frames of a scene and their cameras. `images` names the folder of pictures; the smallest one
-    there is by default.
+    """Read the frames of a scene and their cameras.
 
-    `w`, `h` and the intrinsics of the file are those of the full picture, whatever the folder holds, so they
-    are divided. Pictures are looked up by their names alone. A scene whose pictures have another shape than
-    its camera is refused.
+    The file's `w`, `h` and intrinsics refer to the full-size image, whatever the folder contains, so they are
+    divided. Image files are looked up by name alone. Raises `MediaError` where the images do not have the
+    aspect ratio of the camera.
+
+    Args:
+        folder: Folder with `transforms.json`.
+        images: Name of the image folder; by default the smallest one that exists.
     """
-    raw = _transforms(folder / "transforms.json")
-    home = next((folder / one for one in ([images] if images else FOLDERS) if (folder / one).is_dir()), None)
+    path = folder / "transforms.json"
+    try:
+        raw = json.loads(path.read_bytes().decode("utf-8"))
+        frames, aspect = raw["frames"], float(raw["w"]) / float(raw["h"])
+    except (OSError, UnicodeDecodeError, KeyError, TypeError, ValueError, ZeroDivisionError) as error:
+        raise MediaError(f"cannot read '{path}': {type(error).__name__}: {error}") from error
+    if type(frames) is not list or not frames:
+        raise MediaError(f"'{path}' lists no frames")
+    wanted = [images] if images else FOLDERS
+    home = next((folder / name for name in wanted if (folder / name).is_dir()), None)
     if home is None:
-        raise MediaError(f"'{folder}' has no folder of pictures; looked for {images or ', '.join(FOLDERS)}")
+        raise MediaError(f"'{folder}' has no folder of images; looked for {', '.join(wanted)}")
     views, missing = [], []
-    for frame in raw["frames"]:
+    for frame in frames:
         name = Path(str(frame["file_path"]).replace("\\", "/")).name
-        path = _picture(home, name)
-        if path is None:
+        # Some releases store another file type than they record.
+        candidates = [home / name, *(home / f"{Path(name).stem}{ending}" for ending in ENDINGS)]
+        file = next((file for file in candidates if file.is_file()), None)
+        if file is None:
             missing.append(name)
             continue
         try:
-            views.append(View(path, frame_index(name), _intrinsics({**raw, **frame}), _pose(frame)))
+            views.append(CameraView(file, frame_index(name), _intrinsics({**raw, **frame}), _pose(frame)))
         except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
             raise MediaError(f"'{folder}': frame '{name}': {type(error).__name__}: {error}") from error
     views.sort(key=lambda view: view.path.name)
     if views:
-        _check_shape(views[0].path, float(raw["w"]) / float(raw["h"]))
+        _check_aspect(views[0].path, aspect)
     return SceneViews(scene_name(folder), tuple(views), tuple(missing))
 
 
 def frame_index(name: str) -> int:
-    """Read the number of a frame: the digits behind the last underscore."""
+    """Parse the number of a frame: the digits after the last underscore."""
     return int(Path(name).stem.rpartition("_")[2])
 
 
 def to_opencv(pose: Tensor) -> Tensor:
-    """Turn a camera-to-world matrix (4, 4) with the axes of OpenGL into one with those of OpenCV, and
-    back."""
+    """Convert a camera-to-world matrix (4, 4) from OpenGL's axes to OpenCV's, or back."""
     return pose @ FLIP.to(pose.dtype)
 
 
-def relative_pose(first: View, second: View) -> Tensor:
-    """Compute (4, 4) that takes points from the first camera to the second."""
+def relative_pose(first: CameraView, second: CameraView) -> Tensor:
+    """Compute the (4, 4) transform of points from the first camera to the second."""
     return second.world_to_camera @ first.pose
 
 
-def turn_between(first: View, second: View) -> float:
-    """Measure by how many degrees the second camera is turned against the first."""
+def turn_between(first: CameraView, second: CameraView) -> float:
+    """Compute the rotation angle between two cameras, in degrees."""
     rotation = relative_pose(first, second)[:3, :3]
+    # trace(R) = 1 + 2 cos(angle); rounding may exceed [-1, 1].
     return math.degrees(math.acos(max(-1.0, min(1.0, (float(rotation.trace()) - 1) / 2))))
 
 
-def distance_between(first: View, second: View) -> float:
-    """Measure how far apart two cameras stand, in units of the scene."""
+def distance_between(first: CameraView, second: CameraView) -> float:
+    """Compute the distance between two cameras, in units of the scene."""
     return float((first.pose[:3, 3] - second.pose[:3, 3]).norm())
-
-
-def _transforms(path: Path) -> dict[str, Any]:
-    try:
-        raw = json.loads(path.read_bytes().decode("utf-8"))
-        frames, _ = raw["frames"], (float(raw["w"]), float(raw["h"]))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError, ValueError) as error:
-        raise MediaError(f"cannot read '{path}': {type(error).__name__}: {error}") from error
-    if type(frames) is not list or not frames:
-        raise MediaError(f"'{path}' lists no frames")
-    return raw
-
-
-def _picture(home: Path, name: str) -> Path | None:
-    """Find a picture by its name; some releases store another ending than they record."""
-    stem = Path(name).stem
-    candidates = [home / name, *(home / f"{stem}{ending}" for ending in ENDINGS)]
-    return next((path for path in candidates if path.is_file()), None)
 
 
 def _intrinsics(camera: dict[str, Any]) -> tuple[float, float, float, float]:
     width, height = float(camera["w"]), float(camera["h"])
-    wide, high = float(camera["fl_x"]), float(camera.get("fl_y", camera["fl_x"]))
-    return wide / width, high / height, float(camera["cx"]) / width, float(camera["cy"]) / height
+    fx, fy = float(camera["fl_x"]), float(camera.get("fl_y", camera["fl_x"]))
+    return fx / width, fy / height, float(camera["cx"]) / width, float(camera["cy"]) / height
 
 
 def _pose(frame: dict[str, Any]) -> Tensor:
@@ -153,11 +146,11 @@ def _pose(frame: dict[str, Any]) -> Tensor:
     return to_opencv(pose)
 
 
-def _check_shape(path: Path, wanted: float) -> None:
+def _check_aspect(path: Path, aspect: float) -> None:
     with opened_image(path, str(path)) as image:
         width, height = image.size
-    # Rounding to whole pixels, at most one on either side.
-    if abs(width - wanted * height) > 1 + wanted:
+    # Width and height are rounded to whole pixels, each by at most one.
+    if abs(width - aspect * height) > 1 + aspect:
         raise MediaError(
-            f"'{path}' is {width}x{height}, but its camera is {wanted:.3f} times as wide as high"
+            f"'{path}' is {width}x{height}, but its camera is {aspect:.3f} times as wide as high"
         )

@@ -1,4 +1,4 @@
-"""Closed vocabularies of objects: which words name which class."""
+"""Closed object vocabularies (ontologies): which words and phrases name which class."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Literal
 
 from mmrl.vision.benchmarks.caption_words import singular, tokens
 
-# Two words that CHAIR reads as one, whether or not they name a class.
+# Two words that CHAIR joins to one, whether or not they name a class.
 CHAIR_PHRASES = (
     "motor bike", "motor cycle", "air plane", "traffic light", "street light", "traffic signal",
     "stop light", "fire hydrant", "stop sign", "parking meter", "suit case", "sports ball",
@@ -37,8 +37,15 @@ class Mention:
 
 @dataclass(frozen=True)
 class Ontology:
-    """Words and the class each names; phrases and what they are read as; words that do not count where
-    another stands (`unless`). With `plurals`, classes may be named in the plural, as scissors."""
+    """Maps words and phrases to object classes.
+
+    Args:
+        names: Class of every word.
+        phrases: Replacement of every phrase of several words.
+        unless: Words that do not count in a text that contains any of the listed words.
+        singular: Function that converts a noun to its singular.
+        plurals: Whether classes may be named in the plural, as scissors.
+    """
 
     names: Mapping[str, str]
     phrases: Mapping[str, str]
@@ -47,12 +54,12 @@ class Ontology:
     plurals: bool = True
 
     def mentions(self, text: str) -> list[Mention]:
-        """List what a text mentions, in order and with repeats.
+        """List the objects that a text mentions, in order and with repeats.
 
-        The text is brought to lower case, split, brought to the singular and merged from left to right, the
-        longest phrase first.
+        The text is lower-cased, tokenised, converted to singular forms, and phrases are joined from left to
+        right, the longest first.
         """
-        words = self._merged(tokens(text.lower()))
+        words = self._joined(tokens(text.lower()))
         return [
             Mention(word, self.names[word])
             for word in words
@@ -60,48 +67,55 @@ class Ontology:
         ]
 
     def name_of(self, word: str) -> str:
-        """Find the class that a word or phrase names."""
-        found = self.names.get(word) or self.names.get(" ".join(map(self.singular, word.lower().split())))
-        if found is None:
-            raise ValueError(
-                f"'{word}' names no class of the ontology, which has {len(set(self.names.values()))}"
-            )
-        return found
+        """Return the class that a word or phrase names."""
+        name = self.names.get(word) or self.names.get(" ".join(map(self.singular, word.lower().split())))
+        if name is None:
+            classes = len(set(self.names.values()))
+            raise ValueError(f"'{word}' names no class of the ontology, which has {classes}")
+        return name
 
-    def _merged(self, said: list[str]) -> list[str]:
-        words = [self.singular(word) for word in said]
+    def _joined(self, raw: list[str]) -> list[str]:
+        words = [self.singular(word) for word in raw]
         longest = max((phrase.count(" ") + 1 for phrase in self.phrases), default=1)
-        merged, at = [], 0
+        joined, at = [], 0
         while at < len(words):
             for length in range(min(longest, len(words) - at), 1, -1):
                 phrase = " ".join(words[at : at + length])
                 if phrase in self.phrases:
-                    merged.append(self.phrases[phrase])
+                    joined.append(self.phrases[phrase])
                     at += length
                     break
             else:
                 plural = self.plurals and words[at] not in self.names
-                merged.append(said[at] if plural else words[at])
+                joined.append(raw[at] if plural else words[at])
                 at += 1
-        return merged
+        return joined
 
 
 def read_ontology(
     path: Path, style: Literal["chair", "refined"] = "chair", singular_by: str = ""
 ) -> Ontology:
-    """Read an ontology: a list of synonyms as CHAIR publishes it (.txt), or our JSON.
+    """Read an ontology: a list of synonyms as CHAIR publishes it (.txt), or JSON.
 
-    In a list of synonyms every line is a class, its first word the name, the rest synonyms. `style` says
-    which phrases belong to it: those fixed in CHAIR's script, or as in Object HalBench the phrases of the
-    list. JSON is `{"objects": {name: [synonyms]}, "phrases": {phrase: what it is read as, or null}, "unless":
-    {word: [words]}}`; every name or synonym of several words is a phrase. `singular_by` names another
-    function of singular forms, `module:function`.
+    In a list of synonyms every line is a class: its name, then its synonyms. JSON is `{"objects": {name:
+    [synonyms]}, "phrases": {phrase: replacement or null}, "unless": {word: [words]}}`; every name or synonym
+    of several words is a phrase.
+
+    Args:
+        path: The file.
+        style: Phrases of a list of synonyms: those fixed in CHAIR's script (`chair`), or those of the list
+            as in Object HalBench (`refined`).
+        singular_by: Another function of singular forms, as `module:function`.
     """
     by = function_of(singular_by) if singular_by else singular
-    if path.suffix == ".txt":
-        return _from_synonyms(_read_text(path), style, by)
     try:
-        raw = json.loads(_read_text(path))
+        source = path.read_bytes().decode("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"cannot read the ontology '{path}': {error}") from error
+    if path.suffix == ".txt":
+        return _from_synonyms(source, style, by)
+    try:
+        raw = json.loads(source)
         objects = {str(name): [str(word) for word in words] for name, words in raw["objects"].items()}
         phrases = {str(k).lower(): str(v or "").lower() for k, v in raw.get("phrases", {}).items()}
         unless = {str(k).lower(): tuple(w.lower() for w in v) for k, v in raw.get("unless", {}).items()}
@@ -123,46 +137,39 @@ def ontology_of(
     names: dict[str, str] = {}
     for name, words in objects.items():
         for word in (name, *words):
-            held = names.setdefault(word.lower(), name)
-            if held != name:
-                raise ValueError(f"'{word}' names two classes of the ontology: '{held}' and '{name}'")
-    merged = {word: word for word in names if " " in word} | dict(phrases or {})
-    # Words of a text are singular when they are merged, so phrases must be found in that form, too.
-    merged |= {" ".join(map(by, key.split())): read for key, read in merged.items()}
-    return Ontology(names, merged, dict(unless or {}), by)
+            first = names.setdefault(word.lower(), name)
+            if first != name:
+                raise ValueError(f"'{word}' names two classes of the ontology: '{first}' and '{name}'")
+    joined = {word: word for word in names if " " in word} | dict(phrases or {})
+    # Words of a text are singular when they are joined, so phrases must match in that form, too.
+    joined |= {" ".join(map(by, phrase.split())): word for phrase, word in joined.items()}
+    return Ontology(names, joined, dict(unless or {}), by)
 
 
 def _from_synonyms(text: str, style: str, by: Callable[[str], str]) -> Ontology:
     classes = [line.strip().split(", ") for line in text.splitlines() if line.strip()]
     if style == "refined":
         classes = [[word.strip() for word in words] for words in classes]
-    # Two classes may share a word in the published list; the later line has it, as in the scripts. CHAIR's
-    # keeps a space before two words (motor bike and cheesecake), which are therefore never found.
+    # Where two classes share a word in the published list, the later line wins, as in the scripts. CHAIR's
+    # keeps a space before two words (motor bike and cheesecake), which therefore never match.
     names = {word: words[0] for words in classes for word in words if word}
     if style == "refined":
-        # The script looks at two words at a time, so longer phrases of the list are never found.
-        found = [word for word in names if word.count(" ") == 1]
-        phrases = {word: word for word in (*found, *REFINED_PHRASES)}
+        # The script looks at two words at a time, so longer phrases of the list never match.
+        pairs = [word for word in names if word.count(" ") == 1]
+        phrases = {word: word for word in (*pairs, *REFINED_PHRASES)}
     else:
         phrases = {word: word for word in CHAIR_PHRASES}
     phrases |= {f"{kind} {animal}": animal for animal in ANIMALS for kind in ("baby", "adult")}
     phrases |= {f"passenger {vehicle}": vehicle for vehicle in VEHICLES}
-    # The package pattern brings a glass to a glas.
+    # The package pattern converts glass to glas.
     phrases |= {"bow tie": "tie", "toilet seat": "toilet", "wine glas": "wine glass"}
     return Ontology(names, phrases, {"seat": ("toilet",)}, by, plurals=False)
 
 
 def function_of(name: str) -> Callable:
-    """Find a function by `module:function`."""
+    """Import a function by `module:function`."""
     module, _, attribute = name.partition(":")
     try:
         return getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError, ValueError) as error:
         raise ValueError(f"cannot import '{name}', wanted as module:function: {error}") from error
-
-
-def _read_text(path: Path) -> str:
-    try:
-        return path.read_bytes().decode("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"cannot read the ontology '{path}': {error}") from error

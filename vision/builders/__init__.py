@@ -1,1 +1,1 @@
-"""What `mmrl build` makes: data sets, and small models to try things on."""
+"""Builders of data sets and of small models, for `mmrl build`."""

@@ -1,8 +1,9 @@
-"""Data sets of other toolkits as ours, and ours as theirs."""
+"""Builder that converts data sets between mmrl, verl, ms-swift and LLaMA-Factory."""
 
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,67 +14,65 @@ from mmrl.vision.benchmarks.conversions import FORMS, MEDIA, describe_llama_fact
 from mmrl.vision.media.dataset_writer import BuildLog, MediaWriter, readable_rows
 from mmrl.vision.media.media_columns import media_refs
 
-Name = Literal["mmrl", "verl", "ms_swift", "llama_factory"]
+Toolkit = Literal["mmrl", "verl", "ms_swift", "llama_factory"]
 
 
 @builder
+@dataclass(kw_only=True)
 class Converted:
-    """Turn rows of verl (parquet), ms-swift (jsonl) or LLaMA-Factory (JSON) into ours or into each other's.
+    """Convert rows of verl (parquet), ms-swift (jsonl) or LLaMA-Factory (JSON) to mmrl's or each other's.
 
-    `source` is a file or folder of such rows; media are found under `root` (by default its folder), looked
-    at, and copied, so that paths are relative to the output; verl's go into its rows. For LLaMA-Factory a
-    `dataset_info.json` is written. Rows that cannot be converted are errors, or with `bad_rows: drop` named
-    in the manifest.
+    Media files are validated and copied, so that paths are relative to the output; images for verl are stored
+    in its rows. For LLaMA-Factory a `dataset_info.json` is written.
+
+    Args:
+        source: A file or folder of rows.
+        source_form: Toolkit whose rows the source contains.
+        form: Toolkit to write rows for.
+        root: Folder of the media; by default that of the rows.
+        bad_rows: Rows that cannot be converted raise (`error`) or are listed in the manifest (`drop`).
     """
 
-    def __init__(
-        self,
-        *,
-        source: str,
-        source_form: Name,
-        form: Name = "mmrl",
-        root: str = "",
-        bad_rows: Literal["error", "drop"] = "error",
-    ) -> None:
-        self.source, self.source_form, self.form = source, source_form, form
-        self.root, self.bad_rows = root, bad_rows
+    source: str
+    source_form: Toolkit
+    form: Toolkit = "mmrl"
+    root: str = ""
+    bad_rows: Literal["error", "drop"] = "error"
 
     def build(self, output: Path) -> dict[str, Any]:
-        """Write media and rows, and tell how many of each split."""
+        """Write media and rows; return the number of rows by split."""
         ledger = BuildLog(self.bad_rows)
         rows, root = readable_rows(self.source, self.root, ledger)
         media = MediaWriter(root, output)
-        written: dict[str, list[dict[str, Any]]] = {}
+        splits: dict[str, list[dict[str, Any]]] = {}
         for row in rows:
             try:
-                one = self._row(row, ledger.kept[row.split], media)
+                converted = self._row(row, ledger.kept[row.split], media)
             except RowError as error:
                 ledger.drop(row.place, str(error))
                 continue
-            written.setdefault(row.split, []).append(one)
+            splits.setdefault(row.split, []).append(converted)
             ledger.kept[row.split] += 1
         info = {}
-        for split, listed in written.items():
+        for split, written in splits.items():
             name = f"{split}{FORMS[self.form].ending}"
-            write_rows(output / name, listed)
-            columns = sorted({column for one in listed for column in one})
+            write_rows(output / name, written)
+            columns = sorted({column for row in written for column in row})
             info[f"{output.name}_{split}"] = describe_llama_factory(columns, name)
         if self.form == "llama_factory" and info:
             (output / "dataset_info.json").write_text(json.dumps(info, indent=2) + "\n")
-        return ledger.finish(
-            output, {"source": Path(self.source).name, "from": self.source_form, "to": self.form}
-        )
+        manifest = {"source": Path(self.source).name, "from": self.source_form, "to": self.form}
+        return ledger.finish(output, manifest)
 
     def _row(self, row: DataRow, number: int, media: MediaWriter) -> dict[str, Any]:
         ours = FORMS[self.source_form].read(row.columns)
         ours = {key: value for key, value in ours.items() if key not in ("image", "video")}
         for name in MEDIA:
             if ours.get(name):
-                ours[name] = [media.put(one) for one in media_refs(ours[name], name[:-1], name)]
-        theirs = plain(FORMS[self.form].write(ours), "row")
+                ours[name] = [media.put(medium) for medium in media_refs(ours[name], name[:-1], name)]
+        converted = plain(FORMS[self.form].write(ours), "row")
         if self.form == "verl":
-            theirs["extra_info"] = {"split": row.split, "index": number, **theirs["extra_info"]}
-            if paths := theirs.get("images"):
-                held = [(media.output / path).read_bytes() for path in paths]
-                theirs["images"] = [{"bytes": b, "path": p} for b, p in zip(held, paths, strict=True)]
-        return theirs
+            converted["extra_info"] = {"split": row.split, "index": number, **converted["extra_info"]}
+            if paths := converted.get("images"):
+                converted["images"] = [{"bytes": (media.output / p).read_bytes(), "path": p} for p in paths]
+        return converted

@@ -1,7 +1,8 @@
-"""A small LLaVA of the real classes, with a processor, as an ordinary checkpoint folder."""
+"""Builder of a small untrained LLaVA with a processor, as an ordinary checkpoint folder."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,59 +15,56 @@ IMAGE = "{% if c['type'] == 'image' %}<image>{% endif %}"
 
 
 @builder
+@dataclass(kw_only=True)
 class TinyLlava:
-    """Build a small LLaVA (arXiv 2304.08485) from the real configuration, weights drawn at random: a CLIP
-    vision tower, a projector of two layers, a Llama.
+    """Build a small LLaVA (arXiv 2304.08485) of the real classes with random weights.
 
-    `texts` trains the tokenizer. Pictures are brought to `side` pixels and cut into patches of `patch`, each
-    of which makes a token. `init` is the deviation of the language model's weights; the tower has CLIP's own.
+    It has a CLIP vision tower, a projector of two layers and a Llama.
+
+    Args:
+        texts: Texts that train the tokenizer.
+        vocab_size: Tokens of the tokenizer.
+        width: Hidden size of the language model.
+        layers: Layers of the language model.
+        heads: Attention heads of the language model.
+        vision_width: Hidden size of the vision tower.
+        vision_layers: Layers of the vision tower.
+        side: Side of an image in pixels.
+        patch: Side of a patch in pixels; each patch makes a token.
+        init: Standard deviation of the language model's weights; the tower has CLIP's own.
     """
 
-    def __init__(
-        self,
-        *,
-        stream: Stream,
-        texts: tuple[str, ...] = ("0123456789 abcdefghijklmnopqrstuvwxyz",),
-        vocab_size: PositiveInt = 512,
-        width: PositiveInt = 128,
-        layers: PositiveInt = 3,
-        heads: PositiveInt = 4,
-        vision_width: PositiveInt = 96,
-        vision_layers: PositiveInt = 3,
-        side: PositiveInt = 48,
-        patch: PositiveInt = 8,
-        init: PositiveFloat = 0.02,
-    ) -> None:
-        if side % patch:
-            raise ValueError(f"a picture of {side} pixels cannot be cut into patches of {patch}")
-        self.stream, self.texts, self.vocab_size = stream, texts, vocab_size
-        self.width, self.layers, self.heads = width, layers, heads
-        self.vision_width, self.vision_layers = vision_width, vision_layers
-        self.side, self.patch, self.init = side, patch, init
+    stream: Stream
+    texts: tuple[str, ...] = ("0123456789 abcdefghijklmnopqrstuvwxyz",)
+    vocab_size: PositiveInt = 512
+    width: PositiveInt = 128
+    layers: PositiveInt = 3
+    heads: PositiveInt = 4
+    vision_width: PositiveInt = 96
+    vision_layers: PositiveInt = 3
+    side: PositiveInt = 48
+    patch: PositiveInt = 8
+    init: PositiveFloat = 0.02
+
+    def __post_init__(self) -> None:
+        if self.side % self.patch:
+            raise ValueError(f"an image of {self.side} pixels cannot be cut into patches of {self.patch}")
 
     def build(self, output: Path) -> dict[str, Any]:
-        """Write the folder, and tell what is in it."""
-        from transformers import LlavaForConditionalGeneration
-
-        processor = self._processor()
-        config = self._config(processor.tokenizer)
-        return write_untrained(
-            LlavaForConditionalGeneration, config, processor, self.stream.fixed("tiny_llava"), output
-        )
-
-    def _processor(self) -> Any:
-        from transformers import CLIPImageProcessor, LlavaProcessor
+        """Write the folder; return the number of parameters and tokens."""
+        from transformers import CLIPImageProcessor, LlavaForConditionalGeneration, LlavaProcessor
 
         size = {"height": self.side, "width": self.side}
-        images = CLIPImageProcessor(size={"shortest_edge": self.side}, crop_size=size)
-        return LlavaProcessor(
-            images,
+        processor = LlavaProcessor(
+            CLIPImageProcessor(size={"shortest_edge": self.side}, crop_size=size),
             tiny_tokenizer(self.texts, self.vocab_size),
             patch_size=self.patch,
             vision_feature_select_strategy="default",
-            num_additional_image_tokens=1,  # the tower's class token, which the strategy leaves out again
+            num_additional_image_tokens=1,  # the tower's class token, which the strategy drops again
             chat_template=TEMPLATE.replace("PLACEHOLDER", IMAGE),
         )
+        config, generator = self._config(processor.tokenizer), self.stream.fixed("tiny_llava")
+        return write_untrained(LlavaForConditionalGeneration, config, processor, generator, output)
 
     def _config(self, tokenizer: Any) -> Any:
         from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig

@@ -1,8 +1,9 @@
-"""A small vision-language model of the real classes, with a processor, as an ordinary checkpoint folder."""
+"""Builder of a small untrained Qwen2.5-VL with a processor, as an ordinary checkpoint folder."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from mmrl.config.ranges import PositiveFloat, PositiveInt
 from mmrl.config.registry import builder
 from mmrl.core.rng import Stream
 
+# Tokens of both tiny models, Qwen2.5-VL and LLaVA.
 SPECIAL = (
     "<|endoftext|>",
     "<|im_start|>",
@@ -35,8 +37,7 @@ QWEN_MEDIA = (
 
 
 def tiny_tokenizer(texts: Iterable[str], vocab_size: int) -> Any:
-    """Train a byte-level BPE on texts. Digits stay single, as in Qwen's, so that numbers are read and written
-    digit by digit."""
+    """Train a byte-level BPE tokenizer; digits stay single tokens, as in Qwen's."""
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -58,64 +59,53 @@ def tiny_tokenizer(texts: Iterable[str], vocab_size: int) -> Any:
 
 
 def write_untrained(
-    kind: type, config: Any, processor: Any, generator: torch.Generator, output: Path
+    model_class: type, config: Any, processor: Any, generator: torch.Generator, output: Path
 ) -> dict[str, Any]:
-    """Write a folder of a model with random weights and its processor, and tell what is in it."""
+    """Write a model with random weights and its processor; return its number of parameters and tokens."""
     seed = int(torch.randint(1 << 31, (1,), generator=generator))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = kind(config)
+        model = model_class(config)
     model.save_pretrained(output)
     processor.save_pretrained(output)
-    return {
-        "parameters": sum(p.numel() for p in model.parameters()),
-        "vocabulary": len(processor.tokenizer),
-    }
+    parameters = sum(p.numel() for p in model.parameters())
+    return {"parameters": parameters, "vocabulary": len(processor.tokenizer)}
 
 
 @builder
+@dataclass(kw_only=True)
 class TinyQwen2_5Vl:
-    """Build a small Qwen2.5-VL from the real configuration, weights drawn at random.
+    """Build a small Qwen2.5-VL of the real classes with random weights.
 
-    `texts` trains the tokenizer. Pictures and frames are shrunk to `max_pixels` and cut into patches of 14
-    pixels, four of which make a token, two frames at a time.
+    Images and video frames are cut into patches of 14 pixels, four of which make a token, two frames at a
+    time.
+
+    Args:
+        texts: Texts that train the tokenizer.
+        vocab_size: Tokens of the tokenizer.
+        width: Hidden size of the language model.
+        layers: Layers of the language model.
+        heads: Attention heads of the language model.
+        vision_width: Hidden size of the vision tower.
+        vision_layers: Layers of the vision tower.
+        max_pixels: Most pixels of an image or a frame; larger ones are shrunk.
+        init: Standard deviation of the weights.
     """
 
-    def __init__(
-        self,
-        *,
-        stream: Stream,
-        texts: tuple[str, ...] = ("0123456789 abcdefghijklmnopqrstuvwxyz",),
-        vocab_size: PositiveInt = 512,
-        width: PositiveInt = 128,
-        layers: PositiveInt = 4,
-        heads: PositiveInt = 4,
-        vision_width: PositiveInt = 64,
-        vision_layers: PositiveInt = 2,
-        max_pixels: PositiveInt = 56 * 56,
-        init: PositiveFloat = 0.02,
-    ) -> None:
-        self.stream, self.texts, self.vocab_size = stream, texts, vocab_size
-        self.width, self.layers, self.heads = width, layers, heads
-        self.vision_width, self.vision_layers = vision_width, vision_layers
-        self.max_pixels, self.init = max_pixels, init
+    stream: Stream
+    texts: tuple[str, ...] = ("0123456789 abcdefghijklmnopqrstuvwxyz",)
+    vocab_size: PositiveInt = 512
+    width: PositiveInt = 128
+    layers: PositiveInt = 4
+    heads: PositiveInt = 4
+    vision_width: PositiveInt = 64
+    vision_layers: PositiveInt = 2
+    max_pixels: PositiveInt = 56 * 56
+    init: PositiveFloat = 0.02
 
     def build(self, output: Path) -> dict[str, Any]:
-        """Write the folder, and tell what is in it."""
-        from transformers import Qwen2_5_VLForConditionalGeneration
-
-        processor = self._processor()
-        config = self._config(processor.tokenizer)
-        return write_untrained(
-            Qwen2_5_VLForConditionalGeneration,
-            config,
-            processor,
-            self.stream.fixed("tiny_qwen2_5_vl"),
-            output,
-        )
-
-    def _processor(self) -> Any:
-        from transformers import Qwen2_5_VLProcessor
+        """Write the folder; return the number of parameters and tokens."""
+        from transformers import Qwen2_5_VLForConditionalGeneration, Qwen2_5_VLProcessor
         from transformers.models.qwen2_vl import Qwen2VLImageProcessor, Qwen2VLVideoProcessor
 
         images = Qwen2VLImageProcessor(min_pixels=28 * 28, max_pixels=self.max_pixels)
@@ -123,20 +113,21 @@ class TinyQwen2_5Vl:
             cap_pixels_per_frame=False,
             size={"shortest_edge": 28 * 28, "longest_edge": self.max_pixels},  # of a frame
         )
-        return Qwen2_5_VLProcessor(
+        processor = Qwen2_5_VLProcessor(
             image_processor=images,
             video_processor=videos,
             tokenizer=tiny_tokenizer(self.texts, self.vocab_size),
             chat_template=TEMPLATE.replace("PLACEHOLDER", QWEN_MEDIA),
         )
+        config, generator = self._config(processor.tokenizer), self.stream.fixed("tiny_qwen2_5_vl")
+        return write_untrained(Qwen2_5_VLForConditionalGeneration, config, processor, generator, output)
 
     def _config(self, tokenizer: Any) -> Any:
         from transformers import Qwen2_5_VLConfig
 
         ids = {word: tokenizer.convert_tokens_to_ids(word) for word in SPECIAL}
-        pairs = (
-            self.width // self.heads // 2
-        )  # rotary pairs of a head, shared out over time, height and width
+        # Rotary frequencies of a head, divided over time, height and width.
+        pairs = self.width // self.heads // 2
         text = {
             "vocab_size": len(tokenizer),
             "hidden_size": self.width,

@@ -1,8 +1,9 @@
-"""Questions with answers that can be checked, from any data set."""
+"""Builder that converts any data set of questions and answers to rows for `vision.visual_qa`."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,35 +19,41 @@ OURS = ("id", "question", "answer", "answers", "choices", "image", "images", "vi
 
 
 @builder
+@dataclass(kw_only=True)
 class VisualQa:
-    """Turn any data set of questions and answers about pictures into rows for `vision.visual_qa`.
+    """Convert any data set of questions and answers about media to rows for `vision.visual_qa`.
 
-    `source` is a file or folder of jsonl, JSON or parquet, a folder that `datasets` saved, or a data set of
-    the hub. `columns` maps our names (id, question, answer, answers, choices, image, images, video, videos)
-    to those of the source; columns of the same name need no entry, and `keep` names others to take along.
-    Media are looked at and copied. Writes `{split}` as jsonl or parquet, and `manifest.json`.
+    Media files are validated and copied. Writes `{split}.jsonl` or `.parquet`, and `manifest.json`.
+
+    Args:
+        source: A file or folder of jsonl, JSON or parquet, a folder saved by `datasets`, or a data set of the
+            hub.
+        columns: Maps the target columns (id, question, answer, answers, choices, image, images, video,
+            videos) to those of the source; columns of the same name need no entry.
+        keep: Other columns to keep.
+        root: Folder of the media; by default that of the rows.
+        subset: Configuration name of a data set of the hub.
+        form: File format of the output.
+        bad_rows: Rows that cannot be used raise (`error`) or are listed in the manifest (`drop`).
+        limit: Most rows to write; 0 for all.
     """
 
-    def __init__(
-        self,
-        *,
-        source: str,
-        columns: Mapping[str, str] | None = None,
-        keep: tuple[str, ...] = (),
-        root: str = "",
-        subset: str = "",
-        form: Literal["jsonl", "parquet"] = "jsonl",
-        bad_rows: Literal["error", "drop"] = "error",
-        limit: NonNegativeInt = 0,
-    ) -> None:
-        unknown = sorted(set(columns or {}) - set(OURS))
-        if unknown:
+    source: str
+    columns: Mapping[str, str] | None = None
+    keep: tuple[str, ...] = ()
+    root: str = ""
+    subset: str = ""
+    form: Literal["jsonl", "parquet"] = "jsonl"
+    bad_rows: Literal["error", "drop"] = "error"
+    limit: NonNegativeInt = 0
+
+    def __post_init__(self) -> None:
+        self.columns = dict(self.columns or {})
+        if unknown := sorted(set(self.columns) - set(OURS)):
             raise ValueError(f"`columns` maps {unknown}, but rows have only {', '.join(OURS)}")
-        self.source, self.columns, self.keep, self.root = source, dict(columns or {}), keep, root
-        self.subset, self.form, self.bad_rows, self.limit = subset, form, bad_rows, limit
 
     def build(self, output: Path) -> dict[str, Any]:
-        """Write media and rows, and tell how many of each split."""
+        """Write media and rows; return the number of rows by split."""
         ledger, files = BuildLog(self.bad_rows), SplitFiles(output, f".{self.form}")
         rows, root = readable_rows(self.source, self.root, ledger, self.subset)
         media = MediaWriter(root, output)
@@ -64,18 +71,18 @@ class VisualQa:
         return ledger.finish(output, {"source": self.source, "columns": self.columns})
 
     def _row(self, row: DataRow, media: MediaWriter, number: int) -> dict[str, Any]:
-        given = {name: row.columns.get(self.columns.get(name, name)) for name in OURS}
+        fields = {name: row.columns.get(self.columns.get(name, name)) for name in OURS}
         try:
-            question, answers = text(given["question"], "question"), answers_of(given)
-            choices = [] if given["choices"] is None else listed(given["choices"], "choices")
+            question, answers = text(fields["question"], "question"), answers_of(fields)
+            choices = [] if fields["choices"] is None else listed(fields["choices"], "choices")
         except RowError as error:
             raise RowError(f"{error}; map it in `columns`") from error
-        written: dict[str, Any] = {"id": uid_of(given, f"{row.split}#{number}"), "question": question}
+        written: dict[str, Any] = {"id": uid_of(fields, f"{row.split}#{number}"), "question": question}
         written |= {"answer": answers} if type(answers) is str else {"answers": list(answers)}
         if choices:
-            written["choices"] = [answer_of(one, f"choices[{i}]") for i, one in enumerate(choices)]
-        for name, kind in (("image", "image"), ("images", "image"), ("video", "video"), ("videos", "video")):
-            paths = [media.put(one) for one in media_refs(given[name], kind, name)]
+            written["choices"] = [answer_of(choice, f"choices[{i}]") for i, choice in enumerate(choices)]
+        for name in ("image", "images", "video", "videos"):
+            paths = [media.put(medium) for medium in media_refs(fields[name], name.rstrip("s"), name)]
             if paths:
                 written[name] = paths if name.endswith("s") or len(paths) > 1 else paths[0]
         return written | {name: plain(row.columns.get(name), name) for name in self.keep}

@@ -1,1 +1,1 @@
-"""Readers: files to prompts."""
+"""Data sets: readers that turn files into prompts."""

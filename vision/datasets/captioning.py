@@ -1,4 +1,4 @@
-"""Pictures to describe, with what is known to be in them: CHAIR, Object HalBench, and sets of our own."""
+"""Data sets of images to describe, with known contents: CHAIR, Object HalBench and closed vocabularies."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from mmrl.config.registry import data
 from mmrl.core.types import Frames, Media, Prompt
 from mmrl.data.dataset_io import DataRow, Rows, read_prompts, valid_rows
 from mmrl.data.fields import listed, short, text, uid_of
-from mmrl.vision.benchmarks.benchmark_files import FileError, read_answers, read_coco
+from mmrl.vision.benchmarks.benchmark_files import FileError, attach_answers, read_answers, read_coco
 from mmrl.vision.benchmarks.chair import Scene
 from mmrl.vision.benchmarks.object_vocabulary import Ontology, read_ontology
 from mmrl.vision.media.media_root import MediaRoot, decode_image
-from mmrl.vision.media.prompts import ask, root_of, with_answers
+from mmrl.vision.media.prompts import ask, root_of
 
 DESCRIBE = "Describe this image."
 
@@ -35,20 +35,29 @@ def chair(
     singular_by: str = "",
     limit: NonNegativeInt = 0,
 ) -> list[Prompt]:
-    """Ask for a caption of COCO pictures, with the classes that their instances and reference captions name
-    (CHAIR, arXiv 1809.02156).
+    """Ask for captions of COCO images, scored against annotated classes (CHAIR, arXiv 1809.02156).
 
-    `images` is a file of rows with `image_id` that says which pictures to take; without it all are taken, or
-    those that `answers` holds captions of. `ontology` is CHAIR's list of synonyms, or our JSON.
+    The classes of an image are those of its instances and of its reference captions.
+
+    Args:
+        ontology: CHAIR's list of synonyms (.txt), or JSON as `read_ontology` documents.
+        instances: COCO files of instance annotations.
+        captions: COCO files of reference captions.
+        images: Rows with the `image_id` of the images to use; by default all, or those with an answer.
+        root: Folder of the images; optional with `answers`.
+        answers: File of precomputed captions by image id.
+        prompt: The prompt.
+        singular_by: Another function of singular forms, as `module:function`.
+        limit: Most images to use; 0 for all.
     """
     words = read_ontology(Path(ontology), singular_by=singular_by)
     known = read_coco(instances, captions, words)
-    given = read_answers(Path(answers)) if answers else {}
+    precomputed = read_answers(Path(answers)) if answers else {}
     wanted = [str(row.columns.get("image_id")) for row in valid_rows(Path(images))] if images else [*known]
-    unknown = [uid for uid in [*wanted, *given] if uid not in known]
+    unknown = [uid for uid in [*wanted, *precomputed] if uid not in known]
     if unknown:
-        raise FileError(f"the instances know {len(known)} pictures, but not '{unknown[0]}'")
-    wanted = [uid for uid in wanted if not given or uid in given][: limit or None]
+        raise FileError(f"the instances contain {len(known)} images, but not '{unknown[0]}'")
+    wanted = [uid for uid in wanted if not precomputed or uid in precomputed][: limit or None]
     media = root_of(root, answers, "chair")
 
     def make(row: DataRow, number: int) -> Prompt:
@@ -59,7 +68,7 @@ def chair(
         return ask(uid, [media.image(file)], prompt, target, {"image_id": uid, "image": file})
 
     prompts = read_prompts(instances[0], (DataRow(uid, "") for uid in wanted), make)
-    return _answered(prompts, given, answers, limit)
+    return attach_answers(prompts, precomputed, answers, limit)
 
 
 @data
@@ -74,35 +83,43 @@ def object_halbench(
     singular_by: str = "",
     limit: NonNegativeInt = 0,
 ) -> list[Prompt]:
-    """Ask the questions of Object HalBench, one object a line with `image_id`, `question` and `image`, scored
-    by rules (RLAIF-V, arXiv 2405.17220).
+    """Read the questions of Object HalBench, to be scored by rules (RLAIF-V, arXiv 2405.17220).
 
-    `image` is the picture in base64, as published, or with `root` a path; without it the file that COCO names
-    is taken. `ontology` is the refined list of synonyms, or our JSON. `answers` are rows with `image_id`.
+    Args:
+        path: JSON lines with `image_id`, `question` and `image`: base64 as published, or with `root` a path;
+            without it the file that COCO names.
+        ontology: The refined list of synonyms (.txt), or JSON as `read_ontology` documents.
+        instances: COCO files of instance annotations.
+        captions: COCO files of reference captions.
+        root: Folder of the images, where `image` is a path.
+        answers: File of precomputed answers by `image_id`.
+        singular_by: Another function of singular forms, as `module:function`.
+        limit: Most questions to read; 0 for all.
     """
     words = read_ontology(Path(ontology), "refined", singular_by)
     known = read_coco(instances, captions, words)
-    given = read_answers(Path(answers)) if answers else {}
-    given = {uid: text.replace("Assistant:", "").strip() for uid, text in given.items()}
+    precomputed = read_answers(Path(answers)) if answers else {}
+    precomputed = {uid: answer.replace("Assistant:", "").strip() for uid, answer in precomputed.items()}
     media = MediaRoot(Path(root))
 
     def make(row: DataRow, number: int) -> Prompt:
         uid, question = uid_of(row.columns, "", "image_id"), text(row.columns.get("question"), "question")
         if uid not in known:
-            raise FileError(f"wanted a question and an image_id that the instances know, got {short(uid)}")
-        shown = row.columns.get("image")
-        shown = known[uid].file if shown is None else text(shown, "image")
-        if row.columns.get("image") is not None and not root:
-            medium = Media("image", uid, _encoded(shown, row.place), shown.encode())
+            raise FileError(f"wanted a question and an image_id of the instances, got {short(uid)}")
+        image = row.columns.get("image")
+        if image is not None and not root:
+            encoded = text(image, "image")
+            medium = Media("image", uid, _decoder(encoded, row.place), encoded.encode())
         else:
-            medium = media.image(shown)
+            file = known[uid].file if image is None else text(image, "image")
+            medium = media.image(file)
             if not answers:
-                media.locate(shown)
+                media.locate(file)
         columns = {key: value for key, value in row.columns.items() if key != "image"}
         return ask(uid, [medium], question, Scene(known[uid].objects, words), columns)
 
     prompts = read_prompts(path, Rows(Path(path), media.root), make, limit=limit)
-    return _answered(prompts, given, answers, limit)
+    return attach_answers(prompts, precomputed, answers, limit)
 
 
 @data
@@ -116,60 +133,58 @@ def closed_vocabulary(
     singular_by: str = "",
     limit: NonNegativeInt = 0,
 ) -> list[Prompt]:
-    """Ask for a description of pictures of which a closed vocabulary says all that is in them.
+    """Ask for descriptions of images whose contents are known in full, in a closed vocabulary.
 
-    A row holds `image`, `objects`, and if there are any `absent` (what might be expected, but is not there),
-    reference `captions`, whose mentions count as there, an `id` and a `prompt` of its own. `ontology` is our
-    JSON or a list of synonyms.
+    Args:
+        path: Rows with `image`, `objects`, and optionally `absent` (tempting objects that are not there),
+            reference `captions` whose mentions count as present, an `id` and a `prompt`.
+        ontology: JSON as `read_ontology` documents, or a list of synonyms (.txt).
+        root: Folder of the images; optional with `answers`.
+        answers: File of precomputed answers by id.
+        prompt: The prompt of rows without one.
+        singular_by: Another function of singular forms, as `module:function`.
+        limit: Most rows to read; 0 for all.
     """
     words = read_ontology(Path(ontology), singular_by=singular_by)
-    given = read_answers(Path(answers)) if answers else {}
+    precomputed = read_answers(Path(answers)) if answers else {}
     media = root_of(root, answers, "closed_vocabulary")
 
     def make(row: DataRow, number: int) -> Prompt:
-        image, target = _scene(row.columns, words)
+        target, image = _scene(row.columns, words), text(row.columns.get("image"), "image")
         if not answers:
             media.locate(image)
-        asked = row.columns.get("prompt")
-        asked = prompt if asked is None else text(asked, "prompt")
-        return ask(uid_of(row.columns, image), [media.image(image)], asked, target, row.columns)
+        question = row.columns.get("prompt")
+        question = prompt if question is None else text(question, "prompt")
+        return ask(uid_of(row.columns, image), [media.image(image)], question, target, row.columns)
 
     prompts = read_prompts(path, Rows(Path(path), media.root), make, limit=limit)
-    return _answered(prompts, given, answers, limit)
+    return attach_answers(prompts, precomputed, answers, limit)
 
 
-def _scene(row: Mapping[str, Any], words: Ontology) -> tuple[str, Scene]:
-    texts = {name: _texts(row.get(name), name) for name in ("objects", "absent", "captions")}
+def _scene(row: Mapping[str, Any], words: Ontology) -> Scene:
+    texts: dict[str, list[str]] = {}
+    for name in ("objects", "absent", "captions"):
+        values = [] if row.get(name) is None else listed(row[name], name)
+        texts[name] = [text(value, f"{name}[{i}]") for i, value in enumerate(values)]
     if row.get("objects") is None:
         raise FileError(f"wanted image and objects, got {short(sorted(row))}")
     try:
-        objects, absent = ({words.name_of(one) for one in texts[name]} for name in ("objects", "absent"))
+        objects, absent = ({words.name_of(word) for word in texts[name]} for name in ("objects", "absent"))
     except (KeyError, ValueError) as error:
         raise FileError(f"wanted objects of the ontology: {type(error).__name__}: {error}") from error
     objects |= {mention.name for caption in texts["captions"] for mention in words.mentions(caption)}
     if objects & absent:
         raise FileError(f"{sorted(objects & absent)} cannot be both there and absent")
-    return text(row.get("image"), "image"), Scene(frozenset(objects), words, frozenset(absent))
+    return Scene(frozenset(objects), words, frozenset(absent))
 
 
-def _texts(value: Any, name: str) -> list[str]:
-    return [] if value is None else [text(one, f"{name}[{i}]") for i, one in enumerate(listed(value, name))]
+def _decoder(encoded: str, place: str) -> Callable[[], Frames]:
+    """Return a loader of an image in base64."""
 
-
-def _encoded(text: str, place: str) -> Callable[[], Frames]:
     def load() -> Frames:
         try:
-            return decode_image(base64.b64decode(text, validate=True), f"the picture of {place}")
+            return decode_image(base64.b64decode(encoded, validate=True), f"the image of {place}")
         except binascii.Error as error:
             raise FileError(f"{place}: `image` is no base64: {error}; give `root` if it is a path") from error
 
     return load
-
-
-def _answered(prompts: list[Prompt], given: dict[str, str], answers: str, limit: int) -> list[Prompt]:
-    if not answers:
-        return prompts
-    # With a limit, answers to what comes after it are no mistake.
-    asked = {prompt.uid for prompt in prompts}
-    given = {uid: said for uid, said in given.items() if not limit or uid in asked}
-    return with_answers(prompts, given, answers)

@@ -1,4 +1,4 @@
-"""Temporal grounding: when does it happen?"""
+"""Data set of temporal grounding: queries about events in videos, answered with time spans."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mmrl.core.rng import Stream
 from mmrl.core.types import Message, Outcome, Part, Prompt
 from mmrl.data.dataset_io import DataRow, read_prompts
 from mmrl.data.fields import RowError, text
-from mmrl.vision.benchmarks.grounding_annotations import Annotations, Row, check_spans
+from mmrl.vision.benchmarks.grounding_annotations import Annotations, Query, check_spans
 from mmrl.vision.benchmarks.time_spans import Moments, Span
 from mmrl.vision.media.media_root import MediaRoot
 from mmrl.vision.media.video import FrameSampling, video_duration
@@ -48,19 +48,38 @@ def grounding(
     demo_think: Literal["none", "empty", "provided"] = "none",
     decimals: NonNegativeInt = 2,
     normalize_text: bool = True,
-    clip_spans: bool = True,
+    trim_spans: bool = True,
     bad_rows: Literal["error", "drop"] = "error",
     unlabelled: bool = False,
     limit: NonNegativeInt = 0,
 ) -> list[Prompt]:
-    """Read queries about videos under `root`, from an annotation file in its published form.
+    """Read queries about videos from an annotation file in its published form.
 
-    A share `reasoning` of the prompts asks to think first; the same ones in every run of a seed. Every prompt
-    carries the true span as a demonstration: `demo_think` gives it no think block (it is then judged by the
-    format of a direct answer), an empty one, or the row's column `reasoning`. Spans that reach beyond their
-    video are cut to it, unless `clip_spans` is off, as evaluators have it. Rows without a span inside their
-    video are errors, or with `bad_rows: drop` named in the log and left out. `unlabelled` lets rows without
-    any span stay, for rewards that read none; they have no demonstration.
+    Every prompt carries its true span as a demonstration.
+
+    Args:
+        path: The annotation file.
+        root: Folder of the videos.
+        format: Form of the file.
+        durations: CSV with the columns `id` and `length` in seconds, for Charades-STA.
+        extension: Suffix that turns a video id into a file name.
+        frames_per_second: Sampling rate of frames.
+        min_frames: Fewest frames of a video.
+        max_frames: Most frames of a video.
+        max_pixels: Most pixels of a frame; 0 for no limit.
+        total_pixels: Most pixels of all frames together; 0 for no limit.
+        prompt: Template of the prompt, with `{query}`.
+        reasoning: Share of prompts that ask to think first, the same ones in every run of a seed.
+        reasoning_prompt: Template of these prompts.
+        demo_think: Think block of their demonstrations: none (judged by the format of a direct answer), an
+            empty one, or the row's column `reasoning`.
+        decimals: Decimals of the seconds in demonstrations.
+        normalize_text: Whether queries are lower-cased and lose a final full stop, as in Time-R1.
+        trim_spans: Whether spans that reach beyond their video are cut to it; evaluators do not cut.
+        bad_rows: Rows without a span inside their video raise (`error`) or are skipped and logged (`drop`).
+        unlabelled: Whether rows without spans are kept, for rewards that read none; they have no
+            demonstration.
+        limit: Most rows to read; 0 for all.
     """
     source, media = Annotations(Path(path), format, durations, extension), MediaRoot(Path(root))
     sampling = FrameSampling(
@@ -72,32 +91,27 @@ def grounding(
         row = parse(raw)
         located = media.locate(row.video)
         duration = video_duration(located) if row.duration is None else row.duration
-        spans, reason = check_spans(row.spans, duration, clip_spans)
+        spans, reason = check_spans(row.spans, duration, trim_spans)
         if reason and (row.spans or not unlabelled):
             raise RowError(reason)
         thinks = float(torch.rand((), generator=stream.fixed("reasoning", row.uid))) < reasoning
-        query = normalized(row.query) if normalize_text else row.query
+        query = row.query
+        if normalize_text:
+            query = query.strip().lower().removesuffix(".")
         words = (reasoning_prompt if thinks else prompt).format(query=query)
         message = Message("user", (Part(media=media.video(row.video, sampling)), Part(words)))
-        demos = [demonstration(row, span, thinks, demo_think, decimals) for span in spans[:1]]
+        think = demo_think if thinks else "none"
+        demos = tuple(_demonstration(row, span, think, decimals) for span in spans[:1])
         columns = {**row.columns, "query": query, "format": "think,answer" if thinks else "answer"}
-        return Prompt(row.uid, (message,), Moments(spans, duration, row.saliency), tuple(demos), columns)
+        return Prompt(row.uid, (message,), Moments(spans, duration, row.saliency), demos, columns)
 
     return read_prompts(path, source.rows, make, bad_rows=bad_rows, limit=limit)
 
 
-def demonstration(row: Row, span: Span, thinks: bool, demo_think: str, decimals: int) -> Outcome:
-    """Write the true span as an answer."""
+def _demonstration(row: Query, span: Span, think: str, decimals: int) -> Outcome:
+    """Format the true span as an answer."""
     answer = f"<answer> {span[0]:.{decimals}f} to {span[1]:.{decimals}f} </answer>"
-    if not thinks or demo_think == "none":
+    if think == "none":
         return Outcome(text=answer, tags={"format": "answer"})
-    thought = ""
-    if demo_think == "provided":
-        thought = text(row.columns.get("reasoning"), "reasoning")
+    thought = text(row.columns.get("reasoning"), "reasoning") if think == "provided" else ""
     return Outcome(text=f"<think>{thought}</think> {answer}", tags={"format": "think,answer"})
-
-
-def normalized(query: str) -> str:
-    """Strip, lower the case, and take one full stop off the end, as Time-R1 does for training."""
-    query = query.strip().lower()
-    return query[:-1] if query.endswith(".") else query

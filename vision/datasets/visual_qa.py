@@ -1,9 +1,10 @@
-"""Questions about pictures and clips with answers that can be checked."""
+"""Data set of questions about images and videos with verifiable answers."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from string import ascii_uppercase
 from typing import Any, Literal
 
 from mmrl.config.ranges import NonNegativeInt, PositiveFloat, PositiveInt
@@ -15,8 +16,6 @@ from mmrl.vision.media.media_columns import MediaRef, media_of
 from mmrl.vision.media.media_root import MediaRoot, decode_image
 from mmrl.vision.media.prompts import answer_of, answers_of, interleaved
 from mmrl.vision.media.video import FrameSampling
-
-LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 
 @data
@@ -33,60 +32,62 @@ def visual_qa(
     bad_rows: Literal["error", "drop"] = "error",
     limit: NonNegativeInt = 0,
 ) -> list[Prompt]:
-    """Read questions, media and answers, as jsonl, JSON, parquet or a folder of `datasets`.
+    """Read questions, media and answers from jsonl, JSON, parquet or a folder of `datasets`.
 
-    A row holds `question`, `answer` (or a list `answers`, each of which is right), and `image`, `images`,
-    `video` or `videos`: paths under `root` (by default the folder of the rows), or encoded pictures. Marks
-    <image> and <video> in the question say where they stand; without marks they come first. `columns` maps
-    these names to those of the file. `prompt` may also name `choices`, which it gets as lettered lines, and
-    any other column. With `demo`, such as "<answer>{answer}</answer>", the right answer is a demonstration.
-    Rows that cannot be used are errors, or with `bad_rows: drop` named in the log and left out.
+    A row has `question`, `answer` (or a list `answers`, each of which is right), and `image`, `images`,
+    `video` or `videos`: paths, or encoded images. Marks <image> and <video> in the question place the media;
+    without marks they come first.
+
+    Args:
+        path: The file or folder of rows.
+        root: Folder of the media; by default that of the rows.
+        columns: Maps these column names to those of the file.
+        prompt: Template of the prompt, with `{question}`, `{choices}` as lettered lines, or any other column.
+        demo: Template of a demonstration, such as "<answer>{answer}</answer>"; empty for none.
+        frames_per_second: Sampling rate of video frames.
+        max_frames: Most frames of a video.
+        total_pixels: Most pixels of all frames of a video; 0 for no limit.
+        bad_rows: Rows that cannot be used raise (`error`) or are skipped and logged (`drop`).
+        limit: Most rows to read; 0 for all.
     """
     source = Path(path)
     media = MediaRoot(Path(root) if root else source if source.is_dir() else source.parent)
     sampling = FrameSampling(frames_per_second, max_frames=max_frames, total_pixels=total_pixels)
 
     def make(row: DataRow, number: int) -> Prompt:
-        renamed = {ours: row.columns.get(theirs) for ours, theirs in (columns or {}).items()}
-        return _prompt(dict(row.columns) | renamed, row, number, (media, sampling), prompt, demo)
+        fields = {
+            **row.columns,
+            **{ours: row.columns.get(theirs) for ours, theirs in (columns or {}).items()},
+        }
+        words = {**fields, "question": text(fields.get("question"), "question")}
+        if fields.get("choices") is not None:
+            words["choices"] = _lettered(fields["choices"])
+        target = answers_of(fields)
+        question = fill_template(prompt, words)
+        shown = [medium_of(ref, row.place, media, sampling) for ref in media_of(fields)]
+        uid = uid_of(fields, f"{row.split}#{number}")
+        first = target if type(target) is str else target[0]
+        answers = (Outcome(text=fill_template(demo, {**words, "answer": first})),) if demo else ()
+        kept = {key: v for key, v in fields.items() if key not in ("image", "images", "video", "videos")}
+        return Prompt(uid, (Message("user", interleaved(question, shown)),), target, answers, kept)
 
     return read_prompts(source, Rows(source, media.root), make, bad_rows=bad_rows, limit=limit)
 
 
-def _prompt(
-    columns: Mapping[str, Any],
-    row: DataRow,
-    number: int,
-    shown: tuple[MediaRoot, FrameSampling],
-    template: str,
-    demo: str,
-) -> Prompt:
-    words = {**columns, "question": text(columns.get("question"), "question")}
-    if columns.get("choices") is not None:
-        words["choices"] = _lettered(columns["choices"])
-    target = answers_of(columns)
-    asked = fill_template(template, words)
-    media = [_medium(named, row.place, *shown) for named in media_of(columns)]
-    uid = uid_of(columns, f"{row.split}#{number}")
-    first = target if type(target) is str else target[0]
-    answers = (Outcome(text=fill_template(demo, {**words, "answer": first})),) if demo else ()
-    kept = {key: value for key, value in columns.items() if key not in ("image", "images", "video", "videos")}
-    return Prompt(uid, (Message("user", interleaved(asked, media)),), target, answers, kept)
-
-
 def _lettered(choices: Any) -> str:
-    """Write choices as lines with letters."""
-    lines = [answer_of(one, f"choices[{i}]") for i, one in enumerate(listed(choices, "choices"))]
-    if len(lines) > len(LETTERS):
-        raise RowError(f"wanted at most {len(LETTERS)} `choices`, one a letter, got {len(lines)}")
-    return "\n".join(f"{letter}. {line}" for letter, line in zip(LETTERS, lines, strict=False))
+    """Format choices as lines with letters."""
+    lines = [answer_of(choice, f"choices[{i}]") for i, choice in enumerate(listed(choices, "choices"))]
+    if len(lines) > len(ascii_uppercase):
+        raise RowError(f"wanted at most {len(ascii_uppercase)} `choices`, one a letter, got {len(lines)}")
+    return "\n".join(f"{letter}. {line}" for letter, line in zip(ascii_uppercase, lines, strict=False))
 
 
-def _medium(named: MediaRef, place: str, root: MediaRoot, sampling: FrameSampling) -> Media:
-    if named.data and named.kind == "image":
-        name = named.path or f"the image of {place}"
-        return Media("image", name, lambda: decode_image(named.data, name), named.data)
-    if named.data:
+def medium_of(ref: MediaRef, place: str, root: MediaRoot, sampling: FrameSampling) -> Media:
+    """Return the lazily decoded medium of a reference in a row; `place` names the row in errors."""
+    if ref.data and ref.kind == "image":
+        name = ref.path or f"the image of {place}"
+        return Media("image", name, lambda: decode_image(ref.data, name), ref.data)
+    if ref.data:
         raise RowError("a video inside a row cannot be read; write it to a file and name that")
-    root.locate(named.path)
-    return root.image(named.path) if named.kind == "image" else root.video(named.path, sampling)
+    root.locate(ref.path)
+    return root.image(ref.path) if ref.kind == "image" else root.video(ref.path, sampling)

@@ -1,1 +1,1 @@
-"""Building preference pairs from generated answers."""
+"""Preference pairs from unlabelled images: sources, answers, selection and export."""

@@ -1,4 +1,4 @@
-"""Unlabelled pictures, one after the other: a folder of them, or rows that name them."""
+"""Sources of unlabelled images: a folder of images, or rows that name them."""
 
 from __future__ import annotations
 
@@ -6,30 +6,30 @@ import hashlib
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from mmrl.core.types import Media
 from mmrl.data.dataset_io import Rows, parquet_of, row_files
 from mmrl.data.fields import RowError, text
-from mmrl.vision.media.dataset_writer import IMAGE_SIGNATURES, is_image_file
+from mmrl.vision.media.dataset_writer import is_image_file
 from mmrl.vision.media.media_columns import MediaRef, media_of
-from mmrl.vision.media.media_root import MediaRoot, decode_image
+from mmrl.vision.media.media_root import MediaRoot
 from mmrl.vision.media.video import MediaError
 
 
 @dataclass(frozen=True)
-class Item:
-    """One picture to be described, or a row that cannot be used."""
+class SourceItem:
+    """One image of a source with its prompt if the row has one, or a row that cannot be used."""
 
     place: str
-    named: MediaRef | None = None
+    ref: MediaRef | None = None
     prompt: str = ""
     fault: str = ""
 
 
-class Pictures:
-    """The pictures of a source in an order that stays; gone through anew each time."""
+class ImageSource:
+    """The images of a folder or of rows, in a stable order; each iteration starts again."""
 
     def __init__(self, source: str, root: str, limit: int = 0) -> None:
         self.source, self.limit = Path(source), limit
@@ -42,90 +42,74 @@ class Pictures:
                 raise
             self.files = []
 
-    def __iter__(self) -> Iterator[Item]:
-        items = self._rows() if self.files else self._folder()
-        for number, item in enumerate(items):
-            if self.limit and number == self.limit:
-                return
-            yield item
+    def __iter__(self) -> Iterator[SourceItem]:
+        return islice(self._rows() if self.files else self._folder(), self.limit or None)
 
     def count(self) -> int:
-        """Count the pictures without opening one."""
+        """Count the images without opening one."""
         count = sum(map(_count_rows, self.files)) if self.files else sum(1 for _ in self._folder())
         return min(count, self.limit or count)
 
     def content(self) -> str:
-        """Hash what stands in the files of rows, or the names in a folder of pictures: each picture in there
-        is compared with its own hash when its pair is written."""
+        """Hash the files of rows, or the file names of a folder of images.
+
+        The images themselves are compared with their hashes when their pairs are written.
+        """
         if self.files:
             return content_of(self.files)
         names = "".join(f"{item.place}\n" for item in self._folder())
         return hashlib.sha256(names.encode()).hexdigest()
 
-    def _folder(self) -> Iterator[Item]:
-        for folder, inside, names in os.walk(self.source):
-            inside[:] = sorted(name for name in inside if not name.startswith("."))
+    def bytes_of(self, ref: MediaRef) -> bytes:
+        """Read an image file without decoding it."""
+        if ref.data:
+            return ref.data
+        try:
+            return self.root.locate(ref.path).read_bytes()
+        except OSError as error:
+            raise MediaError(f"cannot read '{ref.path}': {error}") from error
+
+    def _folder(self) -> Iterator[SourceItem]:
+        for folder, subfolders, names in os.walk(self.source):
+            subfolders[:] = sorted(name for name in subfolders if not name.startswith("."))
             for name in sorted(names):
                 path = Path(folder, name)
                 if is_image_file(path):
                     relative = path.relative_to(self.source).as_posix()
-                    yield Item(relative, MediaRef("image", relative))
+                    yield SourceItem(relative, MediaRef("image", relative))
 
-    def _rows(self) -> Iterator[Item]:
+    def _rows(self) -> Iterator[SourceItem]:
         for row in Rows(self.source, self.root.root):
             place = row.place.removeprefix(f"{self.source.parent}{os.sep}")
-            if row.fault:
-                yield Item(place, fault=row.fault)
-                continue
             try:
-                yield _item(place, row.columns)
+                yield SourceItem(place, fault=row.fault) if row.fault else _item(place, row.columns)
             except RowError as error:
-                yield Item(place, fault=str(error))
-
-    def bytes_of(self, named: MediaRef) -> bytes:
-        """Read a picture as it is stored."""
-        if named.data:
-            return named.data
-        try:
-            return self.root.locate(named.path).read_bytes()
-        except OSError as error:
-            raise MediaError(f"cannot read '{named.path}': {error}") from error
+                yield SourceItem(place, fault=str(error))
 
 
-def _item(place: str, columns: Mapping[str, Any]) -> Item:
-    shown = list(media_of(columns))
-    if len(shown) != 1 or shown[0].kind != "image":
-        raise RowError(f"wanted one image, got {len(shown)} media")
-    asked = columns.get("prompt", columns.get("question"))
-    return Item(place, shown[0], "" if asked is None else text(asked, "prompt"))
+def _item(place: str, columns: Mapping[str, Any]) -> SourceItem:
+    media = list(media_of(columns))
+    if len(media) != 1 or media[0].kind != "image":
+        raise RowError(f"wanted one image, got {len(media)} media")
+    prompt = columns.get("prompt", columns.get("question"))
+    return SourceItem(place, media[0], "" if prompt is None else text(prompt, "prompt"))
 
 
 def content_of(paths: Iterable[Path]) -> str:
-    """Hash files by their names and content (SHA-256), and folders by the files in them."""
+    """Hash files by names and content (SHA-256), and folders by the files in them."""
     content = hashlib.sha256()
     for path in paths:
-        for one in sorted(path.rglob("*")) if path.is_dir() else [path]:
-            if one.is_file():
-                with one.open("rb") as file:
+        for inner in sorted(path.rglob("*")) if path.is_dir() else [path]:
+            if inner.is_file():
+                with inner.open("rb") as file:
                     digest = hashlib.file_digest(file, "sha256").hexdigest()
-                content.update(f"{one.relative_to(path.parent)} {digest}\n".encode())
+                content.update(f"{inner.relative_to(path.parent)} {digest}\n".encode())
     return content.hexdigest()
 
 
-def as_media(name: str, data: bytes) -> Media:
-    """Decode a picture once, now, and name it."""
-    frames = decode_image(data, name)
-    return Media("image", name, lambda: frames)
-
-
 def digest_of(data: bytes) -> str:
-    """Name the bytes of a picture."""
+    """Hash the bytes of an image."""
     return hashlib.sha256(data).hexdigest()[:32]
-
-
-def ending_of(data: bytes) -> str:
-    """Tell the ending of a picture's file from how it begins."""
-    return next((ending for sign, ending in IMAGE_SIGNATURES.items() if data.startswith(sign)), ".img")
 
 
 def _count_rows(path: Path) -> int:

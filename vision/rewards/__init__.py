@@ -1,1 +1,1 @@
-"""Rewards of what was seen."""
+"""Rewards of answers about images and videos."""

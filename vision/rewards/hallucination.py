@@ -1,4 +1,4 @@
-"""Counts of what answers mention, as labels for metrics; and rewards made of them."""
+"""Rewards and metric labels of object hallucination, and of yes/no questions about images."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from mmrl.config.reward_adapters import per_outcome
 from mmrl.core.types import Outcome, Prompt
 from mmrl.vision.benchmarks.amber import DIMENSIONS
 from mmrl.vision.benchmarks.chair import ratio
-from mmrl.vision.benchmarks.yes_no_answers import NO, YES, Form, parse_yes_no
+from mmrl.vision.benchmarks.pope import NO, YES, Form, parse_yes_no
 
 LABELS = {"yes": YES, "no": NO}
 
@@ -25,12 +25,12 @@ def object_mentions(
         "tempting",
     ] = "hallucinated",
 ) -> float | None:  # fmt: skip
-    """Count what a description mentions, or what its picture holds (CHAIR, Object HalBench, AMBER): a label
-    for `ratio_of_sums`; give it weight 0.
+    """Count objects of a description or of its image (CHAIR, Object HalBench, AMBER).
 
+    A label for the metric `ratio_of_sums`; give it weight 0. None where the prompt asks for no description.
     `mentions` and `hallucinated` count repeats, `correct` and `truth` classes; `mentioning`, `hallucinating`
-    and `clean` (no hallucination) are 0 or 1; `matched` are the tempting absent classes that are mentioned,
-    of `tempting`. None where the prompt asks for no description.
+    and `clean` (no hallucination) are 0 or 1; `matched` counts the mentioned ones of the `tempting` absent
+    classes.
     """
     match prompt.target:
         case None | str():
@@ -43,19 +43,18 @@ def object_mentions(
 def object_f1(
     prompt: Prompt, outcome: Outcome, *, form: Literal["f1", "precision", "recall"] = "f1"
 ) -> float | None:
-    """Measure the objects that one description names: precision over its mentions, recall over the classes
-    there are, or F1. A description that names nothing earns 0."""
+    """Measure the objects that a description names: precision of its mentions, recall of classes, or F1.
+
+    A description without mentions earns 0; None where the prompt asks for no description.
+    """
     match prompt.target:
         case None | str():
             return None
     counts = prompt.target.counts(outcome.text or "")
     precision = ratio(counts["mentions"] - counts["hallucinated"], counts["mentions"])
     recall = ratio(counts["correct"], counts["truth"])
-    return {
-        "precision": precision,
-        "recall": recall,
-        "f1": ratio(2 * precision * recall, precision + recall),
-    }[form]
+    f1 = ratio(2 * precision * recall, precision + recall)
+    return {"precision": precision, "recall": recall, "f1": f1}[form]
 
 
 @reward
@@ -68,11 +67,14 @@ def binary_vqa(
     form: Form = "first_word",
     dimension: Literal["", "existence", "state", "number", "action", "attribute", "relation"] = "",
 ) -> float | None:
-    """Give 1 for a right answer to a question of yes or no, else 0; or as labels for `confusion` the `answer`
-    and the `truth`: 1 for yes, 0 for no, -1 for neither.
+    """Reward the right answer to a yes/no question with 1, else 0; None for other prompts.
 
-    `form` says how answers are read: `pope` and `exact` as the scripts of POPE and AMBER do. `dimension`
-    keeps the questions of one dimension of AMBER. None where the prompt asks anything else.
+    Args:
+        of: `correct`, or as labels for the metric `binary_classification` the `answer` and the `truth`: 1
+            for yes, 0 for no, -1 for neither.
+        form: How answers are parsed: `pope` and `exact` as the scripts of POPE and AMBER do, `first_word` by
+            the first yes or no.
+        dimension: Keep only the questions of this dimension of AMBER.
     """
     match prompt.target:
         case "yes" | "no":

@@ -1,4 +1,4 @@
-"""Rewards of short answers that can be checked without a judge."""
+"""Reward of short answers that can be verified without a judge."""
 
 from __future__ import annotations
 
@@ -29,48 +29,50 @@ def short_answer(
     tolerance: NonNegativeFloat = 0.0,
     tag: str = "answer",
 ) -> float:
-    """Give 1 if the last block `tag` (or boxed answer, or the whole text) is a right answer, else 0.
+    """Reward with 1 if the last answer block (or boxed answer, or the whole text) is right, else 0.
 
-    `text` compares words, whatever their case, signs, articles, and numbers up to ten in letters: our reading
-    of VQA's normalisation. `number` compares the last number with the right one, up to a share `tolerance` of
-    it (0.05 is the relaxed accuracy of ChartQA, arXiv 2203.10244). `letter` compares the letter of a choice.
+    Args:
+        form: `text` compares words, ignoring case, punctuation and articles, with numbers up to ten in
+            digits: our reading of VQA's normalisation. `number` compares the last number, `letter` the last
+            single capital letter, of a multiple choice.
+        tolerance: Relative error allowed by `number` (0.05 in ChartQA's relaxed accuracy, arXiv 2203.10244).
+        tag: Name of the answer block's tag.
     """
-    given = last_answer(outcome.text or "", tag)
-    right = prompt.target if type(prompt.target) in (tuple, list) else (prompt.target,)
-    check = {"text": _same_words, "number": _near, "letter": _same_letter}[form]
-    return float(any(check(given, str(one), tolerance) for one in right))
+    answer = last_answer(outcome.text or "", tag)
+    targets = prompt.target if type(prompt.target) in (tuple, list) else (prompt.target,)
+    match form:
+        case "text":
+            return float(any(_same_words(answer, str(target)) for target in targets))
+        case "number":
+            return float(any(_near(answer, str(target), tolerance) for target in targets))
+    letters = re.findall(r"(?<![A-Za-z'])([A-Z])(?![A-Za-z'])", answer.strip())
+    return float(any(letters[-1:] == [str(target).strip()[:1].upper()] for target in targets))
 
 
 def last_answer(text: str, tag: str) -> str:
-    r"""Cut out the last block of a tag, else the last \boxed{} answer, else take the whole text."""
+    r"""Return the content of the last block of a tag, else of the last \boxed{}, else the whole text."""
     blocks = tagged(text, tag) or re.findall(r"\\boxed\{([^{}]*)\}", text)
     return blocks[-1] if blocks else text
 
 
 def normal_words(text: str) -> list[str]:
-    """List the words of a text in lower case, without articles and signs, numbers in digits."""
+    """List the words of a text in lower case, without articles and punctuation, numbers in digits."""
     words = re.findall(r"[^\W_]+(?:[.'-][^\W_]+)*", text.lower().replace(",", ""))
     return [WORDS.get(word, word) for word in words if word not in ARTICLES]
 
 
-def _same_words(given: str, right: str, tolerance: float) -> bool:
-    return normal_words(given) == normal_words(right) != []
+def _same_words(answer: str, target: str) -> bool:
+    return normal_words(answer) == normal_words(target) != []
 
 
-def _near(given: str, right: str, tolerance: float) -> bool:
-    numbers = [_value(found) for found in NUMBER.finditer(given)]
-    wanted = NUMBER.search(right)
+def _near(answer: str, target: str, tolerance: float) -> bool:
+    numbers, wanted = [_value(match) for match in NUMBER.finditer(answer)], NUMBER.search(target)
     if not numbers or wanted is None:
-        return _same_words(given, right, tolerance)
-    target = _value(wanted)
-    return math.isfinite(numbers[-1]) and abs(numbers[-1] - target) <= tolerance * abs(target) + 1e-9
+        return _same_words(answer, target)
+    value = _value(wanted)
+    return math.isfinite(numbers[-1]) and abs(numbers[-1] - value) <= tolerance * abs(value) + 1e-9
 
 
-def _value(found: re.Match) -> float:
-    number = found[0].removesuffix(found["percent"] or "")
-    return float(number.replace(",", "")) / (100 if found["percent"] else 1)
-
-
-def _same_letter(given: str, right: str, tolerance: float) -> bool:
-    found = re.findall(r"(?<![A-Za-z'])([A-Z])(?![A-Za-z'])", given.strip())
-    return bool(found) and found[-1] == right.strip()[:1].upper()
+def _value(match: re.Match) -> float:
+    number = match[0].removesuffix(match["percent"] or "")
+    return float(number.replace(",", "")) / (100 if match["percent"] else 1)

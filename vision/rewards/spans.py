@@ -1,4 +1,4 @@
-"""Rewards of temporal grounding. An answer that cannot be read earns 0; it is wrong, not missing."""
+"""Rewards of temporal grounding; an answer without a readable span is wrong and earns 0."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from mmrl.core.types import Outcome, Prompt
 from mmrl.vision.benchmarks.time_spans import (
     Moments,
     Reader,
+    Span,
     giou,
     iou,
     parse_span,
@@ -32,12 +33,14 @@ def temporal_iou(
     relax: NonNegativeFloat = 0.0,
     reader: Reader = "ours",
 ) -> float:
-    """Measure how the answered span overlaps the target span, in [0, 1]; of several targets the best counts.
+    """Measure the overlap of the answered span with the best of the target spans, in [0, 1].
 
-    `giou` also tells disjoint spans apart, mapped to [0, 1] by (x + 1) / 2: our reading. `timestamp_aware`
-    scales by how near start and end are (Time-R1, arXiv 2503.13377). `relax` widens the target by that share
-    of its length on both sides (URPA, arXiv 2508.06317). `reader` names how answers are read: `ours`, or as
-    published code does, `time_r1`, `videochat_r1` or `evaluator` (see `parse_span`).
+    Args:
+        form: `iou`; `giou`, which also ranks disjoint spans, mapped to [0, 1] by (x + 1) / 2: our reading; or
+            `timestamp_aware`, scaled by the accuracy of start and end (Time-R1, arXiv 2503.13377).
+        relax: Widens the target by this share of its length on both sides (URPA, arXiv 2508.06317).
+        reader: How answers are parsed: `ours`, or as the published code does, `time_r1`, `videochat_r1` or
+            `evaluator` (see `parse_span`).
     """
     target: Moments = prompt.target
     span = parse_span(outcome.text or "", reader)
@@ -54,45 +57,37 @@ def temporal_iou(
 @reward
 @per_outcome
 def span_set_iou(prompt: Prompt, outcome: Outcome) -> float:
-    """Measure how all answered spans together overlap all target spans together (VideoChat-R1, arXiv
-    2504.06958), in [0, 1]."""
+    """Measure the IoU of all answered spans with all target spans (VideoChat-R1, arXiv 2504.06958)."""
     return set_iou(parse_spans(outcome.text or ""), prompt.target.spans)
 
 
-def _by_prompt(prompts: Sequence[Prompt], outcomes: Sequence[Outcome]) -> dict[str, list[int]]:
-    """List the outcomes of every prompt that hold a span."""
-    places: dict[str, list[int]] = {}
-    for i, (prompt, outcome) in enumerate(zip(prompts, outcomes, strict=True)):
-        places.setdefault(prompt.uid, [])
-        if parse_span(outcome.text or "") is not None:
-            places[prompt.uid].append(i)
-    return places
-
-
-def _spread(values: Sequence[float]) -> float:
-    """Measure the deviation of a whole group: it divides by the count (our reading; URPA does not say)."""
-    mean = sum(values) / len(values)
-    # Products, because `**` raises where a product of two large floats is infinite.
-    return (sum((value - mean) * (value - mean) for value in values) / len(values)) ** 0.5
+def _groups(prompts: Sequence[Prompt], outcomes: Sequence[Outcome]) -> list[tuple[list[int], list[Span]]]:
+    """List, for every prompt with two or more parsed spans, its outcomes' indices and the spans."""
+    members: dict[str, list[int]] = {}
+    for i, prompt in enumerate(prompts):
+        members.setdefault(prompt.uid, []).append(i)
+    groups = []
+    for indices in members.values():
+        parsed = [parse_span(outcomes[i].text or "") for i in indices]
+        spans = [span for span in parsed if span is not None]
+        if len(spans) > 1:
+            groups.append((indices, spans))
+    return groups
 
 
 @reward
 def consensus_span(prompts: Sequence[Prompt], outcomes: Sequence[Outcome]) -> list[float | None]:
-    """Measure the IoU with the mean span of the group: a pseudo-label where there is no other (URPA, arXiv
-    2508.06317).
+    """Measure the IoU with the mean span of the group, a pseudo-label (URPA, arXiv 2508.06317).
 
     Answers without a span are left out of the mean and earn 0. A group with fewer than two spans has no
     pseudo-label: None.
     """
-    spans = [parse_span(outcome.text or "") for outcome in outcomes]
     rewards: list[float | None] = [None] * len(outcomes)
-    for uid, places in _by_prompt(prompts, outcomes).items():
-        if len(places) < 2:
-            continue
-        mean = tuple(sum(spans[i][side] for i in places) / len(places) for side in (0, 1))
-        for i, prompt in enumerate(prompts):
-            if prompt.uid == uid:
-                rewards[i] = 0.0 if spans[i] is None else iou(spans[i], mean)
+    for indices, spans in _groups(prompts, outcomes):
+        mean = tuple(sum(span[side] for span in spans) / len(spans) for side in (0, 1))
+        for i in indices:
+            span = parse_span(outcomes[i].text or "")
+            rewards[i] = 0.0 if span is None else iou(span, mean)
     return rewards
 
 
@@ -104,21 +99,23 @@ def span_confidence(
     gamma: NonNegativeFloat = 5.0,
     normalise_by: Literal["duration", "none"] = "duration",
 ) -> list[float | None]:
-    """Tell how sure a group is: exp(-gamma u), u the deviation of its starts plus that of its ends (URPA,
-    arXiv 2508.06317).
+    """Compute a group's confidence exp(-gamma u) from the spread u of its spans (URPA, arXiv 2508.06317).
 
-    A label for `scale_by`; give it weight 0. `gamma` and the unit of u are not published: 5 for shares of the
-    clip, 0.1 for seconds.
+    u is the standard deviation of the starts plus that of the ends. A label for `scale_by`; give it weight 0.
+    `gamma` and the unit of u are not published: use 5 for u as a fraction of the video (`normalise_by:
+    duration`), 0.1 for seconds.
     """
-
-    spans = [parse_span(outcome.text or "") for outcome in outcomes]
     labels: list[float | None] = [None] * len(outcomes)
-    for uid, places in _by_prompt(prompts, outcomes).items():
-        if len(places) < 2:
-            continue
-        doubt = sum(_spread([spans[i][side] for i in places]) for side in (0, 1))
-        for i, prompt in enumerate(prompts):
-            if prompt.uid == uid:
-                unit = prompt.target.duration if normalise_by == "duration" else 1.0
-                labels[i] = math.exp(-gamma * doubt / unit)
+    for indices, spans in _groups(prompts, outcomes):
+        spread = sum(_deviation([span[side] for span in spans]) for side in (0, 1))
+        for i in indices:
+            unit = prompts[i].target.duration if normalise_by == "duration" else 1.0
+            labels[i] = math.exp(-gamma * spread / unit)
     return labels
+
+
+def _deviation(values: Sequence[float]) -> float:
+    """Compute the standard deviation, divided by the count (our reading; URPA does not say)."""
+    mean = sum(values) / len(values)
+    # Products, because `**` raises where a product of two large floats is infinite.
+    return (sum((value - mean) * (value - mean) for value in values) / len(values)) ** 0.5

@@ -1,1 +1,1 @@
-"""Pictures of what a model saw and said, for the HTML report."""
+"""Visualizations of media and answers, for the HTML report."""
