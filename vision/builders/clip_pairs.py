@@ -76,7 +76,7 @@ class ClipPairs:
             keeps or reverses by a coin.
         tau_keep: Least d of a pair that is kept; None for the `quantile` of all |d|.
         tau_flip: Least -d of a pair that is reversed; None for the `quantile` of all |d|.
-        quantile: Share of the pairs below a threshold that is None, in [0, 1).
+        quantile: Share of the pairs below a threshold left at None, in [0, 1).
         length_ratio: Drops pairs of which one answer has more than this many times the tokens of the other;
             0 for no limit, else at least 1.
         shard_size: Images of a shard.
