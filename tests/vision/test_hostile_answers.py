@@ -29,7 +29,7 @@ REWARDS = [
         "saliency",
     )],
     *[("vision.short_answer", {"form": form}, "3") for form in ("text", "number", "letter")],
-    *[("vision.yes_no", {"form": form}, "yes") for form in ("pope", "exact", "first_word")],
+    *[("vision.binary_vqa", {"form": form}, "yes") for form in ("pope", "exact", "first_word")],
     ("vision.object_mentions", {}, SCENE),
     ("vision.object_f1", {}, SCENE),
 ]  # fmt: skip
