@@ -33,11 +33,13 @@ class WithMismatched:
         first = {row.prompt.uid: row for row in reversed(rows)}
         ring = list(distinct)
         following = dict(zip(ring, [*ring[1:], *ring[:1]], strict=True))
-        strange = [self._strange(distinct[uid], first[following[uid]]) for uid in ring if asked[uid] > 1]
-        return (*rows, *strange)
+        mismatched = [
+            self._mismatched(distinct[uid], first[following[uid]]) for uid in ring if asked[uid] > 1
+        ]
+        return (*rows, *mismatched)
 
-    def _strange(self, prompt: Prompt, other: Trajectory) -> Trajectory:
+    def _mismatched(self, prompt: Prompt, other: Trajectory) -> Trajectory:
         row = self.policy.encode(prompt, other.outcomes[-1])
         last = row.outcomes[-1]
-        told = Outcome(last.text, last.image, last.video, last.times, last.end)
-        return replace(row, outcomes=(replace(told, tags={**last.tags, "unrelated": "yes"}),))
+        outcome = Outcome(last.text, last.image, last.video, last.times, last.end)
+        return replace(row, outcomes=(replace(outcome, tags={**last.tags, "unrelated": "yes"}),))

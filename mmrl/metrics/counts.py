@@ -77,24 +77,24 @@ def binary_classification(
         share_name: Name of the share of positive answers.
         label: Prefix of the names.
     """
-    given, true = table.at_end(answer), table.at_end(truth)
-    known = ~(given.isnan() | true.isnan())
-    given, true = given[known], true[known]
-    said, real = given == positive, true == positive
+    predicted, true = table.at_end(answer), table.at_end(truth)
+    known = ~(predicted.isnan() | true.isnan())
+    predicted, true = predicted[known], true[known]
+    flagged, real = predicted == positive, true == positive
 
     def share(top: torch.Tensor, bottom: float) -> float:
         value = scale * _share(float(top.sum()), bottom + offset)
         return value if decimals is None else round(value, decimals)
 
-    precision = share(said & real, float(said.sum()))
-    recall = share(said & real, float(real.sum()))
+    precision = share(flagged & real, float(flagged.sum()))
+    recall = share(flagged & real, float(real.sum()))
     f1 = scale * _share(2 * precision * recall / scale**2, (precision + recall) / scale + f1_offset)
     named = {
-        "accuracy": share(given == true, len(given)),
+        "accuracy": share(predicted == true, len(predicted)),
         "precision": precision,
         "recall": recall,
         "f1": f1 if decimals is None else round(f1, decimals),
-        share_name: share(said, len(given)),
+        share_name: share(flagged, len(predicted)),
     }
     known_some = bool(known.any())
     return {
@@ -120,11 +120,11 @@ def weighted_sum(
         constant: Added to the sum.
         label: Name of the sum.
     """
-    found = {name: value for one in metric for name, value in one(table).items()}
-    missing = sorted(set(weights) - set(found))
+    numbers = {name: value for part in metric for name, value in part(table).items()}
+    missing = sorted(set(weights) - set(numbers))
     if missing:
-        raise ValueError(f"`weighted_sum` weighs {missing}, but its metrics give {sorted(found)}")
-    return {**found, label: constant + sum(weight * found[name] for name, weight in weights.items())}
+        raise ValueError(f"`weighted_sum` weighs {missing}, but its metrics give {sorted(numbers)}")
+    return {**numbers, label: constant + sum(weight * numbers[name] for name, weight in weights.items())}
 
 
 @metric
@@ -140,13 +140,13 @@ def harmonic_mean(
         of: Names of the numbers to combine.
         label: Name of the harmonic mean.
     """
-    found = {name: value for one in metric for name, value in one(table).items()}
-    missing = sorted(set(of) - set(found))
+    numbers = {name: value for part in metric for name, value in part(table).items()}
+    missing = sorted(set(of) - set(numbers))
     if missing:
-        raise ValueError(f"`harmonic_mean` combines {missing}, but its metrics give {sorted(found)}")
-    values = [found[name] for name in of]
+        raise ValueError(f"`harmonic_mean` combines {missing}, but its metrics give {sorted(numbers)}")
+    values = [numbers[name] for name in of]
     mean = len(values) / sum(1 / value for value in values) if all(values) else 0.0
-    return {**found, label: mean}
+    return {**numbers, label: mean}
 
 
 def _share(top: float, bottom: float) -> float:

@@ -198,9 +198,9 @@ def _ranking(
     order = torch.where(takes_part, reward, -torch.inf).argsort(dim=0, descending=True, stable=True)
     score, reward, takes_part = (part.gather(0, order) for part in (score, reward, takes_part))
     itself = torch.eye(len(score), dtype=torch.bool, device=score.device)[..., None]
-    behind = torch.ones_like(itself[..., 0]).triu()[..., None]
+    ranked_below = torch.ones_like(itself[..., 0]).triu()[..., None]
     # Rows that do not take part stand last: each is compared with itself alone, which gives exactly 0.
-    compared = (behind & takes_part) | itself  # (i, j, C): j stands against i
+    compared = (ranked_below & takes_part) | itself  # (i, j, C): row i is compared with row j
     meant = score
     if tau > 0:
         target = torch.where(compared, reward / tau, -torch.inf).softmax(1)

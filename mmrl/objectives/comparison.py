@@ -59,8 +59,8 @@ class Comparison:
 
 def beta_of(compare: Bound) -> float:
     """Read the factor between implicit and reported rewards; 1 where a comparison has no `beta`."""
-    given = {name: option.default for name, option in compare.entry.options.items()} | compare.options
-    return given.get("beta", 1.0)
+    options = {name: option.default for name, option in compare.entry.options.items()} | compare.options
+    return options.get("beta", 1.0)
 
 
 @torch.no_grad()
@@ -87,8 +87,8 @@ def diagnose_groups(reward: Tensor, batch: Batch) -> dict[str, Tensor]:
 
     chosen, rejected = mean_of(merit > 0), mean_of(merit < 0)
     agrees = group_sum(merit * total, index) > 0
-    told = {"chosen": chosen, "rejected": rejected, "margins": chosen - rejected}
-    told["accuracies"] = agrees.to(total.dtype).sum() / groups
+    metrics = {"chosen": chosen, "rejected": rejected, "margins": chosen - rejected}
+    metrics["accuracies"] = agrees.to(total.dtype).sum() / groups
     if "unrelated" in batch.notes:
-        told["unrelated"] = mean_of(unrelated)
-    return {f"rewards/{name}": value for name, value in told.items()}
+        metrics["unrelated"] = mean_of(unrelated)
+    return {f"rewards/{name}": value for name, value in metrics.items()}

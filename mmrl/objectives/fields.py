@@ -106,7 +106,7 @@ def norm_hinge(
         factor: Length, as a multiple of the reference's, above which the penalty begins.
     """
     length, bound = (
-        (_mean_square(said.extra["velocity"]) + 1e-12).sqrt() for said in (new, batch.by(against, new))
+        (_mean_square(output.extra["velocity"]) + 1e-12).sqrt() for output in (new, batch.by(against, new))
     )
     return (coef * (length - factor * bound).clamp(min=0)).to(new.logp.dtype)
 

@@ -142,8 +142,8 @@ class ClipScore:
         return str(known[self.against])
 
     def _references(self, prompt: Prompt) -> list[str]:
-        given = prompt.columns.get(self.references) if self.references else None
-        texts = [given] if type(given) is str else list(given or ())
+        captions = prompt.columns.get(self.references) if self.references else None
+        texts = [captions] if type(captions) is str else list(captions or ())
         return [part for text in texts for part in self._parts(text, False)]
 
     def _parts(self, text: str, always: bool) -> list[str]:
@@ -190,7 +190,7 @@ class ClipScore:
             return pooled / self.divide_by
         value = WEIGHT * pooled
         if known and reads:
-            nearest = [max(0.0, *(float(read @ one) for one in known)) for read in reads]
+            nearest = [max(0.0, *(float(read @ reference) for reference in known)) for read in reads]
             value = harmonic_mean(value, self._pooled(nearest, parts))
         return value / self.divide_by
 
@@ -244,11 +244,11 @@ def split_sentences(text: str) -> list[str]:
     for line in text.splitlines():
         line = _BULLET.sub("", line)
         start = 0
-        for found in re.finditer(r"(?<![.!?])[.!?]+[\"')\]]*\s+|[。！？]+", line):
-            last = line[max(start, found.start() - _LONGEST) : found.start()] + found[0].rstrip()
+        for match in re.finditer(r"(?<![.!?])[.!?]+[\"')\]]*\s+|[。！？]+", line):
+            last = line[max(start, match.start() - _LONGEST) : match.start()] + match[0].rstrip()
             if not re.search(rf"(?:^|[\s(]){_SHORT}$", last):
-                sentences.append(line[start : found.end()].strip())
-                start = found.end()
+                sentences.append(line[start : match.end()].strip())
+                start = match.end()
         sentences.append(line[start:].strip())
     return [sentence for sentence in sentences if sentence]
 
@@ -262,7 +262,7 @@ def _cut(text: str, fits: Callable[[str], bool], levels: Sequence[str]) -> list[
     if fits(text):
         return [text]
     if not levels:
-        raise ValueError("clip_score cannot read a single letter behind this `prefix`; shorten it")
+        raise ValueError("clip_score cannot read a single letter after this `prefix`; shorten it")
     glue = "" if len(levels) == 1 else " "
     parts: list[str] = []
     for piece in (part for whole in re.split(levels[0], text) for part in _cut(whole, fits, levels[1:])):

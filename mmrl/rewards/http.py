@@ -69,8 +69,8 @@ class Http:
         self.request_timeout, self.request_retries, self.wait = request_timeout, request_retries, wait
 
     def __call__(self, prompts: Sequence[Prompt], outcomes: Sequence[Outcome]) -> list[float | None]:
-        told = [_told(prompt, outcome) for prompt, outcome in zip(prompts, outcomes, strict=True)]
-        parts = [told[at : at + self.batch] for at in range(0, len(told), self.batch)]
+        encoded = [_to_json(prompt, outcome) for prompt, outcome in zip(prompts, outcomes, strict=True)]
+        parts = [encoded[at : at + self.batch] for at in range(0, len(encoded), self.batch)]
         with ThreadPoolExecutor(self.parallel) as pool:
             return [value for values in pool.map(self._ask, parts) for value in values]
 
@@ -89,8 +89,8 @@ class Http:
                 if status == 200:
                     return self._read(data, len(part))
                 if status not in PASSING or not left:
-                    said = data[:300].decode(errors="replace").strip()
-                    raise ConnectionError(f"'{self.url}' answered with {status} {reason}: {said}")
+                    message = data[:300].decode(errors="replace").strip()
+                    raise ConnectionError(f"'{self.url}' answered with {status} {reason}: {message}")
             time.sleep(self.wait * 2 ** (self.request_retries - left))
         raise AssertionError("the last try returns or raises")
 
@@ -155,9 +155,9 @@ def _cut(connection: socket.socket) -> None:
         socket.socket.shutdown(connection, socket.SHUT_RDWR)
 
 
-def _told(prompt: Prompt, outcome: Outcome) -> dict[str, Any]:
+def _to_json(prompt: Prompt, outcome: Outcome) -> dict[str, Any]:
     """Convert a prompt and an outcome to JSON; fields that an outcome does not have are left out."""
-    told = {
+    encoded = {
         "uid": prompt.uid,
         "prompt": prompt.text,
         "target": _plain(prompt.target, f"the target of prompt '{prompt.uid}'"),
@@ -170,7 +170,7 @@ def _told(prompt: Prompt, outcome: Outcome) -> dict[str, Any]:
         "video": None if outcome.video is None else [_png(frame) for frame in outcome.video],
         "times": None if outcome.times is None else outcome.times.tolist(),
     }
-    return {name: value for name, value in told.items() if value is not None}
+    return {name: value for name, value in encoded.items() if value is not None}
 
 
 def _plain(value: Any, what: str) -> Any:

@@ -50,8 +50,8 @@ def exact_match(prompt: Prompt, outcome: Outcome, *, tag: str = "answer") -> flo
     """
     text = outcome.text or ""
     blocks = tagged(text, tag)
-    given = blocks[-1] if blocks else text
-    return float(" ".join(given.lower().split()) == " ".join(str(prompt.target).lower().split()))
+    answer = blocks[-1] if blocks else text
+    return float(" ".join(answer.lower().split()) == " ".join(str(prompt.target).lower().split()))
 
 
 @reward
