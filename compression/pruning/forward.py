@@ -144,7 +144,10 @@ class PrunedForward:
     def __call__(self, states: Tensor) -> Tensor:
         """Apply all layers and the final norm to hidden states (B, S, width)."""
         call, blocks = self.call, self.text.layers[: self.shape.layers]
-        stage = call.stage(0, pack_places(call.layout.visual if call.known is None else self._real()))
+        visual = call.layout.visual
+        if call.known is not None:
+            visual = visual & call.known[:, call.past :]
+        stage = call.stage(0, pack_places(visual))
         text, vis = pick(states, stage.text), pick(states, stage.vis)
         seen, number = None, 0
         rotary = self._rotary(stage)
@@ -156,9 +159,6 @@ class PrunedForward:
             probe = any(reduction.probe and reduction.layer == i + 1 for reduction in self.pruning.reductions)
             text, vis, seen = self._layer(block, i, text, vis, stage, rotary, probe)
         return self._merge(states, [(stage.text, text), (stage.vis, vis)])
-
-    def _real(self) -> Tensor:
-        return self.call.layout.visual & self.call.known[:, self.call.past :]
 
     def _rotary(self, stage: TokenStage) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
         batch = len(stage.text)

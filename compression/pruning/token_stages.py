@@ -104,34 +104,26 @@ class TokenStage:
     @cached_property
     def gather(self) -> Tensor:
         """Index of every new column in the concatenated text and visual rows: (B, n_c)."""
-        return pick(self._places(), self.cols)
+        return pick(self._inverse(torch.cat([self.text, self.vis], 1)), self.cols)
 
-    def _places(self) -> Tensor:
-        size, n = self.layout.visual.shape[1], self.text.shape[1]
-        both = torch.cat([self.text, self.vis], 1)
-        order = torch.arange(both.shape[1], device=both.device).expand_as(both)
+    def _inverse(self, index: Tensor) -> Tensor:
+        """Invert `index` (B, n): the place in it of every token of this call, (B, S)."""
+        size = self.layout.visual.shape[1]
+        order = torch.arange(index.shape[1], device=index.device).expand_as(index)
         # The extra last entry takes the padding (-1).
-        places = both.new_zeros(len(both), size + 1)
-        places.scatter_(1, both.masked_fill(both < 0, size), order)
-        assert n + self.vis.shape[1] == both.shape[1]
+        places = index.new_zeros(len(index), size + 1)
+        places.scatter_(1, index.masked_fill(index < 0, size), order)
         return places[:, :size]
 
     @cached_property
     def text_at(self) -> Tensor:
         """Column of every text row: (B, n_t)."""
-        return self._column(self.text)
+        return self._inverse(self.cols).gather(1, self.text.clamp(min=0))
 
     @cached_property
     def vis_at(self) -> Tensor:
         """Column of every visual row: (B, n_v)."""
-        return self._column(self.vis)
-
-    def _column(self, rows: Tensor) -> Tensor:
-        size = self.layout.visual.shape[1]
-        order = torch.arange(self.cols.shape[1], device=rows.device).expand_as(self.cols)
-        places = rows.new_zeros(len(rows), size + 1)
-        places.scatter_(1, self.cols.masked_fill(self.cols < 0, size), order)
-        return places[:, :size].gather(1, rows.clamp(min=0))
+        return self._inverse(self.cols).gather(1, self.vis.clamp(min=0))
 
     def mask(self, rows: Tensor, *, text_only: bool = False) -> Tensor:
         """Compute which columns the rows (B, n) of this call attend to: (B, 1, n, C).

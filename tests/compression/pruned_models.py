@@ -23,12 +23,12 @@ FAMILIES = ("llava", "qwen2_vl", "qwen2_5_vl", "internvl", "smolvlm", "llava_one
 @cache
 def folder(family: str) -> Path:
     """Make a checkpoint once; it lives as long as the tests."""
-    held = TemporaryDirectory()
-    _HELD.append(held)
-    return tiny.make(family, Path(held.name))
+    directory = TemporaryDirectory()
+    _DIRECTORIES.append(directory)
+    return tiny.make(family, Path(directory.name))
 
 
-_HELD: list[TemporaryDirectory] = []
+_DIRECTORIES: list[TemporaryDirectory] = []
 
 
 @cache
@@ -38,13 +38,13 @@ def policy(family: str) -> Tokens:
 
 
 def prompts(family: str):
-    """Prompts of different lengths: a picture, none, two of them, and a clip where the family reads clips."""
-    found = [
+    """Prompts of different lengths: one image, none, two, and a video if the family reads videos."""
+    out = [
         tiny.ask("one", "look ", tiny.picture(seed=1), " what is it"),
         tiny.ask("none", "only words here"),
         tiny.ask("two", "quite a bit longer ", tiny.picture(seed=2), " and ", tiny.picture(seed=3), " end"),
     ]
-    return found + ([tiny.ask("clip", "see ", tiny.clip(4), " well")] if family in tiny.WITH_VIDEO else [])
+    return out + ([tiny.ask("clip", "see ", tiny.clip(4), " well")] if family in tiny.WITH_VIDEO else [])
 
 
 def steps(speaker, asked, answers=("one two", "three four five")):
@@ -54,7 +54,7 @@ def steps(speaker, asked, answers=("one two", "three four five")):
 
 
 def inside(table) -> torch.Tensor:
-    """Mark the steps of rows that are there."""
+    """Mark the steps that are not padding."""
     return torch.arange(table.steps.longest)[None] < table.steps.length[:, None]
 
 
@@ -100,18 +100,18 @@ def simulate(
 ):
     """Compute the logits of a LLaVA with everything in full and masks over it: no row ever leaves.
 
-    Rasters of `side` by `side` are the runs of placeholders.
+    Patch grids of `side` by `side` are the runs of placeholders.
     """
     core = model.model
     ids, known = inputs["input_ids"], inputs["attention_mask"].bool()
     x = core.get_input_embeddings()(ids)
     visual = ids == model.config.image_token_id
-    picture = torch.cat(
+    image = torch.cat(
         core.get_image_features(
             inputs["pixel_values"], vision_feature_layer=-1, vision_feature_select_strategy="default"
         ).pooler_output
     )
-    x = x.masked_scatter(visual[..., None], picture.to(x.dtype))
+    x = x.masked_scatter(visual[..., None], image.to(x.dtype))
     batch, size = ids.shape
     place = torch.full((batch, size, 3), -9)
     for number, (row, column) in enumerate(visual.nonzero().tolist()):
@@ -134,9 +134,9 @@ def simulate(
         sees = allowed[:, None] & (kept[:, None, None] | ~visual[:, None, None])
         if late:
             sees = sees & (~visual[:, None, None] | visual[:, None, :, None])
-        looked = _attention(block.self_attn, block.input_layernorm(x), cos, sin, sees, kept, visual)
+        attended = _attention(block.self_attn, block.input_layernorm(x), cos, sin, sees, kept, visual)
         still = visual[..., None] & (late or i in frozen)
-        x = torch.where(still, x, x + looked)
+        x = torch.where(still, x, x + attended)
         y = block.post_attention_layernorm(x)
         inner = block.mlp.act_fn(block.mlp.gate_proj(y)) * block.mlp.up_proj(y)
         if ffn_units is not None:

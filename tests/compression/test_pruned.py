@@ -67,7 +67,7 @@ STRONG = (
 
 
 def prune_as(model, radius=None, causal=True, heads=None, ffn_units=None, after=None, frozen=None):
-    """Apply transforms for what the simulation is told."""
+    """Apply transforms with the options of the simulation."""
     if radius is not None:
         model = local_visual_attention(model, radius=radius, causal=causal)
     if heads is not None:
@@ -133,7 +133,7 @@ def test_every_family_reads_cached_as_it_reads_packed(family):
 
 
 @pytest.mark.parametrize("options", STRONG, ids=str)
-def test_what_is_skipped_equals_what_is_masked(options):
+def test_pruned_logits_equal_the_masked_simulation(options):
     model = llava()
     inputs = llava_inputs(model)
     with torch.no_grad():
@@ -141,7 +141,7 @@ def test_what_is_skipped_equals_what_is_masked(options):
     assert gap[text_only(inputs, model)].abs().max() < 1e-9
 
 
-def test_blocks_of_a_larger_raster_equal_the_window_mask():
+def test_blocks_of_a_larger_patch_grid_equal_the_window_mask():
     # 7 by 7 patches: two blocks, of which the second is not full.
     model = llava(side=7, num_hidden_layers=2)
     ids = torch.randint(20, 200, (2, 60), generator=torch.Generator().manual_seed(3))
@@ -193,9 +193,9 @@ def test_dropped_heads_get_no_gradient_from_visual_rows():
 def test_generation_with_a_cache_equals_generation_without(beams):
     model = prune_as(llava(), **STRONG[9])
     inputs = llava_inputs(model)
-    told = {"max_new_tokens": 5, "do_sample": False, "num_beams": beams}
+    options = {"max_new_tokens": 5, "do_sample": False, "num_beams": beams}
     with torch.no_grad():
-        cached, plain = (model.generate(**inputs, **told, use_cache=use) for use in (True, False))
+        cached, plain = (model.generate(**inputs, **options, use_cache=use) for use in (True, False))
     assert torch.equal(cached, plain)
 
 
@@ -218,9 +218,9 @@ def test_every_family_generates_through_transformers(family, beams):
         media["videos_kwargs"] = {"do_sample_frames": False}
     inputs = speaker.processor(text=[text], return_tensors="pt", **media)
     inputs = {n: v.double() if torch.is_tensor(v) and v.is_floating_point() else v for n, v in inputs.items()}
-    told = {"max_new_tokens": 4, "do_sample": False, "num_beams": beams}
+    options = {"max_new_tokens": 4, "do_sample": False, "num_beams": beams}
     with torch.no_grad():
-        cached, plain = (model.generate(**inputs, **told, use_cache=use) for use in (True, False))
+        cached, plain = (model.generate(**inputs, **options, use_cache=use) for use in (True, False))
     assert torch.equal(cached, plain)
 
 
@@ -235,8 +235,8 @@ def test_token_pruners_generate_what_reading_in_one_go_gives(make):
         )
         ids = out.sequences
         mask = torch.cat([inputs["attention_mask"], torch.ones(2, 4, dtype=torch.int64)], 1)
-        held = model(**{**inputs, "input_ids": ids[:, :11], "attention_mask": mask[:, :11]}, use_cache=True)
-        rest = model(input_ids=ids[:, 11:], attention_mask=mask, past_key_values=held.past_key_values).logits
+        head = model(**{**inputs, "input_ids": ids[:, :11], "attention_mask": mask[:, :11]}, use_cache=True)
+        rest = model(input_ids=ids[:, 11:], attention_mask=mask, past_key_values=head.past_key_values).logits
     # `generate` notes logits in float32.
     assert (torch.stack(out.logits[1:], 1) - rest[:, :-1]).abs().max() < 1e-4
 
@@ -252,11 +252,11 @@ def test_a_batch_of_ragged_rows_equals_single_rows():
         together = read_cached(model.base_model, table.steps)
         for row, prompt in enumerate(asked):
             alone = steps(speaker, [prompt], answers=("one two",))
-            said = read_cached(model.base_model, alone.steps)
-            assert (said[0] - together[row, : said.shape[1]]).abs().max() < 1e-9
+            single = read_cached(model.base_model, alone.steps)
+            assert (single[0] - together[row, : single.shape[1]]).abs().max() < 1e-9
 
 
-def test_a_conversation_goes_on_with_another_picture():
+def test_a_conversation_goes_on_with_another_image():
     model = prune_as(llava(), radius=1, heads=((0, 1),) * 3, after=2)
     inputs = llava_inputs(model, rows=1)
     ids, pixels = inputs["input_ids"], inputs["pixel_values"]
@@ -269,12 +269,12 @@ def test_a_conversation_goes_on_with_another_picture():
     assert (later - once)[:, [0, 1, 6, 7]].abs().max() < 1e-9
 
 
-def test_late_layers_cache_text_only_and_every_change_of_the_cache_reaches_the_ledger():
+def test_late_layers_cache_text_only_and_every_change_of_the_cache_reaches_the_column_index():
     model = drop_visual_layers(llava(), after=1)
     inputs = llava_inputs(model)
     with torch.no_grad():
         cache = model(**inputs, use_cache=True).past_key_values
-        # 16 columns; the rows hold 12 and 10 tokens of text, padded to 12 behind the cut.
+        # 16 columns; the rows hold 12 and 10 tokens of text, padded to 12 after the reduction.
         assert [layer.keys.shape[2] for layer in cache.layers[:3]] == [16, 12, 12]
         token = torch.tensor([[40], [41], [40]])
         which = torch.tensor([1, 0, 1])
@@ -303,10 +303,10 @@ CACHED = {
 
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("name", CACHED)
-def test_pruning_and_a_cache_of_few_bits_go_together(name, fused):
+def test_pruning_and_a_quantised_cache_go_together(name, fused):
     # At 16 bits the cache changes nothing.
     model = CACHED[name](llava(side=3))
-    inputs = pictured(model)
+    inputs = image_inputs(model)
     logits = []
     for cache in (None, cache_of(model, inputs, nbits=16, fused=fused), cache_of(model, inputs, nbits=1)):
         logits.append(answer(model, inputs, cache))
@@ -315,20 +315,20 @@ def test_pruning_and_a_cache_of_few_bits_go_together(name, fused):
     assert (logits[0] - logits[2]).abs().max() > 1e-3
 
 
-def pictured(model):
-    """Two rows with pictures of 3 by 3 patches at different places, the second padded on the left."""
+def image_inputs(model):
+    """Two rows with images of 3 by 3 patches at different places, the second padded on the left."""
     inputs = llava_inputs(model)
-    picture, rows = model.config.image_token_id, []
+    image, rows = model.config.image_token_id, []
     for ids in inputs["input_ids"]:
-        at = (ids == picture).nonzero()[0, 0]
-        rows.append(torch.cat([ids[:at], torch.full((9,), picture), ids[at + 4 :]]))
+        at = (ids == image).nonzero()[0, 0]
+        rows.append(torch.cat([ids[:at], torch.full((9,), image), ids[at + 4 :]]))
     mask = torch.cat([inputs["attention_mask"][:, :3], torch.ones(2, len(rows[0]) - 3, dtype=torch.int64)], 1)
     pixels = torch.randn(2, 3, 42, 42, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     return {"input_ids": torch.stack(rows), "attention_mask": mask, "pixel_values": pixels}
 
 
 def cache_of(model, inputs, **options):
-    """Make a cache of few bits for prompts without their last token, which every answer begins with."""
+    """Make a quantised cache for prompts without their last token, which every answer begins with."""
     visual = inputs["input_ids"][:, :-1] == model.config.image_token_id
     make = find("cache", "compression.visual_quant").target
     return make(model.config, visual, inputs["attention_mask"][:, :-1].bool(), **options)
@@ -346,17 +346,17 @@ def answer(model, inputs, cache):
     token = torch.cat(
         [ids[which, -1:], torch.tensor([[20], [30], [40]]), torch.tensor([[21], [31], [41]])], 1
     )
-    said = []
+    logits = []
     for start, stop in ((0, 1), (1, 3)):
         seen = torch.cat([mask[which, :-1], torch.ones(3, stop, dtype=torch.int64)], 1)
         step = {"input_ids": token[:, start:stop], "attention_mask": seen}
-        said.append(model(**step, past_key_values=cache).logits)
-    return torch.cat(said, 1)
+        logits.append(model(**step, past_key_values=cache).logits)
+    return torch.cat(logits, 1)
 
 
-def test_a_cache_of_few_bits_is_cropped_where_tokens_left():
+def test_a_quantised_cache_is_cropped_where_tokens_left():
     model = drop_visual_layers(llava(side=3), after=1)
-    inputs = pictured(model)
+    inputs = image_inputs(model)
     cache = cache_of(model, inputs, nbits=2)
     expected = answer(model, inputs, cache)
     # Prompts of 20 tokens, of which 9 leave, and 3 of the answer.
@@ -365,8 +365,8 @@ def test_a_cache_of_few_bits_is_cropped_where_tokens_left():
     seen = torch.cat([inputs["attention_mask"][[1, 0, 1], :-1], torch.ones(3, 3, dtype=torch.int64)], 1)
     again = torch.tensor([[20, 21], [30, 31], [40, 41]])
     with torch.no_grad():
-        said = model(input_ids=again, attention_mask=seen, past_key_values=cache).logits
-    assert (said - expected[:, 1:]).abs().max() < 1e-12
+        logits = model(input_ids=again, attention_mask=seen, past_key_values=cache).logits
+    assert (logits - expected[:, 1:]).abs().max() < 1e-12
 
 
 def test_caches_that_cannot_follow_are_refused():
@@ -412,7 +412,7 @@ def test_a_deep_copy_of_a_view_computes_with_its_own_weights():
 
 
 def test_an_adapter_on_a_pruned_policy_learns_and_is_recomputed_alike():
-    table, said, grads = None, [], []
+    table, logits, grads = None, [], []
     for again in (False, True):
         speaker = Tokens(
             model=str(folder("llava")),
@@ -430,9 +430,9 @@ def test_an_adapter_on_a_pruned_policy_learns_and_is_recomputed_alike():
                     parameter.copy_(torch.linspace(-0.2, 0.1, parameter.numel()).view_as(parameter))
         out = speaker(table)
         (out.logp * table.mask).sum().backward()
-        said.append((out.logp * table.mask).detach())
+        logits.append((out.logp * table.mask).detach())
         grads.append({n: p.grad for n, p in speaker.model.named_parameters() if p.grad is not None})
-    assert (said[0] - said[1]).abs().max() < 1e-6  # adapters are float32
+    assert (logits[0] - logits[1]).abs().max() < 1e-6  # adapters are float32
     assert grads[0].keys() == grads[1].keys() and len(grads[0]) > 20
     for name, grad in grads[0].items():
         assert torch.allclose(grad, grads[1][name], rtol=1e-3, atol=1e-4), name

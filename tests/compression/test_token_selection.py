@@ -1,4 +1,4 @@
-"""Which visual tokens stay, and what merging makes of them."""
+"""Selection and merging of visual tokens."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from tests.compression.pruned_models import llava, llava_inputs, simulate
 
 def test_the_best_of_every_row_stay_and_padding_never_does():
     scores = torch.tensor([[0.1, 0.9, 0.5, 0.5], [0.9, 0.8, 0.1, 0.2]])
-    there = torch.tensor([[True, True, True, True], [False, False, True, True]])
-    # Row one keeps 0.9 and the first of two 0.5; row two has padding in its best places.
-    assert top_mask(scores, there, torch.tensor([2, 1])).tolist() == [
+    is_token = torch.tensor([[True, True, True, True], [False, False, True, True]])
+    # The first row keeps 0.9 and the first of two 0.5; the second row has padding in its best places.
+    assert top_mask(scores, is_token, torch.tensor([2, 1])).tolist() == [
         [False, True, True, False],
         [False, False, False, True],
     ]
@@ -95,7 +95,7 @@ def test_ranked_tokens_are_those_of_the_attention_map(make):
     )  # eager maps of padded rows are no numbers
     visual = inputs["input_ids"] == 250
     with torch.no_grad():
-        # FastV looks at the layer before the cut; PyramidDrop at the layer behind it.
+        # FastV looks at the layer before the cut; PyramidDrop at the layer after it.
         seen = _seen(model, inputs, 0 if make is fastv else 1)
         view = (
             fastv(model, after=1, keep=0.5)
@@ -105,7 +105,7 @@ def test_ranked_tokens_are_those_of_the_attention_map(make):
         cache = view(**inputs, use_cache=True).past_key_values
         slots = cache.layers[4].keys[
             :, 0, :, 0
-        ]  # the ledger of the second stage, behind three layers and the first
+        ]  # the column index of the second stage, after three layers and the first
         for row in range(2):
             order = seen[row].masked_fill(~visual[row], -1).argsort(descending=True)
             wanted = sorted(order[:2].tolist())

@@ -1,5 +1,4 @@
-"""Weights held in 16 bits and computed with in 32; weights in 4 and 8 bits; linear layers of which a part is
-used."""
+"""LayerCast, weights in 4 and 8 bits, and linear layers computed in part."""
 
 from __future__ import annotations
 
@@ -40,7 +39,7 @@ def _adapted():
 
 
 class Odd(nn.Linear):
-    """A kind of layer that nobody knows."""
+    """An unknown kind of layer."""
 
 
 @pytest.mark.parametrize(
@@ -105,28 +104,28 @@ def test_gradients_pass_through_the_cast_and_no_wide_weight_is_kept():
 
 def test_answers_of_layer_cast_do_not_depend_on_the_batch():
     model = layer_cast(llava(dtype=torch.float32, hidden_size=64, intermediate_size=128))
-    one = llava_inputs(model, rows=1)
-    ids = one["input_ids"].repeat(12, 1)
+    single = llava_inputs(model, rows=1)
+    ids = single["input_ids"].repeat(12, 1)
     ids[:, 8:] = torch.randint(20, 200, (12, 8), generator=torch.Generator().manual_seed(5))
-    pixels = one["pixel_values"].repeat(12, 1, 1, 1)
+    pixels = single["pixel_values"].repeat(12, 1, 1, 1)
     rows = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "pixel_values": pixels}
-    found = divergence(model, rows, length=16)
-    assert found["share"] == 0 and found["top1_gap"] < 1e-4
+    result = divergence(model, rows, length=16)
+    assert result["share"] == 0 and result["top1_gap"] < 1e-4
 
 
 def test_divergence_finds_the_first_token_that_differs():
     class Speaker:
-        """Says the number of rows in the batch at step 2, and 0 before."""
+        """Generates the number of rows in the batch at step 2, and 0 before."""
 
-        def generate(self, input_ids, max_new_tokens, **told):
+        def generate(self, input_ids, max_new_tokens, **options):
             steps = [
                 torch.eye(5)[[len(input_ids) % 5 if t == 2 else 0] * len(input_ids)]
                 for t in range(max_new_tokens)
             ]
             return type("Said", (), {"logits": steps})()
 
-    found = divergence(Speaker(), {"input_ids": torch.zeros(3, 1)}, length=4)
-    assert found == {"share": 1.0, "first": 2, "top1_gap": 0.0}
+    result = divergence(Speaker(), {"input_ids": torch.zeros(3, 1)}, length=4)
+    assert result == {"share": 1.0, "first": 2, "top1_gap": 0.0}
 
 
 def test_an_adapter_learns_over_layer_cast_and_pruning():
@@ -149,7 +148,7 @@ def test_layer_cast_refuses_inexact_products():
         torch.backends.cuda.matmul.allow_tf32 = before
 
 
-# ---- weights of few bits
+# ---- low-bit weights
 
 
 needs_bitsandbytes = pytest.mark.skipif(
@@ -167,8 +166,8 @@ def test_low_bit_weights_are_near_the_weights(nbits, low, high):
         exact = model.model.language_model.layers[0].mlp.up_proj(x)
         error = (few.model.language_model.layers[0].mlp.up_proj(x) - exact).norm() / exact.norm()
     assert low < error < high
-    held = few.model.language_model.layers[0].mlp.up_proj.weight
-    assert held.numel() * held.element_size() == 64 * 128 * nbits // 8
+    weight = few.model.language_model.layers[0].mlp.up_proj.weight
+    assert weight.numel() * weight.element_size() == 64 * 128 * nbits // 8
     assert type(model.model.language_model.layers[0].mlp.up_proj) is nn.Linear
 
 
@@ -224,12 +223,12 @@ def test_what_is_done_to_weights_counts_behind_pruning_as_well(change):
         assert not torch.equal(behind, late(model)(**inputs).logits)
 
 
-def test_an_adapter_that_was_there_before_stays_as_it_is_over_weights_of_few_bits():
+def test_an_adapter_that_was_there_before_stays_as_it_is_over_low_bit_weights():
     speaker = Tokens(model=str(folder("llava")), dtype="float32", lora_rank=2)
     few = bnb_quantize(speaker.model, nbits=8)
     mine = dict(speaker.model.named_parameters())
     theirs = dict(few.named_parameters())
     adapters = [name for name in mine if "lora_" in name]
     assert adapters and all(theirs[name] is mine[name] for name in adapters)
-    held = {type(m).__name__ for m in few.get_decoder().modules() if "8bit" in type(m).__name__}
-    assert held == {"Linear8bitLt"}
+    names = {type(m).__name__ for m in few.get_decoder().modules() if "8bit" in type(m).__name__}
+    assert names == {"Linear8bitLt"}
