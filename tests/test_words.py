@@ -45,7 +45,7 @@ PHRASES = (
     r"\bas they came\b",
     r"\bwhat is held\b",
     r"\bis told\b",
-    r"\bpictures?\b",
+    r"\b[Pp]ictures?\b",
 )
 
 
@@ -53,7 +53,7 @@ PHRASES = (
 def test_replaced_names_and_phrases_do_not_occur(path):
     text = path.read_text()
     found = [word for word in GONE if re.search(rf"(?<![\w]){word}(?![\w])", text)]
-    found += [phrase for phrase in PHRASES if re.search(phrase, text, re.IGNORECASE)]
+    found += [phrase for phrase in PHRASES if re.search(phrase, text)]
     assert found == []
 
 

@@ -14,7 +14,7 @@ from mmrl.runtime.modules import evaluating
 
 @engine
 class FidelityGate(AcceleratedEngineWrapper):
-    """Stop if the wrapped engine's cache or transforms change greedy answers to its first prompts too much.
+    """Stop a run whose cache or transforms change greedy answers too much.
 
     The policy answers greedily with the full cache; the engine's cache and transforms then read the same
     answers.
