@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-__version__ = "0.1.0"
+__version__ = "0.2.0.dev0"
 
 # `mmrl/vision` is a link to `../vision`, and so on. Where links were not checked out (Windows, some
 # archives), the folders beside this one are searched as well.
