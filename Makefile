@@ -20,13 +20,15 @@ docs: .venv/mmrl
 check: .venv/mmrl
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/pyright
+	$(BIN)/basedpyright
+	$(BIN)/basedpyright -p tests/imports.json
 	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -m "not slow" tests/test_layers.py tests/test_packages.py tests/test_words.py tests/core tests/config tests/advantages tests/objectives $(ARGS)
 
 test: .venv/mmrl plain
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/pyright
+	$(BIN)/basedpyright
+	$(BIN)/basedpyright -p tests/imports.json
 	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest $(ARGS)
 
 # What a user without any extra gets: every command once, in an environment of its own.
