@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from mmrl.config.binding import Pieces, _hints
-from mmrl.config.registry import Entry, find, pieces
+from mmrl.config.registry import Entry, find
 from mmrl.config.schema import Piece
 from mmrl.core.reward_table import RewardTable
 from mmrl.core.rng import Stream
@@ -23,6 +23,7 @@ from mmrl.core.types import Clock, Outcome, Rollouts, Trajectory, Unit
 from mmrl.runtime import checkpoint
 from mmrl.runtime.distributed import Processes, _pack
 from mmrl.training.score import score
+from tests.support.configs import library_pieces
 from tests.support.toy_flow import Telling
 from tests.support.toys import ToyText, prompts
 
@@ -80,7 +81,7 @@ class Case:
 def cases(*kinds: str) -> list[Case]:
     """List every piece, once as it stands and once for every other choice that its signature names."""
     listed = []
-    for entry in [entry for kind in kinds for entry in pieces(kind)]:
+    for entry in [entry for kind in kinds for entry in library_pieces(kind)]:
         hints = _hints(entry)
         listed.append(Case(entry))
         for name, parameter in entry.options.items():
@@ -97,7 +98,7 @@ PARTS = cases("ratio", "surrogate", "aggregation", "step_weight", "penalty", "im
 MEMORIES = [
     Case(entry)
     for kind in ("advantage", "group_filter", "sampler", "schedule", "metric", "reward")
-    for entry in pieces(kind)
+    for entry in library_pieces(kind)
     if hasattr(entry.target, "state_dict")
 ] + [Case(find("advantage", "tests.support.toys:RunningMean"))]
 

@@ -7,7 +7,7 @@ import inspect
 import pytest
 
 import mmrl.core.reward_table
-from mmrl.config.registry import pieces
+from tests.support.configs import library_pieces
 
 BETA = {"beta": 0.1}  # TRL's, of all comparisons
 KL = {"coef": 0.001}  # verl's
@@ -104,14 +104,14 @@ def numbers(target) -> dict[str, float]:
 
 @pytest.mark.parametrize("kind", DEFAULTS)
 def test_numbers_by_default_are_those_of_the_papers_and_libraries(kind):
-    found = {entry.full_name: numbers(entry.target) for entry in pieces(kind)}
+    found = {entry.full_name: numbers(entry.target) for entry in library_pieces(kind)}
     assert {name: options for name, options in found.items() if options} == DEFAULTS[kind]
 
 
 def test_switches_are_off_but_where_a_method_has_them_on():
     on = set()
     for kind in DEFAULTS:
-        for entry in pieces(kind):
+        for entry in library_pieces(kind):
             made = entry.target.__init__ if inspect.isclass(entry.target) else entry.target
             options = inspect.signature(made).parameters.items()
             on |= {f"{entry.full_name}.{name}" for name, one in options if one.default is True}

@@ -16,11 +16,12 @@ import torch
 
 from mmrl.build import build, check, make_engine
 from mmrl.config import schema
-from mmrl.config.registry import HOMES, find, pieces
+from mmrl.config.registry import HOMES, find
 from mmrl.config.schema import Config, parse
 from mmrl.core.types import Message, Outcome, Part, Prompt
 from mmrl.training.loop import train
 from tests.diagnostics.test_doctor import MISTAKES
+from tests.support.configs import library_pieces
 from tests.support.doc_blocks import (
     PAGES,
     ROOT,
@@ -442,7 +443,8 @@ def test_every_piece_has_a_place_on_the_site_by_its_kind_alone(hooks):
     from site_pieces import page_of
 
     made = hooks.generated()
-    for entry in (entry for kind in HOMES for entry in pieces(kind)):
+    library = [entry for kind in HOMES for entry in library_pieces(kind)]
+    for entry in library:
         page, _, place = page_of(entry).partition("#")
         assert f"### `{entry.full_name}` {{#{place}}}" in made[page], entry.full_name
 

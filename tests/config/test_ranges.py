@@ -27,11 +27,12 @@ from mmrl.config.ranges import (
     is_whole,
     marks,
 )
-from mmrl.config.registry import HOMES, Entry, pieces
+from mmrl.config.registry import HOMES, Entry
 from mmrl.config.schema import Config, ConfigError, Piece, convert, parse
 from mmrl.core.rng import Stream
 from mmrl.core.types import Clock
 from tests.config.test_schema import WHOLE
+from tests.support.configs import library_pieces
 
 # Numbers that may be anything finite: shifts, scales and bars of metrics and rewards, which have any sign.
 FREE = {
@@ -42,7 +43,7 @@ FREE = {
     "binary_classification.f1_offset", "ratio_of_sums.scale", "ratio_of_sums.offset", "recall_at.at",
     "clip_score.divide_by", "diffusion.pick_score.divide_by",
 }  # fmt: skip
-EACH = [(entry, name) for kind in HOMES for entry in pieces(kind) for name in entry.options]
+EACH = [(entry, name) for kind in HOMES for entry in library_pieces(kind) for name in entry.options]
 
 
 def numeric(wanted: object) -> bool:

@@ -13,9 +13,10 @@ import pytest
 from mmrl.config import registry
 from mmrl.config.registry import HOMES, PIECES, SCOPES, WINGS, Needs, check_options, find, pieces
 from mmrl.core.types import Unit
+from tests.support.configs import library_pieces
 
 HERE = Path(__file__).parents[1]
-EVERY = [entry for kind in HOMES for entry in pieces(kind)]
+EVERY = [entry for kind in HOMES for entry in library_pieces(kind)]
 NAMED = pytest.mark.parametrize("entry", EVERY, ids=[f"{entry.kind}-{entry.full_name}" for entry in EVERY])
 TESTS = "\n".join(path.read_text() for path in HERE.rglob("test_*.py") if path != Path(__file__))
 
