@@ -21,7 +21,6 @@ check: .venv/mmrl
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/basedpyright
-	$(BIN)/basedpyright -p tests/imports.json
 	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -m "not slow" tests/test_layers.py tests/test_packages.py tests/test_words.py tests/core tests/config tests/advantages tests/objectives $(ARGS)
 
 test: .venv/mmrl plain
