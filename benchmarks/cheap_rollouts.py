@@ -139,8 +139,7 @@ def summarise(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 def engines(layers: int) -> dict[str, dict[str, Any]]:
     from mmrl.compression.caches.visual_quant import visual_quant
-    from mmrl.compression.transforms.drop_visual_layers import drop_visual_layers
-    from mmrl.compression.transforms.yopo import yopo25
+    from mmrl.compression.transforms.visual_computation import drop_visual_layers, yopo25
 
     few, exact = ({"cache": partial(visual_quant, nbits=nbits)} for nbits in (1, 16))
     late, yopo = ({"transform": (one,)} for one in (partial(drop_visual_layers, after=layers // 2), yopo25))
@@ -160,7 +159,7 @@ def engines(layers: int) -> dict[str, dict[str, Any]]:
 def make_model(folder: Path, visual: int) -> Path:
     """Build the model of grpo_step.py for pictures of so many visual tokens."""
     from mmrl.core.rng import Stream
-    from mmrl.vision.builders.tiny_qwen2_5_vl import TinyQwen2_5Vl
+    from mmrl.vision.builders.tiny_models import TinyQwen2_5Vl
 
     TinyQwen2_5Vl(
         stream=Stream(0), vocab_size=VOCABULARY, width=WIDTH, layers=LAYERS, heads=HEADS,

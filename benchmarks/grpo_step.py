@@ -43,7 +43,7 @@ def variety(completions, **columns):
 
 def make_model(folder: Path) -> Path:
     from mmrl.core.rng import Stream
-    from mmrl.vision.builders.tiny_qwen2_5_vl import TinyQwen2_5Vl
+    from mmrl.vision.builders.tiny_models import TinyQwen2_5Vl
 
     TinyQwen2_5Vl(
         stream=Stream(0), vocab_size=VOCABULARY, width=WIDTH, layers=LAYERS, heads=HEADS,

@@ -77,7 +77,7 @@ def make_parts(folder: Path, size: dict):
     from mmrl.config.schema import Piece
     from mmrl.core.rng import Stream
     from mmrl.rewards.clip_score import ClipScore
-    from mmrl.vision.builders.tiny_llava import TinyLlava
+    from mmrl.vision.builders.tiny_models import TinyLlava
 
     TinyLlava(stream=Stream(0), texts=TEXTS, side=size["side"], **size["model"]).build(folder / "model")
     pieces = Pieces(Stream(0))

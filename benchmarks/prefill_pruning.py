@@ -24,7 +24,7 @@ from mmrl.compression.flops import Prefill
 from mmrl.compression.profiling import cache_bytes, count_operations, time_calls
 from mmrl.compression.pruning.spec import pruning_of, shape_of
 from mmrl.compression.transforms.drop_tokens import fastv
-from mmrl.compression.transforms.yopo import yopo12, yopo25
+from mmrl.compression.transforms.visual_computation import yopo12, yopo25
 
 TEXT, BEFORE, SIDE, IMAGE = 64, 20, 24, 999
 WANTED = {"yopo25": {576: 2.7, 1152: 3.3, 2304: 4.0}, "yopo12": {576: 3.8, 1152: 5.2, 2304: 6.9}}

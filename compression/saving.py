@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from mmrl.compression.pruning.weight_views import STORED, applied_transforms, record_transform, share_weights
+from mmrl.compression.pruning.sliced_linear import STORED, applied_transforms, record_transform, share_weights
 from mmrl.config.registry import find
 from mmrl.runtime.modules import DTYPES
 

@@ -31,7 +31,7 @@ from mmrl.core.rng import Stream
 from mmrl.core.types import Prompt
 from mmrl.reporting.metrics import Trackers
 from mmrl.runtime.distributed import Processes
-from mmrl.runtime.hub import check_hub
+from mmrl.runtime.files import check_hub
 from mmrl.training.collect import RewardCoverage
 from mmrl.training.evaluate import Evaluator
 from mmrl.training.method import Method

@@ -329,7 +329,7 @@ RARE = {
     "skipped_updates": "mmrl/training/trainer.py",
     "eval_peak_memory_bytes": "mmrl/training/evaluate.py",
     **{
-        f"rollout/{name}": "compression/engines/speedup_probe.py"
+        f"rollout/{name}": "compression/engines.py"
         for name in ("seconds", "exact_seconds", "speedup", "agreement")
     },
 }

@@ -10,8 +10,8 @@ from torch import nn
 
 from mmrl.compression.model_adapters.lookup import adapter_of
 from mmrl.compression.pruning.forward import forward_core, forward_features, forward_text
+from mmrl.compression.pruning.sliced_linear import BoundFunction, record_transform, share_weights
 from mmrl.compression.pruning.spec import PRUNING, core_of, pruning_of
-from mmrl.compression.pruning.weight_views import BoundFunction, record_transform, share_weights
 
 
 def prune(model: nn.Module, name: str, options: Mapping[str, Any], **changes: Any) -> nn.Module:

@@ -6,8 +6,8 @@ from typing import Any, Literal
 
 from torch import nn
 
+from mmrl.compression.pruning.sliced_linear import record_transform, share_weights
 from mmrl.compression.pruning.spec import core_of
-from mmrl.compression.pruning.weight_views import record_transform, share_weights
 from mmrl.config.ranges import NonNegativeFloat
 from mmrl.config.registry import transform
 

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from mmrl.compression.fp32_linear import UpcastLinear
+from mmrl.compression.pruning.sliced_linear import record_transform, share_weights
 from mmrl.compression.pruning.spec import core_of
-from mmrl.compression.pruning.weight_views import record_transform, share_weights
 from mmrl.config.registry import transform
 from mmrl.runtime.modules import DTYPES, LOW
 

@@ -8,9 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from mmrl.compression.importance import best_each, check_share, read_plan
-from mmrl.compression.pruning.sliced_linear import feature_index
+from mmrl.compression.pruning.sliced_linear import feature_index, record_transform, share_weights
 from mmrl.compression.pruning.spec import core_of, pruning_of, shape_of
-from mmrl.compression.pruning.weight_views import record_transform, share_weights
 from mmrl.config.ranges import Probability
 from mmrl.config.registry import transform
 

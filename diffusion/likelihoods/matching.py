@@ -18,8 +18,8 @@ from mmrl.core.rng import Stream
 from mmrl.core.step_table import StepOutput
 from mmrl.core.types import Unit
 from mmrl.diffusion.flow_math import mean_dims, noised
+from mmrl.diffusion.schedule import TIME_TYPES, TimeRange
 from mmrl.diffusion.steps import Conditioning, FlowRow, segments_of
-from mmrl.diffusion.timestep_sampling import TIME_TYPES, TimeRange
 
 TINY = 1e-10
 

@@ -36,9 +36,9 @@ TINY = 1e-36  # unit of a row of zeros
 def dots(query: Tensor, packed: Tensor, nbits: int, base: Tensor | None = None) -> Tensor:
     """Multiply queries (M, Q, D) with codes (M, n, bytes) and add `base` (M, Q, 1): (M, Q, n)."""
     if packed.is_cuda:
-        from mmrl.kv_cache.kernels import triton_matmul
+        from mmrl.kv_cache import triton_kernels
 
-        out = triton_matmul.dots(query, packed, nbits)
+        out = triton_kernels.dots(query, packed, nbits)
         return out if base is None else out.add_(base)
     query = _to_unpacked(query, packed.shape[2], nbits)
     top = query.shape[2] * (2**nbits - 1)
@@ -58,9 +58,9 @@ def dots(query: Tensor, packed: Tensor, nbits: int, base: Tensor | None = None) 
 def mix(weights: Tensor, packed: Tensor, nbits: int, size: int) -> Tensor:
     """Sum codes (M, n, bytes) by weights (M, Q, n): (M, Q, D)."""
     if packed.is_cuda:
-        from mmrl.kv_cache.kernels import triton_matmul
+        from mmrl.kv_cache import triton_kernels
 
-        return triton_matmul.mix(weights, packed, nbits, size)
+        return triton_kernels.mix(weights, packed, nbits, size)
     (blocks, num, tokens), width = weights.shape, packed.shape[2]
     # Sums of each digit (at most 128) times codes over all tokens must fit into 32 bits.
     if _as_bytes(weights, packed, nbits) and tokens * (2**nbits - 1) << 7 < 1 << 31:

@@ -1,15 +1,79 @@
-"""Surrogates: per-step losses from ratio and advantage, all (N, T); log-ratios lie in [-20, 20]."""
+"""Ratios, surrogates and step weights: the factors of a policy-gradient loss."""
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 import torch
 from torch import Tensor
 
 from mmrl.config.ranges import AtMost, NonNegativeFloat, PositiveFloat, Range
-from mmrl.config.registry import surrogate
+from mmrl.config.registry import ratio, step_weight, surrogate
 from mmrl.core.step_table import Batch, StepOutput
+from mmrl.core.types import Unit
+
+
+@ratio
+def step_ratio(new: StepOutput, batch: Batch, *, against: str = "old") -> Tensor:
+    """Log-ratio of every step (PPO, GRPO)."""
+    return (new.logp - batch.by(against, new).logp) * batch.mask
+
+
+@ratio(unit=Unit.ROW)
+def sequence_ratio(
+    new: StepOutput, batch: Batch, *, against: str = "old", level: Literal["sequence", "token"] = "sequence"
+) -> Tensor:
+    """Mean log-ratio of the row, for each of its steps, at most 10 (GSPO, arXiv 2507.18071).
+
+    `level: token` keeps that value but lets the gradient of every step through its own log-probability
+    (GSPO-token), so that advantages may differ between steps. Use it with `sequence_mean`: `step_mean`
+    would bring the lengths back in.
+    """
+    gap = step_ratio(new, batch, against=against)
+    length = batch.mask.sum(-1, keepdim=True).clamp(min=1)
+    mean = (gap.sum(-1, keepdim=True) / length).expand_as(gap)
+    if level == "token":
+        mean = mean.detach() + new.logp - new.logp.detach()
+    return mean.clamp(max=10.0) * batch.mask
+
+
+@ratio(unit=Unit.ROW)
+def sequence_sum(new: StepOutput, batch: Batch, *, against: str = "old") -> Tensor:
+    """Summed log-ratio of the row, for each of its steps (RLOO, arXiv 2402.14740).
+
+    It is the log-ratio of whole answers, limited to [-20, 20].
+    """
+    gap = step_ratio(new, batch, against=against)
+    return gap.sum(-1, keepdim=True).expand_as(gap).clamp(-20.0, 20.0) * batch.mask
+
+
+@step_weight(unit=Unit.ROW, others={"old", "engine"})
+def truncated_importance(
+    batch: Batch,
+    *,
+    mode: Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"] = "token_truncate",
+    clip_max: PositiveFloat | None = 3.0,
+    clip_min: Annotated[NonNegativeFloat, AtMost("clip_max")] | None = None,
+) -> Tensor:
+    """Truncated importance sampling (TIS): the policy's probability over the engine's.
+
+    The modes and bounds are TRL's `vllm_importance_sampling_mode`, whose default is `sequence_mask`.
+    Departs: penalties are weighed as well, which TRL's are not.
+
+    Args:
+        mode: `token` takes the ratio of steps, `sequence` that of whole answers; `truncate` limits it to
+            the bounds, `mask` sets it to 0 outside of them.
+        clip_max: Upper bound of the ratio, or null for none.
+        clip_min: Lower bound of the ratio, at most `clip_max`, or null for none.
+    """
+    gap = (batch.others["old"].logp - batch.others["engine"].logp) * batch.mask
+    if mode.startswith("sequence"):
+        gap = gap.sum(-1, keepdim=True).expand_as(gap)
+    ratio = gap.clamp(-20.0, 20.0).exp()
+    low, high = clip_min or 0.0, torch.inf if clip_max is None else clip_max
+    if mode.endswith("mask"):
+        return torch.where((ratio < low) | (ratio > high), 0.0, ratio)
+    return ratio.clamp(low, high)
 
 
 def _ratio(log_ratio: Tensor) -> Tensor:

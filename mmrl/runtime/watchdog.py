@@ -9,12 +9,55 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
-from types import TracebackType
+from types import FrameType, TracebackType
+
+# ---- handles sigterm and ctrl-c, so that a run finishes its step and saves before it stops
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+@dataclass
+class Stop:
+    """Signal handler that remembers the first signal."""
+
+    loud: bool
+    asked: str = ""
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        """Remember the first signal; raise `KeyboardInterrupt` at the second."""
+        name = signal.Signals(number).name
+        if self.asked:
+            raise KeyboardInterrupt(f"{name} for the second time")
+        self.asked = name
+        if self.loud:
+            # A handler may interrupt a print of the same stream, so this goes to the file itself.
+            os.write(2, f"\n{name}: this step is finished and saved; once more to leave at once\n".encode())
+
+
+@contextmanager
+def listening(loud: bool) -> Iterator[Stop]:
+    """Take SIGTERM and SIGINT (Ctrl-C) as requests to stop, inside this context.
+
+    Python delivers signals to the main thread only; in other threads this does nothing.
+    """
+    stop = Stop(loud)
+    if threading.current_thread() is not threading.main_thread():
+        yield stop
+        return
+    before = {number: signal.signal(number, stop) for number in SIGNALS}
+    try:
+        yield stop
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
 
 PERIOD = 0.25  # seconds between two reads of the store
 GRACE = 30.0  # seconds that a process has to end by itself

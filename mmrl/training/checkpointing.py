@@ -18,9 +18,8 @@ from mmrl.reporting.model_card import essence, write_card
 from mmrl.runtime import checkpoint
 from mmrl.runtime.checkpoint import CheckpointError
 from mmrl.runtime.distributed import Processes
-from mmrl.runtime.files import LOCK, check_free, remove, write_whole
+from mmrl.runtime.files import LOCK, check_free, push, remove, write_whole
 from mmrl.runtime.fsdp import gathered, whole
-from mmrl.runtime.hub import push
 from mmrl.runtime.watchdog import ProcessFailed
 from mmrl.training.trainer import Run
 

@@ -14,7 +14,7 @@ from mmrl.core.step_table import Batch, StepOutput, spread
 from mmrl.core.tensor import pad_to
 from mmrl.core.types import Unit
 from mmrl.runtime.files import locked
-from mmrl.runtime.signals import listening
+from mmrl.runtime.watchdog import listening
 from mmrl.training.checkpointing import hand_over, resume, save
 from mmrl.training.collect import collect, pick
 from mmrl.training.nonfinite import largest_first

@@ -24,8 +24,7 @@ from mmrl.reporting.metrics import Journal, describe_measured
 from mmrl.runtime.content_hash import of_prompts, of_tensors, of_weights
 from mmrl.runtime.distributed import Processes
 from mmrl.runtime.fsdp import taken_up
-from mmrl.training.advantage_chain import through_chain
-from mmrl.training.method import Method
+from mmrl.training.method import Method, through_chain
 from mmrl.training.nonfinite import Guard
 from mmrl.training.report import Reporter
 

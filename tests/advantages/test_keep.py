@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from mmrl.advantages.keep import drop_truncated, drop_zero, high_entropy
+from mmrl.advantages.select import drop_truncated, drop_zero, high_entropy
 from tests.support.tables import assert_rows, reward_table
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mmrl.advantages.normalize import group_normalize
-from mmrl.advantages.places import increments, per_step
+from mmrl.advantages.select import increments, per_step
 from mmrl.advantages.turning_points import turning_points
 from mmrl.core.reward_table import ABSENT
 from tests.support.tables import assert_rows, prefix_rewards, reward_table

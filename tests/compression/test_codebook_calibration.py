@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig
 
-from mmrl.compression.builders.codebook import CalibrateCodebook
+from mmrl.compression.builders import CalibrateCodebook
 from mmrl.compression.caches.binary_codebook import binary_codebook
 from mmrl.config.binding import Pieces
 from mmrl.config.registry import find

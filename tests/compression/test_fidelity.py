@@ -9,9 +9,9 @@ import torch
 
 from mmrl.compression.caches.kivi import kivi
 from mmrl.compression.caches.visual_quant import visual_quant
-from mmrl.compression.engines.fidelity_gate import FidelityGate
+from mmrl.compression.engines import FidelityGate
 from mmrl.compression.fidelity import choose, gate, measure
-from mmrl.compression.transforms.drop_visual_layers import drop_visual_layers
+from mmrl.compression.transforms.visual_computation import drop_visual_layers
 from mmrl.core.rng import Stream
 from mmrl.vision.engines.generate import Generate
 from mmrl.vision.policies.tokens import Tokens

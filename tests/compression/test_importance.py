@@ -18,10 +18,12 @@ from mmrl.compression.importance import (
     write_plan,
 )
 from mmrl.compression.pruning.spec import pruning_of
-from mmrl.compression.transforms.drop_visual_heads import drop_visual_heads
-from mmrl.compression.transforms.shortv import shortv
-from mmrl.compression.transforms.sparse_visual_ffn import sparse_visual_ffn
-from mmrl.compression.transforms.yopo import yopo25
+from mmrl.compression.transforms.visual_computation import (
+    drop_visual_heads,
+    shortv,
+    sparse_visual_ffn,
+    yopo25,
+)
 from tests.compression.pruned_models import llava, llava_inputs
 
 

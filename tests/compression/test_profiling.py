@@ -17,13 +17,16 @@ from mmrl.compression.profiling import (
 from mmrl.compression.pruning.local_attention import block_keys
 from mmrl.compression.pruning.spec import ModelShape, PruningSpec, TokenReduction, pruning_of, shape_of
 from mmrl.compression.transforms.drop_tokens import tome
-from mmrl.compression.transforms.drop_visual_heads import drop_visual_heads
-from mmrl.compression.transforms.drop_visual_layers import drop_visual_layers
 from mmrl.compression.transforms.layer_cast import layer_cast
-from mmrl.compression.transforms.local_visual_attention import local_visual_attention
-from mmrl.compression.transforms.shortv import shortv
-from mmrl.compression.transforms.sparse_visual_ffn import sparse_visual_ffn
-from mmrl.compression.transforms.yopo import yopo12, yopo25
+from mmrl.compression.transforms.visual_computation import (
+    drop_visual_heads,
+    drop_visual_layers,
+    local_visual_attention,
+    shortv,
+    sparse_visual_ffn,
+    yopo12,
+    yopo25,
+)
 from tests.compression.pruned_models import llava
 
 SEVEN = ModelShape(layers=32, heads=32, kv_heads=32, head_dim=128, width=4096, inner=11008)

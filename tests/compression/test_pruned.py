@@ -10,12 +10,15 @@ import torch
 
 from mmrl.compression.pruning.spec import pruning_of
 from mmrl.compression.transforms.drop_tokens import div_prune, fastv, pyramid_drop, tome, vision_zip
-from mmrl.compression.transforms.drop_visual_heads import drop_visual_heads
-from mmrl.compression.transforms.drop_visual_layers import drop_visual_layers
-from mmrl.compression.transforms.local_visual_attention import local_visual_attention
-from mmrl.compression.transforms.shortv import shortv
-from mmrl.compression.transforms.sparse_visual_ffn import sparse_visual_ffn
-from mmrl.compression.transforms.yopo import yopo12, yopo25
+from mmrl.compression.transforms.visual_computation import (
+    drop_visual_heads,
+    drop_visual_layers,
+    local_visual_attention,
+    shortv,
+    sparse_visual_ffn,
+    yopo12,
+    yopo25,
+)
 from mmrl.config.registry import find
 from mmrl.vision.decoding.token_steps import read_cached, read_packed
 from mmrl.vision.policies.tokens import Tokens

@@ -9,11 +9,13 @@ import torch
 import transformers
 
 from mmrl.compression.transforms.drop_tokens import fastv, pyramid_drop
-from mmrl.compression.transforms.drop_visual_heads import drop_visual_heads
-from mmrl.compression.transforms.drop_visual_layers import drop_visual_layers
-from mmrl.compression.transforms.local_visual_attention import local_visual_attention
-from mmrl.compression.transforms.sparse_visual_ffn import sparse_visual_ffn
-from mmrl.compression.transforms.yopo import yopo25
+from mmrl.compression.transforms.visual_computation import (
+    drop_visual_heads,
+    drop_visual_layers,
+    local_visual_attention,
+    sparse_visual_ffn,
+    yopo25,
+)
 from mmrl.config.registry import find
 from tests.compression.pruned_models import llava, llava_inputs
 

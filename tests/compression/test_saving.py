@@ -7,14 +7,13 @@ import json
 import pytest
 import torch
 
+from mmrl.compression.pruning.sliced_linear import applied_transforms
 from mmrl.compression.pruning.spec import pruning_of
-from mmrl.compression.pruning.weight_views import applied_transforms
 from mmrl.compression.saving import NAME, load_transformed, save_transformed
 from mmrl.compression.transforms.drop_tokens import fastv, pyramid_drop, tome, vision_zip
 from mmrl.compression.transforms.layer_cast import layer_cast
-from mmrl.compression.transforms.shortv import shortv
 from mmrl.compression.transforms.structured_pruning import structured_pruning
-from mmrl.compression.transforms.yopo import yopo12, yopo25
+from mmrl.compression.transforms.visual_computation import shortv, yopo12, yopo25
 from tests.compression.pruned_models import llava, llava_inputs
 
 CASES = {

@@ -6,10 +6,9 @@ from functools import partial
 
 import pytest
 
+from mmrl.compression import engines
 from mmrl.compression.caches.visual_quant import visual_quant
-from mmrl.compression.engines import speedup_probe
-from mmrl.compression.engines.fidelity_gate import FidelityGate
-from mmrl.compression.engines.speedup_probe import SpeedupProbe
+from mmrl.compression.engines import FidelityGate, SpeedupProbe
 from mmrl.core.protocols import Telling
 from mmrl.core.rng import Stream
 from mmrl.vision.engines.generate import Generate
@@ -34,7 +33,7 @@ def texts(rows):
 def clock(monkeypatch):
     """Let a second pass for every row that is answered with the full cache, and a quarter with another."""
     now = [0.0]
-    monkeypatch.setattr(speedup_probe.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(engines.time, "perf_counter", lambda: now[0])
 
     def watched(made):
         ask = made.rollout

@@ -13,7 +13,7 @@ from mmrl.compression.pruning.token_selection import (
     vision_zip_image,
 )
 from mmrl.compression.transforms.drop_tokens import fastv, pyramid_drop, tome
-from mmrl.compression.transforms.shortv import shortv
+from mmrl.compression.transforms.visual_computation import shortv
 from tests.compression.pruned_models import llava, llava_inputs, simulate
 
 
@@ -114,7 +114,7 @@ def test_ranked_tokens_are_those_of_the_attention_map(make):
 
 def test_a_token_pruner_with_a_window_equals_the_window_on_what_is_left():
     """A raster with holes falls back to a mask; nothing leaves at a share of 1, so both give the same."""
-    from mmrl.compression.transforms.local_visual_attention import local_visual_attention
+    from mmrl.compression.transforms.visual_computation import local_visual_attention
 
     model = llava()
     inputs = llava_inputs(model)

@@ -13,10 +13,9 @@ from mmrl.compression.profiling import divergence
 from mmrl.compression.pruning.sliced_linear import feature_index, sliced_linear
 from mmrl.compression.saving import load_transformed, save_transformed
 from mmrl.compression.transforms.bnb_quantize import bnb_quantize
-from mmrl.compression.transforms.drop_visual_layers import drop_visual_layers
 from mmrl.compression.transforms.layer_cast import layer_cast
 from mmrl.compression.transforms.structured_pruning import structured_pruning
-from mmrl.compression.transforms.yopo import yopo25
+from mmrl.compression.transforms.visual_computation import drop_visual_layers, yopo25
 from mmrl.vision.policies.tokens import Tokens
 from tests.compression.pruned_models import folder, llava, llava_inputs, prompts, steps
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mmrl.advantages.places import per_step
+from mmrl.advantages.select import per_step
 from mmrl.core.step_table import Batch, StepOutput, spread
 from mmrl.core.types import Unit
 from tests.support.tables import assert_rows, padded, reward_table, step_table

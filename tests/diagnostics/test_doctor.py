@@ -18,12 +18,12 @@ from mmrl.config.schema import Config, parse
 from mmrl.core.rng import Stream
 from mmrl.core.step_table import StepOutput
 from mmrl.core.types import Outcome
-from mmrl.diagnostics.checks.learning import fits_memory, gradient_flow
 from mmrl.diagnostics.checks.ratio import importance_correction, initial_ratio
 from mmrl.diagnostics.checks.rewards import reward_sanity, rewards_apply, zero_variance_groups
 from mmrl.diagnostics.checks.sampling import sampling_params
+from mmrl.diagnostics.checks.training_metrics import fits_memory, gradient_flow
 from mmrl.diagnostics.memory_estimate import estimate_memory as estimate
-from mmrl.diagnostics.memory_estimates.training import optimizer_bytes, training
+from mmrl.diagnostics.memory_estimates import optimizer_bytes, training
 from mmrl.doctor import _look, examine
 from mmrl.optimizers import adamw, muon, sgd
 from mmrl.reporting import html

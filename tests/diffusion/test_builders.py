@@ -12,8 +12,7 @@ from examples.image_rl.easy_vqa_captions import EasyVqaCaptions, crop_around_sha
 from mmrl.core.rng import Stream
 from mmrl.diffusion.builders.tiny_clip import CaptionedImages, TinyClip, augmented, contrastive_loss
 from mmrl.diffusion.builders.tiny_flow_model import TinyFlowModel, word_tokenizer
-from mmrl.diffusion.datasets.images import images
-from mmrl.diffusion.datasets.prompts import prompts
+from mmrl.diffusion.datasets import images, prompts
 
 # ---- easy_vqa_captions
 

@@ -9,8 +9,7 @@ import torch
 from PIL import Image
 
 from mmrl.data.dataset_io import RowError
-from mmrl.diffusion.datasets.images import images
-from mmrl.diffusion.datasets.prompts import prompts
+from mmrl.diffusion.datasets import images, prompts
 
 
 @pytest.fixture
@@ -196,7 +195,7 @@ def test_a_size_wants_both_sides_and_a_file_some_row(file, root):
 
 def test_the_engine_stored_reads_pictures_in_order(file, root):
     from mmrl.core.rng import Stream
-    from mmrl.engines.offline import Offline
+    from mmrl.engines.dataset_answers import Offline
 
     class Seen:
         def encode(self, prompt, outcome):

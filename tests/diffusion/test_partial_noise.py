@@ -9,7 +9,7 @@ from torch.testing import assert_close
 from mmrl.config.registry import Needs
 from mmrl.core.rng import Stream
 from mmrl.core.types import Outcome
-from mmrl.diffusion.engines.partial_noise import PartialNoise
+from mmrl.diffusion.engines.preference_rollouts import PartialNoise
 from mmrl.diffusion.flow_math import noised
 from mmrl.diffusion.steps import Conditioning
 from mmrl.training.loop import consult

@@ -8,8 +8,8 @@ import torch
 
 from mmrl.core.types import Outcome, Prompt, Trajectory
 from mmrl.data.dataset_io import RowError
-from mmrl.diffusion.datasets.videos import videos
-from mmrl.diffusion.engines.segment_preferences import SegmentPreferences
+from mmrl.diffusion.datasets import videos
+from mmrl.diffusion.engines.preference_rollouts import SegmentPreferences
 from mmrl.diffusion.steps import segments_of
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from mmrl.config.schema import Config, parse
-from mmrl.diffusion.checks.text_conditioning import text_conditioning
-from mmrl.diffusion.memory_estimates.paths import paths
+from mmrl.diffusion.checks import text_conditioning
+from mmrl.diffusion.memory_estimates import paths
 from mmrl.doctor import _look, examine
 from tests.diffusion.test_flow_runs import MATCHING, plan
 

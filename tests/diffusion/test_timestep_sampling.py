@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from mmrl.diffusion.schedule import shift_times, unshift_times
-from mmrl.diffusion.timestep_sampling import TIME_TYPES, TimeRange, strata
+from mmrl.diffusion.schedule import TIME_TYPES, TimeRange, shift_times, strata, unshift_times
 from tests.diffusion.flows import sd3_times
 
 FOURTEEN = sd3_times(14).float()

@@ -8,7 +8,7 @@ import pytest
 
 from mmrl.core.rng import Stream
 from mmrl.core.types import Outcome
-from mmrl.engines.offline import Offline
+from mmrl.engines.dataset_answers import Offline
 from tests.support.toys import ToyText, prompts
 
 

@@ -10,7 +10,7 @@ from mmrl.advantages.shape import tempsamp_downscale
 from mmrl.config.binding import Pieces
 from mmrl.config.schema import Piece
 from mmrl.core.rng import Stream
-from mmrl.engines.with_demos import WithDemos
+from mmrl.engines.dataset_answers import WithDemos
 from mmrl.training.collect import in_order
 from mmrl.training.score import score
 from tests.support.toys import ToyGenerate, ToyText, prompts

@@ -9,8 +9,7 @@ import pytest
 from mmrl.build import build
 from mmrl.config.loading import read
 from mmrl.core.rng import Stream
-from mmrl.engines.offline import Offline
-from mmrl.engines.with_mismatched import WithMismatched
+from mmrl.engines.dataset_answers import Offline, WithMismatched
 from mmrl.training.loop import train
 from tests.support.configs import method_file
 from tests.support.toys import ToyText, prompts

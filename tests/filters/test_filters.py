@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mmrl.filters.filters import keep_all, varied
+from mmrl.filters import keep_all, varied
 from tests.support.tables import reward_table
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from mmrl.compression.caches.visual_quant import visual_quant
-from mmrl.compression.transforms.drop_visual_heads import drop_visual_heads
+from mmrl.compression.transforms.visual_computation import drop_visual_heads
 from mmrl.core.types import Outcome
 from mmrl.kv_cache.attention_interface import record_keys
 from mmrl.vision.decoding.prefill import prefill

@@ -322,7 +322,7 @@ def test_blocks_of_exact_tokens():
 INTERPRETED = """
 import json, torch
 from mmrl.kv_cache import quantization
-from mmrl.kv_cache.kernels import triton_matmul as kernels
+from mmrl.kv_cache import triton_kernels as kernels
 kernels.SPLIT = 256
 worst = {}
 for nbits in quantization.BITS:

@@ -9,7 +9,7 @@ import pytest
 from mmrl.config.binding import Pieces
 from mmrl.config.schema import Piece
 from mmrl.core.rng import Stream
-from mmrl.metrics.counts import binary_classification, harmonic_mean, ratio_of_sums, weighted_sum
+from mmrl.metrics import binary_classification, harmonic_mean, ratio_of_sums, weighted_sum
 from tests.support.tables import reward_table
 
 # Of the answers with both counts 3 of 6 mentions are wrong; a mean of ratios would be (1/2 + 2/4 + 0) / 3.

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from mmrl.metrics.metrics import mean, recall_at
+from mmrl.metrics import mean, recall_at
 from tests.support.tables import reward_table
 
 

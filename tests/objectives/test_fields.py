@@ -17,8 +17,7 @@ from mmrl.objectives.fields import (
     norm_hinge,
     velocity_mse,
 )
-from mmrl.objectives.ratios import step_ratio
-from mmrl.objectives.surrogates import clip
+from mmrl.objectives.surrogates import clip, step_ratio
 from tests.support.tables import ListedSteps, assert_rows, loss_of
 
 

@@ -9,7 +9,7 @@ import torch
 
 from mmrl.config.registry import find, pieces
 from mmrl.core.types import Unit
-from mmrl.objectives.implicit_rewards import log_ratio, logp, mean_log_ratio, mean_logp, mean_ratio
+from mmrl.objectives.comparison import log_ratio, logp, mean_log_ratio, mean_logp, mean_ratio
 from tests.support.tables import assert_rows, slope_of, step_table
 
 

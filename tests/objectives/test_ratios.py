@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mmrl.objectives.ratios import sequence_ratio, sequence_sum, step_ratio
+from mmrl.objectives.surrogates import sequence_ratio, sequence_sum, step_ratio
 from tests.support.tables import assert_rows, micro_batch, moved, slope_of, step_table
 
 

@@ -9,7 +9,7 @@ import torch
 
 from mmrl.config.registry import find
 from mmrl.core.types import Unit
-from mmrl.objectives.step_weights import truncated_importance
+from mmrl.objectives.surrogates import truncated_importance
 from tests.support.tables import assert_rows, loss_of, objective_of, slope_of, step_table
 
 

@@ -8,8 +8,15 @@ import pytest
 import torch
 
 from mmrl.config.registry import pieces
-from mmrl.objectives.ratios import sequence_ratio, step_ratio
-from mmrl.objectives.surrogates import cispo, clip, log_likelihood, sapo, unclipped
+from mmrl.objectives.surrogates import (
+    cispo,
+    clip,
+    log_likelihood,
+    sapo,
+    sequence_ratio,
+    step_ratio,
+    unclipped,
+)
 from tests.support.tables import assert_rows, loss_of, micro_batch, moved, slope_of, step_table
 
 # Ratios of the shared micro-batch: e^.1 e^-.2 e^.3 | e^-.4 e^.05

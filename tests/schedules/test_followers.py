@@ -5,7 +5,7 @@ from __future__ import annotations
 from mmrl.config.binding import Pieces
 from mmrl.core.rng import Stream
 from mmrl.core.types import Clock
-from mmrl.schedules.followers import RunningMean, last_metric
+from mmrl.schedules import RunningMean, last_metric
 
 
 def clock(step, chosen, rejected=0.0):

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from mmrl.core.types import Clock
-from mmrl.schedules.schedules import constant, cosine, ema_warmup, linear, ramp, sliding_window
+from mmrl.schedules import constant, cosine, ema_warmup, linear, ramp, sliding_window
 
 
 def along(schedule, moments, **options):

@@ -10,7 +10,7 @@ import pytest
 from mmrl.config.binding import Pieces
 from mmrl.config.schema import Piece
 from mmrl.core.rng import Stream
-from mmrl.training.advantage_chain import ChainError, through_chain
+from mmrl.training.method import ChainError, through_chain
 from tests.support.tables import reward_table
 
 HERE = "tests.training.test_advantage_chain"

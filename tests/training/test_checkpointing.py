@@ -13,7 +13,7 @@ from mmrl.config.schema import Config, ConfigError, load, parse
 from mmrl.reporting import html
 from mmrl.reporting.model_card import config_hash, variant_of, write_card
 from mmrl.runtime import checkpoint
-from mmrl.runtime.hub import HubError, push
+from mmrl.runtime.files import HubError, push
 from mmrl.training.loop import train
 from mmrl.training.trainer import Best
 from tests.support.toys import plan, toy_run

@@ -9,7 +9,7 @@ import pytest
 import mmrl
 from mmrl import build
 from mmrl.compression.caches.visual_quant import visual_quant
-from mmrl.compression.transforms.drop_visual_layers import drop_visual_layers
+from mmrl.compression.transforms.visual_computation import drop_visual_layers
 from mmrl.config.schema import Config, ConfigError, EvaluateConfig, load
 from mmrl.core.rng import Stream
 from mmrl.vision.engines.generate import Generate

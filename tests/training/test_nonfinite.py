@@ -24,7 +24,7 @@ from mmrl.config.reward_adapters import per_outcome
 from mmrl.core.step_table import Batch
 from mmrl.reporting import html
 from mmrl.runtime import checkpoint
-from mmrl.runtime.signals import listening
+from mmrl.runtime.watchdog import listening
 from mmrl.training.checkpointing import resume
 from mmrl.training.loop import train
 from mmrl.training.nonfinite import NotFinite, OutOfMemory, largest_first

@@ -11,7 +11,7 @@ from examples.video_grounding import spliced_videos
 from examples.video_grounding.spliced_videos import SHOTS, SPLITS, Shot, SplicedVideos, play, write_video
 from mmrl.core.rng import Stream
 from mmrl.core.types import Outcome
-from mmrl.vision.builders.tiny_qwen2_5_vl import TinyQwen2_5Vl, tiny_tokenizer
+from mmrl.vision.builders.tiny_models import TinyQwen2_5Vl, tiny_tokenizer
 from mmrl.vision.datasets.grounding import grounding
 from mmrl.vision.media.video import FrameSampling, read_video
 from mmrl.vision.policies.tokens import Tokens

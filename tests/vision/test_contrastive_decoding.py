@@ -13,7 +13,7 @@ from mmrl.config.binding import Pieces
 from mmrl.config.schema import ConfigError, Piece
 from mmrl.core.rng import Stream
 from mmrl.core.types import Prompt
-from mmrl.vision.decoding.sampling import TokenSampler
+from mmrl.vision.decoding.decoding import TokenSampler
 from mmrl.vision.decoding.token_steps import FORBIDDEN
 from mmrl.vision.engines.contrastive_decoding import ContrastiveDecoding, mixed
 from mmrl.vision.engines.generate import Generate

@@ -7,8 +7,8 @@ import torch
 
 from mmrl.compression.caches.visual_quant import visual_quant
 from mmrl.core.rng import Stream
-from mmrl.costs.operations import operations
-from mmrl.vision.costs.keys_and_values import held_bytes, keys_and_values
+from mmrl.costs import operations
+from mmrl.vision.costs import held_bytes, keys_and_values
 from mmrl.vision.engines.generate import Generate
 from tests.vision import tiny
 

@@ -11,11 +11,13 @@ from torch import nn
 from mmrl.build import build
 from mmrl.compression.caches.visual_quant import visual_quant
 from mmrl.compression.transforms.bnb_quantize import bnb_quantize
-from mmrl.compression.transforms.drop_visual_heads import drop_visual_heads
-from mmrl.compression.transforms.drop_visual_layers import drop_visual_layers
-from mmrl.compression.transforms.sparse_visual_ffn import sparse_visual_ffn
 from mmrl.compression.transforms.structured_pruning import structured_pruning
-from mmrl.compression.transforms.yopo import yopo25
+from mmrl.compression.transforms.visual_computation import (
+    drop_visual_heads,
+    drop_visual_layers,
+    sparse_visual_ffn,
+    yopo25,
+)
 from mmrl.config.schema import Config, parse
 from mmrl.core.rng import Stream
 from mmrl.training.loop import train

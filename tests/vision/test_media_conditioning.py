@@ -15,7 +15,7 @@ from mmrl.core.types import Outcome, Trajectory
 from mmrl.diagnostics.context import Examined
 from mmrl.doctor import examine
 from mmrl.vision.checks.media_conditioning import media_conditioning, negative
-from mmrl.vision.memory_estimates.tokens import tokens
+from mmrl.vision.memory_estimates import tokens
 from mmrl.vision.policies.tokens import Tokens
 from tests.vision import tiny
 

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from mmrl.vision.decoding.sampling import TokenSampler, inverse_cdf
+from mmrl.vision.decoding.decoding import TokenSampler, inverse_cdf
 
 FORBIDDEN = -1e30
 SHARES = torch.tensor([0.1, 0.4, 0.2, 0.3], dtype=torch.float64)  # by rank: tokens 1, 3, 2, 0

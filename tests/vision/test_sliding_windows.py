@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from mmrl.compression.transforms.drop_visual_layers import drop_visual_layers
+from mmrl.compression.transforms.visual_computation import drop_visual_layers
 from mmrl.config.schema import ConfigError
 from mmrl.vision.decoding.token_steps import layer_windows
 from mmrl.vision.policies.tokens import Tokens

@@ -7,7 +7,7 @@ import torch
 
 from mmrl.core.rng import Stream
 from mmrl.core.types import Outcome
-from mmrl.vision.builders.tiny_llava import TinyLlava
+from mmrl.vision.builders.tiny_models import TinyLlava
 from mmrl.vision.policies.tokens import Tokens
 from tests.vision import mixed, tiny
 

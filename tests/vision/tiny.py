@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from mmrl.core.types import Frames, Media, Message, Part, Prompt
-from mmrl.vision.builders.tiny_qwen2_5_vl import QWEN_MEDIA, SPECIAL, TEMPLATE, tiny_tokenizer
+from mmrl.vision.builders.tiny_models import QWEN_MEDIA, SPECIAL, TEMPLATE, tiny_tokenizer
 
 TEXT = {
     "hidden_size": 32,

@@ -22,7 +22,7 @@ from mmrl.data.dataset_io import RowError, SourceError
 from mmrl.runtime.content_hash import of_weights
 from mmrl.runtime.distributed import Processes
 from mmrl.runtime.files import locked, write_whole
-from mmrl.vision.media.media_columns import MediaRef
+from mmrl.vision.media.media_root import MediaRef
 from mmrl.vision.media.video import MediaError
 from mmrl.vision.preference.export import PairShards, as_row, write_data_set
 from mmrl.vision.preference.generate import PairGenerator

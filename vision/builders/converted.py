@@ -12,7 +12,7 @@ from mmrl.data.dataset_io import DataRow, write_rows
 from mmrl.data.fields import RowError, plain
 from mmrl.vision.benchmarks.conversions import FORMS, MEDIA, describe_llama_factory
 from mmrl.vision.media.dataset_writer import BuildLog, MediaWriter, readable_rows
-from mmrl.vision.media.media_columns import media_refs
+from mmrl.vision.media.media_root import media_refs
 
 Toolkit = Literal["mmrl", "verl", "ms_swift", "llama_factory"]
 

@@ -23,8 +23,7 @@ from mmrl.vision.benchmarks.dl3dv import (
     turn_between,
 )
 from mmrl.vision.media.dataset_writer import BuildLog, MediaWriter, SplitFiles
-from mmrl.vision.media.media_columns import MediaRef
-from mmrl.vision.media.media_root import MediaRoot
+from mmrl.vision.media.media_root import MediaRef, MediaRoot
 from mmrl.vision.media.video import MediaError
 
 

@@ -11,8 +11,7 @@ from mmrl.data.dataset_io import write_rows
 from mmrl.data.fields import RowError
 from mmrl.vision.benchmarks.grounding_annotations import Annotations, Query, check_spans
 from mmrl.vision.media.dataset_writer import BuildLog, MediaWriter
-from mmrl.vision.media.media_columns import MediaRef
-from mmrl.vision.media.media_root import MediaRoot
+from mmrl.vision.media.media_root import MediaRef, MediaRoot
 from mmrl.vision.media.video import video_duration
 
 

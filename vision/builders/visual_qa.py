@@ -12,7 +12,7 @@ from mmrl.config.registry import builder
 from mmrl.data.dataset_io import DataRow
 from mmrl.data.fields import RowError, listed, plain, text, uid_of
 from mmrl.vision.media.dataset_writer import BuildLog, MediaWriter, SplitFiles, readable_rows
-from mmrl.vision.media.media_columns import media_refs
+from mmrl.vision.media.media_root import media_refs
 from mmrl.vision.media.prompts import answer_of, answers_of
 
 OURS = ("id", "question", "answer", "answers", "choices", "image", "images", "video", "videos")

@@ -12,8 +12,7 @@ from mmrl.config.registry import check
 from mmrl.data.dataset_io import DataRow, Rows
 from mmrl.data.fields import RowError, listed, number
 from mmrl.diagnostics.context import Finding
-from mmrl.vision.media.media_columns import MediaRef, media_of
-from mmrl.vision.media.media_root import MediaRoot, decode_image
+from mmrl.vision.media.media_root import MediaRef, MediaRoot, decode_image, media_of
 from mmrl.vision.media.video import FrameSampling, MediaError, video_duration
 
 # Small frames, but up to the end, so that a truncated video is found.

@@ -15,8 +15,7 @@ from mmrl.core.types import Frames, Media, Message, Outcome, Part, Prompt
 from mmrl.data.dataset_io import DataRow, Rows, parquet_of, read_prompts, row_files, row_of, split_of
 from mmrl.data.fields import RowError, listed, mapping, number, short, text, uid_of
 from mmrl.vision.datasets.visual_qa import medium_of
-from mmrl.vision.media.media_columns import MediaRef, media_refs
-from mmrl.vision.media.media_root import MediaRoot, decode_image
+from mmrl.vision.media.media_root import MediaRef, MediaRoot, decode_image, media_refs
 from mmrl.vision.media.prompts import interleaved
 from mmrl.vision.media.video import FrameSampling
 

@@ -12,8 +12,7 @@ from mmrl.config.registry import data
 from mmrl.core.types import Media, Message, Outcome, Prompt
 from mmrl.data.dataset_io import DataRow, Rows, read_prompts
 from mmrl.data.fields import RowError, fill_template, listed, text, uid_of
-from mmrl.vision.media.media_columns import MediaRef, media_of
-from mmrl.vision.media.media_root import MediaRoot, decode_image
+from mmrl.vision.media.media_root import MediaRef, MediaRoot, decode_image, media_of
 from mmrl.vision.media.prompts import answer_of, answers_of, interleaved
 from mmrl.vision.media.video import FrameSampling
 

@@ -15,12 +15,16 @@ from mmrl.core.onednn import onednn
 from mmrl.core.rng import Stream
 from mmrl.core.types import Outcome, Prompt, Rollouts, Trajectory
 from mmrl.runtime.modules import LOW
-from mmrl.vision.decoding.decoding import BeginReading, CachedReader, GenerationRequest, LogitsReader
+from mmrl.vision.decoding.decoding import (
+    BeginReading,
+    CachedReader,
+    GenerationRequest,
+    LogitsReader,
+    TokenSampler,
+)
 from mmrl.vision.decoding.prefill import MakeCache
-from mmrl.vision.decoding.sampling import TokenSampler
 from mmrl.vision.decoding.token_steps import TokenRow
-from mmrl.vision.models.engine_model import EngineModel, TokenPolicy
-from mmrl.vision.models.loading import cache_enabled
+from mmrl.vision.models.loading import EngineModel, TokenPolicy, cache_enabled
 
 COMPACT = 8  # finished rows leave the batch once they are one in this many
 

@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from mmrl.data.dataset_io import FORMS, DataRow, RowError, Rows, SourceError, hub_rows, write_rows
-from mmrl.vision.media.media_columns import ENDINGS, MediaRef
-from mmrl.vision.media.media_root import MediaRoot, decode_image
+from mmrl.vision.media.media_root import ENDINGS, MediaRef, MediaRoot, decode_image
 from mmrl.vision.media.video import MediaError, video_duration
 
 IMAGE_SIGNATURES = {  # the first bytes of an image file, and its suffix

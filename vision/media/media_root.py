@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from mmrl.core.byte_lru import ByteLRU
 from mmrl.core.types import Frames, Media
+from mmrl.data.fields import RowError, short
 from mmrl.data.media import MAX_FILE_BYTES, MAX_IMAGE_PIXELS, locate, read_image
 from mmrl.vision.media.video import FrameSampling, read_video
 
@@ -66,3 +68,95 @@ def decode_image(source: Path | bytes, name: str, max_image_pixels: int = MAX_IM
     return Frames(
         torch.from_numpy(array).permute(2, 0, 1)[None].contiguous(), torch.zeros(1, dtype=torch.float64)
     )
+
+
+# ---- finding the images and videos that a row of a dataset refers to, in all known layouts
+
+COLUMNS = {"image": "image", "images": "image", "video": "video", "videos": "video"}
+# Columns that hold media in some datasets and texts in others: only names of media files count.
+EITHER = ("chosen", "rejected", "mask", "masks", "foreground", "background", "composite")
+MESSAGES = ("messages", "prompt", "conversations", "chosen", "rejected", "answers")
+ENDINGS = {
+    "image": (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff"),
+    "video": (".mp4", ".webm", ".mkv", ".avi", ".mov", ".m4v"),
+}
+
+
+@dataclass(frozen=True)
+class MediaRef:
+    """A reference of a row to an image or video: its path, or its bytes if the row contains them."""
+
+    kind: str  # "image" or "video"
+    path: str
+    data: bytes = b""
+
+
+def media_of(columns: Mapping[str, Any]) -> Iterator[MediaRef]:
+    """List the media that a row refers to, in its columns and in the parts of its messages.
+
+    Columns that are null or missing are skipped; raises `RowError` for a column of unknown layout.
+    """
+    for name, kind in COLUMNS.items():
+        yield from media_refs(columns.get(name), kind, name)
+    for name in EITHER:
+        yield from _file_names(columns.get(name))
+    for name in MESSAGES:
+        yield from _in_messages(columns.get(name), name)
+
+
+def media_refs(value: Any, kind: str, name: str) -> Iterator[MediaRef]:
+    """List the media in a field: null, a path, bytes, a mapping of `datasets`, or a list of these."""
+    match value:
+        case None:
+            pass
+        case [*values]:
+            for i, item in enumerate(values):
+                yield _media_ref(item, kind, f"{name}[{i}]")
+        case _:
+            yield _media_ref(value, kind, name)
+
+
+def _media_ref(value: Any, kind: str, name: str) -> MediaRef:
+    match value:
+        case str() if value.strip():
+            return MediaRef(kind, value)
+        case bytes() if value:
+            return MediaRef(kind, "", value)
+        case {"bytes": bytes(data), **rest} if data and isinstance(rest.get("path"), str | None):
+            return MediaRef(kind, rest.get("path") or "", data)
+        case Mapping() if value.get("bytes") is None:
+            path = value.get("path", value.get(kind))
+            if isinstance(path, str) and path.strip():
+                return MediaRef(kind, path)
+    raise RowError(
+        f"wanted a path, bytes, or an object with `path` or `bytes` of the {kind} as `{name}`, "
+        f"got {short(value)}"
+    )
+
+
+def _file_names(value: Any) -> Iterator[MediaRef]:
+    """List the texts that are names of media files."""
+    match value:
+        case str(path) | {"path": str(path)}:
+            data = value.get("bytes") if isinstance(value, Mapping) else b""
+            for kind, endings in ENDINGS.items():
+                if path.lower().endswith(endings):
+                    yield MediaRef(kind, path, data if isinstance(data, bytes) else b"")
+        case [*values]:
+            for item in values:
+                yield from _file_names(item)
+
+
+def _in_messages(value: Any, name: str) -> Iterator[MediaRef]:
+    match value:
+        case {"type": str(kind)} if kind.startswith(("image", "video")):
+            keys = [key for key, item in value.items() if key not in ("type", "text") and item is not None]
+            if kind in ENDINGS and kind in keys:
+                yield from media_refs(value[kind], kind, f"{name}.{kind}")
+            elif keys or kind not in ENDINGS:  # a part with only a type is a placeholder for a media column
+                raise RowError(f"wanted `image` or `video` in a part of `{name}`, got {short(value)}")
+        case Mapping():
+            yield from _in_messages(value.get("content"), name)
+        case [*values]:
+            for item in values:
+                yield from _in_messages(item, name)

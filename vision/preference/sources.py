@@ -13,8 +13,7 @@ from typing import Any
 from mmrl.data.dataset_io import Rows, parquet_of, row_files
 from mmrl.data.fields import RowError, text
 from mmrl.vision.media.dataset_writer import is_image_file
-from mmrl.vision.media.media_columns import MediaRef, media_of
-from mmrl.vision.media.media_root import MediaRoot
+from mmrl.vision.media.media_root import MediaRef, MediaRoot, media_of
 from mmrl.vision.media.video import MediaError
 
 

@@ -11,8 +11,7 @@ from markupsafe import Markup
 
 from mmrl.reporting.html.charts import spelled, style_of
 from mmrl.reporting.html.curves import curves, frontier, mean_seconds
-from mmrl.reporting.html.page import document, duration, figures_table, macros, table
-from mmrl.reporting.html.reading import RunFolder, find_run
+from mmrl.reporting.html.page import RunFolder, document, duration, figures_table, find_run, macros, table
 
 TRAINED = (
     ("reward", "reward"),

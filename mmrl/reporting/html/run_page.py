@@ -11,8 +11,7 @@ from markupsafe import Markup
 
 from mmrl.reporting.html.charts import spelled
 from mmrl.reporting.html.curves import curves, frontier, mean_seconds, time_split
-from mmrl.reporting.html.page import document, duration, figures_table, macros, table
-from mmrl.reporting.html.reading import RunFolder, read_run
+from mmrl.reporting.html.page import RunFolder, document, duration, figures_table, macros, read_run, table
 from mmrl.reporting.html.samples import read_samples, samples_section
 from mmrl.reporting.rollout_mismatch import mismatch_rows
 

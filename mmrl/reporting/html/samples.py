@@ -14,8 +14,7 @@ from markupsafe import Markup
 from mmrl.config.schema import ConfigError
 from mmrl.data.media import opened_image
 from mmrl.reporting.html.charts import spelled
-from mmrl.reporting.html.page import templates
-from mmrl.reporting.html.reading import check_number
+from mmrl.reporting.html.page import check_number, templates
 from mmrl.reporting.thumbnails import data_uri
 
 log = logging.getLogger("mmrl")

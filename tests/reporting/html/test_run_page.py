@@ -16,7 +16,7 @@ from pyarrow import parquet
 from mmrl.config.schema import ConfigError
 from mmrl.core.reward_table import Measured, RewardTable
 from mmrl.reporting.html import document, find_run, metric_table, write_comparison, write_page
-from mmrl.reporting.html.reading import read_run
+from mmrl.reporting.html.page import read_run
 from mmrl.reporting.html.run_page import rewards_of, run_page
 from mmrl.reporting.metrics import Journal
 from mmrl.training.loop import train

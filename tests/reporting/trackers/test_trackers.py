@@ -11,7 +11,7 @@ import pytest
 from mmrl.build import build
 from mmrl.config.registry import find
 from mmrl.config.schema import Config, ConfigError, parse
-from mmrl.reporting.trackers.trackers import Tensorboard, Trackio, Wandb, run_id
+from mmrl.reporting.trackers import Tensorboard, Trackio, Wandb, run_id
 from mmrl.training.loop import train
 from tests.support.toys import plan, toy_run
 
@@ -20,7 +20,7 @@ NAMES = ("tensorboard", "wandb", "trackio")
 
 @pytest.fixture
 def nothing_installed(monkeypatch):
-    monkeypatch.setattr("mmrl.reporting.trackers.trackers.find_spec", lambda name: None)
+    monkeypatch.setattr("mmrl.reporting.trackers.find_spec", lambda name: None)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -41,7 +41,7 @@ def test_one_that_is_not_required_only_says_so(name, nothing_installed, tmp_path
 
 def test_a_missing_one_is_noticed_before_anything_is_loaded(tmp_path, monkeypatch):
     raw = plan(tmp_path, report={"trackers": ["wandb"]}, policy=f"{__name__}:unreachable")
-    monkeypatch.setattr("mmrl.reporting.trackers.trackers.find_spec", lambda name: None)
+    monkeypatch.setattr("mmrl.reporting.trackers.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match="report.trackers asks for wandb"):
         build(parse(raw, Config), quiet=True)
 

@@ -1,4 +1,4 @@
-"""Arithmetic cost of an engine."""
+"""Costs of a run that `cost_metrics` may name."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from mmrl.config.registry import find, memory_estimate
 from mmrl.config.schema import Config
 from mmrl.core.types import Prompt
-from mmrl.vision.models.engine_model import TokenPolicy
+from mmrl.vision.models.loading import TokenPolicy
 
 COLUMNS = 5  # mask, advantage, weight, and the engine's log-probability and entropy
 

@@ -18,6 +18,7 @@ from mmrl.config.schema import ConfigError
 if TYPE_CHECKING:
     from accelerate.tracking import GeneralTracker
 
+
 ID = "tracker_id"  # file in the output folder: the run's id on dashboards
 
 

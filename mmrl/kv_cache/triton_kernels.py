@@ -47,6 +47,6 @@ def mix(weights: Tensor, packed: Tensor, nbits: int, size: int) -> Tensor:
 
 def _kernels() -> tuple:
     # Triton decides when a kernel is defined whether to interpret it, so kernels have a module of their own.
-    from mmrl.kv_cache.kernels.triton_programs import dots_program, mix_program
+    from mmrl.kv_cache.triton_programs import dots_program, mix_program
 
     return dots_program, mix_program

@@ -1,1 +1,0 @@
-"""Builders of `mmrl build` for compressed models."""

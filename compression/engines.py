@@ -1,0 +1,182 @@
+"""Engines that compare rollouts of a compressed policy with exact ones."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+from torch import nn
+
+from mmrl.compression.fidelity import gate
+from mmrl.config.ranges import NonNegativeFloat, NonNegativeInt, PositiveInt, Probability
+from mmrl.config.registry import engine
+from mmrl.core.types import Prompt, Rollouts
+from mmrl.runtime.modules import evaluating
+
+
+class ModelOwner(Protocol):
+    """Whatever answers prompts with a model."""
+
+    model: nn.Module
+
+
+class AcceleratedEngine(Protocol):
+    """An engine that may answer with a compressed cache or a transformed model instead of its policy's."""
+
+    policy: Any
+    rollout_policy: ModelOwner  # what answers: the policy, or a transformed copy of it
+    cache: Callable | None  # makes the cache of keys and values; None for the full one
+
+    def exactly(self) -> AbstractContextManager:
+        """Answer as the policy itself does while the context lasts."""
+
+    def rollout(self, prompts: Sequence[Prompt]) -> Rollouts:
+        """Answer every entry, in order."""
+
+
+class AcceleratedEngineWrapper:
+    """An engine that passes prompts on to an accelerated engine, for subclasses that measure it."""
+
+    notes: frozenset[str] = frozenset()
+
+    def __init__(self, engine: AcceleratedEngine, name: str) -> None:
+        if not is_accelerated(engine):
+            raise ValueError(
+                f"`{name}` compares an accelerated engine with its policy, but the engine that it wraps has "
+                "neither a cache nor a transform"
+            )
+        self.engine, self.policy, self.exactly = engine, engine.policy, engine.exactly
+
+    @property
+    def rollout_policy(self) -> ModelOwner:
+        """What answers prompts."""
+        return self.engine.rollout_policy
+
+    @property
+    def cache(self) -> Callable | None:
+        """The maker of the cache of keys and values, None for the full one."""
+        return self.engine.cache
+
+
+def is_accelerated(engine: AcceleratedEngine) -> bool:
+    """Whether an engine has a cache or a model of its own at the moment."""
+    return engine.cache is not None or engine.rollout_policy is not engine.policy
+
+
+@engine
+class FidelityGate(AcceleratedEngineWrapper):
+    """Stop a run whose cache or transforms change greedy answers too much.
+
+    The policy answers greedily with the full cache; the engine's cache and transforms then read the same
+    answers.
+
+    Args:
+        engine: The engine to wrap, with a cache or transforms.
+        num_prompts: Distinct prompts to measure.
+        num_tokens: Tokens of each answer.
+        min_agreement: Least share of tokens that stay the likeliest, in [0, 1].
+        max_kl: Largest mean KL(policy || engine) per token, in nats.
+        allow: Only print the result, and go on in any case.
+    """
+
+    def __init__(
+        self,
+        engine: AcceleratedEngine,
+        *,
+        num_prompts: PositiveInt = 4,
+        num_tokens: PositiveInt = 16,
+        min_agreement: Probability = 0.9,
+        max_kl: NonNegativeFloat = 0.1,
+        allow: bool = False,
+    ) -> None:
+        super().__init__(engine, "fidelity_gate")
+        self.num_prompts, self.num_tokens = num_prompts, num_tokens
+        self.min_agreement, self.max_kl, self.allow = min_agreement, max_kl, allow
+        self.checked = False
+
+    def rollout(self, prompts: Sequence[Prompt]) -> Rollouts:
+        """Answer with the wrapped engine, after the check on the first call."""
+        if not self.checked and prompts and is_accelerated(self):
+            self._check(prompts)
+            self.checked = True
+        return self.engine.rollout(prompts)
+
+    def _check(self, prompts: Sequence[Prompt]) -> None:
+        model = self.policy.model
+        device = model.get_input_embeddings().weight.device
+        distinct = list({prompt.uid: prompt for prompt in prompts}.values())[: self.num_prompts]
+        inputs = []
+        for encoded in map(self.policy.prompt_encoder.encode, distinct):
+            positions = encoded.positions[:, None] if len(encoded.positions) > 1 else encoded.positions
+            call = {"input_ids": encoded.ids[None], "position_ids": positions, **encoded.media}
+            inputs.append({name: x.to(device) for name, x in call.items()})
+        own = None if self.rollout_policy is self.policy else self.rollout_policy.model
+        # In training mode, layers with gradient checkpointing use no cache.
+        with evaluating(model), evaluating(own or model):
+            gate(
+                model,
+                inputs,
+                self.cache,
+                num_tokens=self.num_tokens,
+                min_agreement=self.min_agreement,
+                max_kl=self.max_kl,
+                allow=self.allow,
+                cheaper=own,
+            )
+
+
+@engine
+class SpeedupProbe(AcceleratedEngineWrapper):
+    """Repeat some rollouts of an accelerated engine without its cache and transforms, and time both.
+
+    Random numbers are the same, so answers differ only where the models do; the repeated answers are
+    discarded. Media are decoded and encoded before timing. Metrics: `rollout/seconds`,
+    `rollout/exact_seconds`, `rollout/speedup`, `rollout/agreement` (share of equal answers). The step's own
+    `time/rollout` includes both.
+
+    Args:
+        engine: The engine to wrap, with a cache or transforms.
+        at: Index of the first rollout to repeat, from 0.
+        every: Rollouts between later repetitions (0: none).
+    """
+
+    def __init__(
+        self, engine: AcceleratedEngine, *, at: NonNegativeInt = 1, every: NonNegativeInt = 0
+    ) -> None:
+        if at < 0 or every < 0:
+            raise ValueError(f"`at` and `every` count rollouts: 0 or more, not {at} and {every}")
+        super().__init__(engine, "speedup_probe")
+        self.at, self.every = at, every
+        self.calls = 0
+        self.metrics: dict[str, float] = {}
+
+    def rollout(self, prompts: Sequence[Prompt]) -> Rollouts:
+        """Answer with the wrapped engine, and on some calls time it against the exact one."""
+        since, self.calls = self.calls - self.at, self.calls + 1
+        if not prompts or since < 0 or (since % self.every if self.every else since):
+            return self.engine.rollout(prompts)
+        for prompt in prompts:
+            self.policy.prompt_encoder.encode(prompt)
+        with self.exactly():
+            exact, exact_seconds = self._timed(prompts)
+        rows, seconds = self._timed(prompts)
+        same = [a.outcomes[-1].text == b.outcomes[-1].text for a, b in zip(rows, exact, strict=True)]
+        self.metrics = {
+            "rollout/seconds": seconds,
+            "rollout/exact_seconds": exact_seconds,
+            "rollout/speedup": exact_seconds / seconds,
+            "rollout/agreement": sum(same) / len(same),
+        }
+        return rows
+
+    def _timed(self, prompts: Sequence[Prompt]) -> tuple[Rollouts, float]:
+        start = time.perf_counter()
+        rows = self.engine.rollout(prompts)
+        return rows, time.perf_counter() - start
+
+    def tell(self) -> Mapping[str, float]:
+        """Return the metrics of the last repeated rollout, once."""
+        metrics, self.metrics = self.metrics, {}
+        return metrics

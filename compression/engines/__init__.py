@@ -1,1 +1,0 @@
-"""Engine wrappers that check and time compressed caches and transformed models."""

@@ -1,0 +1,176 @@
+"""Transforms that remove visual computation: layers, heads, feed-forward units, distant attention."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from mmrl.compression.importance import (
+    best_each,
+    best_overall,
+    check_chosen,
+    check_share,
+    first_units,
+    read_plan,
+)
+from mmrl.compression.pruning.prune import prune
+from mmrl.compression.pruning.spec import TokenReduction, add_reductions, shape_of
+from mmrl.config.ranges import NonNegativeInt, PositiveInt, Probability
+from mmrl.config.registry import transform
+
+
+@transform
+def drop_visual_heads(
+    model: nn.Module,
+    *,
+    keep: Probability = 0.5,
+    plan: str = "",
+    whole: NonNegativeInt = 2,
+    heads: tuple[tuple[NonNegativeInt, ...] | None, ...] | None = None,
+) -> nn.Module:
+    """Keep a share of the attention heads for visual tokens; text uses all heads among itself.
+
+    In a dropped head visual tokens are neither queries nor keys. They are left out before the softmax, so
+    that they need not be computed; the released code zeroes them after it. arXiv 2410.06169.
+
+    Args:
+        keep: Share of the query heads kept, in [0, 1].
+        plan: Path of an importance plan: the heads with the most attention to visual tokens stay, ranked
+            over all layers together (default: the first heads of every layer).
+        whole: First layers that keep all heads; only with a `plan`.
+        heads: Query heads to keep, listed per layer (`null`: all of that layer), instead of a share.
+    """
+    check_share("keep", keep)
+    shape = shape_of(model)
+    if heads is not None:
+        chosen = check_chosen("heads", heads, shape.layers, shape.heads)
+    elif plan:
+        chosen = check_chosen(
+            "heads", best_overall(read_plan(plan, "heads"), keep, whole), shape.layers, shape.heads
+        )
+    else:
+        chosen = first_units(keep, shape.layers, shape.heads)
+    return prune(model, "drop_visual_heads", {"heads": chosen}, heads=chosen)
+
+
+@transform
+def drop_visual_layers(model: nn.Module, *, after: PositiveInt) -> nn.Module:
+    """Remove visual tokens after `after` layers: later layers compute and cache text only.
+
+    Text keeps its positions. `after` equal to the number of layers changes nothing. arXiv 2410.06169; the
+    released Qwen2-VL code simulates by a mask what is physically removed in this implementation.
+    """
+    layers = shape_of(model).layers
+    if not 1 <= after <= layers:
+        raise ValueError(f"`after` is a number of layers between 1 and {layers}, not {after}")
+    reductions = add_reductions(model, [TokenReduction(after)])
+    return prune(model, "drop_visual_layers", {"after": after}, reductions=reductions)
+
+
+@transform
+def local_visual_attention(model: nn.Module, *, radius: NonNegativeInt = 2, causal: bool = True) -> nn.Module:
+    """Restrict attention between visual tokens to a window on the patch grid of their image.
+
+    The window has `2 * radius + 1` patches on a side. Visual tokens still attend to the text before them,
+    and text attends to everything. Every image, tile and video frame is a patch grid of its own, and grids
+    do not attend to each other. `causal` keeps earlier neighbours only, as the model was trained; the
+    released LLaVA checkpoints attend to later ones too. With one image, a radius as large as the image
+    changes nothing. arXiv 2410.06169; separate grids and the causal default are our reading.
+    """
+    if radius < 0:
+        raise ValueError(f"`radius` counts cells, so it cannot be {radius}")
+    options = {"radius": radius, "causal": causal}
+    return prune(model, "local_visual_attention", options, **options)
+
+
+@transform
+def sparse_visual_ffn(
+    model: nn.Module,
+    *,
+    keep: Probability = 0.5,
+    plan: str = "",
+    ffn_units: tuple[tuple[NonNegativeInt, ...] | None, ...] | None = None,
+) -> nn.Module:
+    """Keep a share of the inner units of every feed-forward layer for visual tokens; text uses all.
+
+    The first units stay by default, as in the paper, which fine-tunes with them. arXiv 2410.06169.
+
+    Args:
+        keep: Share of the inner units kept, in [0, 1].
+        plan: Path of an importance plan, of which the most active units stay (our reading, for use without
+            fine-tuning); costs a copy of their weights in every call.
+        ffn_units: Inner units to keep, listed per layer (`null`: all of that layer), instead of a share.
+    """
+    check_share("keep", keep)
+    shape = shape_of(model)
+    if ffn_units is not None:
+        chosen = check_chosen("ffn_units", ffn_units, shape.layers, shape.inner)
+    elif plan:
+        chosen = check_chosen(
+            "ffn_units", best_each(read_plan(plan, "ffn_units"), keep), shape.layers, shape.inner
+        )
+    else:
+        chosen = first_units(keep, shape.layers, shape.inner)
+    return prune(model, "sparse_visual_ffn", {"ffn_units": chosen}, ffn_units=chosen)
+
+
+@transform
+def shortv(
+    model: nn.Module,
+    *,
+    freeze: Probability = 0.6,
+    plan: str = "",
+    layers: tuple[NonNegativeInt, ...] | None = None,
+) -> nn.Module:
+    """Skip visual tokens in the least important layers; text still attends to them there (ShortV).
+
+    Frozen layers add nothing to the hidden states of visual tokens. arXiv 2504.00502.
+
+    Args:
+        freeze: Share of the layers that are frozen for visual tokens, in [0, 1] (the paper's 0.6).
+        plan: Path of an importance plan, of which the layers with the lowest scores are frozen.
+        layers: Layers to freeze, counted from 0, instead of a share and a plan.
+    """
+    check_share("freeze", freeze)
+    total = shape_of(model).layers
+    if layers is None:
+        if not plan:
+            raise ValueError(
+                "`shortv` needs a `plan` with the importance of layers, or the `layers` to freeze"
+            )
+        scores = read_plan(plan, "layers")
+        layers = tuple(
+            sorted(range(total), key=lambda layer: (scores[layer], layer))[: round(freeze * total)]
+        )
+    wrong = [layer for layer in layers if not 0 <= layer < total]
+    if wrong:
+        raise ValueError(f"the model has {total} layers, so there is no layer {wrong[0]}")
+    chosen = tuple(sorted(set(layers)))
+    return prune(model, "shortv", {"layers": chosen}, frozen=frozenset(chosen))
+
+
+@transform
+def yopo25(model: nn.Module, *, plan: str = "", causal: bool = True) -> nn.Module:
+    """Prune visual computation to about a quarter: half of the layers, heads and feed-forward units.
+
+    Visual attention has a window of 5 by 5 patches; a `plan` (path) chooses the heads; `causal` as in
+    `local_visual_attention`. arXiv 2410.06169; the paper does not publish how budgets map to settings: this
+    mapping is our reading and leaves 24.5 % of LLaVA-1.5-7B by the paper's formula.
+    """
+    return _yopo(model, 0.5, 0.5, plan, causal)
+
+
+@transform
+def yopo12(model: nn.Module, *, plan: str = "", causal: bool = True) -> nn.Module:
+    """Prune visual computation to about an eighth: half of the layers, a quarter of heads and units.
+
+    Window, `plan` and `causal` as in `yopo25`. arXiv 2410.06169; our reading as in `yopo25`, which leaves
+    12.2 % by the paper's formula.
+    """
+    return _yopo(model, 0.25, 0.25, plan, causal)
+
+
+def _yopo(model: nn.Module, heads: float, ffn_units: float, plan: str, causal: bool) -> nn.Module:
+    model = local_visual_attention(model, radius=2, causal=causal)
+    model = drop_visual_heads(model, keep=heads, plan=plan)
+    model = sparse_visual_ffn(model, keep=ffn_units)
+    return drop_visual_layers(model, after=max(1, shape_of(model).layers // 2))

@@ -1,1 +1,0 @@
-"""Checks of image models at the start of a run."""

@@ -1,0 +1,150 @@
+"""Data sets of prompts, images and videos for flow-matching models."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from mmrl.config.ranges import NonNegativeInt, PositiveInt
+from mmrl.config.registry import data
+from mmrl.core.types import Message, Outcome, Part, Prompt
+from mmrl.data.dataset_io import DataRow, json_lines, read_prompts, text_lines
+from mmrl.data.fields import RowError, listed, mapping, number, text
+from mmrl.data.media import MAX_IMAGE_PIXELS
+from mmrl.data.text_files import CAPTION, Scores, line_uid, recorded_prompts, text_of
+from mmrl.diffusion.image_io import load_image, load_video
+
+
+@data
+def prompts(
+    *, path: str, format: Literal["", "txt", "jsonl"] = "", limit: NonNegativeInt = 0
+) -> list[Prompt]:
+    """Text prompts for image and video models, from a text file or JSON lines.
+
+    A JSON object has a `prompt` (or `caption`). Its other keys, and those of its `metadata`, become the
+    prompt's columns; `target` is what rewards compare with, `id` names the prompt. Without an `id` its name
+    is that of the file and the line, whatever the `limit`.
+
+    Args:
+        path: The file.
+        format: `txt` (one prompt a line) or `jsonl` (one object a line); by default from the file's suffix.
+        limit: Most prompts to read; 0 is all.
+    """
+    source = Path(path)
+
+    def plain(row: DataRow, number: int) -> Prompt:
+        message = Message("user", (Part(row.columns["line"].strip()),))
+        return Prompt(line_uid(DataRow(row.place, ""), source), (message,))
+
+    def from_object(row: DataRow, number: int) -> Prompt:
+        metadata = row.columns.get("metadata")
+        columns = {**({} if metadata is None else mapping(metadata, "metadata")), **row.columns}
+        message = Message("user", (Part(text_of(row.columns, CAPTION)),))
+        return Prompt(line_uid(row, source), (message,), columns.get("target"), columns=columns)
+
+    if (format or source.suffix.lstrip(".")) in ("jsonl", "json"):
+        return read_prompts(source, json_lines(source), from_object, limit=limit)
+    return read_prompts(source, text_lines(source), plain, limit=limit)
+
+
+@data
+def images(
+    *,
+    path: str,
+    root: str,
+    height: NonNegativeInt = 0,
+    width: NonNegativeInt = 0,
+    max_pixels: PositiveInt = MAX_IMAGE_PIXELS,
+    limit: NonNegativeInt = 0,
+) -> list[Prompt]:
+    """Prompts with recorded images: to imitate, to compare, or to rank.
+
+    A row has a `prompt` (or `caption`), and its images as `image` (a path), `images` (a list of paths), or
+    `chosen` and `rejected`. `scores` holds one number per image, stored as its reward `score`, or lists of
+    them by the name of a reward. Without it a rejected image has the score 0 and any other, as a
+    demonstration, 1. All missing files are named before training starts.
+
+    Args:
+        path: File of rows, one JSON object a line.
+        root: Folder that the paths are relative to and must stay in.
+        height: With `width`, images are cropped around the centre to this aspect ratio and resized, pixels.
+        width: See `height`; 0 for both keeps the images' own sizes.
+        max_pixels: Most pixels of an image file.
+        limit: Most rows to read; 0 is all.
+    """
+    if bool(height) != bool(width):
+        raise ValueError(f"give both height and width, or neither; got {height} and {width}")
+    load = lambda file: Outcome(image=load_image(file, height, width, max_pixels))
+    return recorded_prompts(Path(path), Path(root), limit, _image_scores, load)
+
+
+def _image_scores(row: Mapping[str, Any]) -> tuple[list[str], Scores]:
+    """Read the paths of a row's images, and the scores of each."""
+    forms = sorted({"image", "images", "chosen", "rejected"} & row.keys())
+    match forms:
+        case ["image"]:
+            paths = [row["image"]]
+        case ["images"] if row["images"] != []:
+            paths = listed(row["images"], "images")
+        case ["chosen", "rejected"]:
+            paths = [row["chosen"], row["rejected"]]
+        case _:
+            raise RowError(f"wanted one of `image`, `images`, or `chosen` and `rejected`, got {forms}")
+    names = [text(name, f"path of image {i}") for i, name in enumerate(paths)]
+    values = row.get("scores", [1.0, 0.0] if len(forms) == 2 else [1.0] * len(names))
+    by_reward = values if isinstance(values, Mapping) else {"score": values}
+    scores: list[dict[str, float]] = [{} for _ in names]
+    for name, numbers in by_reward.items():
+        for score, value in zip(scores, listed(numbers, f"scores: {name}", len(names)), strict=True):
+            score[name] = number(value, f"scores: {name}")
+    return names, tuple(scores)
+
+
+@data
+def videos(
+    *,
+    path: str,
+    root: str,
+    num_frames: PositiveInt,
+    height: PositiveInt,
+    width: PositiveInt,
+    limit: NonNegativeInt = 0,
+) -> list[Prompt]:
+    """Prompts with recorded videos, scored as a whole or by segment.
+
+    A row has a `prompt` and `videos`, a list of paths. `scores` holds one number per video, or a list of
+    numbers per video, one for each segment of equal duration (DenseDPO, arXiv 2506.03517), which
+    `diffusion.segment_preferences` reads. They are the recorded reward `score`. All missing files are named
+    before training starts.
+
+    Args:
+        path: File of rows, one JSON object a line.
+        root: Folder that the paths are relative to and must stay in.
+        num_frames: Frames to take from each video, evenly spread.
+        height: Height that frames are scaled to, pixels.
+        width: Width that frames are scaled to, pixels.
+        limit: Most rows to read; 0 is all.
+    """
+
+    def load(file: Path) -> Outcome:
+        frames, times = load_video(file, num_frames, height, width)
+        return Outcome(video=frames, times=times)
+
+    return recorded_prompts(Path(path), Path(root), limit, _video_scores, load)
+
+
+def _video_scores(row: Mapping[str, Any]) -> tuple[list[str], Scores]:
+    """Read the paths of a row's videos, and the score of each, a number or a list by segment."""
+    names = [text(name, f"videos[{i}]") for i, name in enumerate(listed(row.get("videos"), "videos"))]
+    if not names:
+        raise RowError("wanted at least one path in `videos`, got []")
+    scores: list[Mapping[str, float]] = []
+    for i, score in enumerate(listed(row.get("scores", [1.0] * len(names)), "scores", len(names))):
+        if not isinstance(score, list):
+            scores.append({"score": number(score, f"scores[{i}]")})
+        elif score:
+            scores.append({f"score@{k}": number(value, f"scores[{i}]") for k, value in enumerate(score)})
+        else:
+            raise RowError(f"wanted a number, or a list of numbers by segment, as `scores[{i}]`, got []")
+    return names, tuple(scores)

@@ -1,1 +1,0 @@
-"""Data sets of prompts, and of recorded images and videos with scores."""

@@ -1,1 +1,0 @@
-"""Costs of an engine while it answers, besides seconds."""

@@ -1,1 +1,0 @@
-"""Memory estimates: from a configuration, its policy and some prompts to bytes by part."""

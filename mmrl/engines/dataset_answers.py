@@ -1,0 +1,115 @@
+"""Engines that take answers from the data set: recorded ones, demonstrations, and those of other prompts."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from mmrl.config.ranges import PositiveInt
+from mmrl.config.registry import engine
+from mmrl.core.protocols import Engine, Policy
+from mmrl.core.rng import Stream
+from mmrl.core.types import Outcome, Prompt, Rollouts, Trajectory
+
+
+@engine
+class Offline:
+    """Use recorded answers as rollouts: demonstrations, or the rows of preference pairs.
+
+    The answers of a prompt are used in order, starting over after the last. With `shuffle` the order is
+    drawn anew for every collection, so that of many answers any may be compared (GDRO, arXiv 2601.02036,
+    ranks 6 of 16).
+    """
+
+    notes: frozenset[str] = frozenset()
+
+    def __init__(self, policy: Policy, *, stream: Stream, shuffle: bool = False) -> None:
+        self.policy, self.stream, self.shuffle = policy, stream, shuffle
+
+    def rollout(self, prompts: Sequence[Prompt]) -> Rollouts:
+        """Encode one answer for every entry of `prompts`."""
+        asked: dict[str, int] = {}
+        rows = []
+        for prompt in prompts:
+            if not prompt.answers:
+                raise ValueError(
+                    f"prompt '{prompt.uid}' has no recorded answers; the engine `offline` needs them"
+                )
+            turn = asked.get(prompt.uid, 0)
+            rows.append(self.policy.encode(prompt, prompt.answers[self._order(prompt)[turn]]))
+            asked[prompt.uid] = (turn + 1) % len(prompt.answers)
+        return tuple(rows)
+
+    def _order(self, prompt: Prompt) -> Sequence[int]:
+        places = range(len(prompt.answers))
+        if not self.shuffle:
+            return places
+        return torch.randperm(len(places), generator=self.stream.generator(prompt.uid)).tolist()
+
+
+@engine
+class WithDemos:
+    """Replace the last `per_group` rollouts of every prompt by its recorded answers, marked as off-policy.
+
+    A prompt without recorded answers keeps all its rollouts. The replaced ones are never generated.
+    """
+
+    notes: frozenset[str] = frozenset()
+
+    def __init__(self, engine: Engine, *, per_group: PositiveInt = 1) -> None:
+        if per_group < 1:
+            raise ValueError(f"`per_group` must be at least 1, not {per_group}")
+        self.engine, self.policy, self.per_group = engine, engine.policy, per_group
+
+    def rollout(self, prompts: Sequence[Prompt]) -> Rollouts:
+        """Sample the remaining rollouts with the wrapped engine, and append the demonstrations."""
+        asked = Counter(prompt.uid for prompt in prompts)
+        distinct = {prompt.uid: prompt for prompt in prompts}
+        shown = {
+            uid: min(self.per_group, asked[uid]) if prompt.answers else 0 for uid, prompt in distinct.items()
+        }
+        wanted = [prompt for uid, prompt in distinct.items() for _ in range(asked[uid] - shown[uid])]
+        sampled = self.engine.rollout(wanted) if wanted else ()
+        demos = [
+            self.policy.encode(prompt, prompt.answers[turn % len(prompt.answers)])
+            for uid, prompt in distinct.items()
+            for turn in range(shown[uid])
+        ]
+        return sampled + tuple(demos)
+
+
+@engine
+class WithMismatched:
+    """Replace the last rollout of every prompt by an answer to another prompt (KTO, arXiv 2402.01306).
+
+    It is the first answer to the next prompt, tagged `unrelated`. Prompts follow each other in a ring, in
+    their order on this process; a single prompt gets its own answer. A prompt with one rollout keeps it.
+    """
+
+    notes: frozenset[str] = frozenset()
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine, self.policy = engine, engine.policy
+
+    def rollout(self, prompts: Sequence[Prompt]) -> Rollouts:
+        """Sample one answer less of every prompt with the wrapped engine, and append the mismatched ones."""
+        asked = Counter(prompt.uid for prompt in prompts)
+        distinct = {prompt.uid: prompt for prompt in prompts}
+        wanted = [prompt for uid, prompt in distinct.items() for _ in range(max(1, asked[uid] - 1))]
+        rows = self.engine.rollout(wanted)
+        first = {row.prompt.uid: row for row in reversed(rows)}
+        ring = list(distinct)
+        following = dict(zip(ring, [*ring[1:], *ring[:1]], strict=True))
+        mismatched = [
+            self._mismatched(distinct[uid], first[following[uid]]) for uid in ring if asked[uid] > 1
+        ]
+        return (*rows, *mismatched)
+
+    def _mismatched(self, prompt: Prompt, other: Trajectory) -> Trajectory:
+        row = self.policy.encode(prompt, other.outcomes[-1])
+        last = row.outcomes[-1]
+        outcome = Outcome(last.text, last.image, last.video, last.times, last.end)
+        return replace(row, outcomes=(replace(outcome, tags={**last.tags, "unrelated": "yes"}),))

@@ -1,1 +1,0 @@
-"""Group filters: from a reward table to (N,) bool, False for every row of a dropped group."""

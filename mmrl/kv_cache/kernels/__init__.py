@@ -1,1 +1,0 @@
-"""Triton kernels of matrix products with packed codes, for CUDA."""

@@ -1,1 +1,0 @@
-"""Metrics: from a reward table to named numbers."""

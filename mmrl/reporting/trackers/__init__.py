@@ -1,1 +1,0 @@
-"""Dashboards: where a run's numbers go besides its own journal."""

@@ -1,1 +1,0 @@
-"""Schedules: numbers that change during a run, as functions of the clock."""

@@ -1,1 +1,0 @@
-"""Costs of an engine that generates text."""

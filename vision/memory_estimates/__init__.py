@@ -1,1 +1,0 @@
-"""Memory estimates of the policies and engines of text."""
