@@ -1,4 +1,4 @@
-"""Bars of ratios, from a file of JSON lines to a small picture beside it.
+"""Bars of ratios, from a file of JSON lines to a small image beside it.
 
 python -m benchmarks.bars decode_step grpo_step
 """

@@ -1,15 +1,15 @@
-"""What caches of few bits do to answers: perplexity of a text that must be recalled, and grounding in clips.
+"""What caches of few bits do to answers: perplexity of a text that must be recalled, and grounding in videos.
 
     python -m benchmarks.cache_quality --text FOLDER [--peers FOLDER]
     python -m benchmarks.cache_quality --text FOLDER --only binary_codebook
-    python -m benchmarks.cache_quality --vlm FOLDER --clips FOLDER
+    python -m benchmarks.cache_quality --vlm FOLDER --videos FOLDER
     python -m benchmarks.cache_quality --draw
 
 `--text` is SmolLM2-135M-Instruct as a transformers folder. 896 tokens of facts are cached, then the model
-reads some of them again: 64 facts in another order ("shuffled"), or 24 facts that are told on and on
+reads some of them again: 64 facts in another order ("shuffled"), or 24 facts that are repeated word for word
 ("verbatim", their number chosen so that the full cache's perplexity is near 1.7). KL and agreement are to the
 full cache. `--vlm` is a model that was
-trained on the clips of `make demo`; every prompt of `test.jsonl` is answered greedily. `--peers` is a folder
+trained on the videos of `make demo`; every prompt of `test.jsonl` is answered greedily. `--peers` is a folder
 with optimum-quanto and hqq (and termcolor). `--only` measures the caches whose names match anew and leaves
 the others' results. One thread. The plot, results/cache_quality.png, is made of the
 results alone.
@@ -64,27 +64,27 @@ def shuffled(tokenizer) -> tuple[torch.Tensor, torch.Tensor]:
     facts, draw = make_facts(64)
     first = tokenizer(" ".join(facts), return_tensors="pt").input_ids[:, :CACHED]
     again = draw.sample(facts[:40], 16)
-    behind = tokenizer(" " + " ".join(again), return_tensors="pt", add_special_tokens=False).input_ids
-    return first, behind[:, :ASKED]
+    rest = tokenizer(" " + " ".join(again), return_tensors="pt", add_special_tokens=False).input_ids
+    return first, rest[:, :ASKED]
 
 
 def verbatim(tokenizer) -> tuple[torch.Tensor, torch.Tensor]:
     """Tell a few facts on and on, so that the last are the third telling."""
-    told = " ".join(make_facts(24)[0] * 4)
-    ids = tokenizer(told, return_tensors="pt").input_ids
+    repeated = " ".join(make_facts(24)[0] * 4)
+    ids = tokenizer(repeated, return_tensors="pt").input_ids
     return ids[:, :CACHED], ids[:, CACHED : CACHED + ASKED]
 
 
 @torch.no_grad()
-def read(model, first: torch.Tensor, behind: torch.Tensor, cache) -> tuple[torch.Tensor, int | None]:
-    """Read the facts, then the rest in one pass: log-probabilities, and bytes held before the rest came."""
-    start, held = 0, None
+def read(model, first: torch.Tensor, rest: torch.Tensor, cache) -> tuple[torch.Tensor, int | None]:
+    """Read the facts, then the rest in one pass: log-probabilities, and the cache's bytes before it."""
+    start, nbytes = 0, None
     if cache is not None:
         model(first, past_key_values=cache)
-        start, held = first.shape[1], getattr(cache, "nbytes", None)
-    places = torch.arange(start, start + behind.shape[1])[None]
-    said = model(behind, past_key_values=cache, position_ids=places).logits.log_softmax(-1)
-    return said, held
+        start, nbytes = first.shape[1], getattr(cache, "nbytes", None)
+    places = torch.arange(start, start + rest.shape[1])[None]
+    logp = model(rest, past_key_values=cache, position_ids=places).logits.log_softmax(-1)
+    return logp, nbytes
 
 
 def text_caches(config, real: torch.Tensor, peers: bool) -> dict:
@@ -130,13 +130,13 @@ def text_caches(config, real: torch.Tensor, peers: bool) -> dict:
     return made
 
 
-def bits_a_number(config, tokens: int, held: int | None) -> float | None:
+def bits_a_number(config, tokens: int, nbytes: int | None) -> float | None:
     """Measure what a cached number takes, scales, windows and slots included."""
-    if held is None:
+    if nbytes is None:
         return None
     text = config.get_text_config()
     size = text.hidden_size // text.num_attention_heads
-    return round(8 * held / (2 * text.num_hidden_layers * text.num_key_value_heads * size * tokens), 2)
+    return round(8 * nbytes / (2 * text.num_hidden_layers * text.num_key_value_heads * size * tokens), 2)
 
 
 def text(folder: str, tell: Callable, peers: bool, only: str = "") -> list[dict]:
@@ -144,28 +144,28 @@ def text(folder: str, tell: Callable, peers: bool, only: str = "") -> list[dict]
 
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, use_safetensors=True).eval()
-    first, behind = tell(tokenizer)
+    first, rest = tell(tokenizer)
     config, real = model.config, torch.ones_like(first, dtype=torch.bool)
-    full, _ = read(model, first, behind, DynamicCache(config=config))
+    full, _ = read(model, first, rest, DynamicCache(config=config))
     made = {"no cache": lambda: None, "full": lambda: DynamicCache(config=config)}
     lines = []
     for name, make in (made | text_caches(config, real, peers)).items():
         if not re.search(only, name):
             continue
         try:
-            said, held = read(model, first, behind, make())
-        except Exception as error:  # a peer that cannot do this is told of, not hidden
+            logp, nbytes = read(model, first, rest, make())
+        except Exception as error:  # a peer that cannot do this is listed with its error
             lines.append({"cache": name, "error": f"{type(error).__name__}: {error}"[:120]})
             print(json.dumps(lines[-1]), flush=True)
             continue
-        loss = -said[:, :-1].gather(-1, behind[:, 1:, None]).mean()
+        loss = -logp[:, :-1].gather(-1, rest[:, 1:, None]).mean()
         lines.append(
             {
                 "cache": name,
                 "perplexity": round(math.exp(loss), 3),
-                "kl": round(float((full.exp() * (full - said)).sum(-1).mean()), 4),
-                "greedy_agreement": round(float((full.argmax(-1) == said.argmax(-1)).float().mean()), 4),
-                "bits_a_number": bits_a_number(config, first.shape[1], held),
+                "kl": round(float((full.exp() * (full - logp)).sum(-1).mean()), 4),
+                "greedy_agreement": round(float((full.argmax(-1) == logp.argmax(-1)).float().mean()), 4),
+                "bits_a_number": bits_a_number(config, first.shape[1], nbytes),
             }
         )
         print(json.dumps(lines[-1]), flush=True)
@@ -173,15 +173,15 @@ def text(folder: str, tell: Callable, peers: bool, only: str = "") -> list[dict]
 
 
 def merged(path: Path, lines: list[dict], only: str) -> list[dict]:
-    """Put lines in the place of those of the same caches, new ones behind the rest."""
+    """Put lines in the place of those of the same caches, new ones after the rest."""
     if not only:
         return lines
-    held = [json.loads(line) for line in path.read_text().splitlines()]
+    old = [json.loads(line) for line in path.read_text().splitlines()]
     made = {one["cache"]: one for one in lines}
-    return [made.pop(one["cache"], one) for one in held] + list(made.values())
+    return [made.pop(one["cache"], one) for one in old] + list(made.values())
 
 
-def clip_caches() -> dict:
+def video_caches() -> dict:
     from mmrl.compression.caches.kivi import kivi
     from mmrl.compression.caches.visual_quant import visual_quant
     from mmrl.compression.caches.vl_cache import vl_cache
@@ -199,7 +199,7 @@ def clip_caches() -> dict:
     return made
 
 
-def clips(model: str, folder: str) -> list[dict]:
+def videos(model: str, folder: str) -> list[dict]:
     from mmrl.config.registry import find
     from mmrl.core.rng import Stream
     from mmrl.vision.engines.generate import Generate
@@ -222,7 +222,7 @@ def clips(model: str, folder: str) -> list[dict]:
 
     full, expected = answer(None)
     lines = [{"cache": "full", "prompts": len(prompts), "miou": round(float(full.mean()), 4)}]
-    for name, cache in clip_caches().items():
+    for name, cache in video_caches().items():
         measured, rows = answer(cache)
         gap = measured - full
         same = [a.steps.ids.tolist() == b.steps.ids.tolist() for a, b in zip(rows, expected, strict=True)]
@@ -259,7 +259,7 @@ SERIES = {  # of the plot: names that begin so, and whether a line joins them
 
 
 def draw(folder: Path = RESULTS) -> Path:
-    """Draw quality against bits: perplexity of the text, and what mIoU loses in the clips."""
+    """Draw quality against bits: perplexity of the text, and what mIoU loses in the videos."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -267,7 +267,7 @@ def draw(folder: Path = RESULTS) -> Path:
 
     lines = {
         name: [json.loads(line) for line in (folder / f"cache_quality_{name}.json").read_text().splitlines()]
-        for name in ("text", "clips")
+        for name in ("text", "videos")
     }
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 4.2), layout="constrained")
     for number, (label, (pattern, joined)) in enumerate(SERIES.items()):
@@ -286,7 +286,7 @@ def draw(folder: Path = RESULTS) -> Path:
     left.set(xlabel="bits a number, scales and window included", ylabel="perplexity", yscale="log")
     left.set(ylim=(5, 250), title="SmolLM2-135M, 896 tokens of text to recall")
     left.legend(fontsize=8, frameon=False)
-    _gaps(right, lines["clips"])
+    _gaps(right, lines["videos"])
     path = folder / "cache_quality.png"
     figure.savefig(path, dpi=110)
     pyplot.close(figure)
@@ -318,12 +318,12 @@ def _gaps(axes, lines: list[dict]) -> None:
     axes.set(
         xlabel="bits of codes of visual tokens", ylabel="mIoU, points above the full cache", ylim=(-16, 8)
     )
-    axes.set_title("demo model, 193 held-out clips")
+    axes.set_title("demo model, 197 held-out prompts")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    for name in ("text", "vlm", "clips", "peers"):
+    for name in ("text", "vlm", "videos", "peers"):
         parser.add_argument(f"--{name}", default="")
     parser.add_argument("--draw", action="store_true", help="only make the plot anew")
     parser.add_argument(
@@ -342,10 +342,10 @@ def main() -> None:
         if options.text
     ]
     if options.vlm:
-        measured.append(("clips", partial(clips, options.vlm, options.clips)))
+        measured.append(("videos", partial(videos, options.vlm, options.videos)))
     for name, measure in measured:
         path = RESULTS / f"cache_quality_{name}.json"
-        lines = merged(path, measure(), options.only if name != "clips" else "")
+        lines = merged(path, measure(), options.only if name != "videos" else "")
         path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     if options.draw:
         draw()

@@ -3,10 +3,10 @@
     python -m benchmarks.cheap_rollouts --demo runs/demo [--seeds 0 1 2] [--steps 100]
     python -m benchmarks.cheap_rollouts --large [--repeats 5]
 
-`--demo` is a folder that `make demo` left: its clips and its start are used. The run of
+`--demo` is a folder that `make demo` left: its videos and its start are used. The run of
 examples/video_grounding/cheap_rollouts.yaml and its exact twin, examples/video_grounding/grpo.yaml, are
 trained from every seed. `--large` times rollouts alone, of a model as that of grpo_step.py over one large
-picture, on every engine in turn; seconds are processor time of the process, one thread. Both write their part
+image, on every engine in turn; seconds are processor time of the process, one thread. Both write their part
 of results/cheap_rollouts.json.
 """
 
@@ -69,7 +69,7 @@ def train_one(config: str, folder: Path, start: Path, output: Path, seed: int, s
 
     changes = [f"policy.model={start}", f"seed={seed}", f"max_steps={steps}", f"output_dir={output}"]
     for data, split in (("data", "train"), ("evaluation.data", "test")):
-        changes += [f"{data}.path={folder / 'clips' / split}.jsonl", f"{data}.root={folder / 'clips'}"]
+        changes += [f"{data}.path={folder / 'videos' / split}.jsonl", f"{data}.root={folder / 'videos'}"]
     train(build(load(config, [*changes, "report.log_completions=false"], Config)))
 
 
@@ -123,15 +123,17 @@ def read_one(folder: Path) -> dict[str, Any]:
 
 def summarise(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Compare means over seeds with the spread of the exact runs."""
-    said: dict[str, Any] = {}
+    summary: dict[str, Any] = {}
     for name in ("reward", "training_reward", "mIoU"):
         by = {engine: [run[name] for run in runs if run["engine"] == engine] for engine in RUNS}
-        said[name] = {engine: round(mean(values), 4) for engine, values in by.items()}
+        summary[name] = {engine: round(mean(values), 4) for engine, values in by.items()}
         if len(by["exact"]) > 1:
-            said[name] |= {f"{engine}_sd": round(stdev(values), 4) for engine, values in by.items()}
+            summary[name] |= {f"{engine}_sd": round(stdev(values), 4) for engine, values in by.items()}
         # The twins of a seed begin with the same prompts.
-        said[name]["gap_by_seed"] = [round(b - a, 4) for a, b in zip(by["exact"], by["cheap"], strict=True)]
-    return said
+        summary[name]["gap_by_seed"] = [
+            round(b - a, 4) for a, b in zip(by["exact"], by["cheap"], strict=True)
+        ]
+    return summary
 
 
 # ---- one larger setting
@@ -157,7 +159,7 @@ def engines(layers: int) -> dict[str, dict[str, Any]]:
 
 
 def make_model(folder: Path, visual: int) -> Path:
-    """Build the model of grpo_step.py for pictures of so many visual tokens."""
+    """Build the model of grpo_step.py for images of so many visual tokens."""
     from mmrl.core.rng import Stream
     from mmrl.vision.builders.tiny_models import TinyQwen2_5Vl
 

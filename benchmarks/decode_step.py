@@ -126,7 +126,7 @@ def run(shape: dict[str, int], tokens: int, steps: int, batch: int, peers: bool,
             if group:
                 caches[name].batch_select_indices(torch.zeros(batch, dtype=torch.int64))
             seconds[name], alone[name] = [], []
-        except Exception as error:  # a peer that cannot hold this shape is told of, not hidden
+        except Exception as error:  # a peer that cannot do this shape is listed with its error
             caches.pop(name, None)
             lines.append({"cache": name, "error": f"{type(error).__name__}: {error}"[:120]})
     token, past = torch.ones(batch, 1, dtype=torch.int64), torch.tensor([[length]])

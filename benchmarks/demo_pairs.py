@@ -1,11 +1,11 @@
-"""What `make demo-pairs` shows at several seeds, and all held-out pictures together.
+"""What `make demo-pairs` shows at several seeds, and all held-out images together.
 
     python -m examples.preference_pairs.demo --seed 0 --output runs/demo-pairs0  # and so on
     python -m benchmarks.demo_pairs runs/demo-pairs0 runs/demo-pairs1 runs/demo-pairs2
 
-Copies the tables of the summaries, and joins the pictures of all seeds: how many fewer wrong objects a
-caption names, paired by picture, with a 95 % bootstrap interval over pictures. Every seed has its own
-pictures, judge, captioner and pairs, so pictures of one seed share what is particular to it; the means of
+Copies the tables of the summaries, and joins the images of all seeds: how many fewer wrong objects a
+caption names, paired by image, with a 95 % bootstrap interval over images. Every seed has its own
+images, judge, captioner and pairs, so images of one seed share what is particular to it; the means of
 the single seeds say how much that is.
 """
 
@@ -41,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 mean, ends = mean_with_interval(numbers[before] - numbers[after])
                 together[name][label] = {"mean": mean, "interval": list(ends)}
     RESULTS.write_text(
-        json.dumps({"pictures": len(numbers["clip"]), "together": together, "seeds": summaries}) + "\n"
+        json.dumps({"images": len(numbers["clip"]), "together": together, "seeds": summaries}) + "\n"
     )
     print(json.dumps(together, indent=1))
     return 0

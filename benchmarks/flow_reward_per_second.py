@@ -3,7 +3,7 @@
     python -m benchmarks.flow_reward_per_second [--seeds 0 1 2] [--output runs/demo-image] [key=value ...]
 
 Trains the three methods of `make demo-image` by their own configurations, one after the other, and measures
-held-out pictures every few updates. Measuring and saving count neither as seconds nor as evaluations (rows
+held-out images every few updates. Measuring and saving count neither as seconds nor as evaluations (rows
 through the network, in rollouts, probes, references and learning). The matched model and the reward model of
 `--output` are used, and made first where they are missing; `--seeds` are those of the methods. Prints, per
 seed and overall, how many times sooner AWM (and TP-GRPO) reaches the reward that Flow-GRPO has in the end.

@@ -1,9 +1,9 @@
-"""A GRPO step of a small Qwen2.5-VL over one picture, part by part, beside its peers and beside what is
+"""A GRPO step of a small Qwen2.5-VL over one image, part by part, beside its peers and beside what is
 computed.
 
     python -m benchmarks.grpo_step --peers FOLDER [--repeats 5]
 
-`--peers` is a folder with TRL. Both trainers get the same weights, picture, question, reward and loss (GRPO
+`--peers` is a folder with TRL. Both trainers get the same weights, image, question, reward and loss (GRPO
 without a reference), and their gradients for the same answers are compared. One thread, float32; seconds are
 processor time of the process, and what is compared takes turns, so that a busy machine is unfair to none.
 Everybody answers to full length, because the end token is taken away. "MKL" is mmrl without its way through
@@ -108,10 +108,10 @@ def make_trainer(folder: Path, model: Path, data: Path, length: int, steps: int)
 
     policy = AutoModelForImageTextToText.from_pretrained(model, dtype=torch.float32, use_safetensors=True)
     freeze_vision_tower(policy)
-    picture = Image.open(data.with_suffix(".png"))
-    picture.load()
+    image = Image.open(data.with_suffix(".png"))
+    image.load()
     content = [{"type": "image"}, {"type": "text", "text": QUESTION}]
-    rows = [{"prompt": [{"role": "user", "content": content}], "images": [picture]}] * steps
+    rows = [{"prompt": [{"role": "user", "content": content}], "images": [image]}] * steps
     settings = GRPOConfig(
         output_dir=str(folder / "trl"), use_cpu=True, bf16=False, report_to="none", save_strategy="no",
         logging_strategy="no", disable_tqdm=True, max_steps=steps, per_device_train_batch_size=GROUP,

@@ -3,11 +3,11 @@ size of the one that answers.
 
     python -m benchmarks.pairs_per_second [--repeats 5]
 
-A LLaVA with random weights answers pictures twice with the hallucination dial. Then the two answers are
-scored by a small CLIP, or read with the picture by a judge of the LLaVA's own class and size, which writes a
+A LLaVA with random weights answers images twice with the hallucination dial. Then the two answers are
+scored by a small CLIP, or read with the image by a judge of the LLaVA's own class and size, which writes a
 verdict: of one token (it only reads), or of sixteen. The judge is given every advantage that the answers
 have: it runs in the same engine, in batches, with a cache, and is asked once, in one order. One thread,
-float32; what is compared takes turns on pictures that nobody has seen, and seconds are processor time of the
+float32; what is compared takes turns on images that nobody has seen, and seconds are processor time of the
 process. A multiplication with an addition counts as 2. What random weights say is of no interest, and all
 answers have full length.
 """
@@ -46,7 +46,7 @@ LLAVA = {
 
 
 class Judge:
-    """Asks a model which of two answers fits a picture better; a reward of answers that come in pairs."""
+    """Asks a model which of two answers fits a image better; a reward of answers that come in pairs."""
 
     def __init__(self, policy, verdict: int) -> None:
         from mmrl.core.rng import Stream
@@ -67,8 +67,8 @@ class Judge:
             )
             for i, prompt in enumerate(prompts[::2])
         ]
-        said = [row.outcomes[-1].text for row in self.engine.rollout(asked)]
-        return [float(("B" in text) == second) for text in said for second in (False, True)]
+        verdicts = [row.outcomes[-1].text for row in self.engine.rollout(asked)]
+        return [float(("B" in text) == second) for text in verdicts for second in (False, True)]
 
 
 def make_parts(folder: Path, size: dict):
@@ -98,15 +98,15 @@ def make_scorer(folder: Path) -> None:
     from mmrl.core.rng import Stream
     from mmrl.diffusion.builders.tiny_clip import TinyClip
 
-    pictures(folder, "train", 2, 64)
+    images(folder, "train", 2, 64)
     rows = [{"image": f"train_{i}.png", "prompt": f"a pear {i}"} for i in range(2)]
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     where = {name: str(folder / "rows.jsonl") for name in ("train", "test")}
     TinyClip(stream=Stream(0), **where, root=str(folder), **SCORER).build(folder / "clip")
 
 
-def pictures(folder: Path, name: str, count: int, side: int) -> list[Path]:
-    """Write pictures of noise."""
+def images(folder: Path, name: str, count: int, side: int) -> list[Path]:
+    """Write images of noise."""
     from PIL import Image
 
     generator = torch.Generator().manual_seed(sum(map(ord, name)))
@@ -118,12 +118,12 @@ def pictures(folder: Path, name: str, count: int, side: int) -> list[Path]:
 
 
 def asked_about(folder: Path, name: str, size: dict) -> list:
-    """Ask twice about pictures that nobody has seen."""
+    """Ask twice about images that nobody has seen."""
     from mmrl.vision.media.media_root import MediaRoot
     from mmrl.vision.media.prompts import ask
 
     root = MediaRoot(folder)
-    paths = pictures(folder, name, size["pairs"], size["side"])
+    paths = images(folder, name, size["pairs"], size["side"])
     return [ask(path.name, [root.image(path.name)], ASKED, None, {}) for path in paths for _ in range(2)]
 
 
@@ -138,7 +138,7 @@ def seconds_of(call: Callable[[], object]) -> tuple[float, object]:
 
 
 def measure(folder: Path, size: dict, repeats: int) -> dict[str, dict[str, float]]:
-    """Answer and score new pictures `repeats` times; seconds are medians, counts those of the last time."""
+    """Answer and score new images `repeats` times; seconds are medians, counts those of the last time."""
     policy, engine, scorers = make_parts(folder, size)
     taken: dict[str, list[float]] = {name: [] for name in ("answers", *scorers)}
     for turn in range(repeats + 1):  # the first only warms up
@@ -214,17 +214,17 @@ def published(tokens: int = 100, verdict: int = 16) -> dict[str, dict[str, float
     out.
 
     Two answers of `tokens`, of which one is mixed with what the model says blind, against one reading of
-    picture, question and both answers and a `verdict`.
+    image, question and both answers and a `verdict`.
     """
     tower = 2 * 24 * 12 * 1024**2  # a token through ViT-L/14
-    picture, question = 576, 60
+    image, question = 576, 60
     clip = 257 * tower + 2 * 77 * 2 * 12 * 12 * 768**2
     found = {}
     for name, shape in LLAVA.items():
         token = 2 * shape["layers"] * (4 * shape["width"] ** 2 + 3 * shape["width"] * shape["inner"])
-        look = (picture + 1) * tower
-        answers = look + (picture + 2 * question + 3 * tokens) * token
-        judge = look + (picture + question + 2 * tokens + verdict) * token
+        look = (image + 1) * tower
+        answers = look + (image + 2 * question + 3 * tokens) * token
+        judge = look + (image + question + 2 * tokens + verdict) * token
         found[name] = {
             "operations of the answers": answers,
             "of CLIP": clip,

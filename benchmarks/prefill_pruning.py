@@ -4,8 +4,8 @@ promise.
 python -m benchmarks.prefill_pruning --visual 576 1152 2304 --repeats 5 --output benchmarks/results
 
 One thread. Models take turns, medians are compared, all in one run. The decoder is 768 wide with 8 layers, 12
-heads and 2048 ffn_units, weights are random; the text has 64 tokens, of which 20 stand before the pictures.
-Pictures are encoded ahead (as `generate` does), so what is timed is the language model, its cache and its
+heads and 2048 ffn_units, weights are random; the text has 64 tokens, of which 20 stand before the images.
+Images are encoded ahead (as `generate` does), so what is timed is the language model, its cache and its
 head.
 """
 
@@ -48,12 +48,12 @@ def make_model() -> transformers.LlavaForConditionalGeneration:
     return transformers.LlavaForConditionalGeneration(config).eval()
 
 
-def make_inputs(model: torch.nn.Module, pictures: int) -> dict:
-    """Make a prompt of so many pictures, encoded ahead."""
-    visual = pictures * SIDE * SIDE
+def make_inputs(model: torch.nn.Module, images: int) -> dict:
+    """Make a prompt of so many images, encoded ahead."""
+    visual = images * SIDE * SIDE
     ids = torch.randint(0, IMAGE, (1, TEXT + visual))
     ids[:, BEFORE : BEFORE + visual] = IMAGE
-    features = model.get_image_features(torch.randn(pictures, 3, 336, 336), return_dict=True)
+    features = model.get_image_features(torch.randn(images, 3, 336, 336), return_dict=True)
     return {
         "input_ids": ids,
         "mm_encoder_outputs": {"image": features},
@@ -77,8 +77,8 @@ def window_mask(ids: torch.Tensor, radius: int = 2) -> torch.Tensor:
 def run(visual: int, repeats: int) -> list[dict]:
     """Measure all models at one number of visual tokens."""
     model = make_model()
-    pictures = visual // (SIDE * SIDE)
-    inputs = make_inputs(model, pictures)
+    images = visual // (SIDE * SIDE)
+    inputs = make_inputs(model, images)
     models = {
         "full": model,
         "fastv": fastv(model, after=2, keep=0.5),
@@ -90,7 +90,7 @@ def run(visual: int, repeats: int) -> list[dict]:
     seconds = time_calls(
         {"full": calls["full"], "masking only": partial(model, **masked), **calls}, repeats=repeats
     )
-    theory = Prefill(TEXT, BEFORE, ((SIDE, SIDE),) * pictures, kept=(round(visual / 2),))
+    theory = Prefill(TEXT, BEFORE, ((SIDE, SIDE),) * images, kept=(round(visual / 2),))
     full = seconds["full"].median
     rows = [
         {
@@ -163,7 +163,7 @@ def main() -> None:
     rows = []
     for visual in options.visual:
         if visual % (SIDE * SIDE):
-            parser.error(f"visual tokens come in pictures of {SIDE * SIDE}, so not {visual}")
+            parser.error(f"visual tokens come in images of {SIDE * SIDE}, so not {visual}")
         for row in run(visual, options.repeats):
             row["machine"] = describe()
             rows.append(row)

@@ -1,12 +1,12 @@
-"""What cheaper ways to run trained models do to answers: grounding in clips, and questions about pictures.
+"""What cheaper ways to run trained models do to answers: grounding in videos, and questions about images.
 
     python -m benchmarks.pruned_quality grounding --vlm FOLDER --sources FOLDER
     python -m benchmarks.pruned_quality questions
 
-`--vlm` is a model that `make demo` trained (or the one that it began with), `--sources` where its sample
-clips lie; the model of `questions` is trained first. Then the model is trained on, for as many steps each,
+`--vlm` is a model that `make demo` trained (or the one that it started from), `--sources` where its sample
+videos lie; the model of `questions` is trained first. Then the model is trained on, for as many steps each,
 whole and through `yopo25` and `yopo12`, and all are measured on the same held-out prompts. Training on is by
-imitation, as in the paper, and with `--grpo-steps` by GRPO behind that. Every step is an ordinary `mmrl`
+imitation, as in the paper, and with `--grpo-steps` by GRPO after that. Every step is an ordinary `mmrl`
 command; what is there already is not made again.
 """
 
@@ -25,7 +25,7 @@ from mmrl.config.loading import read
 from mmrl.vision.models import processor
 
 RESULTS = Path(__file__).parent / "results"
-ROOM = 8 << 30  # 41,000 encoded prompts of 150 kB: decoding clips anew would take most of the time
+ROOM = 8 << 30  # 41,000 encoded prompts of 150 kB: decoding videos anew would take most of the time
 PRUNED: dict[str, list[Any]] = {"yopo25": ["compression.yopo25"], "yopo12": ["compression.yopo12"]}
 # An eighth as well, in a model of four layers, but shared out otherwise: the authors' loader knows masks of
 # half of the heads and more, and with those it takes an eighth of the ffn_units.
@@ -131,15 +131,15 @@ def compare(
 
 def grounding(given: argparse.Namespace) -> dict[str, Any]:
     """Train on, by imitation and perhaps by GRPO, with the settings of `make demo`, and measure mIoU."""
-    output, clips = given.output / "grounding", given.output / "clips"
+    output, videos = given.output / "grounding", given.output / "videos"
     made = "build", "examples/video_grounding/videos.yaml", f"build.sources={given.sources}"
     many = f"build.num_train={given.num_train}", f"build.num_test={given.num_test}"
-    once(clips / "test.jsonl", *made, *many, f"output={clips}")
+    once(videos / "test.jsonl", *made, *many, f"output={videos}")
     # What a model knows by heart says little about which errors matter: a codebook takes videos spliced anew.
     other, few = given.output / "other_clips", ("build.num_train=120", "build.num_test=1", "seed=1")
     once(other / "train.jsonl", *made, *few, f"output={other}")
-    held_out = [f"evaluation.data.path={clips}/test.jsonl", f"evaluation.data.root={clips}"]
-    data = [f"data.path={clips}/train.jsonl", f"data.root={clips}", f"seed={given.seed}", *held_out]
+    held_out = [f"evaluation.data.path={videos}/test.jsonl", f"evaluation.data.root={videos}"]
+    data = [f"data.path={videos}/train.jsonl", f"data.root={videos}", f"seed={given.seed}", *held_out]
     start, steps = Path(given.vlm), given.grpo_steps
     models = dict.fromkeys(("full", *PRUNED, *SHARED), start)
     rate = f"{{name: linear, start: 2e-3, end: {given.end_rate}, steps: {given.steps}}}"
@@ -196,14 +196,14 @@ def main() -> None:
     parser.add_argument("--vlm", default="runs/demo/grpo/checkpoint-150/model")
     parser.add_argument("--sources", default=".venv/clips")
     parser.add_argument(
-        "--num-train", type=int, default=10000, help="clips to train on, of about four questions each"
+        "--num-train", type=int, default=10000, help="videos to train on, of about four questions each"
     )
-    parser.add_argument("--num-test", type=int, default=500, help="held-out clips")
+    parser.add_argument("--num-test", type=int, default=500, help="held-out videos")
     parser.add_argument("--prompts", type=int, default=0, help="held-out prompts to measure on; 0: all")
     parser.add_argument("--steps", type=int, help="of imitation (6000; questions: 1400)")
     parser.add_argument("--rounds", type=int, default=1, help="of so many steps (questions)")
     parser.add_argument("--end-rate", default="1e-4", help="of imitation, which begins at 2e-3 (grounding)")
-    parser.add_argument("--grpo-steps", type=int, default=0, help="of GRPO behind imitation (grounding)")
+    parser.add_argument("--grpo-steps", type=int, default=0, help="of GRPO after imitation (grounding)")
     parser.add_argument("--seed", type=int, default=0, help="of training on (grounding)")
     parser.add_argument("--record", help="the name in the file of results (default: what is measured)")
     given = parser.parse_args()
@@ -215,7 +215,7 @@ def main() -> None:
     found = json.loads(path.read_text()) if path.exists() else {}
     more = {
         "grounding": {
-            "clips": given.num_train,
+            "videos": given.num_train,
             "grpo_steps": given.grpo_steps,
             "seed": given.seed,
         },
@@ -238,8 +238,8 @@ def judge(found: Mapping[str, Any]) -> None:
             continue
         most = TARGETS[name]
         gap, (low, high) = one["differences"][metric], one["intervals_of_differences"][metric]
-        said = "kept" if gap >= -most else "missed"
-        print(f"{name}: {metric} {gap:+.4f} ({low:+.4f} to {high:+.4f}), may lose {most}: {said}")
+        verdict = "kept" if gap >= -most else "missed"
+        print(f"{name}: {metric} {gap:+.4f} ({low:+.4f} to {high:+.4f}), may lose {most}: {verdict}")
 
 
 if __name__ == "__main__":

@@ -172,7 +172,7 @@ def play(film: Tensor, first: int, last: int, length: int, generator: torch.Gene
 
 
 def read_all(path: Path, side: int) -> Tensor:
-    """Decode every frame of a clip into (F, 3, side, side) uint8."""
+    """Decode every frame of a video into (F, 3, side, side) uint8."""
     with opened_video(path) as container:
         frames = [
             torch.from_numpy(
