@@ -241,7 +241,7 @@ def report(
     shown = "".join(visualization(measured) for visualization in captioner.visualizations)
     note = (
         "A small LLaVA learned to caption images, and described others twice, once with contrastive decoding "
-        "that strengthens hallucination. Pairs are ranked by a small CLIP (column clip), by the hallucination ratio "
+        "that strengthens hallucination. Pairs are ranked by a small CLIP (clip), by the hallucination ratio "
         "alone (no_reversal) or at random (random); DPO learns from each, with supervised fine-tuning on the "
         f"chosen answers. The contents of the pairs' images are not used. Seed {seed}. "
         "Objects: OpenMoji, CC BY-SA 4.0."
