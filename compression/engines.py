@@ -7,8 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
-from torch import nn
-
 from mmrl.compression.fidelity import gate
 from mmrl.config.ranges import NonNegativeFloat, NonNegativeInt, PositiveInt, Probability
 from mmrl.config.registry import engine
@@ -16,17 +14,11 @@ from mmrl.core.types import Prompt, Rollouts
 from mmrl.runtime.modules import evaluating
 
 
-class ModelOwner(Protocol):
-    """Whatever answers prompts with a model."""
-
-    model: nn.Module
-
-
 class AcceleratedEngine(Protocol):
     """An engine that may answer with a compressed cache or a transformed model instead of its policy's."""
 
     policy: Any
-    rollout_policy: ModelOwner  # what answers: the policy, or a transformed copy of it
+    rollout_policy: Any  # what answers: the policy, or a transformed copy of it
     cache: Callable | None  # makes the cache of keys and values; None for the full one
 
     def exactly(self) -> AbstractContextManager:
@@ -36,37 +28,31 @@ class AcceleratedEngine(Protocol):
         """Answer every entry, in order."""
 
 
-class AcceleratedEngineWrapper:
-    """An engine that passes prompts on to an accelerated engine, for subclasses that measure it."""
+class Measured:
+    """Base class of engines that pass prompts on to an accelerated engine and measure it."""
 
     notes: frozenset[str] = frozenset()
 
     def __init__(self, engine: AcceleratedEngine, name: str) -> None:
-        if not is_accelerated(engine):
+        self.engine, self.policy, self.exactly = engine, engine.policy, engine.exactly
+        if not self.accelerated:
             raise ValueError(
                 f"`{name}` compares an accelerated engine with its policy, but the engine that it wraps has "
                 "neither a cache nor a transform"
             )
-        self.engine, self.policy, self.exactly = engine, engine.policy, engine.exactly
+
+    # Read through, because an engine answers with other models inside `exactly`.
+    rollout_policy = property(lambda self: self.engine.rollout_policy)
+    cache = property(lambda self: self.engine.cache)
 
     @property
-    def rollout_policy(self) -> ModelOwner:
-        """What answers prompts."""
-        return self.engine.rollout_policy
-
-    @property
-    def cache(self) -> Callable | None:
-        """The maker of the cache of keys and values, None for the full one."""
-        return self.engine.cache
-
-
-def is_accelerated(engine: AcceleratedEngine) -> bool:
-    """Whether an engine has a cache or a model of its own at the moment."""
-    return engine.cache is not None or engine.rollout_policy is not engine.policy
+    def accelerated(self) -> bool:
+        """Whether the engine has a cache or a model of its own at the moment."""
+        return self.cache is not None or self.rollout_policy is not self.policy
 
 
 @engine
-class FidelityGate(AcceleratedEngineWrapper):
+class FidelityGate(Measured):
     """Stop a run whose cache or transforms change greedy answers too much.
 
     The policy answers greedily with the full cache; the engine's cache and transforms then read the same
@@ -92,13 +78,17 @@ class FidelityGate(AcceleratedEngineWrapper):
         allow: bool = False,
     ) -> None:
         super().__init__(engine, "fidelity_gate")
-        self.num_prompts, self.num_tokens = num_prompts, num_tokens
-        self.min_agreement, self.max_kl, self.allow = min_agreement, max_kl, allow
-        self.checked = False
+        self.num_prompts, self.checked = num_prompts, False
+        self.limits = {
+            "num_tokens": num_tokens,
+            "min_agreement": min_agreement,
+            "max_kl": max_kl,
+            "allow": allow,
+        }
 
     def rollout(self, prompts: Sequence[Prompt]) -> Rollouts:
         """Answer with the wrapped engine, after the check on the first call."""
-        if not self.checked and prompts and is_accelerated(self):
+        if not self.checked and prompts and self.accelerated:
             self._check(prompts)
             self.checked = True
         return self.engine.rollout(prompts)
@@ -115,20 +105,11 @@ class FidelityGate(AcceleratedEngineWrapper):
         own = None if self.rollout_policy is self.policy else self.rollout_policy.model
         # In training mode, layers with gradient checkpointing use no cache.
         with evaluating(model), evaluating(own or model):
-            gate(
-                model,
-                inputs,
-                self.cache,
-                num_tokens=self.num_tokens,
-                min_agreement=self.min_agreement,
-                max_kl=self.max_kl,
-                allow=self.allow,
-                cheaper=own,
-            )
+            gate(model, inputs, self.cache, cheaper=own, **self.limits)
 
 
 @engine
-class SpeedupProbe(AcceleratedEngineWrapper):
+class SpeedupProbe(Measured):
     """Repeat some rollouts of an accelerated engine without its cache and transforms, and time both.
 
     Random numbers are the same, so answers differ only where the models do; the repeated answers are
@@ -145,11 +126,8 @@ class SpeedupProbe(AcceleratedEngineWrapper):
     def __init__(
         self, engine: AcceleratedEngine, *, at: NonNegativeInt = 1, every: NonNegativeInt = 0
     ) -> None:
-        if at < 0 or every < 0:
-            raise ValueError(f"`at` and `every` count rollouts: 0 or more, not {at} and {every}")
         super().__init__(engine, "speedup_probe")
-        self.at, self.every = at, every
-        self.calls = 0
+        self.at, self.every, self.calls = at, every, 0
         self.metrics: dict[str, float] = {}
 
     def rollout(self, prompts: Sequence[Prompt]) -> Rollouts:
@@ -160,8 +138,12 @@ class SpeedupProbe(AcceleratedEngineWrapper):
         for prompt in prompts:
             self.policy.prompt_encoder.encode(prompt)
         with self.exactly():
-            exact, exact_seconds = self._timed(prompts)
-        rows, seconds = self._timed(prompts)
+            start = time.perf_counter()
+            exact = self.engine.rollout(prompts)
+            exact_seconds = time.perf_counter() - start
+        start = time.perf_counter()
+        rows = self.engine.rollout(prompts)
+        seconds = time.perf_counter() - start
         same = [a.outcomes[-1].text == b.outcomes[-1].text for a, b in zip(rows, exact, strict=True)]
         self.metrics = {
             "rollout/seconds": seconds,
@@ -170,11 +152,6 @@ class SpeedupProbe(AcceleratedEngineWrapper):
             "rollout/agreement": sum(same) / len(same),
         }
         return rows
-
-    def _timed(self, prompts: Sequence[Prompt]) -> tuple[Rollouts, float]:
-        start = time.perf_counter()
-        rows = self.engine.rollout(prompts)
-        return rows, time.perf_counter() - start
 
     def tell(self) -> Mapping[str, float]:
         """Return the metrics of the last repeated rollout, once."""

@@ -14,11 +14,10 @@ from mmrl.compression.pruning.attention import LayerAttention, softmax_rows
 from mmrl.compression.pruning.forward import OBSERVER
 from mmrl.compression.pruning.patch_grid import pick
 from mmrl.compression.pruning.prune import prune
-from mmrl.compression.pruning.spec import PruningSpec, core_of, pruning_of, shape_of
+from mmrl.compression.pruning.spec import PruningSpec, Units, pruning_of, shape_of
 
 ROWS = 256  # queries whose attention is computed together: the map of all pairs never exists
 KINDS = ("heads", "ffn_units", "layers")
-Units = tuple[tuple[int, ...] | None, ...]  # of every layer; None for all
 
 
 @torch.no_grad()
@@ -44,18 +43,12 @@ def make_plan(
         raise ValueError(
             "importance is measured on the whole model, before any of its visual computation is pruned"
         )
-    plan: dict[str, list] = {}
+    plan: dict[str, Tensor] = {}
     if {"heads", "ffn_units"} & set(kinds):
-        measured = _heads_and_units(model, batches, queries)
-        plan |= {name: measured[name].tolist() for name in ("heads", "ffn_units") if name in kinds}
+        plan = _heads_and_units(model, batches, queries)
     if "layers" in kinds:
-        plan["layers"] = layer_importance(model, batches).tolist()
-    return plan
-
-
-def write_plan(plan: Mapping[str, list], path: str | Path) -> None:
-    """Write a plan for the option `plan` of transforms."""
-    Path(path).write_text(json.dumps(plan) + "\n")
+        plan["layers"] = layer_importance(model, batches)
+    return {kind: plan[kind].tolist() for kind in KINDS if kind in kinds}
 
 
 def _heads_and_units(
@@ -71,39 +64,40 @@ def _heads_and_units(
             ratios[layer] += attention_ratio(value, queries) / len(batches)
         else:
             hidden, stage = value
-            real = stage.vis >= 0
-            active[layer] += hidden[real].double().abs().sum(0).cpu()
-            tokens[layer] += int(real.sum())
+            active[layer] += hidden[stage.is_token].double().abs().sum(0).cpu()
+            tokens[layer] += int(stage.is_token.sum())
 
     token = OBSERVER.set(record)
     try:
         for inputs in batches:
-            core_of(view)(**_prefill_inputs(inputs))
+            _prefill(view, inputs)
     finally:
         OBSERVER.reset(token)
-    blocks = core_of(model).get_decoder().layers
+    blocks = model.base_model.get_decoder().layers
     norms = torch.stack([block.mlp.down_proj.weight.double().norm(dim=0).cpu() for block in blocks])
     return {"heads": ratios, "ffn_units": active / tokens.clamp(min=1) * norms}
 
 
-def _prefill_inputs(inputs: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in inputs.items() if name != "logits_to_keep"} | {"use_cache": False}
+def _prefill(model: nn.Module, inputs: Mapping[str, Any]) -> Tensor:
+    """Compute the last hidden states (B, S, width) of a call, without a cache."""
+    inputs = {name: value for name, value in inputs.items() if name != "logits_to_keep"}
+    return model.base_model(**{**inputs, "use_cache": False}).last_hidden_state
 
 
-def attention_ratio(view: LayerAttention, queries: str) -> Tensor:
+def attention_ratio(attention: LayerAttention, queries: str) -> Tensor:
     """Compute every head's attention to visual columns over its attention to the others: (H,)."""
-    stage = view.stage
-    rows = stage.text[:, -1:] if queries == "last" else torch.cat([stage.text, stage.vis], 1)
-    q = view.q[:, :, -1:] if queries == "last" else view.q
-    if queries != "last" and view.rows is not None:
-        q = torch.cat([view.q, view.rows[0]], 2)
-    k, _ = view._keys(None)
+    stage, q = attention.stage, attention.q
+    rows = torch.cat([stage.text, stage.vis], 1)
+    if queries == "last":
+        rows, q = stage.text[:, -1:], q[:, :, -1:]
+    elif attention.rows is not None:
+        q = torch.cat([q, attention.rows[0]], 2)
+    k, _ = attention.keys(None)
+    visual = stage.visual[:, None, None]
     seen, other = (torch.zeros(q.shape[1], dtype=torch.float64) for _ in range(2))
-    for start in range(0, rows.shape[1], ROWS):
-        part = rows[:, start : start + ROWS]
-        weights = softmax_rows(q[:, :, start : start + ROWS], k, stage.mask(part), view.scale)
-        weights = weights.double() * (part >= 0)[:, None, :, None]
-        visual = stage.visual[:, None, None]
+    for part, part_q in zip(rows.split(ROWS, 1), q.split(ROWS, 2), strict=True):
+        weights = softmax_rows(part_q, k, stage.mask(part), attention.scale).double()
+        weights = weights * (part >= 0)[:, None, :, None]
         seen += (weights * visual).sum((0, 2, 3)).cpu()
         other += (weights * ~visual).sum((0, 2, 3)).cpu()
     return seen / other.clamp(min=1e-12)
@@ -125,17 +119,16 @@ def layer_importance(model: nn.Module, batches: Sequence[Mapping[str, Any]]) -> 
 
 def _last_logp(model: nn.Module, inputs: Mapping[str, Any]) -> Tensor:
     """Log-probabilities (B, V) after the last token of each prompt, which may be padded on either side."""
-    states = core_of(model)(**_prefill_inputs(inputs)).last_hidden_state
-    mask = inputs.get("attention_mask")
-    size = states.shape[1]
-    place = torch.full((len(states), 1), size - 1, device=states.device)
-    if mask is not None:
-        place = (mask.long() * torch.arange(size, device=mask.device)).argmax(1, keepdim=True)
+    states, mask = _prefill(model, inputs), inputs.get("attention_mask")
+    mask = torch.ones(states.shape[:2], device=states.device) if mask is None else mask
+    place = (mask.long() * torch.arange(states.shape[1], device=mask.device)).argmax(1, keepdim=True)
     logits = model.get_output_embeddings()(pick(states, place)[:, 0])
     return logits.double().log_softmax(-1)
 
 
-# ---- selection by a plan
+def write_plan(plan: Mapping[str, list], path: str | Path) -> None:
+    """Write a plan for the option `plan` of transforms."""
+    Path(path).write_text(json.dumps(plan) + "\n")
 
 
 def read_plan(path: str, wanted: str) -> list:
@@ -147,12 +140,6 @@ def read_plan(path: str, wanted: str) -> list:
     if wanted not in plan:
         raise ValueError(f"the plan '{path}' has no importance of {wanted}; it has {', '.join(sorted(plan))}")
     return plan[wanted]
-
-
-def check_share(name: str, share: float) -> None:
-    """Raise unless 0 <= share <= 1."""
-    if not 0.0 <= share <= 1.0:
-        raise ValueError(f"`{name}` is a share between 0 and 1, not {share}")
 
 
 def check_chosen(what: str, chosen: Sequence[Sequence[int] | None], layers: int, size: int) -> Units:
@@ -168,13 +155,12 @@ def check_chosen(what: str, chosen: Sequence[Sequence[int] | None], layers: int,
 
 def first_units(share: float, layers: int, size: int) -> Units:
     """Choose the first units of every layer."""
-    kept = tuple(range(round(share * size)))
-    return (kept,) * layers
+    return (tuple(range(round(share * size))),) * layers
 
 
 def best_each(scores: Sequence[Sequence[float]], share: float) -> Units:
-    """Choose the most important units of every layer, the same number in each."""
-    best = lambda line: sorted(range(len(line)), key=lambda unit: (-line[unit], unit))
+    """Choose the most important units of every layer, the same number in each; of equal ones the first."""
+    best = lambda line: sorted(range(len(line)), key=lambda unit: -line[unit])
     return tuple(tuple(sorted(best(line)[: round(share * len(line))])) for line in scores)
 
 
@@ -184,11 +170,9 @@ def best_overall(scores: Sequence[Sequence[float]], share: float, whole: int) ->
     `share` is that of all layers together, the first ones included.
     """
     size = len(scores[0])
-    ranked = [(score, layer, unit) for layer, line in enumerate(scores) for unit, score in enumerate(line)]
-    free = sorted((x for x in ranked if x[1] >= whole), key=lambda x: (-x[0], x[1], x[2]))
-    number = max(0, round(share * size * len(scores)) - whole * size)
-    kept = {(layer, unit) for _, layer, unit in free[:number]}
+    free = [(layer, unit) for layer in range(whole, len(scores)) for unit in range(size)]
+    free.sort(key=lambda place: -scores[place[0]][place[1]])
+    kept = set(free[: max(0, round(share * size * len(scores)) - whole * size)])
     return tuple(
-        tuple(range(size)) if layer < whole else tuple(u for u in range(size) if (layer, u) in kept)
-        for layer in range(len(scores))
+        tuple(u for u in range(size) if layer < whole or (layer, u) in kept) for layer in range(len(scores))
     )

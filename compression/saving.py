@@ -9,11 +9,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from mmrl.compression.pruning.sliced_linear import STORED, applied_transforms, record_transform, share_weights
+from mmrl.compression.pruning.prune import applied_transforms, record_transform, share_weights
 from mmrl.config.registry import find
 from mmrl.runtime.modules import DTYPES
 
 NAME = "transforms.json"
+LOW_BIT = ("Linear4bit", "Linear8bitLt")
+# Transforms whose result is in the saved checkpoint itself, so that loading does not apply them again.
+STORED = ("structured_pruning",)
 
 
 def save_transformed(model: nn.Module, folder: str | Path, processor: Any = None) -> None:
@@ -23,7 +26,8 @@ def save_transformed(model: nn.Module, folder: str | Path, processor: Any = None
     written dequantised, which gives the same codes when they are quantised again.
     """
     folder = Path(folder)
-    plain = share_weights(model, {id(m): _plain(m) for m in model.modules() if type(m).__name__ in LOW_BIT})
+    swap = {id(m): _dequantised(m) for m in model.modules() if type(m).__name__ in LOW_BIT}
+    plain = share_weights(model, swap)
     plain.save_pretrained(str(folder))
     if processor is not None:
         processor.save_pretrained(str(folder))
@@ -41,13 +45,11 @@ def load_transformed(folder: str | Path, *, attn_implementation: str = "sdpa") -
     """Load a folder of `save_transformed`; logits are the same bit for bit."""
     from transformers import AutoModelForImageTextToText
 
-    folder = Path(folder)
+    path = Path(folder) / NAME
     try:
-        record = json.loads((folder / NAME).read_text())
+        record = json.loads(path.read_text())
     except (OSError, json.JSONDecodeError) as error:
-        raise ValueError(
-            f"cannot read '{folder / NAME}', which `save_transformed` writes: {error}"
-        ) from error
+        raise ValueError(f"cannot read '{path}', which `save_transformed` writes: {error}") from error
     # Loading in the widest dtype is exact for narrower weights, and `layer_cast` casts them again.
     model = AutoModelForImageTextToText.from_pretrained(
         str(folder),
@@ -57,8 +59,8 @@ def load_transformed(folder: str | Path, *, attn_implementation: str = "sdpa") -
         trust_remote_code=False,
     ).eval()
     for transform in record["transforms"]:
-        name = transform["name"]
-        options = {key: _tuples(value) for key, value in transform.items() if key != "name"}
+        options = {key: _tuples(value) for key, value in transform.items()}
+        name = options.pop("name")
         if name in STORED:
             model = record_transform(share_weights(model), model, name, options)
         else:
@@ -66,21 +68,18 @@ def load_transformed(folder: str | Path, *, attn_implementation: str = "sdpa") -
     return model
 
 
-LOW_BIT = ("Linear4bit", "Linear8bitLt")
-
-
-def _plain(linear: nn.Module) -> nn.Module:
+@torch.no_grad()
+def _dequantised(linear: nn.Module) -> nn.Module:
     """Dequantise a low-bit linear layer by its products with unit vectors."""
     out = nn.Linear(linear.in_features, linear.out_features, linear.bias is not None, device="meta")
     ones = torch.eye(linear.in_features, device=linear.weight.device)
     bias = 0.0 if linear.bias is None else linear.bias.detach()
-    with torch.no_grad():
-        out.weight = nn.Parameter((linear(ones) - bias).T.contiguous())
+    out.weight = nn.Parameter((linear(ones) - bias).T.contiguous())
     if linear.bias is not None:
-        out.bias = nn.Parameter(linear.bias.detach())
+        out.bias = nn.Parameter(bias)
     return out
 
 
 def _tuples(value: Any) -> Any:
     """Turn JSON lists into the tuples that options are."""
-    return tuple(_tuples(x) for x in value) if type(value) is list else value
+    return tuple(map(_tuples, value)) if type(value) is list else value

@@ -1,4 +1,4 @@
-"""The interface of a model family for pruned visual computation, and its common implementations."""
+"""What differs between model families in pruned visual computation: patch grids, projections, positions."""
 
 from __future__ import annotations
 
@@ -19,60 +19,36 @@ class ModelAdapter:
     """Patch grids, attention projections and position ids of a model family.
 
     `grids(core, inputs)` returns, by placeholder token id, the patch grids of the media in the batch; empty
-    if unknown. `project(attn, x, queries, keys)` returns queries, keys and values of (B, n, width) states,
-    each (B, heads, n, D), before rotary embedding, of the chosen features only. `positions(ids, batch)`
-    converts `position_ids` to the form that the model's `rotary_emb` takes. `class_token_attention(core)` is
-    the attention module of the vision tower whose class token ranks patches (VisionZip), if there is one.
-    `noted`: grids are known only when media are encoded, so the features carry them as an attribute.
+    if unknown. `class_token_attention(core)` is the attention module of the vision tower whose class token
+    ranks patches (VisionZip), if there is one.
     """
 
     grids: Callable[[nn.Module, Mapping[str, Any]], dict[int, PatchGrids]]
-    project: Callable[[nn.Module, Tensor, FeatureIndex, FeatureIndex], tuple[Tensor, Tensor, Tensor]]
-    positions: Callable[[Tensor, int], Tensor]
     class_token_attention: Callable[[nn.Module], nn.Module] | None = None
-    noted: bool = False
+    grids_need_media: bool = False  # known only when media are encoded, so the features carry them
+    multimodal_positions: bool = False  # M-RoPE: time, height and width of every token
+    head_norm: bool = False  # queries and keys are normalised per head, as in Qwen3
 
+    def project(
+        self, attn: nn.Module, x: Tensor, queries: FeatureIndex = None, keys: FeatureIndex = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Project (B, n, width) states to queries, keys and values, before rotary embedding.
 
-def placeholders(config: Any) -> tuple[int, ...]:
-    """List the placeholder token ids of images and videos."""
-    named = [getattr(config, f"{kind}_token_id", None) for kind in ("image", "video")]
-    return tuple(token for token in named if token is not None)
+        Each is (B, heads, n, D), of the chosen features only.
+        """
+        chosen = ((attn.q_proj, queries), (attn.k_proj, keys), (attn.v_proj, keys))
+        q, k, v = (
+            sliced_linear(linear, x, rows=rows).unflatten(-1, (-1, attn.head_dim)).transpose(1, 2)
+            for linear, rows in chosen
+        )
+        return (attn.q_norm(q), attn.k_norm(k), v) if self.head_norm else (q, k, v)
 
-
-def heads(x: Tensor, size: int) -> Tensor:
-    """Split the last axis into heads: (B, n, H * D) to (B, H, n, D)."""
-    return x.unflatten(-1, (-1, size)).transpose(1, 2)
-
-
-def project(
-    attn: nn.Module, x: Tensor, queries: FeatureIndex, keys: FeatureIndex
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Project queries, keys and values as Llama, Qwen2 and Mistral do."""
-    size = attn.head_dim
-    return (
-        heads(sliced_linear(attn.q_proj, x, rows=queries), size),
-        heads(sliced_linear(attn.k_proj, x, rows=keys), size),
-        heads(sliced_linear(attn.v_proj, x, rows=keys), size),
-    )
-
-
-def project_normed(
-    attn: nn.Module, x: Tensor, queries: FeatureIndex, keys: FeatureIndex
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Project queries, keys and values as Qwen3 does, which normalises every head."""
-    q, k, v = project(attn, x, queries, keys)
-    return attn.q_norm(q), attn.k_norm(k), v
-
-
-def sequence_positions(ids: Tensor, batch: int) -> Tensor:
-    """Expand one-dimensional positions to every row: (B, n)."""
-    return ids.expand(batch, -1)
-
-
-def multimodal_positions(ids: Tensor, batch: int) -> Tensor:
-    """Expand M-RoPE positions to (3, B, n): time, height, width; a leading text axis is dropped."""
-    ids = ids if ids.dim() == 3 else ids[None]
-    return ids[-3:].expand(3, batch, -1)
+    def positions(self, ids: Tensor, batch: int) -> Tensor:
+        """Expand `position_ids` to every row, as `rotary_emb` takes them: (B, n), or (3, B, n) for M-RoPE."""
+        if not self.multimodal_positions:
+            return ids.expand(batch, -1)
+        ids = ids if ids.dim() == 3 else ids[None]
+        return ids[-3:].expand(3, batch, -1)  # an axis of text positions before the three is dropped
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

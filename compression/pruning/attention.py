@@ -9,29 +9,27 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from mmrl.compression.pruning.local_attention import attend_near, near_mask
+from mmrl.compression.pruning.local_attention import attend_near, window_mask
 from mmrl.compression.pruning.patch_grid import pick
-from mmrl.compression.pruning.sliced_linear import FeatureIndex, feature_index
+from mmrl.compression.pruning.sliced_linear import feature_index, take
 from mmrl.compression.pruning.spec import PruningSpec
 from mmrl.compression.pruning.token_stages import TokenStage
+
+Heads = tuple[int, ...]
 
 
 @dataclass(frozen=True, eq=False)
 class HeadSplit:
     """Query heads kept and lost for visual tokens, and the key heads that the kept ones read (GQA)."""
 
-    kept: tuple[int, ...] | None
-    lost: tuple[int, ...]
-    needed: tuple[int, ...] | None
+    kept: Heads | None
+    lost: Heads
+    needed: Heads | None
     group: int
-
-    def columns(self, size: int) -> FeatureIndex:
-        """Return the inputs of the output projection that belong to kept heads."""
-        return feature_index(self.kept, size)
 
 
 @lru_cache(maxsize=1024)
-def split_heads(kept: tuple[int, ...] | None, heads: int, kv_heads: int) -> HeadSplit:
+def split_heads(kept: Heads | None, heads: int, kv_heads: int) -> HeadSplit:
     """Split the query heads of a layer into kept and lost ones; None keeps all."""
     group = heads // kv_heads
     if kept is None or len(kept) == heads:
@@ -46,13 +44,13 @@ class LayerAttention:
     """Attention inputs of one layer, and how they are computed.
 
     Queries `q` of text (B, H, n_t, D), keys `k` and values `v` of all columns (B, Hkv, C, D), and `rows`:
-    queries (None if the layer is frozen), keys and values of visual rows.
+    queries (None if the layer is frozen), keys and values of visual rows, of their heads only.
     """
 
     q: Tensor
     k: Tensor
     v: Tensor
-    rows: tuple[Tensor | None, Tensor, Tensor] | None  # queries, keys and values of visual rows
+    rows: tuple[Tensor | None, Tensor, Tensor] | None
     stage: TokenStage
     split: HeadSplit
     pruning: PruningSpec
@@ -61,19 +59,40 @@ class LayerAttention:
 
     def attend(self) -> tuple[Tensor, Tensor | None]:
         """Compute attention of text rows over all heads, and of visual rows over the kept heads."""
-        stage, split = self.stage, self.split
+        stage, kept, lost, vis = self.stage, self.split.kept, self.split.lost, None
         if not torch.is_tensor(self.k):
             return self._attend_quantised_cache(), None
         if self.rows is None or self.rows[0] is None:
-            if not split.lost or not stage.any_visual:
-                return self._text(self.q, None), None
-            return self._with_text_only_heads(self._text(*self._queries(split.kept))), None
-        if self.pruning.radius is None:
-            words, seen = self._dense()
+            if not lost or not stage.any_visual:
+                return self._attend_text(None), None
+            text = self._attend_text(kept)
+        elif self.pruning.radius is None:
+            text, vis = self._attend_together()
         else:
-            words = self._text(*self._queries(split.kept))
-            seen = self._near()
-        return self._with_text_only_heads(words) if split.lost else words, seen
+            text, vis = self._attend_text(kept), self._attend_near()
+        if lost:  # in these heads text attends to text only
+            q, make = _pick_heads(self.q, lost), lambda: stage.mask(stage.text, text_only=True)
+            mask = stage.bias("text only", make, q.dtype)
+            rest = F.scaled_dot_product_attention(q, *self.keys(lost), attn_mask=mask, scale=self.scale)
+            text, order = torch.cat([text, rest], 1), [*kept, *lost]
+            if order != sorted(order):
+                text = text.index_select(1, torch.tensor(order, device=text.device).argsort())
+        return text, vis
+
+    def keys(self, heads: Heads | None) -> tuple[Tensor, Tensor]:
+        """Return the keys and values that query heads read, one per head; None: all heads."""
+        group = self.split.group
+        if heads is None:
+            return tuple(x if group == 1 else x.repeat_interleave(group, 1) for x in (self.k, self.v))
+        wanted = tuple(h // group for h in heads)
+        return _pick_heads(self.k, wanted), _pick_heads(self.v, wanted)
+
+    def last_row(self) -> Tensor:
+        """Compute the attention of the last text row to visual rows (B, n_v), mean over all heads."""
+        k, _ = self.keys(None)
+        weights = softmax_rows(self.q[:, :, -1:], k, self.stage.mask(self.stage.text[:, -1:]), self.scale)
+        past = k.shape[2] - self.stage.cols.shape[1]
+        return pick(weights.mean(1)[:, 0, past:], self.stage.vis_at)
 
     def _attend_quantised_cache(self) -> Tensor:
         """Attend to a quantised cache by the attention function that it registered: (B, H, n_t, D)."""
@@ -85,102 +104,70 @@ class LayerAttention:
                 "cache. A cache that selects tokens during the prefill (`vl_cache`) "
                 "does not fit a model whose visual tokens are pruned"
             )
+        stage, lost, mask = self.stage, self.split.lost, self.stage.text_mask
+
+        def mask_by_head() -> Tensor:  # (B, H, n_t, C): lost heads attend to text only
+            is_lost = torch.zeros(self.q.shape[1], dtype=torch.bool, device=self.q.device)
+            is_lost[list(lost)] = True
+            text_only = stage.mask(stage.text, text_only=True)
+            return torch.where(is_lost[:, None, None], text_only, stage.mask(stage.text))
+
+        if lost and stage.any_visual:
+            mask = stage.once(("heads", lost), mask_by_head)
         read = ALL_ATTENTION_FUNCTIONS[self.module.config._attn_implementation]
-        mask, stage = self.stage.text_mask, self.stage
-        if self.split.lost and stage.any_visual:
-            mask = stage.once(("heads", self.split.lost), self._mask_of_heads)
         out, _ = read(self.module, self.q, self.k, self.v, mask, scaling=self.scale, dropout=0.0)
         return out.transpose(1, 2)
 
-    def _mask_of_heads(self) -> Tensor:
-        """Compute the attention mask of text rows per head: (B, H, n_t, C)."""
-        lost = torch.zeros(self.q.shape[1], dtype=torch.bool, device=self.q.device)
-        lost[list(self.split.lost)] = True
-        return torch.where(lost[:, None, None], self.stage.text_only_mask, self.stage.mask(self.stage.text))
-
-    def _queries(self, chosen: tuple[int, ...] | None) -> tuple[Tensor, tuple[int, ...] | None]:
-        return self.q if chosen is None else _heads(self.q, chosen), chosen
-
-    def _text(self, q: Tensor, chosen: tuple[int, ...] | None) -> Tensor:
+    def _attend_text(self, heads: Heads | None) -> Tensor:
+        q, stage, group = _pick_heads(self.q, heads), self.stage, self.split.group
         if not q.shape[1]:
             return q
-        mask = self.stage.text_mask
-        mask = mask if mask is None else self.stage.bias("text", lambda: self.stage.text_mask, q.dtype)
-        if self.stage.plain and self.stage.all_text and mask is not None:
-            return F.scaled_dot_product_attention(q, *self._keys(chosen), is_causal=True, scale=self.scale)
-        if chosen is None and q.shape[2] == 1 and self.split.group > 1:
+        mask = stage.text_mask
+        if mask is not None:
+            if stage.plain and stage.all_text:
+                return F.scaled_dot_product_attention(q, *self.keys(heads), is_causal=True, scale=self.scale)
+            mask = stage.bias("text", lambda: stage.text_mask, q.dtype)
+        if heads is None and q.shape[2] == 1 and group > 1:
             # One query per head: the heads of a group become rows over its one key head, so that keys are not
             # repeated. (B, H, 1, D) to (B, Hkv, group, D).
-            packed = q.unflatten(1, (-1, self.split.group))[:, :, :, 0]
+            packed = q.unflatten(1, (-1, group))[:, :, :, 0]
             out = F.scaled_dot_product_attention(packed, self.k, self.v, attn_mask=mask, scale=self.scale)
             return out.flatten(1, 2)[:, :, None]
-        return F.scaled_dot_product_attention(q, *self._keys(chosen), attn_mask=mask, scale=self.scale)
+        return F.scaled_dot_product_attention(q, *self.keys(heads), attn_mask=mask, scale=self.scale)
 
-    def _with_text_only_heads(self, kept: Tensor) -> Tensor:
-        """Add the lost heads, which attend to text only, and restore the order of heads."""
-        split = self.split
-        q, chosen = self._queries(split.lost)
-        mask = self.stage.bias("text only", lambda: self.stage.text_only_mask, q.dtype)
-        lost = F.scaled_dot_product_attention(q, *self._keys(chosen), attn_mask=mask, scale=self.scale)
-        both, order = torch.cat([kept, lost], 1), [*split.kept, *split.lost]
-        if order == sorted(order):
-            return both
-        return both.index_select(1, torch.tensor(order, device=q.device).argsort())
-
-    def _keys(self, chosen: tuple[int, ...] | None) -> tuple[Tensor, Tensor]:
-        """Return keys and values repeated for every (chosen) query head."""
-        group = self.split.group
-        if chosen is None:
-            return tuple(x if group == 1 else x.repeat_interleave(group, 1) for x in (self.k, self.v))
-        wanted = tuple(h // group for h in chosen)
-        return _heads(self.k, wanted), _heads(self.v, wanted)
-
-    def _dense(self) -> tuple[Tensor, Tensor]:
+    def _attend_together(self) -> tuple[Tensor, Tensor]:
         """Attend with text and visual rows in sequence order, so that a causal mask needs no tensor."""
-        stage, (q, chosen) = self.stage, self._queries(self.split.kept)
+        stage, q = self.stage, _pick_heads(self.q, self.split.kept)
         rows = stage.join(q, self.rows[0], None, q.shape[1])
-        mask = None if stage.plain else stage.bias("dense", lambda: stage.dense_mask, q.dtype)
+        mask = None if stage.plain else stage.bias("all", lambda: stage.mask(stage.cols), q.dtype)
+        keys = self.keys(self.split.kept)
         out = F.scaled_dot_product_attention(
-            rows, *self._keys(chosen), attn_mask=mask, is_causal=mask is None, scale=self.scale
+            rows, *keys, attn_mask=mask, is_causal=mask is None, scale=self.scale
         )
         return pick(out, stage.text_at, 2), pick(out, stage.vis_at, 2)
 
-    def _near(self) -> Tensor:
+    def _attend_near(self) -> Tensor:
         """Attend from visual rows to the window on their patch grid and to the text before them."""
-        stage, pruning = self.stage, self.pruning
-        (q, *mine), (k, v) = self.rows, self._keys(self.split.kept)
-        if stage.vis.shape[1] and int((stage.vis >= 0).sum()) != int(stage.layout.visual.sum()):
-            make = lambda: near_mask(stage, pruning.radius, pruning.causal)
+        stage, pruning, split = self.stage, self.pruning, self.split
+        (q, *mine), (k, v) = self.rows, self.keys(split.kept)
+        # Blocks need complete grids; those that lost tokens to a reduction have a mask over all columns.
+        if stage.once("lost", lambda: int(stage.is_token.sum()) != int(stage.call.layout.visual.sum())):
+            make = lambda: window_mask(stage, pruning)
             mask = stage.bias(("near", pruning.radius, pruning.causal), make, q.dtype)
             return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=self.scale)
-        columns, _ = stage.words
-        mine = [self._repeat_visual(x) for x in mine]
-        words = [pick(x, columns, 2) for x in (k, v)]
-        return attend_near(
-            q, *mine, *words, stage, radius=pruning.radius, causal=pruning.causal, scale=self.scale
-        )
-
-    def _repeat_visual(self, x: Tensor) -> Tensor:
-        """Repeat keys or values of visual rows for every kept query head."""
-        split = self.split
-        if split.kept is None:
-            return x if split.group == 1 else x.repeat_interleave(split.group, 1)
-        needed = split.needed or range(x.shape[1])
-        place = {head: at for at, head in enumerate(needed)}
-        return _heads(x, tuple(place[h // split.group] for h in split.kept))
-
-    def last_row(self) -> Tensor:
-        """Compute the attention of the last text row to visual rows (B, n_v), mean over all heads."""
-        k, _ = self._keys(None)
-        weights = softmax_rows(self.q[:, :, -1:], k, self.stage.mask(self.stage.text[:, -1:]), self.scale)
-        past = k.shape[2] - self.stage.cols.shape[1]
-        return pick(weights.mean(1)[:, 0, past:], self.stage.vis_at)
+        if split.kept is not None:  # visual rows have the needed key heads only
+            place = {head: at for at, head in enumerate(split.needed or range(mine[0].shape[1]))}
+            heads = tuple(place[h // split.group] for h in split.kept)
+            mine = [_pick_heads(x, heads) for x in mine]
+        elif split.group > 1:
+            mine = [x.repeat_interleave(split.group, 1) for x in mine]
+        text = tuple(pick(x, stage.words[0], 2) for x in (k, v))
+        return attend_near((q, *mine), text, stage, pruning, self.scale)
 
 
-def _heads(x: Tensor, chosen: tuple[int, ...]) -> Tensor:
+def _pick_heads(x: Tensor, heads: Heads | None) -> Tensor:
     """Select heads of (B, H, n, D); contiguous heads without a copy."""
-    picked = feature_index(chosen)
-    return x[:, picked] if type(picked) is slice else x.index_select(1, picked.to(x.device))
+    return take(x, 1, feature_index(heads))
 
 
 def softmax_rows(q: Tensor, k: Tensor, mask: Tensor, scale: float) -> Tensor:

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from mmrl.compression.pruning.patch_grid import pick
+from mmrl.compression.pruning.spec import PruningSpec
 from mmrl.compression.pruning.token_stages import TokenStage
 
 BLOCK = 96  # target queries per block: smaller blocks underuse the kernel, larger ones mask more keys
@@ -28,7 +29,7 @@ def block_keys(rows: int, columns: int, radius: int, causal: bool) -> tuple[int,
 
 
 @lru_cache(maxsize=64)
-def _near(rows: int, columns: int, radius: int, causal: bool) -> Tensor:
+def _window(rows: int, columns: int, radius: int, causal: bool) -> Tensor:
     """Compute which keys of its block are in the window of a query: (blocks, queries, keys)."""
     block, reach = block_rows(rows, columns), min(radius, rows - 1)
     blocks, queries, keys = block_keys(rows, columns, radius, causal)
@@ -45,74 +46,69 @@ def _near(rows: int, columns: int, radius: int, causal: bool) -> Tensor:
 
 
 def attend_near(
-    q: Tensor, k: Tensor, v: Tensor, text_k: Tensor, text_v: Tensor, stage: TokenStage, *,
-    radius: int, causal: bool, scale: float,
+    rows: tuple[Tensor, Tensor, Tensor], text: tuple[Tensor, Tensor], stage: TokenStage,
+    pruning: PruningSpec, scale: float,
 ) -> Tensor:  # fmt: skip
-    """Attend from visual rows (B, H, n_v, D) to their window and to the text before them.
+    """Attend from visual rows to their window and to the text before them: (B, H, n_v, D).
 
-    `k` and `v` belong to the same rows; `text_k` and `text_v` (B, H, t, D) to the text of `stage.words`.
-    Every grid must be complete.
+    `rows` are queries, keys and values of the visual rows; `text` keys and values (B, H, t, D) of the columns
+    `stage.words`. Every grid must be complete.
     """
-    batch, heads, n, size = q.shape
-    out = q.new_zeros(batch * n, heads, size)
-    flat = [x.transpose(1, 2).reshape(batch * n, heads, size) for x in (q, k, v)]
-    for (rows, columns), at in grid_rows(stage).items():
-        owner = at[:, 0] // n
-        whole = at.numel() == batch * n and bool(
-            (at.flatten() == torch.arange(batch * n, device=at.device)).all()
-        )
+    batch, heads, n, size = rows[0].shape
+    flat = [x.transpose(1, 2).reshape(batch * n, heads, size) for x in rows]
+    out = flat[0].new_zeros(batch * n, heads, size)
+    for shape, at, whole in stage.once("grids", lambda: _grid_rows(stage)):
         mine = [x.view(*at.shape, heads, size) if whole else x[at] for x in flat]
-        text = [x[owner] for x in (text_k, text_v)]
-        name = ("blocks", rows, columns, radius, causal)
-        make = lambda at=at, shape=(rows, columns): _block_mask(stage, at, shape, radius, causal)
-        done = _blocks(mine, text, stage.bias(name, make, q.dtype), (rows, columns), radius, causal, scale)
+        before = [x[at[:, 0] // n] for x in text]
+        make = lambda shape=shape, at=at: _block_mask(stage, shape, at, pruning)
+        bias = stage.bias(("blocks", shape, pruning.radius, pruning.causal), make, flat[0].dtype)
+        done = _attend_blocks(mine, before, bias, shape, pruning, scale)
         if whole:
             return done.reshape(batch, n, heads, size).transpose(1, 2)
         out = out.index_copy(0, at.flatten(), done.flatten(0, 1))
     return out.view(batch, n, heads, size).transpose(1, 2)
 
 
-def grid_rows(stage: TokenStage) -> dict[tuple[int, int], Tensor]:
-    """Return the visual rows of every grid, by shape: (F, h * w) flat indices `b * n_v + j`."""
+def _grid_rows(stage: TokenStage) -> list[tuple[tuple[int, int], Tensor, bool]]:
+    """List by shape flat indices `b * n_v + j` of the grids, (F, h * w), and whether that is all rows."""
     batch, n = stage.vis.shape
-    size = stage.layout.visual.shape[1]
-    rows = torch.arange(batch * n, device=stage.vis.device).view(batch, n)
-    place = rows.new_full((batch, size + 1), -1)
-    place.scatter_(1, stage.vis.masked_fill(stage.vis < 0, size), rows)
-    place = place[:, :size].flatten()
-    return {shape: place[at] for shape, at in stage.layout.grids.items()}
+    every = torch.arange(batch * n, device=stage.vis.device)
+    place = (stage.inverse(stage.vis) + every[::n, None]).flatten()
+    grids = [(shape, place[at]) for shape, at in stage.call.layout.grids.items()]
+    return [
+        (shape, at, at.numel() == batch * n and bool((at.flatten() == every).all())) for shape, at in grids
+    ]
 
 
-def _blocks(
-    mine: list[Tensor], text: list[Tensor], bias: Tensor, shape: tuple[int, int], radius: int, causal: bool,
+def _attend_blocks(
+    rows: list[Tensor], text: list[Tensor], bias: Tensor, shape: tuple[int, int], pruning: PruningSpec,
     scale: float,
 ) -> Tensor:  # fmt: skip
     """Attend within grids (F, h * w, H, D), block by block."""
-    (rows, columns), (frames, _, heads, size) = shape, mine[0].shape
-    block, reach = block_rows(rows, columns), min(radius, rows - 1)
-    blocks = -(-rows // block)
-    below, fill = (0 if causal else reach), blocks * block - rows
-    q = _pad_rows(mine[0], columns, 0, fill).view(frames, blocks, block * columns, heads, size)
+    (height, width), (frames, _, heads, size) = shape, rows[0].shape
+    block, reach = block_rows(height, width), min(pruning.radius, height - 1)
+    blocks = -(-height // block)
+    below, fill = (0 if pruning.causal else reach), blocks * block - height
+    q = _pad_rows(rows[0], width, 0, fill).view(frames * blocks, block * width, heads, size)
     keys = []
-    for x, words in zip(mine[1:], text, strict=True):
-        lines = _pad_rows(x, columns, reach, fill + below).view(frames, -1, columns, heads, size)
-        parts = lines.unfold(1, block + reach + below, block)  # (F, blocks, w, H, D, lines of a block)
-        parts = parts.permute(0, 1, 3, 5, 2, 4).flatten(3, 4)
+    for x, words in zip(rows[1:], text, strict=True):
+        lines = _pad_rows(x, width, reach, fill + below).view(frames, -1, width, heads, size)
+        # Blocks overlap by their reach. (F, blocks, w, H, D, lines of a block) to (F, blocks, H, keys, D).
+        parts = lines.unfold(1, block + reach + below, block).permute(0, 1, 3, 5, 2, 4).flatten(3, 4)
         parts = torch.cat([parts, words[:, None].expand(-1, blocks, -1, -1, -1)], 3)
         keys.append(parts.flatten(0, 1))
-    out = F.scaled_dot_product_attention(q.flatten(0, 1).transpose(1, 2), *keys, attn_mask=bias, scale=scale)
-    return out.transpose(1, 2).reshape(frames, blocks * block * columns, heads, size)[:, : rows * columns]
+    out = F.scaled_dot_product_attention(q.transpose(1, 2), *keys, attn_mask=bias, scale=scale)
+    return out.transpose(1, 2).reshape(frames, -1, heads, size)[:, : height * width]
 
 
-def _block_mask(stage: TokenStage, at: Tensor, shape: tuple[int, int], radius: int, causal: bool) -> Tensor:
+def _block_mask(stage: TokenStage, shape: tuple[int, int], at: Tensor, pruning: PruningSpec) -> Tensor:
     """Compute the mask of every block over window and text: (F * blocks, 1, queries, keys + t)."""
-    rows, columns = shape
-    blocks, queries, _ = block_keys(rows, columns, radius, causal)
-    near = _near(rows, columns, radius, causal).to(at.device).expand(len(at), -1, -1, -1)
+    (height, width), frames = shape, len(at)
+    near = _window(height, width, pruning.radius, pruning.causal).to(at.device).expand(frames, -1, -1, -1)
+    _, blocks, queries, _ = near.shape
     before = stage.words[1].flatten(0, 1)[at]
-    before = F.pad(before, (0, 0, 0, blocks * queries - rows * columns))
-    seen = before.view(len(at), blocks, queries, before.shape[-1])
-    return torch.cat([near, seen], -1).flatten(0, 1)[:, None]
+    before = F.pad(before, (0, 0, 0, blocks * queries - height * width))
+    return torch.cat([near, before.view(frames, blocks, queries, -1)], -1).flatten(0, 1)[:, None]
 
 
 def _pad_rows(x: Tensor, columns: int, above: int, below: int) -> Tensor:
@@ -120,19 +116,16 @@ def _pad_rows(x: Tensor, columns: int, above: int, below: int) -> Tensor:
     return F.pad(x, (0, 0, 0, 0, above * columns, below * columns)) if above or below else x
 
 
-def near_mask(stage: TokenStage, radius: int, causal: bool) -> Tensor:
-    """Compute the window mask of visual rows over all columns: (B, 1, n_v, C).
-
-    For grids that lost tokens to a reduction; tests compare the blocks with it.
-    """
-    place = stage.layout.place
-    rows = [pick(axis, stage.vis) for axis in place]
-    cols = [pick(axis, stage.cols) for axis in place]
-    near = (rows[0][:, :, None] == cols[0][:, None]) & (rows[0] >= 0)[:, :, None]
+def window_mask(stage: TokenStage, pruning: PruningSpec) -> Tensor:
+    """Compute the window mask of visual rows over all columns, where grids lost tokens: (B, 1, n_v, C)."""
+    rows, cols = (
+        [pick(axis, index) for axis in stage.call.layout.place] for index in (stage.vis, stage.cols)
+    )
+    near = (rows[0][:, :, None] == cols[0][:, None]) & (rows[0] >= 0)[:, :, None]  # on the same grid
     for line, column in zip(rows[1:], cols[1:], strict=True):
-        near &= (line[:, :, None] - column[:, None]).abs() <= radius
+        near &= (line[:, :, None] - column[:, None]).abs() <= pruning.radius
     past = stage.orig.shape[1] - stage.cols.shape[1]
     near = F.pad(near, (past, 0)) & stage.visual[:, None] & stage.seen[:, None]
     base = stage.mask(stage.vis)[:, 0]
-    see = (base & ~stage.visual[:, None]) | (near & base if causal else near)
+    see = (base & ~stage.visual[:, None]) | (near & base if pruning.causal else near)
     return (see | ~see.any(-1, keepdim=True))[:, None]

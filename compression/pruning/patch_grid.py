@@ -1,7 +1,12 @@
-"""Places of visual tokens in the sequence of a call and on the patch grids of their images."""
+"""Visual tokens of a call: their places in the sequence and on the patch grids of their images.
+
+`generate` encodes images first and passes their features on, repeated for beams, without the grids. So grids,
+and the queries and keys of the vision tower, are stored as attributes of the feature tensors.
+"""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -10,8 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mmrl.compression.model_adapters.adapter import ModelAdapter, PatchGrids, placeholders
-from mmrl.compression.pruning.vision_tower import KINDS, encoded_grids, recorded_tower
+from mmrl.compression.model_adapters.families import adapter_of
+from mmrl.compression.pruning.spec import pruning_of
+from mmrl.kv_cache.layout import placeholder_ids
 
 NO_TOKEN = -1
 
@@ -22,7 +28,7 @@ class TokenLayout:
 
     `grids` holds, by shape (h, w), the flat indices `b * S + s` of every patch grid, (F, h * w) in reading
     order. `place` (3, B, S) is the number of the grid, the row and the column; -1 for text. `tower` are
-    queries and keys recorded in the vision tower.
+    queries and keys recorded in the vision tower, (images, 1 + patches, width).
     """
 
     visual: Tensor
@@ -34,7 +40,7 @@ class TokenLayout:
 LAYOUT: ContextVar[TokenLayout | None] = ContextVar("layout", default=None)
 
 
-def lay_out(core: nn.Module, adapter: ModelAdapter, inputs: Mapping[str, Any], *, grids: bool) -> TokenLayout:
+def lay_out(core: nn.Module, inputs: Mapping[str, Any], *, grids: bool) -> TokenLayout:
     """Find the visual tokens of a call, and with `grids` the place of each on its patch grid."""
     ids = inputs.get("input_ids")
     if ids is None:
@@ -42,41 +48,77 @@ def lay_out(core: nn.Module, adapter: ModelAdapter, inputs: Mapping[str, Any], *
             "a pruned model finds visual tokens by their placeholders, so it needs `input_ids`; "
             "`inputs_embeds` alone do not mark them"
         )
+    encoded = inputs.get("mm_encoder_outputs") or {}
+    features = {kind: out.pooler_output for kind, out in encoded.items() if out is not None}
     visual = torch.zeros_like(ids, dtype=torch.bool)
-    for token in placeholders(core.config):
+    for token in placeholder_ids(core.config):
         visual |= ids == token
-    tower = recorded_tower(inputs)
+    tower = [getattr(feature, "tower", {}) for feature in features.get("image", ())]
+    tower = {name: torch.stack([part[name] for part in tower]) for name in (tower[0] if tower else ())}
     if not grids or not bool(visual.any()):
         return TokenLayout(visual, tower=tower)
-    known = adapter.grids(core, inputs)
-    for kind in KINDS:
-        known.setdefault(getattr(core.config, f"{kind}_token_id", None), encoded_grids(inputs, kind))
-    found: dict[tuple[int, int], list[Tensor]] = {}
-    place = torch.full((3, *ids.shape), NO_TOKEN, device=ids.device)
-    number = 0
-    for token in placeholders(core.config):
-        at = (ids == token).flatten().nonzero()[:, 0]
-        number = _assign(at, known.get(token, []), found, place.view(3, -1), number, token)
-    return TokenLayout(visual, {shape: torch.stack(many) for shape, many in found.items()}, place, tower)
+    known = adapter_of(core).grids(core, inputs)
+    for kind, encodings in features.items():
+        attached = [grid for feature in encodings for grid in getattr(feature, "grids", ())]
+        known.setdefault(getattr(core.config, f"{kind}_token_id"), attached)
+    place, number = torch.full((3, ids.numel()), NO_TOKEN, device=ids.device), 0
+    by_shape: dict[tuple[int, int], list[Tensor]] = {}
+    for token in placeholder_ids(core.config):
+        shapes, at = known.get(token, []), (ids == token).flatten().nonzero()[:, 0]
+        wanted = [h * w for h, w in shapes]
+        if sum(wanted) != len(at):
+            raise ValueError(
+                f"{len(at)} placeholder tokens ({token}) for patch grids of {sum(wanted)} visual tokens; "
+                "`local_visual_attention` needs the images (or their grids) in the call that holds their "
+                "placeholders"
+            )
+        for (h, w), cells in zip(shapes, at.split(wanted), strict=True):
+            by_shape.setdefault((h, w), []).append(cells)
+            cell = torch.arange(h * w, device=at.device)
+            place[:, cells] = torch.stack([torch.full_like(cell, number), cell // w, cell % w])
+            number += 1
+    stacked = {shape: torch.stack(cells) for shape, cells in by_shape.items()}
+    return TokenLayout(visual, stacked, place.view(3, *ids.shape), tower)
 
 
-def _assign(at: Tensor, grids: PatchGrids, found: dict, place: Tensor, number: int, token: int) -> int:
-    """Assign the places of one kind of token to its patch grids; returns the number of the next grid."""
-    wanted = sum(h * w for h, w in grids)
-    if wanted != len(at):
-        raise ValueError(
-            f"{len(at)} placeholder tokens ({token}) for patch grids of {wanted} visual tokens; "
-            "`local_visual_attention` needs the images (or their grids) in the call that holds their "
-            "placeholders"
-        )
-    start = 0
-    for h, w in grids:
-        mine = at[start : start + h * w]
-        found.setdefault((h, w), []).append(mine)
-        cell = torch.arange(h * w, device=at.device)
-        place[:, mine] = torch.stack([torch.full_like(cell, number), cell // w, cell % w])
-        start, number = start + h * w, number + 1
-    return number
+def forward_features(core: nn.Module, kind: str, *args: Any, **kwargs: Any) -> Any:
+    """Replace `get_image_features` and `get_video_features`: attach what pruning reads to the features."""
+    method, adapter = getattr(type(core), f"get_{kind}_features"), adapter_of(core)
+    tower, hooks = {}, []
+    if kind == "image" and pruning_of(core).tower:
+        attn = adapter.class_token_attention(core)
+        hooks = [
+            projection.register_forward_hook(lambda module, args, out, name=name: tower.update({name: out}))
+            for name, projection in (("q", attn.q_proj), ("k", attn.k_proj))
+        ]
+    try:
+        out = method(core, *args, **kwargs)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    if torch.is_tensor(out.pooler_output):
+        return out
+    grids = iter(())
+    if adapter.grids_need_media:
+        bound = inspect.signature(method).bind(core, *args, **kwargs).arguments
+        inputs = {**bound, **bound.get("kwargs", {})}
+        grids = iter(adapter.grids(core, inputs).get(getattr(core.config, f"{kind}_token_id"), ()))
+    for number, feature in enumerate(out.pooler_output):
+        feature.grids, left = [], len(feature)
+        while left > 0 and (grid := next(grids, None)) is not None:
+            feature.grids.append(grid)
+            left -= grid[0] * grid[1]
+        feature.tower = {name: value[number] for name, value in tower.items()}
+    return out
+
+
+def encode_ahead(core: nn.Module, inputs: dict[str, Any]) -> None:
+    """Encode the images of a call first, as `generate` does, so that attached values can be read."""
+    if inputs.get("pixel_values") is None:
+        return
+    wanted = inspect.signature(core.get_image_features).parameters
+    arguments = {name: inputs.pop(name) for name in list(inputs) if name in wanted and name != "return_dict"}
+    inputs["mm_encoder_outputs"] = {"image": core.get_image_features(**arguments, return_dict=True)}
 
 
 def pack_places(flags: Tensor) -> Tensor:
@@ -88,14 +130,11 @@ def pack_places(flags: Tensor) -> Tensor:
 
 def pick(x: Tensor, index: Tensor, dim: int = 1) -> Tensor:
     """Gather the entries `index` (B, n) along `dim` of `x` (B, ...); padding (-1) gathers entry 0."""
-    if x.shape[dim] == index.shape[1] and _is_range(index):
+    n = index.shape[1]
+    if x.shape[dim] == n and bool((index == torch.arange(n, device=index.device)).all()):
         return x
     index = index.clamp(min=0)
     if x.shape[0] == 1:
         return x.index_select(dim, index[0])
     rows = torch.arange(len(index), device=index.device)[:, None]
     return x[rows, index] if dim == 1 else x.transpose(1, dim)[rows, index].transpose(1, dim)
-
-
-def _is_range(index: Tensor) -> bool:
-    return bool((index == torch.arange(index.shape[1], device=index.device)).all())

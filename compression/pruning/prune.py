@@ -1,36 +1,119 @@
-"""Pruned views of a model: the same weights with less visual computation."""
+"""Views of a model: the same weights with other computation, and the record of the transforms applied."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import copy
+import inspect
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from torch import nn
 
-from mmrl.compression.model_adapters.lookup import adapter_of
-from mmrl.compression.pruning.forward import forward_core, forward_features, forward_text
-from mmrl.compression.pruning.sliced_linear import BoundFunction, record_transform, share_weights
-from mmrl.compression.pruning.spec import PRUNING, core_of, pruning_of
+from mmrl.compression.model_adapters.families import adapter_of
+from mmrl.compression.pruning.forward import forward_core, forward_text
+from mmrl.compression.pruning.patch_grid import forward_features
+from mmrl.compression.pruning.spec import PRUNING, TokenReduction, pruning_of, shape_of
+
+RECORD = "mmrl_transforms"
 
 
-def prune(model: nn.Module, name: str, options: Mapping[str, Any], **changes: Any) -> nn.Module:
+def prune(
+    model: nn.Module,
+    name: str,
+    options: Mapping[str, Any],
+    *,
+    reductions: Sequence[TokenReduction] = (),
+    **changes: Any,
+) -> nn.Module:
     """Return a view of a model with more pruning; the view shares every weight with the model.
 
-    `name` and `options` are recorded, so that the view can be saved and restored; `changes` are fields of
-    `PruningSpec`.
+    `name` and `options` are recorded, so that the view can be saved and restored; `reductions` are added to
+    those of the model; `changes` are other fields of `PruningSpec`.
     """
-    model_core = core_of(model)
-    adapter_of(model_core)
+    layers, before, model_core = shape_of(model).layers, pruning_of(model), model.base_model
+    for reduction in reductions:
+        if not 0 <= reduction.layer <= layers:
+            raise ValueError(
+                f"tokens cannot leave in front of layer {reduction.layer} of a model with {layers} layers"
+            )
+    adapter_of(model_core)  # refuses a family without one
     view = record_transform(share_weights(model), model, name, options)
-    core = core_of(view)
-    vars(core)[PRUNING] = replace(pruning_of(model), **changes)
+    core, text = view.base_model, view.base_model.get_decoder()
+    # A reduction that removes all tokens goes last in its layer: the others choose among the tokens left.
+    order = lambda reduction: (reduction.layer, reduction.choose is None)
+    reductions = tuple(sorted((*before.reductions, *reductions), key=order))
+    vars(core)[PRUNING] = replace(before, reductions=reductions, **changes)
     # Instance attributes override the methods of the class, and are rebound in a deep copy of the view.
     core.forward = BoundFunction(forward_core, core)
-    for kind in ("image", "video"):
-        name = f"get_{kind}_features"
-        if name in dir(type(core)):
-            setattr(core, name, BoundFunction(forward_features, core, kind, like=getattr(model_core, name)))
-    text = core.get_decoder()
     text.forward = BoundFunction(forward_text, text, core)
+    for kind in ("image", "video"):
+        method = f"get_{kind}_features"
+        if method in dir(type(core)):
+            setattr(
+                core, method, BoundFunction(forward_features, core, kind, like=getattr(model_core, method))
+            )
+    return view
+
+
+def share_weights(module: nn.Module, swap: Mapping[int, nn.Module] | None = None) -> nn.Module:
+    """Copy a tree of modules without copying tensors; `swap` maps the `id` of modules to replacements.
+
+    Adapters that are added to the copy do not appear in the original, nor the other way round.
+    """
+    copies = dict(swap or {})
+
+    def copied(module: nn.Module) -> nn.Module:
+        if id(module) in copies:
+            return copies[id(module)]
+        view = copies[id(module)] = copy.copy(module)
+        state = vars(view)
+        # Tables of parameters, buffers and hooks: a hook on the copy must not run in the original.
+        own = [name for name in state if name.startswith("_") and hasattr(state[name], "copy")]
+        state |= {name: state[name].copy() for name in own}
+        for name, child in view._modules.items():
+            view._modules[name] = None if child is None else copied(child)
+        for name in [name for name in state if type(state[name]) is BoundFunction]:
+            state[name] = state[name].onto(copies)
+        return view
+
+    return copied(module)
+
+
+class BoundFunction:
+    """A partial function whose module arguments are replaced when its owner is copied.
+
+    Works for `copy.deepcopy` and for `share_weights`.
+    """
+
+    def __init__(self, function: Callable, *first: Any, like: Callable | None = None) -> None:
+        self.function, self.first = function, first
+        if like is not None:  # `generate` reads the arguments of a method from its signature
+            self.__signature__ = inspect.signature(like)
+
+    def __call__(self, *rest: Any, **named: Any) -> Any:
+        return self.function(*self.first, *rest, **named)
+
+    def onto(self, copies: Mapping[int, nn.Module]) -> BoundFunction:
+        """Rebind the function to the copies of its modules, looked up by `id`."""
+        moved = copy.copy(self)
+        moved.first = tuple(copies.get(id(arg), arg) for arg in self.first)
+        return moved
+
+
+def applied_transforms(model: nn.Module) -> tuple[dict[str, Any], ...]:
+    """List the transforms of a model as `{"name": ..., option: ...}`, in order of application."""
+    return vars(model).get(RECORD, ())
+
+
+def record_transform(view: nn.Module, model: nn.Module, name: str, options: Mapping[str, Any]) -> nn.Module:
+    """Record on a view that a transform was applied to `model`; twice raises ValueError."""
+    for done in applied_transforms(model):
+        if done["name"] == name:
+            raise ValueError(
+                f"the transform '{name}' was applied to this model already, with "
+                f"{ {key: value for key, value in done.items() if key != 'name'} }; apply it once, with the "
+                "options you want"
+            )
+    vars(view)[RECORD] = (*applied_transforms(model), {"name": name, **options})
     return view

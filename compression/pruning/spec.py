@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
 
 from torch import nn
 
 PRUNING = "mmrl_pruning"
+Units = tuple[tuple[int, ...] | None, ...]  # of every layer; None for all
 
 
 @dataclass(frozen=True)
 class TokenReduction:
     """Removal of visual tokens before a layer.
 
-    `choose(SelectionContext) -> Selection` decides which tokens stay; None removes all.
+    `choose(stage, vis, scores)` gets the hidden states (B, n_v, width) of the visual rows of a `TokenStage`
+    and returns a mask (B, n_v) of those that stay, and the new states; None removes all. `scores` (B, n_v),
+    if wanted, is the attention of the last text token to the visual rows, mean over heads, in the `previous`
+    layer, or with the projections of this `layer`.
     """
 
     layer: int
     choose: Callable | None = None
-    probe: bool = False  # the choice reads the attention of the layer before
+    scores: Literal["", "previous", "layer"] = ""
 
 
 @dataclass(frozen=True)
@@ -33,8 +38,8 @@ class PruningSpec:
 
     radius: int | None = None
     causal: bool = True
-    heads: tuple[tuple[int, ...] | None, ...] = ()
-    ffn_units: tuple[tuple[int, ...] | None, ...] = ()
+    heads: Units = ()
+    ffn_units: Units = ()
     frozen: frozenset[int] = frozenset()
     reductions: tuple[TokenReduction, ...] = ()
     tower: bool = False  # a reduction reads queries and keys of the vision tower
@@ -58,41 +63,22 @@ class ModelShape:
     head_dim: int
     width: int
     inner: int
-    extra: Mapping[str, int] = field(default_factory=dict)
 
 
 def shape_of(model: nn.Module) -> ModelShape:
     """Read the sizes of a model's language model from its config."""
     config = model.config.get_text_config()
-    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return ModelShape(
-        config.num_hidden_layers,
-        config.num_attention_heads,
-        config.num_key_value_heads,
-        size,
-        config.hidden_size,
-        config.intermediate_size,
+        layers=config.num_hidden_layers,
+        heads=config.num_attention_heads,
+        kv_heads=config.num_key_value_heads,
+        # Some families set no size of a head, or null.
+        head_dim=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
+        width=config.hidden_size,
+        inner=config.intermediate_size,
     )
-
-
-def core_of(model: nn.Module) -> nn.Module:
-    """Return the model without its language-modelling head."""
-    return model.base_model
 
 
 def pruning_of(model: nn.Module) -> PruningSpec:
     """Return the pruning of a model; by default nothing is pruned."""
-    return vars(core_of(model)).get(PRUNING, PruningSpec())
-
-
-def add_reductions(model: nn.Module, reductions: Sequence[TokenReduction]) -> tuple[TokenReduction, ...]:
-    """Add reductions to those of a model, sorted by layer."""
-    layers = shape_of(model).layers
-    for reduction in reductions:
-        if not 0 <= reduction.layer <= layers:
-            raise ValueError(
-                f"tokens cannot leave in front of layer {reduction.layer} of a model with {layers} layers"
-            )
-    both = (*pruning_of(model).reductions, *reductions)
-    # A reduction that removes all tokens goes last in its layer: the others choose among the tokens left.
-    return tuple(sorted(both, key=lambda reduction: (reduction.layer, reduction.choose is None)))
+    return vars(model.base_model).get(PRUNING, PruningSpec())

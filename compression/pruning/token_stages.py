@@ -19,6 +19,8 @@ from torch import Tensor
 from mmrl.compression.pruning.patch_grid import TokenLayout, pack_places, pick
 from mmrl.compression.pruning.sliced_linear import FeatureIndex
 
+Rotary = tuple[Tensor, Tensor]  # cosines and sines of rows, (B, n, D) each
+
 
 @dataclass(frozen=True, eq=False)
 class TokenStage:
@@ -29,37 +31,23 @@ class TokenStage:
     `visual` (B, C) marks visual ones, `seen` (B, C) those that are not padding.
     """
 
+    call: ForwardCall
     text: Tensor
     vis: Tensor
     cols: Tensor
     orig: Tensor
     visual: Tensor
     seen: Tensor
-    past: int  # tokens of the whole sequence before this call
-    allowed: Tensor | None  # (B, S, past + S) mask of all pairs, if the caller passed one
-    layout: TokenLayout
+    text_rotary: Rotary
+    vis_rotary: Rotary
     plain: bool  # no padding and no past: the mask is just causal
-    memo: dict[Any, Tensor] = field(default_factory=dict)
+    memo: dict[Any, Any] = field(default_factory=dict)
 
-    @cached_property
-    def runs(self) -> list[tuple[bool, int, int, int]] | None:
-        """Split the new columns into contiguous runs: `(visual, first row, first column, length)`.
-
-        None if rows of the batch differ or are padded.
-        """
-        if int(min(x.min() if x.numel() else 0 for x in (self.text, self.vis, self.cols))) < 0:
-            return None
-        line = self.gather[0]
-        if not len(line) or not bool((self.gather == line).all()):
-            return None
-        breaks = ((line[1:] - line[:-1]) != 1).nonzero()[:, 0].tolist()
-        starts, n = [0, *(at + 1 for at in breaks)], self.text.shape[1]
-        ends, rows = [*starts[1:], len(line)], line.tolist()
-        return [
-            (rows[a] >= n, rows[a] - n if rows[a] >= n else rows[a], a, b - a)
-            for x, y in zip(starts, ends, strict=True)
-            for a, b in _split(rows, x, y, n)
-        ]
+    def once(self, name: Any, make: Callable[[], Any]) -> Any:
+        """Return a memoised value, computed once for all layers of the stage."""
+        if name not in self.memo:
+            self.memo[name] = make()
+        return self.memo[name]
 
     def bias(self, name: Any, make: Callable[[], Tensor], dtype: torch.dtype) -> Tensor:
         """Convert a mask to an additive bias (0 or -inf), once for all layers of the stage."""
@@ -71,70 +59,15 @@ class TokenStage:
 
         return self.once((name, dtype), added)
 
-    def once(self, name: Any, make: Callable[[], Tensor]) -> Tensor:
-        """Return a memoised value, computed once for all layers of the stage."""
-        if name not in self.memo:
-            self.memo[name] = make()
-        return self.memo[name]
-
-    @cached_property
-    def any_visual(self) -> bool:
-        """Whether a column is visual."""
-        return bool(self.visual.any())
-
-    def join(self, text: Tensor, vis: Tensor, heads: FeatureIndex, total: int) -> Tensor:
-        """Merge text rows (B, H, n_t, D) and visual rows (B, h, n_v, D) in the order of the new columns.
-
-        `heads` are those of `total` that the visual rows have; the other heads of visual rows are zero.
-        """
-        size = text.shape[-1]
-        if self.runs is None:
-            vis = vis if heads is None else _spread(vis, heads, total)
-            return pick(torch.cat([text, vis], 2), self.gather, 2)
-        shape = (len(text), total, self.cols.shape[1], size)
-        out = text.new_empty(shape) if heads is None else text.new_zeros(shape)
-        for visual, row, column, length in self.runs:
-            if visual:
-                to = slice(None) if heads is None else heads
-                out[:, to, column : column + length] = vis[:, :, row : row + length]
-            else:
-                out[:, :, column : column + length] = text[:, :, row : row + length]
-        return out
-
-    @cached_property
-    def gather(self) -> Tensor:
-        """Index of every new column in the concatenated text and visual rows: (B, n_c)."""
-        return pick(self._inverse(torch.cat([self.text, self.vis], 1)), self.cols)
-
-    def _inverse(self, index: Tensor) -> Tensor:
-        """Invert `index` (B, n): the place in it of every token of this call, (B, S)."""
-        size = self.layout.visual.shape[1]
-        order = torch.arange(index.shape[1], device=index.device).expand_as(index)
-        # The extra last entry takes the padding (-1).
-        places = index.new_zeros(len(index), size + 1)
-        places.scatter_(1, index.masked_fill(index < 0, size), order)
-        return places[:, :size]
-
-    @cached_property
-    def text_at(self) -> Tensor:
-        """Column of every text row: (B, n_t)."""
-        return self._inverse(self.cols).gather(1, self.text.clamp(min=0))
-
-    @cached_property
-    def vis_at(self) -> Tensor:
-        """Column of every visual row: (B, n_v)."""
-        return self._inverse(self.cols).gather(1, self.vis.clamp(min=0))
-
     def mask(self, rows: Tensor, *, text_only: bool = False) -> Tensor:
         """Compute which columns the rows (B, n) of this call attend to: (B, 1, n, C).
 
         A fully masked row (padding) attends everywhere, so that its softmax is defined.
         """
-        at = rows.clamp(min=0) + self.past
+        at = rows.clamp(min=0) + self.call.past
         see = self.seen[:, None] & (self.orig[:, None] <= at[:, :, None])
-        if self.allowed is not None:
-            lines = pick(self.allowed, rows)
-            see = see & pick(lines, self.orig, dim=2)
+        if self.call.allowed is not None:
+            see = see & pick(pick(self.call.allowed, rows), self.orig, dim=2)
         if text_only:
             see = see & ~self.visual[:, None]
         return (see | ~see.any(-1, keepdim=True))[:, None]
@@ -146,73 +79,95 @@ class TokenStage:
         return None if self.text.shape[1] == 1 and bool(mask.all()) else mask
 
     @cached_property
-    def text_only_mask(self) -> Tensor:
-        """Attention mask of text rows to text columns: (B, 1, n_t, C)."""
-        return self.mask(self.text, text_only=True)
+    def is_token(self) -> Tensor:
+        """Mark visual rows that are tokens, not padding: (B, n_v)."""
+        return self.vis >= 0
 
     @cached_property
-    def words(self) -> tuple[Tensor, Tensor]:
-        """Text columns before visual rows, (B, t) padded with -1, and a mask per visual row (B, n_v, t)."""
-        at = self.vis.clamp(min=0) + self.past
-        last = at.masked_fill(self.vis < 0, -1).max(1).values
-        columns = pack_places(~self.visual & self.seen & (self.orig < last[:, None]))
-        orig = pick(self.orig, columns)
-        before = orig[:, None] < at[:, :, None]
-        if self.allowed is not None:
-            before = before & pick(pick(self.allowed, self.vis), orig, dim=2)
-        return columns, before & (columns >= 0)[:, None]
-
-    @cached_property
-    def dense_mask(self) -> Tensor:
-        """Attention mask of all tokens of this call that are columns: (B, 1, n_c, C)."""
-        return self.mask(self.cols)
+    def any_visual(self) -> bool:
+        """Whether a column is visual."""
+        return bool(self.visual.any())
 
     @cached_property
     def all_text(self) -> bool:
         """Whether the new columns are exactly the text rows, in order."""
-        return (
-            self.vis.shape[1] == 0
-            and self.text.shape == self.cols.shape
-            and bool((self.text == self.cols).all())
-        )
+        same_shape = self.vis.shape[1] == 0 and self.text.shape == self.cols.shape
+        return same_shape and bool((self.text == self.cols).all())
 
+    def inverse(self, index: Tensor) -> Tensor:
+        """Invert `index` (B, n): the place in it of every token of this call, (B, S); 0 if not in it."""
+        size = self.call.layout.visual.shape[1]
+        order = torch.arange(index.shape[1], device=index.device).expand_as(index)
+        # The extra last entry takes the padding (-1).
+        places = index.new_zeros(len(index), size + 1)
+        places.scatter_(1, index.masked_fill(index < 0, size), order)
+        return places[:, :size]
 
-def _split(rows: list[int], start: int, end: int, n: int) -> list[tuple[int, int]]:
-    """Split a run at the boundary of text and visual rows, whose indices are consecutive (n_t - 1, n_t)."""
-    edge = start + (n - rows[start])
-    return [(start, edge), (edge, end)] if rows[start] < n and start < edge < end else [(start, end)]
+    @cached_property
+    def text_at(self) -> Tensor:
+        """Column of every text row: (B, n_t)."""
+        return self.inverse(self.cols).gather(1, self.text.clamp(min=0))
 
+    @cached_property
+    def vis_at(self) -> Tensor:
+        """Column of every visual row: (B, n_v)."""
+        return self.inverse(self.cols).gather(1, self.vis.clamp(min=0))
 
-def _spread(x: Tensor, heads: FeatureIndex, total: int) -> Tensor:
-    out = x.new_zeros(x.shape[0], total, *x.shape[2:])
-    out[:, heads] = x
-    return out
+    @cached_property
+    def gather(self) -> Tensor:
+        """Index of every new column in the concatenated text and visual rows: (B, n_c)."""
+        return pick(self.inverse(torch.cat([self.text, self.vis], 1)), self.cols)
 
+    @cached_property
+    def runs(self) -> list[tuple[bool, slice, slice]] | None:
+        """Split the new columns into contiguous runs: `(visual, rows, columns)`.
 
-class ColumnIndex:
-    """Position and kind of the columns of every stage, in the extra cache layers from `first` on."""
+        None if rows of the batch differ or are padded.
+        """
+        padded = torch.cat([self.text, self.vis, self.cols], 1).lt(0)
+        if bool(padded.any()) or not self.cols.numel() or bool((self.gather != self.gather[0]).any()):
+            return None
+        rows, n = self.gather[0].tolist(), self.text.shape[1]
+        starts = [at for at, row in enumerate(rows) if not at or row != rows[at - 1] + 1 or row == n]
+        runs = []
+        for start, end in zip(starts, [*starts[1:], len(rows)], strict=True):
+            visual = rows[start] >= n
+            first = rows[start] - n * visual
+            runs.append((visual, slice(first, first + end - start), slice(start, end)))
+        return runs
 
-    def __init__(self, cache: Any, first: int) -> None:
-        self.cache, self.first = cache, first
+    def join(self, text: Tensor, vis: Tensor, heads: FeatureIndex, total: int) -> Tensor:
+        """Merge text rows (B, H, n_t, D) and visual rows (B, h, n_v, D) in the order of the new columns.
 
-    def extend(self, number: int, orig: Tensor, visual: Tensor) -> tuple[Tensor, Tensor]:
-        """Append new columns (B, n) of a stage; returns positions and visual marks of all its columns."""
-        if self.cache is None:
-            return orig, visual
-        layer = self._layer(number)
-        keys, values = layer.update(orig[:, None, :, None], visual[:, None, :, None])
-        return keys[:, 0, :, 0], values[:, 0, :, 0].bool()
+        `heads` are those of `total` that the visual rows have; the other heads of visual rows are zero.
+        """
+        batch, _, _, size = text.shape
+        if self.runs is None:
+            if heads is not None:
+                spread = vis.new_zeros(batch, total, *vis.shape[2:])
+                spread[:, heads] = vis
+                vis = spread
+            return pick(torch.cat([text, vis], 2), self.gather, 2)
+        shape = (batch, total, self.cols.shape[1], size)
+        out = text.new_empty(shape) if heads is None else text.new_zeros(shape)
+        for visual, rows, columns in self.runs:
+            if visual:
+                out[:, slice(None) if heads is None else heads, columns] = vis[:, :, rows]
+            else:
+                out[:, :, columns] = text[:, :, rows]
+        return out
 
-    def length(self) -> int:
-        """Count the tokens of the whole sequence so far."""
-        return 0 if self.cache is None or not self.cache.get_seq_length() else self._layer(0).get_seq_length()
-
-    def _layer(self, number: int) -> Any:
-        from transformers.cache_utils import DynamicLayer
-
-        while len(self.cache.layers) <= self.first + number:
-            self.cache.layers.append(DynamicLayer())
-        return self.cache.layers[self.first + number]
+    @cached_property
+    def words(self) -> tuple[Tensor, Tensor]:
+        """Text columns before visual rows, (B, t) padded with -1, and a mask per visual row (B, n_v, t)."""
+        at = self.vis.clamp(min=0) + self.call.past
+        last = at.masked_fill(self.vis < 0, -1).max(1).values
+        columns = pack_places(~self.visual & self.seen & (self.orig < last[:, None]))
+        orig = pick(self.orig, columns)
+        before = orig[:, None] < at[:, :, None]
+        if self.call.allowed is not None:
+            before = before & pick(pick(self.call.allowed, self.vis), orig, dim=2)
+        return columns, before & (columns >= 0)[:, None]
 
 
 @dataclass(frozen=True, eq=False)
@@ -220,33 +175,54 @@ class ForwardCall:
     """Inputs of one call of the language model, before any token reduction."""
 
     layout: TokenLayout
-    columns: ColumnIndex
+    cache: Any
+    layers: int  # of the model: the records of columns are in the cache's layers after these
     past: int
     known: Tensor | None  # (B, past + S), True for tokens that are not padding
-    allowed: Tensor | None  # (B, S, past + S)
+    allowed: Tensor | None  # (B, S, past + S) mask of all pairs, if the caller passed one
+    rotary: Rotary  # of all tokens, (B, S, D)
 
-    def stage(self, number: int, vis: Tensor) -> TokenStage:
-        """Build stage `number` with the visual rows that are left."""
+    def stage(self, number: int, vis: Tensor | None = None) -> TokenStage:
+        """Build stage `number` with the visual rows that are left; None: all."""
         visual = self.layout.visual
         size = visual.shape[1]
-        every = torch.arange(size, device=visual.device).expand_as(visual)
         real = torch.ones_like(visual) if self.known is None else self.known[:, self.past :]
         text = pack_places(~visual & real)
         # Stage 0 has a column for every token, padding included, as an unpruned model; later stages only for
         # the text and the visual tokens that are left.
-        if number == 0:
-            cols = every
+        if vis is None:
+            vis = pack_places(visual & real)
+            cols = torch.arange(size, device=visual.device).expand_as(visual)
         else:
             kept = torch.zeros(len(visual), size + 1, dtype=torch.bool, device=visual.device)
             kept.scatter_(1, vis.masked_fill(vis < 0, size), True)
             cols = pack_places((~visual & real) | kept[:, :size])
         new = torch.where(cols < 0, cols, cols + self.past)
-        orig, marks = self.columns.extend(number, new, pick(visual, cols) & (cols >= 0))
+        orig, marks = self._record(number, new, pick(visual, cols) & (cols >= 0))
         seen = orig >= 0
         if self.known is not None:
             seen = seen & pick(self.known, orig)
         plain = self.past == 0 and self.allowed is None and bool(seen.all())
-        return TokenStage(text, vis, cols, orig, marks, seen, self.past, self.allowed, self.layout, plain)
+        rotary = [tuple(pick(x, rows) for x in self.rotary) for rows in (text, vis)]
+        return TokenStage(self, text, vis, cols, orig, marks, seen, *rotary, plain)
+
+    def _record(self, number: int, orig: Tensor, visual: Tensor) -> tuple[Tensor, Tensor]:
+        """Append new columns (B, n) of a stage; returns positions and visual marks of all its columns."""
+        from transformers.cache_utils import DynamicLayer
+
+        if self.cache is None:
+            return orig, visual
+        while len(self.cache.layers) <= self.layers + number:
+            self.cache.layers.append(DynamicLayer())
+        record = self.cache.layers[self.layers + number]
+        positions, marks = record.update(orig[:, None, :, None], visual[:, None, :, None])
+        return positions[:, 0, :, 0], marks[:, 0, :, 0].bool()
+
+
+def past_tokens(cache: Any, layers: int) -> int:
+    """Count the tokens of the whole sequence in a cache, by the record of columns of its first stage."""
+    filled = cache is not None and cache.get_seq_length() and len(cache.layers) > layers
+    return cache.layers[layers].get_seq_length() if filled else 0
 
 
 def read_mask(mask: Tensor | None, past: int, length: int) -> tuple[Tensor | None, Tensor | None]:

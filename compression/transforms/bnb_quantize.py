@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
 from torch import nn
 
-from mmrl.compression.pruning.sliced_linear import record_transform, share_weights
-from mmrl.compression.pruning.spec import core_of
+from mmrl.compression.pruning.prune import record_transform, share_weights
 from mmrl.config.ranges import NonNegativeFloat
 from mmrl.config.registry import transform
 
@@ -43,7 +42,26 @@ def bnb_quantize(
         import bitsandbytes as bnb
     except ImportError as error:
         raise ImportError("`bnb_quantize` needs bitsandbytes: pip install 'mmrl[lowbit]'") from error
-    layers = core_of(model).get_decoder().layers
+
+    def quantised(linear: nn.Linear) -> nn.Module:
+        sizes = linear.in_features, linear.out_features, linear.bias is not None
+        weight = linear.weight.detach().clone()
+        if nbits == 4:
+            form = {"compress_statistics": double, "quant_type": kind}
+            out = bnb.nn.Linear4bit(*sizes, compute_dtype=weight.dtype, device="meta", **form)
+            out.weight = bnb.nn.Params4bit(weight, requires_grad=False, module=out, **form)
+            # The CPU fast path repacks weights at the first call without gradients: it then computes in
+            # bfloat16 whatever `compute_dtype` is, and no gradient flows through the packed weights.
+            out.support_avx512bf16_for_cpu = False
+        else:
+            out = bnb.nn.Linear8bitLt(*sizes, has_fp16_weights=False, threshold=threshold, device="meta")
+            out.weight = bnb.nn.Int8Params(weight, requires_grad=False, has_fp16_weights=False)
+        if linear.bias is not None:
+            out.bias = nn.Parameter(linear.bias.detach().clone(), requires_grad=False)
+        # bitsandbytes quantises when a layer is moved to its device.
+        return out.to(weight.device).train(linear.training)
+
+    layers = model.base_model.get_decoder().layers
     # The factors of a LoRA adapter are small and learn, so only its base layers are quantised.
     linear = [m for name, m in layers.named_modules() if type(m) is nn.Linear and ADAPTER not in name]
     if not linear:
@@ -51,50 +69,8 @@ def bnb_quantize(
             f"no plain linear layer to quantise to {nbits} bits; apply `bnb_quantize` before adapters and "
             "`layer_cast`"
         )
-    if nbits == 4:
-        swap = {id(m): _linear_4bit(bnb, m, kind, double) for m in linear}
-    elif nbits == 8:
-        swap = {id(m): _linear_8bit(bnb, m, threshold) for m in linear}
-    else:
-        raise ValueError(f"weights can be quantised to 4 or 8 bits, not to {nbits}")
-    view = share_weights(model, swap)
+    view = share_weights(model, {id(m): quantised(m) for m in linear})
     # peft reads this flag to choose the adapter class that fits quantised layers.
     vars(view)[f"is_loaded_in_{nbits}bit"] = True
     options = {"nbits": nbits, "kind": kind, "double": double, "threshold": threshold}
     return record_transform(view, model, "bnb_quantize", options)
-
-
-def _linear_4bit(bnb: Any, linear: nn.Linear, kind: str, double: bool) -> nn.Module:
-    out = bnb.nn.Linear4bit(
-        linear.in_features, linear.out_features, linear.bias is not None,
-        compute_dtype=linear.weight.dtype, compress_statistics=double, quant_type=kind, device="meta",
-    )  # fmt: skip
-    out.weight = bnb.nn.Params4bit(
-        linear.weight.detach().clone(),
-        requires_grad=False,
-        compress_statistics=double,
-        quant_type=kind,
-        module=out,
-    )
-    # The CPU fast path repacks weights at the first call without gradients: it then computes in bfloat16
-    # whatever `compute_dtype` is, and no gradient flows through the packed weights to an adapter.
-    out.support_avx512bf16_for_cpu = False
-    return _quantise_on_device(out, linear)
-
-
-def _linear_8bit(bnb: Any, linear: nn.Linear, threshold: float) -> nn.Module:
-    out = bnb.nn.Linear8bitLt(
-        linear.in_features, linear.out_features, linear.bias is not None,
-        has_fp16_weights=False, threshold=threshold, device="meta",
-    )  # fmt: skip
-    out.weight = bnb.nn.Int8Params(
-        linear.weight.detach().clone(), requires_grad=False, has_fp16_weights=False
-    )
-    return _quantise_on_device(out, linear)
-
-
-def _quantise_on_device(out: nn.Module, linear: nn.Linear) -> nn.Module:
-    """Copy the bias and quantise: bitsandbytes quantises when a layer is moved to its device."""
-    if linear.bias is not None:
-        out.bias = nn.Parameter(linear.bias.detach().clone(), requires_grad=False)
-    return out.to(linear.weight.device).train(linear.training)

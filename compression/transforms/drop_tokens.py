@@ -1,25 +1,21 @@
-"""Visual token reduction: FastV, PyramidDrop, VisionZip, DivPrune, ToMe."""
+"""Selection and merging of visual tokens: FastV, PyramidDrop, VisionZip, DivPrune, ToMe."""
 
 from __future__ import annotations
 
 from functools import partial
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
 
-from mmrl.compression.importance import check_share
-from mmrl.compression.model_adapters.lookup import adapter_of
+from mmrl.compression.model_adapters.families import adapter_of
 from mmrl.compression.pruning.prune import prune
-from mmrl.compression.pruning.spec import TokenReduction, add_reductions, core_of, shape_of
-from mmrl.compression.pruning.token_selection import (
-    div_prune_selection,
-    fastv_selection,
-    pyramid_drop_selection,
-    stage_layers,
-    tome_selection,
-    vision_zip_selection,
-)
+from mmrl.compression.pruning.spec import TokenReduction, shape_of
+from mmrl.compression.pruning.token_stages import TokenStage
 from mmrl.config.ranges import NonNegativeInt, PositiveInt, Probability
 from mmrl.config.registry import transform
+
+Chosen = tuple[Tensor, Tensor]  # a mask (B, n_v) of the visual rows that stay, and the states of all
 
 
 @transform
@@ -33,12 +29,11 @@ def fastv(model: nn.Module, *, after: PositiveInt = 2, keep: Probability = 0.5) 
         after: Number of layers that process all visual tokens, at least 1 (the paper's K = 2).
         keep: Share of visual tokens kept, in [0, 1] (the paper's R = 50 % drops half).
     """
-    check_share("keep", keep)
-    if after < 1:
-        raise ValueError(f"`after` counts layers that see all tokens: at least 1, not {after}")
-    reductions = add_reductions(
-        model, [TokenReduction(after, partial(fastv_selection, keep=keep), probe=True)]
-    )
+
+    def choose(stage: TokenStage, vis: Tensor, scores: Tensor) -> Chosen:
+        return top_mask(scores, stage.is_token, (stage.is_token.sum(1) * keep).round().long()), vis
+
+    reductions = [TokenReduction(after, choose, scores="previous")]
     return prune(model, "fastv", {"after": after, "keep": keep}, reductions=reductions)
 
 
@@ -59,17 +54,29 @@ def pyramid_drop(
         keep: Share of the prompt's visual tokens left in each stage after the first, in [0, 1].
         layers: First layer of each of these stages, one per share (default: stages of equal length).
     """
-    for share in keep:
-        check_share("keep", share)
-    starts = tuple(layers) if layers is not None else stage_layers(shape_of(model).layers, len(keep) + 1)
-    if len(starts) != len(keep):
-        raise ValueError(f"{len(keep)} shares for {len(starts)} layers; give one for each")
+    if layers is None:
+        total, stages = shape_of(model).layers, len(keep) + 1
+        layers = tuple(total * i // stages for i in range(1, stages))
+    if len(layers) != len(keep):
+        raise ValueError(f"{len(keep)} shares for {len(layers)} layers; give one for each")
+
+    def choose(stage: TokenStage, vis: Tensor, scores: Tensor, *, share: float) -> Chosen:
+        return top_mask(scores, stage.is_token, (stage.call.layout.visual.sum(1) * share).long()), vis
+
     reductions = [
-        TokenReduction(layer, partial(pyramid_drop_selection, keep=share))
-        for layer, share in zip(starts, keep, strict=True)
+        TokenReduction(layer, partial(choose, share=share), scores="layer")
+        for layer, share in zip(layers, keep, strict=True)
     ]
-    options = {"keep": tuple(keep), "layers": starts}
-    return prune(model, "pyramid_drop", options, reductions=add_reductions(model, reductions))
+    options = {"keep": tuple(keep), "layers": tuple(layers)}
+    return prune(model, "pyramid_drop", options, reductions=reductions)
+
+
+def top_mask(scores: Tensor, is_token: Tensor, numbers: Tensor) -> Tensor:
+    """Mark the `numbers` (B,) highest scores (B, n) among real tokens; ties go to the earlier one."""
+    ranked = scores.masked_fill(~is_token, float("-inf")).sort(dim=1, descending=True, stable=True).indices
+    order = torch.arange(ranked.shape[1]).to(ranked).expand_as(ranked)
+    place = torch.empty_like(ranked).scatter_(1, ranked, order)
+    return is_token & (place < numbers[:, None])
 
 
 @transform
@@ -87,22 +94,62 @@ def vision_zip(
         dominant: Dominant patches per image (the paper's 54 of 64 tokens).
         contextual: Contextual patches per image (the paper's 10 of 64 tokens).
     """
-    core = core_of(model)
+    core = model.base_model
     if adapter_of(core).class_token_attention is None:
         raise ValueError(
             f"the tower of '{core.config.model_type}' has no class token to rank patches by; "
             "use another way to choose visual tokens"
         )
     heads = core.config.vision_config.num_attention_heads
-    choose = partial(vision_zip_selection, dominant=dominant, contextual=contextual, heads=heads)
+
+    def choose(stage: TokenStage, vis: Tensor, scores: None) -> Chosen:
+        if not stage.call.layout.tower:
+            raise ValueError(
+                "`vision_zip` ranks patches while the pruned model encodes them; pass pixels, or features "
+                "that it encoded"
+            )
+        # Queries and keys of the tower: (images, 1 + patches, H, D).
+        q, k = (stage.call.layout.tower[name].unflatten(-1, (heads, -1)) for name in ("q", "k"))
+        # Attention of the class token (query 0) of every head, summed over heads.
+        weights = torch.einsum("fhd,fnhd->fhn", q[:, 0], k) * q.shape[-1] ** -0.5
+        seen = weights.float().softmax(-1).sum(1)[:, 1:]  # the class token itself is no patch
+        keys = F.normalize(k[:, 1:].mean(2).float(), dim=-1)
+        rows, columns = stage.is_token.nonzero(as_tuple=True)  # images * patches, in the order of the images
+        if seen.numel() != len(rows):
+            raise ValueError(
+                f"the tower saw {seen.shape[0]} images of {seen.shape[1]} patches for {len(rows)} visual "
+                "tokens; images and placeholders must be passed in one call"
+            )
+        images = zip(vis[stage.is_token].view(*seen.shape, -1), seen, keys, strict=True)
+        stay, changed = zip(
+            *(vision_zip_image(*image, dominant, contextual) for image in images), strict=True
+        )
+        kept = torch.zeros_like(stage.is_token).index_put((rows, columns), torch.cat(stay))
+        return kept, vis.index_put((rows, columns), torch.cat(changed))
+
     options = {"dominant": dominant, "contextual": contextual}
-    return prune(
-        model,
-        "vision_zip",
-        options,
-        reductions=add_reductions(model, [TokenReduction(0, choose)]),
-        tower=True,
-    )
+    return prune(model, "vision_zip", options, reductions=[TokenReduction(0, choose)], tower=True)
+
+
+def vision_zip_image(
+    states: Tensor, seen: Tensor, keys: Tensor, dominant: int, contextual: int
+) -> tuple[Tensor, Tensor]:
+    """Select the patches of one image (n, width): a mask of those kept, and the states with means added."""
+    n = len(states)
+    stay = torch.zeros(n, dtype=torch.bool, device=states.device)
+    stay[seen.topk(min(dominant, n)).indices] = True
+    rest = (~stay).nonzero()[:, 0]
+    number = min(contextual, len(rest))
+    if not number:
+        return stay, states
+    # Contextual patches are evenly spaced among the rest.
+    targets = rest[torch.arange(0, len(rest), max(1, len(rest) // number))[:number]]
+    stay[targets] = True
+    others = rest[~torch.isin(rest, targets)]
+    nearest = (keys[others] @ keys[targets].T).argmax(1)
+    total = states.new_zeros(number, states.shape[1]).index_add(0, nearest, states[others])
+    count = torch.bincount(nearest, minlength=number).clamp(min=1)[:, None]
+    return stay, states.index_add(0, targets, total / count)
 
 
 @transform
@@ -112,9 +159,34 @@ def div_prune(model: nn.Module, *, keep: Probability = 0.098) -> nn.Module:
     Tokens are chosen before the first layer, greedily, to maximise the smallest distance (1 - cosine)
     between kept tokens. arXiv 2503.02175.
     """
-    check_share("keep", keep)
-    reductions = add_reductions(model, [TokenReduction(0, partial(div_prune_selection, keep=keep))])
-    return prune(model, "div_prune", {"keep": keep}, reductions=reductions)
+
+    def choose(stage: TokenStage, vis: Tensor, scores: None) -> Chosen:
+        kept = torch.zeros_like(stage.is_token)
+        for row, states in enumerate(vis.detach()):
+            at = stage.is_token[row].nonzero()[:, 0]
+            kept[row, at[max_min_diversity(states[at], round(keep * len(at)))]] = True
+        return kept, vis
+
+    return prune(model, "div_prune", {"keep": keep}, reductions=[TokenReduction(0, choose)])
+
+
+def max_min_diversity(states: Tensor, number: int) -> Tensor:
+    """Choose `number` of (n, width) states by greedy max-min distance.
+
+    First the state whose nearest neighbour is farthest, then always the one farthest from those chosen.
+    """
+    if number >= len(states):
+        return torch.arange(len(states), device=states.device)
+    # Distances between unit vectors: 1 - cosine; the diagonal is excluded from the nearest neighbours.
+    unit = F.normalize(states.to(torch.promote_types(states.dtype, torch.float32)), dim=-1)
+    far = 1 - unit @ unit.T
+    nearest, chosen = far.clone().fill_diagonal_(float("inf")).min(1).values, []
+    while len(chosen) < number:
+        chosen.append(int(nearest.argmax()))
+        distance = far[chosen[-1]]
+        nearest = distance.clone() if len(chosen) == 1 else torch.minimum(nearest, distance)
+        nearest[chosen[-1]] = float("-inf")
+    return torch.tensor(chosen, dtype=torch.int64, device=states.device)
 
 
 @transform
@@ -125,6 +197,39 @@ def tome(model: nn.Module, *, keep: Probability = 0.5, before: NonNegativeInt = 
     weighted by the number of tokens that each stands for, and a merged token keeps the position of one of
     them. Attention is not weighted by size (our reading: keys are cached once).
     """
-    check_share("keep", keep)
-    reductions = add_reductions(model, [TokenReduction(before, partial(tome_selection, keep=keep))])
-    return prune(model, "tome", {"keep": keep, "before": before}, reductions=reductions)
+
+    def choose(stage: TokenStage, vis: Tensor, scores: None) -> Chosen:
+        kept, rows = torch.zeros_like(stage.is_token), []
+        for row, states in enumerate(vis):
+            at = stage.is_token[row].nonzero()[:, 0]
+            left, means = bipartite_soft_matching(states[at], round(keep * len(at)))
+            kept[row, at[left]] = True
+            rows.append(states.index_copy(0, at[left], means))
+        return kept, torch.stack(rows)
+
+    return prune(model, "tome", {"keep": keep, "before": before}, reductions=[TokenReduction(before, choose)])
+
+
+def bipartite_soft_matching(states: Tensor, number: int) -> tuple[Tensor, Tensor]:
+    """Merge (n, width) states into `number`; returns the indices of those left, and their means.
+
+    In every round each even token is matched with the most similar (cosine) odd one, and the closest pairs
+    become their mean, weighted by the number of tokens that each stands for.
+    """
+    number = max(number, min(1, len(states)))
+    places, size = torch.arange(len(states), device=states.device), states.new_ones(len(states))
+    while len(states) > number:
+        unit = F.normalize(states.detach().to(torch.promote_types(states.dtype, torch.float32)), dim=-1)
+        best_match = (unit[::2] @ unit[1::2].T).max(1)
+        going = min(len(states) - number, len(states) // 2)
+        source = best_match.values.topk(going).indices
+        target = best_match.indices[source] * 2 + 1
+        source = source * 2
+        # (s_a x_a + s_b x_b) / (s_a + s_b): the mean of all original tokens of both.
+        weighted = states * size[:, None]
+        weighted = weighted.index_add(0, target, weighted[source])
+        size = size.index_add(0, target, size[source])
+        left = torch.ones(len(states), dtype=torch.bool, device=states.device)
+        left[source] = False
+        states, size, places = (weighted / size[:, None])[left], size[left], places[left]
+    return places, states

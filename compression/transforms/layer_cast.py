@@ -8,8 +8,7 @@ import torch
 from torch import nn
 
 from mmrl.compression.fp32_linear import UpcastLinear
-from mmrl.compression.pruning.sliced_linear import record_transform, share_weights
-from mmrl.compression.pruning.spec import core_of
+from mmrl.compression.pruning.prune import record_transform, share_weights
 from mmrl.config.registry import transform
 from mmrl.runtime.modules import DTYPES, LOW
 
@@ -33,22 +32,18 @@ def layer_cast(
             "`layer_cast` needs exact float32 products; set torch.backends.cuda.matmul.allow_tf32 = False"
         )
     low, wide = DTYPES[storage], DTYPES[compute]
-    layers = core_of(model).get_decoder().layers
+    layers = model.base_model.get_decoder().layers
     swap = {id(m): UpcastLinear(m, low, wide) for m in layers.modules() if isinstance(m, nn.Linear)}
     view = share_weights(model, swap)
-    known: dict[int, nn.Parameter] = {}
+    cast: dict[int, nn.Parameter] = {}  # by the id of the original, so that tied parameters stay tied
     for module in view.modules():
-        if type(module) is not UpcastLinear:
-            _cast_up(module, wide, known)
+        if type(module) is UpcastLinear:
+            continue
+        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            if parameter.dtype in LOW:
+                copied = nn.Parameter(parameter.detach().to(wide), requires_grad=parameter.requires_grad)
+                setattr(module, name, cast.setdefault(id(parameter), copied))
+        for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
+            if buffer.dtype in LOW:
+                module._buffers[name] = buffer.to(wide)
     return record_transform(view, model, "layer_cast", {"storage": storage, "compute": compute})
-
-
-def _cast_up(module: nn.Module, wide: torch.dtype, known: dict[int, nn.Parameter]) -> None:
-    """Cast a module's own 16-bit parameters and buffers to the compute dtype; tied ones stay tied."""
-    for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
-        if parameter.dtype in LOW:
-            copied = nn.Parameter(parameter.detach().to(wide), requires_grad=parameter.requires_grad)
-            setattr(module, name, known.setdefault(id(parameter), copied))
-    for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
-        if buffer.dtype in LOW:
-            module._buffers[name] = buffer.to(wide)

@@ -4,16 +4,9 @@ from __future__ import annotations
 
 from torch import nn
 
-from mmrl.compression.importance import (
-    best_each,
-    best_overall,
-    check_chosen,
-    check_share,
-    first_units,
-    read_plan,
-)
+from mmrl.compression.importance import best_each, best_overall, check_chosen, first_units, read_plan
 from mmrl.compression.pruning.prune import prune
-from mmrl.compression.pruning.spec import TokenReduction, add_reductions, shape_of
+from mmrl.compression.pruning.spec import TokenReduction, shape_of
 from mmrl.config.ranges import NonNegativeInt, PositiveInt, Probability
 from mmrl.config.registry import transform
 
@@ -39,16 +32,12 @@ def drop_visual_heads(
         whole: First layers that keep all heads; only with a `plan`.
         heads: Query heads to keep, listed per layer (`null`: all of that layer), instead of a share.
     """
-    check_share("keep", keep)
     shape = shape_of(model)
-    if heads is not None:
-        chosen = check_chosen("heads", heads, shape.layers, shape.heads)
-    elif plan:
-        chosen = check_chosen(
-            "heads", best_overall(read_plan(plan, "heads"), keep, whole), shape.layers, shape.heads
-        )
-    else:
-        chosen = first_units(keep, shape.layers, shape.heads)
+    if heads is None and plan:
+        heads = best_overall(read_plan(plan, "heads"), keep, whole)
+    elif heads is None:
+        heads = first_units(keep, shape.layers, shape.heads)
+    chosen = check_chosen("heads", heads, shape.layers, shape.heads)
     return prune(model, "drop_visual_heads", {"heads": chosen}, heads=chosen)
 
 
@@ -59,11 +48,7 @@ def drop_visual_layers(model: nn.Module, *, after: PositiveInt) -> nn.Module:
     Text keeps its positions. `after` equal to the number of layers changes nothing. arXiv 2410.06169; the
     released Qwen2-VL code simulates by a mask what is physically removed in this implementation.
     """
-    layers = shape_of(model).layers
-    if not 1 <= after <= layers:
-        raise ValueError(f"`after` is a number of layers between 1 and {layers}, not {after}")
-    reductions = add_reductions(model, [TokenReduction(after)])
-    return prune(model, "drop_visual_layers", {"after": after}, reductions=reductions)
+    return prune(model, "drop_visual_layers", {"after": after}, reductions=[TokenReduction(after)])
 
 
 @transform
@@ -76,8 +61,6 @@ def local_visual_attention(model: nn.Module, *, radius: NonNegativeInt = 2, caus
     released LLaVA checkpoints attend to later ones too. With one image, a radius as large as the image
     changes nothing. arXiv 2410.06169; separate grids and the causal default are our reading.
     """
-    if radius < 0:
-        raise ValueError(f"`radius` counts cells, so it cannot be {radius}")
     options = {"radius": radius, "causal": causal}
     return prune(model, "local_visual_attention", options, **options)
 
@@ -100,16 +83,12 @@ def sparse_visual_ffn(
             fine-tuning); costs a copy of their weights in every call.
         ffn_units: Inner units to keep, listed per layer (`null`: all of that layer), instead of a share.
     """
-    check_share("keep", keep)
     shape = shape_of(model)
-    if ffn_units is not None:
-        chosen = check_chosen("ffn_units", ffn_units, shape.layers, shape.inner)
-    elif plan:
-        chosen = check_chosen(
-            "ffn_units", best_each(read_plan(plan, "ffn_units"), keep), shape.layers, shape.inner
-        )
-    else:
-        chosen = first_units(keep, shape.layers, shape.inner)
+    if ffn_units is None and plan:
+        ffn_units = best_each(read_plan(plan, "ffn_units"), keep)
+    elif ffn_units is None:
+        ffn_units = first_units(keep, shape.layers, shape.inner)
+    chosen = check_chosen("ffn_units", ffn_units, shape.layers, shape.inner)
     return prune(model, "sparse_visual_ffn", {"ffn_units": chosen}, ffn_units=chosen)
 
 
@@ -130,20 +109,16 @@ def shortv(
         plan: Path of an importance plan, of which the layers with the lowest scores are frozen.
         layers: Layers to freeze, counted from 0, instead of a share and a plan.
     """
-    check_share("freeze", freeze)
     total = shape_of(model).layers
     if layers is None:
         if not plan:
             raise ValueError(
                 "`shortv` needs a `plan` with the importance of layers, or the `layers` to freeze"
             )
-        scores = read_plan(plan, "layers")
-        layers = tuple(
-            sorted(range(total), key=lambda layer: (scores[layer], layer))[: round(freeze * total)]
-        )
-    wrong = [layer for layer in layers if not 0 <= layer < total]
-    if wrong:
-        raise ValueError(f"the model has {total} layers, so there is no layer {wrong[0]}")
+        (layers,) = best_each([[-score for score in read_plan(plan, "layers")]], freeze)
+    unknown = sorted(set(layers) - set(range(total)))
+    if unknown:
+        raise ValueError(f"the model has {total} layers, so there is no layer {unknown[0]}")
     chosen = tuple(sorted(set(layers)))
     return prune(model, "shortv", {"layers": chosen}, frozen=frozenset(chosen))
 
@@ -156,7 +131,7 @@ def yopo25(model: nn.Module, *, plan: str = "", causal: bool = True) -> nn.Modul
     `local_visual_attention`. arXiv 2410.06169; the paper does not publish how budgets map to settings: this
     mapping is our reading and leaves 24.5 % of LLaVA-1.5-7B by the paper's formula.
     """
-    return _yopo(model, 0.5, 0.5, plan, causal)
+    return _yopo(model, 0.5, plan, causal)
 
 
 @transform
@@ -166,11 +141,11 @@ def yopo12(model: nn.Module, *, plan: str = "", causal: bool = True) -> nn.Modul
     Window, `plan` and `causal` as in `yopo25`. arXiv 2410.06169; our reading as in `yopo25`, which leaves
     12.2 % by the paper's formula.
     """
-    return _yopo(model, 0.25, 0.25, plan, causal)
+    return _yopo(model, 0.25, plan, causal)
 
 
-def _yopo(model: nn.Module, heads: float, ffn_units: float, plan: str, causal: bool) -> nn.Module:
+def _yopo(model: nn.Module, keep: float, plan: str, causal: bool) -> nn.Module:
     model = local_visual_attention(model, radius=2, causal=causal)
-    model = drop_visual_heads(model, keep=heads, plan=plan)
-    model = sparse_visual_ffn(model, keep=ffn_units)
+    model = drop_visual_heads(model, keep=keep, plan=plan)
+    model = sparse_visual_ffn(model, keep=keep)
     return drop_visual_layers(model, after=max(1, shape_of(model).layers // 2))

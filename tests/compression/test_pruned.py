@@ -19,7 +19,10 @@ from mmrl.compression.transforms.visual_computation import (
     yopo12,
     yopo25,
 )
+from mmrl.config.binding import Pieces
 from mmrl.config.registry import find
+from mmrl.config.schema import ConfigError, Piece
+from mmrl.core.rng import Stream
 from mmrl.vision.decoding.token_steps import read_cached, read_packed
 from mmrl.vision.policies.tokens import Tokens
 from tests.compression.pruned_models import (
@@ -366,21 +369,33 @@ def test_a_family_without_an_adapter_is_refused_by_name():
 @pytest.mark.parametrize(
     ("make", "options", "message"),
     [
-        (drop_visual_layers, {"after": 4}, "`after` is a number of layers between 1 and 3, not 4"),
-        (drop_visual_heads, {"keep": 1.5}, "`keep` is a share between 0 and 1, not 1.5"),
+        (drop_visual_layers, {"after": 4}, "in front of layer 4 of a model with 3 layers"),
         (drop_visual_heads, {"heads": ((0,), (7,), (0,))}, "layer 1 has 4 heads, so there is no 7"),
         (sparse_visual_ffn, {"ffn_units": ((0,),)}, "ffn_units are named for 1 layers, but the model has 3"),
-        (local_visual_attention, {"radius": -1}, "`radius` counts cells, so it cannot be -1"),
+        (shortv, {"layers": (0, 7)}, "the model has 3 layers, so there is no layer 7"),
         (shortv, {}, "`shortv` needs a `plan` with the importance of layers, or the `layers` to freeze"),
         (shortv, {"plan": "/nowhere.json"}, "cannot read the plan '/nowhere.json'"),
         (pyramid_drop, {"keep": (0.5,), "layers": (1, 2)}, "1 shares for 2 layers"),
-        (fastv, {"after": 0}, "`after` counts layers that see all tokens: at least 1, not 0"),
         (tome, {"before": 9}, "tokens cannot leave in front of layer 9 of a model with 3 layers"),
     ],
 )  # fmt: skip
 def test_options_that_make_no_sense_are_refused(make, options, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         make(llava(), **options)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("drop_visual_heads", {"keep": 1.5}, ".keep' must be at least 0 and at most 1, not 1.5"),
+        ("local_visual_attention", {"radius": -1}, ".radius' must be at least 0, not -1"),
+        ("fastv", {"after": 0}, ".after' must be at least 1, not 0"),
+        ("drop_visual_layers", {"after": 0}, ".after' must be at least 1, not 0"),
+    ],
+)
+def test_options_out_of_range_are_refused(name, options, message):
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        Pieces(Stream()).check("transform", Piece(f"compression.{name}", options), "policy.transform")
 
 
 def test_calls_that_a_pruned_model_cannot_serve_are_refused():

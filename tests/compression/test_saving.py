@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 
-from mmrl.compression.pruning.sliced_linear import applied_transforms
+from mmrl.compression.pruning.prune import applied_transforms
 from mmrl.compression.pruning.spec import pruning_of
 from mmrl.compression.saving import NAME, load_transformed, save_transformed
 from mmrl.compression.transforms.drop_tokens import fastv, pyramid_drop, tome, vision_zip

@@ -5,14 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mmrl.compression.pruning.token_selection import (
+from mmrl.compression.pruning.prune import applied_transforms
+from mmrl.compression.transforms.drop_tokens import (
     bipartite_soft_matching,
+    fastv,
     max_min_diversity,
-    stage_layers,
+    pyramid_drop,
+    tome,
     top_mask,
     vision_zip_image,
 )
-from mmrl.compression.transforms.drop_tokens import fastv, pyramid_drop, tome
 from mmrl.compression.transforms.visual_computation import shortv
 from tests.compression.pruned_models import llava, llava_inputs, simulate
 
@@ -75,7 +77,8 @@ def test_zipping_keeps_what_the_tower_looks_at_and_adds_the_rest_to_targets():
 
 
 def test_stages_are_of_equal_length():
-    assert stage_layers(32, 4) == (8, 16, 24)
+    view = pyramid_drop(llava(num_hidden_layers=32), keep=(0.5, 0.25, 0.125))
+    assert applied_transforms(view)[0]["layers"] == (8, 16, 24)
 
 
 def _seen(model, inputs, layer):

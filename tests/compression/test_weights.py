@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from functools import partial
 
 import pytest
@@ -9,13 +10,15 @@ import torch
 from torch import nn
 
 from mmrl.compression.fp32_linear import UpcastLinear
-from mmrl.compression.profiling import divergence
 from mmrl.compression.pruning.sliced_linear import feature_index, sliced_linear
 from mmrl.compression.saving import load_transformed, save_transformed
 from mmrl.compression.transforms.bnb_quantize import bnb_quantize
 from mmrl.compression.transforms.layer_cast import layer_cast
 from mmrl.compression.transforms.structured_pruning import structured_pruning
 from mmrl.compression.transforms.visual_computation import drop_visual_layers, yopo25
+from mmrl.config.binding import Pieces
+from mmrl.config.schema import ConfigError, Piece
+from mmrl.core.rng import Stream
 from mmrl.vision.policies.tokens import Tokens
 from tests.compression.pruned_models import folder, llava, llava_inputs, prompts, steps
 
@@ -66,6 +69,31 @@ def test_a_narrowed_layer_gives_part_of_what_the_whole_gives(make, rows, columns
 
 
 # ---- LayerCast
+
+
+@torch.no_grad()
+def divergence(model, rows, *, length):
+    """Compare greedy answers to rows in one batch and one by one (arXiv 2506.09501).
+
+    Returns the "share" of answers that differ, the mean "first" token at which they do, and the mean
+    "top1_gap" of the probability of the chosen token up to there.
+    """
+    options = {"max_new_tokens": length, "min_new_tokens": length, "do_sample": False}
+    options |= {"return_dict_in_generate": True, "output_logits": True}
+    together = torch.stack(model.generate(**rows, **options).logits, 1).double().softmax(-1).max(-1)
+    firsts, gaps = [], []
+    for row in range(len(rows["input_ids"])):
+        alone = model.generate(**{name: value[row : row + 1] for name, value in rows.items()}, **options)
+        single = torch.stack(alone.logits, 1)[0].double().softmax(-1).max(-1)
+        other = (single.indices != together.indices[row]).nonzero()[:, 0]
+        end = int(other[0]) if len(other) else length
+        firsts += [end] if len(other) else []
+        gaps += (single.values - together.values[row])[: end + 1].abs().tolist()
+    return {
+        "share": len(firsts) / len(rows["input_ids"]),
+        "first": statistics.mean(firsts) if firsts else float("nan"),
+        "top1_gap": statistics.mean(gaps),
+    }
 
 
 def test_layer_cast_equals_float32_of_the_rounded_weights():
@@ -204,8 +232,8 @@ def test_low_bit_weights_come_back_bit_for_bit(options, tmp_path):
 
 @needs_bitsandbytes
 def test_numbers_of_bits_that_do_not_exist_are_refused():
-    with pytest.raises(ValueError, match="weights can be quantised to 4 or 8 bits, not to 3"):
-        bnb_quantize(llava(), nbits=3)
+    with pytest.raises(ConfigError, match="nbits"):
+        Pieces(Stream()).check("transform", Piece("compression.bnb_quantize", {"nbits": 3}), "transform")
     with pytest.raises(ValueError, match="apply `bnb_quantize` before adapters and `layer_cast`"):
         bnb_quantize(layer_cast(llava(dtype=torch.float32)))
 

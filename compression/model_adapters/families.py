@@ -1,0 +1,142 @@
+"""The model families whose visual computation can be pruned, and the look-up of their adapters."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from mmrl.compression.model_adapters.adapter import ModelAdapter, PatchGrids
+
+
+def _squares(core: nn.Module, inputs: Mapping[str, Any], side: int) -> dict[int, PatchGrids]:
+    """Every image or tile is one square patch grid; a class token that is kept is a grid of one cell."""
+    token = core.config.image_token_id
+    full = getattr(core.config, "vision_feature_select_strategy", None) == "full"
+    image = [*([(1, 1)] if full else []), (side, side)]
+    count = int((inputs["input_ids"] == token).sum())
+    return {token: image * (count // sum(h * w for h, w in image))}
+
+
+def _llava(core: nn.Module, inputs: Mapping[str, Any]) -> dict[int, PatchGrids]:
+    config, vision = core.config, core.config.vision_config
+    if inputs.get("image_sizes") is None:
+        return _squares(core, inputs, vision.image_size // vision.patch_size)
+    sizes = torch.as_tensor(inputs["image_sizes"]) // vision.patch_size
+    return {config.image_token_id: [tuple(size) for size in sizes.tolist()]}
+
+
+def _internvl(core: nn.Module, inputs: Mapping[str, Any]) -> dict[int, PatchGrids]:
+    return _squares(core, inputs, round(core.config.image_seq_length**0.5))
+
+
+def _smolvlm(core: nn.Module, inputs: Mapping[str, Any]) -> dict[int, PatchGrids]:
+    vision = core.config.vision_config
+    return _squares(core, inputs, vision.image_size // vision.patch_size // core.config.scale_factor)
+
+
+def _qwen_vl(core: nn.Module, inputs: Mapping[str, Any]) -> dict[int, PatchGrids]:
+    """Return the grid of merged patches of every image and of every temporal patch of a video."""
+    merge, grids = core.config.vision_config.spatial_merge_size, {}
+    for kind, token in (("image", core.config.image_token_id), ("video", core.config.video_token_id)):
+        if (sizes := inputs.get(f"{kind}_grid_thw")) is not None:
+            grids[token] = [(h // merge, w // merge) for t, h, w in sizes.tolist() for _ in range(t)]
+    return grids
+
+
+def _onevision(core: nn.Module, inputs: Mapping[str, Any]) -> dict[int, PatchGrids]:
+    """Return a grid of the whole image and one of its joined tiles; videos are pooled to half the side.
+
+    The last column of the tiles' grid holds the newline features; a video ends with a grid of one cell.
+    """
+    config, grids = core.config, {}
+    side = config.vision_config.image_size // config.vision_config.patch_size
+    half = -(-side // 2)
+    if inputs.get("pixel_values") is not None:
+        sizes = torch.as_tensor(inputs["image_sizes"]).tolist()
+        numbers = inputs.get("batch_num_images")
+        numbers = [1] * len(sizes) if numbers is None else numbers.tolist()
+        # The processor splits an image into tiles only if it is the only image of its prompt.
+        alone = [number == 1 for number in numbers for _ in range(number)]
+        grids[config.image_token_id] = []
+        for size, tiled in zip(sizes, alone, strict=True):
+            rest = _joined_tiles(core, side, size) if tiled else (1, 1)
+            grids[config.image_token_id] += [(side, side), rest]
+    encoded = (inputs.get("mm_encoder_outputs") or {}).get("video")
+    if encoded is not None:
+        videos, tokens = encoded.pooler_output.shape[:2]
+        frames = (tokens - 1) // half**2
+    elif inputs.get("pixel_values_videos") is not None:
+        videos, frames = inputs["pixel_values_videos"].shape[:2]
+    else:
+        return grids
+    return {**grids, config.video_token_id: ([(half, half)] * frames + [(1, 1)]) * videos}
+
+
+def _joined_tiles(core: nn.Module, side: int, size: list[int]) -> tuple[int, int]:
+    """Return the grid of the joined tiles of an image of `size` (height, width).
+
+    Packs zero features with newline features of 1 by the model's own function, then finds the first newline,
+    which ends the first row.
+    """
+    from transformers.models.llava_onevision.modeling_llava_onevision import image_size_to_num_patches
+
+    config = core.config
+    tiles = image_size_to_num_patches(
+        image_size=size,
+        grid_pinpoints=config.image_grid_pinpoints,
+        patch_size=config.vision_config.image_size,
+    )
+    packed, _ = core.pack_image_features(
+        [torch.zeros(tiles, side * side, 1)],
+        torch.tensor([size]),
+        image_newline=torch.ones(1),
+        vision_aspect_ratio=config.vision_aspect_ratio,
+    )
+    rest = packed[0][side * side :, 0]
+    columns = int(rest.nonzero()[0]) + 1 if len(rest) else 1
+    return len(rest) // columns, columns
+
+
+QWEN_VL = ModelAdapter(_qwen_vl, grids_need_media=True, multimodal_positions=True)
+ADAPTERS = {
+    # VisionZip ranks patches by the second-last layer of the tower.
+    "llava": ModelAdapter(_llava, lambda core: core.vision_tower.encoder.layers[-2].self_attn),
+    "llava_onevision": ModelAdapter(_onevision, grids_need_media=True),
+    "qwen2_vl": QWEN_VL,
+    "qwen2_5_vl": QWEN_VL,
+    "internvl": ModelAdapter(_internvl),
+    "smolvlm": ModelAdapter(_smolvlm),
+}
+# Language models with the projections of `ModelAdapter.project`; True: with a norm per head.
+HEAD_NORM = {
+    "llama": False,
+    "qwen2": False,
+    "mistral": False,
+    "qwen3": True,
+    "qwen2_vl_text": False,
+    "qwen2_5_vl_text": False,
+}
+
+
+def adapter_of(core: nn.Module) -> ModelAdapter:
+    """Return the adapter of a model without its head; a ValueError names the supported families."""
+    kind, text = core.config.model_type, core.config.get_text_config()
+    if kind not in ADAPTERS:
+        raise ValueError(
+            f"no adapter for models of type '{kind}'; visual computation can be pruned in "
+            f"{', '.join(sorted(ADAPTERS))}"
+        )
+    if text.model_type not in HEAD_NORM:
+        raise ValueError(
+            f"no adapter for '{kind}' over a language model of type '{text.model_type}'; "
+            "add one in compression/model_adapters"
+        )
+    window = "full_attention" if getattr(text, "sliding_window", None) is None else "sliding_attention"
+    windows = set(getattr(text, "layer_types", None) or [window]) - {"full_attention"}
+    if windows:
+        raise ValueError(f"layers of type {sorted(windows)} cannot be pruned; only full attention can")
+    return replace(ADAPTERS[kind], head_norm=HEAD_NORM[text.model_type])
