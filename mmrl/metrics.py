@@ -6,7 +6,7 @@ Bootstrap intervals come from evaluating them on resampled tables.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
 
@@ -150,10 +150,7 @@ def weighted_sum(
         constant: Added to the sum.
         label: Name of the sum.
     """
-    numbers = {name: value for part in metric for name, value in part(table).items()}
-    missing = sorted(set(weights) - set(numbers))
-    if missing:
-        raise ValueError(f"`weighted_sum` weighs {missing}, but its metrics give {sorted(numbers)}")
+    numbers = _numbers(table, metric, weights, "`weighted_sum` weighs")
     return {**numbers, label: constant + sum(weight * numbers[name] for name, weight in weights.items())}
 
 
@@ -170,13 +167,20 @@ def harmonic_mean(
         of: Names of the numbers to combine.
         label: Name of the harmonic mean.
     """
-    numbers = {name: value for part in metric for name, value in part(table).items()}
-    missing = sorted(set(of) - set(numbers))
-    if missing:
-        raise ValueError(f"`harmonic_mean` combines {missing}, but its metrics give {sorted(numbers)}")
+    numbers = _numbers(table, metric, of, "`harmonic_mean` combines")
     values = [numbers[name] for name in of]
     mean = len(values) / sum(1 / value for value in values) if all(values) else 0.0
     return {**numbers, label: mean}
+
+
+def _numbers(
+    table: RewardTable, metrics: Sequence[Callable], wanted: Collection[str], what: str
+) -> dict[str, float]:
+    numbers = {name: value for metric in metrics for name, value in metric(table).items()}
+    missing = sorted(set(wanted) - set(numbers))
+    if missing:
+        raise ValueError(f"{what} {missing}, but its metrics give {sorted(numbers)}")
+    return numbers
 
 
 def _share(top: float, bottom: float) -> float:

@@ -34,7 +34,7 @@ def adamw(
         beta2: Decay of the second moment, in [0, 1).
         eps: Added to the denominator.
     """
-    return torch.optim.AdamW(_values(named), weight_decay=weight_decay, betas=(beta1, beta2), eps=eps)
+    return torch.optim.AdamW([p for _, p in named], weight_decay=weight_decay, betas=(beta1, beta2), eps=eps)
 
 
 @optimizer(packages={"bitsandbytes": "lowbit"})
@@ -58,7 +58,7 @@ def adamw_8bit(
         from bitsandbytes.optim import AdamW8bit
     except ImportError as error:
         raise ImportError("optimizer 'adamw_8bit' needs bitsandbytes; install mmrl[lowbit]") from error
-    return AdamW8bit(_values(named), weight_decay=weight_decay, betas=(beta1, beta2), eps=eps)
+    return AdamW8bit([p for _, p in named], weight_decay=weight_decay, betas=(beta1, beta2), eps=eps)
 
 
 @optimizer
@@ -66,7 +66,7 @@ def sgd(
     named: Named, *, momentum: ShareBelowOne = 0.0, weight_decay: NonNegativeFloat = 0.0
 ) -> torch.optim.Optimizer:
     """Gradient descent with momentum."""
-    return torch.optim.SGD(_values(named), lr=0.0, momentum=momentum, weight_decay=weight_decay)
+    return torch.optim.SGD([p for _, p in named], lr=0.0, momentum=momentum, weight_decay=weight_decay)
 
 
 @optimizer
@@ -89,16 +89,13 @@ def muon(
         beta1: AdamW's decay of the first moment, in [0, 1).
         beta2: AdamW's decay of the second moment, in [0, 1).
     """
-    matrices = [p for name, p in named if p.ndim == 2 and not _TABLES.search(name)]
-    inside = {id(p) for p in matrices}
-    rest = [p for _, p in named if id(p) not in inside]
+    matrices, rest = [], []
+    for name, parameter in named:
+        (matrices if parameter.ndim == 2 and not _TABLES.search(name) else rest).append(parameter)
     parts: list[torch.optim.Optimizer] = []
     if matrices:
-        parts.append(
-            torch.optim.Muon(
-                matrices, momentum=momentum, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw"
-            )
-        )
+        options = {"momentum": momentum, "adjust_lr_fn": "match_rms_adamw"}
+        parts.append(torch.optim.Muon(matrices, weight_decay=weight_decay, **options))
     if rest:
         parts.append(torch.optim.AdamW(rest, weight_decay=weight_decay, betas=(beta1, beta2)))
     return Parted(parts)
@@ -110,10 +107,7 @@ class Parted(torch.optim.Optimizer):
     def __init__(self, parts: Sequence[torch.optim.Optimizer]) -> None:
         # What torch's own initialiser would make anew belongs to the parts.
         self.parts, self.defaults, self.state = parts, {}, {}
-        self._share()
-
-    def _share(self) -> None:
-        self.param_groups = [group for part in self.parts for group in part.param_groups]
+        self.param_groups = [group for part in parts for group in part.param_groups]
 
     def step(self, closure: None = None) -> None:
         """Update all parameters."""
@@ -132,9 +126,5 @@ class Parted(torch.optim.Optimizer):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the states of the parts."""
         for part, own in zip(self.parts, state["parts"], strict=True):
-            part.load_state_dict(own)
-        self._share()
-
-
-def _values(named: Named) -> list[nn.Parameter]:
-    return [parameter for _, parameter in named]
+            part.load_state_dict(own)  # which makes its groups anew
+        self.param_groups = [group for part in self.parts for group in part.param_groups]

@@ -38,8 +38,6 @@ class Reference:
     """
 
     def __init__(self, policy: Policy, decay: float, every: int = 1) -> None:
-        if every < 1:
-            raise ValueError(f"`every` must be at least 1 optimizer step, not {every}")
         self.policy = policy
         self.decay, self.every = decay, every
         self.passed = 0  # optimizer steps of the learner

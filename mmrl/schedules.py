@@ -106,11 +106,9 @@ def sliding_window(
         rate: Rate of `decay: exponential`, per position.
         after: Position after which `decay: exponential` begins.
     """
-    if stop < start or min(step, every, least) < 1:
-        raise ValueError(
-            f"`sliding_window` climbs: `stop` {stop} must not be below `start` {start}, and `step` {step}, "
-            f"`every` {every} and `least` {least} must be at least 1"
-        )
+
+    if stop < start:
+        raise ValueError(f"`sliding_window` climbs: `stop` {stop} must not be below `start` {start}")
 
     def length(stair: int) -> int:
         """Count the steps on a stair."""

@@ -12,7 +12,7 @@ from mmrl.config.ranges import PositiveInt
 from mmrl.config.registry import engine
 from mmrl.core.protocols import Engine, Policy
 from mmrl.core.rng import Stream
-from mmrl.core.types import Outcome, Prompt, Rollouts, Trajectory
+from mmrl.core.types import Outcome, Prompt, Rollouts
 
 
 @engine
@@ -34,20 +34,17 @@ class Offline:
         asked: dict[str, int] = {}
         rows = []
         for prompt in prompts:
-            if not prompt.answers:
+            count = len(prompt.answers)
+            if not count:
                 raise ValueError(
                     f"prompt '{prompt.uid}' has no recorded answers; the engine `offline` needs them"
                 )
-            turn = asked.get(prompt.uid, 0)
-            rows.append(self.policy.encode(prompt, prompt.answers[self._order(prompt)[turn]]))
-            asked[prompt.uid] = (turn + 1) % len(prompt.answers)
+            place = asked.get(prompt.uid, 0)
+            asked[prompt.uid] = (place + 1) % count
+            if self.shuffle:
+                place = torch.randperm(count, generator=self.stream.generator(prompt.uid)).tolist()[place]
+            rows.append(self.policy.encode(prompt, prompt.answers[place]))
         return tuple(rows)
-
-    def _order(self, prompt: Prompt) -> Sequence[int]:
-        places = range(len(prompt.answers))
-        if not self.shuffle:
-            return places
-        return torch.randperm(len(places), generator=self.stream.generator(prompt.uid)).tolist()
 
 
 @engine
@@ -60,8 +57,6 @@ class WithDemos:
     notes: frozenset[str] = frozenset()
 
     def __init__(self, engine: Engine, *, per_group: PositiveInt = 1) -> None:
-        if per_group < 1:
-            raise ValueError(f"`per_group` must be at least 1, not {per_group}")
         self.engine, self.policy, self.per_group = engine, engine.policy, per_group
 
     def rollout(self, prompts: Sequence[Prompt]) -> Rollouts:
@@ -100,16 +95,14 @@ class WithMismatched:
         distinct = {prompt.uid: prompt for prompt in prompts}
         wanted = [prompt for uid, prompt in distinct.items() for _ in range(max(1, asked[uid] - 1))]
         rows = self.engine.rollout(wanted)
-        first = {row.prompt.uid: row for row in reversed(rows)}
+        first = {row.prompt.uid: row.outcomes[-1] for row in reversed(rows)}
         ring = list(distinct)
-        following = dict(zip(ring, [*ring[1:], *ring[:1]], strict=True))
-        mismatched = [
-            self._mismatched(distinct[uid], first[following[uid]]) for uid in ring if asked[uid] > 1
-        ]
+        mismatched = []
+        for uid, following in zip(ring, [*ring[1:], *ring[:1]], strict=True):
+            if asked[uid] > 1:
+                row = self.policy.encode(distinct[uid], first[following])
+                last = row.outcomes[-1]
+                tags = {**last.tags, "unrelated": "yes"}
+                outcome = Outcome(last.text, last.image, last.video, last.times, last.end, tags=tags)
+                mismatched.append(replace(row, outcomes=(outcome,)))
         return (*rows, *mismatched)
-
-    def _mismatched(self, prompt: Prompt, other: Trajectory) -> Trajectory:
-        row = self.policy.encode(prompt, other.outcomes[-1])
-        last = row.outcomes[-1]
-        outcome = Outcome(last.text, last.image, last.video, last.times, last.end)
-        return replace(row, outcomes=(replace(outcome, tags={**last.tags, "unrelated": "yes"}),))

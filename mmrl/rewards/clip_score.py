@@ -6,7 +6,7 @@ import difflib
 import hashlib
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -76,11 +76,8 @@ class ClipScore:
             raise ValueError(
                 f"RefCLIPScore takes `scale: clipscore`, not '{scale}'; set it, or drop `references`"
             )
-        if tau <= 0 or batch_size < 1 or divide_by == 0:
-            raise ValueError(
-                "clip_score needs a `tau` above 0, a `batch_size` of at least 1 and a `divide_by` other than "
-                f"0, not {tau}, {batch_size} and {divide_by}"
-            )
+        if divide_by == 0:
+            raise ValueError("clip_score needs a `divide_by` other than 0")
         self.towers = load_towers(model, pretrained, device)
         own = PREFIX if scale == "clipscore" and self.towers.bias is None else ""
         self.prefix = own if prefix is None else prefix
@@ -90,37 +87,32 @@ class ClipScore:
     def __call__(self, prompts: Sequence[Prompt], outcomes: Sequence[Outcome]) -> list[float | None]:
         """Compute the reward of every outcome; None where references are wanted and there are none."""
         pairs = [self._pair(prompt, outcome) for prompt, outcome in zip(prompts, outcomes, strict=True)]
+        names = [_name_of(image) for image, _ in pairs]
         parts = [self._parts(text, self.always) for _, text in pairs]
-        known = [self._references(prompt) for prompt in prompts]
-        looks = self._look([image for image, _ in pairs])
-        reads = self._read([text for listed in (*parts, *known) for text in listed])
+        references = [self._references(prompt) for prompt in prompts]
+        looks = self._encode(self.towers.look, dict(zip(names, (image for image, _ in pairs), strict=True)))
+        texts = [text for listed in (*parts, *references) for text in listed]
+        reads = self._encode(self.towers.read, dict(zip(texts, texts, strict=True)))
         return [
-            self._reward(
-                looks[i], [reads[text] for text in parts[i]], parts[i], [reads[text] for text in known[i]]
-            )
-            for i in range(len(pairs))
+            self._reward(looks[name], own, [reads[text] for text in own], [reads[text] for text in known])
+            for name, own, known in zip(names, parts, references, strict=True)
         ]
-
-    def sentences(self, prompt: Prompt, outcome: Outcome) -> list[tuple[str, float]]:
-        """Return every sentence with its cosine, at least 0: which parts of a caption match the image."""
-        image, text = self._pair(prompt, outcome)
-        parts = self._parts(text, True)
-        reads = self._read(parts)
-        look = self._look([image])[0]
-        return [(part, max(float(reads[part] @ look), 0.0)) for part in parts]
 
     def reads_whole(self, text: str) -> bool:
         """Return whether the model reads a caption at once, so that it is not split."""
         return not self.always and self.towers.fits(self.prefix + text)
 
-    # ---- what is compared
-
     def _pair(self, prompt: Prompt, outcome: Outcome) -> tuple[Tensor, str]:
         """Find the image, (3, height, width) uint8, and the text to compare."""
-        if outcome.image is not None:
-            return outcome.image, self._wanted(prompt)
-        if outcome.video is not None:
-            return outcome.video[0], self._wanted(prompt)
+        image = outcome.video[0] if outcome.image is None and outcome.video is not None else outcome.image
+        if image is not None:
+            known = {"prompt": prompt.text, "target": prompt.target, **prompt.columns}
+            if known.get(self.against) is None:
+                raise ValueError(
+                    f"clip_score compares with '{self.against}', which prompt '{prompt.uid}' does not have; "
+                    f"it has {', '.join(name for name, value in known.items() if value is not None)}"
+                )
+            return image, str(known[self.against])
         if outcome.text is None:
             raise ValueError(
                 f"clip_score found neither an image nor a text in an outcome of prompt '{prompt.uid}'"
@@ -131,15 +123,6 @@ class ClipScore:
                 f"'{prompt.uid}' has {len(prompt.media)}"
             )
         return prompt.media[0].load().pixels[0], outcome.text
-
-    def _wanted(self, prompt: Prompt) -> str:
-        known = {"prompt": prompt.text, "target": prompt.target, **prompt.columns}
-        if known.get(self.against) is None:
-            raise ValueError(
-                f"clip_score compares with '{self.against}', which prompt '{prompt.uid}' does not have; it "
-                f"has {', '.join(name for name, value in known.items() if value is not None)}"
-            )
-        return str(known[self.against])
 
     def _references(self, prompt: Prompt) -> list[str]:
         captions = prompt.columns.get(self.references) if self.references else None
@@ -155,51 +138,36 @@ class ClipScore:
         whole = not always and fits(text)
         return [self.prefix + part for part in ([text] if whole else split_text(text, fits))]
 
-    # ---- features
-
-    def _look(self, images: Sequence[Tensor]) -> list[Tensor]:
-        """Encode every distinct image once: unit vectors (D,)."""
-        names = [_name_of(image) for image in images]
-        distinct = dict(zip(names, images, strict=True))
-        features = self._in_chunks(self.towers.look, list(distinct.values()))
-        return [dict(zip(distinct, features, strict=True))[name] for name in names]
-
-    def _read(self, texts: Sequence[str]) -> dict[str, Tensor]:
-        """Encode every distinct text once: unit vectors (D,)."""
-        distinct = list(dict.fromkeys(texts))
-        return dict(zip(distinct, self._in_chunks(self.towers.read, distinct), strict=True))
-
-    def _in_chunks(self, encode: Callable[[Sequence], Tensor], things: Sequence) -> list[Tensor]:
+    def _encode(self, encode: Callable[[Sequence], Tensor], distinct: Mapping[Any, Any]) -> dict[Any, Tensor]:
+        """Encode every distinct image or text once, in batches: unit vectors (D,)."""
+        things = list(distinct.values())
         chunks = [things[at : at + self.batch_size] for at in range(0, len(things), self.batch_size)]
-        return [row for chunk in chunks for row in encode(chunk)]
-
-    # ---- numbers
+        return dict(zip(distinct, (row for chunk in chunks for row in encode(chunk)), strict=True))
 
     def _reward(
-        self, look: Tensor, reads: Sequence[Tensor], parts: Sequence[str], known: Sequence[Tensor]
+        self, look: Tensor, parts: Sequence[str], reads: Sequence[Tensor], references: Sequence[Tensor]
     ) -> float | None:
-        if self.references and not known:
+        if self.references and not references:
             return None
         cosines = [float(read @ look) for read in reads]
         if len(cosines) > 1 or self.scale == "clipscore":
             cosines = [max(cosine, 0.0) for cosine in cosines]
-        pooled = self._pooled(cosines, parts) if cosines else 0.0  # an empty text
+        value = self._pooled(cosines, parts) if cosines else 0.0  # an empty text
         if self.scale == "logit":
-            return (self.towers.factor * pooled + (self.towers.bias or 0.0)) / self.divide_by
-        if self.scale == "cosine":
-            return pooled / self.divide_by
-        value = WEIGHT * pooled
-        if known and reads:
-            nearest = [max(0.0, *(float(read @ reference) for reference in known)) for read in reads]
-            value = harmonic_mean(value, self._pooled(nearest, parts))
+            value = self.towers.factor * value + (self.towers.bias or 0.0)
+        elif self.scale == "clipscore":
+            value = WEIGHT * value
+            if references and reads:
+                best = [max(0.0, *(float(read @ reference) for reference in references)) for read in reads]
+                value = harmonic_mean(value, self._pooled(best, parts))
         return value / self.divide_by
 
     def _pooled(self, cosines: Sequence[float], parts: Sequence[str]) -> float:
+        low = min(cosines)
         if self.pool == "min":
-            return min(cosines)
+            return low
         if self.pool == "soft_min":
-            # The smallest is taken out of the exponential, which would vanish for a small tau.
-            low = min(cosines)
+            # -tau log mean exp(-cos / tau), the smallest taken out: it would vanish for a small tau.
             mean = sum(math.exp((low - cosine) / self.tau) for cosine in cosines) / len(cosines)
             return low - self.tau * math.log(mean)
         weights = [len(part.split()) if self.pool == "length" else 1 for part in parts]
@@ -212,6 +180,7 @@ def harmonic_mean(a: float, b: float) -> float:
 
 
 def _name_of(image: Tensor) -> tuple:
+    """Name an image by its content, so that equal ones are encoded once."""
     if image.dtype != torch.uint8 or image.dim() != 3 or image.shape[0] != 3:
         raise ValueError(
             "clip_score looks at images of (3, height, width) uint8, not at "
@@ -317,23 +286,14 @@ _LOADED: WeakValueDictionary[tuple, Towers] = WeakValueDictionary()
 
 def load_towers(model: str, pretrained: str | None, device: str) -> Towers:
     """Load a model in float32, or share the loaded one; missing weights are an error."""
-    place = _device(device)
-    key = (model, pretrained, str(place))
-    if key not in _LOADED:
-        made = _load(model, pretrained, place)
-        _LOADED[key] = made  # a variable holds it until the reward does
-    return _LOADED[key]
-
-
-def _device(name: str) -> torch.device:
-    # With its number: rewards run in threads of their own, whose current device is another.
-    if name == "auto":
-        return (
-            torch.device("cuda", torch.cuda.current_device())
-            if torch.cuda.is_available()
-            else torch.device("cpu")
-        )
-    return torch.device(name)
+    if device == "auto":
+        # With its number: rewards run in threads of their own, whose current device is another.
+        device = f"cuda:{torch.cuda.current_device()}" if torch.cuda.is_available() else "cpu"
+    key = (model, pretrained, device)
+    towers = _LOADED.get(key)
+    if towers is None:
+        towers = _LOADED[key] = _load(model, pretrained, torch.device(device))
+    return towers
 
 
 def _load(model: str, pretrained: str | None, device: torch.device) -> Towers:
@@ -341,7 +301,23 @@ def _load(model: str, pretrained: str | None, device: torch.device) -> Towers:
         import open_clip
     except ImportError as error:
         raise ImportError("clip_score needs open_clip: pip install 'mmrl[clip]'") from error
-    name, weights = _find(model, pretrained, [name.lower() for name in open_clip.list_models()])
+    # open_clip's name for the model, and its weights; None where the model brings its own.
+    name, weights = model.removeprefix("local-dir:"), None
+    architectures = [known.lower() for known in open_clip.list_models()]
+    if name.startswith("hf-hub:") or Path(name).is_dir():
+        if pretrained is not None:
+            raise ValueError(
+                f"'{model}' brings its own weights; leave out `pretrained`, which is '{pretrained}'"
+            )
+        name = name if name.startswith("hf-hub:") else f"local-dir:{name}"
+    elif name.replace("/", "-").lower() in architectures:
+        weights = pretrained or "openai"
+    else:
+        near = difflib.get_close_matches(name.lower(), architectures, 1)
+        raise ValueError(
+            f"clip_score: '{model}' is neither a folder nor an architecture of open_clip"
+            + (f"; did you mean '{near[0]}'?" if near else f"; a folder holds {CONFIG} and weights")
+        )
     # Weights that were trained with a quick GELU are wrong without it, which open_clip would only mention.
     known = open_clip.get_pretrained_cfg(name, weights) if weights else {}
     try:
@@ -355,9 +331,8 @@ def _load(model: str, pretrained: str | None, device: torch.device) -> Towers:
             weights_only=True,
         )
         return Towers(made, prepare, open_clip.get_tokenizer(name), device)
-    except (
-        Exception
-    ) as error:  # open_clip, the hub and torch raise what they like; what is wrong is one thing
+    # open_clip, the hub and torch raise many kinds of errors, all of which mean the same here.
+    except Exception as error:
         raise ValueError(
             f"clip_score cannot load '{model}'"
             + (f" with the weights '{weights}'" if weights else "")
@@ -365,21 +340,3 @@ def _load(model: str, pretrained: str | None, device: torch.device) -> Towers:
             "Name an architecture of open_clip with a tag or a file as `pretrained`, a folder that holds "
             f"{CONFIG} and weights, or hf-hub:owner/name"
         ) from error
-
-
-def _find(model: str, pretrained: str | None, architectures: Sequence[str]) -> tuple[str, str | None]:
-    """Return open_clip's name for a model, and its weights (None where the model brings its own)."""
-    name = model.removeprefix("local-dir:")
-    if name.startswith("hf-hub:") or Path(name).is_dir():
-        if pretrained is not None:
-            raise ValueError(
-                f"'{model}' brings its own weights; leave out `pretrained`, which is '{pretrained}'"
-            )
-        return (name if name.startswith("hf-hub:") else f"local-dir:{name}"), None
-    if name.replace("/", "-").lower() in architectures:
-        return name, pretrained or "openai"
-    near = difflib.get_close_matches(name.lower(), architectures, 1)
-    raise ValueError(
-        f"clip_score: '{model}' is neither a folder nor an architecture of open_clip"
-        + (f"; did you mean '{near[0]}'?" if near else f"; a folder holds {CONFIG} and weights")
-    )

@@ -8,8 +8,8 @@ import dataclasses
 import http.client
 import io
 import json
-import math
 import socket
+import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -59,12 +59,6 @@ class Http:
     ) -> None:
         if not url.startswith(("http://", "https://")) or not urlsplit(url).hostname:
             raise ValueError(f"`url` must be http:// or https:// and a host, not '{url}'")
-        if batch < 1 or parallel < 1 or request_timeout <= 0 or request_retries < 0 or wait < 0:
-            raise ValueError(
-                "`batch` and `parallel` must be at least 1, `request_timeout` more than 0, `request_retries` "
-                f"and `wait` 0 or more, not {batch}, {parallel}, {request_timeout}, {request_retries} and "
-                f"{wait}"
-            )
         self.url, self.batch, self.parallel = url, batch, parallel
         self.request_timeout, self.request_retries, self.wait = request_timeout, request_retries, wait
 
@@ -134,19 +128,14 @@ class Http:
             raise ValueError(
                 f"'{self.url}' must answer with JSON {{\"rewards\": [...]}}, not {data[:120]!r}"
             ) from None
-        if not isinstance(values, list) or len(values) != count:
+        if type(values) is not list or len(values) != count:
             raise ValueError(f"'{self.url}' gave {str(values)[:120]} for {count} outcomes")
-        return [None if value is None else self._number(value) for value in values]
-
-    def _number(self, value: Any) -> float:
-        try:
-            number = float(value) if type(value) in (int, float) else math.nan
-        except OverflowError:  # a whole number that no float holds
-            number = math.inf
-        if not math.isfinite(number):
-            shown = repr(value)[:120]
-            raise ValueError(f"'{self.url}' gave the reward {shown}, not a finite number or null")
-        return number
+        for value in values:
+            # Whole numbers that no float holds are larger than the largest one; NaN is never smaller.
+            if value is not None and not (type(value) in (int, float) and abs(value) <= sys.float_info.max):
+                shown = repr(value)[:120]
+                raise ValueError(f"'{self.url}' gave the reward {shown}, not a finite number or null")
+        return [None if value is None else float(value) for value in values]
 
 
 def _cut(connection: socket.socket) -> None:

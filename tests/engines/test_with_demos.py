@@ -8,7 +8,7 @@ import pytest
 
 from mmrl.advantages.shape import tempsamp_downscale
 from mmrl.config.binding import Pieces
-from mmrl.config.schema import Piece
+from mmrl.config.schema import ConfigError, Piece
 from mmrl.core.rng import Stream
 from mmrl.engines.dataset_answers import WithDemos
 from mmrl.training.collect import in_order
@@ -90,5 +90,5 @@ def test_the_chain_sees_which_rows_were_demonstrations():
 
 
 def test_fewer_than_one_demonstration_is_refused():
-    with pytest.raises(ValueError, match="`per_group` must be at least 1, not 0"):
-        WithDemos(Counting(ToyText()), per_group=0)
+    with pytest.raises(ConfigError, match="'engine.per_group' must be at least 1, not 0"):
+        Pieces(Stream()).check("engine", Piece("with_demos", {"per_group": 0}), "engine")

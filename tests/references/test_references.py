@@ -5,6 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from mmrl.config.binding import Pieces
+from mmrl.config.schema import ConfigError, Piece
+from mmrl.core.rng import Stream
 from mmrl.core.types import Outcome
 from mmrl.references import ema, frozen, trained
 from tests.support.toys import ToyText, prompts
@@ -103,8 +106,8 @@ def test_ema_moves_every_so_many_steps():
         found.append(average.weights["table"][0, 0, 1].item())
     # after the third and the sixth step: 0.5 * 8, and 0.5 * 4 + 0.5 * 8
     assert found == [0, 0, 4, 4, 4, 6, 6]
-    with pytest.raises(ValueError, match="`every` must be at least 1"):
-        ema(policy, every=0)
+    with pytest.raises(ConfigError, match="'reference.every' must be at least 1"):
+        Pieces(Stream()).check("reference", Piece("ema", {"every": 0}), "reference")
 
 
 def test_a_resumed_average_moves_at_the_step_at_which_it_would_have():
@@ -119,9 +122,6 @@ def test_a_resumed_average_moves_at_the_step_at_which_it_would_have():
 
 
 def test_a_decay_that_follows_a_schedule_changes_when_the_clock_ticks():
-    from mmrl.config.binding import Pieces
-    from mmrl.config.schema import Piece
-    from mmrl.core.rng import Stream
     from mmrl.core.types import Clock
 
     pieces, policy = Pieces(Stream()), policy_of(0.0)

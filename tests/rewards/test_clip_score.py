@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from mmrl.config.binding import Pieces
-from mmrl.config.schema import Piece
+from mmrl.config.schema import ConfigError, Piece
 from mmrl.core.rng import Stream
 from mmrl.core.types import Frames, Media, Message, Outcome, Part, Prompt
 from mmrl.rewards import clip_score
@@ -285,17 +285,16 @@ def test_nothing_behind_the_context_is_cut_in_silence(folder, generator, monkeyp
 
 
 def test_sentences_say_where_a_caption_leaves_the_picture(folder, generator, monkeypatch):
-    reward, image = ClipScore(model=str(folder)), random_images(1, generator)[0]
+    reward, image = ClipScore(model=str(folder), split="always"), random_images(1, generator)[0]
     texts = ["A red ball lies there.", "Two dogs are near."]
     prompt, outcome = asking("", image), Outcome(text=" ".join(texts))
     cosines, _ = plainly(folder, [image] * 2, texts)
     assert cosines.max() < 0, "a random model sees nothing but its opposite"
-    assert reward.sentences(prompt, outcome) == [(text, 0.0) for text in texts]
+    assert reward([prompt], [outcome]) == [0.0], "parts are at least 0"
     look = reward.towers.look
     monkeypatch.setattr(reward.towers, "look", lambda images: -look(images))
-    found = reward.sentences(prompt, outcome)
-    assert [text for text, _ in found] == texts
-    assert [value for _, value in found] == pytest.approx((-cosines).tolist(), abs=2e-6)
+    assert split_sentences(outcome.text) == texts
+    assert reward([prompt], [outcome]) == [pytest.approx(-cosines.mean().item(), abs=2e-6)]
 
 
 def test_sentences_end_where_they_end():
@@ -390,10 +389,13 @@ def test_two_rewards_of_one_model_share_it(folder):
     assert {p.dtype for p in first.towers.model.parameters()} == {torch.float32}
 
 
-@pytest.mark.parametrize(
-    "options",
-    [{"tau": 0.0}, {"batch_size": 0}, {"divide_by": 0.0}, {"references": "known", "scale": "cosine"}],
-)
+@pytest.mark.parametrize("options", [{"tau": 0.0}, {"batch_size": 0}])
+def test_options_out_of_range_are_refused(options):
+    with pytest.raises(ConfigError, match=f"'reward.{next(iter(options))}' must be"):
+        Pieces(Stream()).check("reward", Piece("clip_score", options), "reward")
+
+
+@pytest.mark.parametrize("options", [{"divide_by": 0.0}, {"references": "known", "scale": "cosine"}])
 def test_impossible_options_are_refused(options, monkeypatch):
     monkeypatch.setattr(
         clip_score, "load_towers", lambda *named: pytest.fail("loaded before the options were read")

@@ -227,12 +227,15 @@ def test_what_cannot_travel_is_named(server):
         Http(url=server.url)([Prompt("p", (), target=object())], [Outcome(text="a")])
 
 
-@pytest.mark.parametrize(
-    "options", [{"url": "file:///etc/passwd"}, {"url": "http://"}, {"url": "http://a", "batch": 0}]
-)
-def test_options_are_checked(options):
+@pytest.mark.parametrize("url", ["file:///etc/passwd", "http://"])
+def test_an_address_is_checked(url):
     with pytest.raises(ValueError, match="must be"):
-        Http(**options)
+        Http(url=url)
+
+
+def test_options_out_of_range_are_refused():
+    with pytest.raises(ConfigError, match="'reward.batch' must be at least 1"):
+        Pieces(Stream()).check("reward", Piece("http", {"url": "http://a", "batch": 0}), "reward")
 
 
 def test_it_stands_in_a_configuration_with_the_policy_of_any_reward(server):
