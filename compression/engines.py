@@ -89,11 +89,12 @@ class FidelityGate(Measured):
     def rollout(self, prompts: Sequence[Prompt]) -> Rollouts:
         """Answer with the wrapped engine, after the check on the first call."""
         if not self.checked and prompts and self.accelerated:
-            self._check(prompts)
+            self.check(prompts)
             self.checked = True
         return self.engine.rollout(prompts)
 
-    def _check(self, prompts: Sequence[Prompt]) -> None:
+    def check(self, prompts: Sequence[Prompt]) -> None:
+        """Measure and print the fidelity on some prompts; raises ValueError below the thresholds."""
         model = self.policy.model
         device = model.get_input_embeddings().weight.device
         distinct = list({prompt.uid: prompt for prompt in prompts}.values())[: self.num_prompts]

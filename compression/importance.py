@@ -20,7 +20,6 @@ ROWS = 256  # queries whose attention is computed together: the map of all pairs
 KINDS = ("heads", "ffn_units", "layers")
 
 
-@torch.no_grad()
 def make_plan(
     model: nn.Module,
     batches: Sequence[Mapping[str, Any]],
@@ -45,15 +44,17 @@ def make_plan(
         )
     plan: dict[str, Tensor] = {}
     if {"heads", "ffn_units"} & set(kinds):
-        plan = _heads_and_units(model, batches, queries)
+        plan = unit_importance(model, batches, queries)
     if "layers" in kinds:
         plan["layers"] = layer_importance(model, batches)
     return {kind: plan[kind].tolist() for kind in KINDS if kind in kinds}
 
 
-def _heads_and_units(
+@torch.no_grad()
+def unit_importance(
     model: nn.Module, batches: Sequence[Mapping[str, Any]], queries: str
 ) -> dict[str, Tensor]:
+    """Measure the importance of "heads" (L, H) and "ffn_units" (L, m), see `make_plan`."""
     shape, view = shape_of(model), prune(model, "plan", {})
     ratios = torch.zeros(shape.layers, shape.heads, dtype=torch.float64)
     active = torch.zeros(shape.layers, shape.inner, dtype=torch.float64)

@@ -12,30 +12,22 @@ from torch import nn
 from mmrl.compression.model_adapters.adapter import ModelAdapter, PatchGrids
 
 
-def _squares(core: nn.Module, inputs: Mapping[str, Any], side: int) -> dict[int, PatchGrids]:
-    """Every image or tile is one square patch grid; a class token that is kept is a grid of one cell."""
-    token = core.config.image_token_id
-    full = getattr(core.config, "vision_feature_select_strategy", None) == "full"
-    image = [*([(1, 1)] if full else []), (side, side)]
-    count = int((inputs["input_ids"] == token).sum())
-    return {token: image * (count // sum(h * w for h, w in image))}
-
-
-def _llava(core: nn.Module, inputs: Mapping[str, Any]) -> dict[int, PatchGrids]:
+def _squares(core: nn.Module, inputs: Mapping[str, Any]) -> dict[int, PatchGrids]:
+    """Every image or tile is one square patch grid; a class token that LLaVA keeps is a grid of one cell."""
     config, vision = core.config, core.config.vision_config
-    if inputs.get("image_sizes") is None:
-        return _squares(core, inputs, vision.image_size // vision.patch_size)
-    sizes = torch.as_tensor(inputs["image_sizes"]) // vision.patch_size
-    return {config.image_token_id: [tuple(size) for size in sizes.tolist()]}
-
-
-def _internvl(core: nn.Module, inputs: Mapping[str, Any]) -> dict[int, PatchGrids]:
-    return _squares(core, inputs, round(core.config.image_seq_length**0.5))
-
-
-def _smolvlm(core: nn.Module, inputs: Mapping[str, Any]) -> dict[int, PatchGrids]:
-    vision = core.config.vision_config
-    return _squares(core, inputs, vision.image_size // vision.patch_size // core.config.scale_factor)
+    match config.model_type:
+        case "internvl":
+            image = [(round(config.image_seq_length**0.5),) * 2]
+        case "smolvlm":
+            image = [(vision.image_size // vision.patch_size // config.scale_factor,) * 2]
+        case _:
+            if inputs.get("image_sizes") is not None:
+                sizes = torch.as_tensor(inputs["image_sizes"]) // vision.patch_size
+                return {config.image_token_id: [tuple(size) for size in sizes.tolist()]}
+            image = [(1, 1)] if config.vision_feature_select_strategy == "full" else []
+            image.append((vision.image_size // vision.patch_size,) * 2)
+    count = int((inputs["input_ids"] == config.image_token_id).sum())
+    return {config.image_token_id: image * (count // sum(h * w for h, w in image))}
 
 
 def _qwen_vl(core: nn.Module, inputs: Mapping[str, Any]) -> dict[int, PatchGrids]:
@@ -104,12 +96,12 @@ def _joined_tiles(core: nn.Module, side: int, size: list[int]) -> tuple[int, int
 QWEN_VL = ModelAdapter(_qwen_vl, grids_need_media=True, multimodal_positions=True)
 ADAPTERS = {
     # VisionZip ranks patches by the second-last layer of the tower.
-    "llava": ModelAdapter(_llava, lambda core: core.vision_tower.encoder.layers[-2].self_attn),
+    "llava": ModelAdapter(_squares, lambda core: core.vision_tower.encoder.layers[-2].self_attn),
     "llava_onevision": ModelAdapter(_onevision, grids_need_media=True),
     "qwen2_vl": QWEN_VL,
     "qwen2_5_vl": QWEN_VL,
-    "internvl": ModelAdapter(_internvl),
-    "smolvlm": ModelAdapter(_smolvlm),
+    "internvl": ModelAdapter(_squares),
+    "smolvlm": ModelAdapter(_squares),
 }
 # Language models with the projections of `ModelAdapter.project`; True: with a norm per head.
 HEAD_NORM = {

@@ -184,6 +184,8 @@ class ForwardCall:
 
     def stage(self, number: int, vis: Tensor | None = None) -> TokenStage:
         """Build stage `number` with the visual rows that are left; None: all."""
+        from transformers.cache_utils import DynamicLayer
+
         visual = self.layout.visual
         size = visual.shape[1]
         real = torch.ones_like(visual) if self.known is None else self.known[:, self.past :]
@@ -198,25 +200,22 @@ class ForwardCall:
             kept.scatter_(1, vis.masked_fill(vis < 0, size), True)
             cols = pack_places((~visual & real) | kept[:, :size])
         new = torch.where(cols < 0, cols, cols + self.past)
-        orig, marks = self._record(number, new, pick(visual, cols) & (cols >= 0))
+        orig, marks = new, pick(visual, cols) & (cols >= 0)
+        if self.cache is not None:
+            while len(self.cache.layers) <= self.layers + number:
+                self.cache.layers.append(DynamicLayer())
+            record = self.cache.layers[self.layers + number]
+            # Keys and values of one head and channel: (B, 1, C, 1).
+            orig, marks = (
+                x[:, 0, :, 0] for x in record.update(new[:, None, :, None], marks[:, None, :, None])
+            )
+            marks = marks.bool()
         seen = orig >= 0
         if self.known is not None:
             seen = seen & pick(self.known, orig)
         plain = self.past == 0 and self.allowed is None and bool(seen.all())
         rotary = [tuple(pick(x, rows) for x in self.rotary) for rows in (text, vis)]
         return TokenStage(self, text, vis, cols, orig, marks, seen, *rotary, plain)
-
-    def _record(self, number: int, orig: Tensor, visual: Tensor) -> tuple[Tensor, Tensor]:
-        """Append new columns (B, n) of a stage; returns positions and visual marks of all its columns."""
-        from transformers.cache_utils import DynamicLayer
-
-        if self.cache is None:
-            return orig, visual
-        while len(self.cache.layers) <= self.layers + number:
-            self.cache.layers.append(DynamicLayer())
-        record = self.cache.layers[self.layers + number]
-        positions, marks = record.update(orig[:, None, :, None], visual[:, None, :, None])
-        return positions[:, 0, :, 0], marks[:, 0, :, 0].bool()
 
 
 def past_tokens(cache: Any, layers: int) -> int:

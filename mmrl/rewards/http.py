@@ -95,8 +95,15 @@ class Http:
         connection = kind(parts.hostname, parts.port, timeout=self.request_timeout)
         deadline = time.monotonic() + self.request_timeout
         connection.connect()
+        stream = connection.sock  # the connection forgets it when the response ends
+
+        def cut() -> None:
+            with contextlib.suppress(OSError):  # it ended by itself
+                # Its own `shutdown` would take the encryption off under the thread that reads.
+                socket.socket.shutdown(stream, socket.SHUT_RDWR)
+
         # The limit of a socket is that of one piece of data, and a server may send a byte at a time.
-        watch = threading.Timer(deadline - time.monotonic(), _cut, [connection.sock])
+        watch = threading.Timer(deadline - time.monotonic(), cut)
         watch.daemon = True
         watch.start()
         try:
@@ -136,12 +143,6 @@ class Http:
                 shown = repr(value)[:120]
                 raise ValueError(f"'{self.url}' gave the reward {shown}, not a finite number or null")
         return [None if value is None else float(value) for value in values]
-
-
-def _cut(connection: socket.socket) -> None:
-    """End a connection that somebody else reads; its own `shutdown` would take the encryption off it."""
-    with contextlib.suppress(OSError):  # it ended by itself
-        socket.socket.shutdown(connection, socket.SHUT_RDWR)
 
 
 def _to_json(prompt: Prompt, outcome: Outcome) -> dict[str, Any]:

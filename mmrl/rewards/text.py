@@ -14,11 +14,6 @@ from mmrl.config.reward_adapters import per_outcome, tagged
 from mmrl.core.types import Outcome, Prompt
 
 
-def _full_match(tags: str, text: str) -> bool:
-    inner = r"\s*".join(rf"<{tag}>(?:(?!</?{tag}>).)*</{tag}>" for tag in tags.split(","))
-    return re.fullmatch(inner, text.strip(), re.DOTALL | re.IGNORECASE) is not None
-
-
 @reward
 @per_outcome
 def tag_format(prompt: Prompt, outcome: Outcome, *, tags: str = "") -> float:
@@ -30,7 +25,9 @@ def tag_format(prompt: Prompt, outcome: Outcome, *, tags: str = "") -> float:
     2505.16854).
     """
     asked = tags or outcome.tags.get("format") or prompt.columns.get("format") or "think,answer"
-    return float(_full_match(asked, outcome.text or ""))
+    blocks = r"\s*".join(rf"<{tag}>(?:(?!</?{tag}>).)*</{tag}>" for tag in asked.split(","))
+    text = (outcome.text or "").strip()
+    return float(re.fullmatch(blocks, text, re.DOTALL | re.IGNORECASE) is not None)
 
 
 @reward

@@ -19,26 +19,19 @@ class Uniform:
     def __init__(self, data: Sequence[Prompt], *, stream: Stream, shuffle: bool = True) -> None:
         self.data, self.stream, self.shuffle = data, stream, shuffle
         self.drawn = 0
-        self._epoch, self._shuffled = -1, []
+        self._epoch, self._order = -1, range(len(data))
 
     def draw(self, num_prompts: int, num_generations: int) -> list[Prompt]:
         """Draw the next prompts, `num_generations` entries each; no prompt twice in one draw."""
         chosen: dict[int, None] = {}
         while len(chosen) < min(num_prompts, len(self.data)):
             epoch, place = divmod(self.drawn, len(self.data))
-            chosen[self._order(epoch)[place]] = None
+            if self.shuffle and epoch != self._epoch:
+                generator = self.stream.fixed("uniform", epoch)
+                self._epoch, self._order = epoch, torch.randperm(len(self.data), generator=generator).tolist()
+            chosen[self._order[place]] = None
             self.drawn += 1
         return [self.data[i] for i in chosen for _ in range(num_generations)]
-
-    def _order(self, epoch: int) -> list[int]:
-        if not self.shuffle:
-            return list(range(len(self.data)))
-        if self._epoch != epoch:
-            self._shuffled = torch.randperm(
-                len(self.data), generator=self.stream.fixed("uniform", epoch)
-            ).tolist()
-            self._epoch = epoch
-        return self._shuffled
 
     def state_dict(self) -> dict[str, Any]:
         """Return the number of prompts drawn so far."""

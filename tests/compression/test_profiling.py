@@ -10,7 +10,6 @@ from mmrl.compression.fp32_linear import UpcastLinear
 from mmrl.compression.profiling import (
     cache_bytes,
     count_operations,
-    measure,
     time_calls,
     weight_bytes,
 )
@@ -98,6 +97,8 @@ def test_the_formula_equals_what_hooks_count(name):
     choosing = 2 * 32 * (25 * 24 + 13 * 12) if "merged" in name else 0
     assert counted["language"] - choosing == theory.operations(shape_of(model), pruning_of(model))
     assert counted["head"] == 2 * 32 * 256 * 59
+    if name == "yopo12":
+        assert count_operations(CASES["full"](llava(side=7)), picture())["language"] > 2 * counted["language"]
 
 
 @pytest.mark.parametrize("name", ["full", "layers", "yopo12", "merged"])
@@ -109,21 +110,6 @@ def test_the_cache_holds_the_bytes_of_the_formula(name):
     held = sum(t.numel() * 4 for layer in cache.layers[:3] for t in (layer.keys, layer.values))
     assert held == theory.cache_bytes(shape_of(model), pruning_of(model), 4)
     assert cache_bytes(cache) >= held
-
-
-def test_measuring_puts_theory_beside_what_was_measured():
-    model = llava(side=7, dtype=torch.float32)
-    models = {"full": model, "yopo12": yopo12(model)}
-    found = measure(models, picture(), Prefill(10, 3, ((7, 7),)), repeats=1, steps=2, bandwidth=1e9)
-    for row in found.values():
-        assert row["operations"] == row["operations_formula"]
-        assert row["prefill_seconds"] > 0 and row["decode_seconds"] > 0
-        assert row["cache_bytes"] >= row["cache_bytes_formula"]
-    # What a step must read: the language model without its embedding, the head, the cache; at 1e9 bytes/s.
-    # The head is as large as the embedding.
-    read = sum(p.numel() for p in model.model.language_model.parameters())
-    assert found["full"]["decode_floor"] == pytest.approx((4 * read + found["full"]["cache_bytes"]) / 1e9)
-    assert found["full"]["speed_by_operations"] == 1 and found["yopo12"]["speed_by_operations"] > 2
 
 
 def test_calls_are_timed_in_turns_and_the_first_turn_is_left_out():
