@@ -75,6 +75,7 @@ def unit_importance(
     finally:
         OBSERVER.reset(token)
     blocks = model.base_model.get_decoder().layers
+    # E|h_j| times the norm of column j of the output weights: how much unit j adds to the hidden state.
     norms = torch.stack([block.mlp.down_proj.weight.double().norm(dim=0).cpu() for block in blocks])
     return {"heads": ratios, "ffn_units": active / tokens.clamp(min=1) * norms}
 
@@ -114,6 +115,7 @@ def layer_importance(model: nn.Module, batches: Sequence[Mapping[str, Any]]) -> 
         rows += len(full)
         for layer in range(layers):
             frozen = _last_logp(prune(model, "plan", {}, frozen=frozenset({layer})), inputs)
+            # KL(p || q) = sum p (log p - log q), in float64
             total[layer] += (full.exp() * (full - frozen)).sum().cpu()
     return total / max(rows, 1)
 
@@ -122,6 +124,7 @@ def _last_logp(model: nn.Module, inputs: Mapping[str, Any]) -> Tensor:
     """Log-probabilities (B, V) after the last token of each prompt, which may be padded on either side."""
     states, mask = _prefill(model, inputs), inputs.get("attention_mask")
     mask = torch.ones(states.shape[:2], device=states.device) if mask is None else mask
+    # The last place of the mask with a 1: argmax of the place where it is 1, else of 0.
     place = (mask.long() * torch.arange(states.shape[1], device=mask.device)).argmax(1, keepdim=True)
     logits = model.get_output_embeddings()(pick(states, place)[:, 0])
     return logits.double().log_softmax(-1)
@@ -171,6 +174,7 @@ def best_overall(scores: Sequence[Sequence[float]], share: float, whole: int) ->
     `share` is that of all layers together, the first ones included.
     """
     size = len(scores[0])
+    # Whole layers use up a part of the budget; the sort is stable, so that of equal units the first stays.
     free = [(layer, unit) for layer in range(whole, len(scores)) for unit in range(size)]
     free.sort(key=lambda place: -scores[place[0]][place[1]])
     kept = set(free[: max(0, round(share * size * len(scores)) - whole * size)])

@@ -62,6 +62,7 @@ class LayerAttention:
         stage, kept, lost, vis = self.stage, self.split.kept, self.split.lost, None
         if not torch.is_tensor(self.k):
             return self._attend_quantised_cache(), None
+        # Without visual queries: no visual rows, a frozen layer, or one that drops all heads for them.
         if self.rows is None or self.rows[0] is None:
             if not lost or not stage.any_visual:
                 return self._attend_text(None), None
@@ -84,14 +85,14 @@ class LayerAttention:
         group = self.split.group
         if heads is None:
             return tuple(x if group == 1 else x.repeat_interleave(group, 1) for x in (self.k, self.v))
-        wanted = tuple(h // group for h in heads)
+        wanted = tuple(h // group for h in heads)  # query heads h of one `group` share a key head
         return _pick_heads(self.k, wanted), _pick_heads(self.v, wanted)
 
     def last_row(self) -> Tensor:
         """Compute the attention of the last text row to visual rows (B, n_v), mean over all heads."""
         k, _ = self.keys(None)
         weights = softmax_rows(self.q[:, :, -1:], k, self.stage.mask(self.stage.text[:, -1:]), self.scale)
-        past = k.shape[2] - self.stage.cols.shape[1]
+        past = k.shape[2] - self.stage.cols.shape[1]  # columns of earlier calls, which have no rows here
         return pick(weights.mean(1)[:, 0, past:], self.stage.vis_at)
 
     def _attend_quantised_cache(self) -> Tensor:

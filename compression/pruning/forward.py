@@ -63,8 +63,8 @@ def forward_text(
         raise ValueError("the language model of a pruned model is called through the whole model, not alone")
     if past_key_values is None and use_cache:
         past_key_values = DynamicCache(config=text.config)
-    kinds = {type(layer).__name__ for layer in getattr(past_key_values, "layers", ())}
-    kinds -= {"DynamicLayer", "PromptCacheLayer"}
+    cached = () if past_key_values is None else past_key_values.layers
+    kinds = {type(layer).__name__ for layer in cached} - {"DynamicLayer", "PromptCacheLayer"}
     if kinds and pruning.reductions:
         raise ValueError(
             f"late layers cache fewer tokens than early ones, which {', '.join(sorted(kinds))} of this cache "
@@ -100,10 +100,10 @@ class PrunedForward:
         for i, block in enumerate(self.text.layers[: self.shape.layers]):
             for number, reduction in enumerate(self.pruning.reductions, 1):
                 if reduction.layer == i:
-                    stage, vis = self._reduce(number, reduction, stage, text, vis, scores)
+                    stage, vis, scores = self._reduce(number, reduction, stage, text, vis, scores)
             layer = partial(self._layer, i, block, stage)
             # As transformers' layers do. With a cache, recomputation would append keys and values twice.
-            if getattr(block, "gradient_checkpointing", False) and block.training and self.call.cache is None:
+            if block.gradient_checkpointing and block.training and self.call.cache is None:
                 text, vis, scores = block._gradient_checkpointing_func(layer, text, vis)
             else:
                 text, vis, scores = layer(text, vis)
@@ -118,8 +118,8 @@ class PrunedForward:
     def _reduce(
         self, number: int, reduction: TokenReduction, stage: TokenStage, text: Tensor, vis: Tensor,
         scores: Tensor | None,
-    ) -> tuple[TokenStage, Tensor]:  # fmt: skip
-        """Apply a token reduction; returns the next stage and its visual rows."""
+    ) -> tuple[TokenStage, Tensor, Tensor | None]:  # fmt: skip
+        """Apply a token reduction; returns the next stage, its visual rows and their scores."""
         keep = torch.zeros_like(stage.is_token)
         if reduction.choose is not None and vis.shape[1]:
             if reduction.scores and self.call.allowed is not None:
@@ -132,12 +132,13 @@ class PrunedForward:
                 scores = self._scores(reduction.layer, stage, text, vis)
             chosen, vis = reduction.choose(stage, vis, scores)
             keep = chosen & stage.is_token
+        # Indices into the old visual rows, and by these the tokens of the new ones, padded with -1.
         stay = pack_places(keep)
         after = self.call.stage(number, pick(stage.vis, stay).masked_fill(stay < 0, NO_TOKEN))
         lay_out = getattr(self.call.cache, "lay_out", None)  # of `PromptCache`: which columns are visual
         if lay_out is not None and not self.call.past:
             lay_out(reduction.layer, after.visual, after.seen)
-        return after, pick(vis, stay)
+        return after, pick(vis, stay), scores if scores is None else pick(scores, stay)
 
     def _scores(self, i: int, stage: TokenStage, text: Tensor, vis: Tensor) -> Tensor:
         """Compute the last text token's attention to visual rows in layer `i`, mean over heads: (B, n_v)."""
@@ -161,6 +162,7 @@ class PrunedForward:
         attention, observe = self._attention(i, block, stage, text, vis), OBSERVER.get()
         if observe is not None:
             observe("attention", i, attention)
+        # A pre-norm residual layer; text rows use all heads and inner units.
         text_out, vis_out = attention.attend()
         text = text + attn.o_proj(text_out.transpose(1, 2).flatten(2))
         text = text + mlp(norm(text))

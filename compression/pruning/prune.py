@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -69,8 +70,8 @@ def share_weights(module: nn.Module, swap: Mapping[int, nn.Module] | None = None
         view = copies[id(module)] = copy.copy(module)
         state = vars(view)
         # Tables of parameters, buffers and hooks: a hook on the copy must not run in the original.
-        own = [name for name in state if name.startswith("_") and hasattr(state[name], "copy")]
-        state |= {name: state[name].copy() for name in own}
+        tables = {name: value for name, value in state.items() if type(value) in (dict, OrderedDict, set)}
+        state |= {name: copy.copy(value) for name, value in tables.items()}
         for name, child in view._modules.items():
             view._modules[name] = None if child is None else copied(child)
         for name in [name for name in state if type(state[name]) is BoundFunction]:

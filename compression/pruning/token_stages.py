@@ -127,6 +127,7 @@ class TokenStage:
         padded = torch.cat([self.text, self.vis, self.cols], 1).lt(0)
         if bool(padded.any()) or not self.cols.numel() or bool((self.gather != self.gather[0]).any()):
             return None
+        # A run ends where rows jump, or pass from text rows (below n) to visual ones.
         rows, n = self.gather[0].tolist(), self.text.shape[1]
         starts = [at for at, row in enumerate(rows) if not at or row != rows[at - 1] + 1 or row == n]
         runs = []

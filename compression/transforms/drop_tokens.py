@@ -74,6 +74,7 @@ def pyramid_drop(
 def top_mask(scores: Tensor, is_token: Tensor, numbers: Tensor) -> Tensor:
     """Mark the `numbers` (B,) highest scores (B, n) among real tokens; ties go to the earlier one."""
     ranked = scores.masked_fill(~is_token, float("-inf")).sort(dim=1, descending=True, stable=True).indices
+    # The rank of every token: the inverse of the permutation that sorts.
     order = torch.arange(ranked.shape[1]).to(ranked).expand_as(ranked)
     place = torch.empty_like(ranked).scatter_(1, ranked, order)
     return is_token & (place < numbers[:, None])
@@ -142,7 +143,7 @@ def vision_zip_image(
     number = min(contextual, len(rest))
     if not number:
         return stay, states
-    # Contextual patches are evenly spaced among the rest.
+    # The targets of merging, contextual patches, are evenly spaced among the rest.
     targets = rest[torch.arange(0, len(rest), max(1, len(rest) // number))[:number]]
     stay[targets] = True
     others = rest[~torch.isin(rest, targets)]
@@ -221,6 +222,7 @@ def bipartite_soft_matching(states: Tensor, number: int) -> tuple[Tensor, Tensor
     while len(states) > number:
         unit = F.normalize(states.detach().to(torch.promote_types(states.dtype, torch.float32)), dim=-1)
         best_match = (unit[::2] @ unit[1::2].T).max(1)
+        # Merge at most one half per round: `going` even tokens, the most similar to their match.
         going = min(len(states) - number, len(states) // 2)
         source = best_match.values.topk(going).indices
         target = best_match.indices[source] * 2 + 1

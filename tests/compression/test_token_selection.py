@@ -129,6 +129,17 @@ def test_a_token_pruner_with_a_window_equals_the_window_on_what_is_left():
     assert torch.isfinite(cut).all() and (cut - plain(**inputs).logits).abs().max() > 1e-3
 
 
+def test_two_token_pruners_before_the_same_layer_choose_one_after_the_other():
+    model = llava()
+    inputs = llava_inputs(model)
+    with torch.no_grad():
+        view = fastv(tome(model, keep=1.0, before=1), after=1, keep=0.5)
+        assert torch.equal(view(**inputs).logits, fastv(model, after=1, keep=0.5)(**inputs).logits)
+        cache = fastv(tome(model, keep=0.5, before=1), after=1, keep=0.5)(**inputs, use_cache=True)
+        # Of 4 visual tokens 2 are merged and 1 of 2 is kept, beside the text, 12 of 16 columns.
+        assert cache.past_key_values.layers[2].keys.shape[2] == 13
+
+
 def test_frozen_layers_leave_visual_states_as_they_are():
     model = llava()
     inputs = llava_inputs(model, rows=1)
