@@ -70,8 +70,8 @@ def share_weights(module: nn.Module, swap: Mapping[int, nn.Module] | None = None
         view = copies[id(module)] = copy.copy(module)
         state = vars(view)
         # Tables of parameters, buffers and hooks: a hook on the copy must not run in the original.
-        tables = {name: value for name, value in state.items() if type(value) in (dict, OrderedDict, set)}
-        state |= {name: copy.copy(value) for name, value in tables.items()}
+        tables = [name for name in state if name[0] == "_" and type(state[name]) in (dict, OrderedDict, set)]
+        state |= {name: copy.copy(state[name]) for name in tables}
         for name, child in view._modules.items():
             view._modules[name] = None if child is None else copied(child)
         for name in [name for name in state if type(state[name]) is BoundFunction]:
