@@ -2,7 +2,8 @@
 
 from mmrl.reporting.html.compare import write_comparison
 from mmrl.reporting.html.curves import curves
-from mmrl.reporting.html.page import document, find_run, metric_table
+from mmrl.reporting.html.page import document, metric_table
+from mmrl.reporting.html.run_folder import find_run
 from mmrl.reporting.html.run_page import write_page
 
 __all__ = ["curves", "document", "find_run", "metric_table", "write_comparison", "write_page"]

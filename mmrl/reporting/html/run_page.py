@@ -9,9 +9,9 @@ from typing import Any
 
 from markupsafe import Markup
 
-from mmrl.reporting.html.charts import spelled
-from mmrl.reporting.html.curves import curves, frontier, mean_seconds, time_split
-from mmrl.reporting.html.page import RunFolder, document, duration, figures_table, macros, read_run, table
+from mmrl.reporting.html.curves import HEADLINES, curves, frontier, time_split
+from mmrl.reporting.html.page import document, macros, metric_table, spelled, table
+from mmrl.reporting.html.run_folder import RunFolder, read_run
 from mmrl.reporting.html.samples import read_samples, samples_section
 from mmrl.reporting.rollout_mismatch import mismatch_rows
 
@@ -31,137 +31,76 @@ def write_page(folder: Path, output: Path | None = None) -> Path:
 def run_page(run: RunFolder) -> str:
     """Lay out the page of a run."""
     runs = {run.name: run.records}
-    samples = read_samples(run.folder, dict(rewards_of(run.config)))
-    held_out = figures_table({"value": (run.metrics, run.intervals)}) if run.metrics else Markup()
-    figures = [figure for figure in (frontier(runs), time_split(run.records), *curves(runs)) if figure]
-    config = macros().folded("config.yaml, with all defaults", run.config_text) if run.config_text else ""
-    mismatch = table(["", "first", "mean", "last"], mismatch_rows(run.records))
+    weights = weights_of(run.config)
+    figures = list(filter(None, (frontier(runs), time_split(run.records), *curves(runs))))
     sections = [
-        ("held-out", "Held out", held_out),
-        ("rewards", "Rewards", _rewards(run)),
+        ("held-out", "Held out", metric_table({"value": run})),
+        ("rewards", "Rewards", reward_table(run, weights)),
         ("curves", "Curves", macros().grid(figures) if figures else ""),
-        ("engine", "Engine and policy", mismatch),
+        ("engine", "Engine and policy", table(["", "first", "mean", "last"], mismatch_rows(run.records))),
         ("visualizations", "", Markup(run.visualizations)),
-        ("samples", "Samples", samples_section(samples)),
-        ("configuration", "Configuration", config),
+        ("samples", "Samples", samples_section(read_samples(run.folder, weights))),
+        (
+            "configuration",
+            "Configuration",
+            macros().folded("config.yaml, with all defaults", run.config_text),
+        ),
     ]
-    tiles = macros().tiles(list(_tiles(run))) if run.records else ""
-    top = [_warnings(run), tiles, _startup_checks(run)]
-    return document(run.name, top, sections, heading=run.name, subtitle=macros().note(_summary(run)))
+    startup_checks = map(name_of, (run.config.get("report") or {}).get("startup_checks") or ())
+    top = [
+        macros().warnings("Warnings during training", run.warnings),
+        macros().tiles(list(tiles_of(run))),
+        macros().startup_checks(run, ", ".join(startup_checks)),
+    ]
+    pieces = {key: name_of(run.config[key]) for key in ("policy", "objective") if key in run.config}
+    summary = macros().summary(run, pieces, run.config.get("rollout") or {})
+    return document(run.name, top, sections, heading=run.name, subtitle=summary)
 
 
-# ---- on top
-
-
-def _summary(run: RunFolder) -> str:
-    config = run.config
-    most = config.get("max_steps")
-    words = [f"{run.done}{f' of {most}' if most else ''} steps taken, {len(run.records)} steps reported"]
-    if run.seconds:
-        words.append(f"{duration(run.seconds)} in reported steps")
-    words += [f"{key} {_name_of(config[key])}" for key in ("policy", "objective") if key in config]
-    rollout = config.get("rollout") or {}
-    if "num_prompts" in rollout and "num_generations" in rollout:
-        words.append(f"{rollout['num_prompts']} prompts × {rollout['num_generations']} rollouts a step")
-    words += [f"seed {config['seed']}"] if "seed" in config else []
-    return " · ".join(words)
-
-
-def _name_of(piece: Any) -> str:
+def name_of(piece: Any) -> str:
+    """Return the name of a piece in a plain configuration."""
     match piece:
         case {"name": name}:
             return str(name)
     return str(piece)
 
 
-def _warnings(run: RunFolder) -> str:
-    texts = [warning["text"] for warning in run.warnings if warning.get("by") != "doctor"]
-    return macros().warnings("Alarms", texts, "alarms") if texts else ""
-
-
-def _startup_checks(run: RunFolder) -> str:
-    """Show what the checks of the first step found; nothing where none was configured."""
-    texts = [warning["text"] for warning in run.warnings if warning.get("by") == "doctor"]
-    if texts:
-        return macros().warnings("The doctor, at step 1", texts, "doctor")
-    checks = (run.config.get("report") or {}).get("startup_checks") or []
-    if not checks or not run.records:
-        return ""
-    names = ", ".join(map(_name_of, checks))
-    return macros().note(f"The doctor looked at step 1 ({names}) and found nothing wrong.")
-
-
-def _tiles(run: RunFolder) -> Iterator[tuple[str, str, str]]:
+def tiles_of(run: RunFolder) -> Iterator[tuple[str, str, str]]:
     """Give headline numbers as (title, value, comparison)."""
-    yield "reward, last tenth", spelled(run.end("reward")), _change(run, "reward")
     for name in [name for name in run.metrics if not name.startswith(COSTS)][:TILES]:
         low, high = run.intervals.get(name, (math.nan, math.nan))
         between = f"{spelled(low)} to {spelled(high)}" if math.isfinite(low) else ""
         yield f"{name}, held out", spelled(run.metrics[name]), between
-    for name, title in (
-        ("kl", "kl to the reference, nats a step"),
-        ("entropy", "entropy, nats a step"),
-        ("completions/mean_length", "mean length, steps"),
-        ("clip_ratio/region_mean", "clipped steps, share"),
-    ):
-        if math.isfinite(run.end(name)):
-            yield title, spelled(run.end(name)), _change(run, name)
-    if parts := mean_seconds(run.records):
-        total = sum(parts.values())
-        most = sorted(parts.items(), key=lambda item: -item[1])[:2]
-        words = ", ".join(f"{name} {100 * value / total:.0f} %" for name, value in most)
-        yield "seconds a step", spelled(total), words
-    rate, steps = (run.end(f"time/{unit}_per_second") for unit in ("rollouts", "steps"))
-    if math.isfinite(rate):
-        yield "rollouts a second", spelled(rate), f"{spelled(steps)} steps a second"
+    for name, title in HEADLINES.items():
+        first, last = run.ends(name)
+        if math.isfinite(last):
+            change = f"{spelled(first)} at the start ({last - first:+.2g})"
+            yield title, spelled(last), "as at the start" if first == last else change
 
 
-def _change(run: RunFolder, name: str) -> str:
-    start, end = run.start(name), run.end(name)
-    if not math.isfinite(start):
-        return ""
-    return "as at the start" if start == end else f"{spelled(start)} at the start ({end - start:+.2g})"
-
-
-# ---- rewards
-
-
-def rewards_of(config: Mapping[str, Any]) -> list[tuple[str, float]]:
-    """List the rewards of a plain configuration by the names that metrics use, with their weights."""
-    listed = []
+def weights_of(config: Mapping[str, Any]) -> dict[str, float]:
+    """Map the rewards of a plain configuration, by the names that metrics use, to their weights."""
+    weights = {}
     for piece in config.get("rewards") or ():
         options = piece if isinstance(piece, Mapping) else {}
-        name = options.get("label") or _name_of(piece).split(":")[-1].split(".")[-1]
-        listed.append((name, float(options.get("weight", 1.0))))
-    return listed
+        name = options.get("label") or name_of(piece).split(":")[-1].split(".")[-1]
+        weights[name] = float(options.get("weight", 1.0))
+    return weights
 
 
-def _rewards(run: RunFolder) -> Markup:
+def reward_table(run: RunFolder, weights: Mapping[str, float]) -> Markup:
     """Show of every reward its weight, its course, and its share of the advantage."""
-    keys = {name.split("/")[1] for record in run.records for name in record if name.startswith("rewards/")}
-    weights = dict(rewards_of(run.config))
+    names = {name.split("/")[1] for record in run.records for name in record if name.startswith("rewards/")}
     rows = []
-    for name in sorted(keys, key=lambda name: (-abs(weights.get(name, 0.0)), name)):
-        key = f"rewards/{name}"
-        share = run.end(f"{key}/advantage_share")
-        means = (run.start(f"{key}/mean"), run.end(f"{key}/mean"), run.end(f"{key}/group_std"))
-        weight = f"{weights[name]:g}" if name in weights else ""
+    for name in sorted(names, key=lambda name: (-abs(weights.get(name, 0.0)), name)):
+        ends = {key: run.ends(f"rewards/{name}/{key}") for key in ("mean", "group_std", "advantage_share")}
+        share = ends["advantage_share"][1]
         rows.append(
-            [name, weight, *map(spelled, means), f"{round(100 * share)} %" if math.isfinite(share) else "–"]
+            [
+                name,
+                f"{weights[name]:g}" if name in weights else "",
+                *map(spelled, (*ends["mean"], ends["group_std"][1])),
+                f"{round(100 * share)} %" if math.isfinite(share) else "–",
+            ]
         )
-    if not rows:
-        return Markup()
-    heads = [
-        "",
-        "weight",
-        "mean, first",
-        "mean, last",
-        "spread in groups, last",
-        "share of the advantage, last",
-    ]
-    return table(heads, rows) + macros().note(
-        "Means over the first and the last tenth of the steps. Spread: standard deviation among the answers "
-        "to one prompt, which is what a group can learn from. Share: how much of the advantage's variance "
-        "inside groups comes from the reward with its weight; all shares add up to 1, and one below 0 pulls "
-        "against the rest."
-    )
+    return macros().rewards(rows) if rows else Markup()

@@ -20,12 +20,10 @@ from mmrl.reporting.html.charts import (
     TOP,
     WIDTH,
     Line,
-    area_chart,
-    frontier_chart,
-    line_chart,
-    spelled,
+    chart,
     style_of,
 )
+from mmrl.reporting.html.page import spelled
 
 
 def shapes(svg: str, colour: str) -> list[list[tuple[float, float]]]:
@@ -65,7 +63,7 @@ def test_numbers_are_written_with_three_digits(value, wanted):
     "y", [[0.0, 1.0], [-0.3, 0.31], [6.7e-5, 7.01e-5], [9.3e-4, 1e-3], [0.0, 2e6], [1e6, 1e6 + 50]]
 )
 def test_ticks_are_round_and_distinct(y):
-    words = labels(line_chart([Line("reward", [1, 2], y)]), "end")
+    words = labels(chart([Line("reward", [1, 2], y)]), "end")
     numbers = [word.replace("\N{MINUS SIGN}", "-") for word in words]
     assert len(set(words)) == len(words) >= 3 and all(len(word) <= 9 for word in words)
     steps = [float(b) - float(a) for a, b in zip(numbers, numbers[1:], strict=False)]
@@ -73,59 +71,59 @@ def test_ticks_are_round_and_distinct(y):
 
 
 def test_the_first_and_the_last_point_are_at_the_ends_of_the_axis():
-    (points,) = shapes(line_chart([Line("reward", [1, 2, 3], [0.0, 0.5, 1.0])]), COLOURS[0])[:1]
+    (points,) = shapes(chart([Line("reward", [1, 2, 3], [0.0, 0.5, 1.0])]), COLOURS[0])[:1]
     assert [x for x, _ in points] == [LEFT, (LEFT + WIDTH - RIGHT) / 2, WIDTH - RIGHT]
     heights = [y for _, y in points]
     assert heights == sorted(heights, reverse=True) and TOP < heights[-1] < heights[0] == HEIGHT - BOTTOM
 
 
 def test_steps_are_whole_numbers():
-    svg = line_chart([Line("reward", [1, 2, 3], [0.0, 0.5, 1.0])])
+    svg = chart([Line("reward", [1, 2, 3], [0.0, 0.5, 1.0])])
     assert labels(svg, "middle") == ["1", "2", "3", "step"]
 
 
 @pytest.mark.parametrize("y", [[0.0, 0.0], [3.0, 3.0], [1e-9, 1e-9], [1e6, 1e6 + 1e-9]])
 def test_a_constant_line_is_drawn_in_the_middle(y):
-    points = shapes(line_chart([Line("flat", [1, 2], y)]), COLOURS[0])[0]
+    points = shapes(chart([Line("flat", [1, 2], y)]), COLOURS[0])[0]
     assert points[0][1] == points[1][1] == pytest.approx((TOP + HEIGHT - BOTTOM) / 2, abs=0.1)
 
 
 def test_a_single_point_is_drawn():
-    assert dots(line_chart([Line("one", [5], [0.25])])) == 1
+    assert dots(chart([Line("one", [5], [0.25])])) == 1
 
 
 def test_many_points_get_a_running_mean_in_front_and_very_many_are_averaged():
     x = list(range(SMOOTHED))
-    faint, front = shapes(line_chart([Line("noisy", x, [float(i % 2) for i in x])]), COLOURS[0])
+    faint, front = shapes(chart([Line("noisy", x, [float(i % 2) for i in x])]), COLOURS[0])
 
     def moved(points):
         return max(y for _, y in points[5:-5]) - min(y for _, y in points[5:-5])
 
     assert moved(front) < 0.5 * moved(faint)
-    x = list(range(4 * POINTS))
-    points = handed(line_chart([Line("long", x, [float(i // 4) for i in x])]))["lines"][0]
+    x = list(range(4 * POINTS["line"]))
+    points = handed(chart([Line("long", x, [float(i // 4) for i in x])]))["lines"][0]
     # Means of four equal numbers, at the last of their steps.
-    assert points[0][:3] == [3, 7, 11] and points[1][:3] == [0, 1, 2] and len(points[1]) == POINTS
+    assert points[0][:3] == [3, 7, 11] and points[1][:3] == [0, 1, 2] and len(points[1]) == POINTS["line"]
 
 
 def test_the_script_reads_the_points_and_the_axis():
-    data = handed(line_chart([Line("a", [1, 4], [0.123456, 2.0]), Line("b", [2], [1e-9])]))
+    data = handed(chart([Line("a", [1, 4], [0.123456, 2.0]), Line("b", [2], [1e-9])]))
     assert data == {"box": [LEFT, WIDTH - RIGHT, 1, 4], "lines": [[[1, 4], [0.1235, 2]], [[2], [1e-9]]]}
 
 
 def test_names_are_escaped():
-    svg = line_chart([Line("<b>", [1, 2], [0.0, 1.0])], unit="a<b")
+    svg = chart([Line("<b>", [1, 2], [0.0, 1.0])], unit="a<b")
     assert "&lt;b&gt;" in svg and "a&lt;b" in svg and "<b>" not in svg
 
 
 def test_ids_of_different_charts_differ():
-    svg = "".join(line_chart([Line(name, [1, 2], [0.0, 1.0])]) for name in "ab")
+    svg = "".join(chart([Line(name, [1, 2], [0.0, 1.0])]) for name in "ab")
     ids = re.findall(r' id="([^"]*)"', svg)
     assert len(set(ids)) == len(ids) > 0
 
 
 def test_areas_are_stacked():
-    svg = area_chart([Line("rollout", [1, 2], [1.0, 2.0]), Line("learn", [1, 2], [3.0, 2.0])])
+    svg = chart([Line("rollout", [1, 2], [1.0, 2.0]), Line("learn", [1, 2], [3.0, 2.0])], "area")
     paths = re.findall(r'<path d="([^"]*)"[^>]*fill-opacity', svg)
     below, above = (
         {(float(x), float(y)) for x, y in re.findall(r"[ML] (-?[\d.]+) (-?[\d.]+)", path)} for path in paths
@@ -137,11 +135,11 @@ def test_areas_are_stacked():
 
 
 def test_a_frontier_begins_at_a_ring_and_leaves_out_outliers():
-    short = frontier_chart([Line("run", [0.0, 1.0], [0.0, 1.0])], x_label="kl", unit="reward")
+    short = chart([Line("run", [0.0, 1.0], [0.0, 1.0])], "path", x_label="kl", unit="reward")
     assert dots(short) == 4 and short.count("fill: #ffffff") == 1, "two steps, a ring and a dot"
     x = [i / 100 for i in range(100)]
     x[50] = 1000.0
-    far = frontier_chart([Line("run", x, [i / 100 for i in range(100)])], x_label="kl", unit="reward")
+    far = chart([Line("run", x, [i / 100 for i in range(100)])], "path", x_label="kl", unit="reward")
     assert dots(far) == 99 + 2, "one step is not shown"
 
 
@@ -149,9 +147,9 @@ def test_intervals_are_shaded_where_there_are_few_lines():
     def lines(num):
         return [Line(f"l{i}", [1, 2], [0.0, 1.0], band=[(-1.0, 1.0), (0.0, 2.0)]) for i in range(num)]
 
-    assert line_chart(lines(BANDS)).count("fill-opacity: 0.13") == BANDS
-    assert "fill-opacity" not in line_chart(lines(BANDS + 1))
-    points = shapes(line_chart(lines(1)), COLOURS[0])[-1]
+    assert chart(lines(BANDS)).count("fill-opacity: 0.13") == BANDS
+    assert "fill-opacity" not in chart(lines(BANDS + 1))
+    points = shapes(chart(lines(1)), COLOURS[0])[-1]
     # From -1 to 2 with a margin: 0 and 1 are a third of that apart.
     assert points[0][1] - points[1][1] == pytest.approx((HEIGHT - BOTTOM - TOP) / 3 / 1.08, abs=0.11)
 

@@ -16,8 +16,8 @@ from pyarrow import parquet
 from mmrl.config.schema import ConfigError
 from mmrl.core.reward_table import Measured, RewardTable
 from mmrl.reporting.html import document, find_run, metric_table, write_comparison, write_page
-from mmrl.reporting.html.page import read_run
-from mmrl.reporting.html.run_page import rewards_of, run_page
+from mmrl.reporting.html.run_folder import read_run
+from mmrl.reporting.html.run_page import run_page, weights_of
 from mmrl.reporting.metrics import Journal
 from mmrl.training.loop import train
 from tests.support.toys import toy_run
@@ -116,7 +116,7 @@ def test_the_page_is_self_contained_and_shows_what_there_is(finished):
     for title in (
         "reward",
         "entropy",
-        "answer length",
+        "steps of a rollout",
         "share of the advantage",
         "reward against divergence",
     ):
@@ -137,7 +137,7 @@ def test_alarms_and_the_doctor_stand_on_top(finished):
     ]
     assert places == sorted(places)
     assert text.count("smoke &lt; 1") == 1
-    assert "The doctor, at step 1" in text
+    assert "Checks at the start" in text
 
 
 def test_a_page_is_drawn_anew_from_the_folder_alone(finished):
@@ -152,7 +152,7 @@ def test_a_healthy_run_says_that_the_doctor_looked(tmp_path):
     run = toy_run(tmp_path, max_steps=1)
     train(run)
     text = (tmp_path / "report.html").read_text()
-    assert "The doctor looked at step 1 (rewards_apply, zero_variance_groups, " in text
+    assert "Checks at the start (rewards_apply, zero_variance_groups, " in text
     assert "found nothing wrong" in text
     assert "role=alert" not in text
     assert "Held out" not in text and "reward against divergence" not in text
@@ -177,8 +177,8 @@ def test_a_component_has_a_line_with_weight_spread_and_share(tmp_path):
 
 def test_rewards_are_named_as_metrics_name_them():
     config = {"rewards": ["vision.iou", {"name": "mine:score", "weight": 0.5}, {"name": "x", "label": "y"}]}
-    assert rewards_of(config) == [("iou", 1.0), ("score", 0.5), ("y", 1.0)]
-    assert rewards_of({}) == []
+    assert weights_of(config) == {"iou": 1.0, "score": 0.5, "y": 1.0}
+    assert weights_of({}) == {}
 
 
 # ---- reading
@@ -205,8 +205,8 @@ def test_numbers_of_the_start_and_the_end_pass_over_gaps(tmp_path):
     for step, kl in enumerate([math.nan, 1.0, 2.0, math.nan]):
         journal.write({"step": 2 * step, "kl": kl})
     found = read_run(tmp_path)
-    assert (found.start("kl"), found.end("kl"), found.done) == (1.0, 2.0, 7)
-    assert math.isnan(found.end("reward"))
+    assert (*found.ends("kl"), found.done) == (1.0, 2.0, 7)
+    assert all(map(math.isnan, found.ends("reward")))
 
 
 def test_a_folder_that_holds_no_run_is_named(tmp_path):

@@ -1,0 +1,129 @@
+"""Reading of a run's folder for its pages: journal, last evaluation, warnings, configuration."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mmrl.config.loading import read
+from mmrl.config.schema import ConfigError
+from mmrl.data.fields import short
+from mmrl.reporting.metrics import EVALUATION, VISUALIZATIONS, Journal
+
+TYPES = {"number": (int, float), "text": str, "JPEG": bytes}
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """What a run wrote into its folder.
+
+    `metrics` and `intervals` are those of its last evaluation; warnings are those of the checks of the first
+    step (`startup_warnings`) and all later ones.
+    """
+
+    name: str
+    folder: Path
+    config: Mapping[str, Any]
+    config_text: str
+    records: Sequence[Mapping[str, Any]]
+    metrics: Mapping[str, float]
+    intervals: Mapping[str, Sequence[float]]
+    warnings: Sequence[str]
+    visualizations: str
+    startup_warnings: Sequence[str] = ()
+
+    @property
+    def done(self) -> int:
+        """Count the steps that were taken."""
+        return self.records[-1]["step"] + 1 if self.records else 0
+
+    @property
+    def seconds(self) -> float:
+        """Add up the seconds of all reported steps."""
+        return sum(record.get("step_time", 0.0) for record in self.records)
+
+    def ends(self, name: str) -> tuple[float, float]:
+        """Average a metric over the first and over the last tenth of the records that have it; else NaN."""
+        values = [value for record in self.records if math.isfinite(value := record.get(name, math.nan))]
+        if not values:
+            return math.nan, math.nan
+        tenth = max(1, len(values) // 10)
+        return sum(values[:tenth]) / tenth, sum(values[-tenth:]) / tenth
+
+
+def check_type(value: Any, kind: str, place: str, name: str) -> None:
+    """Raise ConfigError unless a value is what a run writes; `place` and `name` are for the error."""
+    if not isinstance(value, TYPES[kind]):
+        raise ConfigError(f"{place}: '{name}' must be a {kind}, not {short(value)}")
+
+
+def read_run(folder: Path) -> RunFolder:
+    """Read what a run wrote so far; any of its files may be missing.
+
+    Raises:
+        ConfigError: A file has something else where a run writes a number or a text.
+    """
+    journal, warnings = Journal(folder), Journal(folder, "warnings.jsonl")
+    records, raised = journal.read(), warnings.read()
+    for number, record in enumerate(records, 1):
+        for name, value in record.items():
+            check_type(value, "number", f"{journal.path}:{number}", name)
+    for number, warning in enumerate(raised, 1):
+        check_type(warning.get("text"), "text", f"{warnings.path}:{number}", "text")
+    metrics, intervals = read_evaluation(folder, records)
+    config, visualizations = folder / "config.yaml", folder / VISUALIZATIONS
+    return RunFolder(
+        name=folder.resolve().name,
+        folder=folder,
+        config=read(config) if config.exists() else {},
+        config_text=config.read_text() if config.exists() else "",
+        records=records,
+        metrics=metrics,
+        intervals=intervals,
+        warnings=[warning["text"] for warning in raised if warning.get("by") != "doctor"],
+        visualizations=visualizations.read_text() if visualizations.exists() else "",
+        startup_warnings=[warning["text"] for warning in raised if warning.get("by") == "doctor"],
+    )
+
+
+def find_run(folder: Path) -> RunFolder:
+    """Read the run in a folder that a user named; raise ConfigError where there is none."""
+    if not folder.is_dir():
+        raise ConfigError(f"there is no folder '{folder}'; name the output_dir of a training run")
+    if not (folder / "metrics.jsonl").exists():
+        inside = ", ".join(sorted(path.parent.name for path in folder.glob("*/metrics.jsonl")))
+        hint = f"; it holds the runs {inside}" if inside else ""
+        raise ConfigError(
+            f"'{folder}' is not the output_dir of a training run: it has no metrics.jsonl{hint}"
+        )
+    run = read_run(folder)
+    if not run.records:
+        raise ConfigError(
+            f"'{folder}' has no finished step in its metrics.jsonl, so there is nothing to show"
+        )
+    return run
+
+
+def read_evaluation(folder: Path, records: Sequence[Mapping[str, Any]]) -> tuple[dict, dict]:
+    """Read metrics and intervals of the last evaluation: from its own file, or else from the journal."""
+    path = folder / EVALUATION
+    if path.exists():
+        try:
+            written = json.loads(path.read_text())
+            for name, value in written["metrics"].items():
+                for number in (value, *written["intervals"].get(name, ())):
+                    check_type(number, "number", str(path), name)
+            return written["metrics"], written["intervals"]
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ConfigError(f"cannot read '{path}': {error}") from error
+    evaluations = (
+        {n[5:]: v for n, v in record.items() if n.startswith("eval_")} for record in reversed(records)
+    )
+    last = next(filter(None, evaluations), {})
+    metrics = {name: value for name, value in last.items() if not name.endswith(("/low", "/high"))}
+    intervals = {n: (last[f"{n}/low"], last[f"{n}/high"]) for n in metrics if f"{n}/low" in last}
+    return metrics, intervals
