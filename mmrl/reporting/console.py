@@ -13,17 +13,8 @@ if TYPE_CHECKING:
     from rich.console import Group
 
 PAUSE = 5.0  # seconds between plain lines, where there is no terminal
-SHOWN = (
-    "reward",
-    "reward_std",
-    "kl",
-    "entropy",
-    "completions/mean_length",
-    "loss",
-    "grad_norm",
-    "step_time",
-)
-TABLE = (*SHOWN[:-1], "clip_ratio/region_mean", "time/rollouts_per_second", "step_time")
+SHOWN = ["reward", "reward_std", "kl", "entropy", "completions/mean_length", "loss", "grad_norm", "step_time"]
+TABLE = [*SHOWN[:-1], "clip_ratio/region_mean", "time/rollouts_per_second", "step_time"]
 WARNINGS = 3  # the last ones, shown below the table
 
 
@@ -60,7 +51,7 @@ class Console:
             progress.TimeRemainingColumn(),
         )
         self.task = self.progress.add_task(self.title, total=self.max_steps, completed=step)
-        self.live = Live(get_renderable=self._panel, refresh_per_second=4)
+        self.live = Live(get_renderable=self.panel, refresh_per_second=4)
         self.live.start()
         atexit.register(self.end)  # a run that fails must not leave the terminal without its cursor
 
@@ -71,11 +62,11 @@ class Console:
             self.progress.update(self.task, completed=step + 1)
         elif not self.quiet and (time.monotonic() > self.printed + PAUSE or step + 1 == self.max_steps):
             self.printed = time.monotonic()
-            words = "  ".join(f"{name} {metrics[name]:.3g}" for name in SHOWN if name in metrics)
+            values = "  ".join(f"{name} {metrics[name]:.3g}" for name in SHOWN if name in metrics)
             left = (self.max_steps - step - 1) * metrics.get("step_time", 0.0)
-            print(f"{self.title} {step + 1}/{self.max_steps}  {words}  eta {left:.0f} s", flush=True)
+            print(f"{self.title} {step + 1}/{self.max_steps}  {values}  eta {left:.0f} s", flush=True)
 
-    def _panel(self) -> Group:
+    def panel(self) -> Group:
         """Lay out the progress bar, last values next to the first, and the last warnings."""
         from rich.console import Group
         from rich.table import Table
@@ -86,7 +77,8 @@ class Console:
             table.add_column(title, justify="right")
         for name in (name for name in TABLE if name in self.last):
             last, first = self.last[name], self.first.get(name, math.nan)
-            table.add_row(name, *(_spelled(value) for value in (last, first)), _spelled(last - first, "+"))
+            cells = (format(value, ".3g") if math.isfinite(value) else "-" for value in (last, first))
+            table.add_row(name, *cells, f"{last - first:+.3g}" if math.isfinite(last - first) else "-")
         texts = self.warnings[-WARNINGS:]
         if len(self.warnings) > len(texts):
             texts.append(f"and {len(self.warnings) - len(texts)} before")
@@ -100,10 +92,10 @@ class Console:
 
     def say(self, text: str) -> None:
         """Print a line without breaking the table."""
-        if not self.quiet:
-            print(text, flush=True) if self.live is None else self.live.console.print(
-                text, highlight=False, markup=False, soft_wrap=True
-            )
+        if self.live is not None:
+            self.live.console.print(text, highlight=False, markup=False, soft_wrap=True)
+        elif not self.quiet:
+            print(text, flush=True)
 
     def end(self) -> None:
         """Stop the live table and restore the terminal."""
@@ -115,7 +107,3 @@ class Console:
 def on_terminal() -> bool:
     """Return whether the standard output is a terminal."""
     return sys.stdout.isatty()
-
-
-def _spelled(value: float, sign: str = "") -> str:
-    return format(value, f"{sign}.3g") if math.isfinite(value) else "-"

@@ -28,43 +28,40 @@ IMAGES = 8  # prompts of a collection that keep thumbnails
 
 def describe_rewards(table: RewardTable) -> dict[str, float]:
     """Compute the reward metrics of a collection, over the rows that the policy itself sampled."""
-    table = _on_policy(table)
+    table = on_policy_rows(table)
+    index = group_index([table.group])
     # A group with a failed reward is valid nowhere: the sum of its other rewards means nothing.
     reward = torch.where(table.valid.any(1).any(-1), table.reward(), torch.nan)
     known = ~reward.isnan()
-    index = group_index([table.group])
     extent = group_extreme(reward, index, known) - group_extreme(reward, index, known, largest=False)
-    metrics = {
-        "reward": _mean(reward),
-        "reward_std": _std(reward),
-        "frac_reward_zero_std": float((extent[known] < 1e-8).double().mean()) if known.any() else math.nan,
-    }
+    mean, std = mean_and_std(reward)
+    flat = float((extent[known] < EQUAL).double().mean())
+    metrics = {"reward": mean, "reward_std": std, "frac_reward_zero_std": flat}
     for name in table.scored:
-        answers = table.at_end(name)
-        metrics[f"rewards/{name}/mean"], metrics[f"rewards/{name}/std"] = _mean(answers), _std(answers)
-        metrics[f"rewards/{name}/group_std"] = _group_std(answers, index)
+        key, answers = f"rewards/{name}", table.at_end(name)
+        metrics[f"{key}/mean"], metrics[f"{key}/std"] = mean_and_std(answers)
+        known = ~answers.isnan()
+        several = known & (group_count(index, known) > 1)
+        # Each group of two values or more counts once, however many rows it has.
+        spread, share = group_std(answers.nan_to_num(), index, known), 1 / group_count(index, several)
+        spread = torch.where(spread > EQUAL, spread, 0.0)
+        total = share[several].sum()
+        metrics[f"{key}/group_std"] = float((spread * share)[several].sum() / total) if several.any() else 0.0
         if f"fault/{name}" in table.ids:
-            broken = table.ids[f"fault/{name}"][table.present].double()
-            metrics[f"rewards/{name}/error_rate"] = float(broken.mean())
+            metrics[f"{key}/error_rate"] = float(table.ids[f"fault/{name}"][table.present].double().mean())
     return metrics
 
 
-def _on_policy(table: RewardTable) -> RewardTable:
+def on_policy_rows(table: RewardTable) -> RewardTable:
     """Select the rows that the policy sampled; all rows where it sampled none."""
     sampled = table.ids["on_policy"][:, 0] == 1
     return table.select(sampled) if sampled.any() else table
 
 
-def _group_std(values: Tensor, index: Tensor) -> float:
-    """Average the standard deviation inside groups of two values or more; 0 without such a group."""
-    known = ~values.isnan()
-    enough = known & (group_count(index, known) > 1)
-    if not enough.any():
-        return 0.0
-    # Each group counts once, however many rows it has.
-    spread, share = group_std(values.nan_to_num(), index, known), 1 / group_count(index, enough)
-    spread = torch.where(spread > EQUAL, spread, 0.0)
-    return float((spread * share)[enough].sum() / share[enough].sum())
+def mean_and_std(values: Tensor) -> tuple[float, float]:
+    """Compute mean (NaN of nothing) and standard deviation (0 below two values), leaving out NaN."""
+    known = values[~values.isnan()]
+    return float(known.mean()), float(known.std()) if len(known) > 1 else 0.0
 
 
 def describe_shares(table: RewardTable, credit: RewardTable) -> dict[str, float]:
@@ -96,7 +93,7 @@ def describe_shares(table: RewardTable, credit: RewardTable) -> dict[str, float]
         valid = known[:, None].expand_as(values)
         return torch.where(valid, values - group_mean(values, index, valid), 0.0)
 
-    parts, advantage = centred(weighted), centred(places[:, None])
+    parts, advantage = centred(weighted), centred(places[:, None])  # (N, R), (N, 1)
     whole = parts.sum(1, keepdim=True)
     against, square = group_sum(advantage * whole, index), group_sum(whole.square(), index)
     slope = torch.where(square > EQUAL**2, against / square.clamp(min=EQUAL**2), 0.0)[index]
@@ -109,19 +106,17 @@ def describe_shares(table: RewardTable, credit: RewardTable) -> dict[str, float]
 
 def describe_speed(table: RewardTable, seconds: float) -> dict[str, float]:
     """Compute rollouts, and steps of rollouts, per second of a whole training step."""
-    table = _on_policy(table)
+    table = on_policy_rows(table)
     counts = {"rollouts": float(len(table)), "steps": float(table.length.sum())}
     return {f"time/{name}_per_second": count / seconds for name, count in counts.items() if seconds > 0}
 
 
 def describe_lengths(table: RewardTable) -> dict[str, float]:
     """Compute the length metrics of a collection; a row is clipped when its tag `finish` is `length`."""
-    table = _on_policy(table)
+    table = on_policy_rows(table)
     length = table.length.double()
-    metrics = {
-        f"completions/{name}_length": float(value)
-        for name, value in (("mean", length.mean()), ("min", length.min()), ("max", length.max()))
-    }
+    lengths = {"mean": length.mean(), "min": length.min(), "max": length.max()}
+    metrics = {f"completions/{name}_length": float(value) for name, value in lengths.items()}
     if "finish" in table.ids:
         clipped = table.ids["finish"].gather(1, table.last.clamp(min=0)[:, None])[:, 0] == name_id("length")
         metrics["completions/clipped_ratio"] = float(clipped.double().mean())
@@ -132,28 +127,16 @@ def describe_lengths(table: RewardTable) -> dict[str, float]:
 
 def describe_measured(measured: Measured) -> dict[str, float]:
     """Name the metrics of an evaluation as the journal does: `eval_x`, `eval_x/low` and `eval_x/high`."""
-    ends = {
-        f"eval_{name}/{side}": end
-        for name, interval in measured.intervals.items()
-        for side, end in zip(("low", "high"), interval, strict=True)
-    }
-    return {f"eval_{name}": value for name, value in measured.metrics.items()} | ends
+    named = {f"eval_{name}": value for name, value in measured.metrics.items()}
+    for name, (low, high) in measured.intervals.items():
+        named |= {f"eval_{name}/low": low, f"eval_{name}/high": high}
+    return named
 
 
 def noted_sums(rollouts: Rollouts, name: str) -> dict[str, float]:
     """Sum a per-step note of the engine over the steps of sampled rows, and count those steps."""
     noted = [row.notes[name].double() for row in rollouts if name in row.notes and row.on_policy]
     return {"sum": float(sum(note.sum() for note in noted)), "steps": float(sum(map(len, noted)))}
-
-
-def _mean(values: Tensor) -> float:
-    known = values[~values.isnan()]
-    return float(known.mean()) if known.numel() else math.nan
-
-
-def _std(values: Tensor) -> float:
-    known = values[~values.isnan()]
-    return float(known.std()) if known.numel() > 1 else 0.0
 
 
 class Meter:
@@ -186,10 +169,10 @@ class Journal:
 
     def write(self, record: Mapping[str, Any]) -> dict[str, Any]:
         """Append a record and return it as `read` will; numbers that are not finite are written as null."""
-        line = _line(record)
+        line = to_line(record)
         with self.path.open("a") as file:
             file.write(line)
-        return _record(line)
+        return from_line(line)
 
     def flush(self) -> None:
         """Wait until the file has reached the disk (fsync)."""
@@ -202,7 +185,7 @@ class Journal:
         records = []
         for number, line in enumerate(data.splitlines(keepends=True), start=1):
             try:
-                records.append(_record(line))
+                records.append(from_line(line))
             except (ValueError, TypeError, AttributeError, KeyError):
                 if line.endswith(b"\n"):
                     log.warning("'%s': line %d is damaged and left out", self.path, number)
@@ -211,11 +194,13 @@ class Journal:
     def rewind(self, step: int) -> None:
         """Drop all records from `step` on."""
         if self.path.exists():
-            earlier = [record for record in self.read() if record["step"] < step]
-            write_whole(self.path, "".join(map(_line, earlier)))
+            write_whole(
+                self.path, "".join(to_line(record) for record in self.read() if record["step"] < step)
+            )
 
 
-def _line(record: Mapping[str, Any]) -> str:
+def to_line(record: Mapping[str, Any]) -> str:
+    """Write a record as a line of JSON."""
     finite = {
         name: None if isinstance(value, float) and not math.isfinite(value) else value
         for name, value in record.items()
@@ -223,7 +208,8 @@ def _line(record: Mapping[str, Any]) -> str:
     return json.dumps(finite, allow_nan=False) + "\n"
 
 
-def _record(line: str | bytes) -> dict[str, Any]:
+def from_line(line: str | bytes) -> dict[str, Any]:
+    """Read a record; null is NaN."""
     record = {name: math.nan if value is None else value for name, value in json.loads(line).items()}
     if not isinstance(record["step"], int):
         raise ValueError(f"a record needs a whole number as its step, not {record['step']!r}")
@@ -234,37 +220,32 @@ class Trackers:
     """All trackers of a run; each receives the finite metrics of every reported step."""
 
     def __init__(self, pieces: Sequence[Tracker] = ()) -> None:
-        self.pieces = pieces
-        self.opened: Sequence[Tracker] = ()
+        self.pieces, self.opened = pieces, False
 
     def open(self, folder: Path, config: Mapping[str, Any], start: int, say: Callable[[str], None]) -> None:
         """Open every tracker for a run that starts, or resumes, at step `start`; `say` prints their notes."""
         for piece in self.pieces:
-            if words := piece.open(folder, config, start):
-                say(words)
-        self.opened = self.pieces
+            if note := piece.open(folder, config, start):
+                say(note)
+        self.opened = True
 
     def write(self, metrics: Mapping[str, float], step: int) -> None:
         """Write the finite metrics of a step to every tracker."""
         finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
-        for piece in self.opened:
+        for piece in self.pieces if self.opened else ():
             piece.write(finite, step)
 
     def close(self) -> None:
         """Close every tracker."""
-        for piece in self.opened:
+        for piece in self.pieces if self.opened else ():
             piece.close()
-        self.opened = ()
+        self.opened = False
 
 
 def write_measured(folder: Path, measured: Measured) -> None:
     """Write the last evaluation of a run with its intervals to `evaluation.json`."""
-    intervals = {name: list(interval) for name, interval in measured.intervals.items()}
-    written = {"metrics": dict(measured.metrics), "intervals": intervals}
+    written = {"metrics": dict(measured.metrics), "intervals": dict(measured.intervals)}
     write_whole(folder / EVALUATION, json.dumps(written, indent=2))
-
-
-# ---- samples
 
 
 def keeps_images(step: int, max_steps: int, num: int) -> bool:
@@ -273,12 +254,7 @@ def keeps_images(step: int, max_steps: int, num: int) -> bool:
 
 
 def write_completions(
-    path: Path,
-    rollouts: Rollouts,
-    table: RewardTable,
-    advantage: Sequence[float],
-    *,
-    images: bool = False,
+    path: Path, rollouts: Rollouts, table: RewardTable, advantage: Sequence[float], *, images: bool = False
 ) -> None:
     """Write the rows of this process with their rewards and advantages as parquet, one row each.
 
@@ -306,9 +282,9 @@ def write_completions(
     columns |= {f"reward/{name}": mine.at_end(name).tolist() for name in mine.scored}
     if images:
         prompts = dict(list({row.prompt.uid: row.prompt for row in rollouts}.items())[:IMAGES])
-        of_uid = {uid: of_prompt(prompt) for uid, prompt in prompts.items()}
-        seen = [of_uid.get(row.prompt.uid) for row in rollouts]
+        thumbnails = {uid: of_prompt(prompt) for uid, prompt in prompts.items()}
+        seen = [thumbnails.get(row.prompt.uid) for row in rollouts]
         made = [of_outcome(row.outcomes[-1]) if row.prompt.uid in prompts else None for row in rollouts]
-        columns |= {name: column for name, column in (("seen", seen), ("made", made)) if any(column)}
+        columns |= {name: column for name, column in {"seen": seen, "made": made}.items() if any(column)}
     with replacing(path) as beside:
         parquet.write_table(pyarrow.table(columns), beside)

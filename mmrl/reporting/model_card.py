@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from mmrl.config.loading import read
-from mmrl.config.schema import Config, Piece, as_plain
+from mmrl.config.schema import Config, as_plain
 
 # Configuration keys that may differ between a run and its resumption.
 FREE = {
@@ -24,7 +24,6 @@ FREE = {
     "ddp_timeout",
 }  # fmt: skip
 PACKAGES = ("mmrl", "torch", "transformers", "diffusers", "peft", "accelerate")
-NAME = "README.md"
 
 
 def essence(raw: Mapping[str, Any]) -> dict[str, Any]:
@@ -38,9 +37,6 @@ def config_hash(config: Config) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
-# ---- methods
-
-
 @dataclass(frozen=True)
 class Variant:
     """A method as its file in `configs/methods` describes it."""
@@ -49,16 +45,12 @@ class Variant:
     comment: str
     raw: Mapping[str, Any]
 
-    @property
-    def papers(self) -> list[str]:
-        """List the arXiv ids that the comment names."""
-        return re.findall(r"\d{4}\.\d{5}", self.comment)
-
 
 @cache
-def _variants() -> tuple[Variant, ...]:
-    # `mmrl/configs` is the folder itself in an installation, and a link to it in a checkout.
+def all_variants() -> tuple[Variant, ...]:
+    """Read all methods."""
     variants = []
+    # `mmrl/configs` is the folder itself in an installation, and a link to it in a checkout.
     for path in sorted((Path(__file__).parents[1] / "configs" / "methods").rglob("*.yaml")):
         lines = path.read_text().splitlines()
         comment = " ".join(line.lstrip("# ") for line in lines if line.startswith("#"))
@@ -69,35 +61,30 @@ def _variants() -> tuple[Variant, ...]:
 def variant_of(config: Config) -> Variant | None:
     """Find the method with the advantages and objective of a run; of several the closest one."""
     raw = as_plain(config)
-    same = [
-        variant
-        for variant in _variants()
-        if {"advantage", "objective"} <= variant.raw.keys()
-        and all(_plainly(variant.raw[key]) == _plainly(raw[key]) for key in ("advantage", "objective"))
-    ]
-    return max(same, key=lambda variant: _agreement(variant.raw, raw), default=None)
+
+    def agreement(part: Any, whole: Any) -> int:
+        match part, whole:
+            case dict(), dict():
+                return sum(agreement(value, whole.get(key)) for key, value in part.items())
+        return 1 if part == whole else -1
+
+    def same(variant: Variant, key: str) -> bool:
+        return key in variant.raw and short_pieces(variant.raw[key]) == short_pieces(raw[key])
+
+    fitting = [found for found in all_variants() if same(found, "advantage") and same(found, "objective")]
+    return max(fitting, key=lambda variant: agreement(variant.raw, raw), default=None)
 
 
-def _agreement(part: Any, whole: Any) -> int:
-    match part, whole:
-        case dict(), dict():
-            return sum(_agreement(value, whole.get(key)) for key, value in part.items())
-    return 1 if part == whole else -1
-
-
-def _plainly(value: Any) -> Any:
+def short_pieces(value: Any) -> Any:
     """Replace pieces without options by their names, everywhere in a configuration."""
     match value:
-        case {"name": name, **options}:
-            return {"name": name, **{k: _plainly(v) for k, v in options.items()}} if options else name
+        case {"name": name} if len(value) == 1:
+            return name
         case dict():
-            return {key: _plainly(inner) for key, inner in value.items()}
+            return {key: short_pieces(inner) for key, inner in value.items()}
         case list() | tuple():
-            return [_plainly(inner) for inner in value]
+            return [short_pieces(inner) for inner in value]
     return value
-
-
-# ---- the card
 
 
 def write_card(config: Config, step: int, measured: Mapping[str, float], folder: Path) -> None:
@@ -110,11 +97,15 @@ def write_card(config: Config, step: int, measured: Mapping[str, float], folder:
         folder: Folder of the model.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / NAME).write_text("\n".join(_lines(config, step, measured)) + "\n")
+    lines = (*training_lines(config, step), *measured_lines(measured))
+    (folder / "README.md").write_text("\n".join(lines) + "\n")
 
 
-def _lines(config: Config, step: int, measured: Mapping[str, float]) -> Iterator[str]:
-    base, method = _base_of(config.policy), variant_of(config)
+def training_lines(config: Config, step: int) -> Iterator[str]:
+    """Write what a model was trained from, and how."""
+    base = str(config.policy.options.get("model") or config.policy.name)
+    data = config.data.options
+    shown = [config.data.name, *(f"{key} {data[key]}" for key in ("path", "split", "format") if key in data)]
     yield "---"
     if "/" in base and not Path(base).exists():
         yield f"base_model: {json.dumps(base)}"
@@ -124,15 +115,32 @@ def _lines(config: Config, step: int, measured: Mapping[str, float]) -> Iterator
     yield f"Trained with mmrl for {step} of {config.max_steps} steps.\n"
     yield "| | |\n| --- | --- |"
     yield f"| base model | {_cell(base)} |"
-    yield f"| data | {_cell(_named(config.data))} |"
-    yield f"| method | {_cell(_method(config, method))} |"
+    yield f"| data | {_cell(', '.join(shown))} |"
+    yield f"| method | {_cell(describe_method(config))} |"
     for reward in config.rewards:
         weight = reward.options.get("weight", 1.0)
         yield f"| reward | {_cell(reward.options.get('label') or reward.name)}, weight {weight:g} |"
     yield f"| rollouts | {config.rollout.num_prompts} prompts of {config.rollout.num_generations} a step |"
     yield f"| seed | {config.seed} |"
     yield f"| configuration | {config_hash(config)} |"
-    yield f"| versions | {_versions()} |"
+    versions = []
+    for name in PACKAGES:
+        with suppress(metadata.PackageNotFoundError):  # diffusers and peft may be missing
+            versions.append(f"{name} {metadata.version(name)}")
+    yield f"| versions | {', '.join(versions)} |"
+
+
+def describe_method(config: Config) -> str:
+    """Name the method of a run with its papers, or else its objective and chain."""
+    if (method := variant_of(config)) is None:
+        return f"{config.objective.name} over the chain {', '.join(piece.name for piece in config.advantage)}"
+    ids = re.findall(r"\d{4}\.\d{5}", method.comment)
+    papers = ", ".join(f"[arXiv {id}](https://arxiv.org/abs/{id})" for id in ids)
+    return f"{method.name}{f' ({papers})' if papers else ''}: {method.comment}"
+
+
+def measured_lines(measured: Mapping[str, float]) -> Iterator[str]:
+    """Write the finite metrics of an evaluation with their intervals."""
     held_out = {name[5:]: value for name, value in measured.items() if name.startswith("eval_")}
     yield "\n## Held out\n"
     if not held_out:
@@ -140,37 +148,11 @@ def _lines(config: Config, step: int, measured: Mapping[str, float]) -> Iterator
         return
     yield "| metric | value | interval |\n| --- | --- | --- |"
     for name, value in held_out.items():
-        if name.endswith(("/low", "/high")) or not math.isfinite(value):
-            continue
-        low, high = held_out.get(f"{name}/low"), held_out.get(f"{name}/high")
-        between = "" if low is None or high is None else f"{low:.4g} to {high:.4g}"
-        yield f"| {_cell(name)} | {value:.4g} | {between} |"
-
-
-def _method(config: Config, method: Variant | None) -> str:
-    if method is None:
-        chain = ", ".join(piece.name for piece in config.advantage)
-        return f"{config.objective.name} over the chain {chain}"
-    papers = ", ".join(f"[arXiv {id}](https://arxiv.org/abs/{id})" for id in method.papers)
-    return f"{method.name}{f' ({papers})' if papers else ''}: {method.comment}"
-
-
-def _base_of(policy: Piece) -> str:
-    return str(policy.options.get("model") or policy.name)
-
-
-def _named(piece: Piece) -> str:
-    shown = [f"{key} {value}" for key, value in piece.options.items() if key in ("path", "split", "format")]
-    return ", ".join([piece.name, *shown])
+        if not name.endswith(("/low", "/high")) and math.isfinite(value):
+            low, high = held_out.get(f"{name}/low"), held_out.get(f"{name}/high")
+            interval = "" if low is None or high is None else f"{low:.4g} to {high:.4g}"
+            yield f"| {_cell(name)} | {value:.4g} | {interval} |"
 
 
 def _cell(text: str) -> str:
     return text.replace("|", "\\|").replace("\n", " ")
-
-
-def _versions() -> str:
-    versions = []
-    for name in PACKAGES:
-        with suppress(metadata.PackageNotFoundError):  # diffusers and peft may be missing
-            versions.append(f"{name} {metadata.version(name)}")
-    return ", ".join(versions)

@@ -22,19 +22,12 @@ MARKS = "os^Dv"  # of every next ten settings
 
 @dataclass(frozen=True)
 class SettingResult:
-    """Result of one setting.
+    """Result of one setting."""
 
-    Args:
-        changes: Configuration keys that it sets, with their values.
-        quality: Every metric.
-        difference: Every metric minus that of the first setting on the same prompts.
-        costs: Costs per prompt by name.
-    """
-
-    changes: Mapping[str, Any]
-    quality: Mapping[str, Estimate]
-    difference: Mapping[str, Estimate]
-    costs: Mapping[str, float]
+    changes: Mapping[str, Any]  # configuration keys that it sets, with their values
+    quality: Mapping[str, Estimate]  # every metric
+    difference: Mapping[str, Estimate]  # every metric minus that of the first setting on the same prompts
+    costs: Mapping[str, float]  # per prompt
 
 
 @dataclass(frozen=True)
@@ -59,7 +52,7 @@ class SettingsComparison:
             for name, row in self.rows.items()
             if not math.isnan(row.quality[self.metric][0])
         }
-        return sorted(pareto_front(points), key=lambda name: points[name])
+        return sorted(pareto_front(points), key=points.__getitem__)
 
 
 def pareto_front(points: Mapping[str, tuple[float, float]]) -> list[str]:
@@ -73,17 +66,16 @@ def pareto_front(points: Mapping[str, tuple[float, float]]) -> list[str]:
 
 def plain(compared: SettingsComparison) -> dict[str, Any]:
     """Convert a comparison to JSON: numbers and the ends of their intervals."""
-    settings = {
-        name: {
-            "changes": as_plain(row.changes),
-            "metrics": {metric: estimate[0] for metric, estimate in row.quality.items()},
-            "intervals": {metric: list(estimate[1:]) for metric, estimate in row.quality.items()},
-            "differences": {metric: estimate[0] for metric, estimate in row.difference.items()},
-            "intervals_of_differences": {m: list(estimate[1:]) for m, estimate in row.difference.items()},
-            "costs_per_prompt": dict(row.costs),
-        }
-        for name, row in compared.rows.items()
-    }
+    settings = {}
+    for name, row in compared.rows.items():
+        written: dict[str, Any] = {"changes": as_plain(row.changes)}
+        for key, intervals, estimates in (
+            ("metrics", "intervals", row.quality),
+            ("differences", "intervals_of_differences", row.difference),
+        ):
+            written[key] = {metric: estimate[0] for metric, estimate in estimates.items()}
+            written[intervals] = {metric: list(estimate[1:]) for metric, estimate in estimates.items()}
+        settings[name] = {**written, "costs_per_prompt": dict(row.costs)}
     optimal = {cost: compared.optimal(cost) for cost in compared.costs}
     metric, prompts = compared.metric, compared.prompts
     return {"prompts": prompts, "target_metric": metric, "settings": settings, "optimal": optimal}
@@ -91,8 +83,8 @@ def plain(compared: SettingsComparison) -> dict[str, Any]:
 
 def cells(compared: SettingsComparison) -> tuple[list[str], list[list[str]]]:
     """Lay out a table as titles and rows; a star marks costs at which a setting is on the Pareto front."""
+    first, reference = next(iter(compared.rows.items()))
     metrics = list(dict.fromkeys(metric for row in compared.rows.values() for metric in row.quality))
-    first = next(iter(compared.rows))
     titles = ["setting", *(title for m in metrics for title in (m, f"difference to {first}"))]
     titles += [f"{cost} per prompt" for cost in compared.costs]
     optimal = {cost: compared.optimal(cost) for cost in compared.costs}
@@ -100,18 +92,14 @@ def cells(compared: SettingsComparison) -> tuple[list[str], list[list[str]]]:
     for name, row in compared.rows.items():
         line = [name]
         for metric in metrics:
-            line.append(_spell_estimate(row.quality.get(metric), ".3f"))
-            line.append(_spell_estimate(row.difference.get(metric), "+.3f") if name != first else "")
-        for cost in compared.costs:
-            amount, reference = row.costs[cost], compared.rows[first].costs[cost]
-            ratio = f" ({amount / reference:.2f}x)" if reference else ""
+            for estimates, form in ((row.quality, ".3f"), ({} if name == first else row.difference, "+.3f")):
+                known = metric in estimates
+                line.append("{:{f}} ({:{f}} to {:{f}})".format(*estimates[metric], f=form) if known else "")
+        for cost, amount in row.costs.items():
+            ratio = f" ({amount / reference.costs[cost]:.2f}x)" if reference.costs[cost] else ""
             line.append(f"{amount:.3g}{ratio}{' *' if name in optimal[cost] else ''}")
         lines.append(line)
     return titles, lines
-
-
-def _spell_estimate(estimate: Estimate | None, form: str) -> str:
-    return "" if estimate is None else "{:{f}} ({:{f}} to {:{f}})".format(*estimate, f=form)
 
 
 def spell_row(row: SettingResult) -> str:
@@ -154,16 +142,14 @@ def draw(compared: SettingsComparison) -> str:
     """Plot the metric against every cost as SVG; settings on the Pareto front are filled and joined."""
     from matplotlib.figure import Figure
 
-    costs = compared.costs
-    size = (max(6.0, 3.6 * len(costs)), 3.4 + 0.06 * len(compared.rows))
-    figure = Figure(size, layout="constrained")
+    costs, rows = compared.costs, compared.rows
+    figure = Figure((max(6.0, 3.6 * len(costs)), 3.4 + 0.06 * len(rows)), layout="constrained")
     panels = figure.subplots(1, len(costs), sharey=True, squeeze=False)[0]
     for axes, cost in zip(panels, costs, strict=True):
         best = compared.optimal(cost)
-        rows = [compared.rows[name] for name in best]
-        values = [row.quality[compared.metric][0] for row in rows]
-        axes.plot([row.costs[cost] for row in rows], values, color="#b8c4d0", linewidth=1.4)
-        for number, (name, row) in enumerate(compared.rows.items()):
+        points = [(rows[name].costs[cost], rows[name].quality[compared.metric][0]) for name in best]
+        axes.plot([x for x, _ in points], [y for _, y in points], color="#b8c4d0", linewidth=1.4)
+        for number, (name, row) in enumerate(rows.items()):
             middle, low, high = row.quality[compared.metric]
             axes.errorbar(
                 row.costs[cost],
@@ -176,7 +162,7 @@ def draw(compared: SettingsComparison) -> str:
                 fillstyle="full" if name in best else "none",
                 label=name,
             )
-        amounts = [row.costs[cost] for row in compared.rows.values()]
+        amounts = [row.costs[cost] for row in rows.values()]
         if min(amounts) > 0 and max(amounts) > 10 * min(amounts):
             axes.set_xscale("log")
             axes.xaxis.set_major_formatter("{x:g}")

@@ -8,14 +8,14 @@ from typing import Any
 
 # Rows of the report's table: metric, title, format.
 ROWS = (
-    ("sampling/kl", "KL of engine to policy, nats a step", "{:.4f}"),
-    ("sampling/sampling_logp_difference/mean", "difference of log-probabilities", "{:.4f}"),
-    ("sampling/ess/steps", "effective share of steps", "{:.1%}"),
-    ("sampling/ess/rows", "effective share of answers", "{:.1%}"),
-    ("rollout/agreement", "answers the exact engine gives as well", "{:.1%}"),
-    ("rollout/seconds", "seconds of a collection", "{:.3f}"),
-    ("rollout/exact_seconds", "seconds on the exact engine", "{:.3f}"),
-    ("rollout/speedup", "times faster", "{:.2f}"),
+    ("sampling/kl", "KL of engine to policy, nats a step", ".4f"),
+    ("sampling/sampling_logp_difference/mean", "difference of log-probabilities", ".4f"),
+    ("sampling/ess/steps", "effective share of steps", ".1%"),
+    ("sampling/ess/rows", "effective share of answers", ".1%"),
+    ("rollout/agreement", "answers the exact engine gives as well", ".1%"),
+    ("rollout/seconds", "seconds of a collection", ".3f"),
+    ("rollout/exact_seconds", "seconds on the exact engine", ".3f"),
+    ("rollout/speedup", "times faster", ".2f"),
 )
 
 
@@ -58,7 +58,7 @@ def mismatch_rows(records: Sequence[Mapping[str, Any]]) -> list[list[str]]:
     if not finite["rollout/exact_seconds"] and (not kl or sum(kl) / len(kl) < 1e-4):
         return []
     return [
-        [title, *(form.format(value) for value in (values[0], sum(values) / len(values), values[-1]))]
+        [title, *(format(value, form) for value in (values[0], sum(values) / len(values), values[-1]))]
         for name, title, form in ROWS
         if (values := finite[name])
     ]

@@ -11,26 +11,24 @@ from torch import Tensor
 from mmrl.core.types import Outcome, Prompt
 
 SIDE = 120  # height of an answer's thumbnail in pixels; prompts show several smaller frames in a row
+GAP = 2  # pixels between frames
 
 
 def strip(frames: Tensor, *, height: int = 72, most: int = 4) -> bytes:
-    """Lay frames side by side as one JPEG.
+    """Lay frames, uint8 (F, 3, h, w), side by side as one JPEG of a height in pixels.
 
-    Args:
-        frames: uint8 tensor (F, 3, h, w).
-        height: Height of the strip in pixels; frames keep their aspect ratio.
-        most: Number of frames shown at most, at equal distances from the first to the last.
+    Of more than `most` frames some are shown, at equal distances from the first to the last.
     """
     from PIL import Image
 
-    places = torch.linspace(0, len(frames) - 1, min(most, len(frames))).round().long().tolist()
-    images = [Image.fromarray(frames[place].permute(1, 2, 0).contiguous().numpy()) for place in places]
+    places = torch.linspace(0, len(frames) - 1, min(most, len(frames))).round().long()
+    images = [Image.fromarray(frame.permute(1, 2, 0).contiguous().numpy()) for frame in frames[places]]
     # An image of few pixels is enlarged in squares: a smooth enlargement would invent what lies between them.
     resample = Image.Resampling.NEAREST if images[0].height < height else Image.Resampling.BICUBIC
     width = max(1, round(images[0].width * height / images[0].height))
-    whole = Image.new("RGB", (width * len(images) + 2 * (len(images) - 1), height), "white")
+    whole = Image.new("RGB", ((width + GAP) * len(images) - GAP, height), "white")
     for i, image in enumerate(images):
-        whole.paste(image.resize((width, height), resample), (i * (width + 2), 0))
+        whole.paste(image.resize((width, height), resample), (i * (width + GAP), 0))
     buffer = io.BytesIO()
     whole.save(buffer, "JPEG", quality=80)
     return buffer.getvalue()
@@ -43,11 +41,10 @@ def of_prompt(prompt: Prompt) -> bytes | None:
 
 def of_outcome(outcome: Outcome) -> bytes | None:
     """Make a thumbnail of the image or video of an outcome; None unless it is one in 8 bits."""
-    video = outcome.video is not None
-    pixels = outcome.video if video else outcome.image
-    if pixels is None or pixels.dtype != torch.uint8 or pixels.dim() < 3:
-        return None
-    return strip((pixels if video else pixels[None]).cpu(), height=SIDE)
+    frames = outcome.image[None] if outcome.image is not None else None
+    frames = outcome.video if outcome.video is not None else frames
+    shown = frames is not None and frames.dtype == torch.uint8 and frames.dim() == 4
+    return strip(frames.cpu(), height=SIDE) if shown else None
 
 
 def data_uri(jpeg: bytes) -> str:

@@ -18,7 +18,6 @@ from mmrl.config.schema import ConfigError
 if TYPE_CHECKING:
     from accelerate.tracking import GeneralTracker
 
-
 ID = "tracker_id"  # file in the output folder: the run's id on dashboards
 
 
@@ -50,13 +49,11 @@ class AccelerateTracker:
         """Start at a step, and return a line for the console, which may be empty."""
         if not self.installed:
             return f"{self.package} is not installed, so it receives no metrics; install mmrl[{self.package}]"
-        tracker, line = self.make(folder, config, start)
-        tracker.start()
-        self.tracker = tracker
+        self.tracker, line = self.start(folder, dict(config), start)
         return line
 
-    def make(self, folder: Path, config: Mapping[str, Any], start: int) -> tuple[GeneralTracker, str]:
-        """Make the tracker of accelerate, not started yet, and the line for the console."""
+    def start(self, folder: Path, config: dict[str, Any], step: int) -> tuple[GeneralTracker, str]:
+        """Start a tracker of accelerate, and return it with the line for the console."""
         raise NotImplementedError
 
     def write(self, metrics: Mapping[str, float], step: int) -> None:
@@ -85,11 +82,13 @@ class Tensorboard(AccelerateTracker):
     def __init__(self, *, required: bool = True) -> None:
         super().__init__(required)
 
-    def make(self, folder: Path, config: Mapping[str, Any], start: int) -> tuple[GeneralTracker, str]:
-        """Make a tracker that hides the events from step `start` on."""
+    def start(self, folder: Path, config: dict[str, Any], step: int) -> tuple[GeneralTracker, str]:
+        """Start a tracker that hides the events from a step on."""
         from accelerate.tracking import TensorBoardTracker
 
-        return TensorBoardTracker("tensorboard", logging_dir=folder, purge_step=start or None), ""
+        made = TensorBoardTracker("tensorboard", logging_dir=folder, purge_step=step or None)
+        made.start()
+        return made, ""
 
 
 @tracker
@@ -119,38 +118,29 @@ class Wandb(AccelerateTracker):
         super().__init__(required)
         self.project, self.name, self.mode = project, name, mode
 
-    def open(self, folder: Path, config: Mapping[str, Any], start: int) -> str:
+    def start(self, folder: Path, config: dict[str, Any], step: int) -> tuple[GeneralTracker, str]:
         """Start, or resume the run of the same id."""
-        if not self.installed:
-            return super().open(folder, config, start)
-        import wandb
-
-        try:
-            super().open(folder, config, start)
-        except wandb.Error as error:
-            raise RuntimeError(
-                f"wandb does not start: {error}. Run `wandb login` once, or set `mode: offline` on the "
-                "tracker"
-            ) from error
-        run = self.tracker.tracker
-        return f"wandb: {run.url if self.mode == 'online' else run.dir}"
-
-    def make(self, folder: Path, config: Mapping[str, Any], start: int) -> tuple[GeneralTracker, str]:
-        """Make a tracker of the run's own id."""
         import wandb
         from accelerate.tracking import WandBTracker
 
-        tracker = WandBTracker(
+        made = WandBTracker(
             self.project,
             name=self.name or folder.name,
             id=run_id(folder),
             resume="allow",
             mode=self.mode,
             dir=str(folder),
-            config=dict(config),
+            config=config,
             settings=wandb.Settings(silent=True, console="off"),
         )
-        return tracker, ""
+        try:
+            made.start()
+        except wandb.Error as error:
+            raise RuntimeError(
+                f"wandb does not start: {error}. Run `wandb login` once, or set `mode: offline` in it"
+            ) from error
+        run = made.tracker
+        return made, f"wandb: {run.url if self.mode == 'online' else run.dir}"
 
 
 @tracker
@@ -175,11 +165,12 @@ class Trackio(AccelerateTracker):
         super().__init__(required)
         self.project, self.name, self.space_id = project, name, space_id
 
-    def make(self, folder: Path, config: Mapping[str, Any], start: int) -> tuple[GeneralTracker, str]:
-        """Make a tracker under the run's own name."""
+    def start(self, folder: Path, config: dict[str, Any], step: int) -> tuple[GeneralTracker, str]:
+        """Start, or resume the run of the same name."""
         from accelerate.tracking import TrackioTracker
 
         name = self.name or f"{folder.name}-{run_id(folder)}"
-        space = self.space_id or None
-        options = {"name": name, "space_id": space, "config": dict(config), "resume": "allow", "embed": False}
-        return TrackioTracker(self.project, **options), f"trackio: project {self.project}, run {name}"
+        options = {"name": name, "space_id": self.space_id or None, "resume": "allow", "embed": False}
+        made = TrackioTracker(self.project, config=config, **options)
+        made.start()
+        return made, f"trackio: project {self.project}, run {name}"

@@ -19,7 +19,7 @@ from mmrl.reporting.console import Console
 def drawn(console: Console, width: int = 100) -> str:
     """Draw what stands on the terminal, without colours."""
     screen = Screen(file=io.StringIO(), force_terminal=True, width=width)
-    screen.print(console._panel())
+    screen.print(console.panel())
     return re.sub(r"\x1b\[[0-9;]*m", "", screen.file.getvalue())
 
 
