@@ -10,12 +10,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from mmrl.config.schema import ConfigError
 from mmrl.core.types import Prompt
 from mmrl.data.fields import RowError, short
 
+T = TypeVar("T")
 FORMS = (".jsonl", ".parquet", ".json")
 SHARD = re.compile(r"-\d{5}-of-\d{5}$")  # how the hub numbers the files of one split
 BATCH = 256  # rows of a parquet file in memory at once
@@ -54,9 +55,14 @@ class Rows:
     root: Path
 
     def __iter__(self) -> Iterator[DataRow]:
-        readers = {".jsonl": json_lines, ".json": _read_list, ".parquet": _read_parquet}
         for path in row_files(self.path):
-            yield from _read_saved(path) if path.is_dir() else readers[path.suffix](path)
+            if path.is_dir():
+                yield from saved_rows(path)
+            elif path.suffix == ".parquet":
+                with parquet_of(path) as file:
+                    yield from arrow_rows(file.iter_batches(batch_size=BATCH), str(path), split_of(path))
+            else:
+                yield from json_lines(path) if path.suffix == ".jsonl" else json_list(path)
 
     def valid(self) -> Iterator[DataRow]:
         """Iterate over the rows that can be read."""
@@ -67,11 +73,11 @@ class UniqueIds:
     """Detects ids that occur twice: the answers of both rows would be compared as one group."""
 
     def __init__(self) -> None:
-        self._places: dict[tuple[str, str], str] = {}
+        self.places: dict[tuple[str, str], str] = {}
 
     def add(self, uid: str, place: str, split: str = "") -> None:
         """Register the id of a row; raises RowError if an earlier row of the split has it."""
-        first = self._places.setdefault((split, uid), place)
+        first = self.places.setdefault((split, uid), place)
         if first != place:
             raise RowError(f"the id '{uid}' is that of {first}")
 
@@ -109,29 +115,44 @@ def read_prompts(
         bad_rows: "error"; "drop" logs and skips bad rows; "" is for datasets without such an option.
         limit: The most prompts that are made; 0: no limit.
     """
-    prompts: list[Prompt] = []
-    ids, bad = UniqueIds(), []
+    ids = UniqueIds()
+
+    def make_unique(row: DataRow, number: int) -> Prompt | None:
+        if prompt := make(row, number):
+            ids.add(prompt.uid, row.place)
+        return prompt
+
+    return read_each(source, rows, make_unique, bad_rows, limit)
+
+
+def read_each(
+    source: str | Path,
+    rows: Iterable[DataRow],
+    make: Callable[[DataRow, int], T | None],
+    bad_rows: str = "",
+    limit: int = 0,
+) -> list[T]:
+    """Make a value of every row, with the arguments of `read_prompts`."""
+    values: list[T] = []
+    bad: list[str] = []
     for number, row in enumerate(rows):
         try:
             if row.fault:
                 raise RowError(row.fault)
-            prompt = make(row, number)
-            if prompt is None:
-                continue
-            ids.add(prompt.uid, row.place)
+            value = make(row, number)
         except RowError as error:
             bad.append(f"{row.place}: {error}")
             continue
-        prompts.append(prompt)
-        if len(prompts) == limit:
+        values += [] if value is None else [value]
+        if limit and len(values) == limit:
             break
     if bad and bad_rows != "drop":
         raise bad_rows_error(source, bad, "mend them, or set `bad_rows: drop`" if bad_rows else "mend them")
     for line in bad:
         log.warning("dropped %s", line)
-    if not prompts:
+    if not values:
         raise SourceError(f"'{source}' holds no row that can be used")
-    return prompts
+    return values
 
 
 def row_files(path: Path) -> list[Path]:
@@ -146,7 +167,7 @@ def row_files(path: Path) -> list[Path]:
     if not path.is_dir():
         raise SourceError(f"there is no file or folder '{path}'")
     if any((path / name).is_file() for name in ("dataset_dict.json", "state.json")):
-        return [path]
+        return [path]  # written by `datasets`
     listed = sorted(file for home in (path, path / "data") if home.is_dir() for file in home.iterdir())
     for forms in ((".jsonl", ".parquet"), (".json",)):
         if files := [file for file in listed if file.suffix in forms]:
@@ -160,22 +181,24 @@ def split_of(path: Path) -> str:
 
 
 def checked(row: DataRow) -> DataRow:
-    """Apply the row's own `split`; mark rows that are nested too deep or hold text that is not UTF-8."""
+    """Apply the row's own `split`; mark rows that are no objects, nested too deep, or not Unicode."""
+    if type(row.columns) is not dict:
+        return DataRow(row.place, row.split, fault=f"not a JSON object, but {short(row.columns)}")
     level: list[Any] = [row.columns]
     for _ in range(DEEPEST):
         below: list[Any] = []
         for value in level:
-            if isinstance(value, str):
-                if not value.isascii() and SURROGATE.search(value):
-                    what = f"half a character, which UTF-8 cannot hold, in {short(value)}"
-                    return DataRow(row.place, row.split, fault=what)
-            elif isinstance(value, Mapping):
-                below += (*value.keys(), *value.values())
-            elif isinstance(value, list | tuple):
-                below += value
+            match value:
+                case str() if not value.isascii() and SURROGATE.search(value):
+                    fault = f"half a character, which UTF-8 cannot hold, in {short(value)}"
+                    return DataRow(row.place, row.split, fault=fault)
+                case Mapping():
+                    below += (*value.keys(), *value.values())
+                case list() | tuple():
+                    below += value
         if not below:
             split = row.columns.get("split")
-            return replace(row, split=split) if isinstance(split, str) and split else row
+            return replace(row, split=split) if type(split) is str and split else row
         level = below
     return DataRow(row.place, row.split, fault=f"nested deeper than {DEEPEST} levels")
 
@@ -187,9 +210,8 @@ def text_lines(path: Path) -> Iterator[DataRow]:
     split = split_of(path)
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
-            line = line.removeprefix(BOM)
+            line, place = line.removeprefix(BOM), f"{path}:{number}"
             if line.strip():
-                place = f"{path}:{number}"
                 try:
                     yield DataRow(place, split, {"line": line.decode("utf-8").rstrip("\r\n")})
                 except UnicodeDecodeError as error:
@@ -213,16 +235,30 @@ def json_lines(path: Path) -> Iterator[DataRow]:
     for row in text_lines(path):
         if not row.fault:
             try:
-                row = _object(parse_json(row.columns["line"]), row.place, row.split, "a JSON object")
+                row = checked(replace(row, columns=parse_json(row.columns["line"])))
             except RowError as error:
                 row = DataRow(row.place, row.split, fault=f"not a JSON object: {error}")
         yield row
 
 
-def _object(columns: Any, place: str, split: str, wanted: str) -> DataRow:
-    if type(columns) is not dict:
-        return DataRow(place, split, fault=f"not {wanted}, but {short(columns)}")
-    return checked(DataRow(place, split, columns))
+def json_list(path: Path) -> Iterator[DataRow]:
+    """Read a file that is one JSON list of objects, or else JSON lines."""
+    with path.open("rb") as file:
+        start = file.read(4096).removeprefix(BOM).lstrip()[:1]
+    if start == b"{":  # many benchmarks give JSON lines this suffix
+        yield from json_lines(path)
+        return
+    split = split_of(path)
+    try:
+        rows = parse_json(path.read_bytes().decode("utf-8-sig"))
+    except (UnicodeDecodeError, RowError) as error:
+        wanted = "UTF-8" if type(error) is UnicodeDecodeError else "JSON"
+        yield DataRow(str(path), split, fault=f"not {wanted}: {error}")
+        return
+    if type(rows) is not list:
+        raise SourceError(f"'{path}' must hold a list of objects, not {short(rows)}")
+    for number, columns in enumerate(rows):
+        yield checked(DataRow(f"{path}[{number}]", split, columns))
 
 
 def parse_json(text: str) -> Any:
@@ -241,34 +277,6 @@ def parse_json(text: str) -> Any:
         raise RowError(str(error)) from error
 
 
-def _read_list(path: Path) -> Iterator[DataRow]:
-    with path.open("rb") as file:
-        start = file.read(4096).removeprefix(BOM).lstrip()[:1]
-    if start == b"{":  # many benchmarks give JSON lines this suffix
-        yield from json_lines(path)
-        return
-    split = split_of(path)
-    try:
-        rows = parse_json(path.read_bytes().decode("utf-8-sig"))
-    except (UnicodeDecodeError, RowError) as error:
-        wanted = "UTF-8" if type(error) is UnicodeDecodeError else "JSON"
-        yield DataRow(str(path), split, fault=f"not {wanted}: {error}")
-        return
-    if type(rows) is not list:
-        raise SourceError(f"'{path}' must hold a list of objects, not {short(rows)}")
-    for number, columns in enumerate(rows):
-        yield _object(columns, f"{path}[{number}]", split, "an object")
-
-
-def _read_parquet(path: Path) -> Iterator[DataRow]:
-    number = 0
-    with parquet_of(path) as file:
-        for batch in file.iter_batches(batch_size=BATCH):
-            for at in range(batch.num_rows):
-                yield row_of(batch, at, f"{path}[{number}]", split_of(path))
-                number += 1
-
-
 @contextmanager
 def parquet_of(path: Path) -> Iterator[Any]:
     """Open a parquet file; errors of the reader become a `SourceError`."""
@@ -279,6 +287,13 @@ def parquet_of(path: Path) -> Iterator[Any]:
         yield parquet.ParquetFile(path)
     except (pyarrow.ArrowException, OSError) as error:
         raise SourceError(f"cannot read '{path}': {error}") from error
+
+
+def arrow_rows(batches: Iterable[Any], source: str, split: str) -> Iterator[DataRow]:
+    """Read the rows of arrow tables, numbered from 0."""
+    places = ((batch, at) for batch in batches for at in range(batch.num_rows))
+    for number, (batch, at) in enumerate(places):
+        yield row_of(batch, at, f"{source}[{number}]", split)
 
 
 def row_of(batch: Any, at: int, place: str, split: str) -> DataRow:
@@ -293,13 +308,13 @@ def row_of(batch: Any, at: int, place: str, split: str) -> DataRow:
         return DataRow(place, split, fault=f"cannot be read: {error}")
 
 
-def _read_saved(path: Path) -> Iterator[DataRow]:
+def saved_rows(path: Path) -> Iterator[DataRow]:
     """Read a folder that `Dataset.save_to_disk` or `DatasetDict.save_to_disk` wrote."""
     import datasets
 
     loaded = datasets.load_from_disk(str(path))
     splits = loaded if (path / "dataset_dict.json").is_file() else {str(loaded.split or path.name): loaded}
-    yield from _rows_of(splits, str(path))
+    yield from split_rows(splits, str(path))
 
 
 def hub_rows(name: str, subset: str = "") -> Iterator[DataRow]:
@@ -311,29 +326,21 @@ def hub_rows(name: str, subset: str = "") -> Iterator[DataRow]:
     except (FileNotFoundError, ConnectionError) as error:
         reason = f"nor can a data set of the hub be read: {error}"
         raise SourceError(f"there is no file or folder '{name}' here, {reason}") from error
-    yield from _rows_of(splits, name)
+    yield from split_rows(splits, name)
 
 
-def _rows_of(splits: Mapping[str, Any], source: str) -> Iterator[DataRow]:
-    """Iterate over splits of `datasets`. Images stay encoded, as bytes or paths."""
-    import datasets
-
-    encoded = datasets.Image(decode=False)
+def split_rows(splits: Mapping[str, Any], source: str) -> Iterator[DataRow]:
+    """Read splits of `datasets`; in the arrow format images stay encoded, as bytes or paths."""
     for split, table in splits.items():
-        for name, feature in table.features.items():
-            if type(feature) is datasets.Image:
-                table = table.cast_column(name, encoded)
-            elif type(getattr(feature, "feature", None)) is datasets.Image:
-                table = table.cast_column(name, datasets.List(encoded))
-        for number, columns in enumerate(table):
-            yield checked(DataRow(f"{source}: {split}[{number}]", split, columns))
+        batches = table.with_format("arrow").iter(batch_size=BATCH)
+        yield from arrow_rows(batches, f"{source}: {split}", split)
 
 
 def write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> int:
     """Write rows as JSON lines, a JSON list or parquet, by the suffix of the path; returns their number."""
     path.parent.mkdir(parents=True, exist_ok=True)
+    count = 0
     if path.suffix == ".jsonl":
-        count = 0
         with path.open("w", encoding="utf-8") as file:
             for row in rows:
                 file.write(json.dumps(row, ensure_ascii=False) + "\n")

@@ -48,28 +48,36 @@ def locate(name: str, root: Path, max_bytes: int = MAX_FILE_BYTES) -> Path:
 
 
 @contextmanager
+def decoding(name: str, wanted: str, errors: tuple[type[Exception], ...]) -> Iterator[None]:
+    """Turn errors of a reader inside the block into a `MediaError` with the file and the formats wanted."""
+    try:
+        yield
+    except MediaError:
+        raise
+    except errors as error:
+        raise MediaError(f"cannot decode '{name}': {_reason(error)}; wanted {wanted}") from error
+
+
+def check_size(name: str, source: Any, max_pixels: int) -> None:
+    """Raise `MediaError` where an image or a video of (`width`, `height`) has too many pixels."""
+    if source.width * source.height > max_pixels:
+        size = f"{source.width}x{source.height}"
+        raise MediaError(f"'{name}' has {size} pixels; the limit is {max_pixels}; make it smaller")
+
+
+@contextmanager
 def opened_image(source: Path | bytes, name: str, max_pixels: int = MAX_IMAGE_PIXELS) -> Iterator[Any]:
     """Open a file or bytes as a Pillow image; every error inside the block becomes a `MediaError`."""
     from PIL import Image
 
     Image.init()
     formats = [form for form in IMAGE_FORMATS if form in Image.OPEN]  # AVIF is new in Pillow 11.3
-    try:
-        with ExitStack() as stack:
-            file = io.BytesIO(source) if type(source) is bytes else stack.enter_context(source.open("rb"))
-            image = stack.enter_context(Image.open(file, formats=formats))
-            if image.width * image.height > max_pixels:
-                raise MediaError(
-                    f"'{name}' has {image.width}x{image.height} pixels; the limit is {max_pixels}; make it "
-                    "smaller"
-                )
-            yield image
-    except MediaError:
-        raise
-    except Exception as error:  # Pillow's readers raise errors of any type where a file is damaged
-        raise MediaError(
-            f"cannot decode '{name}': {_reason(error)}; wanted an image as {', '.join(IMAGE_FORMATS)}"
-        ) from error
+    # Pillow's readers raise errors of any type where a file is damaged.
+    with decoding(name, f"an image as {', '.join(IMAGE_FORMATS)}", (Exception,)), ExitStack() as stack:
+        file = io.BytesIO(source) if type(source) is bytes else stack.enter_context(source.open("rb"))
+        image = stack.enter_context(Image.open(file, formats=formats))
+        check_size(name, image, max_pixels)
+        yield image
 
 
 def read_image(
@@ -131,35 +139,23 @@ def opened_video(path: Path, max_pixels: int = MAX_IMAGE_PIXELS) -> Iterator[Any
     def refuse(url: str, flags: int, options: dict) -> Any:
         raise PermissionError(f"it refers to another file, '{url}'")
 
-    try:
-        with ExitStack() as stack:
-            file = stack.enter_context(path.open("rb"))
-            container = stack.enter_context(
-                av.open(
-                    file,
-                    io_open=refuse,
-                    container_options={"format_whitelist": CONTAINERS},
-                    metadata_errors="replace",  # titles in other encodings than UTF-8 are common
-                )
-            )
-            if not container.streams.video:
-                raise MediaError(f"'{path}' holds no video stream")
-            codec = container.streams.video[0].codec_context
-            if codec is None:
-                raise MediaError(f"'{path}' holds a video in a codec that this build of ffmpeg does not know")
-            if codec.width * codec.height > max_pixels:  # a damaged header can claim any size
-                raise MediaError(
-                    f"'{path}' has {codec.width}x{codec.height} pixels; the limit is {max_pixels}; make it "
-                    "smaller"
-                )
-            codec.options = {"max_pixels": str(max_pixels)}  # and a stream can grow later
-            yield container
-    except MediaError:
-        raise
-    except (av.error.FFmpegError, OSError, ValueError, OverflowError, MemoryError) as error:
-        raise MediaError(
-            f"cannot decode '{path}': {_reason(error)}; wanted a video as {CONTAINERS.replace(',', ', ')}"
-        ) from error
+    options = {"format_whitelist": CONTAINERS}
+    errors = (av.error.FFmpegError, OSError, ValueError, OverflowError, MemoryError)
+    wanted = f"a video as {CONTAINERS.replace(',', ', ')}"
+    # Titles in other encodings than UTF-8 are common, hence `metadata_errors`.
+    with (
+        decoding(str(path), wanted, errors),
+        path.open("rb") as file,
+        av.open(file, io_open=refuse, container_options=options, metadata_errors="replace") as container,
+    ):
+        if not container.streams.video:
+            raise MediaError(f"'{path}' holds no video stream")
+        codec = container.streams.video[0].codec_context
+        if codec is None:
+            raise MediaError(f"'{path}' holds a video in a codec that this build of ffmpeg does not know")
+        check_size(str(path), codec, max_pixels)  # a damaged header can claim any size
+        codec.options = {"max_pixels": str(max_pixels)}  # and a stream can grow later
+        yield container
 
 
 def is_turned(frame: Any) -> bool:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from mmrl.core.types import Message, Outcome, Part, Prompt
-from mmrl.data.dataset_io import DataRow, SourceError, bad_rows_error, json_lines, read_prompts
+from mmrl.data.dataset_io import DataRow, json_lines, read_each, read_prompts
 from mmrl.data.fields import RowError, short, text, uid_of
 from mmrl.data.media import locate
 
@@ -19,19 +19,7 @@ CAPTION = ("prompt", "caption")
 
 def objects(path: Path, read: Callable[[Mapping[str, Any]], T]) -> list[T]:
     """Read one JSON object a line through `read`; an error names all rows that cannot be used."""
-    values, bad = [], []
-    for row in json_lines(path):
-        try:
-            if row.fault:
-                raise RowError(row.fault)
-            values.append(read(row.columns))
-        except RowError as error:
-            bad.append(f"{row.place}: {error}")
-    if bad:
-        raise bad_rows_error(path, bad)
-    if not values:
-        raise SourceError(f"'{path}' holds no row")
-    return values
+    return read_each(path, json_lines(path), lambda row, _: read(row.columns))
 
 
 def text_of(row: Mapping[str, Any], names: tuple[str, ...]) -> str:
