@@ -13,7 +13,7 @@ from markupsafe import Markup
 from mmrl.config.schema import as_plain
 from mmrl.reporting.html import document
 from mmrl.reporting.html.charts import chart_style, svg_of
-from mmrl.reporting.html.page import macros, table
+from mmrl.reporting.html.layout import macros, table
 
 Estimate = tuple[float, float, float]  # a value and the ends of its interval
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from markupsafe import Markup
 
-from mmrl.reporting.html.page import macros, spelled
+from mmrl.reporting.html.layout import macros
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -24,6 +24,7 @@ DASHES: tuple[Any, ...] = ("-", (0, (4, 2)), (0, (1, 1.5)))  # of every next eig
 # In points, near the pixels that a chart takes on a phone, so that its letters stay legible.
 WIDTH, HEIGHT = 360, 216
 LEFT, RIGHT, TOP, BOTTOM = 46, 16, 14, 32  # fixed margins, so that the script knows where the axes are
+AXES = (LEFT / WIDTH, BOTTOM / HEIGHT, (WIDTH - LEFT - RIGHT) / WIDTH, (HEIGHT - TOP - BOTTOM) / HEIGHT)
 POINTS = {"line": 240, "path": 240, "area": 40}  # longer lines are averaged in bins
 BANDS = 3  # with more lines than this, the intervals would cover each other
 SMOOTHED = 40  # lines of this many points or more get a running mean drawn over them
@@ -37,9 +38,7 @@ class Line:
     label: str  # in the legend
     x: Sequence[float]  # step or other abscissa of every point
     y: Sequence[float]
-    place: int | None = (
-        None  # index of colour and dashes, for the same in all charts; by default its index here
-    )
+    place: int = 0  # index of colour and dashes, so that a run keeps them over several charts
     band: Sequence[tuple[float, float]] = ()  # ends (low, high) of an interval for every point, or nothing
 
 
@@ -70,29 +69,25 @@ def chart(
         x_label: Title of the x axis; steps are whole numbers.
     """
     from matplotlib.figure import Figure
-    from matplotlib.ticker import MaxNLocator
 
-    lines = [
-        binned(replace(line, place=i if line.place is None else line.place), kind)
-        for i, line in enumerate(lines)
-    ]
+    lines = [binned(line, kind) for line in lines]
     with chart_style(salt=repr((unit, lines))):  # no id of another chart of the page
         figure = Figure((WIDTH / 72, HEIGHT / 72), dpi=72)
-        across, up = (WIDTH - LEFT - RIGHT) / WIDTH, (HEIGHT - TOP - BOTTOM) / HEIGHT
-        axes = figure.add_axes((LEFT / WIDTH, BOTTOM / HEIGHT, across, up))
+        axes = figure.add_axes(AXES)
         axes.set_xlabel(x_label)
-        ticks = [1, 2, 2.5, 5, 10]
-        axes.xaxis.set_major_locator(MaxNLocator(5, steps=ticks, integer=x_label == "step"))
-        axes.yaxis.set_major_locator(MaxNLocator(5, steps=ticks))
+        axes.locator_params(nbins=5, steps=[1, 2, 2.5, 5, 10])
+        axes.locator_params(axis="x", integer=x_label == "step")
         {"line": draw_lines, "area": draw_areas, "path": draw_paths}[kind](axes, lines)
         svg = svg_of(figure)
     over_steps = kind != "path"
+
+    def short(values: Sequence[float]) -> list[float]:
+        return [int(value) if value == int(value) else float(f"{value:.4g}") for value in values]
+
     # The page's script reads the values at a step off these points.
-    points = [[[_short(v) for v in values] for values in (line.x, line.y)] for line in lines]
+    points = [[short(line.x), short(line.y)] for line in lines]
     data = {"box": [LEFT, WIDTH - RIGHT, *map(float, axes.get_xlim())], "lines": points} if over_steps else {}
-    legend = [
-        (style_of(line.place)[0], line.label, spelled(line.y[-1]) if over_steps else None) for line in lines
-    ]
+    legend = [(style_of(line.place)[0], line.label, line.y[-1] if over_steps else None) for line in lines]
     size = {"width": WIDTH, "height": HEIGHT, "top": TOP, "bottom": HEIGHT - BOTTOM}
     return macros().chart(Markup(svg.partition(">")[2].removesuffix("</svg>\n")), size, data, unit, legend)
 
@@ -144,9 +139,8 @@ def draw_paths(axes: Axes, lines: Sequence[Line]) -> None:
     axes.set(xlim=(left, right), ylim=(bottom, top))
 
 
-def style_of(place: int | None) -> tuple[str, Any]:
+def style_of(place: int) -> tuple[str, Any]:
     """Choose the colour and the dashes of a line by its index."""
-    place = place or 0
     return COLOURS[place % len(COLOURS)], DASHES[place // len(COLOURS) % len(DASHES)]
 
 
@@ -181,7 +175,3 @@ def smooth(values: Sequence[float]) -> Sequence[float]:
     reach = len(values) // 16
     windows = (values[max(0, i - reach) : i + reach + 1] for i in range(len(values)))
     return [sum(window) / len(window) for window in windows]
-
-
-def _short(value: float) -> float:
-    return int(value) if value == int(value) else float(f"{value:.4g}")

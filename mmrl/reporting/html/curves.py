@@ -12,7 +12,7 @@ from markupsafe import Markup
 
 from mmrl.core.reward_table import EQUAL
 from mmrl.reporting.html.charts import Line, chart
-from mmrl.reporting.html.page import macros, spelled
+from mmrl.reporting.html.layout import macros, spelled
 
 Records = Sequence[Mapping[str, Any]]
 Runs = Mapping[str, Records]
@@ -97,7 +97,10 @@ def curves(runs: Runs) -> list[Markup]:
                 figures.append(macros().figure(name if len(names) > 1 else panel.title, drawn))
         elif names:
             (records,) = runs.values()
-            drawn = chart([line_of(panel.label(name), records, name) for name in names], unit=panel.unit)
+            drawn = chart(
+                [line_of(panel.label(name), records, name, i) for i, name in enumerate(names)],
+                unit=panel.unit,
+            )
             figures.append(macros().figure(panel.title, drawn, panel.patterns))
     if flat:
         listed = ", ".join(f"{name} {spelled(value)}" for name, value in sorted(flat.items()))
@@ -133,7 +136,7 @@ def constants(runs: Runs, names: Sequence[str]) -> dict[str, float]:
     return flat
 
 
-def line_of(label: str, records: Records, name: str, place: int | None = None) -> Line:
+def line_of(label: str, records: Records, name: str, place: int = 0) -> Line:
     """Collect the finite values of a metric, with their interval where every one has it."""
     known = [record for record in records if is_finite(record, name)]
     low, high = f"{name}/low", f"{name}/high"
@@ -181,8 +184,8 @@ def time_split(records: Records) -> Markup:
     """Draw the seconds of every step as stacked areas, one a part."""
     steps = {record["step"] + 1: seconds_of(record) for record in records if "step_time" in record}
     lines = [
-        Line(name, list(steps), [parts.get(name, 0.0) for parts in steps.values()])
-        for name in mean_seconds(records)
+        Line(name, list(steps), [parts.get(name, 0.0) for parts in steps.values()], i)
+        for i, name in enumerate(mean_seconds(records))
     ]
     if not lines:
         return Markup()

@@ -13,7 +13,7 @@ from markupsafe import Markup
 
 from mmrl.config.schema import ConfigError
 from mmrl.data.media import opened_image
-from mmrl.reporting.html.page import templates
+from mmrl.reporting.html.layout import templates
 from mmrl.reporting.html.run_folder import check_type
 
 log = logging.getLogger("mmrl")

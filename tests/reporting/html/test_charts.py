@@ -23,7 +23,7 @@ from mmrl.reporting.html.charts import (
     chart,
     style_of,
 )
-from mmrl.reporting.html.page import spelled
+from mmrl.reporting.html.layout import spelled
 
 
 def shapes(svg: str, colour: str) -> list[list[tuple[float, float]]]:

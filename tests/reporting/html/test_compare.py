@@ -10,7 +10,7 @@ import pytest
 from mmrl.cli import main
 from mmrl.config.schema import ConfigError
 from mmrl.reporting.html.charts import COLOURS
-from mmrl.reporting.html.compare import comparison, flattened, named, write_comparison
+from mmrl.reporting.html.pages import comparison, flattened, named, write_comparison
 from mmrl.reporting.html.run_folder import RunFolder, find_run
 from mmrl.training.loop import train
 from tests.reporting.html.test_run_page import Tags, outside

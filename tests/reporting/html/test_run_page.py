@@ -16,8 +16,8 @@ from pyarrow import parquet
 from mmrl.config.schema import ConfigError
 from mmrl.core.reward_table import Measured, RewardTable
 from mmrl.reporting.html import document, find_run, metric_table, write_comparison, write_page
+from mmrl.reporting.html.pages import run_page, weights_of
 from mmrl.reporting.html.run_folder import read_run
-from mmrl.reporting.html.run_page import run_page, weights_of
 from mmrl.reporting.metrics import Journal
 from mmrl.training.loop import train
 from tests.support.toys import toy_run

@@ -1,0 +1,194 @@
+"""The pages of one run and of several runs side by side, each written from folders alone."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from markupsafe import Markup
+
+from mmrl.reporting.html.charts import style_of
+from mmrl.reporting.html.curves import HEADLINES, curves, frontier, mean_seconds, time_split
+from mmrl.reporting.html.layout import document, macros, metric_table, spelled, table
+from mmrl.reporting.html.run_folder import RunFolder, find_run, read_run
+from mmrl.reporting.html.samples import read_samples, samples_section
+from mmrl.reporting.rollout_mismatch import mismatch_rows
+
+TILES = 4  # held-out metrics among the headline numbers
+COSTS = ("completions/", "seconds_per_prompt", "peak_memory_bytes")  # held-out numbers that are no quality
+ABSENT = Markup("<small>not set</small>")
+LISTS = {"rewards", "advantage", "metrics", "rollout.engine"}  # of pieces, each of which has its own line
+
+
+def write_page(folder: Path, output: Path | None = None) -> Path:
+    """Write the page of a run from its folder alone, by default as `report.html` in it."""
+    return write(run_page(read_run(folder)), output or folder / "report.html")
+
+
+def write_comparison(folders: Sequence[Path], output: Path) -> Path:
+    """Write one page that compares the runs in several folders."""
+    return write(comparison(named([find_run(folder) for folder in folders])), output)
+
+
+def write(page: str, path: Path) -> Path:
+    """Write a page, and the folder that it lies in."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(page)
+    return path
+
+
+def run_page(run: RunFolder) -> str:
+    """Lay out the page of a run."""
+    weights = weights_of(run.config)
+    figures = (frontier({run.name: run.records}), time_split(run.records), *curves({run.name: run.records}))
+    sections = [
+        ("held-out", "Held out", metric_table({"value": run})),
+        ("rewards", "Rewards", reward_table(run, weights)),
+        ("curves", "Curves", macros().grid(figures)),
+        ("engine", "Engine and policy", table(["", "first", "mean", "last"], mismatch_rows(run.records))),
+        ("visualizations", "", Markup(run.visualizations)),
+        ("samples", "Samples", samples_section(read_samples(run.folder, weights))),
+        (
+            "configuration",
+            "Configuration",
+            macros().folded("config.yaml, with all defaults", run.config_text),
+        ),
+    ]
+    startup_checks = map(name_of, (run.config.get("report") or {}).get("startup_checks") or ())
+    top = [
+        macros().warnings("Warnings during training", run.warnings),
+        macros().tiles(list(tiles_of(run))),
+        macros().startup_checks(run, ", ".join(startup_checks)),
+    ]
+    pieces = {key: name_of(run.config[key]) for key in ("policy", "objective") if key in run.config}
+    summary = macros().summary(run, pieces, run.config.get("rollout") or {})
+    return document(run.name, top, sections, heading=run.name, subtitle=summary)
+
+
+def comparison(runs: Mapping[str, RunFolder]) -> str:
+    """Lay out the page of several runs: last figures and settings side by side, curves in shared charts."""
+    records = {name: run.records for name, run in runs.items()}
+    chips = [macros().chip(style_of(i)[0], name) for i, name in enumerate(runs)]
+    heads = ["", *chips]
+    folded = (macros().folded(name, run.config_text) for name, run in runs.items())
+    sections = [
+        ("held-out", "Held out", metric_table(runs, heads)),
+        ("training", "Training", training_table(runs, heads)),
+        ("differences", "What is set otherwise", differences(runs, heads)),
+        ("time", "Where the time goes", time_bars(runs)),
+        ("curves", "Curves", macros().grid((frontier(records), *curves(records)))),
+        ("configurations", "Configurations", Markup().join(folded)),
+    ]
+    listed = macros().runs(zip(chips, runs.values(), strict=True))
+    return document(" · ".join(runs), (), sections, heading=f"{len(runs)} runs side by side", subtitle=listed)
+
+
+def named(runs: Sequence[RunFolder]) -> dict[str, RunFolder]:
+    """Name runs by their folders, with as much of the path as tells them apart; each run comes once."""
+    paths = {run.folder.resolve(): run for run in runs}
+    depth = 1
+    while len({path.parts[-depth:] for path in paths}) < len(paths):
+        depth += 1
+    return {"/".join(path.parts[-depth:]): run for path, run in paths.items()}
+
+
+def name_of(piece: Any) -> str:
+    """Return the name of a piece in a plain configuration."""
+    match piece:
+        case {"name": name}:
+            return str(name)
+    return str(piece)
+
+
+def tiles_of(run: RunFolder) -> Iterator[tuple[str, str, str]]:
+    """Give headline numbers as (title, value, comparison)."""
+    for name in [name for name in run.metrics if not name.startswith(COSTS)][:TILES]:
+        low, high = run.intervals.get(name, (math.nan, math.nan))
+        between = f"{spelled(low)} to {spelled(high)}" if math.isfinite(low) else ""
+        yield f"{name}, held out", spelled(run.metrics[name]), between
+    for name, title in HEADLINES.items():
+        first, last = run.ends(name)
+        if math.isfinite(last):
+            change = f"{spelled(first)} at the start ({last - first:+.2g})"
+            yield title, spelled(last), "as at the start" if first == last else change
+
+
+def weights_of(config: Mapping[str, Any]) -> dict[str, float]:
+    """Map the rewards of a plain configuration, by the names that metrics use, to their weights."""
+    weights = {}
+    for piece in config.get("rewards") or ():
+        options = piece if isinstance(piece, Mapping) else {}
+        name = options.get("label") or name_of(piece).split(":")[-1].split(".")[-1]
+        weights[name] = float(options.get("weight", 1.0))
+    return weights
+
+
+def reward_table(run: RunFolder, weights: Mapping[str, float]) -> Markup:
+    """Show of every reward its weight, its course, and its share of the advantage."""
+    names = {name.split("/")[1] for record in run.records for name in record if name.startswith("rewards/")}
+    rows = []
+    for name in sorted(names, key=lambda name: (-abs(weights.get(name, 0.0)), name)):
+        ends = {key: run.ends(f"rewards/{name}/{key}") for key in ("mean", "group_std", "advantage_share")}
+        share = ends["advantage_share"][1]
+        rows.append(
+            [
+                name,
+                f"{weights[name]:g}" if name in weights else "",
+                *map(spelled, (*ends["mean"], ends["group_std"][1])),
+                f"{round(100 * share)} %" if math.isfinite(share) else "–",
+            ]
+        )
+    return macros().rewards(rows) if rows else Markup()
+
+
+def training_table(runs: Mapping[str, RunFolder], heads: Sequence[str]) -> Markup:
+    """Show the first and the last numbers of training side by side."""
+    rows = []
+    for name, title in HEADLINES.items():
+        ends = [run.ends(name) for run in runs.values()]
+        if any(math.isfinite(last) for _, last in ends):
+            small = macros().with_small
+            cells = (small(spelled(b), f"from {spelled(a)}") if math.isfinite(b) else "" for a, b in ends)
+            rows.append([title, *cells])
+    note = macros().note("Means over the last tenth of the steps, and over the first.")
+    return table(heads, rows) + note if rows else Markup()
+
+
+def differences(runs: Mapping[str, RunFolder], heads: Sequence[str]) -> Markup:
+    """List every setting that is not the same in all runs."""
+    settings = [flattened(run.config) for run in runs.values()]
+    if not any(settings):
+        return Markup()
+    rows = []
+    for key in sorted({key for flat in settings for key in flat} - {"output_dir"}):
+        values = [flat.get(key, ABSENT) for flat in settings]
+        if any(value != values[0] for value in values):
+            rows.append([key, *(value if value is ABSENT else str(value) for value in values)])
+    return table(heads, rows, kind="value") if rows else macros().note("Nothing but their folders.")
+
+
+def flattened(value: Any, place: str = "") -> dict[str, Any]:
+    """Write nested settings as dotted names; a piece without options equals its bare name."""
+    match value:
+        case {"name": name, **options} if place:
+            return {place: name} | (flattened(options, place) if options else {})
+        case Mapping() if value:
+            inner = {f"{place}.{key}" if place else str(key): option for key, option in value.items()}
+        case list() | tuple() if place in LISTS or any(isinstance(item, Mapping | list) for item in value):
+            inner = {f"{place}[{i}]": item for i, item in enumerate(value)}
+        case _:
+            return {place: value} if place else {}
+    return {key: leaf for at, item in inner.items() for key, leaf in flattened(item, at).items()}
+
+
+def time_bars(runs: Mapping[str, RunFolder]) -> Markup:
+    """Draw the mean seconds of a step as one stacked bar a run, all to one scale."""
+    split = {name: parts for name, run in runs.items() if (parts := mean_seconds(run.records))}
+    if not split:
+        return Markup()
+    names = dict.fromkeys(part for parts in split.values() for part in parts)
+    colours = {part: style_of(i)[0] for i, part in enumerate(names)}
+    longest = max(sum(parts.values()) for parts in split.values())
+    return macros().figure("seconds a step, mean over all steps", macros().bars(split, colours, longest))
