@@ -97,11 +97,8 @@ def curves(runs: Runs) -> list[Markup]:
                 figures.append(macros().figure(name if len(names) > 1 else panel.title, drawn))
         elif names:
             (records,) = runs.values()
-            drawn = chart(
-                [line_of(panel.label(name), records, name, i) for i, name in enumerate(names)],
-                unit=panel.unit,
-            )
-            figures.append(macros().figure(panel.title, drawn, panel.patterns))
+            lines = [line_of(panel.label(name), records, name, i) for i, name in enumerate(names)]
+            figures.append(macros().figure(panel.title, chart(lines, unit=panel.unit), panel.patterns))
     if flat:
         listed = ", ".join(f"{name} {spelled(value)}" for name, value in sorted(flat.items()))
         figures.append(macros().figure("constant metrics", macros().note(listed)))
@@ -149,11 +146,9 @@ def frontier(runs: Runs) -> Markup:
     """Draw the reward against the divergence from the reference, where the latter was measured."""
     lines = []
     for i, (run, records) in enumerate(runs.items()):
-        known = [record for record in records if is_finite(record, "kl", "reward")]
-        if len(known) > 1:
-            lines.append(
-                Line(run, [record["kl"] for record in known], [record["reward"] for record in known], i)
-            )
+        points = [(record["kl"], record["reward"]) for record in records if is_finite(record, "kl", "reward")]
+        if len(points) > 1:
+            lines.append(Line(run, *zip(*points, strict=True), place=i))
     if not lines:
         return Markup()
     labels = {"unit": "reward, one dot a step", "x_label": "kl: nats a step from the reference"}

@@ -33,6 +33,8 @@ def templates() -> Environment:
     )
     environment.policies["json.dumps_kwargs"] = {"separators": (",", ":")}
     environment.filters |= {"spelled": spelled, "duration": duration, "data_uri": data_uri}
+    environment.filters["last_of"] = lambda run, name: run.ends(name)[1]
+    environment.tests["finite"] = math.isfinite
     return environment
 
 

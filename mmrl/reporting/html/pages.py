@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ from markupsafe import Markup
 
 from mmrl.reporting.html.charts import style_of
 from mmrl.reporting.html.curves import HEADLINES, curves, frontier, mean_seconds, time_split
-from mmrl.reporting.html.layout import document, macros, metric_table, spelled, table
+from mmrl.reporting.html.layout import document, macros, metric_table, table
 from mmrl.reporting.html.run_folder import RunFolder, find_run, read_run
 from mmrl.reporting.html.samples import read_samples, samples_section
 from mmrl.reporting.rollout_mismatch import mismatch_rows
@@ -42,10 +41,13 @@ def write(page: str, path: Path) -> Path:
 def run_page(run: RunFolder) -> str:
     """Lay out the page of a run."""
     weights = weights_of(run.config)
+    rewards = {name.split("/")[1] for record in run.records for name in record if name.startswith("rewards/")}
+    heaviest = sorted(rewards, key=lambda name: (-abs(weights.get(name, 0.0)), name))
+    held_out = [name for name in run.metrics if not name.startswith(COSTS)][:TILES]
     figures = (frontier({run.name: run.records}), time_split(run.records), *curves({run.name: run.records}))
     sections = [
         ("held-out", "Held out", metric_table({"value": run})),
-        ("rewards", "Rewards", reward_table(run, weights)),
+        ("rewards", "Rewards", macros().rewards(run, weights, heaviest)),
         ("curves", "Curves", macros().grid(figures)),
         ("engine", "Engine and policy", table(["", "first", "mean", "last"], mismatch_rows(run.records))),
         ("visualizations", "", Markup(run.visualizations)),
@@ -59,7 +61,7 @@ def run_page(run: RunFolder) -> str:
     startup_checks = map(name_of, (run.config.get("report") or {}).get("startup_checks") or ())
     top = [
         macros().warnings("Warnings during training", run.warnings),
-        macros().tiles(list(tiles_of(run))),
+        macros().tiles(run, held_out, HEADLINES) if run.records else "",
         macros().startup_checks(run, ", ".join(startup_checks)),
     ]
     pieces = {key: name_of(run.config[key]) for key in ("policy", "objective") if key in run.config}
@@ -75,7 +77,7 @@ def comparison(runs: Mapping[str, RunFolder]) -> str:
     folded = (macros().folded(name, run.config_text) for name, run in runs.items())
     sections = [
         ("held-out", "Held out", metric_table(runs, heads)),
-        ("training", "Training", training_table(runs, heads)),
+        ("training", "Training", macros().training(runs, HEADLINES, heads)),
         ("differences", "What is set otherwise", differences(runs, heads)),
         ("time", "Where the time goes", time_bars(runs)),
         ("curves", "Curves", macros().grid((frontier(records), *curves(records)))),
@@ -102,19 +104,6 @@ def name_of(piece: Any) -> str:
     return str(piece)
 
 
-def tiles_of(run: RunFolder) -> Iterator[tuple[str, str, str]]:
-    """Give headline numbers as (title, value, comparison)."""
-    for name in [name for name in run.metrics if not name.startswith(COSTS)][:TILES]:
-        low, high = run.intervals.get(name, (math.nan, math.nan))
-        between = f"{spelled(low)} to {spelled(high)}" if math.isfinite(low) else ""
-        yield f"{name}, held out", spelled(run.metrics[name]), between
-    for name, title in HEADLINES.items():
-        first, last = run.ends(name)
-        if math.isfinite(last):
-            change = f"{spelled(first)} at the start ({last - first:+.2g})"
-            yield title, spelled(last), "as at the start" if first == last else change
-
-
 def weights_of(config: Mapping[str, Any]) -> dict[str, float]:
     """Map the rewards of a plain configuration, by the names that metrics use, to their weights."""
     weights = {}
@@ -123,37 +112,6 @@ def weights_of(config: Mapping[str, Any]) -> dict[str, float]:
         name = options.get("label") or name_of(piece).split(":")[-1].split(".")[-1]
         weights[name] = float(options.get("weight", 1.0))
     return weights
-
-
-def reward_table(run: RunFolder, weights: Mapping[str, float]) -> Markup:
-    """Show of every reward its weight, its course, and its share of the advantage."""
-    names = {name.split("/")[1] for record in run.records for name in record if name.startswith("rewards/")}
-    rows = []
-    for name in sorted(names, key=lambda name: (-abs(weights.get(name, 0.0)), name)):
-        ends = {key: run.ends(f"rewards/{name}/{key}") for key in ("mean", "group_std", "advantage_share")}
-        share = ends["advantage_share"][1]
-        rows.append(
-            [
-                name,
-                f"{weights[name]:g}" if name in weights else "",
-                *map(spelled, (*ends["mean"], ends["group_std"][1])),
-                f"{round(100 * share)} %" if math.isfinite(share) else "–",
-            ]
-        )
-    return macros().rewards(rows) if rows else Markup()
-
-
-def training_table(runs: Mapping[str, RunFolder], heads: Sequence[str]) -> Markup:
-    """Show the first and the last numbers of training side by side."""
-    rows = []
-    for name, title in HEADLINES.items():
-        ends = [run.ends(name) for run in runs.values()]
-        if any(math.isfinite(last) for _, last in ends):
-            small = macros().with_small
-            cells = (small(spelled(b), f"from {spelled(a)}") if math.isfinite(b) else "" for a, b in ends)
-            rows.append([title, *cells])
-    note = macros().note("Means over the last tenth of the steps, and over the first.")
-    return table(heads, rows) + note if rows else Markup()
 
 
 def differences(runs: Mapping[str, RunFolder], heads: Sequence[str]) -> Markup:

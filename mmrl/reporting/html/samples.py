@@ -20,7 +20,6 @@ log = logging.getLogger("mmrl")
 
 STEPS = 6  # collections of which samples are shown: the first, the last, some between
 ROWS = 24  # samples of each: the best, the worst, some between
-LETTERS = 1500  # of a text; more is cut
 KINDS = {"prompt": "text", "completion": "text", "seen": "JPEG", "made": "JPEG"}
 KINDS |= dict.fromkeys(("advantage", "length", "on_policy", "reward"), "number")
 WORST, BEST = (194, 37, 92), (43, 138, 62)  # colours of the least and the greatest reward
@@ -125,9 +124,6 @@ def samples_section(samples: Sequence[Sample]) -> Markup:
         share = (reward - low) / (high - low) if high > low else 1.0
         return "rgb({},{},{})".format(*(round(a + share * (b - a)) for a, b in zip(WORST, BEST, strict=True)))
 
-    def cut(text: str) -> str:
-        return text if len(text) <= LETTERS else f"{text[:LETTERS]} … ({len(text) - LETTERS} letters more)"
-
     def size(image: bytes) -> tuple[int, int]:
         with opened_image(image, "seen") as opened:
             return opened.size
@@ -142,6 +138,5 @@ def samples_section(samples: Sequence[Sample]) -> Markup:
         },
         nan=math.nan,
         colour=colour,
-        cut=cut,
     )
     return Markup(html)
