@@ -256,15 +256,14 @@ def keeps_images(step: int, max_steps: int, num: int) -> bool:
 def write_completions(
     path: Path, rollouts: Rollouts, table: RewardTable, advantage: Sequence[float], *, images: bool = False
 ) -> None:
-    """Write the rows of this process with their rewards and advantages as parquet, one row each.
+    """Write the rollouts of this process as parquet, one row each, whole or not at all.
 
     Args:
-        path: File to write, whole or not at all.
-        rollouts: Rows of this process.
+        path: File to write.
+        rollouts: Rollouts of this process.
         table: Their rewards; rows of other processes are left out.
         advantage: Advantage of each row at its last place.
-        images: Whether rows of the first prompts keep JPEG thumbnails: of the prompt (column `seen`) and of
-            the answer (`made`). A column without any is left out.
+        images: Whether rows of the first prompts keep thumbnails of the prompt (`seen`) and answer (`made`).
     """
     import pyarrow
     from pyarrow import parquet

@@ -6,13 +6,15 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from importlib import metadata
 from pathlib import Path
 from typing import Any
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from mmrl.config.loading import read
 from mmrl.config.schema import Config, as_plain
@@ -88,46 +90,38 @@ def short_pieces(value: Any) -> Any:
 
 
 def write_card(config: Config, step: int, measured: Mapping[str, float], folder: Path) -> None:
-    """Write the model card into a folder.
+    """Write the model card into the folder of a model trained for `step` steps.
 
-    Args:
-        config: Configuration of the run.
-        step: Number of steps trained.
-        measured: Metrics by the journal's names; the card shows those of an evaluation (`eval_*`).
-        folder: Folder of the model.
+    Of `measured`, metrics by the journal's names, the card shows those of an evaluation (`eval_*`).
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    lines = (*training_lines(config, step), *measured_lines(measured))
-    (folder / "README.md").write_text("\n".join(lines) + "\n")
-
-
-def training_lines(config: Config, step: int) -> Iterator[str]:
-    """Write what a model was trained from, and how."""
+    here = Path(__file__).parent
+    # Markdown, so that nothing is escaped but the ends of cells.
+    environment = Environment(loader=FileSystemLoader(here), trim_blocks=True, undefined=StrictUndefined)
+    environment.filters["cell"] = lambda text: text.replace("|", "\\|").replace("\n", " ")
+    environment.tests["finite"] = math.isfinite
     base = str(config.policy.options.get("model") or config.policy.name)
     data = config.data.options
-    shown = [config.data.name, *(f"{key} {data[key]}" for key in ("path", "split", "format") if key in data)]
-    yield "---"
-    if "/" in base and not Path(base).exists():
-        yield f"base_model: {json.dumps(base)}"
-    yield "tags: [mmrl, reinforcement-learning]"
-    yield "---"
-    yield f"\n# {Path(config.output_dir).name}\n"
-    yield f"Trained with mmrl for {step} of {config.max_steps} steps.\n"
-    yield "| | |\n| --- | --- |"
-    yield f"| base model | {_cell(base)} |"
-    yield f"| data | {_cell(', '.join(shown))} |"
-    yield f"| method | {_cell(describe_method(config))} |"
-    for reward in config.rewards:
-        weight = reward.options.get("weight", 1.0)
-        yield f"| reward | {_cell(reward.options.get('label') or reward.name)}, weight {weight:g} |"
-    yield f"| rollouts | {config.rollout.num_prompts} prompts of {config.rollout.num_generations} a step |"
-    yield f"| seed | {config.seed} |"
-    yield f"| configuration | {config_hash(config)} |"
     versions = []
     for name in PACKAGES:
         with suppress(metadata.PackageNotFoundError):  # diffusers and peft may be missing
             versions.append(f"{name} {metadata.version(name)}")
-    yield f"| versions | {', '.join(versions)} |"
+    card = environment.get_template("model_card.j2").render(
+        config=config,
+        name=Path(config.output_dir).name,
+        step=step,
+        base=base,
+        hub_model=json.dumps(base) if "/" in base and not Path(base).exists() else "",
+        data=[
+            config.data.name,
+            *(f"{key} {data[key]}" for key in ("path", "split", "format") if key in data),
+        ],
+        method=describe_method(config),
+        hash=config_hash(config),
+        versions=versions,
+        held_out={name[5:]: value for name, value in measured.items() if name.startswith("eval_")},
+    )
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "README.md").write_text(card)
 
 
 def describe_method(config: Config) -> str:
@@ -137,22 +131,3 @@ def describe_method(config: Config) -> str:
     ids = re.findall(r"\d{4}\.\d{5}", method.comment)
     papers = ", ".join(f"[arXiv {id}](https://arxiv.org/abs/{id})" for id in ids)
     return f"{method.name}{f' ({papers})' if papers else ''}: {method.comment}"
-
-
-def measured_lines(measured: Mapping[str, float]) -> Iterator[str]:
-    """Write the finite metrics of an evaluation with their intervals."""
-    held_out = {name[5:]: value for name, value in measured.items() if name.startswith("eval_")}
-    yield "\n## Held out\n"
-    if not held_out:
-        yield "Nothing was measured on held-out prompts."
-        return
-    yield "| metric | value | interval |\n| --- | --- | --- |"
-    for name, value in held_out.items():
-        if not name.endswith(("/low", "/high")) and math.isfinite(value):
-            low, high = held_out.get(f"{name}/low"), held_out.get(f"{name}/high")
-            interval = "" if low is None or high is None else f"{low:.4g} to {high:.4g}"
-            yield f"| {_cell(name)} | {value:.4g} | {interval} |"
-
-
-def _cell(text: str) -> str:
-    return text.replace("|", "\\|").replace("\n", " ")

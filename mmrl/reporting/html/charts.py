@@ -62,9 +62,8 @@ def chart(
 
     Args:
         lines: What is drawn; those of an area chart have the same `x`.
-        kind: `line`: values over steps; of many points a running mean over the faint points themselves.
-            `area`: stacked, the first at the bottom. `path`: two numbers against each other, from a ring at
-            the start to a full dot at the end.
+        kind: `line`: values over steps. `area`: stacked, the first at the bottom. `path`: two numbers against
+            each other, from a ring at the start to a full dot at the end.
         unit: Unit of the values.
         x_label: Title of the x axis; steps are whole numbers.
     """
@@ -93,7 +92,7 @@ def chart(
 
 
 def draw_lines(axes: Axes, lines: Sequence[Line]) -> None:
-    """Draw lines over steps, with their intervals where there are few lines."""
+    """Draw lines over steps: of few lines the intervals, of many points a running mean over faint points."""
     axes.margins(x=0, y=0.04)
     for line in lines:
         colour, dash = style_of(line.place)

@@ -54,12 +54,8 @@ def document(
 ) -> str:
     """Build a page that loads nothing from elsewhere: for a run, an evaluation or a comparison.
 
-    Args:
-        title: Title of the browser's window.
-        fragments: HTML to lay out first, one below the other.
-        sections: Parts with a heading and a link to each; those without content are left out.
-        heading: Text of the first heading, or nothing where a fragment has it.
-        subtitle: Line below the heading.
+    Below the heading and the subtitle come `fragments` of HTML, then `sections` with a link to each; those
+    without content are left out.
     """
     style, script = (Markup((HERE / name).read_text()) for name in ("style.css", "script.js"))
     page = templates().get_template("page.j2")
