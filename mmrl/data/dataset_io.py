@@ -22,9 +22,9 @@ SHARD = re.compile(r"-\d{5}-of-\d{5}$")  # how the hub numbers the files of one 
 BATCH = 256  # rows of a parquet file in memory at once
 DEEPEST = 64  # levels of lists and objects in a row: code that walks through them is recursive
 SHOWN = 10  # bad rows that an error lists
-PLACE = re.compile(r"(:\d+|\[\d+\])$")
-SURROGATE = re.compile("[\ud800-\udfff]")
-BOM = b"\xef\xbb\xbf"
+PLACE = re.compile(r"(:\d+|\[\d+\])$")  # number of a line or row, at the end of a place
+SURROGATE = re.compile("[\ud800-\udfff]")  # half a character: JSON can escape it, UTF-8 cannot hold it
+BOM = b"\xef\xbb\xbf"  # byte order mark, with which some editors begin files
 log = logging.getLogger("mmrl")
 
 
@@ -184,6 +184,7 @@ def checked(row: DataRow) -> DataRow:
     """Apply the row's own `split`; mark rows that are no objects, nested too deep, or not Unicode."""
     if type(row.columns) is not dict:
         return DataRow(row.place, row.split, fault=f"not a JSON object, but {short(row.columns)}")
+    # Level by level instead of by recursion, which a hostile row could exhaust.
     level: list[Any] = [row.columns]
     for _ in range(DEEPEST):
         below: list[Any] = []

@@ -118,8 +118,9 @@ def _in_8_bits(image: Any, file: Any, name: str) -> Any:
     values = numpy.array(image).astype(numpy.int64)
     bits, inverted = 16, False
     if file.format == "TIFF":
+        # Tags BitsPerSample and PhotometricInterpretation, which is 0 where 0 is white.
         bits, inverted = file.tag_v2.get(258, (16,))[0], file.tag_v2.get(262) == 0
-    white = (1 << bits) - 1
+    white = (1 << bits) - 1  # of 16 bits 65535
     grey = (values.clip(0, white) * 255 + white // 2) // white
     scaled = Image.fromarray((255 - grey if inverted else grey).astype(numpy.uint8))
     clear = file.info.get("transparency")
@@ -167,7 +168,7 @@ def is_turned(frame: Any) -> bool:
 def upright(pixels: Tensor, frame: Any) -> Tensor:
     """Rotate and mirror (height, width, 3) pixels by the display matrix of their frame."""
     a, b, c, d = _display_matrix(frame)  # x goes to a x + c y, y to b x + d y
-    if abs(b) > abs(a):
+    if abs(b) > abs(a):  # turned: swap the axes, then at most mirror
         pixels, a, d = pixels.transpose(0, 1), c, b
     return pixels.flip([dim for dim, along in ((0, d), (1, a)) if along < 0])
 
@@ -176,6 +177,7 @@ def _display_matrix(frame: Any) -> tuple[int, int, int, int]:
     matrix = frame.side_data.get("DISPLAYMATRIX")
     if matrix is None:
         return 1, 0, 0, 1
+    # Rows (a, b, u), (c, d, v), (x, y, w) of 32-bit fixed-point numbers; only signs and sizes matter.
     a, b, _, c, d = struct.unpack("=9i", bytes(matrix))[:5]
     return a, b, c, d
 

@@ -40,7 +40,7 @@ class RecordedAnswers(Sequence):
     """Recorded images or videos of one prompt, with scores; each is decoded on access and not kept."""
 
     files: tuple[Path, ...]
-    scores: Scores
+    scores: Scores  # of each file, by the name of the reward
     load: Callable[[Path], Outcome]
 
     def __len__(self) -> int:

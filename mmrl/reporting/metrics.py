@@ -29,10 +29,10 @@ IMAGES = 8  # prompts of a collection that keep thumbnails
 def describe_rewards(table: RewardTable) -> dict[str, float]:
     """Compute the reward metrics of a collection, over the rows that the policy itself sampled."""
     table = on_policy_rows(table)
-    index = group_index([table.group])
+    index = group_index([table.group])  # (N,) number of each row's group
     # A group with a failed reward is valid nowhere: the sum of its other rewards means nothing.
     reward = torch.where(table.valid.any(1).any(-1), table.reward(), torch.nan)
-    known = ~reward.isnan()
+    known = ~reward.isnan()  # (N,)
     extent = group_extreme(reward, index, known) - group_extreme(reward, index, known, largest=False)
     mean, std = mean_and_std(reward)
     flat = float((extent[known] < EQUAL).double().mean())
@@ -84,9 +84,10 @@ def describe_shares(table: RewardTable, credit: RewardTable) -> dict[str, float]
     learned = credit.learn & credit.valid.any(1)
     if not table.names or not len(table) or not credit.values.shape[1] or len(table) != len(credit):
         return {}
-    known = learned.any(-1) & ~table.reward().isnan()
+    known = learned.any(-1) & ~table.reward().isnan()  # (N,)
     index = group_index([table.group])
     places = (credit.values[:, 0] * learned).sum(-1) / learned.sum(-1).clamp(min=1)
+    # `places` (N,) is the advantage of a row; a row with several places counts with their mean.
     weighted = torch.stack([table.at_end(name).nan_to_num() for name in table.names], 1) * table.weights
 
     def centred(values: Tensor) -> Tensor:
@@ -94,10 +95,11 @@ def describe_shares(table: RewardTable, credit: RewardTable) -> dict[str, float]
         return torch.where(valid, values - group_mean(values, index, valid), 0.0)
 
     parts, advantage = centred(weighted), centred(places[:, None])  # (N, R), (N, 1)
-    whole = parts.sum(1, keepdim=True)
+    whole = parts.sum(1, keepdim=True)  # (N, 1)
     against, square = group_sum(advantage * whole, index), group_sum(whole.square(), index)
+    # Least squares: c = sum(a d) / sum(d^2) in each group, 0 where its rewards are equal.
     slope = torch.where(square > EQUAL**2, against / square.clamp(min=EQUAL**2), 0.0)[index]
-    explained = (slope * advantage * parts).sum(0)
+    explained = (slope * advantage * parts).sum(0)  # (R,)
     if not explained.sum() > EQUAL**2:
         return {}
     shares = (explained / explained.sum()).tolist()
@@ -147,7 +149,7 @@ class Meter:
 
     def __init__(self) -> None:
         self.sums: dict[str, Tensor] = {}
-        self.updates = 0
+        self.updates = 0  # counted by the caller, after the last micro-batch of each
 
     def add(self, metrics: Mapping[str, Tensor], counts: float) -> None:
         """Add the metrics of a micro-batch (`counts` 0 for a repeated one)."""
@@ -187,7 +189,7 @@ class Journal:
             try:
                 records.append(from_line(line))
             except (ValueError, TypeError, AttributeError, KeyError):
-                if line.endswith(b"\n"):
+                if line.endswith(b"\n"):  # without, it is what a crash cut short
                     log.warning("'%s': line %d is damaged and left out", self.path, number)
         return records
 

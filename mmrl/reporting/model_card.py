@@ -67,6 +67,7 @@ def variant_of(config: Config) -> Variant | None:
     def agreement(part: Any, whole: Any) -> int:
         match part, whole:
             case dict(), dict():
+                # Shared settings count for a method, other values against it.
                 return sum(agreement(value, whole.get(key)) for key, value in part.items())
         return 1 if part == whole else -1
 

@@ -48,7 +48,7 @@ class SettingsComparison:
         """List the settings on the Pareto front of the metric and a cost, cheapest first."""
         sign = 1 if self.greater_is_better else -1
         points = {
-            name: (row.costs[cost], -sign * row.quality[self.metric][0])
+            name: (row.costs[cost], -sign * row.quality[self.metric][0])  # both to be minimised
             for name, row in self.rows.items()
             if not math.isnan(row.quality[self.metric][0])
         }

@@ -27,6 +27,7 @@ def conclude(means: Mapping[str, float]) -> dict[str, float]:
     """
     metrics = {name: value for name, value in means.items() if not name.startswith("moments/")}
     for unit in ("steps", "rows"):
+        # The ratio of the sums is free of their common number: (S1)^2 / (S0 S2).
         count, first, second = (means.get(f"moments/{unit}/{power}", 0.0) for power in (0, 1, 2))
         if second > 0:
             metrics[f"sampling/ess/{unit}"] = first**2 / (count * second)

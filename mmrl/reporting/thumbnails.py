@@ -41,6 +41,7 @@ def of_prompt(prompt: Prompt) -> bytes | None:
 
 def of_outcome(outcome: Outcome) -> bytes | None:
     """Make a thumbnail of the image or video of an outcome; None unless it is one in 8 bits."""
+    # (3, h, w) of an image becomes a video of one frame; latents and points are no bytes.
     frames = outcome.image[None] if outcome.image is not None else None
     frames = outcome.video if outcome.video is not None else frames
     shown = frames is not None and frames.dtype == torch.uint8 and frames.dim() == 4

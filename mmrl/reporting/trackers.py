@@ -127,11 +127,11 @@ class Wandb(AccelerateTracker):
             self.project,
             name=self.name or folder.name,
             id=run_id(folder),
-            resume="allow",
+            resume="allow",  # continues the run of this id, or starts it
             mode=self.mode,
             dir=str(folder),
             config=config,
-            settings=wandb.Settings(silent=True, console="off"),
+            settings=wandb.Settings(silent=True, console="off"),  # the console is the run's own
         )
         try:
             made.start()

@@ -150,6 +150,7 @@ def svg_of(figure: Figure) -> str:
     figure.savefig(buffer, format="svg", transparent=True, metadata=none)
     svg = buffer.getvalue()
     svg = re.sub(r"<defs>\s*<style.*?</style>\s*</defs>|<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
+    # Group ids would occur again in the next chart of the page; a turn by 0 degrees says nothing.
     svg = re.sub(r' transform="rotate\(-0 [^"]*\)"', "", svg)
     svg = re.sub(r"<g id=\"[^\"]*\"", "<g", svg)
     svg = re.sub(r' (?:d|x|y)="[^"]*"', lambda match: re.sub(r"(\.\d\d)\d+", r"\1", match[0]), svg)

@@ -137,6 +137,7 @@ def line_of(label: str, records: Records, name: str, place: int = 0) -> Line:
     """Collect the finite values of a metric, with their interval where every one has it."""
     known = [record for record in records if is_finite(record, name)]
     low, high = f"{name}/low", f"{name}/high"
+    # An interval that some points lack is not drawn at all.
     band = [(record[low], record[high]) for record in known if is_finite(record, low, high)]
     steps, values = [record["step"] + 1 for record in known], [record[name] for record in known]
     return Line(label, steps, values, place, band if len(band) == len(known) else ())
@@ -163,7 +164,7 @@ def seconds_of(record: Mapping[str, Any]) -> dict[str, float]:
         for name, seconds in record.items()
         if name.startswith("time/") and not name.endswith("_per_second")
     }
-    rest = record.get("step_time", 0.0) - sum(parts.values())
+    rest = record.get("step_time", 0.0) - sum(parts.values())  # below 0 by the clock's rounding
     return {name: max(0.0, value) for name, value in {**parts, "other": rest}.items()}
 
 

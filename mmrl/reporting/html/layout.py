@@ -31,6 +31,7 @@ def templates() -> Environment:
         lstrip_blocks=True,
         undefined=StrictUndefined,
     )
+    # Points of charts are written without spaces.
     environment.policies["json.dumps_kwargs"] = {"separators": (",", ":")}
     environment.filters |= {"spelled": spelled, "duration": duration, "data_uri": data_uri}
     environment.filters["last_of"] = lambda run, name: run.ends(name)[1]

@@ -28,12 +28,12 @@ class RunFolder:
     name: str
     folder: Path
     config: Mapping[str, Any]
-    config_text: str
-    records: Sequence[Mapping[str, Any]]
+    config_text: str  # config.yaml as it was written
+    records: Sequence[Mapping[str, Any]]  # of metrics.jsonl, one a reported step
     metrics: Mapping[str, float]
     intervals: Mapping[str, Sequence[float]]
     warnings: Sequence[str]
-    visualizations: str
+    visualizations: str  # HTML that the visualizations of the run wrote, which is not escaped
     startup_warnings: Sequence[str] = ()
 
     @property

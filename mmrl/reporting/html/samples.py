@@ -34,8 +34,8 @@ class Sample:
     completion: str
     reward: float
     advantage: float
-    length: int
-    rewards: Mapping[str, float]
+    length: int  # steps: tokens, or denoising steps
+    rewards: Mapping[str, float]  # as measured, NaN where one does not apply
     on_policy: bool = True
     seen: bytes | None = field(default=None, repr=False)  # of the prompt
     made: bytes | None = field(default=None, repr=False)  # of the answer
