@@ -79,8 +79,7 @@ def fill_template(template: str, words: Mapping[str, Any]) -> str:
     """Fill a `str.format` template with the fields of a row."""
     try:
         return template.format_map(words)
-    except (LookupError, ValueError, TypeError, AttributeError) as error:
-        reason = f"names {error}, which the row does not have"
-        if not isinstance(error, LookupError):
-            reason = f"does not fit the row: {error}"
-        raise RowError(f"the prompt {template!r} {reason}") from error
+    except LookupError as error:
+        raise RowError(f"the prompt {template!r} names {error}, which the row does not have") from error
+    except (ValueError, TypeError, AttributeError) as error:
+        raise RowError(f"the prompt {template!r} does not fit the row: {error}") from error
