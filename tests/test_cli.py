@@ -226,7 +226,7 @@ WRONG = {
     ),
     "not a list": (
         {"rewards": "tests.support.toys:brevity"},
-        "'rewards' has the wrong form: 'tests.support.toys:brevity'",
+        "'rewards' must be a list, not 'tests.support.toys:brevity'",
     ),
     "missing value": ({"data": None}, "'data' must be a name, or a mapping with a name; not None"),
     "misspelt piece": ({"advantage": ["totel"]}, "no advantage is called 'totel'; did you mean 'total'?"),

@@ -60,7 +60,7 @@ def test_the_command_passes_what_is_right_and_names_what_is_wrong(tmp_path, caps
     [
         ("rollout: {num_generation: 2}", "rollout.num_generation'; did you mean 'num_generations'"),
         ("references: {ref: frozn}", "did you mean 'frozen'"),
-        ("rollout: 3", "'rollout' has the wrong form"),
+        ("rollout: 3", "'rollout' must be a mapping, not 3"),
         (
             "objective: {name: policy_gradient, surrogate: clip, aggregation: step_mean, penalty: [k3]}",
             "'ref'",

@@ -57,7 +57,6 @@ class AtMost:
         return f"at most `{self.option}`"
 
 
-@dataclass(frozen=True)
 class Taken:
     """An option of a schedule that is one of its values, so that it has the range of the scheduled option."""
 
@@ -78,28 +77,16 @@ TakenInt = Annotated[int, Taken()]
 
 def is_number(wanted: Any) -> bool:
     """Whether a type annotation takes a number, which may follow a schedule."""
-    return bool({int, float} & set(_members(wanted)))
+    return bool({int, float} & {*marks(wanted, type)})
 
 
 def is_whole(wanted: Any) -> bool:
     """Whether a type annotation takes whole numbers only."""
-    return float not in _members(wanted)
+    return float not in marks(wanted, type)
 
 
 def marks(wanted: Any, kind: type | types.UnionType) -> list[Any]:
-    """The metadata of a class in a type annotation or in the members of a union."""
-    if typing.get_origin(wanted) is Annotated:
-        return [mark for mark in wanted.__metadata__ if isinstance(mark, kind)]
-    return [mark for member in typing.get_args(wanted) if _is_union(wanted) for mark in marks(member, kind)]
-
-
-def _members(wanted: Any) -> tuple[Any, ...]:
-    if typing.get_origin(wanted) is Annotated:
-        return _members(wanted.__origin__)
-    if _is_union(wanted):
-        return tuple(inner for member in typing.get_args(wanted) for inner in _members(member))
-    return (wanted,)
-
-
-def _is_union(wanted: Any) -> bool:
-    return typing.get_origin(wanted) in (typing.Union, types.UnionType)
+    """What is of a class in a type annotation: its type, its metadata, and those of a union's members."""
+    if typing.get_origin(wanted) in (Annotated, typing.Union, types.UnionType):
+        return [mark for inner in typing.get_args(wanted) for mark in marks(inner, kind)]
+    return [wanted] if isinstance(wanted, kind) else []

@@ -18,15 +18,20 @@ from typing import Annotated, Any, Literal
 from omegaconf import OmegaConf
 
 from mmrl.config.loading import ConfigError, nearest, read
-from mmrl.config.ranges import (
-    LARGEST,
-    Ascending,
-    NonNegativeFloat,
-    NonNegativeInt,
-    PositiveInt,
-    Range,
-    marks,
-)
+from mmrl.config.ranges import LARGEST, Ascending, NonNegativeFloat, NonNegativeInt, PositiveInt, Range, marks
+
+FORMS = {
+    int: "a whole number",
+    float: "a number",
+    str: "a text",
+    bool: "true or false",
+    type(None): "left out",
+    list: "a list",
+    tuple: "a list",
+    Sequence: "a list",
+    dict: "a mapping",
+    Mapping: "a mapping",
+}
 
 
 @dataclass(frozen=True)
@@ -205,31 +210,35 @@ def load(path: str | Path, overrides: Sequence[str] = (), kind: type = Config) -
         raise ConfigError(f"{path}: {error}") from error
 
 
-def parse(raw: Mapping[str, Any], kind: type, place: str = "") -> Any:
-    """Convert plain mappings into a configuration dataclass; an error names the key."""
-    given = _known(raw, kind, place)
-    prefix = f"{place}." if place else ""
-    missing = [f"'{prefix}{name}'" for name in _required(kind) if raw.get(name) is None]
-    if missing:
-        verb = "s are" if len(missing) > 1 else " is"
-        raise ConfigError(f"{', '.join(missing)}: the required key{verb} missing")
-    return kind(**given)
+def parse(raw: Mapping[str, Any], kind: type, place: str = "", *, part: bool = False) -> Any:
+    """Convert plain mappings into a configuration dataclass; an error names the key.
 
-
-def parse_some(raw: Mapping[str, Any], kind: type, place: str = "") -> Any:
-    """Convert a part of a configuration, such as a variant; required keys may be absent, and are then None.
-
-    A policy without a name is left out: see `is_part`.
+    Of a `part` required keys may be absent, and are then None.
     """
-    raw = {key: value for key, value in raw.items() if key != "policy" or not is_part(raw)}
-    hints = typing.get_type_hints(kind)
-    inside = {
-        key: parse_some(value, hints[key], f"{place}{key}.")
-        for key, value in raw.items()
-        if dataclasses.is_dataclass(hints.get(key)) and hints[key] is not Piece and isinstance(value, Mapping)
-    }
-    given = _known({k: v for k, v in raw.items() if k not in inside}, kind, place.removesuffix("."))
-    return kind(**{**dict.fromkeys(_required(kind)), **given, **inside})
+    hints, prefix = typing.get_type_hints(kind, include_extras=True), f"{place}." if place else ""
+    values = {}
+    for key, value in raw.items():
+        wanted = hints.get(key)
+        if wanted is None:
+            hint = nearest(str(key), hints) or f"there are {', '.join(hints)}"
+            raise ConfigError(f"there is no key '{prefix}{key}'; {hint}")
+        if part and dataclasses.is_dataclass(wanted) and isinstance(value, Mapping):
+            values[key] = parse(value, wanted, prefix + key, part=True)
+        else:
+            values[key] = convert(value, wanted, prefix + key)
+    none = dataclasses.MISSING
+    required = [f.name for f in dataclasses.fields(kind) if f.default is f.default_factory is none]
+    missing = [name for name in required if name not in values]
+    if missing and not part:
+        verb = "s are" if len(missing) > 1 else " is"
+        keys = ", ".join(f"'{prefix}{name}'" for name in missing)
+        raise ConfigError(f"{keys}: the required key{verb} missing")
+    return kind(**dict.fromkeys(missing), **values)
+
+
+def parse_some(raw: Mapping[str, Any], kind: type) -> Any:
+    """Convert a part of a configuration, such as a variant; a policy without a name is left out."""
+    return parse({k: v for k, v in raw.items() if k != "policy" or not is_part(raw)}, kind, part=True)
 
 
 def is_part(raw: Mapping[str, Any]) -> bool:
@@ -237,98 +246,55 @@ def is_part(raw: Mapping[str, Any]) -> bool:
 
     It may still give options of the policy that a run will name: `policy: {likelihood: ...}`.
     """
-    match raw.get("policy"):
-        case {"name": _}:
-            return False
-        case None | dict():
-            return True
-    return False
-
-
-def _required(kind: type) -> list[str]:
-    missing = dataclasses.MISSING
-    return [f.name for f in dataclasses.fields(kind) if f.default is missing and f.default_factory is missing]
-
-
-def _known(raw: Mapping[str, Any], kind: type, place: str) -> dict[str, Any]:
-    """Convert the keys that are given."""
-    hints = typing.get_type_hints(kind, include_extras=True)
-    prefix = f"{place}." if place else ""
-    for key in raw:
-        if key not in hints:
-            hint = nearest(str(key), hints) or f"there are {', '.join(hints)}"
-            raise ConfigError(f"there is no key '{prefix}{key}'; {hint}")
-    return {key: convert(value, hints[key], prefix + key) for key, value in raw.items()}
+    policy = raw.get("policy") or {}
+    return isinstance(policy, Mapping) and "name" not in policy
 
 
 def convert(value: Any, wanted: Any, place: str) -> Any:
     """Convert a plain value to a type annotation and check it against its range."""
     origin, inner = typing.get_origin(wanted), typing.get_args(wanted)
-    if wanted is Any:
-        _check_finite(value, place)
-        return value
     if origin is Annotated:
         value = convert(value, inner[0], place)
         for bounds in inner[1:]:
             if isinstance(bounds, Range | Ascending) and value not in bounds:
                 raise ConfigError(f"'{place}' must be {bounds}, not {value!r}")
         return value
-    if wanted is Piece:
-        return as_piece(value, place)
-    if isinstance(wanted, type) and dataclasses.is_dataclass(wanted) and isinstance(value, Mapping):
-        return parse(value, wanted, place)
     if origin in (typing.Union, types.UnionType):
         return _convert_union(value, inner, place)
+    if wanted is Piece:
+        return as_piece(value, place)
     if origin is Literal:
+        # Not `in`, because True equals 1.
         if not any(value == member and type(value) is type(member) for member in inner):
             raise ConfigError(f"'{place}' must be one of {', '.join(map(repr, inner))}, not {value!r}")
         return value
-    if origin in (list, tuple, Sequence) and not isinstance(value, str | Mapping):
-        return _convert_list(value, inner, place)
-    if origin in (dict, Mapping) and isinstance(value, Mapping):
-        return {str(key): convert(item, inner[1], f"{place}.{key}") for key, item in value.items()}
-    return _convert_plain(value, wanted, place)
+    _check_finite(value, place)
+    match value:
+        case Mapping() if dataclasses.is_dataclass(wanted):
+            return parse(value, typing.cast(type, wanted), place)
+        case Mapping() if origin in (dict, Mapping):
+            return {str(key): convert(item, inner[1], f"{place}.{key}") for key, item in value.items()}
+        case [*items] if origin in (list, tuple, Sequence):
+            # `tuple[int, int]` takes two members, `tuple[int, ...]` and `list[int]` any number.
+            members = inner if len(inner) > 1 and inner[1] is not Ellipsis else inner[:1] * len(items)
+            if len(members) != len(items):
+                raise ConfigError(f"'{place}' must be a list of {len(members)}, not {value!r}")
+            return tuple(convert(item, members[i], f"{place}[{i}]") for i, item in enumerate(items))
+    form = "a mapping" if dataclasses.is_dataclass(wanted) else FORMS.get(origin or wanted)
+    # Not isinstance, because bool is a subclass of int.
+    if form and type(value) not in ((int, float) if wanted is float else (wanted,)):
+        raise ConfigError(f"'{place}' must be {form}, not {value!r}")
+    return float(value) if wanted is float else value
 
 
-def _convert_list(value: Any, inner: tuple, place: str) -> tuple:
-    """Convert a list: `tuple[int, int]` takes two members, `tuple[int, ...]` and `list[int]` any number."""
-    if not isinstance(value, Sequence):
-        raise ConfigError(f"'{place}' must be a list, not {value!r}")
-    members = inner if len(inner) > 1 and inner[1] is not Ellipsis else inner[:1] * len(value)
-    if len(members) != len(value):
-        raise ConfigError(f"'{place}' must be a list of {len(members)}, not {value!r}")
-    return tuple(convert(item, members[i], f"{place}[{i}]") for i, item in enumerate(value))
-
-
-def _convert_union(value: Any, members: tuple, place: str) -> Any:
+def _convert_union(value: Any, members: Sequence[Any], place: str) -> Any:
     errors = []
     for member in members:
-        if member is type(None):
-            if value is None:
-                return None
-            continue
         try:
             return convert(value, member, place)
         except ConfigError as error:
             errors.append(error)
     raise errors[0]
-
-
-def _convert_plain(value: Any, wanted: Any, place: str) -> Any:
-    # Not isinstance, because bool is a subclass of int.
-    _check_finite(value, place)
-    if wanted is float and type(value) is int:
-        return float(value)
-    plain = {int: "a whole number", float: "a number", str: "a text", bool: "true or false"}
-    if wanted in plain:
-        if type(value) is wanted:
-            return value
-        raise ConfigError(f"'{place}' must be {plain[wanted]}, not {value!r}")
-    if typing.get_origin(wanted) in (list, tuple, Sequence, dict, Mapping) or dataclasses.is_dataclass(
-        wanted
-    ):
-        raise ConfigError(f"'{place}' has the wrong form: {value!r}")
-    return value
 
 
 def _check_finite(value: Any, place: str) -> None:
@@ -342,8 +308,8 @@ def _check_finite(value: Any, place: str) -> None:
         case Mapping():
             for key, inner in value.items():
                 _check_finite(inner, f"{place}.{key}")
-        case list() | tuple():
-            for i, inner in enumerate(value):
+        case [*items]:
+            for i, inner in enumerate(items):
                 _check_finite(inner, f"{place}[{i}]")
 
 
@@ -361,16 +327,14 @@ def as_piece(value: Any, place: str) -> Piece:
 
 def as_plain(value: Any) -> Any:
     """Convert a configuration back to plain values, which `parse` converts to the same configuration."""
-    if dataclasses.is_dataclass(value) and type(value) is not Piece:
-        value = vars(value)
     match value:
-        case Piece():
-            return {"name": value.name, **as_plain(value.options)} if value.options else value.name
+        case Piece(name=name, options=options):
+            return {"name": name, **as_plain(options)} if options else name
         case Mapping():
             return {key: as_plain(inner) for key, inner in value.items()}
         case list() | tuple():
             return [as_plain(inner) for inner in value]
-    return value
+    return as_plain(vars(value)) if dataclasses.is_dataclass(value) else value
 
 
 def as_yaml(config: Any) -> str:

@@ -275,6 +275,6 @@ def test_a_value_of_a_schedule_is_checked_when_it_is_taken(value, what, monkeypa
 
 
 def test_a_list_of_numbers_follows_no_schedule():
-    assert "'here.keep' has the wrong form" in wrong(
+    assert "'here.keep' must be a list, not {" in wrong(
         "transform", "compression.pyramid_drop", keep={"name": "constant", "value": 0.5}
     )
