@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mmrl.config.binding import Pieces, _hints
+from mmrl.config.binding import Pieces
 from mmrl.config.registry import Entry, find
 from mmrl.config.schema import Piece
 from mmrl.core.reward_table import RewardTable
@@ -82,7 +82,7 @@ def cases(*kinds: str) -> list[Case]:
     """List every piece, once as it stands and once for every other choice that its signature names."""
     listed = []
     for entry in [entry for kind in kinds for entry in library_pieces(kind)]:
-        hints = _hints(entry)
+        hints = entry.hints
         listed.append(Case(entry))
         for name, parameter in entry.options.items():
             hint = hints.get(name)

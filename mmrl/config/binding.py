@@ -8,12 +8,13 @@ import sys
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal, TypeVar
 
+from mmrl.config.loading import ConfigError, nearest
 from mmrl.config.ranges import AtMost, NonNegativeInt, PositiveFloat, Taken, is_number, is_whole, marks
-from mmrl.config.registry import HOMES, LOADED, MADE, Entry, Needs, check_options, find
-from mmrl.config.schema import ConfigError, Piece, Scheduled, as_piece, convert, each, held_fields
-from mmrl.core.protocols import Observer
+from mmrl.config.registry import HOMES, LOADED, MADE, Entry, Needs, find
+from mmrl.config.schema import Piece, Scheduled, as_piece, convert, each, held_fields
 from mmrl.core.rng import Stream
 from mmrl.core.types import Clock
 
@@ -81,23 +82,19 @@ class Pieces:
     def make(self, kind: str, piece: Piece, *wrapped: Any, place: str = "") -> Any:
         """Find a piece, check its options and bind it; objects are made, around what they wrap."""
         place = place or kind
-        entry, options, call = self._resolve(kind, piece, place)
+        bound = self.name(kind, piece, place)
+        entry, options = bound.entry, bound.options
         follows = {name: value for name, value in options.items() if isinstance(value, _Follows)}
-        options = {name: value.first if name in follows else value for name, value in options.items()}
+        options.update((name, value.first) for name, value in follows.items())
         if "stream" in entry.options:
             options["stream"] = self.stream
-        if kind in MADE:
-            target = self.made[place] = _construct(entry, wrapped, options, place)
-            setter = lambda name, value: setattr(target, name, value)
-        elif inspect.isclass(entry.target):
-            function = self.made[place] = _construct(entry, (), options, place)
-            target = Bound(entry, function, {}, self.stream, **call)
-            setter = lambda name, value: setattr(function, name, value)
-        else:
-            target = Bound(entry, entry.target, options, self.stream, **call)
-            setter = options.__setitem__
+        setter = options.__setitem__
+        if kind in MADE or inspect.isclass(entry.target):
+            thing = self.made[place] = _construct(entry, wrapped, options, place)
+            bound.function, bound.options = thing, {}
+            setter = partial(setattr, thing)
         self._scheduled += [(setter, name, value) for name, value in follows.items()]
-        return target
+        return bound.function if kind in MADE else bound
 
     def prompts(self, piece: Piece, place: str) -> Sequence[Any]:
         """Read a data set; one without prompts is an error."""
@@ -111,16 +108,11 @@ class Pieces:
         if not isinstance(value, Mapping):
             return convert(value, wanted, place)
         schedule = self.make("schedule", as_piece(value, place), place=place)
-        hints = _hints(schedule.entry)
+        hints = schedule.entry.hints
         for name, option in value.items():
             if marks(hints.get(name), Taken) and not isinstance(option, Mapping):
                 _fit(option, wanted, f"{place}.{name}")
         return _Follows(schedule, wanted, place)
-
-    @property
-    def observers(self) -> dict[str, Observer]:
-        """List the pieces with a memory, by the place that made them."""
-        return self.that_are(Observer)
 
     def that_are(self, protocol: type[T]) -> dict[str, T]:
         """List the pieces that follow a runtime-checkable protocol, by the place that made them."""
@@ -140,12 +132,10 @@ class Pieces:
             wrapped: What every piece of the field takes first, such as the policy for references.
         """
         mark, value = next((mark, value) for mark, value, name in held_fields(config) if name == place)
-        made = {name: self.make(mark.name, piece, *wrapped, place=name) for piece, name in each(value, place)}
-        if isinstance(value, Piece):
-            return made[place]
+        made = [self.make(mark.name, piece, *wrapped, place=name) for piece, name in each(value, place)]
         if isinstance(value, Mapping):
-            return dict(zip(value, made.values(), strict=True))
-        return list(made.values())
+            return dict(zip(value, made, strict=True))
+        return made[0] if isinstance(value, Piece) else made
 
     def check_all(self, config: Any) -> dict[str, Any]:
         """Check every piece that a configuration names; those that load nothing are made.
@@ -172,23 +162,8 @@ class Pieces:
         return self.name(kind, piece, place).entry
 
     def name(self, kind: str, piece: Piece, place: str = "") -> Bound:
-        """Check a piece like `check`; the result has its name, weight and caller's settings."""
-        entry, options, call = self._resolve(kind, piece, place or kind)
-        return Bound(entry, entry.target, options, self.stream, **call)
-
-    def require_packages(self) -> None:
-        """Raise if a piece that was looked up needs a package that is not installed."""
-        for entry in self.entries:
-            for package, extra in entry.packages.items():
-                if not _installed(package):
-                    raise ConfigError(
-                        f"{entry.kind} '{entry.full_name}' needs the package {package}, which is not "
-                        f"installed: pip install 'mmrl[{extra}]'"
-                    )
-
-    def _resolve(self, kind: str, piece: Piece, place: str) -> tuple[Entry, dict[str, Any], dict[str, Any]]:
-        """Look up a piece; returns its entry, its converted options and the arguments of its `Bound`."""
-        options = dict(piece.options)
+        """Check a piece like `check`; the result has its name, weight, caller's settings and options."""
+        place, options = place or kind, dict(piece.options)
         call = {
             name: convert(options.pop(name), wanted, f"{place}.{name}")
             for name, wanted in CALLED_WITH.get(kind, {}).items()
@@ -196,38 +171,44 @@ class Pieces:
         }
         try:
             entry = find(kind, piece.name)
-            check_options(entry, options)
-        except ValueError as error:
+        except ConfigError as error:
             raise ConfigError(f"{place}: {error}") from error
         self.entries.append(entry)
-        hints = _hints(entry)
-        _check_order(entry, hints, options, place)
-        converted = {
+        hints = entry.hints
+        _check_options(entry, hints, options, place)
+        options = {
             name: self._option(name, value, hints.get(name, Any), f"{place}.{name}")
             for name, value in options.items()
         }
         for name, parameter in entry.options.items():
-            if isinstance(parameter.default, Piece) and name not in converted:
-                converted[name] = self.make(name, parameter.default, place=f"{place}.{name}")
-        own = {key: call.pop(key) for key in ("weight", "label") if key in call}
-        return entry, converted, {**own, "call": call} if call else own
+            if isinstance(parameter.default, Piece) and name not in options:
+                options[name] = self.make(name, parameter.default, place=f"{place}.{name}")
+        weight, label = call.pop("weight", 1.0), call.pop("label", "")
+        return Bound(entry, entry.target, options, self.stream, weight, label, call)
 
     def _option(self, name: str, value: Any, wanted: Any, place: str) -> Any:
-        if name in FILLED:
-            raise ConfigError(f"'{place}' is filled by the run; leave it out")
-        if name in HOMES:
-            if isinstance(value, Sequence) and not isinstance(value, str):
-                return tuple(
-                    self.make(name, as_piece(item, place), place=f"{place}[{i}]")
-                    for i, item in enumerate(value)
-                )
-            optional = wanted is Any or type(None) in typing.get_args(wanted)
-            if value is None and optional:
-                return None
-            return self.make(name, as_piece(value, place), place=place)
-        if isinstance(value, Mapping) and "name" in value and is_number(wanted):
-            return self.number(value, wanted, place)
-        return convert(value, wanted, place)
+        """Convert an option; one that is called like a kind names a piece, or a list of pieces."""
+        if name not in HOMES:
+            follows = isinstance(value, Mapping) and "name" in value and is_number(wanted)
+            return (self.number if follows else convert)(value, wanted, place)
+        if isinstance(value, list | tuple):
+            listed = each([as_piece(item, place) for item in value], place)
+            return tuple(self.make(name, piece, place=at) for piece, at in listed)
+        if value is None and (wanted is Any or type(None) in typing.get_args(wanted)):
+            return None
+        return self.make(name, as_piece(value, place), place=place)
+
+    def require_packages(self) -> None:
+        """Raise if a piece that was looked up needs a package that is not installed."""
+        for entry in self.entries:
+            for package, extra in entry.packages.items():
+                # `find_spec` raises for a module whose spec is None, such as one that a program made itself.
+                loaded = package in sys.modules
+                if (sys.modules[package] if loaded else importlib.util.find_spec(package)) is None:
+                    raise ConfigError(
+                        f"{entry.kind} '{entry.full_name}' needs the package {package}, which is not "
+                        f"installed: pip install 'mmrl[{extra}]'"
+                    )
 
 
 @dataclass
@@ -250,23 +231,6 @@ class _Follows:
             raise ConfigError(f"{self.place}: schedule '{name}' at step {clock.step}: {error}") from error
 
 
-def _installed(package: str) -> bool:
-    if package in sys.modules:
-        return sys.modules[package] is not None
-    return importlib.util.find_spec(package) is not None
-
-
-def _hints(entry: Entry) -> Mapping[str, Any]:
-    """The type annotations of the options of a piece."""
-    target = entry.target
-    if inspect.isclass(target) and "__dataclass_fields__" not in vars(target):
-        target = target.__init__
-    try:
-        return typing.get_type_hints(target, include_extras=True)
-    except (NameError, TypeError):  # a function of another package may name types that are not imported
-        return {}
-
-
 def _fit(value: Any, wanted: Any, place: str) -> float:
     """Convert a value of a schedule to the type of an option."""
     value = convert(value, float, place)
@@ -281,18 +245,27 @@ def _construct(entry: Entry, wrapped: Sequence[Any], options: Mapping[str, Any],
         raise ConfigError(f"{place}: '{entry.full_name}' is no {entry.kind}: {error}") from error
     try:
         return entry.target(*wrapped, **options)
-    except ConfigError:
-        raise
     except ValueError as error:
-        if entry.kind in LOADED:
+        # What is wrong with data or weights that were read is no error of the configuration.
+        if isinstance(error, ConfigError) or entry.kind in LOADED:
             raise
         raise ConfigError(f"{place}: {error}") from error
 
 
-def _check_order(entry: Entry, hints: Mapping[str, Any], options: Mapping[str, Any], place: str) -> None:
-    """Raise if an option is above the option that its mark `AtMost` names."""
-    values = {**{name: p.default for name, p in entry.options.items()}, **options}
-    for name in entry.options:
+def _check_options(entry: Entry, hints: Mapping[str, Any], options: Mapping[str, Any], place: str) -> None:
+    """Raise at options that a piece does not take, lacks or has in the wrong order."""
+    known, piece = entry.options, f"{entry.kind} '{entry.full_name}'"
+    for name in options:
+        if name not in known:
+            hint = "; ".join(filter(None, [", ".join(known) or "none", nearest(name, known)]))
+            raise ConfigError(f"{place}: {piece} has no option '{name}'; it takes {hint}")
+        if name in FILLED:
+            raise ConfigError(f"'{place}.{name}' is filled by the run; leave it out")
+    values = {**{name: p.default for name, p in known.items()}, **options}
+    missing = [n for n, v in values.items() if v is inspect.Parameter.empty and n not in FILLED]
+    if missing:
+        raise ConfigError(f"{place}: {piece} needs the option{'s'[: len(missing) > 1]} {', '.join(missing)}")
+    for name in known:
         for mark in marks(hints.get(name), AtMost):
             low, high = values[name], values[mark.option]
             if isinstance(low, int | float) and isinstance(high, int | float) and low > high:

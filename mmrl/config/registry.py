@@ -13,10 +13,13 @@ import importlib.util
 import inspect
 import pkgutil
 import re
+import typing
 from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, Protocol, TypeVar, cast, overload
 
+from mmrl.config.loading import ConfigError
 from mmrl.config.reward_adapters import from_trl, is_trl
 from mmrl.core.types import Unit
 
@@ -53,11 +56,10 @@ class Needs:
     notes: frozenset[str] = frozenset()
 
     def __or__(self, other: Needs) -> Needs:
+        none = frozenset()
         # Sorted, because every process has to ask for sharded weights in the same order.
         names = sorted({*self.others, *other.others})
-        others = {
-            name: self.others.get(name, frozenset()) | other.others.get(name, frozenset()) for name in names
-        }
+        others = {name: self.others.get(name, none) | other.others.get(name, none) for name in names}
         return Needs(max(self.unit, other.unit), self.extra | other.extra, others, self.notes | other.notes)
 
 
@@ -91,6 +93,17 @@ class Entry:
         }
 
     @property
+    def hints(self) -> Mapping[str, Any]:
+        """The type annotations of the options."""
+        target = self.target
+        if inspect.isclass(target) and "__dataclass_fields__" not in vars(target):
+            target = target.__init__
+        try:
+            return typing.get_type_hints(target, include_extras=True)
+        except (NameError, TypeError):  # a function of another package may name types that are not imported
+            return {}
+
+    @property
     def summary(self) -> str:
         """The first paragraph of the docstring in one line."""
         return " ".join((inspect.getdoc(self.target) or "").split("\n\n")[0].split())
@@ -103,23 +116,13 @@ NOTHING: frozenset[str] = frozenset()
 
 
 class Decorator(Protocol):
-    """The decorator of a kind, which can be used with and without arguments."""
+    """The decorator of a kind, which can be used with and without what `kind` lets a piece declare."""
 
     @overload
     def __call__(self, target: Target, /) -> Target: ...
 
     @overload
-    def __call__(
-        self,
-        *,
-        unit: Unit = ...,
-        extra: Set[str] = ...,
-        others: Set[str] = ...,
-        of_others: Set[str] = ...,
-        notes: Set[str] = ...,
-        packages: Mapping[str, str] = ...,
-        on: str = ...,
-    ) -> Callable[[Target], Target]: ...
+    def __call__(self, **declared: Any) -> Callable[[Target], Target]: ...
 
 
 def kind(
@@ -146,47 +149,43 @@ def kind(
         others: Set[str] = NOTHING,
         of_others: Set[str] = NOTHING,
         notes: Set[str] = NOTHING,
-        packages: Mapping[str, str] | None = None,
+        packages: Mapping[str, str] = MappingProxyType({}),
         on: str = "",
     ) -> Callable:
         needs = Needs(unit, frozenset(extra), {n: frozenset(of_others) for n in others}, frozenset(notes))
+        if on not in stages:
+            known = ", ".join(filter(None, stages)) or "none"
+            raise ValueError(f"a {name} declares `on`, one of {known}, not '{on}'")
 
         def enter(target: Callable) -> Callable:
             module = target.__module__
             package = next((s for s, home in SCOPES.items() if s and module.startswith(f"{home}.")), "")
             scope = package if module.partition(".")[0] == "mmrl" else module
             snake_case = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", target.__name__).lower()
-            _enter(
-                Entry(name, scope, snake_case, target, needs, frozenset(of_others), None, packages or {}, on)
-            )
+            entry = Entry(name, scope, snake_case, target, needs, frozenset(of_others), None, packages, on)
+            known = PIECES.setdefault((name, entry.full_name), entry)
+            # A reward that is wrapped by `per_outcome` belongs to the file of the function inside.
+            files = [inspect.getsourcefile(inspect.unwrap(piece.target)) for piece in (known, entry)]
+            if files[0] != files[1]:
+                raise ValueError(
+                    f"two pieces of kind '{name}' are called '{entry.full_name}': {files[0]} and {files[1]}"
+                )
+            PIECES[name, entry.full_name] = entry
             return target
 
-        if on not in stages:
-            raise ValueError(
-                f"a {name} declares `on`, one of {', '.join(filter(None, stages)) or 'none'}, not '{on}'"
-            )
         return enter if target is None else enter(target)
 
     return cast(Decorator, decorate)
 
 
-def _enter(entry: Entry) -> None:
-    """Add an entry; a second piece of the same name from another file is an error that names both files."""
-    known = PIECES.get((entry.kind, entry.full_name), entry)
-    # A reward that is wrapped by `per_outcome` belongs to the file of the function inside.
-    files = [inspect.getsourcefile(inspect.unwrap(piece.target)) for piece in (known, entry)]
-    if files[0] != files[1]:
-        raise ValueError(
-            f"two pieces of kind '{entry.kind}' are called '{entry.full_name}': {files[0]} and {files[1]}"
-        )
-    PIECES[entry.kind, entry.full_name] = entry
-
-
 # ---- looking up
 
 
-def load_kind(kind: str) -> None:
-    """Import every module in the homes of a kind."""
+def pieces(kind: str, on: str = "") -> list[Entry]:
+    """List the pieces of a kind by name; with `on` only those that run then.
+
+    The first call for a kind imports every module in its homes.
+    """
     for package in dict.fromkeys((*WINGS, *SCOPES.values())):
         home = f"{package}.{HOMES[kind]}"
         if home not in _IMPORTED and importlib.util.find_spec(package) and importlib.util.find_spec(home):
@@ -194,65 +193,36 @@ def load_kind(kind: str) -> None:
             for inside in pkgutil.iter_modules(getattr(module, "__path__", [])):
                 importlib.import_module(f"{home}.{inside.name}")
             _IMPORTED.add(home)
-
-
-def pieces(kind: str, on: str = "") -> list[Entry]:
-    """List the pieces of a kind by name; with `on` only those that run then."""
-    load_kind(kind)
     entries = [entry for (k, _), entry in PIECES.items() if k == kind and on in ("", entry.on)]
     return sorted(entries, key=lambda entry: entry.full_name)
 
 
 def find(kind: str, name: str) -> Entry:
-    """Look up a piece by its name; an unknown name is an error that suggests the nearest."""
-    load_kind(kind)
-    if ":" in name:
-        return _foreign(kind, name)
-    if (kind, name) in PIECES:
-        return PIECES[kind, name]
-    names = [entry.full_name for entry in pieces(kind)]
-    near = difflib.get_close_matches(name, names, 1) or [n for n in names if n.split(".")[-1] == name][:1]
-    hint = f"; did you mean '{near[0]}'?" if near else f"; there are {', '.join(names) or 'none'}"
-    raise ValueError(f"no {kind} is called '{name}'{hint}")
+    """Look up a piece by its name; an unknown name is an error that suggests the nearest.
 
-
-def _foreign(kind: str, name: str) -> Entry:
-    """Import a function or class of another package: `package.module:function`."""
-    module, _, attribute = name.partition(":")
+    `package.module:function` is imported; such a piece needs no decorator.
+    """
+    entries = {entry.full_name: entry for entry in pieces(kind)}
+    if name in entries:
+        return entries[name]
+    module, colon, attribute = name.partition(":")
+    if not colon:
+        near = difflib.get_close_matches(name, entries, 1) or [n for n in entries if n.split(".")[-1] == name]
+        hint = f"did you mean '{near[0]}'?" if near else f"there are {', '.join(entries) or 'none'}"
+        raise ConfigError(f"no {kind} is called '{name}'; {hint}")
     try:
         target = getattr(importlib.import_module(module), attribute)
     except Exception as error:  # whatever that module raises when it is imported
-        raise ValueError(f"cannot import the {kind} '{name}': {type(error).__name__}: {error}") from error
+        raise ConfigError(f"cannot import the {kind} '{name}': {type(error).__name__}: {error}") from error
     if not callable(target):
-        raise ValueError(f"the {kind} '{name}' must be a function or a class, not {type(target).__name__}")
-    known = [entry for (k, _), entry in PIECES.items() if k == kind and entry.target is target]
-    if known:
-        return known[0]
+        raise ConfigError(f"the {kind} '{name}' must be a function or a class, not {type(target).__name__}")
+    for entry in pieces(kind):  # anew, because the import may have registered it
+        if entry.target is target:
+            return entry
     if kind == "reward" and is_trl(target):
         # TRL's own keyword arguments come from the data, so none of them is an option.
         return Entry(kind, module, attribute, from_trl(target), takes=())
     return Entry(kind, module, attribute, target)
-
-
-def check_options(entry: Entry, options: Mapping[str, Any]) -> None:
-    """Raise unless the piece takes every option and no required one is missing."""
-    known = entry.options
-    for name in options:
-        if name not in known:
-            near = difflib.get_close_matches(name, known, 1)
-            hint = f"; did you mean '{near[0]}'?" if near else ""
-            raise ValueError(
-                f"{entry.kind} '{entry.full_name}' has no option '{name}'; "
-                f"it takes {', '.join(known) or 'none'}{hint}"
-            )
-    given = {*options, "generator", "stream"}
-    missing = [
-        name for name, p in known.items() if p.default is inspect.Parameter.empty and name not in given
-    ]
-    if missing:
-        raise ValueError(
-            f"{entry.kind} '{entry.full_name}' needs the option{'s'[: len(missing) > 1]} {', '.join(missing)}"
-        )
 
 
 # ---- the kinds

@@ -223,7 +223,7 @@ def parse(raw: Mapping[str, Any], kind: type, place: str = "", *, part: bool = F
             hint = nearest(str(key), hints) or f"there are {', '.join(hints)}"
             raise ConfigError(f"there is no key '{prefix}{key}'; {hint}")
         if part and dataclasses.is_dataclass(wanted) and isinstance(value, Mapping):
-            values[key] = parse(value, wanted, prefix + key, part=True)
+            values[key] = parse(value, hints[key], prefix + key, part=True)
         else:
             values[key] = convert(value, wanted, prefix + key)
     none = dataclasses.MISSING

@@ -11,6 +11,7 @@ from mmrl.config.binding import Pieces
 from mmrl.config.ranges import NonNegativeFloat
 from mmrl.config.registry import Needs
 from mmrl.config.schema import Config, ConfigError, Piece, parse
+from mmrl.core.protocols import Observer
 from mmrl.core.rng import Stream
 from mmrl.core.types import Clock, Unit
 from tests.support.tables import moved, reward_table
@@ -251,11 +252,11 @@ def test_what_the_run_fills_is_refused_in_a_config(pieces, kind, name, option):
 def test_pieces_with_a_memory_are_listed_by_their_place(pieces):
     bound = pieces.make("advantage", Piece("tests.support.toys:RunningMean"), place="advantage[1]")
     pieces.make("sampler", Piece("uniform"), prompts(num=2))
-    assert list(pieces.observers) == ["advantage[1]"]
+    assert list(pieces.that_are(Observer)) == ["advantage[1]"]
     table = reward_table([1, 3])
-    pieces.observers["advantage[1]"].observe((), table)
+    pieces.that_are(Observer)["advantage[1]"].observe((), table)
     assert bound(table).values.flatten().tolist() == [-1, 1], "what is called is what observes"
-    assert isinstance(pieces.observers["advantage[1]"], RunningMean)
+    assert isinstance(pieces.that_are(Observer)["advantage[1]"], RunningMean)
 
 
 def test_bound_pieces_do_not_share_their_options(pieces):

@@ -10,7 +10,7 @@ from typing import Annotated
 import pytest
 
 from mmrl.build import check
-from mmrl.config.binding import Pieces, _hints
+from mmrl.config.binding import Pieces
 from mmrl.config.ranges import (
     Ascending,
     AtMost,
@@ -109,7 +109,7 @@ def test_a_number_is_found_inside_a_range_and_a_union_and_not_inside_a_list():
 
 @pytest.mark.parametrize(("entry", "name"), EACH, ids=[f"{e.kind}-{e.full_name}-{n}" for e, n in EACH])
 def test_every_number_of_a_piece_has_a_range_which_its_default_is_in(entry: Entry, name: str):
-    hints, parameter = _hints(entry), entry.options[name]
+    hints, parameter = entry.hints, entry.options[name]
     assert name in hints, "the type of every option can be read"
     wanted = hints[name]
     if not numeric(wanted):

@@ -11,7 +11,10 @@ from pathlib import Path
 import pytest
 
 from mmrl.config import registry
-from mmrl.config.registry import HOMES, PIECES, SCOPES, WINGS, Needs, check_options, find, pieces
+from mmrl.config.binding import Bound, Pieces
+from mmrl.config.registry import HOMES, PIECES, SCOPES, WINGS, Needs, find, pieces
+from mmrl.config.schema import Piece
+from mmrl.core.rng import Stream
 from mmrl.core.types import Unit
 from tests.support.configs import library_pieces
 
@@ -124,18 +127,22 @@ def test_an_unknown_name_suggests_the_nearest_or_lists_all(kind, name, message):
         find(kind, name)
 
 
+def check(kind: str, name: str, **options) -> None:
+    Pieces(Stream()).check(kind, Piece(name, options))
+
+
 def test_a_wrong_option_lists_the_right_ones():
     message = "surrogate 'clip' has no option 'epsilon_hgh'; it takes epsilon, epsilon_high, delta, dual"
     with pytest.raises(ValueError, match=re.escape(message)):
-        check_options(find("surrogate", "clip"), {"epsilon": 0.1, "epsilon_hgh": 0.3})
+        check("surrogate", "clip", epsilon=0.1, epsilon_hgh=0.3)
     with pytest.raises(ValueError, match="surrogate 'unclipped' has no option 'epsilon'; it takes none"):
-        check_options(find("surrogate", "unclipped"), {"epsilon": 0.1})
+        check("surrogate", "unclipped", epsilon=0.1)
 
 
 def test_required_options_that_are_missing_are_named():
     with pytest.raises(ValueError, match="needs the options max_completion_length, soft_punish_cache"):
-        check_options(find("reward", "overlong"), {})
-    check_options(find("sampler", "uniform"), {})  # the run fills its stream
+        check("reward", "overlong")
+    check("sampler", "uniform")  # the run fills its stream
 
 
 def test_needs_join_to_the_coarsest_unit_and_all_names():
@@ -149,9 +156,6 @@ def test_needs_join_to_the_coarsest_unit_and_all_names():
 
 def test_of_others_is_asked_of_the_policy_that_against_names(file):
     module = file("kept_apart", "from mmrl.config.registry import penalty\n\n\n" + PENALTY)
-    from mmrl.config.binding import Bound
-    from mmrl.core.rng import Stream
-
     entry = PIECES["penalty", "kept_apart"]
     assert entry.target is module.kept_apart
     for against in ("ref", "ema"):
@@ -242,7 +246,7 @@ def test_somebody_elses_piece_takes_its_keyword_only_parameters():
     entry = find("policy", "tests.support.toys:ToyText")
     assert {"num", "length", "vocab"} <= set(entry.options)
     with pytest.raises(ValueError, match="no option 'lenght'; it takes num, .*did you mean 'length'"):
-        check_options(entry, {"lenght": 3})
+        check("policy", "tests.support.toys:ToyText", lenght=3)
 
 
 def test_needs_name_other_policies_in_one_order_on_every_process():
