@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Sequence
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -38,11 +39,20 @@ def read(path: str | Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
 def change(raw: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
     """Merge `key=value` overrides into plain mappings."""
     for text in overrides:
-        raw = merge(raw, _override(text))
+        key, equals, _ = text.partition("=")
+        if not equals or not key:
+            raise ConfigError(f"an override must read key=value, not '{text}'")
+        try:
+            override = OmegaConf.to_container(OmegaConf.from_dotlist([text]), resolve=False)
+        except _UNREADABLE as error:
+            raise ConfigError(f"cannot parse the override '{text}': {error}") from error
+        _check_plain(override, f"override '{text}'")
+        raw = merge(raw, override)
     return raw
 
 
 def _read_file(path: Path, above: tuple[Path, ...]) -> dict[str, Any]:
+    """Read a file and what it includes; `above` are the files that include it."""
     path = _locate(path, above)
     if path in above:
         raise ConfigError(f"'{path}' includes itself through {[str(p) for p in above]}")
@@ -53,21 +63,17 @@ def _read_file(path: Path, above: tuple[Path, ...]) -> dict[str, Any]:
     if not isinstance(raw, dict):
         raise ConfigError(f"'{path}' must hold a mapping at its top, not a {type(raw).__name__}")
     _check_plain(raw, str(path))
-    included: dict[str, Any] = {}
     names = raw.pop("include", None) or []
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise ConfigError(f"'{path}': 'include' must be a list of files, not {names!r}")
-    for name in names:
-        included = merge(included, _read_file(Path(name), (*above, path)))
-    return merge(included, raw)
+    return reduce(merge, [*(_read_file(Path(name), (*above, path)) for name in names), raw], {})
 
 
 def _locate(path: Path, above: tuple[Path, ...]) -> Path:
     """Find a file next to the one that includes it, or among the configurations of mmrl."""
-    places = [above[-1].parent / path] if above else [path]
     package = Path(__file__).parents[1]
-    places += [home / path for home in (package / "configs", package.parent / "configs")]
-    places = list(dict.fromkeys(places))
+    homes = (above[-1].parent if above else Path(), package / "configs", package.parent / "configs")
+    places = list(dict.fromkeys(home / path for home in homes))
     for place in places:
         try:
             if place.is_file():
@@ -76,18 +82,6 @@ def _locate(path: Path, above: tuple[Path, ...]) -> Path:
             raise ConfigError(f"cannot look for the file '{place}': {error.strerror}") from error
     by = f", included by '{above[-1]}'" if above else ""
     raise ConfigError(f"there is no file '{path}'{by}; looked at {', '.join(str(p) for p in places)}")
-
-
-def _override(text: str) -> dict[str, Any]:
-    key, equals, _ = text.partition("=")
-    if not equals or not key:
-        raise ConfigError(f"an override must read key=value, not '{text}'")
-    try:
-        raw: Any = OmegaConf.to_container(OmegaConf.from_dotlist([text]), resolve=False)
-    except _UNREADABLE as error:
-        raise ConfigError(f"cannot parse the override '{text}': {error}") from error
-    _check_plain(raw, f"override '{text}'")
-    return raw
 
 
 def _check_plain(value: Any, place: str) -> None:
@@ -118,8 +112,5 @@ def merge(below: Any, above: Any) -> Any:
         case {"name": lower}, {"name": upper} if lower != upper:
             return above
         case dict(), dict():
-            merged = {
-                key: merge(below[key], value) if key in below else value for key, value in above.items()
-            }
-            return {**below, **merged}
+            return below | {k: merge(below[k], value) if k in below else value for k, value in above.items()}
     return above

@@ -52,18 +52,15 @@ def per_outcome(measure: Callable[..., float | None]) -> Callable[..., list[floa
 
     @functools.wraps(measure)
     def reward(prompts: Sequence[Prompt], outcomes: Sequence[Outcome], **options: Any) -> list[float | None]:
-        return [
-            measure(prompt, outcome, **options) for prompt, outcome in zip(prompts, outcomes, strict=True)
-        ]
+        return [measure(*both, **options) for both in zip(prompts, outcomes, strict=True)]
 
     return reward
 
 
 def tagged(text: str, tag: str) -> list[str]:
-    """List what stands inside the blocks `<tag>...</tag>` of a text, in order, whatever the case of the
-    tag."""
-    ends = [found.end() for found in re.finditer(f"</{tag}>", text, re.IGNORECASE)]
-    # Behind the last end every opening would be searched to the end of the text in vain.
+    """List what is inside the blocks `<tag>...</tag>` of a text, in order, whatever the case of the tag."""
+    ends = [end.end() for end in re.finditer(f"</{tag}>", text, re.IGNORECASE)]
+    # After the last end every opening would be searched to the end of the text in vain: quadratic time.
     inside = text[: ends[-1]] if ends else ""
     return re.findall(f"<{tag}>(.*?)</{tag}>", inside, re.DOTALL | re.IGNORECASE)
 
@@ -83,54 +80,31 @@ def from_trl(function: Callable) -> Callable:
     parameters = inspect.signature(function).parameters
     takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
 
-    def arguments(prompts: Sequence[Prompt], outcomes: Sequence[Outcome]) -> dict[str, Any]:
-        offered = {
-            name: [prompt.columns.get(name) for prompt in prompts]
-            for name in dict.fromkeys(key for prompt in prompts for key in prompt.columns)
-        }
-        offered |= {
-            "prompts": [_prompt_of(prompt) for prompt in prompts],
-            "completions": [
-                _completion_of(prompt, outcome) for prompt, outcome in zip(prompts, outcomes, strict=True)
-            ],
+    def completion(outcome: Outcome, messages: list | None) -> Any:
+        if outcome.text is None:
+            return outcome.image if outcome.video is None else outcome.video
+        return outcome.text if messages is None else [{"role": "assistant", "content": outcome.text}]
+
+    @functools.wraps(function)
+    def reward(prompts: Sequence[Prompt], outcomes: Sequence[Outcome]) -> Any:
+        columns = dict.fromkeys(key for prompt in prompts for key in prompt.columns)
+        rows = [prompt.columns.get("prompt") for prompt in prompts]
+        messages = [row if isinstance(row, list) else None for row in rows]
+        offered = {name: [prompt.columns.get(name) for prompt in prompts] for name in columns} | {
+            "prompts": [p.text if m is None else m for p, m in zip(prompts, messages, strict=True)],
+            "completions": [completion(*both) for both in zip(outcomes, messages, strict=True)],
             "completion_ids": [None] * len(outcomes),
             "trainer_state": None,
             "target": [p.target for p in prompts],
         }
-        return {name: value for name, value in offered.items() if takes_all or name in parameters}
+        return function(**{k: v for k, v in offered.items() if takes_all or k in parameters})
 
-    if inspect.iscoroutinefunction(function):
-
-        @functools.wraps(function)
-        async def asynchronous(prompts: Sequence[Prompt], outcomes: Sequence[Outcome]) -> Any:
-            return await function(**arguments(prompts, outcomes))
-
-        return asynchronous
-
-    @functools.wraps(function)
-    def synchronous(prompts: Sequence[Prompt], outcomes: Sequence[Outcome]) -> Any:
-        return function(**arguments(prompts, outcomes))
-
-    return synchronous
-
-
-def _prompt_of(prompt: Prompt) -> Any:
-    messages = prompt.columns.get("prompt")
-    return messages if isinstance(messages, list) else prompt.text
-
-
-def _completion_of(prompt: Prompt, outcome: Outcome) -> Any:
-    if outcome.text is None:
-        return outcome.image if outcome.video is None else outcome.video
-    if isinstance(prompt.columns.get("prompt"), list):
-        return [{"role": "assistant", "content": outcome.text}]
-    return outcome.text
+    return reward
 
 
 # ---- what rewards return
 
 SHOWN = 200  # characters of a value in a message
-_NO_LISTS = (str, bytes, bytearray, memoryview, Mapping, Set)  # iterable, but not a number per outcome
 
 
 class NotNumbers(ValueError):
@@ -145,17 +119,20 @@ def one_each(result: Any, count: int) -> list:
     shape = getattr(result, "shape", None)
     if shape is not None and len(shape) != 1:
         raise NotNumbers(f"gave a {type(result).__name__} of shape {tuple(shape)}, not a number per outcome")
-    if isinstance(result, _NO_LISTS) or not isinstance(result, Iterable):
+    if shape is not None and hasattr(result, "tolist"):
+        result = result.tolist()
+    # These are iterable, but their parts are not a number per outcome.
+    whole = isinstance(result, str | bytes | bytearray | memoryview | Mapping | Set)
+    if whole or not isinstance(result, Iterable):
         raise NotNumbers(f"gave {shown(result)}, not a number per outcome")
-    to_list = getattr(result, "tolist", None)
-    if shape is not None and to_list is not None:
-        result = to_list()
-    listed = result if isinstance(result, (list, tuple)) else list(itertools.islice(result, count + 1))
-    if len(listed) > count and listed is not result:  # an iterator, which may be endless
-        raise NotNumbers(f"gave more than {count} numbers for {count} outcomes")
+    if isinstance(result, list | tuple):
+        listed, spelled = list(result), str(len(result))
+    else:  # an iterator, which may be endless
+        listed, spelled = list(itertools.islice(result, count + 1)), f"more than {count}"
+        spelled = spelled if len(listed) > count else str(len(listed))
     if len(listed) != count:
-        raise NotNumbers(f"gave {len(listed)} numbers for {count} outcomes")
-    return list(listed)
+        raise NotNumbers(f"gave {spelled} numbers for {count} outcomes")
+    return listed
 
 
 def to_float(value: Any) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,12 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 aten = torch.ops.aten
 
 
-def _matrices(args: Sequence[Any], out: Any) -> int:
-    return 2 * args[-2].shape[-1] * out.numel()
-
-
-def _linear(args: Sequence[Any], out: Any) -> int:
-    return 2 * args[0].shape[-1] * out.numel()
+def _product(args: Sequence[Any], out: Any, left: int = -2) -> int:
+    return 2 * args[left].shape[-1] * out.numel()
 
 
 def _convolution(args: Sequence[Any], out: Any) -> int:
@@ -25,37 +22,30 @@ def _convolution(args: Sequence[Any], out: Any) -> int:
     return 2 * args[1][0].numel() * (args[0] if args[6] else out).numel()
 
 
-def _attention(args: Sequence[Any], out: Any) -> int:
-    return _pairs(args, len(args) > 4 and args[4])
-
-
-def _efficient_attention(args: Sequence[Any], out: Any) -> int:
-    return _pairs(args, len(args) > 6 and args[6])
-
-
-def _pairs(args: Sequence[Any], causal: bool) -> int:
+def _attention(args: Sequence[Any], out: Any, causal: int = 4) -> int:
+    """Count the products of queries (batch, heads, queries, d) with keys and values; `causal` is an index."""
     q, k, v = args[:3]
     pairs = q.shape[-2] * k.shape[-2]
-    if causal:  # row i sees min(i + 1, keys) of them
+    if len(args) > causal and args[causal]:  # row i attends to min(i + 1, keys) of them
         pairs = sum(min(i + 1, k.shape[-2]) for i in range(q.shape[-2]))
     return 2 * q.shape[0] * q.shape[1] * pairs * (q.shape[-1] + v.shape[-1])
 
 
 # A multiplication with an addition counts as 2 operations; elementwise operations and look-ups count 0.
 COUNTED: dict[Any, Callable[[Sequence[Any], Any], int]] = {
-    aten.mm.default: _matrices,
-    aten.bmm.default: _matrices,
-    aten.addmm.default: _matrices,
-    aten.baddbmm.default: _matrices,
-    aten.baddbmm_.default: _matrices,
+    aten.mm.default: _product,
+    aten.bmm.default: _product,
+    aten.addmm.default: _product,
+    aten.baddbmm.default: _product,
+    aten.baddbmm_.default: _product,
     aten.convolution.default: _convolution,
     aten._scaled_dot_product_flash_attention_for_cpu.default: _attention,
     aten._scaled_dot_product_flash_attention.default: _attention,
-    aten._scaled_dot_product_cudnn_attention.default: _efficient_attention,
-    aten._scaled_dot_product_efficient_attention.default: _efficient_attention,
+    aten._scaled_dot_product_cudnn_attention.default: partial(_attention, causal=6),
+    aten._scaled_dot_product_efficient_attention.default: partial(_attention, causal=6),
 }
 if (through_onednn := getattr(torch.ops.mkldnn, "_linear_pointwise", None)) is not None:
-    COUNTED[through_onednn.default] = _linear
+    COUNTED[through_onednn.default] = partial(_product, left=0)
 
 
 class CountOperations(TorchDispatchMode):

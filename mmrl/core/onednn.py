@@ -11,7 +11,6 @@ import platform
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import cache
 from typing import Any
 
 import torch
@@ -19,6 +18,11 @@ from torch import Tensor, nn
 
 MANY = 1 << 16  # elements of a weight above which oneDNN is faster
 MOST = 4 << 30  # bytes of weights that may be copied into the packed layout
+BUILT = (
+    torch.backends.mkldnn.is_available()
+    and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+    and platform.machine().lower() in ("x86_64", "amd64")
+)
 _INSIDE: ContextVar[bool] = ContextVar("inside", default=False)
 
 
@@ -31,7 +35,12 @@ def onednn(model: nn.Module, *, pack: bool = False) -> Iterator[None]:
     4 GiB of weights; they must not change meanwhile.
     """
     inside = there()
-    layers = [m for m in model.modules() if isinstance(m, nn.Linear) and _plain(m)] if inside else []
+    # A subclass may compute something else, and so may a layer whose forward was replaced.
+    layers = [
+        m
+        for m in model.modules()
+        if inside and type(m) is nn.Linear and "forward" not in vars(m) and _fits(m.weight)
+    ]
     pack = pack and sum(layer.weight.nbytes for layer in layers) <= MOST
     for layer in layers:
         layer.forward = _forward(layer, pack)  # pyright: ignore[reportAttributeAccessIssue]
@@ -56,13 +65,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 def there() -> bool:
     """Return whether oneDNN is available and would be used for float32 weights."""
-    return _built() and torch.backends.mkldnn.enabled and not torch.is_autocast_enabled("cpu")
-
-
-@cache
-def _built() -> bool:
-    built_in = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
-    return built_in and platform.machine().lower() in ("x86_64", "amd64")
+    return BUILT and torch.backends.mkldnn.enabled and not torch.is_autocast_enabled("cpu")
 
 
 def _fits(weight: Tensor) -> bool:
@@ -72,11 +75,6 @@ def _fits(weight: Tensor) -> bool:
 
 def _suits(x: Tensor) -> bool:
     return x.dtype == torch.float32 and x.dim() > 1 and x.numel() > 0
-
-
-def _plain(layer: nn.Module) -> bool:
-    # A subclass may compute something else, and so may a layer whose forward was replaced.
-    return type(layer) is nn.Linear and "forward" not in vars(layer) and _fits(layer.weight)
 
 
 def _forward(layer: nn.Linear, pack: bool) -> Callable[[Tensor], Tensor]:

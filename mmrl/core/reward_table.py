@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -15,58 +17,45 @@ from mmrl.core.types import Rollouts, Trajectory
 
 EQUAL = 1e-8  # rewards closer than this count as equal
 ABSENT = -1  # in `ends`: the row has no outcome at this place
+NAN = float("nan")
 
 
 def name_id(name: str) -> int:
     """Hash a name to 63 bits, equal in every process, round and run; 0 for the empty name."""
-    if not name:
-        return 0
-    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "big") >> 1
+    digest = hashlib.blake2b(name.encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1 if name else 0
 
 
 @dataclass(frozen=True)
 class GroupStatistics:
     """Statistics of each entry's group of a reward table, over valid entries; each is (N, R, K)."""
 
-    values: Tensor  # (N * K, R)
-    valid: Tensor  # (N * K, R)
-    index: Tensor  # (N * K,)
-    shape: tuple[int, int, int]
+    values: Tensor  # (N, R, K)
+    valid: Tensor  # (N, R, K)
+    index: Tensor  # (N, K)
 
-    @staticmethod
-    def of(values: Tensor, valid: Tensor, index: Tensor) -> GroupStatistics:
-        """Flatten `values` and `valid` (N, R, K) and `index` (N, K)."""
-        rows, rewards, places = values.shape
-        flat = (values.transpose(1, 2).reshape(-1, rewards), valid.transpose(1, 2).reshape(-1, rewards))
-        return GroupStatistics(*flat, index.flatten(), (rows, rewards, places))
-
-    def _back(self, flat: Tensor) -> Tensor:
-        rows, rewards, places = self.shape
-        return flat.view(rows, places, rewards).transpose(1, 2)
+    def _over(self, statistic: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Tensor:
+        # An entry is a place of a row: groups are over N * K entries of R rewards each.
+        values, valid = (t.transpose(1, 2).flatten(0, 1) for t in (self.values, self.valid))
+        rows, rewards, places = self.values.shape
+        result = statistic(values, self.index.flatten(), valid)
+        return result.view(rows, places, rewards).transpose(1, 2)
 
     def count(self) -> Tensor:
         """Count the valid entries."""
-        return self._back(group_count(self.index, self.valid))
+        return self._over(lambda values, index, valid: group_count(index, valid))
 
     def mean(self) -> Tensor:
         """Compute the means."""
-        return self._back(group_mean(self.values, self.index, self.valid))
+        return self._over(group_mean)
 
     def std(self, unbiased: bool = True) -> Tensor:
         """Compute the standard deviations; 0 for fewer than two entries."""
-        return self._back(group_std(self.values, self.index, self.valid, unbiased=unbiased))
-
-    def largest(self) -> Tensor:
-        """Find the largest values."""
-        return self._back(group_extreme(self.values, self.index, self.valid))
-
-    def smallest(self) -> Tensor:
-        """Find the smallest values."""
-        return self._back(group_extreme(self.values, self.index, self.valid, largest=False))
+        return self._over(partial(group_std, unbiased=unbiased))
 
     def flat(self) -> Tensor:
         """Return whether all entries of a group are equal, so that there is nothing to compare."""
-        return self.largest() - self.smallest() <= EQUAL
+        return self._over(group_extreme) - self._over(partial(group_extreme, largest=False)) <= EQUAL
 
 
 @dataclass(frozen=True)
@@ -76,6 +65,9 @@ class RewardTable:
     Every process has the whole table. `N` rollouts, `R` named rewards, `K` outcomes of a rollout (places),
     `T` steps.
     """
+
+    TENSORS: ClassVar = ("values", "valid", "ends", "length", "learn", "process")  # columns of N rows
+    MAPPINGS: ClassVar = ("scored", "ids", "notes")  # mappings of such columns
 
     values: Tensor  # (N, R, K) rewards, then advantages; defined where valid
     valid: Tensor  # (N, R, K) False where a reward does not apply, or there is no outcome
@@ -175,42 +167,28 @@ class RewardTable:
         unknown = [name for name in by if name not in self.ids]
         if unknown:
             raise ValueError(f"cannot compare by {unknown}: outcomes have the ids {sorted(self.ids)}")
-        columns = [self.ids[name].flatten() for name in by] or [
-            torch.zeros(self.ends.numel(), dtype=torch.int64)
-        ]
-        return group_index(columns).view(self.ends.shape)
+        columns = [self.ids[name] for name in by] or [torch.zeros_like(self.ends)]
+        return group_index([column.flatten() for column in columns]).view(self.ends.shape)
 
     def groups(self, by: Sequence[str]) -> GroupStatistics:
         """Compare entries with those that agree in every id of `by`."""
-        return GroupStatistics.of(self.values, self.valid, self.index(by))
+        return GroupStatistics(self.values, self.valid, self.index(by))
 
     def select(self, rows: Tensor) -> RewardTable:
         """Select rows by (n,) indices or (N,) bool; ids stay."""
         rows = rows.nonzero()[:, 0] if rows.dtype == torch.bool else rows
-        return self.replace(
-            values=self.values[rows],
-            valid=self.valid[rows],
-            ends=self.ends[rows],
-            learn=self.learn[rows],
-            scored={k: v[rows] for k, v in self.scored.items()},
-            ids={k: v[rows] for k, v in self.ids.items()},
-            notes={k: v[rows] for k, v in self.notes.items()},
-            length=self.length[rows],
-            uids=tuple(self.uids[i] for i in rows.tolist()),
-            process=self.process[rows],
-        )
+        uids = tuple(self.uids[i] for i in rows.tolist())
+        return self.replace(**_columns(lambda column: column[rows], self), uids=uids)
 
     def take(self, places: Tensor, values: Tensor, ends: Tensor) -> RewardTable:
         """Rearrange places: `places` (N, K') is the old place of each new one, `ends` (N, K') its end."""
-        present = ends != ABSENT
-        ids = {name: column.gather(1, places) for name, column in self.ids.items()}
-        ids["place"] = torch.arange(places.shape[1]).expand(places.shape)
         valid = self.valid.gather(2, places[:, None].expand(-1, len(self.names), -1))
+        ids = {name: column.gather(1, places) for name, column in self.ids.items()}
         return self.replace(
             values=values,
-            valid=valid & present[:, None],
+            valid=valid & (ends != ABSENT)[:, None],
             ends=ends,
-            ids=ids,
+            ids={**ids, "place": torch.arange(places.shape[1]).expand(places.shape)},
             learn=self.learn.gather(1, places),
             scored={name: column.gather(1, places) for name, column in self.scored.items()},
         )
@@ -226,36 +204,29 @@ class RewardTable:
             return other
         if self.names != other.names:
             raise ValueError(f"two rounds of one collection have the rewards {self.names} and {other.names}")
-        places = max(self.ends.shape[1], other.ends.shape[1])
-        both = [table._widen(places, set(self.ids) | set(other.ids)) for table in (self, other)]
-        steps = max((note.shape[1] for table in both for note in table.notes.values()), default=0)
-        notes = {
-            name: torch.cat([_note(table, name, steps) for table in both])
-            for name in dict.fromkeys([*self.notes, *other.notes])
-        }
-        joined = {
-            name: torch.cat([getattr(table, name) for table in both])
-            for name in ("values", "valid", "ends", "length", "learn", "process")
-        }
-        ids = {name: torch.cat([table.ids[name] for table in both]) for name in both[0].ids}
-        ids["row"] = torch.arange(len(self) + len(other))[:, None].expand(-1, places)
-        scored = {name: torch.cat([table.scored[name] for table in both]) for name in self.scored}
-        return self.replace(**joined, ids=ids, notes=notes, scored=scored, uids=self.uids + other.uids)
+        joined = _columns(lambda *parts: torch.cat(parts), self._widen(other), other._widen(self))
+        joined["ids"]["row"] = torch.arange(len(self) + len(other))[:, None].expand_as(joined["ends"])
+        return self.replace(**joined, uids=self.uids + other.uids)
 
-    def _widen(self, places: int, tags: set[str]) -> RewardTable:
-        """Pad the table to more places and add missing tags."""
-        none = torch.zeros_like(self.ends)
-        ids = {name: pad_to(self.ids.get(name, none), places, 1) for name in sorted(tags)}
+    def _widen(self, other: RewardTable) -> RewardTable:
+        """Pad the table to the places, steps, tags and notes that it or another round has."""
+        places = max(self.ends.shape[1], other.ends.shape[1])
+        steps = max((n.shape[1] for table in (self, other) for n in table.notes.values()), default=0)
+        no_tag, no_note = torch.zeros_like(self.ends), self.values.new_empty(len(self), 0)
+        tags = sorted({*self.ids, *other.ids})
+        ids = {name: pad_to(self.ids.get(name, no_tag), places, 1) for name in tags}
         ids["place"] = torch.arange(places).expand(len(self), -1)
-        for name in ("group", "row", "on_policy"):
+        for name in ("group", "row", "on_policy"):  # of the whole row
             ids[name] = self.ids[name][:, :1].expand(-1, places)
+        noted = dict.fromkeys([*self.notes, *other.notes])
         return self.replace(
             values=pad_to(self.values, places, 2),
             valid=pad_to(self.valid, places, 2, False),
             ids=ids,
             ends=pad_to(self.ends, places, 1, ABSENT),
             learn=pad_to(self.learn, places, 1, False),
-            scored={name: pad_to(column, places, 1, float("nan")) for name, column in self.scored.items()},
+            scored={name: pad_to(column, places, 1, NAN) for name, column in self.scored.items()},
+            notes={name: pad_to(self.notes.get(name, no_note), steps, 1, NAN) for name in noted},
         )
 
     def num_groups(self, keep: Tensor) -> int:
@@ -287,10 +258,15 @@ class Measured:
     table: RewardTable
 
 
-def _note(table: RewardTable, name: str, steps: int) -> Tensor:
-    """Pad a note to `steps` columns, NaN where the table has none."""
-    nothing = torch.full((len(table), 0), float("nan"), dtype=torch.float64)
-    return pad_to(table.notes.get(name, nothing), steps, 1, float("nan"))
+def _columns(change: Callable[..., Tensor], *tables: RewardTable) -> dict[str, Any]:
+    """Call a function with every column of a table, or of several that have the same columns."""
+    changed: dict[str, Any] = {
+        name: change(*(getattr(table, name) for table in tables)) for name in RewardTable.TENSORS
+    }
+    for name in RewardTable.MAPPINGS:
+        columns = [getattr(table, name) for table in tables]
+        changed[name] = {key: change(*(column[key] for column in columns)) for key in columns[0]}
+    return changed
 
 
 def place_of_steps(ends: Tensor, num_steps: int) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -21,12 +21,16 @@ class StepOutput:
     logp: Tensor
     extra: Mapping[str, Tensor] = field(default_factory=dict)
 
+    def map(self, change: Callable[[Tensor], Tensor]) -> StepOutput:
+        """Apply a function to every tensor."""
+        return StepOutput(change(self.logp), {name: change(value) for name, value in self.extra.items()})
+
     def detach(self) -> StepOutput:
         """Detach from the graph."""
-        return StepOutput(self.logp.detach(), {name: value.detach() for name, value in self.extra.items()})
+        return self.map(Tensor.detach)
 
     def __getitem__(self, rows: Tensor) -> StepOutput:
-        return StepOutput(self.logp[rows], {name: value[rows] for name, value in self.extra.items()})
+        return self.map(lambda value: value[rows])
 
 
 @dataclass(frozen=True)
@@ -75,32 +79,23 @@ class Batch:
         """Return another policy's output; `old`, where missing, is the current pass detached (ratio 1)."""
         return new.detach() if name == "old" and name not in self.others else self.others[name]
 
+    def _map(self, change: Callable[[Tensor], Tensor]) -> Batch:
+        """Apply a function to every (N, T) column."""
+        return self.replace(
+            **{name: change(getattr(self, name)) for name in ("mask", "advantage", "weight")},
+            notes={name: change(note) for name, note in self.notes.items()},
+            others={name: other.map(change) for name, other in self.others.items()},
+        )
+
     def on(self, device: torch.device) -> Batch:
         """Move tensors to a device, except for `steps`, which their policy moves."""
-        moved = {name: getattr(self, name).to(device) for name in ("group", "mask", "advantage", "weight")}
-        notes = {name: note.to(device) for name, note in self.notes.items()}
-        others = {
-            name: StepOutput(other.logp.to(device), {k: v.to(device) for k, v in other.extra.items()})
-            for name, other in self.others.items()
-        }
-        return self.replace(**moved, notes=notes, others=others)
+        return self._map(lambda column: column.to(device)).replace(group=self.group.to(device))
 
     def select(self, rows: Tensor, columns: slice = slice(None)) -> Batch:
         """Select rows (n,) and a range of steps."""
-        cut = {name: getattr(self, name)[rows][:, columns] for name in ("mask", "advantage", "weight")}
-        others = {
-            name: StepOutput(
-                other.logp[rows][:, columns], {k: v[rows][:, columns] for k, v in other.extra.items()}
-            )
-            for name, other in self.others.items()
-        }
-        notes = {name: note[rows][:, columns] for name, note in self.notes.items()}
-        return self.replace(
-            **cut,
+        return self._map(lambda column: column[rows][:, columns]).replace(
             group=self.group[rows],
             steps=self.steps[rows, columns],
-            notes=notes,
-            others=others,
             rows=self.rows[rows.cpu()] if len(self.rows) else self.rows,
         )
 
@@ -141,40 +136,29 @@ class Batch:
         A micro-batch is never smaller than `unit`, so it exceeds `max_steps` where one unit does. Groups stay
         together where they can, since their rows share a prompt.
         """
-        unit = max(unit, self.steps.unit)
+        unit, num_steps = max(unit, self.steps.unit), self.mask.shape[1]
+        groups: dict[int, list[int]] = {}  # in order of first appearance
+        for row, name in enumerate(self.group.tolist()):
+            groups.setdefault(name, []).append(row)
         micros: list[list[int]] = [[]]
-        for whole in _groups(self.group):
+        for whole in groups.values():
             if micros[-1] and self._cost(micros[-1] + whole) > max_steps >= self._cost(whole):
                 micros.append([])
             for piece in [whole] if unit == Unit.GROUP else [[row] for row in whole]:
                 if micros[-1] and self._cost(micros[-1] + piece) > max_steps:
                     micros.append([])
                 micros[-1] = micros[-1] + piece
-        return [
-            (torch.tensor(rows), columns)
-            for rows in micros
-            if rows
-            for columns in self._columns(rows, max_steps, unit)
-        ]
+        cuts = []
+        for rows in filter(None, micros):
+            cost, columns = self._cost(rows), [slice(None)]
+            if unit == Unit.STEP and cost > max_steps and num_steps > 1:
+                width = max(1, num_steps * max_steps // cost)
+                columns = [slice(at, min(at + width, num_steps)) for at in range(0, num_steps, width)]
+            cuts += [(torch.tensor(rows), column) for column in columns]
+        return cuts
 
     def _cost(self, rows: list[int]) -> int:
         return self.steps.cost(torch.tensor(rows))
-
-    def _columns(self, rows: list[int], max_steps: int, unit: Unit) -> list[slice]:
-        """Split steps where `unit` allows it and a row by itself is too large."""
-        num_steps, cost = self.mask.shape[1], self._cost(rows)
-        if unit > Unit.STEP or cost <= max_steps or num_steps < 2:
-            return [slice(None)]
-        width = max(1, num_steps * max_steps // cost)
-        return [slice(at, min(at + width, num_steps)) for at in range(0, num_steps, width)]
-
-
-def _groups(group: Tensor) -> list[list[int]]:
-    """List the rows of every group, in order of first appearance."""
-    members: dict[int, list[int]] = {}
-    for row, name in enumerate(group.tolist()):
-        members.setdefault(name, []).append(row)
-    return list(members.values())
 
 
 def spread(credit: RewardTable, batch: Batch) -> Batch:
