@@ -5,26 +5,17 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import is_dataclass, replace
-from functools import reduce
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from mmrl.config.binding import Bound, Pieces
-from mmrl.config.loading import change, read
+from mmrl.config.loading import ConfigError, change, read
 from mmrl.config.ranges import NonNegativeFloat
 from mmrl.config.registry import HOMES, Entry, Needs
-from mmrl.config.schema import (
-    Config,
-    ConfigError,
-    EvaluateConfig,
-    Piece,
-    as_piece,
-    as_plain,
-    load,
-    parse,
-)
+from mmrl.config.schema import Config, EvaluateConfig, Piece, as_piece, as_plain, load, parse
 from mmrl.config.sweep import setting_of
 from mmrl.core.protocols import Engine, Policy
 from mmrl.core.rng import Stream
@@ -44,38 +35,38 @@ def build(config: Config, *, quiet: bool = False) -> Run:
     check(config).require_packages()
     stream = Stream(config.seed)
     pieces = Pieces(stream)
-    trackers = pieces.make_field(config, "report.trackers")
+    make = partial(pieces.make_field, config)
+    trackers = make("report.trackers")
     data = pieces.prompts(config.data, "data")
     eval_prompts = held_out(config) if config.evaluation.data else ()
     torch.manual_seed(config.seed)  # adapters draw their first weights from the global stream
     processes = Processes(config.ddp_timeout)
-    policy, objective = pieces.make_field(config, "policy"), pieces.make_field(config, "objective")
+    policy, objective = make("policy"), make("objective")
     _check_outputs(config, objective.needs, policy.says)
-    make_optimizer = pieces.make_field(config, "learn.optimizer")
-    optimizer = processes.place(policy, make_optimizer, config.learn.max_grad_norm)
     method = Method(
         policy=policy,
-        optimizer=optimizer,
-        references=pieces.make_field(config, "references", policy),
-        sampler=pieces.make_field(config, "sampler", data),
+        optimizer=processes.place(policy, make("learn.optimizer"), config.learn.max_grad_norm),
+        references=make("references", policy),
+        sampler=make("sampler", data),
         engine=make_engine(pieces, config.rollout.engine, policy, "rollout.engine"),
-        rewards=pieces.make_field(config, "rewards"),
-        group_filter=pieces.make_field(config, "group_filter"),
-        chain=pieces.make_field(config, "advantage"),
+        rewards=make("rewards"),
+        group_filter=make("group_filter"),
+        chain=make("advantage"),
         objective=objective,
         learning_rate=pieces.number(config.learn.learning_rate, NonNegativeFloat, "learn.learning_rate"),
     )
     evaluator = make_evaluator(config, eval_prompts, policy, processes) if eval_prompts else None
     watching = ReportPieces(
-        metrics=pieces.make_field(config, "metrics"),
-        visualizations=pieces.make_field(config, "report.visualizations"),
-        alarms=pieces.make_field(config, "report.checks"),
-        checkups=pieces.make_field(config, "report.startup_checks"),
+        metrics=make("metrics"),
+        visualizations=make("report.visualizations"),
+        alarms=make("report.checks"),
+        checkups=make("report.startup_checks"),
         trackers=Trackers(trackers),
     )
     pieces.made["rewards"] = RewardCoverage(method.rewards, len(data))
-    report = Reporter(config, processes, stream, watching, quiet)
-    return Run(config, pieces, processes, method, report, evaluator)
+    return Run(
+        config, pieces, processes, method, Reporter(config, processes, stream, watching, quiet), evaluator
+    )
 
 
 def make_engine(pieces: Pieces, listed: Sequence[Piece], policy: Policy, place: str) -> Engine:
@@ -84,11 +75,6 @@ def make_engine(pieces: Pieces, listed: Sequence[Piece], policy: Policy, place: 
     for i, piece in enumerate(listed):
         engine = pieces.make("engine", piece, engine, place=f"{place}[{i}]")
     return engine
-
-
-def make_rewards(pieces: Pieces, listed: Sequence[Piece], place: str) -> list[Bound]:
-    """Make the rewards of a list, with the models that some of them load."""
-    return [pieces.make("reward", piece, place=f"{place}[{i}]") for i, piece in enumerate(listed)]
 
 
 # ---- checking
@@ -106,15 +92,21 @@ def check(config: Config) -> Pieces:
     checked = pieces.check_all(config)
     _check_rewards(checked, "rewards")
     _check_rewards(checked, "evaluation.rewards", weighted=False)
-    chain = _listed(checked, "advantage")
-    _check_groups(config, chain)
-    needs = reduce(
-        Needs.__or__, (Needs(notes=bound.needs.notes) for bound in chain), _needs_of(config, checked)
-    )
+    chain, engines = _listed(checked, "advantage"), _listed(checked, "rollout.engine")
+    for i, bound in enumerate(chain):
+        options = {name: p.default for name, p in bound.entry.options.items()} | bound.options
+        compares = "group" in (options.get("by") or ()) and options.get("singleton") == "zero"
+        if compares and config.rollout.num_generations == 1:
+            raise ConfigError(
+                f"advantage[{i}]: '{bound.entry.full_name}' compares the rollouts of a prompt, but "
+                "rollout.num_generations is 1, so every advantage would be 0; ask for 2 or more, or set "
+                "`singleton: raw`"
+            )
+    needs = _needs_of(config, checked)
     _check_outputs(config, needs, _declared(checked["policy"].entry, "says"))
-    engines = _listed(checked, "rollout.engine")
     notes = frozenset().union(*(_declared(engine.entry, "notes") for engine in engines))
-    missing = (needs.notes | ({"logp"} if "engine" in needs.others else set())) - notes
+    wanted = needs.notes.union(*(bound.needs.notes for bound in chain))
+    missing = (wanted | ({"logp"} if "engine" in needs.others else set())) - notes
     if missing:
         raise ConfigError(
             f"the chain or the objective reads the notes {sorted(missing)}, which the engines do not "
@@ -136,14 +128,9 @@ def check_some(raw: Mapping[str, Any], config: Any) -> None:
 
 def check_measuring(config: Config | EvaluateConfig) -> Pieces:
     """Check every name and option of an evaluation without loading anything."""
-    wanted = config.evaluation
-    if isinstance(config, Config):
-        engine, rewards = wanted.engine or config.rollout.engine[:1], wanted.rewards or config.rewards
-        config = EvaluateConfig(config.policy, replace(wanted, engine=engine, rewards=rewards))
-    pieces = Pieces(Stream(config.seed))
-    checked = pieces.check_all(config)
-    _check_rewards(checked, "evaluation.rewards", weighted=False)
-    if wanted.data is None:
+    config, pieces = evaluation_of(config), Pieces(Stream())
+    _check_rewards(pieces.check_all(config), "evaluation.rewards", weighted=False)
+    if config.evaluation.data is None:
         raise ConfigError("'evaluation.data' is missing, so there is nothing to evaluate on")
     for name in ("engine", "rewards"):
         if not getattr(config.evaluation, name):
@@ -157,53 +144,36 @@ def _listed(checked: Mapping[str, Any], place: str) -> list[Bound]:
 
 def _check_together(config: Config) -> None:
     """Raise if keys contradict each other."""
-    if config.learn.minibatches > config.rollout.num_prompts:
-        raise ConfigError(
-            f"'learn.minibatches' is {config.learn.minibatches}, but there are only "
-            f"{config.rollout.num_prompts} groups (rollout.num_prompts) to part"
-        )
-    if config.eval_steps and config.evaluation.data is None:
-        raise ConfigError(
-            f"'eval_steps' is {config.eval_steps}, but 'evaluation.data' names nothing to measure on"
-        )
-    if config.metric_for_best_model.startswith("eval_") and (
-        not config.eval_steps or config.save_steps % config.eval_steps
-    ):
-        raise ConfigError(
-            f"'metric_for_best_model' is '{config.metric_for_best_model}', so 'save_steps' "
-            f"({config.save_steps}) must be a multiple of 'eval_steps' ({config.eval_steps}): only then is "
-            "it measured where a checkpoint is written"
-        )
-    if not config.rollout.engine:
-        raise ConfigError("'rollout.engine' is empty; name the engine that makes rollouts")
-    if config.rollout.policy and config.rollout.policy not in config.references:
-        raise ConfigError(
-            f"'rollout.policy' is '{config.rollout.policy}', which is not in `references` "
-            f"({', '.join(config.references) or 'none'})"
-        )
+    learn, rollout, best = config.learn, config.rollout, config.metric_for_best_model
+    unmeasured = not config.eval_steps or config.save_steps % config.eval_steps
+    contradictions = {
+        f"'learn.minibatches' is {learn.minibatches}, but there are only {rollout.num_prompts} groups "
+        "(rollout.num_prompts) to part": learn.minibatches > rollout.num_prompts,
+        f"'eval_steps' is {config.eval_steps}, but 'evaluation.data' names nothing to measure on": (
+            config.eval_steps and config.evaluation.data is None
+        ),
+        f"'metric_for_best_model' is '{best}', so 'save_steps' ({config.save_steps}) must be a multiple of "
+        f"'eval_steps' ({config.eval_steps}): only then is it measured where a checkpoint is written": (
+            best.startswith("eval_") and unmeasured
+        ),
+        "'rollout.engine' is empty; name the engine that makes rollouts": not rollout.engine,
+        f"'rollout.policy' is '{rollout.policy}', which is not in `references` "
+        f"({', '.join(config.references) or 'none'})": (
+            rollout.policy and rollout.policy not in config.references
+        ),
+    }
+    for message, holds in contradictions.items():
+        if holds:
+            raise ConfigError(message)
 
 
 def _check_rewards(checked: Mapping[str, Any], place: str, *, weighted: bool = True) -> None:
     rewards = _listed(checked, place)
-    name, count = Counter(bound.name for bound in rewards).most_common(1)[0] if rewards else ("", 0)
-    if count > 1:
-        raise ConfigError(f"{place}: two rewards are called '{name}'; give one of them a `label`")
+    for name, count in Counter(bound.name for bound in rewards).items():
+        if count > 1:
+            raise ConfigError(f"{place}: two rewards are called '{name}'; give one of them a `label`")
     if weighted and not any(bound.weight for bound in rewards):
         raise ConfigError(f"{place}: no reward has a weight, so there is nothing to learn from")
-
-
-def _check_groups(config: Config, chain: Sequence[Bound]) -> None:
-    """Raise if advantages compare the rollouts of a prompt and there is one per prompt."""
-    if config.rollout.num_generations > 1:
-        return
-    for i, bound in enumerate(chain):
-        options = {name: p.default for name, p in bound.entry.options.items()} | bound.options
-        if "group" in (options.get("by") or ()) and options.get("singleton") == "zero":
-            raise ConfigError(
-                f"advantage[{i}]: '{bound.entry.full_name}' compares the rollouts of a prompt, but "
-                "rollout.num_generations is 1, so every advantage would be 0; ask for 2 or more, or set "
-                "`singleton: raw`"
-            )
 
 
 def _needs_of(config: Config, checked: Mapping[str, Any]) -> Needs:
@@ -223,10 +193,10 @@ def _needs_of(config: Config, checked: Mapping[str, Any]) -> Needs:
 
 
 def _check_outputs(config: Config, needs: Needs, says: frozenset[str]) -> None:
-    wanted = needs.extra | frozenset().union(*needs.others.values())
-    if wanted - says:
+    missing = needs.extra.union(*needs.others.values()) - says
+    if missing:
         raise ConfigError(
-            f"the objective reads {sorted(wanted - says)} of the policy, which '{config.policy.name}' does "
+            f"the objective reads {sorted(missing)} of the policy, which '{config.policy.name}' does "
             f"not say as it is set up; it says {sorted(says) or 'nothing'} besides log-probabilities"
         )
 
@@ -241,6 +211,17 @@ def _declared(entry: Entry, name: str) -> frozenset[str]:
 # ---- evaluation
 
 
+def evaluation_of(config: Config | EvaluateConfig) -> EvaluateConfig:
+    """The evaluation of a training run; an engine or rewards that it leaves out are those of the training."""
+    match config:
+        case EvaluateConfig():
+            return config
+        case Config(evaluation=evaluation):
+            engine = evaluation.engine or config.rollout.engine[:1]
+            evaluation = replace(evaluation, engine=engine, rewards=evaluation.rewards or config.rewards)
+            return EvaluateConfig(config.policy, evaluation, seed=config.seed)
+
+
 def held_out(config: Config | EvaluateConfig) -> Sequence[Prompt]:
     """Read the prompts of the evaluation."""
     pieces, wanted = Pieces(Stream(config.seed, purpose="evaluate")), config.evaluation
@@ -251,20 +232,16 @@ def make_evaluator(
     config: Config | EvaluateConfig, prompts: Sequence[Prompt], policy: Policy, processes: Processes
 ) -> Evaluator:
     """Make an evaluator; an engine or rewards that `evaluation` leaves out are those of the training."""
-    wanted = config.evaluation
-    engine = wanted.engine or config.rollout.engine[:1]
-    rewards = wanted.rewards or config.rewards
-    stream = Stream(config.seed, purpose="evaluate")
-    own = Pieces(stream)
+    config = evaluation_of(config)
+    stream, wanted = Stream(config.seed, purpose="evaluate"), config.evaluation
+    pieces = Pieces(stream)
     return Evaluator(
         data=prompts,
         processes=processes,
         stream=stream,
-        engine=make_engine(own, engine, policy, "evaluation.engine"),
-        rewards=make_rewards(own, rewards, "evaluation.rewards"),
-        metrics=[
-            own.make("metric", p, place=f"evaluation.metrics[{i}]") for i, p in enumerate(wanted.metrics)
-        ],
+        engine=make_engine(pieces, wanted.engine, policy, "evaluation.engine"),
+        rewards=pieces.make_field(config, "evaluation.rewards"),
+        metrics=pieces.make_field(config, "evaluation.metrics"),
         num_generations=wanted.num_generations,
         confidence=wanted.confidence,
     )
@@ -290,16 +267,18 @@ def load_engine(
         overrides: Changes as on the command line, such as "policy.model=...".
         setting: Name of one of the `settings` of an evaluation.
     """
-    parsed = is_dataclass(source)
-    raw = change(as_plain(source), overrides) if parsed else read(source, overrides)
-    trains = "rollout" in raw
-    kind = Config if trains else EvaluateConfig
-    config = parse(raw, kind) if parsed else load(source, overrides, kind)
-    if setting and trains:
-        raise ConfigError(f"'{setting}' is to be a setting of an evaluation, but this is a training run")
-    config = setting_of(config, setting) if setting else config
-    place = "rollout.engine" if trains else "evaluation.engine"
-    listed = config.rollout.engine if trains else config.evaluation.engine
+    if is_dataclass(source):
+        config = parse(change(as_plain(source), overrides), type(source))
+    else:
+        config = load(source, overrides, Config if "rollout" in read(source, overrides) else EvaluateConfig)
+    match config:
+        case Config() if setting:
+            raise ConfigError(f"'{setting}' is to be a setting of an evaluation, but this is a training run")
+        case Config():
+            place, listed = "rollout.engine", config.rollout.engine
+        case EvaluateConfig():
+            config = setting_of(config, setting) if setting else config
+            place, listed = "evaluation.engine", config.evaluation.engine
     if not listed:
         raise ConfigError(f"'{place}' is empty; name the engine that answers")
     pieces = Pieces(Stream(config.seed))

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from mmrl.build import build, check, make_rewards
+from mmrl.build import build, check
 from mmrl.cli import check_file, main
 from mmrl.config.binding import Pieces
 from mmrl.config.loading import merge, read
@@ -275,7 +275,7 @@ def test_dapo_drops_groups_that_are_all_right_or_all_wrong_whatever_their_length
 
 @pytest.mark.parametrize("length, wanted", [(16384, 0.0), (18432, -0.5), (20480, -1.0), (20481, -1.0)])
 def test_dapo_punishes_length_over_its_last_4096_steps(length, wanted):
-    overlong = make_rewards(Pieces(Stream()), [as_piece(of_variant("dapo")["rewards"][1], "")], "rewards")[0]
+    overlong = Pieces(Stream()).make("reward", as_piece(of_variant("dapo")["rewards"][1], ""))
     assert overlong([Prompt("a", ())], [Outcome("", end=length)]) == [wanted]
 
 
