@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import is_dataclass, replace
+from collections.abc import Sequence
+from dataclasses import is_dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from mmrl.config.binding import Bound, Pieces
+from mmrl.config.binding import Pieces
+from mmrl.config.consistency import check_evaluation, check_outputs, check_training, evaluation_of
 from mmrl.config.loading import ConfigError, change, read
 from mmrl.config.ranges import NonNegativeFloat
-from mmrl.config.registry import HOMES, Entry, Needs
-from mmrl.config.schema import Config, EvaluateConfig, Piece, as_piece, as_plain, load, parse
+from mmrl.config.schema import Config, EvaluateConfig, Piece, as_plain, load, parse
 from mmrl.config.sweep import setting_of
 from mmrl.core.protocols import Engine, Policy
 from mmrl.core.rng import Stream
@@ -42,7 +41,7 @@ def build(config: Config, *, quiet: bool = False) -> Run:
     torch.manual_seed(config.seed)  # adapters draw their first weights from the global stream
     processes = Processes(config.ddp_timeout)
     policy, objective = make("policy"), make("objective")
-    _check_outputs(config, objective.needs, policy.says)
+    check_outputs(config, objective.needs, policy.says)
     method = Method(
         policy=policy,
         optimizer=processes.place(policy, make("learn.optimizer"), config.learn.max_grad_norm),
@@ -77,149 +76,17 @@ def make_engine(pieces: Pieces, listed: Sequence[Piece], policy: Policy, place: 
     return engine
 
 
-# ---- checking
-
-
 def check(config: Config) -> Pieces:
     """Check every name, option and join of a configuration without loading anything.
 
     Returns the pieces, so that a caller that will run them can require their packages.
     """
-    pieces = Pieces(Stream())
-    parse(as_plain(config), Config)  # types and ranges, where it was not read from a file
-    _check_together(config)
+    pieces = check_training(config)
     check_hub(config)
-    checked = pieces.check_all(config)
-    _check_rewards(checked, "rewards")
-    _check_rewards(checked, "evaluation.rewards", weighted=False)
-    chain, engines = _listed(checked, "advantage"), _listed(checked, "rollout.engine")
-    for i, bound in enumerate(chain):
-        options = {name: p.default for name, p in bound.entry.options.items()} | bound.options
-        compares = "group" in (options.get("by") or ()) and options.get("singleton") == "zero"
-        if compares and config.rollout.num_generations == 1:
-            raise ConfigError(
-                f"advantage[{i}]: '{bound.entry.full_name}' compares the rollouts of a prompt, but "
-                "rollout.num_generations is 1, so every advantage would be 0; ask for 2 or more, or set "
-                "`singleton: raw`"
-            )
-    needs = _needs_of(config, checked)
-    _check_outputs(config, needs, _declared(checked["policy"].entry, "says"))
-    notes = frozenset().union(*(_declared(engine.entry, "notes") for engine in engines))
-    wanted = needs.notes.union(*(bound.needs.notes for bound in chain))
-    missing = (wanted | ({"logp"} if "engine" in needs.others else set())) - notes
-    if missing:
-        raise ConfigError(
-            f"the chain or the objective reads the notes {sorted(missing)}, which the engines do not "
-            f"take; they note {sorted(notes) or 'nothing'}"
-        )
     return pieces
 
 
-def check_some(raw: Mapping[str, Any], config: Any) -> None:
-    """Check a part of a configuration, such as a variant, which has no policy and no data."""
-    pieces = Pieces(Stream())
-    for name, option in (raw.get("policy") or {}).items():
-        if name in HOMES:  # of the policy that a run will name
-            pieces.check(name, as_piece(option, f"policy.{name}"), f"policy.{name}")
-    checked = pieces.check_all(config)
-    if config.objective is not None:
-        _needs_of(config, checked)
-
-
-def check_measuring(config: Config | EvaluateConfig) -> Pieces:
-    """Check every name and option of an evaluation without loading anything."""
-    config, pieces = evaluation_of(config), Pieces(Stream())
-    _check_rewards(pieces.check_all(config), "evaluation.rewards", weighted=False)
-    if config.evaluation.data is None:
-        raise ConfigError("'evaluation.data' is missing, so there is nothing to evaluate on")
-    for name in ("engine", "rewards"):
-        if not getattr(config.evaluation, name):
-            raise ConfigError(f"'evaluation.{name}' is empty; name at least one")
-    return pieces
-
-
-def _listed(checked: Mapping[str, Any], place: str) -> list[Bound]:
-    return [bound for name, bound in checked.items() if name.startswith(f"{place}[")]
-
-
-def _check_together(config: Config) -> None:
-    """Raise if keys contradict each other."""
-    learn, rollout, best = config.learn, config.rollout, config.metric_for_best_model
-    unmeasured = not config.eval_steps or config.save_steps % config.eval_steps
-    contradictions = {
-        f"'learn.minibatches' is {learn.minibatches}, but there are only {rollout.num_prompts} groups "
-        "(rollout.num_prompts) to part": learn.minibatches > rollout.num_prompts,
-        f"'eval_steps' is {config.eval_steps}, but 'evaluation.data' names nothing to measure on": (
-            config.eval_steps and config.evaluation.data is None
-        ),
-        f"'metric_for_best_model' is '{best}', so 'save_steps' ({config.save_steps}) must be a multiple of "
-        f"'eval_steps' ({config.eval_steps}): only then is it measured where a checkpoint is written": (
-            best.startswith("eval_") and unmeasured
-        ),
-        "'rollout.engine' is empty; name the engine that makes rollouts": not rollout.engine,
-        f"'rollout.policy' is '{rollout.policy}', which is not in `references` "
-        f"({', '.join(config.references) or 'none'})": (
-            rollout.policy and rollout.policy not in config.references
-        ),
-    }
-    for message, holds in contradictions.items():
-        if holds:
-            raise ConfigError(message)
-
-
-def _check_rewards(checked: Mapping[str, Any], place: str, *, weighted: bool = True) -> None:
-    rewards = _listed(checked, place)
-    for name, count in Counter(bound.name for bound in rewards).items():
-        if count > 1:
-            raise ConfigError(f"{place}: two rewards are called '{name}'; give one of them a `label`")
-    if weighted and not any(bound.weight for bound in rewards):
-        raise ConfigError(f"{place}: no reward has a weight, so there is nothing to learn from")
-
-
-def _needs_of(config: Config, checked: Mapping[str, Any]) -> Needs:
-    """Read what an objective needs; the policies that it compares with must be references."""
-    needs = getattr(checked["objective"], "needs", None)
-    if not isinstance(needs, Needs):
-        raise ConfigError(
-            f"objective: '{config.objective.name}' is no objective: it does not declare `needs`"
-        )
-    missing = set(needs.others) - set(config.references) - {"old", "engine"}
-    if missing:
-        raise ConfigError(
-            f"the objective compares with {sorted(missing)}, but `references` has "
-            f"{sorted(config.references) or 'nothing'}; add for instance `references: {{ref: frozen}}`"
-        )
-    return needs
-
-
-def _check_outputs(config: Config, needs: Needs, says: frozenset[str]) -> None:
-    missing = needs.extra.union(*needs.others.values()) - says
-    if missing:
-        raise ConfigError(
-            f"the objective reads {sorted(missing)} of the policy, which '{config.policy.name}' does "
-            f"not say as it is set up; it says {sorted(says) or 'nothing'} besides log-probabilities"
-        )
-
-
-def _declared(entry: Entry, name: str) -> frozenset[str]:
-    """Read what a class declares: the outputs that a policy `says`, the `notes` of an engine."""
-    if not hasattr(entry.target, name):
-        raise ConfigError(f"'{entry.full_name}' is no {entry.kind}: it does not declare `{name}`")
-    return getattr(entry.target, name)
-
-
-# ---- evaluation
-
-
-def evaluation_of(config: Config | EvaluateConfig) -> EvaluateConfig:
-    """The evaluation of a training run; an engine or rewards that it leaves out are those of the training."""
-    match config:
-        case EvaluateConfig():
-            return config
-        case Config(evaluation=evaluation):
-            engine = evaluation.engine or config.rollout.engine[:1]
-            evaluation = replace(evaluation, engine=engine, rewards=evaluation.rewards or config.rewards)
-            return EvaluateConfig(config.policy, evaluation, seed=config.seed)
+# ---- evaluation and inference
 
 
 def held_out(config: Config | EvaluateConfig) -> Sequence[Prompt]:
@@ -249,7 +116,7 @@ def make_evaluator(
 
 def load_evaluator(config: Config | EvaluateConfig) -> Evaluator:
     """Load a policy and make its evaluator."""
-    check_measuring(config).require_packages()
+    check_evaluation(config).require_packages()
     pieces, processes = Pieces(Stream(config.seed)), Processes()
     prompts = held_out(config)  # before a weight is loaded
     return make_evaluator(config, prompts, _load_policy(config, pieces, processes), processes).agreed()

@@ -218,6 +218,7 @@ def check_file(path: str | Path) -> None:
     """Check every name and option of a file: a run, an evaluation, something to build, or a variant."""
     from mmrl import build as building
     from mmrl.config.binding import Pieces
+    from mmrl.config.consistency import check_some
     from mmrl.core.rng import Stream
     from mmrl.pareto import check_settings
 
@@ -227,7 +228,7 @@ def check_file(path: str | Path) -> None:
     if "build" in raw:
         Pieces(Stream()).check_all(load(path, kind=BuildConfig))
     elif is_part(raw):
-        building.check_some(raw, parse_some(raw, Config))
+        check_some(raw, parse_some(raw, Config))
     elif "rollout" in raw:
         building.check(load(path, kind=Config))
     else:

@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmrl.build import check_measuring, load_evaluator
+from mmrl.build import load_evaluator
 from mmrl.config.binding import Bound, Pieces
+from mmrl.config.consistency import check_evaluation
 from mmrl.config.schema import ConfigError, EvaluateConfig
 from mmrl.config.sweep import settings_of
 from mmrl.core.protocols import Engine
@@ -31,11 +32,11 @@ SECONDS = "seconds"
 
 def check_settings(config: EvaluateConfig) -> dict[str, EvaluateConfig]:
     """Check every name and option of every setting and cost meter, without loading anything."""
-    check_measuring(config)
+    check_evaluation(config)
     settings = settings_of(config)
     for name, setting in settings.items():
         try:
-            check_measuring(setting)
+            check_evaluation(setting)
         except ConfigError as error:
             raise ConfigError(f"settings.{name}: {error}") from error
     make_meters(config)
@@ -59,7 +60,7 @@ def compare(config: EvaluateConfig, folder: Path) -> SettingsComparison:
 
     settings, meters = check_settings(config), make_meters(config)
     for setting in settings.values():
-        check_measuring(setting).require_packages()
+        check_evaluation(setting).require_packages()
     folder.mkdir(parents=True, exist_ok=True)
     rows: dict[str, SettingResult] = {}
     first: Resampled | None = None

@@ -6,8 +6,9 @@ import math
 
 import pytest
 
-from mmrl.build import check, check_some
+from mmrl.build import check
 from mmrl.config.binding import Pieces
+from mmrl.config.consistency import check_some
 from mmrl.config.registry import find
 from mmrl.config.schema import Config, ConfigError, Piece, parse, parse_some
 from mmrl.core.rng import Stream

@@ -23,9 +23,10 @@ from pathlib import Path
 from omegaconf import OmegaConf
 
 from mmrl import cli as command_line
-from mmrl.build import check, check_some
+from mmrl.build import check
 from mmrl.config import registry
 from mmrl.config.binding import Pieces
+from mmrl.config.consistency import check_some
 from mmrl.config.loading import read
 from mmrl.config.schema import Config as Training
 from mmrl.config.schema import as_piece, is_part, load, parse_some
