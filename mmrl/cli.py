@@ -7,25 +7,16 @@ from __future__ import annotations
 
 import argparse
 import inspect
-import json
 import logging
 import sys
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from mmrl.config.loading import read
-from mmrl.config.schema import (
-    BuildConfig,
-    Config,
-    ConfigError,
-    EvaluateConfig,
-    is_part,
-    load,
-    parse_some,
-)
+from mmrl.config.schema import BuildConfig, Config, ConfigError, EvaluateConfig, is_part, load, parse_some
 
 PACKAGES = (
     "mmrl", "torch", "torchvision", "transformers", "accelerate", "peft", "datasets", "av", "diffusers",
@@ -66,6 +57,12 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="mmrl", description="Train and measure multimodal models with RL.")
     parser.add_argument("--traceback", action="store_true", help="show where a failure came from")
     commands = parser.add_subparsers(required=True, metavar="command")
+
+    def add(name: str, command: Callable, words: str, among: Any = commands) -> argparse.ArgumentParser:
+        added = among.add_parser(name, help=words)
+        added.set_defaults(command=command)
+        return added
+
     for name, command, words in (
         ("train", train, "train from a configuration; continues from the last checkpoint"),
         ("evaluate", evaluate, "measure a model on held-out prompts"),
@@ -73,39 +70,27 @@ def _parser() -> argparse.ArgumentParser:
         ("estimate-memory", estimate_memory, "estimate the memory that a training run takes"),
         ("build", build, "build a data set or a model folder"),
     ):
-        added = commands.add_parser(name, help=words)
+        added = add(name, command, words)
         added.add_argument("config", help="a YAML file, or one that comes with mmrl")
-        added.add_argument(
-            "overrides", nargs="*", metavar="key=value", help="changes, dotted: learn.learning_rate=1e-6"
-        )
-        added.set_defaults(command=command)
-    added = commands.add_parser("check", help="check configurations without loading anything")
-    added.add_argument("configs", nargs="+")
-    added.set_defaults(command=check)
-    added = commands.add_parser("data", help="look at data sets")
-    inside = added.add_subparsers(required=True, metavar="command")
-    added = inside.add_parser(
-        "check", help="find rows and media that are missing, broken or shared by splits"
+        changes = "changes, dotted: learn.learning_rate=1e-6"
+        added.add_argument("overrides", nargs="*", metavar="key=value", help=changes)
+    add("check", check, "check configurations without loading anything").add_argument("configs", nargs="+")
+    inside = commands.add_parser("data", help="look at data sets").add_subparsers(
+        required=True, metavar="command"
     )
+    words = "find rows and media that are missing, broken or shared by splits"
+    added = add("check", check_data, words, inside)
     added.add_argument("path", help="a file of rows (jsonl, json, parquet), or a folder of them")
-    added.add_argument(
-        "--root", help="folder that media paths are relative to (default: the folder of the rows)"
-    )
+    home = "folder that media paths are relative to (default: the folder of the rows)"
+    added.add_argument("--root", help=home)
     added.add_argument("--show", type=int, default=3, metavar="N", help="findings to print per check")
-    added.set_defaults(command=check_data)
-    added = commands.add_parser("report", help="write the page of a run, or one page that compares several")
+    added = add("report", report, "write the page of a run, or one page that compares several")
     added.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="the output_dir of a training run")
-    added.add_argument(
-        "--output",
-        type=Path,
-        help="the page to write (default: report.html of the one run, or comparison.html here)",
-    )
-    added.set_defaults(command=report)
-    added = commands.add_parser("list", help="list pieces with their options")
-    added.add_argument("kind", nargs="?", help="advantage, surrogate, reward, ...; all kinds if left out")
-    added.set_defaults(command=show)
-    added = commands.add_parser("env", help="print versions for a bug report")
-    added.set_defaults(command=env)
+    page = "the page to write (default: report.html of the one run, or comparison.html here)"
+    added.add_argument("--output", type=Path, help=page)
+    kinds = "advantage, surrogate, reward, ...; all kinds if left out"
+    add("list", show, "list pieces with their options").add_argument("kind", nargs="?", help=kinds)
+    add("env", env, "print versions for a bug report")
     return parser
 
 
@@ -130,8 +115,8 @@ def doctor(given: argparse.Namespace) -> int:
 
     report = examine(load(given.config, given.overrides, Config))
     for entry, findings in report.found:
-        grave = any(finding.grave for finding in findings)
-        print(f"{'wrong' if grave else 'ok   '}  {entry.full_name}: {entry.summary}")
+        verdict = "wrong" if any(finding.grave for finding in findings) else "ok   "
+        print(f"{verdict}  {entry.full_name}: {entry.summary}")
         for finding in findings:
             advice = f"What to do: {finding.advice}" if finding.grave else finding.advice
             print(f"       {finding.what}.\n       {advice}.")
@@ -161,6 +146,7 @@ def evaluate(given: argparse.Namespace) -> int:
     from mmrl.build import load_evaluator
     from mmrl.pareto import compare
     from mmrl.reporting.html import document, metric_table
+    from mmrl.reporting.metrics import write_measured
     from mmrl.reporting.pareto import show as show_settings
 
     trains = "rollout" in read(given.config, given.overrides)
@@ -174,11 +160,7 @@ def evaluate(given: argparse.Namespace) -> int:
     if not evaluator.processes.main:
         return 0
     folder.mkdir(parents=True, exist_ok=True)
-    written = {
-        "metrics": dict(measured.metrics),
-        "intervals": {k: list(v) for k, v in measured.intervals.items()},
-    }
-    (folder / "evaluation.json").write_text(json.dumps(written, indent=2))
+    write_measured(folder, measured)
     page = document(folder.name, ["<h1>Evaluation</h1>", metric_table({folder.name: measured})])
     (folder / "evaluation.html").write_text(page)
     _print_measured(measured)
@@ -253,7 +235,7 @@ def check_data(given: argparse.Namespace) -> int:
     from mmrl.data.dataset_io import Rows, SourceError, row_files
 
     path = Path(given.path)
-    root = Path(given.root) if given.root else path if path.is_dir() else path.parent
+    root = Path(given.root or (path if path.is_dir() else path.parent))
     if given.root and not root.is_dir():
         raise ConfigError(f"there is no folder '{root}' that media paths could be relative to")
     row_files(path)
@@ -262,58 +244,41 @@ def check_data(given: argparse.Namespace) -> int:
     if not splits:
         raise SourceError(f"'{path}' holds no rows")
     by_check = [(entry, list(entry.target(rows))) for entry in pieces("check", on="data")]
-    _print_findings(by_check, given.show)
+    table = [[entry.full_name, str(len(findings)), entry.summary] for entry, findings in by_check]
+    _print_table(["check", "found", "what it looks for"], *table)
+    for entry, findings in by_check:
+        for finding in findings[: given.show]:
+            print(f"{entry.full_name}: {finding.place}: {finding.what}")
+        if len(findings) > given.show:
+            print(f"{entry.full_name}: and {len(findings) - given.show} more")
     wrong = sum(len(findings) for _, findings in by_check)
     counts = ", ".join(f"{split} {count}" for split, count in splits.items())
     print(f"{path}: {splits.total()} rows ({counts}), {wrong or 'nothing'} wrong")
     return 1 if wrong else 0
 
 
-def _print_findings(by_check: Sequence[tuple[Any, Sequence[Any]]], show: int) -> None:
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    console = Console() if sys.stdout.isatty() else Console(width=200)
-    table = Table("check", "found", "what it looks for", box=None, pad_edge=False)
-    for entry, findings in by_check:
-        table.add_row(entry.full_name, str(len(findings)), entry.summary)
-    console.print(table)
-    for entry, findings in by_check:
-        for finding in findings[:show]:
-            console.print(Text(f"{entry.full_name}: {finding.place}: {finding.what}"), soft_wrap=True)
-        if len(findings) > show:
-            console.print(f"{entry.full_name}: and {len(findings) - show} more")
-
-
 def show(given: argparse.Namespace) -> int:
     """Print pieces: name, when it runs, options with defaults, first paragraph of the docstring."""
-    from rich.console import Console
-    from rich.table import Table
-
     from mmrl.config.registry import HOMES, pieces
 
     if given.kind is not None and given.kind not in HOMES:
         raise ConfigError(f"there is no kind '{given.kind}'; there are {', '.join(sorted(HOMES))}")
-    console = Console() if sys.stdout.isatty() else Console(width=200)
     for kind in [given.kind] if given.kind else sorted(HOMES):
-        entries = pieces(kind)
-        runs = ["runs on"] if any(entry.on for entry in entries) else []
-        headers = ("name", *runs, "options", "what it does")
-        table = Table(*headers, title=kind, title_justify="left", box=None, pad_edge=False)
-        for entry in entries:
-            options = ", ".join(_option(name, p) for name, p in entry.options.items() if name != "stream")
-            table.add_row(entry.full_name, *([entry.on] if runs else []), options, entry.summary)
-        if table.row_count:
-            console.print(table, "")
+        rows = []
+        for entry in pieces(kind):
+            options = []
+            for name, default in ((name, p.default) for name, p in entry.options.items() if name != "stream"):
+                # A default that is a piece is shown by its name.
+                shown = f"={getattr(default, 'name', default)}"
+                options.append(name if default is inspect.Parameter.empty else name + shown)
+            rows.append([entry.full_name, entry.on, ", ".join(options), entry.summary])
+        table = [["name", "runs on", "options", "what it does"], *rows]
+        if not any(row[1] for row in rows):  # a kind without stages
+            table = [[name, *rest] for name, _, *rest in table]
+        if rows:
+            _print_table(*table, title=kind)
+            print()
     return 0
-
-
-def _option(name: str, parameter: inspect.Parameter) -> str:
-    default = parameter.default
-    if default is inspect.Parameter.empty:
-        return name
-    return f"{name}={getattr(default, 'name', default)}"
 
 
 def env(given: argparse.Namespace) -> int:
@@ -333,12 +298,17 @@ def env(given: argparse.Namespace) -> int:
     return 0
 
 
-def _print_measured(measured) -> None:
+def _print_measured(measured: Any) -> None:
+    spelled = {name: f"{low:.4g} to {high:.4g}" for name, (low, high) in measured.intervals.items()}
+    rows = [[name, f"{value:.4g}", spelled.get(name, "")] for name, value in measured.metrics.items()]
+    _print_table(["metric", "value", "interval"], *rows)
+
+
+def _print_table(titles: Sequence[str], *rows: Sequence[str], title: str | None = None) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    table = Table("metric", "value", "interval")
-    for name, value in measured.metrics.items():
-        low, high = measured.intervals.get(name, (None, None))
-        table.add_row(name, f"{value:.4g}", "" if low is None else f"{low:.4g} to {high:.4g}")
-    Console().print(table)
+    table = Table(*titles, title=title, title_justify="left", box=None, pad_edge=False)
+    for row in rows:
+        table.add_row(*row)
+    (Console() if sys.stdout.isatty() else Console(width=200)).print(table)

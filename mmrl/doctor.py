@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,7 +13,6 @@ from torch import Tensor, nn
 from mmrl.build import build
 from mmrl.config.registry import Entry
 from mmrl.config.schema import Config, Evaluation, Piece
-from mmrl.core.reward_table import Collection
 from mmrl.core.step_table import Batch
 from mmrl.diagnostics.context import Examined, Finding, frozen_adapters
 from mmrl.diagnostics.memory_estimate import estimate_with, in_use, room
@@ -43,7 +41,7 @@ class Diagnosis:
 
 def examine(config: Config, *, num_prompts: int = 4) -> Diagnosis:
     """Build a run, collect a few rollouts, and apply every startup check that fits."""
-    small = dataclasses.replace(
+    small = replace(
         config,
         rollout=replace(config.rollout, num_prompts=num_prompts, max_rounds=1),
         learn=replace(config.learn, minibatches=1),
@@ -61,16 +59,24 @@ def _look(small: Config, config: Config) -> Examined:
     run = build(small, quiet=True)
     run.tick(0)
     collection = collect(run)
-    batch = _batch_of(run, collection)
+    batch = run.policy.collate(collection.rollouts)
+    # All rows, each with an advantage of 1, as if the advantage chain dropped none of them.
+    batch = batch.replace(
+        group=collection.table.group,
+        advantage=batch.mask.clone(),
+        weight=batch.mask / batch.mask.sum(),
+        rows=torch.arange(len(batch)),
+    )
     untouched, saved = _reached(run, batch)
 
     def again(**options: Any) -> Examined | None:
         if not options.keys() <= run.pieces.check("policy", small.policy).options.keys():
             return None
         policy = Piece(small.policy.name, {**small.policy.options, **options})
-        return _look(dataclasses.replace(small, policy=policy), config)
+        return _look(replace(small, policy=policy), config)
 
-    activations = {f"activations of {run.guard.micro_batch_steps} steps (measured)": saved}
+    memory = estimate_with(config, run.policy, [row.prompt for row in collection.rollouts])
+    memory = {**memory, f"activations of {run.guard.micro_batch_steps} steps (measured)": saved}
     return Examined(
         config=config,
         policy=run.policy,
@@ -83,23 +89,9 @@ def _look(small: Config, config: Config) -> Examined:
         micro_batch_steps=run.guard.micro_batch_steps,
         untouched=untouched,
         idle=frozen_adapters(run.policy.module),
-        memory={
-            **estimate_with(config, run.policy, [row.prompt for row in collection.rollouts]),
-            **activations,
-        },
+        memory=memory,
         room=room()[0],
         again=again,
-    )
-
-
-def _batch_of(run: Run, collection: Collection) -> Batch:
-    """Make a batch of all rows, each with an advantage of 1; the advantage chain drops none of them."""
-    batch = run.policy.collate(collection.rollouts)
-    return batch.replace(
-        group=collection.table.group,
-        advantage=batch.mask.clone(),
-        weight=batch.mask / batch.mask.sum(),
-        rows=torch.arange(len(batch)),
     )
 
 
@@ -108,25 +100,24 @@ def _reached(run: Run, batch: Batch) -> tuple[list[str], float]:
 
     Returns their names, and the bytes that a micro-batch of `micro_batch_steps` keeps for its backward pass.
     """
-    steps_wanted = run.guard.micro_batch_steps
-    module = run.policy.module
-    named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
-    rows, columns = max(batch.cuts(steps_wanted, run.method.needs.unit), key=lambda cut: len(cut[0]))
+    wanted, module = run.guard.micro_batch_steps, run.policy.module
+    named = {name: p for name, p in module.named_parameters() if p.requires_grad}
+    parameters = list(named.values())
+    rows, columns = max(batch.cuts(wanted, run.method.needs.unit), key=lambda cut: len(cut[0]))
     micro = batch.select(rows, columns).on(run.processes.device)
-    with _nudged([p for _, p in named]), evaluating(module):
+    with _nudged(parameters), evaluating(module):
         with _counting(module) as kept:
             logp = run.policy(micro, frozenset()).logp
         # Not the plain sum: what is the same for all choices of a step would have no gradient.
         signs = torch.linspace(0.5, 1.5, logp.numel()).view_as(logp).to(logp)
-        gradients = (
-            torch.autograd.grad((logp * signs * micro.mask).sum(), [p for _, p in named], allow_unused=True)
-            if logp.requires_grad
-            else [None] * len(named)
-        )
-        outside = [name for (name, _), g in zip(named, gradients, strict=True) if g is None]
-        zero = [name for (name, _), g in zip(named, gradients, strict=True) if g is not None and not g.any()]
+        gradients = [None] * len(named)
+        if logp.requires_grad:
+            loss = (logp * signs * micro.mask).sum()
+            gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
+        outside = [name for name, g in zip(named, gradients, strict=True) if g is None]
+        zero = [name for name, g in zip(named, gradients, strict=True) if g is not None and not g.any()]
     steps = max(1, micro.steps.cost(torch.arange(len(micro))))
-    saved = kept() * max(1.0, steps_wanted / steps)
+    saved = float(sum(kept.values())) * max(1.0, wanted / steps)
     # Some networks discard a part of their last block, whose gradients are rightly 0.
     return outside + (zero if len(zero) > SPARE * len(named) else []), saved
 
@@ -149,8 +140,8 @@ def _nudged(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
 
 
 @contextmanager
-def _counting(module: nn.Module) -> Iterator[Callable[[], float]]:
-    """Count the bytes saved for the backward pass besides weights, each storage once."""
+def _counting(module: nn.Module) -> Iterator[Mapping[int, int]]:
+    """Map the address of every storage saved for the backward pass, weights aside, to its bytes."""
     own = {t.untyped_storage().data_ptr() for t in (*module.parameters(), *module.buffers())}
     kept: dict[int, int] = {}
 
@@ -161,4 +152,4 @@ def _counting(module: nn.Module) -> Iterator[Callable[[], float]]:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        yield lambda: float(sum(kept.values()))
+        yield kept

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import statistics
 import time
@@ -18,7 +17,8 @@ from torch import Tensor
 from mmrl.build import load_evaluator
 from mmrl.config.binding import Bound, Pieces
 from mmrl.config.consistency import check_evaluation
-from mmrl.config.schema import ConfigError, EvaluateConfig
+from mmrl.config.loading import ConfigError, nearest
+from mmrl.config.schema import EvaluateConfig
 from mmrl.config.sweep import settings_of
 from mmrl.core.protocols import Engine
 from mmrl.core.rng import Stream
@@ -31,7 +31,7 @@ SECONDS = "seconds"
 
 
 def check_settings(config: EvaluateConfig) -> dict[str, EvaluateConfig]:
-    """Check every name and option of every setting and cost meter, without loading anything."""
+    """Check every name and option of every setting and cost metric, without loading anything."""
     check_evaluation(config)
     settings = settings_of(config)
     for name, setting in settings.items():
@@ -39,16 +39,7 @@ def check_settings(config: EvaluateConfig) -> dict[str, EvaluateConfig]:
             check_evaluation(setting)
         except ConfigError as error:
             raise ConfigError(f"settings.{name}: {error}") from error
-    make_meters(config)
     return settings
-
-
-def make_meters(config: EvaluateConfig) -> list[Bound]:
-    """Bind the meters of costs that the configuration names."""
-    pieces = Pieces(Stream(config.seed))
-    return [
-        pieces.make("cost", piece, place=f"cost_metrics[{i}]") for i, piece in enumerate(config.cost_metrics)
-    ]
 
 
 def compare(config: EvaluateConfig, folder: Path) -> SettingsComparison:
@@ -58,7 +49,8 @@ def compare(config: EvaluateConfig, folder: Path) -> SettingsComparison:
     """
     import matplotlib  # noqa: F401  the plot comes last; without its package this fails before hours of work
 
-    settings, meters = check_settings(config), make_meters(config)
+    settings = check_settings(config)
+    meters = Pieces(Stream(config.seed)).make_field(config, "cost_metrics")
     for setting in settings.values():
         check_evaluation(setting).require_packages()
     folder.mkdir(parents=True, exist_ok=True)
@@ -69,8 +61,12 @@ def compare(config: EvaluateConfig, folder: Path) -> SettingsComparison:
         result, costs = measure(evaluator, meters)
         first = first or result
         rows[name] = describe(evaluator, result, first, config.settings[name], costs)
+        metric = config.target_metric or next(iter(result.values))
+        if metric not in result.values:
+            hint = nearest(metric, result.values) or f"there are {', '.join(result.values)}"
+            raise ConfigError(f"target_metric: no metric is called '{metric}'; {hint}")
         prompts = len(set(result.uids))
-        compared = SettingsComparison(rows, metric_of(config, result), config.greater_is_better, prompts)
+        compared = SettingsComparison(rows, metric, config.greater_is_better, prompts)
         if evaluator.processes.main:
             (folder / "evaluation.json").write_text(json.dumps(plain(compared), indent=2))
             print(f"{name}: {spell_row(rows[name])}", flush=True)
@@ -92,20 +88,23 @@ class Resampled:
 
 def measure(evaluator: Evaluator, meters: Sequence[Bound]) -> tuple[Resampled, dict[str, float]]:
     """Answer all prompts with a timer, and the first `CHUNK` again with the meters, which slow them down."""
-    engine = TimedEngine(evaluator.engine)
-    evaluator = replace(evaluator, engine=engine)
+    engine, whole = TimedEngine(evaluator.engine), evaluator.processes.whole
     some = [prompt for prompt in evaluator.data[:CHUNK] for _ in range(evaluator.num_generations)]
-    whole = evaluator.processes.whole
     with torch.no_grad(), whole(engine.policy.module):
         engine.rollout(some[: WARM * evaluator.num_generations])
     engine.seconds.clear()
-    measured = evaluator.measure(intervals=False)
-    seconds = statistics.median(engine.seconds)
-    with torch.no_grad(), whole(engine.policy.module):
-        costs = costs_per_prompt(engine.engine, some, meters)
+    measured = replace(evaluator, engine=engine).measure(intervals=False)
+    with ExitStack() as stack:
+        stack.enter_context(torch.no_grad())
+        stack.enter_context(whole(engine.policy.module))
+        metered = [stack.enter_context(meter(evaluator.engine)) for meter in meters]
+        evaluator.engine.rollout(some)
+    prompts = len({prompt.uid for prompt in some})
+    costs = {name: amount / prompts for amounts in metered for name, amount in amounts.items()}
     draws = evaluator.resample(measured.table)
     values = {name: float(measured.metrics[name]) for name in draws}
-    return Resampled(measured.table.uids, values, draws), {**costs, SECONDS: seconds}
+    costs[SECONDS] = statistics.median(engine.seconds)
+    return Resampled(measured.table.uids, values, draws), costs
 
 
 class TimedEngine:
@@ -121,15 +120,6 @@ class TimedEngine:
         rows = self.engine.rollout(prompts)
         self.seconds.append((time.perf_counter() - began) / len({prompt.uid for prompt in prompts}))
         return rows
-
-
-def costs_per_prompt(engine: Engine, prompts: Sequence[Prompt], meters: Sequence[Bound]) -> dict[str, float]:
-    """Answer prompts under meters, and return every cost per distinct prompt."""
-    with ExitStack() as stack:
-        metered = [stack.enter_context(meter(engine)) for meter in meters]
-        engine.rollout(prompts)
-    count = len({prompt.uid for prompt in prompts})
-    return {name: amount / count for costs in metered for name, amount in costs.items()}
 
 
 def describe(
@@ -156,13 +146,3 @@ def describe(
         if name in first.draws
     }
     return SettingResult(changes, quality, difference, costs)
-
-
-def metric_of(config: EvaluateConfig, result: Resampled) -> str:
-    """Return the metric to compare with costs: the configured one, or else the first."""
-    name = config.target_metric or next(iter(result.values))
-    if name not in result.values:
-        near = difflib.get_close_matches(name, result.values, 1)
-        hint = f"did you mean '{near[0]}'?" if near else f"there are {', '.join(result.values)}"
-        raise ConfigError(f"target_metric: no metric is called '{name}'; {hint}")
-    return name
