@@ -58,44 +58,35 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--traceback", action="store_true", help="show where a failure came from")
     commands = parser.add_subparsers(required=True, metavar="command")
 
-    def add(name: str, command: Callable, words: str, among: Any = commands) -> argparse.ArgumentParser:
-        added = among.add_parser(name, help=words)
+    def add(name: str, command: Callable, among: Any = commands) -> argparse.ArgumentParser:
+        added = among.add_parser(name, help=(inspect.getdoc(command) or "").partition("\n")[0])
         added.set_defaults(command=command)
         return added
 
-    for name, command, words in (
-        ("train", train, "train from a configuration; continues from the last checkpoint"),
-        ("evaluate", evaluate, "measure a model on held-out prompts"),
-        ("doctor", doctor, "run every check of a training run on one small collection"),
-        ("estimate-memory", estimate_memory, "estimate the memory that a training run takes"),
-        ("build", build, "build a data set or a model folder"),
-    ):
-        added = add(name, command, words)
+    for command in (train, evaluate, doctor, estimate_memory, build):
+        added = add(command.__name__.replace("_", "-"), command)
         added.add_argument("config", help="a YAML file, or one that comes with mmrl")
         changes = "changes, dotted: learn.learning_rate=1e-6"
         added.add_argument("overrides", nargs="*", metavar="key=value", help=changes)
-    add("check", check, "check configurations without loading anything").add_argument("configs", nargs="+")
-    inside = commands.add_parser("data", help="look at data sets").add_subparsers(
-        required=True, metavar="command"
-    )
-    words = "find rows and media that are missing, broken or shared by splits"
-    added = add("check", check_data, words, inside)
+    add("check", check).add_argument("configs", nargs="+")
+    data = commands.add_parser("data", help="Look at data sets.")
+    added = add("check", check_data, data.add_subparsers(required=True, metavar="command"))
     added.add_argument("path", help="a file of rows (jsonl, json, parquet), or a folder of them")
     home = "folder that media paths are relative to (default: the folder of the rows)"
     added.add_argument("--root", help=home)
     added.add_argument("--show", type=int, default=3, metavar="N", help="findings to print per check")
-    added = add("report", report, "write the page of a run, or one page that compares several")
+    added = add("report", report)
     added.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="the output_dir of a training run")
     page = "the page to write (default: report.html of the one run, or comparison.html here)"
     added.add_argument("--output", type=Path, help=page)
     kinds = "advantage, surrogate, reward, ...; all kinds if left out"
-    add("list", show, "list pieces with their options").add_argument("kind", nargs="?", help=kinds)
-    add("env", env, "print versions for a bug report")
+    add("list", show).add_argument("kind", nargs="?", help=kinds)
+    add("env", env)
     return parser
 
 
-def train(given: argparse.Namespace) -> int:
-    """Train; everything is written into `output_dir`."""
+def train(given: argparse.Namespace) -> None:
+    """Train into `output_dir`; continues from the last checkpoint."""
     from mmrl.build import build as make
     from mmrl.training.checkpointing import look
     from mmrl.training.loop import train as go
@@ -106,11 +97,10 @@ def train(given: argparse.Namespace) -> int:
     go(run)
     if run.final is not None and run.processes.main:
         _print_measured(run.final)
-    return 0
 
 
 def doctor(given: argparse.Namespace) -> int:
-    """Run every check of a training run and print the findings; 1 if one is grave."""
+    """Run every check of a training run on one small collection; exit code 1 if one finds something grave."""
     from mmrl.doctor import examine
 
     report = examine(load(given.config, given.overrides, Config))
@@ -125,7 +115,7 @@ def doctor(given: argparse.Namespace) -> int:
 
 
 def estimate_memory(given: argparse.Namespace) -> int:
-    """Print the memory that a training run takes, by parts; 1 if it is more than the device has."""
+    """Estimate the memory of a training run by parts; exit code 1 if it is more than the device has."""
     from mmrl.diagnostics import memory_estimate
 
     memory = memory_estimate.estimate_memory(load(given.config, given.overrides, Config))
@@ -141,7 +131,7 @@ def _print_memory(memory: Mapping[str, float], room: float, device: str) -> None
     print(f"{sum(memory.values()) / 1e9:10.3f} GB  of {room / 1e9:.3f} GB ({device})")
 
 
-def evaluate(given: argparse.Namespace) -> int:
+def evaluate(given: argparse.Namespace) -> None:
     """Measure one model or several `settings` of it; print a table and write it into `output_dir`."""
     from mmrl.build import load_evaluator
     from mmrl.pareto import compare
@@ -154,11 +144,11 @@ def evaluate(given: argparse.Namespace) -> int:
     folder = Path(config.output_dir)
     if not trains and config.settings:
         show_settings(compare(config, folder))
-        return 0
+        return
     evaluator = load_evaluator(config)
     measured = evaluator.measure()
     if not evaluator.processes.main:
-        return 0
+        return
     folder.mkdir(parents=True, exist_ok=True)
     write_measured(folder, measured)
     page = document(folder.name, ["<h1>Evaluation</h1>", metric_table({folder.name: measured})])
@@ -166,10 +156,9 @@ def evaluate(given: argparse.Namespace) -> int:
     _print_measured(measured)
     for warning in measured.table.absent.values():
         print(f"warning: {warning}")
-    return 0
 
 
-def build(given: argparse.Namespace) -> int:
+def build(given: argparse.Namespace) -> None:
     """Build a data set or a model folder into the `output` of a configuration."""
     from mmrl.config.binding import Pieces
     from mmrl.core.rng import Stream
@@ -180,25 +169,24 @@ def build(given: argparse.Namespace) -> int:
     pieces.require_packages()
     built = pieces.make_field(config, "build").build(Path(config.output))
     print(f"{config.output}: " + ", ".join(f"{name} {value}" for name, value in built.items()))
-    return 0
 
 
 def check(given: argparse.Namespace) -> int:
     """Check configuration files without loading anything; print the error of each that is wrong."""
-    wrong = 0
+    code = 0
     for path in given.configs:
         try:
             check_file(path)
             print(f"ok     {path}")
         except ConfigError as error:
-            wrong += 1
+            code = 2
             print(f"wrong  {path}: {_one_line(error)}")
-    return 2 if wrong else 0
+    return code
 
 
 def check_file(path: str | Path) -> None:
     """Check every name and option of a file: a run, an evaluation, something to build, or a variant."""
-    from mmrl import build as building
+    from mmrl.build import check as check_run
     from mmrl.config.binding import Pieces
     from mmrl.config.consistency import check_some
     from mmrl.core.rng import Stream
@@ -212,13 +200,13 @@ def check_file(path: str | Path) -> None:
     elif is_part(raw):
         check_some(raw, parse_some(raw, Config))
     elif "rollout" in raw:
-        building.check(load(path, kind=Config))
+        check_run(load(path, kind=Config))
     else:
         check_settings(load(path, kind=EvaluateConfig))
 
 
-def report(given: argparse.Namespace) -> int:
-    """Write the page of a run, or one that compares several, from the files in their folders."""
+def report(given: argparse.Namespace) -> None:
+    """Write the page of a run, or one page that compares several."""
     from mmrl.reporting.html import find_run, write_comparison, write_page
 
     if len(given.runs) == 1:
@@ -226,11 +214,10 @@ def report(given: argparse.Namespace) -> int:
     else:
         path = write_comparison(given.runs, given.output or Path("comparison.html"))
     print(f"report: {path}")
-    return 0
 
 
 def check_data(given: argparse.Namespace) -> int:
-    """Run every check of data over a data set; print a table and findings; 1 if there is one."""
+    """Find rows and media that are missing, broken or shared by splits; exit code 1 if there are any."""
     from mmrl.config.registry import pieces
     from mmrl.data.dataset_io import Rows, SourceError, row_files
 
@@ -254,11 +241,11 @@ def check_data(given: argparse.Namespace) -> int:
     wrong = sum(len(findings) for _, findings in by_check)
     counts = ", ".join(f"{split} {count}" for split, count in splits.items())
     print(f"{path}: {splits.total()} rows ({counts}), {wrong or 'nothing'} wrong")
-    return 1 if wrong else 0
+    return int(wrong > 0)
 
 
-def show(given: argparse.Namespace) -> int:
-    """Print pieces: name, when it runs, options with defaults, first paragraph of the docstring."""
+def show(given: argparse.Namespace) -> None:
+    """List pieces with their options and defaults."""
     from mmrl.config.registry import HOMES, pieces
 
     if given.kind is not None and given.kind not in HOMES:
@@ -278,10 +265,9 @@ def show(given: argparse.Namespace) -> int:
         if rows:
             _print_table(*table, title=kind)
             print()
-    return 0
 
 
-def env(given: argparse.Namespace) -> int:
+def env(given: argparse.Namespace) -> None:
     """Print versions for a bug report."""
     import platform
 
@@ -295,7 +281,6 @@ def env(given: argparse.Namespace) -> int:
             print(f"{name} not installed")
     devices = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     print(f"devices: {', '.join(devices) or f'cpu, {torch.get_num_threads()} threads'}")
-    return 0
 
 
 def _print_measured(measured: Any) -> None:

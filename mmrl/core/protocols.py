@@ -24,8 +24,8 @@ class LogProbs(Protocol):
 
 
 @runtime_checkable
-class Policy(Protocol):
-    """The model that is trained; it gives every step a log-probability."""
+class Policy(LogProbs, Protocol):
+    """The model that is trained; its log-probabilities are differentiable."""
 
     module: nn.Module  # the optimizer moves its trainable parameters
     says: frozenset[str]  # the names of `extra` that it can compute
@@ -38,17 +38,11 @@ class Policy(Protocol):
         """Pad rows to a batch."""
         ...
 
-    def __call__(self, batch: Batch, extra: Set[str] = frozenset()) -> StepOutput:
-        """Compute the log-probability of every step, differentiably, and what `extra` names."""
-        ...
-
     def save(self, folder: Path) -> None:
         """Write the model as a folder that its library loads."""
-        ...
 
     def load(self, folder: Path) -> None:
         """Load the weights that `save` wrote, bit for bit."""
-        ...
 
 
 class Engine(Protocol):
@@ -89,11 +83,9 @@ class Tracker(Protocol):
 
     def write(self, metrics: Mapping[str, float], step: int) -> None:
         """Send the finite metrics of a step."""
-        ...
 
     def close(self) -> None:
         """Close the dashboard."""
-        ...
 
 
 @runtime_checkable
@@ -115,7 +107,6 @@ class Stateful(Protocol):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what `state_dict` returned."""
-        ...
 
 
 @runtime_checkable
@@ -124,4 +115,3 @@ class Observer(Stateful, Protocol):
 
     def observe(self, rollouts: Rollouts, table: RewardTable) -> None:
         """Update the state from a round; `rollouts` are this process's rows of `table`."""
-        ...
