@@ -14,7 +14,7 @@ from typing import Any, Literal, TypeVar
 from mmrl.config.loading import ConfigError, nearest
 from mmrl.config.ranges import AtMost, NonNegativeInt, PositiveFloat, Taken, is_number, is_whole, marks
 from mmrl.config.registry import HOMES, LOADED, MADE, Entry, Needs, find
-from mmrl.config.schema import Piece, Scheduled, as_piece, convert, each, held_fields
+from mmrl.config.schema import Kind, Piece, Scheduled, as_piece, convert, each, held_fields
 from mmrl.core.rng import Stream
 from mmrl.core.types import Clock
 
@@ -133,9 +133,12 @@ class Pieces:
         """
         mark, value = next((mark, value) for mark, value, name in held_fields(config) if name == place)
         made = [self.make(mark.name, piece, *wrapped, place=name) for piece, name in each(value, place)]
-        if isinstance(value, Mapping):
-            return dict(zip(value, made, strict=True))
-        return made[0] if isinstance(value, Piece) else made
+        match value:
+            case Piece():
+                return made[0]
+            case Mapping():
+                return dict(zip(value, made, strict=True))
+        return made
 
     def check_all(self, config: Any) -> dict[str, Any]:
         """Check every piece that a configuration names; those that load nothing are made.
@@ -144,17 +147,18 @@ class Pieces:
         """
         checked = {}
         for mark, value, field_name in held_fields(config):
-            if isinstance(mark, Scheduled):
-                self.number(value, mark.wanted, field_name)
-                continue
-            for piece, place in each(value, field_name):
-                make = self.name if mark.name in LOADED else self.make
-                checked[place] = make(mark.name, piece, place=place)
-                if mark.on and checked[place].entry.on not in ("", mark.on):
-                    raise ConfigError(
-                        f"{place}: the {mark.name} '{piece.name}' runs on {checked[place].entry.on}, "
-                        f"but those of `{field_name}` run on {mark.on}"
-                    )
+            match mark:
+                case Scheduled(wanted=wanted):
+                    self.number(value, wanted, field_name)
+                case Kind(name=kind, on=on):
+                    for piece, place in each(value, field_name):
+                        made = (self.name if kind in LOADED else self.make)(kind, piece, place=place)
+                        if on and made.entry.on not in ("", on):
+                            raise ConfigError(
+                                f"{place}: the {kind} '{piece.name}' runs on {made.entry.on}, "
+                                f"but those of `{field_name}` run on {on}"
+                            )
+                        checked[place] = made
         return checked
 
     def check(self, kind: str, piece: Piece, place: str = "") -> Entry:
@@ -188,14 +192,16 @@ class Pieces:
 
     def _option(self, name: str, value: Any, wanted: Any, place: str) -> Any:
         """Convert an option; one that is called like a kind names a piece, or a list of pieces."""
-        if name not in HOMES:
-            follows = isinstance(value, Mapping) and "name" in value and is_number(wanted)
-            return (self.number if follows else convert)(value, wanted, place)
-        if isinstance(value, list | tuple):
-            listed = each([as_piece(item, place) for item in value], place)
-            return tuple(self.make(name, piece, place=at) for piece, at in listed)
-        if value is None and (wanted is Any or type(None) in typing.get_args(wanted)):
-            return None
+        match value:
+            case {"name": _} if name not in HOMES and is_number(wanted):
+                return self.number(value, wanted, place)
+            case _ if name not in HOMES:
+                return convert(value, wanted, place)
+            case list() | tuple():
+                listed = each([as_piece(item, place) for item in value], place)
+                return tuple(self.make(name, piece, place=at) for piece, at in listed)
+            case None if wanted is Any or type(None) in typing.get_args(wanted):
+                return None
         return self.make(name, as_piece(value, place), place=place)
 
     def require_packages(self) -> None:
@@ -245,9 +251,10 @@ def _construct(entry: Entry, wrapped: Sequence[Any], options: Mapping[str, Any],
         raise ConfigError(f"{place}: '{entry.full_name}' is no {entry.kind}: {error}") from error
     try:
         return entry.target(*wrapped, **options)
+    except ConfigError:
+        raise
     except ValueError as error:
-        # What is wrong with data or weights that were read is no error of the configuration.
-        if isinstance(error, ConfigError) or entry.kind in LOADED:
+        if entry.kind in LOADED:  # what is wrong with data or weights is no error of the configuration
             raise
         raise ConfigError(f"{place}: {error}") from error
 
@@ -267,6 +274,8 @@ def _check_options(entry: Entry, hints: Mapping[str, Any], options: Mapping[str,
         raise ConfigError(f"{place}: {piece} needs the option{'s'[: len(missing) > 1]} {', '.join(missing)}")
     for name in known:
         for mark in marks(hints.get(name), AtMost):
-            low, high = values[name], values[mark.option]
-            if isinstance(low, int | float) and isinstance(high, int | float) and low > high:
-                raise ConfigError(f"'{place}.{name}' must be at most '{mark.option}', {high!r}, not {low!r}")
+            match values[name], values[mark.option]:
+                case int() | float() as low, int() | float() as high if low > high:
+                    raise ConfigError(
+                        f"'{place}.{name}' must be at most '{mark.option}', {high!r}, not {low!r}"
+                    )

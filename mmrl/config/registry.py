@@ -37,29 +37,22 @@ MADE: set[str] = set()  # kinds whose pieces are objects, made once; all others 
 LOADED: set[str] = set()  # kinds whose pieces may read files or load a model when they are made
 PIECES: dict[tuple[str, str], Entry] = {}
 _IMPORTED: set[str] = set()
+NOTHING: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
 class Needs:
-    """What a piece reads besides the log-probabilities of the policy that learns.
+    """What a piece reads besides the log-probabilities of the policy that learns."""
 
-    Args:
-        unit: The smallest part of a batch that the piece can be computed on.
-        extra: Further outputs of the policy that learns.
-        others: Further outputs of other policies, by the name of the policy.
-        notes: Values per step that the engine records.
-    """
-
-    unit: Unit = Unit.STEP
-    extra: frozenset[str] = frozenset()
-    others: Mapping[str, frozenset[str]] = field(default_factory=dict)
-    notes: frozenset[str] = frozenset()
+    unit: Unit = Unit.STEP  # the smallest part of a batch that it can be computed on
+    extra: frozenset[str] = frozenset()  # further outputs of the policy that learns
+    others: Mapping[str, frozenset[str]] = field(default_factory=dict)  # outputs of other policies, by name
+    notes: frozenset[str] = frozenset()  # values per step that the engine records
 
     def __or__(self, other: Needs) -> Needs:
-        none = frozenset()
         # Sorted, because every process has to ask for sharded weights in the same order.
         names = sorted({*self.others, *other.others})
-        others = {name: self.others.get(name, none) | other.others.get(name, none) for name in names}
+        others = {name: self.others.get(name, NOTHING) | other.others.get(name, NOTHING) for name in names}
         return Needs(max(self.unit, other.unit), self.extra | other.extra, others, self.notes | other.notes)
 
 
@@ -112,7 +105,6 @@ class Entry:
 # ---- registering
 
 Target = TypeVar("Target", bound=Callable)
-NOTHING: frozenset[str] = frozenset()
 
 
 class Decorator(Protocol):
