@@ -204,6 +204,8 @@ def find(kind: str, name: str) -> Entry:
         raise ConfigError(f"no {kind} is called '{name}'; {hint}")
     try:
         target = getattr(importlib.import_module(module), attribute)
+        if callable(target):
+            inspect.signature(target)  # of some types that are built in Python knows none
     except Exception as error:  # whatever that module raises when it is imported
         raise ConfigError(f"cannot import the {kind} '{name}': {type(error).__name__}: {error}") from error
     if not callable(target):

@@ -236,7 +236,9 @@ def test_running_a_file_again_replaces_its_pieces(file):
 # ---- pieces of others
 
 
-@pytest.mark.parametrize("name", ["tests.no_such_module:f", "tests.support.toys:no_such_function"])
+@pytest.mark.parametrize(
+    "name", ["tests.no_such_module:f", "tests.support.toys:no_such_function", "builtins:dict"]
+)
 def test_somebody_elses_piece_that_is_not_there_is_named(name):
     with pytest.raises(ValueError, match=f"cannot import the engine '{name}'"):
         find("engine", name)
