@@ -1,4 +1,4 @@
-"""Base class of diffusion model families: what differs between pipelines of diffusers."""
+"""Base classes of diffusion model families: what differs between pipelines of diffusers."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from einops import rearrange
 from torch import Tensor, nn
 
 from mmrl.config.registry import pieces
-from mmrl.diffusion.latents import decode_images, encode_images, guided
-from mmrl.diffusion.schedule import scheduled_times
+from mmrl.diffusion.schedule import scheduled_times, size_shift
 
-Condition = Mapping[str, Tensor]  # encoded text as the network takes it, without batch axis
+# An encoded text without batch axis, by the names of the network's arguments.
+Condition = Mapping[str, Tensor]
 
 # LoRA targets of joint attention: image and text tokens have projections of their own.
 JOINT_ATTENTION = (
@@ -42,35 +43,89 @@ class PipelineFamily(ABC):
         """Batch conditions. The default wants one length; override it to pad."""
         return {name: torch.stack([row[name] for row in conditions]) for name in conditions[0]}
 
-    @abstractmethod
+    def channels_and_patch(self, pipe: Any) -> tuple[int, int]:
+        """Read the number of latent channels, and the side of one token of the network in latents."""
+        return pipe.transformer.config.in_channels, pipe.transformer.config.patch_size
+
     def latent_shape(self, pipe: Any, height: int, width: int, num_frames: int) -> tuple[int, ...]:
         """Compute the shape of one latent: (C, h, w), or (C, f, h, w) for video. Sizes are in pixels."""
+        if num_frames != 1:
+            raise ValueError(f"this model makes images, so `num_frames` must be 1, not {num_frames}")
+        channels, patch = self.channels_and_patch(pipe)
+        factor = 1 if pipe.vae is None else pipe.vae_scale_factor  # by which the autoencoder shrinks a side
+        check_size(height, width, factor * patch)
+        return channels, height // factor, width // factor
 
     def frames_per_latent(self, pipe: Any, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Count the video frames that each latent frame of `shape` represents, in order; () for images."""
         return ()
 
-    @abstractmethod
     def velocity(
         self, network: nn.Module, latents: Tensor, sigma: Tensor, condition: Condition, guidance: Tensor
     ) -> Tensor:
         """Run the network: latents (B, *L), sigma (B,), guidance (B,) to velocities (B, *L)."""
+        inputs = {name: value.to(network.dtype) for name, value in condition.items()}
+        return network(
+            hidden_states=latents.to(network.dtype), timestep=1000 * sigma, **inputs, return_dict=False
+        )[0]
 
     def guide(self, with_text: Tensor, without: Tensor, guidance: float) -> Tensor:
-        """Guide velocities (B, *L) away from those of the empty text."""
-        return guided(with_text, without, guidance)
+        """Guide velocities (B, *L) away from those of the empty text (arXiv 2207.12598)."""
+        return without + guidance * (with_text - without)
 
     def decode(self, pipe: Any, latents: Tensor) -> Tensor:
-        """Decode to float32 pixels of about [0, 1]: (B, 3, height, width), or (B, F, 3, height, width)."""
-        return decode_images(pipe.vae, latents)
+        """Decode to float32 pixels of about [0, 1]: (B, 3, height, width), or (B, F, 3, height, width).
+
+        Without an autoencoder latents are pixels in [-1, 1].
+        """
+        vae = pipe.vae
+        if vae is None:
+            return (latents.float() + 1) / 2
+        if vae.config.get("latents_mean") is None:
+            scaled = latents / vae.config.scaling_factor + (vae.config.get("shift_factor") or 0.0)
+            return (vae.decode(scaled.to(vae.dtype), return_dict=False)[0].float() + 1) / 2
+        # Autoencoders of videos standardise every channel. To them an image is a video of one frame.
+        video = latents if latents.ndim == 5 else latents.unsqueeze(2)  # (B, C, f, h, w)
+        mean, std = channel_moments(vae, video)
+        frames = vae.decode((video * std + mean).to(vae.dtype), return_dict=False)[0]
+        pixels = frames.transpose(1, 2).float() / 2 + 0.5
+        return pixels if latents.ndim == 5 else pixels.squeeze(1)
 
     def compress(self, pipe: Any, pixels: Tensor) -> Tensor:
         """Encode pixels in [0, 1] to latents: the mode of the posterior, not a sample."""
-        return encode_images(pipe.vae, pixels)
+        vae, signed = pipe.vae, 2 * pixels - 1
+        if vae is None:
+            return signed
+        if vae.config.get("latents_mean") is None:
+            mode = vae.encode(signed.to(vae.dtype), return_dict=False)[0].mode()
+            return (mode - (vae.config.get("shift_factor") or 0.0)) * vae.config.scaling_factor
+        video = (
+            signed.transpose(1, 2) if signed.ndim == 5 else signed.unsqueeze(2)
+        )  # (B, 3, F, height, width)
+        mode = vae.encode(video.to(vae.dtype), return_dict=False)[0].mode()
+        mean, std = channel_moments(vae, mode)
+        latents = (mode - mean) / std
+        return latents if signed.ndim == 5 else latents.squeeze(2)
 
     def sigmas(self, pipe: Any, num_steps: int, shape: tuple[int, ...]) -> Tensor:
         """Compute the (S + 1,) times of the pipeline's own schedule, the last one 0."""
-        return scheduled_times(pipe.scheduler, num_steps)
+        mu = size_shift(pipe.scheduler, shape, self.channels_and_patch(pipe)[1])
+        return scheduled_times(pipe.scheduler, num_steps, mu=mu)
+
+
+class PackedFamily(PipelineFamily):
+    """Base of image families whose pipelines pack 2 x 2 latents into one token, and space times evenly."""
+
+    def channels_and_patch(self, pipe: Any) -> tuple[int, int]:
+        """Read the number of latent channels; a token has the 4 C channels of 2 x 2 latents."""
+        return pipe.transformer.config.in_channels // 4, 2
+
+    def sigmas(self, pipe: Any, num_steps: int, shape: tuple[int, ...]) -> Tensor:
+        """Space times evenly from 1 to 1 / S, and shift them by the image's size, as the pipelines do."""
+        even = torch.linspace(1.0, 1.0 / num_steps, num_steps)
+        return scheduled_times(
+            pipe.scheduler, num_steps, sigmas=even, mu=size_shift(pipe.scheduler, shape, 2)
+        )
 
 
 def family_of(pipeline: str) -> PipelineFamily:
@@ -82,6 +137,9 @@ def family_of(pipeline: str) -> PipelineFamily:
             "one file in diffusion/model_families"
         )
     return served[pipeline]()
+
+
+# ---- texts
 
 
 def check_fits(tokenizer: Any, text: str, limit: int) -> None:
@@ -103,3 +161,30 @@ def per_text(**encoded: Tensor) -> list[dict[str, Tensor]]:
 def default_of(pipe: Any, option: str) -> Any:
     """Read the default value of an option of the pipeline's `__call__`."""
     return inspect.signature(type(pipe).__call__).parameters[option].default
+
+
+# ---- latents
+
+
+def check_size(height: int, width: int, multiple: int) -> None:
+    """Raise unless height and width are multiples of `multiple` pixels."""
+    if height % multiple or width % multiple:
+        raise ValueError(
+            f"an image of this model is a multiple of {multiple} pixels high and wide, not {height} x {width}"
+        )
+
+
+def pack(latents: Tensor) -> Tensor:
+    """Pack 2 x 2 latents into one token: (B, C, h, w) to (B, h w / 4, 4 C)."""
+    return rearrange(latents, "b c (h p) (w q) -> b (h w) (c p q)", p=2, q=2)
+
+
+def unpack(tokens: Tensor, height: int, width: int) -> Tensor:
+    """Undo `pack`: (B, h w / 4, 4 C) to (B, C, height, width), sizes in latents."""
+    return rearrange(tokens, "b (h w) (c p q) -> b c (h p) (w q)", h=height // 2, w=width // 2, p=2, q=2)
+
+
+def channel_moments(vae: Any, like: Tensor) -> Tensor:
+    """Read mean and standard deviation per latent channel: (2, C, 1, 1, 1)."""
+    moments = torch.tensor([vae.config.latents_mean, vae.config.latents_std]).to(like)
+    return moments.view(2, -1, 1, 1, 1)

@@ -6,6 +6,7 @@ import copy
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,11 +16,6 @@ from torch import Generator, Tensor
 def shift_times(times: Tensor, shift: float) -> Tensor:
     """Move times towards noise, t -> shift t / (1 + (shift - 1) t), as larger images need."""
     return shift * times / (1 + (shift - 1) * times)
-
-
-def unshift_times(times: Tensor, shift: float) -> Tensor:
-    """Undo `shift_times`."""
-    return times / (shift - (shift - 1) * times)
 
 
 def scheduled_times(
@@ -55,23 +51,6 @@ def size_shift(scheduler: Any, shape: tuple[int, ...], patch: int) -> float | No
     return num_tokens * slope + least - slope * low
 
 
-def even_sigmas(num_steps: int) -> Tensor:
-    """Space S times evenly from 1 to 1 / S, which many pipelines pass to their scheduler."""
-    return torch.linspace(1.0, 1.0 / num_steps, num_steps)
-
-
-def scheduler_of(times: Tensor) -> Any:
-    """Build a scheduler of diffusers that steps through these (S + 1,) times.
-
-    A pipeline resets the times of its scheduler: call it with `sigmas=times[:-1].tolist()` as well.
-    """
-    from diffusers import FlowMatchEulerDiscreteScheduler
-
-    scheduler = FlowMatchEulerDiscreteScheduler(shift=1.0)
-    scheduler.set_timesteps(sigmas=times[:-1].tolist())
-    return scheduler
-
-
 def check_times(times: Tensor) -> Tensor:
     """Raise unless a schedule falls strictly to 0."""
     if times.ndim != 1 or len(times) < 2 or not (times.diff() < 0).all() or times[-1] != 0:
@@ -80,7 +59,7 @@ def check_times(times: Tensor) -> Tensor:
     return times
 
 
-# ---- time types of awm (arxiv 2509.25050): how the times of matching losses are sampled
+# ---- the time types of AWM (arXiv 2509.25050)
 
 
 @dataclass(frozen=True)
@@ -102,13 +81,18 @@ def strata(start: int, stop: int, draws: int) -> tuple[Tensor, Tensor]:
     return edges[:-1], edges[1:]
 
 
-def _stratified(bounds: TimeRange, schedule: Tensor, start: int, draws: int, generator: Generator) -> Tensor:
-    """Draw one time of the schedule per stratum, from the index `start` on."""
+def discrete(
+    bounds: TimeRange, schedule: Tensor, row: Generator, shared: Generator, start: int = 0, taken: int = 0
+) -> Tensor:
+    """Take the first `taken` times of the schedule, and draw one per stratum from index `start` on."""
     if not len(schedule):
         raise ValueError(
             "discrete times index the schedule of the rollout, and recorded images have none; "
             "set `time_type: uniform` or `logit_normal`"
         )
+    draws = bounds.draws - taken
+    if not draws:
+        return schedule[:taken]
     stop = int((len(schedule) - 1) * bounds.fraction)
     if stop - start < draws:
         raise ValueError(
@@ -116,26 +100,8 @@ def _stratified(bounds: TimeRange, schedule: Tensor, start: int, draws: int, gen
             f"{stop - start} (fraction {bounds.fraction}); lower `draws`, or raise `num_inference_steps`"
         )
     lower, upper = strata(start, stop, draws)
-    place = lower + (torch.rand(draws, generator=generator) * (upper - lower)).long()
-    return schedule[place]
-
-
-def discrete(bounds: TimeRange, schedule: Tensor, row: Generator, shared: Generator) -> Tensor:
-    """Draw one time of the schedule per stratum."""
-    return _stratified(bounds, schedule, 0, bounds.draws, shared)
-
-
-def discrete_wo_init(bounds: TimeRange, schedule: Tensor, row: Generator, shared: Generator) -> Tensor:
-    """Draw one time per stratum, never pure noise."""
-    return _stratified(bounds, schedule, 1, bounds.draws, shared)
-
-
-def discrete_with_init(bounds: TimeRange, schedule: Tensor, row: Generator, shared: Generator) -> Tensor:
-    """Take pure noise, and one time per stratum of the rest."""
-    if bounds.draws == 1 and len(schedule):
-        return schedule[:1]
-    rest = _stratified(bounds, schedule, 1, bounds.draws - 1, shared)
-    return torch.cat([schedule[:1], rest])
+    index = lower + (torch.rand(draws, generator=shared) * (upper - lower)).long()
+    return torch.cat([schedule[:taken], schedule[index]])
 
 
 def uniform(bounds: TimeRange, schedule: Tensor, row: Generator, shared: Generator) -> Tensor:
@@ -152,6 +118,10 @@ def logit_normal(bounds: TimeRange, schedule: Tensor, row: Generator, shared: Ge
     return shift_times(normal.sigmoid(), bounds.shift).clamp(min=0.01).float()
 
 
-TIME_TYPES = {
-    rule.__name__: rule for rule in (discrete, discrete_wo_init, discrete_with_init, uniform, logit_normal)
+TIME_TYPES: dict[str, TimeRule] = {
+    "discrete": discrete,
+    "discrete_wo_init": partial(discrete, start=1),  # never pure noise
+    "discrete_with_init": partial(discrete, start=1, taken=1),  # always pure noise
+    "uniform": uniform,
+    "logit_normal": logit_normal,
 }

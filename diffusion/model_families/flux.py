@@ -9,15 +9,22 @@ import torch
 from torch import Tensor, nn
 
 from mmrl.config.registry import family
-from mmrl.diffusion.latents import image_latent_shape, pack, unpack
-from mmrl.diffusion.model_family import JOINT_ATTENTION, Condition, PipelineFamily, check_fits, per_text
-from mmrl.diffusion.schedule import even_sigmas, scheduled_times, size_shift
+from mmrl.diffusion.model_family import (
+    JOINT_ATTENTION,
+    Condition,
+    PackedFamily,
+    check_fits,
+    pack,
+    per_text,
+    unpack,
+)
+from mmrl.diffusion.schedule import scheduled_times, size_shift
 
 MAX_TOKENS = 512  # of T5
 
 
 @family
-class Flux(PipelineFamily):
+class Flux(PackedFamily):
     """FLUX.1: T5 reads the whole text, CLIP gives one vector, and guidance is an input of the network.
 
     CLIP sees the first 77 tokens, as in the pipeline; diffusers warns with the words that it leaves out.
@@ -29,43 +36,35 @@ class Flux(PipelineFamily):
     embedded_guidance = True
 
     def encode(self, pipe: Any, texts: Sequence[str], max_sequence_length: int) -> list[dict[str, Tensor]]:
-        """Encode texts: "states" (S, D) of T5, padded without a mask, and "pooled" (D,) of CLIP."""
+        """Encode texts: states (S, D) of T5, padded without a mask, and the vector (D,) of CLIP."""
         if max_sequence_length > MAX_TOKENS:
             raise ValueError(f"`max_sequence_length` is at most {MAX_TOKENS}, not {max_sequence_length}")
         for text in texts:
             check_fits(pipe.tokenizer_2, text, max_sequence_length)
         states, pooled, _ = pipe.encode_prompt(list(texts), max_sequence_length=max_sequence_length)
-        return per_text(states=states, pooled=pooled)
-
-    def latent_shape(self, pipe: Any, height: int, width: int, num_frames: int) -> tuple[int, ...]:
-        """Compute (C, h, w); the network takes 2 x 2 latents as one token."""
-        channels = pipe.transformer.config.in_channels // 4
-        return image_latent_shape(channels, pipe.vae_scale_factor, 2, (height, width), num_frames)
+        return per_text(encoder_hidden_states=states, pooled_projections=pooled)
 
     def velocity(
         self, network: nn.Module, latents: Tensor, sigma: Tensor, condition: Condition, guidance: Tensor
     ) -> Tensor:
         """Run the network at timestep sigma; position ids are (0, row, column), zeros for words."""
         height, width = latents.shape[-2:]
-        positions = torch.cartesian_prod(
-            *(torch.arange(n, device=latents.device).float() for n in (1, height // 2, width // 2))
-        )
+        inputs = {name: value.to(network.dtype) for name, value in condition.items()}
+        sides = (torch.arange(n, device=latents.device).float() for n in (1, height // 2, width // 2))
+        positions = torch.cartesian_prod(*sides)
         tokens = network(
             hidden_states=pack(latents).to(network.dtype),
             timestep=sigma,
             guidance=guidance if network.config.guidance_embeds else None,
-            encoder_hidden_states=condition["states"].to(network.dtype),
-            pooled_projections=condition["pooled"].to(network.dtype),
-            txt_ids=positions.new_zeros(condition["states"].shape[1], 3),
+            **inputs,
+            txt_ids=positions.new_zeros(inputs["encoder_hidden_states"].shape[1], 3),
             img_ids=positions,
             return_dict=False,
         )[0]
         return unpack(tokens, height, width)
 
     def sigmas(self, pipe: Any, num_steps: int, shape: tuple[int, ...]) -> Tensor:
-        """Space times evenly and shift them by the image's size, as the pipeline's scheduler does."""
-        own = pipe.scheduler.config.get("use_flow_sigmas", False)  # the scheduler spaces them itself
-        even = None if own else even_sigmas(num_steps)
-        return scheduled_times(
-            pipe.scheduler, num_steps, sigmas=even, mu=size_shift(pipe.scheduler, shape, 2)
-        )
+        """Space times evenly unless the scheduler does so itself, and shift them by the image's size."""
+        if pipe.scheduler.config.get("use_flow_sigmas", False):
+            return scheduled_times(pipe.scheduler, num_steps, mu=size_shift(pipe.scheduler, shape, 2))
+        return super().sigmas(pipe, num_steps, shape)

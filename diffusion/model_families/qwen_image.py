@@ -10,13 +10,19 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from mmrl.config.registry import family
-from mmrl.diffusion.latents import decode_videos, encode_videos, guided, image_latent_shape, pack, unpack
-from mmrl.diffusion.model_family import JOINT_ATTENTION, Condition, PipelineFamily, check_fits, per_text
-from mmrl.diffusion.schedule import even_sigmas, scheduled_times, size_shift
+from mmrl.diffusion.model_family import (
+    JOINT_ATTENTION,
+    Condition,
+    PackedFamily,
+    check_fits,
+    pack,
+    per_text,
+    unpack,
+)
 
 
 @family
-class QwenImage(PipelineFamily):
+class QwenImage(PackedFamily):
     """Qwen-Image: a vision-language model reads texts of any length; the autoencoder is a video model's.
 
     A guided velocity keeps the norm that it has with the text alone, token by token.
@@ -29,7 +35,7 @@ class QwenImage(PipelineFamily):
     )  # fmt: skip
 
     def encode(self, pipe: Any, texts: Sequence[str], max_sequence_length: int) -> list[dict[str, Tensor]]:
-        """Encode texts: "states" (S, D).
+        """Encode texts: states (S, D).
 
         A text is put into a template. The states of the template's beginning are dropped again; its end
         counts for the text's length.
@@ -44,21 +50,18 @@ class QwenImage(PipelineFamily):
             check_fits(pipe.tokenizer, templated, max_sequence_length + pipe.prompt_template_encode_start_idx)
             # Each text alone, so that none is padded inside the encoder.
             states, _ = pipe.encode_prompt([text], max_sequence_length=max_sequence_length)
-            conditions += per_text(states=states)
+            conditions += per_text(encoder_hidden_states=states)
         return conditions
 
     def stack(self, conditions: Sequence[Condition]) -> dict[str, Tensor]:
-        """Batch conditions: "states" (B, S, D), and a "mask" (B, S) if lengths differ."""
-        lengths = torch.tensor([len(condition["states"]) for condition in conditions])
-        states = pad_sequence([condition["states"] for condition in conditions], batch_first=True)
+        """Batch conditions: states (B, S, D), and a mask (B, S) if lengths differ."""
+        texts = [condition["encoder_hidden_states"] for condition in conditions]
+        lengths = torch.tensor([len(text) for text in texts])
+        states = pad_sequence(texts, batch_first=True)
         if (lengths == lengths[0]).all():
-            return {"states": states}
-        return {"states": states, "mask": torch.arange(states.shape[1]) < lengths[:, None]}
-
-    def latent_shape(self, pipe: Any, height: int, width: int, num_frames: int) -> tuple[int, ...]:
-        """Compute (C, h, w); the network takes 2 x 2 latents as one token."""
-        channels = pipe.transformer.config.in_channels // 4
-        return image_latent_shape(channels, pipe.vae_scale_factor, 2, (height, width), num_frames)
+            return {"encoder_hidden_states": states}
+        mask = torch.arange(states.shape[1]) < lengths[:, None]
+        return {"encoder_hidden_states": states, "encoder_hidden_states_mask": mask}
 
     def velocity(
         self, network: nn.Module, latents: Tensor, sigma: Tensor, condition: Condition, guidance: Tensor
@@ -68,8 +71,8 @@ class QwenImage(PipelineFamily):
         tokens = network(
             hidden_states=pack(latents).to(network.dtype),
             timestep=sigma,
-            encoder_hidden_states=condition["states"].to(network.dtype),
-            encoder_hidden_states_mask=condition.get("mask"),
+            encoder_hidden_states=condition["encoder_hidden_states"].to(network.dtype),
+            encoder_hidden_states_mask=condition.get("encoder_hidden_states_mask"),
             img_shapes=[[(1, height // 2, width // 2)]] * len(latents),
             return_dict=False,
         )[0]
@@ -77,19 +80,6 @@ class QwenImage(PipelineFamily):
 
     def guide(self, with_text: Tensor, without: Tensor, guidance: float) -> Tensor:
         """Guide, then rescale every token of 2 x 2 latents to its norm with the text alone."""
-        conditional, combined = pack(with_text), pack(guided(with_text, without, guidance))
+        conditional, combined = pack(with_text), pack(super().guide(with_text, without, guidance))
         scale = conditional.norm(dim=-1, keepdim=True) / combined.norm(dim=-1, keepdim=True)
         return unpack(combined * scale, *with_text.shape[-2:])
-
-    def decode(self, pipe: Any, latents: Tensor) -> Tensor:
-        """Decode the image as a video of one frame."""
-        return decode_videos(pipe.vae, latents.unsqueeze(2)).squeeze(1)
-
-    def compress(self, pipe: Any, pixels: Tensor) -> Tensor:
-        """Encode the image as a video of one frame."""
-        return encode_videos(pipe.vae, pixels.unsqueeze(1)).squeeze(2)
-
-    def sigmas(self, pipe: Any, num_steps: int, shape: tuple[int, ...]) -> Tensor:
-        """Space times evenly and shift them by the image's size, as the pipeline's scheduler does."""
-        mu = size_shift(pipe.scheduler, shape, 2)
-        return scheduled_times(pipe.scheduler, num_steps, sigmas=even_sigmas(num_steps), mu=mu)

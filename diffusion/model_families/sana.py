@@ -8,7 +8,6 @@ from typing import Any
 from torch import Tensor, nn
 
 from mmrl.config.registry import family
-from mmrl.diffusion.latents import image_latent_shape
 from mmrl.diffusion.model_family import Condition, PipelineFamily, check_fits, default_of, per_text
 
 
@@ -25,7 +24,7 @@ class Sana(PipelineFamily):
     targets = ("to_k", "to_out.0", "to_q", "to_v")
 
     def encode(self, pipe: Any, texts: Sequence[str], max_sequence_length: int) -> list[dict[str, Tensor]]:
-        """Encode texts: "states" (S, D), padded, and their "mask" (S,)."""
+        """Encode texts: states (S, D), padded, and their mask (S,)."""
         instruction = default_of(pipe, "complex_human_instruction")
         prefix = "\n".join(instruction)
         # Two of the instruction's tokens count for the text's length: the first, and the last.
@@ -40,15 +39,8 @@ class Sana(PipelineFamily):
                 max_sequence_length=max_sequence_length,
                 complex_human_instruction=instruction if text else None,
             )
-            conditions += per_text(states=states, mask=mask)
+            conditions += per_text(encoder_hidden_states=states, encoder_attention_mask=mask)
         return conditions
-
-    def latent_shape(self, pipe: Any, height: int, width: int, num_frames: int) -> tuple[int, ...]:
-        """Compute (C, h, w)."""
-        config = pipe.transformer.config
-        return image_latent_shape(
-            config.in_channels, pipe.vae_scale_factor, config.patch_size, (height, width), num_frames
-        )
 
     def velocity(
         self, network: nn.Module, latents: Tensor, sigma: Tensor, condition: Condition, guidance: Tensor
@@ -56,8 +48,8 @@ class Sana(PipelineFamily):
         """Run the network at timestep 1000 sigma, times the scale in its configuration."""
         velocity = network(
             latents.to(network.dtype),
-            encoder_hidden_states=condition["states"].to(network.dtype),
-            encoder_attention_mask=condition["mask"],
+            encoder_hidden_states=condition["encoder_hidden_states"].to(network.dtype),
+            encoder_attention_mask=condition["encoder_attention_mask"],
             timestep=1000 * sigma * network.config.timestep_scale,
             return_dict=False,
         )[0]

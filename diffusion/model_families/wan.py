@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from mmrl.config.registry import family
-from mmrl.diffusion.latents import check_size, decode_videos, encode_videos
-from mmrl.diffusion.model_family import Condition, PipelineFamily, check_fits, per_text
+from mmrl.diffusion.model_family import PipelineFamily, check_fits, check_size, per_text
 
 
 @family
@@ -25,7 +24,7 @@ class Wan(PipelineFamily):
     targets = ("to_k", "to_out.0", "to_q", "to_v")
 
     def encode(self, pipe: Any, texts: Sequence[str], max_sequence_length: int) -> list[dict[str, Tensor]]:
-        """Encode texts: "states" (S, D), zero after the text."""
+        """Encode texts: states (S, D), zero after the text."""
         from diffusers.pipelines.wan.pipeline_wan import prompt_clean
 
         for text in texts:
@@ -33,7 +32,11 @@ class Wan(PipelineFamily):
         states, _ = pipe.encode_prompt(
             list(texts), do_classifier_free_guidance=False, max_sequence_length=max_sequence_length
         )
-        return per_text(states=states)
+        return per_text(encoder_hidden_states=states)
+
+    def channels_and_patch(self, pipe: Any) -> tuple[int, int]:
+        """Read the number of latent channels, and the side of a patch; a patch is one latent frame long."""
+        return pipe.transformer.config.in_channels, pipe.transformer.config.patch_size[-1]
 
     def latent_shape(self, pipe: Any, height: int, width: int, num_frames: int) -> tuple[int, ...]:
         """Compute (C, f, h, w): the first frame, and one latent frame for every four that follow."""
@@ -43,31 +46,12 @@ class Wan(PipelineFamily):
                 "trained; take a Wan model of one network"
             )
         factor, span = pipe.vae_scale_factor_spatial, pipe.vae_scale_factor_temporal
-        config = pipe.transformer.config
-        check_size(height, width, factor * config.patch_size[-1])
+        channels, patch = self.channels_and_patch(pipe)
+        check_size(height, width, factor * patch)
         if num_frames < 1 or (num_frames - 1) % span:
             raise ValueError(f"`num_frames` must be one more than a multiple of {span}, not {num_frames}")
-        return config.in_channels, (num_frames - 1) // span + 1, height // factor, width // factor
+        return channels, (num_frames - 1) // span + 1, height // factor, width // factor
 
     def frames_per_latent(self, pipe: Any, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Count 1 frame for the first latent frame, and four (the autoencoder's span) for every other."""
         return (1, *[pipe.vae_scale_factor_temporal] * (shape[1] - 1))
-
-    def velocity(
-        self, network: nn.Module, latents: Tensor, sigma: Tensor, condition: Condition, guidance: Tensor
-    ) -> Tensor:
-        """Run the network at timestep 1000 sigma."""
-        return network(
-            hidden_states=latents.to(network.dtype),
-            timestep=1000 * sigma,
-            encoder_hidden_states=condition["states"].to(network.dtype),
-            return_dict=False,
-        )[0]
-
-    def decode(self, pipe: Any, latents: Tensor) -> Tensor:
-        """Decode to frames."""
-        return decode_videos(pipe.vae, latents)
-
-    def compress(self, pipe: Any, pixels: Tensor) -> Tensor:
-        """Encode frames."""
-        return encode_videos(pipe.vae, pixels)

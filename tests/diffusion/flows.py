@@ -80,6 +80,23 @@ def sd3_times(num_steps: int) -> Tensor:
     return torch.cat([shift_times(even, 3.0), torch.zeros(1, dtype=torch.float64)])
 
 
+def unshift_times(times: Tensor, shift: float) -> Tensor:
+    """Undo `shift_times`."""
+    return times / (shift - (shift - 1) * times)
+
+
+def scheduler_of(times: Tensor) -> Any:
+    """Build a scheduler of diffusers that steps through these (S + 1,) times.
+
+    A pipeline resets the times of its scheduler: call it with `sigmas=times[:-1].tolist()` as well.
+    """
+    from diffusers import FlowMatchEulerDiscreteScheduler
+
+    scheduler = FlowMatchEulerDiscreteScheduler(shift=1.0)
+    scheduler.set_timesteps(sigmas=times[:-1].tolist())
+    return scheduler
+
+
 @dataclass(frozen=True)
 class Normal:
     """Data of independent N(mean, std^2) dimensions, whose flow is known."""

@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from mmrl.diffusion.latents import guided, pack, unpack
 from mmrl.diffusion.loading import load_pipeline
-from mmrl.diffusion.model_family import family_of
+from mmrl.diffusion.model_family import family_of, pack, unpack
 
 TEXTS = ["a cat", "two dogs on a red boat"]
 SIZES = {"sana": (64, 96), "wan": (32, 48)}
@@ -252,8 +251,9 @@ def test_a_text_of_exactly_the_limit_is_read_and_one_token_more_is_not(pipeline,
     family, limit = family_for(pipe), LENGTHS[name]
     most = letters(name, pipe, limit)
     (last_a,), (last_b,) = (family.encode(pipe, ["a" * (most - 1) + last], limit) for last in ("a", "b"))
-    assert last_a["states"].shape[0] == limit
-    assert not torch.equal(last_a["states"], last_b["states"])
+    states_a, states_b = (condition["encoder_hidden_states"] for condition in (last_a, last_b))
+    assert states_a.shape[0] == limit
+    assert not torch.equal(states_a, states_b)
     with pytest.raises(ValueError, match=r"tokens long, and the encoder .* takes"):
         family.encode(pipe, ["a" * (most + 1)], limit)
 
@@ -262,8 +262,8 @@ def test_flux_reads_on_with_t5_where_clip_stops(pipeline):
     # 90 letters are 92 tokens of CLIP, which takes 77: its vector is that of the first 75 letters.
     pipe = pipeline("flux")
     long, longer = family_for(pipe).encode(pipe, ["a" * 90, "a" * 89 + "b"], 128)
-    torch.testing.assert_close(long["pooled"], longer["pooled"])
-    assert not torch.equal(long["states"], longer["states"])
+    torch.testing.assert_close(long["pooled_projections"], longer["pooled_projections"])
+    assert not torch.equal(long["encoder_hidden_states"], longer["encoder_hidden_states"])
 
 
 @pytest.mark.parametrize(("name", "most"), [("flux", 512), ("qwen_image", 1024)])
@@ -285,8 +285,9 @@ def test_packing_lays_two_by_two_latents_side_by_side():
 def test_guidance_leads_away_from_the_empty_text():
     # 1 + 3 (2 - 1) = 4 and 0 + 3 (-1 - 0) = -3; at 1 it is the velocity with the text.
     with_text, without = torch.tensor([[2.0, -1.0]]), torch.tensor([[1.0, 0.0]])
-    assert guided(with_text, without, 3.0).tolist() == [[4.0, -3.0]]
-    assert torch.equal(guided(with_text, without, 1.0), with_text)
+    guide = family_of("StableDiffusion3Pipeline").guide
+    assert guide(with_text, without, 3.0).tolist() == [[4.0, -3.0]]
+    assert torch.equal(guide(with_text, without, 1.0), with_text)
 
 
 def test_qwen_image_keeps_the_norm_of_the_velocity_with_the_text(pipeline):

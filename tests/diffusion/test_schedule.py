@@ -7,8 +7,8 @@ import torch
 from torch.testing import assert_close
 
 from mmrl.diffusion.flow_math import euler_step
-from mmrl.diffusion.schedule import check_times, scheduled_times, scheduler_of, shift_times, unshift_times
-from tests.diffusion.flows import TEXTS, sd3_times
+from mmrl.diffusion.schedule import check_times, scheduled_times, shift_times
+from tests.diffusion.flows import TEXTS, scheduler_of, sd3_times, unshift_times
 from tests.diffusion.test_model_families import noise
 
 TEN = [1, 0.960129, 0.913349, 0.857692, 0.790368, 0.707278, 0.602151, 0.464876, 0.278049, 0.008929, 0]

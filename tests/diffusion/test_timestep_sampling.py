@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from mmrl.diffusion.schedule import TIME_TYPES, TimeRange, shift_times, strata, unshift_times
-from tests.diffusion.flows import sd3_times
+from mmrl.diffusion.schedule import TIME_TYPES, TimeRange, shift_times, strata
+from tests.diffusion.flows import sd3_times, unshift_times
 
 FOURTEEN = sd3_times(14).float()
 NOTHING = torch.zeros(0)
