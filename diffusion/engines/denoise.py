@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Annotated, Literal
 
 import torch
@@ -25,6 +25,9 @@ from mmrl.diffusion.flow_math import ODE_STEPS
 from mmrl.diffusion.schedule import check_times
 from mmrl.diffusion.steps import Conditioning, FlowPolicy, FlowRow
 
+# Options that choose among stochastic steps, and their defaults, which leave the choice open.
+CHOICES = {"stochastic": None, "window_size": 0, "window_start": None, "window_shrinks": False, "share": 1}
+
 
 @dataclass(frozen=True, eq=False)
 class DenoisingPlan:
@@ -42,6 +45,7 @@ class DenoisingPlan:
 
 
 @engine
+@dataclass(eq=False)
 class Denoise:
     """Sample images (videos, with `num_frames` above 1) along the pipeline's own schedule.
 
@@ -69,91 +73,74 @@ class Denoise:
         batch_size: Most rows in the network at once; 0 is all.
     """
 
-    notes: frozenset[str] = frozenset({"logp"})
+    notes = frozenset({"logp"})
 
-    def __init__(
-        self,
-        policy: FlowPolicy,
-        *,
-        stream: Stream,
-        num_inference_steps: PositiveInt = 10,
-        guidance_scale: NonNegativeFloat = 4.5,
-        height: PositiveInt = 512,
-        width: PositiveInt = 512,
-        num_frames: PositiveInt = 1,
-        frames_per_second: PositiveFloat = 16.0,
-        solver: Callable | None = None,
-        stochastic: Annotated[tuple[NonNegativeInt, PositiveInt], Ascending()] | None = None,
-        window_size: NonNegativeInt = 0,
-        window_start: NonNegativeInt | None = None,
-        window_shrinks: bool = False,
-        ode: Literal["euler", "heun"] = "euler",
-        share: PositiveShare = 1.0,
-        same_noise: bool = False,
-        batch_size: NonNegativeInt = 0,
-    ) -> None:
-        self.policy, self.stream, self.solver = policy, stream, solver
-        self.guidance_scale, self.share, self.same_noise = guidance_scale, share, same_noise
-        self.frames_per_second, self.batch_size, self.ode_step = frames_per_second, batch_size, ODE_STEPS[ode]
-        self.window_size, self.window_start, self.window_shrinks = window_size, window_start, window_shrinks
-        self.stochastic = stochastic or (0, num_inference_steps - 1)
-        if solver is None:
-            self._check_without_solver(
-                stochastic=stochastic is not None,
-                window_size=window_size != 0,
-                window_start=window_start is not None,
-                window_shrinks=window_shrinks,
-                share=share != 1,
-            )
-        else:
-            self._check_window(num_inference_steps)
-        self.shape = policy.family.latent_shape(policy.pipe, height, width, num_frames)
-        self.times = check_times(policy.family.sigmas(policy.pipe, num_inference_steps, self.shape))
+    policy: FlowPolicy
+    _: KW_ONLY
+    stream: Stream
+    num_inference_steps: PositiveInt = 10
+    guidance_scale: NonNegativeFloat = 4.5
+    height: PositiveInt = 512
+    width: PositiveInt = 512
+    num_frames: PositiveInt = 1
+    frames_per_second: PositiveFloat = 16.0
+    solver: Callable | None = None
+    stochastic: Annotated[tuple[NonNegativeInt, PositiveInt], Ascending()] | None = None
+    window_size: NonNegativeInt = 0
+    window_start: NonNegativeInt | None = None
+    window_shrinks: bool = False
+    ode: Literal["euler", "heun"] = "euler"
+    share: PositiveShare = 1.0
+    same_noise: bool = False
+    batch_size: NonNegativeInt = 0
 
-    def _check_without_solver(self, **changed: bool) -> None:
-        """Raise if something needs stochastic steps: the likelihood, or an option that was `changed`."""
-        if self.policy.likelihood.stochastic and self.stream.purpose == "train":
+    def __post_init__(self) -> None:
+        learns_from_steps, num_steps = self.policy.likelihood.stochastic, self.num_inference_steps
+        self.low, self.high = low, high = self.stochastic or (0, num_steps - 1)
+        chosen = [name for name, default in CHOICES.items() if vars(self)[name] != default]
+        if self.solver is None and learns_from_steps and self.stream.purpose == "train":
             raise ValueError(
                 "the policy's likelihood reads stochastic steps, but the engine `diffusion.denoise` has no "
                 "`solver`; add for instance `solver: diffusion.flow_sde`, or set the policy's likelihood to "
                 "`diffusion.matching`"
             )
-        for name, is_changed in changed.items():
-            if is_changed:
-                raise ValueError(
-                    f"`{name}` chooses among stochastic steps, but the engine `diffusion.denoise` has no "
-                    f"`solver`; add one, or leave `{name}` out"
-                )
-
-    def _check_window(self, num_steps: int) -> None:
-        low, high = self.stochastic
-        if not 0 <= low < high <= num_steps:
+        if self.solver is None and chosen:
+            raise ValueError(
+                f"`{chosen[0]}` chooses among stochastic steps, but the engine `diffusion.denoise` has no "
+                f"`solver`; add one, or leave `{chosen[0]}` out"
+            )
+        if self.solver and not low < high <= num_steps:
             raise ValueError(
                 f"`stochastic` must be [from, to) within {num_steps} denoising steps, not {low, high}"
             )
-        if not 0 <= self.window_size <= high - low:
+        if self.solver and self.window_size > high - low:
             raise ValueError(
                 f"`window_size` is {self.window_size}, but `stochastic` {low, high} has {high - low} steps"
             )
-        if high == num_steps and self.policy.likelihood.stochastic:
+        if self.solver and high == num_steps and learns_from_steps:
             raise ValueError(
                 f"`stochastic` {low, high} holds the last of {num_steps} steps, whose noise is (nearly) "
                 f"zero, so that its log-density explodes; end at {num_steps - 1}"
             )
+        self.ode_step = ODE_STEPS[self.ode]
+        family, pipe = self.policy.family, self.policy.pipe
+        self.shape = family.latent_shape(pipe, self.height, self.width, self.num_frames)
+        self.times = check_times(family.sigmas(pipe, num_steps, self.shape))
 
     def window(self) -> tuple[int, int]:
         """Choose the stochastic steps of this collection: [from, to)."""
-        low, high = self.stochastic
         if self.solver is None:
             return 0, 0
         if not self.window_size:
-            return low, high
-        latest = high - self.window_size
+            return self.low, self.high
+        latest = self.high - self.window_size
         if self.window_start is None:
-            start = int(torch.randint(low, latest + 1, (), generator=self.stream.generator("denoise window")))
+            generator = self.stream.generator("denoise window")
+            start = int(torch.randint(self.low, latest + 1, (), generator=generator))
         else:
-            start = min(max(int(self.window_start), low), high - 1 if self.window_shrinks else latest)
-        return start, min(start + self.window_size, high)
+            latest = self.high - 1 if self.window_shrinks else latest
+            start = min(max(self.window_start, self.low), latest)
+        return start, min(start + self.window_size, self.high)
 
     def rollout(self, prompts: Sequence[Prompt]) -> Rollouts:
         """Sample an image or video for every entry, in order."""
@@ -162,6 +149,7 @@ class Denoise:
     def plans(self, prompts: Sequence[Prompt]) -> list[DenoisingPlan]:
         """Draw all noise, keyed by prompt and generation."""
         low, high = self.window()
+        recorded = max(1, round(self.share * (high - low))) if high > low else 0
         generations: Counter[str] = Counter()
         plans = []
         for prompt in prompts:
@@ -170,7 +158,6 @@ class Denoise:
             first = self.stream.generator(prompt.uid, "start") if self.same_noise else generator
             start = torch.randn(self.shape, generator=first)
             noise = torch.randn((high - low, *self.shape), generator=generator)
-            recorded = max(1, round(self.share * (high - low))) if high > low else 0
             chosen = torch.randperm(high - low, generator=generator)[:recorded].sort().values
             plans.append(DenoisingPlan(prompt, start, (low, high), noise, low + chosen))
         return plans
@@ -179,10 +166,8 @@ class Denoise:
     def follow(self, plans: Sequence[DenoisingPlan], first: int = 0) -> Rollouts:
         """Denoise the plans' latents, from step `first` of the schedule on."""
         size = self.batch_size or len(plans) or 1
-        rows: list[Trajectory] = []
-        for at in range(0, len(plans), size):
-            rows += self._denoise(plans[at : at + size], first)
-        return tuple(rows)
+        batches = (plans[at : at + size] for at in range(0, len(plans), size))
+        return tuple(row for batch in batches for row in self._denoise(batch, first))
 
     def _denoise(self, plans: Sequence[DenoisingPlan], first: int) -> list[Trajectory]:
         policy, (low, high) = self.policy, plans[0].window
@@ -190,20 +175,19 @@ class Denoise:
         conditioning = Conditioning.of(conditions, self.guidance_scale, policy.passes(self.guidance_scale))
         times = self.times.to(policy.device)
         latents = torch.stack([plan.start for plan in plans]).to(policy.device, policy.precision)
-        noise = torch.stack([plan.noise for plan in plans])
-        names = [plan.prompt.uid for plan in plans]
+        noise = torch.stack([plan.noise for plan in plans])  # (B, T, *L)
         # The path is indexed as the schedule, so skipped steps are filled with the start.
         path, logp = [latents.cpu()] * (first + 1), []
         for i in range(first, len(times) - 1):
             if low <= i < high:
-                here, there = (times[j].expand(len(plans)) for j in (i, i + 1))
-                velocity = policy.velocity(latents, here, conditioning)
-                step = self.solver(latents, velocity, here, there, times[1])
+                time, following = (times[j].expand(len(plans)) for j in (i, i + 1))
+                velocity = policy.velocity(latents, time, conditioning)
+                step = self.solver(latents, velocity, time, following, times[1])
                 latents = step.draw(noise[:, i - low].to(latents))
                 logp.append(step.logp(latents).float().cpu())
             else:
                 latents = self.advance(conditioning, latents, times[i], times[i + 1])
-            check_finite(latents, names, i)
+            check_finite(latents, [plan.prompt.uid for plan in plans], i)
             path = [*path, latents.cpu()] if high > low else [latents.cpu()]
         logps = torch.stack(logp, 1) if logp else torch.zeros(len(plans), 0)
         frames = policy.family.frames_per_latent(policy.pipe, self.shape)
@@ -223,8 +207,8 @@ class Denoise:
     def advance(self, conditioning: Conditioning, latents: Tensor, time: Tensor, following: Tensor) -> Tensor:
         """Take one deterministic step of latents (B, *L) between two scalar times."""
         flow = lambda latents, time: self.policy.velocity(latents, time, conditioning)
-        here, there = (at.to(latents).expand(len(latents)) for at in (time, following))
-        return self.ode_step(latents, flow(latents, here), here, there, flow)
+        start, end = (at.to(latents).expand(len(latents)) for at in (time, following))
+        return self.ode_step(latents, flow(latents, start), start, end, flow)
 
 
 def check_finite(latents: Tensor, names: list[str], step: int) -> None:

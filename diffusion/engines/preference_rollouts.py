@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
-
-from torch import Tensor
+from dataclasses import replace
 
 from mmrl.config.ranges import PositiveInt, PositiveShare
 from mmrl.config.registry import engine
@@ -29,54 +27,50 @@ class PartialNoise:
     taken. If the wrapped engine has a `solver`, its stochastic steps must not begin earlier.
     """
 
-    notes: frozenset[str] = frozenset()
+    notes = frozenset()
 
     def __init__(self, engine: Denoise, *, eta: PositiveShare = 0.75) -> None:
+        self.engine, self.policy, self.eta = engine, engine.policy, eta
         if engine.same_noise:
             raise ValueError(
                 "rows of `diffusion.partial_noise` differ in their noise alone, so the engine it wraps must "
                 "not have `same_noise`"
             )
-        self.engine, self.policy, self.eta = engine, engine.policy, eta
-        self._first_step()
+        self.first_step()
 
-    def _first_step(self) -> int:
-        """Find the step to start with: the one whose time is nearest to `eta`."""
+    def first_step(self) -> int:
+        """Find the step whose time is nearest to `eta`; a schedule may move it."""
         first = int((self.engine.times[:-1] - self.eta).abs().argmin())
-        low = self.engine.stochastic[0]
-        if self.engine.solver is not None and low < first:
+        if self.engine.solver is not None and self.engine.low < first:
             raise ValueError(
                 f"with `eta` {self.eta} denoising starts at step {first}, but the engine's stochastic steps "
-                f"begin at {low}; set `stochastic: [{first}, ...]`"
+                f"begin at {self.engine.low}; set `stochastic: [{first}, ...]`"
             )
         return first
 
     def rollout(self, prompts: Sequence[Prompt]) -> Rollouts:
-        """Noise the recorded answer of every entry, and denoise it."""
-        first = self._first_step()
-        time = self.engine.times[first]
-        recorded = {uid: self._recorded(p) for uid, p in {prompt.uid: prompt for prompt in prompts}.items()}
+        """Noise the first recorded answer of every entry, and denoise it."""
+        first, shape = self.first_step(), self.engine.shape
+        recorded = {}
+        for prompt in {prompt.uid: prompt for prompt in prompts}.values():
+            if not prompt.answers:
+                raise ValueError(
+                    f"prompt '{prompt.uid}' has no recorded image or video; the engine "
+                    "`diffusion.partial_noise` starts from it"
+                )
+            latents = recorded[prompt.uid] = self.policy.encode(prompt, prompt.answers[0]).steps.path[-1]
+            if latents.shape != shape:
+                raise ValueError(
+                    f"the recorded answer of prompt '{prompt.uid}' has latents of {tuple(latents.shape)}, "
+                    f"but the engine makes {tuple(shape)}; set its `height`, `width` and `num_frames` to "
+                    "those of the answer, or resize the answer where the data are read"
+                )
         plans = []
         for plan in self.engine.plans(prompts):
             clean = recorded[plan.prompt.uid]
-            plans.append(dataclasses.replace(plan, start=noised(clean, plan.start.to(clean), time)))
+            start = noised(clean, plan.start.to(clean), self.engine.times[first])
+            plans.append(replace(plan, start=start))
         return self.engine.follow(plans, first)
-
-    def _recorded(self, prompt: Prompt) -> Tensor:
-        """Encode the first recorded answer of a prompt: (*L)."""
-        if not prompt.answers:
-            raise ValueError(
-                f"prompt '{prompt.uid}' has no recorded image or video; the engine `diffusion.partial_noise` "
-                "starts from it"
-            )
-        latents: Tensor = self.policy.encode(prompt, prompt.answers[0]).steps.path[-1]
-        if latents.shape != self.engine.shape:
-            raise ValueError(
-                f"the recorded answer of prompt '{prompt.uid}' has latents of {tuple(latents.shape)}, but "
-                f"the engine makes {tuple(self.engine.shape)}; set its `height`, `width` and `num_frames` to "
-                "those of the answer, or resize the answer where the data are read"
-            )
-        return latents
 
 
 @engine
@@ -88,33 +82,34 @@ class SegmentPreferences:
     `name` of segment 2, counted from 0; one without `@` is that of every segment.
     """
 
-    notes: frozenset[str] = frozenset()
+    notes = frozenset()
 
     def __init__(self, engine: Engine, *, segments: PositiveInt) -> None:
         self.engine, self.policy, self.segments = engine, engine.policy, segments
 
     def rollout(self, prompts: Sequence[Prompt]) -> Rollouts:
         """Run the wrapped engine, and cut its videos."""
-        return tuple(self._cut(row) for row in self.engine.rollout(prompts))
+        return tuple(self.cut(row) for row in self.engine.rollout(prompts))
 
-    def _cut(self, row: Trajectory) -> Trajectory:
-        whole = row.outcomes[-1]
+    def cut(self, row: Trajectory) -> Trajectory:
+        """Cut the video of a row into one outcome per segment."""
+        whole, num = row.outcomes[-1], self.segments
         frames = 0 if whole.video is None else len(whole.video)
-        if frames < self.segments or row.length % self.segments:
+        if frames < num or row.length % num:
             raise ValueError(
                 f"a row of prompt '{row.prompt.uid}' with {frames} frames and {row.length} steps cannot be "
-                f"cut into {self.segments} segments; give the policy `likelihood: {{name: "
-                f"diffusion.matching, segments: {self.segments}}}`, and videos of that many frames or more"
+                f"cut into {num} segments; give the policy `likelihood: {{name: diffusion.matching, "
+                f"segments: {num}}}`, and videos of that many frames or more"
             )
-        owner, steps = segments_of([1] * frames, self.segments), row.length // self.segments
+        owner = segments_of([1] * frames, num)
         parts = []
-        for number in range(self.segments):
+        for number in range(num):
             inside, recorded = owner == number, {}
             for name, value in whole.recorded.items():
                 reward, _, segment = name.partition("@")
                 if segment in ("", str(number)):
                     recorded[reward] = value
             times = None if whole.times is None else whole.times[inside]
-            video, end = whole.video[inside], steps * (number + 1)
-            parts.append(dataclasses.replace(whole, video=video, times=times, end=end, recorded=recorded))
-        return dataclasses.replace(row, outcomes=tuple(parts))
+            end = row.length // num * (number + 1)
+            parts.append(replace(whole, video=whole.video[inside], times=times, end=end, recorded=recorded))
+        return replace(row, outcomes=tuple(parts))

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -28,7 +28,7 @@ class WithPrefixRollouts:
     a batch go through the network together; `batch_size` is the most rows at once, 0 all.
     """
 
-    notes: frozenset[str] = frozenset()
+    notes = frozenset()
 
     def __init__(self, engine: Denoise, *, one_step: bool = False, batch_size: NonNegativeInt = 0) -> None:
         if engine.solver is None or engine.share < 1:
@@ -50,55 +50,46 @@ class WithPrefixRollouts:
         rows = self.engine.rollout(prompts)
         if not rows or (self.one_step and len(rows[0].steps.at) == 1):
             return rows  # the only step leads to the row's own image
-        latents = self._estimates(rows) if self.one_step else self._completed(rows)
-        flat, width = latents.flatten(0, 1), latents.shape[1]
-        images = [
-            image for part in flat.split(self.batch_size or len(flat)) for image in self.policy.decode(part)
-        ]
-        probed = []
-        for i, row in enumerate(rows):
-            prefixes = [
-                outcome_of(image, self.engine.frames_per_second, end)
-                for end, image in enumerate(images[i * width : (i + 1) * width], int(self.one_step))
-            ]
-            probed.append(dataclasses.replace(row, outcomes=(*prefixes, *row.outcomes)))
-        return tuple(probed)
+        flat = self.finished(rows).flatten(0, 1)
+        parts = flat.split(self.batch_size or len(flat))
+        images = iter([image for part in parts for image in self.policy.decode(part)])
+        ends, fps = range(int(self.one_step), len(rows[0].steps.at)), self.engine.frames_per_second
+        return tuple(
+            replace(row, outcomes=(*[outcome_of(next(images), fps, end) for end in ends], *row.outcomes))
+            for row in rows
+        )
 
-    def _in_batches(self, flat: Tensor, compute: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-        """Map `compute(latents, indices)` over flat latents (B, *L), `batch_size` rows at a time."""
-        parts = torch.arange(len(flat)).split(self.batch_size or len(flat))
-        return torch.cat([compute(flat[part].to(self.policy.device), part).cpu() for part in parts])
-
-    def _estimates(self, rows: Rollouts) -> Tensor:
-        """Estimate the data after every step but the last: (N, T - 1, *L)."""
+    def finished(self, rows: Rollouts) -> Tensor:
+        """Finish the prefixes of 0 .. T - 1 steps, or of 1 .. T - 1 with `one_step`: latents (N, K, *L)."""
         states: list[FlowRow] = [row.steps for row in rows]
-        at = states[0].at[:-1] + 1
+        conditioning = Conditioning.of_rows(states, "diffusion.with_prefix_rollouts")
+        times = states[0].times.to(self.policy.device)
+        at = states[0].at[:-1] + 1 if self.one_step else states[0].at  # (K,) steps that prefixes go on from
         latents = torch.stack([state.path[at] for state in states])
-        times = states[0].times[at].expand(len(rows), -1).flatten()
-        which = torch.arange(len(rows)).repeat_interleave(len(at))
-        conditioning = Conditioning.of_rows(states, "diffusion.with_prefix_rollouts")
 
-        def estimate(here: Tensor, part: Tensor) -> Tensor:
-            time = times[part].to(here.device)
-            return clean_estimate(here, self.policy.velocity(here, time, conditioning[which[part]]), time)
+        def compute(function: Callable[[Conditioning, Tensor, Tensor], Tensor], columns: Tensor) -> Tensor:
+            """Map `function(conditioning, latents, times)` over (N, columns), `batch_size` rows at a time."""
+            flat = latents[:, columns].flatten(0, 1)
+            owner = torch.arange(len(rows)).repeat_interleave(len(columns))
+            time = times[at[columns]].repeat(len(rows))
+            parts = torch.arange(len(flat)).split(self.batch_size or len(flat))
+            computed = [
+                function(conditioning[owner[part]], flat[part].to(times.device), time[part]).cpu()
+                for part in parts
+            ]
+            return torch.cat(computed).view(len(rows), len(columns), *latents.shape[2:])
 
-        return self._in_batches(latents.flatten(0, 1), estimate).view_as(latents)
-
-    def _completed(self, rows: Rollouts) -> Tensor:
-        """Complete the prefixes of 0 .. T - 1 steps deterministically: (N, T, *L)."""
-        states: list[FlowRow] = [row.steps for row in rows]
-        at, times = states[0].at, states[0].times.to(self.policy.device)
-        latents = torch.stack([state.path[at] for state in states])  # (N, T, *L)
-        conditioning = Conditioning.of_rows(states, "diffusion.with_prefix_rollouts")
+        if self.one_step:
+            velocity = self.policy.velocity
+            return compute(
+                lambda texts, x, time: clean_estimate(x, velocity(x, time, texts), time),
+                torch.arange(len(at)),
+            )
         for i in range(int(at[0]), len(times) - 1):
             started = (at <= i).nonzero()[:, 0]  # later prefixes have not left the trajectory yet
-            which = torch.arange(len(rows)).repeat_interleave(len(started))
-            moved = self._in_batches(
-                latents[:, started].flatten(0, 1),
-                lambda here, part, i=i, which=which: self.engine.advance(
-                    conditioning[which[part]], here, times[i], times[i + 1]
-                ),
+            step = lambda texts, x, _, i=i: self.engine.advance(texts, x, times[i], times[i + 1])
+            latents[:, started] = moved = compute(step, started)
+            check_finite(
+                moved.flatten(0, 1), [row.prompt.uid for row in rows for _ in range(len(started))], i
             )
-            check_finite(moved, [rows[j].prompt.uid for j in which.tolist()], i)
-            latents[:, started] = moved.view(len(rows), len(started), *latents.shape[2:])
         return latents

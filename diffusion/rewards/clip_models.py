@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 import torch
@@ -12,19 +12,8 @@ from torch.nn.functional import normalize
 from mmrl.config.ranges import PositiveInt
 from mmrl.config.registry import reward
 from mmrl.core.types import Outcome, Prompt
+from mmrl.diffusion import reward_base as base
 from mmrl.diffusion.image_io import to_pil
-from mmrl.diffusion.reward_base import (
-    LinearHead,
-    device_of,
-    encode_distinct,
-    find_weights,
-    images_of,
-    load_pretrained,
-    load_strictly,
-    read_weights,
-    shared_model,
-    warn_of_truncation,
-)
 from mmrl.runtime.modules import model_source
 
 
@@ -32,29 +21,22 @@ class TextImageSimilarity:
     """Base of rewards that are `factor` times the cosine of a text and an image embedding."""
 
     name: str
+    model: nn.Module
     batch_size: int
     max_tokens: int  # that the text encoder reads
     factor: float = 1.0
-
-    def count_tokens(self, text: str) -> int:
-        """Count the tokens of a text before truncation, special ones included."""
-        raise NotImplementedError
-
-    def embed_images(self, images: Sequence[Tensor]) -> Tensor:
-        """Embed images at length 1: (B, D)."""
-        raise NotImplementedError
-
-    def embed_texts(self, texts: Sequence[str]) -> Tensor:
-        """Embed texts at length 1: (B, D)."""
-        raise NotImplementedError
+    count_tokens: Callable[[str], int]  # of a text before truncation, special ones included
+    embed_images: Callable[[Sequence[Tensor]], Tensor]  # images to (B, D)
+    embed_texts: Callable[[Sequence[str]], Tensor]  # texts to (B, D)
 
     def __call__(self, prompts: Sequence[Prompt], outcomes: Sequence[Outcome]) -> list[float]:
         """Compute the reward of every outcome."""
-        texts = [prompt.text for prompt in prompts]
-        warn_of_truncation(self.name, texts, self.count_tokens, self.max_tokens)
-        images = encode_distinct(self.embed_images, images_of(prompts, outcomes), self.batch_size)
-        embedded = encode_distinct(self.embed_texts, texts, self.batch_size)
-        return [self.factor * float(image @ text) for image, text in zip(images, embedded, strict=True)]
+        texts, images = [prompt.text for prompt in prompts], base.images_of(prompts, outcomes)
+        base.warn_of_truncation(self.name, texts, self.count_tokens, self.max_tokens)
+        unit = lambda embed: lambda items: normalize(embed(items), dim=-1).cpu()
+        shown = base.encode_distinct(unit(self.embed_images), images, self.batch_size)
+        read = base.encode_distinct(unit(self.embed_texts), texts, self.batch_size)
+        return [self.factor * float(image @ text) for image, text in zip(shown, read, strict=True)]
 
 
 @reward
@@ -86,13 +68,10 @@ class PickScore(TextImageSimilarity):
     ) -> None:
         from transformers import CLIPModel, CLIPProcessor
 
-        self.device, self.batch_size = device_of(device), batch_size
-        load = lambda: load_pretrained("pick_score", CLIPModel, model).to(self.device)
-        self.model = shared_model(("pick_score", model, str(self.device)), load)
-        try:
+        load = lambda: base.load_pretrained(self.name, CLIPModel, model)
+        self.model, self.batch_size = base.shared_model(self.name, device, load, model), batch_size
+        with base.explained(f"pick_score: cannot load the processor '{processor}'"):
             self.processor = CLIPProcessor.from_pretrained(model_source(processor), trust_remote_code=False)
-        except (OSError, ValueError) as error:
-            raise ValueError(f"pick_score: cannot load the processor '{processor}': {error}") from error
         self.factor = (float(self.model.logit_scale.exp()) if scale == "logit" else 1.0) / divide_by
         self.max_tokens = self.model.config.text_config.max_position_embeddings
 
@@ -101,16 +80,14 @@ class PickScore(TextImageSimilarity):
 
     def embed_images(self, images: Sequence[Tensor]) -> Tensor:
         inputs = self.processor(images=[to_pil(image) for image in images], return_tensors="pt")
-        pooled = self.model.vision_model(pixel_values=inputs["pixel_values"].to(self.device)).pooler_output
-        return normalize(self.model.visual_projection(pooled), dim=-1).cpu()
+        pixels = inputs["pixel_values"].to(self.model.device)
+        return self.model.visual_projection(self.model.vision_model(pixel_values=pixels).pooler_output)
 
     def embed_texts(self, texts: Sequence[str]) -> Tensor:
         padding = {"padding": "max_length", "truncation": True, "max_length": self.max_tokens}
-        inputs = self.processor(text=list(texts), return_tensors="pt", **padding).to(self.device)
-        pooled = self.model.text_model(
-            inputs["input_ids"], attention_mask=inputs["attention_mask"]
-        ).pooler_output
-        return normalize(self.model.text_projection(pooled), dim=-1).cpu()
+        inputs = self.processor(text=list(texts), return_tensors="pt", **padding).to(self.model.device)
+        encoded = self.model.text_model(inputs["input_ids"], attention_mask=inputs["attention_mask"])
+        return self.model.text_projection(encoded.pooler_output)
 
 
 @reward(packages={"open_clip": "clip"})
@@ -141,38 +118,30 @@ class Hpsv2(TextImageSimilarity):
             import open_clip
         except ImportError as error:
             raise ImportError("hpsv2 needs open_clip: pip install 'mmrl[clip]'") from error
-        self.device, self.batch_size = device_of(device), batch_size
-        load = lambda: self._load(model, weights)
-        self.model = shared_model(("hpsv2", weights, model, str(self.device)), load)
+
+        def load() -> nn.Module:
+            path = str(base.find_weights("hpsv2", weights))
+            problem = f"hpsv2: '{path}' does not hold the weights of '{model}' as named tensors"
+            with base.explained(problem, errors=(Exception,)):  # open_clip, torch and pickle raise many types
+                return open_clip.create_model(
+                    model, pretrained=path, precision="fp32", require_pretrained=True, weights_only=True
+                )
+
+        self.model, self.batch_size = base.shared_model("hpsv2", device, load, weights, model), batch_size
         settings = open_clip.transform.PreprocessCfg(**self.model.visual.preprocess_cfg)
         self.prepare = open_clip.transform.image_transform_v2(settings, is_train=False)
         self.tokenizer = open_clip.get_tokenizer(model)
         self.max_tokens = self.tokenizer.context_length
 
-    def _load(self, model: str, weights: str) -> nn.Module:
-        import open_clip
-
-        path = find_weights("hpsv2", weights)
-        try:
-            loaded = open_clip.create_model(
-                model, pretrained=str(path), precision="fp32", require_pretrained=True, weights_only=True
-            )
-        except Exception as error:  # open_clip, torch and pickle raise errors of many types
-            raise ValueError(
-                f"hpsv2: '{path}' does not hold the weights of '{model}' as named tensors, plain or as "
-                f"`state_dict`: {' '.join(str(error).split())[:300]}"
-            ) from error
-        return loaded.eval().requires_grad_(False).to(self.device)
-
     def count_tokens(self, text: str) -> int:
         return len(self.tokenizer.encode(text)) + 2  # and the start and end tokens
 
     def embed_images(self, images: Sequence[Tensor]) -> Tensor:
-        pixels = torch.stack([self.prepare(to_pil(image)) for image in images]).to(self.device)
-        return normalize(self.model.encode_image(pixels), dim=-1).cpu()
+        pixels = torch.stack([self.prepare(to_pil(image)) for image in images])
+        return self.model.encode_image(pixels.to(self.model.logit_scale.device))
 
     def embed_texts(self, texts: Sequence[str]) -> Tensor:
-        return normalize(self.model.encode_text(self.tokenizer(list(texts)).to(self.device)), dim=-1).cpu()
+        return self.model.encode_text(self.tokenizer(list(texts)).to(self.model.logit_scale.device))
 
 
 @reward
@@ -199,20 +168,22 @@ class Aesthetic:
     ) -> None:
         from transformers import CLIPImageProcessor, CLIPVisionModelWithProjection
 
-        self.device, self.batch_size = device_of(device), batch_size
-        load = lambda: load_pretrained("aesthetic", CLIPVisionModelWithProjection, model).to(self.device)
-        self.model = shared_model(("aesthetic", model, str(self.device)), load)
+        load = lambda: base.load_pretrained("aesthetic", CLIPVisionModelWithProjection, model)
+        self.model, self.batch_size = base.shared_model("aesthetic", device, load, model), batch_size
         self.processor = CLIPImageProcessor.from_pretrained(model_source(model))
-        self.head = LinearHead(self.model.config.projection_dim)
-        load_strictly("aesthetic", self.head, read_weights("aesthetic", find_weights("aesthetic", weights)))
-        self.head.eval().requires_grad_(False).to(self.device)
+        self.head = base.LinearHead(self.model.config.projection_dim)
+        state = base.read_weights("aesthetic", weights)
+        with base.explained(f"aesthetic: '{weights}' holds other weights"):
+            self.head.load_state_dict(state)
+        self.head.eval().requires_grad_(False).to(self.model.device)
 
     def __call__(self, prompts: Sequence[Prompt], outcomes: Sequence[Outcome]) -> list[float]:
         """Compute the reward of every outcome."""
-        ratings = encode_distinct(self._rate, images_of(prompts, outcomes), self.batch_size)
-        return [float(rating) for rating in ratings]
 
-    def _rate(self, images: Sequence[Tensor]) -> Tensor:
-        inputs = self.processor(images=[to_pil(image) for image in images], return_tensors="pt")
-        embedding = self.model(pixel_values=inputs["pixel_values"].to(self.device)).image_embeds
-        return self.head(normalize(embedding, dim=-1)).cpu()
+        def rate(images: Sequence[Tensor]) -> Tensor:
+            inputs = self.processor(images=[to_pil(image) for image in images], return_tensors="pt")
+            embedded = self.model(pixel_values=inputs["pixel_values"].to(self.model.device)).image_embeds
+            return self.head(normalize(embedded, dim=-1)).cpu()
+
+        images = base.images_of(prompts, outcomes)
+        return [float(rating) for rating in base.encode_distinct(rate, images, self.batch_size)]

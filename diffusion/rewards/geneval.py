@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from mmrl.config.registry import reward
 from mmrl.core.types import Outcome, Prompt
-from mmrl.diffusion.reward_base import image_of, import_function
+from mmrl.diffusion.reward_base import frames_of, import_function
 
 # Class name to objects: {"box": [left, top, right, bottom], "score": confidence, "color": name}.
 Detections = Mapping[str, Sequence[Mapping[str, Any]]]
@@ -51,36 +51,32 @@ class Geneval:
 
     def __call__(self, prompts: Sequence[Prompt], outcomes: Sequence[Outcome]) -> list[float]:
         """Compute the reward of every outcome."""
-        return [self._measure(prompt, outcome) for prompt, outcome in zip(prompts, outcomes, strict=True)]
+        return [self.measure(prompt, outcome) for prompt, outcome in zip(prompts, outcomes, strict=True)]
 
-    def _measure(self, prompt: Prompt, outcome: Outcome) -> float:
+    def measure(self, prompt: Prompt, outcome: Outcome) -> float:
+        """Compute the reward of one outcome."""
         columns = prompt.columns
         if not columns.get("include"):
             raise ValueError(
                 f"geneval needs the column `include` of the benchmark, which prompt '{prompt.uid}' lacks"
             )
         if self.detect:
-            detections = self.detect(image_of(prompt, outcome), columns)
+            detections = self.detect(frames_of(prompt, outcome)[0], columns)
         else:
-            detections = _recorded_detections(prompt, outcome)
+            detections = outcome.tags.get("detections", columns.get("detections"))
+            detections = json.loads(detections) if type(detections) is str else detections
+        if detections is None:
+            raise ValueError(
+                f"geneval found no detections for prompt '{prompt.uid}'; name a `detector`, or record them "
+                "as JSON in the outcome's tag or the prompt's column `detections`"
+            )
         objects = confident(detections, columns.get("tag", ""))
         if self.form == "official":
             return float(official(objects, columns))
         correct, values = evaluate_clauses(objects, columns["include"], exact=True)
         if self.form == "strict":
             return float(correct)
-        values = [max(value, 0.0) for value in values] if self.clamp else values
-        return sum(values) / len(values)
-
-
-def _recorded_detections(prompt: Prompt, outcome: Outcome) -> Detections:
-    detections = outcome.tags.get("detections", prompt.columns.get("detections"))
-    if detections is None:
-        raise ValueError(
-            f"geneval found no detections for prompt '{prompt.uid}'; name a `detector`, or record them as "
-            "JSON in the outcome's tag or the prompt's column `detections`"
-        )
-    return json.loads(detections) if type(detections) is str else detections
+        return sum(max(value, 0.0) if self.clamp else value for value in values) / len(values)
 
 
 def confident(detections: Detections, tag: str) -> dict[str, list[Mapping[str, Any]]]:
@@ -110,7 +106,12 @@ def evaluate_clauses(detections: Detections, clauses: Clauses, *, exact: bool) -
         if not correct and ("color" in clause or "position" in clause):
             values.append(0.0)
         if correct and "color" in clause:
-            painted = sum(_color(detected, clause["class"]) == clause["color"] for detected in objects)
+            if blank := [sorted(detected) for detected in objects if "color" not in detected]:
+                raise ValueError(
+                    f"geneval needs a colour, but the detector gives none for a '{clause['class']}'; it "
+                    f"gives {blank[0]}"
+                )
+            painted = sum(detected["color"] == clause["color"] for detected in objects)
             values.append(1 - abs(wanted - painted) / wanted)
             correct = painted == wanted
         if correct and "position" in clause:
@@ -122,14 +123,6 @@ def evaluate_clauses(detections: Detections, clauses: Clauses, *, exact: bool) -
             values += [1.0] if correct else [0.0] if others is None else [0.0, 1.0]
         groups.append(objects if correct else None)
     return all(group is not None for group in groups), values
-
-
-def _color(detected: Mapping[str, Any], name: str) -> str:
-    if "color" not in detected:
-        raise ValueError(
-            f"geneval needs a colour, but the detector gives none for a '{name}'; it gives {sorted(detected)}"
-        )
-    return detected["color"]
 
 
 def official(detections: Detections, columns: Mapping[str, Any]) -> bool:

@@ -11,18 +11,8 @@ from torch import Tensor, nn
 from mmrl.config.ranges import PositiveInt
 from mmrl.config.registry import reward
 from mmrl.core.types import Outcome, Prompt
+from mmrl.diffusion import reward_base as base
 from mmrl.diffusion.image_io import to_pil
-from mmrl.diffusion.reward_base import (
-    LinearHead,
-    device_of,
-    encode_distinct,
-    find_weights,
-    images_of,
-    load_strictly,
-    read_weights,
-    shared_model,
-    warn_of_truncation,
-)
 from mmrl.runtime.modules import model_source
 
 MEAN, STD = 0.16717362830052426, 1.0333394966054072  # of the published head's output
@@ -56,59 +46,45 @@ class ImageReward:
     ) -> None:
         from transformers import AutoTokenizer
 
-        self.device, self.batch_size = device_of(device), batch_size
-        self.scorer = shared_model(("image_reward", weights, str(self.device)), lambda: self._load(weights))
-        try:
+        load = lambda: BlipScorer(base.read_weights("image_reward", weights))
+        self.model, self.batch_size = base.shared_model("image_reward", device, load, weights), batch_size
+        with base.explained(f"image_reward: cannot load the tokenizer '{tokenizer}'"):
             self.tokenizer = AutoTokenizer.from_pretrained(model_source(tokenizer), trust_remote_code=False)
-        except (OSError, ValueError) as error:
-            raise ValueError(f"image_reward: cannot load the tokenizer '{tokenizer}': {error}") from error
-        if len(self.tokenizer) > self.scorer.vocabulary:
+        if len(self.tokenizer) > self.model.vocabulary:
             raise ValueError(
                 f"image_reward: the tokenizer '{tokenizer}' has {len(self.tokenizer)} tokens, the weights "
-                f"are for {self.scorer.vocabulary}; name the one they were trained with, bert-base-uncased"
+                f"are for {self.model.vocabulary}; name the one they were trained with, bert-base-uncased"
             )
 
-    def _load(self, weights: str) -> BlipScorer:
-        scorer = BlipScorer(read_weights("image_reward", find_weights("image_reward", weights)))
-        return scorer.eval().requires_grad_(False).to(self.device)
-
+    @torch.no_grad()
     def __call__(self, prompts: Sequence[Prompt], outcomes: Sequence[Outcome]) -> list[float]:
         """Compute the reward of every outcome."""
         texts = [prompt.text for prompt in prompts]
         count_tokens = lambda text: len(self.tokenizer(text, verbose=False).input_ids)
-        warn_of_truncation("image_reward", texts, count_tokens, MAX_TOKENS)
-        features = encode_distinct(self._encode, images_of(prompts, outcomes), self.batch_size)
+        base.warn_of_truncation("image_reward", texts, count_tokens, MAX_TOKENS)
+        features = base.encode_distinct(self.encode, base.images_of(prompts, outcomes), self.batch_size)
+        padding = {"padding": "max_length", "truncation": True, "max_length": MAX_TOKENS}
         values: list[float] = []
         for at in range(0, len(texts), self.batch_size):
             batch = slice(at, at + self.batch_size)
-            values += self._score(texts[batch], torch.stack(features[batch])).tolist()
+            tokens = self.tokenizer(texts[batch], return_tensors="pt", **padding).to(self.model.device)
+            scores = self.model(tokens["input_ids"], tokens["attention_mask"], torch.stack(features[batch]))
+            values += scores.double().tolist()
         return [(value - MEAN) / STD for value in values]
 
-    def _encode(self, images: Sequence[Tensor]) -> Tensor:
+    def encode(self, images: Sequence[Tensor]) -> Tensor:
+        """Encode images: (B, patches + 1, width)."""
         from torchvision.transforms import CenterCrop, Compose, InterpolationMode, Normalize, Resize, ToTensor
 
-        size = self.scorer.image_size
-        prepare = Compose(
-            [
-                Resize(size, interpolation=InterpolationMode.BICUBIC),
-                CenterCrop(size),
-                ToTensor(),
-                Normalize(MEAN_COLOUR, STD_COLOUR),
-            ]
-        )
-        pixels = torch.stack([prepare(to_pil(image)) for image in images]).to(self.device)
-        return self.scorer.vision(pixel_values=pixels).last_hidden_state
-
-    @torch.no_grad()
-    def _score(self, texts: Sequence[str], features: Tensor) -> Tensor:
-        tokens = self.tokenizer(
-            list(texts), padding="max_length", truncation=True, max_length=MAX_TOKENS, return_tensors="pt"
-        ).to(self.device)
-        return self.scorer(tokens["input_ids"], tokens["attention_mask"], features).double().cpu()
+        size = self.model.image_size
+        resize = Resize(size, interpolation=InterpolationMode.BICUBIC)
+        prepare = Compose([resize, CenterCrop(size), ToTensor(), Normalize(MEAN_COLOUR, STD_COLOUR)])
+        pixels = torch.stack([prepare(to_pil(image)) for image in images]).to(self.model.device)
+        return self.model.vision(pixel_values=pixels).last_hidden_state
 
 
 class BlipScorer(nn.Module):
-    """BLIP's two encoders and the head, sized by the weights they are made from."""
+    """BLIP's two encoders and the head, sized by the published weights."""
 
     def __init__(self, published: Mapping[str, Tensor]) -> None:
         super().__init__()
@@ -117,12 +93,47 @@ class BlipScorer(nn.Module):
         from transformers.models.blip.modeling_blip_text import BlipTextModel
 
         state = rename(published)
-        vision, text = _sizes(state)
-        self.vision = BlipVisionModel(BlipVisionConfig(**vision))
-        self.text = BlipTextModel(BlipTextConfig(**text), add_pooling_layer=False)
-        self.head = LinearHead(text["hidden_size"])
-        self.image_size, self.vocabulary = vision["image_size"], text["vocab_size"]
-        load_strictly("image_reward", self, state)
+        with base.explained("image_reward: these are not the weights of ImageReward.pt", errors=(KeyError,)):
+            patches = state["vision.embeddings.patch_embedding.weight"]
+            num_patches = state["vision.embeddings.position_embedding"].shape[1] - 1
+            self.vocabulary, text_width = state["text.embeddings.word_embeddings.weight"].shape
+            max_length = len(state["text.embeddings.position_embeddings.weight"])
+            vision_mlp = len(state["vision.encoder.layers.0.mlp.fc1.weight"])
+            text_mlp = len(state["text.encoder.layer.0.intermediate.dense.weight"])
+        layers = [re.match(r"(vision|text)\.encoder\.layers?\.(\d+)\.", name) for name in state]
+        depth = lambda part: 1 + max(int(match[2]) for match in layers if match and match[1] == part)
+        width, patch = patches.shape[0], patches.shape[-1]
+        self.image_size = round(num_patches**0.5) * patch
+        vision = BlipVisionConfig(
+            hidden_size=width,
+            intermediate_size=vision_mlp,
+            num_hidden_layers=depth("vision"),
+            num_attention_heads=width // HEAD_SIZE,
+            image_size=self.image_size,
+            patch_size=patch,
+            layer_norm_eps=1e-6,
+        )
+        text = BlipTextConfig(
+            vocab_size=self.vocabulary,
+            hidden_size=text_width,
+            encoder_hidden_size=width,
+            intermediate_size=text_mlp,
+            num_hidden_layers=depth("text"),
+            num_attention_heads=text_width // HEAD_SIZE,
+            max_position_embeddings=max_length,
+            layer_norm_eps=1e-12,
+            is_decoder=True,  # which adds the layers of cross-attention to the image
+        )
+        self.vision = BlipVisionModel(vision)
+        self.text = BlipTextModel(text, add_pooling_layer=False)
+        self.head = base.LinearHead(text_width)
+        with base.explained("image_reward: these are not the weights of ImageReward.pt"):
+            self.load_state_dict(state)
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the weights."""
+        return self.vision.device
 
     def forward(self, ids: Tensor, mask: Tensor, features: Tensor) -> Tensor:
         """Score texts (B, S) with the features (B, patches + 1, width) of their images: (B,)."""
@@ -134,32 +145,30 @@ class BlipScorer(nn.Module):
 
 
 # Published name to ours. The encoders are BLIP's; its authors and transformers name the same things.
-_NAMES = (
+BLOCK, LAYER = r"^blip\.visual_encoder\.blocks\.(\d+)\.", r"vision.encoder.layers.\1."
+NAMES = (
     (r"^mlp\.layers\.", "head.layers."),
     (r"^blip\.text_encoder\.", "text."),
     (r"^blip\.visual_encoder\.cls_token$", "vision.embeddings.class_embedding"),
     (r"^blip\.visual_encoder\.pos_embed$", "vision.embeddings.position_embedding"),
     (r"^blip\.visual_encoder\.patch_embed\.proj\.", "vision.embeddings.patch_embedding."),
     (r"^blip\.visual_encoder\.norm\.", "vision.post_layernorm."),
-    (r"^blip\.visual_encoder\.blocks\.(\d+)\.norm([12])\.", r"vision.encoder.layers.\1.layer_norm\2."),
-    (r"^blip\.visual_encoder\.blocks\.(\d+)\.attn\.qkv\.", r"vision.encoder.layers.\1.self_attn.qkv."),
-    (
-        r"^blip\.visual_encoder\.blocks\.(\d+)\.attn\.proj\.",
-        r"vision.encoder.layers.\1.self_attn.projection.",
-    ),
-    (r"^blip\.visual_encoder\.blocks\.(\d+)\.mlp\.", r"vision.encoder.layers.\1.mlp."),
+    (BLOCK + r"norm([12])\.", LAYER + r"layer_norm\2."),
+    (BLOCK + r"attn\.qkv\.", LAYER + "self_attn.qkv."),
+    (BLOCK + r"attn\.proj\.", LAYER + "self_attn.projection."),
+    (BLOCK + r"mlp\.", LAYER + "mlp."),
 )
 # Projections for a loss of BLIP's own training, and a buffer.
-_UNUSED = r"^blip\.(vision_proj|text_proj|itm_head)\.|\.position_ids$"
+UNUSED = r"^blip\.(vision_proj|text_proj|itm_head)\.|\.position_ids$"
 
 
 def rename(published: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Map published tensor names to our modules; an unknown name is an error."""
     renamed = {}
     for name, tensor in published.items():
-        if re.search(_UNUSED, name):
+        if re.search(UNUSED, name):
             continue
-        matches = [re.sub(pattern, ours, name) for pattern, ours in _NAMES if re.match(pattern, name)]
+        matches = [re.sub(pattern, ours, name) for pattern, ours in NAMES if re.match(pattern, name)]
         if not matches:
             raise ValueError(
                 f"image_reward: the weights hold '{name}', which ImageReward-v1.0 does not; name its "
@@ -167,44 +176,3 @@ def rename(published: Mapping[str, Tensor]) -> dict[str, Tensor]:
             )
         renamed[matches[0]] = tensor.float()
     return renamed
-
-
-def _sizes(state: Mapping[str, Tensor]) -> tuple[dict, dict]:
-    """Infer the sizes of both encoders from their weights."""
-    try:
-        patches = state["vision.embeddings.patch_embedding.weight"]
-        positions = state["vision.embeddings.position_embedding"].shape[1] - 1
-        words = state["text.embeddings.word_embeddings.weight"]
-        vision_mlp = state["vision.encoder.layers.0.mlp.fc1.weight"].shape[0]
-        text_mlp = state["text.encoder.layer.0.intermediate.dense.weight"].shape[0]
-        max_length = state["text.embeddings.position_embeddings.weight"].shape[0]
-    except KeyError as error:
-        raise ValueError(
-            f"image_reward: the weights do not hold {error}; name the checkpoint ImageReward.pt"
-        ) from error
-    width, patch, side = patches.shape[0], patches.shape[-1], round(positions**0.5)
-    vision = {
-        "hidden_size": width,
-        "intermediate_size": vision_mlp,
-        "num_hidden_layers": _count(state, r"vision\.encoder\.layers\.(\d+)\."),
-        "num_attention_heads": width // HEAD_SIZE,
-        "image_size": side * patch,
-        "patch_size": patch,
-        "layer_norm_eps": 1e-6,
-    }
-    text = {
-        "vocab_size": words.shape[0],
-        "hidden_size": words.shape[1],
-        "encoder_hidden_size": width,
-        "intermediate_size": text_mlp,
-        "num_hidden_layers": _count(state, r"text\.encoder\.layer\.(\d+)\."),
-        "num_attention_heads": words.shape[1] // HEAD_SIZE,
-        "max_position_embeddings": max_length,
-        "layer_norm_eps": 1e-12,
-        "is_decoder": True,  # which adds the layers of cross-attention to the image
-    }
-    return vision, text
-
-
-def _count(state: Mapping[str, Tensor], pattern: str) -> int:
-    return 1 + max(int(match[1]) for name in state if (match := re.match(pattern, name)))

@@ -14,7 +14,7 @@ from mmrl.config.registry import reward
 from mmrl.config.reward_adapters import per_outcome
 from mmrl.core.types import Outcome, Prompt
 from mmrl.diffusion.image_io import to_pil
-from mmrl.diffusion.reward_base import frames_of, image_of, images_of
+from mmrl.diffusion.reward_base import frames_of, images_of
 
 JPEG_QUALITY = 95
 
@@ -29,7 +29,7 @@ def jpeg_compressibility(
     `incompressible` is that size, `compressible` minus a 500th of it. Of a video the first frame counts.
     """
     buffer = io.BytesIO()
-    to_pil(image_of(prompt, outcome)).save(buffer, format="JPEG", quality=JPEG_QUALITY)
+    to_pil(frames_of(prompt, outcome)[0]).save(buffer, format="JPEG", quality=JPEG_QUALITY)
     size = buffer.tell() / 1000
     return size if form == "incompressible" else -size / 500
 

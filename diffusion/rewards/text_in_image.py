@@ -37,17 +37,17 @@ class TextInImage:
 
     def __call__(self, prompts: Sequence[Prompt], outcomes: Sequence[Outcome]) -> list[float]:
         """Compute the reward of every outcome."""
-        return [self._measure(prompt, outcome) for prompt, outcome in zip(prompts, outcomes, strict=True)]
+        rewards = []
+        for prompt, outcome in zip(prompts, outcomes, strict=True):
+            target, frames = quoted(prompt), frames_of(prompt, outcome)[::FRAME_STRIDE]
+            image = outcome.image is not None
+            values = [text_match(target, self.read(frame), more=image) for frame in frames]
+            earned = [value for value in values if value > 0]
+            rewards.append(sum(earned) / len(earned) if earned else 0.0)
+        return rewards
 
-    def _measure(self, prompt: Prompt, outcome: Outcome) -> float:
-        target, frames = quoted(prompt), frames_of(prompt, outcome)
-        if outcome.image is not None:
-            return text_match(target, self._read(frames[0]), more=True)
-        rewards = [text_match(target, self._read(frame), more=False) for frame in frames[::FRAME_STRIDE]]
-        earned = [value for value in rewards if value > 0]
-        return sum(earned) / len(earned) if earned else 0.0
-
-    def _read(self, image: Tensor) -> str:
+    def read(self, image: Tensor) -> str:
+        """Join the texts of an image (3, height, width)."""
         try:
             texts = self.recognise(image)
         except Exception as error:  # the source counts a failure as an image without text; here it warns

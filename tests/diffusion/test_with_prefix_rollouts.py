@@ -44,7 +44,7 @@ def test_every_prefix_is_completed_as_if_it_were_alone(options):
     engine = walking(**options)
     prompts = asked("0.2", "0.7", num=2)
     plain, rows = engine.rollout(prompts), probed(engine).rollout(prompts)
-    latents = probed(engine)._completed(plain)
+    latents = probed(engine).finished(plain)
     for i, (row, before) in enumerate(zip(rows, plain, strict=True)):
         num_steps = before.length
         assert [outcome.end for outcome in row.outcomes] == list(range(num_steps + 1))
@@ -97,7 +97,7 @@ def test_the_first_probe_starts_from_the_rows_own_noise(name):
     # With hardly any noise in the steps, every prefix becomes the row's picture.
     engine = walking(solver={"name": f"diffusion.{name}", "noise_level": 1e-6})
     rows = engine.rollout(asked("0.5", num=3))
-    latents = probed(engine)._completed(rows)
+    latents = probed(engine).finished(rows)
     for row, prefixes in zip(rows, latents, strict=True):
         assert_close(prefixes, row.steps.path[-1].expand_as(prefixes), atol=1e-4, rtol=0)
     # Other rows start elsewhere, so a shared or fresh start would be seen.
@@ -116,7 +116,7 @@ def test_the_guidance_of_the_row_completes_it():
     engine = walking(guidance_scale=3.0, num_inference_steps=40, stochastic=(0, 2))
     (row,) = engine.rollout(asked("0.3"))
     # The deterministic picture of guidance 3 lies about the mean .9.
-    finished = probed(engine)._completed((row,))[0, 0]
+    finished = probed(engine).finished((row,))[0, 0]
     assert_close(finished, 0.9 + 0.3 * row.steps.path[0], atol=0.1, rtol=0)
 
 
