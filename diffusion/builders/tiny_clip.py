@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import avg_pool2d, cross_entropy, normalize, one_hot, pad
 
 from mmrl.config.ranges import PositiveFloat, PositiveInt
 from mmrl.config.registry import builder
@@ -19,7 +20,7 @@ from mmrl.data.media import locate
 from mmrl.data.text_files import CAPTION, objects, text_of
 from mmrl.diffusion.image_io import load_image
 
-LOG_INTERVAL = 10.0  # seconds between two lines of progress
+LOG_INTERVAL = 50  # updates between two lines of progress
 VOCABULARY = 49408  # of open_clip's own tokenizer, whose vocabulary comes with the package
 
 
@@ -45,6 +46,7 @@ class CaptionedImages:
 
 
 @builder(packages={"open_clip": "clip"})
+@dataclass(kw_only=True)
 class TinyClip:
     """Train a small CLIP on captioned images, as a folder that open_clip reads (`local-dir:`).
 
@@ -66,27 +68,18 @@ class TinyClip:
         learning_rate: Peak, after 50 steps of warm-up; it falls linearly to a fiftieth.
     """
 
-    def __init__(
-        self,
-        *,
-        stream: Stream,
-        train: str,
-        test: str,
-        root: str,
-        side: PositiveInt = 32,
-        width: PositiveInt = 16,
-        text_width: PositiveInt = 64,
-        text_length: PositiveInt = 16,
-        embed_dim: PositiveInt = 64,
-        steps: PositiveInt = 600,
-        batch_size: PositiveInt = 128,
-        learning_rate: PositiveFloat = 2e-3,
-    ) -> None:
-        self.stream, self.root = stream, Path(root)
-        self.paths = {"train": Path(train), "test": Path(test)}
-        self.side, self.width, self.embed_dim = side, width, embed_dim
-        self.text_width, self.text_length = text_width, text_length
-        self.steps, self.batch_size, self.learning_rate = steps, batch_size, learning_rate
+    stream: Stream
+    train: str
+    test: str
+    root: str
+    side: PositiveInt = 32
+    width: PositiveInt = 16
+    text_width: PositiveInt = 64
+    text_length: PositiveInt = 16
+    embed_dim: PositiveInt = 64
+    steps: PositiveInt = 600
+    batch_size: PositiveInt = 128
+    learning_rate: PositiveFloat = 2e-3
 
     def build(self, output: Path) -> dict[str, Any]:
         """Train, write the folder, and report the accuracy on train and test images."""
@@ -96,15 +89,15 @@ class TinyClip:
             raise ImportError("builder 'tiny_clip' needs open_clip: pip install 'mmrl[clip]'") from error
         from safetensors.torch import save_file
 
-        config = self._config()
-        train = CaptionedImages.read(self.paths["train"], self.root, self.side)
-        test = CaptionedImages.read(self.paths["test"], self.root, self.side, train.captions)
+        train = CaptionedImages.read(Path(self.train), Path(self.root), self.side)
+        test = CaptionedImages.read(Path(self.test), Path(self.root), self.side, train.captions)
         tokens = SimpleTokenizer(context_length=self.text_length)(list(train.captions))
         seed = int(torch.randint(1 << 31, (1,), generator=self.stream.fixed("tiny_clip")))
+        config = self.config()
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             model = CLIP(**config["model_cfg"])
-        self._train(model, train, tokens)
+        self.fit(model, train, tokens)
         output.mkdir(parents=True, exist_ok=True)
         (output / "open_clip_config.json").write_text(json.dumps(config, indent=2) + "\n")
         state = {name: value.contiguous() for name, value in model.state_dict().items()}
@@ -115,8 +108,8 @@ class TinyClip:
             "test_accuracy": round(accuracy(model, test, tokens), 4),
         }
 
-    def _config(self) -> dict[str, Any]:
-        """The model and its preprocessing as open_clip's configuration names them."""
+    def config(self) -> dict[str, Any]:
+        """Name the model and its preprocessing as open_clip's configuration does."""
         half = [0.5, 0.5, 0.5]
         vision = {"image_size": self.side, "layers": [1, 1, 1, 1], "width": self.width, "head_width": 32}
         text = {"context_length": self.text_length, "vocab_size": VOCABULARY, "width": self.text_width}
@@ -125,12 +118,13 @@ class TinyClip:
         preprocess = {"mean": half, "std": half, "interpolation": "bicubic", "resize_mode": "shortest"}
         return {"model_cfg": model, "preprocess_cfg": preprocess}
 
-    def _train(self, model: nn.Module, data: CaptionedImages, tokens: Tensor) -> None:
+    def fit(self, model: nn.Module, data: CaptionedImages, tokens: Tensor) -> None:
+        """Train a model on images and the tokens (captions, length) of their captions."""
         model.token_embedding.requires_grad_(False)
         learned = [p for p in model.parameters() if p.requires_grad]
         optimizer = torch.optim.AdamW(learned, lr=self.learning_rate, weight_decay=0.02, betas=(0.9, 0.98))
         model.train()
-        began, logged = time.monotonic(), -math.inf
+        began = time.monotonic()
         for step in range(self.steps):
             generator = self.stream.fixed("tiny_clip", step)
             rate = self.learning_rate * min(1, (step + 1) / 50)
@@ -143,12 +137,11 @@ class TinyClip:
             nn.utils.clip_grad_norm_(learned, 1.0)
             optimizer.step()
             with torch.no_grad():
-                model.logit_scale.clamp_(max=math.log(100))
-            spent = time.monotonic() - began
-            if spent > logged + LOG_INTERVAL or step + 1 == self.steps:
-                logged, left = spent, spent / (step + 1) * (self.steps - step - 1)
-                progress = f"loss {float(loss.detach()):.3f}  eta {left:.0f} s"
-                print(f"contrastive model {step + 1}/{self.steps}  {progress}", flush=True)
+                model.logit_scale.clamp_(max=math.log(100))  # as CLIP does, arXiv 2103.00020
+            if (step + 1) % LOG_INTERVAL == 0 or step + 1 == self.steps:
+                left = (time.monotonic() - began) / (step + 1) * (self.steps - step - 1)
+                progress = f"{step + 1}/{self.steps}  loss {float(loss.detach()):.3f}  eta {left:.0f} s"
+                print(f"contrastive model {progress}", flush=True)
         model.eval()
 
 
@@ -159,24 +152,24 @@ def contrastive_loss(model: nn.Module, images: Tensor, tokens: Tensor, which: Te
     images of a caption are correct for it, with equal probability.
     """
     present, own = torch.unique(which, return_inverse=True)
-    encoded = nn.functional.normalize(model.encode_image(images), dim=-1)
-    texts = nn.functional.normalize(model.encode_text(tokens[present]), dim=-1)
-    logits = model.logit_scale.exp() * encoded @ texts.T
-    targets = nn.functional.one_hot(own, len(present)).float()
+    encoded = normalize(model.encode_image(images), dim=-1)
+    texts = normalize(model.encode_text(tokens[present]), dim=-1)
+    logits = model.logit_scale.exp() * encoded @ texts.T  # (B, captions)
+    targets = one_hot(own, len(present)).float()
     targets = targets / targets.sum(0)  # (B, captions): a distribution over images for every caption
     per_caption = -(targets * logits.log_softmax(0)).sum(0).mean()
-    return 0.5 * (nn.functional.cross_entropy(logits, own) + per_caption)
+    return 0.5 * (cross_entropy(logits, own) + per_caption)
 
 
 def augmented(images: Tensor, generator: torch.Generator) -> Tensor:
     """Shift images (B, 3, side, side) by up to two pixels, mirror half, blur half, and add a little noise."""
     side = images.shape[-1]
-    padded = nn.functional.pad(images, (2, 2, 2, 2), mode="replicate")
+    padded = pad(images, (2, 2, 2, 2), mode="replicate")
     top, left = torch.randint(0, 5, (2,), generator=generator).tolist()
     images = padded[..., top : top + side, left : left + side]
     chance = torch.rand(3, len(images), 1, 1, 1, generator=generator)
     images = torch.where(chance[0] < 0.5, images.flip(-1), images)
-    blurred = nn.functional.avg_pool2d(nn.functional.pad(images, (1, 1, 1, 1), mode="replicate"), 3, 1)
+    blurred = avg_pool2d(pad(images, (1, 1, 1, 1), mode="replicate"), 3, 1)
     images = torch.where(chance[1] < 0.5, blurred, images)
     return images + 0.05 * chance[2] * torch.randn(images.shape, generator=generator)
 
@@ -184,7 +177,7 @@ def augmented(images: Tensor, generator: torch.Generator) -> Tensor:
 @torch.no_grad()
 def accuracy(model: nn.Module, data: CaptionedImages, tokens: Tensor) -> float:
     """Compute the share of images whose own caption is the nearest of all."""
-    texts = nn.functional.normalize(model.encode_text(tokens), dim=-1)
+    texts = normalize(model.encode_text(tokens), dim=-1)
     nearest = [
         (model.encode_image(part.float() / 127.5 - 1) @ texts.T).argmax(-1) for part in data.images.split(256)
     ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,17 +15,15 @@ from mmrl.config.registry import builder
 from mmrl.core.rng import Stream
 from mmrl.data.text_files import CAPTION, objects, text_of
 
-SPECIAL = ("<start>", "<end>", "<unknown>")
-
 
 def word_tokenizer(texts: Iterable[str], max_length: int) -> Any:
     """Build a tokenizer whose tokens are the words of some texts; all other words are one unknown token."""
     from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
     from transformers import PreTrainedTokenizerFast
 
-    start, end, unknown = SPECIAL
+    start, end, unknown = special = ("<start>", "<end>", "<unknown>")
     words = sorted({word for text in texts for word in re.findall(r"\w+", text.lower())})
-    vocabulary = {word: number for number, word in enumerate([*SPECIAL, *words])}
+    vocabulary = {word: number for number, word in enumerate([*special, *words])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=unknown))
     tokenizer.normalizer = normalizers.Lowercase()
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
@@ -42,6 +41,7 @@ def word_tokenizer(texts: Iterable[str], max_length: int) -> Any:
 
 
 @builder(packages={"diffusers": "diffusion"})
+@dataclass(kw_only=True)
 class TinyFlowModel:
     """Build a small SD3 pipeline in pixel space with random weights, as an ordinary diffusers folder.
 
@@ -62,44 +62,49 @@ class TinyFlowModel:
         shift: Of the denoising times towards noise; 1 does not move them.
     """
 
-    def __init__(
-        self,
-        *,
-        stream: Stream,
-        texts: str,
-        side: PositiveInt = 32,
-        patch: PositiveInt = 8,
-        width: PositiveInt = 128,
-        layers: PositiveInt = 3,
-        heads: PositiveInt = 4,
-        text_width: PositiveInt = 64,
-        text_length: PositiveInt = 8,
-        init: PositiveFloat = 4.0,
-        shift: PositiveFloat = 1.0,
-    ) -> None:
-        if side % patch or width % heads:
+    stream: Stream
+    texts: str
+    side: PositiveInt = 32
+    patch: PositiveInt = 8
+    width: PositiveInt = 128
+    layers: PositiveInt = 3
+    heads: PositiveInt = 4
+    text_width: PositiveInt = 64
+    text_length: PositiveInt = 8
+    init: PositiveFloat = 4.0
+    shift: PositiveFloat = 1.0
+
+    def __post_init__(self) -> None:
+        if self.side % self.patch or self.width % self.heads:
             raise ValueError(
-                f"patches of {patch} pixels must divide the side {side}, and {heads} heads the width {width}"
+                f"patches of {self.patch} pixels must divide the side {self.side}, and {self.heads} heads "
+                f"the width {self.width}"
             )
-        self.stream, self.texts, self.side, self.patch = stream, Path(texts), side, patch
-        self.width, self.layers, self.heads = width, layers, heads
-        self.text_width, self.text_length = text_width, text_length
-        self.init, self.shift = init, shift
 
     def build(self, output: Path) -> dict[str, Any]:
         """Write the folder, and report the number of parameters and words."""
-        from diffusers import (
-            FlowMatchEulerDiscreteScheduler,
-            SD3Transformer2DModel,
-            StableDiffusion3Pipeline,
-        )
+        from diffusers import FlowMatchEulerDiscreteScheduler, SD3Transformer2DModel, StableDiffusion3Pipeline
+        from transformers import CLIPTextConfig, CLIPTextModelWithProjection
 
-        texts = objects(self.texts, lambda row: text_of(row, CAPTION))
+        texts = objects(Path(self.texts), lambda row: text_of(row, CAPTION))
         tokenizer = word_tokenizer(texts, self.text_length)
+        text_config = CLIPTextConfig(
+            vocab_size=len(tokenizer),
+            hidden_size=self.text_width,
+            projection_dim=self.text_width,
+            intermediate_size=2 * self.text_width,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            max_position_embeddings=self.text_length,
+            initializer_factor=self.init,
+            bos_token_id=tokenizer.bos_token_id,
+            eos_token_id=tokenizer.eos_token_id,
+            pad_token_id=tokenizer.pad_token_id,
+        )
         seed = int(torch.randint(1 << 31, (1,), generator=self.stream.fixed("tiny_flow_model")))
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            encoders = [self._text_encoder(tokenizer) for _ in range(2)]
+            encoders = [CLIPTextModelWithProjection(text_config) for _ in range(2)]
             network = SD3Transformer2DModel(
                 sample_size=self.side,
                 patch_size=self.patch,
@@ -126,22 +131,3 @@ class TinyFlowModel:
             tokenizer_3=None,
         ).save_pretrained(output)
         return {"parameters": sum(p.numel() for p in network.parameters()), "vocabulary": len(tokenizer)}
-
-    def _text_encoder(self, tokenizer: Any) -> Any:
-        from transformers import CLIPTextConfig, CLIPTextModelWithProjection
-
-        return CLIPTextModelWithProjection(
-            CLIPTextConfig(
-                vocab_size=len(tokenizer),
-                hidden_size=self.text_width,
-                projection_dim=self.text_width,
-                intermediate_size=2 * self.text_width,
-                num_hidden_layers=2,
-                num_attention_heads=4,
-                max_position_embeddings=self.text_length,
-                initializer_factor=self.init,
-                bos_token_id=tokenizer.bos_token_id,
-                eos_token_id=tokenizer.eos_token_id,
-                pad_token_id=tokenizer.pad_token_id,
-            )
-        )
