@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,17 +20,28 @@ LIBRARIES = (None, "diffusers", "transformers")  # where the parts of a pipeline
 
 
 def load_pipeline(name: str, *, dtype: str) -> Any:
-    """Load a pipeline by hub id or folder, from safetensors only."""
+    """Load a pipeline by hub id or folder, from safetensors only; no code of its folder is run."""
     try:
         from diffusers import DiffusionPipeline
     except ImportError as error:
         raise ImportError("policy 'diffusion.flow' needs diffusers; install mmrl[diffusion]") from error
     try:
         source = model_source(name)
-        listed = DiffusionPipeline.load_config(source)
-        _refuse_code(listed)
+        parts = DiffusionPipeline.load_config(source)
+        # Older versions of diffusers run classes of the pipeline's own folder.
+        own = [
+            part
+            for part, origin in parts.items()
+            if (part == "_class_name" and type(origin) is not str)
+            or (type(origin) is list and len(origin) == 2 and origin[0] not in LIBRARIES)
+        ]
+        if own:
+            raise ValueError(
+                f"it wants code that is not part of {' and '.join(LIBRARIES[1:])} for {', '.join(own)}; no "
+                "code of a model folder is run"
+            )
         # diffusers asks for parts that a pipeline does not have unless they are passed as None.
-        absent = {part: None for part, origin in listed.items() if origin == [None, None]}
+        absent = {part: None for part, origin in parts.items() if origin == [None, None]}
         pipe = DiffusionPipeline.from_pretrained(
             source, dtype=DTYPES[dtype], use_safetensors=True, trust_remote_code=False, **absent
         )
@@ -42,21 +53,6 @@ def load_pipeline(name: str, *, dtype: str) -> Any:
     return pipe
 
 
-def _refuse_code(listed: Mapping[str, Any]) -> None:
-    """Refuse a pipeline whose parts are classes of its own folder: older versions of diffusers run them."""
-    own = [
-        part
-        for part, origin in listed.items()
-        if (part == "_class_name" and not isinstance(origin, str))
-        or (isinstance(origin, list) and len(origin) == 2 and origin[0] not in LIBRARIES)
-    ]
-    if own:
-        raise ValueError(
-            f"it wants code that is not part of {' and '.join(LIBRARIES[1:])} for {', '.join(own)}; no code "
-            "of a model folder is run"
-        )
-
-
 def modules_of(pipe: Any, but: tuple[str, ...] = ()) -> Iterator[nn.Module]:
     """List the networks of a pipeline, except the components named in `but`."""
     for name, part in pipe.components.items():
@@ -65,15 +61,13 @@ def modules_of(pipe: Any, but: tuple[str, ...] = ()) -> Iterator[nn.Module]:
                 yield part
 
 
+@torch.no_grad()
 def load_network(network: nn.Module, folder: Path) -> None:
     """Load the weights of a network from the folder of a saved pipeline, bit for bit."""
     # The folder holds trained weights in float32; read in the widest precision, nothing is lost.
     widest = max((parameter.dtype for parameter in network.parameters()), key=lambda dtype: dtype.itemsize)
     saved = type(network).from_pretrained(str(folder / "transformer"), dtype=widest, use_safetensors=True)
-    weights = saved.state_dict()
-    with torch.no_grad():
-        for name, value in network.state_dict().items():
-            value.copy_(weights[name])
+    network.load_state_dict(saved.state_dict())
 
 
 def add_lora(network: nn.Module, rank: int, alpha: float, targets: Sequence[str]) -> None:
@@ -84,10 +78,8 @@ def add_lora(network: nn.Module, rank: int, alpha: float, targets: Sequence[str]
     from peft import LoraConfig
 
     network.requires_grad_(False)
-    config = LoraConfig(
-        r=rank, lora_alpha=alpha, lora_dropout=0.0, target_modules=list(targets), init_lora_weights="gaussian"
-    )
-    network.add_adapter(config)
+    options = {"lora_dropout": 0.0, "target_modules": list(targets), "init_lora_weights": "gaussian"}
+    network.add_adapter(LoraConfig(r=rank, lora_alpha=alpha, **options))
     keep_training_precision(network)
 
 
@@ -116,9 +108,8 @@ def load_lora(network: nn.Module, folder: Path) -> None:
     with safe_open(file, framework="pt") as opened:
         settings = json.loads((opened.metadata() or {}).get(SETTINGS, "{}"))
     current = get_peft_model_state_dict(network)  # shares memory with the network's weights
-    shapes = [{name: tuple(value.shape) for name, value in weights.items()} for weights in (current, saved)]
-    odd = sorted(set(shapes[0].items()) ^ set(shapes[1].items()))
-    if odd:
+    shapes = [{(name, *value.shape) for name, value in weights.items()} for weights in (current, saved)]
+    if odd := sorted(shapes[0] ^ shapes[1]):
         raise ValueError(
             f"the adapter in '{folder}' does not fit the network: {len(odd)} weights are on one side only or "
             f"differ in shape, the first is {odd[0]}; is `lora_rank` the same, and the model?"

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from mmrl.core.step_table import StepOutput
-from mmrl.core.types import Unit
+from mmrl.core.types import Outcome, Prompt, Steps, Trajectory
 from mmrl.diffusion.model_family import Condition, PipelineFamily
 
 
@@ -34,10 +34,9 @@ class Conditioning:
     @staticmethod
     def of(conditions: Sequence[Condition], guidance: float, passes: int) -> Conditioning:
         """Deduplicate conditions by identity: rows of one prompt share one object."""
-        distinct = list({id(condition): condition for condition in conditions}.values())
-        index = {id(condition): i for i, condition in enumerate(distinct)}
-        which = torch.tensor([index[id(condition)] for condition in conditions])
-        return Conditioning(tuple(distinct), which, guidance, passes)
+        distinct = {id(condition): condition for condition in conditions}
+        which = torch.tensor([list(distinct).index(id(condition)) for condition in conditions])
+        return Conditioning(tuple(distinct.values()), which, guidance, passes)
 
     @staticmethod
     def of_rows(rows: Sequence[FlowRow], piece: str) -> Conditioning:
@@ -71,23 +70,16 @@ class FlowRow:
     frames: tuple[int, ...] = ()
 
 
-class FlowSteps(Protocol):
+class FlowSteps(Steps, Protocol):
     """Training steps of a batch: the network's inputs, and how its velocities become log-probabilities."""
 
     conditioning: Conditioning
-    unit: Unit
 
     def states(self) -> tuple[Tensor, Tensor]:
         """Give the network's inputs: latents (N, T, *L) and times (N, T)."""
 
     def read(self, velocity: Tensor, extra: Set[str]) -> StepOutput:
         """Turn velocities (N, T, *L) into log-probabilities and the requested `extra` values."""
-
-    def cost(self, rows: Tensor) -> int:
-        """Count network calls."""
-
-    def __getitem__(self, cut: tuple[Tensor, slice]) -> FlowSteps:
-        """Select rows and a range of steps."""
 
 
 class Likelihood(Protocol):
@@ -104,7 +96,7 @@ class Likelihood(Protocol):
 
 
 class FlowPolicy(Protocol):
-    """What diffusion engines need of a policy."""
+    """What diffusion engines need of a policy; `mmrl.diffusion.policies.flow` explains the methods."""
 
     pipe: Any
     family: PipelineFamily
@@ -112,17 +104,11 @@ class FlowPolicy(Protocol):
     device: torch.device
     precision: torch.dtype
 
-    def condition(self, text: str) -> Condition:
-        """Encode a text; the result is cached."""
-
-    def passes(self, guidance: float) -> int:
-        """Count the network calls of one guided velocity."""
-
-    def velocity(self, latents: Tensor, sigma: Tensor, conditioning: Conditioning) -> Tensor:
-        """Compute velocities (B, *L) of latents at times (B,)."""
-
-    def decode(self, latents: Tensor) -> Tensor:
-        """Decode images or videos, uint8, on the CPU."""
+    def condition(self, text: str) -> Condition: ...
+    def passes(self, guidance: float) -> int: ...
+    def velocity(self, latents: Tensor, sigma: Tensor, conditioning: Conditioning) -> Tensor: ...
+    def decode(self, latents: Tensor) -> Tensor: ...
+    def encode(self, prompt: Prompt, outcome: Outcome) -> Trajectory: ...
 
 
 def segments_of(lengths: Sequence[int], segments: int) -> Tensor:

@@ -88,36 +88,10 @@ class Matching:
         """Count steps: draws times segments."""
         return self.draws * self.segments
 
-    def _segment_of_frames(self, row: FlowRow) -> Tensor:
-        """Find the segment of every latent frame: (f,)."""
-        latent = tuple(row.path.shape[1:])
-        frames = latent[1] if len(latent) == 4 else 1
-        if self.segments > frames:
-            raise ValueError(
-                f"`segments` is {self.segments}, but latents of {latent} have {frames} frames to cut "
-                f"between; use at most {frames}"
-            )
-        if self.segments == 1:
-            return torch.zeros(frames, dtype=torch.int64)
-        if len(row.frames) != frames:
-            raise ValueError(
-                f"`segments` is {self.segments}, but a row of {frames} latent frames has the number of video "
-                f"frames of {len(row.frames)} of them; its engine must give it for all"
-            )
-        owner = segments_of(row.frames, self.segments)
-        empty = sorted(set(range(self.segments)) - set(owner.tolist()))
-        if empty:
-            raise ValueError(
-                f"`segments` is {self.segments}, but of the {frames} latent frames of a video of "
-                f"{sum(row.frames)} frames none has its centre in segment {', '.join(map(str, empty))} "
-                "(counted from 0); use fewer"
-            )
-        return owner
-
     def collate(self, rows: Sequence[FlowRow], uids: Sequence[str]) -> MatchingSteps:
         """Draw times and noise for every row."""
         conditioning = Conditioning.of_rows(rows, "diffusion.matching")
-        owner = self._segment_of_frames(rows[0])
+        owner = owner_of_frames(rows[0], self.segments)
         generations: Counter[str] = Counter()
         times, seeds = [], []
         for row, uid in zip(rows, uids, strict=True):
@@ -128,16 +102,31 @@ class Matching:
             times.append(self.times(row.times, own, shared))
             noise = self.stream.generator("matching noise", uid, 0 if self.shared_noise else index)
             seeds.append(torch.randint(2**62, (self.draws,), generator=noise))
-        return MatchingSteps(
-            conditioning,
-            torch.stack([row.path[-1] for row in rows]),
-            torch.stack(times),
-            torch.stack(seeds),
-            owner,
-            self.segments,
-            self.weigh,
-            Unit.STEP if self.segments == 1 else Unit.ROW,
+        clean = torch.stack([row.path[-1] for row in rows])
+        unit = Unit.STEP if self.segments == 1 else Unit.ROW
+        drawn = torch.stack(times), torch.stack(seeds)
+        return MatchingSteps(conditioning, clean, *drawn, owner, self.segments, self.weigh, unit)
+
+
+def owner_of_frames(row: FlowRow, segments: int) -> Tensor:
+    """Find the segment of every latent frame, (f,); every segment must have one."""
+    latent = tuple(row.path.shape[1:])
+    frames = latent[1] if len(latent) == 4 else 1
+    if segments == 1:
+        return torch.zeros(frames, dtype=torch.int64)
+    if len(row.frames or (1,)) != frames:
+        raise ValueError(
+            f"`segments` is {segments}, but a row of {frames} latent frames has the number of video frames "
+            f"of {len(row.frames)} of them; its engine must give it for all"
         )
+    owner = segments_of(row.frames or (1,), segments)
+    if empty := set(range(segments)) - set(owner.tolist()):
+        raise ValueError(
+            f"`segments` is {segments}, but of the {frames} frames in latents of {latent}, which stand for "
+            f"{sum(row.frames) or 1} frames of video, none has its centre in segment "
+            f"{', '.join(map(str, sorted(empty)))} (counted from 0); use fewer"
+        )
+    return owner
 
 
 @dataclass(frozen=True, eq=False)
@@ -155,7 +144,7 @@ class MatchingSteps:
     owner: Tensor  # (f,) the segment of every latent frame
     segments: int
     weigh: Callable[[Tensor, Tensor], Tensor]
-    unit: Unit = Unit.STEP
+    unit: Unit
 
     def cost(self, rows: Tensor) -> int:
         """Count network calls."""
@@ -169,9 +158,9 @@ class MatchingSteps:
 
     def noise(self) -> Tensor:
         """Sample the noise of every draw: (N, draws, *L), the same at every call."""
-        shape = self.clean.shape[1:]
+        shape, generator = self.clean.shape[1:], torch.Generator()
         drawn = [
-            torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+            torch.randn(shape, generator=generator.manual_seed(seed))
             for seed in self.seeds.flatten().tolist()
         ]
         return torch.stack(drawn).view(*self.seeds.shape, *shape).to(self.clean)
@@ -185,7 +174,7 @@ class MatchingSteps:
     def read(self, velocity: Tensor, extra: Set[str]) -> StepOutput:
         """Compute minus the weighted error of velocities (N, draws, *L)."""
         target = (self.noise() - self.clean[:, None]).to(velocity)
-        error = self._error(velocity, target)
+        error = self.error(velocity, target)
         time = self.times.to(velocity.device).repeat(1, self.segments)
         logp = -self.weigh(error, time.double()).to(velocity.dtype)
         values = {
@@ -196,12 +185,12 @@ class MatchingSteps:
         }
         return StepOutput(logp, {name: values[name]() for name in sorted(extra)})
 
-    def _error(self, velocity: Tensor, target: Tensor) -> Tensor:
+    def error(self, velocity: Tensor, target: Tensor) -> Tensor:
         """Average the squared distance over dimensions, or over the frames of every segment: (N, T)."""
         squared = (velocity - target).double().square()
         if self.segments == 1:
             return mean_dims(squared, 2)
-        per_frame = squared.mean((2, 4, 5))  # (N, draws, frames)
+        per_frame = squared.mean((2, 4, 5))  # (N, draws, f)
         inside = (self.owner[None] == torch.arange(self.segments)[:, None]).to(per_frame)
         per_segment = per_frame @ (inside / inside.sum(1, keepdim=True)).T  # (N, draws, segments)
         return per_segment.transpose(1, 2).flatten(1)

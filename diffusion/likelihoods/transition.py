@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -34,8 +34,8 @@ class Transition:
             if row.solver is None or not len(row.at):
                 raise ValueError(
                     f"a row of prompt '{uid}' holds no stochastic steps: a recorded image, or a rollout "
-                    "without a solver. `diffusion.transition` learns from stochastic steps only; use "
-                    "`diffusion.matching`, or give the engine a solver such as `diffusion.flow_sde`"
+                    "without a solver; use `diffusion.matching`, or give the engine a solver such as "
+                    "`diffusion.flow_sde`"
                 )
         conditioning = Conditioning.of_rows(rows, "diffusion.transition")
         forms = {(len(row.at), *(round(time, 6) for time in row.times.tolist())) for row in rows}
@@ -44,13 +44,8 @@ class Transition:
                 "diffusion.transition wants rows of one schedule and number of recorded steps, but got "
                 f"(recorded, times) {sorted(forms)}"
             )
-        return TransitionSteps(
-            conditioning,
-            torch.stack([row.path for row in rows]),
-            torch.stack([row.at for row in rows]),
-            rows[0].times,
-            rows[0].solver,
-        )
+        path, at = torch.stack([row.path for row in rows]), torch.stack([row.at for row in rows])
+        return TransitionSteps(conditioning, path, at, rows[0].times, rows[0].solver)
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,33 +65,27 @@ class TransitionSteps:
 
     def __getitem__(self, cut: tuple[Tensor, slice]) -> TransitionSteps:
         rows, columns = cut
-        return TransitionSteps(
-            self.conditioning[rows], self.path[rows], self.at[rows][:, columns], self.times, self.solver
-        )
+        conditioning, at = self.conditioning[rows], self.at[rows][:, columns]
+        return replace(self, conditioning=conditioning, path=self.path[rows], at=at)
 
-    def _latents(self, shift: int) -> Tensor:
-        """Gather the latents `shift` places after the start of each recorded step: (N, T, *L)."""
+    def states(self, shift: int = 0) -> tuple[Tensor, Tensor]:
+        """Give latents (N, T, *L) and times (N, T), `shift` places after the starts of the recorded steps."""
         rows = torch.arange(len(self.at))[:, None]
-        return self.path[rows, self.at + shift]
-
-    def states(self) -> tuple[Tensor, Tensor]:
-        """Give the latents that steps start from, and their times."""
-        return self._latents(0), self.times[self.at]
+        return self.path[rows, self.at + shift], self.times[self.at + shift]
 
     def read(self, velocity: Tensor, extra: Set[str]) -> StepOutput:
         """Compute the log-density of the recorded steps under velocities (N, T, *L)."""
         shape, device = self.at.shape, velocity.device
-        here, there = (self._latents(shift).to(velocity) for shift in (0, 1))
-        time, following = (self.times[self.at + shift].to(device).flatten() for shift in (0, 1))
-        step = self.solver(
-            here.flatten(0, 1), velocity.flatten(0, 1), time, following, self.times[1].to(device)
+        (latents, time), (reached, following) = (
+            (states.to(velocity).flatten(0, 1), times.to(device).flatten())
+            for states, times in (self.states(), self.states(1))
         )
+        step = self.solver(latents, velocity.flatten(0, 1), time, following, self.times[1].to(device))
         values = {
-            "mean": lambda: step.mean.unflatten(0, shape),
-            "std": lambda: step.std.view(shape),
-            "dt": lambda: (following - time).view(shape),
-            "velocity": lambda: velocity,
-            "time": lambda: time.view(shape),
+            "mean": step.mean.unflatten(0, shape),
+            "std": step.std.view(shape),
+            "dt": (following - time).view(shape),
+            "velocity": velocity,
+            "time": time.view(shape),
         }
-        logp = step.logp(there.flatten(0, 1)).view(shape)
-        return StepOutput(logp, {name: values[name]() for name in sorted(extra)})
+        return StepOutput(step.logp(reached).view(shape), {name: values[name] for name in sorted(extra)})

@@ -119,21 +119,22 @@ class Flow:
     @property
     def precision(self) -> torch.dtype:
         """The dtype of the steps' arithmetic: float32, or float64 if the network is."""
-        return torch.float64 if next(self.network.parameters()).dtype == torch.float64 else torch.float32
+        return torch.promote_types(next(self.network.parameters()).dtype, torch.float32)
 
     # ---- for engines
 
     def condition(self, text: str) -> Condition:
         """Encode a text; the result is cached."""
-        return self.conditions.get(text, lambda: self._encode(text))
 
-    @torch.no_grad()
-    def _encode(self, text: str) -> Condition:
-        self._move_frozen_parts()
-        try:
-            return self.family.encode(self.pipe, [text], self.max_sequence_length)[0]
-        except ValueError as error:
-            raise ValueError(f"cannot read the prompt '{text}': {error}") from error
+        @torch.no_grad()
+        def encode() -> Condition:
+            self._move_frozen_parts()
+            try:
+                return self.family.encode(self.pipe, [text], self.max_sequence_length)[0]
+            except ValueError as error:
+                raise ValueError(f"cannot read the prompt '{text}': {error}") from error
+
+        return self.conditions.get(text, encode)
 
     def passes(self, guidance: float) -> int:
         """Count the network calls of one guided velocity."""
@@ -144,16 +145,13 @@ class Flow:
         device, rows = self.device, conditioning.which.to(self.device)
         empty = [self.condition(self.negative_prompt)] if conditioning.passes > 1 else []
         # The empty text is stacked last, so that all conditions are padded to one length.
-        stacked = {
-            name: value.to(device)
-            for name, value in self.family.stack([*conditioning.conditions, *empty]).items()
-        }
+        stacked = self.family.stack([*conditioning.conditions, *empty])
+        stacked = {name: value.to(device) for name, value in stacked.items()}
         condition = {name: value[rows] for name, value in stacked.items()}
         without = {name: value[-1:].expand_as(condition[name]) for name, value in stacked.items()}
         self.evaluations += len(latents) * conditioning.passes
-        return self.module(
-            latents.to(device), sigma.to(device), condition, without if empty else None, conditioning.guidance
-        )
+        inputs = latents.to(device), sigma.to(device), condition, without if empty else None
+        return self.module(*inputs, conditioning.guidance)
 
     @torch.no_grad()
     def decode(self, latents: Tensor) -> Tensor:
@@ -170,13 +168,13 @@ class Flow:
         return (pixels.clamp(0, 1) * 255).round().to(torch.uint8).cpu()
 
     def _move_frozen_parts(self) -> None:
-        """Move encoders and decoder to the network's device."""
+        """Move encoders and decoder to the network's device, which is chosen after the policy is made."""
         for part in loading.modules_of(self.pipe, but=("transformer",)):
-            if next(part.parameters()).device != self.device:
-                part.to(self.device)
+            part.to(self.device)
 
     # ---- for the training loop
 
+    @torch.no_grad()
     def encode(self, prompt: Prompt, outcome: Outcome) -> Trajectory:
         """Encode a recorded image or video into a row without a denoising path."""
         recorded = outcome.image if outcome.video is None else outcome.video
@@ -187,8 +185,7 @@ class Flow:
             )
         self._move_frozen_parts()
         pixels = recorded[None].to(self.device) / 255
-        with torch.no_grad():
-            latents = self.family.compress(self.pipe, pixels)[0].to(self.precision).cpu()
+        latents = self.family.compress(self.pipe, pixels)[0].to(self.precision).cpu()
         nothing = torch.zeros(0)
         frames = self.family.frames_per_latent(self.pipe, tuple(latents.shape))
         row = FlowRow(self.condition(prompt.text), latents[None], nothing.long(), nothing, frames=frames)
@@ -198,17 +195,14 @@ class Flow:
         """Batch rows; all have the same number of steps."""
         steps = self.likelihood.collate([row.steps for row in rollouts], [row.prompt.uid for row in rollouts])
         num_steps = max(row.length for row in rollouts)
-        missing = torch.full((1, num_steps), float("nan"))
+        missing = torch.full((num_steps,), float("nan"))
         names = sorted({name for row in rollouts for name in row.notes})
-        notes = {
-            name: cat_padded([row.notes[name][None] if name in row.notes else missing for row in rollouts])
-            for name in names
-        }
+        notes = {name: cat_padded([row.notes.get(name, missing)[None] for row in rollouts]) for name in names}
         return Batch.of(steps, torch.ones(len(rollouts), num_steps), notes)
 
     def __call__(self, batch: Batch, extra: Set[str] = frozenset()) -> StepOutput:
         steps: FlowSteps = batch.steps
-        latents, times = steps.states()
+        latents, times = steps.states()  # (N, T, *L), (N, T)
         rows = torch.arange(len(times)).repeat_interleave(times.shape[1])
         velocity = self.velocity(latents.flatten(0, 1), times.flatten(), steps.conditioning[rows])
         return steps.read(velocity.unflatten(0, times.shape), extra)
@@ -222,7 +216,4 @@ class Flow:
 
     def load(self, folder: Path) -> None:
         """Load the weights that `save` wrote, bit for bit."""
-        if self.adapted:
-            loading.load_lora(self.network, folder)
-        else:
-            loading.load_network(self.network, folder)
+        (loading.load_lora if self.adapted else loading.load_network)(self.network, folder)
