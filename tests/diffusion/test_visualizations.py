@@ -17,8 +17,7 @@ from mmrl.config.schema import Piece
 from mmrl.core.reward_table import Measured, RewardTable
 from mmrl.core.rng import Stream
 from mmrl.core.types import Message, Outcome, Part, Prompt, Trajectory
-from mmrl.diffusion.visualizations.image_grid import data_url, displayed_image, image_grid
-from mmrl.diffusion.visualizations.turning_points import turning_points
+from mmrl.diffusion.visualizations import data_url, displayed_image, image_grid, turning_points
 from mmrl.training.score import score
 
 CHAIN = (total, credit)

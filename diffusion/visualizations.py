@@ -1,0 +1,208 @@
+"""Visualizations of a report: grids of images, and trajectories with their turning points."""
+
+from __future__ import annotations
+
+import base64
+import html
+import io
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from torch import Tensor
+
+from mmrl.config.ranges import PositiveInt
+from mmrl.config.registry import visualization
+from mmrl.core.reward_table import Measured
+from mmrl.core.types import Outcome, Prompt
+from mmrl.diffusion.image_io import to_pil
+
+WIDTH, HEIGHT = 60, 130  # of one step in the chart of turning points, SVG units
+GAIN_COLOUR, LOSS_COLOUR, TURN_COLOUR, TEXT_COLOUR = "#2b8a3e", "#b3402a", "#0f6fbf", "#5b6b7b"
+
+
+def displayed_image(outcome: Outcome) -> Tensor | None:
+    """Get the image that represents an outcome: its image, or the middle frame of its video."""
+    return outcome.image if outcome.video is None else outcome.video[len(outcome.video) // 2]
+
+
+def data_url(image: Tensor, side: int) -> str:
+    """Encode an image (3, height, width) uint8 as source of an `<img>`, at most `side` pixels a side.
+
+    Small images keep their pixels, losslessly; the page enlarges them.
+    """
+    from PIL import Image
+
+    pil, buffer = to_pil(image), io.BytesIO()
+    form = "png" if max(pil.size) <= side else "jpeg"
+    if form == "png":
+        pil.save(buffer, form, optimize=True)
+    else:
+        pil.thumbnail((side, side), Image.Resampling.LANCZOS)
+        pil.save(buffer, form, quality=85)
+    return f"data:image/{form};base64,{base64.b64encode(buffer.getvalue()).decode()}"
+
+
+def image_row(outcomes: Sequence[Outcome], side: int, labels: Sequence[str] = ()) -> str:
+    """Lay the images of outcomes side by side, each at most `side` pixels wide, with labels below.
+
+    Together they are at most as wide as the page. Outcomes without an image are left out.
+    """
+    images = [image for outcome in outcomes if (image := displayed_image(outcome)) is not None]
+    below = [f"<small>{label}</small>" for label in labels] or [""] * len(images)
+    cells = "".join(
+        f"<div style='flex:0 1 {side}px;min-width:0;text-align:center'><img alt='' style='width:100%;"
+        f"display:block;image-rendering:pixelated' src='{data_url(image, side)}'>{label}</div>"
+        for image, label in zip(images, below, strict=True)
+    )
+    return f"<div style='display:flex;gap:2px'>{cells}</div>"
+
+
+def figure(caption: str, inside: str) -> str:
+    """Put HTML into a figure with a caption of plain text."""
+    return f"<figure><figcaption>{html.escape(caption)}</figcaption>{inside}</figure>"
+
+
+@visualization
+def image_grid(
+    measured: Mapping[str, Measured],
+    *,
+    num: PositiveInt = 6,
+    per_prompt: PositiveInt = 6,
+    side: PositiveInt = 96,
+) -> str:
+    """Images that every model made of the same prompts, one line a model, with its mean rewards.
+
+    `measured` holds evaluations by the name of a model. Videos show their middle frame.
+
+    Args:
+        num: Most prompts, at equal distances in the order of the evaluation.
+        per_prompt: Most images of a prompt and model.
+        side: Width of an image, pixels.
+    """
+    rows = [row for evaluation in measured.values() for row in evaluation.rollouts]
+    shown = {r.prompt.uid: r.prompt for r in rows if displayed_image(r.outcomes[-1]) is not None}
+    prompts: list[Prompt] = list(shown.values())
+    chosen = [prompts[i * len(prompts) // num] for i in range(num)] if len(prompts) > num else prompts
+    figures = []
+    for prompt in chosen:
+        lines = ""
+        for name, evaluation in measured.items():
+            outcomes = [row.outcomes[-1] for row in evaluation.rollouts if row.prompt.uid == prompt.uid]
+            if outcomes:
+                table = evaluation.table
+                places = [i for i, uid in enumerate(table.uids) if uid == prompt.uid]
+                means = {reward: float(table.at_end(reward)[places].nanmean()) for reward in table.scored}
+                label = "  ".join([name, *(f"{reward} {mean:.2f}" for reward, mean in means.items())])
+                images = image_row(outcomes[:per_prompt], side)
+                lines += f"<small><b>{html.escape(label)}</b></small>{images}"
+        figures.append(figure(prompt.text, lines))
+    return f"<h2>Held-out images</h2><div class=grid>{''.join(figures)}</div>"
+
+
+@dataclass(frozen=True)
+class CreditedTrajectory:
+    """A trajectory with outcomes and rewards of its K prefixes, and the credits of its K - 1 steps."""
+
+    title: str
+    outcomes: Sequence[Outcome]
+    rewards: list[float]
+    credits: list[float]
+
+    @property
+    def steps(self) -> list[tuple[float, float, bool]]:
+        """What each step added, its credit, and whether they differ, as at a turning point."""
+        added = [after - before for before, after in pairwise(self.rewards)]
+        return [
+            (gain, credit, abs(gain - credit) > 1e-9)
+            for gain, credit in zip(added, self.credits, strict=True)
+        ]
+
+
+@visualization
+def turning_points(
+    measured: Mapping[str, Measured],
+    *,
+    advantage: tuple[Callable, ...],
+    num: PositiveInt = 4,
+    side: PositiveInt = 96,
+) -> str:
+    """Trajectories with the image and reward of every prefix, and what each step added.
+
+    A step whose credit is not what it added is marked as a turning point. Trajectories with most of them come
+    first. Evaluations without prefix rollouts show nothing.
+
+    Args:
+        advantage: The pieces of the advantage chain up to the one that turns rewards of prefixes into credits
+            of steps.
+        num: Most trajectories.
+        side: Width of an image, pixels.
+    """
+    paths = [path for name, run in measured.items() for path in credited(name, run, advantage)]
+    paths.sort(key=lambda path: -sum(turn for _, _, turn in path.steps))
+    if not paths:
+        return ""
+    figures = []
+    for path in paths[:num]:
+        labels = [f"{reward:.2f}" for reward in path.rewards]
+        complete = all(displayed_image(outcome) is not None for outcome in path.outcomes)
+        row = image_row(path.outcomes, side, labels) if complete else ""
+        # A narrow page scrolls sideways, so that numbers stay legible.
+        wide = f"<div style='min-width:{WIDTH * len(labels)}px'>{row}{bar_chart(path, side)}</div>"
+        figures.append(figure(path.title, wide))
+    note = (
+        "<p class=note>Under each image: the reward, had the noise ended there. Bars: what a step added. "
+        f"<b style='color:{TURN_COLOUR}'>Framed</b>: a turning point, credited with everything gained from "
+        "before it to the end.</p>"
+    )
+    return f"<h2>Turning points</h2>{note}<div class=rows>{''.join(figures)}</div>"
+
+
+def credited(name: str, measured: Measured, chain: tuple[Callable, ...]) -> list[CreditedTrajectory]:
+    """Run the chain on the evaluation's rewards; rows with missing rewards are left out."""
+    table = measured.table.select(measured.table.mine)
+    if not len(table) or table.ends.shape[1] < 2:
+        return []
+    for piece in chain[:-1]:
+        table = piece(table)
+    credit = chain[-1](table)
+    if table.values.shape[1] != 1:
+        raise ValueError(f"`advantage` must leave one reward, but left {table.names}; put `total` first")
+    whole = table.valid[:, 0].all(-1) & table.present.all(-1)
+    return [
+        CreditedTrajectory(f"{row.prompt.text}  ({name})", row.outcomes, rewards.tolist(), credits.tolist())
+        for row, rewards, credits, usable in zip(
+            measured.rollouts, table.values[:, 0], credit.values[:, 0], whole, strict=True
+        )
+        if usable
+    ]
+
+
+def bar_chart(path: CreditedTrajectory, side: int) -> str:
+    """Draw a bar per step; a turning point also has a frame as high as its credit."""
+    count = len(path.credits)
+    scale = 0.36 * HEIGHT / max(1e-9, *(abs(value) for step in path.steps for value in step[:2]))
+
+    def bar(index: int, height: float, style: str, inset: float) -> str:
+        x, y = index * WIDTH + inset, HEIGHT / 2 - max(height * scale, 0.0)
+        size = f"width='{WIDTH - 2 * inset:g}' height='{abs(height * scale):.2f}'"
+        return f"<rect x='{x:g}' y='{y:.2f}' {size} {style}/>"
+
+    parts = [f"<line x1='0' x2='{count * WIDTH}' y1='{HEIGHT / 2}' y2='{HEIGHT / 2}' stroke='#dde3ea'/>"]
+    for i, (added, credit, turn) in enumerate(path.steps):
+        colour = GAIN_COLOUR if added >= 0 else LOSS_COLOUR
+        parts.append(bar(i, added, f"fill='{colour}' fill-opacity='0.75'", 18))
+        label, style = f"{added:+.2f}", f"fill='{TEXT_COLOUR}'"
+        if turn:
+            frame = f"fill='none' stroke='{TURN_COLOUR}' stroke-width='2' stroke-dasharray='4 2'"
+            parts.append(bar(i, credit, frame, 12))
+            label, style = f"{label} → {credit:+.2f}", f"font-weight='700' fill='{TURN_COLOUR}'"
+        place = f"x='{(i + 0.5) * WIDTH:g}' y='{HEIGHT - 3}' text-anchor='middle' font-size='9'"
+        parts.append(f"<text {place} {style}>{label}</text>")
+    # Bars stand between the images above them, so the chart is narrower by one image.
+    placement = f"width:{100 * count / (count + 1):.2f}%;margin-left:{50 / (count + 1):.2f}%"
+    return (
+        f"<div style='max-width:{side * (count + 1)}px'><svg role='img' "
+        f"viewBox='0 0 {count * WIDTH} {HEIGHT}' style='{placement};max-width:{side * count}px'>"
+        f"{''.join(parts)}</svg></div>"
+    )
