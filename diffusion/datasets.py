@@ -32,20 +32,19 @@ def prompts(
         limit: Most prompts to read; 0 is all.
     """
     source = Path(path)
+    as_json = (format or source.suffix.lstrip(".")) in ("jsonl", "json")
 
-    def plain(row: DataRow, number: int) -> Prompt:
-        message = Message("user", (Part(row.columns["line"].strip()),))
-        return Prompt(line_uid(DataRow(row.place, ""), source), (message,))
-
-    def from_object(row: DataRow, number: int) -> Prompt:
+    def make(row: DataRow, number: int) -> Prompt:
+        if not as_json:
+            message = Message("user", (Part(row.columns["line"].strip()),))
+            return Prompt(line_uid(DataRow(row.place, ""), source), (message,))
         metadata = row.columns.get("metadata")
         columns = {**({} if metadata is None else mapping(metadata, "metadata")), **row.columns}
         message = Message("user", (Part(text_of(row.columns, CAPTION)),))
         return Prompt(line_uid(row, source), (message,), columns.get("target"), columns=columns)
 
-    if (format or source.suffix.lstrip(".")) in ("jsonl", "json"):
-        return read_prompts(source, json_lines(source), from_object, limit=limit)
-    return read_prompts(source, text_lines(source), plain, limit=limit)
+    rows = json_lines(source) if as_json else text_lines(source)
+    return read_prompts(source, rows, make, limit=limit)
 
 
 @data
@@ -75,30 +74,28 @@ def images(
     """
     if bool(height) != bool(width):
         raise ValueError(f"give both height and width, or neither; got {height} and {width}")
+
+    def read(row: Mapping[str, Any]) -> tuple[list[str], Scores]:
+        match forms := sorted({"image", "images", "chosen", "rejected"} & row.keys()):
+            case ["image"]:
+                paths = [row["image"]]
+            case ["images"] if row["images"] != []:
+                paths = listed(row["images"], "images")
+            case ["chosen", "rejected"]:
+                paths = [row["chosen"], row["rejected"]]
+            case _:
+                raise RowError(f"wanted one of `image`, `images`, or `chosen` and `rejected`, got {forms}")
+        names = [text(name, f"path of image {i}") for i, name in enumerate(paths)]
+        values = row.get("scores", [1.0, 0.0] if len(forms) == 2 else [1.0] * len(names))
+        by_reward = values if isinstance(values, Mapping) else {"score": values}
+        scores: list[dict[str, float]] = [{} for _ in names]
+        for name, numbers in by_reward.items():
+            for score, value in zip(scores, listed(numbers, f"scores: {name}", len(names)), strict=True):
+                score[name] = number(value, f"scores: {name}")
+        return names, tuple(scores)
+
     load = lambda file: Outcome(image=load_image(file, height, width, max_pixels))
-    return recorded_prompts(Path(path), Path(root), limit, _image_scores, load)
-
-
-def _image_scores(row: Mapping[str, Any]) -> tuple[list[str], Scores]:
-    """Read the paths of a row's images, and the scores of each."""
-    forms = sorted({"image", "images", "chosen", "rejected"} & row.keys())
-    match forms:
-        case ["image"]:
-            paths = [row["image"]]
-        case ["images"] if row["images"] != []:
-            paths = listed(row["images"], "images")
-        case ["chosen", "rejected"]:
-            paths = [row["chosen"], row["rejected"]]
-        case _:
-            raise RowError(f"wanted one of `image`, `images`, or `chosen` and `rejected`, got {forms}")
-    names = [text(name, f"path of image {i}") for i, name in enumerate(paths)]
-    values = row.get("scores", [1.0, 0.0] if len(forms) == 2 else [1.0] * len(names))
-    by_reward = values if isinstance(values, Mapping) else {"score": values}
-    scores: list[dict[str, float]] = [{} for _ in names]
-    for name, numbers in by_reward.items():
-        for score, value in zip(scores, listed(numbers, f"scores: {name}", len(names)), strict=True):
-            score[name] = number(value, f"scores: {name}")
-    return names, tuple(scores)
+    return recorded_prompts(Path(path), Path(root), limit, read, load)
 
 
 @data
@@ -127,24 +124,22 @@ def videos(
         limit: Most rows to read; 0 is all.
     """
 
+    def read(row: Mapping[str, Any]) -> tuple[list[str], Scores]:
+        names = [text(name, f"videos[{i}]") for i, name in enumerate(listed(row.get("videos"), "videos"))]
+        if not names:
+            raise RowError("wanted at least one path in `videos`, got []")
+        scores: list[Mapping[str, float]] = []
+        for i, score in enumerate(listed(row.get("scores", [1.0] * len(names)), "scores", len(names))):
+            if not isinstance(score, list):
+                scores.append({"score": number(score, f"scores[{i}]")})
+            elif score:
+                scores.append({f"score@{k}": number(value, f"scores[{i}]") for k, value in enumerate(score)})
+            else:
+                raise RowError(f"wanted a number, or a list of numbers by segment, as `scores[{i}]`, got []")
+        return names, tuple(scores)
+
     def load(file: Path) -> Outcome:
         frames, times = load_video(file, num_frames, height, width)
         return Outcome(video=frames, times=times)
 
-    return recorded_prompts(Path(path), Path(root), limit, _video_scores, load)
-
-
-def _video_scores(row: Mapping[str, Any]) -> tuple[list[str], Scores]:
-    """Read the paths of a row's videos, and the score of each, a number or a list by segment."""
-    names = [text(name, f"videos[{i}]") for i, name in enumerate(listed(row.get("videos"), "videos"))]
-    if not names:
-        raise RowError("wanted at least one path in `videos`, got []")
-    scores: list[Mapping[str, float]] = []
-    for i, score in enumerate(listed(row.get("scores", [1.0] * len(names)), "scores", len(names))):
-        if not isinstance(score, list):
-            scores.append({"score": number(score, f"scores[{i}]")})
-        elif score:
-            scores.append({f"score@{k}": number(value, f"scores[{i}]") for k, value in enumerate(score)})
-        else:
-            raise RowError(f"wanted a number, or a list of numbers by segment, as `scores[{i}]`, got []")
-    return names, tuple(scores)
+    return recorded_prompts(Path(path), Path(root), limit, read, load)

@@ -35,15 +35,15 @@ def load_video(path: Path, num_frames: int, height: int, width: int) -> tuple[Te
         frames = list(container.decode(video=0))
     if len(frames) < num_frames:
         raise MediaError(f"'{path}' has {len(frames)} frames, but {num_frames} are wanted (num_frames)")
-    pixels, times = [], []
-    for at in torch.linspace(0, len(frames) - 1, num_frames).round().long().tolist():
-        frame = frames[at]
+    chosen = [frames[at] for at in torch.linspace(0, len(frames) - 1, num_frames).round().long().tolist()]
+    pixels = []
+    for frame in chosen:
         # The display matrix is applied after scaling, so a frame shown turned swaps its sides first.
         high, wide = (width, height) if is_turned(frame) else (height, width)
         raw = torch.from_numpy(frame.to_ndarray(format="rgb24", width=wide, height=high))
         pixels.append(upright(raw, frame))
-        times.append(frame.time or 0.0)
-    return torch.stack(pixels).permute(0, 3, 1, 2).contiguous(), torch.tensor(times)
+    times = torch.tensor([frame.time or 0.0 for frame in chosen])
+    return torch.stack(pixels).permute(0, 3, 1, 2).contiguous(), times
 
 
 def to_pil(image: Tensor) -> Any:
