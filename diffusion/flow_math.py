@@ -33,19 +33,19 @@ def noised(clean: Tensor, noise: Tensor, time: Tensor) -> Tensor:
 
 def clean_estimate(latents: Tensor, velocity: Tensor, time: Tensor) -> Tensor:
     """Estimate the data in one step: x_0 = x_t - t v."""
-    return latents - along(time, latents) * velocity
+    return latents - along(time, latents) * velocity  # x_t - t (noise - x_0) = x_0
 
 
 def noise_estimate(latents: Tensor, velocity: Tensor, time: Tensor) -> Tensor:
     """Estimate the noise in one step: x_1 = x_t + (1 - t) v."""
-    return latents + (1 - along(time, latents)) * velocity
+    return latents + (1 - along(time, latents)) * velocity  # x_t + (1 - t) (noise - x_0) = noise
 
 
 def euler_step(
     latents: Tensor, velocity: Tensor, time: Tensor, following: Tensor, flow: Flow | None = None
 ) -> Tensor:
     """Follow the flow in a straight line from `time` to `following`; `flow` is not called."""
-    return latents + along(following - time, latents) * velocity
+    return latents + along(following - time, latents) * velocity  # following < time: towards the data
 
 
 def heun_step(latents: Tensor, velocity: Tensor, time: Tensor, following: Tensor, flow: Flow) -> Tensor:

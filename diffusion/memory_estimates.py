@@ -28,5 +28,6 @@ def paths(config: Config, policy: FlowPolicy, prompts: Sequence[Prompt]) -> Mapp
     asked = defaults | dict(engine.options)
     shape = policy.family.latent_shape(policy.pipe, asked["height"], asked["width"], asked["num_frames"])
     rows = config.rollout.num_prompts * config.rollout.num_generations
+    # The path has the start and every step; without a solver only the end is kept.
     kept = 1 + (asked["num_inference_steps"] if asked["solver"] else 0)
     return {**sizes, "paths": rows * kept * math.prod(shape) * policy.precision.itemsize}

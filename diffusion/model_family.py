@@ -187,4 +187,4 @@ def unpack(tokens: Tensor, height: int, width: int) -> Tensor:
 def channel_moments(vae: Any, like: Tensor) -> Tensor:
     """Read mean and standard deviation per latent channel: (2, C, 1, 1, 1)."""
     moments = torch.tensor([vae.config.latents_mean, vae.config.latents_std]).to(like)
-    return moments.view(2, -1, 1, 1, 1)
+    return moments.view(2, -1, 1, 1, 1)  # broadcasts over (B, C, f, h, w)

@@ -26,7 +26,7 @@ def scheduled_times(
     `sigmas` (S,) are times before the scheduler shifts them, for pipelines that pass their own; `mu` is the
     shift of schedules that depend on the image's size. The scheduler itself is not changed.
     """
-    own = copy.deepcopy(scheduler)
+    own = copy.deepcopy(scheduler)  # set_timesteps has side effects
     options = {} if mu is None else {"mu": mu}
     if sigmas is None:
         own.set_timesteps(num_steps, **options)
@@ -48,6 +48,7 @@ def size_shift(scheduler: Any, shape: tuple[int, ...], patch: int) -> float | No
     low, high = settings.get("base_image_seq_len", 256), settings.get("max_image_seq_len", 4096)
     least, most = settings.get("base_shift", 0.5), settings.get("max_shift", 1.16)
     slope = (most - least) / (high - low)
+    # diffusers' line through (low, least) and (high, most); the scheduler takes exp(mu) as its shift
     return num_tokens * slope + least - slope * low
 
 
@@ -100,12 +101,13 @@ def discrete(
             f"{stop - start} (fraction {bounds.fraction}); lower `draws`, or raise `num_inference_steps`"
         )
     lower, upper = strata(start, stop, draws)
-    index = lower + (torch.rand(draws, generator=shared) * (upper - lower)).long()
+    index = lower + (torch.rand(draws, generator=shared) * (upper - lower)).long()  # upper ends excluded
     return torch.cat([schedule[:taken], schedule[index]])
 
 
 def uniform(bounds: TimeRange, schedule: Tensor, row: Generator, shared: Generator) -> Tensor:
     """Draw stratified over [lowest, 1], shuffled within the row, then shifted."""
+    # (i + u) / draws is uniform in the i-th of `draws` equal strata of [0, 1].
     spread = (torch.arange(bounds.draws) + torch.rand(bounds.draws, generator=row)) / bounds.draws
     order = torch.randperm(bounds.draws, generator=row)
     return shift_times(bounds.lowest + (1 - bounds.lowest) * spread[order], bounds.shift)
@@ -114,7 +116,7 @@ def uniform(bounds: TimeRange, schedule: Tensor, row: Generator, shared: Generat
 def logit_normal(bounds: TimeRange, schedule: Tensor, row: Generator, shared: Generator) -> Tensor:
     """Draw stratified quantiles of a normal, through a sigmoid, then shifted; at least 0.01."""
     quantile = (torch.arange(bounds.draws) + torch.rand(bounds.draws, generator=shared)) / bounds.draws
-    normal = torch.special.ndtri(quantile.double().clamp(1e-6, 1 - 1e-6))
+    normal = torch.special.ndtri(quantile.double().clamp(1e-6, 1 - 1e-6))  # ends would be infinite
     return shift_times(normal.sigmoid(), bounds.shift).clamp(min=0.01).float()
 
 

@@ -34,7 +34,7 @@ def flow_sde(
     large at noise level 0.7, which fades on the way to the data.
     """
     dt = following - time
-    scale = noise_level * (time / (1 - torch.where(time == 1, second, time))).sqrt()
+    scale = noise_level * (time / (1 - torch.where(time == 1, second, time))).sqrt()  # s_t
     # drift = v + s^2 / (2 t) (x + (1 - t) v), since the score is -(x + (1 - t) v) / t
     half = scale.square() / (2 * time)
     mean = latents * along(1 + half * dt, latents) + velocity * along((1 + half * (1 - time)) * dt, latents)
@@ -73,7 +73,7 @@ def cps(
     A `noise_level` of 1 replaces all of the noise. The log-density is unnormalized, as published. A last step
     has no noise and log-density 0.
     """
-    std = following * math.sin(noise_level * math.pi / 2)
+    std = following * math.sin(noise_level * math.pi / 2)  # noise_level is an angle, as a share of 90 degrees
     # Old and new noise are independent: their variances add up to following^2.
     old = (following.square() - std.square()).clamp(min=0).sqrt()
     mean = along(1 - following, latents) * clean_estimate(latents, velocity, time)

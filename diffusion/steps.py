@@ -27,6 +27,7 @@ class Conditioning:
     passes: int = 1
 
     def __getitem__(self, rows: Tensor) -> Conditioning:
+        # Texts that no row has any more are dropped, so that they are not moved to the device.
         distinct, which = torch.unique(self.which[rows], return_inverse=True)
         conditions = tuple(self.conditions[i] for i in distinct.tolist())
         return Conditioning(conditions, which, self.guidance, self.passes)

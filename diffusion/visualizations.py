@@ -168,7 +168,7 @@ def credited(name: str, measured: Measured, chain: tuple[Callable, ...]) -> list
     credit = chain[-1](table)
     if table.values.shape[1] != 1:
         raise ValueError(f"`advantage` must leave one reward, but left {table.names}; put `total` first")
-    whole = table.valid[:, 0].all(-1) & table.present.all(-1)
+    whole = table.valid[:, 0].all(-1) & table.present.all(-1)  # (N,)
     return [
         CreditedTrajectory(f"{row.prompt.text}  ({name})", row.outcomes, rewards.tolist(), credits.tolist())
         for row, rewards, credits, usable in zip(
@@ -181,6 +181,7 @@ def credited(name: str, measured: Measured, chain: tuple[Callable, ...]) -> list
 def bar_chart(path: CreditedTrajectory, side: int) -> str:
     """Draw a bar per step; a turning point also has a frame as high as its credit."""
     count = len(path.credits)
+    # The longest bar takes 0.36 of the height on its side of the line; labels need the rest.
     scale = 0.36 * HEIGHT / max(1e-9, *(abs(value) for step in path.steps for value in step[:2]))
 
     def bar(index: int, height: float, style: str, inset: float) -> str:

@@ -113,16 +113,16 @@ class TinyFlowModel:
                 num_layers=self.layers,
                 attention_head_dim=self.width // self.heads,
                 num_attention_heads=self.heads,
-                joint_attention_dim=2 * self.text_width,
+                joint_attention_dim=2 * self.text_width,  # both encoders' states, side by side
                 caption_projection_dim=self.width,
                 pooled_projection_dim=2 * self.text_width,
                 pos_embed_max_size=self.side // self.patch,
-                qk_norm="rms_norm",
+                qk_norm="rms_norm",  # as in SD3.5
             )
         StableDiffusion3Pipeline(
             transformer=network,
             scheduler=FlowMatchEulerDiscreteScheduler(shift=self.shift),
-            vae=None,
+            vae=None,  # the transformer sees pixels
             text_encoder=encoders[0],
             tokenizer=tokenizer,
             text_encoder_2=encoders[1],

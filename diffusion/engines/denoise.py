@@ -155,8 +155,10 @@ class Denoise:
         for prompt in prompts:
             generator = self.stream.generator(prompt.uid, generations[prompt.uid])
             generations[prompt.uid] += 1
+            # The key of a shared start names no generation.
             first = self.stream.generator(prompt.uid, "start") if self.same_noise else generator
             start = torch.randn(self.shape, generator=first)
+            # All steps of the window are drawn, so that `share` changes which are recorded, not the path.
             noise = torch.randn((high - low, *self.shape), generator=generator)
             chosen = torch.randperm(high - low, generator=generator)[:recorded].sort().values
             plans.append(DenoisingPlan(prompt, start, (low, high), noise, low + chosen))
@@ -174,7 +176,7 @@ class Denoise:
         conditions = [policy.condition(plan.prompt.text) for plan in plans]
         conditioning = Conditioning.of(conditions, self.guidance_scale, policy.passes(self.guidance_scale))
         times = self.times.to(policy.device)
-        latents = torch.stack([plan.start for plan in plans]).to(policy.device, policy.precision)
+        latents = torch.stack([plan.start for plan in plans]).to(policy.device, policy.precision)  # (B, *L)
         noise = torch.stack([plan.noise for plan in plans])  # (B, T, *L)
         # The path is indexed as the schedule, so skipped steps are filled with the start.
         path, logp = [latents.cpu()] * (first + 1), []
@@ -188,8 +190,9 @@ class Denoise:
             else:
                 latents = self.advance(conditioning, latents, times[i], times[i + 1])
             check_finite(latents, [plan.prompt.uid for plan in plans], i)
+            # Without stochastic steps nothing reads the path but its end.
             path = [*path, latents.cpu()] if high > low else [latents.cpu()]
-        logps = torch.stack(logp, 1) if logp else torch.zeros(len(plans), 0)
+        logps = torch.stack(logp, 1) if logp else torch.zeros(len(plans), 0)  # (B, T)
         frames = policy.family.frames_per_latent(policy.pipe, self.shape)
         rows = []
         for i, (plan, pixels) in enumerate(zip(plans, policy.decode(latents), strict=True)):

@@ -68,6 +68,7 @@ class PartialNoise:
         plans = []
         for plan in self.engine.plans(prompts):
             clean = recorded[plan.prompt.uid]
+            # The time of the schedule, not `eta` itself, so that the network's time is the true one.
             start = noised(clean, plan.start.to(clean), self.engine.times[first])
             plans.append(replace(plan, start=start))
         return self.engine.follow(plans, first)
@@ -101,10 +102,10 @@ class SegmentPreferences:
                 f"cut into {num} segments; give the policy `likelihood: {{name: diffusion.matching, "
                 f"segments: {num}}}`, and videos of that many frames or more"
             )
-        owner = segments_of([1] * frames, num)
+        owner = segments_of([1] * frames, num)  # (F,)
         parts = []
         for number in range(num):
-            inside, recorded = owner == number, {}
+            inside, recorded = owner == number, {}  # (F,)
             for name, value in whole.recorded.items():
                 reward, _, segment = name.partition("@")
                 if segment in ("", str(number)):

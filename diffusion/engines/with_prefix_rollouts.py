@@ -50,7 +50,7 @@ class WithPrefixRollouts:
         rows = self.engine.rollout(prompts)
         if not rows or (self.one_step and len(rows[0].steps.at) == 1):
             return rows  # the only step leads to the row's own image
-        flat = self.finished(rows).flatten(0, 1)
+        flat = self.finished(rows).flatten(0, 1)  # (N K, *L)
         parts = flat.split(self.batch_size or len(flat))
         images = iter([image for part in parts for image in self.policy.decode(part)])
         ends, fps = range(int(self.one_step), len(rows[0].steps.at)), self.engine.frames_per_second
@@ -65,11 +65,11 @@ class WithPrefixRollouts:
         conditioning = Conditioning.of_rows(states, "diffusion.with_prefix_rollouts")
         times = states[0].times.to(self.policy.device)
         at = states[0].at[:-1] + 1 if self.one_step else states[0].at  # (K,) steps that prefixes go on from
-        latents = torch.stack([state.path[at] for state in states])
+        latents = torch.stack([state.path[at] for state in states])  # (N, K, *L)
 
         def compute(function: Callable[[Conditioning, Tensor, Tensor], Tensor], columns: Tensor) -> Tensor:
             """Map `function(conditioning, latents, times)` over (N, columns), `batch_size` rows at a time."""
-            flat = latents[:, columns].flatten(0, 1)
+            flat = latents[:, columns].flatten(0, 1)  # rows times columns, a row's columns together
             owner = torch.arange(len(rows)).repeat_interleave(len(columns))
             time = times[at[columns]].repeat(len(rows))
             parts = torch.arange(len(flat)).split(self.batch_size or len(flat))

@@ -21,7 +21,7 @@ from mmrl.diffusion.flow_math import mean_dims, noised
 from mmrl.diffusion.schedule import TIME_TYPES, TimeRange
 from mmrl.diffusion.steps import Conditioning, FlowRow, segments_of
 
-TINY = 1e-10
+TINY = 1e-10  # keeps the slopes of the roots finite at error 0
 
 # From the matching error and the time to minus the log-likelihood (section 3.2 of arXiv 2509.25050's code).
 WEIGHTINGS: dict[str, Callable[[Tensor, Tensor, float], Tensor]] = {
@@ -34,6 +34,7 @@ WEIGHTINGS: dict[str, Callable[[Tensor, Tensor, float], Tensor]] = {
 
 
 @likelihood
+@dataclass(kw_only=True, eq=False)
 class Matching:
     """Minus the flow-matching error as log-likelihood of finished images (AWM, arXiv 2509.25050).
 
@@ -61,28 +62,19 @@ class Matching:
     says = frozenset({"velocity", "target", "time", "error"})
     stochastic = False
 
-    def __init__(
-        self,
-        *,
-        stream: Stream,
-        weighting: Literal["uniform", "t", "t2", "huber", "ghuber"] = "ghuber",
-        power: PositiveFloat = 0.25,
-        draws: PositiveInt = 6,
-        time_type: Literal[
-            "discrete", "discrete_wo_init", "discrete_with_init", "uniform", "logit_normal"
-        ] = "discrete_wo_init",
-        fraction: PositiveShare = 0.9,
-        shift: PositiveFloat = 3.0,
-        lowest: ShareBelowOne = 0.2,
-        shared_noise: bool = False,
-        shared_time: bool = False,
-        segments: PositiveInt = 1,
-    ) -> None:
-        self.stream, self.draws, self.segments = stream, draws, segments
-        self.weigh = partial(WEIGHTINGS[weighting], power=power)
-        bounds = TimeRange(draws, fraction, shift, lowest)
-        self.times: Callable[..., Tensor] = partial(TIME_TYPES[time_type], bounds)
-        self.shared_noise, self.shared_time = shared_noise, shared_noise or shared_time
+    stream: Stream
+    weighting: Literal["uniform", "t", "t2", "huber", "ghuber"] = "ghuber"
+    power: PositiveFloat = 0.25
+    draws: PositiveInt = 6
+    time_type: Literal["discrete", "discrete_wo_init", "discrete_with_init", "uniform", "logit_normal"] = (
+        "discrete_wo_init"
+    )
+    fraction: PositiveShare = 0.9
+    shift: PositiveFloat = 3.0
+    lowest: ShareBelowOne = 0.2
+    shared_noise: bool = False
+    shared_time: bool = False
+    segments: PositiveInt = 1
 
     def length(self, row: FlowRow) -> int:
         """Count steps: draws times segments."""
@@ -92,20 +84,24 @@ class Matching:
         """Draw times and noise for every row."""
         conditioning = Conditioning.of_rows(rows, "diffusion.matching")
         owner = owner_of_frames(rows[0], self.segments)
+        bounds = TimeRange(self.draws, self.fraction, self.shift, self.lowest)
         generations: Counter[str] = Counter()
         times, seeds = [], []
         for row, uid in zip(rows, uids, strict=True):
             index = generations[uid]
             generations[uid] += 1
-            own = self.stream.generator("matching times", uid, 0 if self.shared_time else index)
+            one_time = self.shared_time or self.shared_noise
+            own = self.stream.generator("matching times", uid, 0 if one_time else index)
             shared = self.stream.generator("matching times")
-            times.append(self.times(row.times, own, shared))
+            times.append(TIME_TYPES[self.time_type](bounds, row.times, own, shared))
             noise = self.stream.generator("matching noise", uid, 0 if self.shared_noise else index)
+            # Seeds instead of noise: `draws` latents per row would outweigh the images themselves.
             seeds.append(torch.randint(2**62, (self.draws,), generator=noise))
         clean = torch.stack([row.path[-1] for row in rows])
         unit = Unit.STEP if self.segments == 1 else Unit.ROW
         drawn = torch.stack(times), torch.stack(seeds)
-        return MatchingSteps(conditioning, clean, *drawn, owner, self.segments, self.weigh, unit)
+        weigh = partial(WEIGHTINGS[self.weighting], power=self.power)
+        return MatchingSteps(conditioning, clean, *drawn, owner, self.segments, weigh, unit)
 
 
 def owner_of_frames(row: FlowRow, segments: int) -> Tensor:
@@ -173,9 +169,9 @@ class MatchingSteps:
 
     def read(self, velocity: Tensor, extra: Set[str]) -> StepOutput:
         """Compute minus the weighted error of velocities (N, draws, *L)."""
-        target = (self.noise() - self.clean[:, None]).to(velocity)
+        target = (self.noise() - self.clean[:, None]).to(velocity)  # (N, draws, *L), v = noise - x_0
         error = self.error(velocity, target)
-        time = self.times.to(velocity.device).repeat(1, self.segments)
+        time = self.times.to(velocity.device).repeat(1, self.segments)  # (N, T)
         logp = -self.weigh(error, time.double()).to(velocity.dtype)
         values = {
             "velocity": lambda: torch.cat([velocity] * self.segments, 1),
@@ -187,10 +183,10 @@ class MatchingSteps:
 
     def error(self, velocity: Tensor, target: Tensor) -> Tensor:
         """Average the squared distance over dimensions, or over the frames of every segment: (N, T)."""
-        squared = (velocity - target).double().square()
+        squared = (velocity - target).double().square()  # float32 would lose errors below 1e-38
         if self.segments == 1:
             return mean_dims(squared, 2)
         per_frame = squared.mean((2, 4, 5))  # (N, draws, f)
-        inside = (self.owner[None] == torch.arange(self.segments)[:, None]).to(per_frame)
+        inside = (self.owner[None] == torch.arange(self.segments)[:, None]).to(per_frame)  # (segments, f)
         per_segment = per_frame @ (inside / inside.sum(1, keepdim=True)).T  # (N, draws, segments)
         return per_segment.transpose(1, 2).flatten(1)

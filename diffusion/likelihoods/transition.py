@@ -44,6 +44,7 @@ class Transition:
                 "diffusion.transition wants rows of one schedule and number of recorded steps, but got "
                 f"(recorded, times) {sorted(forms)}"
             )
+        # (N, S + 1, *L) and (N, T)
         path, at = torch.stack([row.path for row in rows]), torch.stack([row.at for row in rows])
         return TransitionSteps(conditioning, path, at, rows[0].times, rows[0].solver)
 
@@ -76,6 +77,7 @@ class TransitionSteps:
     def read(self, velocity: Tensor, extra: Set[str]) -> StepOutput:
         """Compute the log-density of the recorded steps under velocities (N, T, *L)."""
         shape, device = self.at.shape, velocity.device
+        # Solvers take one axis of rows: (N T, *L) latents and (N T,) times.
         (latents, time), (reached, following) = (
             (states.to(velocity).flatten(0, 1), times.to(device).flatten())
             for states, times in (self.states(), self.states(1))

@@ -41,13 +41,15 @@ class FlowNetwork(nn.Module):
         scale = torch.full_like(sigma, guidance)
         if empty is not None:
             condition = {name: torch.cat([value, condition[name]]) for name, value in empty.items()}
-            latents, sigma, scale = (torch.cat([part, part]) for part in (latents, sigma, scale))
+            latents, sigma, scale = (
+                torch.cat([part, part]) for part in (latents, sigma, scale)
+            )  # (2 B, ...)
         with torch.autocast(latents.device.type, self.compute, enabled=self.compute in LOW):
             velocity = self.family.velocity(self.network, latents, sigma, condition, scale)
             velocity = velocity if velocity.dtype == torch.float64 else velocity.float()
         if empty is None:
             return velocity
-        without, with_text = velocity.chunk(2)
+        without, with_text = velocity.chunk(2)  # in the order of the concatenation above
         return self.family.guide(with_text, without, guidance)
 
 
@@ -101,7 +103,7 @@ class Flow:
                 loading.load_lora(self.network, Path(adapter))
         else:
             self.network.requires_grad_(True)
-        keep_training_precision(self.network)
+        keep_training_precision(self.network)  # updates vanish in 16 bits
         if gradient_checkpointing:
             self.network.enable_gradient_checkpointing()
         if dtype == "float16" and self.pipe.vae is not None:
@@ -109,7 +111,7 @@ class Flow:
         self.module: nn.Module = FlowNetwork(self.network, self.family, DTYPES[dtype])
         nbytes = lambda condition: sum(value.nbytes for value in condition.values())
         self.conditions: ByteLRU[Condition] = ByteLRU(CONDITION_BYTES, nbytes)
-        self.evaluations = 0
+        self.evaluations = 0  # rows through the network
 
     @property
     def device(self) -> torch.device:
@@ -147,7 +149,7 @@ class Flow:
         # The empty text is stacked last, so that all conditions are padded to one length.
         stacked = self.family.stack([*conditioning.conditions, *empty])
         stacked = {name: value.to(device) for name, value in stacked.items()}
-        condition = {name: value[rows] for name, value in stacked.items()}
+        condition = {name: value[rows] for name, value in stacked.items()}  # (B, ...)
         without = {name: value[-1:].expand_as(condition[name]) for name, value in stacked.items()}
         self.evaluations += len(latents) * conditioning.passes
         inputs = latents.to(device), sigma.to(device), condition, without if empty else None
@@ -184,9 +186,9 @@ class Flow:
                 "`diffusion.flow` learns from"
             )
         self._move_frozen_parts()
-        pixels = recorded[None].to(self.device) / 255
+        pixels = recorded[None].to(self.device) / 255  # (1, 3, height, width) or (1, F, 3, height, width)
         latents = self.family.compress(self.pipe, pixels)[0].to(self.precision).cpu()
-        nothing = torch.zeros(0)
+        nothing = torch.zeros(0)  # no schedule and no recorded steps
         frames = self.family.frames_per_latent(self.pipe, tuple(latents.shape))
         row = FlowRow(self.condition(prompt.text), latents[None], nothing.long(), nothing, frames=frames)
         return Trajectory(prompt, prompt.uid, (outcome,), row, self.likelihood.length(row), on_policy=False)

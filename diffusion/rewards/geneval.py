@@ -101,7 +101,7 @@ def evaluate_clauses(detections: Detections, clauses: Clauses, *, exact: bool) -
         wanted = clause["count"]
         objects = detections.get(clause["class"], [])
         objects = objects if exact else objects[:wanted]
-        values.append(1 - abs(wanted - len(objects)) / wanted)
+        values.append(1 - abs(wanted - len(objects)) / wanted)  # below 0 for more than twice as many
         correct = len(objects) == wanted
         if not correct and ("color" in clause or "position" in clause):
             values.append(0.0)
@@ -141,12 +141,12 @@ def relative_position(box: Sequence[float], other: Sequence[float]) -> set[str]:
     full length; an axis counts if more than half is left.
     """
     offset, shortened = [], []
-    for low, high in ((0, 2), (1, 3)):
-        gap = (box[low] + box[high] - other[low] - other[high]) / 2
+    for low, high in ((0, 2), (1, 3)):  # left and right, top and bottom
+        gap = (box[low] + box[high] - other[low] - other[high]) / 2  # between the centres
         margin = MARGIN * (abs(box[high] - box[low]) + abs(other[high] - other[low]))
         offset.append(gap)
         shortened.append(max(abs(gap) - margin, 0.0) * (1 if gap > 0 else -1))
-    if max(map(abs, shortened)) < 1e-3:
+    if max(map(abs, shortened)) < 1e-3:  # pixels
         return set()
     x, y = (shift / (offset[0] ** 2 + offset[1] ** 2) ** 0.5 for shift in shortened)
     relations = {

@@ -94,8 +94,8 @@ class BlipScorer(nn.Module):
 
         state = rename(published)
         with base.explained("image_reward: these are not the weights of ImageReward.pt", errors=(KeyError,)):
-            patches = state["vision.embeddings.patch_embedding.weight"]
-            num_patches = state["vision.embeddings.position_embedding"].shape[1] - 1
+            patches = state["vision.embeddings.patch_embedding.weight"]  # (width, 3, patch, patch)
+            num_patches = state["vision.embeddings.position_embedding"].shape[1] - 1  # less the class token
             self.vocabulary, text_width = state["text.embeddings.word_embeddings.weight"].shape
             max_length = len(state["text.embeddings.position_embeddings.weight"])
             vision_mlp = len(state["vision.encoder.layers.0.mlp.fc1.weight"])
@@ -141,7 +141,7 @@ class BlipScorer(nn.Module):
         encoded = self.text(
             input_ids=ids, attention_mask=mask, encoder_hidden_states=features, encoder_attention_mask=seen
         )
-        return self.head(encoded.last_hidden_state[:, 0])
+        return self.head(encoded.last_hidden_state[:, 0])  # of the first token, [CLS]
 
 
 # Published name to ours. The encoders are BLIP's; its authors and transformers name the same things.

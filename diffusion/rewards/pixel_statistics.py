@@ -57,7 +57,7 @@ def pairwise_diversity(
     has no value. Of a video the first frame counts.
     """
     images = images_of(prompts, outcomes)
-    groups: dict[tuple, list[int]] = {}
+    groups: dict[tuple, list[int]] = {}  # places by prompt and number of steps
     for i, (prompt, outcome) in enumerate(zip(prompts, outcomes, strict=True)):
         groups.setdefault((prompt.uid, outcome.end), []).append(i)
     values: list[float | None] = [None] * len(outcomes)

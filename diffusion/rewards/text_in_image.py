@@ -81,7 +81,7 @@ def text_match(target: str, text: str, *, more: bool) -> float:
 def edit_distance(text: str, other: str) -> int:
     """Count the letters to insert, delete or replace between two texts (Levenshtein)."""
     row = list(range(len(other) + 1))
-    for i, a in enumerate(text, 1):
+    for i, a in enumerate(text, 1):  # row[j] becomes the distance of text[:i] and other[:j]
         diagonal, row[0] = row[0], i
         for j, b in enumerate(other, 1):
             diagonal, row[j] = row[j], min(row[j] + 1, row[j - 1] + 1, diagonal + (a != b))
