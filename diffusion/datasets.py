@@ -91,9 +91,8 @@ def images(
         scores: list[dict[str, float]] = [{} for _ in names]
         for name, numbers in by_reward.items():
             for score, value in zip(scores, listed(numbers, f"scores: {name}", len(names)), strict=True):
-                score[name] = number(
-                    value, f"scores: {name}"
-                )  # from one list per reward to one dict per image
+                # from one list per reward to one dict per image
+                score[name] = number(value, f"scores: {name}")
         return names, tuple(scores)
 
     load = lambda file: Outcome(image=load_image(file, height, width, max_pixels))

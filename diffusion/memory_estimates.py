@@ -15,19 +15,21 @@ from mmrl.diffusion.steps import FlowPolicy
 @memory_estimate
 def paths(config: Config, policy: FlowPolicy, prompts: Sequence[Prompt]) -> Mapping[str, float]:
     """Estimate encoders and decoder, and the latents of every step of a collection."""
-    beside = loading.modules_of(policy.pipe, but=("transformer",))
+    frozen = loading.modules_of(policy.pipe, but=("transformer",))
     sizes = {
         "encoders and decoder": sum(
-            t.nbytes for part in beside for t in (*part.parameters(), *part.buffers())
+            t.nbytes for part in frozen for t in (*part.parameters(), *part.buffers())
         )
     }
     engine = config.rollout.engine[0]
     if engine.name != "diffusion.denoise":
         return sizes
     defaults = {name: p.default for name, p in find("engine", engine.name).options.items()}
-    asked = defaults | dict(engine.options)
-    shape = policy.family.latent_shape(policy.pipe, asked["height"], asked["width"], asked["num_frames"])
+    options = defaults | dict(engine.options)
+    shape = policy.family.latent_shape(
+        policy.pipe, options["height"], options["width"], options["num_frames"]
+    )
     rows = config.rollout.num_prompts * config.rollout.num_generations
-    # The path has the start and every step; without a solver only the end is kept.
-    kept = 1 + (asked["num_inference_steps"] if asked["solver"] else 0)
-    return {**sizes, "paths": rows * kept * math.prod(shape) * policy.precision.itemsize}
+    # The path has the start and every step; without a solver only the end is stored.
+    states = 1 + (options["num_inference_steps"] if options["solver"] else 0)
+    return {**sizes, "paths": rows * states * math.prod(shape) * policy.precision.itemsize}

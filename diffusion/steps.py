@@ -76,11 +76,8 @@ class FlowSteps(Steps, Protocol):
 
     conditioning: Conditioning
 
-    def states(self) -> tuple[Tensor, Tensor]:
-        """Give the network's inputs: latents (N, T, *L) and times (N, T)."""
-
-    def read(self, velocity: Tensor, extra: Set[str]) -> StepOutput:
-        """Turn velocities (N, T, *L) into log-probabilities and the requested `extra` values."""
+    def states(self) -> tuple[Tensor, Tensor]: ...  # latents (N, T, *L) and times (N, T)
+    def read(self, velocity: Tensor, extra: Set[str]) -> StepOutput: ...  # of velocities (N, T, *L)
 
 
 class Likelihood(Protocol):
@@ -89,11 +86,8 @@ class Likelihood(Protocol):
     says: frozenset[str]  # the `extra` values it can give
     stochastic: bool  # it reads stochastic steps, so rollouts must have some
 
-    def length(self, row: FlowRow) -> int:
-        """Count the steps of a row."""
-
-    def collate(self, rows: Sequence[FlowRow], uids: Sequence[str]) -> FlowSteps:
-        """Batch rows; `uids` name their prompts."""
+    def length(self, row: FlowRow) -> int: ...  # the number of steps
+    def collate(self, rows: Sequence[FlowRow], uids: Sequence[str]) -> FlowSteps: ...  # uids of the prompts
 
 
 class FlowPolicy(Protocol):

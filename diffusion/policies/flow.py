@@ -41,9 +41,7 @@ class FlowNetwork(nn.Module):
         scale = torch.full_like(sigma, guidance)
         if empty is not None:
             condition = {name: torch.cat([value, condition[name]]) for name, value in empty.items()}
-            latents, sigma, scale = (
-                torch.cat([part, part]) for part in (latents, sigma, scale)
-            )  # (2 B, ...)
+            latents, sigma, scale = (torch.cat([part, part]) for part in (latents, sigma, scale))
         with torch.autocast(latents.device.type, self.compute, enabled=self.compute in LOW):
             velocity = self.family.velocity(self.network, latents, sigma, condition, scale)
             velocity = velocity if velocity.dtype == torch.float64 else velocity.float()
