@@ -108,8 +108,6 @@ def kivi(
         fused: Attention reads codes; without, it reads dense tensors made anew in every step.
     """
     value_nbits = nbits if value_nbits is None else value_nbits
-    quantization.check_bits(nbits)
-    quantization.check_bits(value_nbits, "value_nbits")
     if q_group_size < 1 or residual_length < 1 or residual_length % q_group_size:
         raise ValueError(
             f"`residual_length` ({residual_length}) must be a multiple of `q_group_size` ({q_group_size}), "

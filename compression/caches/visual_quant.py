@@ -129,11 +129,6 @@ def visual_quant(
         fused: Attention reads codes; without, it reads dense tensors made anew in every step.
     """
     value_nbits = nbits if value_nbits is None else value_nbits
-    for name, number in (("nbits", nbits), ("value_nbits", value_nbits)):
-        if number != 16:
-            quantization.check_bits(number, name)
-    if rule not in quantization.Rule.__args__:
-        raise ValueError(f"`rule` must be one of {', '.join(quantization.Rule.__args__)}, not '{rule}'")
     if per_image and q_group_size:
         raise ValueError("`per_image` and `q_group_size` both define groups; give one of them")
     if score_drop and not fused:

@@ -56,7 +56,7 @@ class Codebook:
         """Keep rows, in this order."""
         if self.calibrated:
             return self
-        return replace(self, low=self.low[rows], vectors=self.vectors.select(rows))
+        return replace(self, low=self.low[rows], vectors=self.vectors.map(lambda x: x[rows]))
 
 
 def count_vectors(nbits: float, size: int) -> int:

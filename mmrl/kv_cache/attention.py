@@ -10,10 +10,14 @@ both are p = exp(scores - n), whichever part a key is in, and the gradient of it
 p (g . v - g . o): each part's gradient needs n and o of the whole, and nothing of the other part. (Sharing
 prefixes in training: Prefix Grouper, arXiv 2506.05433; merging by log-sum-exp and this backward pass are our
 reading.)
+
+Shapes: `N` rows answer `P` prompts; `H` query heads, of which H / h read the same of `h` key heads; `t` new
+tokens of a row attend to `S` tokens of its prompt and to `T` of its own.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,153 +27,160 @@ from torch import Tensor
 from mmrl.kv_cache.row_groups import RowGroups
 
 MAX_SCORES = 1 << 25  # scores that exist at once where torch has no fused kernel
-
-
-@dataclass(frozen=True, eq=False)
-class Merge:
-    """How `N` rows attend to both parts. Masks are added to scores: `prefix` (P, 1, 1 or t, S), `own` (t, T).
-
-    Without `own` attention to own tokens is causal, and full where there is one query only.
-    """
-
-    groups: RowGroups
-    scaling: float
-    prefix: Tensor | None = None
-    own: Tensor | None = None
+Pair = tuple[Tensor, Tensor]  # keys and values
 
 
 def attend_merged(
-    query: Tensor, prefix: tuple[Tensor, Tensor], own: tuple[Tensor, Tensor], merge: Merge
-) -> Tensor:
+    query: Tensor, prefix: Pair, own: Pair, groups: RowGroups, scaling: float,
+    prefix_mask: Tensor | None = None, own_mask: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """Attend from (N, H, t, D) to the prefixes' keys and values (P, h, S, D) and to the rows' (N, h, T, D).
 
-    Returns (N, H, t, D).
+    Masks are added to scores: `prefix_mask` (P, 1, 1 or t, S), `own_mask` (t, T). Without the latter,
+    attention to own tokens is causal. Returns (N, H, t, D).
     """
+    rows, heads, num, size = query.shape
+    kv_heads, length = prefix[0].shape[1], own[0].shape[2]
     exact = query.dtype in (torch.float32, torch.float64)
-    if query.shape[2] == 1 and exact and not torch.is_grad_enabled():
-        return _attend_one_token(query, prefix, own, merge)
-    return _MergedAttention.apply(query, *prefix, *own, merge)
+    if num == 1 and exact and not torch.is_grad_enabled():
+        asked = (query * scaling).reshape(rows, kv_heads, -1, size)
+        return attend_one_token(asked, prefix, own, groups, prefix_mask, own_mask)
+    repeats = heads // kv_heads
+    if prefix_mask is not None and prefix_mask.shape[2] > 1:
+        prefix_mask = groups.tile(prefix_mask, repeats)
+    causal = own_mask is None and num > 1
+    if causal and length != num:
+        # The kernel's own causal mask aligns the first query with the first key; here the last ones meet.
+        own_mask, causal = causal_mask(num, length, query), False
+    # Own keys with one new token: the query heads of a key head are queries of one product, (N h, 1, H/h, D).
+    # With several, a query head has a view of its key head, which repeats no memory, so that the causal mask
+    # of the kernel applies: (N h, H/h, t, D).
+    shape = (1, repeats) if num == 1 else (repeats, num)
+    own = tuple(x.flatten(0, 1)[:, None].expand(-1, shape[0], -1, -1) for x in own)
+    parts = (
+        # Keys of the prefix: rows of one prompt and query heads of one key head are queries of one product.
+        _Part(
+            fold=lambda x: groups.fold(x.unflatten(1, (kv_heads, -1)).flatten(2, 3)),
+            unfold=lambda x: groups.unfold(x).unflatten(2, (-1, num)).flatten(1, 2),
+            mask=prefix_mask,
+            scaling=scaling,
+        ),
+        _Part(
+            fold=lambda x: x.reshape(rows * kv_heads, *shape, *x.shape[3:]),
+            unfold=lambda x: x.reshape(rows, heads, num, *x.shape[3:]),
+            mask=None if own_mask is None else own_mask[None, None],
+            causal=causal,
+            scaling=scaling,
+        ),
+    )
+    return _MergedAttention.apply(query, *prefix, *own, parts)
 
 
-def _attend_one_token(
-    query: Tensor, prefix: tuple[Tensor, Tensor], own: tuple[Tensor, Tensor], merge: Merge
-) -> Tensor:
-    """Attend from one token of every row, with the scores of both parts in one softmax."""
-    groups, length = merge.groups, prefix[0].shape[2]
-    asked = (query * merge.scaling).reshape(len(query), prefix[0].shape[1], -1, query.shape[-1])
-    scores = groups.fold(asked) @ prefix[0].transpose(-1, -2)
-    scores = groups.unfold(scores if merge.prefix is None else scores.add_(merge.prefix))
-    own_scores = asked @ own[0].transpose(-1, -2)
-    own_scores = own_scores if merge.own is None else own_scores.add_(merge.own)
+def attend_one_token(
+    asked: Tensor, prefix: Pair, own: Pair, groups: RowGroups, prefix_mask: Tensor | None,
+    own_mask: Tensor | None,
+) -> Tensor:  # fmt: skip
+    """Attend from one token of every row, scaled (N, h, H / h, D), with all scores in one softmax."""
+    length = prefix[0].shape[2]
+    scores = groups.fold(asked) @ prefix[0].mT
+    scores = groups.unfold(scores if prefix_mask is None else scores.add_(prefix_mask))
+    own_scores = asked @ own[0].mT
+    own_scores = own_scores if own_mask is None else own_scores.add_(own_mask)
     weights = torch.cat([scores, own_scores], -1).softmax(-1)
     out = groups.unfold(groups.fold(weights[..., :length]) @ prefix[1])
     out += weights[..., length:] @ own[1]
     return out.flatten(1, 2)[:, :, None]
 
 
+@dataclass(frozen=True, eq=False)
+class _Part:
+    """How attention to one part is computed: `fold` lays (N, H, t, ...) out as queries of its keys."""
+
+    fold: Callable[[Tensor], Tensor]
+    unfold: Callable[[Tensor], Tensor]
+    mask: Tensor | None
+    scaling: float
+    causal: bool = False
+
+    def attend(self, query: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Attend from (N, H, t, D) to this part alone: output, and log-sum-exp of the scores (N, H, t)."""
+        query = self.fold(query)
+        if _has_kernel(query, values):
+            kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+            out, norm = kernel(query, keys, values, 0.0, self.causal, attn_mask=self.mask, scale=self.scaling)
+        else:
+            pieces = []
+            for _, scores in self._scores(query, keys):
+                piece = scores.logsumexp(-1)
+                weights = (scores - piece[..., None]).exp().to(values.dtype)
+                pieces.append(((weights @ values).to(query.dtype), piece))
+            out, norm = (torch.cat(x, 2) for x in zip(*pieces, strict=True))
+        return self.unfold(out), self.unfold(norm)
+
+    def backward(
+        self, grad: Tensor, query: Tensor, out: Tensor, norm: Tensor, keys: Tensor, values: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Compute the gradients of queries, keys and values; `out` and `norm` are those of both parts."""
+        grad, query, out, norm = (self.fold(x) for x in (grad, query, out, norm))
+        if _has_kernel(query, values):
+            kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+            d_query, d_keys, d_values = kernel(
+                grad, query, keys, values, out, norm, 0.0, self.causal, attn_mask=self.mask,
+                scale=self.scaling,
+            )  # fmt: skip
+            return self.unfold(d_query), d_keys, d_values
+        delta = (grad.to(norm.dtype) * out.to(norm.dtype)).sum(-1, keepdim=True)  # g . o
+        d_query, d_keys, d_values = [], keys.new_zeros(keys.shape), values.new_zeros(values.shape)
+        for rows, scores in self._scores(query, keys):
+            weights = (scores - norm[:, :, rows, None]).exp()
+            d_values += weights.to(grad.dtype).mT @ grad[:, :, rows]
+            # d score = p (g . v - g . o), see the top of this file
+            d_scores = (grad[:, :, rows] @ values.mT).to(norm.dtype) - delta[:, :, rows]
+            d_scores = (weights * d_scores * self.scaling).to(query.dtype)
+            d_query.append(d_scores @ keys)
+            d_keys += d_scores.mT @ query[:, :, rows]
+        return self.unfold(torch.cat(d_query, 2)), d_keys, d_values
+
+    def _scores(self, query: Tensor, keys: Tensor) -> Iterator[tuple[slice, Tensor]]:
+        """Score folded queries in float32 or wider, so many at once that their scores fit in memory."""
+        num = query.shape[2]
+        mask = causal_mask(num, num, query) if self.causal else self.mask
+        size = max(1, MAX_SCORES // max(1, query.shape[0] * query.shape[1] * keys.shape[2]))
+        for start in range(0, num, size):
+            rows = slice(start, min(num, start + size))
+            scores = query[:, :, rows] @ keys.mT
+            scores = scores.to(torch.promote_types(query.dtype, torch.float32)) * self.scaling
+            if mask is not None:
+                scores = scores + (mask if mask.shape[-2] == 1 else mask[..., rows, :])
+            yield rows, scores
+
+
 class _MergedAttention(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, query: Tensor, keys: Tensor, values: Tensor, own_keys: Tensor, own_values: Tensor,
-        merge: Merge,
+        parts: tuple[_Part, _Part],
     ) -> Tensor:  # fmt: skip
-        parts = _parts(query, keys, own_keys, merge)
-        (out, norm), (own_out, own_norm) = (
-            _attend(part.fold(query), *part.expand(*pair), part.mask, part.causal, merge.scaling)
-            for part, pair in zip(parts, ((keys, values), (own_keys, own_values)), strict=True)
-        )
-        norm, own_norm = parts[0].unfold(norm), parts[1].unfold(own_norm)
+        out, norm = parts[0].attend(query, keys, values)
+        own_out, own_norm = parts[1].attend(query, own_keys, own_values)
         total = torch.logaddexp(norm, own_norm)
-        out = parts[0].unfold(out) * (norm - total).exp()[..., None]
-        out = (out + parts[1].unfold(own_out) * (own_norm - total).exp()[..., None]).to(query.dtype)
+        out = out * (norm - total).exp()[..., None]
+        out = (out + own_out * (own_norm - total).exp()[..., None]).to(query.dtype)
         ctx.save_for_backward(query, keys, values, own_keys, own_values, out, total)
-        ctx.merge = merge
+        ctx.parts = parts
         return out
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         query, keys, values, own_keys, own_values, out, total = ctx.saved_tensors
-        results = []
-        parts = _parts(query, keys, own_keys, ctx.merge)
-        for part, pair in zip(parts, ((keys, values), (own_keys, own_values)), strict=True):
-            inputs = (part.fold(x) for x in (grad, query, out, total))
-            d_query, *d_pair = _attend_backward(
-                *inputs, *part.expand(*pair), part.mask, part.causal, ctx.merge.scaling
-            )
-            results.append((part.unfold(d_query), *part.reduce(*d_pair)))
-        (d_query, *d_prefix), (d_own_query, *d_own) = results
+        d_query, *d_prefix = ctx.parts[0].backward(grad, query, out, total, keys, values)
+        d_own_query, *d_own = ctx.parts[1].backward(grad, query, out, total, own_keys, own_values)
         return d_query + d_own_query, *d_prefix, *d_own, None
 
 
-@dataclass(frozen=True, eq=False)
-class _PrefixPart:
-    """Rows of one prompt and query heads of one key head are queries of one product."""
-
-    groups: RowGroups
-    heads: int
-    num: int
-    mask: Tensor | None
-    causal = False
-
-    def fold(self, x: Tensor) -> Tensor:
-        return self.groups.fold(x.unflatten(1, (self.heads, -1)).flatten(2, 3))
-
-    def unfold(self, x: Tensor) -> Tensor:
-        return self.groups.unfold(x).unflatten(2, (-1, self.num)).flatten(1, 2)
-
-    def expand(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        return keys, values
-
-    def reduce(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        return keys, values
-
-
-@dataclass(frozen=True, eq=False)
-class _OwnPart:
-    """Rows' own tokens. With one new token the query heads of a key head are queries of one product.
-
-    With several, each query head gets a view of its key head, which repeats no memory, so that the causal
-    mask of the kernel applies.
-    """
-
-    rows: int
-    heads: int
-    num: int
-    times: int  # query heads of a key head
-    mask: Tensor | None
-    causal: bool
-
-    def fold(self, x: Tensor) -> Tensor:
-        shape = (1, self.times) if self.num == 1 else (self.times, self.num)
-        return x.reshape(self.rows * self.heads, *shape, *x.shape[3:])
-
-    def unfold(self, x: Tensor) -> Tensor:
-        return x.reshape(self.rows, self.heads * self.times, self.num, *x.shape[3:])
-
-    def expand(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        times = 1 if self.num == 1 else self.times
-        return tuple(x.flatten(0, 1)[:, None].expand(-1, times, -1, -1) for x in (keys, values))
-
-    def reduce(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        return tuple(x.sum(1).unflatten(0, (self.rows, self.heads)) for x in (keys, values))
-
-
-def _parts(query: Tensor, keys: Tensor, own_keys: Tensor, merge: Merge) -> tuple[_PrefixPart, _OwnPart]:
-    rows, _, num, _ = query.shape
-    heads = keys.shape[1]
-    times, length = query.shape[1] // heads, own_keys.shape[2]
-    mask, own = merge.prefix, merge.own
-    if mask is not None and mask.shape[2] > 1:
-        mask = merge.groups.tile(mask, times)
-    causal = own is None and num > 1
-    if causal and length != num:
-        # The kernel's own causal mask aligns the first query with the first key; here the last ones meet.
-        own, causal = causal_mask(num, length, query), False
-    return (
-        _PrefixPart(merge.groups, heads, num, mask),
-        _OwnPart(rows, heads, num, times, None if own is None else own[None, None], causal),
-    )
+def _has_kernel(query: Tensor, values: Tensor) -> bool:
+    return query.device.type == "cpu" and query.shape[-1] == values.shape[-1]
 
 
 def causal_mask(num: int, length: int, like: Tensor, window: int = 0) -> Tensor:
@@ -191,76 +202,3 @@ def additive_mask(hidden: Tensor, like: Tensor) -> Tensor:
     return torch.zeros(hidden.shape, dtype=like.dtype, device=like.device).masked_fill_(
         hidden, torch.finfo(like.dtype).min
     )
-
-
-# ---- attention to one part
-
-
-def _has_kernel(query: Tensor, values: Tensor) -> bool:
-    return query.device.type == "cpu" and query.shape[-1] == values.shape[-1]
-
-
-def _attend(
-    query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, causal: bool, scaling: float
-) -> tuple[Tensor, Tensor]:
-    """Attend to one part: the output (B, h, Q, D), and the log-sum-exp of the scores (B, h, Q)."""
-    if _has_kernel(query, values):
-        kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-        return kernel(query, keys, values, 0.0, causal, attn_mask=mask, scale=scaling)
-    wide = torch.promote_types(query.dtype, torch.float32)
-    pieces = []
-    for rows in _pieces(query, keys):
-        scores = _scores(query[:, :, rows], keys, mask, causal, rows, scaling, wide)
-        norm = scores.logsumexp(-1)
-        weights = (scores - norm[..., None]).exp().to(values.dtype)
-        pieces.append(((weights @ values).to(query.dtype), norm))
-    return tuple(torch.cat(x, 2) for x in zip(*pieces, strict=True))
-
-
-def _attend_backward(
-    grad: Tensor, query: Tensor, out: Tensor, norm: Tensor, keys: Tensor, values: Tensor,
-    mask: Tensor | None, causal: bool, scaling: float,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Compute the gradients of queries, keys and values of one part.
-
-    `out` and `norm` are the output and the log-sum-exp of attention to both parts.
-    """
-    if _has_kernel(query, values):
-        kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-        return kernel(
-            grad, query, keys, values, out, norm, 0.0, causal, attn_mask=mask, scale=scaling
-        )  # fmt: skip
-    wide = norm.dtype
-    delta = (grad.to(wide) * out.to(wide)).sum(-1, keepdim=True)  # g . o
-    d_query, d_keys, d_values = [], keys.new_zeros(keys.shape), values.new_zeros(values.shape)
-    for rows in _pieces(query, keys):
-        scores = _scores(query[:, :, rows], keys, mask, causal, rows, scaling, wide)
-        weights = (scores - norm[:, :, rows, None]).exp()
-        d_values += weights.to(grad.dtype).transpose(-1, -2) @ grad[:, :, rows]
-        # d score = p (g . v - g . o), see the top of this file
-        d_scores = (grad[:, :, rows] @ values.transpose(-1, -2)).to(wide) - delta[:, :, rows]
-        d_scores = (weights * d_scores * scaling).to(query.dtype)
-        d_query.append(d_scores @ keys)
-        d_keys += d_scores.transpose(-1, -2) @ query[:, :, rows]
-    return torch.cat(d_query, 2), d_keys, d_values
-
-
-def _pieces(query: Tensor, keys: Tensor) -> list[slice]:
-    """Split queries so that the scores of a piece fit."""
-    num = query.shape[2]
-    size = max(1, MAX_SCORES // max(1, query.shape[0] * query.shape[1] * keys.shape[2]))
-    return [slice(start, min(num, start + size)) for start in range(0, num, size)]
-
-
-def _scores(
-    query: Tensor, keys: Tensor, mask: Tensor | None, causal: bool, rows: slice, scaling: float,
-    wide: torch.dtype,
-) -> Tensor:  # fmt: skip
-    scores = (query @ keys.transpose(-1, -2)).to(wide) * scaling
-    if causal:
-        key = torch.arange(keys.shape[2], device=query.device)
-        asking = torch.arange(rows.start, rows.stop, device=query.device)[:, None]
-        scores = scores.masked_fill(key > asking, torch.finfo(wide).min)
-    if mask is None:
-        return scores
-    return scores + (mask if mask.shape[-2] == 1 else mask[..., rows, :])

@@ -24,7 +24,7 @@ class Block(Protocol):
     def dots(self, query: Tensor) -> Tensor: ...  # (R, h, Q, D) to (R, h, Q, n)
     def mix(self, weights: Tensor) -> Tensor: ...  # (R, h, Q, n) to (R, h, Q, D)
     def dense(self) -> Tensor: ...  # (R, h, n, D)
-    def select(self, rows: Tensor) -> Block: ...
+    def select(self, rows: Tensor) -> Block: ...  # keeps rows, in this order
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class ExactBlock:
     @property
     def nbytes(self) -> int:
         """Bytes of the tokens."""
-        return self.x.numel() * self.x.element_size()
+        return self.x.nbytes
 
     @cached_property
     def _flat(self) -> tuple[Tensor, Tensor]:
@@ -88,7 +88,7 @@ class CodedBlock:
     @cached_property
     def _flat(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """View rows, heads and groups as one axis of blocks: codes, scale, low, and low transposed."""
-        packed, scale, low = (x.flatten(0, 2) for x in (self.codes.packed, self.codes.scale, self.codes.low))
+        packed, scale, low = (x.flatten(0, 2) for x in self.codes.tensors.values())
         return packed, scale, low, low.mT
 
     def dots(self, query: Tensor) -> Tensor:
@@ -96,21 +96,19 @@ class CodedBlock:
         groups = self.codes.packed.shape[2]
         packed, scale, _, low = self._flat
         each = self._rotate(query).flatten(0, 1)
+        # Every group has scales of its own, so that it is multiplied with a query of its own.
         each = each.repeat_interleave(groups, 0) if groups > 1 else each
-        # q . low: one number per query and group
-        base = torch.bmm(each, low.to(each.dtype))
+        base = torch.bmm(each, low.to(each.dtype))  # q . low: one number per query and group
         scores = dots(each * scale, packed, self.codes.nbits, base)
         if groups == 1:
             return scores.view(*query.shape[:3], -1)
+        # (R h E, Q, n / E) to (R, h, Q, n): the groups of a query side by side
         return scores.view(*query.shape[:2], groups, *scores.shape[1:]).transpose(2, 3).flatten(-2)
 
     def mix(self, weights: Tensor) -> Tensor:
         """Sum values by weights."""
         if self.codes.by_token:
             return self._rotate(self._mix_by_token(weights))
-        return self._rotate(self._mix_by_channel(weights))
-
-    def _mix_by_channel(self, weights: Tensor) -> Tensor:
         groups, shape = self.codes.packed.shape[2], weights.shape[:3]
         packed, scale, low, _ = self._flat
         if groups > 1:
@@ -118,12 +116,12 @@ class CodedBlock:
         weights = weights.flatten(0, 1)
         flat = mix(weights, packed, self.codes.nbits, self.codes.size)
         out = torch.addcmul(flat * scale, weights.sum(-1, keepdim=True), low.to(flat.dtype))
-        if groups == 1:
-            return out.view(*shape, -1)
-        return out.view(*shape[:2], groups, *out.shape[1:]).sum(2)
+        out = out.view(*shape, -1) if groups == 1 else out.view(*shape[:2], groups, *out.shape[1:]).sum(2)
+        return self._rotate(out)
 
     def _mix_by_token(self, weights: Tensor) -> Tensor:
-        # Each of the `kinds` channel groups of a token has a scale: one product per group of channels.
+        # A token has a scale for each of `kinds` groups of channels. It multiplies the token's weight, so
+        # each group of channels is a product of its own: blocks are (R, h, E, kinds).
         codes, kinds = self.codes, self.codes.scale.shape[-1]
         weights = weights.unflatten(-1, (codes.packed.shape[2], -1)).transpose(2, 3)
         scale, low = (x.to(weights.dtype).movedim(-1, 3) for x in (codes.scale, codes.low))
@@ -140,7 +138,7 @@ class CodedBlock:
 
     def select(self, rows: Tensor) -> CodedBlock:
         """Keep rows, in this order."""
-        return replace(self, codes=self.codes.select(rows))
+        return replace(self, codes=self.codes.map(lambda x: x[rows]))
 
     def _rotate(self, x: Tensor) -> Tensor:
         # The rotation is its own inverse.
@@ -158,6 +156,7 @@ def spread(x: Tensor, slots: Tensor, length: int) -> Tensor:
     Tokens of slots below 0 are dropped.
     """
     slots = per_head(slots).expand(x.shape[:3])
+    # They go to one slot more, which is cut off.
     out = x.new_zeros(*x.shape[:2], length + 1, x.shape[3])
     index = torch.where(slots < 0, length, slots)[..., None].expand(x.shape)
     return out.scatter_(2, index, x)[:, :, :length]

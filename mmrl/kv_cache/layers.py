@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from mmrl.kv_cache.attention import Merge, attend_merged, causal_mask
+from mmrl.kv_cache.attention import attend_merged, causal_mask
 from mmrl.kv_cache.blocks import Block, ExactBlock, spread
 from mmrl.kv_cache.layout import Part, PromptLayout
 from mmrl.kv_cache.quantized_attention import attend_parts
@@ -184,9 +184,9 @@ class SharedPrefixLayer:
         prefix = self.layout.prefix_mask(num, length, self.keys.shape[2], self.window, self.keys)
         narrow = 0 < self.window < length
         own = causal_mask(num, length, self.keys, self.window) if narrow else None
-        merge = Merge(self.layout.groups, scaling, prefix, own)
-        pair = self.keys, self.values
-        return attend_merged(query.to(self.keys.dtype), pair, self.tail.tensors(), merge).transpose(1, 2)
+        pairs = (self.keys, self.values), self.tail.tensors()
+        out = attend_merged(query.to(self.keys.dtype), *pairs, self.layout.groups, scaling, prefix, own)
+        return out.transpose(1, 2)
 
 
 class QuantizedLayer:

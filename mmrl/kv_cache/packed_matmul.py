@@ -28,7 +28,7 @@ MIN_ONEDNN = 1 << 16  # numbers of a block, for a call of oneDNN per block
 MAX_QUERIES = 12  # of a block, for byte products; with more, float products are faster
 DIGITS, BASE = 3, 256
 MAX_UNITS = (1 << 23) - 0x8100  # of the largest number of a row: its highest digit is then at most 127
-OFFSET = 0x8080  # makes the two lower digits signed, see `_digits`
+OFFSET = 0x8080  # makes the two lower digits signed, see `split_digits`
 MIN_UNITS = 1 << 21  # of the largest number; with so many channels that fewer fit, floats are multiplied
 TINY = 1e-36  # unit of a row of zeros
 
@@ -40,17 +40,21 @@ def dots(query: Tensor, packed: Tensor, nbits: int, base: Tensor | None = None) 
 
         out = triton_kernels.dots(query, packed, nbits)
         return out if base is None else out.add_(base)
-    query = _to_unpacked(query, packed.shape[2], nbits)
-    top = query.shape[2] * (2**nbits - 1)
+    channels = packed.shape[2] * (8 // nbits)  # of whole bytes: the last one may be padded
+    if channels > query.shape[2]:
+        query = nn.functional.pad(query, (0, channels - query.shape[2]))
+    query = swap_channels(query, _places(nbits, packed.shape[2], packed.device)[0].itemsize, 8 // nbits)
     out = query.new_empty(*query.shape[:2], packed.shape[1])
-    if _as_bytes(query, packed, nbits) and top * MIN_UNITS < 1 << 31:
-        # Sums over channels of digits times codes, put together, must fit into 32 bits.
-        unit, digits = _digits(query, min(MAX_UNITS, (1 << 31) // top - 1))
-        for rows, codes in _codes(packed, nbits):
-            out[rows] = _digit_dots(digits[rows], codes)
+    # Digits put together give a number of units, at most MAX_UNITS. Sums over channels of such numbers times
+    # codes must fit into the 31 bits of a positive int32, so many channels leave fewer units.
+    top = channels * (2**nbits - 1)
+    if fits_bytes(query, packed, nbits) and top * MIN_UNITS < 1 << 31:
+        unit, digits = split_digits(query, min(MAX_UNITS, (1 << 31) // top - 1))
+        for rows, codes in unpack_blocks(packed, nbits):
+            out[rows] = multiply_digits(digits[rows], codes.mT, torch.int32)
         out.mul_(unit)
     else:
-        for rows, tokens, numbers in _numbers(packed, nbits, query.dtype):
+        for rows, tokens, numbers in unpack_numbers(packed, nbits, query.dtype):
             out[rows, :, tokens] = times(query[rows], numbers.mT)
     return out if base is None else out.add_(base)
 
@@ -62,15 +66,18 @@ def mix(weights: Tensor, packed: Tensor, nbits: int, size: int) -> Tensor:
 
         return triton_kernels.mix(weights, packed, nbits, size)
     (blocks, num, tokens), width = weights.shape, packed.shape[2]
-    # Sums of each digit (at most 128) times codes over all tokens must fit into 32 bits.
-    if _as_bytes(weights, packed, nbits) and tokens * (2**nbits - 1) << 7 < 1 << 31:
-        unit, digits = _digits(weights, MAX_UNITS)
-        out = torch.cat([_digit_mix(digits[rows], codes) for rows, codes in _codes(packed, nbits)]).mul_(unit)
+    # Sums over tokens of one digit, at most 128, times codes must fit into int32. The three sums are joined
+    # as floats, because together they need not fit.
+    if fits_bytes(weights, packed, nbits) and tokens * (2**nbits - 1) << 7 < 1 << 31:
+        unit, digits = split_digits(weights, MAX_UNITS)
+        pieces = unpack_blocks(packed, nbits)
+        out = torch.cat([multiply_digits(digits[rows], codes, torch.float32) for rows, codes in pieces])
+        out.mul_(unit)
     else:
         out = weights.new_zeros(blocks, num, width * (8 // nbits))
-        for rows, part, numbers in _numbers(packed, nbits, weights.dtype):
+        for rows, part, numbers in unpack_numbers(packed, nbits, weights.dtype):
             out[rows] += times(weights[rows, :, part], numbers)
-    return _from_unpacked(out, width, nbits)[..., :size]
+    return swap_channels(out, 8 // nbits, _places(nbits, width, packed.device)[0].itemsize)[..., :size]
 
 
 def times(x: Tensor, y: Tensor) -> Tensor:
@@ -80,9 +87,6 @@ def times(x: Tensor, y: Tensor) -> Tensor:
         return torch.bmm(x, y)
     products = [onednn.times(a, b.T) for a, b in zip(x, y, strict=True)]
     return products[0][None] if len(products) == 1 else torch.stack(products)
-
-
-# ---- unpacking
 
 
 @cache
@@ -101,7 +105,7 @@ def unpack_bytes(packed: Tensor, nbits: int) -> Tensor:
 
     A shift and a mask of a whole word give one code of each of its bytes. So the channels of a word of w
     bytes with c codes each come as (c, w) instead of (w, c): in 2 bits and words of 8 bytes as channels
-    0, 4, ..., 28, then 1, 5, ..., 29, and so on. `_to_unpacked` reorders the other factor alike.
+    0, 4, ..., 28, then 1, 5, ..., 29, and so on. `swap_channels` reorders the other factor alike.
     """
     if nbits == 8:
         return packed
@@ -110,23 +114,12 @@ def unpack_bytes(packed: Tensor, nbits: int) -> Tensor:
     return codes.view(torch.int8).flatten(2)
 
 
-def _to_unpacked(x: Tensor, width: int, nbits: int) -> Tensor:
-    """Reorder channels (M, Q, D) as `unpack_bytes` does."""
-    each = 8 // nbits
-    x = x if x.shape[2] == width * each else nn.functional.pad(x, (0, width * each - x.shape[2]))
-    return _swap(x, _places(nbits, width, x.device)[0].itemsize, each)
-
-
-def _from_unpacked(x: Tensor, width: int, nbits: int) -> Tensor:
-    """Undo `_to_unpacked`."""
-    return _swap(x, 8 // nbits, _places(nbits, width, x.device)[0].itemsize)
-
-
-def _swap(x: Tensor, outer: int, inner: int) -> Tensor:
+def swap_channels(x: Tensor, outer: int, inner: int) -> Tensor:
+    """Reorder the channels (M, Q, D) of words: (outer, inner) to (inner, outer)."""
     return x.view(*x.shape[:2], -1, outer, inner).transpose(3, 4).reshape(x.shape) if inner > 1 < outer else x
 
 
-def _codes(packed: Tensor, nbits: int, many: int = 1) -> Iterator[tuple[slice, Tensor]]:
+def unpack_blocks(packed: Tensor, nbits: int, many: int = 1) -> Iterator[tuple[slice, Tensor]]:
     """Unpack some blocks at a time, a multiple of `many`: yields which, and bytes (m, n, codes)."""
     at_once = many * max(1, MAX_CODES // (many * packed.shape[1] * packed.shape[2] * (8 // nbits)))
     for first in range(0, len(packed), at_once):
@@ -134,7 +127,7 @@ def _codes(packed: Tensor, nbits: int, many: int = 1) -> Iterator[tuple[slice, T
         yield rows, unpack_bytes(packed[rows], nbits)
 
 
-def _numbers(packed: Tensor, nbits: int, dtype: torch.dtype) -> Iterator[tuple[slice, slice, Tensor]]:
+def unpack_numbers(packed: Tensor, nbits: int, dtype: torch.dtype) -> Iterator[tuple[slice, slice, Tensor]]:
     """Unpack codes to floats in pieces: yields which blocks, which tokens, and numbers (m, t, D).
 
     All pieces use one buffer, because fresh memory costs more than the work. Long blocks come one by one.
@@ -144,7 +137,7 @@ def _numbers(packed: Tensor, nbits: int, dtype: torch.dtype) -> Iterator[tuple[s
     length = max(1, min(tokens, MAX_FLOATS // size))
     many = max(1, min(blocks, MAX_FLOATS // (size * length)))
     buffer = torch.empty(many * length * size, dtype=dtype, device=packed.device)
-    for rows, codes in _codes(packed, nbits, many):
+    for rows, codes in unpack_blocks(packed, nbits, many):
         for a in range(0, len(codes), many):
             for b in range(0, tokens, length):
                 piece = codes[a : a + many, b : b + length]
@@ -152,10 +145,8 @@ def _numbers(packed: Tensor, nbits: int, dtype: torch.dtype) -> Iterator[tuple[s
                 yield which, slice(b, b + length), buffer[: piece.numel()].view(piece.shape).copy_(piece)
 
 
-# ---- fixed-point digits
-
-
-def _as_bytes(x: Tensor, packed: Tensor, nbits: int) -> bool:
+def fits_bytes(x: Tensor, packed: Tensor, nbits: int) -> bool:
+    """Whether products of bytes are fast for queries or weights (M, Q, k) and these codes."""
     small = nbits <= 4 and x.shape[1] <= MAX_QUERIES and x.dtype == torch.float32
     return small and packed.shape[1] >= MIN_TOKENS and multiplies_bytes()
 
@@ -174,7 +165,7 @@ def multiplies_bytes() -> bool:
     return bool((product == -64 * 128 * 15).all())
 
 
-def _digits(x: Tensor, most: int) -> tuple[Tensor, Tensor]:
+def split_digits(x: Tensor, most: int) -> tuple[Tensor, Tensor]:
     """Write numbers (M, Q, k) as int8 digits (M, 3 Q, k), the lowest first, and their units (M, Q, 1).
 
     The largest number of a row becomes `most` units.
@@ -187,25 +178,12 @@ def _digits(x: Tensor, most: int) -> tuple[Tensor, Tensor]:
     return unit, digits.flatten(1, 2)
 
 
-def _digit_dots(digits: Tensor, codes: Tensor) -> Tensor:
-    """Multiply digits (m, 3 Q, D) with codes (m, n, D): (m, Q, n) in units, as int32."""
-    return _join_digits(_multiply_bytes(digits, codes.mT))
-
-
-def _digit_mix(digits: Tensor, codes: Tensor) -> Tensor:
-    """Sum codes (m, n, D) by digits (m, 3 Q, n): (m, Q, D) in units as floats, which int32 could not hold."""
-    return _join_digits(_multiply_bytes(digits, codes).float())
-
-
-def _multiply_bytes(x: Tensor, y: Tensor) -> Tensor:
-    out = torch.empty(len(y), x.shape[1], y.shape[2], dtype=torch.int32)
-    for a, b, product in zip(x, y, out, strict=True):
+def multiply_digits(digits: Tensor, codes: Tensor, dtype: torch.dtype) -> Tensor:
+    """Multiply digits (m, 3 Q, k) with bytes (m, k, n): numbers of units (m, Q, n), joined in `dtype`."""
+    sums = torch.empty(len(codes), digits.shape[1], codes.shape[2], dtype=torch.int32)
+    for a, b, product in zip(digits, codes, sums, strict=True):
         torch._int_mm(a, b, out=product)
-    return out
-
-
-def _join_digits(x: Tensor) -> Tensor:
-    low, middle, high = x.view(len(x), DIGITS, -1, x.shape[2]).unbind(1)
+    low, middle, high = sums.to(dtype).view(len(sums), DIGITS, -1, sums.shape[2]).unbind(1)
     return low.add_(middle.add_(high, alpha=BASE), alpha=BASE)
 
 

@@ -7,6 +7,7 @@ scale are a group: the tokens of one channel (`axis: channel`), or neighbouring 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Literal
@@ -16,6 +17,7 @@ from torch import Tensor
 
 Rule = Literal["shrunk", "centred", "quantile", "range", "fitted"]
 Side = Literal["keys", "values"]
+FIT_ROUNDS = 6  # of the rule "fitted"
 BITS = (1, 2, 4, 8)  # divisors of a byte
 FLAT = 1e-6  # channels of a smaller range count as constant
 SHRINK = {"keys": 0.5, "values": 0.3}  # of CalibQuant (arXiv 2502.14882) at one bit; 1 at more
@@ -24,46 +26,30 @@ QUANTILE = 0.2  # our reading of its first version, at one bit; 0 at more
 GAUSSIAN = {1: 0.798, 2: 1.494, 4: 2.514, 8: 3.927}
 
 
-# ---- packing
-
-
-def check_bits(nbits: int, name: str = "nbits") -> None:
-    """Raise unless codes of `nbits` bits fill a byte."""
-    if nbits not in BITS:
-        raise ValueError(f"`{name}` must be one of {', '.join(map(str, BITS))}, not {nbits}")
-
-
 def pack(codes: Tensor, nbits: int) -> Tensor:
     """Pack codes (..., n) into bytes (..., ceil(n * nbits / 8)), the first code in the highest bits.
 
     The last byte is padded with zeros. Of 2-bit codes a, b, c, d a byte is aabbccdd.
     """
-    check_bits(nbits)
     each = 8 // nbits
     codes = torch.nn.functional.pad(codes.to(torch.uint8), (0, -codes.shape[-1] % each))
     packed = torch.zeros_like(codes[..., ::each])
-    for j in range(each):
+    for j in range(each):  # code j of every byte, for all bytes at once
         packed |= codes[..., j::each] << (nbits * (each - 1 - j))
     return packed
 
 
 def unpack(packed: Tensor, nbits: int, size: int, dtype: torch.dtype = torch.uint8) -> Tensor:
     """Unpack the first `size` codes of bytes: (..., m) to (..., size). The inverse of `pack`."""
-    check_bits(nbits)
     # One look-up gives all codes of a byte, already in the wanted precision.
-    codes = table(nbits, dtype, packed.device)[packed.int()]
-    return codes.flatten(-2)[..., :size]
+    return table(nbits, dtype, packed.device)[packed.int()].flatten(-2)[..., :size]
 
 
 @cache
 def table(nbits: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """List the codes of every byte: (256, 8 / nbits)."""
-    each = 8 // nbits
-    shifts = nbits * torch.arange(each - 1, -1, -1)
+    shifts = torch.arange(8 - nbits, -1, -nbits)  # the first code is in the highest bits
     return ((torch.arange(256)[:, None] >> shifts) & (2**nbits - 1)).to(device, dtype)
-
-
-# ---- ranges
 
 
 def bounds(
@@ -82,38 +68,27 @@ def bounds(
     valid = valid.expand(x.shape)
     least = x.masked_fill(~valid, torch.inf).amin(dim, keepdim=True)
     most = x.masked_fill(~valid, -torch.inf).amax(dim, keepdim=True)
-    none = least > most
+    none = least > most  # a group without valid numbers: inf and -inf
     least, most = least.masked_fill(none, 0), most.masked_fill(none, 0)
-    low, high = _cut(x, valid, dim, nbits, rule, side, least, most)
+    shrink = SHRINK[side] if nbits == 1 else 1.0
+    low, high = least, most
+    match rule:
+        case "shrunk":
+            low, high = shrink * least, shrink * most
+        case "centred":
+            middle, half = (least + most) / 2, shrink * (most - least) / 2
+            low, high = middle - half, middle + half
+        case "quantile" if nbits == 1:
+            low, high = (quantile(x, valid, dim, level) for level in (QUANTILE, 1 - QUANTILE))
+        case "fitted" if nbits == 1 or side == "values":
+            low, high = fit(x, valid, dim, nbits, least, most)
     flat = most - least < FLAT
     return torch.where(flat, least, low), torch.where(flat, most, high)
 
 
-def _cut(
-    x: Tensor, valid: Tensor, dim: int, nbits: int, rule: Rule, side: Side, least: Tensor, most: Tensor
-) -> tuple[Tensor, Tensor]:
-    shrink = SHRINK[side] if nbits == 1 else 1.0
-    match rule:
-        case "range":
-            return least, most
-        case "shrunk":
-            return shrink * least, shrink * most
-        case "centred":
-            middle, half = (least + most) / 2, shrink * (most - least) / 2
-            return middle - half, middle + half
-        case "quantile" if nbits == 1:
-            return quantile(x, valid, dim, QUANTILE), quantile(x, valid, dim, 1 - QUANTILE)
-        case "quantile":
-            return least, most
-        case "fitted" if nbits > 1 and side == "keys":
-            return least, most
-        case "fitted":
-            return fit(x, valid, dim, nbits, least, most)
-    raise ValueError(f"`rule` must be one of {', '.join(Rule.__args__)}, not '{rule}'")
-
-
 def quantile(x: Tensor, valid: Tensor, dim: int, level: float) -> Tensor:
     """Compute a quantile of the valid numbers along `dim` (kept, of size 1), linear between neighbours."""
+    # Numbers that do not count sort after all others; a group without valid ones gives 0.
     ordered = x.masked_fill(~valid, torch.inf).sort(dim).values
     place = level * (valid.sum(dim, keepdim=True) - 1).clamp(min=0).to(x.dtype)
     below, above = (ordered.gather(dim, at.long()) for at in (place.floor(), place.ceil()))
@@ -122,9 +97,7 @@ def quantile(x: Tensor, valid: Tensor, dim: int, level: float) -> Tensor:
     )
 
 
-def fit(
-    x: Tensor, valid: Tensor, dim: int, nbits: int, least: Tensor, most: Tensor, rounds: int = 6
-) -> tuple[Tensor, Tensor]:
+def fit(x: Tensor, valid: Tensor, dim: int, nbits: int, least: Tensor, most: Tensor) -> tuple[Tensor, Tensor]:
     """Fit evenly spaced levels of small squared error: assign codes, fit a line through them, and repeat.
 
     The first levels are the best ones for a Gaussian; at one bit the last ones are two cluster means. With
@@ -137,8 +110,8 @@ def fit(
     low = torch.maximum(mean - GAUSSIAN[nbits] * spread, least)
     high = torch.minimum(mean + GAUSSIAN[nbits] * spread, most)
     top = 2**nbits - 1
-    for _ in range(rounds):
-        scale = ((high - low) / top).clamp(min=FLAT / top)
+    for _ in range(FIT_ROUNDS):
+        scale = ((high - low) / top).clamp(min=FLAT / top)  # between neighbouring levels
         codes = ((x - low) / scale).clamp(0, top).round()
         middle = (codes * weight).sum(dim, keepdim=True) / count
         away = (codes - middle) * weight
@@ -148,9 +121,6 @@ def fit(
         low = mean - slope * middle
         high = low + top * slope
     return low, high
-
-
-# ---- codes
 
 
 @dataclass(frozen=True)
@@ -168,45 +138,45 @@ class Codes:
     size: int
 
     @property
+    def tensors(self) -> dict[str, Tensor]:
+        """The tensors by name."""
+        return {"packed": self.packed, "scale": self.scale, "low": self.low}
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> Codes:
+        """Change all tensors alike, along axes that they share."""
+        return replace(self, **{name: change(x) for name, x in self.tensors.items()})
+
+    @property
     def nbytes(self) -> int:
         """Bytes of codes, scales and lows."""
-        return sum(t.numel() * t.element_size() for t in (self.packed, self.scale, self.low))
+        return sum(x.nbytes for x in self.tensors.values())
 
     @property
     def by_token(self) -> bool:
         """Whether every token has scales of its own."""
         return self.scale.shape[-1] != self.size
 
-    def select(self, rows: Tensor) -> Codes:
-        """Keep rows of the first axis, in this order."""
-        return replace(self, packed=self.packed[rows], scale=self.scale[rows], low=self.low[rows])
-
 
 def quantize(
-    x: Tensor,
-    nbits: int,
-    *,
-    valid: Tensor | None = None,
-    rule: Rule = "range",
-    side: Side = "keys",
+    x: Tensor, nbits: int, *, valid: Tensor | None = None, rule: Rule = "range", side: Side = "keys",
     channels: int = 0,
-) -> Codes:
+) -> Codes:  # fmt: skip
     """Quantise numbers (..., n, D) with one scale per channel, or per `channels` channels of a token.
 
     `valid` (..., n, 1) marks the tokens that count: the others get code 0 and do not change a range. Ranges
     are computed in float32 or float64, scales are stored in the precision of `x`. Codes are clamped, then
     rounded, ties to even.
     """
-    check_bits(nbits)
+    if nbits not in BITS:
+        raise ValueError(f"`nbits` must be one of {', '.join(map(str, BITS))}, not {nbits}")
     size, kept = x.shape[-1], x.dtype
     if channels and size % channels:
         raise ValueError(f"groups of {channels} channels do not divide a head of size {size}")
     exact = x if x.dtype == torch.float64 else x.float()
     valid = torch.ones_like(exact[..., :1], dtype=torch.bool) if valid is None else valid
-    if channels:
+    where, dim = valid, -2
+    if channels:  # (..., n, D / channels, channels): a group is the last axis
         exact, where, dim = exact.unflatten(-1, (-1, channels)), valid[..., None], -1
-    else:
-        where, dim = valid, -2
     low, high = bounds(exact, where, dim, nbits, rule, side)
     top = 2**nbits - 1
     scale = torch.where(high - low < FLAT, 1.0, (high - low) / top)
@@ -228,9 +198,6 @@ def dequantize(codes: Codes) -> Tensor:
     return (x * codes.scale[..., None] + codes.low[..., None]).flatten(-2)
 
 
-# ---- around codes
-
-
 @cache
 def rotation(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Make an orthonormal symmetric (size, size) matrix that spreads outliers over channels.
@@ -238,7 +205,7 @@ def rotation(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     A Walsh-Hadamard matrix, or blocks of one where the size is not a power of two. Rotating queries and keys
     alike keeps their products; sums of values are rotated back (as in AKVQ-VL, arXiv 2501.15021).
     """
-    block = size & -size
+    block = size & -size  # the largest power of two that divides the size
     hadamard = torch.ones(1, 1, dtype=torch.float64)
     pair = torch.tensor([[1.0, 1.0], [1.0, -1.0]], dtype=torch.float64) / 2**0.5
     while hadamard.shape[0] < block:

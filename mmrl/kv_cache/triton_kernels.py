@@ -1,12 +1,19 @@
 """The products of `packed_matmul` in Triton: packed bytes are read once and unpacked in registers.
 
-Tested in Triton's interpreter only; no GPU has run them.
+Imported only for tensors of a GPU, where Triton is installed. Tested in Triton's interpreter only; no GPU has
+run them.
 """
 
 from __future__ import annotations
 
+import importlib
+
 import torch
 from torch import Tensor
+
+# Triton decides when a kernel is defined whether to interpret it.
+triton = importlib.import_module("triton")
+tl = importlib.import_module("triton.language")
 
 TOKENS = 128  # of a program of `dots`, and of a step of `mix`
 MIN_ROWS = 16  # of a product of tensor cores
@@ -15,14 +22,12 @@ SPLIT = 2048  # tokens of a program of `mix`; the sums of all programs are added
 
 def dots(query: Tensor, packed: Tensor, nbits: int) -> Tensor:
     """Multiply queries (M, Q, D) with codes (M, n, bytes): (M, Q, n) float32."""
-    import triton
-
     blocks, num, size = query.shape
     tokens = packed.shape[1]
     query, packed = query.contiguous(), packed.contiguous()
     out = torch.empty(blocks, num, tokens, dtype=torch.float32, device=query.device)
     grid = (blocks, triton.cdiv(tokens, TOKENS), triton.cdiv(num, MIN_ROWS))
-    _kernels()[0][grid](
+    dots_program[grid](
         query, packed, out, num, tokens, size, packed.shape[2],
         NBITS=nbits, SIZE=triton.next_power_of_2(size), TOKENS=TOKENS, QUERIES=MIN_ROWS,
     )  # fmt: skip
@@ -31,22 +36,71 @@ def dots(query: Tensor, packed: Tensor, nbits: int) -> Tensor:
 
 def mix(weights: Tensor, packed: Tensor, nbits: int, size: int) -> Tensor:
     """Sum codes (M, n, bytes) by weights (M, Q, n): (M, Q, D) float32."""
-    import triton
-
     blocks, num, tokens = weights.shape
     weights, packed = weights.contiguous(), packed.contiguous()
     parts = triton.cdiv(tokens, SPLIT)
     out = torch.empty(parts, blocks, num, size, dtype=torch.float32, device=weights.device)
     grid = (blocks, parts, triton.cdiv(num, MIN_ROWS))
-    _kernels()[1][grid](
+    mix_program[grid](
         weights, packed, out, num, tokens, size, packed.shape[2],
         NBITS=nbits, SIZE=triton.next_power_of_2(size), TOKENS=TOKENS, QUERIES=MIN_ROWS, SPLIT=SPLIT,
     )  # fmt: skip
     return out.sum(0)
 
 
-def _kernels() -> tuple:
-    # Triton decides when a kernel is defined whether to interpret it, so kernels have a module of their own.
-    from mmrl.kv_cache.triton_programs import dots_program, mix_program
+@triton.jit
+def numbers(packed, block, token, channel, tokens, size, width, NBITS: tl.constexpr):
+    """Load the codes of `token` (t,) and `channel` (c,) of a block, as float32 (t, c)."""
+    each: tl.constexpr = 8 // NBITS
+    at = (block * tokens + token)[:, None] * width + (channel // each)[None, :]
+    inside = (token < tokens)[:, None] & (channel < size)[None, :]
+    byte = tl.load(packed + at, mask=inside, other=0).to(tl.int32)
+    shift = NBITS * (each - 1 - channel % each)
+    return ((byte >> shift[None, :]) & ((1 << NBITS) - 1)).to(tl.float32)
 
-    return dots_program, mix_program
+
+@triton.jit
+def dots_program(
+    query, packed, out, num, tokens, size, width,
+    NBITS: tl.constexpr, SIZE: tl.constexpr, TOKENS: tl.constexpr, QUERIES: tl.constexpr,
+):  # fmt: skip
+    """Multiply some queries of one block with some tokens."""
+    block = tl.program_id(0).to(tl.int64)
+    token = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
+    row = tl.program_id(2) * QUERIES + tl.arange(0, QUERIES)
+    channel = tl.arange(0, SIZE)
+    asked = tl.load(
+        query + (block * num + row)[:, None] * size + channel[None, :],
+        mask=(row < num)[:, None] & (channel < size)[None, :],
+        other=0.0,
+    ).to(tl.float32)
+    codes = numbers(packed, block, token, channel, tokens, size, width, NBITS)
+    # tf32 would round the queries, into which scales are folded, to 10 bits.
+    scores = tl.dot(asked, tl.trans(codes), input_precision="ieee")
+    inside = (row < num)[:, None] & (token < tokens)[None, :]
+    tl.store(out + (block * num + row)[:, None] * tokens + token[None, :], scores, mask=inside)
+
+
+@triton.jit
+def mix_program(
+    weights, packed, out, num, tokens, size, width,
+    NBITS: tl.constexpr, SIZE: tl.constexpr, TOKENS: tl.constexpr, QUERIES: tl.constexpr, SPLIT: tl.constexpr,
+):  # fmt: skip
+    """Sum a range of the tokens of one block by the weights of some queries."""
+    block = tl.program_id(0).to(tl.int64)
+    part = tl.program_id(1)
+    row = tl.program_id(2) * QUERIES + tl.arange(0, QUERIES)
+    channel = tl.arange(0, SIZE)
+    total = tl.zeros((QUERIES, SIZE), dtype=tl.float32)
+    for start in range(0, SPLIT, TOKENS):
+        token = part * SPLIT + start + tl.arange(0, TOKENS)
+        weight = tl.load(
+            weights + (block * num + row)[:, None] * tokens + token[None, :],
+            mask=(row < num)[:, None] & (token < tokens)[None, :],
+            other=0.0,
+        ).to(tl.float32)
+        codes = numbers(packed, block, token, channel, tokens, size, width, NBITS)
+        total += tl.dot(weight, codes, input_precision="ieee")
+    place = (part * tl.num_programs(0) + block) * num
+    at = (place + row)[:, None] * size + channel[None, :]
+    tl.store(out + at, total, mask=(row < num)[:, None] & (channel < size)[None, :])

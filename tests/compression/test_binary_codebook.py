@@ -151,7 +151,7 @@ def test_bytes_are_those_of_bits_vectors_and_low():
     # 24 vectors of 16 bytes with scale and low in four bytes each, and 16 numbers for a token without a bit.
     assert codebook.nbytes == 2 * 3 * (24 * (16 + 2 * 4) + 16 * 4)
     assert CodebookBlock(encode(x, codebook), codebook).nbytes == codebook.nbytes + 2 * 3 * 1000 * 3
-    calibrated = Codebook(codebook.low[:1], codebook.vectors.select(torch.tensor([0])), None, calibrated=True)
+    calibrated = Codebook(codebook.low[:1], codebook.vectors.map(lambda x: x[:1]), None, calibrated=True)
     assert calibrated.nbytes == 0 and calibrated.select(torch.tensor([1, 0])) is calibrated
 
 

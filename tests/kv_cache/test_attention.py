@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from mmrl.kv_cache import attention
-from mmrl.kv_cache.attention import Merge, additive_mask, attend_merged, causal_mask
+from mmrl.kv_cache.attention import additive_mask, attend_merged, causal_mask
 from mmrl.kv_cache.row_groups import RowGroups
 
 OWNERS = {
@@ -39,17 +39,17 @@ def tensors(owner: list[int], num: int, length: int):
     return [torch.randn(s, generator=gen, dtype=torch.float64).requires_grad_() for s in shapes]
 
 
-def at_once(query, keys, values, own_keys, own_values, merge: Merge):
+def at_once(query, keys, values, own_keys, own_values, groups, scaling, prefix, own=None):
     """Repeat the shared part for every row, and attend in one softmax."""
-    owner, num = merge.groups.owner, query.shape[2]
+    owner, num = groups.owner, query.shape[2]
     both = [
         torch.cat([shared[owner], own], 2).repeat_interleave(3, 1)
         for shared, own in ((keys, own_keys), (values, own_values))
     ]
-    own = causal_mask(num, own_keys.shape[2], query) if merge.own is None else merge.own
-    shared = merge.prefix[owner].expand(-1, -1, num, -1)
+    own = causal_mask(num, own_keys.shape[2], query) if own is None else own
+    shared = prefix[owner].expand(-1, -1, num, -1)
     mask = torch.cat([shared, own[None, None].expand(len(owner), -1, -1, -1)], -1)
-    return (query @ both[0].transpose(-1, -2) * merge.scaling + mask).softmax(-1) @ both[1]
+    return (query @ both[0].transpose(-1, -2) * scaling + mask).softmax(-1) @ both[1]
 
 
 def test_both_parts_share_one_normaliser(kernel):
@@ -59,7 +59,8 @@ def test_both_parts_share_one_normaliser(kernel):
         column(1.0),
         (column(0.0, math.log(2)), column(6.0, 12.0)),
         (column(math.log(3)), column(2.0)),
-        Merge(RowGroups(torch.tensor([0]), 1), 1.0),
+        RowGroups(torch.tensor([0]), 1),
+        1.0,
     )
     assert out.item() == pytest.approx(6.0, abs=1e-12)
 
@@ -71,15 +72,15 @@ def test_values_and_gradients_are_those_of_one_attention_to_repeated_keys(kernel
     hidden = torch.zeros(max(owner) + 1, 1, 1, 9, dtype=torch.bool)
     hidden[0, ..., :3] = True
     hidden[1:2] = True  # a prompt of which nothing is seen
-    merge = Merge(RowGroups(torch.tensor(owner), max(owner) + 1), 0.3, additive_mask(hidden, inputs[0]))
+    how = (RowGroups(torch.tensor(owner), max(owner) + 1), 0.3, additive_mask(hidden, inputs[0]))
     results = []
-    for out in (attend_merged(inputs[0], inputs[1:3], inputs[3:], merge), at_once(*inputs, merge)):
+    for out in (attend_merged(inputs[0], inputs[1:3], inputs[3:], *how), at_once(*inputs, *how)):
         weight = torch.linspace(-1, 2, out.numel(), dtype=out.dtype).view(out.shape)
         results.append((out, *torch.autograd.grad((out * weight).sum(), inputs)))
     for one, other in zip(*results, strict=True):
         torch.testing.assert_close(one, other, **TIGHT)
     with torch.no_grad():
-        alone = attend_merged(inputs[0], inputs[1:3], inputs[3:], merge)
+        alone = attend_merged(inputs[0], inputs[1:3], inputs[3:], *how)
     torch.testing.assert_close(alone, results[0][0].detach(), **TIGHT)
 
 
@@ -87,14 +88,14 @@ def test_masks_of_every_query_hold_in_both_parts(kernel):
     owner = [1, 0, 1]
     inputs = tensors(owner, 3, 5)
     hidden = torch.rand(2, 1, 3, 9, generator=torch.Generator().manual_seed(1)) < 0.5
-    merge = Merge(
+    how = (
         RowGroups(torch.tensor(owner), 2),
         0.3,
         additive_mask(hidden, inputs[0]),
         causal_mask(3, 5, inputs[0], 2),
     )
     results = []
-    for out in (attend_merged(inputs[0], inputs[1:3], inputs[3:], merge), at_once(*inputs, merge)):
+    for out in (attend_merged(inputs[0], inputs[1:3], inputs[3:], *how), at_once(*inputs, *how)):
         results.append((out, *torch.autograd.grad(out.square().sum(), inputs)))
     for one, other in zip(*results, strict=True):
         torch.testing.assert_close(one, other, **TIGHT)
@@ -108,7 +109,7 @@ def test_a_part_that_outweighs_the_other_by_far_gives_its_own_value(kernel, sign
         inputs[1].fill_(sign)
         inputs[2].fill_(7.0)
         inputs[3].fill_(-sign)
-    out = attend_merged(inputs[0], inputs[1:3], inputs[3:], Merge(RowGroups(torch.tensor([0]), 1), 1.0))
+    out = attend_merged(inputs[0], inputs[1:3], inputs[3:], RowGroups(torch.tensor([0]), 1), 1.0)
     # exp(-100) of the other part is left.
     assert out.item() == pytest.approx(7.0 if sign > 0 else 1.0, abs=1e-12)
     assert all(g.isfinite().all() for g in torch.autograd.grad(out.sum(), inputs))
@@ -118,10 +119,10 @@ def test_a_part_that_outweighs_the_other_by_far_gives_its_own_value(kernel, sign
 def test_low_precision_is_near_float64(kernel, dtype):
     wide = tensors([0, 0, 1], 4, 4)
     low = [x.detach().to(dtype).requires_grad_() for x in wide]
-    merge = Merge(RowGroups(torch.tensor([0, 0, 1]), 2), 0.3)
+    how = (RowGroups(torch.tensor([0, 0, 1]), 2), 0.3)
     results = []
     for query, *pairs in (wide, low):
-        out = attend_merged(query, pairs[:2], pairs[2:], merge)
+        out = attend_merged(query, pairs[:2], pairs[2:], *how)
         assert out.dtype == query.dtype
         results.append((out, *torch.autograd.grad(out.square().sum(), [query, *pairs])))
     for one, other in zip(*results, strict=True):
