@@ -106,8 +106,8 @@ def attend(model, cache, query: torch.Tensor, key: torch.Tensor) -> None:
 
 def coded_bytes(cache) -> int | None:
     """Measure codes and scales of the visual tokens alone."""
-    contents = [layer.content for layer in cache.layers if hasattr(layer, "content")]
-    return sum(p.block.nbytes for one in contents for side in one.shared for p in side if p.visual) or None
+    layers = [layer for layer in cache.layers if hasattr(layer, "shared_parts")]
+    return sum(p.block.nbytes for layer in layers for p in layer.shared_parts() if p.visual) or None
 
 
 def run(shape: dict[str, int], tokens: int, steps: int, batch: int, peers: bool, group: bool) -> list[dict]:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
 
-import torch
 from torch import Tensor
 
 from mmrl.compression.contrib.binary_codebook import (
@@ -19,63 +17,41 @@ from mmrl.compression.contrib.binary_codebook import (
 from mmrl.compression.contrib.codebook_calibration import CalibratedCodebook, read_codebooks
 from mmrl.config.ranges import NonNegativeInt, Range
 from mmrl.config.registry import cache
-from mmrl.kv_cache.blocks import ExactBlock, collect
 from mmrl.kv_cache.hf_cache import make_cache
-from mmrl.kv_cache.layers import GrowingTail, Recipe, Stored
-from mmrl.kv_cache.layout import Part, PromptLayout
+from mmrl.kv_cache.layers import SplitRecipe
+from mmrl.kv_cache.quantization import Side
 from mmrl.kv_cache.row_groups import group_slots
 
 
 @dataclass(frozen=True, kw_only=True)
-class BinaryCodebookRecipe(Recipe):
+class BinaryCodebookRecipe(SplitRecipe):
     """Binary codes of a prompt, with calibrated `codebooks` (keys, values) or ones fitted to each prompt."""
 
-    nbits: float
-    value_nbits: float
-    visual: bool
     first: int
     newest: int
     rounds: int
     codebooks: tuple[CalibratedCodebook, CalibratedCodebook] | None = None
 
-    def store(self, keys: Tensor, values: Tensor, layout: PromptLayout) -> Stored:
-        """Split prompts (P, h, S, D) into exact and coded tokens."""
-        slots = self._slots(layout, keys)
-        exact, coded = slots["exact"], slots["coded"]
+    def slots(self, visual: Tensor, real: Tensor, size: int) -> dict[str, Tensor]:
+        """Find the slots of exact tokens (P, n) and of coded ones, one group (P, 1, n)."""
+        rank = real.cumsum(1) - 1
+        coded = real & (rank >= self.first) & (rank < real.sum(1, keepdim=True) - self.newest)
+        if self.visual:
+            coded &= visual
+        if self.codebooks is None:
+            # A codebook for fewer tokens than channels would be larger than the tokens.
+            coded &= coded.sum(1, keepdim=True) > size
+        return {"exact": group_slots(real & ~coded).flatten(1), "coded": group_slots(coded)}
 
-        def side(x: Tensor, number: int, nbits: float) -> list[Part]:
-            parts = [Part(ExactBlock(collect(x, exact)), exact, name="exact")]
-            if coded.shape[1]:
-                block = self._block(collect(x, coded), coded, number, nbits)
-                parts.append(Part(block, coded, visual=self.visual, name="coded"))
-            return parts
-
-        return side(keys, 0, self.nbits), side(values, 1, self.value_nbits), GrowingTail(layout.length)
-
-    def _block(self, tokens: Tensor, slots: Tensor, number: int, nbits: float) -> ExactBlock | CodebookBlock:
-        if nbits == 16:
-            return ExactBlock(tokens)
+    def encode(self, tokens: Tensor, slots: Tensor, side: Side) -> CodebookBlock:
+        """Encode the tokens (P, h, n, D) of slots (P, 1, n)."""
         if self.codebooks is not None:
-            codebook = self.codebooks[number].for_tokens(tokens)
+            codebook = self.codebooks[side == "values"].for_tokens(tokens)
             return CodebookBlock(encode(tokens, codebook), codebook)
-        mean, vectors, signs = fit(tokens, nbits, valid=(slots >= 0)[:, None, :, None], rounds=self.rounds)
+        nbits = self.nbits if side == "keys" else self.value_nbits
+        mean, vectors, signs = fit(tokens, nbits, valid=(slots >= 0)[..., None], rounds=self.rounds)
         codebook = quantize_codebook(mean, vectors, tokens.dtype)
         return CodebookBlock(encode(tokens, codebook, signs=signs, sweeps=1), codebook)
-
-    def _slots(self, layout: PromptLayout, keys: Tensor) -> Mapping[str, Tensor]:
-        """Find the slots of exact and of coded tokens, (P, n) each, once for all layers."""
-        if not layout.made:
-            real = layout.real.cpu()
-            rank = real.cumsum(1) - 1
-            coded = real & (rank >= self.first) & (rank < real.sum(1, keepdim=True) - self.newest)
-            coded &= layout.visual.cpu() if self.visual else True
-            if self.codebooks is None:
-                # A codebook for fewer tokens than channels would be larger than the tokens.
-                coded &= coded.sum(1, keepdim=True) > keys.shape[-1]
-            single = torch.zeros_like(rank)
-            for name, flags in (("exact", real & ~coded), ("coded", coded)):
-                layout.made[name] = group_slots(flags, single).flatten(1).to(keys.device)
-        return layout.made
 
 
 @cache
@@ -123,17 +99,13 @@ def binary_codebook(
     for name, number in (("nbits", nbits), ("value_nbits", value_nbits)):
         if not 0 < number <= MAX_BITS and number != 16:
             raise ValueError(f"`{name}` must be above 0 and at most {MAX_BITS}, or 16, not {number}")
-    if of not in ("prompt", "visual"):
-        raise ValueError(f"`of` must be prompt or visual, not '{of}'")
     if of == "visual" and visual is None:
         raise ValueError("`of: visual` needs `visual`, the visual tokens; `find_visual` finds them")
-    if min(first, newest, rounds) < 0:
-        raise ValueError(f"`first`, `newest` and `rounds` count: 0 or more, not {first}, {newest}, {rounds}")
     recipe = BinaryCodebookRecipe(
         nbits=nbits, value_nbits=value_nbits, visual=of == "visual", first=first, newest=newest, rounds=rounds
     )
     if not codebook:
-        return make_cache(config, PromptLayout(visual, mask), recipe, fused=fused)
+        return make_cache(config, visual, mask, recipe, fused=fused)
     layers = config.get_text_config(decoder=True).num_hidden_layers
     recipes = [replace(recipe, codebooks=pair) for pair in read_codebooks(codebook, layers)]
-    return make_cache(config, PromptLayout(visual, mask), recipes, fused=fused)
+    return make_cache(config, visual, mask, recipes, fused=fused)

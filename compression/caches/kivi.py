@@ -5,74 +5,55 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import torch
 from torch import Tensor
 
 from mmrl.config.ranges import PositiveInt
 from mmrl.config.registry import cache
-from mmrl.kv_cache import quantization
-from mmrl.kv_cache.blocks import CodedBlock, collect
-from mmrl.kv_cache.hf_cache import make_cache
+from mmrl.kv_cache.blocks import collect
+from mmrl.kv_cache.hf_cache import head_size, make_cache
 from mmrl.kv_cache.layers import Recipe, Stored
 from mmrl.kv_cache.layout import Part, PromptLayout
 from mmrl.kv_cache.row_groups import group_slots
-from mmrl.kv_cache.sliding_window import RaggedRows, ResidualWindow
+from mmrl.kv_cache.tails import KiviCodec, RaggedRows, ResidualWindow
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class KiviRecipe(Recipe):
     """Older tokens quantised, the newest exact."""
 
-    nbits: int
-    value_nbits: int
-    q_group_size: int
-    residual_length: int
-    rule: quantization.Rule
-    rotate: bool
+    codec: KiviCodec
+
+    def slots(self, visual: Tensor, real: Tensor, size: int) -> dict[str, Tensor]:
+        """Find the slots of older keys (P, E, g), older values (P, n), and of the newest of either."""
+        rank, length = real.cumsum(1) - 1, real.sum(1, keepdim=True)
+        residual = self.codec.residual_length
+        # As if tokens had come one by one: keys leave in blocks of residual_length, values one by one.
+        keys = real & (rank < length - length % residual)
+        values = real & (rank < length - residual)
+        return {
+            "keys": group_slots(keys, rank.clamp(min=0) // self.codec.q_group_size),
+            "values": group_slots(values).flatten(1),
+            "new keys": group_slots(real & ~keys).flatten(1),
+            "new values": group_slots(real & ~values).flatten(1),
+        }
 
     def store(self, keys: Tensor, values: Tensor, layout: PromptLayout) -> Stored:
         """Quantise older tokens of prompts (P, h, S, D) once for all rows; the rest goes to their windows."""
-        slots = self._slots(layout, keys.device)
-        window = ResidualWindow(
-            self.nbits, self.value_nbits, self.q_group_size, self.residual_length, self.rule, self.rotate
-        )
         shared: tuple[list[Part], list[Part]] = [], []
-        old, flat = slots["keys"], slots["keys"].flatten(1)
+        old, flat = layout.slots["keys"], layout.slots["keys"].flatten(1)
         if flat.shape[1]:
             groups = collect(keys, flat).unflatten(2, old.shape[1:])
-            codes = window.code_keys(groups, (old >= 0)[:, None, :, :, None])
-            shared[0].append(Part(CodedBlock(codes, self.rotate), flat, name="keys"))
-        old = slots["values"]
+            codes = self.codec.code_keys(groups, (old >= 0)[:, None, :, :, None])
+            shared[0].append(Part(self.codec.key_block(codes), flat, name="keys"))
+        old = layout.slots["values"]
         if old.shape[1]:
-            codes = window.code_values(collect(values, old), (old >= 0)[:, None, :, None])
-            tensors = (x[:, :, None] for x in (codes.packed, codes.scale, codes.low))
-            codes = quantization.Codes(*tensors, codes.nbits, codes.size)
-            shared[1].append(Part(CodedBlock(codes, self.rotate), old, name="values"))
-        rows = layout.groups.owner.to(keys.device)
-        new = []
-        for name, x in (("keys", keys), ("values", values)):
-            at = slots[f"new {name}"]
+            codes = self.codec.code_values(collect(values, old), (old >= 0)[:, None, :, None])
+            shared[1].append(Part(self.codec.value_block(codes), old, name="values"))
+        rows, new = layout.groups.owner.to(keys.device), []
+        for name, x in (("new keys", keys), ("new values", values)):
+            at = layout.slots[name]
             new.append(RaggedRows({"x": collect(x, at)[rows]}, at[rows], (at >= 0).sum(1)[rows]))
-        window.start(*new, layout.length)
-        return *shared, window
-
-    def _slots(self, layout: PromptLayout, device: torch.device) -> dict[str, Tensor]:
-        """Find the slots of older keys (P, E, g), older values (P, n), and of the newest of either."""
-        if not layout.made:
-            real = layout.real.cpu()
-            rank = real.cumsum(1) - 1
-            length = real.sum(1, keepdim=True)
-            single = torch.zeros_like(rank)
-            # As if tokens had come one by one: keys leave in blocks of residual_length, values one by one.
-            keys = real & (rank < length - length % self.residual_length)
-            values = real & (rank < length - self.residual_length)
-            layout.made = {
-                "keys": group_slots(keys, rank.clamp(min=0) // self.q_group_size).to(device),
-                "values": group_slots(values, single).flatten(1).to(device),
-                "new keys": group_slots(real & ~keys, single).flatten(1).to(device),
-                "new values": group_slots(real & ~values, single).flatten(1).to(device),
-            }
-        return layout.made
+        return *shared, ResidualWindow(self.codec, *new, layout.length)
 
 
 @cache
@@ -107,20 +88,19 @@ def kivi(
         rotate: Rotate channels first, which spreads outliers (ours).
         fused: Attention reads codes; without, it reads dense tensors made anew in every step.
     """
-    value_nbits = nbits if value_nbits is None else value_nbits
-    if q_group_size < 1 or residual_length < 1 or residual_length % q_group_size:
+    value_nbits = value_nbits or nbits
+    if residual_length % q_group_size:
         raise ValueError(
             f"`residual_length` ({residual_length}) must be a multiple of `q_group_size` ({q_group_size}), "
             "because keys leave the window in whole groups"
         )
-    text = config.get_text_config(decoder=True)
-    size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    size = head_size(config.get_text_config(decoder=True))
     if size % q_group_size or q_group_size * value_nbits % 8:
         raise ValueError(
             f"`q_group_size` ({q_group_size}) must divide the head size ({size}) and fill whole bytes"
         )
-    recipe = KiviRecipe(
+    codec = KiviCodec(
         nbits=nbits, value_nbits=value_nbits, q_group_size=q_group_size, residual_length=residual_length,
-        rule=rule, rotate=rotate,
+        rule=rule, rotated=rotate,
     )  # fmt: skip
-    return make_cache(config, PromptLayout(None, mask), recipe, fused=fused)
+    return make_cache(config, None, mask, KiviRecipe(codec), fused=fused)

@@ -2,92 +2,60 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from mmrl.config.ranges import NonNegativeFloat, NonNegativeInt
 from mmrl.config.registry import cache
 from mmrl.kv_cache import quantization
-from mmrl.kv_cache.blocks import CodedBlock, ExactBlock, collect
+from mmrl.kv_cache.blocks import CodedBlock, per_head
 from mmrl.kv_cache.hf_cache import make_cache
-from mmrl.kv_cache.layers import GrowingTail, Recipe, Stored
-from mmrl.kv_cache.layout import Part, PromptLayout
+from mmrl.kv_cache.layers import SplitRecipe
 from mmrl.kv_cache.row_groups import group_slots
 
 
 @dataclass(frozen=True, kw_only=True)
-class VisualQuantRecipe(Recipe):
+class VisualQuantRecipe(SplitRecipe):
     """Quantisation settings of the visual tokens; text keys and values stay exact."""
 
-    nbits: int
-    value_nbits: int
     rule: quantization.Rule
     q_group_size: int
     per_image: bool
     axis_value: Literal["channel", "token"]
-    rotate: bool
+    rotated: bool
     score_drop: float
     guard: bool
 
-    def store(self, keys: Tensor, values: Tensor, layout: PromptLayout) -> Stored:
-        """Split prompts (P, h, S, D) into exact text and groups of quantised visual tokens."""
-        slots = self._slots(layout, keys.device)
-        text, groups = slots["text"], slots["groups"]
-        flat = groups.flatten(1)
+    def slots(self, visual: Tensor, real: Tensor, size: int) -> dict[str, Tensor]:
+        """Find the slots of text (P, n) and of groups of visual tokens (P, E, n)."""
+        group = None
+        if self.per_image:  # a new group starts at each visual token that follows another token
+            group = ((visual & ~nn.functional.pad(visual, (1, -1))).cumsum(1) - 1).clamp(min=0)
+        elif self.q_group_size:
+            group = (visual.cumsum(1) - 1).clamp(min=0) // self.q_group_size
+        return {"exact": group_slots(real & ~visual).flatten(1), "coded": group_slots(visual, group)}
 
-        def side(x: Tensor, name: quantization.Side, nbits: int) -> list[Part]:
-            parts = [Part(ExactBlock(collect(x, text)), text, name="text")]
-            if flat.shape[1]:
-                parts.append(Part(self._block(x, groups, name, nbits), flat, visual=True, name="visual"))
-            return parts
-
-        tail = GrowingTail(layout.length)
-        return side(keys, "keys", self.nbits), side(values, "values", self.value_nbits), tail
-
-    def _block(
-        self, x: Tensor, groups: Tensor, side: quantization.Side, nbits: int
-    ) -> ExactBlock | CodedBlock:
-        tokens = collect(x, groups.flatten(1))
-        if nbits == 16:
-            return ExactBlock(tokens)
-        if self.rotate:
-            tokens = tokens @ quantization.rotation(x.shape[-1], x.dtype, x.device)
+    def encode(self, tokens: Tensor, slots: Tensor, side: quantization.Side) -> CodedBlock:
+        """Quantise the tokens (P, h, E * n, D) of slots (P, E, n)."""
+        tokens = quantization.rotate(tokens) if self.rotated else tokens
         by_token = side == "values" and self.axis_value == "token"
         codes = quantization.quantize(
-            tokens.unflatten(2, groups.shape[1:]),
-            nbits,
-            valid=(groups >= 0)[:, None, :, :, None],
+            tokens.unflatten(2, slots.shape[1:]),
+            int(self.nbits if side == "keys" else self.value_nbits),
+            valid=(slots >= 0)[:, None, :, :, None],
             rule=self.rule,
             side=side,
-            channels=x.shape[-1] if by_token else 0,
+            channels=tokens.shape[-1] if by_token else 0,
         )
-        return CodedBlock(codes, self.rotate)
+        return CodedBlock(codes, self.rotated)
 
-    def _slots(self, layout: PromptLayout, device: torch.device) -> Mapping[str, Tensor]:
-        """Find the slots of text (P, n) and of visual groups (P, E, n), once for all layers."""
-        if not layout.made:
-            visual, real = layout.visual.cpu(), layout.real.cpu()
-            single = torch.zeros_like(visual, dtype=torch.int64)
-            text = group_slots(real & ~visual, single).flatten(1)
-            group = single
-            if self.per_image:  # a new group starts at each visual token that follows another token
-                group = ((visual & ~torch.nn.functional.pad(visual, (1, -1))).cumsum(1) - 1).clamp(min=0)
-            elif self.q_group_size:
-                group = (visual.cumsum(1) - 1).clamp(min=0) // self.q_group_size
-            layout.made = {"text": text.to(device), "groups": group_slots(visual, group).to(device)}
-        return layout.made
-
-    @property
-    def calibrates(self) -> bool:
-        """Whether scores of visual tokens change before the softmax."""
-        return self.score_drop != 0
-
-    def calibrate(self, scores: Tensor, valid: Tensor) -> Tensor:
-        """Lower the largest scores of visual tokens (..., n)."""
+    def calibrate(self, scores: Tensor, slots: Tensor) -> Tensor:
+        """Lower the largest scores of visual tokens (R, h, Q, n)."""
+        if not self.score_drop:
+            return scores
+        valid = per_head(slots >= 0)[:, :, None]
         return quantization.calibrate(scores, valid, drop=self.score_drop, guard=self.guard)
 
 
@@ -97,8 +65,8 @@ def visual_quant(
     visual: Tensor,
     mask: Tensor,
     *,
-    nbits: Literal[1, 2, 4, 8] = 1,
-    value_nbits: Literal[1, 2, 4, 8] | None = None,
+    nbits: Literal[1, 2, 4, 8, 16] = 1,
+    value_nbits: Literal[1, 2, 4, 8, 16] | None = None,
     rule: quantization.Rule = "fitted",
     q_group_size: NonNegativeInt = 0,
     per_image: bool = False,
@@ -128,7 +96,6 @@ def visual_quant(
         guard: Never reverse the order of scores that span less than `score_drop`.
         fused: Attention reads codes; without, it reads dense tensors made anew in every step.
     """
-    value_nbits = nbits if value_nbits is None else value_nbits
     if per_image and q_group_size:
         raise ValueError("`per_image` and `q_group_size` both define groups; give one of them")
     if score_drop and not fused:
@@ -136,7 +103,7 @@ def visual_quant(
     if visual is None:
         raise ValueError("this cache needs `visual`, the visual tokens; `find_visual` finds them")
     recipe = VisualQuantRecipe(
-        nbits=nbits, value_nbits=value_nbits, rule=rule, q_group_size=q_group_size, per_image=per_image,
-        axis_value=axis_value, rotate=rotate, score_drop=score_drop, guard=guard,
+        nbits=nbits, value_nbits=value_nbits or nbits, rule=rule, q_group_size=q_group_size,
+        per_image=per_image, axis_value=axis_value, rotated=rotate, score_drop=score_drop, guard=guard,
     )  # fmt: skip
-    return make_cache(config, PromptLayout(visual, mask), recipe, fused=fused)
+    return make_cache(config, visual, mask, recipe, fused=fused)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from mmrl.kv_cache.packed_matmul import dots, mix, times
-from mmrl.kv_cache.quantization import Codes, dequantize, rotation
+from mmrl.kv_cache.quantization import Codes, dequantize, rotate
 
 
 class Block(Protocol):
@@ -141,8 +141,7 @@ class CodedBlock:
         return replace(self, codes=self.codes.map(lambda x: x[rows]))
 
     def _rotate(self, x: Tensor) -> Tensor:
-        # The rotation is its own inverse.
-        return x @ rotation(self.codes.size, x.dtype, x.device) if self.rotated else x
+        return rotate(x) if self.rotated else x
 
 
 def per_head(slots: Tensor) -> Tensor:

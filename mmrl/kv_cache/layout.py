@@ -77,7 +77,7 @@ class PromptLayout:
         self.visual, self.real = visual, real
         self.groups = RowGroups(torch.zeros(0, dtype=torch.int64), 0)
         self.length = 0  # slots of the prompt
-        self.made: dict[str, Tensor] = {}  # slots that a recipe computes once for all layers
+        self.slots: dict[str, Tensor] = {}  # slots that a recipe finds once for all layers
         self._hidden: dict[tuple, Any] = {}  # masks of the current step
         self._full: dict[str, bool] = {}  # whether the parts of a name have no empty place
 
@@ -102,7 +102,7 @@ class PromptLayout:
     def select(self, rows: Tensor) -> Tensor | None:
         """Keep rows, in this order; return the prompts still in use, None if all of them are."""
         self.groups, used = self.groups.select(rows)
-        self._forget_masks()
+        self._hidden, self._full = {}, {}
         if used is not None:
             kept = used.to(self.real.device)
             self.real, self.visual = self.real[kept], self.visual[kept]
@@ -111,11 +111,7 @@ class PromptLayout:
     def crop(self, length: int) -> None:
         """Shorten the prompts to a number of slots."""
         self.length = min(self.length, length)
-        self._forget_masks()
-
-    def _forget_masks(self) -> None:
-        self._hidden.clear()
-        self._full.clear()
+        self._hidden, self._full = {}, {}
 
     def prefix_mask(self, num: int, length: int, stored: int, window: int, like: Tensor) -> Tensor | None:
         """Mask the prompt's last `stored` tokens for the `num` newest of `length` tokens that follow it.
@@ -133,6 +129,7 @@ class PromptLayout:
             hidden = ~self.real[:, None, None, self.length - stored :]
             if window:
                 newest = torch.arange(length - num, length, device=like.device)[:, None]
+                # Key j of the prompt is stored - j tokens before the first one that follows it.
                 hidden = hidden | (newest + stored - torch.arange(stored, device=like.device) >= window)
             visible = self._full["padding"] and not window
             self._hidden[key] = None if visible else additive_mask(hidden, like)
@@ -155,7 +152,7 @@ class PromptLayout:
             hidden = None
         else:
             slots = [per_head(part.row_slots(self.groups)) for part in parts]
-            seen = _visible(slots, mask, num, total, heads)
+            seen = visible_slots(slots, mask, num, total, heads)
             hidden = None if bool(seen.all()) else ~seen
         if hidden is not None:
             # (N, h or 1, r or 1, num, n): the query heads r of a key head are queries of one product.
@@ -173,7 +170,7 @@ class PromptLayout:
         return self._full[part.name]
 
 
-def _visible(
+def visible_slots(
     slots: list[Tensor], mask: Tensor | None, num: int, total: int, heads: tuple[int, int]
 ) -> Tensor:
     """Find which slots, each (N, h or 1, n), the newest queries see: (N, h or 1, r or 1, num, n)."""
@@ -184,8 +181,9 @@ def _visible(
         newest = torch.arange(total - num, total, device=wide.device)
         return stored & (wide <= newest[:, None])
     if mask.dtype != torch.bool:
-        mask = mask > torch.finfo(mask.dtype).min / 2
+        mask = mask > torch.finfo(mask.dtype).min / 2  # 0 where visible, the least number where not
     mask = mask[..., :total].expand(len(wide), -1, num, -1)
+    # A mask per query head is (N, h, r, num, total); one for all heads is (N, 1, 1, num, total).
     mask = mask.unflatten(1, heads) if mask.shape[1] > 1 else mask[:, :, None]
     wide_heads = max(wide_heads, mask.shape[1])
     index = wide.clamp(min=0).expand(-1, wide_heads, mask.shape[2], num, -1)

@@ -213,6 +213,11 @@ def rotation(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.block_diag(*[hadamard] * (size // block)).to(device, dtype)
 
 
+def rotate(x: Tensor) -> Tensor:
+    """Rotate the channels (..., D) of tokens or queries; the rotation is its own inverse."""
+    return x @ rotation(x.shape[-1], x.dtype, x.device)
+
+
 def calibrate(scores: Tensor, valid: Tensor, *, drop: float = 3.0, guard: bool = True) -> Tensor:
     """Lower the largest visual score of every query by `drop` nats and interpolate the others (CalibQuant).
 

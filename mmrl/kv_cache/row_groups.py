@@ -15,22 +15,23 @@ def rank_equal(key: Tensor) -> Tensor:
     starts = torch.ones_like(ordered, dtype=torch.bool)
     starts[1:] = ordered[1:] != ordered[:-1]
     index = torch.arange(len(key), device=key.device)
-    first = torch.where(starts, index, 0).cummax(0).values
+    first = torch.where(starts, index, 0).cummax(0).values  # where the run of equal entries starts
     return torch.empty_like(key).scatter_(0, order, index - first)
 
 
-def group_slots(flags: Tensor, group: Tensor) -> Tensor:
+def group_slots(flags: Tensor, group: Tensor | None = None) -> Tensor:
     """Sort flagged tokens into groups: flags (P, S) bool and group numbers (P, S) to slots (P, E, n).
 
-    Groups with fewer than `n` tokens end in slots of -1.
+    Without `group` all are of one group. Groups with fewer than `n` tokens end in slots of -1; without any
+    flag there is no group.
     """
-    flags, group = flags.cpu(), group.cpu()
     rows, slots = flags.nonzero(as_tuple=True)
     if not len(rows):
         return torch.full((len(flags), 0, 0), -1)
-    number = group[rows, slots]
-    place = rank_equal(rows * (int(number.max()) + 1) + number)
-    out = torch.full((len(flags), int(number.max()) + 1, int(place.max()) + 1), -1)
+    number = torch.zeros_like(slots) if group is None else group[rows, slots]
+    count = int(number.max()) + 1
+    place = rank_equal(rows * count + number)
+    out = torch.full((len(flags), count, int(place.max()) + 1), -1)
     out[rows, number, place] = slots
     return out
 
@@ -67,7 +68,7 @@ class RowGroups:
         if self.alone:
             return x
         place, largest, even = self._places
-        if even:
+        if even:  # a view of the rows, without a copy row by row
             out = x.unflatten(0, (self.count, largest))
         else:
             out = x.new_zeros(self.count, largest, *x.shape[1:])

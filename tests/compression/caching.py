@@ -9,6 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mmrl.config.binding import Pieces
+from mmrl.config.schema import Piece
+from mmrl.core.rng import Stream
 from mmrl.kv_cache.layout import find_visual
 
 PICTURE = 60  # the placeholder of the tiny LLaVA
@@ -111,6 +114,11 @@ def follow(model, mask: Tensor, cache: Any, answer: Tensor) -> Tensor:
             model(input_ids=step, attention_mask=mask, position_ids=position, past_key_values=cache).logits
         )
     return torch.cat(logits, 1)
+
+
+def check_options(name: str, **options: Any) -> None:
+    """Check the options of a cache as those of a configuration."""
+    Pieces(Stream()).check("cache", Piece(f"compression.{name}", options), "cache")
 
 
 def answers(rows: int, length: int = 6, seed: int = 2) -> Tensor:

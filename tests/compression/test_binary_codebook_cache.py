@@ -13,6 +13,7 @@ from transformers import DynamicCache
 from mmrl.compression.caches.binary_codebook import binary_codebook
 from mmrl.compression.contrib.codebook_calibration import calibrate_codebooks, read_codebooks, write_codebooks
 from mmrl.config.registry import find
+from mmrl.config.schema import ConfigError
 from tests.compression import caching
 from tests.compression.caching import answers, batch, llava, masks, prompts, read
 from tests.vision import mixed
@@ -207,9 +208,7 @@ def test_the_engine_rolls_out_with_it(exact):
     [
         ({"nbits": 0}, "`nbits` must be above 0 and at most 8, or 16, not 0"),
         ({"value_nbits": 9}, "`value_nbits` must be above 0 and at most 8, or 16, not 9"),
-        ({"of": "text"}, "`of` must be prompt or visual, not 'text'"),
         ({"of": "visual"}, "`of: visual` needs `visual`"),
-        ({"first": -1}, "0 or more, not -1, 0, 3"),
         ({"codebook": "x", "nbits": 1}, "the codebook 'x' fixes the number of bits"),
         ({"codebook": "nowhere"}, "cannot read the codebook 'nowhere'"),
     ],
@@ -217,6 +216,18 @@ def test_the_engine_rolls_out_with_it(exact):
 def test_options_that_do_not_fit_are_refused(model, options, message):
     with pytest.raises(ValueError, match=message):
         binary_codebook(model.config, None, None, **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"of": "text"}, "'cache.of' must be one of 'prompt', 'visual', not 'text'"),
+        ({"first": -1}, "'cache.first' must be at least 0, not -1"),
+    ],
+)
+def test_options_out_of_their_range_are_refused(options, message):
+    with pytest.raises(ConfigError, match=message):
+        caching.check_options("binary_codebook", **options)
 
 
 # ---- codebooks that are fitted once

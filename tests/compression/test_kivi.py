@@ -10,6 +10,7 @@ from torch.testing import assert_close
 from transformers import DynamicCache
 
 from mmrl.compression.caches.kivi import kivi
+from mmrl.config.schema import ConfigError
 from tests.compression import caching
 from tests.compression.caching import answers, batch, llava, masks, prompts, read
 from tests.vision import mixed
@@ -82,7 +83,7 @@ def window(length: int, residual: int = 8):
 def test_keys_leave_together_and_values_one_by_one():
     cache, tokens = window(30)
     cache.update(tokens[:, :, :10], tokens[:, :, :10], 0)
-    held = cache.layers[0].content
+    held = cache.layers[0]
     # Of 10 keys 10 mod 8 = 2 stay; of 10 values the newest 8.
     assert (held.tail.new_keys.count.item(), held.tail.new_values.count.item()) == (2, 8)
     seen = []
@@ -180,7 +181,7 @@ def test_cropping_takes_back_what_still_stood_in_the_window(fused):
     cache, tokens = window(30, residual=16)
     other, _ = window(30, residual=16)
     for one in (cache, other):
-        one.layers[0].content.fused = False
+        one.layers[0].fused = False
         one.update(tokens[:, :, :16], tokens[:, :, :16], 0)
     for t in range(16, 20):
         cache.update(tokens[:, :, t : t + 1] + 1, tokens[:, :, t : t + 1] + 1, 0)
@@ -223,7 +224,6 @@ def test_the_engine_rolls_out_with_it(exact):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"nbits": 3}, "`nbits` must be one of 1, 2, 4, 8, not 3"),
         ({"residual_length": 100}, r"`residual_length` \(100\) must be a multiple of `q_group_size` \(8\)"),
         (
             {"q_group_size": 32, "residual_length": 32},
@@ -234,3 +234,15 @@ def test_the_engine_rolls_out_with_it(exact):
 def test_options_that_do_not_fit_are_refused(model, options, message):
     with pytest.raises(ValueError, match=message):
         kivi(model.config, None, None, **{**SMALL, **options})
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"nbits": 3}, "'cache.nbits' must be one of 1, 2, 4, 8, not 3"),
+        ({"q_group_size": 0}, "'cache.q_group_size' must be at least 1, not 0"),
+    ],
+)
+def test_options_out_of_their_range_are_refused(options, message):
+    with pytest.raises(ConfigError, match=message):
+        caching.check_options("kivi", **options)

@@ -89,7 +89,7 @@ def test_a_quantised_cache_is_cropped_where_tokens_left():
     cache = cache_of(model, inputs, nbits=2)
     expected = answer(model, inputs, cache)
     # Prompts of 20 tokens, of which 9 leave, and 3 of the answer.
-    assert [layer.content.length for layer in cache.layers[:3]] == [23, 14, 14]
+    assert [layer.length for layer in cache.layers[:3]] == [23, 14, 14]
     cache.crop(-2)
     seen = torch.cat([inputs["attention_mask"][[1, 0, 1], :-1], torch.ones(3, 3, dtype=torch.int64)], 1)
     again = torch.tensor([[20, 21], [30, 31], [40, 41]])

@@ -10,6 +10,7 @@ from torch.testing import assert_close
 from transformers import DynamicCache
 
 from mmrl.compression.caches.visual_quant import visual_quant
+from mmrl.config.schema import ConfigError
 from mmrl.kv_cache import quantization
 from mmrl.kv_cache.layout import find_visual
 from tests.compression import caching
@@ -153,7 +154,7 @@ def test_rows_that_repeat_a_prompt_hold_it_once(model):
         cache = visual_quant(*masks(model, inputs), nbits=8)
         generated(model, inputs, cache, do_sample=True, num_return_sequences=many)
         sizes.append(
-            sum(part.block.nbytes for layer in cache.layers for side in layer.content.shared for part in side)
+            sum(part.block.nbytes for layer in cache.layers for side in layer.shared for part in side)
         )
     assert sizes[0] == sizes[1]
 
@@ -293,9 +294,21 @@ def test_placeholders_are_found_alike_by_engine_and_plainly(exact):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"nbits": 3}, "`nbits` must be one of 1, 2, 4, 8, not 3"),
-        ({"value_nbits": 5}, "`value_nbits` must be one of 1, 2, 4, 8, not 5"),
-        ({"rule": "median"}, "`rule` must be one of shrunk, centred, quantile, range, fitted, not 'median'"),
+        ({"nbits": 3}, "'cache.nbits' must be one of 1, 2, 4, 8, 16, not 3"),
+        ({"value_nbits": 5}, "'cache.value_nbits' must be one of 1, 2, 4, 8, 16, not 5"),
+        ({"rule": "median"}, "'cache.rule' must be one of 'shrunk', .*, 'range', 'fitted', not 'median'"),
+    ],
+)
+def test_options_out_of_their_range_are_refused(options, message):
+    with pytest.raises(ConfigError, match=message):
+        caching.check_options("visual_quant", **options)
+    # 16 bits leave keys or values as they are.
+    caching.check_options("visual_quant", nbits=16, value_nbits=16)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
         ({"per_image": True, "q_group_size": 8}, "give one of them"),
         ({"score_drop": 3.0, "fused": False}, "needs `fused: true`"),
     ],

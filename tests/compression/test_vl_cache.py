@@ -9,7 +9,8 @@ import torch
 from torch.testing import assert_close
 from transformers import DynamicCache
 
-from mmrl.compression.caches.vl_cache import Budget, choose, score_tokens, vl_cache
+from mmrl.compression.caches.vl_cache import allocate, choose, score_tokens, vl_cache
+from mmrl.config.schema import ConfigError
 from tests.compression import caching
 from tests.compression.caching import answers, batch, llava, masks, prompts, read
 from tests.vision import mixed
@@ -20,7 +21,7 @@ def model():
     return llava()
 
 
-BUDGET = Budget(keep=0.5, by_density=True, window=50, recent=0.1, threshold=0.01, pool=1)
+OPTIONS = {"window": 50, "threshold": 0.01, "pool": 1}
 
 
 def test_a_token_scores_what_the_text_behind_the_picture_pays_it():
@@ -32,25 +33,30 @@ def test_a_token_scores_what_the_text_behind_the_picture_pays_it():
     query[0, 0, 3] = torch.tensor([0.125, 0.125, 0.5, 0.25]).log()
     visual = torch.tensor([[True, True, False, False]])
     real = torch.ones(1, 4, dtype=torch.bool)
-    scores, density = score_tokens(query, keys, visual, real, 1.0, BUDGET)
+    scores, density = score_tokens(query, keys, visual, real, 1.0, **OPTIONS)
     assert_close(scores[0, 0], torch.tensor([0.625, 0.375, 0.75, 0.25], dtype=torch.float64))
     assert density.tolist() == [1.0]
     # With a threshold of 0.3 of the largest weight, 1/8 of 1/2 does not count: 3 of 3 and 2 of 4 are 5 of 7.
-    strict = Budget(keep=0.5, by_density=True, window=50, recent=0.1, threshold=0.3, pool=1)
-    assert score_tokens(query, keys, visual, real, 1.0, strict)[1].tolist() == pytest.approx([5 / 7])
+    strict = {**OPTIONS, "threshold": 0.3}
+    assert score_tokens(query, keys, visual, real, 1.0, **strict)[1].tolist() == pytest.approx([5 / 7])
     # A window of one token asks the second word only.
-    last = Budget(keep=0.5, by_density=True, window=1, recent=0.1, threshold=0.01, pool=1)
-    found = score_tokens(query, keys, visual, real, 1.0, last)[0]
+    found = score_tokens(query, keys, visual, real, 1.0, **{**OPTIONS, "window": 1})[0]
     assert_close(found[0, 0], torch.tensor([0.125, 0.125, 0.5, 0.25], dtype=torch.float64))
 
 
 def test_denser_layers_keep_more():
     # Densities 0.1 and 0.3, half of the tokens of two layers: a quarter and three quarters.
-    assert_close(BUDGET.share(torch.tensor([[0.1], [0.3]])), torch.tensor([[0.25], [0.75]]))
+    assert_close(allocate(torch.tensor([[0.1], [0.3]]), 0.5), torch.tensor([[0.25], [0.75]]))
     # No share is above 1 or below 0.01.
-    assert_close(BUDGET.share(torch.tensor([[0.0], [0.3]])), torch.tensor([[0.01], [1.0]]))
-    even = Budget(keep=0.5, by_density=False, window=50, recent=0.1, threshold=0.01, pool=1)
-    assert_close(even.share(torch.tensor([[0.1], [0.3]])), torch.tensor([[0.5], [0.5]]))
+    assert_close(allocate(torch.tensor([[0.0], [0.3]]), 0.5), torch.tensor([[0.01], [1.0]]))
+
+
+def test_layers_keep_the_same_share_without_density(model):
+    inputs = batch(prompts()[2:3])
+    cache = vl_cache(*masks(model, inputs), keep=0.5, layers="uniform")
+    read(model, inputs, cache, answers(1, 1))
+    kept = [(part.slots >= 0).sum(-1).tolist() for layer in cache.layers for part in layer.shared[0]]
+    assert kept == [[[inputs["input_ids"].shape[1] // 2] * 2]] * 2
 
 
 def test_the_highest_scores_and_the_newest_tokens_stay():
@@ -91,7 +97,7 @@ def test_dropping_is_the_same_as_hiding(model):
         full = DynamicCache(config=model.config)
         for held in (cache, full):
             model(**inputs, past_key_values=held)
-    held = cache.layers[0].content
+    held = cache.layers[0]
     query = torch.randn(3, 4, 1, 16, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     mask = inputs["attention_mask"].bool()[:, None, None]
     said = held.attend(query, mask, 0.25)[:, 0]
@@ -113,7 +119,7 @@ def test_bytes_fall_to_what_is_kept(model):
     for keep in (1.0, 0.25):
         cache = vl_cache(*masks(model, inputs), keep=keep, layers="uniform")
         read(model, inputs, cache, answers(1, 1)[:, :0].new_ones(1, 1))
-        sizes.append(sum(part.block.nbytes for layer in cache.layers for part in layer.content.shared[0]))
+        sizes.append(sum(part.block.nbytes for layer in cache.layers for part in layer.shared[0]))
     length = inputs["input_ids"].shape[1]
     assert sizes[1] / sizes[0] == (length // 4) / length
 
@@ -166,9 +172,21 @@ def test_the_engine_rolls_out_with_it(exact):
 
 
 @pytest.mark.parametrize(
-    "options", [{"keep": 0.0}, {"keep": 1.1}, {"window": 0}, {"pool": 2}, {"recent": 2.0}], ids=str
+    ("options", "message"),
+    [
+        ({"keep": 0.0}, "must be more than 0 and at most 1, not 0.0"),
+        ({"keep": 1.1}, "must be more than 0 and at most 1, not 1.1"),
+        ({"window": 0}, "must be at least 1, not 0"),
+        ({"recent": 2.0}, "must be at least 0 and at most 1, not 2.0"),
+    ],
+    ids=str,
 )
-def test_options_that_do_not_fit_are_refused(model, options):
+def test_options_out_of_their_range_are_refused(options, message):
     (name,) = options
-    with pytest.raises(ValueError, match=f"`{name}` of vl_cache is out of its range"):
-        vl_cache(model.config, None, None, **options)
+    with pytest.raises(ConfigError, match=f"'cache.{name}' {message}"):
+        caching.check_options("vl_cache", **options)
+
+
+def test_a_mean_over_neighbours_is_centred(model):
+    with pytest.raises(ValueError, match="`pool` of vl_cache must be odd, .* not 2"):
+        vl_cache(model.config, None, None, pool=2)

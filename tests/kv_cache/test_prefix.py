@@ -61,7 +61,7 @@ def test_a_prompt_is_held_once_however_many_rows_read_it(exact, family):
     policy = exact(family)
     with torch.no_grad():
         prefix = prefill(policy.core, encoded(policy, family)[:2])
-        held = [layer.content for layer in prefix.cache.layers]
+        held = [layer for layer in prefix.cache.layers]
         before = [(one.keys.data_ptr(), one.values.data_ptr()) for one in held]
         prefix = prefix.select(torch.tensor([0, 1] * 8))
         prefix.read(policy.core, prefix.last[:, None], prefix.positions[..., :1])

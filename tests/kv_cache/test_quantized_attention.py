@@ -278,7 +278,7 @@ def test_what_is_hidden_is_found_once_a_step_and_anew_where_rows_or_slots_moved(
     keys = numbers(2, 2, 4, 8)
     for layer in range(2):
         cache.update(keys, keys, layer)
-    layout = cache.layers[0].content.layout
+    layout = cache.layers[0].layout
 
     def look(rows):
         found = []
