@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import count, islice
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from mmrl.kv_cache.layout import find_visual
+from mmrl.kv_cache.layout import placeholder_ids
 
 MakeCache = Callable[[Any, Tensor, Tensor], Any]
 Inputs = Mapping[str, Tensor]
@@ -36,13 +37,9 @@ class Fidelity:
 
 @torch.no_grad()
 def measure(
-    model: nn.Module,
-    prompts: Sequence[Inputs],
-    make_cache: MakeCache | None,
-    *,
-    num_tokens: int = 16,
+    model: nn.Module, prompts: Sequence[Inputs], make_cache: MakeCache | None, *, num_tokens: int = 16,
     cheaper: nn.Module | None = None,
-) -> Fidelity:
+) -> Fidelity:  # fmt: skip
     """Measure the fidelity of a cache, a `cheaper` model, or both, on prompts.
 
     A prompt is the inputs of one call: `input_ids` (1, S), pixels and so on, and if needed `position_ids`
@@ -55,40 +52,46 @@ def measure(
     from transformers import DynamicCache
 
     tested = model if cheaper is None else cheaper
-    agree, kl, sizes = [], [], [0, 0]
+    agree, kl, nbytes, full_nbytes = [], [], 0, 0
     for inputs in prompts:
         full = DynamicCache(config=model.config)
-        expected, answer = _answer(model, inputs, full, None, num_tokens)
-        ids = inputs["input_ids"][:, :-1]
-        if make_cache is None:
-            cache = DynamicCache(config=tested.config)
-        else:
-            cache = make_cache(tested.config, *_masks(tested.config, ids, inputs.get("attention_mask")))
-        logp, _ = _answer(tested, inputs, cache, answer, num_tokens)
+        steps = list(islice(read_answer(model, inputs, full), num_tokens))
+        answer = torch.cat([token for _, token in steps], 1)
+        cache = DynamicCache(config=tested.config)
+        if make_cache is not None:
+            # For the prompt without its last token; without placeholders no token is visual.
+            ids = inputs["input_ids"]
+            real = inputs.get("attention_mask", torch.ones_like(ids))[:, :-1].bool()
+            visual = torch.isin(ids[:, :-1], ids.new_tensor(placeholder_ids(tested.config))) & real
+            cache = make_cache(tested.config, visual, real)
+        others = islice(read_answer(tested, inputs, cache, answer), num_tokens)
+        expected, logp = (torch.stack([wide_log_softmax(x) for x, _ in each], 1) for each in (steps, others))
         agree.append((expected.argmax(-1) == logp.argmax(-1)).float())
         kl.append((expected.exp() * (expected - logp)).sum(-1))
-        sizes[0] += _dense_bytes(cache) if make_cache is None else cache.nbytes
-        sizes[1] += _dense_bytes(full)
+        nbytes += dense_bytes(cache) if make_cache is None else cache.nbytes
+        full_nbytes += dense_bytes(full)
     agree, kl = torch.cat(agree, 1), torch.cat(kl, 1)
-    return Fidelity(float(agree.mean()), float(kl.mean()), float(kl.max()), agree.numel(), *sizes)
+    scores = float(agree.mean()), float(kl.mean()), float(kl.max())
+    return Fidelity(*scores, agree.numel(), nbytes, full_nbytes)
 
 
-def _dense_bytes(cache: Any) -> int:
-    return sum(x.numel() * x.element_size() for layer in cache.layers for x in (layer.keys, layer.values))
+def wide_log_softmax(logits: Tensor) -> Tensor:
+    """Compute log-probabilities in float32, of float64 in float64."""
+    return (logits if logits.dtype == torch.float64 else logits.float()).log_softmax(-1)
 
 
-def _masks(config: Any, ids: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-    real = torch.ones_like(ids) if mask is None else mask[:, : ids.shape[1]]
-    try:
-        return find_visual(config, ids, real)
-    except ValueError:  # a model of text; a cache that needs visual tokens refuses it itself
-        return torch.zeros_like(real, dtype=torch.bool), real.bool()
+def dense_bytes(cache: Any) -> int:
+    """Bytes of the keys and values of a cache of dense layers."""
+    return sum(x.nbytes for layer in cache.layers for x in (layer.keys, layer.values))
 
 
-def _answer(
-    model: nn.Module, inputs: Inputs, cache: Any, answer: Tensor | None, num: int
-) -> tuple[Tensor, Tensor]:
-    """Read a prompt and an answer, greedy if None: log-probabilities (1, num, V) and tokens (1, num)."""
+def read_answer(
+    model: nn.Module, inputs: Inputs, cache: Any, answer: Tensor | None = None
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Read a prompt into a cache, then an answer (1, t) token by token, greedy without one.
+
+    Yields, without end, the logits (1, V) of the next token and that token (1, 1).
+    """
     inputs = dict(inputs)
     ids, positions = inputs.pop("input_ids"), inputs.pop("position_ids", None)
     mask = inputs.pop("attention_mask", torch.ones_like(ids))
@@ -96,35 +99,35 @@ def _answer(
     if positions is not None:
         cut["position_ids"] = positions[..., :-1]
     model(input_ids=ids[:, :-1], attention_mask=mask[:, :-1], past_key_values=cache, use_cache=True, **cut)
-    token, logps, tokens = ids[:, -1:], [], []
-    for t in range(num):
-        place = {} if positions is None else {"position_ids": positions[..., -1:]}
-        if place and t:
-            place["position_ids"] = (positions.max() + t).expand_as(positions[..., -1:])
+    token = ids[:, -1:]
+    for t in count():
         logits = model(
             input_ids=token,
             attention_mask=torch.cat([mask, mask.new_ones(1, t)], 1),
             past_key_values=cache,
             use_cache=True,
-            **place,
+            **answer_positions(positions, t, t + 1),
         ).logits[:, -1]
-        logps.append((logits if logits.dtype == torch.float64 else logits.float()).log_softmax(-1))
-        token = logps[-1].argmax(-1, keepdim=True) if answer is None else answer[:, t : t + 1]
-        tokens.append(token)
-    return torch.stack(logps, 1), torch.cat(tokens, 1)
+        token = logits.argmax(-1, keepdim=True) if answer is None else answer[:, t : t + 1]
+        yield logits, token
+
+
+def answer_positions(positions: Tensor | None, start: int, stop: int) -> dict[str, Tensor]:
+    """Give the positions (..., stop - start) of input tokens; number 0 is the last one of the prompt.
+
+    Later tokens count on from the largest position, which may be that of an image. Without positions, none.
+    """
+    if positions is None:
+        return {}
+    steps = torch.arange(max(start, 1), stop, device=positions.device)
+    later = (positions.max() + steps).expand(*positions.shape[:-1], -1)
+    return {"position_ids": later if start else torch.cat([positions[..., -1:], later], -1)}
 
 
 def gate(
-    model: nn.Module,
-    prompts: Sequence[Inputs],
-    make_cache: MakeCache | None,
-    *,
-    num_tokens: int = 16,
-    min_agreement: float = 0.9,
-    max_kl: float = 0.1,
-    allow: bool = False,
-    cheaper: nn.Module | None = None,
-) -> Fidelity:
+    model: nn.Module, prompts: Sequence[Inputs], make_cache: MakeCache | None, *, num_tokens: int = 16,
+    min_agreement: float = 0.9, max_kl: float = 0.1, allow: bool = False, cheaper: nn.Module | None = None,
+) -> Fidelity:  # fmt: skip
     """Measure and print the fidelity of a cache, a `cheaper` model or both; raise below the thresholds.
 
     `min_agreement` is a share of tokens, `max_kl` a mean in nats; with `allow` nothing is raised.
@@ -142,21 +145,14 @@ def gate(
 
 
 def choose(
-    model: nn.Module,
-    prompts: Sequence[Inputs],
-    candidates: Mapping[str, MakeCache],
-    *,
-    num_tokens: int = 16,
-    min_agreement: float = 0.9,
-    max_kl: float = 0.1,
-) -> str:
+    model: nn.Module, prompts: Sequence[Inputs], candidates: Mapping[str, MakeCache], *,
+    num_tokens: int = 16, min_agreement: float = 0.9, max_kl: float = 0.1,
+) -> str:  # fmt: skip
     """Measure and print several caches; return the name of the smallest one within the thresholds."""
     measured = {
-        name: measure(model, prompts, make_cache, num_tokens=num_tokens)
-        for name, make_cache in candidates.items()
+        name: measure(model, prompts, make, num_tokens=num_tokens) for name, make in candidates.items()
     }
-    for name, x in measured.items():
-        print(f"cache {name}: {x}")
+    print("\n".join(f"cache {name}: {fidelity}" for name, fidelity in measured.items()))
     good = [name for name, x in measured.items() if x.agreement >= min_agreement and x.kl <= max_kl]
     if not good:
         raise ValueError(

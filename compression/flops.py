@@ -46,40 +46,42 @@ class Prefill:
         Window attention counts whole blocks, as they are computed, and causal attention half. Choosing and
         merging tokens is not counted.
         """
-        counts = self.visual_by_layer(shape.layers, pruning)
-        return sum(self._layer(shape, pruning, i, n) for i, n in enumerate(counts))
+        total, s = 0, shape
+        for i, n in enumerate(self.visual_by_layer(s.layers, pruning)):
+            split, units = split_heads(pruning.heads_of(i), s.heads, s.kv_heads), pruning.ffn_units_of(i)
+            kept = s.heads if split.kept is None else len(split.kept)
+            needed = s.kv_heads if split.needed is None else len(split.needed)
+            inner = s.inner if units is None else len(units)
+            frozen = i in pruning.frozen
+            # q and o have s.heads heads, k and v s.kv_heads; the gated MLP has three matrices.
+            total += 2 * self.text * s.width * (s.head_dim * 2 * (s.heads + s.kv_heads) + 3 * s.inner)
+            # A frozen layer computes only keys and values of visual tokens.
+            total += 2 * n * s.width * s.head_dim * 2 * (needed + (0 if frozen else kept))
+            total += 0 if frozen else 6 * n * s.width * inner
+            # Two products of head_dim multiply-adds for each pair of query and key.
+            total += 4 * s.head_dim * self.count_pairs(s, pruning, n, kept, frozen)
+        return total
 
-    def _layer(self, shape: ModelShape, pruning: PruningSpec, i: int, n: int) -> int:
-        s, split = shape, split_heads(pruning.heads_of(i), shape.heads, shape.kv_heads)
-        kept = s.heads if split.kept is None else len(split.kept)
-        needed = s.kv_heads if split.needed is None else len(split.needed)
-        frozen = i in pruning.frozen
-        ffn_units = pruning.ffn_units_of(i)
-        inner = s.inner if ffn_units is None else len(ffn_units)
-        # q and o have s.heads heads, k and v s.kv_heads; the gated MLP has three matrices.
-        text = 2 * self.text * s.width * (s.head_dim * 2 * (s.heads + s.kv_heads) + 3 * s.inner)
-        visual = 2 * n * s.width * s.head_dim * 2 * (needed + (0 if frozen else kept))
-        visual += 0 if frozen else 6 * n * s.width * inner
-        return text + visual + 4 * s.head_dim * self._pairs(s, pruning, n, kept, frozen)
+    def count_pairs(self, shape: ModelShape, pruning: PruningSpec, n: int, kept: int, frozen: bool) -> int:
+        """Count pairs of query and key of a layer with `n` visual tokens, summed over heads.
 
-    def _pairs(self, s: ModelShape, pruning: PruningSpec, n: int, kept: int, frozen: bool) -> int:
-        """Count pairs of query and key, summed over heads."""
-        columns = self.text + n
+        Visual tokens attend in `kept` heads; in a `frozen` layer only text attends.
+        """
+        text, columns = self.text, self.text + n
         if not n:
-            return s.heads * self.text * (self.text + 1) // 2
-        # In dropped heads only text attends; a frozen layer computes no visual queries.
-        lost = (s.heads - kept) * self.text * columns
+            return shape.heads * text * (text + 1) // 2
+        lost = (shape.heads - kept) * text * columns  # in dropped heads only text attends
         if frozen or not kept:
-            return lost + kept * self.text * columns
+            return lost + kept * text * columns
         if pruning.radius is None:
             return lost + kept * columns * (columns + 1) // 2
         if n < self.visual:
-            return lost + kept * (self.text + n) * columns
+            return lost + kept * columns * columns
         near = 0
-        for shape in self.rasters:
-            blocks, queries, keys = block_keys(*shape, pruning.radius, pruning.causal)
+        for raster in self.rasters:
+            blocks, queries, keys = block_keys(*raster, pruning.radius, pruning.causal)
             near += blocks * queries * (keys + self.before)
-        return lost + kept * (self.text * columns + near)
+        return lost + kept * (text * columns + near)
 
     def visual_operations(self, shape: ModelShape, pruning: PruningSpec) -> float:
         """Count the operations of visual tokens as arXiv 2410.06169 does.
@@ -90,9 +92,9 @@ class Prefill:
         for i, n in enumerate(self.visual_by_layer(shape.layers, pruning)):
             if i in pruning.frozen:
                 continue
-            heads, ffn_units = pruning.heads_of(i), pruning.ffn_units_of(i)
+            heads, units = pruning.heads_of(i), pruning.ffn_units_of(i)
             kept = shape.heads if heads is None else len(heads)
-            inner = shape.inner if ffn_units is None else len(ffn_units)
+            inner = shape.inner if units is None else len(units)
             groups = shape.kv_heads * kept / shape.heads
             total += 4 * n * shape.width * shape.head_dim * (kept + groups)
             total += 4 * n * self.mean_keys(pruning, n) * shape.head_dim * kept + 6 * n * shape.width * inner

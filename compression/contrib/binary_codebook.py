@@ -116,13 +116,6 @@ def fit_vectors(x: Tensor, signs: Tensor, count: Tensor) -> Tensor:
     return torch.linalg.solve(signs.mT @ signs + ridge, signs.mT @ x)
 
 
-def matrix_root(metric: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute the symmetric square root of a metric (..., D, D), and its inverse."""
-    values, basis = torch.linalg.eigh(metric.double())
-    values = values.clamp(min=1e-12).sqrt()[..., None, :]
-    return ((basis * values) @ basis.mT).to(metric.dtype), ((basis / values) @ basis.mT).to(metric.dtype)
-
-
 def fit(
     x: Tensor, nbits: float, *, valid: Tensor | None = None, metric: Tensor | None = None, rounds: int = 3
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -139,9 +132,12 @@ def fit(
     if metric is None:
         vectors = initial_vectors(covariance, num)
     else:
-        forth, back = matrix_root(metric)
-        # With u = root @ x the weighted error is a plain one: fit in u, and map the vectors back.
-        vectors = initial_vectors(forth @ covariance @ forth, num) @ back
+        # With u = root @ x, root the symmetric square root of the metric, the weighted error is a plain one:
+        # fit in u, and map the vectors back.
+        values, basis = torch.linalg.eigh(metric.double())
+        values = values.clamp(min=1e-12).sqrt()[..., None, :]
+        root, inverse = ((x @ basis.mT).to(metric.dtype) for x in (basis * values, basis / values))
+        vectors = initial_vectors(root @ covariance @ root, num) @ inverse
     signs = choose_signs(away, vectors, metric=metric)
     for number in range(rounds + 1):
         vectors = fit_vectors(away, signs * weight, count)

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from mmrl.compression.contrib.binary_codebook import Codebook, fit, quantize_codebook
-from mmrl.compression.fidelity import PER_TOKEN, Inputs
+from mmrl.compression.fidelity import Inputs, answer_positions, read_answer
 from mmrl.kv_cache.layout import find_visual
 
 SIDES, PARTS = ("keys", "values"), ("mean", "vectors", "metric")
@@ -45,9 +46,6 @@ class CalibratedCodebook:
         mean, vectors, metric = (x.to(like.device, exact) for x in (self.mean, self.vectors, self.metric))
         codebook = quantize_codebook(mean, vectors, like.dtype)
         return replace(codebook, metric=metric, calibrated=True)
-
-
-# ---- files
 
 
 def write_codebooks(codebooks: Mapping[str, Tensor], path: str | Path) -> None:
@@ -86,21 +84,11 @@ def _read(path: str, changed: int) -> dict[str, Tensor]:
     return load_file(path)
 
 
-# ---- fitting
-
-
 def calibrate_codebooks(
-    model: nn.Module,
-    prompts: Sequence[Inputs],
-    *,
-    nbits: float = 1.0,
-    value_nbits: float | None = None,
-    of: Literal["prompt", "visual"] = "visual",
-    first: int = 8,
-    num_tokens: int = 16,
-    rounds: int = 4,
+    model: nn.Module, prompts: Sequence[Inputs], *, nbits: float = 1.0, value_nbits: float | None = None,
+    of: Literal["prompt", "visual"] = "visual", first: int = 8, num_tokens: int = 16, rounds: int = 4,
     generator: torch.Generator | None = None,
-) -> dict[str, Tensor]:
+) -> dict[str, Tensor]:  # fmt: skip
     """Fit codebooks on prompts, each the inputs of one call as in `fidelity.measure`.
 
     Returns "keys.mean" (L, h, 1, D), "keys.vectors" (L, h, m, D), "keys.metric" (L, h, D, D), and the same of
@@ -110,104 +98,76 @@ def calibrate_codebooks(
     """
     if not prompts:
         raise ValueError("there is no prompt to fit codebooks on; give at least one")
-    bits = {"keys": nbits, "values": nbits if value_nbits is None else value_nbits}
-    tokens: dict[str, list[list[Tensor]]] = {side: [] for side in SIDES}
-    moments: dict[str, Any] = dict.fromkeys(SIDES, 0.0)
+    tokens: dict[str, list[list[Tensor]]] = {"keys": [], "values": []}
+    moments: dict[str, Any] = {"keys": 0.0, "values": 0.0}
     for inputs in prompts:
-        coded = _coded(model.config, inputs, of, first)
+        # The tokens that the cache will quantise; the last one of a prompt is not in it.
+        ids = inputs["input_ids"][:, :-1]
+        coded = torch.arange(ids.shape[1], device=ids.device) >= first
+        if of == "visual":
+            coded &= find_visual(model.config, ids)[0][0]
+        coded = coded.nonzero()[:, 0]
         sample = coded[:: max(1, len(coded) * len(prompts) // TOKENS)]
-        for side, layers in zip(SIDES, _gradients(model, inputs, num_tokens, generator), strict=True):
-            tokens[side].append([x[0, :, sample].float().cpu() for x, _ in layers])
-            slopes = torch.stack([slope[0, :, coded] for _, slope in layers]).float()
+        for side, (read, slopes) in margin_gradients(model, inputs, num_tokens, generator).items():
+            tokens[side].append([x[0, :, sample].detach().float().cpu() for x in read])
+            slopes = torch.stack([x[0, :, coded] for x in slopes]).float()  # (L, h, n, D)
             moments[side] = moments[side] + (slopes.mT @ slopes).cpu()
-    fitted = {side: _fit(tokens[side], _metric(moments[side]), bits[side], rounds) for side in SIDES}
-    return {f"{side}.{name}": x for side, tensors in fitted.items() for name, x in tensors.items()}
+    codebooks = {}
+    for side, bits in (("keys", nbits), ("values", nbits if value_nbits is None else value_nbits)):
+        metric = codebooks[f"{side}.metric"] = scale_metric(moments[side])
+        fitted = [
+            fit(torch.cat(x, 1)[None], bits, metric=metric[layer, None], rounds=rounds)[:2]
+            for layer, x in enumerate(zip(*tokens[side], strict=True))
+        ]
+        for name, x in zip(("mean", "vectors"), zip(*fitted, strict=True), strict=True):
+            codebooks[f"{side}.{name}"] = torch.cat(x)
+    return codebooks
 
 
-def _fit(tokens: list[list[Tensor]], metric: Tensor, nbits: float, rounds: int) -> dict[str, Tensor]:
-    """Fit the codebooks of keys or of values to tokens (h, n, D) of every prompt and layer."""
-    fitted = [
-        fit(torch.cat(x, 1)[None], nbits, metric=metric[layer, None], rounds=rounds)
-        for layer, x in enumerate(zip(*tokens, strict=True))
-    ]
-    mean, vectors = (torch.cat(x) for x in list(zip(*fitted, strict=True))[:2])
-    return {"mean": mean, "vectors": vectors, "metric": metric}
-
-
-def _metric(moments: Tensor) -> Tensor:
+def scale_metric(moments: Tensor) -> Tensor:
     """Scale second moments (L, h, D, D) to a mean diagonal of 1, and add the floor."""
-    size = moments.shape[-1]
     mean = moments.diagonal(dim1=-2, dim2=-1).mean(-1)[..., None, None]
-    eye = torch.eye(size, dtype=moments.dtype, device=moments.device)
+    eye = torch.eye(moments.shape[-1], dtype=moments.dtype, device=moments.device)
     # Where the answer reads nothing, in the last layer of some models, all channels weigh the same.
     return torch.where(mean > 0, moments / mean.clamp(min=1e-30), eye) + FLOOR * eye
 
 
-def _coded(config: Any, inputs: Inputs, of: str, first: int) -> Tensor:
-    """List the tokens that the cache will quantise; the last one of a prompt is not in it."""
-    ids = inputs["input_ids"][:, :-1]
-    later = torch.arange(ids.shape[1], device=ids.device) >= first
-    return (find_visual(config, ids)[0][0] & later if of == "visual" else later).nonzero()[:, 0]
-
-
-def _gradients(
+def margin_gradients(
     model: nn.Module, inputs: Inputs, num: int, generator: torch.Generator | None
-) -> tuple[list[tuple[Tensor, Tensor]], list[tuple[Tensor, Tensor]]]:
-    """Compute the keys, and the values, of every layer of a prompt, each with its gradient of the margin."""
+) -> dict[str, tuple[tuple[Tensor, ...], tuple[Tensor, ...]]]:
+    """Compute the "keys" and the "values" of a prompt in every layer, and their gradients of the margin."""
     from transformers import DynamicCache
 
-    ids, positions, cache, answer = _answered(model, inputs, num)
-    prompt = DynamicCache(config=model.config)
+    inputs = {name: x for name, x in inputs.items() if name != "attention_mask"}
+    ids, cache = inputs["input_ids"], DynamicCache(config=model.config)
+    ends = model.generation_config.eos_token_id
+    ends = [] if ends is None else torch.tensor(ends).flatten().tolist()
+    answer = []
+    with torch.no_grad():
+        for _, token in islice(read_answer(model, inputs, cache), num):
+            answer.append(token)
+            if int(token) in ends:
+                break
+    # The prompt again, cut off from how it was computed, then all tokens of the answer but the last at once.
+    length, prompt = ids.shape[1] - 1, DynamicCache(config=model.config)
     read = [
-        [x[:, :, : ids.shape[1] - 1].detach().requires_grad_() for x in (layer.keys, layer.values)]
+        [x[:, :, :length].detach().requires_grad_() for x in (layer.keys, layer.values)]
         for layer in cache.layers
     ]
-    for layer, (keys, values) in enumerate(read):
-        prompt.update(keys, values, layer)
-    query = torch.cat([ids[:, -1:], answer[:, :-1]], 1)
-    place = {}
-    if positions is not None:
-        steps = torch.arange(1, query.shape[1], device=ids.device)
-        later = (positions.max() + steps).expand(*positions.shape[:-1], -1)
-        place["position_ids"] = torch.cat([positions[..., -1:], later], -1)
-    mask = ids.new_ones(1, ids.shape[1] - 1 + query.shape[1])
+    for layer, pair in enumerate(read):
+        prompt.update(*pair, layer)
+    query = torch.cat([ids[:, -1:], *answer[:-1]], 1)
     with torch.enable_grad():
         logits = model(
-            input_ids=query, attention_mask=mask, past_key_values=prompt, use_cache=True, **place
+            input_ids=query,
+            attention_mask=ids.new_ones(1, length + query.shape[1]),
+            past_key_values=prompt,
+            use_cache=True,
+            **answer_positions(inputs.get("position_ids"), 0, query.shape[1]),
         ).logits
-        first, second = logits[0].float().topk(2, -1).values.unbind(-1)
-        signs = torch.randint(2, first.shape, generator=generator).to(first) * 2 - 1
-        slopes = torch.autograd.grad((signs * (first - second)).sum(), [x for pair in read for x in pair])
-    pairs = list(zip([x.detach() for pair in read for x in pair], slopes, strict=True))
-    return pairs[::2], pairs[1::2]
-
-
-@torch.no_grad()
-def _answered(model: nn.Module, inputs: Inputs, num: int) -> tuple[Tensor, Tensor | None, Any, Tensor]:
-    """Answer a prompt greedily: its ids, positions, filled cache, and the answer (1, t)."""
-    from transformers import DynamicCache
-
-    others = dict(inputs)
-    ids, positions = others.pop("input_ids"), others.pop("position_ids", None)
-    others.pop("attention_mask", None)
-    cut = {name: x[:, :-1] if name in PER_TOKEN else x for name, x in others.items()}
-    if positions is not None:
-        cut["position_ids"] = positions[..., :-1]
-    cache = DynamicCache(config=model.config)
-    model(input_ids=ids[:, :-1], past_key_values=cache, use_cache=True, **cut)
-    token, answer = ids[:, -1:], []
-    ends = getattr(model.generation_config, "eos_token_id", None)
-    ends = [] if ends is None else torch.tensor(ends).flatten().tolist()
-    for t in range(num):
-        place = {} if positions is None else {"position_ids": positions[..., -1:]}
-        if place and t:
-            place["position_ids"] = (positions.max() + t).expand_as(positions[..., -1:])
-        mask = ids.new_ones(1, ids.shape[1] + t)
-        logits = model(
-            input_ids=token, attention_mask=mask, past_key_values=cache, use_cache=True, **place
-        ).logits
-        token = logits[:, -1:].argmax(-1)
-        answer.append(token)
-        if int(token) in ends:
-            break
-    return ids, positions, cache, torch.cat(answer, 1)
+        largest, second = logits[0].float().topk(2, -1).values.unbind(-1)
+        signs = torch.randint(2, largest.shape, generator=generator).to(largest) * 2 - 1
+        keys, values = zip(*read, strict=True)
+        slopes = torch.autograd.grad((signs * (largest - second)).sum(), [*keys, *values])
+    layers = len(keys)
+    return {"keys": (keys, slopes[:layers]), "values": (values, slopes[layers:])}
