@@ -7,15 +7,15 @@ cache returns: tensors, or a cache layer of this package, which then attends its
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 
-from mmrl.kv_cache.layers import QuantizedLayer, SharedPrefixLayer
+from mmrl.kv_cache.layers import CacheLayer
 
 PREFIX, UNMASKED = "mmrl_", "mmrl_unmasked"
 BASES = ("sdpa", "eager")
@@ -56,6 +56,23 @@ def install(config: Any) -> None:
 
 
 @contextmanager
+def use_attention(config: Any, name: str) -> Iterator[None]:
+    """Set the attention of a model for one call only, so that other readers of the config meet its own."""
+    text = config.get_text_config(decoder=True)
+    before = text._attn_implementation
+    text._attn_implementation = name
+    try:
+        yield
+    finally:
+        text._attn_implementation = before
+
+
+def read_shared_prefix(config: Any) -> AbstractContextManager[None]:
+    """Let a model read tokens that follow a shared prefix, while the context lasts."""
+    return use_attention(config, UNMASKED)
+
+
+@contextmanager
 def record_keys(config: Any) -> Iterator[list[Tensor]]:
     """Record the keys that the model's attention gets, if its masks are those of sdpa or eager."""
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS as MASKS
@@ -67,61 +84,33 @@ def record_keys(config: Any) -> Iterator[list[Tensor]]:
         return
     token = _RECORDED.set(recorded)
     try:
-        with _implementation(config, register(base)):
+        with use_attention(config, register(base)):
             yield recorded
     finally:
         _RECORDED.reset(token)
 
 
-@contextmanager
-def read_shared_prefix(config: Any) -> Iterator[None]:
-    """Let a model read tokens that follow a shared prefix."""
-    with _implementation(config, UNMASKED):
-        yield
-
-
-@contextmanager
-def _implementation(config: Any, name: str) -> Iterator[None]:
-    """Set the attention of a model for one call only, so that other readers of the config meet its own."""
-    text = config.get_text_config(decoder=True)
-    before = text._attn_implementation
-    text._attn_implementation = name
-    try:
-        yield
-    finally:
-        text._attn_implementation = before
-
-
 def attend(
-    base: str,
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor | QuantizedLayer | SharedPrefixLayer,
-    value: Tensor | QuantizedLayer | SharedPrefixLayer,
-    attention_mask: Tensor | None,
-    scaling: float | None = None,
-    **others: Any,
-) -> tuple[Tensor, Tensor | None]:
+    base: str, module: nn.Module, query: Tensor, key: Tensor | CacheLayer, value: Tensor | CacheLayer,
+    attention_mask: Tensor | None, scaling: float | None = None, **others: Any,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Attend from (N, H, t, D) queries to tensors as `base` does, or to a cache layer: (N, t, H, D)."""
     if isinstance(key, Tensor):
         recorded = _RECORDED.get()
         if recorded is not None and all(others.get(name) is None for name in UNSUPPORTED):
             recorded.append(key)
-        return _function(base, module)(module, query, key, value, attention_mask, scaling=scaling, **others)
-    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-    if key.pending is None:
-        return key.attend(query, attention_mask, scaling), None
-    # The first pass of a prompt whose recipe decides by its queries what to store.
-    keys, values = key.pending
-    repeats = len(query) // len(keys)
-    key.recipe.score(key, query[::repeats], scaling)
-    keys, values = (x.repeat_interleave(repeats, 0) if repeats > 1 else x for x in (keys, values))
-    return _function(base, module)(module, query, keys, values, attention_mask, scaling=scaling, **others)
-
-
-def _function(base: str, module: nn.Module) -> Callable:
-    """Find an attention function by name; each modeling file of transformers has an eager one of its own."""
+    else:
+        scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+        if key.pending is None:
+            return key.attend(query, attention_mask, scaling), None
+        # The first pass of a prompt whose recipe decides by its queries what to store.
+        layer, (key, value) = key, key.pending
+        repeats = len(query) // len(key)
+        layer.recipe.score(layer, query[::repeats], scaling)
+        key, value = (x.repeat_interleave(repeats, 0) if repeats > 1 else x for x in (key, value))
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    own = getattr(inspect.getmodule(type(module)), "eager_attention_forward", None)
-    return ALL_ATTENTION_FUNCTIONS.get_interface(base, own)
+    # Each modeling file of transformers has an eager function of its own.
+    eager = getattr(inspect.getmodule(type(module)), "eager_attention_forward", None)
+    function = ALL_ATTENTION_FUNCTIONS.get_interface(base, eager)
+    return function(module, query, key, value, attention_mask, scaling=scaling, **others)
