@@ -46,7 +46,7 @@ class Codebook:
     @property
     def nbytes(self) -> int:
         """Bytes that a cache stores; 0 if calibrated."""
-        return 0 if self.calibrated else self.vectors.nbytes + self.low.numel() * self.low.element_size()
+        return 0 if self.calibrated else self.vectors.nbytes + self.low.nbytes
 
     def dense(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return low and vectors as numbers."""
@@ -57,11 +57,6 @@ class Codebook:
         if self.calibrated:
             return self
         return replace(self, low=self.low[rows], vectors=self.vectors.map(lambda x: x[rows]))
-
-
-def count_vectors(nbits: float, size: int) -> int:
-    """Number of vectors for `nbits` bits per number."""
-    return max(1, round(nbits * size))
 
 
 def allocate_bits(variance: Tensor, num: int) -> tuple[Tensor, Tensor]:
@@ -105,6 +100,7 @@ def choose_signs(
     signs = torch.zeros_like(wanted) if signs is None else signs.mT.clone()
     own = inner.diagonal(dim1=-2, dim2=-1)[..., None]
     for j in list(range(signs.shape[-2])) * sweeps:
+        # v_j' metric times the sum of all signs' vectors, less the one of sign j itself
         others = (inner[..., j, None, :] @ signs)[..., 0, :] - own[..., j, :] * signs[..., j, :]
         signs[..., j, :] = (wanted[..., j, :] >= others).to(x.dtype).mul_(2).sub_(1)
     return signs.mT
@@ -128,7 +124,8 @@ def fit(
     count = weight.sum(-2, keepdim=True)
     mean = (exact * weight).sum(-2, keepdim=True) / count.clamp(min=1)
     away = (exact - mean) * weight
-    num, covariance = count_vectors(nbits, x.shape[-1]), away.mT @ away / count.clamp(min=1)
+    # `nbits` per number are that many vectors for every channel.
+    num, covariance = max(1, round(nbits * x.shape[-1])), away.mT @ away / count.clamp(min=1)
     if metric is None:
         vectors = initial_vectors(covariance, num)
     else:
@@ -186,25 +183,20 @@ class CodebookBlock:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of bits and codebook."""
-        return self.packed.numel() + self.codebook.nbytes
+        return self.packed.nbytes + self.codebook.nbytes
 
     def dots(self, query: Tensor) -> Tensor:
-        """Multiply queries with keys: scores."""
         low, vectors = self.codebook.dense(query.dtype)
         scores = dots((query @ vectors.mT).flatten(0, 1), self.packed.flatten(0, 1), 1)
         return scores.view(*query.shape[:3], -1).add_(query @ low.mT)
 
     def mix(self, weights: Tensor) -> Tensor:
-        """Sum values by weights."""
         low, vectors = self.codebook.dense(weights.dtype)
         sums = mix(weights.flatten(0, 1), self.packed.flatten(0, 1), 1, self.codebook.num_vectors)
         return sums.view(*weights.shape[:3], -1) @ vectors + weights.sum(-1, keepdim=True) * low
 
     def dense(self) -> Tensor:
-        """Compute the tokens."""
         return decode(self.packed, self.codebook)
 
     def select(self, rows: Tensor) -> CodebookBlock:
-        """Keep rows, in this order."""
         return replace(self, packed=self.packed[rows], codebook=self.codebook.select(rows))

@@ -19,11 +19,11 @@ from mmrl.kv_cache.quantization import Codes, dequantize, rotate
 class Block(Protocol):
     """Keys or values of some tokens, with their products with queries and with attention weights."""
 
-    nbytes: int
+    nbytes: int  # of everything stored
 
-    def dots(self, query: Tensor) -> Tensor: ...  # (R, h, Q, D) to (R, h, Q, n)
-    def mix(self, weights: Tensor) -> Tensor: ...  # (R, h, Q, n) to (R, h, Q, D)
-    def dense(self) -> Tensor: ...  # (R, h, n, D)
+    def dots(self, query: Tensor) -> Tensor: ...  # scores of queries (R, h, Q, D) with keys: (R, h, Q, n)
+    def mix(self, weights: Tensor) -> Tensor: ...  # sums of values by weights (R, h, Q, n): (R, h, Q, D)
+    def dense(self) -> Tensor: ...  # the tokens, dequantised: (R, h, n, D)
     def select(self, rows: Tensor) -> Block: ...  # keeps rows, in this order
 
 
@@ -35,7 +35,6 @@ class ExactBlock:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the tokens."""
         return self.x.nbytes
 
     @cached_property
@@ -45,11 +44,9 @@ class ExactBlock:
         return flat, flat.mT
 
     def dots(self, query: Tensor) -> Tensor:
-        """Multiply queries with keys: scores."""
         return self._times(query, self._flat[1])
 
     def mix(self, weights: Tensor) -> Tensor:
-        """Sum values by weights."""
         return self._times(weights, self._flat[0])
 
     def _times(self, x: Tensor, other: Tensor) -> Tensor:
@@ -57,11 +54,9 @@ class ExactBlock:
         return product.view(*x.shape[:3], -1).to(x.dtype)
 
     def dense(self) -> Tensor:
-        """Return the tokens."""
         return self.x
 
     def select(self, rows: Tensor) -> ExactBlock:
-        """Keep rows, in this order."""
         return ExactBlock(self.x[rows])
 
 
@@ -82,7 +77,6 @@ class CodedBlock:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of codes and scales."""
         return self.codes.nbytes
 
     @cached_property
@@ -92,7 +86,7 @@ class CodedBlock:
         return packed, scale, low, low.mT
 
     def dots(self, query: Tensor) -> Tensor:
-        """Multiply queries with keys: scores. Scales must be those of channels."""
+        # Scales must be those of channels.
         groups = self.codes.packed.shape[2]
         packed, scale, _, low = self._flat
         each = self._rotate(query).flatten(0, 1)
@@ -106,7 +100,6 @@ class CodedBlock:
         return scores.view(*query.shape[:2], groups, *scores.shape[1:]).transpose(2, 3).flatten(-2)
 
     def mix(self, weights: Tensor) -> Tensor:
-        """Sum values by weights."""
         if self.codes.by_token:
             return self._rotate(self._mix_by_token(weights))
         groups, shape = self.codes.packed.shape[2], weights.shape[:3]
@@ -133,11 +126,9 @@ class CodedBlock:
         return out.sum(2).movedim(2, 3).flatten(-2)
 
     def dense(self) -> Tensor:
-        """Dequantise the tokens."""
         return self._rotate(dequantize(self.codes)).flatten(2, 3)
 
     def select(self, rows: Tensor) -> CodedBlock:
-        """Keep rows, in this order."""
         return replace(self, codes=self.codes.map(lambda x: x[rows]))
 
     def _rotate(self, x: Tensor) -> Tensor:

@@ -112,7 +112,6 @@ class PromptCache:
             layer.layout = layout
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep rows, in this order."""
         if not self.layers[0].length:
             return
         # Layers of a pruned model have different layouts; one that several layers share moves once.
@@ -124,11 +123,9 @@ class PromptCache:
             layer.batch_select_indices(indices)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Keep the rows of beams."""
         self.batch_select_indices(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat every row, copies side by side."""
         owner = self.layers[0].layout.groups.owner
         if len(owner):
             self.batch_select_indices(owner.new_tensor(range(len(owner))).repeat_interleave(repeats))

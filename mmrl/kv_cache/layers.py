@@ -85,23 +85,19 @@ class CacheLayer:
 
     @property
     def is_initialized(self) -> bool:
-        """Whether tokens were read."""
         return self.length > 0
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Do nothing: memory is allocated with the first tokens."""
+        pass  # memory is allocated with the first tokens
 
     def get_seq_length(self) -> int:
-        """Return the number of slots."""
         return self.length
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Return the number of keys that a mask is for, and the first one's slot."""
-        return self.length + query_length, 0
+        return self.length + query_length, 0  # the number of keys, and the slot of the first one
 
     def get_max_length(self) -> int:
-        """Return -1: there is no limit."""
-        return -1
+        return -1  # none
 
     def shared_parts(self) -> list[Part]:
         """List the parts of keys and values that have slots."""
@@ -274,7 +270,6 @@ class QuantizedLayer(CacheLayer):
         return reduce(torch.add, out).reshape(rows, heads, num, size).transpose(1, 2).to(query.dtype)
 
     def select(self, rows: Tensor, prompts: Tensor | None) -> None:
-        """Keep rows, in this order; `prompts` are those still in use, None for all."""
         if self.shared is None:
             return
         if prompts is not None:
@@ -282,7 +277,6 @@ class QuantizedLayer(CacheLayer):
         self.tail.select(rows)
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Drop the last slots, minus `tokens_to_remove` many."""
         if not tokens_to_remove or self.shared is None:
             return
         self.length = max(0, self.length + tokens_to_remove)

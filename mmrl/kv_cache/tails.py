@@ -231,12 +231,10 @@ class ResidualWindow:
         return sides
 
     def select(self, rows: Tensor) -> None:
-        """Keep rows, in this order."""
         for side in self._sides():
             side.select(rows)
 
     def crop(self, length: int) -> None:
-        """Drop the tokens from this slot on."""
         self.length = length
         for side in self._sides():
             side.crop(length)

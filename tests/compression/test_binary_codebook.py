@@ -11,7 +11,6 @@ from mmrl.compression.contrib.binary_codebook import (
     CodebookBlock,
     allocate_bits,
     choose_signs,
-    count_vectors,
     decode,
     encode,
     fit,
@@ -160,4 +159,4 @@ def test_numbers_in_half_precision_are_held_as_such():
     codebook = made(x, 2)[0]
     found = decode(encode(x, codebook), codebook)
     assert found.dtype == torch.bfloat16 and lost(x.float(), found.float()) < 0.004
-    assert count_vectors(0.01, 16) == 1
+    assert made(x, 0.01)[0].num_vectors == 1
