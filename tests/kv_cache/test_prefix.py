@@ -38,12 +38,10 @@ def walk(policy: Tokens, family: str, *, share_prefix: bool) -> list[torch.Tenso
     with torch.no_grad():
         prefix = prefill(policy.core, prompts[:3], share_prefix=share_prefix).select(which)
         assert len(prefix.cache.layers) == 2
-        found, at = [], 0
+        found = []
         for num, kept in ((1, None), (3, [0, 2, 3, 4]), (1, [3, 1, 2]), (40, [0, 1]), (1, None), (1, [0])):
             ids = torch.randint(20, 200, (len(prefix.last), num), generator=gen)
-            positions = prefix.positions[..., 1:] + torch.arange(at, at + num)
-            found.append(prefix.read(policy.core, ids, positions))
-            at += num
+            found.append(prefix.read(ids))
             if kept is not None:
                 prefix = prefix.select(torch.tensor(kept))
     return found
@@ -64,7 +62,7 @@ def test_a_prompt_is_held_once_however_many_rows_read_it(exact, family):
         held = [layer for layer in prefix.cache.layers]
         before = [(one.keys.data_ptr(), one.values.data_ptr()) for one in held]
         prefix = prefix.select(torch.tensor([0, 1] * 8))
-        prefix.read(policy.core, prefix.last[:, None], prefix.positions[..., :1])
+        prefix.read(prefix.last[:, None])
         assert [(one.keys.data_ptr(), one.values.data_ptr()) for one in held] == before
         assert all(len(one.keys) == len(one.values) == 2 for one in held)
         prefix.select(torch.tensor([1, 3, 5]))
@@ -259,5 +257,5 @@ def test_the_models_own_attention_stands_in_its_config_whatever_happens(exact):
         prefix = prefill(policy.core, encoded(policy, "qwen2_5_vl")[:1])
         assert text._attn_implementation == "sdpa"
         with pytest.raises(IndexError):
-            prefix.read(policy.core, torch.tensor([[10**6]]), prefix.positions[..., :1])
+            prefix.read(torch.tensor([[10**6]]))
     assert text._attn_implementation == "sdpa"

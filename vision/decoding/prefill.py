@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 
 from mmrl.core.tensor import cat_padded
 from mmrl.kv_cache import hf_cache
@@ -28,22 +29,36 @@ class Prefix:
     token.
     """
 
+    core: nn.Module
     cache: Any
     mask: Tensor  # (P, S) int64
     last: Tensor  # (P,) id of the last token
-    positions: Tensor  # (A, P, 2): of the last token, and of the first token of an answer
-    reading: Callable[[Any], AbstractContextManager] = nullcontext  # entered, with the config, for a forward
+    last_position: Tensor  # (A, P) of the last token
+    next_position: Tensor  # (A, P) of the first token of an answer
+    reading: Callable[[Any], AbstractContextManager]  # entered, with the config, for a forward
+    length: int = 0  # tokens that were read after the cached ones
 
     def select(self, which: Tensor) -> Prefix:
         """Index prompts or rows by (n,) numbers. Gradients of several rows of a prompt add up in it."""
         self.cache.batch_select_indices(which)
-        return replace(self, mask=self.mask[which], last=self.last[which], positions=self.positions[:, which])
+        return replace(
+            self,
+            mask=self.mask[which],
+            last=self.last[which],
+            last_position=self.last_position[:, which],
+            next_position=self.next_position[:, which],
+        )
 
-    def read(self, core: nn.Module, ids: Tensor, positions: Tensor) -> Tensor:
-        """Run tokens (n, t) at positions (A, n, t) after everything in the cache: states (n, t, width)."""
+    def read(self, ids: Tensor) -> Tensor:
+        """Run the next tokens (n, t), the last of the prompt first: states (n, t, width)."""
+        steps = torch.arange(self.length - 1, self.length - 1 + ids.shape[1], device=ids.device)
+        positions = self.next_position[..., None] + steps
+        if not self.length:  # after a video the last token need not stand right before the answer
+            positions[..., 0] = self.last_position
+        self.length += ids.shape[1]
         self.mask = torch.cat([self.mask, self.mask.new_ones(ids.shape)], 1)
-        with self.reading(core.config):
-            return core(
+        with self.reading(self.core.config):
+            return self.core(
                 input_ids=ids,
                 attention_mask=self.mask,
                 position_ids=squeeze_axes(positions),
@@ -68,16 +83,14 @@ def prefill(
         share_prefix: Rows share the keys and values of their prompt, instead of a copy for every row, which
             models get whose attention does not go through transformers' interface.
     """
+    from transformers import DynamicCache
+
     device = core.get_input_embeddings().weight.device
-    cut = [
-        EncodedPrompt(prompt.uid, prompt.ids[:-1], prompt.positions[:, :-1], prompt.media)
-        for prompt in prompts
-    ]
+    cut = [replace(prompt, ids=prompt.ids[:-1], positions=prompt.positions[:, :-1]) for prompt in prompts]
     ids, mask, positions = pad_left(cut, device)
-    visual = torch.isin(ids, ids.new_tensor(placeholder_ids(core.config)))
-    cache = (make_cache or _exact_cache)(core.config, visual & mask.bool(), mask.bool())
-    recording = record_keys(core.config) if share_prefix and make_cache is None else nullcontext([])
-    with recording as recorded:
+    visual = torch.isin(ids, ids.new_tensor(placeholder_ids(core.config))) & mask.bool()
+    cache = make_cache(core.config, visual, mask.bool()) if make_cache else DynamicCache(config=core.config)
+    with record_keys(core.config) if share_prefix and not make_cache else nullcontext([]) as recorded:
         core(
             input_ids=ids,
             attention_mask=mask,
@@ -87,31 +100,28 @@ def prefill(
             **merge_media([prompt.media for prompt in prompts], device),
         )
     shared = hf_cache.share_prefix(cache, recorded, mask) if recorded else None
-    last = torch.stack([prompt.ids[-1] for prompt in prompts]).to(device)
-    end = torch.stack([prompt.positions[:, -1] for prompt in prompts], 1)  # (A, P)
-    start = torch.tensor([prompt.next_position for prompt in prompts]).expand_as(end)
-    ends = torch.stack([end, start], -1).to(device)
-    if shared is None:
-        return Prefix(cache, mask, last, ends)
-    return Prefix(shared, mask, last, ends, read_shared_prefix)
-
-
-def _exact_cache(config: Any, visual: Tensor, mask: Tensor) -> Any:
-    from transformers import DynamicCache
-
-    return DynamicCache(config=config)
+    ends = torch.stack([prompt.positions[:, -1] for prompt in prompts], 1)  # (A, P)
+    return Prefix(
+        core,
+        cache if shared is None else shared,
+        mask,
+        last=torch.stack([prompt.ids[-1] for prompt in prompts]).to(device),
+        last_position=ends.to(device),
+        next_position=torch.tensor([prompt.next_position for prompt in prompts]).expand_as(ends).to(device),
+        reading=nullcontext if shared is None else read_shared_prefix,
+    )
 
 
 def pad_left(prompts: Sequence[EncodedPrompt], device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
     """Pad prompts on the left: ids and mask (P, S), positions (A, P, S)."""
-    size = max(len(prompt.ids) for prompt in prompts)
-    ids = torch.zeros(len(prompts), size, dtype=torch.int64)
-    mask = torch.zeros_like(ids)
-    positions = torch.zeros(len(prompts[0].positions), len(prompts), size, dtype=torch.int64)
-    for i, prompt in enumerate(prompts):
-        at = size - len(prompt.ids)
-        ids[i, at:], mask[i, at:], positions[:, i, at:] = prompt.ids, 1, prompt.positions
-    return ids.to(device), mask.to(device), positions.to(device)
+
+    def padded(sequences: list[Tensor]) -> Tensor:
+        return pad_sequence(sequences, batch_first=True, padding_side="left").to(device)
+
+    ids = padded([prompt.ids for prompt in prompts])
+    mask = padded([torch.ones_like(prompt.ids) for prompt in prompts])
+    positions = padded([prompt.positions.T for prompt in prompts])
+    return ids, mask, positions.permute(2, 0, 1).contiguous()
 
 
 def squeeze_axes(positions: Tensor) -> Tensor:
@@ -122,13 +132,11 @@ def squeeze_axes(positions: Tensor) -> Tensor:
 def merge_media(media: Sequence[dict[str, Tensor]], device: torch.device) -> dict[str, Tensor]:
     """Concatenate the media tensors of several prompts, padding tiles and frames to the largest."""
     names = dict.fromkeys(name for tensors in media for name in tensors)
-    videos = [tensors[VIDEOS] for tensors in media if VIDEOS in tensors]
-    frames = {video.shape[1] for video in videos if video.dim() == 5}
+    columns = {name: [tensors[name] for tensors in media if name in tensors] for name in names}
+    frames = {video.shape[1] for video in columns.get(VIDEOS, ()) if video.dim() == 5}
     if len(frames) > 1:
         raise ValueError(
             f"this model reads videos of one number of frames together, not of {sorted(frames)}; "
             "give `min_frames` and `max_frames` of the data the same value"
         )
-    return {
-        name: cat_padded([tensors[name] for tensors in media if name in tensors]).to(device) for name in names
-    }
+    return {name: cat_padded(tensors).to(device) for name, tensors in columns.items()}

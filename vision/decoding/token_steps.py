@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 
 from mmrl.config.schema import ConfigError
 from mmrl.core.types import Unit
@@ -15,9 +16,8 @@ from mmrl.vision.decoding.prefill import merge_media, pad_left, prefill, squeeze
 from mmrl.vision.models.processor import EncodedPrompt
 
 PROMPT = -1  # owner of tokens that every answer attends to
-FORBIDDEN = (
-    -1e30
-)  # a logit of probability 0; unlike minus infinity, its product with that probability is finite
+# A logit of probability 0; unlike minus infinity, its product with that probability is finite.
+FORBIDDEN = -1e30
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,12 +71,8 @@ def read_cached(core: nn.Module, steps: TokenSteps, *, share_prefix: bool = True
     """Prefill the prompts, then run all answers: (N, longest, width) states, each predicting a token."""
     device = core.get_input_embeddings().weight.device
     prefix = prefill(core, steps.prompts, share_prefix=share_prefix).select(steps.which.to(device))
-    width = steps.longest
     # The inputs are shifted by one: the last token of the prompt predicts the first of the answer.
-    ids = torch.cat([prefix.last[:, None], steps.ids[:, : width - 1].to(device)], 1)
-    last, first = prefix.positions[..., :1], prefix.positions[..., 1:]
-    positions = torch.cat([last, first + torch.arange(width - 1, device=device)], -1)
-    return prefix.read(core, ids, positions)
+    return prefix.read(torch.cat([prefix.last[:, None], steps.ids[:, : steps.longest - 1].to(device)], 1))
 
 
 def read_packed(core: nn.Module, steps: TokenSteps) -> Tensor:
@@ -87,25 +83,65 @@ def read_packed(core: nn.Module, steps: TokenSteps) -> Tensor:
     the end of a row are arbitrary.
     """
     device = core.get_input_embeddings().weight.device
-    packed = [_pack(steps, i) for i in range(len(steps.prompts))]
-    ids, mask, positions = pad_left([sequence for sequence, *_ in packed], device)
-    size = ids.shape[1]
-    owner, index = torch.full(ids.shape, PROMPT), torch.zeros(ids.shape, dtype=torch.int64)
+    sequences, owners, indices = zip(*(_pack(steps, i) for i in range(len(steps.prompts))), strict=True)
+    ids, mask, positions = pad_left(sequences, device)
+    owner = pad_sequence(owners, batch_first=True, padding_value=PROMPT, padding_side="left")
+    index = pad_sequence(indices, batch_first=True, padding_side="left")
     where = torch.zeros(len(steps.ids), steps.longest, dtype=torch.int64)
-    for i, (_, owners, indices, starts) in enumerate(packed):
-        first = size - len(owners)
-        owner[i, first:], index[i, first:] = owners, indices
-        for row, start in starts.items():
-            where[row] = first + start + torch.arange(steps.longest)
-    masks = _masks(layer_windows(core.config), owner.to(device), index.to(device), mask.bool())
+    for row, prompt in enumerate(steps.which.tolist()):
+        places = (owner[prompt] == row).nonzero()[:, 0]
+        where[row, : len(places)] = places
     hidden = core(
         input_ids=ids,
-        attention_mask=masks if len(masks) > 1 else next(iter(masks.values())),
+        attention_mask=_masks(layer_windows(core.config), owner.to(device), index.to(device), mask.bool()),
         use_cache=False,
         position_ids=squeeze_axes(positions),
         **merge_media([prompt.media for prompt in steps.prompts], device),
     ).last_hidden_state
-    return hidden[steps.which[:, None].to(device), where.clamp(max=size - 1).to(device)]
+    return hidden[steps.which[:, None].to(device), where.to(device)]
+
+
+def _pack(steps: TokenSteps, number: int) -> tuple[EncodedPrompt, Tensor, Tensor]:
+    """Concatenate a prompt and its answers, each of which starts with the prompt's last token.
+
+    Returns the sequence, the owner of every token (a row or `PROMPT`), and its index in the unpacked sequence
+    of that row.
+    """
+    prompt = steps.prompts[number]
+    before = len(prompt.ids) - 1
+    ids, positions = [prompt.ids[:-1]], [prompt.positions[:, :-1]]
+    owners, indices = [torch.full((before,), PROMPT)], [torch.arange(before)]
+    for row in (steps.which == number).nonzero()[:, 0].tolist():
+        length = max(1, int(steps.length[row]))
+        after = (prompt.next_position + torch.arange(length - 1)).expand(len(prompt.positions), -1)
+        ids += [prompt.ids[-1:], steps.ids[row, : length - 1]]
+        positions += [prompt.positions[:, -1:], after]
+        owners.append(torch.full((length,), row))
+        indices.append(before + torch.arange(length))
+    sequence = replace(prompt, ids=torch.cat(ids), positions=torch.cat(positions, 1))
+    return sequence, torch.cat(owners), torch.cat(indices)
+
+
+def _masks(
+    windows: dict[str, int | None], owner: Tensor, index: Tensor, mask: Tensor
+) -> Tensor | dict[str, Tensor]:
+    """Make the attention mask (P, 1, S, S), by type of layer where there are several.
+
+    Owners, indices and padding are (P, S). A token attends to earlier tokens of the prompt and of the same
+    answer, within the window of the layer.
+    """
+    size = owner.shape[1]
+    earlier = torch.ones(size, size, dtype=torch.bool, device=owner.device).tril()
+    same = (owner[:, :, None] == owner[:, None, :]) | (owner[:, None, :] == PROMPT)
+    # A padded token attends to itself: the softmax of a row without any key would be NaN.
+    alone = torch.eye(size, dtype=torch.bool, device=owner.device) & ~mask[:, :, None]
+    allowed = (earlier & same & mask[:, None, :]) | alone
+    distance = index[:, :, None] - index[:, None, :]
+    masks = {
+        name: (allowed if window is None else allowed & (distance < window))[:, None]
+        for name, window in windows.items()
+    }
+    return masks if len(masks) > 1 else masks.popitem()[1]
 
 
 def layer_windows(config: Any) -> dict[str, int | None]:
@@ -127,46 +163,3 @@ def layer_windows(config: Any) -> dict[str, int | None]:
             f"{', '.join(other)} of '{text.model_type}' cannot read; set `gradient_checkpointing: false`"
         )
     return {name: windows[name] for name in sorted(set(types))}
-
-
-def _pack(steps: TokenSteps, number: int) -> tuple[EncodedPrompt, Tensor, Tensor, dict[int, int]]:
-    """Concatenate a prompt and its answers.
-
-    Every answer starts with the last token of the prompt, which predicts its first. Returns the sequence, the
-    owner of every token (a row or `PROMPT`), its index in the unpacked sequence of that row, and the start of
-    every row.
-    """
-    prompt = steps.prompts[number]
-    before = len(prompt.ids) - 1
-    ids, positions = [prompt.ids[:-1]], [prompt.positions[:, :-1]]
-    owners, indices = [torch.full((before,), PROMPT)], [torch.arange(before)]
-    starts, at = {}, before
-    for row in (steps.which == number).nonzero()[:, 0].tolist():
-        length = max(1, int(steps.length[row]))
-        after = (prompt.next_position + torch.arange(length - 1)).expand(len(prompt.positions), -1)
-        ids.append(torch.cat([prompt.ids[-1:], steps.ids[row, : length - 1]]))
-        positions.append(torch.cat([prompt.positions[:, -1:], after], 1))
-        owners.append(torch.full((length,), row))
-        indices.append(before + torch.arange(length))
-        starts[row] = at
-        at += length
-    sequence = EncodedPrompt(prompt.uid, torch.cat(ids), torch.cat(positions, 1), prompt.media)
-    return sequence, torch.cat(owners), torch.cat(indices), starts
-
-
-def _masks(windows: dict[str, int | None], owner: Tensor, index: Tensor, mask: Tensor) -> dict[str, Tensor]:
-    """Make the attention mask (P, 1, S, S) of every type of layer from owners, indices and padding (P, S).
-
-    A token attends to earlier tokens of the prompt and of the same answer, within the window of the layer.
-    """
-    size = owner.shape[1]
-    earlier = torch.ones(size, size, dtype=torch.bool, device=owner.device).tril()
-    same = (owner[:, :, None] == owner[:, None, :]) | (owner[:, None, :] == PROMPT)
-    # A padded token attends to itself: the softmax of a row without any key would be NaN.
-    alone = torch.eye(size, dtype=torch.bool, device=owner.device) & ~mask[:, :, None]
-    allowed = (earlier & same & mask[:, None, :]) | alone
-    distance = index[:, :, None] - index[:, None, :]
-    return {
-        name: (allowed if window is None else allowed & (distance < window))[:, None]
-        for name, window in windows.items()
-    }

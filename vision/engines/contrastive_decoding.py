@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import Annotated, Literal
@@ -16,7 +16,7 @@ from mmrl.config.ranges import NonNegativeFloat, PositiveShare, Probability, Ran
 from mmrl.config.registry import engine
 from mmrl.core.rng import Stream
 from mmrl.core.types import Prompt, Rollouts, Trajectory
-from mmrl.vision.decoding.decoding import CachedReader, GenerationRequest, LogitsReader, PartialReader
+from mmrl.vision.decoding.decoding import GenerationRequest, LogitsReader
 from mmrl.vision.decoding.token_steps import FORBIDDEN
 from mmrl.vision.engines.generate import Generate
 from mmrl.vision.media.corruptions import add_noise, map_frames, random_crop, without_media
@@ -78,10 +78,8 @@ class ContrastiveDecoding:
                 "`contrast_alpha` and `contrast_alpha_std` must list as many numbers, at least one, not "
                 f"{means} and {stds}"
             )
-        if max(means) > 1 or any(b - a < gap for a, b in pairwise(means)):
-            raise ValueError(
-                f"`contrast_alpha` must not be above 1 and must rise by the `gap` of {gap}, not be {means}"
-            )
+        if any(b - a < gap for a, b in pairwise(means)):
+            raise ValueError(f"`contrast_alpha` must rise by the `gap` of {gap}, not be {means}")
         if mix == "prob" and (min(means) < 0 or decay_gamma):
             raise ValueError(
                 "`mix: prob` takes ratios in [0, 1] and no `decay_gamma`: a probability cannot be negative; "
@@ -109,8 +107,7 @@ class ContrastiveDecoding:
         turn, place = divmod(index, len(self.contrast_alpha))
         generator = self.stream.generator("contrast_alpha", uid, turn)
         last = -math.inf
-        settings = zip(self.contrast_alpha[: place + 1], self.contrast_alpha_std, strict=False)
-        for mean, std in settings:
+        for mean, std in list(zip(self.contrast_alpha, self.contrast_alpha_std, strict=True))[: place + 1]:
             low, high = (0.0, 1.0) if mean >= 0 else (-math.inf, 0.0)
             for _ in range(TRIES if std else 1):
                 value = mean + std * float(torch.randn((), generator=generator, dtype=torch.float64))
@@ -123,21 +120,16 @@ class ContrastiveDecoding:
         return last
 
     def _begin(self, rows: Sequence[GenerationRequest]) -> LogitsReader:
+        """Make a reader that runs each row with the image, without it, or both, as its ratio needs."""
         device = self.policy.core.get_input_embeddings().weight.device
         ratio = torch.tensor([self.ratio(row.prompt.uid, row.index) for row in rows], device=device)
         # The plausible tokens and the confidence are those of p, whatever the ratio.
         needs_p = self.plausibility_threshold > 0 or self.decay_gamma > 0 or self.confidence_threshold < 1
-        corrupted: dict[str, EncodedPrompt] = {}
-        for row in rows:
-            if row.prompt.uid not in corrupted:
-                corrupted[row.prompt.uid] = self._corrupted(row)
-
-        def reader(prompts: list[EncodedPrompt]) -> LogitsReader:
-            return CachedReader(self.engine.rollout_policy, prompts, self.engine.cache)
-
+        distinct = {row.prompt.uid: row for row in rows}
+        corrupted = {uid: self._corrupted(row) for uid, row in distinct.items()}
         return MixtureReader(
-            PartialReader((ratio != 1) | needs_p, lambda some: reader([rows[i].encoded for i in some])),
-            PartialReader(ratio != 0, lambda some: reader([corrupted[rows[i].prompt.uid] for i in some])),
+            PartialReader((ratio != 1) | needs_p, self.engine.reader, [row.encoded for row in rows]),
+            PartialReader(ratio != 0, self.engine.reader, [corrupted[row.prompt.uid] for row in rows]),
             ratio,
             self,
         )
@@ -155,6 +147,39 @@ class ContrastiveDecoding:
             for name, value in row.encoded.media.items()
         }
         return replace(row.encoded, media=pixels)
+
+
+class PartialReader:
+    """Reads only the rows of a batch that need it; the others get logits of 0."""
+
+    def __init__(
+        self,
+        rows: Tensor,
+        begin: Callable[[Sequence[EncodedPrompt]], LogitsReader],
+        prompts: Sequence[EncodedPrompt],
+    ) -> None:
+        self.rows = rows  # (n,) bool
+        needed = rows.nonzero()[:, 0].tolist()
+        self.reader = begin([prompts[i] for i in needed]) if needed else None
+
+    def read(self, token: Tensor | None) -> Tensor | float:
+        """Read a token of the rows that need it: (n, V), or the number 0 if no row does."""
+        if self.reader is None:
+            return 0.0
+        logits = self.reader.read(token if token is None else token[self.rows])
+        if self.rows.all():
+            return logits
+        return logits.new_zeros(len(self.rows), logits.shape[1]).index_put((self.rows,), logits)
+
+    def keep(self, rows: Tensor) -> None:
+        """Continue with some rows of the batch."""
+        # The wrapped reader numbers its own rows: those that need it, in order.
+        inside = (self.rows.cumsum(0) - 1)[rows][self.rows[rows]]
+        self.rows = self.rows[rows]
+        if not len(inside):
+            self.reader = None
+        elif self.reader is not None:
+            self.reader.keep(inside)
 
 
 class MixtureReader:

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
 from mmrl.config.ranges import ShareBelowOne
 from mmrl.config.registry import engine
-from mmrl.core.types import Prompt, Rollouts, Trajectory
-from mmrl.vision.decoding.decoding import (
-    CachedReader,
-    ForcedPrefixReader,
-    GenerationRequest,
-    LogitsReader,
-    split_in_halves,
-)
+from mmrl.core.types import Prompt, Rollouts
+from mmrl.vision.decoding.decoding import GenerationRequest, LogitsReader, split_in_halves
+from mmrl.vision.decoding.token_steps import FORBIDDEN
 from mmrl.vision.engines.contrastive_decoding import record_ratio
 from mmrl.vision.engines.generate import Generate
 from mmrl.vision.media.corruptions import without_media
@@ -40,20 +39,42 @@ class DropoutNtp:
     def rollout(self, prompts: Sequence[Prompt]) -> Rollouts:
         """Answer half of the entries of every prompt, and continue those answers for the other half."""
         first, second = split_in_halves(prompts)
-        whole = self.engine.decode(first, self.engine.reader)
+        whole = self.engine.rollout(first)
         cut = {uid: [row for row in whole if row.prompt.uid == uid][:size] for uid, size in second.items()}
-        continued = self.engine.decode(
-            [row.prompt for rows in cut.values() for row in rows],
-            lambda requests: self._begin(requests, cut),
-        )
+
+        def begin(rows: Sequence[GenerationRequest]) -> LogitsReader:
+            encode = self.policy.prompt_encoder.encode
+            device = self.policy.core.get_input_embeddings().weight.device
+            reader = self.engine.reader([encode(without_media(row.prompt)) for row in rows])
+            answers = [cut[row.prompt.uid][row.index].steps.ids.to(device) for row in rows]
+            return ForcedPrefixReader(reader, [ids[: int(self.share * len(ids))] for ids in answers])
+
+        continued = self.engine.decode([row.prompt for rows in cut.values() for row in rows], begin)
         return (
             *(record_ratio(row, 0.0, "0") for row in whole),
             *(record_ratio(row, 1.0, "1") for row in continued),
         )
 
-    def _begin(self, rows: Sequence[GenerationRequest], cut: dict[str, list[Trajectory]]) -> LogitsReader:
-        device = self.policy.core.get_input_embeddings().weight.device
-        encoded = [self.policy.prompt_encoder.encode(without_media(row.prompt)) for row in rows]
-        reader = CachedReader(self.engine.rollout_policy, encoded, self.engine.cache)
-        answers = [cut[row.prompt.uid][row.index].steps.ids for row in rows]
-        return ForcedPrefixReader(reader, [ids[: int(self.share * len(ids))] for ids in answers], device)
+
+class ForcedPrefixReader:
+    """Forces rows to start with given tokens: until those end, every other token has probability 0."""
+
+    def __init__(self, reader: LogitsReader, forced: Sequence[Tensor]) -> None:
+        self.reader = reader
+        self.forced = pad_sequence(list(forced), batch_first=True, padding_value=-1)  # (n, T)
+        self.length = 0
+
+    def read(self, token: Tensor | None) -> Tensor:
+        """Read a token, and mask all logits but that of the next forced token of a row."""
+        logits = self.reader.read(token)
+        if self.length < self.forced.shape[1]:
+            wanted = self.forced[:, self.length, None]
+            only = torch.full_like(logits, FORBIDDEN).scatter(1, wanted.clamp(min=0), 0.0)
+            logits = torch.where(wanted >= 0, only, logits)
+        self.length += 1
+        return logits
+
+    def keep(self, rows: Tensor) -> None:
+        """Continue with some rows."""
+        self.reader.keep(rows)
+        self.forced = self.forced[rows]

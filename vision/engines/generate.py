@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
-from torch import Tensor
 
 from mmrl.config.ranges import NonNegativeFloat, NonNegativeInt, PositiveInt, PositiveShare, ShareBelowOne
 from mmrl.config.registry import engine
@@ -15,16 +14,11 @@ from mmrl.core.onednn import onednn
 from mmrl.core.rng import Stream
 from mmrl.core.types import Outcome, Prompt, Rollouts, Trajectory
 from mmrl.runtime.modules import LOW
-from mmrl.vision.decoding.decoding import (
-    BeginReading,
-    CachedReader,
-    GenerationRequest,
-    LogitsReader,
-    TokenSampler,
-)
+from mmrl.vision.decoding.decoding import BeginReading, CachedReader, GenerationRequest, draw_tokens
 from mmrl.vision.decoding.prefill import MakeCache
 from mmrl.vision.decoding.token_steps import TokenRow
 from mmrl.vision.models.loading import EngineModel, TokenPolicy, cache_enabled
+from mmrl.vision.models.processor import EncodedPrompt
 
 COMPACT = 8  # finished rows leave the batch once they are one in this many
 
@@ -69,11 +63,11 @@ class Generate:
 
     def rollout(self, prompts: Sequence[Prompt]) -> Rollouts:
         """Answer every entry, in order."""
-        return self.decode(prompts, self.reader)
+        return self.decode(prompts, lambda rows: self.reader([row.encoded for row in rows]))
 
-    def reader(self, rows: Sequence[GenerationRequest]) -> LogitsReader:
-        """Make a reader of rows with the engine's model and cache."""
-        return CachedReader(self.rollout_policy, [row.encoded for row in rows], self.cache)
+    def reader(self, prompts: Sequence[EncodedPrompt]) -> CachedReader:
+        """Make a reader of one row per prompt, with the engine's model and cache."""
+        return CachedReader(self.rollout_policy, prompts, self.cache)
 
     @contextmanager
     def exactly(self) -> Iterator[None]:
@@ -108,19 +102,20 @@ class Generate:
         return tuple(finished)
 
     def _answer(self, rows: list[GenerationRequest], begin: BeginReading) -> list[Trajectory]:
-        device = self.policy.core.get_input_embeddings().weight.device
+        """Sample one batch, a token of every row at a time, until all rows have ended."""
+        device, encoder = self.policy.core.get_input_embeddings().weight.device, self.policy.prompt_encoder
+        options = {"temperature": self.temperature, "top_p": self.top_p}
+        options |= {"top_k": self.top_k, "min_p": self.min_p}
         uniform = torch.stack([row.uniform for row in rows]).to(device)
-        ends = torch.tensor(self.policy.prompt_encoder.end, device=device)
+        ends = torch.tensor(encoder.end, device=device)
         ids = torch.zeros(len(rows), self.max_completion_length, dtype=torch.int64, device=device)
         logp, entropy = (torch.zeros(ids.shape, device=device) for _ in range(2))
         length = torch.full((len(rows),), self.max_completion_length, device=device)
         ended = torch.zeros(len(rows), dtype=torch.bool, device=device)
-        # A new sampler for every batch, because its settings may follow schedules.
-        sampler = TokenSampler(self.temperature, self.top_p, self.top_k, self.min_p)
         reader, token = begin(rows), None
         batch = torch.arange(len(rows), device=device)  # the rows that the reader still has
         for t in range(self.max_completion_length):
-            token, *values = sampler.draw(reader.read(token), uniform[batch, t])
+            token, *values = draw_tokens(reader.read(token), uniform[batch, t], **options)
             alive = ~ended[batch]
             now = batch[alive]
             ids[now, t], logp[now, t], entropy[now, t] = token[alive], *(v[alive].float() for v in values)
@@ -133,17 +128,12 @@ class Generate:
                 kept = (~finished).nonzero()[:, 0]
                 reader.keep(kept)
                 batch, token = batch[kept], token[kept]
-        ids, logp, entropy, length, ended = (x.cpu() for x in (ids, logp, entropy, length, ended))
-        return [
-            self._row(row, ids[i, :n], logp[i, :n], entropy[i, :n], bool(ended[i]))
-            for i, (row, n) in enumerate(zip(rows, length.tolist(), strict=True))
-        ]
-
-    def _row(
-        self, row: GenerationRequest, ids: Tensor, logp: Tensor, entropy: Tensor, ended: bool
-    ) -> Trajectory:
-        text = self.policy.prompt_encoder.text(ids)
-        outcome = Outcome(text=text, end=len(ids), tags={"finish": "stop" if ended else "length"})
-        steps = TokenRow(row.encoded, ids, self.temperature or 1.0)
-        notes = {"logp": logp, "entropy": entropy, "token": ids}
-        return Trajectory(row.prompt, row.prompt.uid, (outcome,), steps, len(ids), notes)
+        columns = {"logp": logp.cpu(), "entropy": entropy.cpu(), "token": ids.cpu()}
+        answers = []
+        for i, (row, n, stopped) in enumerate(zip(rows, length.tolist(), ended.tolist(), strict=True)):
+            notes = {name: column[i, :n] for name, column in columns.items()}
+            text = encoder.text(notes["token"])
+            outcome = Outcome(text=text, end=n, tags={"finish": "stop" if stopped else "length"})
+            steps = TokenRow(row.encoded, notes["token"], self.temperature or 1.0)
+            answers.append(Trajectory(row.prompt, row.prompt.uid, (outcome,), steps, n, notes))
+        return answers

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Annotated, Literal
 
 from mmrl.config.ranges import Ascending, PositiveShare, Range
@@ -50,7 +51,8 @@ class WithCorruptedImage:
         rows = self.engine.rollout(first)
         twins = []
         for uid, prompt in {prompt.uid: prompt for prompt in first}.items():
-            corrupted = self._corrupted(prompt)
+            blind = self.kind == "blind"
+            corrupted = without_media(prompt) if blind else map_frames(prompt, partial(self._corrupt, uid))
             for row in [row for row in rows if row.prompt.uid == uid][: second[uid]]:
                 answer = row.outcomes[-1]
                 twin = self.policy.encode(corrupted, answer)
@@ -61,15 +63,9 @@ class WithCorruptedImage:
                 )
         return (*rows, *twins)
 
-    def _corrupted(self, prompt: Prompt) -> Prompt:
-        if self.kind == "blind":
-            return without_media(prompt)
-
-        def corrupt(frames: Frames) -> Frames:
-            # A new generator per call, so that a prompt that is loaded twice shows the same frames.
-            generator = self.stream.generator("distortion", prompt.uid)
-            if self.kind == "crop":
-                return random_crop(frames, generator, self.scale)
-            return add_frame_noise(frames, generator, self.noise_step)
-
-        return map_frames(prompt, corrupt)
+    def _corrupt(self, uid: str, frames: Frames) -> Frames:
+        # A new generator per call, so that a prompt that is loaded twice shows the same frames.
+        generator = self.stream.generator("distortion", uid)
+        if self.kind == "crop":
+            return random_crop(frames, generator, self.scale)
+        return add_frame_noise(frames, generator, self.noise_step)
