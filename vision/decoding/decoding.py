@@ -10,7 +10,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from mmrl.core.types import Prompt
+from mmrl.core.protocols import Engine
+from mmrl.core.types import Prompt, Rollouts, Trajectory
 from mmrl.vision.decoding.prefill import MakeCache, prefill
 from mmrl.vision.decoding.token_steps import FORBIDDEN, distinct_prompts
 from mmrl.vision.models.loading import TokenPolicy
@@ -72,12 +73,17 @@ class GenerationRequest:
     uniform: Tensor
 
 
-def split_in_halves(prompts: Sequence[Prompt]) -> tuple[list[Prompt], dict[str, int]]:
-    """Split the entries of every prompt: the first half (rounded up), and the size of the second by id."""
+def answer_half(engine: Engine, prompts: Sequence[Prompt]) -> tuple[Rollouts, dict[str, list[Trajectory]]]:
+    """Answer half of the entries of every prompt (rounded up).
+
+    Returns the rows, and by prompt id those that the other half is made from.
+    """
     distinct = {prompt.uid: prompt for prompt in prompts}
     counts = Counter(prompt.uid for prompt in prompts)
-    first = [prompt for uid, prompt in distinct.items() for _ in range(counts[uid] - counts[uid] // 2)]
-    return first, {uid: count // 2 for uid, count in counts.items()}
+    rows = engine.rollout([distinct[uid] for uid, count in counts.items() for _ in range(count - count // 2)])
+    return rows, {
+        uid: [row for row in rows if row.prompt.uid == uid][: count // 2] for uid, count in counts.items()
+    }
 
 
 class LogitsReader(Protocol):

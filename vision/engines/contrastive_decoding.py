@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import replace
-from itertools import pairwise
-from typing import Annotated, Literal
+from dataclasses import KW_ONLY, dataclass, replace
+from itertools import count, pairwise
+from typing import Annotated, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -29,6 +29,7 @@ Mix = Literal["log", "prob"]
 
 
 @engine
+@dataclass(eq=False)
 class ContrastiveDecoding:
     """Mix next-token distributions with the image (p) and without it (q): p^(1 - h) q^h, normalised.
 
@@ -55,49 +56,42 @@ class ContrastiveDecoding:
         confidence_threshold: M3ID mixes only where the highest p is below this; 1: everywhere.
     """
 
-    notes: frozenset[str] = frozenset()
+    engine: Generate
+    _: KW_ONLY
+    stream: Stream
+    contrast_alpha: tuple[Annotated[float, Range(high=1)], ...] = (0.6,)
+    contrast_alpha_std: tuple[NonNegativeFloat, ...] = (0.15,)
+    gap: NonNegativeFloat = 0.0
+    mix: Mix = "log"
+    against: Literal["blind", "noised", "cropped"] = "blind"
+    noise_step: Annotated[int, Range(0, 999)] = 500
+    plausibility_threshold: Probability = 0.0
+    decay_gamma: NonNegativeFloat = 0.0
+    confidence_threshold: PositiveShare = 1.0
+    notes: ClassVar[frozenset[str]] = frozenset()
 
-    def __init__(
-        self,
-        engine: Generate,
-        *,
-        stream: Stream,
-        contrast_alpha: tuple[Annotated[float, Range(high=1)], ...] = (0.6,),
-        contrast_alpha_std: tuple[NonNegativeFloat, ...] = (0.15,),
-        gap: NonNegativeFloat = 0.0,
-        mix: Mix = "log",
-        against: Literal["blind", "noised", "cropped"] = "blind",
-        noise_step: Annotated[int, Range(0, 999)] = 500,
-        plausibility_threshold: Probability = 0.0,
-        decay_gamma: NonNegativeFloat = 0.0,
-        confidence_threshold: PositiveShare = 1.0,
-    ) -> None:
-        means, stds = list(contrast_alpha), list(contrast_alpha_std)
+    def __post_init__(self) -> None:
+        means, stds = list(self.contrast_alpha), list(self.contrast_alpha_std)
         if not means or len(means) != len(stds):
             raise ValueError(
                 "`contrast_alpha` and `contrast_alpha_std` must list as many numbers, at least one, not "
                 f"{means} and {stds}"
             )
-        if any(b - a < gap for a, b in pairwise(means)):
-            raise ValueError(f"`contrast_alpha` must rise by the `gap` of {gap}, not be {means}")
-        if mix == "prob" and (min(means) < 0 or decay_gamma):
+        if any(b - a < self.gap for a, b in pairwise(means)):
+            raise ValueError(f"`contrast_alpha` must rise by the `gap` of {self.gap}, not be {means}")
+        if self.mix == "prob" and (min(means) < 0 or self.decay_gamma):
             raise ValueError(
                 "`mix: prob` takes ratios in [0, 1] and no `decay_gamma`: a probability cannot be negative; "
                 "use `log`"
             )
-        self.engine, self.policy, self.stream = engine, engine.policy, stream
-        self.contrast_alpha, self.contrast_alpha_std, self.gap = contrast_alpha, contrast_alpha_std, gap
-        self.mix, self.against, self.noise_step = mix, against, noise_step
-        self.plausibility_threshold = plausibility_threshold
-        self.decay_gamma, self.confidence_threshold = decay_gamma, confidence_threshold
+        self.policy = self.engine.policy
 
     def rollout(self, prompts: Sequence[Prompt]) -> Rollouts:
         """Answer every entry, in order, and record its ratio."""
-        answered: Counter[str] = Counter()
+        counters: dict[str, count[int]] = defaultdict(count)
         rows = []
         for row in self.engine.decode(prompts, self._begin):
-            index = answered[row.prompt.uid]
-            answered[row.prompt.uid] += 1
+            index = next(counters[row.prompt.uid])
             ratio = self.ratio(row.prompt.uid, index)
             rows.append(record_ratio(row, ratio, str(index % len(self.contrast_alpha))))
         return tuple(rows)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -11,7 +13,7 @@ from torch.nn.utils.rnn import pad_sequence
 from mmrl.config.ranges import ShareBelowOne
 from mmrl.config.registry import engine
 from mmrl.core.types import Prompt, Rollouts
-from mmrl.vision.decoding.decoding import GenerationRequest, LogitsReader, split_in_halves
+from mmrl.vision.decoding.decoding import GenerationRequest, LogitsReader, answer_half
 from mmrl.vision.decoding.token_steps import FORBIDDEN
 from mmrl.vision.engines.contrastive_decoding import record_ratio
 from mmrl.vision.engines.generate import Generate
@@ -19,6 +21,7 @@ from mmrl.vision.media.corruptions import without_media
 
 
 @engine
+@dataclass(eq=False)
 class DropoutNtp:
     """Cut half of a prompt's answers after a share of their tokens, and continue them without the image.
 
@@ -31,16 +34,17 @@ class DropoutNtp:
         share: The share of an answer's tokens that is kept, in [0, 1).
     """
 
-    notes: frozenset[str] = frozenset()
+    engine: Generate
+    _: KW_ONLY
+    share: ShareBelowOne = 0.5
+    notes: ClassVar[frozenset[str]] = frozenset()
 
-    def __init__(self, engine: Generate, *, share: ShareBelowOne = 0.5) -> None:
-        self.engine, self.policy, self.share = engine, engine.policy, share
+    def __post_init__(self) -> None:
+        self.policy = self.engine.policy
 
     def rollout(self, prompts: Sequence[Prompt]) -> Rollouts:
         """Answer half of the entries of every prompt, and continue those answers for the other half."""
-        first, second = split_in_halves(prompts)
-        whole = self.engine.rollout(first)
-        cut = {uid: [row for row in whole if row.prompt.uid == uid][:size] for uid, size in second.items()}
+        whole, cut = answer_half(self.engine, prompts)
 
         def begin(rows: Sequence[GenerationRequest]) -> LogitsReader:
             encode = self.policy.prompt_encoder.encode

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import KW_ONLY, dataclass
+from itertools import count
+from typing import ClassVar
 
 import torch
 
@@ -13,17 +16,18 @@ from mmrl.config.registry import engine
 from mmrl.core.onednn import onednn
 from mmrl.core.rng import Stream
 from mmrl.core.types import Outcome, Prompt, Rollouts, Trajectory
-from mmrl.runtime.modules import LOW
+from mmrl.runtime.modules import LOW, evaluating
 from mmrl.vision.decoding.decoding import BeginReading, CachedReader, GenerationRequest, draw_tokens
 from mmrl.vision.decoding.prefill import MakeCache
 from mmrl.vision.decoding.token_steps import TokenRow
-from mmrl.vision.models.loading import EngineModel, TokenPolicy, cache_enabled
+from mmrl.vision.models.loading import EngineModel, TokenPolicy
 from mmrl.vision.models.processor import EncodedPrompt
 
 COMPACT = 8  # finished rows leave the batch once they are one in this many
 
 
 @engine
+@dataclass(eq=False)
 class Generate:
     """Sample answers from a token policy; a checkpoint's generation_config is not read.
 
@@ -40,26 +44,23 @@ class Generate:
             stays exact.
     """
 
-    notes = frozenset({"logp", "entropy", "token"})
+    policy: TokenPolicy
+    _: KW_ONLY
+    stream: Stream
+    max_completion_length: PositiveInt = 256
+    temperature: NonNegativeFloat = 1.0
+    top_p: PositiveShare = 1.0
+    top_k: NonNegativeInt = 0
+    min_p: ShareBelowOne = 0.0
+    batch_size: NonNegativeInt = 0
+    cache: MakeCache | None = None
+    transform: tuple[Callable, ...] = ()
+    notes: ClassVar[frozenset[str]] = frozenset({"logp", "entropy", "token"})
 
-    def __init__(
-        self,
-        policy: TokenPolicy,
-        *,
-        stream: Stream,
-        max_completion_length: PositiveInt = 256,
-        temperature: NonNegativeFloat = 1.0,
-        top_p: PositiveShare = 1.0,
-        top_k: NonNegativeInt = 0,
-        min_p: ShareBelowOne = 0.0,
-        batch_size: NonNegativeInt = 0,
-        cache: MakeCache | None = None,
-        transform: tuple[Callable, ...] = (),
-    ) -> None:
-        self.policy, self.stream, self.cache = policy, stream, cache
-        self.rollout_policy: TokenPolicy = EngineModel(policy, transform) if transform else policy
-        self.max_completion_length, self.batch_size = max_completion_length, batch_size
-        self.temperature, self.top_p, self.top_k, self.min_p = temperature, top_p, top_k, min_p
+    def __post_init__(self) -> None:
+        self.rollout_policy: TokenPolicy = self.policy
+        if self.transform:
+            self.rollout_policy = EngineModel(self.policy, self.transform)
 
     def rollout(self, prompts: Sequence[Prompt]) -> Rollouts:
         """Answer every entry, in order."""
@@ -82,11 +83,10 @@ class Generate:
     @torch.no_grad()
     def decode(self, prompts: Sequence[Prompt], begin: BeginReading) -> Rollouts:
         """Answer every entry, in order, with the logits of a reader that `begin` makes for every batch."""
-        counts: Counter[str] = Counter()
+        counters: dict[str, count[int]] = defaultdict(count)
         rows = []
         for prompt in prompts:
-            index = counts[prompt.uid]
-            counts[prompt.uid] += 1
+            index = next(counters[prompt.uid])
             # A number per token and row: a draw depends on neither the batch nor the other rows.
             generator = self.stream.generator(prompt.uid, index)
             uniform = torch.rand(self.max_completion_length, generator=generator)
@@ -96,7 +96,8 @@ class Generate:
         model, compute = self.rollout_policy.model, self.rollout_policy.compute
         autocast = torch.autocast(model.get_input_embeddings().weight.device.type, compute, compute in LOW)
         finished: list[Trajectory] = []
-        with cache_enabled(model), autocast, onednn(model, pack=True):
+        # Layers with gradient checkpointing refuse a KV cache in training mode.
+        with evaluating(model), autocast, onednn(model, pack=True):
             for at in range(0, len(rows), size):
                 finished += self._answer(rows[at : at + size], begin)
         return tuple(finished)

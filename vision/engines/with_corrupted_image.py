@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
-from functools import partial
-from typing import Annotated, Literal
+from dataclasses import KW_ONLY, dataclass, replace
+from typing import Annotated, ClassVar, Literal
 
 from mmrl.config.ranges import Ascending, PositiveShare, Range
 from mmrl.config.registry import engine
 from mmrl.core.protocols import Engine
 from mmrl.core.rng import Stream
 from mmrl.core.types import Frames, Prompt, Rollouts
-from mmrl.vision.decoding.decoding import split_in_halves
+from mmrl.vision.decoding.decoding import answer_half
 from mmrl.vision.media.corruptions import add_frame_noise, map_frames, random_crop, without_media
 
 
 @engine
+@dataclass(eq=False)
 class WithCorruptedImage:
     """Pair half of a prompt's rollouts with the same answers to a corrupted image, tagged `twin` (mDPO).
 
@@ -31,31 +31,26 @@ class WithCorruptedImage:
         noise_step: Diffusion step of the noise, 0 to 999.
     """
 
-    notes: frozenset[str] = frozenset()
+    engine: Engine
+    _: KW_ONLY
+    stream: Stream
+    kind: Literal["crop", "noise", "blind"] = "crop"
+    scale: Annotated[tuple[PositiveShare, PositiveShare], Ascending()] = (0.01, 0.2)
+    noise_step: Annotated[int, Range(0, 999)] = 500
+    notes: ClassVar[frozenset[str]] = frozenset()
 
-    def __init__(
-        self,
-        engine: Engine,
-        *,
-        stream: Stream,
-        kind: Literal["crop", "noise", "blind"] = "crop",
-        scale: Annotated[tuple[PositiveShare, PositiveShare], Ascending()] = (0.01, 0.2),
-        noise_step: Annotated[int, Range(0, 999)] = 500,
-    ) -> None:
-        self.engine, self.policy, self.stream = engine, engine.policy, stream
-        self.kind, self.scale, self.noise_step = kind, scale, noise_step
+    def __post_init__(self) -> None:
+        self.policy = self.engine.policy
 
     def rollout(self, prompts: Sequence[Prompt]) -> Rollouts:
         """Ask the wrapped engine for half of the rollouts, and append their copies with corrupted images."""
-        first, second = split_in_halves(prompts)
-        rows = self.engine.rollout(first)
+        rows, copied = answer_half(self.engine, prompts)
         twins = []
-        for uid, prompt in {prompt.uid: prompt for prompt in first}.items():
-            blind = self.kind == "blind"
-            corrupted = without_media(prompt) if blind else map_frames(prompt, partial(self._corrupt, uid))
-            for row in [row for row in rows if row.prompt.uid == uid][: second[uid]]:
+        corrupted = {prompt.uid: self._corrupted(prompt) for prompt in prompts}
+        for uid, originals in copied.items():
+            for row in originals:
                 answer = row.outcomes[-1]
-                twin = self.policy.encode(corrupted, answer)
+                twin = self.policy.encode(corrupted[uid], answer)
                 last = twin.outcomes[-1]
                 last = replace(last, tags={**last.tags, "twin": self.kind}, recorded=answer.recorded)
                 twins.append(
@@ -63,9 +58,15 @@ class WithCorruptedImage:
                 )
         return (*rows, *twins)
 
-    def _corrupt(self, uid: str, frames: Frames) -> Frames:
-        # A new generator per call, so that a prompt that is loaded twice shows the same frames.
-        generator = self.stream.generator("distortion", uid)
-        if self.kind == "crop":
-            return random_crop(frames, generator, self.scale)
-        return add_frame_noise(frames, generator, self.noise_step)
+    def _corrupted(self, prompt: Prompt) -> Prompt:
+        if self.kind == "blind":
+            return without_media(prompt)
+
+        def corrupt(frames: Frames) -> Frames:
+            # A new generator per call, so that a prompt that is loaded twice shows the same frames.
+            generator = self.stream.generator("distortion", prompt.uid)
+            if self.kind == "crop":
+                return random_crop(frames, generator, self.scale)
+            return add_frame_noise(frames, generator, self.noise_step)
+
+        return map_frames(prompt, corrupt)

@@ -5,11 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from mmrl.runtime.modules import DTYPES, Derived, model_source
 from mmrl.vision.models.processor import PromptEncoder
@@ -61,15 +60,6 @@ def load_processor(name: str) -> Any:
         return AutoProcessor.from_pretrained(source, trust_remote_code=False)
 
 
-def freeze_vision_tower(model: nn.Module) -> None:
-    """Make only the language model and its head trainable."""
-    trained = {
-        id(p) for part in (model.get_decoder(), model.get_output_embeddings()) for p in part.parameters()
-    }
-    for parameter in model.parameters():
-        parameter.requires_grad_(id(parameter) in trained)
-
-
 def add_adapter(model: nn.Module, *, rank: int, alpha: float, tower: bool) -> nn.Module:
     """Add LoRA to the linear layers of the language model, and of the vision tower, but not to the head."""
     from peft import LoraConfig, get_peft_model
@@ -114,52 +104,6 @@ def checkpoint_layers(model: nn.Module) -> None:
             module.training = True
 
 
-@contextmanager
-def cache_enabled(model: nn.Module) -> Iterator[None]:
-    """Let a model with gradient checkpointing use a KV cache: its layers refuse one in training mode."""
-    training = [module for module in model.modules() if module.training]
-    for module in training:
-        module.training = False
-    try:
-        yield
-    finally:
-        for module in training:
-            module.training = True
-
-
-def save_model(model: nn.Module, adapter: nn.Module | None, processor: Any, folder: Path) -> None:
-    """Write a model folder: the adapter if there is one, else the whole model, and the processor."""
-    (adapter or model).save_pretrained(str(folder))
-    processor.save_pretrained(str(folder))
-
-
-def load_weights(model: nn.Module, adapter: nn.Module | None, folder: Path) -> None:
-    """Load the weights that `save_model` wrote into an existing model, bit for bit."""
-    if adapter is not None:
-        from peft import set_peft_model_state_dict
-        from safetensors.torch import load_file
-
-        set_peft_model_state_dict(adapter, load_file(folder / ADAPTER))
-        return
-    # The folder names one dtype, that of the frozen weights; the widest one loses nothing of trained weights.
-    widest = max((parameter.dtype for parameter in model.parameters()), key=lambda dtype: dtype.itemsize)
-    saved = type(model).from_pretrained(str(folder), dtype=widest, use_safetensors=True).state_dict()
-    with torch.no_grad():
-        for name, value in model.state_dict().items():
-            value.copy_(saved[name])
-
-
-def blank_image(processor: Any) -> dict[str, Tensor]:
-    """Make the model inputs of one small black image."""
-    inputs = processor.image_processor(
-        images=[torch.zeros(3, 56, 56, dtype=torch.uint8)], return_tensors="pt"
-    )
-    return {name: torch.as_tensor(value) for name, value in inputs.items()}
-
-
-# ---- the model that a token engine generates with: the policy itself, or a cheaper view of its
-
-
 class TokenPolicy(Protocol):
     """What an engine needs of a token policy."""
 
@@ -175,7 +119,7 @@ class EngineModel:
 
     def __init__(self, policy: TokenPolicy, transforms: Sequence[Callable]) -> None:
         self.prompt_encoder, self.compute = policy.prompt_encoder, policy.compute
-        self.policy, self._derived = policy, Derived(policy.model, transforms)
+        self.share_prefix, self._derived = policy.share_prefix, Derived(policy.model, transforms)
 
     @property
     def model(self) -> nn.Module:
@@ -186,8 +130,3 @@ class EngineModel:
     def core(self) -> nn.Module:
         """The transformed model without its head."""
         return self.model.base_model
-
-    @property
-    def share_prefix(self) -> bool:
-        """Whether rows with the same prompt share its keys and values, as the policy has it."""
-        return self.policy.share_prefix

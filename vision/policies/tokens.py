@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Set
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -33,15 +33,24 @@ LOGIT_BYTES = 256 << 20  # float32 logits that may exist at once
 
 
 class StepModel(nn.Module):
-    """The trainable module: maps batches of answers to log-probabilities and entropies of their tokens."""
+    """The trainable module: maps batches of answers to log-probabilities and entropies of their tokens.
+
+    `blank` has the inputs of a blank image, which batches without media run through a tower that learns.
+    """
 
     def __init__(
-        self, model: nn.Module, forbidden: list[int], *, compute: torch.dtype, checkpointed: bool, share: bool
+        self,
+        model: nn.Module,
+        forbidden: list[int],
+        *,
+        compute: torch.dtype,
+        checkpointed: bool,
+        share: bool,
+        blank: dict[str, Tensor] | None = None,
     ) -> None:
         super().__init__()
         self.model, self.forbidden, self.compute = model, forbidden, compute
-        self.checkpointed, self.share = checkpointed, share
-        self.blank: dict[str, Tensor] | None = None
+        self.checkpointed, self.share, self.blank = checkpointed, share, blank
 
     def forward(self, steps: TokenSteps, extra: Set[str]) -> dict[str, Tensor]:
         """Compute "logp", and "entropy" if it is in `extra`: (N, longest) each."""
@@ -53,8 +62,14 @@ class StepModel(nn.Module):
             else:
                 with onednn(core):  # not with checkpointing: the recomputation would run without it
                     hidden = read_cached(core, steps, share_prefix=self.share)
-            if self.blank is not None and not any(prompt.media for prompt in steps.prompts):
-                hidden = hidden + 0.0 * self._blank_features(core)
+            if self.blank and not any(prompt.media for prompt in steps.prompts):
+                # Every process must have a gradient for every parameter, those of the tower too.
+                inputs = {name: value.to(device) for name, value in self.blank.items()}
+                features = core.get_image_features(**inputs, return_dict=True)
+                # Qwen3-VL also adds features of earlier tower layers to the language model.
+                earlier = getattr(features, "deepstack_features", None) or ()
+                layers = (features.pooler_output, *earlier)
+                hidden = hidden + 0.0 * sum(part.sum() for layer in layers for part in layer)
             # Padding is skipped: the head is the largest product of the model.
             inside = torch.arange(steps.longest)[None] < steps.length[:, None]
             where = tuple(index.to(device) for index in inside.nonzero(as_tuple=True))
@@ -63,16 +78,6 @@ class StepModel(nn.Module):
             values = chunked_logp(hidden[where], head, ids, temperature, self.forbidden, "entropy" in extra)
         zeros = hidden.new_zeros(inside.shape, dtype=values["logp"].dtype)
         return {name: zeros.index_put(where, value) for name, value in values.items()}
-
-    def _blank_features(self, core: nn.Module) -> Tensor:
-        """Run a blank image through the tower: every process must have a gradient for every parameter."""
-        device = core.get_input_embeddings().weight.device
-        features = core.get_image_features(
-            **{name: value.to(device) for name, value in self.blank.items()}, return_dict=True
-        )
-        # Qwen3-VL also adds features of earlier tower layers to the language model.
-        earlier = getattr(features, "deepstack_features", None) or ()
-        return sum(part.sum() for layer in (features.pooler_output, *earlier) for part in layer)
 
 
 def chunked_logp(
@@ -150,11 +155,8 @@ class Tokens:
         self.model = loading.load_model(model, dtype=dtype, attn_implementation=attn_implementation)
         self.model = apply_transforms(self.model, transform)
         pixels = {"shortest_edge": min_pixels, "longest_edge": max_pixels}
-        self.prompt_encoder = PromptEncoder(
-            self.processor,
-            self.model.base_model,
-            pixels={name: value for name, value in pixels.items() if value is not None},
-        )
+        pixels = {name: value for name, value in pixels.items() if value is not None}
+        self.prompt_encoder = PromptEncoder(self.processor, self.model.base_model, pixels=pixels)
         self.adapter = None
         if adapter:
             self.adapter = loading.load_adapter(self.model, adapter)
@@ -163,21 +165,26 @@ class Tokens:
                 self.model, rank=lora_rank, alpha=lora_alpha or 2.0 * lora_rank, tower=not freeze_vision_tower
             )
         elif freeze_vision_tower:
-            loading.freeze_vision_tower(self.model)
+            self.model.requires_grad_(False)
+            self.model.get_decoder().requires_grad_(True)
+            self.model.get_output_embeddings().requires_grad_(True)
         keep_training_precision(self.model)
         if gradient_checkpointing:
             layer_windows(self.model.config)  # raises for layers that cannot be packed
             loading.checkpoint_layers(self.model)
         self.compute, self.share_prefix = DTYPES[dtype], share_prefix
+        blank: dict[str, Any] = {}
+        if not freeze_vision_tower:
+            black = torch.zeros(3, 56, 56, dtype=torch.uint8)
+            blank = dict(self.processor.image_processor(images=[black], return_tensors="pt"))
         self.module: nn.Module = StepModel(
             self.model,
             self.prompt_encoder.placeholders,
             compute=self.compute,
             checkpointed=gradient_checkpointing,
             share=share_prefix,
+            blank={name: torch.as_tensor(value) for name, value in blank.items()},
         )
-        if not freeze_vision_tower:
-            self.module.blank = loading.blank_image(self.processor)
 
     @property
     def core(self) -> nn.Module:
@@ -217,9 +224,22 @@ class Tokens:
         return StepOutput(padded.pop("logp"), padded)
 
     def save(self, folder: Path) -> None:
-        """Write a folder that transformers (or peft, for an adapter) loads."""
-        loading.save_model(self.model, self.adapter, self.processor, folder)
+        """Write a folder that transformers (or peft, for an adapter) loads, with the processor."""
+        (self.adapter or self.model).save_pretrained(str(folder))
+        self.processor.save_pretrained(str(folder))
 
     def load(self, folder: Path) -> None:
         """Load the weights that `save` wrote, bit for bit."""
-        loading.load_weights(self.model, self.adapter, folder)
+        if self.adapter is not None:
+            from peft import set_peft_model_state_dict
+            from safetensors.torch import load_file
+
+            set_peft_model_state_dict(self.adapter, load_file(folder / loading.ADAPTER))
+            return
+        # The folder names one dtype, that of the frozen weights; the widest loses nothing of trained weights.
+        widest = max((weight.dtype for weight in self.model.parameters()), key=lambda dtype: dtype.itemsize)
+        model = type(self.model).from_pretrained(str(folder), dtype=widest, use_safetensors=True)
+        saved = model.state_dict()
+        with torch.no_grad():
+            for name, value in self.model.state_dict().items():
+                value.copy_(saved[name])
