@@ -44,16 +44,6 @@ def random_crop(frames: Frames, generator: torch.Generator, scale: tuple[float, 
     The box has a share of the area drawn from `scale` (low, high), and an aspect ratio between 3:4 and 4:3.
     """
     height, width = frames.pixels.shape[-2:]
-    top, left, tall, wide = _box(height, width, generator, scale)
-    part = frames.pixels[..., top : top + tall, left : left + wide].float()
-    whole = interpolate(part, (height, width), mode="bicubic", antialias=True)
-    return replace(frames, pixels=whole.round().clamp(0, 255).to(torch.uint8))
-
-
-def _box(
-    height: int, width: int, generator: torch.Generator, scale: tuple[float, ...]
-) -> tuple[int, int, int, int]:
-    """Draw top, left, height and width of a box."""
 
     # torchvision draws from the global generator, which a keyed stream must not depend on.
     def between(low: float, high: float) -> float:
@@ -64,9 +54,14 @@ def _box(
         aspect = math.exp(between(math.log(3 / 4), math.log(4 / 3)))
         wide, tall = max(1, round(math.sqrt(area * aspect))), max(1, round(math.sqrt(area / aspect)))
         if wide <= width and tall <= height:
-            return int(between(0, height - tall + 1)), int(between(0, width - wide + 1)), tall, wide
-    side = max(1, min(height, width, round(math.sqrt(height * width * scale[1]))))
-    return (height - side) // 2, (width - side) // 2, side, side
+            top, left = int(between(0, height - tall + 1)), int(between(0, width - wide + 1))
+            break
+    else:
+        wide = tall = max(1, min(height, width, round(math.sqrt(height * width * scale[1]))))
+        top, left = (height - tall) // 2, (width - wide) // 2
+    part = frames.pixels[..., top : top + tall, left : left + wide].float()
+    whole = interpolate(part, (height, width), mode="bicubic", antialias=True)
+    return replace(frames, pixels=whole.round().clamp(0, 255).to(torch.uint8))
 
 
 def add_noise(values: Tensor, generator: torch.Generator, noise_step: int) -> Tensor:

@@ -6,7 +6,7 @@ import hashlib
 import json
 import shutil
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -64,35 +64,28 @@ class MediaWriter:
         """Copy a file, or write the bytes of a row, and return the path relative to the dataset."""
         # Bytes are known by their hash: many rows of a dataset may contain the same image.
         key = hashlib.sha256(ref.data).hexdigest() if ref.data else ref
-        if key not in self.written:
-            self.written[key] = self._write(ref, str(key)) if ref.data else self._copy(ref)
-        return self.written[key]
-
-    def _write(self, ref: MediaRef, digest: str) -> str:
-        if ref.kind != "image":
-            raise MediaError("a video inside a row cannot be read; write it to a file and name that")
-        decode_image(ref.data, ref.path or "the image in the row")
-        suffix = next((e for sign, e in IMAGE_SIGNATURES.items() if ref.data.startswith(sign)), ".img")
-        name = f"{self.folder}/{digest[:20]}{suffix}"
-        self._target(name).write_bytes(ref.data)
-        return name
-
-    def _copy(self, ref: MediaRef) -> str:
-        path = self.root.locate(ref.path)
-        if ref.kind == "image":
-            decode_image(path, str(path))
-        else:
+        if key in self.written:
+            return self.written[key]
+        path = None if ref.data else self.root.locate(ref.path)
+        if path and ref.kind == "video":
             video_duration(path)
-        name = f"{self.folder}/{path.relative_to(self.root.root.resolve()).as_posix()}"
-        target = self._target(name)
-        if target.resolve() != path:
-            shutil.copyfile(path, target)
-        return name
-
-    def _target(self, name: str) -> Path:
-        target = self.output / name
+        elif ref.kind == "video":
+            raise MediaError("a video inside a row cannot be read; write it to a file and name that")
+        else:
+            decode_image(path or ref.data, str(path or ref.path or "the image in the row"))
+        if path:
+            name = path.relative_to(self.root.root.resolve()).as_posix()
+        else:
+            suffix = next((e for sign, e in IMAGE_SIGNATURES.items() if ref.data.startswith(sign)), ".img")
+            name = f"{str(key)[:20]}{suffix}"
+        target = self.output / self.folder / name
         target.parent.mkdir(parents=True, exist_ok=True)
-        return target
+        if path is None:
+            target.write_bytes(ref.data)
+        elif target.resolve() != path:
+            shutil.copyfile(path, target)
+        self.written[key] = f"{self.folder}/{name}"
+        return self.written[key]
 
 
 def readable_rows(
@@ -106,10 +99,9 @@ def readable_rows(
     home = Path(root) if root else path if path.is_dir() else path.parent
     # Ids of the hub are `name` or `owner/name`.
     local = path.exists() or path.suffix in FORMS or path.is_absolute() or len(path.parts) > 2
-    rows: Iterable[DataRow] = Rows(path, home) if local else hub_rows(source, subset)
 
     def readable() -> Iterator[DataRow]:
-        for row in rows:
+        for row in Rows(path, home) if local else hub_rows(source, subset):
             if row.fault:
                 build_log.drop(row.place, row.fault)
             else:
@@ -142,10 +134,10 @@ class SplitFiles:
             part, path = Path(file.name), self.output / f"{split}{self.form}"
             if self.form == ".jsonl":
                 part.replace(path)
-                continue
-            with part.open(encoding="utf-8") as lines:
-                write_rows(path, map(json.loads, lines))
-            part.unlink()
+            else:
+                with part.open(encoding="utf-8") as lines:
+                    write_rows(path, map(json.loads, lines))
+                part.unlink()
 
 
 def is_image_file(path: Path) -> bool:

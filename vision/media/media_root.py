@@ -35,7 +35,7 @@ class MediaRoot:
     cache_bytes: int = CACHE_BYTES
 
     def __post_init__(self) -> None:
-        self._kept: ByteLRU[Frames] = ByteLRU(self.cache_bytes, lambda frames: frames.pixels.numel())
+        self._decoded: ByteLRU[Frames] = ByteLRU(self.cache_bytes, lambda frames: frames.pixels.numel())
 
     def video(self, name: str, sampling: FrameSampling) -> Media:
         """Make a video that is decoded when its frames are first needed."""
@@ -43,9 +43,8 @@ class MediaRoot:
 
     def image(self, name: str) -> Media:
         """Make an image that is decoded when its pixels are first needed."""
-        return self._lazy(
-            "image", name, (name,), lambda path: decode_image(path, str(path), self.max_image_pixels)
-        )
+        limit = self.max_image_pixels
+        return self._lazy("image", name, (name,), lambda path: decode_image(path, str(path), limit))
 
     def locate(self, name: str) -> Path:
         """Resolve a path inside the root; raises `MediaError` for other paths and for files too large."""
@@ -55,7 +54,7 @@ class MediaRoot:
         def load() -> Frames:
             path = self.locate(name)
             # The time of change is part of the key, so that a file that was replaced is decoded anew.
-            return self._kept.get((*key, path.stat().st_mtime_ns), lambda: read(path))
+            return self._decoded.get((*key, path.stat().st_mtime_ns), lambda: read(path))
 
         return Media(kind, name, load, self.root / name)
 
@@ -64,10 +63,8 @@ def decode_image(source: Path | bytes, name: str, max_image_pixels: int = MAX_IM
     """Decode a file or bytes as one RGB frame (see `mmrl.data.media.read_image`); `name` is for errors."""
     import numpy
 
-    array = numpy.array(read_image(source, name, max_image_pixels))
-    return Frames(
-        torch.from_numpy(array).permute(2, 0, 1)[None].contiguous(), torch.zeros(1, dtype=torch.float64)
-    )
+    pixels = torch.from_numpy(numpy.array(read_image(source, name, max_image_pixels)))
+    return Frames(pixels.permute(2, 0, 1)[None].contiguous(), torch.zeros(1, dtype=torch.float64))
 
 
 # ---- finding the images and videos that a row of a dataset refers to, in all known layouts
@@ -108,30 +105,30 @@ def media_refs(value: Any, kind: str, name: str) -> Iterator[MediaRef]:
     """List the media in a field: null, a path, bytes, a mapping of `datasets`, or a list of these."""
     match value:
         case None:
-            pass
+            items = []
         case [*values]:
-            for i, item in enumerate(values):
-                yield _media_ref(item, kind, f"{name}[{i}]")
+            items = [(f"{name}[{i}]", item) for i, item in enumerate(values)]
         case _:
-            yield _media_ref(value, kind, name)
-
-
-def _media_ref(value: Any, kind: str, name: str) -> MediaRef:
-    match value:
-        case str() if value.strip():
-            return MediaRef(kind, value)
-        case bytes() if value:
-            return MediaRef(kind, "", value)
-        case {"bytes": bytes(data), **rest} if data and isinstance(rest.get("path"), str | None):
-            return MediaRef(kind, rest.get("path") or "", data)
-        case Mapping() if value.get("bytes") is None:
-            path = value.get("path", value.get(kind))
-            if isinstance(path, str) and path.strip():
-                return MediaRef(kind, path)
-    raise RowError(
-        f"wanted a path, bytes, or an object with `path` or `bytes` of the {kind} as `{name}`, "
-        f"got {short(value)}"
-    )
+            items = [(name, value)]
+    for place, item in items:
+        match item:
+            case str() if item.strip():
+                yield MediaRef(kind, item)
+            case bytes() if item:
+                yield MediaRef(kind, "", item)
+            case {"bytes": bytes(data), **rest} if data and isinstance(rest.get("path"), str | None):
+                yield MediaRef(kind, rest.get("path") or "", data)
+            case Mapping() if (
+                item.get("bytes") is None
+                and isinstance(path := item.get("path", item.get(kind)), str)
+                and path.strip()
+            ):
+                yield MediaRef(kind, path)
+            case _:
+                raise RowError(
+                    f"wanted a path, bytes, or an object with `path` or `bytes` of the {kind} as `{place}`, "
+                    f"got {short(item)}"
+                )
 
 
 def _file_names(value: Any) -> Iterator[MediaRef]:

@@ -67,16 +67,17 @@ def interleaved(words: str, media: Sequence[Media]) -> tuple[Part, ...]:
 def answers_of(columns: Mapping[str, Any]) -> str | tuple[str, ...]:
     """Read the reference answer of a row (`answer`), or all of them (`answers`)."""
     name = "answers" if columns.get("answer") is None and columns.get("answers") is not None else "answer"
-    value = columns.get(name)
-    if not isinstance(value, list | tuple):
-        return answer_of(value, name)
-    if not value:
-        raise RowError(f"wanted at least one answer as `{name}`, got {short(value)}")
-    return tuple(answer_of(answer, f"{name}[{i}]") for i, answer in enumerate(value))
+    match columns.get(name):
+        case []:
+            raise RowError(f"wanted at least one answer as `{name}`, got {short(columns[name])}")
+        case [*values]:
+            return tuple(answer_of(value, f"{name}[{i}]") for i, value in enumerate(values))
+        case value:
+            return answer_of(value, name)
 
 
 def answer_of(value: Any, name: str) -> str:
     """Convert a text, number or boolean (yes, no) to a text."""
-    if type(value) is bool:
+    if value is True or value is False:
         return "yes" if value else "no"
     return str(value) if is_number(value) else text(value, name)

@@ -47,39 +47,33 @@ def read_video(path: Path, sampling: FrameSampling = FrameSampling()) -> Frames:
     Variable frame rates, rotated videos and files without a duration are read as a player shows them. Raises
     `MediaError` for a file that is damaged, or that ends before the duration in its header.
     """
-    with opened_video(path) as container:
-        return _read(path, container, sampling)
-
-
-def _read(path: Path, container: Any, sampling: FrameSampling) -> Frames:
     from av.video.reformatter import VideoReformatter
 
-    stream = container.streams.video[0]
-    stream.thread_type = "AUTO"
-    zero = _first_second(stream)
-    duration = _duration(path, container, stream)
-    begin, end = sampling.start or 0.0, duration if sampling.end is None else sampling.end
-    if not 0 <= begin < end or begin >= duration:
-        raise MediaError(
-            f"'{path}' lasts {duration:.2f} s; there is nothing from {begin:.2f} s to {end:.2f} s"
-        )
-    times = sample_times(begin, min(end, duration), sampling)
-    if begin > 1:
-        container.seek(int((begin + zero) / stream.time_base), stream=stream)
-    scaler = VideoReformatter()  # setting one up takes longer than scaling a small frame
-    images: list[Tensor] = []
-    last = None
-    for frame, until in _with_end(container.decode(stream), zero):
-        while len(images) < len(times) and times[len(images)] < until:
-            images.append(_scaled(frame, sampling, len(times), scaler))
-        last = frame
-        if len(images) == len(times):
-            break
-    if last is None:
-        raise MediaError(f"'{path}' holds no frame that can be decoded")
-    if len(images) < len(times):
+    with opened_video(path) as container:
+        stream = container.streams.video[0]
+        stream.thread_type = "AUTO"
+        zero, duration = _timing(path, container)
+        begin, end = sampling.start or 0.0, duration if sampling.end is None else sampling.end
+        if not 0 <= begin < end or begin >= duration:
+            raise MediaError(
+                f"'{path}' lasts {duration:.2f} s; there is nothing from {begin:.2f} s to {end:.2f} s"
+            )
+        times = sample_times(begin, min(end, duration), sampling)
+        if begin > 1:
+            container.seek(int((begin + zero) / stream.time_base), stream=stream)
+        scaler = VideoReformatter()  # setting one up takes longer than scaling a small frame
+        images: list[Tensor] = []
+        last = None
+        for frame, until in _with_end(container.decode(stream), zero):
+            while len(images) < len(times) and times[len(images)] < until:
+                images.append(_scaled(frame, sampling, len(times), scaler))
+            last = frame
+            if len(images) == len(times):
+                break
+        if last is None:
+            raise MediaError(f"'{path}' holds no frame that can be decoded")
         # A sound track that is a little longer than the frames is common; anything more is a cut-off file.
-        if times[-1] - (last.time - zero) > max(1.0, 0.05 * duration):
+        if len(images) < len(times) and times[-1] - (last.time - zero) > max(1.0, 0.05 * duration):
             raise MediaError(
                 f"'{path}' is cut short: its header has {duration:.2f} s, but its frames end at "
                 f"{last.time - zero:.2f} s; copy the file again"
@@ -107,27 +101,22 @@ def sample_times(begin: float, end: float, sampling: FrameSampling) -> list[floa
     return [begin + (end - begin) * i / count for i in range(count)]
 
 
-def _duration(path: Path, container: Any, stream: Any) -> float:
-    """Find the duration of the frames: from the stream, else the container, else the last packet."""
+def _timing(path: Path, container: Any) -> tuple[float, float]:
+    """Find the first second of the frames and their duration: from the stream, container or packets."""
+    stream = container.streams.video[0]
+    zero = float(stream.start_time * stream.time_base) if stream.start_time else 0.0
     if stream.duration:
-        return float(stream.duration * stream.time_base)
-    zero = _first_second(stream)
+        return zero, float(stream.duration * stream.time_base)
     # Where frames start late, formats differ in whether a header counts from 0; packets are unambiguous.
     if container.duration and abs(zero) < 0.1:
-        return container.duration / 1e6
-    last = 0.0
-    for packet in container.demux(stream):
-        if packet.pts is not None:
-            last = max(last, float((packet.pts + (packet.duration or 0)) * packet.time_base))
+        return zero, container.duration / 1e6
+    packets = (packet for packet in container.demux(stream) if packet.pts is not None)
+    ends = (float((packet.pts + (packet.duration or 0)) * packet.time_base) for packet in packets)
+    last = max(ends, default=0.0)
     if last <= 0:
         raise MediaError(f"'{path}' does not say how long it lasts, and its packets carry no times")
     container.seek(0)
-    return last - zero
-
-
-def _first_second(stream: Any) -> float:
-    """Read the time stamp of the first frame, which need not be 0."""
-    return float(stream.start_time * stream.time_base) if stream.start_time else 0.0
+    return zero, last - zero
 
 
 def _with_end(frames: Iterable[Any], zero: float) -> Iterator[tuple[Any, float]]:
@@ -160,4 +149,4 @@ def _scaled(frame: Any, sampling: FrameSampling, count: int, scaler: Any) -> Ten
 def video_duration(path: Path) -> float:
     """Read the duration of a video in seconds, without decoding its frames."""
     with opened_video(path) as container:
-        return _duration(path, container, container.streams.video[0])
+        return _timing(path, container)[1]

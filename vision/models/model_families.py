@@ -6,6 +6,7 @@ number of its features is checked by its own forward pass only.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -78,49 +79,37 @@ def _get_rope_index(core: nn.Module, inputs: Inputs) -> Tensor:
 
 def _count_grids(core: nn.Module, inputs: Inputs) -> dict[int, int]:
     """Qwen: T x H x W patches of every image or video, merged in squares."""
-    merged = core.config.vision_config.spatial_merge_size**2
+    config, merged = core.config, core.config.vision_config.spatial_merge_size**2
+    grids = {config.image_token_id: "image_grid_thw", config.video_token_id: "video_grid_thw"}
     return {
-        getattr(core.config, f"{kind}_token_id"): int((inputs[grid].prod(-1) // merged).sum())
-        for kind, grid in (("image", "image_grid_thw"), ("video", "video_grid_thw"))
-        if grid in inputs
+        token: int((inputs[grid].prod(-1) // merged).sum()) for token, grid in grids.items() if grid in inputs
     }
 
 
-def _count_patches(core: nn.Module, inputs: Inputs) -> dict[int, int]:
-    """LLaVA: one feature for every patch of the vision tower, and one for the class token if it is kept."""
-    if "pixel_values" not in inputs:
-        return {}
-    config = core.config
-    if "image_sizes" in inputs:
-        each = (inputs["image_sizes"] // config.vision_config.patch_size).prod(-1).sum()
-        return {config.image_token_id: int(each)}
-    patches = (config.vision_config.image_size // config.vision_config.patch_size) ** 2
-    extra = int(config.vision_feature_select_strategy == "full")
-    return {config.image_token_id: inputs["pixel_values"].shape[0] * (patches + extra)}
+def _per_image(each: Callable[[Any], int], axis: int = 0) -> Callable[[nn.Module, Inputs], dict[int, int]]:
+    """Count the same number of features, from the config, for every image or tile along an axis."""
+
+    def features(core: nn.Module, inputs: Inputs) -> dict[int, int]:
+        if "pixel_values" not in inputs:
+            return {}
+        if "image_sizes" in inputs:  # a tower (Pixtral) that takes images in their own size
+            patches = (inputs["image_sizes"] // core.config.vision_config.patch_size).prod(-1)
+            return {core.config.image_token_id: int(patches.sum())}
+        return {core.config.image_token_id: inputs["pixel_values"].shape[axis] * each(core.config)}
+
+    return features
 
 
-def _count_tiles(core: nn.Module, inputs: Inputs) -> dict[int, int]:
-    """InternVL: a fixed number of features for every tile."""
-    if "pixel_values" not in inputs:
-        return {}
-    return {core.config.image_token_id: inputs["pixel_values"].shape[0] * core.config.image_seq_length}
-
-
-def _count_shuffled(core: nn.Module, inputs: Inputs) -> dict[int, int]:
-    """SmolVLM: the patches of every tile, reduced by pixel shuffle (scale factor squared)."""
-    if "pixel_values" not in inputs:
-        return {}
-    vision = core.config.vision_config
-    each = (vision.image_size // vision.patch_size) ** 2 // core.config.scale_factor**2
-    return {core.config.image_token_id: inputs["pixel_values"].shape[1] * each}
+def _patches(config: Any) -> int:
+    """Count the patches of an image in the size of the vision tower."""
+    return (config.vision_config.image_size // config.vision_config.patch_size) ** 2
 
 
 def _count_packed(core: nn.Module, inputs: Inputs) -> dict[int, int]:
     """LLaVA-OneVision: features are unpadded and packed, counted by running the model's packing on zeros."""
     config, counts = core.config, {}
-    side = config.vision_config.image_size // config.vision_config.patch_size
     if "pixel_values" in inputs:
-        tiles = [torch.zeros(tiles.shape[0], side * side, 1) for tiles in inputs["pixel_values"]]
+        tiles = [torch.zeros(tiles.shape[0], _patches(config), 1) for tiles in inputs["pixel_values"]]
         _, lengths = core.pack_image_features(
             tiles,
             inputs["image_sizes"],
@@ -131,7 +120,8 @@ def _count_packed(core: nn.Module, inputs: Inputs) -> dict[int, int]:
     if "pixel_values_videos" in inputs:
         videos, frames = inputs["pixel_values_videos"].shape[:2]
         # Bilinear pooling halves the sides, rounded up; one newline token ends every video.
-        counts[config.video_token_id] = videos * (frames * (-(-side // 2)) ** 2 + 1)
+        side = math.ceil(math.isqrt(_patches(config)) / 2)
+        counts[config.video_token_id] = videos * (frames * side**2 + 1)
     return counts
 
 
@@ -140,9 +130,13 @@ FAMILIES: dict[str, VLMFamily] = {
     "qwen2_5_vl": VLMFamily(_mrope, _count_grids),
     "qwen3_vl": VLMFamily(_get_rope_index, _count_grids),
     "qwen3_vl_moe": VLMFamily(_get_rope_index, _count_grids),
-    "llava": VLMFamily(_linear, _count_patches),
-    "internvl": VLMFamily(_linear, _count_tiles),
-    "smolvlm": VLMFamily(_linear, _count_shuffled),
+    # The patches of the tower, and its class token where it is kept.
+    "llava": VLMFamily(
+        _linear, _per_image(lambda c: _patches(c) + (c.vision_feature_select_strategy == "full"))
+    ),
+    "internvl": VLMFamily(_linear, _per_image(lambda c: c.image_seq_length)),
+    # Pixel shuffle merges squares of patches; images are (1, tiles, ...).
+    "smolvlm": VLMFamily(_linear, _per_image(lambda c: _patches(c) // c.scale_factor**2, axis=1)),
     "llava_onevision": VLMFamily(_linear, _count_packed),
 }
 

@@ -9,12 +9,14 @@ import torch
 from torch import Tensor, nn
 
 from mmrl.core.byte_lru import ByteLRU
-from mmrl.core.types import Frames, Prompt
+from mmrl.core.types import Prompt
 from mmrl.kv_cache.layout import placeholder_ids
 from mmrl.vision.models.model_families import family_of
 
 CACHE_BYTES = 2 << 30
 TICKS = 1000  # frame times are given to processors as frame numbers of a video with 1000 frames per second
+EDGES = {"shortest_edge", "longest_edge"}
+OF_TOKENS = ("input_ids", "attention_mask", "mm_token_type_ids")
 UNUSED = ("video_metadata", "timestamps")  # outputs of processors that models do not take
 
 
@@ -51,8 +53,8 @@ class PromptEncoder:
         self.processor, self.tokenizer, self.core = processor, processor.tokenizer, core
         self.pixels = {}
         if pixels:
-            size = _set_sizes(processor.image_processor)
-            if set(size) != {"shortest_edge", "longest_edge"}:
+            size = _size_limits(processor.image_processor)
+            if size.keys() != EDGES:
                 raise ValueError(
                     f"`min_pixels` and `max_pixels` do not fit this model: it makes images of the size {size}"
                 )
@@ -60,11 +62,11 @@ class PromptEncoder:
         # No answer may contain these: the model would expect media for them.
         self.placeholders = placeholder_ids(core.config, ("image", "video", "vision_start", "vision_end"))
         self.end = self._end_tokens()
-        self.kept: ByteLRU[EncodedPrompt] = ByteLRU(CACHE_BYTES, lambda encoded: encoded.bytes)
+        self._encoded: ByteLRU[EncodedPrompt] = ByteLRU(CACHE_BYTES, lambda encoded: encoded.bytes)
 
     def encode(self, prompt: Prompt) -> EncodedPrompt:
         """Encode a prompt. Raises ValueError where its placeholders and media features differ in number."""
-        return self.kept.get((prompt.uid, prompt.messages), lambda: self._encode(prompt))
+        return self._encoded.get((prompt.uid, prompt.messages), lambda: self._encode(prompt))
 
     def answer(self, text: str) -> Tensor:
         """Tokenize an answer, with its end token: (T,)."""
@@ -80,8 +82,7 @@ class PromptEncoder:
         """Decode the tokens of an answer."""
         return self.tokenizer.decode(ids, skip_special_tokens=True)
 
-    def _chat_text(self, prompt: Prompt) -> str:
-        """Apply the chat template; raises ValueError for a text that contains a media placeholder."""
+    def _encode(self, prompt: Prompt) -> EncodedPrompt:
         words = [self.tokenizer.decode(token) for token in self.placeholders]
         # Processors look for words of their own, which can differ from those of the model.
         words += [getattr(self.processor, f"{kind}_token", None) for kind in ("image", "video")]
@@ -101,10 +102,8 @@ class PromptEncoder:
             }
             for message in prompt.messages
         ]
-        return self.processor.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-
-    def _encode(self, prompt: Prompt) -> EncodedPrompt:
-        text, arguments = self._chat_text(prompt), self._media_arguments(prompt)
+        text = self.processor.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        arguments = self._media_arguments(prompt)
         try:
             inputs = dict(self.processor(text=[text], return_tensors="pt", **arguments))
         except (ValueError, IndexError, StopIteration) as error:
@@ -120,11 +119,7 @@ class PromptEncoder:
                     "do its messages, template and media agree?"
                 )
         positions = family.positions(self.core, inputs)
-        media = {
-            name: value
-            for name, value in inputs.items()
-            if name not in ("input_ids", "attention_mask", "mm_token_type_ids")
-        }
+        media = {name: value for name, value in inputs.items() if name not in OF_TOKENS}
         return EncodedPrompt(prompt.uid, inputs["input_ids"][0], positions, media)
 
     def _media_arguments(self, prompt: Prompt) -> dict[str, Any]:
@@ -136,33 +131,31 @@ class PromptEncoder:
         videos = [frames for kind, frames in loaded if kind == "video"]
         arguments: dict[str, Any] = {}
         if images:
-            arguments |= {"images": [images], "images_kwargs": dict(self.pixels and {"size": self.pixels})}
+            arguments |= {"images": [images], "images_kwargs": {"size": self.pixels} if self.pixels else {}}
         if videos:
-            if getattr(self.processor, "video_processor", None) is None:
+            processor = getattr(self.processor, "video_processor", None)
+            if processor is None:
                 raise ValueError(f"prompt '{prompt.uid}' shows a video, but this model takes images only")
             # Frames were sampled when the video was decoded; the processor only needs their times.
-            metadata = [
-                VideoMetadata(
-                    total_num_frames=_ticks(video),
-                    fps=TICKS,
-                    frames_indices=[round(t * TICKS) for t in video.times.tolist()],
-                    duration=video.duration,
+            metadata = []
+            for video in videos:
+                times = video.times.tolist()
+                # Processors divide the covered time by the number of frames, for the seconds per frame.
+                covered = len(times) * (times[1] - times[0]) if len(times) > 1 else video.duration
+                frames, ticks = [round(t * TICKS) for t in times], max(1, round(covered * TICKS))
+                metadata.append(
+                    VideoMetadata(
+                        total_num_frames=ticks, fps=TICKS, frames_indices=frames, duration=video.duration
+                    )
                 )
-                for video in videos
-            ]
             options = {"video_metadata": metadata, "do_sample_frames": False, "return_metadata": True}
-            arguments["videos"] = [video.pixels for video in videos]
-            arguments["videos_kwargs"] = options | self._frame_limits()
+            size = _size_limits(processor)
+            if size.keys() == EDGES:
+                # Processors must not enlarge frames, which would undo the data's pixel budget (Qwen does).
+                smallest = (processor.patch_size * processor.merge_size) ** 2
+                options["size"] = {**size, "shortest_edge": min(size["shortest_edge"], smallest)}
+            arguments |= {"videos": [video.pixels for video in videos], "videos_kwargs": options}
         return arguments
-
-    def _frame_limits(self) -> dict[str, Any]:
-        """Keep processors from enlarging frames, which would undo the data's pixel budget (Qwen does)."""
-        processor = self.processor.video_processor
-        size = _set_sizes(processor)
-        if set(size) != {"shortest_edge", "longest_edge"}:
-            return {}
-        smallest = (processor.patch_size * processor.merge_size) ** 2
-        return {"size": {**size, "shortest_edge": min(size["shortest_edge"], smallest)}}
 
     def _end_tokens(self) -> list[int]:
         """List the tokens that end an answer, first that of the chat template, then the tokenizer's.
@@ -186,13 +179,6 @@ class PromptEncoder:
         return ends
 
 
-def _set_sizes(processor: Any) -> dict[str, int]:
+def _size_limits(processor: Any) -> dict[str, int]:
     """Read the limits on size that an image or video processor has set."""
     return {name: value for name, value in dict(processor.size).items() if value}
-
-
-def _ticks(video: Frames) -> int:
-    """Milliseconds that the sampled frames cover; processors divide them by the number of frames."""
-    times = video.times.tolist()
-    seconds = len(times) * (times[1] - times[0]) if len(times) > 1 else video.duration
-    return max(1, round(seconds * TICKS))

@@ -36,27 +36,14 @@ def window_ap(prompt: Prompt, outcome: Outcome, *, threshold: Probability | None
 
 def _rated_windows(outcome: Outcome) -> dict[int, float]:
     """Map windows of two seconds to their answered scores."""
-    pairs = parse_saliency(outcome.text or "")
-    return {int(second // WINDOW_SECONDS): rating for second, rating in pairs}
-
-
-def _highlights(prompt: Prompt, outcome: Outcome, level: Level) -> tuple[float, float] | None:
-    """Compute (AP, hit at 1) of an answer; None without saliency annotation. Unnamed windows score 0."""
-    truth = prompt.target.saliency
-    if not truth:
-        return None
-    rated = _rated_windows(outcome)
-    scores = [rated.get(i, 0.0) for i in range(len(truth))]
-    ap, hit = highlight_metrics(truth, scores, LEVELS[level])
-    return ap, hit if any(scores) else 0.0
+    return {int(second // WINDOW_SECONDS): rating for second, rating in parse_saliency(outcome.text or "")}
 
 
 @reward
 @per_outcome
 def highlight_ap(prompt: Prompt, outcome: Outcome, *, level: Level = "VeryGood") -> float | None:
     """Compute the average precision of answered saliency at a level; None without saliency annotation."""
-    metrics = _highlights(prompt, outcome, level)
-    return None if metrics is None else metrics[0]
+    return _highlights(prompt, outcome, level)[0]
 
 
 @reward
@@ -66,8 +53,18 @@ def highlight_hit(prompt: Prompt, outcome: Outcome, *, level: Level = "VeryGood"
 
     An answer without ratings earns 0; None without saliency annotation.
     """
-    metrics = _highlights(prompt, outcome, level)
-    return None if metrics is None else metrics[1]
+    return _highlights(prompt, outcome, level)[1]
+
+
+def _highlights(prompt: Prompt, outcome: Outcome, level: Level) -> tuple[float | None, float | None]:
+    """Compute (AP, hit at 1) of an answer, in which windows without a rating score 0."""
+    truth = prompt.target.saliency
+    if not truth:
+        return None, None
+    rated = _rated_windows(outcome)
+    scores = [rated.get(i, 0.0) for i in range(len(truth))]
+    ap, hit = highlight_metrics(truth, scores, LEVELS[level])
+    return ap, hit if any(scores) else 0.0
 
 
 @reward
@@ -90,7 +87,6 @@ def saliency(prompt: Prompt, outcome: Outcome) -> float | None:
     f2 = 5 * precision * recall / (4 * precision + recall)
     weight = sum(truth[i] ** 2 for i in matched)
     # Products, because `**` raises where a product of two large floats is infinite.
-    error = sum(
-        (truth[i] * (answered[i] - truth[i])) * (truth[i] * (answered[i] - truth[i])) for i in matched
-    )
+    errors = [truth[i] * (answered[i] - truth[i]) for i in matched]
+    error = sum(x * x for x in errors)
     return 0.6 * f2 + 0.4 / (1 + error / weight)

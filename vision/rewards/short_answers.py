@@ -17,6 +17,7 @@ WORDS = {
     "seven": "7", "eight": "8", "nine": "9", "ten": "10",
 }  # fmt: skip
 ARTICLES = {"a", "an", "the"}
+Form = Literal["text", "number", "letter"]
 
 
 @reward
@@ -25,7 +26,7 @@ def short_answer(
     prompt: Prompt,
     outcome: Outcome,
     *,
-    form: Literal["text", "number", "letter"] = "text",
+    form: Form = "text",
     tolerance: NonNegativeFloat = 0.0,
     tag: str = "answer",
 ) -> float:
@@ -39,14 +40,29 @@ def short_answer(
         tag: Name of the answer block's tag.
     """
     answer = last_answer(outcome.text or "", tag)
-    targets = prompt.target if type(prompt.target) in (tuple, list) else (prompt.target,)
-    match form:
-        case "text":
-            return float(any(_same_words(answer, str(target)) for target in targets))
-        case "number":
-            return float(any(_near(answer, str(target), tolerance) for target in targets))
-    letters = re.findall(r"(?<![A-Za-z'])([A-Z])(?![A-Za-z'])", answer.strip())
-    return float(any(letters[-1:] == [str(target).strip()[:1].upper()] for target in targets))
+    match prompt.target:
+        case [*targets]:
+            pass
+        case target:
+            targets = [target]
+    return float(any(_matches(answer, str(target), form, tolerance) for target in targets))
+
+
+def _matches(answer: str, target: str, form: Form, tolerance: float) -> bool:
+    if form == "letter":
+        letters = re.findall(r"(?<![A-Za-z'])([A-Z])(?![A-Za-z'])", answer.strip())
+        return letters[-1:] == [target.strip()[:1].upper()]
+    numbers = [_value(match) for match in NUMBER.finditer(answer)]
+    wanted = NUMBER.search(target)
+    if form == "text" or not numbers or wanted is None:
+        return normal_words(answer) == normal_words(target) != []
+    value = _value(wanted)
+    return math.isfinite(numbers[-1]) and abs(numbers[-1] - value) <= tolerance * abs(value) + 1e-9
+
+
+def _value(match: re.Match) -> float:
+    number = match[0].removesuffix(match["percent"] or "")
+    return float(number.replace(",", "")) / (100 if match["percent"] else 1)
 
 
 def last_answer(text: str, tag: str) -> str:
@@ -59,20 +75,3 @@ def normal_words(text: str) -> list[str]:
     """List the words of a text in lower case, without articles and punctuation, numbers in digits."""
     words = re.findall(r"[^\W_]+(?:[.'-][^\W_]+)*", text.lower().replace(",", ""))
     return [WORDS.get(word, word) for word in words if word not in ARTICLES]
-
-
-def _same_words(answer: str, target: str) -> bool:
-    return normal_words(answer) == normal_words(target) != []
-
-
-def _near(answer: str, target: str, tolerance: float) -> bool:
-    numbers, wanted = [_value(match) for match in NUMBER.finditer(answer)], NUMBER.search(target)
-    if not numbers or wanted is None:
-        return _same_words(answer, target)
-    value = _value(wanted)
-    return math.isfinite(numbers[-1]) and abs(numbers[-1] - value) <= tolerance * abs(value) + 1e-9
-
-
-def _value(match: re.Match) -> float:
-    number = match[0].removesuffix(match["percent"] or "")
-    return float(number.replace(",", "")) / (100 if match["percent"] else 1)

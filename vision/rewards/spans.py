@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Literal
 
 from mmrl.config.ranges import NonNegativeFloat
@@ -61,18 +61,17 @@ def span_set_iou(prompt: Prompt, outcome: Outcome) -> float:
     return set_iou(parse_spans(outcome.text or ""), prompt.target.spans)
 
 
-def _groups(prompts: Sequence[Prompt], outcomes: Sequence[Outcome]) -> list[tuple[list[int], list[Span]]]:
-    """List, for every prompt with two or more parsed spans, its outcomes' indices and the spans."""
-    members: dict[str, list[int]] = {}
-    for i, prompt in enumerate(prompts):
-        members.setdefault(prompt.uid, []).append(i)
-    groups = []
-    for indices in members.values():
-        parsed = [parse_span(outcomes[i].text or "") for i in indices]
-        spans = [span for span in parsed if span is not None]
+def _group_spans(
+    prompts: Sequence[Prompt], outcomes: Sequence[Outcome]
+) -> Iterator[tuple[dict[int, Span | None], list[Span]]]:
+    """Yield, for every prompt with two or more valid spans, the span of each outcome by index, and those."""
+    groups: dict[str, dict[int, Span | None]] = {}
+    for i, (prompt, outcome) in enumerate(zip(prompts, outcomes, strict=True)):
+        groups.setdefault(prompt.uid, {})[i] = parse_span(outcome.text or "")
+    for members in groups.values():
+        spans = [span for span in members.values() if span is not None]
         if len(spans) > 1:
-            groups.append((indices, spans))
-    return groups
+            yield members, spans
 
 
 @reward
@@ -83,11 +82,10 @@ def consensus_span(prompts: Sequence[Prompt], outcomes: Sequence[Outcome]) -> li
     pseudo-label: None.
     """
     rewards: list[float | None] = [None] * len(outcomes)
-    for indices, spans in _groups(prompts, outcomes):
-        mean = tuple(sum(span[side] for span in spans) / len(spans) for side in (0, 1))
-        for i in indices:
-            span = parse_span(outcomes[i].text or "")
-            rewards[i] = 0.0 if span is None else iou(span, mean)
+    for members, spans in _group_spans(prompts, outcomes):
+        start, end = (sum(times) / len(spans) for times in zip(*spans, strict=True))
+        for i, span in members.items():
+            rewards[i] = 0.0 if span is None else iou(span, (start, end))
     return rewards
 
 
@@ -106,16 +104,14 @@ def span_confidence(
     duration`), 0.1 for seconds.
     """
     labels: list[float | None] = [None] * len(outcomes)
-    for indices, spans in _groups(prompts, outcomes):
-        spread = sum(_deviation([span[side] for span in spans]) for side in (0, 1))
-        for i in indices:
+    for members, spans in _group_spans(prompts, outcomes):
+        # Divided by the count: our reading; URPA does not say.
+        spread = 0.0
+        for times in zip(*spans, strict=True):
+            mean = sum(times) / len(times)
+            # Products, because `**` raises where a product of two large floats is infinite.
+            spread += (sum((time - mean) * (time - mean) for time in times) / len(times)) ** 0.5
+        for i in members:
             unit = prompts[i].target.duration if normalise_by == "duration" else 1.0
             labels[i] = math.exp(-gamma * spread / unit)
     return labels
-
-
-def _deviation(values: Sequence[float]) -> float:
-    """Compute the standard deviation, divided by the count (our reading; URPA does not say)."""
-    mean = sum(values) / len(values)
-    # Products, because `**` raises where a product of two large floats is infinite.
-    return (sum((value - mean) * (value - mean) for value in values) / len(values)) ** 0.5
