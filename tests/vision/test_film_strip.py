@@ -13,7 +13,7 @@ from PIL import Image
 from mmrl.core.reward_table import Measured, RewardTable
 from mmrl.core.types import Frames, Media, Message, Outcome, Part, Prompt, Trajectory
 from mmrl.vision.benchmarks.time_spans import Moments
-from mmrl.vision.visualizations.film_strip import film_strip
+from mmrl.vision.visualizations.answers import film_strip
 
 
 def asked(uid, *spans, query="a fox <jumps>", count=8):

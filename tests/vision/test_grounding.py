@@ -12,7 +12,7 @@ from examples.video_grounding.spliced_videos import write_video
 from mmrl.core.rng import Stream
 from mmrl.data.dataset_io import RowError
 from mmrl.vision.datasets.grounding import grounding
-from mmrl.vision.rewards.spans import temporal_iou
+from mmrl.vision.rewards.grounding import temporal_iou
 
 
 def made(tmp_path, *rows, duration=10.0, **options):

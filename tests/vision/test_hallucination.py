@@ -13,7 +13,7 @@ from mmrl.vision.benchmarks.caption_words import singular, tokens
 from mmrl.vision.benchmarks.chair import COUNTS, Scene
 from mmrl.vision.benchmarks.object_vocabulary import CHAIR_PHRASES, ontology_of, read_ontology
 from mmrl.vision.benchmarks.pope import NEITHER, NO, YES, build_questions, parse_yes_no, with_article
-from mmrl.vision.rewards.hallucination import binary_vqa, object_f1, object_mentions
+from mmrl.vision.rewards.answers import binary_vqa, object_f1, object_mentions
 from tests.support.official_metrics import amber_metrics, chair_metrics
 
 SYNONYMS = """person, man, people, baby, passenger

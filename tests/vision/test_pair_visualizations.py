@@ -11,7 +11,7 @@ from mmrl.core.reward_table import Measured, RewardTable
 from mmrl.core.types import Frames, Media, Message, Outcome, Part, Prompt, Trajectory
 from mmrl.vision.benchmarks.chair import Scene
 from mmrl.vision.benchmarks.object_vocabulary import ontology_of
-from mmrl.vision.visualizations.pairs import captions, marked, pairs
+from mmrl.vision.visualizations.answers import captions, marked, pairs
 
 WORDS = ontology_of({"pear": [], "cherries": [], "hot dog": ["frankfurter"]})
 

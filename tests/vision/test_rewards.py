@@ -8,8 +8,16 @@ import pytest
 
 from mmrl.core.types import Outcome, Prompt
 from mmrl.vision.benchmarks.time_spans import Moments
-from mmrl.vision.rewards.highlights import highlight_ap, highlight_hit, saliency, window_ap
-from mmrl.vision.rewards.spans import consensus_span, span_confidence, span_set_iou, temporal_iou
+from mmrl.vision.rewards.grounding import (
+    consensus_span,
+    highlight_ap,
+    highlight_hit,
+    saliency,
+    span_confidence,
+    span_set_iou,
+    temporal_iou,
+    window_ap,
+)
 
 CLOSE = 2e-6
 HUGE = "9" * 200  # a float whose square is not

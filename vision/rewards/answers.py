@@ -1,0 +1,162 @@
+"""Rewards and metric labels of answers about images: objects in descriptions, yes/no, short answers."""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Literal
+
+from mmrl.config.ranges import NonNegativeFloat
+from mmrl.config.registry import reward
+from mmrl.config.reward_adapters import per_outcome, tagged
+from mmrl.core.types import Outcome, Prompt
+from mmrl.vision.benchmarks.amber import DIMENSIONS
+from mmrl.vision.benchmarks.chair import ratio
+from mmrl.vision.benchmarks.pope import NO, YES, Form, parse_yes_no
+
+LABELS = {"yes": YES, "no": NO}
+NUMBER = re.compile(r"-?(?:\d[\d,]*\.?\d*|\.\d+)(?:e-?\d+)?(?P<percent>\s*%)?", re.IGNORECASE)
+WORDS = {
+    "none": "0", "zero": "0", "one": "1", "two": "2", "three": "3", "four": "4", "five": "5", "six": "6",
+    "seven": "7", "eight": "8", "nine": "9", "ten": "10",
+}  # fmt: skip
+ARTICLES = {"a", "an", "the"}
+AnswerForm = Literal["text", "number", "letter"]
+
+
+@reward
+@per_outcome
+def object_mentions(
+    prompt: Prompt,
+    outcome: Outcome,
+    *,
+    count: Literal[
+        "mentions", "hallucinated", "correct", "truth", "mentioning", "hallucinating", "clean", "matched",
+        "tempting",
+    ] = "hallucinated",
+) -> float | None:  # fmt: skip
+    """Count objects of a description or of its image (CHAIR, Object HalBench, AMBER).
+
+    A label for the metric `ratio_of_sums`; give it weight 0. None where the prompt asks for no description.
+    `mentions` and `hallucinated` count repeats, `correct` and `truth` classes; `mentioning`, `hallucinating`
+    and `clean` (no hallucination) are 0 or 1; `matched` counts the mentioned ones of the `tempting` absent
+    classes.
+    """
+    counts = _counts(prompt, outcome)
+    return None if counts is None else counts[count]
+
+
+@reward
+@per_outcome
+def object_f1(
+    prompt: Prompt, outcome: Outcome, *, form: Literal["f1", "precision", "recall"] = "f1"
+) -> float | None:
+    """Measure the objects that a description names: precision of its mentions, recall of classes, or F1.
+
+    A description without mentions earns 0; None where the prompt asks for no description.
+    """
+    counts = _counts(prompt, outcome)
+    if counts is None:
+        return None
+    precision = ratio(counts["mentions"] - counts["hallucinated"], counts["mentions"])
+    recall = ratio(counts["correct"], counts["truth"])
+    f1 = ratio(2 * precision * recall, precision + recall)
+    return {"precision": precision, "recall": recall, "f1": f1}[form]
+
+
+def _counts(prompt: Prompt, outcome: Outcome) -> dict[str, float] | None:
+    """Count the objects that a description names; None where the prompt asks for no description."""
+    match prompt.target:
+        case None | str():
+            return None
+        case scene:
+            return scene.counts(outcome.text or "")
+
+
+@reward
+@per_outcome
+def binary_vqa(
+    prompt: Prompt,
+    outcome: Outcome,
+    *,
+    of: Literal["correct", "answer", "truth"] = "correct",
+    form: Form = "first_word",
+    dimension: Literal["", "existence", "state", "number", "action", "attribute", "relation"] = "",
+) -> float | None:
+    """Reward the right answer to a yes/no question with 1, else 0; None for other prompts.
+
+    Args:
+        of: `correct`, or as labels for the metric `binary_classification` the `answer` and the `truth`: 1
+            for yes, 0 for no, -1 for neither.
+        form: How answers are parsed: `pope` and `exact` as the scripts of POPE and AMBER do, `first_word` by
+            the first yes or no.
+        dimension: Keep only the questions of this dimension of AMBER.
+    """
+    match prompt.target:
+        case "yes" | "no":
+            truth = LABELS[prompt.target]
+        case _:
+            return None
+    if dimension and prompt.columns.get("type") not in DIMENSIONS[dimension]:
+        return None
+    answer = parse_yes_no(outcome.text or "", form)
+    return {"truth": truth, "answer": answer, "correct": float(answer == truth)}[of]
+
+
+# ---- short answers that can be verified without a judge
+
+
+@reward
+@per_outcome
+def short_answer(
+    prompt: Prompt,
+    outcome: Outcome,
+    *,
+    form: AnswerForm = "text",
+    tolerance: NonNegativeFloat = 0.0,
+    tag: str = "answer",
+) -> float:
+    """Reward with 1 if the last answer block (or boxed answer, or the whole text) is right, else 0.
+
+    Args:
+        form: `text` compares words, ignoring case, punctuation and articles, with numbers up to ten in
+            digits: our reading of VQA's normalisation. `number` compares the last number, `letter` the last
+            single capital letter, of a multiple choice.
+        tolerance: Relative error allowed by `number` (0.05 in ChartQA's relaxed accuracy, arXiv 2203.10244).
+        tag: Name of the answer block's tag.
+    """
+    answer = last_answer(outcome.text or "", tag)
+    match prompt.target:
+        case [*targets]:
+            pass
+        case target:
+            targets = [target]
+    return float(any(_matches(answer, str(target), form, tolerance) for target in targets))
+
+
+def _matches(answer: str, target: str, form: AnswerForm, tolerance: float) -> bool:
+    if form == "letter":
+        letters = re.findall(r"(?<![A-Za-z'])([A-Z])(?![A-Za-z'])", answer.strip())
+        return letters[-1:] == [target.strip()[:1].upper()]
+    numbers, wanted = list(NUMBER.finditer(answer)), NUMBER.search(target)
+    if form == "text" or not numbers or wanted is None:
+        return normal_words(answer) == normal_words(target) != []
+    value, number = _value(wanted), _value(numbers[-1])
+    return math.isfinite(number) and abs(number - value) <= tolerance * abs(value) + 1e-9
+
+
+def _value(match: re.Match) -> float:
+    number = match[0].removesuffix(match["percent"] or "")
+    return float(number.replace(",", "")) / (100 if match["percent"] else 1)
+
+
+def last_answer(text: str, tag: str) -> str:
+    r"""Return the content of the last block of a tag, else of the last \boxed{}, else the whole text."""
+    blocks = tagged(text, tag) or re.findall(r"\\boxed\{([^{}]*)\}", text)
+    return blocks[-1] if blocks else text
+
+
+def normal_words(text: str) -> list[str]:
+    """List the words of a text in lower case, without articles and punctuation, numbers in digits."""
+    words = re.findall(r"[^\W_]+(?:[.'-][^\W_]+)*", text.lower().replace(",", ""))
+    return [WORDS.get(word, word) for word in words if word not in ARTICLES]
