@@ -31,7 +31,7 @@ def group_center(
     """
     groups = table.groups(by)
     centred = torch.where(groups.flat(), 0.0, table.values - groups.mean()) - shift
-    alone = table.values if singleton == "raw" else torch.zeros_like(centred)
+    alone = table.values if singleton == "raw" else 0.0
     return table.put(torch.where(groups.count() < 2, alone, centred))
 
 
@@ -60,7 +60,7 @@ def group_normalize(
     groups = table.groups(by)
     spread = (groups if scale == "group" else table.groups(())).std(std == "unbiased")
     normalized = torch.where(groups.flat(), 0.0, (table.values - groups.mean()) / (spread + eps))
-    alone = table.values if singleton == "raw" else torch.zeros_like(normalized)
+    alone = table.values if singleton == "raw" else 0.0
     return table.put(torch.where(groups.count() < 2, alone, normalized))
 
 
@@ -113,5 +113,5 @@ def leave_one_out(
         # What is left of equal rewards is rounding, perhaps below 0.
         compared = torch.where(others > 1e-12 * squares, compared / (spread + eps), compared)
     compared = torch.where(groups.flat(), 0.0, compared)
-    alone = table.values if singleton == "raw" else torch.zeros_like(compared)
+    alone = table.values if singleton == "raw" else 0.0
     return table.put(torch.where(count < 2, alone, compared))

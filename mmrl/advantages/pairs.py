@@ -6,8 +6,7 @@ import torch
 
 from mmrl.config.ranges import NonNegativeFloat
 from mmrl.config.registry import advantage
-from mmrl.core.reward_table import EQUAL, RewardTable
-from mmrl.core.tensor import group_extreme
+from mmrl.core.reward_table import EQUAL, GroupStatistics, RewardTable
 
 
 @advantage
@@ -29,23 +28,19 @@ def best_vs_worst(
             0 accepts any lengths.
         by: Keys that define a group.
     """
-    rows, rewards, places = table.values.shape
-    index = table.index(by).flatten()
-    value = table.values.transpose(1, 2).reshape(rows * places, rewards)
-    known = table.valid.transpose(1, 2).reshape(value.shape) & table.present.flatten()[:, None]
-    best, worst = (group_extreme(value, index, known, largest) for largest in (True, False))
-    apart = best - worst > max(margin, EQUAL)
-    order = torch.arange(len(value), dtype=value.dtype)[:, None].expand_as(value)
-    pair = torch.zeros_like(value)
+    groups, index = table.groups(by), table.index(by)
+    best, worst = groups.largest(), groups.smallest()
+    apart = table.valid & (best - worst > max(margin, EQUAL))
+    order = torch.arange(index.numel(), dtype=best.dtype).view(index.shape)[:, None].expand_as(best)
+    pair = torch.zeros_like(best)
     for sign, extreme in ((1.0, best), (-1.0, worst)):
-        candidates = known & apart & (value == extreme)
-        first = candidates & (order == group_extreme(order, index, candidates, largest=False))
+        candidates = apart & (table.values == extreme)
+        first = candidates & (order == GroupStatistics.of(order, candidates, index).smallest())
         pair = torch.where(first, sign, pair)
     if length_ratio:
-        steps = table.length.double()[:, None].expand(rows, places).reshape(-1, 1).expand_as(value)
-        longest, shortest = (group_extreme(steps, index, pair != 0, largest) for largest in (True, False))
-        pair = torch.where(longest <= length_ratio * shortest, pair, 0.0)
-    pair = pair.view(rows, places, rewards).transpose(1, 2)
+        steps = table.length.double()[:, None, None].expand_as(pair)
+        lengths = GroupStatistics.of(steps, pair != 0, index)
+        pair = torch.where(lengths.largest() <= length_ratio * lengths.smallest(), pair, 0.0)
     return table.replace(values=pair, learn=table.learn & pair.any(1))
 
 

@@ -44,41 +44,32 @@ def turning_points(
         atol: A change of at most this size, in units of reward, has no sign (our reading).
     """
     reward, known = table.values, table.valid
-    increment = _where_both(reward.diff(dim=-1), known[..., :-1], known[..., 1:])
+
+    def change(after: Tensor, before: Tensor, both: Tensor) -> Tensor:
+        return torch.where(both, after - before, 0.0)  # without a sign where one reward is unknown
+
+    def sign(difference: Tensor) -> Tensor:
+        return torch.where(difference.abs() <= atol, 0.0, difference.sign())
+
+    increment = change(reward[..., 1:], reward[..., :-1], known[..., :-1] & known[..., 1:])
     last = table.last.clamp(min=0)[:, None, None].expand(-1, reward.shape[1], 1)
-    end, ended = reward.gather(2, last), known.gather(2, last)
-    remaining = _where_both(end - reward[..., :-1], known[..., :-1], ended)
+    ended = known.gather(2, last)
+    remaining = change(reward.gather(2, last), reward[..., :-1], known[..., :-1] & ended)
     trend = remaining[..., :1]
-    turning = _turns(increment, remaining, trend, consistent, atol)
-    if only_rising:
-        turning &= trend > atol
-    if not first_step:
-        turning[..., :1] = False
-    if balance:
-        turning = _balanced(
-            turning, trend, trend.expand_as(turning) if balance_key == "delta_global" else remaining
-        )
-    credit = table.after_first(torch.where(turning & (remaining != 0), remaining, increment))
-    return credit.replace(valid=credit.valid & known[..., :-1])
-
-
-def _where_both(change: Tensor, known: Tensor, known_other: Tensor) -> Tensor:
-    """Set a change to 0, which has no sign, where one of its two rewards is unknown."""
-    return torch.where(known & known_other, change, 0.0)
-
-
-def _turns(increment: Tensor, remaining: Tensor, trend: Tensor, consistent: bool, atol: float) -> Tensor:
-    """Find the turning points: (N, R, T)."""
-
-    def sign(change: Tensor) -> Tensor:
-        return torch.where(change.abs() <= atol, 0.0, change.sign())
-
     agrees = sign(increment) * sign(trend)
     turning = agrees > 0
     turning[..., 1:] &= agrees[..., :-1] < 0
     if consistent:
         turning &= sign(increment) * sign(remaining - increment) > 0
-    return turning
+    if only_rising:
+        turning &= trend > atol
+    if not first_step:
+        turning[..., :1] = False
+    if balance:
+        key = trend.expand_as(turning) if balance_key == "delta_global" else remaining
+        turning = _balanced(turning, trend, key)
+    credit = table.after_first(torch.where(turning & (remaining != 0), remaining, increment))
+    return credit.replace(valid=credit.valid & known[..., :-1])
 
 
 def _balanced(turning: Tensor, trend: Tensor, key: Tensor) -> Tensor:

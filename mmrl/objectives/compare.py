@@ -93,8 +93,6 @@ def robust(
         level: Compare rows (`row`), or the rows step by step (`step`).
         label_smoothing: Share of flipped labels, in [0, 0.5).
     """
-    if not 0 <= label_smoothing < 0.5:
-        raise ValueError(f"`label_smoothing` must lie in [0, 0.5), not {label_smoothing}")
     margin, decided = margins(implicit_reward, batch, level)
     loss = (1 - label_smoothing) * softplus(-beta * margin) - label_smoothing * softplus(beta * margin)
     return mean_over_groups(loss / (1 - 2 * label_smoothing), decided, batch)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import reduce
 
 import torch
 from torch import Tensor
@@ -15,7 +14,7 @@ from mmrl.config.schema import Piece
 from mmrl.core.step_table import Batch, StepOutput
 from mmrl.core.tensor import group_index, group_mean, group_sum, masked_mean
 from mmrl.core.types import Unit
-from mmrl.objectives.policy_gradient import listed
+from mmrl.objectives.policy_gradient import listed, needs_of
 
 # ---- implicit rewards of single steps, all (n, t); a comparison sums them over the steps of a r
 
@@ -86,8 +85,7 @@ class Comparison:
     @property
     def needs(self) -> Needs:
         """Union of what the pieces need of the batch."""
-        parts = (self.implicit_reward, *listed(self.compare), *listed(self.penalty), self.aggregation)
-        return reduce(Needs.__or__, (part.needs for part in parts), Needs())
+        return needs_of(self.implicit_reward, self.compare, self.penalty, self.aggregation)
 
     def weigh(self, batch: Batch) -> Tensor:
         """Weigh every step of the penalties: (N, T), division included."""
@@ -99,13 +97,9 @@ class Comparison:
         loss = sum(compare.weight * compare(implicit_reward, batch) for compare in listed(self.compare))
         for penalty in listed(self.penalty):
             loss = loss + (penalty(new, batch) * batch.weight).sum()
-        return loss, diagnose_groups(beta_of(listed(self.compare)[0]) * implicit_reward, batch)
-
-
-def beta_of(compare: Bound) -> float:
-    """Read the factor between implicit and reported rewards; 1 where a comparison has no `beta`."""
-    options = {name: option.default for name, option in compare.entry.options.items()} | compare.options
-    return options.get("beta", 1.0)
+        first: Bound = listed(self.compare)[0]
+        options = {name: option.default for name, option in first.entry.options.items()} | first.options
+        return loss, diagnose_groups(options.get("beta", 1.0) * implicit_reward, batch)
 
 
 @torch.no_grad()

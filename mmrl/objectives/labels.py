@@ -161,8 +161,6 @@ def exo_pair(
         label_smoothing: Probability of a wrong label, in (0, 1).
         level: Compare rows (`row`), or the rows step by step (`step`).
     """
-    if not 0 < label_smoothing < 1:
-        raise ValueError(f"`label_smoothing` must lie in (0, 1), not {label_smoothing}")
     margin, decided = margins(beta * implicit_reward, batch, level)
     wrong = margin.new_tensor(label_smoothing)
     loss = torch.sigmoid(margin) * (logsigmoid(margin) - torch.log1p(-wrong))

@@ -37,14 +37,7 @@ class PolicyGradient:
     @property
     def needs(self) -> Needs:
         """Union of what the pieces need of the batch."""
-        parts = (
-            self.ratio,
-            self.surrogate,
-            self.aggregation,
-            *listed(self.step_weight),
-            *listed(self.penalty),
-        )
-        return reduce(Needs.__or__, (part.needs for part in parts), Needs())
+        return needs_of(self.ratio, self.surrogate, self.aggregation, self.step_weight, self.penalty)
 
     def weigh(self, batch: Batch) -> Tensor:
         """Weigh every step: (N, T), division included."""
@@ -66,6 +59,11 @@ class PolicyGradient:
 def listed(pieces: Callable | tuple[Callable, ...]) -> tuple[Callable, ...]:
     """Return one piece or several as a tuple."""
     return pieces if isinstance(pieces, tuple) else (pieces,)
+
+
+def needs_of(*pieces: Callable | tuple[Callable, ...]) -> Needs:
+    """Unite what pieces need of a batch."""
+    return reduce(Needs.__or__, (piece.needs for several in pieces for piece in listed(several)), Needs())
 
 
 @torch.no_grad()

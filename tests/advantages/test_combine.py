@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from mmrl.advantages.combine import pick, total
 from mmrl.advantages.normalize import group_center
+from mmrl.advantages.shape import pick, total
 from tests.support.tables import assert_rows, reward_table
 
 
@@ -47,7 +47,7 @@ def test_pick_keeps_one_reward_without_its_weight():
 
 
 def test_pick_of_an_unknown_reward_names_those_there_are():
-    with pytest.raises(ValueError, match=r"needs the reward 'c', but the chain has \('a', 'b'\)"):
+    with pytest.raises(ValueError, match=r"no reward called 'c' at this place; it has \('a', 'b'\)"):
         pick(reward_table({"a": [1], "b": [2]}), of="c")
 
 

@@ -8,9 +8,9 @@ import math
 import pytest
 import torch
 
-from mmrl.advantages.combine import total
 from mmrl.advantages.normalize import batch_normalize, group_center, group_normalize, leave_one_out
 from mmrl.advantages.select import per_step
+from mmrl.advantages.shape import total
 from tests.support.tables import assert_rows, prefix_rewards, reward_table
 
 HARD, EASY = [1, 0, 0, 0], [1, 1, 1, 0]

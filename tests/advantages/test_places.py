@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from mmrl.advantages.combine import total
 from mmrl.advantages.normalize import batch_normalize, group_center
 from mmrl.advantages.select import increments, per_step, returns
+from mmrl.advantages.shape import total
 from mmrl.core.reward_table import ABSENT
 from tests.support.tables import assert_rows, prefix_rewards, reward_table
 

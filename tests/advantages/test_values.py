@@ -5,10 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mmrl.advantages.combine import value_anchor, value_weights
 from mmrl.advantages.normalize import group_normalize
 from mmrl.advantages.select import returns
-from mmrl.advantages.shape import scale_by
+from mmrl.advantages.shape import scale_by, value_anchor, value_weights
 from tests.support.tables import NAN, assert_rows, reward_table
 
 REWARDS = [0.2, 0.3, 0.5, 0.6]

@@ -10,7 +10,7 @@ import pytest
 import torch
 from PIL import Image
 
-from mmrl.advantages.combine import total
+from mmrl.advantages.shape import total
 from mmrl.advantages.turning_points import turning_points as credit
 from mmrl.config.binding import Pieces
 from mmrl.config.schema import Piece

@@ -7,7 +7,10 @@ import math
 import pytest
 import torch
 
+from mmrl.config.binding import Pieces
 from mmrl.config.registry import pieces
+from mmrl.config.schema import ConfigError, Piece
+from mmrl.core.rng import Stream
 from mmrl.core.types import Unit
 from mmrl.objectives.compare import hinge, ipo, plackett_luce, robust, sigmoid, sigmoid_each
 from tests.support.tables import assert_rows, padded, step_table
@@ -71,8 +74,8 @@ def test_robust_is_on_average_over_flipped_labels_the_loss_on_clean_ones():
     mean = 0.8 * robust(*clean, label_smoothing=0.2) + 0.2 * robust(*flipped, label_smoothing=0.2)
     shown(mean, sigmoid(*clean))
     for wrong in (0.5, -0.1):
-        with pytest.raises(ValueError, match="label_smoothing.*0.5"):
-            robust(*clean, label_smoothing=wrong)
+        with pytest.raises(ConfigError, match="label_smoothing.*0.5"):
+            Pieces(Stream(0)).check("compare", Piece("robust", {"label_smoothing": wrong}))
     shown(robust(*clean, label_smoothing=0.0), sigmoid(*clean))
 
 

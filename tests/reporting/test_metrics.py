@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 
-from mmrl.advantages.combine import total
 from mmrl.advantages.normalize import group_center, group_normalize
+from mmrl.advantages.shape import total
 from mmrl.core.reward_table import RewardTable
 from mmrl.core.types import Trajectory
 from mmrl.objectives.policy_gradient import diagnose
