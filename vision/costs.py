@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import FunctionType, MethodType
 from typing import Any
@@ -24,32 +24,29 @@ def keys_and_values(engine: Engine) -> Iterator[Mapping[str, float]]:
     once.
     """
     spent: dict[str, float] = {}
-    peaks: list[int] = []
-    handle = register_module_forward_hook(_CachePeaks(peaks), with_kwargs=True)
+    peaks: list[int] = []  # the largest size of each cache since its prefill
+    latest: Callable[[], Any] = lambda: (
+        None
+    )  # a weak reference, so that a cache is freed as without this hook
+
+    def record(module: nn.Module, args: Any, options: Mapping[str, Any], output: Any) -> None:
+        nonlocal latest
+        cache, ids = options.get("past_key_values"), options.get("input_ids")
+        if cache is None or ids is None:  # a part of a model
+            return
+        # The model with its head and the model inside both run with the same cache: a new one counts once.
+        if cache.get_seq_length() == ids.shape[1] and latest() is not cache:
+            peaks.append(0)
+            latest = weakref.ref(cache)
+        if peaks:
+            peaks[-1] = max(peaks[-1], held_bytes(cache))
+
+    handle = register_module_forward_hook(record, with_kwargs=True)
     try:
         yield spent
     finally:
         handle.remove()
     spent["bytes of keys and values"] = float(sum(peaks))
-
-
-class _CachePeaks:
-    """Forward hook that records the largest size of each cache since its prefill."""
-
-    def __init__(self, peaks: list[int]) -> None:
-        self.peaks = peaks
-        self.cache: Any = lambda: None
-
-    def __call__(self, module: nn.Module, args: Any, given: Mapping[str, Any], out: Any) -> None:
-        cache, ids = given.get("past_key_values"), given.get("input_ids")
-        if cache is None or ids is None:  # a part of a model
-            return
-        # The model with its head and the model inside both run with the same cache: a new one counts once.
-        if cache.get_seq_length() == ids.shape[1] and self.cache() is not cache:
-            self.peaks.append(0)
-            self.cache = weakref.ref(cache)
-        if self.peaks:
-            self.peaks[-1] = max(self.peaks[-1], held_bytes(cache))
 
 
 def held_bytes(thing: Any) -> int:

@@ -20,16 +20,14 @@ def tokens(config: Config, policy: TokenPolicy, prompts: Sequence[Prompt]) -> Ma
         return {}
     defaults = {name: p.default for name, p in find("engine", engine.name).options.items()}
     options = defaults | dict(engine.options)
-    rows, longest = (
-        config.rollout.num_prompts * config.rollout.num_generations,
-        options["max_completion_length"],
-    )
+    rows = config.rollout.num_prompts * config.rollout.num_generations
+    longest = options["max_completion_length"]
     text = policy.model.config.get_text_config()
     size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     before = max((len(policy.prompt_encoder.encode(prompt).ids) for prompt in prompts), default=0)
-    token = 2 * text.num_hidden_layers * heads * size * policy.compute.itemsize
-    others = 1 + len(config.references)
+    token = 2 * text.num_hidden_layers * heads * size * policy.compute.itemsize  # bytes; 2: keys and values
+    others = 1 + len(config.references)  # log-probabilities of `old` and of each reference
     return {
         "cache": (options["batch_size"] or rows) * (before + longest) * token,
         "step table": 4 * rows * longest * (COLUMNS + others),

@@ -68,8 +68,7 @@ def sigmoid_each(
     better, worse = (torch.where(sign * batch.advantage > 0, merit, 0.0) for sign in (1, -1))
     other = batch.mask * (batch.advantage < 0)
     if level == "row":
-        better, worse = (part.sum(-1, keepdim=True) for part in (better, worse))
-        other = other.any(-1, keepdim=True)
+        better, worse, other = (part.sum(-1, keepdim=True) for part in (better, worse, other))
     margin = group_sum(better, index)[index] + worse
     loss = group_sum(torch.where(other > 0, softplus(-beta * margin), 0.0), index)
     return mean_over_groups(loss, margins(implicit_reward, batch, level)[1], batch)
@@ -123,20 +122,18 @@ def margins(implicit_reward: Tensor, batch: Batch, level: Level) -> tuple[Tensor
 
     Returns the margins (V, C), and whether each has rows of both signs. C is 1, or the number of steps.
     """
-    advantage = batch.advantage * batch.mask
-    index, rows = group_index([batch.group]), level == "row"
+    advantage, index = batch.advantage * batch.mask, group_index([batch.group])
     margin = group_sum(advantage * implicit_reward, index)
     better, worse = (group_sum((sign * advantage > 0).to(margin.dtype), index) for sign in (1, -1))
-    if rows:
+    if level == "row":
         margin, better, worse = (part.sum(-1, keepdim=True) for part in (margin, better, worse))
     return margin, (better > 0) & (worse > 0)
 
 
 def mean_over_groups(loss: Tensor, decided: Tensor, batch: Batch) -> Tensor:
     """Average (V, C) losses over the valid columns of each group, then over the groups of the update."""
-    return masked_mean(torch.where(decided, loss, 0.0), decided.to(loss.dtype), -1).sum() / (
-        batch.totals.groups or 1.0
-    )
+    means = masked_mean(torch.where(decided, loss, 0.0), decided.to(loss.dtype), -1)
+    return means.sum() / (batch.totals.groups or 1.0)
 
 
 # ---- lists: advantages are rewards
@@ -165,28 +162,17 @@ def plackett_luce(
         top1: Keep only the comparison of the best row with all others.
         level: Compare rows (`row`), or the rows step by step (`step`).
     """
-    index, losses, decided = group_index([batch.group]), [], []
-    for group in index.unique():
-        columns = _columns(beta * implicit_reward, batch, index == group, level)
-        loss, varied = _ranking(*columns, tau, top1)
+    losses, decided = [], []
+    for group in batch.group.unique():
+        rows = batch.group == group
+        score, reward, mask = beta * implicit_reward[rows], batch.advantage[rows], batch.mask[rows]
+        if level == "row":
+            score, reward = score.sum(-1, keepdim=True), masked_mean(reward, mask, -1)[:, None]
+            mask = mask.any(-1, keepdim=True)
+        loss, varied = _ranking(score, reward, mask > 0, tau, top1)
         losses.append(loss)
         decided.append(varied)
     return mean_over_groups(torch.stack(losses), torch.stack(decided), batch)
-
-
-def _columns(score: Tensor, batch: Batch, rows: Tensor, level: Level) -> tuple[Tensor, Tensor, Tensor]:
-    """Select the rows of a group: scores, rewards and which entries count, (k, C) each.
-
-    C is 1, or the number of steps.
-    """
-    score, reward, mask = score[rows], batch.advantage[rows], batch.mask[rows]
-    if level == "step":
-        return score, reward, mask > 0
-    return (
-        score.sum(-1, keepdim=True),
-        masked_mean(reward, mask, -1)[:, None],
-        mask.any(-1, keepdim=True),
-    )
 
 
 def _ranking(

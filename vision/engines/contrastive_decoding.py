@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 from itertools import count, pairwise
 from typing import Annotated, ClassVar, Literal
@@ -121,12 +121,14 @@ class ContrastiveDecoding:
         needs_p = self.plausibility_threshold > 0 or self.decay_gamma > 0 or self.confidence_threshold < 1
         distinct = {row.prompt.uid: row for row in rows}
         corrupted = {uid: self._corrupted(row) for uid, row in distinct.items()}
-        return MixtureReader(
-            PartialReader((ratio != 1) | needs_p, self.engine.reader, [row.encoded for row in rows]),
-            PartialReader(ratio != 0, self.engine.reader, [corrupted[row.prompt.uid] for row in rows]),
-            ratio,
-            self,
-        )
+        halves = []
+        for needed, prompts in (
+            ((ratio != 1) | needs_p, [row.encoded for row in rows]),
+            (ratio != 0, [corrupted[row.prompt.uid] for row in rows]),
+        ):
+            prompts = [prompts[i] for i in needed.nonzero()[:, 0].tolist()]
+            halves.append((needed, self.engine.reader(prompts) if prompts else None))
+        return MixtureReader(halves, ratio, self)
 
     def _corrupted(self, row: GenerationRequest) -> EncodedPrompt:
         """Encode a prompt as q sees it."""
@@ -143,54 +145,26 @@ class ContrastiveDecoding:
         return replace(row.encoded, media=pixels)
 
 
-class PartialReader:
-    """Reads only the rows of a batch that need it; the others get logits of 0."""
+class MixtureReader:
+    """Runs rows with and without the image, each only where its ratio needs it, and mixes the logits.
+
+    `halves` has for either the rows that need it, (n,) bool, and the reader of these rows or None.
+    """
 
     def __init__(
         self,
-        rows: Tensor,
-        begin: Callable[[Sequence[EncodedPrompt]], LogitsReader],
-        prompts: Sequence[EncodedPrompt],
+        halves: Sequence[tuple[Tensor, LogitsReader | None]],
+        ratio: Tensor,
+        settings: ContrastiveDecoding,
     ) -> None:
-        self.rows = rows  # (n,) bool
-        needed = rows.nonzero()[:, 0].tolist()
-        self.reader = begin([prompts[i] for i in needed]) if needed else None
-
-    def read(self, token: Tensor | None) -> Tensor | float:
-        """Read a token of the rows that need it: (n, V), or the number 0 if no row does."""
-        if self.reader is None:
-            return 0.0
-        logits = self.reader.read(token if token is None else token[self.rows])
-        if self.rows.all():
-            return logits
-        return logits.new_zeros(len(self.rows), logits.shape[1]).index_put((self.rows,), logits)
-
-    def keep(self, rows: Tensor) -> None:
-        """Continue with some rows of the batch."""
-        # The wrapped reader numbers its own rows: those that need it, in order.
-        inside = (self.rows.cumsum(0) - 1)[rows][self.rows[rows]]
-        self.rows = self.rows[rows]
-        if not len(inside):
-            self.reader = None
-        elif self.reader is not None:
-            self.reader.keep(inside)
-
-
-class MixtureReader:
-    """Runs rows with and without the image, and mixes the logits."""
-
-    def __init__(
-        self, full: PartialReader, corrupted: PartialReader, ratio: Tensor, settings: ContrastiveDecoding
-    ) -> None:
-        self.full, self.corrupted, self.ratio, self.settings = full, corrupted, ratio, settings
+        self.halves, self.ratio, self.settings = halves, ratio, settings
         self.forbidden = torch.tensor(settings.policy.prompt_encoder.placeholders, device=ratio.device)
         self.length = 0
 
     def read(self, token: Tensor | None) -> Tensor:
         """Read a token of every row with both readers, and return the mixed logits."""
-        settings, logits = self.settings, (self.full.read(token), self.corrupted.read(token))
-        p, q = (part if type(part) is float else part.log_softmax(-1) for part in logits)
-        ratio = self.ratio[:, None]
+        settings, ratio = self.settings, self.ratio[:, None]
+        p, q = (self._logp(needed, reader, token) for needed, reader in self.halves)
         if settings.decay_gamma:
             ratio = ratio * math.expm1(min(settings.decay_gamma * self.length, LATEST))
         if settings.confidence_threshold < 1:
@@ -204,11 +178,25 @@ class MixtureReader:
         # With a large ratio, placeholders that both forbid would get enormous logits.
         return mixture.index_fill(-1, self.forbidden, FORBIDDEN)
 
+    def _logp(self, needed: Tensor, reader: LogitsReader | None, token: Tensor | None) -> Tensor | float:
+        """Read the rows that need it: log-probabilities (n, V), 0 for other rows; the number 0 for none."""
+        if reader is None:
+            return 0.0
+        logp = reader.read(token if token is None else token[needed]).log_softmax(-1)
+        if needed.all():
+            return logp
+        return logp.new_zeros(len(needed), logp.shape[1]).index_put((needed,), logp)
+
     def keep(self, rows: Tensor) -> None:
         """Continue with some rows."""
-        self.full.keep(rows)
-        self.corrupted.keep(rows)
-        self.ratio = self.ratio[rows]
+        halves = []
+        for needed, reader in self.halves:
+            # A reader numbers its own rows: those that need it, in order.
+            inside = (needed.cumsum(0) - 1)[rows][needed[rows]]
+            if reader is not None and len(inside):
+                reader.keep(inside)
+            halves.append((needed[rows], reader if len(inside) else None))
+        self.halves, self.ratio = halves, self.ratio[rows]
 
 
 def mixed(p: Tensor | float, q: Tensor | float, ratio: Tensor, mix: Mix) -> Tensor:
