@@ -43,7 +43,10 @@ def kto(
     """
     reward, label = _labelled(beta * implicit_reward, batch, level)
     weight = desirable_weight * label.clamp(min=0) - undesirable_weight * label.clamp(max=0)
-    return _mean_over_labelled(weight * torch.sigmoid(-label * (reward - max(delta, 0.0))), label, batch)
+    loss = weight * torch.sigmoid(-label * (reward - max(delta, 0.0)))
+    index = group_index([batch.group])
+    count = group_sum(label.abs(), index)
+    return mean_over_groups(group_sum(loss, index) / count.clamp(min=1), count > 0, batch)
 
 
 @compare(unit=Unit.GROUP)
@@ -178,13 +181,6 @@ def _labelled(reward: Tensor, batch: Batch, level: Level) -> tuple[Tensor, Tenso
         return reward, label
     merit = masked_mean(batch.advantage, batch.mask, -1)[:, None]
     return reward.sum(-1, keepdim=True), merit.sign()
-
-
-def _mean_over_labelled(loss: Tensor, label: Tensor, batch: Batch) -> Tensor:
-    """Average (N, C) losses over the labelled rows of each group, then over its columns and over groups."""
-    index = group_index([batch.group])
-    count = group_sum(label.abs(), index)
-    return mean_over_groups(group_sum(loss, index) / count.clamp(min=1), count > 0, batch)
 
 
 def _sum_over_labelled(loss: Tensor, label: Tensor, batch: Batch) -> Tensor:

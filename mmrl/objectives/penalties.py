@@ -11,22 +11,19 @@ from mmrl.core.reward_table import EQUAL
 from mmrl.core.step_table import Batch, StepOutput
 from mmrl.core.tensor import group_extreme, group_index, masked_mean
 from mmrl.core.types import Unit
-
-
-def _gap(new: StepOutput, batch: Batch, against: str) -> Tensor:
-    return (new.logp - batch.by(against, new).logp) * batch.mask
+from mmrl.objectives.surrogates import step_ratio
 
 
 @penalty
 def k1(new: StepOutput, batch: Batch, *, coef: NonNegativeFloat = 0.001, against: str = "ref") -> Tensor:
     """KL estimator k1, the log-ratio: unbiased in value, but with the gradient of the log-probability."""
-    return coef * _gap(new, batch, against)
+    return coef * step_ratio(new, batch, against=against)
 
 
 @penalty
 def k2(new: StepOutput, batch: Batch, *, coef: NonNegativeFloat = 0.001, against: str = "ref") -> Tensor:
     """KL estimator k2, half the squared log-ratio: on-policy, its gradient is that of the divergence."""
-    return coef * 0.5 * _gap(new, batch, against).square()
+    return coef * 0.5 * step_ratio(new, batch, against=against).square()
 
 
 @penalty
@@ -50,12 +47,12 @@ def k3(
         clip_max: Upper bound of the estimate; a step above it has no gradient. verl's bound is 10, TRL has
             none.
     """
-    gap = _gap(new, batch, against).clamp(min=-20.0)
+    gap = step_ratio(new, batch, against=against).clamp(min=-20.0)
     estimate = (-gap).exp() + gap - 1
     if clip_max is not None:
         estimate = estimate.clamp(max=clip_max)
     if use_bias_correction_kl:
-        estimate = estimate * _gap(new, batch, "old").clamp(max=20.0).exp()
+        estimate = estimate * step_ratio(new, batch, against="old").clamp(max=20.0).exp()
     return coef * estimate
 
 

@@ -133,15 +133,21 @@ def media_refs(value: Any, kind: str, name: str) -> Iterator[MediaRef]:
 
 def _file_names(value: Any) -> Iterator[MediaRef]:
     """List the texts that are names of media files."""
+    data = b""
     match value:
+        case {"path": str(path), "bytes": bytes(data)}:
+            pass
         case str(path) | {"path": str(path)}:
-            data = value.get("bytes") if isinstance(value, Mapping) else b""
-            for kind, endings in ENDINGS.items():
-                if path.lower().endswith(endings):
-                    yield MediaRef(kind, path, data if isinstance(data, bytes) else b"")
+            pass
         case [*values]:
             for item in values:
                 yield from _file_names(item)
+            return
+        case _:
+            return
+    for kind, endings in ENDINGS.items():
+        if path.lower().endswith(endings):
+            yield MediaRef(kind, path, data)
 
 
 def _in_messages(value: Any, name: str) -> Iterator[MediaRef]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -121,17 +122,13 @@ def _timing(path: Path, container: Any) -> tuple[float, float]:
 
 def _with_end(frames: Iterable[Any], zero: float) -> Iterator[tuple[Any, float]]:
     """Pair every frame with the second at which the next one replaces it."""
-    before = None
-    for frame in frames:
-        if frame.time is None:
-            continue
-        if before is not None:
-            # Half a millisecond of tolerance: times of files are rounded.
-            yield before, frame.time - zero - 5e-4
-        before = frame
-    if before is not None:
-        length = float(before.duration * before.time_base) if before.duration else 0.0
-        yield before, before.time - zero + max(length, 1e-3)
+    timed = (frame for frame in frames if frame.time is not None)
+    for frame, following in pairwise(chain(timed, [None])):
+        if following is not None:
+            yield frame, following.time - zero - 5e-4  # half a millisecond: times of files are rounded
+        else:
+            length = float(frame.duration * frame.time_base) if frame.duration else 0.0
+            yield frame, frame.time - zero + max(length, 1e-3)
 
 
 def _scaled(frame: Any, sampling: FrameSampling, count: int, scaler: Any) -> Tensor:

@@ -81,9 +81,20 @@ def pairs(measured: Mapping[str, Measured], *, num: PositiveInt = 12) -> str:
             for prompt, answers in _answers(evaluation).values()
             if len(answers) > 1 and all({"preferred", "score"} <= set(a.recorded) for a in answers)
         ]
-        figures = "".join(_pair(prompt, answers) for prompt, answers in _evenly_spaced(complete, num))
+        figures = []
+        for prompt, answers in _evenly_spaced(complete, num):
+            better, worse = sorted(answers, key=lambda answer: -answer.recorded["preferred"])[:2]
+            ratios = {key: prompt.columns.get(key) for key in ("h_pos", "h_neg")}
+            notes = [f"{key} {value:.2f}" for key, value in ratios.items() if value is not None]
+            notes += ["reversed"] if prompt.columns.get("flipped") else []
+            lines = "".join(
+                f"<p><b style='color:{colour}'>{side}</b> {answer.recorded['score']:.3f}<br>"
+                f"{html.escape(answer.text or '')}</p>"
+                for side, colour, answer in (("chosen", GOOD, better), ("rejected", BAD, worse))
+            )
+            figures.append(_figure(prompt, f"{lines}<small>{', '.join(notes)}</small>"))
         if figures:
-            parts.append(f"<h2>Pairs: {html.escape(name)}</h2><div class=grid>{figures}</div>")
+            parts.append(f"<h2>Pairs: {html.escape(name)}</h2><div class=grid>{''.join(figures)}</div>")
     return "".join(parts)
 
 
@@ -139,19 +150,6 @@ def _answers(evaluation: Measured) -> dict[str, tuple[Prompt, list[Outcome]]]:
 def _evenly_spaced(items: Sequence[Any], num: int) -> Sequence[Any]:
     """Choose `num` items at equal distances, or all if there are fewer."""
     return [items[i * len(items) // num] for i in range(num)] if len(items) > num else items
-
-
-def _pair(prompt: Prompt, answers: Sequence[Outcome]) -> str:
-    better, worse = sorted(answers, key=lambda answer: -answer.recorded["preferred"])[:2]
-    ratios = {key: prompt.columns.get(key) for key in ("h_pos", "h_neg")}
-    notes = [f"{key} {value:.2f}" for key, value in ratios.items() if value is not None]
-    notes += ["reversed"] if prompt.columns.get("flipped") else []
-    lines = "".join(
-        f"<p><b style='color:{colour}'>{side}</b> {answer.recorded['score']:.3f}<br>"
-        f"{html.escape(answer.text or '')}</p>"
-        for side, colour, answer in (("chosen", GOOD, better), ("rejected", BAD, worse))
-    )
-    return _figure(prompt, f"{lines}<small>{', '.join(notes)}</small>")
 
 
 def _figure(prompt: Prompt, words: str) -> str:
