@@ -35,7 +35,7 @@ def draw_tokens(
     """
     logp = (logits / (temperature or 1.0)).log_softmax(-1)
     probability = logp.exp()
-    entropy = -(probability * logp.clamp(min=-1e4)).sum(-1)
+    entropy = -(probability * logp.clamp(min=-1e4)).sum(-1)  # a forbidden token counts as 0, not as NaN
     if temperature == 0:
         token = logits.argmax(-1)
         return token, logp.gather(1, token[:, None])[:, 0], entropy
@@ -46,7 +46,7 @@ def draw_tokens(
         cuts.append(probability < min_p * probability.max(-1, keepdim=True).values)
     if top_p < 1:
         ordered, order = probability.sort(-1, descending=True)
-        removed = ordered.cumsum(-1) - ordered >= top_p
+        removed = ordered.cumsum(-1) - ordered >= top_p  # the likelier tokens already reach top_p
         cuts.append(torch.zeros_like(removed).scatter(1, order, removed))
     if cuts:
         logp = logp.masked_fill(torch.stack(cuts).any(0), -torch.inf).log_softmax(-1)

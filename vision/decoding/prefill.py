@@ -51,9 +51,10 @@ class Prefix:
 
     def read(self, ids: Tensor) -> Tensor:
         """Run the next tokens (n, t), the last of the prompt first: states (n, t, width)."""
+        # Token i of an answer stands at next_position + i; the prompt's last token comes one before (i = -1).
         steps = torch.arange(self.length - 1, self.length - 1 + ids.shape[1], device=ids.device)
         positions = self.next_position[..., None] + steps
-        if not self.length:  # after a video the last token need not stand right before the answer
+        if not self.length:  # after a video, the largest position need not be that of the last token
             positions[..., 0] = self.last_position
         self.length += ids.shape[1]
         self.mask = torch.cat([self.mask, self.mask.new_ones(ids.shape)], 1)

@@ -111,6 +111,7 @@ def _pack(steps: TokenSteps, number: int) -> tuple[EncodedPrompt, Tensor, Tensor
     before = len(prompt.ids) - 1
     ids, positions = [prompt.ids[:-1]], [prompt.positions[:, :-1]]
     owners, indices = [torch.full((before,), PROMPT)], [torch.arange(before)]
+    # prompt[:-1] | prompt[-1] answer_1[:-1] | prompt[-1] answer_2[:-1] | ...
     for row in (steps.which == number).nonzero()[:, 0].tolist():
         length = max(1, int(steps.length[row]))
         after = (prompt.next_position + torch.arange(length - 1)).expand(len(prompt.positions), -1)
@@ -132,11 +133,12 @@ def _masks(
     """
     size = owner.shape[1]
     earlier = torch.ones(size, size, dtype=torch.bool, device=owner.device).tril()
+    # (P, S, S): query, key
     same = (owner[:, :, None] == owner[:, None, :]) | (owner[:, None, :] == PROMPT)
     # A padded token attends to itself: the softmax of a row without any key would be NaN.
     alone = torch.eye(size, dtype=torch.bool, device=owner.device) & ~mask[:, :, None]
     allowed = (earlier & same & mask[:, None, :]) | alone
-    distance = index[:, :, None] - index[:, None, :]
+    distance = index[:, :, None] - index[:, None, :]  # (P, S, S), as if each answer stood alone
     masks = {
         name: (allowed if window is None else allowed & (distance < window))[:, None]
         for name, window in windows.items()

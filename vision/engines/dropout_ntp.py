@@ -73,6 +73,7 @@ class ForcedPrefixReader:
         logits = self.reader.read(token)
         if self.length < self.forced.shape[1]:
             wanted = self.forced[:, self.length, None]
+            # One logit of 0 among FORBIDDEN ones is a log-probability of exactly 0.
             only = torch.full_like(logits, FORBIDDEN).scatter(1, wanted.clamp(min=0), 0.0)
             logits = torch.where(wanted >= 0, only, logits)
         self.length += 1

@@ -117,6 +117,7 @@ class Generate:
         batch = torch.arange(len(rows), device=device)  # the rows that the reader still has
         for t in range(self.max_completion_length):
             token, *values = draw_tokens(reader.read(token), uniform[batch, t], **options)
+            # Rows that ended stay until `keep` pays off: it copies the cache.
             alive = ~ended[batch]
             now = batch[alive]
             ids[now, t], logp[now, t], entropy[now, t] = token[alive], *(v[alive].float() for v in values)

@@ -12,7 +12,7 @@ import torch
 from mmrl.core.byte_lru import ByteLRU
 from mmrl.core.types import Frames, Media
 from mmrl.data.fields import RowError, short
-from mmrl.data.media import MAX_FILE_BYTES, MAX_IMAGE_PIXELS, locate, read_image
+from mmrl.data.media import locate, read_image
 from mmrl.vision.media.video import FrameSampling, read_video
 
 CACHE_BYTES = 1 << 30
@@ -22,16 +22,10 @@ CACHE_BYTES = 1 << 30
 class MediaRoot:
     """The folder that the media paths of a dataset are relative to and may not leave.
 
-    Args:
-        root: The folder.
-        max_file_bytes: The largest file that is opened.
-        max_image_pixels: The most pixels (width x height) of an image.
-        cache_bytes: Size of the cache of decoded media, least recently used first out; the latest stays.
+    `cache_bytes` limits the cache of decoded media, least recently used first out; the latest stays.
     """
 
     root: Path
-    max_file_bytes: int = MAX_FILE_BYTES
-    max_image_pixels: int = MAX_IMAGE_PIXELS
     cache_bytes: int = CACHE_BYTES
 
     def __post_init__(self) -> None:
@@ -43,12 +37,11 @@ class MediaRoot:
 
     def image(self, name: str) -> Media:
         """Make an image that is decoded when its pixels are first needed."""
-        limit = self.max_image_pixels
-        return self._lazy("image", name, (name,), lambda path: decode_image(path, str(path), limit))
+        return self._lazy("image", name, (name,), lambda path: decode_image(path, str(path)))
 
     def locate(self, name: str) -> Path:
         """Resolve a path inside the root; raises `MediaError` for other paths and for files too large."""
-        return locate(name, self.root, self.max_file_bytes)
+        return locate(name, self.root)
 
     def _lazy(self, kind: str, name: str, key: tuple, read: Callable[[Path], Frames]) -> Media:
         def load() -> Frames:
@@ -59,11 +52,11 @@ class MediaRoot:
         return Media(kind, name, load, self.root / name)
 
 
-def decode_image(source: Path | bytes, name: str, max_image_pixels: int = MAX_IMAGE_PIXELS) -> Frames:
+def decode_image(source: Path | bytes, name: str) -> Frames:
     """Decode a file or bytes as one RGB frame (see `mmrl.data.media.read_image`); `name` is for errors."""
     import numpy
 
-    pixels = torch.from_numpy(numpy.array(read_image(source, name, max_image_pixels)))
+    pixels = torch.from_numpy(numpy.array(read_image(source, name)))
     return Frames(pixels.permute(2, 0, 1)[None].contiguous(), torch.zeros(1, dtype=torch.float64))
 
 

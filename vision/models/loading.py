@@ -96,7 +96,7 @@ def checkpoint_layers(model: nn.Module) -> None:
     """Switch on gradient checkpointing. Only the layers are in training mode, so dropout stays off."""
     from transformers.modeling_layers import GradientCheckpointingLayer
 
-    # transformers 5.23 renamed the method.
+    # transformers 5.23 renamed the method. Reentrant checkpointing would cut the graph at frozen embeddings.
     enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
     enable({"use_reentrant": False})
     for module in model.modules():
