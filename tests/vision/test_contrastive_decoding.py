@@ -17,7 +17,7 @@ from mmrl.vision.decoding.decoding import draw_tokens
 from mmrl.vision.decoding.token_steps import FORBIDDEN
 from mmrl.vision.engines.contrastive_decoding import ContrastiveDecoding, mixed
 from mmrl.vision.engines.generate import Generate
-from mmrl.vision.media.corruptions import without_media
+from mmrl.vision.media.prompts import without_media
 from tests.support.tables import assert_rows
 from tests.vision import mixed as asked
 from tests.vision import tiny

@@ -10,10 +10,9 @@ import torch
 from mmrl.core.rng import Stream
 from mmrl.core.types import Frames, Message, Part, Prompt
 from mmrl.vision.decoding.decoding import CachedReader
-from mmrl.vision.engines.dropout_ntp import DropoutNtp
+from mmrl.vision.engines.derived_answers import DropoutNtp, WithCorruptedImage
 from mmrl.vision.engines.generate import Generate
-from mmrl.vision.engines.with_corrupted_image import WithCorruptedImage
-from mmrl.vision.media.corruptions import add_frame_noise, add_noise, map_frames, random_crop, without_media
+from mmrl.vision.media.prompts import add_frame_noise, add_noise, map_frames, random_crop, without_media
 from tests.vision import mixed as asked
 from tests.vision import tiny
 from tests.vision.test_contrastive_decoding import FAMILY, pictures, plainly, said

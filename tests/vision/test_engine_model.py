@@ -22,7 +22,7 @@ from mmrl.config.schema import Config, parse
 from mmrl.core.rng import Stream
 from mmrl.training.loop import train
 from mmrl.vision.engines.contrastive_decoding import ContrastiveDecoding
-from mmrl.vision.engines.dropout_ntp import DropoutNtp
+from mmrl.vision.engines.derived_answers import DropoutNtp
 from mmrl.vision.engines.generate import Generate
 from mmrl.vision.policies.tokens import Tokens
 from tests.support.toys import plan

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -10,8 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from mmrl.core.protocols import Engine
-from mmrl.core.types import Prompt, Rollouts, Trajectory
+from mmrl.core.types import Prompt
 from mmrl.vision.decoding.prefill import MakeCache, prefill
 from mmrl.vision.decoding.token_steps import FORBIDDEN, distinct_prompts
 from mmrl.vision.models.loading import TokenPolicy
@@ -71,19 +69,6 @@ class GenerationRequest:
     index: int
     encoded: EncodedPrompt
     uniform: Tensor
-
-
-def answer_half(engine: Engine, prompts: Sequence[Prompt]) -> tuple[Rollouts, dict[str, list[Trajectory]]]:
-    """Answer half of the entries of every prompt (rounded up).
-
-    Returns the rows, and by prompt id those that the other half is made from.
-    """
-    distinct = {prompt.uid: prompt for prompt in prompts}
-    counts = Counter(prompt.uid for prompt in prompts)
-    rows = engine.rollout([distinct[uid] for uid, count in counts.items() for _ in range(count - count // 2)])
-    return rows, {
-        uid: [row for row in rows if row.prompt.uid == uid][: count // 2] for uid, count in counts.items()
-    }
 
 
 class LogitsReader(Protocol):

@@ -19,7 +19,7 @@ from mmrl.core.types import Prompt, Rollouts, Trajectory
 from mmrl.vision.decoding.decoding import GenerationRequest, LogitsReader
 from mmrl.vision.decoding.token_steps import FORBIDDEN
 from mmrl.vision.engines.generate import Generate
-from mmrl.vision.media.corruptions import add_noise, map_frames, random_crop, without_media
+from mmrl.vision.media.prompts import add_noise, map_frames, random_crop, without_media
 from mmrl.vision.models.processor import EncodedPrompt
 
 TRIES = 1000  # draws of a ratio that is `gap` above the one before

@@ -1,0 +1,158 @@
+"""Engines that make half of the answers to a prompt from the other half, as sides of preference pairs."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass, replace
+from typing import Annotated, ClassVar, Literal
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from mmrl.config.ranges import Ascending, PositiveShare, Range, ShareBelowOne
+from mmrl.config.registry import engine
+from mmrl.core.protocols import Engine
+from mmrl.core.rng import Stream
+from mmrl.core.types import Frames, Prompt, Rollouts, Trajectory
+from mmrl.vision.decoding.decoding import GenerationRequest, LogitsReader
+from mmrl.vision.decoding.token_steps import FORBIDDEN
+from mmrl.vision.engines.contrastive_decoding import record_ratio
+from mmrl.vision.engines.generate import Generate
+from mmrl.vision.media.prompts import add_frame_noise, map_frames, random_crop, without_media
+
+
+def answer_half(engine: Engine, prompts: Sequence[Prompt]) -> tuple[Rollouts, dict[str, list[Trajectory]]]:
+    """Answer half of the entries of every prompt (rounded up).
+
+    Returns the rows, and by prompt id those that the other half is made from.
+    """
+    distinct = {prompt.uid: prompt for prompt in prompts}
+    counts = Counter(prompt.uid for prompt in prompts)
+    rows = engine.rollout([distinct[uid] for uid, count in counts.items() for _ in range(count - count // 2)])
+    return rows, {
+        uid: [row for row in rows if row.prompt.uid == uid][: count // 2] for uid, count in counts.items()
+    }
+
+
+@engine
+@dataclass(eq=False)
+class WithCorruptedImage:
+    """Pair half of a prompt's rollouts with the same answers to a corrupted image, tagged `twin` (mDPO).
+
+    arXiv 2406.11839. The copies take the place of the second half of the rollouts. One corruption is drawn
+    for all answers to a prompt in a collection. A copy's text is encoded anew, and keeps what was recorded of
+    its answer. Rewards that look at the prompt see the image uncorrupted.
+
+    Args:
+        engine: The wrapped engine.
+        kind: "crop" shows an enlarged random crop; "noise" adds VCD's noise; "blind" removes the media.
+        scale: Least and largest share of the area that a crop shows; mDPO: 0.01 to 0.2.
+        noise_step: Diffusion step of the noise, 0 to 999.
+    """
+
+    engine: Engine
+    _: KW_ONLY
+    stream: Stream
+    kind: Literal["crop", "noise", "blind"] = "crop"
+    scale: Annotated[tuple[PositiveShare, PositiveShare], Ascending()] = (0.01, 0.2)
+    noise_step: Annotated[int, Range(0, 999)] = 500
+    notes: ClassVar[frozenset[str]] = frozenset()
+
+    def __post_init__(self) -> None:
+        self.policy = self.engine.policy
+
+    def rollout(self, prompts: Sequence[Prompt]) -> Rollouts:
+        """Ask the wrapped engine for half of the rollouts, and append their copies with corrupted images."""
+        rows, copied = answer_half(self.engine, prompts)
+        twins = []
+        corrupted = {prompt.uid: self._corrupted(prompt) for prompt in prompts}
+        for uid, originals in copied.items():
+            for row in originals:
+                answer = row.outcomes[-1]
+                twin = self.policy.encode(corrupted[uid], answer)
+                last = twin.outcomes[-1]
+                last = replace(last, tags={**last.tags, "twin": self.kind}, recorded=answer.recorded)
+                twins.append(
+                    replace(twin, prompt=row.prompt, group=row.group, outcomes=(last,), on_policy=False)
+                )
+        return (*rows, *twins)
+
+    def _corrupted(self, prompt: Prompt) -> Prompt:
+        if self.kind == "blind":
+            return without_media(prompt)
+
+        def corrupt(frames: Frames) -> Frames:
+            # A new generator per call, so that a prompt that is loaded twice shows the same frames.
+            generator = self.stream.generator("distortion", prompt.uid)
+            if self.kind == "crop":
+                return random_crop(frames, generator, self.scale)
+            return add_frame_noise(frames, generator, self.noise_step)
+
+        return map_frames(prompt, corrupt)
+
+
+@engine
+@dataclass(eq=False)
+class DropoutNtp:
+    """Cut half of a prompt's answers after a share of their tokens, and continue them without the image.
+
+    Dropout-NTP of MPO, arXiv 2411.10442. The first half of the answers to a prompt stays whole; each of the
+    others starts as one of them. Continued answers record `contrast_alpha` 1 (whole ones 0), are off-policy,
+    and note log-probability 0 for the tokens that they start with. The engine wraps `vision.generate`.
+
+    Args:
+        engine: The wrapped engine.
+        share: The share of an answer's tokens that is kept, in [0, 1).
+    """
+
+    engine: Generate
+    _: KW_ONLY
+    share: ShareBelowOne = 0.5
+    notes: ClassVar[frozenset[str]] = frozenset()
+
+    def __post_init__(self) -> None:
+        self.policy = self.engine.policy
+
+    def rollout(self, prompts: Sequence[Prompt]) -> Rollouts:
+        """Answer half of the entries of every prompt, and continue those answers for the other half."""
+        whole, cut = answer_half(self.engine, prompts)
+
+        def begin(rows: Sequence[GenerationRequest]) -> LogitsReader:
+            encode = self.policy.prompt_encoder.encode
+            device = self.policy.core.get_input_embeddings().weight.device
+            reader = self.engine.reader([encode(without_media(row.prompt)) for row in rows])
+            answers = [cut[row.prompt.uid][row.index].steps.ids.to(device) for row in rows]
+            return ForcedPrefixReader(reader, [ids[: int(self.share * len(ids))] for ids in answers])
+
+        continued = self.engine.decode([row.prompt for rows in cut.values() for row in rows], begin)
+        return (
+            *(record_ratio(row, 0.0, "0") for row in whole),
+            *(record_ratio(row, 1.0, "1") for row in continued),
+        )
+
+
+class ForcedPrefixReader:
+    """Forces rows to start with given tokens: until those end, every other token has probability 0."""
+
+    def __init__(self, reader: LogitsReader, forced: Sequence[Tensor]) -> None:
+        self.reader = reader
+        self.forced = pad_sequence(list(forced), batch_first=True, padding_value=-1)  # (n, T)
+        self.length = 0
+
+    def read(self, token: Tensor | None) -> Tensor:
+        """Read a token, and mask all logits but that of the next forced token of a row."""
+        logits = self.reader.read(token)
+        if self.length < self.forced.shape[1]:
+            wanted = self.forced[:, self.length, None]
+            # One logit of 0 among FORBIDDEN ones is a log-probability of exactly 0.
+            only = torch.full_like(logits, FORBIDDEN).scatter(1, wanted.clamp(min=0), 0.0)
+            logits = torch.where(wanted >= 0, only, logits)
+        self.length += 1
+        return logits
+
+    def keep(self, rows: Tensor) -> None:
+        """Continue with some rows."""
+        self.reader.keep(rows)
+        self.forced = self.forced[rows]
