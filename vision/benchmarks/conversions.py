@@ -8,179 +8,180 @@ A row of mmrl has `question` (or `messages` for several turns), `system`, `answe
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from mmrl.data.fields import RowError, listed, mapping, short, text
-from mmrl.vision.media.prompts import answer_of, answers_of
+from mmrl.vision.media.prompts import MARKS, answer_of, answers_of
 
-MARK = re.compile(r"<(image|video)>")
 LEADING = re.compile(r"^(?:\s*<(?:image|video)>)+\n?")
 ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
 MEDIA = ("images", "videos")
 Row = Mapping[str, Any]
+Toolkit = Literal["mmrl", "verl", "ms_swift", "llama_factory"]
 
 
-def from_verl(row: Row) -> dict[str, Any]:
-    """Convert a row of verl to mmrl.
+@dataclass(frozen=True)
+class RowFormat:
+    """Suffix of the files of a toolkit, and the columns of its rows that mmrl names otherwise.
 
-    Columns: `prompt` (messages), `reward_model` with `ground_truth`, `images`, `videos`, `data_source`,
-    `ability`, `extra_info`.
+    Rows without a conversation ask with the texts of `question`, after the pairs of turns in `history`.
     """
-    ours = _from_chat(row, row.get("prompt"))
-    rule = {} if row.get("reward_model") is None else mapping(row["reward_model"], "reward_model")
-    if rule.get("ground_truth") is not None:
-        ours["answer"] = _answer({"answer": rule["ground_truth"]})
-    return ours | _rest(row, ("prompt", "reward_model"))
+
+    suffix: str
+    conversation: tuple[str, ...] = ()
+    question: tuple[str, ...] = ()
+    answer: str = ""
+    targets: tuple[str, ...] = ()
 
 
-def to_verl(row: Row, *, data_source: str = "mmrl", ability: str = "visual_qa") -> dict[str, Any]:
-    """Convert a row of mmrl to verl; the answer becomes the ground truth of a rule-based reward."""
-    if row.get("answer", row.get("answers")) is None:
-        raise RowError("verl checks answers, but the row has no `answer`")
-    extra = row.get("extra_info")
-    kept = {key: row[key] for key in ("id", "chosen", "rejected") if row.get(key) is not None}
-    return {
-        "data_source": row.get("data_source") or data_source,
-        "prompt": _chat(row),
-        **_media(row),
-        "ability": row.get("ability") or ability,
-        "reward_model": {"style": "rule", "ground_truth": _answer(row)},
-        "extra_info": {**({} if extra is None else mapping(extra, "extra_info")), **kept},
-    }
+SWIFT_TARGETS = ("rejected_response", "rejected_messages", "solution")
+FORMATS: dict[Toolkit, RowFormat] = {
+    "mmrl": RowFormat(".jsonl"),
+    "verl": RowFormat(".parquet", ("prompt",), targets=("reward_model",)),
+    "ms_swift": RowFormat(".jsonl", ("messages",), ("query",), "response", SWIFT_TARGETS),
+    "llama_factory": RowFormat(
+        ".json",
+        ("conversations", "messages"),
+        ("instruction", "input"),
+        "output",
+        ("chosen", "rejected", "kto_tag"),
+    ),
+}
 
 
-def from_ms_swift(row: Row) -> dict[str, Any]:
-    """Convert a row of ms-swift to mmrl.
+def read_row(row: Row, toolkit: Toolkit) -> dict[str, Any]:
+    """Convert a row of a toolkit to mmrl; columns that the conversion does not know are kept."""
+    if toolkit == "mmrl":
+        return dict(row) | _media(row)
+    form, answer = FORMATS[toolkit], None
+    ours = _from_messages(row, _conversation(row, form))
+    match toolkit:
+        case "verl":
+            rule = {} if row.get("reward_model") is None else mapping(row["reward_model"], "reward_model")
+            answer = rule.get("ground_truth")
+        case "ms_swift":
+            answer, rejected = row.get("solution"), row.get("rejected_response")
+            if rejected is None and row.get("rejected_messages"):
+                rejected = _text_of(listed(row["rejected_messages"], "rejected_messages")[-1])[0]
+            if rejected is not None:
+                ours |= {"chosen": ours.pop("answer", ""), "rejected": text(rejected, "rejected_response")}
+        case "llama_factory":
+            sides = [side for side in ("chosen", "rejected") if row.get(side) is not None]
+            ours |= {side: _text_of(row[side])[0] for side in sides}
+            if row.get("kto_tag") is not None:
+                ours["label"] = row["kto_tag"]
+    if answer is not None:
+        ours["answer"] = answers_of({"answer": answer})
+    converted = {*form.conversation, *form.question, form.answer, *form.targets, *MEDIA, "system"}
+    if form.question:
+        converted.add("history")
+    return ours | {key: value for key, value in row.items() if key not in converted and value is not None}
 
-    Columns: `messages`, `rejected_response` or `rejected_messages`, `label`, `images`, `videos`; or the older
-    `query`, `response`, `history` and `system`.
+
+def write_row(row: Row, toolkit: Toolkit) -> dict[str, Any]:
+    """Convert a row of mmrl to a toolkit; for LLaMA-Factory in OpenAI's form (see `describe_llama_factory`).
+
+    The answer becomes the ground truth of a rule-based reward of verl, or the last message. For ms-swift it
+    is the `solution` of its rewards, too.
     """
-    chat = row.get("messages")
-    if chat is None and "query" in row:
-        chat = _turns(row, row["query"], row.get("response"))
-    ours = _from_chat(row, chat)
-    rejected = row.get("rejected_response")
-    if rejected is None and row.get("rejected_messages"):
-        rejected = _text_of(listed(row["rejected_messages"], "rejected_messages")[-1])[0]
-    if rejected is not None:
-        ours |= {"chosen": ours.pop("answer", ""), "rejected": text(rejected, "rejected_response")}
-    if row.get("solution") is not None:
-        ours["answer"] = _answer({"answer": row["solution"]})
-    converted = (
-        "messages",
-        "query",
-        "response",
-        "history",
-        "rejected_response",
-        "rejected_messages",
-        "solution",
-    )
-    return ours | _rest(row, converted)
-
-
-def to_ms_swift(row: Row) -> dict[str, Any]:
-    """Convert a row of mmrl to ms-swift; the answer ends the messages and is `solution` for its rewards."""
-    answer = row.get("chosen", row.get("answer", _first(row.get("answers"))))
-    final = [] if answer is None else [{"role": "assistant", "content": _as_text(answer)}]
-    written: dict[str, Any] = {"messages": [*_chat(row), *final], **_media(row)}
-    if row.get("rejected") is not None:
-        written["rejected_response"] = _as_text(row["rejected"])
-    elif answer is not None:
-        written["solution"] = _as_text(answer)
-    return written | {key: row[key] for key in ("id", "label") if row.get(key) is not None}
-
-
-def from_llama_factory(row: Row) -> dict[str, Any]:
-    """Convert a row of LLaMA-Factory to mmrl.
-
-    Columns: `conversations` or `messages`, or `instruction`, `input`, `output`, `history` and `system`; with
-    `chosen` and `rejected`, `kto_tag`, `images`, `videos`.
-    """
-    chat = row.get("conversations", row.get("messages"))
-    if chat is None:
-        if type(row.get("instruction")) is not str:
-            raise RowError("wanted conversations, messages or an instruction")
-        parts = [row.get(name) for name in ("instruction", "input") if row.get(name) not in (None, "")]
-        chat = _turns(row, "\n".join(text(part, "input") for part in parts), row.get("output"))
-    ours = _from_chat(row, chat)
-    for name in ("chosen", "rejected"):
-        if row.get(name) is not None:
-            ours[name] = _text_of(row[name])[0]
-    if row.get("kto_tag") is not None:
-        ours["label"] = row["kto_tag"]
-    converted = ("conversations", "messages", "instruction", "input", "output", "history", "kto_tag")
-    return ours | _rest(row, (*converted, "chosen", "rejected"))
-
-
-def to_llama_factory(row: Row) -> dict[str, Any]:
-    """Convert a row of mmrl to LLaMA-Factory's OpenAI form; see `describe_llama_factory`."""
-    written: dict[str, Any] = {"messages": _chat(row), **_media(row)}
-    if row.get("rejected") is not None:
-        for name in ("chosen", "rejected"):
-            written[name] = {"role": "assistant", "content": _as_text(row.get(name, ""))}
-        return written
-    answer = row.get("answer", _first(row.get("answers")))
-    if answer is None:
-        raise RowError("LLaMA-Factory learns from answers, but the row has none")
-    written["messages"].append({"role": "assistant", "content": _as_text(answer)})
-    return written | ({"kto_tag": row["label"]} if type(row.get("label")) is bool else {})
+    if toolkit == "mmrl":
+        return dict(row)
+    messages, answers, rejected = _messages(row), row.get("answers"), row.get("rejected")
+    answer = row.get("answer", answers[0] if isinstance(answers, list | tuple) and answers else answers)
+    target: dict[str, Any] = {}
+    match toolkit:
+        case "verl":
+            if answer is None:
+                raise RowError("verl checks answers, but the row has no `answer`")
+            extra = {} if row.get("extra_info") is None else mapping(row["extra_info"], "extra_info")
+            kept = {key: row[key] for key in ("id", "chosen", "rejected") if row.get(key) is not None}
+            return {
+                "data_source": row.get("data_source") or "mmrl",
+                "prompt": messages,
+                **_media(row),
+                "ability": row.get("ability") or "visual_qa",
+                "reward_model": {"style": "rule", "ground_truth": answers_of(row)},
+                "extra_info": {**extra, **kept},
+            }
+        case "ms_swift":
+            answer = row.get("chosen", answer)
+            if answer is not None:
+                messages.append(_reply(answer))
+                target = {"solution": messages[-1]["content"]}
+            if rejected is not None:
+                target = {"rejected_response": _reply(rejected)["content"]}
+            target |= {key: row[key] for key in ("id", "label") if row.get(key) is not None}
+        case "llama_factory" if rejected is not None:
+            target = {"chosen": _reply(row.get("chosen", "")), "rejected": _reply(rejected)}
+        case "llama_factory":
+            if answer is None:
+                raise RowError("LLaMA-Factory learns from answers, but the row has none")
+            messages.append(_reply(answer))
+            target = {"kto_tag": row["label"]} if type(row.get("label")) is bool else {}
+    return {"messages": messages, **_media(row), **target}
 
 
 def describe_llama_factory(columns: Sequence[str], file_name: str) -> dict[str, Any]:
     """Return the entry of LLaMA-Factory's `dataset_info.json` for a file with these columns."""
     known = ("messages", "images", "videos", "chosen", "rejected", "kto_tag")
-    tags = {"role_tag": "role", "content_tag": "content", "user_tag": "user", "assistant_tag": "assistant"}
+    roles = {"user_tag": "user", "assistant_tag": "assistant", "system_tag": "system"}
     return {
         "file_name": file_name,
         "formatting": "sharegpt",
         **({"ranking": True} if "rejected" in columns else {}),
         "columns": {name: name for name in known if name in columns},
-        "tags": {**tags, "system_tag": "system"},
+        "tags": {"role_tag": "role", "content_tag": "content", **roles},
     }
 
 
-def _turns(row: Row, asked: Any, answer: Any) -> list[dict[str, Any]]:
-    """Convert the pairs of `history`, the final question and its answer to messages."""
-    pairs = [] if row.get("history") is None else listed(row["history"], "history")
-    turns = [turn for pair in pairs for turn in listed(pair, "history", 2)] + [asked, answer]
-    roles = ("user", "assistant")
-    return [{"role": roles[i % 2], "content": turn} for i, turn in enumerate(turns) if turn is not None]
+def _conversation(row: Row, form: RowFormat) -> list[Any]:
+    """Return the messages of a row, or make them from `history`, the question and its answer."""
+    conversation = next((row[name] for name in form.conversation if row.get(name) is not None), None)
+    if conversation is None and form.question and type(row.get(form.question[0])) is str:
+        pairs = [] if row.get("history") is None else listed(row["history"], "history")
+        texts = [text(row[name], name) for name in form.question if row.get(name) not in (None, "")]
+        turns = [turn for pair in pairs for turn in listed(pair, "history", 2)]
+        turns += ["\n".join(texts), row.get(form.answer)]
+        roles = ("user", "assistant")
+        conversation = [
+            {"role": roles[i % 2], "content": turn} for i, turn in enumerate(turns) if turn is not None
+        ]
+    if type(conversation) is not list or not conversation:
+        wanted = " or ".join((*form.conversation, *form.question[:1]))
+        raise RowError(f"wanted a list of messages, as {wanted}, got {short(conversation)}")
+    return conversation
 
 
-def _from_chat(row: Row, chat: Any) -> dict[str, Any]:
+def _from_messages(row: Row, conversation: list[Any]) -> dict[str, Any]:
     """Split a conversation into question, answer, system prompt and media."""
-    if type(chat) is not list or not chat:
-        raise RowError(f"wanted a list of messages, got {str(chat)[:60]!r}")
     turns: list[tuple[str, str]] = []
-    inside: dict[str, list[Any]] = {name: [] for name in MEDIA}
-    for message in chat:
+    media = {name: _listed(row.get(name)) for name in MEDIA}
+    for message in conversation:
         role = message.get("role", message.get("from")) if isinstance(message, Mapping) else None
         if type(role) is not str or role not in ROLES:
             known = ", ".join(ROLES)
             raise RowError(f"cannot convert a message of the role {short(role)}; known are {known}")
-        words, media = _text_of(message)
+        words, parts = _text_of(message)
         turns.append((ROLES[role], words))
         for name in MEDIA:
-            inside[name] += media[name]
+            media[name] += parts[name]
     ours: dict[str, Any] = {}
-    system = row.get("system") or (turns.pop(0)[1] if turns[0][0] == "system" else "")
-    if system:
+    if system := row.get("system") or (turns.pop(0)[1] if turns[0][0] == "system" else ""):
         ours["system"] = text(system, "system")
     answer = turns.pop()[1] if turns and turns[-1][0] == "assistant" else None
-    media = {name: _listed(row.get(name)) + inside[name] for name in MEDIA}
-    if len(turns) == 1 and turns[0][0] == "user":
-        asked = turns[0][1]
-        leading, marks = LEADING.match(asked), len(MARK.findall(asked))
-        # Marks that all precede the text carry no information: media without a mark come first anyway.
-        if leading and marks == sum(map(len, media.values())) == len(MARK.findall(leading[0])):
-            asked = asked[leading.end() :]
-        ours["question"] = asked
-    elif turns:
-        ours["messages"] = [{"role": role, "content": content} for role, content in turns]
-    else:
-        raise RowError("its messages ask nothing")
+    match turns:
+        case []:
+            raise RowError("its messages ask nothing")
+        case [("user", asked)]:
+            leading, marks = LEADING.match(asked), len(MARKS.findall(asked))
+            # Marks that all precede the text carry no information: media without a mark come first anyway.
+            if leading and marks == sum(map(len, media.values())) == len(MARKS.findall(leading[0])):
+                asked = asked[leading.end() :]
+            ours["question"] = asked
+        case _:
+            ours["messages"] = [{"role": role, "content": content} for role, content in turns]
     if answer is not None:
         ours["answer"] = answer
     return ours | {name: files for name, files in media.items() if files}
@@ -190,44 +191,50 @@ def _text_of(message: Any) -> tuple[str, dict[str, list[Any]]]:
     """Return the text of a message, with marks, and the media among its parts."""
     media: dict[str, list[Any]] = {name: [] for name in MEDIA}
     content = message.get("content", message.get("value")) if isinstance(message, Mapping) else message
-    match content:
-        case str():
-            return content, media
-        case [*parts]:
-            words = []
-            for part in parts:
-                match part:
-                    case {"type": "text", "text": str(piece)} | str(piece):
-                        words.append(piece)
-                    case {"type": "image" | "video" as kind, **rest}:
-                        words.append(f"<{kind}>")
-                        media[f"{kind}s"] += _listed(rest.get(kind))
-                    case _:
-                        raise RowError(f"cannot convert the part {str(part)[:60]!r} of a message")
-            return "".join(words), media
-    raise RowError(f"wanted a text or parts as the content of a message, got {short(content)}")
+    if isinstance(content, str):
+        return content, media
+    words = []
+    for part in content if isinstance(content, list | tuple) else [content]:
+        match part:
+            case {"type": "text", "text": str(piece)} | str(piece):
+                words.append(piece)
+            case {"type": "image" | "video" as kind, **rest}:
+                words.append(f"<{kind}>")
+                media[f"{kind}s"] += _listed(rest.get(kind))
+            case _:
+                raise RowError(f"wanted a text or parts as the content of a message, got {short(part)}")
+    return "".join(words), media
 
 
-def _chat(row: Row) -> list[dict[str, str]]:
+def _messages(row: Row) -> list[dict[str, str]]:
     """Return the question as messages, with a mark for every medium."""
     match row:
         case {"messages": [*asked]} | {"prompt": [*asked]} if asked:
             pass
         case _:
             asked = [{"role": "user", "content": row.get("question") or row.get("prompt") or ""}]
-    chat = [
+    messages = [
         {"role": text(mapping(turn, "message").get("role"), "role"), "content": _text_of(turn)[0]}
         for turn in asked
     ]
-    first = next((turn for turn in chat if turn["role"] == "user"), None)
+    first = next((turn for turn in messages if turn["role"] == "user"), None)
     if first is None or not first["content"].strip():
         raise RowError("the row has no `question` and no message of a user")
-    if not any(MARK.search(turn["content"]) for turn in chat):
+    if not any(MARKS.search(turn["content"]) for turn in messages):
         media = _media(row)
         marks = "<image>" * len(media.get("images", ())) + "<video>" * len(media.get("videos", ()))
         first["content"] = marks + first["content"]
     system = [{"role": "system", "content": text(row["system"], "system")}] if row.get("system") else []
-    return system + chat
+    return system + messages
+
+
+def _reply(answer: Any) -> dict[str, str]:
+    """Make the message of an answer: a text, a number, or the first of several."""
+    match answer:
+        case [first, *_]:
+            answer = first
+    content = _text_of(answer)[0] if isinstance(answer, Mapping) else answer_of(answer, "answer")
+    return {"role": "assistant", "content": content}
 
 
 def _media(row: Row) -> dict[str, list[Any]]:
@@ -240,43 +247,5 @@ def _listed(value: Any) -> list[Any]:
         case None:
             return []
         case [*values]:
-            return list(values)
+            return values
     return [value]
-
-
-def _answer(row: Row) -> str | list[str]:
-    answer = answers_of(row)
-    return answer if type(answer) is str else list(answer)
-
-
-def _as_text(answer: Any) -> str:
-    """Convert an answer to text: a text, a number, or the first of several."""
-    if isinstance(answer, Mapping | list) and answer:
-        return _text_of(_first(answer))[0]
-    return answer_of(answer, "answer")
-
-
-def _first(value: Any) -> Any:
-    return value[0] if type(value) is list and value else value
-
-
-def _rest(row: Row, converted: Sequence[str]) -> dict[str, Any]:
-    taken = {*converted, *MEDIA, "system"}
-    return {key: value for key, value in row.items() if key not in taken and value is not None}
-
-
-@dataclass(frozen=True)
-class RowFormat:
-    """Row format of one toolkit: converters to and from mmrl, and the ending of its files."""
-
-    read: Callable[[Row], dict[str, Any]]
-    write: Callable[..., dict[str, Any]]
-    ending: str
-
-
-FORMS = {
-    "mmrl": RowFormat(lambda row: dict(row) | _media(row), dict, ".jsonl"),
-    "verl": RowFormat(from_verl, to_verl, ".parquet"),
-    "ms_swift": RowFormat(from_ms_swift, to_ms_swift, ".jsonl"),
-    "llama_factory": RowFormat(from_llama_factory, to_llama_factory, ".json"),
-}

@@ -10,11 +10,16 @@ from typing import Any, Literal
 from mmrl.config.registry import builder
 from mmrl.data.dataset_io import DataRow, write_rows
 from mmrl.data.fields import RowError, plain
-from mmrl.vision.benchmarks.conversions import FORMS, MEDIA, describe_llama_factory
+from mmrl.vision.benchmarks.conversions import (
+    FORMATS,
+    MEDIA,
+    Toolkit,
+    describe_llama_factory,
+    read_row,
+    write_row,
+)
 from mmrl.vision.media.dataset_writer import BuildLog, MediaWriter, readable_rows
 from mmrl.vision.media.media_root import media_refs
-
-Toolkit = Literal["mmrl", "verl", "ms_swift", "llama_factory"]
 
 
 @builder
@@ -41,36 +46,37 @@ class Converted:
 
     def build(self, output: Path) -> dict[str, Any]:
         """Write media and rows; return the number of rows by split."""
-        ledger = BuildLog(self.bad_rows)
-        rows, root = readable_rows(self.source, self.root, ledger)
+        log = BuildLog(self.bad_rows)
+        rows, root = readable_rows(self.source, self.root, log)
         media = MediaWriter(root, output)
         splits: dict[str, list[dict[str, Any]]] = {}
         for row in rows:
             try:
-                converted = self._row(row, ledger.kept[row.split], media)
+                converted = self._row(row, log.kept[row.split], media)
             except RowError as error:
-                ledger.drop(row.place, str(error))
+                log.drop(row.place, str(error))
                 continue
             splits.setdefault(row.split, []).append(converted)
-            ledger.kept[row.split] += 1
+            log.kept[row.split] += 1
         info = {}
         for split, written in splits.items():
-            name = f"{split}{FORMS[self.form].ending}"
+            name = f"{split}{FORMATS[self.form].suffix}"
             write_rows(output / name, written)
             columns = sorted({column for row in written for column in row})
             info[f"{output.name}_{split}"] = describe_llama_factory(columns, name)
         if self.form == "llama_factory" and info:
             (output / "dataset_info.json").write_text(json.dumps(info, indent=2) + "\n")
-        manifest = {"source": Path(self.source).name, "from": self.source_form, "to": self.form}
-        return ledger.finish(output, manifest)
+        return log.finish(
+            output, {"source": Path(self.source).name, "from": self.source_form, "to": self.form}
+        )
 
     def _row(self, row: DataRow, number: int, media: MediaWriter) -> dict[str, Any]:
-        ours = FORMS[self.source_form].read(row.columns)
-        ours = {key: value for key, value in ours.items() if key not in ("image", "video")}
+        ours = read_row(row.columns, self.source_form)
         for name in MEDIA:
+            ours.pop(name[:-1], None)
             if ours.get(name):
                 ours[name] = [media.put(medium) for medium in media_refs(ours[name], name[:-1], name)]
-        converted = plain(FORMS[self.form].write(ours), "row")
+        converted = plain(write_row(ours, self.form), "row")
         if self.form == "verl":
             converted["extra_info"] = {"split": row.split, "index": number, **converted["extra_info"]}
             if paths := converted.get("images"):
