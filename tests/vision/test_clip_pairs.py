@@ -22,7 +22,7 @@ from mmrl.runtime.content_hash import of_weights
 from mmrl.vision.builders.clip_pairs import ClipPairs
 from mmrl.vision.datasets.preference_pairs import preference_pairs
 from mmrl.vision.preference.export import PairShards
-from mmrl.vision.preference.select import FLIPPED, KEPT, PairSelector, ScoredPair, SelectionRule, decidable
+from mmrl.vision.preference.select import FLIPPED, KEPT, PairSelector, ScoredPair, SelectionRule, with_faults
 
 TOYS = "tests.vision.pair_toys"
 TOY = {
@@ -107,13 +107,14 @@ def test_a_fifth_of_the_pairs_is_dropped_and_every_other_gap_is_at_least_0():
     gaps = torch.randn(500, generator=torch.Generator().manual_seed(0)).tolist()
     rule = SelectionRule()
     verdicts = PairSelector(rule, rule.thresholds(gaps), Stream())
-    for one, reason in decidable(rule, [pair(gap) for gap in gaps]):
-        verdict = verdicts.decide(one, reason)
+    for one in with_faults(rule, [pair(gap) for gap in gaps]):
+        verdict = verdicts.verdict(one)
+        verdicts.count(one, verdict)
         if verdict in (KEPT, FLIPPED):
             assert (one.gap if verdict == KEPT else -one.gap) > 0
-    assert verdicts.summary["train"] == 400 and verdicts.summary["small_gap"] == 100
-    assert verdicts.means["mean_gap_before"] == pytest.approx(sum(gaps) / 500)
-    assert verdicts.means["mean_gap_after"] > abs(verdicts.means["mean_gap_before"])
+    assert verdicts.summary()["train"] == 400 and verdicts.summary()["small_gap"] == 100
+    assert verdicts.means()["mean_gap_before"] == pytest.approx(sum(gaps) / 500)
+    assert verdicts.means()["mean_gap_after"] > abs(verdicts.means()["mean_gap_before"])
 
 
 def test_turning_a_pair_twice_changes_nothing():
@@ -137,12 +138,12 @@ def test_turning_a_pair_twice_changes_nothing():
     ],
 )
 def test_what_cannot_be_decided_is_dropped_for_a_reason(changes, reason):
-    assert SelectionRule(length_ratio=2.0).drop(pair(0.5, **changes)) == reason
+    assert SelectionRule(length_ratio=2.0).fault(pair(0.5, **changes)) == reason
 
 
 def test_a_image_that_was_there_with_the_same_prompt_is_a_duplicate():
     pairs = [pair(0.5), pair(0.4), pair(0.5, place="again"), pair(0.5, prompt="why")]
-    assert [reason for _, reason in decidable(SelectionRule(), pairs)] == ["", "", "duplicate", ""]
+    assert [one.fault for one in with_faults(SelectionRule(), pairs)] == ["", "", "duplicate", ""]
 
 
 @pytest.mark.parametrize(

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ import torch
 from mmrl.config.binding import Pieces
 from mmrl.config.ranges import NonNegativeFloat, NonNegativeInt, PositiveInt, ShareBelowOne
 from mmrl.config.registry import builder
-from mmrl.config.schema import Piece, as_piece, as_plain
+from mmrl.config.schema import as_piece, as_plain
 from mmrl.core.rng import Stream
 from mmrl.data.dataset_io import RowError, SourceError
 from mmrl.runtime.content_hash import of_weights
@@ -25,15 +26,14 @@ from mmrl.runtime.files import locked, write_whole
 from mmrl.vision.media.media_root import MediaRef
 from mmrl.vision.media.video import MediaError
 from mmrl.vision.preference.export import PairShards, as_row, write_data_set
-from mmrl.vision.preference.generate import PairGenerator
+from mmrl.vision.preference.generate import generate_pairs
 from mmrl.vision.preference.select import (
-    FLIPPED,
-    KEPT,
+    SELECTED,
     Decide,
     PairSelector,
     ScoredPair,
     SelectionRule,
-    decidable,
+    with_faults,
 )
 from mmrl.vision.preference.sources import ImageSource, SourceItem, content_of, digest_of
 
@@ -99,11 +99,10 @@ class ClipPairs:
     shard_size: PositiveInt = 256
     file_rows: PositiveInt = 5000
     limit: NonNegativeInt = 0
-    rule: SelectionRule = field(init=False)
 
     def __post_init__(self) -> None:
-        if self.shard_size < 1 or self.file_rows < 1 or not self.prompts:
-            raise ValueError("`shard_size` and `file_rows` must be at least 1, and `prompts` not empty")
+        if not self.prompts:
+            raise ValueError("wanted at least one of `prompts`, got none")
         self.rule = SelectionRule(self.decide, self.tau_keep, self.tau_flip, self.quantile, self.length_ratio)
         self.model, self.scores = as_piece(self.model, "build.model"), as_piece(self.scores, "build.scores")
         self.engines = [as_piece(piece, f"build.engines[{i}]") for i, piece in enumerate(self.engines)]
@@ -116,7 +115,7 @@ class ClipPairs:
     def build(self, output: Path) -> dict[str, Any]:
         """Generate and score missing pairs, select, and write the data set and its manifest."""
         images, shards = ImageSource(self.source, self.root, self.limit), PairShards(output)
-        processes, total = Processes(), images.count()
+        processes, total = Processes(), sum(1 for _ in images)
         if not total:
             raise SourceError(f"there is no image in '{self.source}'")
         content = images.content()
@@ -124,16 +123,16 @@ class ClipPairs:
         with locked(shards.folder, processes):
             if processes.main:
                 shards.agree("plan", self._plan(total, content))
-            numbers = range(-(-total // self.shard_size))
+            numbers = range(math.ceil(total / self.shard_size))
             # Process 0 checks for all: a process that saw shards later would skip work that others wait for.
             if not processes.tell(all(map(shards.has, numbers)))[0]:
-                self._generate(images, shards, total, processes)
+                self._generate(images, shards, numbers, total, processes)
             processes.wait()
             return self._assemble(images, shards, numbers, output) if processes.main else {"images": total}
 
     def _plan(self, total: int, content: str) -> dict[str, Any]:
         """List everything that answers and scores depend on."""
-        return {
+        plan = {
             "source": Path(self.source).name,
             "images": total,
             "images_hash": content,
@@ -143,11 +142,17 @@ class ClipPairs:
             "engines": [as_plain(piece) for piece in self.engines],
             "scores": as_plain(self.scores),
             "shard_size": self.shard_size,
-            "model_files": _hash_of_files(self.model),
-            "scores_files": _hash_of_files(self.scores),
         }
+        # Files that options name are hashed, so that a finished build compares without loading weights.
+        for name, piece in (("model_files", self.model), ("scores_files", self.scores)):
+            values = [value for value in piece.options.values() if type(value) is str]
+            files = [Path(value) for value in values if Path(value).exists()]
+            plan[name] = content_of(files) if files else ""
+        return plan
 
-    def _generate(self, images: ImageSource, shards: PairShards, total: int, processes: Processes) -> None:
+    def _generate(
+        self, images: ImageSource, shards: PairShards, numbers: range, total: int, processes: Processes
+    ) -> None:
         pieces = Pieces(self.stream)
         policy = pieces.make("policy", self.model, place="build.model")
         policy.module.to(processes.device)
@@ -159,80 +164,74 @@ class ClipPairs:
             hashes = {"model": of_weights(policy.module), "encoder": of_weights(reward.function)}
             shards.agree("hashes", {f"{name}_weights": value for name, value in hashes.items()})
         processes.wait()
-        generator = PairGenerator(images, shards.media, engine, reward, self._choose_prompt)
-        items, began, done, fresh = iter(images), time.monotonic(), 0, 0
-        for number in range(-(-total // self.shard_size)):
+        items, began, done, generated = iter(images), time.monotonic(), 0, 0
+        for number in numbers:
             chunk = list(islice(items, self.shard_size))
             done += len(chunk)
             if shards.has(number) or number % processes.world != processes.rank:
                 continue
-            shards.write(number, generator.pairs(chunk))
-            fresh += len(chunk)
-            rate = fresh * processes.world / (time.monotonic() - began)
+            pairs = generate_pairs(chunk, images, shards.media, engine, reward, self._choose_prompt)
+            shards.write(number, pairs)
+            generated += len(chunk)
+            rate = generated * processes.world / (time.monotonic() - began)
             left = time.strftime("%H:%M:%S", time.gmtime((total - done) / max(rate, 1e-9)))
             print(f"{done} of {total} images, {rate:.2f} a second, {left} left", file=sys.stderr, flush=True)
 
     def _choose_prompt(self, item: SourceItem) -> str:
         """Return the prompt of the row, or draw one."""
-        if item.prompt:
-            return item.prompt
         generator = self.stream.fixed("prompt", item.place)
-        return self.prompts[int(torch.randint(len(self.prompts), (), generator=generator))]
+        return item.prompt or self.prompts[int(torch.randint(len(self.prompts), (), generator=generator))]
 
     def _assemble(
         self, images: ImageSource, shards: PairShards, numbers: range, output: Path
     ) -> dict[str, Any]:
         """Select pairs, and write the data set and the manifest."""
-        shards.tidy()
-        pairs = lambda: decidable(self.rule, (pair for number in numbers for pair in shards.read(number)))
-        gaps = [pair.gap for pair, reason in pairs() if not reason]
+        for path in shards.folder.glob("*.tmp"):  # of a build that was killed
+            path.unlink()
+        pairs = lambda: with_faults(self.rule, (pair for number in numbers for pair in shards.read(number)))
+        gaps = [pair.gap for pair in pairs() if not pair.fault]
         selector = PairSelector(self.rule, self.rule.thresholds(gaps), self.stream)
         # The coin of `random` changes no count.
-        count = sum(self.rule.judge(gap, selector.thresholds, 0.0) in (KEPT, FLIPPED) for gap in gaps)
+        count = sum(self.rule.judge(gap, selector.thresholds, 0.0) in SELECTED for gap in gaps)
         if not count:
-            reasons = [f"{pair.place}: {pair.what or reason or 'small gap'}"
-                       for pair, reason in islice(pairs(), 3)]  # fmt: skip
+            reasons = [
+                f"{pair.place}: {pair.what or pair.fault or 'small gap'}" for pair in islice(pairs(), 3)
+            ]
             raise RowError(f"no image of '{self.source}' gave a pair: {'; '.join(reasons)}")
-
-        rows = self._rows(images, shards, pairs(), selector)
-        write_data_set(output, rows, count, self.file_rows)
+        write_data_set(output, _rows(images, shards, pairs(), selector), count, self.file_rows)
+        summary = selector.summary()
         manifest = {
             **shards.recorded("plan"),
             **shards.recorded("hashes"),
             "rule": vars(self.rule),
             "thresholds": dict(zip(("tau_keep", "tau_flip"), selector.thresholds, strict=True)),
-            "counts": selector.summary,
+            "counts": summary,
             "answers_longer_than_the_encoder_reads": selector.split,
-            **selector.means,
+            **selector.means(),
             "dropped": selector.dropped,
         }
         write_whole(output / "manifest.json", json.dumps(manifest, indent=1, ensure_ascii=False) + "\n")
-        return selector.summary | ({"dropped": len(selector.dropped)} if selector.dropped else {})
+        return summary | ({"dropped": len(selector.dropped)} if selector.dropped else {})
 
-    def _rows(
-        self,
-        images: ImageSource,
-        shards: PairShards,
-        pairs: Iterator[tuple[ScoredPair, str]],
-        selector: PairSelector,
-    ) -> Iterator[dict[str, Any]]:
-        """Select pair after pair, and add the images, which must be those that were described."""
-        for pair, reason in pairs:
-            verdict = selector.decide(pair, reason)
-            if verdict not in (KEPT, FLIPPED):
-                continue
-            kept = shards.media / pair.image
+
+def _rows(
+    images: ImageSource, shards: PairShards, pairs: Iterator[ScoredPair], selector: PairSelector
+) -> Iterator[dict[str, Any]]:
+    """Select pair after pair, and add the images, which must be those that were described."""
+    for pair in pairs:
+        verdict = selector.verdict(pair)
+        if verdict in SELECTED:
+            stored = shards.media / pair.image
             try:
-                data = kept.read_bytes() if kept.is_file() else images.bytes_of(MediaRef("image", pair.image))
+                data = (
+                    stored.read_bytes()
+                    if stored.is_file()
+                    else images.bytes_of(MediaRef("image", pair.image))
+                )
                 if digest_of(data) != pair.digest:
                     raise MediaError(f"'{pair.image}' is another image than the one described")
             except MediaError as error:
-                selector.take_back(pair, verdict, str(error))
-            else:
-                yield as_row(pair, verdict, data)
-
-
-def _hash_of_files(piece: Piece) -> str:
-    """Hash the files that a piece's options name, so that a finished build compares without weights."""
-    named = [Path(value) for value in piece.options.values() if type(value) is str and Path(value).exists()]
-    return content_of(named) if named else ""
+                verdict, pair = "missing", replace(pair, what=str(error))
+        selector.count(pair, verdict)
+        if verdict in SELECTED:
+            yield as_row(pair, verdict, data)

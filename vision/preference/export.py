@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -23,21 +23,14 @@ BUILD = ".build"
 ROWS_AT_ONCE = 64  # of a parquet file, with their images
 
 
-@dataclass(frozen=True)
 class PairShards:
-    """Finished shards of scored pairs, written atomically, under `.build` in the output of a build."""
+    """Finished shards of scored pairs, written atomically, under `.build` in the output of a build.
 
-    output: Path
+    `folder` is what an interrupted build resumes from; `media` has the images that were stored inside rows.
+    """
 
-    @property
-    def folder(self) -> Path:
-        """Return the folder that an interrupted build resumes from."""
-        return self.output / BUILD
-
-    @property
-    def media(self) -> Path:
-        """Return the folder of images that were stored inside rows."""
-        return self.folder / "media"
+    def __init__(self, output: Path) -> None:
+        self.folder, self.media = output / BUILD, output / BUILD / "media"
 
     def path(self, number: int) -> Path:
         """Return the file of a shard."""
@@ -58,11 +51,6 @@ class PairShards:
         with self.path(number).open(encoding="utf-8") as file:
             rows = [json.loads(line) for line in file]
         return [ScoredPair(**row | {name: tuple(row[name]) for name in lists}) for row in rows]
-
-    def tidy(self) -> None:
-        """Remove partial files of a build that was killed."""
-        for path in self.folder.glob("*.tmp"):
-            path.unlink()
 
     def agree(self, name: str, plan: Mapping[str, Any]) -> None:
         """Record the inputs of a build; raise where the folder was built from others."""
@@ -107,50 +95,39 @@ def as_row(pair: ScoredPair, verdict: str, data: bytes) -> dict[str, Any]:
     }
 
 
-def features() -> Any:
-    """Declare the columns for `datasets`."""
-    from datasets import Features, Image, List, Value
-
-    message = {"role": Value("string"), "content": Value("string")}
-    return Features(
-        {
-            "id": Value("string"),
-            **{name: List(message) for name in ("prompt", "chosen", "rejected")},
-            "images": List(Image()),
-            **{name: Value("float64") for name in ("score_chosen", "score_rejected", "h_pos", "h_neg")},
-            "flipped": Value("bool"),
-            "conversations": List(message),
-            "chosen_answer": message,
-            "rejected_answer": message,
-        }
-    )
-
-
 def write_data_set(output: Path, rows: Iterator[dict[str, Any]], count: int, file_rows: int) -> None:
     """Write parquet files of at most `file_rows` rows, replacing an earlier data set.
 
     `count` is the expected number of rows; a few may be missing. The last file takes all that are left.
     """
-    partial = output / BUILD / "data"
+    import pyarrow
+    from datasets import Features, Image, List, Value
+    from pyarrow import parquet
+
+    message = {"role": Value("string"), "content": Value("string")}
+    features = {
+        "id": Value("string"),
+        **{name: List(message) for name in ("prompt", "chosen", "rejected")},
+        "images": List(Image()),
+        **{name: Value("float64") for name in ("score_chosen", "score_rejected", "h_pos", "h_neg")},
+        "flipped": Value("bool"),
+        "conversations": List(message),
+        "chosen_answer": message,
+        "rejected_answer": message,
+    }
+    partial, schema = output / BUILD / "data", Features(features).arrow_schema
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     files = max(1, -(-count // file_rows))
     for number in range(files):
         name = f"train-{number:05d}-of-{files:05d}.parquet"
-        _write_file(partial / name, islice(rows, file_rows if number + 1 < files else None))
+        chunk = islice(rows, file_rows if number + 1 < files else None)
+        with parquet.ParquetWriter(partial / name, schema) as writer:
+            while batch := list(islice(chunk, ROWS_AT_ONCE)):
+                writer.write_table(pyarrow.Table.from_pylist(batch, schema=schema))
     shutil.rmtree(output / "data", ignore_errors=True)
     partial.replace(output / "data")
     columns = {"messages": "conversations", "chosen": "chosen_answer", "rejected": "rejected_answer"}
     info = describe_llama_factory(("conversations", "images"), "data")
     info |= {"ranking": True, "columns": columns | {"images": "images"}}
     write_whole(output / "dataset_info.json", json.dumps({"pairs": info}, indent=2) + "\n")
-
-
-def _write_file(path: Path, rows: Iterator[dict[str, Any]]) -> None:
-    import pyarrow
-    from pyarrow import parquet
-
-    schema = features().arrow_schema
-    with parquet.ParquetWriter(path, schema) as writer:
-        while batch := list(islice(rows, ROWS_AT_ONCE)):
-            writer.write_table(pyarrow.Table.from_pylist(batch, schema=schema))

@@ -6,7 +6,7 @@ import hashlib
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import torch
@@ -14,7 +14,7 @@ import torch
 from mmrl.core.rng import Stream
 
 TIE = 1e-8  # rewards closer than this are equal
-KEPT, FLIPPED = "kept", "flipped"
+SELECTED = KEPT, FLIPPED = "kept", "flipped"
 FAULTS = ("bad_row", "missing", "unreadable")  # of a row or its image
 DROPS = ("empty", "identical", "not_finite", "length", "tie", "small_gap", "duplicate")
 
@@ -34,7 +34,7 @@ class ScoredPair:
     h: tuple[float | None, ...] = ()  # hallucination ratios
     split: tuple[bool, ...] = ()  # answers longer than the encoder reads at once
     digest: str = ""  # of the image file
-    fault: str = ""  # one of FAULTS
+    fault: str = ""  # one of FAULTS, or of DROPS for pairs that cannot be decided
     what: str = ""  # description of the fault
 
     @property
@@ -57,7 +57,7 @@ class SelectionRule:
         if self.length_ratio and self.length_ratio < 1:
             raise ValueError(f"`length_ratio` must be 1 or more, or 0 for none, not {self.length_ratio}")
 
-    def drop(self, pair: ScoredPair) -> str:
+    def fault(self, pair: ScoredPair) -> str:
         """Return the reason why a pair cannot be decided; empty if it can."""
         if pair.fault:
             return pair.fault
@@ -74,13 +74,11 @@ class SelectionRule:
 
     def thresholds(self, gaps: Sequence[float]) -> tuple[float, float]:
         """Return the least absolute gaps at which a pair is kept and reversed."""
-        sizes = torch.tensor(gaps, dtype=torch.float64).abs().sort().values
-        default = 0.0
-        if len(sizes):
-            # Linear interpolation; `torch.quantile` refuses more than 16 million numbers.
-            rank = self.quantile * (len(sizes) - 1)
-            low, high = sizes[math.floor(rank)], sizes[math.ceil(rank)]
-            default = float(low + (high - low) * (rank - math.floor(rank)))
+        sizes = sorted(map(abs, gaps)) or [0.0]
+        # The quantile by linear interpolation between its two neighbours.
+        rank = self.quantile * (len(sizes) - 1)
+        low, high = sizes[math.floor(rank)], sizes[math.ceil(rank)]
+        default = low + (high - low) * (rank - math.floor(rank))
         return tuple(default if tau is None else tau for tau in (self.tau_keep, self.tau_flip))
 
     def judge(self, gap: float, thresholds: tuple[float, float], coin: float) -> str:
@@ -96,19 +94,19 @@ class SelectionRule:
         return FLIPPED if gap <= -thresholds[1] else "small_gap"
 
 
-def decidable(rule: SelectionRule, pairs: Iterable[ScoredPair]) -> Iterator[tuple[ScoredPair, str]]:
-    """Yield pairs with the reason why they cannot be decided; empty if they can.
+def with_faults(rule: SelectionRule, pairs: Iterable[ScoredPair]) -> Iterator[ScoredPair]:
+    """Set the fault of every pair that cannot be decided.
 
     An image that came before with the same prompt is a duplicate.
     """
     seen: set[bytes] = set()
     for pair in pairs:
-        reason = rule.drop(pair)
-        if not reason:
+        fault = rule.fault(pair)
+        if not fault:
             key = hashlib.blake2b(f"{pair.digest}\n{pair.prompt}".encode(), digest_size=12).digest()
-            reason = "duplicate" if key in seen else ""
+            fault = "duplicate" if key in seen else ""
             seen.add(key)
-        yield pair, reason
+        yield replace(pair, fault=fault)
 
 
 @dataclass
@@ -124,41 +122,33 @@ class PairSelector:
     after: float = 0.0  # sum of the gaps of the selected pairs, reversed ones negated
     split: int = 0
 
-    def decide(self, pair: ScoredPair, reason: str) -> str:
-        """Return the verdict of a pair: the rule's, or the `reason` why it cannot be decided."""
-        verdict = reason
-        if not reason:
-            coin = torch.rand((), generator=self.stream.fixed("coin", pair.place))
-            verdict = self.rule.judge(pair.gap, self.thresholds, float(coin))
-            self.before += pair.gap
-        self.split += sum(pair.split)
+    def verdict(self, pair: ScoredPair) -> str:
+        """Return the fault of a pair, or the verdict of the rule."""
+        coin = torch.rand((), generator=self.stream.fixed("coin", pair.place))
+        return pair.fault or self.rule.judge(pair.gap, self.thresholds, float(coin))
+
+    def count(self, pair: ScoredPair, verdict: str) -> None:
+        """Count a pair, and list it if it was dropped."""
         self.counts[verdict] += 1
-        if verdict in (KEPT, FLIPPED):
+        self.split += sum(pair.split)
+        if not pair.fault:
+            self.before += pair.gap
+        if verdict in SELECTED:
             self.after += pair.gap if verdict == KEPT else -pair.gap
         else:
             self.dropped.append(f"{pair.place}: {pair.what or verdict}")
-        return verdict
 
-    def take_back(self, pair: ScoredPair, verdict: str, reason: str) -> None:
-        """Drop a selected pair whose image is gone."""
-        self.counts[verdict] -= 1
-        self.counts["missing"] += 1
-        self.after -= pair.gap if verdict == KEPT else -pair.gap
-        self.dropped.append(f"{pair.place}: {reason}")
-
-    @property
     def summary(self) -> dict[str, int]:
         """Return the number of rows, of these kept and reversed, and of dropped pairs by reason."""
         dropped = {name: self.counts[name] for name in (*FAULTS, *DROPS) if self.counts[name]}
         kept, flipped = self.counts[KEPT], self.counts[FLIPPED]
         return {"train": kept + flipped, KEPT: kept, FLIPPED: flipped, **dropped}
 
-    @property
     def means(self) -> dict[str, float]:
         """Return the mean gap of the pairs that could be decided, and of the selected ones."""
-        undecided = sum(self.counts[name] for name in ("tie", "small_gap"))
         rows = self.counts[KEPT] + self.counts[FLIPPED]
+        decided = rows + self.counts["tie"] + self.counts["small_gap"]
         return {
-            "mean_gap_before": self.before / max(1, rows + undecided),
+            "mean_gap_before": self.before / max(1, decided),
             "mean_gap_after": self.after / max(1, rows),
         }

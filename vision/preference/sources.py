@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
-from mmrl.data.dataset_io import Rows, parquet_of, row_files
+from mmrl.data.dataset_io import Rows, row_files
 from mmrl.data.fields import RowError, text
 from mmrl.vision.media.dataset_writer import is_image_file
 from mmrl.vision.media.media_root import MediaRef, MediaRoot, media_of
@@ -42,12 +41,7 @@ class ImageSource:
             self.files = []
 
     def __iter__(self) -> Iterator[SourceItem]:
-        return islice(self._rows() if self.files else self._folder(), self.limit or None)
-
-    def count(self) -> int:
-        """Count the images without opening one."""
-        count = sum(map(_count_rows, self.files)) if self.files else sum(1 for _ in self._folder())
-        return min(count, self.limit or count)
+        return islice(self._of_rows() if self.files else self._of_folder(), self.limit or None)
 
     def content(self) -> str:
         """Hash the files of rows, or the file names of a folder of images.
@@ -56,42 +50,37 @@ class ImageSource:
         """
         if self.files:
             return content_of(self.files)
-        names = "".join(f"{item.place}\n" for item in self._folder())
+        names = "".join(f"{item.place}\n" for item in self._of_folder())
         return hashlib.sha256(names.encode()).hexdigest()
 
     def bytes_of(self, ref: MediaRef) -> bytes:
         """Read an image file without decoding it."""
-        if ref.data:
-            return ref.data
         try:
-            return self.root.locate(ref.path).read_bytes()
+            return ref.data or self.root.locate(ref.path).read_bytes()
         except OSError as error:
             raise MediaError(f"cannot read '{ref.path}': {error}") from error
 
-    def _folder(self) -> Iterator[SourceItem]:
+    def _of_folder(self) -> Iterator[SourceItem]:
         for folder, subfolders, names in os.walk(self.source):
             subfolders[:] = sorted(name for name in subfolders if not name.startswith("."))
-            for name in sorted(names):
-                path = Path(folder, name)
+            for path in (Path(folder, name) for name in sorted(names)):
                 if is_image_file(path):
                     relative = path.relative_to(self.source).as_posix()
                     yield SourceItem(relative, MediaRef("image", relative))
 
-    def _rows(self) -> Iterator[SourceItem]:
+    def _of_rows(self) -> Iterator[SourceItem]:
         for row in Rows(self.source, self.root.root):
             place = row.place.removeprefix(f"{self.source.parent}{os.sep}")
             try:
-                yield SourceItem(place, fault=row.fault) if row.fault else _item(place, row.columns)
+                if row.fault:
+                    raise RowError(row.fault)
+                media = list(media_of(row.columns))
+                if [ref.kind for ref in media] != ["image"]:
+                    raise RowError(f"wanted one image, got {len(media)} media")
+                prompt = row.columns.get("prompt", row.columns.get("question"))
+                yield SourceItem(place, media[0], "" if prompt is None else text(prompt, "prompt"))
             except RowError as error:
                 yield SourceItem(place, fault=str(error))
-
-
-def _item(place: str, columns: Mapping[str, Any]) -> SourceItem:
-    media = list(media_of(columns))
-    if len(media) != 1 or media[0].kind != "image":
-        raise RowError(f"wanted one image, got {len(media)} media")
-    prompt = columns.get("prompt", columns.get("question"))
-    return SourceItem(place, media[0], "" if prompt is None else text(prompt, "prompt"))
 
 
 def content_of(paths: Iterable[Path]) -> str:
@@ -109,13 +98,3 @@ def content_of(paths: Iterable[Path]) -> str:
 def digest_of(data: bytes) -> str:
     """Hash the bytes of an image."""
     return hashlib.sha256(data).hexdigest()[:32]
-
-
-def _count_rows(path: Path) -> int:
-    if path.suffix == ".jsonl":
-        with path.open("rb") as file:
-            return sum(1 for line in file if line.strip())
-    if path.suffix == ".parquet":
-        with parquet_of(path) as file:
-            return file.metadata.num_rows
-    return sum(1 for _ in Rows(path, path.parent))
