@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from operator import eq
 
 from mmrl.vision.benchmarks.caption_words import singular, tokens
 from mmrl.vision.benchmarks.chair import named_counts
@@ -26,20 +27,20 @@ class Words:
     """AMBER's word lists: associated words, and safe words that never count as hallucinated.
 
     `nouns` extracts the nouns of a text as lemmas; the script uses nltk. The default takes every word in its
-    singular, since only words of the vocabulary count anyway: our reading. `similar` decides whether two
-    words mean about the same; the script uses spaCy's vectors (cosine above 0.8). Without it this step is
-    skipped.
+    singular, since only words of the vocabulary count anyway: our reading. `similar` decides whether a noun
+    and a word mean about the same; the script uses spaCy's vectors (cosine above 0.8). The default skips this
+    step.
     """
 
     association: Mapping[str, Sequence[str]]
     safe: frozenset[str] = frozenset()
     nouns: Callable[[str], Sequence[str]] = lambda text: [singular(word) for word in tokens(text)]
-    similar: Callable[[str, str], bool] | None = None
+    similar: Callable[[str, str], bool] = lambda noun, word: False
 
     @cached_property
     def vocabulary(self) -> frozenset[str]:
         """Collect every word of the associations."""
-        return frozenset(self.association) | {word for words in self.association.values() for word in words}
+        return frozenset(self.association).union(*self.association.values())
 
 
 @dataclass(frozen=True)
@@ -57,31 +58,25 @@ class AmberScene:
         that object. Any other noun may match an absent object by name and by meaning, and is hallucinated
         unless it means about the same as an object of the image, which it then covers.
         """
-        there, tempting = self._targets(self.truth), self._targets(self.absent)
+        similar, covered, matched, hallucinated = self.words.similar, set(), set(), 0
         nouns = [noun for noun in self.words.nouns(text) if noun in self.words.vocabulary]
-        similar = self.words.similar or (lambda noun, word: False)
-        covered: set[int] = set()
-        matched: set[int] = set()
-        wrong = 0
         for noun in nouns:
             if noun in self.words.safe:
                 continue
-            known = _first(there, lambda word, noun=noun: word == noun)
-            if not known:
-                alike = lambda word, noun=noun: similar(noun, word)
-                matched |= _first(tempting, lambda word, noun=noun: word == noun)
-                matched |= _first(tempting, alike)
-                known = _first(there, alike)
-                wrong += not known
-            covered |= known
-        return named_counts(len(nouns), wrong, len(covered), len(self.truth), len(matched), len(self.absent))
+            objects = self._named(self.truth, noun, eq)
+            if not objects:
+                matched |= self._named(self.absent, noun, eq) | self._named(self.absent, noun, similar)
+                objects = self._named(self.truth, noun, similar)
+                hallucinated += not objects
+            covered |= objects
+        sizes = len(covered), len(self.truth), len(matched), len(self.absent)
+        return named_counts(len(nouns), hallucinated, *sizes)
 
-    def _targets(self, names: Sequence[str]) -> list[tuple[str, int]]:
-        """List (word, index of its object) in the script's look-up order: associations first."""
-        words = [(word, i) for i, name in enumerate(names) for word in self.words.association.get(name, ())]
-        return words + [(name, i) for i, name in enumerate(names)]
+    def _named(self, objects: Sequence[str], noun: str, same: Callable[[str, str], bool]) -> set[int]:
+        """Return the index of the object that a noun names, as a set of at most one.
 
-
-def _first(targets: Sequence[tuple[str, int]], accepts: Callable[[str], bool]) -> set[int]:
-    """Return the object of the first accepted word, as a set of at most one index."""
-    return next(({i} for word, i in targets if accepts(word)), set())
+        The script looks through the associated words of all objects first, then through the objects.
+        """
+        words = [(word, i) for i, name in enumerate(objects) for word in self.words.association.get(name, ())]
+        words += [(name, i) for i, name in enumerate(objects)]
+        return next(({i} for word, i in words if same(noun, word)), set())

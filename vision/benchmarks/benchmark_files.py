@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from mmrl.core.types import Prompt
-from mmrl.data.dataset_io import SourceError, parse_json, read_text_file, valid_rows
+from mmrl.data.dataset_io import parse_json, read_text_file, valid_rows
 from mmrl.data.fields import RowError, short
 from mmrl.vision.benchmarks.object_vocabulary import Ontology
 from mmrl.vision.media.prompts import with_answers
@@ -21,20 +21,19 @@ class FileError(RowError):
     """A file that does not have the form of its benchmark."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class CocoImage:
     """A COCO image: its file, and the classes that its annotations name."""
 
-    file: str
-    objects: frozenset[str]
+    file: str = ""
+    objects: set[str] = field(default_factory=set)
 
 
 def read_json(path: Path, wanted: type[list] | type[dict]) -> Any:
     """Read a JSON file that holds a list or an object."""
+    source = read_text_file(path)
     try:
-        value = parse_json(read_text_file(path))
-    except SourceError:
-        raise
+        value = parse_json(source)
     except RowError as error:
         raise FileError(f"cannot read '{path}': {error}") from error
     if type(value) is not wanted:
@@ -44,29 +43,26 @@ def read_json(path: Path, wanted: type[list] | type[dict]) -> Any:
 
 def read_coco(instances: Sequence[str], captions: Sequence[str], ontology: Ontology) -> dict[str, CocoImage]:
     """Collect the classes of every image from instances and reference captions, as CHAIR does."""
-    files: dict[str, str] = {}
-    objects: dict[str, set[str]] = {}
-    source, form = "", "instances"
-    try:
-        for source in instances:
-            raw = read_json(Path(source), dict)
-            names = {row["id"]: ontology.name_of(row["name"]) for row in raw["categories"]}
-            for row in raw["images"]:
-                files[str(row["id"])] = row["file_name"]
-                objects.setdefault(str(row["id"]), set())
+    known: dict[str, CocoImage] = {}
+    for i, source in enumerate((*instances, *captions)):
+        raw, form = read_json(Path(source), dict), "instances" if i < len(instances) else "captions"
+        try:
+            if form == "instances":
+                names = {row["id"]: ontology.name_of(row["name"]) for row in raw["categories"]}
+                for row in raw["images"]:
+                    known.setdefault(str(row["id"]), CocoImage()).file = row["file_name"]
             for row in raw["annotations"]:
-                objects.setdefault(str(row["image_id"]), set()).add(names[row["category_id"]])
-        form = "captions"
-        for source in captions:
-            for row in read_json(Path(source), dict)["annotations"]:
-                if str(row["image_id"]) in objects:
-                    mentions = ontology.mentions(row["caption"])
-                    objects[str(row["image_id"])].update(mention.name for mention in mentions)
-    except RowError:
-        raise
-    except (KeyError, TypeError, AttributeError, ValueError) as error:
-        raise FileError(f"'{source}' is no file of COCO {form}: {type(error).__name__}: {error}") from error
-    return {uid: CocoImage(files.get(uid, ""), frozenset(names)) for uid, names in objects.items()}
+                image = known.get(str(row["image_id"]))
+                if form == "instances":
+                    image = known.setdefault(str(row["image_id"]), CocoImage())
+                    image.objects.add(names[row["category_id"]])
+                elif image is not None:
+                    image.objects.update(mention.name for mention in ontology.mentions(row["caption"]))
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
+            raise FileError(
+                f"'{source}' is no file of COCO {form}: {type(error).__name__}: {error}"
+            ) from error
+    return known
 
 
 def read_answers(path: Path) -> dict[str, str]:
@@ -79,11 +75,13 @@ def read_answers(path: Path) -> dict[str, str]:
         raw = parse_json(read_text_file(path))
     except RowError:
         raw = None  # JSON lines, or damaged: the reader of rows below names the line
-    rows: list[tuple[str, Any]] = []
-    if type(raw) is dict and type(raw.get("imgToEval")) is dict:
-        rows = [(f"{path}: {key}", row) for key, row in raw["imgToEval"].items()]
+    match raw:
+        case {"imgToEval": {**captions}} if captions:
+            rows = [(f"{path}: {key}", row) for key, row in captions.items()]
+        case _:
+            rows = [(row.place, row.columns) for row in valid_rows(path)]
     answers: dict[str, str] = {}
-    for place, row in rows or [(row.place, row.columns) for row in valid_rows(path)]:
+    for place, row in rows:
         row = row if isinstance(row, Mapping) else {}
         uid = next((str(row[key]) for key in IDS if key in row), None)
         text = next((row[key] for key in TEXTS if type(row.get(key)) is str), None)

@@ -3,10 +3,9 @@ precision and recall over any closed vocabulary."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-from mmrl.vision.benchmarks.object_vocabulary import Mention, Ontology
+from mmrl.vision.benchmarks.object_vocabulary import Ontology
 
 COUNTS = (
     "mentions",  # of objects, with repeats
@@ -30,29 +29,23 @@ class Scene:
     absent: frozenset[str] = frozenset()
 
     def counts(self, text: str) -> dict[str, float]:
-        """Count the object mentions of a description, under the names of `COUNTS`."""
-        return count(self.ontology.mentions(text), self.objects, self.absent)
+        """Count the object mentions of a description, under the names of `COUNTS`.
 
-
-def count(
-    mentions: Sequence[Mention], objects: frozenset[str], absent: frozenset[str] = frozenset()
-) -> dict[str, float]:
-    """Count mentions against the present objects, under the names of `COUNTS`.
-
-    Precision counts repeats, recall counts classes, as Object HalBench's script does.
-    """
-    named = {mention.name for mention in mentions}
-    wrong = sum(mention.name not in objects for mention in mentions)
-    return named_counts(
-        len(mentions), wrong, len(named & objects), len(objects), len(named & absent), len(absent)
-    )
+        Precision counts repeats, recall counts classes, as Object HalBench's script does.
+        """
+        names = [mention.name for mention in self.ontology.mentions(text)]
+        hallucinated = sum(name not in self.objects for name in names)
+        correct, matched = len(self.objects.intersection(names)), len(self.absent.intersection(names))
+        sizes = correct, len(self.objects), matched, len(self.absent)
+        return named_counts(len(names), hallucinated, *sizes)
 
 
 def named_counts(
-    mentions: int, wrong: int, correct: int, truth: int, matched: int, tempting: int
+    mentions: int, hallucinated: int, correct: int, truth: int, matched: int, tempting: int
 ) -> dict[str, float]:
     """Map the names of `COUNTS` to counts."""
-    values = (mentions, wrong, correct, truth, mentions > 0, wrong > 0, wrong == 0, matched, tempting)
+    flags = mentions > 0, hallucinated > 0, hallucinated == 0
+    values = (mentions, hallucinated, correct, truth, *flags, matched, tempting)
     return {name: float(value) for name, value in zip(COUNTS, values, strict=True)}
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import base64
 import binascii
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +65,7 @@ def chair(
         uid, file = row.place, known[row.place].file
         if not answers:
             media.locate(file)
-        target = Scene(known[uid].objects, words)
+        target = Scene(frozenset(known[uid].objects), words)
         return ask(uid, [media.image(file)], prompt, target, {"image_id": uid, "image": file})
 
     prompts = read_prompts(instances[0], (DataRow(uid, "") for uid in wanted), make)
@@ -109,14 +110,14 @@ def object_halbench(
         image = row.columns.get("image")
         if image is not None and not root:
             encoded = text(image, "image")
-            medium = Media("image", uid, _decoder(encoded, row.place), encoded.encode())
+            medium = Media("image", uid, partial(_decode, encoded, row.place), encoded.encode())
         else:
             file = known[uid].file if image is None else text(image, "image")
             medium = media.image(file)
             if not answers:
                 media.locate(file)
         columns = {key: value for key, value in row.columns.items() if key != "image"}
-        return ask(uid, [medium], question, Scene(known[uid].objects, words), columns)
+        return ask(uid, [medium], question, Scene(frozenset(known[uid].objects), words), columns)
 
     prompts = read_prompts(path, Rows(Path(path), media.root), make, limit=limit)
     return attach_answers(prompts, precomputed, answers, limit)
@@ -162,29 +163,25 @@ def closed_vocabulary(
 
 
 def _scene(row: Mapping[str, Any], words: Ontology) -> Scene:
+    if row.get("objects") is None:
+        raise FileError(f"wanted image and objects, got {short(sorted(row))}")
     texts: dict[str, list[str]] = {}
     for name in ("objects", "absent", "captions"):
         values = [] if row.get(name) is None else listed(row[name], name)
         texts[name] = [text(value, f"{name}[{i}]") for i, value in enumerate(values)]
-    if row.get("objects") is None:
-        raise FileError(f"wanted image and objects, got {short(sorted(row))}")
     try:
         objects, absent = ({words.name_of(word) for word in texts[name]} for name in ("objects", "absent"))
-    except (KeyError, ValueError) as error:
-        raise FileError(f"wanted objects of the ontology: {type(error).__name__}: {error}") from error
+    except ValueError as error:
+        raise FileError(f"wanted objects of the ontology: {error}") from error
     objects |= {mention.name for caption in texts["captions"] for mention in words.mentions(caption)}
     if objects & absent:
         raise FileError(f"{sorted(objects & absent)} cannot be both there and absent")
     return Scene(frozenset(objects), words, frozenset(absent))
 
 
-def _decoder(encoded: str, place: str) -> Callable[[], Frames]:
-    """Return a loader of an image in base64."""
-
-    def load() -> Frames:
-        try:
-            return decode_image(base64.b64decode(encoded, validate=True), f"the image of {place}")
-        except binascii.Error as error:
-            raise FileError(f"{place}: `image` is no base64: {error}; give `root` if it is a path") from error
-
-    return load
+def _decode(encoded: str, place: str) -> Frames:
+    """Decode an image in base64."""
+    try:
+        return decode_image(base64.b64decode(encoded, validate=True), f"the image of {place}")
+    except binascii.Error as error:
+        raise FileError(f"{place}: `image` is no base64: {error}; give `root` if it is a path") from error
