@@ -31,10 +31,10 @@ def lines(*rows):
 def read(form, path, durations="", extension=".mp4"):
     """Read every row; instead of a row that cannot be read stands its error, with its place."""
     source = Annotations(path, form, str(durations), extension)
-    parse, found = source.read, []
-    for row in source.rows:
+    found = []
+    for row in source:
         try:
-            found.append(f"{row.place}: {row.fault}" if row.fault else parse(row))
+            found.append(f"{row.place}: {row.fault}" if row.fault else source.parse(row))
         except RowError as error:
             found.append(f"{row.place}: {error}")
     return found

@@ -6,9 +6,9 @@ import csv
 import io
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from mmrl.data.dataset_io import (
     DataRow,
@@ -22,8 +22,12 @@ from mmrl.data.dataset_io import (
 from mmrl.data.fields import RowError, listed, mapping, number, short, text, uid_of
 from mmrl.vision.benchmarks.qvhighlights import WINDOW_SECONDS, saliency_of_windows
 from mmrl.vision.benchmarks.time_spans import Span
+from mmrl.vision.media.media_root import MediaRoot
+from mmrl.vision.media.video import video_duration
 
 LONGEST = 1e6  # seconds of a video; saliency takes memory for every two of them
+Form = Literal["charades_sta", "activitynet", "qvhighlights", "jsonl"]
+Columns = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -36,62 +40,105 @@ class Query:
     spans: tuple[Span, ...]
     duration: float | None
     saliency: tuple[tuple[float, ...], ...] = ()
-    columns: Mapping[str, Any] = field(default_factory=dict)
+    columns: Columns = field(default_factory=dict)
+
+    def inside_video(self, media: MediaRoot, trim: bool, unlabelled: bool = False) -> Query:
+        """Check the spans, with `trim` cut to the video, and read an unknown duration from the video.
+
+        Raises `RowError` for a span outside the video, and for a query without any unless `unlabelled`.
+        """
+        video = media.locate(self.video)
+        duration = video_duration(video) if self.duration is None else self.duration
+        if not self.spans and not unlabelled:
+            raise RowError("it has no span")
+        for start, end in self.spans:
+            if not start < end < math.inf:
+                raise RowError(f"the span {start:g} to {end:g} s does not end after it starts")
+            if not 0 <= start < duration < math.inf:
+                raise RowError(f"the span {start:g} to {end:g} s lies outside its video of {duration:g} s")
+        spans = tuple((start, min(end, duration) if trim else end) for start, end in self.spans)
+        return replace(self, spans=spans, duration=duration)
 
 
-@dataclass(frozen=True)
 class Annotations:
-    """An annotation file in a published form.
+    """The rows of an annotation file in a published form.
 
     Args:
         path: The file.
-        form: A key of `FORMS`.
+        form: The form of the file.
         durations: CSV with the columns `id` and `length` in seconds, for Charades-STA.
         extension: Suffix that turns a video id into a file name.
     """
 
-    path: Path
-    form: str = "jsonl"
-    durations: str = ""
-    extension: str = ".mp4"
+    def __init__(
+        self, path: Path, form: Form = "jsonl", durations: str = "", extension: str = ".mp4"
+    ) -> None:
+        self.path, self.form, self.extension = path, form, "" if form == "jsonl" else extension
+        self.lengths: dict[str, float] = {}
+        if not durations:
+            return
+        table = csv.DictReader(io.StringIO(read_text_file(Path(durations)), newline=""))
+        try:
+            for row in table:
+                length = float(text(row.get("length"), "length"))
+                self.lengths[text(row.get("id"), "id")] = _seconds(length, "length")
+        except (csv.Error, ValueError) as error:
+            place = f"{durations}:{table.line_num}"
+            raise SourceError(f"{place}: wanted columns `id` and `length` in seconds: {error}") from error
 
-    @property
-    def rows(self) -> Iterator[DataRow]:
-        """Iterate over the raw rows of the file."""
+    def __iter__(self) -> Iterator[DataRow]:
         return FORMS[self.form][0](self.path)
 
-    @property
-    def read(self) -> Callable[[DataRow], Query]:
-        """Return a function that parses a raw row, or raises a `RowError`."""
-        lengths: dict[str, float] = {}
-        if self.durations:
-            table = csv.DictReader(io.StringIO(read_text_file(Path(self.durations)), newline=""))
-            try:
-                for row in table:
-                    length = float(text(row.get("length"), "length"))
-                    lengths[text(row.get("id"), "id")] = _seconds(length, "length")
-            except (csv.Error, ValueError) as error:
-                place = f"{self.durations}:{table.line_num}"
-                raise SourceError(f"{place}: wanted columns `id` and `length` in seconds: {error}") from error
-        return lambda row: FORMS[self.form][1](row, lengths, self.extension)
+    def parse(self, row: DataRow) -> Query:
+        """Parse a raw row, or raise a `RowError`."""
+        _, columns_of, spans = FORMS[self.form]
+        columns = columns_of(row.columns)
+        video, query = text(columns.get("video"), "video"), text(columns.get("query"), "query")
+        duration = columns.get("duration", self.lengths.get(video))
+        return Query(
+            # The line identifies rows without an id.
+            uid_of(columns, f"{video}#{row.place.rpartition(':')[2]}"),
+            video + self.extension,
+            query,
+            spans_of(columns, (spans,)),
+            None if duration is None else _seconds(duration, "duration"),
+            columns.get("saliency", ()),
+            row.columns if self.form in ("qvhighlights", "jsonl") else {},
+        )
 
 
-def charades_row(row: DataRow, lengths: Mapping[str, float], extension: str) -> Query:
+def spans_of(columns: Columns, names: tuple[str, ...]) -> tuple[Span, ...]:
+    """List the spans of a row in seconds: pairs in one of the columns `names`, or `start` and `end`."""
+    name = next((name for name in names if columns.get(name) is not None), "span")
+    pairs = [] if name == "span" else listed(columns[name], name)
+    ends = columns.get("start"), columns.get("end")
+    if not pairs and ends != (None, None):
+        name, pairs = "span", [ends]
+    pairs = [listed(pair, name, 2) for pair in pairs]
+    return tuple((number(start, f"{name}: start"), number(end, f"{name}: end")) for start, end in pairs)
+
+
+# ---- the published forms; their columns are brought to those of jsonl
+
+
+def _charades(columns: Columns) -> Columns:
     """Parse a line of Charades-STA: `<video> <start> <end>##<sentence>`; durations come from a CSV."""
-    line = row.columns["line"]
-    left, mark, sentence = line.partition("##")
+    left, mark, sentence = columns["line"].partition("##")
     try:
         video, start, end = left.split()
         span = number(float(start), "start"), number(float(end), "end")
     except ValueError:
         mark = ""
     if not mark or not sentence.strip():
-        raise RowError(f"wanted '<video> <start> <end>##<sentence>', got {short(line)}")
-    return Query(f"{video}#{_line(row)}", video + extension, sentence, (span,), lengths.get(video))
+        raise RowError(f"wanted '<video> <start> <end>##<sentence>', got {short(columns['line'])}")
+    return {"video": video, "query": sentence, "spans": [span]}
 
 
 def _activitynet_rows(path: Path) -> Iterator[DataRow]:
-    """Iterate over the sentences of all videos in one JSON object."""
+    """Iterate over the sentences of ActivityNet Captions, or of Charades-STA as JSON.
+
+    The file is `{video: {duration, timestamps, sentences}}`; other keys are ignored.
+    """
     source = read_text_file(path)
     try:
         videos = mapping(parse_json(source), "videos")
@@ -102,35 +149,22 @@ def _activitynet_rows(path: Path) -> Iterator[DataRow]:
             columns = mapping(entry, video)
             spans = listed(columns.get("timestamps"), "timestamps")
             sentences = listed(columns.get("sentences"), "sentences", len(spans))
+            duration = _seconds(columns.get("duration"), "duration")
         except RowError as error:
             yield DataRow(f"{path}: '{video}'", "", fault=str(error))
             continue
         for i, (span, sentence) in enumerate(zip(spans, sentences, strict=True)):
-            row = {"id": f"{video}#{i}", "video": video, "span": span, "query": sentence}
-            row["duration"] = columns.get("duration")
+            row = {"id": f"{video}#{i}", "video": video, "query": sentence, "timestamps": [span]}
+            row["duration"] = duration
             yield checked(DataRow(f"{path}: '{video}'[{i}]", "", row))
 
 
-def activitynet_row(row: DataRow, lengths: Mapping[str, float], extension: str) -> Query:
-    """Parse a sentence of ActivityNet Captions, or of Charades-STA as JSON.
-
-    The file is `{video: {duration, timestamps, sentences}}`; other keys are ignored.
-    """
-    columns = row.columns
-    spans = (_span(columns["span"], "timestamps"),)
-    video, query = text(columns["video"], "video"), text(columns["query"], "sentences")
-    return Query(columns["id"], video + extension, query, spans, _seconds(columns["duration"], "duration"))
-
-
-def qvhighlights_row(row: DataRow, lengths: Mapping[str, float], extension: str) -> Query:
+def _qvhighlights(columns: Columns) -> Columns:
     """Parse a line of QVHighlights.
 
     It is an object with qid, query, vid, duration, relevant_windows, and optionally saliency_scores of the
     two-second windows relevant_clip_ids.
     """
-    columns = row.columns
-    windows = listed(columns.get("relevant_windows"), "relevant_windows")
-    spans = tuple(_span(window, "relevant_windows") for window in windows)
     duration = _seconds(columns.get("duration"), "duration")
     saliency: tuple[tuple[float, ...], ...] = ()
     if columns.get("saliency_scores") is not None:
@@ -142,48 +176,33 @@ def qvhighlights_row(row: DataRow, lengths: Mapping[str, float], extension: str)
         saliency = tuple(map(tuple, saliency_of_windows(columns)))
     if columns.get("qid") is None:
         raise RowError("wanted a `qid`")
-    video, query = text(columns.get("vid"), "vid"), text(columns.get("query"), "query")
-    return Query(uid_of(columns, "", "qid"), video + extension, query, spans, duration, saliency, columns)
+    return {
+        "id": uid_of(columns, "", "qid"),
+        "video": text(columns.get("vid"), "vid"),
+        "query": columns.get("query"),
+        "relevant_windows": listed(columns.get("relevant_windows"), "relevant_windows"),
+        "duration": duration,
+        "saliency": saliency,
+    }
 
 
-def jsonl_row(row: DataRow, lengths: Mapping[str, float], extension: str) -> Query:
+def _jsonl(columns: Columns) -> Columns:
     """Parse the toolkit's own form: `video`, `query`, and `start` and `end` or a list `spans`.
 
     `duration`, `id`, `saliency` (three ratings of every two-second window) and other columns are optional. A
     row without `start`, `end` and `spans` is unlabelled.
     """
-    columns = row.columns
-    name, pairs = "spans", [] if columns.get("spans") is None else listed(columns["spans"], "spans")
-    if not pairs and (columns.get("start") is not None or columns.get("end") is not None):
-        name, pairs = "span", [[columns.get("start"), columns.get("end")]]
-    video, query = text(columns.get("video"), "video"), text(columns.get("query"), "query")
-    return Query(
-        uid_of(columns, f"{video}#{_line(row)}"),
-        video,
-        query,
-        tuple(_span(pair, name) for pair in pairs),
-        None if columns.get("duration") is None else _seconds(columns["duration"], "duration"),
-        () if columns.get("saliency") is None else _ratings(columns["saliency"], "saliency"),
-        columns,
-    )
+    saliency = columns.get("saliency")
+    return {**columns, "saliency": () if saliency is None else _ratings(saliency, "saliency")}
 
 
-FORMS = {
-    "charades_sta": (text_lines, charades_row),
-    "activitynet": (_activitynet_rows, activitynet_row),
-    "qvhighlights": (json_lines, qvhighlights_row),
-    "jsonl": (json_lines, jsonl_row),
+# How the rows of a file are read, how their columns are parsed, and the column of the spans.
+FORMS: dict[Form, tuple[Callable[[Path], Iterator[DataRow]], Callable[[Columns], Columns], str]] = {
+    "charades_sta": (text_lines, _charades, "spans"),
+    "activitynet": (_activitynet_rows, dict, "timestamps"),
+    "qvhighlights": (json_lines, _qvhighlights, "relevant_windows"),
+    "jsonl": (json_lines, _jsonl, "spans"),
 }
-
-
-def _line(row: DataRow) -> str:
-    """Return the line number of a row, which identifies rows without an id."""
-    return row.place.rpartition(":")[2]
-
-
-def _span(pair: Any, name: str) -> Span:
-    start, end = listed(pair, name, 2)
-    return number(start, f"{name}: start"), number(end, f"{name}: end")
 
 
 def _seconds(value: Any, name: str) -> float:
@@ -196,15 +215,3 @@ def _ratings(value: Any, name: str) -> tuple[tuple[float, ...], ...]:
     """Validate the ratings of windows, three each."""
     windows = [listed(window, name, 3) for window in listed(value, name)]
     return tuple(tuple(number(rating, name) for rating in window) for window in windows)
-
-
-def check_spans(spans: tuple[Span, ...], duration: float, trim: bool) -> tuple[tuple[Span, ...], str]:
-    """Return spans, with `trim` cut to their video, and an error text that is empty if they are valid."""
-    if not spans:
-        return (), "it has no span"
-    for start, end in spans:
-        if not start < end < math.inf:
-            return (), f"the span {start:g} to {end:g} s does not end after it starts"
-        if not 0 <= start < duration < math.inf:
-            return (), f"the span {start:g} to {end:g} s lies outside its video of {duration:g} s"
-    return tuple((start, min(end, duration)) for start, end in spans) if trim else spans, ""

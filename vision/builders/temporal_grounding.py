@@ -9,10 +9,9 @@ from typing import Any, Literal
 from mmrl.config.registry import builder
 from mmrl.data.dataset_io import write_rows
 from mmrl.data.fields import RowError
-from mmrl.vision.benchmarks.grounding_annotations import Annotations, Query, check_spans
+from mmrl.vision.benchmarks.grounding_annotations import Annotations, Form, Query
 from mmrl.vision.media.dataset_writer import BuildLog, MediaWriter
 from mmrl.vision.media.media_root import MediaRef, MediaRoot
-from mmrl.vision.media.video import video_duration
 
 
 @builder
@@ -36,7 +35,7 @@ class TemporalGrounding:
             the manifest (`drop`).
     """
 
-    format: Literal["charades_sta", "activitynet", "qvhighlights", "jsonl"]
+    format: Form
     path: str
     root: str
     split: str = "train"
@@ -48,30 +47,25 @@ class TemporalGrounding:
 
     def build(self, output: Path) -> dict[str, Any]:
         """Write the rows; return the number of each split."""
-        ledger = BuildLog(self.bad_rows)
+        log = BuildLog(self.bad_rows)
         media = MediaWriter(MediaRoot(Path(self.root)), output, "videos")
-        source = Annotations(Path(self.path), self.format, self.durations, self.extension)
-        rows, parse = [], source.read
-        for raw in source.rows:
+        source, rows = Annotations(Path(self.path), self.format, self.durations, self.extension), []
+        for raw in source:
             try:
                 if raw.fault:
                     raise RowError(raw.fault)
-                rows.append(self._row(parse(raw), media))
+                query = source.parse(raw).inside_video(media.root, self.trim_spans)
+                rows.append(self._row(query, media))
             except RowError as error:
-                ledger.drop(raw.place, str(error))
+                log.drop(raw.place, str(error))
         if rows:
-            ledger.kept[self.split] = len(rows)
+            log.kept[self.split] = len(rows)
             write_rows(output / f"{self.split}.jsonl", rows)
         stored = "copied" if self.copy else "in place"
-        return ledger.finish(output, {"source": source.path.name, "format": self.format, "media": stored})
+        return log.finish(output, {"source": source.path.name, "format": self.format, "media": stored})
 
-    def _row(self, row: Query, media: MediaWriter) -> dict[str, Any]:
-        located = media.root.locate(row.video)
-        duration = video_duration(located) if row.duration is None else row.duration
-        spans, reason = check_spans(row.spans, duration, self.trim_spans)
-        if reason:
-            raise RowError(reason)
-        video = media.put(MediaRef("video", row.video)) if self.copy else row.video
-        written = {"id": row.uid, "video": video, "query": row.query.strip(), "spans": list(map(list, spans))}
-        written["duration"] = duration
-        return written | ({"saliency": list(map(list, row.saliency))} if row.saliency else {})
+    def _row(self, query: Query, media: MediaWriter) -> dict[str, Any]:
+        video = media.put(MediaRef("video", query.video)) if self.copy else query.video
+        spans, saliency = list(map(list, query.spans)), list(map(list, query.saliency))
+        row = {"id": query.uid, "video": video, "query": query.query.strip(), "spans": spans}
+        return row | {"duration": query.duration} | ({"saliency": saliency} if saliency else {})

@@ -12,11 +12,11 @@ from mmrl.config.registry import data
 from mmrl.core.rng import Stream
 from mmrl.core.types import Message, Outcome, Part, Prompt
 from mmrl.data.dataset_io import DataRow, read_prompts
-from mmrl.data.fields import RowError, text
-from mmrl.vision.benchmarks.grounding_annotations import Annotations, Query, check_spans
+from mmrl.data.fields import text
+from mmrl.vision.benchmarks.grounding_annotations import Annotations, Form, Query
 from mmrl.vision.benchmarks.time_spans import Moments, Span
 from mmrl.vision.media.media_root import MediaRoot
-from mmrl.vision.media.video import FrameSampling, video_duration
+from mmrl.vision.media.video import FrameSampling
 
 ASK = (
     'When does this happen in the video: "{query}"? Give the start and the end in seconds, in the form '
@@ -34,7 +34,7 @@ def grounding(
     path: str,
     root: str,
     stream: Stream,
-    format: Literal["charades_sta", "activitynet", "qvhighlights", "jsonl"] = "jsonl",
+    format: Form = "jsonl",
     durations: str = "",
     extension: str = ".mp4",
     frames_per_second: PositiveFloat = 2.0,
@@ -85,27 +85,19 @@ def grounding(
     sampling = FrameSampling(
         frames_per_second, min_frames, max_frames, max_pixels=max_pixels, total_pixels=total_pixels
     )
-    parse = source.read
 
     def make(raw: DataRow, number: int) -> Prompt:
-        row = parse(raw)
-        located = media.locate(row.video)
-        duration = video_duration(located) if row.duration is None else row.duration
-        spans, reason = check_spans(row.spans, duration, trim_spans)
-        if reason and (row.spans or not unlabelled):
-            raise RowError(reason)
+        row = source.parse(raw).inside_video(media, trim_spans, unlabelled)
         thinks = float(torch.rand((), generator=stream.fixed("reasoning", row.uid))) < reasoning
-        query = row.query
-        if normalize_text:
-            query = query.strip().lower().removesuffix(".")
+        query = row.query.strip().lower().removesuffix(".") if normalize_text else row.query
         words = (reasoning_prompt if thinks else prompt).format(query=query)
         message = Message("user", (Part(media=media.video(row.video, sampling)), Part(words)))
         think = demo_think if thinks else "none"
-        demos = tuple(_demonstration(row, span, think, decimals) for span in spans[:1])
+        demos = tuple(_demonstration(row, span, think, decimals) for span in row.spans[:1])
         columns = {**row.columns, "query": query, "format": "think,answer" if thinks else "answer"}
-        return Prompt(row.uid, (message,), Moments(spans, duration, row.saliency), demos, columns)
+        return Prompt(row.uid, (message,), Moments(row.spans, row.duration, row.saliency), demos, columns)
 
-    return read_prompts(path, source.rows, make, bad_rows=bad_rows, limit=limit)
+    return read_prompts(path, source, make, bad_rows=bad_rows, limit=limit)
 
 
 def _demonstration(row: Query, span: Span, think: str, decimals: int) -> Outcome:
