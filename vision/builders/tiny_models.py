@@ -58,23 +58,54 @@ def tiny_tokenizer(texts: Iterable[str], vocab_size: int) -> Any:
     )
 
 
-def write_untrained(
-    model_class: type, config: Any, processor: Any, generator: torch.Generator, output: Path
-) -> dict[str, Any]:
-    """Write a model with random weights and its processor; return its number of parameters and tokens."""
-    seed = int(torch.randint(1 << 31, (1,), generator=generator))
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        model = model_class(config)
-    model.save_pretrained(output)
-    processor.save_pretrained(output)
-    parameters = sum(p.numel() for p in model.parameters())
-    return {"parameters": parameters, "vocabulary": len(processor.tokenizer)}
+@dataclass(kw_only=True)
+class TinyModel:
+    """What the small models have in common: options, the language model, and writing them."""
+
+    stream: Stream
+    texts: tuple[str, ...] = ("0123456789 abcdefghijklmnopqrstuvwxyz",)
+    vocab_size: PositiveInt = 512
+    width: PositiveInt = 128
+    layers: PositiveInt = 4
+    heads: PositiveInt = 4
+    vision_width: PositiveInt = 64
+    vision_layers: PositiveInt = 2
+    init: PositiveFloat = 0.02
+
+    def text_config(self, tokenizer: Any, **others: Any) -> dict[str, Any]:
+        """List the settings of the language model."""
+        return {
+            "vocab_size": len(tokenizer),
+            "hidden_size": self.width,
+            "intermediate_size": 3 * self.width,
+            "num_hidden_layers": self.layers,
+            "num_attention_heads": self.heads,
+            "num_key_value_heads": max(1, self.heads // 2),
+            "initializer_range": self.init,
+            "tie_word_embeddings": True,
+            "bos_token_id": None,
+            "eos_token_id": tokenizer.convert_tokens_to_ids("<|im_end|>"),
+            "pad_token_id": tokenizer.convert_tokens_to_ids("<|endoftext|>"),
+            **others,
+        }
+
+    def write(
+        self, name: str, model_class: type, config: Any, processor: Any, output: Path
+    ) -> dict[str, Any]:
+        """Write a model with random weights and its processor; return its number of parameters and tokens."""
+        seed = int(torch.randint(1 << 31, (1,), generator=self.stream.fixed(name)))
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            model = model_class(config)
+        model.save_pretrained(output)
+        processor.save_pretrained(output)
+        parameters = sum(p.numel() for p in model.parameters())
+        return {"parameters": parameters, "vocabulary": len(processor.tokenizer)}
 
 
 @builder
 @dataclass(kw_only=True)
-class TinyQwen2_5Vl:
+class TinyQwen2_5Vl(TinyModel):
     """Build a small Qwen2.5-VL of the real classes with random weights.
 
     Images and video frames are cut into patches of 14 pixels, four of which make a token, two frames at a
@@ -92,61 +123,32 @@ class TinyQwen2_5Vl:
         init: Standard deviation of the weights.
     """
 
-    stream: Stream
-    texts: tuple[str, ...] = ("0123456789 abcdefghijklmnopqrstuvwxyz",)
-    vocab_size: PositiveInt = 512
-    width: PositiveInt = 128
-    layers: PositiveInt = 4
-    heads: PositiveInt = 4
-    vision_width: PositiveInt = 64
-    vision_layers: PositiveInt = 2
     max_pixels: PositiveInt = 56 * 56
-    init: PositiveFloat = 0.02
 
     def build(self, output: Path) -> dict[str, Any]:
         """Write the folder; return the number of parameters and tokens."""
         from transformers import Qwen2_5_VLForConditionalGeneration, Qwen2_5_VLProcessor
         from transformers.models.qwen2_vl import Qwen2VLImageProcessor, Qwen2VLVideoProcessor
 
-        images = Qwen2VLImageProcessor(min_pixels=28 * 28, max_pixels=self.max_pixels)
-        videos = Qwen2VLVideoProcessor(
-            cap_pixels_per_frame=False,
-            size={"shortest_edge": 28 * 28, "longest_edge": self.max_pixels},  # of a frame
-        )
         processor = Qwen2_5_VLProcessor(
-            image_processor=images,
-            video_processor=videos,
+            image_processor=Qwen2VLImageProcessor(min_pixels=28 * 28, max_pixels=self.max_pixels),
+            video_processor=Qwen2VLVideoProcessor(
+                cap_pixels_per_frame=False,
+                size={"shortest_edge": 28 * 28, "longest_edge": self.max_pixels},  # of a frame
+            ),
             tokenizer=tiny_tokenizer(self.texts, self.vocab_size),
             chat_template=TEMPLATE.replace("PLACEHOLDER", QWEN_MEDIA),
         )
-        config, generator = self._config(processor.tokenizer), self.stream.fixed("tiny_qwen2_5_vl")
-        return write_untrained(Qwen2_5_VLForConditionalGeneration, config, processor, generator, output)
+        config = self._config(processor.tokenizer)
+        return self.write("tiny_qwen2_5_vl", Qwen2_5_VLForConditionalGeneration, config, processor, output)
 
     def _config(self, tokenizer: Any) -> Any:
         from transformers import Qwen2_5_VLConfig
 
-        ids = {word: tokenizer.convert_tokens_to_ids(word) for word in SPECIAL}
         # Rotary frequencies of a head, divided over time, height and width.
         pairs = self.width // self.heads // 2
-        text = {
-            "vocab_size": len(tokenizer),
-            "hidden_size": self.width,
-            "intermediate_size": 3 * self.width,
-            "num_hidden_layers": self.layers,
-            "num_attention_heads": self.heads,
-            "num_key_value_heads": max(1, self.heads // 2),
-            "max_position_embeddings": 4096,
-            "initializer_range": self.init,
-            "tie_word_embeddings": True,
-            "rope_parameters": {
-                "rope_type": "default",
-                "rope_theta": 10000.0,
-                "mrope_section": [pairs - 2 * (pairs // 4), pairs // 4, pairs // 4],
-            },
-            "bos_token_id": None,
-            "eos_token_id": ids["<|im_end|>"],
-            "pad_token_id": ids["<|endoftext|>"],
-        }
+        sections = [pairs - 2 * (pairs // 4), pairs // 4, pairs // 4]
+        rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": sections}
         vision = {
             "depth": self.vision_layers,
             "hidden_size": self.vision_width,
@@ -161,23 +163,23 @@ class TinyQwen2_5Vl:
             "tokens_per_second": 2,
             "initializer_range": self.init,
         }
+        marks = {
+            "image_token_id": "<|image_pad|>",
+            "video_token_id": "<|video_pad|>",
+            "vision_start_token_id": "<|vision_start|>",
+            "vision_end_token_id": "<|vision_end|>",
+        }
         return Qwen2_5_VLConfig(
-            text_config=text,
+            text_config=self.text_config(tokenizer, max_position_embeddings=4096, rope_parameters=rope),
             vision_config=vision,
             tie_word_embeddings=True,
-            image_token_id=ids["<|image_pad|>"],
-            video_token_id=ids["<|video_pad|>"],
-            vision_start_token_id=ids["<|vision_start|>"],
-            vision_end_token_id=ids["<|vision_end|>"],
+            **{name: tokenizer.convert_tokens_to_ids(mark) for name, mark in marks.items()},
         )
-
-
-IMAGE = "{% if c['type'] == 'image' %}<image>{% endif %}"
 
 
 @builder
 @dataclass(kw_only=True)
-class TinyLlava:
+class TinyLlava(TinyModel):
     """Build a small LLaVA (arXiv 2304.08485) of the real classes with random weights.
 
     It has a CLIP vision tower, a projector of two layers and a Llama.
@@ -195,17 +197,11 @@ class TinyLlava:
         init: Standard deviation of the language model's weights; the tower has CLIP's own.
     """
 
-    stream: Stream
-    texts: tuple[str, ...] = ("0123456789 abcdefghijklmnopqrstuvwxyz",)
-    vocab_size: PositiveInt = 512
-    width: PositiveInt = 128
     layers: PositiveInt = 3
-    heads: PositiveInt = 4
     vision_width: PositiveInt = 96
     vision_layers: PositiveInt = 3
     side: PositiveInt = 48
     patch: PositiveInt = 8
-    init: PositiveFloat = 0.02
 
     def __post_init__(self) -> None:
         if self.side % self.patch:
@@ -213,7 +209,14 @@ class TinyLlava:
 
     def build(self, output: Path) -> dict[str, Any]:
         """Write the folder; return the number of parameters and tokens."""
-        from transformers import CLIPImageProcessor, LlavaForConditionalGeneration, LlavaProcessor
+        from transformers import (
+            CLIPImageProcessor,
+            CLIPVisionConfig,
+            LlamaConfig,
+            LlavaConfig,
+            LlavaForConditionalGeneration,
+            LlavaProcessor,
+        )
 
         size = {"height": self.side, "width": self.side}
         processor = LlavaProcessor(
@@ -222,28 +225,7 @@ class TinyLlava:
             patch_size=self.patch,
             vision_feature_select_strategy="default",
             num_additional_image_tokens=1,  # the tower's class token, which the strategy drops again
-            chat_template=TEMPLATE.replace("PLACEHOLDER", IMAGE),
-        )
-        config, generator = self._config(processor.tokenizer), self.stream.fixed("tiny_llava")
-        return write_untrained(LlavaForConditionalGeneration, config, processor, generator, output)
-
-    def _config(self, tokenizer: Any) -> Any:
-        from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig
-
-        ids = {word: tokenizer.convert_tokens_to_ids(word) for word in SPECIAL}
-        text = LlamaConfig(
-            vocab_size=len(tokenizer),
-            hidden_size=self.width,
-            intermediate_size=3 * self.width,
-            num_hidden_layers=self.layers,
-            num_attention_heads=self.heads,
-            num_key_value_heads=max(1, self.heads // 2),
-            max_position_embeddings=1024,
-            initializer_range=self.init,
-            tie_word_embeddings=True,
-            bos_token_id=None,
-            eos_token_id=ids["<|im_end|>"],
-            pad_token_id=ids["<|endoftext|>"],
+            chat_template=TEMPLATE.replace("PLACEHOLDER", "{% if c['type'] == 'image' %}<image>{% endif %}"),
         )
         vision = CLIPVisionConfig(
             hidden_size=self.vision_width,
@@ -253,10 +235,11 @@ class TinyLlava:
             image_size=self.side,
             patch_size=self.patch,
         )
-        return LlavaConfig(
+        config = LlavaConfig(
             vision_config=vision,
-            text_config=text,
-            image_token_id=ids["<image>"],
+            text_config=LlamaConfig(**self.text_config(processor.tokenizer, max_position_embeddings=1024)),
+            image_token_id=processor.tokenizer.convert_tokens_to_ids("<image>"),
             vision_feature_layer=-1,
             tie_word_embeddings=True,
         )
+        return self.write("tiny_llava", LlavaForConditionalGeneration, config, processor, output)
