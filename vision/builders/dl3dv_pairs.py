@@ -1,30 +1,51 @@
-"""Builder of view pairs with camera poses from DL3DV-10K."""
+"""Builder of view pairs with camera poses from DL3DV-10K (arXiv 2312.16256) in its layout on disk."""
 
 from __future__ import annotations
 
+import json
+import math
 from dataclasses import dataclass
-from functools import cached_property
+from itertools import combinations
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import torch
+from torch import Tensor
 
 from mmrl.config.ranges import AtMost, PositiveInt, Probability
 from mmrl.config.registry import builder
 from mmrl.core.rng import Stream
-from mmrl.vision.benchmarks.dl3dv import (
-    CameraView,
-    SceneViews,
-    distance_between,
-    find_scenes,
-    read_scene,
-    relative_pose,
-    scene_name,
-    turn_between,
-)
+from mmrl.data.media import MediaError, opened_image
 from mmrl.vision.media.dataset_writer import BuildLog, MediaWriter, SplitFiles
 from mmrl.vision.media.media_root import MediaRef, MediaRoot
-from mmrl.vision.media.video import MediaError
+
+FOLDERS = ("images_8", "images_4", "images_2", "images")  # the smallest first: 480P, 960P, ...
+# Converts camera axes of OpenGL (looking along -Z, +Y up) to OpenCV's (along +Z, +Y down), and back.
+FLIP = torch.diag(torch.tensor([1.0, -1.0, -1.0, 1.0], dtype=torch.float64))
+ENDINGS = (".png", ".jpg", ".jpeg")
+
+
+@dataclass(frozen=True)
+class CameraView:
+    """One frame of a scene: its image file, frame number and camera.
+
+    `intrinsics` are (fx, fy, cx, cy) as fractions of width and height, valid for any image size; `pose` is
+    (4, 4) float64, camera to world with the axes of OpenCV (+X right, +Y down, looking along +Z).
+    """
+
+    path: Path
+    index: int
+    intrinsics: tuple[float, float, float, float]
+    pose: Tensor
+
+
+@dataclass(frozen=True)
+class SceneViews:
+    """A scene: its hash, its frames sorted by name, and the names of frames without an image file."""
+
+    name: str
+    views: tuple[CameraView, ...]
+    missing: tuple[str, ...] = ()
 
 
 @builder
@@ -60,14 +81,12 @@ class Dl3dvPairs:
     copy: bool = False
     bad_rows: Literal["error", "drop"] = "error"
 
-    @cached_property
-    def home(self) -> Path:
-        """Resolve the folder of the scenes."""
-        return Path(self.root).resolve()
+    def __post_init__(self) -> None:
+        self.home = Path(self.root).resolve()
 
     def build(self, output: Path) -> dict[str, Any]:
         """Write the pairs; return the number of each split."""
-        ledger, files = BuildLog(self.bad_rows), SplitFiles(output)
+        log, files = BuildLog(self.bad_rows), SplitFiles(output)
         media = MediaWriter(MediaRoot(self.home, cache_bytes=0), output)
         exclude = set(Path(self.exclude).read_text().split()) if self.exclude else set()
         missing = 0
@@ -78,23 +97,22 @@ class Dl3dvPairs:
                 scene = read_scene(folder, self.images)
                 rows = [self._row(scene, *pair, media) for pair in self._pairs(scene)]
             except MediaError as error:
-                ledger.drop(str(folder.relative_to(self.home)), str(error))
+                log.drop(str(folder.relative_to(self.home)), str(error))
                 continue
             missing += len(scene.missing)
             draw = torch.rand((), generator=self.stream.fixed("split", scene.name))
             split = "test" if float(draw) < self.test_share else "train"
             for row in rows:
                 files.add(split, row)
-            ledger.kept[split] += len(rows)
+            log.kept[split] += len(rows)
         files.close()
         manifest = {"source": "DL3DV-10K layout", "seed": self.stream.seed, "frames_without_image": missing}
-        return ledger.finish(output, manifest) | ({"frames_without_image": missing} if missing else {})
+        return log.finish(output, manifest) | ({"frames_without_image": missing} if missing else {})
 
     def _pairs(self, scene: SceneViews) -> list[tuple[CameraView, CameraView]]:
         near = [
             (first, second)
-            for i, first in enumerate(scene.views)
-            for second in scene.views[i + 1 :]
+            for first, second in combinations(scene.views, 2)
             if self.nearest <= second.index - first.index <= self.farthest
         ]
         if not near:
@@ -116,5 +134,89 @@ class Dl3dvPairs:
             "intrinsics": [list(first.intrinsics), list(second.intrinsics)],
             "pose": relative_pose(first, second).tolist(),
             "turn": turn_between(first, second),
-            "distance": distance_between(first, second),
+            "distance": float((first.pose[:3, 3] - second.pose[:3, 3]).norm()),  # in units of the scene
         }
+
+
+# ---- the layout on disk
+
+
+def find_scenes(root: Path) -> list[Path]:
+    """Find scene folders: `<batch>/<hash>`, `<hash>/nerfstudio` as in the benchmark, or `<hash>`."""
+    return [path.parent for path in sorted(root.rglob("transforms.json"))]
+
+
+def scene_name(folder: Path) -> str:
+    """Return the hash of a scene from its folder."""
+    return folder.parent.name if folder.name == "nerfstudio" else folder.name
+
+
+def read_scene(folder: Path, images: str = "") -> SceneViews:
+    """Read the frames of a scene and their cameras from `transforms.json`.
+
+    Image files are looked up by name alone in the folder `images`, by default the smallest one that exists.
+    Raises `MediaError` where the images do not have the aspect ratio of the camera.
+    """
+    path = folder / "transforms.json"
+    try:
+        raw = json.loads(path.read_bytes().decode("utf-8"))
+        frames, aspect = raw["frames"], float(raw["w"]) / float(raw["h"])
+    except (OSError, KeyError, TypeError, ValueError, ZeroDivisionError) as error:
+        raise MediaError(f"cannot read '{path}': {type(error).__name__}: {error}") from error
+    if type(frames) is not list or not frames:
+        raise MediaError(f"'{path}' lists no frames")
+    wanted = [images] if images else FOLDERS
+    home = next((folder / name for name in wanted if (folder / name).is_dir()), None)
+    if home is None:
+        raise MediaError(f"'{folder}' has no folder of images; looked for {', '.join(wanted)}")
+    views, missing = [], []
+    for frame in frames:
+        name = Path(str(frame["file_path"]).replace("\\", "/")).name
+        # Some releases store another file type than they record.
+        candidates = [home / name, *(home / f"{Path(name).stem}{ending}" for ending in ENDINGS)]
+        file = next((file for file in candidates if file.is_file()), None)
+        if file is None:
+            missing.append(name)
+            continue
+        try:
+            views.append(_view(file, name, {**raw, **frame}))
+        except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
+            raise MediaError(f"'{folder}': frame '{name}': {type(error).__name__}: {error}") from error
+    views.sort(key=lambda view: view.path.name)
+    if views:
+        _check_aspect(views[0].path, aspect)
+    return SceneViews(scene_name(folder), tuple(views), tuple(missing))
+
+
+def _view(path: Path, name: str, camera: dict[str, Any]) -> CameraView:
+    pose = torch.tensor(camera["transform_matrix"], dtype=torch.float64)
+    if pose.shape != (4, 4) or not pose.isfinite().all():
+        raise ValueError(f"transform_matrix must be 4 by 4 and finite, not {tuple(pose.shape)}")
+    # Intrinsics are those of the full-size image, whatever the folder contains, so they become fractions.
+    width, height = float(camera["w"]), float(camera["h"])
+    fx, fy = float(camera["fl_x"]), float(camera.get("fl_y", camera["fl_x"]))
+    intrinsics = fx / width, fy / height, float(camera["cx"]) / width, float(camera["cy"]) / height
+    # The number of a frame is in the digits after the last underscore.
+    return CameraView(path, int(Path(name).stem.rpartition("_")[2]), intrinsics, pose @ FLIP)
+
+
+def _check_aspect(path: Path, aspect: float) -> None:
+    with opened_image(path, str(path)) as image:
+        width, height = image.size
+    # Width and height are rounded to whole pixels, each by at most one.
+    if abs(width - aspect * height) > 1 + aspect:
+        raise MediaError(
+            f"'{path}' is {width}x{height}, but its camera is {aspect:.3f} times as wide as high"
+        )
+
+
+def relative_pose(first: CameraView, second: CameraView) -> Tensor:
+    """Compute the (4, 4) transform of points from the first camera to the second."""
+    return torch.linalg.inv(second.pose) @ first.pose
+
+
+def turn_between(first: CameraView, second: CameraView) -> float:
+    """Compute the rotation angle between two cameras, in degrees."""
+    rotation = relative_pose(first, second)[:3, :3]
+    # trace(R) = 1 + 2 cos(angle); rounding may exceed [-1, 1].
+    return math.degrees(math.acos(max(-1.0, min(1.0, (float(rotation.trace()) - 1) / 2))))
