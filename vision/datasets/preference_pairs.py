@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, Literal
 
 from mmrl.config.ranges import NonNegativeFloat, NonNegativeInt
 from mmrl.config.registry import data
 from mmrl.core.types import Frames, Media, Message, Outcome, Part, Prompt
-from mmrl.data.dataset_io import DataRow, Rows, parquet_of, read_prompts, row_files, row_of, split_of
+from mmrl.data.dataset_io import DataRow, Rows, read_prompts
 from mmrl.data.fields import RowError, listed, mapping, number, short, text, uid_of
 from mmrl.vision.datasets.visual_qa import medium_of
-from mmrl.vision.media.media_root import MediaRef, MediaRoot, decode_image, media_refs
+from mmrl.vision.media.media_root import MediaRoot, decode_image, media_refs
 from mmrl.vision.media.prompts import interleaved
 from mmrl.vision.media.video import FrameSampling
 
@@ -51,35 +50,22 @@ def preference_pairs(
     media = MediaRoot(Path(root) if root else source if source.is_dir() else source.parent)
     close = 0
 
-    def make(row: DataRow, number: int) -> Prompt | None:
+    def make(row: DataRow, position: int) -> Prompt | None:
         nonlocal close
-        prompt = _prompt(row, number, media)
-        better, worse = (answer.recorded["score"] for answer in prompt.answers)
-        if abs(better - worse) >= min_gap:
-            return prompt
-        close += 1
-        return None
+        columns = row.columns
+        kept = {key: value for key, value in columns.items() if key not in READ}
+        answers = tuple(_answer(columns, side) for side in SIDES)
+        messages = _messages(columns.get("prompt"), list(_images(row, media)))
+        better, worse = (answer.recorded["score"] for answer in answers)
+        if abs(better - worse) < min_gap:
+            close += 1
+            return None
+        return Prompt(uid_of(columns, f"{row.split}#{position}"), messages, None, answers, kept)
 
-    prompts = read_prompts(source, _rows(source), make, bad_rows=bad_rows, limit=limit)
+    prompts = read_prompts(source, Rows(source, media.root), make, bad_rows=bad_rows, limit=limit)
     if close:
         log.warning("left out %d pairs of '%s' that are less than %g apart", close, source, min_gap)
     return prompts
-
-
-def _prompt(row: DataRow, number: int, root: MediaRoot) -> Prompt:
-    columns = row.columns
-    media: list[Media] = []
-    for name in ("image", "images"):
-        value = columns.get(name)
-        images = value if isinstance(value, LazyImages) else media_refs(value, "image", name)
-        media += [
-            image if isinstance(image, Media) else medium_of(image, row.place, root, FrameSampling())
-            for image in images
-        ]
-    kept = {key: value for key, value in columns.items() if key not in READ}
-    answers = tuple(_answer(columns, side) for side in SIDES)
-    messages = _messages(columns.get("prompt"), media)
-    return Prompt(uid_of(columns, f"{row.split}#{number}"), messages, None, answers, kept)
 
 
 def _answer(columns: Mapping[str, Any], side: str) -> Outcome:
@@ -109,93 +95,40 @@ def _messages(prompt: Any, media: list[Media]) -> tuple[Message, ...]:
 def _text_of(value: Any, name: str) -> str:
     """Read a text, a message, or the last of several; images among its parts become marks."""
     match value:
-        case str():
-            return value
+        case (str() as words) | {"type": "text", "text": str(words)}:
+            return words
+        case {"type": "image", **rest} if all(value is None for value in rest.values()):
+            return "<image>"
         case {"content": content}:
             return _text_of(content, f"{name}.content")
         case [*parts] if parts and all(isinstance(part, Mapping) and "type" in part for part in parts):
-            return "".join(_part_text(part, name) for part in parts)
+            return "".join(_text_of(part, name) for part in parts)
         case [*_, last]:
             return _text_of(last, name)
-    raise RowError(f"wanted a text, a message or messages as `{name}`, got {short(value)}")
+    raise RowError(f"wanted a text, a message, messages or parts as `{name}`, got {short(value)}")
 
 
-def _part_text(part: Mapping[str, Any], name: str) -> str:
-    match part:
-        case {"type": "image", **rest} if all(value is None for value in rest.values()):
-            return "<image>"
-        case {"type": "text", "text": str(words)}:
-            return words
-    raise RowError(f"wanted a text or the mark of an image as a part of `{name}`, got {short(part)}")
+# ---- images; those inside parquet are read again when they are used, and do not stay in memory
 
 
-# ---- images inside parquet
+def _images(row: DataRow, root: MediaRoot) -> Iterator[Media]:
+    for name in ("image", "images"):
+        for i, ref in enumerate(media_refs(row.columns.get(name), "image", name)):
+            if ref.data and row.source.endswith(".parquet"):
+                what, path = f"{name} {i} of {row.place}", Path(row.source)
+                position = int(row.place.removeprefix(row.source).strip("[]"))
+                yield Media("image", what, partial(_read, path, position, name, i, what), path)
+            else:
+                yield medium_of(ref, row.place, root, FrameSampling())
 
 
-class LazyImages(tuple):
-    """Images of a field; those stored inside parquet are `Media` that read their bytes on demand."""
-
-
-def _rows(source: Path) -> Iterator[DataRow]:
-    for path in row_files(source):
-        yield from _parquet(path) if path.suffix == ".parquet" else Rows(path, path)
-
-
-def _parquet(path: Path) -> Iterator[DataRow]:
-    """Iterate over the rows of a parquet file without reading the bytes of its images."""
-    number = 0
-    with parquet_of(path) as file:
-        leaves = [file.schema.column(i).path for i in range(len(file.schema))]
-        light = [leaf for leaf in leaves if not leaf.endswith(".bytes")]
-        # Without a path column an image would leave no trace, so images of bytes alone are read now.
-        known = {leaf.partition(".")[0] for leaf in light}
-        light += [leaf for leaf in leaves if leaf.partition(".")[0] not in known]
-        heavy = {leaf.partition(".")[0]: i for i, leaf in enumerate(leaves) if leaf not in light}
-        for group in range(file.num_row_groups):
-            table = file.read_row_group(group, light)
-            # Where an image may lack its bytes, its whole field is read to find out.
-            statistics = {name: file.metadata.row_group(group).column(i).statistics
-                          for name, i in heavy.items()}  # fmt: skip
-            whole = {name: file.read_row_group(group, [name])[name] for name, known in statistics.items()
-                     if known is None or not known.has_null_count or known.null_count > 0}  # fmt: skip
-            for i in range(table.num_rows):
-                row = row_of(table, i, f"{path}[{number}]", split_of(path))
-                number += 1
-                if row.fault:
-                    yield row
-                    continue
-                try:
-                    images = {
-                        name: LazyImages(_images_of(row, name, path, (group, i), whole.get(name)))
-                        for name in heavy
-                    }
-                    yield replace(row, columns={**row.columns, **images})
-                except RowError as error:
-                    yield DataRow(row.place, row.split, fault=str(error))
-
-
-def _images_of(
-    row: DataRow, name: str, path: Path, cell: tuple[int, int], whole: Any
-) -> Iterator[MediaRef | Media]:
-    """List the images of a field; `cell` is the row group and the row in it, `whole` the field if read."""
-    if whole is not None:
-        images = list(media_refs(whole[cell[1]].as_py(), "image", name))
-    else:
-        value = row.columns[name]
-        value = [] if value is None else value if isinstance(value, list) else [value]
-        images = [mapping(image, name) for image in value]
-    for i, image in enumerate(images):
-        if isinstance(image, MediaRef) and not image.data:
-            yield image
-        else:
-            load = lambda i=i: _read(path, cell, name, i)
-            yield Media("image", f"{name} {i} of {row.place}", load, path)
-
-
-def _read(path: Path, cell: tuple[int, int], name: str, i: int) -> Frames:
-    file = _opened(path, path.stat().st_mtime_ns)
-    image = list(media_refs(file.read_row_group(cell[0], [name])[name][cell[1]].as_py(), "image", name))[i]
-    return decode_image(image.data, f"{name} {i} of row {cell[1]} in group {cell[0]} of '{path}'")
+def _read(path: Path, position: int, column: str, index: int, what: str) -> Frames:
+    """Read and decode one of the images of a row of a parquet file."""
+    file, group = _opened(path, path.stat().st_mtime_ns), 0
+    while position >= (size := file.metadata.row_group(group).num_rows):
+        position, group = position - size, group + 1
+    value = file.read_row_group(group, [column])[column][position].as_py()
+    return decode_image(list(media_refs(value, "image", column))[index].data, what)
 
 
 @lru_cache(maxsize=64)
