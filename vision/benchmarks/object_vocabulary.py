@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import importlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from mmrl.vision.benchmarks.caption_words import singular, tokens
 
@@ -27,8 +27,7 @@ ANIMALS = (
 VEHICLES = ("jet", "train")
 
 
-@dataclass(frozen=True)
-class Mention:
+class Mention(NamedTuple):
     """A word or phrase of an answer, and the class it names."""
 
     word: str
@@ -49,7 +48,7 @@ class Ontology:
 
     names: Mapping[str, str]
     phrases: Mapping[str, str]
-    unless: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    unless: Mapping[str, Sequence[str]] = field(default_factory=dict)
     singular: Callable[[str], str] = singular
     plurals: bool = True
 
@@ -59,11 +58,25 @@ class Ontology:
         The text is lower-cased, tokenised, converted to singular forms, and phrases are joined from left to
         right, the longest first.
         """
-        words = self._joined(tokens(text.lower()))
+        raw = tokens(text.lower())
+        words = [self.singular(word) for word in raw]
+        longest = max((phrase.count(" ") + 1 for phrase in self.phrases), default=1)
+        joined, at = [], 0
+        while at < len(words):
+            for end in range(min(at + longest, len(words)), at + 1, -1):
+                phrase = " ".join(words[at:end])
+                if phrase in self.phrases:
+                    joined.append(self.phrases[phrase])
+                    at = end
+                    break
+            else:
+                plural = self.plurals and words[at] not in self.names
+                joined.append(raw[at] if plural else words[at])
+                at += 1
         return [
             Mention(word, self.names[word])
-            for word in words
-            if word in self.names and not any(other in words for other in self.unless.get(word, ()))
+            for word in joined
+            if word in self.names and not any(other in joined for other in self.unless.get(word, ()))
         ]
 
     def name_of(self, word: str) -> str:
@@ -73,23 +86,6 @@ class Ontology:
             classes = len(set(self.names.values()))
             raise ValueError(f"'{word}' names no class of the ontology, which has {classes}")
         return name
-
-    def _joined(self, raw: list[str]) -> list[str]:
-        words = [self.singular(word) for word in raw]
-        longest = max((phrase.count(" ") + 1 for phrase in self.phrases), default=1)
-        joined, at = [], 0
-        while at < len(words):
-            for length in range(min(longest, len(words) - at), 1, -1):
-                phrase = " ".join(words[at : at + length])
-                if phrase in self.phrases:
-                    joined.append(self.phrases[phrase])
-                    at += length
-                    break
-            else:
-                plural = self.plurals and words[at] not in self.names
-                joined.append(raw[at] if plural else words[at])
-                at += 1
-        return joined
 
 
 def read_ontology(
@@ -118,19 +114,18 @@ def read_ontology(
         raw = json.loads(source)
         objects = {str(name): [str(word) for word in words] for name, words in raw["objects"].items()}
         phrases = {str(k).lower(): str(v or "").lower() for k, v in raw.get("phrases", {}).items()}
-        unless = {str(k).lower(): tuple(w.lower() for w in v) for k, v in raw.get("unless", {}).items()}
+        unless = {str(k).lower(): [w.lower() for w in v] for k, v in raw.get("unless", {}).items()}
     except (json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(
-            f"'{path}' is no ontology; wanted {{\"objects\": {{name: [synonyms]}}}}: "
-            f"{type(error).__name__}: {error}"
-        ) from error
+        wanted = '{"objects": {name: [synonyms]}}'
+        reason = f"{type(error).__name__}: {error}"
+        raise ValueError(f"'{path}' is no ontology; wanted {wanted}: {reason}") from error
     return ontology_of(objects, phrases, unless, by)
 
 
 def ontology_of(
-    objects: Mapping[str, list[str]],
+    objects: Mapping[str, Sequence[str]],
     phrases: Mapping[str, str] | None = None,
-    unless: Mapping[str, tuple[str, ...]] | None = None,
+    unless: Mapping[str, Sequence[str]] | None = None,
     by: Callable[[str], str] = singular,
 ) -> Ontology:
     """Build an ontology from classes and their synonyms."""
@@ -143,7 +138,7 @@ def ontology_of(
     joined = {word: word for word in names if " " in word} | dict(phrases or {})
     # Words of a text are singular when they are joined, so phrases must match in that form, too.
     joined |= {" ".join(map(by, phrase.split())): word for phrase, word in joined.items()}
-    return Ontology(names, joined, dict(unless or {}), by)
+    return Ontology(names, joined, unless or {}, by)
 
 
 def _from_synonyms(text: str, style: str, by: Callable[[str], str]) -> Ontology:
@@ -153,12 +148,10 @@ def _from_synonyms(text: str, style: str, by: Callable[[str], str]) -> Ontology:
     # Where two classes share a word in the published list, the later line wins, as in the scripts. CHAIR's
     # keeps a space before two words (motor bike and cheesecake), which therefore never match.
     names = {word: words[0] for words in classes for word in words if word}
-    if style == "refined":
-        # The script looks at two words at a time, so longer phrases of the list never match.
-        pairs = [word for word in names if word.count(" ") == 1]
-        phrases = {word: word for word in (*pairs, *REFINED_PHRASES)}
-    else:
-        phrases = {word: word for word in CHAIR_PHRASES}
+    # The refined script looks at two words at a time, so longer phrases of its list never match.
+    pairs = [word for word in names if word.count(" ") == 1]
+    joined = (*pairs, *REFINED_PHRASES) if style == "refined" else CHAIR_PHRASES
+    phrases = {phrase: phrase for phrase in joined}
     phrases |= {f"{kind} {animal}": animal for animal in ANIMALS for kind in ("baby", "adult")}
     phrases |= {f"passenger {vehicle}": vehicle for vehicle in VEHICLES}
     # The package pattern converts glass to glas.

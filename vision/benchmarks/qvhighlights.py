@@ -58,10 +58,9 @@ def saliency_ap(truth: Sequence[int], scores: Sequence[float]) -> float:
         chosen = [t for t, score in zip(truth, scores, strict=True) if score >= threshold]
         points.append((sum(chosen) / positives, sum(chosen) / len(chosen)))
     best, rises = 0.0, []
-    for i in reversed(range(len(points))):
-        best = max(best, points[i][1])
-        before = points[i - 1][0] if i else 0.0
-        if points[i][0] > before:
+    for i, (recall, precision) in reversed([*enumerate(points)]):
+        best = max(best, precision)
+        if recall > (points[i - 1][0] if i else 0.0):
             rises.append(best)
     return sum(rises) / len(rises)
 

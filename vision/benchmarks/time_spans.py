@@ -38,10 +38,9 @@ _PUBLISHED = r"(?<!\d)(\d++\.?+\d*+) (?:to|and) (\d++\.?+\d*+)"
 _OBJECT = re.compile(r"\{[^{}]*\}")
 
 
-def last_answer(text: str) -> str | None:
-    """Return the content of the last answer block of a text, or None without one."""
-    blocks = tagged(text, "answer")
-    return blocks[-1] if blocks else None
+def last_answer(text: str, default: str = "") -> str:
+    """Return the content of the last answer block of a text, or the default without one."""
+    return (tagged(text, "answer") or [default])[-1]
 
 
 def parse_span(text: str, reader: Reader = "ours") -> Span | None:
@@ -60,17 +59,18 @@ def parse_span(text: str, reader: Reader = "ours") -> Span | None:
     if reader == "ours":
         spans = parse_spans(text)
         return spans[-1] if spans else None
-    case = re.NOFLAG if reader == "evaluator" else re.IGNORECASE
-    pairs = re.findall(_PUBLISHED, text if reader == "evaluator" else last_answer(text) or "", case)
-    span = (float(pairs[-1][0]), float(pairs[-1][1])) if pairs else (math.inf, math.inf)
-    backwards = reader == "videochat_r1" and span[0] > span[1]
-    return None if backwards or max(span) == math.inf else span
+    if reader == "evaluator":
+        pairs = re.findall(_PUBLISHED, text)
+    else:
+        pairs = re.findall(_PUBLISHED, last_answer(text), re.IGNORECASE)
+    start, end = map(float, pairs[-1]) if pairs else (math.inf, math.inf)
+    backwards = reader == "videochat_r1" and start > end
+    return None if backwards or max(start, end) == math.inf else (start, end)
 
 
 def parse_spans(text: str) -> list[Span]:
     """Parse all time spans of an answer, in order, by the rules of `parse_span`."""
-    block = last_answer(text)
-    searched = text if block is None else block
+    searched = last_answer(text, default=text)
     spans = [(match.start(), float(match[1]), float(match[2])) for match in _PAIR.finditer(searched)]
     for match in _OBJECT.finditer(searched):
         try:
@@ -138,8 +138,7 @@ def set_iou(a: Sequence[Span], b: Sequence[Span]) -> float:
 
 def parse_saliency(text: str) -> list[tuple[float, float]]:
     """Parse (second, score) pairs: the last JSON list of pairs of finite numbers; empty without one."""
-    block = last_answer(text)
-    searched = text if block is None else block
+    searched = last_answer(text, default=text)
     # After the last end, a search from every beginning would run to the end of the text in vain.
     ends = [match.end() for match in re.finditer(r"\]\s*\]", searched)]
     searched = searched[: ends[-1]] if ends else ""
