@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Literal
 
 from mmrl.data.fields import RowError, listed, mapping, short, text
@@ -20,43 +19,33 @@ ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assi
 MEDIA = ("images", "videos")
 Row = Mapping[str, Any]
 Toolkit = Literal["mmrl", "verl", "ms_swift", "llama_factory"]
-
-
-@dataclass(frozen=True)
-class RowFormat:
-    """Suffix of the files of a toolkit, and the columns of its rows that mmrl names otherwise.
-
-    Rows without a conversation ask with the texts of `question`, after the pairs of turns in `history`.
-    """
-
-    suffix: str
-    conversation: tuple[str, ...] = ()
-    question: tuple[str, ...] = ()
-    answer: str = ""
-    targets: tuple[str, ...] = ()
-
-
-SWIFT_TARGETS = ("rejected_response", "rejected_messages", "solution")
-FORMATS: dict[Toolkit, RowFormat] = {
-    "mmrl": RowFormat(".jsonl"),
-    "verl": RowFormat(".parquet", ("prompt",), targets=("reward_model",)),
-    "ms_swift": RowFormat(".jsonl", ("messages",), ("query",), "response", SWIFT_TARGETS),
-    "llama_factory": RowFormat(
-        ".json",
-        ("conversations", "messages"),
-        ("instruction", "input"),
-        "output",
-        ("chosen", "rejected", "kto_tag"),
-    ),
+SUFFIXES: dict[Toolkit, str] = {
+    "mmrl": ".jsonl",
+    "verl": ".parquet",
+    "ms_swift": ".jsonl",
+    "llama_factory": ".json",
+}
+# The columns of a conversation; without one those of a question, which follows `history`, and of its answer.
+CONVERSATIONS = {
+    "verl": (("prompt",), (), ""),
+    "ms_swift": (("messages",), ("query",), "response"),
+    "llama_factory": (("conversations", "messages"), ("instruction", "input"), "output"),
+}
+# All columns of a toolkit that mmrl names or splits otherwise; others are kept.
+CONVERTED = {
+    "verl": "prompt reward_model",
+    "ms_swift": "messages query response history rejected_response rejected_messages solution",
+    "llama_factory": "conversations messages instruction input output history chosen rejected kto_tag",
 }
 
 
 def read_row(row: Row, toolkit: Toolkit) -> dict[str, Any]:
     """Convert a row of a toolkit to mmrl; columns that the conversion does not know are kept."""
     if toolkit == "mmrl":
-        return dict(row) | _media(row)
-    form, answer = FORMATS[toolkit], None
-    ours = _from_messages(row, _conversation(row, form))
+        ours = dict(row) | _media(row)
+        return {key: value for key, value in ours.items() if key not in ("image", "video")}
+    ours = _from_messages(row, _conversation(row, *CONVERSATIONS[toolkit]))
+    answer = None
     match toolkit:
         case "verl":
             rule = {} if row.get("reward_model") is None else mapping(row["reward_model"], "reward_model")
@@ -74,9 +63,7 @@ def read_row(row: Row, toolkit: Toolkit) -> dict[str, Any]:
                 ours["label"] = row["kto_tag"]
     if answer is not None:
         ours["answer"] = answers_of({"answer": answer})
-    converted = {*form.conversation, *form.question, form.answer, *form.targets, *MEDIA, "system"}
-    if form.question:
-        converted.add("history")
+    converted = {*CONVERTED[toolkit].split(), *MEDIA, "image", "video", "system"}
     return ours | {key: value for key, value in row.items() if key not in converted and value is not None}
 
 
@@ -136,20 +123,20 @@ def describe_llama_factory(columns: Sequence[str], file_name: str) -> dict[str, 
     }
 
 
-def _conversation(row: Row, form: RowFormat) -> list[Any]:
+def _conversation(row: Row, names: Sequence[str], question: Sequence[str], answer: str) -> list[Any]:
     """Return the messages of a row, or make them from `history`, the question and its answer."""
-    conversation = next((row[name] for name in form.conversation if row.get(name) is not None), None)
-    if conversation is None and form.question and type(row.get(form.question[0])) is str:
+    conversation = next((row[name] for name in names if row.get(name) is not None), None)
+    if conversation is None and question and type(row.get(question[0])) is str:
         pairs = [] if row.get("history") is None else listed(row["history"], "history")
-        texts = [text(row[name], name) for name in form.question if row.get(name) not in (None, "")]
+        texts = [text(row[name], name) for name in question if row.get(name) not in (None, "")]
         turns = [turn for pair in pairs for turn in listed(pair, "history", 2)]
-        turns += ["\n".join(texts), row.get(form.answer)]
+        turns += ["\n".join(texts), row.get(answer)]
         roles = ("user", "assistant")
         conversation = [
             {"role": roles[i % 2], "content": turn} for i, turn in enumerate(turns) if turn is not None
         ]
     if type(conversation) is not list or not conversation:
-        wanted = " or ".join((*form.conversation, *form.question[:1]))
+        wanted = " or ".join((*names, *question[:1]))
         raise RowError(f"wanted a list of messages, as {wanted}, got {short(conversation)}")
     return conversation
 
@@ -157,7 +144,7 @@ def _conversation(row: Row, form: RowFormat) -> list[Any]:
 def _from_messages(row: Row, conversation: list[Any]) -> dict[str, Any]:
     """Split a conversation into question, answer, system prompt and media."""
     turns: list[tuple[str, str]] = []
-    media = {name: _listed(row.get(name)) for name in MEDIA}
+    media = {"images": [], "videos": [], **_media(row)}
     for message in conversation:
         role = message.get("role", message.get("from")) if isinstance(message, Mapping) else None
         if type(role) is not str or role not in ROLES:
@@ -189,7 +176,7 @@ def _from_messages(row: Row, conversation: list[Any]) -> dict[str, Any]:
 
 def _text_of(message: Any) -> tuple[str, dict[str, list[Any]]]:
     """Return the text of a message, with marks, and the media among its parts."""
-    media: dict[str, list[Any]] = {name: [] for name in MEDIA}
+    media: dict[str, list[Any]] = {"images": [], "videos": []}
     content = message.get("content", message.get("value")) if isinstance(message, Mapping) else message
     if isinstance(content, str):
         return content, media

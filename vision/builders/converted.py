@@ -11,8 +11,8 @@ from mmrl.config.registry import builder
 from mmrl.data.dataset_io import DataRow, write_rows
 from mmrl.data.fields import RowError, plain
 from mmrl.vision.benchmarks.conversions import (
-    FORMATS,
     MEDIA,
+    SUFFIXES,
     Toolkit,
     describe_llama_factory,
     read_row,
@@ -60,7 +60,7 @@ class Converted:
             log.kept[row.split] += 1
         info = {}
         for split, written in splits.items():
-            name = f"{split}{FORMATS[self.form].suffix}"
+            name = f"{split}{SUFFIXES[self.form]}"
             write_rows(output / name, written)
             columns = sorted({column for row in written for column in row})
             info[f"{output.name}_{split}"] = describe_llama_factory(columns, name)
@@ -73,7 +73,6 @@ class Converted:
     def _row(self, row: DataRow, number: int, media: MediaWriter) -> dict[str, Any]:
         ours = read_row(row.columns, self.source_form)
         for name in MEDIA:
-            ours.pop(name[:-1], None)
             if ours.get(name):
                 ours[name] = [media.put(medium) for medium in media_refs(ours[name], name[:-1], name)]
         converted = plain(write_row(ours, self.form), "row")
