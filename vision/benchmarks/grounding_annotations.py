@@ -121,7 +121,7 @@ def spans_of(columns: Columns, names: tuple[str, ...]) -> tuple[Span, ...]:
 # ---- the published forms; their columns are brought to those of jsonl
 
 
-def _charades(columns: Columns) -> Columns:
+def parse_charades(columns: Columns) -> Columns:
     """Parse a line of Charades-STA: `<video> <start> <end>##<sentence>`; durations come from a CSV."""
     left, mark, sentence = columns["line"].partition("##")
     try:
@@ -134,7 +134,7 @@ def _charades(columns: Columns) -> Columns:
     return {"video": video, "query": sentence, "spans": [span]}
 
 
-def _activitynet_rows(path: Path) -> Iterator[DataRow]:
+def activitynet_rows(path: Path) -> Iterator[DataRow]:
     """Iterate over the sentences of ActivityNet Captions, or of Charades-STA as JSON.
 
     The file is `{video: {duration, timestamps, sentences}}`; other keys are ignored.
@@ -159,7 +159,7 @@ def _activitynet_rows(path: Path) -> Iterator[DataRow]:
             yield checked(DataRow(f"{path}: '{video}'[{i}]", "", row))
 
 
-def _qvhighlights(columns: Columns) -> Columns:
+def parse_qvhighlights(columns: Columns) -> Columns:
     """Parse a line of QVHighlights.
 
     It is an object with qid, query, vid, duration, relevant_windows, and optionally saliency_scores of the
@@ -186,7 +186,7 @@ def _qvhighlights(columns: Columns) -> Columns:
     }
 
 
-def _jsonl(columns: Columns) -> Columns:
+def parse_jsonl(columns: Columns) -> Columns:
     """Parse the toolkit's own form: `video`, `query`, and `start` and `end` or a list `spans`.
 
     `duration`, `id`, `saliency` (three ratings of every two-second window) and other columns are optional. A
@@ -198,10 +198,10 @@ def _jsonl(columns: Columns) -> Columns:
 
 # How the rows of a file are read, how their columns are parsed, and the column of the spans.
 FORMS: dict[Form, tuple[Callable[[Path], Iterator[DataRow]], Callable[[Columns], Columns], str]] = {
-    "charades_sta": (text_lines, _charades, "spans"),
-    "activitynet": (_activitynet_rows, dict, "timestamps"),
-    "qvhighlights": (json_lines, _qvhighlights, "relevant_windows"),
-    "jsonl": (json_lines, _jsonl, "spans"),
+    "charades_sta": (text_lines, parse_charades, "spans"),
+    "activitynet": (activitynet_rows, dict, "timestamps"),
+    "qvhighlights": (json_lines, parse_qvhighlights, "relevant_windows"),
+    "jsonl": (json_lines, parse_jsonl, "spans"),
 }
 
 

@@ -183,8 +183,13 @@ def read_scene(folder: Path, images: str = "") -> SceneViews:
         except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
             raise MediaError(f"'{folder}': frame '{name}': {type(error).__name__}: {error}") from error
     views.sort(key=lambda view: view.path.name)
-    if views:
-        _check_aspect(views[0].path, aspect)
+    for view in views[:1]:
+        with opened_image(view.path, str(view.path)) as image:
+            width, height = image.size
+        # Width and height are rounded to whole pixels, each by at most one.
+        if abs(width - aspect * height) > 1 + aspect:
+            camera = f"its camera is {aspect:.3f} times as wide as high"
+            raise MediaError(f"'{view.path}' is {width}x{height}, but {camera}")
     return SceneViews(scene_name(folder), tuple(views), tuple(missing))
 
 
@@ -198,16 +203,6 @@ def _view(path: Path, name: str, camera: dict[str, Any]) -> CameraView:
     intrinsics = fx / width, fy / height, float(camera["cx"]) / width, float(camera["cy"]) / height
     # The number of a frame is in the digits after the last underscore.
     return CameraView(path, int(Path(name).stem.rpartition("_")[2]), intrinsics, pose @ FLIP)
-
-
-def _check_aspect(path: Path, aspect: float) -> None:
-    with opened_image(path, str(path)) as image:
-        width, height = image.size
-    # Width and height are rounded to whole pixels, each by at most one.
-    if abs(width - aspect * height) > 1 + aspect:
-        raise MediaError(
-            f"'{path}' is {width}x{height}, but its camera is {aspect:.3f} times as wide as high"
-        )
 
 
 def relative_pose(first: CameraView, second: CameraView) -> Tensor:

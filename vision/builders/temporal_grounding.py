@@ -9,7 +9,7 @@ from typing import Any, Literal
 from mmrl.config.registry import builder
 from mmrl.data.dataset_io import write_rows
 from mmrl.data.fields import RowError
-from mmrl.vision.benchmarks.grounding_annotations import Annotations, Form, Query
+from mmrl.vision.benchmarks.grounding_annotations import Annotations, Form
 from mmrl.vision.media.dataset_writer import BuildLog, MediaWriter
 from mmrl.vision.media.media_root import MediaRef, MediaRoot
 
@@ -55,7 +55,10 @@ class TemporalGrounding:
                 if raw.fault:
                     raise RowError(raw.fault)
                 query = source.parse(raw).inside_video(media.root, self.trim_spans)
-                rows.append(self._row(query, media))
+                video = media.put(MediaRef("video", query.video)) if self.copy else query.video
+                row = {"id": query.uid, "video": video, "query": query.query.strip()}
+                row |= {"spans": list(map(list, query.spans)), "duration": query.duration}
+                rows.append(row | ({"saliency": list(map(list, query.saliency))} if query.saliency else {}))
             except RowError as error:
                 log.drop(raw.place, str(error))
         if rows:
@@ -63,9 +66,3 @@ class TemporalGrounding:
             write_rows(output / f"{self.split}.jsonl", rows)
         stored = "copied" if self.copy else "in place"
         return log.finish(output, {"source": source.path.name, "format": self.format, "media": stored})
-
-    def _row(self, query: Query, media: MediaWriter) -> dict[str, Any]:
-        video = media.put(MediaRef("video", query.video)) if self.copy else query.video
-        spans, saliency = list(map(list, query.spans)), list(map(list, query.saliency))
-        row = {"id": query.uid, "video": video, "query": query.query.strip(), "spans": spans}
-        return row | {"duration": query.duration} | ({"saliency": saliency} if saliency else {})

@@ -13,8 +13,8 @@ from mmrl.core.rng import Stream
 from mmrl.core.types import Message, Outcome, Part, Prompt
 from mmrl.data.dataset_io import DataRow, read_prompts
 from mmrl.data.fields import text
-from mmrl.vision.benchmarks.grounding_annotations import Annotations, Form, Query
-from mmrl.vision.benchmarks.time_spans import Moments, Span
+from mmrl.vision.benchmarks.grounding_annotations import Annotations, Form
+from mmrl.vision.benchmarks.time_spans import Moments
 from mmrl.vision.media.media_root import MediaRoot
 from mmrl.vision.media.video import FrameSampling
 
@@ -82,9 +82,8 @@ def grounding(
         limit: Most rows to read; 0 for all.
     """
     source, media = Annotations(Path(path), format, durations, extension), MediaRoot(Path(root))
-    sampling = FrameSampling(
-        frames_per_second, min_frames, max_frames, max_pixels=max_pixels, total_pixels=total_pixels
-    )
+    limits = {"max_pixels": max_pixels, "total_pixels": total_pixels}
+    sampling = FrameSampling(frames_per_second, min_frames, max_frames, **limits)
 
     def make(raw: DataRow, number: int) -> Prompt:
         row = source.parse(raw).inside_video(media, trim_spans, unlabelled)
@@ -92,18 +91,15 @@ def grounding(
         query = row.query.strip().lower().removesuffix(".") if normalize_text else row.query
         words = (reasoning_prompt if thinks else prompt).format(query=query)
         message = Message("user", (Part(media=media.video(row.video, sampling)), Part(words)))
-        think = demo_think if thinks else "none"
-        demos = tuple(_demonstration(row, span, think, decimals) for span in row.spans[:1])
+        demos = []
+        for start, end in row.spans[:1]:
+            answer, form = f"<answer> {start:.{decimals}f} to {end:.{decimals}f} </answer>", "answer"
+            if thinks and demo_think != "none":
+                thought = text(row.columns.get("reasoning"), "reasoning") if demo_think == "provided" else ""
+                answer, form = f"<think>{thought}</think> {answer}", "think,answer"
+            demos.append(Outcome(text=answer, tags={"format": form}))
         columns = {**row.columns, "query": query, "format": "think,answer" if thinks else "answer"}
-        return Prompt(row.uid, (message,), Moments(row.spans, row.duration, row.saliency), demos, columns)
+        target = Moments(row.spans, row.duration, row.saliency)
+        return Prompt(row.uid, (message,), target, tuple(demos), columns)
 
     return read_prompts(path, source, make, bad_rows=bad_rows, limit=limit)
-
-
-def _demonstration(row: Query, span: Span, think: str, decimals: int) -> Outcome:
-    """Format the true span as an answer."""
-    answer = f"<answer> {span[0]:.{decimals}f} to {span[1]:.{decimals}f} </answer>"
-    if think == "none":
-        return Outcome(text=answer, tags={"format": "answer"})
-    thought = text(row.columns.get("reasoning"), "reasoning") if think == "provided" else ""
-    return Outcome(text=f"<think>{thought}</think> {answer}", tags={"format": "think,answer"})

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping
-from functools import lru_cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 from mmrl.config.ranges import NonNegativeFloat, NonNegativeInt
 from mmrl.config.registry import data
 from mmrl.core.types import Frames, Media, Message, Outcome, Part, Prompt
-from mmrl.data.dataset_io import DataRow, Rows, read_prompts
+from mmrl.data.dataset_io import DataRow, Rows, parquet_of, read_prompts
 from mmrl.data.fields import RowError, listed, mapping, number, short, text, uid_of
 from mmrl.vision.datasets.visual_qa import medium_of
 from mmrl.vision.media.media_root import MediaRoot, decode_image, media_refs
@@ -124,15 +124,9 @@ def _images(row: DataRow, root: MediaRoot) -> Iterator[Media]:
 
 def _read(path: Path, position: int, column: str, index: int, what: str) -> Frames:
     """Read and decode one of the images of a row of a parquet file."""
-    file, group = _opened(path, path.stat().st_mtime_ns), 0
-    while position >= (size := file.metadata.row_group(group).num_rows):
-        position, group = position - size, group + 1
-    value = file.read_row_group(group, [column])[column][position].as_py()
+    with parquet_of(path) as file:
+        group = 0
+        while position >= (size := file.metadata.row_group(group).num_rows):
+            position, group = position - size, group + 1
+        value = file.read_row_group(group, [column])[column][position].as_py()
     return decode_image(list(media_refs(value, "image", column))[index].data, what)
-
-
-@lru_cache(maxsize=64)
-def _opened(path: Path, changed: int) -> Any:
-    from pyarrow import parquet
-
-    return parquet.ParquetFile(path)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 from string import ascii_uppercase
-from typing import Any, Literal
+from typing import Literal
 
 from mmrl.config.ranges import NonNegativeInt, PositiveFloat, PositiveInt
 from mmrl.config.registry import data
@@ -54,13 +54,16 @@ def visual_qa(
     sampling = FrameSampling(frames_per_second, max_frames=max_frames, total_pixels=total_pixels)
 
     def make(row: DataRow, number: int) -> Prompt:
-        fields = {
-            **row.columns,
-            **{ours: row.columns.get(theirs) for ours, theirs in (columns or {}).items()},
-        }
+        renamed = {ours: row.columns.get(theirs) for ours, theirs in (columns or {}).items()}
+        fields = {**row.columns, **renamed}
         words = {**fields, "question": text(fields.get("question"), "question")}
         if fields.get("choices") is not None:
-            words["choices"] = _lettered(fields["choices"])
+            choices = listed(fields["choices"], "choices")
+            choices = [answer_of(choice, f"choices[{i}]") for i, choice in enumerate(choices)]
+            if len(choices) > (most := len(ascii_uppercase)):
+                raise RowError(f"wanted at most {most} `choices`, one a letter, got {len(choices)}")
+            lines = (f"{letter}. {choice}" for letter, choice in zip(ascii_uppercase, choices, strict=False))
+            words["choices"] = "\n".join(lines)
         target = answers_of(fields)
         question = fill_template(prompt, words)
         shown = [medium_of(ref, row.place, media, sampling) for ref in media_of(fields)]
@@ -71,14 +74,6 @@ def visual_qa(
         return Prompt(uid, (Message("user", interleaved(question, shown)),), target, answers, kept)
 
     return read_prompts(source, Rows(source, media.root), make, bad_rows=bad_rows, limit=limit)
-
-
-def _lettered(choices: Any) -> str:
-    """Format choices as lines with letters."""
-    lines = [answer_of(choice, f"choices[{i}]") for i, choice in enumerate(listed(choices, "choices"))]
-    if len(lines) > len(ascii_uppercase):
-        raise RowError(f"wanted at most {len(ascii_uppercase)} `choices`, one a letter, got {len(lines)}")
-    return "\n".join(f"{letter}. {line}" for letter, line in zip(ascii_uppercase, lines, strict=False))
 
 
 def medium_of(ref: MediaRef, place: str, root: MediaRoot, sampling: FrameSampling) -> Media:
