@@ -27,7 +27,7 @@ from mmrl.vision.datasets.captioning import closed_vocabulary
 from mmrl.vision.datasets.grounding import grounding
 from mmrl.vision.datasets.preference_pairs import preference_pairs
 from mmrl.vision.datasets.visual_qa import visual_qa
-from mmrl.vision.preference.sources import ImageSource
+from mmrl.vision.preference.generate import ImageSource
 from tests.support.malformed import FOREIGN, JUNK, spoiled, write
 
 LINES, LISTS, TABLES = ".jsonl", ".json", ".parquet"

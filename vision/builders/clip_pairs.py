@@ -26,7 +26,13 @@ from mmrl.runtime.files import locked, write_whole
 from mmrl.vision.media.media_root import MediaRef
 from mmrl.vision.media.video import MediaError
 from mmrl.vision.preference.export import PairShards, as_row, write_data_set
-from mmrl.vision.preference.generate import generate_pairs
+from mmrl.vision.preference.generate import (
+    ImageSource,
+    SourceItem,
+    content_of,
+    digest_of,
+    generate_pairs,
+)
 from mmrl.vision.preference.select import (
     SELECTED,
     Decide,
@@ -35,7 +41,6 @@ from mmrl.vision.preference.select import (
     SelectionRule,
     with_faults,
 )
-from mmrl.vision.preference.sources import ImageSource, SourceItem, content_of, digest_of
 
 DESCRIBE = ("Describe this image in detail.",)
 # Engines that answer once with and once without contrastive decoding (hallucination ratios 0 and 0.6).

@@ -54,21 +54,21 @@ class VisualQa:
 
     def build(self, output: Path) -> dict[str, Any]:
         """Write media and rows; return the number of rows by split."""
-        ledger, files = BuildLog(self.bad_rows), SplitFiles(output, f".{self.form}")
-        rows, root = readable_rows(self.source, self.root, ledger, self.subset)
+        log, files = BuildLog(self.bad_rows), SplitFiles(output, f".{self.form}")
+        rows, root = readable_rows(self.source, self.root, log, self.subset)
         media = MediaWriter(root, output)
         for row in rows:
             try:
-                written = self._row(row, media, ledger.kept[row.split])
+                written = self._row(row, media, log.kept[row.split])
             except RowError as error:
-                ledger.drop(row.place, str(error))
+                log.drop(row.place, str(error))
                 continue
             files.add(row.split, written)
-            ledger.kept[row.split] += 1
-            if ledger.kept.total() == self.limit:
+            log.kept[row.split] += 1
+            if log.kept.total() == self.limit:
                 break
         files.close()
-        return ledger.finish(output, {"source": self.source, "columns": self.columns})
+        return log.finish(output, {"source": self.source, "columns": self.columns})
 
     def _row(self, row: DataRow, media: MediaWriter, number: int) -> dict[str, Any]:
         fields = {name: row.columns.get(self.columns.get(name, name)) for name in OURS}
@@ -78,7 +78,7 @@ class VisualQa:
         except RowError as error:
             raise RowError(f"{error}; map it in `columns`") from error
         written: dict[str, Any] = {"id": uid_of(fields, f"{row.split}#{number}"), "question": question}
-        written |= {"answer": answers} if type(answers) is str else {"answers": list(answers)}
+        written["answer" if type(answers) is str else "answers"] = answers
         if choices:
             written["choices"] = [answer_of(choice, f"choices[{i}]") for i, choice in enumerate(choices)]
         for name in ("image", "images", "video", "videos"):

@@ -101,7 +101,7 @@ def amber(
     safe = read_text_file(Path(safe_words)).split("\n") if safe_words else []
     chosen = {"nouns": nouns_by, "similar": similar_by}
     functions = {name: function_of(by) for name, by in chosen.items() if by}
-    words = Words(read_json(Path(relation), dict), frozenset(word for word in safe if word), **functions)
+    words = Words(read_json(Path(relation), dict), frozenset(safe) - {""}, **functions)
     precomputed = read_answers(Path(answers)) if answers else {}
     media = root_of(root, answers, "amber")
 
