@@ -107,11 +107,9 @@ def test_a_fifth_of_the_pairs_is_dropped_and_every_other_gap_is_at_least_0():
     gaps = torch.randn(500, generator=torch.Generator().manual_seed(0)).tolist()
     rule = SelectionRule()
     verdicts = PairSelector(rule, rule.thresholds(gaps), Stream())
-    for one in with_faults(rule, [pair(gap) for gap in gaps]):
-        verdict = verdicts.verdict(one)
-        verdicts.count(one, verdict)
-        if verdict in (KEPT, FLIPPED):
-            assert (one.gap if verdict == KEPT else -one.gap) > 0
+    pairs = with_faults(rule, [pair(gap) for gap in gaps])
+    for one, verdict, image in verdicts.select(pairs, lambda one: b"image"):
+        assert (one.gap if verdict == KEPT else -one.gap) > 0 and image == b"image"
     assert verdicts.summary()["train"] == 400 and verdicts.summary()["small_gap"] == 100
     assert verdicts.means()["mean_gap_before"] == pytest.approx(sum(gaps) / 500)
     assert verdicts.means()["mean_gap_after"] > abs(verdicts.means()["mean_gap_before"])

@@ -6,8 +6,8 @@ import json
 import math
 import sys
 import time
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ import torch
 from mmrl.config.binding import Pieces
 from mmrl.config.ranges import NonNegativeFloat, NonNegativeInt, PositiveInt, ShareBelowOne
 from mmrl.config.registry import builder
-from mmrl.config.schema import as_piece, as_plain
+from mmrl.config.schema import Piece, as_piece, as_plain
 from mmrl.core.rng import Stream
 from mmrl.data.dataset_io import RowError, SourceError
 from mmrl.runtime.content_hash import of_weights
@@ -127,33 +127,27 @@ class ClipPairs:
         processes.same({"images": f"{total}, {content}"})
         with locked(shards.folder, processes):
             if processes.main:
-                shards.agree("plan", self._plan(total, content))
+                # Everything that answers and scores depend on.
+                plan = {
+                    "source": Path(self.source).name,
+                    "images": total,
+                    "images_hash": content,
+                    "seed": self.stream.seed,
+                    "prompts": list(self.prompts),
+                    "model": as_plain(self.model),
+                    "engines": [as_plain(piece) for piece in self.engines],
+                    "scores": as_plain(self.scores),
+                    "shard_size": self.shard_size,
+                    "model_files": files_hash(self.model),
+                    "scores_files": files_hash(self.scores),
+                }
+                shards.agree("plan", plan)
             numbers = range(math.ceil(total / self.shard_size))
             # Process 0 checks for all: a process that saw shards later would skip work that others wait for.
             if not processes.tell(all(map(shards.has, numbers)))[0]:
                 self._generate(images, shards, numbers, total, processes)
             processes.wait()
             return self._assemble(images, shards, numbers, output) if processes.main else {"images": total}
-
-    def _plan(self, total: int, content: str) -> dict[str, Any]:
-        """List everything that answers and scores depend on."""
-        plan = {
-            "source": Path(self.source).name,
-            "images": total,
-            "images_hash": content,
-            "seed": self.stream.seed,
-            "prompts": list(self.prompts),
-            "model": as_plain(self.model),
-            "engines": [as_plain(piece) for piece in self.engines],
-            "scores": as_plain(self.scores),
-            "shard_size": self.shard_size,
-        }
-        # Files that options name are hashed, so that a finished build compares without loading weights.
-        for name, piece in (("model_files", self.model), ("scores_files", self.scores)):
-            values = [value for value in piece.options.values() if type(value) is str]
-            files = [Path(value) for value in values if Path(value).exists()]
-            plan[name] = content_of(files) if files else ""
-        return plan
 
     def _generate(
         self, images: ImageSource, shards: PairShards, numbers: range, total: int, processes: Processes
@@ -203,7 +197,16 @@ class ClipPairs:
                 f"{pair.place}: {pair.what or pair.fault or 'small gap'}" for pair in islice(pairs(), 3)
             ]
             raise RowError(f"no image of '{self.source}' gave a pair: {'; '.join(reasons)}")
-        write_data_set(output, _rows(images, shards, pairs(), selector), count, self.file_rows)
+
+        def image_of(pair: ScoredPair) -> bytes:
+            stored = shards.media / pair.image
+            data = stored.read_bytes() if stored.is_file() else images.bytes_of(MediaRef("image", pair.image))
+            if digest_of(data) != pair.digest:
+                raise MediaError(f"'{pair.image}' is another image than the one described")
+            return data
+
+        rows = (as_row(*selected) for selected in selector.select(pairs(), image_of))
+        write_data_set(output, rows, count, self.file_rows)
         summary = selector.summary()
         manifest = {
             **shards.recorded("plan"),
@@ -219,24 +222,8 @@ class ClipPairs:
         return summary | ({"dropped": len(selector.dropped)} if selector.dropped else {})
 
 
-def _rows(
-    images: ImageSource, shards: PairShards, pairs: Iterator[ScoredPair], selector: PairSelector
-) -> Iterator[dict[str, Any]]:
-    """Select pair after pair, and add the images, which must be those that were described."""
-    for pair in pairs:
-        verdict = selector.verdict(pair)
-        if verdict in SELECTED:
-            stored = shards.media / pair.image
-            try:
-                data = (
-                    stored.read_bytes()
-                    if stored.is_file()
-                    else images.bytes_of(MediaRef("image", pair.image))
-                )
-                if digest_of(data) != pair.digest:
-                    raise MediaError(f"'{pair.image}' is another image than the one described")
-            except MediaError as error:
-                verdict, pair = "missing", replace(pair, what=str(error))
-        selector.count(pair, verdict)
-        if verdict in SELECTED:
-            yield as_row(pair, verdict, data)
+def files_hash(piece: Piece) -> str:
+    """Hash the files that a piece's options name, so that a finished build compares without weights."""
+    values = [value for value in piece.options.values() if type(value) is str]
+    files = [Path(value) for value in values if Path(value).exists()]
+    return content_of(files) if files else ""

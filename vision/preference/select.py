@@ -5,13 +5,14 @@ from __future__ import annotations
 import hashlib
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import torch
 
 from mmrl.core.rng import Stream
+from mmrl.vision.media.video import MediaError
 
 TIE = 1e-8  # rewards closer than this are equal
 SELECTED = KEPT, FLIPPED = "kept", "flipped"
@@ -122,21 +123,28 @@ class PairSelector:
     after: float = 0.0  # sum of the gaps of the selected pairs, reversed ones negated
     split: int = 0
 
-    def verdict(self, pair: ScoredPair) -> str:
-        """Return the fault of a pair, or the verdict of the rule."""
-        coin = torch.rand((), generator=self.stream.fixed("coin", pair.place))
-        return pair.fault or self.rule.judge(pair.gap, self.thresholds, float(coin))
-
-    def count(self, pair: ScoredPair, verdict: str) -> None:
-        """Count a pair, and list it if it was dropped."""
-        self.counts[verdict] += 1
-        self.split += sum(pair.split)
-        if not pair.fault:
-            self.before += pair.gap
-        if verdict in SELECTED:
-            self.after += pair.gap if verdict == KEPT else -pair.gap
-        else:
-            self.dropped.append(f"{pair.place}: {pair.what or verdict}")
+    def select(
+        self, pairs: Iterable[ScoredPair], image_of: Callable[[ScoredPair], bytes]
+    ) -> Iterator[tuple[ScoredPair, str, bytes]]:
+        """Decide pair after pair; yields the selected ones with their verdicts and images."""
+        for pair in pairs:
+            coin = torch.rand((), generator=self.stream.fixed("coin", pair.place))
+            verdict = pair.fault or self.rule.judge(pair.gap, self.thresholds, float(coin))
+            image = b""
+            if verdict in SELECTED:
+                try:
+                    image = image_of(pair)
+                except MediaError as error:
+                    verdict, pair = "missing", replace(pair, what=str(error))
+            self.counts[verdict] += 1
+            self.split += sum(pair.split)
+            if not pair.fault:
+                self.before += pair.gap
+            if verdict in SELECTED:
+                self.after += pair.gap if verdict == KEPT else -pair.gap
+                yield pair, verdict, image
+            else:
+                self.dropped.append(f"{pair.place}: {pair.what or verdict}")
 
     def summary(self) -> dict[str, int]:
         """Return the number of rows, of these kept and reversed, and of dropped pairs by reason."""
