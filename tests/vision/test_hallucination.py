@@ -5,14 +5,15 @@ from __future__ import annotations
 import json
 
 import pytest
-import torch
 
+from mmrl.core.rng import Stream
 from mmrl.core.types import Outcome, Prompt
 from mmrl.vision.benchmarks import amber
 from mmrl.vision.benchmarks.caption_words import singular, tokens
 from mmrl.vision.benchmarks.chair import COUNTS, Scene
 from mmrl.vision.benchmarks.object_vocabulary import CHAIR_PHRASES, ontology_of, read_ontology
-from mmrl.vision.benchmarks.pope import NEITHER, NO, YES, build_questions, parse_yes_no, with_article
+from mmrl.vision.benchmarks.pope import NEITHER, NO, YES, parse_yes_no, with_article
+from mmrl.vision.builders.pope_questions import PopeQuestions
 from mmrl.vision.rewards.answers import binary_vqa, object_f1, object_mentions
 from tests.support.official_metrics import amber_metrics, chair_metrics
 
@@ -225,7 +226,7 @@ PICTURES = {
 
 
 def questions(strategy, **options):
-    return build_questions(PICTURES, strategy, torch.Generator().manual_seed(0), **options)
+    return PopeQuestions(stream=Stream(0), source="", **options).questions(PICTURES, strategy)
 
 
 @pytest.mark.parametrize("strategy", ["random", "popular", "adversarial"])
@@ -254,13 +255,13 @@ def test_pope_asks_for_what_is_frequent_or_near():
 def test_pope_draws_images_by_its_generator():
     assert len(questions("random", num_images=2)) == 12
     assert questions("random") == questions("random")
-    other = build_questions(PICTURES, "random", torch.Generator().manual_seed(1))
-    assert other != questions("random")
+    other = PopeQuestions(stream=Stream(1), source="")
+    assert other.questions(PICTURES, "random") != questions("random")
 
 
 def test_pope_runs_out_of_objects_with_a_clear_error():
     with pytest.raises(ValueError, match=r"no absent object is left for image 'a\.jpg'"):
-        build_questions({"a.jpg": ["a", "b", "c"]}, "random", torch.Generator())
+        PopeQuestions(stream=Stream(0), source="").questions({"a.jpg": ["a", "b", "c"]}, "random")
 
 
 def test_articles():

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import permutations
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
+
+import torch
 
 from mmrl.config.ranges import PositiveInt
 from mmrl.config.registry import builder
 from mmrl.core.rng import Stream
 from mmrl.data.dataset_io import RowError, valid_rows, write_rows
-from mmrl.vision.benchmarks.pope import TEMPLATE, Strategy, build_questions
+from mmrl.vision.benchmarks.pope import with_article
 from mmrl.vision.media.dataset_writer import BuildLog
+
+Strategy = Literal["random", "popular", "adversarial"]
 
 
 @builder
@@ -35,7 +42,7 @@ class PopeQuestions:
     strategies: tuple[Strategy, ...] = ("random", "popular", "adversarial")
     num_images: PositiveInt = 500
     num_objects: PositiveInt = 3
-    template: str = TEMPLATE
+    template: str = "Is there {} in the image?"
 
     def build(self, output: Path) -> dict[str, Any]:
         """Write the questions; return their number by strategy."""
@@ -46,17 +53,45 @@ class PopeQuestions:
                     images.setdefault(image, []).extend(map(str, objects))
                 case _:
                     raise RowError(f"{row.place}: wanted image and objects, got {sorted(row.columns)}")
-        ledger = BuildLog()
+        log = BuildLog()
         for strategy in self.strategies:
-            rows = build_questions(
-                images,
-                strategy,
-                self.stream.fixed("pope", strategy),
-                num_images=self.num_images,
-                num_objects=self.num_objects,
-                template=self.template,
-            )
+            rows = self.questions(images, strategy)
             if not rows:
                 raise RowError(f"no image of '{source}' has {self.num_objects} objects")
-            ledger.kept[strategy] = write_rows(output / f"{strategy}.jsonl", rows)
-        return ledger.finish(output, {"source": source.name, "seed": self.stream.seed})
+            log.kept[strategy] = write_rows(output / f"{strategy}.jsonl", rows)
+        return log.finish(output, {"source": source.name, "seed": self.stream.seed})
+
+    def questions(self, images: Mapping[str, Sequence[str]], strategy: Strategy) -> list[dict[str, Any]]:
+        """Generate rows about `images`, which maps an image to the names of the objects in it.
+
+        After each of the first objects of an image one is asked for that is absent, and was not asked for
+        this image before. Where the strategy yields none it is drawn at random. Ties are broken
+        alphabetically.
+        """
+        objects = {image: list(dict.fromkeys(names)) for image, names in images.items()}
+        frequency = Counter(name for names in objects.values() for name in names)
+        together: dict[str, Counter] = {name: Counter() for name in frequency}
+        for names in objects.values():
+            for name, other in permutations(names, 2):
+                together[name][other] += 1
+        full = [image for image, names in objects.items() if len(names) >= self.num_objects]
+        generator, rows = self.stream.fixed("pope", strategy), []
+        for i in torch.randperm(len(full), generator=generator)[: self.num_images].tolist():
+            image = full[i]
+            taken = set(objects[image])
+            for present in objects[image][: self.num_objects]:
+                counts = {"random": {}, "popular": frequency, "adversarial": together[present]}[strategy]
+                ranked = sorted(counts, key=lambda name, counts=counts: (-counts[name], name))
+                absent = next((name for name in ranked if name not in taken), None)
+                if absent is None:
+                    rest = sorted(set(frequency) - taken)
+                    if not rest:
+                        raise ValueError(
+                            f"no absent object is left for image '{image}'; ask for fewer objects"
+                        )
+                    absent = rest[int(torch.randint(len(rest), (), generator=generator))]
+                taken.add(absent)
+                for name, label in ((present, "yes"), (absent, "no")):
+                    text = self.template.format(with_article(name))
+                    rows.append({"question_id": len(rows) + 1, "image": image, "text": text, "label": label})
+        return rows
