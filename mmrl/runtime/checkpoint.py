@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from mmrl.runtime.files import flush, remove
+from mmrl.runtime.state_tree import flatten, unflatten
 
 STATE = "trainer_state.json"
 TENSORS = "trainer_state.safetensors"
@@ -31,14 +32,16 @@ def write_state(folder: Path, state: Mapping[str, Any]) -> None:
     from safetensors.torch import save_file
 
     tensors: dict[str, Tensor] = {}
-    tree = _without_tensors(state, "", tensors)
+    tree = flatten(state, tensors)
     folder.mkdir(parents=True, exist_ok=True)
-    save_file({name: t.detach().cpu().contiguous().clone() for name, t in tensors.items()}, folder / TENSORS)
+    save_file(tensors, folder / TENSORS)
     (folder / STATE).write_text(json.dumps(tree))
     lines = []
-    for path in _files(folder):
-        lines.append(f"{_digest(path)}  {path.relative_to(folder).as_posix()}\n")
-        flush(path)
+    for path in sorted(filter(Path.is_file, folder.rglob("*"))):
+        # The model card is rewritten after the last evaluation, so it has no checksum.
+        if path.name not in (SUMS, "README.md"):
+            lines.append(f"{_sha256(path)}  {path.relative_to(folder).as_posix()}\n")
+            flush(path)
     (folder / SUMS).write_text("".join(lines))
     for path in (folder / SUMS, *filter(Path.is_dir, folder.rglob("*")), folder):
         flush(path)
@@ -50,63 +53,21 @@ def read_state(folder: Path) -> dict[str, Any]:
     from safetensors.torch import load_file
 
     try:
-        damaged = _damaged(folder)
-        if not damaged:
-            return _with_tensors(json.loads((folder / STATE).read_text()), load_file(folder / TENSORS))
+        sums = dict(line.split("  ", 1)[::-1] for line in (folder / SUMS).read_text().splitlines())
+        changed = [
+            name for name in {**sums, STATE: "", TENSORS: ""} if _sha256(folder / name) != sums.get(name)
+        ]
+        if not changed:
+            return unflatten(json.loads((folder / STATE).read_text()), load_file(folder / TENSORS))
+        fault = f"'{changed[0]}' is cut short or damaged (its SHA-256 is not the one in {SUMS})"
     except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
-        damaged = f"{type(error).__name__}: {error}"
-    raise CheckpointError(f"'{folder}' is not a whole checkpoint of mmrl: {damaged}")
+        fault = f"{type(error).__name__}: {error}"
+    raise CheckpointError(f"'{folder}' is not a whole checkpoint of mmrl: {fault}")
 
 
-def _damaged(folder: Path) -> str:
-    """Describe the first file whose checksum is wrong; empty if there is none."""
-    known = dict(line.split("  ", 1)[::-1] for line in (folder / SUMS).read_text().splitlines())
-    for name in {**known, STATE: "", TENSORS: ""}:
-        if _digest(folder / name) != known.get(name):
-            return f"'{name}' is cut short or damaged (its SHA-256 is not the one in {SUMS})"
-    return ""
-
-
-def _digest(path: Path) -> str:
+def _sha256(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _files(folder: Path) -> list[Path]:
-    # The model card (README.md) is rewritten after the last evaluation, so it has no checksum.
-    return sorted(
-        path for path in folder.rglob("*") if path.is_file() and path.name not in (SUMS, "README.md")
-    )
-
-
-def _without_tensors(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
-    match value:
-        case Tensor():
-            tensors[path] = value
-            return {"tensor": path}
-        case Mapping():
-            # A list of pairs, because JSON would turn the whole-number keys of optimizers into strings.
-            pairs = [(key, _without_tensors(inner, f"{path}/{key}", tensors)) for key, inner in value.items()]
-            return {"map": pairs}
-        case list() | tuple():
-            return {
-                "list": [_without_tensors(inner, f"{path}/{i}", tensors) for i, inner in enumerate(value)]
-            }
-        case None | bool() | int() | float() | str():
-            return {"plain": value}
-    raise TypeError(
-        f"cannot save '{path}': a state holds tensors, numbers and strings, not {type(value).__name__}"
-    )
-
-
-def _with_tensors(tree: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Any:
-    if "tensor" in tree:
-        return tensors[tree["tensor"]]
-    if "map" in tree:
-        return {key: _with_tensors(inner, tensors) for key, inner in tree["map"]}
-    if "list" in tree:
-        return [_with_tensors(inner, tensors) for inner in tree["list"]]
-    return tree["plain"]
 
 
 def publish(unfinished: Path, folder: Path) -> None:
@@ -149,6 +110,6 @@ def prune(output_dir: Path, limit: int, step: int, keep: int = 0) -> None:
     Later ones are broken, since the run resumed from an earlier one; they must not push out whole ones.
     """
     reached = [folder for folder in checkpoints(output_dir) if step_of(folder) <= step]
-    for old in reached[limit:] if limit else []:
+    for old in reached[limit:] if limit else ():
         if step_of(old) != keep:
             discard(old)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import asdict
 from datetime import timedelta
 from functools import reduce
 from typing import Any, TypeVar
@@ -23,6 +23,7 @@ from mmrl.core.types import Prompt
 from mmrl.runtime import deepspeed
 from mmrl.runtime.content_hash import of_weights
 from mmrl.runtime.fsdp import taken_up, unsharded
+from mmrl.runtime.state_tree import flatten, unflatten
 from mmrl.runtime.watchdog import GRACE, ProcessFailed, Watch
 
 TIMEOUT = 1800.0  # seconds that a process waits for another one
@@ -44,37 +45,26 @@ class Processes:
         # Outside of `watching`, collectives time out by themselves.
         patience = InitProcessGroupKwargs(timeout=timedelta(seconds=timeout + GRACE))
         self.accelerator = Accelerator(kwargs_handlers=[patience])
-        _check_launch(self.accelerator.num_processes)
         self.rank = self.accelerator.process_index
         self.world = self.accelerator.num_processes
         self.device = self.accelerator.device
         sharding = getattr(self.accelerator.state, "fsdp_plugin", None)
         self._reshards = bool(sharding and sharding.reshard_after_forward)
+        asked = int(os.environ.get("WORLD_SIZE") or 1)
+        if asked > 1 and self.world == 1:
+            raise ConfigError(
+                f"WORLD_SIZE is {asked}, but accelerate sees one process, so {asked} runs would write into "
+                "one folder; start with `accelerate launch --config_file configs/accelerate/ddp.yaml "
+                f"--num_processes {asked} -m mmrl ...`, or without a GPU with `ACCELERATE_USE_CPU=true "
+                f"torchrun --nproc_per_node {asked} -m mmrl ...`; unset WORLD_SIZE to start one process"
+            )
 
     @property
     def main(self) -> bool:
         """Whether this process writes files and to the console."""
         return self.rank == 0
 
-    @contextmanager
-    def agreeing(self, doing: str) -> Iterator[None]:
-        """Raise on every process when one fails inside this context; all have to enter it."""
-        error: Exception | None = None
-        try:
-            yield
-        except Exception as raised:
-            error = raised
-        if self.world > 1:
-            reason = f"{type(error).__name__}: {error}" if error else ""
-            with self.meeting(doing):
-                reasons = [data.decode() for data in self._all_bytes(reason.encode() or b" ")]
-            failed = [(rank, words.strip()) for rank, words in enumerate(reasons) if words.strip()]
-            self.known = bool(failed)
-            if failed and error is None:
-                rank, words = failed[0]
-                raise ProcessFailed(f"process {rank} of {self.world} failed while {doing}: {words}")
-        if error is not None:
-            raise error
+    # ---- agreement
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -88,32 +78,51 @@ class Processes:
             finally:
                 self._watch = None
 
-    def meeting(self, where: str) -> AbstractContextManager:
+    def _meeting(self, where: str) -> AbstractContextManager:
         """Mark a point where all processes wait for each other; one that does not come is reported."""
         return self._watch.meeting(where) if self._watch else nullcontext()
 
-    def tell(self, value: Any) -> list[Any]:
+    def wait(self) -> None:
+        """Wait until every process calls this."""
+        with self._meeting("waiting for all"):
+            self.accelerator.wait_for_everyone()
+
+    @contextmanager
+    def agreeing(self, doing: str) -> Iterator[None]:
+        """Raise on every process when one fails inside this context; all have to enter it."""
+        error: Exception | None = None
+        try:
+            yield
+        except Exception as raised:
+            error = raised
+        if self.world > 1:
+            reasons = self.tell(f"{type(error).__name__}: {error}" if error else "", doing)
+            failed = [(rank, reason) for rank, reason in enumerate(reasons) if reason]
+            self.known = bool(failed)
+            if failed and error is None:
+                rank, reason = failed[0]
+                raise ProcessFailed(f"process {rank} of {self.world} failed while {doing}: {reason}")
+        if error is not None:
+            raise error
+
+    def tell(self, value: Any, where: str = "comparing notes") -> list[Any]:
         """Gather a JSON value from every process, by rank."""
         if self.world == 1:
             return [value]
-        with self.meeting("comparing notes"):
+        with self._meeting(where):
             return [json.loads(data) for data in self._all_bytes(json.dumps(value).encode())]
 
     def same(self, values: Mapping[str, Any]) -> None:
         """Raise on every process unless all have the JSON values of process 0."""
-        everyone = self.tell(values)
+        first, *others = self.tell(values)
         unlike = {
-            rank: name
-            for rank, its in enumerate(everyone)
+            rank: f"{name}: {its[name]}, but on process 0: {first[name]}"
+            for rank, its in enumerate(others, start=1)
             for name in reversed(values)
-            if its[name] != everyone[0][name]
+            if its[name] != first[name]
         }
         if unlike:
-            rank, name = next(iter(unlike.items()))
-            self.disagree(
-                list(unlike),
-                f"{name}: {everyone[rank][name]}, but on process 0: {everyone[0][name]}",
-            )
+            self.disagree(list(unlike), next(iter(unlike.values())))
 
     def disagree(self, ranks: Sequence[int], words: str) -> None:
         """Raise on every process because of some of them. Every process has to call this."""
@@ -126,7 +135,34 @@ class Processes:
 
     def any(self, value: bool) -> bool:
         """Return whether a condition is true on any process."""
-        return bool(value) if self.world == 1 else float(self.mean(torch.tensor(float(value)))) > 0
+        return any(self.tell(value))
+
+    def means(self, values: Mapping[str, float]) -> dict[str, float]:
+        """Average named numbers over processes; a process without a number counts as 0."""
+        if self.world == 1:
+            return dict(values)
+        parts = self.tell(dict(values))
+        return {
+            name: sum(part.get(name, 0.0) for part in parts) / self.world
+            for name in dict.fromkeys(name for part in parts for name in part)
+        }
+
+    def rank_mean(self, totals: Totals) -> Totals:
+        """Average the divisors of losses; data parallelism averages gradients, so both together are exact."""
+        return Totals(**self.means(asdict(totals)))
+
+    def _all_bytes(self, data: bytes) -> list[bytes]:
+        """Gather bytes of any length from every process, by rank."""
+        mine = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(self.device)
+        sizes = [torch.zeros(1, dtype=torch.int64, device=self.device) for _ in range(self.world)]
+        torch.distributed.all_gather(sizes, torch.tensor([len(mine)], device=self.device))
+        most = max(int(size) for size in sizes)
+        padded = torch.cat([mine, mine.new_zeros(most - len(mine))])
+        everyone = [torch.zeros_like(padded) for _ in range(self.world)]
+        torch.distributed.all_gather(everyone, padded)
+        return [part[: int(size)].cpu().numpy().tobytes() for part, size in zip(everyone, sizes, strict=True)]
+
+    # ---- a step's rows
 
     def share(self, prompts: Sequence[Prompt], table: RewardTable) -> tuple[list[Prompt], bool]:
         """Choose this process's prompts: whole groups, known ones where they began, others by least load.
@@ -134,8 +170,6 @@ class Processes:
         A process without work gets one prompt and False: it has to take part in every forward pass of a
         sharded model, and its rows never enter the table.
         """
-        if self.world == 1:
-            return list(prompts), True
         home = dict(zip(table.uids, table.process.tolist(), strict=True))
         counts = Counter(prompt.uid for prompt in prompts)
         load = [sum(n for uid, n in counts.items() if home.get(uid) == rank) for rank in range(self.world)]
@@ -149,9 +183,9 @@ class Processes:
     def gather(self, table: RewardTable, order: Sequence[str]) -> RewardTable:
         """Join the tables of all processes, with rows in the order of their prompts."""
         if self.world > 1:
-            with self.meeting("joining reward tables"):
-                tables = [_unpack(data, self.rank) for data in self._all_bytes(_pack(table))]
-            table = reduce(RewardTable.join, [part for part in tables if len(part)], RewardTable.empty())
+            with self._meeting("joining reward tables"):
+                tables = [_unpack(data) for data in self._all_bytes(_pack(table))]
+            table = reduce(RewardTable.join, filter(len, tables), RewardTable.empty())
         place = {uid: i for i, uid in enumerate(dict.fromkeys(order))}
         rows = sorted(range(len(table)), key=lambda row: place[table.uids[row]])
         table = table.select(torch.tensor(rows, dtype=torch.int64)).replace(rank=self.rank)
@@ -160,40 +194,13 @@ class Processes:
         numbers = torch.arange(len(table))[:, None].expand(table.ends.shape)
         return table.replace(ids={**table.ids, "row": numbers})
 
-    def rank_mean(self, totals: Totals) -> Totals:
-        """Average the divisors of losses; data parallelism averages gradients, so both together are exact."""
-        values = self.mean(torch.tensor(dataclasses.astuple(totals), dtype=torch.float64))
-        return Totals(*values.tolist())
-
-    def mean(self, values: Tensor) -> Tensor:
-        """Average a tensor over processes."""
-        if self.world == 1:
-            return values
-        values = values.to(self.device, copy=True)
-        with self.meeting("averaging"):
-            torch.distributed.all_reduce(values)
-            return values.cpu() / self.world
-
-    def means(self, values: Mapping[str, float]) -> dict[str, float]:
-        """Average named numbers over processes; a process without a number counts as 0."""
-        if self.world == 1:
-            return dict(values)
-        parts = self.tell(dict(values))
-        return {
-            name: sum(part.get(name, 0.0) for part in parts) / self.world
-            for name in dict.fromkeys(name for part in parts for name in part)
-        }
-
     def even(self, micros: Sequence[T]) -> Iterator[tuple[T, float, bool]]:
         """Yield (micro-batch, counts, last), equally often on every process; repeats have `counts` 0."""
-        most = len(micros)
-        if self.world > 1:
-            length = torch.tensor(len(micros), device=self.device)
-            with self.meeting("counting micro-batches"):
-                torch.distributed.all_reduce(length, torch.distributed.ReduceOp.MAX)
-                most = int(length)
+        most = max(self.tell(len(micros), "counting micro-batches"))
         for i in range(most):
             yield micros[min(i, len(micros) - 1)], float(i < len(micros)), i == most - 1
+
+    # ---- data parallelism
 
     def place(
         self,
@@ -213,14 +220,14 @@ class Processes:
         # Before data parallelism spreads the weights of one process, or shards of each.
         self.placed = of_weights(policy) if self.world > 1 else ""
         policy.module.to(self.device)
-        sharing = getattr(self.accelerator.state, "deepspeed_plugin", None)
         optimizer = make_optimizer(learning)
-        if sharing is not None:
-            deepspeed.check(sharing.zero_stage, optimizer)
+        zero = getattr(self.accelerator.state, "deepspeed_plugin", None)
+        self._zero = zero is not None
+        if self._zero:
+            deepspeed.check(zero.zero_stage, optimizer)
             # DeepSpeed requires a number for its speed report; micro-batches here have no fixed size.
-            sharing.deepspeed_config["train_micro_batch_size_per_gpu"] = 1
-            sharing.deepspeed_config["gradient_clipping"] = max_grad_norm  # it clips gradients itself
-        self._zero = sharing is not None
+            zero.deepspeed_config["train_micro_batch_size_per_gpu"] = 1
+            zero.deepspeed_config["gradient_clipping"] = max_grad_norm
         policy.module, optimizer = self.accelerator.prepare(policy.module, optimizer)
         return optimizer
 
@@ -233,17 +240,14 @@ class Processes:
         if self._zero:
             deepspeed.take_up(optimizer.optimizer, state)
         else:
-            optimizer.load_state_dict(taken_up(state, weights, self.world))
+            optimizer.load_state_dict(taken_up(state, weights))
 
     @contextmanager
     def accumulating(self, module: nn.Module, last: bool) -> Iterator[None]:
         """Synchronise gradients only at the last micro-batch."""
         self.accelerator.sync_gradients = last  # DeepSpeed takes its step where this is set
-        context: AbstractContextManager = nullcontext()
-        if not last and self.world > 1:
-            context = self.accelerator.no_sync(module)
         try:
-            with context:
+            with nullcontext() if last else self.accelerator.no_sync(module):
                 yield
         finally:
             self.accelerator.sync_gradients = True
@@ -252,77 +256,34 @@ class Processes:
     def whole(self, module: nn.Module) -> Iterator[None]:
         """Unshard all weights inside this context, for generation."""
         with ExitStack() as stack:
-            with self.meeting("gathering weights"):
+            with self._meeting("gathering weights"):
                 stack.enter_context(unsharded(module, again=self._reshards))
             yield
 
     def backward(self, loss: Tensor) -> None:
         """Back-propagate a loss."""
-        with self.meeting("exchanging gradients"):
+        with self._meeting("exchanging gradients"):
             self.accelerator.backward(loss)
 
     def clip(self, parameters: Sequence[nn.Parameter], max_norm: float) -> float:
         """Clip the norm of all gradients together (0: no limit), and return the norm before clipping."""
-        with self.meeting("measuring gradients"):
+        with self._meeting("measuring gradients"):
             return float(self.accelerator.clip_grad_norm_(parameters, max_norm or float("inf")))
-
-    def wait(self) -> None:
-        """Wait until every process calls this."""
-        with self.meeting("waiting for all"):
-            self.accelerator.wait_for_everyone()
-
-    def _all_bytes(self, data: bytes) -> list[bytes]:
-        """Gather bytes of any length from every process, by rank."""
-        mine = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(self.device)
-        sizes = [torch.zeros(1, dtype=torch.int64, device=self.device) for _ in range(self.world)]
-        torch.distributed.all_gather(sizes, torch.tensor([len(mine)], device=self.device))
-        most = max(int(size) for size in sizes)
-        padded = torch.cat([mine, mine.new_zeros(most - len(mine))])
-        everyone = [torch.zeros_like(padded) for _ in range(self.world)]
-        torch.distributed.all_gather(everyone, padded)
-        return [part[: int(size)].cpu().numpy().tobytes() for part, size in zip(everyone, sizes, strict=True)]
-
-
-def _check_launch(seen: int) -> None:
-    """Raise where several processes were started that accelerate does not join; each would be its own run."""
-    asked = int(os.environ.get("WORLD_SIZE") or 1)
-    if asked > 1 and seen == 1:
-        raise ConfigError(
-            f"WORLD_SIZE is {asked}, but accelerate sees one process, so {asked} runs would write into one "
-            "folder; start with `accelerate launch --config_file configs/accelerate/ddp.yaml --num_processes "
-            f"{asked} -m mmrl ...`, or without a GPU with `ACCELERATE_USE_CPU=true torchrun --nproc_per_node "
-            f"{asked} -m mmrl ...`; unset WORLD_SIZE where one process is wanted"
-        )
 
 
 def _pack(table: RewardTable) -> bytes:
-    """Serialise a table as safetensors."""
+    """Serialise a table as safetensors, with its names as metadata."""
     from safetensors.torch import save
 
-    tensors: dict[str, Tensor] = {name: getattr(table, name) for name in _COLUMNS}
-    for group in _MAPPINGS:
-        tensors |= {f"{group}/{name}": column for name, column in getattr(table, group).items()}
-    words = {"names": json.dumps(table.names), "uids": json.dumps(table.uids)}
-    return save({name: tensor.contiguous().clone() for name, tensor in tensors.items()}, words)
+    tensors: dict[str, Tensor] = {}
+    tree = flatten(vars(table), tensors)
+    return save(tensors, {"tree": json.dumps(tree)})
 
 
-def _unpack(data: bytes, rank: int) -> RewardTable:
+def _unpack(data: bytes) -> RewardTable:
     from safetensors.torch import load
 
+    # A safetensors file begins with the length of its JSON header, in 8 bytes.
     header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])["__metadata__"]
-    tensors = load(data)
-    mappings: dict[str, Mapping[str, Tensor]] = {
-        group: {name.partition("/")[2]: t for name, t in tensors.items() if name.startswith(group + "/")}
-        for group in _MAPPINGS
-    }
-    return RewardTable(
-        **{name: tensors[name] for name in _COLUMNS},
-        **mappings,
-        names=tuple(json.loads(header["names"])),
-        uids=tuple(json.loads(header["uids"])),
-        rank=rank,
-    )
-
-
-_COLUMNS = ("values", "valid", "weights", "ends", "length", "learn", "process")
-_MAPPINGS = ("scored", "ids", "notes")
+    columns = unflatten(json.loads(header["tree"]), load(data))
+    return RewardTable(**{**columns, "names": tuple(columns["names"]), "uids": tuple(columns["uids"])})

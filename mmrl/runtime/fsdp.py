@@ -5,47 +5,60 @@ On one process, and where weights are not sharded, everything here is the identi
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 
-def _kind() -> type:
+def _is_shard(tensor: Tensor | None) -> bool:
+    if not torch.distributed.is_initialized():
+        return False
     from torch.distributed.tensor import DTensor
 
-    return DTensor
+    return isinstance(tensor, DTensor)
+
+
+def _spread(full: Tensor, like: Tensor) -> Tensor:
+    from torch.distributed.tensor import distribute_tensor
+
+    return distribute_tensor(full.to(like.device), like.device_mesh, like.placements)
+
+
+def sharded_parts(module: nn.Module) -> list[Any]:
+    """List the parts of a model whose weights FSDP2 shards, gathered at the moment or not."""
+    if not torch.distributed.is_initialized():
+        return []
+    from torch.distributed.fsdp import FSDPModule
+
+    return [part for part in module.modules() if isinstance(part, FSDPModule)]
 
 
 @contextmanager
-def gathered(module: nn.Module, world: int, *, changed: bool = False) -> Iterator[None]:
+def gathered(module: nn.Module, *, changed: bool = False) -> Iterator[None]:
     """Replace sharded parameters by whole ones inside this context. Every process has to enter it.
 
     With `changed`, the shards are updated from the whole parameters at the end.
     """
-    if world == 1:
-        yield
-        return
     sharded = [
         (owner, name, parameter)
         for owner in module.modules()
         for name, parameter in owner._parameters.items()
-        if isinstance(parameter, _kind())
+        if _is_shard(parameter)
     ]
     # FSDP2 hooks expect shards after a state was loaded; inside this context there are whole tensors.
-    hooks = [
-        (part._load_state_dict_post_hooks, dict(part._load_state_dict_post_hooks))
-        for part in module.modules()
-    ]
+    hooks = [part._load_state_dict_post_hooks for part in module.modules()] if sharded else []
+    before = [dict(hook) for hook in hooks]
     fulls: dict[int, nn.Parameter] = {}  # a parameter that two modules share stays shared
     for owner, name, parameter in sharded:
         if id(parameter) not in fulls:
             full = parameter.detach().full_tensor()
             fulls[id(parameter)] = nn.Parameter(full, requires_grad=parameter.requires_grad)
         owner._parameters[name] = fulls[id(parameter)]
-    for current, _ in hooks if sharded else ():
+    for current in hooks:
         current.clear()
     try:
         yield
@@ -56,8 +69,8 @@ def gathered(module: nn.Module, world: int, *, changed: bool = False) -> Iterato
     finally:
         for owner, name, parameter in sharded:
             owner._parameters[name] = parameter
-        for current, before in hooks:
-            current.update(before)
+        for current, entries in zip(hooks, before, strict=True):
+            current.update(entries)
 
 
 @contextmanager
@@ -66,11 +79,15 @@ def unsharded(module: nn.Module, *, again: bool = True) -> Iterator[None]:
 
     Every process has to enter it. `again`: whether later forward passes reshard what they gathered.
     """
-    parts = _sharded_parts(module)
-    if not parts:
-        yield
-        return
-    _name_root(module)
+    parts = sharded_parts(module)
+    if parts:
+        from torch.distributed.fsdp import register_fsdp_forward_method
+
+        # The FSDP2 root is the module that is first called; generation may call a part before the whole.
+        module.begin = lambda: None
+        register_fsdp_forward_method(module, "begin")
+        module.begin()
+        del module.begin
     for part in parts:
         part.set_reshard_after_forward(False, recurse=False)
         part.unshard()
@@ -87,7 +104,7 @@ def exchange(parameter: Tensor, weight: Tensor) -> Tensor:
 
     Shards are copied, because FSDP2 gathers from their memory, whatever the parameter points to.
     """
-    if not torch.distributed.is_initialized() or not isinstance(parameter, _kind()):
+    if not _is_shard(parameter):
         old, parameter.data = parameter.data, weight
         return old
     current, other = parameter.to_local().detach(), weight.to_local()
@@ -99,64 +116,21 @@ def exchange(parameter: Tensor, weight: Tensor) -> Tensor:
 
 def give_up(module: nn.Module) -> None:
     """Reshard gathered weights, so that the next pass gathers their new values."""
-    for part in _sharded_parts(module):
+    for part in sharded_parts(module):
         part.reshard()
 
 
-def is_sharded(module: nn.Module) -> bool:
-    """Return whether weights are sharded, gathered at the moment or not."""
-    return bool(_sharded_parts(module))
-
-
-def _sharded_parts(module: nn.Module) -> list[Any]:
-    if not torch.distributed.is_initialized():
-        return []
-    from torch.distributed.fsdp import FSDPModule
-
-    return [part for part in module.modules() if isinstance(part, FSDPModule)]
-
-
-def _name_root(module: nn.Module) -> None:
-    """Make the module the FSDP2 root, which else is the first one to run a forward pass."""
-    from torch.distributed.fsdp import register_fsdp_forward_method
-
-    module.begin = lambda: None
-    register_fsdp_forward_method(module, "begin")
-    module.begin()
-    del module.begin
-
-
-def whole(tree: Any, world: int) -> Any:
+def whole(tree: Any) -> Any:
     """Gather the sharded tensors of a nested state. Every process has to call this."""
-    if world == 1:
-        return tree
-    match tree:
-        case Tensor():
-            return tree.full_tensor() if isinstance(tree, _kind()) else tree
-        case Mapping():
-            return {key: whole(value, world) for key, value in tree.items()}
-        case list() | tuple():
-            return [whole(value, world) for value in tree]
-    return tree
+    return tree_map_only(_is_shard, lambda shard: shard.full_tensor(), tree)
 
 
-def taken_up(tree: Any, parameters: Sequence[Tensor], world: int) -> Any:
+def taken_up(tree: Any, parameters: Sequence[Tensor]) -> Any:
     """Shard the tensors of a nested state like the parameters of equal shape."""
-    if world == 1 or not any(isinstance(parameter, _kind()) for parameter in parameters):
-        return tree
-    by_shape = {tuple(parameter.shape): parameter for parameter in parameters}
-    match tree:
-        case Tensor():
-            like = by_shape.get(tuple(tree.shape))
-            return tree if like is None else _spread(tree, like)
-        case Mapping():
-            return {key: taken_up(value, parameters, world) for key, value in tree.items()}
-        case list() | tuple():
-            return [taken_up(value, parameters, world) for value in tree]
-    return tree
+    like = {tuple(parameter.shape): parameter for parameter in parameters if _is_shard(parameter)}
 
+    def shard(full: Tensor) -> Tensor:
+        shape = tuple(full.shape)
+        return _spread(full, like[shape]) if shape in like else full
 
-def _spread(full: Tensor, like: Tensor) -> Tensor:
-    from torch.distributed.tensor import distribute_tensor
-
-    return distribute_tensor(full.to(like.device), like.device_mesh, like.placements)
+    return tree_map_only(Tensor, shard, tree) if like else tree

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from mmrl.runtime.fsdp import is_sharded
+from mmrl.runtime.fsdp import sharded_parts
 
 DTYPES = {
     "float32": torch.float32,
@@ -75,7 +75,7 @@ class Derived:
 
     def __call__(self) -> nn.Module:
         """Return the copy, up to date."""
-        if self.made is None and is_sharded(self.model):
+        if self.made is None and sharded_parts(self.model):
             raise ValueError(
                 "an engine's own transforms need whole weights on every process, but these are sharded; give "
                 "them to the policy (`policy.transform`), or train without sharding"

@@ -13,57 +13,50 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from types import FrameType, TracebackType
-
-# ---- handles sigterm and ctrl-c, so that a run finishes its step and saves before it stops
-
-SIGNALS = (signal.SIGTERM, signal.SIGINT)
-
-
-@dataclass
-class Stop:
-    """Signal handler that remembers the first signal."""
-
-    loud: bool
-    asked: str = ""
-
-    def __call__(self, number: int, frame: FrameType | None) -> None:
-        """Remember the first signal; raise `KeyboardInterrupt` at the second."""
-        name = signal.Signals(number).name
-        if self.asked:
-            raise KeyboardInterrupt(f"{name} for the second time")
-        self.asked = name
-        if self.loud:
-            # A handler may interrupt a print of the same stream, so this goes to the file itself.
-            os.write(2, f"\n{name}: this step is finished and saved; once more to leave at once\n".encode())
-
-
-@contextmanager
-def listening(loud: bool) -> Iterator[Stop]:
-    """Take SIGTERM and SIGINT (Ctrl-C) as requests to stop, inside this context.
-
-    Python delivers signals to the main thread only; in other threads this does nothing.
-    """
-    stop = Stop(loud)
-    if threading.current_thread() is not threading.main_thread():
-        yield stop
-        return
-    before = {number: signal.signal(number, stop) for number in SIGNALS}
-    try:
-        yield stop
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
 
 PERIOD = 0.25  # seconds between two reads of the store
 GRACE = 30.0  # seconds that a process has to end by itself
 FAREWELL = 5.0  # seconds that a failed process waits for the others to read the reason
 KEY = "failed"
 LATE = "did not come to"  # in the message about a process that hangs
+
+
+@dataclass
+class Stop:
+    """The first signal that asked a run to stop, by name; empty until there is one."""
+
+    asked: str = ""
+
+
+@contextmanager
+def listening(loud: bool) -> Iterator[Stop]:
+    """Take SIGTERM and SIGINT (Ctrl-C) as requests to stop, inside this context; the second one interrupts.
+
+    Python delivers signals to the main thread only; in other threads this does nothing.
+    """
+    stop = Stop()
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        name = signal.Signals(number).name
+        if stop.asked:
+            raise KeyboardInterrupt(f"{name} for the second time")
+        stop.asked = name
+        if loud:
+            # A handler may interrupt a print of the same stream, so this goes to the file itself.
+            os.write(2, f"\n{name}: this step is finished and saved; once more to leave at once\n".encode())
+
+    inside_main = threading.current_thread() is threading.main_thread()
+    numbers = (signal.SIGTERM, signal.SIGINT) if inside_main else ()
+    before = {number: signal.signal(number, handle) for number in numbers}
+    try:
+        yield stop
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 class ProcessFailed(RuntimeError):
@@ -85,21 +78,22 @@ class Watch:
         known: Callable[[], bool],
         limit: float,
     ) -> None:
+        from torch.distributed import TCPStore
+
         self.rank, self.world, self.known, self.limit = rank, world, known, limit
         self.place = (0, "the beginning")  # number of meetings that this process came to, and the last one
         self.waiting = False
-        self.store = self._connect(exchange)
         self.heard = ""
         self.over = threading.Event()
         self.thread = threading.Thread(target=self._listen, daemon=True)
 
-    def _connect(self, exchange: Callable[[bytes], list[bytes]]):
-        from torch.distributed import TCPStore
+        def connect(port: int, hosts: bool) -> TCPStore:
+            address, patience = os.environ.get("MASTER_ADDR", "127.0.0.1"), timedelta(seconds=60)
+            return TCPStore(address, port, None, hosts, timeout=patience, wait_for_workers=False)
 
-        host, limit = os.environ.get("MASTER_ADDR", "127.0.0.1"), timedelta(seconds=60)
-        own = TCPStore(host, 0, None, True, timeout=limit, wait_for_workers=False) if self.rank == 0 else None
+        own = connect(0, True) if rank == 0 else None
         port = int(exchange(str(own.port if own else 0).encode())[0])
-        return own or TCPStore(host, port, None, False, timeout=limit, wait_for_workers=False)
+        self.store = own or connect(port, False)
 
     @contextmanager
     def meeting(self, where: str) -> Iterator[None]:
@@ -117,49 +111,31 @@ class Watch:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        others = ""
         if error is None or self.known():
-            self._leave()
-            self._rest()
-            return
-        others = self._reason_of_others()
-        if not others:
-            self._tell(f"process {self.rank} of {self.world} failed: {kind.__name__}: {error}")
+            self.store.add("done", 1)
+            if self.rank == 0:  # it hosts the store, so it leaves last
+                self._wait(lambda: self.store.add("done", 0) >= self.world)
+        else:
+            self._wait(lambda: self.heard, 4 * PERIOD)  # a broken collective may be quicker than the reason
+            others = self.heard
+            if not others:
+                words = f"process {self.rank} of {self.world} failed: {type(error).__name__}: {error}"
+                with suppress(RuntimeError):  # rank 0 and its store are gone
+                    if self.store.compare_set(KEY, "", words).decode() == words:
+                        self._wait(lambda: self.store.add("heard", 0) >= self.world - 1)
         self.over.set()
-        self._rest()
+        self.thread.join(FAREWELL)  # a thread inside the store aborts the process at interpreter exit
         if others:
             raise ProcessFailed(others) from error
 
-    def _rest(self) -> None:
-        """Wait for the listener, since a thread inside the store aborts the process at interpreter exit."""
-        self.thread.join(FAREWELL)
-
-    def _leave(self) -> None:
-        """Shut down cleanly; rank 0, which hosts the store, leaves last."""
-        self.store.add("done", 1)
-        if self.rank == 0:
-            self._wait_for("done", self.world)
-        self.over.set()
-
-    def _tell(self, words: str) -> None:
-        try:
-            if self.store.compare_set(KEY, "", words).decode() == words:
-                self._wait_for("heard", self.world - 1)
-        except RuntimeError:  # rank 0 and its store are gone
-            return
-
-    def _wait_for(self, name: str, count: int) -> None:
-        until = time.monotonic() + FAREWELL
-        while self.store.add(name, 0) < count and time.monotonic() < until:
+    def _wait(self, reached: Callable[[], object], limit: float = FAREWELL) -> None:
+        until = time.monotonic() + limit
+        while not reached() and time.monotonic() < until:
             time.sleep(PERIOD / 5)
-
-    def _reason_of_others(self) -> str:
-        """Return the reason of another process; wait a little, a broken collective may be quicker."""
-        until = time.monotonic() + 4 * PERIOD
-        while not self.heard and time.monotonic() < until:
-            time.sleep(PERIOD / 5)
-        return self.heard
 
     def _listen(self) -> None:
+        """Publish where this process is, and read failures of others, until the context is over."""
         shown, waited = None, 0.0
         while not self.over.wait(PERIOD):
             # Periods are counted instead of time, which goes on while all processes are suspended together.
@@ -179,9 +155,10 @@ class Watch:
             if words.startswith(f"process {self.rank} ") and not late:
                 return
             self.heard = words
-            self._acknowledge()
-            if late and self.rank == 0:
-                self._wait_for("heard", self.world)  # the store goes with this process
+            with suppress(RuntimeError):
+                self.store.add("heard", 1)
+            if late and self.rank == 0:  # the store goes with this process
+                self._wait(lambda: self.store.add("heard", 0) >= self.world)
             # A process that hangs, or waits for one that does, does not end by itself.
             if not self.over.wait(0.0 if late else GRACE):
                 os.write(2, f"failed: {ProcessFailed.__name__}: {words}\n".encode())
@@ -200,9 +177,3 @@ class Watch:
         if late:
             words = f"{' and '.join(late)} {LATE} '{where}' within {self.limit:g} s (ddp_timeout)"
             self.store.compare_set(KEY, "", f"process {self.rank} of {self.world} waited in vain: {words}")
-
-    def _acknowledge(self) -> None:
-        try:
-            self.store.add("heard", 1)
-        except RuntimeError:
-            return

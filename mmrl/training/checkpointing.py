@@ -32,8 +32,8 @@ def save(run: Run) -> None:
     step = run.progress.step
     folder = run.folder / f"checkpoint-{step}"
     run.rank_checkpoint()
-    state = whole(run.state_dict(), run.processes.world)
-    with run.processes.agreeing(f"saving '{folder}'"), gathered(run.policy.module, run.processes.world):
+    state = whole(run.state_dict())
+    with run.processes.agreeing(f"saving '{folder}'"), gathered(run.policy.module):
         if run.processes.main:
             _write(run, state, folder)
             limit, best = run.config.save_total_limit, run.progress.best
@@ -98,7 +98,7 @@ def _load_latest(run: Run) -> int:
         _check_inputs(run, state, folder)
         say(f"going on from {folder}")
         return state["step"]
-    with gathered(run.policy.module, processes.world):
+    with gathered(run.policy.module):
         run.name_weights()
     if refused:  # what was learned is not thrown away because a disk cannot be read for a moment
         raise CheckpointError(
@@ -165,7 +165,7 @@ def _load(run: Run, state: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     processes = run.processes
     try:
         with (
-            gathered(run.policy.module, processes.world, changed=True),
+            gathered(run.policy.module, changed=True),
             processes.agreeing(f"loading '{folder}'"),
         ):
             run.policy.load(folder / checkpoint.MODEL)

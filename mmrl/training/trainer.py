@@ -273,10 +273,10 @@ class Run:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what `state_dict` returned; the model's weights have to be loaded before."""
-        trained, world = self.method.trained, self.processes.world
+        trained = self.method.trained
         self.processes.take_up(self.method.optimizer, state["optimizer"], trained)
         for name, reference in self.method.references.items():
-            reference.load_state_dict(taken_up(state["references"][name], trained, world))
+            reference.load_state_dict(taken_up(state["references"][name], trained))
         for place, piece in self.stateful["pieces"].items():
             piece.load_state_dict(state["pieces"][place])
         self.progress.step, self.progress.reported = state["step"], state["reported"]

@@ -54,12 +54,11 @@ def test_a_process_without_work_keeps_step_with_a_rollout_that_does_not_count():
     assert ([p.uid for p in mine], counts) == (["p0"], False)
 
 
-def test_micro_batches_are_repeated_without_counting(monkeypatch):
+def test_micro_batches_are_repeated_without_counting():
     row = ToyText().encode(prompts()[0], prompts()[0].answers[0])
     micros: list[Batch] = ToyText().collate((row, row)).split(1, 1)
     one = process(0, 2)
-    one.device = "cpu"
-    monkeypatch.setattr(torch.distributed, "all_reduce", lambda length, op: length.fill_(4))
+    one._all_bytes = lambda data: [data, b"4"]
     assert [(counts, last) for _, counts, last in one.even(micros)] == [
         (1.0, False),
         (1.0, False),
@@ -247,13 +246,13 @@ def test_where_one_process_fails_every_other_is_told_instead_of_waiting(case, tm
 
 def test_a_process_that_finds_nothing_wrong_is_told_who_did(monkeypatch):
     one = process(0, 2)
-    one._all_bytes = lambda data: [data, b"KeyError: 'span'"]
+    one._all_bytes = lambda data: [data, b"\"KeyError: 'span'\""]
     told = "process 1 of 2 failed while scoring: KeyError: 'span'"
     with pytest.raises(ProcessFailed, match=told), one.agreeing("scoring"):
         pass
     with pytest.raises(OSError, match="no room"), one.agreeing("saving"):
         raise OSError("no room")
-    one._all_bytes = lambda data: [data, b" "]
+    one._all_bytes = lambda data: [data, b'""']
     with one.agreeing("scoring"):
         pass
 
@@ -290,9 +289,9 @@ def test_on_one_process_nothing_is_sharded():
 
     module, state = torch.nn.Linear(2, 2), {"a": [torch.ones(2)]}
     weight = module.weight
-    with gathered(module, 1, changed=True):
+    with gathered(module, changed=True):
         assert module.weight is weight
-    assert whole(state, 1) is state and taken_up(state, [weight], 1) is state
+    assert whole(state)["a"][0] is state["a"][0] and taken_up(state, [weight]) is state
 
 
 # ---- configurations of the launcher

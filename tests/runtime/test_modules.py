@@ -122,7 +122,7 @@ def test_where_something_was_added_every_weight_counts():
 
 
 def test_sharded_weights_are_refused(monkeypatch):
-    monkeypatch.setattr("mmrl.runtime.modules.is_sharded", lambda model: True)
+    monkeypatch.setattr("mmrl.runtime.modules.sharded_parts", lambda model: [model])
     with pytest.raises(ValueError, match="need whole weights on every process, but these are sharded; give"):
         Derived(Net(), [copying()])()
 

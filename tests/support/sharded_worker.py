@@ -37,7 +37,7 @@ def main() -> None:
     optimizers = [torch.optim.AdamW(one.parameters(), lr=0.1) for one in (plain, sharded)]
     learn(plain, optimizers[0], rows)
     learn(sharded, optimizers[1], rows[4 * rank : 4 * rank + 4])
-    with gathered(sharded, 2):
+    with gathered(sharded):
         held = {name: value.detach().clone() for name, value in sharded.state_dict().items()}
         assert not any(isinstance(value, DTensor) for value in held.values())
         if rank == 0:
@@ -45,7 +45,7 @@ def main() -> None:
     assert all(isinstance(p, DTensor) for p in sharded.parameters())
     for name, value in plain.state_dict().items():
         torch.testing.assert_close(held[name], value)
-    state = whole(optimizers[1].state_dict(), 2)
+    state = whole(optimizers[1].state_dict())
     expected = optimizers[0].state_dict()
     torch.testing.assert_close(state["state"][0]["exp_avg"], expected["state"][0]["exp_avg"])
     torch.distributed.barrier()
@@ -53,12 +53,12 @@ def main() -> None:
     fresh = model()
     fully_shard(fresh, mesh=mesh)
     optimizer = torch.optim.AdamW(fresh.parameters(), lr=0.1)
-    with gathered(fresh, 2, changed=True):
+    with gathered(fresh, changed=True):
         fresh.load_state_dict(load_file(folder / "sharded.safetensors"))
-    optimizer.load_state_dict(taken_up(state, list(fresh.parameters()), 2))
+    optimizer.load_state_dict(taken_up(state, list(fresh.parameters())))
     learn(plain, optimizers[0], rows)
     learn(fresh, optimizer, rows[4 * rank : 4 * rank + 4])
-    with gathered(fresh, 2):
+    with gathered(fresh):
         for name, value in plain.state_dict().items():
             torch.testing.assert_close(fresh.state_dict()[name].detach(), value)
     (folder / f"done-{rank}").touch()
