@@ -116,10 +116,10 @@ def doctor(given: argparse.Namespace) -> int:
 
 def estimate_memory(given: argparse.Namespace) -> int:
     """Estimate the memory of a training run by parts; exit code 1 if it is more than the device has."""
-    from mmrl.diagnostics import memory_estimate
+    from mmrl.diagnostics import memory_estimates
 
-    memory = memory_estimate.estimate_memory(load(given.config, given.overrides, Config))
-    room, device = memory_estimate.room()
+    memory = memory_estimates.estimate_memory(load(given.config, given.overrides, Config))
+    room, device = memory_estimates.room()
     _print_memory(memory, room, device)
     print("without activations, which `mmrl doctor` measures")
     return int(0 < room < sum(memory.values()))

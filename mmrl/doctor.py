@@ -14,8 +14,8 @@ from mmrl.build import build
 from mmrl.config.registry import Entry
 from mmrl.config.schema import Config, Evaluation, Piece
 from mmrl.core.step_table import Batch
-from mmrl.diagnostics.context import Examined, Finding, frozen_adapters
-from mmrl.diagnostics.memory_estimate import estimate_with, in_use, room
+from mmrl.diagnostics.context import Examined, Finding
+from mmrl.diagnostics.memory_estimates import estimate_with, in_use, room
 from mmrl.runtime.modules import evaluating
 from mmrl.training.collect import collect
 from mmrl.training.trainer import Run
@@ -88,9 +88,7 @@ def _look(small: Config, config: Config) -> Examined:
         batch=batch,
         micro_batch_steps=run.guard.micro_batch_steps,
         untouched=untouched,
-        idle=frozen_adapters(run.policy.module),
         memory=memory,
-        room=room()[0],
         again=again,
     )
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from mmrl.config.binding import Bound
 from mmrl.config.registry import Needs
@@ -16,8 +16,6 @@ from mmrl.core.reward_table import RewardTable
 from mmrl.core.step_table import Batch
 from mmrl.core.tensor import pad_to
 from mmrl.core.types import Prompt, Rollouts, Unit
-
-ADAPTER = ("lora_", "adapter")  # in the names of the parameters of adapters
 
 
 @dataclass(frozen=True)
@@ -48,9 +46,7 @@ class Examined:
         batch: The rows as the policy that learns gets them.
         micro_batch_steps: Steps per micro-batch.
         untouched: Trained parameters without a gradient.
-        idle: Parameters that look like an adapter's and are not trained.
         memory: Estimated bytes by part.
-        room: Bytes of memory of the device; 0: unknown.
         again: Makes the collection with other options of the policy, where it has them.
     """
 
@@ -64,9 +60,7 @@ class Examined:
     batch: Batch | None = None
     micro_batch_steps: int = 1
     untouched: Sequence[str] = ()
-    idle: Sequence[str] = ()
     memory: Mapping[str, float] = field(default_factory=dict)
-    room: float = 0.0
     again: Callable[..., Examined | None] = lambda **options: None
 
     @property
@@ -80,10 +74,6 @@ class Examined:
     def prompts(self) -> list[Prompt]:
         """The prompts of the collection, each once."""
         return list({row.prompt.uid: row.prompt for row in self.rollouts}.values())
-
-    def notes(self, name: str) -> Tensor | None:
-        """What the engine recorded of every step under a name, (N, T)."""
-        return self.rows.notes.get(name)
 
     def replay(self, batch: Batch | None = None, *, row_by_row: bool = False) -> Tensor:
         """Log-probabilities of the policy in micro-batches as in training, or row by row: (N, T), float64."""
@@ -104,19 +94,10 @@ class Examined:
         return self.replay(batch) * batch.mask.cpu()
 
 
-def frozen_adapters(module: nn.Module) -> list[str]:
-    """Name parameters that look like an adapter's and are not trained."""
-    return [
-        name
-        for name, parameter in module.named_parameters()
-        if not parameter.requires_grad and any(mark in name for mark in ADAPTER)
-    ]
-
-
 def lossy_pieces(config: Config) -> list[str]:
     """Name the caches and transforms that make the engine of rollouts less exact than the policy."""
     names = []
-    for engine in config.rollout.engine if config is not None else ():
+    for engine in config.rollout.engine:
         for kind in ("transform", "cache"):
             value = engine.options.get(kind) or []
             pieces = value if isinstance(value, list | tuple) else [value]

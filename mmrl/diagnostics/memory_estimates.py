@@ -1,17 +1,23 @@
-"""Memory of every training run: weights, gradients, state of the optimizer, references."""
+"""Estimates of the memory of a training run, before it starts."""
 
 from __future__ import annotations
 
+import os
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import nn
+from torch.utils._pytree import tree_leaves
 
-from mmrl.config.registry import find, memory_estimate
+from mmrl.config.binding import Pieces
+from mmrl.config.registry import Entry, find, memory_estimate, pieces
 from mmrl.config.schema import Config
 from mmrl.core.protocols import Policy
+from mmrl.core.rng import Stream
 from mmrl.core.types import Prompt
 
+PROMPTS = 8  # of the data, from which lengths are measured
 SIDE = 64  # of the matrix on which the state of an optimizer is measured
 
 
@@ -37,15 +43,41 @@ def optimizer_bytes(make: Callable[..., torch.optim.Optimizer]) -> float:
     weight.grad = torch.ones_like(weight)
     optimizer = make([("weight", weight)])
     optimizer.step()
-    return sum(t.nbytes for t in _tensors(optimizer.state_dict()) if t.ndim) / weight.numel()
+    leaves = tree_leaves(optimizer.state_dict())
+    # Counters of steps are tensors without dimensions: one per parameter, not per weight.
+    return sum(t.nbytes for t in leaves if isinstance(t, torch.Tensor) and t.ndim) / weight.numel()
 
 
-def _tensors(tree: object) -> list[Tensor]:
-    match tree:
-        case Tensor():
-            return [tree]
-        case Mapping():
-            return [t for value in tree.values() for t in _tensors(value)]
-        case list() | tuple():
-            return [t for value in tree for t in _tensors(value)]
-    return []
+# ---- all estimates of a run
+
+
+def in_use(kind: str, config: Config, on: str = "") -> list[Entry]:
+    """List the pieces of a kind that apply to a run: of the core, and of packages that it names pieces of."""
+    named = [config.policy, config.data, *config.rollout.engine, *config.rewards]
+    scopes = {"", *(piece.name.rpartition(".")[0] for piece in named if ":" not in piece.name)}
+    return [entry for entry in pieces(kind, on) if entry.scope in scopes]
+
+
+def estimate_memory(config: Config) -> Mapping[str, float]:
+    """Make the policy and some prompts of a run, and estimate its memory: bytes by part."""
+    made = Pieces(Stream(config.seed))
+    data = made.make_field(config, "data")
+    return estimate_with(config, made.make_field(config, "policy"), list(data[:PROMPTS]))
+
+
+def estimate_with(config: Config, policy: Policy, prompts: list[Prompt]) -> Mapping[str, float]:
+    """Add up the memory estimates that apply to a run: bytes by part."""
+    total: Counter[str] = Counter()
+    for entry in in_use("memory_estimate", config):
+        total.update(dict(entry.target(config, policy, prompts)))
+    return {name: size for name, size in total.items() if size}
+
+
+def room() -> tuple[float, str]:
+    """The memory of the device that trains, in bytes (0: unknown), and its name."""
+    if torch.cuda.is_available():
+        return float(torch.cuda.mem_get_info()[1]), torch.cuda.get_device_name()
+    try:
+        return float(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")), "main memory"
+    except (AttributeError, ValueError, OSError):  # not on every system
+        return 0.0, "memory of unknown size"

@@ -36,7 +36,7 @@ def state_of(zero: Any) -> dict[str, Any]:
 
     groups = {}
     for number, (flat, state, weights) in enumerate(_groups(zero)):
-        cut = [key for key, value in state.items() if _is_cut(value, flat)]
+        cut = [key for key, x in state.items() if isinstance(x, Tensor) and x.shape == flat.shape]
         groups[str(number)] = {
             "shared": {key: value for key, value in state.items() if key not in cut},
             "weights": {
@@ -63,12 +63,6 @@ def take_up(zero: Any, state: Mapping[str, Any]) -> None:
 
 def _groups(zero: Any) -> list[tuple[Tensor, dict[str, Any], list[Tensor]]]:
     """List (this process's part of the flat weights, its state, the weights) of every parameter group."""
-    flats = [group["params"][0] for group in zero.optimizer.param_groups]
-    return [
-        (flat, zero.optimizer.state[flat], list(weights))
-        for flat, weights in zip(flats, zero.bit16_groups, strict=True)
-    ]
-
-
-def _is_cut(value: Any, flat: Tensor) -> bool:
-    return isinstance(value, Tensor) and value.shape == flat.shape
+    groups = zip(zero.optimizer.param_groups, zero.bit16_groups, strict=True)
+    flats = [(group["params"][0], list(weights)) for group, weights in groups]
+    return [(flat, zero.optimizer.state[flat], weights) for flat, weights in flats]

@@ -60,6 +60,11 @@ def remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
+def in_one_line(error: Exception, limit: int | None = None) -> str:
+    """Write the kind of an error and the first `limit` characters of its message, without line breaks."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:limit]}"
+
+
 @contextmanager
 def locked(folder: Path, processes: Processes) -> Iterator[None]:
     """Lock a folder for this run; raises `ConfigError` where another process has the lock.
@@ -69,7 +74,12 @@ def locked(folder: Path, processes: Processes) -> Iterator[None]:
     with ExitStack() as stack:
         with processes.agreeing(f"locking '{folder}'"):
             if processes.main:
-                stack.enter_context(_lock(folder))
+                folder.mkdir(parents=True, exist_ok=True)
+                file = stack.enter_context((folder / LOCK).open("a+"))
+                _flock(file, fcntl.LOCK_EX, folder)
+                file.truncate(0)
+                file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+                file.flush()
         yield
 
 
@@ -78,16 +88,6 @@ def check_free(folder: Path) -> None:
     if (folder / LOCK).exists():
         with (folder / LOCK).open() as file:
             _flock(file, fcntl.LOCK_SH, folder)
-
-
-def _lock(folder: Path) -> TextIO:
-    folder.mkdir(parents=True, exist_ok=True)
-    file = (folder / LOCK).open("a+")
-    _flock(file, fcntl.LOCK_EX, folder)
-    file.truncate(0)
-    file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
-    file.flush()
-    return file
 
 
 def _flock(file: TextIO, how: int, folder: Path) -> None:
@@ -131,9 +131,8 @@ def push(config: Config, folder: Path, step: int) -> str:
         api.create_repo(name, private=config.hub_private_repo, exist_ok=True)
         api.upload_folder(repo_id=name, folder_path=str(folder), commit_message=f"Step {step}")
     except Exception as error:  # the client raises errors of its own and of its transport
-        message = " ".join(str(error).split())[:200]
         raise HubError(
-            f"cannot upload '{folder}' to '{name}': {type(error).__name__}: {message}. The model is on disk; "
-            f"when the hub can be reached and `hf auth login` was done, run: hf upload {name} {folder}"
+            f"cannot upload '{folder}' to '{name}': {in_one_line(error, 200)}. The model is on disk; when "
+            f"the hub can be reached and `hf auth login` was done, run: hf upload {name} {folder}"
         ) from error
     return f"https://huggingface.co/{name}"

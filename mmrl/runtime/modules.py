@@ -81,18 +81,15 @@ class Derived:
                 "them to the policy (`policy.transform`), or train without sharding"
             )
         if self.made is None or self._stamp != self._look():
-            self.made = apply_transforms(twin(self.model), self.transforms)
-            self._read = self._replaced(self.made)
+            self.made = made = apply_transforms(twin(self.model), self.transforms)
+            copied = {id(tensor) for tensor in (*made.parameters(), *made.buffers())}
+            shared = {id(tensor) for tensor in (*self.model.parameters(), *self.model.buffers())}
+            parameters = list(self.model.parameters())
+            # What the copy lacks was replaced. One with tensors of its own besides may have read any weight.
+            replaced = [parameter for parameter in parameters if id(parameter) not in copied]
+            self._read = replaced or (parameters if copied - shared else [])
             self._stamp = self._look()
         return self.made
-
-    def _replaced(self, made: nn.Module) -> list[nn.Parameter]:
-        """List the weights that the copy lacks; all weights where it has tensors of its own besides."""
-        mine = [*self.model.parameters(), *self.model.buffers()]
-        theirs = {id(tensor) for tensor in (*made.parameters(), *made.buffers())}
-        gone = [p for p in self.model.parameters() if id(p) not in theirs]
-        added = theirs - {id(tensor) for tensor in mine}
-        return gone or (list(self.model.parameters()) if added else [])
 
     def _look(self) -> Any:
         """Return what changes when weights change: in place, by other memory, or by another parameter."""
@@ -110,12 +107,3 @@ def evaluating(module: nn.Module) -> Iterator[None]:
     finally:
         for part, mode in modes.items():
             part.training = mode
-
-
-def dropping(module: nn.Module) -> list[str]:
-    """Name the parts that apply dropout in their present mode."""
-    return [
-        name or type(part).__name__
-        for name, part in module.named_modules()
-        if part.training and "Dropout" in type(part).__name__ and getattr(part, "p", 0) > 0
-    ]

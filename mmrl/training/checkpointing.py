@@ -7,6 +7,7 @@ import hashlib
 import json
 import shutil
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -17,8 +18,9 @@ from mmrl.reporting.metrics import describe_measured
 from mmrl.reporting.model_card import essence, write_card
 from mmrl.runtime import checkpoint
 from mmrl.runtime.checkpoint import CheckpointError
+from mmrl.runtime.content_hash import of_prompts
 from mmrl.runtime.distributed import Processes
-from mmrl.runtime.files import LOCK, check_free, push, remove, write_whole
+from mmrl.runtime.files import LOCK, check_free, in_one_line, push, remove, write_whole
 from mmrl.runtime.fsdp import gathered, whole
 from mmrl.runtime.watchdog import ProcessFailed
 from mmrl.training.trainer import Run
@@ -26,19 +28,19 @@ from mmrl.training.trainer import Run
 CONFIG = "config.yaml"
 T = TypeVar("T")
 
+# ---- saving
+
 
 def save(run: Run) -> None:
     """Write `checkpoint-{step}`: the model folder of its library, and the state that resuming needs."""
-    step = run.progress.step
-    folder = run.folder / f"checkpoint-{step}"
+    folder = run.folder / f"checkpoint-{run.progress.step}"
     run.rank_checkpoint()
     state = whole(run.state_dict())
     with run.processes.agreeing(f"saving '{folder}'"), gathered(run.policy.module):
         if run.processes.main:
             _write(run, state, folder)
-            limit, best = run.config.save_total_limit, run.progress.best
-            checkpoint.prune(run.folder, limit, step, keep=best.step)
-    run.processes.wait()
+            best = run.progress.best.step
+            checkpoint.prune(run.folder, run.config.save_total_limit, run.progress.step, keep=best)
 
 
 def _write(run: Run, state: Mapping[str, Any], folder: Path) -> None:
@@ -46,11 +48,11 @@ def _write(run: Run, state: Mapping[str, Any], folder: Path) -> None:
     from safetensors import SafetensorError
 
     unfinished = folder.with_name(f"{folder.name}.tmp")
+    model, progress = unfinished / checkpoint.MODEL, run.progress
     try:
         remove(unfinished)
-        run.policy.save(unfinished / checkpoint.MODEL)
-        progress = run.progress
-        write_card(run.config, progress.step, progress.reported, unfinished / checkpoint.MODEL)
+        run.policy.save(model)
+        write_card(run.config, progress.step, progress.reported, model)
         checkpoint.write_state(unfinished, state)
         for journal in (run.journal, run.report.warnings):
             journal.flush()
@@ -59,9 +61,29 @@ def _write(run: Run, state: Mapping[str, Any], folder: Path) -> None:
         shutil.rmtree(unfinished, ignore_errors=True)
         before = [old.name for old in checkpoint.checkpoints(run.folder)]
         raise CheckpointError(
-            f"cannot save '{folder}': {type(error).__name__}: {_line(error)}; mend that (room on the disk, "
-            f"permissions), and the same command goes on from {before[0] if before else 'the beginning'}"
+            f"cannot save '{folder}': {in_one_line(error)}; mend that (room on the disk, permissions), and "
+            f"the same command goes on from {before[0] if before else 'the beginning'}"
         ) from error
+
+
+def hand_over(run: Run) -> None:
+    """Add the last evaluation to the model card of the last checkpoint, name the best one, and upload."""
+    if not run.processes.main:
+        return
+    config, progress, say = run.config, run.progress, run.report.console.say
+    measured = describe_measured(run.final) if run.final else {}
+    last = run.folder / f"checkpoint-{progress.step}"
+    if last.is_dir():
+        write_card(config, progress.step, {**progress.reported, **measured}, last / checkpoint.MODEL)
+    best = progress.best
+    if best.step:
+        say(f"best {config.metric_for_best_model}: {best.value:.4g} at checkpoint-{best.step}")
+    step = best.step or progress.step
+    if config.push_to_hub:
+        say(f"uploaded: {push(config, run.folder / f'checkpoint-{step}' / checkpoint.MODEL, step)}")
+
+
+# ---- resuming
 
 
 def resume(run: Run) -> int:
@@ -70,12 +92,13 @@ def resume(run: Run) -> int:
     with processes.agreeing("opening the output folder"):
         if processes.main:
             _open_folder(run)
-    processes.wait()
-    run.name_inputs()
+    run.progress.inputs = inputs = of_prompts(run.pieces.made["data"])
+    if run.evaluator:
+        hashes = of_prompts(run.evaluator.data)
+        inputs |= {f"{name} of the evaluation": value for name, value in hashes.items()}
     plain = json.dumps(as_plain(run.config), sort_keys=True, default=str)
     configuration = hashlib.sha256(plain.encode()).hexdigest()[:16]
-    weights = {"weights to begin with": processes.placed}
-    processes.same({"configuration": configuration, **run.progress.inputs, **weights})
+    processes.same({"configuration": configuration, **inputs, "weights to begin with": processes.placed})
     start = _load_latest(run)
     run.report.begin(start)
     return start
@@ -132,20 +155,6 @@ def _together(processes: Processes, work: Callable[[], T]) -> T:
     return results[0]
 
 
-def _check_inputs(run: Run, state: Mapping[str, Any], folder: Path) -> None:
-    """Raise where the data or the base model are not those that the checkpoint was trained on."""
-    then = state.get("inputs", {})
-    if not then:
-        run.report.warn(f"'{folder}' does not record what it was trained on, so that cannot be compared")
-    for name, now in run.progress.inputs.items():
-        if name in then and then[name] != now:
-            raise ConfigError(
-                f"the {name} of the run changed since '{folder}' was written: {then[name]} then, {now} now; "
-                "put back what was there, or name another output_dir, or set overwrite_output_dir=true to "
-                "throw the run away"
-            )
-
-
 def _read_state(run: Run, folder: Path) -> tuple[dict[str, Any], str]:
     """Read the state of a checkpoint of this run, and its hash."""
     state = checkpoint.read_state(folder)
@@ -162,44 +171,32 @@ def _read_state(run: Run, folder: Path) -> tuple[dict[str, Any], str]:
 
 def _load(run: Run, state: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     """Load a checkpoint, and return what has to be the same on every process."""
-    processes = run.processes
+    loading = run.processes.agreeing(f"loading '{folder}'")
     try:
-        with (
-            gathered(run.policy.module, changed=True),
-            processes.agreeing(f"loading '{folder}'"),
-        ):
+        with gathered(run.policy.module, changed=True), loading:
             run.policy.load(folder / checkpoint.MODEL)
             trained = run.name_weights()
         run.load_state_dict(state)
-        base = run.progress.inputs["base model"]
-        return {"step": state["step"], "weights taken up": trained, "base model": base}
     except ProcessFailed:
         raise
     except (KeyError, ValueError, RuntimeError, TypeError, OSError) as error:
-        raise CheckpointError(
-            f"'{folder}' does not fit this run: {type(error).__name__}: {_line(error)[:300]}"
-        ) from error
+        raise CheckpointError(f"'{folder}' does not fit this run: {in_one_line(error, 300)}") from error
+    base = run.progress.inputs["base model"]
+    return {"step": state["step"], "weights taken up": trained, "base model": base}
 
 
-def _line(error: Exception) -> str:
-    return " ".join(str(error).split())
-
-
-def hand_over(run: Run) -> None:
-    """Add the last evaluation to the model card of the last checkpoint, name the best one, and upload."""
-    if not run.processes.main:
-        return
-    config, progress, say = run.config, run.progress, run.report.console.say
-    measured = describe_measured(run.final) if run.final else {}
-    last = run.folder / f"checkpoint-{progress.step}"
-    if last.is_dir():
-        write_card(config, progress.step, {**progress.reported, **measured}, last / checkpoint.MODEL)
-    best = progress.best
-    if best.step:
-        say(f"best {config.metric_for_best_model}: {best.value:.4g} at checkpoint-{best.step}")
-    step = best.step or progress.step
-    if config.push_to_hub:
-        say(f"uploaded: {push(config, run.folder / f'checkpoint-{step}' / checkpoint.MODEL, step)}")
+def _check_inputs(run: Run, state: Mapping[str, Any], folder: Path) -> None:
+    """Raise where the data or the base model are not those that the checkpoint was trained on."""
+    then = state.get("inputs", {})
+    if not then:
+        run.report.warn(f"'{folder}' does not record what it was trained on, so that cannot be compared")
+    for name, now in run.progress.inputs.items():
+        if name in then and then[name] != now:
+            raise ConfigError(
+                f"the {name} of the run changed since '{folder}' was written: {then[name]} then, {now} now; "
+                "put back what was there, or name another output_dir, or set overwrite_output_dir=true to "
+                "throw the run away"
+            )
 
 
 # ---- the folder
@@ -213,53 +210,45 @@ def look(config: Config) -> None:
         _check_same(config, folder)
 
 
-def _check_same(config: Config, folder: Path) -> None:
-    written = folder / CONFIG
-    if written.exists() and essence(_read(written)) != essence(as_plain(config)):
-        raise ConfigError(
-            f"'{folder}' holds a run with another configuration (see its {CONFIG}); name another output_dir, "
-            "or set overwrite_output_dir=true to throw that run away"
-        )
-
-
 def _open_folder(run: Run) -> None:
-    written = run.folder / CONFIG
-    if run.config.overwrite_output_dir:
-        _empty(run.folder)
+    """Make the output folder that of this run: empty it where asked for, and write the configuration."""
+    written, text = run.folder / CONFIG, as_yaml(run.config)
+    if run.config.overwrite_output_dir and run.folder.exists():
+        inside = [path for path in run.folder.iterdir() if path.name not in (LOCK, CONFIG)]
+        if inside and not written.exists():
+            raise ConfigError(
+                f"'{run.folder}' holds files but no run (it has no {CONFIG}), so it is not overwritten; name "
+                "another output_dir"
+            )
+        # The configuration goes last: if the process is killed, the rest is still known to be a run.
+        for path in (*inside, written):
+            remove(path)
     checkpoint.tidy(run.folder)
     _check_same(run.config, run.folder)
-    text = as_yaml(run.config)
     if not written.exists() or written.read_text(encoding="utf-8") != text:
         write_whole(written, text)
 
 
-def _empty(folder: Path) -> None:
-    """Delete a run, its configuration last: if the process is killed, the rest is still known to be a run."""
-    inside = {path.name: path for path in folder.iterdir() if path.name != LOCK} if folder.exists() else {}
-    written = inside.pop(CONFIG, None)
-    if inside and written is None:
-        raise ConfigError(
-            f"'{folder}' holds files but no run (it has no {CONFIG}), so it is not overwritten; name another "
-            "output_dir"
-        )
-    for path in [*inside.values(), *([written] if written else [])]:
-        remove(path)
-
-
-def _read(written: Path) -> dict[str, Any]:
-    """Read a configuration file; keys that did not exist when it was written get their defaults."""
+def _check_same(config: Config, folder: Path) -> None:
+    """Raise `ConfigError` where a folder has a run with another configuration, or a broken one."""
+    written = folder / CONFIG
+    if not written.exists():
+        return
     last = dataclasses.fields(Config)[-1].name
     try:
         raw = read(written)
         if last not in raw:
             raise ConfigError(f"it ends before '{last}'")
     except ConfigError as error:
+        fault = " ".join(str(error).split())[:200]
         raise ConfigError(
-            f"'{written}' is broken, so it is unknown which run is there: {_line(error)[:200]}. "
-            "If it is this run, remove that file and start it again: it goes on from its last checkpoint; "
-            "else name another output_dir"
+            f"'{written}' is broken, so it is unknown which run is there: {fault}. If it is this run, remove "
+            "that file and start it again: it goes on from its last checkpoint; else name another output_dir"
         ) from error
-    try:
-        return as_plain(parse(raw, Config))
-    except ConfigError:
-        return raw
+    with suppress(ConfigError):  # keys that did not exist when it was written get their defaults
+        raw = as_plain(parse(raw, Config))
+    if essence(raw) != essence(as_plain(config)):
+        raise ConfigError(
+            f"'{folder}' holds a run with another configuration (see its {CONFIG}); name another output_dir, "
+            "or set overwrite_output_dir=true to throw that run away"
+        )

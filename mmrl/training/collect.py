@@ -26,7 +26,7 @@ def collect(run: Run) -> Collection:
     method, size = run.method, run.config.rollout
     noted = frozenset().union(*(bound.needs.notes for bound in method.chain))
     for number in range(size.max_rounds):
-        run.begin_round(number)
+        run.stream.round = number  # each round has random draws of its own
         missing = size.num_prompts - table.num_groups(keep)
         prompts = method.sampler.draw(missing, size.num_generations) if missing > 0 else []
         if not prompts:
@@ -46,7 +46,7 @@ def collect(run: Run) -> Collection:
             observer.observe(fresh, scored)
         rollouts, table = rollouts + fresh, table.join(scored)
         keep = method.group_filter(table) & table.learn.any(-1)  # groups with a faulty reward are asked anew
-    run.begin_round(0)
+    run.stream.round = 0
     if not stand_in:
         raise ValueError(f"the sampler named no prompt at step {run.stream.step}, so there is nothing to do")
     kept, learned = pick(rollouts, table, keep)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 
 import torch
+from torch import Tensor
 
 from mmrl.config.registry import Needs
 from mmrl.core.protocols import LogProbs
@@ -79,35 +80,22 @@ def consult(
     """
     others = dict(batch.others)
     for name, policy in policies.items():
-        extra = needs.others.get(name, frozenset())
-        with torch.no_grad():
-            outputs = [
-                (rows, columns, policy(batch.select(rows, columns), extra).detach(), counts)
-                for (rows, columns), counts, _ in even(list(batch.cuts(micro_batch_steps, Unit.STEP)))
-            ]
-        others[name] = _assemble(batch, [output[:3] for output in outputs if output[3]])
+        columns_of: dict[str, Tensor] = {}  # (N, T, ...), filled micro-batch by micro-batch
+        for (rows, steps), counts, _ in even(list(batch.cuts(micro_batch_steps, Unit.STEP))):
+            with torch.no_grad():
+                output = policy(batch.select(rows, steps), needs.others.get(name, frozenset()))
+            for key, value in {"logp": output.logp, **output.extra}.items() if counts else ():
+                if key not in columns_of:
+                    shape = (*batch.mask.shape, *value.shape[2:])
+                    columns_of[key] = value.new_zeros(shape, device="cpu")
+                part = columns_of[key][:, steps]
+                part[rows] = pad_to(value.detach().cpu(), part.shape[1], 1)
+        others[name] = StepOutput(columns_of.pop("logp"), columns_of)
     if "engine" in needs.others:
         old = others["old"].logp
         noted = batch.notes.get("logp", torch.full_like(old, torch.nan))  # demonstrations have no notes
         others["engine"] = StepOutput(torch.where(noted.isnan(), old, noted.to(old)))
     return batch.replace(others=others)
-
-
-def _assemble(batch: Batch, outputs: list) -> StepOutput:
-    """Join outputs for micro-batches, given as (rows, columns, output), in the places of the batch."""
-
-    def whole(parts: list) -> torch.Tensor:
-        first = parts[0][2]
-        out = first.new_zeros((*batch.mask.shape, *first.shape[2:]), device="cpu")
-        for rows, columns, value in parts:
-            out[rows, columns] = pad_to(value.cpu(), out[:, columns].shape[1], 1)
-        return out
-
-    extra = {
-        name: whole([(rows, columns, output.extra[name]) for rows, columns, output in outputs])
-        for name in outputs[0][2].extra
-    }
-    return StepOutput(whole([(rows, columns, output.logp) for rows, columns, output in outputs]), extra)
 
 
 def update(run: Run, batch: Batch) -> None:
@@ -131,6 +119,5 @@ def accumulate(run: Run, part: Batch) -> None:
         micro = micro.on(run.processes.device)
         with run.processes.accumulating(run.policy.module, last):
             loss, metrics = objective(run.policy(micro, needs.extra), micro)
-            run.backward(counts * loss, metrics, counts)
-        if counts:
-            run.guard.note(loss, micro)
+            run.processes.backward(counts * loss)
+        run.guard.note(loss, metrics, micro, counts)

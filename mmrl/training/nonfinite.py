@@ -77,9 +77,10 @@ class Guard:
         """Begin an update."""
         self.current = Update(part, dict(self.meter.sums), self.meter.updates)
 
-    def note(self, loss: Tensor, micro: Batch) -> None:
-        """Remember a micro-batch whose loss is not finite."""
-        if not math.isfinite(float(loss.detach())):
+    def note(self, loss: Tensor, metrics: Mapping[str, Tensor], micro: Batch, counts: float) -> None:
+        """Add the metrics of a micro-batch, and remember it where its loss is not finite."""
+        self.meter.add({"loss": loss, **metrics}, counts)
+        if counts and not math.isfinite(float(loss.detach())):
             self.update.suspects.append(micro)
 
     def forget(self) -> None:
@@ -101,14 +102,12 @@ class Guard:
         wrong = bool(self.update.suspects) or not math.isfinite(norm)
         if not self.processes.any(wrong):
             return True
-        what = f"the gradient of step {self.stream.step} has the norm {norm}"
-        if math.isfinite(norm):
-            what = f"the loss of step {self.stream.step} is not finite"
+        step, learn = self.stream.step, self.config.learn
+        loss, gradient = f"the loss of step {step} is not finite", f"the gradient of step {step} has the norm"
+        what = loss if math.isfinite(norm) else f"{gradient} {norm}"
         rows = self._rows_to_blame()
         self.forget()
         path = self._dump(what, rows)
-        self.written += 1
-        learn = self.config.learn
         if learn.on_nonfinite == "stop":
             raise NotFinite(
                 f"{what}; the step was not taken, and its rows are in '{path}'. Lower learn.learning_rate or "
@@ -178,6 +177,7 @@ class Guard:
             {name: t.detach().cpu().contiguous().clone() for name, t in tensors.items()},
             path.with_suffix(".safetensors"),
         )
+        self.written += 1
         return path
 
     def within_memory(self, work: Callable[[], T]) -> T:

@@ -51,6 +51,8 @@ class Reporter:
         self, config: Config, processes: Processes, stream: Stream, pieces: ReportPieces, quiet: bool = False
     ) -> None:
         self.config, self.processes, self.stream, self.pieces = config, processes, stream, pieces
+        self.folder = Path(config.output_dir)
+        self.cheap = ", ".join(lossy_pieces(config))  # what makes rollouts cheaper than the policy
         self.journal = Journal(self.folder)
         self.warnings = Journal(self.folder, "warnings.jsonl")
         self.console = Console(self.folder.name, config.max_steps, quiet or not processes.main)
@@ -59,16 +61,11 @@ class Reporter:
         self.times: dict[str, float] = {}  # seconds of this step by activity
         self.began = 0.0
 
-    @property
-    def folder(self) -> Path:
-        """The output folder."""
-        return Path(self.config.output_dir)
-
     def begin(self, start: int) -> None:
         """Begin, or resume at a step: later lines of the journals are dropped and trackers are opened."""
         if self.processes.main:
             self.journal.rewind(start)
-            self.records = [self._for_alarms(record) for record in self.journal.read()]
+            self.records = [{**record, "cheap": self.cheap} for record in self.journal.read()]
             self.warnings.rewind(start)
             self.raised = [record["text"] for record in self.warnings.read()]
             self.pieces.trackers.open(self.folder, as_plain(self.config), start, self.console.say)
@@ -120,20 +117,12 @@ class Reporter:
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write a line of the journal, pass it on to trackers, and run the alarms."""
         if self.processes.main:
-            self.records.append(self._for_alarms(self.journal.write({"step": step, **metrics})))
+            self.records.append({**self.journal.write({"step": step, **metrics}), "cheap": self.cheap})
             self.pieces.trackers.write(metrics, step)
-            if len(self.records) == 1 and (sentence := describe_mismatch(metrics, self._cheap)):
+            if len(self.records) == 1 and (sentence := describe_mismatch(metrics, self.cheap)):
                 self.console.say(sentence)
             self._run_alarms(self.records)
         self.console.step(step, metrics)
-
-    @property
-    def _cheap(self) -> str:
-        """The caches and transforms that make rollouts cheaper than the policy."""
-        return ", ".join(lossy_pieces(self.config))
-
-    def _for_alarms(self, record: Mapping[str, Any]) -> dict[str, Any]:
-        return {**record, "cheap": self._cheap}
 
     def _run_alarms(self, records: Sequence[Mapping[str, Any]]) -> None:
         for alarm in self.pieces.alarms:
@@ -142,15 +131,14 @@ class Reporter:
 
     def write_completions(self, step: int, collection: Collection, credit: RewardTable) -> None:
         """Write this process's rollouts of a step with their rewards and advantages."""
-        mine = credit.select(credit.mine)
         if not collection.rollouts:
             return
+        mine = credit.select(credit.mine)
         advantage = mine.values[:, 0].gather(1, mine.last.clamp(min=0)[:, None])[:, 0].tolist()
         part = f"-{self.processes.rank}" if self.processes.world > 1 else ""
         path = self.folder / "completions" / f"completions_{step:06d}{part}.parquet"
         images = keeps_images(step, self.config.max_steps, self.config.report.media_log_steps)
-        table = collection.table.select(collection.table.mine)
-        write_completions(path, collection.rollouts, table, advantage, images=images)
+        write_completions(path, collection.rollouts, collection.table, advantage, images=images)
 
     def leave(self, step: int, why: str) -> None:
         """Stop before the last step, which the same command goes on from."""

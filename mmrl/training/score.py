@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from mmrl.config.binding import Bound
 from mmrl.config.reward_adapters import NotNumbers, handed, one_each, shown, to_float
@@ -35,11 +36,10 @@ def score(
     fails stops the run with `RewardFault`; with `on_error: skip` the whole group is left out of statistics
     and learning.
     """
-    prompts = [row.prompt for row in rollouts for _ in row.outcomes]
-    outcomes = [outcome for row in rollouts for outcome in row.outcomes]
     if not rollouts:
         return RewardTable.empty().replace(rank=rank)
-    columns, faults = {}, {}
+    prompts = [row.prompt for row in rollouts for _ in row.outcomes]
+    outcomes = [outcome for row in rollouts for outcome in row.outcomes]
     before = _versions(outcomes)
     results = _concurrently(rewards, prompts, outcomes)
     if _versions(outcomes) != before:
@@ -47,12 +47,12 @@ def score(
             f"one of the rewards {', '.join(bound.name for bound in rewards)} changed the pixels or times of "
             "outcomes in place, which all rewards and the report share; let it work on a copy"
         )
+    columns, faults = {}, {}
     for bound, result in zip(rewards, results, strict=True):
         columns[bound.name], broken = _checked(bound, result, prompts, outcomes)
         if broken:
             faults[bound.name] = broken
-    table = _lay_out(rollouts, columns, {b.name: b.weight for b in rewards}, rank)
-    table = table.replace(notes=_notes(rollouts, notes))
+    table = _lay_out(rollouts, columns, {bound.name: bound.weight for bound in rewards}, notes, rank)
     return _without_faulty_groups(table, faults) if faults else table
 
 
@@ -60,6 +60,9 @@ def _versions(outcomes: Sequence[Outcome]) -> list[int]:
     """List the version counters of the tensors of outcomes, which grow when one is changed in place."""
     tensors = [t for outcome in outcomes for t in (outcome.image, outcome.video, outcome.times)]
     return [t._version for t in tensors if t is not None and not t.is_inference()]
+
+
+# ---- calling rewards
 
 
 @dataclass(frozen=True)
@@ -89,16 +92,20 @@ def _concurrently(rewards: Sequence[Bound], prompts: list[Prompt], outcomes: lis
         thread.start()
     for thread, limit in zip(threads, limits, strict=True):
         thread.join(max(0.0, began + limit - time.monotonic()))
-    return list(results)
+    return list(results)  # a late thread still writes into the other list
 
 
 def _with_retries(bound: Bound, prompts: list[Prompt], outcomes: list[Outcome], deadline: float) -> _Result:
     """Call a reward, and again up to `retries` times while it raises."""
+
+    async def awaited(result: Awaitable[Any]) -> Any:
+        return await asyncio.wait_for(result, deadline - time.monotonic())
+
     for left in reversed(range(1 + bound.call.get("retries", 0))):
         try:
             result = bound(*handed(prompts, outcomes))
             if inspect.isawaitable(result):
-                result = asyncio.run(_awaited(result, deadline - time.monotonic()))
+                result = asyncio.run(awaited(result))
             return _Result(one_each(result, len(outcomes)))
         except NotNumbers as error:
             return _Result(failure=str(error))
@@ -109,65 +116,62 @@ def _with_retries(bound: Bound, prompts: list[Prompt], outcomes: list[Outcome], 
     raise AssertionError("the last try returns")
 
 
-async def _awaited(result: Awaitable[Any], seconds: float) -> Any:
-    return await asyncio.wait_for(result, seconds)
-
-
 def _checked(
     bound: Bound, result: _Result, prompts: list[Prompt], outcomes: list[Outcome]
 ) -> tuple[Tensor, list[int]]:
     """Convert what a reward returned to (M,) float64, NaN for None, and list the faulty outcomes."""
-    everywhere = list(range(len(outcomes)))
     if result.failure:
-        return _fault(bound, result.failure, everywhere, prompts, outcomes, result.cause)
-    numbers = [to_float(value) for value in result.values]
-    broken = [i for i in everywhere if result.values[i] is not None and not math.isfinite(numbers[i])]
+        what, numbers, broken = result.failure, [math.nan] * len(outcomes), list(range(len(outcomes)))
+    else:
+        numbers = [to_float(value) for value in result.values]
+        broken = [i for i, x in enumerate(numbers) if result.values[i] is not None and not math.isfinite(x)]
+        what = f"gave {shown(result.values[broken[0]])}" if broken else ""
+    if what and bound.call.get("on_error", "raise") != "skip":
+        raise RewardFault(
+            f"reward '{bound.name}' {what}; prompt '{prompts[broken[0]].uid}', outcome "
+            f"{shown(outcomes[broken[0]].text)}. Mend it, or set `on_error: skip` on the reward to drop such "
+            "groups"
+        ) from result.cause
     values = torch.tensor(numbers, dtype=torch.float64)
-    if broken:
-        _, broken = _fault(bound, f"gave {shown(result.values[broken[0]])}", broken, prompts, outcomes)
-        values[broken] = math.nan
-    return values, broken
+    return torch.where(values.isfinite(), values, math.nan), broken
 
 
-def _fault(
-    bound: Bound,
-    what: str,
-    where: Sequence[int],
-    prompts: list[Prompt],
-    outcomes: list[Outcome],
-    cause: BaseException | None = None,
-) -> tuple[Tensor, list[int]]:
-    if bound.call.get("on_error", "raise") == "skip":
-        return torch.full((len(outcomes),), math.nan, dtype=torch.float64), list(where)
-    prompt, text = prompts[where[0]], outcomes[where[0]].text
-    raise RewardFault(
-        f"reward '{bound.name}' {what}; prompt '{prompt.uid}', outcome {shown(text)}. "
-        "Mend it, or set `on_error: skip` on the reward to drop such groups"
-    ) from cause
+# ---- the table
 
 
 def _lay_out(
-    rollouts: Rollouts, columns: dict[str, Tensor], weights: dict[str, float], rank: int
+    rollouts: Rollouts,
+    columns: Mapping[str, Tensor],
+    weights: Mapping[str, float],
+    notes: frozenset[str],
+    rank: int,
 ) -> RewardTable:
-    """Make the table of measured rewards, with the ends and ids of outcomes."""
-    places = max(len(row.outcomes) for row in rollouts)
-    shape = (len(rollouts), places)
-    ends = torch.full(shape, ABSENT)
-    for i, row in enumerate(rollouts):
-        seen = [row.length if outcome.end is None else outcome.end for outcome in row.outcomes]
-        if seen != sorted(seen):
+    """Make the table of measured rewards, with the ends and ids of outcomes and the notes of steps."""
+    ends = []
+    for row in rollouts:
+        ends.append([row.length if outcome.end is None else outcome.end for outcome in row.outcomes])
+        if ends[-1] != sorted(ends[-1]):
             raise ValueError(
-                f"outcomes of prompt '{row.prompt.uid}' must be in order, but their ends are {seen}"
+                f"outcomes of prompt '{row.prompt.uid}' must be in order, but their ends are {ends[-1]}"
             )
-        ends[i, : len(seen)] = torch.tensor(seen)
-    present = ends != ABSENT
+    ends = _padded(ends, ABSENT)
+    present, shape = ends != ABSENT, ends.shape
     scored = {
         name: torch.full(shape, math.nan, dtype=torch.float64).masked_scatter(present, values)
         for name, values in columns.items()
     }
     names = tuple(name for name in columns if weights[name] != 0)
-    nothing = torch.zeros((len(rollouts), 0, places), dtype=torch.float64)  # labels only
+    nothing = torch.zeros((len(rollouts), 0, shape[1]), dtype=torch.float64)  # labels only
     values = torch.stack([scored[name] for name in names], 1) if names else nothing
+    ids = {
+        "group": [name_id(row.group) for row in rollouts],
+        "row": list(range(shape[0])),
+        "on_policy": [int(row.on_policy) for row in rollouts],
+    }
+    tags = {
+        tag: _padded([[name_id(outcome.tags.get(tag, "")) for outcome in row.outcomes] for row in rollouts])
+        for tag in sorted({tag for row in rollouts for outcome in row.outcomes for tag in outcome.tags})
+    }
     return RewardTable(
         values=values.nan_to_num(),
         valid=~values.isnan() & present[:, None],
@@ -175,8 +179,12 @@ def _lay_out(
         scored=scored,
         weights=torch.tensor([weights[name] for name in names], dtype=torch.float64),
         ends=ends,
-        ids=_ids(rollouts, shape),
-        notes={},
+        ids={
+            **{name: torch.tensor(column)[:, None].expand(shape) for name, column in ids.items()},
+            "place": torch.arange(shape[1]).expand(shape),
+            **tags,
+        },
+        notes=_notes(rollouts, notes),
         length=torch.tensor([row.length for row in rollouts]),
         learn=present,
         uids=tuple(row.prompt.uid for row in rollouts),
@@ -185,22 +193,10 @@ def _lay_out(
     )
 
 
-def _ids(rollouts: Rollouts, shape: tuple[int, int]) -> dict[str, Tensor]:
-    def column(values: list[int]) -> Tensor:
-        return torch.tensor(values)[:, None].expand(shape)
-
-    ids = {
-        "group": column([name_id(row.group) for row in rollouts]),
-        "row": column(list(range(shape[0]))),
-        "place": torch.arange(shape[1]).expand(shape),
-        "on_policy": column([int(row.on_policy) for row in rollouts]),
-    }
-    for tag in sorted({tag for row in rollouts for outcome in row.outcomes for tag in outcome.tags}):
-        ids[tag] = torch.zeros(shape, dtype=torch.int64)
-        for i, row in enumerate(rollouts):
-            for k, outcome in enumerate(row.outcomes):
-                ids[tag][i, k] = name_id(outcome.tags.get(tag, ""))
-    return ids
+def _padded(rows: Sequence[Sequence[int]], fill: int = 0) -> Tensor:
+    """Make a table (N, K) of whole numbers from rows of different lengths."""
+    columns = [torch.tensor(row, dtype=torch.int64) for row in rows]
+    return pad_sequence(columns, batch_first=True, padding_value=fill)
 
 
 def _notes(rollouts: Rollouts, names: frozenset[str]) -> dict[str, Tensor]:
@@ -222,8 +218,8 @@ def _without_faulty_groups(table: RewardTable, faults: Mapping[str, list[int]]) 
         faulty = torch.zeros(int(table.present.sum()), dtype=torch.int64)
         faulty[broken] = 1
         marks[f"fault/{name}"] = torch.zeros_like(table.ends).masked_scatter(table.present, faulty)
-    broken = table.group[torch.stack(list(marks.values())).any(0).any(-1)]
-    sound = ~torch.isin(table.group, broken)
+    faulty_groups = table.group[torch.stack(list(marks.values())).any(0).any(-1)]
+    sound = ~torch.isin(table.group, faulty_groups)
     return table.replace(
         ids={**table.ids, **marks},
         valid=table.valid & sound[:, None, None],

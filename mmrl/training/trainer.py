@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from mmrl.config.binding import Pieces
 from mmrl.config.schema import Config
@@ -19,9 +18,9 @@ from mmrl.core.protocols import HeldOut, LogProbs, Observer, Policy, Stateful, T
 from mmrl.core.reward_table import Collection, Measured, RewardTable
 from mmrl.core.rng import Stream
 from mmrl.core.types import Clock
-from mmrl.diagnostics.context import Examined, frozen_adapters
+from mmrl.diagnostics.context import Examined
 from mmrl.reporting.metrics import Journal, describe_measured
-from mmrl.runtime.content_hash import of_prompts, of_tensors, of_weights
+from mmrl.runtime.content_hash import of_tensors, of_weights
 from mmrl.runtime.distributed import Processes
 from mmrl.runtime.fsdp import taken_up
 from mmrl.training.method import Method, through_chain
@@ -93,12 +92,38 @@ class Run:
         """The metrics of every reported step."""
         return self.report.journal
 
-    # ---- called by the loops
-
     @property
     def observers(self) -> list[Observer]:
         """The pieces that see every round of a collection."""
         return list(self.pieces.that_are(Observer).values())
+
+    @property
+    def stateful(self) -> dict[str, Mapping[str, Stateful]]:
+        """The references and the other pieces with a memory, by name or place."""
+        pieces = self.pieces.that_are(Stateful)
+        others = {place: piece for place, piece in pieces.items() if not place.startswith("references.")}
+        return {"references": self.method.references, "pieces": others}
+
+    # ---- called by the loops
+
+    def tick(self, step: int) -> None:
+        """Begin a step: advance random streams, schedules and the learning rate."""
+        self.report.tick()
+        self.stream.step = step
+        clock = Clock(step, self.progress.reported)
+        self.pieces.tick(clock)
+        rate = self.method.learning_rate
+        for group in self.method.optimizer.param_groups:
+            group["lr"] = rate(clock) if callable(rate) else rate
+
+    def acting(self) -> AbstractContextManager:
+        """Sample from the weights of `rollout.policy` inside this context."""
+        name = self.config.rollout.policy
+        return self.method.references[name].acting() if name else nullcontext()
+
+    def advantage(self, table: RewardTable) -> RewardTable:
+        """Turn rewards into advantages by the configured chain."""
+        return through_chain(self.method.chain, table, self.stream.step)
 
     @property
     def others(self) -> dict[str, LogProbs]:
@@ -114,34 +139,6 @@ class Run:
         if learn.num_iterations * learn.minibatches > 1 or acting or {"old", "engine"} & set(names):
             asked["old"] = references.get(acting, self.policy)
         return asked
-
-    def acting(self) -> AbstractContextManager:
-        """Sample from the weights of `rollout.policy` inside this context."""
-        name = self.config.rollout.policy
-        return self.method.references[name].acting() if name else nullcontext()
-
-    def advantage(self, table: RewardTable) -> RewardTable:
-        """Turn rewards into advantages by the configured chain."""
-        return through_chain(self.method.chain, table, self.stream.step)
-
-    def tick(self, step: int) -> None:
-        """Begin a step: advance random streams, schedules and the learning rate."""
-        self.report.tick()
-        self.stream.step = step
-        clock = Clock(step, self.progress.reported)
-        self.pieces.tick(clock)
-        rate = self.method.learning_rate
-        for group in self.method.optimizer.param_groups:
-            group["lr"] = rate(clock) if callable(rate) else rate
-
-    def begin_round(self, number: int) -> None:
-        """Begin a round of a collection; each round has random draws of its own."""
-        self.stream.round = number
-
-    def backward(self, loss: Tensor, metrics: Mapping[str, Tensor], counts: float) -> None:
-        """Back-propagate the loss of a micro-batch and add its metrics."""
-        self.processes.backward(loss)
-        self.guard.meter.add({"loss": loss, **metrics}, counts)
 
     def step_optimizer(self) -> None:
         """Clip gradients, step, zero them, and update moving averages; skip a step that is not finite."""
@@ -163,10 +160,7 @@ class Run:
         config, report = self.config, self.report
         self.guard.end_step()
         if step == 0 and self.processes.main:
-            examined = self._examined(collection)
-            symptoms = [symptom for check in report.pieces.checkups for symptom in check(examined)]
-            for symptom in symptoms:
-                report.warn(symptom.text, by="doctor")
+            self._examine(collection)
         tellers = self.pieces.that_are(Telling).values()
         sources = [self.guard.meter.take(), *(teller.tell() for teller in tellers)]
         numbers = {name: value for source in sources for name, value in source.items()}
@@ -184,10 +178,10 @@ class Run:
         if config.report.log_completions:
             report.write_completions(step, collection, credit)
 
-    def _examined(self, collection: Collection) -> Examined:
-        """Gather what the startup checks read of the first step, which is known already."""
+    def _examine(self, collection: Collection) -> None:
+        """Apply the startup checks to what is known of the first step anyway."""
         method = self.method
-        return Examined(
+        examined = Examined(
             config=self.config,
             policy=method.policy,
             engine=method.engine,
@@ -196,8 +190,10 @@ class Run:
             rollouts=collection.rollouts,
             table=collection.seen,
             untouched=self.untouched or (),
-            idle=frozen_adapters(method.policy.module),
         )
+        for check in self.report.pieces.checkups:
+            for finding in check(examined):
+                self.report.warn(finding.text, by="doctor")
 
     def _measure(self, evaluator: HeldOut) -> Measured:
         measured = evaluator.measure()
@@ -231,13 +227,6 @@ class Run:
         elif name:
             self.progress.best.see(self.progress.step, reported[name], self.config.greater_is_better)
 
-    def name_inputs(self) -> None:
-        """Hash the prompts and media of the run and of its evaluation."""
-        self.progress.inputs = of_prompts(self.pieces.made["data"])
-        if self.evaluator:
-            hashes = of_prompts(self.evaluator.data)
-            self.progress.inputs |= {f"{name} of the evaluation": value for name, value in hashes.items()}
-
     def name_weights(self) -> str:
         """Hash the frozen weights as an input, and return the hash of the trained ones ("" on one process).
 
@@ -248,13 +237,6 @@ class Run:
         base = of_weights(self.policy, [*trained, *self.policy.module.buffers()])
         self.progress.inputs["base model"] = f"frozen weights {base[:16]}" if base else "no frozen weights"
         return of_tensors(trained) if self.processes.world > 1 else ""
-
-    @property
-    def stateful(self) -> dict[str, Mapping[str, Stateful]]:
-        """The references and the other pieces with a memory, by name or place."""
-        pieces = self.pieces.that_are(Stateful)
-        others = {place: piece for place, piece in pieces.items() if not place.startswith("references.")}
-        return {"references": self.method.references, "pieces": others}
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything besides the model that resuming needs. Every process has to call this."""

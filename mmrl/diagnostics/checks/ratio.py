@@ -10,7 +10,7 @@ from torch import Tensor
 from mmrl.config.ranges import NonNegativeFloat
 from mmrl.config.registry import check, find
 from mmrl.diagnostics.context import Examined, Finding, lossy_pieces, spelled
-from mmrl.runtime.modules import dropping, evaluating
+from mmrl.runtime.modules import evaluating
 
 ALIGN = (
     "compare labels (shifted by one?), temperature, guidance and schedule of engine and policy; until then "
@@ -32,7 +32,7 @@ def initial_ratio(
         tolerance: Largest mean absolute difference of log-probabilities, in nats.
         max_kl: Largest KL between an inexact engine and the policy, in nats per step.
     """
-    noted = examined.notes("logp")
+    noted = examined.rows.notes.get("logp")
     if noted is None:
         return
     known = (examined.rows.mask > 0) & ~noted.isnan()
@@ -88,7 +88,11 @@ def _cause(
     with evaluating(policy.module):
         calm = examined.replay()
     if unsteady or _difference(calm, noted, known) <= tolerance:
-        parts = dropping(policy.module)
+        parts = [
+            name or type(part).__name__
+            for name, part in policy.module.named_modules()
+            if part.training and "Dropout" in type(part).__name__ and getattr(part, "p", 0) > 0
+        ]
         cause = f"dropout is on in {spelled(parts)}" if parts else "something in the policy draws numbers"
         return f", because {cause}", "put the model into evaluation mode, or set its dropout to 0"
     if _difference(examined.replay(row_by_row=True), noted, known) <= tolerance:
@@ -97,7 +101,7 @@ def _cause(
             "look at padding, masks and positions; until then lower learn.micro_batch_steps",
         )
     exact = examined.again(dtype="float32")
-    if exact is not None and (fresh := exact.notes("logp")) is not None:
+    if exact is not None and (fresh := exact.rows.notes.get("logp")) is not None:
         defined = (exact.rows.mask > 0) & ~fresh.isnan()
         if _difference(exact.replay(), fresh, defined) <= tolerance:
             dtype = examined.config.policy.options.get("dtype", "its default dtype")

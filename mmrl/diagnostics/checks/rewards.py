@@ -70,13 +70,22 @@ def reward_sanity(examined: Examined) -> Iterator[Finding]:
     A known-good answer is the first recorded one, or the target where that is a text. The weighted sum is
     compared: a single reward may prefer a short answer, or not depend on the prompt.
     """
-    known = [(prompt, good) for prompt in examined.prompts if (good := _good(prompt)) is not None]
-    if not known:
+    prompts = [prompt for prompt in examined.prompts if prompt.answers or type(prompt.target) is str]
+    if not prompts:
         return
-    prompts = [prompt for prompt, _ in known]
-    answers = [good for _, good in known]
-    spoilt = {"an empty one": [_emptied(good) for good in answers]}
-    if len(known) > 1:
+    answers = [prompt.answers[0] if prompt.answers else Outcome(text=prompt.target) for prompt in prompts]
+    # Empty: no text, and images and videos that are black, where an answer has them.
+    empty = [
+        replace(
+            good,
+            text=None if good.text is None else "",
+            image=None if good.image is None else torch.zeros_like(good.image),
+            video=None if good.video is None else torch.zeros_like(good.video),
+        )
+        for good in answers
+    ]
+    spoilt = {"an empty one": empty}
+    if len(prompts) > 1:
         spoilt["one to another prompt"] = [*answers[1:], answers[0]]
     bounds = [bound for bound in examined.rewards if bound.weight]
     good = {bound.name: _measured(bound, prompts, answers) for bound in bounds}
@@ -110,34 +119,17 @@ def _reversed(kind: str, margins: dict[str, torch.Tensor], prompts: Sequence[Pro
         )
 
 
-def _good(prompt: Prompt) -> Outcome | None:
-    if prompt.answers:
-        return prompt.answers[0]
-    return Outcome(text=prompt.target) if type(prompt.target) is str else None
-
-
-def _emptied(answer: Outcome) -> Outcome:
-    """Give an answer with an empty text and black images and videos, where it has them."""
-    blank = {
-        name: torch.zeros_like(value)
-        for name in ("image", "video")
-        if (value := getattr(answer, name)) is not None
-    }
-    return replace(answer, text=None if answer.text is None else "", **blank)
-
-
 def _measured(bound: Bound, prompts: Sequence[Prompt], answers: Sequence[Outcome]) -> torch.Tensor:
     """Compute the rewards of answers; NaN where a reward does not apply or raises."""
+
+    async def awaited(values: Awaitable[Any]) -> Any:
+        return await values
+
     try:
         values = bound(*handed(prompts, answers))
         if inspect.isawaitable(values):
-            values = asyncio.run(_awaited(values))
-        return torch.tensor(
-            [math.nan if value is None else float(value) for value in values], dtype=torch.float64
-        )
+            values = asyncio.run(awaited(values))
+        numbers = [math.nan if value is None else float(value) for value in values]
+        return torch.tensor(numbers, dtype=torch.float64)
     except Exception:  # in training a fault is reported; these answers are not the policy's
         return torch.full((len(prompts),), math.nan, dtype=torch.float64)
-
-
-async def _awaited(values: Awaitable[Any]) -> Any:
-    return await values

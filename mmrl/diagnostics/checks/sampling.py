@@ -79,14 +79,17 @@ def _overwritten(examined: Examined) -> Iterator[Finding]:
 
 
 def _all_alike(examined: Examined) -> bool:
-    answers: dict[str, list[Outcome]] = {}
+    """Return whether there are groups of several sampled answers, and all answers of each are the same."""
+    groups: dict[str, list[Outcome]] = {}
     for row in examined.rollouts:
         if row.on_policy:
-            answers.setdefault(row.group, []).append(row.outcomes[-1])
-    several = [group for group in answers.values() if len(group) > 1]
-    return bool(several) and all(_same(group[0], other) for group in several for other in group[1:])
-
-
-def _same(first: Outcome, other: Outcome) -> bool:
-    media = [(getattr(first, name), getattr(other, name)) for name in ("image", "video")]
-    return first.text == other.text and all(a is b or (a is not None and torch.equal(a, b)) for a, b in media)
+            groups.setdefault(row.group, []).append(row.outcomes[-1])
+    pairs = [(answers[0], other) for answers in groups.values() for other in answers[1:]]
+    return bool(pairs) and all(
+        first.text == other.text
+        and all(
+            a is b or (a is not None and b is not None and torch.equal(a, b))
+            for a, b in ((first.image, other.image), (first.video, other.video))
+        )
+        for first, other in pairs
+    )

@@ -8,40 +8,42 @@ same while the run goes on.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from typing import Any
 
 from mmrl.config.loading import nearest
 from mmrl.config.ranges import NonNegativeFloat, PositiveFloat, PositiveInt
 from mmrl.config.registry import check
 from mmrl.diagnostics.context import Examined, Finding, spelled
+from mmrl.diagnostics.memory_estimates import room
 
 Records = Sequence[Mapping[str, Any]]
 DIFFERENCE = "sampling/sampling_logp_difference/mean"  # between engine and policy
+ADAPTER = ("lora_", "adapter")  # in the names of the parameters of adapters
 Pairs = list[tuple[int, float]]  # step and value
 
 
-def _series(records: Records, name: str) -> tuple[Pairs, list[Finding]]:
-    """The finite values of a metric with their steps; a finding where no record has the metric."""
+def _series(records: Records, name: str) -> Generator[Finding, None, Pairs]:
+    """Return the finite values of a metric with their steps; yield a finding where no record has it."""
     # Evaluations are rare: before the first one their metrics are not missing, only not measured yet.
     evaluated = [r for r in records if any(key.startswith("eval_") for key in r)]
     known = evaluated if name.startswith("eval_") else records
     if known and not any(name in record for record in known):
         hint = nearest(name, known[0])
-        what = f"a check reads '{name}', which the metrics of the run do not have"
-        return [], [Finding(f"{what}; {hint}" if hint else what)]
+        yield Finding(f"a check reads '{name}', which the metrics of the run do not have", hint)
+        return []
     pairs = [(record["step"], record.get(name, math.nan)) for record in records]
-    return [(step, value) for step, value in pairs if math.isfinite(value)], []
+    return [(step, value) for step, value in pairs if math.isfinite(value)]
+
+
+def _mean(pairs: Pairs) -> float:
+    return sum(value for _, value in pairs) / len(pairs)
 
 
 def _averages(pairs: Pairs, window: int) -> Pairs:
     """Averages over `window` records, with the step of the last of them."""
     ends = range(window, len(pairs) + 1)
     return [(pairs[end - 1][0], _mean(pairs[end - window : end])) for end in ends]
-
-
-def _mean(pairs: Pairs) -> float:
-    return sum(value for _, value in pairs) / len(pairs)
 
 
 @check(on="training")
@@ -57,14 +59,12 @@ def reward_hacking(
         of: Held-out metrics without their `eval_`; empty: all that have an interval.
         window: Records over which the reward is averaged at the start and at the end, at most half of all.
     """
-    trained, unknown = _series(records, rising)
-    yield from unknown
+    trained = yield from _series(records, rising)
     names = [f"eval_{name}" for name in of] or sorted(
         {key.removesuffix("/low") for record in records for key in record if key.endswith("/low")}
     )
     for name in names:
-        values, unknown = _series(records, name)
-        yield from unknown
+        values = yield from _series(records, name)
         low = next((record[f"{name}/low"] for record in records if f"{name}/low" in record), math.nan)
         for step, value in values[1:]:
             seen = [pair for pair in trained if pair[0] <= step]
@@ -81,7 +81,7 @@ def reward_hacking(
 @check(on="training")
 def metric_drop(
     records: Records, *, of: str = "reward_std", share: NonNegativeFloat = 0.1, window: PositiveInt = 5
-) -> list[Finding]:
+) -> Iterator[Finding]:
     """Warn if the average of a metric fell below a share of its first average.
 
     Args:
@@ -89,22 +89,19 @@ def metric_drop(
         share: The share of the first average that the metric must keep.
         window: Records per average.
     """
-    pairs, unknown = _series(records, of)
-    averages = _averages(pairs, window)
-    start = averages[0][1] if averages else 0.0
+    averages = _averages((yield from _series(records, of)), window)
     for step, average in averages[window:]:
+        start = averages[0][1]
         if average < share * start:
-            return [
-                Finding(
-                    f"{of} collapsed to {average:.4g} at step {step + 1}; it began at {start:.4g}, and the "
-                    f"bar is {share:g} of that"
-                )
-            ]
-    return unknown
+            yield Finding(
+                f"{of} collapsed to {average:.4g} at step {step + 1}; it began at {start:.4g}, and the "
+                f"bar is {share:g} of that"
+            )
+            return
 
 
 @check(on="training")
-def metric_spike(records: Records, *, of: str, above: float, window: PositiveInt = 1) -> list[Finding]:
+def metric_spike(records: Records, *, of: str, above: float, window: PositiveInt = 1) -> Iterator[Finding]:
     """Warn if the average of a metric rose above a bar.
 
     Args:
@@ -112,17 +109,16 @@ def metric_spike(records: Records, *, of: str, above: float, window: PositiveInt
         above: The bar.
         window: Records per average.
     """
-    pairs, unknown = _series(records, of)
-    for step, average in _averages(pairs, window):
+    for step, average in _averages((yield from _series(records, of)), window):
         if average > above:
-            return [Finding(f"{of} rose to {average:.4g} at step {step + 1}; the bar is {above:g}")]
-    return unknown
+            yield Finding(f"{of} rose to {average:.4g} at step {step + 1}; the bar is {above:g}")
+            return
 
 
 @check(on="training")
 def logprob_mismatch(
     records: Records, *, of: str = DIFFERENCE, tolerance: NonNegativeFloat = 1e-3
-) -> list[Finding]:
+) -> Iterator[Finding]:
     """Warn if engine and policy disagree about log-probabilities at the first reported step.
 
     Before the first update the ratio of policy to engine is 1, whatever the method: a difference is a defect
@@ -131,18 +127,15 @@ def logprob_mismatch(
     below that. An engine that records no log-probabilities gives nothing to compare, and one that is `cheap`
     on purpose (its record says by what) is expected to differ.
     """
-    if records and records[0].get("cheap"):
-        return []
-    pairs, unknown = _series(records[:1], of)
-    for step, value in pairs:
+    first = records[:1]
+    if any(record.get("cheap") or (of == DIFFERENCE and of not in record) for record in first):
+        return
+    for step, value in (yield from _series(first, of)):
         if value > tolerance:
-            return [
-                Finding(
-                    f"the ratio is not 1 at step {step + 1}: log-probabilities of engine and policy differ "
-                    f"by {value:.4g} on average, more than {tolerance:g}"
-                )
-            ]
-    return [] if of == DIFFERENCE else unknown
+            yield Finding(
+                f"the ratio is not 1 at step {step + 1}: log-probabilities of engine and policy differ "
+                f"by {value:.4g} on average, more than {tolerance:g}"
+            )
 
 
 # ---- checks at the start: gradients reach the trained parameters, and the run fits into memory
@@ -157,9 +150,11 @@ def gradient_flow(examined: Examined) -> Iterator[Finding]:
             "see that the forward pass goes through them: adapters switched on, nothing detached or under "
             "no_grad, no part of the model that this data never uses",
         )
-    if examined.idle:
+    frozen = [name for name, p in examined.policy.module.named_parameters() if not p.requires_grad]
+    adapters = [name for name in frozen if any(mark in name for mark in ADAPTER)]
+    if adapters:
         yield Finding(
-            f"{spelled(examined.idle)} look like an adapter and are frozen, while other weights learn",
+            f"{spelled(adapters)} look like an adapter and are frozen, while other weights learn",
             "load the adapter as trainable, or merge it into the weights",
         )
 
@@ -167,12 +162,12 @@ def gradient_flow(examined: Examined) -> Iterator[Finding]:
 @check(on="start")
 def fits_memory(examined: Examined, *, share: PositiveFloat = 0.9) -> Iterator[Finding]:
     """Check that the estimated memory of a run is at most a share of the memory of the machine."""
-    needed = sum(examined.memory.values())
-    if examined.room and needed > share * examined.room:
+    needed, size = sum(examined.memory.values()), room()[0]
+    if size and needed > share * size:
         largest = sorted(examined.memory.items(), key=lambda item: -item[1])[:3]
-        parts = ", ".join(f"{name} {size / 1e9:.3g} GB" for name, size in largest)
+        parts = ", ".join(f"{name} {part / 1e9:.3g} GB" for name, part in largest)
         yield Finding(
-            f"the run wants about {needed / 1e9:.3g} GB of {examined.room / 1e9:.3g} GB; most of it: {parts}",
+            f"the run wants about {needed / 1e9:.3g} GB of {size / 1e9:.3g} GB; most of it: {parts}",
             "train an adapter (policy.lora_rank), lower learn.micro_batch_steps, turn gradient checkpointing "
             "on, let the engine generate fewer rows at once, or shard over more processes",
         )
