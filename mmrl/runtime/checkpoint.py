@@ -43,6 +43,7 @@ def write_state(folder: Path, state: Mapping[str, Any]) -> None:
             lines.append(f"{_sha256(path)}  {path.relative_to(folder).as_posix()}\n")
             flush(path)
     (folder / SUMS).write_text("".join(lines))
+    # Names of new files reach the disk with the folder that has them.
     for path in (folder / SUMS, *filter(Path.is_dir, folder.rglob("*")), folder):
         flush(path)
 

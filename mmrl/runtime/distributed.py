@@ -153,6 +153,7 @@ class Processes:
 
     def _all_bytes(self, data: bytes) -> list[bytes]:
         """Gather bytes of any length from every process, by rank."""
+        # `all_gather` wants equal sizes: lengths are exchanged first, then bytes padded to the longest.
         mine = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(self.device)
         sizes = [torch.zeros(1, dtype=torch.int64, device=self.device) for _ in range(self.world)]
         torch.distributed.all_gather(sizes, torch.tensor([len(mine)], device=self.device))
@@ -170,6 +171,7 @@ class Processes:
         A process without work gets one prompt and False: it has to take part in every forward pass of a
         sharded model, and its rows never enter the table.
         """
+        # Groups stay whole on one process, since advantages compare their rows.
         home = dict(zip(table.uids, table.process.tolist(), strict=True))
         counts = Counter(prompt.uid for prompt in prompts)
         load = [sum(n for uid, n in counts.items() if home.get(uid) == rank) for rank in range(self.world)]
@@ -191,6 +193,7 @@ class Processes:
         table = table.select(torch.tensor(rows, dtype=torch.int64)).replace(rank=self.rank)
         if not len(table):
             return table
+        # Rows are numbered through all processes, as on a single one.
         numbers = torch.arange(len(table))[:, None].expand(table.ends.shape)
         return table.replace(ids={**table.ids, "row": numbers})
 

@@ -56,6 +56,7 @@ def apply_transforms(model: nn.Module, transforms: Sequence[Callable]) -> nn.Mod
 
 def twin(model: nn.Module) -> nn.Module:
     """Copy the modules, settings and hooks of a model; both share the same weight tensors."""
+    # What is in the memo of `deepcopy` counts as copied already, so the copy gets the tensors themselves.
     kept = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
     return copy.deepcopy(model, kept)
 

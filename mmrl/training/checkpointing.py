@@ -118,7 +118,16 @@ def _load_latest(run: Run) -> int:
             refused.append(error.args[0])
             say(f"{error.args[0]}; looking at the one before")
             continue
-        _check_inputs(run, state, folder)
+        then = state.get("inputs", {})
+        if not then:
+            run.report.warn(f"'{folder}' does not record what it was trained on, so that cannot be compared")
+        for name, now in run.progress.inputs.items():
+            if then.get(name, now) != now:
+                raise ConfigError(
+                    f"the {name} of the run changed since '{folder}' was written: {then[name]} then, {now} "
+                    "now; put back what was there, or name another output_dir, or set "
+                    "overwrite_output_dir=true to throw the run away"
+                )
         say(f"going on from {folder}")
         return state["step"]
     with gathered(run.policy.module):
@@ -183,20 +192,6 @@ def _load(run: Run, state: Mapping[str, Any], folder: Path) -> dict[str, Any]:
         raise CheckpointError(f"'{folder}' does not fit this run: {in_one_line(error, 300)}") from error
     base = run.progress.inputs["base model"]
     return {"step": state["step"], "weights taken up": trained, "base model": base}
-
-
-def _check_inputs(run: Run, state: Mapping[str, Any], folder: Path) -> None:
-    """Raise where the data or the base model are not those that the checkpoint was trained on."""
-    then = state.get("inputs", {})
-    if not then:
-        run.report.warn(f"'{folder}' does not record what it was trained on, so that cannot be compared")
-    for name, now in run.progress.inputs.items():
-        if name in then and then[name] != now:
-            raise ConfigError(
-                f"the {name} of the run changed since '{folder}' was written: {then[name]} then, {now} now; "
-                "put back what was there, or name another output_dir, or set overwrite_output_dir=true to "
-                "throw the run away"
-            )
 
 
 # ---- the folder

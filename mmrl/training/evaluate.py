@@ -73,6 +73,7 @@ class Evaluator:
 
         Prompts are drawn with replacement; all tables of the same prompts get the same draws.
         """
+        # Prompts are the independent unit: the answers of one prompt are drawn together.
         _, members = torch.unique(table.group, return_inverse=True)
         rows_of = [(members == group).nonzero()[:, 0] for group in range(int(members.max()) + 1)]
         drawn: dict[str, Tensor] = {}

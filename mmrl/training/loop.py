@@ -102,6 +102,7 @@ def update(run: Run, batch: Batch) -> None:
     """Take one pass over the batch, with an optimizer step for every part."""
     for part in batch.parts(run.config.learn.minibatches):
         part = part.replace(totals=run.processes.rank_mean(part.count()))
+        # Totals are of all processes, so every one skips the same parts.
         if not part.totals.steps:  # the filter dropped everything: there is no direction to step in
             continue
         part = part.replace(weight=run.method.objective.weigh(part))

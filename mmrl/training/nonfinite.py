@@ -231,8 +231,7 @@ def rolling_out(step: int) -> Iterator[None]:
 
 def largest_first(micros: list[Batch]) -> list[Batch]:
     """Sort micro-batches by their steps, so that one that does not fit into memory fails at once."""
-    cost: Callable[[Batch], int] = lambda micro: micro.steps.cost(torch.arange(len(micro)))
-    return sorted(micros, key=cost, reverse=True)
+    return sorted(micros, key=lambda micro: micro.steps.cost(torch.arange(len(micro))), reverse=True)
 
 
 def _described(row: Trajectory) -> dict[str, Any]:

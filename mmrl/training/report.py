@@ -51,15 +51,19 @@ class Reporter:
         self, config: Config, processes: Processes, stream: Stream, pieces: ReportPieces, quiet: bool = False
     ) -> None:
         self.config, self.processes, self.stream, self.pieces = config, processes, stream, pieces
-        self.folder = Path(config.output_dir)
         self.cheap = ", ".join(lossy_pieces(config))  # what makes rollouts cheaper than the policy
-        self.journal = Journal(self.folder)
+        self.journal = Journal(Path(config.output_dir))
         self.warnings = Journal(self.folder, "warnings.jsonl")
         self.console = Console(self.folder.name, config.max_steps, quiet or not processes.main)
         self.records: list[dict[str, Any]] = []  # the journal, as alarms read it
         self.raised: list[str] = []  # the texts of warnings, each once
         self.times: dict[str, float] = {}  # seconds of this step by activity
         self.began = 0.0
+
+    @property
+    def folder(self) -> Path:
+        """The output folder."""
+        return self.journal.path.parent
 
     def begin(self, start: int) -> None:
         """Begin, or resume at a step: later lines of the journals are dropped and trackers are opened."""

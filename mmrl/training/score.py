@@ -53,7 +53,21 @@ def score(
         if broken:
             faults[bound.name] = broken
     table = _lay_out(rollouts, columns, {bound.name: bound.weight for bound in rewards}, notes, rank)
-    return _without_faulty_groups(table, faults) if faults else table
+    if not faults:
+        return table
+    marks = {}
+    for name, broken in faults.items():
+        faulty = torch.zeros(len(outcomes), dtype=torch.int64)
+        faulty[broken] = 1
+        marks[f"fault/{name}"] = torch.zeros_like(table.ends).masked_scatter(table.present, faulty)
+    # A group with a faulty outcome counts in no statistics and is not learned from.
+    faulty_groups = table.group[torch.stack(list(marks.values())).any(0).any(-1)]
+    sound = ~torch.isin(table.group, faulty_groups)
+    return table.replace(
+        ids={**table.ids, **marks},
+        valid=table.valid & sound[:, None, None],
+        learn=table.learn & sound[:, None],
+    )
 
 
 def _versions(outcomes: Sequence[Outcome]) -> list[int]:
@@ -209,19 +223,3 @@ def _notes(rollouts: Rollouts, names: frozenset[str]) -> dict[str, Tensor]:
             if name in row.notes:
                 notes[name][i, : row.length] = row.notes[name].double()
     return notes
-
-
-def _without_faulty_groups(table: RewardTable, faults: Mapping[str, list[int]]) -> RewardTable:
-    """Leave groups with a faulty outcome out of statistics and learning, and mark the faults by reward."""
-    marks = {}
-    for name, broken in faults.items():
-        faulty = torch.zeros(int(table.present.sum()), dtype=torch.int64)
-        faulty[broken] = 1
-        marks[f"fault/{name}"] = torch.zeros_like(table.ends).masked_scatter(table.present, faulty)
-    faulty_groups = table.group[torch.stack(list(marks.values())).any(0).any(-1)]
-    sound = ~torch.isin(table.group, faulty_groups)
-    return table.replace(
-        ids={**table.ids, **marks},
-        valid=table.valid & sound[:, None, None],
-        learn=table.learn & sound[:, None],
-    )

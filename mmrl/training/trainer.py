@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -13,6 +12,7 @@ from typing import Any
 import torch
 
 from mmrl.config.binding import Pieces
+from mmrl.config.loading import nearest
 from mmrl.config.schema import Config
 from mmrl.core.protocols import HeldOut, LogProbs, Observer, Policy, Stateful, Telling
 from mmrl.core.reward_table import Collection, Measured, RewardTable
@@ -219,8 +219,7 @@ class Run:
         """Compare the checkpoint of this moment with the best one so far, by `metric_for_best_model`."""
         name, reported = self.config.metric_for_best_model, self.progress.reported
         if name and name not in reported:
-            near = difflib.get_close_matches(name, reported, 1)
-            hint = f"did you mean '{near[0]}'?" if near else f"there are {', '.join(sorted(reported))}"
+            hint = nearest(name, reported) or f"there are {', '.join(sorted(reported))}"
             self.report.warn(
                 f"'{name}' (metric_for_best_model) is not measured where checkpoints are written; {hint}"
             )

@@ -44,8 +44,9 @@ def initial_ratio(
     if lossy and unsteady <= tolerance:
         gap = torch.where(known.cpu(), logp - noted.cpu().double().nan_to_num(), 0.0).clamp(-20, 20)
         kl = float((gap.exp() - gap - 1).sum() / known.sum())  # k3: exp(d) - d - 1, d the log-ratio
+        # Answers are weighted by the product of their ratios; Kish's share is (sum w)^2 / (n sum w^2).
         weight = gap.sum(1).clamp(-20, 20).exp()
-        share = float(weight.sum() ** 2 / (len(weight) * (weight**2).sum()))  # effective sample size
+        share = float(weight.sum() ** 2 / (len(weight) * (weight**2).sum()))
         what = (
             f"rollouts are cheaper than the policy on purpose ({', '.join(lossy)}): log-probabilities differ "
             f"by {difference:.3g} on average, KL {kl:.3g} nats a step, and weighed answers are worth "
@@ -110,6 +111,7 @@ def _cause(
                 "set policy.dtype=float32, or accept it with objective.step_weight=[truncated_importance] "
                 "and a clip range well above it",
             )
+    # Labels shifted by a step: column t of the policy is compared with column t - shift of the engine.
     steps = known.shape[1]
     for shift, side in ((1, "earlier"), (-1, "later")):
         low, high = max(0, shift), min(steps, steps + shift)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -14,6 +14,9 @@ from mmrl.diagnostics.context import Examined, Finding
 
 MEASURABLE = 30  # steps below which chance explains anything
 STRANGE = 6.0  # standard errors
+# Options that make samples likelier than chance, with the values that do not.
+OFF = {"top_p": 1, "top_k": 0, "min_p": 0}
+GREEDY = ("temperature", 0)
 
 
 @check(on="start")
@@ -32,10 +35,14 @@ def sampling_params(examined: Examined) -> Iterator[Finding]:
     ]
     entropies = [row.notes["entropy"].double() for row in rows if "entropy" in row.notes]
     options = [item for piece in examined.config.rollout.engine for item in piece.options.items()]
-    asked = {name: value for name, value in options if name in _COLDER and _COLDER[name](value)}
+    # A temperature above 0 makes samples likelier too, but it is part of what is recorded.
+    asked = {
+        name: value for name, value in options if (name, value) == GREEDY or value != OFF.get(name, value)
+    }
     if surprises and not asked:
         difference, entropy = torch.cat(surprises), float(torch.cat(entropies).mean())
         mean, count = float(difference.mean()), len(difference)
+        # E[-log p] is the entropy, so the mean difference is 0 but for chance; `error` is its standard error.
         error = float(difference.std()) / math.sqrt(count) if count > 1 else math.inf
         if count >= MEASURABLE and mean < -STRANGE * error and mean < -0.1 * entropy and entropy > 0.01:
             yield Finding(
@@ -51,15 +58,6 @@ def sampling_params(examined: Examined) -> Iterator[Finding]:
             "sample: a group of equal answers has no advantage; set the temperature above 0, and see that "
             "every rollout draws from its own random stream",
         )
-
-
-# Options by which samples may be likelier than chance. A temperature above 0 is part of what is recorded.
-_COLDER: Mapping[str, Callable[[Any], bool]] = {
-    "temperature": lambda value: value == 0,
-    "top_p": lambda value: value != 1,
-    "top_k": lambda value: value != 0,
-    "min_p": lambda value: value != 0,
-}
 
 
 def _overwritten(examined: Examined) -> Iterator[Finding]:
