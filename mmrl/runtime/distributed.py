@@ -78,13 +78,13 @@ class Processes:
             finally:
                 self._watch = None
 
-    def _meeting(self, where: str) -> AbstractContextManager:
+    def meeting(self, where: str) -> AbstractContextManager:
         """Mark a point where all processes wait for each other; one that does not come is reported."""
         return self._watch.meeting(where) if self._watch else nullcontext()
 
     def wait(self) -> None:
         """Wait until every process calls this."""
-        with self._meeting("waiting for all"):
+        with self.meeting("waiting for all"):
             self.accelerator.wait_for_everyone()
 
     @contextmanager
@@ -109,7 +109,7 @@ class Processes:
         """Gather a JSON value from every process, by rank."""
         if self.world == 1:
             return [value]
-        with self._meeting(where):
+        with self.meeting(where):
             return [json.loads(data) for data in self._all_bytes(json.dumps(value).encode())]
 
     def same(self, values: Mapping[str, Any]) -> None:
@@ -185,7 +185,7 @@ class Processes:
     def gather(self, table: RewardTable, order: Sequence[str]) -> RewardTable:
         """Join the tables of all processes, with rows in the order of their prompts."""
         if self.world > 1:
-            with self._meeting("joining reward tables"):
+            with self.meeting("joining reward tables"):
                 tables = [_unpack(data) for data in self._all_bytes(_pack(table))]
             table = reduce(RewardTable.join, filter(len, tables), RewardTable.empty())
         place = {uid: i for i, uid in enumerate(dict.fromkeys(order))}
@@ -259,18 +259,18 @@ class Processes:
     def whole(self, module: nn.Module) -> Iterator[None]:
         """Unshard all weights inside this context, for generation."""
         with ExitStack() as stack:
-            with self._meeting("gathering weights"):
+            with self.meeting("gathering weights"):
                 stack.enter_context(unsharded(module, again=self._reshards))
             yield
 
     def backward(self, loss: Tensor) -> None:
         """Back-propagate a loss."""
-        with self._meeting("exchanging gradients"):
+        with self.meeting("exchanging gradients"):
             self.accelerator.backward(loss)
 
     def clip(self, parameters: Sequence[nn.Parameter], max_norm: float) -> float:
         """Clip the norm of all gradients together (0: no limit), and return the norm before clipping."""
-        with self._meeting("measuring gradients"):
+        with self.meeting("measuring gradients"):
             return float(self.accelerator.clip_grad_norm_(parameters, max_norm or float("inf")))
 
 

@@ -103,8 +103,9 @@ class Guard:
         if not self.processes.any(wrong):
             return True
         step, learn = self.stream.step, self.config.learn
-        loss, gradient = f"the loss of step {step} is not finite", f"the gradient of step {step} has the norm"
-        what = loss if math.isfinite(norm) else f"{gradient} {norm}"
+        what = f"the loss of step {step} is not finite"
+        if not math.isfinite(norm):
+            what = f"the gradient of step {step} has the norm {norm}"
         rows = self._rows_to_blame()
         self.forget()
         path = self._dump(what, rows)
