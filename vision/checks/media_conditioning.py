@@ -9,7 +9,7 @@ from mmrl.config.ranges import PositiveInt
 from mmrl.config.registry import check
 from mmrl.core.types import Prompt
 from mmrl.diagnostics.context import Examined, Finding
-from mmrl.vision.media.corruptions import map_frames
+from mmrl.vision.media.prompts import map_frames
 
 
 @check(on="start")
