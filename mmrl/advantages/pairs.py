@@ -35,11 +35,11 @@ def best_vs_worst(
     pair = torch.zeros_like(best)
     for sign, extreme in ((1.0, best), (-1.0, worst)):
         candidates = apart & (table.values == extreme)
-        first = candidates & (order == GroupStatistics.of(order, candidates, index).smallest())
+        first = candidates & (order == GroupStatistics(order, candidates, index).smallest())
         pair = torch.where(first, sign, pair)
     if length_ratio:
         steps = table.length.double()[:, None, None].expand_as(pair)
-        lengths = GroupStatistics.of(steps, pair != 0, index)
+        lengths = GroupStatistics(steps, pair != 0, index)
         pair = torch.where(lengths.largest() <= length_ratio * lengths.smallest(), pair, 0.0)
     return table.replace(values=pair, learn=table.learn & pair.any(1))
 

@@ -144,7 +144,7 @@ def tempsamp_anchor(
     so is the demonstration's advantage; where no row is sampled, the demonstration keeps its advantage.
     """
     sampled = (table.ids["on_policy"] == 1)[:, None]
-    best = GroupStatistics.of(table.values, sampled & table.valid, table.index(by)).largest()
+    best = GroupStatistics(table.values, sampled & table.valid, table.index(by)).largest()
     anchored = torch.where(best.isfinite(), lambda_off * best, table.values)
     return table.put(torch.where(sampled, table.values, anchored))
 

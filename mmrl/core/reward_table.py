@@ -53,9 +53,17 @@ class GroupStatistics:
         """Compute the standard deviations; 0 for fewer than two entries."""
         return self._over(partial(group_std, unbiased=unbiased))
 
+    def largest(self) -> Tensor:
+        """Find the largest values."""
+        return self._over(group_extreme)
+
+    def smallest(self) -> Tensor:
+        """Find the smallest values."""
+        return self._over(partial(group_extreme, largest=False))
+
     def flat(self) -> Tensor:
         """Return whether all entries of a group are equal, so that there is nothing to compare."""
-        return self._over(group_extreme) - self._over(partial(group_extreme, largest=False)) <= EQUAL
+        return self.largest() - self.smallest() <= EQUAL
 
 
 @dataclass(frozen=True)

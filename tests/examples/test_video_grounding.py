@@ -42,7 +42,7 @@ def test_the_page_needs_nothing_but_itself(finished):
     # Strips of held-out clips: a true span and three answers each.
     assert page.count("<b style='color:#2b8a3e'>true</b>") == 4
     assert page.count("data:image/jpeg;base64,") == 4 * 16
-    for words in ("tempsamp_r1", "grpo", "cold_start", "entropy", "answer length", "divergence"):
+    for words in ("tempsamp_r1", "grpo", "cold_start", "entropy", "steps of a rollout", "divergence"):
         assert words in page
 
 
