@@ -89,7 +89,7 @@ BY = ("group", "place", "twin")
 
 
 def test_the_twin_of_the_best_row_is_one_more_worse_row():
-    # two answers and their twins behind a spoilt picture, which have the same rewards
+    # two answers and their twins behind a spoilt image, which have the same rewards
     table = reward_table([0.2, 0.9, 0.2, 0.9], tags={"twin": ["", "", "crop", "crop"]})
     table = corrupted_as_rejected(best_vs_worst(table, by=BY))
     assert table.values[:, 0, 0].tolist() == [-1, 1, 0, -1]

@@ -58,7 +58,7 @@ def llava(heads: int = 4, shared: int = 2, layers: int = 2, size: int = 16):
 
 
 def prompts(num: int = 8) -> list[dict[str, Tensor]]:
-    """Make prompts of different lengths, with no, one or two pictures of 16 tokens in different places."""
+    """Make prompts of different lengths, with no, one or two images of 16 tokens in different places."""
     generator = torch.Generator().manual_seed(1)
 
     def words(many: int) -> list[int]:

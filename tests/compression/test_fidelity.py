@@ -123,7 +123,7 @@ def test_the_gate_measures_what_transforms_change_as_well(model, capsys):
     found = gate(model, asked(), None, num_tokens=4, cheaper=whole)
     assert (found.agreement, found.num_tokens) == (1.0, 12) and abs(found.kl) < 1e-12
     assert capsys.readouterr().out.startswith("cheaper model: 100.0%")
-    # A layer in two holds no picture of 16 tokens; there is one in the first prompt and in the last, two in
+    # A layer in two holds no image of 16 tokens; there is one in the first prompt and in the last, two in
     # the other.
     found = measure(model, asked(), None, num_tokens=4, cheaper=half)
     lengths = [one["input_ids"].shape[1] - 1 + 4 for one in asked()]

@@ -82,7 +82,7 @@ CASES = {
 
 
 def picture(text=10):
-    """One row: a picture of 7 by 7 patches behind three words."""
+    """One row: a image of 7 by 7 patches behind three words."""
     ids = torch.randint(20, 200, (1, 49 + text), generator=torch.Generator().manual_seed(0))
     ids[:, 3:52] = 250
     return {"input_ids": ids, "pixel_values": torch.randn(1, 3, 98, 98)}

@@ -81,7 +81,7 @@ def test_the_fused_path_is_that_over_dense_tensors(model, options):
     assert_close(*said, rtol=0, atol=1e-10)
 
 
-def test_rows_without_a_picture_keep_every_logit(model):
+def test_rows_without_a_image_keep_every_logit(model):
     inputs, answer = batch(prompts()), answers(8)
     said = read(model, inputs, visual_quant(*masks(model, inputs), nbits=1), answer)
     gap = (said - full(model, inputs, answer)).abs().amax((1, 2))

@@ -24,7 +24,7 @@ def model():
 OPTIONS = {"window": 50, "threshold": 0.01, "pool": 1}
 
 
-def test_a_token_scores_what_the_text_behind_the_picture_pays_it():
+def test_a_token_scores_what_the_text_after_the_image_pays_it():
     # One head, two visual tokens, two words behind them. Keys are unit vectors, queries log-weights: the
     # first word pays 1/2, 1/4, 1/4 to what it sees, the second 1/8, 1/8, 1/2, 1/4.
     keys = torch.eye(4, dtype=torch.float64)[None, None]

@@ -62,7 +62,7 @@ def test_a_held_out_metric_that_falls_while_the_reward_rises_is_told_once():
     assert [reward_hacking(records[:n]) for n in range(7)] == [[]] * 5 + [said] * 2
 
 
-def test_a_fall_inside_the_interval_or_without_a_rise_is_no_alarm():
+def test_a_fall_inside_the_interval_or_without_a_rise_is_no_warning():
     assert reward_hacking(journal(reward=RISING, **held_out([1.0, None, 0.95, None, 0.91]))) == []
     assert reward_hacking(journal(reward=RISING[::-1], **held_out([1.0, None, 0.5, None, 0.4]))) == []
     assert reward_hacking(journal(reward=[0.5] * 6, **held_out([1.0, None, None, None, None, 0.4]))) == []
@@ -196,7 +196,7 @@ def said(monkeypatch):
     return lines
 
 
-def test_an_alarm_is_said_once_and_stands_at_the_head_of_the_page(tmp_path, said):
+def test_a_warning_is_said_once_and_stands_at_the_head_of_the_page(tmp_path, said):
     run = toy_run(tmp_path, report={"checks": [ALWAYS], "trackers": []}, max_steps=3)
     train(run)
     assert [line for line in said if line.startswith("warning")] == [
@@ -208,7 +208,7 @@ def test_an_alarm_is_said_once_and_stands_at_the_head_of_the_page(tmp_path, said
     assert text.count("<li>smoke &lt; 1</li>") == text.count("<li>smoke: at step 1</li>") == 1
 
 
-def test_a_run_without_alarms_has_no_box(tmp_path, said):
+def test_a_run_without_warnings_has_no_box(tmp_path, said):
     run = toy_run(tmp_path, report={"trackers": []}, max_steps=1)
     train(run)
     assert ">Warnings during training<" not in (tmp_path / "report.html").read_text()

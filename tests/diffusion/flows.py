@@ -43,7 +43,7 @@ def flow(
 
 
 def denoise(policy: Any, stream: Stream | None = None, **options: Any):
-    """Make the engine, for pictures of 32 pixels in a few steps without guidance."""
+    """Make the engine, for images of 32 pixels in a few steps without guidance."""
     usual = {"height": 32, "width": 32, "num_inference_steps": 4, "guidance_scale": 1.0}
     return make("engine", "diffusion.denoise", policy, stream=stream, **{**usual, **options})
 
@@ -58,7 +58,7 @@ def asked(*texts: str, num: int = 1, answers: Sequence[Outcome] = ()) -> list[Pr
 
 
 def data(*, num: int = 2) -> list[Prompt]:
-    """Give prompts to a run, each with a recorded picture."""
+    """Give prompts to a run, each with a recorded image."""
     return asked(*(f"p{i}" for i in range(num)), answers=[Outcome(image=picture(1))])
 
 

@@ -1,4 +1,4 @@
-"""Captioned pictures, the tiny flow model and the contrastive model come out as what others read."""
+"""Captioned images, the tiny flow model and the contrastive model come out as what others read."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def captioned(data_set, tmp_path_factory):
     return folder, EasyVqaCaptions(source=str(data_set), side=16).build(folder)
 
 
-def test_captioned_pictures_are_read_by_both_data_sets(captioned):
+def test_captioned_images_are_read_by_both_data_sets(captioned):
     folder, counts = captioned
     assert counts == {"train_images": 3, "test_images": 3, "captions": 3}
     found = images(path=str(folder / "train.jsonl"), root=str(folder))
@@ -183,9 +183,9 @@ class Towers:
         return self.texts[tokens]
 
 
-def test_contrast_counts_all_pictures_of_a_caption_as_right():
-    # Two pictures of caption 0 on its axis, one of caption 1 on the other; caption 2 is not asked. The logit
-    # of a picture and its caption is 1, any other 0. Captions given pictures: ln(1 + 1/e). The other way,
+def test_contrast_counts_all_images_of_a_caption_as_right():
+    # Two images of caption 0 on its axis, one of caption 1 on the other; caption 2 is not asked. The logit
+    # of a image and its caption is 1, any other 0. Captions given images: ln(1 + 1/e). The other way,
     # caption 0 has e, e and 1 to share, each right by half: ln(2e + 1) - 1; caption 1: ln(e + 2) - 1.
     towers = Towers(torch.eye(3))
     loss = contrastive_loss(towers, torch.eye(3)[[0, 0, 1]], torch.arange(3), torch.tensor([0, 0, 1]))

@@ -1,4 +1,4 @@
-"""Prompts and pictures are read as they stand, and what is wrong with a file is said with its line."""
+"""Prompts and images are read as they stand, and what is wrong with a file is said with its line."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def file(tmp_path):
 
 @pytest.fixture
 def root(tmp_path):
-    """A folder with three pictures of one grey each: 10, 20 and 30."""
+    """A folder with three images of one grey each: 10, 20 and 30."""
     for i, shade in enumerate((10, 20, 30)):
         Image.new("RGB", (4, 2), (shade,) * 3).save(tmp_path / f"{i}.png")
     return str(tmp_path)
@@ -89,14 +89,14 @@ def test_a_file_that_is_not_utf_8_or_not_there_is_an_error(tmp_path):
         prompts(path=str(tmp_path / "q.txt"))
 
 
-# ---- pictures
+# ---- images
 
 
 def shades(prompt):
     return [int(answer.image[0, 0, 0]) for answer in prompt.answers]
 
 
-def test_a_picture_is_a_demonstration_with_score_1(file, root):
+def test_a_image_is_a_demonstration_with_score_1(file, root):
     (prompt,) = images(path=file({"caption": "grey", "image": "1.png"}), root=root)
     assert prompt.text == "grey" and len(prompt.answers) == 1
     (answer,) = prompt.answers
@@ -111,7 +111,7 @@ def test_a_pair_is_chosen_then_rejected(file, root):
     assert [answer.recorded["score"] for answer in prompt.answers] == [1.0, 0.0]
 
 
-def test_a_pool_has_a_score_for_each_picture_by_the_name_of_a_reward(file, root):
+def test_a_pool_has_a_score_for_each_image_by_the_name_of_a_reward(file, root):
     pool = {"prompt": "grey", "images": ["0.png", "1.png", "2.png"]}
     rows = [
         {**pool, "scores": [0.5, 2, -1]},
@@ -126,14 +126,14 @@ def test_a_pool_has_a_score_for_each_picture_by_the_name_of_a_reward(file, root)
     assert shades(found[0]) == [10, 20, 30]
 
 
-def test_pictures_are_decoded_when_somebody_looks(file, root, tmp_path):
+def test_images_are_decoded_when_somebody_looks(file, root, tmp_path):
     (prompt,) = images(path=file({"prompt": "grey", "image": "1.png"}), root=root)
     (tmp_path / "1.png").write_bytes(b"no picture")
     with pytest.raises(RowError, match="cannot decode"):
         prompt.answers[0]
 
 
-def test_pictures_are_cut_around_the_middle_and_resized(file, tmp_path):
+def test_images_are_cut_around_the_middle_and_resized(file, tmp_path):
     wide = Image.new("RGB", (6, 2), "red")
     wide.paste((0, 0, 255), (2, 0, 4, 2))
     wide.save(tmp_path / "w.png")
@@ -143,7 +143,7 @@ def test_pictures_are_cut_around_the_middle_and_resized(file, tmp_path):
     assert (image[2] == 255).all() and (image[0] == 0).all()  # the middle third alone
 
 
-def test_what_is_transparent_becomes_white_and_pictures_stand_upright(file, tmp_path):
+def test_what_is_transparent_becomes_white_and_images_stand_upright(file, tmp_path):
     Image.new("RGBA", (2, 2), (0, 0, 0, 0)).save(tmp_path / "t.png")
     turned = Image.Exif()
     turned[0x0112] = 6  # a quarter turn
@@ -160,7 +160,7 @@ def test_every_missing_file_is_named_at_once(file, root):
         images(path=file(*rows), root=root)
 
 
-def test_a_path_may_not_leave_the_root_and_a_picture_not_pass_its_limit(file, root):
+def test_a_path_may_not_leave_the_root_and_a_image_not_pass_its_limit(file, root):
     with pytest.raises(RowError, match="leaves its root"):
         images(path=file({"prompt": "a", "image": "../0.png"}), root=root)
     (prompt,) = images(path=file({"prompt": "a", "image": "0.png"}), root=root, max_pixels=7)
@@ -181,7 +181,7 @@ def test_a_path_may_not_leave_the_root_and_a_picture_not_pass_its_limit(file, ro
         ({"image": "0.png"}, r"wanted a key 'prompt' or 'caption'"),
     ],
 )
-def test_a_wrong_row_of_pictures_is_named_with_its_line(file, root, row, message):
+def test_a_wrong_row_of_images_is_named_with_its_line(file, root, row, message):
     with pytest.raises(RowError, match=message):
         images(path=file(row), root=root)
 
@@ -193,7 +193,7 @@ def test_a_size_wants_both_sides_and_a_file_some_row(file, root):
         images(path=file(), root=root)
 
 
-def test_the_engine_stored_reads_pictures_in_order(file, root):
+def test_the_engine_stored_reads_images_in_order(file, root):
     from mmrl.core.rng import Stream
     from mmrl.engines.dataset_answers import Offline
 

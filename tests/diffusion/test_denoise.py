@@ -21,7 +21,7 @@ WHOLE = {"solver": "diffusion.flow_sde"}
 
 
 def known(likelihood="diffusion.matching", **options):
-    """Make an engine over the flow of normal data, for pictures of 4 numbers."""
+    """Make an engine over the flow of normal data, for images of 4 numbers."""
     return denoise(Known(likelihood=likelihood), **{"height": 2, "width": 2, **options})
 
 
@@ -135,7 +135,7 @@ def test_a_path_is_made_of_the_solvers_steps_and_their_densities_are_noted(name)
 
 
 @pytest.mark.parametrize("name", ["flow_sde", "dance_sde"])
-def test_pictures_of_many_stochastic_steps_are_distributed_as_the_data(name):
+def test_images_of_many_stochastic_steps_are_distributed_as_the_data(name):
     given = {"name": f"diffusion.{name}", "noise_level": 0.4}
     engine = walking(solver=given, num_inference_steps=150, height=60, width=60)
     made = engine.rollout(asked("0.5"))[0].steps.path
@@ -146,7 +146,7 @@ def test_pictures_of_many_stochastic_steps_are_distributed_as_the_data(name):
         assert abs(made[i].var() / variance - 1) < 5 * math.sqrt(2 / 3600) + 0.03
 
 
-def test_noise_near_0_makes_the_deterministic_picture():
+def test_noise_near_0_makes_the_deterministic_image():
     still = paths(known().rollout(asked("0.5")))[:, -1]
     for name in SOLVERS:
         engine = walking(solver={"name": f"diffusion.{name}", "noise_level": 1e-6})

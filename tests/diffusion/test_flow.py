@@ -211,7 +211,7 @@ def test_texts_too_long_name_the_prompt(walker):
 # ---- recorded answers
 
 
-def test_a_recorded_picture_is_a_row_without_a_path(matcher):
+def test_a_recorded_image_is_a_row_without_a_path(matcher):
     shown = Outcome(image=picture())
     (prompt,) = asked("a cat", answers=[shown])
     row = matcher.encode(prompt, shown)
@@ -222,7 +222,7 @@ def test_a_recorded_picture_is_a_row_without_a_path(matcher):
         assert matcher(matcher.collate((row, row))).logp.isfinite().all()
 
 
-def test_stored_pictures_and_rollouts_of_guidance_1_are_learned_from_together(matcher):
+def test_stored_images_and_rollouts_of_guidance_1_are_learned_from_together(matcher):
     prompts = asked(*TEXTS, num=2, answers=[Outcome(image=picture())])
     engine = make("engine", "with_demos", denoise(matcher, solver="diffusion.flow_sde"), per_group=1)
     rows = engine.rollout(prompts)
@@ -241,18 +241,18 @@ def test_a_recorded_video_is_a_row(checkpoint):
     assert row.steps.path.shape == (1, 4, 2, 4, 4)
 
 
-def test_recorded_answers_that_hold_no_picture_are_refused(matcher):
+def test_recorded_answers_that_hold_no_image_are_refused(matcher):
     with pytest.raises(ValueError, match="answer of prompt 'a cat' holds neither an image nor a video"):
         matcher.encode(*asked("a cat"), Outcome(text="meow"))
 
 
-def test_recorded_pictures_are_no_stochastic_steps(walker):
+def test_recorded_images_are_no_stochastic_steps(walker):
     row = walker.encode(*asked("a cat"), Outcome(image=picture()))
     with pytest.raises(ValueError, match="prompt 'a cat' holds no stochastic steps: a recorded image"):
         walker.collate((row,))
 
 
-def test_pictures_of_two_sizes_are_refused(matcher):
+def test_images_of_two_sizes_are_refused(matcher):
     rows = tuple(matcher.encode(*asked("a cat"), Outcome(image=picture(side=side))) for side in (32, 64))
     with pytest.raises(ValueError, match=r"one guidance scale and size, .*\(4, 4, 4\).*\(4, 8, 8\)"):
         matcher.collate(rows)

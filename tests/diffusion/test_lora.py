@@ -47,7 +47,7 @@ def with_network(pipe, network):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_saved_adapter_makes_the_same_pictures_in_a_plain_pipeline(pipeline, checkpoint, tmp_path, name):
+def test_a_saved_adapter_makes_the_same_images_in_a_plain_pipeline(pipeline, checkpoint, tmp_path, name):
     pipe = pipeline(name)
     latents = noise(shape_of(name, pipe))
     network = adapted(pipe)

@@ -100,7 +100,7 @@ def test_the_published_vector(weighting, logp, generator, monkeypatch):
 # ---- what is said
 
 
-def test_states_mix_picture_and_noise_and_the_target_leads_back(generator):
+def test_states_mix_image_and_noise_and_the_target_leads_back(generator):
     rows = [row(generator) for _ in range(3)]
     steps = collated(rows, draws=4)
     latents, times = steps.states()
@@ -206,8 +206,8 @@ def test_what_rows_of_a_group_share(generator, options, times, noise):
     assert not torch.equal(drawn_noise[0, 0], drawn_noise[0, 1])
 
 
-def test_recorded_pictures_and_rollouts_make_one_table(generator):
-    # A row that kept its path or recorded steps is read by its picture all the same.
+def test_recorded_images_and_rollouts_make_one_table(generator):
+    # A row that kept its path or recorded steps is read by its image all the same.
     walked = row(generator, at=(0, 1))
     steps = collated([recorded(generator), row(generator), walked], time_type="uniform", draws=2)
     assert_close(steps.clean[2], walked.path[-1])
@@ -336,7 +336,7 @@ def test_more_segments_than_frames_are_refused(generator):
         collated(film(generator, frames=2), draws=1, segments=3)
 
 
-def test_pictures_have_no_segments(generator):
+def test_images_have_no_segments(generator):
     with pytest.raises(ValueError, match=r"`segments` is 2, but of the 1 frames in latents of \(2, 3, 4\)"):
         collated([row(generator)], draws=1, segments=2)
 

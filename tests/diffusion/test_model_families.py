@@ -104,7 +104,7 @@ def test_a_pipeline_without_an_autoencoder_loads_back_and_works_on_pixels(checkp
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_guidance_and_the_text_change_the_picture(pipeline, name):
+def test_guidance_and_the_text_change_the_image(pipeline, name):
     pipe = pipeline(name)
     latents = noise(shape_of(name, pipe), 1).repeat(2, *[1] * len(shape_of(name, pipe)))
     plain, led = ours(name, pipe, latents, 1.0), ours(name, pipe, latents, 4.0)
@@ -154,7 +154,7 @@ def test_a_condition_does_not_depend_on_its_neighbours(pipeline, name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_compressed_pictures_have_the_shape_of_latents_and_decode_to_pictures(pipeline, name):
+def test_compressed_images_have_the_shape_of_latents_and_decode_to_images(pipeline, name):
     pipe = pipeline(name)
     family, shape = family_for(pipe), shape_of(name, pipe)
     frames = (5,) if name == "wan" else ()
@@ -208,7 +208,7 @@ def test_sizes_that_do_not_divide_are_refused(pipeline, name, height, width, mul
 
 
 @pytest.mark.parametrize("name", ["flux", "qwen_image", "sana"])
-def test_models_of_pictures_refuse_frames(pipeline, name):
+def test_models_of_images_refuse_frames(pipeline, name):
     pipe = pipeline(name)
     with pytest.raises(ValueError, match="num_frames"):
         family_for(pipe).latent_shape(pipe, 64, 64, 5)

@@ -1,4 +1,4 @@
-"""Rows that start from a recorded picture or video."""
+"""Rows that start from a recorded image or video."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def test_rows_are_learned_from_by_matching(policy):
     assert_close(batch.steps.clean, finished(rows))
 
 
-def test_stochastic_steps_behind_the_start_are_recorded_in_their_places(checkpoint):
+def test_stochastic_steps_after_the_start_are_recorded_in_their_places(checkpoint):
     policy = flow(checkpoint("sd3"))
     wrapped = {"solver": "diffusion.flow_sde", "stochastic": (4, 6), "num_inference_steps": 7}
     engine = engine_of(policy, **wrapped)

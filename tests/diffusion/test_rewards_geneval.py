@@ -149,7 +149,7 @@ def one_dog(picture, asked):
     return {"dog": [{"box": [0, 0, 1, 1], "score": float(picture[0, 0, 0]) / 255}]}
 
 
-def test_a_detector_looks_at_the_picture():
+def test_a_detector_looks_at_the_image():
     prompt = asking([{"class": "dog", "count": 1}], "single_object")
     images = [torch.full((3, 4, 4), value, dtype=torch.uint8) for value in (200, 10)]
     reward = Geneval(detector=f"{__name__}:one_dog")

@@ -345,7 +345,7 @@ def test_image_reward_reads_the_prompt_while_looking(judged, pictures):
     outcomes = [Outcome(image=picture) for picture in pictures]
     values = reward(PROMPTS, outcomes)
     assert values == pytest.approx(wanted, abs=1e-5)
-    # Both the picture and the prompt matter: the encoders are joined.
+    # Both the image and the prompt matter: the encoders are joined.
     swapped = reward(PROMPTS, outcomes[1:] + outcomes[:1])
     assert all(abs(a - b) > 1e-4 for a, b in zip(values, swapped, strict=True))
     assert abs(values[0] - reward([asking("two dogs")], outcomes[:1])[0]) > 1e-4

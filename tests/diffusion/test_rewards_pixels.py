@@ -1,4 +1,4 @@
-"""Rewards and labels of pictures that need no model."""
+"""Rewards and labels of images that need no model."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_jpeg_size_is_in_kilobytes_at_quality_95(generator):
     assert compressible == [pytest.approx(-kilobytes / 500)]
 
 
-def test_noise_is_large_and_a_flat_picture_small(generator):
+def test_noise_is_large_and_a_flat_image_small(generator):
     outcomes = [Outcome(image=noise(generator)), Outcome(image=flat(90, (64, 64)))]
     large, small = jpeg_compressibility([PROMPT] * 2, outcomes)
     assert large > 5 * small
@@ -43,7 +43,7 @@ def test_noise_is_large_and_a_flat_picture_small(generator):
     assert worst < best < 0
 
 
-def test_pictures_that_are_none_are_errors():
+def test_images_that_are_none_are_errors():
     for reward in (jpeg_compressibility, clipped_pixels, pairwise_diversity):
         with pytest.raises(ValueError, match="an outcome of prompt 'p' has neither an image nor a video"):
             reward([PROMPT], [Outcome(text="a dog")])
@@ -73,14 +73,14 @@ def test_saturation_is_the_share_of_values_at_both_ends():
 
 
 def test_diversity_is_the_mean_distance_to_the_others_of_a_prompt():
-    # In [0, 1] the pictures of p stand at 0, .2 and 1: mean distances .6, .5 and .9. The one of q is alone.
+    # In [0, 1] the images of p stand at 0, .2 and 1: mean distances .6, .5 and .9. The one of q is alone.
     pictures = [flat(0), flat(51), flat(7), flat(255)]
     given = pairwise_diversity([PROMPT, PROMPT, OTHER, PROMPT], [Outcome(image=p) for p in pictures])
     assert given == [pytest.approx(0.6), pytest.approx(0.5), None, pytest.approx(0.9)]
     assert pairwise_diversity([PROMPT] * 2, [Outcome(image=flat(9))] * 2) == [0.0, 0.0]
 
 
-def test_diversity_compares_pictures_of_one_place_whatever_their_size():
+def test_diversity_compares_images_of_one_place_whatever_their_size():
     outcomes = [
         Outcome(image=flat(0), end=1),
         Outcome(image=flat(51), end=2),
@@ -90,10 +90,10 @@ def test_diversity_compares_pictures_of_one_place_whatever_their_size():
     assert pairwise_diversity([PROMPT] * 4, outcomes) == pytest.approx([1.0, 0.2, 1.0, 0.2])
 
 
-def test_diversity_sees_where_pictures_differ():
+def test_diversity_sees_where_images_differ():
     left, right = flat(0), flat(0)
     left[:, :, :16], right[:, :, 16:] = 255, 255
-    # Every pixel differs by 1, though the means of both pictures are equal.
+    # Every pixel differs by 1, though the means of both images are equal.
     assert pairwise_diversity([PROMPT] * 2, [Outcome(image=left), Outcome(image=right)]) == pytest.approx(
         [1.0, 1.0]
     )

@@ -1,4 +1,4 @@
-"""The text of a picture against what its prompt asks for: worked numbers on strings, and real recognition."""
+"""The text of a image against what its prompt asks for: worked numbers on strings, and real recognition."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from mmrl.core.types import Message, Outcome, Part, Prompt
 from mmrl.diffusion.rewards.text_in_image import TextInImage, edit_distance, quoted, text_match
 
-# What the recogniser below "reads": a picture's first value chooses.
+# What the recogniser below "reads": a image's first value chooses.
 READ: dict[int, list[tuple[str, float]]] = {
     0: [],
     1: [("HELLO ", 0.9), ("world", 0.2)],
@@ -90,7 +90,7 @@ def test_the_text_stands_between_the_first_two_quotes():
             quoted(asking(text))
 
 
-# ---- pictures
+# ---- images
 
 
 def test_what_is_recognised_is_joined(reward):

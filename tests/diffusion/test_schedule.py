@@ -66,7 +66,7 @@ def test_times_that_a_pipeline_gives_are_shifted_by_its_scheduler():
     assert_close(scheduled_times(sd3_scheduler(), 3, sigmas=given), torch.tensor([1.0, 0.75, 0.5, 0.0]))
 
 
-def test_a_schedule_may_depend_on_the_size_of_the_picture():
+def test_a_schedule_may_depend_on_the_size_of_the_image():
     # With mu the shift is exp(mu): .5 -> e / (e + 1) for mu = 1.
     given = torch.tensor([1.0, 0.5])
     times = scheduled_times(flux_like(), 2, sigmas=given, mu=1.0)

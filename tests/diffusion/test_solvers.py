@@ -66,7 +66,7 @@ def test_data_noise_and_velocity_are_three_views_of_one_point(generator):
     )
 
 
-def test_dimensions_are_averaged_behind_the_kept_axes():
+def test_dimensions_are_averaged_after_the_kept_axes():
     values = torch.arange(12.0).view(2, 2, 3)
     assert_close(mean_dims(values), torch.tensor([2.5, 8.5]))
     assert_close(mean_dims(values, 2), torch.tensor([[1.0, 4.0], [7.0, 10.0]]))
@@ -163,7 +163,7 @@ def test_the_published_step_of_a_scalar(name, options, mean, std, following, log
     assert_close(found, numbers(mean, std, following, logp), atol=2e-6, rtol=0)
 
 
-def test_estimates_behind_the_published_step():
+def test_estimates_after_the_published_step():
     # x - t v = .5 + .857692 * .3 and x + (1 - t) v = .5 - .142308 * .3
     here = numbers(0.5), numbers(-0.3), TEN[3:4]
     assert_close(clean_estimate(*here), numbers(0.757308), atol=2e-6, rtol=0)

@@ -122,7 +122,7 @@ def test_as_many_draws_as_there_are_places():
 
 
 @pytest.mark.parametrize("kind", ["discrete", "discrete_wo_init", "discrete_with_init"])
-def test_recorded_pictures_have_no_schedule_to_draw_from(kind):
+def test_recorded_images_have_no_schedule_to_draw_from(kind):
     for draws in (1, 6):
         with pytest.raises(ValueError, match="recorded images have none; set `time_type: uniform`"):
             drawn(kind, NOTHING, draws)

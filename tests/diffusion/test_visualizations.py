@@ -49,7 +49,7 @@ def images(page):
     return [Image.open(io.BytesIO(base64.b64decode(source))) for source in found]
 
 
-def test_embedded_keeps_small_pictures_exactly_and_shrinks_large_ones():
+def test_embedded_keeps_small_images_exactly_and_shrinks_large_ones():
     small = torch.arange(48).view(3, 4, 4).to(torch.uint8)
     kept = Image.open(io.BytesIO(base64.b64decode(data_url(small, 96).split(",")[1])))
     assert (kept.format, kept.size, kept.getpixel((1, 2))) == ("PNG", (4, 4), (9, 25, 41))
@@ -71,7 +71,7 @@ def test_image_grid_shows_every_model_under_its_caption_with_its_rewards():
     assert "start  precomputed 0.50" in page  # the mean of 0.25 and 0.75
 
 
-def test_image_grid_takes_prompts_at_equal_distances_and_few_pictures_of_each():
+def test_image_grid_takes_prompts_at_equal_distances_and_few_images_of_each():
     rows = [path(f"prompt {i}.", 0.0) for i in range(10) for _ in range(3)]
     page = image_grid({"m": measured(*rows)}, num=5, per_prompt=2)
     assert re.findall(r"prompt (\d)\.", page) == ["0", "2", "4", "6", "8"]

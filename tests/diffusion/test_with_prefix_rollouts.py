@@ -57,7 +57,7 @@ def test_every_prefix_is_completed_as_if_it_were_alone(options):
 
 
 def test_network_evaluations_of_ten_steps_of_which_nine_are_stochastic():
-    # 10 for the picture, 10 for the deterministic one, and 9 + 8 + ... + 2 = 44 for the prefixes of 1 to 8.
+    # 10 for the image, 10 for the deterministic one, and 9 + 8 + ... + 2 = 44 for the prefixes of 1 to 8.
     engine = walking(num_inference_steps=10)
     rows = probed(engine).rollout(asked("0.5", num=3))
     assert engine.policy.evaluations == 3 * (10 + 10 + 44)
@@ -85,7 +85,7 @@ def test_completions_run_as_one_growing_batch():
 
 @pytest.mark.parametrize("one_step", [False, True])
 @pytest.mark.parametrize("size", [1, 3, 1000])
-def test_the_size_of_a_batch_changes_no_picture(size, one_step):
+def test_the_size_of_a_batch_changes_no_image(size, one_step):
     prompts = asked("0.2", "0.7", num=2)
     rows = probed(walking(), batch_size=size, one_step=one_step).rollout(prompts)
     for row, other in zip(rows, probed(walking(), one_step=one_step).rollout(prompts), strict=True):
@@ -94,7 +94,7 @@ def test_the_size_of_a_batch_changes_no_picture(size, one_step):
 
 @pytest.mark.parametrize("name", SOLVERS)
 def test_the_first_probe_starts_from_the_rows_own_noise(name):
-    # With hardly any noise in the steps, every prefix becomes the row's picture.
+    # With hardly any noise in the steps, every prefix becomes the row's image.
     engine = walking(solver={"name": f"diffusion.{name}", "noise_level": 1e-6})
     rows = engine.rollout(asked("0.5", num=3))
     latents = probed(engine).finished(rows)
@@ -115,7 +115,7 @@ def test_what_noise_there_is_sets_prefixes_apart():
 def test_the_guidance_of_the_row_completes_it():
     engine = walking(guidance_scale=3.0, num_inference_steps=40, stochastic=(0, 2))
     (row,) = engine.rollout(asked("0.3"))
-    # The deterministic picture of guidance 3 lies about the mean .9.
+    # The deterministic image of guidance 3 lies about the mean .9.
     finished = probed(engine).finished((row,))[0, 0]
     assert_close(finished, 0.9 + 0.3 * row.steps.path[0], atol=0.1, rtol=0)
 
@@ -156,7 +156,7 @@ def test_a_window_of_one_step(one_step):
 
 
 @pytest.mark.parametrize("one_step", [False, True])
-def test_probes_of_a_network_are_pictures_like_its_own(checkpoint, one_step):
+def test_probes_of_a_network_are_images_like_its_own(checkpoint, one_step):
     policy = flow(checkpoint("sd3"))
     engine = denoise(policy, solver="diffusion.cps", guidance_scale=2.0)
     prompts = asked("a cat", "two dogs", num=2)

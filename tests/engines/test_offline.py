@@ -25,7 +25,7 @@ def texts(rollouts):
     return [row.outcomes[-1].text for row in rollouts]
 
 
-def test_answers_are_read_in_order_and_begin_anew_behind_the_last():
+def test_answers_are_read_in_order_and_begin_anew_after_the_last():
     rollouts = stored().rollout([recorded("1", "2 2")] * 3)
     assert texts(rollouts) == ["1", "2 2", "1"]
 

@@ -60,7 +60,7 @@ def test_a_prompt_without_one_colour_and_one_shape_is_left_out():
         assert value(image, text) is None
 
 
-def test_nothing_is_read_from_a_blank_picture_noise_or_a_broken_shape():
+def test_nothing_is_read_from_a_blank_image_noise_or_a_broken_shape():
     noise = torch.randint(0, 256, (3, 32, 32), generator=torch.Generator().manual_seed(0)).byte()
     assert read_shape(torch.full((3, 16, 16), 200, dtype=torch.uint8)) == (None, None)
     assert read_shape(noise)[1] is None

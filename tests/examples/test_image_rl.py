@@ -75,7 +75,7 @@ def test_the_page_needs_nothing_but_itself_and_shows_grids_and_trajectories(fini
     page = (finished[0] / "report.html").read_text()
     assert not re.search(r"(?:src|href)\s*=\s*['\"]?\s*(?:https?:|//|file:)|url\((?!#)", page)
     grid, trajectories = page.split("<h2>Turning points</h2>")
-    # Three captions, four models, two pictures each; then rows of five prefixes.
+    # Three captions, four models, two images each; then rows of five prefixes.
     assert grid.count("<img ") == 3 * 4 * 2
     assert trajectories.split("<h2>")[0].count("<img ") == 3 * 5
     for words in ("flow_grpo", "tp_grpo", "awm", "a blue circle", "network evaluations"):

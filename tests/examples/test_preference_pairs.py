@@ -64,7 +64,7 @@ def test_the_wrong_objects_of_every_held_out_image_are_kept(finished):
 @pytest.mark.slow
 def test_the_rules_decide_the_same_answers(finished):
     output, summary = finished
-    # Of 24 pictures, in shards of four, those without a caption.
+    # Of 24 images, in shards of four, those without a caption.
     shards = -(-(24 - round(24 * demo.CAPTIONED)) // 4)
     names = [f"shard-00000{i}.jsonl" for i in range(shards)]
     made = [
@@ -87,7 +87,7 @@ def test_the_page_needs_nothing_but_itself_and_shows_pairs_and_captions(finished
     assert not re.search(r"(?:src|href)\s*=\s*['\"]?\s*(?:https?:|//|file:)|url\((?!#)", page)
     pairs, held = page.split("<h2>Held-out images</h2>")
     assert "Pairs: CLIP decides" in pairs and pairs.count("chosen</b>") == pairs.count("rejected</b>") > 0
-    # Five pictures, each with the captions of four models.
+    # Five images, each with the captions of four models.
     assert held.split("<h2>")[0].count("<img ") == 5
     assert held.split("<h2>")[0].count("no_reversal</b>") == 5
     assert "CC BY-SA" in page
@@ -110,7 +110,7 @@ def test_split_training_keeps_captions_from_the_images_of_the_pairs(tmp_path):
     assert [row["answer"] for row in learned] == [f"a pear {i}" for i in range(count)]
     assert [row["id"] for row in rest] == [str(i) for i in range(count, len(rows))]
     assert all(set(row) == {"id", "image", "question"} for row in rest)
-    # One caption in five is learned once more, without its picture.
+    # One caption in five is learned once more, without its image.
     assert lessons[:count] == learned and [row["id"] for row in lessons[count:]] == ["0 unseen"]
     assert "image" not in lessons[count] and lessons[count]["answer"] == "a pear 0"
     # Pairs are named after the lines of the file they come from.
@@ -120,12 +120,12 @@ def test_split_training_keeps_captions_from_the_images_of_the_pairs(tmp_path):
 
 
 def test_fewer_is_the_mean_change_of_wrong_objects_with_an_interval_over_images():
-    # Two pictures: 2 and 3 wrong objects become 1 and 0, which is 1 and 3 fewer.
+    # Two images: 2 and 3 wrong objects become 1 and 0, which is 1 and 3 fewer.
     before = reward_table({"hallucinated": [2.0, 3.0]}, group="ab")
     after = reward_table({"hallucinated": [1.0, 0.0]}, group="ab")
     mean, (low, high) = demo.fewer(before, after)
     assert mean == pytest.approx(2)
-    # Of two pictures drawn with replacement, a quarter of the draws have one of them twice.
+    # Of two images drawn with replacement, a quarter of the draws have one of them twice.
     assert (low, high) == (pytest.approx(1), pytest.approx(3))
     assert torch.isfinite(torch.tensor(demo.fewer(after, after)[1])).all()
 

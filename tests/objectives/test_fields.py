@@ -78,7 +78,7 @@ def test_gaussian_kl_is_the_divergence_of_two_normals_per_dimension():
     torch.testing.assert_close(found, 2 * wanted)
 
 
-def test_gaussian_kl_is_finite_behind_the_end_of_a_row():
+def test_gaussian_kl_is_finite_after_the_end_of_a_row():
     # what is not counted may hold zeros
     new = said(mean=[[[1.0], [0.0]]], std=[[1.0, 0.0]], dt=[[-0.1, 0.0]])
     new.extra["mean"].requires_grad_()
@@ -91,7 +91,7 @@ def test_gaussian_kl_is_finite_behind_the_end_of_a_row():
 # ---- velocity_mse
 
 
-def test_velocity_gap_is_a_mean_square_distance():
+def test_velocity_mse_is_a_mean_square_distance():
     # (.2^2 + .3^2) / 2
     new = said(velocity=[[[0.5, -0.1]]], time=[[0.5]])
     batch = batch_of(new, ref=said(velocity=[[[0.7, -0.4]]]), ema=said(velocity=[[[0.5, -0.1]]]))
@@ -100,14 +100,14 @@ def test_velocity_gap_is_a_mean_square_distance():
     assert velocity_mse(new, batch, against="ema") == 0
 
 
-def test_velocity_gap_weighs_by_the_noise_of_the_step():
+def test_velocity_mse_weighs_by_the_noise_of_the_step():
     # 2 s^2 = 2 * .49 * t / (1 - t): .98 at t = 1/2; at t = 1 the divisor's t is .99, so 98
     new = said(velocity=[[[1.0], [1.0]]], time=[[0.5, 1.0]])
     batch = batch_of(new, ref=said(velocity=[[[0.0], [0.0]]]))
     assert_rows(velocity_mse(new, batch, coef=1.0, weighting="elbo"), [[1 / 0.98, 1 / 98]])
 
 
-def test_velocity_gap_averages_over_every_axis_of_the_latent():
+def test_velocity_mse_averages_over_every_axis_of_the_latent():
     new = said(velocity=[[[[1.0, 3.0], [1.0, 1.0]]]], time=[[0.5]])
     batch = batch_of(new, ref=said(velocity=[[[[1.0, 1.0], [1.0, 1.0]]]]))
     assert_rows(velocity_mse(new, batch, coef=1.0), [[1.0]])
@@ -175,7 +175,7 @@ def test_the_modes_of_the_released_code_bend_the_advantage(adv_mode, shares):
         assert_rows(nft(advantage, adv_mode=adv_mode), wanted.tolist(), tolerance=1e-12)
 
 
-def test_the_distance_is_that_of_the_clean_picture():
+def test_the_distance_is_that_of_the_clean_image():
     # x0 = (.4, -.2), eps = (1, -.5), t = .5: x_t = (.7, -.35), x_t - t v = (.45, -.3), away by .05 and -.1
     away = tensor([0.45 - 0.4, -0.3 + 0.2])
     assert_rows(nft(50.0), [[5 * float(away.square().mean() / away.abs().mean())]])
@@ -183,7 +183,7 @@ def test_the_distance_is_that_of_the_clean_picture():
 
 @pytest.mark.parametrize("advantage", [1.5, -2.0, 0.0])
 def test_at_the_policy_that_rolled_out_nft_matches_weighted_by_the_advantage(advantage):
-    # both branches coincide: the slope is A t^2 grad d / w, w the mean absolute distance of the pictures
+    # both branches coincide: the slope is A t^2 grad d / w, w the mean absolute distance of the images
     new = said(**NFT)
     velocity = new.extra["velocity"].requires_grad_()
     batch = batch_of(new, advantage=advantage)
@@ -278,7 +278,7 @@ def test_a_guarded_ratio_has_mean_0_under_the_policy_that_rolled_out():
     assert guarded[0] == pytest.approx(0.3)
 
 
-def test_guarded_ratio_is_0_on_policy_and_behind_the_end_of_a_row():
+def test_guarded_ratio_is_0_on_policy_and_after_the_end_of_a_row():
     new, _ = stepped([[[0.3], [0.1]]], [[[0.1], [0.0]]], [[0.5, 0.0]], [[[0.4], [0.6]]])
     new = StepOutput(tensor([[-1.0, 0.0]]), new.extra)
     batch = batch_of(new, mask=[[1, 0]])

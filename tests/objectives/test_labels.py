@@ -165,8 +165,8 @@ def test_the_anchor_reads_the_better_row_alone():
     assert_rows(slope(loss, implicit_reward), [[-0.5 * logistic(-0.75)], [0.0]])
 
 
-def test_mdpo_compares_with_the_worse_answer_and_with_the_worse_picture():
-    # rho 3 for the answer, 1 for the worse one, 2 behind the cropped picture; beta .1
+def test_mdpo_compares_with_the_worse_answer_and_with_the_worse_image():
+    # rho 3 for the answer, 1 for the worse one, 2 behind the cropped image; beta .1
     three = gained([[3.0], [1.0], [2.0]], [1, -1, -1])
     shown(sigmoid_each(*three), softplus(-0.2) + softplus(-0.1))
     shown(sigmoid_each(*three) + anchor_chosen(*three), softplus(-0.2) + softplus(-0.1) + softplus(-0.3))

@@ -166,7 +166,7 @@ def test_imitation_knows_no_best_row_among_equals_nor_one_that_is_not_counted():
     assert_rows(sft(new, batch, coef=1.0), [[1.0], [0], [0]])
 
 
-def test_imitation_adds_the_error_of_the_best_picture_up_as_gdro_does():
+def test_sft_adds_the_error_of_the_best_image_up_as_gdro_does():
     # gamma d of the best of three, averaged over two draws and two groups: .5 * ((.2 + .4) / 2 + .3) / 2
     rows = [[-0.2, -0.4], [-1.0, -1.0], [-1.0, -1.0], [-0.3, -0.3], [-1.0, -1.0]]
     new, batch = step_table(rows, advantage=[3, 2, 1, 3, 2], group=[0, 0, 0, 1, 1])

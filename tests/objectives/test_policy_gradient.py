@@ -144,7 +144,7 @@ def test_importance_weights_are_averaged_over_steps_and_over_whole_answers():
     assert not any(name.startswith("moments/rows") for name in metrics_of(new, cut, **GRPO))
 
 
-def test_a_focus_multiplies_weights():
+def test_a_step_weight_multiplies_weights():
     # twice and half as likely as under the engine; two steps in the mean
     new, batch = step_table([[-1.0, -1.0]], old=[[-1.0, -1.0]], engine=[[-1 - math.log(2), -1 + math.log(2)]])
     weight = objective_of(**GRPO, step_weight="truncated_importance").weigh(batch)

@@ -108,7 +108,7 @@ def test_a_weight_of_2_counts_twice_in_loss_and_slope():
     assert_rows(slope_of(twice, new), (2 * slope_of(once, new)).tolist())
 
 
-def test_focus_multiplies_after_the_division():
+def test_step_weight_multiplies_after_the_division():
     _, batch = step_table([[-1.0], [-1.0]], old=[[-1.0]] * 2, engine=[[-1.0 - math.log(2.0)], [-1.0]])
     objective = objective_of(
         surrogate="unclipped", aggregation="sequence_mean", step_weight=["truncated_importance"]

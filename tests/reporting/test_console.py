@@ -94,7 +94,7 @@ def test_a_run_that_goes_on_compares_with_its_first_step(terminal):
         console.end()
 
 
-def test_the_last_alarms_stay_in_sight(terminal, capsys):
+def test_the_last_warnings_stay_in_sight(terminal, capsys):
     console = Console("grounding", 10)
     console.begin(0)
     try:

@@ -114,14 +114,14 @@ def test_completions_and_lines_may_be_fewer(tmp_path):
     assert [record["step"] for record in run.journal.read()] == [1, 3, 4]
 
 
-def test_pictures_are_kept_at_equal_distances():
+def test_images_are_kept_at_equal_distances():
     assert [step for step in range(100) if keeps_images(step, 100, 5)] == [0, 25, 50, 74, 99]
     assert [step for step in range(3) if keeps_images(step, 3, 5)] == [0, 1, 2]
     assert [step for step in range(9) if keeps_images(step, 9, 1)] == [0]
     assert not any(keeps_images(step, 9, 0) for step in range(9))
 
 
-def test_completions_keep_small_pictures_of_the_first_prompts(tmp_path):
+def test_completions_keep_small_images_of_the_first_prompts(tmp_path):
     grey = torch.full((2, 3, 10, 20), 90, dtype=torch.uint8)
     seen = Media("video", "clip", lambda: Frames(grey, torch.arange(2.0).double(), 2.0))
     rows = []
@@ -132,7 +132,7 @@ def test_completions_keep_small_pictures_of_the_first_prompts(tmp_path):
     table = reward_table([0.0] * 10)
     write_completions(tmp_path / "c.parquet", tuple(rows), table, [0.0] * 10, images=True)
     columns = parquet.read_table(tmp_path / "c.parquet").to_pydict()
-    # Eight prompts keep pictures, of which the second was not shown anything.
+    # Eight prompts keep images, of which the second was not shown anything.
     assert [cell is not None for cell in columns["seen"]] == [i < 8 and i != 1 for i in range(10)]
     assert [cell is not None for cell in columns["made"]] == [i < 8 for i in range(10)]
     assert columns["made"][0][:2] == b"\xff\xd8", "JPEG"

@@ -1,4 +1,4 @@
-"""Small pictures: of what was asked about, and of what was made."""
+"""Small images: of what was asked about, and of what was made."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_frames_stand_beside_each_other_from_the_first_to_the_last():
     assert [round(picture.getpixel((x, 5)) / 10) for x in (10, 32, 54)] == [0, 10, 20]
 
 
-def test_small_pictures_are_enlarged_in_squares():
+def test_small_images_are_enlarged_in_squares():
     frame = torch.zeros(1, 3, 2, 2, dtype=torch.uint8)
     frame[..., 1] = 255
     picture = opened(strip(frame, height=64)).convert("L")
@@ -34,7 +34,7 @@ def test_small_pictures_are_enlarged_in_squares():
     assert picture.getpixel((24, 32)) < 20 and picture.getpixel((40, 32)) > 235, "no blur between"
 
 
-def test_an_outcome_shows_its_picture_or_its_video():
+def test_an_outcome_shows_its_image_or_its_video():
     assert opened(of_outcome(Outcome(image=coloured(9)[0]))).size == (2 * SIDE, SIDE)
     video = opened(of_outcome(Outcome(video=coloured(1, 2, 3, 4, 5, 6))))
     assert video.size == (4 * 2 * SIDE + 6, SIDE)

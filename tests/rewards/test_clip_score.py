@@ -102,7 +102,7 @@ def test_a_reward_does_not_depend_on_its_batch(folder, generator):
     assert reward([], []) == []
 
 
-def test_equal_pictures_and_texts_are_encoded_once(folder, generator, monkeypatch):
+def test_equal_images_and_texts_are_encoded_once(folder, generator, monkeypatch):
     first, second = random_images(2, generator)
     reward = ClipScore(model=str(folder))
     seen = {"look": [], "read": []}
@@ -125,7 +125,7 @@ def test_a_video_counts_by_its_first_frame(folder, generator):
     assert image == pytest.approx(video, abs=1e-6)
 
 
-def test_a_caption_is_compared_with_the_picture_of_its_prompt(folder, generator):
+def test_a_caption_is_compared_with_the_image_of_its_prompt(folder, generator):
     image = random_images(1, generator)[0]
     reward = ClipScore(model=str(folder))
     caption = reward([asking("what is this?", image)], [Outcome(text="a red ball")])
@@ -136,7 +136,7 @@ def test_a_caption_is_compared_with_the_picture_of_its_prompt(folder, generator)
         reward([asking("what is this?", image)], [Outcome()])
 
 
-def test_a_picture_may_be_compared_with_a_column(folder, generator):
+def test_a_image_may_be_compared_with_a_column(folder, generator):
     image = random_images(1, generator)[0]
     plain = ClipScore(model=str(folder))([asking("a red ball")], [Outcome(image=image)])
     reward = ClipScore(model=str(folder), against="caption")
@@ -147,7 +147,7 @@ def test_a_picture_may_be_compared_with_a_column(folder, generator):
         reward([asking("draw it", title="x")], [Outcome(image=image)])
 
 
-def test_pictures_are_bytes_with_three_channels(folder):
+def test_images_are_bytes_with_three_channels(folder):
     reward = ClipScore(model=str(folder))
     for image in (torch.zeros(3, 8, 8), torch.zeros(1, 8, 8, dtype=torch.uint8)):
         with pytest.raises(ValueError, match=re.escape("(3, height, width) uint8, not at")):
@@ -269,7 +269,7 @@ def test_short_texts_are_split_where_that_is_wanted(told):
 # ---- texts that are too long
 
 
-def test_nothing_behind_the_context_is_cut_in_silence(folder, generator, monkeypatch):
+def test_nothing_after_the_context_is_cut_in_silence(folder, generator, monkeypatch):
     image = random_images(1, generator)[0]
     start = "a big dog sits by a red door and looks"  # 10 words fill the 12 places with their two ends
     late = [f"{start}. Behind it there is {what}." for what in ("a cat", "an elephant")]
@@ -284,7 +284,7 @@ def test_nothing_behind_the_context_is_cut_in_silence(folder, generator, monkeyp
     assert cat != pytest.approx(elephant, abs=1e-4)
 
 
-def test_sentences_say_where_a_caption_leaves_the_picture(folder, generator, monkeypatch):
+def test_sentences_say_where_a_caption_leaves_the_image(folder, generator, monkeypatch):
     reward, image = ClipScore(model=str(folder), split="always"), random_images(1, generator)[0]
     texts = ["A red ball lies there.", "Two dogs are near."]
     prompt, outcome = asking("", image), Outcome(text=" ".join(texts))

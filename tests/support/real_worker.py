@@ -25,7 +25,7 @@ CPU = torch.device("cpu")
 
 
 def seen() -> list[Prompt]:
-    """Ask one question with a picture and one in words, which lands on the other process."""
+    """Ask one question with a image and one in words, which lands on the other process."""
     return mixed.prompts("qwen2_5_vl")[1::-1]
 
 

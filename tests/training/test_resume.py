@@ -157,7 +157,7 @@ def listens(records):
     return []
 
 
-def test_alarms_hear_after_a_resume_what_they_would_have_heard(tmp_path):
+def test_warnings_hear_after_a_resume_what_they_would_have_heard(tmp_path):
     lossy = {"name": "tests.training.test_resume:LossyGenerate", "transform": "compression.div_prune"}
     changes = {
         "rollout": {"engine": [lossy]},

@@ -23,7 +23,7 @@ TOGETHER = (
 
 
 def prompts(family: str) -> list[Prompt]:
-    """Ask in words, with one picture, with several of different sizes, with clips, and with both."""
+    """Ask in words, with one image, with several of different sizes, with clips, and with both."""
     wide = tiny.picture(seed=1, height=56, width=112)
     asked = [
         tiny.ask("words", "the quick brown fox"),
@@ -47,7 +47,7 @@ def prompts(family: str) -> list[Prompt]:
 
 
 def pictured(*, num: int = 3) -> list[Prompt]:
-    """Ask about one picture each, as a data set."""
+    """Ask about one image each, as a data set."""
     return [tiny.ask(f"p{seed}", tiny.picture(seed=seed), "what") for seed in range(num)]
 
 

@@ -57,7 +57,7 @@ class Talk:
 
 @per_outcome
 def brightness(prompt: Prompt, outcome: Outcome) -> float | None:
-    """Like texts whose length fits the first pixel; a picture called `blank` gives no number."""
+    """Like texts whose length fits the first pixel; a image called `blank` gives no number."""
     if prompt.uid.startswith("blank"):
         return None
     level = float(prompt.media[0].load().pixels[0, 0, 0, 0]) / 255

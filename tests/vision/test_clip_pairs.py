@@ -34,7 +34,7 @@ TOY = {
 
 
 def paint(folder: Path, names, seed: int = 0) -> Path:
-    """Paint small pictures, all different."""
+    """Paint small images, all different."""
     folder.mkdir(parents=True, exist_ok=True)
     generator = torch.Generator().manual_seed(seed)
     for name in names:
@@ -361,7 +361,7 @@ def test_a_build_that_is_killed_goes_on_and_gives_the_same_data_set(tmp_path):
     build(pictures, output, engines=engines)
     log_of_both = log.read_text().splitlines()
     finished = {f"{i:02d}.png" for number in done for i in range(4 * number, 4 * number + 4)}
-    # What was finished was answered once: two entries a picture.
+    # What was finished was answered once: two entries a image.
     assert all(log_of_both.count(name) == 2 for name in finished)
     assert set(log_of_both) == {f"{i:02d}.png" for i in range(40)}
     build(pictures, whole, engines=engines)

@@ -150,7 +150,7 @@ def test_easy_vqa_is_written_for_two_readers(tmp_path):
 )
 def test_easy_vqa_as_it_comes_in_its_package(tmp_path):
     counts = EasyVqa().build(tmp_path)
-    # as published: 38575 and 9673 questions; both shape and colour are told of 3542 and 880 pictures
+    # as published: 38575 and 9673 questions; both shape and colour are told of 3542 and 880 images
     assert list(counts.values()) == [38575, 3542, 9673, 880]
 
 

@@ -243,7 +243,7 @@ def test_pope_asks_for_three_objects_and_after_each_for_one_that_is_not_there(st
 
 
 def test_pope_asks_for_what_is_frequent_or_near():
-    # dog 3, car 2, cat 2, cow 2, apple 1, tree 1: of those the picture of dog, cat and tree does not hold
+    # dog 3, car 2, cat 2, cow 2, apple 1, tree 1: of those the image of dog, cat and tree does not hold
     of_a = lambda rows: [row["text"] for row in rows if row["image"] == "a.jpg" and row["label"] == "no"]
     asked = lambda *names: [f"Is there {with_article(name)} in the image?" for name in names]
     assert of_a(questions("popular")) == asked("car", "cow", "apple")

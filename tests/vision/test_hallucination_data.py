@@ -332,7 +332,7 @@ def test_evaluate_chair_gives_its_numbers_with_intervals(home, few, capsys):
     # dog, cat; cat: one of three mentions and one of two captions is wrong, 1 of 1 and 1 of 3 classes named
     wanted = {"CHAIRs": 1 / 2, "CHAIRi": 1 / 3, "recall": 2 / 4, "completions/mean_length": 3.5}
     assert {name: found["metrics"][name] for name in wanted} == pytest.approx(wanted)
-    # the first picture alone: 1 of 2; the second: 0 of 1
+    # the first image alone: 1 of 2; the second: 0 of 1
     assert found["intervals"]["CHAIRi"] == [0.0, 0.5]
     assert "CHAIRi" in capsys.readouterr().out
 

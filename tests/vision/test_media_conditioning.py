@@ -47,7 +47,7 @@ def examined(policy, *prompts):
 
 
 def shown(*, num: int = 3):
-    """Ask about pictures, with a right answer."""
+    """Ask about images, with a right answer."""
     return [
         replace(
             tiny.ask(f"p{i}", tiny.picture(seed=i), "what is it?"),

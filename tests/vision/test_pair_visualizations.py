@@ -1,4 +1,4 @@
-"""Pairs and captions are shown beside their pictures, with scores, and with wrong objects marked."""
+"""Pairs and captions are shown beside their images, with scores, and with wrong objects marked."""
 
 from __future__ import annotations
 

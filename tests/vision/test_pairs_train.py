@@ -1,4 +1,4 @@
-"""From unlabelled pictures to a trained model, with real classes: answers, an encoder, pairs, DPO, TRL."""
+"""From unlabelled images to a trained model, with real classes: answers, an encoder, pairs, DPO, TRL."""
 
 from __future__ import annotations
 

@@ -116,7 +116,7 @@ def test_highlight_metrics_average_annotators_for_ap_and_take_the_kindest_for_a_
     assert highlight_metrics([[3, 3, 3], [4, 0, 0]], [1, 0], 3)[1] == 1
 
 
-def test_highlight_metrics_miss_without_scores_and_behind_the_last_clip():
+def test_highlight_metrics_miss_without_scores_and_after_the_last_clip():
     assert highlight_metrics([[4, 4, 4], [0, 0, 0]], [], 4) == (0.5, 0)
     assert highlight_metrics([[4, 4, 4], [4, 0, 0]], [0, 0, 1], 4)[1] == 0
 

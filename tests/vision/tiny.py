@@ -302,7 +302,7 @@ def clip(num: int = 4, *, seed: int = 0, side: int = 56) -> Media:
 
 
 def picture(*, seed: int = 0, height: int = 56, width: int = 56) -> Media:
-    """Make a picture of noise."""
+    """Make a image of noise."""
     pixels = torch.randint(
         0, 255, (1, 3, height, width), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed)
     )

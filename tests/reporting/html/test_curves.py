@@ -1,4 +1,4 @@
-"""Which numbers stand in one picture."""
+"""Which numbers stand in one image."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def labels(figure):
     return re.findall(r"</i>([^<]*) <output>", figure)
 
 
-def test_numbers_of_one_kind_stand_in_one_picture():
+def test_numbers_of_one_kind_are_in_one_image():
     records = journal(
         reward=[0.0, 0.5, 1.0],
         rewards__right__mean=[0.0, 1.0, 2.0],
@@ -45,7 +45,7 @@ def test_numbers_of_one_kind_stand_in_one_picture():
     assert labels(figures[4]) == ["steepness"], "what nobody foresaw"
 
 
-def test_several_runs_share_a_picture_of_every_number():
+def test_several_runs_share_a_image_of_every_number():
     runs = {
         name: journal(
             reward=[0.0, 0.5, top], rewards__right__mean=[0.0, 1.0, top], rewards__b__mean=[1, 2, top]

@@ -130,7 +130,7 @@ def test_the_page_is_self_contained_and_shows_what_there_is(finished):
     assert text.count("<article class=sample") == 4 * 16
 
 
-def test_alarms_and_the_doctor_stand_on_top(finished):
+def test_warnings_and_the_doctor_come_first(finished):
     text = (finished.folder / "report.html").read_text()
     places = [
         text.index(one) for one in ("<h1>", "<li>smoke &lt; 1</li>", "a fever; stay in bed", ">Held out<")

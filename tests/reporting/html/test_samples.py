@@ -85,7 +85,7 @@ def test_a_damaged_file_is_named_and_left_out(tmp_path, caplog, place):
     assert said.startswith(f"'{bad}' cannot be read and is left out: ")
 
 
-def test_collections_with_pictures_come_first(tmp_path):
+def test_collections_with_images_come_first(tmp_path):
     for step in range(4):
         pictures = {"made": b"jpeg"} if step == 2 else {}
         write(tmp_path, step, [{"reward": 1.0, **pictures}, {"reward": 2.0}])

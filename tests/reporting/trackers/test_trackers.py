@@ -103,7 +103,7 @@ def points(folder, name):
 
 
 @pytest.mark.slow
-def test_tensorboard_hides_what_came_behind_the_checkpoint(tmp_path):
+def test_tensorboard_hides_what_came_after_the_checkpoint(tmp_path):
     pytest.importorskip("tensorboard")
     first = Tensorboard()
     assert first.open(tmp_path, {}, 0) == ""
