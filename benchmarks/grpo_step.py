@@ -104,10 +104,10 @@ def make_trainer(folder: Path, model: Path, data: Path, length: int, steps: int)
     from transformers import AutoModelForImageTextToText, AutoProcessor
     from trl import GRPOConfig, GRPOTrainer
 
-    from mmrl.vision.models.loading import freeze_vision_tower
-
     policy = AutoModelForImageTextToText.from_pretrained(model, dtype=torch.float32, use_safetensors=True)
-    freeze_vision_tower(policy)
+    policy.requires_grad_(False)
+    for part in (policy.get_decoder(), policy.get_output_embeddings()):
+        part.requires_grad_(True)  # all but the vision tower
     image = Image.open(data.with_suffix(".png"))
     image.load()
     content = [{"type": "image"}, {"type": "text", "text": QUESTION}]
