@@ -63,6 +63,8 @@ def once(made: Path, *command: str) -> Path:
     """Run a command, unless what it makes is there."""
     if not made.exists():
         run(*command)
+        if not made.exists():  # a run that was asked to stop ends with exit code 0 as well
+            raise SystemExit(f"stopped before '{made}' was there; the same command goes on")
     return made
 
 
