@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 import struct
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -183,5 +184,6 @@ def _display_matrix(frame: Any) -> tuple[int, int, int, int]:
 
 
 def _reason(error: Exception) -> str:
-    text = getattr(error, "strerror", None) or str(error)
+    # Pillow names the buffer that it reads by its address, which differs between runs.
+    text = re.sub(r" <_io\.[^>]*>", "", getattr(error, "strerror", None) or str(error))
     return " ".join(text.split()) or type(error).__name__

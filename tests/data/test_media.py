@@ -310,3 +310,9 @@ def test_a_video_whose_frames_lie_in_another_file_does_not_show_them(tmp_path):
     for read in (read_video, lambda path: load_video(path, 2, 16, 16)):
         with pytest.raises(MediaError, match=r"a\.mov'"):
             read(path)
+
+
+def test_the_error_of_an_unreadable_image_is_the_same_in_every_run():
+    """Manifests of builds list these errors, and two builds of the same data are equal."""
+    with pytest.raises(MediaError, match=r"cannot decode 'a\.png': cannot identify image file; wanted"):
+        read_image(b"no image", "a.png")
