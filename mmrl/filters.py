@@ -7,7 +7,7 @@ from torch import Tensor
 
 from mmrl.config.registry import group_filter
 from mmrl.core.reward_table import EQUAL, RewardTable
-from mmrl.core.tensor import group_count, group_extreme, group_index
+from mmrl.core.tensor import group_count, group_index, group_range
 
 
 @group_filter
@@ -26,5 +26,5 @@ def varied(table: RewardTable, *, of: str = "") -> Tensor:
         return torch.ones(0, dtype=torch.bool)
     reward = table.at_end(of) if of else table.reward()
     index, known = group_index([table.group]), ~reward.isnan()
-    extent = group_extreme(reward, index, known) - group_extreme(reward, index, known, largest=False)
+    extent = group_range(reward, index, known)
     return (extent > EQUAL) | (group_count(index, torch.ones_like(known)) < 2)

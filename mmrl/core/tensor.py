@@ -78,3 +78,8 @@ def cat_padded(tensors: Sequence[Tensor], fill: float = 0.0) -> Tensor:
     for dim in range(1, len(sizes)):
         tensors = [pad_to(t, sizes[dim], dim, fill) for t in tensors]
     return torch.cat(list(tensors))
+
+
+def group_range(values: Tensor, index: Tensor, valid: Tensor) -> Tensor:
+    """Compute the largest minus the smallest valid value of each entry's group, in the form of `values`."""
+    return group_extreme(values, index, valid) - group_extreme(values, index, valid, largest=False)

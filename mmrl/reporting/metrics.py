@@ -14,7 +14,7 @@ from torch import Tensor
 
 from mmrl.core.protocols import Tracker
 from mmrl.core.reward_table import EQUAL, Measured, RewardTable, name_id
-from mmrl.core.tensor import group_count, group_extreme, group_index, group_mean, group_std, group_sum
+from mmrl.core.tensor import group_count, group_index, group_mean, group_range, group_std, group_sum
 from mmrl.core.types import Rollouts
 from mmrl.reporting.thumbnails import of_outcome, of_prompt
 from mmrl.runtime.files import flush, replacing, write_whole
@@ -33,7 +33,7 @@ def describe_rewards(table: RewardTable) -> dict[str, float]:
     # A group with a failed reward is valid nowhere: the sum of its other rewards means nothing.
     reward = torch.where(table.valid.any(1).any(-1), table.reward(), torch.nan)
     known = ~reward.isnan()  # (N,)
-    extent = group_extreme(reward, index, known) - group_extreme(reward, index, known, largest=False)
+    extent = group_range(reward, index, known)
     mean, std = mean_and_std(reward)
     flat = float((extent[known] < EQUAL).double().mean())
     metrics = {"reward": mean, "reward_std": std, "frac_reward_zero_std": flat}

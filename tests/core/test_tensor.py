@@ -13,6 +13,7 @@ from mmrl.core.tensor import (
     group_extreme,
     group_index,
     group_mean,
+    group_range,
     group_std,
     group_sum,
     masked_mean,
@@ -119,3 +120,10 @@ def test_the_mean_of_one_entry_is_that_entry():
 def test_what_is_added_is_0_unless_it_is_said():
     assert pad_to(torch.ones(1, 1), 2, 1).tolist() == [[1, 0]]
     assert cat_padded([torch.ones(1, 1), torch.ones(1, 2)]).tolist() == [[1, 0], [1, 1]]
+
+
+def test_the_range_of_a_group_counts_valid_values_only():
+    values, index = torch.tensor([1.0, 4.0, 9.0, 2.0]), torch.tensor([0, 0, 0, 1])
+    valid = torch.tensor([True, True, False, True])
+    # 4 - 1 in the first group, without the 9; a group of one has the range 0
+    assert group_range(values, index, valid).tolist() == [3.0, 3.0, 3.0, 0.0]

@@ -15,7 +15,7 @@ from mmrl.config.binding import Bound
 from mmrl.config.registry import check
 from mmrl.config.reward_adapters import handed
 from mmrl.core.reward_table import EQUAL
-from mmrl.core.tensor import group_extreme, group_index
+from mmrl.core.tensor import group_index, group_range
 from mmrl.core.types import Outcome, Prompt
 from mmrl.diagnostics.context import Examined, Finding, spelled
 
@@ -42,7 +42,7 @@ def zero_variance_groups(examined: Examined) -> Iterator[Finding]:
     for name in table.names:
         values = table.at_end(name)
         known = ~values.isnan()
-        spread = group_extreme(values, index, known) - group_extreme(values, index, known, largest=False)
+        spread = group_range(values, index, known)
         if known.any() and not bool((spread[known] > EQUAL).any()):
             levels = sorted({round(value, 6) for value in values[known].tolist()})[:3]
             constant.append(f"{name} ({', '.join(f'{value:g}' for value in levels)})")
