@@ -8,7 +8,7 @@ from mmrl.core import onednn as module
 from mmrl.core.onednn import onednn
 
 WIDE = 260  # a square weight of this width is just large enough
-there = pytest.mark.skipif(not module.there(), reason="this torch has no oneDNN for x86")
+there = pytest.mark.skipif(not module.BUILT, reason="this torch has no oneDNN for x86")
 both = pytest.mark.parametrize("pack", [False, True])
 
 
@@ -189,3 +189,11 @@ def test_nothing_is_packed_beyond_the_memory_it_may_take(monkeypatch) -> None:
         made.clear()
         with onednn(layers(), pack=True):
             assert made == [packs, packs]
+
+
+def test_a_processor_on_which_it_is_slower_does_not_use_it(monkeypatch) -> None:
+    monkeypatch.setattr(module, "FASTER", False)
+    assert not module.there()
+    model = layers()
+    with onednn(model, pack=True):
+        assert not any(called(model))
