@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from mmrl.build import build, check
-from mmrl.cli import check_file, main
+from mmrl.cli import main
+from mmrl.cli.check import check_file
 from mmrl.config.binding import Pieces
 from mmrl.config.loading import merge, read
 from mmrl.config.schema import Config, ConfigError, EvaluateConfig, as_piece, load, parse

@@ -467,9 +467,8 @@ def test_the_index_of_papers_holds_every_paper_of_the_variants(hooks):
 
 
 def test_links_to_configurations_lead_to_their_page(hooks):
-    text = (
-        "[a](../configs/methods/preference/dpo.yaml) [b](../configs/train/image_awm.yaml) [c](../mmrl/cli.py)"
-    )
+    pages = "[a](../configs/methods/preference/dpo.yaml) [b](../configs/train/image_awm.yaml)"
+    text = f"{pages} [c](../mmrl/cli/__init__.py)"
     assert hooks.relink(text, "../") == "[a](../variants.md#dpo) [b](../runs.md#image_awm) c"
 
 

@@ -1,8 +1,8 @@
 """Computes large float32 linear layers with oneDNN on x86 CPUs.
 
 torch multiplies float32 matrices with MKL, which uses half of the speed of some x86 processors with AVX-512.
-oneDNN, which torch brings along, uses all of it; without AVX-512 it is the slower one and is not used. Products
-are summed in another order. benchmarks/grpo_step.py measures the speed-up.
+oneDNN, which torch brings along, uses all of it; without AVX-512 it is slower, and is not used. Products are
+summed in another order. benchmarks/grpo_step.py measures the speed-up.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from mmrl.build import check
-from mmrl.cli import check_file
+from mmrl.cli.check import check_file
 from mmrl.config.loading import read
 from mmrl.config.schema import Config, ConfigError, load
 from tests.support import junk

@@ -24,6 +24,7 @@ from omegaconf import OmegaConf
 
 from mmrl import cli as command_line
 from mmrl.build import check
+from mmrl.cli.check import check_file
 from mmrl.config import registry
 from mmrl.config.binding import Pieces
 from mmrl.config.consistency import check_some
@@ -167,7 +168,7 @@ def check_raw(raw: dict, folder: Path) -> None:
         return
     path = folder / "resolved.yaml"
     path.write_text(OmegaConf.to_yaml(OmegaConf.create(raw)))
-    command_line.check_file(path)
+    check_file(path)
 
 
 def check_sh(block: Block, folder: Path) -> None:
@@ -262,7 +263,7 @@ def check_launch(words: Sequence[str], folder: Path) -> None:
 
 def check_mmrl(words: Sequence[str], folder: Path) -> None:
     """Parse a command of ours, and check what it would do first."""
-    given = command_line._parser().parse_args(list(words))
+    given = command_line.parser().parse_args(list(words))
     name = given.command.__name__
     if name not in COMMANDS:
         raise Untrue(f"nobody knows how to check `mmrl {words[0]}`; enter '{name}' in COMMANDS")
@@ -316,7 +317,7 @@ def check_inline(code: str) -> None:
             # Sentences leave out what is clear: a configuration, a path.
             for missing in ([], ["x"]):
                 try:
-                    command_line._parser().parse_args([*rest, *missing])
+                    command_line.parser().parse_args([*rest, *missing])
                     return
                 except SystemExit:
                     continue

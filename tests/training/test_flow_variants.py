@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mmrl.cli import check_file
+from mmrl.cli.check import check_file
 from mmrl.config.binding import Pieces
 from mmrl.config.loading import merge, read
 from mmrl.config.schema import ConfigError, as_piece

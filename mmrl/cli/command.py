@@ -1,0 +1,107 @@
+"""How a command is declared: a function of the parsed arguments, with its arguments and examples."""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+# Commands are listed in this order in `mmrl --help`, others after them.
+FIRST = ("train", "evaluate", "generate", "chat", "check", "doctor", "estimate-memory", "report", "build")
+COMMANDS: list[Command] = []
+
+Function = Callable[[argparse.Namespace], int | None]
+
+
+@dataclass(frozen=True)
+class Argument:
+    """One call of `add_argument`."""
+
+    names: tuple[str, ...]
+    options: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command of `mmrl`: its name of one or two words, its function, arguments and examples."""
+
+    name: str
+    function: Function
+    arguments: tuple[Argument, ...]
+    examples: tuple[str, ...]
+
+    @property
+    def order(self) -> tuple[int, str]:
+        """Where the command stands in `mmrl --help`."""
+        return FIRST.index(self.name) if self.name in FIRST else len(FIRST), self.name
+
+    def add_to(self, commands: Any, name: str) -> None:
+        """Add the command to the sub-commands of a parser."""
+        text = inspect.getdoc(self.function) or ""
+        examples = "".join(f"\n  {example}" for example in self.examples)
+        added = commands.add_parser(
+            name,
+            help=text.partition("\n")[0],
+            description=text,
+            epilog=f"examples:{examples}" if examples else None,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        for argument in self.arguments:
+            added.add_argument(*argument.names, **argument.options)
+        added.set_defaults(command=self.function)
+
+
+def argument(*names: str, **options: Any) -> Argument:
+    """Describe an argument as `ArgumentParser.add_argument` takes it."""
+    return Argument(names, options)
+
+
+def command(
+    *arguments: Argument, name: str = "", examples: Sequence[str] = ()
+) -> Callable[[Function], Function]:
+    """Register a function as a command; its docstring is the help text.
+
+    Args:
+        arguments: What the command takes.
+        name: One or two words; left out, the name of the function, with hyphens.
+        examples: Whole command lines, shown by `--help`.
+    """
+
+    def register(function: Function) -> Function:
+        spelled = name or function.__name__.replace("_", "-")
+        COMMANDS.append(Command(spelled, function, arguments, tuple(examples)))
+        return function
+
+    return register
+
+
+CONFIG = argument("config", help="a YAML file, or one that comes with mmrl")
+OVERRIDES = argument(
+    "overrides", nargs="*", metavar="key=value", help="changes, dotted: learn.learning_rate=1e-6"
+)
+
+
+def one_line(error: Exception) -> str:
+    """Write the message of an error as one line."""
+    return " ".join(line.strip() for line in str(error).splitlines())
+
+
+def print_table(titles: Sequence[str], *rows: Sequence[str], title: str | None = None) -> None:
+    """Print a table, 200 columns wide where the output is no terminal."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(*titles, title=title, title_justify="left", box=None, pad_edge=False)
+    for row in rows:
+        table.add_row(*row)
+    (Console() if sys.stdout.isatty() else Console(width=200)).print(table)
+
+
+def print_measured(measured: Any) -> None:
+    """Print the metrics of an evaluation with their intervals."""
+    spelled = {name: f"{low:.4g} to {high:.4g}" for name, (low, high) in measured.intervals.items()}
+    rows = [[name, f"{value:.4g}", spelled.get(name, "")] for name, value in measured.metrics.items()]
+    print_table(["metric", "value", "interval"], *rows)

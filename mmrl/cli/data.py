@@ -1,0 +1,60 @@
+"""Commands about data: build a data set or a model folder, and check rows and media."""
+
+from __future__ import annotations
+
+import argparse
+from collections import Counter
+from pathlib import Path
+
+from mmrl.cli.command import CONFIG, OVERRIDES, argument, command, print_table
+from mmrl.config.loading import ConfigError
+from mmrl.config.schema import BuildConfig, load
+
+
+@command(CONFIG, OVERRIDES, examples=("mmrl build my_data.yaml output=data/mine",))
+def build(given: argparse.Namespace) -> None:
+    """Build a data set or a model folder into the `output` of a configuration."""
+    from mmrl.config.binding import Pieces
+    from mmrl.core.rng import Stream
+
+    config = load(given.config, given.overrides, BuildConfig)
+    pieces = Pieces(Stream(config.seed))
+    pieces.check_all(config)
+    pieces.require_packages()
+    built = pieces.make_field(config, "build").build(Path(config.output))
+    print(f"{config.output}: " + ", ".join(f"{name} {value}" for name, value in built.items()))
+
+
+@command(
+    argument("path", help="a file of rows (jsonl, json, parquet), or a folder of them"),
+    argument("--root", help="folder that media paths are relative to (default: the folder of the rows)"),
+    argument("--show", type=int, default=3, metavar="N", help="findings to print per check"),
+    name="data check",
+    examples=("mmrl data check data/questions.jsonl",),
+)
+def check_data(given: argparse.Namespace) -> int:
+    """Find rows and media that are missing, broken or shared by splits; exit code 1 if there are any."""
+    from mmrl.config.registry import pieces
+    from mmrl.data.dataset_io import Rows, SourceError, row_files
+
+    path = Path(given.path)
+    root = Path(given.root or (path if path.is_dir() else path.parent))
+    if given.root and not root.is_dir():
+        raise ConfigError(f"there is no folder '{root}' that media paths could be relative to")
+    row_files(path)
+    rows = Rows(path, root)
+    splits = Counter(row.split for row in rows)
+    if not splits:
+        raise SourceError(f"'{path}' holds no rows")
+    by_check = [(entry, list(entry.target(rows))) for entry in pieces("check", on="data")]
+    table = [[entry.full_name, str(len(findings)), entry.summary] for entry, findings in by_check]
+    print_table(["check", "found", "what it looks for"], *table)
+    for entry, findings in by_check:
+        for finding in findings[: given.show]:
+            print(f"{entry.full_name}: {finding.place}: {finding.what}")
+        if len(findings) > given.show:
+            print(f"{entry.full_name}: and {len(findings) - given.show} more")
+    wrong = sum(len(findings) for _, findings in by_check)
+    counts = ", ".join(f"{split} {count}" for split, count in splits.items())
+    print(f"{path}: {splits.total()} rows ({counts}), {wrong or 'nothing'} wrong")
+    return int(wrong > 0)

@@ -1,0 +1,83 @@
+"""Commands of a training run: train it, examine it, estimate its memory, write its page."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from pathlib import Path
+
+from mmrl.cli.command import CONFIG, OVERRIDES, argument, command, print_measured
+from mmrl.config.schema import Config, load
+
+
+@command(
+    CONFIG,
+    OVERRIDES,
+    examples=("mmrl train my_run.yaml", "mmrl train my_run.yaml learn.learning_rate=2e-5 output_dir=runs/b"),
+)
+def train(given: argparse.Namespace) -> None:
+    """Train into `output_dir`; continues from the last checkpoint."""
+    from mmrl.build import build as make
+    from mmrl.training.checkpointing import look
+    from mmrl.training.loop import train as go
+
+    config = load(given.config, given.overrides, Config)
+    look(config)
+    run = make(config)
+    go(run)
+    if run.final is not None and run.processes.main:
+        print_measured(run.final)
+
+
+@command(CONFIG, OVERRIDES, examples=("mmrl doctor my_run.yaml",))
+def doctor(given: argparse.Namespace) -> int:
+    """Run every check of a training run on one small collection; exit code 1 if one finds something grave."""
+    from mmrl.doctor import examine
+
+    report = examine(load(given.config, given.overrides, Config))
+    for entry, findings in report.found:
+        verdict = "wrong" if any(finding.grave for finding in findings) else "ok   "
+        print(f"{verdict}  {entry.full_name}: {entry.summary}")
+        for finding in findings:
+            advice = f"What to do: {finding.advice}" if finding.grave else finding.advice
+            print(f"       {finding.what}.\n       {advice}.")
+    _print_memory(report.memory, report.room, report.device)
+    return 0 if report.healthy else 1
+
+
+@command(CONFIG, OVERRIDES, examples=("mmrl estimate-memory my_run.yaml rollout.num_prompts=64",))
+def estimate_memory(given: argparse.Namespace) -> int:
+    """Estimate the memory of a training run by parts; exit code 1 if it is more than the device has."""
+    from mmrl.diagnostics import memory_estimates
+
+    memory = memory_estimates.estimate_memory(load(given.config, given.overrides, Config))
+    room, device = memory_estimates.room()
+    _print_memory(memory, room, device)
+    print("without activations, which `mmrl doctor` measures")
+    return int(0 < room < sum(memory.values()))
+
+
+def _print_memory(memory: Mapping[str, float], room: float, device: str) -> None:
+    for name, size in sorted(memory.items(), key=lambda item: -item[1]):
+        print(f"{size / 1e9:10.3f} GB  {name}")
+    print(f"{sum(memory.values()) / 1e9:10.3f} GB  of {room / 1e9:.3f} GB ({device})")
+
+
+@command(
+    argument("runs", nargs="+", type=Path, metavar="RUN", help="the output_dir of a training run"),
+    argument(
+        "--output",
+        type=Path,
+        help="the page to write (default: report.html of the one run, or comparison.html here)",
+    ),
+    examples=("mmrl report runs/a", "mmrl report runs/a runs/b --output both.html"),
+)
+def report(given: argparse.Namespace) -> None:
+    """Write the page of a run, or one page that compares several."""
+    from mmrl.reporting.html import find_run, write_comparison, write_page
+
+    if len(given.runs) == 1:
+        path = write_page(find_run(given.runs[0]).folder, given.output)
+    else:
+        path = write_comparison(given.runs, given.output or Path("comparison.html"))
+    print(f"report: {path}")
