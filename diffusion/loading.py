@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from mmrl.config import objects
 from mmrl.runtime.modules import DTYPES, keep_training_precision, model_source
 
 # diffusers' names of the adapter's file, of this network in it, and of the settings in the file's header
@@ -20,7 +21,16 @@ LIBRARIES = (None, "diffusers", "transformers")  # where the parts of a pipeline
 
 
 def load_pipeline(name: str, *, dtype: str) -> Any:
-    """Load a pipeline by hub id or folder, from safetensors only; no code of its folder is run."""
+    """Load a frozen pipeline by hub id or folder, or take an object; no code of its folder is run."""
+    pipe = objects.get(name) if objects.is_object(name) else _read_pipeline(name, dtype)
+    pipe.set_progress_bar_config(disable=True)
+    for module in modules_of(pipe):
+        module.requires_grad_(False).eval()
+    return pipe
+
+
+def _read_pipeline(name: str, dtype: str) -> Any:
+    """Read a pipeline from safetensors."""
     try:
         from diffusers import DiffusionPipeline
     except ImportError as error:
@@ -42,15 +52,11 @@ def load_pipeline(name: str, *, dtype: str) -> Any:
             )
         # diffusers asks for parts that a pipeline does not have unless they are passed as None.
         absent = {part: None for part, origin in parts.items() if origin == [None, None]}
-        pipe = DiffusionPipeline.from_pretrained(
+        return DiffusionPipeline.from_pretrained(
             source, dtype=DTYPES[dtype], use_safetensors=True, trust_remote_code=False, **absent
         )
     except (OSError, ValueError) as error:
         raise ValueError(f"cannot load the pipeline '{name}': {error}") from error
-    pipe.set_progress_bar_config(disable=True)
-    for module in modules_of(pipe):
-        module.requires_grad_(False).eval()
-    return pipe
 
 
 def modules_of(pipe: Any, but: tuple[str, ...] = ()) -> Iterator[nn.Module]:

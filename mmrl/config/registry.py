@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Protocol, TypeVar, cast, overload
 
+from mmrl.config import objects
 from mmrl.config.loading import ConfigError
 from mmrl.config.reward_adapters import from_trl, is_trl
 from mmrl.core.types import Unit
@@ -203,7 +204,8 @@ def find(kind: str, name: str) -> Entry:
         hint = f"did you mean '{near[0]}'?" if near else f"there are {', '.join(entries) or 'none'}"
         raise ConfigError(f"no {kind} is called '{name}'; {hint}")
     try:
-        target = getattr(importlib.import_module(module), attribute)
+        there = objects.is_object(name)
+        target = objects.get(name) if there else getattr(importlib.import_module(module), attribute)
         if callable(target):
             inspect.signature(target)  # of some types that are built in Python knows none
     except Exception as error:  # whatever that module raises when it is imported

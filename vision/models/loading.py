@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from mmrl.config import objects
 from mmrl.runtime.modules import DTYPES, Derived, model_source
 from mmrl.vision.models.processor import PromptEncoder
 
@@ -26,7 +27,9 @@ def _source(what: str, name: str) -> Iterator[str]:
 
 
 def load_model(name: str, *, dtype: str, attn_implementation: str) -> nn.Module:
-    """Load a vision-language model by hub id or folder, from safetensors only."""
+    """Load a vision-language model by hub id or folder, from safetensors only; or take an object."""
+    if objects.is_object(name):
+        return objects.get(name).eval()
     from transformers import AutoModelForImageTextToText
 
     with _source("model", name) as source:
@@ -41,6 +44,8 @@ def load_model(name: str, *, dtype: str, attn_implementation: str) -> nn.Module:
 
 def load_processor(name: str) -> Any:
     """Load the processor of a model: tokenizer, chat template, image and video processor."""
+    if objects.is_object(name):
+        return objects.get(f"{name}/processor")
     from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, AutoConfig, AutoProcessor
     from transformers.utils import cached_file
 
