@@ -14,8 +14,8 @@ from mmrl.data.dataset_io import DataRow, Rows
 from mmrl.data.fields import RowError, number
 from mmrl.diagnostics.context import Finding
 from mmrl.vision.benchmarks.grounding_annotations import spans_of
-from mmrl.vision.media.media_root import MediaRef, MediaRoot, decode_image, media_of
-from mmrl.vision.media.video import FrameSampling, MediaError, video_duration
+from mmrl.vision.media.media_root import MediaRef, MediaRoot, media_of
+from mmrl.vision.media.video import FrameSampling, video_duration
 
 # Small frames, but up to the end, so that a truncated video is found.
 THUMBNAILS = FrameSampling(frames_per_second=1.0, min_frames=4, max_frames=64, max_pixels=4096)
@@ -43,13 +43,7 @@ def unreadable_media(rows: Rows) -> Iterator[Finding]:
 def _fault(root: MediaRoot, ref: MediaRef) -> str:
     """Decode a medium; returns the error, or nothing."""
     try:
-        if ref.data and ref.kind == "image":
-            decode_image(ref.data, ref.path or "the image in the row")
-        elif ref.data:
-            raise MediaError("a video inside a row cannot be read; write it to a file and name that")
-        else:
-            medium = root.image(ref.path) if ref.kind == "image" else root.video(ref.path, THUMBNAILS)
-            medium.load()
+        root.medium(ref, "the row", THUMBNAILS).load()
     except (ValueError, OSError) as error:  # names that no file system knows, besides media errors
         return str(error)
     return ""

@@ -13,7 +13,6 @@ from mmrl.config.registry import data
 from mmrl.core.types import Frames, Media, Message, Outcome, Part, Prompt
 from mmrl.data.dataset_io import DataRow, Rows, parquet_of, read_prompts
 from mmrl.data.fields import RowError, listed, mapping, number, short, text, uid_of
-from mmrl.vision.datasets.visual_qa import medium_of
 from mmrl.vision.media.media_root import MediaRoot, decode_image, media_refs
 from mmrl.vision.media.prompts import interleaved
 from mmrl.vision.media.video import FrameSampling
@@ -47,7 +46,7 @@ def preference_pairs(
         limit: Most pairs to read; 0 for all.
     """
     source = Path(path)
-    media = MediaRoot(Path(root) if root else source if source.is_dir() else source.parent)
+    media = MediaRoot.of_rows(source, root)
     close = 0
 
     def make(row: DataRow, position: int) -> Prompt | None:
@@ -101,7 +100,7 @@ def _text_of(value: Any, name: str) -> str:
             return "<image>"
         case {"content": content}:
             return _text_of(content, f"{name}.content")
-        case [*parts] if parts and all(isinstance(part, Mapping) and "type" in part for part in parts):
+        case [{"type": _}, *_] as parts:  # messages have a `role`, and no `type`
             return "".join(_text_of(part, name) for part in parts)
         case [*_, last]:
             return _text_of(last, name)
@@ -119,7 +118,7 @@ def _images(row: DataRow, root: MediaRoot) -> Iterator[Media]:
                 position = int(row.place.removeprefix(row.source).strip("[]"))
                 yield Media("image", what, partial(_read, path, position, name, i, what), path)
             else:
-                yield medium_of(ref, row.place, root, FrameSampling())
+                yield root.medium(ref, row.place, FrameSampling())
 
 
 def _read(path: Path, position: int, column: str, index: int, what: str) -> Frames:

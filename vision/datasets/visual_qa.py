@@ -9,10 +9,10 @@ from typing import Literal
 
 from mmrl.config.ranges import NonNegativeInt, PositiveFloat, PositiveInt
 from mmrl.config.registry import data
-from mmrl.core.types import Media, Message, Outcome, Prompt
+from mmrl.core.types import Message, Outcome, Prompt
 from mmrl.data.dataset_io import DataRow, Rows, read_prompts
 from mmrl.data.fields import RowError, fill_template, listed, text, uid_of
-from mmrl.vision.media.media_root import MediaRef, MediaRoot, decode_image, media_of
+from mmrl.vision.media.media_root import MediaRoot, media_of
 from mmrl.vision.media.prompts import answer_of, answers_of, interleaved
 from mmrl.vision.media.video import FrameSampling
 
@@ -50,7 +50,7 @@ def visual_qa(
         limit: Most rows to read; 0 for all.
     """
     source = Path(path)
-    media = MediaRoot(Path(root) if root else source if source.is_dir() else source.parent)
+    media = MediaRoot.of_rows(source, root)
     sampling = FrameSampling(frames_per_second, max_frames=max_frames, total_pixels=total_pixels)
 
     def make(row: DataRow, number: int) -> Prompt:
@@ -66,7 +66,7 @@ def visual_qa(
             words["choices"] = "\n".join(lines)
         target = answers_of(fields)
         question = fill_template(prompt, words)
-        shown = [medium_of(ref, row.place, media, sampling) for ref in media_of(fields)]
+        shown = [media.medium(ref, row.place, sampling) for ref in media_of(fields)]
         uid = uid_of(fields, f"{row.split}#{number}")
         first = target if type(target) is str else target[0]
         answers = (Outcome(text=fill_template(demo, {**words, "answer": first})),) if demo else ()
@@ -74,14 +74,3 @@ def visual_qa(
         return Prompt(uid, (Message("user", interleaved(question, shown)),), target, answers, kept)
 
     return read_prompts(source, Rows(source, media.root), make, bad_rows=bad_rows, limit=limit)
-
-
-def medium_of(ref: MediaRef, place: str, root: MediaRoot, sampling: FrameSampling) -> Media:
-    """Return the lazily decoded medium of a reference in a row; `place` names the row in errors."""
-    if ref.data and ref.kind == "image":
-        name = ref.path or f"the image of {place}"
-        return Media("image", name, lambda: decode_image(ref.data, name), ref.data)
-    if ref.data:
-        raise RowError("a video inside a row cannot be read; write it to a file and name that")
-    root.locate(ref.path)
-    return root.image(ref.path) if ref.kind == "image" else root.video(ref.path, sampling)

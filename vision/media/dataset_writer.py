@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from mmrl.data.dataset_io import FORMS, DataRow, RowError, Rows, SourceError, hub_rows, write_rows
-from mmrl.vision.media.media_root import ENDINGS, MediaRef, MediaRoot, decode_image
-from mmrl.vision.media.video import MediaError, video_duration
+from mmrl.vision.media.media_root import ENDINGS, MediaRef, MediaRoot
+from mmrl.vision.media.video import FrameSampling, video_duration
 
 IMAGE_SIGNATURES = {  # the first bytes of an image file, and its suffix
     b"\x89PNG": ".png",
@@ -68,16 +68,15 @@ class MediaWriter:
             return self.written[key]
         path = None if ref.data else self.root.locate(ref.path)
         if path and ref.kind == "video":
-            video_duration(path)
-        elif ref.kind == "video":
-            raise MediaError("a video inside a row cannot be read; write it to a file and name that")
+            video_duration(
+                path
+            )  # raises for a file that cannot be opened; frames are not decoded
         else:
-            decode_image(path or ref.data, str(path or ref.path or "the image in the row"))
+            self.root.medium(ref, "the row", FrameSampling()).load()
         if path:
             name = path.relative_to(self.root.root.resolve()).as_posix()
         else:
-            suffix = next((e for sign, e in IMAGE_SIGNATURES.items() if ref.data.startswith(sign)), ".img")
-            name = f"{str(key)[:20]}{suffix}"
+            name = f"{str(key)[:20]}{image_suffix(ref.data)}"
         target = self.output / self.folder / name
         target.parent.mkdir(parents=True, exist_ok=True)
         if path is None:
@@ -96,18 +95,18 @@ def readable_rows(
     Rows that cannot be read go to the log of the build.
     """
     path = Path(source)
-    home = Path(root) if root else path if path.is_dir() else path.parent
+    media = MediaRoot.of_rows(path, root, cache_bytes=0)  # every file is copied once
     # Ids of the hub are `name` or `owner/name`.
     local = path.exists() or path.suffix in FORMS or path.is_absolute() or len(path.parts) > 2
 
     def readable() -> Iterator[DataRow]:
-        for row in Rows(path, home) if local else hub_rows(source, subset):
+        for row in Rows(path, media.root) if local else hub_rows(source, subset):
             if row.fault:
                 build_log.drop(row.place, row.fault)
             else:
                 yield row
 
-    return readable(), MediaRoot(home, cache_bytes=0)
+    return readable(), media
 
 
 class SplitFiles:
@@ -138,6 +137,11 @@ class SplitFiles:
                 with part.open(encoding="utf-8") as lines:
                     write_rows(path, map(json.loads, lines))
                 part.unlink()
+
+
+def image_suffix(data: bytes) -> str:
+    """Return the suffix of an image file by its first bytes."""
+    return next((suffix for start, suffix in IMAGE_SIGNATURES.items() if data.startswith(start)), ".img")
 
 
 def is_image_file(path: Path) -> bool:

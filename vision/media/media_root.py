@@ -12,7 +12,7 @@ import torch
 from mmrl.core.byte_lru import ByteLRU
 from mmrl.core.types import Frames, Media
 from mmrl.data.fields import RowError, short
-from mmrl.data.media import locate, read_image
+from mmrl.data.media import MediaError, locate, read_image
 from mmrl.vision.media.video import FrameSampling, read_video
 
 CACHE_BYTES = 1 << 30
@@ -29,7 +29,23 @@ class MediaRoot:
     cache_bytes: int = CACHE_BYTES
 
     def __post_init__(self) -> None:
+        # A frame takes a byte per element: its pixels are uint8.
         self._decoded: ByteLRU[Frames] = ByteLRU(self.cache_bytes, lambda frames: frames.pixels.numel())
+
+    @classmethod
+    def of_rows(cls, source: Path, root: str, cache_bytes: int = CACHE_BYTES) -> MediaRoot:
+        """Return the folder `root`, or by default that of a file or folder of rows."""
+        return cls(Path(root) if root else source if source.is_dir() else source.parent, cache_bytes)
+
+    def medium(self, ref: MediaRef, place: str, sampling: FrameSampling) -> Media:
+        """Return the lazily decoded medium of a reference in a row; `place` names the row in errors."""
+        if not ref.data:
+            self.locate(ref.path)  # a missing file is an error of this row, not of a later step of training
+            return self.image(ref.path) if ref.kind == "image" else self.video(ref.path, sampling)
+        if ref.kind == "video":
+            raise MediaError("a video inside a row cannot be read; write it to a file and name that")
+        name = ref.path or f"the image of {place}"
+        return Media("image", name, lambda: decode_image(ref.data, name), ref.data)
 
     def video(self, name: str, sampling: FrameSampling) -> Media:
         """Make a video that is decoded when its frames are first needed."""
@@ -105,17 +121,16 @@ def media_refs(value: Any, kind: str, name: str) -> Iterator[MediaRef]:
             items = [(name, value)]
     for place, item in items:
         match item:
-            case str() if item.strip():
-                yield MediaRef(kind, item)
-            case bytes() if item:
-                yield MediaRef(kind, "", item)
-            case {"bytes": bytes(data), **rest} if data and isinstance(rest.get("path"), str | None):
-                yield MediaRef(kind, rest.get("path") or "", data)
-            case Mapping() if (
-                item.get("bytes") is None
-                and isinstance(path := item.get("path", item.get(kind)), str)
-                and path.strip()
-            ):
+            case bytes():
+                path, data = None, item
+            case {**fields}:  # `Image` of `datasets` has both keys, of which one may be null
+                path, data = fields.get("path", fields.get(kind)), fields.get("bytes")
+            case _:
+                path, data = item, None
+        match path, data:
+            case ((str() | None), bytes()) if data:
+                yield MediaRef(kind, path or "", data)
+            case str(), None if path.strip():
                 yield MediaRef(kind, path)
             case _:
                 raise RowError(

@@ -14,7 +14,7 @@ from mmrl.core.protocols import Engine
 from mmrl.core.types import Media, Prompt, Trajectory
 from mmrl.data.dataset_io import Rows, row_files
 from mmrl.data.fields import RowError, text
-from mmrl.vision.media.dataset_writer import IMAGE_SIGNATURES, is_image_file
+from mmrl.vision.media.dataset_writer import image_suffix, is_image_file
 from mmrl.vision.media.media_root import MediaRef, MediaRoot, decode_image, media_of
 from mmrl.vision.media.prompts import ask
 from mmrl.vision.media.video import MediaError
@@ -36,8 +36,7 @@ class ImageSource:
 
     def __init__(self, source: str, root: str, limit: int = 0) -> None:
         self.source, self.limit = Path(source), limit
-        home = self.source if self.source.is_dir() else self.source.parent
-        self.root = MediaRoot(Path(root) if root else home, cache_bytes=0)
+        self.root = MediaRoot.of_rows(self.source, root, cache_bytes=0)  # every image is read once
         try:
             self.files = row_files(self.source)
         except RowError:
@@ -171,8 +170,7 @@ def _decoded(item: SourceItem, images: ImageSource, folder: Path) -> tuple[Score
         return ScoredPair(item.place, name, fault=fault, what=str(error)), None
     digest = digest_of(data)
     if item.ref.data:
-        suffixes = (suffix for signature, suffix in IMAGE_SIGNATURES.items() if data.startswith(signature))
-        name = f"{digest}{next(suffixes, '.img')}"
+        name = f"{digest}{image_suffix(data)}"
         folder.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes(data)
     return ScoredPair(item.place, name, digest=digest), Media("image", name, lambda: frames)
