@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mmrl.core.tensor import linspace_indices
 from mmrl.data.media import MAX_IMAGE_PIXELS, MediaError, is_turned, opened_video, read_image, upright
 
 
@@ -35,8 +36,7 @@ def load_video(path: Path, num_frames: int, height: int, width: int) -> tuple[Te
         frames = list(container.decode(video=0))
     if len(frames) < num_frames:
         raise MediaError(f"'{path}' has {len(frames)} frames, but {num_frames} are wanted (num_frames)")
-    chosen = [frames[at] for at in torch.linspace(0, len(frames) - 1, num_frames).round().long().tolist()]
-    pixels = []
+    chosen, pixels = [frames[i] for i in linspace_indices(len(frames), num_frames)], []
     for frame in chosen:
         # The display matrix is applied after scaling, so a frame shown turned swaps its sides first.
         high, wide = (width, height) if is_turned(frame) else (height, width)

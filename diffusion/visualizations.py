@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import html
 import io
 from collections.abc import Callable, Mapping, Sequence
@@ -16,6 +15,7 @@ from mmrl.config.registry import visualization
 from mmrl.core.reward_table import Measured
 from mmrl.core.types import Outcome, Prompt
 from mmrl.diffusion.image_io import to_pil
+from mmrl.reporting.thumbnails import data_uri
 
 WIDTH, HEIGHT = 60, 130  # of one step in the chart of turning points, SVG units
 GAIN_COLOUR, LOSS_COLOUR, TURN_COLOUR, TEXT_COLOUR = "#2b8a3e", "#b3402a", "#0f6fbf", "#5b6b7b"
@@ -40,7 +40,7 @@ def data_url(image: Tensor, side: int) -> str:
     else:
         pil.thumbnail((side, side), Image.Resampling.LANCZOS)
         pil.save(buffer, form, quality=85)
-    return f"data:image/{form};base64,{base64.b64encode(buffer.getvalue()).decode()}"
+    return data_uri(buffer.getvalue(), form)
 
 
 def image_row(outcomes: Sequence[Outcome], side: int, labels: Sequence[str] = ()) -> str:

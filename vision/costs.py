@@ -68,6 +68,6 @@ def held_bytes(thing: Any) -> int:
                 left += value
             case type() | FunctionType() | MethodType() | nn.Module():
                 pass  # code and weights, not state
-            case _:
-                left += getattr(value, "__dict__", {}).values()
+            case object(__dict__=attributes):
+                left += attributes.values()
     return sum(storages.values())

@@ -80,6 +80,11 @@ def cat_padded(tensors: Sequence[Tensor], fill: float = 0.0) -> Tensor:
     return torch.cat(list(tensors))
 
 
+def linspace_indices(size: int, num: int) -> list[int]:
+    """Choose `num` of `size` indices, or all of fewer, at equal distances from the first to the last."""
+    return torch.linspace(0, size - 1, min(num, size)).round().long().tolist()
+
+
 def group_range(values: Tensor, index: Tensor, valid: Tensor) -> Tensor:
     """Compute the largest minus the smallest valid value of each entry's group, in the form of `values`."""
     return group_extreme(values, index, valid) - group_extreme(values, index, valid, largest=False)

@@ -8,6 +8,7 @@ import io
 import torch
 from torch import Tensor
 
+from mmrl.core.tensor import linspace_indices
 from mmrl.core.types import Outcome, Prompt
 
 SIDE = 120  # height of an answer's thumbnail in pixels; prompts show several smaller frames in a row
@@ -21,8 +22,8 @@ def strip(frames: Tensor, *, height: int = 72, most: int = 4) -> bytes:
     """
     from PIL import Image
 
-    places = torch.linspace(0, len(frames) - 1, min(most, len(frames))).round().long()
-    images = [Image.fromarray(frame.permute(1, 2, 0).contiguous().numpy()) for frame in frames[places]]
+    shown = frames[linspace_indices(len(frames), most)]
+    images = [Image.fromarray(frame.permute(1, 2, 0).contiguous().numpy()) for frame in shown]
     # An image of few pixels is enlarged in squares: a smooth enlargement would invent what lies between them.
     resample = Image.Resampling.NEAREST if images[0].height < height else Image.Resampling.BICUBIC
     width = max(1, round(images[0].width * height / images[0].height))
@@ -48,6 +49,6 @@ def of_outcome(outcome: Outcome) -> bytes | None:
     return strip(frames.cpu(), height=SIDE) if shown else None
 
 
-def data_uri(jpeg: bytes) -> str:
-    """Encode a JPEG as a `data:` address, so that a page needs no file beside it."""
-    return f"data:image/jpeg;base64,{base64.b64encode(jpeg).decode()}"
+def data_uri(image: bytes, form: str = "jpeg") -> str:
+    """Encode an image file as a `data:` address, so that a page needs no file beside it."""
+    return f"data:image/{form};base64,{base64.b64encode(image).decode()}"

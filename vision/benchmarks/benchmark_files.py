@@ -9,7 +9,7 @@ from typing import Any
 
 from mmrl.core.types import Prompt
 from mmrl.data.dataset_io import parse_json, read_text_file, valid_rows
-from mmrl.data.fields import RowError, short
+from mmrl.data.fields import RowError, mapping, short
 from mmrl.vision.benchmarks.object_vocabulary import Ontology
 from mmrl.vision.media.prompts import with_answers
 
@@ -82,7 +82,7 @@ def read_answers(path: Path) -> dict[str, str]:
             rows = [(row.place, row.columns) for row in valid_rows(path)]
     answers: dict[str, str] = {}
     for place, row in rows:
-        row = row if isinstance(row, Mapping) else {}
+        row = mapping(row, place)
         uid = next((str(row[key]) for key in IDS if key in row), None)
         text = next((row[key] for key in TEXTS if type(row.get(key)) is str), None)
         if uid is None or text is None:

@@ -75,8 +75,8 @@ def write_row(row: Row, toolkit: Toolkit) -> dict[str, Any]:
     """
     if toolkit == "mmrl":
         return dict(row)
-    messages, answers, rejected = _messages(row), row.get("answers"), row.get("rejected")
-    answer = row.get("answer", answers[0] if isinstance(answers, list | tuple) and answers else answers)
+    messages, rejected = _messages(row), row.get("rejected")
+    answer = row.get("answer", _first(row.get("answers")))
     target: dict[str, Any] = {}
     match toolkit:
         case "verl":
@@ -146,7 +146,8 @@ def _from_messages(row: Row, conversation: list[Any]) -> dict[str, Any]:
     turns: list[tuple[str, str]] = []
     media = {"images": [], "videos": [], **_media(row)}
     for message in conversation:
-        role = message.get("role", message.get("from")) if isinstance(message, Mapping) else None
+        message = mapping(message, "message")
+        role = message.get("role", message.get("from"))
         if type(role) is not str or role not in ROLES:
             known = ", ".join(ROLES)
             raise RowError(f"cannot convert a message of the role {short(role)}; known are {known}")
@@ -177,11 +178,11 @@ def _from_messages(row: Row, conversation: list[Any]) -> dict[str, Any]:
 def _text_of(message: Any) -> tuple[str, dict[str, list[Any]]]:
     """Return the text of a message, with marks, and the media among its parts."""
     media: dict[str, list[Any]] = {"images": [], "videos": []}
-    content = message.get("content", message.get("value")) if isinstance(message, Mapping) else message
-    if isinstance(content, str):
-        return content, media
-    words = []
-    for part in content if isinstance(content, list | tuple) else [content]:
+    content, words = message, []
+    match message:
+        case {**fields}:
+            content = fields.get("content", fields.get("value"))
+    for part in [None] if content is None else _listed(content):  # null is no part, and an error below
         match part:
             case {"type": "text", "text": str(piece)} | str(piece):
                 words.append(piece)
@@ -216,12 +217,21 @@ def _messages(row: Row) -> list[dict[str, str]]:
 
 
 def _reply(answer: Any) -> dict[str, str]:
-    """Make the message of an answer: a text, a number, or the first of several."""
-    match answer:
-        case [first, *_]:
-            answer = first
-    content = _text_of(answer)[0] if isinstance(answer, Mapping) else answer_of(answer, "answer")
+    """Make the message of an answer: a message, a text, a number, or the first of several."""
+    match _first(answer):
+        case {**message}:
+            content = _text_of(message)[0]
+        case value:
+            content = answer_of(value, "answer")
     return {"role": "assistant", "content": content}
+
+
+def _first(value: Any) -> Any:
+    """Return the first of several answers, or a single one."""
+    match value:
+        case [first, *_]:
+            return first
+    return value
 
 
 def _media(row: Row) -> dict[str, list[Any]]:

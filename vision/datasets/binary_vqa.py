@@ -38,10 +38,9 @@ def pope(
         label = row.columns.get("label")
         if label not in ("yes", "no"):
             raise FileError(f"the label must be yes or no, not {short(label)}")
-        if not answers:
-            media.locate(image)
         uid = uid_of(row.columns, str(number + 1), "question_id")
-        return ask(uid, [media.image(image)], prompt.format(text=question), label, row.columns)
+        medium = media.image(image, must_exist=not answers)  # recorded answers can be scored without images
+        return ask(uid, [medium], prompt.format(text=question), label, row.columns)
 
     prompts = read_prompts(path, Rows(Path(path), media.root), make, limit=limit)
     if not answers:
@@ -110,10 +109,9 @@ def amber(
         if type(uid) is not int or not 0 < uid <= len(known):
             raise FileError(f"wanted as `id` a number of 1 to {len(known)} annotations, got {short(uid)}")
         target = _target(mapping(known[uid - 1], f"annotation {uid}"), words)
-        if not answers:
-            media.locate(image)
+        medium = media.image(image, must_exist=not answers)
         columns = {**row.columns, "type": known[uid - 1]["type"]}
-        return ask(str(uid), [media.image(image)], prompt.format(query=query), target, columns)
+        return ask(str(uid), [medium], prompt.format(query=query), target, columns)
 
     prompts = read_prompts(path, Rows(Path(path), media.root), make, limit=limit)
     return attach_answers(prompts, precomputed, answers, limit)

@@ -63,10 +63,9 @@ def chair(
 
     def make(row: DataRow, number: int) -> Prompt:
         uid, file = row.place, known[row.place].file
-        if not answers:
-            media.locate(file)
+        medium = media.image(file, must_exist=not answers)
         target = Scene(frozenset(known[uid].objects), words)
-        return ask(uid, [media.image(file)], prompt, target, {"image_id": uid, "image": file})
+        return ask(uid, [medium], prompt, target, {"image_id": uid, "image": file})
 
     prompts = read_prompts(instances[0], (DataRow(uid, "") for uid in wanted), make)
     return attach_answers(prompts, precomputed, answers, limit)
@@ -113,9 +112,7 @@ def object_halbench(
             medium = Media("image", uid, partial(_decode, encoded, row.place), encoded.encode())
         else:
             file = known[uid].file if image is None else text(image, "image")
-            medium = media.image(file)
-            if not answers:
-                media.locate(file)
+            medium = media.image(file, must_exist=not answers)
         columns = {key: value for key, value in row.columns.items() if key != "image"}
         return ask(uid, [medium], question, Scene(frozenset(known[uid].objects), words), columns)
 
@@ -152,11 +149,9 @@ def closed_vocabulary(
 
     def make(row: DataRow, number: int) -> Prompt:
         target, image = _scene(row.columns, words), text(row.columns.get("image"), "image")
-        if not answers:
-            media.locate(image)
-        question = row.columns.get("prompt")
+        medium, question = media.image(image, must_exist=not answers), row.columns.get("prompt")
         question = prompt if question is None else text(question, "prompt")
-        return ask(uid_of(row.columns, image), [media.image(image)], question, target, row.columns)
+        return ask(uid_of(row.columns, image), [medium], question, target, row.columns)
 
     prompts = read_prompts(path, Rows(Path(path), media.root), make, limit=limit)
     return attach_answers(prompts, precomputed, answers, limit)

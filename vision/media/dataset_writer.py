@@ -68,9 +68,7 @@ class MediaWriter:
             return self.written[key]
         path = None if ref.data else self.root.locate(ref.path)
         if path and ref.kind == "video":
-            video_duration(
-                path
-            )  # raises for a file that cannot be opened; frames are not decoded
+            video_duration(path)  # raises for a file that cannot be opened; frames are not decoded
         else:
             self.root.medium(ref, "the row", FrameSampling()).load()
         if path:

@@ -51,8 +51,10 @@ class MediaRoot:
         """Make a video that is decoded when its frames are first needed."""
         return self._lazy("video", name, (name, sampling), lambda path: read_video(path, sampling))
 
-    def image(self, name: str) -> Media:
-        """Make an image that is decoded when its pixels are first needed."""
+    def image(self, name: str, *, must_exist: bool = False) -> Media:
+        """Make an image that is decoded when its pixels are first needed; `must_exist` looks for it now."""
+        if must_exist:
+            self.locate(name)
         return self._lazy("image", name, (name,), lambda path: decode_image(path, str(path)))
 
     def locate(self, name: str) -> Path:

@@ -35,20 +35,19 @@ def _linear(core: nn.Module, inputs: Inputs) -> Tensor:
     return torch.arange(inputs["input_ids"].shape[1])[None]
 
 
-def _mrope(core: nn.Module, inputs: Inputs) -> Tensor:
+def _mrope(core: nn.Module, inputs: Inputs, rate: float | None = None) -> Tensor:
     """Compute M-RoPE positions (time, row, column) of Qwen2-VL and Qwen2.5-VL: (3, S).
 
     arXiv 2409.12191, 2502.13923. A text token takes the next number on all axes. An image or video of
     T x H x W features starts at the next number, and the text after it continues after the largest number of
-    any axis. Qwen2.5-VL spaces the frames of a video by seconds: floor(frame * seconds per frame * tokens per
-    second).
+    any axis. Qwen2.5-VL spaces the frames of a video by seconds, with a `rate` of tokens per second:
+    floor(frame * seconds per frame * rate).
 
     The weights were trained with this rule. `get_rope_index` of transformers 5.3 to 5.23 continues after the
     height or width of a video, inside its time axis, and that of 4.50 to 5.21 floors the seconds before they
     are multiplied, so neither is used.
     """
     vision = core.config.vision_config
-    rate = getattr(vision, "tokens_per_second", None)  # Qwen2-VL has none: it counts frames
     grids = {1: iter(inputs.get("image_grid_thw", ())), 2: iter(inputs.get("video_grid_thw", ()))}
     seconds = iter(inputs.get("second_per_grid_ts", ()))
     kinds, parts, at, start = inputs["mm_token_type_ids"][0].tolist(), [], 0, 0
@@ -66,6 +65,10 @@ def _mrope(core: nn.Module, inputs: Inputs) -> Tensor:
         parts.append(part + start)
         at, start = at + part.shape[1], int(parts[-1].max()) + 1
     return torch.cat(parts, 1)
+
+
+def _timed_mrope(core: nn.Module, inputs: Inputs) -> Tensor:
+    return _mrope(core, inputs, core.config.vision_config.tokens_per_second)
 
 
 def _get_rope_index(core: nn.Module, inputs: Inputs) -> Tensor:
@@ -127,7 +130,7 @@ def _count_packed(core: nn.Module, inputs: Inputs) -> dict[int, int]:
 
 FAMILIES: dict[str, VLMFamily] = {
     "qwen2_vl": VLMFamily(_mrope, _count_grids),
-    "qwen2_5_vl": VLMFamily(_mrope, _count_grids),
+    "qwen2_5_vl": VLMFamily(_timed_mrope, _count_grids),
     "qwen3_vl": VLMFamily(_get_rope_index, _count_grids),
     "qwen3_vl_moe": VLMFamily(_get_rope_index, _count_grids),
     # The patches of the tower, and its class token where it is kept.

@@ -67,8 +67,7 @@ class StepModel(nn.Module):
                 inputs = {name: value.to(device) for name, value in self.blank.items()}
                 features = core.get_image_features(**inputs, return_dict=True)
                 # Qwen3-VL also adds features of earlier tower layers to the language model.
-                earlier = getattr(features, "deepstack_features", None) or ()
-                layers = (features.pooler_output, *earlier)
+                layers = (features.pooler_output, *features.get("deepstack_features", ()))
                 hidden = hidden + 0.0 * sum(part.sum() for layer in layers for part in layer)
             # Padding is skipped: the head is the largest product of the model.
             inside = torch.arange(steps.longest)[None] < steps.length[:, None]

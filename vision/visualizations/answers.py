@@ -9,12 +9,12 @@ from collections.abc import Mapping, Sequence
 from itertools import cycle
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from mmrl.config.ranges import PositiveInt
 from mmrl.config.registry import visualization
 from mmrl.core.reward_table import Measured
+from mmrl.core.tensor import linspace_indices
 from mmrl.core.types import Outcome, Prompt
 from mmrl.reporting.thumbnails import data_uri
 from mmrl.vision.benchmarks.chair import Scene
@@ -38,8 +38,8 @@ def film_strip(measured: Mapping[str, Measured], *, num: PositiveInt = 6, frames
     for uid, prompt in _evenly_spaced([*prompts.items()], num):
         pixels, duration = prompt.media[0].load().pixels, prompt.target.duration
         width = max(1, round(pixels.shape[-1] * HEIGHT / pixels.shape[-2]))
-        places = torch.linspace(0, len(pixels) - 1, min(frames, len(pixels))).round().long().tolist()
-        images = "".join(f"<img alt='' src='{_jpeg(pixels[i], width, HEIGHT, quality=80)}'>" for i in places)
+        shown = pixels[linspace_indices(len(pixels), frames)]
+        images = "".join(f"<img alt='' src='{_jpeg(frame, width, HEIGHT, quality=80)}'>" for frame in shown)
         bars = [_bar("true", prompt.target.spans, duration, GOOD, "")]
         rows_of = [(name, rows[uid][1][0].text or "") for name, rows in answers.items() if uid in rows]
         for (name, text), colour in zip(rows_of, cycle(COLOURS)):
