@@ -61,6 +61,7 @@ def held_bytes(thing: Any) -> int:
         seen.add(id(value))
         match value:
             case Tensor():
+                # Views share the storage of their base, whose address is the key.
                 storages[value.untyped_storage().data_ptr()] = value.untyped_storage().nbytes()
             case Mapping():
                 left += value.values()

@@ -23,12 +23,14 @@ def tokens(config: Config, policy: TokenPolicy, prompts: Sequence[Prompt]) -> Ma
     rows = config.rollout.num_prompts * config.rollout.num_generations
     longest = options["max_completion_length"]
     text = policy.model.config.get_text_config()
+    # Not every config has these; some have them as null or under an alias.
     size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     before = max((len(policy.prompt_encoder.encode(prompt).ids) for prompt in prompts), default=0)
     token = 2 * text.num_hidden_layers * heads * size * policy.compute.itemsize  # bytes; 2: keys and values
     others = 1 + len(config.references)  # log-probabilities of `old` and of each reference
     return {
+        # A `batch_size` of 0 generates all rows at once.
         "cache": (options["batch_size"] or rows) * (before + longest) * token,
-        "step table": 4 * rows * longest * (COLUMNS + others),
+        "step table": 4 * rows * longest * (COLUMNS + others),  # float32
     }

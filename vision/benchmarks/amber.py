@@ -59,6 +59,7 @@ class AmberScene:
         unless it means about the same as an object of the image, which it then covers.
         """
         similar, covered, matched, hallucinated = self.words.similar, set(), set(), 0
+        # Other nouns count nowhere, not even among the mentions.
         nouns = [noun for noun in self.words.nouns(text) if noun in self.words.vocabulary]
         for noun in nouns:
             if noun in self.words.safe:
@@ -67,8 +68,8 @@ class AmberScene:
             if not objects:
                 matched |= self._named(self.absent, noun, eq) | self._named(self.absent, noun, similar)
                 objects = self._named(self.truth, noun, similar)
-                hallucinated += not objects
-            covered |= objects
+                hallucinated += not objects  # with repeats
+            covered |= objects  # a set: an object counts once, however often it is named
         sizes = len(covered), len(self.truth), len(matched), len(self.absent)
         return named_counts(len(nouns), hallucinated, *sizes)
 

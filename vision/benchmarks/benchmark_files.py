@@ -44,15 +44,16 @@ def read_json(path: Path, wanted: type[list] | type[dict]) -> Any:
 def read_coco(instances: Sequence[str], captions: Sequence[str], ontology: Ontology) -> dict[str, CocoImage]:
     """Collect the classes of every image from instances and reference captions, as CHAIR does."""
     known: dict[str, CocoImage] = {}
-    for i, source in enumerate((*instances, *captions)):
+    for i, source in enumerate((*instances, *captions)):  # instances first: captions only add to their images
         raw, form = read_json(Path(source), dict), "instances" if i < len(instances) else "captions"
         try:
             if form == "instances":
                 names = {row["id"]: ontology.name_of(row["name"]) for row in raw["categories"]}
                 for row in raw["images"]:
+                    # Ids are numbers in COCO, and may be texts in files of answers.
                     known.setdefault(str(row["id"]), CocoImage()).file = row["file_name"]
             for row in raw["annotations"]:
-                image = known.get(str(row["image_id"]))
+                image = known.get(str(row["image_id"]))  # None: captions of an image without instances
                 if form == "instances":
                     image = known.setdefault(str(row["image_id"]), CocoImage())
                     image.objects.add(names[row["category_id"]])

@@ -14,7 +14,9 @@ from typing import Any, Literal
 from mmrl.data.fields import RowError, listed, mapping, short, text
 from mmrl.vision.media.prompts import MARKS, answer_of, answers_of
 
+# Marks at the start of a question, and the line break after them.
 LEADING = re.compile(r"^(?:\s*<(?:image|video)>)+\n?")
+# The names of ShareGPT (human, gpt) and of OpenAI (user, assistant).
 ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
 MEDIA = ("images", "videos")
 Row = Mapping[str, Any]
@@ -42,7 +44,7 @@ CONVERTED = {
 def read_row(row: Row, toolkit: Toolkit) -> dict[str, Any]:
     """Convert a row of a toolkit to mmrl; columns that the conversion does not know are kept."""
     if toolkit == "mmrl":
-        ours = dict(row) | _media(row)
+        ours = dict(row) | _media(row)  # `image` and `video` move into the lists
         return {key: value for key, value in ours.items() if key not in ("image", "video")}
     ours = _from_messages(row, _conversation(row, *CONVERSATIONS[toolkit]))
     answer = None
@@ -55,14 +57,15 @@ def read_row(row: Row, toolkit: Toolkit) -> dict[str, Any]:
             if rejected is None and row.get("rejected_messages"):
                 rejected = _text_of(listed(row["rejected_messages"], "rejected_messages")[-1])[0]
             if rejected is not None:
+                # The chosen answer of a pair is the last message.
                 ours |= {"chosen": ours.pop("answer", ""), "rejected": text(rejected, "rejected_response")}
         case "llama_factory":
             sides = [side for side in ("chosen", "rejected") if row.get(side) is not None]
             ours |= {side: _text_of(row[side])[0] for side in sides}
-            if row.get("kto_tag") is not None:
+            if row.get("kto_tag") is not None:  # of KTO: whether the one answer is desirable
                 ours["label"] = row["kto_tag"]
     if answer is not None:
-        ours["answer"] = answers_of({"answer": answer})
+        ours["answer"] = answers_of({"answer": answer})  # what a rule checks wins over the last message
     converted = {*CONVERTED[toolkit].split(), *MEDIA, "image", "video", "system"}
     return ours | {key: value for key, value in row.items() if key not in converted and value is not None}
 
@@ -116,9 +119,10 @@ def describe_llama_factory(columns: Sequence[str], file_name: str) -> dict[str, 
     roles = {"user_tag": "user", "assistant_tag": "assistant", "system_tag": "system"}
     return {
         "file_name": file_name,
-        "formatting": "sharegpt",
+        "formatting": "sharegpt",  # its name for lists of messages, whatever their keys
         **({"ranking": True} if "rejected" in columns else {}),
         "columns": {name: name for name in known if name in columns},
+        # Its defaults are those of ShareGPT: from, value, human, gpt.
         "tags": {"role_tag": "role", "content_tag": "content", **roles},
     }
 
@@ -127,10 +131,11 @@ def _conversation(row: Row, names: Sequence[str], question: Sequence[str], answe
     """Return the messages of a row, or make them from `history`, the question and its answer."""
     conversation = next((row[name] for name in names if row.get(name) is not None), None)
     if conversation is None and question and type(row.get(question[0])) is str:
+        # `history` is [[question, answer], ...].
         pairs = [] if row.get("history") is None else listed(row["history"], "history")
         texts = [text(row[name], name) for name in question if row.get(name) not in (None, "")]
         turns = [turn for pair in pairs for turn in listed(pair, "history", 2)]
-        turns += ["\n".join(texts), row.get(answer)]
+        turns += ["\n".join(texts), row.get(answer)]  # None where the answer is still to be given
         roles = ("user", "assistant")
         conversation = [
             {"role": roles[i % 2], "content": turn} for i, turn in enumerate(turns) if turn is not None
@@ -158,6 +163,7 @@ def _from_messages(row: Row, conversation: list[Any]) -> dict[str, Any]:
     ours: dict[str, Any] = {}
     if system := row.get("system") or (turns.pop(0)[1] if turns[0][0] == "system" else ""):
         ours["system"] = text(system, "system")
+    # Without an assistant at the end, the answer is in another column or unknown.
     answer = turns.pop()[1] if turns and turns[-1][0] == "assistant" else None
     match turns:
         case []:
@@ -208,6 +214,7 @@ def _messages(row: Row) -> list[dict[str, str]]:
     first = next((turn for turn in messages if turn["role"] == "user"), None)
     if first is None or not first["content"].strip():
         raise RowError("the row has no `question` and no message of a user")
+    # The other toolkits want a mark for every medium.
     if not any(MARKS.search(turn["content"]) for turn in messages):
         media = _media(row)
         marks = "<image>" * len(media.get("images", ())) + "<video>" * len(media.get("videos", ()))

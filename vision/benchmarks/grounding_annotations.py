@@ -56,6 +56,7 @@ class Query:
                 raise RowError(f"the span {start:g} to {end:g} s does not end after it starts")
             if not 0 <= start < duration < math.inf:
                 raise RowError(f"the span {start:g} to {end:g} s lies outside its video of {duration:g} s")
+        # Annotated spans often end a little after their video, so that is never an error.
         spans = tuple((start, min(end, duration) if trim else end) for start, end in self.spans)
         return replace(self, spans=spans, duration=duration)
 
@@ -73,10 +74,12 @@ class Annotations:
     def __init__(
         self, path: Path, form: Form = "jsonl", durations: str = "", extension: str = ".mp4"
     ) -> None:
+        # Rows of jsonl name files, those of the published forms video ids.
         self.path, self.form, self.extension = path, form, "" if form == "jsonl" else extension
         self.lengths: dict[str, float] = {}
         if not durations:
             return
+        # The module csv wants line ends as they are, hence `newline`.
         table = csv.DictReader(io.StringIO(read_text_file(Path(durations)), newline=""))
         try:
             for row in table:
@@ -112,7 +115,7 @@ def spans_of(columns: Columns, names: tuple[str, ...]) -> tuple[Span, ...]:
     name = next((name for name in names if columns.get(name) is not None), "span")
     pairs = [] if name == "span" else listed(columns[name], name)
     ends = columns.get("start"), columns.get("end")
-    if not pairs and ends != (None, None):
+    if not pairs and ends != (None, None):  # one span may be two columns
         name, pairs = "span", [ends]
     pairs = [listed(pair, name, 2) for pair in pairs]
     return tuple((number(start, f"{name}: start"), number(end, f"{name}: end")) for start, end in pairs)
@@ -127,7 +130,7 @@ def parse_charades(columns: Columns) -> Columns:
     try:
         video, start, end = left.split()
         span = number(float(start), "start"), number(float(end), "end")
-    except ValueError:
+    except ValueError:  # a `RowError` of `number`, too: each is reported with the whole line
         mark = ""
     if not mark or not sentence.strip():
         raise RowError(f"wanted '<video> <start> <end>##<sentence>', got {short(columns['line'])}")
@@ -151,7 +154,7 @@ def activitynet_rows(path: Path) -> Iterator[DataRow]:
             sentences = listed(columns.get("sentences"), "sentences", len(spans))
             duration = _seconds(columns.get("duration"), "duration")
         except RowError as error:
-            yield DataRow(f"{path}: '{video}'", "", fault=str(error))
+            yield DataRow(f"{path}: '{video}'", "", fault=str(error))  # one for all its sentences
             continue
         for i, (span, sentence) in enumerate(zip(spans, sentences, strict=True)):
             row = {"id": f"{video}#{i}", "video": video, "query": sentence, "timestamps": [span]}
@@ -169,7 +172,7 @@ def parse_qvhighlights(columns: Columns) -> Columns:
     saliency: tuple[tuple[float, ...], ...] = ()
     if columns.get("saliency_scores") is not None:
         scores = _ratings(columns["saliency_scores"], "saliency_scores")
-        count = int(duration / WINDOW_SECONDS)
+        count = int(duration / WINDOW_SECONDS)  # rounded down, as in the official evaluation
         for window in listed(columns.get("relevant_clip_ids"), "relevant_clip_ids", len(scores)):
             if type(window) is not int or not 0 <= window < count:
                 raise RowError(f"there is no window {short(window)} of two seconds in {duration:g} s")

@@ -63,13 +63,14 @@ class Ontology:
         longest = max((phrase.count(" ") + 1 for phrase in self.phrases), default=1)
         joined, at = [], 0
         while at < len(words):
-            for end in range(min(at + longest, len(words)), at + 1, -1):
+            for end in range(min(at + longest, len(words)), at + 1, -1):  # phrases of two words or more
                 phrase = " ".join(words[at:end])
                 if phrase in self.phrases:
                     joined.append(self.phrases[phrase])
                     at = end
                     break
             else:
+                # The name of a class may itself be a plural, as scissors.
                 plural = self.plurals and words[at] not in self.names
                 joined.append(raw[at] if plural else words[at])
                 at += 1
@@ -113,6 +114,7 @@ def read_ontology(
     try:
         raw = json.loads(source)
         objects = {str(name): [str(word) for word in words] for name, words in raw["objects"].items()}
+        # null joins the words of a phrase to one that names no class.
         phrases = {str(k).lower(): str(v or "").lower() for k, v in raw.get("phrases", {}).items()}
         unless = {str(k).lower(): [w.lower() for w in v] for k, v in raw.get("unless", {}).items()}
     except (json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
@@ -156,6 +158,7 @@ def _from_synonyms(text: str, style: str, by: Callable[[str], str]) -> Ontology:
     phrases |= {f"passenger {vehicle}": vehicle for vehicle in VEHICLES}
     # The package pattern converts glass to glas.
     phrases |= {"bow tie": "tie", "toilet seat": "toilet", "wine glas": "wine glass"}
+    # The scripts drop every seat from a text that mentions a toilet.
     return Ontology(names, phrases, {"seat": ("toilet",)}, by, plurals=False)
 
 

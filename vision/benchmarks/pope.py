@@ -20,7 +20,7 @@ def parse_yes_no(text: str, form: Form = "pope") -> float:
     `first_word` takes the first yes or no of any case, in the last answer block if there is one.
     """
     if form == "pope":
-        words = text.partition(".")[0].replace(",", "").split(" ")
+        words = text.partition(".")[0].replace(",", "").split(" ")  # as the script: not at line breaks
         return NO if {"No", "no", "not"} & {*words} else YES
     if form == "exact":
         return {"Yes": YES, "No": NO}.get(text, NEITHER)

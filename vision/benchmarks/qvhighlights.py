@@ -7,9 +7,9 @@ from typing import Any
 
 from mmrl.vision.benchmarks.time_spans import Span, overlap_and_union
 
-THRESHOLDS = tuple(round(0.5 + 0.05 * i, 2) for i in range(10))
-LEVELS = {"Fair": 2, "Good": 3, "VeryGood": 4}
-MAX_WINDOWS = 10
+THRESHOLDS = tuple(round(0.5 + 0.05 * i, 2) for i in range(10))  # 0.5, 0.55, ..., 0.95
+LEVELS = {"Fair": 2, "Good": 3, "VeryGood": 4}  # least rating of a highlight, of 0 to 4
+MAX_WINDOWS = 10  # windows of an answer that the official evaluation reads
 WINDOW_SECONDS = 2  # of the windows that are rated for saliency; the data set calls them clips
 
 
@@ -29,6 +29,7 @@ def detection_ap(targets: Sequence[Span], windows: Sequence[Sequence[float]], th
     hits = []
     for window in sorted(windows, key=lambda w: -w[2]):
         near = sorted(((true_iou(window, target), i) for i, target in enumerate(targets)), reverse=True)
+        # A target is found once: a second window on it is a false positive.
         match = next((i for overlap, i in near if overlap >= threshold and i not in taken), None)
         hits.append(match is not None)
         taken |= {match} - {None}
@@ -54,7 +55,7 @@ def saliency_ap(truth: Sequence[int], scores: Sequence[float]) -> float:
     if len(set(truth)) == 1:
         return float(truth[0])
     positives, points = sum(truth), []
-    for threshold in sorted(set(scores), reverse=True):
+    for threshold in sorted(set(scores), reverse=True):  # windows of equal score enter together
         chosen = [t for t, score in zip(truth, scores, strict=True) if score >= threshold]
         points.append((sum(chosen) / positives, sum(chosen) / len(chosen)))
     best, rises = 0.0, []
@@ -84,5 +85,6 @@ def highlight_metrics(
     """
     truth = [[int(rating >= level) for rating in window] for window in windows]
     ap = sum(saliency_ap([window[who] for window in truth], scores) for who in range(3)) / 3
+    # The first of equal scores, as numpy.argmax finds it.
     top = max(range(len(scores)), key=lambda i: scores[i]) if scores else len(truth)
     return ap, float(any(truth[top])) if top < len(truth) else 0.0

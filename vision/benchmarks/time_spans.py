@@ -35,7 +35,7 @@ _PAIR = re.compile(
 )
 # `(\d+\.?\d*) (to|and) (\d+\.?\d*)` of the published code, which takes cubic time over many digits.
 _PUBLISHED = r"(?<!\d)(\d++\.?+\d*+) (?:to|and) (\d++\.?+\d*+)"
-_OBJECT = re.compile(r"\{[^{}]*\}")
+_OBJECT = re.compile(r"\{[^{}]*\}")  # objects that contain no other
 
 
 def last_answer(text: str, default: str = "") -> str:
@@ -78,6 +78,7 @@ def parse_spans(text: str) -> list[Span]:
             spans.append((match.start(), float(fields["start_time"]), float(fields["end_time"])))
         except (ValueError, KeyError, TypeError, OverflowError):
             continue  # braces that hold no span
+    # By their place in the text, since both forms may occur in one answer.
     return [(start, end) for _, start, end in sorted(spans) if 0 <= start < end < math.inf]
 
 
@@ -92,7 +93,7 @@ def iou(a: Span, b: Span) -> float:
 
     Two equal points give 1, a span with its end before its start 0.
     """
-    overlap = min(a[1], b[1]) - max(a[0], b[0])
+    overlap = min(a[1], b[1]) - max(a[0], b[0])  # negative for spans that do not meet
     hull = max(a[1], b[1]) - min(a[0], b[0])
     if hull <= 0:
         return float(a == b)
@@ -105,6 +106,7 @@ def giou(a: Span, b: Span) -> float:
     if hull <= 0:
         return float(a == b)
     overlap, union = overlap_and_union(a, b)
+    # GIoU = IoU - |hull without union| / |hull| (arXiv 1902.09630).
     return (overlap / union if union > 0 else 0.0) - (hull - union) / hull
 
 
@@ -132,6 +134,7 @@ def set_iou(a: Sequence[Span], b: Sequence[Span]) -> float:
     """Compute the IoU of two sets of spans (VideoChat-R1, arXiv 2504.06958); two empty sets give 1."""
     a, b = merged(a), merged(b)
     shared = sum(max(0.0, min(x[1], y[1]) - max(x[0], y[0])) for x in a for y in b)
+    # |A or B| = |A| + |B| - |A and B|; spans of one set no longer overlap.
     covered = sum(end - start for start, end in (*a, *b)) - shared
     return shared / covered if covered > 0 else 1.0
 

@@ -123,6 +123,7 @@ class ClipPairs:
         processes, total = Processes(), sum(1 for _ in images)
         if not total:
             raise SourceError(f"there is no image in '{self.source}'")
+        # A build that resumes, and every process, must see the same images.
         content = images.content()
         processes.same({"images": f"{total}, {content}"})
         with locked(shards.folder, processes):
@@ -138,6 +139,7 @@ class ClipPairs:
                     "engines": [as_plain(piece) for piece in self.engines],
                     "scores": as_plain(self.scores),
                     "shard_size": self.shard_size,
+                    # Hashes of local files: known before any weights are loaded.
                     "model_files": files_hash(self.model),
                     "scores_files": files_hash(self.scores),
                 }
@@ -167,11 +169,13 @@ class ClipPairs:
         for number in numbers:
             chunk = list(islice(items, self.shard_size))
             done += len(chunk)
+            # Process r of w generates the shards r, r + w, r + 2 w, ...
             if shards.has(number) or number % processes.world != processes.rank:
                 continue
             pairs = generate_pairs(chunk, images, shards.media, engine, reward, self._choose_prompt)
             shards.write(number, pairs)
             generated += len(chunk)
+            # An estimate that takes all processes to be as fast as this one.
             rate = generated * processes.world / (time.monotonic() - began)
             left = time.strftime("%H:%M:%S", time.gmtime((total - done) / max(rate, 1e-9)))
             print(f"{done} of {total} images, {rate:.2f} a second, {left} left", file=sys.stderr, flush=True)
@@ -188,6 +192,7 @@ class ClipPairs:
         for path in shards.folder.glob("*.tmp"):  # of a build that was killed
             path.unlink()
         pairs = lambda: with_faults(self.rule, (pair for number in numbers for pair in shards.read(number)))
+        # Thresholds need all gaps, so the shards are read twice, one at a time.
         gaps = [pair.gap for pair in pairs() if not pair.fault]
         selector = PairSelector(self.rule, self.rule.thresholds(gaps), self.stream)
         # The coin of `random` changes no count.

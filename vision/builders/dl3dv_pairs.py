@@ -100,6 +100,7 @@ class Dl3dvPairs:
                 log.drop(str(folder.relative_to(self.home)), str(error))
                 continue
             missing += len(scene.missing)
+            # By name: other scenes in the folder do not move this one to another split.
             draw = torch.rand((), generator=self.stream.fixed("split", scene.name))
             split = "test" if float(draw) < self.test_share else "train"
             for row in rows:
@@ -120,7 +121,7 @@ class Dl3dvPairs:
                 f"no two of its {len(scene.views)} frames are {self.nearest} to {self.farthest} apart"
             )
         order = torch.randperm(len(near), generator=self.stream.fixed("pairs", scene.name)).tolist()
-        return [near[i] for i in sorted(order[: self.pairs_per_scene])]
+        return [near[i] for i in sorted(order[: self.pairs_per_scene])]  # in the order of the frames
 
     def _row(
         self, scene: SceneViews, first: CameraView, second: CameraView, media: MediaWriter
@@ -207,7 +208,7 @@ def _view(path: Path, name: str, camera: dict[str, Any]) -> CameraView:
 
 def relative_pose(first: CameraView, second: CameraView) -> Tensor:
     """Compute the (4, 4) transform of points from the first camera to the second."""
-    return torch.linalg.inv(second.pose) @ first.pose
+    return torch.linalg.inv(second.pose) @ first.pose  # first camera to world, then world to second
 
 
 def turn_between(first: CameraView, second: CameraView) -> float:

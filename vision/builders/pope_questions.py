@@ -50,7 +50,7 @@ class PopeQuestions:
         for row in valid_rows(source):
             match row.columns:
                 case {"image": str(image), "objects": [*objects]}:
-                    images.setdefault(image, []).extend(map(str, objects))
+                    images.setdefault(image, []).extend(map(str, objects))  # an image may have several rows
                 case _:
                     raise RowError(f"{row.place}: wanted image and objects, got {sorted(row.columns)}")
         log = BuildLog()
@@ -72,14 +72,15 @@ class PopeQuestions:
         frequency = Counter(name for names in objects.values() for name in names)
         together: dict[str, Counter] = {name: Counter() for name in frequency}
         for names in objects.values():
-            for name, other in permutations(names, 2):
+            for name, other in permutations(names, 2):  # both orders of every pair of objects in an image
                 together[name][other] += 1
         full = [image for image, names in objects.items() if len(names) >= self.num_objects]
         generator, rows = self.stream.fixed("pope", strategy), []
         for i in torch.randperm(len(full), generator=generator)[: self.num_images].tolist():
             image = full[i]
-            taken = set(objects[image])
+            taken = set(objects[image])  # there, or asked for before
             for present in objects[image][: self.num_objects]:
+                # Without counts nothing is ranked, and an object is drawn below.
                 counts = {"random": {}, "popular": frequency, "adversarial": together[present]}[strategy]
                 ranked = sorted(counts, key=lambda name, counts=counts: (-counts[name], name))
                 absent = next((name for name in ranked if name not in taken), None)

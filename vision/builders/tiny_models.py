@@ -25,6 +25,7 @@ SPECIAL = (
     "<image>",
     "<video>",
 )
+# ChatML, as Qwen has it; PLACEHOLDER becomes the tokens of a medium.
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{% for c in m['content'] %}"
     "{% if c['type'] == 'text' %}{{ c['text'] }}{% else %}PLACEHOLDER{% endif %}"
@@ -49,6 +50,7 @@ def tiny_tokenizer(texts: Iterable[str], vocab_size: int) -> Any:
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size - len(SPECIAL),
         show_progress=False,
+        # All bytes, so that any text has tokens.
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
     )
     tokenizer.train_from_iterator(texts, trainer)
@@ -80,7 +82,7 @@ class TinyModel:
             "intermediate_size": 3 * self.width,
             "num_hidden_layers": self.layers,
             "num_attention_heads": self.heads,
-            "num_key_value_heads": max(1, self.heads // 2),
+            "num_key_value_heads": max(1, self.heads // 2),  # grouped-query attention, as in Qwen2.5
             "initializer_range": self.init,
             "tie_word_embeddings": True,
             "bos_token_id": None,
@@ -94,7 +96,7 @@ class TinyModel:
     ) -> dict[str, Any]:
         """Write a model with random weights and its processor; return its number of parameters and tokens."""
         seed = int(torch.randint(1 << 31, (1,), generator=self.stream.fixed(name)))
-        with torch.random.fork_rng(devices=[]):
+        with torch.random.fork_rng(devices=[]):  # the global generator stays as it was
             torch.manual_seed(seed)
             model = model_class(config)
         model.save_pretrained(output)
@@ -131,6 +133,7 @@ class TinyQwen2_5Vl(TinyModel):
         from transformers.models.qwen2_vl import Qwen2VLImageProcessor, Qwen2VLVideoProcessor
 
         processor = Qwen2_5_VLProcessor(
+            # At least 28 x 28 pixels: 2 x 2 patches, one token.
             image_processor=Qwen2VLImageProcessor(min_pixels=28 * 28, max_pixels=self.max_pixels),
             video_processor=Qwen2VLVideoProcessor(
                 cap_pixels_per_frame=False,
@@ -154,10 +157,11 @@ class TinyQwen2_5Vl(TinyModel):
             "hidden_size": self.vision_width,
             "intermediate_size": 2 * self.vision_width,
             "num_heads": 4,
-            "out_hidden_size": self.width,
+            "out_hidden_size": self.width,  # of the merger, which writes into the language model
             "patch_size": 14,
             "spatial_merge_size": 2,
             "temporal_patch_size": 2,
+            # Pixels, or 4 x 4 tokens; blocks that are not listed below attend inside windows.
             "window_size": 112,
             "fullatt_block_indexes": [self.vision_layers - 1],
             "tokens_per_second": 2,
@@ -239,7 +243,7 @@ class TinyLlava(TinyModel):
             vision_config=vision,
             text_config=LlamaConfig(**self.text_config(processor.tokenizer, max_position_embeddings=1024)),
             image_token_id=processor.tokenizer.convert_tokens_to_ids("<image>"),
-            vision_feature_layer=-1,
+            vision_feature_layer=-1,  # LLaVA-1.5 takes the last but one
             tie_word_embeddings=True,
         )
         return self.write("tiny_llava", LlavaForConditionalGeneration, config, processor, output)

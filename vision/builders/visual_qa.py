@@ -65,7 +65,7 @@ class VisualQa:
                 continue
             files.add(row.split, written)
             log.kept[row.split] += 1
-            if log.kept.total() == self.limit:
+            if log.kept.total() == self.limit:  # never at a limit of 0, because a row was just counted
                 break
         files.close()
         return log.finish(output, {"source": self.source, "columns": self.columns})
@@ -84,5 +84,6 @@ class VisualQa:
         for name in ("image", "images", "video", "videos"):
             paths = [media.put(medium) for medium in media_refs(fields[name], name.rstrip("s"), name)]
             if paths:
+                # A column of one image may hold a list of them.
                 written[name] = paths if name.endswith("s") or len(paths) > 1 else paths[0]
         return written | {name: plain(row.columns.get(name), name) for name in self.keep}

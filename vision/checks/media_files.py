@@ -88,6 +88,7 @@ def spans_out_of_range(rows: Rows) -> Iterator[Finding]:
         videos = [ref.path for ref in _media(row) or () if ref.kind == "video" and ref.path]
         measured = next((seconds for path in videos if (seconds := length(path)) is not None), None)
         duration = claimed if measured is None else measured
+        # The tolerance of `read_video` between a header and its frames.
         if None not in (measured, claimed) and abs(measured - claimed) > max(1.0, 0.05 * claimed):
             yield Finding(f"its video lasts {measured:.2f} s, not {claimed:g} s", place=row.place)
         for start, end in spans:
@@ -103,7 +104,7 @@ def spans_out_of_range(rows: Rows) -> Iterator[Finding]:
 def split_leakage(rows: Rows) -> Iterator[Finding]:
     """Find media with the same content in two splits, which would be trained on and tested on."""
     root = MediaRoot(rows.root)
-    digest = cache(lambda path: _read(root, path, _sha256))
+    digest = cache(lambda path: _read(root, path, _sha256))  # many rows may name one file
     first: dict[str, tuple[str, str]] = {}  # split and place of a content
     reported: set[tuple[str, str]] = set()
     for row in rows.valid():
@@ -113,6 +114,7 @@ def split_leakage(rows: Rows) -> Iterator[Finding]:
                 continue
             place = f"{row.place} ({ref.path or 'inside the row'})"
             split, place = first.setdefault(content, (row.split, place))
+            # One finding for each further split.
             if split != row.split and (content, row.split) not in reported:
                 reported.add((content, row.split))
                 what = f"'{ref.path}' of split '{row.split}' is also in split '{split}': {place}"

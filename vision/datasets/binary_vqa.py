@@ -57,6 +57,7 @@ def _in_order(prompts: Sequence[Prompt], rows: Sequence[DataRow], source: str) -
     for prompt, row in zip(prompts, rows, strict=True):
         answer = next((row.columns[key] for key in ("answer", "text") if key in row.columns), None)
         question = row.columns.get("question", prompt.columns["text"])
+        # Files of answers repeat the question, or the whole prompt that was asked.
         same = {wording.strip().casefold() for wording in (prompt.columns["text"], prompt.text)}
         if type(answer) is not str or str(question).strip().casefold() not in same:
             raise FileError(
@@ -100,6 +101,7 @@ def amber(
     safe = read_text_file(Path(safe_words)).split("\n") if safe_words else []
     chosen = {"nouns": nouns_by, "similar": similar_by}
     functions = {name: function_of(by) for name, by in chosen.items() if by}
+    # The last line may end in a line break.
     words = Words(read_json(Path(relation), dict), frozenset(safe) - {""}, **functions)
     precomputed = read_answers(Path(answers)) if answers else {}
     media = root_of(root, answers, "amber")
@@ -108,6 +110,7 @@ def amber(
         uid, (image, query) = row.columns.get("id"), (text(row.columns.get(n), n) for n in ("image", "query"))
         if type(uid) is not int or not 0 < uid <= len(known):
             raise FileError(f"wanted as `id` a number of 1 to {len(known)} annotations, got {short(uid)}")
+        # Ids count from 1, in the order of the annotations.
         target = _target(mapping(known[uid - 1], f"annotation {uid}"), words)
         medium = media.image(image, must_exist=not answers)
         columns = {**row.columns, "type": known[uid - 1]["type"]}

@@ -67,6 +67,7 @@ def chair(
         target = Scene(frozenset(known[uid].objects), words)
         return ask(uid, [medium], prompt, target, {"image_id": uid, "image": file})
 
+    # Images are no rows of a file: the id stands in for the place that errors name.
     prompts = read_prompts(instances[0], (DataRow(uid, "") for uid in wanted), make)
     return attach_answers(prompts, precomputed, answers, limit)
 
@@ -109,6 +110,7 @@ def object_halbench(
         image = row.columns.get("image")
         if image is not None and not root:
             encoded = text(image, "image")
+            # The text of the image also identifies it, where runs are compared by hashes of their media.
             medium = Media("image", uid, partial(_decode, encoded, row.place), encoded.encode())
         else:
             file = known[uid].file if image is None else text(image, "image")

@@ -87,12 +87,13 @@ def grounding(
 
     def make(raw: DataRow, number: int) -> Prompt:
         row = source.parse(raw).inside_video(media, trim_spans, unlabelled)
+        # By id, so that neither order nor `limit` matters.
         thinks = float(torch.rand((), generator=stream.fixed("reasoning", row.uid))) < reasoning
         query = row.query.strip().lower().removesuffix(".") if normalize_text else row.query
         words = (reasoning_prompt if thinks else prompt).format(query=query)
         message = Message("user", (Part(media=media.video(row.video, sampling)), Part(words)))
         demos = []
-        for start, end in row.spans[:1]:
+        for start, end in row.spans[:1]:  # none of an unlabelled row
             answer, form = f"<answer> {start:.{decimals}f} to {end:.{decimals}f} </answer>", "answer"
             if thinks and demo_think != "none":
                 thought = text(row.columns.get("reasoning"), "reasoning") if demo_think == "provided" else ""

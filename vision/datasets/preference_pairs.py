@@ -96,7 +96,7 @@ def _text_of(value: Any, name: str) -> str:
     match value:
         case (str() as words) | {"type": "text", "text": str(words)}:
             return words
-        case {"type": "image", **rest} if all(value is None for value in rest.values()):
+        case {"type": "image", **rest} if all(value is None for value in rest.values()):  # a placeholder
             return "<image>"
         case {"content": content}:
             return _text_of(content, f"{name}.content")
@@ -115,7 +115,7 @@ def _images(row: DataRow, root: MediaRoot) -> Iterator[Media]:
         for i, ref in enumerate(media_refs(row.columns.get(name), "image", name)):
             if ref.data and row.source.endswith(".parquet"):
                 what, path = f"{name} {i} of {row.place}", Path(row.source)
-                position = int(row.place.removeprefix(row.source).strip("[]"))
+                position = int(row.place.removeprefix(row.source).strip("[]"))  # a place is `file[row]`
                 yield Media("image", what, partial(_read, path, position, name, i, what), path)
             else:
                 yield root.medium(ref, row.place, FrameSampling())
@@ -127,5 +127,6 @@ def _read(path: Path, position: int, column: str, index: int, what: str) -> Fram
         group = 0
         while position >= (size := file.metadata.row_group(group).num_rows):
             position, group = position - size, group + 1
+        # Of the file, one column of one row group is read.
         value = file.read_row_group(group, [column])[column][position].as_py()
     return decode_image(list(media_refs(value, "image", column))[index].data, what)

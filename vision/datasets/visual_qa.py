@@ -70,6 +70,7 @@ def visual_qa(
         uid = uid_of(fields, f"{row.split}#{number}")
         first = target if type(target) is str else target[0]
         answers = (Outcome(text=fill_template(demo, {**words, "answer": first})),) if demo else ()
+        # Encoded media would be stored twice.
         kept = {key: v for key, v in fields.items() if key not in ("image", "images", "video", "videos")}
         return Prompt(uid, (Message("user", interleaved(question, shown)),), target, answers, kept)
 
