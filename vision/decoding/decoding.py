@@ -31,6 +31,7 @@ def draw_tokens(
     log-probabilities and entropies, (n,) each: log-probabilities of the distribution that was drawn from,
     entropies of the one before truncation.
     """
+    # Greedy decoding reports the distribution at temperature 1.
     logp = (logits / (temperature or 1.0)).log_softmax(-1)
     probability = logp.exp()
     entropy = -(probability * logp.clamp(min=-1e4)).sum(-1)  # a forbidden token counts as 0, not as NaN
@@ -39,7 +40,7 @@ def draw_tokens(
         return token, logp.gather(1, token[:, None])[:, 0], entropy
     cuts = []  # tokens that a rule removes, (n, V) bool; no rule removes the most likely one
     if 0 < top_k < logp.shape[-1]:
-        cuts.append(logp < logp.topk(top_k).values[:, -1:])
+        cuts.append(logp < logp.topk(top_k).values[:, -1:])  # ties with the k-th token stay
     if min_p > 0:
         cuts.append(probability < min_p * probability.max(-1, keepdim=True).values)
     if top_p < 1:
@@ -47,6 +48,7 @@ def draw_tokens(
         removed = ordered.cumsum(-1) - ordered >= top_p  # the likelier tokens already reach top_p
         cuts.append(torch.zeros_like(removed).scatter(1, order, removed))
     if cuts:
+        # Each rule looks at the distribution before truncation; what is left is normalised once.
         logp = logp.masked_fill(torch.stack(cuts).any(0), -torch.inf).log_softmax(-1)
         probability = logp.exp()
     token = inverse_cdf(probability, uniform)
@@ -57,7 +59,9 @@ def inverse_cdf(probability: Tensor, uniform: Tensor) -> Tensor:
     """Find the token whose interval of the CDF contains the number; never one of probability 0."""
     edges = probability.cumsum(-1)
     total = edges[:, -1:]  # 1 but for rounding
+    # Below the last edge, even where the product rounds up to it.
     place = torch.minimum(uniform[:, None].to(edges) * total, torch.nextafter(total, torch.zeros_like(total)))
+    # `right` skips the empty intervals of tokens with probability 0.
     return torch.searchsorted(edges, place, right=True)[:, 0].clamp(max=probability.shape[-1] - 1)
 
 

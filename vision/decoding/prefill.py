@@ -121,6 +121,7 @@ def pad_left(prompts: Sequence[EncodedPrompt], device: torch.device) -> tuple[Te
 
     ids = padded([prompt.ids for prompt in prompts])
     mask = padded([torch.ones_like(prompt.ids) for prompt in prompts])
+    # (P, S, A): `pad_sequence` pads the first axis of each.
     positions = padded([prompt.positions.T for prompt in prompts])
     return ids, mask, positions.permute(2, 0, 1).contiguous()
 
@@ -134,6 +135,7 @@ def merge_media(media: Sequence[dict[str, Tensor]], device: torch.device) -> dic
     """Concatenate the media tensors of several prompts, padding tiles and frames to the largest."""
     names = dict.fromkeys(name for tensors in media for name in tensors)
     columns = {name: [tensors[name] for tensors in media if name in tensors] for name in names}
+    # (videos, F, 3, height, width); models that pack patches, as Qwen, have two dimensions and take any F.
     frames = {video.shape[1] for video in columns.get(VIDEOS, ()) if video.dim() == 5}
     if len(frames) > 1:
         raise ValueError(

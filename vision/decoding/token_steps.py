@@ -87,7 +87,7 @@ def read_packed(core: nn.Module, steps: TokenSteps) -> Tensor:
     ids, mask, positions = pad_left(sequences, device)
     owner = pad_sequence(owners, batch_first=True, padding_value=PROMPT, padding_side="left")
     index = pad_sequence(indices, batch_first=True, padding_side="left")
-    where = torch.zeros(len(steps.ids), steps.longest, dtype=torch.int64)
+    where = torch.zeros(len(steps.ids), steps.longest, dtype=torch.int64)  # 0 after the end of a row
     for row, prompt in enumerate(steps.which.tolist()):
         places = (owner[prompt] == row).nonzero()[:, 0]
         where[row, : len(places)] = places
@@ -114,6 +114,7 @@ def _pack(steps: TokenSteps, number: int) -> tuple[EncodedPrompt, Tensor, Tensor
     # prompt[:-1] | prompt[-1] answer_1[:-1] | prompt[-1] answer_2[:-1] | ...
     for row in (steps.which == number).nonzero()[:, 0].tolist():
         length = max(1, int(steps.length[row]))
+        # The last token of an answer is predicted, but never an input.
         after = (prompt.next_position + torch.arange(length - 1)).expand(len(prompt.positions), -1)
         ids += [prompt.ids[-1:], steps.ids[row, : length - 1]]
         positions += [prompt.positions[:, -1:], after]

@@ -99,6 +99,7 @@ class ContrastiveDecoding:
     def ratio(self, uid: str, index: int) -> float:
         """Draw the ratio of one answer to a prompt, after those of the same turn before it."""
         turn, place = divmod(index, len(self.contrast_alpha))
+        # The turn is drawn from its start, so that a ratio depends on no earlier call.
         generator = self.stream.generator("contrast_alpha", uid, turn)
         last = -math.inf
         for mean, std in list(zip(self.contrast_alpha, self.contrast_alpha_std, strict=True))[: place + 1]:
@@ -109,7 +110,7 @@ class ContrastiveDecoding:
                 if value - last >= self.gap:
                     break
             else:
-                value = last + self.gap
+                value = last + self.gap  # no draw left the gap: the least ratio that does
             last = value
         return last
 
@@ -132,7 +133,7 @@ class ContrastiveDecoding:
 
     def _corrupted(self, row: GenerationRequest) -> EncodedPrompt:
         """Encode a prompt as q sees it."""
-        generator = self.stream.generator("distortion", row.prompt.uid)
+        generator = self.stream.generator("distortion", row.prompt.uid)  # one for all answers to a prompt
         encode = self.policy.prompt_encoder.encode
         if self.against == "blind":
             return encode(without_media(row.prompt))
@@ -166,12 +167,14 @@ class MixtureReader:
         settings, ratio = self.settings, self.ratio[:, None]
         p, q = (self._logp(needed, reader, token) for needed, reader in self.halves)
         if settings.decay_gamma:
+            # M3ID weighs p - q by (1 - exp(-gamma t)) / exp(-gamma t) = exp(gamma t) - 1.
             ratio = ratio * math.expm1(min(settings.decay_gamma * self.length, LATEST))
         if settings.confidence_threshold < 1:
             unsure = p.max(-1, keepdim=True).values < math.log(settings.confidence_threshold)
             ratio = torch.where(unsure, ratio, 0.0)
         mixture = mixed(p, q, ratio, settings.mix)
         if settings.plausibility_threshold > 0:
+            # p < beta max p, in logarithms; a row with ratio 0 is plain decoding and loses no token.
             limit = p.max(-1, keepdim=True).values + math.log(settings.plausibility_threshold)
             mixture = mixture.masked_fill((p < limit) & (self.ratio[:, None] != 0), FORBIDDEN)
         self.length += 1
@@ -202,7 +205,7 @@ class MixtureReader:
 def mixed(p: Tensor | float, q: Tensor | float, ratio: Tensor, mix: Mix) -> Tensor:
     """Mix log-probabilities (n, V) by ratios (n, 1); the result is not normalised."""
     if mix == "log":
-        return (1 - ratio) * p + ratio * q
+        return (1 - ratio) * p + ratio * q  # the logarithm of p^(1 - h) q^h
     p, q = (torch.as_tensor(part, dtype=ratio.dtype, device=ratio.device) for part in (p, q))
     return ((1 - ratio) * p.exp() + ratio * q.exp()).log().clamp(min=FORBIDDEN)
 

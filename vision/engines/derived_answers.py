@@ -31,6 +31,7 @@ def answer_half(engine: Engine, prompts: Sequence[Prompt]) -> tuple[Rollouts, di
     distinct = {prompt.uid: prompt for prompt in prompts}
     counts = Counter(prompt.uid for prompt in prompts)
     rows = engine.rollout([distinct[uid] for uid, count in counts.items() for _ in range(count - count // 2)])
+    # Of an odd number of answers, one stays without a copy.
     return rows, {
         uid: [row for row in rows if row.prompt.uid == uid][: count // 2] for uid, count in counts.items()
     }
@@ -123,7 +124,9 @@ class DropoutNtp:
             encode = self.policy.prompt_encoder.encode
             device = self.policy.core.get_input_embeddings().weight.device
             reader = self.engine.reader([encode(without_media(row.prompt)) for row in rows])
+            # The i-th continuation starts as the i-th answer.
             answers = [cut[row.prompt.uid][row.index].steps.ids.to(device) for row in rows]
+            # Rounded down: at least the last token is drawn anew.
             return ForcedPrefixReader(reader, [ids[: int(self.share * len(ids))] for ids in answers])
 
         continued = self.engine.decode([row.prompt for rows in cut.values() for row in rows], begin)
@@ -138,7 +141,7 @@ class ForcedPrefixReader:
 
     def __init__(self, reader: LogitsReader, forced: Sequence[Tensor]) -> None:
         self.reader = reader
-        self.forced = pad_sequence(list(forced), batch_first=True, padding_value=-1)  # (n, T)
+        self.forced = pad_sequence(list(forced), batch_first=True, padding_value=-1)  # (n, T); -1 after them
         self.length = 0
 
     def read(self, token: Tensor | None) -> Tensor:

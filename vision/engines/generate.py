@@ -111,7 +111,7 @@ class Generate:
         ends = torch.tensor(encoder.end, device=device)
         ids = torch.zeros(len(rows), self.max_completion_length, dtype=torch.int64, device=device)
         logp, entropy = (torch.zeros(ids.shape, device=device) for _ in range(2))
-        length = torch.full((len(rows),), self.max_completion_length, device=device)
+        length = torch.full((len(rows),), self.max_completion_length, device=device)  # of rows that never end
         ended = torch.zeros(len(rows), dtype=torch.bool, device=device)
         reader, token = begin(rows), None
         batch = torch.arange(len(rows), device=device)  # the rows that the reader still has
@@ -122,7 +122,7 @@ class Generate:
             now = batch[alive]
             ids[now, t], logp[now, t], entropy[now, t] = token[alive], *(v[alive].float() for v in values)
             done = now[torch.isin(token[alive], ends)]
-            length[done], ended[done] = t + 1, True
+            length[done], ended[done] = t + 1, True  # the end token is part of the answer
             finished = ended[batch]
             if finished.all():
                 break
@@ -136,6 +136,7 @@ class Generate:
             notes = {name: column[i, :n] for name, column in columns.items()}
             text = encoder.text(notes["token"])
             outcome = Outcome(text=text, end=n, tags={"finish": "stop" if stopped else "length"})
+            # Greedy answers are trained on at temperature 1, at which their `logp` was noted.
             steps = TokenRow(row.encoded, notes["token"], self.temperature or 1.0)
             answers.append(Trajectory(row.prompt, row.prompt.uid, (outcome,), steps, n, notes))
         return answers

@@ -19,7 +19,7 @@ IMAGE_SIGNATURES = {  # the first bytes of an image file, and its suffix
     b"\x89PNG": ".png",
     b"\xff\xd8\xff": ".jpg",
     b"GIF8": ".gif",
-    b"RIFF": ".webp",
+    b"RIFF": ".webp",  # also of WAV and AVI, which no image reader accepts
     b"BM": ".bmp",
 }
 
@@ -72,14 +72,14 @@ class MediaWriter:
         else:
             self.root.medium(ref, "the row", FrameSampling()).load()
         if path:
-            name = path.relative_to(self.root.root.resolve()).as_posix()
+            name = path.relative_to(self.root.root.resolve()).as_posix()  # `locate` resolved the root, too
         else:
-            name = f"{str(key)[:20]}{image_suffix(ref.data)}"
+            name = f"{str(key)[:20]}{image_suffix(ref.data)}"  # 80 bits of the hash
         target = self.output / self.folder / name
         target.parent.mkdir(parents=True, exist_ok=True)
         if path is None:
             target.write_bytes(ref.data)
-        elif target.resolve() != path:
+        elif target.resolve() != path:  # the output may be the source itself
             shutil.copyfile(path, target)
         self.written[key] = f"{self.folder}/{name}"
         return self.written[key]

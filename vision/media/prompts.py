@@ -67,6 +67,7 @@ def interleaved(words: str, media: Sequence[Media]) -> tuple[Part, ...]:
             f"the text marks {', '.join(marks)}, but the row holds {', '.join(kinds) or 'nothing'}"
         )
     left = iter(media)
+    # With one group in the pattern, `re.split` alternates between texts and marks.
     parts = [Part(media=next(left)) if i % 2 else Part(piece) for i, piece in enumerate(MARKS.split(words))]
     return tuple(part for part in parts if part.media or part.text.strip())
 
@@ -128,17 +129,19 @@ def random_crop(frames: Frames, generator: torch.Generator, scale: tuple[float, 
 
     for _ in range(TRIES):
         area = height * width * between(scale[0], scale[1])
+        # Uniform in the logarithm: as often wide as tall.
         aspect = math.exp(between(math.log(3 / 4), math.log(4 / 3)))
         wide, tall = max(1, round(math.sqrt(area * aspect))), max(1, round(math.sqrt(area / aspect)))
         if wide <= width and tall <= height:
             top, left = int(between(0, height - tall + 1)), int(between(0, width - wide + 1))
             break
     else:
+        # No box fitted: a square of the largest share, in the middle.
         wide = tall = max(1, min(height, width, round(math.sqrt(height * width * scale[1]))))
         top, left = (height - tall) // 2, (width - wide) // 2
     part = frames.pixels[..., top : top + tall, left : left + wide].float()
     whole = interpolate(part, (height, width), mode="bicubic", antialias=True)
-    return replace(frames, pixels=whole.round().clamp(0, 255).to(torch.uint8))
+    return replace(frames, pixels=whole.round().clamp(0, 255).to(torch.uint8))  # bicubic overshoots at edges
 
 
 def add_noise(values: Tensor, generator: torch.Generator, noise_step: int) -> Tensor:
@@ -146,7 +149,7 @@ def add_noise(values: Tensor, generator: torch.Generator, noise_step: int) -> Te
     # The schedule of VCD: betas rise from 1e-5 to 5e-3 along a sigmoid; x_t = sqrt(a) x_0 + sqrt(1 - a) n.
     beta = torch.sigmoid(torch.linspace(-6, 6, NOISE_STEPS)) * (0.5e-2 - 1e-5) + 1e-5
     signal = float((1 - beta).cumprod(0)[noise_step])
-    noise = torch.randn(values.shape, generator=generator).to(values)
+    noise = torch.randn(values.shape, generator=generator).to(values)  # on the CPU, where the generator is
     return math.sqrt(signal) * values + math.sqrt(1 - signal) * noise
 
 

@@ -61,6 +61,7 @@ def read_video(path: Path, sampling: FrameSampling = FrameSampling()) -> Frames:
             )
         times = sample_times(begin, min(end, duration), sampling)
         if begin > 1:
+            # To the key frame before `begin`; the loop below passes over the frames in between.
             container.seek(int((begin + zero) / stream.time_base), stream=stream)
         scaler = VideoReformatter()  # setting one up takes longer than scaling a small frame
         images: list[Tensor] = []
@@ -79,6 +80,7 @@ def read_video(path: Path, sampling: FrameSampling = FrameSampling()) -> Frames:
                 f"'{path}' is cut short: its header has {duration:.2f} s, but its frames end at "
                 f"{last.time - zero:.2f} s; copy the file again"
             )
+        # A player shows the last frame up to the end, too.
         images += [_scaled(last, sampling, len(times), scaler)] * (len(times) - len(images))
     sizes = {tuple(image.shape[1:]) for image in images}
     if len(sizes) > 1:
@@ -95,11 +97,11 @@ def sample_times(begin: float, end: float, sampling: FrameSampling) -> list[floa
         max(round((end - begin) * sampling.frames_per_second), sampling.min_frames), sampling.max_frames
     )
     count = max(step, round(count / step) * step)
-    if count < sampling.min_frames:
+    if count < sampling.min_frames:  # rounding to a multiple may leave the bounds
         count += step
     if count > sampling.max_frames:
         count = max(step, count - step)
-    return [begin + (end - begin) * i / count for i in range(count)]
+    return [begin + (end - begin) * i / count for i in range(count)]  # the last is a step before the end
 
 
 def _timing(path: Path, container: Any) -> tuple[float, float]:
@@ -110,7 +112,7 @@ def _timing(path: Path, container: Any) -> tuple[float, float]:
         return zero, float(stream.duration * stream.time_base)
     # Where frames start late, formats differ in whether a header counts from 0; packets are unambiguous.
     if container.duration and abs(zero) < 0.1:
-        return zero, container.duration / 1e6
+        return zero, container.duration / 1e6  # microseconds
     packets = (packet for packet in container.demux(stream) if packet.pts is not None)
     ends = (float((packet.pts + (packet.duration or 0)) * packet.time_base) for packet in packets)
     last = max(ends, default=0.0)
@@ -138,6 +140,7 @@ def _scaled(frame: Any, sampling: FrameSampling, count: int, scaler: Any) -> Ten
     limit = min([limit for limit in limits if limit] or [width * height])
     shrink = min(1.0, math.sqrt(limit / (width * height)))
     width, height = max(1, math.floor(width * shrink)), max(1, math.floor(height * shrink))
+    # AREA averages the pixels that become one, so that shrinking does not alias.
     scaled = scaler.reformat(frame, width=width, height=height, format="rgb24", interpolation="AREA")
     array = scaled.to_ndarray()
     return upright(torch.from_numpy(array), frame).permute(2, 0, 1).contiguous()

@@ -37,9 +37,9 @@ def load_model(name: str, *, dtype: str, attn_implementation: str) -> nn.Module:
             source,
             dtype=DTYPES[dtype],
             attn_implementation=attn_implementation,
-            use_safetensors=True,
+            use_safetensors=True,  # a pickle could run any code
             trust_remote_code=False,
-        ).eval()
+        ).eval()  # without dropout, in training too
 
 
 def load_processor(name: str) -> Any:
@@ -49,6 +49,7 @@ def load_processor(name: str) -> Any:
     from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, AutoConfig, AutoProcessor
     from transformers.utils import cached_file
 
+    # Without these, `cached_file` raises for a missing file instead of returning None.
     quiet = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
     with _source("processor of", name) as source:
         config = AutoConfig.from_pretrained(source, trust_remote_code=False)
@@ -81,6 +82,7 @@ def add_adapter(model: nn.Module, *, rank: int, alpha: float, tower: bool) -> nn
     pattern = "|".join(
         dict.fromkeys(re.sub(r"\\\.\d+(?=\\\.)", r"\\.\\d+", re.escape(name)) for name in layers)
     )
+    # Dropout would make the log-probabilities of training differ from those of the rollout.
     return get_peft_model(
         model, LoraConfig(r=rank, lora_alpha=alpha, lora_dropout=0.0, target_modules=pattern)
     )

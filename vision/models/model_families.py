@@ -52,7 +52,7 @@ def _mrope(core: nn.Module, inputs: Inputs, rate: float | None = None) -> Tensor
     seconds = iter(inputs.get("second_per_grid_ts", ()))
     kinds, parts, at, start = inputs["mm_token_type_ids"][0].tolist(), [], 0, 0
     while at < len(kinds):
-        if kinds[at] == 0:
+        if kinds[at] == 0:  # 0 is text, 1 an image, 2 a video
             text = next((i for i in range(at, len(kinds)) if kinds[i]), len(kinds)) - at
             part = torch.arange(text).expand(3, -1)
         else:
@@ -60,6 +60,7 @@ def _mrope(core: nn.Module, inputs: Inputs, rate: float | None = None) -> Tensor
             time = torch.arange(frames)
             if kinds[at] == 2 and rate is not None:
                 time = (time * next(seconds, 1.0) * rate).long()
+            # Grids count patches; a feature merges a square of them.
             rows, columns = (torch.arange(side // vision.spatial_merge_size) for side in (height, width))
             part = torch.cartesian_prod(time, rows, columns).T
         parts.append(part + start)
@@ -97,7 +98,7 @@ def _per_image(each: Callable[[Any], int], axis: int = 0) -> Callable[[nn.Module
             return {}
         if "image_sizes" in inputs:  # a tower (Pixtral) that takes images in their own size
             patches = (inputs["image_sizes"] // core.config.vision_config.patch_size).prod(-1)
-            return {core.config.image_token_id: int(patches.sum())}
+            return {core.config.image_token_id: int(patches.sum())}  # sizes are those before padding
         return {core.config.image_token_id: inputs["pixel_values"].shape[axis] * each(core.config)}
 
     return features
@@ -112,6 +113,7 @@ def _count_packed(core: nn.Module, inputs: Inputs) -> dict[int, int]:
     """LLaVA-OneVision: features are unpadded and packed, counted by running the model's packing on zeros."""
     config, counts = core.config, {}
     if "pixel_values" in inputs:
+        # A width of 1 is enough: only the lengths are read.
         tiles = [torch.zeros(tiles.shape[0], _patches(config), 1) for tiles in inputs["pixel_values"]]
         _, lengths = core.pack_image_features(
             tiles,

@@ -70,7 +70,7 @@ class PromptEncoder:
 
     def answer(self, text: str) -> Tensor:
         """Tokenize an answer, with its end token: (T,)."""
-        ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]  # it continues a sequence
         for token in set(self.placeholders) & set(ids):
             raise ValueError(
                 f"the recorded answer {text[:80]!r} holds the media placeholder "
@@ -131,6 +131,7 @@ class PromptEncoder:
         videos = [frames for kind, frames in loaded if kind == "video"]
         arguments: dict[str, Any] = {}
         if images:
+            # Processors take a list of images for each text.
             arguments |= {"images": [images], "images_kwargs": {"size": self.pixels} if self.pixels else {}}
         if videos:
             processor = getattr(self.processor, "video_processor", None)

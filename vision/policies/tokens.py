@@ -68,6 +68,7 @@ class StepModel(nn.Module):
                 features = core.get_image_features(**inputs, return_dict=True)
                 # Qwen3-VL also adds features of earlier tower layers to the language model.
                 layers = (features.pooler_output, *features.get("deepstack_features", ()))
+                # Times 0, so that the loss stays as it is and every gradient exists.
                 hidden = hidden + 0.0 * sum(part.sum() for layer in layers for part in layer)
             # Padding is skipped: the head is the largest product of the model.
             inside = torch.arange(steps.longest)[None] < steps.length[:, None]
@@ -87,7 +88,7 @@ def chunked_logp(
     At most `LOGIT_BYTES` of logits exist at once: with more tokens, chunks are recomputed in the backward
     pass.
     """
-    size = max(1, LOGIT_BYTES // (4 * head.weight.shape[0]))
+    size = max(1, LOGIT_BYTES // (4 * head.weight.shape[0]))  # rows of V logits of 4 bytes
 
     def chunk_logp(states: Tensor, targets: Tensor, temperature: Tensor) -> tuple[Tensor, ...]:
         logits = head(states)
@@ -174,7 +175,7 @@ class Tokens:
         self.compute, self.share_prefix = DTYPES[dtype], share_prefix
         blank: dict[str, Any] = {}
         if not freeze_vision_tower:
-            black = torch.zeros(3, 56, 56, dtype=torch.uint8)
+            black = torch.zeros(3, 56, 56, dtype=torch.uint8)  # 2 x 2 features of Qwen2-VL
             blank = dict(self.processor.image_processor(images=[black], return_tensors="pt"))
         self.module: nn.Module = StepModel(
             self.model,
@@ -206,7 +207,7 @@ class Tokens:
         distinct, which = distinct_prompts([row.prompt for row in rows])
         ids = cat_padded([row.ids[None] for row in rows])
         steps = TokenSteps(distinct, which, ids, length, torch.tensor([row.temperature for row in rows]))
-        # NaN where a row has no such note, and after its end.
+        # NaN where a row has no such note, and after its end. The note `token` is in `steps`.
         missing = torch.full((mask.shape[1],), torch.nan)
         notes = {
             name: cat_padded(
@@ -241,4 +242,4 @@ class Tokens:
         saved = model.state_dict()
         with torch.no_grad():
             for name, value in self.model.state_dict().items():
-                value.copy_(saved[name])
+                value.copy_(saved[name])  # in place: the optimizer and engines hold these tensors

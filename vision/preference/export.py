@@ -57,6 +57,7 @@ class PairShards:
         text = json.dumps(plan, indent=1, ensure_ascii=False) + "\n"
         if not (self.folder / f"{name}.json").is_file():
             write_whole(self.folder / f"{name}.json", text)
+        # Compared as JSON gives them back: a tuple of the plan is a list in the file.
         known, plan = self.recorded(name), json.loads(text)
         other = [key for key in {**plan, **known} if plan.get(key) != known.get(key)]
         if other:
@@ -115,16 +116,18 @@ def write_data_set(output: Path, rows: Iterator[dict[str, Any]], count: int, fil
         "chosen_answer": message,
         "rejected_answer": message,
     }
+    # In the file system of the final folder, so that a rename moves it.
     partial, schema = output / BUILD / "data", Features(features).arrow_schema
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
-    files = max(1, -(-count // file_rows))
+    files = max(1, -(-count // file_rows))  # rounded up
     for number in range(files):
         name = f"train-{number:05d}-of-{files:05d}.parquet"
         chunk = islice(rows, file_rows if number + 1 < files else None)
         with parquet.ParquetWriter(partial / name, schema) as writer:
             while batch := list(islice(chunk, ROWS_AT_ONCE)):
                 writer.write_table(pyarrow.Table.from_pylist(batch, schema=schema))
+    # A folder can only be renamed to one that is empty or missing.
     shutil.rmtree(output / "data", ignore_errors=True)
     partial.replace(output / "data")
     columns = {"messages": "conversations", "chosen": "chosen_answer", "rejected": "rejected_answer"}

@@ -66,6 +66,7 @@ class ImageSource:
 
     def _of_folder(self) -> Iterator[SourceItem]:
         for folder, subfolders, names in os.walk(self.source):
+            # In place: `os.walk` goes on with what is left in this list, in its order.
             subfolders[:] = sorted(name for name in subfolders if not name.startswith("."))
             for path in (Path(folder, name) for name in sorted(names)):
                 if is_image_file(path):
@@ -101,7 +102,7 @@ def content_of(paths: Iterable[Path]) -> str:
 
 def digest_of(data: bytes) -> str:
     """Hash the bytes of an image."""
-    return hashlib.sha256(data).hexdigest()[:32]
+    return hashlib.sha256(data).hexdigest()[:32]  # 128 bits
 
 
 # ---- answers
@@ -130,6 +131,7 @@ def generate_pairs(
         pairs.append(pair)
     if not prompts:
         return pairs
+    # In the order in which the reward gets the answers below.
     asked = [prompt for prompt in prompts.values() for _ in range(2)]
     rows: dict[str, list[Trajectory]] = {uid: [] for uid in prompts}
     for row in engine.rollout(asked):
@@ -137,6 +139,7 @@ def generate_pairs(
     for uid, both in rows.items():
         if len(both) != 2:
             raise ValueError(f"the engine gave {len(both)} answers about '{uid}', not two")
+        # The lower ratio first: that answer is expected to be better.
         both.sort(key=lambda row: row.outcomes[-1].recorded.get("contrast_alpha", 0.0))
     scores = iter(reward(asked, [row.outcomes[-1] for both in rows.values() for row in both]))
     # An encoder has a limit of length; other rewards have none.
@@ -164,7 +167,7 @@ def _decoded(item: SourceItem, images: ImageSource, folder: Path) -> tuple[Score
             raise MediaError(item.fault)
         name, fault = item.ref.path or item.place, "missing"
         data = images.bytes_of(item.ref)
-        fault = "unreadable"
+        fault = "unreadable"  # of the errors from here on
         frames = decode_image(data, name)
     except MediaError as error:
         return ScoredPair(item.place, name, fault=fault, what=str(error)), None

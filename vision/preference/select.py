@@ -62,6 +62,7 @@ class SelectionRule:
         """Return the reason why a pair cannot be decided; empty if it can."""
         if pair.fault:
             return pair.fault
+        # Answers that differ in white space only are identical.
         first, second = (" ".join(text.split()) for text in pair.texts)
         if not first or not second:
             return "empty"
@@ -104,6 +105,7 @@ def with_faults(rule: SelectionRule, pairs: Iterable[ScoredPair]) -> Iterator[Sc
     for pair in pairs:
         fault = rule.fault(pair)
         if not fault:
+            # 96 bits, because the keys of all images of a build are in memory.
             key = hashlib.blake2b(f"{pair.digest}\n{pair.prompt}".encode(), digest_size=12).digest()
             fault = "duplicate" if key in seen else ""
             seen.add(key)

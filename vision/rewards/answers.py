@@ -136,12 +136,14 @@ def short_answer(
 
 def _matches(answer: str, target: str, form: AnswerForm, tolerance: float) -> bool:
     if form == "letter":
+        # Letters that stand alone: not the I of I'm.
         letters = re.findall(r"(?<![A-Za-z'])([A-Z])(?![A-Za-z'])", answer.strip())
         return letters[-1:] == [target.strip()[:1].upper()]
     numbers, wanted = list(NUMBER.finditer(answer)), NUMBER.search(target)
     if form == "text" or not numbers or wanted is None:
-        return normal_words(answer) == normal_words(target) != []
+        return normal_words(answer) == normal_words(target) != []  # a target without words matches nothing
     value, number = _value(wanted), _value(numbers[-1])
+    # 1e-9, because 0.7 % is 0.006999999999999999 as a float. An answer such as 1e999 is infinite.
     return math.isfinite(number) and abs(number - value) <= tolerance * abs(value) + 1e-9
 
 

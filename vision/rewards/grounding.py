@@ -61,6 +61,7 @@ def temporal_iou(
     if form == "iou":
         return max(iou(span, t) for t in wide)
     if form == "giou":
+        # A span that runs backwards has a negative length.
         return max((giou(span, t) + 1) / 2 for t in wide) if span[0] < span[1] else 0.0
     return max(timestamp_aware_iou(span, t, target.duration) for t in wide)
 
@@ -139,7 +140,7 @@ def window_ap(prompt: Prompt, outcome: Outcome, *, threshold: Probability | None
     `threshold` is the IoU of a match; by default the mean over 0.5 to 0.95 is taken.
     """
     spans = parse_spans(outcome.text or "")[:MAX_WINDOWS]
-    windows = [(start, end, -float(rank)) for rank, (start, end) in enumerate(spans)]
+    windows = [(start, end, -float(rank)) for rank, (start, end) in enumerate(spans)]  # the first counts most
     thresholds = THRESHOLDS if threshold is None else (threshold,)
     return sum(detection_ap(prompt.target.spans, windows, t) for t in thresholds) / len(thresholds)
 
@@ -194,6 +195,7 @@ def saliency(prompt: Prompt, outcome: Outcome) -> float | None:
     if not matched:
         return 0.0
     precision, recall = len(matched) / len(answered), len(matched) / len(truth)
+    # F_b = (1 + b^2) P R / (b^2 P + R) with b = 2.
     f2 = 5 * precision * recall / (4 * precision + recall)
     weight = sum(truth[i] ** 2 for i in matched)
     # Products, because `**` raises where a product of two large floats is infinite.

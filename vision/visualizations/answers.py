@@ -58,6 +58,7 @@ def _bar(name: str, spans: Sequence[Span], duration: float, colour: str, note: s
     blocks = "".join(
         f"<span style='position:absolute;top:2px;bottom:2px;border-radius:3px;background:{colour};"
         f"left:{100 * start / duration:.2f}%;width:{100 * (end - start) / duration:.2f}%'></span>"
+        # An answered span may reach beyond the video.
         for start, end in ([min(max(0.0, t), duration) for t in span] for span in spans)
     )
     times = ", ".join(f"{start:g} to {end:g} s" for start, end in spans) or html.escape(note)
@@ -149,6 +150,7 @@ def _answers(evaluation: Measured) -> dict[str, tuple[Prompt, list[Outcome]]]:
 
 def _evenly_spaced(items: Sequence[Any], num: int) -> Sequence[Any]:
     """Choose `num` items at equal distances, or all if there are fewer."""
+    # In whole numbers, so that no item comes twice.
     return [items[i * len(items) // num] for i in range(num)] if len(items) > num else items
 
 
