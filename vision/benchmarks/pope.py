@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Literal
 
-from mmrl.config.reward_adapters import tagged
+from mmrl.vision.benchmarks.time_spans import last_answer
 
 YES, NO, NEITHER = 1.0, 0.0, -1.0
 Form = Literal["pope", "exact", "first_word"]
@@ -24,8 +24,7 @@ def parse_yes_no(text: str, form: Form = "pope") -> float:
         return NO if {"No", "no", "not"} & {*words} else YES
     if form == "exact":
         return {"Yes": YES, "No": NO}.get(text, NEITHER)
-    blocks = tagged(text, "answer")
-    word = re.search(r"\b(yes|no)\b", (blocks[-1] if blocks else text).lower())
+    word = re.search(r"\b(yes|no)\b", last_answer(text, default=text).lower())
     return NEITHER if word is None else YES if word[1] == "yes" else NO
 
 

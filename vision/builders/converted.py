@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from mmrl.config.registry import builder
 from mmrl.data.dataset_io import DataRow, write_rows
-from mmrl.data.fields import RowError, plain
+from mmrl.data.fields import plain
 from mmrl.vision.benchmarks.conversions import (
     MEDIA,
     SUFFIXES,
@@ -51,13 +51,10 @@ class Converted:
         media = MediaWriter(root, output)
         splits: dict[str, list[dict[str, Any]]] = {}
         for row in rows:
-            try:
+            with log.dropping(row.place):
                 converted = self._row(row, log.kept[row.split], media)
-            except RowError as error:
-                log.drop(row.place, str(error))
-                continue
-            splits.setdefault(row.split, []).append(converted)
-            log.kept[row.split] += 1
+                splits.setdefault(row.split, []).append(converted)
+                log.kept[row.split] += 1
         info = {}
         for split, written in splits.items():
             name = f"{split}{SUFFIXES[self.form]}"

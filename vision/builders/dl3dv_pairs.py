@@ -93,19 +93,16 @@ class Dl3dvPairs:
         for folder in find_scenes(self.home):
             if scene_name(folder) in exclude:
                 continue
-            try:
+            with log.dropping(str(folder.relative_to(self.home))):
                 scene = read_scene(folder, self.images)
                 rows = [self._row(scene, *pair, media) for pair in self._pairs(scene)]
-            except MediaError as error:
-                log.drop(str(folder.relative_to(self.home)), str(error))
-                continue
-            missing += len(scene.missing)
-            # By name: other scenes in the folder do not move this one to another split.
-            draw = torch.rand((), generator=self.stream.fixed("split", scene.name))
-            split = "test" if float(draw) < self.test_share else "train"
-            for row in rows:
-                files.add(split, row)
-            log.kept[split] += len(rows)
+                missing += len(scene.missing)
+                # By name: other scenes in the folder do not move this one to another split.
+                draw = torch.rand((), generator=self.stream.fixed("split", scene.name))
+                split = "test" if float(draw) < self.test_share else "train"
+                for row in rows:
+                    files.add(split, row)
+                log.kept[split] += len(rows)
         files.close()
         manifest = {"source": "DL3DV-10K layout", "seed": self.stream.seed, "frames_without_image": missing}
         return log.finish(output, manifest) | ({"frames_without_image": missing} if missing else {})

@@ -51,7 +51,7 @@ class TemporalGrounding:
         media = MediaWriter(MediaRoot(Path(self.root)), output, "videos")
         source, rows = Annotations(Path(self.path), self.format, self.durations, self.extension), []
         for raw in source:
-            try:
+            with log.dropping(raw.place):
                 if raw.fault:
                     raise RowError(raw.fault)
                 query = source.parse(raw).inside_video(media.root, self.trim_spans)
@@ -59,9 +59,7 @@ class TemporalGrounding:
                 row = {"id": query.uid, "video": video, "query": query.query.strip()}
                 row |= {"spans": list(map(list, query.spans)), "duration": query.duration}
                 rows.append(row | ({"saliency": list(map(list, query.saliency))} if query.saliency else {}))
-            except RowError as error:
-                log.drop(raw.place, str(error))
-        if rows:
+        if rows:  # without any, `finish` raises
             log.kept[self.split] = len(rows)
             write_rows(output / f"{self.split}.jsonl", rows)
         stored = "copied" if self.copy else "in place"

@@ -58,15 +58,11 @@ class VisualQa:
         rows, root = readable_rows(self.source, self.root, log, self.subset)
         media = MediaWriter(root, output)
         for row in rows:
-            try:
-                written = self._row(row, media, log.kept[row.split])
-            except RowError as error:
-                log.drop(row.place, str(error))
-                continue
-            files.add(row.split, written)
-            log.kept[row.split] += 1
-            if log.kept.total() == self.limit:  # never at a limit of 0, because a row was just counted
-                break
+            with log.dropping(row.place):
+                files.add(row.split, self._row(row, media, log.kept[row.split]))
+                log.kept[row.split] += 1
+                if log.kept.total() == self.limit:  # never at a limit of 0, because a row was just counted
+                    break
         files.close()
         return log.finish(output, {"source": self.source, "columns": self.columns})
 

@@ -7,6 +7,7 @@ import json
 import shutil
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,14 @@ class BuildLog:
         if self.bad_rows == "error":
             raise RowError(f"{place}: {reason}; mend it, or set `bad_rows: drop`")
         self.dropped.append(f"{place}: {reason}")
+
+    @contextmanager
+    def dropping(self, place: str) -> Iterator[None]:
+        """Drop a row if the block, which converts it, raises a `RowError`."""
+        try:
+            yield
+        except RowError as error:
+            self.drop(place, str(error))
 
     def finish(self, output: Path, facts: Mapping[str, Any]) -> dict[str, Any]:
         """Write `manifest.json` with `facts` and counts; returns the counts. No row at all is an error."""
