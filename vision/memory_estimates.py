@@ -30,7 +30,6 @@ def tokens(config: Config, policy: TokenPolicy, prompts: Sequence[Prompt]) -> Ma
     token = 2 * text.num_hidden_layers * heads * size * policy.compute.itemsize  # bytes; 2: keys and values
     others = 1 + len(config.references)  # log-probabilities of `old` and of each reference
     return {
-        # A `batch_size` of 0 generates all rows at once.
-        "cache": (options["batch_size"] or rows) * (before + longest) * token,
+        "cache": (options["batch_size"] or rows) * (before + longest) * token,  # 0: all rows at once
         "step table": 4 * rows * longest * (COLUMNS + others),  # float32
     }

@@ -14,8 +14,7 @@ from typing import Any, Literal
 from mmrl.data.fields import RowError, listed, mapping, short, text
 from mmrl.vision.media.prompts import MARKS, answer_of, answers_of
 
-# Marks at the start of a question, and the line break after them.
-LEADING = re.compile(r"^(?:\s*<(?:image|video)>)+\n?")
+LEADING = re.compile(r"^(?:\s*<(?:image|video)>)+\n?")  # first marks, and the line break after them
 # The names of ShareGPT (human, gpt) and of OpenAI (user, assistant).
 ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
 MEDIA = ("images", "videos")
@@ -122,8 +121,7 @@ def describe_llama_factory(columns: Sequence[str], file_name: str) -> dict[str, 
         "formatting": "sharegpt",  # its name for lists of messages, whatever their keys
         **({"ranking": True} if "rejected" in columns else {}),
         "columns": {name: name for name in known if name in columns},
-        # Its defaults are those of ShareGPT: from, value, human, gpt.
-        "tags": {"role_tag": "role", "content_tag": "content", **roles},
+        "tags": {"role_tag": "role", "content_tag": "content", **roles},  # by default ShareGPT: from, value
     }
 
 
@@ -214,8 +212,7 @@ def _messages(row: Row) -> list[dict[str, str]]:
     first = next((turn for turn in messages if turn["role"] == "user"), None)
     if first is None or not first["content"].strip():
         raise RowError("the row has no `question` and no message of a user")
-    # The other toolkits want a mark for every medium.
-    if not any(MARKS.search(turn["content"]) for turn in messages):
+    if not any(MARKS.search(turn["content"]) for turn in messages):  # other toolkits need one for every file
         media = _media(row)
         marks = "<image>" * len(media.get("images", ())) + "<video>" * len(media.get("videos", ()))
         first["content"] = marks + first["content"]

@@ -70,8 +70,7 @@ class Ontology:
                     at = end
                     break
             else:
-                # The name of a class may itself be a plural, as scissors.
-                plural = self.plurals and words[at] not in self.names
+                plural = self.plurals and words[at] not in self.names  # a name may be a plural, as scissors
                 joined.append(raw[at] if plural else words[at])
                 at += 1
         return [

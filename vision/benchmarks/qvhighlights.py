@@ -85,6 +85,5 @@ def highlight_metrics(
     """
     truth = [[int(rating >= level) for rating in window] for window in windows]
     ap = sum(saliency_ap([window[who] for window in truth], scores) for who in range(3)) / 3
-    # The first of equal scores, as numpy.argmax finds it.
-    top = max(range(len(scores)), key=lambda i: scores[i]) if scores else len(truth)
+    top = max(range(len(scores)), key=lambda i: scores[i]) if scores else len(truth)  # the first, as argmax
     return ap, float(any(truth[top])) if top < len(truth) else 0.0

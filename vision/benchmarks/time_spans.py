@@ -106,8 +106,7 @@ def giou(a: Span, b: Span) -> float:
     if hull <= 0:
         return float(a == b)
     overlap, union = overlap_and_union(a, b)
-    # GIoU = IoU - |hull without union| / |hull| (arXiv 1902.09630).
-    return (overlap / union if union > 0 else 0.0) - (hull - union) / hull
+    return (overlap / union if union > 0 else 0.0) - (hull - union) / hull  # arXiv 1902.09630
 
 
 def timestamp_aware_iou(answered: Span, target: Span, duration: float) -> float:
@@ -134,8 +133,7 @@ def set_iou(a: Sequence[Span], b: Sequence[Span]) -> float:
     """Compute the IoU of two sets of spans (VideoChat-R1, arXiv 2504.06958); two empty sets give 1."""
     a, b = merged(a), merged(b)
     shared = sum(max(0.0, min(x[1], y[1]) - max(x[0], y[0])) for x in a for y in b)
-    # |A or B| = |A| + |B| - |A and B|; spans of one set no longer overlap.
-    covered = sum(end - start for start, end in (*a, *b)) - shared
+    covered = sum(end - start for start, end in (*a, *b)) - shared  # |A or B| = |A| + |B| - |A and B|
     return shared / covered if covered > 0 else 1.0
 
 

@@ -123,8 +123,7 @@ class ClipPairs:
         processes, total = Processes(), sum(1 for _ in images)
         if not total:
             raise SourceError(f"there is no image in '{self.source}'")
-        # A build that resumes, and every process, must see the same images.
-        content = images.content()
+        content = images.content()  # the same for all processes and when resumed
         processes.same({"images": f"{total}, {content}"})
         with locked(shards.folder, processes):
             if processes.main:
@@ -139,8 +138,7 @@ class ClipPairs:
                     "engines": [as_plain(piece) for piece in self.engines],
                     "scores": as_plain(self.scores),
                     "shard_size": self.shard_size,
-                    # Hashes of local files: known before any weights are loaded.
-                    "model_files": files_hash(self.model),
+                    "model_files": files_hash(self.model),  # of local files, before any weights are loaded
                     "scores_files": files_hash(self.scores),
                 }
                 shards.agree("plan", plan)
@@ -175,8 +173,7 @@ class ClipPairs:
             pairs = generate_pairs(chunk, images, shards.media, engine, reward, self._choose_prompt)
             shards.write(number, pairs)
             generated += len(chunk)
-            # An estimate that takes all processes to be as fast as this one.
-            rate = generated * processes.world / (time.monotonic() - began)
+            rate = generated * processes.world / (time.monotonic() - began)  # if all processes are as fast
             left = time.strftime("%H:%M:%S", time.gmtime((total - done) / max(rate, 1e-9)))
             print(f"{done} of {total} images, {rate:.2f} a second, {left} left", file=sys.stderr, flush=True)
 

@@ -59,8 +59,7 @@ class Converted:
         for split, written in splits.items():
             name = f"{split}{SUFFIXES[self.form]}"
             write_rows(output / name, written)
-            # Rows may differ in their columns.
-            columns = sorted({column for row in written for column in row})
+            columns = sorted({column for row in written for column in row})  # rows may differ in columns
             info[f"{output.name}_{split}"] = describe_llama_factory(columns, name)
         if self.form == "llama_factory" and info:
             (output / "dataset_info.json").write_text(json.dumps(info, indent=2) + "\n")
@@ -73,8 +72,7 @@ class Converted:
         for name in MEDIA:
             if ours.get(name):
                 ours[name] = [media.put(medium) for medium in media_refs(ours[name], name[:-1], name)]
-        # Checked before bytes of images are put in, which JSON lacks.
-        converted = plain(write_row(ours, self.form), "row")
+        converted = plain(write_row(ours, self.form), "row")  # before bytes of images, which JSON lacks
         if self.form == "verl":
             # `split` and `index` as in the scripts of verl; entries of the row itself win.
             converted["extra_info"] = {"split": row.split, "index": number, **converted["extra_info"]}

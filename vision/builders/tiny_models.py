@@ -50,8 +50,7 @@ def tiny_tokenizer(texts: Iterable[str], vocab_size: int) -> Any:
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size - len(SPECIAL),
         show_progress=False,
-        # All bytes, so that any text has tokens.
-        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),  # all bytes: any text has tokens
     )
     tokenizer.train_from_iterator(texts, trainer)
     tokenizer.add_special_tokens([AddedToken(word, special=True) for word in SPECIAL])
@@ -161,8 +160,7 @@ class TinyQwen2_5Vl(TinyModel):
             "patch_size": 14,
             "spatial_merge_size": 2,
             "temporal_patch_size": 2,
-            # Pixels, or 4 x 4 tokens; blocks that are not listed below attend inside windows.
-            "window_size": 112,
+            "window_size": 112,  # pixels, or 4 x 4 tokens; blocks not listed below attend inside windows
             "fullatt_block_indexes": [self.vision_layers - 1],
             "tokens_per_second": 2,
             "initializer_range": self.init,

@@ -114,8 +114,7 @@ def split_leakage(rows: Rows) -> Iterator[Finding]:
                 continue
             place = f"{row.place} ({ref.path or 'inside the row'})"
             split, place = first.setdefault(content, (row.split, place))
-            # One finding for each further split.
-            if split != row.split and (content, row.split) not in reported:
+            if split != row.split and (content, row.split) not in reported:  # once for each further split
                 reported.add((content, row.split))
                 what = f"'{ref.path}' of split '{row.split}' is also in split '{split}': {place}"
                 yield Finding(what, place=row.place)

@@ -110,8 +110,7 @@ def amber(
         uid, (image, query) = row.columns.get("id"), (text(row.columns.get(n), n) for n in ("image", "query"))
         if type(uid) is not int or not 0 < uid <= len(known):
             raise FileError(f"wanted as `id` a number of 1 to {len(known)} annotations, got {short(uid)}")
-        # Ids count from 1, in the order of the annotations.
-        target = _target(mapping(known[uid - 1], f"annotation {uid}"), words)
+        target = _target(mapping(known[uid - 1], f"annotation {uid}"), words)  # ids count from 1
         medium = media.image(image, must_exist=not answers)
         columns = {**row.columns, "type": known[uid - 1]["type"]}
         return ask(str(uid), [medium], prompt.format(query=query), target, columns)

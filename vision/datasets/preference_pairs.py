@@ -127,6 +127,5 @@ def _read(path: Path, position: int, column: str, index: int, what: str) -> Fram
         group = 0
         while position >= (size := file.metadata.row_group(group).num_rows):
             position, group = position - size, group + 1
-        # Of the file, one column of one row group is read.
-        value = file.read_row_group(group, [column])[column][position].as_py()
+        value = file.read_row_group(group, [column])[column][position].as_py()  # one column of one group
     return decode_image(list(media_refs(value, "image", column))[index].data, what)

@@ -31,8 +31,7 @@ def draw_tokens(
     log-probabilities and entropies, (n,) each: log-probabilities of the distribution that was drawn from,
     entropies of the one before truncation.
     """
-    # Greedy decoding reports the distribution at temperature 1.
-    logp = (logits / (temperature or 1.0)).log_softmax(-1)
+    logp = (logits / (temperature or 1.0)).log_softmax(-1)  # greedy: the distribution at temperature 1
     probability = logp.exp()
     entropy = -(probability * logp.clamp(min=-1e4)).sum(-1)  # a forbidden token counts as 0, not as NaN
     if temperature == 0:

@@ -121,8 +121,7 @@ def pad_left(prompts: Sequence[EncodedPrompt], device: torch.device) -> tuple[Te
 
     ids = padded([prompt.ids for prompt in prompts])
     mask = padded([torch.ones_like(prompt.ids) for prompt in prompts])
-    # (P, S, A): `pad_sequence` pads the first axis of each.
-    positions = padded([prompt.positions.T for prompt in prompts])
+    positions = padded([prompt.positions.T for prompt in prompts])  # (P, S, A): the first axis is padded
     return ids, mask, positions.permute(2, 0, 1).contiguous()
 
 

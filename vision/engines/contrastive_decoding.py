@@ -99,8 +99,7 @@ class ContrastiveDecoding:
     def ratio(self, uid: str, index: int) -> float:
         """Draw the ratio of one answer to a prompt, after those of the same turn before it."""
         turn, place = divmod(index, len(self.contrast_alpha))
-        # The turn is drawn from its start, so that a ratio depends on no earlier call.
-        generator = self.stream.generator("contrast_alpha", uid, turn)
+        generator = self.stream.generator("contrast_alpha", uid, turn)  # anew, whatever was drawn before
         last = -math.inf
         for mean, std in list(zip(self.contrast_alpha, self.contrast_alpha_std, strict=True))[: place + 1]:
             low, high = (0.0, 1.0) if mean >= 0 else (-math.inf, 0.0)

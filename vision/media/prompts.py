@@ -129,8 +129,7 @@ def random_crop(frames: Frames, generator: torch.Generator, scale: tuple[float, 
 
     for _ in range(TRIES):
         area = height * width * between(scale[0], scale[1])
-        # Uniform in the logarithm: as often wide as tall.
-        aspect = math.exp(between(math.log(3 / 4), math.log(4 / 3)))
+        aspect = math.exp(between(math.log(3 / 4), math.log(4 / 3)))  # log-uniform: as often wide as tall
         wide, tall = max(1, round(math.sqrt(area * aspect))), max(1, round(math.sqrt(area / aspect)))
         if wide <= width and tall <= height:
             top, left = int(between(0, height - tall + 1)), int(between(0, width - wide + 1))

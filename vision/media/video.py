@@ -61,8 +61,7 @@ def read_video(path: Path, sampling: FrameSampling = FrameSampling()) -> Frames:
             )
         times = sample_times(begin, min(end, duration), sampling)
         if begin > 1:
-            # To the key frame before `begin`; the loop below passes over the frames in between.
-            container.seek(int((begin + zero) / stream.time_base), stream=stream)
+            container.seek(int((begin + zero) / stream.time_base), stream=stream)  # to a key frame before it
         scaler = VideoReformatter()  # setting one up takes longer than scaling a small frame
         images: list[Tensor] = []
         last = None

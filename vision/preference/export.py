@@ -57,8 +57,7 @@ class PairShards:
         text = json.dumps(plan, indent=1, ensure_ascii=False) + "\n"
         if not (self.folder / f"{name}.json").is_file():
             write_whole(self.folder / f"{name}.json", text)
-        # Compared as JSON gives them back: a tuple of the plan is a list in the file.
-        known, plan = self.recorded(name), json.loads(text)
+        known, plan = self.recorded(name), json.loads(text)  # as JSON gives them back: tuples become lists
         other = [key for key in {**plan, **known} if plan.get(key) != known.get(key)]
         if other:
             raise RowError(
@@ -116,8 +115,7 @@ def write_data_set(output: Path, rows: Iterator[dict[str, Any]], count: int, fil
         "chosen_answer": message,
         "rejected_answer": message,
     }
-    # In the file system of the final folder, so that a rename moves it.
-    partial, schema = output / BUILD / "data", Features(features).arrow_schema
+    partial, schema = output / BUILD / "data", Features(features).arrow_schema  # where a rename can move it
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     files = max(1, -(-count // file_rows))  # rounded up
@@ -127,8 +125,7 @@ def write_data_set(output: Path, rows: Iterator[dict[str, Any]], count: int, fil
         with parquet.ParquetWriter(partial / name, schema) as writer:
             while batch := list(islice(chunk, ROWS_AT_ONCE)):
                 writer.write_table(pyarrow.Table.from_pylist(batch, schema=schema))
-    # A folder can only be renamed to one that is empty or missing.
-    shutil.rmtree(output / "data", ignore_errors=True)
+    shutil.rmtree(output / "data", ignore_errors=True)  # a folder is only renamed to an empty or missing one
     partial.replace(output / "data")
     columns = {"messages": "conversations", "chosen": "chosen_answer", "rejected": "rejected_answer"}
     info = describe_llama_factory(("conversations", "images"), "data")

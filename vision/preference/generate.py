@@ -131,8 +131,7 @@ def generate_pairs(
         pairs.append(pair)
     if not prompts:
         return pairs
-    # In the order in which the reward gets the answers below.
-    asked = [prompt for prompt in prompts.values() for _ in range(2)]
+    asked = [prompt for prompt in prompts.values() for _ in range(2)]  # in the order of the answers below
     rows: dict[str, list[Trajectory]] = {uid: [] for uid in prompts}
     for row in engine.rollout(asked):
         rows[row.prompt.uid].append(row)

@@ -62,8 +62,7 @@ class SelectionRule:
         """Return the reason why a pair cannot be decided; empty if it can."""
         if pair.fault:
             return pair.fault
-        # Answers that differ in white space only are identical.
-        first, second = (" ".join(text.split()) for text in pair.texts)
+        first, second = (" ".join(text.split()) for text in pair.texts)  # white space makes no difference
         if not first or not second:
             return "empty"
         if first == second:

@@ -195,8 +195,7 @@ def saliency(prompt: Prompt, outcome: Outcome) -> float | None:
     if not matched:
         return 0.0
     precision, recall = len(matched) / len(answered), len(matched) / len(truth)
-    # F_b = (1 + b^2) P R / (b^2 P + R) with b = 2.
-    f2 = 5 * precision * recall / (4 * precision + recall)
+    f2 = 5 * precision * recall / (4 * precision + recall)  # F_b = (1 + b^2) P R / (b^2 P + R) with b = 2
     weight = sum(truth[i] ** 2 for i in matched)
     # Products, because `**` raises where a product of two large floats is infinite.
     errors = [truth[i] * (answered[i] - truth[i]) for i in matched]
