@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Callable, Iterator
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import TypeVar
 
@@ -26,7 +26,15 @@ T = TypeVar("T")
 @check(on="data")
 def unreadable_media(rows: Rows) -> Iterator[Finding]:
     """Find media that are missing, broken or outside their root; each is decoded once."""
-    fault = partial(_fault, MediaRoot(rows.root, cache_bytes=0))
+    root = MediaRoot(rows.root, cache_bytes=0)
+
+    def fault(ref: MediaRef) -> str:
+        try:
+            root.medium(ref, "the row", THUMBNAILS).load()
+        except (ValueError, OSError) as error:  # names that no file system knows, besides media errors
+            return str(error)
+        return ""
+
     fault_of_file = cache(fault)
     for row in rows.valid():
         try:
@@ -38,15 +46,6 @@ def unreadable_media(rows: Rows) -> Iterator[Finding]:
             # The cache would keep the bytes of images inside rows.
             if what := fault(ref) if ref.data else fault_of_file(ref):
                 yield Finding(what, place=row.place)
-
-
-def _fault(root: MediaRoot, ref: MediaRef) -> str:
-    """Decode a medium; returns the error, or nothing."""
-    try:
-        root.medium(ref, "the row", THUMBNAILS).load()
-    except (ValueError, OSError) as error:  # names that no file system knows, besides media errors
-        return str(error)
-    return ""
 
 
 @check(on="data")
