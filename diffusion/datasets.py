@@ -6,10 +6,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
+from mmrl.config import objects
 from mmrl.config.ranges import NonNegativeInt, PositiveInt
 from mmrl.config.registry import data
 from mmrl.core.types import Message, Outcome, Part, Prompt
-from mmrl.data.dataset_io import DataRow, json_lines, read_prompts, text_lines
+from mmrl.data.dataset_io import DataRow, Rows, read_prompts, text_lines
 from mmrl.data.fields import RowError, listed, mapping, number, text
 from mmrl.data.media import MAX_IMAGE_PIXELS
 from mmrl.data.text_files import CAPTION, Scores, line_uid, recorded_prompts, text_of
@@ -32,7 +33,7 @@ def prompts(
         limit: Most prompts to read; 0 is all.
     """
     source = Path(path)
-    as_json = (format or source.suffix.lstrip(".")) in ("jsonl", "json")
+    as_json = objects.is_object(path) or (format or source.suffix.lstrip(".")) in ("jsonl", "json")
 
     def make(row: DataRow, number: int) -> Prompt:
         if not as_json:
@@ -43,7 +44,7 @@ def prompts(
         message = Message("user", (Part(text_of(row.columns, CAPTION)),))
         return Prompt(line_uid(row, source), (message,), columns.get("target"), columns=columns)
 
-    rows = json_lines(source) if as_json else text_lines(source)
+    rows = Rows(source, source.parent) if as_json else text_lines(source)
     return read_prompts(source, rows, make, limit=limit)
 
 

@@ -12,9 +12,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+from mmrl.config import objects
 from mmrl.config.schema import ConfigError
 from mmrl.core.types import Prompt
 from mmrl.data.fields import RowError, short
+from mmrl.data.object_rows import loose_rows, tables
 
 T = TypeVar("T")
 FORMS = (".jsonl", ".parquet", ".json")
@@ -55,6 +57,9 @@ class Rows:
     root: Path
 
     def __iter__(self) -> Iterator[DataRow]:
+        if objects.is_object(str(self.path)):
+            yield from object_rows(str(self.path))
+            return
         for path in row_files(self.path):
             if path.is_dir():
                 yield from saved_rows(path)
@@ -328,6 +333,16 @@ def hub_rows(name: str, subset: str = "") -> Iterator[DataRow]:
         reason = f"nor can a data set of the hub be read: {error}"
         raise SourceError(f"there is no file or folder '{name}' here, {reason}") from error
     yield from split_rows(splits, name)
+
+
+def object_rows(name: str) -> Iterator[DataRow]:
+    """Read the rows of a dataset that a Python program has in memory."""
+    if splits := tables(name):
+        yield from split_rows(splits, name)
+        return
+    for number, (split, columns, fault) in enumerate(loose_rows(name)):
+        place = f"{name}[{number}]"
+        yield DataRow(place, split, fault=fault) if fault else checked(DataRow(place, split, columns))
 
 
 def split_rows(splits: Mapping[str, Any], source: str) -> Iterator[DataRow]:

@@ -1,0 +1,78 @@
+"""Rows of datasets that a Python program has in memory: of `datasets`, or any list of dictionaries."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from mmrl.config import objects
+from mmrl.config.loading import ConfigError
+from mmrl.data.fields import RowError
+
+
+def put_rows(name: str, data: Any, split: str) -> str:
+    """Keep a dataset under a name that a configuration can give as the `path` of its data.
+
+    Args:
+        name: Such as "train_dataset".
+        data: A `Dataset`, `DatasetDict` or `IterableDataset` of `datasets`, or an iterable of dictionaries.
+            Images of PIL and arrays (height, width, 3) uint8 are stored as PNG, without loss.
+        split: The split of rows that name none; the id of a row without one is made of it and its number.
+    """
+    ready = hasattr(data, "with_format")
+    if not ready:
+        try:
+            data = list(data)  # an iterator is read once, and rows are read several times
+        except TypeError as error:
+            raise ConfigError(
+                f"'{name}' must be a dataset, an iterable of dictionaries, or the path of a file, not {data!r}"
+            ) from error
+    return objects.put(name, (data, split))
+
+
+def tables(name: str) -> dict[str, Any] | None:
+    """Return the tables of a dataset of `datasets` by their splits; None for other rows."""
+    data, split = objects.get(name)
+    if not hasattr(data, "with_format"):
+        return None
+    parts = data if isinstance(data, Mapping) else {str(data.split or split): data}
+    return dict(parts) if all(hasattr(part, "num_rows") for part in parts.values()) else None
+
+
+def loose_rows(name: str) -> Iterator[tuple[str, Any, str]]:
+    """Iterate over rows that are no tables: their columns as JSON has them, or a reason why there are none."""
+    data, split = objects.get(name)
+    for columns in data:
+        try:
+            yield split, plain(columns), ""
+        except RowError as error:
+            yield split, {}, str(error)
+
+
+def plain(value: Any) -> Any:
+    """Write the images inside of a value as PNG; leave everything else."""
+    match value:
+        case Mapping():
+            return {str(key): plain(inner) for key, inner in value.items()}
+        case list() | tuple():
+            return [plain(inner) for inner in value]
+    is_image = hasattr(value, "getexif") or getattr(value, "ndim", 0) == 3  # of PIL, or an array
+    return as_png(value) if is_image else value
+
+
+def as_png(image: Any) -> dict[str, Any]:
+    """Encode an image of PIL or an array (height, width, 3) uint8, as a row of `datasets` has it."""
+    import numpy
+    from PIL import Image
+
+    if not hasattr(image, "getexif"):
+        array = numpy.asarray(image)
+        if array.dtype != numpy.uint8 or array.shape[2] not in (3, 4):
+            raise RowError(
+                f"an image as an array must be (height, width, 3) uint8, not {array.shape} {array.dtype}"
+            )
+        image = Image.fromarray(array)
+    buffer = io.BytesIO()
+    image.save(buffer, format="PNG")
+    return {"bytes": buffer.getvalue(), "path": None}
