@@ -136,6 +136,7 @@ class Codes:
     low: Tensor
     nbits: int
     size: int
+    by_token: bool  # not read off the shapes: with groups of one channel D / g is D as well
 
     @property
     def tensors(self) -> dict[str, Tensor]:
@@ -150,11 +151,6 @@ class Codes:
     def nbytes(self) -> int:
         """Bytes of codes, scales and lows."""
         return sum(x.nbytes for x in self.tensors.values())
-
-    @property
-    def by_token(self) -> bool:
-        """Whether every token has scales of its own."""
-        return self.scale.shape[-1] != self.size
 
 
 def quantize(
@@ -186,7 +182,7 @@ def quantize(
     codes = ((exact - low) / scale).clamp(0, top).round().masked_fill(~where, 0)
     if channels:
         codes, scale, low = codes.flatten(-2), scale.squeeze(-1), low.squeeze(-1)
-    return Codes(pack(codes, nbits), scale.to(kept), low.to(kept), nbits, size)
+    return Codes(pack(codes, nbits), scale.to(kept), low.to(kept), nbits, size, bool(channels))
 
 
 def dequantize(codes: Codes) -> Tensor:

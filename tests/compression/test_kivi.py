@@ -48,6 +48,15 @@ def test_both_paths_say_the_same_while_tokens_leave_the_window(model, options):
     assert_close(*said, rtol=0, atol=1e-9)
 
 
+@PATHS
+def test_groups_of_one_number_change_no_logit(model, fused):
+    # A group of one key or one value has its own `low`: the number itself.
+    inputs, answer = batch(prompts()), answers(8, 20)
+    cache = made(model, inputs, nbits=8, q_group_size=1, fused=fused)
+    expected = read(model, inputs, DynamicCache(config=model.config), answer)
+    assert_close(read(model, inputs, cache, answer), expected, rtol=0, atol=1e-9)
+
+
 @pytest.mark.parametrize("options", [{"nbits": 2}, {"nbits": 4, "rotate": True}], ids=str)
 def test_eight_ragged_rows_together_are_eight_rows_alone(model, options):
     listed, answer = prompts(), answers(8, 20)

@@ -99,12 +99,12 @@ def test_codes_are_written_in_pieces_where_they_are_many(monkeypatch):
 
 
 @pytest.mark.parametrize("rotated", [False, True])
-@pytest.mark.parametrize("channels", [0, 4])
+@pytest.mark.parametrize(("channels", "nbits"), [(0, 2), (4, 2), (1, 8)])  # a group fills whole bytes
 @pytest.mark.parametrize("groups", [1, 2, 4])
-def test_a_coded_block_is_its_dense_tokens(rotated, channels, groups):
+def test_a_coded_block_is_its_dense_tokens(rotated, channels, nbits, groups):
     # Post-scaling: scales folded into the query and behind the sum give what dequantizing first gives.
     x = numbers(2, 3, groups, 10, 8)
-    block = CodedBlock(quantization.quantize(x, 2, channels=channels), rotated)
+    block = CodedBlock(quantization.quantize(x, nbits, channels=channels), rotated)
     dense = block.dense()
     plain = quantization.dequantize(block.codes).flatten(2, 3)
     assert_close(dense, plain @ quantization.rotation(8, x.dtype, x.device) if rotated else plain)
