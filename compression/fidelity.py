@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mmrl.compression.profiling import cache_bytes
 from mmrl.kv_cache.layout import placeholder_ids
 
 MakeCache = Callable[[Any, Tensor, Tensor], Any]
@@ -68,8 +69,8 @@ def measure(
         expected, logp = (torch.stack([wide_log_softmax(x) for x, _ in each], 1) for each in (steps, others))
         agree.append((expected.argmax(-1) == logp.argmax(-1)).float())
         kl.append((expected.exp() * (expected - logp)).sum(-1))
-        nbytes += dense_bytes(cache) if make_cache is None else cache.nbytes
-        full_nbytes += dense_bytes(full)
+        nbytes += cache_bytes(cache) if make_cache is None else cache.nbytes
+        full_nbytes += cache_bytes(full)
     agree, kl = torch.cat(agree, 1), torch.cat(kl, 1)
     scores = float(agree.mean()), float(kl.mean()), float(kl.max())
     return Fidelity(*scores, agree.numel(), nbytes, full_nbytes)
@@ -78,11 +79,6 @@ def measure(
 def wide_log_softmax(logits: Tensor) -> Tensor:
     """Compute log-probabilities in float32, of float64 in float64."""
     return (logits if logits.dtype == torch.float64 else logits.float()).log_softmax(-1)
-
-
-def dense_bytes(cache: Any) -> int:
-    """Bytes of the keys and values of a cache of dense layers."""
-    return sum(x.nbytes for layer in cache.layers for x in (layer.keys, layer.values))
 
 
 def read_answer(

@@ -39,8 +39,8 @@ def weight_bytes(model: nn.Module) -> int:
 
 def cache_bytes(cache: Any) -> int:
     """Bytes of keys and values in a cache of dense layers, and of a pruned model's record of columns."""
-    tensors = (getattr(layer, name, None) for layer in cache.layers for name in ("keys", "values"))
-    return sum(t.nbytes for t in tensors if t is not None)
+    tensors = (x for layer in cache.layers for x in (layer.keys, layer.values))
+    return sum(x.nbytes for x in tensors if x is not None)  # None in layers that nothing was written to
 
 
 @dataclass(frozen=True)

@@ -132,12 +132,15 @@ def videos(
             raise RowError("wanted at least one path in `videos`, got []")
         scores: list[Mapping[str, float]] = []
         for i, score in enumerate(listed(row.get("scores", [1.0] * len(names)), "scores", len(names))):
-            if not isinstance(score, list):
-                scores.append({"score": number(score, f"scores[{i}]")})
-            elif score:
-                scores.append({f"score@{k}": number(value, f"scores[{i}]") for k, value in enumerate(score)})
-            else:
-                raise RowError(f"wanted a number, or a list of numbers by segment, as `scores[{i}]`, got []")
+            match score:
+                case []:
+                    raise RowError(
+                        f"wanted a number, or a list of numbers by segment, as `scores[{i}]`, got []"
+                    )
+                case [*values]:  # `name@k` is the reward `name` of segment k
+                    scores.append({f"score@{k}": number(x, f"scores[{i}]") for k, x in enumerate(values)})
+                case _:
+                    scores.append({"score": number(score, f"scores[{i}]")})
         return names, tuple(scores)
 
     def load(file: Path) -> Outcome:

@@ -25,12 +25,16 @@ from mmrl.kv_cache.row_groups import group_slots
 
 @dataclass(frozen=True, kw_only=True)
 class BinaryCodebookRecipe(SplitRecipe):
-    """Binary codes of a prompt, with calibrated `codebooks` (keys, values) or ones fitted to each prompt."""
+    """Binary codes of a prompt, with calibrated `codebooks` of every layer or ones fitted to each prompt."""
 
     first: int
     newest: int
     rounds: int
-    codebooks: tuple[CalibratedCodebook, CalibratedCodebook] | None = None
+    codebooks: list[tuple[CalibratedCodebook, CalibratedCodebook]] | None = None  # of keys and of values
+    layer: int = 0
+
+    def for_layer(self, layer: int) -> BinaryCodebookRecipe:
+        return replace(self, layer=layer)
 
     def slots(self, visual: Tensor, real: Tensor, size: int) -> dict[str, Tensor]:
         """Find the slots of exact tokens (P, n) and of coded ones, one group (P, 1, n)."""
@@ -46,7 +50,7 @@ class BinaryCodebookRecipe(SplitRecipe):
     def encode(self, tokens: Tensor, slots: Tensor, side: Side) -> CodebookBlock:
         """Encode the tokens (P, h, n, D) of slots (P, 1, n)."""
         if self.codebooks is not None:
-            codebook = self.codebooks[side == "values"].for_tokens(tokens)
+            codebook = self.codebooks[self.layer][side == "values"].for_tokens(tokens)
             return CodebookBlock(encode(tokens, codebook), codebook)
         nbits = self.nbits if side == "keys" else self.value_nbits
         mean, vectors, signs = fit(tokens, nbits, valid=(slots >= 0)[..., None], rounds=self.rounds)
@@ -101,11 +105,9 @@ def binary_codebook(
             raise ValueError(f"`{name}` must be above 0 and at most {MAX_BITS}, or 16, not {number}")
     if of == "visual" and visual is None:
         raise ValueError("`of: visual` needs `visual`, the visual tokens; `find_visual` finds them")
-    recipe = BinaryCodebookRecipe(
-        nbits=nbits, value_nbits=value_nbits, visual=of == "visual", first=first, newest=newest, rounds=rounds
-    )
-    if not codebook:
-        return make_cache(config, visual, mask, recipe, fused=fused)
     layers = config.get_text_config(decoder=True).num_hidden_layers
-    recipes = [replace(recipe, codebooks=pair) for pair in read_codebooks(codebook, layers)]
-    return make_cache(config, visual, mask, recipes, fused=fused)
+    recipe = BinaryCodebookRecipe(
+        nbits=nbits, value_nbits=value_nbits, visual=of == "visual", first=first, newest=newest,
+        rounds=rounds, codebooks=read_codebooks(codebook, layers) if codebook else None,
+    )  # fmt: skip
+    return make_cache(config, visual, mask, recipe, fused=fused)

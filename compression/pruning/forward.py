@@ -18,6 +18,7 @@ from mmrl.compression.pruning.patch_grid import LAYOUT, NO_TOKEN, encode_ahead, 
 from mmrl.compression.pruning.sliced_linear import feature_index, sliced_linear
 from mmrl.compression.pruning.spec import ModelShape, PruningSpec, TokenReduction, pruning_of, shape_of
 from mmrl.compression.pruning.token_stages import ForwardCall, TokenStage, past_tokens, read_mask
+from mmrl.kv_cache.hf_cache import PromptCache
 
 # Callback while an importance plan is measured: called with ("attention", layer, LayerAttention), and with
 # ("ffn_units", layer, (inner units of visual rows (B, n_v, m), stage)).
@@ -135,9 +136,9 @@ class PrunedForward:
         # Indices into the old visual rows, and by these the tokens of the new ones, padded with -1.
         stay = pack_places(keep)
         after = self.call.stage(number, pick(stage.vis, stay).masked_fill(stay < 0, NO_TOKEN))
-        lay_out = getattr(self.call.cache, "lay_out", None)  # of `PromptCache`: which columns are visual
-        if lay_out is not None and not self.call.past:
-            lay_out(reduction.layer, after.visual, after.seen)
+        match self.call.cache:
+            case PromptCache() as cache if not self.call.past:  # layers after this one store fewer columns
+                cache.lay_out(reduction.layer, after.visual, after.seen)
         return after, pick(vis, stay), scores if scores is None else pick(scores, stay)
 
     def _scores(self, i: int, stage: TokenStage, text: Tensor, vis: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ and the queries and keys of the vision tower, are stored as attributes of the fe
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from mmrl.compression.model_adapters.families import adapter_of
 from mmrl.compression.pruning.spec import pruning_of
-from mmrl.kv_cache.layout import placeholder_ids
+from mmrl.kv_cache.layout import placeholder_ids, placeholders
 
 NO_TOKEN = -1
 
@@ -50,17 +50,15 @@ def lay_out(core: nn.Module, inputs: Mapping[str, Any], *, grids: bool) -> Token
         )
     encoded = inputs.get("mm_encoder_outputs") or {}
     features = {kind: out.pooler_output for kind, out in encoded.items() if out is not None}
-    visual = torch.zeros_like(ids, dtype=torch.bool)
-    for token in placeholder_ids(core.config):
-        visual |= ids == token
+    visual = torch.isin(ids, ids.new_tensor(placeholder_ids(core.config)))
     tower = [getattr(feature, "tower", {}) for feature in features.get("image", ())]
     tower = {name: torch.stack([part[name] for part in tower]) for name in (tower[0] if tower else ())}
     if not grids or not bool(visual.any()):
         return TokenLayout(visual, tower=tower)
-    known = adapter_of(core).grids(core, inputs)
+    known, tokens = adapter_of(core).grids(core, inputs), placeholders(core.config)
     for kind, encodings in features.items():
         attached = [grid for feature in encodings for grid in getattr(feature, "grids", ())]
-        known.setdefault(getattr(core.config, f"{kind}_token_id"), attached)
+        known.setdefault(tokens[kind], attached)
     place, number = torch.full((3, ids.numel()), NO_TOKEN, device=ids.device), 0
     by_shape: dict[tuple[int, int], list[Tensor]] = {}
     for token in placeholder_ids(core.config):
@@ -81,10 +79,9 @@ def lay_out(core: nn.Module, inputs: Mapping[str, Any], *, grids: bool) -> Token
     return TokenLayout(visual, stacked, place.view(3, *ids.shape), tower)
 
 
-def forward_features(core: nn.Module, kind: str, *args: Any, **kwargs: Any) -> Any:
-    """Replace `get_image_features` and `get_video_features`: attach what pruning reads to the features."""
-    method, adapter = getattr(type(core), f"get_{kind}_features"), adapter_of(core)
-    tower, hooks = {}, []
+def forward_features(core: nn.Module, kind: str, method: Callable, *args: Any, **kwargs: Any) -> Any:
+    """Replace `method`, which gets the features of images or videos: attach what pruning reads to them."""
+    adapter, tower, hooks = adapter_of(core), {}, []
     if kind == "image" and pruning_of(core).tower:
         attn = adapter.class_token_attention(core)
         hooks = [
@@ -102,7 +99,7 @@ def forward_features(core: nn.Module, kind: str, *args: Any, **kwargs: Any) -> A
     if adapter.grids_need_media:
         bound = inspect.signature(method).bind(core, *args, **kwargs).arguments
         inputs = {**bound, **bound.get("kwargs", {})}
-        grids = iter(adapter.grids(core, inputs).get(getattr(core.config, f"{kind}_token_id"), ()))
+        grids = iter(adapter.grids(core, inputs).get(placeholders(core.config)[kind], ()))
     for number, feature in enumerate(out.pooler_output):
         feature.grids, left = [], len(feature)
         while left > 0 and (grid := next(grids, None)) is not None:

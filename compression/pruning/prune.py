@@ -7,6 +7,7 @@ import inspect
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -32,13 +33,13 @@ def prune(
     `name` and `options` are recorded, so that the view can be saved and restored; `reductions` are added to
     those of the model; `changes` are other fields of `PruningSpec`.
     """
-    layers, before, model_core = shape_of(model).layers, pruning_of(model), model.base_model
+    layers, before = shape_of(model).layers, pruning_of(model)
     for reduction in reductions:
         if not 0 <= reduction.layer <= layers:
             raise ValueError(
                 f"tokens cannot leave in front of layer {reduction.layer} of a model with {layers} layers"
             )
-    adapter_of(model_core)  # refuses a family without one
+    adapter_of(model.base_model)  # refuses a family without one
     view = record_transform(share_weights(model), model, name, options)
     core, text = view.base_model, view.base_model.get_decoder()
     # A reduction that removes all tokens goes last in its layer: the others choose among the tokens left.
@@ -49,11 +50,12 @@ def prune(
     core.forward = BoundFunction(forward_core, core)
     text.forward = BoundFunction(forward_text, text, core)
     for kind in ("image", "video"):
-        method = f"get_{kind}_features"
-        if method in dir(type(core)):
-            setattr(
-                core, method, BoundFunction(forward_features, core, kind, like=getattr(model_core, method))
-            )
+        getter = f"get_{kind}_features"
+        if method := getattr(type(core), getter, None):
+            # `generate` reads the arguments of the method from its signature, which has no `self` when bound.
+            bound = BoundFunction(forward_features, core, kind, method)
+            bound.__signature__ = inspect.signature(partial(method, core))
+            setattr(core, getter, bound)
     return view
 
 
@@ -87,10 +89,8 @@ class BoundFunction:
     Works for `copy.deepcopy` and for `share_weights`.
     """
 
-    def __init__(self, function: Callable, *first: Any, like: Callable | None = None) -> None:
+    def __init__(self, function: Callable, *first: Any) -> None:
         self.function, self.first = function, first
-        if like is not None:  # `generate` reads the arguments of a method from its signature
-            self.__signature__ = inspect.signature(like)
 
     def __call__(self, *rest: Any, **named: Any) -> Any:
         return self.function(*self.first, *rest, **named)

@@ -8,6 +8,8 @@ from typing import Literal
 
 from torch import nn
 
+from mmrl.kv_cache.hf_cache import head_size
+
 PRUNING = "mmrl_pruning"
 Units = tuple[tuple[int, ...] | None, ...]  # of every layer; None for all
 
@@ -72,8 +74,7 @@ def shape_of(model: nn.Module) -> ModelShape:
         layers=config.num_hidden_layers,
         heads=config.num_attention_heads,
         kv_heads=config.num_key_value_heads,
-        # Some families set no size of a head, or null.
-        head_dim=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
+        head_dim=head_size(config),
         width=config.hidden_size,
         inner=config.intermediate_size,
     )

@@ -95,19 +95,20 @@ def attend(
     attention_mask: Tensor | None, scaling: float | None = None, **others: Any,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Attend from (N, H, t, D) queries to tensors as `base` does, or to a cache layer: (N, t, H, D)."""
-    if isinstance(key, Tensor):
-        recorded = _RECORDED.get()
-        if recorded is not None and all(others.get(name) is None for name in UNSUPPORTED):
-            recorded.append(key)
-    else:
-        scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-        if key.pending is None:
-            return key.attend(query, attention_mask, scaling), None
-        # The first pass of a prompt whose recipe decides by its queries what to store.
-        layer, (key, value) = key, key.pending
-        repeats = len(query) // len(key)
-        layer.recipe.score(layer, query[::repeats], scaling)
-        key, value = (x.repeat_interleave(repeats, 0) if repeats > 1 else x for x in (key, value))
+    match key:
+        case CacheLayer() as layer:
+            scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+            if layer.pending is None:
+                return layer.attend(query, attention_mask, scaling), None
+            # The first pass of a prompt whose recipe decides by its queries what to store.
+            key, value = layer.pending  # read now, because `score` of the last layer clears it
+            repeats = len(query) // len(key)
+            layer.recipe.score(layer, query[::repeats], scaling)
+            key, value = (x.repeat_interleave(repeats, 0) if repeats > 1 else x for x in (key, value))
+        case Tensor():
+            recorded = _RECORDED.get()
+            if recorded is not None and all(others.get(name) is None for name in UNSUPPORTED):
+                recorded.append(key)
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     # Each modeling file of transformers has an eager function of its own.

@@ -14,13 +14,14 @@ from mmrl.kv_cache.layout import PromptLayout
 
 def head_size(text: Any) -> int:
     """Read the channels of an attention head from the config of a text model."""
+    # Some families set no size of a head, or null.
     return getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
 
 
 def make_cache(
-    config: Any, visual: Tensor | None, mask: Tensor | None, recipe: Recipe | list[Recipe], *, fused: bool
+    config: Any, visual: Tensor | None, mask: Tensor | None, recipe: Recipe, *, fused: bool
 ) -> Any:
-    """Make a quantised `transformers.Cache` for one batch of prompts: one recipe for all layers, or one each.
+    """Make a quantised `transformers.Cache` for one batch of prompts.
 
     `visual` and `mask` (P, S) mark visual tokens and those that are not padding. With `fused` the model's
     attention reads codes, and its config is changed for that; without, it gets dense tensors that are made
@@ -38,8 +39,8 @@ def make_cache(
         raise ValueError(f"heads of size {size} do not fill whole bytes; sizes that 8 divides are supported")
     if fused:
         install(config)
-    recipes = recipe if isinstance(recipe, list) else [recipe] * text.num_hidden_layers
     layout, heads, layer = PromptLayout(visual, mask), text.num_key_value_heads, derive(QuantizedLayer)
+    recipes = map(recipe.for_layer, range(text.num_hidden_layers))
     return derive(PromptCache)([layer(each, layout, heads, size, fused=fused) for each in recipes])
 
 

@@ -25,6 +25,10 @@ class Recipe:
 
     needs_queries = False  # whether `score` must see the queries of a prompt before it is stored
 
+    def for_layer(self, layer: int) -> Recipe:
+        """Return the recipe of a layer; by default one serves all."""
+        return self
+
     def slots(self, visual: Tensor, real: Tensor, size: int) -> dict[str, Tensor]:
         """Choose, once for all layers, the slots of what is stored; masks (P, S) and slots on the CPU."""
         return {}

@@ -18,10 +18,15 @@ from mmrl.kv_cache.blocks import Block, per_head
 from mmrl.kv_cache.row_groups import RowGroups
 
 
+def placeholders(config: Any, kinds: Sequence[str] = ("image", "video")) -> dict[str, int]:
+    """Read the ids of the tokens that stand for images and videos in a prompt from a model's config."""
+    ids = {kind: getattr(config, f"{kind}_token_id", None) for kind in kinds}
+    return {kind: token for kind, token in ids.items() if token is not None}
+
+
 def placeholder_ids(config: Any, kinds: Sequence[str] = ("image", "video")) -> list[int]:
-    """List the ids of the tokens that stand for images and videos in a prompt, from a model's config."""
-    ids = (getattr(config, f"{kind}_token_id", None) for kind in kinds)
-    return sorted({token for token in ids if token is not None})
+    """List the distinct ids of `placeholders`."""
+    return sorted(set(placeholders(config, kinds).values()))
 
 
 def find_visual(config: Any, ids: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
