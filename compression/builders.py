@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from mmrl.compression.contrib.codebook_calibration import calibrate_codebooks, write_codebooks
+from mmrl.compression.fidelity import inputs_of
 from mmrl.config.binding import Pieces
 from mmrl.config.ranges import NonNegativeInt, PositiveInt, Range
 from mmrl.config.registry import builder
@@ -70,11 +71,7 @@ class CalibrateCodebook:
         chosen = [data[i] for i in range(0, len(data), every)][: self.num_prompts or None]
         device = Processes().device
         policy.module.to(device)
-        inputs = []
-        for encoded in map(policy.prompt_encoder.encode, chosen):
-            positions = encoded.positions[:, None] if len(encoded.positions) > 1 else encoded.positions
-            call = {"input_ids": encoded.ids[None], "position_ids": positions, **encoded.media}
-            inputs.append({name: x.to(device) for name, x in call.items()})
+        inputs = inputs_of(policy.prompt_encoder, chosen, device)
         with evaluating(policy.model):
             generator = self.stream.fixed("calibrate_codebook")
             codebooks = calibrate_codebooks(policy.model, inputs, generator=generator, **self.options)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
-from mmrl.compression.fidelity import gate
+from mmrl.compression.fidelity import gate, inputs_of
 from mmrl.config.ranges import NonNegativeFloat, NonNegativeInt, PositiveInt, Probability
 from mmrl.config.registry import engine
 from mmrl.core.types import Prompt, Rollouts
@@ -98,11 +98,7 @@ class FidelityGate(Measured):
         model = self.policy.model
         device = model.get_input_embeddings().weight.device
         distinct = list({prompt.uid: prompt for prompt in prompts}.values())[: self.num_prompts]
-        inputs = []
-        for encoded in map(self.policy.prompt_encoder.encode, distinct):
-            positions = encoded.positions[:, None] if len(encoded.positions) > 1 else encoded.positions
-            call = {"input_ids": encoded.ids[None], "position_ids": positions, **encoded.media}
-            inputs.append({name: x.to(device) for name, x in call.items()})
+        inputs = inputs_of(self.policy.prompt_encoder, distinct, device)
         own = None if self.rollout_policy is self.policy else self.rollout_policy.model
         # In training mode, layers with gradient checkpointing use no cache.
         with evaluating(model), evaluating(own or model):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count, islice
 from typing import Any
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from mmrl.compression.profiling import cache_bytes
+from mmrl.core.types import Prompt
 from mmrl.kv_cache.layout import placeholder_ids
 
 MakeCache = Callable[[Any, Tensor, Tensor], Any]
@@ -34,6 +35,17 @@ class Fidelity:
             f"{self.agreement:.1%} of {self.num_tokens} tokens agree, KL {self.kl:.4f} nats (worst "
             f"{self.worst_kl:.3f}), {self.nbytes:,} bytes for {self.full_nbytes:,}"
         )
+
+
+def inputs_of(encoder: Any, prompts: Iterable[Prompt], device: torch.device) -> list[Inputs]:
+    """Encode prompts to the inputs of one call each, as `measure` takes them."""
+    inputs = []
+    for encoded in map(encoder.encode, prompts):
+        # (A, S) position ids on A axes: a model takes (1, S), or (A, 1, S) with the axes of M-RoPE.
+        positions = encoded.positions[:, None] if len(encoded.positions) > 1 else encoded.positions
+        call = {"input_ids": encoded.ids[None], "position_ids": positions, **encoded.media}
+        inputs.append({name: x.to(device) for name, x in call.items()})
+    return inputs
 
 
 @torch.no_grad()
@@ -66,7 +78,9 @@ def measure(
             visual = torch.isin(ids[:, :-1], ids.new_tensor(placeholder_ids(tested.config))) & real
             cache = make_cache(tested.config, visual, real)
         others = islice(read_answer(tested, inputs, cache, answer), num_tokens)
-        expected, logp = (torch.stack([wide_log_softmax(x) for x, _ in each], 1) for each in (steps, others))
+        pair = (torch.stack([logits for logits, _ in each], 1) for each in (steps, others))  # (1, t, V)
+        # Near each other, log-probabilities of 16 bits would cancel: float32, or float64 as they are.
+        expected, logp = (x.to(torch.promote_types(x.dtype, torch.float32)).log_softmax(-1) for x in pair)
         agree.append((expected.argmax(-1) == logp.argmax(-1)).float())
         kl.append((expected.exp() * (expected - logp)).sum(-1))
         nbytes += cache_bytes(cache) if make_cache is None else cache.nbytes
@@ -74,11 +88,6 @@ def measure(
     agree, kl = torch.cat(agree, 1), torch.cat(kl, 1)
     scores = float(agree.mean()), float(kl.mean()), float(kl.max())
     return Fidelity(*scores, agree.numel(), nbytes, full_nbytes)
-
-
-def wide_log_softmax(logits: Tensor) -> Tensor:
-    """Compute log-probabilities in float32, of float64 in float64."""
-    return (logits if logits.dtype == torch.float64 else logits.float()).log_softmax(-1)
 
 
 def read_answer(
