@@ -50,7 +50,7 @@ class CalibrateCodebook:
         num_tokens: PositiveInt = 24,
     ) -> None:
         self.model, self.prompts = as_piece(model, "build.model"), as_piece(prompts, "build.prompts")
-        pieces = Pieces(Stream())
+        pieces = Pieces(Stream())  # only to check options, before anything is loaded
         pieces.check("policy", self.model, "build.model")
         pieces.check("data", self.prompts, "build.prompts")
         self.stream, self.num_prompts = stream, num_prompts

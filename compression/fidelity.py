@@ -77,12 +77,12 @@ def measure(
             real = inputs.get("attention_mask", torch.ones_like(ids))[:, :-1].bool()
             visual = torch.isin(ids[:, :-1], ids.new_tensor(placeholder_ids(tested.config))) & real
             cache = make_cache(tested.config, visual, real)
-        others = islice(read_answer(tested, inputs, cache, answer), num_tokens)
+        others = islice(read_answer(tested, inputs, cache, answer), num_tokens)  # reads the same answer
         pair = (torch.stack([logits for logits, _ in each], 1) for each in (steps, others))  # (1, t, V)
         # Near each other, log-probabilities of 16 bits would cancel: float32, or float64 as they are.
         expected, logp = (x.to(torch.promote_types(x.dtype, torch.float32)).log_softmax(-1) for x in pair)
         agree.append((expected.argmax(-1) == logp.argmax(-1)).float())
-        kl.append((expected.exp() * (expected - logp)).sum(-1))
+        kl.append((expected.exp() * (expected - logp)).sum(-1))  # sum p (log p - log q): (1, t)
         nbytes += cache_bytes(cache) if make_cache is None else cache.nbytes
         full_nbytes += cache_bytes(full)
     agree, kl = torch.cat(agree, 1), torch.cat(kl, 1)

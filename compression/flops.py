@@ -69,13 +69,13 @@ class Prefill:
         """
         text, columns = self.text, self.text + n
         if not n:
-            return shape.heads * text * (text + 1) // 2
+            return shape.heads * text * (text + 1) // 2  # causal: row i of text sees i columns
         lost = (shape.heads - kept) * text * columns  # in dropped heads only text attends
         if frozen or not kept:
             return lost + kept * text * columns
         if pruning.radius is None:
-            return lost + kept * columns * (columns + 1) // 2
-        if n < self.visual:
+            return lost + kept * columns * (columns + 1) // 2  # causal over text and visual columns
+        if n < self.visual:  # grids lost tokens: a mask over all pairs, none of them skipped
             return lost + kept * columns * columns
         near = 0
         for raster in self.rasters:
@@ -95,7 +95,8 @@ class Prefill:
             heads, units = pruning.heads_of(i), pruning.ffn_units_of(i)
             kept = shape.heads if heads is None else len(heads)
             inner = shape.inner if units is None else len(units)
-            groups = shape.kv_heads * kept / shape.heads
+            groups = shape.kv_heads * kept / shape.heads  # of keys and values, in proportion
+            # q and o of `kept` heads and k and v of `groups`; scores and sums of values; the gated MLP
             total += 4 * n * shape.width * shape.head_dim * (kept + groups)
             total += 4 * n * self.mean_keys(pruning, n) * shape.head_dim * kept + 6 * n * shape.width * inner
         return total
@@ -105,6 +106,7 @@ class Prefill:
         if pruning.radius is None or n < self.visual or not n:
             return float(n)
         r = pruning.radius
+        # Patches in reach of patch i of a side, summed over i; windows are cut off at the edges.
         along = lambda size: sum(min(size, i + r + 1) - max(0, i - r) for i in range(size))
         return sum(along(h) * along(w) for h, w in self.rasters) / n
 

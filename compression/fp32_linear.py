@@ -14,7 +14,7 @@ class _Upcast(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        ctx.save_for_backward(x, weight)
+        ctx.save_for_backward(x, weight)  # the narrow weight, which exists anyway
         ctx.with_bias = bias is not None
         return F.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
 
@@ -22,7 +22,7 @@ class _Upcast(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         x, weight = ctx.saved_tensors
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad
-        flat = grad.flatten(0, -2)
+        flat = grad.flatten(0, -2)  # (tokens, out_features)
         return (
             grad @ weight.to(grad.dtype) if needs_x else None,
             (flat.T @ x.flatten(0, -2)).to(weight.dtype) if needs_weight else None,

@@ -57,7 +57,7 @@ class Seconds:
 
 def time_calls(calls: Mapping[str, Callable[[], Any]], *, repeats: int = 5) -> dict[str, Seconds]:
     """Time calls in turns, so that a machine that slows down slows all of them; the first turn is dropped."""
-    wait = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
+    wait = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None  # kernels run asynchronously
     taken: dict[str, list[tuple[float, float]]] = {name: [] for name in calls}
     for _ in range(repeats + 1):
         for name, call in calls.items():
@@ -68,6 +68,6 @@ def time_calls(calls: Mapping[str, Callable[[], Any]], *, repeats: int = 5) -> d
             taken[name].append((time.perf_counter() - start, time.thread_time() - work))
     seconds = {}
     for name, times in taken.items():
-        wall, thread = zip(*times[1:], strict=True)
+        wall, thread = zip(*times[1:], strict=True)  # the first turn fills caches and allocators
         seconds[name] = Seconds(statistics.median(wall), max(wall) - min(wall), statistics.median(thread))
     return seconds

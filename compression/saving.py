@@ -32,7 +32,7 @@ def save_transformed(model: nn.Module, folder: str | Path, processor: Any = None
     if processor is not None:
         processor.save_pretrained(str(folder))
     dtypes = {p.dtype for p in plain.parameters() if p.is_floating_point()}
-    widest = max(dtypes, key=lambda dtype: dtype.itemsize)
+    widest = max(dtypes, key=lambda dtype: dtype.itemsize)  # of bfloat16 beside float32: float32
     record = {
         "dtype": str(widest).removeprefix("torch."),
         # Scales that were quantised themselves (`double`) are loaded as they are.
@@ -72,7 +72,7 @@ def load_transformed(folder: str | Path, *, attn_implementation: str = "sdpa") -
 def _dequantised(linear: nn.Module) -> nn.Module:
     """Dequantise a low-bit linear layer by its products with unit vectors."""
     out = nn.Linear(linear.in_features, linear.out_features, linear.bias is not None, device="meta")
-    ones = torch.eye(linear.in_features, device=linear.weight.device)
+    ones = torch.eye(linear.in_features, device=linear.weight.device)  # one unit vector a row
     bias = 0.0 if linear.bias is None else linear.bias.detach()
     out.weight = nn.Parameter((linear(ones) - bias).T.contiguous())
     if linear.bias is not None:

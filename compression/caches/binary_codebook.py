@@ -55,6 +55,7 @@ class BinaryCodebookRecipe(SplitRecipe):
         nbits = self.nbits if side == "keys" else self.value_nbits
         mean, vectors, signs = fit(tokens, nbits, valid=(slots >= 0)[..., None], rounds=self.rounds)
         codebook = quantize_codebook(mean, vectors, tokens.dtype)
+        # The fitted signs get one more sweep, because vectors were rounded to 8 bits since.
         return CodebookBlock(encode(tokens, codebook, signs=signs, sweeps=1), codebook)
 
 

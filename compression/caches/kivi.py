@@ -25,7 +25,7 @@ class KiviRecipe(Recipe):
 
     def slots(self, visual: Tensor, real: Tensor, size: int) -> dict[str, Tensor]:
         """Find the slots of older keys (P, E, g), older values (P, n), and of the newest of either."""
-        rank, length = real.cumsum(1) - 1, real.sum(1, keepdim=True)
+        rank, length = real.cumsum(1) - 1, real.sum(1, keepdim=True)  # padding does not count
         residual = self.codec.residual_length
         # As if tokens had come one by one: keys leave in blocks of residual_length, values one by one.
         keys = real & (rank < length - length % residual)
@@ -42,16 +42,17 @@ class KiviRecipe(Recipe):
         shared: tuple[list[Part], list[Part]] = [], []
         old, flat = layout.slots["keys"], layout.slots["keys"].flatten(1)
         if flat.shape[1]:
-            groups = collect(keys, flat).unflatten(2, old.shape[1:])
+            groups = collect(keys, flat).unflatten(2, old.shape[1:])  # (P, h, E, g, D)
             codes = self.codec.code_keys(groups, (old >= 0)[:, None, :, :, None])
             shared[0].append(Part(self.codec.key_block(codes), flat, name="keys"))
         old = layout.slots["values"]
         if old.shape[1]:
             codes = self.codec.code_values(collect(values, old), (old >= 0)[:, None, :, None])
             shared[1].append(Part(self.codec.value_block(codes), old, name="values"))
+        # Windows move on row by row, so each row gets a copy of its prompt's newest tokens.
         rows, new = layout.groups.owner.to(keys.device), []
         for name, x in (("new keys", keys), ("new values", values)):
-            at = layout.slots[name]
+            at = layout.slots[name]  # (P, n), -1 where a prompt has fewer new tokens
             new.append(RaggedRows({"x": collect(x, at)[rows]}, at[rows], (at >= 0).sum(1)[rows]))
         return *shared, ResidualWindow(self.codec, *new, layout.length)
 
@@ -95,6 +96,7 @@ def kivi(
             "because keys leave the window in whole groups"
         )
     size = head_size(config.get_text_config(decoder=True))
+    # Each group of a value's channels is a product of its own with packed codes, which begins at a byte.
     if size % q_group_size or q_group_size * value_nbits % 8:
         raise ValueError(
             f"`q_group_size` ({q_group_size}) must divide the head size ({size}) and fill whole bytes"

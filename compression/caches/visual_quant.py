@@ -30,8 +30,9 @@ class VisualQuantRecipe(SplitRecipe):
 
     def slots(self, visual: Tensor, real: Tensor, size: int) -> dict[str, Tensor]:
         """Find the slots of text (P, n) and of groups of visual tokens (P, E, n)."""
-        group = None
-        if self.per_image:  # a new group starts at each visual token that follows another token
+        group = None  # all of a prompt
+        if self.per_image:
+            # A group starts at each visual token after another kind of token; `pad` shifts right by one.
             group = ((visual & ~nn.functional.pad(visual, (1, -1))).cumsum(1) - 1).clamp(min=0)
         elif self.q_group_size:
             group = (visual.cumsum(1) - 1).clamp(min=0) // self.q_group_size
@@ -42,12 +43,12 @@ class VisualQuantRecipe(SplitRecipe):
         tokens = quantization.rotate(tokens) if self.rotated else tokens
         by_token = side == "values" and self.axis_value == "token"
         codes = quantization.quantize(
-            tokens.unflatten(2, slots.shape[1:]),
+            tokens.unflatten(2, slots.shape[1:]),  # (P, h, E, n, D)
             int(self.nbits if side == "keys" else self.value_nbits),
-            valid=(slots >= 0)[:, None, :, :, None],
+            valid=(slots >= 0)[:, None, :, :, None],  # (P, 1, E, n, 1)
             rule=self.rule,
             side=side,
-            channels=tokens.shape[-1] if by_token else 0,
+            channels=tokens.shape[-1] if by_token else 0,  # one scale for all channels of a token
         )
         return CodedBlock(codes, self.rotated)
 
@@ -55,7 +56,7 @@ class VisualQuantRecipe(SplitRecipe):
         """Lower the largest scores of visual tokens (R, h, Q, n)."""
         if not self.score_drop:
             return scores
-        valid = per_head(slots >= 0)[:, :, None]
+        valid = per_head(slots >= 0)[:, :, None]  # (R, 1, 1, n)
         return quantization.calibrate(scores, valid, drop=self.score_drop, guard=self.guard)
 
 

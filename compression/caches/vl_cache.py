@@ -38,7 +38,7 @@ class VLCacheRecipe(Recipe):
 
         The last layer's call decides what every layer keeps, and stores it.
         """
-        masks = layer.layout.visual, layer.layout.real
+        masks = layer.layout.visual, layer.layout.real  # (P, S) each
         options = {"window": self.window, "threshold": self.threshold, "pool": self.pool}
         self.scored.append((layer, *score_tokens(query, layer.pending[0], *masks, scaling, **options)))
         if len(self.scored) < self.num_layers:
@@ -60,6 +60,7 @@ def allocate(density: Tensor, keep: float) -> Tensor:
     """Allocate each layer its share of a prompt's tokens by densities (L, P), `keep` on average: (L, P)."""
     if keep == 1:
         return torch.ones_like(density)
+    # Shares are proportional to densities; where they are cut to [0.01, 1], their mean is not `keep`.
     total = density.sum(0).clamp(min=1e-12)
     return (density / total * keep * len(density)).clamp(0.01, 1.0)
 
@@ -90,7 +91,7 @@ def score_tokens(
     logits = (grouped @ keys.to(exact).mT).unflatten(2, (-1, index.shape[1]))
     seen = (real[:, None, :] & (at <= index[:, :, None])) & (slots >= 0)[:, :, None]
     weights = logits.masked_fill(~seen[:, None, None], -torch.inf).softmax(-1).nan_to_num(0.0)
-    scores = weights.mean(2).sum(2)
+    scores = weights.mean(2).sum(2)  # mean over query heads, sum over queries
     large = weights >= threshold * weights.amax(-1, keepdim=True)
     large = (large & seen[:, None, None]).to(exact).mean((1, 2)).sum((1, 2))
     density = large / seen.sum((1, 2)).clamp(min=1)

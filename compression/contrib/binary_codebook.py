@@ -66,7 +66,7 @@ def allocate_bits(variance: Tensor, num: int) -> tuple[Tensor, Tensor]:
     first. This is reverse water-filling in whole bits.
     """
     error = variance.new_tensor(ERROR)
-    gains = variance[..., None] * (error[:-1] - error[1:])
+    gains = variance[..., None] * (error[:-1] - error[1:])  # (..., D, MAX_BITS), of each further bit
     best = gains.flatten(-2).topk(num, -1).indices
     return best // MAX_BITS, best % MAX_BITS
 
@@ -83,7 +83,7 @@ def initial_vectors(covariance: Tensor, num: int) -> Tensor:
     number, spread = number.gather(-1, which), variance.gather(-1, which).sqrt()
     # 2^b levels span 2 * half in 2^b - 1 steps; the last sign moves by a step, each earlier one by twice.
     length = variance.new_tensor(HALF)[number] * spread * 2.0 ** (number - 1 - level) / (2.0**number - 1)
-    columns = basis.gather(-1, which[..., None, :].expand(*basis.shape[:-1], num))
+    columns = basis.gather(-1, which[..., None, :].expand(*basis.shape[:-1], num))  # (..., D, num)
     return (columns * length[..., None, :]).mT.to(covariance.dtype)
 
 
@@ -96,10 +96,10 @@ def choose_signs(
     v_j' metric (x - sum of the other signs' vectors). Without `signs` the first sweep starts from zeros.
     """
     weighted = vectors if metric is None else vectors @ metric
-    inner, wanted = weighted @ vectors.mT, weighted @ x.mT
+    inner, wanted = weighted @ vectors.mT, weighted @ x.mT  # (..., m, m) and (..., m, n)
     signs = torch.zeros_like(wanted) if signs is None else signs.mT.clone()
     own = inner.diagonal(dim1=-2, dim2=-1)[..., None]
-    for j in list(range(signs.shape[-2])) * sweeps:
+    for j in list(range(signs.shape[-2])) * sweeps:  # signs are (..., m, n) here
         # v_j' metric times the sum of all signs' vectors, less the one of sign j itself
         others = (inner[..., j, None, :] @ signs)[..., 0, :] - own[..., j, :] * signs[..., j, :]
         signs[..., j, :] = (wanted[..., j, :] >= others).to(x.dtype).mul_(2).sub_(1)
@@ -159,6 +159,7 @@ def encode(x: Tensor, codebook: Codebook, *, signs: Tensor | None = None, sweeps
     exact = x if x.dtype == torch.float64 else x.float()
     low, vectors = codebook.dense(exact.dtype)
     vectors = vectors / 2
+    # low + bits @ V = (low + sum of V / 2) + signs @ V / 2, with bits = (signs + 1) / 2
     away = exact - low - vectors.sum(-2, keepdim=True)
     metric = None if codebook.metric is None else codebook.metric.to(exact.dtype)
     return pack(choose_signs(away, vectors, signs=signs, metric=metric, sweeps=sweeps) > 0, 1)

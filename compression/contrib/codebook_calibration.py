@@ -37,7 +37,7 @@ class CalibratedCodebook:
 
     def for_tokens(self, like: Tensor) -> Codebook:
         """Quantise the codebook in the precision of these tokens (R, h, n, D)."""
-        if self.mean.shape[1::2] != like.shape[1::2]:
+        if self.mean.shape[1::2] != like.shape[1::2]:  # heads and channels
             raise ValueError(
                 f"the codebook was fitted for {self.mean.shape[1]} heads of {self.mean.shape[3]} channels, "
                 f"but the model has {like.shape[1]} of {like.shape[3]}; fit one for this model"
@@ -77,6 +77,7 @@ def read_codebooks(path: str, layers: int) -> list[tuple[CalibratedCodebook, Cal
     ]
 
 
+# `changed`, the file's time of modification, is part of the key, so that a new file is read anew.
 @lru_cache(maxsize=4)
 def _read(path: str, changed: int) -> dict[str, Tensor]:
     from safetensors.torch import load_file
@@ -106,12 +107,12 @@ def calibrate_codebooks(
         coded = torch.arange(ids.shape[1], device=ids.device) >= first
         if of == "visual":
             coded &= find_visual(model.config, ids)[0][0]
-        coded = coded.nonzero()[:, 0]
+        coded = coded.nonzero()[:, 0]  # (n,)
         sample = coded[:: max(1, len(coded) * len(prompts) // TOKENS)]
         for side, (read, slopes) in margin_gradients(model, inputs, num_tokens, generator).items():
             tokens[side].append([x[0, :, sample].detach().float().cpu() for x in read])
             slopes = torch.stack([x[0, :, coded] for x in slopes]).float()  # (L, h, n, D)
-            moments[side] = moments[side] + (slopes.mT @ slopes).cpu()
+            moments[side] = moments[side] + (slopes.mT @ slopes).cpu()  # (L, h, D, D)
     codebooks = {}
     for side, bits in (("keys", nbits), ("values", nbits if value_nbits is None else value_nbits)):
         metric = codebooks[f"{side}.metric"] = scale_metric(moments[side])
@@ -138,6 +139,7 @@ def margin_gradients(
     """Compute the "keys" and the "values" of a prompt in every layer, and their gradients of the margin."""
     from transformers import DynamicCache
 
+    # One prompt without padding needs no mask; `read_answer` makes one of ones.
     inputs = {name: x for name, x in inputs.items() if name != "attention_mask"}
     ids, cache = inputs["input_ids"], DynamicCache(config=model.config)
     ends = model.generation_config.eos_token_id
@@ -165,7 +167,7 @@ def margin_gradients(
             use_cache=True,
             **answer_positions(inputs.get("position_ids"), 0, query.shape[1]),
         ).logits
-        largest, second = logits[0].float().topk(2, -1).values.unbind(-1)
+        largest, second = logits[0].float().topk(2, -1).values.unbind(-1)  # (t,) each
         signs = torch.randint(2, largest.shape, generator=generator).to(largest) * 2 - 1
         keys, values = zip(*read, strict=True)
         slopes = torch.autograd.grad((signs * (largest - second)).sum(), [*keys, *values])

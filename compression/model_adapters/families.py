@@ -22,7 +22,7 @@ def _squares(core: nn.Module, inputs: Mapping[str, Any]) -> dict[int, PatchGrids
             image = [(vision.image_size // vision.patch_size // config.scale_factor,) * 2]
         case _:
             if inputs.get("image_sizes") is not None:
-                sizes = torch.as_tensor(inputs["image_sizes"]) // vision.patch_size
+                sizes = torch.as_tensor(inputs["image_sizes"]) // vision.patch_size  # Pixtral takes any size
                 return {config.image_token_id: [tuple(size) for size in sizes.tolist()]}
             image = [(1, 1)] if config.vision_feature_select_strategy == "full" else []
             image.append((vision.image_size // vision.patch_size,) * 2)
@@ -46,7 +46,7 @@ def _onevision(core: nn.Module, inputs: Mapping[str, Any]) -> dict[int, PatchGri
     """
     config, grids = core.config, {}
     side = config.vision_config.image_size // config.vision_config.patch_size
-    half = -(-side // 2)
+    half = -(-side // 2)  # rounded up, as bilinear pooling to half the side does
     if inputs.get("pixel_values") is not None:
         sizes = torch.as_tensor(inputs["image_sizes"]).tolist()
         numbers = inputs.get("batch_num_images")
@@ -60,7 +60,7 @@ def _onevision(core: nn.Module, inputs: Mapping[str, Any]) -> dict[int, PatchGri
     encoded = (inputs.get("mm_encoder_outputs") or {}).get("video")
     if encoded is not None:
         videos, tokens = encoded.pooler_output.shape[:2]
-        frames = (tokens - 1) // half**2
+        frames = (tokens - 1) // half**2  # less the newline after the video
     elif inputs.get("pixel_values_videos") is not None:
         videos, frames = inputs["pixel_values_videos"].shape[:2]
     else:
@@ -88,7 +88,7 @@ def _joined_tiles(core: nn.Module, side: int, size: list[int]) -> tuple[int, int
         image_newline=torch.ones(1),
         vision_aspect_ratio=config.vision_aspect_ratio,
     )
-    rest = packed[0][side * side :, 0]
+    rest = packed[0][side * side :, 0]  # after the whole image
     columns = int(rest.nonzero()[0]) + 1 if len(rest) else 1
     return len(rest) // columns, columns
 

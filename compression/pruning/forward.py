@@ -149,8 +149,8 @@ class PrunedForward:
             block.self_attn, block.input_layernorm(vis), queries=feature_index(())
         )
         keys = torch.cat([rotate(k, *stage.text_rotary), rotate(vis_k, *stage.vis_rotary)], 2)
-        keys = keys.repeat_interleave(self.shape.heads // self.shape.kv_heads, 1)
-        last = rotate(q, *stage.text_rotary)[:, :, -1:]
+        keys = keys.repeat_interleave(self.shape.heads // self.shape.kv_heads, 1)  # one per query head
+        last = rotate(q, *stage.text_rotary)[:, :, -1:]  # rows are padded on the left
         is_token = torch.cat([stage.text >= 0, stage.is_token], 1)
         weights = softmax_rows(last, keys, is_token[:, None, None], block.self_attn.scaling)
         return weights.mean(1)[:, 0, text.shape[1] :]
@@ -178,6 +178,7 @@ class PrunedForward:
             if observe is not None:
                 observe("ffn_units", i, (hidden, stage))
             vis = vis + sliced_linear(mlp.down_proj, hidden, columns=units)
+        # FastV ranks by the attention of the layer before its cut.
         wanted = any(r.scores == "previous" and r.layer == i + 1 for r in self.pruning.reductions)
         return text, vis, attention.last_row() if wanted and vis.shape[1] else None
 

@@ -17,7 +17,7 @@ BLOCK = 96  # target queries per block: smaller blocks underuse the kernel, larg
 
 def block_rows(rows: int, columns: int) -> int:
     """Choose the number of grid rows per block, so that blocks are of nearly equal size."""
-    blocks = max(1, -(-rows * columns // BLOCK))
+    blocks = max(1, -(-rows * columns // BLOCK))  # divisions here are rounded up
     return -(-rows // min(rows, blocks))
 
 
@@ -33,9 +33,9 @@ def _window(rows: int, columns: int, radius: int, causal: bool) -> Tensor:
     """Compute which keys of its block are in the window of a query: (blocks, queries, keys)."""
     block, reach = block_rows(rows, columns), min(radius, rows - 1)
     blocks, queries, keys = block_keys(rows, columns, radius, causal)
-    start = torch.arange(blocks)[:, None] * block
+    start = torch.arange(blocks)[:, None] * block  # the first grid row of every block
     qy = (start + torch.arange(queries) // columns)[:, :, None]
-    ky = (start - reach + torch.arange(keys) // columns)[:, None]
+    ky = (start - reach + torch.arange(keys) // columns)[:, None]  # `reach` rows above the queries
     qx, kx = (torch.arange(n) % columns for n in (queries, keys))
     qx, kx = qx[None, :, None], kx[None, None]
     near = ((qy - ky).abs() <= radius) & ((qx - kx).abs() <= radius) & (ky >= 0) & (ky < rows)
@@ -59,7 +59,7 @@ def attend_near(
     out = flat[0].new_zeros(batch * n, heads, size)
     for shape, at, whole in stage.once("grids", lambda: _grid_rows(stage)):
         mine = [x.view(*at.shape, heads, size) if whole else x[at] for x in flat]
-        before = [x[at[:, 0] // n] for x in text]
+        before = [x[at[:, 0] // n] for x in text]  # every grid reads the text of its batch row
         make = lambda shape=shape, at=at: _block_mask(stage, shape, at, pruning)
         bias = stage.bias(("blocks", shape, pruning.radius, pruning.causal), make, flat[0].dtype)
         done = _attend_blocks(mine, before, bias, shape, pruning, scale)
@@ -124,7 +124,7 @@ def window_mask(stage: TokenStage, pruning: PruningSpec) -> Tensor:
     near = (rows[0][:, :, None] == cols[0][:, None]) & (rows[0] >= 0)[:, :, None]  # on the same grid
     for line, column in zip(rows[1:], cols[1:], strict=True):
         near &= (line[:, :, None] - column[:, None]).abs() <= pruning.radius
-    past = stage.orig.shape[1] - stage.cols.shape[1]
+    past = stage.orig.shape[1] - stage.cols.shape[1]  # columns of earlier calls have no place on a grid
     near = F.pad(near, (past, 0)) & stage.visual[:, None] & stage.seen[:, None]
     base = stage.mask(stage.vis)[:, 0]
     see = (base & ~stage.visual[:, None]) | (near & base if pruning.causal else near)

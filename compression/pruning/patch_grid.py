@@ -72,10 +72,10 @@ def lay_out(core: nn.Module, inputs: Mapping[str, Any], *, grids: bool) -> Token
             )
         for (h, w), cells in zip(shapes, at.split(wanted), strict=True):
             by_shape.setdefault((h, w), []).append(cells)
-            cell = torch.arange(h * w, device=at.device)
+            cell = torch.arange(h * w, device=at.device)  # reading order: row by row
             place[:, cells] = torch.stack([torch.full_like(cell, number), cell // w, cell % w])
             number += 1
-    stacked = {shape: torch.stack(cells) for shape, cells in by_shape.items()}
+    stacked = {shape: torch.stack(cells) for shape, cells in by_shape.items()}  # (F, h * w)
     return TokenLayout(visual, stacked, place.view(3, *ids.shape), tower)
 
 
@@ -84,7 +84,7 @@ def forward_features(core: nn.Module, kind: str, method: Callable, *args: Any, *
     adapter, tower, hooks = adapter_of(core), {}, []
     if kind == "image" and pruning_of(core).tower:
         attn = adapter.class_token_attention(core)
-        hooks = [
+        hooks = [  # queries and keys, because sdpa returns no attention weights
             projection.register_forward_hook(lambda module, args, out, name=name: tower.update({name: out}))
             for name, projection in (("q", attn.q_proj), ("k", attn.k_proj))
         ]
@@ -93,7 +93,7 @@ def forward_features(core: nn.Module, kind: str, method: Callable, *args: Any, *
     finally:
         for hook in hooks:
             hook.remove()
-    if torch.is_tensor(out.pooler_output):
+    if torch.is_tensor(out.pooler_output):  # no feature per image: grids follow from shapes
         return out
     grids = iter(())
     if adapter.grids_need_media:
@@ -104,7 +104,7 @@ def forward_features(core: nn.Module, kind: str, method: Callable, *args: Any, *
         feature.grids, left = [], len(feature)
         while left > 0 and (grid := next(grids, None)) is not None:
             feature.grids.append(grid)
-            left -= grid[0] * grid[1]
+            left -= grid[0] * grid[1]  # a feature of several tiles or frames has several grids
         feature.tower = {name: value[number] for name, value in tower.items()}
     return out
 
@@ -121,6 +121,7 @@ def encode_ahead(core: nn.Module, inputs: dict[str, Any]) -> None:
 def pack_places(flags: Tensor) -> Tensor:
     """List the indices where `flags` (B, S) is True, in order, padded on the left with -1: (B, n)."""
     n = int(flags.sum(1).max())
+    # A stable sort puts False before True and keeps the order of either.
     order = torch.sort(flags.to(torch.uint8), dim=1, stable=True).indices[:, flags.shape[1] - n :]
     return order.masked_fill(~flags.gather(1, order), NO_TOKEN)
 
@@ -128,6 +129,7 @@ def pack_places(flags: Tensor) -> Tensor:
 def pick(x: Tensor, index: Tensor, dim: int = 1) -> Tensor:
     """Gather the entries `index` (B, n) along `dim` of `x` (B, ...); padding (-1) gathers entry 0."""
     n = index.shape[1]
+    # Mostly nothing moves, and one comparison is cheaper than a copy.
     if x.shape[dim] == n and bool((index == torch.arange(n, device=index.device)).all()):
         return x
     index = index.clamp(min=0)

@@ -16,10 +16,10 @@ def feature_index(chosen: Sequence[int] | None, size: int = 1) -> FeatureIndex:
     """Return the indices of chosen units of `size` features each; a slice, without a copy, if contiguous."""
     if chosen is None:
         return None
-    first, last = (chosen[0], chosen[-1]) if chosen else (0, -1)
+    first, last = (chosen[0], chosen[-1]) if chosen else (0, -1)  # none: the empty slice
     if list(chosen) == list(range(first, last + 1)):
         return slice(first * size, (last + 1) * size)
-    units = torch.tensor(list(chosen))
+    units = torch.tensor(list(chosen))  # (units, size) features, unit by unit
     return (units[:, None] * size + torch.arange(size)).flatten()
 
 
@@ -69,10 +69,10 @@ def _four_bits(linear: nn.Module, x: Tensor, rows: FeatureIndex, columns: Featur
 def _adapted(linear: nn.Module, x: Tensor, rows: FeatureIndex, columns: FeatureIndex) -> Tensor:
     """Compute a LoRA layer: y = W x + scaling * B A x, with W and B sliced by rows, W and A by columns."""
     out = sliced_linear(linear.base_layer, x, rows=rows, columns=columns)
-    if linear.disable_adapters or linear.merged:
+    if linear.disable_adapters or linear.merged:  # merged: the base weight contains the adapter
         return out
     for name in linear.active_adapters:
-        if name in linear.lora_A:
+        if name in linear.lora_A:  # an active adapter may have no factors for this layer
             down, up = linear.lora_A[name], linear.lora_B[name]
             inner = sliced_linear(down, linear.lora_dropout[name](x.to(down.weight.dtype)), columns=columns)
             out = out + (sliced_linear(up, inner, rows=rows) * linear.scaling[name]).to(out.dtype)
@@ -86,6 +86,7 @@ def _whole(linear: nn.Module, x: Tensor, rows: FeatureIndex, columns: FeatureInd
     return take(linear(x), -1, rows)
 
 
+# By name, so that neither bitsandbytes nor peft is imported for models without them.
 SLICED: dict[str, Callable[[nn.Module, Tensor, FeatureIndex, FeatureIndex], Tensor]] = {
     "torch.nn.modules.linear.Linear": _plain,
     "bitsandbytes.nn.modules.Linear4bit": _four_bits,

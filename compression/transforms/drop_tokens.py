@@ -56,7 +56,7 @@ def pyramid_drop(
     """
     if layers is None:
         total, stages = shape_of(model).layers, len(keep) + 1
-        layers = tuple(total * i // stages for i in range(1, stages))
+        layers = tuple(total * i // stages for i in range(1, stages))  # the first stage has all tokens
     if len(layers) != len(keep):
         raise ValueError(f"{len(keep)} shares for {len(layers)} layers; give one for each")
 
@@ -147,10 +147,10 @@ def vision_zip_image(
     targets = rest[torch.arange(0, len(rest), max(1, len(rest) // number))[:number]]
     stay[targets] = True
     others = rest[~torch.isin(rest, targets)]
-    nearest = (keys[others] @ keys[targets].T).argmax(1)
+    nearest = (keys[others] @ keys[targets].T).argmax(1)  # by the cosine of keys of the tower
     total = states.new_zeros(number, states.shape[1]).index_add(0, nearest, states[others])
     count = torch.bincount(nearest, minlength=number).clamp(min=1)[:, None]
-    return stay, states.index_add(0, targets, total / count)
+    return stay, states.index_add(0, targets, total / count)  # a target plus the mean of its patches
 
 
 @transform
@@ -217,11 +217,11 @@ def bipartite_soft_matching(states: Tensor, number: int) -> tuple[Tensor, Tensor
     In every round each even token is matched with the most similar (cosine) odd one, and the closest pairs
     become their mean, weighted by the number of tokens that each stands for.
     """
-    number = max(number, min(1, len(states)))
+    number = max(number, min(1, len(states)))  # one is left even at `keep: 0`
     places, size = torch.arange(len(states), device=states.device), states.new_ones(len(states))
     while len(states) > number:
         unit = F.normalize(states.detach().to(torch.promote_types(states.dtype, torch.float32)), dim=-1)
-        best_match = (unit[::2] @ unit[1::2].T).max(1)
+        best_match = (unit[::2] @ unit[1::2].T).max(1)  # (even, odd) cosines
         # Merge at most one half per round: `going` even tokens, the most similar to their match.
         going = min(len(states) - number, len(states) // 2)
         source = best_match.values.topk(going).indices

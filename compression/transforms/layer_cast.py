@@ -37,7 +37,7 @@ def layer_cast(
     view = share_weights(model, swap)
     cast: dict[int, nn.Parameter] = {}  # by the id of the original, so that tied parameters stay tied
     for module in view.modules():
-        if type(module) is UpcastLinear:
+        if type(module) is UpcastLinear:  # its weights stay narrow
             continue
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             if parameter.dtype in LOW:

@@ -59,7 +59,7 @@ def structured_pruning(
         model.base_model.get_decoder().layers, kept_units, kept_groups, strict=True
     ):
         inner, keys = feature_index(inner), feature_index(kept, shape.head_dim)
-        queries = feature_index(kept, shape.head_dim * group)
+        queries = feature_index(kept, shape.head_dim * group)  # groups of query heads are contiguous
         mlp, attn = block.mlp, block.self_attn
         for linear, index in ((mlp.gate_proj, inner), (mlp.up_proj, inner), (attn.q_proj, queries),
                               (attn.k_proj, keys), (attn.v_proj, keys)):  # fmt: skip
@@ -82,7 +82,7 @@ def _slice(linear: nn.Module, *, rows: FeatureIndex = None, columns: FeatureInde
         kind = f"{type(linear).__module__}.{type(linear).__name__}"
         raise ValueError(f"`structured_pruning` needs plain linear layers, not {kind}; apply it first")
     rows, columns = (slice(None) if index is None else index for index in (rows, columns))
-    weight = linear.weight[rows][:, columns].detach().clone()
+    weight = linear.weight[rows][:, columns].detach().clone()  # (out_features, in_features)
     out = nn.Linear(*reversed(weight.shape), linear.bias is not None, device="meta").train(linear.training)
     out.weight = nn.Parameter(weight, requires_grad=linear.weight.requires_grad)
     if linear.bias is not None:

@@ -34,7 +34,7 @@ def drop_visual_heads(
     """
     shape = shape_of(model)
     if heads is None and plan:
-        heads = best_overall(read_plan(plan, "heads"), keep, whole)
+        heads = best_overall(read_plan(plan, "heads"), keep, whole)  # some layers keep more heads than others
     elif heads is None:
         heads = first_units(keep, shape.layers, shape.heads)
     chosen = check_chosen("heads", heads, shape.layers, shape.heads)
@@ -115,6 +115,7 @@ def shortv(
             raise ValueError(
                 "`shortv` needs a `plan` with the importance of layers, or the `layers` to freeze"
             )
+        # One list for all layers, scored by how little each matters.
         (layers,) = best_each([[-score for score in read_plan(plan, "layers")]], freeze)
     unknown = sorted(set(layers) - set(range(total)))
     if unknown:
@@ -147,5 +148,5 @@ def yopo12(model: nn.Module, *, plan: str = "", causal: bool = True) -> nn.Modul
 def _yopo(model: nn.Module, keep: float, plan: str, causal: bool) -> nn.Module:
     model = local_visual_attention(model, radius=2, causal=causal)
     model = drop_visual_heads(model, keep=keep, plan=plan)
-    model = sparse_visual_ffn(model, keep=keep)
+    model = sparse_visual_ffn(model, keep=keep)  # the first units, as the paper does
     return drop_visual_layers(model, after=max(1, shape_of(model).layers // 2))

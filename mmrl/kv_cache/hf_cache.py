@@ -52,15 +52,16 @@ def share_prefix(filled: Any, recorded: list[Tensor], mask: Tensor) -> Any | Non
     """
     from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-    read = {key.untyped_storage().data_ptr() for key in recorded}
+    read = {key.untyped_storage().data_ptr() for key in recorded}  # views share a storage
     layers = filled.layers
+    # Exact types: a class derived from one of these may store something else.
     plain = layers and {type(layer) for layer in layers} <= {DynamicLayer, DynamicSlidingWindowLayer}
     if not plain or not all(
         layer.is_initialized and layer.keys.untyped_storage().data_ptr() in read for layer in layers
     ):
         return None
     layout, shared = PromptLayout(None, mask), derive(SharedPrefixLayer)
-    layout.begin(*mask.shape, mask.device)
+    layout.begin(*mask.shape, mask.device)  # one row per prompt so far
     return derive(PromptCache)(
         [shared(layout, x.keys, x.values, x.sliding_window if x.is_sliding else 0) for x in layers]
     )
@@ -113,7 +114,7 @@ class PromptCache:
             layer.layout = layout
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        if not self.layers[0].length:
+        if not self.layers[0].length:  # nothing was read yet, so there are no rows to move
             return
         # Layers of a pruned model have different layouts; one that several layers share moves once.
         layouts = {id(layer.layout): layer.layout for layer in self.own_layers}
@@ -135,7 +136,7 @@ class PromptCache:
         """Drop the last tokens of every row, minus `tokens_to_remove` many."""
         if tokens_to_remove > 0:
             raise ValueError(f"`crop` takes minus the number of tokens to drop, not {tokens_to_remove}")
-        super().crop(tokens_to_remove)
+        super().crop(tokens_to_remove)  # of every layer, those of a pruned model's record included
         # Layers read the length of their prompts while they are cropped, so layouts follow.
         for layer in self.own_layers:
             layer.layout.crop(layer.length)

@@ -146,7 +146,7 @@ class SharedPrefixLayer(CacheLayer):
 
     def crop(self, tokens_to_remove: int) -> None:
         """Drop the last tokens of every row, minus `tokens_to_remove` many."""
-        length = self.length + tokens_to_remove
+        length = self.length + tokens_to_remove  # which is negative, as transformers pass it
         if length < self.layout.length:
             raise ValueError(
                 f"a shared prompt of {self.layout.length} tokens is not cropped, but {-tokens_to_remove} of "
@@ -161,7 +161,7 @@ class SharedPrefixLayer(CacheLayer):
         """
         num, length = query.shape[2], self.length - self.layout.length
         prefix = self.layout.prefix_mask(num, length, self.keys.shape[2], self.window, self.keys)
-        narrow = 0 < self.window < length
+        narrow = 0 < self.window < length  # else no own token is out of reach
         own = causal_mask(num, length, self.keys, self.window) if narrow else None
         pairs = (self.keys, self.values), self.tail.tensors()
         out = attend_merged(query.to(self.keys.dtype), *pairs, self.layout.groups, scaling, prefix, own)
@@ -209,11 +209,11 @@ class QuantizedLayer(CacheLayer):
             self.length += keys.shape[2]
             return (self, self) if self.fused else self.dense()
         if self.layout.length:
-            repeats = len(keys) // len(self.layout.real)
+            repeats = len(keys) // len(self.layout.real)  # a later layer: the layout began with the first one
         else:
             repeats = self.layout.begin(len(keys), keys.shape[2], keys.device)
         self.length = keys.shape[2]
-        once = keys[::repeats], values[::repeats]
+        once = keys[::repeats], values[::repeats]  # rows of one prompt are side by side
         if self.recipe.needs_queries:
             self.pending = once
             return self, self
@@ -224,8 +224,8 @@ class QuantizedLayer(CacheLayer):
         """Store prompts (P, h, S, D) by the recipe."""
         layout = self.layout
         if not layout.slots:
-            found = self.recipe.slots(layout.visual.cpu(), layout.real.cpu(), self.size)
-            layout.slots = {name: slots.to(keys.device) for name, slots in found.items()}
+            chosen = self.recipe.slots(layout.visual.cpu(), layout.real.cpu(), self.size)
+            layout.slots = {name: slots.to(keys.device) for name, slots in chosen.items()}
         *shared, self.tail = self.recipe.store(keys, values, layout)
         self.shared, self.pending = tuple(shared), None
 
@@ -236,6 +236,7 @@ class QuantizedLayer(CacheLayer):
     def dense(self) -> tuple[Tensor, Tensor]:
         """Return all keys and values, (N, h, length, D) each, in the model's order."""
         groups = self.layout.groups
+        # A slot is in one part at most and 0 in the others, so that the sum joins them.
         return tuple(
             sum(spread(part.dense(groups), part.row_slots(groups), self.length) for part in side)
             for side in self.parts()
@@ -251,7 +252,7 @@ class QuantizedLayer(CacheLayer):
         rows, heads, num, size = query.shape
         groups, (keys, values) = self.layout.groups, self.parts()
         exact = torch.float64 if query.dtype == torch.float64 else torch.float32
-        asked = (query.to(exact) * scaling).reshape(rows, self.heads, -1, size)
+        asked = (query.to(exact) * scaling).reshape(rows, self.heads, -1, size)  # (N, h, H / h * t, D)
         folded, pieces = groups.fold(asked), []
         for part in keys:
             score = part.block.dots(folded if part.shared else asked)
@@ -261,7 +262,7 @@ class QuantizedLayer(CacheLayer):
         scores = torch.cat(pieces, -1)  # (P, h, g * Q, n)
         hidden = self.layout.hidden(keys, mask, num, self.length, (self.heads, heads // self.heads))
         if hidden is not None:
-            scores.masked_fill_(hidden, torch.finfo(exact).min)
+            scores.masked_fill_(hidden, torch.finfo(exact).min)  # finite, so that rows of padding give no NaN
         weights = split_weights(groups, keys, values, scores.softmax(-1), self.length)
         # Sums over shared parts are added before they are unfolded to rows.
         sums: dict[bool, list[Tensor]] = {}

@@ -10,13 +10,13 @@ from torch import Tensor
 
 def rank_equal(key: Tensor) -> Tensor:
     """Count, for every entry of a key (n,), the equal entries before it."""
-    order = key.argsort(stable=True)
+    order = key.argsort(stable=True)  # equal entries side by side, in their order
     ordered = key[order]
     starts = torch.ones_like(ordered, dtype=torch.bool)
     starts[1:] = ordered[1:] != ordered[:-1]
     index = torch.arange(len(key), device=key.device)
     first = torch.where(starts, index, 0).cummax(0).values  # where the run of equal entries starts
-    return torch.empty_like(key).scatter_(0, order, index - first)
+    return torch.empty_like(key).scatter_(0, order, index - first)  # back from sorted to original order
 
 
 def group_slots(flags: Tensor, group: Tensor | None = None) -> Tensor:
@@ -30,7 +30,7 @@ def group_slots(flags: Tensor, group: Tensor | None = None) -> Tensor:
         return torch.full((len(flags), 0, 0), -1)
     number = torch.zeros_like(slots) if group is None else group[rows, slots]
     count = int(number.max()) + 1
-    place = rank_equal(rows * count + number)
+    place = rank_equal(rows * count + number)  # index in its group; the key numbers (row, group)
     out = torch.full((len(flags), count, int(place.max()) + 1), -1)
     out[rows, number, place] = slots
     return out
@@ -73,14 +73,14 @@ class RowGroups:
         else:
             out = x.new_zeros(self.count, largest, *x.shape[1:])
             out[self.owner, place] = x
-        return out.transpose(1, 2).flatten(2, 3)
+        return out.transpose(1, 2).flatten(2, 3)  # (P, g, h, Q, *) to (P, h, g * Q, *)
 
     def unfold(self, x: Tensor) -> Tensor:
         """Undo `fold`: (P, h, g * Q, *) to (N, h, Q, *)."""
         if self.alone:
             return x
         place, largest, even = self._places
-        out = x.unflatten(2, (largest, -1)).transpose(1, 2)
+        out = x.unflatten(2, (largest, -1)).transpose(1, 2)  # (P, g, h, Q, *)
         return out.flatten(0, 1) if even else out[self.owner, place]
 
     def tile(self, mask: Tensor, times: int) -> Tensor:

@@ -24,7 +24,7 @@ class GrowingTail:
 
     def __init__(self, start: int) -> None:
         self.start = self.length = start
-        self._buffers: tuple[Tensor, Tensor] | None = None
+        self._buffers: tuple[Tensor, Tensor] | None = None  # (N, h, room, D) each
 
     @property
     def nbytes(self) -> int:
@@ -46,7 +46,7 @@ class GrowingTail:
             self._buffers = tuple(torch.cat(x, 2) for x in zip(older, fresh, strict=True)) if used else fresh
             return
         if self._buffers is None or end > self._buffers[0].shape[2]:
-            room = -(-max(end, used + used // 4) // ROOM) * ROOM
+            room = -(-max(end, used + used // 4) // ROOM) * ROOM  # rounded up
             grown = tuple(x.new_empty(*x.shape[:2], room, x.shape[3]) for x in fresh)
             if used:
                 for new, old in zip(grown, self._buffers, strict=True):
@@ -74,7 +74,7 @@ class GrowingTail:
 
     def crop(self, length: int) -> None:
         """Drop the tokens from this slot on."""
-        self.start, self.length = min(self.start, length), min(self.length, length)
+        self.start, self.length = min(self.start, length), min(self.length, length)  # even into the prompt
 
 
 @lru_cache(maxsize=4)
@@ -99,10 +99,10 @@ class RaggedRows:
 
     def push(self, rows: Tensor, tensors: dict[str, Tensor], slots: Tensor) -> None:
         """Append items (k, h, e, ...) to some rows (k,)."""
-        index = self.count[rows][:, None] + torch.arange(slots.shape[1], device=slots.device)
+        index = self.count[rows][:, None] + torch.arange(slots.shape[1], device=slots.device)  # (k, e)
         more = int(index.max()) + 1 - self.slots.shape[1]
         if more > 0:
-            more = max(more, self.slots.shape[1] // 4)
+            more = max(more, self.slots.shape[1] // 4)  # grows by a share, so that items are rarely copied
             self.tensors = {name: lengthen(x, 2, more) for name, x in self.tensors.items()}
             self.slots = lengthen(self.slots, 1, more, -1)
         for name, x in tensors.items():
@@ -116,7 +116,7 @@ class RaggedRows:
         taken = {name: x[rows, :, :num] for name, x in self.tensors.items()}, self.slots[rows, :num]
         for name, x in self.tensors.items():
             self.tensors[name][rows] = lengthen(x[rows, :, num:], 2, num)
-        self.slots[rows] = lengthen(self.slots[rows, num:], 1, num, -1)
+        self.slots[rows] = lengthen(self.slots[rows, num:], 1, num, -1)  # the width stays
         self.count[rows] -= num
         return taken
 
@@ -129,11 +129,12 @@ class RaggedRows:
         """Drop the tokens from this slot on; a group stays while one of its tokens does."""
         self.slots = self.slots.masked_fill(self.slots >= length, -1)
         newest = self.slots.flatten(2).amax(-1) if self.slots.dim() == 3 else self.slots
-        self.count = (newest >= 0).sum(1)
+        self.count = (newest >= 0).sum(1)  # items are in the order of slots, so those that leave are last
 
 
 def lengthen(x: Tensor, dim: int, more: int, fill: int = 0) -> Tensor:
     """Pad a dimension at its end by `more`."""
+    # torch lists pads (before, after) from the last dimension to the first.
     return nn.functional.pad(x, (0, 0) * (x.dim() - 1 - dim) + (0, more), value=fill)
 
 
@@ -150,6 +151,7 @@ class KiviCodec:
 
     def code_keys(self, x: Tensor, valid: Tensor | None = None) -> Codes:
         """Quantise groups of keys (N, h, E, g, D)."""
+        # A channel's scale is that of axis -2, the g tokens, since outliers of keys stay in few channels.
         return quantize(rotate(x) if self.rotated else x, self.nbits, valid=valid, rule=self.rule)
 
     def code_values(self, x: Tensor, valid: Tensor | None = None) -> Codes:
@@ -163,7 +165,7 @@ class KiviCodec:
 
     def value_block(self, codes: Codes) -> CodedBlock:
         """Make a block of coded values, whose tokens are one group, because each has scales of its own."""
-        return CodedBlock(codes.map(lambda x: x[:, :, None]), self.rotated)
+        return CodedBlock(codes.map(lambda x: x[:, :, None]), self.rotated)  # (N, h, 1, n, ...)
 
 
 class ResidualWindow:
@@ -187,7 +189,7 @@ class ResidualWindow:
             for codes in (self.key_codes, self.value_codes)
         ]
         self.old_keys = RaggedRows(empty[0], slots, count)
-        self.old_values = RaggedRows(empty[1], slots[..., 0], count.clone())
+        self.old_values = RaggedRows(empty[1], slots[..., 0], count.clone())  # slots of tokens, not of groups
 
     @property
     def nbytes(self) -> int:
@@ -203,9 +205,10 @@ class ResidualWindow:
         Older tokens are quantised first, so that the step that fills the window still reads it exactly.
         """
         codec, residual = self.codec, self.codec.residual_length
+        # Loops, because after an append of many tokens a row may hold several windows.
         while len(rows := (self.new_keys.count >= residual).nonzero()[:, 0]):
             taken, slots = self.new_keys.pop(rows, residual)
-            codes = codec.code_keys(taken["x"].unflatten(2, (-1, codec.q_group_size)))
+            codes = codec.code_keys(taken["x"].unflatten(2, (-1, codec.q_group_size)))  # (k, h, E, g, D)
             self.old_keys.push(rows, codes.tensors, slots.unflatten(1, (-1, codec.q_group_size)))
         while len(rows := (self.new_values.count > residual).nonzero()[:, 0]):
             # Rows differ in how many must leave; those with the fewest set the pace.
