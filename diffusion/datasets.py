@@ -40,6 +40,7 @@ def prompts(
             message = Message("user", (Part(row.columns["line"].strip()),))
             return Prompt(line_uid(DataRow(row.place, ""), source), (message,))
         metadata = row.columns.get("metadata")
+        # The row's own keys win over those of its metadata.
         columns = {**({} if metadata is None else mapping(metadata, "metadata")), **row.columns}
         message = Message("user", (Part(text_of(row.columns, CAPTION)),))
         return Prompt(line_uid(row, source), (message,), columns.get("target"), columns=columns)
@@ -83,7 +84,7 @@ def images(
             case ["images"] if row["images"] != []:
                 paths = listed(row["images"], "images")
             case ["chosen", "rejected"]:
-                paths = [row["chosen"], row["rejected"]]
+                paths = [row["chosen"], row["rejected"]]  # in the order of the default scores
             case _:
                 raise RowError(f"wanted one of `image`, `images`, or `chosen` and `rejected`, got {forms}")
         names = [text(name, f"path of image {i}") for i, name in enumerate(paths)]

@@ -24,6 +24,7 @@ def load_image(path: Path, height: int = 0, width: int = 0, max_pixels: int = MA
     image = read_image(path, str(path), max_pixels)
     if height and image.size != (width, height):
         image = ImageOps.fit(image, (width, height), method=Image.Resampling.BICUBIC)
+    # `array` copies; the memory of a Pillow image is read-only.
     return torch.from_numpy(numpy.array(image)).permute(2, 0, 1).contiguous()
 
 
@@ -42,7 +43,7 @@ def load_video(path: Path, num_frames: int, height: int, width: int) -> tuple[Te
         high, wide = (width, height) if is_turned(frame) else (height, width)
         raw = torch.from_numpy(frame.to_ndarray(format="rgb24", width=wide, height=high))
         pixels.append(upright(raw, frame))
-    times = torch.tensor([frame.time or 0.0 for frame in chosen])
+    times = torch.tensor([frame.time or 0.0 for frame in chosen])  # None without time stamps
     return torch.stack(pixels).permute(0, 3, 1, 2).contiguous(), times
 
 

@@ -21,7 +21,7 @@ def paths(config: Config, policy: FlowPolicy, prompts: Sequence[Prompt]) -> Mapp
             t.nbytes for part in frozen for t in (*part.parameters(), *part.buffers())
         )
     }
-    engine = config.rollout.engine[0]
+    engine = config.rollout.engine[0]  # the innermost, which the others wrap
     if engine.name != "diffusion.denoise":
         return sizes
     defaults = {name: p.default for name, p in find("engine", engine.name).options.items()}

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from mmrl.core.types import Outcome, Prompt
 from mmrl.runtime.modules import model_source
 
+# Weak, so that a model is freed with the last reward that uses it.
 _LOADED: WeakValueDictionary[tuple[str, ...], nn.Module] = WeakValueDictionary()
 
 
@@ -45,6 +46,7 @@ def encode_distinct(
 ) -> list[Tensor]:
     """Encode every distinct text or image once, `batch_size` at a time; give one row per item, in order."""
     digest = lambda image: hashlib.blake2b(image.cpu().numpy().tobytes(), digest_size=16).digest()
+    # Images of different shapes may have the same bytes.
     keys = [item if type(item) is str else (item.shape, digest(item)) for item in items]
     distinct = dict(zip(keys, items, strict=True))
     values = list(distinct.values())
@@ -74,7 +76,7 @@ def explained(
     try:
         yield
     except errors as error:
-        reason = " ".join(str(error).split())[:500]
+        reason = " ".join(str(error).split())[:500]  # torch lists every missing name
         raise ValueError(f"{problem}: {reason}" + (f". {cure}" if cure else "")) from error
 
 

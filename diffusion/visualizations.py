@@ -139,7 +139,7 @@ def turning_points(
         side: Width of an image, pixels.
     """
     paths = [path for name, run in measured.items() for path in credited(name, run, advantage)]
-    paths.sort(key=lambda path: -sum(turn for _, _, turn in path.steps))
+    paths.sort(key=lambda path: -sum(turn for _, _, turn in path.steps))  # stable: else as evaluated
     if not paths:
         return ""
     figures = []
@@ -160,7 +160,7 @@ def turning_points(
 
 def credited(name: str, measured: Measured, chain: tuple[Callable, ...]) -> list[CreditedTrajectory]:
     """Run the chain on the evaluation's rewards; rows with missing rewards are left out."""
-    table = measured.table.select(measured.table.mine)
+    table = measured.table.select(measured.table.mine)  # rows of this process, as in `rollouts`
     if not len(table) or table.ends.shape[1] < 2:
         return []
     for piece in chain[:-1]:
@@ -185,7 +185,7 @@ def bar_chart(path: CreditedTrajectory, side: int) -> str:
     scale = 0.36 * HEIGHT / max(1e-9, *(abs(value) for step in path.steps for value in step[:2]))
 
     def bar(index: int, height: float, style: str, inset: float) -> str:
-        x, y = index * WIDTH + inset, HEIGHT / 2 - max(height * scale, 0.0)
+        x, y = index * WIDTH + inset, HEIGHT / 2 - max(height * scale, 0.0)  # SVG's y grows downwards
         size = f"width='{WIDTH - 2 * inset:g}' height='{abs(height * scale):.2f}'"
         return f"<rect x='{x:g}' y='{y:.2f}' {size} {style}/>"
 

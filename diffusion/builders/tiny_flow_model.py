@@ -34,7 +34,7 @@ def word_tokenizer(texts: Iterable[str], max_length: int) -> Any:
         tokenizer_object=tokenizer,
         bos_token=start,
         eos_token=end,
-        pad_token=end,
+        pad_token=end,  # as in CLIP, which pools the first end token
         unk_token=unknown,
         model_max_length=max_length,
     )
@@ -102,7 +102,7 @@ class TinyFlowModel:
             pad_token_id=tokenizer.pad_token_id,
         )
         seed = int(torch.randint(1 << 31, (1,), generator=self.stream.fixed("tiny_flow_model")))
-        with torch.random.fork_rng(devices=[]):
+        with torch.random.fork_rng(devices=[]):  # initialisers draw from torch's global generator
             torch.manual_seed(seed)
             encoders = [CLIPTextModelWithProjection(text_config) for _ in range(2)]
             network = SD3Transformer2DModel(

@@ -36,7 +36,7 @@ class PartialNoise:
                 "rows of `diffusion.partial_noise` differ in their noise alone, so the engine it wraps must "
                 "not have `same_noise`"
             )
-        self.first_step()
+        self.first_step()  # raises now if the stochastic steps begin too early
 
     def first_step(self) -> int:
         """Find the step whose time is nearest to `eta`; a schedule may move it."""
@@ -111,6 +111,6 @@ class SegmentPreferences:
                 if segment in ("", str(number)):
                     recorded[reward] = value
             times = None if whole.times is None else whole.times[inside]
-            end = row.length // num * (number + 1)
+            end = row.length // num * (number + 1)  # steps of a segment are side by side
             parts.append(replace(whole, video=whole.video[inside], times=times, end=end, recorded=recorded))
         return replace(row, outcomes=tuple(parts))

@@ -51,7 +51,7 @@ class Flux(PackedFamily):
         height, width = latents.shape[-2:]
         inputs = {name: value.to(network.dtype) for name, value in condition.items()}
         sides = (torch.arange(n, device=latents.device).float() for n in (1, height // 2, width // 2))
-        positions = torch.cartesian_prod(*sides)
+        positions = torch.cartesian_prod(*sides)  # (tokens, 3), row by row
         tokens = network(
             hidden_states=pack(latents).to(network.dtype),
             timestep=sigma,

@@ -60,7 +60,7 @@ class QwenImage(PackedFamily):
         states = pad_sequence(texts, batch_first=True)
         if (lengths == lengths[0]).all():
             return {"encoder_hidden_states": states}
-        mask = torch.arange(states.shape[1]) < lengths[:, None]
+        mask = torch.arange(states.shape[1]) < lengths[:, None]  # (B, S)
         return {"encoder_hidden_states": states, "encoder_hidden_states_mask": mask}
 
     def velocity(
@@ -73,7 +73,7 @@ class QwenImage(PackedFamily):
             timestep=sigma,
             encoder_hidden_states=condition["encoder_hidden_states"].to(network.dtype),
             encoder_hidden_states_mask=condition.get("encoder_hidden_states_mask"),
-            img_shapes=[[(1, height // 2, width // 2)]] * len(latents),
+            img_shapes=[[(1, height // 2, width // 2)]] * len(latents),  # frames, rows, columns of tokens
             return_dict=False,
         )[0]
         return unpack(tokens, height, width)

@@ -31,7 +31,7 @@ class Sana(PipelineFamily):
         room = len(pipe.tokenizer.encode(prefix)) - 2
         conditions = []
         for text in texts:
-            whole = (prefix if text else "") + text.lower().strip()
+            whole = (prefix if text else "") + text.lower().strip()  # as the pipeline cleans it
             check_fits(pipe.tokenizer, whole, max_sequence_length + (room if text else 0))
             states, mask, _, _ = pipe.encode_prompt(
                 [text],

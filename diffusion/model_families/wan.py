@@ -48,7 +48,7 @@ class Wan(PipelineFamily):
         factor, span = pipe.vae_scale_factor_spatial, pipe.vae_scale_factor_temporal
         channels, patch = self.channels_and_patch(pipe)
         check_size(height, width, factor * patch)
-        if num_frames < 1 or (num_frames - 1) % span:
+        if num_frames < 1 or (num_frames - 1) % span:  # the first frame is a latent frame of its own
             raise ValueError(f"`num_frames` must be one more than a multiple of {span}, not {num_frames}")
         return channels, (num_frames - 1) // span + 1, height // factor, width // factor
 
