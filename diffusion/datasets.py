@@ -10,7 +10,7 @@ from mmrl.config import objects
 from mmrl.config.ranges import NonNegativeInt, PositiveInt
 from mmrl.config.registry import data
 from mmrl.core.types import Message, Outcome, Part, Prompt
-from mmrl.data.dataset_io import DataRow, Rows, read_prompts, text_lines
+from mmrl.data.dataset_io import DataRow, Rows, json_lines, read_prompts, text_lines
 from mmrl.data.fields import RowError, listed, mapping, number, text
 from mmrl.data.media import MAX_IMAGE_PIXELS
 from mmrl.data.text_files import CAPTION, Scores, line_uid, recorded_prompts, text_of
@@ -33,7 +33,8 @@ def prompts(
         limit: Most prompts to read; 0 is all.
     """
     source = Path(path)
-    as_json = objects.is_object(path) or (format or source.suffix.lstrip(".")) in ("jsonl", "json")
+    in_memory = objects.is_object(path)
+    as_json = in_memory or (format or source.suffix.lstrip(".")) in ("jsonl", "json")
 
     def make(row: DataRow, number: int) -> Prompt:
         if not as_json:
@@ -45,7 +46,8 @@ def prompts(
         message = Message("user", (Part(text_of(row.columns, CAPTION)),))
         return Prompt(line_uid(row, source), (message,), columns.get("target"), columns=columns)
 
-    rows = Rows(source, source.parent) if as_json else text_lines(source)
+    read = json_lines if as_json else text_lines
+    rows = Rows(source, source.parent) if in_memory else read(source)
     return read_prompts(source, rows, make, limit=limit)
 
 

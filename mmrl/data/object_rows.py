@@ -26,7 +26,7 @@ def put_rows(name: str, data: Any, split: str) -> str:
             data = list(data)  # an iterator is read once, and rows are read several times
         except TypeError as error:
             raise ConfigError(
-                f"'{name}' must be a dataset, an iterable of dictionaries, or the path of a file, not {data!r}"
+                f"'{name}' must be a dataset, an iterable of dictionaries, or a path, not {data!r}"
             ) from error
     return objects.put(name, (data, split))
 
@@ -41,7 +41,7 @@ def tables(name: str) -> dict[str, Any] | None:
 
 
 def loose_rows(name: str) -> Iterator[tuple[str, Any, str]]:
-    """Iterate over rows that are no tables: their columns as JSON has them, or a reason why there are none."""
+    """Iterate over rows that are no tables: their split, their columns, or why there are none."""
     data, split = objects.get(name)
     for columns in data:
         try:
