@@ -17,12 +17,10 @@ def total(table: RewardTable) -> RewardTable:
 
     A reward that does not apply adds nothing; where none applies, the total does not apply either.
     """
-    summed = torch.where(table.valid, table.values, 0.0) * table.weights[None, :, None]
     return table.replace(
-        values=summed.sum(1, keepdim=True),
+        values=table.weighted_sum()[:, None],
         valid=table.valid.any(1, keepdim=True),
-        names=("total",),
-        weights=torch.ones(1, dtype=torch.float64),
+        weights={"total": 1.0},
     )
 
 
@@ -33,8 +31,7 @@ def pick(table: RewardTable, *, of: str) -> RewardTable:
     return table.replace(
         values=table.values[:, place : place + 1],
         valid=table.valid[:, place : place + 1],
-        names=(of,),
-        weights=torch.ones(1, dtype=torch.float64),
+        weights={of: 1.0},
     )
 
 
@@ -52,7 +49,7 @@ def value_weights(table: RewardTable) -> RewardTable:
     that mean is not above 1e-6, so no sign is flipped. Several rewards are added up, as `total` would.
     """
     known = table.valid.any(1)
-    value = (torch.where(table.valid, table.values, 0.0) * table.weights[None, :, None]).sum(1)
+    value = table.weighted_sum()
     mean = torch.where(known, value, 0.0).sum(-1, keepdim=True) / known.sum(-1, keepdim=True).clamp(min=1)
     weight = torch.where(mean > 1e-6, value / mean.clamp(min=1e-6), 1.0)
     labels = {"value": value, "value_weight": weight}

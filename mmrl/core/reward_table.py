@@ -79,9 +79,8 @@ class RewardTable:
 
     values: Tensor  # (N, R, K) rewards, then advantages; defined where valid
     valid: Tensor  # (N, R, K) False where a reward does not apply, or there is no outcome
-    names: tuple[str, ...]  # R
+    weights: Mapping[str, float]  # names of the R rewards, in order, with their weights in a sum
     scored: Mapping[str, Tensor]  # (N, K) every reward as measured, NaN where it does not apply
-    weights: Tensor  # (R,) used by `total`
     ends: Tensor  # (N, K) int64: number of steps that made the outcome; ABSENT: no outcome
     ids: Mapping[str, Tensor]  # (N, K) int64: "group", "row", "place", "on_policy" and every tag
     notes: Mapping[str, Tensor]  # (N, T) from the engine, NaN where nothing was noted
@@ -99,9 +98,8 @@ class RewardTable:
         return RewardTable(
             values=flat.view(0, 0, 0).double(),
             valid=flat.view(0, 0, 0).bool(),
-            names=(),
+            weights={},
             scored={},
-            weights=none.double(),
             ends=flat,
             ids={},
             notes={},
@@ -113,6 +111,11 @@ class RewardTable:
 
     def __len__(self) -> int:
         return len(self.uids)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the R rewards."""
+        return tuple(self.weights)
 
     @property
     def present(self) -> Tensor:
@@ -164,10 +167,14 @@ class RewardTable:
             if len(self) and values.isnan().all() and f"fault/{name}" not in self.ids
         }
 
+    def weighted_sum(self) -> Tensor:
+        """Sum the weighted values of each entry: (N, K); a reward that does not apply adds nothing."""
+        weights = torch.tensor(list(self.weights.values()), dtype=torch.float64)
+        return (torch.where(self.valid, self.values, 0.0) * weights[:, None]).sum(1)
+
     def reward(self) -> Tensor:
         """Sum the weighted rewards of each row's answer as measured: (N,), NaN where none applies."""
-        weights = dict(zip(self.names, self.weights.tolist(), strict=True))
-        measured = torch.stack([self.at_end(name) * weight for name, weight in weights.items()], 1)
+        measured = torch.stack([self.at_end(name) * weight for name, weight in self.weights.items()], 1)
         return torch.where(measured.isnan().all(1), torch.nan, measured.nansum(1))
 
     def index(self, by: Sequence[str]) -> Tensor:

@@ -88,13 +88,13 @@ def describe_shares(table: RewardTable, credit: RewardTable) -> dict[str, float]
     index = group_index([table.group])
     places = (credit.values[:, 0] * learned).sum(-1) / learned.sum(-1).clamp(min=1)
     # `places` (N,) is the advantage of a row; a row with several places counts with their mean.
-    weighted = torch.stack([table.at_end(name).nan_to_num() for name in table.names], 1) * table.weights
+    weighted = [table.at_end(name).nan_to_num() * weight for name, weight in table.weights.items()]
 
     def centred(values: Tensor) -> Tensor:
         valid = known[:, None].expand_as(values)
         return torch.where(valid, values - group_mean(values, index, valid), 0.0)
 
-    parts, advantage = centred(weighted), centred(places[:, None])  # (N, R), (N, 1)
+    parts, advantage = centred(torch.stack(weighted, 1)), centred(places[:, None])  # (N, R), (N, 1)
     whole = parts.sum(1, keepdim=True)  # (N, 1)
     against, square = group_sum(advantage * whole, index), group_sum(whole.square(), index)
     # Least squares: c = sum(a d) / sum(d^2) in each group, 0 where its rewards are equal.

@@ -289,4 +289,4 @@ def _unpack(data: bytes) -> RewardTable:
     # A safetensors file begins with the length of its JSON header, in 8 bytes.
     header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])["__metadata__"]
     columns = unflatten(json.loads(header["tree"]), load(data))
-    return RewardTable(**{**columns, "names": tuple(columns["names"]), "uids": tuple(columns["uids"])})
+    return RewardTable(**{**columns, "uids": tuple(columns["uids"])})

@@ -174,9 +174,9 @@ def _lay_out(
         name: torch.full(shape, math.nan, dtype=torch.float64).masked_scatter(present, values)
         for name, values in columns.items()
     }
-    names = tuple(name for name in columns if weights[name] != 0)
+    weights = {name: weight for name, weight in weights.items() if weight != 0}  # without labels
     nothing = torch.zeros((len(rollouts), 0, shape[1]), dtype=torch.float64)  # labels only
-    values = torch.stack([scored[name] for name in names], 1) if names else nothing
+    values = torch.stack([scored[name] for name in weights], 1) if weights else nothing
     ids = {
         "group": [name_id(row.group) for row in rollouts],
         "row": list(range(shape[0])),
@@ -189,9 +189,8 @@ def _lay_out(
     return RewardTable(
         values=values.nan_to_num(),
         valid=~values.isnan() & present[:, None],
-        names=names,
+        weights=weights,
         scored=scored,
-        weights=torch.tensor([weights[name] for name in names], dtype=torch.float64),
         ends=ends,
         ids={
             **{name: torch.tensor(column)[:, None].expand(shape) for name, column in ids.items()},

@@ -13,7 +13,7 @@ def test_total_adds_weighted_rewards_up():
     table = total(reward_table({"a": [1, 2], "b": [3, 5]}, weights={"a": 2.0, "b": -1.0}))
     # 2 * 1 - 3 and 2 * 2 - 5
     assert_rows(table.values[:, 0], [[-1], [-1]])
-    assert (table.names, table.weights.tolist()) == (("total",), [1.0])
+    assert table.weights == {"total": 1.0}
 
 
 def test_a_reward_that_does_not_apply_adds_nothing_and_where_none_does_there_is_no_total():
@@ -42,7 +42,7 @@ def test_total_of_a_total_is_the_total():
 def test_pick_keeps_one_reward_without_its_weight():
     table = pick(reward_table({"a": [1, 2], "b": [3, None]}, weights={"b": 7.0}), of="b")
     assert_rows(table.values[:, 0], [[3], [0]])
-    assert (table.names, table.weights.tolist()) == (("b",), [1.0])
+    assert table.weights == {"b": 1.0}
     assert table.valid[:, 0, 0].tolist() == [True, False]
 
 

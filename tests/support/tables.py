@@ -96,9 +96,8 @@ def reward_table(
     return RewardTable(
         values=values.nan_to_num(),
         valid=~values.isnan(),
-        names=learned,
+        weights={name: weights[name] for name in learned},
         scored=scored,
-        weights=torch.tensor([weights[name] for name in learned], dtype=torch.float64),
         ends=stands,
         ids=ids,
         notes={name: padded(note, NAN) for name, note in (notes or {}).items()},
