@@ -45,8 +45,8 @@ def examine(config: Config, *, num_prompts: int = 4) -> Diagnosis:
         config,
         rollout=replace(config.rollout, num_prompts=num_prompts, max_rounds=1),
         learn=replace(config.learn, minibatches=1),
-        group_filter=Config.group_filter,
-        evaluation=Evaluation(),
+        group_filter=Config.group_filter,  # the default keeps all groups, for the checks to see
+        evaluation=Evaluation(),  # without data: nothing of it is loaded
         eval_steps=0,
     )
     examined = _look(small, config)
@@ -115,7 +115,7 @@ def _reached(run: Run, batch: Batch) -> tuple[list[str], float]:
         outside = [name for name, g in zip(named, gradients, strict=True) if g is None]
         zero = [name for name, g in zip(named, gradients, strict=True) if g is not None and not g.any()]
     steps = max(1, micro.steps.cost(torch.arange(len(micro))))
-    saved = float(sum(kept.values())) * max(1.0, wanted / steps)
+    saved = float(sum(kept.values())) * max(1.0, wanted / steps)  # scaled up to a full micro-batch
     # Some networks discard a part of their last block, whose gradients are rightly 0.
     return outside + (zero if len(zero) > SPARE * len(named) else []), saved
 
@@ -128,7 +128,7 @@ def _nudged(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
     try:
         with torch.no_grad():
             for parameter in parameters:
-                noise = torch.randn(parameter.shape, generator=generator)
+                noise = torch.randn(parameter.shape, generator=generator)  # on the CPU: equal on any device
                 parameter.add_(NUDGE * noise.to(parameter))
         yield
     finally:
@@ -146,7 +146,7 @@ def _counting(module: nn.Module) -> Iterator[Mapping[int, int]]:
     def pack(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in own:
-            kept[storage.data_ptr()] = storage.nbytes()
+            kept[storage.data_ptr()] = storage.nbytes()  # once, however many views of it are saved
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):

@@ -27,4 +27,5 @@ def varied(table: RewardTable, *, of: str = "") -> Tensor:
     reward = table.at_end(of) if of else table.reward()
     index, known = group_index([table.group]), ~reward.isnan()
     extent = group_range(reward, index, known)
+    # The range of a group without any known reward is -inf, so it is dropped unless it is a single row.
     return (extent > EQUAL) | (group_count(index, torch.ones_like(known)) < 2)

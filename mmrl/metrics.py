@@ -19,7 +19,7 @@ from mmrl.core.reward_table import RewardTable
 def mean(table: RewardTable, *, of: str = "", label: str = "") -> dict[str, float]:
     """Mean of a reward over the answers to which it applies; without `of`, of every reward."""
     names = [of] if of else list(table.scored)
-    return {label or name: float(table.at_end(name).nanmean()) for name in names}
+    return {label or name: float(table.at_end(name).nanmean()) for name in names}  # NaN where all are
 
 
 @metric
@@ -38,7 +38,7 @@ def recall_at(
     """
     reward = table.at_end(of)
     known = reward[~reward.isnan()]
-    passes = torch.gt if strict else torch.ge
+    passes = torch.gt if strict else torch.ge  # NaN would count as missed
     return {f"{label or of}@{bar:g}": float(passes(known, bar).double().mean()) for bar in at}
 
 
@@ -118,6 +118,7 @@ def binary_classification(
 
     precision = share(flagged & real, float(flagged.sum()))
     recall = share(flagged & real, float(real.sum()))
+    # Precision and recall have the scale (and rounding) of the results; f1 = 2 p r / (p + r) is of shares.
     f1 = scale * _share(2 * precision * recall / scale**2, (precision + recall) / scale + f1_offset)
     named = {
         "accuracy": share(predicted == true, len(predicted)),
@@ -126,7 +127,7 @@ def binary_classification(
         "f1": f1 if decimals is None else round(f1, decimals),
         share_name: share(flagged, len(predicted)),
     }
-    known_some = bool(known.any())
+    known_some = bool(known.any())  # else every share would be 0, like a result
     return {
         f"{label}/{name}" if label else name: value if known_some else math.nan
         for name, value in named.items()
@@ -169,6 +170,7 @@ def harmonic_mean(
     """
     numbers = _numbers(table, metric, of, "`harmonic_mean` combines")
     values = [numbers[name] for name in of]
+    # With a 0 the limit is 0, but its inverse is not defined.
     mean = len(values) / sum(1 / value for value in values) if all(values) else 0.0
     return {**numbers, label: mean}
 

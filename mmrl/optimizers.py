@@ -90,10 +90,11 @@ def muon(
         beta2: AdamW's decay of the second moment, in [0, 1).
     """
     matrices, rest = [], []
-    for name, parameter in named:
+    for name, parameter in named:  # convolutions have 3 dimensions or more
         (matrices if parameter.ndim == 2 and not _TABLES.search(name) else rest).append(parameter)
     parts: list[torch.optim.Optimizer] = []
     if matrices:
+        # Scales updates by 0.2 sqrt(max(rows, columns)), to the size of AdamW's (section 2.2 of the paper).
         options = {"momentum": momentum, "adjust_lr_fn": "match_rms_adamw"}
         parts.append(torch.optim.Muon(matrices, weight_decay=weight_decay, **options))
     if rest:

@@ -91,7 +91,7 @@ def measure(evaluator: Evaluator, meters: Sequence[Bound]) -> tuple[Resampled, d
     engine, whole = TimedEngine(evaluator.engine), evaluator.processes.whole
     some = [prompt for prompt in evaluator.data[:CHUNK] for _ in range(evaluator.num_generations)]
     with torch.no_grad(), whole(engine.policy.module):
-        engine.rollout(some[: WARM * evaluator.num_generations])
+        engine.rollout(some[: WARM * evaluator.num_generations])  # first calls compile and allocate
     engine.seconds.clear()
     measured = replace(evaluator, engine=engine).measure(intervals=False)
     with ExitStack() as stack:
@@ -103,7 +103,7 @@ def measure(evaluator: Evaluator, meters: Sequence[Bound]) -> tuple[Resampled, d
     costs = {name: amount / prompts for amounts in metered for name, amount in amounts.items()}
     draws = evaluator.resample(measured.table)
     values = {name: float(measured.metrics[name]) for name in draws}
-    costs[SECONDS] = statistics.median(engine.seconds)
+    costs[SECONDS] = statistics.median(engine.seconds)  # which one interrupted call does not move
     return Resampled(measured.table.uids, values, draws), costs
 
 
@@ -141,6 +141,7 @@ def describe(
     values, draws = result.values, result.draws
     quality = {name: (values[name], *evaluator.interval(drawn)) for name, drawn in draws.items()}
     difference = {
+        # Of paired draws: prompts that are hard for both add no variance to the difference.
         name: (values[name] - first.values[name], *evaluator.interval(drawn - first.draws[name]))
         for name, drawn in draws.items()
         if name in first.draws

@@ -57,7 +57,7 @@ class Reference:
             self._swap()
 
     def _swap(self) -> None:
-        give_up(self.policy.module)
+        give_up(self.policy.module)  # else FSDP2 would go on with the weights that it gathered
         for name, parameter in trained(self.policy).items():
             self.weights[name] = exchange(parameter, self.weights[name])
 
@@ -67,6 +67,7 @@ class Reference:
         self.passed += 1
         if self.decay < 1 and self.passed % self.every == 0:
             for name, parameter in trained(self.policy).items():
+                # w + (1 - decay) (p - w) = decay w + (1 - decay) p
                 self.weights[name].lerp_(parameter.detach(), 1 - self.decay)
 
     def state_dict(self) -> dict[str, Any]:
@@ -78,7 +79,7 @@ class Reference:
         """Restore the weights and the number of optimizer steps seen."""
         self.passed = state["passed"]
         for name, weight in self.weights.items():
-            weight.copy_(state["weights"][name])
+            weight.copy_(state["weights"][name])  # in place, so that `state` stays its owner's
 
 
 @reference

@@ -14,6 +14,7 @@ from mmrl.core.types import Clock
 
 
 def _warm(value: float, step: int, warmup_steps: int) -> float:
+    # step + 1, so that the first step (0) already has a learning rate, and step `warmup_steps` - 1 all of it.
     return value * min(1.0, (step + 1) / warmup_steps) if warmup_steps else value
 
 
@@ -52,6 +53,7 @@ def cosine(
         warmup_steps: Steps over which the value is scaled linearly up from 0.
     """
     share = min(1.0, clock.step / max(steps, 1))
+    # (1 + cos(pi x)) / 2 falls from 1 at x = 0 to 0 at x = 1.
     return _warm(end + (start - end) * 0.5 * (1 + math.cos(math.pi * share)), clock.step, warmup_steps)
 
 
@@ -120,9 +122,9 @@ def sliding_window(
         return every
 
     stairs = range(start, stop + 1, step)
-    ends = list(accumulate(map(length, stairs)))
+    ends = list(accumulate(map(length, stairs)))  # steps of training after which each stair is left
     at = clock.step % ends[-1] if roll_back else min(clock.step, ends[-1] - 1)
-    return stairs[bisect_right(ends, at)]
+    return stairs[bisect_right(ends, at)]  # the first stair that ends after `at`
 
 
 # ---- schedules that follow reported metrics
@@ -151,6 +153,7 @@ class RunningMean:
         """Include the metrics of the previous step, and return the mean."""
         if all(name in clock.metrics for name in self.metrics):
             self.count += 1
+            # m + (x - m) / n = ((n - 1) m + x) / n
             self.mean += (_mean(clock, self.metrics, self.start) - self.mean) / self.count
         return self.mean if self.count else self.start
 

@@ -49,6 +49,7 @@ class Bound:
 
     def __call__(self, *arguments: Any) -> Any:
         random = {}
+        # A new generator at every call: equal draws for equal steps. A class draws from `stream` instead.
         if "generator" in self.entry.options and not inspect.isclass(self.entry.target):
             random["generator"] = self.stream.generator(self.entry.full_name)
         return self.function(*arguments, **self.options, **random)
@@ -88,11 +89,11 @@ class Pieces:
         options.update((name, value.first) for name, value in follows.items())
         if "stream" in entry.options:
             options["stream"] = self.stream
-        setter = options.__setitem__
+        setter = options.__setitem__  # a function gets its options anew at every call
         if kind in MADE or inspect.isclass(entry.target):
             thing = self.made[place] = _construct(entry, wrapped, options, place)
             bound.function, bound.options = thing, {}
-            setter = partial(setattr, thing)
+            setter = partial(setattr, thing)  # an object keeps them as attributes
         self._scheduled += [(setter, name, value) for name, value in follows.items()]
         return bound.function if kind in MADE else bound
 
@@ -110,6 +111,7 @@ class Pieces:
         schedule = self.make("schedule", as_piece(value, place), place=place)
         hints = schedule.entry.hints
         for name, option in value.items():
+            # One that follows a schedule itself has no fixed value; `_Follows` checks each result.
             if marks(hints.get(name), Taken) and not isinstance(option, Mapping):
                 _fit(option, wanted, f"{place}.{name}")
         return _Follows(schedule, wanted, place)
@@ -185,8 +187,9 @@ class Pieces:
             for name, value in options.items()
         }
         for name, parameter in entry.options.items():
-            if isinstance(parameter.default, Piece) and name not in options:
-                options[name] = self.make(name, parameter.default, place=f"{place}.{name}")
+            match parameter.default:
+                case Piece() as default if name not in options:
+                    options[name] = self.make(name, default, place=f"{place}.{name}")
         weight, label = call.pop("weight", 1.0), call.pop("label", "")
         return Bound(entry, entry.target, options, self.stream, weight, label, call)
 
@@ -245,7 +248,7 @@ def _fit(value: Any, wanted: Any, place: str) -> float:
 
 def _construct(entry: Entry, wrapped: Sequence[Any], options: Mapping[str, Any], place: str) -> Any:
     """Make a piece that is a class; an error about its options names its place."""
-    try:
+    try:  # before the call, whose own TypeErrors are faults of the code
         inspect.signature(entry.target).bind(*wrapped, **options)
     except TypeError as error:
         raise ConfigError(f"{place}: '{entry.full_name}' is no {entry.kind}: {error}") from error
@@ -274,7 +277,7 @@ def _check_options(entry: Entry, hints: Mapping[str, Any], options: Mapping[str,
         raise ConfigError(f"{place}: {piece} needs the option{'s'[: len(missing) > 1]} {', '.join(missing)}")
     for name in known:
         for mark in marks(hints.get(name), AtMost):
-            match values[name], values[mark.option]:
+            match values[name], values[mark.option]:  # None and schedules are not compared
                 case int() | float() as low, int() | float() as high if low > high:
                     raise ConfigError(
                         f"'{place}.{name}' must be at most '{mark.option}', {high!r}, not {low!r}"

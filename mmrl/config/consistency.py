@@ -26,6 +26,7 @@ def check_training(config: Config) -> Pieces:
     for i, bound in enumerate(chain):
         options = {name: p.default for name, p in bound.entry.options.items()} | bound.options
         compares = "group" in (options.get("by") or ()) and options.get("singleton") == "zero"
+        # The mean of a group of one is its own reward: r - r = 0.
         if compares and config.rollout.num_generations == 1:
             raise ConfigError(
                 f"advantage[{i}]: '{bound.entry.full_name}' compares the rollouts of a prompt, but "
@@ -36,6 +37,7 @@ def check_training(config: Config) -> Pieces:
     check_outputs(config, needs, _declared(checked["policy"].entry, "says"))
     notes = frozenset().union(*(_declared(engine.entry, "notes") for engine in engines))
     wanted = needs.notes.union(*(bound.needs.notes for bound in chain))
+    # `engine` compares with the log-probabilities that it noted while sampling.
     missing = (wanted | ({"logp"} if "engine" in needs.others else set())) - notes
     if missing:
         raise ConfigError(
@@ -59,11 +61,12 @@ def check_some(raw: Mapping[str, Any], config: Any) -> None:
 def check_evaluation(config: Config | EvaluateConfig) -> Pieces:
     """Check every name and option of an evaluation without loading anything."""
     config, pieces = evaluation_of(config), Pieces(Stream())
-    _check_rewards(pieces.check_all(config), "evaluation.rewards", weighted=False)
-    if config.evaluation.data is None:
+    _check_rewards(pieces.check_all(config), "evaluation.rewards", weighted=False)  # labels alone will do
+    evaluation = config.evaluation
+    if evaluation.data is None:
         raise ConfigError("'evaluation.data' is missing, so there is nothing to evaluate on")
-    for name in ("engine", "rewards"):
-        if not getattr(config.evaluation, name):
+    for name, named in (("engine", evaluation.engine), ("rewards", evaluation.rewards)):
+        if not named:
             raise ConfigError(f"'evaluation.{name}' is empty; name at least one")
     return pieces
 
@@ -75,6 +78,7 @@ def _listed(checked: Mapping[str, Any], place: str) -> list[Bound]:
 def _check_together(config: Config) -> None:
     """Raise if keys contradict each other."""
     learn, rollout, best = config.learn, config.rollout, config.metric_for_best_model
+    # Then some checkpoints would be written without a measurement.
     unmeasured = not config.eval_steps or config.save_steps % config.eval_steps
     contradictions = {
         f"'learn.minibatches' is {learn.minibatches}, but there are only {rollout.num_prompts} groups "
@@ -108,12 +112,14 @@ def _check_rewards(checked: Mapping[str, Any], place: str, *, weighted: bool = T
 
 def _needs_of(config: Config, checked: Mapping[str, Any]) -> Needs:
     """Read what an objective needs; the policies that it compares with must be references."""
-    needs = getattr(checked["objective"], "needs", None)
-    if not isinstance(needs, Needs):
-        raise ConfigError(
-            f"objective: '{config.objective.name}' is no objective: it does not declare `needs`"
-        )
-    missing = set(needs.others) - set(config.references) - {"old", "engine"}
+    match checked["objective"]:
+        case object(needs=Needs() as needs):
+            pass
+        case _:
+            raise ConfigError(
+                f"objective: '{config.objective.name}' is no objective: it does not declare `needs`"
+            )
+    missing = set(needs.others) - set(config.references) - {"old", "engine"}  # no references
     if missing:
         raise ConfigError(
             f"the objective compares with {sorted(missing)}, but `references` has "
@@ -134,9 +140,10 @@ def check_outputs(config: Config, needs: Needs, says: frozenset[str]) -> None:
 
 def _declared(entry: Entry, name: str) -> frozenset[str]:
     """Read what a class declares: the outputs that a policy `says`, the `notes` of an engine."""
-    if not hasattr(entry.target, name):
+    declared = getattr(entry.target, name, None)  # of the class: nothing is made to check a configuration
+    if declared is None:
         raise ConfigError(f"'{entry.full_name}' is no {entry.kind}: it does not declare `{name}`")
-    return getattr(entry.target, name)
+    return declared
 
 
 def evaluation_of(config: Config | EvaluateConfig) -> EvaluateConfig:

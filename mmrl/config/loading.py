@@ -57,7 +57,7 @@ def _read_file(path: Path, above: tuple[Path, ...]) -> dict[str, Any]:
     if path in above:
         raise ConfigError(f"'{path}' includes itself through {[str(p) for p in above]}")
     try:
-        raw = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
+        raw = OmegaConf.to_container(OmegaConf.load(path), resolve=False)  # `_check_plain` raises at `${`
     except _UNREADABLE as error:
         raise ConfigError(f"cannot read '{path}': {error}") from error
     if not isinstance(raw, dict):
@@ -66,6 +66,7 @@ def _read_file(path: Path, above: tuple[Path, ...]) -> dict[str, Any]:
     names = raw.pop("include", None) or []
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise ConfigError(f"'{path}': 'include' must be a list of files, not {names!r}")
+    # Later files win over earlier ones, and the file itself over those that it includes.
     return reduce(merge, [*(_read_file(Path(name), (*above, path)) for name in names), raw], {})
 
 
@@ -89,7 +90,7 @@ def _check_plain(value: Any, place: str) -> None:
     match value:
         case dict():
             for key, inner in value.items():
-                if type(key) not in (str, int):
+                if type(key) not in (str, int):  # not `isinstance`: True is an int
                     raise ConfigError(f"{place}: the key {key!r} must be a text; put it into quotes")
                 _check_plain(inner, f"{place}: {key}")
         case list():
@@ -108,9 +109,9 @@ def merge(below: Any, above: Any) -> Any:
                 raise ConfigError(f"there is no item {max(changed)} in a list of {len(below)}: {below}")
             return [merge(item, changed[i]) if i in changed else item for i, item in enumerate(below)]
         case str(), dict() if "name" not in above:
-            return {"name": below, **above}
+            return {"name": below, **above}  # options for a piece that was named alone
         case {"name": lower}, {"name": upper} if lower != upper:
-            return above
+            return above  # the options of one piece are not those of another
         case dict(), dict():
             return below | {k: merge(below[k], value) if k in below else value for k, value in above.items()}
     return above

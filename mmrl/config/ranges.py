@@ -27,6 +27,7 @@ class Range:
 
     def __contains__(self, value: float) -> bool:
         over = value > self.low if self.above else value >= self.low
+        # NaN compares as False, so that no range has it.
         return over and (value < self.high if self.below else value <= self.high)
 
     def __str__(self) -> str:

@@ -181,9 +181,13 @@ def pieces(kind: str, on: str = "") -> list[Entry]:
     """
     for package in dict.fromkeys((*WINGS, *SCOPES.values())):
         home = f"{package}.{HOMES[kind]}"
-        if home not in _IMPORTED and importlib.util.find_spec(package) and importlib.util.find_spec(home):
-            module = importlib.import_module(home)
-            for inside in pkgutil.iter_modules(getattr(module, "__path__", [])):
+        # The package first: `find_spec` of what is inside a missing one raises.
+        if home in _IMPORTED or not importlib.util.find_spec(package):
+            continue
+        if spec := importlib.util.find_spec(home):
+            importlib.import_module(home)
+            folders = spec.submodule_search_locations or []  # none where the home is a single file
+            for inside in pkgutil.iter_modules(folders):
                 importlib.import_module(f"{home}.{inside.name}")
             _IMPORTED.add(home)
     entries = [entry for (k, _), entry in PIECES.items() if k == kind and on in ("", entry.on)]

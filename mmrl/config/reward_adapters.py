@@ -40,7 +40,7 @@ def _copy(value: Any) -> Any:
             return {key: _copy(inner) for key, inner in value.items()}
         case list():
             return [_copy(inner) for inner in value]
-        case tuple() if type(value) is tuple:
+        case tuple() if type(value) is tuple:  # the constructors of named tuples differ, so they are shared
             return tuple(_copy(inner) for inner in value)
         case set():
             return set(value)
@@ -93,7 +93,7 @@ def from_trl(function: Callable) -> Callable:
         offered = {name: [prompt.columns.get(name) for prompt in prompts] for name in columns} | {
             "prompts": [p.text if m is None else m for p, m in zip(prompts, messages, strict=True)],
             "completions": [completion(*both) for both in zip(outcomes, messages, strict=True)],
-            "completion_ids": [None] * len(outcomes),
+            "completion_ids": [None] * len(outcomes),  # TRL passes tokens and a trainer, which this has not
             "trainer_state": None,
             "target": [p.target for p in prompts],
         }
@@ -116,28 +116,32 @@ def one_each(result: Any, count: int) -> list:
 
     Raises `NotNumbers` for anything else.
     """
-    shape = getattr(result, "shape", None)
-    if shape is not None and len(shape) != 1:
-        raise NotNumbers(f"gave a {type(result).__name__} of shape {tuple(shape)}, not a number per outcome")
-    if shape is not None and hasattr(result, "tolist"):
-        result = result.tolist()
-    # These are iterable, but their parts are not a number per outcome.
-    whole = isinstance(result, str | bytes | bytearray | memoryview | Mapping | Set)
-    if whole or not isinstance(result, Iterable):
-        raise NotNumbers(f"gave {shown(result)}, not a number per outcome")
-    if isinstance(result, list | tuple):
-        listed, spelled = list(result), str(len(result))
-    else:  # an iterator, which may be endless
-        listed, spelled = list(itertools.islice(result, count + 1)), f"more than {count}"
-        spelled = spelled if len(listed) > count else str(len(listed))
+    match result:
+        case object(shape=shape) if shape is not None and len(shape) != 1:
+            kind = type(result).__name__
+            raise NotNumbers(f"gave a {kind} of shape {tuple(shape)}, not a number per outcome")
+        case object(shape=shape, tolist=tolist) if shape is not None:
+            listed = tolist()
+        case list() | tuple():
+            listed = list(result)
+        # These are iterable, but their parts are not a number per outcome.
+        case str() | bytes() | bytearray() | Mapping() | Set():
+            raise NotNumbers(f"gave {shown(result)}, not a number per outcome")
+        case Iterable():
+            listed = list(itertools.islice(result, count + 1))  # it may be endless
+            if len(listed) > count:
+                raise NotNumbers(f"gave more than {count} numbers for {count} outcomes")
+        case _:
+            raise NotNumbers(f"gave {shown(result)}, not a number per outcome")
     if len(listed) != count:
-        raise NotNumbers(f"gave {spelled} numbers for {count} outcomes")
+        raise NotNumbers(f"gave {len(listed)} numbers for {count} outcomes")
     return listed
 
 
 def to_float(value: Any) -> float:
     """Convert a number, also in a tensor or array; NaN for anything else, and for what exceeds a float."""
     try:
+        # Of a tensor or array with one number; with several it raises.
         value = value.item() if hasattr(value, "item") else value
         return float(value) if isinstance(value, (Real, Decimal)) else math.nan
     except (ValueError, RuntimeError, OverflowError):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import reduce
 
 from mmrl.config.loading import ConfigError, merge, nearest
@@ -27,17 +27,18 @@ def setting_of(config: EvaluateConfig, name: str) -> EvaluateConfig:
     try:
         raw = as_plain(base)
         for key, value in config.settings[name].items():
+            # {"a.b": value} to {"a": {"b": value}}
             nested = reduce(lambda inner, part: {part: inner}, reversed(key.split(".")), as_plain(value))
             raw = merge(raw, nested)
         changed = parse(raw, EvaluateConfig)
     except ConfigError as error:
         raise ConfigError(f"settings.{name}: {error}") from error
     engine = replace(changed.evaluation, engine=base.evaluation.engine)
-    same = replace(changed, policy=base.policy, evaluation=engine)
-    for field in fields(base):
-        if getattr(same, field.name) != getattr(base, field.name):
+    same = replace(changed, policy=base.policy, evaluation=engine)  # without all that may differ
+    for key, value in vars(base).items():
+        if vars(same)[key] != value:
             raise ConfigError(
-                f"settings.{name} changes '{field.name}', but settings are compared on the same prompts, "
+                f"settings.{name} changes '{key}', but settings are compared on the same prompts, "
                 "with the same draws and rewards; change the policy and the engine of the evaluation alone"
             )
     return changed

@@ -19,10 +19,10 @@ class ByteLRU(Generic[T]):
     result stays.
     """
 
-    limit: int
+    limit: int  # bytes
     size: Callable[[T], int]
-    used: int = 0
-    items: OrderedDict[Hashable, T] = field(default_factory=OrderedDict, repr=False)
+    used: int = 0  # bytes of all items
+    items: OrderedDict[Hashable, T] = field(default_factory=OrderedDict, repr=False)  # oldest use first
     _lock: Any = field(default_factory=Lock, init=False, repr=False, compare=False)
 
     def get(self, key: Hashable, make: Callable[[], T]) -> T:
@@ -33,7 +33,7 @@ class ByteLRU(Generic[T]):
                 return self.items[key]
         made = make()  # outside of the lock: it may take long, and may ask for other things
         with self._lock:
-            if key not in self.items:
+            if key not in self.items:  # else another thread made it meanwhile
                 self.items[key] = made
                 self.used += self.size(made)
             self.items.move_to_end(key)

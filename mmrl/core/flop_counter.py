@@ -10,11 +10,14 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from mmrl.core.onednn import BUILT
+
 aten = torch.ops.aten
 
 
+# The left matrix is the second last argument of mm(a, b) and of addmm(bias, a, b).
 def _product(args: Sequence[Any], out: Any, left: int = -2) -> int:
-    return 2 * args[left].shape[-1] * out.numel()
+    return 2 * args[left].shape[-1] * out.numel()  # (m, k) @ (k, n): k products and sums for each of m n
 
 
 def _convolution(args: Sequence[Any], out: Any) -> int:
@@ -28,7 +31,7 @@ def _attention(args: Sequence[Any], out: Any, causal: int = 4) -> int:
     pairs = q.shape[-2] * k.shape[-2]
     if len(args) > causal and args[causal]:  # row i attends to min(i + 1, keys) of them
         pairs = sum(min(i + 1, k.shape[-2]) for i in range(q.shape[-2]))
-    return 2 * q.shape[0] * q.shape[1] * pairs * (q.shape[-1] + v.shape[-1])
+    return 2 * q.shape[0] * q.shape[1] * pairs * (q.shape[-1] + v.shape[-1])  # q k^T, then weights v
 
 
 # A multiplication with an addition counts as 2 operations; elementwise operations and look-ups count 0.
@@ -41,11 +44,12 @@ COUNTED: dict[Any, Callable[[Sequence[Any], Any], int]] = {
     aten.convolution.default: _convolution,
     aten._scaled_dot_product_flash_attention_for_cpu.default: _attention,
     aten._scaled_dot_product_flash_attention.default: _attention,
+    # These two take (q, k, v, bias, compute_log_sumexp, dropout, causal), those above no bias.
     aten._scaled_dot_product_cudnn_attention.default: partial(_attention, causal=6),
     aten._scaled_dot_product_efficient_attention.default: partial(_attention, causal=6),
 }
-if (through_onednn := getattr(torch.ops.mkldnn, "_linear_pointwise", None)) is not None:
-    COUNTED[through_onednn.default] = partial(_product, left=0)
+if BUILT:
+    COUNTED[torch.ops.mkldnn._linear_pointwise.default] = partial(_product, left=0)
 
 
 class CountOperations(TorchDispatchMode):
@@ -58,6 +62,6 @@ class CountOperations(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         out = func(*args, **(kwargs or {}))
         if func in COUNTED:
-            first = out if torch.is_tensor(out) else out[0]
+            first = out if torch.is_tensor(out) else out[0]  # attention returns more
             self.total[self.where[-1]] += COUNTED[func](args, first)
         return out

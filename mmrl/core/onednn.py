@@ -99,7 +99,7 @@ def times(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def _multiply(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+    return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")  # no fused activation
 
 
 class _Linear(torch.autograd.Function):
@@ -113,7 +113,7 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         grad = grad.contiguous()  # it may be an expanded scalar
-        for_x = times(grad, weight.t()) if ctx.needs_input_grad[0] else None
+        for_x = times(grad, weight.t()) if ctx.needs_input_grad[0] else None  # (..., m) @ (m, n)
         rows, seen = grad.flatten(0, -2), x.flatten(0, -2)
-        for_weight = times(rows.t(), seen.t()) if ctx.needs_input_grad[1] else None
+        for_weight = times(rows.t(), seen.t()) if ctx.needs_input_grad[1] else None  # (m, r) @ (r, n)
         return for_x, for_weight, rows.sum(0) if ctx.needs_input_grad[2] else None

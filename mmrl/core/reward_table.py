@@ -275,12 +275,12 @@ class Measured:
 
 def _columns(change: Callable[..., Tensor], *tables: RewardTable) -> dict[str, Any]:
     """Call a function with every column of a table, or of several that have the same columns."""
+    named = [vars(table) for table in tables]
     changed: dict[str, Any] = {
-        name: change(*(getattr(table, name) for table in tables)) for name in RewardTable.TENSORS
+        name: change(*(columns[name] for columns in named)) for name in RewardTable.TENSORS
     }
     for name in RewardTable.MAPPINGS:
-        columns = [getattr(table, name) for table in tables]
-        changed[name] = {key: change(*(column[key] for column in columns)) for key in columns[0]}
+        changed[name] = {key: change(*(columns[name][key] for columns in named)) for key in named[0][name]}
     return changed
 
 

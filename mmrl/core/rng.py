@@ -18,12 +18,13 @@ class Stream:
     seed: int = 0
     step: int = 0
     round: int = 0
-    purpose: str = "train"
+    purpose: str = "train"  # an evaluation draws from streams of its own
 
     def generator(self, *key: str | int) -> torch.Generator:
         """Make the CPU generator of a key at this step and round."""
+        # The separator tells (1, 23) from (12, 3).
         words = "\x1f".join(map(str, (self.seed, self.purpose, self.step, self.round, *key)))
-        digest = hashlib.blake2b(words.encode(), digest_size=8).digest()
+        digest = hashlib.blake2b(words.encode(), digest_size=8).digest()  # Python salts its own `hash`
         return torch.Generator().manual_seed(int.from_bytes(digest, "big") >> 1)
 
     def fixed(self, *key: str | int) -> torch.Generator:

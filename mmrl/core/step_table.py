@@ -82,7 +82,9 @@ class Batch:
     def _map(self, change: Callable[[Tensor], Tensor]) -> Batch:
         """Apply a function to every (N, T) column."""
         return self.replace(
-            **{name: change(getattr(self, name)) for name in ("mask", "advantage", "weight")},
+            mask=change(self.mask),
+            advantage=change(self.advantage),
+            weight=change(self.weight),
             notes={name: change(note) for name, note in self.notes.items()},
             others={name: other.map(change) for name, other in self.others.items()},
         )
@@ -107,7 +109,7 @@ class Batch:
 
     def count(self) -> Totals:
         """Count the steps that are learned from, rows and groups with such steps, and rows drawn."""
-        rows = self.mask.sum(-1) > 0
+        rows = self.mask.sum(-1) > 0  # (N,)
         groups = self.group[rows].unique().numel()
         drawn = len(self) if self.drawn is None else self.drawn
         return Totals(float(self.mask.sum()), float(rows.sum()), float(groups), float(drawn))
@@ -142,6 +144,7 @@ class Batch:
             groups.setdefault(name, []).append(row)
         micros: list[list[int]] = [[]]
         for whole in groups.values():
+            # A group that fits alone, but not with those before it, begins a micro-batch.
             if micros[-1] and self._cost(micros[-1] + whole) > max_steps >= self._cost(whole):
                 micros.append([])
             for piece in [whole] if unit == Unit.GROUP else [[row] for row in whole]:
@@ -152,7 +155,7 @@ class Batch:
         for rows in filter(None, micros):
             cost, columns = self._cost(rows), [slice(None)]
             if unit == Unit.STEP and cost > max_steps and num_steps > 1:
-                width = max(1, num_steps * max_steps // cost)
+                width = max(1, num_steps * max_steps // cost)  # the cost grows with the width
                 columns = [slice(at, min(at + width, num_steps)) for at in range(0, num_steps, width)]
             cuts += [(torch.tensor(rows), column) for column in columns]
         return cuts
@@ -175,20 +178,20 @@ def spread(credit: RewardTable, batch: Batch) -> Batch:
     if not len(credit):
         return batch.replace(rows=torch.arange(len(batch))).blank()
     num_steps = batch.mask.shape[1]
-    places = place_of_steps(credit.ends, num_steps)
+    places = place_of_steps(credit.ends, num_steps)  # (N, T)
     learned = (credit.learn & credit.valid[:, 0]).gather(1, places)
     advantage = torch.where(credit.valid[:, 0], credit.values[:, 0], 0.0).gather(1, places)
     device = batch.mask.device
     notes = {
         name: pad_to(note, num_steps, 1, float("nan"))[:, :num_steps].float().to(device)
         for name, note in credit.notes.items()
-        if name not in batch.notes
+        if name not in batch.notes  # what the policy collated stays
     }
     mask = batch.mask * learned.to(device)
     return batch.replace(
         group=credit.group.to(device),
         mask=mask,
-        advantage=advantage.float().to(device) * mask,
+        advantage=advantage.float().to(device) * mask,  # float64 until here
         notes={**batch.notes, **notes},
         rows=torch.arange(len(credit)),
     )

@@ -13,7 +13,7 @@ from torch import Tensor
 
 def group_index(columns: Sequence[Tensor]) -> Tensor:
     """Number groups of entries with equal ids in every column: (M,) int64 each, to (M,) int64 from 0."""
-    return torch.unique(torch.stack(list(columns)), dim=1, return_inverse=True)[1]
+    return torch.unique(torch.stack(list(columns)), dim=1, return_inverse=True)[1]  # of a matrix (ids, M)
 
 
 def group_sum(values: Tensor, index: Tensor, num_groups: int | None = None) -> Tensor:
@@ -25,8 +25,8 @@ def group_sum(values: Tensor, index: Tensor, num_groups: int | None = None) -> T
 def group_mean(values: Tensor, index: Tensor, valid: Tensor) -> Tensor:
     """Compute the mean of each entry's group over valid entries; 0 where there are none. All (M, ...)."""
     valid = valid.to(values.dtype)
-    total = group_sum(torch.where(valid > 0, values, 0.0), index)
-    return (total / group_sum(valid, index).clamp(min=1))[index]
+    total = group_sum(torch.where(valid > 0, values, 0.0), index)  # not a product: NaN * 0 is NaN
+    return (total / group_sum(valid, index).clamp(min=1))[index]  # a group without valid entries: 0 / 1
 
 
 def group_count(index: Tensor, valid: Tensor) -> Tensor:
@@ -39,6 +39,7 @@ def group_std(values: Tensor, index: Tensor, valid: Tensor, *, unbiased: bool = 
 
     It divides by the count less one (`unbiased`), or by the count.
     """
+    # In two passes, because E[x^2] - E[x]^2 cancels where values differ little.
     centred = torch.where(valid, values - group_mean(values, index, valid), 0.0)
     count = group_sum(valid.to(values.dtype), index)
     divisor = (count - 1 if unbiased else count).clamp(min=1)
@@ -51,8 +52,13 @@ def group_extreme(values: Tensor, index: Tensor, valid: Tensor, largest: bool = 
     filled = torch.where(valid, values, empty)
     size = int(index.max()) + 1 if index.numel() else 0
     best = values.new_full((size, *values.shape[1:]), empty)
-    where = index.view(-1, *[1] * (values.dim() - 1)).expand_as(values)
+    where = index.view(-1, *[1] * (values.dim() - 1)).expand_as(values)  # (M, ...), as scatter wants it
     return best.scatter_reduce(0, where, filled, "amax" if largest else "amin")[index]
+
+
+def group_range(values: Tensor, index: Tensor, valid: Tensor) -> Tensor:
+    """Compute the largest minus the smallest valid value of each entry's group, in the form of `values`."""
+    return group_extreme(values, index, valid) - group_extreme(values, index, valid, largest=False)
 
 
 def masked_mean(values: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
@@ -83,8 +89,3 @@ def cat_padded(tensors: Sequence[Tensor], fill: float = 0.0) -> Tensor:
 def linspace_indices(size: int, num: int) -> list[int]:
     """Choose `num` of `size` indices, or all of fewer, at equal distances from the first to the last."""
     return torch.linspace(0, size - 1, min(num, size)).round().long().tolist()
-
-
-def group_range(values: Tensor, index: Tensor, valid: Tensor) -> Tensor:
-    """Compute the largest minus the smallest valid value of each entry's group, in the form of `values`."""
-    return group_extreme(values, index, valid) - group_extreme(values, index, valid, largest=False)

@@ -14,7 +14,7 @@ from torch import Tensor
 class Unit(IntEnum):
     """The smallest part of a batch whose loss can be computed by itself: a step, a row or a group."""
 
-    STEP = 0
+    STEP = 0  # in order, so that `max` is the unit that suits two pieces
     ROW = 1
     GROUP = 2
 
@@ -122,7 +122,7 @@ class Trajectory:
     steps: Any
     length: int
     notes: Mapping[str, Tensor] = field(default_factory=dict)
-    on_policy: bool = True
+    on_policy: bool = True  # False: not sampled from the policy
 
 
 Rollouts = tuple[Trajectory, ...]

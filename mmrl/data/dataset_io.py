@@ -89,7 +89,7 @@ class UniqueIds:
 
 def valid_rows(path: Path) -> Iterator[DataRow]:
     """Read rows; raises RowError with all unreadable rows of the file if there is one."""
-    rows = iter(Rows(path, path))
+    rows = iter(Rows(path, path))  # one pass: an error reads on, for the other faulty rows
     for row in rows:
         if row.fault:
             raise bad_rows_error(path, [f"{bad.place}: {bad.fault}" for bad in (row, *rows) if bad.fault])
@@ -174,7 +174,7 @@ def row_files(path: Path) -> list[Path]:
     if any((path / name).is_file() for name in ("dataset_dict.json", "state.json")):
         return [path]  # written by `datasets`
     listed = sorted(file for home in (path, path / "data") if home.is_dir() for file in home.iterdir())
-    for forms in ((".jsonl", ".parquet"), (".json",)):
+    for forms in ((".jsonl", ".parquet"), (".json",)):  # the first that has any
         if files := [file for file in listed if file.suffix in forms]:
             return files
     raise SourceError(f"the folder '{path}' holds no rows; they come as {', '.join(FORMS)}")
@@ -202,7 +202,7 @@ def checked(row: DataRow) -> DataRow:
                     below += (*value.keys(), *value.values())
                 case list() | tuple():
                     below += value
-        if not below:
+        if not below:  # no list or object is left on this level
             split = row.columns.get("split")
             return replace(row, split=split) if type(split) is str and split else row
         level = below
@@ -272,7 +272,7 @@ def parse_json(text: str) -> Any:
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         made = dict(pairs)
-        if len(made) < len(pairs):
+        if len(made) < len(pairs):  # a dict keeps only the last of equal keys
             name = Counter(name for name, _ in pairs).most_common(1)[0][0]
             raise ValueError(f"the key {short(name)} occurs twice")
         return made
@@ -356,7 +356,7 @@ def write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> int:
     """Write rows as JSON lines, a JSON list or parquet, by the suffix of the path; returns their number."""
     path.parent.mkdir(parents=True, exist_ok=True)
     count = 0
-    if path.suffix == ".jsonl":
+    if path.suffix == ".jsonl":  # as they come; the other forms need all of them at once
         with path.open("w", encoding="utf-8") as file:
             for row in rows:
                 file.write(json.dumps(row, ensure_ascii=False) + "\n")

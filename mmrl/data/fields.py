@@ -26,14 +26,15 @@ def short(value: Any) -> str:
 
 def text(value: Any, name: str) -> str:
     """Return the value if it is a text that is not blank."""
-    if not isinstance(value, str) or not value.strip():
-        raise RowError(f"wanted a text as `{name}`, got {short(value)}")
-    return value
+    match value:
+        case str() if value.strip():
+            return value
+    raise RowError(f"wanted a text as `{name}`, got {short(value)}")
 
 
 def is_number(value: Any) -> bool:
     """Check for a finite number that fits a float; True and False are not numbers."""
-    return type(value) in (int, float) and abs(value) <= sys.float_info.max
+    return type(value) in (int, float) and abs(value) <= sys.float_info.max  # NaN compares as False
 
 
 def number(value: Any, name: str) -> float:
@@ -45,17 +46,19 @@ def number(value: Any, name: str) -> float:
 
 def listed(value: Any, name: str, size: int | None = None) -> list[Any]:
     """Return the value as a list if it is one, of `size` entries if that is given."""
-    if not isinstance(value, list | tuple) or size not in (None, len(value)):
-        wanted = "a list" if size is None else f"a list of {size}"
-        raise RowError(f"wanted {wanted} as `{name}`, got {short(value)}")
-    return list(value)
+    match value:
+        case list() | tuple() if size in (None, len(value)):
+            return list(value)
+    wanted = "a list" if size is None else f"a list of {size}"
+    raise RowError(f"wanted {wanted} as `{name}`, got {short(value)}")
 
 
 def mapping(value: Any, name: str) -> Mapping[str, Any]:
     """Return the value if it is an object with named fields."""
-    if not isinstance(value, Mapping):
-        raise RowError(f"wanted an object as `{name}`, got {short(value)}")
-    return value
+    match value:
+        case Mapping():
+            return value
+    raise RowError(f"wanted an object as `{name}`, got {short(value)}")
 
 
 def plain(value: Any, name: str) -> Any:

@@ -32,7 +32,7 @@ def text_of(row: Mapping[str, Any], names: tuple[str, ...]) -> str:
 
 def line_uid(row: DataRow, path: Path) -> str:
     """Name a row by its own `id`, or else by the file's name and the number of the line."""
-    return uid_of(row.columns, f"{path.stem}#{row.place.rpartition(':')[2]}")
+    return uid_of(row.columns, f"{path.stem}#{row.place.rpartition(':')[2]}")  # `place` is file:line
 
 
 @dataclass(frozen=True)

@@ -41,7 +41,7 @@ class Offline:
                 )
             place = asked.get(prompt.uid, 0)
             asked[prompt.uid] = (place + 1) % count
-            if self.shuffle:
+            if self.shuffle:  # the key has no count: all rollouts of a prompt walk through one order
                 place = torch.randperm(count, generator=self.stream.generator(prompt.uid)).tolist()[place]
             rows.append(self.policy.encode(prompt, prompt.answers[place]))
         return tuple(rows)
@@ -54,7 +54,7 @@ class WithDemos:
     A prompt without recorded answers keeps all its rollouts. The replaced ones are never generated.
     """
 
-    notes: frozenset[str] = frozenset()
+    notes: frozenset[str] = frozenset()  # a demonstration was not sampled: it has no log-probabilities
 
     def __init__(self, engine: Engine, *, per_group: PositiveInt = 1) -> None:
         self.engine, self.policy, self.per_group = engine, engine.policy, per_group
@@ -69,6 +69,7 @@ class WithDemos:
         wanted = [prompt for uid, prompt in distinct.items() for _ in range(asked[uid] - shown[uid])]
         sampled = self.engine.rollout(wanted) if wanted else ()
         demos = [
+            # Over again where there are too few.
             self.policy.encode(prompt, prompt.answers[turn % len(prompt.answers)])
             for uid, prompt in distinct.items()
             for turn in range(shown[uid])
@@ -95,7 +96,7 @@ class WithMismatched:
         distinct = {prompt.uid: prompt for prompt in prompts}
         wanted = [prompt for uid, prompt in distinct.items() for _ in range(max(1, asked[uid] - 1))]
         rows = self.engine.rollout(wanted)
-        first = {row.prompt.uid: row.outcomes[-1] for row in reversed(rows)}
+        first = {row.prompt.uid: row.outcomes[-1] for row in reversed(rows)}  # of equal keys the last stays
         ring = list(distinct)
         mismatched = []
         for uid, following in zip(ring, [*ring[1:], *ring[:1]], strict=True):
@@ -103,6 +104,7 @@ class WithMismatched:
                 row = self.policy.encode(distinct[uid], first[following])
                 last = row.outcomes[-1]
                 tags = {**last.tags, "unrelated": "yes"}
+                # Without `recorded`: those rewards belong to the other prompt.
                 outcome = Outcome(last.text, last.image, last.video, last.times, last.end, tags=tags)
                 mismatched.append(replace(row, outcomes=(outcome,)))
         return (*rows, *mismatched)

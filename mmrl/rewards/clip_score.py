@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import math
 import re
@@ -16,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
+from mmrl.config.loading import nearest
 from mmrl.config.ranges import PositiveFloat, PositiveInt
 from mmrl.config.registry import reward
 from mmrl.core.types import Outcome, Prompt
@@ -255,7 +255,7 @@ class Towers:
     def __post_init__(self) -> None:
         self.model.eval().requires_grad_(False)
         self.length = self.tokenizer.context_length
-        self.factor = float(self.model.logit_scale.exp())
+        self.factor = float(self.model.logit_scale.exp())  # logits are factor * cosine + bias (SigLIP)
         bias = self.model.logit_bias
         self.bias = None if bias is None else float(bias)
 
@@ -313,10 +313,9 @@ def _load(model: str, pretrained: str | None, device: torch.device) -> Towers:
     elif name.replace("/", "-").lower() in architectures:
         weights = pretrained or "openai"
     else:
-        near = difflib.get_close_matches(name.lower(), architectures, 1)
+        hint = nearest(name.lower(), architectures) or f"a folder holds {CONFIG} and weights"
         raise ValueError(
-            f"clip_score: '{model}' is neither a folder nor an architecture of open_clip"
-            + (f"; did you mean '{near[0]}'?" if near else f"; a folder holds {CONFIG} and weights")
+            f"clip_score: '{model}' is neither a folder nor an architecture of open_clip; {hint}"
         )
     # Weights that were trained with a quick GELU are wrong without it, which open_clip would only mention.
     known = open_clip.get_pretrained_cfg(name, weights) if weights else {}
@@ -327,8 +326,8 @@ def _load(model: str, pretrained: str | None, device: torch.device) -> Towers:
             precision="fp32",
             device=device,
             force_quick_gelu=bool(known.get("quick_gelu")),
-            require_pretrained=True,
-            weights_only=True,
+            require_pretrained=True,  # else it only warns, and the model is random
+            weights_only=True,  # a pickled file runs no code
         )
         return Towers(made, prepare, open_clip.get_tokenizer(name), device)
     # open_clip, the hub and torch raise many kinds of errors, all of which mean the same here.

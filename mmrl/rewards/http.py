@@ -85,6 +85,7 @@ class Http:
                 if status not in PASSING or not left:
                     message = data[:300].decode(errors="replace").strip()
                     raise ConnectionError(f"'{self.url}' answered with {status} {reason}: {message}")
+            # wait, 2 wait, 4 wait, ...
             time.sleep(self.wait * 2 ** (self.request_retries - left))
         raise AssertionError("the last try returns or raises")
 
@@ -183,5 +184,5 @@ def _png(pixels: Tensor) -> str:
     from PIL import Image
 
     buffer = io.BytesIO()
-    Image.fromarray(pixels.permute(1, 2, 0).contiguous().numpy()).save(buffer, "png")
+    Image.fromarray(pixels.permute(1, 2, 0).contiguous().numpy()).save(buffer, "png")  # to (height, width, 3)
     return base64.b64encode(buffer.getvalue()).decode()

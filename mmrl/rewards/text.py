@@ -25,6 +25,7 @@ def tag_format(prompt: Prompt, outcome: Outcome, *, tags: str = "") -> float:
     2505.16854).
     """
     asked = tags or outcome.tags.get("format") or prompt.columns.get("format") or "think,answer"
+    # No block may hold another tag of its own name, so `<think>a<think>b</think>` fails.
     blocks = r"\s*".join(rf"<{tag}>(?:(?!</?{tag}>).)*</{tag}>" for tag in asked.split(","))
     text = (outcome.text or "").strip()
     return float(re.fullmatch(blocks, text, re.DOTALL | re.IGNORECASE) is not None)
@@ -35,6 +36,7 @@ def tag_format(prompt: Prompt, outcome: Outcome, *, tags: str = "") -> float:
 def think_format(prompt: Prompt, outcome: Outcome) -> float:
     """Return 1 if the answer begins with one closed think block (TRL's think_format_reward), else 0."""
     text = outcome.text or ""
+    # The look-ahead: no second block is opened, inside the first or after it.
     return float(re.match(r"<think>(?!.*<think>).*?</think>", text, re.DOTALL) is not None)
 
 

@@ -23,11 +23,11 @@ class Uniform:
 
     def draw(self, num_prompts: int, num_generations: int) -> list[Prompt]:
         """Draw the next prompts, `num_generations` entries each; no prompt twice in one draw."""
-        chosen: dict[int, None] = {}
+        chosen: dict[int, None] = {}  # an ordered set: at the seam of epochs a prompt may come twice
         while len(chosen) < min(num_prompts, len(self.data)):
             epoch, place = divmod(self.drawn, len(self.data))
             if self.shuffle and epoch != self._epoch:
-                generator = self.stream.fixed("uniform", epoch)
+                generator = self.stream.fixed("uniform", epoch)  # not of a step: a resume shuffles alike
                 self._epoch, self._order = epoch, torch.randperm(len(self.data), generator=generator).tolist()
             chosen[self._order[place]] = None
             self.drawn += 1
