@@ -50,8 +50,8 @@ def examine(config: Config, *, num_prompts: int = 4) -> Diagnosis:
         eval_steps=0,
     )
     examined = _look(small, config)
-    found = [(entry, list(entry.target(examined))) for entry in in_use("check", config, "start")]
-    return Diagnosis(found, examined.memory, *room())
+    findings = [(entry, list(entry.target(examined))) for entry in in_use("check", config, "start")]
+    return Diagnosis(findings, examined.memory, *room())
 
 
 def _look(small: Config, config: Config) -> Examined:

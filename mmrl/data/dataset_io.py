@@ -296,22 +296,19 @@ def parquet_of(path: Path) -> Iterator[Any]:
 
 
 def arrow_rows(batches: Iterable[Any], source: str, split: str) -> Iterator[DataRow]:
-    """Read the rows of arrow tables, numbered from 0."""
-    places = ((batch, at) for batch in batches for at in range(batch.num_rows))
-    for number, (batch, at) in enumerate(places):
-        yield row_of(batch, at, f"{source}[{number}]", split)
-
-
-def row_of(batch: Any, at: int, place: str, split: str) -> DataRow:
-    """Read one row of an arrow table; a value that Python has no type for makes it a faulty row."""
+    """Read the rows of arrow tables, numbered from 0; a value without a Python type makes a faulty row."""
     import pyarrow
 
-    try:
-        return checked(DataRow(place, split, batch.slice(at, 1).to_pylist()[0]))
-    except UnicodeDecodeError as error:
-        return DataRow(place, split, fault=f"not UTF-8: {error}")
-    except (pyarrow.ArrowException, ValueError, OverflowError) as error:
-        return DataRow(place, split, fault=f"cannot be read: {error}")
+    places = ((batch, at) for batch in batches for at in range(batch.num_rows))
+    for number, (batch, at) in enumerate(places):
+        row = DataRow(f"{source}[{number}]", split)
+        try:  # one row at a time, so that a value that cannot be converted spoils no other row
+            row = checked(replace(row, columns=batch.slice(at, 1).to_pylist()[0]))
+        except UnicodeDecodeError as error:
+            row = replace(row, fault=f"not UTF-8: {error}")
+        except (pyarrow.ArrowException, ValueError, OverflowError) as error:
+            row = replace(row, fault=f"cannot be read: {error}")
+        yield row
 
 
 def saved_rows(path: Path) -> Iterator[DataRow]:

@@ -125,7 +125,7 @@ def _in_8_bits(image: Any, file: Any, name: str) -> Any:
     grey = (values.clip(0, white) * 255 + white // 2) // white
     scaled = Image.fromarray((255 - grey if inverted else grey).astype(numpy.uint8))
     clear = file.info.get("transparency")
-    if isinstance(clear, int):  # the one value that is transparent
+    if clear is not None:  # of PNG: the one value of grey that is transparent
         scaled.putalpha(Image.fromarray(((values != clear) * 255).astype(numpy.uint8)))
     return scaled
 
