@@ -14,7 +14,7 @@ from mmrl.core.types import Clock
 
 
 def _warm(value: float, step: int, warmup_steps: int) -> float:
-    # step + 1, so that the first step (0) already has a learning rate, and step `warmup_steps` - 1 all of it.
+    # step + 1: the first step, 0, already has a value above 0, and step `warmup_steps` - 1 the whole one.
     return value * min(1.0, (step + 1) / warmup_steps) if warmup_steps else value
 
 

@@ -61,7 +61,7 @@ def check_some(raw: Mapping[str, Any], config: Any) -> None:
 def check_evaluation(config: Config | EvaluateConfig) -> Pieces:
     """Check every name and option of an evaluation without loading anything."""
     config, pieces = evaluation_of(config), Pieces(Stream())
-    _check_rewards(pieces.check_all(config), "evaluation.rewards", weighted=False)  # labels alone will do
+    _check_rewards(pieces.check_all(config), "evaluation.rewards", weighted=False)  # labels are enough
     evaluation = config.evaluation
     if evaluation.data is None:
         raise ConfigError("'evaluation.data' is missing, so there is nothing to evaluate on")
@@ -119,7 +119,7 @@ def _needs_of(config: Config, checked: Mapping[str, Any]) -> Needs:
             raise ConfigError(
                 f"objective: '{config.objective.name}' is no objective: it does not declare `needs`"
             )
-    missing = set(needs.others) - set(config.references) - {"old", "engine"}  # no references
+    missing = set(needs.others) - set(config.references) - {"old", "engine"}  # need no reference
     if missing:
         raise ConfigError(
             f"the objective compares with {sorted(missing)}, but `references` has "

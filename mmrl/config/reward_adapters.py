@@ -93,7 +93,7 @@ def from_trl(function: Callable) -> Callable:
         offered = {name: [prompt.columns.get(name) for prompt in prompts] for name in columns} | {
             "prompts": [p.text if m is None else m for p, m in zip(prompts, messages, strict=True)],
             "completions": [completion(*both) for both in zip(outcomes, messages, strict=True)],
-            "completion_ids": [None] * len(outcomes),  # TRL passes tokens and a trainer, which this has not
+            "completion_ids": [None] * len(outcomes),  # TRL passes token ids and its trainer's state
             "trainer_state": None,
             "target": [p.target for p in prompts],
         }
@@ -141,7 +141,7 @@ def one_each(result: Any, count: int) -> list:
 def to_float(value: Any) -> float:
     """Convert a number, also in a tensor or array; NaN for anything else, and for what exceeds a float."""
     try:
-        # Of a tensor or array with one number; with several it raises.
+        # `item` gives the number in a tensor or array, and raises where there are several.
         value = value.item() if hasattr(value, "item") else value
         return float(value) if isinstance(value, (Real, Decimal)) else math.nan
     except (ValueError, RuntimeError, OverflowError):

@@ -62,6 +62,6 @@ class CountOperations(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         out = func(*args, **(kwargs or {}))
         if func in COUNTED:
-            first = out if torch.is_tensor(out) else out[0]  # attention returns more
+            first = out if torch.is_tensor(out) else out[0]  # attention also returns its log-sum-exp
             self.total[self.where[-1]] += COUNTED[func](args, first)
         return out

@@ -202,7 +202,7 @@ def checked(row: DataRow) -> DataRow:
                     below += (*value.keys(), *value.values())
                 case list() | tuple():
                     below += value
-        if not below:  # no list or object is left on this level
+        if not below:  # nothing is nested in this level
             split = row.columns.get("split")
             return replace(row, split=split) if type(split) is str and split else row
         level = below
