@@ -94,9 +94,7 @@ def measure(evaluator: Evaluator, meters: Sequence[Bound]) -> tuple[Resampled, d
         engine.rollout(some[: WARM * evaluator.num_generations])  # first calls compile and allocate
     engine.seconds.clear()
     measured = replace(evaluator, engine=engine).measure(intervals=False)
-    with ExitStack() as stack:
-        stack.enter_context(torch.no_grad())
-        stack.enter_context(whole(engine.policy.module))
+    with torch.no_grad(), whole(engine.policy.module), ExitStack() as stack:
         metered = [stack.enter_context(meter(evaluator.engine)) for meter in meters]
         evaluator.engine.rollout(some)
     prompts = len({prompt.uid for prompt in some})

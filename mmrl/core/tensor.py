@@ -62,9 +62,7 @@ def group_range(values: Tensor, index: Tensor, valid: Tensor) -> Tensor:
 
 
 def masked_mean(values: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
-    """Average `values` where `mask` is 1; 0 where the mask is empty."""
-    if dim is None:
-        return (values * mask).sum() / mask.sum().clamp(min=1)
+    """Average `values` where `mask` is 1, over one dimension or all; 0 where the mask is empty."""
     return (values * mask).sum(dim) / mask.sum(dim).clamp(min=1)
 
 
