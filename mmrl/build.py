@@ -58,8 +58,8 @@ def build(config: Config, *, quiet: bool = False) -> Run:
     watching = ReportPieces(
         metrics=make("metrics"),
         visualizations=make("report.visualizations"),
-        alarms=make("report.checks"),
-        checkups=make("report.startup_checks"),
+        checks=make("report.checks"),
+        startup_checks=make("report.startup_checks"),
         trackers=Trackers(trackers),
     )
     pieces.made["rewards"] = RewardCoverage(method.rewards, len(data))

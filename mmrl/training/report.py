@@ -39,8 +39,8 @@ class ReportPieces:
 
     metrics: Sequence[Bound] = ()
     visualizations: Sequence[Bound] = ()
-    alarms: Sequence[Bound] = ()  # read the journal while the run trains
-    checkups: Sequence[Bound] = ()  # read the first step
+    checks: Sequence[Bound] = ()  # read the journal while the run trains
+    startup_checks: Sequence[Bound] = ()  # read the first step
     trackers: Trackers = field(default_factory=Trackers)
 
 
@@ -55,7 +55,7 @@ class Reporter:
         self.journal = Journal(Path(config.output_dir))
         self.warnings = Journal(self.folder, "warnings.jsonl")
         self.console = Console(self.folder.name, config.max_steps, quiet or not processes.main)
-        self.records: list[dict[str, Any]] = []  # the journal, as alarms read it
+        self.records: list[dict[str, Any]] = []  # the journal, as checks read it
         self.raised: list[str] = []  # the texts of warnings, each once
         self.times: dict[str, float] = {}  # seconds of this step by activity
         self.began = 0.0
@@ -119,18 +119,18 @@ class Reporter:
         return metrics | describe_speed(collection.seen, trained)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Write a line of the journal, pass it on to trackers, and run the alarms."""
+        """Write a line of the journal, pass it on to trackers, and run the checks."""
         if self.processes.main:
             self.records.append({**self.journal.write({"step": step, **metrics}), "cheap": self.cheap})
             self.pieces.trackers.write(metrics, step)
             if len(self.records) == 1 and (sentence := describe_mismatch(metrics, self.cheap)):
                 self.console.say(sentence)
-            self._run_alarms(self.records)
+            self._run_checks(self.records)
         self.console.step(step, metrics)
 
-    def _run_alarms(self, records: Sequence[Mapping[str, Any]]) -> None:
-        for alarm in self.pieces.alarms:
-            for finding in alarm(list(records)):
+    def _run_checks(self, records: Sequence[Mapping[str, Any]]) -> None:
+        for check in self.pieces.checks:
+            for finding in check(list(records)):
                 self.warn(finding.text)
 
     def write_completions(self, step: int, collection: Collection, credit: RewardTable) -> None:
@@ -158,7 +158,7 @@ class Reporter:
         records = list(self.records)
         if last and records:  # metrics of the last step stay as they were reported
             records[-1] = {**describe_measured(last), **records[-1]}
-        self._run_alarms(records)
+        self._run_checks(records)
         if last:
             write_measured(self.folder, last)
             if fragments := "".join(piece({"answer": last}) for piece in self.pieces.visualizations):

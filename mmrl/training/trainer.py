@@ -191,7 +191,7 @@ class Run:
             table=collection.seen,
             untouched=self.untouched or (),
         )
-        for check in self.report.pieces.checkups:
+        for check in self.report.pieces.startup_checks:
             for finding in check(examined):
                 self.report.warn(finding.text, by="doctor")
 
