@@ -202,20 +202,19 @@ class Journal:
 
 
 def to_line(record: Mapping[str, Any]) -> str:
-    """Write a record as a line of JSON."""
-    finite = {
-        name: None if isinstance(value, float) and not math.isfinite(value) else value
-        for name, value in record.items()
-    }
-    return json.dumps(finite, allow_nan=False) + "\n"
+    """Write a record as a line of JSON; numbers that are not finite become null."""
+    # Python writes NaN and Infinity, which JSON lacks, and lets its reader replace them.
+    finite = json.loads(json.dumps(record), parse_constant=lambda constant: None)
+    return json.dumps(finite) + "\n"
 
 
 def from_line(line: str | bytes) -> dict[str, Any]:
     """Read a record; null is NaN."""
     record = {name: math.nan if value is None else value for name, value in json.loads(line).items()}
-    if not isinstance(record["step"], int):
-        raise ValueError(f"a record needs a whole number as its step, not {record['step']!r}")
-    return record
+    match record:
+        case {"step": int()}:
+            return record
+    raise ValueError(f"a record needs a whole number as its step, not {record.get('step')!r}")
 
 
 class Trackers:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields, is_dataclass
@@ -33,27 +33,30 @@ def of_prompts(prompts: Sequence[Prompt]) -> dict[str, str]:
     """
     sources: list[Path | bytes | None] = []
     texts = hashlib.sha256("".join(_text(prompt, sources) for prompt in prompts).encode())
-    files = list(dict.fromkeys(source for source in sources if isinstance(source, Path)))
-    with ThreadPoolExecutor(16) as pool:
-        of_file = dict(zip(files, pool.map(_of_ends, files), strict=True))
-    hashes = [of_file.get(source) or hashlib.sha256(source or b"").hexdigest() for source in sources]
-    media = hashlib.sha256("\n".join(hashes).encode())
+    distinct = list(dict.fromkeys(sources))  # several prompts may be about one file
+    with ThreadPoolExecutor(16) as pool:  # reading waits for the disk, or for a network file system
+        hashes = dict(zip(distinct, pool.map(_of_source, distinct), strict=True))
+    media = hashlib.sha256("\n".join(hashes[source] for source in sources).encode())
     return {
         "prompts": f"{len(prompts)} prompts, {texts.hexdigest()[:16]}",
         "media": f"{len(sources)} media, {media.hexdigest()[:16]}",
     }
 
 
-def _of_ends(path: Path) -> str:
-    try:
-        with path.open("rb") as file:
-            size, ends = file.seek(0, 2), hashlib.sha256()
-            for at in (0, max(0, size - ENDS)):
-                file.seek(at)
-                ends.update(file.read(ENDS))
-    except OSError as error:
-        return type(error).__name__
-    return f"{size} {ends.hexdigest()}"
+def _of_source(source: Path | bytes | None) -> str:
+    """Hash where a medium comes from: both ends of a file, or all bytes in memory."""
+    match source:
+        case Path():
+            try:
+                with source.open("rb") as file:
+                    size, ends = file.seek(0, 2), hashlib.sha256()
+                    for at in (0, max(0, size - ENDS)):  # the ends of a short file overlap
+                        file.seek(at)
+                        ends.update(file.read(ENDS))
+            except OSError as error:
+                return type(error).__name__  # without its message, which names the path
+            return f"{size} {ends.hexdigest()}"
+    return hashlib.sha256(source or b"").hexdigest()
 
 
 def _text(value: Any, sources: list) -> str:
@@ -92,18 +95,22 @@ def _plain(value: Any, sources: list) -> Any:
         case bytes() | bytearray():
             return hashlib.sha256(value).hexdigest()
         case AbstractSet():
-            return sorted(_text(member, sources) for member in value)
-    if hasattr(value, "tobytes"):  # arrays of numpy, images of PIL
-        return [str(getattr(value, "dtype", "")), hashlib.sha256(value.tobytes()).hexdigest()]
-    if is_dataclass(value) and not isinstance(value, type):
-        return [kind, {field.name: getattr(value, field.name) for field in fields(value)}]
-    match value:
+            return sorted(_text(member, sources) for member in value)  # a set has no order of its own
+        case type():
+            return value.__qualname__
+        case object(tobytes=tobytes):  # arrays of numpy, images of PIL
+            return [str(getattr(value, "dtype", "")), hashlib.sha256(tobytes()).hexdigest()]
+        case _ if is_dataclass(value):
+            return [kind, {field.name: getattr(value, field.name) for field in fields(value)}]
         case Mapping():
             return dict(value)
         case Sequence():
             return list(value)
-    if callable(value) or hasattr(value, "__dict__"):
-        return getattr(value, "__qualname__", kind)
+        case object(__qualname__=name):  # functions and methods
+            return name
+        case object(__dict__=_) | Callable():
+            return kind
+    # `object.__repr__` shows an address, which differs between processes.
     return kind if type(value).__repr__ is object.__repr__ else repr(value)
 
 
@@ -127,11 +134,12 @@ def of_weights(thing: Any, leave: Iterable[Tensor] = ()) -> str:
 
 def _models(thing: Any, depth: int) -> Iterator[nn.Module]:
     """Find the outermost modules in the attributes of an object."""
-    if isinstance(thing, nn.Module):
-        yield thing
-    elif depth and hasattr(thing, "__dict__"):
-        for inner in vars(thing).values():
-            yield from _models(inner, depth - 1)
+    match thing:
+        case nn.Module():
+            yield thing
+        case object(__dict__=attributes) if depth:
+            for inner in attributes.values():
+                yield from _models(inner, depth - 1)
 
 
 def of_tensors(tensors: Iterable[Tensor]) -> str:

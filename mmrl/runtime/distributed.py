@@ -39,7 +39,7 @@ class Processes:
     _watch: Watch | None = None  # inside `watching`
 
     def __init__(self, timeout: float = TIMEOUT) -> None:
-        from accelerate import Accelerator, InitProcessGroupKwargs
+        from accelerate import Accelerator, DistributedType, InitProcessGroupKwargs
 
         self.timeout = timeout
         # Outside of `watching`, collectives time out by themselves.
@@ -48,8 +48,8 @@ class Processes:
         self.rank = self.accelerator.process_index
         self.world = self.accelerator.num_processes
         self.device = self.accelerator.device
-        sharding = getattr(self.accelerator.state, "fsdp_plugin", None)
-        self._reshards = bool(sharding and sharding.reshard_after_forward)
+        shards = self.accelerator.distributed_type == DistributedType.FSDP
+        self._reshards = shards and bool(self.accelerator.state.fsdp_plugin.reshard_after_forward)
         asked = int(os.environ.get("WORLD_SIZE") or 1)
         if asked > 1 and self.world == 1:
             raise ConfigError(
@@ -224,9 +224,9 @@ class Processes:
         self.placed = of_weights(policy) if self.world > 1 else ""
         policy.module.to(self.device)
         optimizer = make_optimizer(learning)
-        zero = getattr(self.accelerator.state, "deepspeed_plugin", None)
+        zero = self.accelerator.state.deepspeed_plugin  # None where DeepSpeed was not launched
         self._zero = zero is not None
-        if self._zero:
+        if zero is not None:
             deepspeed.check(zero.zero_stage, optimizer)
             # DeepSpeed requires a number for its speed report; micro-batches here have no fixed size.
             zero.deepspeed_config["train_micro_batch_size_per_gpu"] = 1
