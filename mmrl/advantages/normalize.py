@@ -59,6 +59,7 @@ def group_normalize(
     """
     groups = table.groups(by)
     spread = (groups if scale == "group" else table.groups(())).std(std == "unbiased")
+    # Equal rewards: exactly 0, also with an eps of 0, where rounding of the mean is divided by rounding.
     normalized = torch.where(groups.flat(), 0.0, (table.values - groups.mean()) / (spread + eps))
     alone = table.values if singleton == "raw" else 0.0
     return table.put(torch.where(groups.count() < 2, alone, normalized))
@@ -106,9 +107,9 @@ def leave_one_out(
     if scale == "group":
         compared = compared / (groups.std(std == "unbiased") + eps)
     elif scale == "others":
-        squares = groups.std(unbiased=False).square() * count
-        others = squares - away * compared  # about their own mean
-        divisor = (count - (2 if std == "unbiased" else 1)).clamp(min=1)
+        squares = groups.std(unbiased=False).square() * count  # S = sum of (r_j - mean)^2
+        others = squares - away * compared  # S - n / (n - 1) (r - mean)^2: S without r, about its own mean
+        divisor = (count - (2 if std == "unbiased" else 1)).clamp(min=1)  # there are n - 1 others
         spread = (others / divisor).sqrt()
         # What is left of equal rewards is rounding, perhaps below 0.
         compared = torch.where(others > 1e-12 * squares, compared / (spread + eps), compared)

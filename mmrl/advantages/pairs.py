@@ -30,7 +30,8 @@ def best_vs_worst(
     """
     groups, index = table.groups(by), table.index(by)
     best, worst = groups.largest(), groups.smallest()
-    apart = table.valid & (best - worst > max(margin, EQUAL))
+    apart = table.valid & (best - worst > max(margin, EQUAL))  # a margin of 0 leaves ties out as well
+    # (N, R, K) running numbers of the entries, by which the first of equal rewards is found.
     order = torch.arange(index.numel(), dtype=best.dtype).view(index.shape)[:, None].expand_as(best)
     pair = torch.zeros_like(best)
     for sign, extreme in ((1.0, best), (-1.0, worst)):
@@ -39,9 +40,9 @@ def best_vs_worst(
         pair = torch.where(first, sign, pair)
     if length_ratio:
         steps = table.length.double()[:, None, None].expand_as(pair)
-        lengths = GroupStatistics(steps, pair != 0, index)
+        lengths = GroupStatistics(steps, pair != 0, index)  # of the two rows of a pair alone
         pair = torch.where(lengths.largest() <= length_ratio * lengths.smallest(), pair, 0.0)
-    return table.replace(values=pair, learn=table.learn & pair.any(1))
+    return table.replace(values=pair, learn=table.learn & pair.any(1))  # a row in the pair of any reward
 
 
 @advantage
@@ -52,7 +53,7 @@ def corrupted_as_rejected(table: RewardTable, *, tag: str = "twin") -> RewardTab
     compares the corrupted copies among themselves: the best of them is the copy of the best row.
     """
     twin = _tagged(table, tag)
-    values = torch.where(twin[:, None], -table.values.clamp(min=0), table.values)
+    values = torch.where(twin[:, None], -table.values.clamp(min=0), table.values)  # best copy: 1 to -1
     return table.replace(values=values, learn=table.learn & (~twin | (values < 0).any(1)))
 
 
@@ -69,7 +70,7 @@ def kto_kl_rows(table: RewardTable, *, tag: str = "unrelated") -> RewardTable:
     return table.note("unrelated", noted).replace(
         values=torch.where(mismatched[:, None], 0.0, table.values),
         valid=table.valid | mismatched[:, None],
-        learn=table.learn | mismatched,
+        learn=table.learn | mismatched,  # a mask of 0 would leave nothing to measure
     )
 
 

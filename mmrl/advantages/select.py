@@ -18,12 +18,13 @@ def high_entropy(table: RewardTable, *, top: Probability = 0.2) -> RewardTable:
     without a recorded entropy (demonstrations) are not ranked and keep their advantage: our reading.
     """
     table = per_step(table)
+    # Notes keep the width of the longest row that was collected, which may have been dropped since.
     entropy = pad_to(table.notes["entropy"], table.ends.shape[1], 1, float("nan"))[:, : table.ends.shape[1]]
     ranked = table.present & ~entropy.isnan()
     if not ranked.any():
         return table
     cutoff = entropy[ranked].quantile(1 - top)
-    kept = ~ranked | (entropy >= cutoff)
+    kept = ~ranked | (entropy >= cutoff)  # the comparison is False for NaN
     return table.put(torch.where(kept[:, None], table.values, 0.0))
 
 
@@ -35,7 +36,7 @@ def drop_truncated(table: RewardTable) -> RewardTable:
     """
     if "finish" not in table.ids:
         return table
-    cut = (table.ids["finish"] == name_id("length")).any(-1, keepdim=True)
+    cut = (table.ids["finish"] == name_id("length")).any(-1, keepdim=True)  # (N, 1): the row as a whole
     return table.replace(learn=table.learn & ~cut)
 
 
@@ -59,7 +60,7 @@ def per_step(table: RewardTable) -> RewardTable:
     steps = int(table.length.max()) if len(table) else 0
     places = place_of_steps(table.ends, steps)
     ends = torch.arange(1, steps + 1).expand(len(table), -1)
-    ends = torch.where(ends <= table.length[:, None], ends, ABSENT)
+    ends = torch.where(ends <= table.length[:, None], ends, ABSENT)  # (N, T): 1, 2, ..., then ABSENT
     return table.take(places, table.values.gather(2, places[:, None].expand(-1, len(table.names), -1)), ends)
 
 
@@ -70,10 +71,10 @@ def returns(table: RewardTable, *, gamma: Probability = 1.0) -> RewardTable:
     A row to which no reward applies has no return.
     """
     rewards = torch.where(table.valid, table.values, 0.0)
-    carried = torch.zeros_like(rewards[..., 0])
+    carried = torch.zeros_like(rewards[..., 0])  # (N, R)
     summed = []
     for place in reversed(range(rewards.shape[2])):
-        carried = rewards[..., place] + gamma * carried
+        carried = rewards[..., place] + gamma * carried  # G_k = r_k + gamma G_(k+1)
         summed.append(carried)
     values = torch.stack(summed[::-1], -1) if summed else rewards
     return table.replace(values=values, valid=table.present[:, None] & table.valid.any(-1, keepdim=True))
@@ -85,5 +86,5 @@ def increments(table: RewardTable) -> RewardTable:
 
     The change is unknown where the reward applies to only one of the two.
     """
-    credit = table.after_first(table.values.diff(dim=-1))
+    credit = table.after_first(table.values.diff(dim=-1))  # valid where the later outcome is
     return credit.replace(valid=credit.valid & table.valid[..., :-1])

@@ -76,7 +76,7 @@ def value_anchor(
             f"`value_anchor` adds the label '{of}', but there are only {', '.join(table.scored)}; put "
             "`value_weights` before it"
         )
-    early = table.present & (table.ends <= steps)
+    early = table.present & (table.ends <= steps)  # after `per_step` the ends are 1, 2, ...
     anchor = torch.where(early, table.scored[of].nan_to_num(), 0.0)
     return table.put(table.values + k * anchor[:, None])
 
@@ -104,6 +104,7 @@ def tempsamp_shaping(
     """
     place = _column(table, of)
     reward = table.values[:, place]
+    # Both branches give the threshold itself at the threshold; log1p and expm1 keep their digits near it.
     above = threshold + alpha1 * torch.log1p((reward - threshold).clamp(min=0))
     below = threshold - torch.expm1(alpha2 * (threshold - reward).clamp(min=0)) / math.expm1(alpha2)
     values = table.values.clone()
@@ -142,7 +143,7 @@ def tempsamp_anchor(
     """
     sampled = (table.ids["on_policy"] == 1)[:, None]
     best = GroupStatistics(table.values, sampled & table.valid, table.index(by)).largest()
-    anchored = torch.where(best.isfinite(), lambda_off * best, table.values)
+    anchored = torch.where(best.isfinite(), lambda_off * best, table.values)  # -inf: no sampled row
     return table.put(torch.where(sampled, table.values, anchored))
 
 

@@ -51,16 +51,16 @@ def turning_points(
     def sign(difference: Tensor) -> Tensor:
         return torch.where(difference.abs() <= atol, 0.0, difference.sign())
 
-    increment = change(reward[..., 1:], reward[..., :-1], known[..., :-1] & known[..., 1:])
+    increment = change(reward[..., 1:], reward[..., :-1], known[..., :-1] & known[..., 1:])  # (N, R, T)
     last = table.last.clamp(min=0)[:, None, None].expand(-1, reward.shape[1], 1)
     ended = known.gather(2, last)
-    remaining = change(reward.gather(2, last), reward[..., :-1], known[..., :-1] & ended)
-    trend = remaining[..., :1]
-    agrees = sign(increment) * sign(trend)
+    remaining = change(reward.gather(2, last), reward[..., :-1], known[..., :-1] & ended)  # to the end
+    trend = remaining[..., :1]  # (N, R, 1): of the row as a whole
+    agrees = sign(increment) * sign(trend)  # 1: with the trend, -1: against it, 0: one has no sign
     turning = agrees > 0
-    turning[..., 1:] &= agrees[..., :-1] < 0
+    turning[..., 1:] &= agrees[..., :-1] < 0  # 0 is not against the trend
     if consistent:
-        turning &= sign(increment) * sign(remaining - increment) > 0
+        turning &= sign(increment) * sign(remaining - increment) > 0  # the rest, after the step
     if only_rising:
         turning &= trend > atol
     if not first_step:
@@ -77,7 +77,7 @@ def _balanced(turning: Tensor, trend: Tensor, key: Tensor) -> Tensor:
     kept = torch.zeros_like(turning)
     for i in range(turning.shape[1]):
         sides = [(turning[:, i] & (sign * trend[:, i] > 0)).nonzero() for sign in (1, -1)]
-        fewest = min(map(len, sides)) or max(map(len, sides))
+        fewest = min(map(len, sides)) or max(map(len, sides))  # one side alone is kept whole
         for places in sides:
             size = key[:, i][places[:, 0], places[:, 1]].abs()
             rows, steps = places[size.argsort(descending=True, stable=True)[:fewest]].unbind(1)

@@ -99,9 +99,11 @@ def lossy_pieces(config: Config) -> list[str]:
     names = []
     for engine in config.rollout.engine:
         for kind in ("transform", "cache"):
-            value = engine.options.get(kind) or []
-            pieces = value if isinstance(value, list | tuple) else [value]
-            names += [f"{kind} {as_piece(piece, kind).name}" for piece in pieces]
+            match engine.options.get(kind) or []:
+                case [*pieces]:
+                    names += [f"{kind} {as_piece(piece, kind).name}" for piece in pieces]
+                case piece:
+                    names.append(f"{kind} {as_piece(piece, kind).name}")
     return names
 
 

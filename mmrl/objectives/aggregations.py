@@ -35,13 +35,13 @@ def sequence_mean(batch: Batch, *, count: Count = "learned") -> Tensor:
 @aggregation
 def step_mean(batch: Batch) -> Tensor:
     """Average over all steps of the update, on all processes (DAPO, arXiv 2503.14476)."""
-    return batch.mask / (batch.totals.steps or 1.0)
+    return batch.mask / (batch.totals.steps or 1.0)  # one divisor for all steps: long rows weigh more
 
 
 @aggregation
 def fixed_length(batch: Batch, *, max_completion_length: PositiveInt, count: Count = "learned") -> Tensor:
     """Divide by rows times a constant length (Dr. GRPO, arXiv 2503.20783)."""
-    return batch.mask / (_rows(batch, count) * max_completion_length)
+    return batch.mask / (_rows(batch, count) * max_completion_length)  # no row's own length, so no bias by it
 
 
 @aggregation

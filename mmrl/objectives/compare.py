@@ -49,7 +49,7 @@ def sigmoid(
         label_smoothing: Share of labels taken to be flipped, in [0, 1], as in TRL's `sigmoid`.
     """
     margin, decided = margins(implicit_reward, batch, level)
-    logit = beta * margin - gamma
+    logit = beta * margin - gamma  # softplus(-logit) = -log sigmoid(logit), without underflow
     loss = (1 - label_smoothing) * softplus(-logit) + label_smoothing * softplus(logit)
     return mean_over_groups(loss, decided, batch)
 
@@ -69,7 +69,7 @@ def sigmoid_each(
     other = batch.mask * (batch.advantage < 0)
     if level == "row":
         better, worse, other = (part.sum(-1, keepdim=True) for part in (better, worse, other))
-    margin = group_sum(better, index)[index] + worse
+    margin = group_sum(better, index)[index] + worse  # chosen minus each rejected one, whose sign is -1
     loss = group_sum(torch.where(other > 0, softplus(-beta * margin), 0.0), index)
     return mean_over_groups(loss, margins(implicit_reward, batch, level)[1], batch)
 
@@ -94,6 +94,7 @@ def robust(
     """
     margin, decided = margins(implicit_reward, batch, level)
     loss = (1 - label_smoothing) * softplus(-beta * margin) - label_smoothing * softplus(beta * margin)
+    # A share e of labels flipped: the mean is ((1 - e)^2 - e^2) / (1 - 2 e) = 1 times the clean loss.
     return mean_over_groups(loss / (1 - 2 * label_smoothing), decided, batch)
 
 
@@ -123,7 +124,7 @@ def margins(implicit_reward: Tensor, batch: Batch, level: Level) -> tuple[Tensor
     Returns the margins (V, C), and whether each has rows of both signs. C is 1, or the number of steps.
     """
     advantage, index = batch.advantage * batch.mask, group_index([batch.group])
-    margin = group_sum(advantage * implicit_reward, index)
+    margin = group_sum(advantage * implicit_reward, index)  # (V, T); of a pair: chosen minus rejected
     better, worse = (group_sum((sign * advantage > 0).to(margin.dtype), index) for sign in (1, -1))
     if level == "row":
         margin, better, worse = (part.sum(-1, keepdim=True) for part in (margin, better, worse))
@@ -133,7 +134,7 @@ def margins(implicit_reward: Tensor, batch: Batch, level: Level) -> tuple[Tensor
 def mean_over_groups(loss: Tensor, decided: Tensor, batch: Batch) -> Tensor:
     """Average (V, C) losses over the valid columns of each group, then over the groups of the update."""
     means = masked_mean(torch.where(decided, loss, 0.0), decided.to(loss.dtype), -1)
-    return means.sum() / (batch.totals.groups or 1.0)
+    return means.sum() / (batch.totals.groups or 1.0)  # groups without a decided column count too
 
 
 # ---- lists: advantages are rewards
@@ -168,7 +169,7 @@ def plackett_luce(
         score, reward, mask = beta * implicit_reward[rows], batch.advantage[rows], batch.mask[rows]
         if level == "row":
             score, reward = score.sum(-1, keepdim=True), masked_mean(reward, mask, -1)[:, None]
-            mask = mask.any(-1, keepdim=True)
+            mask = mask.any(-1, keepdim=True)  # (n, 1): the row is the only column
         loss, varied = _ranking(score, reward, mask > 0, tau, top1)
         losses.append(loss)
         decided.append(varied)
@@ -180,16 +181,16 @@ def _ranking(
 ) -> tuple[Tensor, Tensor]:
     """Compute the loss of every column (C,), and whether its rewards differ."""
     order = torch.where(takes_part, reward, -torch.inf).argsort(dim=0, descending=True, stable=True)
-    score, reward, takes_part = (part.gather(0, order) for part in (score, reward, takes_part))
+    score, reward, takes_part = (part.gather(0, order) for part in (score, reward, takes_part))  # best first
     itself = torch.eye(len(score), dtype=torch.bool, device=score.device)[..., None]
     ranked_below = torch.ones_like(itself[..., 0]).triu()[..., None]
     # Rows that do not take part stand last: each is compared with itself alone, which gives exactly 0.
     compared = (ranked_below & takes_part) | itself  # (i, j, C): row i is compared with row j
-    meant = score
+    meant = score  # tau 0: the target is row i itself, the best of those it is compared with
     if tau > 0:
-        target = torch.where(compared, reward / tau, -torch.inf).softmax(1)
+        target = torch.where(compared, reward / tau, -torch.inf).softmax(1)  # over j
         meant = (target * score).sum(1)
-    terms = torch.where(compared, score, -torch.inf).logsumexp(1) - meant
+    terms = torch.where(compared, score, -torch.inf).logsumexp(1) - meant  # -sum_j target_ij log softmax_ij
     lowest = torch.where(takes_part, reward, torch.inf).amin(0)
     highest = torch.where(takes_part, reward, -torch.inf).amax(0)
     return (terms[:1] if top1 else terms).sum(0), highest - lowest > EQUAL

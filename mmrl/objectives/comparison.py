@@ -16,7 +16,7 @@ from mmrl.core.tensor import group_index, group_mean, group_sum, masked_mean
 from mmrl.core.types import Unit
 from mmrl.objectives.policy_gradient import listed, needs_of
 
-# ---- implicit rewards of single steps, all (n, t); a comparison sums them over the steps of a r
+# ---- implicit rewards of single steps, all (N, T); a comparison sums them over the steps of a row
 
 
 def _share(batch: Batch) -> Tensor:
@@ -58,7 +58,7 @@ def mean_ratio(new: StepOutput, batch: Batch, *, against: str = "old") -> Tensor
     Log-ratios are limited to [-20, 20].
     """
     gap = ((new.logp - batch.by(against, new).logp) * batch.mask).clamp(-20.0, 20.0)
-    return gap.exp() * _share(batch)
+    return gap.exp() * _share(batch)  # exp(0) outside of the mask, which the objective drops
 
 
 @objective
@@ -96,7 +96,7 @@ class Comparison:
         implicit_reward = self.implicit_reward(new, batch) * batch.mask
         loss = sum(compare.weight * compare(implicit_reward, batch) for compare in listed(self.compare))
         for penalty in listed(self.penalty):
-            loss = loss + (penalty(new, batch) * batch.weight).sum()
+            loss = loss + (penalty(new, batch) * batch.weight).sum()  # comparisons divide by themselves
         first: Bound = listed(self.compare)[0]
         options = {name: option.default for name, option in first.entry.options.items()} | first.options
         return loss, diagnose_groups(options.get("beta", 1.0) * implicit_reward, batch)
@@ -125,7 +125,7 @@ def diagnose_groups(reward: Tensor, batch: Batch) -> dict[str, Tensor]:
         return (group_sum(total * rows, index) / group_sum(rows, index).clamp(min=1)).sum() / groups
 
     chosen, rejected = mean_of(merit > 0), mean_of(merit < 0)
-    agrees = group_sum(merit * total, index) > 0
+    agrees = group_sum(merit * total, index) > 0  # covariance; of a pair: chosen above rejected
     metrics = {"chosen": chosen, "rejected": rejected, "margins": chosen - rejected}
     metrics["accuracies"] = agrees.to(total.dtype).sum() / groups
     if "unrelated" in batch.notes:

@@ -53,7 +53,7 @@ def gaussian_kl(
     """
     variance = _counted(new.extra["std"], batch).square()
     if not kl_dt:
-        variance = variance / _counted(-new.extra["dt"], batch)
+        variance = variance / _counted(-new.extra["dt"], batch)  # (std / sqrt(-dt))^2
     gap = _distance("mean", new, batch.by(against, new))
     return (coef * gap / (2 * variance)).to(new.logp.dtype)
 
@@ -82,7 +82,7 @@ def velocity_mse(
     gap = _distance("velocity", new, batch.by(against, new))
     if weighting == "elbo":
         time = _counted(new.extra["time"], batch)
-        gap = gap / (2 * noise_level**2 * time / (1 - time.clamp(max=0.99)))
+        gap = gap / (2 * noise_level**2 * time / (1 - time.clamp(max=0.99)))  # 2 s_t^2
     return (coef * gap).to(new.logp.dtype)
 
 
@@ -105,6 +105,7 @@ def norm_hinge(
         against: Name of the reference policy.
         factor: Length, as a multiple of the reference's, above which the penalty begins.
     """
+    # 1e-12: the gradient of the root is infinite at 0.
     length, bound = (
         (_mean_square(output.extra["velocity"]) + 1e-12).sqrt() for output in (new, batch.by(against, new))
     )
@@ -151,7 +152,7 @@ def diffusion_nft(
     old = batch.by(against, new).extra["velocity"].double()
     time = new.extra["time"].double()
     advantage = ADV_MODES[adv_mode](batch.advantage.double())
-    share = (0.5 + advantage / (2 * max_advantage)).clamp(0, 1)
+    share = (0.5 + advantage / (2 * max_advantage)).clamp(0, 1)  # the paper's r, a probability of optimality
 
     def matched(sign: float) -> Tensor:
         # x_t - t v is away from x_0 by t times what v is away from its target
@@ -175,7 +176,7 @@ def grpo_guard_ratio(new: StepOutput, batch: Batch, *, against: str = "old") -> 
     """
     old = batch.by(against, new)
     std = _counted(new.extra["std"], batch)
-    drift = _distance("mean", new, old) / (2 * std)
+    drift = _distance("mean", new, old) / (2 * std)  # gap / (2 std^2), times std
     return ((new.logp - old.logp) * std + drift).to(new.logp.dtype) * batch.mask
 
 
@@ -186,5 +187,5 @@ def by_step_size(batch: Batch) -> Tensor:
     This is the second published form of GRPO-Guard.
     """
     mean = masked_mean((-batch.others["old"].extra["dt"]).sqrt(), batch.mask, -1)
-    mean = torch.where(mean > 0, mean, 1.0)
+    mean = torch.where(mean > 0, mean, 1.0)  # of rows without a step
     return (1 / mean.square())[:, None].expand_as(batch.mask)

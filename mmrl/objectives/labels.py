@@ -43,7 +43,7 @@ def kto(
     """
     reward, label = _labelled(beta * implicit_reward, batch, level)
     weight = desirable_weight * label.clamp(min=0) - undesirable_weight * label.clamp(max=0)
-    loss = weight * torch.sigmoid(-label * (reward - max(delta, 0.0)))
+    loss = weight * torch.sigmoid(-label * (reward - max(delta, 0.0)))  # 1 - sigmoid(x) = sigmoid(-x)
     index = group_index([batch.group])
     count = group_sum(label.abs(), index)
     return mean_over_groups(group_sum(loss, index) / count.clamp(min=1), count > 0, batch)
@@ -133,9 +133,9 @@ def apo_down(
     For data that is worse than the model.
     """
     reward, label = _labelled(beta * implicit_reward, batch, level)
-    better = _sum_over_labelled(torch.sigmoid(reward) * (label > 0), label, batch)
+    better = _sum_over_labelled(torch.sigmoid(reward) * (label > 0), label, batch)  # lowers the chosen row
     margin, decided = margins(beta * implicit_reward, batch, level)
-    return better + mean_over_groups(torch.sigmoid(-margin), decided, batch)
+    return better + mean_over_groups(torch.sigmoid(-margin), decided, batch)  # 1 - sigmoid(r_w - r_l)
 
 
 @compare(unit=Unit.GROUP)
@@ -144,7 +144,7 @@ def sppo_hard(
 ) -> Tensor:
     """SPPO with hard labels: regress implicit rewards to +-1 / (2 beta) (arXiv 2405.00675)."""
     reward, label = _labelled(implicit_reward, batch, level)
-    loss = (reward - label / (2 * beta)).square() * label.abs()
+    loss = (reward - label / (2 * beta)).square() * label.abs()  # rows without a label cost nothing
     return _sum_over_labelled(loss, label, batch)
 
 
@@ -166,6 +166,7 @@ def exo_pair(
     """
     margin, decided = margins(beta * implicit_reward, batch, level)
     wrong = margin.new_tensor(label_smoothing)
+    # Reverse KL, from (sigmoid(m), sigmoid(-m)) of the model to the labels (1 - e, e).
     loss = torch.sigmoid(margin) * (logsigmoid(margin) - torch.log1p(-wrong))
     loss = loss + torch.sigmoid(-margin) * (logsigmoid(-margin) - wrong.log())
     return mean_over_groups(loss, decided, batch)
@@ -180,7 +181,7 @@ def _labelled(reward: Tensor, batch: Batch, level: Level) -> tuple[Tensor, Tenso
     if level == "step":
         return reward, label
     merit = masked_mean(batch.advantage, batch.mask, -1)[:, None]
-    return reward.sum(-1, keepdim=True), merit.sign()
+    return reward.sum(-1, keepdim=True), merit.sign()  # (N, 1) each
 
 
 def _sum_over_labelled(loss: Tensor, label: Tensor, batch: Batch) -> Tensor:

@@ -48,7 +48,7 @@ def k3(
             none.
     """
     gap = step_ratio(new, batch, against=against).clamp(min=-20.0)
-    estimate = (-gap).exp() + gap - 1
+    estimate = (-gap).exp() + gap - 1  # r - 1 - log r, r the other policy's probability over the new one's
     if clip_max is not None:
         estimate = estimate.clamp(max=clip_max)
     if use_bias_correction_kl:
@@ -73,7 +73,7 @@ def sft(new: StepOutput, batch: Batch, *, coef: NonNegativeFloat = 0.5) -> Tenso
     index, counted = group_index([batch.group]), batch.mask.sum(-1) > 0
     merit = masked_mean(batch.advantage, batch.mask, -1)
     most, least = (group_extreme(merit, index, counted, largest) for largest in (True, False))
-    rows = torch.arange(len(merit), dtype=torch.float64, device=merit.device)
+    rows = torch.arange(len(merit), dtype=torch.float64, device=merit.device)  # int64 has no infinity
     candidates = counted & (merit == most) & (most - least > EQUAL)
-    best = candidates & (rows == group_extreme(rows, index, candidates, largest=False))
+    best = candidates & (rows == group_extreme(rows, index, candidates, largest=False))  # first of equals
     return -coef * new.logp * best[:, None]

@@ -73,17 +73,16 @@ def diagnose(new: StepOutput, batch: Batch) -> dict[str, Tensor]:
     metrics = {}
     for name, other in batch.others.items():
         if name not in ("old", "engine"):
-            gap = ((other.logp - new.logp) * batch.mask).clamp(max=20)
+            gap = ((other.logp - new.logp) * batch.mask).clamp(max=20)  # log r; k3 = r - 1 - log r
             metrics["kl" if name == "ref" else f"kl/{name}"] = (
                 (gap.exp() - gap - 1) * batch.mask
             ).sum() / steps
     if "logp" in batch.notes:
         old, noted = batch.by("old", new).logp, batch.notes["logp"]
-        known = batch.mask * ~noted.isnan()
+        known = batch.mask * ~noted.isnan()  # demonstrations have no notes
         gap = torch.where(known > 0, old - noted.nan_to_num(), 0.0)
         metrics["sampling/sampling_logp_difference/mean"] = gap.abs().sum() / steps
-        # k3 of the engine's distribution from the policy's, both as of the rollout: what a cheaper engine
-        # costs.
+        # k3 of engine from policy, both as of the rollout: what a cheaper engine costs.
         bounded = gap.clamp(max=20)
         metrics["sampling/kl"] = ((bounded.exp() - bounded - 1) * known).sum() / steps
         metrics |= _moments(gap, known, batch)
@@ -119,7 +118,7 @@ def clipped_share(surrogate: Callable, log_ratio: Tensor, new: StepOutput, batch
         moved = surrogate(leaf, new.detach(), batch)
         if not moved.requires_grad:
             return {}
-        slope = torch.autograd.grad(moved.sum(), leaf)[0]
+        slope = torch.autograd.grad(moved.sum(), leaf)[0]  # exactly 0 where a clip of any form holds
     still = ((slope == 0) & (batch.advantage != 0) & (batch.mask > 0)).to(leaf.dtype)
     steps = batch.totals.steps or 1.0
     low, high = (still * (leaf < 0)).sum() / steps, (still * (leaf > 0)).sum() / steps

@@ -33,7 +33,7 @@ def sequence_ratio(
     length = batch.mask.sum(-1, keepdim=True).clamp(min=1)
     mean = (gap.sum(-1, keepdim=True) / length).expand_as(gap)
     if level == "token":
-        mean = mean.detach() + new.logp - new.logp.detach()
+        mean = mean.detach() + new.logp - new.logp.detach()  # the mean in value, the step's own gradient
     return mean.clamp(max=10.0) * batch.mask
 
 
@@ -105,7 +105,7 @@ def clip(
     advantage = batch.advantage
     ratio = _ratio(log_ratio)
     clipped = ratio.clamp(1 - epsilon, 1 + (epsilon if epsilon_high is None else epsilon_high))
-    free = ratio if delta is None else ratio.clamp(max=delta)
+    free = ratio if delta is None else ratio.clamp(max=delta)  # the minimum below takes it where A < 0
     loss = -torch.minimum(free * advantage, clipped * advantage)
     if dual is not None:
         loss = torch.where(advantage < 0, torch.minimum(loss, -dual * advantage), loss)
@@ -153,6 +153,7 @@ def sapo(
     temperature_neg: PositiveFloat = 1.05,
 ) -> Tensor:
     """Fade the gradient out with a sigmoid instead of clipping it (SAPO, arXiv 2511.20347)."""
-    # `where` of two Python numbers would be float32
+    # (N, T) by the sign of the advantage; `where` of two Python numbers would be float32.
     tau = torch.full_like(log_ratio, temperature_neg).masked_fill(batch.advantage > 0, temperature_pos)
+    # 4 / tau: the slope at a ratio of 1 is 4 / tau * tau / 4 = 1, as without the gate.
     return -(4 / tau) * torch.sigmoid(tau * (_ratio(log_ratio) - 1)) * batch.advantage

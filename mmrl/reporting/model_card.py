@@ -74,7 +74,7 @@ def variant_of(config: Config) -> Variant | None:
     def same(variant: Variant, key: str) -> bool:
         return key in variant.raw and short_pieces(variant.raw[key]) == short_pieces(raw[key])
 
-    fitting = [found for found in all_variants() if same(found, "advantage") and same(found, "objective")]
+    fitting = [v for v in all_variants() if same(v, "advantage") and same(v, "objective")]
     return max(fitting, key=lambda variant: agreement(variant.raw, raw), default=None)
 
 
@@ -95,9 +95,9 @@ def write_card(config: Config, step: int, measured: Mapping[str, float], folder:
 
     Of `measured`, metrics by the journal's names, the card shows those of an evaluation (`eval_*`).
     """
-    here = Path(__file__).parent
+    loader = FileSystemLoader(Path(__file__).parent)
     # Markdown, so that nothing is escaped but the ends of cells.
-    environment = Environment(loader=FileSystemLoader(here), trim_blocks=True, undefined=StrictUndefined)
+    environment = Environment(loader=loader, trim_blocks=True, undefined=StrictUndefined)
     environment.filters["cell"] = lambda text: text.replace("|", "\\|").replace("\n", " ")
     environment.tests["finite"] = math.isfinite
     base = str(config.policy.options.get("model") or config.policy.name)
@@ -129,6 +129,6 @@ def describe_method(config: Config) -> str:
     """Name the method of a run with its papers, or else its objective and chain."""
     if (method := variant_of(config)) is None:
         return f"{config.objective.name} over the chain {', '.join(piece.name for piece in config.advantage)}"
-    ids = re.findall(r"\d{4}\.\d{5}", method.comment)
+    ids = re.findall(r"\d{4}\.\d{5}", method.comment)  # five digits since 2015
     papers = ", ".join(f"[arXiv {id}](https://arxiv.org/abs/{id})" for id in ids)
     return f"{method.name}{f' ({papers})' if papers else ''}: {method.comment}"

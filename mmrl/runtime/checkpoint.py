@@ -73,9 +73,9 @@ def _sha256(path: Path) -> str:
 
 def publish(unfinished: Path, folder: Path) -> None:
     """Rename a finished folder, so that a checkpoint with its final name is always whole."""
-    discard(folder)
+    discard(folder)  # of a step that is taken again, since this one was found broken
     unfinished.rename(folder)
-    flush(folder.parent)
+    flush(folder.parent)  # without it a power cut may undo the rename
 
 
 def discard(folder: Path) -> None:

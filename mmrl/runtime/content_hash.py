@@ -155,12 +155,13 @@ def of_tensors(tensors: Iterable[Tensor]) -> str:
 def _of_tensor(tensor: Tensor) -> str:
     bits = hashlib.sha256(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
     for chunk in tensor.detach().reshape(-1).split(CHUNK):
-        whole = len(chunk) - len(chunk) % (8 * STRIDE)
+        whole = len(chunk) - len(chunk) % (8 * STRIDE)  # fills rows of STRIDE integers at any item size
         for part in (chunk[:whole], chunk[whole:]):
             # Only aligned memory is viewed as rows of STRIDE 64-bit integers; the rest is copied and padded.
             if part.storage_offset() * part.itemsize % 8 or len(part) * part.itemsize % (8 * STRIDE):
                 part = part.clone().view(torch.uint8)
                 part = nn.functional.pad(part, (0, -len(part) % (8 * STRIDE)))
+            # Sums of integers wrap, and are the same in any order: equal on every device.
             sums = part.view(torch.int64).view(-1, STRIDE).sum(0).cpu()
             bits.update(sums.view(torch.uint8).numpy().data)
     return bits.hexdigest()

@@ -36,6 +36,7 @@ def state_of(zero: Any) -> dict[str, Any]:
 
     groups = {}
     for number, (flat, state, weights) in enumerate(_groups(zero)):
+        # Moments have the shape of the weights; what else there is, such as the step, is one per group.
         cut = [key for key, x in state.items() if isinstance(x, Tensor) and x.shape == flat.shape]
         groups[str(number)] = {
             "shared": {key: value for key, value in state.items() if key not in cut},
@@ -54,11 +55,12 @@ def take_up(zero: Any, state: Mapping[str, Any]) -> None:
     for number, (flat, live, weights) in enumerate(_groups(zero)):
         saved = state["zero"][str(number)]
         live |= {**saved["shared"], **{key: torch.zeros_like(flat) for key in saved["weights"]}}
+        # DeepSpeed links each weight to its part of the flat state, by itself only at the first step.
         lazy_init_hp_params_optimizer_state(weights, flat, {flat: live})
         for key, values in saved["weights"].items():
             for weight, value in zip(weights, values, strict=True):
                 safe_set_full_optimizer_state(weight, value.to(flat.device), key)
-    zero.refresh_fp32_params()
+    zero.refresh_fp32_params()  # its flat float32 copy still has the weights from before loading
 
 
 def _groups(zero: Any) -> list[tuple[Tensor, dict[str, Any], list[Tensor]]]:

@@ -29,7 +29,7 @@ def replacing(path: Path) -> Iterator[Path]:
     temporary = path.with_name(f"{path.name}.tmp")
     try:
         yield temporary
-        flush(temporary)
+        flush(temporary)  # else the name may reach the disk before the content
         temporary.replace(path)
         flush(path.parent)
     except BaseException:
@@ -54,7 +54,7 @@ def flush(path: Path) -> None:
 
 def remove(path: Path) -> None:
     """Remove a file or a folder, if it is there."""
-    if path.is_dir() and not path.is_symlink():
+    if path.is_dir() and not path.is_symlink():  # rmtree refuses links
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)
@@ -87,7 +87,7 @@ def check_free(folder: Path) -> None:
     """Raise `ConfigError` where another process has locked a folder."""
     if (folder / LOCK).exists():
         with (folder / LOCK).open() as file:
-            _flock(file, fcntl.LOCK_SH, folder)
+            _flock(file, fcntl.LOCK_SH, folder)  # shared, so that several may look at once
 
 
 def _flock(file: TextIO, how: int, folder: Path) -> None:

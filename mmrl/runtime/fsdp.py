@@ -89,7 +89,7 @@ def unsharded(module: nn.Module, *, again: bool = True) -> Iterator[None]:
         module.begin()
         del module.begin
     for part in parts:
-        part.set_reshard_after_forward(False, recurse=False)
+        part.set_reshard_after_forward(False, recurse=False)  # else its first forward pass reshards it
         part.unshard()
     try:
         yield
@@ -111,7 +111,7 @@ def exchange(parameter: Tensor, weight: Tensor) -> Tensor:
     old = current.clone()
     current.copy_(other)
     other.copy_(old)
-    return weight
+    return weight  # with the old values
 
 
 def give_up(module: nn.Module) -> None:

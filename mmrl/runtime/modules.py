@@ -44,7 +44,7 @@ def keep_training_precision(model: nn.Module) -> None:
     """Convert trained weights to float32, since updates of 1e-6 vanish in 16 bits; frozen ones stay."""
     for parameter in model.parameters():
         if parameter.requires_grad and parameter.dtype in LOW:
-            parameter.data = parameter.data.float()
+            parameter.data = parameter.data.float()  # the Parameter stays, which others may refer to
 
 
 def apply_transforms(model: nn.Module, transforms: Sequence[Callable]) -> nn.Module:

@@ -34,8 +34,8 @@ T = TypeVar("T")
 def save(run: Run) -> None:
     """Write `checkpoint-{step}`: the model folder of its library, and the state that resuming needs."""
     folder = run.folder / f"checkpoint-{run.progress.step}"
-    run.rank_checkpoint()
-    state = whole(run.state_dict())
+    run.rank_checkpoint()  # before the state, which names the best checkpoint
+    state = whole(run.state_dict())  # gathers shards, so every process takes part
     with run.processes.agreeing(f"saving '{folder}'"), gathered(run.policy.module):
         if run.processes.main:
             _write(run, state, folder)
@@ -55,7 +55,7 @@ def _write(run: Run, state: Mapping[str, Any], folder: Path) -> None:
         write_card(run.config, progress.step, progress.reported, model)
         checkpoint.write_state(unfinished, state)
         for journal in (run.journal, run.report.warnings):
-            journal.flush()
+            journal.flush()  # before the checkpoint, since resuming cannot refill a journal
         checkpoint.publish(unfinished, folder)
     except (OSError, SafetensorError) as error:
         shutil.rmtree(unfinished, ignore_errors=True)
@@ -131,7 +131,7 @@ def _load_latest(run: Run) -> int:
         say(f"going on from {folder}")
         return state["step"]
     with gathered(run.policy.module):
-        run.name_weights()
+        run.name_weights()  # recorded, to be compared when the run is resumed
     if refused:  # what was learned is not thrown away because a disk cannot be read for a moment
         raise CheckpointError(
             f"none of the {len(refused)} checkpoints of '{run.folder}' can be used, and nothing was changed: "
@@ -186,7 +186,7 @@ def _load(run: Run, state: Mapping[str, Any], folder: Path) -> dict[str, Any]:
             run.policy.load(folder / checkpoint.MODEL)
             trained = run.name_weights()
         run.load_state_dict(state)
-    except ProcessFailed:
+    except ProcessFailed:  # a RuntimeError, but no fault of the checkpoint
         raise
     except (KeyError, ValueError, RuntimeError, TypeError, OSError) as error:
         raise CheckpointError(f"'{folder}' does not fit this run: {in_one_line(error, 300)}") from error

@@ -37,7 +37,7 @@ def collect(run: Run) -> Collection:
             whole = run.processes.whole(run.policy.module)
             with run.report.timing("rollout"), run.acting(), whole, rolling_out(run.stream.step):
                 made = in_order(method.engine.rollout(mine), order)
-            fresh, stand_in = made if counts else (), stand_in or made
+            fresh, stand_in = made if counts else (), stand_in or made  # `counts`: the prompts are its own
             with run.report.timing("reward"):
                 local = score(method.rewards, fresh, notes=noted, rank=run.processes.rank)
         with run.report.timing("reward"):

@@ -42,7 +42,7 @@ class Method:
         return [parameter for parameter in self.policy.module.parameters() if parameter.requires_grad]
 
 
-# ---- applies the advantage chain: the functions that turn a table of rewards into a table of ad
+# ---- the advantage chain: functions that turn a table of rewards into a table of advantages
 
 
 class ChainError(ValueError):
@@ -70,6 +70,7 @@ def through_chain(chain: Sequence[Bound], table: RewardTable, step: int) -> Rewa
         wrong = result.valid & ~result.values.isfinite()
         if wrong.any():
             row, column, place = wrong.nonzero()[0].tolist()
+            # The piece may have made more places than there were, as `per_step` does.
             before = table.values[row, :, min(place, table.values.shape[2] - 1)].tolist()
             raise ChainError(
                 f"{name} made {int(wrong.sum())} valid values non-finite at step {step}, the first of them "

@@ -100,13 +100,13 @@ class Guard:
         `learn.max_skipped` steps were skipped.
         """
         wrong = bool(self.update.suspects) or not math.isfinite(norm)
-        if not self.processes.any(wrong):
+        if not self.processes.any(wrong):  # all step or none, so that their weights stay equal
             return True
         step, learn = self.stream.step, self.config.learn
         what = f"the loss of step {step} is not finite"
         if not math.isfinite(norm):
             what = f"the gradient of step {step} has the norm {norm}"
-        rows = self._rows_to_blame()
+        rows = self._rows_to_blame()  # before `forget` clears the suspects
         self.forget()
         path = self._dump(what, rows)
         if learn.on_nonfinite == "stop":
@@ -130,10 +130,11 @@ class Guard:
         """Find the rows at fault: one by one on a single process, else all of suspected micro-batches."""
         part = self.update.part
         if self.processes.world > 1:
+            # Row by row, processes would make different numbers of passes, and sharded passes wait for all.
             where = [micro.rows for micro in self.update.suspects] or [part.rows]
             return part.select(torch.isin(part.rows, torch.cat(where).cpu()).nonzero()[:, 0])
         self.method.optimizer.zero_grad(set_to_none=True)
-        cuts = part.cuts(1, max(self.method.needs.unit, Unit.ROW))
+        cuts = part.cuts(1, max(self.method.needs.unit, Unit.ROW))  # one row or group each, however long
         bad = [rows for rows, _ in cuts if not self.is_finite(part.select(rows))]
         return part.select(torch.cat(bad)) if bad else part
 

@@ -68,7 +68,7 @@ class Reporter:
     def begin(self, start: int) -> None:
         """Begin, or resume at a step: later lines of the journals are dropped and trackers are opened."""
         if self.processes.main:
-            self.journal.rewind(start)
+            self.journal.rewind(start)  # the steps after the checkpoint are taken once more
             self.records = [{**record, "cheap": self.cheap} for record in self.journal.read()]
             self.warnings.rewind(start)
             self.raised = [record["text"] for record in self.warnings.read()]
@@ -125,7 +125,7 @@ class Reporter:
             self.pieces.trackers.write(metrics, step)
             if len(self.records) == 1 and (sentence := describe_mismatch(metrics, self.cheap)):
                 self.console.say(sentence)
-            self._run_checks(self.records)
+            self._run_checks(self.records)  # over all records so far; `warn` shows a text once
         self.console.step(step, metrics)
 
     def _run_checks(self, records: Sequence[Mapping[str, Any]]) -> None:
@@ -158,7 +158,7 @@ class Reporter:
         records = list(self.records)
         if last and records:  # metrics of the last step stay as they were reported
             records[-1] = {**describe_measured(last), **records[-1]}
-        self._run_checks(records)
+        self._run_checks(records)  # with the last evaluation among them
         if last:
             write_measured(self.folder, last)
             if fragments := "".join(piece({"answer": last}) for piece in self.pieces.visualizations):

@@ -178,7 +178,7 @@ def _lay_out(
     nothing = torch.zeros((len(rollouts), 0, shape[1]), dtype=torch.float64)  # labels only
     values = torch.stack([scored[name] for name in weights], 1) if weights else nothing
     ids = {
-        "group": [name_id(row.group) for row in rollouts],
+        "group": [name_id(row.group) for row in rollouts],  # equal in every round and process
         "row": list(range(shape[0])),
         "on_policy": [int(row.on_policy) for row in rollouts],
     }

@@ -137,13 +137,13 @@ class Run:
         asked: dict[str, LogProbs] = {name: references[name] for name in names if name in references}
         learn, acting = self.config.learn, self.config.rollout.policy
         if learn.num_iterations * learn.minibatches > 1 or acting or {"old", "engine"} & set(names):
-            asked["old"] = references.get(acting, self.policy)
+            asked["old"] = references.get(acting, self.policy)  # "" is the policy itself
         return asked
 
     def step_optimizer(self) -> None:
         """Clip gradients, step, zero them, and update moving averages; skip a step that is not finite."""
         norm = self.processes.clip(self.method.trained, self.config.learn.max_grad_norm)
-        if self.untouched is None:
+        if self.untouched is None:  # the first update, before `zero_grad` frees gradients
             named = self.policy.module.named_parameters()
             self.untouched = [name for name, p in named if p.requires_grad and p.grad is None]
         if not self.guard.passes(norm):
@@ -151,9 +151,9 @@ class Run:
         self.method.optimizer.step()
         self.method.optimizer.zero_grad(set_to_none=True)
         for reference in self.method.references.values():
-            reference.move()
+            reference.move()  # moving averages follow optimizer steps, not collections
         self.guard.meter.add({"grad_norm": torch.tensor(norm)}, 1.0)
-        self.guard.meter.updates += 1
+        self.guard.meter.updates += 1  # a skipped update left no sums: `forget` undid them
 
     def finish(self, step: int, collection: Collection, credit: RewardTable) -> None:
         """Report a step, with an evaluation where one is due."""

@@ -39,6 +39,7 @@ def initial_ratio(
     if not known.any():
         return
     logp = examined.replay()
+    # The same pass twice: where results differ, something in the policy draws numbers (dropout).
     difference, unsteady = _difference(logp, noted, known), _difference(logp, examined.replay(), known)
     lossy = lossy_pieces(examined.config)
     if lossy and unsteady <= tolerance:
@@ -86,6 +87,7 @@ def _cause(
 ) -> tuple[str, str]:
     """Compute log-probabilities in other ways until one agrees; returns the end of a sentence and advice."""
     policy = examined.policy
+    # From cheap to dear: a pass, a pass for every row, another collection by a model in float32.
     with evaluating(policy.module):
         calm = examined.replay()
     if unsteady or _difference(calm, noted, known) <= tolerance:

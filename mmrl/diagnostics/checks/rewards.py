@@ -86,7 +86,7 @@ def reward_sanity(examined: Examined) -> Iterator[Finding]:
     ]
     spoilt = {"an empty one": empty}
     if len(prompts) > 1:
-        spoilt["one to another prompt"] = [*answers[1:], answers[0]]
+        spoilt["one to another prompt"] = [*answers[1:], answers[0]]  # each gets the next one's
     bounds = [bound for bound in examined.rewards if bound.weight]
     good = {bound.name: _measured(bound, prompts, answers) for bound in bounds}
     equal = []

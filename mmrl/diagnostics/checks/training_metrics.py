@@ -66,9 +66,9 @@ def reward_hacking(
     for name in names:
         values = yield from _series(records, name)
         low = next((record[f"{name}/low"] for record in records if f"{name}/low" in record), math.nan)
-        for step, value in values[1:]:
+        for step, value in values[1:]:  # the first is that of the interval
             seen = [pair for pair in trained if pair[0] <= step]
-            size = min(window, len(seen) // 2)
+            size = min(window, len(seen) // 2)  # start and end share no record
             if size and value < low and (end := _mean(seen[-size:])) > (start := _mean(seen[:size])):
                 yield Finding(
                     f"{name} fell to {value:.4g} at step {step + 1}, below the interval it began in "
@@ -90,7 +90,7 @@ def metric_drop(
         window: Records per average.
     """
     averages = _averages((yield from _series(records, of)), window)
-    for step, average in averages[window:]:
+    for step, average in averages[window:]:  # from the first window that shares no record with the start
         start = averages[0][1]
         if average < share * start:
             yield Finding(

@@ -108,7 +108,7 @@ def weights_of(config: Mapping[str, Any]) -> dict[str, float]:
     """Map the rewards of a plain configuration, by the names that metrics use, to their weights."""
     weights = {}
     for piece in config.get("rewards") or ():
-        options = flattened(piece, "reward")
+        options = flattened(piece, "reward")  # `reward`, `reward.label`, `reward.weight`, ...
         name = options.get("reward.label") or name_of(piece).split(":")[-1].split(".")[-1]
         weights[name] = float(options.get("reward.weight", 1.0))
     return weights
