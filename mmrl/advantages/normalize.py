@@ -58,7 +58,7 @@ def group_normalize(
         singleton: Advantage of a group of one row: 0 (`zero`) or its reward (`raw`).
     """
     groups = table.groups(by)
-    spread = (groups if scale == "group" else table.groups(())).std(std == "unbiased")
+    spread = (groups if scale == "group" else table.groups(())).std(std == "unbiased")  # (): all entries
     # Equal rewards: exactly 0, also with an eps of 0, where rounding of the mean is divided by rounding.
     normalized = torch.where(groups.flat(), 0.0, (table.values - groups.mean()) / (spread + eps))
     alone = table.values if singleton == "raw" else 0.0

@@ -20,7 +20,7 @@ def total(table: RewardTable) -> RewardTable:
     return table.replace(
         values=table.weighted_sum()[:, None],
         valid=table.valid.any(1, keepdim=True),
-        weights={"total": 1.0},
+        weights={"total": 1.0},  # applied by now: a second `total` changes nothing
     )
 
 
@@ -31,7 +31,7 @@ def pick(table: RewardTable, *, of: str) -> RewardTable:
     return table.replace(
         values=table.values[:, place : place + 1],
         valid=table.valid[:, place : place + 1],
-        weights={of: 1.0},
+        weights={of: 1.0},  # its weight among the rewards has no meaning alone
     )
 
 

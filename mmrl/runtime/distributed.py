@@ -187,7 +187,7 @@ class Processes:
         if self.world > 1:
             with self.meeting("joining reward tables"):
                 tables = [_unpack(data) for data in self._all_bytes(_pack(table))]
-            table = reduce(RewardTable.join, filter(len, tables), RewardTable.empty())
+            table = reduce(RewardTable.join, filter(len, tables), RewardTable.empty())  # some have no rows
         place = {uid: i for i, uid in enumerate(dict.fromkeys(order))}
         rows = sorted(range(len(table)), key=lambda row: place[table.uids[row]])
         table = table.select(torch.tensor(rows, dtype=torch.int64)).replace(rank=self.rank)
@@ -279,7 +279,7 @@ def _pack(table: RewardTable) -> bytes:
     from safetensors.torch import save
 
     tensors: dict[str, Tensor] = {}
-    tree = flatten(vars(table), tensors)
+    tree = flatten(vars(table), tensors)  # every field, so that a new column needs no line here
     return save(tensors, {"tree": json.dumps(tree)})
 
 

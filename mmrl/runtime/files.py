@@ -75,7 +75,7 @@ def locked(folder: Path, processes: Processes) -> Iterator[None]:
         with processes.agreeing(f"locking '{folder}'"):
             if processes.main:
                 folder.mkdir(parents=True, exist_ok=True)
-                file = stack.enter_context((folder / LOCK).open("a+"))
+                file = stack.enter_context((folder / LOCK).open("a+"))  # "w" would wipe the name of the owner
                 _flock(file, fcntl.LOCK_EX, folder)
                 file.truncate(0)
                 file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
@@ -94,7 +94,7 @@ def _flock(file: TextIO, how: int, folder: Path) -> None:
     try:
         fcntl.flock(file, how | fcntl.LOCK_NB)
     except BlockingIOError:
-        file.seek(0)
+        file.seek(0)  # "a+" starts at the end
         raise ConfigError(
             f"'{folder}' is in use by {file.read().strip() or 'another process'}; wait until that ends, stop "
             "it, or name another output folder"

@@ -154,7 +154,7 @@ def _together(processes: Processes, work: Callable[[], T]) -> T:
     except CheckpointError as raised:
         error = raised
     except ProcessFailed:  # another process has the reason
-        processes.known = False
+        processes.known = False  # an older checkpoint may do
     reasons = processes.tell(None if error is None else error.args[0])
     if reasons[0] is not None:
         raise CheckpointError(reasons[0]) from error
@@ -229,7 +229,7 @@ def _check_same(config: Config, folder: Path) -> None:
     written = folder / CONFIG
     if not written.exists():
         return
-    last = dataclasses.fields(Config)[-1].name
+    last = dataclasses.fields(Config)[-1].name  # keys are written in order, so a cut file lacks it
     try:
         raw = read(written)
         if last not in raw:

@@ -61,7 +61,7 @@ class Evaluator:
         seconds = time.perf_counter() - began
         metrics = {name: value for metric in self.metrics for name, value in metric(table).items()}
         metrics |= describe_lengths(table)
-        metrics["seconds_per_prompt"] = seconds / len(self.data)
+        metrics["seconds_per_prompt"] = seconds / len(self.data)  # of all answers to a prompt together
         if torch.cuda.is_available():
             metrics["peak_memory_bytes"] = float(torch.cuda.max_memory_allocated())
         samples = self.resample(table) if intervals else {}
@@ -84,7 +84,7 @@ class Evaluator:
             for metric in self.metrics:
                 for name, value in metric(sample).items():
                     none = torch.full((RESAMPLES,), torch.nan, dtype=torch.float64)
-                    drawn.setdefault(name, none)[i] = value
+                    drawn.setdefault(name, none)[i] = value  # a metric may be undefined in a sample
         return drawn
 
     def interval(self, drawn: Tensor) -> tuple[float, float]:

@@ -67,7 +67,7 @@ def through_chain(chain: Sequence[Bound], table: RewardTable, step: int) -> Rewa
         if not is_table or result.uids != table.uids:
             what = f"one of {len(result)} rows" if is_table else type(result).__name__
             raise ChainError(f"{name} must return a reward table of the same {len(table)} rows, not {what}")
-        wrong = result.valid & ~result.values.isfinite()
+        wrong = result.valid & ~result.values.isfinite()  # what is not valid may have any value
         if wrong.any():
             row, column, place = wrong.nonzero()[0].tolist()
             # The piece may have made more places than there were, as `per_step` does.

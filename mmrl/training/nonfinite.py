@@ -75,7 +75,7 @@ class Guard:
 
     def begin(self, part: Batch) -> None:
         """Begin an update."""
-        self.current = Update(part, dict(self.meter.sums), self.meter.updates)
+        self.current = Update(part, dict(self.meter.sums), self.meter.updates)  # where `forget` goes back to
 
     def note(self, loss: Tensor, metrics: Mapping[str, Tensor], micro: Batch, counts: float) -> None:
         """Add the metrics of a micro-batch, and remember it where its loss is not finite."""
@@ -146,7 +146,7 @@ class Guard:
             loss, _ = method.objective(method.policy(micro, method.needs.extra), micro)
             if not math.isfinite(float(loss.detach())):
                 return False
-            gradients = torch.autograd.grad(loss, method.trained, allow_unused=True)
+            gradients = torch.autograd.grad(loss, method.trained, allow_unused=True)  # `.grad` stays empty
             if not all(bool(g.isfinite().all()) for g in gradients if g is not None):
                 return False
         return True

@@ -98,7 +98,7 @@ class Reporter:
         self, collection: Collection, credit: RewardTable, numbers: Mapping[str, float]
     ) -> dict[str, float]:
         """Compute the metrics of a step; `numbers` of this process are averaged over all processes."""
-        shared = conclude(self.processes.means(numbers))
+        shared = conclude(self.processes.means(numbers))  # means first: ratios of means, not means of ratios
         entropy = self.processes.means(noted_sums(collection.rollouts, "entropy"))
         if entropy["steps"]:
             shared["entropy"] = entropy["sum"] / entropy["steps"]

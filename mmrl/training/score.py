@@ -169,7 +169,7 @@ def _lay_out(
                 f"outcomes of prompt '{row.prompt.uid}' must be in order, but their ends are {ends[-1]}"
             )
     ends = _padded(ends, ABSENT)
-    present, shape = ends != ABSENT, ends.shape
+    present, shape = ends != ABSENT, ends.shape  # (N, K)
     scored = {
         name: torch.full(shape, math.nan, dtype=torch.float64).masked_scatter(present, values)
         for name, values in columns.items()

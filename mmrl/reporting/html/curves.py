@@ -114,7 +114,7 @@ def metrics_by_panel(runs: Runs) -> dict[Panel, list[str]]:
         return {name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns.split())}
 
     inside = {panel: matching(panel.patterns) - matching(panel.but) for panel in (*PANELS, OTHERS)}
-    inside[OTHERS] -= matching(" ".join(panel.patterns for panel in PANELS))
+    inside[OTHERS] -= matching(" ".join(panel.patterns for panel in PANELS))  # those that `but` excludes, too
     return {panel: sorted(members) for panel, members in inside.items()}
 
 

@@ -91,7 +91,7 @@ def named(runs: Sequence[RunFolder]) -> dict[str, RunFolder]:
     """Name runs by their folders, with as much of the path as tells them apart; each run comes once."""
     paths = {run.folder.resolve(): run for run in runs}
     depth = 1
-    while len({path.parts[-depth:] for path in paths}) < len(paths):
+    while len({path.parts[-depth:] for path in paths}) < len(paths):  # until the ends of all paths differ
         depth += 1
     return {"/".join(path.parts[-depth:]): run for path, run in paths.items()}
 
@@ -120,7 +120,7 @@ def differences(runs: Mapping[str, RunFolder], heads: Sequence[str]) -> Markup:
     if not any(settings):
         return Markup()
     rows = []
-    for key in sorted({key for flat in settings for key in flat} - {"output_dir"}):
+    for key in sorted({key for flat in settings for key in flat} - {"output_dir"}):  # differs always
         values = [flat.get(key, ABSENT) for flat in settings]
         if any(value != values[0] for value in values):
             rows.append([key, *(value if value is ABSENT else str(value) for value in values)])

@@ -123,7 +123,7 @@ def read_evaluation(folder: Path, records: Sequence[Mapping[str, Any]]) -> tuple
     evaluations = (
         {n[5:]: v for n, v in record.items() if n.startswith("eval_")} for record in reversed(records)
     )
-    last = next(filter(None, evaluations), {})
+    last = next(filter(None, evaluations), {})  # few records have an evaluation
     metrics = {name: value for name, value in last.items() if not name.endswith(("/low", "/high"))}
     intervals = {n: (last[f"{n}/low"], last[f"{n}/high"]) for n in metrics if f"{n}/low" in last}
     return metrics, intervals
