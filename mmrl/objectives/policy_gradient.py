@@ -92,10 +92,9 @@ def diagnose(new: StepOutput, batch: Batch) -> dict[str, Tensor]:
 def _moments(gap: Tensor, known: Tensor, batch: Batch) -> dict[str, Tensor]:
     """Average powers 0, 1 and 2 of the importance weights over steps and over answers.
 
-    The weights are the policy's probability over the engine's.
-
-    Only steps with log-probabilities of the engine count. The effective sample size is computed from the
-    three moments of the whole update. Where answers may be cut, there are none of whole answers.
+    The weights are the policy's probability over the engine's, of steps with log-probabilities of both. The
+    effective sample size is computed from the three moments of the whole update. Where answers may be cut,
+    there are none of whole answers.
     """
     inside, rows = known > 0, (known > 0).any(-1)
     weighed = [("steps", gap.clamp(max=20).exp()[inside], batch.totals.steps)]

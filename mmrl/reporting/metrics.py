@@ -196,9 +196,8 @@ class Journal:
     def rewind(self, step: int) -> None:
         """Drop all records from `step` on."""
         if self.path.exists():
-            write_whole(
-                self.path, "".join(to_line(record) for record in self.read() if record["step"] < step)
-            )
+            earlier = (to_line(record) for record in self.read() if record["step"] < step)
+            write_whole(self.path, "".join(earlier))
 
 
 def to_line(record: Mapping[str, Any]) -> str:

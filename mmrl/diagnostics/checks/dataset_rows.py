@@ -56,9 +56,8 @@ def text_of(value: Any) -> str:
         case str():
             return value
         case Mapping():
-            return text_of(
-                next((value[key] for key in ("content", "value", "text", "path") if key in value), "")
-            )
+            texts = (value[key] for key in ("content", "value", "text", "path") if key in value)
+            return text_of(next(texts, ""))
         # Parts of one message have a `type` (`{type: text, text: ...}`); messages have a `role`.
         case [*parts] if parts and all("type" in part for part in parts if isinstance(part, Mapping)):
             return "".join(map(text_of, parts))
