@@ -13,9 +13,11 @@ if not (Path(__file__).parent / "vision" / "__init__.py").is_file():
     __path__.append(str(Path(__file__).parents[1]))
 
 
-def load_engine(source, overrides=(), *, setting=""):
-    """Build the engine of a configuration for inference, with its cache and transforms; `source` is a file
-    or a configuration: `mmrl.load_engine("run.yaml").rollout(prompts)`."""
-    from mmrl.build import load_engine as load
+def __getattr__(name: str):
+    """Import `Trainer`, `load` and `load_engine` when they are first used, because torch takes seconds."""
+    from importlib import import_module
 
-    return load(source, overrides, setting=setting)
+    homes = {"Trainer": "mmrl.api.trainer", "load": "mmrl.config.schema", "load_engine": "mmrl.build"}
+    if name not in homes:
+        raise AttributeError(f"module 'mmrl' has no attribute '{name}'")
+    return getattr(import_module(homes[name]), name)

@@ -32,6 +32,7 @@ TOP_LEVEL = {
     "": "commands",
     "references": "pieces",
     "optimizers": "pieces",
+    "api": "commands",
     "build": "build",
     "doctor": "commands",
     "pareto": "commands",

@@ -7,7 +7,7 @@ one replaces the earlier. There is no interpolation and no code in YAML.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import reduce
 from pathlib import Path
 from typing import Any
@@ -31,9 +31,14 @@ def nearest(name: str, known: Iterable[str]) -> str:
     return f"did you mean '{near[0]}'?" if near else ""
 
 
-def read(path: str | Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
-    """Read a YAML file with its includes and `key=value` overrides into plain mappings and lists."""
-    return change(_read_file(Path(path), ()), overrides)
+def read(source: str | Path | Mapping[str, Any], overrides: Sequence[str] = ()) -> dict[str, Any]:
+    """Read a YAML file, or a mapping of the same form, with its includes and `key=value` overrides."""
+    match source:
+        case str() | Path():
+            raw = _read_file(Path(source), ())
+        case _:
+            raw = _with_includes(dict(source), "the configuration", ())
+    return change(raw, overrides)
 
 
 def change(raw: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
@@ -63,11 +68,15 @@ def _read_file(path: Path, above: tuple[Path, ...]) -> dict[str, Any]:
     if not isinstance(raw, dict):
         raise ConfigError(f"'{path}' must hold a mapping at its top, not a {type(raw).__name__}")
     _check_plain(raw, str(path))
+    return _with_includes(raw, f"'{path}'", (*above, path))
+
+
+def _with_includes(raw: dict[Any, Any], place: str, above: tuple[Path, ...]) -> dict[str, Any]:
+    """Merge a mapping over the files that it includes."""
     names = raw.pop("include", None) or []
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        raise ConfigError(f"'{path}': 'include' must be a list of files, not {names!r}")
-    # Later files win over earlier ones, and the file itself over those that it includes.
-    return reduce(merge, [*(_read_file(Path(name), (*above, path)) for name in names), raw], {})
+        raise ConfigError(f"{place}: 'include' must be a list of files, not {names!r}")
+    return reduce(merge, [*(_read_file(Path(name), above) for name in names), raw], {})
 
 
 def _locate(path: Path, above: tuple[Path, ...]) -> Path:

@@ -202,12 +202,13 @@ def each(value: Any, place: str) -> list[tuple[Piece, str]]:
 # ---- checking
 
 
-def load(path: str | Path, overrides: Sequence[str] = (), kind: type = Config) -> Any:
-    """Read and check a configuration file."""
+def load(source: str | Path | Mapping[str, Any], overrides: Sequence[str] = (), kind: type = Config) -> Any:
+    """Read and check a configuration: a file, or a mapping of the same form, which may `include` files."""
     try:
-        return parse(read(path, overrides), kind)
+        return parse(read(source, overrides), kind)
     except ConfigError as error:
-        raise ConfigError(f"{path}: {error}") from error
+        place = "" if isinstance(source, Mapping) else f"{source}: "
+        raise ConfigError(f"{place}{error}") from error
 
 
 def parse(raw: Mapping[str, Any], kind: type, place: str = "", *, part: bool = False) -> Any:

@@ -115,3 +115,17 @@ class Observer(Stateful, Protocol):
 
     def observe(self, rollouts: Rollouts, table: RewardTable) -> None:
         """Update the state from a round; `rollouts` are this process's rows of `table`."""
+
+
+@runtime_checkable
+class RunCallback(Protocol):
+    """Is called at the events of a training run, on every process, and may end it."""
+
+    ended: bool  # whether the run is to end after this step, as if it were the last
+
+    def on_event(self, event: str, step: int, metrics: Mapping[str, float]) -> None:
+        """Take note of "train_begin", "step_end", "save" or "train_end".
+
+        `step` counts finished steps; `metrics` are those of the last one, with `eval_` metrics where it ended
+        with an evaluation.
+        """

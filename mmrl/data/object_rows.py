@@ -20,8 +20,7 @@ def put_rows(name: str, data: Any, split: str) -> str:
             Images of PIL and arrays (height, width, 3) uint8 are stored as PNG, without loss.
         split: The split of rows that name none; the id of a row without one is made of it and its number.
     """
-    ready = hasattr(data, "with_format")
-    if not ready:
+    if not _is_dataset(data):
         try:
             data = list(data)  # an iterator is read once, and rows are read several times
         except TypeError as error:
@@ -31,13 +30,22 @@ def put_rows(name: str, data: Any, split: str) -> str:
     return objects.put(name, (data, split))
 
 
+def _is_dataset(data: Any) -> bool:
+    return hasattr(data, "with_format")  # of `datasets`, which is not imported to ask
+
+
 def tables(name: str) -> dict[str, Any] | None:
     """Return the tables of a dataset of `datasets` by their splits; None for other rows."""
     data, split = objects.get(name)
-    if not hasattr(data, "with_format"):
+    if not _is_dataset(data):
         return None
-    parts = data if isinstance(data, Mapping) else {str(data.split or split): data}
-    return dict(parts) if all(hasattr(part, "num_rows") for part in parts.values()) else None
+    match data:
+        case Mapping():  # a DatasetDict
+            parts = dict(data)
+        case _:
+            parts = {str(data.split or split): data}
+    # A streamed dataset has no table; its rows are read one by one.
+    return parts if all(hasattr(part, "num_rows") for part in parts.values()) else None
 
 
 def loose_rows(name: str) -> Iterator[tuple[str, Any, str]]:
@@ -57,7 +65,7 @@ def plain(value: Any) -> Any:
             return {str(key): plain(inner) for key, inner in value.items()}
         case list() | tuple():
             return [plain(inner) for inner in value]
-    is_image = hasattr(value, "getexif") or getattr(value, "ndim", 0) == 3  # of PIL, or an array
+    is_image = type(value).__module__.startswith("PIL.") or getattr(value, "ndim", 0) == 3
     return as_png(value) if is_image else value
 
 
@@ -66,7 +74,7 @@ def as_png(image: Any) -> dict[str, Any]:
     import numpy
     from PIL import Image
 
-    if not hasattr(image, "getexif"):
+    if not isinstance(image, Image.Image):
         array = numpy.asarray(image)
         if array.dtype != numpy.uint8 or array.shape[2] not in (3, 4):
             raise RowError(

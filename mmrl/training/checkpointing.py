@@ -66,6 +66,14 @@ def _write(run: Run, state: Mapping[str, Any], folder: Path) -> None:
         ) from error
 
 
+def write_model(run: Run, folder: Path) -> None:
+    """Write the model as it is now, with its card, as a folder that its library loads."""
+    with run.processes.agreeing(f"writing '{folder}'"), gathered(run.policy.module):
+        if run.processes.main:
+            run.policy.save(folder)
+            write_card(run.config, run.progress.step, run.progress.reported, folder)
+
+
 def hand_over(run: Run) -> None:
     """Add the last evaluation to the model card of the last checkpoint, name the best one, and upload."""
     if not run.processes.main:

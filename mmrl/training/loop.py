@@ -30,7 +30,11 @@ def train(run: Run) -> None:
     """
     asked = listening(not run.report.console.quiet)
     with run.processes.watching(), asked as stop, locked(run.folder, run.processes):
-        for step in range(resume(run), run.config.max_steps):
+        start = resume(run)
+        run.tell("train_begin")
+        for step in range(start, run.config.max_steps):
+            if run.processes.any(run.ended):  # a callback asked for it, perhaps before the run was resumed
+                break
             run.tick(step)
             collection = collect(run)
             with run.report.timing("learn"):
@@ -38,15 +42,17 @@ def train(run: Run) -> None:
                 for _ in range(run.config.learn.num_iterations):
                     update(run, batch)
             run.finish(step, collection, credit)
-            due = run.saves_at(step + 1)
+            due = run.saves_at(step + 1) or run.processes.any(run.ended)
             if due:
                 save(run)
+                run.tell("save")
             if run.processes.any(bool(stop.asked)):
                 if not due:
                     save(run)
                 return run.report.leave(step + 1, stop.asked)
         run.close()
         hand_over(run)
+    run.tell("train_end")
 
 
 def learnable(run: Run, collection: Collection) -> tuple[RewardTable, Batch]:

@@ -14,7 +14,7 @@ import torch
 from mmrl.config.binding import Pieces
 from mmrl.config.loading import nearest
 from mmrl.config.schema import Config
-from mmrl.core.protocols import HeldOut, LogProbs, Observer, Policy, Stateful, Telling
+from mmrl.core.protocols import HeldOut, LogProbs, Observer, Policy, RunCallback, Stateful, Telling
 from mmrl.core.reward_table import Collection, Measured, RewardTable
 from mmrl.core.rng import Stream
 from mmrl.core.types import Clock
@@ -98,6 +98,11 @@ class Run:
         return list(self.pieces.that_are(Observer).values())
 
     @property
+    def ended(self) -> bool:
+        """Whether a callback has ended the run."""
+        return any(callback.ended for callback in self.pieces.that_are(RunCallback).values())
+
+    @property
     def stateful(self) -> dict[str, Mapping[str, Stateful]]:
         """The references and the other pieces with a memory, by name or place."""
         pieces = self.pieces.that_are(Stateful)
@@ -105,6 +110,11 @@ class Run:
         return {"references": self.method.references, "pieces": others}
 
     # ---- called by the loops
+
+    def tell(self, event: str) -> None:
+        """Tell the callbacks of an event; `RunCallback.on_event` lists them."""
+        for callback in self.pieces.that_are(RunCallback).values():
+            callback.on_event(event, self.progress.step, self.progress.reported)
 
     def tick(self, step: int) -> None:
         """Begin a step: advance random streams, schedules and the learning rate."""
@@ -177,6 +187,7 @@ class Run:
             report.log(step, metrics)
         if config.report.log_completions:
             report.write_completions(step, collection, credit)
+        self.tell("step_end")
 
     def _examine(self, collection: Collection) -> None:
         """Apply the startup checks to what is known of the first step anyway."""

@@ -1,0 +1,197 @@
+"""From what a Python program hands over (objects, functions, datasets, TRL's keywords) to a configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import reduce
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from mmrl.config import objects
+from mmrl.config.loading import ConfigError, merge, nearest, read
+from mmrl.config.schema import Config, as_plain, parse
+from mmrl.config.trl_arguments import arguments_of, translate
+from mmrl.data.object_rows import put_rows
+from mmrl.runtime.modules import DTYPES
+
+Reward = Callable[..., Any] | str | Mapping[str, Any]
+
+
+def configuration(
+    model: Any = None,
+    reward_funcs: Reward | Sequence[Reward] | None = None,
+    args: Any = None,
+    train_dataset: Any = None,
+    eval_dataset: Any = None,
+    processing_class: Any = None,
+    peft_config: Any = None,
+    *,
+    method: str = "",
+    config: str | Path | Mapping[str, Any] | Config | None = None,
+) -> Config:
+    """Make the configuration of a run from the arguments of `mmrl.Trainer`, which documents them."""
+    raw = _base(config, method, model)
+    if model is not None:
+        raw = merge(raw, {"policy": _policy(model, processing_class)})
+    if peft_config is not None:
+        raw = merge(raw, {"policy": _lora(peft_config)})
+    weights, changes = _changes(args)
+    raw = reduce(merge, changes, raw)
+    if reward_funcs is not None:
+        raw["rewards"] = _rewards(reward_funcs)
+    if weights is not None:
+        raw["rewards"] = _weighted(raw.get("rewards") or (), weights)
+    if train_dataset is not None:
+        raw["data"] = data_piece("train_dataset", train_dataset, "train", raw.get("data"))
+    if eval_dataset is not None:
+        held_out = data_piece("eval_dataset", eval_dataset, "test", raw.get("data"))
+        raw = merge(raw, {"evaluation": {"data": held_out}})
+    if "name" not in as_plain(raw.get("policy") or {}) or "model" not in raw["policy"]:
+        raise ConfigError("there is no model; `model=` takes a hub id, a folder or an object")
+    return parse(raw, Config)
+
+
+def _base(config: Any, method: str, model: Any) -> dict[str, Any]:
+    """Read what the run begins with: a whole configuration, or the defaults of the model and the method."""
+    match config:
+        case None:
+            kind = "flow" if is_pipeline(model) else "vision_language"
+            raw = read(f"defaults/{kind}.yaml")
+            method = method or {"flow": "flow_grpo", "vision_language": "grpo"}[kind]
+        case Config():
+            raw = dict(as_plain(config))
+        case _:
+            raw = read(config)
+    return merge(raw, read(method_file(method))) if method else raw
+
+
+def method_file(name: str) -> Path:
+    """Find the file of a method by its name, such as "dapo"."""
+    package = Path(__file__).parents[1]
+    homes = [home / "methods" for home in (package / "configs", package.parent / "configs")]
+    files = {file.stem: file for home in homes for file in home.glob("*/*.yaml")}
+    if name not in files:
+        hint = nearest(name, files) or f"there are {', '.join(sorted(files))}"
+        raise ConfigError(f"there is no method '{name}'; {hint}")
+    return files[name]
+
+
+def is_pipeline(model: Any) -> bool:
+    """Return whether a model is a pipeline of diffusers: an object, a folder, or a repository of the hub."""
+    match model:
+        case None:
+            return False
+        case str() | Path():
+            if Path(model).is_dir():
+                return (Path(model) / "model_index.json").is_file()
+            from transformers.utils import cached_file
+
+            quiet = "_raise_exceptions_for_missing_entries", "_raise_exceptions_for_connection_errors"
+            found = cached_file(str(model), "model_index.json", **dict.fromkeys(quiet, False))
+            return found is not None
+    return hasattr(model, "components")
+
+
+def _policy(model: Any, processor: Any) -> dict[str, Any]:
+    """Name a model in a configuration; an object is kept, with its precision and attention."""
+    match model:
+        case str() | Path():
+            return {"model": str(model)}
+    pipeline = is_pipeline(model)
+    if not pipeline and processor is None:
+        raise ConfigError(
+            f"`model` is a {type(model).__name__}, so `processing_class` is needed: its processor, such as "
+            "AutoProcessor.from_pretrained(...)"
+        )
+    name = objects.put(str(getattr(model, "name_or_path", "") or type(model).__name__), model)
+    if pipeline:
+        return {"model": name, "dtype": _dtype(model.transformer)}
+    objects.put(f"{name.removeprefix(objects.PREFIX)}/processor", processor)
+    return {"model": name, "dtype": _dtype(model), "attn_implementation": model.config._attn_implementation}
+
+
+def _dtype(module: Any) -> str:
+    return next(name for name, dtype in DTYPES.items() if dtype == module.dtype)
+
+
+def _lora(config: Any) -> dict[str, Any]:
+    """Read rank and alpha of a `LoraConfig`; anything else that it sets is an error."""
+    plain = vars(type(config)(r=config.r, lora_alpha=config.lora_alpha))
+    harmless = {"task_type", "base_model_name_or_path", "inference_mode"}
+    if config.target_modules == "all-linear":  # as here: those of the language model
+        harmless |= {"target_modules"}
+    other = sorted(
+        name for name, value in vars(config).items() if value != plain[name] and name not in harmless
+    )
+    if other:
+        raise ConfigError(
+            f"of `peft_config` only r and lora_alpha are read, but it sets {', '.join(other)}; leave that "
+            "out, or make the adapter with peft, save it, and name its folder: args={'policy.adapter': ...}"
+        )
+    return {"lora_rank": config.r, "lora_alpha": float(config.lora_alpha)}
+
+
+def _changes(args: Any) -> tuple[Sequence[float] | None, list[dict[str, Any]]]:
+    """Sort `args` into the weights of rewards and changes of a configuration."""
+    given = dict(args) if isinstance(args, Mapping) else {} if args is None else arguments_of(args)
+    weights = given.pop("reward_weights", None)
+    keys = {
+        name: value for name, value in given.items() if name in Config.__dataclass_fields__ or "." in name
+    }
+    keywords = {name: value for name, value in given.items() if name not in keys}
+    return weights, [translate(keywords), *(_nested(name.split("."), value) for name, value in keys.items())]
+
+
+def _nested(place: Sequence[str], value: Any) -> dict[str, Any]:
+    return reduce(lambda inner, name: {name: inner}, reversed(place), value)
+
+
+def _rewards(rewards: Reward | Sequence[Reward]) -> list[dict[str, Any]]:
+    """Name one reward or several in a configuration."""
+    single = callable(rewards) or isinstance(rewards, str | Mapping)
+    return [reward_piece(reward) for reward in ([rewards] if single else rewards)]
+
+
+def _weighted(pieces: Sequence[Any], weights: Sequence[float]) -> list[dict[str, Any]]:
+    """Give rewards their weights, in order."""
+    if len(weights) != len(pieces):
+        raise ConfigError(f"`reward_weights` has {len(weights)} numbers for {len(pieces)} rewards")
+    return [
+        {**reward_piece(piece), "weight": float(weight)}
+        for piece, weight in zip(pieces, weights, strict=True)
+    ]
+
+
+def reward_piece(reward: Reward) -> dict[str, Any]:
+    """Name a reward in a configuration: a function by its module where that has it, else as an object."""
+    match reward:
+        case str():
+            return {"name": reward}
+        case {"name": name, **options}:
+            return {**reward_piece(name), **options}
+        case _ if not callable(reward):
+            raise ConfigError(f"a reward must be a function, a name or a mapping with a name, not {reward!r}")
+    module, name = getattr(reward, "__module__", ""), getattr(reward, "__name__", type(reward).__name__)
+    try:
+        same = getattr(import_module(module), name, None) is reward
+    except ImportError:
+        same = False
+    return {"name": f"{module}:{name}" if same else objects.put(name, reward)}
+
+
+def data_piece(name: str, data: Any, split: str, base: Any) -> dict[str, Any]:
+    """Name a dataset in a configuration; a path or rows in memory are read by the piece `base`."""
+    match data:
+        case {"name": _}:
+            return dict(data)
+        case str() | Path():
+            path = str(data)
+        case _:
+            path = put_rows(name, data, split)
+    return {**as_piece_mapping(base), "path": path}
+
+
+def as_piece_mapping(piece: Any) -> dict[str, Any]:
+    """Write a piece of a configuration as a mapping with a name."""
+    return {"name": piece} if isinstance(piece, str) else dict(as_plain(piece or {}))

@@ -1,0 +1,144 @@
+"""Training from Python in the habit of TRL: objects and functions, and the same run as from YAML."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from mmrl.api.configuration import Reward, configuration, data_piece
+from mmrl.build import build, held_out, make_evaluator
+from mmrl.config.loading import ConfigError
+from mmrl.config.schema import Config, as_piece, as_plain
+from mmrl.core.reward_table import Measured
+from mmrl.reporting.metrics import describe_measured
+from mmrl.training.callbacks import add_callback
+from mmrl.training.checkpointing import look, write_model
+from mmrl.training.loop import train
+
+
+class TrainOutput(NamedTuple):
+    """What `Trainer.train` returns, as that of transformers."""
+
+    global_step: int
+    training_loss: float
+    metrics: dict[str, float]
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """One answer of an evaluation: its prompt, what rewards compare it with, and its rewards."""
+
+    prompt: str
+    answer: Any  # a text, or the pixels (3, height, width) or (frames, 3, height, width) uint8
+    target: Any
+    rewards: dict[str, float]  # NaN where a reward does not apply
+
+
+class Trainer:
+    """Trains a vision-language model or a flow-matching image model with a published method.
+
+    The run is the one of a YAML file with the same contents, bit for bit: `trainer.config` is its
+    configuration. A second `train()` of the same `output_dir` resumes from the last checkpoint.
+    `Trainer(config=...)` takes a whole configuration: a file, a dictionary or a `Config`; what is given
+    beside it changes it.
+
+    Args:
+        model: Hub id, folder, a model of transformers, or a pipeline of diffusers. Objects are trained in
+            place; weights that are trained become float32.
+        reward_funcs: One reward or several: functions in TRL's form or mmrl's, names such as
+            "vision.temporal_iou", or mappings `{"name": ..., "weight": ...}`. Left out, those of the method.
+        args: TRL's keyword names (`{"beta": 0.04, "num_generations": 8}`, or a `GRPOConfig`), and keys of an
+            mmrl configuration, nested (`{"learn": {...}}`) or dotted (`{"learn.num_iterations": 2}`).
+        train_dataset: A dataset of `datasets`, a list of dictionaries, the path of a file, or a piece
+            (`{"name": "vision.grounding", "path": ...}`). Rows of VLMs are read as TRL's conversations.
+        eval_dataset: The same for evaluations.
+        processing_class: The processor of a model that is an object.
+        callbacks: `TrainerCallback`s of transformers, objects or classes.
+        peft_config: A `LoraConfig`; its `r` and `lora_alpha` are read.
+        method: Name of a file under configs/methods, such as "grpo", "dapo", "gspo" or "flow_grpo".
+        config: A whole configuration to begin with.
+        quiet: Print no progress.
+
+    Raises:
+        ConfigError: Where something is unknown, contradictory or missing, before a weight is loaded.
+    """
+
+    def __init__(
+        self,
+        model: Any = None,
+        reward_funcs: Reward | Sequence[Reward] | None = None,
+        args: Any = None,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        processing_class: Any = None,
+        callbacks: Sequence[Any] | None = None,
+        peft_config: Any = None,
+        *,
+        method: str = "",
+        config: str | Path | Mapping[str, Any] | Config | None = None,
+        quiet: bool = False,
+    ) -> None:
+        self.config = configuration(
+            model, reward_funcs, args, train_dataset, eval_dataset, processing_class, peft_config,
+            method=method, config=config,
+        )  # fmt: skip
+        look(self.config)
+        self.run = build(self.config, quiet=quiet)
+        for callback in callbacks or ():
+            add_callback(self.run, callback)
+
+    def train(self) -> TrainOutput:
+        """Train until `max_steps`, from the last checkpoint of `output_dir` if there is one."""
+        train(self.run)
+        metrics = dict(self.run.progress.reported)
+        if self.run.final is not None:
+            metrics |= describe_measured(self.run.final)
+        losses = [record["loss"] for record in self.history if record.get("loss") is not None]
+        mean = sum(losses) / len(losses) if losses else float("nan")
+        return TrainOutput(self.run.progress.step, mean, metrics)
+
+    @property
+    def history(self) -> list[dict[str, Any]]:
+        """The metrics of every reported step, as in `metrics.jsonl`."""
+        return self.run.journal.read()
+
+    @property
+    def model(self) -> Any:
+        """The trained module."""
+        return self.run.policy.module
+
+    def evaluate(self, eval_dataset: Any = None) -> dict[str, float]:
+        """Measure the policy as it is now on `eval_dataset` or another one; metrics begin with `eval_`."""
+        return describe_measured(self._measure(eval_dataset))
+
+    def predict(self, test_dataset: Any = None) -> list[Prediction]:
+        """Answer and score every prompt of `eval_dataset` or another dataset."""
+        measured = self._measure(test_dataset)
+        rewards = {name: measured.table.at_end(name).tolist() for name in measured.table.scored}
+        rows = zip(measured.rollouts, *rewards.values(), strict=True)
+        predictions = []
+        for row, *values in rows:
+            last = row.outcomes[-1]
+            answer = last.text if last.text is not None else last.image if last.video is None else last.video
+            scores = dict(zip(rewards, values, strict=True))
+            predictions.append(Prediction(row.prompt.text, answer, row.prompt.target, scores))
+        return predictions
+
+    def save_model(self, output_dir: str | Path = "") -> Path:
+        """Write the model as a folder that its library loads, by default `output_dir`/model."""
+        folder = Path(output_dir) if output_dir else self.run.folder / "model"
+        write_model(self.run, folder)
+        return folder
+
+    def _measure(self, dataset: Any) -> Measured:
+        if dataset is None:
+            if self.run.evaluator is None:
+                raise ConfigError("there is no evaluation data; give `eval_dataset`, here or to the trainer")
+            return self.run.evaluator.measure()
+        changed = data_piece("test_dataset", dataset, "test", as_plain(self.config.data))
+        evaluation = replace(self.config.evaluation, data=as_piece(changed, "evaluation.data"), num_prompts=0)
+        config = replace(self.config, evaluation=evaluation)
+        prompts = held_out(config)
+        return make_evaluator(config, prompts, self.run.policy, self.run.processes).measure()

@@ -1,0 +1,117 @@
+"""Callbacks of transformers (`TrainerCallback`) in a training run, such as `EarlyStoppingCallback`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import SimpleNamespace
+from typing import Any
+
+from mmrl.config.schema import Config
+from mmrl.training.trainer import Run
+
+METHODS = {"train_begin": "on_train_begin", "save": "on_save", "train_end": "on_train_end"}
+
+
+class CallbackAdapter:
+    """Calls one callback with the arguments, state and control that transformers' trainer would pass.
+
+    `on_step_begin` and events inside of a step are not called. Of `control` the flag `should_training_stop`
+    is read: the run then ends after the step, with its last evaluation and a checkpoint.
+    """
+
+    def __init__(self, callback: Any, run: Run) -> None:
+        from transformers.trainer_callback import TrainerControl, TrainerState
+
+        self.callback, self.run = callback, run
+        self.arguments, self.control = training_arguments(run.config), TrainerControl()
+        self.state = TrainerState(max_steps=run.config.max_steps, is_world_process_zero=run.processes.main)
+
+    @property
+    def ended(self) -> bool:
+        """Whether the callback asked for the end of the training."""
+        return self.control.should_training_stop
+
+    def on_event(self, event: str, step: int, metrics: Mapping[str, float]) -> None:
+        """Call the methods of the callback that belong to an event of the run."""
+        self.state.global_step = step
+        if event == "step_end":
+            record = {**metrics, "step": step}
+            self.state.log_history.append(record)
+            self._call("on_step_end")
+            self._call("on_log", logs=record)
+            if any(name.startswith("eval_") for name in metrics):
+                self._call("on_evaluate", metrics=record)
+                self._note_best(record)
+        elif not (event == "train_begin" and self.ended):  # resumed after its end: the flag would be reset
+            self._call(METHODS[event])
+
+    def _call(self, method: str, **more: Any) -> None:
+        parts = {"model": self.run.policy.module, "optimizer": self.run.method.optimizer, **more}
+        returned = getattr(self.callback, method)(self.arguments, self.state, self.control, **parts)
+        self.control = returned or self.control
+
+    def _note_best(self, record: Mapping[str, float]) -> None:
+        """Keep the best metric after the callback has seen the evaluation, as transformers' trainer does."""
+        value, best = record.get(self.arguments.metric_for_best_model or ""), self.state.best_metric
+        if value is None:
+            return
+        if best is None or (value > best if self.arguments.greater_is_better else value < best):
+            self.state.best_metric, self.state.best_global_step = value, self.state.global_step
+
+
+class StatefulCallbackAdapter(CallbackAdapter):
+    """Saves what a callback exports by its `state()` in checkpoints, and whether it ended the run."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the exported attributes of the callback and the best metric so far."""
+        return {
+            "attributes": self.callback.state()["attributes"],
+            "ended": self.ended,
+            "best_metric": self.state.best_metric,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what `state_dict` returned."""
+        for name, value in state["attributes"].items():
+            setattr(self.callback, name, value)
+        self.control.should_training_stop = state["ended"]
+        self.state.best_metric = state["best_metric"]
+
+
+def add_callback(run: Run, callback: Any) -> None:
+    """Add a callback of transformers to a run that has not begun; a class is instantiated."""
+    from transformers import TrainerCallback
+
+    callback = callback() if isinstance(callback, type) else callback
+    if not isinstance(callback, TrainerCallback):
+        raise TypeError(f"a callback must be a transformers.TrainerCallback, not {callback!r}")
+    exports = hasattr(callback, "state")
+    number = sum(place.startswith("callbacks[") for place in run.pieces.made)
+    adapter = (StatefulCallbackAdapter if exports else CallbackAdapter)(callback, run)
+    run.pieces.made[f"callbacks[{number}]"] = adapter
+
+
+def training_arguments(config: Config) -> SimpleNamespace:
+    """Make an object with the attributes of transformers' `TrainingArguments` that mmrl has as well."""
+    evaluates = bool(config.eval_steps and config.evaluation.data)
+    rate = config.learn.learning_rate
+    return SimpleNamespace(
+        output_dir=config.output_dir,
+        max_steps=config.max_steps,
+        eval_strategy="steps" if evaluates else "no",
+        eval_steps=config.eval_steps or None,
+        save_strategy="steps",
+        save_steps=config.save_steps,
+        save_total_limit=config.save_total_limit,
+        logging_strategy="steps",
+        logging_steps=config.report.logging_steps,
+        learning_rate=rate.get("start") if isinstance(rate, Mapping) else rate,
+        max_grad_norm=config.learn.max_grad_norm,
+        metric_for_best_model=config.metric_for_best_model or None,
+        greater_is_better=config.greater_is_better,
+        load_best_model_at_end=False,  # the best checkpoint is kept, the policy has the last weights
+        num_train_epochs=None,
+        seed=config.seed,
+        push_to_hub=config.push_to_hub,
+        report_to=[tracker.name for tracker in config.report.trackers],
+    )

@@ -1,0 +1,242 @@
+"""`mmrl.Trainer`: objects as models, functions as rewards, datasets in memory, the same run as from YAML."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy
+import pytest
+import torch
+from datasets import Dataset
+from peft import LoraConfig
+from PIL import Image
+from transformers import AutoModelForImageTextToText, AutoProcessor, EarlyStoppingCallback, TrainerCallback
+
+import mmrl
+from mmrl.config.loading import ConfigError
+from mmrl.config.schema import as_plain
+from tests.diffusion import tiny
+
+TINY = {
+    "policy": {"dtype": "float32"},
+    "rollout": {"num_prompts": 2, "engine": {"0": {"max_completion_length": 6}}},
+    "max_steps": 2,
+    "report": {"trackers": [], "startup_checks": []},
+}
+
+
+def length(prompts, completions, **columns):
+    return [float(len(str(text))) for text in completions]
+
+
+def images(count: int) -> list[Image.Image]:
+    draw = numpy.random.default_rng(0)
+    return [Image.fromarray(draw.integers(0, 255, (28, 28, 3), dtype=numpy.uint8)) for _ in range(count)]
+
+
+def rows() -> list[dict]:
+    return [{"question": f"how many {i}?", "answer": str(i), "image": x} for i, x in enumerate(images(3))]
+
+
+def args(folder: Path, **more) -> dict:
+    return {**TINY, "output_dir": str(folder), "num_generations": 3, "learning_rate": 1e-3, **more}
+
+
+VISUAL_QA = {"data": {"name": "vision.visual_qa"}}
+
+
+def journal(folder: Path) -> list[dict]:
+    """Read the metrics of a run without those that are times."""
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in line.items() if "time" not in k and "seconds" not in k} for line in lines]
+
+
+@pytest.fixture(scope="module")
+def qwen(checkpoint):
+    return str(checkpoint("qwen2_5_vl"))
+
+
+def test_the_same_run_from_yaml_and_from_python_has_the_same_journal(qwen, tmp_path):
+    data = tmp_path / "train.jsonl"
+    with data.open("w") as file:
+        for i, row in enumerate(rows()):
+            row["image"].save(tmp_path / f"{i}.png")
+            file.write(json.dumps({**row, "image": f"{i}.png"}) + "\n")
+    yaml = tmp_path / "run.yaml"
+    yaml.write_text(
+        json.dumps(
+            {
+                **TINY,
+                "include": ["methods/grpo/grpo.yaml"],
+                "policy": {"name": "vision.tokens", "model": qwen, "dtype": "float32"},
+                "data": {"name": "vision.visual_qa", "path": str(data)},
+                "rewards": [f"{__name__}:length"],
+                "rollout": {
+                    "num_prompts": 2,
+                    "num_generations": 3,
+                    "engine": [{"name": "vision.generate", "max_completion_length": 6, "temperature": 1.0}],
+                },
+                "learn": {"learning_rate": 1e-3},
+                "output_dir": str(tmp_path / "yaml"),
+            }
+        )
+    )
+    mmrl.Trainer(config=yaml, quiet=True).train()
+    model = AutoModelForImageTextToText.from_pretrained(qwen, dtype=torch.float32)
+    python = mmrl.Trainer(
+        model,
+        length,
+        args(tmp_path / "python", **VISUAL_QA),
+        rows(),
+        processing_class=AutoProcessor.from_pretrained(qwen),
+        quiet=True,
+    )
+    output = python.train()
+    assert journal(tmp_path / "yaml") == journal(tmp_path / "python")
+    assert output.global_step == 2
+    assert output.training_loss == pytest.approx(sum(r["loss"] for r in python.history) / 2)
+    assert any("length" in name for name in python.history[0])
+    # The object itself was trained.
+    assert not torch.equal(
+        model.get_output_embeddings().weight,
+        AutoModelForImageTextToText.from_pretrained(qwen, dtype=torch.float32).get_output_embeddings().weight,
+    )
+
+
+def test_a_dataset_with_images_and_a_function_without_a_module(qwen, tmp_path):
+    table = Dataset.from_list(rows())
+    reward = lambda completions, answer, **columns: [  # fmt: skip
+        float(a in str(c)) for a, c in zip(answer, completions, strict=True)
+    ]
+    trainer = mmrl.Trainer(qwen, [reward, "vision.short_answer"], args(tmp_path / "a", **VISUAL_QA), table,
+                           eval_dataset=rows(), quiet=True)  # fmt: skip
+    assert [piece.name for piece in trainer.config.rewards] == ["python:<lambda>", "vision.short_answer"]
+    trainer.train()
+    measured = trainer.evaluate()
+    assert "eval_short_answer" in measured
+    answers = trainer.predict(rows()[:2])
+    assert [answer.target for answer in answers] == ["0", "1"]
+    assert all(set(answer.rewards) == {"<lambda>", "short_answer"} for answer in answers)
+    saved = trainer.save_model(tmp_path / "model")
+    assert AutoModelForImageTextToText.from_pretrained(saved)
+
+
+def test_a_configuration_as_a_dictionary_with_includes(qwen):
+    config = mmrl.load(
+        {
+            "include": ["methods/grpo/dapo.yaml"],
+            "policy": {"name": "vision.tokens", "model": qwen},
+            "data": {"name": "vision.visual_qa", "path": "rows.jsonl"},
+            "rollout": {"engine": ["vision.generate"]},
+        }
+    )
+    assert as_plain(config)["objective"]["surrogate"]["epsilon_high"] == 0.28
+
+
+class Noting(TrainerCallback):
+    def __init__(self):
+        self.events = []
+
+    def on_train_begin(self, args, state, control, **others):
+        self.events.append(("begin", state.global_step, args.max_steps))
+
+    def on_step_end(self, args, state, control, **others):
+        self.events.append(("step", state.global_step))
+
+    def on_log(self, args, state, control, logs, **others):
+        self.events.append(("log", logs["step"], len(state.log_history)))
+
+    def on_train_end(self, args, state, control, **others):
+        self.events.append(("end", state.global_step))
+
+
+def test_callbacks_of_transformers_are_called(qwen, tmp_path):
+    noting = Noting()
+    mmrl.Trainer(qwen, length, args(tmp_path, **VISUAL_QA), rows(), callbacks=[noting], quiet=True).train()
+    assert noting.events == [
+        ("begin", 0, 2), ("step", 1), ("log", 1, 1), ("step", 2), ("log", 2, 2), ("end", 2),
+    ]  # fmt: skip
+
+
+def constant(completions, **columns):
+    return [1.0 + 0.0 * len(str(text)) for text in completions]
+
+
+def test_early_stopping_ends_a_run_and_holds_after_a_resume(qwen, tmp_path):
+    def make():
+        settings = args(
+            tmp_path,
+            **VISUAL_QA,
+            max_steps=6,
+            eval_steps=1,
+            save_steps=1,
+            metric_for_best_model="eval_constant",
+        )
+        stopping = EarlyStoppingCallback(early_stopping_patience=2)
+        return mmrl.Trainer(qwen, constant, settings, rows(), rows()[:1], callbacks=[stopping], quiet=True)
+
+    assert make().train().global_step == 3  # the first evaluation is the best, two are no better
+    assert (tmp_path / "checkpoint-3").is_dir()
+    assert make().train().global_step == 3
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"model": None}, "there is no model"),
+        ({"method": "grpoo"}, "did you mean 'grpo'"),
+        ({"reward_funcs": [3]}, "a reward must be a function"),
+        ({"train_dataset": 3}, "'train_dataset' must be a dataset"),
+        ({"args": {"reward_weights": [1.0, 2.0]}}, "2 numbers for 1 rewards"),
+        ({"model": torch.nn.Linear(1, 1)}, "processing_class"),
+        ({"peft_config": LoraConfig(r=2, lora_dropout=0.1)}, "it sets lora_dropout"),
+    ],
+)
+def test_wrong_arguments_are_named(qwen, tmp_path, changed, message):
+    given = {"model": qwen, "reward_funcs": length, "args": args(tmp_path, **VISUAL_QA)}
+    if "args" in changed:
+        changed = {"args": {**given["args"], **changed["args"]}}
+    with pytest.raises(ConfigError, match=message):
+        mmrl.Trainer(**{**given, "train_dataset": rows(), **changed}, quiet=True)
+
+
+def test_an_adapter_is_read_from_a_lora_config(qwen, tmp_path):
+    trainer = mmrl.Trainer(
+        qwen, length, args(tmp_path, **VISUAL_QA), rows(), quiet=True,
+        peft_config=LoraConfig(r=2, lora_alpha=6, target_modules="all-linear", task_type="CAUSAL_LM"),
+    )  # fmt: skip
+    options = trainer.config.policy.options
+    assert (options["lora_rank"], options["lora_alpha"]) == (2, 6.0)
+
+
+def test_a_configuration_that_names_an_object_elsewhere_says_what_to_do():
+    from mmrl.config import objects
+
+    with pytest.raises(ConfigError, match="run that program again"):
+        objects.get("python:nothing_here")
+
+
+def test_a_pipeline_object_is_trained_for_prompts_in_memory(pipelines, tmp_path):
+    def redness(prompts, completions, **columns):
+        return [float(image[0].float().mean() - image[1:].float().mean()) for image in completions]
+
+    pipe = tiny.load(pipelines("sd3"))
+    settings = {
+        "policy": {"lora_rank": 2},
+        "rollout": {
+            "num_prompts": 2,
+            "engine": {"0": {"num_inference_steps": 3, "height": 16, "width": 16, "guidance_scale": 1.0}},
+        },
+        "num_generations": 2,
+        "max_steps": 1,
+        "report": {"trackers": [], "startup_checks": []},
+        "output_dir": str(tmp_path),
+    }
+    prompts = [{"prompt": "a red cube"}, {"prompt": "a blue ball"}]
+    trainer = mmrl.Trainer(pipe, redness, settings, prompts, method="flow_grpo", quiet=True)
+    assert trainer.config.data.name == "diffusion.prompts"
+    trainer.train()
+    assert "rewards/redness/mean" in trainer.history[0]
+    answers = trainer.predict(prompts)
+    assert [tuple(answer.answer.shape) for answer in answers] == [(3, 16, 16)] * 2
