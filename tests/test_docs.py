@@ -14,6 +14,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from mmrl.api.configuration import configuration
 from mmrl.build import build, check, make_engine
 from mmrl.config import schema
 from mmrl.config.registry import HOMES, find
@@ -61,6 +62,11 @@ def reader(tmp_path, monkeypatch):
         toy = parse(plan(tmp_path / "engine"), Config)
         return make_engine(pieces, listed, policy, place) if policy else build(toy, quiet=True).method.engine
 
+    def configured(*given, **named):
+        check(configuration(*given, **named))
+        return checked({**plan(tmp_path / "run"), "evaluation": {"data": "tests.support.toys:prompts"}})
+
+    monkeypatch.setattr("mmrl.api.trainer.configuration", configured)
     monkeypatch.setattr("mmrl.config.schema.load", checked)
     monkeypatch.setattr("mmrl.build._load_policy", lambda *given: None)
     monkeypatch.setattr("mmrl.build.make_engine", toy_engine)
