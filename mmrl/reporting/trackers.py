@@ -100,7 +100,7 @@ class Wandb(AccelerateTracker):
 
     Args:
         project: Project of the dashboard.
-        name: Name of the run; by default that of its folder.
+        run_name: Name of the run; by default that of its folder.
         mode: `offline` writes into `output_dir/wandb`, from where `wandb sync` sends; `disabled` drops all.
         required: Whether a missing package is an error; otherwise it is a line on the console.
     """
@@ -111,12 +111,12 @@ class Wandb(AccelerateTracker):
         self,
         *,
         project: str = "mmrl",
-        name: str = "",
+        run_name: str = "",
         mode: Literal["online", "offline", "disabled"] = "online",
         required: bool = True,
     ) -> None:
         super().__init__(required)
-        self.project, self.name, self.mode = project, name, mode
+        self.project, self.run_name, self.mode = project, run_name, mode
 
     def start(self, folder: Path, config: dict[str, Any], step: int) -> tuple[GeneralTracker, str]:
         """Start, or resume the run of the same id."""
@@ -125,7 +125,7 @@ class Wandb(AccelerateTracker):
 
         made = WandBTracker(
             self.project,
-            name=self.name or folder.name,
+            name=self.run_name or folder.name,
             id=run_id(folder),
             resume="allow",  # continues the run of this id, or starts it
             mode=self.mode,
@@ -152,7 +152,7 @@ class Trackio(AccelerateTracker):
 
     Args:
         project: Project of the dashboard.
-        name: Name of the run; by default that of its folder followed by an id.
+        run_name: Name of the run; by default that of its folder followed by an id.
         space_id: Space (`user/name`) to send to; empty keeps metrics on this machine.
         required: Whether a missing package is an error; otherwise it is a line on the console.
     """
@@ -160,16 +160,16 @@ class Trackio(AccelerateTracker):
     package = "trackio"
 
     def __init__(
-        self, *, project: str = "mmrl", name: str = "", space_id: str = "", required: bool = True
+        self, *, project: str = "mmrl", run_name: str = "", space_id: str = "", required: bool = True
     ) -> None:
         super().__init__(required)
-        self.project, self.name, self.space_id = project, name, space_id
+        self.project, self.run_name, self.space_id = project, run_name, space_id
 
     def start(self, folder: Path, config: dict[str, Any], step: int) -> tuple[GeneralTracker, str]:
         """Start, or resume the run of the same name."""
         from accelerate.tracking import TrackioTracker
 
-        name = self.name or f"{folder.name}-{run_id(folder)}"
+        name = self.run_name or f"{folder.name}-{run_id(folder)}"
         options = {"name": name, "space_id": self.space_id or None, "resume": "allow", "embed": False}
         made = TrackioTracker(self.project, config=config, **options)
         made.start()

@@ -79,7 +79,7 @@ def test_a_run_is_known_by_what_lies_in_its_folder(tmp_path):
     ("piece", "message"),
     [
         ({"name": "wandb", "mode": "offlin"}, "'report.trackers\\[0\\].mode' must be one of 'online'"),
-        ({"name": "wandb", "projekt": "x"}, "has no option 'projekt'; it takes project, name, mode"),
+        ({"name": "wandb", "projekt": "x"}, "has no option 'projekt'; it takes project, run_name, mode"),
         ("comet", "no tracker is called 'comet'; there are tensorboard, trackio, wandb"),
     ],
 )

@@ -1,0 +1,114 @@
+"""Arguments of TRL that were given."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from mmrl.config.loading import ConfigError
+from mmrl.config.trl_table import ARGUMENTS, DPO_ONLY
+
+Change = dict[str, Any]  # dotted keys of a configuration, with their values
+BATCHES = tuple(name for name, row in ARGUMENTS.items() if row.rule == "batches")
+GRPO_LOSSES = {  # to the surrogate and the aggregation
+    "grpo": ("clip", "sequence_mean"),
+    "bnpo": ("clip", "step_mean"),
+    "dapo": ("clip", "step_mean"),
+    "dr_grpo": ("clip", "fixed_length"),
+    "cispo": ("cispo", "step_mean"),
+    "sapo": ("sapo", "sequence_mean"),
+    "luspo": ("clip", "length_weighted"),
+}
+DPO_LOSSES = {  # to the comparison
+    **{name: name for name in ("sigmoid", "hinge", "ipo", "exo_pair", "nca_pair", "robust", "bco_pair")},
+    **{name: name for name in ("sppo_hard", "apo_zero", "apo_down")},
+    "sigmoid_norm": "sigmoid",
+}
+SMOOTHED = ("robust", "exo_pair")
+ABSENT_LOSSES = ("vespo", "aot", "aot_unpaired", "discopop", "sft")
+STEP_MEANS = ("dapo", "bnpo", "cispo")
+
+
+def processes() -> int:
+    """Return the number of processes that torchrun or accelerate started."""
+    return int(os.environ.get("WORLD_SIZE") or 1)
+
+
+@dataclass(frozen=True)
+class Given:
+    """The arguments that were given, over TRL's defaults, and the configuration that they will change."""
+
+    values: Mapping[str, Any]
+    onto: Mapping[str, Any] = field(default_factory=dict)
+    processes: int = 1
+
+    def __getitem__(self, name: str) -> Any:
+        """Return the value that was given, or TRL's default."""
+        row = ARGUMENTS[name]
+        default = row.dpo if self.pairs and row.dpo is not ... else row.default
+        value = self.values.get(name)
+        return default if value is None else value
+
+    def __contains__(self, name: str) -> bool:
+        """Whether an argument was given a value; None stands for none."""
+        return self.values.get(name) is not None
+
+    def has(self, *names: str) -> bool:
+        """Whether one of several arguments was given."""
+        return any(name in self for name in names)
+
+    @property
+    def losses(self) -> list[str]:
+        """The names of the losses: one, or those that DPO adds up."""
+        loss = self.values.get("loss_type") or ("sigmoid" if self.pairs else "dapo")
+        return [loss] if isinstance(loss, str) else list(loss)
+
+    @property
+    def pairs(self) -> bool:
+        """Whether the arguments are DPOConfig's: by the loss, by another argument, or by what is changed."""
+        loss = self.values.get("loss_type")
+        if loss is not None:
+            return not isinstance(loss, str) or loss in {*DPO_LOSSES, *ABSENT_LOSSES[1:]}
+        return bool(DPO_ONLY & set(self.values)) or self.at("objective.name") == "comparison"
+
+    def at(self, key: str) -> Any:
+        """Look a dotted key up in the configuration that will be changed; None where it is not."""
+        value: Any = self.onto
+        for part in key.split("."):
+            value = {"name": value} if isinstance(value, str) else value  # `surrogate: clip`
+            value = value.get(part) if isinstance(value, Mapping) else None
+        return value
+
+    @property
+    def completions(self) -> int:
+        """Completions of an optimizer step, on all processes."""
+        return self["per_device_train_batch_size"] * self["gradient_accumulation_steps"] * self.processes
+
+    @property
+    def generated(self) -> int:
+        """Completions of a collection; at least those of an optimizer step."""
+        per_pass = self["per_device_train_batch_size"] * self.processes
+        asked, steps = self["generation_batch_size"], self["steps_per_generation"]
+        if asked and steps and asked != per_pass * steps:
+            raise ConfigError(
+                f"generation_batch_size is {asked}, but {per_pass} completions in each of {steps} steps "
+                f"(steps_per_generation) are {per_pass * steps}; give one of the two"
+            )
+        size = asked or per_pass * (steps or self["gradient_accumulation_steps"])
+        whole = max(size, self.completions)
+        if whole % min(size, self.completions) or size % per_pass:
+            raise ConfigError(
+                f"{size} completions of a generation cannot be parted into optimizer steps of "
+                f"{self.completions} (per_device_train_batch_size x gradient_accumulation_steps x processes)"
+            )
+        return whole
+
+    @property
+    def updates(self) -> int:
+        """Optimizer steps of a collection."""
+        parts = self.at("learn.minibatches") or 1
+        if self.has(*BATCHES):
+            parts = 1 if self.pairs else self.generated // self.completions
+        return parts * (self.values.get("num_iterations") or self.at("learn.num_iterations") or 1)

@@ -1,0 +1,200 @@
+"""Rules of TRL's arguments about the objective: loss, KL, reference, advantages, comparisons of pairs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from mmrl.config.loading import ConfigError
+from mmrl.config.trl_given import (
+    ABSENT_LOSSES,
+    DPO_LOSSES,
+    GRPO_LOSSES,
+    SMOOTHED,
+    STEP_MEANS,
+    Change,
+    Given,
+)
+from mmrl.config.trl_table import ARGUMENTS
+
+
+def objective(given: Given) -> Change:
+    """`loss_type`: the surrogate and the aggregation, or the comparisons of pairs."""
+    for name in given.losses:
+        if name in ABSENT_LOSSES and name != "sft" or name not in {**GRPO_LOSSES, **DPO_LOSSES, "sft": ""}:
+            known = ", ".join({**GRPO_LOSSES, **DPO_LOSSES, "sft": ""})
+            raise ConfigError(f"'loss_type={name!r}' of TRL is not here; there are {known}")
+    if given.pairs:
+        return pairs(given)
+    kind, aggregation = GRPO_LOSSES[given.losses[0]]
+    options = (
+        {"max_completion_length": given["max_completion_length"]} if aggregation == "fixed_length" else {}
+    )
+    change = {
+        "objective.name": "policy_gradient",
+        "objective.surrogate": {"name": kind, **_surrogate_options(given, kind, whole=True)},
+        "objective.aggregation": {"name": aggregation, **options},
+    }
+    # The length divides, so the engine has to have the same.
+    return change | (
+        {"rollout.engine.0.max_completion_length": given["max_completion_length"]} if options else {}
+    )
+
+
+def surrogate(given: Given) -> Change:
+    """The clipping range and the temperatures of the surrogate that there is."""
+    loss = given.values.get("loss_type")
+    kind = GRPO_LOSSES[loss][0] if loss in GRPO_LOSSES else given.at("objective.surrogate.name") or "clip"
+    options = _surrogate_options(given, kind, whole=False)
+    return {f"objective.surrogate.{name}": value for name, value in options.items()}
+
+
+def _surrogate_options(given: Given, kind: str, *, whole: bool) -> Change:
+    """Name the options of a surrogate: those that were given, or all (`whole`)."""
+    names = {
+        "clip": {"epsilon": "epsilon", "epsilon_high": "epsilon_high", "delta": "delta"},
+        # TRL has one bound for both: `epsilon_high`, and `epsilon` where that is not set.
+        "cispo": {"clip_max": "epsilon_high" if "epsilon_high" in given else "epsilon"},
+        "sapo": {"temperature_pos": "sapo_temperature_pos", "temperature_neg": "sapo_temperature_neg"},
+    }.get(kind, {})
+    taken = {*names.values(), "epsilon"}  # the default of another loss is no mistake
+    for name, row in ARGUMENTS.items():
+        if row.rule == "surrogate" and name not in taken and given[name] != row.default:
+            raise ConfigError(f"'{name}' of TRL has no effect on the surrogate '{kind}'; leave it out")
+    return {
+        option: given[name]
+        for option, name in names.items()
+        if (whole or name in given) and given[name] is not None
+    }
+
+
+def length(given: Given) -> Change:
+    """`max_completion_length`: of the engine, and the divisor of `dr_grpo`."""
+    longest = given["max_completion_length"]
+    change: Change = {"rollout.engine.0.max_completion_length": longest}
+    fixed = given.losses == ["dr_grpo"] or (
+        "loss_type" not in given and given.at("objective.aggregation.name") == "fixed_length"
+    )
+    return change | ({"objective.aggregation.max_completion_length": longest} if fixed else {})
+
+
+def pairs(given: Given) -> Change:
+    """The comparisons of DPO: new ones where `loss_type` names them, else options of those that there are."""
+    options = _pair_options(given)
+    if "loss_type" not in given:
+        there = given.at("objective.compare") or [""]
+        return {
+            f"objective.compare.{i}.{name}": value
+            for i in range(len(there))
+            for name, value in options(i).items()
+        }
+    names = {DPO_LOSSES.get(name, name) for name in given.losses}
+    if "sigmoid_norm" in given.losses and len(given.losses) > 1:
+        raise ConfigError("'sigmoid_norm' of TRL averages over tokens, the other losses do not; use it alone")
+    listed = list(enumerate(given.losses))
+    compare = [{"name": DPO_LOSSES[name], **options(i)} for i, name in listed if name != "sft"]
+    change: Change = {
+        "objective.name": "comparison",
+        "objective.implicit_reward": "mean_log_ratio" if "sigmoid_norm" in given.losses else "log_ratio",
+        "objective.compare": compare,
+        "references.ref": given.at("references.ref") or "frozen",
+    }
+    if "sft" in names:
+        coef = options(given.losses.index("sft")).get("weight", 1.0)
+        change |= {
+            "objective.penalty": [{"name": "sft", "coef": coef}],
+            "objective.aggregation": "group_mean",
+        }
+    return change
+
+
+def _pair_options(given: Given) -> Callable[[int], Change]:
+    """Return the options of the i-th comparison as a function."""
+    weights, smoothing = given["loss_weights"], given["label_smoothing"]
+    if weights and len(weights) != len(given.losses):
+        raise ConfigError(f"'loss_weights' of TRL has {len(weights)} weights for the losses {given.losses}")
+
+    def options(i: int) -> Change:
+        there = given.at("objective.compare") or []
+        named = there[i] if "loss_type" not in given and i < len(there) else given.losses[i]
+        name = named if isinstance(named, str) else named.get("name")
+        if smoothing and name not in SMOOTHED:
+            raise ConfigError(
+                f"'label_smoothing' of TRL has no effect on '{name}'; leave it out, or take "
+                f"{' or '.join(SMOOTHED)}"
+            )
+        chosen: Change = {"beta": given["beta"]} if "beta" in given or "loss_type" in given else {}
+        chosen |= {"label_smoothing": smoothing} if smoothing else {}
+        return chosen | ({"weight": weights[i]} if weights else {})
+
+    return options
+
+
+def penalty(given: Given) -> Change:
+    """`beta` and `entropy_coef`: the list of penalties, and the reference that the KL needs."""
+    change: Change = {}
+    if given["sync_ref_model"]:
+        decay, every = 1 - given["ref_model_mixup_alpha"], given["ref_model_sync_steps"]
+        change["references.ref"] = {"name": "ema", "decay": decay, "every": every}
+    if given.pairs:
+        return change | (pairs(given) if "beta" in given and "loss_type" not in given else {})
+    there = [p if isinstance(p, Mapping) else {"name": p} for p in given.at("objective.penalty") or ()]
+    level, corrected = given["importance_sampling_level"], given["use_bias_correction_kl"]
+    if "beta" in given:
+        there = [p for p in there if p["name"] not in ("k1", "k2", "k3")]
+        if given["beta"]:
+            there.append({"name": "k3", "coef": given["beta"], "use_bias_correction_kl": corrected})
+            change.setdefault("references.ref", given.at("references.ref") or "frozen")
+            if corrected and level == "sequence":
+                raise ConfigError(
+                    "with importance_sampling_level='sequence' TRL multiplies its KL by the ratio of the "
+                    "sequence, and mmrl by the token's; set use_bias_correction_kl=False"
+                )
+    elif "use_bias_correction_kl" in given:
+        there = [{**p, "use_bias_correction_kl": corrected} if p["name"] == "k3" else p for p in there]
+    if "entropy_coef" in given:
+        there = [p for p in there if p["name"] != "entropy_bonus"]
+        if given["entropy_coef"]:
+            if "loss_type" in given and given.losses[0] not in STEP_MEANS:
+                raise ConfigError(
+                    f"'entropy_coef' of TRL is a mean over tokens, and the loss '{given.losses[0]}' is not; "
+                    f"take {', '.join(STEP_MEANS)}, or write `objective.penalty`"
+                )
+            there.append({"name": "entropy_bonus", "coef": given["entropy_coef"]})
+    asked = given.has("beta", "entropy_coef", "use_bias_correction_kl")
+    return change | ({"objective.penalty": there} if asked else {})
+
+
+def advantage(given: Given) -> Change:
+    """The chain: how rewards are added up and scaled, and which rows or tokens are left out."""
+    chain = list(given.at("advantage") or ())
+    scale = {True: "group", False: "none"}.get(given["scale_rewards"], given["scale_rewards"])
+    heads = {
+        "group": ["total", "group_normalize"],
+        "batch": ["total", {"name": "group_normalize", "scale": "batch"}],
+        "none": ["total", "group_center"],
+    }
+    ways = ("sum_then_normalize", "normalize_then_sum")
+    if scale not in heads or given["multi_objective_aggregation"] not in ways:
+        raise ConfigError(
+            f"'scale_rewards' of TRL is {', '.join(heads)}, True or False, and 'multi_objective_aggregation' "
+            f"{' or '.join(ways)}; not {scale!r} and {given['multi_objective_aggregation']!r}"
+        )
+    if given.has("scale_rewards", "multi_objective_aggregation") or not chain:
+        summed = given["multi_objective_aggregation"] == ways[0]
+        chain = heads[scale] if summed else ["group_normalize", "total", "batch_normalize"]
+    change: Change = {}
+    if given["top_entropy_quantile"] < 1:
+        chain = [*chain, {"name": "high_entropy", "top": given["top_entropy_quantile"]}]
+    if given["mask_truncated_completions"]:
+        chain = [*chain, "drop_truncated"]
+        named = given.at("objective.aggregation.name")
+        aggregation = GRPO_LOSSES.get(given.losses[0], ("", ""))[1] if "loss_type" in given else named
+        if aggregation not in (
+            None,
+            "step_mean",
+        ):  # TRL divides by all rows, by the tokens of those that are left
+            change["objective.aggregation.count"] = "drawn"
+    return {**change, "advantage": chain}
+
+
+OBJECTIVE_RULES = {f.__name__: f for f in (objective, surrogate, length, pairs, penalty, advantage)}

@@ -1,0 +1,245 @@
+"""Arguments of TRL in a configuration of mmrl: every name of the table, rules of several, what is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from typing import Any
+
+import pytest
+
+from mmrl.config.loading import ConfigError, merge, read
+from mmrl.config.schema import Config, parse, parse_some
+from mmrl.config.trl_arguments import RULES, arguments_of, translate, with_defaults
+from mmrl.config.trl_table import ARGUMENTS, DPO_ONLY, SHARED
+
+BASE = {
+    "policy": {"name": "vision.tokens", "model": "x"},
+    "data": {"name": "vision.visual_qa", "path": "x"},
+    "rewards": ["exact_match"],
+    "rollout": {"engine": ["vision.generate"]},
+}
+GRPO = read("methods/grpo/grpo.yaml")
+
+
+def test_every_field_of_trl_is_in_the_table_with_its_default() -> None:
+    trl = pytest.importorskip("trl")
+    for config, pairs in ((trl.GRPOConfig, False), (trl.DPOConfig, True)):
+        for field in dataclasses.fields(config):
+            row = ARGUMENTS[field.name]
+            made = field.default_factory
+            default = field.default if made is dataclasses.MISSING else made()
+            if row.how != "ignored" and field.name != "loss_type":
+                ours = row.dpo if pairs and row.dpo is not ... else row.default
+                assert ours in (default, tuple(default) if isinstance(default, list) else default), field.name
+        names = {field.name for field in dataclasses.fields(config)}
+        assert names >= SHARED
+        assert (names >= DPO_ONLY) is pairs
+
+
+def test_every_row_says_what_to_do_and_every_rule_is_used() -> None:
+    for name, row in ARGUMENTS.items():
+        assert row.note or row.how == "maps", name
+        assert row.key or row.how in ("ignored", "absent") or row.rule == "device", name
+        assert not row.rule or row.rule in RULES, name
+    assert set(RULES) == {row.rule for row in ARGUMENTS.values()} - {""}
+
+
+@pytest.mark.parametrize("name", [name for name, row in ARGUMENTS.items() if row.how == "absent"])
+def test_what_is_not_here_is_refused_and_its_default_is_taken(name: str) -> None:
+    row = ARGUMENTS[name]
+    assert translate({name: row.default}) == {}
+    with pytest.raises(ConfigError, match=f"'{name}=.*of TRL is not here. .+"):
+        translate({name: "something else"})
+
+
+def test_arguments_become_a_configuration_that_is_valid_with_its_method() -> None:
+    change = translate({"beta": 0.04, "num_generations": 4, "temperature": 0.7, "max_completion_length": 64})
+    config = parse(merge(merge(GRPO, BASE), change), Config)
+    assert config.rollout.num_generations == 4
+    assert config.rollout.engine[0].options == {"temperature": 0.7, "max_completion_length": 64}
+    assert change["objective"] == {"penalty": [{"name": "k3", "coef": 0.04, "use_bias_correction_kl": True}]}
+    assert config.references["ref"].name == "frozen"
+
+
+def test_an_unknown_argument_names_the_nearest() -> None:
+    with pytest.raises(ConfigError, match="no argument 'num_generation'; did you mean 'num_generations'"):
+        translate({"num_generation": 4})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "prompts", "minibatches"),
+    [
+        ({"per_device_train_batch_size": 8}, 1, 1),
+        ({"per_device_train_batch_size": 4, "gradient_accumulation_steps": 4}, 2, 1),
+        # A generation serves 8 / 2 optimizer steps.
+        (
+            {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "steps_per_generation": 8},
+            4,
+            4,
+        ),
+        ({"per_device_train_batch_size": 4, "generation_batch_size": 64}, 8, 16),
+        # Two generations for one optimizer step.
+        (
+            {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 2, "steps_per_generation": 1},
+            2,
+            1,
+        ),
+    ],
+)
+def test_batch_sizes(arguments: dict[str, int], prompts: int, minibatches: int) -> None:
+    made = translate({"num_generations": 8, **arguments})
+    assert (made["rollout"]["num_prompts"], made["learn"]["minibatches"]) == (prompts, minibatches)
+
+
+def test_batch_sizes_grow_with_the_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    made = translate({"per_device_train_batch_size": 4, "num_generations": 8})
+    assert made["rollout"]["num_prompts"] == 2  # 4 x 4 / 8
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"per_device_train_batch_size": 3, "num_generations": 8},
+        {"per_device_train_batch_size": 4, "steps_per_generation": 2, "generation_batch_size": 16},
+        {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "generation_batch_size": 12},
+    ],
+)
+def test_batch_sizes_that_contradict_each_other_are_errors(arguments: dict[str, int]) -> None:
+    with pytest.raises(ConfigError, match="completions"):
+        translate(arguments)
+
+
+def test_steps_count_collections() -> None:
+    batch = {"per_device_train_batch_size": 4, "steps_per_generation": 2, "num_generations": 8}
+    asked = {"num_iterations": 3, "max_steps": 100, "save_steps": 0.1, "eval_steps": 60}
+    made = translate({**batch, **asked})
+    # 2 x 3 optimizer steps in a collection: 100 / 6, 10 / 6 and 60 / 6, rounded up.
+    assert (made["max_steps"], made["save_steps"], made["eval_steps"]) == (17, 2, 10)
+    assert translate({"max_steps": 6}, {"learn": {"minibatches": 3}}) == {"max_steps": 2}
+
+
+def test_the_learning_rate_and_its_schedule() -> None:
+    assert translate({"learning_rate": 2e-5}) == {"learn": {"learning_rate": 2e-5}}
+    made = translate(
+        {"learning_rate": 1.0, "lr_scheduler_type": "linear", "max_steps": 50, "warmup_steps": 0.1}
+    )
+    schedule = {"name": "linear", "start": 1.0, "end": 0.0, "steps": 50, "warmup_steps": 5}
+    assert made["learn"]["learning_rate"] == schedule
+    with pytest.raises(ConfigError, match="needs `max_steps`"):
+        translate({"lr_scheduler_type": "cosine"})
+
+
+CLIP = {"name": "clip", "epsilon": 0.2}
+HIGH = {**CLIP, "epsilon_high": 0.28}
+SAPO = {"name": "sapo", "temperature_pos": 1.0, "temperature_neg": 1.05}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "surrogate", "aggregation"),
+    [
+        ({"loss_type": "dapo", "epsilon_high": 0.28}, HIGH, "step_mean"),
+        ({"loss_type": "cispo", "epsilon_high": 5.0}, {"name": "cispo", "clip_max": 5.0}, "step_mean"),
+        ({"loss_type": "cispo"}, {"name": "cispo", "clip_max": 0.2}, "step_mean"),
+        ({"loss_type": "sapo"}, SAPO, "sequence_mean"),
+        ({"loss_type": "dr_grpo"}, CLIP, {"name": "fixed_length", "max_completion_length": 512}),
+        (
+            {"loss_type": "luspo", "mask_truncated_completions": True},
+            CLIP,
+            {"name": "length_weighted", "count": "drawn"},
+        ),
+    ],
+)
+def test_losses(arguments: dict[str, Any], surrogate: dict[str, Any], aggregation: Any) -> None:
+    made = translate(arguments)["objective"]
+    assert made["surrogate"] == surrogate
+    assert made["aggregation"] == ({"name": aggregation} if type(aggregation) is str else aggregation)
+
+
+def test_an_option_of_another_loss_is_an_error() -> None:
+    with pytest.raises(ConfigError, match="'delta' of TRL has no effect on the surrogate 'cispo'"):
+        translate({"loss_type": "cispo", "delta": 4.0})
+    with pytest.raises(ConfigError, match="'label_smoothing' of TRL has no effect on 'sigmoid'"):
+        translate({"loss_type": "sigmoid", "label_smoothing": 0.1})
+
+
+def test_a_chain_that_is_there_is_extended() -> None:
+    there = {"advantage": ["group_normalize", "total"]}
+    assert translate({"mask_truncated_completions": True}, there)["advantage"][-1] == "drop_truncated"
+    made = translate({"scale_rewards": False, "top_entropy_quantile": 0.2}, there)
+    assert made["advantage"] == ["total", "group_center", {"name": "high_entropy", "top": 0.2}]
+    assert translate({"multi_objective_aggregation": "normalize_then_sum"})["advantage"] == [
+        "group_normalize",
+        "total",
+        "batch_normalize",
+    ]
+
+
+def test_penalties_that_are_not_trls_stay() -> None:
+    there = {"objective": {"penalty": [{"name": "k1", "coef": 1.0}, {"name": "entropy_bonus", "coef": 0.1}]}}
+    made = translate({"beta": 0.0}, there)
+    assert made["objective"]["penalty"] == [{"name": "entropy_bonus", "coef": 0.1}]
+    made = translate({"use_bias_correction_kl": False}, GRPO)
+    k3 = {"name": "k3", "coef": 0.04, "use_bias_correction_kl": False}
+    assert made["objective"]["penalty"] == [k3]
+
+
+def test_a_reference_that_follows() -> None:
+    made = translate({"beta": 0.1, "sync_ref_model": True, "ref_model_mixup_alpha": 0.75})
+    assert made["references"]["ref"] == {"name": "ema", "decay": 0.25, "every": 512}
+
+
+def test_losses_of_pairs_and_their_weights() -> None:
+    made = translate(
+        {"loss_type": ["sigmoid", "bco_pair", "sft"], "loss_weights": [0.8, 0.2, 1.0], "beta": 0.2}
+    )
+    assert made["objective"]["compare"] == [
+        {"name": "sigmoid", "beta": 0.2, "weight": 0.8},
+        {"name": "bco_pair", "beta": 0.2, "weight": 0.2},
+    ]
+    assert made["objective"]["penalty"] == [{"name": "sft", "coef": 1.0}]
+    assert translate({"beta": 0.3}, read("methods/preference/dpo.yaml")) == {
+        "objective": {"compare": {"0": {"beta": 0.3}}}
+    }
+
+
+@pytest.mark.parametrize("pairs", [False, True])
+def test_the_defaults_of_trl_are_a_whole_method(pairs: bool) -> None:
+    made = translate(with_defaults({"max_steps": 10}, pairs=pairs))
+    assert made["learn"]["learning_rate"]["name"] == "linear"
+    # The engine's options are changes of an engine that a file names.
+    whole = {name: made[name] for name in ("objective", "learn", "advantage", "sampler") if name in made}
+    assert parse_some(whole, Config).objective.name == ("comparison" if pairs else "policy_gradient")
+
+
+class Mode(enum.StrEnum):
+    STEPS = "steps"
+
+
+@dataclasses.dataclass
+class Like:
+    """Fields as GRPOConfig has them, some of which it sets by itself."""
+
+    beta: float = 0.0
+    eval_strategy: str = "no"
+    loss_type: list[str] = dataclasses.field(default_factory=lambda: ["sigmoid"])
+    dataloader_pin_memory: bool = True
+    steps_per_generation: int | None = None
+
+
+def test_the_fields_of_a_config_that_are_no_defaults() -> None:
+    listed = arguments_of(
+        Like(beta=0.1, eval_strategy=Mode.STEPS, dataloader_pin_memory=False, steps_per_generation=2)
+    )
+    assert listed == {"beta": 0.1, "eval_strategy": "steps", "steps_per_generation": 2}
+    assert type(listed["eval_strategy"]) is str
+
+
+def test_a_real_config_is_translated() -> None:
+    trl = pytest.importorskip("trl")
+    made = translate(
+        arguments_of(trl.GRPOConfig(output_dir="x", use_cpu=True, bf16=False, num_generations=4))
+    )
+    assert made["rollout"] == {"num_generations": 4, "num_prompts": 2}
+    assert made["policy"]["dtype"] == "float32"
