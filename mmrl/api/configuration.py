@@ -36,7 +36,7 @@ def configuration(
         raw = merge(raw, {"policy": _policy(model, processing_class)})
     if peft_config is not None:
         raw = merge(raw, {"policy": _lora(peft_config)})
-    weights, changes = _changes(args)
+    weights, changes = _changes(args, raw)
     raw = reduce(merge, changes, raw)
     if reward_funcs is not None:
         raw["rewards"] = _rewards(reward_funcs)
@@ -132,15 +132,22 @@ def _lora(config: Any) -> dict[str, Any]:
     return {"lora_rank": config.r, "lora_alpha": float(config.lora_alpha)}
 
 
-def _changes(args: Any) -> tuple[Sequence[float] | None, list[dict[str, Any]]]:
-    """Sort `args` into the weights of rewards and changes of a configuration."""
-    given = dict(args) if isinstance(args, Mapping) else {} if args is None else arguments_of(args)
-    weights = given.pop("reward_weights", None)
-    keys = {
-        name: value for name, value in given.items() if name in Config.__dataclass_fields__ or "." in name
-    }
-    keywords = {name: value for name, value in given.items() if name not in keys}
-    return weights, [translate(keywords), *(_nested(name.split("."), value) for name, value in keys.items())]
+def _changes(args: Any, raw: Mapping[str, Any]) -> tuple[Sequence[float] | None, list[dict[str, Any]]]:
+    """Sort `args` into the weights of rewards and changes of the configuration `raw`.
+
+    In a dictionary a name that both know, such as `max_steps`, is the key of a configuration.
+    """
+    match args:
+        case None:
+            return None, []
+        case Mapping():
+            keywords = dict(args)
+            ours = [name for name in args if name in Config.__dataclass_fields__ or "." in name]
+        case _:
+            keywords, ours = arguments_of(args), []
+    weights = keywords.pop("reward_weights", None)
+    changes = [_nested(name.split("."), keywords.pop(name)) for name in ours]
+    return weights, [translate(keywords, raw), *changes]
 
 
 def _nested(place: Sequence[str], value: Any) -> dict[str, Any]:
