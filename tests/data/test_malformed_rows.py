@@ -24,6 +24,7 @@ from mmrl.vision.builders.converted import Converted
 from mmrl.vision.builders.visual_qa import VisualQa
 from mmrl.vision.datasets.binary_vqa import amber, pope
 from mmrl.vision.datasets.captioning import closed_vocabulary
+from mmrl.vision.datasets.conversations import conversations
 from mmrl.vision.datasets.grounding import grounding
 from mmrl.vision.datasets.preference_pairs import preference_pairs
 from mmrl.vision.datasets.visual_qa import visual_qa
@@ -101,6 +102,10 @@ def at_home(read, **options):
     return lambda path, bad_rows: read(path=path, **options)
 
 
+def chats(path, bad_rows):
+    return conversations(path=path, bad_rows=bad_rows)
+
+
 def pairs(path, bad_rows):
     return preference_pairs(path=path, bad_rows=bad_rows)
 
@@ -114,6 +119,16 @@ READERS = {
     "qvhighlights": Reader(MOMENT, partial(moments, form="qvhighlights"), (LINES,), True),
     "visual_qa": Reader(QUESTION, questions, drops=True),
     "preference_pairs": Reader(PAIR, pairs, drops=True),
+    "conversations": Reader(
+        {"prompt": [*CHAT, SAID, *CHAT], "images": ["a.png", "a.png"], "solution": "a", "id": "g"},
+        chats,
+        drops=True,
+    ),
+    "implicit_pairs": Reader(
+        {"chosen": [*CHAT, SAID], "rejected": [*CHAT, {**SAID, "content": "a cat"}], "image": "a.png"},
+        pairs,
+        drops=True,
+    ),
     "pope": Reader(ASKED, at_home(pope, root=".")),
     "amber": Reader({"id": 1, "image": "a.png", "query": "?"}, at_home(amber, **ONTOLOGY)),
     "closed_vocabulary": Reader(SCENE, at_home(closed_vocabulary, ontology="words.json", root=".")),

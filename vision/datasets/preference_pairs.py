@@ -5,20 +5,20 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping
 from functools import partial
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, Literal
 
 from mmrl.config.ranges import NonNegativeFloat, NonNegativeInt
 from mmrl.config.registry import data
-from mmrl.core.types import Frames, Media, Message, Outcome, Part, Prompt
+from mmrl.core.types import Frames, Media, Outcome, Prompt
 from mmrl.data.dataset_io import DataRow, Rows, parquet_of, read_prompts
-from mmrl.data.fields import RowError, listed, mapping, number, short, text, uid_of
+from mmrl.data.fields import RowError, number, text, uid_of
 from mmrl.vision.media.media_root import MediaRoot, decode_image, media_refs
-from mmrl.vision.media.prompts import interleaved
+from mmrl.vision.media.messages import answer_text, read_messages
 from mmrl.vision.media.video import FrameSampling
 
 log = logging.getLogger("mmrl")
-ROLES = ("system", "user", "assistant")
 SIDES = ("chosen", "rejected")
 READ = ("image", "images", "prompt", "conversations", *SIDES, "chosen_answer", "rejected_answer")
 
@@ -34,9 +34,10 @@ def preference_pairs(
 ) -> list[Prompt]:
     """Read preference pairs in TRL's columns: `prompt`, `chosen`, `rejected`, and `images` or `image`.
 
-    Texts may be messages. Images are paths or encoded; those inside parquet are decoded when they are used.
-    The answers, the chosen one first, record `preferred`, 1 and 0, and `score`: `score_chosen` and
-    `score_rejected` of the row, or `preferred` without them.
+    Texts may be messages; where `prompt` is absent, it is what both conversations begin with. Images are
+    paths or encoded; those inside parquet are decoded when they are used. The answers, the chosen one first,
+    record `preferred`, 1 and 0, and `score`: `score_chosen` and `score_rejected` of the row, or `preferred`
+    without them.
 
     Args:
         path: jsonl, JSON, parquet, or a folder of these.
@@ -53,8 +54,11 @@ def preference_pairs(
         nonlocal close
         columns = row.columns
         kept = {key: value for key, value in columns.items() if key not in READ}
-        answers = tuple(_answer(columns, side) for side in SIDES)
-        messages = _messages(columns.get("prompt"), list(_images(row, media)))
+        asked, *sides = _shared(columns)
+        answers = tuple(_answer(columns, *both) for both in zip(SIDES, sides, strict=True))
+        messages = read_messages(
+            asked, list(_images(row, media)), lambda ref: media.medium(ref, row.place, FrameSampling())
+        )
         better, worse = (answer.recorded["score"] for answer in answers)
         if abs(better - worse) < min_gap:
             close += 1
@@ -67,44 +71,30 @@ def preference_pairs(
     return prompts
 
 
-def _answer(columns: Mapping[str, Any], side: str) -> Outcome:
-    answer = text(_text_of(columns.get(side), side), side)
+def _answer(columns: Mapping[str, Any], side: str, value: Any) -> Outcome:
+    answer = text(answer_text(value, side), side)
     preferred, score = float(side == "chosen"), columns.get(f"score_{side}")
     score = preferred if score is None else number(score, f"score_{side}")
     return Outcome(text=answer, recorded={"preferred": preferred, "score": score})
 
 
-def _messages(prompt: Any, media: list[Media]) -> tuple[Message, ...]:
-    """Read a prompt, a text or messages; the media belong to the user's first turn."""
-    turns = [{"role": "user", "content": prompt}] if type(prompt) is str else listed(prompt, "prompt")
-    messages, left = [], media
-    for i, turn in enumerate(turns):
-        name = f"prompt[{i}]"
-        role = mapping(turn, name).get("role") or "user"
-        if role not in ROLES:
-            raise RowError(f"wanted {', '.join(ROLES)} as the role of `{name}`, got {short(role)}")
-        words = _text_of(turn, name)
-        shown, left = (left, []) if role == "user" else ([], left)
-        messages.append(Message(role, interleaved(words, shown) if shown else (Part(words),)))
-    if not messages or left or not any(part.text.strip() for message in messages for part in message.parts):
-        raise RowError(f"wanted a `prompt` with a turn of the user, got {short(prompt)}")
-    return tuple(messages)
+def _shared(columns: Mapping[str, Any]) -> tuple[Any, Any, Any]:
+    """Return prompt, chosen and rejected; a prompt that both conversations begin with is taken from them."""
+    prompt, chosen, rejected = (columns.get(name) for name in ("prompt", *SIDES))
+    if prompt is not None or not _is_conversation(chosen) or not _is_conversation(rejected):
+        return prompt, chosen, rejected
+    pairs = zip(chosen, rejected, strict=False)
+    same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+    if same in (len(chosen), len(rejected)):
+        raise RowError("wanted `chosen` and `rejected` that differ in their last turn, got equal ones")
+    return chosen[:same], chosen[same:], rejected[same:]
 
 
-def _text_of(value: Any, name: str) -> str:
-    """Read a text, a message, or the last of several; images among its parts become marks."""
+def _is_conversation(value: Any) -> bool:
     match value:
-        case (str() as words) | {"type": "text", "text": str(words)}:
-            return words
-        case {"type": "image", **rest} if all(value is None for value in rest.values()):  # a placeholder
-            return "<image>"
-        case {"content": content}:
-            return _text_of(content, f"{name}.content")
-        case [{"type": _}, *_] as parts:  # messages have a `role`, and no `type`
-            return "".join(_text_of(part, name) for part in parts)
-        case [*_, last]:
-            return _text_of(last, name)
-    raise RowError(f"wanted a text, a message, messages or parts as `{name}`, got {short(value)}")
+        case [{"role": _}, *_]:
+            return True
+    return False
 
 
 # ---- images; those inside parquet are read again when they are used, and do not stay in memory

@@ -1,0 +1,127 @@
+"""Data set of conversations about images and videos, as rows for TRL's GRPOTrainer have them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from mmrl.config.ranges import NonNegativeInt, PositiveFloat, PositiveInt
+from mmrl.config.registry import data
+from mmrl.core.types import Media, Message, Outcome, Prompt
+from mmrl.data.dataset_io import DataRow, Rows, read_prompts
+from mmrl.data.fields import RowError, is_number, listed, mapping, short, text, uid_of
+from mmrl.vision.media.media_root import COLUMNS, MediaRef, MediaRoot, media_refs
+from mmrl.vision.media.messages import answer_text, read_messages
+from mmrl.vision.media.video import FrameSampling
+
+TARGETS = ("solution", "answer", "target")
+
+
+@data
+def conversations(
+    *,
+    path: str,
+    root: str = "",
+    columns: Mapping[str, str] | None = None,
+    system_prompt: str = "",
+    frames_per_second: PositiveFloat = 2.0,
+    max_frames: PositiveInt = 64,
+    total_pixels: NonNegativeInt = 0,
+    bad_rows: Literal["error", "drop"] = "error",
+    limit: NonNegativeInt = 0,
+) -> list[Prompt]:
+    """Read prompts with media in TRL's form from jsonl, JSON, parquet or a folder of `datasets`.
+
+    A row has a `prompt`, a text or messages, or else `messages`, whose last turn of the assistant is a
+    recorded answer, as is `completion`. Media are in `image`, `images`, `video`, `videos`, or in the
+    messages; they fill the places there, or come first in the user's first message. The target is the first
+    of `solution`, `answer` and `target`, and may be absent. Rewards get all other columns by name.
+
+    Args:
+        path: The file or folder of rows.
+        root: Folder of the media; by default that of the rows.
+        columns: Maps these column names to those of the file.
+        system_prompt: A system message before prompts that have none.
+        frames_per_second: Sampling rate of video frames.
+        max_frames: Most frames of a video.
+        total_pixels: Most pixels of all frames of a video; 0 for no limit.
+        bad_rows: Rows that cannot be used raise (`error`) or are skipped and logged (`drop`).
+        limit: Most rows to read; 0 for all.
+    """
+    source = Path(path)
+    media = MediaRoot.of_rows(source, root)
+    sampling = FrameSampling(frames_per_second, max_frames=max_frames, total_pixels=total_pixels)
+
+    def make(row: DataRow, number: int) -> Prompt:
+        fields = {
+            **row.columns,
+            **{ours: row.columns.get(theirs) for ours, theirs in (columns or {}).items()},
+        }
+        asked, answers = _asked(fields)
+        if system_prompt:
+            turns = [{"role": "user", "content": asked}] if type(asked) is str else listed(asked, "prompt")
+            if not turns or mapping(turns[0], "prompt[0]").get("role") != "system":
+                turns = [{"role": "system", "content": system_prompt}, *turns]
+            asked = turns
+
+        def medium(ref: MediaRef) -> Media:
+            return media.medium(ref, row.place, sampling)
+
+        shown = [
+            medium(ref) for name, kind in COLUMNS.items() for ref in media_refs(fields.get(name), kind, name)
+        ]
+        messages = read_messages(asked, shown, medium)
+        # Encoded media would be stored twice.
+        kept = {
+            key: value for key, value in fields.items() if key not in (*COLUMNS, "messages", "completion")
+        }
+        kept["prompt"] = asked if type(asked) is str else _as_rewards_see(messages)
+        return Prompt(uid_of(fields, f"{row.split}#{number}"), messages, _target(fields), answers, kept)
+
+    return read_prompts(source, Rows(source, media.root), make, bad_rows=bad_rows, limit=limit)
+
+
+def _asked(fields: Mapping[str, Any]) -> tuple[Any, tuple[Outcome, ...]]:
+    """Return the prompt of a row, and its recorded answer."""
+    asked, answer = fields.get("prompt"), fields.get("completion")
+    if asked is None:
+        turns = listed(fields.get("messages"), "prompt` or `messages")
+        asked = turns
+        if turns and mapping(turns[-1], f"messages[{len(turns) - 1}]").get("role") == "assistant":
+            asked, answer = turns[:-1], turns[-1:]
+    if answer is None:
+        return asked, ()
+    return asked, (Outcome(text=text(answer_text(answer, "completion"), "completion")),)
+
+
+def _target(fields: Mapping[str, Any]) -> Any:
+    """Return the first target that is there; numbers as texts, lists as tuples."""
+    value = next((fields[name] for name in TARGETS if fields.get(name) is not None), None)
+    match value:
+        case bool():
+            return "yes" if value else "no"
+        case list():
+            return tuple(value)
+        case float() if not is_number(value):
+            raise RowError(f"wanted a finite number as the target, got {short(value)}")
+        case int() | float():
+            return str(value)
+    return value
+
+
+def _as_rewards_see(messages: tuple[Message, ...]) -> list[dict[str, Any]]:
+    """Write messages as TRL's rewards get them: with media, contents are lists of parts."""
+    parts = any(part.media for message in messages for part in message.parts)
+    return [
+        {
+            "role": message.role,
+            "content": [
+                {"type": part.media.kind} if part.media else {"type": "text", "text": part.text}
+                for part in message.parts
+            ]
+            if parts
+            else "".join(part.text for part in message.parts),
+        }
+        for message in messages
+    ]
