@@ -7,7 +7,7 @@ one replaces the earlier. There is no interpolation and no code in YAML.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import reduce
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,11 @@ from yaml import YAMLError
 # yaml raises ValueError for a scalar that is not of its tag (`!!int x`), RecursionError for an anchor inside
 # itself; OmegaConf raises TypeError for a key that cannot be hashed.
 _UNREADABLE = (OSError, ValueError, TypeError, RecursionError, OmegaConfBaseException, YAMLError)
+
+
+# Keys at the top of a file that stand for others, with what writes them out: a function of the key's value, of
+# the merged configuration so far, and of what the file itself has besides.
+SHORTHANDS: dict[str, Callable[[Any, dict[str, Any], dict[str, Any]], dict[str, Any]]] = {}
 
 
 class ConfigError(ValueError):
@@ -76,7 +81,12 @@ def _with_includes(raw: dict[Any, Any], place: str, above: tuple[Path, ...]) -> 
     names = raw.pop("include", None) or []
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise ConfigError(f"{place}: 'include' must be a list of files, not {names!r}")
-    return reduce(merge, [*(_read_file(Path(name), above) for name in names), raw], {})
+    shorthands = {key: raw.pop(key) for key in SHORTHANDS if raw.get(key) is not None}
+    # Later files win over earlier ones, and the file itself over those that it includes.
+    merged = reduce(merge, [*(_read_file(Path(name), above) for name in names), raw], {})
+    for key, value in shorthands.items():
+        merged = SHORTHANDS[key](value, merged, raw)
+    return merged
 
 
 def _locate(path: Path, above: tuple[Path, ...]) -> Path:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from mmrl.config.loading import ConfigError, merge, nearest
@@ -52,6 +52,47 @@ def translate(arguments: Mapping[str, Any], onto: Mapping[str, Any] | None = Non
     if ignored := [name for name in given.values if ARGUMENTS[name].how == "ignored"]:
         log.info("arguments of TRL without effect here: %s", ", ".join(sorted(ignored)))
     return nested(change)
+
+
+def applied(arguments: Any, merged: dict[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+    """Apply the mapping `trl` of a file: its values win over those of included files.
+
+    Args:
+        arguments: The mapping, as it was read.
+        merged: The file and what it includes, merged.
+        own: The file alone; a key that stands in it and is changed by `arguments` is an error.
+    """
+    if not isinstance(arguments, Mapping):
+        raise ConfigError(f"'trl' must be a mapping of TRL's arguments, not {arguments!r}")
+    change = translate(arguments, merged)
+    for key in _leaves(change):
+        if _given(own, key):
+            raise ConfigError(
+                f"'{key}' is given, and the arguments in `trl` ({', '.join(arguments)}) give it too; leave one "
+                "of them out"
+            )
+        items, digit, _ = key.partition(".0")
+        if digit and not _given(merged, f"{items}.0"):
+            raise ConfigError(f"`trl` changes '{key}', but '{items}' names nothing up to here; name it first")
+    return merge(merged, change)
+
+
+def _leaves(change: Mapping[str, Any], place: str = "") -> Iterator[str]:
+    """List the dotted keys of the values in nested mappings."""
+    for key, value in change.items():
+        yield from _leaves(value, f"{place}{key}.") if isinstance(value, Mapping) else [f"{place}{key}"]
+
+
+def _given(raw: Any, key: str) -> bool:
+    """Whether plain values have a dotted key; a name alone is a mapping with a name."""
+    for part in key.split("."):
+        raw = {"name": raw} if isinstance(raw, str) else raw
+        raw = dict(enumerate(raw)) if isinstance(raw, list) else raw
+        part = int(part) if part.isdigit() else part
+        if not isinstance(raw, Mapping) or part not in raw:
+            return False
+        raw = raw[part]
+    return True
 
 
 def nested(change: Change) -> dict[str, Any]:

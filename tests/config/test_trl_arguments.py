@@ -243,3 +243,44 @@ def test_a_real_config_is_translated() -> None:
     )
     assert made["rollout"] == {"num_generations": 4, "num_prompts": 2}
     assert made["policy"]["dtype"] == "float32"
+
+
+# ---- the mapping `trl` of a file
+
+RUN = """
+include: [methods/grpo/grpo.yaml]
+rollout: {engine: [vision.generate], num_prompts: 4}
+trl: {beta: 0.01, num_generations: 4, max_completion_length: 32, scale_rewards: batch}
+"""
+
+
+def written(home: Any, text: str) -> dict[str, Any]:
+    (home / "run.yaml").write_text(text)
+    return read(home / "run.yaml")
+
+
+def test_a_mapping_of_trls_arguments_wins_over_included_files(tmp_path: Any) -> None:
+    raw = written(tmp_path, RUN)
+    assert raw["objective"]["penalty"] == [{"name": "k3", "coef": 0.01, "use_bias_correction_kl": True}]
+    assert raw["objective"]["surrogate"] == {"name": "clip", "epsilon": 0.2}
+    engine = [{"name": "vision.generate", "max_completion_length": 32}]
+    assert raw["rollout"] == {"engine": engine, "num_prompts": 4, "num_generations": 4}
+    assert raw["advantage"] == ["total", {"name": "group_normalize", "scale": "batch"}]
+    assert "trl" not in raw
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("num_prompts: 4", "num_generations: 4", "'rollout.num_generations' is given, and the arguments in"),
+        ("[vision.generate]", "[{name: x, max_completion_length: 8}]", "max_completion_length' is given"),
+        ("engine: [vision.generate], ", "", "'rollout.engine' names nothing up to here"),
+        ("{beta: 0.01", "{betta: 0.01", "no argument 'betta'; did you mean 'beta'"),
+        ("trl: {", "trl: [{", "cannot read"),
+        ("trl: {beta: 0.01, num_generations: 4, max_completion_length: 32, scale_rewards: batch}", "trl: 3",
+         "'trl' must be a mapping of TRL's arguments, not 3"),
+    ],
+)  # fmt: skip
+def test_faults_of_that_mapping(tmp_path: Any, old: str, new: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        written(tmp_path, RUN.replace(old, new))
