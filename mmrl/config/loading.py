@@ -21,8 +21,8 @@ from yaml import YAMLError
 _UNREADABLE = (OSError, ValueError, TypeError, RecursionError, OmegaConfBaseException, YAMLError)
 
 
-# Keys at the top of a file that stand for others, with what writes them out: a function of the key's value, of
-# the merged configuration so far, and of what the file itself has besides.
+# Keys at the top of a file that stand for others, with what writes them out: a function of the key's value,
+# of the merged configuration so far, and of what the file itself has besides.
 SHORTHANDS: dict[str, Callable[[Any, dict[str, Any], dict[str, Any]], dict[str, Any]]] = {}
 
 

@@ -68,8 +68,8 @@ def applied(arguments: Any, merged: dict[str, Any], own: Mapping[str, Any]) -> d
     for key in _leaves(change):
         if _given(own, key):
             raise ConfigError(
-                f"'{key}' is given, and the arguments in `trl` ({', '.join(arguments)}) give it too; leave one "
-                "of them out"
+                f"'{key}' is given, and the arguments in `trl` ({', '.join(arguments)}) give it too; leave "
+                "one of them out"
             )
         items, digit, _ = key.partition(".0")
         if digit and not _given(merged, f"{items}.0"):

@@ -46,6 +46,21 @@ def test_the_reward_of_a_row_is_the_weighted_sum_of_what_applies():
     assert math.isnan(table.reward()[2])
 
 
+def test_the_weighted_sum_leaves_out_what_does_not_apply():
+    table = reward_table({"a": [1, None, None], "b": [3, 4, None]}, weights={"a": 2.0, "b": 0.5})
+    # 2 * 1 + 0.5 * 3, then 0.5 * 4 alone, then nothing
+    assert table.weighted_sum()[:, 0].tolist() == [3.5, 2.0, 0.0]
+
+
+def test_absent_are_the_rewards_that_apply_nowhere_without_a_failure():
+    table = reward_table({"a": [1, None], "b": [None, None], "c": [None, None]})
+    assert set(table.absent) == {"b", "c"}
+    assert table.absent["b"] == "'b' gave None for all 2 outcomes of 1 prompts"
+    failed = table.replace(ids={**table.ids, "fault/c": torch.zeros_like(table.ends)})
+    assert set(failed.absent) == {"b"}
+    assert not table.select(torch.tensor([False, False])).absent
+
+
 def test_rewards_of_a_row_are_as_measured_whatever_the_chain_did():
     table = reward_table({"a": [1, 2]})
     assert table.put(table.values * 100).reward().tolist() == [1, 2]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from torch.testing import assert_close
@@ -213,6 +215,18 @@ def test_recorded_images_and_rollouts_make_one_table(generator):
     assert_close(steps.clean[2], walked.path[-1])
     with pytest.raises(ValueError, match="discrete times index the schedule of the rollout"):
         collated([row(generator), recorded(generator)])
+
+
+def test_the_image_is_the_last_state_of_a_path(generator):
+    walked = row(generator)
+    path = torch.cat([walked.path + 1, walked.path])
+    steps = collated([dataclasses.replace(walked, path=path)])
+    assert_close(steps.clean[0], walked.path[0])
+
+
+def test_a_video_as_a_whole_needs_no_number_of_frames(generator):
+    steps = collated([row(generator, shape=(2, 6, 3, 2), frames=())], draws=1, segments=1)
+    assert steps.clean.shape[2] == 6
 
 
 def test_times_of_a_shared_collection_come_from_the_schedule(generator):

@@ -215,3 +215,11 @@ def test_calibration_is_by_query():
     scores = torch.tensor([[0.0, 6.0], [0.0, 12.0]])
     valid = torch.ones(2, dtype=torch.bool)
     assert_close(quantization.calibrate(scores, valid), torch.tensor([[0.0, 3.0], [0.0, 9.0]]))
+
+
+def test_scales_too_small_for_their_precision_do_not_divide_by_zero():
+    # A range of 2e-6 in 255 steps is 8e-9, which float16 rounds to 0.
+    x = torch.tensor([[0.0], [2e-6]], dtype=torch.float16)[None]
+    codes = quantization.quantize(x, 8)
+    assert (codes.scale == 1).all()
+    assert torch.equal(quantization.dequantize(codes), torch.zeros_like(x))
