@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -63,8 +64,11 @@ def reader(tmp_path, monkeypatch):
         return make_engine(pieces, listed, policy, place) if policy else build(toy, quiet=True).method.engine
 
     def configured(*given, **named):
-        check(configuration(*given, **named))
-        return checked({**plan(tmp_path / "run"), "evaluation": {"data": "tests.support.toys:prompts"}})
+        real = configuration(*given, **named)
+        check(real)
+        kept = {name: getattr(real, name) for name in ("eval_steps", "save_steps", "metric_for_best_model")}
+        toy = {**plan(tmp_path / "run"), "evaluation": {"data": "tests.support.toys:prompts"}}
+        return replace(checked(toy), **kept)
 
     monkeypatch.setattr("mmrl.api.trainer.configuration", configured)
     monkeypatch.setattr("mmrl.config.schema.load", checked)

@@ -31,6 +31,8 @@ def configuration(
     config: str | Path | Mapping[str, Any] | Config | None = None,
 ) -> Config:
     """Make the configuration of a run from the arguments of `mmrl.Trainer`, which documents them."""
+    if model is None and config is None:
+        raise ConfigError("there is no model; `model=` takes a hub id, a folder or an object")
     raw = _base(config, method, model)
     if model is not None:
         raw = merge(raw, {"policy": _policy(model, processing_class)})
@@ -47,8 +49,6 @@ def configuration(
     if eval_dataset is not None:
         held_out = data_piece("eval_dataset", eval_dataset, "test", raw.get("data"))
         raw = merge(raw, {"evaluation": {"data": held_out}})
-    if "name" not in as_plain(raw.get("policy") or {}) or "model" not in raw["policy"]:
-        raise ConfigError("there is no model; `model=` takes a hub id, a folder or an object")
     return parse(raw, Config)
 
 
