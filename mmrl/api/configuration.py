@@ -11,7 +11,7 @@ from typing import Any
 from mmrl.config import objects
 from mmrl.config.loading import ConfigError, merge, nearest, read
 from mmrl.config.schema import Config, as_plain, parse
-from mmrl.config.trl_arguments import arguments_of, translate
+from mmrl.config.trl_arguments import arguments_of, translate, with_defaults
 from mmrl.data.object_rows import put_rows
 from mmrl.runtime.modules import DTYPES
 
@@ -38,7 +38,7 @@ def configuration(
         raw = merge(raw, {"policy": _policy(model, processing_class)})
     if peft_config is not None:
         raw = merge(raw, {"policy": _lora(peft_config)})
-    weights, changes = _changes(args, raw)
+    weights, changes = _changes(args, raw, complete=not method and config is None)
     raw = reduce(merge, changes, raw)
     if reward_funcs is not None:
         raw["rewards"] = _rewards(reward_funcs)
@@ -56,9 +56,11 @@ def _base(config: Any, method: str, model: Any) -> dict[str, Any]:
     """Read what the run begins with: a whole configuration, or the defaults of the model and the method."""
     match config:
         case None:
-            kind = "flow" if is_pipeline(model) else "vision_language"
-            raw = read(f"defaults/{kind}.yaml")
-            method = method or {"flow": "flow_grpo", "vision_language": "grpo"}[kind]
+            flow = is_pipeline(model)
+            file = method_file(method or ("flow_grpo" if flow else "grpo"))
+            pairs = file.parent.name == "preference"
+            kind = "flow" if flow else "preference" if pairs else "vision_language"
+            return merge(read(f"defaults/{kind}.yaml"), read(file))
         case Config():
             raw = dict(as_plain(config))
         case _:
@@ -132,10 +134,13 @@ def _lora(config: Any) -> dict[str, Any]:
     return {"lora_rank": config.r, "lora_alpha": float(config.lora_alpha)}
 
 
-def _changes(args: Any, raw: Mapping[str, Any]) -> tuple[Sequence[float] | None, list[dict[str, Any]]]:
+def _changes(
+    args: Any, raw: Mapping[str, Any], complete: bool
+) -> tuple[Sequence[float] | None, list[dict[str, Any]]]:
     """Sort `args` into the weights of rewards and changes of the configuration `raw`.
 
-    In a dictionary a name that both know, such as `max_steps`, is the key of a configuration.
+    In a dictionary a name that both know, such as `max_steps`, is the key of a configuration. A `GRPOConfig`
+    or `DPOConfig` is completed by TRL's defaults if `complete` says so, to train what TRL would.
     """
     match args:
         case None:
@@ -145,6 +150,8 @@ def _changes(args: Any, raw: Mapping[str, Any]) -> tuple[Sequence[float] | None,
             ours = [name for name in args if name in Config.__dataclass_fields__ or "." in name]
         case _:
             keywords, ours = arguments_of(args), []
+            if complete:
+                keywords = with_defaults(keywords)
     weights = keywords.pop("reward_weights", None)
     changes = [_nested(name.split("."), keywords.pop(name)) for name in ours]
     return weights, [translate(keywords, raw), *changes]

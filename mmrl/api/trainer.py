@@ -50,14 +50,16 @@ class Trainer:
         reward_funcs: One reward or several: functions in TRL's form or mmrl's, names such as
             "vision.temporal_iou", or mappings `{"name": ..., "weight": ...}`. Left out, those of the method.
         args: TRL's keyword names (`{"beta": 0.04, "num_generations": 8}`, or a `GRPOConfig`), and keys of an
-            mmrl configuration, nested (`{"learn": {...}}`) or dotted (`{"learn.num_iterations": 2}`).
+            mmrl configuration, nested (`{"learn": {...}}`) or dotted (`{"learn.num_iterations": 2}`). Where
+            neither `method` nor `config` is given, a `GRPOConfig` is completed by TRL's defaults.
         train_dataset: A dataset of `datasets`, a list of dictionaries, the path of a file, or a piece
             (`{"name": "vision.grounding", "path": ...}`). Rows of VLMs are read as TRL's conversations.
         eval_dataset: The same for evaluations.
         processing_class: The processor of a model that is an object.
         callbacks: `TrainerCallback`s of transformers, objects or classes.
         peft_config: A `LoraConfig`; its `r` and `lora_alpha` are read.
-        method: Name of a file under configs/methods, such as "grpo", "dapo", "gspo" or "flow_grpo".
+        method: Name of a file under configs/methods, such as "dapo", "flow_grpo" or "dpo" (whose rows are
+            preference pairs); by default "grpo", and "flow_grpo" for pipelines.
         config: A whole configuration to begin with.
         quiet: Print no progress.
 

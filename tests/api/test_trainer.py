@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -240,3 +241,42 @@ def test_a_pipeline_object_is_trained_for_prompts_in_memory(pipelines, tmp_path)
     assert "rewards/redness/mean" in trainer.history[0]
     answers = trainer.predict(prompts)
     assert [tuple(answer.answer.shape) for answer in answers] == [(3, 16, 16)] * 2
+
+
+def test_preference_pairs_in_memory_are_trained_with_dpo(qwen, tmp_path):
+    pairs = [
+        {"prompt": "what is it?", "chosen": f"a dog {i}", "rejected": "a cat", "image": image}
+        for i, image in enumerate(images(2))
+    ]
+    settings = {k: v for k, v in args(tmp_path).items() if k != "num_generations"}
+    settings["rollout"] = {"num_prompts": 2}
+    settings["beta"] = 0.2
+    trainer = mmrl.Trainer(qwen, args=settings, train_dataset=pairs, method="dpo", quiet=True)
+    assert as_plain(trainer.config)["objective"]["compare"][0]["beta"] == 0.2
+    trainer.train()
+    assert trainer.history[0]["loss"] == pytest.approx(numpy.log(2))  # -log sigmoid(0): nothing learned yet
+
+
+@dataclasses.dataclass
+class Arguments:
+    """Some fields of TRL's `GRPOConfig`, with its defaults."""
+
+    beta: float = 0.0
+    num_generations: int = 8
+    learning_rate: float = 1e-6
+    max_steps: int = -1
+    output_dir: str = ""
+
+
+def test_an_object_of_arguments_is_completed_by_the_defaults_of_trl(qwen, tmp_path):
+    def made(**more):
+        given = Arguments(beta=0.1, num_generations=4, max_steps=2, output_dir=str(tmp_path))
+        asked = [{"prompt": row["question"], "image": row["image"]} for row in rows()]
+        return as_plain(mmrl.Trainer(qwen, length, given, asked, quiet=True, **more).config)
+
+    alone, with_method = made(), made(method="grpo")
+    assert alone["objective"]["penalty"][0]["coef"] == with_method["objective"]["penalty"][0]["coef"] == 0.1
+    # TRL's default loss is DAPO's, the mean over all tokens; that of the file is GRPO's.
+    assert alone["objective"]["aggregation"] == {"name": "step_mean"}
+    assert with_method["objective"]["aggregation"] == "sequence_mean"
+    assert alone["learn"]["learning_rate"] == {"name": "linear", "start": 1e-6, "end": 0.0, "steps": 2}
