@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import io
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -17,8 +18,9 @@ from mmrl.core.types import Outcome, Prompt
 from mmrl.diffusion.image_io import to_pil
 from mmrl.reporting.thumbnails import data_uri
 
-WIDTH, HEIGHT = 60, 130  # of one step in the chart of turning points, SVG units
-GAIN_COLOUR, LOSS_COLOUR, TURN_COLOUR, TEXT_COLOUR = "#2b8a3e", "#b3402a", "#0f6fbf", "#5b6b7b"
+WIDTH, HEIGHT = 60, 130  # of one step in the chart of turning points, SVG units; labels stand below
+LINE = 12  # of a label
+GAIN_COLOUR, LOSS_COLOUR, TURN_COLOUR, TEXT_COLOUR = "#0f6fbf", "#d9622b", "#1d2733", "#566575"
 
 
 def displayed_image(outcome: Outcome) -> Tensor | None:
@@ -118,6 +120,12 @@ class CreditedTrajectory:
             for gain, credit in zip(added, self.credits, strict=True)
         ]
 
+    @property
+    def digits(self) -> int:
+        """Count the decimals with which numbers are written: two, or more where all steps are small."""
+        largest = max((abs(value) for step in self.steps for value in step[:2]), default=0.0)
+        return max(2, 1 - math.floor(math.log10(largest))) if largest > 1e-6 else 2
+
 
 @visualization
 def turning_points(
@@ -144,14 +152,15 @@ def turning_points(
         return ""
     figures = []
     for path in paths[:num]:
-        labels = [f"{reward:.2f}" for reward in path.rewards]
+        labels = [f"{reward:.{path.digits}f}" for reward in path.rewards]
         complete = all(displayed_image(outcome) is not None for outcome in path.outcomes)
         row = image_row(path.outcomes, side, labels) if complete else ""
         # A narrow page scrolls sideways, so that numbers stay legible.
         wide = f"<div style='min-width:{WIDTH * len(labels)}px'>{row}{bar_chart(path, side)}</div>"
         figures.append(figure(path.title, wide))
     note = (
-        "<p class=note>Under each image: the reward, had the noise ended there. Bars: what a step added. "
+        "<p class=note>Under each image: the reward, had the noise ended there. Bars: what a step added, "
+        "blue where it rose and orange where it fell. "
         f"<b style='color:{TURN_COLOUR}'>Framed</b>: a turning point, credited with everything gained from "
         "before it to the end.</p>"
     )
@@ -189,21 +198,24 @@ def bar_chart(path: CreditedTrajectory, side: int) -> str:
         size = f"width='{WIDTH - 2 * inset:g}' height='{abs(height * scale):.2f}'"
         return f"<rect x='{x:g}' y='{y:.2f}' {size} {style}/>"
 
+    def label(index: int, y: float, number: float, before: str, style: str) -> str:
+        place = f"text-anchor='middle' font-size='11' x='{(index + 0.5) * WIDTH:g}' y='{y - 4:g}'"
+        return f"<text {place} {style}>{before}{number:+.{path.digits}f}</text>"
+
     parts = [f"<line x1='0' x2='{count * WIDTH}' y1='{HEIGHT / 2}' y2='{HEIGHT / 2}' stroke='#dde3ea'/>"]
     for i, (added, credit, turn) in enumerate(path.steps):
         colour = GAIN_COLOUR if added >= 0 else LOSS_COLOUR
         parts.append(bar(i, added, f"fill='{colour}' fill-opacity='0.75'", 18))
-        label, style = f"{added:+.2f}", f"fill='{TEXT_COLOUR}'"
+        parts.append(label(i, HEIGHT, added, "", f"fill='{TEXT_COLOUR}'"))
         if turn:
             frame = f"fill='none' stroke='{TURN_COLOUR}' stroke-width='2' stroke-dasharray='4 2'"
             parts.append(bar(i, credit, frame, 12))
-            label, style = f"{label} → {credit:+.2f}", f"font-weight='700' fill='{TURN_COLOUR}'"
-        place = f"x='{(i + 0.5) * WIDTH:g}' y='{HEIGHT - 3}' text-anchor='middle' font-size='9'"
-        parts.append(f"<text {place} {style}>{label}</text>")
+            # On a line of its own, since both numbers are wider than a step.
+            parts.append(label(i, HEIGHT + LINE, credit, "→ ", f"font-weight='700' fill='{TURN_COLOUR}'"))
     # Bars stand between the images above them, so the chart is narrower by one image.
     placement = f"width:{100 * count / (count + 1):.2f}%;margin-left:{50 / (count + 1):.2f}%"
     return (
         f"<div style='max-width:{side * (count + 1)}px'><svg role='img' "
-        f"viewBox='0 0 {count * WIDTH} {HEIGHT}' style='{placement};max-width:{side * count}px'>"
+        f"viewBox='0 0 {count * WIDTH} {HEIGHT + LINE}' style='{placement};max-width:{side * count}px'>"
         f"{''.join(parts)}</svg></div>"
     )

@@ -71,9 +71,9 @@ def compare(config: EvaluateConfig, folder: Path) -> SettingsComparison:
             (folder / "evaluation.json").write_text(json.dumps(plain(compared), indent=2))
             print(f"{name}: {spell_row(rows[name])}", flush=True)
     if evaluator.processes.main:
-        plot = draw(compared)
-        (folder / "pareto.svg").write_text(plot)
-        (folder / "evaluation.html").write_text(page(folder.name, compared, plot))
+        (folder / "pareto.svg").write_text(draw(compared, compared.costs))
+        plots = [draw(compared, [cost]) for cost in compared.costs]
+        (folder / "evaluation.html").write_text(page(folder.name, compared, plots))
     return compared
 
 

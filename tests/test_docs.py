@@ -92,6 +92,7 @@ def test_a_block_runs(block, reader):
         ("python", "from mmrl.training.loop import tarin\n", "cannot import name 'tarin'"),
         ("python", "assert 1 + 1 == 3\n", "AssertionError"),
         ("python", "# broken.py\ndef f(:\n", "SyntaxError"),
+        ("jsonl", '{"question": "a", answer: "b"}\n', "JSONDecodeError"),
         ("yaml", "rewards: [vision.temporal_iuo]\n", "did you mean 'vision.temporal_iou'"),
         ("yaml", "policy: {name: vision.tokens, model: x, lora_rnk: 3}\n", "did you mean 'lora_rank'"),
         ("yaml", "learn: {learning_rat: 1}\n", "did you mean 'learning_rate'"),
@@ -301,6 +302,16 @@ def test_the_tree_names_folders_that_are_there():
 def test_the_example_of_the_recipes_is_the_file():
     text = (ROOT / "configs" / "train" / "charades_sta_tempsamp.yaml").read_text().strip()
     assert text in TEXTS["docs/howto/recipes.md"]
+
+
+def test_getting_started_takes_six_commands_at_most():
+    page = "docs/index.md"
+    section = TEXTS[page].partition("## From a checkout")[2].partition("**5. Look.**")[0]
+    commands = [
+        line for block in blocks_of(section, page) if block.kind == "sh" for line in block.text.splitlines()
+    ]
+    assert commands[0].startswith("pip install") and commands[-1] == "mmrl train my_run.yaml"
+    assert len(commands) <= 6 and "report.html" in TEXTS[page]
 
 
 def test_every_linked_file_is_there():

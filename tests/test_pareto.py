@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 from contextlib import contextmanager
+from itertools import combinations
 
 import pytest
 import torch
@@ -14,7 +16,9 @@ from mmrl.config.registry import find
 from mmrl.config.reward_adapters import per_outcome
 from mmrl.config.schema import ConfigError, EvaluateConfig, parse
 from mmrl.reporting import pareto as drawing
+from mmrl.reporting.html.point_labels import LINE, place
 from mmrl.training import evaluate
+from tests.support.svg import overlap, text_boxes
 from tests.support.toys import ToyGenerate
 
 HERE = "tests.test_pareto"
@@ -65,7 +69,7 @@ RAW = {
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
     monkeypatch.setattr(evaluate, "RESAMPLES", 50)
-    monkeypatch.setattr(pareto, "draw", lambda found: f"<svg>{found.metric}</svg>")
+    monkeypatch.setattr(pareto, "draw", lambda found, costs: f"<svg>{found.metric} {len(costs)}</svg>")
 
 
 @pytest.fixture
@@ -115,9 +119,10 @@ def test_what_is_written_holds_everything(config, tmp_path):
     assert short["differences"]["length"] == found.rows["short"].difference["length"][0]
     assert short["intervals_of_differences"]["length"] == list(found.rows["short"].difference["length"][1:])
     assert written["optimal"]["operations"] == ["full"]
-    assert (tmp_path / "pareto.svg").read_text() == "<svg>length</svg>"
+    assert (tmp_path / "pareto.svg").read_text() == "<svg>length 3</svg>"
     page = (tmp_path / "evaluation.html").read_text()
-    assert all(one in page for one in ("<svg>length</svg>", "difference to full", "policy.length"))
+    assert page.count("<svg>length 1</svg>") == 3, "a plot for every cost"
+    assert all(one in page for one in ("length against operations</fig", "difference to full", "policy"))
 
 
 def test_what_was_measured_stays_when_a_later_setting_fails(config, tmp_path):
@@ -185,13 +190,69 @@ def test_the_plot_has_a_panel_for_every_cost_and_names_every_setting():
         "half & $half$": drawing.SettingResult({}, {"good": (0.8, 0.8, 0.8)}, {}, costs(4.0, 1.0)),
         "free": drawing.SettingResult({}, {"good": (0.1, 0.2, 0.3)}, {}, costs(0.0, 3.0)),
     }
-    drawn = drawing.draw(drawing.SettingsComparison(rows, "good"))
-    assert drawn.startswith("<svg") and drawn.rstrip().endswith("</svg>")
-    assert all(
-        drawn.count(f">{one}<") == 1 for one in ("money per prompt", "time per prompt", "full", "good")
-    )
-    assert "half &amp; $half$" in drawn
+    found = drawing.SettingsComparison(rows, "good")
+    drawn = drawing.draw(found, found.costs)
+    assert drawn.startswith("<svg") and drawn.rstrip().endswith("</svg>") and 'viewBox="0 0 720 ' in drawn
+    assert all(drawn.count(f">{one}<") == 1 for one in ("money per prompt", "time per prompt"))
+    assert all(drawn.count(f">{one}<") == 2 for one in ("good", "full", "half &amp; $half$", "free"))
     assert "mathdefault" not in drawn and ">10<" in drawn and ">100<" in drawn, "numbers of the log axis"
+    for cost in found.costs:
+        assert 'viewBox="0 0 360 ' in drawing.draw(found, [cost]), "as wide as other charts"
+
+
+def test_settings_at_one_point_and_near_each_other_are_all_named_and_no_letters_touch():
+    def at(quality, cost):
+        return drawing.SettingResult({}, {"m": (quality, quality - 0.04, quality + 0.04)}, {}, {"cost": cost})
+
+    rows = {
+        "full": at(0.50, 9.2e7), "twin of full": at(0.50, 9.2e7), "nearly full": at(0.501, 9.25e7),
+        "a name of a setting that is much longer than all the others": at(0.5, 8.9e7),
+        "half": at(0.11, 9.9e7), "good and cheap": at(0.52, 8.8e7), "bad": at(0.2, 8.7e7),
+        **{f"setting {i}": at(0.3 + 0.01 * i, (9.0 + 0.05 * i) * 1e7) for i in range(8)},
+    }  # fmt: skip
+    drawn = drawing.draw(drawing.SettingsComparison(rows, "m"), ["cost"])
+    boxes = text_boxes(drawn)
+    assert not [pair for pair in combinations(boxes, 2) if overlap(*pair)]
+    height = float(re.search(r'viewBox="0 0 360 ([\d.]+)"', drawn)[1])
+    assert all(a >= 0 and b >= 0 and c <= 360 and d <= height for a, b, c, d in boxes)
+    at = {
+        text: (float(x), float(y)) for x, y, text in re.findall(r'x="([\d.]+)" y="([\d.]+)">([^<]*)<', drawn)
+    }
+    # One point, one label: the next name stands below at the same left edge.
+    assert at["twin of full"] == pytest.approx((at["full"][0], at["full"][1] + LINE), abs=0.02)
+    assert {"a name of a setting that", "is much longer than all", "the others"} <= at.keys()
+
+
+@pytest.mark.parametrize(
+    ("costs", "wanted"),
+    [((1.0, 2.0), "1 1.5 2"), ((1.0, 12.0), "2 5 10"), ((3e6, 3e8), "3M 10M 30M 100M 300M"),
+        ((1.0, 1e6), "1 100 10k 1M"),
+     ((0.0131, 0.0139), "0.0132 0.0134")],
+)  # fmt: skip
+def test_ticks_of_costs_are_few_and_readable(costs, wanted):
+    found = drawing.SettingsComparison({"a": row(0.5, costs[0]), "b": row(0.6, costs[1])}, "good")
+    drawn = drawing.draw(found, ["cost"])
+    ticks = re.findall(r'text-anchor: middle"[^>]*>([^<]*)</text>', drawn)
+    assert set(wanted.split()) <= set(ticks) and len(ticks) <= 9, ticks
+
+
+def test_a_setting_without_a_number_is_left_out_of_the_plot_alone():
+    rows = {"full": row(0.9, 8.0), "half": row(0.8, 4.0), "none": row(float("nan"), 1.0)}
+    drawn = drawing.draw(drawing.SettingsComparison(rows, "good"), ["cost"])
+    assert ">half<" in drawn and ">none<" not in drawn
+    empty = drawing.draw(drawing.SettingsComparison({"none": rows["none"]}, "good"), ["cost"])
+    assert "cost per prompt" in empty and ">none<" not in empty
+
+
+def test_labels_take_the_nearest_free_place():
+    area = (0.0, 0.0, 100.0, 50.0)
+    (alone,) = place([(50.0, 25.0)], [(20.0, 10.0)], area, [(45.0, 20.0, 55.0, 30.0)])
+    assert not overlap((*alone, alone[0] + 20, alone[1] + 10), (45.0, 20.0, 55.0, 30.0))
+    first, second = place([(50.0, 25.0), (50.0, 25.0)], [(20.0, 10.0)] * 2, area, [])
+    assert not overlap((*first, first[0] + 20, first[1] + 10), (*second, second[0] + 20, second[1] + 10))
+    # Nothing is free: still inside.
+    (covered,) = place([(50.0, 25.0)], [(20.0, 10.0)], area, [(-1.0, -1.0, 101.0, 51.0)])
+    assert 0 <= covered[0] <= 80 and 0 <= covered[1] <= 40
 
 
 # ---- mistakes

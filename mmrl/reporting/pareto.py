@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
 
 from markupsafe import Markup
 
 from mmrl.config.schema import as_plain
 from mmrl.reporting.html import document
-from mmrl.reporting.html.charts import chart_style, svg_of
-from mmrl.reporting.html.layout import macros, table
+from mmrl.reporting.html.charts import BOTTOM, COLOURS, HEIGHT, LEFT, RIGHT, TOP, WIDTH, chart_style, svg_of
+from mmrl.reporting.html.layout import amount, macros, table
+from mmrl.reporting.html.point_labels import label_points
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 Estimate = tuple[float, float, float]  # a value and the ends of its interval
 
-MARKS = "os^Dv"  # of every next ten settings
+FRONT, OTHERS = COLOURS[0], "#6b7a89"  # of points on the Pareto front, and of the others
 
 
 @dataclass(frozen=True)
@@ -95,9 +100,9 @@ def cells(compared: SettingsComparison) -> tuple[list[str], list[list[str]]]:
             for estimates, form in ((row.quality, ".3f"), ({} if name == first else row.difference, "+.3f")):
                 known = metric in estimates
                 line.append("{:{f}} ({:{f}} to {:{f}})".format(*estimates[metric], f=form) if known else "")
-        for cost, amount in row.costs.items():
-            ratio = f" ({amount / reference.costs[cost]:.2f}x)" if reference.costs[cost] else ""
-            line.append(f"{amount:.3g}{ratio}{' *' if name in optimal[cost] else ''}")
+        for cost, spent in row.costs.items():
+            ratio = f" ({spent / reference.costs[cost]:.2f}x)" if reference.costs[cost] else ""
+            line.append(f"{amount(spent)}{ratio}{' *' if name in optimal[cost] else ''}")
         lines.append(line)
     return titles, lines
 
@@ -105,7 +110,7 @@ def cells(compared: SettingsComparison) -> tuple[list[str], list[list[str]]]:
 def spell_row(row: SettingResult) -> str:
     """Write the metrics and costs of a setting in one line."""
     metrics = [f"{metric} {estimate[0]:.4g}" for metric, estimate in row.quality.items()]
-    return "  ".join([*metrics, *(f"{cost} {amount:.3g}" for cost, amount in row.costs.items())])
+    return "  ".join([*metrics, *(f"{cost} {amount(spent)}" for cost, spent in row.costs.items())])
 
 
 def show(compared: SettingsComparison) -> None:
@@ -122,54 +127,97 @@ def show(compared: SettingsComparison) -> None:
     print(f"* no other setting has a better {compared.metric} for no more of this cost")
 
 
-def page(title: str, compared: SettingsComparison, plot: str) -> str:
-    """Build the page of a comparison from its table, the plot (SVG) and the settings' changes."""
-    note = macros().note(
+def page(title: str, compared: SettingsComparison, plots: Sequence[str]) -> str:
+    """Build the page of a comparison: table, a plot (SVG) for every cost, and what the settings change."""
+    metric, part = compared.metric, macros()
+    note = part.note(
         f"All answered the same {compared.prompts} prompts. Intervals are of prompts drawn anew, the same "
         "for all settings, so differences are of pairs. * No other setting has a better "
-        f"{compared.metric} for no more of this cost."
+        f"{metric} for no more of this cost."
     )
+    key = part.note(
+        f"Filled and joined: no other setting has a better {metric} for no more of this cost. Hollow: "
+        "another has. Upright lines: intervals. Settings at one point share its label, one a line."
+    )
+    figures = [
+        part.figure(f"{metric} against {cost}", Markup(plot))
+        for cost, plot in zip(compared.costs, plots, strict=True)
+    ]
     changes = [[name, json.dumps(as_plain(row.changes))] for name, row in compared.rows.items()]
     sections = [
-        ("costs", f"{compared.metric} and costs", Markup("<figure>{}</figure>").format(Markup(plot))),
+        ("costs", f"{metric} and costs", part.grid(figures) + key),
         ("changes", "What they change", table(["setting", "changes"], changes, kind="value")),
     ]
     return document(title, [table(*cells(compared))], sections, heading="Settings", subtitle=note)
 
 
-@chart_style()
-def draw(compared: SettingsComparison) -> str:
-    """Plot the metric against every cost as SVG; settings on the Pareto front are filled and joined."""
+def draw(compared: SettingsComparison, costs: Sequence[str]) -> str:
+    """Plot the metric against costs as SVG, a panel each; the Pareto front is filled and joined."""
     from matplotlib.figure import Figure
 
-    costs, rows = compared.costs, compared.rows
-    figure = Figure((max(6.0, 3.6 * len(costs)), 3.4 + 0.06 * len(rows)), layout="constrained")
-    panels = figure.subplots(1, len(costs), sharey=True, squeeze=False)[0]
-    for axes, cost in zip(panels, costs, strict=True):
-        best = compared.optimal(cost)
-        points = [(rows[name].costs[cost], rows[name].quality[compared.metric][0]) for name in best]
-        axes.plot([x for x, _ in points], [y for _, y in points], color="#b8c4d0", linewidth=1.4)
-        for number, (name, row) in enumerate(rows.items()):
-            middle, low, high = row.quality[compared.metric]
-            axes.errorbar(
-                row.costs[cost],
-                middle,
-                # Resampled ends may lie on one side of the value; matplotlib wants lengths of 0 or more.
-                [[max(0.0, middle - low)], [max(0.0, high - middle)]],
-                fmt=MARKS[number // 10 % len(MARKS)],
-                color=f"C{number % 10}",
-                elinewidth=0.7,
-                fillstyle="full" if name in best else "none",
-                label=name,
-            )
-        amounts = [row.costs[cost] for row in rows.values()]
-        if min(amounts) > 0 and max(amounts) > 10 * min(amounts):
-            axes.set_xscale("log")
-            axes.xaxis.set_major_formatter("{x:g}")
-            axes.xaxis.set_minor_formatter("")
-        axes.set_xlabel(f"{cost} per prompt")
-        axes.margins(x=0.1, y=0.1)
-    panels[0].set_ylabel(compared.metric)
-    marks, names = panels[0].get_legend_handles_labels()
-    figure.legend(marks, names, loc="outside lower center", ncols=min(4, len(names)), frameon=False)
-    return svg_of(figure)
+    # Labels of many settings need more room.
+    width, height = WIDTH * len(costs), HEIGHT + 20 * max(0, len(compared.rows) - 4)
+    size = ((WIDTH - LEFT - RIGHT) / width, (height - TOP - BOTTOM) / height)
+    with chart_style(salt=repr((costs, compared))):
+        figure = Figure((width / 72, height / 72), dpi=72)
+        for i, cost in enumerate(costs):
+            draw_panel(figure.add_axes(((i * WIDTH + LEFT) / width, BOTTOM / height, *size)), compared, cost)
+        return svg_of(figure)
+
+
+def draw_panel(axes: Axes, compared: SettingsComparison, cost: str) -> None:
+    """Plot the metric against one cost; settings whose metric is not a number are left out."""
+    rows = {
+        name: row for name, row in compared.rows.items() if math.isfinite(row.quality[compared.metric][0])
+    }
+    best = compared.optimal(cost)
+    at = {name: (row.costs[cost], row.quality[compared.metric][0]) for name, row in rows.items()}
+    axes.plot(*zip(*(at[name] for name in best), strict=True), color="#b8c4d0", linewidth=1.4)
+    for name, row in rows.items():
+        (x, y), (_, low, high) = at[name], row.quality[compared.metric]
+        axes.errorbar(
+            x,
+            y,
+            # Resampled ends may lie on one side of the value; matplotlib wants lengths of 0 or more.
+            [[max(0.0, y - low)], [max(0.0, high - y)]],
+            fmt="o",
+            color=FRONT if name in best else OTHERS,
+            markerfacecolor=FRONT if name in best else "#ffffff",
+            # A ring is seen around a dot at the same point.
+            markersize=5.5 if name in best else 8.0,
+            zorder=3 if name in best else 2,
+            elinewidth=0.8,
+        )
+    axes.set(xlabel=f"{cost} per prompt", ylabel=compared.metric)
+    if not rows:
+        return
+    set_axes(axes, [x for x, _ in at.values()])
+    axes.yaxis.set_label_coords((14 - LEFT) / (WIDTH - LEFT - RIGHT), 0.5)
+    pixels = axes.transData.transform
+    points = dict(zip(at, pixels([*at.values()]).tolist(), strict=True))
+    taken = [(x - 7, y - 7, x + 7, y + 7) for x, y in points.values()]
+    for name, (x, _) in points.items():
+        (_, low), (_, high) = pixels([(at[name][0], end) for end in rows[name].quality[compared.metric][1:]])
+        taken.append((x - 2, low, x + 2, high))
+    for (x0, y0), (x1, y1) in pairwise(points[name] for name in best):  # the line, as a row of small boxes
+        for share in (i / 40 for i in range(41)):
+            x, y = x0 + share * (x1 - x0), y0 + share * (y1 - y0)
+            taken.append((x - 1, y - 1, x + 1, y + 1))
+    label_points(axes, [*at], [(x, y) for x, y in points.values()], taken)
+
+
+def set_axes(axes: Axes, amounts: Sequence[float]) -> None:
+    """Choose a linear or a logarithmic axis of costs, ticks, and how numbers are written at them."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+    axes.margins(x=0.1, y=0.1)
+    axes.locator_params(nbins=5, steps=[1, 2, 5, 10])
+    if min(amounts) > 0 and max(amounts) > 10 * min(amounts):
+        axes.set_xscale("log")
+        decades = math.log10(max(amounts) / min(amounts))
+        ticks = (1, 2, 5) if decades < 1.5 else (1, 3) if decades < 3 else (1,)
+        axes.xaxis.set_major_locator(LogLocator(subs=ticks))
+        axes.xaxis.set_minor_formatter(NullFormatter())
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_formatter(FuncFormatter(lambda value, _: amount(value, 6)))
+    axes.autoscale_view()

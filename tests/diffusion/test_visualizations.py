@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import re
+from itertools import combinations
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from mmrl.core.rng import Stream
 from mmrl.core.types import Message, Outcome, Part, Prompt, Trajectory
 from mmrl.diffusion.visualizations import data_url, displayed_image, image_grid, turning_points
 from mmrl.training.score import score
+from tests.support.svg import overlap, text_boxes
 
 CHAIN = (total, credit)
 
@@ -87,8 +89,8 @@ def test_turning_points_marks_steps_whose_credit_is_not_what_they_added():
     page = turning_points(
         {"tp_grpo": measured(path("a <cat>", 0.5, 0.4, 0.45, 0.6, 0.58, 0.7))}, advantage=CHAIN
     )
-    assert re.findall(r">([-+]\d\.\d\d(?: → [-+]\d\.\d\d)?)</text>", page) == [
-        "-0.10", "+0.05 → +0.30", "+0.15", "-0.02", "+0.12",
+    assert re.findall(r">((?:→ )?[-+]\d\.\d\d)</text>", page) == [
+        "-0.10", "+0.05", "→ +0.30", "+0.15", "-0.02", "+0.12",
     ]  # fmt: skip
     assert page.count("stroke-dasharray") == 1
     assert re.findall(r"<small>(\d\.\d\d)</small>", page) == ["0.50", "0.40", "0.45", "0.60", "0.58", "0.70"]
@@ -104,6 +106,18 @@ def test_turning_points_draws_bars_as_high_as_what_was_added():
     ]
     assert bars[1][1] == pytest.approx(2 * bars[0][1], abs=0.02)
     assert bars[0][0] == pytest.approx(65 - bars[0][1], abs=0.02) and bars[1][0] == 65
+
+
+def test_labels_of_turning_points_lie_inside_and_do_not_touch():
+    # The first step turns the trend, so that its credit stands at the edge; all steps are small.
+    page = turning_points({"m": measured(path("p", 0.51, 0.5, 0.498, 0.495, 0.6))}, advantage=CHAIN)
+    small = turning_points({"m": measured(path("p", 0.51, 0.508, 0.511))}, advantage=CHAIN)
+    assert re.findall(r">([-+][\d.]+)</text>", small) == ["-0.0020", "+0.0030"], "not all +0.00"
+    for drawn in (page, small):
+        _, _, width, height = map(float, re.search(r"viewBox='([^']*)'", drawn)[1].split())
+        boxes = text_boxes(drawn)
+        assert len(boxes) >= 2 and not [pair for pair in combinations(boxes, 2) if overlap(*pair)]
+        assert all(a >= 0 and b >= 0 and c <= width and d <= height for a, b, c, d in boxes)
 
 
 def test_trajectories_with_most_turning_points_come_first():

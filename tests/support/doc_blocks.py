@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import json
 import re
 import shlex
 import sys
@@ -179,7 +180,18 @@ def check_sh(block: Block, folder: Path) -> None:
             check_words(words, folder)
 
 
-KINDS: dict[str, Callable[[Block, Path], None]] = {"python": run_python, "yaml": check_yaml, "sh": check_sh}
+def check_rows(block: Block, folder: Path) -> None:
+    """Read every line as the JSON object that a row is."""
+    for line in block.text.splitlines():
+        dict(json.loads(line))
+
+
+KINDS: dict[str, Callable[[Block, Path], None]] = {
+    "python": run_python,
+    "yaml": check_yaml,
+    "sh": check_sh,
+    "jsonl": check_rows,
+}
 
 
 # ---- commands

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -20,10 +21,11 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 COLOURS = ("#0f6fbf", "#d9622b", "#2b8a3e", "#8447b8", "#b8860b", "#0b8a8f", "#c2255c", "#5b6b7b")
+BELOW, ZERO, ABOVE = (217, 98, 43), (207, 214, 221), (15, 111, 191)  # of `diverging`
 DASHES: tuple[Any, ...] = ("-", (0, (4, 2)), (0, (1, 1.5)))  # of every next eight lines
 # In points, near the pixels that a chart takes on a phone, so that its letters stay legible.
-WIDTH, HEIGHT = 360, 216
-LEFT, RIGHT, TOP, BOTTOM = 46, 16, 14, 32  # fixed margins, so that the script knows where the axes are
+WIDTH, HEIGHT = 360, 220
+LEFT, RIGHT, TOP, BOTTOM = 60, 22, 16, 38  # fixed margins, so that the script knows where the axes are
 AXES = (LEFT / WIDTH, BOTTOM / HEIGHT, (WIDTH - LEFT - RIGHT) / WIDTH, (HEIGHT - TOP - BOTTOM) / HEIGHT)
 POINTS = {"line": 240, "path": 240, "area": 40}  # longer lines are averaged in bins
 BANDS = 3  # with more lines than this, the intervals would cover each other
@@ -37,7 +39,7 @@ class Line:
 
     label: str  # in the legend
     x: Sequence[float]  # step or other abscissa of every point
-    y: Sequence[float]
+    y: Sequence[float]  # NaN leaves a gap
     place: int = 0  # index of colour and dashes, so that a run keeps them over several charts
     band: Sequence[tuple[float, float]] = ()  # ends (low, high) of an interval for every point, or nothing
 
@@ -74,19 +76,19 @@ def chart(
         figure = Figure((WIDTH / 72, HEIGHT / 72), dpi=72)
         axes = figure.add_axes(AXES)
         axes.set_xlabel(x_label)
-        axes.locator_params(nbins=5, steps=[1, 2, 2.5, 5, 10])
+        axes.locator_params(nbins=5, steps=[1, 2, 5, 10])  # a quarter would need a digit more
         axes.locator_params(axis="x", integer=x_label == "step")
         {"line": draw_lines, "area": draw_areas, "path": draw_paths}[kind](axes, lines)
+        over_steps = kind != "path"
+        if over_steps and len(steps := {x for line in lines for x in line.x}) == 1:
+            axes.set_xticks([*steps])  # instead of fractions around it
         svg = svg_of(figure)
-    over_steps = kind != "path"
-
-    def short(values: Sequence[float]) -> list[float]:
-        return [int(value) if value == int(value) else float(f"{value:.4g}") for value in values]
 
     # The page's script reads the values at a step off these points.
-    points = [[short(line.x), short(line.y)] for line in lines]
+    points = [[[rounded(x) for x in line.x], [rounded(y) for y in line.y]] for line in lines]
     data = {"box": [LEFT, WIDTH - RIGHT, *map(float, axes.get_xlim())], "lines": points} if over_steps else {}
-    legend = [(style_of(line.place)[0], line.label, line.y[-1] if over_steps else None) for line in lines]
+    ends = [finite(line.y)[-1] if over_steps else None for line in lines]
+    legend = [(style_of(line.place)[0], line.label, end) for line, end in zip(lines, ends, strict=True)]
     size = {"width": WIDTH, "height": HEIGHT, "top": TOP, "bottom": HEIGHT - BOTTOM}
     return macros().chart(Markup(svg.partition(">")[2].removesuffix("</svg>\n")), size, data, unit, legend)
 
@@ -101,7 +103,8 @@ def draw_lines(axes: Axes, lines: Sequence[Line]) -> None:
             axes.fill_between(line.x, low, high, color=colour, alpha=0.13, linewidth=0)
         if len(line.x) >= SMOOTHED:
             axes.plot(line.x, line.y, color=colour, linewidth=1, alpha=0.28)
-        dots = {"marker": "o", "markersize": 4.5} if len(line.x) < 12 else {}
+        # Not clipped, since the first and the last dot lie on the edges of the axes.
+        dots = {"marker": "o", "markersize": 4.5, "clip_on": False, "markevery": dotted(line.y)}
         axes.plot(line.x, smooth(line.y), color=colour, linestyle=dash, linewidth=1.8, **dots)
     low, high = axes.dataLim.intervaly
     if high - low <= 1e-12 * max(abs(low), abs(high)):  # constant but for rounding: in the middle
@@ -115,7 +118,10 @@ def draw_areas(axes: Axes, lines: Sequence[Line]) -> None:
     """Stack lines over the same steps."""
     axes.margins(x=0, y=0.04)
     colours = [style_of(line.place)[0] for line in lines]
-    axes.stackplot(lines[0].x, [line.y for line in lines], colors=colours, alpha=0.78, linewidth=0)
+    x, heights = lines[0].x, [line.y for line in lines]
+    if len(x) == 1:  # as wide as a step, since an area between a point and itself is empty
+        x, heights = [x[0] - 0.5, x[0] + 0.5], [[*y, *y] for y in heights]
+    axes.stackplot(x, heights, colors=colours, alpha=0.78, linewidth=0)
 
 
 def draw_paths(axes: Axes, lines: Sequence[Line]) -> None:
@@ -163,8 +169,8 @@ def binned(line: Line, kind: str) -> Line:
     if size <= most:
         return line
     bins = list(pairwise(round(i * size / most) for i in range(most + 1)))
-    y = [sum(line.y[a:b]) / (b - a) for a, b in bins]
-    x = [sum(line.x[a:b]) / (b - a) if kind == "path" else line.x[b - 1] for a, b in bins]
+    y = [mean(line.y[a:b]) for a, b in bins]
+    x = [mean(line.x[a:b]) if kind == "path" else line.x[b - 1] for a, b in bins]
     return replace(line, x=x, y=y, band=())
 
 
@@ -174,4 +180,41 @@ def smooth(values: Sequence[float]) -> Sequence[float]:
         return values
     reach = len(values) // 16
     windows = (values[max(0, i - reach) : i + reach + 1] for i in range(len(values)))
-    return [sum(window) / len(window) for window in windows]
+    pairs = zip(values, windows, strict=True)
+    return [mean(window) if math.isfinite(value) else math.nan for value, window in pairs]
+
+
+def finite(values: Sequence[float]) -> list[float]:
+    """Leave out values that are not finite."""
+    return [value for value in values if math.isfinite(value)]
+
+
+def mean(values: Sequence[float]) -> float:
+    """Average the finite values; NaN if there are none."""
+    known = finite(values)
+    return sum(known) / len(known) if known else math.nan
+
+
+def dotted(values: Sequence[float]) -> list[int]:
+    """List the points that get a dot: all of a short line, else those alone between two gaps."""
+    padded = [math.nan, *values, math.nan]
+    alone = (not math.isfinite(padded[i]) and not math.isfinite(padded[i + 2]) for i in range(len(values)))
+    return [i for i, lonely in enumerate(alone) if lonely or len(values) < 12]
+
+
+def rounded(value: float) -> float | None:
+    """Round a number for JSON to four significant digits; one that is not finite becomes null."""
+    if not math.isfinite(value):
+        return None
+    return int(value) if value == int(value) else float(f"{value:.4g}")
+
+
+def diverging(value: float, most: float) -> str:
+    """Choose a colour from orange (-`most`) over grey (0, or not a number) to blue (`most`).
+
+    Orange and blue differ for every kind of colour blindness, as green and red do not.
+    """
+    share = max(-1.0, min(1.0, value / most)) if most and math.isfinite(value) else 0.0
+    end = BELOW if share < 0 else ABOVE
+    mixed = (round(a + abs(share) * (b - a)) for a, b in zip(ZERO, end, strict=True))
+    return "#{:02x}{:02x}{:02x}".format(*mixed)

@@ -11,7 +11,7 @@ from typing import Any
 from markupsafe import Markup
 
 from mmrl.core.reward_table import EQUAL
-from mmrl.reporting.html.charts import Line, chart
+from mmrl.reporting.html.charts import Line, chart, finite
 from mmrl.reporting.html.layout import macros, spelled
 
 Records = Sequence[Mapping[str, Any]]
@@ -93,7 +93,7 @@ def curves(runs: Runs) -> list[Markup]:
         if len(runs) > 1:
             for name in names:
                 lines = [line_of(run, records, name, i) for i, (run, records) in enumerate(runs.items())]
-                drawn = chart([line for line in lines if line.x], unit=panel.unit)
+                drawn = chart([line for line in lines if finite(line.y)], unit=panel.unit)
                 figures.append(macros().figure(name if len(names) > 1 else panel.title, drawn))
         elif names:
             (records,) = runs.values()
@@ -127,20 +127,22 @@ def constants(runs: Runs, names: Sequence[str]) -> dict[str, float]:
     """List metrics that have the same value in every record of every run, of two records or more."""
     flat = {}
     for name in names:
-        values = [y for records in runs.values() for y in line_of(name, records, name).y]
+        values = [y for records in runs.values() for y in finite(line_of(name, records, name).y)]
         if len(values) > 1 and max(values) - min(values) < max(EQUAL, SAME * max(map(abs, values))):
             flat[name] = values[0]
     return flat
 
 
 def line_of(label: str, records: Records, name: str, place: int = 0) -> Line:
-    """Collect the finite values of a metric, with their interval where every one has it."""
-    known = [record for record in records if is_finite(record, name)]
+    """Collect the values of a metric, NaN where one is not finite, with their interval where all have it."""
+    known = [record for record in records if name in record]
     low, high = f"{name}/low", f"{name}/high"
     # An interval that some points lack is not drawn at all.
-    band = [(record[low], record[high]) for record in known if is_finite(record, low, high)]
-    steps, values = [record["step"] + 1 for record in known], [record[name] for record in known]
-    return Line(label, steps, values, place, band if len(band) == len(known) else ())
+    complete = all(is_finite(record, low, high) for record in known if is_finite(record, name))
+    band = [(record.get(low, math.nan), record.get(high, math.nan)) for record in known] if complete else ()
+    steps = [record["step"] + 1 for record in known]
+    values = [record[name] if is_finite(record, name) else math.nan for record in known]
+    return Line(label, steps, values, place, band)
 
 
 def frontier(runs: Runs) -> Markup:

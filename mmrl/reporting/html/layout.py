@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import math
+import re
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
@@ -34,6 +35,7 @@ def templates() -> Environment:
     # Points of charts are written without spaces.
     environment.policies["json.dumps_kwargs"] = {"separators": (",", ":")}
     environment.filters |= {"spelled": spelled, "duration": duration, "data_uri": data_uri}
+    environment.filters["breakable"] = breakable
     environment.filters["last_of"] = lambda run, name: run.ends(name)[1]
     environment.tests["finite"] = math.isfinite
     return environment
@@ -85,15 +87,29 @@ def metric_table(columns: Mapping[str, Measured | RunFolder], heads: Sequence[st
         if name not in column.metrics:
             return ""
         value, (low, high) = column.metrics[name], column.intervals.get(name, (math.nan, math.nan))
-        number = f"{value:.3f}" if abs(value) < 1e4 else f"{value:,.0f}"
+        number = spelled(value) if 0 < abs(value) < 1e-3 else f"{value:.3f}"
+        number = f"{value:,.0f}" if abs(value) >= 1e4 else number
         return macros().with_small(number, f"{low:.3f} – {high:.3f}" if math.isfinite(low) else "")
 
-    def breakable(name: str) -> Markup:  # after `/` and `_`, for narrow screens
-        return escape(name).replace("/", Markup("/<wbr>")).replace("_", Markup("_<wbr>"))
-
     names = dict.fromkeys(name for column in columns.values() for name in column.metrics)
-    rows = [[breakable(name), *(cell(column, name) for column in columns.values())] for name in names]
+    rows = [[name, *(cell(column, name) for column in columns.values())] for name in names]
     return table(heads or ["", *columns], rows)
+
+
+def breakable(name: str) -> Markup:
+    """Let a name break into lines after its marks, instead of within its words, where it has little room."""
+    return Markup(re.sub(r"([/_.:=-])(?=\w)", r"\1<wbr>", str(escape(name))))
+
+
+def amount(value: float, digits: int = 3) -> str:
+    """Write an amount with three significant digits, a large one in thousands (k), millions (M), G or T."""
+    if not math.isfinite(value):
+        return "–"
+    value = float(f"{value:.{digits}g}")
+    for size, unit in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if abs(value) >= size:
+            return f"{value / size:.{digits}g}{unit}"
+    return f"{value:.{digits}g}"
 
 
 def spelled(value: float) -> str:

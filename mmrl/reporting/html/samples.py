@@ -13,6 +13,7 @@ from markupsafe import Markup
 
 from mmrl.config.schema import ConfigError
 from mmrl.data.media import opened_image
+from mmrl.reporting.html.charts import diverging
 from mmrl.reporting.html.layout import templates
 from mmrl.reporting.html.run_folder import check_type
 
@@ -22,7 +23,6 @@ STEPS = 6  # collections of which samples are shown: the first, the last, some b
 ROWS = 24  # samples of each: the best, the worst, some between
 KINDS = {"prompt": "text", "completion": "text", "seen": "JPEG", "made": "JPEG"}
 KINDS |= dict.fromkeys(("advantage", "length", "on_policy", "reward"), "number")
-WORST, BEST = (194, 37, 92), (43, 138, 62)  # colours of the least and the greatest reward
 
 
 @dataclass(frozen=True)
@@ -115,14 +115,7 @@ def samples_section(samples: Sequence[Sample]) -> Markup:
     """Lay out samples with filters over them: by step, by words, by reward, advantage or length."""
     if not samples:
         return Markup()
-    known = [sample.reward for sample in samples if math.isfinite(sample.reward)]
-    low, high = (min(known), max(known)) if known else (0.0, 0.0)
-
-    def colour(reward: float) -> str:
-        if not math.isfinite(reward):
-            return "#8a97a5"
-        share = (reward - low) / (high - low) if high > low else 1.0
-        return "rgb({},{},{})".format(*(round(a + share * (b - a)) for a, b in zip(WORST, BEST, strict=True)))
+    most = max((abs(s.advantage) for s in samples if math.isfinite(s.advantage)), default=0.0)
 
     def size(image: bytes) -> tuple[int, int]:
         with opened_image(image, "seen") as opened:
@@ -137,6 +130,7 @@ def samples_section(samples: Sequence[Sample]) -> Markup:
             sample.seen: (f"s{i}", *size(sample.seen)) for i, sample in enumerate(samples) if sample.seen
         },
         nan=math.nan,
-        colour=colour,
+        colour=lambda advantage: diverging(advantage, most),
+        most=most,
     )
     return Markup(html)

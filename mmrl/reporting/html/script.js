@@ -1,6 +1,7 @@
 // Reading numbers off charts, and looking for samples. The page is whole without it.
 (() => {
   const short = (v) => {
+    if (v === null) return "–"; // a gap
     const size = Math.abs(v);
     if (size < 1e-12) return "0";
     if (size < 1e-3 || size >= 1e5) return v.toExponential(1).replace("e+", "e");

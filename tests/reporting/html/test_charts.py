@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from itertools import combinations
 
 import pytest
 
@@ -21,9 +22,11 @@ from mmrl.reporting.html.charts import (
     WIDTH,
     Line,
     chart,
+    diverging,
     style_of,
 )
 from mmrl.reporting.html.layout import spelled
+from tests.support.svg import overlap, text_boxes
 
 
 def shapes(svg: str, colour: str) -> list[list[tuple[float, float]]]:
@@ -89,7 +92,58 @@ def test_a_constant_line_is_drawn_in_the_middle(y):
 
 
 def test_a_single_point_is_drawn():
-    assert dots(chart([Line("one", [5], [0.25])])) == 1
+    drawn = chart([Line("one", [5], [0.25])])
+    assert dots(drawn) == 1 and labels(drawn, "middle") == ["5", "step"]
+    (area,) = re.findall(r'<path d="([^"]*)"[^>]*fill-opacity', chart([Line("one", [5], [2.0])], "area"))
+    assert len({x for x, _ in re.findall(r"[ML] (-?[\d.]+) (-?[\d.]+)", area)}) == 2, "as wide as a step"
+
+
+def test_dots_at_the_ends_are_drawn_whole():
+    drawn = chart([Line("reward", [1, 2, 3], [0.0, 0.5, 1.0])])
+    clipped = re.findall(r"<g clip-path[^>]*>\s*<use", drawn)
+    assert dots(drawn) == 3 and clipped == []
+
+
+def test_a_chart_has_a_viewbox_and_its_letters_lie_inside_without_touching():
+    svg = chart([Line("reward", [1, 123456], [0.0, 1.0])])
+    assert f'viewBox="0 0 {WIDTH} {HEIGHT}"' in svg and " width=" not in svg.partition(">")[0]
+    for y in ([-9.3e-4, 1e-3], [0.99999, 1.0], [-5e4, 5e4], [0.0, 2e6], [1e6, 1e6 + 50], [-3e-7, 2e-7]):
+        for x, kind in (([1, 2], "line"), ([1, 99999], "line"), (y, "path")):
+            drawn = chart([Line("a", x, y)], kind, x_label="step" if kind == "line" else "kl")
+            boxes = text_boxes(drawn)
+            assert len(boxes) > 5
+            for left, top, right, bottom in boxes:
+                assert left >= 0 and top >= 0 and right <= WIDTH and bottom <= HEIGHT, (x, y, kind)
+            assert not [pair for pair in combinations(boxes, 2) if overlap(*pair)], (x, y, kind)
+
+
+def test_a_value_that_is_not_finite_leaves_a_gap():
+    nan = math.nan
+    drawn = chart([Line("loss", [1, 2, 3, 4, 5], [1.0, 2.0, nan, 2.0, 1.0])])
+    path = re.findall(rf'<path d="([^"]*)"[^>]*style="[^"]*stroke: {COLOURS[0]}', drawn)[0]
+    assert path.count("M") == 2 and path.count("L") == 2 and dots(drawn) == 4
+    assert handed(drawn)["lines"] == [[[1, 2, 3, 4, 5], [1, 2, None, 2, 1]]], "JSON has no NaN"
+    assert "<output>1.00</output>" in chart([Line("loss", [1, 2], [1.0, nan])]), "the last that is known"
+    # Of many points one between two gaps has no line, so it gets a dot.
+    y = [0.0] * 10 + [nan, 1.0, nan] + [0.0] * 10
+    assert dots(chart([Line("loss", list(range(23)), y)])) == 1
+    y = [nan if i % 50 == 7 else float(i) for i in range(4 * POINTS["line"])]
+    assert None not in handed(chart([Line("long", list(range(len(y))), y)]))["lines"][0][1]
+
+
+def test_colours_of_signed_values_are_grey_at_zero_and_safe_for_colour_blindness():
+    assert diverging(0.0, 2.0) == diverging(math.nan, 2.0) == diverging(1.0, 0.0) == "#cfd6dd"
+    assert diverging(2.0, 2.0) == diverging(9.0, 2.0) == COLOURS[0], "blue"
+    assert diverging(-2.0, 2.0) == COLOURS[1], "orange"
+
+    def channels(colour):
+        return [int(colour[i : i + 2], 16) for i in (1, 3, 5)]
+
+    blues = [
+        channels(diverging(value / 4, 1.0))[2] - channels(diverging(value / 4, 1.0))[0]
+        for value in range(-4, 5)
+    ]
+    assert blues == sorted(blues), "from orange to blue"
 
 
 def test_many_points_get_a_running_mean_in_front_and_very_many_are_averaged():

@@ -63,7 +63,7 @@ def test_the_page_sets_runs_side_by_side(two, tmp_path):
     assert text.count("<div class=bar>") == 2, "the time of each"
     assert text.count("fill: #ffffff") == 2, "each begins its way at a ring"
     for figure in ("reward", "rewards/brevity/mean", "rewards/share_right/advantage_share", "entropy"):
-        one = text.partition(f">{figure}</figcaption>")[2].partition("</figure>")[0]
+        one = text.replace("<wbr>", "").partition(f">{figure}</figcaption>")[2].partition("</figure>")[0]
         assert re.findall(r"</i>(\w+) <output>", one) == ["slow", "quick"], figure
 
 

@@ -7,7 +7,15 @@ import re
 
 import pytest
 
-from mmrl.reporting.html.curves import constants, curves, frontier, mean_seconds, seconds_of, time_split
+from mmrl.reporting.html.curves import (
+    constants,
+    curves,
+    frontier,
+    line_of,
+    mean_seconds,
+    seconds_of,
+    time_split,
+)
 
 
 def journal(num: int = 3, **columns):
@@ -110,3 +118,13 @@ def test_the_seconds_of_a_step_add_up():
     )
     drawn = time_split([{"step": 0, **record}, {"step": 1, **again}])
     assert drawn.count("fill-opacity: 0.78") == 5 and labels(drawn)[:3] == ["rollout", "reward", "learn"]
+
+
+def test_a_metric_that_is_not_finite_for_a_step_leaves_a_gap_and_one_not_measured_does_not():
+    values = [1.0, math.nan, 3.0]
+    broken = line_of("loss", [{"step": i, "loss": value} for i, value in enumerate(values)], "loss")
+    assert (broken.x, str(broken.y)) == ([1, 2, 3], str(values))
+    seldom = line_of(
+        "eval_x", [{"step": 0, "eval_x": 1.0}, {"step": 1}, {"step": 2, "eval_x": 3.0}], "eval_x"
+    )
+    assert (seldom.x, seldom.y) == ([1, 3], [1.0, 3.0])

@@ -11,11 +11,13 @@ import re
 
 import pyarrow
 import pytest
+from markupsafe import Markup
 from pyarrow import parquet
 
 from mmrl.config.schema import ConfigError
 from mmrl.core.reward_table import Measured, RewardTable
 from mmrl.reporting.html import document, find_run, metric_table, write_comparison, write_page
+from mmrl.reporting.html.layout import HERE, amount, table
 from mmrl.reporting.html.pages import run_page, weights_of
 from mmrl.reporting.html.run_folder import read_run
 from mmrl.reporting.metrics import Journal
@@ -227,12 +229,12 @@ def test_a_folder_that_holds_no_run_is_named(tmp_path):
 
 def test_evaluations_stand_side_by_side():
     one = Measured({"score_a": 0.5, "size": 20000.0}, {"score_a": (0.25, 0.75)}, (), RewardTable.empty())
-    two = Measured({"other": 1.0}, {}, (), RewardTable.empty())
+    two = Measured({"other": 1.0, "tiny": 2.5e-5}, {}, (), RewardTable.empty())
     text = metric_table({"one": one, "<two>": two})
     rows = [re.sub(r"<[^>]*>", " ", row).split() for row in text.split("<tr>")[1:]]
     assert rows == [
         ["one", "&lt;two&gt;"], ["score_", "a", "0.500", "0.250", "–", "0.750"], ["size", "20,000"],
-        ["other", "1.000"],
+        ["other", "1.000"], ["tiny", "2.5e-5"],
     ]  # fmt: skip
 
 
@@ -343,3 +345,27 @@ def test_only_the_script_of_the_page_may_run():
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     (policy,) = [a["content"] for tag, a in Elements(text).found if a.get("http-equiv")]
     assert policy.startswith("default-src 'none';") and policy.endswith(f"script-src 'sha256-{digest}'")
+
+
+# ---- narrow screens
+
+
+def test_tables_scroll_inside_their_box_and_names_break_after_their_marks():
+    drawn = table(["", "a_b<c"], [["rollout.engine[0].max_length", "1"], [Markup("<b>x_y</b>"), "2"]])
+    assert drawn.strip().startswith("<div class=wide tabindex=0><table>")
+    assert "<th>a_<wbr>b&lt;c</th>" in drawn, "escaped before it is broken"
+    assert "<th>rollout.<wbr>engine[0].<wbr>max_<wbr>length</th>" in drawn
+    assert "<th><b>x_y</b></th>" in drawn, "HTML stays as it is"
+    style = (HERE / "style.css").read_text()
+    assert re.search(r"^\.wide \{ overflow-x: auto;.* max-width: 100%;", style, re.MULTILINE)
+    assert re.search(r"^th:first-child \{ position: sticky; left: 0; background: #fff;", style, re.MULTILINE)
+    assert 'name=viewport content="width=device-width' in document("title")
+
+
+@pytest.mark.parametrize(
+    ("value", "wanted"),
+    [(0.0, "0"), (0.30000000000000004, "0.3"), (8.0, "8"), (0.01312, "0.0131"), (999.4, "999"), (999.9, "1k"),
+     (1234.5, "1.23k"), (9.243e7, "92.4M"), (2e12, "2T"), (-5e9, "-5G"), (math.nan, "–")],
+)  # fmt: skip
+def test_amounts_are_written_short(value, wanted):
+    assert amount(value) == wanted

@@ -11,6 +11,7 @@ import torch
 from pyarrow import parquet
 
 from mmrl.core.types import Outcome
+from mmrl.reporting.html.charts import diverging
 from mmrl.reporting.html.samples import ROWS, STEPS, Sample, read_samples, samples_section, spread_over
 from mmrl.reporting.thumbnails import of_outcome, strip
 
@@ -127,9 +128,12 @@ def test_what_was_asked_about_is_written_once():
     assert text.count("<img ") == 1
 
 
-@pytest.mark.parametrize(
-    "reward, colour", [(0.0, "rgb(194,37,92)"), (2.0, "rgb(43,138,62)"), (math.nan, "#8a97a5")]
-)
-def test_the_mark_goes_from_red_to_green(reward, colour):
-    text = samples_section([sample(0.0), sample(2.0), sample(math.nan)])
-    assert f"--mark:{colour}" in text
+def test_the_mark_is_the_advantage_and_not_the_reward():
+    # The best reward of a group in which all are as good has no advantage.
+    text = samples_section([sample(9.0), sample(2.0, advantage=1.5), sample(3.0, advantage=-0.75)])
+    assert re.findall(r"--mark:(#\w+)", text) == [diverging(a, 1.5) for a in (0.0, 1.5, -0.75)]
+    legend = text[text.index('<p class="note scale">') :].partition("</p>")[0]
+    assert "-1.50" in legend and "+1.50" in legend
+    ends = f"{diverging(-1, 1)},{diverging(0, 1)},{diverging(1, 1)}"
+    assert f"linear-gradient(to right,{ends})" in legend and "grey at 0" in legend
+    assert "scale" not in samples_section([sample(1.0)]), "without an advantage no legend"
