@@ -13,22 +13,29 @@ from torch import Tensor, nn
 from mmrl.build import build
 from mmrl.config.registry import Entry
 from mmrl.config.schema import Config, Evaluation, Piece
+from mmrl.core.protocols import RendersPrompts
 from mmrl.core.step_table import Batch
 from mmrl.diagnostics.context import Examined, Finding
 from mmrl.diagnostics.memory_estimates import estimate_with, in_use, room
+from mmrl.reporting.answers import target_text
 from mmrl.runtime.modules import evaluating
 from mmrl.training.collect import collect
 from mmrl.training.trainer import Run
 
 SPARE = 0.1  # of the trained parameters may have a gradient of 0
+LONGEST = 2000  # letters of a prompt or answer that are shown
 NUDGE = 1e-3  # an adapter begins at 0, where half of its gradients are 0 as well
 
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """The symptoms of a configuration by check, and the memory that its run will need."""
+    """The symptoms of a configuration by check, one of its rollouts, and the memory that its run will need.
+
+    `example` has the prompt as the model reads it, a sampled answer, its target and its rewards.
+    """
 
     found: Sequence[tuple[Entry, Sequence[Finding]]]
+    example: Mapping[str, str]
     memory: Mapping[str, float]
     room: float
     device: str
@@ -48,10 +55,38 @@ def examine(config: Config, *, num_prompts: int = 4) -> Diagnosis:
         group_filter=Config.group_filter,  # the default keeps all groups, for the checks to see
         evaluation=Evaluation(),  # without data: nothing of it is loaded
         eval_steps=0,
+        eval_on_start=False,
     )
     examined = _look(small, config)
     findings = [(entry, list(entry.target(examined))) for entry in in_use("check", config, "start")]
-    return Diagnosis(findings, examined.memory, *room())
+    return Diagnosis(findings, describe_example(examined), examined.memory, *room())
+
+
+def describe_example(examined: Examined) -> dict[str, str]:
+    """Describe the first rollout: its prompt as the model reads it, the answer, the target, the rewards."""
+    row, outcome = examined.rollouts[0], examined.rollouts[0].outcomes[-1]
+    match examined.policy:
+        case RendersPrompts() as policy:
+            prompt = policy.render(row.prompt)
+        case _:
+            prompt = row.prompt.text
+    made = next((made for made in (outcome.image, outcome.video) if made is not None), None)
+    answer = outcome.text if made is None else f"{'x'.join(map(str, made.shape))} numbers"
+    mine = examined.table.select(examined.table.mine)
+    rewards = {name: float(mine.at_end(name)[0]) for name in mine.scored}
+    texts = {
+        "prompt": prompt,
+        "answer": answer or "(no text)",
+        "target": target_text(row.prompt.target) or "(none)",
+        "rewards": ", ".join(f"{name} {value:.4g}" for name, value in rewards.items()),
+    }
+    return {name: printable(text) for name, text in texts.items()}
+
+
+def printable(text: str) -> str:
+    """Cut a text at `LONGEST`, and replace what would control a terminal."""
+    shown = "".join(c if c.isprintable() or c == "\n" else "\ufffd" for c in text[:LONGEST])
+    return shown + (f" ... ({len(text) - LONGEST} letters more)" if len(text) > LONGEST else "")
 
 
 def _look(small: Config, config: Config) -> Examined:

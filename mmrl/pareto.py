@@ -23,6 +23,8 @@ from mmrl.config.sweep import settings_of
 from mmrl.core.protocols import Engine
 from mmrl.core.rng import Stream
 from mmrl.core.types import Prompt, Rollouts
+from mmrl.reporting.answers import THUMBNAILS, setting_file, write_predictions
+from mmrl.reporting.html import write_predictions_page
 from mmrl.reporting.pareto import SettingResult, SettingsComparison, draw, page, plain, spell_row
 from mmrl.training.evaluate import CHUNK, Evaluator
 
@@ -58,7 +60,7 @@ def compare(config: EvaluateConfig, folder: Path) -> SettingsComparison:
     first: Resampled | None = None
     for name, setting in settings.items():
         evaluator = load_evaluator(setting)
-        result, costs = measure(evaluator, meters)
+        result, costs = measure(evaluator, meters, setting_file(folder, name))
         first = first or result
         rows[name] = describe(evaluator, result, first, config.settings[name], costs)
         metric = config.target_metric or next(iter(result.values))
@@ -68,6 +70,7 @@ def compare(config: EvaluateConfig, folder: Path) -> SettingsComparison:
         prompts = len(set(result.uids))
         compared = SettingsComparison(rows, metric, config.greater_is_better, prompts)
         if evaluator.processes.main:
+            write_predictions_page(setting_file(folder, name))
             (folder / "evaluation.json").write_text(json.dumps(plain(compared), indent=2))
             print(f"{name}: {spell_row(rows[name])}", flush=True)
     if evaluator.processes.main:
@@ -86,14 +89,21 @@ class Resampled:
     draws: Mapping[str, Tensor]
 
 
-def measure(evaluator: Evaluator, meters: Sequence[Bound]) -> tuple[Resampled, dict[str, float]]:
-    """Answer all prompts with a timer, and the first `CHUNK` again with the meters, which slow them down."""
+def measure(
+    evaluator: Evaluator, meters: Sequence[Bound], predictions: Path
+) -> tuple[Resampled, dict[str, float]]:
+    """Answer all prompts with a timer, and the first `CHUNK` again with the meters, which slow them down.
+
+    Answers to all prompts are written to the file `predictions`.
+    """
     engine, whole = TimedEngine(evaluator.engine), evaluator.processes.whole
     some = [prompt for prompt in evaluator.data[:CHUNK] for _ in range(evaluator.num_generations)]
     with torch.no_grad(), whole(engine.policy.module):
         engine.rollout(some[: WARM * evaluator.num_generations])  # first calls compile and allocate
     engine.seconds.clear()
     measured = replace(evaluator, engine=engine).measure(intervals=False)
+    with evaluator.processes.agreeing("writing predictions"):
+        write_predictions(predictions, measured, world=evaluator.processes.world, images=THUMBNAILS)
     with torch.no_grad(), whole(engine.policy.module), ExitStack() as stack:
         metered = [stack.enter_context(meter(evaluator.engine)) for meter in meters]
         evaluator.engine.rollout(some)

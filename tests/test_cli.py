@@ -96,6 +96,8 @@ def test_train_leaves_everything_in_the_output_folder(file, tmp_path, capsys, no
         "config.yaml",
         "evaluation.json",
         "metrics.jsonl",
+        "predictions",
+        "predictions.html",
         "report.html",
     ]
     printed = capsys.readouterr().out
@@ -123,8 +125,26 @@ def test_evaluate_writes_numbers_and_a_page(file, tmp_path, capsys):
     assert written["metrics"]["brevity"] < 0
     low, high = written["intervals"]["brevity"]
     assert low <= written["metrics"]["brevity"] <= high
-    assert "<h1>Evaluation</h1>" in (tmp_path / "out" / "evaluation.html").read_text()
+    page = (tmp_path / "out" / "evaluation.html").read_text()
+    assert "<h1>Evaluation</h1>" in page and '<a href="predictions.html">' in page
+    assert (tmp_path / "out" / "predictions.html").exists()
     assert "brevity" in capsys.readouterr().out
+
+
+def test_two_evaluations_are_compared_answer_by_answer(file, tmp_path, capsys):
+    paths = [str(tmp_path / name) for name in ("short", "long")]
+    config = file({"policy": {"name": "tests.support.toys:ToyText"}}, evaluation=EVALUATION)
+    for path, length in zip(paths, (1, 4), strict=True):
+        assert main(["evaluate", config, f"policy.length={length}", f"output_dir={path}"]) == 0
+    capsys.readouterr()
+    assert main(["compare", *paths, "--by", "brevity", "--output", str(tmp_path / "deep" / "both.html")]) == 0
+    printed = capsys.readouterr().out
+    line = next(line for line in printed.splitlines() if line.startswith("brevity")).split()
+    better, worse, unchanged = map(int, line[3:6])  # longer answers cannot be briefer
+    assert better == 0 and worse + unchanged == 4
+    assert "4 prompts are in both" in printed and (tmp_path / "deep" / "both.html").exists()
+    assert "did you mean 'brevity'?" in failure(capsys, 2, "compare", *paths, "--by", "brevty")
+    assert "there are no predictions in" in failure(capsys, 2, "compare", str(tmp_path), paths[0])
 
 
 def test_evaluate_reads_files_without_training(tmp_path):

@@ -300,6 +300,8 @@ def test_the_command_prints_a_line_for_every_setting(config, tmp_path, capsys):
     printed = capsys.readouterr().out
     table = printed[printed.index("setting ") :].splitlines()
     assert [line.split()[0] for line in table[1:5]] == ["full", "dear", "short", "greedy"]
+    names = sorted(path.name for path in (tmp_path / "out" / "predictions").glob("*.parquet"))
+    assert names == ["dear.parquet", "full.parquet", "greedy.parquet", "short.parquet"]
     assert "difference to full" in table[0] and "operations per prompt" in table[0]
 
 

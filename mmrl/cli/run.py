@@ -41,6 +41,9 @@ def doctor(given: argparse.Namespace) -> int:
         for finding in findings:
             advice = f"What to do: {finding.advice}" if finding.grave else finding.advice
             print(f"       {finding.what}.\n       {advice}.")
+    print("one rollout, its prompt as the model reads it:")
+    for name, text in report.example.items():
+        print(f"{name:>9}  " + text.replace("\n", f"\n{'':11}"))
     _print_memory(report.memory, report.room, report.device)
     return 0 if report.healthy else 1
 

@@ -86,6 +86,9 @@ def _check_together(config: Config) -> None:
         f"'eval_steps' is {config.eval_steps}, but 'evaluation.data' names nothing to measure on": (
             config.eval_steps and config.evaluation.data is None
         ),
+        "'eval_on_start' is true, but 'evaluation.data' names nothing to measure on": (
+            config.eval_on_start and config.evaluation.data is None
+        ),
         f"'metric_for_best_model' is '{best}', so 'save_steps' ({config.save_steps}) must be a multiple of "
         f"'eval_steps' ({config.eval_steps}): only then is it measured where a checkpoint is written": (
             best.startswith("eval_") and unmeasured

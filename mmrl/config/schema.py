@@ -149,6 +149,7 @@ class Config:
     hub_model_id: str = ""  # owner/name
     hub_private_repo: bool = True
     eval_steps: NonNegativeInt = 0  # 0: only after the last step, where there is evaluation data
+    eval_on_start: bool = False  # evaluates before the first step too, where there is evaluation data
     ddp_timeout: Annotated[float, Range(1)] = 1800.0  # seconds a process waits for another before all fail
     seed: int = 0
     output_dir: str = "runs/unnamed"

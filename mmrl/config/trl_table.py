@@ -274,7 +274,7 @@ OUTPUT: dict[str, Argument] = {
     ),
     "eval_steps": Argument("differs", None, "eval_steps", _COUNTED, rule="steps"),
     "eval_delay": _absent(0, "Evaluations come every `eval_steps` from the start.", None),
-    "eval_on_start": _absent(False, "Measure the model before with `mmrl evaluate`."),
+    "eval_on_start": _same("eval_on_start", False),
     "include_for_metrics": _absent((), "Metrics are pieces: `evaluation.metrics`.", []),
     "save_strategy": _absent("steps", "Set `save_steps`, and `metric_for_best_model` to keep the best."),
     "save_steps": Argument(

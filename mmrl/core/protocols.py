@@ -45,6 +45,15 @@ class Policy(LogProbs, Protocol):
         """Load the weights that `save` wrote, bit for bit."""
 
 
+@runtime_checkable
+class RendersPrompts(Protocol):
+    """A policy that shows prompts as its model reads them."""
+
+    def render(self, prompt: Prompt) -> str:
+        """Write a prompt with the marks of its template; media are short words in it."""
+        ...
+
+
 class Engine(Protocol):
     """Makes rollouts: generates text, denoises images, or reads stored answers."""
 

@@ -82,7 +82,7 @@ class RewardTable:
     weights: Mapping[str, float]  # names of the R rewards, in order, with their weights in a sum
     scored: Mapping[str, Tensor]  # (N, K) every reward as measured, NaN where it does not apply
     ends: Tensor  # (N, K) int64: number of steps that made the outcome; ABSENT: no outcome
-    ids: Mapping[str, Tensor]  # (N, K) int64: "group", "row", "place", "on_policy" and every tag
+    ids: Mapping[str, Tensor]  # (N, K) int64: "group", "row", "place", "on_policy", "text" and every tag
     notes: Mapping[str, Tensor]  # (N, T) from the engine, NaN where nothing was noted
     length: Tensor  # (N,) int64
     learn: Tensor  # (N, K) False: counts in statistics, but is not learned from

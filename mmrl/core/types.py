@@ -85,7 +85,7 @@ class Prompt:
 
     `target` is what the rewards of its task read: a span in seconds, a box, a caption. `answers` are recorded
     answers: demonstrations or preference pairs. `columns` has the other columns of its row, which rewards
-    written for TRL get by name.
+    written for TRL get by name. `split` is the part of the data set that the row comes from.
     """
 
     uid: str
@@ -93,6 +93,7 @@ class Prompt:
     target: Any = None
     answers: tuple[Outcome, ...] = ()
     columns: Mapping[str, Any] = field(default_factory=dict)
+    split: str = ""
 
     @property
     def text(self) -> str:

@@ -125,7 +125,8 @@ def read_prompts(
     def make_unique(row: DataRow, number: int) -> Prompt | None:
         if prompt := make(row, number):
             ids.add(prompt.uid, row.place)
-        return prompt
+            return replace(prompt, split=row.split)
+        return None
 
     return read_each(source, rows, make_unique, bad_rows, limit)
 

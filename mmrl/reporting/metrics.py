@@ -1,4 +1,4 @@
-"""Metrics of a training step under the names that TRL uses, and their files: JSON lines and parquet."""
+"""Metrics of a training step under the names that TRL uses, and their files of JSON."""
 
 from __future__ import annotations
 
@@ -16,14 +16,12 @@ from mmrl.core.protocols import Tracker
 from mmrl.core.reward_table import EQUAL, Measured, RewardTable, name_id
 from mmrl.core.tensor import group_count, group_index, group_mean, group_range, group_std, group_sum
 from mmrl.core.types import Rollouts
-from mmrl.reporting.thumbnails import of_outcome, of_prompt
-from mmrl.runtime.files import flush, replacing, write_whole
+from mmrl.runtime.files import flush, write_whole
 
 log = logging.getLogger("mmrl")
 
 EVALUATION = "evaluation.json"  # of a run's folder: its last evaluation
 VISUALIZATIONS = "visualizations.html"  # HTML fragments of the visualizations of its last evaluation
-IMAGES = 8  # prompts of a collection that keep thumbnails
 
 
 def describe_rewards(table: RewardTable) -> dict[str, float]:
@@ -114,17 +112,32 @@ def describe_speed(table: RewardTable, seconds: float) -> dict[str, float]:
 
 
 def describe_lengths(table: RewardTable) -> dict[str, float]:
-    """Compute the length metrics of a collection; a row is clipped when its tag `finish` is `length`."""
+    """Compute the length metrics of a collection: tokens of texts, steps of images and videos.
+
+    A text is clipped when its tag `finish` is `length`.
+    """
     table = on_policy_rows(table)
+    texts = _at_last(table, table.ids.get("text", torch.ones_like(table.ends))) == 1
+    metrics: dict[str, float] = {}
+    if not texts.all():
+        metrics["denoising/steps"] = float(table.length[~texts].double().mean())
+    if not texts.any():
+        return metrics
+    table = table.select(texts)
     length = table.length.double()
     lengths = {"mean": length.mean(), "min": length.min(), "max": length.max()}
-    metrics = {f"completions/{name}_length": float(value) for name, value in lengths.items()}
+    metrics |= {f"completions/{name}_length": float(value) for name, value in lengths.items()}
     if "finish" in table.ids:
-        clipped = table.ids["finish"].gather(1, table.last.clamp(min=0)[:, None])[:, 0] == name_id("length")
+        clipped = _at_last(table, table.ids["finish"]) == name_id("length")
         metrics["completions/clipped_ratio"] = float(clipped.double().mean())
         if not clipped.all():
             metrics["completions/mean_terminated_length"] = float(length[~clipped].mean())
     return metrics
+
+
+def _at_last(table: RewardTable, column: Tensor) -> Tensor:
+    """Read a column (N, K) at each row's answer: (N,)."""
+    return column.gather(1, table.last.clamp(min=0)[:, None])[:, 0]
 
 
 def describe_measured(measured: Measured) -> dict[str, float]:
@@ -200,6 +213,17 @@ class Journal:
             write_whole(self.path, "".join(earlier))
 
 
+def of_training(records: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Leave out the record of an evaluation before the first step, which has nothing of training."""
+    return [record for record in records if steps_taken(record)]
+
+
+def steps_taken(record: Mapping[str, Any]) -> int:
+    """Count the steps before a record was written: 0 for an evaluation before the first step."""
+    trained = any(not name.startswith("eval_") for name in record.keys() - {"step", "cheap"})
+    return record["step"] + trained
+
+
 def to_line(record: Mapping[str, Any]) -> str:
     """Write a record as a line of JSON; numbers that are not finite become null."""
     # Python writes NaN and Infinity, which JSON lacks, and lets its reader replace them.
@@ -246,44 +270,3 @@ def write_measured(folder: Path, measured: Measured) -> None:
     """Write the last evaluation of a run with its intervals to `evaluation.json`."""
     written = {"metrics": dict(measured.metrics), "intervals": dict(measured.intervals)}
     write_whole(folder / EVALUATION, json.dumps(written, indent=2))
-
-
-def keeps_images(step: int, max_steps: int, num: int) -> bool:
-    """Return whether the completions of a step keep thumbnails: `num` steps do, spread from first to last."""
-    return step in {round(i * (max_steps - 1) / max(num - 1, 1)) for i in range(num)}
-
-
-def write_completions(
-    path: Path, rollouts: Rollouts, table: RewardTable, advantage: Sequence[float], *, images: bool = False
-) -> None:
-    """Write the rollouts of this process as parquet, one row each, whole or not at all.
-
-    Args:
-        path: File to write.
-        rollouts: Rollouts of this process.
-        table: Their rewards; rows of other processes are left out.
-        advantage: Advantage of each row at its last place.
-        images: Whether rows of the first prompts keep thumbnails of the prompt (`seen`) and answer (`made`).
-    """
-    import pyarrow
-    from pyarrow import parquet
-
-    mine = table.select(table.mine)
-    columns: dict[str, list] = {
-        "uid": [row.prompt.uid for row in rollouts],
-        "prompt": [row.prompt.text for row in rollouts],
-        "completion": [row.outcomes[-1].text for row in rollouts],
-        "on_policy": [row.on_policy for row in rollouts],
-        "length": [row.length for row in rollouts],
-        "advantage": list(advantage),
-        "reward": mine.reward().tolist() if mine.names else [math.nan] * len(mine),
-    }
-    columns |= {f"reward/{name}": mine.at_end(name).tolist() for name in mine.scored}
-    if images:
-        prompts = dict(list({row.prompt.uid: row.prompt for row in rollouts}.items())[:IMAGES])
-        thumbnails = {uid: of_prompt(prompt) for uid, prompt in prompts.items()}
-        seen = [thumbnails.get(row.prompt.uid) for row in rollouts]
-        made = [of_outcome(row.outcomes[-1]) if row.prompt.uid in prompts else None for row in rollouts]
-        columns |= {name: column for name, column in {"seen": seen, "made": made}.items() if any(column)}
-    with replacing(path) as beside:
-        parquet.write_table(pyarrow.table(columns), beside)

@@ -32,6 +32,7 @@ def train(run: Run) -> None:
     with run.processes.watching(), asked as stop, locked(run.folder, run.processes):
         start = resume(run)
         run.tell("train_begin")
+        run.begin(start)
         for step in range(start, run.config.max_steps):
             if run.processes.any(run.ended):  # a callback asked for it, perhaps before the run was resumed
                 break

@@ -14,6 +14,13 @@ from mmrl.config.schema import Config, as_plain
 from mmrl.core.reward_table import Collection, Measured, RewardTable
 from mmrl.core.rng import Stream
 from mmrl.diagnostics.context import lossy_pieces
+from mmrl.reporting.answers import (
+    drop_predictions,
+    keeps_images,
+    step_file,
+    write_completions,
+    write_predictions,
+)
 from mmrl.reporting.console import Console
 from mmrl.reporting.metrics import (
     VISUALIZATIONS,
@@ -24,13 +31,15 @@ from mmrl.reporting.metrics import (
     describe_rewards,
     describe_shares,
     describe_speed,
-    keeps_images,
     noted_sums,
-    write_completions,
+    of_training,
+    steps_taken,
     write_measured,
 )
 from mmrl.reporting.rollout_mismatch import conclude, describe_mismatch
 from mmrl.runtime.distributed import Processes
+
+IMAGES = 64  # prompts of an evaluation that keep thumbnails
 
 
 @dataclass(frozen=True)
@@ -57,6 +66,7 @@ class Reporter:
         self.console = Console(self.folder.name, config.max_steps, quiet or not processes.main)
         self.records: list[dict[str, Any]] = []  # the journal, as checks read it
         self.raised: list[str] = []  # the texts of warnings, each once
+        self.evaluated_at = -1  # steps before the evaluation that was printed last
         self.times: dict[str, float] = {}  # seconds of this step by activity
         self.began = 0.0
 
@@ -71,9 +81,10 @@ class Reporter:
             self.journal.rewind(start)  # the steps after the checkpoint are taken once more
             self.records = [{**record, "cheap": self.cheap} for record in self.journal.read()]
             self.warnings.rewind(start)
+            drop_predictions(self.folder, start)
             self.raised = [record["text"] for record in self.warnings.read()]
             self.pieces.trackers.open(self.folder, as_plain(self.config), start, self.console.say)
-        self.console.begin(start, self.records[0] if self.records else None)
+        self.console.begin(start, next(iter(of_training(self.records)), None))
 
     def tick(self) -> None:
         """Begin to time a step."""
@@ -123,10 +134,45 @@ class Reporter:
         if self.processes.main:
             self.records.append({**self.journal.write({"step": step, **metrics}), "cheap": self.cheap})
             self.pieces.trackers.write(metrics, step)
-            if len(self.records) == 1 and (sentence := describe_mismatch(metrics, self.cheap)):
+            if len(of_training(self.records)) == 1 and (sentence := describe_mismatch(metrics, self.cheap)):
                 self.console.say(sentence)
             self._run_checks(self.records)  # over all records so far; `warn` shows a text once
         self.console.step(step, metrics)
+
+    def log_start(self, measured: Measured) -> None:
+        """Write an evaluation before the first step to the journal, as a line of its own at step 0."""
+        metrics = describe_measured(measured)
+        if self.processes.main:
+            self.records.append({**self.journal.write({"step": 0, **metrics}), "cheap": self.cheap})
+            self.pieces.trackers.write(metrics, 0)
+
+    def evaluated(self, step: int, measured: Measured) -> None:
+        """Print an evaluation after `step` steps beside the first one, and write its predictions."""
+        for sentence in measured.table.absent.values():
+            self.warn(f"evaluation: {sentence}")
+        if self.config.report.log_completions:
+            with self.processes.agreeing("writing predictions"):
+                path, world = step_file(self.folder, step), self.processes.world
+                write_predictions(path, measured, world=world, images=IMAGES)
+        if step != self.evaluated_at:  # the last evaluation may be that of the last step once more
+            words = [self._beside_first(name, measured) for name in measured.intervals]
+            self.console.say(f"evaluation at step {step}: " + ";  ".join(words))
+        self.evaluated_at = step
+
+    def first_value(self, name: str) -> tuple[int, float] | None:
+        """Return a metric of the first evaluation in the journal, after the steps that had been taken."""
+        for record in self.records:
+            if (key := f"eval_{name}") in record:
+                return steps_taken(record), record[key]
+        return None
+
+    def _beside_first(self, name: str, measured: Measured) -> str:
+        low, high = measured.intervals[name]
+        words = f"{name} {measured.metrics[name]:.4g} ({low:.4g} to {high:.4g})"
+        match self.first_value(name):
+            case (step, value):
+                words += f", {value:.4g} at {f'step {step}' if step else 'the start'}"
+        return words
 
     def _run_checks(self, records: Sequence[Mapping[str, Any]]) -> None:
         for check in self.pieces.checks:

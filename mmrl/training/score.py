@@ -195,6 +195,7 @@ def _lay_out(
         ids={
             **{name: torch.tensor(column)[:, None].expand(shape) for name, column in ids.items()},
             "place": torch.arange(shape[1]).expand(shape),
+            "text": _padded([[int(made.text is not None) for made in row.outcomes] for row in rollouts]),
             **tags,
         },
         notes=_notes(rollouts, notes),

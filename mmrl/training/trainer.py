@@ -116,6 +116,11 @@ class Run:
         for callback in self.pieces.that_are(RunCallback).values():
             callback.on_event(event, self.progress.step, self.progress.reported)
 
+    def begin(self, start: int) -> None:
+        """Evaluate before the first step, where `eval_on_start` says so."""
+        if start == 0 and self.evaluator and self.config.eval_on_start:
+            self.report.log_start(self._measure(self.evaluator, 0))
+
     def tick(self, step: int) -> None:
         """Begin a step: advance random streams, schedules and the learning rate."""
         self.report.tick()
@@ -180,7 +185,7 @@ class Run:
         metrics["learning_rate"] = self.method.optimizer.param_groups[0]["lr"]
         if self.evaluator and config.eval_steps and (step + 1) % config.eval_steps == 0:
             with report.timing("evaluate"):
-                metrics |= describe_measured(self._measure(self.evaluator))
+                metrics |= describe_measured(self._measure(self.evaluator, step + 1))
         metrics |= report.durations(collection)
         self.progress.step, self.progress.reported = step + 1, metrics
         if (step + 1) % config.report.logging_steps == 0 or step + 1 == config.max_steps:
@@ -206,16 +211,15 @@ class Run:
             for finding in check(examined):
                 self.report.warn(finding.text, by="doctor")
 
-    def _measure(self, evaluator: HeldOut) -> Measured:
+    def _measure(self, evaluator: HeldOut, step: int) -> Measured:
         measured = evaluator.measure()
-        for sentence in measured.table.absent.values():
-            self.report.warn(f"evaluation: {sentence}")
+        self.report.evaluated(step, measured)
         return measured
 
     def close(self) -> None:
         """Evaluate once more and write the report."""
         self.report.console.end()
-        last = self._measure(self.evaluator) if self.evaluator else None
+        last = self._measure(self.evaluator, self.progress.step) if self.evaluator else None
         if self.processes.main:
             self.report.close(last)
         self.final = last

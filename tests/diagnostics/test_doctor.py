@@ -25,7 +25,7 @@ from mmrl.diagnostics.checks.sampling import sampling_params
 from mmrl.diagnostics.checks.training_metrics import fits_memory, gradient_flow
 from mmrl.diagnostics.memory_estimates import estimate_memory as estimate
 from mmrl.diagnostics.memory_estimates import optimizer_bytes, training
-from mmrl.doctor import _look, examine
+from mmrl.doctor import _look, examine, printable
 from mmrl.optimizers import adamw, muon, sgd
 from mmrl.reporting import html
 from mmrl.training.loop import train
@@ -343,7 +343,13 @@ def test_a_flow_is_examined_alike(tmp_path, form):
     raw = flow_plan(tmp_path / "run", policy={"name": "tests.support.toy_flow:ToyFlow", "form": form})
     raw |= {"advantage": ["total", "group_normalize"]}
     raw |= {"objective": {"name": "policy_gradient", "surrogate": "clip", "aggregation": "step_mean"}}
-    assert examine(parse(raw, Config)).healthy
+    found = examine(parse(raw, Config))
+    assert found.healthy and found.example["answer"] == "2 numbers"
+
+
+def test_an_example_cannot_control_the_terminal():
+    assert printable("a\x1b[2Jb\nc") == "a\ufffd[2Jb\nc"
+    assert printable("é" * 2003) == "é" * 2000 + " ... (3 letters more)"
 
 
 def test_weights_are_as_they_were_after_an_examination(tmp_path):
@@ -402,6 +408,10 @@ def test_the_command_tells_what_is_wrong_and_what_to_do(file, capsys):
     printed = capsys.readouterr().out
     assert "ok     initial_ratio: Check that the ratio" in printed and "wrong" not in printed
     assert "GB  weights" in printed and "activations of 64 steps (measured)" in printed
+    start = printed.index("one rollout, its prompt as the model reads it:")
+    shown = [line.split(maxsplit=1) for line in printed[start:].splitlines()[1:5]]
+    assert [name for name, _ in shown] == ["prompt", "answer", "target", "rewards"]
+    assert shown[0][1] == f"say {shown[2][1]}", "the toy asks for its target"
     assert main(["doctor", file(rewards=[f"{HERE}:constant"])]) == 1
     printed = capsys.readouterr().out
     assert "wrong  zero_variance_groups" in printed and "What to do: see whether" in printed

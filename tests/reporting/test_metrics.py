@@ -9,6 +9,8 @@ import torch
 
 from mmrl.advantages.normalize import group_center, group_normalize
 from mmrl.advantages.shape import total
+from mmrl.build import build
+from mmrl.config.schema import Config, parse
 from mmrl.core.reward_table import RewardTable
 from mmrl.core.types import Trajectory
 from mmrl.objectives.policy_gradient import diagnose
@@ -22,6 +24,7 @@ from mmrl.reporting.metrics import (
 )
 from mmrl.training.loop import train
 from tests.support.tables import reward_table, step_table
+from tests.support.toy_flow import STOCHASTIC, flow_plan
 from tests.support.toys import prompts, toy_run
 
 TRL = {
@@ -218,6 +221,25 @@ def test_where_everything_was_cut_nothing_ended_by_itself():
     metrics = describe_lengths(reward_table([0.0], length=[8], tags={"finish": ["length"]}))
     assert metrics["completions/clipped_ratio"] == 1.0
     assert "completions/mean_terminated_length" not in metrics
+
+
+def test_rows_without_text_have_denoising_steps_and_no_completion_length():
+    images = reward_table([0.0, 0.0], length=[4, 6])
+    images = images.replace(ids={**images.ids, "text": torch.zeros_like(images.ends)})
+    assert describe_lengths(images) == {"denoising/steps": 5.0}
+    mixed = images.replace(ids={**images.ids, "text": torch.tensor([[1], [0]])})
+    metrics = describe_lengths(mixed)
+    assert (metrics["completions/mean_length"], metrics["denoising/steps"]) == (4.0, 6.0)
+
+
+def test_a_flow_reports_no_length_of_completions(tmp_path):
+    objective = {"name": "policy_gradient", "surrogate": "clip", "aggregation": "step_mean"}
+    raw = flow_plan(tmp_path, advantage=["total", "group_normalize"], objective=objective, max_steps=1)
+    run = build(parse(raw, Config), quiet=True)
+    train(run)
+    records = run.journal.read()
+    assert all(record["denoising/steps"] == STOCHASTIC for record in records)
+    assert not [name for record in records for name in record if name.startswith("completions/")]
 
 
 def test_notes_are_summed_over_the_steps_of_sampled_rows():

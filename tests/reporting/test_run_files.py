@@ -10,7 +10,8 @@ import torch
 from pyarrow import parquet
 
 from mmrl.core.types import Frames, Media, Message, Outcome, Part, Prompt, Trajectory
-from mmrl.reporting.metrics import Journal, Trackers, keeps_images, write_completions
+from mmrl.reporting.answers import keeps_images, write_completions
+from mmrl.reporting.metrics import Journal, Trackers
 from mmrl.training.checkpointing import resume
 from mmrl.training.loop import train
 from tests.support.tables import reward_table
@@ -79,6 +80,7 @@ def test_completions_are_a_row_each_with_rewards_and_advantages(tmp_path):
     assert parquet.read_table(tmp_path / "deep" / "c.parquet").to_pydict() == {
         "uid": ["p0", "p1"],
         "prompt": ["say 1", "say 2"],
+        "target": ["1", "2"],
         "completion": ["answer", "answer"],
         "on_policy": [True, False],
         "length": [2, 3],

@@ -315,6 +315,7 @@ COMMANDS: dict[str, Callable[[Namespace, Path], None]] = {
     "show": check_list,
     "check_data": nothing_more,
     "report": nothing_more,
+    "compare": nothing_more,
     "env": nothing_more,
 }
 

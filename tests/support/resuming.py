@@ -24,6 +24,7 @@ EVERYTHING = {
     },
     "evaluation": {"data": {"name": "tests.support.toys:prompts", "num": 2}},
     "eval_steps": 3,
+    "eval_on_start": True,
     "max_steps": 7,
     "save_steps": 3,
 }
@@ -66,11 +67,12 @@ def assert_alike(found, expected):
     """Compare two finished runs bit for bit."""
     assert torch.equal(found.policy.table, expected.policy.table)
     assert str(without_times(found.journal.read())) == str(without_times(expected.journal.read()))
-    names = [path.name for path in sorted((expected.folder / "completions").iterdir())]
-    assert [path.name for path in sorted((found.folder / "completions").iterdir())] == names
-    for name in names:
-        tables = [parquet.read_table(run.folder / "completions" / name) for run in (found, expected)]
-        assert tables[0].equals(tables[1]), name
+    for folder in ("completions", "predictions"):
+        names = [path.name for path in sorted((expected.folder / folder).iterdir())]
+        assert [path.name for path in sorted((found.folder / folder).iterdir())] == names
+        for name in names:
+            tables = [parquet.read_table(run.folder / folder / name) for run in (found, expected)]
+            assert tables[0].equals(tables[1]), name
     last, wanted = (checkpoint.checkpoints(run.folder)[0] for run in (found, expected))
     assert last.name == wanted.name
     tensors = [load_file(folder / checkpoint.TENSORS) for folder in (last, wanted)]

@@ -5,13 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mmrl.build import held_out, load_evaluator, make_evaluator
+from mmrl.build import build, held_out, load_evaluator, make_evaluator
 from mmrl.config.binding import Pieces
 from mmrl.config.reward_adapters import per_outcome
 from mmrl.config.schema import Config, ConfigError, EvaluateConfig, Piece, parse
 from mmrl.core.rng import Stream
+from mmrl.diagnostics.checks.training_metrics import DIFFERENCE, logprob_mismatch
+from mmrl.reporting.metrics import Journal, steps_taken
 from mmrl.runtime.distributed import Processes
 from mmrl.training import evaluate
+from mmrl.training.loop import train
 from tests.support.tables import reward_table
 from tests.support.toys import plan, toy_run
 
@@ -194,3 +197,55 @@ def test_an_evaluation_alone_must_say_everything(name):
     raw = {"policy": "tests.support.toys:ToyText", "evaluation": {**whole, name: []}}
     with pytest.raises(ConfigError, match=f"'evaluation.{name}' is empty; name at least one"):
         load_evaluator(parse(raw, EvaluateConfig))
+
+
+# ---- during training
+
+
+AT_START = {"evaluation": {"data": DATA}, "eval_on_start": True, "eval_steps": 2, "save_steps": 2}
+
+
+def test_an_evaluation_before_the_first_step_has_a_line_of_its_own(tmp_path):
+    run = toy_run(tmp_path, **AT_START, max_steps=3)
+    start = toy_run(tmp_path / "other", **AT_START).evaluator.measure()
+    train(run)
+    records = run.journal.read()
+    assert [record["step"] for record in records] == [0, 0, 1, 2]
+    assert records[0]["eval_share_right"] == start.metrics["share_right"]
+    assert "reward" not in records[0] and "eval_share_right" not in records[1]
+    assert [steps_taken(record) for record in records] == [0, 1, 2, 3]
+    names = sorted(path.name for path in (tmp_path / "predictions").iterdir())
+    assert names == [f"step-{step:06d}.parquet" for step in (0, 2, 3)]
+    assert "3 steps reported" in (tmp_path / "report.html").read_text()
+
+
+def test_it_is_not_measured_again_when_a_run_goes_on(tmp_path, monkeypatch):
+    train(toy_run(tmp_path, **AT_START, max_steps=3))
+    first = Journal(tmp_path).read()[0]
+    run = toy_run(tmp_path, **AT_START, max_steps=4)
+    monkeypatch.setattr(run.report, "log_start", lambda measured: pytest.fail("measured twice"))
+    assert not list((tmp_path / "predictions").glob("step-000004*"))
+    train(run)
+    assert str(run.journal.read()[0]) == str(first)
+
+
+def test_an_evaluation_is_printed_with_its_interval_beside_the_first(tmp_path, capsys):
+    run = build(parse(plan(tmp_path, **AT_START, max_steps=3), Config))
+    train(run)
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("evaluation at step")]
+    assert [line.split(":")[0] for line in lines] == [f"evaluation at step {step}" for step in (0, 2, 3)]
+    start, last = run.journal.read()[0]["eval_share_right"], run.final.metrics["share_right"]
+    low, high = run.final.intervals["share_right"]
+    assert "at the start" not in lines[0]
+    assert f"share_right {last:.4g} ({low:.4g} to {high:.4g}), {start:.4g} at the start;" in lines[2]
+
+
+def test_without_data_there_is_nothing_to_evaluate_at_the_start(tmp_path):
+    with pytest.raises(ConfigError, match="'eval_on_start' is true, but 'evaluation.data' names nothing"):
+        toy_run(tmp_path, eval_on_start=True)
+
+
+def test_checks_of_the_first_step_read_the_first_step_of_training(tmp_path):
+    start, step = {"step": 0, "eval_reward": 1.0}, {"step": 0, "reward": 1.0, DIFFERENCE: 0.5}
+    (finding,) = logprob_mismatch([start, step])
+    assert "at step 1" in finding.text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,9 @@ import torch
 from torch import nn
 
 from mmrl.core import onednn
+from mmrl.core.protocols import RendersPrompts
 from mmrl.core.types import Outcome
+from mmrl.kv_cache.layout import placeholder_ids
 from mmrl.vision.decoding.token_steps import FORBIDDEN
 from mmrl.vision.policies import tokens
 from mmrl.vision.policies.tokens import Tokens, chunked_logp
@@ -140,6 +143,20 @@ def test_encode_keeps_what_an_outcome_says_and_ends_it(exact):
     assert (outcome.text, outcome.end, outcome.recorded) == ("0 to 12", row.length, {"clip": 1.0})
     assert outcome.tags == {"finish": "stop", "role": "x"}
     assert policy.encode(prompt, Outcome(text="")).steps.ids.tolist() == [policy.prompt_encoder.end[0]]
+
+
+@EVERY
+def test_a_prompt_is_rendered_as_the_model_reads_it(exact, family):
+    policy = exact(family)
+    for prompt in mixed.prompts(family):
+        ids = policy.prompt_encoder.encode(prompt).ids
+        text = policy.render(prompt)
+        counts = [int(count) for count in re.findall(r"<(?:image|video): (\d+) tokens>", text)]
+        media = torch.tensor(placeholder_ids(policy.core.config))
+        assert sum(counts) == int(torch.isin(ids, media).sum())
+        assert prompt.messages[-1].parts[-1].text in text
+        assert text.endswith(policy.prompt_encoder.tokenizer.decode(ids[-3:]))
+    assert isinstance(policy, RendersPrompts)
 
 
 def test_a_recorded_answer_with_a_placeholder_is_refused(exact):

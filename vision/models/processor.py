@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -81,6 +82,16 @@ class PromptEncoder:
     def text(self, ids: Tensor) -> str:
         """Decode the tokens of an answer."""
         return self.tokenizer.decode(ids, skip_special_tokens=True)
+
+    def render(self, prompt: Prompt) -> str:
+        """Decode a prompt as the model reads it; placeholders of media become `<image: 64 tokens>`."""
+        config = self.core.config
+        kinds = {token: kind for kind in ("image", "video") for token in placeholder_ids(config, (kind,))}
+        parts = []
+        for kind, tokens in groupby(self.encode(prompt).ids.tolist(), kinds.get):
+            run = list(tokens)
+            parts.append(f"<{kind}: {len(run)} tokens>" if kind else self.tokenizer.decode(run))
+        return "".join(parts)
 
     def _encode(self, prompt: Prompt) -> EncodedPrompt:
         words = [self.tokenizer.decode(token) for token in self.placeholders]

@@ -191,6 +191,10 @@ class Tokens:
         """The model without its head."""
         return self.model.base_model
 
+    def render(self, prompt: Prompt) -> str:
+        """Write a prompt as the chat template gives it to the model; media as `<image: 64 tokens>`."""
+        return self.prompt_encoder.render(prompt)
+
     def encode(self, prompt: Prompt, outcome: Outcome) -> Trajectory:
         """Turn a recorded answer into a row, its end token included."""
         ids = self.prompt_encoder.answer(outcome.text or "")

@@ -16,6 +16,7 @@ from mmrl.config.ranges import NonNegativeFloat, PositiveFloat, PositiveInt
 from mmrl.config.registry import check
 from mmrl.diagnostics.context import Examined, Finding, spelled
 from mmrl.diagnostics.memory_estimates import room
+from mmrl.reporting.metrics import of_training
 
 Records = Sequence[Mapping[str, Any]]
 DIFFERENCE = "sampling/sampling_logp_difference/mean"  # between engine and policy
@@ -127,7 +128,7 @@ def logprob_mismatch(
     below that. An engine that records no log-probabilities gives nothing to compare, and one that is `cheap`
     on purpose (its record says by what) is expected to differ.
     """
-    first = records[:1]
+    first = of_training(records)[:1]
     if any(record.get("cheap") or (of == DIFFERENCE and of not in record) for record in first):
         return
     for step, value in (yield from _series(first, of)):

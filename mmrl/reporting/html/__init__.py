@@ -1,8 +1,19 @@
 """Self-contained HTML pages of a run, an evaluation or a comparison, from jinja2 templates and matplotlib."""
 
 from mmrl.reporting.html.curves import curves
-from mmrl.reporting.html.layout import document, metric_table
+from mmrl.reporting.html.layout import document, macros, metric_table
 from mmrl.reporting.html.pages import write_comparison, write_page
+from mmrl.reporting.html.predictions import write_compared_page, write_predictions_page
 from mmrl.reporting.html.run_folder import find_run
 
-__all__ = ["curves", "document", "find_run", "metric_table", "write_comparison", "write_page"]
+__all__ = [
+    "curves",
+    "document",
+    "find_run",
+    "macros",
+    "metric_table",
+    "write_compared_page",
+    "write_comparison",
+    "write_page",
+    "write_predictions_page",
+]

@@ -13,6 +13,7 @@ from markupsafe import Markup
 from mmrl.core.reward_table import EQUAL
 from mmrl.reporting.html.charts import Line, chart, finite
 from mmrl.reporting.html.layout import macros, spelled
+from mmrl.reporting.metrics import steps_taken
 
 Records = Sequence[Mapping[str, Any]]
 Runs = Mapping[str, Records]
@@ -140,7 +141,7 @@ def line_of(label: str, records: Records, name: str, place: int = 0) -> Line:
     # An interval that some points lack is not drawn at all.
     complete = all(is_finite(record, low, high) for record in known if is_finite(record, name))
     band = [(record.get(low, math.nan), record.get(high, math.nan)) for record in known] if complete else ()
-    steps = [record["step"] + 1 for record in known]
+    steps = [steps_taken(record) for record in known]
     values = [record[name] if is_finite(record, name) else math.nan for record in known]
     return Line(label, steps, values, place, band)
 

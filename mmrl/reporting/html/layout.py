@@ -54,13 +54,14 @@ def document(
     *,
     heading: str = "",
     subtitle: Markup | str = "",
+    script: str = "script.js",
 ) -> str:
     """Build a page that loads nothing from elsewhere: for a run, an evaluation or a comparison.
 
     Below the heading and the subtitle come `fragments` of HTML, then `sections` with a link to each; those
-    without content are left out.
+    without content are left out. `script` is a file of this folder.
     """
-    style, script = (Markup((HERE / name).read_text()) for name in ("style.css", "script.js"))
+    style, code = (Markup((HERE / name).read_text(encoding="utf-8")) for name in ("style.css", script))
     page = templates().get_template("page.j2")
     return page.render(
         title=title,
@@ -69,9 +70,9 @@ def document(
         fragments=[Markup(fragment) for fragment in fragments],
         sections=[section for section in sections if section[2]],
         style=style,
-        script=script,
+        script=code,
         # Text from files is escaped; a script that gets in by a visualization does not run.
-        digest=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
+        digest=base64.b64encode(hashlib.sha256(code.encode()).digest()).decode(),
     )
 
 

@@ -2,28 +2,55 @@
 
 from __future__ import annotations
 
+import logging
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from markupsafe import Markup
 
+from mmrl.config.schema import ConfigError
+from mmrl.reporting.answers import PREDICTIONS
 from mmrl.reporting.html.charts import style_of
 from mmrl.reporting.html.curves import HEADLINES, curves, frontier, mean_seconds, time_split
 from mmrl.reporting.html.layout import document, macros, metric_table, table
+from mmrl.reporting.html.predictions import write_predictions_page
 from mmrl.reporting.html.run_folder import RunFolder, find_run, read_run
 from mmrl.reporting.html.samples import read_samples, samples_section
+from mmrl.reporting.predictions import find_predictions
 from mmrl.reporting.rollout_mismatch import mismatch_rows
 
+log = logging.getLogger("mmrl")
+
 TILES = 4  # held-out metrics among the headline numbers
-COSTS = ("completions/", "seconds_per_prompt", "peak_memory_bytes")  # held-out numbers that are no quality
+# Held-out numbers that are no quality.
+COSTS = ("completions/", "denoising/", "seconds_per_prompt", "peak_memory_bytes")
 ABSENT = Markup("<small>not set</small>")
 LISTS = {"rewards", "advantage", "metrics", "rollout.engine"}  # of pieces, each of which has its own line
 
 
 def write_page(folder: Path, output: Path | None = None) -> Path:
-    """Write the page of a run from its folder alone, by default as `report.html` in it."""
-    return write(run_page(read_run(folder)), output or folder / "report.html")
+    """Write the page of a run from its folder alone, by default as `report.html` in it.
+
+    The answers of its last evaluation have a page of their own in the folder, which this one has a link to.
+    """
+    output = output or folder / "report.html"
+    return write(run_page(read_run(folder), last_answers(folder, output.parent)), output)
+
+
+def last_answers(folder: Path, start: Path) -> str:
+    """Write the page of a run's last evaluation, and return its path from `start`; "" without one."""
+    steps = sorted((folder / PREDICTIONS).glob("step-*.parquet"))
+    if not steps:
+        return ""
+    try:
+        page = write_predictions_page(find_predictions(steps[-1]), folder / f"{PREDICTIONS}.html")
+    except ConfigError as error:  # a damaged file does not cost the page of the run
+        log.warning("no page of predictions: %s", error)
+        return ""
+    return quote(os.path.relpath(page, start))
 
 
 def write_comparison(folders: Sequence[Path], output: Path) -> Path:
@@ -38,15 +65,15 @@ def write(page: str, path: Path) -> Path:
     return path
 
 
-def run_page(run: RunFolder) -> str:
-    """Lay out the page of a run."""
+def run_page(run: RunFolder, answers: str = "") -> str:
+    """Lay out the page of a run; `answers` is the path of the page of its last evaluation's answers."""
     weights = weights_of(run.config)
     rewards = {name.split("/")[1] for record in run.records for name in record if name.startswith("rewards/")}
     heaviest = sorted(rewards, key=lambda name: (-abs(weights.get(name, 0.0)), name))
     held_out = [name for name in run.metrics if not name.startswith(COSTS)][:TILES]
     figures = (frontier({run.name: run.records}), time_split(run.records), *curves({run.name: run.records}))
     sections = [
-        ("held-out", "Held out", metric_table({"value": run})),
+        ("held-out", "Held out", metric_table({"value": run}) + macros().answers(answers)),
         ("rewards", "Rewards", macros().rewards(run, weights, heaviest)),
         ("curves", "Curves", macros().grid(figures)),
         ("engine", "Engine and policy", table(["", "first", "mean", "last"], mismatch_rows(run.records))),

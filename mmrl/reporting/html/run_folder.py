@@ -12,7 +12,7 @@ from typing import Any
 from mmrl.config.loading import read
 from mmrl.config.schema import ConfigError
 from mmrl.data.fields import short
-from mmrl.reporting.metrics import EVALUATION, VISUALIZATIONS, Journal
+from mmrl.reporting.metrics import EVALUATION, VISUALIZATIONS, Journal, of_training
 
 TYPES = {"number": (int, float), "text": str, "JPEG": bytes}
 
@@ -39,7 +39,13 @@ class RunFolder:
     @property
     def done(self) -> int:
         """Count the steps that were taken."""
-        return self.records[-1]["step"] + 1 if self.records else 0
+        trained = of_training(self.records)
+        return trained[-1]["step"] + 1 if trained else 0
+
+    @property
+    def reported(self) -> int:
+        """Count the steps that the journal has a line of."""
+        return len(of_training(self.records))
 
     @property
     def seconds(self) -> float:

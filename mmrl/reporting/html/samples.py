@@ -21,7 +21,7 @@ log = logging.getLogger("mmrl")
 
 STEPS = 6  # collections of which samples are shown: the first, the last, some between
 ROWS = 24  # samples of each: the best, the worst, some between
-KINDS = {"prompt": "text", "completion": "text", "seen": "JPEG", "made": "JPEG"}
+KINDS = {"prompt": "text", "target": "text", "completion": "text", "seen": "JPEG", "made": "JPEG"}
 KINDS |= dict.fromkeys(("advantage", "length", "on_policy", "reward"), "number")
 
 
@@ -36,6 +36,7 @@ class Sample:
     advantage: float
     length: int  # steps: tokens, or denoising steps
     rewards: Mapping[str, float]  # as measured, NaN where one does not apply
+    target: str = ""
     on_policy: bool = True
     seen: bytes | None = field(default=None, repr=False)  # of the prompt
     made: bytes | None = field(default=None, repr=False)  # of the answer
@@ -105,6 +106,7 @@ def sample_of(row: Mapping[str, Any], step: int, place: str, weights: Mapping[st
         step=step,
         prompt=row["prompt"] or "",
         completion=row["completion"] or "",
+        target=row.get("target") or "",
         reward=row.get("reward", sum(known) if known else math.nan),
         rewards=rewards,
         **{name: row.get(name) for name in (*needed, "seen", "made")},

@@ -147,7 +147,8 @@ def test_a_page_is_drawn_anew_from_the_folder_alone(finished):
     (finished.folder / "report.html").unlink()
     assert write_page(finished.folder).read_text() == before
     other = finished.folder / "deep" / "page.html"
-    assert write_page(finished.folder, other) == other and other.read_text() == before
+    assert write_page(finished.folder, other) == other
+    assert other.read_text().replace("../predictions.html", "predictions.html") == before
 
 
 def test_a_healthy_run_says_that_the_doctor_looked(tmp_path):

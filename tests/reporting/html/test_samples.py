@@ -112,6 +112,14 @@ def test_samples_can_be_sifted_by_step_reward_and_words():
     assert "2 samples of 2 collections" in text
 
 
+def test_a_sample_shows_what_was_wanted(tmp_path):
+    write(tmp_path, 0, [{"reward": 1.0, "target": "<b>a cat</b>"}, {"reward": 0.0}])
+    found = read_samples(tmp_path, {})
+    assert [one.target for one in found] == ["<b>a cat</b>", ""]
+    text = samples_section(found)
+    assert text.count("class=target") == 1 and "&lt;b&gt;a cat&lt;/b&gt;" in text
+
+
 def test_long_texts_are_cut_and_one_reward_is_not_told_twice():
     text = samples_section([sample(completion="x" * 5000)])
     assert "3500 letters more" in text and "right" not in text.partition("<article")[2]

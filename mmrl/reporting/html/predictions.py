@@ -1,0 +1,133 @@
+"""Pages of predictions: the answers of one evaluation, or of two side by side, with filters."""
+
+from __future__ import annotations
+
+import base64
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from markupsafe import Markup
+
+from mmrl.reporting.html.layout import document, macros, table, templates
+from mmrl.reporting.predictions import Change, Joined, Predictions, Row, read_predictions
+
+
+def write_predictions_page(source: Path, output: Path | None = None) -> Path:
+    """Write the page of a file of predictions, by default beside it under its name."""
+    output = output or source.with_suffix(".html")
+    output.write_text(predictions_page(read_predictions(source)), encoding="utf-8")
+    return output
+
+
+def write_compared_page(
+    joined: Joined, changes: Sequence[Change], names: Sequence[str], output: Path
+) -> Path:
+    """Write the page of two evaluations, and the folder that it lies in."""
+    output.parent.mkdir(parents=True, exist_ok=True)
+    output.write_text(compared_page(joined, changes, names), encoding="utf-8")
+    return output
+
+
+def predictions_page(predictions: Predictions) -> str:
+    """Lay out the answers of an evaluation, the wrong ones first; a script shows some at a time."""
+    rows, judge = predictions.rows, predictions.judge
+    note = f"{len(rows):,} answers to {len({row['uid'] for row in rows}):,} prompts"
+    if judge:
+        known = [row["correct"] for row in rows if row.get("correct") is not None]
+        note += f" · {sum(known):,} of {len(known):,} are correct: {judge} is 1"
+    shows = ["wrong", "correct"] if judge else []
+    content = rows_section([[[row]] for row in rows], predictions.measures, shows, [])
+    title = predictions.path.resolve().parent.name
+    return document(
+        f"{title}: predictions",
+        [content],
+        heading="Predictions",
+        subtitle=macros().note(f"{predictions.path.name} · {note}"),
+        script="predictions.js",
+    )
+
+
+def compared_page(joined: Joined, changes: Sequence[Change], names: Sequence[str]) -> str:
+    """Lay out the answers of two evaluations to the same prompts side by side; `names` are theirs."""
+    rows = [list(pair) for pair in joined.pairs]
+    content = rows_section(rows, joined.measures, ["better", "worse", "unchanged"], names)
+    summary = table(*change_rows(changes, names))
+    note = macros().note("; ".join(notes_on(joined, names)))
+    title = " and ".join(names)
+    heading = f"{names[0]} and {names[1]}, answer by answer"
+    return document(title, [summary, content], heading=heading, subtitle=note, script="predictions.js")
+
+
+def change_rows(changes: Sequence[Change], names: Sequence[str]) -> tuple[list[str], list[list[str]]]:
+    """Lay out changes as the titles and rows of a table."""
+    titles = ["mean over prompts", *names, "better", "worse", "unchanged", "p (sign test)"]
+    rows = [
+        [
+            change.name.removeprefix("reward/"),
+            *(f"{value:.4g}" for value in (change.before, change.after)),
+            *(str(count) for count in (change.better, change.worse, change.unchanged)),
+            f"{change.p:.3g}",
+        ]
+        for change in changes
+    ]
+    return titles, rows
+
+
+def notes_on(joined: Joined, names: Sequence[str]) -> list[str]:
+    """Say which prompts two evaluations share, and which they do not."""
+    notes = [f"{len(joined.pairs)} prompts are in both"]
+    for name, count in zip(names, (joined.only_first, joined.only_second), strict=True):
+        notes += [f"{count} only in {name}"] if count else []
+    if joined.other_targets:
+        notes.append(f"{joined.other_targets} have other targets and are left out")
+    if joined.other_words:
+        notes.append(f"{joined.other_words} are worded differently")
+    return notes
+
+
+def rows_section(
+    rows: Sequence[Sequence[Sequence[Row]]],
+    measures: Sequence[str],
+    shows: Sequence[str],
+    names: Sequence[str],
+) -> Markup:
+    """Lay out filters and the data of rows, which the script `predictions.js` shows.
+
+    Args:
+        rows: For every row its sides (one evaluation, or two), each a list of answers to one prompt.
+        measures: The columns that rows may be ordered by.
+        shows: The groups of rows that may be shown alone.
+        names: The names of the two sides; empty for one.
+    """
+    images: dict[bytes, int] = {}
+
+    def number(image: bytes | None) -> int | None:
+        return None if image is None else images.setdefault(image, len(images))
+
+    def finite(value: Any) -> float | None:
+        return float(f"{value:.6g}") if value is not None and math.isfinite(value) else None
+
+    def answer(row: Row) -> dict[str, Any]:
+        values = [finite(row.get(measure)) for measure in measures]
+        return {
+            "text": row.get("completion"),
+            "made": number(row.get("made")),
+            "values": values,
+            "correct": row.get("correct"),
+        }
+
+    listed = []
+    for sides in rows:
+        first = sides[0][0]
+        shown = next((row["seen"] for side in sides for row in side if row.get("seen")), None)
+        about = {name: first.get(name) for name in ("uid", "split", "prompt", "target", "media")}
+        answers = [[answer(row) for row in side] for side in sides]
+        listed.append({**about, "seen": number(shown), "sides": answers})
+    labels = [measure.removeprefix("reward/") for measure in measures]
+    encoded = [base64.b64encode(image).decode() for image in images]
+    data = {"rows": listed, "measures": labels, "names": list(names), "images": encoded}
+    page = templates().get_template("predictions.j2")
+    splits = sorted({split for row in listed if (split := row["split"])})
+    return Markup(page.render(data=data, shows=shows, splits=splits))
