@@ -124,7 +124,6 @@ def test_a_metric_that_is_not_finite_for_a_step_leaves_a_gap_and_one_not_measure
     values = [1.0, math.nan, 3.0]
     broken = line_of("loss", [{"step": i, "loss": value} for i, value in enumerate(values)], "loss")
     assert (broken.x, str(broken.y)) == ([1, 2, 3], str(values))
-    seldom = line_of(
-        "eval_x", [{"step": 0, "eval_x": 1.0}, {"step": 1}, {"step": 2, "eval_x": 3.0}], "eval_x"
-    )
+    some = [{"eval_x": 1.0}, {}, {"eval_x": 3.0}]
+    seldom = line_of("eval_x", [{"step": i, "loss": 0.0, **x} for i, x in enumerate(some)], "eval_x")
     assert (seldom.x, seldom.y) == ([1, 3], [1.0, 3.0])
