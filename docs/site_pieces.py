@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from mmrl.config import ranges, schema
+from mmrl.config.keys import split_docstring
 from mmrl.config.registry import HOMES, Entry, pieces
 from mmrl.core.types import Unit
 
@@ -80,7 +81,7 @@ def kind_page(kind: str, used: Mapping[tuple[str, str], list[str]]) -> str:
 
 def piece_text(entry: Entry, variants: Iterable[str]) -> str:
     """Show one piece."""
-    words, meanings = arguments(inspect.getdoc(entry.target) or "")
+    words, meanings = split_docstring(inspect.getdoc(entry.target) or "")
     lines = [f"### `{entry.full_name}` {{#{anchor(entry)}}}\n", prose(words)]
     options = {name: p for name, p in entry.options.items() if name not in FILLED}
     if options:
@@ -96,24 +97,6 @@ def piece_text(entry: Entry, variants: Iterable[str]) -> str:
     if named:
         lines += ["", f"In method files: {named}."]
     return "\n".join(lines) + "\n"
-
-
-def arguments(docstring: str) -> tuple[str, dict[str, str]]:
-    """Split a docstring into its prose and the meanings of its `Args:` block."""
-    words, found, block = docstring.partition("\nArgs:\n")
-    meanings: dict[str, str] = {}
-    name, rest = "", []
-    for line in block.splitlines() if found else ():
-        entry = re.match(r"    (\w+)(?: \([^)]*\))?: (.*)", line)
-        if entry:
-            name = entry[1]
-            meanings[name] = entry[2]
-        elif line.startswith("        ") and name:
-            meanings[name] += " " + line.strip()
-        elif line.strip():
-            name = ""
-            rest.append(line)
-    return (words + "\n" + "\n".join(rest)).rstrip(), meanings
 
 
 def anchor(entry: Entry) -> str:

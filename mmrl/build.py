@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import is_dataclass
+from dataclasses import is_dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,7 @@ def build(config: Config, *, quiet: bool = False) -> Run:
     make = partial(pieces.make_field, config)
     trackers = make("report.trackers")
     data = pieces.prompts(config.data, "data")
+    epochs, config = config.num_train_epochs, with_steps(config, len(data))
     eval_prompts = held_out(config) if config.evaluation.data else ()
     torch.manual_seed(config.seed)  # adapters draw their first weights from the global stream
     processes = Processes(config.ddp_timeout)
@@ -63,9 +65,23 @@ def build(config: Config, *, quiet: bool = False) -> Run:
         trackers=Trackers(trackers),
     )
     pieces.made["rewards"] = RewardCoverage(method.rewards, len(data))
-    return Run(
-        config, pieces, processes, method, Reporter(config, processes, stream, watching, quiet), evaluator
-    )
+    reporter = Reporter(config, processes, stream, watching, quiet)
+    if epochs:
+        reporter.console.say(f"{epochs:g} epochs of {len(data)} prompts: {config.max_steps} steps")
+    return Run(config, pieces, processes, method, reporter, evaluator)
+
+
+def with_steps(config: Config, num_rows: int) -> Config:
+    """Replace `num_train_epochs` by the `max_steps` that pass over `num_rows` prompts as often, rounded up.
+
+    Further rounds of the sampler (`rollout.max_rounds`) are not counted.
+    """
+    if not config.num_train_epochs:
+        return config
+    prompts = min(config.rollout.num_prompts, num_rows)  # of a step; the sampler draws none twice
+    # Rounded before, so that 3 epochs of 0.1 are not 1 step more than 0.3 (0.30000000000000004).
+    steps = math.ceil(round(config.num_train_epochs * num_rows / prompts, 9))
+    return replace(config, max_steps=max(1, steps), num_train_epochs=0.0)
 
 
 def make_engine(pieces: Pieces, listed: Sequence[Piece], policy: Policy, place: str) -> Engine:

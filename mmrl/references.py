@@ -41,7 +41,12 @@ class Reference:
         self.policy = policy
         self.decay, self.every = decay, every
         self.passed = 0  # optimizer steps of the learner
-        self.weights = {name: parameter.detach().clone() for name, parameter in trained(policy).items()}
+        self.weights: dict[str, Tensor] = {}
+        self.take()
+
+    def take(self) -> None:
+        """Take the policy's trained weights of now."""
+        self.weights = {name: parameter.detach().clone() for name, parameter in trained(self.policy).items()}
 
     def __call__(self, batch: Batch, extra: Set[str] = frozenset()) -> StepOutput:
         with self.acting(), torch.no_grad():

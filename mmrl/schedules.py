@@ -26,33 +26,43 @@ def constant(clock: Clock, *, value: TakenFloat, warmup_steps: NonNegativeInt = 
 
 @schedule
 def linear(
-    clock: Clock, *, start: TakenFloat, end: TakenFloat, steps: PositiveInt, warmup_steps: NonNegativeInt = 0
+    clock: Clock,
+    *,
+    start: TakenFloat,
+    end: TakenFloat,
+    steps: PositiveInt | None = None,
+    warmup_steps: NonNegativeInt = 0,
 ) -> float:
     """Linear from `start` to `end` over `steps`, then constant.
 
     Args:
         start: First value.
         end: Last value.
-        steps: Length in steps of the clock.
+        steps: Length in steps of the clock; null: the whole run, of `max_steps`.
         warmup_steps: Steps over which the value is scaled linearly up from 0.
     """
-    share = min(1.0, clock.step / max(steps, 1))
+    share = min(1.0, clock.step / max(steps or clock.max_steps, 1))
     return _warm(start + (end - start) * share, clock.step, warmup_steps)
 
 
 @schedule
 def cosine(
-    clock: Clock, *, start: TakenFloat, end: TakenFloat, steps: PositiveInt, warmup_steps: NonNegativeInt = 0
+    clock: Clock,
+    *,
+    start: TakenFloat,
+    end: TakenFloat,
+    steps: PositiveInt | None = None,
+    warmup_steps: NonNegativeInt = 0,
 ) -> float:
     """Half a cosine from `start` to `end` over `steps`, then constant.
 
     Args:
         start: First value.
         end: Last value.
-        steps: Length in steps of the clock.
+        steps: Length in steps of the clock; null: the whole run, of `max_steps`.
         warmup_steps: Steps over which the value is scaled linearly up from 0.
     """
-    share = min(1.0, clock.step / max(steps, 1))
+    share = min(1.0, clock.step / max(steps or clock.max_steps, 1))
     # (1 + cos(pi x)) / 2 falls from 1 at x = 0 to 0 at x = 1.
     return _warm(end + (start - end) * 0.5 * (1 + math.cos(math.pi * share)), clock.step, warmup_steps)
 

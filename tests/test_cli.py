@@ -381,7 +381,7 @@ def test_a_folder_of_another_run_or_in_use_is_refused(file, tmp_path, capsys, no
 
 def test_an_evaluation_without_data_and_an_unknown_kind(file, capsys):
     assert "'evaluation.data' is missing" in failure(capsys, 2, "evaluate", file())
-    assert "there is no kind 'surrogates'; there are advantage" in failure(capsys, 2, "list", "surrogates")
+    assert "there is no kind 'surrogates'; did" in failure(capsys, 2, "list", "surrogates")
 
 
 @pytest.mark.parametrize("arguments", [[], ["trane"], ["train"], ["check"]])

@@ -1,3 +1,4 @@
+# PYTHON_ARGCOMPLETE_OK
 """The command line: every file of this package holds commands.
 
 Exit codes: 0 done, 1 failed, 2 wrong usage or configuration, 130 stopped by the keyboard.
@@ -8,21 +9,28 @@ from __future__ import annotations
 import argparse
 import importlib
 import logging
+import os
 import pkgutil
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NoReturn
 
 from mmrl import __version__
+from mmrl.cli import completion
 from mmrl.cli.command import COMMANDS, one_line
-from mmrl.config.loading import ConfigError
+from mmrl.config.loading import ConfigError, nearest
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
-    given = parser().parse_args(arguments)
+    commands = parser()
+    completion.complete(commands)
+    given = commands.parse_args(arguments)
     # `python -m mmrl` finds modules in the working directory, so the console script must as well.
     sys.path.append(str(Path.cwd()))
+    quiet_progress_bars()
     logging.basicConfig(format="%(levelname)s: %(message)s")
     try:
         return given.command(given) or 0
@@ -43,11 +51,35 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
 
 
+class Parser(argparse.ArgumentParser):
+    """A parser whose errors are one line, with the usage at its end."""
+
+    def error(self, message: str) -> NoReturn:
+        """Print what is wrong and end with exit code 2."""
+        chosen = re.search(r"argument command: invalid choice: '(.*)' \(choose from (.*)\)", message)
+        if chosen:
+            names = [name.strip("'") for name in chosen[2].split(", ")]
+            there = nearest(chosen[1], names) or f"there are {', '.join(names)}"
+            message = f"there is no command '{chosen[1]}'; {there}"
+        usage = " ".join(self.format_usage().split())
+        self.exit(2, f"error: {message}; {usage}; `{self.prog} --help` says more\n")
+
+
+def quiet_progress_bars() -> None:
+    """Turn off the progress bars of libraries where stderr is no terminal, since they would fill a log file.
+
+    The variables are read when tqdm, huggingface_hub and datasets are imported; one that is set stays.
+    """
+    if not sys.stderr.isatty():
+        for name in ("TQDM_DISABLE", "HF_HUB_DISABLE_PROGRESS_BARS", "HF_DATASETS_DISABLE_PROGRESS_BARS"):
+            os.environ.setdefault(name, "1")
+
+
 def parser() -> argparse.ArgumentParser:
     """Make the parser of all commands; the first call imports the files that define them."""
     for module in pkgutil.iter_modules(__path__, f"{__name__}."):
         importlib.import_module(module.name)
-    top = argparse.ArgumentParser(prog="mmrl", description="Train and measure multimodal models with RL.")
+    top = Parser(prog="mmrl", description="Train and measure multimodal models with RL.")
     top.add_argument("--traceback", action="store_true", help="show where a failure came from")
     top.add_argument("--version", action="version", version=f"mmrl {__version__}")
     groups = {"": top.add_subparsers(required=True, metavar="command")}

@@ -3,43 +3,67 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
 
-from mmrl.cli.command import argument, command, one_line
+from mmrl.cli import completion
+from mmrl.cli.command import argument, command, one_line, split_overrides
 from mmrl.config.loading import ConfigError, read
 from mmrl.config.schema import BuildConfig, Config, EvaluateConfig, is_part, load, parse_some
 
 
-@command(argument("configs", nargs="+"), examples=("mmrl check my_run.yaml other.yaml",))
+@command(
+    argument(
+        "configs",
+        nargs="+",
+        metavar="config",
+        help="files, then changes of all of them: key=value",
+        completer=lambda prefix, **rest: completion.configs(prefix) + completion.overrides(prefix),
+    ),
+    examples=("mmrl check my_run.yaml other.yaml", "mmrl check my_run.yaml learn.learning_rate=2e-5"),
+)
 def check(given: argparse.Namespace) -> int:
-    """Check configuration files without loading anything; print the error of each that is wrong."""
+    """Check configuration files, and that what they name exists; print the error of each that is wrong.
+
+    No weights are loaded. Of data the first rows are read.
+    """
+    paths, overrides = split_overrides(given.configs)
+    if not paths:
+        raise ConfigError(f"'{overrides[0]}' changes a key, but no file is named: mmrl check my_run.yaml ...")
     code = 0
-    for path in given.configs:
+    for path in paths:
         try:
-            check_file(path)
+            check_file(path, overrides, inputs=True)
             print(f"ok     {path}")
         except ConfigError as error:
             code = 2
-            print(f"wrong  {path}: {one_line(error)}")
+            print(f"wrong  {path}: {one_line(error).removeprefix(f'{path}: ')}")
     return code
 
 
-def check_file(path: str | Path) -> None:
-    """Check every name and option of a file: a run, an evaluation, something to build, or a variant."""
+def check_file(path: str | Path, overrides: Sequence[str] = (), *, inputs: bool = False) -> None:
+    """Check every name and option of a file: a run, an evaluation, something to build, or a variant.
+
+    With `inputs`, also that the files, folders and columns that it names exist.
+    """
     from mmrl.build import check as check_run
     from mmrl.config.binding import Pieces
     from mmrl.config.consistency import check_some
+    from mmrl.config.misplaced import check_all
     from mmrl.core.rng import Stream
+    from mmrl.diagnostics.inputs import check_inputs
     from mmrl.pareto import check_settings
 
-    raw = read(path)
+    raw = read(path, overrides)
     if not raw:
         raise ConfigError("the file is empty")
     if "build" in raw:
-        Pieces(Stream()).check_all(load(path, kind=BuildConfig))
+        check_all(Pieces(Stream()), load(path, overrides, BuildConfig))
     elif is_part(raw):
         check_some(raw, parse_some(raw, Config))
-    elif "rollout" in raw:
-        check_run(load(path, kind=Config))
     else:
-        check_settings(load(path, kind=EvaluateConfig))
+        kind, check_whole = (Config, check_run) if "rollout" in raw else (EvaluateConfig, check_settings)
+        config = load(path, overrides, kind)
+        check_whole(config)
+        if inputs:
+            check_inputs(config)

@@ -7,7 +7,11 @@ import inspect
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
+
+from mmrl.cli import completion
+from mmrl.cli.completion import Completer
 
 # Commands are listed in this order in `mmrl --help`, others after them.
 FIRST = ("train", "evaluate", "generate", "chat", "check", "doctor", "estimate-memory", "report", "build")
@@ -18,10 +22,11 @@ Function = Callable[[argparse.Namespace], int | None]
 
 @dataclass(frozen=True)
 class Argument:
-    """One call of `add_argument`."""
+    """One call of `add_argument`, and what a shell completes there (`completion.py`)."""
 
     names: tuple[str, ...]
     options: dict[str, Any]
+    completer: Completer | None = None
 
 
 @dataclass(frozen=True)
@@ -50,13 +55,15 @@ class Command:
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         for argument in self.arguments:
-            added.add_argument(*argument.names, **argument.options)
+            made = added.add_argument(*argument.names, **argument.options)
+            if argument.completer:
+                made.completer = argument.completer  # argcomplete looks for it there
         added.set_defaults(command=self.function)
 
 
-def argument(*names: str, **options: Any) -> Argument:
-    """Describe an argument as `ArgumentParser.add_argument` takes it."""
-    return Argument(names, options)
+def argument(*names: str, completer: Completer | None = None, **options: Any) -> Argument:
+    """Describe an argument as `ArgumentParser.add_argument` takes it, with what a shell completes."""
+    return Argument(names, options, completer)
 
 
 def command(
@@ -78,10 +85,21 @@ def command(
     return register
 
 
-CONFIG = argument("config", help="a YAML file, or one that comes with mmrl")
+CONFIG = argument("config", help="a YAML file, or one that comes with mmrl", completer=completion.configs)
 OVERRIDES = argument(
-    "overrides", nargs="*", metavar="key=value", help="changes, dotted: learn.learning_rate=1e-6"
+    "overrides",
+    nargs="*",
+    default=[],  # else argparse calls them required
+    metavar="key=value",
+    help="changes, dotted: learn.learning_rate=1e-6",
+    completer=completion.overrides,
 )
+
+
+def split_overrides(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Part arguments into files and overrides: `key=value` is an override unless a file has that name."""
+    files = [text for text in arguments if "=" not in text or Path(text).is_file()]
+    return files, [text for text in arguments if text not in files]
 
 
 def one_line(error: Exception) -> str:
@@ -97,7 +115,8 @@ def print_table(titles: Sequence[str], *rows: Sequence[str], title: str | None =
     table = Table(*titles, title=title, title_justify="left", box=None, pad_edge=False)
     for row in rows:
         table.add_row(*row)
-    (Console() if sys.stdout.isatty() else Console(width=200)).print(table)
+    # Without markup, or `[mean]` in a cell would be read as a style.
+    Console(markup=False, width=None if sys.stdout.isatty() else 200).print(table)
 
 
 def print_measured(measured: Any) -> None:

@@ -15,11 +15,12 @@ from mmrl.config.schema import BuildConfig, load
 def build(given: argparse.Namespace) -> None:
     """Build a data set or a model folder into the `output` of a configuration."""
     from mmrl.config.binding import Pieces
+    from mmrl.config.misplaced import check_all
     from mmrl.core.rng import Stream
 
     config = load(given.config, given.overrides, BuildConfig)
     pieces = Pieces(Stream(config.seed))
-    pieces.check_all(config)
+    check_all(pieces, config)
     pieces.require_packages()
     built = pieces.make_field(config, "build").build(Path(config.output))
     print(f"{config.output}: " + ", ".join(f"{name} {value}" for name, value in built.items()))

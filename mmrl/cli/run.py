@@ -51,9 +51,12 @@ def doctor(given: argparse.Namespace) -> int:
 @command(CONFIG, OVERRIDES, examples=("mmrl estimate-memory my_run.yaml rollout.num_prompts=64",))
 def estimate_memory(given: argparse.Namespace) -> int:
     """Estimate the memory of a training run by parts; exit code 1 if it is more than the device has."""
+    from mmrl.build import check
     from mmrl.diagnostics import memory_estimates
 
-    memory = memory_estimates.estimate_memory(load(given.config, given.overrides, Config))
+    config = load(given.config, given.overrides, Config)
+    check(config)
+    memory = memory_estimates.estimate_memory(config)
     room, device = memory_estimates.room()
     _print_memory(memory, room, device)
     print("without activations, which `mmrl doctor` measures")

@@ -6,8 +6,9 @@ import argparse
 import inspect
 from importlib import metadata
 
+from mmrl.cli import completion
 from mmrl.cli.command import argument, command, print_table
-from mmrl.config.loading import ConfigError
+from mmrl.config.loading import ConfigError, nearest
 
 PACKAGES = (
     "mmrl", "torch", "torchvision", "transformers", "accelerate", "peft", "datasets", "av", "diffusers",
@@ -16,16 +17,25 @@ PACKAGES = (
 
 
 @command(
-    argument("kind", nargs="?", help="advantage, surrogate, reward, ...; all kinds if left out"),
+    argument(
+        "kind",
+        nargs="?",
+        help="advantage, surrogate, reward, ...; all kinds if left out",
+        completer=completion.kinds,
+    ),
+    argument("piece", nargs="?", help="one piece of that kind, to show whole", completer=completion.names),
     name="list",
-    examples=("mmrl list reward",),
+    examples=("mmrl list reward", "mmrl list reward short_answer"),
 )
 def show(given: argparse.Namespace) -> None:
-    """List pieces with their options and defaults."""
+    """List pieces with their options and defaults, or show one piece whole."""
     from mmrl.config.registry import HOMES, pieces
 
     if given.kind is not None and given.kind not in HOMES:
-        raise ConfigError(f"there is no kind '{given.kind}'; there are {', '.join(sorted(HOMES))}")
+        near, there = nearest(given.kind, HOMES), f"there are {', '.join(sorted(HOMES))}"
+        raise ConfigError(f"there is no kind '{given.kind}'; {near or there}")
+    if given.piece:
+        return show_piece(given.kind, given.piece)
     for kind in [given.kind] if given.kind else sorted(HOMES):
         rows = []
         for entry in pieces(kind):
@@ -41,6 +51,40 @@ def show(given: argparse.Namespace) -> None:
         if rows:
             print_table(*table, title=kind)
             print()
+
+
+def show_piece(kind: str, name: str) -> None:
+    """Show a piece: what it does, its options, the packages that it needs, its file, and YAML that names it.
+
+    The name may lack its package where only one piece has it.
+    """
+    from mmrl.config.binding import CALLED_WITH, FILLED
+    from mmrl.config.keys import describe_default, describe_option, split_docstring, yaml_of
+    from mmrl.config.registry import find, pieces
+
+    short = [entry.full_name for entry in pieces(kind) if entry.name == name]
+    entry = find(kind, short[0] if len(short) == 1 else name)
+    words, meanings = split_docstring(inspect.getdoc(entry.target) or "")
+    print(f"{kind} {entry.full_name}\n\n{words}\n")
+    rows = [
+        [
+            option,
+            describe_option(entry, option),
+            describe_default(parameter.default),
+            meanings.get(option, ""),
+        ]
+        for option, parameter in entry.options.items()
+        if option not in FILLED
+    ]
+    if rows:
+        print_table(["option", "type", "default", "what it is"], *rows)
+        print()
+    if kind in CALLED_WITH:
+        print(f"every {kind} also takes: {', '.join(CALLED_WITH[kind])}")
+    for package, extra in entry.packages.items():
+        print(f"needs the package {package}: pip install 'mmrl[{extra}]'")
+    target = inspect.unwrap(entry.target)
+    print(f"file: {inspect.getsourcefile(target)}:{inspect.getsourcelines(target)[1]}\n\n{yaml_of(entry)}")
 
 
 @command()

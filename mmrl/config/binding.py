@@ -11,10 +11,18 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal, TypeVar
 
-from mmrl.config.loading import ConfigError, nearest
+from mmrl.config.loading import ConfigError, UnknownKey
 from mmrl.config.ranges import AtMost, NonNegativeInt, PositiveFloat, Taken, is_number, is_whole, marks
 from mmrl.config.registry import HOMES, LOADED, MADE, Entry, Needs, find
-from mmrl.config.schema import Kind, Piece, Scheduled, as_piece, convert, each, held_fields
+from mmrl.config.schema import (
+    Kind,
+    Piece,
+    Scheduled,
+    as_piece,
+    convert,
+    each,
+    held_fields,
+)
 from mmrl.core.rng import Stream
 from mmrl.core.types import Clock
 
@@ -185,6 +193,7 @@ class Pieces:
         options = {
             name: self._option(name, value, hints.get(name, Any), f"{place}.{name}")
             for name, value in options.items()
+            if not _left_out(entry, name, value)
         }
         for name, parameter in entry.options.items():
             match parameter.default:
@@ -240,6 +249,13 @@ class _Follows:
             raise ConfigError(f"{self.place}: schedule '{name}' at step {clock.step}: {error}") from error
 
 
+def _left_out(entry: Entry, name: str, value: Any) -> bool:
+    """Return whether None stands for the default of an option, because its type does not take None."""
+    wanted = entry.hints.get(name, Any)
+    known = wanted is not Any and type(None) not in marks(wanted, type)
+    return value is None and known and entry.options[name].default is not inspect.Parameter.empty
+
+
 def _fit(value: Any, wanted: Any, place: str) -> float:
     """Convert a value of a schedule to the type of an option."""
     value = convert(value, float, place)
@@ -267,8 +283,9 @@ def _check_options(entry: Entry, hints: Mapping[str, Any], options: Mapping[str,
     known, piece = entry.options, f"{entry.kind} '{entry.full_name}'"
     for name in options:
         if name not in known:
-            hint = "; ".join(filter(None, [", ".join(known) or "none", nearest(name, known)]))
-            raise ConfigError(f"{place}: {piece} has no option '{name}'; it takes {hint}")
+            takes = ", ".join(option for option in known if option not in FILLED) or "none"
+            what = f"{place}: {piece} has no option '{name}'; it takes {takes}"
+            raise UnknownKey(what, f"{place}.{name}", known, f"`mmrl list {entry.kind} {entry.full_name}`")
         if name in FILLED:
             raise ConfigError(f"'{place}.{name}' is filled by the run; leave it out")
     values = {**{name: p.default for name, p in known.items()}, **options}

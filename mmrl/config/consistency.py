@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from mmrl.config.binding import Bound, Pieces
-from mmrl.config.loading import ConfigError
+from mmrl.config.loading import ConfigError, nearest
+from mmrl.config.misplaced import check_all
 from mmrl.config.registry import HOMES, Entry, Needs
 from mmrl.config.schema import Config, EvaluateConfig, as_piece, as_plain, parse
 from mmrl.core.rng import Stream
@@ -19,9 +20,10 @@ def check_training(config: Config) -> Pieces:
     pieces = Pieces(Stream())
     parse(as_plain(config), Config)  # types and ranges, where it was not read from a file
     _check_together(config)
-    checked = pieces.check_all(config)
+    checked = check_all(pieces, config)
     _check_rewards(checked, "rewards")
     _check_rewards(checked, "evaluation.rewards", weighted=False)
+    _check_reward_names(checked)
     chain, engines = _listed(checked, "advantage"), _listed(checked, "rollout.engine")
     for i, bound in enumerate(chain):
         options = {name: p.default for name, p in bound.entry.options.items()} | bound.options
@@ -53,7 +55,7 @@ def check_some(raw: Mapping[str, Any], config: Any) -> None:
     for name, option in (raw.get("policy") or {}).items():
         if name in HOMES:  # of the policy that a run will name
             pieces.check(name, as_piece(option, f"policy.{name}"), f"policy.{name}")
-    checked = pieces.check_all(config)
+    checked = check_all(pieces, config)
     if config.objective is not None:
         _needs_of(config, checked)
 
@@ -61,7 +63,9 @@ def check_some(raw: Mapping[str, Any], config: Any) -> None:
 def check_evaluation(config: Config | EvaluateConfig) -> Pieces:
     """Check every name and option of an evaluation without loading anything."""
     config, pieces = evaluation_of(config), Pieces(Stream())
-    _check_rewards(pieces.check_all(config), "evaluation.rewards", weighted=False)  # labels are enough
+    checked = check_all(pieces, config)
+    _check_rewards(checked, "evaluation.rewards", weighted=False)  # labels are enough
+    _check_reward_names(checked)
     evaluation = config.evaluation
     if evaluation.data is None:
         raise ConfigError("'evaluation.data' is missing, so there is nothing to evaluate on")
@@ -111,6 +115,30 @@ def _check_rewards(checked: Mapping[str, Any], place: str, *, weighted: bool = T
             raise ConfigError(f"{place}: two rewards are called '{name}'; give one of them a `label`")
     if weighted and not any(bound.weight for bound in rewards):
         raise ConfigError(f"{place}: no reward has a weight, so there is nothing to learn from")
+
+
+def _check_reward_names(checked: Mapping[str, Any]) -> None:
+    """Raise where a filter, metric or check reads a reward that no reward is called."""
+    trained = [bound.name for bound in _listed(checked, "rewards")]
+    evaluated = [bound.name for bound in _listed(checked, "evaluation.rewards")] or trained
+    for place, bound in checked.items():
+        options = bound.options if isinstance(bound, Bound) else {}
+        names = evaluated if place.startswith("evaluation.") else trained
+        if place == "group_filter" or place.startswith(("metrics[", "evaluation.metrics[")):
+            _check_name(f"{place}.of", options.get("of"), names)
+        elif place.startswith("report.checks["):
+            for option, value in options.items():
+                for metric in value if isinstance(value, tuple) else (value,):
+                    # `rewards/NAME/mean`, as the journal has it; pairs report `rewards/chosen`.
+                    match metric.split("/") if isinstance(metric, str) else ():
+                        case ["rewards", name, _, *_]:
+                            _check_name(f"{place}.{option}", name, names)
+
+
+def _check_name(place: str, name: Any, names: Sequence[str]) -> None:
+    if isinstance(name, str) and name and name not in names:
+        hint = nearest(name, names) or f"there are {', '.join(names)}"
+        raise ConfigError(f"{place}: no reward is called '{name}'; {hint}")
 
 
 def _needs_of(config: Config, checked: Mapping[str, Any]) -> Needs:

@@ -30,10 +30,27 @@ class ConfigError(ValueError):
     """An error in a configuration: the place, what is wanted, what is given and what to do."""
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
+class UnknownKey(ConfigError):
+    """A key or option that does not exist at its place.
+
+    Args:
+        what: The error without a hint.
+        place: The dotted place of the key, itself included.
+        known: The keys that exist there.
+        hint: What to say where none of them is close.
+    """
+
+    def __init__(self, what: str, place: str, known: Iterable[str], hint: str) -> None:
+        self.what, self.place, self.key = what, place, place.rpartition(".")[2]
+        self.near = nearest(self.key, known)
+        self.hint = self.near or hint
+        super().__init__(f"{what}; {self.hint}")
+
+
+def nearest(name: str, known: Iterable[str], words: str = "did you mean '{}'?") -> str:
     """The end of an error about an unknown name: `did you mean 'x'?`, or nothing where none is close."""
     near = difflib.get_close_matches(name, known, 1)
-    return f"did you mean '{near[0]}'?" if near else ""
+    return words.format(near[0]) if near else ""
 
 
 def read(source: str | Path | Mapping[str, Any], overrides: Sequence[str] = ()) -> dict[str, Any]:
@@ -51,7 +68,9 @@ def change(raw: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
     for text in overrides:
         key, equals, _ = text.partition("=")
         if not equals or not key:
-            raise ConfigError(f"an override must read key=value, not '{text}'")
+            hint = "of several files, one can `include` the others" if Path(text).suffix == ".yaml" else ""
+            hint = hint or f"such as {text.strip('=') or 'max_steps'}=VALUE (`mmrl keys` lists the keys)"
+            raise ConfigError(f"an override must read key=value, not '{text}'; {hint}")
         try:
             override = OmegaConf.to_container(OmegaConf.from_dotlist([text]), resolve=False)
         except _UNREADABLE as error:
@@ -101,7 +120,13 @@ def _locate(path: Path, above: tuple[Path, ...]) -> Path:
         except OSError as error:  # such as a name that is too long
             raise ConfigError(f"cannot look for the file '{place}': {error.strerror}") from error
     by = f", included by '{above[-1]}'" if above else ""
-    raise ConfigError(f"there is no file '{path}'{by}; looked at {', '.join(str(p) for p in places)}")
+    looked = f"looked at {', '.join(str(p) for p in places)}"
+    beside = {
+        file.stem: path.with_name(file.name) for place in places for file in place.parent.glob("*.yaml")
+    }
+    near = difflib.get_close_matches(path.stem, beside, 1)
+    hint = f"did you mean '{beside[near[0]]}'? " if near else ""
+    raise ConfigError(f"there is no file '{path}'{by}; {hint}{looked}")
 
 
 def _check_plain(value: Any, place: str) -> None:

@@ -10,14 +10,14 @@ import dataclasses
 import math
 import types
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from omegaconf import OmegaConf
 
-from mmrl.config.loading import ConfigError, nearest, read
+from mmrl.config.loading import ConfigError, UnknownKey, read
 from mmrl.config.ranges import LARGEST, Ascending, NonNegativeFloat, NonNegativeInt, PositiveInt, Range, marks
 
 FORMS = {
@@ -61,7 +61,7 @@ class Scheduled:
 class Rollout:
     """Settings of rollouts. The first engine takes the policy, each next one wraps the one before."""
 
-    engine: Annotated[tuple[Piece, ...], Kind("engine")]
+    engine: Annotated[tuple[Piece, ...], Kind("engine")]  # the first samples from the policy
     policy: str = ""  # a name in `references` when another policy than the learner rolls out
     num_prompts: PositiveInt = 32  # groups per update, over all processes
     num_generations: PositiveInt = 8  # rollouts per prompt
@@ -72,8 +72,8 @@ class Rollout:
 class Learn:
     """Settings of the optimizer and of its updates."""
 
-    learning_rate: Annotated[Any, Scheduled(NonNegativeFloat)] = 1e-6
-    optimizer: Annotated[Piece, Kind("optimizer")] = Piece("adamw")
+    learning_rate: Annotated[Any, Scheduled(NonNegativeFloat)] = 1e-6  # of the optimizer, at every step
+    optimizer: Annotated[Piece, Kind("optimizer")] = Piece("adamw")  # moves the trained weights
     num_iterations: PositiveInt = 1  # passes over one collection
     minibatches: PositiveInt = 1  # optimizer steps per pass
     micro_batch_steps: PositiveInt = 16384  # steps in memory at once
@@ -89,12 +89,12 @@ class Evaluation:
     An empty engine or list of rewards is that of the training.
     """
 
-    data: Annotated[Piece | None, Kind("data")] = None
-    engine: Annotated[tuple[Piece, ...], Kind("engine")] = ()
-    rewards: Annotated[tuple[Piece, ...], Kind("reward")] = ()
-    metrics: Annotated[tuple[Piece, ...], Kind("metric")] = (Piece("mean"),)
+    data: Annotated[Piece | None, Kind("data")] = None  # held-out prompts; none: no evaluation
+    engine: Annotated[tuple[Piece, ...], Kind("engine")] = ()  # empty: the first of the training
+    rewards: Annotated[tuple[Piece, ...], Kind("reward")] = ()  # empty: those of the training
+    metrics: Annotated[tuple[Piece, ...], Kind("metric")] = (Piece("mean"),)  # numbers of the rewards
     num_prompts: NonNegativeInt = 0  # 0: all of them
-    num_generations: PositiveInt = 1
+    num_generations: PositiveInt = 1  # answers per prompt
     confidence: Annotated[float, Range(0, 1, above=True, below=True)] = 0.95  # of the bootstrap intervals
 
 
@@ -102,7 +102,7 @@ class Evaluation:
 class Report:
     """Files, dashboards and warnings of a run, besides `metrics.jsonl`."""
 
-    logging_steps: PositiveInt = 1
+    logging_steps: PositiveInt = 1  # steps between lines of metrics.jsonl
     log_completions: bool = True  # rows with their rewards and advantages, as parquet
     # Collections whose rows get thumbnails: the first, the last and some between.
     media_log_steps: NonNegativeInt = 5
@@ -127,56 +127,59 @@ class Report:
 class Config:
     """A training run."""
 
-    policy: Annotated[Piece, Kind("policy")]
-    data: Annotated[Piece, Kind("data")]
+    policy: Annotated[Piece, Kind("policy")]  # the model that learns
+    data: Annotated[Piece, Kind("data")]  # prompts to train on
     rollout: Rollout
     rewards: Annotated[tuple[Piece, ...], Kind("reward")]  # each may have `weight` and `label`
-    advantage: Annotated[tuple[Piece, ...], Kind("advantage")]
-    objective: Annotated[Piece, Kind("objective")]
-    sampler: Annotated[Piece, Kind("sampler")] = Piece("uniform")
-    group_filter: Annotated[Piece, Kind("group_filter")] = Piece("keep_all")
+    advantage: Annotated[tuple[Piece, ...], Kind("advantage")]  # from rewards to advantages, in this order
+    objective: Annotated[Piece, Kind("objective")]  # from advantages to the loss
+    sampler: Annotated[Piece, Kind("sampler")] = Piece("uniform")  # chooses the prompts of a step
+    group_filter: Annotated[Piece, Kind("group_filter")] = Piece("keep_all")  # drops groups after scoring
+    # Policies that the objective compares with, by name: `{ref: frozen}`.
     references: Annotated[Mapping[str, Piece], Kind("reference")] = field(default_factory=dict)
-    metrics: Annotated[tuple[Piece, ...], Kind("metric")] = ()
+    metrics: Annotated[tuple[Piece, ...], Kind("metric")] = ()  # further numbers of every step
     learn: Learn = Learn()
     evaluation: Evaluation = Evaluation()
     report: Report = Report()
-    max_steps: PositiveInt = 1000
-    save_steps: PositiveInt = 100
-    save_total_limit: NonNegativeInt = 2
+    max_steps: PositiveInt = 1000  # steps of the whole run
+    num_train_epochs: NonNegativeFloat = 0.0  # passes over the data, in place of `max_steps`; 0: that one
+    init_from: str = ""  # a run or model folder to take the first weights from; `frozen` stays `policy.model`
+    save_steps: PositiveInt = 100  # steps between checkpoints
+    save_total_limit: NonNegativeInt = 2  # latest checkpoints that are kept; 0: all
     metric_for_best_model: str = ""  # its best checkpoint is kept besides the latest
-    greater_is_better: bool = True
+    greater_is_better: bool = True  # of that metric
     push_to_hub: bool = False  # the best model, or else the last, when the run ends
     hub_model_id: str = ""  # owner/name
-    hub_private_repo: bool = True
+    hub_private_repo: bool = True  # whether a repository that is made is private
     eval_steps: NonNegativeInt = 0  # 0: only after the last step, where there is evaluation data
     eval_on_start: bool = False  # evaluates before the first step too, where there is evaluation data
     ddp_timeout: Annotated[float, Range(1)] = 1800.0  # seconds a process waits for another before all fail
-    seed: int = 0
-    output_dir: str = "runs/unnamed"
-    overwrite_output_dir: bool = False
+    seed: int = 0  # of every random stream
+    output_dir: str = "runs/unnamed"  # folder of everything that the run writes
+    overwrite_output_dir: bool = False  # throw away the run that is there
 
 
 @dataclass(frozen=True)
 class EvaluateConfig:
     """An evaluation without training, of one model or of several `settings` of it."""
 
-    policy: Annotated[Piece, Kind("policy")]
+    policy: Annotated[Piece, Kind("policy")]  # the model to measure
     evaluation: Evaluation
     settings: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # name to dotted changes
     cost_metrics: Annotated[tuple[Piece, ...], Kind("cost")] = (Piece("operations"),)  # besides seconds
     target_metric: str = ""  # the metric that is plotted against costs; empty: the first
     greater_is_better: bool = True  # that metric
-    output_dir: str = "runs/evaluation"
-    seed: int = 0
+    output_dir: str = "runs/evaluation"  # folder of what is measured
+    seed: int = 0  # of every random stream
 
 
 @dataclass(frozen=True)
 class BuildConfig:
     """A data set or model folder to build."""
 
-    build: Annotated[Piece, Kind("builder")]
-    output: str
-    seed: int = 0
+    build: Annotated[Piece, Kind("builder")]  # what is built
+    output: str  # the folder to write
+    seed: int = 0  # of every random stream
 
 
 def held_fields(config: Any, place: str = "") -> Iterator[tuple[Any, Any, str]]:
@@ -202,30 +205,53 @@ def each(value: Any, place: str) -> list[tuple[Piece, str]]:
 
 # ---- checking
 
+# Extends an error about an unknown key of a configuration by the place where it belongs. `misplaced.py` puts
+# its function here, since it reads the registry, which reads this file.
+LOCATE: list[Callable[[UnknownKey, Mapping[str, Any], type], ConfigError]] = []
+
 
 def load(source: str | Path | Mapping[str, Any], overrides: Sequence[str] = (), kind: type = Config) -> Any:
     """Read and check a configuration: a file, or a mapping of the same form, which may `include` files."""
     try:
-        return parse(read(source, overrides), kind)
+        raw = read(source, overrides)
+        if raw.get("max_steps") and raw.get("num_train_epochs"):
+            steps, epochs = raw["max_steps"], raw["num_train_epochs"]
+            raise ConfigError(
+                f"'max_steps' is {steps} and 'num_train_epochs' is {epochs}; leave one out, or set it to null"
+            )
+        return parse(raw, kind)
     except ConfigError as error:
         place = "" if isinstance(source, Mapping) else f"{source}: "
         raise ConfigError(f"{place}{error}") from error
 
 
-def parse(raw: Mapping[str, Any], kind: type, place: str = "", *, part: bool = False) -> Any:
+def parse(raw: Mapping[str, Any], kind: type, *, part: bool = False) -> Any:
     """Convert plain mappings into a configuration dataclass; an error names the key.
 
-    Of a `part` required keys may be absent, and are then None.
+    Of a `part` required keys may be absent, and are then None. A list or mapping that is None is empty; for
+    any other key None stands for its default.
     """
+    try:
+        return _parse(raw, kind, "", part)
+    except UnknownKey as error:
+        raise next((locate(error, raw, kind) for locate in LOCATE), error) from None
+
+
+def _parse(raw: Mapping[str, Any], kind: type, place: str, part: bool) -> Any:
     hints, prefix = typing.get_type_hints(kind, include_extras=True), f"{place}." if place else ""
     values = {}
     for key, value in raw.items():
         wanted = hints.get(key)
         if wanted is None:
-            hint = nearest(str(key), hints) or f"there are {', '.join(hints)}"
-            raise ConfigError(f"there is no key '{prefix}{key}'; {hint}")
+            what, there = f"there is no key '{prefix}{key}'", f"there are {', '.join(hints)}"
+            raise UnknownKey(what, f"{prefix}{key}", hints, there)
+        match value, kind.__dataclass_fields__[key].default:
+            case None, default:
+                value = _emptied(wanted, default)
+            case Mapping(), Piece(name, options) if "name" not in value:  # options of the piece by default
+                value = {"name": name, **options, **value}
         if part and dataclasses.is_dataclass(wanted) and isinstance(value, Mapping):
-            values[key] = parse(value, hints[key], prefix + key, part=True)
+            values[key] = _parse(value, wanted, prefix + key, part)
         else:
             values[key] = convert(value, wanted, prefix + key)
     none = dataclasses.MISSING
@@ -236,6 +262,23 @@ def parse(raw: Mapping[str, Any], kind: type, place: str = "", *, part: bool = F
         keys = ", ".join(f"'{prefix}{name}'" for name in missing)
         raise ConfigError(f"{keys}: the required key{verb} missing")
     return kind(**dict.fromkeys(missing), **values)
+
+
+def _emptied(wanted: Any, default: Any) -> Any:
+    """Return what None stands for as the value of a key: an empty list or mapping, or else the default."""
+    if empty := empty_of(wanted):
+        return empty()
+    if dataclasses.is_dataclass(default) and not isinstance(default, Piece):
+        return {}
+    return None if default is dataclasses.MISSING else default
+
+
+def empty_of(wanted: Any) -> type | None:
+    """Return what makes an empty value of a type annotation of a list or mapping; None for any other type."""
+    if typing.get_origin(wanted) is Annotated:
+        return empty_of(typing.get_args(wanted)[0])
+    origin = typing.get_origin(wanted) or wanted
+    return dict if origin in (dict, Mapping) else list if origin in (list, tuple, Sequence) else None
 
 
 def parse_some(raw: Mapping[str, Any], kind: type) -> Any:
@@ -273,7 +316,7 @@ def convert(value: Any, wanted: Any, place: str) -> Any:
     _check_finite(value, place)
     match value:
         case Mapping() if dataclasses.is_dataclass(wanted):
-            return parse(value, typing.cast(type, wanted), place)
+            return _parse(value, typing.cast(type, wanted), place, False)
         case Mapping() if origin in (dict, Mapping):
             return {str(key): convert(item, inner[1], f"{place}.{key}") for key, item in value.items()}
         case [*items] if origin in (list, tuple, Sequence):

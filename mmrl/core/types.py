@@ -131,10 +131,11 @@ Rollouts = tuple[Trajectory, ...]
 
 @dataclass(frozen=True)
 class Clock:
-    """What a schedule depends on: the step, and the metrics of the last one."""
+    """What a schedule depends on: the step, the metrics of the last one, and the steps of the whole run."""
 
     step: int = 0
     metrics: Mapping[str, float] = field(default_factory=dict)
+    max_steps: int = 0  # 0 where no run is known, as when a configuration is checked
 
 
 class Steps(Protocol):

@@ -19,17 +19,17 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from mmrl.config.loading import read
 from mmrl.config.schema import Config, as_plain
 
-# Configuration keys that may differ between a run and its resumption.
+# Configuration keys that do not change what a step learns.
 FREE = {
-    "max_steps", "save_steps", "save_total_limit", "report", "overwrite_output_dir", "output_dir",
-    "metric_for_best_model", "greater_is_better", "push_to_hub", "hub_model_id", "hub_private_repo",
-    "ddp_timeout",
+    "max_steps", "num_train_epochs", "save_steps", "save_total_limit", "report", "overwrite_output_dir",
+    "output_dir", "metric_for_best_model", "greater_is_better", "push_to_hub", "hub_model_id",
+    "hub_private_repo", "ddp_timeout",
 }  # fmt: skip
 PACKAGES = ("mmrl", "torch", "transformers", "diffusers", "peft", "accelerate")
 
 
 def essence(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Drop from a plain configuration the keys that may differ between a run and its resumption."""
+    """Drop from a plain configuration the keys that do not change what a step learns."""
     return {key: value for key, value in raw.items() if key not in FREE}
 
 

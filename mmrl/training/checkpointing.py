@@ -6,16 +6,17 @@ import dataclasses
 import hashlib
 import json
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+from mmrl.config.changes import BEST, MAY_CHANGE, UNTOLD, describe, differences, inside
 from mmrl.config.loading import read
 from mmrl.config.schema import Config, ConfigError, as_plain, as_yaml, parse
-from mmrl.reporting.metrics import describe_measured
-from mmrl.reporting.model_card import essence, write_card
+from mmrl.reporting.metrics import Journal, describe_measured
+from mmrl.reporting.model_card import write_card
 from mmrl.runtime import checkpoint
 from mmrl.runtime.checkpoint import CheckpointError
 from mmrl.runtime.content_hash import of_prompts
@@ -23,9 +24,10 @@ from mmrl.runtime.distributed import Processes
 from mmrl.runtime.files import LOCK, check_free, in_one_line, push, remove, write_whole
 from mmrl.runtime.fsdp import gathered, whole
 from mmrl.runtime.watchdog import ProcessFailed
-from mmrl.training.trainer import Run
+from mmrl.training.trainer import Best, Run
 
 CONFIG = "config.yaml"
+CHANGES = "changes.jsonl"  # keys that changed between a stop and a resumption; never rewound
 T = TypeVar("T")
 
 # ---- saving
@@ -93,33 +95,51 @@ def hand_over(run: Run) -> None:
 
 # ---- resuming
 
+Changes = Mapping[str, Sequence[Any]]  # dotted key to its value before and now
+OF_EVALUATION = " of the evaluation"
+
 
 def resume(run: Run) -> int:
     """Prepare the output folder, load the last whole checkpoint in it, and return the step to go on with."""
     processes = run.processes
+    changed: Changes = {}
     with processes.agreeing("opening the output folder"):
         if processes.main:
-            _open_folder(run)
+            changed = _open_folder(run)
+    changed = processes.tell(changed)[0]
     run.progress.inputs = inputs = of_prompts(run.pieces.made["data"])
     if run.evaluator:
         hashes = of_prompts(run.evaluator.data)
-        inputs |= {f"{name} of the evaluation": value for name, value in hashes.items()}
+        inputs |= {f"{name}{OF_EVALUATION}": value for name, value in hashes.items()}
     plain = json.dumps(as_plain(run.config), sort_keys=True, default=str)
     configuration = hashlib.sha256(plain.encode()).hexdigest()[:16]
     processes.same({"configuration": configuration, **inputs, "weights to begin with": processes.placed})
-    start = _load_latest(run)
+    start = _load_latest(run, changed)
+    if processes.main:
+        _record(run, changed, start)
     run.report.begin(start)
     return start
 
 
-def _load_latest(run: Run) -> int:
+def _record(run: Run, changed: Changes, start: int) -> None:
+    """Write down what changed in the configuration, and then the configuration as it is now."""
+    for key, (old, new) in changed.items():
+        if not inside(key, *UNTOLD):
+            Journal(run.folder, CHANGES).write({"step": start, "key": key, "old": old, "new": new})
+            run.report.console.say(f"from step {start} on: {describe({key: (old, new)}, 'before', 'now')}")
+    written, text = run.folder / CONFIG, as_yaml(run.config)
+    if written.read_text(encoding="utf-8") != text:
+        write_whole(written, text)
+
+
+def _load_latest(run: Run, changed: Changes) -> int:
     """Load the latest checkpoint that is whole and fits, as process 0 sees it; 0 where there is none."""
     refused: list[str] = []
     processes, say = run.processes, run.report.console.say
     seen = [folder.name for folder in checkpoint.checkpoints(run.folder)] if processes.main else []
     for folder in (run.folder / name for name in processes.tell(seen)[0]):
         try:
-            state, digest = _together(processes, partial(_read_state, run, folder))
+            state, digest = _together(processes, partial(_read_state, run, folder, changed))
             processes.same({f"state in '{folder}'": digest})
             processes.same(_together(processes, partial(_load, run, state, folder)))
         except CheckpointError as error:
@@ -130,7 +150,8 @@ def _load_latest(run: Run) -> int:
         if not then:
             run.report.warn(f"'{folder}' does not record what it was trained on, so that cannot be compared")
         for name, now in run.progress.inputs.items():
-            if then.get(name, now) != now:
+            measured_anew = name.endswith(OF_EVALUATION) and any(inside(key, "evaluation") for key in changed)
+            if then.get(name, now) != now and not measured_anew:
                 raise ConfigError(
                     f"the {name} of the run changed since '{folder}' was written: {then[name]} then, {now} "
                     "now; put back what was there, or name another output_dir, or set "
@@ -146,7 +167,38 @@ def _load_latest(run: Run) -> int:
             f"{'; '.join(refused)}. Mend that and start again, name another output_dir, or set "
             "overwrite_output_dir=true to throw what is there away"
         )
+    if run.config.init_from:
+        _begin_from(run, model_folder(run.config.init_from))
     return 0
+
+
+def _begin_from(run: Run, folder: Path) -> None:
+    """Load the weights to begin with; `frozen` references keep those of before, the policy's own."""
+    with gathered(run.policy.module, changed=True), run.processes.agreeing(f"loading '{folder}' (init_from)"):
+        try:
+            run.policy.load(folder)
+        except (KeyError, ValueError, RuntimeError, TypeError, OSError) as error:
+            raise CheckpointError(
+                f"the weights in '{folder}' (init_from) do not fit the policy: {in_one_line(error, 300)}; "
+                "set up the policy as it was for them (policy.model, lora_rank), or name another folder"
+            ) from error
+    for reference in run.method.references.values():
+        if reference.decay < 1:  # moving averages begin where the policy begins
+            reference.take()
+    run.report.console.say(f"beginning from the weights in {folder}")
+
+
+def model_folder(path: str) -> Path:
+    """Find the model in the folder of a run (its latest checkpoint), of a checkpoint or of a model."""
+    folder = Path(path)
+    if not folder.is_dir():
+        raise ConfigError(f"'init_from' is '{path}', which is no folder; name that of a run or of a model")
+    if latest := checkpoint.checkpoints(folder):
+        return latest[0] / checkpoint.MODEL
+    if (folder / CONFIG).exists() and not (folder / checkpoint.MODEL).is_dir():
+        raise ConfigError(f"'init_from' is '{path}', a run without a checkpoint; name one that has saved")
+    inner = folder / checkpoint.MODEL
+    return inner if inner.is_dir() else folder
 
 
 def _together(processes: Processes, work: Callable[[], T]) -> T:
@@ -172,9 +224,10 @@ def _together(processes: Processes, work: Callable[[], T]) -> T:
     return results[0]
 
 
-def _read_state(run: Run, folder: Path) -> tuple[dict[str, Any], str]:
-    """Read the state of a checkpoint of this run, and its hash."""
+def _read_state(run: Run, folder: Path, changed: Changes) -> tuple[dict[str, Any], str]:
+    """Read the state of a checkpoint of this run, and its hash; what changed since then starts afresh."""
     state = checkpoint.read_state(folder)
+    _start_afresh(run, state, changed)
     for what, wanted in run.stateful.items():
         names = set(state.get(what, {}))
         missing, foreign = sorted(set(wanted) - names), sorted(names - set(wanted))
@@ -184,6 +237,20 @@ def _read_state(run: Run, folder: Path) -> tuple[dict[str, Any], str]:
                 f"has {foreign or 'nothing'} that this run does not"
             )
     return state, hashlib.sha256((folder / checkpoint.STATE).read_bytes()).hexdigest()[:16]
+
+
+def _start_afresh(run: Run, state: dict[str, Any], changed: Changes) -> None:
+    """Give what depends on changed keys its state of a new run: schedules, checks, the best checkpoint."""
+    pieces, now = state.get("pieces", {}), run.stateful["pieces"]
+    for place in {*pieces, *now}:
+        if inside(place, *MAY_CHANGE) and any(inside(key, place) or inside(place, key) for key in changed):
+            pieces.pop(place, None)
+            if place in now:
+                pieces[place] = now[place].state_dict()
+    if any(inside(key, *BEST) for key in changed):
+        state["best"] = dataclasses.asdict(Best())
+    if "learn.micro_batch_steps" in changed:
+        state["guard"] |= {"halved": False, "micro_batch_steps": run.config.learn.micro_batch_steps}
 
 
 def _load(run: Run, state: Mapping[str, Any], folder: Path) -> dict[str, Any]:
@@ -210,34 +277,55 @@ def look(config: Config) -> None:
     folder = Path(config.output_dir)
     check_free(folder)
     if not config.overwrite_output_dir:
-        _check_same(config, folder)
+        _changes(config, folder)
+    if config.init_from and (config.overwrite_output_dir or not _begun(folder)):
+        start = model_folder(config.init_from)
+        if config.overwrite_output_dir and start.resolve().is_relative_to(folder.resolve()):
+            raise ConfigError(
+                f"'init_from' is in '{folder}', which overwrite_output_dir=true empties; name another "
+                "output_dir"
+            )
 
 
-def _open_folder(run: Run) -> None:
-    """Make the output folder that of this run: empty it where asked for, and write the configuration."""
-    written, text = run.folder / CONFIG, as_yaml(run.config)
+def _open_folder(run: Run) -> Changes:
+    """Make the output folder that of this run, empty where asked for; return what changed in its keys."""
+    written = run.folder / CONFIG
     if run.config.overwrite_output_dir and run.folder.exists():
-        inside = [path for path in run.folder.iterdir() if path.name not in (LOCK, CONFIG)]
-        if inside and not written.exists():
+        inside_it = [path for path in run.folder.iterdir() if path.name not in (LOCK, CONFIG)]
+        if inside_it and not written.exists():
             raise ConfigError(
                 f"'{run.folder}' holds files but no run (it has no {CONFIG}), so it is not overwritten; name "
                 "another output_dir"
             )
         # The configuration goes last: if the process is killed, the rest is still known to be a run.
-        for path in (*inside, written):
+        for path in (*inside_it, written):
             remove(path)
     checkpoint.tidy(run.folder)
-    _check_same(run.config, run.folder)
-    if not written.exists() or written.read_text(encoding="utf-8") != text:
-        write_whole(written, text)
+    changed = _changes(run.config, run.folder)
+    begun = _begun(run.folder)
+    for name in () if begun else ("completions", "warnings.jsonl", CHANGES):  # of a run that failed at once
+        remove(run.folder / name)
+    if not (begun and written.exists()):
+        write_whole(written, as_yaml(run.config))
+    return changed
 
 
-def _check_same(config: Config, folder: Path) -> None:
-    """Raise `ConfigError` where a folder has a run with another configuration, or a broken one."""
+def _begun(folder: Path) -> bool:
+    """Return whether a run in a folder has come as far as a checkpoint or a line of metrics."""
+    journal = Journal(folder).path
+    return bool(checkpoint.checkpoints(folder)) or (journal.exists() and journal.stat().st_size > 0)
+
+
+def _changes(config: Config, folder: Path) -> Changes:
+    """List the keys that changed since a run was begun in a folder, each with its value before and now.
+
+    Raises `ConfigError` where one of them must not change, or where the written configuration is broken. A
+    run that failed before its first step counts as none.
+    """
     written = folder / CONFIG
-    if not written.exists():
-        return
-    last = dataclasses.fields(Config)[-1].name  # keys are written in order, so a cut file lacks it
+    if not written.exists() or not _begun(folder):
+        return {}
+    last = dataclasses.fields(Config)[-1].name
     try:
         raw = read(written)
         if last not in raw:
@@ -250,8 +338,12 @@ def _check_same(config: Config, folder: Path) -> None:
         ) from error
     with suppress(ConfigError):  # keys that did not exist when it was written get their defaults
         raw = as_plain(parse(raw, Config))
-    if essence(raw) != essence(as_plain(config)):
+    found = differences(raw, as_plain(config))
+    fixed = {key: both for key, both in found.items() if not inside(key, *MAY_CHANGE)}
+    if fixed:
         raise ConfigError(
-            f"'{folder}' holds a run with another configuration (see its {CONFIG}); name another output_dir, "
-            "or set overwrite_output_dir=true to throw that run away"
+            f"'{folder}' holds a run with another configuration: {describe(fixed, 'there', 'here')}; name "
+            f"another output_dir, with init_from={folder} to begin from its weights, or set "
+            "overwrite_output_dir=true to throw that run away"
         )
+    return found

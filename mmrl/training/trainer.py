@@ -125,7 +125,9 @@ class Run:
         """Begin a step: advance random streams, schedules and the learning rate."""
         self.report.tick()
         self.stream.step = step
-        clock = Clock(step, self.progress.reported)  # schedules may read metrics of the step before
+        clock = Clock(
+            step, self.progress.reported, self.config.max_steps
+        )  # schedules may read metrics of the step before
         self.pieces.tick(clock)
         rate = self.method.learning_rate
         for group in self.method.optimizer.param_groups:

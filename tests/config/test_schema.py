@@ -198,7 +198,6 @@ def test_a_whole_configuration_is_read_with_its_defaults():
         ({"max_steps": "many"}, "'max_steps' must be a whole number, not 'many'"),
         ({"max_steps": 1.5}, "'max_steps' must be a whole number, not 1.5"),
         ({"max_steps": True}, "'max_steps' must be a whole number, not True"),
-        ({"max_steps": None}, "'max_steps' must be a whole number, not None"),
         ({"output_dir": 3}, "'output_dir' must be a text, not 3"),
         ({"overwrite_output_dir": 1}, "'overwrite_output_dir' must be true or false, not 1"),
         ({"learn": {"max_grad_norm": "1"}}, "'learn.max_grad_norm' must be a number, not '1'"),
@@ -220,6 +219,11 @@ def test_a_whole_configuration_is_read_with_its_defaults():
 def test_mistakes_are_named_with_their_place(change, message):
     with pytest.raises(ConfigError, match=message):
         parse({**WHOLE, **change}, Config)
+
+
+def test_null_stands_for_the_default_of_a_number():
+    config = parse({**WHOLE, "max_steps": None, "learn": {"learning_rate": None}}, Config)
+    assert (config.max_steps, config.learn) == (Config.max_steps, Learn())
 
 
 def test_required_keys_that_are_missing_are_all_named():

@@ -182,13 +182,13 @@ def test_a_folder_in_use_is_refused_and_free_afterwards(tmp_path):
 
 @pytest.mark.parametrize(
     "changes",
-    [{"seed": 1}, {"learn": {"learning_rate": 0.2}}, {"rewards": ["tests.support.toys:brevity"]}],
+    [{"seed": 1}, {"learn": {"num_iterations": 1}}, {"rewards": ["tests.support.toys:brevity"]}],
     ids=["seed", "learn", "rewards"],
 )
 def test_another_configuration_is_refused(tmp_path, changes):
     resumed(tmp_path, max_steps=1)
     before = (tmp_path / "config.yaml").read_text()
-    with pytest.raises(ConfigError, match="holds a run with another configuration .* overwrite_output_dir"):
+    with pytest.raises(ConfigError, match="holds a run with another configuration: .* overwrite_output_dir"):
         resumed(tmp_path, max_steps=1, **changes)
     assert (tmp_path / "config.yaml").read_text() == before
     assert len(list(tmp_path.glob("checkpoint-*"))) == 1

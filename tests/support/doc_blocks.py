@@ -26,9 +26,11 @@ from omegaconf import OmegaConf
 from mmrl import cli as command_line
 from mmrl.build import check
 from mmrl.cli.check import check_file
+from mmrl.cli.command import split_overrides
 from mmrl.config import registry
 from mmrl.config.binding import Pieces
 from mmrl.config.consistency import check_some
+from mmrl.config.keys import keys_of
 from mmrl.config.loading import read
 from mmrl.config.schema import Config as Training
 from mmrl.config.schema import as_piece, is_part, load, parse_some
@@ -297,9 +299,23 @@ def check_run(given: Namespace, folder: Path) -> None:
     check(load(found(given.config, folder), given.overrides, Training))
 
 
+def check_several(paths: Sequence[str], overrides: Sequence[str], folder: Path) -> None:
+    """Resolve every configuration with the same overrides."""
+    for path in paths:
+        check_config(Namespace(config=path, overrides=overrides), folder)
+
+
 def check_list(given: Namespace, folder: Path) -> None:
     if given.kind is not None and given.kind not in registry.HOMES:
         raise Untrue(f"there is no kind '{given.kind}'")
+    if given.piece and not any(given.piece in (e.name, e.full_name) for e in registry.pieces(given.kind)):
+        raise Untrue(f"there is no {given.kind} '{given.piece}'")
+
+
+def check_prefix(given: Namespace, folder: Path) -> None:
+    """See that keys begin with what is listed."""
+    if not any(f"{key.place}.".startswith(f"{given.prefix}.") for key in keys_of(Training)):
+        raise Untrue(f"no key begins with '{given.prefix}'")
 
 
 def nothing_more(given: Namespace, folder: Path) -> None:
@@ -309,13 +325,13 @@ def nothing_more(given: Namespace, folder: Path) -> None:
 COMMANDS: dict[str, Callable[[Namespace, Path], None]] = {
     **dict.fromkeys(("train", "doctor", "estimate_memory"), check_run),
     **dict.fromkeys(("evaluate", "build"), check_config),
-    "check": lambda given, folder: [
-        check_config(Namespace(config=path, overrides=[]), folder) for path in given.configs
-    ],
+    "check": lambda given, folder: check_several(*split_overrides(given.configs), folder),
     "show": check_list,
     "check_data": nothing_more,
+    "keys": check_prefix,
     "report": nothing_more,
     "compare": nothing_more,
+    "watch": nothing_more,
     "env": nothing_more,
 }
 

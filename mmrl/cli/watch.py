@@ -1,0 +1,110 @@
+"""The command that shows the page of a run in a browser while the run trains."""
+
+from __future__ import annotations
+
+import argparse
+import html
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from typing import Any
+
+from mmrl.cli.command import argument, command
+from mmrl.config.loading import ConfigError
+
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+READ = (
+    "metrics.jsonl",
+    "warnings.jsonl",
+    "evaluation.json",
+    "config.yaml",
+)  # a change of these is a new page
+
+
+@command(
+    argument("run", type=Path, metavar="RUN", help="the output_dir of a training run"),
+    argument("--port", type=int, default=8765, help="0 takes a free one (default: 8765)"),
+    argument("--host", default="127.0.0.1", help="address to listen at (default: this machine alone)"),
+    argument("--every", type=int, default=5, metavar="SECONDS", help="between refreshes (default: 5)"),
+    examples=("mmrl watch runs/a", "mmrl watch runs/a --port 9000"),
+)
+def watch(given: argparse.Namespace) -> None:
+    """Serve the page of a run to a browser on this machine while the run trains; Ctrl-C ends it."""
+    if not given.run.is_dir():
+        raise ConfigError(f"there is no folder '{given.run}'; name the output_dir of a training run")
+    if given.every < 1 or not 0 <= given.port < 2**16:
+        raise ConfigError("--every wants at least 1 second, and --port a number from 0 to 65535")
+    try:
+        server = serve(given.run, given.host, given.port, given.every)
+    except OSError as error:
+        reason = error.strerror or error
+        raise ConfigError(
+            f"cannot listen at {given.host}:{given.port}: {reason}; take another --port"
+        ) from error
+    with server:
+        print(f"http://{given.host}:{server.server_port}/ shows {given.run}; Ctrl-C ends it", flush=True)
+        try:
+            server.serve_forever()
+        except KeyboardInterrupt:
+            print()
+
+
+def serve(folder: Path, host: str, port: int, every: int) -> HTTPServer:
+    """Make a server of one page, which is that of the run in a folder; no other file can be asked for."""
+    page = Page(folder)
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            # A page of the internet whose name was made to mean this machine sends its own name as host.
+            asked = self.headers.get("Host", "").rpartition(":")[0].strip("[]") or self.headers.get(
+                "Host", ""
+            )
+            known = host not in LOOPBACK or asked in LOOPBACK
+            if self.path.partition("?")[0] != "/" or not known:
+                self.send_error(404)
+                return
+            body = page.text().encode()
+            self.send_response(200)
+            self.send_header("Content-Type", "text/html; charset=utf-8")
+            self.send_header("Content-Length", str(len(body)))
+            self.send_header("Cache-Control", "no-store")
+            if not page.finished:
+                self.send_header("Refresh", str(every))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, format: str, *arguments: Any) -> None:
+            """Print no line per request."""
+
+    return HTTPServer((host, port), Handler)
+
+
+class Page:
+    """The page of a run; it is laid out again only after a file that it shows has changed."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.shown: Any = None  # times and sizes of the files that the page was made of
+        self.made, self.finished = "", False
+
+    def text(self) -> str:
+        """Return the page as of now; one sentence before the first step, or where a file cannot be read."""
+        from mmrl.reporting.html.pages import run_page
+        from mmrl.reporting.html.run_folder import read_run
+
+        files = [path.stat() for name in READ if (path := self.folder / name).exists()]
+        state = [(file.st_mtime_ns, file.st_size) for file in files]
+        if state != self.shown:
+            self.shown = state
+            try:
+                run = read_run(self.folder)
+                waiting = f"{run.name} has not finished a step yet."
+                self.made = run_page(run) if run.records else sentence(waiting)
+                self.finished = run.done >= run.config.get("max_steps", float("inf"))
+            except (ValueError, OSError) as error:  # such as a file that is being written
+                self.shown, self.made = None, sentence(f"The page cannot be made: {error}")
+        return self.made
+
+
+def sentence(text: str) -> str:
+    """Make a page of one sentence."""
+    return f"<!doctype html><meta charset=utf-8><title>mmrl</title><p>{html.escape(text)}"

@@ -1,0 +1,119 @@
+"""Where a key belongs that stands at a wrong place, or that another trainer calls by another name."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from mmrl.config.binding import CALLED_WITH, FILLED, Pieces
+from mmrl.config.keys import keys_of
+from mmrl.config.loading import ConfigError, UnknownKey
+from mmrl.config.registry import HOMES, find
+from mmrl.config.schema import LOCATE, Piece, as_plain
+from mmrl.config.trl_table import ARGUMENTS
+
+CLOSE = 0.8  # how alike a name at another place must be to be suggested (difflib's ratio)
+# Words for keys that are neither keys here nor arguments of TRL's training classes: what to write instead.
+WORDS = {
+    "reward_funcs": "rewards",
+    "model_name_or_path": "policy.model",
+    "torch_dtype": "policy.dtype",
+    "lora_r": "policy.lora_rank",
+    "use_peft": "policy.lora_rank, such as 64",
+    "peft_config": "policy.lora_rank, such as 64",
+    "load_in_4bit": "policy.transform, such as [{name: compression.bnb_quantize, nbits: 4}]",
+    "load_in_8bit": "policy.transform, such as [{name: compression.bnb_quantize, nbits: 8}]",
+    "train_dataset": "data, such as {name: vision.visual_qa, path: data/questions.jsonl}",
+    "dataset_name": "data, such as {name: vision.visual_qa, path: data/questions.jsonl}",
+    "eval_dataset": "evaluation.data",
+    "lr": "learn.learning_rate",
+    "epochs": "num_train_epochs",
+    "num_epochs": "num_train_epochs",
+}
+
+
+def located(error: UnknownKey, raw: Mapping[str, Any], kind: type) -> ConfigError:
+    """Extend an error about an unknown key by the place where a key of that name, or of a like one, belongs.
+
+    Args:
+        error: The error of the parser or of a piece.
+        raw: The whole configuration, as plain mappings.
+        kind: Its dataclass.
+    """
+    places = [place for place in _places(raw, kind) if place != error.place]
+    hint = _among(error, places) or _of_trl(error.key)
+    if not hint and not error.near:
+        names = {place.rpartition(".")[2]: place for place in reversed(places)}
+        near = difflib.get_close_matches(error.key, names, 1, cutoff=CLOSE)
+        hint = f"did you mean `{names[near[0]]}`?" if near else ""
+    return ConfigError(f"{error.what}; {hint or error.hint}")
+
+
+LOCATE.append(located)
+
+
+def check_all(pieces: Pieces, config: Any) -> dict[str, Any]:
+    """Check every piece that a configuration names, like `Pieces.check_all`, with such errors extended."""
+    try:
+        return pieces.check_all(config)
+    except UnknownKey as error:
+        raise located(error, as_plain(config), type(config)) from None
+
+
+def _among(error: UnknownKey, places: Iterable[str]) -> str:
+    """Name the places of a key: one in the same section first, then that of the training."""
+    section = error.place.partition(".")[0] + "."
+    found = [place for place in dict.fromkeys(places) if place.rpartition(".")[2] == error.key]
+    found.sort(key=lambda place: (not place.startswith(section), place.startswith("evaluation.")))
+    others = ", ".join(f"`{place}`" for place in found[1:4])
+    return f"did you mean `{found[0]}`?{f' (there are also {others})' if others else ''}" if found else ""
+
+
+def _of_trl(key: str) -> str:
+    """Translate an argument of TRL, or another word for a key."""
+    if key in WORDS:
+        return f"here that is {WORDS[key]}"
+    argument = ARGUMENTS.get(key)
+    if argument is None:
+        return ""
+    if argument.how in ("maps", "differs"):
+        here = f"; here it is {argument.key}" if argument.key else ""
+        return f"that is an argument of TRL{here}; as it is, it goes into a mapping: `trl: {{{key}: ...}}`"
+    return f"that is an argument of TRL, which is not here. {argument.note}".strip()
+
+
+def _places(raw: Mapping[str, Any], kind: type) -> Iterator[str]:
+    """List every key of a configuration and every option of the pieces that it names, dotted."""
+    keys = list(keys_of(kind))
+    yield from (key.place for key in keys)
+    for key in keys:
+        value: Any = raw
+        for part in key.place.split("."):
+            value = value.get(part) if isinstance(value, Mapping) else None
+        if key.kind:
+            yield from _options(key.kind.name, key.default if value is None else value, key.place)
+
+
+def _options(kind: str, value: Any, place: str) -> Iterator[str]:
+    """List the options of the pieces in a value, and of the pieces inside them."""
+    match value:
+        case Piece():
+            yield from _options(kind, as_plain(value), place)
+        case str() | {"name": str()}:
+            name, given = (value, {}) if isinstance(value, str) else (value["name"], value)
+            try:
+                options = find(kind, name).options
+            except ConfigError:
+                return
+            names = [*(name for name in options if name not in FILLED), *CALLED_WITH.get(kind, ())]
+            yield from (f"{place}.{name}" for name in names)
+            for name, parameter in options.items():
+                if name in HOMES:
+                    yield from _options(name, given.get(name, parameter.default), f"{place}.{name}")
+        case Mapping():
+            for name, inner in value.items():
+                yield from _options(kind, inner, f"{place}.{name}")
+        case list() | tuple():
+            for i, inner in enumerate(value):
+                yield from _options(kind, inner, f"{place}.{i}")

@@ -1,0 +1,148 @@
+"""`mmrl check`: overrides of all files, and what null and empty lists stand for."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from mmrl.cli import main
+from mmrl.cli.check import check_file
+from mmrl.config.loading import read
+from mmrl.config.schema import Config, Evaluation, Piece, Report, load
+from tests.support.toys import plan
+
+
+@pytest.fixture
+def path(tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text(json.dumps(plan(tmp_path / "out", references={"ref": "frozen"})))
+    return str(file)
+
+
+def test_overrides_hold_for_every_file(path, tmp_path, capsys):
+    variant = tmp_path / "variant.yaml"
+    variant.write_text("advantage: [total, group_center]\n")
+    assert main(["check", path, str(variant), "learn.learning_rate=2e-5"]) == 0
+    assert main(["check", path, "learn.learning_rate=fast", str(variant)]) == 2
+    lines = capsys.readouterr().out.splitlines()[2:]
+    assert [line.split(":")[0] for line in lines] == [f"wrong  {path}", f"wrong  {variant}"]
+    assert lines[0].endswith(f"{path}: 'learn.learning_rate' must be a number, not 'fast'"), "the path once"
+
+
+def test_a_file_whose_name_holds_an_equals_sign_is_a_file(tmp_path, capsys):
+    file = tmp_path / "lr=1.yaml"
+    file.write_text("advantage: [total]\n")
+    assert main(["check", str(file)]) == 0
+    assert main(["check", "max_steps=3"]) == 2
+    assert "no file is named" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "key", ["evaluation", "references", "report.trackers", "report", "metrics", "sampler"]
+)
+def test_null_leaves_out_what_may_be_left_out(path, key, tmp_path):
+    assert main(["check", path, f"{key}=null"]) == 0
+    wanted = {"evaluation": Evaluation(), "references": {}, "report.trackers": (), "report": Report()}
+    wanted |= {"metrics": (), "sampler": Piece("uniform")}
+    config = load(path, ["evaluation.num_generations=3", "report.logging_steps=7", f"{key}=null"])
+    for name in key.split("."):
+        config = getattr(config, name)
+    assert config == wanted[key]
+
+
+def test_null_in_a_file_empties_what_it_includes(path, tmp_path):
+    above = tmp_path / "above.yaml"
+    above.write_text(f"include: [{path}]\nevaluation:\nreferences: null\nreport: {{trackers: null}}\n")
+    config = load(above, ["evaluation.num_generations=2"])
+    assert (config.references, config.report.trackers) == ({}, ())
+    assert config.evaluation == Evaluation(num_generations=2)
+    assert read(above)["references"] is None
+
+
+def test_a_list_that_is_emptied_or_null_is_empty(path, capsys):
+    for empty in ("[]", "null"):
+        assert load(path, [f"rewards={empty}"], Config).rewards == ()
+        assert main(["check", path, f"rewards={empty}"]) == 2
+    assert "no reward has a weight" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("option", ["policy.transform", "rollout.engine.0.cache", "objective.penalty"])
+def test_null_for_an_option_that_holds_pieces_or_a_list_is_its_default(option):
+    check_file("train/charades_sta_tempsamp.yaml", [f"{option}=null"])
+
+
+# ---- what a configuration names outside of itself
+
+
+def wanting(prompts, completions, solution, difficulty=1, **columns):
+    """A reward of TRL's form that needs a column."""
+    return [0.0] * len(completions)
+
+
+@pytest.fixture
+def questions(tmp_path):
+    rows = tmp_path / "questions.jsonl"
+    rows.write_text('{"question": "What?", "answer": "this", "image": "a.png"}\n')
+    return rows
+
+
+@pytest.fixture
+def visual(tmp_path, questions):
+    """A run of a VLM on those questions."""
+    file = tmp_path / "visual.yaml"
+    raw = plan(tmp_path / "out", data={"name": "vision.visual_qa", "path": str(questions)})
+    file.write_text(
+        json.dumps({**raw, "policy": {"name": "vision.tokens", "model": "Qwen/Qwen2.5-VL-3B-Instruct"}})
+    )
+    return str(file)
+
+
+def test_what_exists_is_ok(visual):
+    assert main(["check", visual]) == 0
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        (
+            "data.path=data/nowhere.jsonl",
+            "data.path is 'data/nowhere.jsonl', which does not exist here; set data",
+        ),
+        ("data.root=/nowhere", "data.root is '/nowhere', which does not exist here"),
+        ("policy.model=./models/mine", "policy.model is './models/mine', which does not exist here"),
+        ("policy.model=/models/mine", "policy.model is '/models/mine', which does not exist here"),
+        ("evaluation.data={name: vision.visual_qa, path: no.jsonl}", "evaluation.data.path is 'no.jsonl'"),
+        (
+            "rewards=['tests.cli.test_check:wanting']",
+            "rewards[0]: 'tests.cli.test_check:wanting' takes the column 'solution' that the first "
+            "rows of data do not have; they have answer, image, question",
+        ),
+        (
+            "data.prompt='{qestion}?'",
+            "data.prompt reads the column 'qestion' that the first rows of data do not",
+        ),
+        (
+            "group_filter={name: varied, of: brevty}",
+            "group_filter.of: no reward is called 'brevty'; did you mean",
+        ),
+        (
+            "metrics=[{name: mean, of: accuracy}]",
+            "metrics[0].of: no reward is called 'accuracy'; there are share",
+        ),
+        (
+            "report.checks=[{name: reward_hacking, rising: rewards/brevty/mean}]",
+            "report.checks[0].rising: no reward is called 'brevty'; did you mean 'brevity'?",
+        ),
+    ],
+)
+def test_what_does_not_exist_is_named(visual, override, words, capsys):
+    assert main(["check", visual, override]) == 2
+    (line,) = capsys.readouterr().out.splitlines()
+    assert words in line
+
+
+def test_columns_may_be_renamed_and_read_in_templates(visual):
+    rewards = "rewards=['tests.cli.test_check:wanting']"
+    assert main(["check", visual, rewards, "data.columns={solution: answer}"]) == 0
+    assert main(["check", visual, "data.prompt='{question} {answer}'"]) == 0
