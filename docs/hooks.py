@@ -9,7 +9,7 @@ import re
 from typing import Any
 
 from mkdocs.structure.files import File
-from site_files import CONFIGS, METHODS, files_page, keys_page, methods_table, papers_page
+from site_files import CONFIGS, METHODS, files_page, keys_page, methods_table, papers_page, trl_table
 from site_pieces import kind_page, title_of, uses
 
 from mmrl.config.registry import HOMES
@@ -32,7 +32,10 @@ def on_files(files: Any, config: Any) -> Any:
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
     """Turn links to files of the repository into links to the pages that show them."""
     home = "../" * page.file.src_uri.count("/")
-    return relink(markdown.replace("<!-- generated: methods -->", methods_table()), home)
+    for name, table in {"methods": methods_table, "trl": trl_table}.items():
+        mark = f"<!-- generated: {name} -->"
+        markdown = markdown.replace(mark, table()) if mark in markdown else markdown
+    return relink(markdown, home)
 
 
 def relink(markdown: str, home: str) -> str:

@@ -16,6 +16,7 @@ from site_pieces import PAPER, code, page_of, prose
 
 from mmrl.config import schema
 from mmrl.config.registry import HOMES, SCOPES, pieces
+from mmrl.config.trl_table import PARTS as TRL_PARTS
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent
@@ -46,6 +47,26 @@ def methods_table() -> str:
                 differs = head.partition("Differs from GRPO: ")[2]
                 name = path.relative_to(CONFIGS).as_posix()
                 parts.append(f"| [{path.stem}](../configs/{name}) | {papers} | {differs} |")
+        parts.append("")
+    return "\n".join(parts)
+
+
+def trl_table() -> str:
+    """Make the tables of TRL's arguments: the key of each here, and what differs."""
+    parts = []
+    for title, rows in TRL_PARTS.items():
+        listed = {name: row for name, row in rows.items() if title != "No effect"}
+        parts += [
+            f"### {title}\n",
+            *(["| TRL | default | here | |", "| --- | --- | --- | --- |"] if listed else []),
+        ]
+        for name, row in listed.items():
+            default = code(repr(row.default)) + ("" if row.dpo is ... else f", of DPO {code(repr(row.dpo))}")
+            here = code(row.key) if row.key else {"ignored": "no effect", "absent": "absent"}.get(row.how, "")
+            differs = "differs: " if row.how == "differs" else ""
+            parts.append(f"| {code(name)} | {default} | {here} | {differs}{row.note} |")
+        for note in dict.fromkeys(row.note for name, row in rows.items() if name not in listed):
+            parts.append(f"- {note} {', '.join(code(n) for n, row in rows.items() if row.note == note)}")
         parts.append("")
     return "\n".join(parts)
 

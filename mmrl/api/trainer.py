@@ -138,9 +138,11 @@ class Trainer:
         if dataset is None:
             if self.run.evaluator is None:
                 raise ConfigError("there is no evaluation data; give `eval_dataset`, here or to the trainer")
-            return self.run.evaluator.measure()
+            return self.run.evaluator.measure(state=self.run.log.state)
         changed = data_piece("test_dataset", dataset, "test", as_plain(self.config.data))
         evaluation = replace(self.config.evaluation, data=as_piece(changed, "evaluation.data"), num_prompts=0)
         config = replace(self.config, evaluation=evaluation)
         prompts = held_out(config)
-        return make_evaluator(config, prompts, self.run.policy, self.run.processes).measure()
+        return make_evaluator(config, prompts, self.run.policy, self.run.processes).measure(
+            state=self.run.log.state
+        )

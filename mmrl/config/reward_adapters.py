@@ -9,14 +9,15 @@ import itertools
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
-from dataclasses import replace
+from contextvars import ContextVar
+from dataclasses import dataclass, field, replace
 from decimal import Decimal
 from numbers import Real
 from typing import Any
 
 import torch
 
-from mmrl.core.types import Outcome, Prompt
+from mmrl.core.types import Outcome, Prompt, TrainerState
 
 
 def handed(prompts: Sequence[Prompt], outcomes: Sequence[Outcome]) -> tuple[list[Prompt], list[Outcome]]:
@@ -47,6 +48,36 @@ def _copy(value: Any) -> Any:
     return copy.deepcopy(value) if hasattr(value, "__array__") else value  # an array of numpy
 
 
+@dataclass
+class Scoring:
+    """One call of a reward: what it may read besides prompts and outcomes, and what it logs."""
+
+    tokens: Sequence[Sequence[int] | None] = ()  # of every outcome; None where it is not of tokens
+    state: TrainerState = TrainerState()
+    metrics: dict[str, list[float]] = field(default_factory=dict)
+    columns: dict[str, list[Any]] = field(default_factory=dict)
+
+    def log_metric(self, name: str, value: float) -> None:
+        """Add a number to a metric of the run, which is the mean of all that is logged for a step."""
+        number = to_float(value)
+        if not math.isfinite(number):
+            raise ValueError(f"log_metric('{name}', {shown(value)}): a finite number is wanted")
+        self.metrics.setdefault(name, []).append(number)
+
+    def log_extra(self, column: str, values: Sequence[Any]) -> None:
+        """Add a column to the completions that are written, with a value for every outcome."""
+        if len(values) != len(self.tokens):
+            raise ValueError(
+                f"log_extra('{column}', ...): wanted {len(self.tokens)} values, one for each completion, got "
+                f"{len(values)}"
+            )
+        self.columns[column] = list(values)
+
+
+# The call that is going on: a reward runs in a thread of its own, and each thread has its own value.
+SCORING: ContextVar[Scoring] = ContextVar("SCORING")
+
+
 def per_outcome(measure: Callable[..., float | None]) -> Callable[..., list[float | None]]:
     """Turn a function of one prompt and one outcome into a reward of a batch."""
 
@@ -65,6 +96,9 @@ def tagged(text: str, tag: str) -> list[str]:
     return re.findall(f"<{tag}>(.*?)</{tag}>", inside, re.DOTALL | re.IGNORECASE)
 
 
+TRL_OWN = ("prompt", "completion", "completion_ids")  # columns that TRL does not pass on
+
+
 def is_trl(function: Callable) -> bool:
     """Whether a function has TRL's form: it takes `completions`."""
     return "completions" in inspect.signature(function).parameters
@@ -75,7 +109,8 @@ def from_trl(function: Callable) -> Callable:
 
     A prompt whose data row has messages gives messages, as in TRL; any other gives a text. Completions of
     image and video models are their media. Columns are passed by name: all of them to a function with
-    `**kwargs`, else those that it names.
+    `**kwargs`, else those that it names. So are TRL's `completion_ids`, `trainer_state` (which counts
+    optimizer steps), `log_metric` and `log_extra`; there are no `environments`.
     """
     parameters = inspect.signature(function).parameters
     takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
@@ -87,14 +122,17 @@ def from_trl(function: Callable) -> Callable:
 
     @functools.wraps(function)
     def reward(prompts: Sequence[Prompt], outcomes: Sequence[Outcome]) -> Any:
-        columns = dict.fromkeys(key for prompt in prompts for key in prompt.columns)
+        scoring = SCORING.get(None) or Scoring([None] * len(outcomes))
+        columns = dict.fromkeys(key for prompt in prompts for key in prompt.columns if key not in TRL_OWN)
         rows = [prompt.columns.get("prompt") for prompt in prompts]
         messages = [row if isinstance(row, list) else None for row in rows]
         offered = {name: [prompt.columns.get(name) for prompt in prompts] for name in columns} | {
             "prompts": [p.text if m is None else m for p, m in zip(prompts, messages, strict=True)],
             "completions": [completion(*both) for both in zip(outcomes, messages, strict=True)],
-            "completion_ids": [None] * len(outcomes),  # TRL passes token ids and its trainer's state
-            "trainer_state": None,
+            "completion_ids": [ids if ids is None else list(ids) for ids in scoring.tokens],
+            "trainer_state": scoring.state,
+            "log_metric": scoring.log_metric,
+            "log_extra": scoring.log_extra,
             "target": [p.target for p in prompts],
         }
         return function(**{k: v for k, v in offered.items() if takes_all or k in parameters})

@@ -251,7 +251,7 @@ def _parse(raw: Mapping[str, Any], kind: type, place: str, part: bool) -> Any:
             case Mapping(), Piece(name, options) if "name" not in value:  # options of the piece by default
                 value = {"name": name, **options, **value}
         if part and dataclasses.is_dataclass(wanted) and isinstance(value, Mapping):
-            values[key] = _parse(value, wanted, prefix + key, part)
+            values[key] = _parse(value, hints[key], prefix + key, part)
         else:
             values[key] = convert(value, wanted, prefix + key)
     none = dataclasses.MISSING

@@ -54,7 +54,7 @@ def translate(arguments: Mapping[str, Any], onto: Mapping[str, Any] | None = Non
     return nested(change)
 
 
-def applied(arguments: Any, merged: dict[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+def applied(arguments: Any, merged: dict[str, Any], own: Mapping[Any, Any]) -> dict[str, Any]:
     """Apply the mapping `trl` of a file: its values win over those of included files.
 
     Args:
@@ -88,10 +88,12 @@ def _given(raw: Any, key: str) -> bool:
     for part in key.split("."):
         raw = {"name": raw} if isinstance(raw, str) else raw
         raw = dict(enumerate(raw)) if isinstance(raw, list) else raw
-        part = int(part) if part.isdigit() else part
-        if not isinstance(raw, Mapping) or part not in raw:
+        # Items of a list may be changed by their numbers, as texts or whole numbers.
+        names = [part, int(part)] if part.isdigit() else [part]
+        there = [name for name in names if isinstance(raw, Mapping) and name in raw]
+        if not there:
             return False
-        raw = raw[part]
+        raw = raw[there[0]]
     return True
 
 
@@ -124,8 +126,7 @@ def arguments_of(config: Any) -> dict[str, Any]:
 def with_defaults(arguments: Mapping[str, Any], *, pairs: bool = False) -> dict[str, Any]:
     """Complete arguments by TRL's defaults of what decides results: of GRPOConfig, or DPOConfig (`pairs`).
 
-    Then `translate` gives what a script of TRL trains with, whatever a method's file has. The default
-    schedule, `linear`, needs `max_steps`; without it the learning rate is constant.
+    Then `translate` gives what a script of TRL trains with, whatever a method's file has.
     """
     rows = {**PARTS["Objective"], **PARTS["Rollouts and data"], **PARTS["Training"]}
     other = (PARTS["Objective"].keys() | PARTS["Rollouts and data"].keys()) - SHARED if pairs else DPO_ONLY
@@ -139,8 +140,6 @@ def with_defaults(arguments: Mapping[str, Any], *, pairs: bool = False) -> dict[
         # How it is computed: the precision and memory of the model, the time that processes wait.
         and not rows[name].key.startswith(("policy", "ddp"))
     }
-    if arguments.get("max_steps", -1) <= 0:
-        del kept["lr_scheduler_type"]
     return kept | {name: value for name, value in arguments.items() if value is not None}
 
 

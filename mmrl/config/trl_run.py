@@ -57,6 +57,7 @@ def steps(given: Given) -> Change:
         change |= {"num_train_epochs": 0.0} if given.at("num_train_epochs") else {}
     elif "num_train_epochs" in given:
         change["num_train_epochs"] = float(given["num_train_epochs"])
+        change |= {"max_steps": None} if given.at("max_steps") else {}
     for name, key in (("logging_steps", "report.logging_steps"), ("save_steps", "save_steps")):
         change |= {key: _collections(given, name)} if name in given else {}
     strategy = given["eval_strategy"]
@@ -69,14 +70,14 @@ def steps(given: Given) -> Change:
     return change
 
 
-def _collections(given: Given, name: str, value: float | None = None) -> int:
+def _collections(given: Given, name: str, steps: float | None = None) -> int:
     """Convert a number of optimizer steps, or below 1 a share of all of them, into collections."""
-    value = given[name] if value is None else value
-    if value < 1:
+    count: float = given[name] if steps is None else steps
+    if count < 1:
         if given["max_steps"] <= 0:
-            raise ConfigError(f"'{name}={value}' of TRL is a share of all steps; give `max_steps` too")
-        value = value * given["max_steps"]
-    return math.ceil(value / given.updates)
+            raise ConfigError(f"'{name}={count}' of TRL is a share of all steps; give `max_steps` too")
+        count = count * given["max_steps"]
+    return math.ceil(count / given.updates)
 
 
 def learning_rate(given: Given) -> Change:
@@ -96,12 +97,10 @@ def learning_rate(given: Given) -> Change:
     warm = {"warmup_steps": warmup} if warmup else {}
     if SCHEDULES[asked] == "constant":
         return {"learn.learning_rate": {"name": "constant", "value": rate, **warm} if warm else rate}
-    total = _collections(given, "max_steps") if given["max_steps"] > 0 else given.at("max_steps")
-    if not total:
-        raise ConfigError(
-            f"'lr_scheduler_type={asked!r}' of TRL needs `max_steps`: the rate is 0 after so many"
-        )
-    return {"learn.learning_rate": {"name": asked, "start": rate, "end": 0.0, "steps": total, **warm}}
+    total = _collections(given, "max_steps") if given["max_steps"] > 0 else None
+    total = given.at("max_steps") if total is None and "num_train_epochs" not in given else total
+    length = {"steps": total} if total else {}  # without a number as long as the run
+    return {"learn.learning_rate": {"name": asked, "start": rate, "end": 0.0, **length, **warm}}
 
 
 def optimizer(given: Given) -> Change:

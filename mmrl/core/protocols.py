@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from torch import nn
 
-from mmrl.core.types import Outcome, Prompt, Rollouts, Trajectory
+from mmrl.core.types import Outcome, Prompt, Rollouts, TrainerState, Trajectory
 
 if TYPE_CHECKING:
     from mmrl.core.reward_table import Measured, RewardTable
@@ -78,8 +78,8 @@ class HeldOut(Protocol):
 
     data: Sequence[Prompt]
 
-    def measure(self) -> Measured:
-        """Answer and score every prompt, and compute the metrics."""
+    def measure(self, *, state: TrainerState | None = None) -> Measured:
+        """Answer and score every prompt, and compute the metrics; `state` is for rewards."""
         ...
 
 

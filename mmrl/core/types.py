@@ -124,6 +124,7 @@ class Trajectory:
     length: int
     notes: Mapping[str, Tensor] = field(default_factory=dict)
     on_policy: bool = True  # False: not sampled from the policy
+    logged: Mapping[str, Any] = field(default_factory=dict)  # columns of rewards (TRL's `log_extra`)
 
 
 Rollouts = tuple[Trajectory, ...]
@@ -136,6 +137,14 @@ class Clock:
     step: int = 0
     metrics: Mapping[str, float] = field(default_factory=dict)
     max_steps: int = 0  # 0 where no run is known, as when a configuration is checked
+
+
+@dataclass(frozen=True)
+class TrainerState:
+    """How far training has come, in the names of transformers' TrainerState: optimizer steps."""
+
+    global_step: int = 0  # finished ones
+    max_steps: int = 0
 
 
 class Steps(Protocol):

@@ -20,6 +20,7 @@ from mmrl.runtime.files import remove, replacing
 PREDICTIONS = "predictions"  # the file of an evaluation, or the folder of several
 IMAGES = 8  # prompts of a collection that keep thumbnails
 THUMBNAILS = 512  # prompts of `mmrl evaluate` that do
+LATER = ("on_policy", "advantage", "split", "media", "correct", "seen", "made")  # columns of some files
 CORRECT = b"correct"  # in the metadata of a file: the reward that its column `correct` was read from
 
 
@@ -134,7 +135,18 @@ def columns_of(rollouts: Rollouts, table: RewardTable) -> dict[str, list]:
         "length": [row.length for row in rollouts],
         "reward": mine.reward().tolist() if mine.names else [math.nan] * len(mine),
     }
-    return columns | {f"reward/{name}": mine.at_end(name).tolist() for name in mine.scored}
+    columns |= {f"reward/{name}": mine.at_end(name).tolist() for name in mine.scored}
+    for name in dict.fromkeys(name for row in rollouts for name in row.logged):
+        logged = [row.logged.get(name) for row in rollouts]
+        taken = name in columns or name in LATER
+        columns[f"extra/{name}" if taken else name] = _of_one_type(logged)
+    return columns
+
+
+def _of_one_type(values: list[Any]) -> list[Any]:
+    """Return numbers as floats; where a value is none, all become texts. None stays."""
+    numbers = all(value is None or isinstance(value, int | float) for value in values)
+    return [None if value is None else float(value) if numbers else str(value) for value in values]
 
 
 def thumbnails(rollouts: Rollouts, uids: set[str]) -> dict[str, list]:

@@ -39,7 +39,8 @@ def collect(run: Run) -> Collection:
                 made = in_order(method.engine.rollout(mine), order)
             fresh, stand_in = made if counts else (), stand_in or made  # `counts`: the prompts are its own
             with run.report.timing("reward"):
-                local = score(method.rewards, fresh, notes=noted, rank=run.processes.rank)
+                local = score(method.rewards, fresh, notes=noted, rank=run.processes.rank, log=run.log)
+                fresh = run.log.onto(fresh)
         with run.report.timing("reward"):
             scored = run.processes.gather(local, order)
         for observer in run.observers:

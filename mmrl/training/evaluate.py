@@ -13,12 +13,12 @@ from mmrl.config.binding import Bound
 from mmrl.core.protocols import Engine
 from mmrl.core.reward_table import Measured, RewardTable
 from mmrl.core.rng import Stream
-from mmrl.core.types import Prompt
+from mmrl.core.types import Prompt, TrainerState
 from mmrl.reporting.metrics import describe_lengths
 from mmrl.runtime.content_hash import of_prompts, of_weights
 from mmrl.runtime.distributed import Processes
 from mmrl.training.collect import in_order
-from mmrl.training.score import score
+from mmrl.training.score import RewardLog, score
 
 CHUNK = 64  # prompts answered at a time
 RESAMPLES = 1000  # of the bootstrap
@@ -43,9 +43,12 @@ class Evaluator:
             self.processes.same(of_prompts(self.data) | {"weights": of_weights(self.engine.policy)})
         return self
 
-    def measure(self, intervals: bool = True) -> Measured:
-        """Answer every prompt, score, and compute every metric, with bootstrap intervals if wanted."""
-        rollouts, table = (), RewardTable.empty()
+    def measure(self, intervals: bool = True, state: TrainerState | None = None) -> Measured:
+        """Answer every prompt, score, and compute every metric, with bootstrap intervals if wanted.
+
+        `state` is the progress of the training that rewards read.
+        """
+        rollouts, table, log = (), RewardTable.empty(), RewardLog(state or TrainerState())
         began = time.perf_counter()
         for at in range(0, len(self.data), CHUNK):
             prompts = [prompt for prompt in self.data[at : at + CHUNK] for _ in range(self.num_generations)]
@@ -55,12 +58,14 @@ class Evaluator:
                 with torch.no_grad(), self.processes.whole(self.engine.policy.module):
                     fresh = in_order(self.engine.rollout(mine), order) if mine else ()
                 fresh = fresh if counts else ()
-                local = score(self.rewards, fresh, rank=self.processes.rank)
+                local = score(self.rewards, fresh, rank=self.processes.rank, log=log)
+                fresh = log.onto(fresh)
             rollouts += fresh
             table = table.join(self.processes.gather(local, order))
         seconds = time.perf_counter() - began
         metrics = {name: value for metric in self.metrics for name, value in metric(table).items()}
         metrics |= describe_lengths(table)
+        metrics |= log.take(self.processes, metrics)
         metrics["seconds_per_prompt"] = seconds / len(self.data)  # of all answers to a prompt together
         if torch.cuda.is_available():
             metrics["peak_memory_bytes"] = float(torch.cuda.max_memory_allocated())

@@ -7,8 +7,8 @@ import inspect
 import math
 import threading
 import time
-from collections.abc import Awaitable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -16,9 +16,10 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from mmrl.config.binding import Bound
-from mmrl.config.reward_adapters import NotNumbers, handed, one_each, shown, to_float
+from mmrl.config.reward_adapters import SCORING, NotNumbers, Scoring, handed, one_each, shown, to_float
 from mmrl.core.reward_table import ABSENT, RewardTable, name_id
-from mmrl.core.types import Outcome, Prompt, Rollouts
+from mmrl.core.types import Outcome, Prompt, Rollouts, TrainerState
+from mmrl.runtime.distributed import Processes
 
 TIMEOUT = 600.0  # seconds a reward may take for one round, unless its `timeout` says otherwise
 
@@ -27,21 +28,72 @@ class RewardFault(RuntimeError):
     """A reward raised an exception, timed out, or returned something else than finite numbers or None."""
 
 
+@dataclass
+class RewardLog:
+    """What rewards log of their own: metrics, and columns of the completions that are written."""
+
+    state: TrainerState = TrainerState()
+    metrics: dict[str, list[float]] = field(default_factory=dict)
+    columns: dict[str, list[Any]] = field(default_factory=dict)  # of the rollouts that were scored last
+
+    def add(self, call: Scoring) -> None:
+        """Add what one call of a reward logged."""
+        for name, values in call.metrics.items():
+            self.metrics.setdefault(name, []).extend(values)
+        self.columns |= call.columns
+
+    def take(self, processes: Processes, known: Collection[str] = ()) -> dict[str, float]:
+        """Return the means of the metrics over all calls on all processes, and begin anew.
+
+        Raises RewardFault for a name that is `known` as another metric.
+        """
+        parts = processes.tell({name: [sum(values), len(values)] for name, values in self.metrics.items()})
+        self.metrics = {}
+        totals: dict[str, list[float]] = {}
+        for name, both in (item for part in parts for item in part.items()):
+            totals[name] = [a + b for a, b in zip(totals.get(name, [0.0, 0]), both, strict=True)]
+        if taken := sorted(totals.keys() & set(known)):
+            raise RewardFault(
+                f"log_metric('{taken[0]}', ...): the run has a metric of this name; take another"
+            )
+        return {name: total / count for name, (total, count) in totals.items()}
+
+    def onto(self, rollouts: Rollouts) -> Rollouts:
+        """Give the rollouts that were scored last the columns of their last outcomes."""
+        if not self.columns:
+            return rollouts
+        last, rows = -1, []
+        for row in rollouts:
+            last += len(row.outcomes)
+            rows.append(replace(row, logged={name: values[last] for name, values in self.columns.items()}))
+        self.columns = {}
+        return tuple(rows)
+
+
 def score(
-    rewards: Sequence[Bound], rollouts: Rollouts, *, notes: frozenset[str] = frozenset(), rank: int = 0
+    rewards: Sequence[Bound],
+    rollouts: Rollouts,
+    *,
+    notes: frozenset[str] = frozenset(),
+    rank: int = 0,
+    log: RewardLog | None = None,
 ) -> RewardTable:
     """Measure every outcome of rollouts with every reward.
 
-    `notes` names the engine's notes that the advantage chain reads, `rank` is this process. A reward that
-    fails stops the run with `RewardFault`; with `on_error: skip` the whole group is left out of statistics
-    and learning.
+    `notes` names the engine's notes that the advantage chain reads, `rank` is this process, and `log` takes
+    what rewards log. A reward that fails stops the run with `RewardFault`; with `on_error: skip` the whole
+    group is left out of statistics and learning.
     """
     if not rollouts:
         return RewardTable.empty().replace(rank=rank)
     prompts = [row.prompt for row in rollouts for _ in row.outcomes]
     outcomes = [outcome for row in rollouts for outcome in row.outcomes]
     before = _versions(outcomes)
-    results = _concurrently(rewards, prompts, outcomes)
+    log = log or RewardLog()
+    results = _concurrently(rewards, prompts, outcomes, Scoring(_tokens(rollouts), log.state))
+    log.columns = {}
+    for result in results:
+        log.add(result.logged)
     if _versions(outcomes) != before:
         raise RewardFault(
             f"one of the rewards {', '.join(bound.name for bound in rewards)} changed the pixels or times of "
@@ -84,11 +136,20 @@ class _Result:
     """What a reward returned: one entry per outcome, or what it did instead."""
 
     values: list = field(default_factory=list)
+    logged: Scoring = field(default_factory=Scoring)
     failure: str = ""
     cause: BaseException | None = None
 
 
-def _concurrently(rewards: Sequence[Bound], prompts: list[Prompt], outcomes: list[Outcome]) -> list[_Result]:
+def _tokens(rollouts: Rollouts) -> list[list[int] | None]:
+    """List the tokens of every outcome, as the engine noted them."""
+    noted = [(row.notes.get("token"), outcome) for row in rollouts for outcome in row.outcomes]
+    return [None if ids is None else ids[: outcome.end].tolist() for ids, outcome in noted]
+
+
+def _concurrently(
+    rewards: Sequence[Bound], prompts: list[Prompt], outcomes: list[Outcome], scoring: Scoring
+) -> list[_Result]:
     """Call every reward in a thread of its own, so that one that hangs delays no other."""
     limits = [bound.call.get("timeout", TIMEOUT) for bound in rewards]
     results = [_Result(failure=f"raised TimeoutError: no answer within {limit:g} s") for limit in limits]
@@ -96,7 +157,7 @@ def _concurrently(rewards: Sequence[Bound], prompts: list[Prompt], outcomes: lis
 
     def work(place: int) -> None:
         deadline = began + limits[place]
-        result = _with_retries(rewards[place], prompts, outcomes, deadline)
+        result = _with_retries(rewards[place], prompts, outcomes, deadline, scoring)
         if time.monotonic() < deadline:
             results[place] = result
 
@@ -109,18 +170,22 @@ def _concurrently(rewards: Sequence[Bound], prompts: list[Prompt], outcomes: lis
     return list(results)  # a late thread still writes into the other list
 
 
-def _with_retries(bound: Bound, prompts: list[Prompt], outcomes: list[Outcome], deadline: float) -> _Result:
+def _with_retries(
+    bound: Bound, prompts: list[Prompt], outcomes: list[Outcome], deadline: float, scoring: Scoring
+) -> _Result:
     """Call a reward, and again up to `retries` times while it raises."""
 
     async def awaited(result: Awaitable[Any]) -> Any:
         return await asyncio.wait_for(result, deadline - time.monotonic())
 
     for left in reversed(range(1 + bound.call.get("retries", 0))):
+        call = replace(scoring, metrics={}, columns={})  # what a try logs that fails is dropped
+        SCORING.set(call)
         try:
             result = bound(*handed(prompts, outcomes))
             if inspect.isawaitable(result):
                 result = asyncio.run(awaited(result))
-            return _Result(one_each(result, len(outcomes)))
+            return _Result(one_each(result, len(outcomes)), call)
         except NotNumbers as error:
             return _Result(failure=str(error))
         # Whatever it raises ends this reward alone, SystemExit and CancelledError included.

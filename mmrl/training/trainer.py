@@ -17,7 +17,7 @@ from mmrl.config.schema import Config
 from mmrl.core.protocols import HeldOut, LogProbs, Observer, Policy, RunCallback, Stateful, Telling
 from mmrl.core.reward_table import Collection, Measured, RewardTable
 from mmrl.core.rng import Stream
-from mmrl.core.types import Clock
+from mmrl.core.types import Clock, TrainerState
 from mmrl.diagnostics.context import Examined
 from mmrl.reporting.metrics import Journal, describe_measured
 from mmrl.runtime.content_hash import of_tensors, of_weights
@@ -26,6 +26,7 @@ from mmrl.runtime.fsdp import taken_up
 from mmrl.training.method import Method, through_chain
 from mmrl.training.nonfinite import Guard
 from mmrl.training.report import Reporter
+from mmrl.training.score import RewardLog
 
 
 @dataclass
@@ -64,6 +65,7 @@ class Run:
     report: Reporter
     evaluator: HeldOut | None = None
     progress: Progress = field(default_factory=Progress)
+    log: RewardLog = field(default_factory=RewardLog)  # what rewards log of their own
     guard: Guard = field(init=False)
     untouched: list[str] | None = None  # trained parameters without a gradient in the first update
     final: Measured | None = None  # the evaluation after the last step
@@ -125,9 +127,11 @@ class Run:
         """Begin a step: advance random streams, schedules and the learning rate."""
         self.report.tick()
         self.stream.step = step
-        clock = Clock(
-            step, self.progress.reported, self.config.max_steps
-        )  # schedules may read metrics of the step before
+        learn = self.config.learn
+        updates = learn.num_iterations * learn.minibatches  # optimizer steps of a collection
+        self.log.state = TrainerState(step * updates, self.config.max_steps * updates)
+        # Schedules may read the metrics of the step before.
+        clock = Clock(step, self.progress.reported, self.config.max_steps)
         self.pieces.tick(clock)
         rate = self.method.learning_rate
         for group in self.method.optimizer.param_groups:
@@ -184,6 +188,7 @@ class Run:
         metrics = report.describe(collection, credit, numbers)
         if self.guard.skipped:
             metrics["skipped_updates"] = float(self.guard.skipped)
+        metrics |= self.log.take(self.processes, metrics)
         metrics["learning_rate"] = self.method.optimizer.param_groups[0]["lr"]
         if self.evaluator and config.eval_steps and (step + 1) % config.eval_steps == 0:
             with report.timing("evaluate"):
@@ -214,7 +219,7 @@ class Run:
                 self.report.warn(finding.text, by="doctor")
 
     def _measure(self, evaluator: HeldOut, step: int) -> Measured:
-        measured = evaluator.measure()
+        measured = evaluator.measure(state=self.log.state)
         self.report.evaluated(step, measured)
         return measured
 

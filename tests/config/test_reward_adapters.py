@@ -12,8 +12,9 @@ from mmrl.config.registry import find
 from mmrl.config.reward_adapters import from_trl, is_trl, per_outcome
 from mmrl.config.schema import Piece
 from mmrl.core.rng import Stream
-from mmrl.core.types import Message, Outcome, Part, Prompt, Trajectory
-from mmrl.training.score import RewardFault, score
+from mmrl.core.types import Message, Outcome, Part, Prompt, TrainerState, Trajectory
+from mmrl.runtime.distributed import Processes
+from mmrl.training.score import RewardFault, RewardLog, score
 from tests.rewards import trl_style
 
 
@@ -75,7 +76,7 @@ def test_everything_is_handed_to_a_function_that_takes_everything():
     assert given["wanted"] == [12, None]
     assert given["target"] == ["target of a", "target of b"]
     assert given["completion_ids"] == [None, None]
-    assert given["trainer_state"] is None
+    assert given["trainer_state"].global_step == 0
 
 
 def test_prompts_that_are_messages_give_messages_and_so_do_their_completions():
@@ -129,3 +130,99 @@ def test_a_function_of_ours_is_found_in_any_module():
 def test_a_function_that_cannot_be_imported_is_named(name):
     with pytest.raises(ValueError, match=f"cannot import the reward '{name}'"):
         find("reward", name)
+
+
+# ---- what TRL hands over besides: tokens, progress, logging
+
+
+def sampled(*texts, tokens=(3, 2)):
+    """Rollouts of one outcome each, with the engine's note of their tokens."""
+    noted = [{"token": torch.arange(10, 10 + n)} for n in tokens]
+    both = zip(PROMPTS, texts, noted, tokens, strict=True)
+    return tuple(
+        Trajectory(p, p.uid, (Outcome(text=text, end=n),), None, n, notes) for p, text, notes, n in both
+    )
+
+
+def test_tokens_and_progress_are_handed_over():
+    log = RewardLog(TrainerState(global_step=4, max_steps=10))
+    table = score([named("keeps_notes")], sampled("AB", "c"), log=log)
+    assert table.values[:, 0, 0].tolist() == [1.5, 1.0]  # 3 and 2 tokens, times (4 + 1) / 10
+
+
+def test_tokens_end_with_their_outcome():
+    prompt, ids = PROMPTS[0], torch.tensor([5, 6, 7])
+    row = Trajectory(
+        prompt, "a", (Outcome(text="1", end=1), Outcome(text="2", end=3)), None, 3, {"token": ids}
+    )
+    score([named("remember")], (row,))
+    assert trl_style.remember.given["completion_ids"] == [[5], [5, 6, 7]]
+
+
+def test_logged_metrics_are_means_and_logged_columns_belong_to_rollouts():
+    log, rows = RewardLog(TrainerState(0, 1)), sampled("AB", "c")
+    for texts in (("AB", "c"), ("AB", "C")):
+        rows = sampled(*texts)
+        score([named("keeps_notes")], rows, log=log)
+    assert [row.logged for row in log.onto(rows)] == [{"first": "A"}, {"first": "C"}]
+    processes = Processes()
+    assert log.take(processes) == {"shouting": 0.75}  # the mean of 0.5 and 1
+    assert log.take(processes) == {}
+    assert log.onto(rows) is rows
+
+
+def test_what_a_failed_try_logged_is_dropped():
+    log = RewardLog()
+    score([named("fails_once", retries=1)], sampled("AB", "c"), log=log)
+    assert log.metrics == {"tries": [1.0]}
+
+
+def test_what_cannot_be_logged_is_a_fault():
+    with pytest.raises(RewardFault, match=r"log_extra\('short', ...\): wanted 2 values, .* got 1"):
+        score([named("logs_nonsense")], sampled("AB", "c"))
+    with pytest.raises(RewardFault, match=r"log_metric\('bad', 'much'\): a finite number is wanted"):
+        score([named("logs_nonsense")], sampled("AB", "c")[:1])
+
+
+# ---- rewards of others
+
+
+def chats(*pairs, **columns):
+    """Rollouts of conversational prompts with columns, from texts and rows."""
+    rows = []
+    for i, (text, row) in enumerate(pairs):
+        messages = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "How many?"}]}]
+        prompt = asked(f"p{i}", "How many?", prompt=messages, **row, **columns)
+        rows.append(Trajectory(prompt, prompt.uid, (Outcome(text=text),), None, 1))
+    return tuple(rows)
+
+
+NUMBER, LETTER, OPEN = ({"problem_type": kind, "solution": "3"} for kind in ("number", "letter", "open"))
+
+
+def test_reward_files_of_vision_language_models_run_as_they_stand():
+    right, wrong = "<think>so</think> <answer>3.4</answer>", "3"
+    rows = chats((right, NUMBER), (right, LETTER), (wrong, OPEN), current_step=50)
+    table = score([named("format_reward"), named("typed_accuracy"), named("judged")], rows)
+    assert table.scored["format_reward"][:, 0].tolist() == [1, 1, 0]
+    assert table.scored["judged"][:, 0].tolist() == [1, 1, 1]
+    assert table.scored["typed_accuracy"][:2, 0].tolist() == [1, 0]
+    assert table.scored["typed_accuracy"].isnan()[2, 0]
+    late = score([named("typed_accuracy")], chats((right, NUMBER), current_step=100))
+    assert late.values[0, 0, 0] == 0
+
+
+def test_rewards_of_trl_run_unchanged():
+    pytest.importorskip("trl")
+    thought = "<think>\n2 + 1\n</think>\nThe answer is \\boxed{3}."
+    table = score([of_trl("think_format_reward")], chats((thought, {}), ("It is \\boxed{4}.", {})))
+    assert table.values[:, 0, 0].tolist() == [1, 0]
+    pytest.importorskip("math_verify")
+    solution, log = {"solution": "$3$"}, RewardLog()
+    rows = chats((thought, solution), ("It is \\boxed{4}.", solution))
+    assert score([of_trl("accuracy_reward")], rows, log=log).values[:, 0, 0].tolist() == [1, 0]
+    assert [row.logged["solution"] for row in log.onto(rows)] == ["$3$", "$3$"]
+
+
+def of_trl(name):
+    return Pieces(Stream()).make("reward", Piece(f"trl.rewards:{name}"), place="rewards[0]")

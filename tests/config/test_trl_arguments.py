@@ -127,8 +127,15 @@ def test_the_learning_rate_and_its_schedule() -> None:
     )
     schedule = {"name": "linear", "start": 1.0, "end": 0.0, "steps": 50, "warmup_steps": 5}
     assert made["learn"]["learning_rate"] == schedule
-    with pytest.raises(ConfigError, match="needs `max_steps`"):
-        translate({"lr_scheduler_type": "cosine"})
+    made = translate({"lr_scheduler_type": "cosine"}, {"learn": {"learning_rate": 3.0}})
+    assert made["learn"]["learning_rate"] == {
+        "name": "cosine",
+        "start": 3.0,
+        "end": 0.0,
+    }  # as long as the run
+    made = translate({"num_train_epochs": 2, "lr_scheduler_type": "linear"}, {"max_steps": 9})
+    assert (made["num_train_epochs"], made["max_steps"]) == (2.0, None)
+    assert "steps" not in made["learn"]["learning_rate"]
 
 
 CLIP = {"name": "clip", "epsilon": 0.2}

@@ -14,6 +14,7 @@ from mmrl.reporting.answers import keeps_images, write_completions
 from mmrl.reporting.metrics import Journal, Trackers
 from mmrl.training.checkpointing import resume
 from mmrl.training.loop import train
+from mmrl.training.score import RewardFault
 from tests.support.tables import reward_table
 from tests.support.toys import prompts, toy_run
 
@@ -105,6 +106,22 @@ def test_a_run_writes_the_rows_it_learned_from(tmp_path):
         for i in members:  # above the mean of the group, or below it
             assert (rows["advantage"][i] > 1e-9) == (total[i] - mean > 1e-9)
     assert rows["completion"][0].split() == [w for w in rows["completion"][0].split() if w in "12345"]
+
+
+def test_what_rewards_log_is_in_the_journal_and_beside_the_completions(tmp_path):
+    rewards = ["tests.rewards.trl_style:logs_length"]
+    train(toy_run(tmp_path, rewards=rewards, learn={"num_iterations": 2}, max_steps=2))
+    journal = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [line["progress"] for line in journal] == [0.0, 0.5]  # 0 and 2 of 4 optimizer steps
+    rows = parquet.read_table(tmp_path / "completions" / "completions_000001.parquet").to_pydict()
+    assert rows["words"] == [len(text.split()) for text in rows["completion"]]
+    assert rows["last"] == [text[-1:] or None for text in rows["completion"]]
+
+
+def test_a_metric_that_the_run_has_already_cannot_be_logged(tmp_path):
+    rewards = ["tests.rewards.trl_style:logs_a_metric_of_the_run"]
+    with pytest.raises(RewardFault, match="log_metric\\('reward', ...\\): the run has a metric of this name"):
+        train(toy_run(tmp_path, rewards=rewards))
 
 
 def test_completions_and_lines_may_be_fewer(tmp_path):
