@@ -14,10 +14,15 @@ if not (Path(__file__).parent / "vision" / "__init__.py").is_file():
 
 
 def __getattr__(name: str):
-    """Import `Trainer`, `load` and `load_engine` when they are first used, because torch takes seconds."""
+    """Import a name when it is first used, because torch takes seconds."""
     from importlib import import_module
 
-    homes = {"Trainer": "mmrl.api.trainer", "load": "mmrl.config.schema", "load_engine": "mmrl.build"}
+    homes = {
+        "Trainer": "mmrl.api.trainer",
+        "load": "mmrl.config.schema",
+        "load_engine": "mmrl.build",
+        "load_pruned": "mmrl.inference.saving",
+    }
     if name not in homes:
         raise AttributeError(f"module 'mmrl' has no attribute '{name}'")
     return getattr(import_module(homes[name]), name)

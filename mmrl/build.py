@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import is_dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,13 +13,13 @@ import torch
 
 from mmrl.config.binding import Pieces
 from mmrl.config.consistency import check_evaluation, check_outputs, check_training, evaluation_of
-from mmrl.config.loading import ConfigError, change, read
 from mmrl.config.ranges import NonNegativeFloat
-from mmrl.config.schema import Config, EvaluateConfig, Piece, as_plain, load, parse
-from mmrl.config.sweep import setting_of
+from mmrl.config.schema import Config, EvaluateConfig, Piece
 from mmrl.core.protocols import Engine, Policy
 from mmrl.core.rng import Stream
 from mmrl.core.types import Prompt
+from mmrl.inference.session import Session
+from mmrl.inference.sources import ModelSource, resolve
 from mmrl.reporting.metrics import Trackers
 from mmrl.runtime.distributed import Processes
 from mmrl.runtime.files import check_hub
@@ -139,37 +139,47 @@ def load_evaluator(config: Config | EvaluateConfig) -> Evaluator:
 
 
 def load_engine(
-    source: str | Path | Config | EvaluateConfig, overrides: Sequence[str] = (), *, setting: str = ""
-) -> Engine:
-    """Build the engine of a configuration for inference: `load_engine("run.yaml").rollout(prompts)`.
+    source: str | Path | Config | EvaluateConfig,
+    overrides: Sequence[str] = (),
+    *,
+    setting: str = "",
+    seed: int | None = None,
+    **options: Any,
+) -> Session:
+    """Load a model for inference: `load_engine("run.yaml").answer("What is this?", images=["a.png"])`.
 
-    The engine has its cache and transforms. Raises `ConfigError` where the configuration names no engine.
+    The engine has its cache and transforms; `rollout` answers prompts as in training. A model without a
+    configuration samples as `transformers chat` does: at temperature 1, at most 256 tokens. Raises
+    `ConfigError` where the configuration names no engine.
 
     Args:
-        source: File or configuration; of a training run its rollout engine, of an evaluation its engine.
+        source: File or configuration (of a training run its rollout engine, of an evaluation its engine), the
+            folder of a run or of a checkpoint, a model folder, or a model of the hub.
         overrides: Changes as on the command line, such as "policy.model=...".
         setting: Name of one of the `settings` of an evaluation.
+        seed: Of random draws; None: that of the configuration.
+        options: Options of the engine, such as `temperature` (0: greedy) or `max_completion_length`.
     """
-    if is_dataclass(source):
-        config = parse(change(as_plain(source), overrides), type(source))
-    else:
-        config = load(source, overrides, Config if "rollout" in read(source, overrides) else EvaluateConfig)
-    match config:
-        case Config() if setting:
-            raise ConfigError(f"'{setting}' is to be a setting of an evaluation, but this is a training run")
-        case Config():
-            place, listed = "rollout.engine", config.rollout.engine
-        case EvaluateConfig():
-            config = setting_of(config, setting) if setting else config
-            place, listed = "evaluation.engine", config.evaluation.engine
-    if not listed:
-        raise ConfigError(f"'{place}' is empty; name the engine that answers")
-    pieces = Pieces(Stream(config.seed))
-    pieces.check("policy", config.policy)
-    for i, piece in enumerate(listed):
-        pieces.check("engine", piece, f"{place}[{i}]")
+    return open_source(resolve(source, overrides, setting=setting, options={"seed": seed, **options}))
+
+
+def check_source(source: ModelSource) -> Pieces:
+    """Check the policy and the engines of a source, without loading anything."""
+    pieces = Pieces(Stream(source.config.seed))
+    pieces.check("policy", source.config.policy)
+    for i, piece in enumerate(source.engines):
+        pieces.check("engine", piece, f"{source.place}[{i}]")
     pieces.require_packages()
-    return make_engine(pieces, listed, _load_policy(config, pieces, Processes()), place)
+    return pieces
+
+
+def open_source(source: ModelSource) -> Session:
+    """Load the model of a source and make its engine."""
+    pieces = check_source(source)
+    policy = _load_policy(source.config, pieces, Processes())
+    if source.weights is not None:
+        policy.load(source.weights)
+    return Session(make_engine(pieces, source.engines, policy, source.place), source.data)
 
 
 def _load_policy(config: Config | EvaluateConfig, pieces: Pieces, processes: Processes) -> Policy:

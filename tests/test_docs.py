@@ -22,6 +22,7 @@ from mmrl.config.registry import HOMES, find
 from mmrl.config.schema import Config, parse
 from mmrl.core.types import Message, Outcome, Part, Prompt
 from mmrl.training.loop import train
+from mmrl.vision.media.media_reader import MediaReader
 from tests.diagnostics.test_doctor import MISTAKES
 from tests.support.configs import library_pieces
 from tests.support.doc_blocks import (
@@ -74,6 +75,7 @@ def reader(tmp_path, monkeypatch):
     monkeypatch.setattr("mmrl.config.schema.load", checked)
     monkeypatch.setattr("mmrl.build._load_policy", lambda *given: None)
     monkeypatch.setattr("mmrl.build.make_engine", toy_engine)
+    monkeypatch.setattr("mmrl.inference.session.no_media", MediaReader())  # toys are shown images and videos
     monkeypatch.chdir(tmp_path)
     return tmp_path
 

@@ -33,6 +33,7 @@ TOP_LEVEL = {
     "references": "pieces",
     "optimizers": "pieces",
     "api": "commands",
+    "inference": "build",
     "build": "build",
     "doctor": "commands",
     "pareto": "commands",

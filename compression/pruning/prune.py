@@ -1,4 +1,4 @@
-"""Views of a model: the same weights with other computation, and the record of the transforms applied."""
+"""Views of a model: the same weights with other computation."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ from mmrl.compression.model_adapters.families import adapter_of
 from mmrl.compression.pruning.forward import forward_core, forward_text
 from mmrl.compression.pruning.patch_grid import forward_features
 from mmrl.compression.pruning.spec import PRUNING, TokenReduction, pruning_of, shape_of
-
-RECORD = "mmrl_transforms"
+from mmrl.runtime.modules import record_transform
 
 
 def prune(
@@ -100,21 +99,3 @@ class BoundFunction:
         moved = copy.copy(self)
         moved.first = tuple(copies.get(id(arg), arg) for arg in self.first)
         return moved
-
-
-def applied_transforms(model: nn.Module) -> tuple[dict[str, Any], ...]:
-    """List the transforms of a model as `{"name": ..., option: ...}`, in order of application."""
-    return vars(model).get(RECORD, ())
-
-
-def record_transform(view: nn.Module, model: nn.Module, name: str, options: Mapping[str, Any]) -> nn.Module:
-    """Record on a view that a transform was applied to `model`; twice raises ValueError."""
-    for done in applied_transforms(model):
-        if done["name"] == name:
-            raise ValueError(
-                f"the transform '{name}' was applied to this model already, with "
-                f"{ {key: value for key, value in done.items() if key != 'name'} }; apply it once, with the "
-                "options you want"
-            )
-    vars(view)[RECORD] = (*applied_transforms(model), {"name": name, **options})
-    return view

@@ -6,9 +6,10 @@ from typing import Literal
 
 from torch import nn
 
-from mmrl.compression.pruning.prune import record_transform, share_weights
+from mmrl.compression.pruning.prune import share_weights
 from mmrl.config.ranges import NonNegativeFloat
 from mmrl.config.registry import transform
+from mmrl.runtime.modules import record_transform
 
 ADAPTER = "lora_"  # part of the names of the layers that a LoRA adapter adds
 

@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 from mmrl.compression.fp32_linear import UpcastLinear
-from mmrl.compression.pruning.prune import record_transform, share_weights
+from mmrl.compression.pruning.prune import share_weights
 from mmrl.config.registry import transform
-from mmrl.runtime.modules import DTYPES, LOW
+from mmrl.runtime.modules import DTYPES, LOW, record_transform
 
 
 @transform

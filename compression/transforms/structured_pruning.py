@@ -8,11 +8,12 @@ import torch
 from torch import nn
 
 from mmrl.compression.importance import best_each, first_units, read_plan
-from mmrl.compression.pruning.prune import record_transform, share_weights
+from mmrl.compression.pruning.prune import share_weights
 from mmrl.compression.pruning.sliced_linear import FeatureIndex, feature_index
 from mmrl.compression.pruning.spec import pruning_of, shape_of
 from mmrl.config.ranges import Probability
 from mmrl.config.registry import transform
+from mmrl.runtime.modules import record_transform
 
 
 @transform

@@ -207,6 +207,13 @@ class Flow:
         velocity = self.velocity(latents.flatten(0, 1), times.flatten(), steps.conditioning[rows])
         return steps.read(velocity.unflatten(0, times.shape), extra)
 
+    def merge(self) -> None:
+        """Merge the adapter into the weights, so that `save` writes the whole pipeline."""
+        if self.adapted:
+            self.network.fuse_lora()
+            self.network.unload_lora()
+            self.adapted = False
+
     def save(self, folder: Path) -> None:
         """Write LoRA as `load_lora_weights` of the pipeline reads it, or the whole pipeline."""
         if self.adapted:

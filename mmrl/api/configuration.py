@@ -13,6 +13,7 @@ from mmrl.config.loading import ConfigError, merge, nearest, read
 from mmrl.config.schema import Config, as_plain, parse
 from mmrl.config.trl_arguments import arguments_of, translate, with_defaults
 from mmrl.data.object_rows import put_rows
+from mmrl.inference.sources import names_pipeline
 from mmrl.runtime.modules import DTYPES
 
 Reward = Callable[..., Any] | str | Mapping[str, Any]
@@ -85,13 +86,7 @@ def is_pipeline(model: Any) -> bool:
         case None:
             return False
         case str() | Path():
-            if Path(model).is_dir():
-                return (Path(model) / "model_index.json").is_file()
-            from transformers.utils import cached_file
-
-            quiet = "_raise_exceptions_for_missing_entries", "_raise_exceptions_for_connection_errors"
-            found = cached_file(str(model), "model_index.json", **dict.fromkeys(quiet, False))
-            return found is not None
+            return names_pipeline(str(model))
     return hasattr(model, "components")
 
 

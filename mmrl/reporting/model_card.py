@@ -6,7 +6,7 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
@@ -16,8 +16,9 @@ from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
+from mmrl.config import objects
 from mmrl.config.loading import read
-from mmrl.config.schema import Config, as_plain
+from mmrl.config.schema import Config, Piece, as_plain
 
 # Configuration keys that do not change what a step learns.
 FREE = {
@@ -90,39 +91,87 @@ def short_pieces(value: Any) -> Any:
     return value
 
 
-def write_card(config: Config, step: int, measured: Mapping[str, float], folder: Path) -> None:
+def write_card(
+    config: Config, step: int, measured: Mapping[str, float], folder: Path, *, notes: Sequence[str] = ()
+) -> None:
     """Write the model card into the folder of a model trained for `step` steps.
 
-    Of `measured`, metrics by the journal's names, the card shows those of an evaluation (`eval_*`).
+    Args:
+        config: Of the run.
+        step: Steps that the model was trained for.
+        measured: Metrics by the journal's names; the card shows those of an evaluation (`eval_*`).
+        folder: Of the model.
+        notes: Sentences about the files, such as how they are loaded.
     """
-    loader = FileSystemLoader(Path(__file__).parent)
-    # Markdown, so that nothing is escaped but the ends of cells.
-    environment = Environment(loader=loader, trim_blocks=True, undefined=StrictUndefined)
-    environment.filters["cell"] = lambda text: text.replace("|", "\\|").replace("\n", " ")
-    environment.tests["finite"] = math.isfinite
-    base = str(config.policy.options.get("model") or config.policy.name)
     data = config.data.options
-    versions = []
-    for name in PACKAGES:
-        with suppress(metadata.PackageNotFoundError):  # diffusers and peft may be missing
-            versions.append(f"{name} {metadata.version(name)}")
-    card = environment.get_template("model_card.j2").render(
-        config=config,
-        name=Path(config.output_dir).name,
-        step=step,
-        base=base,
-        hub_model=json.dumps(base) if "/" in base and not Path(base).exists() else "",
-        data=[
+    training = {
+        "config": config,
+        "step": step,
+        "data": [
             config.data.name,
             *(f"{key} {data[key]}" for key in ("path", "split", "format") if key in data),
         ],
-        method=describe_method(config),
-        hash=config_hash(config),
+        "method": describe_method(config),
+        "hash": config_hash(config),
+    }
+    held_out = {name[5:]: value for name, value in measured.items() if name.startswith("eval_")}
+    name, engines = Path(config.output_dir).name, config.rollout.engine
+    render_card(folder, name, config.policy, engines, notes, training=training, held_out=held_out)
+
+
+def render_card(
+    folder: Path,
+    name: str,
+    policy: Piece,
+    engines: Sequence[Piece],
+    notes: Sequence[str] = (),
+    *,
+    training: Mapping[str, Any] | None = None,
+    held_out: Mapping[str, float] | None = None,
+) -> None:
+    """Write a model card: base model, transforms, cache and versions, and what is known of its training."""
+    here = Path(__file__).parent
+    # Markdown, so that nothing is escaped but the ends of cells.
+    environment = Environment(loader=FileSystemLoader(here), trim_blocks=True, undefined=StrictUndefined)
+    environment.filters["cell"] = lambda text: text.replace("|", "\\|").replace("\n", " ")
+    environment.tests["finite"] = math.isfinite
+    base = str(policy.options.get("model") or policy.name).removeprefix(objects.PREFIX)
+    versions = []
+    for package in PACKAGES:
+        with suppress(metadata.PackageNotFoundError):  # diffusers and peft may be missing
+            versions.append(f"{package} {metadata.version(package)}")
+    cheaper = [
+        ("transform", short_pieces(as_plain(piece))) for piece in policy.options.get("transform") or ()
+    ]
+    for engine in engines:
+        for kind in ("transform", "cache"):
+            for piece in _several(engine.options.get(kind)):
+                cheaper.append((f"{kind} of rollouts" if training else kind, short_pieces(as_plain(piece))))
+    card = environment.get_template("model_card.j2").render(
+        name=name,
+        base=base,
+        hub_model=json.dumps(base) if "/" in base and not Path(base).exists() else "",
+        cheaper=[(kind, piece if isinstance(piece, str) else _spelled(piece)) for kind, piece in cheaper],
+        notes=notes,
+        training=training,
+        held_out=held_out or {},
         versions=versions,
-        held_out={name[5:]: value for name, value in measured.items() if name.startswith("eval_")},
     )
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "README.md").write_text(card)
+
+
+def _several(value: Any) -> Sequence[Any]:
+    """Return the pieces of an option that holds none, one or a list of them."""
+    if not value:
+        return ()
+    return value if isinstance(value, list | tuple) else [value]
+
+
+def _spelled(piece: Mapping[str, Any]) -> str:
+    """Write a piece with its options in one line."""
+    options = ", ".join(f"{name} {value}" for name, value in piece.items() if name != "name")
+    return f"{piece['name']} ({options})"
 
 
 def describe_method(config: Config) -> str:

@@ -120,16 +120,20 @@ def check_hub(config: Config) -> None:
 
 
 def push(config: Config, folder: Path, step: int) -> str:
-    """Upload a model folder and return its address; credentials are those of `hf auth login`."""
+    """Upload the model folder of a run and return its address."""
+    return upload(folder, config.hub_model_id, f"Step {step}", private=config.hub_private_repo)
+
+
+def upload(folder: Path, name: str, message: str, *, private: bool) -> str:
+    """Upload a folder to the hub and return its address; credentials are those of `hf auth login`."""
     try:
         from huggingface_hub import HfApi
     except ImportError as error:
-        raise ImportError("push_to_hub needs huggingface_hub; pip install huggingface_hub") from error
-    name = config.hub_model_id
+        raise ImportError("an upload needs huggingface_hub; pip install huggingface_hub") from error
     try:
         api = HfApi()
-        api.create_repo(name, private=config.hub_private_repo, exist_ok=True)
-        api.upload_folder(repo_id=name, folder_path=str(folder), commit_message=f"Step {step}")
+        api.create_repo(name, private=private, exist_ok=True)
+        api.upload_folder(repo_id=name, folder_path=str(folder), commit_message=message)
     except Exception as error:  # the client raises errors of its own and of its transport
         raise HubError(
             f"cannot upload '{folder}' to '{name}': {in_one_line(error, 200)}. The model is on disk; when "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ DTYPES = {
     "float64": torch.float64,
 }
 LOW = (torch.bfloat16, torch.float16)
+RECORD = "mmrl_transforms"  # attribute of a model that lists its transforms
 
 
 def model_source(name: str) -> str:
@@ -52,6 +53,24 @@ def apply_transforms(model: nn.Module, transforms: Sequence[Callable]) -> nn.Mod
     for transform in transforms:
         model = transform(model)
     return model
+
+
+def applied_transforms(model: nn.Module) -> tuple[dict[str, Any], ...]:
+    """List the transforms of a model as `{"name": ..., option: ...}`, in order of application."""
+    return vars(model).get(RECORD, ())
+
+
+def record_transform(view: nn.Module, model: nn.Module, name: str, options: Mapping[str, Any]) -> nn.Module:
+    """Record on a view that a transform was applied to `model`; twice raises ValueError."""
+    for done in applied_transforms(model):
+        if done["name"] == name:
+            raise ValueError(
+                f"the transform '{name}' was applied to this model already, with "
+                f"{ {key: value for key, value in done.items() if key != 'name'} }; apply it once, with the "
+                "options you want"
+            )
+    vars(view)[RECORD] = (*applied_transforms(model), {"name": name, **options})
+    return view
 
 
 def twin(model: nn.Module) -> nn.Module:

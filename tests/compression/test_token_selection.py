@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mmrl.compression.pruning.prune import applied_transforms
 from mmrl.compression.transforms.drop_tokens import (
     bipartite_soft_matching,
     fastv,
@@ -16,6 +15,7 @@ from mmrl.compression.transforms.drop_tokens import (
     vision_zip_image,
 )
 from mmrl.compression.transforms.visual_computation import shortv
+from mmrl.runtime.modules import applied_transforms
 from tests.compression.pruned_models import llava, llava_inputs, simulate
 
 

@@ -11,7 +11,6 @@ from torch import nn
 
 from mmrl.compression.fp32_linear import UpcastLinear
 from mmrl.compression.pruning.sliced_linear import feature_index, sliced_linear
-from mmrl.compression.saving import load_transformed, save_transformed
 from mmrl.compression.transforms.bnb_quantize import bnb_quantize
 from mmrl.compression.transforms.layer_cast import layer_cast
 from mmrl.compression.transforms.structured_pruning import structured_pruning
@@ -19,6 +18,7 @@ from mmrl.compression.transforms.visual_computation import drop_visual_layers, y
 from mmrl.config.binding import Pieces
 from mmrl.config.schema import ConfigError, Piece
 from mmrl.core.rng import Stream
+from mmrl.inference.saving import load_pruned, save_transformed
 from mmrl.vision.policies.tokens import Tokens
 from tests.compression.pruned_models import folder, llava, llava_inputs, prompts, steps
 
@@ -227,7 +227,7 @@ def test_low_bit_weights_come_back_bit_for_bit(options, tmp_path):
     save_transformed(model, tmp_path)
     inputs = llava_inputs(model)
     with torch.no_grad():
-        assert torch.equal(load_transformed(tmp_path)(**inputs).logits, model(**inputs).logits)
+        assert torch.equal(load_pruned(tmp_path)(**inputs).logits, model(**inputs).logits)
 
 
 @needs_bitsandbytes

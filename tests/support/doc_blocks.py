@@ -36,6 +36,7 @@ from mmrl.config.schema import Config as Training
 from mmrl.config.schema import as_piece, is_part, load, parse_some
 from mmrl.core.rng import Stream
 
+command_line.parser()  # imports every command now, not while a test has replaced what they import
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 FENCE = re.compile(r"^(?P<indent> *)```(?P<kind>[^\n`]*)\n(?P<text>.*?)^ *```\s*$", re.MULTILINE | re.DOTALL)
@@ -322,6 +323,14 @@ def nothing_more(given: Namespace, folder: Path) -> None:
     """Parsing was all: the rest is the reader's data."""
 
 
+def check_named(given: Namespace, folder: Path) -> None:
+    """Resolve the configurations among what a command names; runs and models are the reader's."""
+    names = [vars(given).get(name, "") for name in ("model", "source", "first", "second")]
+    for name in names:
+        if name.endswith(".yaml"):
+            check_config(Namespace(config=name, overrides=given.overrides), folder)
+
+
 COMMANDS: dict[str, Callable[[Namespace, Path], None]] = {
     **dict.fromkeys(("train", "doctor", "estimate_memory"), check_run),
     **dict.fromkeys(("evaluate", "build"), check_config),
@@ -332,6 +341,8 @@ COMMANDS: dict[str, Callable[[Namespace, Path], None]] = {
     "report": nothing_more,
     "compare": nothing_more,
     "watch": nothing_more,
+    "push": nothing_more,
+    **dict.fromkeys(("generate", "chat", "export", "compare_answers"), check_named),
     "env": nothing_more,
 }
 

@@ -15,11 +15,12 @@ from PIL import Image
 from mmrl.cli import main
 from mmrl.core.types import Frames, Media, Outcome, Prompt
 from mmrl.data.dataset_io import RowError
+from mmrl.data.messages import interleaved
 from mmrl.vision.benchmarks.amber import Words
 from mmrl.vision.benchmarks.benchmark_files import FileError, read_answers
 from mmrl.vision.datasets.binary_vqa import amber, pope
 from mmrl.vision.datasets.captioning import chair, closed_vocabulary, object_halbench
-from mmrl.vision.media.prompts import interleaved, with_answers
+from mmrl.vision.media.prompts import with_answers
 from mmrl.vision.policies.recorded_answers import RecordedAnswers
 from tests.support.official_metrics import amber_metrics
 

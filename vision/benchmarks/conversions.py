@@ -12,7 +12,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from mmrl.data.fields import RowError, listed, mapping, short, text
-from mmrl.vision.media.prompts import MARKS, answer_of, answers_of
+from mmrl.data.messages import MARKS
+from mmrl.vision.media.prompts import answer_of, answers_of
 
 LEADING = re.compile(r"^(?:\s*<(?:image|video)>)+\n?")  # first marks, and the line break after them
 # The names of ShareGPT (human, gpt) and of OpenAI (user, assistant).

@@ -8,11 +8,11 @@ from typing import Any, Literal
 
 from mmrl.config.ranges import NonNegativeInt, PositiveFloat, PositiveInt
 from mmrl.config.registry import data
-from mmrl.core.types import Media, Message, Outcome, Prompt
+from mmrl.core.types import Message, Outcome, Prompt
 from mmrl.data.dataset_io import DataRow, Rows, read_prompts
 from mmrl.data.fields import RowError, is_number, listed, mapping, short, text, uid_of
-from mmrl.vision.media.media_root import COLUMNS, MediaRef, MediaRoot, media_refs
-from mmrl.vision.media.messages import answer_text, read_messages
+from mmrl.data.messages import answer_text, read_messages
+from mmrl.vision.media.media_root import COLUMNS, MediaRoot, media_refs
 from mmrl.vision.media.video import FrameSampling
 
 TARGETS = ("solution", "answer", "target")
@@ -65,13 +65,12 @@ def conversations(
                 turns = [{"role": "system", "content": system_prompt}, *turns]
             asked = turns
 
-        def medium(ref: MediaRef) -> Media:
-            return media.medium(ref, row.place, sampling)
-
         shown = [
-            medium(ref) for name, kind in COLUMNS.items() for ref in media_refs(fields.get(name), kind, name)
+            media.medium(ref, row.place, sampling)
+            for name, kind in COLUMNS.items()
+            for ref in media_refs(fields.get(name), kind, name)
         ]
-        messages = read_messages(asked, shown, medium)
+        messages = read_messages(asked, shown, media.reader(row.place, sampling))
         # Encoded media would be stored twice.
         kept = {
             key: value for key, value in fields.items() if key not in (*COLUMNS, "messages", "completion")

@@ -14,8 +14,8 @@ from mmrl.config.registry import data
 from mmrl.core.types import Frames, Media, Outcome, Prompt
 from mmrl.data.dataset_io import DataRow, Rows, parquet_of, read_prompts
 from mmrl.data.fields import RowError, number, text, uid_of
+from mmrl.data.messages import answer_text, read_messages
 from mmrl.vision.media.media_root import MediaRoot, decode_image, media_refs
-from mmrl.vision.media.messages import answer_text, read_messages
 from mmrl.vision.media.video import FrameSampling
 
 log = logging.getLogger("mmrl")
@@ -56,9 +56,8 @@ def preference_pairs(
         kept = {key: value for key, value in columns.items() if key not in READ}
         asked, *sides = _shared(columns)
         answers = tuple(_answer(columns, *both) for both in zip(SIDES, sides, strict=True))
-        messages = read_messages(
-            asked, list(_images(row, media)), lambda ref: media.medium(ref, row.place, FrameSampling())
-        )
+        read = media.reader(row.place, FrameSampling())
+        messages = read_messages(asked, list(_images(row, media)), read)
         better, worse = (answer.recorded["score"] for answer in answers)
         if abs(better - worse) < min_gap:
             close += 1

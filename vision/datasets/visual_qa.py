@@ -12,8 +12,9 @@ from mmrl.config.registry import data
 from mmrl.core.types import Message, Outcome, Prompt
 from mmrl.data.dataset_io import DataRow, Rows, read_prompts
 from mmrl.data.fields import RowError, fill_template, listed, text, uid_of
+from mmrl.data.messages import interleaved
 from mmrl.vision.media.media_root import MediaRoot, media_of
-from mmrl.vision.media.prompts import answer_of, answers_of, interleaved
+from mmrl.vision.media.prompts import answer_of, answers_of
 from mmrl.vision.media.video import FrameSampling
 
 

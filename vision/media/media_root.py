@@ -13,6 +13,7 @@ from mmrl.core.byte_lru import ByteLRU
 from mmrl.core.types import Frames, Media
 from mmrl.data.fields import RowError, short
 from mmrl.data.media import MediaError, locate, read_image
+from mmrl.data.messages import ReadMedia
 from mmrl.vision.media.video import FrameSampling, read_video
 
 CACHE_BYTES = 1 << 30
@@ -46,6 +47,17 @@ class MediaRoot:
             raise MediaError("a video inside a row cannot be read; write it to a file and name that")
         name = ref.path or f"the image of {place}"
         return Media("image", name, lambda: decode_image(ref.data, name), ref.data)
+
+    def reader(self, row: str, sampling: FrameSampling) -> ReadMedia:
+        """Make the function that reads the media inside the messages of a row; `row` names it in errors."""
+
+        def read(kind: str, value: Any, place: str) -> Media:
+            refs = list(media_refs(value, kind, place))
+            if len(refs) != 1:
+                raise RowError(f"wanted one {kind} as `{place}`, got {short(value)}")
+            return self.medium(refs[0], row, sampling)
+
+        return read
 
     def video(self, name: str, sampling: FrameSampling) -> Media:
         """Make a video that is decoded when its frames are first needed."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +17,6 @@ from mmrl.core.types import Frames, Media, Message, Outcome, Part, Prompt
 from mmrl.data.fields import RowError, is_number, short, text
 from mmrl.vision.media.media_root import MediaRoot
 
-MARKS = re.compile(r"<(image|video)>")  # placeholders for media in texts of datasets
 NOISE_STEPS = 1000
 TRIES = 10  # draws of a box that fits, as in torchvision's RandomResizedCrop
 log = logging.getLogger("mmrl")
@@ -54,22 +52,6 @@ def root_of(root: str, answers: str, what: str) -> MediaRoot:
     if not root and not answers:
         raise ValueError(f"{what}: name the folder of the images (`root`), or recorded `answers`")
     return MediaRoot(Path(root))
-
-
-def interleaved(words: str, media: Sequence[Media]) -> tuple[Part, ...]:
-    """Split a text at its <image> and <video> marks and insert the media; without marks, media come first."""
-    marks = MARKS.findall(words)
-    if not marks:
-        return (*(Part(media=medium) for medium in media), Part(words))
-    kinds = [medium.kind for medium in media]
-    if marks != kinds:
-        raise RowError(
-            f"the text marks {', '.join(marks)}, but the row holds {', '.join(kinds) or 'nothing'}"
-        )
-    left = iter(media)
-    # With one group in the pattern, `re.split` alternates between texts and marks.
-    parts = [Part(media=next(left)) if i % 2 else Part(piece) for i, piece in enumerate(MARKS.split(words))]
-    return tuple(part for part in parts if part.media or part.text.strip())
 
 
 def answers_of(columns: Mapping[str, Any]) -> str | tuple[str, ...]:

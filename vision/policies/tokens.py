@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Set
+from collections.abc import Callable, Mapping, Set
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -26,6 +26,7 @@ from mmrl.vision.decoding.token_steps import (
     read_cached,
     read_packed,
 )
+from mmrl.vision.media.media_reader import MediaReader
 from mmrl.vision.models import loading
 from mmrl.vision.models.processor import PromptEncoder
 
@@ -195,6 +196,10 @@ class Tokens:
         """Write a prompt as the chat template gives it to the model; media as `<image: 64 tokens>`."""
         return self.prompt_encoder.render(prompt)
 
+    def media_reader(self, options: Mapping[str, Any], root: Path | None = None) -> MediaReader:
+        """Make the function that reads images and videos for prompts (`ReadsMedia` of the session)."""
+        return MediaReader.of_data(options, root)
+
     def encode(self, prompt: Prompt, outcome: Outcome) -> Trajectory:
         """Turn a recorded answer into a row, its end token included."""
         ids = self.prompt_encoder.answer(outcome.text or "")
@@ -226,6 +231,11 @@ class Tokens:
         width = batch.mask.shape[1]
         padded = {name: pad_to(value, width, 1) for name, value in values.items()}
         return StepOutput(padded.pop("logp"), padded)
+
+    def merge(self) -> None:
+        """Merge the adapter into the weights, so that `save` writes the whole model."""
+        if self.adapter is not None:
+            self.model, self.adapter = self.adapter.merge_and_unload(), None
 
     def save(self, folder: Path) -> None:
         """Write a folder that transformers (or peft, for an adapter) loads, with the processor."""

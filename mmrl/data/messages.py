@@ -1,21 +1,52 @@
-"""Messages of rows in the chat form of transformers and TRL, with places for images and videos."""
+"""Messages in the chat form of transformers and TRL, and prompts of them, with images and videos."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from mmrl.core.types import Media, Message
+from mmrl.core.types import Media, Message, Part, Prompt
 from mmrl.data.fields import RowError, listed, mapping, short
-from mmrl.vision.media.media_root import MediaRef, media_refs
-from mmrl.vision.media.prompts import MARKS, interleaved
 
+MARKS = re.compile(r"<(image|video)>")  # placeholders for media in texts of datasets
 ROLES = ("system", "user", "assistant")
+NAMES = ("path", "url")  # keys of a part that transformers takes besides its kind
 Slot = tuple[str, Media | None]  # a place for an image or video, and what a part itself put there
+# Makes a medium of its kind ("image", "video"), of what names or is one, and of its place in errors.
+ReadMedia = Callable[[str, Any, str], Media]
+
+
+def no_media(kind: str, value: Any, place: str) -> Media:
+    """Refuse an image or a video: for models that read text only."""
+    raise RowError(f"this model reads text only, but {place} is given; leave it out")
+
+
+def prompt_of(
+    uid: str,
+    asked: Any,
+    images: Sequence[Any] = (),
+    videos: Sequence[Any] = (),
+    *,
+    read: ReadMedia = no_media,
+) -> Prompt:
+    """Make a prompt of a text or messages (see `read_messages`) and of the images and videos for it.
+
+    Raises RowError for messages that end with an answer as well.
+    """
+    media = [
+        read(kind, value, f"{kind} {i + 1} of '{uid}'")
+        for kind, values in (("image", images), ("video", videos))
+        for i, value in enumerate(values)
+    ]
+    messages = read_messages(asked, media, read)
+    if messages[-1].role == "assistant":
+        raise RowError(f"wanted messages that end with a question in '{uid}', got an answer at their end")
+    return Prompt(uid, messages)
 
 
 def read_messages(
-    value: Any, media: Sequence[Media], medium: Callable[[MediaRef], Media], name: str = "prompt"
+    value: Any, media: Sequence[Media], medium: ReadMedia, name: str = "prompt"
 ) -> tuple[Message, ...]:
     """Read a prompt, a text or messages, and put media into the places of its messages.
 
@@ -49,7 +80,7 @@ def read_messages(
     return _filled(read, media)
 
 
-def _flat(content: Any, name: str, medium: Callable[[MediaRef], Media]) -> tuple[str, list[Slot]]:
+def _flat(content: Any, name: str, medium: ReadMedia) -> tuple[str, list[Slot]]:
     """Write the parts of a message as one text with marks, and list its places."""
     match content:
         case str():
@@ -59,8 +90,8 @@ def _flat(content: Any, name: str, medium: Callable[[MediaRef], Media]) -> tuple
         case {"type": ("image" | "video") as kind, **rest}:
             # Rows of parquet have every key that a part of any row has, most of them null.
             payload = {key: item for key, item in rest.items() if item is not None and key != "text"}
-            if payload.keys() <= {kind}:
-                own = [medium(ref) for ref in media_refs(payload.get(kind), kind, f"{name}.{kind}")]
+            if payload.keys() <= {kind, *NAMES} and len(payload) <= 1:
+                own = [medium(kind, item, f"{name}.{kind}") for item in payload.values()]
                 return f"<{kind}>", [(kind, own[0] if own else None)]
         case [*parts]:
             flat = [
@@ -87,8 +118,24 @@ def _filled(read: Iterable[tuple[str, str, list[Slot]]], media: Sequence[Media])
             messages.append(Message(role, interleaved(words, here)))
     for kind, held in left.items():
         if wanted[kind] != len(held):
-            raise RowError(f"the messages have {wanted[kind]} {kind} places, but the row holds {len(held)}")
+            raise RowError(f"the messages have {wanted[kind]} {kind} places, but {len(held)} are given")
     return tuple(messages)
+
+
+def interleaved(words: str, media: Sequence[Media]) -> tuple[Part, ...]:
+    """Split a text at its <image> and <video> marks and insert the media; without marks, media come first."""
+    marks = MARKS.findall(words)
+    if not marks:
+        return (*(Part(media=medium) for medium in media), Part(words))
+    kinds = [medium.kind for medium in media]
+    if marks != kinds:
+        raise RowError(
+            f"the text marks {', '.join(marks)}, but the row holds {', '.join(kinds) or 'nothing'}"
+        )
+    left = iter(media)
+    # With one group in the pattern, `re.split` alternates between texts and marks.
+    parts = [Part(media=next(left)) if i % 2 else Part(piece) for i, piece in enumerate(MARKS.split(words))]
+    return tuple(part for part in parts if part.media or part.text.strip())
 
 
 def answer_text(value: Any, name: str) -> str:

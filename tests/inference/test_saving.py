@@ -7,13 +7,14 @@ import json
 import pytest
 import torch
 
-from mmrl.compression.pruning.prune import applied_transforms
 from mmrl.compression.pruning.spec import pruning_of
-from mmrl.compression.saving import NAME, load_transformed, save_transformed
 from mmrl.compression.transforms.drop_tokens import fastv, pyramid_drop, tome, vision_zip
 from mmrl.compression.transforms.layer_cast import layer_cast
 from mmrl.compression.transforms.structured_pruning import structured_pruning
 from mmrl.compression.transforms.visual_computation import shortv, yopo12, yopo25
+from mmrl.inference.saving import load_pruned, save_transformed
+from mmrl.inference.sources import TRANSFORMS, WEIGHTS
+from mmrl.runtime.modules import applied_transforms
 from tests.compression.pruned_models import llava, llava_inputs
 
 CASES = {
@@ -32,7 +33,7 @@ def test_a_transformed_model_comes_back_bit_for_bit(name, tmp_path):
     model = CASES[name](llava(dtype=torch.float32))
     inputs = llava_inputs(model)
     save_transformed(model, tmp_path)
-    again = load_transformed(tmp_path)
+    again = load_pruned(tmp_path)
     with torch.no_grad():
         assert torch.equal(again(**inputs).logits, model(**inputs).logits)
     again_done, done = applied_transforms(again), applied_transforms(model)
@@ -40,21 +41,35 @@ def test_a_transformed_model_comes_back_bit_for_bit(name, tmp_path):
     assert pruning_of(again).heads == pruning_of(model).heads
 
 
-def test_the_folder_is_that_of_the_whole_model(tmp_path):
+def test_a_pruned_folder_cannot_be_loaded_as_the_whole_model(tmp_path):
     import transformers
 
     model = llava(dtype=torch.float32)
     save_transformed(yopo25(model), tmp_path)
-    plain = transformers.LlavaForConditionalGeneration.from_pretrained(tmp_path).eval()
+    with pytest.raises(ValueError, match="mmrl_pruned"):
+        transformers.AutoModelForImageTextToText.from_pretrained(tmp_path)
+    with pytest.raises(OSError, match="no file named model.safetensors"):
+        transformers.LlavaForConditionalGeneration.from_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config["base_model_type"] == "llava" and "drop_visual_layers" in config["transforms"]
+    assert "mmrl.load_pruned" in config["load_with"]
+    assert (tmp_path / TRANSFORMS).stat().st_size < 5000
+
+
+def test_the_whole_model_is_in_the_folder_of_the_weights(tmp_path):
+    import transformers
+
+    model = llava(dtype=torch.float32)
+    save_transformed(yopo25(model), tmp_path)
+    plain = transformers.LlavaForConditionalGeneration.from_pretrained(tmp_path / WEIGHTS).eval()
     inputs = llava_inputs(model)
     with torch.no_grad():
         assert torch.equal(plain(**inputs).logits, model(**inputs).logits)
-    assert (tmp_path / NAME).stat().st_size < 5000
 
 
 def test_a_folder_without_the_file_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="which `save_transformed` writes"):
-        load_transformed(tmp_path)
+    with pytest.raises(ValueError, match="which `mmrl export` writes"):
+        load_pruned(tmp_path)
 
 
 # ---- weights cut out
@@ -92,7 +107,7 @@ def test_a_cut_model_is_an_ordinary_folder(tmp_path):
     import transformers
 
     model = structured_pruning(llava(dtype=torch.float32), ffn_units=0.5, heads=0.5)
-    model.save_pretrained(tmp_path)
+    save_transformed(model, tmp_path)
     plain = transformers.LlavaForConditionalGeneration.from_pretrained(tmp_path).eval()
     inputs = llava_inputs(model)
     with torch.no_grad():

@@ -1,0 +1,105 @@
+"""The command for a conversation with a model in the terminal."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from mmrl.cli.command import OVERRIDES, argument, command
+from mmrl.cli.generate import ENGINE, IMAGES, MODEL, check_medium, engine_options, save_next
+from mmrl.config.loading import ConfigError
+from mmrl.inference.session import Session
+
+HELP = "/image PATH, /video PATH: show it with the next question; /reset: forget everything; /exit"
+
+
+class Conversation:
+    """The turns of a conversation, and the images and videos of the next question."""
+
+    def __init__(self, session: Session) -> None:
+        self.session = session
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget all turns, and the media that were not asked about."""
+        self.turns: list[dict[str, Any]] = []
+        self.shown: list[dict[str, str]] = []
+
+    def show(self, kind: str, path: str) -> None:
+        """Add an image or a video to the next question; raises `ConfigError` where it cannot be opened."""
+        check_medium(kind, Path(path).expanduser())
+        self.shown.append({"type": kind, "path": path})
+
+    def ask(self, text: str) -> Any:
+        """Answer a question with all turns before it; an answer that is no text ends the conversation."""
+        question = {"role": "user", "content": [*self.shown, {"type": "text", "text": text}]}
+        answer = self.session.answer([*self.turns, question])
+        if isinstance(answer, str):
+            self.turns += [question, {"role": "assistant", "content": answer}]
+            self.shown = []
+        else:
+            self.reset()
+        return answer
+
+
+@command(
+    MODEL,
+    OVERRIDES,
+    argument("--output", type=Path, default=IMAGES, help="folder for images (default: images)"),
+    *ENGINE,
+    examples=("mmrl chat runs/my_run", "mmrl chat Qwen/Qwen2.5-VL-3B-Instruct --temperature 0"),
+)
+def chat(given: argparse.Namespace) -> None:
+    """Talk with a model in the terminal, about images and videos too; /exit or the end of the input leaves.
+
+    Every question is asked with all turns before it. A model that makes images writes them into --output.
+    Answers go to the standard output and all else to the standard error, so that it works in a pipe.
+    """
+    from mmrl.build import load_engine
+
+    talk = Conversation(load_engine(given.model, given.overrides, **engine_options(given)))
+    print(HELP, file=sys.stderr)
+    for line in lines():
+        try:
+            reply = respond(talk, line)
+        except ValueError as error:  # a wrong path or question; the conversation goes on
+            print(f"error: {error}", file=sys.stderr)
+            continue
+        if reply is None:
+            continue
+        if not isinstance(reply, str):
+            reply = save_next(reply, given.output)
+        print(reply, flush=True)
+
+
+def respond(talk: Conversation, line: str) -> Any:
+    """Do what a line says: a command, which has no reply, or a question; raises `ConfigError` for others."""
+    name, _, rest = line.partition(" ")
+    match name, rest.strip():
+        case "/reset", "":
+            talk.reset()
+        case (("/image" | "/video"), path) if path:
+            talk.show(name[1:], path)
+        case _ if line.startswith("/"):
+            raise ConfigError(f"there is no command '{line}'; there are {HELP}")
+        case _:
+            return talk.ask(line)
+    return None
+
+
+def lines() -> Iterator[str]:
+    """Read lines up to /exit or the end of the input; a terminal shows a prompt and edits lines."""
+    if sys.stdin.isatty():
+        import readline  # noqa: F401  `input` then edits lines and remembers them
+    while True:
+        try:
+            line = (input("> ") if sys.stdin.isatty() else input()).strip()
+        except EOFError:
+            return
+        if line == "/exit":
+            return
+        if line:
+            yield line

@@ -1,0 +1,87 @@
+"""The command that asks two models or settings the same, side by side on a local page."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from mmrl.cli.command import argument, command
+from mmrl.cli.generate import ENGINE, engine_options
+from mmrl.config.loading import ConfigError
+from mmrl.inference.session import Session
+
+
+@command(
+    argument("first", metavar="A", help="a YAML file, the folder of a run or a checkpoint, or a model"),
+    argument("second", metavar="B", help="the same; it may be A with other settings"),
+    argument("overrides", nargs="*", metavar="key=value", help="changes of both"),
+    argument("--setting-a", default="", help="name of one of the `settings` of A"),
+    argument("--setting-b", default="", help="name of one of the `settings` of B"),
+    argument("--port", type=int, default=7860, help="of the page, on this machine only (default: 7860)"),
+    *ENGINE,
+    examples=(
+        "mmrl compare-answers runs/my_run/checkpoint-100 runs/my_run/checkpoint-200",
+        "mmrl compare-answers evaluate/pareto.yaml evaluate/pareto.yaml --setting-a full --setting-b '1 bit'",
+    ),
+)
+def compare_answers(given: argparse.Namespace) -> None:
+    """Open a local page that asks two checkpoints or settings the same question side by side.
+
+    Both draw the same random numbers. The page is served to this machine alone, without sharing.
+    """
+    gradio = load_gradio()
+    from mmrl.build import check_source, open_source
+    from mmrl.inference.sources import resolve
+
+    both = ((given.first, given.setting_a), (given.second, given.setting_b))
+    options = engine_options(given)
+    sources = [resolve(name, given.overrides, setting=setting, options=options) for name, setting in both]
+    for source in sources:
+        check_source(source)
+    sessions = [open_source(source) for source in sources]
+    blocks = page(gradio, ask_both(sessions), [f"{name} {setting}".strip() for name, setting in both])
+    blocks.launch(server_name="127.0.0.1", server_port=given.port, share=False)
+
+
+def load_gradio() -> Any:
+    """Import gradio, or raise `ConfigError` that names its extra."""
+    try:
+        import gradio
+    except ImportError as error:
+        raise ConfigError("`mmrl compare-answers` needs gradio; install mmrl[ui]") from error
+    return gradio
+
+
+def ask_both(sessions: Sequence[Session]) -> Callable[..., list[Any]]:
+    """Make the function of the page: a question with the path of an image and of a video to the answers."""
+
+    def ask(question: str, image: str | None = None, video: str | None = None) -> list[Any]:
+        media = [image] if image else None, [video] if video else None
+        return [session.answer(question, *media) for session in sessions]
+
+    return ask
+
+
+def page(gradio: Any, ask: Callable[..., list[Any]], names: Sequence[str]) -> Any:
+    """Lay out the page: a question with a file, and an answer under the name of each model."""
+    with gradio.Blocks(title="mmrl compare-answers") as blocks:
+        question = gradio.Textbox(label="Question", lines=2)
+        with gradio.Row():
+            image, video = gradio.Image(label="Image", type="filepath"), gradio.Video(label="Video")
+        button = gradio.Button("Ask both")
+        with gradio.Row():
+            columns = [(gradio.Textbox(label=name, lines=8), gradio.Gallery(label=name)) for name in names]
+
+        def shown(*asked: str | None) -> list[Any]:
+            # Every column has a text and images, of which a model fills one.
+            values: list[Any] = []
+            for answer in ask(*asked):
+                images = answer if isinstance(answer, list) else [answer]
+                values += [answer, []] if isinstance(answer, str) else ["", images]
+            return values
+
+        outputs = [part for column in columns for part in column]
+        button.click(shown, [question, image, video], outputs)
+        question.submit(shown, [question, image, video], outputs)
+    return blocks

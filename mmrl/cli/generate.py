@@ -1,0 +1,268 @@
+"""The command that answers prompts: of the command line, of a file of rows, or a line each of the input."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from mmrl.cli.command import OVERRIDES, argument, command
+from mmrl.config.loading import ConfigError
+from mmrl.core.types import Prompt
+from mmrl.data.fields import RowError, plain, uid_of
+from mmrl.data.media import MediaError
+from mmrl.inference.session import Session, as_answer
+
+MODEL = argument(
+    "model", metavar="CONFIG_OR_MODEL", help="a YAML file, the folder of a run, or a model (folder, hub id)"
+)
+ENGINE = (
+    argument("--max-completion-length", type=int, metavar="N", help="the most tokens of an answer"),
+    argument("--temperature", type=float, metavar="T", help="0 takes the most likely token"),
+    argument("--seed", type=int, metavar="N", help="of random draws"),
+)
+IMAGES = Path("images")  # where images go that are given no other folder
+ASKED = ("prompt", "messages", "question", "caption")  # columns of rows, the first that is there
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A question with the columns of its row, which come back with the answer."""
+
+    prompt: Prompt
+    columns: Mapping[str, Any]
+
+
+@command(
+    MODEL,
+    OVERRIDES,
+    argument("--prompt", help="the question, or the description of an image"),
+    argument("--image", action="append", default=[], metavar="PATH", help="of --prompt; may be repeated"),
+    argument("--video", action="append", default=[], metavar="PATH", help="of --prompt; may be repeated"),
+    argument(
+        "--input",
+        type=Path,
+        metavar="ROWS",
+        help="rows (jsonl, json, parquet) with `prompt`, `messages` or `question`, and `image` or `video`",
+    ),
+    argument("--root", type=Path, help="folder of the media of --input (default: that of the rows)"),
+    argument(
+        "--output",
+        type=Path,
+        help="rows with `completion` (.jsonl); of a model that makes images a folder (default: images)",
+    ),
+    argument("--overwrite", action="store_true", help="replace the --output"),
+    argument(
+        "--batch-size", type=int, default=8, metavar="N", help="questions answered at once (default: 8)"
+    ),
+    *ENGINE,
+    examples=(
+        "mmrl generate runs/my_run --prompt 'What is this?' --image a.png",
+        "mmrl generate Qwen/Qwen2.5-VL-3B-Instruct --input rows.jsonl --output answers.jsonl",
+        "mmrl generate my_flow_model rollout.engine.0.height=256 --prompt 'a red cube' --output images",
+    ),
+)
+def generate(given: argparse.Namespace) -> None:
+    """Answer one prompt, the rows of a file, or the lines of the standard input.
+
+    Answers go to the standard output, progress to the standard error. A model that makes images writes PNG
+    files and `metadata.jsonl`, an image folder of `datasets`.
+    """
+    from mmrl.build import check_source, open_source
+    from mmrl.inference.sources import resolve
+
+    check_arguments(given)
+    source = resolve(given.model, given.overrides, options=engine_options(given))
+    check_source(source)
+    session = open_source(source)
+    answered = answers(session, questions(given, session), given.batch_size)
+    if given.output and given.output.suffix in (".jsonl", ".json", ".parquet"):
+        write_rows_of(answered, given.output)
+    elif given.output:
+        write_images(answered, given.output)
+    else:
+        for asked, answer in answered:
+            show(asked, answer, as_row=bool(given.input))
+
+
+def engine_options(given: argparse.Namespace) -> dict[str, Any]:
+    """Collect the flags that are options of the engine; those that were not given are None."""
+    return {name: getattr(given, name) for name in ("max_completion_length", "temperature", "seed")}
+
+
+def check_arguments(given: argparse.Namespace) -> None:
+    """Raise `ConfigError` for flags that do not fit each other, and media of --prompt that do not open."""
+    if given.prompt is not None and given.input is not None:
+        raise ConfigError("--prompt and --input both say what is asked; give one of them")
+    if given.prompt is None and (given.image or given.video):
+        raise ConfigError("--image and --video belong to a --prompt; rows of --input name their own")
+    if given.root is not None and given.input is None:
+        raise ConfigError("--root is the folder of the media of --input, which is not given")
+    if given.batch_size < 1:
+        raise ConfigError(f"--batch-size must be at least 1, not {given.batch_size}")
+    if given.input is not None and not given.input.exists():
+        raise ConfigError(f"there is no file or folder '{given.input}' (--input)")
+    for kind in ("image", "video"):
+        for path in getattr(given, kind):
+            check_medium(kind, Path(path).expanduser())
+    output = given.output
+    if output is None:
+        return
+    taken = any(output.iterdir()) if output.is_dir() else output.exists()
+    if given.input is not None and output.resolve() == given.input.resolve():
+        raise ConfigError(f"'{output}' is the --input; name another --output")
+    if taken and not given.overwrite:
+        raise ConfigError(f"'{output}' exists; name another --output, or give --overwrite")
+
+
+def check_medium(kind: str, path: Path) -> None:
+    """Raise `ConfigError` for a file that is missing, or that is no image or video."""
+    from mmrl.data.media import opened_video, read_image
+
+    if not path.is_file():
+        raise ConfigError(f"there is no file '{path}' (--{kind})")
+    try:
+        if kind == "image":
+            read_image(path, str(path))
+        else:
+            with opened_video(path):
+                pass
+    except MediaError as error:
+        raise ConfigError(f"--{kind}: {error}") from error
+
+
+# ---- what is asked
+
+
+def questions(given: argparse.Namespace, session: Session) -> Iterable[Asked]:
+    """Read what is asked: --prompt, the rows of --input, or the lines of the standard input."""
+    from mmrl.data.messages import prompt_of
+
+    if given.input is not None:
+        binary = given.output is not None and given.output.suffix == ".parquet"
+        return list(rows_of(given.input, given.root, session, binary=binary))
+    if given.prompt is None:
+        lines = (line.rstrip("\r\n") for line in sys.stdin)
+        texts = (line for line in lines if line.strip())
+        return (Asked(prompt_of(f"p{i}", text), {"prompt": text}) for i, text in enumerate(texts))
+    prompt = prompt_of("p0", given.prompt, given.image, given.video, read=session.media_reader())
+    named = {"images": given.image, "videos": given.video}
+    return [Asked(prompt, {"prompt": given.prompt, **{k: v for k, v in named.items() if v}})]
+
+
+def rows_of(path: Path, root: Path | None, session: Session, *, binary: bool = False) -> Iterator[Asked]:
+    """Read questions from rows; all rows that cannot be used are in one error, before anything is answered.
+
+    Without `binary`, columns must be what JSON can hold, since they are written with the answers.
+    """
+    from mmrl.data.dataset_io import DataRow, Rows, read_each
+    from mmrl.data.messages import prompt_of
+
+    root = root or (path if path.is_dir() else path.parent)
+    read = session.media_reader(root)
+
+    def make(row: DataRow, number: int) -> Asked:
+        columns = row.columns
+        if (name := next((name for name in ASKED if columns.get(name) is not None), None)) is None:
+            raise RowError(f"wanted one of {', '.join(ASKED)}, got the columns {', '.join(columns)}")
+        if "completion" in columns:
+            raise RowError("the row has a `completion`, where its answer would go; rename that column")
+        for column in columns:
+            if not binary:
+                plain(columns[column], column)
+        media = (in_columns(columns, kind) for kind in ("image", "video"))
+        prompt = prompt_of(uid_of(columns, f"p{number}"), columns[name], *media, read=read)
+        return Asked(prompt, columns)
+
+    yield from read_each(path, Rows(path, root), make)
+
+
+def in_columns(columns: Mapping[str, Any], kind: str) -> Sequence[Any]:
+    """List the media in the columns of a row: `image` or `images`, each one or a list."""
+    values = (columns.get(name) for name in (kind, f"{kind}s"))
+    return [
+        item for value in values if value is not None for item in (value if type(value) is list else [value])
+    ]
+
+
+# ---- the answers
+
+
+def answers(session: Session, asked: Iterable[Asked], size: int) -> Iterator[tuple[Asked, Any]]:
+    """Answer questions in batches, with progress on a terminal's standard error."""
+    from rich.console import Console
+    from rich.progress import track
+
+    total = len(asked) if isinstance(asked, list) else None
+    # Lines are answered as they come where a program or a person waits for each of them.
+    size, left = (size, iter(asked)) if total else (1, iter(asked))
+    quiet = not sys.stderr.isatty() or total in (None, 1)
+    console = Console(stderr=True)
+    batches = iter(lambda: list(islice(left, size)), [])
+    count = -(-total // size) if total else None
+    for batch in track(batches, "answering", count, console=console, disable=quiet):
+        outcomes = session.outcomes([item.prompt for item in batch])
+        yield from zip(batch, map(as_answer, outcomes), strict=True)
+
+
+def show(asked: Asked, answer: Any, *, as_row: bool) -> None:
+    """Print an answer, or the name of its file; as a JSON line with the columns of its row if wanted."""
+    import json
+
+    if isinstance(answer, str):
+        row = row_with(asked, answer)
+    else:
+        answer = save_next(answer, IMAGES)
+        row = {"file_name": answer, **asked.columns}
+    print(json.dumps(row, ensure_ascii=False) if as_row else answer, flush=True)
+
+
+def row_with(asked: Asked, answer: Any) -> dict[str, Any]:
+    """Add the answer to the columns of its row as `completion`."""
+    if not isinstance(answer, str):
+        raise ConfigError("this model makes images; name a folder for them as --output, not a file of rows")
+    return {**asked.columns, "completion": answer}
+
+
+def write_rows_of(answered: Iterable[tuple[Asked, Any]], path: Path) -> None:
+    """Write rows with their answers."""
+    from mmrl.data.dataset_io import write_rows
+
+    count = write_rows(path, (row_with(asked, answer) for asked, answer in answered))
+    print(f"{path}: {count} rows", file=sys.stderr)
+
+
+def write_images(answered: Iterable[tuple[Asked, Any]], folder: Path) -> None:
+    """Write the images as PNG files (videos as animated ones), and their prompts as `metadata.jsonl`."""
+    from mmrl.data.dataset_io import write_rows
+
+    def written() -> Iterator[dict[str, Any]]:
+        for number, (asked, answer) in enumerate(answered):
+            name = f"{number:05d}.png"
+            save_image(answer, folder / name)
+            yield {"file_name": name, **asked.columns}
+
+    count = write_rows(folder / "metadata.jsonl", written())
+    print(f"{folder}: {count} images", file=sys.stderr)
+
+
+def save_next(answer: Any, folder: Path) -> str:
+    """Save an image under the first of the names `00000.png`, ... that no file of a folder has."""
+    number = 0
+    while (path := folder / f"{number:05d}.png").exists():
+        number += 1
+    save_image(answer, path)
+    return str(path)
+
+
+def save_image(answer: Any, path: Path) -> None:
+    """Write an image as PNG, or the frames of a video as an animated one."""
+    if isinstance(answer, str):
+        raise ConfigError("this model answers in words; name a file such as answers.jsonl as --output")
+    first, *frames = answer if isinstance(answer, list) else [answer]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    first.save(path, **({"save_all": True, "append_images": frames, "duration": 62} if frames else {}))

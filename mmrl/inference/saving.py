@@ -1,0 +1,195 @@
+"""Saving a model for use elsewhere: adapters merged, transforms and the cache recorded as JSON beside it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import nn
+
+from mmrl.config.loading import ConfigError
+from mmrl.config.registry import find
+from mmrl.config.schema import as_plain, load
+from mmrl.inference.session import Session
+from mmrl.inference.sources import CACHE, STORED, TRANSFORMS, WEIGHTS, ModelSource
+from mmrl.reporting.html import find_run
+from mmrl.reporting.model_card import render_card, write_card
+from mmrl.runtime.checkpoint import publish
+from mmrl.runtime.files import remove
+from mmrl.runtime.modules import DTYPES, RECORD, applied_transforms, twin
+
+LOW_BIT = ("Linear4bit", "Linear8bitLt")
+# `model_type` of a folder with transforms, which transformers does not know: it must not load it as whole.
+PRUNED = "mmrl_pruned"
+
+
+@runtime_checkable
+class Exportable(Protocol):
+    """A policy that can be written as a model of its own."""
+
+    def merge(self) -> None:
+        """Merge the adapter into the weights."""
+
+    def save(self, folder: Path) -> None:
+        """Write the model as a folder that its library loads."""
+
+
+def check_output(folder: Path, overwrite: bool) -> None:
+    """Raise `ConfigError` for an output folder with files in it, unless they may be replaced."""
+    if folder.is_file() or (folder.is_dir() and any(folder.iterdir()) and not overwrite):
+        raise ConfigError(f"'{folder}' exists and is not empty; name another folder, or give --overwrite")
+
+
+def export(session: Session, source: ModelSource, folder: Path, *, overwrite: bool = False) -> list[str]:
+    """Write what answers in a session, so that `load_engine(folder)` answers the same; returns what it is.
+
+    The adapter is merged into the weights. Without transforms, and with structured ones alone, it is
+    a folder of transformers or diffusers. A model with other transforms is not loaded by `from_pretrained`,
+    which would leave them out: `mmrl.load_pruned` and `load_engine` load it. A cache is
+    written as `kv_cache.json`.
+
+    Raises:
+        ConfigError: The folder is not empty and `overwrite` is off.
+    """
+    check_output(folder, overwrite)
+    policy, options, written = session.policy, source.config.policy.options, []
+    if not isinstance(policy, Exportable):
+        raise ConfigError(f"the policy '{source.config.policy.name}' cannot be exported: it has no `merge`")
+    policy.merge()
+    if options.get("lora_rank") or options.get("adapter"):
+        written.append("adapter merged into the weights")
+    unfinished = folder.with_name(f"{folder.name}.tmp")
+    remove(unfinished)
+    if any(piece.get("transform") for piece in (options, *(piece.options for piece in source.engines))):
+        model = session.engine.rollout_policy.model
+        save_transformed(model, unfinished, policy.prompt_encoder.processor)
+        written += [f"transform {transform['name']}" for transform in applied_transforms(model)]
+    else:
+        policy.save(unfinished)
+    for piece in source.engines:
+        if cache := piece.options.get("cache"):
+            written.append(f"cache {save_cache(as_plain(cache), unfinished)}")
+    write_export_card(source, written, unfinished, folder.resolve().name)
+    publish(unfinished, folder)
+    return written
+
+
+def write_export_card(source: ModelSource, written: Sequence[str], folder: Path, name: str) -> None:
+    """Write the card of an export; that of a trained model has its method and its last evaluation."""
+    notes = [f"Exported: {', '.join(written)}."] if written else []
+    if (folder / TRANSFORMS).is_file():
+        notes.append(
+            "**`from_pretrained` does not load this folder**: it would leave the transforms out. Load it "
+            "with `mmrl.load_engine(folder)`, or as a module of torch with `mmrl.load_pruned(folder)`."
+        )
+    elif (folder / CACHE).is_file():
+        notes.append(f"`mmrl.load_engine(folder)` uses the cache of `{CACHE}`; other libraries do not.")
+    if source.run is None:
+        render_card(folder, name, source.config.policy, source.engines, notes)
+        return
+    run, step = find_run(source.run), source.step
+    held_out: dict[str, float] = {}
+    for record in run.records[:step]:
+        held_out |= {name: value for name, value in record.items() if name.startswith("eval_")}
+    if step >= run.done:  # the last evaluation came after the last step
+        held_out |= {f"eval_{metric}": value for metric, value in run.metrics.items()}
+        for metric, (low, high) in run.intervals.items():
+            held_out |= {f"eval_{metric}/low": low, f"eval_{metric}/high": high}
+    write_card(load(source.run / "config.yaml"), step, held_out, folder, notes=notes)
+
+
+def save_cache(cache: str | Mapping[str, Any], folder: Path) -> str:
+    """Write the name and options of a cache as JSON, with a copy of its codebook; returns its name."""
+    piece = {"name": cache} if isinstance(cache, str) else dict(cache)
+    if codebook := piece.get("codebook"):
+        piece["codebook"] = Path(codebook).name
+        shutil.copy(codebook, folder / piece["codebook"])
+    (folder / CACHE).write_text(json.dumps(piece, indent=2) + "\n")
+    return piece["name"]
+
+
+def save_transformed(model: nn.Module, folder: str | Path, processor: Any = None) -> None:
+    """Write a model with its transforms.
+
+    Transforms that are in the weights themselves (`structured_pruning`) leave an ordinary folder of
+    transformers, with the smaller weights. Others leave the untransformed model in the folder `weights`, the
+    transforms as JSON, and a `config.json` of a type that transformers refuses. Heads, FFN units and layers
+    are listed one by one, so no plan is needed to load it. Low-bit weights are written dequantised, which
+    gives the same codes when they are quantised again.
+    """
+    folder, done = Path(folder), applied_transforms(model)
+    ordinary = all(transform["name"] in STORED for transform in done)
+    home = folder if ordinary else folder / WEIGHTS
+    plain = twin(model)
+    for name, module in model.named_modules():
+        if type(module).__name__ in LOW_BIT:
+            plain.set_submodule(name, _dequantised(module))
+    plain.save_pretrained(str(home))
+    if processor is not None:
+        processor.save_pretrained(str(home))
+    if ordinary:
+        return
+    dtypes = {p.dtype for p in plain.parameters() if p.is_floating_point()}
+    widest = max(dtypes, key=lambda dtype: dtype.itemsize)  # of bfloat16 beside float32: float32
+    record = {
+        "dtype": str(widest).removeprefix("torch."),
+        # Scales that were quantised themselves (`double`) are loaded as they are.
+        "transforms": [{**x, "double": False} if x.get("double") else x for x in done],
+    }
+    (folder / TRANSFORMS).write_text(json.dumps(record) + "\n")
+    config = {
+        "model_type": PRUNED,
+        "architectures": ["MmrlPrunedModel"],
+        "base_model_type": model.config.model_type,
+        "transforms": [transform["name"] for transform in done],
+        "load_with": "mmrl.load_pruned(folder) or mmrl.load_engine(folder)",
+    }
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
+def load_pruned(folder: str | Path, *, attn_implementation: str = "sdpa") -> nn.Module:
+    """Load a folder that `save_transformed` wrote with transforms; logits are the same bit for bit."""
+    from transformers import AutoModelForImageTextToText
+
+    path = Path(folder) / TRANSFORMS
+    try:
+        record = json.loads(path.read_text())
+    except (OSError, json.JSONDecodeError) as error:
+        raise ValueError(f"cannot read '{path}', which `mmrl export` writes: {error}") from error
+    # Loading in the widest dtype is exact for narrower weights, and `layer_cast` casts them again.
+    model = AutoModelForImageTextToText.from_pretrained(
+        str(Path(folder) / WEIGHTS),
+        dtype=DTYPES[record["dtype"]],
+        attn_implementation=attn_implementation,
+        use_safetensors=True,
+        trust_remote_code=False,
+    ).eval()
+    for transform in record["transforms"]:
+        options = {key: _tuples(value) for key, value in transform.items()}
+        name = options.pop("name")
+        if name in STORED:
+            vars(model)[RECORD] = (*applied_transforms(model), {"name": name, **options})
+        else:
+            model = find("transform", f"compression.{name}").target(model, **options)
+    return model
+
+
+@torch.no_grad()
+def _dequantised(linear: nn.Module) -> nn.Module:
+    """Dequantise a low-bit linear layer by its products with unit vectors."""
+    out = nn.Linear(linear.in_features, linear.out_features, linear.bias is not None, device="meta")
+    ones = torch.eye(linear.in_features, device=linear.weight.device)  # one unit vector a row
+    bias = 0.0 if linear.bias is None else linear.bias.detach()
+    out.weight = nn.Parameter((linear(ones) - bias).T.contiguous())
+    if linear.bias is not None:
+        out.bias = nn.Parameter(bias)
+    return out
+
+
+def _tuples(value: Any) -> Any:
+    """Turn JSON lists into the tuples that options are."""
+    return tuple(map(_tuples, value)) if type(value) is list else value

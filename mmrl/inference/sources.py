@@ -1,0 +1,264 @@
+"""From what a user names (configuration, run, checkpoint, model) to the configuration of its engine."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, is_dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from mmrl.config.loading import ConfigError, change, merge, read
+from mmrl.config.registry import find
+from mmrl.config.schema import Config, EvaluateConfig, Piece, as_plain, load, parse, parse_some
+from mmrl.config.sweep import setting_of
+from mmrl.runtime.checkpoint import MODEL, checkpoints, step_of
+
+ADAPTERS = ("adapter_config.json", "pytorch_lora_weights.safetensors")  # of peft and of diffusers
+PIPELINE = "model_index.json"  # of diffusers
+# What `mmrl export` leaves beside the weights: the transforms of the model, and the cache of its engine.
+TRANSFORMS, WEIGHTS, CACHE = "transforms.json", "weights", "kv_cache.json"
+STORED = ("structured_pruning",)  # transforms whose result is in the weights, so that loading skips them
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """The configuration of an engine, and the model folder whose weights its policy loads (None: its own).
+
+    `run` is the folder of the training run that the model comes from, `step` that of its checkpoint.
+    """
+
+    config: Config | EvaluateConfig
+    weights: Path | None = None
+    run: Path | None = None
+    step: int = 0
+
+    @property
+    def place(self) -> str:
+        """Where the configuration lists its engines."""
+        return "rollout.engine" if isinstance(self.config, Config) else "evaluation.engine"
+
+    @property
+    def engines(self) -> Sequence[Piece]:
+        """The engines: of a training run those of its rollouts."""
+        config = self.config
+        return config.rollout.engine if isinstance(config, Config) else config.evaluation.engine
+
+    @property
+    def data(self) -> Mapping[str, Any]:
+        """The options of the data set of the configuration, such as `max_frames` of videos."""
+        data = self.config.data if isinstance(self.config, Config) else self.config.evaluation.data
+        return data.options if data else {}
+
+
+def resolve(
+    source: str | Path | Config | EvaluateConfig,
+    overrides: Sequence[str] = (),
+    *,
+    setting: str = "",
+    options: Mapping[str, Any] | None = None,
+) -> ModelSource:
+    """Find the configuration of what a user names; nothing is loaded.
+
+    Args:
+        source: A configuration or its file; the folder of a run (its last checkpoint) or of a checkpoint; a
+            model folder or hub id, for which the presets of `configs/defaults` stand.
+        overrides: Changes as on the command line, such as "policy.dtype=float32".
+        setting: Name of one of the `settings` of an evaluation.
+        options: Options of the engine, such as `temperature`, and `seed`; None leaves one as it is.
+    """
+    found = _resolve(source, overrides)
+    config = found.config
+    if setting and isinstance(config, Config):
+        raise ConfigError(f"'{setting}' is to be a setting of an evaluation, but this is a training run")
+    if setting:
+        config = setting_of(config, setting)
+    found = replace(found, config=config)
+    if not found.engines:
+        raise ConfigError(f"'{found.place}' is empty; name the engine that answers")
+    wanted = {name: value for name, value in (options or {}).items() if value is not None}
+    if not wanted:
+        return found
+    changes: dict[str, Any] = {}
+    for name, value in wanted.items():
+        changes = merge(changes, {"seed": value} if name == "seed" else _option(found, name, value))
+    return replace(found, config=_parsed(merge(as_plain(config), changes)))
+
+
+def _resolve(source: Any, overrides: Sequence[str]) -> ModelSource:
+    if is_dataclass(source):
+        return ModelSource(parse(change(as_plain(source), overrides), type(source)))
+    path = Path(source).expanduser()
+    if path.is_dir():
+        run = _run_of(path)
+        return _checkpoint(*run, overrides) if run else _model(str(path), overrides)
+    if path.suffix in (".yaml", ".yml") or path.is_file():
+        return ModelSource(
+            load(path, overrides, Config if "rollout" in read(path, overrides) else EvaluateConfig)
+        )
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+", str(source)):
+        raise ConfigError(
+            f"there is no file or folder '{source}'; name a configuration (.yaml), the output_dir of a run, "
+            "a model folder, or a model of the hub as owner/name"
+        )
+    return _model(str(source), overrides)
+
+
+def _parsed(raw: dict[str, Any]) -> Config | EvaluateConfig:
+    """Parse a whole configuration; of a preset, what only training needs stays None."""
+    if "evaluation" in raw and "rollout" not in raw:
+        return parse(raw, EvaluateConfig)
+    given = {key: value for key, value in raw.items() if value is not None}
+    return parse_some(given, Config)
+
+
+def _option(found: ModelSource, name: str, value: Any) -> dict[str, Any]:
+    """Say which engine takes an option, as a change of the configuration."""
+    taken = {i: find("engine", piece.name).options for i, piece in enumerate(found.engines)}
+    at = next((i for i, options in taken.items() if name in options), None)
+    if at is None:
+        names = ", ".join(f"'{piece.name}'" for piece in found.engines)
+        raise ConfigError(
+            f"no engine of '{found.place}' takes `{name}`: {names} takes "
+            f"{', '.join(dict.fromkeys(name for options in taken.values() for name in options))}"
+        )
+    section, field = found.place.split(".")
+    return {section: {field: {str(at): {name: value}}}}
+
+
+# ---- runs and their checkpoints
+
+
+def _run_of(folder: Path) -> tuple[Path, Path] | None:
+    """Find the folder of a run, and the model folder of a checkpoint of it; None for another folder."""
+    if (folder / "config.yaml").is_file():
+        saved = [found / MODEL for found in checkpoints(folder)]
+        if not saved:
+            raise ConfigError(f"the run '{folder}' has no checkpoint yet; train on, or name its config.yaml")
+        return folder, saved[0]
+    step = folder.parent if folder.name == MODEL else folder
+    model = step / MODEL
+    if (
+        re.fullmatch(r"checkpoint-\d+", step.name)
+        and model.is_dir()
+        and (step.parent / "config.yaml").is_file()
+    ):
+        return step.parent, model
+    return None
+
+
+def _checkpoint(run: Path, model: Path, overrides: Sequence[str]) -> ModelSource:
+    """Read the configuration of a run; its policy gets the weights of a checkpoint."""
+    raw = read(run / "config.yaml")
+    options = {} if isinstance(raw["policy"], str) else raw["policy"]
+    adapted = any((model / name).is_file() for name in ADAPTERS)
+    # A whole model needs nothing of the model that it was made from, which may be gone.
+    replaces = "model" in options and not adapted and not options.get("transform")
+    if replaces:
+        raw = merge(raw, {"policy": {"model": str(model)}})
+    config = parse(change(raw, overrides), Config)
+    return ModelSource(config, None if replaces else model, run, step_of(model.parent))
+
+
+# ---- models without a configuration
+
+
+def _model(name: str, overrides: Sequence[str]) -> ModelSource:
+    """Complete a preset for a model folder or hub id, with what an export left in the folder."""
+    folder, policy, engine = _folder(name), {"model": name}, {}
+    if folder is not None:
+        if (folder / ADAPTERS[1]).is_file() and not (folder / PIPELINE).is_file():
+            raise ConfigError(
+                f"'{name}' holds an adapter of diffusers, which does not name its base model; name the run "
+                "it comes from, or a configuration whose policy has `model`, `lora_rank` and `adapter`"
+            )
+        policy |= _adapter(folder) | _transforms(folder)
+        engine = _cache(folder)
+    preset = read(f"defaults/{'flow' if names_pipeline(name) else 'vision_language'}.yaml")
+    preset = merge(preset, {"policy": policy, "rollout": {"engine": {"0": engine}} if engine else {}})
+    return ModelSource(_parsed(change(preset, overrides)))
+
+
+def _folder(name: str) -> Path | None:
+    """Return the folder of a model; of one of the hub only where there are files in it for mmrl to read."""
+    if Path(name).expanduser().is_dir():
+        return Path(name).expanduser()
+    if not any(_on_hub(name, file) for file in (ADAPTERS[0], TRANSFORMS, CACHE)):
+        return None
+    from huggingface_hub import snapshot_download
+
+    return Path(snapshot_download(name))
+
+
+def names_pipeline(name: str) -> bool:
+    """Return whether a folder or a model of the hub is a pipeline of diffusers."""
+    folder = Path(name).expanduser()
+    return (folder / PIPELINE).is_file() if folder.is_dir() else _on_hub(name, PIPELINE)
+
+
+def _on_hub(name: str, file: str) -> bool:
+    """Return whether a model of the hub has a file, of which a copy is then in the local cache."""
+    from transformers.utils import cached_file
+
+    # Without these, `cached_file` raises for a missing file or model; loading the model says what is wrong.
+    quiet = ("missing_entries", "connection_errors", "gated_repo")
+    return cached_file(name, file, **{f"_raise_exceptions_for_{what}": False for what in quiet}) is not None
+
+
+def _adapter(folder: Path) -> dict[str, Any]:
+    """Name the base model of an adapter of peft."""
+    if not (folder / ADAPTERS[0]).is_file():
+        return {}
+    base = _json(folder / ADAPTERS[0]).get("base_model_name_or_path")
+    if not isinstance(base, str) or not base:
+        raise ConfigError(
+            f"'{folder / ADAPTERS[0]}' names no base_model_name_or_path, the model it belongs to"
+        )
+    return {"model": base, "adapter": str(folder)}
+
+
+def _transforms(folder: Path) -> dict[str, Any]:
+    """Name the transforms of a pruned model, which `mmrl export` wrote."""
+    if not (folder / TRANSFORMS).is_file():
+        return {}
+    listed = _json(folder / TRANSFORMS).get("transforms")
+    wanted = [piece for piece in listed or () if piece.get("name") not in STORED]
+    pieces = [
+        _registered("transform", {**piece, "name": f"compression.{piece.get('name')}"}) for piece in wanted
+    ]
+    return {"model": str(folder / WEIGHTS), "transform": pieces}
+
+
+def _cache(folder: Path) -> dict[str, Any]:
+    """Name the cache of a model, which `mmrl export` wrote; files that it names are in the folder."""
+    if not (folder / CACHE).is_file():
+        return {}
+    piece = _registered("cache", _json(folder / CACHE))
+    if codebook := piece.get("codebook"):
+        if Path(codebook).name != codebook or not (folder / codebook).is_file():
+            raise ConfigError(f"'{folder / CACHE}' must name a codebook inside its folder, not '{codebook}'")
+        piece["codebook"] = str(folder / codebook)
+    return {"cache": piece}
+
+
+def _registered(kind: str, piece: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a piece that a model folder names; data must not choose code, so it is one of the library's."""
+    name = piece.get("name")
+    if not isinstance(name, str) or not re.fullmatch(r"\w+\.\w+", name):
+        raise ConfigError(
+            f"a model folder may only name a {kind} of mmrl, such as compression.x, not {name!r}"
+        )
+    find(kind, name)
+    return dict(piece)
+
+
+def _json(path: Path) -> dict[str, Any]:
+    """Read a JSON object."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"cannot read '{path}': {error}") from error
+    if not isinstance(value, dict):
+        raise ConfigError(f"'{path}' must hold a JSON object, not a {type(value).__name__}")
+    return value

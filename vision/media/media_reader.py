@@ -1,0 +1,67 @@
+"""Reading of images and videos that a user or a program gives, of any usual form."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from mmrl.core.types import Media
+from mmrl.data.fields import RowError, short
+from mmrl.data.media import MediaError
+from mmrl.data.object_rows import as_png
+from mmrl.vision.media.media_root import MediaRef, MediaRoot, decode_image
+from mmrl.vision.media.video import FrameSampling
+
+
+@dataclass(frozen=True)
+class MediaReader:
+    """Turns what names or is an image or a video into lazily decoded media.
+
+    Args:
+        sampling: Which frames of videos are read.
+        root: Folder that paths are relative to and may not leave; None for paths that the caller chose.
+    """
+
+    sampling: FrameSampling = FrameSampling(max_frames=64)
+    root: MediaRoot | None = None
+
+    @classmethod
+    def of_data(cls, options: Mapping[str, Any], root: Path | None = None) -> MediaReader:
+        """Read videos as a data set with these options does; others of its options do not matter."""
+        known = {field.name for field in fields(FrameSampling)}
+        sampling = {"max_frames": 64, **{name: value for name, value in options.items() if name in known}}
+        return cls(FrameSampling(**sampling), None if root is None else MediaRoot(root))
+
+    def __call__(self, kind: str, value: Any, place: str) -> Media:
+        """Make a medium of a path, bytes, an image of PIL or an array (height, width, 3) uint8.
+
+        Raises `RowError` for anything else, and for a file that is missing.
+        """
+        match value:
+            case str() | Path():
+                return self._file(kind, str(value), place)
+            case bytes() | {"bytes": bytes()}:
+                data = value if isinstance(value, bytes) else value["bytes"]
+                return (self.root or MediaRoot(Path())).medium(MediaRef(kind, "", data), place, self.sampling)
+            case {"path": str(path)}:
+                return self._file(kind, path, place)
+        if kind != "image" or not (hasattr(value, "getexif") or getattr(value, "ndim", 0) == 3):
+            forms = (
+                "a path" if kind == "video" else "a path, a PIL image or an array (height, width, 3) uint8"
+            )
+            raise RowError(f"wanted {forms} as {place}, got {short(value)}")
+        data = as_png(value)["bytes"]
+        return Media("image", place, lambda: decode_image(data, place), data)
+
+    def _file(self, kind: str, path: str, place: str) -> Media:
+        if "://" in path:
+            raise MediaError(f"{place} is the address '{path}', and nothing is downloaded; name a local file")
+        root, name = self.root, path
+        if root is None:
+            chosen = Path(path).expanduser().resolve()  # a link that the caller chose may lead anywhere
+            root, name = MediaRoot(chosen.parent), chosen.name
+            if not chosen.is_file():
+                raise MediaError(f"there is no file '{path}', given as {place}")
+        return replace(root.medium(MediaRef(kind, name), place, self.sampling), name=path)
