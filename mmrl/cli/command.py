@@ -89,7 +89,7 @@ CONFIG = argument("config", help="a YAML file, or one that comes with mmrl", com
 OVERRIDES = argument(
     "overrides",
     nargs="*",
-    default=[],  # else argparse calls them required
+    default=(),  # else argparse calls them required
     metavar="key=value",
     help="changes, dotted: learn.learning_rate=1e-6",
     completer=completion.overrides,
