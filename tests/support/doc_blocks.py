@@ -38,6 +38,7 @@ from mmrl.core.rng import Stream
 
 command_line.parser()  # imports every command now, not while a test has replaced what they import
 ROOT = Path(__file__).parents[2]
+command_line.parser()  # imports the commands now, not where a test has replaced what they import
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 FENCE = re.compile(r"^(?P<indent> *)```(?P<kind>[^\n`]*)\n(?P<text>.*?)^ *```\s*$", re.MULTILINE | re.DOTALL)
 FILE = re.compile(r"# ([\w/]+\.(?:py|yaml))\n")
