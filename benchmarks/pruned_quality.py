@@ -234,7 +234,7 @@ def main() -> None:
 
 def judge(found: Mapping[str, Any]) -> None:
     """Tell what is lost against the whole model, and whether it is what may be."""
-    metric = found["quality"]
+    metric = found["target_metric"]
     for name, one in found["settings"].items():
         if name not in TARGETS:
             continue

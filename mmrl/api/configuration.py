@@ -43,6 +43,7 @@ def configuration(
     raw = reduce(merge, changes, raw)
     if reward_funcs is not None:
         raw["rewards"] = _rewards(reward_funcs)
+        raw = merge(raw, _filtered(raw.get("group_filter"), raw["rewards"]))
     if weights is not None:
         raw["rewards"] = _weighted(raw.get("rewards") or (), weights)
     if train_dataset is not None:
@@ -160,6 +161,17 @@ def _rewards(rewards: Reward | Sequence[Reward]) -> list[dict[str, Any]]:
     """Name one reward or several in a configuration."""
     single = callable(rewards) or isinstance(rewards, str | Mapping)
     return [reward_piece(reward) for reward in ([rewards] if single else rewards)]
+
+
+def _filtered(group_filter: Any, rewards: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Let the filter of a method that reads a reward of its own, as DAPO's does, read the first one given."""
+    names = [
+        reward.get("label") or reward["name"].rpartition(":")[2].rpartition(".")[2] for reward in rewards
+    ]
+    match group_filter:
+        case {"of": str(name)} if name not in names:
+            return {"group_filter": {"of": names[0]}}
+    return {}
 
 
 def _weighted(pieces: Sequence[Any], weights: Sequence[float]) -> list[dict[str, Any]]:

@@ -49,6 +49,7 @@ class Trainer:
             place; weights that are trained become float32.
         reward_funcs: One reward or several: functions in TRL's form or mmrl's, names such as
             "vision.temporal_iou", or mappings `{"name": ..., "weight": ...}`. Left out, those of the method.
+            A method that filters groups by a reward of its own, as DAPO does, filters by the first one.
         args: TRL's keyword names (`{"beta": 0.04, "num_generations": 8}`, or a `GRPOConfig`), and keys of an
             mmrl configuration, nested (`{"learn": {...}}`) or dotted (`{"learn.num_iterations": 2}`). Where
             neither `method` nor `config` is given, a `GRPOConfig` is completed by TRL's defaults.

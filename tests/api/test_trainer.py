@@ -280,3 +280,9 @@ def test_an_object_of_arguments_is_completed_by_the_defaults_of_trl(qwen, tmp_pa
     assert alone["objective"]["aggregation"] == {"name": "step_mean"}
     assert with_method["objective"]["aggregation"] == "sequence_mean"
     assert alone["learn"]["learning_rate"] == {"name": "linear", "start": 1e-6, "end": 0.0, "steps": 2}
+
+
+def test_a_method_that_filters_by_a_reward_of_its_own_filters_by_the_first_one_given(qwen, tmp_path):
+    asked = [{"prompt": row["question"], "image": row["image"]} for row in rows()]
+    trainer = mmrl.Trainer(qwen, [length, constant], args(tmp_path), asked, method="dapo", quiet=True)
+    assert trainer.config.group_filter.options["of"] == "length"
