@@ -13,7 +13,7 @@ from mmrl.config.loading import ConfigError
 from mmrl.config.schema import Config, as_piece, as_plain
 from mmrl.core.reward_table import Measured
 from mmrl.reporting.metrics import describe_measured
-from mmrl.training.callbacks import add_callback
+from mmrl.api.callbacks import add_callback
 from mmrl.training.checkpointing import look, write_model
 from mmrl.training.loop import train
 
