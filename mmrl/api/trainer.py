@@ -7,13 +7,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from mmrl.api.callbacks import add_callback
 from mmrl.api.configuration import Reward, configuration, data_piece
 from mmrl.build import build, held_out, make_evaluator
 from mmrl.config.loading import ConfigError
 from mmrl.config.schema import Config, as_piece, as_plain
 from mmrl.core.reward_table import Measured
 from mmrl.reporting.metrics import describe_measured
-from mmrl.api.callbacks import add_callback
 from mmrl.training.checkpointing import look, write_model
 from mmrl.training.loop import train
 

@@ -38,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"error: {one_line(error)}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("stopped; the same command continues from the last checkpoint", file=sys.stderr)
+        print("stopped", file=sys.stderr)
         return 130
     except BrokenPipeError:  # the reader of our output left: `mmrl list | head`
         sys.stderr.close()

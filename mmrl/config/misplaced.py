@@ -67,7 +67,7 @@ def _among(error: UnknownKey, places: Iterable[str]) -> str:
     found = [place for place in dict.fromkeys(places) if place.rpartition(".")[2] == error.key]
     found.sort(key=lambda place: (not place.startswith(section), place.startswith("evaluation.")))
     others = ", ".join(f"`{place}`" for place in found[1:4])
-    return f"did you mean `{found[0]}`?{f' (there are also {others})' if others else ''}" if found else ""
+    return f"did you mean `{found[0]}`?{f' (there is {others} as well)' if others else ''}" if found else ""
 
 
 def _of_trl(key: str) -> str:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from mmrl.core.tensor import linspace_indices
 from mmrl.core.types import Outcome, Prompt
+from mmrl.data.media import MediaError
 
 SIDE = 120  # height of an answer's thumbnail in pixels; prompts show several smaller frames in a row
 GAP = 2  # pixels between frames
@@ -36,8 +37,14 @@ def strip(frames: Tensor, *, height: int = 72, most: int = 4) -> bytes:
 
 
 def of_prompt(prompt: Prompt) -> bytes | None:
-    """Make a thumbnail of the first image or video of a prompt; None where it has none."""
-    return strip(prompt.media[0].load().pixels) if prompt.media else None
+    """Make a thumbnail of the first image or video of a prompt; None where there is none to see.
+
+    Where answers are recorded, images may be missing or broken: a model that needs one has raised before.
+    """
+    try:
+        return strip(prompt.media[0].load().pixels) if prompt.media else None
+    except MediaError:
+        return None
 
 
 def of_outcome(outcome: Outcome) -> bytes | None:

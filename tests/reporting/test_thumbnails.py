@@ -8,6 +8,7 @@ import torch
 from PIL import Image
 
 from mmrl.core.types import Frames, Media, Message, Outcome, Part, Prompt
+from mmrl.data.media import MediaError
 from mmrl.reporting.thumbnails import SIDE, data_uri, of_outcome, of_prompt, strip
 
 
@@ -50,3 +51,11 @@ def test_a_prompt_shows_its_first_medium():
 
 def test_a_data_uri_embeds_the_jpeg():
     assert data_uri(b"\x00\xff") == "data:image/jpeg;base64,AP8="
+
+
+def test_a_prompt_whose_image_cannot_be_read_has_no_thumbnail():
+    def broken():
+        raise MediaError("there is no file 'a.png'")
+
+    prompt = Prompt("p", (Message("user", (Part(media=Media("image", "a.png", broken)),)),))
+    assert of_prompt(prompt) is None
