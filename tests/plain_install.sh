@@ -18,7 +18,7 @@ mkdir "$env/work"
 cd "$env/work"
 export HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1
 mmrl() { "$env/bin/mmrl" "$@"; }
-for command in train evaluate doctor estimate-memory build check data report list env; do
+for command in train evaluate generate chat check doctor estimate-memory report build compare compare-answers data env export keys list push watch; do
     mmrl "$command" --help > /dev/null
 done
 for number in 1 2 3 4 5 6 7 8; do
@@ -45,7 +45,7 @@ settings:
 output_dir: evaluation
 YAML
 mmrl build build/tiny_qwen2_5_vl.yaml output=model
-mmrl check run.yaml evaluation.yaml train/charades_sta_grpo.yaml
+mmrl check run.yaml evaluation.yaml methods/grpo/dapo.yaml
 mmrl data check rows.jsonl
 mmrl train run.yaml
 mmrl evaluate evaluation.yaml

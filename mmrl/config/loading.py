@@ -121,9 +121,7 @@ def _locate(path: Path, above: tuple[Path, ...]) -> Path:
             raise ConfigError(f"cannot look for the file '{place}': {error.strerror}") from error
     by = f", included by '{above[-1]}'" if above else ""
     looked = f"looked at {', '.join(str(p) for p in places)}"
-    beside = {
-        file.stem: path.with_name(file.name) for place in places for file in place.parent.glob("*.yaml")
-    }
+    beside = {file.stem: path.parent / file.name for place in places for file in place.parent.glob("*.yaml")}
     near = difflib.get_close_matches(path.stem, beside, 1)
     hint = f"did you mean '{beside[near[0]]}'? " if near else ""
     raise ConfigError(f"there is no file '{path}'{by}; {hint}{looked}")
