@@ -45,9 +45,10 @@ settings:
 output_dir: evaluation
 YAML
 mmrl build build/tiny_qwen2_5_vl.yaml output=model
-mmrl check run.yaml evaluation.yaml methods/grpo/dapo.yaml
+mmrl check run.yaml methods/grpo/dapo.yaml
 mmrl data check rows.jsonl
 mmrl train run.yaml
+mmrl check evaluation.yaml
 mmrl evaluate evaluation.yaml
 mmrl report run
 mmrl list > pieces.txt

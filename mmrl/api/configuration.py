@@ -58,10 +58,8 @@ def _base(config: Any, method: str, model: Any) -> dict[str, Any]:
     """Read what the run begins with: a whole configuration, or the defaults of the model and the method."""
     match config:
         case None:
-            flow = is_pipeline(model)
-            file = method_file(method or ("flow_grpo" if flow else "grpo"))
-            pairs = file.parent.name == "preference"
-            kind = "flow" if flow else "preference" if pairs else "vision_language"
+            file = method_file(method or ("flow_grpo" if is_pipeline(model) else "grpo"))
+            kind = file.parent.name if file.parent.name in ("flow", "preference") else "vision_language"
             return merge(read(f"defaults/{kind}.yaml"), read(file))
         case Config():
             raw = dict(as_plain(config))

@@ -102,8 +102,10 @@
     const colour = (row) => {
       const v = value(row, by);
       if (v === null || (names.length === 2 && Math.abs(v) <= equal)) return "#8a97a5";
-      const share = names.length === 2 ? Number(v > 0) : high > low ? (v - low) / (high - low) : 1;
-      const mixed = [[194, 43], [37, 138], [92, 62]].map(([a, b]) => Math.round(a + share * (b - a)));
+      const { correct } = row.sides[0][0];
+      if (names.length === 1 && high <= low && correct == null) return "#8a97a5"; // nothing to compare
+      const share = names.length === 2 ? Number(v > 0) : high > low ? (v - low) / (high - low) : Number(correct);
+      const mixed = [[200, 31], [90, 111], [20, 180]].map(([a, b]) => Math.round(a + share * (b - a)));
       return `rgb(${mixed})`;
     };
     at = Math.max(0, Math.min(at, found.length - 1));
