@@ -47,7 +47,7 @@ def compare_answers(given: argparse.Namespace) -> None:
 def load_gradio() -> Any:
     """Import gradio, or raise `ConfigError` that names its extra."""
     try:
-        import gradio
+        import gradio  # pyright: ignore[reportMissingImports]
     except ImportError as error:
         raise ConfigError("`mmrl compare-answers` needs gradio; install mmrl[ui]") from error
     return gradio

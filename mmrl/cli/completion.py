@@ -17,7 +17,7 @@ Completer = Callable[..., Iterable[str]]
 def complete(parser: argparse.ArgumentParser) -> None:
     """Answer the shell with completions, and end the process, where it is a shell that asks."""
     try:
-        import argcomplete
+        import argcomplete  # pyright: ignore[reportMissingImports]
     except ImportError:  # an extra
         return
     argcomplete.autocomplete(parser, always_complete_options=False)

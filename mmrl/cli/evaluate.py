@@ -52,7 +52,7 @@ def evaluate(given: argparse.Namespace) -> None:
 
 @command(
     argument("first", type=Path, help="the output_dir of an evaluation or a run, or a parquet file"),
-    argument("second", type=Path, help="another one; better and worse are said of this one"),
+    argument("second", type=Path, help="another one, which is called better or worse than the first"),
     argument("--by", help="the reward that the page orders by (default: the first that is only 0 and 1)"),
     argument("--output", type=Path, default=Path("compared.html"), help="the page to write (compared.html)"),
     examples=(
