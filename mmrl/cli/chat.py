@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from mmrl.cli.command import OVERRIDES, argument, command
+from mmrl.cli.command import OVERRIDES, argument, command, for_terminal
 from mmrl.cli.generate import ENGINE, IMAGES, MODEL, check_medium, engine_options, save_next
 from mmrl.config.loading import ConfigError
 from mmrl.inference.session import Session
@@ -72,7 +72,7 @@ def chat(given: argparse.Namespace) -> None:
             continue
         if not isinstance(reply, str):
             reply = save_next(reply, given.output)
-        print(reply, flush=True)
+        print(for_terminal(reply), flush=True)
 
 
 def respond(talk: Conversation, line: str) -> Any:

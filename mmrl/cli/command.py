@@ -107,6 +107,13 @@ def one_line(error: Exception) -> str:
     return " ".join(line.strip() for line in str(error).splitlines())
 
 
+def for_terminal(text: str) -> str:
+    """Replace control characters of a model's text where the output is a terminal, which would obey them."""
+    if not sys.stdout.isatty():
+        return text
+    return "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text)
+
+
 def print_table(titles: Sequence[str], *rows: Sequence[str], title: str | None = None) -> None:
     """Print a table, 200 columns wide where the output is no terminal."""
     from rich.console import Console

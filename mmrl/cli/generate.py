@@ -10,7 +10,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from mmrl.cli.command import OVERRIDES, argument, command
+from mmrl.cli.command import OVERRIDES, argument, command, for_terminal
 from mmrl.config.loading import ConfigError
 from mmrl.core.types import Prompt
 from mmrl.data.fields import RowError, plain, uid_of
@@ -218,7 +218,7 @@ def show(asked: Asked, answer: Any, *, as_row: bool) -> None:
     else:
         answer = save_next(answer, IMAGES)
         row = {"file_name": answer, **asked.columns}
-    print(json.dumps(row, ensure_ascii=False) if as_row else answer, flush=True)
+    print(json.dumps(row, ensure_ascii=False) if as_row else for_terminal(answer), flush=True)
 
 
 def row_with(asked: Asked, answer: Any) -> dict[str, Any]:

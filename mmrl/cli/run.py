@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Mapping
 from pathlib import Path
 
-from mmrl.cli.command import CONFIG, OVERRIDES, argument, command, print_measured
+from mmrl.cli.command import CONFIG, OVERRIDES, argument, command, for_terminal, print_measured
 from mmrl.config.schema import Config, load
 
 
@@ -43,7 +43,7 @@ def doctor(given: argparse.Namespace) -> int:
             print(f"       {finding.what}.\n       {advice}.")
     print("one rollout, its prompt as the model reads it:")
     for name, text in report.example.items():
-        print(f"{name:>9}  " + text.replace("\n", f"\n{'':11}"))
+        print(f"{name:>9}  " + for_terminal(text).replace("\n", f"\n{'':11}"))
     _print_memory(report.memory, report.room, report.device)
     return 0 if report.healthy else 1
 
