@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from functools import reduce
 from importlib import import_module
+from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
@@ -158,7 +159,8 @@ def _nested(place: Sequence[str], value: Any) -> dict[str, Any]:
 def _rewards(rewards: Reward | Sequence[Reward]) -> list[dict[str, Any]]:
     """Name one reward or several in a configuration."""
     single = callable(rewards) or isinstance(rewards, str | Mapping)
-    return [reward_piece(reward) for reward in ([rewards] if single else rewards)]
+    names: dict[str, Any] = {}  # of this call, so that two functions of one name stay two
+    return [reward_piece(reward, names) for reward in ([rewards] if single else rewards)]
 
 
 def _filtered(group_filter: Any, rewards: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -167,7 +169,7 @@ def _filtered(group_filter: Any, rewards: Sequence[Mapping[str, Any]]) -> dict[s
         reward.get("label") or reward["name"].rpartition(":")[2].rpartition(".")[2] for reward in rewards
     ]
     match group_filter:
-        case {"of": str(name)} if name not in names:
+        case {"of": str(name)} if names and name not in names:
             return {"group_filter": {"of": names[0]}}
     return {}
 
@@ -177,18 +179,21 @@ def _weighted(pieces: Sequence[Any], weights: Sequence[float]) -> list[dict[str,
     if len(weights) != len(pieces):
         raise ConfigError(f"`reward_weights` has {len(weights)} numbers for {len(pieces)} rewards")
     return [
-        {**reward_piece(piece), "weight": float(weight)}
+        {**as_piece_mapping(piece), "weight": float(weight)}
         for piece, weight in zip(pieces, weights, strict=True)
     ]
 
 
-def reward_piece(reward: Reward) -> dict[str, Any]:
-    """Name a reward in a configuration: a function by its module where that has it, else as an object."""
+def reward_piece(reward: Reward, names: dict[str, Any]) -> dict[str, Any]:
+    """Name a reward in a configuration: a function by its module where that has it, else as an object.
+
+    `names` holds the objects of the configuration so far; another object of the same name gets a number.
+    """
     match reward:
         case str():
             return {"name": reward}
         case {"name": name, **options}:
-            return {**reward_piece(name), **options}
+            return {**reward_piece(name, names), **options}
         case _ if not callable(reward):
             raise ConfigError(f"a reward must be a function, a name or a mapping with a name, not {reward!r}")
     module, name = getattr(reward, "__module__", ""), getattr(reward, "__name__", type(reward).__name__)
@@ -196,7 +201,11 @@ def reward_piece(reward: Reward) -> dict[str, Any]:
         same = getattr(import_module(module), name, None) is reward
     except ImportError:
         same = False
-    return {"name": f"{module}:{name}" if same else objects.put(name, reward)}
+    if same:
+        return {"name": f"{module}:{name}"}
+    numbered = (f"{name}_{number}" for number in count(2))
+    free = next(n for n in chain([name], numbered) if names.setdefault(n, reward) is reward)
+    return {"name": objects.put(free, reward)}
 
 
 def data_piece(name: str, data: Any, split: str, base: Any) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from mmrl.build import build, held_out, make_evaluator
 from mmrl.config.loading import ConfigError
 from mmrl.config.schema import Config, as_piece, as_plain
 from mmrl.core.reward_table import Measured
+from mmrl.inference.session import as_answer
 from mmrl.reporting.metrics import describe_measured
 from mmrl.training.checkpointing import look, write_model
 from mmrl.training.loop import train
@@ -31,7 +32,7 @@ class Prediction:
     """One answer of an evaluation: its prompt, what rewards compare it with, and its rewards."""
 
     prompt: str
-    answer: Any  # a text, or the pixels (3, height, width) or (frames, 3, height, width) uint8
+    answer: Any  # a text, an image of PIL, or the frames of a video as a list of these
     target: Any
     rewards: dict[str, float]  # NaN where a reward does not apply
 
@@ -120,14 +121,15 @@ class Trainer:
         """Answer and score every prompt of `eval_dataset` or another dataset."""
         measured = self._measure(test_dataset)
         rewards = {name: measured.table.at_end(name).tolist() for name in measured.table.scored}
-        rows = zip(measured.rollouts, *rewards.values(), strict=True)
-        predictions = []
-        for row, *values in rows:
-            last = row.outcomes[-1]
-            answer = last.text if last.text is not None else last.image if last.video is None else last.video
-            scores = dict(zip(rewards, values, strict=True))
-            predictions.append(Prediction(row.prompt.text, answer, row.prompt.target, scores))
-        return predictions
+        return [
+            Prediction(
+                row.prompt.text,
+                as_answer(row.outcomes[-1]),
+                row.prompt.target,
+                dict(zip(rewards, scores, strict=True)),
+            )
+            for row, *scores in zip(measured.rollouts, *rewards.values(), strict=True)
+        ]
 
     def save_model(self, output_dir: str | Path = "") -> Path:
         """Write the model as a folder that its library loads, by default `output_dir`/model."""
@@ -143,7 +145,9 @@ class Trainer:
         changed = data_piece("test_dataset", dataset, "test", as_plain(self.config.data))
         evaluation = replace(self.config.evaluation, data=as_piece(changed, "evaluation.data"), num_prompts=0)
         config = replace(self.config, evaluation=evaluation)
-        prompts = held_out(config)
-        return make_evaluator(config, prompts, self.run.policy, self.run.processes).measure(
-            state=self.run.log.state
-        )
+        prompts, run = held_out(config), self.run
+        evaluator = make_evaluator(config, prompts, run.policy, run.processes)
+        if not self.config.evaluation.rewards:
+            # Those of the training itself: by now another trainer may have handed over others of these names.
+            evaluator = replace(evaluator, rewards=run.method.rewards)
+        return evaluator.measure(state=run.log.state)

@@ -16,10 +16,19 @@ def put_rows(name: str, data: Any, split: str) -> str:
 
     Args:
         name: Such as "train_dataset".
-        data: A `Dataset`, `DatasetDict` or `IterableDataset` of `datasets`, or an iterable of dictionaries.
+        data: A dataset of `datasets`, also a streamed one or one with a single split, or an iterable of rows.
             Images of PIL and arrays (height, width, 3) uint8 are stored as PNG, without loss.
         split: The split of rows that name none; the id of a row without one is made of it and its number.
     """
+    match data:
+        case Mapping() if not _is_dataset(data):
+            raise ConfigError(
+                f"'{name}' is a dictionary; wanted rows, a dictionary each, or `Dataset.from_dict` of columns"
+            )
+        case Mapping() if len(data) != 1:  # a DatasetDict: which split is meant must not be guessed
+            raise ConfigError(
+                f"'{name}' has the splits {', '.join(data)}; give one of them, dataset['train']"
+            )
     if not _is_dataset(data):
         try:
             data = list(data)  # an iterator is read once, and rows are read several times

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy
 import pytest
 import torch
-from datasets import Dataset
+from datasets import Dataset, DatasetDict
 from peft import LoraConfig
 from PIL import Image
 from transformers import AutoModelForImageTextToText, AutoProcessor, EarlyStoppingCallback, TrainerCallback
@@ -44,6 +44,7 @@ def args(folder: Path, **more) -> dict:
     return {**TINY, "output_dir": str(folder), "num_generations": 3, "learning_rate": 1e-3, **more}
 
 
+SMALL = Dataset.from_list([{"prompt": "a"}])
 VISUAL_QA = {"data": {"name": "vision.visual_qa"}}
 
 
@@ -189,6 +190,9 @@ def test_early_stopping_ends_a_run_and_holds_after_a_resume(qwen, tmp_path):
         ({"method": "grpoo"}, "did you mean 'grpo'"),
         ({"reward_funcs": [3]}, "a reward must be a function"),
         ({"train_dataset": 3}, "'train_dataset' must be a dataset"),
+        ({"train_dataset": {"prompt": ["a"]}}, "'train_dataset' is a dictionary; wanted rows"),
+        ({"train_dataset": DatasetDict(train=SMALL, test=SMALL)}, "has the splits train, test; give one"),
+        ({"reward_funcs": [], "method": "dapo"}, "rewards: no reward has a weight"),
         ({"args": {"reward_weights": [1.0, 2.0]}}, "2 numbers for 1 rewards"),
         ({"model": torch.nn.Linear(1, 1)}, "processing_class"),
         ({"peft_config": LoraConfig(r=2, lora_dropout=0.1)}, "it sets lora_dropout"),
@@ -240,7 +244,7 @@ def test_a_pipeline_object_is_trained_for_prompts_in_memory(pipelines, tmp_path)
     trainer.train()
     assert "rewards/redness/mean" in trainer.history[0]
     answers = trainer.predict(prompts)
-    assert [tuple(answer.answer.shape) for answer in answers] == [(3, 16, 16)] * 2
+    assert [(answer.answer.mode, *answer.answer.size) for answer in answers] == [("RGB", 16, 16)] * 2
 
 
 def test_preference_pairs_in_memory_are_trained_with_dpo(qwen, tmp_path):
@@ -286,3 +290,22 @@ def test_a_method_that_filters_by_a_reward_of_its_own_filters_by_the_first_one_g
     asked = [{"prompt": row["question"], "image": row["image"]} for row in rows()]
     trainer = mmrl.Trainer(qwen, [length, constant], args(tmp_path), asked, method="dapo", quiet=True)
     assert trainer.config.group_filter.options["of"] == "length"
+
+
+def test_two_functions_of_one_name_stay_two(qwen, tmp_path):
+    short, long, other = (lambda completions, n=n, **columns: [n] * len(completions) for n in (1.0, 2.0, 9.0))
+    asked = [{"prompt": row["question"], "image": row["image"]} for row in rows()]
+    rewards = [{"name": short, "label": "short"}, {"name": long, "label": "long"}]
+    trainer = mmrl.Trainer(qwen, rewards, args(tmp_path / "a"), asked, quiet=True)
+    assert [piece.name for piece in trainer.config.rewards] == ["python:<lambda>", "python:<lambda>_2"]
+    # Another trainer has a function of the same name; what the first one measures is still its own.
+    mmrl.Trainer(qwen, other, args(tmp_path / "b"), asked, quiet=True)
+    assert [prediction.rewards for prediction in trainer.predict(asked[:1])] == [{"short": 1.0, "long": 2.0}]
+
+
+def test_training_twice_goes_on_from_where_it_ended(qwen, tmp_path):
+    asked = [{"prompt": row["question"], "image": row["image"]} for row in rows()]
+    trainer = mmrl.Trainer(qwen, length, args(tmp_path), asked, quiet=True)
+    first = trainer.train()
+    assert trainer.train().global_step == first.global_step == 2
+    assert [record["step"] for record in trainer.history] == [0, 1]
