@@ -15,7 +15,7 @@ from mmrl.config.binding import Pieces
 from mmrl.config.consistency import check_evaluation, check_outputs, check_training, evaluation_of
 from mmrl.config.ranges import NonNegativeFloat
 from mmrl.config.schema import Config, EvaluateConfig, Piece
-from mmrl.core.protocols import Engine, Policy
+from mmrl.core.protocols import Policy
 from mmrl.core.rng import Stream
 from mmrl.core.types import Prompt
 from mmrl.inference.session import Session
@@ -48,13 +48,14 @@ def build(config: Config, *, quiet: bool = False) -> Run:
         policy=policy,
         optimizer=processes.place(policy, make("learn.optimizer"), config.learn.max_grad_norm),
         references=make("references", policy),
-        sampler=make("sampler", data),
-        engine=make_engine(pieces, config.rollout.engine, policy, "rollout.engine"),
+        sampler=make_chain(pieces, "sampler", config.sampler, data, "sampler"),
+        engine=make_chain(pieces, "engine", config.rollout.engine, policy, "rollout.engine"),
         rewards=make("rewards"),
         group_filter=make("group_filter"),
         chain=make("advantage"),
         objective=objective,
         learning_rate=pieces.number(config.learn.learning_rate, NonNegativeFloat, "learn.learning_rate"),
+        noted=pieces.notes,
     )
     evaluator = make_evaluator(config, eval_prompts, policy, processes) if eval_prompts else None
     watching = ReportPieces(
@@ -84,12 +85,11 @@ def with_steps(config: Config, num_rows: int) -> Config:
     return replace(config, max_steps=max(1, steps), num_train_epochs=0.0)
 
 
-def make_engine(pieces: Pieces, listed: Sequence[Piece], policy: Policy, place: str) -> Engine:
-    """Build a chain of engines: the first wraps the policy, each next one the engine before it."""
-    engine: Any = policy
+def make_chain(pieces: Pieces, kind: str, listed: Sequence[Piece], first: Any, place: str) -> Any:
+    """Make engines around a policy, or samplers around data: each next one wraps the one before it."""
     for i, piece in enumerate(listed):
-        engine = pieces.make("engine", piece, engine, place=f"{place}[{i}]")
-    return engine
+        first = pieces.make(kind, piece, first, place=f"{place}[{i}]")
+    return first
 
 
 def check(config: Config) -> Pieces:
@@ -122,7 +122,7 @@ def make_evaluator(
         data=prompts,
         processes=processes,
         stream=stream,
-        engine=make_engine(pieces, wanted.engine, policy, "evaluation.engine"),
+        engine=make_chain(pieces, "engine", wanted.engine, policy, "evaluation.engine"),
         rewards=pieces.make_field(config, "evaluation.rewards"),
         metrics=pieces.make_field(config, "evaluation.metrics"),
         num_generations=wanted.num_generations,
@@ -179,7 +179,7 @@ def open_source(source: ModelSource) -> Session:
     policy = _load_policy(source.config, pieces, Processes())
     if source.weights is not None:
         policy.load(source.weights)
-    return Session(make_engine(pieces, source.engines, policy, source.place), source.data)
+    return Session(make_chain(pieces, "engine", source.engines, policy, source.place), source.data)
 
 
 def _load_policy(config: Config | EvaluateConfig, pieces: Pieces, processes: Processes) -> Policy:

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from mmrl.api.configuration import configuration
-from mmrl.build import build, check, make_engine
+from mmrl.build import build, check, make_chain
 from mmrl.config import schema
 from mmrl.config.registry import HOMES, find
 from mmrl.config.schema import Config, parse
@@ -60,9 +60,11 @@ def reader(tmp_path, monkeypatch):
         toy = plan(tmp_path / "run", max_steps=2, evaluation={"data": "tests.support.toys:prompts"})
         return parse(toy, Config)
 
-    def toy_engine(pieces, listed, policy, place):
+    def toy_chain(pieces, kind, listed, first, place):
         toy = parse(plan(tmp_path / "engine"), Config)
-        return make_engine(pieces, listed, policy, place) if policy else build(toy, quiet=True).method.engine
+        return (
+            make_chain(pieces, kind, listed, first, place) if first else build(toy, quiet=True).method.engine
+        )
 
     def configured(*given, **named):
         real = configuration(*given, **named)
@@ -74,7 +76,7 @@ def reader(tmp_path, monkeypatch):
     monkeypatch.setattr("mmrl.api.trainer.configuration", configured)
     monkeypatch.setattr("mmrl.config.schema.load", checked)
     monkeypatch.setattr("mmrl.build._load_policy", lambda *given: None)
-    monkeypatch.setattr("mmrl.build.make_engine", toy_engine)
+    monkeypatch.setattr("mmrl.build.make_chain", toy_chain)
     monkeypatch.setattr("mmrl.inference.session.no_media", MediaReader())  # toys are shown images and videos
     monkeypatch.chdir(tmp_path)
     return tmp_path

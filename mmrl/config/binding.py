@@ -128,6 +128,12 @@ class Pieces:
         """List the pieces that follow a runtime-checkable protocol, by the place that made them."""
         return {place: thing for place, thing in self.made.items() if isinstance(thing, protocol)}
 
+    @property
+    def notes(self) -> frozenset[str]:
+        """The notes of the engine that the chain, samplers and engines read from the reward table."""
+        readers = ("advantage", "sampler", "engine")
+        return frozenset().union(*(e.needs.notes for e in self.entries if e.kind in readers))
+
     def tick(self, clock: Clock) -> None:
         """Set every option that follows a schedule to its value at a step."""
         for setter, name, follows in self._scheduled:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -25,6 +26,8 @@ def check_training(config: Config) -> Pieces:
     _check_rewards(checked, "evaluation.rewards", weighted=False)
     _check_reward_names(checked)
     chain, engines = _listed(checked, "advantage"), _listed(checked, "rollout.engine")
+    _check_nesting(engines, "rollout.engine", "policy", "engine")
+    _check_nesting(_listed(checked, "sampler"), "sampler", "data", "sampler")
     for i, bound in enumerate(chain):
         options = {name: p.default for name, p in bound.entry.options.items()} | bound.options
         compares = "group" in (options.get("by") or ()) and options.get("singleton") == "zero"
@@ -38,13 +41,13 @@ def check_training(config: Config) -> Pieces:
     needs = _needs_of(config, checked)
     check_outputs(config, needs, _declared(checked["policy"].entry, "says"))
     notes = frozenset().union(*(_declared(engine.entry, "notes") for engine in engines))
-    wanted = needs.notes.union(*(bound.needs.notes for bound in chain))
+    wanted = needs.notes | pieces.notes
     # `engine` compares with the log-probabilities that it noted while sampling.
     missing = (wanted | ({"logp"} if "engine" in needs.others else set())) - notes
     if missing:
         raise ConfigError(
-            f"the chain or the objective reads the notes {sorted(missing)}, which the engines do not "
-            f"take; they note {sorted(notes) or 'nothing'}"
+            f"the chain, the objective or a sampler reads the notes {sorted(missing)}, which the engines do "
+            f"not take; they note {sorted(notes) or 'nothing'}"
         )
     return pieces
 
@@ -75,6 +78,20 @@ def check_evaluation(config: Config | EvaluateConfig) -> Pieces:
     return pieces
 
 
+def _check_nesting(listed: Sequence[Bound], place: str, first: str, wrapped: str) -> None:
+    """Raise unless the first piece takes what is called `first`, and each next one what is `wrapped`."""
+    for i, bound in enumerate(listed):
+        takes = next(iter(inspect.signature(bound.entry.target).parameters), "")
+        if i == 0 and takes == wrapped:
+            raise ConfigError(
+                f"{place}[0]: '{bound.entry.full_name}' wraps another {wrapped}; name that one before it"
+            )
+        if i > 0 and takes == first:
+            raise ConfigError(
+                f"{place}[{i}]: '{bound.entry.full_name}' wraps no other {wrapped}; name it first"
+            )
+
+
 def _listed(checked: Mapping[str, Any], place: str) -> list[Bound]:
     return [bound for name, bound in checked.items() if name.startswith(f"{place}[")]
 
@@ -98,6 +115,7 @@ def _check_together(config: Config) -> None:
             best.startswith("eval_") and unmeasured
         ),
         "'rollout.engine' is empty; name the engine that makes rollouts": not rollout.engine,
+        "'sampler' is empty; name the sampler that chooses prompts": not config.sampler,
         f"'rollout.policy' is '{rollout.policy}', which is not in `references` "
         f"({', '.join(config.references) or 'none'})": (
             rollout.policy and rollout.policy not in config.references

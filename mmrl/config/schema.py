@@ -74,7 +74,7 @@ class Learn:
 
     learning_rate: Annotated[Any, Scheduled(NonNegativeFloat)] = 1e-6  # of the optimizer, at every step
     optimizer: Annotated[Piece, Kind("optimizer")] = Piece("adamw")  # moves the trained weights
-    num_iterations: PositiveInt = 1  # passes over one collection
+    num_iterations: NonNegativeInt = 1  # passes over one collection; 0: samplers observe, nothing is learned
     minibatches: PositiveInt = 1  # optimizer steps per pass
     micro_batch_steps: PositiveInt = 16384  # steps in memory at once
     max_grad_norm: NonNegativeFloat = 1.0  # 0: no limit
@@ -133,7 +133,8 @@ class Config:
     rewards: Annotated[tuple[Piece, ...], Kind("reward")]  # each may have `weight` and `label`
     advantage: Annotated[tuple[Piece, ...], Kind("advantage")]  # from rewards to advantages, in this order
     objective: Annotated[Piece, Kind("objective")]  # from advantages to the loss
-    sampler: Annotated[Piece, Kind("sampler")] = Piece("uniform")  # chooses the prompts of a step
+    # Choose the prompts of a step. The first takes the data, each next one wraps the one before.
+    sampler: Annotated[tuple[Piece, ...], Kind("sampler")] = (Piece("uniform"),)
     group_filter: Annotated[Piece, Kind("group_filter")] = Piece("keep_all")  # drops groups after scoring
     # Policies that the objective compares with, by name: `{ref: frozen}`.
     references: Annotated[Mapping[str, Piece], Kind("reference")] = field(default_factory=dict)
@@ -248,7 +249,8 @@ def _parse(raw: Mapping[str, Any], kind: type, place: str, part: bool) -> Any:
         match value, kind.__dataclass_fields__[key].default:
             case None, default:
                 value = _emptied(wanted, default)
-            case Mapping(), Piece(name, options) if "name" not in value:  # options of the piece by default
+            # Options of the piece by default.
+            case Mapping(), Piece(name, options) | (Piece(name, options),) if "name" not in value:
                 value = {"name": name, **options, **value}
         if part and dataclasses.is_dataclass(wanted) and isinstance(value, Mapping):
             values[key] = _parse(value, hints[key], prefix + key, part)
@@ -314,7 +316,8 @@ def convert(value: Any, wanted: Any, place: str) -> Any:
             raise ConfigError(f"'{place}' must be one of {', '.join(map(repr, inner))}, not {value!r}")
         return value
     _check_finite(value, place)
-    match value:
+    one_piece = inner[:1] == (Piece,) and type(value) not in (list, tuple)
+    match [value] if one_piece else value:  # `sampler: uniform`
         case Mapping() if dataclasses.is_dataclass(wanted):
             return _parse(value, typing.cast(type, wanted), place, False)
         case Mapping() if origin in (dict, Mapping):

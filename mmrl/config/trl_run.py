@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 from mmrl.config.loading import ConfigError
+from mmrl.config.schema import as_piece
 from mmrl.config.trl_given import Change, Given
 from mmrl.config.trl_table import ARGUMENTS
 
@@ -115,8 +116,14 @@ def optimizer(given: Given) -> Change:
 
 
 def sampler(given: Given) -> Change:
-    """`shuffle_dataset`."""
-    return {"sampler": {"name": given.at("sampler.name") or "uniform", "shuffle": given["shuffle_dataset"]}}
+    """`shuffle_dataset`: of the first sampler."""
+    match given.at("sampler"):
+        case [first, *wrappers]:
+            pass
+        case first:
+            wrappers = []
+    piece, shuffle = as_piece(first or "uniform", "sampler"), given["shuffle_dataset"]
+    return {"sampler": [{"name": piece.name, **piece.options, "shuffle": shuffle}, *wrappers]}
 
 
 def precision(given: Given) -> Change:

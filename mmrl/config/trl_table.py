@@ -161,7 +161,7 @@ ROLLOUT: dict[str, Argument] = {
     "use_transformers_paged": _absent(False, "`vision.generate` batches by itself; leave it out."),
     "max_tool_calling_iterations": _absent(None, "Completions call no tools here."),
     "max_prompt_length": Argument("ignored", note="Of earlier versions. Prompts are never cut."),
-    "shuffle_dataset": _same("sampler.shuffle", True, rule="sampler"),
+    "shuffle_dataset": _same("sampler[0].shuffle", True, rule="sampler"),
     "train_sampling_strategy": _absent("random", "Use `shuffle_dataset=False` for data order."),
     "remove_unused_columns": Argument("ignored", note="Rewards may read every column."),
     "max_length": Argument("ignored", note="Nothing is cut: longer pairs are learned from as they are."),

@@ -66,7 +66,10 @@ class Engine(Protocol):
 
 
 class Sampler(Protocol):
-    """Chooses prompts, and the number of rollouts for each."""
+    """Chooses prompts, and the number of rollouts for each.
+
+    The first of a run takes the data, each next one wraps the sampler before it.
+    """
 
     def draw(self, num_prompts: int, num_generations: int) -> list[Prompt]:
         """Return one prompt per rollout, or an empty list when no prompt is left."""
@@ -124,6 +127,14 @@ class Observer(Stateful, Protocol):
 
     def observe(self, rollouts: Rollouts, table: RewardTable) -> None:
         """Update the state from a round; `rollouts` are this process's rows of `table`."""
+
+
+@runtime_checkable
+class AdvantageObserver(Stateful, Protocol):
+    """A piece with state that sees the advantages of a collection."""
+
+    def observe_advantages(self, credit: RewardTable) -> None:
+        """Update the state; `credit.values` (N, 1, K) are what the last piece of the chain gave."""
 
 
 @runtime_checkable

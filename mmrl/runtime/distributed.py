@@ -188,8 +188,8 @@ class Processes:
             with self.meeting("joining reward tables"):
                 tables = [_unpack(data) for data in self._all_bytes(_pack(table))]
             table = reduce(RewardTable.join, filter(len, tables), RewardTable.empty())  # some have no rows
-        place = {uid: i for i, uid in enumerate(dict.fromkeys(order))}
-        rows = sorted(range(len(table)), key=lambda row: place[table.uids[row]])
+        place = place_of(order)
+        rows = sorted(range(len(table)), key=lambda row: place(table.uids[row]))
         table = table.select(torch.tensor(rows, dtype=torch.int64)).replace(rank=self.rank)
         if not len(table):
             return table
@@ -272,6 +272,15 @@ class Processes:
         """Clip the norm of all gradients together (0: no limit), and return the norm before clipping."""
         with self.meeting("measuring gradients"):
             return float(self.accelerator.clip_grad_norm_(parameters, max_norm or float("inf")))
+
+
+def place_of(order: Sequence[str]) -> Callable[[str], tuple[int, str]]:
+    """Make a key that sorts rows by where their prompt was first asked, others after them by name.
+
+    An engine may add rows of prompts that were not drawn, such as replayed ones.
+    """
+    places = {uid: i for i, uid in enumerate(dict.fromkeys(order))}
+    return lambda uid: (places[uid], "") if uid in places else (len(places), uid)
 
 
 def _pack(table: RewardTable) -> bytes:

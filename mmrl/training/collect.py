@@ -11,6 +11,7 @@ from torch import Tensor
 from mmrl.config.binding import Bound
 from mmrl.core.reward_table import Collection, RewardTable
 from mmrl.core.types import Rollouts
+from mmrl.runtime.distributed import place_of
 from mmrl.training.nonfinite import rolling_out
 from mmrl.training.score import RewardFault, score
 from mmrl.training.trainer import Run
@@ -24,7 +25,6 @@ def collect(run: Run) -> Collection:
     rollouts, table, keep = (), RewardTable.empty(), torch.zeros(0, dtype=torch.bool)
     stand_in: Rollouts = ()
     method, size = run.method, run.config.rollout
-    noted = frozenset().union(*(bound.needs.notes for bound in method.chain))
     for number in range(size.max_rounds):
         run.stream.round = number  # each round has random draws of its own
         missing = size.num_prompts - table.num_groups(keep)
@@ -39,7 +39,7 @@ def collect(run: Run) -> Collection:
                 made = in_order(method.engine.rollout(mine), order)
             fresh, stand_in = made if counts else (), stand_in or made  # `counts`: the prompts are its own
             with run.report.timing("reward"):
-                local = score(method.rewards, fresh, notes=noted, rank=run.processes.rank, log=run.log)
+                local = score(method.rewards, fresh, notes=method.noted, rank=run.processes.rank, log=run.log)
                 fresh = run.log.onto(fresh)
         with run.report.timing("reward"):
             scored = run.processes.gather(local, order)
@@ -55,9 +55,9 @@ def collect(run: Run) -> Collection:
 
 
 def in_order(rollouts: Rollouts, order: Sequence[str]) -> Rollouts:
-    """Sort rollouts by where their prompt was first asked, as on a single process."""
-    place = {uid: i for i, uid in enumerate(dict.fromkeys(order))}
-    return tuple(sorted(rollouts, key=lambda row: place[row.prompt.uid]))
+    """Sort rollouts as on a single process: by `place_of` their prompts."""
+    place = place_of(order)
+    return tuple(sorted(rollouts, key=lambda row: place(row.prompt.uid)))
 
 
 def pick(rollouts: Rollouts, table: RewardTable, keep: Tensor) -> tuple[Rollouts, RewardTable]:

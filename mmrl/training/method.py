@@ -30,6 +30,7 @@ class Method:
     chain: Sequence[Bound]  # of the advantage
     objective: Any
     learning_rate: Bound | float
+    noted: frozenset[str] = frozenset()  # notes of the engine that the chain, samplers and engines read
 
     @property
     def needs(self) -> Needs:

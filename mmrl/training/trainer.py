@@ -14,7 +14,16 @@ import torch
 from mmrl.config.binding import Pieces
 from mmrl.config.loading import nearest
 from mmrl.config.schema import Config
-from mmrl.core.protocols import HeldOut, LogProbs, Observer, Policy, RunCallback, Stateful, Telling
+from mmrl.core.protocols import (
+    AdvantageObserver,
+    HeldOut,
+    LogProbs,
+    Observer,
+    Policy,
+    RunCallback,
+    Stateful,
+    Telling,
+)
 from mmrl.core.reward_table import Collection, Measured, RewardTable
 from mmrl.core.rng import Stream
 from mmrl.core.types import Clock, TrainerState
@@ -128,7 +137,7 @@ class Run:
         self.report.tick()
         self.stream.step = step
         learn = self.config.learn
-        updates = learn.num_iterations * learn.minibatches  # optimizer steps of a collection
+        updates = max(1, learn.num_iterations) * learn.minibatches  # optimizer steps of a collection
         self.log.state = TrainerState(step * updates, self.config.max_steps * updates)
         # Schedules may read the metrics of the step before.
         clock = Clock(step, self.progress.reported, self.config.max_steps)
@@ -143,8 +152,11 @@ class Run:
         return self.method.references[name].acting() if name else nullcontext()
 
     def advantage(self, table: RewardTable) -> RewardTable:
-        """Turn rewards into advantages by the configured chain."""
-        return through_chain(self.method.chain, table, self.stream.step)
+        """Turn rewards into advantages by the configured chain, and show them to who observes them."""
+        credit = through_chain(self.method.chain, table, self.stream.step)
+        for observer in self.pieces.that_are(AdvantageObserver).values():
+            observer.observe_advantages(credit)
+        return credit
 
     @property
     def others(self) -> dict[str, LogProbs]:

@@ -9,7 +9,7 @@ import pytest
 from mmrl.cli import main
 from mmrl.cli.check import check_file
 from mmrl.config.loading import read
-from mmrl.config.schema import Config, Evaluation, Piece, Report, load
+from mmrl.config.schema import Config, Evaluation, Report, load
 from tests.support.toys import plan
 
 
@@ -38,13 +38,11 @@ def test_a_file_whose_name_holds_an_equals_sign_is_a_file(tmp_path, capsys):
     assert "no file is named" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    "key", ["evaluation", "references", "report.trackers", "report", "metrics", "sampler"]
-)
+@pytest.mark.parametrize("key", ["evaluation", "references", "report.trackers", "report", "metrics"])
 def test_null_leaves_out_what_may_be_left_out(path, key, tmp_path):
     assert main(["check", path, f"{key}=null"]) == 0
     wanted = {"evaluation": Evaluation(), "references": {}, "report.trackers": (), "report": Report()}
-    wanted |= {"metrics": (), "sampler": Piece("uniform")}
+    wanted |= {"metrics": ()}
     config = load(path, ["evaluation.num_generations=3", "report.logging_steps=7", f"{key}=null"])
     for name in key.split("."):
         config = getattr(config, name)

@@ -185,8 +185,15 @@ def test_a_whole_configuration_is_read_with_its_defaults():
     assert config.policy == Piece("some.policy", {"lora_rank": 4})
     assert config.rollout.engine == (Piece("some.engine"), Piece("with_demos", {"per_group": 2}))
     assert (config.rollout.num_generations, config.rollout.num_prompts) == (4, 32)
-    assert config.sampler == Piece("uniform")
+    assert config.sampler == (Piece("uniform"),)
     assert config.learn == Learn()
+
+
+@pytest.mark.parametrize("given", ["uniform", {"name": "uniform", "shuffle": False}, {"shuffle": False}])
+def test_one_piece_is_a_list_of_one(given):
+    options = {"shuffle": False} if isinstance(given, dict) else {}
+    assert parse({**WHOLE, "sampler": given}, Config).sampler == (Piece("uniform", options),)
+    assert parse({**WHOLE, "rewards": "exact_match"}, Config).rewards == (Piece("exact_match"),)
 
 
 @pytest.mark.parametrize(
@@ -202,8 +209,8 @@ def test_a_whole_configuration_is_read_with_its_defaults():
         ({"overwrite_output_dir": 1}, "'overwrite_output_dir' must be true or false, not 1"),
         ({"learn": {"max_grad_norm": "1"}}, "'learn.max_grad_norm' must be a number, not '1'"),
         ({"learn": 3}, "'learn' must be a mapping, not 3"),
-        ({"rewards": {"name": "exact_match"}}, "'rewards' must be a list, not"),
-        ({"rewards": "exact_match"}, "'rewards' must be a list, not 'exact_match'"),
+        ({"rewards": {"weight": 2.0}}, r"'rewards\[0\]' must be a name, or a mapping with a name"),
+        ({"rewards": 3}, r"'rewards\[0\]' must be a name, or a mapping with a name; not 3"),
         ({"advantage": ["total", 3]}, r"'advantage\[1\]' must be a name, or a mapping with a name; not 3"),
         ({"objective": {"surrogate": "clip"}}, "'objective' must be a name, or a mapping with a name"),
         ({"references": ["frozen"]}, "'references' must be a mapping, not"),

@@ -79,4 +79,4 @@ def assert_alike(found, expected):
     assert tensors[0].keys() == tensors[1].keys()
     assert all(torch.equal(tensors[0][name], tensors[1][name]) for name in tensors[1])
     pieces = [checkpoint.read_state(folder)["pieces"] for folder in (last, wanted)]
-    assert pieces[0]["sampler"] == pieces[1]["sampler"]
+    assert pieces[0] == pieces[1]

@@ -6,10 +6,11 @@ import pytest
 import torch
 
 from mmrl.config.reward_adapters import per_outcome
+from mmrl.config.schema import ConfigError
 from mmrl.core.reward_table import RewardTable
 from mmrl.core.types import Outcome, Trajectory
 from mmrl.training.collect import collect, in_order, pick
-from mmrl.training.loop import learnable
+from mmrl.training.loop import learnable, train
 from tests.support.tables import reward_table
 from tests.support.toys import ToyGenerate, prompts, toy_run
 
@@ -231,3 +232,76 @@ def test_pick_of_a_process_without_rows_is_empty():
     rollouts, kept = pick((), table, torch.tensor([True, True]))
     assert rollouts == () and len(kept) == 2
     assert len(kept.select(kept.mine)) == 0
+
+
+class WithStranger:
+    """An engine that adds an answer to a prompt that was not drawn, before the others."""
+
+    notes = ToyGenerate.notes
+
+    def __init__(self, engine) -> None:
+        self.engine, self.policy = engine, engine.policy
+
+    def rollout(self, asked):
+        stranger = prompts()[7]
+        return self.policy.encode(stranger, stranger.answers[0]), *self.engine.rollout(asked)
+
+
+def test_rows_of_prompts_that_were_not_drawn_stand_last(tmp_path):
+    engine = ["tests.support.toys:ToyGenerate", f"{__name__}:WithStranger"]
+    run = collecting(tmp_path, rollout={"num_prompts": 2, "num_generations": 3, "engine": engine})
+    found = collect(run)
+    assert found.table.uids == ("p0",) * 3 + ("p1",) * 3 + ("p7",)
+    assert [row.prompt.uid for row in found.rollouts] == list(found.table.uids)
+
+
+class Every:
+    """A sampler around another that asks every prompt once more than it said, and notes what it is shown."""
+
+    def __init__(self, sampler, *, more: int = 1) -> None:
+        self.sampler, self.more, self.seen = sampler, more, []
+
+    def draw(self, num_prompts, num_generations):
+        return self.sampler.draw(num_prompts, num_generations + self.more)
+
+    def observe(self, rollouts, table):
+        self.seen.append(("rewards", len(table)))
+
+    def observe_advantages(self, credit):
+        self.seen.append(("advantages", credit.values.shape))
+
+    def state_dict(self):
+        return {"seen": len(self.seen)}
+
+    def load_state_dict(self, state):
+        pass
+
+
+def test_samplers_are_nested_and_each_may_observe(tmp_path):
+    run = collecting(tmp_path, sampler=[IN_ORDER, {"name": f"{__name__}:Every", "more": 2}])
+    collection = collect(run)
+    assert collection.table.uids == ("p0",) * 5 + ("p1",) * 5
+    learnable(run, collection)
+    assert run.method.sampler.seen == [("rewards", 10), ("advantages", (10, 1, 1))]
+    assert set(run.stateful["pieces"]) >= {"sampler[0]", "sampler[1]"}
+
+
+@pytest.mark.parametrize(
+    ("listed", "words"),
+    [
+        ([f"{__name__}:Every"], r"sampler\[0\]: '.*Every' wraps another sampler; name that one before it"),
+        (["uniform", "uniform"], r"sampler\[1\]: 'uniform' wraps no other sampler; name it first"),
+        ([], "'sampler' is empty; name the sampler that chooses prompts"),
+    ],
+)
+def test_samplers_that_cannot_be_nested_are_refused(tmp_path, listed, words):
+    with pytest.raises(ConfigError, match=words):
+        collecting(tmp_path, sampler=listed)
+
+
+def test_a_run_may_only_observe(tmp_path):
+    run = toy_run(tmp_path, max_steps=2, learn={"num_iterations": 0})
+    before = run.policy.table.clone()
+    train(run)
+    assert torch.equal(run.policy.table, before)
+    assert len(run.journal.read()) == 2

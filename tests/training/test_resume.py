@@ -55,7 +55,7 @@ def test_what_has_a_memory_is_taken_up(tmp_path):
     fresh = toy_run(tmp_path / "fresh", **EVERYTHING)
     assert resume(run) == 3
     state = checkpoint.read_state(tmp_path / "checkpoint-3")
-    assert run.method.sampler.drawn == state["pieces"]["sampler"]["drawn"] >= 9
+    assert run.method.sampler.drawn == state["pieces"]["sampler[0]"]["drawn"] >= 9
     assert torch.equal(
         run.method.references["slow"].weights["table"], state["references"]["slow"]["weights"]["table"]
     )
