@@ -93,7 +93,7 @@ def step_once(run, number: int):
 
     run.tick(number)
     collection = collect(run)
-    _, batch = learnable(run, collection)
+    _, _, batch = learnable(run, collection)
     update(run, batch)
     return collection
 
@@ -175,7 +175,7 @@ def compare_gradients(run, trainer, number: int) -> float:
 
     run.tick(number)
     collection = collect(run)
-    _, batch = learnable(run, collection)
+    _, _, batch = learnable(run, collection)
     (part,) = batch.parts(1)
     part = part.replace(totals=run.processes.rank_mean(part.count()))
     part = part.replace(weight=run.method.objective.weigh(part))

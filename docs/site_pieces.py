@@ -17,7 +17,7 @@ from mmrl.config.registry import HOMES, Entry, pieces
 from mmrl.core.types import Unit
 
 PAPER = re.compile(r"(?<![\d.\w/])(\d{2}(?:0[1-9]|1[0-2])\.\d{5})(?![\d.]*\d)")
-FILLED = ("stream", "generator")  # options that the run gives, not the configuration
+FILLED = ("stream", "generator", "train_prompts")  # options that the run gives, not the configuration
 
 
 # A sentence at the head of a kind's page; a kind without one has its name.

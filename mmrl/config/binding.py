@@ -27,7 +27,7 @@ from mmrl.core.rng import Stream
 from mmrl.core.types import Clock
 
 T = TypeVar("T")
-FILLED = ("generator", "stream")  # options that the run fills, never a configuration
+FILLED = ("generator", "stream", "train_prompts")  # options that the run fills, never a configuration
 
 # Keys of a piece that are settings of its caller and no options of the piece itself.
 CALLED_WITH = {
@@ -97,6 +97,8 @@ class Pieces:
         options.update((name, value.first) for name, value in follows.items())
         if "stream" in entry.options:
             options["stream"] = self.stream
+        if "train_prompts" in entry.options:
+            options["train_prompts"] = self.made.get("data", ())
         setter = options.__setitem__  # a function gets its options anew at every call
         if kind in MADE or inspect.isclass(entry.target):
             thing = self.made[place] = _construct(entry, wrapped, options, place)

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence, Set
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
-from torch import nn
+from torch import Tensor, nn
 
 from mmrl.core.types import Outcome, Prompt, Rollouts, TrainerState, Trajectory
 
@@ -135,6 +135,32 @@ class AdvantageObserver(Stateful, Protocol):
 
     def observe_advantages(self, credit: RewardTable) -> None:
         """Update the state; `credit.values` (N, 1, K) are what the last piece of the chain gave."""
+
+
+@runtime_checkable
+class RecallsRows(Policy, Protocol):
+    """A policy that makes a row again from what the engine noted of its steps."""
+
+    def recall(self, prompt: Prompt, notes: Mapping[str, Tensor]) -> Trajectory:
+        """Make the row of a prompt from notes (T,): "token", "logp", "temperature" and others."""
+        ...
+
+
+@runtime_checkable
+class Replay(Stateful, Protocol):
+    """A piece with state that brings rows of earlier steps back, before or after the advantage chain."""
+
+    def mix(self, table: RewardTable) -> tuple[Tensor, RewardTable]:
+        """Return which rows of a collection stay (N,) bool, and the rows that join them before the chain."""
+        ...
+
+    def refill(self, table: RewardTable, credit: RewardTable) -> tuple[Tensor, RewardTable, RewardTable]:
+        """Return which rows stay (N,) bool, and what joins the tables before and after the chain."""
+        ...
+
+    def recall(self, table: RewardTable) -> Rollouts:
+        """Make the rollouts of rows that joined."""
+        ...
 
 
 @runtime_checkable

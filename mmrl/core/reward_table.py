@@ -215,8 +215,8 @@ class RewardTable:
 
     def join(self, other: RewardTable) -> RewardTable:
         """Append the rows of another round; rows are renumbered, all other ids stay."""
-        if not len(self):
-            return other
+        if not len(self) or not len(other):
+            return self if len(self) else other
         if self.names != other.names:
             raise ValueError(f"two rounds of one collection have the rewards {self.names} and {other.names}")
         joined = _columns(lambda *parts: torch.cat(parts), self._widen(other), other._widen(self))

@@ -80,6 +80,7 @@ def diagnose(new: StepOutput, batch: Batch) -> dict[str, Tensor]:
     if "logp" in batch.notes:
         old, noted = batch.by("old", new).logp, batch.notes["logp"]
         known = batch.mask * ~noted.isnan()  # demonstrations have no notes
+        known = known * batch.notes.get("replayed", torch.full_like(known, torch.nan)).isnan()
         gap = torch.where(known > 0, old - noted.nan_to_num(), 0.0)
         metrics["sampling/sampling_logp_difference/mean"] = gap.abs().sum() / steps
         # k3 of engine from policy, both as of the rollout: what a cheaper engine costs.

@@ -171,16 +171,20 @@ class Processes:
         A process without work gets one prompt and False: it has to take part in every forward pass of a
         sharded model, and its rows never enter the table.
         """
+        home = self.homes(Counter(prompt.uid for prompt in prompts), table)
+        mine = [prompt for prompt in prompts if home[prompt.uid] == self.rank]
+        return mine or [prompts[0]], bool(mine)
+
+    def homes(self, counts: Mapping[str, int], table: RewardTable) -> dict[str, int]:
+        """Choose the process of every prompt, given the number of its rows: where it is, or by least load."""
         # Groups stay whole on one process, since advantages compare their rows.
         home = dict(zip(table.uids, table.process.tolist(), strict=True))
-        counts = Counter(prompt.uid for prompt in prompts)
         load = [sum(n for uid, n in counts.items() if home.get(uid) == rank) for rank in range(self.world)]
         for uid, count in counts.items():
             if uid not in home:
                 home[uid] = min(range(self.world), key=lambda rank: (load[rank], rank))
                 load[home[uid]] += count
-        mine = [prompt for prompt in prompts if home[prompt.uid] == self.rank]
-        return mine or [prompts[0]], bool(mine)
+        return home
 
     def gather(self, table: RewardTable, order: Sequence[str]) -> RewardTable:
         """Join the tables of all processes, with rows in the order of their prompts."""

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from mmrl.config.binding import Bound
+from mmrl.core.protocols import Replay
 from mmrl.core.reward_table import Collection, RewardTable
 from mmrl.core.types import Rollouts
 from mmrl.runtime.distributed import place_of
@@ -51,7 +54,33 @@ def collect(run: Run) -> Collection:
     if not stand_in:
         raise ValueError(f"the sampler named no prompt at step {run.stream.step}, so there is nothing to do")
     kept, learned = pick(rollouts, table, keep)
-    return Collection(kept, learned, table, (kept or rollouts or stand_in)[0])
+    collection = Collection(kept, learned, table, (kept or rollouts or stand_in)[0])
+    for replay in run.replays:
+        keep, added = replay.mix(collection.table)
+        collection, _ = exchange(run, replay, collection, keep, added)
+    return collection
+
+
+def refill(run: Run, collection: Collection, credit: RewardTable) -> tuple[Collection, RewardTable]:
+    """Exchange rows of a collection for rows of earlier steps that have their advantages already."""
+    for replay in run.replays:
+        keep, added, credited = replay.refill(collection.table, credit)
+        collection, added = exchange(run, replay, collection, keep, added)
+        credit = credit.select(keep).join(credited.replace(process=added.process, rank=added.rank))
+    return collection, credit
+
+
+def exchange(
+    run: Run, replay: Replay, collection: Collection, keep: Tensor, added: RewardTable
+) -> tuple[Collection, RewardTable]:
+    """Keep rows (N,) bool of a collection and add others, each on a process; return what was added too."""
+    kept, table = pick(collection.rollouts, collection.table, keep)
+    homes = run.processes.homes(Counter(added.uids), table)
+    ranks = torch.tensor([homes[uid] for uid in added.uids], dtype=torch.int64)
+    added = added.replace(process=ranks, rank=run.processes.rank)
+    with run.processes.agreeing("bringing rollouts back"):
+        kept = kept + replay.recall(added.select(added.mine))
+    return replace(collection, rollouts=kept, table=table.join(added)), added
 
 
 def in_order(rollouts: Rollouts, order: Sequence[str]) -> Rollouts:

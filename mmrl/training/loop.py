@@ -17,7 +17,7 @@ from mmrl.core.types import Unit
 from mmrl.runtime.files import locked
 from mmrl.runtime.watchdog import listening
 from mmrl.training.checkpointing import hand_over, resume, save
-from mmrl.training.collect import collect, pick
+from mmrl.training.collect import collect, pick, refill
 from mmrl.training.nonfinite import largest_first
 from mmrl.training.trainer import Run
 
@@ -39,7 +39,7 @@ def train(run: Run) -> None:
             run.tick(step)
             collection = collect(run)
             with run.report.timing("learn"):
-                credit, batch = learnable(run, collection)
+                collection, credit, batch = learnable(run, collection)
                 for _ in range(run.config.learn.num_iterations):
                     update(run, batch)
             run.finish(step, collection, credit)
@@ -56,9 +56,9 @@ def train(run: Run) -> None:
     run.tell("train_end")
 
 
-def learnable(run: Run, collection: Collection) -> tuple[RewardTable, Batch]:
+def learnable(run: Run, collection: Collection) -> tuple[Collection, RewardTable, Batch]:
     """Compute advantages, lay them over a step table, and evaluate the other policies on it."""
-    credit = run.advantage(collection.table)
+    collection, credit = refill(run, collection, run.advantage(collection.table))
     rollouts, learned = pick(collection.rollouts, credit, credit.learn.any(-1))
     rollouts = rollouts or (collection.stand_in,)
     batch = spread(learned.select(learned.mine), run.policy.collate(rollouts))
@@ -70,7 +70,7 @@ def learnable(run: Run, collection: Collection) -> tuple[RewardTable, Batch]:
         needs, steps = run.method.needs, run.guard.micro_batch_steps
         return consult(run.others, batch, needs, steps, run.processes.even)
 
-    return credit, run.guard.within_memory(consulted)
+    return collection, credit, run.guard.within_memory(consulted)
 
 
 def consult(

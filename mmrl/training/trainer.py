@@ -20,6 +20,7 @@ from mmrl.core.protocols import (
     LogProbs,
     Observer,
     Policy,
+    Replay,
     RunCallback,
     Stateful,
     Telling,
@@ -107,6 +108,11 @@ class Run:
     def observers(self) -> list[Observer]:
         """The pieces that see every round of a collection."""
         return list(self.pieces.that_are(Observer).values())
+
+    @property
+    def replays(self) -> list[Replay]:
+        """The pieces that bring rows of earlier steps back."""
+        return list(self.pieces.that_are(Replay).values())
 
     @property
     def ended(self) -> bool:

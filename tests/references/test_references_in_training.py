@@ -69,7 +69,7 @@ def test_gradients_reach_the_learner_only(tmp_path):
     run = toy_run(tmp_path, **changes, objective={"penalty": ["k3"]})
     parameter, before = run.policy.table, run.policy.table.detach().clone()
     run.tick(0)
-    _, batch = learnable(run, collect(run))
+    _, _, batch = learnable(run, collect(run))
     assert set(batch.others) == {"old", "ref"}
     update(run, batch)
     assert run.policy.table is parameter

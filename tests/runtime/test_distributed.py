@@ -96,6 +96,23 @@ PLANS = {
         "advantage": ["total", "tests.support.toys:RunningMean"],
         "learn": {"optimizer": "adamw"},
     },
+    "brought back": {
+        "policy": {"name": "tests.support.toys:ToyRecalling", "double": True},
+        "rollout": {"num_prompts": 3, "engine": ["tests.support.toys:ToyNoting", "with_replay"]},
+        "rewards": ["tests.support.toys:share_right"],
+        "objective": {"ratio": {"name": "step_ratio", "against": "engine"}},
+        "max_steps": 5,
+    },
+    "compared with stored answers": {
+        "policy": {"name": "tests.support.toys:ToyRecalling", "double": True},
+        "rollout": {
+            "num_prompts": 5,
+            "num_generations": 2,
+            "engine": ["tests.support.toys:ToyNoting", {"name": "with_contrast", "learn_from_replay": True}],
+        },
+        "rewards": ["tests.support.toys:share_right"],
+        "max_steps": 5,
+    },
     "only a demonstration": {  # on one process, and sampled rollouts on the other
         "data": "tests.support.toys:half_shown",
         "sampler": {"name": "uniform", "shuffle": False},

@@ -4,7 +4,7 @@ dimensions."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -115,7 +115,7 @@ class ToyText:
     def collate(self, rollouts: tuple[Trajectory, ...]) -> Batch:
         tokens = cat_padded([row.steps[1][None] for row in rollouts])
         mask = cat_padded([torch.ones(1, row.length) for row in rollouts])
-        names = sorted({name for row in rollouts for name in row.notes})
+        names = sorted({name for row in rollouts for name in row.notes} - {"token", "temperature"})
         empty = torch.full((1, 0), float("nan"))
         notes = {}
         for name in names:
@@ -215,3 +215,28 @@ def plan(folder: Path | str, **changes: Any) -> dict[str, Any]:
 def toy_run(folder: Path | str, **changes: Any) -> Run:
     """Build that run."""
     return build(parse(plan(folder, **changes), Config), quiet=True)
+
+
+class ToyRecalling(ToyText):
+    """The look-up table, which makes rows again from what was noted."""
+
+    def recall(self, prompt: Prompt, notes: Mapping[str, Tensor]) -> Trajectory:
+        tokens = notes["token"].long()
+        text = " ".join(str(token) for token in tokens.tolist() if token != STOP)
+        outcome = Outcome(text=text, end=len(tokens))
+        kept = {"logp": notes["logp"].float()}
+        return Trajectory(
+            prompt, prompt.uid, (outcome,), (int(prompt.uid[1:]), tokens), len(tokens), kept, False
+        )
+
+
+class ToyNoting(ToyGenerate):
+    """Sample tokens, and note them."""
+
+    notes = frozenset({"logp", "entropy", "token", "temperature"})
+
+    def rollout(self, prompts: Sequence[Prompt]) -> tuple[Trajectory, ...]:
+        return tuple(
+            replace(row, notes={**row.notes, "token": row.steps[1], "temperature": torch.ones(row.length)})
+            for row in super().rollout(prompts)
+        )

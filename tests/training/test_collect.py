@@ -186,7 +186,7 @@ def test_a_filter_that_keeps_nothing_leaves_a_stand_in_to_blank(tmp_path):
     assert len(collection.table) == 0 and len(collection.seen) == 6
     assert collection.rollouts == ()
     assert collection.stand_in.prompt.uid == collection.seen.uids[0]
-    credit, batch = learnable(run, collection)
+    _, credit, batch = learnable(run, collection)
     assert len(credit) == 0 and len(batch) == 1 and not batch.mask.any()
 
 

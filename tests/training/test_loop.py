@@ -30,7 +30,7 @@ def ready(folder, **changes):
     run = toy_run(folder, **{"policy": DOUBLE, "learn": learn, **changes})
     run.tick(0)
     collection = collect(run)
-    _, batch = learnable(run, collection)
+    _, _, batch = learnable(run, collection)
     return run, batch
 
 
@@ -194,7 +194,7 @@ def test_old_is_the_policy_that_rolled_out(tmp_path):
     )
     run.policy.table.data.normal_(generator=torch.Generator().manual_seed(1))
     run.tick(0)
-    _, batch = learnable(run, collect(run))
+    _, _, batch = learnable(run, collect(run))
     # The moving average still has its first weights, which are uniform over six tokens.
     steps = batch.mask > 0
     uniform = torch.full_like(batch.others["old"].logp, -math.log(6))
@@ -280,7 +280,7 @@ def test_rows_that_are_not_learned_from_cost_no_forward_pass(tmp_path):
     run = toy_run(tmp_path, advantage=["total", "group_normalize", "drop_truncated"])
     run.tick(0)
     collection = collect(run)
-    credit, batch = learnable(run, collection)
+    _, credit, batch = learnable(run, collection)
     cut = sum(row.outcomes[-1].tags["finish"] == "length" for row in collection.rollouts)
     assert 0 < cut < 16
     assert (len(credit), len(batch)) == (16, 16 - cut)
@@ -347,7 +347,7 @@ def test_other_policies_are_asked_as_often_on_every_process(tmp_path):
     # Where another process has more cuts, the last one is asked about again, and its answer does not count.
     run = toy_run(tmp_path, references={"ref": "frozen"}, objective={"penalty": ["k3"]})
     run.tick(0)
-    _, batch = learnable(run, collect(run))
+    _, _, batch = learnable(run, collect(run))
     asked = []
 
     def counting(batch, extra):

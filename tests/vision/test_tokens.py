@@ -132,6 +132,19 @@ def test_collate_notes_what_the_engine_took_down_and_nothing_for_recorded_answer
     assert len(batch.steps.prompts) == 1
 
 
+def test_a_row_is_made_again_from_its_notes(exact):
+    policy = exact("qwen2_5_vl")
+    prompt = mixed.prompts("qwen2_5_vl")[0]
+    (row,) = mixed.generate(policy, [prompt], max_completion_length=5, temperature=0.7)
+    again = policy.recall(prompt, {name: note.double() for name, note in row.notes.items()})
+    assert again.outcomes[-1].text == row.outcomes[-1].text and not again.on_policy
+    assert again.steps.temperature == pytest.approx(row.steps.temperature) == pytest.approx(0.7)
+    assert torch.equal(again.steps.ids, row.steps.ids)
+    batches = policy.collate((row,)), policy.collate((again,))
+    assert torch.equal(policy(batches[0]).logp, policy(batches[1]).logp)
+    assert torch.equal(batches[0].notes["logp"], batches[1].notes["logp"])
+
+
 def test_encode_keeps_what_an_outcome_says_and_ends_it(exact):
     policy = exact("qwen2_5_vl")
     prompt = mixed.prompts("qwen2_5_vl")[1]

@@ -55,7 +55,7 @@ class Generate:
     batch_size: NonNegativeInt = 0
     cache: MakeCache | None = None
     transform: tuple[Callable, ...] = ()
-    notes: ClassVar[frozenset[str]] = frozenset({"logp", "entropy", "token"})
+    notes: ClassVar[frozenset[str]] = frozenset({"logp", "entropy", "token", "temperature"})
 
     def __post_init__(self) -> None:
         self.rollout_policy: TokenPolicy = self.policy
@@ -137,6 +137,8 @@ class Generate:
             text = encoder.text(notes["token"])
             outcome = Outcome(text=text, end=n, tags={"finish": "stop" if stopped else "length"})
             # Greedy answers are trained on at temperature 1, at which their `logp` was noted.
-            steps = TokenRow(row.encoded, notes["token"], self.temperature or 1.0)
+            temperature = self.temperature or 1.0
+            notes["temperature"] = torch.full((n,), temperature)
+            steps = TokenRow(row.encoded, notes["token"], temperature)
             answers.append(Trajectory(row.prompt, row.prompt.uid, (outcome,), steps, n, notes))
         return answers

@@ -208,6 +208,14 @@ class Tokens:
         row = TokenRow(self.prompt_encoder.encode(prompt), ids)
         return Trajectory(prompt, prompt.uid, (answer,), row, len(ids), {"token": ids}, on_policy=False)
 
+    def recall(self, prompt: Prompt, notes: Mapping[str, Tensor]) -> Trajectory:
+        """Make a row again from the notes (T,) of the engine: its tokens and its temperature."""
+        ids, temperature = notes["token"].long(), float(notes["temperature"][0])
+        outcome = Outcome(text=self.prompt_encoder.text(ids), end=len(ids))
+        row = TokenRow(self.prompt_encoder.encode(prompt), ids, temperature)
+        kept = {name: note.float() for name, note in notes.items()} | {"token": ids}
+        return Trajectory(prompt, prompt.uid, (outcome,), row, len(ids), kept, on_policy=False)
+
     def collate(self, rollouts: Rollouts) -> Batch:
         """Pad answers on the right; distinct prompts are stored once."""
         rows: list[TokenRow] = [row.steps for row in rollouts]
@@ -216,13 +224,13 @@ class Tokens:
         distinct, which = distinct_prompts([row.prompt for row in rows])
         ids = cat_padded([row.ids[None] for row in rows])
         steps = TokenSteps(distinct, which, ids, length, torch.tensor([row.temperature for row in rows]))
-        # NaN where a row has no such note, and after its end. The note `token` is in `steps`.
+        # NaN where a row has no such note, and after its end. `steps` has what `token` and `temperature` say.
         missing = torch.full((mask.shape[1],), torch.nan)
         notes = {
             name: cat_padded(
                 [row.notes.get(name, missing[: row.length])[None] for row in rollouts], torch.nan
             )
-            for name in sorted({name for row in rollouts for name in row.notes} - {"token"})
+            for name in sorted({name for row in rollouts for name in row.notes} - {"token", "temperature"})
         }
         return Batch.of(steps, mask, notes)
 

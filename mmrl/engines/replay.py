@@ -1,0 +1,307 @@
+"""Engines that bring answers of earlier steps back: replay.
+
+They generate nothing themselves. They remember rows of the reward table, with the tokens and the
+log-probabilities that the engine noted, and add some of them to later collections. An objective with
+`against: engine` compares with the log-probabilities of the time when they were sampled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from mmrl.config.ranges import NonNegativeFloat, PositiveInt
+from mmrl.config.registry import engine
+from mmrl.core.protocols import Engine
+from mmrl.core.reward_table import RewardTable, name_id
+from mmrl.core.rng import Stream
+from mmrl.core.tensor import group_index
+from mmrl.core.types import Outcome, Prompt, Rollouts, Trajectory
+
+RECALLED = frozenset({"token", "logp", "temperature"})  # the notes that a rollout is made from again
+TINY = 1e-6  # an advantage that is smaller counts as none
+REPLAY = "replay"  # tag of rows that were brought back
+
+
+class Memory:
+    """Rows of earlier steps in one or more reward tables, and the step of each."""
+
+    notes: frozenset[str] = frozenset()
+
+    def __init__(self, engine: Engine, stream: Stream, prompts: Sequence[Prompt], tables: int = 1) -> None:
+        self.engine, self.policy, self.stream, self.prompts = engine, engine.policy, stream, prompts
+        self.tables, self.steps = [RewardTable.empty()] * tables, torch.zeros(0, dtype=torch.int64)
+        self.added = 0  # rows that were brought back since they were last told
+        self._places: dict[str, int] = {}
+
+    @property
+    def stored(self) -> RewardTable:
+        """The rows as they were measured."""
+        return self.tables[0]
+
+    def rollout(self, prompts: Sequence[Prompt]) -> Rollouts:
+        """Answer every entry with the wrapped engine."""
+        return self.engine.rollout(prompts)
+
+    def recall(self, table: RewardTable) -> Rollouts:
+        """Make the rollouts of rows that were brought back, from the tokens that the engine noted."""
+        if not self._places:
+            self._places = {prompt.uid: i for i, prompt in enumerate(self.prompts)}
+        return tuple(self._row(table, i, self.prompts[self._places[uid]]) for i, uid in enumerate(table.uids))
+
+    def _row(self, table: RewardTable, i: int, prompt: Prompt) -> Trajectory:
+        length = int(table.length[i])
+        notes = {name: table.notes[name][i, :length] for name in table.notes}
+        row = self.policy.recall(prompt, notes)
+        tags = {REPLAY: "yes"}
+        outcomes = tuple(
+            Outcome(text=row.outcomes[-1].text, end=int(end), tags=tags) for end in table.ends[i]
+        )
+        outcomes = outcomes[: int(table.present[i].sum())]
+        # So that metrics of how well the engine samples from the policy leave it out.
+        notes = {**row.notes, "replayed": torch.ones(length)}
+        return Trajectory(prompt, prompt.uid, outcomes, row.steps, length, notes, on_policy=False)
+
+    def remember(self, rows: Tensor, *tables: RewardTable) -> None:
+        """Store rows (N,) bool of tables, except for those that were brought back or not sampled."""
+        table = tables[0]
+        rows = rows & (table.ids["on_policy"][:, 0] == 1) & ~replayed(table)
+        self.tables = [old.join(new.select(rows)) for old, new in zip(self.tables, tables, strict=True)]
+        self.steps = torch.cat([self.steps, torch.full((int(rows.sum()),), self.stream.step)])
+
+    def keep(self, rows: Tensor) -> None:
+        """Forget all stored rows but these: (M,) bool."""
+        self.tables, self.steps = [table.select(rows) for table in self.tables], self.steps[rows]
+
+    def bring_back(self, rows: Tensor) -> list[RewardTable]:
+        """Take stored rows (n,) of every table to add them to a collection, marked as replayed."""
+        self.added += len(rows)
+        back = []
+        for table in (table.select(rows) for table in self.tables):
+            mark = torch.full_like(table.ends, name_id("yes"))
+            back.append(table.replace(ids={**table.ids, REPLAY: mark, "on_policy": torch.zeros_like(mark)}))
+        return back
+
+    def tell(self) -> Mapping[str, float]:
+        """Return the rows that were brought back since the last call, and those that are stored."""
+        told = {"replay/rows": float(self.added), "replay/stored": float(len(self.steps))}
+        self.added = 0
+        return told
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the stored rows with their steps."""
+        return {"tables": [dict(vars(table)) for table in self.tables], "steps": self.steps}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore the stored rows."""
+        self.tables = [RewardTable(**{**table, "uids": tuple(table["uids"])}) for table in state["tables"]]
+        self.steps = state["steps"]
+
+
+def replayed(table: RewardTable) -> Tensor:
+    """Return which rows were brought back: (N,) bool."""
+    return table.ids[REPLAY].any(-1) if REPLAY in table.ids else torch.zeros(len(table), dtype=torch.bool)
+
+
+def strength(credit: RewardTable) -> Tensor:
+    """Return the largest absolute advantage of each row that is learned from: (N,)."""
+    learned = credit.valid[:, 0] & credit.learn
+    return torch.where(learned, credit.values[:, 0].abs(), 0.0).amax(-1)
+
+
+def among(uids: Sequence[str], wanted: Sequence[str]) -> Tensor:
+    """Return which uids are among others: (len(uids),) bool."""
+    known = set(wanted)
+    return torch.tensor([uid in known for uid in uids], dtype=torch.bool)
+
+
+@engine(notes=RECALLED)
+class WithReplay(Memory):
+    """Replace rows without an advantage by stored rows that had one (SSB, arXiv 2504.16656).
+
+    They are drawn without replacement, more likely with a larger absolute advantage, which they keep; none is
+    of a prompt of this step. The paper gives neither a formula nor numbers: this is our reading.
+
+    Args:
+        engine: The engine that samples.
+        capacity: Rows that are stored; the oldest are forgotten first.
+        max_age: Steps after which a row is forgotten.
+        power: Power of the absolute advantage in the probability of a row; 0: all alike.
+        granularity: "row" exchanges single rows; "group" a whole group without any advantage for what is
+            stored of one prompt and step.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        stream: Stream,
+        train_prompts: Sequence[Prompt] = (),
+        capacity: PositiveInt = 2048,
+        max_age: PositiveInt = 4,
+        power: NonNegativeFloat = 1.0,
+        granularity: Literal["row", "group"] = "row",
+    ) -> None:
+        super().__init__(engine, stream, train_prompts, tables=2)
+        self.capacity, self.max_age, self.power, self.granularity = capacity, max_age, power, granularity
+
+    def mix(self, table: RewardTable) -> tuple[Tensor, RewardTable]:
+        """Add nothing before the advantage chain, since stored rows keep their advantage."""
+        return torch.ones(len(table), dtype=torch.bool), table.select(torch.zeros(0, dtype=torch.int64))
+
+    def refill(self, table: RewardTable, credit: RewardTable) -> tuple[Tensor, RewardTable, RewardTable]:
+        """Return which rows stay (N,), and those that replace others, before and after the chain.
+
+        The rows of the step that have an advantage are stored.
+        """
+        alive = strength(credit) > TINY
+        self.keep(self.stream.step - self.steps <= self.max_age)
+        units = self._units(table.group, torch.zeros_like(table.group))
+        dead = units[~torch.isin(units, units[alive])].unique()
+        rows, count = self._choose(len(dead), ~among(self.stored.uids, table.uids))
+        back = self.bring_back(rows)
+        self.remember(alive, table, credit)
+        self.keep(torch.arange(len(self.steps)) >= len(self.steps) - self.capacity)
+        return ~torch.isin(units, dead[:count]), back[0], back[1]
+
+    def _units(self, group: Tensor, steps: Tensor) -> Tensor:
+        """Number what is exchanged as a whole: rows, or groups of one step."""
+        return torch.arange(len(group)) if self.granularity == "row" else group_index([group, steps])
+
+    def _choose(self, wanted: int, eligible: Tensor) -> tuple[Tensor, int]:
+        """Draw up to `wanted` stored units; return their rows (n,) and the number of units."""
+        units = self._units(self.stored.group, self.steps) if len(self.steps) else self.steps
+        size = strength(self.tables[1]) if len(self.steps) else self.steps.double()
+        names = units[eligible].unique()
+        wanted = min(wanted, len(names))
+        if not wanted:
+            return torch.zeros(0, dtype=torch.int64), 0
+        weights = torch.stack([size[units == name].mean() for name in names]) ** self.power
+        drawn = torch.multinomial(weights, wanted, generator=self.stream.generator("replay"))
+        return torch.isin(units, names[drawn]).nonzero()[:, 0], wanted
+
+
+class ByPrompt(Memory):
+    """Memory of right and of wrong answers to every prompt, which joins groups before the advantage chain."""
+
+    def __init__(
+        self, engine: Engine, stream: Stream, prompts: Sequence[Prompt], of: str, above: float, capacity: int
+    ) -> None:
+        super().__init__(engine, stream, prompts)
+        self.of, self.above, self.capacity = of, above, capacity
+
+    def right(self, table: RewardTable) -> Tensor:
+        """Return which answers are right: (N,) bool."""
+        return (table.at_end(self.of) if self.of else table.reward()) > self.above
+
+    def of_prompt(self, uid: str, right: bool) -> Tensor:
+        """Return the places of the stored right, or wrong, answers to a prompt."""
+        if not len(self.steps):
+            return self.steps
+        return (among(self.stored.uids, [uid]) & (self.right(self.stored) == right)).nonzero()[:, 0]
+
+    def draw(self, uid: str, right: bool, count: int) -> Tensor:
+        """Draw up to `count` stored answers to a prompt, without replacement."""
+        places = self.of_prompt(uid, right)
+        order = torch.randperm(len(places), generator=self.stream.generator("replay", uid))
+        return places[order[:count]]
+
+    def store(self, table: RewardTable, rows: Tensor) -> None:
+        """Store rows (N,) bool; of every prompt the newest `capacity` right and wrong ones stay."""
+        self.remember(rows, table)
+        keep = torch.ones(len(self.steps), dtype=torch.bool)
+        for uid in dict.fromkeys(table.uids):
+            for right in (True, False):
+                places = self.of_prompt(uid, right)
+                keep[places[: max(0, len(places) - self.capacity)]] = False
+        self.keep(keep)
+
+    def refill(self, table: RewardTable, credit: RewardTable) -> tuple[Tensor, RewardTable, RewardTable]:
+        """Change nothing after the advantage chain."""
+        none = torch.zeros(0, dtype=torch.int64)
+        return torch.ones(len(table), dtype=torch.bool), table.select(none), credit.select(none)
+
+
+@engine(notes=RECALLED)
+class WithContrast(ByPrompt):
+    """Add stored right answers to groups that are all wrong, and vice versa (R3, arXiv 2601.19620).
+
+    Statistics of the group are over all of them. Numbers are our reading: the paper names none.
+
+    Args:
+        engine: The engine that samples.
+        of: Reward that tells right from wrong; "": the weighted sum of all.
+        above: An answer with more than this is right.
+        per_group: Stored answers that join a group.
+        capacity: Right, and wrong, answers that are stored of every prompt.
+        learn_from_replay: Learn from stored answers too, not only compare with them.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        stream: Stream,
+        train_prompts: Sequence[Prompt] = (),
+        of: str = "",
+        above: float = 0.5,
+        per_group: PositiveInt = 2,
+        capacity: PositiveInt = 4,
+        learn_from_replay: bool = False,
+    ) -> None:
+        super().__init__(engine, stream, train_prompts, of, above, capacity)
+        self.per_group, self.learn_from_replay = per_group, learn_from_replay
+
+    def mix(self, table: RewardTable) -> tuple[Tensor, RewardTable]:
+        """Return that all rows stay (N,), and the stored rows that join them."""
+        right, drawn = self.right(table), [torch.zeros(0, dtype=torch.int64)]
+        for uid in dict.fromkeys(table.uids):
+            of_group = right[among(table.uids, [uid])]
+            if of_group.all() or not of_group.any():
+                drawn.append(self.draw(uid, not of_group[0], self.per_group))
+        (back,) = self.bring_back(torch.cat(drawn))
+        self.store(table, torch.ones(len(table), dtype=torch.bool))
+        back = back.replace(learn=back.learn & self.learn_from_replay)
+        return torch.ones(len(table), dtype=torch.bool), back
+
+
+@engine(notes=RECALLED)
+class WithSuccesses(ByPrompt):
+    """Replace one failure of a group that failed as a whole by a stored success (arXiv 2508.15144).
+
+    Args:
+        engine: The engine that samples.
+        of: Reward that tells success from failure; "": the weighted sum of all.
+        above: An answer with more than this is a success.
+        capacity: Successes that are stored of every prompt.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        stream: Stream,
+        train_prompts: Sequence[Prompt] = (),
+        of: str = "",
+        above: float = 0.5,
+        capacity: PositiveInt = 4,
+    ) -> None:
+        super().__init__(engine, stream, train_prompts, of, above, capacity)
+
+    def mix(self, table: RewardTable) -> tuple[Tensor, RewardTable]:
+        """Return which rows stay (N,), and the successes that take the place of others."""
+        right, drawn = self.right(table), [torch.zeros(0, dtype=torch.int64)]
+        keep = torch.ones(len(table), dtype=torch.bool)
+        for uid in dict.fromkeys(table.uids):
+            places = among(table.uids, [uid]).nonzero()[:, 0]
+            success = self.draw(uid, True, 1)
+            if len(success) and not right[places].any():
+                generator = self.stream.generator("failure", uid)
+                keep[places[torch.randint(len(places), (1,), generator=generator)]] = False
+                drawn.append(success)
+        (back,) = self.bring_back(torch.cat(drawn))
+        self.store(table, right)
+        return keep, back
