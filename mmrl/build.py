@@ -40,6 +40,8 @@ def build(config: Config, *, quiet: bool = False) -> Run:
     data = pieces.prompts(config.data, "data")
     epochs, config = config.num_train_epochs, with_steps(config, len(data))
     eval_prompts = held_out(config) if config.evaluation.data else ()
+    # Before a weight is loaded, because samplers read columns of the data, which may lack one.
+    sampler = make_chain(pieces, "sampler", config.sampler, data, "sampler")
     torch.manual_seed(config.seed)  # adapters draw their first weights from the global stream
     processes = Processes(config.ddp_timeout)
     policy, objective = make("policy"), make("objective")
@@ -48,7 +50,7 @@ def build(config: Config, *, quiet: bool = False) -> Run:
         policy=policy,
         optimizer=processes.place(policy, make("learn.optimizer"), config.learn.max_grad_norm),
         references=make("references", policy),
-        sampler=make_chain(pieces, "sampler", config.sampler, data, "sampler"),
+        sampler=sampler,
         engine=make_chain(pieces, "engine", config.rollout.engine, policy, "rollout.engine"),
         rewards=make("rewards"),
         group_filter=make("group_filter"),

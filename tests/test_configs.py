@@ -346,6 +346,9 @@ def on_a_toy(variant: dict[str, Any], output: Path, **changes: Any) -> Config:
             "name": "tests.support.toys:prompts",
             "answers": variant["rollout"].get("num_generations", 1),
         }
+    if "sampler" in variant:  # which may read sources and tokens
+        support = "tests.support.observing"
+        toy = merge(toy, {"data": f"{support}:sourced", "rollout": {"engine": [f"{support}:ToyTokens"]}})
     rewards = changes.pop("rewards", None) or toy_rewards(variant)
     raw = merge(merge(toy, variant), {"report": {"log_completions": False}, **changes})
     return parse({**raw, "rewards": rewards} if rewards else raw, Config)

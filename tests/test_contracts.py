@@ -36,6 +36,7 @@ OPTIONS = {
     ("aggregation", "fixed_length"): {"max_completion_length": 7},
     ("objective", "policy_gradient"): {"surrogate": "clip", "aggregation": "step_mean"},
     ("objective", "comparison"): {"implicit_reward": "log_ratio", "compare": "sigmoid"},
+    ("sampler", "source_bandit"): {"by": "wanted"},
     ("advantage", "value_anchor"): {"of": "right"},  # the label that it adds by default comes from another
 }
 SIZES = (3, 2, 1, 2)  # rollouts of the prompts p0 to p3
@@ -375,6 +376,8 @@ def test_objectives_stay_finite(case, extreme):
 @each(MEMORIES)
 def test_memories_are_saved(case, tmp_path):
     rollouts, table = collected(), table_of(collected())
+    table = table.note("token", table.notes["logp"].mul(-9).floor())  # for samplers
+    stream = Stream(3)
 
     def use(piece: Any) -> Any:
         if case.kind == "sampler":
@@ -388,17 +391,19 @@ def test_memories_are_saved(case, tmp_path):
 
     def make() -> tuple[Any, Any]:
         """Give the piece as the run calls it, and the thing in it that remembers."""
-        made_of = Pieces(Stream(3))
+        made_of = Pieces(stream)
         piece = made_of.make(case.kind, case.piece, *[prompts()] * (case.kind == "sampler"))
         return piece, next(iter(made_of.made.values()))
 
     (piece, memory), (other, empty) = make(), make()
-    fresh = use(make()[0])
     use(piece)
     if hasattr(memory, "observe"):
         memory.observe(rollouts, table)
+    if hasattr(memory, "observe_advantages"):
+        memory.observe_advantages(table)
     checkpoint.write_state(tmp_path, memory.state_dict())
     empty.load_state_dict(checkpoint.read_state(tmp_path))
+    stream.step += 1  # checkpoints are written between steps
     after = use(piece)
     assert use(other) == after
-    assert after != fresh  # otherwise forgetting everything would pass as well
+    assert after != use(make()[0])  # otherwise forgetting everything would pass as well

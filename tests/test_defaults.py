@@ -81,6 +81,14 @@ DEFAULTS = {
             "after": 13,
         },  # MixGRPO
     },
+    "sampler": {
+        "source_bandit": {"temperature": 0.1, "window": 300},  # DUMP
+        "vade": {"decay_drawn": 0.2, "decay_others": 0.999, "init_count": 8.0},  # the paper's figure
+        "variance_aware": {  # MMR1's final model, the steps are those of its code
+            **{"variance_weight": 0.8, "diversity_weight": 0.2, "weighted_share": 0.5},
+            **{"momentum": 0.0, "update_steps": 4},
+        },
+    },
     "solver": {
         "diffusion.cps": {"noise_level": 0.8},
         "diffusion.dance_sde": {"noise_level": 0.3},
@@ -116,7 +124,11 @@ def test_switches_are_off_but_where_a_method_has_them_on():
             options = inspect.signature(made).parameters.items()
             on |= {f"{entry.full_name}.{name}" for name, one in options if one.default is True}
     turning = {"consistent", "balance", "first_step"}
-    assert on == {f"turning_points.{name}" for name in turning} | {"sliding_window.roll_back"}
+    assert on == {f"turning_points.{name}" for name in turning} | {
+        "sliding_window.roll_back",
+        "uniform.shuffle",
+        "vade.thompson",
+    }
 
 
 def test_rewards_closer_than_1e_8_are_equal():

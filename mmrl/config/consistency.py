@@ -136,13 +136,13 @@ def _check_rewards(checked: Mapping[str, Any], place: str, *, weighted: bool = T
 
 
 def _check_reward_names(checked: Mapping[str, Any]) -> None:
-    """Raise where a filter, metric or check reads a reward that no reward is called."""
+    """Raise where a filter, sampler, metric or check reads a reward that no reward is called."""
     trained = [bound.name for bound in _listed(checked, "rewards")]
     evaluated = [bound.name for bound in _listed(checked, "evaluation.rewards")] or trained
     for place, bound in checked.items():
         options = bound.options if isinstance(bound, Bound) else {}
         names = evaluated if place.startswith("evaluation.") else trained
-        if place == "group_filter" or place.startswith(("metrics[", "evaluation.metrics[")):
+        if place == "group_filter" or place.startswith(("metrics[", "evaluation.metrics[", "sampler[")):
             _check_name(f"{place}.of", options.get("of"), names)
         elif place.startswith("report.checks["):
             for option, value in options.items():

@@ -164,6 +164,15 @@ class Replay(Stateful, Protocol):
 
 
 @runtime_checkable
+class Believing(Protocol):
+    """A sampler that tells what it believes about prompts, or about the sources that they come from."""
+
+    def beliefs(self) -> Mapping[str, Mapping[str, float]]:
+        """Return by uid, or by source, what is believed, such as "pass_rate" and "weight"; for reports."""
+        ...
+
+
+@runtime_checkable
 class RunCallback(Protocol):
     """Is called at the events of a training run, on every process, and may end it."""
 

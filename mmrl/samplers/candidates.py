@@ -1,0 +1,144 @@
+"""What samplers with a memory share: prompts by uid, draws without repetition, results of a round."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from mmrl.config.loading import ConfigError
+from mmrl.core.reward_table import RewardTable
+from mmrl.core.rng import Stream
+from mmrl.core.types import Prompt
+
+
+@dataclass
+class Candidates:
+    """The prompts of a run, and which of them were asked in the current step.
+
+    A later round of a collection stands in for groups that a filter dropped, so it asks other prompts. Those
+    of earlier rounds are asked again only where there are no others.
+    """
+
+    data: Sequence[Prompt]
+    stream: Stream
+    place: dict[str, int] = field(init=False)  # uid to index in `data`
+    asked: Tensor = field(init=False)  # (M,) bool
+    step: int | None = None  # that `asked` is about
+
+    def __post_init__(self) -> None:
+        self.place = {prompt.uid: i for i, prompt in enumerate(self.data)}
+        self.asked = torch.zeros(len(self.data), dtype=torch.bool)
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def begins(self) -> bool:
+        """Whether this is the first draw of a step; then nothing has been asked yet."""
+        if self.step == self.stream.step:
+            return False
+        self.step = self.stream.step
+        self.asked.zero_()
+        return True
+
+    def highest(self, scores: Tensor, num: int, name: str, among: Tensor | None = None) -> list[int]:
+        """Choose up to `num` places by the highest scores (M,), and note them as asked.
+
+        Ties are broken at random. Places that were asked in this step, and then those outside `among` (M,)
+        bool, come last; -inf is never chosen.
+        """
+        num = min(num, int((scores > -math.inf).sum()))
+        order = torch.randperm(len(scores), generator=self.stream.generator(name, "ties"))
+        order = order[scores[order].argsort(descending=True, stable=True)]
+        if among is not None:
+            order = order[(~among[order]).int().argsort(stable=True)]
+        order = order[self.asked[order].int().argsort(stable=True)]
+        chosen = order[:num]
+        self.asked[chosen] = True
+        return chosen.tolist()
+
+    def weighted(self, weights: Tensor, num: int, name: str) -> list[int]:
+        """Draw up to `num` places without replacement in proportion to weights (M,), and note them as asked.
+
+        Places of weight 0 come only after all others.
+        """
+        # Efraimidis and Spirakis: the largest of u^(1/w) are such a draw; here log(-log(u^(1/w))), negated.
+        uniform = torch.rand(len(weights), generator=self.stream.generator(name), dtype=torch.float64)
+        keys = weights.double().log() - (-uniform.clamp(min=1e-300).log()).log()
+        return self.highest(keys.clamp(min=-1e300), num, name, among=weights > 0)
+
+    def fitting(self, saved: Tensor) -> Tensor:
+        """Copy a saved column (M, ...); raise where it is about other data."""
+        if len(saved) != len(self):
+            raise ValueError(
+                f"the sampler's saved memory is about {len(saved)} prompts, but the data have {len(self)}; "
+                "give the same data, or begin with an empty memory"
+            )
+        return saved.clone()
+
+    def prompts(self, places: Sequence[int], num_generations: int) -> list[Prompt]:
+        """Repeat every chosen prompt into a group."""
+        return [self.data[i] for i in places for _ in range(num_generations)]
+
+    def rows(self, table: RewardTable, known: Tensor) -> dict[int, Tensor]:
+        """List the rows of every prompt of the data, by place, in the order of the table.
+
+        Only rows that the policy sampled itself and that are `known` (N,) bool count: neither recorded nor
+        replayed answers tell how hard a prompt is for it now.
+        """
+        rows: dict[int, list[int]] = {}
+        counts = known & table.ids["on_policy"][:, 0].bool() if len(table) else known
+        for row, (uid, counted) in enumerate(zip(table.uids, counts.tolist(), strict=True)):
+            if counted and uid in self.place:
+                rows.setdefault(self.place[uid], []).append(row)
+        return {place: torch.tensor(listed) for place, listed in rows.items()}
+
+
+def sources_of(data: Sequence[Prompt], by: str, name: str) -> list[str]:
+    """Read the source of every prompt: the text of its column `by`, or without one its split.
+
+    Raises `ConfigError` where a prompt lacks the column, or where no prompt has a split.
+    """
+    if not by:
+        splits = [prompt.split for prompt in data]
+        if not any(splits):
+            raise ConfigError(
+                f"sampler '{name}': the data have no splits to tell sources by; name a column, such as "
+                f"`by: source` (there are {_columns_of(data)})"
+            )
+        return splits
+    lacking = next((prompt for prompt in data if prompt.columns.get(by) is None), None)
+    if lacking is not None:
+        raise ConfigError(
+            f"sampler '{name}': prompt '{lacking.uid}' has no column '{by}' (`by`); name one that every row "
+            f"has (it has {', '.join(map(str, lacking.columns)) or 'none'})"
+        )
+    return [str(prompt.columns[by]) for prompt in data]
+
+
+def _columns_of(data: Sequence[Prompt]) -> str:
+    return ", ".join(dict.fromkeys(str(name) for prompt in data for name in prompt.columns)) or "none"
+
+
+def reward_of(table: RewardTable, of: str) -> Tensor:
+    """Return a reward of each row by name, or without a name the weighted sum: (N,), NaN where unknown."""
+    return table.at_end(of) if of else table.reward()
+
+
+def evenness(weights: Tensor) -> float:
+    """Compute the entropy of weights (M,) over that of equal ones: 1 where all are alike, 0 for only one."""
+    shares = weights.double() / weights.sum().clamp(min=1e-300)
+    entropy = -torch.special.xlogy(shares, shares).sum().item()
+    return entropy / math.log(len(weights)) if len(weights) > 1 and weights.sum() > 0 else 1.0
+
+
+def by_uid(data: Sequence[Prompt], **columns: Tensor) -> Mapping[str, Mapping[str, float]]:
+    """Lay columns (M,) out by the uids of prompts, for a report."""
+    listed = {name: column.tolist() for name, column in columns.items()}
+    return {
+        prompt.uid: {name: float(column[i]) for name, column in listed.items()}
+        for i, prompt in enumerate(data)
+    }

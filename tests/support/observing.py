@@ -1,0 +1,67 @@
+"""Samplers with a memory, shown rewards by hand: steps of draws, observed tables, advantages."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from mmrl.core.reward_table import RewardTable
+from mmrl.core.rng import Stream
+from mmrl.core.types import Prompt, Rollouts
+from tests.support.tables import reward_table
+from tests.support.toys import ToyGenerate, prompts
+
+
+def made(piece: type, *, num: int = 4, seed: int = 0, data: Sequence[Prompt] = (), **options: Any) -> Any:
+    """Make a sampler of `num` prompts, p0, p1, ..., with a stream of its own."""
+    return piece(data or prompts(num=num), stream=Stream(seed), **options)
+
+
+def stream_of(sampler: Any) -> Stream:
+    return sampler.candidates.stream
+
+
+def uids(drawn: Sequence[Prompt]) -> list[str]:
+    return [prompt.uid for prompt in drawn]
+
+
+def next_step(sampler: Any) -> None:
+    stream_of(sampler).step += 1
+    stream_of(sampler).round = 0
+
+
+def shown(rewards: Mapping[str, Sequence[float | None]], **columns: Any) -> RewardTable:
+    """Build the table of some groups: rewards by uid, one number per rollout."""
+    flat = [value for group in rewards.values() for value in group]
+    group = [uid for uid, values in rewards.items() for _ in values]
+    return reward_table(flat, group=group, **columns)
+
+
+def observe(sampler: Any, rewards: Mapping[str, Sequence[float | None]], **columns: Any) -> None:
+    sampler.observe((), shown(rewards, **columns))
+
+
+def by_source(*sources: str) -> list[Prompt]:
+    """Give p0, p1, ... the column `source`."""
+    return [
+        replace(prompt, split=source, columns={**prompt.columns, "source": source, "difficulty": i / 10})
+        for i, (prompt, source) in enumerate(zip(prompts(num=len(sources)), sources, strict=True))
+    ]
+
+
+def sourced(*, num: int = 8) -> list[Prompt]:
+    """Give prompts of two sources in turn, with a column of numbers."""
+    return by_source(*("even", "odd") * (num // 2))
+
+
+class ToyTokens(ToyGenerate):
+    """An engine that notes its tokens, as the engine of vision-language models does."""
+
+    notes = ToyGenerate.notes | {"token"}
+
+    def rollout(self, prompts: Sequence[Prompt]) -> Rollouts:
+        return tuple(
+            replace(row, notes={**row.notes, "token": row.steps[1].float()})
+            for row in super().rollout(prompts)
+        )
