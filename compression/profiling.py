@@ -31,12 +31,6 @@ def count_operations(model: nn.Module, inputs: Mapping[str, Any]) -> dict[str, i
     return {name: count.total[name] for name in ("language", "head", "rest")}
 
 
-def weight_bytes(model: nn.Module) -> int:
-    """Bytes of the parameters and buffers of a model, shared storages once."""
-    storages = (tensor.untyped_storage() for tensor in (*model.parameters(), *model.buffers()))
-    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
-
-
 def cache_bytes(cache: Any) -> int:
     """Bytes of keys and values in a cache of dense layers, and of a pruned model's record of columns."""
     tensors = (x for layer in cache.layers for x in (layer.keys, layer.values))

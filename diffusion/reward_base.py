@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import importlib
 import pickle
 import warnings
 from collections import OrderedDict
@@ -15,6 +14,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor, nn
 
+from mmrl.config.registry import import_name
 from mmrl.core.types import Outcome, Prompt
 from mmrl.runtime.modules import model_source
 
@@ -82,10 +82,9 @@ def explained(
 
 def import_function(reward: str, name: str) -> Callable:
     """Import a function by its name `package.module:function`."""
-    module, _, function = name.partition(":")
     problem = f"{reward} cannot import '{name}', which must read package.module:function"
     with explained(problem, errors=(ImportError, AttributeError, ValueError)):
-        return getattr(importlib.import_module(module), function)
+        return import_name(name)
 
 
 def find_weights(reward: str, name: str) -> Path:

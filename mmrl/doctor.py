@@ -29,7 +29,7 @@ NUDGE = 1e-3  # an adapter begins at 0, where half of its gradients are 0 as wel
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """The symptoms of a configuration by check, one of its rollouts, and the memory that its run will need.
+    """The symptoms of a configuration by check, one of its rollouts, and the memory of its run.
 
     `example` has the prompt as the model reads it, a sampled answer, its target and its rewards.
     """

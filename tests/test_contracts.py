@@ -310,14 +310,20 @@ def test_chains_and_filters_change_nothing_and_draw_nothing(case):
     assert torch.equal(torch.get_rng_state(), stream)
 
 
-@each(PARTS + OBJECTIVES)
-def test_objectives_and_their_parts_change_nothing_and_draw_nothing(case):
+def weighed(case):
+    """Make the objective of a piece, a batch with its weights, and what the policy computes on it."""
     policy, objective = policy_of(Unit.ROW), case.objective()
     batch = batch_of(policy, objective, collected())
     batch = batch.replace(totals=batch.count())
     batch = batch.replace(weight=objective.weigh(batch))
     with torch.no_grad():
         new = policy(batch, policy.says)
+    return objective, batch, new
+
+
+@each(PARTS + OBJECTIVES)
+def test_objectives_and_their_parts_change_nothing_and_draw_nothing(case):
+    objective, batch, new = weighed(case)
     log_ratio = new.logp - batch.others["old"].logp
     given = {
         "ratio": (new, batch),

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from mmrl.config.registry import find, memory_estimate
 from mmrl.config.schema import Config
 from mmrl.core.types import Prompt
+from mmrl.kv_cache.hf_cache import head_size
 from mmrl.vision.models.loading import TokenPolicy
 
 COLUMNS = 5  # mask, advantage, weight, and the engine's log-probability and entropy
@@ -23,11 +24,11 @@ def tokens(config: Config, policy: TokenPolicy, prompts: Sequence[Prompt]) -> Ma
     rows = config.rollout.num_prompts * config.rollout.num_generations
     longest = options["max_completion_length"]
     text = policy.model.config.get_text_config()
-    # Not every config has these; some have them as null or under an alias.
-    size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    # Not every config has this; some have it as null or under an alias.
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     before = max((len(policy.prompt_encoder.encode(prompt).ids) for prompt in prompts), default=0)
-    token = 2 * text.num_hidden_layers * heads * size * policy.compute.itemsize  # bytes; 2: keys and values
+    size = heads * head_size(text) * policy.compute.itemsize
+    token = 2 * text.num_hidden_layers * size  # bytes; 2: keys and values
     others = 1 + len(config.references)  # log-probabilities of `old` and of each reference
     return {
         "cache": (options["batch_size"] or rows) * (before + longest) * token,  # 0: all rows at once

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from mmrl.compression.model_adapters.adapter import ModelAdapter, PatchGrids
+from mmrl.kv_cache.hf_cache import attention_types
 
 
 def _squares(core: nn.Module, inputs: Mapping[str, Any]) -> dict[int, PatchGrids]:
@@ -127,8 +128,6 @@ def adapter_of(core: nn.Module) -> ModelAdapter:
             f"no adapter for '{kind}' over a language model of type '{text.model_type}'; "
             "add one in compression/model_adapters"
         )
-    window = "full_attention" if getattr(text, "sliding_window", None) is None else "sliding_attention"
-    windows = set(getattr(text, "layer_types", None) or [window]) - {"full_attention"}
-    if windows:
-        raise ValueError(f"layers of type {sorted(windows)} cannot be pruned; only full attention can")
+    if other := [name for name in attention_types(text) if name != "full_attention"]:
+        raise ValueError(f"layers of type {other} cannot be pruned; only full attention can")
     return replace(ADAPTERS[kind], head_norm=HEAD_NORM[text.model_type])

@@ -15,7 +15,7 @@ from torch.nn.functional import avg_pool2d, cross_entropy, normalize, one_hot, p
 
 from mmrl.config.ranges import PositiveFloat, PositiveInt
 from mmrl.config.registry import builder
-from mmrl.core.rng import Stream
+from mmrl.core.rng import Stream, seeded
 from mmrl.data.media import locate
 from mmrl.data.text_files import CAPTION, objects, text_of
 from mmrl.diffusion.image_io import load_image
@@ -92,10 +92,8 @@ class TinyClip:
         train = CaptionedImages.read(Path(self.train), Path(self.root), self.side)
         test = CaptionedImages.read(Path(self.test), Path(self.root), self.side, train.captions)
         tokens = SimpleTokenizer(context_length=self.text_length)(list(train.captions))
-        seed = int(torch.randint(1 << 31, (1,), generator=self.stream.fixed("tiny_clip")))
         config = self.config()
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
+        with seeded(self.stream.seed_of("tiny_clip")):
             model = CLIP(**config["model_cfg"])
         self.fit(model, train, tokens)
         output.mkdir(parents=True, exist_ok=True)

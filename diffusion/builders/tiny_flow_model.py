@@ -8,11 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from mmrl.config.ranges import PositiveFloat, PositiveInt
 from mmrl.config.registry import builder
-from mmrl.core.rng import Stream
+from mmrl.core.rng import Stream, seeded
 from mmrl.data.text_files import CAPTION, objects, text_of
 
 
@@ -101,9 +99,7 @@ class TinyFlowModel:
             eos_token_id=tokenizer.eos_token_id,
             pad_token_id=tokenizer.pad_token_id,
         )
-        seed = int(torch.randint(1 << 31, (1,), generator=self.stream.fixed("tiny_flow_model")))
-        with torch.random.fork_rng(devices=[]):  # initialisers draw from torch's global generator
-            torch.manual_seed(seed)
+        with seeded(self.stream.seed_of("tiny_flow_model")):
             encoders = [CLIPTextModelWithProjection(text_config) for _ in range(2)]
             network = SD3Transformer2DModel(
                 sample_size=self.side,

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 from typing import Any
 
 from mmrl.config.schema import Config
 from mmrl.training.trainer import Run
-
-METHODS = {"train_begin": "on_train_begin", "save": "on_save", "train_end": "on_train_end"}
 
 
 class CallbackAdapter:
@@ -33,22 +31,26 @@ class CallbackAdapter:
 
     def on_event(self, event: str, step: int, metrics: Mapping[str, float]) -> None:
         """Call the methods of the callback that belong to an event of the run."""
-        self.state.global_step = step
-        if event == "step_end":
-            record = {**metrics, "step": step}
-            self.state.log_history.append(record)
-            self._call("on_step_end")
-            self._call("on_log", logs=record)
-            if any(name.startswith("eval_") for name in metrics):
-                self._call("on_evaluate", metrics=record)
-                self._note_best(record)
-        elif not (event == "train_begin" and self.ended):  # resumed after its end: the flag would be reset
-            self._call(METHODS[event])
+        self.state.global_step, callback = step, self.callback
+        match event:
+            case "train_begin" if not self.ended:  # it would reset the flag of a resumed run
+                self._call(callback.on_train_begin)
+            case "step_end":
+                record = {**metrics, "step": step}
+                self.state.log_history.append(record)
+                self._call(callback.on_step_end)
+                self._call(callback.on_log, logs=record)
+                if any(name.startswith("eval_") for name in metrics):
+                    self._call(callback.on_evaluate, metrics=record)
+                    self._note_best(record)
+            case "save":
+                self._call(callback.on_save)
+            case "train_end":
+                self._call(callback.on_train_end)
 
-    def _call(self, method: str, **more: Any) -> None:
+    def _call(self, method: Callable[..., Any], **more: Any) -> None:
         parts = {"model": self.run.policy.module, "optimizer": self.run.method.optimizer, **more}
-        returned = getattr(self.callback, method)(self.arguments, self.state, self.control, **parts)
-        self.control = returned or self.control
+        self.control = method(self.arguments, self.state, self.control, **parts) or self.control
 
     def _note_best(self, record: Mapping[str, float]) -> None:
         """Keep the best metric after the callback has seen the evaluation, as transformers' trainer does."""
@@ -82,12 +84,14 @@ def add_callback(run: Run, callback: Any) -> None:
     """Add a callback of transformers to a run that has not begun; a class is instantiated."""
     from transformers import TrainerCallback
 
-    callback = callback() if isinstance(callback, type) else callback
-    if not isinstance(callback, TrainerCallback):
-        raise TypeError(f"a callback must be a transformers.TrainerCallback, not {callback!r}")
-    exports = hasattr(callback, "state")
+    match callback() if isinstance(callback, type) else callback:
+        case TrainerCallback(state=_) as made:  # an `ExportableState`
+            adapter = StatefulCallbackAdapter(made, run)
+        case TrainerCallback() as made:
+            adapter = CallbackAdapter(made, run)
+        case other:
+            raise TypeError(f"a callback must be a transformers.TrainerCallback, not {other!r}")
     number = sum(place.startswith("callbacks[") for place in run.pieces.made)
-    adapter = (StatefulCallbackAdapter if exports else CallbackAdapter)(callback, run)
     run.pieces.made[f"callbacks[{number}]"] = adapter
 
 

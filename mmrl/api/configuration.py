@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import reduce
-from importlib import import_module
 from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
 from mmrl.config import objects
 from mmrl.config.loading import ConfigError, merge, nearest, read
+from mmrl.config.plain import as_mapping, nested
+from mmrl.config.registry import import_name
 from mmrl.config.schema import Config, as_plain, parse
 from mmrl.config.trl_arguments import arguments_of, translate, with_defaults
 from mmrl.data.object_rows import put_rows
@@ -87,7 +89,9 @@ def is_pipeline(model: Any) -> bool:
             return False
         case str() | Path():
             return names_pipeline(str(model))
-    return hasattr(model, "components")
+        case object(components=_):
+            return True
+    return False
 
 
 def _policy(model: Any, processor: Any) -> dict[str, Any]:
@@ -148,19 +152,17 @@ def _changes(
             if complete:
                 keywords = with_defaults(keywords)
     weights = keywords.pop("reward_weights", None)
-    changes = [_nested(name.split("."), keywords.pop(name)) for name in ours]
+    changes = [nested({name: keywords.pop(name)}) for name in ours]
     return weights, [translate(keywords, raw), *changes]
-
-
-def _nested(place: Sequence[str], value: Any) -> dict[str, Any]:
-    return reduce(lambda inner, name: {name: inner}, reversed(place), value)
 
 
 def _rewards(rewards: Reward | Sequence[Reward]) -> list[dict[str, Any]]:
     """Name one reward or several in a configuration."""
-    single = callable(rewards) or isinstance(rewards, str | Mapping)
+    match rewards:
+        case str() | Mapping() | Callable():
+            rewards = [rewards]
     names: dict[str, Any] = {}  # of this call, so that two functions of one name stay two
-    return [reward_piece(reward, names) for reward in ([rewards] if single else rewards)]
+    return [reward_piece(reward, names) for reward in rewards]
 
 
 def _filtered(group_filter: Any, rewards: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -196,13 +198,12 @@ def reward_piece(reward: Reward, names: dict[str, Any]) -> dict[str, Any]:
             return {**reward_piece(name, names), **options}
         case _ if not callable(reward):
             raise ConfigError(f"a reward must be a function, a name or a mapping with a name, not {reward!r}")
-    module, name = getattr(reward, "__module__", ""), getattr(reward, "__name__", type(reward).__name__)
-    try:
-        same = getattr(import_module(module), name, None) is reward
-    except ImportError:
-        same = False
-    if same:
-        return {"name": f"{module}:{name}"}
+    name = type(reward).__name__
+    match reward:
+        case object(__module__=str(module), __name__=str(name)):
+            with suppress(ImportError, AttributeError):
+                if import_name(f"{module}:{name}") is reward:
+                    return {"name": f"{module}:{name}"}
     numbered = (f"{name}_{number}" for number in count(2))
     free = next(n for n in chain([name], numbered) if names.setdefault(n, reward) is reward)
     return {"name": objects.put(free, reward)}
@@ -221,5 +222,5 @@ def data_piece(name: str, data: Any, split: str, base: Any) -> dict[str, Any]:
 
 
 def as_piece_mapping(piece: Any) -> dict[str, Any]:
-    """Write a piece of a configuration as a mapping with a name."""
-    return {"name": piece} if isinstance(piece, str) else dict(as_plain(piece or {}))
+    """Write a piece of a configuration as a mapping with a name; without one it is empty."""
+    return as_mapping(as_plain(piece or {}))

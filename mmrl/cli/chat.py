@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from mmrl.cli.command import OVERRIDES, argument, command, for_terminal
-from mmrl.cli.generate import ENGINE, IMAGES, MODEL, check_medium, engine_options, save_next
+from mmrl.cli.generate import ENGINE, IMAGES, MODEL, check_medium, engine_options, printed
 from mmrl.config.loading import ConfigError
+from mmrl.core.types import Outcome
 from mmrl.inference.session import Session
 
 HELP = "/image PATH, /video PATH: show it with the next question; /reset: forget everything; /exit"
@@ -33,15 +34,15 @@ class Conversation:
         check_medium(kind, Path(path).expanduser())
         self.shown.append({"type": kind, "path": path})
 
-    def ask(self, text: str) -> Any:
+    def ask(self, text: str) -> Outcome:
         """Answer a question with all turns before it; an answer that is no text ends the conversation."""
         question = {"role": "user", "content": [*self.shown, {"type": "text", "text": text}]}
-        answer = self.session.answer([*self.turns, question])
-        if isinstance(answer, str):
-            self.turns += [question, {"role": "assistant", "content": answer}]
-            self.shown = []
-        else:
+        (answer,) = self.session.ask([[*self.turns, question]])
+        if answer.text is None:
             self.reset()
+        else:
+            self.turns += [question, {"role": "assistant", "content": answer.text}]
+            self.shown = []
         return answer
 
 
@@ -53,10 +54,11 @@ class Conversation:
     examples=("mmrl chat runs/my_run", "mmrl chat Qwen/Qwen2.5-VL-3B-Instruct --temperature 0"),
 )
 def chat(given: argparse.Namespace) -> None:
-    """Talk with a model in the terminal, about images and videos too; /exit or the end of the input leaves.
+    """Talk with a model in the terminal, about images and videos too; /exit leaves.
 
-    Every question is asked with all turns before it. A model that makes images writes them into --output.
-    Answers go to the standard output and all else to the standard error, so that it works in a pipe.
+    So does the end of the input. Every question is asked with all turns before it. A model that makes images
+    writes them into --output. Answers go to the standard output and all else to the standard error, so that
+    it works in a pipe.
     """
     from mmrl.build import load_engine
 
@@ -68,14 +70,11 @@ def chat(given: argparse.Namespace) -> None:
         except ValueError as error:  # a wrong path or question; the conversation goes on
             print(f"error: {error}", file=sys.stderr)
             continue
-        if reply is None:
-            continue
-        if not isinstance(reply, str):
-            reply = save_next(reply, given.output)
-        print(for_terminal(reply), flush=True)
+        if reply is not None:
+            print(for_terminal(printed(reply, given.output)), flush=True)
 
 
-def respond(talk: Conversation, line: str) -> Any:
+def respond(talk: Conversation, line: str) -> Outcome | None:
     """Do what a line says: a command, which has no reply, or a question; raises `ConfigError` for others."""
     name, _, rest = line.partition(" ")
     match name, rest.strip():

@@ -9,7 +9,8 @@ from typing import Any
 from mmrl.cli.command import argument, command
 from mmrl.cli.generate import ENGINE, engine_options
 from mmrl.config.loading import ConfigError
-from mmrl.inference.session import Session
+from mmrl.core.types import Outcome
+from mmrl.inference.session import Session, images_of
 
 
 @command(
@@ -53,17 +54,17 @@ def load_gradio() -> Any:
     return gradio
 
 
-def ask_both(sessions: Sequence[Session]) -> Callable[..., list[Any]]:
+def ask_both(sessions: Sequence[Session]) -> Callable[..., list[Outcome]]:
     """Make the function of the page: a question with the path of an image and of a video to the answers."""
 
-    def ask(question: str, image: str | None = None, video: str | None = None) -> list[Any]:
-        media = [image] if image else None, [video] if video else None
-        return [session.answer(question, *media) for session in sessions]
+    def ask(question: str, image: str | None = None, video: str | None = None) -> list[Outcome]:
+        media = [[image] if image else None], [[video] if video else None]
+        return [answer for session in sessions for answer in session.ask([question], *media)]
 
     return ask
 
 
-def page(gradio: Any, ask: Callable[..., list[Any]], names: Sequence[str]) -> Any:
+def page(gradio: Any, ask: Callable[..., list[Outcome]], names: Sequence[str]) -> Any:
     """Lay out the page: a question with a file, and an answer under the name of each model."""
     with gradio.Blocks(title="mmrl compare-answers") as blocks:
         question = gradio.Textbox(label="Question", lines=2)
@@ -77,8 +78,7 @@ def page(gradio: Any, ask: Callable[..., list[Any]], names: Sequence[str]) -> An
             # Every column has a text and images, of which a model fills one.
             values: list[Any] = []
             for answer in ask(*asked):
-                images = answer if isinstance(answer, list) else [answer]
-                values += [answer, []] if isinstance(answer, str) else ["", images]
+                values += [answer.text or "", images_of(answer)]
             return values
 
         outputs = [part for column in columns for part in column]

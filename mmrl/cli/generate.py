@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -12,10 +12,11 @@ from typing import Any
 
 from mmrl.cli.command import OVERRIDES, argument, command, for_terminal
 from mmrl.config.loading import ConfigError
-from mmrl.core.types import Prompt
+from mmrl.config.plain import as_list
+from mmrl.core.types import Outcome, Prompt
 from mmrl.data.fields import RowError, plain, uid_of
 from mmrl.data.media import MediaError
-from mmrl.inference.session import Session, as_answer
+from mmrl.inference.session import Session, images_of
 
 MODEL = argument(
     "model", metavar="CONFIG_OR_MODEL", help="a YAML file, the folder of a run, or a model (folder, hub id)"
@@ -91,7 +92,7 @@ def generate(given: argparse.Namespace) -> None:
 
 def engine_options(given: argparse.Namespace) -> dict[str, Any]:
     """Collect the flags that are options of the engine; those that were not given are None."""
-    return {name: getattr(given, name) for name in ("max_completion_length", "temperature", "seed")}
+    return {name: vars(given)[name] for name in ("max_completion_length", "temperature", "seed")}
 
 
 def check_arguments(given: argparse.Namespace) -> None:
@@ -106,8 +107,8 @@ def check_arguments(given: argparse.Namespace) -> None:
         raise ConfigError(f"--batch-size must be at least 1, not {given.batch_size}")
     if given.input is not None and not given.input.exists():
         raise ConfigError(f"there is no file or folder '{given.input}' (--input)")
-    for kind in ("image", "video"):
-        for path in getattr(given, kind):
+    for kind, paths in (("image", given.image), ("video", given.video)):
+        for path in paths:
             check_medium(kind, Path(path).expanduser())
     output = given.output
     if output is None:
@@ -174,25 +175,20 @@ def rows_of(path: Path, root: Path | None, session: Session, *, binary: bool = F
         for column in columns:
             if not binary:
                 plain(columns[column], column)
-        media = (in_columns(columns, kind) for kind in ("image", "video"))
-        prompt = prompt_of(uid_of(columns, f"p{number}"), columns[name], *media, read=read)
+        images, videos = (
+            [medium for name in names for medium in as_list(columns.get(name))]  # one or a list in each
+            for names in (("image", "images"), ("video", "videos"))
+        )
+        prompt = prompt_of(uid_of(columns, f"p{number}"), columns[name], images, videos, read=read)
         return Asked(prompt, columns)
 
     yield from read_each(path, Rows(path, root), make)
 
 
-def in_columns(columns: Mapping[str, Any], kind: str) -> Sequence[Any]:
-    """List the media in the columns of a row: `image` or `images`, each one or a list."""
-    values = (columns.get(name) for name in (kind, f"{kind}s"))
-    return [
-        item for value in values if value is not None for item in (value if type(value) is list else [value])
-    ]
-
-
 # ---- the answers
 
 
-def answers(session: Session, asked: Iterable[Asked], size: int) -> Iterator[tuple[Asked, Any]]:
+def answers(session: Session, asked: Iterable[Asked], size: int) -> Iterator[tuple[Asked, Outcome]]:
     """Answer questions in batches, with progress on a terminal's standard error."""
     from rich.console import Console
     from rich.progress import track
@@ -205,30 +201,26 @@ def answers(session: Session, asked: Iterable[Asked], size: int) -> Iterator[tup
     batches = iter(lambda: list(islice(left, size)), [])
     count = -(-total // size) if total else None
     for batch in track(batches, "answering", count, console=console, disable=quiet):
-        outcomes = session.outcomes([item.prompt for item in batch])
-        yield from zip(batch, map(as_answer, outcomes), strict=True)
+        yield from zip(batch, session.outcomes([item.prompt for item in batch]), strict=True)
 
 
-def show(asked: Asked, answer: Any, *, as_row: bool) -> None:
+def show(asked: Asked, answer: Outcome, *, as_row: bool) -> None:
     """Print an answer, or the name of its file; as a JSON line with the columns of its row if wanted."""
     import json
 
-    if isinstance(answer, str):
-        row = row_with(asked, answer)
-    else:
-        answer = save_next(answer, IMAGES)
-        row = {"file_name": answer, **asked.columns}
-    print(json.dumps(row, ensure_ascii=False) if as_row else for_terminal(answer), flush=True)
+    shown = printed(answer, IMAGES)
+    row = {"file_name": shown, **asked.columns} if answer.text is None else row_with(asked, answer)
+    print(json.dumps(row, ensure_ascii=False) if as_row else for_terminal(shown), flush=True)
 
 
-def row_with(asked: Asked, answer: Any) -> dict[str, Any]:
+def row_with(asked: Asked, answer: Outcome) -> dict[str, Any]:
     """Add the answer to the columns of its row as `completion`."""
-    if not isinstance(answer, str):
+    if answer.text is None:
         raise ConfigError("this model makes images; name a folder for them as --output, not a file of rows")
-    return {**asked.columns, "completion": answer}
+    return {**asked.columns, "completion": answer.text}
 
 
-def write_rows_of(answered: Iterable[tuple[Asked, Any]], path: Path) -> None:
+def write_rows_of(answered: Iterable[tuple[Asked, Outcome]], path: Path) -> None:
     """Write rows with their answers."""
     from mmrl.data.dataset_io import write_rows
 
@@ -236,7 +228,7 @@ def write_rows_of(answered: Iterable[tuple[Asked, Any]], path: Path) -> None:
     print(f"{path}: {count} rows", file=sys.stderr)
 
 
-def write_images(answered: Iterable[tuple[Asked, Any]], folder: Path) -> None:
+def write_images(answered: Iterable[tuple[Asked, Outcome]], folder: Path) -> None:
     """Write the images as PNG files (videos as animated ones), and their prompts as `metadata.jsonl`."""
     from mmrl.data.dataset_io import write_rows
 
@@ -250,8 +242,10 @@ def write_images(answered: Iterable[tuple[Asked, Any]], folder: Path) -> None:
     print(f"{folder}: {count} images", file=sys.stderr)
 
 
-def save_next(answer: Any, folder: Path) -> str:
-    """Save an image under the first of the names `00000.png`, ... that no file of a folder has."""
+def printed(answer: Outcome, folder: Path) -> str:
+    """Return a text, or save an image as the first of `00000.png`, ... that is free and return its path."""
+    if answer.text is not None:
+        return answer.text
     number = 0
     while (path := folder / f"{number:05d}.png").exists():
         number += 1
@@ -259,10 +253,10 @@ def save_next(answer: Any, folder: Path) -> str:
     return str(path)
 
 
-def save_image(answer: Any, path: Path) -> None:
+def save_image(answer: Outcome, path: Path) -> None:
     """Write an image as PNG, or the frames of a video as an animated one."""
-    if isinstance(answer, str):
+    if answer.text is not None:
         raise ConfigError("this model answers in words; name a file such as answers.jsonl as --output")
-    first, *frames = answer if isinstance(answer, list) else [answer]
+    first, *frames = images_of(answer)
     path.parent.mkdir(parents=True, exist_ok=True)
     first.save(path, **({"save_all": True, "append_images": frames, "duration": 62} if frames else {}))

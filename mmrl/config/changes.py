@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from mmrl.config.plain import as_mapping
+
 # These and the keys below them may change between a run and its resumption. Everything else decides what was
 # learned so far.
 MAY_CHANGE = (
@@ -27,7 +29,7 @@ def differences(old: Any, new: Any, key: str = "") -> dict[str, tuple[Any, Any]]
     """List the dotted keys at which two plain configurations differ, each with both values."""
     match old, new:
         case (str(), {"name": _}) | ({"name": _}, str()):  # a piece without options is just its name
-            old, new = (side if isinstance(side, dict) else {"name": side} for side in (old, new))
+            old, new = as_mapping(old), as_mapping(new)
     below: dict[str, tuple[Any, Any]] = {}
     match old, new:
         case ({"name": first}, {"name": second}) if first != second:

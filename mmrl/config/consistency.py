@@ -11,6 +11,7 @@ from typing import Any
 from mmrl.config.binding import Bound, Pieces
 from mmrl.config.loading import ConfigError, nearest
 from mmrl.config.misplaced import check_all
+from mmrl.config.plain import as_list
 from mmrl.config.registry import HOMES, Entry, Needs
 from mmrl.config.schema import Config, EvaluateConfig, as_piece, as_plain, parse
 from mmrl.core.rng import Stream
@@ -146,9 +147,9 @@ def _check_reward_names(checked: Mapping[str, Any]) -> None:
             _check_name(f"{place}.of", options.get("of"), names)
         elif place.startswith("report.checks["):
             for option, value in options.items():
-                for metric in value if isinstance(value, tuple) else (value,):
+                for metric in as_list(value):
                     # `rewards/NAME/mean`, as the journal has it; pairs report `rewards/chosen`.
-                    match metric.split("/") if isinstance(metric, str) else ():
+                    match str(metric).split("/"):
                         case ["rewards", name, _, *_]:
                             _check_name(f"{place}.{option}", name, names)
 

@@ -19,7 +19,7 @@ import yaml
 
 from mmrl.config import schema
 from mmrl.config.binding import FILLED
-from mmrl.config.ranges import Ascending, Range, is_number, marks
+from mmrl.config.ranges import bounds_of, is_number, marks
 from mmrl.config.registry import HOMES, Entry
 from mmrl.config.schema import FORMS, Kind, Piece, Scheduled, as_plain
 
@@ -81,13 +81,12 @@ def describe_type(wanted: Any) -> str:
     """Describe a type annotation with its range in words: `whole number, at least 1`."""
     origin, inner = typing.get_origin(wanted), typing.get_args(wanted)
     if origin is Annotated:
-        kinds = [mark for mark in inner[1:] if isinstance(mark, Kind)]
-        if kinds:
+        if kinds := marks(wanted, Kind):
             words = describe_type(inner[0])
             return words.replace("piece", f"{kinds[0].name} piece{'s' * (words != 'piece')}")
-        if scheduled := [mark for mark in inner[1:] if isinstance(mark, Scheduled)]:
+        if scheduled := marks(wanted, Scheduled):
             return f"{describe_type(scheduled[0].wanted)}, or a schedule"
-        bounds = [str(mark) for mark in inner[1:] if isinstance(mark, Range | Ascending)]
+        bounds = map(str, bounds_of(wanted))
         return ", ".join([describe_type(inner[0]), *bounds])
     if origin is Literal:
         return " or ".join(str(member) for member in inner)

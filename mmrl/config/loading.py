@@ -97,9 +97,11 @@ def _read_file(path: Path, above: tuple[Path, ...]) -> dict[str, Any]:
 
 def _with_includes(raw: dict[Any, Any], place: str, above: tuple[Path, ...]) -> dict[str, Any]:
     """Merge a mapping over the files that it includes."""
-    names = raw.pop("include", None) or []
-    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        raise ConfigError(f"{place}: 'include' must be a list of files, not {names!r}")
+    match raw.pop("include", None) or []:
+        case [*names] if all(isinstance(name, str) for name in names):
+            pass
+        case other:
+            raise ConfigError(f"{place}: 'include' must be a list of files, not {other!r}")
     shorthands = {key: raw.pop(key) for key in SHORTHANDS if raw.get(key) is not None}
     # Later files win over earlier ones, and the file itself over those that it includes.
     merged = reduce(merge, [*(_read_file(Path(name), above) for name in names), raw], {})

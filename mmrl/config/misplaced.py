@@ -9,6 +9,7 @@ from typing import Any
 from mmrl.config.binding import CALLED_WITH, FILLED, Pieces
 from mmrl.config.keys import keys_of
 from mmrl.config.loading import ConfigError, UnknownKey
+from mmrl.config.plain import as_mapping, lookup
 from mmrl.config.registry import HOMES, find
 from mmrl.config.schema import LOCATE, Piece, as_plain
 from mmrl.config.trl_table import ARGUMENTS
@@ -88,10 +89,8 @@ def _places(raw: Mapping[str, Any], kind: type) -> Iterator[str]:
     keys = list(keys_of(kind))
     yield from (key.place for key in keys)
     for key in keys:
-        value: Any = raw
-        for part in key.place.split("."):
-            value = value.get(part) if isinstance(value, Mapping) else None
         if key.kind:
+            value = lookup(raw, key.place)
             yield from _options(key.kind.name, key.default if value is None else value, key.place)
 
 
@@ -101,9 +100,9 @@ def _options(kind: str, value: Any, place: str) -> Iterator[str]:
         case Piece():
             yield from _options(kind, as_plain(value), place)
         case str() | {"name": str()}:
-            name, given = (value, {}) if isinstance(value, str) else (value["name"], value)
+            given = as_mapping(value)
             try:
-                options = find(kind, name).options
+                options = find(kind, given["name"]).options
             except ConfigError:
                 return
             names = [*(name for name in options if name not in FILLED), *CALLED_WITH.get(kind, ())]

@@ -91,3 +91,9 @@ def marks(wanted: Any, kind: type | types.UnionType) -> list[Any]:
     if typing.get_origin(wanted) in (Annotated, typing.Union, types.UnionType):
         return [mark for inner in typing.get_args(wanted) for mark in marks(inner, kind)]
     return [wanted] if isinstance(wanted, kind) else []
+
+
+def bounds_of(wanted: Any) -> list[Range | Ascending]:
+    """List the ranges that a type annotation gives its whole value."""
+    _, *metadata = typing.get_args(wanted)
+    return [mark for mark in metadata if isinstance(mark, Range | Ascending)]

@@ -194,6 +194,12 @@ def pieces(kind: str, on: str = "") -> list[Entry]:
     return sorted(entries, key=lambda entry: entry.full_name)
 
 
+def import_name(name: str) -> Any:
+    """Import what `package.module:attribute` names."""
+    module, _, attribute = name.partition(":")
+    return getattr(importlib.import_module(module), attribute)
+
+
 def find(kind: str, name: str) -> Entry:
     """Look up a piece by its name; an unknown name is an error that suggests the nearest.
 
@@ -209,7 +215,7 @@ def find(kind: str, name: str) -> Entry:
         raise ConfigError(f"no {kind} is called '{name}'; {hint}")
     try:
         there = objects.is_object(name)
-        target = objects.get(name) if there else getattr(importlib.import_module(module), attribute)
+        target = objects.get(name) if there else import_name(name)
         if callable(target):
             inspect.signature(target)  # of some types that are built in Python knows none
     except Exception as error:  # whatever that module raises when it is imported

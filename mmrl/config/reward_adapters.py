@@ -45,7 +45,9 @@ def _copy(value: Any) -> Any:
             return tuple(_copy(inner) for inner in value)
         case set():
             return set(value)
-    return copy.deepcopy(value) if hasattr(value, "__array__") else value  # an array of numpy
+        case object(__array__=_):  # an array of numpy
+            return copy.deepcopy(value)
+    return value
 
 
 @dataclass
@@ -179,11 +181,14 @@ def one_each(result: Any, count: int) -> list:
 def to_float(value: Any) -> float:
     """Convert a number, also in a tensor or array; NaN for anything else, and for what exceeds a float."""
     try:
-        # `item` gives the number in a tensor or array, and raises where there are several.
-        value = value.item() if hasattr(value, "item") else value
-        return float(value) if isinstance(value, (Real, Decimal)) else math.nan
+        match value:
+            case Real() | Decimal():
+                return float(value)
+            case object(item=item):  # of a tensor or array; it raises where there are several numbers
+                return to_float(item())
     except (ValueError, RuntimeError, OverflowError):
-        return math.nan
+        pass
+    return math.nan
 
 
 def shown(value: Any) -> str:

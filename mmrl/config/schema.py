@@ -7,7 +7,6 @@ Kind("metric")]`. `held_fields` walks over them, so that checking and making nee
 from __future__ import annotations
 
 import dataclasses
-import math
 import types
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,7 +17,8 @@ from typing import Annotated, Any, Literal
 from omegaconf import OmegaConf
 
 from mmrl.config.loading import ConfigError, UnknownKey, read
-from mmrl.config.ranges import LARGEST, Ascending, NonNegativeFloat, NonNegativeInt, PositiveInt, Range, marks
+from mmrl.config.plain import check_finite
+from mmrl.config.ranges import NonNegativeFloat, NonNegativeInt, PositiveInt, Range, bounds_of, marks
 
 FORMS = {
     int: "a whole number",
@@ -302,8 +302,8 @@ def convert(value: Any, wanted: Any, place: str) -> Any:
     origin, inner = typing.get_origin(wanted), typing.get_args(wanted)
     if origin is Annotated:
         value = convert(value, inner[0], place)
-        for bounds in inner[1:]:
-            if isinstance(bounds, Range | Ascending) and value not in bounds:
+        for bounds in bounds_of(wanted):
+            if value not in bounds:
                 raise ConfigError(f"'{place}' must be {bounds}, not {value!r}")
         return value
     if origin in (typing.Union, types.UnionType):
@@ -315,7 +315,7 @@ def convert(value: Any, wanted: Any, place: str) -> Any:
         if not any(value == member and type(value) is type(member) for member in inner):
             raise ConfigError(f"'{place}' must be one of {', '.join(map(repr, inner))}, not {value!r}")
         return value
-    _check_finite(value, place)
+    check_finite(value, place)
     one_piece = inner[:1] == (Piece,) and type(value) not in (list, tuple)
     match [value] if one_piece else value:  # `sampler: uniform`
         case Mapping() if dataclasses.is_dataclass(wanted):
@@ -343,22 +343,6 @@ def _convert_union(value: Any, members: Sequence[Any], place: str) -> Any:
         except ConfigError as error:
             errors.append(error)
     raise errors[0]
-
-
-def _check_finite(value: Any, place: str) -> None:
-    """Raise at NaN, infinities and whole numbers beyond 64 bits, at any depth."""
-    match value:
-        case float() if not math.isfinite(value):
-            raise ConfigError(f"'{place}' must be a finite number, not {value!r}")
-        case int() if abs(value) > LARGEST:
-            bits = value.bit_length()
-            raise ConfigError(f"'{place}' must be a number of at most 63 bits, not one of {bits}")
-        case Mapping():
-            for key, inner in value.items():
-                _check_finite(inner, f"{place}.{key}")
-        case [*items]:
-            for i, inner in enumerate(items):
-                _check_finite(inner, f"{place}[{i}]")
 
 
 def as_piece(value: Any, place: str) -> Piece:

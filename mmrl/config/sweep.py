@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import reduce
 
 from mmrl.config.loading import ConfigError, merge, nearest
+from mmrl.config.plain import nested
 from mmrl.config.schema import EvaluateConfig, as_plain, parse
 
 
@@ -27,9 +27,7 @@ def setting_of(config: EvaluateConfig, name: str) -> EvaluateConfig:
     try:
         raw = as_plain(base)
         for key, value in config.settings[name].items():
-            # {"a.b": value} to {"a": {"b": value}}
-            nested = reduce(lambda inner, part: {part: inner}, reversed(key.split(".")), as_plain(value))
-            raw = merge(raw, nested)
+            raw = merge(raw, nested({key: as_plain(value)}))
         changed = parse(raw, EvaluateConfig)
     except ConfigError as error:
         raise ConfigError(f"settings.{name}: {error}") from error

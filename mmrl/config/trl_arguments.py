@@ -9,9 +9,11 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Iterator, Mapping
+from enum import Enum
 from typing import Any
 
 from mmrl.config.loading import ConfigError, merge, nearest
+from mmrl.config.plain import ABSENT, lookup, nested
 from mmrl.config.trl_given import Change, Given, processes
 from mmrl.config.trl_objective import OBJECTIVE_RULES
 from mmrl.config.trl_run import RUN_RULES
@@ -66,13 +68,13 @@ def applied(arguments: Any, merged: dict[str, Any], own: Mapping[Any, Any]) -> d
         raise ConfigError(f"'trl' must be a mapping of TRL's arguments, not {arguments!r}")
     change = translate(arguments, merged)
     for key in _leaves(change):
-        if _given(own, key):
+        if lookup(own, key, ABSENT) is not ABSENT:
             raise ConfigError(
                 f"'{key}' is given, and the arguments in `trl` ({', '.join(arguments)}) give it too; leave "
                 "one of them out"
             )
         items, digit, _ = key.partition(".0")
-        if digit and not _given(merged, f"{items}.0"):
+        if digit and lookup(merged, f"{items}.0", ABSENT) is ABSENT:
             raise ConfigError(f"`trl` changes '{key}', but '{items}' names nothing up to here; name it first")
     return merge(merged, change)
 
@@ -80,31 +82,11 @@ def applied(arguments: Any, merged: dict[str, Any], own: Mapping[Any, Any]) -> d
 def _leaves(change: Mapping[str, Any], place: str = "") -> Iterator[str]:
     """List the dotted keys of the values in nested mappings."""
     for key, value in change.items():
-        yield from _leaves(value, f"{place}{key}.") if isinstance(value, Mapping) else [f"{place}{key}"]
-
-
-def _given(raw: Any, key: str) -> bool:
-    """Whether plain values have a dotted key; a name alone is a mapping with a name."""
-    for part in key.split("."):
-        raw = {"name": raw} if isinstance(raw, str) else raw
-        raw = dict(enumerate(raw)) if isinstance(raw, list) else raw
-        # Items of a list may be changed by their numbers, as texts or whole numbers.
-        names = [part, int(part)] if part.isdigit() else [part]
-        there = [name for name in names if isinstance(raw, Mapping) and name in raw]
-        if not there:
-            return False
-        raw = raw[there[0]]
-    return True
-
-
-def nested(change: Change) -> dict[str, Any]:
-    """Nest dotted keys; the numbers of items stay keys, which `merge` takes for changes of a list."""
-    result: dict[str, Any] = {}
-    for key, value in change.items():
-        for part in reversed(key.split(".")):
-            value = {part: value}
-        result = merge(result, value)
-    return result
+        match value:
+            case Mapping():
+                yield from _leaves(value, f"{place}{key}.")
+            case _:
+                yield f"{place}{key}"
 
 
 def arguments_of(config: Any) -> dict[str, Any]:
@@ -116,7 +98,7 @@ def arguments_of(config: Any) -> dict[str, Any]:
     for place in dataclasses.fields(config):
         made = place.default_factory
         default = place.default if made is dataclasses.MISSING else made()
-        value = _plain(getattr(config, place.name))
+        value = _plain(vars(config)[place.name])
         row = ARGUMENTS.get(place.name)
         if value != _plain(default) and not (row and row.how == "ignored"):
             listed[place.name] = value
@@ -145,5 +127,9 @@ def with_defaults(arguments: Mapping[str, Any], *, pairs: bool = False) -> dict[
 
 def _plain(value: Any) -> Any:
     """Return the value of an enumeration, and lists for tuples."""
-    value = getattr(value, "value", value) if isinstance(value, str) or hasattr(value, "_value_") else value
-    return list(value) if isinstance(value, tuple) else value
+    match value:
+        case Enum(value=inner):
+            return _plain(inner)
+        case tuple():
+            return list(value)
+    return value

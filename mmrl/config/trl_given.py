@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mmrl.config.loading import ConfigError
+from mmrl.config.plain import as_list, lookup
 from mmrl.config.trl_table import ARGUMENTS, DPO_ONLY
 
 Change = dict[str, Any]  # dotted keys of a configuration, with their values
@@ -62,24 +63,21 @@ class Given:
     @property
     def losses(self) -> list[str]:
         """The names of the losses: one, or those that DPO adds up."""
-        loss = self.values.get("loss_type") or ("sigmoid" if self.pairs else "dapo")
-        return [loss] if isinstance(loss, str) else list(loss)
+        return as_list(self.values.get("loss_type") or ("sigmoid" if self.pairs else "dapo"))
 
     @property
     def pairs(self) -> bool:
         """Whether the arguments are DPOConfig's: by the loss, by another argument, or by what is changed."""
-        loss = self.values.get("loss_type")
-        if loss is not None:
-            return not isinstance(loss, str) or loss in {*DPO_LOSSES, *ABSENT_LOSSES[1:]}
-        return bool(DPO_ONLY & set(self.values)) or self.at("objective.name") == "comparison"
+        match self.values.get("loss_type"):
+            case None:
+                return bool(DPO_ONLY & set(self.values)) or self.at("objective.name") == "comparison"
+            case str(loss):
+                return loss in {*DPO_LOSSES, *ABSENT_LOSSES[1:]}
+        return True  # a list, which DPO adds up
 
     def at(self, key: str) -> Any:
         """Look a dotted key up in the configuration that will be changed; None where it is not."""
-        value: Any = self.onto
-        for part in key.split("."):
-            value = {"name": value} if isinstance(value, str) else value  # `surrogate: clip`
-            value = value.get(part) if isinstance(value, Mapping) else None
-        return value
+        return lookup(self.onto, key)
 
     @property
     def completions(self) -> int:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 from mmrl.config.loading import ConfigError
+from mmrl.config.plain import as_mapping
 from mmrl.config.trl_given import (
     ABSENT_LOSSES,
     DPO_LOSSES,
@@ -116,7 +117,7 @@ def _pair_options(given: Given) -> Callable[[int], Change]:
     def options(i: int) -> Change:
         there = given.at("objective.compare") or []
         named = there[i] if "loss_type" not in given and i < len(there) else given.losses[i]
-        name = named if isinstance(named, str) else named.get("name")
+        name = as_mapping(named).get("name")
         if smoothing and name not in SMOOTHED:
             raise ConfigError(
                 f"'label_smoothing' of TRL has no effect on '{name}'; leave it out, or take "
@@ -137,7 +138,7 @@ def penalty(given: Given) -> Change:
         change["references.ref"] = {"name": "ema", "decay": decay, "every": every}
     if given.pairs:
         return change | (pairs(given) if "beta" in given and "loss_type" not in given else {})
-    there = [p if isinstance(p, Mapping) else {"name": p} for p in given.at("objective.penalty") or ()]
+    there = [as_mapping(piece) for piece in given.at("objective.penalty") or ()]
     level, corrected = given["importance_sampling_level"], given["use_bias_correction_kl"]
     if "beta" in given:
         there = [p for p in there if p["name"] not in ("k1", "k2", "k3")]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from mmrl.config.loading import ConfigError
-from mmrl.config.schema import as_piece
+from mmrl.config.plain import as_list, as_mapping
 from mmrl.config.trl_given import Change, Given
 from mmrl.config.trl_table import ARGUMENTS
 
@@ -117,13 +117,8 @@ def optimizer(given: Given) -> Change:
 
 def sampler(given: Given) -> Change:
     """`shuffle_dataset`: of the first sampler."""
-    match given.at("sampler"):
-        case [first, *wrappers]:
-            pass
-        case first:
-            wrappers = []
-    piece, shuffle = as_piece(first or "uniform", "sampler"), given["shuffle_dataset"]
-    return {"sampler": [{"name": piece.name, **piece.options, "shuffle": shuffle}, *wrappers]}
+    first, *wrappers = as_list(given.at("sampler")) or ["uniform"]
+    return {"sampler": [{**as_mapping(first), "shuffle": given["shuffle_dataset"]}, *wrappers]}
 
 
 def precision(given: Given) -> Change:
@@ -161,12 +156,9 @@ def device(given: Given) -> Change:
 
 def trackers(given: Given) -> Change:
     """`report_to`, and the names that dashboards show."""
-    asked = given["report_to"]
-    names = [asked] if isinstance(asked, str) else list(asked)
+    names = as_list(given["report_to"])
     if "report_to" not in given:
-        names = [
-            piece if isinstance(piece, str) else piece["name"] for piece in given.at("report.trackers") or ()
-        ]
+        names = [as_mapping(piece)["name"] for piece in given.at("report.trackers") or ()]
     every = names == ["all"]
     names = list(TRACKERS) if every else [name for name in names if name != "none"]
     if unknown := [name for name in names if name not in TRACKERS]:

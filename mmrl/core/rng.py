@@ -6,6 +6,8 @@ So draws depend neither on the order of a batch nor on the number of processes.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -30,3 +32,15 @@ class Stream:
     def fixed(self, *key: str | int) -> torch.Generator:
         """Make a generator that depends on neither step nor round, for what is drawn once per run."""
         return Stream(self.seed, purpose=self.purpose).generator(*key)
+
+    def seed_of(self, *key: str | int) -> int:
+        """Draw a seed once per run, for `seeded`."""
+        return int(torch.randint(1 << 31, (1,), generator=self.fixed(*key)))
+
+
+@contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Seed torch's global generator, from which initialisers draw; outside it stays as it was."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        yield

@@ -21,38 +21,37 @@ def put_rows(name: str, data: Any, split: str) -> str:
         split: The split of rows that name none; the id of a row without one is made of it and its number.
     """
     match data:
-        case Mapping() if not _is_dataset(data):
-            raise ConfigError(
-                f"'{name}' is a dictionary; wanted rows, a dictionary each, or `Dataset.from_dict` of columns"
-            )
-        case Mapping() if len(data) != 1:  # a DatasetDict: which split is meant must not be guessed
+        # `with_format` is of `datasets`, which is not imported to ask.
+        case Mapping(with_format=_) if len(data) != 1:  # a DatasetDict: no split must be guessed
             raise ConfigError(
                 f"'{name}' has the splits {', '.join(data)}; give one of them, dataset['train']"
             )
-    if not _is_dataset(data):
-        try:
-            data = list(data)  # an iterator is read once, and rows are read several times
-        except TypeError as error:
+        case object(with_format=_):
+            pass
+        case Mapping():
             raise ConfigError(
-                f"'{name}' must be a dataset, an iterable of dictionaries, or a path, not {data!r}"
-            ) from error
+                f"'{name}' is a dictionary; wanted rows, a dictionary each, or `Dataset.from_dict` of columns"
+            )
+        case _:
+            try:
+                data = list(data)  # an iterator is read once, and rows are read several times
+            except TypeError as error:
+                raise ConfigError(
+                    f"'{name}' must be a dataset, an iterable of dictionaries, or a path, not {data!r}"
+                ) from error
     return objects.put(name, (data, split))
-
-
-def _is_dataset(data: Any) -> bool:
-    return hasattr(data, "with_format")  # of `datasets`, which is not imported to ask
 
 
 def tables(name: str) -> dict[str, Any] | None:
     """Return the tables of a dataset of `datasets` by their splits; None for other rows."""
     data, split = objects.get(name)
-    if not _is_dataset(data):
-        return None
     match data:
-        case Mapping():  # a DatasetDict
+        case Mapping(with_format=_):  # a DatasetDict
             parts = dict(data)
-        case _:
+        case object(with_format=_):
             parts = {str(data.split or split): data}
+        case _:
+            return None
     # A streamed dataset has no table; its rows are read one by one.
     return parts if all(hasattr(part, "num_rows") for part in parts.values()) else None
 
@@ -74,8 +73,15 @@ def plain(value: Any) -> Any:
             return {str(key): plain(inner) for key, inner in value.items()}
         case list() | tuple():
             return [plain(inner) for inner in value]
-    is_image = type(value).__module__.startswith("PIL.") or getattr(value, "ndim", 0) == 3
-    return as_png(value) if is_image else value
+    return as_png(value) if is_image(value) else value
+
+
+def is_image(value: Any) -> bool:
+    """Whether a value is an image of PIL, or an array of three dimensions."""
+    match value:
+        case object(getexif=_) | object(ndim=3):
+            return True
+    return False
 
 
 def as_png(image: Any) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from mmrl.config.consistency import evaluation_of
 from mmrl.config.loading import ConfigError
 from mmrl.config.registry import find
 from mmrl.config.reward_adapters import is_trl
-from mmrl.config.schema import Config, EvaluateConfig, Piece
+from mmrl.config.schema import Config, EvaluateConfig, Piece, held_fields
 from mmrl.data.dataset_io import FORMS, Rows
 from mmrl.data.fields import RowError
 
@@ -32,33 +32,37 @@ def check_inputs(config: Config | EvaluateConfig) -> None:
     """Raise `ConfigError` with every file, folder and column that a run would miss; loads no weights."""
     if findings := list(_absent(config)):
         raise ConfigError("; ".join(findings))
-    rewards = config.rewards if isinstance(config, Config) else ()
     evaluated = evaluation_of(config).evaluation.rewards
-    parts = [
-        ("rewards", rewards),
-        ("evaluation.rewards" if config.evaluation.rewards else "rewards", evaluated),
-    ]
-    for (place, data), (at, listed) in zip(_data(config), parts, strict=True):
-        if data and (findings := list(_columns(place, data, at, listed))):
+    rewards = {
+        "data": ("rewards", _given(config).get("rewards", ())),
+        "evaluation.data": ("evaluation.rewards" if config.evaluation.rewards else "rewards", evaluated),
+    }
+    for place, data in _data(config):
+        if findings := list(_columns(place, data, *rewards[place])):
             raise ConfigError("; ".join(findings))
 
 
-def _data(config: Config | EvaluateConfig) -> list[tuple[str, Piece | None]]:
-    trained = config.data if isinstance(config, Config) else None
-    return [("data", trained), ("evaluation.data", config.evaluation.data)]
+def _given(config: Config | EvaluateConfig) -> dict[str, Any]:
+    """List the fields that hold pieces by their places; an evaluation lacks those of a training."""
+    return {place: value for _, value, place in held_fields(config)}
+
+
+def _data(config: Config | EvaluateConfig) -> list[tuple[str, Piece]]:
+    given = _given(config)
+    return [(place, given[place]) for place in ("data", "evaluation.data") if place in given]
 
 
 def _absent(config: Config | EvaluateConfig) -> Iterator[str]:
     """Describe the files and folders that are named but do not exist here."""
     for option in ("model", "adapter"):
-        name = config.policy.options.get(option)
-        if isinstance(name, str) and name and _is_local(name) and not Path(name).exists():
-            yield f"policy.{option} is '{name}', which does not exist here; name a folder, or OWNER/NAME"
+        match config.policy.options.get(option):
+            case str(name) if name and _is_local(name) and not Path(name).exists():
+                yield f"policy.{option} is '{name}', which does not exist here; name a folder, or OWNER/NAME"
     for place, data in _data(config):
         for option in ("path", "root"):
-            named = data.options.get(option) if data else None
-            if isinstance(named, str) and named and not objects.is_object(named) and not Path(named).exists():
-                yield f"{place}.{option} is '{named}', which does not exist here; set {place}.{option}=..."
+            match data.options.get(option):
+                case str(name) if name and not objects.is_object(name) and not Path(name).exists():
+                    yield f"{place}.{option} is '{name}', which does not exist here; set {place}.{option}=..."
 
 
 def _is_local(name: str) -> bool:
@@ -90,11 +94,12 @@ def _columns(place: str, data: Piece, at: str, rewards: tuple[Piece, ...]) -> It
         for name in _required(piece):
             if name not in known:
                 yield f"{at}[{i}]: '{piece.name}' takes the column '{name}' {lacks}"
-    template = options.get("prompt", getattr(takes.get("prompt"), "default", ""))
-    for _, field, _, _ in Formatter().parse(template if isinstance(template, str) else ""):
-        name = (field or "").partition(".")[0].partition("[")[0]
-        if name and name not in known:
-            yield f"{place}.prompt reads the column '{name}' {lacks}"
+    match options.get("prompt", takes["prompt"].default if "prompt" in takes else ""):
+        case str(template):
+            for _, field, _, _ in Formatter().parse(template):
+                name = (field or "").partition(".")[0].partition("[")[0]
+                if name and name not in known:
+                    yield f"{place}.prompt reads the column '{name}' {lacks}"
 
 
 def _first_columns(options: Mapping[str, Any]) -> set[str]:

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from mmrl.config.loading import ConfigError
+from mmrl.config.plain import as_mapping
 from mmrl.config.registry import find
 from mmrl.config.schema import as_plain, load
 from mmrl.inference.session import Session
@@ -104,7 +105,7 @@ def write_export_card(source: ModelSource, written: Sequence[str], folder: Path,
 
 def save_cache(cache: str | Mapping[str, Any], folder: Path) -> str:
     """Write the name and options of a cache as JSON, with a copy of its codebook; returns its name."""
-    piece = {"name": cache} if isinstance(cache, str) else dict(cache)
+    piece = as_mapping(cache)
     if codebook := piece.get("codebook"):
         piece["codebook"] = Path(codebook).name
         shutil.copy(codebook, folder / piece["codebook"])

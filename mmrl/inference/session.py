@@ -8,6 +8,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
+from mmrl.config.plain import as_list
 from mmrl.core.protocols import Engine
 from mmrl.core.types import Outcome, Prompt, Rollouts
 from mmrl.data.fields import RowError, short
@@ -70,27 +71,35 @@ class Session:
         Raises:
             RowError: For what is no image, video, text or message, and for files that are missing.
         """
-        if single := not _are_several(prompt):
-            prompt, images, videos = [prompt], [images], [videos]
-        images, videos = (
-            _per_prompt(value, len(prompt), name) for value, name in ((images, "images"), (videos, "videos"))
-        )
-        prompts, read = [], self.media_reader()
-        for asked, shown, filmed in zip(prompt, images, videos, strict=True):
-            media = _listed(shown), _listed(filmed)
-            prompts.append(prompt_of(f"p{self._asked + len(prompts)}", asked, *media, read=read))
-        self._asked += len(prompts)
-        answers = [as_answer(outcome) for outcome in self.outcomes(prompts)]
-        return answers[0] if single else answers
+        if _are_several(prompt):
+            return [as_answer(outcome) for outcome in self.ask(prompt, images, videos)]
+        (outcome,) = self.ask([prompt], [images], [videos])
+        return as_answer(outcome)
+
+    def ask(self, prompts: Sequence[Any], images: Any = None, videos: Any = None) -> list[Outcome]:
+        """Answer questions like `answer`; `images` and `videos` have those of every question, in order."""
+        asked, read = [], self.media_reader()
+        media = _per_prompt(images, len(prompts), "images"), _per_prompt(videos, len(prompts), "videos")
+        for prompt, shown, filmed in zip(prompts, *media, strict=True):
+            lists = as_list(shown), as_list(filmed)  # a single one may stand by itself
+            asked.append(prompt_of(f"p{self._asked + len(asked)}", prompt, *lists, read=read))
+        self._asked += len(asked)
+        return self.outcomes(asked)
 
 
 def as_answer(outcome: Outcome) -> Any:
     """Return the text of an outcome, its image for PIL, or the frames of its video as a list of these."""
     if outcome.text is not None:
         return outcome.text
+    images = images_of(outcome)
+    return images if outcome.video is not None else images[0]
+
+
+def images_of(outcome: Outcome) -> list[Any]:
+    """Return the image of an outcome for PIL, or the frames of its video; none where it is a text."""
     if outcome.image is not None:
-        return _to_pil(outcome.image)
-    return [_to_pil(frame) for frame in outcome.video]
+        return [_to_pil(outcome.image)]
+    return [] if outcome.video is None else [_to_pil(frame) for frame in outcome.video]
 
 
 def _to_pil(image: Tensor) -> Any:
@@ -114,16 +123,13 @@ def _are_several(prompt: Any) -> bool:
 
 def _per_prompt(value: Any, size: int, name: str) -> Sequence[Any]:
     """Return the media of every prompt."""
-    if value is None:
-        return [None] * size
-    if not isinstance(value, list | tuple) or len(value) != size:
-        got = len(value) if isinstance(value, list | tuple) else type(value).__name__
-        raise RowError(f"wanted a list with the {name} of each of {size} prompts, got {got}")
-    return value
-
-
-def _listed(media: Any) -> Sequence[Any]:
-    """Return the media of one prompt as a list; a single one may stand by itself."""
-    if media is None:
-        return ()
-    return media if isinstance(media, list | tuple) else [media]
+    match value:
+        case None:
+            return [None] * size
+        case list() | tuple() if len(value) == size:
+            return value
+        case list() | tuple():
+            got = str(len(value))
+        case _:
+            got = type(value).__name__
+    raise RowError(f"wanted a list with the {name} of each of {size} prompts, got {got}")

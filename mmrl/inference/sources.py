@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from mmrl.config.loading import ConfigError, change, merge, read
+from mmrl.config.plain import as_mapping
 from mmrl.config.registry import find
 from mmrl.config.schema import Config, EvaluateConfig, Piece, as_plain, load, parse, parse_some
 from mmrl.config.sweep import setting_of
@@ -37,19 +38,26 @@ class ModelSource:
     @property
     def place(self) -> str:
         """Where the configuration lists its engines."""
-        return "rollout.engine" if isinstance(self.config, Config) else "evaluation.engine"
+        return self._parts[0]
 
     @property
     def engines(self) -> Sequence[Piece]:
         """The engines: of a training run those of its rollouts."""
-        config = self.config
-        return config.rollout.engine if isinstance(config, Config) else config.evaluation.engine
+        return self._parts[1]
 
     @property
     def data(self) -> Mapping[str, Any]:
         """The options of the data set of the configuration, such as `max_frames` of videos."""
-        data = self.config.data if isinstance(self.config, Config) else self.config.evaluation.data
+        data = self._parts[2]
         return data.options if data else {}
+
+    @property
+    def _parts(self) -> tuple[str, Sequence[Piece], Piece | None]:
+        match self.config:
+            case Config(rollout=section, data=data):
+                return "rollout.engine", section.engine, data
+            case EvaluateConfig(evaluation=section):
+                return "evaluation.engine", section.engine, section.data
 
 
 def resolve(
@@ -69,12 +77,11 @@ def resolve(
         options: Options of the engine, such as `temperature`, and `seed`; None leaves one as it is.
     """
     found = _resolve(source, overrides)
-    config = found.config
-    if setting and isinstance(config, Config):
-        raise ConfigError(f"'{setting}' is to be a setting of an evaluation, but this is a training run")
-    if setting:
-        config = setting_of(config, setting)
-    found = replace(found, config=config)
+    match found.config:
+        case Config() if setting:
+            raise ConfigError(f"'{setting}' is to be a setting of an evaluation, but this is a training run")
+        case EvaluateConfig() as evaluation if setting:
+            found = replace(found, config=setting_of(evaluation, setting))
     if not found.engines:
         raise ConfigError(f"'{found.place}' is empty; name the engine that answers")
     wanted = {name: value for name, value in (options or {}).items() if value is not None}
@@ -83,7 +90,7 @@ def resolve(
     changes: dict[str, Any] = {}
     for name, value in wanted.items():
         changes = merge(changes, {"seed": value} if name == "seed" else _option(found, name, value))
-    return replace(found, config=_parsed(merge(as_plain(config), changes)))
+    return replace(found, config=_parsed(merge(as_plain(found.config), changes)))
 
 
 def _resolve(source: Any, overrides: Sequence[str]) -> ModelSource:
@@ -151,7 +158,7 @@ def _run_of(folder: Path) -> tuple[Path, Path] | None:
 def _checkpoint(run: Path, model: Path, overrides: Sequence[str]) -> ModelSource:
     """Read the configuration of a run; its policy gets the weights of a checkpoint."""
     raw = read(run / "config.yaml")
-    options = {} if isinstance(raw["policy"], str) else raw["policy"]
+    options = as_mapping(raw["policy"])
     adapted = any((model / name).is_file() for name in ADAPTERS)
     # A whole model needs nothing of the model that it was made from, which may be gone.
     replaces = "model" in options and not adapted and not options.get("transform")
@@ -210,12 +217,10 @@ def _adapter(folder: Path) -> dict[str, Any]:
     """Name the base model of an adapter of peft."""
     if not (folder / ADAPTERS[0]).is_file():
         return {}
-    base = _json(folder / ADAPTERS[0]).get("base_model_name_or_path")
-    if not isinstance(base, str) or not base:
-        raise ConfigError(
-            f"'{folder / ADAPTERS[0]}' names no base_model_name_or_path, the model it belongs to"
-        )
-    return {"model": base, "adapter": str(folder)}
+    match _json(folder / ADAPTERS[0]):
+        case {"base_model_name_or_path": str(base)} if base:
+            return {"model": base, "adapter": str(folder)}
+    raise ConfigError(f"'{folder / ADAPTERS[0]}' names no base_model_name_or_path, the model it belongs to")
 
 
 def _transforms(folder: Path) -> dict[str, Any]:
@@ -244,13 +249,12 @@ def _cache(folder: Path) -> dict[str, Any]:
 
 def _registered(kind: str, piece: Mapping[str, Any]) -> dict[str, Any]:
     """Return a piece that a model folder names; data must not choose code, so it is one of the library's."""
+    match piece:
+        case {"name": str(name)} if re.fullmatch(r"\w+\.\w+", name):
+            find(kind, name)
+            return dict(piece)
     name = piece.get("name")
-    if not isinstance(name, str) or not re.fullmatch(r"\w+\.\w+", name):
-        raise ConfigError(
-            f"a model folder may only name a {kind} of mmrl, such as compression.x, not {name!r}"
-        )
-    find(kind, name)
-    return dict(piece)
+    raise ConfigError(f"a model folder may only name a {kind} of mmrl, such as compression.x, not {name!r}")
 
 
 def _json(path: Path) -> dict[str, Any]:

@@ -18,6 +18,16 @@ def head_size(text: Any) -> int:
     return getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
 
 
+def attention_types(text: Any) -> list[str]:
+    """List the distinct types of a text model's layers by its config: full, sliding or chunked attention."""
+    settings = text.to_dict()  # which of these there are differs between families
+    if types := settings.get("layer_types"):
+        return sorted(set(types))
+    if settings.get("sliding_window"):
+        return ["sliding_attention"]
+    return ["full_attention" if settings.get("attention_chunk_size") is None else "chunked_attention"]
+
+
 def make_cache(
     config: Any, visual: Tensor | None, mask: Tensor | None, recipe: Recipe, *, fused: bool
 ) -> Any:

@@ -91,8 +91,11 @@ def times(x: Tensor, y: Tensor) -> Tensor:
 
 @cache
 def _places(nbits: int, width: int, device: torch.device) -> tuple[torch.dtype, Tensor, Tensor]:
-    """Plan `unpack_bytes`: the widest integer type that divides `width` bytes, the shifts (8 / nbits,) that
-    bring each code of a byte to its lowest bits, and the mask of those bits in all bytes of a word."""
+    """Plan `unpack_bytes`: the integer type of a word, the shifts (8 / nbits,) and the mask of its codes.
+
+    The widest type that divides `width` bytes is taken. A shift brings one code of each byte to its lowest
+    bits, which the mask keeps in all bytes of a word.
+    """
     word = next(size for size in (8, 4, 2, 1) if width % size == 0)
     kind = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}[word]
     moves = torch.arange(8 - nbits, -1, -nbits, dtype=kind, device=device)

@@ -9,12 +9,13 @@ import torch
 from torch import Tensor
 
 from mmrl.config.binding import Bound
+from mmrl.config.plain import as_list
 from mmrl.config.registry import Needs, implicit_reward, objective
 from mmrl.config.schema import Piece
 from mmrl.core.step_table import Batch, StepOutput
 from mmrl.core.tensor import group_index, group_mean, group_sum, masked_mean
 from mmrl.core.types import Unit
-from mmrl.objectives.policy_gradient import listed, needs_of
+from mmrl.objectives.policy_gradient import needs_of
 
 # ---- implicit rewards of single steps, all (N, T); a comparison sums them over the steps of a row
 
@@ -94,10 +95,10 @@ class Comparison:
     def __call__(self, new: StepOutput, batch: Batch) -> tuple[Tensor, Mapping[str, Tensor]]:
         """Compute the loss of a micro-batch of whole groups and its metrics, as shares of the update."""
         implicit_reward = self.implicit_reward(new, batch) * batch.mask
-        loss = sum(compare.weight * compare(implicit_reward, batch) for compare in listed(self.compare))
-        for penalty in listed(self.penalty):
+        loss = sum(compare.weight * compare(implicit_reward, batch) for compare in as_list(self.compare))
+        for penalty in as_list(self.penalty):
             loss = loss + (penalty(new, batch) * batch.weight).sum()  # comparisons divide by themselves
-        first: Bound = listed(self.compare)[0]
+        first: Bound = as_list(self.compare)[0]
         options = {name: option.default for name, option in first.entry.options.items()} | first.options
         return loss, diagnose_groups(options.get("beta", 1.0) * implicit_reward, batch)
 

@@ -9,6 +9,7 @@ from functools import reduce
 import torch
 from torch import Tensor
 
+from mmrl.config.plain import as_list
 from mmrl.config.registry import Needs, objective
 from mmrl.config.schema import Piece
 from mmrl.core.step_table import Batch, StepOutput
@@ -42,7 +43,7 @@ class PolicyGradient:
     def weigh(self, batch: Batch) -> Tensor:
         """Weigh every step: (N, T), division included."""
         weight = self.aggregation(batch)
-        for step_weight in listed(self.step_weight):  # after the division: a weight of 2 must count twice
+        for step_weight in as_list(self.step_weight):  # after the division: a weight of 2 must count twice
             weight = weight * step_weight(batch)
         return weight
 
@@ -50,20 +51,15 @@ class PolicyGradient:
         """Compute the loss of a micro-batch and its metrics, both as shares of the whole update."""
         log_ratio = self.ratio(new, batch)
         loss = self.surrogate(log_ratio, new, batch)
-        for penalty in listed(self.penalty):
+        for penalty in as_list(self.penalty):
             loss = loss + penalty(new, batch)
         metrics = {**diagnose(new, batch), **clipped_share(self.surrogate, log_ratio, new, batch)}
         return (loss * batch.weight).sum(), metrics
 
 
-def listed(pieces: Callable | tuple[Callable, ...]) -> tuple[Callable, ...]:
-    """Return one piece or several as a tuple."""
-    return pieces if isinstance(pieces, tuple) else (pieces,)
-
-
 def needs_of(*pieces: Callable | tuple[Callable, ...]) -> Needs:
     """Unite what pieces need of a batch."""
-    return reduce(Needs.__or__, (piece.needs for several in pieces for piece in listed(several)), Needs())
+    return reduce(Needs.__or__, (piece.needs for several in pieces for piece in as_list(several)), Needs())
 
 
 @torch.no_grad()

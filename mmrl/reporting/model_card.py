@@ -18,6 +18,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from mmrl.config import objects
 from mmrl.config.loading import read
+from mmrl.config.plain import as_list, as_mapping
 from mmrl.config.schema import Config, Piece, as_plain
 
 # Configuration keys that do not change what a step learns.
@@ -29,14 +30,10 @@ FREE = {
 PACKAGES = ("mmrl", "torch", "transformers", "diffusers", "peft", "accelerate")
 
 
-def essence(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Drop from a plain configuration the keys that do not change what a step learns."""
-    return {key: value for key, value in raw.items() if key not in FREE}
-
-
 def config_hash(config: Config) -> str:
     """Return the first 12 digits of the SHA-256 of what a configuration trains."""
-    text = json.dumps(essence(as_plain(config)), sort_keys=True, default=str)
+    learned = {key: value for key, value in as_plain(config).items() if key not in FREE}
+    text = json.dumps(learned, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
@@ -145,13 +142,13 @@ def render_card(
     ]
     for engine in engines:
         for kind in ("transform", "cache"):
-            for piece in _several(engine.options.get(kind)):
+            for piece in as_list(engine.options.get(kind) or ()):
                 cheaper.append((f"{kind} of rollouts" if training else kind, short_pieces(as_plain(piece))))
     card = environment.get_template("model_card.j2").render(
         name=name,
         base=base,
         hub_model=json.dumps(base) if "/" in base and not Path(base).exists() else "",
-        cheaper=[(kind, piece if isinstance(piece, str) else _spelled(piece)) for kind, piece in cheaper],
+        cheaper=[(kind, _spelled(as_mapping(piece))) for kind, piece in cheaper],
         notes=notes,
         training=training,
         held_out=held_out or {},
@@ -161,17 +158,10 @@ def render_card(
     (folder / "README.md").write_text(card)
 
 
-def _several(value: Any) -> Sequence[Any]:
-    """Return the pieces of an option that holds none, one or a list of them."""
-    if not value:
-        return ()
-    return value if isinstance(value, list | tuple) else [value]
-
-
 def _spelled(piece: Mapping[str, Any]) -> str:
     """Write a piece with its options in one line."""
     options = ", ".join(f"{name} {value}" for name, value in piece.items() if name != "name")
-    return f"{piece['name']} ({options})"
+    return f"{piece['name']} ({options})" if options else piece["name"]
 
 
 def describe_method(config: Config) -> str:

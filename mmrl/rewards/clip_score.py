@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from mmrl.config.loading import nearest
+from mmrl.config.plain import as_list
 from mmrl.config.ranges import PositiveFloat, PositiveInt
 from mmrl.config.registry import reward
 from mmrl.core.types import Outcome, Prompt
@@ -125,9 +126,8 @@ class ClipScore:
         return prompt.media[0].load().pixels[0], outcome.text
 
     def _references(self, prompt: Prompt) -> list[str]:
-        captions = prompt.columns.get(self.references) if self.references else None
-        texts = [captions] if type(captions) is str else list(captions or ())
-        return [part for text in texts for part in self._parts(text, False)]
+        captions = as_list(prompt.columns.get(self.references) if self.references else None)
+        return [part for text in captions for part in self._parts(text, False)]
 
     def _parts(self, text: str, always: bool) -> list[str]:
         """Split a text into parts that the model can read, each with the prefix; empty for an empty text."""

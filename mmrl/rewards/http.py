@@ -175,8 +175,7 @@ def _plain(value: Any, what: str) -> Any:
         case list() | tuple() | set() | frozenset():
             return [_plain(inner, what) for inner in value]
     if dataclasses.is_dataclass(value):
-        fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
-        return _plain(fields, what)
+        return _plain(dataclasses.asdict(value), what)
     raise TypeError(f"{what} holds a {type(value).__name__}, which does not travel as JSON")
 
 

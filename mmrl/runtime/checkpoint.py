@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 from collections.abc import Mapping
@@ -11,6 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
+from mmrl.runtime.content_hash import of_file
 from mmrl.runtime.files import flush, remove
 from mmrl.runtime.state_tree import flatten, unflatten
 
@@ -40,7 +40,7 @@ def write_state(folder: Path, state: Mapping[str, Any]) -> None:
     for path in sorted(filter(Path.is_file, folder.rglob("*"))):
         # The model card is rewritten after the last evaluation, so it has no checksum.
         if path.name not in (SUMS, "README.md"):
-            lines.append(f"{_sha256(path)}  {path.relative_to(folder).as_posix()}\n")
+            lines.append(f"{of_file(path)}  {path.relative_to(folder).as_posix()}\n")
             flush(path)
     (folder / SUMS).write_text("".join(lines))
     # Names of new files reach the disk with the folder that has them.
@@ -56,7 +56,7 @@ def read_state(folder: Path) -> dict[str, Any]:
     try:
         sums = dict(line.split("  ", 1)[::-1] for line in (folder / SUMS).read_text().splitlines())
         changed = [
-            name for name in {**sums, STATE: "", TENSORS: ""} if _sha256(folder / name) != sums.get(name)
+            name for name in {**sums, STATE: "", TENSORS: ""} if of_file(folder / name) != sums.get(name)
         ]
         if not changed:
             return unflatten(json.loads((folder / STATE).read_text()), load_file(folder / TENSORS))
@@ -64,11 +64,6 @@ def read_state(folder: Path) -> dict[str, Any]:
     except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
         fault = f"{type(error).__name__}: {error}"
     raise CheckpointError(f"'{folder}' is not a whole checkpoint of mmrl: {fault}")
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def publish(unfinished: Path, folder: Path) -> None:

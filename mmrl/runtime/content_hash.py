@@ -59,6 +59,12 @@ def _of_source(source: Path | bytes | None) -> str:
     return hashlib.sha256(source or b"").hexdigest()
 
 
+def of_file(path: Path) -> str:
+    """Return the SHA-256 of a whole file."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
 def _text(value: Any, sources: list) -> str:
     """Write any value as JSON, equally in every process, and add where its media come from to `sources`."""
 

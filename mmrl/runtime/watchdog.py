@@ -34,9 +34,10 @@ class Stop:
 
 @contextmanager
 def listening(loud: bool) -> Iterator[Stop]:
-    """Take SIGTERM and SIGINT (Ctrl-C) as requests to stop, inside this context; the second one interrupts.
+    """Take SIGTERM and SIGINT (Ctrl-C) as requests to stop, inside this context.
 
-    Python delivers signals to the main thread only; in other threads this does nothing.
+    The second one interrupts. Python delivers signals to the main thread only; in other threads this does
+    nothing.
     """
     stop = Stop()
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mmrl.config.binding import Pieces
 from mmrl.config.schema import Piece
-from mmrl.core.rng import Stream
+from mmrl.core.rng import Stream, seeded
 from mmrl.kv_cache.layout import find_visual
 
 PICTURE = 60  # the placeholder of the tiny LLaVA
@@ -47,8 +47,7 @@ def llava(heads: int = 4, shared: int = 2, layers: int = 2, size: int = 16):
         image_token_id=PICTURE,
         vision_feature_layer=-1,
     )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
+    with seeded(0):
         model = t.LlavaForConditionalGeneration(config).double().eval()
         with torch.no_grad():
             for parameter in model.parameters():

@@ -10,6 +10,7 @@ from tempfile import TemporaryDirectory
 import torch
 import transformers
 
+from mmrl.core.rng import seeded
 from mmrl.core.types import Outcome
 from mmrl.vision.policies.tokens import Tokens
 from tests.vision import tiny
@@ -86,8 +87,7 @@ def llava(**changes):
         image_token_id=250,
         vision_feature_layer=-1,
     )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
+    with seeded(0):
         model = transformers.LlavaForConditionalGeneration(config)
         with torch.no_grad():
             for parameter in model.parameters():

@@ -11,7 +11,6 @@ from mmrl.compression.profiling import (
     cache_bytes,
     count_operations,
     time_calls,
-    weight_bytes,
 )
 from mmrl.compression.pruning.local_attention import block_keys
 from mmrl.compression.pruning.spec import ModelShape, PruningSpec, TokenReduction, pruning_of, shape_of
@@ -117,6 +116,12 @@ def test_calls_are_timed_in_turns_and_the_first_turn_is_left_out():
     found = time_calls({"a": lambda: order.append("a"), "b": lambda: order.append("b")}, repeats=2)
     assert order == ["a", "b"] * 3
     assert all(one.median >= 0 and one.spread >= 0 for one in found.values())
+
+
+def weight_bytes(model: torch.nn.Module) -> int:
+    """Count the bytes of the parameters and buffers of a model, shared storages once."""
+    storages = (tensor.untyped_storage() for tensor in (*model.parameters(), *model.buffers()))
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
 def test_tied_and_shared_weights_are_counted_once():

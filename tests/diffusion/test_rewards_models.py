@@ -14,7 +14,7 @@ from torch import nn
 
 from mmrl.config.binding import Pieces
 from mmrl.config.schema import Piece
-from mmrl.core.rng import Stream
+from mmrl.core.rng import Stream, seeded
 from mmrl.core.types import Message, Outcome, Part, Prompt
 from mmrl.diffusion.image_io import to_pil
 from mmrl.diffusion.reward_base import LinearHead
@@ -43,9 +43,8 @@ TEXTS = ["a red ball", "two dogs", "a red ball", "a cat", "one"]
 PROMPTS = [asking(text, f"p{i}") for i, text in enumerate(TEXTS)]
 
 
-def seeded(make):
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
+def built(make):
+    with seeded(0):
         return make()
 
 
@@ -67,7 +66,7 @@ def clip_folder(tmp_path_factory):
     }
     text = {**CLIP_TEXT, "max_position_embeddings": 16}
     config = transformers.CLIPConfig(text_config=text, vision_config=vision, projection_dim=32)
-    seeded(lambda: transformers.CLIPModel(config)).save_pretrained(folder)
+    built(lambda: transformers.CLIPModel(config)).save_pretrained(folder)
     size = {"size": {"shortest_edge": 16}, "crop_size": {"height": 16, "width": 16}}
     processor = transformers.CLIPImageProcessor(**size)
     transformers.CLIPProcessor(processor, clip_tokenizer(16)).save_pretrained(folder)
@@ -310,8 +309,8 @@ def published(vision, text, head: dict[str, torch.Tensor]) -> dict[str, torch.Te
 def judged(tmp_path_factory):
     """Weights in the published layout, with a tokenizer, and the encoders they were taken from."""
     folder = tmp_path_factory.mktemp("image-reward")
-    vision, text = seeded(blip)
-    head = seeded(lambda: LinearHead(64)).state_dict()
+    vision, text = built(blip)
+    head = built(lambda: LinearHead(64)).state_dict()
     torch.save(published(vision, text, head), folder / "ImageReward.pt")
     words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "a", "red", "ball", "two", "dogs", "cat", "one"]
     (folder / "vocab.txt").write_text("\n".join(words))

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import torch
 
+from mmrl.core.rng import seeded
+
 LETTERS = string.ascii_letters + string.digits + string.punctuation
 CLIP_TEXT = {
     "vocab_size": 600,
@@ -25,8 +27,7 @@ CLIP_TEXT = {
 def _seeded(make, gain: float = 1.0):
     """Build with weights that are the same every time, and leave the global generator as it was. Matrices are
     `gain` times as large: at 1, some networks hardly see the text."""
-    with torch.random.fork_rng(devices=[]), torch.no_grad():
-        torch.manual_seed(0)
+    with seeded(0), torch.no_grad():
         model = make().eval()
         for parameter in model.parameters():
             if parameter.ndim > 1:

@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mmrl.core.types import Unit
-from tests.test_contracts import CHAIN, PARTS, batch_of, collected, each, policy_of, table_of
+from tests.test_contracts import CHAIN, PARTS, collected, each, table_of, weighed
 
 
 class Precise(TorchDispatchMode):
@@ -29,12 +28,7 @@ def test_a_constant_in_float32_is_noticed():
 
 @each(PARTS)
 def test_parts_of_objectives_compute_in_the_precision_of_the_policy(case):
-    policy, objective = policy_of(Unit.ROW), case.objective()
-    batch = batch_of(policy, objective, collected())
-    batch = batch.replace(totals=batch.count())
-    batch = batch.replace(weight=objective.weigh(batch))
-    with torch.no_grad():
-        new = policy(batch, policy.says)
+    objective, batch, new = weighed(case)
     with Precise():
         loss, metrics = objective(new, batch)
         objective.weigh(batch)

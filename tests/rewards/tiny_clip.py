@@ -7,6 +7,8 @@ from pathlib import Path
 
 import torch
 
+from mmrl.core.rng import seeded
+
 CONFIG = {
     "embed_dim": 16,
     "vision_cfg": {"image_size": 16, "layers": 1, "width": 32, "head_width": 16, "patch_size": 8},
@@ -29,8 +31,7 @@ def weights(folder: Path, name: str = "tiny-clip", config: dict = CONFIG) -> dic
     """Draw weights for an architecture."""
     import open_clip
 
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
+    with seeded(0):
         return open_clip.create_model(architecture(name, folder, config)).state_dict()
 
 

@@ -65,7 +65,7 @@ def test_packed_rows_see_what_cached_rows_and_rows_alone_see(checkpoint, tmp_pat
 
 
 def text(**fields):
-    found = SimpleNamespace(model_type="some_text", **fields)
+    found = SimpleNamespace(model_type="some_text", to_dict=lambda: fields, **fields)
     return SimpleNamespace(get_text_config=lambda decoder: found)
 
 

@@ -12,6 +12,7 @@ from torch import nn
 
 from mmrl.core import onednn
 from mmrl.core.protocols import RendersPrompts
+from mmrl.core.rng import seeded
 from mmrl.core.types import Outcome
 from mmrl.kv_cache.layout import placeholder_ids
 from mmrl.vision.decoding.token_steps import FORBIDDEN
@@ -24,8 +25,7 @@ SOME = pytest.mark.parametrize("family", ["qwen2_5_vl", "llava"])
 
 
 def loaded(checkpoint, family="qwen2_5_vl", **options):
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)  # adapters draw their first weights from the global stream
+    with seeded(0):  # adapters draw their first weights from the global stream
         return Tokens(model=str(checkpoint(family)), **{"dtype": "float32", **options})
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 
+from mmrl.core.rng import seeded
 from mmrl.core.types import Frames, Media, Message, Part, Prompt
 from mmrl.vision.builders.tiny_models import QWEN_MEDIA, SPECIAL, TEMPLATE, tiny_tokenizer
 
@@ -287,8 +288,7 @@ WITH_VIDEO = tuple(name for name in MAKERS if name != "llava")
 
 def make(family: str, folder: Path) -> Path:
     """Write the checkpoint of a family, with weights large enough that answers differ."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
+    with seeded(0):
         MAKERS[family](folder)
     return folder
 

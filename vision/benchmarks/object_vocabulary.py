@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, NamedTuple
 
+from mmrl.config.registry import import_name
 from mmrl.vision.benchmarks.caption_words import singular, tokens
 
 # Two words that CHAIR joins to one, whether or not they name a class.
@@ -163,8 +163,7 @@ def _from_synonyms(text: str, style: str, by: Callable[[str], str]) -> Ontology:
 
 def function_of(name: str) -> Callable:
     """Import a function by `module:function`."""
-    module, _, attribute = name.partition(":")
     try:
-        return getattr(importlib.import_module(module), attribute)
+        return import_name(name)
     except (ImportError, AttributeError, ValueError) as error:
         raise ValueError(f"cannot import '{name}', wanted as module:function: {error}") from error

@@ -7,11 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from mmrl.config.ranges import PositiveFloat, PositiveInt
 from mmrl.config.registry import builder
-from mmrl.core.rng import Stream
+from mmrl.core.rng import Stream, seeded
 
 # Tokens of both tiny models, Qwen2.5-VL and LLaVA.
 SPECIAL = (
@@ -94,9 +92,7 @@ class TinyModel:
         self, name: str, model_class: type, config: Any, processor: Any, output: Path
     ) -> dict[str, Any]:
         """Write a model with random weights and its processor; return its number of parameters and tokens."""
-        seed = int(torch.randint(1 << 31, (1,), generator=self.stream.fixed(name)))
-        with torch.random.fork_rng(devices=[]):  # the global generator stays as it was
-            torch.manual_seed(seed)
+        with seeded(self.stream.seed_of(name)):
             model = model_class(config)
         model.save_pretrained(output)
         processor.save_pretrained(output)

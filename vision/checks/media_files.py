@@ -13,6 +13,7 @@ from mmrl.config.registry import check
 from mmrl.data.dataset_io import DataRow, Rows
 from mmrl.data.fields import RowError, number
 from mmrl.diagnostics.context import Finding
+from mmrl.runtime.content_hash import of_file
 from mmrl.vision.benchmarks.grounding_annotations import spans_of
 from mmrl.vision.media.media_root import MediaRef, MediaRoot, media_of
 from mmrl.vision.media.video import FrameSampling, video_duration
@@ -103,7 +104,7 @@ def spans_out_of_range(rows: Rows) -> Iterator[Finding]:
 def split_leakage(rows: Rows) -> Iterator[Finding]:
     """Find media with the same content in two splits, which would be trained on and tested on."""
     root = MediaRoot(rows.root)
-    digest = cache(lambda path: _read(root, path, _sha256))  # many rows may name one file
+    digest = cache(lambda path: _read(root, path, of_file))  # many rows may name one file
     first: dict[str, tuple[str, str]] = {}  # split and place of a content
     reported: set[tuple[str, str]] = set()
     for row in rows.valid():
@@ -117,11 +118,6 @@ def split_leakage(rows: Rows) -> Iterator[Finding]:
                 reported.add((content, row.split))
                 what = f"'{ref.path}' of split '{row.split}' is also in split '{split}': {place}"
                 yield Finding(what, place=row.place)
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _read(root: MediaRoot, path: str, read: Callable[[Path], T]) -> T | None:

@@ -12,6 +12,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from mmrl.config.schema import ConfigError
 from mmrl.core.types import Unit
+from mmrl.kv_cache.hf_cache import attention_types
 from mmrl.vision.decoding.prefill import merge_media, pad_left, prefill, squeeze_axes
 from mmrl.vision.models.processor import EncodedPrompt
 
@@ -153,16 +154,12 @@ def layer_windows(config: Any) -> dict[str, int | None]:
     Raises ConfigError for layers of other types than full and sliding attention: they cannot be packed.
     """
     text = config.get_text_config(decoder=True)
-    window = getattr(text, "sliding_window", None)
-    types = getattr(text, "layer_types", None)
-    if types is None:
-        chunked = getattr(text, "attention_chunk_size", None) is not None
-        types = ["sliding_attention" if window else "chunked_attention" if chunked else "full_attention"]
+    types = attention_types(text)
+    window = text.sliding_window if "sliding_attention" in types else None
     windows = {"full_attention": None, "sliding_attention": window}
-    other = sorted(set(types) - set(windows))
-    if other:
+    if other := [name for name in types if name not in windows]:
         raise ConfigError(
             f"`gradient_checkpointing` packs the answers of a prompt after it, which layers of type "
             f"{', '.join(other)} of '{text.model_type}' cannot read; set `gradient_checkpointing: false`"
         )
-    return {name: windows[name] for name in sorted(set(types))}
+    return {name: windows[name] for name in types}

@@ -10,7 +10,7 @@ from typing import Any
 from mmrl.core.types import Media
 from mmrl.data.fields import RowError, short
 from mmrl.data.media import MediaError
-from mmrl.data.object_rows import as_png
+from mmrl.data.object_rows import as_png, is_image
 from mmrl.vision.media.media_root import MediaRef, MediaRoot, decode_image
 from mmrl.vision.media.video import FrameSampling
 
@@ -42,12 +42,11 @@ class MediaReader:
         match value:
             case str() | Path():
                 return self._file(kind, str(value), place)
-            case bytes() | {"bytes": bytes()}:
-                data = value if isinstance(value, bytes) else value["bytes"]
+            case bytes(data) | {"bytes": bytes(data)}:
                 return (self.root or MediaRoot(Path())).medium(MediaRef(kind, "", data), place, self.sampling)
             case {"path": str(path)}:
                 return self._file(kind, path, place)
-        if kind != "image" or not (hasattr(value, "getexif") or getattr(value, "ndim", 0) == 3):
+        if kind != "image" or not is_image(value):
             forms = (
                 "a path" if kind == "video" else "a path, a PIL image or an array (height, width, 3) uint8"
             )

@@ -14,6 +14,7 @@ from mmrl.core.protocols import Engine
 from mmrl.core.types import Media, Prompt, Trajectory
 from mmrl.data.dataset_io import Rows, row_files
 from mmrl.data.fields import RowError, text
+from mmrl.runtime.content_hash import of_file
 from mmrl.vision.media.dataset_writer import image_suffix, is_image_file
 from mmrl.vision.media.media_root import MediaRef, MediaRoot, decode_image, media_of
 from mmrl.vision.media.prompts import ask
@@ -94,9 +95,7 @@ def content_of(paths: Iterable[Path]) -> str:
     for path in paths:
         for inner in sorted(path.rglob("*")) if path.is_dir() else [path]:
             if inner.is_file():
-                with inner.open("rb") as file:
-                    digest = hashlib.file_digest(file, "sha256").hexdigest()
-                content.update(f"{inner.relative_to(path.parent)} {digest}\n".encode())
+                content.update(f"{inner.relative_to(path.parent)} {of_file(inner)}\n".encode())
     return content.hexdigest()
 
 
