@@ -176,6 +176,7 @@ def chained(name: str, table: RewardTable) -> torch.Tensor:
     return table.values[:, 0]
 
 
+NO_KL = {"logp": [[-1.0]] * 4, "ref/logp": [[-1.0]] * 4}
 HARD, EASY = [1, 0, 0, 0], [1, 1, 1, 0]
 TWO_GROUPS = reward_table(HARD + EASY, group="aaaabbbb", length=[2, 1, 3, 1, 1, 2, 1, 4])
 TWO_REWARDS = reward_table(
@@ -190,7 +191,7 @@ DEMOS = reward_table({"iou": [0.3, 0.9], "tag_format": [1, 1]}, weights={"tag_fo
         # (1 - 1/4) / (1/2 + 1e-4), and a third of it
         ("grpo", reward_table(HARD), [1.499700, *[-0.499900] * 3]),
         ("dr_grpo", reward_table(HARD), [0.75, *[-0.25] * 3]),
-        ("rloo", reward_table(HARD), [1.0, *[-1 / 3] * 3]),
+        ("rloo", reward_table(HARD, notes=NO_KL), [1.0, *[-1 / 3] * 3]),
         # the deviation of four ones and four zeros is sqrt(2/7)
         ("lite_ppo", TWO_GROUPS, [1.402859, *[-0.467620] * 3, *[0.467620] * 3, -1.402859]),
         # over the 15 steps the centred rewards have mean -.116667 and variance .266667

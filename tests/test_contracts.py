@@ -30,6 +30,7 @@ from tests.support.toys import ToyText, prompts
 # The options without a default. A piece that is missing here fails with its name.
 OPTIONS = {
     ("advantage", "pick"): {"of": "right"},
+    ("advantage", "for_some"): {"advantage": ["group_normalize"], "of": ["right"]},
     ("advantage", "tempsamp_shaping"): {"of": "right"},
     ("advantage", "tempsamp_downscale"): {"of": "right"},
     ("advantage", "scale_by"): {"of": "right"},
@@ -144,7 +145,10 @@ def table_of(rollouts: Rollouts, rank: int = 0) -> RewardTable:
         make("reward", Piece("precomputed", {"key": key, "label": key, "weight": weight}))
         for key, weight in (("right", 1.0), ("short", 0.5))
     ]
-    return score(rewards, rollouts, notes=frozenset({"logp", "entropy"}), rank=rank)
+    table = score(rewards, rollouts, notes=frozenset({"logp", "entropy"}), rank=rank)
+    if not len(table):
+        return table
+    return table.note("ref/logp", table.notes["logp"] - 0.1 * torch.arange(table.notes["logp"].shape[1]))
 
 
 def policy_of(unit: Unit) -> Telling:

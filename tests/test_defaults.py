@@ -23,6 +23,7 @@ DEFAULTS = {
         "leave_one_out": {"eps": 1e-4},
         "clip_advantage": {"max_advantage": 5.0},  # Flow-GRPO
         "scale": {"factor": 0.2},  # AWM
+        "kl_in_reward": {"coef": 0.05},  # TRL's, of RLOO
         "returns": {"gamma": 1.0},
         "tempsamp_shaping": {"threshold": 0.8, "alpha1": 0.01, "alpha2": 1.0},
         "turning_points": {"atol": 0.0},

@@ -8,7 +8,7 @@ import sys
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import partial, reduce
 from typing import Any, Literal, TypeVar
 
 from mmrl.config.loading import ConfigError, UnknownKey
@@ -76,7 +76,10 @@ class Bound:
         default = self.entry.options.get("against")
         against = self.options.get("against", default.default if default else "old")
         needed = against != "old" or self.entry.of_others
-        return self.entry.needs | Needs(others={against: self.entry.of_others} if needed else {})
+        own = self.entry.needs | Needs(others={against: self.entry.of_others} if needed else {})
+        listed = (value for value in self.options.values() if type(value) is tuple)
+        inner = (piece.needs for pieces in listed for piece in pieces if type(piece) is Bound)
+        return reduce(Needs.__or__, inner, own)
 
 
 class Pieces:

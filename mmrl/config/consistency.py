@@ -6,6 +6,7 @@ import inspect
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import reduce
 from typing import Any
 
 from mmrl.config.binding import Bound, Pieces
@@ -40,7 +41,10 @@ def check_training(config: Config) -> Pieces:
                 "`singleton: raw`"
             )
     needs = _needs_of(config, checked)
-    check_outputs(config, needs, _declared(checked["policy"].entry, "says"))
+    asked = reduce(Needs.__or__, (bound.needs for bound in chain), Needs())
+    _check_references(config, asked, "the advantage chain reads")
+    for wanted in (needs, asked):
+        check_outputs(config, wanted, _declared(checked["policy"].entry, "says"))
     notes = frozenset().union(*(_declared(engine.entry, "notes") for engine in engines))
     wanted = needs.notes | pieces.notes
     # `engine` compares with the log-probabilities that it noted while sampling.
@@ -169,13 +173,18 @@ def _needs_of(config: Config, checked: Mapping[str, Any]) -> Needs:
             raise ConfigError(
                 f"objective: '{config.objective.name}' is no objective: it does not declare `needs`"
             )
+    _check_references(config, needs, "the objective compares with")
+    return needs
+
+
+def _check_references(config: Config, needs: Needs, who: str) -> None:
+    """Raise unless `references` names every policy that is needed."""
     missing = set(needs.others) - set(config.references) - {"old", "engine"}  # need no reference
     if missing:
         raise ConfigError(
-            f"the objective compares with {sorted(missing)}, but `references` has "
-            f"{sorted(config.references) or 'nothing'}; add for instance `references: {{ref: frozen}}`"
+            f"{who} {sorted(missing)}, but `references` has {sorted(config.references) or 'nothing'}; add "
+            "for instance `references: {ref: frozen}`"
         )
-    return needs
 
 
 def check_outputs(config: Config, needs: Needs, says: frozenset[str]) -> None:

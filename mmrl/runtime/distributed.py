@@ -188,10 +188,7 @@ class Processes:
 
     def gather(self, table: RewardTable, order: Sequence[str]) -> RewardTable:
         """Join the tables of all processes, with rows in the order of their prompts."""
-        if self.world > 1:
-            with self.meeting("joining reward tables"):
-                tables = [_unpack(data) for data in self._all_bytes(_pack(table))]
-            table = reduce(RewardTable.join, filter(len, tables), RewardTable.empty())  # some have no rows
+        table = self._joined(table)
         place = place_of(order)
         rows = sorted(range(len(table)), key=lambda row: place(table.uids[row]))
         table = table.select(torch.tensor(rows, dtype=torch.int64)).replace(rank=self.rank)
@@ -200,6 +197,20 @@ class Processes:
         # Rows are numbered through all processes, as on a single one.
         numbers = torch.arange(len(table))[:, None].expand(table.ends.shape)
         return table.replace(ids={**table.ids, "row": numbers})
+
+    def joined(self, table: RewardTable) -> RewardTable:
+        """Join what each process has of one table again, in the order of the rows' numbers."""
+        numbers = torch.tensor(sum(self.tell(table.ids["row"][:, 0].tolist()), []), dtype=torch.int64)
+        whole = self._joined(table)
+        ids = {**whole.ids, "row": numbers[:, None].expand(whole.ends.shape)}
+        return whole.replace(ids=ids).select(numbers.argsort())
+
+    def _joined(self, table: RewardTable) -> RewardTable:
+        if self.world > 1:
+            with self.meeting("joining reward tables"):
+                tables = [_unpack(data) for data in self._all_bytes(_pack(table))]
+            table = reduce(RewardTable.join, filter(len, tables), RewardTable.empty())  # some have no rows
+        return table.replace(rank=self.rank)
 
     def even(self, micros: Sequence[T]) -> Iterator[tuple[T, float, bool]]:
         """Yield (micro-batch, counts, last), equally often on every process; repeats have `counts` 0."""

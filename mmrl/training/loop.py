@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from functools import partial
+from functools import partial, reduce
 
 import torch
 from torch import Tensor
@@ -58,7 +58,7 @@ def train(run: Run) -> None:
 
 def learnable(run: Run, collection: Collection) -> tuple[Collection, RewardTable, Batch]:
     """Compute advantages, lay them over a step table, and evaluate the other policies on it."""
-    collection, credit = refill(run, collection, run.advantage(collection.table))
+    collection, credit = refill(run, collection, run.advantage(with_others(run, collection)))
     rollouts, learned = pick(collection.rollouts, credit, credit.learn.any(-1))
     rollouts = rollouts or (collection.stand_in,)
     batch = spread(learned.select(learned.mine), run.policy.collate(rollouts))
@@ -71,6 +71,23 @@ def learnable(run: Run, collection: Collection) -> tuple[Collection, RewardTable
         return consult(run.others, batch, needs, steps, run.processes.even)
 
     return collection, credit, run.guard.within_memory(consulted)
+
+
+def with_others(run: Run, collection: Collection) -> RewardTable:
+    """Note in a table what the chain reads of other policies: "ref/logp" and the like, (N, T)."""
+    needs = reduce(Needs.__or__, (piece.needs for piece in run.method.chain), Needs())
+    if not needs.others:
+        return collection.table
+    batch = run.policy.collate(collection.rollouts or (collection.stand_in,))
+    policies = {name: run.method.references.get(name, run.policy) for name in needs.others}
+    batch = consult(policies, batch, needs, run.guard.micro_batch_steps, run.processes.even)
+    mine = collection.table.select(collection.table.mine)
+    for name, output in batch.others.items():
+        for key, value in {"logp": output.logp, **output.extra}.items():
+            mine = mine.note(
+                f"{name}/{key}", value.double().where(batch.mask.cpu() > 0, torch.nan)[: len(mine)]
+            )
+    return run.processes.joined(mine)
 
 
 def consult(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from mmrl.advantages.shape import total
 from mmrl.config.registry import pieces
 from tests.support.tables import reward_table
 
@@ -13,6 +14,8 @@ ADVANTAGES = pieces("advantage")
 
 def apply(entry, table):
     options = {"of": "reward"} if "of" in entry.options else {}  # the only reward and label there is
+    if "advantage" in entry.options:  # a chain inside
+        options = {"of": ("reward",), "advantage": (total,)}
     return entry.target(table, **options)
 
 
@@ -20,7 +23,10 @@ def table_of(rewards, **columns):
     """Build a table with every note and tag that a piece reads."""
     table = reward_table(rewards, **columns)
     entropy = torch.arange(len(table) * int(table.length.max()), dtype=torch.float64)
-    return table.note("entropy", entropy.view(len(table), -1))
+    table = table.note("entropy", entropy.view(len(table), -1))
+    return table.note("logp", -entropy.view(len(table), -1)).note(
+        "ref/logp", -2 * entropy.view(len(table), -1)
+    )
 
 
 @pytest.mark.parametrize("entry", ADVANTAGES, ids=lambda entry: entry.full_name)

@@ -96,6 +96,12 @@ PLANS = {
         "advantage": ["total", "tests.support.toys:RunningMean"],
         "learn": {"optimizer": "adamw"},
     },
+    "kl in the reward": {
+        "rollout": {"num_prompts": 5, "num_generations": 3, "max_rounds": 2},
+        "group_filter": "varied",
+        "advantage": ["total", "per_step", {"name": "kl_in_reward", "coef": 0.1}, "batch_normalize"],
+        "references": {"ref": {"name": "ema", "decay": 0.5}},
+    },
     "brought back": {
         "policy": {"name": "tests.support.toys:ToyRecalling", "double": True},
         "rollout": {"num_prompts": 3, "engine": ["tests.support.toys:ToyNoting", "with_replay"]},

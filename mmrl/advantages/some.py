@@ -1,0 +1,77 @@
+"""Applies a part of the advantage chain to some rewards, or to some rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import reduce
+
+import torch
+
+from mmrl.config.registry import advantage as register
+from mmrl.core.reward_table import RewardTable, name_id
+
+
+@register
+def for_some(
+    table: RewardTable,
+    *,
+    advantage: tuple[Callable[[RewardTable], RewardTable], ...],
+    of: tuple[str, ...] = (),
+    where: Mapping[str, str] | None = None,
+) -> RewardTable:
+    """Apply advantage functions to some of the rewards, or to rows with a tag.
+
+    The other rewards, and the other rows, stay as they are. Several tasks or roles in one collection get
+    chains of their own this way.
+
+    Args:
+        advantage: The functions, in order.
+        of: Names of rewards; empty: all of them.
+        where: Tags of the answer that a row must have, such as `{role: spy}`; empty: all rows.
+    """
+    inside = torch.ones(len(table), dtype=torch.bool)
+    for tag, value in (where or {}).items():
+        if tag not in table.ids:
+            raise ValueError(f"no answer has the tag '{tag}'; there are {', '.join(sorted(table.ids))}")
+        answers = table.ids[tag].gather(1, table.last.clamp(min=0)[:, None])[:, 0]
+        inside &= answers == name_id(value)
+    unknown = [name for name in of if name not in table.names]
+    if unknown:
+        raise ValueError(
+            f"the chain has no reward called '{unknown[0]}' here; it has {', '.join(table.names)}"
+        )
+    chosen = [i for i, name in enumerate(table.names) if name in of or not of]
+    part = table.select(inside)
+    part = part.replace(
+        values=part.values[:, chosen],
+        valid=part.valid[:, chosen],
+        weights={name: table.weights[name] for name in (table.names[i] for i in chosen)},
+    )
+    return put_back(table, inside, chosen, reduce(lambda made, function: function(made), advantage, part))
+
+
+def put_back(table: RewardTable, inside: torch.Tensor, chosen: list[int], made: RewardTable) -> RewardTable:
+    """Put the rewards of some rows (N,) bool, and of some columns, back into a table."""
+    others = [i for i in range(len(table.names)) if i not in chosen]
+    same = made.names == tuple(table.names[i] for i in chosen) and made.ends.shape[1] == table.ends.shape[1]
+    if not inside.all() and not same:
+        raise ValueError(
+            "`for_some` with `where` must keep the rewards and the places of its rows, but "
+            f"{made.names} came of {table.names}; combine rewards before it"
+        )
+    if made.ends.shape[1] != table.ends.shape[1] and others:
+        raise ValueError("`for_some` with `of` must keep the places, since the other rewards keep theirs")
+    if inside.all():
+        names = {**{table.names[i]: table.weights[table.names[i]] for i in others}, **made.weights}
+        values = torch.cat([table.values[:, others], made.values], 1) if others else made.values
+        valid = torch.cat([table.valid[:, others], made.valid], 1) if others else made.valid
+        return made.replace(values=values, valid=valid, weights=names)
+    values, valid, learn = table.values.clone(), table.valid.clone(), table.learn.clone()
+    rows, columns = inside.nonzero(), torch.tensor(chosen)
+    values[rows, columns], valid[rows, columns], learn[inside] = made.values, made.valid, made.learn
+    notes = dict(table.notes)
+    for name, note in made.notes.items():
+        whole = notes.get(name, torch.full((len(table), note.shape[1]), torch.nan, dtype=note.dtype)).clone()
+        whole[inside] = note
+        notes[name] = whole
+    return table.replace(values=values, valid=valid, learn=learn, notes=notes)
