@@ -38,6 +38,9 @@ OPTIONS = {
     ("objective", "policy_gradient"): {"surrogate": "clip", "aggregation": "step_mean"},
     ("objective", "comparison"): {"implicit_reward": "log_ratio", "compare": "sigmoid"},
     ("sampler", "source_bandit"): {"by": "wanted"},
+    ("sampler", "learning_velocity"): {"by": "wanted", "open_at": -1.0},
+    ("sampler", "pools"): {"by": "wanted", "pools": ("low", "high"), "edges": (3.0,)},
+    ("sampler", "selected_by_difficulty"): {"by": "wanted"},
     ("advantage", "value_anchor"): {"of": "right"},  # the label that it adds by default comes from another
 }
 SIZES = (3, 2, 1, 2)  # rollouts of the prompts p0 to p3
@@ -391,7 +394,7 @@ def test_memories_are_saved(case, tmp_path):
 
     def use(piece: Any) -> Any:
         if case.kind == "sampler":
-            return [prompt.uid for prompt in piece.draw(3, 2)]
+            return [prompt.uid for prompt in piece.draw(3, 4)]
         if case.kind in ("advantage", "group_filter"):
             return bits(piece(table))
         if case.kind == "schedule":
@@ -399,20 +402,26 @@ def test_memories_are_saved(case, tmp_path):
             return [piece(Clock(step, {k: v * step for k, v in said.items()})) for step in (1, 2)]
         return pytest.fail(f"tests/test_contracts.py does not know how to use a {case.kind} with a memory")
 
-    def make() -> tuple[Any, Any]:
-        """Give the piece as the run calls it, and the thing in it that remembers."""
+    def make() -> tuple[Any, list[Any]]:
+        """Give the piece as the run calls it, and the things in it that remember."""
         made_of = Pieces(stream)
-        piece = made_of.make(case.kind, case.piece, *[prompts()] * (case.kind == "sampler"))
-        return piece, next(iter(made_of.made.values()))
+        inside = [prompts()] * (case.kind == "sampler")
+        if next(iter(inspect.signature(case.entry.target).parameters), "") == "sampler":
+            inside = [made_of.make("sampler", Piece("uniform"), *inside, place="inside")]
+        piece = made_of.make(case.kind, case.piece, *inside)
+        return piece, [thing for thing in made_of.made.values() if hasattr(thing, "state_dict")]
 
-    (piece, memory), (other, empty) = make(), make()
+    (piece, memories), (other, empty) = make(), make()
     use(piece)
-    if hasattr(memory, "observe"):
-        memory.observe(rollouts, table)
-    if hasattr(memory, "observe_advantages"):
-        memory.observe_advantages(table)
-    checkpoint.write_state(tmp_path, memory.state_dict())
-    empty.load_state_dict(checkpoint.read_state(tmp_path))
+    for memory in memories:
+        if hasattr(memory, "observe"):
+            memory.observe(rollouts, table)
+        if hasattr(memory, "observe_advantages"):
+            memory.observe_advantages(table)
+    checkpoint.write_state(tmp_path, {str(i): memory.state_dict() for i, memory in enumerate(memories)})
+    saved = checkpoint.read_state(tmp_path)
+    for i, memory in enumerate(empty):
+        memory.load_state_dict(saved[str(i)])
     stream.step += 1  # checkpoints are written between steps
     after = use(piece)
     assert use(other) == after

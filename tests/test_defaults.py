@@ -83,6 +83,13 @@ DEFAULTS = {
         },  # MixGRPO
     },
     "sampler": {
+        "allocate": {
+            **{"prior_count": 2.0, "at_least": 2, "at_most": 128},  # V_0
+            **{"rollout_cost": 0.0039, "exploration": 0.5},  # V_0.5, XRPO
+        },
+        "learning_velocity": {"decay": 0.9, "floor": 0.05},  # our reading of GEAR
+        "pools": {"earlier": 0.2, "stage": 0.0},
+        "selected_by_difficulty": {"num_selected": 2500},  # Time-R1
         "source_bandit": {"temperature": 0.1, "window": 300},  # DUMP
         "vade": {"decay_drawn": 0.2, "decay_others": 0.999, "init_count": 8.0},  # the paper's figure
         "variance_aware": {  # MMR1's final model, the steps are those of its code
@@ -127,6 +134,7 @@ def test_switches_are_off_but_where_a_method_has_them_on():
     turning = {"consistent", "balance", "first_step"}
     assert on == {f"turning_points.{name}" for name in turning} | {
         "sliding_window.roll_back",
+        "selected_by_difficulty.shuffle",
         "uniform.shuffle",
         "vade.thompson",
     }

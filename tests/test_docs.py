@@ -352,6 +352,7 @@ def explains(name: str) -> set[str]:
 # What toys do not write, and which file does: a step not taken, a GPU's memory, a model with two engines.
 RARE = {
     "skipped_updates": "mmrl/training/trainer.py",
+    "sampler/score": "mmrl/samplers/variance_aware.py",  # reads tokens, which the toys do not note
     "eval_peak_memory_bytes": "mmrl/training/evaluate.py",
     **{
         f"rollout/{name}": "compression/engines.py"
@@ -370,6 +371,7 @@ def written(tmp_path_factory) -> set[str]:
         references={"ref": "frozen", "ema": {"name": "ema", "decay": 0.9}},
         objective={"penalty": ["k3", {"name": "k3", "against": "ema"}]},
         group_filter="varied",
+        sampler=["vade", "allocate"],
         rewards=[
             "tests.support.toys:share_right",
             {"name": f"{__name__}:undefined_once", "on_error": "skip"},
@@ -385,6 +387,7 @@ def written(tmp_path_factory) -> set[str]:
         "advantage": ["total", "best_vs_worst"],
         "objective": {"name": "comparison", "implicit_reward": "log_ratio", "compare": ["sigmoid"]},
         "references": {"ref": "frozen"},
+        "sampler": {"name": "pools", "by": "wanted", "pools": ["low", "high"], "edges": [3]},
     }
     pair = {**plan(folder / "pair"), **pairs}
     rows = {"engine": ["offline", "with_mismatched"], "num_generations": 3}

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from mmrl.config.loading import ConfigError
 from mmrl.core.reward_table import RewardTable
 from mmrl.core.rng import Stream
 from mmrl.core.types import Prompt
@@ -95,32 +94,6 @@ class Candidates:
             if counted and uid in self.place:
                 rows.setdefault(self.place[uid], []).append(row)
         return {place: torch.tensor(listed) for place, listed in rows.items()}
-
-
-def sources_of(data: Sequence[Prompt], by: str, name: str) -> list[str]:
-    """Read the source of every prompt: the text of its column `by`, or without one its split.
-
-    Raises `ConfigError` where a prompt lacks the column, or where no prompt has a split.
-    """
-    if not by:
-        splits = [prompt.split for prompt in data]
-        if not any(splits):
-            raise ConfigError(
-                f"sampler '{name}': the data have no splits to tell sources by; name a column, such as "
-                f"`by: source` (there are {_columns_of(data)})"
-            )
-        return splits
-    lacking = next((prompt for prompt in data if prompt.columns.get(by) is None), None)
-    if lacking is not None:
-        raise ConfigError(
-            f"sampler '{name}': prompt '{lacking.uid}' has no column '{by}' (`by`); name one that every row "
-            f"has (it has {', '.join(map(str, lacking.columns)) or 'none'})"
-        )
-    return [str(prompt.columns[by]) for prompt in data]
-
-
-def _columns_of(data: Sequence[Prompt]) -> str:
-    return ", ".join(dict.fromkeys(str(name) for prompt in data for name in prompt.columns)) or "none"
 
 
 def reward_of(table: RewardTable, of: str) -> Tensor:

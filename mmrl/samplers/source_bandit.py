@@ -14,7 +14,8 @@ from mmrl.config.registry import sampler
 from mmrl.core.reward_table import RewardTable
 from mmrl.core.rng import Stream
 from mmrl.core.types import Prompt, Rollouts
-from mmrl.samplers.candidates import Candidates, evenness, sources_of
+from mmrl.samplers.candidates import evenness
+from mmrl.samplers.sources import Sources, sources_of
 
 
 @sampler
@@ -44,11 +45,11 @@ class SourceBandit:
         window: PositiveInt = 300,
     ) -> None:
         self.temperature, self.window = temperature, window
-        self.candidates = Candidates(data, stream)
-        named = sources_of(data, by, "source_bandit")
-        self.sources = tuple(dict.fromkeys(named))
-        numbers = {name: i for i, name in enumerate(self.sources)}
-        self.source = torch.tensor([numbers[name] for name in named])  # (M,)
+        self.stream, self.among = (
+            stream,
+            Sources(data, stream, sources_of(data, by, "source_bandit"), "source_bandit"),
+        )
+        self.sources = self.among.names
         self.latest = {
             name: torch.zeros(0, dtype=torch.float64) for name in self.sources
         }  # |a|, oldest first
@@ -57,22 +58,9 @@ class SourceBandit:
 
     def draw(self, num_prompts: int, num_generations: int) -> list[Prompt]:
         """Draw a source for every prompt, and a prompt of it; no prompt twice."""
-        if self.candidates.begins():
+        if self.among.candidates.begins():
             self.waiting = {}
-        num = min(num_prompts, len(self.source))
-        generator = self.candidates.stream.generator("source_bandit")
-        left = torch.bincount(self.source[~self.candidates.asked], minlength=len(self.sources))
-        if int(left.sum()) < num:  # begin anew, where all others were asked in this step
-            left = torch.bincount(self.source, minlength=len(self.sources))
-        wanted = torch.zeros_like(left)
-        for _ in range(num):
-            open_ = torch.where(left > wanted, self.probabilities.log(), -math.inf).softmax(0)
-            wanted[torch.multinomial(open_, 1, generator=generator)] += 1
-        chosen = []
-        for i, count in enumerate(wanted.tolist()):
-            inside = torch.where(self.source == i, 0.0, -math.inf)
-            chosen += self.candidates.highest(inside, count, f"source_bandit/{self.sources[i]}")
-        return self.candidates.prompts(chosen, num_generations)
+        return self.among.draw(self.probabilities.clamp(min=1e-30), num_prompts, num_generations)
 
     @property
     def learnability(self) -> Tensor:
@@ -93,7 +81,7 @@ class SourceBandit:
 
     def observe(self, rollouts: Rollouts, table: RewardTable) -> None:
         """Note which rollouts await an advantage; groups with a faulty reward are asked anew and do not."""
-        for place, rows in self.candidates.rows(table, table.learn.any(-1)).items():
+        for place, rows in self.among.candidates.rows(table, table.learn.any(-1)).items():
             self.waiting[place] = self.waiting.get(place, 0) + len(rows)
 
     def observe_advantages(self, credit: RewardTable) -> None:
@@ -101,11 +89,11 @@ class SourceBandit:
         valid = credit.valid[:, 0]
         sums = torch.where(valid, credit.values[:, 0], 0.0).sum(-1)
         size = (sums / valid.sum(-1).clamp(min=1)).abs()  # (N,)
-        found = self.candidates.rows(credit, valid.any(-1))
+        found = self.among.candidates.rows(credit, valid.any(-1))
         for place, count in self.waiting.items():
             rows = found.get(place)
             fresh = size.new_zeros(count) if rows is None else size[rows]
-            i = int(self.source[place])
+            i = int(self.among.source[place])
             name = self.sources[i]
             self.latest[name] = torch.cat([self.latest[name], fresh])[-self.window :]
             self.count[i] += len(fresh)
@@ -114,27 +102,23 @@ class SourceBandit:
     def tell(self) -> Mapping[str, float]:
         """Report how even the draws are over the sources, and the probability of each."""
         chance = self.probabilities
-        named = {f"sampler/share/{name}": float(chance[i]) for i, name in enumerate(self.sources)}
+        named = {f"sampler/share/{name}": share for name, share in self.among.of(chance).items()}
         return {"sampler/entropy": evenness(chance), **named}
 
     def beliefs(self) -> Mapping[str, Mapping[str, float]]:
         """Return the mean absolute advantage, the bound, the probability and the rollouts of every source."""
-        columns = {
-            "learnability": self.learnability,
-            "bound": self.bounds,
-            "weight": self.probabilities,
-            "rollouts": self.count,
-        }
-        return {
-            source: {name: float(column[i]) for name, column in columns.items()}
-            for i, source in enumerate(self.sources)
-        }
+        return self.among.by_source(
+            learnability=self.learnability,
+            bound=self.bounds,
+            weight=self.probabilities,
+            rollouts=self.count,
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """Return the windows and the counts by source."""
         return {
             "latest": dict(self.latest),
-            "count": dict(zip(self.sources, self.count.tolist(), strict=True)),
+            "count": self.among.of(self.count),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -56,7 +56,7 @@ class Vade:
     ) -> None:
         self.of, self.power, self.thompson = of, 2 if score == "p(1-p)^2" else 1, thompson
         self.decay_drawn, self.decay_others, self.binarize = decay_drawn, decay_others, binarize
-        self.candidates = Candidates(data, stream)
+        self.stream, self.candidates = stream, Candidates(data, stream)
         rate, count = (0.0, 0.0) if init_pass_rate is None else (init_pass_rate, init_count)
         self.passed = torch.full((len(data),), rate * count, dtype=torch.float64)  # alpha
         self.failed = torch.full((len(data),), (1 - rate) * count, dtype=torch.float64)  # beta
@@ -83,7 +83,7 @@ class Vade:
     def _sampled(self) -> Tensor:
         # Distributions draw from the global stream, which is put back afterwards.
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(self.candidates.stream.generator("vade").initial_seed())
+            torch.manual_seed(self.stream.generator("vade").initial_seed())
             return torch.distributions.Beta(self.passed + 1, self.failed + 1).sample()
 
     def _decay(self) -> None:

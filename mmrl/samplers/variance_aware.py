@@ -66,7 +66,7 @@ class VarianceAware:
         self.variance_weight, self.diversity_weight = variance_weight, diversity_weight
         self.weighted_share, self.momentum = weighted_share, momentum
         self.update_steps, self.full = update_steps, refresh == "full"
-        self.candidates = Candidates(data, stream)
+        self.stream, self.candidates = stream, Candidates(data, stream)
         unknown = torch.full((len(data),), torch.nan, dtype=torch.float64)
         self.scores, self.pass_rate, self.weights = unknown, unknown.clone(), torch.zeros_like(unknown)
         self.steps = 0  # that were drawn
@@ -96,7 +96,7 @@ class VarianceAware:
 
     def _uniform(self, num: int) -> list[int]:
         """Take the next places of a fixed permutation, which begins anew at its end."""
-        order = torch.randperm(len(self.weights), generator=self.candidates.stream.fixed("variance_aware"))
+        order = torch.randperm(len(self.weights), generator=self.stream.fixed("variance_aware"))
         turn = torch.empty_like(order)
         turn[order] = (torch.arange(len(order)) - self.walked) % len(order)
         chosen = self.candidates.highest(-turn.double(), num, "uniform")

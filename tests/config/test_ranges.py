@@ -41,7 +41,7 @@ FREE = {
     "bco_pair.delta", "kto.delta", "weighted_sum.constant", "weighted_sum.weights",
     "binary_classification.positive", "binary_classification.scale", "binary_classification.offset",
     "binary_classification.f1_offset", "ratio_of_sums.scale", "ratio_of_sums.offset", "recall_at.at",
-    "clip_score.divide_by", "diffusion.pick_score.divide_by",
+    "clip_score.divide_by", "diffusion.pick_score.divide_by", "learning_velocity.open_at", "pools.edges",
 }  # fmt: skip
 EACH = [(entry, name) for kind in HOMES for entry in library_pieces(kind) for name in entry.options]
 

@@ -98,7 +98,7 @@ def test_an_empty_source_leaves_its_part_to_the_others():
     assert {"p1", "p3", "p5"} < set(uids(sampler.draw(5, 1))), "three of b, and two of a"
     sampler = bandit([0.0, 9.0], [100, 100], each=3)
     assert set(uids(sampler.draw(3, 1))) == {"p1", "p3", "p5"}
-    sampler.candidates.stream.round = 1
+    sampler.stream.round = 1
     assert set(uids(sampler.draw(3, 1))) == {"p0", "p2", "p4"}, "in this step b was asked already"
     assert len(set(uids(sampler.draw(4, 2)))) == 4, "all were asked, so they come again"
 

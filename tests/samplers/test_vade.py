@@ -49,7 +49,7 @@ def test_a_draw_takes_the_highest_scores_without_repetition():
 def test_a_later_round_asks_others_first():
     sampler = believing([0, 4, 7, 2], [8, 4, 1, 6], thompson=False)
     assert uids(sampler.draw(2, 1)) == ["p3", "p1"]
-    sampler.candidates.stream.round = 1
+    sampler.stream.round = 1
     assert uids(sampler.draw(1, 1)) == ["p0"]
     assert uids(sampler.draw(2, 1)) == ["p2", "p3"], "where no other is left, the best come again"
 

@@ -128,7 +128,7 @@ def test_a_later_round_asks_others():
     sampler = weighed([0.9, 0.8, 0.7, 0.1], weighted_share=1.0)
     sampler.steps = 1
     first = uids(sampler.draw(2, 1))
-    sampler.candidates.stream.round = 1
+    sampler.stream.round = 1
     assert not set(first) & set(uids(sampler.draw(2, 1)))
 
 

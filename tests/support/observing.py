@@ -18,17 +18,13 @@ def made(piece: type, *, num: int = 4, seed: int = 0, data: Sequence[Prompt] = (
     return piece(data or prompts(num=num), stream=Stream(seed), **options)
 
 
-def stream_of(sampler: Any) -> Stream:
-    return sampler.candidates.stream
-
-
 def uids(drawn: Sequence[Prompt]) -> list[str]:
     return [prompt.uid for prompt in drawn]
 
 
 def next_step(sampler: Any) -> None:
-    stream_of(sampler).step += 1
-    stream_of(sampler).round = 0
+    stream = sampler.stream
+    stream.step, stream.round = stream.step + 1, 0
 
 
 def shown(rewards: Mapping[str, Sequence[float | None]], **columns: Any) -> RewardTable:
@@ -43,9 +39,13 @@ def observe(sampler: Any, rewards: Mapping[str, Sequence[float | None]], **colum
 
 
 def by_source(*sources: str) -> list[Prompt]:
-    """Give p0, p1, ... the column `source`."""
+    """Give p0, p1, ... a source, and columns of numbers and of signals."""
     return [
-        replace(prompt, split=source, columns={**prompt.columns, "source": source, "difficulty": i / 10})
+        replace(
+            prompt,
+            split=source,
+            columns={**prompt.columns, "source": source, "difficulty": i / 10, "signals": {"failures": i}},
+        )
         for i, (prompt, source) in enumerate(zip(prompts(num=len(sources)), sources, strict=True))
     ]
 

@@ -1,0 +1,181 @@
+"""Budgets of rollouts: more for the prompts where they pay."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from typing import Annotated, Any, Literal
+
+from mmrl.config.loading import ConfigError
+from mmrl.config.ranges import AtMost, NonNegativeFloat, PositiveInt, Range
+from mmrl.config.registry import sampler
+from mmrl.core.protocols import Sampler
+from mmrl.core.reward_table import RewardTable
+from mmrl.core.types import Prompt, Rollouts
+from mmrl.samplers.candidates import reward_of
+from mmrl.samplers.prior_value import PriorValue
+
+
+@sampler
+class Allocate:
+    """Divide the rollouts of a draw unevenly over its prompts, by what is known of each.
+
+    It wraps a sampler, which chooses the prompts. Every prompt gets `at_least` rollouts; then, one by one,
+    each further rollout goes where it gains most, until the draw has as many as the sampler asked for:
+
+    - `v0`: utility n (1 - p) (1 - (1 - p)^(n - 1)) of n rollouts at the pass rate p (V_0, arXiv 2602.03584).
+    - `v05`: fall of the squared error of a baseline that is shrunk to the value of `prior_column` (V_0.5,
+      arXiv 2603.10848); none is made that gains `rollout_cost` or less, so a draw may have fewer than asked.
+    - `xrpo`: fall of the half-width of the 95% interval of the mean reward, plus `exploration`
+      sqrt(ln(1 + rollouts) / n) (XRPO, arXiv 2510.06672).
+
+    Our readings: what earlier steps saw of a prompt stands for what a sequential rule would see in this one;
+    pass rates are those of all its rollouts, shrunk to the prior, which without a column is Beta(1, 1).
+
+    Args:
+        rule: What a further rollout gains.
+        of: Name of the reward, by its part in [0, 1]; "": the weighted sum.
+        prior_column: Column with a predicted pass rate of each prompt, such as V_0's; "": 1/2 for all.
+        prior_count: Rollouts that the prior counts as.
+        at_least: Fewest rollouts of a prompt (V_0: 2, V_0.5: 4).
+        at_most: Most rollouts of a prompt (V_0: 128, V_0.5: 16).
+        rollout_cost: Of a rollout, in squared units of a reward from -1 to 1: `v05`.
+        exploration: Factor of the bonus: `xrpo`.
+    """
+
+    def __init__(
+        self,
+        sampler: Sampler,
+        *,
+        rule: Literal["v0", "v05", "xrpo"] = "v0",
+        of: str = "",
+        prior_column: str = "",
+        prior_count: NonNegativeFloat = 2.0,
+        at_least: Annotated[int, Range(2), AtMost("at_most")] = 2,
+        at_most: PositiveInt = 128,
+        rollout_cost: NonNegativeFloat = 0.0039,
+        exploration: NonNegativeFloat = 0.5,
+    ) -> None:
+        self.sampler, self.of, self.gain = sampler, of, GAINS[rule]
+        self.floor = rollout_cost if rule == "v05" else -math.inf  # a rollout has to gain more
+        self.exploration, self.at_least, self.at_most = exploration, at_least, at_most
+        self.value = PriorValue(prior_column, prior_count)
+        self.given: dict[str, int] = {}  # rollouts by uid, at the last draw
+
+    def draw(self, num_prompts: int, num_generations: int) -> list[Prompt]:
+        """Draw the prompts of the sampler inside, each as often as the budget says."""
+        drawn = self.sampler.draw(num_prompts, num_generations)
+        prompts = list({prompt.uid: prompt for prompt in drawn}.values())
+        if len(drawn) < self.at_least * len(prompts):
+            raise ConfigError(
+                f"sampler 'allocate': {len(drawn)} rollouts are too few for {len(prompts)} prompts with "
+                f"`at_least` {self.at_least} each; raise rollout.num_generations ({num_generations}), or "
+                "lower `at_least`"
+            )
+        counts = self.divide(prompts, len(drawn))
+        self.given = {prompt.uid: count for prompt, count in zip(prompts, counts, strict=True)}
+        return [prompt for prompt, count in zip(prompts, counts, strict=True) for _ in range(count)]
+
+    def divide(self, prompts: Sequence[Prompt], budget: int) -> list[int]:
+        """Count the rollouts of every prompt; of equal gains that of the prompt with fewest rollouts comes
+        first."""
+        counts = [self.at_least] * len(prompts)
+        for total in range(sum(counts), budget):
+            gains = [
+                (self.gain(self.value, prompt, n, total, self.exploration), -n)
+                for prompt, n in zip(prompts, counts, strict=True)
+            ]
+            usable = [i for i, n in enumerate(counts) if n < self.at_most and gains[i][0] > self.floor]
+            if not usable:
+                break
+            counts[max(usable, key=gains.__getitem__)] += 1
+        return counts
+
+    def observe(self, rollouts: Rollouts, table: RewardTable) -> None:
+        """Add the rewards of a round."""
+        reward = reward_of(table, self.of)
+        if not len(table):
+            return
+        counts = table.ids["on_policy"][:, 0].bool() & ~reward.isnan()
+        for row in counts.nonzero()[:, 0].tolist():
+            self.value.add(table.uids[row], [float(reward[row].clamp(0.0, 1.0))])
+
+    def tell(self) -> Mapping[str, float]:
+        """Report the fewest and the most rollouts that a prompt got at the last draw."""
+        given = list(self.given.values()) or [0]
+        return {"sampler/rollouts_min": float(min(given)), "sampler/rollouts_max": float(max(given))}
+
+    def beliefs(self) -> Mapping[str, Mapping[str, float]]:
+        """Return the mean reward of every prompt seen, its rollouts, and those of the last draw as weight."""
+        return {
+            uid: {"pass_rate": total / count, "rollouts": count, "weight": float(self.given.get(uid, 0))}
+            for uid, (count, total, _) in self.value.sums.items()
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what is known of every prompt, and the last draw."""
+        return {"value": self.value.state_dict(), "given": dict(self.given)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what was known of every prompt."""
+        self.value.load_state_dict(state["value"])
+        self.given = dict(state["given"])
+
+
+# ---- what a further rollout of a prompt gains that has n of a draw's `total`
+
+
+def of_utility(value: PriorValue, prompt: Prompt, n: int, total: int, exploration: float) -> float:
+    """Return the gain of V_0's utility."""
+    rate = value.rate(prompt)
+    return utility(n + 1, rate) - utility(n, rate)
+
+
+def of_baseline(value: PriorValue, prompt: Prompt, n: int, total: int, exploration: float) -> float:
+    """Return the fall of the squared error D s / (D + s) of V_0.5's baseline: s = 1 / n, D its prior's."""
+    bias = value.bias(prompt)
+    # D (1 / n) / (D + 1 / n) = D / (n D + 1)
+    return bias / (n * bias + 1) - bias / ((n + 1) * bias + 1)
+
+
+def of_interval(value: PriorValue, prompt: Prompt, n: int, total: int, exploration: float) -> float:
+    """Return XRPO's priority: the fall of the half-width of the mean's interval, and a bonus."""
+    spread = value.spread(prompt)
+    falls = half_width(spread, n) - half_width(spread, n + 1)
+    return falls + exploration * math.sqrt(math.log(1 + total) / n)
+
+
+GAINS = {"v0": of_utility, "v05": of_baseline, "xrpo": of_interval}
+
+
+def utility(n: int, rate: float) -> float:
+    """Return V_0's utility of n rollouts at a pass rate: n (1 - p) (1 - (1 - p)^(n - 1))."""
+    return n * (1 - rate) * (1 - (1 - rate) ** (n - 1))
+
+
+def half_width(spread: float, n: int) -> float:
+    """Return the half-width of the 95% interval of the mean of n >= 2 values with a standard deviation."""
+    return student_quantile(n - 1) * spread / math.sqrt(n)
+
+
+@lru_cache(maxsize=1024)
+def student_quantile(freedom: int, inside: float = 0.95) -> float:
+    """Return t for which |T| < t has the probability `inside`, T of Student's distribution, by bisection."""
+    low, high = 0.0, 1e3
+    for _ in range(80):
+        middle = (low + high) / 2
+        low, high = (middle, high) if _student(middle, freedom) < inside else (low, middle)
+    return (low + high) / 2
+
+
+def _student(t: float, freedom: int) -> float:
+    """Return the probability of |T| < t (Abramowitz and Stegun, 26.7.3 and 26.7.4)."""
+    angle = math.atan(t / math.sqrt(freedom))
+    odd = freedom % 2
+    term = math.cos(angle) if odd else 1.0
+    total = 0.0
+    for k in range(1 + odd, freedom, 2):  # powers of the cosine up to `freedom` - 2
+        total += term
+        term *= math.cos(angle) ** 2 * k / (k + 1)
+    return 2 / math.pi * (angle + math.sin(angle) * total) if odd else math.sin(angle) * total

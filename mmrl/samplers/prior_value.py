@@ -1,0 +1,72 @@
+"""What is known of the value of a prompt before it is asked: a prior, and the rewards of earlier steps."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from mmrl.config.loading import ConfigError
+from mmrl.core.types import Prompt
+
+EVEN = 0.5  # the prior pass rate of a prompt of which nothing is known
+
+
+class PriorValue:
+    """Running pass rates of prompts, shrunk to a prior that counts as `prior_count` rollouts.
+
+    It stands where V_0 (arXiv 2602.03584) has a value model: its predictions may be a column of the data.
+    """
+
+    def __init__(self, column: str = "", prior_count: float = 2.0) -> None:
+        self.column, self.prior_count = column, prior_count
+        self.sums: dict[str, tuple[float, float, float]] = {}  # uid to count, sum and sum of squares
+
+    def prior(self, prompt: Prompt) -> float:
+        """Return the prior pass rate of a prompt; raises `ConfigError` where its column has none."""
+        if not self.column:
+            return EVEN
+        value = prompt.columns.get(self.column)
+        match value:
+            case int() | float() if 0.0 <= value <= 1.0 and type(value) is not bool:
+                return float(value)
+        raise ConfigError(
+            f"prompt '{prompt.uid}' needs a number from 0 to 1 in the column '{self.column}' "
+            f"(`prior_column`), which is its predicted pass rate; it has {value!r}"
+        )
+
+    def add(self, uid: str, rewards: list[float]) -> None:
+        """Add rewards in [0, 1] of a prompt."""
+        count, total, squares = self.sums.get(uid, (0.0, 0.0, 0.0))
+        more = (count + len(rewards), total + sum(rewards), squares + sum(reward**2 for reward in rewards))
+        self.sums[uid] = more
+
+    def rate(self, prompt: Prompt) -> float:
+        """Return the pass rate of a prompt: with `prior_count` 2 and no column it is that of Beta(1, 1)."""
+        count, total, _ = self.sums.get(prompt.uid, (0.0, 0.0, 0.0))
+        prior = self.prior(prompt)
+        weight = count + self.prior_count
+        return (total + self.prior_count * prior) / weight if weight else prior
+
+    def bias(self, prompt: Prompt) -> float:
+        """Estimate the squared error of the prior, in units of a reward from -1 to 1 (V_0.5's Delta^2).
+
+        It is max(0, (mean - prior)^2 - 1 / n) over the n rollouts so far, and 0 without any.
+        """
+        count, total, _ = self.sums.get(prompt.uid, (0.0, 0.0, 0.0))
+        if not count:
+            return 0.0
+        # r in [0, 1] is 2 r - 1 in [-1, 1], so distances are twice as large.
+        return max(0.0, (2 * (total / count - self.prior(prompt))) ** 2 - 1 / count)
+
+    def spread(self, prompt: Prompt) -> float:
+        """Return the sample standard deviation of the rewards of a prompt; 0 for fewer than two."""
+        count, total, squares = self.sums.get(prompt.uid, (0.0, 0.0, 0.0))
+        return max(0.0, (squares - total**2 / count) / (count - 1)) ** 0.5 if count > 1 else 0.0
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the sums by uid."""
+        return {uid: list(sums) for uid, sums in self.sums.items()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore the sums."""
+        self.sums = {uid: (count, total, squares) for uid, (count, total, squares) in state.items()}

@@ -1,0 +1,99 @@
+"""Sources of the data, and draws of prompts by probabilities of sources."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from mmrl.config.loading import ConfigError
+from mmrl.core.rng import Stream
+from mmrl.core.types import Prompt
+from mmrl.samplers.candidates import Candidates
+
+
+class Sources:
+    """The prompts of a run by source, and draws without repetition by probabilities of the sources."""
+
+    def __init__(self, data: Sequence[Prompt], stream: Stream, named: Sequence[str], name: str) -> None:
+        self.candidates, self.name = Candidates(data, stream), name  # `named`: the source of every prompt
+        self.names = tuple(dict.fromkeys(named))
+        numbers = {source: i for i, source in enumerate(self.names)}
+        self.source = torch.tensor([numbers[source] for source in named])  # (M,)
+
+    def draw(self, probabilities: Tensor, num_prompts: int, num_generations: int) -> list[Prompt]:
+        """Draw a source for every prompt by probabilities (S,), and a prompt of it, uniformly.
+
+        Sources of which all prompts were asked in this step leave their part to the others. Where too few
+        prompts were not asked yet, all may come again.
+        """
+        usable = probabilities > 0
+        left = self._sizes(~self.candidates.asked)
+        if int(left[usable].sum()) < num_prompts:
+            left = self._sizes(torch.ones_like(self.candidates.asked))
+        generator = self.candidates.stream.generator(self.name)
+        wanted = torch.zeros_like(left)
+        for _ in range(min(num_prompts, int(left[usable].sum()))):
+            open_ = torch.where(left > wanted, probabilities, 0.0)
+            wanted[torch.multinomial(open_, 1, generator=generator)] += 1
+        chosen = []
+        for i, count in enumerate(wanted.tolist()):
+            inside = torch.where(self.source == i, 0.0, -math.inf)
+            chosen += self.candidates.highest(inside, count, f"{self.name}/{self.names[i]}")
+        return self.candidates.prompts(chosen, num_generations)
+
+    def _sizes(self, counted: Tensor) -> Tensor:
+        return torch.bincount(self.source[counted], minlength=len(self.names))
+
+    def of(self, column: Tensor) -> dict[str, float]:
+        """Lay a column (S,) out by source."""
+        return dict(zip(self.names, column.tolist(), strict=True))
+
+    def by_source(self, **columns: Tensor) -> Mapping[str, Mapping[str, float]]:
+        """Lay several columns (S,) out by source, for a report."""
+        return {
+            source: {name: float(column[i]) for name, column in columns.items()}
+            for i, source in enumerate(self.names)
+        }
+
+
+def sources_of(data: Sequence[Prompt], by: str, name: str) -> list[str]:
+    """Read the source of every prompt: the text of its column `by`, or without one its split.
+
+    Raises `ConfigError` where a prompt lacks the column, or where no prompt has a split.
+    """
+    if by:
+        return [str(value) for value in column_of(data, by, name)]
+    splits = [prompt.split for prompt in data]
+    if not any(splits):
+        columns = dict.fromkeys(str(column) for prompt in data for column in prompt.columns)
+        raise ConfigError(
+            f"sampler '{name}': the data have no splits to tell sources by; name a column, such as "
+            f"`by: source` (there are {', '.join(columns) or 'none'})"
+        )
+    return splits
+
+
+def column_of(data: Sequence[Prompt], by: str, name: str) -> list:
+    """Read a column of every prompt; raises `ConfigError` where one lacks it."""
+    lacking = next((prompt for prompt in data if prompt.columns.get(by) is None), None)
+    if lacking is not None:
+        raise ConfigError(
+            f"sampler '{name}': prompt '{lacking.uid}' has no column '{by}' (`by`); name one that every row "
+            f"has (it has {', '.join(map(str, lacking.columns)) or 'none'})"
+        )
+    return [prompt.columns[by] for prompt in data]
+
+
+def numbers_of(data: Sequence[Prompt], by: str, name: str) -> list[float]:
+    """Read a column of finite numbers; raises `ConfigError` where a prompt has none."""
+    values = column_of(data, by, name)
+    for prompt, value in zip(data, values, strict=True):
+        if type(value) not in (int, float) or not math.isfinite(value):
+            raise ConfigError(
+                f"sampler '{name}': the column '{by}' (`by`) must hold numbers, but that of prompt "
+                f"'{prompt.uid}' is {value!r}"
+            )
+    return [float(value) for value in values]
