@@ -45,6 +45,8 @@ WORDS = {
     " figures.",
     "transform": "An option of a policy, or of an engine alone: model to model, for instance pruning.",
     "sampler": "Chooses prompts, and how often each is answered.",
+    "experience_update": "An option of the sampler `with_experience`: from experiences and compared "
+    "answers to changes of the list, `(experiences, groups) -> [{add: text}, ...]`.",
     "group_filter": "Drops whole groups after scoring (dynamic sampling).",
     "reference": "A policy to stay near.",
     "schedule": "In place of any option that takes a number.",

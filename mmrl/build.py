@@ -26,6 +26,7 @@ from mmrl.runtime.files import check_hub
 from mmrl.training.collect import RewardCoverage
 from mmrl.training.evaluate import Evaluator
 from mmrl.training.method import Method
+from mmrl.training.prompt_counts import PromptCounts
 from mmrl.training.report import Reporter, ReportPieces
 from mmrl.training.trainer import Run
 
@@ -68,6 +69,7 @@ def build(config: Config, *, quiet: bool = False) -> Run:
         trackers=Trackers(trackers),
     )
     pieces.made["rewards"] = RewardCoverage(method.rewards, len(data))
+    pieces.made["prompts"] = PromptCounts(stream)
     reporter = Reporter(config, processes, stream, watching, quiet)
     if epochs:
         reporter.console.say(f"{epochs:g} epochs of {len(data)} prompts: {config.max_steps} steps")

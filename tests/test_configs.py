@@ -347,7 +347,10 @@ def on_a_toy(variant: dict[str, Any], output: Path, **changes: Any) -> Config:
             "name": "tests.support.toys:prompts",
             "answers": variant["rollout"].get("num_generations", 1),
         }
-    if "sampler" in variant:  # which may read sources and tokens
+    sampler = str(variant.get("sampler", ""))
+    if "hint_column" in sampler:
+        toy["data"] = "tests.support.toys:hinted_prompts"
+    elif sampler:  # which may read sources and tokens
         support = "tests.support.observing"
         toy = merge(toy, {"data": f"{support}:sourced", "rollout": {"engine": [f"{support}:ToyTokens"]}})
     rewards = changes.pop("rewards", None) or toy_rewards(variant)

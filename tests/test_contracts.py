@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from mmrl.build import make_chain
 from mmrl.config.binding import Pieces
 from mmrl.config.registry import Entry, find
 from mmrl.config.schema import Piece
@@ -34,9 +35,14 @@ OPTIONS = {
     ("advantage", "tempsamp_shaping"): {"of": "right"},
     ("advantage", "tempsamp_downscale"): {"of": "right"},
     ("advantage", "scale_by"): {"of": "right"},
+    ("advantage", "scale_hinted"): {"of": "right"},
+    ("advantage", "length_band"): {"of": "right", "shortest": 2},
+    ("advantage", "vision.temporal_contrast"): {"of": "right"},
     ("aggregation", "fixed_length"): {"max_completion_length": 7},
     ("objective", "policy_gradient"): {"surrogate": "clip", "aggregation": "step_mean"},
     ("objective", "comparison"): {"implicit_reward": "log_ratio", "compare": "sigmoid"},
+    ("sampler", "with_hints"): {"hint_column": "wanted", "when": "next_time"},
+    ("sampler", "with_difficulty_hints"): {"hint_column": "wanted"},
     ("sampler", "source_bandit"): {"by": "wanted"},
     ("sampler", "learning_velocity"): {"by": "wanted", "open_at": -1.0},
     ("sampler", "pools"): {"by": "wanted", "pools": ("low", "high"), "edges": (3.0,)},
@@ -62,7 +68,7 @@ class Case:
         given = {**OPTIONS.get((self.kind, self.entry.full_name), {}), **self.choice}
         empty = inspect.Parameter.empty
         missing = {name for name, parameter in self.entry.options.items() if parameter.default is empty}
-        missing -= {*given, "generator", "stream"}
+        missing -= {*given, "generator", "stream", "train_prompts"}
         if missing:
             pytest.fail(
                 f"the {self.kind} '{self.entry.full_name}' has the required options {sorted(missing)}; give "
@@ -402,26 +408,26 @@ def test_memories_are_saved(case, tmp_path):
             return [piece(Clock(step, {k: v * step for k, v in said.items()})) for step in (1, 2)]
         return pytest.fail(f"tests/test_contracts.py does not know how to use a {case.kind} with a memory")
 
-    def make() -> tuple[Any, list[Any]]:
-        """Give the piece as the run calls it, and the things in it that remember."""
+    def make() -> tuple[Any, dict[str, Any]]:
+        """Give the piece as the run calls it, and the things in it that remember, by place."""
         made_of = Pieces(stream)
-        inside = [prompts()] * (case.kind == "sampler")
-        if next(iter(inspect.signature(case.entry.target).parameters), "") == "sampler":
-            inside = [made_of.make("sampler", Piece("uniform"), *inside, place="inside")]
-        piece = made_of.make(case.kind, case.piece, *inside)
-        return piece, [thing for thing in made_of.made.values() if hasattr(thing, "state_dict")]
+        if case.kind == "sampler":
+            wraps = next(iter(inspect.signature(case.entry.target).parameters)) == "sampler"
+            listed = [*[Piece("uniform")] * wraps, case.piece]
+            return make_chain(made_of, "sampler", listed, prompts(), "sampler"), made_of.made
+        return made_of.make(case.kind, case.piece), made_of.made
 
     (piece, memories), (other, empty) = make(), make()
     use(piece)
-    for memory in memories:
+    for memory in memories.values():
         if hasattr(memory, "observe"):
             memory.observe(rollouts, table)
         if hasattr(memory, "observe_advantages"):
             memory.observe_advantages(table)
-    checkpoint.write_state(tmp_path, {str(i): memory.state_dict() for i, memory in enumerate(memories)})
+    checkpoint.write_state(tmp_path, {place: memory.state_dict() for place, memory in memories.items()})
     saved = checkpoint.read_state(tmp_path)
-    for i, memory in enumerate(empty):
-        memory.load_state_dict(saved[str(i)])
+    for place, memory in empty.items():
+        memory.load_state_dict(saved[place])
     stream.step += 1  # checkpoints are written between steps
     after = use(piece)
     assert use(other) == after

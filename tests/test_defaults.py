@@ -17,12 +17,15 @@ DEFAULTS = {
         "batch_normalize": {"eps": 1e-4},  # TRL's, as those of the others
         "best_vs_worst": {"margin": 0.0, "length_ratio": 0.0},
         "tempsamp_downscale": {"factor": 0.8, "max_reward": 1.0},
+        "best_hint": {"threshold": 0.0, "temperature": 0.3},  # HiLL
+        "first_success": {"threshold": 0.0, "replace": 1},  # Scaf-GRPO
         "group_center": {"shift": 0.0},
         "group_normalize": {"eps": 1e-4},
         "high_entropy": {"top": 0.2},  # the 80/20 rule
         "leave_one_out": {"eps": 1e-4},
         "clip_advantage": {"max_advantage": 5.0},  # Flow-GRPO
         "scale": {"factor": 0.2},  # AWM
+        "scale_hinted": {"max_reward": 1.0, "eps": 1e-6},
         "kl_in_reward": {"coef": 0.05},  # TRL's, of RLOO
         "returns": {"gamma": 1.0},
         "tempsamp_shaping": {"threshold": 0.8, "alpha1": 0.01, "alpha2": 1.0},
@@ -96,6 +99,9 @@ DEFAULTS = {
             **{"variance_weight": 0.8, "diversity_weight": 0.2, "weighted_share": 0.5},
             **{"momentum": 0.0, "update_steps": 4},
         },
+        "with_difficulty_hints": {"max_hint": 0.5, "share": 0.5, "max_reward": 1.0},
+        "with_experience": {"max_experiences": 50},
+        "with_hints": {"cuts": 4, "num_hinted": 1, "hints_per_round": 1, "start": 0, "threshold": 0.0},
     },
     "solver": {
         "diffusion.cps": {"noise_level": 0.8},

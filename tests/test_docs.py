@@ -351,6 +351,8 @@ def explains(name: str) -> set[str]:
 
 # What toys do not write, and which file does: a step not taken, a GPU's memory, a model with two engines.
 RARE = {
+    **{f"hints/{name}": "mmrl/samplers/hints.py" for name in ("prompts", "solved", "share")},
+    "experiences": "mmrl/samplers/experience.py",
     "skipped_updates": "mmrl/training/trainer.py",
     "sampler/score": "mmrl/samplers/variance_aware.py",  # reads tokens, which the toys do not note
     "eval_peak_memory_bytes": "mmrl/training/evaluate.py",

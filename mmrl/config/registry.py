@@ -236,6 +236,7 @@ def find(kind: str, name: str) -> Entry:
 policy = kind("policy", "policies", made=True, loads=True)
 data = kind("data", "datasets", made=True, loads=True)
 sampler = kind("sampler", "samplers", made=True, loads=True)
+experience_update = kind("experience_update", "samplers")
 engine = kind("engine", "engines", made=True, loads=True)
 reward = kind("reward", "rewards", loads=True)
 group_filter = kind("group_filter", "filters")

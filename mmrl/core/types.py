@@ -85,7 +85,8 @@ class Prompt:
 
     `target` is what the rewards of its task read: a span in seconds, a box, a caption. `answers` are recorded
     answers: demonstrations or preference pairs. `columns` has the other columns of its row, which rewards
-    written for TRL get by name. `split` is the part of the data set that the row comes from.
+    written for TRL get by name. `split` is the part of the data set that the row comes from. `tags` are those
+    that all outcomes of the prompt get, so that the chain can compare by them: set by samplers.
     """
 
     uid: str
@@ -94,6 +95,7 @@ class Prompt:
     answers: tuple[Outcome, ...] = ()
     columns: Mapping[str, Any] = field(default_factory=dict)
     split: str = ""
+    tags: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def text(self) -> str:

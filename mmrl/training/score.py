@@ -247,9 +247,10 @@ def _lay_out(
         "row": list(range(shape[0])),
         "on_policy": [int(row.on_policy) for row in rollouts],
     }
+    tagged = [[{**row.prompt.tags, **outcome.tags} for outcome in row.outcomes] for row in rollouts]
     tags = {
-        tag: _padded([[name_id(outcome.tags.get(tag, "")) for outcome in row.outcomes] for row in rollouts])
-        for tag in sorted({tag for row in rollouts for outcome in row.outcomes for tag in outcome.tags})
+        tag: _padded([[name_id(tags.get(tag, "")) for tags in row] for row in tagged])
+        for tag in sorted({tag for row in tagged for tags in row for tag in tags})
     }
     return RewardTable(
         values=values.nan_to_num(),

@@ -16,6 +16,7 @@ from mmrl.config.loading import nearest
 from mmrl.config.schema import Config
 from mmrl.core.protocols import (
     AdvantageObserver,
+    Believing,
     HeldOut,
     LogProbs,
     Observer,
@@ -30,6 +31,7 @@ from mmrl.core.rng import Stream
 from mmrl.core.types import Clock, TrainerState
 from mmrl.diagnostics.context import Examined
 from mmrl.reporting.metrics import Journal, describe_measured
+from mmrl.reporting.prompts import write_prompts
 from mmrl.runtime.content_hash import of_tensors, of_weights
 from mmrl.runtime.distributed import Processes
 from mmrl.runtime.fsdp import taken_up
@@ -248,6 +250,12 @@ class Run:
         if self.processes.main:
             self.report.close(last)
         self.final = last
+
+    def write_prompts(self) -> None:
+        """Write which prompts were asked, how hard they were, and what samplers believe; main process."""
+        beliefs = {place: piece.beliefs() for place, piece in self.pieces.that_are(Believing).items()}
+        data, counts = self.pieces.made["data"], self.pieces.made["prompts"]
+        write_prompts(self.folder, data, counts.columns(), beliefs)
 
     # ---- checkpoints
 

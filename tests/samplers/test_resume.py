@@ -39,8 +39,29 @@ SAMPLERS = {
     "allocate, xrpo": ["uniform", {"name": "allocate", "rule": "xrpo", **SHARE}],
     "triage": [{"name": "triage", "weights": {"neutral": 1, "severe": 3}}],
     "selected_by_difficulty": [{"name": "selected_by_difficulty", "by": "difficulty", "num_selected": 6}],
+    "hints": [{"name": "uniform"}, {"name": "with_hints", "hint_column": "hints", "threshold": 0.2, **SHARE}],
+    "hints, next time": [
+        {"name": "uniform"},
+        {"name": "with_hints", "hint_column": "hints", "when": "next_time", "threshold": 0.2, **SHARE},
+    ],
+    "hints by difficulty": [
+        {"name": "uniform"},
+        {"name": "with_difficulty_hints", "hint_column": "solution", "max_hint": 1.0, **SHARE},
+    ],
+    "experience": [
+        {"name": "uniform"},
+        {"name": "with_experience", "experience_update": "contrast", "max_experiences": 7, **SHARE},
+    ],
 }
 WITHOUT = ("selected_by_difficulty", "triage")  # of a memory that would change their draws
+TOGETHER = [name for name in SAMPLERS if name != "experience"]  # which compares answers of one process
+TOLD = (
+    "sampler/entropy",
+    "sampler/rollouts_max",
+    "hints/share",
+    "hints/prompts",
+    "experiences",
+)  # what a memory changes
 USUAL = {"data": f"{HERE}:sourced", "rollout": {"engine": [f"{HERE}:ToyTokens"]}}
 
 
@@ -56,6 +77,9 @@ def test_every_sampler_is_here():
 
 def changes(name):
     rollout = {"num_prompts": 3, "num_generations": 3, "max_rounds": 2, "policy": "slow"}
+    if name.startswith("hints"):
+        usual = {"data": "tests.support.toys:hinted_prompts", "group_filter": {"name": "varied", **SHARE}}
+        return {**usual, "rollout": rollout, "sampler": SAMPLERS[name]}
     return {**USUAL, "rollout": {**rollout, **USUAL["rollout"]}, "sampler": SAMPLERS[name]}
 
 
@@ -64,11 +88,8 @@ def test_a_killed_run_goes_on_exactly(name, tmp_path):
     whole = resumed(tmp_path / "whole", **changes(name))
     killed(tmp_path / "killed", at=4, **changes(name))
     assert_alike(resumed(tmp_path / "killed", **changes(name)), whole)
-    asked = [
-        str(record.get("sampler/entropy")) + str(record.get("sampler/rollouts_max"))
-        for record in whole.journal.read()
-    ]
-    assert len(set(asked)) > 2 or name in WITHOUT, "there was something to lose"
+    asked = [str([record.get(told) for told in TOLD]) for record in whole.journal.read()]
+    assert len(set(asked)) > 2 or name in WITHOUT, "it learned something that could have been lost"
 
 
 def plan_of(name, folder):
@@ -86,16 +107,16 @@ def plan_of(name, folder):
 @pytest.fixture(scope="module")
 def two_processes(tmp_path_factory):
     folder = tmp_path_factory.mktemp("two")
-    launch([plan_of(name, folder / str(i)) for i, name in enumerate(SAMPLERS)], folder)
+    launch([plan_of(name, folder / str(i)) for i, name in enumerate(TOGETHER)], folder)
     return folder
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", SAMPLERS)
+@pytest.mark.parametrize("name", TOGETHER)
 def test_two_processes_choose_as_one(name, two_processes, tmp_path):
     run = build(parse(plan_of(name, tmp_path), Config), quiet=True)
     train(run)
-    there = two_processes / str(list(SAMPLERS).index(name))
+    there = two_processes / str(TOGETHER.index(name))
     last = checkpoint.checkpoints(there)[0]
     here = checkpoint.checkpoints(run.folder)[0]
     states = [checkpoint.read_state(folder)["pieces"] for folder in (last, here)]

@@ -23,6 +23,8 @@ from mmrl.core.types import Message, Outcome, Part, Prompt, Rollouts, Trajectory
 from mmrl.training.trainer import Run
 
 STOP = 0  # the token that ends an answer
+SOLUTION = "First add. Then divide. Then round. Done."
+HINTS = ("think", "add", "the answer is known")
 
 
 def prompts(*, num: int = 8, answers: int = 1) -> list[Prompt]:
@@ -42,6 +44,15 @@ def prompts(*, num: int = 8, answers: int = 1) -> list[Prompt]:
 def half_shown(*, num: int = 8) -> list[Prompt]:
     """Give every other prompt a recorded answer, and the rest none."""
     return [prompts(num=num, answers=1 - i % 2)[i] for i in range(num)]
+
+
+def hinted_prompts(*, num: int = 8) -> list[Prompt]:
+    """Give every prompt a column of three hints and one of a solution; those of p1 have no hint."""
+    hints = [[] if i == 1 else list(HINTS) for i in range(num)]
+    return [
+        replace(prompt, columns={"hints": listed, "solution": SOLUTION})
+        for prompt, listed in zip(prompts(num=num), hints, strict=True)
+    ]
 
 
 @per_outcome

@@ -143,10 +143,11 @@ class ForcedPrefixReader:
         self.reader = reader
         self.forced = pad_sequence(list(forced), batch_first=True, padding_value=-1)  # (n, T); -1 after them
         self.length = 0
+        self.logits = torch.empty(0)  # of the last token, as they were read
 
     def read(self, token: Tensor | None) -> Tensor:
         """Read a token, and mask all logits but that of the next forced token of a row."""
-        logits = self.reader.read(token)
+        self.logits = logits = self.reader.read(token)
         if self.length < self.forced.shape[1]:
             wanted = self.forced[:, self.length, None]
             # One logit of 0 among FORBIDDEN ones is a log-probability of exactly 0.

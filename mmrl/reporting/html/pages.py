@@ -17,6 +17,7 @@ from mmrl.reporting.html.charts import style_of
 from mmrl.reporting.html.curves import HEADLINES, curves, frontier, mean_seconds, time_split
 from mmrl.reporting.html.layout import document, macros, metric_table, table
 from mmrl.reporting.html.predictions import write_predictions_page
+from mmrl.reporting.html.prompts import prompts_section
 from mmrl.reporting.html.run_folder import RunFolder, find_run, read_run
 from mmrl.reporting.html.samples import read_samples, samples_section
 from mmrl.reporting.predictions import find_predictions
@@ -76,6 +77,7 @@ def run_page(run: RunFolder, answers: str = "") -> str:
         ("held-out", "Held out", metric_table({"value": run}) + macros().answers(answers)),
         ("rewards", "Rewards", macros().rewards(run, weights, heaviest)),
         ("curves", "Curves", macros().grid(figures)),
+        ("prompts", "Prompts", prompts_section(run.folder)),
         ("engine", "Engine and policy", table(["", "first", "mean", "last"], mismatch_rows(run.records))),
         ("visualizations", "", Markup(run.visualizations)),
         ("samples", "Samples", samples_section(read_samples(run.folder, weights))),

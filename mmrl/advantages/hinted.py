@@ -1,0 +1,141 @@
+"""Advantage functions for groups in which some rollouts saw a hint: which rows count, and how much."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from mmrl.config.ranges import PositiveFloat, PositiveInt
+from mmrl.config.registry import advantage
+from mmrl.core.reward_table import RewardTable
+from mmrl.core.tensor import group_count, group_index, group_mean
+
+
+def hint_of(table: RewardTable) -> Tensor:
+    """Return the id of each row's hint: (N,), 0 without one."""
+    return table.ids["hint"][:, 0] if "hint" in table.ids else torch.zeros(len(table), dtype=torch.int64)
+
+
+def successes(table: RewardTable, of: str, threshold: float) -> Tensor:
+    """Return which rows have a reward above a threshold: (N,) bool, False where none applies."""
+    if not of and not set(table.names) <= set(table.scored):
+        raise ValueError(
+            "it compares the rewards as measured; put it before `total`, or name one reward in `of`"
+        )
+    return (table.at_end(of) if of else table.reward()) > threshold  # NaN is never above
+
+
+def keep_rows(table: RewardTable, kept: Tensor) -> RewardTable:
+    """Leave rows (N,) that are not kept out of statistics and of learning."""
+    return table.replace(valid=table.valid & kept[:, None, None], learn=table.learn & kept[:, None])
+
+
+@advantage
+def first_success(
+    table: RewardTable, *, of: str = "", threshold: float = 0.0, replace: PositiveInt = 1
+) -> RewardTable:
+    """Put the first hinted success of a failed group in the place of its first row (Scaf-GRPO).
+
+    arXiv 2510.19807. All other hinted rows are left out, so that the group keeps its size; a group without a
+    hinted success is the plain one. Put it first in the chain, with the sampler `with_hints`. A group without
+    plain rows stays as it is.
+
+    Args:
+        of: Name of the reward that must be above `threshold`; empty: the weighted sum.
+        threshold: The highest reward that counts as a failure.
+        replace: Plain rows that hinted successes replace.
+    """
+    hinted, success = hint_of(table) != 0, successes(table, of, threshold)
+    kept = torch.ones(len(table), dtype=torch.bool)
+    for group in table.group.unique().tolist():
+        rows = table.group == group
+        plain = (rows & ~hinted).nonzero()[:, 0]
+        if not len(plain) or not (rows & hinted).any():
+            continue
+        kept[rows & hinted] = False
+        if not success[plain].any():
+            chosen = (rows & hinted & success).nonzero()[:replace, 0]
+            kept[chosen] = True
+            kept[plain[: len(chosen)]] = False
+    return keep_rows(table, kept)
+
+
+@advantage
+def best_hint(
+    table: RewardTable,
+    *,
+    of: str = "",
+    threshold: float = 0.0,
+    reliance: str = "",
+    temperature: PositiveFloat = 0.3,
+) -> RewardTable:
+    """Keep the rows of the hint whose answers tell most, instead of a failed group (HiLL).
+
+    arXiv 2604.00698. A hint with n answers, a share p of which succeeds, has the value 1 - p^n - (1 - p)^n:
+    the probability that n answers are not all alike. With `reliance` it is discounted by exp(min(d, 0) /
+    `temperature`), where d is the mean of that label over the successes. The best hint's rows replace the
+    group where 1 - p^n - (1 - p)^n is above that of the plain rows; otherwise the plain rows stay. Put it
+    first in the chain, with the sampler `with_hints` and `num_hinted` of 2 or more. The paper also pays a
+    second model for writing hints, by the same value.
+
+    Args:
+        of: Name of the reward that must be above `threshold`; empty: the weighted sum.
+        threshold: The highest reward that counts as a failure.
+        reliance: Label that the engine `vision.with_hint_reliance` records; empty: no discount.
+        temperature: Change of the label that discounts by a factor of e.
+    """
+    hint, success = hint_of(table), successes(table, of, threshold)
+    relied = table.at_end(reliance).nan_to_num() if reliance else torch.zeros(len(table), dtype=torch.float64)
+    kept = torch.ones(len(table), dtype=torch.bool)
+    for group in table.group.unique().tolist():
+        rows = table.group == group
+        # Sorted by first occurrence, so that of equal hints the weakest, which was asked first, is taken.
+        hints = list(dict.fromkeys(hint[rows & (hint != 0)].tolist()))
+        if not hints:
+            continue
+        shown = {name: rows & (hint == name) for name in hints}
+        best = max(hints, key=lambda name: hint_value(success[shown[name]], relied[shown[name]], temperature))
+        plain = rows & (hint == 0)
+        stays = bool(plain.any()) and informativeness(success[shown[best]]) <= informativeness(success[plain])
+        kept[rows & ~(plain if stays else shown[best])] = False
+    return keep_rows(table, kept)
+
+
+def hint_value(success: Tensor, reliance: Tensor, temperature: float) -> float:
+    """Return what a hint's n answers are worth: how informative they are, discounted by their reliance."""
+    relied = float(reliance[success].mean()) if success.any() else 0.0
+    return informativeness(success) * math.exp(min(relied, 0.0) / temperature)
+
+
+def informativeness(success: Tensor) -> float:
+    """Return 1 - p^n - (1 - p)^n: how likely n answers are not all alike, of which a share p is right."""
+    n, p = len(success), float(success.double().mean())
+    return 1.0 - p**n - (1.0 - p) ** n
+
+
+@advantage
+def scale_hinted(
+    table: RewardTable, *, of: str, max_reward: PositiveFloat = 1.0, eps: PositiveFloat = 1e-6
+) -> RewardTable:
+    """Shrink positive advantages of hinted rows by how much easier the hint made the prompt (ADHint).
+
+    arXiv 2512.13095. Our reading, from the abstract: the factor is (1 - a_h) / max(1 - a_p, eps) within [0,
+    1], with a_h and a_p the mean accuracy of the hinted and of the plain rows of the group. Put it after
+    `{name: group_normalize, by: [group, place, hint]}`. Groups without plain rows stay as they are.
+
+    Args:
+        of: Name of the reward that measures accuracy.
+        max_reward: The reward of a perfect answer.
+        eps: Smallest difficulty of the plain prompt.
+    """
+    accuracy = table.at_end(of) / max_reward
+    hinted, known = hint_of(table) != 0, ~accuracy.isnan()
+    group = group_index([table.group])
+    # Over the plain and over the hinted rows of each group, laid over all rows of it.
+    plain, shown = (group_mean(accuracy.nan_to_num(), group, known & rows) for rows in (~hinted, hinted))
+    compared = hinted & (group_count(group, known & ~hinted) > 0)
+    factor = ((1.0 - shown) / (1.0 - plain).clamp(min=eps)).clamp(0.0, 1.0)
+    factor = torch.where(compared, factor, 1.0)[:, None, None]
+    return table.put(torch.where(table.values > 0, table.values * factor, table.values))

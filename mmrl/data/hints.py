@@ -1,0 +1,72 @@
+"""Hints for a question: columns that hold them, their strength, and prompts with and without one."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from mmrl.config.schema import ConfigError
+from mmrl.core.types import Part, Prompt
+
+TAG = "hint"  # of the outcomes of a prompt with a hint
+TEMPLATE = "\n\nHint: {hint}"
+SENTENCE_END = re.compile(r"(?<=[.!?。])\s+|\n+")
+
+
+def with_hint(prompt: Prompt, hint: str, *, tag: str, template: str = TEMPLATE) -> Prompt:
+    """Add a hint as the last part of the last message; the id stays, so that all rows are one group.
+
+    All outcomes get `tag` as their id `hint`, which is absent for a prompt without one.
+    """
+    *before, last = prompt.messages
+    last = replace(last, parts=(*last.parts, Part(template.replace("{hint}", hint))))
+    return replace(prompt, messages=(*before, last), tags={**prompt.tags, TAG: tag})
+
+
+def without_hint(prompt: Prompt) -> Prompt:
+    """Take the hint off that `with_hint` added; a prompt without one is returned as it is."""
+    if TAG not in prompt.tags:
+        return prompt
+    *before, last = prompt.messages
+    tags = {name: value for name, value in prompt.tags.items() if name != TAG}
+    return replace(prompt, messages=(*before, replace(last, parts=last.parts[:-1])), tags=tags)
+
+
+def sentences(text: str) -> list[str]:
+    """Split a text after the ends of sentences and at line breaks."""
+    return [part for part in SENTENCE_END.split(text.strip()) if part]
+
+
+def tiers(value: Any, cuts: int) -> list[str]:
+    """List the hints of a column, the weakest first: its texts, or growing shares of one text."""
+    match value:
+        case str():
+            parts = sentences(value)
+            ends = [math.ceil(len(parts) * i / cuts) for i in range(1, cuts + 1)]
+            return [" ".join(parts[:end]) for end in dict.fromkeys(ends) if end]
+        case list() | tuple():
+            return [hint for hint in value if hint]
+    return []
+
+
+def check_hints(prompts: Sequence[Prompt], column: str, template: str) -> None:
+    """Raise ConfigError where no prompt has the column, or one has something else than texts in it."""
+    if "{hint}" not in template:
+        raise ConfigError(f"'hint_template' must contain {{hint}}, not be {template!r}")
+    for prompt in prompts:
+        value = prompt.columns.get(column)
+        texts = value if isinstance(value, list | tuple) else [value]
+        if not all(isinstance(text, str | None) for text in texts):
+            raise ConfigError(
+                f"'hint_column': '{column}' of prompt '{prompt.uid}' must be a text or a list of texts, the "
+                f"weakest hint first, not {value!r:.80}"
+            )
+    if prompts and not any(tiers(prompt.columns.get(column), 1) for prompt in prompts):
+        known = sorted({name for prompt in prompts for name in prompt.columns})
+        raise ConfigError(
+            f"'hint_column': no prompt has a hint in the column '{column}'; the data have "
+            f"{', '.join(known) or 'no columns'}"
+        )

@@ -1,0 +1,277 @@
+"""Samplers that show hints to prompts that are too hard: where a group failed, or by running accuracy."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from mmrl.config.ranges import NonNegativeInt, PositiveFloat, PositiveInt, Probability
+from mmrl.config.registry import sampler
+from mmrl.config.schema import ConfigError
+from mmrl.core.protocols import Sampler
+from mmrl.core.reward_table import RewardTable
+from mmrl.core.rng import Stream
+from mmrl.core.types import Prompt, Rollouts
+from mmrl.data.hints import TAG, TEMPLATE, check_hints, sentences, tiers, with_hint
+
+PATIENCE = 10  # steps with failures that a filter may keep, because another reward varies
+
+
+def rewards_of(table: RewardTable, of: str) -> list[float]:
+    """List the reward of every row that a group is judged by: a named one, or the weighted sum."""
+    return (table.at_end(of) if of else table.reward()).tolist()
+
+
+@dataclass
+class Failed:
+    """A prompt that failed, with the number of hints that it was shown since."""
+
+    prompt: Prompt
+    shown: int = 0
+
+
+@sampler
+class WithHints:
+    """Ask prompts that failed again with hints, from the weakest to the strongest (Scaf-GRPO).
+
+    arXiv 2510.19807. A prompt fails when none of its answers has a reward above `threshold`. With `when:
+    next_round` it is asked again in the next rounds of the step, `num_hinted` times with each hint, until an
+    answer succeeds; that needs `rollout.max_rounds` of 2 or more and a `group_filter` that drops failed
+    groups, such as `varied`. The id stays, so plain and hinted answers are one group, in which the advantage
+    `first_success` makes the exchange of the paper. With `when: next_time` all rollouts have the next hint
+    when the prompt is drawn again, and none after it succeeded. Either way the answers are learned given the
+    hint, unless the engine `vision.without_hints` is the last one.
+
+    A hint column holds a list of texts, or one text (a solution) of which a growing share of sentences is
+    given. A hint that is written by a second model that learns (HiLL, arXiv 2604.00698) is not offered;
+    with `hints_per_round`, `num_hinted` and the advantage `best_hint` its choice among given hints is.
+
+    Args:
+        sampler: The wrapped sampler.
+        hint_column: Column of the data with the hints; a prompt whose cell is empty gets none.
+        hint_template: Text after the question; `{hint}` is the hint.
+        cuts: Hints that one text is cut into.
+        when: Whether hints are shown in the next round of the step, or the next time a prompt is drawn.
+        num_hinted: Rollouts for each hint, in a round.
+        hints_per_round: Hints of a prompt that are tried in one round; Scaf-GRPO has 12 in all.
+        start: Steps without hints at the start; Scaf-GRPO: 50.
+        of: Name of the reward that must be above `threshold`; empty: the weighted sum.
+        threshold: The highest reward that counts as a failure.
+    """
+
+    def __init__(
+        self,
+        sampler: Sampler,
+        *,
+        stream: Stream,
+        train_prompts: Sequence[Prompt] = (),
+        hint_column: str,
+        hint_template: str = TEMPLATE,
+        cuts: PositiveInt = 4,
+        when: Literal["next_round", "next_time"] = "next_round",
+        num_hinted: PositiveInt = 1,
+        hints_per_round: PositiveInt = 1,
+        start: NonNegativeInt = 0,
+        of: str = "",
+        threshold: float = 0.0,
+    ) -> None:
+        check_hints(train_prompts, hint_column, hint_template)
+        self.sampler, self.stream, self.hint_column = sampler, stream, hint_column
+        self.hint_template, self.cuts, self.when = hint_template, cuts, when
+        self.num_hinted, self.hints_per_round = num_hinted, hints_per_round
+        self.start, self.of, self.threshold = start, of, threshold
+        self.asked: dict[str, Prompt] = {}  # of this step, without hints
+        self.failed: dict[str, Failed] = {}  # of this step, while hints are left
+        self.level: dict[str, int] = {}  # hints that were not enough, by id, for `next_time`
+        self.ignored = 0  # steps with failures since a second round came, for `next_round`
+        self.counts = {"hints/prompts": 0.0, "hints/solved": 0.0}
+
+    def draw(self, num_prompts: int, num_generations: int) -> list[Prompt]:
+        """Draw prompts that failed in this step with their next hints, and new ones for the rest."""
+        if self.stream.round == 0:
+            self.asked, self.failed = {}, {}
+        else:
+            self.ignored = 0
+        again = [failed for failed in self.failed.values() if self._left(failed)][:num_prompts]
+        hinted = [prompt for failed in again for prompt in self._next(failed)]
+        missing = num_prompts - len(again)
+        fresh = self.sampler.draw(missing, num_generations) if missing else []
+        self.asked.update((prompt.uid, prompt) for prompt in fresh)
+        if self.when == "next_time":
+            fresh = [self._remembered(prompt) for prompt in fresh]
+        return hinted + fresh
+
+    def observe(self, rollouts: Rollouts, table: RewardTable) -> None:
+        """Note which prompts failed, and which hints helped."""
+        best: dict[str, float] = {}
+        for uid, reward in zip(table.uids, rewards_of(table, self.of), strict=True):
+            if uid in self.asked and not math.isnan(reward):
+                best[uid] = max(reward, best.get(uid, -math.inf))
+        solved = {uid: reward > self.threshold for uid, reward in best.items()}
+        if self.when == "next_time":
+            self._remember(solved)
+            return
+        for uid, success in solved.items():
+            if uid in self.failed and success:
+                self.counts["hints/solved"] += 1
+                del self.failed[uid]
+            elif uid not in self.failed and not success and self.stream.step >= self.start:
+                self.failed[uid] = Failed(self.asked[uid])
+        failures = (self.asked[uid] for uid, success in solved.items() if not success)
+        if self.stream.round == 0 and any(map(self._hints, failures)):
+            self._expect_a_round()
+
+    def tell(self) -> Mapping[str, float]:
+        """Report how many prompts were asked with hints, and how many of them had a success."""
+        counts, self.counts = self.counts, dict.fromkeys(self.counts, 0.0)
+        return counts
+
+    def beliefs(self) -> dict[str, dict[str, float]]:
+        """Return how many hints were not enough for a prompt, where some were not."""
+        return {uid: {"hints": float(level)} for uid, level in self.level.items()}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the hints that prompts get next; a step is never saved between its rounds."""
+        return {"level": dict(self.level), "ignored": self.ignored}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore the hints that prompts get next."""
+        self.level, self.ignored = dict(state["level"]), state["ignored"]
+
+    def _expect_a_round(self) -> None:
+        """Count a step with failures until its second round comes, and raise where it never does."""
+        self.ignored += 1
+        if self.ignored > PATIENCE:
+            raise ConfigError(
+                f"the sampler 'with_hints' asks again in a second round, but none came in {PATIENCE} steps "
+                "with failures; set `rollout.max_rounds` to 2 or more and `group_filter: varied`, which "
+                "drops failed groups, or `when: next_time`"
+            )
+
+    def _hints(self, prompt: Prompt) -> list[str]:
+        return tiers(prompt.columns.get(self.hint_column), self.cuts)
+
+    def _left(self, failed: Failed) -> bool:
+        return failed.shown < len(self._hints(failed.prompt))
+
+    def _hinted(self, prompt: Prompt, level: int) -> Prompt:
+        """Show hint number `level`, from 1."""
+        hint = self._hints(prompt)[level - 1]
+        return with_hint(prompt, hint, tag=str(level), template=self.hint_template)
+
+    def _next(self, failed: Failed) -> list[Prompt]:
+        """Show the next hints of a prompt, and count them."""
+        self.counts["hints/prompts"] += failed.shown == 0
+        first, most = failed.shown, len(self._hints(failed.prompt))
+        failed.shown = min(first + self.hints_per_round, most)
+        shown = [self._hinted(failed.prompt, level) for level in range(first + 1, failed.shown + 1)]
+        return [prompt for prompt in shown for _ in range(self.num_hinted)]
+
+    def _remembered(self, prompt: Prompt) -> Prompt:
+        """Show the hint that a prompt has earned by failing before."""
+        level = min(self.level.get(prompt.uid, 0), len(self._hints(prompt)))
+        return self._hinted(prompt, level) if level else prompt
+
+    def _remember(self, solved: Mapping[str, bool]) -> None:
+        """Step to the next hint of prompts that failed, and forget those of prompts that succeeded."""
+        for uid, success in solved.items():
+            hinted = bool(self.level.get(uid))
+            self.counts["hints/prompts"] += hinted
+            self.counts["hints/solved"] += hinted and success
+            if success:
+                self.level.pop(uid, None)
+            elif self.stream.step >= self.start and (most := len(self._hints(self.asked[uid]))):
+                self.level[uid] = min(self.level.get(uid, 0) + 1, most)
+
+
+@sampler
+class WithDifficultyHints:
+    """Ask a share of every group with a hint that is longer the harder the prompt is (ADHint).
+
+    arXiv 2512.13095, of which only the abstract was at hand. Our reading: the difficulty is 1 minus the mean
+    reward of the prompt's plain answers so far, with two answers of mean 1/2 added, so that a prompt that
+    was never asked has 1/2; the hint is that share times `max_hint` of the sentences of the solution,
+    rounded down. Plain and hinted answers are one group; put `{name: group_normalize, by: [group, place,
+    hint]}` and then `scale_hinted` into the advantage. The hint is a part of the prompt, not of the answer,
+    so that its tokens are not learned: the paper's weights of hint tokens are not offered.
+
+    Args:
+        sampler: The wrapped sampler.
+        hint_column: Column of the data with solutions; a prompt whose cell is empty stays plain.
+        hint_template: Text after the question; `{hint}` is the hint.
+        max_hint: Share of the solution for a prompt that was never solved.
+        share: Share of the rollouts of a group that get the hint, rounded down.
+        of: Name of the reward that measures accuracy; empty: the weighted sum.
+        max_reward: The reward of a perfect answer.
+    """
+
+    def __init__(
+        self,
+        sampler: Sampler,
+        *,
+        train_prompts: Sequence[Prompt] = (),
+        hint_column: str,
+        hint_template: str = TEMPLATE,
+        max_hint: Probability = 0.5,
+        share: Probability = 0.5,
+        of: str = "",
+        max_reward: PositiveFloat = 1.0,
+    ) -> None:
+        check_hints(train_prompts, hint_column, hint_template)
+        self.sampler, self.hint_column, self.hint_template = sampler, hint_column, hint_template
+        self.max_hint, self.share, self.of, self.max_reward = max_hint, share, of, max_reward
+        self.answers: dict[str, list[float]] = {}  # number and sum of accuracies of plain answers, by id
+        self.lengths: list[float] = []  # shares of solutions that were shown since `tell`
+
+    def draw(self, num_prompts: int, num_generations: int) -> list[Prompt]:
+        """Draw prompts, and add hints to the last rollouts of every one."""
+        drawn = self.sampler.draw(num_prompts, num_generations)
+        entries: dict[str, list[Prompt]] = {}
+        for prompt in drawn:
+            entries.setdefault(prompt.uid, []).append(prompt)
+        return [prompt for group in entries.values() for prompt in self._partly_hinted(group)]
+
+    def observe(self, rollouts: Rollouts, table: RewardTable) -> None:
+        """Count the accuracies of answers without a hint."""
+        hinted = table.ids[TAG][:, 0].tolist() if TAG in table.ids else [0] * len(table)
+        for uid, reward, hint in zip(table.uids, rewards_of(table, self.of), hinted, strict=True):
+            if not hint and not math.isnan(reward):
+                count, total = self.answers.get(uid, (0, 0.0))
+                self.answers[uid] = [count + 1, total + min(max(reward / self.max_reward, 0.0), 1.0)]
+
+    def difficulty(self, uid: str) -> float:
+        """Return 1 minus the running accuracy of a prompt."""
+        count, total = self.answers.get(uid, (0, 0.0))
+        return 1.0 - (total + 1.0) / (count + 2.0)
+
+    def tell(self) -> Mapping[str, float]:
+        """Report how many prompts were asked with hints, and the mean share of the solution in them."""
+        lengths, self.lengths = self.lengths, []
+        return {"hints/prompts": float(len(lengths)), "hints/share": sum(lengths) / max(len(lengths), 1)}
+
+    def beliefs(self) -> dict[str, dict[str, float]]:
+        """Return the difficulty of every prompt that was asked."""
+        return {uid: {"difficulty": self.difficulty(uid)} for uid in self.answers}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return numbers and sums of accuracies."""
+        return {"answers": dict(self.answers)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore numbers and sums of accuracies."""
+        self.answers = dict(state["answers"])
+
+    def _partly_hinted(self, group: Sequence[Prompt]) -> Iterable[Prompt]:
+        """Add the hint to the last entries of a group."""
+        prompt = group[0]
+        texts = tiers(prompt.columns.get(self.hint_column), 1)
+        parts = [part for text in texts for part in sentences(text)]
+        count = int(self.max_hint * self.difficulty(prompt.uid) * len(parts))
+        hinted = int(self.share * len(group))
+        if not count or not hinted:
+            return group
+        self.lengths.append(count / len(parts))
+        shown = with_hint(prompt, " ".join(parts[:count]), tag="partial", template=self.hint_template)
+        return [*group[: len(group) - hinted], *[shown] * hinted]

@@ -1,0 +1,107 @@
+"""Groups with hinted rows: which rows count, and how much a hinted success is worth."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from mmrl.advantages.hinted import best_hint, first_success, hint_value, scale_hinted
+from mmrl.advantages.normalize import group_normalize
+from mmrl.advantages.shape import total
+from tests.support.tables import assert_rows, reward_table
+
+
+def counted(table):
+    return table.learn[:, 0].int().tolist()
+
+
+def test_the_first_success_replaces_the_first_failure():
+    hints = ["", "", "", "1", "2", "2"]
+    table = first_success(reward_table([0, 0, 0, 0, 1, 1], tags={"hint": hints}))
+    assert counted(table) == [0, 1, 1, 0, 1, 0]
+    assert table.valid[:, 0, 0].int().tolist() == counted(table)
+
+
+def test_eight_failures_and_a_hinted_success_have_the_papers_advantages():
+    table = reward_table([0] * 8 + [1], tags={"hint": [""] * 8 + ["3"]})
+    credit = group_normalize(first_success(table), eps=1e-6)
+    assert_rows(credit.values[1:, 0, 0], [*[-0.353552] * 7, 2.474867])  # EX-47
+    assert counted(credit) == [0, *[1] * 8]
+
+
+@pytest.mark.parametrize(
+    ("rewards", "hints", "kept"),
+    [
+        ([0, 0, 0], ["", "", "1"], [1, 1, 0]),  # no hint succeeds: the plain group
+        ([1, 0, 1], ["", "", "1"], [1, 1, 0]),  # no failed group
+        ([0, 1, 1], ["1", "1", "1"], [1, 1, 1]),  # no plain rows
+        ([0, 1, 0], ["", "", ""], [1, 1, 1]),
+        ([None, 0, 1], ["", "", "1"], [0, 1, 1]),
+    ],
+)
+def test_other_groups_keep_their_plain_rows(rewards, hints, kept):
+    assert counted(first_success(reward_table(rewards, tags={"hint": hints}))) == kept
+
+
+def test_two_successes_may_replace_two_failures():
+    table = reward_table([0, 0, 0, 1, 1], tags={"hint": ["", "", "", "1", "2"]})
+    assert counted(first_success(table, replace=2)) == [0, 0, 1, 1, 1]
+
+
+def test_groups_are_changed_one_by_one():
+    table = reward_table([0, 1, 0, 1], group=["a", "a", "b", "b"], tags={"hint": ["", "1", "", ""]})
+    assert counted(first_success(table)) == [0, 1, 1, 1]
+
+
+@pytest.mark.parametrize("piece", [first_success, best_hint])
+def test_a_piece_that_comes_too_late_in_the_chain_says_so(piece):
+    table = total(reward_table([0, 1], tags={"hint": ["", "1"]}))
+    with pytest.raises(ValueError, match="put it before `total`, or name one reward"):
+        piece(table)
+    piece(table, of="reward")
+
+
+@pytest.mark.parametrize(
+    ("rate", "reliance", "value"),
+    [(4, -0.15, 0.601792), (1, -0.15, 0.398121), (4, 0.2, 0.992188), (8, -0.15, 0), (0, -0.15, 0)],
+)
+def test_a_hint_is_worth_what_the_paper_pays_for_it(rate, reliance, value):
+    success = torch.tensor([True] * rate + [False] * (8 - rate))
+    relied = torch.where(success, reliance, -9.0).double()  # failures do not count
+    assert hint_value(success, relied, 0.3) == pytest.approx(value, abs=1e-6)
+
+
+def test_of_two_hints_that_tell_as_much_the_one_is_kept_that_answers_rely_on_less():
+    table = reward_table(
+        {"reward": [0, 0, 0, 1, 0, 1], "hint_reliance": [None, None, -2.0, -1.0, 0.0, -0.5]},
+        weights={"hint_reliance": 0.0},
+        tags={"hint": ["", "", "1", "1", "2", "2"]},
+    )
+    assert counted(best_hint(table)) == [0, 0, 1, 1, 0, 0]
+    assert counted(best_hint(table, reliance="hint_reliance")) == [0, 0, 0, 0, 1, 1]
+
+
+def test_the_hint_that_tells_most_replaces_the_failed_group():
+    hints = ["", "", "1", "1", "2", "2", "3", "3"]
+    table = reward_table([0, 0, 0, 0, 0, 1, 1, 1], tags={"hint": hints})
+    assert counted(best_hint(table)) == [0, 0, 0, 0, 1, 1, 0, 0]
+    nothing = reward_table([0, 0, 0, 0, 1, 1], tags={"hint": hints[:6]})
+    assert counted(best_hint(nothing)) == [1, 1, 0, 0, 0, 0]
+
+
+def test_hinted_successes_are_worth_the_share_of_the_difficulty_that_was_left():
+    rewards, hints = [0, 0, 0, 1, 1, 1, 1, 0], ["", "", "", "", *["partial"] * 4]
+    normalized = group_normalize(reward_table(rewards, tags={"hint": hints}), by=("group", "place", "hint"))
+    scaled = scale_hinted(normalized, of="reward")
+    # (1 - 3/4) / (1 - 1/4) = 1/3, of positive advantages of hinted rows only.
+    factor = scaled.values / normalized.values
+    assert_rows(factor[:, 0, 0], [1, 1, 1, 1, 1 / 3, 1 / 3, 1 / 3, 1])
+
+
+def test_the_factor_stays_between_0_and_1_and_needs_plain_rows():
+    harder = reward_table([1, 1, 1, 0], tags={"hint": ["", "", "partial", "partial"]})
+    assert_rows(scale_hinted(harder, of="reward").values[:, 0, 0], [1, 1, 1, 0])  # (1 - 1/2) / eps
+    alone = reward_table([1, 0], tags={"hint": ["partial", "partial"]})
+    assert_rows(scale_hinted(alone, of="reward").values[:, 0, 0], [1, 0])
+    solved = reward_table([0, 1], tags={"hint": ["", "partial"]})
+    assert_rows(scale_hinted(solved, of="reward").values[:, 0, 0], [0, 0])
