@@ -303,7 +303,7 @@ def toy_rewards(variant: dict[str, Any]) -> list[dict[str, Any]]:
         if reward["name"] in kept
         else {
             "name": MEASURES[i % 2] if reward.get("weight", 1.0) else MEASURES[0],
-            "label": reward["name"].rpartition(".")[2],
+            "label": reward.get("label", reward["name"].rpartition(".")[2]),
             "weight": reward.get("weight", 1.0),
         }
         for i, reward in enumerate(given)

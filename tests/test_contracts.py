@@ -400,7 +400,12 @@ def test_memories_are_saved(case, tmp_path):
 
     def use(piece: Any) -> Any:
         if case.kind == "sampler":
-            return [prompt.uid for prompt in piece.draw(3, 4)]
+            drawn = [prompt.uid for prompt in piece.draw(3, 4)]
+            stream.round = 1  # as `collect` draws what is missing
+            missing = 3 - len(set(drawn))
+            drawn += [prompt.uid for prompt in piece.draw(missing, 4)] if missing else []
+            stream.round = 0
+            return drawn
         if case.kind in ("advantage", "group_filter"):
             return bits(piece(table))
         if case.kind == "schedule":

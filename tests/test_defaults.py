@@ -27,6 +27,8 @@ DEFAULTS = {
         "scale": {"factor": 0.2},  # AWM
         "scale_hinted": {"max_reward": 1.0, "eps": 1e-6},
         "kl_in_reward": {"coef": 0.05},  # TRL's, of RLOO
+        "length_band": {"shortest": 320, "longest": 512, "bonus": 0.2, "above": 0.1},  # Video-R1
+        "vision.temporal_contrast": {"min_ratio": 0.8, "bonus": 0.3, "above": 0.1},
         "returns": {"gamma": 1.0},
         "tempsamp_shaping": {"threshold": 0.8, "alpha1": 0.01, "alpha2": 1.0},
         "turning_points": {"atol": 0.0},
@@ -53,6 +55,7 @@ DEFAULTS = {
         "velocity_mse": {"coef": 0.003, "noise_level": 0.7},
     },
     "compare": {
+        "regression": {"delta": 0.01},  # our reading of Reg-GRPO
         "anchor_chosen": {**BETA, "delta": 0.0},
         "apo_down": BETA,
         "apo_zero": BETA,
@@ -93,6 +96,9 @@ DEFAULTS = {
         "learning_velocity": {"decay": 0.9, "floor": 0.05},  # our reading of GEAR
         "pools": {"earlier": 0.2, "stage": 0.0},
         "selected_by_difficulty": {"num_selected": 2500},  # Time-R1
+        "vision.difficulty_augmentation": {  # DeepVideo-R1; the two largest are our reading
+            **{"window": 100, "max_reward": 1.0, "max_hint": 0.5, "max_noise": 0.5}
+        },
         "source_bandit": {"temperature": 0.1, "window": 300},  # DUMP
         "vade": {"decay_drawn": 0.2, "decay_others": 0.999, "init_count": 8.0},  # the paper's figure
         "variance_aware": {  # MMR1's final model, the steps are those of its code

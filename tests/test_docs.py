@@ -353,6 +353,11 @@ def explains(name: str) -> set[str]:
 RARE = {
     **{f"hints/{name}": "mmrl/samplers/hints.py" for name in ("prompts", "solved", "share")},
     "experiences": "mmrl/samplers/experience.py",
+    **{
+        f"augmentation/{kind}_{what}": "vision/samplers/difficulty_augmentation.py"
+        for kind in ("noise", "hint")
+        for what in ("prompts", "mean")
+    },
     "skipped_updates": "mmrl/training/trainer.py",
     "sampler/score": "mmrl/samplers/variance_aware.py",  # reads tokens, which the toys do not note
     "eval_peak_memory_bytes": "mmrl/training/evaluate.py",

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+from typing import Annotated
 
 import torch
 
-from mmrl.config.ranges import NonNegativeFloat, NonNegativeInt
+from mmrl.config.ranges import AtMost, NonNegativeFloat, NonNegativeInt
 from mmrl.config.registry import advantage
 from mmrl.core.reward_table import GroupStatistics, RewardTable
 
@@ -27,7 +28,7 @@ def total(table: RewardTable) -> RewardTable:
 @advantage
 def pick(table: RewardTable, *, of: str) -> RewardTable:
     """Use one reward as the advantage; the others are only reported as metrics."""
-    place = _column(table, of)
+    place = column_of(table, of)
     return table.replace(
         values=table.values[:, place : place + 1],
         valid=table.valid[:, place : place + 1],
@@ -35,7 +36,8 @@ def pick(table: RewardTable, *, of: str) -> RewardTable:
     )
 
 
-def _column(table: RewardTable, of: str) -> int:
+def column_of(table: RewardTable, of: str) -> int:
+    """Return the place of a reward among the table's values."""
     if of not in table.names:
         raise ValueError(f"the chain has no reward called '{of}' at this place; it has {table.names}")
     return table.names.index(of)
@@ -102,7 +104,7 @@ def tempsamp_shaping(
         alpha1: Slope of the logarithm above the threshold.
         alpha2: Rate of the exponential below the threshold.
     """
-    place = _column(table, of)
+    place = column_of(table, of)
     reward = table.values[:, place]
     # Both branches give the threshold itself at the threshold; log1p and expm1 keep their digits near it.
     above = threshold + alpha1 * torch.log1p((reward - threshold).clamp(min=0))
@@ -125,7 +127,7 @@ def tempsamp_downscale(
         factor: Share of the maximum.
         max_reward: Largest value that the reward can have.
     """
-    place = _column(table, of)
+    place = column_of(table, of)
     values = table.values.clone()
     values[:, place] = torch.where(table.ids["on_policy"] == 1, values[:, place], factor * max_reward)
     return table.put(values)
@@ -145,6 +147,38 @@ def tempsamp_anchor(
     best = GroupStatistics(table.values, sampled & table.valid, table.index(by)).largest()
     anchored = torch.where(best.isfinite(), lambda_off * best, table.values)  # -inf: no sampled row
     return table.put(torch.where(sampled, table.values, anchored))
+
+
+@advantage
+def length_band(
+    table: RewardTable,
+    *,
+    of: str,
+    shortest: Annotated[NonNegativeInt, AtMost("longest")] = 320,
+    longest: NonNegativeInt = 512,
+    bonus: float = 0.2,
+    above: float = 0.1,
+) -> RewardTable:
+    """Add a bonus to correct answers of medium length (Video-R1, arXiv 2503.21776).
+
+    It is for groups in which more than one answer is correct as measured; other pieces of the chain do not
+    count. Put it before `total`, which multiplies the bonus by the weight of the reward.
+
+    Args:
+        of: Name of the reward that says whether an answer is correct, and that gets the bonus.
+        shortest: Fewest tokens of an answer with a bonus, the end token included.
+        longest: Most tokens.
+        bonus: What is added.
+        above: An answer is correct where the reward is larger than this.
+    """
+    place = column_of(table, of)
+    right = table.valid[:, place] & (table.scored[of] > above)  # (N, K); rows that left the group are not
+    index = table.index(("group", "place"))
+    several = GroupStatistics(table.values[:, [place]], right[:, None], index).count()[:, 0] > 1
+    inside = (table.ends >= shortest) & (table.ends <= longest)
+    values = table.values.clone()
+    values[:, place] += bonus * (right & several & inside)
+    return table.put(values)
 
 
 @advantage

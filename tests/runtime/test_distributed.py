@@ -142,6 +142,31 @@ PAIR = {
     "objective": {"name": "comparison", "implicit_reward": "log_ratio", "compare": ["sigmoid"]},
     "references": {"ref": "frozen"},
 }
+ASKED_TWICE = {  # with noise and hints, beside answers to shuffled frames, and learned by Reg-GRPO
+    "data": "tests.vision.test_difficulty_augmentation:filmed",
+    "sampler": [
+        "uniform",
+        {"name": "vision.difficulty_augmentation", "hint_column": "solution", "max_reward": 0.2},
+    ],
+    "rollout": {
+        "num_prompts": 5,
+        "max_rounds": 2,
+        "engine": ["tests.support.toys:ToyGenerate", "vision.with_shuffled_frames"],
+    },
+    "advantage": [
+        {"name": "vision.temporal_contrast", "of": "share_right"},
+        "total",
+        "group_normalize",
+    ],
+    "objective": {
+        "name": "comparison",
+        "implicit_reward": {"name": "log_ratio", "against": "old"},
+        "compare": ["regression"],
+        "penalty": [{"name": "k3", "coef": 0.1}],
+    },
+    "references": {"ref": "frozen"},
+    "learn": {"num_iterations": 2, "micro_batch_steps": 9},
+}
 FLOW = {
     "rollout": {"num_prompts": 3},
     "advantage": ["total", "group_normalize"],
@@ -156,6 +181,7 @@ FLOW = {
 }
 PLANS |= {
     "a pair": PAIR,
+    "asked twice": ASKED_TWICE,
     "a flow": {"of": "flow", **FLOW},
     "a flow that matches": {
         "of": "flow",

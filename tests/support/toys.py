@@ -55,6 +55,11 @@ def hinted_prompts(*, num: int = 8) -> list[Prompt]:
     ]
 
 
+def place_of(prompt: Prompt) -> int:
+    """Read the row of the table from an id such as "p3", or "p3#hint" of a changed prompt."""
+    return int(prompt.uid[1:].partition("#")[0])
+
+
 @per_outcome
 def share_right(prompt: Prompt, outcome: Outcome) -> float:
     """Count how much of the answer is the target."""
@@ -119,9 +124,7 @@ class ToyText:
         outcome = Outcome(
             text=outcome.text, end=len(tokens), tags={"finish": "stop"}, recorded=outcome.recorded
         )
-        return Trajectory(
-            prompt, prompt.uid, (outcome,), (int(prompt.uid[1:]), tokens), len(tokens), {}, False
-        )
+        return Trajectory(prompt, prompt.uid, (outcome,), (place_of(prompt), tokens), len(tokens), {}, False)
 
     def collate(self, rollouts: tuple[Trajectory, ...]) -> Batch:
         tokens = cat_padded([row.steps[1][None] for row in rollouts])
@@ -170,7 +173,7 @@ class ToyGenerate:
         for prompt in prompts:
             index = asked[prompt.uid] = asked.get(prompt.uid, -1) + 1
             generator = self.stream.generator(prompt.uid, index)
-            place = int(prompt.uid[1:])
+            place = place_of(prompt)
             logp = self.policy.table[place].float().log_softmax(-1)
             tokens = torch.multinomial(logp.exp(), 1, generator=generator)[:, 0]
             stops = (tokens == STOP).nonzero()

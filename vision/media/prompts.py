@@ -138,3 +138,12 @@ def add_frame_noise(frames: Frames, generator: torch.Generator, noise_step: int)
     """Apply VCD's noise to frames. Our reading: to pixels scaled to [-1, 1], clamped to that range."""
     values = add_noise(frames.pixels.float() / 127.5 - 1, generator, noise_step)
     return replace(frames, pixels=((values + 1) * 127.5).round().clamp(0, 255).to(torch.uint8))
+
+
+def add_gaussian_noise(frames: Frames, generator: torch.Generator, sigma: float) -> Frames:
+    """Add independent Gaussian noise to every pixel and colour of every frame.
+
+    `sigma` is its standard deviation for pixels scaled to [-1, 1]; the sum is clamped to that range.
+    """
+    noise = torch.randn(frames.pixels.shape, generator=generator) * (sigma * 127.5)
+    return replace(frames, pixels=(frames.pixels.float() + noise).round().clamp(0, 255).to(torch.uint8))

@@ -1,0 +1,1 @@
+"""Advantage functions for media: what an answer owes to the order of frames."""

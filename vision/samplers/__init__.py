@@ -1,0 +1,1 @@
+"""Samplers that change the media of prompts."""
