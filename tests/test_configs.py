@@ -26,7 +26,7 @@ from mmrl.vision.datasets.grounding import grounding
 from tests.support.configs import METHODS, method_file
 from tests.support.tables import assert_rows, loss_of, micro_batch, moved, reward_table
 from tests.support.toy_flow import flow_plan
-from tests.support.toys import plan
+from tests.support.toys import plan, share_right
 
 HOME = Path(__file__).parents[1]
 CONFIGS = HOME / "configs"
@@ -293,17 +293,30 @@ def named_in(chain: list[Any]) -> list[str]:
     return list(dict.fromkeys(piece["of"] for piece in chain if isinstance(piece, dict) and "of" in piece))
 
 
+def short_name(reward: dict[str, Any]) -> str:
+    """Return the name of a reward without its package."""
+    return reward["name"].rpartition(".")[2]
+
+
+def mostly_right(prompts, outcomes) -> list[float]:
+    """Give 1 to answers of which at least half is right."""
+    return [float(share >= 0.5) for share in share_right(prompts, outcomes)]
+
+
 def toy_rewards(variant: dict[str, Any]) -> list[dict[str, Any]]:
     """Label toy rewards as the variant's own are, or as its chain names them."""
     given = [{"name": r} if isinstance(r, str) else r for r in variant.get("rewards", [])]
     given = given or [{"name": name} for name in named_in(variant["advantage"])]
     kept = ("overlong",)  # reads nothing but lengths
+    # Outcomes of `tiers` are whole, since its bonus must not reach from one to the next.
+    whole = {piece["outcome"] for piece in variant["advantage"] if "outcome" in piece}
     return [
         reward
         if reward["name"] in kept
         else {
             "name": MEASURES[i % 2] if reward.get("weight", 1.0) else MEASURES[0],
-            "label": reward.get("label", reward["name"].rpartition(".")[2]),
+            **({"name": f"{__name__}:mostly_right"} if short_name(reward) in whole else {}),
+            "label": short_name(reward),
             "weight": reward.get("weight", 1.0),
         }
         for i, reward in enumerate(given)

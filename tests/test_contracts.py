@@ -43,6 +43,8 @@ OPTIONS = {
     ("objective", "comparison"): {"implicit_reward": "log_ratio", "compare": "sigmoid"},
     ("sampler", "with_hints"): {"hint_column": "wanted", "when": "next_time"},
     ("sampler", "with_difficulty_hints"): {"hint_column": "wanted"},
+    # The outcomes of the rows below are 0.1 apart, which the bonus must stay under.
+    ("advantage", "tiers"): {"of": "right", "outcome": "short", "alpha": 0.05},
     ("sampler", "source_bandit"): {"by": "wanted"},
     ("sampler", "learning_velocity"): {"by": "wanted", "open_at": -1.0},
     ("sampler", "pools"): {"by": "wanted", "pools": ("low", "high"), "edges": (3.0,)},

@@ -38,6 +38,7 @@ CALLED_WITH = {
         "on_error": Literal["raise", "skip"],
         "retries": NonNegativeInt,
         "on_absent": Literal["raise", "warn"],
+        "where": Mapping[str, Any],  # columns of the prompts that it is asked about, with their values
     },
     "compare": {"weight": float},
 }
@@ -222,10 +223,20 @@ class Pieces:
                 return convert(value, wanted, place)
             case list() | tuple():
                 listed = each([as_piece(item, place) for item in value], place)
-                return tuple(self.make(name, piece, place=at) for piece, at in listed)
+                return tuple(self._inner(name, piece, at) for piece, at in listed)
             case None if wanted is Any or type(None) in typing.get_args(wanted):
                 return None
-        return self.make(name, as_piece(value, place), place=place)
+        return self._inner(name, as_piece(value, place), place)
+
+    def _inner(self, kind: str, piece: Piece, place: str) -> Any:
+        """Make a piece that is an option of another; one that may load files is checked, and made by a call.
+
+        So a data set around another gets a function that reads it, and a check reads nothing.
+        """
+        if kind not in LOADED:
+            return self.make(kind, piece, place=place)
+        self.check(kind, piece, place)
+        return partial(self.make, kind, piece, place=place)
 
     def require_packages(self) -> None:
         """Raise if a piece that was looked up needs a package that is not installed."""

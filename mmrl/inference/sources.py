@@ -49,7 +49,7 @@ class ModelSource:
     def data(self) -> Mapping[str, Any]:
         """The options of the data set of the configuration, such as `max_frames` of videos."""
         data = self._parts[2]
-        return data.options if data else {}
+        return _innermost(data.options) if data else {}
 
     @property
     def _parts(self) -> tuple[str, Sequence[Piece], Piece | None]:
@@ -58,6 +58,14 @@ class ModelSource:
                 return "rollout.engine", section.engine, data
             case EvaluateConfig(evaluation=section):
                 return "evaluation.engine", section.engine, section.data
+
+
+def _innermost(options: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the options of a data set, or of the one that it is around."""
+    match options.get("data"):
+        case Mapping() as inner:
+            return _innermost(inner)
+    return options
 
 
 def resolve(

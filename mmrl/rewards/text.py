@@ -13,6 +13,18 @@ from mmrl.config.registry import reward
 from mmrl.config.reward_adapters import per_outcome, tagged
 from mmrl.core.types import Outcome, Prompt
 
+WORDS = {
+    "none": "0", "zero": "0", "one": "1", "two": "2", "three": "3", "four": "4", "five": "5", "six": "6",
+    "seven": "7", "eight": "8", "nine": "9", "ten": "10",
+}  # fmt: skip
+ARTICLES = {"a", "an", "the"}
+
+
+def normal_words(text: str) -> list[str]:
+    """List the words of a text in lower case, without articles and punctuation, numbers in digits."""
+    words = re.findall(r"[^\W_]+(?:[.'-][^\W_]+)*", text.lower().replace(",", ""))
+    return [WORDS.get(word, word) for word in words if word not in ARTICLES]
+
 
 @reward
 @per_outcome
@@ -29,6 +41,18 @@ def tag_format(prompt: Prompt, outcome: Outcome, *, tags: str = "") -> float:
     blocks = r"\s*".join(rf"<{tag}>(?:(?!</?{tag}>).)*</{tag}>" for tag in asked.split(","))
     text = (outcome.text or "").strip()
     return float(re.fullmatch(blocks, text, re.DOTALL | re.IGNORECASE) is not None)
+
+
+@reward
+@per_outcome
+def skip_ratio(prompt: Prompt, outcome: Outcome, *, tag: str = "think") -> float:
+    """Return 1 if the answer has a thought of nothing but space, else 0: its mean is TON's share of skips.
+
+    Every block of the tag must be empty; an answer without one has skipped nothing (arXiv 2505.16854). A
+    label: give it the weight 0, because to skip is not rewarded by itself.
+    """
+    thoughts = tagged(outcome.text or "", tag)
+    return float(bool(thoughts) and not any(map(str.strip, thoughts)))
 
 
 @reward

@@ -157,7 +157,7 @@ def _concurrently(
 
     def work(place: int) -> None:
         deadline = began + limits[place]
-        result = _with_retries(rewards[place], prompts, outcomes, deadline, scoring)
+        result = _where_it_applies(rewards[place], prompts, outcomes, deadline, scoring)
         if time.monotonic() < deadline:
             results[place] = result
 
@@ -168,6 +168,42 @@ def _concurrently(
     for thread, limit in zip(threads, limits, strict=True):
         thread.join(max(0.0, began + limit - time.monotonic()))
     return list(results)  # a late thread still writes into the other list
+
+
+def _where_it_applies(
+    bound: Bound, prompts: list[Prompt], outcomes: list[Outcome], deadline: float, scoring: Scoring
+) -> _Result:
+    """Call a reward for the outcomes of the prompts that its `where` names; the others get None."""
+    where = bound.call.get("where")
+    if not where:
+        return _with_retries(bound, prompts, outcomes, deadline, scoring)
+    rows = [i for i, prompt in enumerate(prompts) if _matches(prompt, where)]
+    if not rows:
+        return _Result([None] * len(outcomes), Scoring(scoring.tokens))
+    part = replace(scoring, tokens=[scoring.tokens[i] for i in rows])
+    asked, made = [prompts[i] for i in rows], [outcomes[i] for i in rows]
+    result = _with_retries(bound, asked, made, deadline, part)
+
+    def spread(values: Sequence[Any]) -> list[Any]:
+        by_row = dict(zip(rows, values, strict=True))
+        return [by_row.get(i) for i in range(len(outcomes))]
+
+    columns = {name: spread(values) for name, values in result.logged.columns.items()}
+    values = result.values if result.failure else spread(result.values)
+    return replace(result, values=values, logged=replace(result.logged, columns=columns))
+
+
+def _matches(prompt: Prompt, where: Mapping[str, Any]) -> bool:
+    """Whether a prompt has the value, or one of the values, that is wanted in every column."""
+    for name, wanted in where.items():
+        value = prompt.columns.get(name)
+        match wanted:
+            case [*several]:
+                if value not in several:
+                    return False
+            case _ if value != wanted:
+                return False
+    return True
 
 
 def _with_retries(

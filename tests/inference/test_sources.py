@@ -162,3 +162,5 @@ def test_frames_of_videos_are_those_of_the_data(checkpoint):
     raw["rollout"] = {"engine": ["vision.generate"]}
     sampling = mmrl.load_engine(parse(raw, Config)).media_reader().sampling
     assert (sampling.max_frames, sampling.frames_per_second) == (6, 1.0)
+    around = {**raw, "data": {"name": "drop_thoughts", "data": raw["data"]}}
+    assert mmrl.load_engine(parse(around, Config)).media_reader().sampling == sampling

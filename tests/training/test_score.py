@@ -6,6 +6,7 @@ import asyncio
 import math
 import threading
 import time
+from dataclasses import replace
 
 import numpy
 import pytest
@@ -17,7 +18,7 @@ from mmrl.core.reward_table import ABSENT, name_id
 from mmrl.core.rng import Stream
 from mmrl.core.types import Outcome, Trajectory
 from mmrl.reporting.metrics import describe_rewards
-from mmrl.training.score import RewardFault, score
+from mmrl.training.score import RewardFault, RewardLog, score
 from tests.support.toys import prompts
 
 
@@ -333,3 +334,70 @@ def test_a_wrong_number_is_not_asked_for_again():
     with pytest.raises(RewardFault):
         scored(counting, retries=3)
     assert len(calls) == 1
+
+
+# ---- rewards for some of the rows
+
+
+def of_sources(*sources):
+    """Give the four rollouts the column `source`."""
+    return tuple(
+        replace(row, prompt=replace(row.prompt, columns={**row.prompt.columns, "source": source}))
+        for row, source in zip(FOUR, sources, strict=True)
+    )
+
+
+SOURCES = of_sources("gui", "gui", "maths", "video")
+
+
+def test_a_reward_is_only_asked_about_the_rows_that_where_names():
+    asked_about = []
+
+    def noted(asked, outcomes):
+        asked_about.append([outcome.text for outcome in outcomes])
+        return lengths(asked, outcomes)
+
+    table = scored(noted, SOURCES, where={"source": "maths"})
+    assert asked_about == [["ccc"]]
+    values = table.at_end("noted")
+    assert values[2] == 3 and values[[0, 1, 3]].isnan().all()
+    several = scored(noted, SOURCES, where={"source": ["gui", "video"]}).at_end("noted")
+    assert several.isnan().tolist() == [False, False, True, False]
+
+
+def test_a_reward_without_any_row_is_not_called():
+    assert scored(raising, SOURCES, where={"source": "audio"}).at_end("raising").isnan().all()
+    assert scored(raising, where={"source": "gui"}).at_end("raising").isnan().all()
+
+
+def test_a_fault_names_the_row_it_is_about():
+    with pytest.raises(RewardFault, match="prompt 'p1', outcome 'dddd'"):
+        scored(one_infinite, SOURCES, where={"source": ["maths", "video"]})
+    with pytest.raises(RewardFault, match="gave 0 numbers for 1 outcomes"):
+        scored(too_few, SOURCES, where={"source": "maths"})
+
+
+def one_infinite(asked, outcomes):
+    return [math.inf if outcome.text == "dddd" else 1.0 for outcome in outcomes]
+
+
+def test_what_a_reward_logs_of_some_rows_stands_beside_them():
+    def logging(prompts, completions, log_extra, log_metric, **columns):
+        log_extra("said", [text.upper() for text in completions])
+        log_metric("longest", max(map(len, completions)))
+        return [1.0] * len(completions)
+
+    log = RewardLog()
+    score([bound(logging, where={"source": "gui"})], SOURCES, log=log)
+    assert log.columns["said"] == ["A", "BB", None, None]
+    assert log.metrics["longest"] == [2]
+
+
+def test_rewards_of_three_tasks_make_one_total():
+    rewards = [
+        bound(lengths, where={"source": "gui"}, weight=0.9),
+        bound(halves, where={"source": ["maths", "video"]}, weight=0.9),
+        bound(only_long, weight=0.1),
+    ]
+    total = score(rewards, SOURCES).reward()
+    assert total.tolist() == pytest.approx([0.9, 1.8, 0.9 * 1.5 + 0.1, 0.9 * 2 + 0.1])

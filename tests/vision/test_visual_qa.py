@@ -9,8 +9,9 @@ from PIL import Image
 
 from mmrl.core.types import Outcome, Prompt
 from mmrl.data.dataset_io import RowError, write_rows
+from mmrl.rewards.text import normal_words
 from mmrl.vision.datasets.visual_qa import visual_qa
-from mmrl.vision.rewards.answers import last_answer, normal_words, short_answer
+from mmrl.vision.rewards.answers import last_answer, short_answer
 
 ROW = {"id": "q1", "image": "a.png", "question": "What colour is it?", "answer": "red"}
 

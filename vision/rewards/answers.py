@@ -10,17 +10,13 @@ from mmrl.config.ranges import NonNegativeFloat
 from mmrl.config.registry import reward
 from mmrl.config.reward_adapters import per_outcome, tagged
 from mmrl.core.types import Outcome, Prompt
+from mmrl.rewards.text import normal_words
 from mmrl.vision.benchmarks.amber import DIMENSIONS
 from mmrl.vision.benchmarks.chair import ratio
 from mmrl.vision.benchmarks.pope import NO, YES, Form, parse_yes_no
 
 LABELS = {"yes": YES, "no": NO}
 NUMBER = re.compile(r"-?(?:\d[\d,]*\.?\d*|\.\d+)(?:e-?\d+)?(?P<percent>\s*%)?", re.IGNORECASE)
-WORDS = {
-    "none": "0", "zero": "0", "one": "1", "two": "2", "three": "3", "four": "4", "five": "5", "six": "6",
-    "seven": "7", "eight": "8", "nine": "9", "ten": "10",
-}  # fmt: skip
-ARTICLES = {"a", "an", "the"}
 AnswerForm = Literal["text", "number", "letter"]
 
 
@@ -156,9 +152,3 @@ def last_answer(text: str, tag: str) -> str:
     r"""Return the content of the last block of a tag, else of the last \boxed{}, else the whole text."""
     blocks = tagged(text, tag) or re.findall(r"\\boxed\{([^{}]*)\}", text)
     return blocks[-1] if blocks else text
-
-
-def normal_words(text: str) -> list[str]:
-    """List the words of a text in lower case, without articles and punctuation, numbers in digits."""
-    words = re.findall(r"[^\W_]+(?:[.'-][^\W_]+)*", text.lower().replace(",", ""))
-    return [WORDS.get(word, word) for word in words if word not in ARTICLES]

@@ -1,0 +1,1 @@
+"""Data sets around other data sets."""

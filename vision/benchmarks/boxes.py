@@ -1,0 +1,202 @@
+"""Boxes in images: parsing them from answers, IoU, average precision of COCO, VLM-R1's detection score."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any, Literal
+
+from mmrl.config.reward_adapters import tagged
+from mmrl.vision.benchmarks.qvhighlights import THRESHOLDS
+from mmrl.vision.benchmarks.time_spans import last_answer
+
+Box = tuple[float, float, float, float]  # left, top, right, bottom
+Reader = Literal["ours", "vlm_r1"]
+
+# The products of numpy.linspace, not i / 100: 0.7 of recall must lie on the same side as in pycocotools.
+RECALLS = tuple(i * 0.01 for i in range(101))
+MAX_DETECTIONS = 100  # of one class, that COCO's evaluation reads
+NEAR_ONE = 1 - 1e-10  # the highest IoU that a match may be asked for, as in pycocotools
+POSITION, COMPLETENESS = 0.7, 0.3  # weights of `detection_score`; the accuracy of labels weighs 0
+NOWHERE = ((0.0, 0.0, 0.0, 0.0), "")  # a detection that cannot be read: it matches nothing
+
+_NUMBER = r"\s*(-?\d+(?:\.\d+)?)\s*"
+_BOX = re.compile(rf"[\[(]{_NUMBER},{_NUMBER},{_NUMBER},{_NUMBER}[\])]")
+_PUBLISHED = re.compile(r"\[(\d+),\s*(\d+),\s*(\d+),\s*(\d+)]")
+_POINT = re.compile(rf"[\[(]{_NUMBER},{_NUMBER}[\])]")
+
+
+@dataclass(frozen=True)
+class Boxes:
+    """The boxes that an answer should give, in pixels of the image, with a label each or none at all.
+
+    `unit` is the (width, height) in pixels of one unit of answered coordinates: (1, 1) where answers are in
+    pixels, (image width / 1000, image height / 1000) where they are in thousandths of the image.
+    """
+
+    boxes: tuple[Box, ...]
+    labels: tuple[str, ...] = ()
+    unit: tuple[float, float] = (1.0, 1.0)
+
+    def in_pixels(self, box: Sequence[float]) -> Box:
+        """Convert an answered box to pixels of the image."""
+        (across, down), (left, top, right, bottom) = self.unit, box
+        return left * across, top * down, right * across, bottom * down
+
+    def in_answers(self, box: Sequence[float]) -> Box:
+        """Convert a box in pixels of the image to coordinates of answers."""
+        (across, down), (left, top, right, bottom) = self.unit, box
+        return left / across, top / down, right / across, bottom / down
+
+
+def is_box(box: Sequence[float]) -> bool:
+    """Whether four numbers are finite and span a box: left < right, top < bottom."""
+    left, top, right, bottom = box
+    return all(map(math.isfinite, box)) and left < right and top < bottom
+
+
+def parse_box(text: str, reader: Reader = "ours") -> Box | None:
+    """Parse the box of an answer, in its own coordinates; None if there is no valid one.
+
+    It is the first `[left, top, right, bottom]` in the last answer block, or in the whole text without such a
+    block (our reading). `vlm_r1` reads as the reward of VLM-R1 (arXiv 2504.07615): the first four whole
+    numbers in brackets in the first answer block only.
+    """
+    if reader == "vlm_r1":
+        match = _PUBLISHED.search((tagged(text, "answer") or [""])[0])
+    else:
+        match = _BOX.search(last_answer(text, default=text))
+    if match is None:
+        return None
+    left, top, right, bottom = (float(number) for number in match.groups())
+    box = (left, top, right, bottom)
+    return box if is_box(box) else None
+
+
+def parse_point(text: str) -> tuple[float, float] | None:
+    """Parse the point of an answer: the first `[x, y]`, or the middle of the first box; None without one."""
+    searched = last_answer(text, default=text)
+    point = _POINT.search(searched)
+    if point and math.isfinite(float(point[1])) and math.isfinite(float(point[2])):
+        return float(point[1]), float(point[2])
+    box = parse_box(text)
+    return box and ((box[0] + box[2]) / 2, (box[1] + box[3]) / 2)
+
+
+def parse_detections(text: str) -> list[tuple[Box, str]] | None:
+    """Parse a JSON list of objects with `bbox_2d` and `label` from the last answer block of a text.
+
+    Without such a block the whole text is read; a fence of ```json may stand around the list. `None` and `[]`
+    are an empty list. An item without a valid box is `NOWHERE`, so that it still counts as an answered object
+    (our reading). Returns None where nothing can be read.
+    """
+    searched = last_answer(text, default=text).strip()
+    fences = re.findall(r"```(?:json)?(.*?)```", searched, re.DOTALL)
+    searched = (fences[-1] if fences else searched).strip()
+    if searched.lower() == "none":
+        return []
+    try:
+        found = json.loads(searched)
+    except (ValueError, RecursionError):
+        return None
+    match found:
+        case [*items]:
+            return [_detection(item) for item in items]
+    return None
+
+
+def _detection(item: Any) -> tuple[Box, str]:
+    match item:
+        case {"bbox_2d": [left, top, right, bottom], "label": str(label)}:
+            try:
+                box = float(left), float(top), float(right), float(bottom)
+            except (TypeError, ValueError, OverflowError):
+                return NOWHERE
+            return (box, normal_label(label)) if is_box(box) else NOWHERE
+    return NOWHERE
+
+
+def normal_label(label: str) -> str:
+    """Lower-case a label and strip its ends, as the detection score of VLM-R1 compares labels."""
+    return label.strip().lower()
+
+
+# ---- measures of boxes in pixels
+
+
+def box_iou(a: Box, b: Box, *, inclusive: bool = False) -> float:
+    """Compute intersection over union of two boxes.
+
+    With `inclusive`, an intersection of at most one pixel in width or height counts as none. That is all that
+    the inclusive pixels of VLM-R1 (arXiv 2504.07615) change: it takes 1 from the right and bottom edges, asks
+    that they still lie beyond the left and top ones, and adds 1 to both extents again. So identical boxes
+    give exactly 1 either way.
+    """
+    width, height = min(a[2], b[2]) - max(a[0], b[0]), min(a[3], b[3]) - max(a[1], b[1])
+    if min(width, height) <= (1 if inclusive else 0):
+        return 0.0
+    shared = width * height
+    union = (a[2] - a[0]) * (a[3] - a[1]) + (b[2] - b[0]) * (b[3] - b[1]) - shared
+    return shared / union if 0 < union < math.inf else 0.0  # of huge numbers a product may be infinite
+
+
+def average_precision(targets: Sequence[Box], answered: Sequence[Box], threshold: float) -> float:
+    """Compute COCO's average precision of one class in one image, all detections of equal score.
+
+    Detections are matched in the order of the answer, each with the unmatched target of highest IoU that
+    reaches the threshold (of equal ones the last); precision is interpolated at 101 points of recall.
+    """
+    free, hits = set(range(len(targets))), []
+    for box in answered[:MAX_DETECTIONS]:
+        near = max(((box_iou(box, targets[i]), i) for i in free), default=(-1.0, -1))
+        hits.append(near[0] >= min(threshold, NEAR_ONE))
+        free -= {near[1]} if hits[-1] else set()
+    found = list(accumulate(hits))
+    recalls = [count / len(targets) for count in found]
+    # Interpolated precision at a recall: the best from the first rank that reaches it to the last.
+    precisions = [count / rank for rank, count in enumerate(found, 1)]
+    best = [*reversed(list(accumulate(reversed(precisions), max))), 0.0]
+    return sum(best[bisect_left(recalls, recall)] for recall in RECALLS) / len(RECALLS)
+
+
+def mean_average_precision(target: Boxes, answered: Sequence[tuple[Box, str]]) -> float:
+    """Compute COCO's mAP of one image: the mean over classes of the target, and IoU of 0.5 to 0.95.
+
+    Detections of other classes do not count, as in VLM-R1 (arXiv 2504.07615), where COCO does not know them.
+    """
+    precisions = []
+    for label in dict.fromkeys(target.labels):
+        truth = [box for box, name in zip(target.boxes, target.labels, strict=True) if name == label]
+        boxes = [box for box, name in answered if name == label]
+        precisions += [average_precision(truth, boxes, threshold) for threshold in THRESHOLDS]
+    return sum(precisions) / len(precisions)
+
+
+def detection_score(target: Boxes, answered: Sequence[tuple[Box, str]], threshold: float = 0.5) -> float:
+    """Compute VLM-R1's weighted sum of positions and completeness (arXiv 2504.07615), in [0, 1].
+
+    Pairs are matched greedily by falling IoU, down to the threshold. The sum is 0.7 times the mean IoU over
+    the targets, where a pair of different labels has the IoU 0, plus 0.3 (1 - (share of missed targets +
+    share of detections without a target) / 2). Its third term, the accuracy of labels, has the weight 0.
+    """
+    missed, spare = set(range(len(target.boxes))), set(range(len(answered)))
+    overlaps = sorted(
+        (
+            (-box_iou(box, truth, inclusive=True), i, j)
+            for i, (box, _) in enumerate(answered)
+            for j, truth in enumerate(target.boxes)
+        ),
+    )
+    position = 0.0
+    for negative, i, j in overlaps:
+        if -negative >= threshold and i in spare and j in missed:
+            position += -negative * (answered[i][1] == target.labels[j])
+            spare.remove(i)
+            missed.remove(j)
+    faults = len(missed) / len(target.boxes) + len(spare) / len(answered)
+    return POSITION * position / len(target.boxes) + COMPLETENESS * (1 - faults / 2)

@@ -1,0 +1,79 @@
+"""Rewards of boxes in images: referring expressions, elements of a screen, object detection."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from mmrl.config.registry import reward
+from mmrl.config.reward_adapters import per_outcome
+from mmrl.core.types import Outcome, Prompt
+from mmrl.vision.benchmarks import boxes
+from mmrl.vision.benchmarks.boxes import (
+    Boxes,
+    Reader,
+    detection_score,
+    mean_average_precision,
+    parse_box,
+    parse_detections,
+)
+
+
+@reward
+@per_outcome
+def box_iou(
+    prompt: Prompt, outcome: Outcome, *, inclusive: bool = False, reader: Reader = "ours"
+) -> float | None:
+    """Measure the IoU of the answered box with the best of the target boxes; None without target boxes.
+
+    An answer without a readable box earns 0. Read the rows with `vision.boxes`.
+
+    Args:
+        inclusive: Whether an overlap of at most one pixel in width or height counts as none, which is all
+            that the inclusive pixels of VLM-R1 (arXiv 2504.07615) come to. Our default is the plain IoU:
+            it does not depend on the size of the image.
+        reader: How answers are parsed: `ours`, or as the code of VLM-R1 does, `vlm_r1` (see `parse_box`).
+    """
+    target = _target(prompt)
+    if target is None:
+        return None
+    box = parse_box(outcome.text or "", reader)
+    if box is None:
+        return 0.0
+    answered = target.in_pixels(box)
+    return max((boxes.box_iou(answered, truth, inclusive=inclusive) for truth in target.boxes), default=0.0)
+
+
+@reward
+@per_outcome
+def detection_map(
+    prompt: Prompt,
+    outcome: Outcome,
+    *,
+    form: Literal["map", "length_penalty", "weighted_sum"] = "map",
+) -> float | None:
+    """Measure detected objects against all objects of an image (VLM-R1, arXiv 2504.07615).
+
+    The answer is a JSON list of `{"bbox_2d": [left, top, right, bottom], "label": "dog"}`, or None where
+    there is no object. `map` is COCO's mAP of the image with all scores equal, `length_penalty` that times
+    min(1, targets / detections), and `weighted_sum` 0.7 mean IoU + 0.3 completeness (see `detection_score`).
+    An answer that cannot be read earns 0; so does any detection where there is no target, and no detection
+    where there is one; if both are empty, 1. Labels are compared without case. None without target boxes.
+    """
+    target = _target(prompt)
+    if target is None:
+        return None
+    detections = parse_detections(outcome.text or "")
+    if not detections or not target.boxes:
+        return float(detections == [] and not target.boxes)
+    answered = [(target.in_pixels(box), label) for box, label in detections]
+    if form == "weighted_sum":
+        return detection_score(target, answered)
+    penalty = min(1.0, len(target.boxes) / len(answered)) if form == "length_penalty" else 1.0
+    return penalty * mean_average_precision(target, answered)
+
+
+def _target(prompt: Prompt) -> Boxes | None:
+    match prompt.target:
+        case Boxes() as target:
+            return target
+    return None

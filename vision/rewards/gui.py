@@ -1,0 +1,217 @@
+"""Rewards of actions on screens: their type, where they click, and what they type."""
+
+from __future__ import annotations
+
+import ast
+import json
+import math
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from mmrl.config.ranges import PositiveFloat
+from mmrl.config.registry import reward
+from mmrl.config.reward_adapters import per_outcome, tagged
+from mmrl.core.types import Outcome, Prompt
+from mmrl.data.fields import is_number
+from mmrl.rewards.text import normal_words
+from mmrl.vision.benchmarks.boxes import Box, Boxes, box_iou, is_box, parse_point
+
+Point = tuple[float, ...]
+LONGEST = 4000  # characters of an action that are parsed
+# 0.34 - 0.2 is 0.14000000000000001 as a float.
+ROUNDING = 1e-9
+ASKS = ("answer", "response")  # types of actions that answer a question, which only a judge can score
+
+
+@reward
+@per_outcome
+def click_reward(
+    prompt: Prompt,
+    outcome: Outcome,
+    *,
+    of: Literal["sum", "type", "value"] = "sum",
+    threshold: PositiveFloat = 0.14,
+    tag: str = "action",
+) -> float:
+    """Reward a screen action with 1 for its type and 1 for its place (TON, arXiv 2505.16854).
+
+    Answer and target are dictionaries, in JSON or as Python writes them, with `action`, and `position` [x, y]
+    in shares of the screen; the answer's stands in its last `tag` block. The type is right if both actions
+    are called the same, whatever their case. The place is right if both are clicks at most `threshold` apart;
+    other actions earn nothing for it, as in the source. An answer that cannot be read earns 0. Nothing is
+    evaluated: our reading of a source that does.
+
+    Args:
+        of: `sum` of both, or only the `type` or the `value`.
+        threshold: Largest Euclidean distance of two clicks, in shares of the screen.
+        tag: Name of the answer block's tag.
+    """
+    answered, target = parse_action(outcome.text or "", tag), _target(prompt)
+    if answered is None:
+        return 0.0
+    same = _type(answered) == _type(target)
+    value = same and _type(target) == "click" and _near(_position(answered), _position(target), threshold)
+    return {"sum": float(same + value), "type": float(same), "value": float(value)}[of]
+
+
+@reward
+@per_outcome
+def action_argument(
+    prompt: Prompt, outcome: Outcome, *, threshold: PositiveFloat = 0.14, tag: str = "action"
+) -> float | None:
+    """Reward the argument of a screen action: where it clicks, or what it types, in [0, 1].
+
+    Our reading of CRAFT-GUI (arXiv 2508.11360), whose terms are not published. A click on a target with a
+    `bbox` earns 1 inside of it, or the IoU if the answer has a `bbox` too; with a `position` alone it earns 1
+    within `threshold` of it. A text (`value`) earns the F1 of its words. An action without an argument earns
+    1 for its type. Another type of action earns 0. None where the target answers a question, which is for a
+    judge: give that to `http`.
+
+    Args:
+        threshold: Largest Euclidean distance of two clicks, in shares of the screen.
+        tag: Name of the answer block's tag.
+    """
+    answered, target = parse_action(outcome.text or "", tag), _target(prompt)
+    if _type(target) in ASKS:
+        return None
+    if answered is None or _type(answered) != _type(target):
+        return 0.0
+    point, truth, box, truth_box = _position(answered), _position(target), _box(answered), _box(target)
+    if truth_box:
+        if box:
+            return box_iou(box, truth_box)
+        return float(point is not None and _inside(point, truth_box))
+    if truth:
+        return float(_near(point, truth, threshold))
+    if target.get("value") not in (None, ""):
+        return word_f1(str(answered.get("value") or ""), str(target["value"]))
+    return 1.0
+
+
+@reward
+@per_outcome
+def click_inside(prompt: Prompt, outcome: Outcome) -> float | None:
+    """Reward a click inside of a target box with 1, else 0, as ScreenSpot counts.
+
+    The click is the first point of the answer, or the middle of its first box. Read the rows with
+    `vision.boxes`; None without target boxes.
+    """
+    click, boxes = _click(prompt, outcome)
+    return None if boxes is None else float(click is not None and any(_inside(click, box) for box in boxes))
+
+
+@reward
+@per_outcome
+def click_proximity(prompt: Prompt, outcome: Outcome, *, sigma: PositiveFloat = 1.0) -> float | None:
+    """Measure how near a click is to the middle of its target box, in [0, 1] (SSL, arXiv 2601.22491).
+
+    It is exp(-(dx / sx)^2 / 2 - (dy / sy)^2 / 2), where sx and sy are `sigma` times half the width and height
+    of the box: our reading. The click is read as by `click_inside`; an answer without one earns 0. A label
+    for `tiers`. Of several target boxes the nearest counts. None without target boxes.
+    """
+    click, boxes = _click(prompt, outcome)
+    if click is None or not boxes:
+        return None if boxes is None else 0.0
+    distances = []
+    for left, top, right, bottom in boxes:
+        dx = (click[0] - (left + right) / 2) / (sigma * (right - left) / 2)
+        dy = (click[1] - (top + bottom) / 2) / (sigma * (bottom - top) / 2)
+        distances.append(dx * dx + dy * dy)
+    return math.exp(-min(distances) / 2)
+
+
+def _click(prompt: Prompt, outcome: Outcome) -> tuple[tuple[float, float] | None, tuple[Box, ...] | None]:
+    """Read the click of an answer in pixels of the image, and the target boxes, None where there are none."""
+    match prompt.target:
+        case Boxes(boxes=boxes, unit=(across, down)):
+            point = parse_point(outcome.text or "")
+            return point and (point[0] * across, point[1] * down), boxes
+    return None, None
+
+
+# ---- actions
+
+
+def parse_action(text: str, tag: str = "action") -> Mapping[str, Any] | None:
+    """Parse the action in the last block of a tag: a dictionary in JSON or Python; None without a valid one.
+
+    A valid action has a text as `action`. Python's form is parsed as a literal, so nothing is evaluated.
+    """
+    blocks = tagged(text, tag)
+    return _parsed(blocks[-1]) if blocks else None
+
+
+def _parsed(text: str) -> Mapping[str, Any] | None:
+    text = text.strip()
+    if len(text) > LONGEST:
+        return None
+    for parse in (json.loads, ast.literal_eval):
+        try:
+            action = parse(text)
+        except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+            continue
+        match action:
+            case {"action": str()}:
+                return action
+    return None
+
+
+def _target(prompt: Prompt) -> Mapping[str, Any]:
+    """Read the target action of a row: a dictionary, or a text that is one, with or without tags."""
+    match prompt.target:
+        case {"action": str()} as action:
+            return action
+        case str() as text:
+            action = parse_action(text) or _parsed(text)
+            if action is not None:
+                return action
+    raise ValueError(
+        f"prompt '{prompt.uid}': wanted as its answer an action such as "
+        f'{{"action": "click", "position": [0.5, 0.3]}}, got {prompt.target!r}'
+    )
+
+
+def _type(action: Mapping[str, Any]) -> str:
+    return action["action"].strip().lower()
+
+
+def _numbers(value: Any, count: int) -> Point | None:
+    """Read a list of finite numbers, or a text that is one in JSON."""
+    match value:
+        case str(words):
+            try:
+                value = json.loads(words)
+            except (ValueError, RecursionError):
+                return None
+    match value:
+        case [*numbers] if len(numbers) == count and all(map(is_number, numbers)):
+            return tuple(map(float, numbers))
+    return None
+
+
+def _position(action: Mapping[str, Any]) -> Point | None:
+    return _numbers(action.get("position"), 2)
+
+
+def _box(action: Mapping[str, Any]) -> Any:
+    box = _numbers(action.get("bbox"), 4)
+    return box if box and is_box(box) else None
+
+
+def _near(point: Point | None, other: Point | None, threshold: float) -> bool:
+    """Whether two points are there and at most `threshold` apart."""
+    return point is not None and other is not None and math.dist(point, other) <= threshold + ROUNDING
+
+
+def _inside(point: Point, box: Point) -> bool:
+    return box[0] <= point[0] <= box[2] and box[1] <= point[1] <= box[3]
+
+
+def word_f1(answer: str, target: str) -> float:
+    """Compute the F1 of the words of a text against those of another, with repeats; 1 for equal texts."""
+    words, wanted = normal_words(answer), normal_words(target)
+    shared = (Counter(words) & Counter(wanted)).total()
+    if not shared:
+        return float(answer.strip() == target.strip())  # such as two texts of punctuation
+    return 2 * shared / (len(words) + len(wanted))  # 2 p r / (p + r) with p = shared / words
