@@ -316,7 +316,7 @@ def toy_rewards(variant: dict[str, Any]) -> list[dict[str, Any]]:
         else {
             "name": MEASURES[i % 2] if reward.get("weight", 1.0) else MEASURES[0],
             **({"name": f"{__name__}:mostly_right"} if short_name(reward) in whole else {}),
-            "label": short_name(reward),
+            "label": reward.get("label", short_name(reward)),
             "weight": reward.get("weight", 1.0),
         }
         for i, reward in enumerate(given)

@@ -16,6 +16,9 @@ def apply(entry, table):
     options = {"of": "reward"} if "of" in entry.options else {}  # the only reward and label there is
     if "advantage" in entry.options:  # a chain inside
         options = {"of": ("reward",), "advantage": (total,)}
+    if "outcome" in entry.options:  # whose bonus must stay under the gaps of the outcomes
+        options = {"of": "near", "outcome": "reward", "alpha": 1e-3}
+        table = table.replace(scored={**table.scored, "near": torch.sigmoid(table.scored["reward"])})
     return entry.target(table, **options)
 
 
