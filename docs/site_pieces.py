@@ -49,6 +49,7 @@ WORDS = {
     "experience_update": "An option of the sampler `with_experience`: from experiences and compared "
     "answers to changes of the list, `(experiences, groups) -> [{add: text}, ...]`.",
     "group_filter": "Drops whole groups after scoring (dynamic sampling).",
+    "stop_rule": "Ends a run, or a stage of one, before `max_steps` (`until`).",
     "reference": "A policy to stay near.",
     "schedule": "In place of any option that takes a number.",
     "optimizer": "From named trained parameters to a torch optimizer.",

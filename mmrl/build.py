@@ -34,7 +34,7 @@ from mmrl.training.trainer import Run
 def build(config: Config, *, quiet: bool = False) -> Run:
     """Make a training run from a configuration, which is checked before any weight is loaded."""
     check(config).require_packages()
-    stream = Stream(config.seed)
+    stream = Stream(config.seed, stage=config.stage)
     pieces = Pieces(stream)
     make = partial(pieces.make_field, config)
     trackers = make("report.trackers")
@@ -68,6 +68,8 @@ def build(config: Config, *, quiet: bool = False) -> Run:
         startup_checks=make("report.startup_checks"),
         trackers=Trackers(trackers),
     )
+    if config.until:
+        make("until")  # a callback of the run, which finds it among the pieces
     pieces.made["rewards"] = RewardCoverage(method.rewards, len(data))
     pieces.made["prompts"] = PromptCounts(stream)
     reporter = Reporter(config, processes, stream, watching, quiet)

@@ -16,6 +16,7 @@ from mmrl.cli.check import check_file
 from mmrl.config.binding import Pieces
 from mmrl.config.loading import merge, read
 from mmrl.config.schema import Config, ConfigError, EvaluateConfig, as_piece, load, parse
+from mmrl.config.stages import load_stages
 from mmrl.core.reward_table import RewardTable
 from mmrl.core.rng import Stream
 from mmrl.core.types import Outcome, Prompt
@@ -114,8 +115,8 @@ def test_a_run_is_measured_as_its_evaluation_file_measures(name):
     named = [path for path in RUNS if f"evaluate/{name}.yaml" in path.read_text()]
     runs = [path for path in named if "include" in path.read_text() and "rollout" in read(path)]
     assert runs
-    for run in runs:
-        assert load(run).evaluation == alone.evaluation
+    for run in runs:  # of several stages the first: a later one may ask otherwise
+        assert load_stages(run)[0].config.evaluation == alone.evaluation
 
 
 def test_a_run_on_highlights_asks_in_training_what_it_asks_in_evaluation():
@@ -285,7 +286,7 @@ def test_dapo_punishes_length_over_its_last_4096_steps(length, wanted):
 
 
 MEASURES = ("tests.support.toys:share_right", "tests.support.toys:brevity")
-GENERATE = "tests.support.toys:ToyGenerate"
+GENERATE = "tests.support.toys:ToyNoting"
 
 
 def named_in(chain: list[Any]) -> list[str]:
@@ -356,6 +357,7 @@ def on_a_toy(variant: dict[str, Any], output: Path, **changes: Any) -> Config:
     if "engine" in variant.get("rollout", {}):
         engine = [GENERATE if name == "vision.generate" else name for name in variant["rollout"]["engine"]]
         variant = merge(variant, {"rollout": {"engine": engine}})
+        toy["policy"] = "tests.support.toys:ToyRecalling"  # for engines that bring rows back
         toy["data"] = {
             "name": "tests.support.toys:prompts",
             "answers": variant["rollout"].get("num_generations", 1),

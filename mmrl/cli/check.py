@@ -50,6 +50,7 @@ def check_file(path: str | Path, overrides: Sequence[str] = (), *, inputs: bool 
     from mmrl.config.binding import Pieces
     from mmrl.config.consistency import check_some
     from mmrl.config.misplaced import check_all
+    from mmrl.config.stages import load_stages, on_each
     from mmrl.core.rng import Stream
     from mmrl.diagnostics.inputs import check_inputs
     from mmrl.pareto import check_settings
@@ -59,8 +60,17 @@ def check_file(path: str | Path, overrides: Sequence[str] = (), *, inputs: bool 
         raise ConfigError("the file is empty")
     if "build" in raw:
         check_all(Pieces(Stream()), load(path, overrides, BuildConfig))
-    elif is_part(raw):
+    elif is_part(raw) and not raw.get("stages"):
         check_some(raw, parse_some(raw, Config))
+    elif raw.get("stages"):
+        stages = load_stages(path, overrides)
+
+        def check_stage(i: int) -> None:
+            check_run(stages[i].config)
+            if inputs:
+                check_inputs(stages[i].config)
+
+        on_each([stage.place for stage in stages], check_stage)
     else:
         kind, check_whole = (Config, check_run) if "rollout" in raw else (EvaluateConfig, check_settings)
         config = load(path, overrides, kind)

@@ -5,9 +5,13 @@ from __future__ import annotations
 import argparse
 from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from mmrl.cli.command import CONFIG, OVERRIDES, argument, command, for_terminal, print_measured
-from mmrl.config.schema import Config, load
+from mmrl.config.stages import Stage, load_stages, on_each
+
+if TYPE_CHECKING:
+    from mmrl.doctor import Diagnosis
 
 
 @command(
@@ -16,25 +20,50 @@ from mmrl.config.schema import Config, load
     examples=("mmrl train my_run.yaml", "mmrl train my_run.yaml learn.learning_rate=2e-5 output_dir=runs/b"),
 )
 def train(given: argparse.Namespace) -> None:
-    """Train into `output_dir`; continues from the last checkpoint."""
+    """Train into `output_dir`, one stage after another; continues from the last checkpoint."""
     from mmrl.build import build as make
+    from mmrl.build import check
     from mmrl.training.checkpointing import look
     from mmrl.training.loop import train as go
+    from mmrl.training.stages import look_at, train_stages
 
-    config = load(given.config, given.overrides, Config)
-    look(config)
-    run = make(config)
-    go(run)
-    if run.final is not None and run.processes.main:
-        print_measured(run.final)
+    stages = load_stages(given.config, given.overrides)
+    if stages[0].name:
+        on_each([stage.place for stage in stages], lambda i: check(stages[i].config).require_packages())
+        look_at(stages)
+        final = train_stages(stages, make)
+    else:
+        look(stages[0].config)
+        run = make(stages[0].config)
+        go(run)
+        final = run.final if run.processes.main else None
+    if final is not None:
+        print_measured(final)
 
 
 @command(CONFIG, OVERRIDES, examples=("mmrl doctor my_run.yaml",))
 def doctor(given: argparse.Namespace) -> int:
     """Run every check of a training run on one small collection; exit code 1 if one finds something grave."""
+    from mmrl.build import check
     from mmrl.doctor import examine
 
-    report = examine(load(given.config, given.overrides, Config))
+    stages = load_stages(given.config, given.overrides)
+    on_each([stage.place for stage in stages], lambda i: check(stages[i].config))
+    healthy = True
+    for stage in stages:
+        _title(stage)
+        report = examine(stage.config)
+        _print_diagnosis(report)
+        healthy = healthy and report.healthy
+    return 0 if healthy else 1
+
+
+def _title(stage: Stage) -> None:
+    if stage.name:
+        print(f"== stage {stage.name}")
+
+
+def _print_diagnosis(report: Diagnosis) -> None:
     for entry, findings in report.found:
         verdict = "wrong" if any(finding.grave for finding in findings) else "ok   "
         print(f"{verdict}  {entry.full_name}: {entry.summary}")
@@ -45,7 +74,6 @@ def doctor(given: argparse.Namespace) -> int:
     for name, text in report.example.items():
         print(f"{name:>9}  " + for_terminal(text).replace("\n", f"\n{'':11}"))
     _print_memory(report.memory, report.room, report.device)
-    return 0 if report.healthy else 1
 
 
 @command(CONFIG, OVERRIDES, examples=("mmrl estimate-memory my_run.yaml rollout.num_prompts=64",))
@@ -54,13 +82,17 @@ def estimate_memory(given: argparse.Namespace) -> int:
     from mmrl.build import check
     from mmrl.diagnostics import memory_estimates
 
-    config = load(given.config, given.overrides, Config)
-    check(config)
-    memory = memory_estimates.estimate_memory(config)
+    stages = load_stages(given.config, given.overrides)
+    on_each([stage.place for stage in stages], lambda i: check(stages[i].config))
     room, device = memory_estimates.room()
-    _print_memory(memory, room, device)
+    largest = 0.0
+    for stage in stages:
+        _title(stage)
+        memory = memory_estimates.estimate_memory(stage.config)
+        _print_memory(memory, room, device)
+        largest = max(largest, sum(memory.values()))
     print("without activations, which `mmrl doctor` measures")
-    return int(0 < room < sum(memory.values()))
+    return int(0 < room < largest)
 
 
 def _print_memory(memory: Mapping[str, float], room: float, device: str) -> None:
@@ -79,10 +111,14 @@ def _print_memory(memory: Mapping[str, float], room: float, device: str) -> None
     examples=("mmrl report runs/a", "mmrl report runs/a runs/b --output both.html"),
 )
 def report(given: argparse.Namespace) -> None:
-    """Write the page of a run, or one page that compares several."""
+    """Write the page of a run, or one page that compares several runs, or the stages of one."""
     from mmrl.reporting.html import find_run, write_comparison, write_page
+    from mmrl.runtime.stages import read_stages
+    from mmrl.training.stages import write_report
 
-    if len(given.runs) == 1:
+    if len(given.runs) == 1 and read_stages(given.runs[0]):
+        path = write_report(given.runs[0], given.output)
+    elif len(given.runs) == 1:
         path = write_page(find_run(given.runs[0]).folder, given.output)
     else:
         path = write_comparison(given.runs, given.output or Path("comparison.html"))

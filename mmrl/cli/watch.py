@@ -10,6 +10,7 @@ from typing import Any
 
 from mmrl.cli.command import argument, command
 from mmrl.config.loading import ConfigError
+from mmrl.runtime.stages import begun, read_stages
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 READ = (
@@ -79,7 +80,7 @@ def serve(folder: Path, host: str, port: int, every: int) -> HTTPServer:
 
 
 class Page:
-    """The page of a run; it is laid out again only after a file that it shows has changed."""
+    """The page of a run, or of its stages; it is laid out again after a file that it shows has changed."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -88,20 +89,25 @@ class Page:
 
     def text(self) -> str:
         """Return the page as of now; one sentence before the first step, or where a file cannot be read."""
-        from mmrl.reporting.html.pages import run_page
+        from mmrl.reporting.html.pages import run_page, stages_page
         from mmrl.reporting.html.run_folder import read_run
 
-        files = [path.stat() for name in READ if (path := self.folder / name).exists()]
-        state = [(file.st_mtime_ns, file.st_size) for file in files]
-        if state != self.shown:
-            self.shown = state
-            try:
-                run = read_run(self.folder)
-                waiting = f"{run.name} has not finished a step yet."
-                self.made = run_page(run) if run.records else sentence(waiting)
-                self.finished = run.done >= run.config.get("max_steps", float("inf"))
-            except (ValueError, OSError) as error:  # such as a file that is being written
-                self.shown, self.made = None, sentence(f"The page cannot be made: {error}")
+        try:
+            stages = read_stages(self.folder)
+            folders = begun(self.folder) if stages else [self.folder]
+            files = [path.stat() for folder in folders for name in READ if (path := folder / name).exists()]
+            state = [(file.st_mtime_ns, file.st_size) for file in files]
+            if state == self.shown:
+                return self.made
+            self.shown, runs = state, [run for run in map(read_run, folders) if run.records]
+            if not runs:
+                self.made = sentence(f"{self.folder.resolve().name} has not finished a step yet.")
+            else:
+                self.made = stages_page(runs) if stages else run_page(runs[0])
+            last = runs[-1] if len(runs) == max(1, len(stages)) else None
+            self.finished = last is not None and last.done >= last.config.get("max_steps", float("inf"))
+        except (ValueError, OSError) as error:  # such as a file that is being written
+            self.shown, self.made = None, sentence(f"The page cannot be made: {error}")
         return self.made
 
 

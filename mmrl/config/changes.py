@@ -11,8 +11,9 @@ from mmrl.config.plain import as_mapping
 # learned so far.
 MAY_CHANGE = (
     "learn.learning_rate", "learn.micro_batch_steps", "evaluation", "eval_steps", "report", "max_steps",
-    "num_train_epochs", "save_steps", "save_total_limit", "metric_for_best_model", "greater_is_better",
-    "push_to_hub", "hub_model_id", "hub_private_repo", "ddp_timeout", "output_dir", "overwrite_output_dir",
+    "num_train_epochs", "until", "save_steps", "save_total_limit", "metric_for_best_model",
+    "greater_is_better", "push_to_hub", "hub_model_id", "hub_private_repo", "ddp_timeout", "output_dir",
+    "overwrite_output_dir",
 )  # fmt: skip
 BEST = ("evaluation", "metric_for_best_model", "greater_is_better")  # what the best checkpoint is chosen by
 UNTOLD = ("output_dir", "overwrite_output_dir", "num_train_epochs")  # changes that nobody needs to read

@@ -27,6 +27,9 @@ def check_training(config: Config) -> Pieces:
     _check_rewards(checked, "rewards")
     _check_rewards(checked, "evaluation.rewards", weighted=False)
     _check_reward_names(checked)
+    if config.until:
+        names = [bound.name for bound in _listed(checked, "rewards")]
+        _check_metric("until.of", config.until.options.get("of"), names)
     chain, engines = _listed(checked, "advantage"), _listed(checked, "rollout.engine")
     _check_nesting(engines, "rollout.engine", "policy", "engine")
     _check_nesting(_listed(checked, "sampler"), "sampler", "data", "sampler")
@@ -104,6 +107,7 @@ def _listed(checked: Mapping[str, Any], place: str) -> list[Bound]:
 def _check_together(config: Config) -> None:
     """Raise if keys contradict each other."""
     learn, rollout, best = config.learn, config.rollout, config.metric_for_best_model
+    ends = str(config.until.options.get("of", "")) if config.until else ""
     # Then some checkpoints would be written without a measurement.
     unmeasured = not config.eval_steps or config.save_steps % config.eval_steps
     contradictions = {
@@ -114,6 +118,12 @@ def _check_together(config: Config) -> None:
         ),
         "'eval_on_start' is true, but 'evaluation.data' names nothing to measure on": (
             config.eval_on_start and config.evaluation.data is None
+        ),
+        f"'until' reads '{ends}', but 'eval_steps' is 0, so that is measured after the last step alone": (
+            ends.startswith("eval_") and not config.eval_steps
+        ),
+        f"'carry' names {', '.join(config.carry)}, but 'init_from' names no run to take it from": (
+            config.carry and not config.init_from
         ),
         f"'metric_for_best_model' is '{best}', so 'save_steps' ({config.save_steps}) must be a multiple of "
         f"'eval_steps' ({config.eval_steps}): only then is it measured where a checkpoint is written": (
@@ -152,10 +162,14 @@ def _check_reward_names(checked: Mapping[str, Any]) -> None:
         elif place.startswith("report.checks["):
             for option, value in options.items():
                 for metric in as_list(value):
-                    # `rewards/NAME/mean`, as the journal has it; pairs report `rewards/chosen`.
-                    match str(metric).split("/"):
-                        case ["rewards", name, _, *_]:
-                            _check_name(f"{place}.{option}", name, names)
+                    _check_metric(f"{place}.{option}", metric, names)
+
+
+def _check_metric(place: str, metric: Any, names: Sequence[str]) -> None:
+    # `rewards/NAME/mean`, as the journal has it; pairs report `rewards/chosen`.
+    match str(metric).split("/"):
+        case ["rewards", name, _, *_]:
+            _check_name(place, name, names)
 
 
 def _check_name(place: str, name: Any, names: Sequence[str]) -> None:

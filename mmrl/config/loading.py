@@ -102,12 +102,35 @@ def _with_includes(raw: dict[Any, Any], place: str, above: tuple[Path, ...]) -> 
             pass
         case other:
             raise ConfigError(f"{place}: 'include' must be a list of files, not {other!r}")
+    match raw.get("stages"):
+        case list() as stages:
+            raw["stages"] = [_stage(stage, f"{place}: stages[{i}]", above) for i, stage in enumerate(stages)]
     shorthands = {key: raw.pop(key) for key in SHORTHANDS if raw.get(key) is not None}
     # Later files win over earlier ones, and the file itself over those that it includes.
     merged = reduce(merge, [*(_read_file(Path(name), above) for name in names), raw], {})
     for key, value in shorthands.items():
         merged = SHORTHANDS[key](value, merged, raw)
     return merged
+
+
+def _stage(stage: Any, place: str, above: tuple[Path, ...]) -> Any:
+    """Merge a stage over the files that it includes; its shorthands wait for the rest of the file."""
+    match stage:
+        case dict():
+            own = {key: value for key, value in stage.items() if key in SHORTHANDS}
+            return own | _with_includes({k: v for k, v in stage.items() if k not in own}, place, above)
+    raise ConfigError(f"{place}: a stage must be a mapping of changes, not {stage!r}")
+
+
+def without_stages(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the configuration of one run; raises `ConfigError` where it lists stages."""
+    if stages := raw.get("stages"):
+        raise ConfigError(
+            f"the file has {len(stages)} stages, each a run of its own: `mmrl train`, `mmrl check` and `mmrl "
+            "doctor` take such a file; else name the folder of a stage inside output_dir, or in Python "
+            "mmrl.config.stages.load_stages(file)[0].config"
+        )
+    return {key: value for key, value in raw.items() if key != "stages"}
 
 
 def _locate(path: Path, above: tuple[Path, ...]) -> Path:

@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal
 
 from omegaconf import OmegaConf
 
-from mmrl.config.loading import ConfigError, UnknownKey, read
+from mmrl.config.loading import ConfigError, UnknownKey, read, without_stages
 from mmrl.config.plain import check_finite
 from mmrl.config.ranges import NonNegativeFloat, NonNegativeInt, PositiveInt, Range, bounds_of, marks
 
@@ -144,7 +144,11 @@ class Config:
     report: Report = Report()
     max_steps: PositiveInt = 1000  # steps of the whole run
     num_train_epochs: NonNegativeFloat = 0.0  # passes over the data, in place of `max_steps`; 0: that one
+    until: Annotated[Piece | None, Kind("stop_rule")] = None  # ends the run by a metric, before `max_steps`
     init_from: str = ""  # a run or model folder to take the first weights from; `frozen` stays `policy.model`
+    init_references: bool = False  # whether `frozen` begins at `init_from` too
+    # What goes on from the checkpoint of `init_from` besides its weights.
+    carry: tuple[Literal["optimizer", "references", "sampler", "advantage"], ...] = ()
     save_steps: PositiveInt = 100  # steps between checkpoints
     save_total_limit: NonNegativeInt = 2  # latest checkpoints that are kept; 0: all
     metric_for_best_model: str = ""  # its best checkpoint is kept besides the latest
@@ -156,6 +160,7 @@ class Config:
     eval_on_start: bool = False  # evaluates before the first step too, where there is evaluation data
     ddp_timeout: Annotated[float, Range(1)] = 1800.0  # seconds a process waits for another before all fail
     seed: int = 0  # of every random stream
+    stage: NonNegativeInt = 0  # stages draw other prompts and noise in training, and evaluate with the same
     output_dir: str = "runs/unnamed"  # folder of everything that the run writes
     overwrite_output_dir: bool = False  # throw away the run that is there
 
@@ -232,6 +237,7 @@ def parse(raw: Mapping[str, Any], kind: type, *, part: bool = False) -> Any:
     Of a `part` required keys may be absent, and are then None. A list or mapping that is None is empty; for
     any other key None stands for its default.
     """
+    raw = without_stages(raw)
     try:
         return _parse(raw, kind, "", part)
     except UnknownKey as error:

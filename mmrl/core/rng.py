@@ -21,17 +21,19 @@ class Stream:
     step: int = 0
     round: int = 0
     purpose: str = "train"  # an evaluation draws from streams of its own
+    stage: int = 0  # of several runs that go on from each other
 
     def generator(self, *key: str | int) -> torch.Generator:
         """Make the CPU generator of a key at this step and round."""
         # The separator tells (1, 23) from (12, 3).
-        words = "\x1f".join(map(str, (self.seed, self.purpose, self.step, self.round, *key)))
+        run = (self.seed, self.stage) if self.stage else (self.seed,)
+        words = "\x1f".join(map(str, (*run, self.purpose, self.step, self.round, *key)))
         digest = hashlib.blake2b(words.encode(), digest_size=8).digest()  # Python salts its own `hash`
         return torch.Generator().manual_seed(int.from_bytes(digest, "big") >> 1)
 
     def fixed(self, *key: str | int) -> torch.Generator:
         """Make a generator that depends on neither step nor round, for what is drawn once per run."""
-        return Stream(self.seed, purpose=self.purpose).generator(*key)
+        return Stream(self.seed, purpose=self.purpose, stage=self.stage).generator(*key)
 
     def seed_of(self, *key: str | int) -> int:
         """Draw a seed once per run, for `seeded`."""

@@ -15,6 +15,7 @@ from mmrl.config.registry import find
 from mmrl.config.schema import Config, EvaluateConfig, Piece, as_plain, load, parse, parse_some
 from mmrl.config.sweep import setting_of
 from mmrl.runtime.checkpoint import MODEL, checkpoints, step_of
+from mmrl.runtime.stages import last_finished
 
 ADAPTERS = ("adapter_config.json", "pytorch_lora_weights.safetensors")  # of peft and of diffusers
 PIPELINE = "model_index.json"  # of diffusers
@@ -146,7 +147,12 @@ def _option(found: ModelSource, name: str, value: Any) -> dict[str, Any]:
 
 
 def _run_of(folder: Path) -> tuple[Path, Path] | None:
-    """Find the folder of a run, and the model folder of a checkpoint of it; None for another folder."""
+    """Find the folder of a run, and the model folder of a checkpoint of it; None for another folder.
+
+    Of a run in several stages it is the last stage that is finished.
+    """
+    if stage := last_finished(folder):
+        return stage.parent, stage / MODEL
     if (folder / "config.yaml").is_file():
         saved = [found / MODEL for found in checkpoints(folder)]
         if not saved:

@@ -66,6 +66,16 @@ def think_format(prompt: Prompt, outcome: Outcome) -> float:
 
 @reward
 @per_outcome
+def think_closed(prompt: Prompt, outcome: Outcome) -> float:
+    """Return 1 if a line that is `</think>` alone ends the thought exactly once, else 0 (open-rs).
+
+    For models whose prompt opens the think block already (arXiv 2503.16219).
+    """
+    return float((outcome.text or "").count("\n</think>\n") == 1)
+
+
+@reward
+@per_outcome
 def exact_match(prompt: Prompt, outcome: Outcome, *, tag: str = "answer") -> float:
     """Return 1 if the last `tag` block of the answer equals the target up to case and space, else 0.
 

@@ -22,7 +22,8 @@ from mmrl.runtime.checkpoint import CheckpointError
 from mmrl.runtime.content_hash import of_prompts
 from mmrl.runtime.distributed import Processes
 from mmrl.runtime.files import LOCK, check_free, in_one_line, push, remove, write_whole
-from mmrl.runtime.fsdp import gathered, whole
+from mmrl.runtime.fsdp import gathered, taken_up, whole
+from mmrl.runtime.stages import check_alone
 from mmrl.runtime.watchdog import ProcessFailed
 from mmrl.training.trainer import Best, Run
 
@@ -184,9 +185,37 @@ def _begin_from(run: Run, folder: Path) -> None:
                 "set up the policy as it was for them (policy.model, lora_rank), or name another folder"
             ) from error
     for reference in run.method.references.values():
-        if reference.decay < 1:  # moving averages begin where the policy begins
+        # Moving averages begin where the policy begins.
+        if reference.decay < 1 or run.config.init_references:
             reference.take()
+    if run.config.carry:
+        _carry(run, folder.parent)
     run.report.console.say(f"beginning from the weights in {folder}")
+
+
+def _carry(run: Run, folder: Path) -> None:
+    """Take over what `carry` names from the state of another run's checkpoint."""
+    carried, trained = run.config.carry, run.method.trained
+    state = _together(run.processes, partial(checkpoint.read_state, folder))
+    pieces = run.stateful["pieces"]
+    places = {place for place in {*pieces, *state["pieces"]} if inside(place, *carried)}
+    try:
+        if "optimizer" in carried:
+            groups = run.method.optimizer.param_groups
+            configured = [{k: v for k, v in group.items() if k != "params"} for group in groups]
+            run.processes.take_up(run.method.optimizer, state["optimizer"], trained)
+            for group, options in zip(run.method.optimizer.param_groups, configured, strict=True):
+                group |= options  # the moments go on, with the weight decay and betas of this run
+        for name, reference in run.method.references.items() if "references" in carried else ():
+            reference.load_state_dict(taken_up(state["references"][name], trained))
+        for place in sorted(places):
+            pieces[place].load_state_dict(state["pieces"][place])
+    except (KeyError, ValueError, RuntimeError, TypeError) as error:
+        raise CheckpointError(
+            f"cannot carry {', '.join(carried)} over from '{folder}': {in_one_line(error, 300)}; both runs "
+            "need the same pieces there; leave out of `carry` what does not fit"
+        ) from error
+    run.report.console.say(f"carried over from {folder}: {', '.join(carried)}")
 
 
 def model_folder(path: str) -> Path:
@@ -277,10 +306,16 @@ def look(config: Config) -> None:
     """Raise `ConfigError` where the output folder is in use or contains another run; nothing is loaded."""
     folder = Path(config.output_dir)
     check_free(folder)
+    check_alone(folder)
     if not config.overwrite_output_dir:
         _changes(config, folder)
     if config.init_from and (config.overwrite_output_dir or not _begun(folder)):
         start = model_folder(config.init_from)
+        if config.carry and not (start.parent / checkpoint.STATE).is_file():
+            raise ConfigError(
+                f"'carry' names {', '.join(config.carry)}, but '{config.init_from}' (init_from) has weights "
+                "alone; name a run or a checkpoint of one"
+            )
         if config.overwrite_output_dir and start.resolve().is_relative_to(folder.resolve()):
             raise ConfigError(
                 f"'init_from' is in '{folder}', which overwrite_output_dir=true empties; name another "

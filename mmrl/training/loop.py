@@ -22,11 +22,12 @@ from mmrl.training.nonfinite import largest_first
 from mmrl.training.trainer import Run
 
 
-def train(run: Run) -> None:
+def train(run: Run) -> bool:
     """Train until `max_steps`, from the last checkpoint of the run if there is one.
 
     A run that gets SIGTERM or Ctrl-C finishes its step, saves, and leaves without its last evaluation.
-    Raises `ConfigError` where another process trains in the same folder.
+    Returns whether it came to its end and nobody asked it to stop. Raises `ConfigError` where another process
+    trains in the same folder.
     """
     asked = listening(not run.report.console.quiet)
     with run.processes.watching(), asked as stop, locked(run.folder, run.processes):
@@ -50,10 +51,13 @@ def train(run: Run) -> None:
             if run.processes.any(bool(stop.asked)):
                 if not due:
                     save(run)
-                return run.report.leave(step + 1, stop.asked)
+                run.report.leave(step + 1, stop.asked)
+                return False
         run.close()
         hand_over(run)
+        stopped = run.processes.any(bool(stop.asked))  # too late for this run, but not for a next stage
     run.tell("train_end")
+    return not stopped
 
 
 def learnable(run: Run, collection: Collection) -> tuple[Collection, RewardTable, Batch]:

@@ -10,6 +10,7 @@ from mmrl.core.step_table import Totals
 from mmrl.objectives.aggregations import (
     fixed_length,
     group_mean,
+    group_step_mean,
     length_weighted,
     sequence_mean,
     step_mean,
@@ -25,7 +26,7 @@ def weights(aggregation, batch):
 
 
 def test_every_aggregate_is_tested_here():
-    assert {entry.target for entry in pieces("aggregation")} == set(AGGREGATES)
+    assert {entry.target for entry in pieces("aggregation")} == {*AGGREGATES, group_step_mean}
 
 
 @pytest.mark.parametrize(
@@ -121,3 +122,9 @@ def test_group_mean_adds_the_rows_of_a_group_up():
     # rows of 2, 1 and 2 steps; two groups
     _, batch = step_table([[-1.0, -1.0], [-1.0], [-1.0, -1.0]], group=[3, 3, 8])
     assert_rows(group_mean(batch), [[1 / 4] * 2, [1 / 2, 0], [1 / 4] * 2])
+
+
+def test_group_step_mean_weighs_the_steps_of_a_group_alike():
+    # rows of 2, 1 and 2 steps; the first group has 3 steps, the second 2, and there are two groups
+    _, batch = step_table([[-1.0, -1.0], [-1.0], [-1.0, -1.0]], group=[3, 3, 8])
+    assert_rows(group_step_mean(batch), [[1 / 6] * 2, [1 / 6, 0], [1 / 4] * 2])

@@ -33,7 +33,8 @@ from mmrl.config.consistency import check_some
 from mmrl.config.keys import keys_of
 from mmrl.config.loading import read
 from mmrl.config.schema import Config as Training
-from mmrl.config.schema import as_piece, is_part, load, parse_some
+from mmrl.config.schema import as_piece, is_part, parse_some
+from mmrl.config.stages import load_stages
 from mmrl.core.rng import Stream
 
 command_line.parser()  # imports every command now, not while a test has replaced what they import
@@ -293,12 +294,15 @@ def found(name: str, folder: Path) -> str | Path:
 
 def check_config(given: Namespace, folder: Path) -> None:
     """Resolve the configuration with its overrides."""
+    if read(found(given.config, folder)).get("stages"):
+        return check_run(given, folder)
     check_raw(read(found(given.config, folder), given.overrides), folder)
 
 
 def check_run(given: Namespace, folder: Path) -> None:
-    """Resolve the configuration of a whole run."""
-    check(load(found(given.config, folder), given.overrides, Training))
+    """Resolve the configuration of a whole run, or of its stages."""
+    for stage in load_stages(found(given.config, folder), given.overrides):
+        check(stage.config)
 
 
 def check_several(paths: Sequence[str], overrides: Sequence[str], folder: Path) -> None:

@@ -2,7 +2,7 @@
 
 from mmrl.reporting.html.curves import curves
 from mmrl.reporting.html.layout import document, macros, metric_table
-from mmrl.reporting.html.pages import write_comparison, write_page
+from mmrl.reporting.html.pages import write_comparison, write_page, write_stages
 from mmrl.reporting.html.predictions import write_compared_page, write_predictions_page
 from mmrl.reporting.html.run_folder import find_run
 
@@ -16,4 +16,5 @@ __all__ = [
     "write_comparison",
     "write_page",
     "write_predictions_page",
+    "write_stages",
 ]

@@ -59,6 +59,11 @@ def write_comparison(folders: Sequence[Path], output: Path) -> Path:
     return write(comparison(named([find_run(folder) for folder in folders])), output)
 
 
+def write_stages(folders: Sequence[Path], output: Path) -> Path:
+    """Write one page of the stages of a run side by side, with curves that go on from stage to stage."""
+    return write(stages_page([find_run(folder) for folder in folders]), output)
+
+
 def write(page: str, path: Path) -> Path:
     """Write a page, and the folder that it lies in."""
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -98,9 +103,14 @@ def run_page(run: RunFolder, answers: str = "") -> str:
     return document(run.name, top, sections, heading=run.name, subtitle=summary)
 
 
-def comparison(runs: Mapping[str, RunFolder]) -> str:
-    """Lay out the page of several runs: last figures and settings side by side, curves in shared charts."""
-    records = {name: run.records for name, run in runs.items()}
+def comparison(runs: Mapping[str, RunFolder], *, in_sequence: str = "") -> str:
+    """Lay out the page of several runs: last figures and settings side by side, curves in shared charts.
+
+    Args:
+        runs: Runs by the names that the page has for them.
+        in_sequence: The name of the run whose stages these are, where each goes on from the one before.
+    """
+    records = one_after_another(runs) if in_sequence else {name: run.records for name, run in runs.items()}
     chips = [macros().chip(style_of(i)[0], name) for i, name in enumerate(runs)]
     heads = ["", *chips]
     folded = (macros().folded(name, run.config_text) for name, run in runs.items())
@@ -112,8 +122,26 @@ def comparison(runs: Mapping[str, RunFolder]) -> str:
         ("curves", "Curves", macros().grid((frontier(records), *curves(records)))),
         ("configurations", "Configurations", Markup().join(folded)),
     ]
-    listed = macros().runs(zip(chips, runs.values(), strict=True))
-    return document(" · ".join(runs), (), sections, heading=f"{len(runs)} runs side by side", subtitle=listed)
+    listed = macros().runs(zip(chips, runs.values(), strict=True), bool(in_sequence))
+    title, heading = " · ".join(runs), f"{len(runs)} runs side by side"
+    if in_sequence:
+        title, heading = in_sequence, f"{in_sequence}: {len(runs)} stage{'s' if len(runs) > 1 else ''}"
+    return document(title, (), sections, heading=heading, subtitle=listed)
+
+
+def stages_page(stages: Sequence[RunFolder]) -> str:
+    """Lay out the page of the stages of a run, in their order."""
+    home = stages[0].folder.resolve().parent.name
+    return comparison({stage.name: stage for stage in stages}, in_sequence=home)
+
+
+def one_after_another(runs: Mapping[str, RunFolder]) -> dict[str, list[dict[str, Any]]]:
+    """Count the steps of every run on from those of the runs before it."""
+    counted, taken = {}, 0
+    for name, run in runs.items():
+        counted[name] = [{**record, "step": record["step"] + taken} for record in run.records]
+        taken += run.done
+    return counted
 
 
 def named(runs: Sequence[RunFolder]) -> dict[str, RunFolder]:

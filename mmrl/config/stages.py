@@ -1,0 +1,190 @@
+"""Stages: a run file that lists several runs, each going on from the model of the one before."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, TypeVar
+
+from mmrl.config.loading import SHORTHANDS, ConfigError, change, merge, read
+from mmrl.config.plain import lookup
+from mmrl.config.schema import Config, convert, load
+
+REFUSED = ("output_dir", "overwrite_output_dir", "stages")  # keys of the whole file, not of a stage
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One run of a file; a file without `stages` is one stage without a name.
+
+    Args:
+        config: The configuration of the run, with an output folder of its own.
+        name: As in the file, or its number.
+        place: Where it stands in the file: `stages[1]`.
+        begins: The number of the stage, from 0, whose model it goes on from; None: from `policy.model`, or
+            from the folder in `config.init_from`.
+    """
+
+    config: Config
+    name: str = ""
+    place: str = ""
+    begins: int | None = None
+
+    @property
+    def folder(self) -> Path:
+        """The output folder of the run."""
+        return Path(self.config.output_dir)
+
+
+def load_stages(source: str | Path | Mapping[str, Any], overrides: Sequence[str] = ()) -> list[Stage]:
+    """Read and check the stages of a run file: each is the file with the changes of the stage merged over it.
+
+    An override such as `max_steps=5` changes all stages, `stages.1.max_steps=5` or `stages.NAME.max_steps=5`
+    one of them. What a stage after the first leaves out: `init_from` is the stage before it,
+    `init_references` is true, and `stage` is its number, so that it draws other prompts and noise, unless it
+    carries the sampler.
+
+    Raises:
+        ConfigError: A stage is no valid run; the error names its place.
+    """
+    try:
+        raw = read(source, [text for text in overrides if text.startswith("stages=")])
+        listed = raw.pop("stages", None)
+        if listed:
+            return _stages(raw, listed, [text for text in overrides if not text.startswith("stages=")])
+    except ConfigError as error:
+        at = "" if isinstance(source, Mapping) else f"{source}: "
+        raise ConfigError(f"{at}{error}") from error
+    return [Stage(load(source, overrides))]
+
+
+def on_each(places: Sequence[str], work: Callable[[int], T]) -> list[T]:
+    """Call a function for the number of every stage; an error names the place, unless all have the same."""
+    results: list[T] = []
+    errors: dict[int, ConfigError] = {}
+    for i in range(len(places)):
+        try:
+            results.append(work(i))
+        except ConfigError as error:
+            errors[i] = error
+    if not errors:
+        return results
+    first, error = next(iter(errors.items()))
+    if len({str(error) for error in errors.values()}) == 1 and len(errors) == len(places):
+        raise error  # of what the stages have in common
+    raise ConfigError(_at(places[first], str(error))) from error
+
+
+def _at(place: str, text: str) -> str:
+    """Put the place of a stage before the key that an error begins with, or before the error."""
+    keys = "|".join(field.name for field in fields(Config))
+    longer = re.sub(rf"^('?)({keys})\b", rf"\1{place}.\2", text)
+    return longer if longer != text else f"{place}: {text}"
+
+
+def _stages(raw: dict[str, Any], listed: Any, overrides: Sequence[str]) -> list[Stage]:
+    """Make the stages of a file from the rest of it."""
+    listed = [dict(stage) for stage in convert(listed, list[dict[str, Any]], "stages")]
+    names = _names(listed)
+    places = [f"stages[{i}]" for i in range(len(names))]
+    common, own = _parted(overrides, names)
+    whole = on_each(places, lambda i: change(_over(raw, listed[i], common), own[i]))
+    top = change(raw, common)
+    home = Path(str(top.get("output_dir") or Config.output_dir))
+    begins = [
+        _complete(whole[: i + 1], names, {*listed[i], *(text.partition("=")[0] for text in own[i])})
+        for i in range(len(names))
+    ]
+    for i, stage in enumerate(whole):
+        stage["output_dir"] = str(home / (f"{i + 1}-{names[i]}" if names[i] != str(i + 1) else names[i]))
+        if (start := begins[i]) is not None:
+            stage["init_from"] = whole[start]["output_dir"]
+    configs = on_each(places, lambda i: load(whole[i]))
+    return [Stage(*parts) for parts in zip(configs, names, places, begins, strict=True)]
+
+
+def _parted(overrides: Sequence[str], names: Sequence[str]) -> tuple[list[str], list[list[str]]]:
+    """Part overrides into those of all stages and, without their `stages.NAME.`, those of each."""
+    numbers = {str(i): i for i in range(len(names))}
+    known = {name: i for i, name in enumerate(names) if not name.isdigit()} | numbers
+    common: list[str] = []
+    own: list[list[str]] = [[] for _ in names]
+    for text in overrides:
+        which, _, rest = text.removeprefix("stages.").partition(".")
+        if not text.startswith("stages."):
+            common.append(text)
+        elif which in known and rest.partition("=")[0] not in REFUSED:
+            own[known[which]].append(rest)
+        else:
+            raise ConfigError(
+                f"the override '{text}' must read stages.NAME.key=value with one of {', '.join(known)}, and "
+                f"with another key than {', '.join(REFUSED)}"
+            )
+    return common, own
+
+
+def _names(listed: Sequence[dict[str, Any]]) -> list[str]:
+    """Take the names out of the stages; each is part of the name of a folder."""
+    names: list[str] = []
+    for i, stage in enumerate(listed):
+        place = f"stages[{i}]"
+        name = convert(stage.pop("name", None) or str(i + 1), str, f"{place}.name")
+        if not re.fullmatch(r"\w[\w.-]*", name):
+            raise ConfigError(
+                f"'{place}.name' must be made of letters, digits, '-', '_' and '.', not {name!r}"
+            )
+        if name in names:
+            raise ConfigError(f"'{place}.name' is '{name}', as that of stages[{names.index(name)}]")
+        for key in REFUSED:
+            if key in stage:
+                raise ConfigError(f"'{place}.{key}' belongs to the whole file; put it at its top")
+        names.append(name)
+    return names
+
+
+def _over(raw: dict[str, Any], stage: dict[str, Any], common: Sequence[str]) -> dict[str, Any]:
+    """Merge a stage over the file, and the command line over both."""
+    stage = dict(stage)
+    for one, other in (("max_steps", "num_train_epochs"), ("num_train_epochs", "max_steps")):
+        if stage.get(one) and other not in stage:  # of the file's length, which the stage replaces
+            stage[other] = None
+    shorthands = {key: stage.pop(key) for key in SHORTHANDS if stage.get(key) is not None}
+    merged = merge(raw, stage)
+    for key, value in shorthands.items():
+        merged = SHORTHANDS[key](value, merged, stage)
+    return change(merged, common)
+
+
+def _complete(stages: Sequence[dict[str, Any]], names: Sequence[str], given: set[str]) -> int | None:
+    """Fill in what the last of some stages leaves out, and return the number of the one that it begins from.
+
+    Args:
+        stages: Plain configurations, the last of which is completed.
+        names: Of all stages.
+        given: The keys that the stage itself gives.
+    """
+    stage, i = stages[-1], len(stages) - 1
+    wanted = stage.get("init_from") if "init_from" in given or i == 0 else names[i - 1]
+    if "init_from" in given and wanted in names[i:]:
+        raise ConfigError(f"'stages[{i}].init_from' is '{wanted}', which is no stage before that one")
+    if i == 0:
+        if not stage.get("init_from") and "carry" not in given:
+            stage.pop("carry", None)  # of the file: nothing is before the first stage
+        return None
+    # A sampler that goes on needs the random stream that its order was drawn from.
+    goes_on = "sampler" in (stage.get("carry") or ())
+    stage.setdefault("stage", stages[-2].get("stage", 0) if goes_on else i)
+    stage.setdefault("init_references", True)
+    if wanted not in names:
+        return None
+    begins = names.index(wanted)
+    policies = [lookup(stages[k], "policy.name") for k in (begins, i)]
+    if policies[0] != policies[1]:
+        raise ConfigError(
+            f"'stages[{i}].policy' is '{policies[1]}', but it begins from the weights of '{wanted}', whose "
+            f"policy is '{policies[0]}'; name the same policy, or another `init_from`"
+        )
+    return begins

@@ -1,0 +1,57 @@
+"""Rewards of the length of an answer, given whether it is right."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Literal
+
+from mmrl.config.binding import Bound
+from mmrl.config.ranges import PositiveInt
+from mmrl.config.registry import reward as register
+from mmrl.core.types import Outcome, Prompt
+
+
+@register
+def cosine_length(
+    prompts: Sequence[Prompt],
+    outcomes: Sequence[Outcome],
+    *,
+    reward: Bound,
+    max_completion_length: PositiveInt,
+    right: tuple[float, float] = (1.0, 0.5),
+    wrong: tuple[float, float] = (-1.0, -0.5),
+    unit: Literal["tokens", "characters"] = "tokens",
+    clamp: bool = True,
+) -> list[float | None]:
+    """Reward right answers more and wrong ones less where they are short, along half a cosine (open-rs).
+
+    `end + (start - end) (1 + cos(pi L / M)) / 2` at length L of at most M (arXiv 2503.16219). None where the
+    answer cannot be judged.
+
+    Args:
+        reward: Judges an answer: right above 0.5, wrong up to it.
+        max_completion_length: M, at which the reward has its end value.
+        right: Rewards of a right answer of length 0 and M.
+        wrong: Those of a wrong one; open-rs' script has (0, -0.5), which prefers short wrong answers.
+        unit: What L counts: steps as the engine counted them, or characters, as open-rs' code does.
+        clamp: Whether an answer longer than M counts as M; open-rs' code goes on along the cosine, to that of
+            length 0 at 2 M.
+    """
+    judged = reward(prompts, outcomes)
+    rewards: list[float | None] = []
+    for prompt, outcome, value in zip(prompts, outcomes, judged, strict=True):
+        if value is None:
+            rewards.append(None)
+            continue
+        length = outcome.end if unit == "tokens" else len(outcome.text or "")
+        if length is None:
+            raise ValueError(
+                f"`cosine_length` counts steps, but the outcome of prompt '{prompt.uid}' has none"
+            )
+        share = length / max_completion_length
+        start, end = right if value > 0.5 else wrong
+        rewards.append(
+            end + (start - end) * (1 + math.cos(math.pi * (min(share, 1.0) if clamp else share))) / 2
+        )
+    return rewards

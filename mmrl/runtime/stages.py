@@ -1,0 +1,78 @@
+"""The record of a run in several stages: which of them are finished, and with which checkpoint."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from mmrl.config.loading import ConfigError
+from mmrl.config.schema import convert
+from mmrl.runtime.files import write_whole
+
+RECORD = "stages.json"  # of the output folder that has a folder for every stage
+
+
+@dataclass(frozen=True)
+class StageRecord:
+    """What is known of a stage.
+
+    Args:
+        name: Of the stage.
+        folder: The name of its folder.
+        checkpoint: The checkpoint that later stages go on from; empty until the stage is finished.
+        step: The steps that it took.
+        length: The keys that decide how long it is, as they were when it was finished.
+    """
+
+    name: str
+    folder: str
+    checkpoint: str = ""
+    step: int = 0
+    length: Mapping[str, Any] = field(default_factory=dict)
+
+
+def read_stages(home: Path) -> list[StageRecord]:
+    """Read the record in an output folder; empty where that has none, so that it holds no stages."""
+    path = home / RECORD
+    if not path.exists():
+        return []
+    try:
+        return [convert(stage, StageRecord, RECORD) for stage in json.loads(path.read_text())["stages"]]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"'{path}' is broken: {error}; put it back, or name another output_dir") from error
+
+
+def write_stages(home: Path, records: Sequence[StageRecord]) -> None:
+    """Write the record atomically."""
+    write_whole(home / RECORD, json.dumps({"stages": [asdict(record) for record in records]}, indent=2))
+
+
+def last_finished(home: Path) -> Path | None:
+    """Find the checkpoint of the last finished stage; None where the folder holds no stages.
+
+    Raises `ConfigError` where no stage is finished.
+    """
+    records = read_stages(home)
+    finished = [record for record in records if record.checkpoint]
+    if records and not finished:
+        names = ", ".join(record.folder for record in records)
+        raise ConfigError(f"'{home}' holds the stages {names}, and none is finished; name the folder of one")
+    return home / finished[-1].folder / finished[-1].checkpoint if finished else None
+
+
+def begun(home: Path) -> list[Path]:
+    """List the folders of the stages that have taken a step."""
+    folders = [home / record.folder for record in read_stages(home)]
+    return [folder for folder in folders if (folder / "metrics.jsonl").exists()]
+
+
+def check_alone(folder: Path) -> None:
+    """Raise `ConfigError` where the output folder of a run holds the stages of another file."""
+    if records := read_stages(folder):
+        raise ConfigError(
+            f"'{folder}' holds the stages {', '.join(record.folder for record in records)}; name another "
+            "output_dir"
+        )

@@ -1,0 +1,134 @@
+"""Rules that end a run before `max_steps` because of a metric of its steps."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from mmrl.config.loading import ConfigError, nearest
+from mmrl.config.ranges import NonNegativeFloat, PositiveInt
+from mmrl.config.registry import stop_rule
+
+CLOCKS = ("time/", "step_time")  # of which two runs are never alike
+
+
+class StopRule:
+    """Averages the latest `window` values of a metric, and ends the run when `holds` is true often enough.
+
+    Every value counts once: of each step, or of each evaluation where the metric is one of `eval_`. Values
+    that are not finite are left out.
+    """
+
+    def __init__(self, metric: str, window: int, patience: int) -> None:
+        if metric.startswith(CLOCKS):
+            raise ValueError(
+                f"'{metric}' is measured by a clock, so no two runs would end alike; name another"
+            )
+        self.metric, self.window, self.patience = metric, window, patience
+        self.held_out = metric.startswith("eval_")
+        self.latest: list[float] = []
+        self.streak = 0  # measurements in a row at which the condition held
+        self.ended = False
+
+    def holds(self, mean: float) -> bool:
+        """Return whether the condition holds for the mean of the latest window; called once a measurement."""
+        raise NotImplementedError
+
+    def on_event(self, event: str, step: int, metrics: Mapping[str, float]) -> None:
+        """Take the metric of a step; raises `ConfigError` where the run has no such metric."""
+        if event != "step_end":
+            return
+        measured = [name for name in metrics if name.startswith("eval_") or not self.held_out]
+        if self.metric not in metrics and measured:  # none on a step without an evaluation
+            hint = nearest(self.metric, measured) or f"there are {', '.join(sorted(measured))}"
+            raise ConfigError(f"until: the run has no metric '{self.metric}'; {hint}")
+        value = metrics.get(self.metric, math.nan)
+        if not math.isfinite(value):
+            return
+        self.latest = [*self.latest, value][-self.window :]
+        if len(self.latest) == self.window:
+            self.streak = self.streak + 1 if self.holds(sum(self.latest) / self.window) else 0
+            self.ended = self.ended or self.streak >= self.patience
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the window, the streak, and whether the run has ended."""
+        return {"latest": list(self.latest), "streak": self.streak, "ended": self.ended}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what `state_dict` returned."""
+        self.latest, self.streak, self.ended = list(state["latest"]), state["streak"], state["ended"]
+
+
+@stop_rule
+class Threshold(StopRule):
+    """End the run when a metric is above or below a number.
+
+    Args:
+        of: A metric, by its name in metrics.jsonl, such as `reward` or `eval_recall`.
+        above: The run ends when the mean of the window is above this; give this or `below`.
+        below: The run ends when the mean of the window is below this.
+        window: Measurements that are averaged; nothing is decided before there are as many.
+        patience: Measurements in a row at which the mean has to be there.
+    """
+
+    def __init__(
+        self,
+        *,
+        of: str,
+        above: float | None = None,
+        below: float | None = None,
+        window: PositiveInt = 1,
+        patience: PositiveInt = 1,
+    ) -> None:
+        if (above is None) == (below is None):
+            given = "neither" if above is None else "both"
+            raise ValueError(f"threshold wants `above` or `below`, and {given} of them is given")
+        super().__init__(of, window, patience)
+        self.above, self.below = above, below
+
+    def holds(self, mean: float) -> bool:
+        """Return whether the mean is beyond the number."""
+        return mean > self.above if self.above is not None else self.below is not None and mean < self.below
+
+
+@stop_rule
+class EarlyStopping(StopRule):
+    """End the run when a metric has not improved for `patience` measurements (as transformers' callback).
+
+    Args:
+        of: A metric, by its name in metrics.jsonl, such as `eval_mean_iou`.
+        greater_is_better: Of that metric; false where it should fall, such as an uncertainty.
+        threshold: An improvement is a mean that is better than the best so far by more than this.
+        window: Measurements that are averaged; the first mean is the first best.
+        patience: Measurements in a row without an improvement.
+    """
+
+    def __init__(
+        self,
+        *,
+        of: str,
+        greater_is_better: bool = True,
+        threshold: NonNegativeFloat = 0.0,
+        window: PositiveInt = 1,
+        patience: PositiveInt = 3,
+    ) -> None:
+        super().__init__(of, window, patience)
+        self.sign = 1.0 if greater_is_better else -1.0
+        self.threshold = threshold
+        self.best: float | None = None
+
+    def holds(self, mean: float) -> bool:
+        """Return whether the mean is no improvement; one that is becomes the best."""
+        improved = self.best is None or self.sign * (mean - self.best) > self.threshold
+        self.best = mean if improved else self.best
+        return not improved
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return also the best mean so far."""
+        return {**super().state_dict(), "best": self.best}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what `state_dict` returned."""
+        super().load_state_dict(state)
+        self.best = state["best"]

@@ -1,0 +1,164 @@
+"""Trains the stages of a run file one after another, and goes on where the last command was stopped.
+
+A stage is an ordinary run in a folder of its own. It begins when the one before is finished, from its
+checkpoint on the disk, so that it does not matter whether the same process trained that.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mmrl.config.loading import ConfigError, read
+from mmrl.config.schema import Config, as_plain, convert
+from mmrl.config.stages import Stage, on_each
+from mmrl.core.reward_table import Measured
+from mmrl.reporting.console import Console
+from mmrl.runtime.checkpoint import checkpoints
+from mmrl.runtime.distributed import Processes
+from mmrl.runtime.files import check_free, locked, remove
+from mmrl.runtime.stages import RECORD, StageRecord, begun, read_stages, write_stages
+from mmrl.training.checkpointing import CONFIG, look
+from mmrl.training.loop import train
+from mmrl.training.trainer import Run
+
+LENGTH = ("max_steps", "num_train_epochs", "until")  # keys that decide how long a stage is
+
+
+def train_stages(
+    stages: Sequence[Stage], build: Callable[[Config], Run], *, quiet: bool = False
+) -> Measured | None:
+    """Train every stage that is not finished; return the evaluation of the last one, if it came to its end.
+
+    Args:
+        stages: Of a run file, checked by `look_at`.
+        build: Makes a run from a configuration.
+        quiet: Print nothing between the stages.
+    """
+    home, final = stages[0].folder.parent, None
+    processes = Processes(stages[0].config.ddp_timeout)
+    console = Console(home.name, 0, quiet or not processes.main)
+    with locked(home, processes):
+        records = _open(stages, processes)
+        for i, stage in enumerate(stages):
+            if records[i].checkpoint:
+                continue
+            console.say(f"stage {i + 1} of {len(stages)}: {stage.name}")
+            run = build(_ready(stage, stages, records))
+            if not train(run):
+                console.say(f"stopped in stage {stage.name}; the same command goes on from here")
+                return None
+            records[i] = _finished(stage, run)
+            with processes.agreeing(f"writing '{home / RECORD}'"):
+                if processes.main:
+                    write_stages(home, records)
+                    write_report(home)
+            final = run.final if processes.main else None
+            del run  # the next stage needs its memory
+            gc.collect()
+            torch.cuda.empty_cache()
+    console.say(f"all {len(stages)} stages are finished; report: {home / 'report.html'}")
+    return final
+
+
+def write_report(home: Path, output: Path | None = None) -> Path:
+    """Write the page of all stages that have begun, side by side."""
+    from mmrl.reporting.html import write_stages as write
+
+    return write(begun(home), output or home / "report.html")
+
+
+def look_at(stages: Sequence[Stage]) -> None:
+    """Raise `ConfigError` where a stage cannot begin, or cannot go on, in its folder; nothing is loaded."""
+    home = stages[0].folder.parent
+    check_free(home)
+    if (home / CONFIG).exists():
+        raise ConfigError(f"'{home}' holds a run that is no stage; name another output_dir")
+    records = _records(stages)
+
+    def check(i: int) -> None:
+        stage = stages[i]
+        start = None if stage.begins is None else records[stage.begins]
+        if start is None or start.checkpoint:
+            look(_ready(stage, stages, records))
+
+    on_each([stage.place for stage in stages], check)
+
+
+def _open(stages: Sequence[Stage], processes: Processes) -> list[StageRecord]:
+    """Write the record of the stages as the first process knows them, and return it on every process."""
+    home, records = stages[0].folder.parent, []
+    with processes.agreeing(f"opening '{home}'"):
+        if processes.main:
+            records = _records(stages)
+            if stages[
+                0
+            ].config.overwrite_output_dir:  # the record goes last: a kill leaves it beside the rest
+                for record in read_stages(home):
+                    remove(home / record.folder)
+            write_stages(home, records)
+    told = processes.tell([asdict(record) for record in records])[0]
+    return [convert(record, StageRecord, RECORD) for record in told]
+
+
+def _ready(stage: Stage, stages: Sequence[Stage], records: Sequence[StageRecord]) -> Config:
+    """Put the checkpoint that a stage begins from into its configuration."""
+    if stage.begins is None:
+        return stage.config
+    start = stages[stage.begins].folder / records[stage.begins].checkpoint
+    if checkpoints(stage.folder) and (stage.folder / CONFIG).exists():
+        before = Path(read(stage.folder / CONFIG).get("init_from") or "")
+        if before.parts[-2:] == start.parts[-2:]:  # the whole output folder was moved since then
+            start = before
+    return replace(stage.config, init_from=str(start))
+
+
+def _length(stage: Stage) -> dict[str, Any]:
+    return {key: as_plain(getattr(stage.config, key)) for key in LENGTH}
+
+
+def _finished(stage: Stage, run: Run) -> StageRecord:
+    """Describe a stage that is finished; its best checkpoint is handed on where one was chosen."""
+    step = run.progress.best.step or run.progress.step
+    checkpoint, taken = f"checkpoint-{step}", run.progress.step
+    return StageRecord(stage.name, stage.folder.name, checkpoint, taken, _length(stage))
+
+
+def _records(stages: Sequence[Stage]) -> list[StageRecord]:
+    """Compare the stages with those that were trained in the folder so far, and return what is known of each.
+
+    A stage that is to take more steps than it took counts as not finished. Raises `ConfigError` where the
+    folder has other stages, or one that began from weights that are to be trained on.
+    """
+    home = stages[0].folder.parent
+    fresh = [StageRecord(stage.name, stage.folder.name) for stage in stages]
+    if stages[0].config.overwrite_output_dir:
+        return fresh
+    before = read_stages(home)
+    began = {folder.name for folder in begun(home)}
+    for i, record in enumerate(before):
+        if record.folder in began and (i >= len(stages) or record.folder != fresh[i].folder):
+            raise ConfigError(
+                f"'{home}' holds '{record.folder}' as stage {i + 1}, and the file has "
+                f"{repr(fresh[i].folder) if i < len(stages) else 'no such stage'}; name another output_dir, "
+                "or set overwrite_output_dir=true to throw all stages there away"
+            )
+    found = []
+    for i, stage in enumerate(stages):
+        known = before[i] if i < len(before) else fresh[i]
+        whole = known.checkpoint and (stage.folder / known.checkpoint).is_dir()
+        found.append(known if whole and dict(known.length) == _length(stage) else fresh[i])
+    for stage in stages:
+        start = stage.begins
+        if start is not None and stage.folder.name in began and not found[start].checkpoint:
+            raise ConfigError(
+                f"'{stage.folder}' began from '{stages[start].folder}', which is not as it was then: its "
+                f"checkpoint is gone, or one of {', '.join(LENGTH)} changed; put that back, remove "
+                f"'{stage.folder}', or set overwrite_output_dir=true to throw all stages there away"
+            )
+    return found

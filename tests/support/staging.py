@@ -1,0 +1,42 @@
+"""A run in stages of the look-up table, and what is compared of two of them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from mmrl.build import build, check
+from mmrl.config.stages import load_stages, on_each
+from mmrl.training.stages import look_at, train_stages
+from tests.support.toys import plan
+
+STAGES = [
+    {"name": "source", "max_steps": 3, "references": {"ref": "frozen"}, "objective": {"penalty": ["k3"]}},
+    {
+        "name": "target",
+        "references": {"ref": "frozen"},
+        "objective": {"penalty": ["k3"]},
+        "learn": {"learning_rate": 0.2},
+        "carry": ["optimizer"],
+        "max_steps": 8,
+        "until": {"name": "threshold", "of": "reward", "above": 0.11, "window": 2},
+    },
+    {"name": "last", "carry": ["sampler", "optimizer"], "rewards": ["tests.support.toys:share_right"]},
+]
+
+
+def staged(folder: Path, *overrides: str, stages=None, **changes):
+    """Load the stages of that run."""
+    raw = plan(folder, **{"max_steps": 3, "save_steps": 2, **changes})
+    return load_stages(
+        {**raw, "stages": json.loads(json.dumps(STAGES if stages is None else stages))}, overrides
+    )
+
+
+def trained(folder: Path, *overrides: str, stages=None, **changes):
+    """Train them."""
+    loaded = staged(folder, *overrides, stages=stages, **changes)
+    on_each([stage.place for stage in loaded], lambda i: check(loaded[i].config))
+    look_at(loaded)
+    train_stages(loaded, lambda config: build(config, quiet=True), quiet=True)
+    return loaded
