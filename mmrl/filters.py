@@ -7,7 +7,7 @@ from torch import Tensor
 
 from mmrl.config.registry import group_filter
 from mmrl.core.reward_table import EQUAL, RewardTable
-from mmrl.core.tensor import group_count, group_index, group_range
+from mmrl.core.tensor import group_count, group_extreme, group_index, group_range
 
 
 @group_filter
@@ -29,3 +29,17 @@ def varied(table: RewardTable, *, of: str = "") -> Tensor:
     extent = group_range(reward, index, known)
     # The range of a group without any known reward is -inf, so it is dropped unless it is a single row.
     return (extent > EQUAL) | (group_count(index, torch.ones_like(known)) < 2)
+
+
+@group_filter
+def not_all_right(table: RewardTable, *, of: str = "", max_reward: float = 1.0) -> Tensor:
+    """Drop groups whose answers all earned `max_reward`; all-wrong groups stay (NGRPO's filter).
+
+    For `virtual_maximum`, which learns from all-wrong groups. `of` names the reward; without it, the
+    weighted sum counts. Groups without any known reward are dropped.
+    """
+    if not len(table):
+        return torch.ones(0, dtype=torch.bool)
+    reward = table.at_end(of) if of else table.reward()
+    smallest = group_extreme(reward, group_index([table.group]), ~reward.isnan(), largest=False)
+    return smallest < max_reward - EQUAL  # inf where none is known

@@ -68,6 +68,52 @@ def cosine(
 
 
 @schedule
+def periodic(
+    clock: Clock,
+    *,
+    low: Annotated[TakenFloat, AtMost("high")],
+    high: TakenFloat,
+    period: PositiveInt = 640,
+    form: Literal["cosine", "stairs", "stair_cosine"] = "cosine",
+) -> float:
+    """Swing from `high` to `low` and back in every `period` (SIRI, arXiv 2509.25176).
+
+    As `max_completion_length` it compresses answers and lets them grow again in turn.
+
+    Args:
+        low: Smallest value, at half of a period.
+        high: Largest value, at the start of a period.
+        period: Steps of a period; the paper's is 640.
+        form: `cosine`; `stairs`, high in the first half and low in the second (our reading); or
+            `stair_cosine`, which stays for a quarter of the period at each end.
+    """
+    share = clock.step % period / period
+    if form == "stairs":
+        return high if share < 0.5 else low
+    if form == "stair_cosine":  # an eighth at the top, a quarter down, one at the bottom, one up, an eighth
+        share = min(max(share - 1 / 8, 0.0), 0.25) * 2 + min(max(share - 5 / 8, 0.0), 0.25) * 2
+    return (high + low) / 2 + (high - low) / 2 * math.cos(2 * math.pi * share)
+
+
+@schedule
+def epo_decay(clock: Clock, *, value: TakenFloat, steps: PositiveInt | None = None) -> float:
+    """EPO's weight of the entropy corridor: slow decay, then fast (arXiv 2509.22576).
+
+    With h half of the steps: 1 - 0.2 (1 - exp(-2 n / h)) up to h, and 0.8 exp(-3 (n - h) / (steps - h)) after
+    it, as in the released code. Our reading: n counts collections.
+
+    Args:
+        value: First value.
+        steps: Length in steps of the clock; null: the whole run, of `max_steps`.
+    """
+    whole = max(steps or clock.max_steps, 1)
+    half, step = whole // 2, min(clock.step, whole)
+    if step <= half:
+        return value * (1 - 0.2 * (1 - math.exp(-2 * step / max(half, 1))))
+    return value * 0.8 * math.exp(-3 * (step - half) / (whole - half))
+
+
+@schedule
 def ramp(clock: Clock, *, slope: NonNegativeFloat, limit: TakenFloat, delay: NonNegativeInt = 0) -> float:
     """Linear ramp from 0: DiffusionNFT's decay of the moving average (arXiv 2509.16117).
 
@@ -174,6 +220,58 @@ class RunningMean:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the mean and the number of steps in it."""
         self.mean, self.count = state["mean"], state["count"]
+
+
+@schedule
+class Towards:
+    """A value that moves at every step while reported metrics are off a target.
+
+    With a positive rate it rises while they are above the target: the multiplier of a constraint (dual
+    ascent). With a negative one it falls: an entropy coefficient that keeps up an entropy (TRL's
+    `use_adaptive_entropy`).
+
+    Args:
+        metrics: Metrics of the previous step, of which the mean is taken.
+        target: Value of the metrics at which nothing moves.
+        rate: Change per step: times the distance to the target, or with `form: sign` the change itself.
+        start: First value.
+        low: Smallest value.
+        high: Largest value; null: none.
+        form: `proportional` to the distance, or its `sign` alone.
+    """
+
+    def __init__(
+        self,
+        *,
+        target: float,
+        metrics: tuple[str, ...] = REWARDS,
+        rate: float = 0.1,
+        start: TakenFloat = 0.0,
+        low: TakenFloat = 0.0,
+        high: TakenFloat | None = None,
+        form: Literal["proportional", "sign"] = "proportional",
+    ) -> None:
+        self.metrics, self.target, self.rate, self.form = metrics, target, rate, form
+        self.low, self.high = low, high
+        self.value = start
+
+    def __call__(self, clock: Clock) -> float:
+        """Move by the metrics of the previous step, and return the value."""
+        if all(name in clock.metrics for name in self.metrics):
+            away = _mean(clock, self.metrics, 0.0) - self.target
+            if self.form == "sign":
+                away = math.copysign(1.0, away) if away else 0.0
+            moved = max(self.low, self.value + self.rate * away)
+            self.value = moved if self.high is None else min(self.high, moved)
+        return self.value
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the value."""
+        return {"value": self.value}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore the value."""
+        self.value = state["value"]
 
 
 def _mean(clock: Clock, names: Sequence[str], start: float) -> float:

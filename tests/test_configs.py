@@ -15,6 +15,7 @@ from mmrl.cli import main
 from mmrl.cli.check import check_file
 from mmrl.config.binding import Pieces
 from mmrl.config.loading import merge, read
+from mmrl.config.registry import find
 from mmrl.config.schema import Config, ConfigError, EvaluateConfig, as_piece, load, parse
 from mmrl.config.stages import load_stages
 from mmrl.core.reward_table import RewardTable
@@ -355,7 +356,10 @@ def on_a_toy(variant: dict[str, Any], output: Path, **changes: Any) -> Config:
         return parse(merge(flow_plan(output), merge(as_toy_flow(variant), changes)), Config)
     toy = {k: v for k, v in plan(output).items() if k not in ("advantage", "objective")}
     if "engine" in variant.get("rollout", {}):
-        engine = [GENERATE if name == "vision.generate" else name for name in variant["rollout"]["engine"]]
+        engine = [
+            GENERATE if as_piece(item, "").name == "vision.generate" else item
+            for item in variant["rollout"]["engine"]
+        ]
         variant = merge(variant, {"rollout": {"engine": engine}})
         toy["policy"] = "tests.support.toys:ToyRecalling"  # for engines that bring rows back
         toy["data"] = {
@@ -363,11 +367,14 @@ def on_a_toy(variant: dict[str, Any], output: Path, **changes: Any) -> Config:
             "answers": variant["rollout"].get("num_generations", 1),
         }
     sampler = str(variant.get("sampler", ""))
+    reads = [find("advantage", as_piece(item, "").name).needs.notes for item in variant["advantage"]]
     if "hint_column" in sampler:
         toy["data"] = "tests.support.toys:hinted_prompts"
-    elif sampler:  # which may read sources and tokens
+    elif sampler or "token" in frozenset().union(*reads):  # a sampler may read sources and tokens
         support = "tests.support.observing"
         toy = merge(toy, {"data": f"{support}:sourced", "rollout": {"engine": [f"{support}:ToyTokens"]}})
+    if "vision.teacher" in str(variant.get("references")):  # which loads a model
+        variant = {**variant, "references": {"teacher": "tests.support.toys:teacher"}}
     rewards = changes.pop("rewards", None) or toy_rewards(variant)
     raw = merge(merge(toy, variant), {"report": {"log_completions": False}, **changes})
     return parse({**raw, "rewards": rewards} if rewards else raw, Config)

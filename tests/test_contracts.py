@@ -35,6 +35,16 @@ OPTIONS = {
     ("advantage", "tempsamp_shaping"): {"of": "right"},
     ("advantage", "tempsamp_downscale"): {"of": "right"},
     ("advantage", "scale_by"): {"of": "right"},
+    ("advantage", "adora"): {"of": "right"},
+    ("advantage", "asymmetric_difficulty"): {"of": "right"},
+    ("advantage", "capped_bonus"): {"of": "right"},
+    ("advantage", "consistency_mix"): {"of": "right"},
+    ("advantage", "distinct"): {"of": "short", "right": "right"},
+    ("advantage", "entropy_rank"): {"of": "right"},
+    ("advantage", "most_varied"): {"keep": 2},
+    ("advantage", "semantic_entropy"): {"of": "right"},
+    ("advantage", "set_baseline"): {"of": "right", "size": 2},
+    ("advantage", "variance_width"): {"of": "right"},
     ("advantage", "scale_hinted"): {"of": "right"},
     ("advantage", "length_band"): {"of": "right", "shortest": 2},
     ("advantage", "vision.temporal_contrast"): {"of": "right"},
@@ -46,6 +56,7 @@ OPTIONS = {
     # The outcomes of the rows below are 0.1 apart, which the bonus must stay under.
     ("advantage", "tiers"): {"of": "right", "outcome": "short", "alpha": 0.05},
     ("sampler", "source_bandit"): {"by": "wanted"},
+    ("schedule", "towards"): {"target": -1.0},
     ("sampler", "learning_velocity"): {"by": "wanted", "open_at": -1.0},
     ("sampler", "pools"): {"by": "wanted", "pools": ("low", "high"), "edges": (3.0,)},
     ("sampler", "selected_by_difficulty"): {"by": "wanted"},
@@ -130,6 +141,7 @@ def row(place: int, turn: int, generator: torch.Generator, equal: bool) -> Traje
     length = 1 + (place + 2 * turn) % 4
     tokens = torch.randint(0, 6, (length,), generator=generator)
     noted = {name: -torch.rand(length, generator=generator) for name in ("logp", "entropy")}
+    noted["token"] = tokens.double()
     outcomes = []
     for end in range(1, length + 1) if (place + turn) % 2 else [length]:
         recorded = {"right": float(torch.rand((), generator=generator)), "short": -0.1 * end}
@@ -156,7 +168,7 @@ def table_of(rollouts: Rollouts, rank: int = 0) -> RewardTable:
         make("reward", Piece("precomputed", {"key": key, "label": key, "weight": weight}))
         for key, weight in (("right", 1.0), ("short", 0.5))
     ]
-    table = score(rewards, rollouts, notes=frozenset({"logp", "entropy"}), rank=rank)
+    table = score(rewards, rollouts, notes=frozenset({"logp", "entropy", "token"}), rank=rank)
     if not len(table):
         return table
     return table.note("ref/logp", table.notes["logp"] - 0.1 * torch.arange(table.notes["logp"].shape[1]))

@@ -27,6 +27,34 @@ DEFAULTS = {
         "scale": {"factor": 0.2},  # AWM
         "scale_hinted": {"max_reward": 1.0, "eps": 1e-6},
         "kl_in_reward": {"coef": 0.05},  # TRL's, of RLOO
+        "adora": {"threshold": 0.5, "factor": 0.1},
+        "asymmetric_difficulty": {"alpha": 1.0, "eps": 1e-6},
+        "best_margin": {"eps": 1e-6},
+        "capped_bonus": {"coef": 1.0, "cap": 0.5},
+        "conditional_halves": {"mu": 1.0, "a": 1.0, "b": 0.0},  # CANON
+        "conflict_tokens": {"positive": 2.0, "negative": 0.0, "entropy_coef": 0.1},  # GTPO
+        "consistency_mix": {"gamma": 20.0, "threshold": 0.837, "eps": 1e-6},  # COPO
+        "covariance_mask": {"share": 0.0002, "low": 1.0, "high": 5.0},  # Clip-Cov
+        "distinct": {"threshold": 0.5, "tau": 0.15},  # DaGRPO
+        "drop_zero": {"atol": 0.0},
+        "entropy_rank": {"max_reward": 0.1, "share": 0.2},  # our reading of R3
+        "entropy_width": {"alpha": 1.0, "beta": 1.0, "pivot": 0.8},  # HAPO
+        "group_median": {"mad_floor": 0.001},  # MC-GRPO
+        "log_mean_exp": {"tau": 1.0},
+        "negative_only": {"positive_weight": 0.0},
+        "rarity_weights": {"alpha": 1.0, "sigma": 0.2, "eps": 1e-6},  # VeRPO
+        "semantic_entropy": {"alpha": 0.0417},  # SEED-GRPO
+        "serial_decay": {"base": 2.0},  # S-GRPO
+        "set_baseline": {"size": 4},  # Polychromic
+        "tiers": {"zones": 4, "alpha": 0.2},  # our reading of SSL
+        "variance_weights": {"eps": 1e-6},
+        "variance_width": {
+            "span": 1.0,
+            "by_advantage": 0.5,
+            "by_variance": 0.5,
+            "reference": 2.0,
+        },  # ours, ETR
+        "virtual_maximum": {"max_reward": 1.0, "num_virtual": 1, "eps": 1e-6},  # NGRPO
         "length_band": {"shortest": 320, "longest": 512, "bonus": 0.2, "above": 0.1},  # Video-R1
         "vision.temporal_contrast": {"min_ratio": 0.8, "bonus": 0.3, "above": 0.1},
         "returns": {"gamma": 1.0},
@@ -35,15 +63,18 @@ DEFAULTS = {
         "value_anchor": {"k": 0.1, "steps": 5},
     },
     "surrogate": {
+        "elastic_clip": {"epsilon": 0.2},  # as `clip`
         "clip": {"epsilon": 0.2},
         "cispo": {"clip_max": 5.0, "clip_min": 0.0},  # arXiv 2510.13786
         "diffusion_nft": {"beta": 1.0, "max_advantage": 5.0},
         "sapo": {"temperature_pos": 1.0, "temperature_neg": 1.05},
+        "gamma_weight": {"k_pos": 2.0, "lambda_pos": 3.0, "k_neg": 3.0, "lambda_neg": 2.0},  # VESPO, TRL's
+        "off_policy_mask": {"threshold": 0.5},  # DeepSeek-V3.2
     },
     "aggregation": {},
-    "ratio": {},
+    "ratio": {"geometric_ratio": {"epsilon": 0.4}},  # GMPO
     "step_weight": {"truncated_importance": {"clip_max": 3.0}},  # TRL's
-    "implicit_reward": {},
+    "implicit_reward": {"ld_log_ratio": {"ld_alpha": 0.5}, "f_divergence": {"alpha": 0.5}},  # alpha: TRL's
     "penalty": {
         "gaussian_kl": {"coef": 0.04},  # Flow-GRPO
         "sft": {"coef": 0.5},
@@ -51,10 +82,19 @@ DEFAULTS = {
         "k2": KL,
         "k3": KL,
         "entropy_bonus": {"coef": 0.001},
+        "entropy_corridor": {**KL, "mean": 0.0, "low": 0.5, "high": 1.5, "delta": 0.1},  # EPO's scripts
+        "kl_hinge": {"coef": 1000.0, "delta": 1e-4},  # DisCO
+        "lost_likelihood": {"coef": 0.2},  # LLDS
+        "ratio_variance": {"coef": 0.04},
         "norm_hinge": {"coef": 1.0, "factor": 1.1},
         "velocity_mse": {"coef": 0.003, "noise_level": 0.7},
     },
     "compare": {
+        "all_pairs": {"epsilon": 0.2},
+        "aot": {**BETA, "label_smoothing": 0.0},
+        "discopop": {"beta": 0.05, "tau": 0.05},  # the paper's
+        "discriminate": {"tau": 10.0},  # DisCO
+        "dno": {**BETA, "scale": 1.0},
         "regression": {"delta": 0.01},  # our reading of Reg-GRPO
         "anchor_chosen": {**BETA, "delta": 0.0},
         "apo_down": BETA,
@@ -72,6 +112,8 @@ DEFAULTS = {
         "sppo_hard": BETA,
     },
     "schedule": {
+        "periodic": {"period": 640},  # SIRI
+        "towards": {"low": 0.0, "rate": 0.1, "start": 0.0},
         "constant": {"warmup_steps": 0},
         "cosine": {"warmup_steps": 0},
         "linear": {"warmup_steps": 0},
@@ -147,6 +189,9 @@ def test_switches_are_off_but_where_a_method_has_them_on():
     assert on == {f"turning_points.{name}" for name in turning} | {
         "sliding_window.roll_back",
         "selected_by_difficulty.shuffle",
+        "group_median.drop_pivot",
+        "capped_bonus.only_positive",
+        "conflict_tokens.per_conflict",
         "uniform.shuffle",
         "vade.thompson",
     }

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from mmrl.config.ranges import Probability
+from mmrl.advantages.notes import noted
+from mmrl.config.ranges import NonNegativeFloat, Probability
 from mmrl.config.registry import advantage
 from mmrl.core.reward_table import ABSENT, RewardTable, name_id, place_of_steps
-from mmrl.core.tensor import pad_to
 
 
 @advantage(notes={"entropy"})
@@ -18,8 +18,7 @@ def high_entropy(table: RewardTable, *, top: Probability = 0.2) -> RewardTable:
     without a recorded entropy (demonstrations) are not ranked and keep their advantage: our reading.
     """
     table = per_step(table)
-    # Notes keep the width of the longest row that was collected, which may have been dropped since.
-    entropy = pad_to(table.notes["entropy"], table.ends.shape[1], 1, float("nan"))[:, : table.ends.shape[1]]
+    entropy = noted(table, "entropy")
     ranked = table.present & ~entropy.isnan()
     if not ranked.any():
         return table
@@ -41,12 +40,13 @@ def drop_truncated(table: RewardTable) -> RewardTable:
 
 
 @advantage
-def drop_zero(table: RewardTable) -> RewardTable:
+def drop_zero(table: RewardTable, *, atol: NonNegativeFloat = 0.0) -> RewardTable:
     """Drop rows whose advantage is 0 at every step (Flow-GRPO, arXiv 2505.05470).
 
-    Penalties do not act on dropped rows.
+    Penalties do not act on dropped rows. An advantage of at most `atol` counts as 0 (LOOP, arXiv 2502.01600:
+    0.01).
     """
-    moved = (table.valid & (table.values != 0)).any((1, 2))
+    moved = (table.valid & (table.values.abs() > atol)).any((1, 2))
     return table.replace(learn=table.learn & moved[:, None])
 
 

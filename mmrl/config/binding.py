@@ -8,7 +8,7 @@ import sys
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial, reduce
+from functools import cache, partial, reduce
 from typing import Any, Literal, TypeVar
 
 from mmrl.config.loading import ConfigError, UnknownKey
@@ -78,8 +78,8 @@ class Bound:
         against = self.options.get("against", default.default if default else "old")
         needed = against != "old" or self.entry.of_others
         own = self.entry.needs | Needs(others={against: self.entry.of_others} if needed else {})
-        listed = (value for value in self.options.values() if type(value) is tuple)
-        inner = (piece.needs for pieces in listed for piece in pieces if type(piece) is Bound)
+        values = (v if type(v) is tuple else (v,) for v in self.options.values())
+        inner = (piece.needs for pieces in values for piece in pieces if type(piece) is Bound)
         return reduce(Needs.__or__, inner, own)
 
 
@@ -231,12 +231,12 @@ class Pieces:
     def _inner(self, kind: str, piece: Piece, place: str) -> Any:
         """Make a piece that is an option of another; one that may load files is checked, and made by a call.
 
-        So a data set around another gets a function that reads it, and a check reads nothing.
+        So a data set around another gets a function that reads it, once, and a check reads nothing.
         """
         if kind not in LOADED:
             return self.make(kind, piece, place=place)
         self.check(kind, piece, place)
-        return partial(self.make, kind, piece, place=place)
+        return cache(partial(self.make, kind, piece, place=place))
 
     def require_packages(self) -> None:
         """Raise if a piece that was looked up needs a package that is not installed."""

@@ -21,15 +21,23 @@ GRPO_LOSSES = {  # to the surrogate and the aggregation
     "cispo": ("cispo", "step_mean"),
     "sapo": ("sapo", "sequence_mean"),
     "luspo": ("clip", "length_weighted"),
+    "vespo": ("gamma_weight", "step_mean"),
 }
 DPO_LOSSES = {  # to the comparison
     **{name: name for name in ("sigmoid", "hinge", "ipo", "exo_pair", "nca_pair", "robust", "bco_pair")},
-    **{name: name for name in ("sppo_hard", "apo_zero", "apo_down")},
+    **{name: name for name in ("sppo_hard", "apo_zero", "apo_down", "discopop")},
     "sigmoid_norm": "sigmoid",
 }
 SMOOTHED = ("robust", "exo_pair")
-ABSENT_LOSSES = ("vespo", "aot", "aot_unpaired", "discopop", "sft")
-STEP_MEANS = ("dapo", "bnpo", "cispo")
+DIVERGENCES = {  # of TRL's `f_divergence_type`, to the option of `f_divergence`
+    "reverse_kl": "",
+    "forward_kl": "forward_kl",
+    "js_divergence": "js",
+    "alpha_divergence": "alpha",
+}
+NO_DIVERGENCE = ("sigmoid_norm", "nca_pair", "bco_pair", "sppo_hard", "apo_zero", "apo_down")
+ABSENT_LOSSES = ("aot", "aot_unpaired", "sft")
+STEP_MEANS = ("dapo", "bnpo", "cispo", "vespo")
 
 
 def processes() -> int:
@@ -72,7 +80,7 @@ class Given:
             case None:
                 return bool(DPO_ONLY & set(self.values)) or self.at("objective.name") == "comparison"
             case str(loss):
-                return loss in {*DPO_LOSSES, *ABSENT_LOSSES[1:]}
+                return loss in {*DPO_LOSSES, *ABSENT_LOSSES}
         return True  # a list, which DPO adds up
 
     def at(self, key: str) -> Any:

@@ -8,8 +8,10 @@ from mmrl.config.loading import ConfigError
 from mmrl.config.plain import as_mapping
 from mmrl.config.trl_given import (
     ABSENT_LOSSES,
+    DIVERGENCES,
     DPO_LOSSES,
     GRPO_LOSSES,
+    NO_DIVERGENCE,
     SMOOTHED,
     STEP_MEANS,
     Change,
@@ -26,15 +28,28 @@ def objective(given: Given) -> Change:
             raise ConfigError(f"'loss_type={name!r}' of TRL is not here; there are {known}")
     if given.pairs:
         return pairs(given)
+    threshold = given["off_policy_mask_threshold"]
+    if "loss_type" not in given and threshold is not None:
+        raise ConfigError(
+            f"'off_policy_mask_threshold={threshold!r}' of TRL wraps the surrogate of `loss_type`; give that "
+            "too, or write `off_policy_mask` at `objective.surrogate`"
+        )
     kind, aggregation = GRPO_LOSSES[given.losses[0]]
     options = (
         {"max_completion_length": given["max_completion_length"]} if aggregation == "fixed_length" else {}
     )
-    change = {
+    piece = {"name": kind, **_surrogate_options(given, kind, whole=True)}
+    if threshold is not None:
+        piece = {"name": "off_policy_mask", "threshold": threshold, "surrogate": piece}
+    change: Change = {
         "objective.name": "policy_gradient",
-        "objective.surrogate": {"name": kind, **_surrogate_options(given, kind, whole=True)},
+        "objective.surrogate": piece,
         "objective.aggregation": {"name": aggregation, **options},
     }
+    if kind == "gamma_weight":
+        if given["importance_sampling_level"] != "token":
+            raise ConfigError("'loss_type=vespo' of TRL has its own ratio of answers; leave out the level")
+        change["objective.ratio"] = "sequence_sum"
     # The length divides, so the engine has to have the same.
     return change | (
         {"rollout.engine.0.max_completion_length": given["max_completion_length"]} if options else {}
@@ -44,9 +59,13 @@ def objective(given: Given) -> Change:
 def surrogate(given: Given) -> Change:
     """The clipping range and the temperatures of the surrogate that there is."""
     loss = given.values.get("loss_type")
-    kind = GRPO_LOSSES[loss][0] if loss in GRPO_LOSSES else given.at("objective.surrogate.name") or "clip"
+    named, place = loss in GRPO_LOSSES, "objective.surrogate"
+    masked = given.at(f"{place}.name") == "off_policy_mask"
+    if "off_policy_mask_threshold" in given if named else masked:
+        place = f"{place}.surrogate"  # the one inside
+    kind = GRPO_LOSSES[loss][0] if named else given.at(f"{place}.name") or "clip"
     options = _surrogate_options(given, kind, whole=False)
-    return {f"objective.surrogate.{name}": value for name, value in options.items()}
+    return {f"{place}.{name}": value for name, value in options.items()}
 
 
 def _surrogate_options(given: Given, kind: str, *, whole: bool) -> Change:
@@ -56,6 +75,7 @@ def _surrogate_options(given: Given, kind: str, *, whole: bool) -> Change:
         # TRL has one bound for both: `epsilon_high`, and `epsilon` where that is not set.
         "cispo": {"clip_max": "epsilon_high" if "epsilon_high" in given else "epsilon"},
         "sapo": {"temperature_pos": "sapo_temperature_pos", "temperature_neg": "sapo_temperature_neg"},
+        "gamma_weight": {n: f"vespo_{n}" for n in ("k_pos", "lambda_pos", "k_neg", "lambda_neg")},
     }.get(kind, {})
     taken = {*names.values(), "epsilon"}  # the default of another loss is no mistake
     for name, row in ARGUMENTS.items():
@@ -80,10 +100,10 @@ def length(given: Given) -> Change:
 
 def pairs(given: Given) -> Change:
     """The comparisons of DPO: new ones where `loss_type` names them, else options of those that there are."""
-    options = _pair_options(given)
+    options, reward = _pair_options(given), _implicit_reward(given)
     if "loss_type" not in given:
         there = given.at("objective.compare") or [""]
-        return {
+        return ({"objective.implicit_reward": reward} if reward else {}) | {
             f"objective.compare.{i}.{name}": value
             for i in range(len(there))
             for name, value in options(i).items()
@@ -95,7 +115,8 @@ def pairs(given: Given) -> Change:
     compare = [{"name": DPO_LOSSES[name], **options(i)} for i, name in listed if name != "sft"]
     change: Change = {
         "objective.name": "comparison",
-        "objective.implicit_reward": "mean_log_ratio" if "sigmoid_norm" in given.losses else "log_ratio",
+        "objective.implicit_reward": reward
+        or ("mean_log_ratio" if "sigmoid_norm" in given.losses else "log_ratio"),
         "objective.compare": compare,
         "references.ref": given.at("references.ref") or "frozen",
     }
@@ -106,6 +127,26 @@ def pairs(given: Given) -> Change:
             "objective.aggregation": "group_mean",
         }
     return change
+
+
+def _implicit_reward(given: Given) -> Change:
+    """Name the implicit reward that `ld_alpha` or `f_divergence_type` asks for; empty for the log-ratio."""
+    divergence, ld_alpha = given["f_divergence_type"], given["ld_alpha"]
+    if divergence not in DIVERGENCES:
+        raise ConfigError(f"'f_divergence_type' of TRL is {', '.join(DIVERGENCES)}; not {divergence!r}")
+    other = divergence != "reverse_kl"
+    refused = [*NO_DIVERGENCE] if other else ["sigmoid_norm"] if ld_alpha is not None else []
+    if wrong := [name for name in given.losses if name in refused]:
+        raise ConfigError(
+            f"'{'f_divergence_type' if other else 'ld_alpha'}' of TRL cannot be had with the loss "
+            f"'{wrong[0]}' here; leave one of them out"
+        )
+    if other and ld_alpha is not None:
+        raise ConfigError("'ld_alpha' and 'f_divergence_type' of TRL are two implicit rewards; give one")
+    if ld_alpha is not None:
+        return {"name": "ld_log_ratio", "ld_alpha": ld_alpha}
+    alpha = {"alpha": given["f_alpha_divergence_coef"]} if divergence == "alpha_divergence" else {}
+    return {"name": "f_divergence", "divergence": DIVERGENCES[divergence], **alpha} if other else {}
 
 
 def _pair_options(given: Given) -> Callable[[int], Change]:
@@ -125,6 +166,7 @@ def _pair_options(given: Given) -> Callable[[int], Change]:
             )
         chosen: Change = {"beta": given["beta"]} if "beta" in given or "loss_type" in given else {}
         chosen |= {"label_smoothing": smoothing} if smoothing else {}
+        chosen |= {"tau": given["discopop_tau"]} if name == "discopop" and "discopop_tau" in given else {}
         return chosen | ({"weight": weights[i]} if weights else {})
 
     return options

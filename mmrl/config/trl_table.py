@@ -57,8 +57,8 @@ OBJECTIVE: dict[str, Argument] = {
         "differs",
         "dapo",
         "objective",
-        "`bnpo` is a mean over the update and not over a micro-batch, `sft` one over answers; `vespo`, "
-        "`aot`, `aot_unpaired` and `discopop` are absent.",
+        "`bnpo` is a mean over the update and not over a micro-batch, `sft` one over answers; `aot` and "
+        "`aot_unpaired`, which sort a micro-batch, are absent: the comparison `aot` sorts a group.",
         rule="objective",
         dpo="sigmoid",
     ),
@@ -90,6 +90,10 @@ OBJECTIVE: dict[str, Argument] = {
     "delta": _same("objective.surrogate.delta", None, rule="surrogate"),
     "sapo_temperature_pos": _same("objective.surrogate.temperature_pos", 1.0, rule="surrogate"),
     "sapo_temperature_neg": _same("objective.surrogate.temperature_neg", 1.05, rule="surrogate"),
+    "vespo_k_pos": _same("objective.surrogate.k_pos", 2.0, rule="surrogate"),
+    "vespo_lambda_pos": _same("objective.surrogate.lambda_pos", 3.0, rule="surrogate"),
+    "vespo_k_neg": _same("objective.surrogate.k_neg", 3.0, rule="surrogate"),
+    "vespo_lambda_neg": _same("objective.surrogate.lambda_neg", 2.0, rule="surrogate"),
     "importance_sampling_level": _same(
         "objective.ratio", "token", values={"token": "step_ratio", "sequence": "sequence_ratio"}
     ),
@@ -109,7 +113,12 @@ OBJECTIVE: dict[str, Argument] = {
     "ref_model_mixup_alpha": _same("references.ref.decay", 0.6, rule="penalty", note="decay is 1 - alpha."),
     "ref_model_sync_steps": _same("references.ref.every", 512, rule="penalty"),
     "reward_weights": _same("rewards.0.weight", None, rule="reward_weights", note="One for each reward."),
-    "off_policy_mask_threshold": _absent(None, "Use `objective.step_weight` (`truncated_importance`)."),
+    "off_policy_mask_threshold": _same(
+        "objective.surrogate.threshold",
+        None,
+        rule="objective",
+        note="`off_policy_mask` around the surrogate; only together with `loss_type`.",
+    ),
     "use_adaptive_entropy": _absent(False, "Use a schedule as the `coef` of `entropy_bonus`."),
     "router_aux_loss_coef": _absent(None, "Experts are not balanced by a loss here.", 0.0),
     "label_smoothing_factor": _absent(0.0, "Use `label_smoothing` of a comparison."),
@@ -122,10 +131,17 @@ OBJECTIVE: dict[str, Argument] = {
         "Only of `robust` and `exo_pair`, as there.",
         rule="pairs",
     ),
-    "ld_alpha": _absent(None, "LD-DPO's weight of the longer answer's tail is not here."),
-    "f_divergence_type": _absent(
-        "reverse_kl", "Only the log-ratio of DPO is here (`objective.implicit_reward`)."
+    "discopop_tau": _same("objective.compare.0.tau", 0.05, rule="pairs", note="Of `discopop`."),
+    "ld_alpha": _same(
+        "objective.implicit_reward", None, rule="pairs", note="`ld_log_ratio`. Not with `sigmoid_norm`."
     ),
+    "f_divergence_type": _same(
+        "objective.implicit_reward",
+        "reverse_kl",
+        rule="pairs",
+        note="`f_divergence`. Not with `ld_alpha` or `sigmoid_norm`.",
+    ),
+    "f_alpha_divergence_coef": _same("objective.implicit_reward.alpha", 0.5, rule="pairs"),
     "use_weighting": _absent(False, "WPO's weights of pairs are not here."),
 }
 
@@ -320,7 +336,6 @@ IGNORED: dict[str, Argument] = {
     ),
     **_ignored(
         "Of a loss that is not here: without effect on the others.",
-        "vespo_k_pos vespo_lambda_pos vespo_k_neg vespo_lambda_neg discopop_tau f_alpha_divergence_coef "
         "entropy_coef_min entropy_coef_max entropy_coef_delta entropy_target",
     ),
     **_ignored(

@@ -12,7 +12,16 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from mmrl.core.tensor import group_count, group_extreme, group_index, group_mean, group_std, pad_to
+from mmrl.core.tensor import (
+    group_count,
+    group_extreme,
+    group_index,
+    group_mean,
+    group_rank,
+    group_std,
+    group_sum,
+    pad_to,
+)
 from mmrl.core.types import Rollouts, Trajectory
 
 EQUAL = 1e-8  # rewards closer than this count as equal
@@ -60,6 +69,23 @@ class GroupStatistics:
     def smallest(self) -> Tensor:
         """Find the smallest values."""
         return self._over(partial(group_extreme, largest=False))
+
+    def sum(self) -> Tensor:
+        """Add the values up."""
+        return self._over(lambda v, index, valid: group_sum(torch.where(valid, v, 0.0), index)[index])
+
+    def rank(self) -> Tensor:
+        """Rank the valid entries in ascending order from 0, ties by row; the others come last."""
+        return self._over(group_rank)
+
+    def at_rank(self, rank: Tensor) -> Tensor:
+        """Find the value of a rank, which must be that of a valid entry; 0 elsewhere."""
+        chosen = self.valid & (self.rank() == rank)
+        return dataclasses.replace(self, valid=chosen).sum()
+
+    def median(self) -> Tensor:
+        """Find the medians, the lower of two middle values; 0 without entries."""
+        return self.at_rank((self.count().long() - 1).div(2, rounding_mode="floor"))
 
     def flat(self) -> Tensor:
         """Return whether all entries of a group are equal, so that there is nothing to compare."""

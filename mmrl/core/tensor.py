@@ -61,6 +61,19 @@ def group_range(values: Tensor, index: Tensor, valid: Tensor) -> Tensor:
     return group_extreme(values, index, valid) - group_extreme(values, index, valid, largest=False)
 
 
+def group_rank(values: Tensor, index: Tensor, valid: Tensor) -> Tensor:
+    """Rank each entry in its group, in ascending order from 0: (M, R) values to (M, R) int64.
+
+    Ties go by the order of entries; entries that are not valid come after all others.
+    """
+    by_value = torch.where(valid, values, torch.inf).argsort(dim=0, stable=True)
+    order = by_value.gather(0, index[by_value].argsort(dim=0, stable=True))  # by group, then by value
+    size = torch.bincount(index)
+    first = (size.cumsum(0) - size)[index][:, None]  # entries of the groups before
+    places = torch.arange(len(index))[:, None].expand_as(order)
+    return torch.empty_like(order).scatter_(0, order, places) - first
+
+
 def masked_mean(values: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
     """Average `values` where `mask` is 1, over one dimension or all; 0 where the mask is empty."""
     return (values * mask).sum(dim) / mask.sum(dim).clamp(min=1)

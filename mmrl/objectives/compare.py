@@ -11,9 +11,9 @@ from typing import Annotated, Literal
 
 import torch
 from torch import Tensor
-from torch.nn.functional import softplus
+from torch.nn.functional import logsigmoid, softplus
 
-from mmrl.config.ranges import NonNegativeFloat, PositiveFloat, Probability, Range
+from mmrl.config.ranges import NonNegativeFloat, PositiveFloat, PositiveShare, Probability, Range
 from mmrl.config.registry import compare
 from mmrl.core.reward_table import EQUAL
 from mmrl.core.step_table import Batch
@@ -116,6 +116,32 @@ def hinge(
     """Hinge loss on the margin: max(0, 1 - beta margin) (SLiC, arXiv 2305.10425)."""
     margin, decided = margins(implicit_reward, batch, level)
     return mean_over_groups((1 - beta * margin).clamp(min=0), decided, batch)
+
+
+@compare(unit=Unit.GROUP)
+def discopop(
+    implicit_reward: Tensor,
+    batch: Batch,
+    *,
+    beta: PositiveFloat = 0.05,
+    tau: PositiveShare = 0.05,
+    level: Level = "row",
+) -> Tensor:
+    """DPO loss that turns into an exponential where the margin is positive (DiscoPOP, arXiv 2406.08414).
+
+    With x beta times the margin and s = sigmoid(x / tau): (1 - s) (-log sigmoid(x)) + s exp(-x). The loss
+    was discovered by a language model, and is not convex around 0.
+
+    Args:
+        beta: Scale of implicit rewards, above 0.
+        tau: Width of the change of form, in (0, 1]; the paper's value (TRL's `discopop_tau`).
+        level: Compare rows (`row`), or the rows step by step (`step`).
+    """
+    margin, decided = margins(implicit_reward, batch, level)
+    logit = beta * margin
+    # exp(-x) sigmoid(x / tau) as one exponential: apart, the first overflows where the second is 0.
+    exponential = (logsigmoid(logit / tau) - logit).exp()
+    return mean_over_groups(torch.sigmoid(-logit / tau) * softplus(-logit) + exponential, decided, batch)
 
 
 def margins(implicit_reward: Tensor, batch: Batch, level: Level) -> tuple[Tensor, Tensor]:

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
+from torch.nn.functional import logsigmoid
 
 from mmrl.config.binding import Bound
 from mmrl.config.plain import as_list
+from mmrl.config.ranges import PositiveFloat, Probability
 from mmrl.config.registry import Needs, implicit_reward, objective
 from mmrl.config.schema import Piece
 from mmrl.core.step_table import Batch, StepOutput
-from mmrl.core.tensor import group_index, group_mean, group_sum, masked_mean
+from mmrl.core.tensor import group_extreme, group_index, group_mean, group_sum, masked_mean
 from mmrl.core.types import Unit
 from mmrl.objectives.policy_gradient import needs_of
 
@@ -60,6 +64,52 @@ def mean_ratio(new: StepOutput, batch: Batch, *, against: str = "old") -> Tensor
     """
     gap = ((new.logp - batch.by(against, new).logp) * batch.mask).clamp(-20.0, 20.0)
     return gap.exp() * _share(batch)  # exp(0) outside of the mask, which the objective drops
+
+
+@implicit_reward(unit=Unit.GROUP)
+def ld_log_ratio(
+    new: StepOutput, batch: Batch, *, ld_alpha: Probability = 0.5, against: str = "ref"
+) -> Tensor:
+    """Log-ratio whose steps beyond the shortest row of the group weigh less (LD-DPO, arXiv 2409.06411).
+
+    Args:
+        ld_alpha: Weight of those steps: 1 is `log_ratio`, 0 leaves them out (TRL's `ld_alpha`).
+        against: Name of the other policy.
+    """
+    place, length = batch.mask.cumsum(-1), batch.mask.sum(-1)
+    index = group_index([batch.group])
+    shared = group_extreme(length, index, length > 0, largest=False)[:, None]
+    gap = new.logp - batch.by(against, new).logp
+    return torch.where(place > shared, ld_alpha * gap, gap)  # of two Python numbers it would be float32
+
+
+@implicit_reward(unit=Unit.ROW)
+def f_divergence(
+    new: StepOutput,
+    batch: Batch,
+    *,
+    divergence: Literal["forward_kl", "js", "alpha"] = "forward_kl",
+    alpha: PositiveFloat = 0.5,
+    against: str = "ref",
+) -> Tensor:
+    """Implicit reward f'(ratio) under another divergence than the reverse KL (f-DPO, arXiv 2309.16240).
+
+    The ratio u is that of the whole row; each step adds an equal share. The reverse KL, f' = log u, is
+    `log_ratio`. Exponents are at most 20.
+
+    Args:
+        divergence: `forward_kl` is 1 - 1 / u, `js` is log(2 u / (1 + u)), `alpha` is (u^(alpha - 1) - 1) /
+            (alpha - 1). TRL's `f_divergence_type`.
+        alpha: Order of `alpha`, above 0; 1 is the reverse KL (TRL's `f_alpha_divergence_coef`).
+        against: Name of the other policy.
+    """
+    gap = ((new.logp - batch.by(against, new).logp) * batch.mask).sum(-1, keepdim=True)
+    order = {"forward_kl": 0.0, "alpha": alpha}.get(divergence, 1.0) - 1  # 1 - 1 / u is that of alpha = 0
+    if divergence == "js":
+        value = math.log(2) + logsigmoid(gap)
+    else:
+        value = torch.expm1((order * gap).clamp(max=20.0)) / order if order else gap
+    return value * _share(batch) * batch.mask
 
 
 @objective

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from typing import Annotated, Literal
 
 import torch
@@ -9,7 +11,9 @@ from torch import Tensor
 
 from mmrl.config.ranges import AtMost, NonNegativeFloat, PositiveFloat, Range
 from mmrl.config.registry import ratio, step_weight, surrogate
+from mmrl.config.schema import Piece
 from mmrl.core.step_table import Batch, StepOutput
+from mmrl.core.tensor import masked_mean
 from mmrl.core.types import Unit
 
 
@@ -45,6 +49,33 @@ def sequence_sum(new: StepOutput, batch: Batch, *, against: str = "old") -> Tens
     """
     gap = step_ratio(new, batch, against=against)
     return gap.sum(-1, keepdim=True).expand_as(gap).clamp(-20.0, 20.0) * batch.mask
+
+
+@ratio(unit=Unit.ROW)
+def geometric_ratio(
+    new: StepOutput,
+    batch: Batch,
+    *,
+    epsilon: NonNegativeFloat = 0.4,
+    epsilon_high: NonNegativeFloat | None = None,
+    against: str = "old",
+) -> Tensor:
+    """Mean clipped log-ratio of the row: a geometric mean of clipped ratios (GMPO, arXiv 2507.20673).
+
+    Each step's log-ratio is clipped on the side that its advantage would push it to, as in PPO but in log
+    space; a clipped step has no gradient. Use it with `unclipped` and `sequence_mean`.
+
+    Args:
+        epsilon: Lower clip range of the log-ratio, and the upper one where `epsilon_high` is null.
+        epsilon_high: Upper clip range of the log-ratio.
+        against: Name of the other policy.
+    """
+    gap, sign = step_ratio(new, batch, against=against), batch.advantage.sign()
+    clipped = gap.clamp(-epsilon, epsilon if epsilon_high is None else epsilon_high)
+    # The smaller of sign * gap is the pessimistic one; where the advantage is 0 nothing is left.
+    kept = sign * torch.minimum(sign * gap, sign * clipped)
+    length = batch.mask.sum(-1, keepdim=True).clamp(min=1)
+    return kept.sum(-1, keepdim=True) / length * batch.mask
 
 
 @step_weight(unit=Unit.ROW, others={"old", "engine"})
@@ -157,3 +188,69 @@ def sapo(
     tau = torch.full_like(log_ratio, temperature_neg).masked_fill(batch.advantage > 0, temperature_pos)
     # 4 / tau: the slope at a ratio of 1 is 4 / tau * tau / 4 = 1, as without the gate.
     return -(4 / tau) * torch.sigmoid(tau * (_ratio(log_ratio) - 1)) * batch.advantage
+
+
+@surrogate
+def gamma_weight(
+    log_ratio: Tensor,
+    new: StepOutput,
+    batch: Batch,
+    *,
+    k_pos: PositiveFloat = 2.0,
+    lambda_pos: PositiveFloat = 3.0,
+    k_neg: PositiveFloat = 3.0,
+    lambda_neg: PositiveFloat = 2.0,
+) -> Tensor:
+    """Weigh log-probabilities by a gamma density of the answer's ratio (VESPO, arXiv 2602.10693).
+
+    The weight W^k exp(lambda (1 - W)) of the ratio W carries no gradient and is 1 at W = 1. Use it with the
+    ratio `sequence_sum`. The ratio is at least 1e-8, as in TRL. Options and constants are TRL's `vespo_*`.
+
+    Args:
+        k_pos: Power of the ratio where the advantage is at least 0.
+        lambda_pos: Decay where the advantage is at least 0; the weight is largest at k / lambda.
+        k_neg: Power of the ratio where the advantage is negative.
+        lambda_neg: Decay where the advantage is negative.
+    """
+    log_w, good = log_ratio.detach().clamp(math.log(1e-8), 20.0), batch.advantage >= 0
+    k = torch.full_like(log_w, k_neg).masked_fill(good, k_pos)
+    decay = torch.full_like(log_w, lambda_neg).masked_fill(good, lambda_pos)
+    weight = (k * log_w + decay * (1 - log_w.exp())).exp()
+    return -weight * batch.advantage * new.logp
+
+
+@surrogate
+def linear_bound(log_ratio: Tensor, new: StepOutput, batch: Batch) -> Tensor:
+    """Lower bound of the unclipped surrogate, linear in good steps' log-ratios (BGPO, arXiv 2510.11683).
+
+    The gain of a log-ratio d is (1 + d) A for A >= 0 and exp(d) A for A < 0. Where a step is one draw of a
+    mask of a diffusion model and d its log-ratio, `sequence_mean` bounds the surrogate of the mean over
+    draws, which no draw could be differentiated through alone.
+    """
+    held = log_ratio.clamp(-20.0, 20.0)
+    return -batch.advantage * torch.where(batch.advantage >= 0, 1 + held, held.exp())
+
+
+@surrogate(unit=Unit.ROW)
+def off_policy_mask(
+    log_ratio: Tensor,
+    new: StepOutput,
+    batch: Batch,
+    *,
+    surrogate: Callable = Piece("clip"),
+    threshold: NonNegativeFloat = 0.5,
+    against: str = "old",
+) -> Tensor:
+    """Drop negative answers that have drifted away from the policy that sampled (arXiv 2512.02556).
+
+    Off-policy sequence masking of DeepSeek-V3.2: a step of negative advantage costs nothing where the mean
+    of log old - log new over its answer is above `threshold`. Divisors and penalties are as without it.
+
+    Args:
+        surrogate: Loss of the steps that stay.
+        threshold: Largest mean drift of an answer, in nats a step (TRL's `off_policy_mask_threshold`).
+        against: Policy that sampled: `old`, or `engine` for the mismatch of the engine too, as in TRL.
+    """
+    drift = masked_mean(-step_ratio(new.detach(), batch, against=against), batch.mask, -1)[:, None]
+    kept = (batch.advantage >= 0) | (drift <= threshold)
+    return torch.where(kept, surrogate(log_ratio, new, batch), 0.0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 from mmrl.config.binding import Bound
@@ -17,7 +17,7 @@ def cosine_length(
     prompts: Sequence[Prompt],
     outcomes: Sequence[Outcome],
     *,
-    reward: Bound,
+    reward: Callable[[], Bound],
     max_completion_length: PositiveInt,
     right: tuple[float, float] = (1.0, 0.5),
     wrong: tuple[float, float] = (-1.0, -0.5),
@@ -38,7 +38,7 @@ def cosine_length(
         clamp: Whether an answer longer than M counts as M; open-rs' code goes on along the cosine, to that of
             length 0 at 2 M.
     """
-    judged = reward(prompts, outcomes)
+    judged = reward()(prompts, outcomes)
     rewards: list[float | None] = []
     for prompt, outcome, value in zip(prompts, outcomes, judged, strict=True):
         if value is None:

@@ -11,6 +11,7 @@ from typing import Annotated
 from mmrl.config.ranges import AtMost, PositiveInt
 from mmrl.config.registry import reward
 from mmrl.config.reward_adapters import per_outcome, tagged
+from mmrl.core.reward_table import name_id
 from mmrl.core.types import Outcome, Prompt
 
 WORDS = {
@@ -85,6 +86,20 @@ def exact_match(prompt: Prompt, outcome: Outcome, *, tag: str = "answer") -> flo
     blocks = tagged(text, tag)
     answer = blocks[-1] if blocks else text
     return float(" ".join(answer.lower().split()) == " ".join(str(prompt.target).lower().split()))
+
+
+@reward
+@per_outcome
+def answer_cluster(prompt: Prompt, outcome: Outcome, *, tag: str = "answer") -> float | None:
+    """Number the answer: equal numbers for equal answers up to case and space, to use as a label.
+
+    It hashes what `exact_match` compares to [0, 1); an empty answer has no number. Give it weight 0; pieces
+    such as `semantic_entropy` and `consistency_mix` read which answers of a group agree.
+    """
+    text = outcome.text or ""
+    blocks = tagged(text, tag)
+    words = " ".join((blocks[-1] if blocks else text).lower().split())
+    return (name_id(words) >> 10) / 2**53 if words else None  # 53 bits, which a float holds exactly
 
 
 @reward

@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
+import inspect
+
 import pytest
 import torch
 
 from mmrl.advantages.shape import total
 from mmrl.config.registry import pieces
+from mmrl.core.rng import Stream
 from tests.support.tables import reward_table
 
 ADVANTAGES = pieces("advantage")
 
 
+# Options of pieces that need one: the only reward and label there is is called "reward".
+GIVEN = {"of": "reward", "right": "reward", "keep": 1, "stream": Stream(3)}
+EMPTY = inspect.Parameter.empty
+
+
 def apply(entry, table):
-    options = {"of": "reward"} if "of" in entry.options else {}  # the only reward and label there is
+    # "value" is the default of `value_anchor`: a label that another piece records.
+    needed = [name for name, parameter in entry.options.items() if parameter.default in (EMPTY, "value")]
+    options = {name: GIVEN[name] for name in needed if name != "advantage"}
     if "advantage" in entry.options:  # a chain inside
         options = {"of": ("reward",), "advantage": (total,)}
     if "outcome" in entry.options:  # whose bonus must stay under the gaps of the outcomes
@@ -25,11 +35,9 @@ def apply(entry, table):
 def table_of(rewards, **columns):
     """Build a table with every note and tag that a piece reads."""
     table = reward_table(rewards, **columns)
-    entropy = torch.arange(len(table) * int(table.length.max()), dtype=torch.float64)
-    table = table.note("entropy", entropy.view(len(table), -1))
-    return table.note("logp", -entropy.view(len(table), -1)).note(
-        "ref/logp", -2 * entropy.view(len(table), -1)
-    )
+    numbers = torch.arange(len(table) * int(table.length.max()), dtype=torch.float64).view(len(table), -1)
+    table = table.note("entropy", numbers).note("token", numbers)
+    return table.note("logp", -numbers).note("ref/logp", -2 * numbers)
 
 
 @pytest.mark.parametrize("entry", ADVANTAGES, ids=lambda entry: entry.full_name)
@@ -44,6 +52,9 @@ def test_a_table_that_a_filter_emptied_stays_empty(entry):
     "rewards", [[0.3], [0.1] * 3, [None, 1.0], [[1.0, 2.0], [3.0]], [50.0, -50.0]], ids=str
 )
 def test_values_stay_finite_at_the_edges(entry, rewards):
-    table = apply(entry, table_of(rewards, group=range(len(rewards))))
+    table = table_of(rewards, group=range(len(rewards)))
+    if entry.full_name == "asymmetric_difficulty":  # which wants a success between 0 and 1
+        table = table.replace(scored={"reward": table.scored["reward"].clamp(0, 1)})
+    table = apply(entry, table)
     assert table.values.isfinite().all()
     assert not (table.valid & ~table.present[:, None]).any(), "what has no outcome has no reward"

@@ -43,6 +43,12 @@ FREE = {
     "binary_classification.positive", "binary_classification.scale", "binary_classification.offset",
     "binary_classification.f1_offset", "ratio_of_sums.scale", "ratio_of_sums.offset", "recall_at.at",
     "clip_score.divide_by", "diffusion.pick_score.divide_by", "learning_velocity.open_at", "pools.edges",
+    "with_contrast.above", "with_successes.above", "best_hint.threshold", "first_success.threshold",
+    "length_band.bonus", "length_band.above", "vision.temporal_contrast.bonus",
+    "vision.temporal_contrast.above", "with_hints.threshold", "not_all_right.max_reward", "adora.threshold",
+    "capped_bonus.coef", "conditional_halves.mu", "conditional_halves.a", "conditional_halves.b",
+    "covariance_mask.low", "covariance_mask.high", "distinct.threshold", "keep_steps.at_least",
+    "keep_steps.at_most", "virtual_maximum.max_reward", "towards.target", "towards.rate",
 }  # fmt: skip
 EACH = [(entry, name) for kind in HOMES for entry in library_pieces(kind) for name in entry.options]
 

@@ -141,6 +141,8 @@ def test_the_learning_rate_and_its_schedule() -> None:
 CLIP = {"name": "clip", "epsilon": 0.2}
 HIGH = {**CLIP, "epsilon_high": 0.28}
 SAPO = {"name": "sapo", "temperature_pos": 1.0, "temperature_neg": 1.05}
+VESPO = {"name": "gamma_weight", "k_pos": 2.0, "lambda_pos": 3.0, "k_neg": 3.0, "lambda_neg": 2.0}
+MASKED = {"name": "off_policy_mask", "threshold": 0.5, "surrogate": CLIP}
 
 
 @pytest.mark.parametrize(
@@ -150,6 +152,14 @@ SAPO = {"name": "sapo", "temperature_pos": 1.0, "temperature_neg": 1.05}
         ({"loss_type": "cispo", "epsilon_high": 5.0}, {"name": "cispo", "clip_max": 5.0}, "step_mean"),
         ({"loss_type": "cispo"}, {"name": "cispo", "clip_max": 0.2}, "step_mean"),
         ({"loss_type": "sapo"}, SAPO, "sequence_mean"),
+        ({"loss_type": "bnpo"}, CLIP, "step_mean"),
+        ({"loss_type": "vespo", "vespo_k_neg": 4.0}, {**VESPO, "k_neg": 4.0}, "step_mean"),
+        ({"loss_type": "grpo", "off_policy_mask_threshold": 0.5}, MASKED, "sequence_mean"),
+        (
+            {"loss_type": "grpo", "off_policy_mask_threshold": 0.5, "epsilon_high": 0.28},
+            {**MASKED, "surrogate": HIGH},
+            "sequence_mean",
+        ),
         ({"loss_type": "dr_grpo"}, CLIP, {"name": "fixed_length", "max_completion_length": 512}),
         (
             {"loss_type": "luspo", "mask_truncated_completions": True},
@@ -169,6 +179,58 @@ def test_an_option_of_another_loss_is_an_error() -> None:
         translate({"loss_type": "cispo", "delta": 4.0})
     with pytest.raises(ConfigError, match="'label_smoothing' of TRL has no effect on 'sigmoid'"):
         translate({"loss_type": "sigmoid", "label_smoothing": 0.1})
+
+
+def test_vespo_has_the_ratio_of_the_answer() -> None:
+    assert translate({"loss_type": "vespo"})["objective"]["ratio"] == "sequence_sum"
+    made = translate({"loss_type": "vespo", "importance_sampling_level": "token"})
+    assert made["objective"]["ratio"] == "sequence_sum"
+    with pytest.raises(ConfigError, match="'loss_type=vespo' of TRL has its own ratio"):
+        translate({"loss_type": "vespo", "importance_sampling_level": "sequence"})
+    with pytest.raises(ConfigError, match="'vespo_k_pos' of TRL has no effect on the surrogate 'clip'"):
+        translate({"loss_type": "grpo", "vespo_k_pos": 1.0})
+
+
+def test_an_off_policy_mask_needs_the_loss_that_it_wraps() -> None:
+    with pytest.raises(ConfigError, match="'off_policy_mask_threshold=0.5' of TRL wraps the surrogate"):
+        translate({"off_policy_mask_threshold": 0.5}, GRPO)
+    there = {"objective": {"surrogate": MASKED}}
+    made = translate({"epsilon": 0.3}, there)
+    assert made == {"objective": {"surrogate": {"surrogate": {"epsilon": 0.3}}}}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reward"),
+    [
+        ({"ld_alpha": 0.3}, {"name": "ld_log_ratio", "ld_alpha": 0.3}),
+        ({"f_divergence_type": "js_divergence"}, {"name": "f_divergence", "divergence": "js"}),
+        (
+            {"f_divergence_type": "alpha_divergence", "f_alpha_divergence_coef": 0.3},
+            {"name": "f_divergence", "divergence": "alpha", "alpha": 0.3},
+        ),
+    ],
+)
+def test_implicit_rewards_of_pairs(arguments: dict[str, Any], reward: dict[str, Any]) -> None:
+    dpo = read("methods/preference/dpo.yaml")
+    assert translate(arguments, dpo) == {"objective": {"implicit_reward": reward}}
+    assert translate({"loss_type": "ipo", **arguments})["objective"]["implicit_reward"] == reward
+    assert parse_some({"objective": merge(dpo, translate(arguments, dpo))["objective"]}, Config)
+    with pytest.raises(ConfigError, match="cannot be had with the loss 'sigmoid_norm'"):
+        translate({"loss_type": "sigmoid_norm", **arguments})
+
+
+def test_implicit_rewards_that_are_not_there_are_errors() -> None:
+    with pytest.raises(ConfigError, match="'f_divergence_type' of TRL is reverse_kl, .*; not 'kl'"):
+        translate({"f_divergence_type": "kl"})
+    with pytest.raises(ConfigError, match="two implicit rewards; give one"):
+        translate({"f_divergence_type": "forward_kl", "ld_alpha": 0.5})
+    with pytest.raises(ConfigError, match="'f_divergence_type' .* the loss 'nca_pair'"):
+        translate({"loss_type": "nca_pair", "f_divergence_type": "forward_kl"})
+
+
+def test_discopop_takes_its_width() -> None:
+    made = translate({"loss_type": "discopop", "discopop_tau": 0.2, "beta": 0.05})
+    assert made["objective"]["compare"] == [{"name": "discopop", "beta": 0.05, "tau": 0.2}]
 
 
 def test_a_chain_that_is_there_is_extended() -> None:

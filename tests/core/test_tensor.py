@@ -14,6 +14,7 @@ from mmrl.core.tensor import (
     group_index,
     group_mean,
     group_range,
+    group_rank,
     group_std,
     group_sum,
     masked_mean,
@@ -127,3 +128,12 @@ def test_the_range_of_a_group_counts_valid_values_only():
     valid = torch.tensor([True, True, False, True])
     # 4 - 1 in the first group, without the 9; a group of one has the range 0
     assert group_range(values, index, valid).tolist() == [3.0, 3.0, 3.0, 0.0]
+
+
+def test_group_rank_counts_from_the_smallest_of_each_group():
+    values = torch.tensor([[3.0, 1.0], [1.0, 1.0], [2.0, 5.0], [0.0, 1.0], [9.0, 0.0]])
+    valid = torch.tensor([[1, 1], [1, 1], [0, 1], [1, 1], [1, 1]]).bool()
+    index = torch.tensor([1, 0, 1, 1, 0])
+    # group 1 is rows 0 2 3, of which row 2 does not count in the first column; ties go by row
+    assert group_rank(values, index, valid).tolist() == [[1, 0], [0, 1], [2, 2], [0, 1], [1, 0]]
+    assert group_rank(values[:0], index[:0], valid[:0]).shape == (0, 2)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mmrl.filters import keep_all, varied
+from mmrl.filters import keep_all, not_all_right, varied
 from tests.support.tables import reward_table
 
 
@@ -62,3 +62,11 @@ def test_a_group_to_which_no_reward_applies_is_dropped():
 def test_a_table_without_rows_keeps_none(group_filter):
     kept = group_filter(reward_table([1, 0]).select(torch.tensor([False, False])))
     assert (kept.shape, kept.dtype) == ((0,), torch.bool)
+
+
+def test_not_all_right_drops_groups_without_a_mistake_and_keeps_those_all_wrong():
+    table = reward_table([1, 1, 0, 1, 0, 0, None, None], group="aabbccdd")
+    assert not_all_right(table).tolist() == [False, False, True, True, True, True, False, False]
+    two = reward_table({"right": [1, 1], "format": [0, 1]})
+    assert not_all_right(two, of="right").tolist() == [False, False]
+    assert not_all_right(two, max_reward=2.0).tolist() == [True, True]

@@ -67,11 +67,15 @@ def theirs(kinds, beta, weights=None, **settings):
     model = lambda **inputs: said
     model.training = True
     trainer = SimpleNamespace(
-        model=model, accelerator=Quiet(), aux_loss_enabled=False, ld_alpha=None, precompute_ref_logps=True,
-        f_divergence_type="reverse_kl", beta=beta, loss_types=kinds, use_weighting=False,
+        model=model, accelerator=Quiet(), aux_loss_enabled=False, precompute_ref_logps=True,
+        beta=beta, loss_types=kinds, use_weighting=False,
         loss_weights=weights or [1.0] * len(kinds), _metrics={"train": defaultdict(list)},
-        _total_train_tokens=0, _tp_size=1, **{"label_smoothing": 0.0, **settings},
+        _total_train_tokens=0, _tp_size=1,
+        **{"label_smoothing": 0.0, "ld_alpha": None, "f_divergence_type": "reverse_kl", **settings},
     )  # fmt: skip
+    if trainer.ld_alpha is not None:  # TRL weighs the reference where it computes it, before its loss
+        shared = torch.minimum(*mask.sum(1).chunk(2)).repeat(2)
+        ref = torch.where(mask[:, 1:].cumsum(1) > shared[:, None], trainer.ld_alpha * ref, ref)
     chosen, rejected = ref.sum(-1).chunk(2)
     ids = torch.zeros(mask.shape, dtype=torch.int64)
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "completion_mask": mask.long()}
@@ -94,6 +98,7 @@ def theirs(kinds, beta, weights=None, **settings):
         ("apo_down", "apo_down", {}, {}),
         ("sppo_hard", "sppo_hard", {}, {}),
         ("exo_pair", "exo_pair", {"label_smoothing": 0.01}, {"label_smoothing": 0.01}),
+        ("discopop", "discopop", {"tau": 0.2}, {"args": SimpleNamespace(discopop_tau=0.2)}),
     ],
 )
 @pytest.mark.parametrize("beta", [0.1, 0.7])
@@ -110,6 +115,25 @@ def test_losses_and_metrics_are_trls(name, kind, options, settings, beta):
 def test_means_of_log_ratios_are_trls_normalised_dpo():
     loss, _ = ours(implicit_reward="mean_log_ratio", compare=[{"name": "sigmoid", "beta": 0.7}])
     assert float(loss.detach()) == pytest.approx(theirs(["sigmoid_norm"], 0.7)[0], **CLOSE)
+
+
+@pytest.mark.parametrize("kind", ["sigmoid", "hinge", "ipo"])
+@pytest.mark.parametrize(
+    ("divergence", "type_there"), [("forward_kl", "forward_kl"), ("js", "js_divergence")]
+)
+def test_f_divergences_are_trls(kind, divergence, type_there):
+    """That of `alpha` takes no float64 there."""
+    reward = {"name": "f_divergence", "divergence": divergence}
+    loss, _ = ours(implicit_reward=reward, compare=[{"name": kind, "beta": 0.7}])
+    wanted, _ = theirs([kind], 0.7, f_divergence_type=type_there)
+    assert float(loss.detach()) == pytest.approx(wanted, **CLOSE)
+
+
+@pytest.mark.parametrize("ld_alpha", [0.0, 0.3, 1.0])
+def test_the_shorter_tail_is_trls(ld_alpha):
+    reward = {"name": "ld_log_ratio", "ld_alpha": ld_alpha}
+    loss, _ = ours(implicit_reward=reward, compare=[{"name": "sigmoid", "beta": 0.7}])
+    assert float(loss.detach()) == pytest.approx(theirs(["sigmoid"], 0.7, ld_alpha=ld_alpha)[0], **CLOSE)
 
 
 def test_mpo_is_trls_mixture_where_answers_are_equally_long(monkeypatch):

@@ -12,11 +12,11 @@ from mmrl.config.registry import pieces
 from mmrl.config.schema import ConfigError, Piece
 from mmrl.core.rng import Stream
 from mmrl.core.types import Unit
-from mmrl.objectives.compare import hinge, ipo, plackett_luce, robust, sigmoid, sigmoid_each
+from mmrl.objectives.compare import discopop, hinge, ipo, plackett_luce, robust, sigmoid, sigmoid_each
 from tests.support.tables import assert_rows, padded, step_table
 
 LN2 = math.log(2)
-PAIRS = [sigmoid, robust, ipo, hinge]
+PAIRS = [sigmoid, robust, ipo, hinge, discopop]
 
 
 def softplus(x):
@@ -93,6 +93,18 @@ def test_ipo_costs_25_at_the_reference():
 def test_hinge_asks_for_a_margin_and_no_more():
     for margin, wanted in ((0.25, 0.5), (0.5, 0.0), (3.0, 0.0), (-1.0, 3.0)):
         shown(hinge(*gained([[margin], [0.0]], [1, -1]), beta=2.0), wanted)
+
+
+def test_discopop_is_dpo_left_of_0_and_an_exponential_right_of_it():
+    # x = .05 * 2 = .1, s = sigm(2); far away one of the two is left
+    s = 1 / (1 + math.exp(-2))
+    shown(discopop(*gained([[2.0], [0.0]], [1, -1])), (1 - s) * softplus(-0.1) + s * math.exp(-0.1))
+    shown(discopop(*gained([[-3.0], [0.0]], [1, -1]), beta=1.0), softplus(3.0))
+    shown(discopop(*gained([[3.0], [0.0]], [1, -1]), beta=1.0), math.exp(-3.0))
+    implicit_reward, batch = gained([[-1e4], [0.0]], [1, -1])
+    loss = discopop(implicit_reward, batch, beta=1.0)
+    shown(loss, 1e4)
+    assert_rows(slope(loss, implicit_reward), [[-1], [1]])
 
 
 @pytest.mark.parametrize("compare", PAIRS)
@@ -269,6 +281,12 @@ def test_ties_keep_the_order_of_rows():
 # ---- what all of them share
 
 COMPARES = pieces("compare")
+# Comparisons of whole rows alone have no level.
+LEVELS = [
+    pytest.param(entry, options, id="-".join([entry.full_name, *options.values()]))
+    for entry in COMPARES
+    for options in ([{"level": "row"}, {"level": "step"}] if "level" in entry.options else [{}])
+]
 
 
 @pytest.mark.parametrize("entry", COMPARES, ids=lambda entry: entry.full_name)
@@ -276,12 +294,11 @@ def test_a_comparison_needs_whole_groups(entry):
     assert entry.needs.unit == Unit.GROUP
 
 
-@pytest.mark.parametrize("entry", COMPARES, ids=lambda entry: entry.full_name)
-@pytest.mark.parametrize("level", ["row", "step"])
-def test_gains_of_50_stay_finite(entry, level):
+@pytest.mark.parametrize(("entry", "options"), LEVELS)
+def test_gains_of_50_stay_finite(entry, options):
     for sign in (1, -1):
         implicit_reward, batch = gained([[50.0 * sign, 50.0 * sign], [-50.0 * sign, -50.0 * sign]], [1, -1])
-        loss = entry.target(implicit_reward, batch, level=level)
+        loss = entry.target(implicit_reward, batch, **options)
         assert loss.isfinite() and slope(loss, implicit_reward).isfinite().all()
 
 
@@ -294,9 +311,8 @@ def test_a_row_without_counted_steps_takes_no_part(entry):
     assert slope(loss, implicit_reward)[2] == 0
 
 
-@pytest.mark.parametrize("entry", COMPARES, ids=lambda entry: entry.full_name)
-@pytest.mark.parametrize("level", ["row", "step"])
-def test_the_slope_is_that_of_finite_differences(entry, level):
+@pytest.mark.parametrize(("entry", "options"), LEVELS)
+def test_the_slope_is_that_of_finite_differences(entry, options):
     rows, advantage = [[0.4, -0.3], [0.1, 0.6], [-0.5, 0.2]], [1.0, 0.2, -0.9]
     implicit_reward, batch = gained(rows, advantage)
-    assert torch.autograd.gradcheck(lambda g: entry.target(g, batch, level=level), (implicit_reward,))
+    assert torch.autograd.gradcheck(lambda g: entry.target(g, batch, **options), (implicit_reward,))

@@ -9,7 +9,15 @@ import torch
 
 from mmrl.config.registry import find, pieces
 from mmrl.core.types import Unit
-from mmrl.objectives.comparison import log_ratio, logp, mean_log_ratio, mean_logp, mean_ratio
+from mmrl.objectives.comparison import (
+    f_divergence,
+    ld_log_ratio,
+    log_ratio,
+    logp,
+    mean_log_ratio,
+    mean_logp,
+    mean_ratio,
+)
 from tests.support.tables import assert_rows, slope_of, step_table
 
 
@@ -87,3 +95,42 @@ def test_mean_log_ratio_adds_up_to_the_mean_of_the_row():
     # (.5 - 1) / 2 and 2 / 1
     new, batch = step_table([[-1.0, -2.0], [-0.5]], ref=[[-1.5, -1.0], [-2.5]])
     assert_rows((mean_log_ratio(new, batch) * batch.mask).sum(-1), [-0.25, 2.0])
+
+
+def test_ld_log_ratio_counts_the_tail_of_the_longer_row_less():
+    # two steps are shared in the first group; the second group has a row of one step
+    logp = [[-1.0, -1.0, -1.0], [-2.0, -2.0], [-1.0, -1.0], [-1.0]]
+    ref = [[-1.5, -1.25, -3.0], [-1.0, -1.0], [-2.0, -3.0], [-1.5]]
+    new, batch = step_table(logp, group=[0, 0, 1, 1], ref=ref)
+    gain = ld_log_ratio(new, batch, ld_alpha=0.25) * batch.mask
+    assert_rows(gain, [[0.5, 0.25, 0.5], [-1, -1], [1, 0.5], [0.5]])
+    assert_rows(slope_of(gain, new), [[1, 1, 0.25], [1, 1], [1, 0.25], [1]])
+    assert_rows(ld_log_ratio(new, batch, ld_alpha=1.0) * batch.mask, log_ratio(new, batch).tolist())
+    # what is outside of the mask is no length
+    new, batch = step_table(logp, group=[0, 0, 1, 1], ref=ref, mask=[[0, 1, 1], [1, 1], [1, 1], [0]])
+    assert_rows(ld_log_ratio(new, batch, ld_alpha=0.0) * batch.mask, [[0, 0.25, 2], [-1, -1], [1, 2], [0]])
+
+
+@pytest.mark.parametrize(
+    ("options", "wanted", "pull"),
+    [
+        # u = e^.75: 1 - 1 / u, log(2 u / (1 + u)), (u^-.5 - 1) / -.5, u - 1, and u f''(u)
+        ({"divergence": "forward_kl"}, 1 - math.exp(-0.75), math.exp(-0.75)),
+        ({"divergence": "js"}, math.log(2 / (1 + math.exp(-0.75))), 1 / (1 + math.exp(0.75))),
+        ({"divergence": "alpha"}, 2 * (1 - math.exp(-0.375)), math.exp(-0.375)),
+        ({"divergence": "alpha", "alpha": 2.0}, math.exp(0.75) - 1, math.exp(0.75)),
+        ({"divergence": "alpha", "alpha": 1.0}, 0.75, 1.0),
+    ],
+)
+def test_f_divergences_are_of_the_ratio_of_the_row(options, wanted, pull):
+    new, batch = step_table([[-1.0, -2.0]], ref=[[-1.5, -2.25]])
+    gain = f_divergence(new, batch, **options)
+    assert_rows(gain, [[wanted / 2, wanted / 2]])
+    assert_rows(slope_of(gain, new), [[pull, pull]])
+
+
+@pytest.mark.parametrize("divergence", ["forward_kl", "js", "alpha"])
+def test_f_divergences_of_rows_far_away_are_finite(divergence):
+    new, batch = step_table([[0.0], [0.0]], ref=[[-50.0], [50.0]])
+    gain = f_divergence(new, batch, divergence=divergence)
+    assert gain.isfinite().all() and slope_of(gain, new).isfinite().all()

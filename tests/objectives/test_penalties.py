@@ -5,11 +5,24 @@ from __future__ import annotations
 import math
 
 import pytest
+import torch
 
 from mmrl.config.registry import find
+from mmrl.core.step_table import StepOutput
 from mmrl.objectives.aggregations import group_mean
-from mmrl.objectives.penalties import entropy_bonus, k1, k2, k3, sft
-from tests.support.tables import assert_rows, slope_of, step_table
+from mmrl.objectives.penalties import (
+    entropy_bonus,
+    entropy_corridor,
+    k1,
+    k2,
+    k3,
+    kl_hinge,
+    lost_likelihood,
+    ratio_variance,
+    sft,
+)
+from mmrl.objectives.surrogates import step_ratio, unclipped
+from tests.support.tables import assert_rows, loss_of, micro_batch, slope_of, step_table
 
 ESTIMATES = [k1, k2, k3]
 
@@ -172,3 +185,88 @@ def test_sft_adds_the_error_of_the_best_image_up_as_gdro_does():
     new, batch = step_table(rows, advantage=[3, 2, 1, 3, 2], group=[0, 0, 0, 1, 1])
     loss = (sft(new, batch, coef=0.5) * group_mean(batch)).sum()
     assert_rows(loss[None], [0.15])
+
+
+# ---- around the policy that sampled
+
+
+def test_r2vpo_adds_the_squared_distance_of_the_ratio_to_one():
+    # .04 (rho - 1)^2 beside -rho A: -.328206 by rows and -.480372 by steps; the mean square is .055528
+    new, batch = micro_batch()
+    rows = unclipped(step_ratio(new, batch), new, batch) + ratio_variance(new, batch)
+    assert_rows(rows, [[-1.104728, -0.817416, -1.344963], [0.339508, 0.525741]])
+    pieces_of = {"surrogate": "unclipped", "penalty": ["ratio_variance"]}
+    assert_rows(loss_of(new, batch, **pieces_of, aggregation="sequence_mean")[None], [-0.328206])
+    assert_rows(loss_of(new, batch, **pieces_of, aggregation="step_mean")[None], [-0.480372])
+    assert_rows((ratio_variance(new, batch, coef=1.0).sum() / 5)[None], [0.055528])
+    # 2 lambda rho (rho - 1)
+    rho = math.exp(0.3)
+    assert_rows(slope_of(ratio_variance(new, batch), new)[:1, 2:], [[0.08 * rho * (rho - 1)]])
+
+
+def fallen(*falls, advantage=0.0, mask=None):
+    """Build rows whose log-probabilities fell by so much since they were sampled."""
+    new = [[-1.0] * len(row) for row in falls]
+    old = [[-1.0 + fall for fall in row] for row in falls]
+    return step_table(new, advantage=[advantage] * len(falls), mask=mask, old=old)
+
+
+def test_llds_counts_losses_where_an_action_as_a_whole_became_rarer():
+    # .2, -.1, .05 sum to .15 and .2 + .05 are lost; -.3, .1 sum to -.2: .2 * .25 / 5. A tool answered between
+    new, batch = fallen([0.2, -0.1, 0.05, 9.0, -0.3, 0.1], mask=[[1, 1, 1, 0, 1, 1]])
+    loss = lost_likelihood(new, batch)
+    assert_rows(loss, [[0.04, 0, 0.01, 0, 0, 0]])
+    assert_rows((loss.sum() / batch.mask.sum())[None], [0.01])
+    assert_rows(slope_of(loss, new), [[-0.2, 0, -0.2, 0, 0, 0]])
+    # the whole answer became likelier by .05
+    assert not lost_likelihood(new, batch, gate="response").any()
+
+
+def test_llds_may_gate_whole_responses():
+    # .15 - .1 + .1: all four losses count, .2 * (.2 + .05 + .1) / 5
+    new, batch = fallen([0.2, -0.1, 0.05, 9.0, -0.1, 0.1], mask=[[1, 1, 1, 0, 1, 1]])
+    loss = lost_likelihood(new, batch, gate="response")
+    assert_rows((loss.sum() / batch.mask.sum())[None], [0.014])
+
+
+def test_llds_leaves_answers_below_their_group_and_likelier_ones_alone():
+    assert not lost_likelihood(*fallen([0.2, 0.1], advantage=-0.5)).any()
+    assert not lost_likelihood(*fallen([-0.2, 0.0], advantage=1.0)).any()
+    assert_rows(lost_likelihood(*fallen([0.3], [-0.1, 0.2], advantage=1.0)), [[0.06], [0, 0.04]])
+    # with advantages of steps, a bad one parts the chunks: .2 - .3 is not lost as a whole, .1 is
+    new, batch = step_table([[-1.0] * 4], advantage=[[1, 1, -1, 1]], old=[[-0.8, -1.3, -0.1, -0.9]])
+    assert_rows(lost_likelihood(new, batch, coef=1.0), [[0, 0, 0, 0.1]])
+
+
+def test_the_kl_hinge_of_disco_is_squared_above_its_bound():
+    # k1: -mean d = 2e-4 gives 1000 / 2 * 1e-8, and slope 1000 * 1e-4 times -1 / L
+    new, batch = fallen([3e-4, 1e-4], [0.5e-4, 0.5e-4])
+    loss = kl_hinge(new, batch, estimator="k1")
+    assert_rows(loss, [[5e-6, 5e-6], [0, 0]], tolerance=1e-12)
+    assert_rows(slope_of(loss[:, :1], new), [[-0.1 / 2] * 2, [0, 0]])
+    # k3: e^d - 1 - d of d = .3 and -.3, mean .045338
+    new, batch = fallen([-0.3, 0.3])
+    mean = (math.exp(0.3) + math.exp(-0.3)) / 2 - 1
+    assert_rows(kl_hinge(new, batch, coef=2.0, delta=0.01), [[(mean - 0.01) ** 2] * 2], tolerance=1e-12)
+
+
+# ---- entropy
+
+
+def test_epo_holds_entropy_in_a_corridor_around_its_mean():
+    # .4 to 1.2: the hinge is .3 and .6, mean .225; the indicator .1 and .1, mean .05
+    new, batch = step_table([[-1.0] * 4], extra={"entropy": [[0.1, 0.5, 1.0, 1.8]]})
+    assert_rows(entropy_corridor(new, batch, coef=1.0, mean=0.8), [[0.3, 0, 0, 0.6]])
+    flat = entropy_corridor(new, batch, coef=1.0, mean=0.8, form="indicator")
+    assert_rows(flat, [[0.1, 0, 0, 0.1]])
+    assert not entropy_corridor(new, batch, coef=1.0).any()  # no past
+    # with the bonus, at the weight .873576 of step 37.5 of 150: -.001 (.85 - .873576 * .05)
+    whole = entropy_bonus(new, batch, coef=0.001) + 0.001 * 0.873576 * flat
+    assert_rows(whole.mean()[None], [-0.000806])
+
+
+def test_epo_pulls_entropy_back_from_both_sides():
+    new, batch = step_table([[-1.0] * 3])
+    entropy = torch.tensor([[0.1, 1.0, 1.8]], dtype=torch.float64, requires_grad=True)
+    loss = entropy_corridor(StepOutput(new.logp, {"entropy": entropy}), batch, coef=2.0, mean=0.8)
+    assert_rows(torch.autograd.grad(loss.sum(), entropy)[0], [[-2, 0, 2]])

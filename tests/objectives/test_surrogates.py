@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import pytest
 import torch
 
+from mmrl.config.binding import Pieces
 from mmrl.config.registry import pieces
+from mmrl.config.schema import Piece
+from mmrl.core.rng import Stream
 from mmrl.objectives.surrogates import (
     cispo,
     clip,
+    gamma_weight,
+    geometric_ratio,
+    linear_bound,
     log_likelihood,
+    off_policy_mask,
     sapo,
     sequence_ratio,
+    sequence_sum,
     step_ratio,
     unclipped,
 )
@@ -220,23 +229,122 @@ def test_rloo_clips_the_ratio_of_the_whole_answer():
     assert_rows(loss[None], [-0.4])
 
 
+# ---- GMPO
+
+
+def test_gmpo_is_the_geometric_mean_of_ratios_clipped_in_log_space():
+    # epsilon .4 clips nothing: e^(.2 / 3) and e^(-.35 / 2) / 2; .2 makes .3 to .2 and -.4 to -.2
+    new, batch = micro_batch()
+    for epsilon, wanted, mean in (
+        (0.4, [-1.068939, 0.419729], -0.324605),
+        (0.2, [-1.033895, 0.463872], -0.285012),
+    ):
+        ratio = {"name": "geometric_ratio", "epsilon": epsilon}
+        rows = unclipped(geometric_ratio(new, batch, epsilon=epsilon), new, batch)
+        assert_rows(rows[:, :2], [[value] * 2 for value in wanted])
+        loss = loss_of(new, batch, ratio=ratio, surrogate="unclipped", aggregation="sequence_mean")
+        assert_rows(loss[None], [mean])
+
+
+def test_gmpo_has_no_slope_at_clipped_steps_and_shares_the_rest_equally():
+    # the third step of the first row and the first of the second are cut; A ratio / L for the others, over 2
+    new, batch = micro_batch()
+    ratio = {"name": "geometric_ratio", "epsilon": 0.2}
+    loss = loss_of(new, batch, ratio=ratio, surrogate="unclipped", aggregation="sequence_mean")
+    assert_rows(slope_of(loss, new), [[-1.033895 / 6] * 2 + [0], [0, 0.463872 / 4]])
+
+
+def test_gmpo_clips_only_towards_the_advantage_and_may_be_asymmetric():
+    # a good step that became rare and a bad one that became likely are not held back
+    new, batch = moved([[-1.0], [1.0], [1.0], [-1.0]], [1, -1, 1, -1])
+    assert_rows(geometric_ratio(new, batch, epsilon=0.2, epsilon_high=0.3), [[-1.0], [1.0], [0.3], [-0.2]])
+
+
+# ---- VESPO
+
+
+def test_vespo_weighs_answers_by_a_gamma_density_of_their_ratio():
+    # W e^.2 and e^-.35: e^(3 + .4 - 3 * 1.221403) = .767814 and e^(2 - 1.05 - 2 * .704688) = .631678
+    new, batch = micro_batch()
+    loss = gamma_weight(sequence_sum(new, batch), new, batch)
+    assert_rows(loss, [[0.383907, 0.767814, 0.153563], [-0.631678, -0.221087]])
+    assert_rows(slope_of(loss, new), [[-0.767814] * 3, [0.5 * 0.631678] * 2])
+
+
+def test_vespo_takes_other_powers_and_holds_the_ratio_at_1e_8():
+    # k 1, lambda 1: W e^(1 - W)
+    new, batch = moved([[math.log(2.0)], [-50.0]], [1, 1])
+    loss = gamma_weight(sequence_sum(new, batch), new, batch, k_pos=1.0, lambda_pos=1.0)
+    assert_rows(loss[:1], [[2 * math.exp(-1)]])
+    assert_rows(loss[1:] * 1e8, [[math.e]])
+
+
+# ---- BGPO
+
+
+def test_bgpo_is_linear_for_good_steps_and_exponential_for_bad_ones():
+    # 1.1 and .8, halved; e^.05 and e^-.3
+    new, batch = moved([[0.1, -0.2], [0.05, -0.3]], [1, -1])
+    assert_rows(losses(linear_bound, new, batch) / 2, [[-0.55, -0.4], [0.525636, 0.370409]])
+    loss = loss_of(new, batch, surrogate="linear_bound", aggregation="sequence_mean")
+    assert_rows(loss[None], [-0.026978])
+
+
+def test_bgpo_is_never_below_the_surrogate_of_the_mean_log_ratio():
+    # -(e^-.05 - e^-.125) / 2; equal at the policy that sampled
+    new, batch = moved([[0.1, -0.2], [0.05, -0.3]], [1, -1])
+    pieces_of = {"ratio": "sequence_ratio", "surrogate": "unclipped", "aggregation": "sequence_mean"}
+    exact = loss_of(new, batch, **pieces_of)
+    assert_rows(exact[None], [-0.034366])
+    assert loss_of(new, batch, surrogate="linear_bound", aggregation="sequence_mean") > exact
+    new, batch = moved([[0.0, 0.0], [0.0, 0.0]], [1, -3])
+    loss = loss_of(new, batch, surrogate="linear_bound", aggregation="sequence_mean")
+    assert loss == loss_of(new, batch, **pieces_of)
+
+
+# ---- off-policy mask
+
+
+def test_off_policy_mask_drops_negative_answers_that_drifted():
+    # mean drifts .6, .4 and .6; the last has a positive advantage
+    new, batch = moved([[-0.9, -0.3], [-0.9, 0.1], [-0.9, -0.3]], [-1, -1, 1])
+    masked = partial(off_policy_mask, surrogate=unclipped)
+    loss, wanted = losses(masked, new, batch), losses(unclipped, new, batch)
+    assert_rows(loss, [[0, 0], wanted[1].tolist(), wanted[2].tolist()])
+    assert_rows(slope_of(loss, new)[:1], [[0, 0]])
+    assert_rows(losses(masked, new, batch, threshold=0.7), wanted.tolist())
+
+
+def test_off_policy_mask_reads_what_its_inner_surrogate_reads():
+    inner = {"name": "diffusion_nft", "against": "ema"}
+    options = {"surrogate": inner, "against": "engine"}
+    needs = Pieces(Stream()).make("surrogate", Piece("off_policy_mask", options)).needs
+    assert needs.others == {"ema": {"velocity"}, "engine": frozenset()}
+    assert needs.extra == {"velocity", "target", "time"}
+
+
 # ---- what all of them share
 
 # Those that read fields of a flow have the like in test_fields.py.
 SURROGATES = [entry for entry in pieces("surrogate") if not entry.needs.extra]
 
 
+def bound(entry):
+    """Bind a surrogate with its defaults, those that are pieces too."""
+    return Pieces(Stream()).make("surrogate", Piece(entry.full_name))
+
+
 @pytest.mark.parametrize("entry", SURROGATES, ids=lambda entry: entry.full_name)
 def test_on_policy_every_surrogate_pulls_with_minus_the_advantage(entry):
     new, batch = step_table([[-0.5, -1.0], [-2.0]], advantage=[[1.0, -3.0], 0.5])
-    loss = losses(entry.target, new, batch)
+    loss = losses(bound(entry), new, batch)
     assert_rows(slope_of(loss, new), [[-1, 3], [-0.5]])
 
 
 @pytest.mark.parametrize("entry", SURROGATES, ids=lambda entry: entry.full_name)
 def test_log_ratios_of_50_are_held_at_20_in_value_and_slope(entry):
     new, batch = moved([[50.0, -50.0], [50.0, -50.0]], [1, -1])
-    loss = losses(entry.target, new, batch)
+    loss = losses(bound(entry), new, batch)
     assert loss.abs().max() <= math.exp(20.0)
     assert slope_of(loss, new).isfinite().all()
 
@@ -244,7 +352,7 @@ def test_log_ratios_of_50_are_held_at_20_in_value_and_slope(entry):
 @pytest.mark.parametrize("entry", SURROGATES, ids=lambda entry: entry.full_name)
 def test_an_advantage_of_0_moves_nothing(entry):
     new, batch = moved([[0.5, -0.5]], [0])
-    loss = losses(entry.target, new, batch)
+    loss = losses(bound(entry), new, batch)
     assert not loss.any()
     assert not slope_of(loss, new).any()
 

@@ -30,7 +30,8 @@ DEFAULTS = {
     "scale_rewards": "group", "max_completion_length": 512, "importance_sampling_level": "token",
     "use_bias_correction_kl": True, "mask_truncated_completions": False, "reward_weights": [1.0, 1.0],
     "multi_objective_aggregation": "sum_then_normalize", "sapo_temperature_pos": 1.0,
-    "sapo_temperature_neg": 1.05,
+    "sapo_temperature_neg": 1.05, "off_policy_mask_threshold": None,
+    "vespo_k_pos": 2.0, "vespo_lambda_pos": 3.0, "vespo_k_neg": 3.0, "vespo_lambda_neg": 2.0,
 }  # fmt: skip
 MASKED = {"beta": 0.04, "epsilon": 0.1, "epsilon_high": 0.28, "mask_truncated_completions": True}
 CASES = [
@@ -43,6 +44,10 @@ CASES = [
     {"loss_type": "luspo", "importance_sampling_level": "sequence", "mask_truncated_completions": True},
     {"loss_type": "grpo", "importance_sampling_level": "sequence", "epsilon": 3e-4, "epsilon_high": 4e-4},
     {"loss_type": "cispo", "epsilon_high": 1.2},
+    {"loss_type": "vespo"},
+    {"loss_type": "vespo", "vespo_k_neg": 1.5, "vespo_lambda_pos": 1.0, "beta": 0.04},
+    {"loss_type": "grpo", "off_policy_mask_threshold": 0.03, "beta": 0.04},
+    {"loss_type": "vespo", "off_policy_mask_threshold": 0.03},
 ]
 
 
@@ -116,9 +121,20 @@ def loss_of_trl(a, logp: torch.Tensor) -> torch.Tensor:
         heat = torch.full_like(advantage, a["sapo_temperature_neg"])
         heat[advantage > 0] = a["sapo_temperature_pos"]
         loss = -torch.sigmoid(heat * (ratio - 1)) * 4 / heat * advantage
+    elif a["loss_type"] == "vespo":
+        log_w = ((logp - OLD) * mask).sum(-1, keepdim=True).detach()
+        good = advantage >= 0
+        k, decay = (
+            torch.where(good, *(torch.tensor(a[f"vespo_{part}_{side}"]).double() for side in ("pos", "neg")))
+            for part in ("k", "lambda")
+        )
+        loss = -(decay + k * log_w - decay * log_w.exp()).exp() * advantage * logp
     else:
         free = ratio if a["delta"] is None else ratio.clamp(max=a["delta"])
         loss = -torch.min(free * advantage, ratio.clamp(1 - low, 1 + high) * advantage)
+    if a["off_policy_mask_threshold"] is not None:
+        drift = ((OLD - logp.detach()) * mask).sum(-1, keepdim=True) / mask.sum(-1, keepdim=True).clamp(min=1)
+        loss = loss * ((advantage >= 0) | (drift <= a["off_policy_mask_threshold"]))
     if a["beta"]:
         kl = (REF - logp).exp() - (REF - logp) - 1
         loss = loss + a["beta"] * kl * (ratio if a["use_bias_correction_kl"] else 1.0)

@@ -6,6 +6,7 @@ import pytest
 
 from mmrl.core.types import Message, Outcome, Part, Prompt
 from mmrl.rewards.text import (
+    answer_cluster,
     exact_match,
     normal_words,
     overlong,
@@ -131,3 +132,17 @@ def test_an_empty_thought_has_the_format_and_is_skipped():
 
 def test_words_are_compared_without_articles_and_punctuation_and_numbers_in_digits():
     assert normal_words("The dog, and  TWO cats!") == ["dog", "and", "2", "cats"]
+
+
+def test_answer_cluster_numbers_equal_answers_alike():
+    answers = [
+        "<answer>New  York</answer>",
+        "so <answer>new york</answer>",
+        "NEW YORK",
+        "York",
+        " ",
+        "<answer> </answer>",
+    ]
+    first, second, whole, other, *empty = measure(answer_cluster, *answers, prompt=asked("paris"))
+    assert first == second == whole != other and 0 <= other < 1
+    assert empty == [None, None]

@@ -7,10 +7,20 @@ import math
 import pytest
 
 from mmrl.config.binding import Pieces
+from mmrl.config.ranges import PositiveInt
 from mmrl.config.schema import ConfigError, Piece
 from mmrl.core.rng import Stream
 from mmrl.core.types import Clock
-from mmrl.schedules import constant, cosine, ema_warmup, linear, ramp, sliding_window
+from mmrl.schedules import (
+    constant,
+    cosine,
+    ema_warmup,
+    epo_decay,
+    linear,
+    periodic,
+    ramp,
+    sliding_window,
+)
 
 
 def along(schedule, moments, **options):
@@ -127,3 +137,33 @@ def test_staircase_refuses_what_does_not_climb(name):
         sliding_window(Clock(0), stop=-1)
     with pytest.raises(ConfigError, match=f"'schedule.{name}' must be at least 1"):
         Pieces(Stream()).check("schedule", Piece("sliding_window", {"stop": 5, name: 0}), "schedule")
+
+
+# ---- lengths that come and go
+
+
+def test_siri_swings_between_two_lengths():
+    ends = {"low": 8192, "high": 16384, "period": 640}
+    wanted = [16384, 15184.309376, 12288, 8192, 12288, 16384]
+    assert along(periodic, [0, 80, 160, 320, 480, 640], **ends) == pytest.approx(wanted)
+    steps = [0, 80, 120, 160, 240, 320, 400, 440, 480, 560]
+    wanted = [16384, 16384, 15184.309376, 12288, 8192, 8192, 8192, 9391.690624, 12288, 16384]
+    assert along(periodic, steps, **ends, form="stair_cosine") == pytest.approx(wanted)
+    wanted = [16384, 16384, 8192, 8192, 16384]
+    assert along(periodic, [0, 319, 320, 639, 640], **ends, form="stairs") == wanted
+
+
+def test_siri_gives_whole_lengths_and_checks_its_ends():
+    with pytest.raises(ConfigError, match="'schedule.low' must be at most 'high'"):
+        Pieces(Stream()).check("schedule", Piece("periodic", {"low": 3, "high": 2}), "schedule")
+    number = Pieces(Stream()).number({"name": "periodic", "low": 8192, "high": 16384}, PositiveInt, "length")
+    assert number(Clock(80)) == 15184
+
+
+def test_the_weight_of_epo_decays_slowly_and_then_fast():
+    # 1 - .2 (1 - e^-1) and 1 - .2 (1 - e^-2); then .8 e^-1.5 and .8 e^-3
+    assert along(epo_decay, [0, 75, 150, 225, 300, 999], value=1.0, steps=300) == pytest.approx(
+        [1, 0.873576, 0.827067, 0.178504, 0.039830, 0.039830], abs=1e-6
+    )
+    assert epo_decay(Clock(75, max_steps=300), value=0.5) == pytest.approx(0.436788, abs=1e-6)
+    assert epo_decay(Clock(0), value=0.5) == 0.5

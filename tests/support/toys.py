@@ -20,6 +20,7 @@ from mmrl.core.rng import Stream
 from mmrl.core.step_table import Batch, StepOutput
 from mmrl.core.tensor import cat_padded
 from mmrl.core.types import Message, Outcome, Part, Prompt, Rollouts, Trajectory, Unit
+from mmrl.references import Reference
 from mmrl.training.trainer import Run
 
 STOP = 0  # the token that ends an answer
@@ -254,3 +255,12 @@ class ToyNoting(ToyGenerate):
             replace(row, notes={**row.notes, "token": row.steps[1], "temperature": torch.ones(row.length)})
             for row in super().rollout(prompts)
         )
+
+
+def teacher(policy: ToyText) -> Reference:
+    """Make a policy of the same table with other weights, which never learns."""
+    other = Reference(policy, 1.0)
+    generator = torch.Generator().manual_seed(3)
+    for weight in other.weights.values():
+        weight.copy_(torch.randn(weight.shape, generator=generator))
+    return other

@@ -187,6 +187,16 @@ class Tokens:
             blank={name: torch.as_tensor(value) for name, value in blank.items()},
         )
 
+    def reading_with(self, model: nn.Module, dtype: str) -> StepModel:
+        """Make a module that reads this policy's steps with another model, which does not learn."""
+        return StepModel(
+            model.requires_grad_(False),
+            self.prompt_encoder.placeholders,
+            compute=DTYPES[dtype],
+            checkpointed=False,
+            share=self.share_prefix,
+        )
+
     @property
     def core(self) -> nn.Module:
         """The model without its head."""

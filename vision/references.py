@@ -1,0 +1,82 @@
+"""Reference policies of vision-language models that have a model of their own: teachers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Set
+from contextlib import AbstractContextManager
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from mmrl.config.loading import ConfigError
+from mmrl.config.registry import reference
+from mmrl.core.step_table import Batch, StepOutput
+from mmrl.core.tensor import pad_to
+from mmrl.vision.models import loading
+
+
+@reference
+class Teacher:
+    """Another vision-language model, which never learns: the teacher of on-policy distillation.
+
+    It reads the tokens of the policy that learns, so its tokenizer and architecture have to be the same.
+    Every process holds all of it. Raises `ValueError` where a token means something else to it.
+
+    Args:
+        model: Hub id or folder of the teacher.
+        dtype: Precision of its weights and of the computation.
+        attn_implementation: Attention of transformers, such as "sdpa", "eager" or "flash_attention_2".
+    """
+
+    decay = 1.0  # the share of its weights that an update leaves
+
+    def __init__(
+        self,
+        policy: Any,  # `vision.tokens`
+        *,
+        model: str,
+        dtype: Literal["float32", "bfloat16", "float16", "float64"] = "bfloat16",
+        attn_implementation: str = "sdpa",
+    ) -> None:
+        there, own = loading.load_processor(model).tokenizer, policy.processor.tokenizer
+        if there.get_vocab() != own.get_vocab():
+            raise ValueError(
+                f"the teacher '{model}' has another vocabulary ({len(there)} tokens) than the policy "
+                f"({len(own)} tokens), whose tokens it reads; name a model of the same family"
+            )
+        loaded = loading.load_model(model, dtype=dtype, attn_implementation=attn_implementation)
+        kinds = [one.config.model_type for one in (loaded, policy.model)]
+        if kinds[0] != kinds[1]:
+            raise ValueError(
+                f"the teacher '{model}' is of type '{kinds[0]}' and the policy of type '{kinds[1]}', whose "
+                "encoded images it reads; name a model of the same type"
+            )
+        device = next(policy.module.parameters()).device
+        self.module: nn.Module = policy.reading_with(loaded, dtype).to(device)
+
+    @torch.no_grad()
+    def __call__(self, batch: Batch, extra: Set[str] = frozenset()) -> StepOutput:
+        width = batch.mask.shape[1]
+        values = {name: pad_to(value, width, 1) for name, value in self.module(batch.steps, extra).items()}
+        return StepOutput(values.pop("logp"), values)
+
+    def acting(self) -> AbstractContextManager:
+        """Raise, because engines sample from the policy's own model."""
+        raise ConfigError(
+            "'rollout.policy' names a teacher, which cannot sample: name a reference of the policy's own "
+            "weights (`frozen`, `ema`), or record answers of the teacher and use the engine `offline`"
+        )
+
+    def take(self) -> None:
+        """Keep its own weights."""
+
+    def move(self) -> None:
+        """Keep its own weights."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return nothing: the weights are those of `model`."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore nothing."""
