@@ -58,7 +58,7 @@ def objective(given: Given) -> Change:
 
 def surrogate(given: Given) -> Change:
     """The clipping range and the temperatures of the surrogate that there is."""
-    loss = given.values.get("loss_type")
+    loss = str(given.values.get("loss_type"))
     named, place = loss in GRPO_LOSSES, "objective.surrogate"
     masked = given.at(f"{place}.name") == "off_policy_mask"
     if "off_policy_mask_threshold" in given if named else masked:
