@@ -16,7 +16,7 @@ COLOURS = {"tempsamp_r1": "#c2571a", "grpo": "#7a4fb5", "cold_start": "#5b6b7b"}
 def idea() -> str:
     """Draw the way of the data: six boxes, the pieces under them, and the one arrow that goes back."""
     boxes = (
-        ("prompts", "sampler", ("uniform", "or your own")),
+        ("prompts", "sampler", ("uniform, vade", "with_hints")),
         ("rollouts", "engine", ("vision.generate", "with_demos, stored")),
         ("reward table", "rewards", ("N rollouts", "by K outcomes")),
         ("advantages", "chain", ("total", "group_normalize")),

@@ -126,7 +126,7 @@ def entropy_rank(
     )
     entropy = table.notes["entropy"]
     ranked = failed & cut & table.present[:, None] & ~entropy.isnan().all(-1)[:, None, None]
-    sizes = (share * (~entropy.isnan()).sum(-1) + 1e-9).long().clamp(min=1)
+    sizes = (share * (~entropy.isnan()).sum(-1).double() + 1e-9).long().clamp(min=1)
     ordered = entropy.nan_to_num(nan=-1.0).sort(-1, descending=True).values
     inside = torch.arange(entropy.shape[1]) < sizes[:, None]
     peak = torch.where(inside, ordered, 0.0).sum(-1) / sizes
@@ -137,7 +137,7 @@ def entropy_rank(
         beats = (peak[rows, None] > peak[rows]) & (overall[rows, None] < overall[rows])
         wins = beats.sum(1)
         # Mean of the first and the last rank of a tie: the answers with more wins come before.
-        rank = (wins > wins[:, None]).sum(1) + ((wins == wins[:, None]).sum(1) - 1) / 2
+        rank = (wins > wins[:, None]).sum(1) + ((wins == wins[:, None]).sum(1).double() - 1) / 2
         if len(rows) > 1:
             grade[rows, 0, places] = max_reward * (1 - rank.double() / (len(rows) - 1))
     return table.put(table.values + grade)

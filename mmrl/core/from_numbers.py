@@ -59,9 +59,10 @@ def reward_table(
     named = dict(rewards) if isinstance(rewards, Mapping) else {"reward": rewards}
     rows = {name: [_listed(row) for row in column] for name, column in named.items()}
     counts = [len(row) for row in next(iter(rows.values()))]
-    given = {**rows, **(tags or {}), **(notes or {}), "group": group, "length": length, "ends": ends}
-    for name, listed in {**given, "on_policy": on_policy, "process": process}.items():
-        if len(listed) not in (len(counts), 0 if name not in rows else len(counts)):
+    columns = {"group": group, "length": length, "ends": ends, "on_policy": on_policy, "process": process}
+    others = [*(tags or {}).items(), *(notes or {}).items(), *columns.items()]
+    for name, listed in [*rows.items(), *((name, listed) for name, listed in others if len(listed))]:
+        if len(listed) != len(counts):
             raise ValueError(f"'{name}' has {len(listed)} rows, and the first reward {len(counts)}")
     weights = {name: 1.0 for name in rows} | dict(weights or {})
     steps = list(length) or [row[-1] for row in ends] or counts

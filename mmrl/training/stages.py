@@ -119,7 +119,8 @@ def _ready(stage: Stage, stages: Sequence[Stage], records: Sequence[StageRecord]
 
 
 def _length(stage: Stage) -> dict[str, Any]:
-    return {key: as_plain(getattr(stage.config, key)) for key in LENGTH}
+    plain = as_plain(stage.config)
+    return {key: plain[key] for key in LENGTH}
 
 
 def _finished(stage: Stage, run: Run) -> StageRecord:

@@ -23,7 +23,7 @@ EMPTY = inspect.Parameter.empty
 def apply(entry, table):
     # "value" is the default of `value_anchor`: a label that another piece records.
     needed = [name for name, parameter in entry.options.items() if parameter.default in (EMPTY, "value")]
-    options = {name: GIVEN[name] for name in needed if name != "advantage"}
+    options = {name: GIVEN[name] for name in needed if name not in ("advantage", "outcome")}
     if "advantage" in entry.options:  # a chain inside
         options = {"of": ("reward",), "advantage": (total,)}
     if "outcome" in entry.options:  # whose bonus must stay under the gaps of the outcomes
