@@ -18,11 +18,12 @@ def load_text_model(kind: str, model: str, device: str = "auto", **options: Any)
     `device` is one of torch, or `auto` for the current GPU, or the CPU. `options` are those of the model.
     """
     import transformers
+    from transformers import AutoTokenizer
 
     if device == "auto":
         # With its number: rewards run in threads of their own, whose current device is another.
         device = f"cuda:{torch.cuda.current_device()}" if torch.cuda.is_available() else "cpu"
-    tokenizer = transformers.AutoTokenizer.from_pretrained(model, trust_remote_code=False)
+    tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=False)
     loaded = getattr(transformers, kind).from_pretrained(
         model, use_safetensors=True, trust_remote_code=False, **options
     )
