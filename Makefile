@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo demo-image demo-pairs docs check test plain
+.PHONY: demo demo-image demo-pairs docs check test test-models test-rest plain
 demo: .venv/mmrl .venv/clips
 	$(BIN)/python -m examples.video_grounding.demo --videos .venv/clips $(ARGS)
 
@@ -28,7 +28,14 @@ test: .venv/mmrl plain
 	$(BIN)/ruff format --check .
 	$(BIN)/basedpyright
 	$(BIN)/basedpyright -p tests/imports.json
-	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest $(ARGS)
+	$(MAKE) --output-sync=target --jobs=2 test-models test-rest
+
+# The two halves of the tests, which take as long as each other.
+MODELS := tests/vision tests/diffusion tests/examples tests/compression tests/kv_cache tests/inference tests/training
+test-models:
+	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest $(MODELS) $(ARGS)
+test-rest:
+	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest tests $(MODELS:%=--ignore=%) $(ARGS)
 
 # What a user without any extra gets: every command once, in an environment of its own.
 plain:
