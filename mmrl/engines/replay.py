@@ -7,15 +7,19 @@ log-probabilities that the engine noted, and add some of them to later collectio
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from mmrl.config.loading import ConfigError
 from mmrl.config.ranges import NonNegativeFloat, PositiveInt
 from mmrl.config.registry import engine
-from mmrl.core.protocols import Engine
+from mmrl.core.protocols import Engine, RecallsRows
 from mmrl.core.reward_table import RewardTable, name_id
 from mmrl.core.rng import Stream
 from mmrl.core.tensor import group_index
@@ -24,6 +28,7 @@ from mmrl.core.types import Outcome, Prompt, Rollouts, Trajectory
 RECALLED = frozenset({"token", "logp", "temperature"})  # the notes that a rollout is made from again
 TINY = 1e-6  # an advantage that is smaller counts as none
 REPLAY = "replay"  # tag of rows that were brought back
+CHANGED = "changed"  # tag of answers to prompts that are not as the data have them
 
 
 class Memory:
@@ -32,25 +37,44 @@ class Memory:
     notes: frozenset[str] = frozenset()
 
     def __init__(self, engine: Engine, stream: Stream, prompts: Sequence[Prompt], tables: int = 1) -> None:
+        if not isinstance(engine.policy, RecallsRows):
+            raise ConfigError(
+                f"replay makes rows again from their tokens, which the policy {type(engine.policy).__name__} "
+                "cannot; it needs `recall`, as vision.tokens has it"
+            )
         self.engine, self.policy, self.stream, self.prompts = engine, engine.policy, stream, prompts
         self.tables, self.steps = [RewardTable.empty()] * tables, torch.zeros(0, dtype=torch.int64)
-        self.added = 0  # rows that were brought back since they were last told
-        self._places: dict[str, int] = {}
+        self.added = 0  # rows that were brought back since the last report
 
     @property
     def stored(self) -> RewardTable:
         """The rows as they were measured."""
         return self.tables[0]
 
+    @cached_property
+    def places(self) -> Mapping[str, int]:
+        """Where each prompt stands in the data."""
+        return {prompt.uid: i for i, prompt in enumerate(self.prompts)}
+
     def rollout(self, prompts: Sequence[Prompt]) -> Rollouts:
-        """Answer every entry with the wrapped engine."""
-        return self.engine.rollout(prompts)
+        """Answer every entry with the wrapped engine.
+
+        Answers to prompts that a sampler changed, by a hint or by noise, are marked: they are not remembered,
+        because only prompts of the data can be looked up again.
+        """
+        rows = self.engine.rollout(prompts)
+        return tuple(row if self._of_data(row.prompt) else _marked(row) for row in rows)
+
+    def _of_data(self, prompt: Prompt) -> bool:
+        if prompt.uid not in self.places:
+            return False
+        own = self.prompts[self.places[prompt.uid]]
+        names = ([media.name for media in one.media] for one in (own, prompt))
+        return own is prompt or (own.text == prompt.text and operator.eq(*names))
 
     def recall(self, table: RewardTable) -> Rollouts:
         """Make the rollouts of rows that were brought back, from the tokens that the engine noted."""
-        if not self._places:
-            self._places = {prompt.uid: i for i, prompt in enumerate(self.prompts)}
-        return tuple(self._row(table, i, self.prompts[self._places[uid]]) for i, uid in enumerate(table.uids))
+        return tuple(self._row(table, i, self.prompts[self.places[uid]]) for i, uid in enumerate(table.uids))
 
     def _row(self, table: RewardTable, i: int, prompt: Prompt) -> Trajectory:
         length = int(table.length[i])
@@ -66,9 +90,9 @@ class Memory:
         return Trajectory(prompt, prompt.uid, outcomes, row.steps, length, notes, on_policy=False)
 
     def remember(self, rows: Tensor, *tables: RewardTable) -> None:
-        """Store rows (N,) bool of tables, except for those that were brought back or not sampled."""
+        """Store rows (N,) bool of tables that were sampled now, as answers to prompts of the data."""
         table = tables[0]
-        rows = rows & (table.ids["on_policy"][:, 0] == 1) & ~replayed(table)
+        rows = rows & (table.ids["on_policy"][:, 0] == 1) & ~tagged(table, REPLAY) & ~tagged(table, CHANGED)
         self.tables = [old.join(new.select(rows)) for old, new in zip(self.tables, tables, strict=True)]
         self.steps = torch.cat([self.steps, torch.full((int(rows.sum()),), self.stream.step)])
 
@@ -87,9 +111,9 @@ class Memory:
 
     def tell(self) -> Mapping[str, float]:
         """Return the rows that were brought back since the last call, and those that are stored."""
-        told = {"replay/rows": float(self.added), "replay/stored": float(len(self.steps))}
+        metrics = {"replay/rows": float(self.added), "replay/stored": float(len(self.steps))}
         self.added = 0
-        return told
+        return metrics
 
     def state_dict(self) -> dict[str, Any]:
         """Return the stored rows with their steps."""
@@ -101,9 +125,14 @@ class Memory:
         self.steps = state["steps"]
 
 
-def replayed(table: RewardTable) -> Tensor:
-    """Return which rows were brought back: (N,) bool."""
-    return table.ids[REPLAY].any(-1) if REPLAY in table.ids else torch.zeros(len(table), dtype=torch.bool)
+def tagged(table: RewardTable, tag: str) -> Tensor:
+    """Return which rows have a tag, such as those that were brought back: (N,) bool."""
+    return table.ids[tag].any(-1) if tag in table.ids else torch.zeros(len(table), dtype=torch.bool)
+
+
+def _marked(row: Trajectory) -> Trajectory:
+    outcomes = (replace(outcome, tags={**outcome.tags, CHANGED: "yes"}) for outcome in row.outcomes)
+    return replace(row, outcomes=tuple(outcomes))
 
 
 def strength(credit: RewardTable) -> Tensor:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from mmrl.config.reward_adapters import per_outcome
 from mmrl.config.schema import ConfigError
 from mmrl.core.protocols import Replay
+from mmrl.core.types import Message, Part
 from mmrl.training.collect import collect, refill
 from mmrl.training.loop import learnable, train
 from tests.support.resuming import EVERYTHING, assert_alike, killed, resumed
@@ -91,6 +94,36 @@ def test_a_prompt_of_this_step_is_not_replayed(tmp_path):
     GROWS["varied"] = -1
     _, mixed, _ = step(run, 1)
     assert run.method.engine.added == 0 and "replay" not in mixed.table.ids
+
+
+class Changing:
+    """A sampler that changes the first prompt of a draw: its text, or its name."""
+
+    def __init__(self, sampler, *, ending: str = "", text: str = "") -> None:
+        self.sampler, self.ending, self.text = sampler, ending, text
+
+    def draw(self, num_prompts, num_generations):
+        drawn = self.sampler.draw(num_prompts, num_generations)
+        message = Message("user", (Part(drawn[0].text + self.text),))
+        changed = replace(drawn[0], uid=drawn[0].uid + self.ending, messages=(message,))
+        return [changed if prompt is drawn[0] else prompt for prompt in drawn]
+
+
+@pytest.mark.parametrize("change", [{"text": " Hint: 3"}, {"ending": "#noise"}])
+def test_answers_to_changed_prompts_are_not_replayed(tmp_path, change):
+    samplers = ["uniform", {"name": f"{__name__}:Changing", **change}]
+    run = replaying(tmp_path, changes={"sampler": samplers})
+    _, _, credit = step(run, 0)
+    plain = [uid for uid in credit.uids if uid == credit.uids[-1]]
+    assert set(run.method.engine.stored.uids) == set(plain) and len(set(credit.uids)) == 2
+    GROWS["varied"] = -1
+    step(run, 1)
+    assert run.method.engine.added > 0
+
+
+def test_a_policy_that_cannot_make_rows_again_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="the policy ToyText cannot; it needs `recall`"):
+        replaying(tmp_path, changes={"policy": f"{TOYS}:ToyText"})
 
 
 def test_groups_are_exchanged_as_a_whole(tmp_path):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from statistics import fmean
@@ -15,11 +14,11 @@ from mmrl.config.registry import sampler
 from mmrl.core.protocols import Sampler
 from mmrl.core.reward_table import RewardTable
 from mmrl.core.rng import Stream
-from mmrl.core.types import Part, Prompt, Rollouts
+from mmrl.core.types import Prompt, Rollouts
+from mmrl.data.hints import sentences, with_hint
 from mmrl.vision.media.prompts import add_gaussian_noise, map_frames
 
 ENDINGS = ("#noise", "#hint")  # of the names of changed prompts
-SENTENCE_END = re.compile(r"(?<=[.!?。])\s+|\n+")
 
 
 @sampler
@@ -138,12 +137,14 @@ class DifficultyAugmentation:
             self.drawn["noise"].append(noise)
             return self._noisy(prompt, noise)
         solution = prompt.columns.get(self.hint_column)
-        sentences = SENTENCE_END.split(str(solution).strip()) if solution else []
-        count = round(self.max_hint * min(max(away, 0.0), 1.0) * len(sentences))
+        parts = sentences(str(solution)) if solution else []
+        count = round(self.max_hint * min(max(away, 0.0), 1.0) * len(parts))
         if not count:
             return None
-        self.drawn["hint"].append(count / len(sentences))
-        return self._hinted(prompt, " ".join(sentences[:count]))
+        self.drawn["hint"].append(count / len(parts))
+        template = f"\n{self.hint_template}"
+        hinted = with_hint(prompt, " ".join(parts[:count]), tag="difficulty", template=template)
+        return replace(hinted, uid=f"{prompt.uid}#hint")
 
     def _noisy(self, prompt: Prompt, sigma: float) -> Prompt:
         stream = replace(self.stream)  # of this step and round, whenever the frames are loaded
@@ -152,9 +153,3 @@ class DifficultyAugmentation:
             return add_gaussian_noise(frames, stream.generator("frame_noise", prompt.uid), sigma)
 
         return replace(map_frames(prompt, noisy), uid=f"{prompt.uid}#noise")
-
-    def _hinted(self, prompt: Prompt, hint: str) -> Prompt:
-        text = Part("\n" + self.hint_template.replace("{hint}", hint))
-        *before, last = prompt.messages
-        last = replace(last, parts=(*last.parts, text))
-        return replace(prompt, uid=f"{prompt.uid}#hint", messages=(*before, last))
