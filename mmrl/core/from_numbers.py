@@ -60,10 +60,10 @@ def reward_table(
     rows = {name: [_listed(row) for row in column] for name, column in named.items()}
     counts = [len(row) for row in next(iter(rows.values()))]
     columns = {"group": group, "length": length, "ends": ends, "on_policy": on_policy, "process": process}
-    others = [*(tags or {}).items(), *(notes or {}).items(), *columns.items()]
-    for name, listed in [*rows.items(), *((name, listed) for name, listed in others if len(listed))]:
-        if len(listed) != len(counts):
-            raise ValueError(f"'{name}' has {len(listed)} rows, and the first reward {len(counts)}")
+    given = [
+        pair for pair in (*(tags or {}).items(), *(notes or {}).items(), *columns.items()) if len(pair[1])
+    ]
+    _check_rows([*rows.items(), *given], len(counts))
     weights = {name: 1.0 for name in rows} | dict(weights or {})
     steps = list(length) or [row[-1] for row in ends] or counts
     ends = list(ends) or [range(n - k + 1, n + 1) for n, k in zip(steps, counts, strict=True)]
@@ -107,6 +107,12 @@ def padded_ids(rows: Sequence[Sequence[int]]) -> Tensor:
     """Lay ragged rows of 63-bit names out; 0 behind them. A float would round them."""
     width = max(map(len, rows))
     return torch.tensor([[*row, *[0] * (width - len(row))] for row in rows])
+
+
+def _check_rows(columns: Sequence[tuple[str, Sequence]], count: int) -> None:
+    for name, column in columns:
+        if len(column) != count:
+            raise ValueError(f"'{name}' has {len(column)} rows, and the first reward {count}")
 
 
 def _listed(row: Any) -> list:
@@ -173,9 +179,9 @@ def step_table(
     batch = batch.replace(
         group=names,
         advantage=laid * counted,
-        others={name: StepOutput(padded(said)) for name, said in others.items()},
+        others={name: StepOutput(padded(rows)) for name, rows in others.items()},
     )
-    said = StepOutput(
+    output = StepOutput(
         padded(logp).requires_grad_(), {name: padded(value) for name, value in (extra or {}).items()}
     )
-    return said, batch.replace(totals=batch.count())
+    return output, batch.replace(totals=batch.count())
