@@ -202,8 +202,10 @@ def _needs_of_second(config: Config, bound: Bound, place: str, says: Mapping[str
     if objective is not None:
         needs |= objective.needs
     _check_references(config, needs, f"{place} reads")
-    check_outputs(config, replace(needs, extra=frozenset()), says)  # its own outputs: when it is made
-    return needs
+    own = needs.extra | needs.others.get("old", frozenset())
+    others = {name: extra for name, extra in needs.others.items() if name != "old"}
+    check_outputs(config, Needs(others={**others, place.removeprefix("references."): own}), says)
+    return Needs(others=others, notes=needs.notes)
 
 
 def _says(config: Config, checked: Mapping[str, Any]) -> dict[str, frozenset[str]]:

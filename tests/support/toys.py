@@ -262,8 +262,8 @@ class ToyCritic(ToyText):
 
     says = frozenset({"value"})
 
-    def __init__(self, *, num: int = 8, length: int = 4) -> None:
-        super().__init__(num=num, length=length, vocab=1)
+    def __init__(self, *, num: int = 8, length: int = 4, double: bool = False) -> None:
+        super().__init__(num=num, length=length, vocab=1, double=double)
 
     def __call__(self, batch: Batch, extra: frozenset[str] = frozenset()) -> StepOutput:
         steps = batch.steps
