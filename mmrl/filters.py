@@ -7,7 +7,7 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
-from mmrl.config.ranges import AtMost
+from mmrl.config.ranges import AtMost, Probability
 from mmrl.config.registry import group_filter
 from mmrl.core.reward_table import EQUAL, RewardTable
 from mmrl.core.tensor import group_count, group_extreme, group_index, group_mean, group_range
@@ -38,13 +38,18 @@ def varied(table: RewardTable, *, of: str = "") -> Tensor:
 def mean_between(
     table: RewardTable,
     *,
-    low: Annotated[float, AtMost("high")] = 0.2,
-    high: float = 0.8,
+    low: Annotated[Probability, AtMost("high")] = 0.2,
+    high: Probability = 0.8,
     of: str = "",
 ) -> Tensor:
-    """Keep groups whose mean reward is from `low` to `high` (PRIME's online filter, arXiv 2502.01456).
+    """Keep groups whose mean reward is in a range (PRIME's online filter, arXiv 2502.01456).
 
-    `of` names the reward; without it, the weighted sum counts. Groups without any known reward are dropped.
+    Groups without any known reward are dropped.
+
+    Args:
+        low: Smallest mean that is kept.
+        high: Largest mean that is kept.
+        of: Name of a reward from 0 to 1; without it, the weighted sum counts.
     """
     if not len(table):
         return torch.ones(0, dtype=torch.bool)

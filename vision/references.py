@@ -14,7 +14,6 @@ from mmrl.config.registry import reference
 from mmrl.core.step_table import Batch, StepOutput
 from mmrl.core.tensor import pad_to
 from mmrl.vision.models import loading
-from mmrl.vision.policies.tokens import check_same_tokens
 
 
 @reference
@@ -42,7 +41,7 @@ class Teacher:
     ) -> None:
         tokenizer = loading.load_processor(model).tokenizer
         loaded = loading.load_model(model, dtype=dtype, attn_implementation=attn_implementation)
-        check_same_tokens(tokenizer, loaded, policy)
+        loading.check_same_tokens(tokenizer, loaded, policy)
         device = next(policy.module.parameters()).device
         self.module: nn.Module = policy.reading_with(loaded, dtype).to(device)
 

@@ -132,7 +132,7 @@ def process_returns(
     steps = per_step(table)
     gap = noted(steps, "prm/logp") - noted(steps, f"{against}/logp")
     process = torch.where(steps.present, gap.nan_to_num(), 0.0)  # (N, T)
-    if normalize:
+    if normalize and process.numel():
         process = process / (_discounted(process, 1.0).abs().amax(-1, keepdim=True) + 1e-6)
     mean = process.sum(-1, keepdim=True) / table.length.clamp(min=1)[:, None]  # (N, 1)
     means = mean[:, None].expand_as(table.values)

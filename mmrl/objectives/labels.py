@@ -194,22 +194,16 @@ def _sum_over_labelled(loss: Tensor, label: Tensor, batch: Batch) -> Tensor:
     return mean_over_groups(group_sum(loss, index), (better > 0) & (worse > 0), batch)
 
 
-@compare(unit=Unit.ROW)
+@compare(unit=Unit.GROUP)
 def cross_entropy(implicit_reward: Tensor, batch: Batch, *, beta: PositiveFloat = 0.05) -> Tensor:
     """Predict the outcome of a row from its implicit reward by cross-entropy (PRIME, arXiv 2502.01456).
 
-    A row costs -y log sigmoid(beta g) - (1 - y) log sigmoid(-beta g), with g its implicit reward and y its
-    advantage, which is the raw outcome after a chain such as `[{name: pick, of: correct}]`. `beta` is the
-    scale of implicit rewards. Raises `ValueError` for an outcome outside of [0, 1].
+    A row costs -log sigmoid(beta g) where its advantage is above 0, and -log sigmoid(-beta g) elsewhere, with
+    g its implicit reward. Put it behind a chain that gives the raw outcome, such as `[{name: pick, of:
+    correct}]`. `beta` is the scale of implicit rewards.
     """
     counted = batch.mask.sum(-1) > 0
-    outcome = masked_mean(batch.advantage, batch.mask, -1)
-    wrong = counted & ((outcome < -1e-6) | (outcome > 1 + 1e-6))
-    if wrong.any():
-        raise ValueError(
-            f"`cross_entropy` predicts outcomes from 0 to 1, but the chain gave {float(outcome[wrong][0])}; "
-            "let it end with the raw outcome, such as `[{name: pick, of: correct}]`"
-        )
+    right = masked_mean(batch.advantage, batch.mask, -1) > 0
     evidence = beta * implicit_reward.sum(-1)
-    loss = softplus(-evidence) * outcome + softplus(evidence) * (1 - outcome)
+    loss = softplus(torch.where(right, -evidence, evidence))
     return torch.where(counted, loss, 0.0).sum() / (batch.totals.rows or 1.0)

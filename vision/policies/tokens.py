@@ -118,23 +118,6 @@ def chunked_logp(
     return {name: torch.cat(values) for name, values in columns}
 
 
-def check_same_tokens(tokenizer: Any, model: nn.Module, policy: Tokens) -> None:
-    """Raise `ValueError` unless a model reads the tokens and the encoded images of a policy."""
-    own = policy.processor.tokenizer
-    name = model.config.name_or_path
-    if tokenizer.get_vocab() != own.get_vocab():
-        raise ValueError(
-            f"the model '{name}' has another vocabulary ({len(tokenizer)} tokens) than the policy "
-            f"({len(own)} tokens), whose tokens it reads; name a model of the same family"
-        )
-    kinds = [one.config.model_type for one in (model, policy.model)]
-    if kinds[0] != kinds[1]:
-        raise ValueError(
-            f"the model '{name}' is of type '{kinds[0]}' and the policy of type '{kinds[1]}', whose encoded "
-            "images it reads; name a model of the same type"
-        )
-
-
 @policy
 class Tokens:
     """A vision-language model of transformers; a step is one token of an answer.
@@ -212,7 +195,7 @@ class Tokens:
 
     def check_steps_of(self, policy: Tokens) -> None:
         """Raise `ValueError` where another policy's tokens mean something else to this one."""
-        check_same_tokens(self.processor.tokenizer, self.model, policy)
+        loading.check_same_tokens(self.processor.tokenizer, self.model, policy)
 
     def reading_with(self, model: nn.Module, dtype: str) -> StepModel:
         """Make a module that reads this policy's steps with another model, which does not learn."""
