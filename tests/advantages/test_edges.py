@@ -9,6 +9,7 @@ import torch
 
 from mmrl.advantages.shape import total
 from mmrl.config.registry import pieces
+from mmrl.core.reward_table import name_id
 from mmrl.core.rng import Stream
 from tests.support.tables import reward_table
 
@@ -16,7 +17,14 @@ ADVANTAGES = pieces("advantage")
 
 
 # Options of pieces that need one: the only reward and label there is is called "reward".
-GIVEN = {"of": "reward", "right": "reward", "keep": 1, "stream": Stream(3)}
+GIVEN = {
+    "of": "reward",
+    "right": "reward",
+    "found": "reward",
+    "calls": "reward",
+    "keep": 1,
+    "stream": Stream(3),
+}
 EMPTY = inspect.Parameter.empty
 
 
@@ -25,10 +33,12 @@ def apply(entry, table):
     needed = [name for name, parameter in entry.options.items() if parameter.default in (EMPTY, "value")]
     options = {name: GIVEN[name] for name in needed if name not in ("advantage", "outcome")}
     if "advantage" in entry.options:  # a chain inside
-        options = {"of": ("reward",), "advantage": (total,)}
+        options = {"advantage": (total,), **({"of": ("reward",)} if "of" in entry.options else {})}
     if "outcome" in entry.options:  # whose bonus must stay under the gaps of the outcomes
         options = {"of": "near", "outcome": "reward", "alpha": 1e-3}
         table = table.replace(scored={**table.scored, "near": torch.sigmoid(table.scored["reward"])})
+    if inspect.isclass(entry.target):
+        return entry.target(**options)(table)
     return entry.target(table, **options)
 
 
@@ -37,9 +47,12 @@ def table_of(rewards, **columns):
     table = reward_table(rewards, **columns)
     numbers = torch.arange(len(table) * int(table.length.max()), dtype=torch.float64).view(len(table), -1)
     noted = {"entropy": 1, "token": 1, "logp": -1, "ref/logp": -2, "prm/logp": -1.5, "critic/value": 0.1}
+    noted["planner/value"] = 0.2
     for name, factor in noted.items():
         table = table.note(name, factor * numbers)
-    return table
+    tags = ("state", "action", "role", "stage", "part", "node", "parent")
+    ids = {name: torch.where(table.present, name_id(name), 0) for name in tags}
+    return table.replace(ids={**table.ids, **ids})
 
 
 @pytest.mark.parametrize("entry", ADVANTAGES, ids=lambda entry: entry.full_name)

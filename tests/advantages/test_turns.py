@@ -5,10 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
+from mmrl.advantages.hierarchy import hae
 from mmrl.advantages.normalize import group_center, group_normalize, leave_one_out
+from mmrl.advantages.role_stages import Alternate, RoleBaseline
 from mmrl.advantages.roles import alignment, sibling_shape, unique_center
 from mmrl.advantages.select import returns
 from mmrl.advantages.shape import scale, total
+from mmrl.advantages.tools import ToolProductivity, delegated_reward, partial_credit, productivity
 from mmrl.advantages.turns import (
     action_credit,
     episode_mean,
@@ -18,6 +21,7 @@ from mmrl.advantages.turns import (
     per_episode,
     shared_steps,
 )
+from mmrl.core.rng import Stream
 from tests.support.tables import assert_rows, reward_table
 
 
@@ -201,3 +205,147 @@ def test_a_tree_is_shaped_by_parents_and_siblings():
     found = group_normalize(shaped, by=("group",), eps=1e-9).values[:, 0]
     assert_rows(found, [[-0.513265], [0.659912], [1.246500], [-1.319824], [-0.073324]])
     assert torch.equal(sibling_shape(table, gamma=0.0).values, table.values)
+
+
+def test_sub_agents_earn_by_what_the_main_agent_reached():
+    # Three conversations: right, wrong, right with a sub-agent of a bad format; two sub-agents' turns each.
+    table = reward_table(
+        {
+            "right": [[None, None, 1], [None, None, 0.1], [None, None, 1]],
+            "format": [[1, 1, 1], [1, 1, 1], [1, 0, 1]],
+        },
+        weights={"format": 0.0},
+        tags={"turn": [list("012")] * 3, "role": [["main", "sub", "main"]] * 3},
+    )
+    rewarded = delegated_reward(table, of="right", format="format")
+    assert rewarded.valid[:, 0].tolist() == [[False, True, True]] * 3
+    assert_rows(rewarded.values[:, 0, 1:], [[1, 1], [0.1, 0.1], [0, 1]])
+    merged = per_episode(rewarded, by=("role",), advantage=(by_role,))
+    mean = 1.1 / 3
+    assert_rows(merged.values[:, 0, 1:2], [[1 - mean], [0.1 - mean], [-mean]])
+    assert_rows(merged.values[:, 0, ::2], [[0.3, 0.3], [-0.6, -0.6], [0.3, 0.3]])
+
+
+def by_role(table):
+    return group_center(table, by=("group", "role"))
+
+
+# ---- tools
+
+
+@pytest.mark.parametrize(
+    "least, smoothing, wanted",
+    [(2, 1.0, [0, 0.866025, 1, 0.951057, 0.866025]), (0, 1.0, [1, 0.5, 0.309017, 0.222521])],
+)
+def test_tool_productivity_is_one_at_the_fewest_calls(least, smoothing, wanted):
+    found = [productivity(calls, least, smoothing) for calls in range(len(wanted))]
+    assert found == pytest.approx(wanted, abs=1e-6)
+
+
+def test_the_fewest_calls_of_a_prompt_are_remembered():
+    piece = ToolProductivity(of="right", calls="tool_calls")
+    first = reward_table({"right": [1, 1, 0], "tool_calls": [4, 2, 0]}, weights={"tool_calls": 0.0})
+    assert torch.equal(piece(first).values, first.values), "no answer was right yet"
+    piece.observe((), first)
+    assert_rows(piece(first).values[:, 0], [[0.866025], [1], [0]])
+    later = reward_table({"right": [1], "tool_calls": [3]}, weights={"tool_calls": 0.0})
+    piece.observe((), later)
+    assert_rows(piece(later).values[:, 0], [[0.951057]])
+
+
+def test_wrong_answers_earn_for_what_they_found():
+    table = reward_table({"right": [0, 1, 0, 0], "entities": [0.5, 0.75, 0.25, 0]}, weights={"entities": 0.0})
+    shaped = partial_credit(table, of="right", found="entities")
+    assert_rows(shaped.values[:, 0], [[0.2], [1], [0.1], [0]])
+    wanted = [[-0.273315], [1.475899], [-0.491966], [-0.710618]]
+    assert_rows(group_normalize(shaped, eps=1e-6).values[:, 0], wanted)
+    nobody = reward_table({"right": [0, 0], "entities": [0, 0]}, weights={"entities": 0.0})
+    assert partial_credit(nobody, of="right", found="entities").values.tolist() == [[[0]], [[0]]]
+
+
+# ---- plans and actions
+
+
+def test_hae_gives_the_worked_advantages_of_plans_and_actions():
+    # A plan of one token before the turns 0 and 2, and four actions of one token.
+    parts = ["plan", "act", "act", "plan", "act", "act"]
+    low, high = [0, 0.3, 0.4, 0, 0.5, 0.6], [0.5, 9, 9, 0.7, 9, 9]
+    table = reward_table(
+        [[None, 0, 0.2, None, 0, 1]],
+        tags={"part": [parts], "turn": [list("001223")]},
+        notes={"critic/value": [low], "planner/value": [high]},
+    )
+    found = hae(table).values[0, 0]
+    assert_rows(found[None, [1, 2, 4, 5]], [[0.559667, 0.493, 0.4702, 0.4]])
+    assert_rows(found[None, [0, 3]], [[0.654088, 0.29]])
+
+
+# ---- memories
+
+
+def play_round(rewards, **tags):
+    return reward_table(rewards, tags=tags)
+
+
+def test_the_baseline_of_a_role_is_updated_first_and_then_subtracted():
+    stream = Stream()
+    piece = RoleBaseline(stream=stream)
+    roles = [["spy", "c", "c", "c", "c"]]
+    clues = [[-0.275, -0.00625, 0.09375, 0.09375, 0.09375]]
+    table = reward_table(clues, tags={"role": roles})
+    piece.observe((), table)
+    found = piece(table).values[0, 0]
+    assert found[0].item() == pytest.approx(-0.26125)
+    assert found[1].item() == pytest.approx(-0.00625 - 0.0034375)
+    stream.step += 1
+    assert torch.equal(piece(table).values[0, 0], found), "nothing was observed since"
+    piece.observe((), table)
+    assert piece(table).values[0, 0, 0].item() == pytest.approx(-0.275 + 0.01375 * 1.95)
+
+
+def stages_of(piece, stream, table, steps):
+    """List the steps after which the stage changed."""
+    changes, before = [], False
+    for step in range(1, steps + 1):
+        piece.observe((), table)
+        stream.step += 1
+        if piece.current().clue != before:
+            changes.append(step)
+            before = piece.current().clue
+    return changes
+
+
+def decisions(right):
+    return reward_table([right, 0], tags={"stage": ["decide", "clue"]})
+
+
+def test_stages_change_after_the_worked_number_of_collections():
+    stream = Stream()
+    piece = Alternate(of="reward", patience=0, stream=stream)
+    assert stages_of(piece, stream, decisions(1.0), 45) == [45]
+    assert piece.current().accuracy == pytest.approx(0.900560, abs=1e-6)
+    # and back again, from .900560 with .4
+    other = [step for step in range(1, 20) if not after(piece, stream, decisions(0.4))]
+    assert other[0] == 18 and piece.at >= 0
+
+
+def after(piece, stream, table):
+    piece.observe((), table)
+    stream.step += 1
+    return piece.current().clue
+
+
+def test_patience_forces_a_change():
+    stream = Stream()
+    assert stages_of(Alternate(of="reward", stream=stream), stream, decisions(1.0), 20) == [20]
+
+
+def test_only_the_rows_of_the_stage_are_learned_from():
+    stream = Stream()
+    piece = Alternate(of="reward", min_stay=1, high=0.05, patience=0, stream=stream)
+    table = decisions(1.0)
+    assert piece(table).learn[:, 0].tolist() == [True, False]
+    piece.observe((), table)
+    assert piece(table).learn[:, 0].tolist() == [True, False], "a collection changes the next one"
+    stream.step += 1
+    assert piece(table).learn[:, 0].tolist() == [False, True]
