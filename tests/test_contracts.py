@@ -31,6 +31,8 @@ from tests.support.toys import ToyText, prompts
 # The options without a default. A piece that is missing here fails with its name.
 OPTIONS = {
     ("advantage", "pick"): {"of": "right"},
+    ("advantage", "gated_bonus"): {"of": "right", "format": "right", "share": "right"},
+    ("advantage", "for_turns"): {"advantage": ["group_center"], "where": {"stage": "clue"}},
     ("advantage", "per_episode"): {"advantage": ["group_center"]},
     ("advantage", "action_credit"): {"of": "right"},
     ("advantage", "information_gain"): {"of": "right"},

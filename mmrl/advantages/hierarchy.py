@@ -23,11 +23,11 @@ def hae(
     """Compute advantages of plans and of the actions that follow them (HAE of HiPER, arXiv 2602.16165).
 
     An outcome with the tag `part: plan` begins a segment, others are actions. An action has e_t + gamma lam
-    A_(t+1) inside its segment, where e_t = r_t + gamma V_next - V_t, and V_next at its end is the value of the
-    next plan; a plan has E_k + gamma^d lam_segment A_(k+1), where E_k = R_k + gamma^d W_next - W_k, R_k is the
-    discounted reward of its segment of d actions and W the value of a plan. Values are those before the first
-    token of an outcome; after the last one they are 0. Put it after `total`. Departs: a decision to keep the
-    plan has no third critic.
+    A_(t+1) inside its segment, with e_t = r_t + gamma V_next - V_t, where V_next at its end is the value of
+    the next plan; a plan has E_k + gamma^d lam_segment A_(k+1), with E_k = R_k + gamma^d W_next - W_k, where
+    R_k is the discounted reward of its segment of d actions and W the value of a plan. Values are those
+    before the first token of an outcome; after the last one they are 0. Put it after `total`. Departs: a
+    decision to keep the plan has no third critic.
 
     Args:
         gamma: Discount of an action.

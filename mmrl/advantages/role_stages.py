@@ -16,7 +16,7 @@ from mmrl.core.rng import Stream
 from mmrl.core.types import Rollouts
 
 
-@advantage
+@advantage(turns=True)
 class RoleBaseline:
     """Subtract a running mean of the rewards of each role (Vision-Zero, arXiv 2509.25541).
 
@@ -82,7 +82,7 @@ class Stage:
     unanswered: float = 0.0
 
 
-@advantage
+@advantage(turns=True)
 class Alternate:
     """Learn from the rows of one stage at a time, and change stages by how well they do (Vision-Zero).
 

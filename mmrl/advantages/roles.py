@@ -69,7 +69,7 @@ def alignment(
     return table.put(credit * gamma ** turn[:, None].double() if discounted else credit)
 
 
-@advantage
+@advantage(turns=True)
 def sibling_shape(
     table: RewardTable,
     *,

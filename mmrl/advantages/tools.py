@@ -12,7 +12,7 @@ from torch import Tensor
 from mmrl.advantages.normalize import BY_GROUP
 from mmrl.advantages.notes import label, tagged_as
 from mmrl.advantages.shape import column_of
-from mmrl.config.ranges import NonNegativeFloat, PositiveFloat
+from mmrl.config.ranges import NonNegativeFloat, PositiveFloat, Probability
 from mmrl.config.registry import advantage
 from mmrl.core.reward_table import EQUAL, GroupStatistics, RewardTable, name_id
 from mmrl.core.types import Rollouts
@@ -126,6 +126,35 @@ def partial_credit(
     return table.put(values)
 
 
+@advantage
+def gated_bonus(
+    table: RewardTable,
+    *,
+    of: str,
+    format: str,
+    share: str,
+    format_weight: Probability = 0.2,
+    bonus_weight: NonNegativeFloat = 0.4,
+) -> RewardTable:
+    """Pay for good steps only once answer and format are right (HiPRAG, arXiv 2510.07794).
+
+    (1 - format_weight) A + format_weight F, and bonus_weight times the share of good steps where both A and F
+    are 1; nothing is added where that share is not known. It stands for `total`.
+
+    Args:
+        of: Name of the reward A of the answer, from 0 to 1.
+        format: Name of the reward or label F of the format, from 0 to 1.
+        share: Name of the label with the share of good steps, such as a judge's, from 0 to 1.
+        format_weight: The paper's 0.2.
+        bonus_weight: The paper's 0.4.
+    """
+    right, good, steps = label(table, of), label(table, format), label(table, share)
+    gate = (right >= 1 - EQUAL) & (good >= 1 - EQUAL)
+    base = (1 - format_weight) * right + format_weight * good
+    earned = base + torch.where(gate, bonus_weight * steps.nan_to_num(), 0.0)
+    return table.replace(values=earned.nan_to_num(), valid=~earned.isnan(), weights={"total": 1.0})
+
+
 @advantage(turns=True)
 def delegated_reward(
     table: RewardTable,
@@ -140,10 +169,10 @@ def delegated_reward(
     """Reward sub-agents for what the main agent reached (M-GRPO, arXiv 2511.13288).
 
     A turn of another role than `main` earns 0 where its format is bad, `below` where the reward `of` of the
-    conversation is at most `failed`, `above` otherwise; turns of the main agent keep their rewards. Every
-    agent is compared with its own kind where `{name: per_episode, by: [role], advantage: [{name:
-    group_normalize, by: [group, role]}]}` follows. Our reading: the paper aligns the number of sub-agents' rows by repeating
-    or dropping some at random; here all count as they are.
+    conversation is at most `failed`, `above` otherwise, at the last turn of the role; turns of the main agent
+    keep their rewards. Every agent is compared with its own kind where `{name: per_episode, by: [role],
+    advantage: [{name: group_normalize, by: [group, role]}]}` follows. Our reading: the paper aligns the
+    number of sub-agents' rows by repeating or dropping some at random; here all count as they are.
 
     Args:
         of: Name of the reward of the whole conversation.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import reduce
 from typing import Literal
 
@@ -14,7 +14,7 @@ from mmrl.advantages.select import returns
 from mmrl.config.ranges import NonNegativeFloat, NonNegativeInt, Probability
 from mmrl.config.registry import advantage as register
 from mmrl.core.episodes import merge_turns, share_turns
-from mmrl.core.reward_table import GroupStatistics, RewardTable
+from mmrl.core.reward_table import GroupStatistics, RewardTable, name_id
 from mmrl.core.tensor import group_index
 
 
@@ -37,6 +37,39 @@ def per_episode(
     """
     merged, index = merge_turns(table, by)
     return share_turns(reduce(lambda made, function: function(made), advantage, merged), index, table)
+
+
+@register(turns=True)
+def for_turns(
+    table: RewardTable,
+    *,
+    advantage: tuple[Callable[[RewardTable], RewardTable], ...],
+    where: Mapping[str, str],
+) -> RewardTable:
+    """Apply advantage functions to the turns with a tag; the other turns count in nothing and stay.
+
+    `for_some` does this for whole rows. Raises `ValueError` where the functions change rewards or places.
+
+    Args:
+        advantage: The functions, in order.
+        where: Words by tag that a turn must have, such as `{stage: clue}`.
+    """
+    inside = table.present.clone()
+    for tag, word in where.items():
+        inside &= tagged_as(table, tag) == name_id(word)
+    inside = inside[:, None]
+    part = table.replace(valid=table.valid & inside)
+    made = reduce(lambda made, function: function(made), advantage, part)
+    if made.names != table.names or made.ends.shape != table.ends.shape:
+        raise ValueError(
+            f"`for_turns` must keep the rewards and places of its turns, but {made.names} came of "
+            f"{table.names}; put `total` before it, and pieces that work on single steps after it"
+        )
+    return table.replace(
+        values=torch.where(inside, made.values, table.values),
+        valid=torch.where(inside, made.valid, table.valid),
+        learn=torch.where(inside[:, 0], made.learn, table.learn),
+    )
 
 
 def _away(groups: GroupStatistics, scale: bool, eps: float, unbiased: bool = True) -> Tensor:

@@ -7,6 +7,7 @@ import inspect
 import pytest
 import torch
 
+from mmrl.advantages.normalize import group_center
 from mmrl.advantages.shape import total
 from mmrl.config.registry import pieces
 from mmrl.core.reward_table import name_id
@@ -22,6 +23,8 @@ GIVEN = {
     "right": "reward",
     "found": "reward",
     "calls": "reward",
+    "format": "reward",
+    "share": "reward",
     "keep": 1,
     "stream": Stream(3),
 }
@@ -31,12 +34,14 @@ EMPTY = inspect.Parameter.empty
 def apply(entry, table):
     # "value" is the default of `value_anchor`: a label that another piece records.
     needed = [name for name, parameter in entry.options.items() if parameter.default in (EMPTY, "value")]
-    options = {name: GIVEN[name] for name in needed if name not in ("advantage", "outcome")}
+    options = {name: GIVEN[name] for name in needed if name not in ("advantage", "outcome", "where")}
     if "advantage" in entry.options:  # a chain inside
         options = {"advantage": (total,), **({"of": ("reward",)} if "of" in entry.options else {})}
     if "outcome" in entry.options:  # whose bonus must stay under the gaps of the outcomes
         options = {"of": "near", "outcome": "reward", "alpha": 1e-3}
         table = table.replace(scored={**table.scored, "near": torch.sigmoid(table.scored["reward"])})
+    if "where" in needed:
+        options |= {"where": {"stage": "stage"}, "advantage": (group_center,)}
     if inspect.isclass(entry.target):
         return entry.target(**options)(table)
     return entry.target(table, **options)

@@ -11,10 +11,17 @@ from mmrl.advantages.role_stages import Alternate, RoleBaseline
 from mmrl.advantages.roles import alignment, sibling_shape, unique_center
 from mmrl.advantages.select import returns
 from mmrl.advantages.shape import scale, total
-from mmrl.advantages.tools import ToolProductivity, delegated_reward, partial_credit, productivity
+from mmrl.advantages.tools import (
+    ToolProductivity,
+    delegated_reward,
+    gated_bonus,
+    partial_credit,
+    productivity,
+)
 from mmrl.advantages.turns import (
     action_credit,
     episode_mean,
+    for_turns,
     gigpo,
     history_groups,
     information_gain,
@@ -142,6 +149,14 @@ def test_an_action_is_compared_with_others_of_its_kind():
     assert_rows(action_credit(table, of="use").values[:, 0], [[1.25, 1], [-0.25, 0]])
 
 
+def test_turns_with_a_tag_have_a_chain_of_their_own():
+    table = played([[1, 5, 3], [2, 7, 4]], stage=[["clue", "decide", "clue"]] * 2)
+    found = for_turns(table, advantage=(group_center,), where={"stage": "clue"}).values[:, 0]
+    assert_rows(found, [[-0.5, 5, -0.5], [0.5, 7, 0.5]])
+    with pytest.raises(ValueError, match="must keep the rewards and places"):
+        for_turns(table, advantage=(total,), where={"stage": "clue"})
+
+
 def test_rewards_of_turns_are_returned_to_earlier_ones_as_in_meow_tea_taro():
     table = played([[0, 1 / 3, 0, 1 / 3, 1 / 3]])
     assert_rows(returns(total(table)).values[:, 0], [[1, 1, 2 / 3, 2 / 3, 1 / 3]])
@@ -261,6 +276,16 @@ def test_wrong_answers_earn_for_what_they_found():
     assert_rows(group_normalize(shaped, eps=1e-6).values[:, 0], wanted)
     nobody = reward_table({"right": [0, 0], "entities": [0, 0]}, weights={"entities": 0.0})
     assert partial_credit(nobody, of="right", found="entities").values.tolist() == [[[0]], [[0]]]
+
+
+def test_good_steps_are_paid_for_behind_a_right_answer_of_a_good_format():
+    cases = [(1, 1, 0.75), (1, 1, 1.0), (1, 0, 1.0), (0, 1, 1.0), (0, 0, 1.0), (1, 1, None)]
+    right, good, share = zip(*cases, strict=True)
+    table = reward_table(
+        {"right": right, "format": good, "share": share}, weights={"format": 0.0, "share": 0.0}
+    )
+    found = gated_bonus(table, of="right", format="format", share="share").values[:, 0]
+    assert_rows(found, [[1.3], [1.4], [0.8], [0.2], [0], [1]])
 
 
 # ---- plans and actions

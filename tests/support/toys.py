@@ -257,6 +257,31 @@ class ToyNoting(ToyGenerate):
         )
 
 
+class ToyTurns(ToyNoting):
+    """Sample tokens, and take every token for a turn of a conversation between two roles."""
+
+    def rollout(self, prompts: Sequence[Prompt]) -> tuple[Trajectory, ...]:
+        return tuple(self._talk(row, number) for number, row in enumerate(super().rollout(prompts)))
+
+    def _talk(self, row: Trajectory, number: int) -> Trajectory:
+        words = [str(token) for token in row.steps[1].tolist()]
+        return replace(row, outcomes=tuple(self._turn(words, k, number) for k in range(len(words))))
+
+    def _turn(self, words: Sequence[str], k: int, number: int) -> Outcome:
+        tags = {
+            "turn": str(k),
+            "state": words[k - 1] if k else "start",
+            "action": words[k],
+            "role": ("main", "sub")[k % 2],
+            "stage": ("clue", "decide")[k % 2],
+            "part": ("plan", "act")[k % 2],
+            "game": str(number),
+            "node": f"{number}.{k}",
+            "parent": f"{number}.{k - 1}" if k else "",
+        }
+        return Outcome(text=words[k], end=k + 1, tags=tags)
+
+
 class ToyCritic(ToyText):
     """A look-up table of values: one per prompt and place."""
 
