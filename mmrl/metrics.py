@@ -12,7 +12,6 @@ from typing import Annotated
 
 import torch
 
-from mmrl.advantages.notes import label as label_of
 from mmrl.config.ranges import NonNegativeInt, PositiveFloat, PositiveInt, Range
 from mmrl.config.registry import metric
 from mmrl.core.reward_table import EQUAL, RewardTable, name_id
@@ -292,7 +291,8 @@ def win_rate(
         draw: Payoff of a game that nobody won.
         label: Name of the metric.
     """
-    payoff = torch.where(_turns(table, where), label_of(table, of)[:, 0], torch.nan)
+    table.at_end(of)  # raises where there is no such reward
+    payoff = torch.where(_turns(table, where), table.scored[of], torch.nan)
     payoff = payoff.nansum(-1)[~payoff.isnan().all(-1)] - draw
     won = (payoff > EQUAL).double() + 0.5 * (payoff.abs() <= EQUAL).double()
     return {label: float(won.mean())}
