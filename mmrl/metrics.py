@@ -256,7 +256,7 @@ def runs_needed(
     Args:
         of: Name of the reward.
         difference: Of the mean scores of two methods, that is to be shown.
-        alpha: Chance of a difference that is none, of both signs.
+        alpha: Chance to report a difference where the methods are equal, on both sides.
         power: Chance to see the difference.
         label: Prefix of the names.
     """
