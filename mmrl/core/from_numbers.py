@@ -89,9 +89,9 @@ def reward_table(
         ids[name] = padded_ids(
             [row * k if len(row) == 1 else row for row, k in zip(numbers, counts, strict=True)]
         )
-    if TURN in (tags or {}):
-        ids[ORDER] = padded_ids([[turn_number({TURN: word}) for word in _listed(row)] for row in tags[TURN]])
-        ids[ORDER] = ids[ORDER].expand(shape)
+        if name == TURN:
+            turns = padded_ids([[turn_number({TURN: word}) for word in _listed(row)] for row in words])
+            ids[ORDER] = turns.expand(shape)
     return RewardTable(
         values=values.nan_to_num(),
         valid=~values.isnan(),
