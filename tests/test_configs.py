@@ -293,7 +293,8 @@ GENERATE = "tests.support.toys:ToyNoting"
 
 def named_in(chain: list[Any]) -> list[str]:
     """List the rewards that a chain names."""
-    return list(dict.fromkeys(piece["of"] for piece in chain if isinstance(piece, dict) and "of" in piece))
+    named = (piece.get(key) for piece in chain if isinstance(piece, dict) for key in ("of", "right"))
+    return list(dict.fromkeys(name for name in named if name))
 
 
 def short_name(reward: dict[str, Any]) -> str:

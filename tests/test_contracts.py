@@ -35,6 +35,7 @@ OPTIONS = {
     ("advantage", "tempsamp_shaping"): {"of": "right"},
     ("advantage", "tempsamp_downscale"): {"of": "right"},
     ("advantage", "scale_by"): {"of": "right"},
+    ("advantage", "shrunk_mean"): {"of": "right"},
     ("advantage", "adora"): {"of": "right"},
     ("advantage", "asymmetric_difficulty"): {"of": "right"},
     ("advantage", "capped_bonus"): {"of": "right"},
