@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from mmrl.config.binding import Pieces
+from mmrl.config.consistency import OWN_WEIGHTS
 from mmrl.config.registry import Entry, find, memory_estimate, pieces
 from mmrl.config.schema import Config, Piece, as_piece
 from mmrl.core.protocols import Policy
@@ -40,8 +41,8 @@ def training(config: Config, policy: Policy, prompts: Sequence[Prompt]) -> Mappi
     references = 0.0
     for name, piece in config.references.items():
         # `frozen` and `ema` keep a copy of what trains, and swap it into the policy.
-        kept = getattr(find("reference", piece.name).target, "holds", "trained weights")
-        references += sizes if kept == "trained weights" else weights
+        kept = getattr(find("reference", piece.name).target, "holds", OWN_WEIGHTS)
+        references += sizes if kept == OWN_WEIGHTS else weights
         if kept == "a model that learns":
             mover = as_piece(piece.options.get("optimizer", "adamw"), f"references.{name}.optimizer")
             references += sizes + state(mover)

@@ -273,10 +273,7 @@ class Tokens:
     def load(self, folder: Path) -> None:
         """Load the weights that `save` wrote, bit for bit."""
         if self.adapter is not None:
-            from peft import set_peft_model_state_dict
-            from safetensors.torch import load_file
-
-            set_peft_model_state_dict(self.adapter, load_file(folder / loading.ADAPTER))
+            loading.load_adapter_weights(self.adapter, folder)
             return
         # The folder names one dtype, that of the frozen weights; the widest loses nothing of trained weights.
         widest = max((weight.dtype for weight in self.model.parameters()), key=lambda dtype: dtype.itemsize)
