@@ -58,7 +58,7 @@ class Words:
 
 @pytest.fixture
 def no_curves(monkeypatch):
-    monkeypatch.setattr(html, "curves", lambda runs: [])
+    monkeypatch.setattr(html.pages, "curves", lambda runs: [])
 
 
 @pytest.fixture

@@ -32,7 +32,7 @@ from tests.support.toys import plan, toy_run
 
 @pytest.fixture(autouse=True)
 def no_curves(monkeypatch):
-    monkeypatch.setattr(html, "curves", lambda runs: [])
+    monkeypatch.setattr(html.pages, "curves", lambda runs: [])
     monkeypatch.setattr(runner, "write_report", lambda home, output=None: home)
 
 
@@ -40,7 +40,7 @@ def no_curves(monkeypatch):
 def whole(tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs") / "whole"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(html, "curves", lambda runs: [])
+        patch.setattr(html.pages, "curves", lambda runs: [])
         trained(folder)
     return folder
 
@@ -89,7 +89,7 @@ def test_a_stage_ends_by_its_metric(whole):
 def test_a_killed_run_in_stages_ends_as_one_that_nobody_killed(tmp_path, whole, monkeypatch, stage, step):
     killed_at(monkeypatch, tmp_path, stage, step)
     monkeypatch.undo()
-    monkeypatch.setattr(html, "curves", lambda runs: [])
+    monkeypatch.setattr(html.pages, "curves", lambda runs: [])
     trained(tmp_path / "run")
     assert not differences_of(tmp_path / "run", whole)
 
@@ -268,7 +268,7 @@ from mmrl.cli import main
 from mmrl.reporting import html
 from mmrl.training import stages
 
-html.curves = lambda runs: []  # what takes most of the time
+html.pages.curves = lambda runs: []  # what takes most of the time
 stages.write_report = lambda home: home
 sys.exit(main(["train", sys.argv[1]]))
 """
