@@ -108,6 +108,19 @@ def check(config: Config) -> Pieces:
     return pieces
 
 
+def check_data(config: Config | EvaluateConfig) -> None:
+    """Read the data of a run or an evaluation and make its samplers, as `build` does before loading weights.
+
+    Raises `ConfigError` where a run would: no prompts, a source or a column of hints that no row has.
+    """
+    if config.evaluation.data:
+        held_out(config)
+    if isinstance(config, Config):
+        pieces = Pieces(Stream(config.seed, stage=config.stage))
+        data = pieces.prompts(config.data, "data")
+        make_chain(pieces, "sampler", config.sampler, data, "sampler")
+
+
 # ---- evaluation and inference
 
 
@@ -136,12 +149,13 @@ def make_evaluator(
     )
 
 
-def load_evaluator(config: Config | EvaluateConfig) -> Evaluator:
-    """Load a policy and make its evaluator."""
+def load_evaluator(config: Config | EvaluateConfig, weights: Path | None = None) -> Evaluator:
+    """Load a policy, and the weights of a model folder into it where one is named, and make its evaluator."""
     check_evaluation(config).require_packages()
     pieces, processes = Pieces(Stream(config.seed)), Processes()
     prompts = held_out(config)  # before a weight is loaded
-    return make_evaluator(config, prompts, _load_policy(config, pieces, processes), processes).agreed()
+    policy = _load_policy(config, pieces, processes, weights)
+    return make_evaluator(config, prompts, policy, processes).agreed()
 
 
 def load_engine(
@@ -182,13 +196,15 @@ def check_source(source: ModelSource) -> Pieces:
 def open_source(source: ModelSource) -> Session:
     """Load the model of a source and make its engine."""
     pieces = check_source(source)
-    policy = _load_policy(source.config, pieces, Processes())
-    if source.weights is not None:
-        policy.load(source.weights)
+    policy = _load_policy(source.config, pieces, Processes(), source.weights)
     return Session(make_chain(pieces, "engine", source.engines, policy, source.place), source.data)
 
 
-def _load_policy(config: Config | EvaluateConfig, pieces: Pieces, processes: Processes) -> Policy:
+def _load_policy(
+    config: Config | EvaluateConfig, pieces: Pieces, processes: Processes, weights: Path | None = None
+) -> Policy:
     policy = pieces.make("policy", config.policy)
     policy.module.to(processes.device)
+    if weights is not None:
+        policy.load(weights)
     return policy

@@ -36,8 +36,9 @@ from pyarrow import parquet
 from safetensors.torch import load_file
 
 from mmrl.build import build
+from mmrl.config.methods import all_methods
 from mmrl.config.schema import Config, parse
-from mmrl.reporting import html, model_card
+from mmrl.reporting import html
 from mmrl.reporting.metrics import Journal
 from mmrl.runtime import checkpoint
 from mmrl.training import evaluate, loop
@@ -390,7 +391,7 @@ def main() -> int:
     given = parser.parse_args()
     torch.set_num_threads(1)
     plans = RUNS[given.runs]
-    model_card.all_variants()  # every process would read all files of methods
+    all_methods()  # every process would read all files of methods
     with tempfile.TemporaryDirectory() as spare:
         folder = given.folder or Path(spare)
         wrong = sum(

@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 from mmrl.build import build
+from mmrl.cli import main
 from mmrl.config.loading import ConfigError
 from mmrl.config.schema import Config, parse
 from mmrl.config.stages import load_stages
@@ -260,6 +261,16 @@ def test_the_last_stage_can_be_trained_on(tmp_path):
     trained(tmp_path / "run", stages=[{"max_steps": 2}, {"max_steps": 4}])
     assert read_stages(tmp_path / "run")[1].step == 4
     assert [r["step"] for r in Journal(tmp_path / "run" / "2").read()] == [0, 1, 2, 3]
+
+
+def test_stages_are_evaluated_with_the_model_of_the_last_one(tmp_path, capsys):
+    evaluation = {"data": {"name": "tests.support.toys:prompts", "num": 4}}
+    trained(tmp_path / "run", stages=[{"max_steps": 1}, {"max_steps": 2}], evaluation=evaluation)
+    folder = tmp_path / "run" / "2"
+    assert main(["evaluate", str(tmp_path / "run")]) == 0
+    assert f"model: {folder / 'checkpoint-2'}" in capsys.readouterr().out
+    found = [json.loads((at / "evaluation.json").read_text()) for at in (folder, folder / "evaluation")]
+    assert found[0]["metrics"]["share_right"] == found[1]["metrics"]["share_right"]
 
 
 PROGRAM = """
