@@ -20,6 +20,7 @@ from mmrl.core.rng import Stream
 from mmrl.core.types import Prompt
 from mmrl.inference.session import Session
 from mmrl.inference.sources import ModelSource, resolve
+from mmrl.references import SecondModel
 from mmrl.reporting.metrics import Trackers
 from mmrl.runtime.distributed import Processes
 from mmrl.runtime.files import check_hub
@@ -28,6 +29,7 @@ from mmrl.training.evaluate import Evaluator
 from mmrl.training.method import Method
 from mmrl.training.prompt_counts import PromptCounts
 from mmrl.training.report import Reporter, ReportPieces
+from mmrl.training.second import SecondLearner
 from mmrl.training.trainer import Run
 
 
@@ -35,7 +37,7 @@ def build(config: Config, *, quiet: bool = False) -> Run:
     """Make a training run from a configuration, which is checked before any weight is loaded."""
     check(config).require_packages()
     stream = Stream(config.seed, stage=config.stage)
-    pieces = Pieces(stream)
+    pieces = Pieces(stream, config.policy)
     make = partial(pieces.make_field, config)
     trackers = make("report.trackers")
     data = pieces.prompts(config.data, "data")
@@ -46,11 +48,13 @@ def build(config: Config, *, quiet: bool = False) -> Run:
     torch.manual_seed(config.seed)  # adapters draw their first weights from the global stream
     processes = Processes(config.ddp_timeout)
     policy, objective = make("policy"), make("objective")
-    check_outputs(config, objective.needs, policy.says)
+    optimizer = processes.place(policy, make("learn.optimizer"), config.learn.max_grad_norm)
+    references = make("references", policy)
+    check_outputs(config, objective.needs, {"": policy.says})
     method = Method(
         policy=policy,
-        optimizer=processes.place(policy, make("learn.optimizer"), config.learn.max_grad_norm),
-        references=make("references", policy),
+        optimizer=optimizer,
+        references=references,
         sampler=sampler,
         engine=make_chain(pieces, "engine", config.rollout.engine, policy, "rollout.engine"),
         rewards=make("rewards"),
@@ -75,7 +79,19 @@ def build(config: Config, *, quiet: bool = False) -> Run:
     reporter = Reporter(config, processes, stream, watching, quiet)
     if epochs:
         reporter.console.say(f"{epochs:g} epochs of {len(data)} prompts: {config.max_steps} steps")
-    return Run(config, pieces, processes, method, reporter, evaluator)
+    seconds = {
+        name: SecondLearner(
+            name,
+            second,
+            processes.place(second.model, second.optimizer, config.learn.max_grad_norm),
+            processes,
+            config,
+            stream,
+        )
+        for name, second in references.items()
+        if isinstance(second, SecondModel)
+    }
+    return Run(config, pieces, processes, method, reporter, evaluator, seconds)
 
 
 def with_steps(config: Config, num_rows: int) -> Config:

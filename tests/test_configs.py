@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from pathlib import Path
@@ -375,6 +376,8 @@ def on_a_toy(variant: dict[str, Any], output: Path, **changes: Any) -> Config:
         toy = merge(toy, {"data": f"{support}:sourced", "rollout": {"engine": [f"{support}:ToyTokens"]}})
     if "vision.teacher" in str(variant.get("references")):  # which loads a model
         variant = {**variant, "references": {"teacher": "tests.support.toys:teacher"}}
+    text = json.dumps(variant).replace("vision.critic", "tests.support.toys:ToyCritic")
+    variant = json.loads(text)
     rewards = changes.pop("rewards", None) or toy_rewards(variant)
     raw = merge(merge(toy, variant), {"report": {"log_completions": False}, **changes})
     return parse({**raw, "rewards": rewards} if rewards else raw, Config)

@@ -171,7 +171,11 @@ def table_of(rollouts: Rollouts, rank: int = 0) -> RewardTable:
     table = score(rewards, rollouts, notes=frozenset({"logp", "entropy", "token"}), rank=rank)
     if not len(table):
         return table
-    return table.note("ref/logp", table.notes["logp"] - 0.1 * torch.arange(table.notes["logp"].shape[1]))
+    place = 0.1 * torch.arange(table.notes["logp"].shape[1])
+    others = {"ref/logp": -place, "prm/logp": place, "critic/value": -2 * place}
+    for name, away in others.items():
+        table = table.note(name, table.notes["logp"] + away)
+    return table
 
 
 def policy_of(unit: Unit) -> Telling:

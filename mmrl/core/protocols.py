@@ -173,6 +173,14 @@ class Believing(Protocol):
 
 
 @runtime_checkable
+class ReadsSteps(Policy, Protocol):
+    """A policy that may read the rows of another one, as a critic does."""
+
+    def check_steps_of(self, policy: Any) -> None:
+        """Raise `ValueError` where a step of the other policy means something else to this one."""
+
+
+@runtime_checkable
 class RunCallback(Protocol):
     """Is called at the events of a training run, on every process, and may end it."""
 

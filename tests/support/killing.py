@@ -101,6 +101,31 @@ PLANS: Mapping[str, tuple[Any, Mapping[str, Any]]] = {
             "evaluation": {"data": "tests.vision.mixed:pictured"},
         },
     ),
+    "critic": (
+        plan,
+        {
+            "advantage": ["total", {"name": "gae", "lam": 0.9}, "batch_normalize"],
+            "references": {
+                "ref": "frozen",
+                "critic": {
+                    "name": "second_model",
+                    "policy": "tests.support.toys:ToyCritic",
+                    "advantage": ["total", "lambda_returns"],
+                    "objective": {"name": "value_regression", "cliprange_value": 0.5},
+                    "minibatches": 2,
+                    "learning_rate": 0.1,
+                },
+                "prm": {
+                    "name": "second_model",
+                    "advantage": ["total", "tests.support.toys:RunningMean"],
+                    "objective": {"name": "comparison", "implicit_reward": "log_ratio", "compare": ["kto"]},
+                    "learns_first": True,
+                    "learning_rate": 0.05,
+                },
+            },
+            **OFTEN,
+        },
+    ),
     "pairs": (
         plan,
         {

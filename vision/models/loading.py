@@ -137,3 +137,20 @@ class EngineModel:
     def core(self) -> nn.Module:
         """The transformed model without its head."""
         return self.model.base_model
+
+
+def check_same_tokens(tokenizer: Any, model: nn.Module, policy: Any) -> None:
+    """Raise `ValueError` unless a model reads the tokens and the encoded images of a policy."""
+    own = policy.processor.tokenizer
+    name = model.config.name_or_path
+    if tokenizer.get_vocab() != own.get_vocab():
+        raise ValueError(
+            f"the model '{name}' has another vocabulary ({len(tokenizer)} tokens) than the policy "
+            f"({len(own)} tokens), whose tokens it reads; name a model of the same family"
+        )
+    kinds = [one.config.model_type for one in (model, policy.model)]
+    if kinds[0] != kinds[1]:
+        raise ValueError(
+            f"the model '{name}' is of type '{kinds[0]}' and the policy of type '{kinds[1]}', whose encoded "
+            "images it reads; name a model of the same type"
+        )
