@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 
 from mmrl.build import build
 from mmrl.cli import main
+from mmrl.config.gates import gates_of
 from mmrl.config.loading import ConfigError
 from mmrl.config.schema import Config, parse
 from mmrl.config.stages import load_stages
@@ -29,6 +30,8 @@ from tests.support.killing import differences
 from tests.support.resuming import Killed
 from tests.support.staging import STAGES, staged, trained
 from tests.support.toys import plan, toy_run
+
+TOYS = "tests.support.toys"
 
 
 @pytest.fixture(autouse=True)
@@ -169,6 +172,73 @@ def test_the_best_checkpoint_is_handed_on_where_one_is_chosen(tmp_path):
     assert f"init_from: {tmp_path}/run/1-a/checkpoint-{step}\n" in config
 
 
+EVALUATED = {"data": {"name": "tests.support.toys:prompts", "num": 4}, "rewards": [f"{TOYS}:share_right"]}
+
+
+def gated(folder, **keep_if):
+    stages = [{"name": "a", "max_steps": 1}, {"name": "b", "keep_if": keep_if}, {"name": "c", "max_steps": 1}]
+    return trained(folder, stages=stages, evaluation=EVALUATED)
+
+
+def test_a_stage_that_gets_worse_is_not_kept(tmp_path, capsys):
+    run = tmp_path / "run"
+    for _ in range(2):  # the same command refuses it again
+        with pytest.raises(
+            runner.StageRefused, match=r"stage 'b' is not kept.*wants it not below previous \+ 0.9"
+        ):
+            gated(run, of="eval_share_right", not_below="previous + 0.9")
+        kept = read_stages(run)
+        assert [bool(record.checkpoint) for record in kept] == [True, False, False]
+        assert last_finished(run).parent.name == "1-a" and not (run / "3-c").exists()
+    weights = (run / "2-b" / "checkpoint-3" / "model" / "model.safetensors").stat().st_mtime_ns
+    gated(run, of="eval_share_right", not_below="previous - 0.9")
+    assert all(record.checkpoint for record in read_stages(run))
+    assert (run / "2-b" / "checkpoint-3" / "model" / "model.safetensors").stat().st_mtime_ns == weights
+    values = [record.metrics["eval_share_right"] for record in read_stages(run)]
+    assert values[1] == json.loads((run / "2-b" / "evaluation.json").read_text())["metrics"]["share_right"]
+
+
+def test_the_best_checkpoint_is_what_a_gate_reads(tmp_path):
+    best = {"metric_for_best_model": "eval_share_right", "eval_steps": 1, "save_steps": 1}
+    changes = {"evaluation": EVALUATED, "learn": {"learning_rate": 0.5}, "max_steps": 4, **best}
+    trained(tmp_path / "run", stages=[{"keep_if": {"of": "eval_share_right", "not_below": 0.01}}], **changes)
+    (record,) = read_stages(tmp_path / "run")
+    values = [
+        r["eval_share_right"] for r in Journal(tmp_path / "run" / "1").read() if "eval_share_right" in r
+    ]
+    assert record.metrics == {"eval_share_right": max(values)}
+
+
+@pytest.mark.parametrize(
+    ("gate", "value", "before", "kept"),
+    [
+        ({"not_below": 0.5}, 0.5, 0.0, True),
+        ({"not_below": 0.5}, 0.49, 0.0, False),
+        ({"not_below": "previous - 0.01"}, 0.595, 0.6, True),
+        ({"not_below": "previous-1e-2"}, 0.585, 0.6, False),
+        ({"not_above": "previous"}, 0.61, 0.6, False),
+        ({"not_below": 0.1, "not_above": "previous + .5"}, 0.3, 0.0, None),
+        ({"not_below": 0.1, "not_above": "previous + 0.5"}, 0.3, 0.0, True),
+        ({"not_below": 0.1}, float("nan"), 0.0, False),
+    ],
+)
+def test_a_gate_is_a_bound(gate, value, before, kept):
+    if kept is None:
+        with pytest.raises(ConfigError, match="must be a number, or `previous` with"):
+            gates_of({"of": "eval_x", **gate}, "keep_if")
+        return
+    (made,) = gates_of({"of": "eval_x", **gate}, "keep_if")
+    assert bool(made.refusal({"eval_x": value}, {"eval_x": before})) is not kept
+    with pytest.raises(ConfigError, match="the evaluation has no metric 'eval_x'; did you mean 'eval_xy'"):
+        made.refusal({"eval_xy": 1.0}, {})
+
+
+def test_a_gate_is_changed_on_the_command_line(tmp_path):
+    stages = [{}, {"keep_if": {"of": "eval_share_right", "not_below": "previous"}}]
+    loaded = staged(tmp_path, "stages.1.keep_if.not_below=0.25", stages=stages, evaluation=EVALUATED)
+    assert [gate.not_below for gate in loaded[1].keep_if] == [0.25] and not loaded[0].keep_if
+
+
 def test_what_a_stage_leaves_out_is_filled_in(tmp_path):
     first, second, third = staged(tmp_path, "seed=7", "max_steps=2", "stages.target.max_steps=5")
     assert [s.config.seed for s in (first, second, third)] == [7, 7, 7]
@@ -218,6 +288,41 @@ WRONG = [
     ([{}, {"carry": ["momentum"]}], "'stages[1].carry[0]' must be one of 'optimizer'"),
     ([{}, {"until": {"name": "threshold", "of": "reward"}}], "stages[1].until: threshold wants `above` or"),
     ([{"include": ["nowhere.yaml"]}], "there is no file 'nowhere.yaml'"),
+    (
+        [{}, {"keep_if": {"of": "reward", "not_below": 0}}],
+        "'stages[1].keep_if.of' must be a metric of the last",
+    ),
+    ([{"keep_if": {"of": "eval_x"}}], "'stages[0].keep_if' wants `not_below` or `not_above`, a number"),
+    (
+        [{"keep_if": {"of": "eval_x", "not_below": "before"}}],
+        "'stages[0].keep_if.not_below' must be a number",
+    ),
+    ([{"keep_if": {"of": "eval_x", "not_below": 0}}], "stage '1' has no evaluation; set evaluation.data"),
+    ([{"keep_if": [{"of": "eval_x", "not_below": "previous"}]}], "'1' begins from none; write a number"),
+    (
+        [{}, {"evaluation": EVALUATED, "keep_if": {"of": "eval_x", "not_below": "previous"}}],
+        "'stages[1].keep_if' reads eval_x, but stage '1' has no evaluation",
+    ),
+    (
+        [
+            {"evaluation": EVALUATED},
+            {
+                "evaluation": {**EVALUATED, "num_generations": 2},
+                "keep_if": {"of": "eval_x", "not_above": "previous"},
+            },
+        ],
+        "'stages[1].keep_if' compares with stage '1', whose evaluation is another one",
+    ),
+    (
+        [
+            {
+                "evaluation": EVALUATED,
+                "metric_for_best_model": "reward",
+                "keep_if": {"of": "eval_x", "not_below": 0},
+            }
+        ],
+        "hands on the checkpoint with the best reward",
+    ),
 ]
 
 
