@@ -15,9 +15,9 @@ from mmrl.config.binding import Pieces
 from mmrl.config.consistency import check_evaluation, check_outputs, check_training, evaluation_of
 from mmrl.config.ranges import NonNegativeFloat
 from mmrl.config.schema import Config, EvaluateConfig, Piece
-from mmrl.core.protocols import Policy
+from mmrl.core.protocols import Connected, Policy, Preparing
 from mmrl.core.rng import Stream
-from mmrl.core.types import Prompt
+from mmrl.core.types import Prompt, Rollouts
 from mmrl.inference.session import Session
 from mmrl.inference.sources import ModelSource, resolve
 from mmrl.references import SecondModel
@@ -64,7 +64,10 @@ def build(config: Config, *, quiet: bool = False) -> Run:
         learning_rate=pieces.number(config.learn.learning_rate, NonNegativeFloat, "learn.learning_rate"),
         noted=pieces.notes,
     )
+    _connect(pieces, policy, processes)
     evaluator = make_evaluator(config, eval_prompts, policy, processes) if eval_prompts else None
+    if evaluator:
+        evaluator.prepare = list(pieces.that_are(Preparing).values())
     watching = ReportPieces(
         metrics=make("metrics"),
         visualizations=make("report.visualizations"),
@@ -92,6 +95,18 @@ def build(config: Config, *, quiet: bool = False) -> Run:
         if isinstance(second, SecondModel)
     }
     return Run(config, pieces, processes, method, reporter, evaluator, seconds)
+
+
+def _connect(pieces: Pieces, policy: Policy, processes: Processes) -> None:
+    """Let pieces ask the first engine between rollouts, and read what other processes have."""
+    engine = pieces.made["rollout.engine[0]"]
+
+    def ask(prompts: Sequence[Prompt]) -> Rollouts:
+        with torch.no_grad(), processes.whole(policy.module):
+            return engine.rollout(prompts)
+
+    for piece in pieces.that_are(Connected).values():
+        piece.connect(ask, processes.tell)
 
 
 def with_steps(config: Config, num_rows: int) -> Config:

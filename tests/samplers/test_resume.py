@@ -16,7 +16,6 @@ from tests.support.resuming import assert_alike, killed, resumed
 from tests.support.toys import plan
 
 WITHOUT = ("selected_by_difficulty", "triage")  # of a memory that would change their draws
-TOGETHER = [name for name in SAMPLERS if name != "experience"]  # which compares answers of one process
 TOLD = (
     "sampler/entropy",
     "sampler/rollouts_max",
@@ -59,16 +58,16 @@ def plan_of(name, folder):
 @pytest.fixture(scope="module")
 def two_processes(tmp_path_factory):
     folder = tmp_path_factory.mktemp("two")
-    launch([plan_of(name, folder / str(i)) for i, name in enumerate(TOGETHER)], folder)
+    launch([plan_of(name, folder / str(i)) for i, name in enumerate(SAMPLERS)], folder)
     return folder
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", TOGETHER)
+@pytest.mark.parametrize("name", SAMPLERS)
 def test_two_processes_choose_as_one(name, two_processes, tmp_path):
     run = build(parse(plan_of(name, tmp_path), Config), quiet=True)
     train(run)
-    there = two_processes / str(TOGETHER.index(name))
+    there = two_processes / str(list(SAMPLERS).index(name))
     last = checkpoint.checkpoints(there)[0]
     here = checkpoint.checkpoints(run.folder)[0]
     states = [checkpoint.read_state(folder)["pieces"] for folder in (last, here)]

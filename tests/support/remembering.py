@@ -46,6 +46,10 @@ SAMPLERS = {
         {"name": "uniform"},
         {"name": "with_experience", "experience_update": "contrast", "max_experiences": 7, **SHARE},
     ],
+    "experience, by policy": [
+        {"name": "uniform"},
+        {"name": "with_experience", "experience_update": "by_policy", "max_experiences": 3, **SHARE},
+    ],
 }
 AUGMENTED = {  # asks a second time with noise and hints
     "data": "tests.vision.test_difficulty_augmentation:filmed",
@@ -59,7 +63,6 @@ AUGMENTED = {  # asks a second time with noise and hints
 MEMORIES = {"with_replay": {}, "with_contrast": {"learn_from_replay": True}, "with_successes": {}}
 # Without evaluations, whose bootstrap takes most of the time of so small a run.
 QUICK = {"evaluation": {}, "eval_steps": 0, "eval_on_start": False}
-USUAL = {"data": f"{OBSERVING}:sourced", "rollout": {"engine": [f"{OBSERVING}:ToyTokens"]}}
 
 
 def of_sampler(name: str, policy: str = "slow") -> dict[str, Any]:
@@ -68,7 +71,8 @@ def of_sampler(name: str, policy: str = "slow") -> dict[str, Any]:
     if name.startswith("hints"):
         usual = {"data": f"{TOYS}:hinted_prompts", "group_filter": {"name": "varied", **SHARE}}
         return {**QUICK, **usual, "rollout": rollout, "sampler": SAMPLERS[name]}
-    return {**QUICK, **USUAL, "rollout": {**rollout, **USUAL["rollout"]}, "sampler": SAMPLERS[name]}
+    rollout["engine"] = [f"{OBSERVING}:{'ToyWriting' if 'by policy' in name else 'ToyTokens'}"]
+    return {**QUICK, "data": f"{OBSERVING}:sourced", "rollout": rollout, "sampler": SAMPLERS[name]}
 
 
 def of_memory(name: str) -> dict[str, Any]:

@@ -26,6 +26,7 @@ from mmrl.runtime import checkpoint
 from mmrl.runtime.stages import RECORD, last_finished, read_stages
 from mmrl.training import stages as runner
 from mmrl.training.checkpointing import look
+from tests.support.distributed_worker import start
 from tests.support.killing import differences
 from tests.support.resuming import Killed
 from tests.support.staging import STAGES, staged, trained
@@ -415,3 +416,27 @@ def test_a_process_that_is_killed_at_any_moment_goes_on_exactly(tmp_path, whole)
     rest, _ = process.communicate(timeout=120)
     assert process.returncode == 0 and "all 3 stages are finished" in line + rest and kills > 3
     assert not differences_of(tmp_path / "run", whole)
+
+
+@pytest.mark.slow
+def test_two_processes_train_stages_as_one(tmp_path):
+    exact = {
+        "policy": {"name": f"{TOYS}:ToyText", "double": True},
+        "objective": {"aggregation": "step_mean"},
+        "learn": {"optimizer": "sgd", "learning_rate": 0.5},
+    }
+    file = tmp_path / "run.yaml"
+    stages = json.loads(json.dumps(STAGES))
+    stages[1]["learn"] = {"learning_rate": 0.7}
+    raw = plan(tmp_path / "two", max_steps=3, save_steps=2, **exact)
+    file.write_text(json.dumps({**raw, "stages": stages}))
+    processes = start("mmrl", ["train", str(file)], 2)
+    printed = [process.communicate(timeout=240)[0] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], printed
+    trained(tmp_path / "one", stages=stages, save_steps=2, **exact)
+    records = [read_stages(tmp_path / name) for name in ("one", "two")]
+    assert [(r.folder, r.checkpoint) for r in records[0]] == [(r.folder, r.checkpoint) for r in records[1]]
+    for record in records[0]:
+        tables = [table_of(tmp_path / name / record.folder) for name in ("one", "two")]
+        assert (tables[0] - tables[1]).abs().max() < 1e-12 and tables[0].any()
+    assert records[0][1].metrics == pytest.approx(records[1][1].metrics)
