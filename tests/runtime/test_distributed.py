@@ -252,7 +252,7 @@ def two_processes(tmp_path_factory):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PLANS)
 def test_two_processes_train_as_one(name, two_processes, tmp_path, monkeypatch):
-    monkeypatch.setattr(html, "curves", lambda runs: [])
+    monkeypatch.setattr(html.pages, "curves", lambda runs: [])
     run = build(parse(plan_of(name, tmp_path / "one"), Config), quiet=True)
     train(run)
     assert run.policy.table.abs().max() > 0.005
