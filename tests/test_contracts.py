@@ -41,6 +41,7 @@ OPTIONS = {
     ("advantage", "consistency_mix"): {"of": "right"},
     ("advantage", "distinct"): {"of": "short", "right": "right"},
     ("advantage", "entropy_rank"): {"of": "right"},
+    ("advantage", "hot_mix"): {"of": "right", "entropy": 0.1},
     ("advantage", "most_varied"): {"keep": 2},
     ("advantage", "semantic_entropy"): {"of": "right"},
     ("advantage", "set_baseline"): {"of": "right", "size": 2},
@@ -171,7 +172,21 @@ def table_of(rollouts: Rollouts, rank: int = 0) -> RewardTable:
     table = score(rewards, rollouts, notes=frozenset({"logp", "entropy", "token"}), rank=rank)
     if not len(table):
         return table
-    return table.note("ref/logp", table.notes["logp"] - 0.1 * torch.arange(table.notes["logp"].shape[1]))
+    logp, entropy = table.notes["logp"], table.notes["entropy"]
+    inside = {
+        "ref/logp": logp - 0.1 * torch.arange(logp.shape[1]),
+        "old/logp": logp,
+        "old/logp_hot": logp + 0.1,
+        "old/logp_cold": logp - 0.1,
+        "old/hidden_sq_norm": 1e5 * entropy.abs(),
+        "old/sum_p2": entropy.abs(),
+        "old/sum_p3": entropy.abs() / 2,
+        "old/effective_rank": 1 + entropy.abs(),
+        "high_covariance": (logp < -0.5).double(),
+    }
+    for name, note in inside.items():
+        table = table.note(name, note)
+    return table
 
 
 def policy_of(unit: Unit) -> Telling:
@@ -359,7 +374,7 @@ def test_objectives_and_their_parts_change_nothing_and_draw_nothing(case):
         "step_weight": (batch,),
         "penalty": (new, batch),
         "implicit_reward": (new, batch),
-        "compare": (log_ratio * batch.mask, batch),
+        "compare": (log_ratio * batch.mask, batch.replace(others={**batch.others, "new": new})),
         "objective": (new, batch),
     }[case.kind]
     piece = objective if case.kind == "objective" else case.make()

@@ -37,7 +37,12 @@ def table_of(rewards, **columns):
     table = reward_table(rewards, **columns)
     numbers = torch.arange(len(table) * int(table.length.max()), dtype=torch.float64).view(len(table), -1)
     table = table.note("entropy", numbers).note("token", numbers)
-    return table.note("logp", -numbers).note("ref/logp", -2 * numbers)
+    table = table.note("logp", -numbers).note("ref/logp", -2 * numbers)
+    for name in ("logp", "logp_hot", "logp_cold"):
+        table = table.note(f"old/{name}", -numbers)
+    for name in ("hidden_sq_norm", "sum_p2", "sum_p3", "effective_rank"):
+        table = table.note(f"old/{name}", numbers)
+    return table
 
 
 @pytest.mark.parametrize("entry", ADVANTAGES, ids=lambda entry: entry.full_name)
