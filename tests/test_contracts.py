@@ -185,7 +185,7 @@ def table_of(rollouts: Rollouts, rank: int = 0) -> RewardTable:
         "high_covariance": (logp < -0.5).double(),
     }
     for name, note in inside.items():
-        table = table.note(name, note)
+        table = table.note(name, torch.where(logp.isnan(), torch.nan, note))  # one NaN, bit for bit
     return table
 
 

@@ -14,7 +14,7 @@ OF_LOGITS = frozenset(
 OF_STATES = frozenset({"hidden", "hidden_sq_norm", "effective_rank"})
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class InnerOptions:
     """The numbers that further outputs depend on; `vision.tokens` has the same options."""
 

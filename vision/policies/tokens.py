@@ -220,12 +220,7 @@ class Tokens:
             layer_windows(self.model.config)  # raises for layers that cannot be packed
             loading.checkpoint_layers(self.model)
         self.compute, self.share_prefix = DTYPES[dtype], share_prefix
-        self.inner = InnerOptions(
-            hot_temperature=hot_temperature,
-            cold_temperature=cold_temperature,
-            top_k=top_k,
-            rank_stride=rank_stride,
-        )
+        self.inner = InnerOptions(hot_temperature, cold_temperature, top_k, rank_stride)
         self.teacher_head: nn.Module | None = None
         blank: dict[str, Any] = {}
         if not freeze_vision_tower:
