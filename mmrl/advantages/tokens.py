@@ -97,17 +97,21 @@ def conflict_tokens(
         per_conflict: Divide by n, as the code does.
     """
     table = per_step(table)
-    token, length = noted(table, "token"), table.length[:, None]
+    token = noted(table, "token")
     known = table.present & ~token.isnan()
+    # Steps with a token come first: one without (of a tool) neither breaks a run nor has a place.
+    order = (~known).long().sort(dim=-1, stable=True).indices
+    token, back, length = token.gather(1, order), order.argsort(-1), known.sum(-1, keepdim=True)
     places = torch.arange(token.shape[1]).expand_as(token)
     mirrored = (length - 1 - places).clamp(min=0)  # the same place counted from the end of its own row
     entropy = row_mean(table, "entropy").nan_to_num()[:, None]
     columns = []
     for values, valid in zip(table.values.unbind(1), table.valid.unbind(1), strict=True):
         sign = torch.where(valid & known, values, 0.0).sign()
-        forward = _run(_conflicts(table, token, sign, places))
-        backward = _conflicts(table, token, sign, mirrored).gather(1, mirrored)  # from the end on
-        backward = _run(backward).gather(1, mirrored) & known
+        first = sign.gather(1, order)
+        forward = _run(_conflicts(table, token, first, places)).gather(1, back)
+        backward = _conflicts(table, token, first, mirrored).gather(1, mirrored)  # from the end on
+        backward = _run(backward).gather(1, mirrored).gather(1, back) & known
         factor = torch.where(sign > 0, positive, negative)
         weight = torch.where(forward, factor, 1.0) * torch.where(backward, factor, 1.0)
         number = (forward | backward).sum(-1, keepdim=True).clamp(min=1) if per_conflict else 1

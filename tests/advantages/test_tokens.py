@@ -109,3 +109,13 @@ def test_high_covariance_notes_the_steps_that_rise_together():
     assert_rows(found.values[:, 0], [[1, 1], [-1, -1]])
     unknown = reward_table([1], length=[2], notes={"logp": [[None, None]]})
     assert high_covariance(unknown).notes["high_covariance"].tolist() == [[0, 0]]
+
+
+def test_conflict_tokens_run_over_steps_without_a_token():
+    plain = conflict_tokens(WORKED).values[:, 0]
+    tokens = [[5, None, 6, 7, None, 9], [5, 6, 8, 9]]
+    entropy = [[0.5, None, 0.5, 0.5, None, 0.5], [0.3] * 4]
+    table = reward_table([1, -1], length=[6, 4], notes={"token": tokens, "entropy": entropy})
+    found = conflict_tokens(table).values[:, 0]
+    assert_rows(found[0, [0, 2, 3, 5]][None], plain[:1].tolist())
+    assert_rows(found[1:, :4], plain[1:].tolist())
