@@ -41,6 +41,7 @@ OPTIONS = {
     ("advantage", "consistency_mix"): {"of": "right"},
     ("advantage", "distinct"): {"of": "short", "right": "right"},
     ("advantage", "entropy_rank"): {"of": "right"},
+    ("advantage", "bilevel_pairs"): {"of": "right", "short": "right"},
     ("advantage", "hot_mix"): {"of": "right", "entropy": 0.1},
     ("advantage", "most_varied"): {"keep": 2},
     ("advantage", "semantic_entropy"): {"of": "right"},

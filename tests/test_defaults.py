@@ -16,6 +16,7 @@ DEFAULTS = {
         "tempsamp_anchor": {"lambda_off": 1.2},  # TempSamp-R1, as `tempsamp_downscale` and `tempsamp_shaping`
         "batch_normalize": {"eps": 1e-4},  # TRL's, as those of the others
         "best_vs_worst": {"margin": 0.0, "length_ratio": 0.0},
+        "bilevel_pairs": {"margin": 0.0, "threshold": 0.5},  # our reading of AdaR1
         "tempsamp_downscale": {"factor": 0.8, "max_reward": 1.0},
         "best_hint": {"threshold": 0.0, "temperature": 0.3},  # HiLL
         "first_success": {"threshold": 0.0, "replace": 1},  # Scaf-GRPO

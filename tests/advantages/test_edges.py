@@ -16,7 +16,7 @@ ADVANTAGES = pieces("advantage")
 
 
 # Options of pieces that need one: the only reward and label there is is called "reward".
-GIVEN = {"of": "reward", "right": "reward", "keep": 1, "stream": Stream(3)}
+GIVEN = {"of": "reward", "right": "reward", "short": "reward", "keep": 1, "stream": Stream(3)}
 EMPTY = inspect.Parameter.empty
 
 
