@@ -184,6 +184,7 @@ def table_of(rollouts: Rollouts, rank: int = 0) -> RewardTable:
         "old/sum_p3": entropy.abs() / 2,
         "old/effective_rank": 1 + entropy.abs(),
         "high_covariance": (logp < -0.5).double(),
+        "think": (logp < -0.5).double(),
     }
     for name, note in inside.items():
         table = table.note(name, torch.where(logp.isnan(), torch.nan, note))  # one NaN, bit for bit

@@ -50,6 +50,7 @@ DEFAULTS = {
         "rarity_weights": {"alpha": 1.0, "sigma": 0.2, "eps": 1e-6},  # VeRPO
         "semantic_entropy": {"alpha": 0.0417},  # SEED-GRPO
         "serial_decay": {"base": 2.0},  # S-GRPO
+        "strategic_entropy": {"coef": 0.4, "kappa": 2.0},  # our reading of EGPO
         "set_baseline": {"size": 4},  # Polychromic
         "tiers": {"zones": 4, "alpha": 0.2},  # our reading of SSL
         "variance_weights": {"eps": 1e-6},

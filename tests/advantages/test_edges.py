@@ -42,7 +42,7 @@ def table_of(rewards, **columns):
         table = table.note(f"old/{name}", -numbers)
     for name in ("hidden_sq_norm", "sum_p2", "sum_p3", "effective_rank"):
         table = table.note(f"old/{name}", numbers)
-    return table
+    return table.note("think", numbers % 2)
 
 
 @pytest.mark.parametrize("entry", ADVANTAGES, ids=lambda entry: entry.full_name)
