@@ -352,16 +352,19 @@ def as_toy_flow(variant: dict[str, Any]) -> dict[str, Any]:
     return {**variant, "policy": policy, "rollout": {**variant["rollout"], "engine": engine}}
 
 
+STAND_INS = {
+    "vision.generate": GENERATE,
+    "vision.with_think_region": "tests.support.observing:ToyThoughts",
+}
+
+
 def on_a_toy(variant: dict[str, Any], output: Path, **changes: Any) -> Config:
     """Lay a variant over a toy run: the toy's engine makes what `vision.generate` would."""
     if "policy" in variant:
         return parse(merge(flow_plan(output), merge(as_toy_flow(variant), changes)), Config)
     toy = {k: v for k, v in plan(output).items() if k not in ("advantage", "objective")}
     if "engine" in variant.get("rollout", {}):
-        engine = [
-            GENERATE if as_piece(item, "").name == "vision.generate" else item
-            for item in variant["rollout"]["engine"]
-        ]
+        engine = [STAND_INS.get(as_piece(item, "").name, item) for item in variant["rollout"]["engine"]]
         variant = merge(variant, {"rollout": {"engine": engine}})
         toy["policy"] = "tests.support.toys:ToyRecalling"  # for engines that bring rows back
         toy["data"] = {

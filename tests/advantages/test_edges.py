@@ -16,7 +16,7 @@ ADVANTAGES = pieces("advantage")
 
 
 # Options of pieces that need one: the only reward and label there is is called "reward".
-GIVEN = {"of": "reward", "right": "reward", "keep": 1, "stream": Stream(3)}
+GIVEN = {"of": "reward", "right": "reward", "short": "reward", "keep": 1, "stream": Stream(3)}
 EMPTY = inspect.Parameter.empty
 
 
@@ -37,9 +37,11 @@ def table_of(rewards, **columns):
     table = reward_table(rewards, **columns)
     numbers = torch.arange(len(table) * int(table.length.max()), dtype=torch.float64).view(len(table), -1)
     noted = {"entropy": 1, "token": 1, "logp": -1, "ref/logp": -2, "prm/logp": -1.5, "critic/value": 0.1}
+    noted |= {f"old/{name}": -1 for name in ("logp", "logp_hot", "logp_cold")}
+    noted |= {f"old/{name}": 1 for name in ("hidden_sq_norm", "sum_p2", "sum_p3", "effective_rank")}
     for name, factor in noted.items():
         table = table.note(name, factor * numbers)
-    return table
+    return table.note("think", numbers % 2)
 
 
 @pytest.mark.parametrize("entry", ADVANTAGES, ids=lambda entry: entry.full_name)
