@@ -9,7 +9,7 @@ import torch
 
 from mmrl.config.ranges import Probability
 from mmrl.config.registry import reward
-from mmrl.config.reward_adapters import SCORING
+from mmrl.config.reward_adapters import by_prompt, log_metric
 from mmrl.core.rng import Stream
 from mmrl.core.types import Outcome, Prompt
 from mmrl.rewards.text import Comparison, comparable
@@ -46,7 +46,7 @@ def majority(
         label, share = elect([vote for vote in votes if vote is not None])
         if not label:
             continue
-        _log("majority/share", share)
+        log_metric("majority/share", share)
         for i in members:
             rewards[i] = float(comparable(outcomes[i].text or "", tag, form) == label)
     return rewards
@@ -97,7 +97,7 @@ class SubgroupMajority:
             means = [sum(found) / len(found) for found in scored]
             distinct = [len(set(listed)) for listed in labels]
             chosen = choose_size(means, distinct, self.quality)
-            _log("majority/parts", math.ceil(len(members) / sizes[chosen]))
+            log_metric("majority/parts", math.ceil(len(members) / sizes[chosen]))
             for i, value in zip(members, scored[chosen], strict=True):
                 rewards[i] = value
         return rewards
@@ -160,10 +160,7 @@ def _group_votes(
             f"votes are to be weighted by '{confidence}', but of no answer it is recorded ({known} is); set "
             "`confidence_top_k` of the engine vision.generate, or leave `confidence` out"
         )
-    groups: dict[str, list[int]] = {}
-    for i, prompt in enumerate(prompts):
-        groups.setdefault(prompt.uid, []).append(i)
-    for members in groups.values():
+    for members in by_prompt(prompts).values():
         votes: list[Vote | None] = []
         for outcome in (outcomes[i] for i in members):
             answer = comparable(outcome.text or "", tag, form)
@@ -172,8 +169,3 @@ def _group_votes(
                 raise ValueError(f"a vote of '{confidence}' {weight} was recorded; it must be at least 0")
             votes.append((answer, weight) if answer and weight is not None else None)
         yield members, votes
-
-
-def _log(name: str, value: float) -> None:
-    if call := SCORING.get(None):
-        call.log_metric(name, value)
