@@ -23,7 +23,7 @@ PASSING = {408, 425, 429, 500, 502, 503, 504}  # states of a server that may be 
 class JsonClient:
     """Sends JSON to one address by POST; asks again after a timeout or where the server is busy or broken.
 
-    Redirects are not followed, and proxies not used. Raises `ValueError` for an address that is none, and
+    Redirects are not followed, and proxies not used. Raises `ValueError` for a bad address, and
     `ConnectionError` where no answer of the status 200 comes.
 
     Args:
