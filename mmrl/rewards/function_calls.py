@@ -64,9 +64,7 @@ def function_calls(
     try:
         expected = calls_of(wanted)
     except NotCalls as error:
-        raise RowError(
-            f"the target of prompt '{prompt.uid}' is no list of function calls: {error}"
-        ) from error
+        raise RowError(f"the target of prompt '{prompt.uid}' is no function call: {error}") from error
     text = outcome.text or ""
     if think and not tagged(text, think):
         return 0.0
