@@ -41,6 +41,7 @@ OPTIONS = {
     ("advantage", "consistency_mix"): {"of": "right"},
     ("advantage", "distinct"): {"of": "short", "right": "right"},
     ("advantage", "entropy_rank"): {"of": "right"},
+    ("advantage", "barrier"): {"thresholds": {"right": 0.2}},
     ("advantage", "keep_first"): {"keep": 2},
     ("advantage", "most_varied"): {"keep": 2},
     ("advantage", "semantic_entropy"): {"of": "right"},
