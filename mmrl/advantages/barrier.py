@@ -23,7 +23,7 @@ class Barrier:
     the slack s = max(J - d, floor), in place of its own; rewards without a threshold are added with theirs.
     Put it after `group_center`, which keeps the units that weights are in, and before `batch_normalize`. Our
     readings: the slack is that of the running mean, where the authors' code takes the batch's, and a
-    threshold is given as a number; `mmrl pareto-front` prints those of a front. It reports
+    threshold is given as a number; the command pareto-front prints those of a front. It reports
     `barrier/NAME/slack` and `barrier/NAME/weight`.
 
     Args:

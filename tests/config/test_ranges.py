@@ -36,7 +36,7 @@ from tests.support.configs import library_pieces
 
 # Numbers that may be anything finite: shifts, scales and bars of metrics and rewards, which have any sign.
 FREE = {
-    "threshold.above", "threshold.below", "judge.scale", "barrier.thresholds",
+    "threshold.above", "threshold.below", "judge.scale", "barrier.thresholds", "merge_weights.weights",
     "cosine_length.right", "cosine_length.wrong",
     "tempsamp_anchor.lambda_off", "tempsamp_downscale.max_reward", "group_center.shift", "scale.factor",
     "tempsamp_shaping.threshold", "value_anchor.k", "metric_spike.above", "anchor_chosen.delta",
