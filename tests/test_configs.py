@@ -375,6 +375,8 @@ def on_a_toy(variant: dict[str, Any], output: Path, **changes: Any) -> Config:
     reads = [find("advantage", as_piece(item, "").name).needs.notes for item in variant["advantage"]]
     if "hint_column" in sampler:
         toy["data"] = "tests.support.toys:hinted_prompts"
+    elif "with_wordings" in sampler:
+        toy["data"] = "tests.support.toys:worded_prompts"
     elif sampler or "token" in frozenset().union(*reads):  # a sampler may read sources and tokens
         support = "tests.support.observing"
         toy = merge(toy, {"data": f"{support}:sourced", "rollout": {"engine": [f"{support}:ToyTokens"]}})

@@ -44,6 +44,8 @@ OPTIONS = {
     ("advantage", "entropy_rank"): {"of": "right"},
     ("advantage", "bilevel_pairs"): {"of": "right", "short": "right"},
     ("advantage", "hot_mix"): {"of": "right", "entropy": 0.1},
+    ("advantage", "barrier"): {"thresholds": {"right": 0.2}},
+    ("advantage", "keep_first"): {"keep": 2},
     ("advantage", "most_varied"): {"keep": 2},
     ("advantage", "semantic_entropy"): {"of": "right"},
     ("advantage", "set_baseline"): {"of": "right", "size": 2},

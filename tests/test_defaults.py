@@ -15,6 +15,7 @@ DEFAULTS = {
     "advantage": {
         "tempsamp_anchor": {"lambda_off": 1.2},  # TempSamp-R1, as `tempsamp_downscale` and `tempsamp_shaping`
         "batch_normalize": {"eps": 1e-4},  # TRL's, as those of the others
+        "barrier": {"t": 20.0, "floor": 0.001, "decay": 0.9},  # C-MORL; the decay is ours
         "best_vs_worst": {"margin": 0.0, "length_ratio": 0.0},
         "bilevel_pairs": {"margin": 0.0, "threshold": 0.5},  # our reading of AdaR1
         "tempsamp_downscale": {"factor": 0.8, "max_reward": 1.0},

@@ -16,7 +16,10 @@ ADVANTAGES = pieces("advantage")
 
 
 # Options of pieces that need one: the only reward and label there is is called "reward".
-GIVEN = {"of": "reward", "right": "reward", "short": "reward", "keep": 1, "stream": Stream(3)}
+GIVEN = {
+    "of": "reward", "right": "reward", "short": "reward", "keep": 1, "stream": Stream(3),
+    "thresholds": {"reward": 0.0},
+}  # fmt: skip
 EMPTY = inspect.Parameter.empty
 
 
@@ -29,6 +32,8 @@ def apply(entry, table):
     if "outcome" in entry.options:  # whose bonus must stay under the gaps of the outcomes
         options = {"of": "near", "outcome": "reward", "alpha": 1e-3}
         table = table.replace(scored={**table.scored, "near": torch.sigmoid(table.scored["reward"])})
+    if inspect.isclass(entry.target):
+        return entry.target(**options)(table)
     return entry.target(table, **options)
 
 

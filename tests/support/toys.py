@@ -57,6 +57,14 @@ def hinted_prompts(*, num: int = 8) -> list[Prompt]:
     ]
 
 
+def worded_prompts(*, num: int = 8) -> list[Prompt]:
+    """Give every prompt its question as a column, and a paraphrase."""
+    return [
+        replace(prompt, columns={"question": prompt.text, "paraphrases": [f"please {prompt.text}"]})
+        for prompt in prompts(num=num)
+    ]
+
+
 def place_of(prompt: Prompt) -> int:
     """Read the row of the table from an id such as "p3", or "p3#hint" of a changed prompt."""
     return int(prompt.uid[1:].partition("#")[0])

@@ -171,6 +171,7 @@ class Tokens:
         lora_alpha: Scale of the adapter; None: twice the rank.
         adapter: Folder or hub id of a saved adapter, to train it further.
         freeze_vision_tower: Train the language model only; otherwise the vision tower too.
+        frozen: Train nothing, so that all weights stay in `dtype`: for a model that only answers, as a judge.
         gradient_checkpointing: Recompute layers in the backward pass: less memory, more time.
         share_prefix: Rows with the same prompt share its keys and values; without it, every row gets a copy.
         min_pixels: Smallest image after the image processor, in pixels; None: the processor's own.
@@ -194,6 +195,7 @@ class Tokens:
         lora_alpha: PositiveFloat | None = None,
         adapter: str = "",
         freeze_vision_tower: bool = True,
+        frozen: bool = False,
         gradient_checkpointing: bool = False,
         share_prefix: bool = True,
         min_pixels: Annotated[PositiveInt, AtMost("max_pixels")] | None = None,
@@ -221,6 +223,8 @@ class Tokens:
             self.model.requires_grad_(False)
             self.model.get_decoder().requires_grad_(True)
             self.model.get_output_embeddings().requires_grad_(True)
+        if frozen:
+            self.model.requires_grad_(False)
         keep_training_precision(self.model)
         if gradient_checkpointing:
             layer_windows(self.model.config)  # raises for layers that cannot be packed
