@@ -17,13 +17,18 @@ from mmrl.core.onednn import onednn
 from mmrl.core.rng import Stream
 from mmrl.core.types import Outcome, Prompt, Rollouts, Trajectory
 from mmrl.runtime.modules import LOW, evaluating
-from mmrl.vision.decoding.decoding import BeginReading, CachedReader, GenerationRequest, draw_tokens
+from mmrl.vision.decoding.branching import Branch, Grown, families, grow, renumbered
+from mmrl.vision.decoding.decoding import (
+    COMPACT,
+    BeginReading,
+    CachedReader,
+    GenerationRequest,
+    draw_tokens,
+)
 from mmrl.vision.decoding.prefill import MakeCache
 from mmrl.vision.decoding.token_steps import TokenRow
 from mmrl.vision.models.loading import EngineModel, TokenPolicy
 from mmrl.vision.models.processor import EncodedPrompt
-
-COMPACT = 8  # finished rows leave the batch once they are one in this many
 
 
 @engine
@@ -93,14 +98,41 @@ class Generate:
             encoded = self.policy.prompt_encoder.encode(prompt)
             rows.append(GenerationRequest(prompt, index, encoded, uniform))
         size = self.batch_size or len(rows) or 1
-        model, compute = self.rollout_policy.model, self.rollout_policy.compute
-        autocast = torch.autocast(model.get_input_embeddings().weight.device.type, compute, compute in LOW)
         finished: list[Trajectory] = []
-        # Layers with gradient checkpointing refuse a KV cache in training mode.
-        with evaluating(model), autocast, onednn(model, pack=True):
+        with self._running():
             for at in range(0, len(rows), size):
                 finished += self._answer(rows[at : at + size], begin)
         return tuple(finished)
+
+    @torch.no_grad()
+    def grow(
+        self, branches: Sequence[Branch], *, temperature: float | None = None, batch_size: int = 0
+    ) -> list[Grown | None]:
+        """Sample answers that part from each other, with the settings of the engine; what they share is once.
+
+        `temperature` stands for the engine's own, and so does a `batch_size` above 0.
+        """
+        device = self.policy.core.get_input_embeddings().weight.device
+        ends = torch.tensor(self.policy.prompt_encoder.end, device=device)
+        options = {"top_p": self.top_p, "top_k": self.top_k, "min_p": self.min_p}
+        options["temperature"] = self.temperature if temperature is None else temperature
+        grown: list[Grown | None] = [None] * len(branches)
+        with self._running():
+            for batch in families(branches, batch_size or self.batch_size):
+                asked = renumbered(branches, batch)
+                reader = self.reader([branch.encoded for branch in asked if branch.parent is None])
+                for number, result in zip(batch, grow(reader, asked, ends, **options), strict=True):
+                    grown[number] = result
+        return grown
+
+    @contextmanager
+    def _running(self) -> Iterator[None]:
+        """Prepare the model for decoding inside the block."""
+        model, compute = self.rollout_policy.model, self.rollout_policy.compute
+        autocast = torch.autocast(model.get_input_embeddings().weight.device.type, compute, compute in LOW)
+        # Layers with gradient checkpointing refuse a KV cache in training mode.
+        with evaluating(model), autocast, onednn(model, pack=True):
+            yield
 
     def _answer(self, rows: list[GenerationRequest], begin: BeginReading) -> list[Trajectory]:
         """Sample one batch, a token of every row at a time, until all rows have ended."""
