@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,8 @@ from mmrl.core.tensor import cat_padded
 from mmrl.core.types import Message, Outcome, Part, Prompt, Rollouts, Trajectory, Unit
 from mmrl.references import Reference
 from mmrl.training.trainer import Run
+from mmrl.vision.decoding.branching import Branch, Grown
+from mmrl.vision.decoding.decoding import inverse_cdf
 
 STOP = 0  # the token that ends an answer
 SOLUTION = "First add. Then divide. Then round. Done."
@@ -92,6 +94,25 @@ class TokenSteps:
         return TokenSteps(self.prompt[rows], self.tokens[rows][:, columns], start, self.unit)
 
 
+class ToyRow(NamedTuple):
+    """The steps of one rollout: the row of the table, and the tokens (T,)."""
+
+    prompt: int
+    ids: Tensor
+
+
+class ToyEncoder:
+    """Words are numbers of tokens, as the processor of a model would have them."""
+
+    end = (STOP,)
+
+    def text(self, ids: Tensor) -> str:
+        return " ".join(str(token) for token in ids.tolist() if token != STOP)
+
+    def answer(self, text: str) -> Tensor:
+        return torch.tensor([*[int(word) for word in text.split() if word.isdigit()], STOP])
+
+
 class Lookup(nn.Module):
     """Logits that are read through `forward`, where data parallelism notices it."""
 
@@ -107,6 +128,7 @@ class ToyText:
     """A table of logits: one row per prompt and place, one column per token. Steps are independent."""
 
     says = frozenset({"entropy"})
+    prompt_encoder = ToyEncoder()
 
     def __init__(
         self, *, num: int = 8, length: int = 4, vocab: int = 6, unit: int = 1, double: bool = False
@@ -125,7 +147,8 @@ class ToyText:
         outcome = Outcome(
             text=outcome.text, end=len(tokens), tags={"finish": "stop"}, recorded=outcome.recorded
         )
-        return Trajectory(prompt, prompt.uid, (outcome,), (place_of(prompt), tokens), len(tokens), {}, False)
+        steps = ToyRow(place_of(prompt), tokens)
+        return Trajectory(prompt, prompt.uid, (outcome,), steps, len(tokens), {}, False)
 
     def collate(self, rollouts: tuple[Trajectory, ...]) -> Batch:
         tokens = cat_padded([row.steps[1][None] for row in rollouts])
@@ -186,8 +209,38 @@ class ToyGenerate:
                 "logp": logp.gather(1, tokens[:, None])[:, 0],
                 "entropy": -(logp.exp() * logp).sum(-1)[:length],
             }
-            rows.append(Trajectory(prompt, prompt.uid, (outcome,), (place, tokens), length, notes))
+            rows.append(Trajectory(prompt, prompt.uid, (outcome,), ToyRow(place, tokens), length, notes))
         return tuple(rows)
+
+    @property
+    def max_completion_length(self) -> int:
+        return self.policy.table.shape[1]
+
+    @torch.no_grad()
+    def grow(
+        self, branches: Sequence[Branch], *, temperature: float | None = None, batch_size: int = 0
+    ) -> list[Grown | None]:
+        """Sample answers that part from each other, one after the other."""
+        grown: list[Grown | None] = []
+        for branch in branches:
+            before = torch.zeros(0, dtype=torch.int64)
+            if branch.parent is not None:
+                parent = grown[branch.parent]
+                if parent is None or (parent.stopped and len(parent.ids) <= branch.start):
+                    grown.append(None)
+                    continue
+                before = parent.ids[: branch.start]
+            logp = self.policy.table[branch.encoded].float().log_softmax(-1)
+            ids, stopped = torch.cat([before, branch.forced]), False
+            for number in branch.uniform[: len(logp) - len(ids)]:
+                token = inverse_cdf(logp[len(ids)].exp()[None], number[None])
+                ids, stopped = torch.cat([ids, token]), int(token) == STOP
+                if stopped:
+                    break
+            at = torch.arange(len(ids)).clamp(max=len(logp) - 1)
+            chosen = logp[at].gather(1, ids[:, None])[:, 0]
+            grown.append(Grown(ids, chosen, -(logp.exp() * logp).sum(-1)[at], stopped))
+        return grown
 
 
 class RunningMean:
@@ -241,7 +294,7 @@ class ToyRecalling(ToyText):
         outcome = Outcome(text=text, end=len(tokens))
         kept = {"logp": notes["logp"].float()}
         return Trajectory(
-            prompt, prompt.uid, (outcome,), (int(prompt.uid[1:]), tokens), len(tokens), kept, False
+            prompt, prompt.uid, (outcome,), ToyRow(int(prompt.uid[1:]), tokens), len(tokens), kept, False
         )
 
 
