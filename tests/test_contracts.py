@@ -60,6 +60,8 @@ OPTIONS = {
     ("sampler", "learning_velocity"): {"by": "wanted", "open_at": -1.0},
     ("sampler", "pools"): {"by": "wanted", "pools": ("low", "high"), "edges": (3.0,)},
     ("sampler", "selected_by_difficulty"): {"by": "wanted"},
+    ("advantage", "greedy_baseline"): {"tag": "turn"},
+    ("advantage", "step_potential"): {"of": "right", "confidence": "short"},
     ("advantage", "value_anchor"): {"of": "right"},  # the label that it adds by default comes from another
 }
 SIZES = (3, 2, 1, 2)  # rollouts of the prompts p0 to p3

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import torch
 from torch import Tensor
 
 from mmrl.advantages.notes import label
 from mmrl.advantages.select import increments
-from mmrl.config.ranges import NonNegativeFloat, Probability
+from mmrl.config.ranges import NonNegativeFloat, Probability, Range
 from mmrl.config.registry import advantage
 from mmrl.core.reward_table import ABSENT, RewardTable
 
@@ -71,11 +73,11 @@ def process_advantage(table: RewardTable, *, alpha: NonNegativeFloat = 3.0) -> R
 def step_potential(
     table: RewardTable,
     *,
-    of: str = "answer_probability",
-    confidence: str = "confidence",
+    of: str,
+    confidence: str,
     alpha: Probability = 0.5,
     xi: NonNegativeFloat = 0.5,
-    threshold: float = 0.9,
+    threshold: Annotated[float, Range(-1, 1)] = 0.9,
 ) -> RewardTable:
     """Damp steps after the answer is known, and credit steps that change its potential (SPAE).
 
@@ -88,8 +90,8 @@ def step_potential(
     no change of its own.
 
     Args:
-        of: Name of the label with a, which `vision.with_prefix_rollouts` records.
-        confidence: Name of the label with c.
+        of: Name of the label with a: the `answer_probability` that `vision.with_prefix_rollouts` records.
+        confidence: Name of the label with c: its `confidence`.
         alpha: Strength of the damping.
         xi: Weight of the change.
         threshold: Potential above which the answer counts as known (0.9 in the released script).

@@ -16,7 +16,7 @@ ADVANTAGES = pieces("advantage")
 
 
 # Options of pieces that need one: the only reward and label there is is called "reward".
-GIVEN = {"of": "reward", "right": "reward", "keep": 1, "stream": Stream(3)}
+GIVEN = {"of": "reward", "right": "reward", "keep": 1, "confidence": "reward", "stream": Stream(3)}
 EMPTY = inspect.Parameter.empty
 
 
@@ -37,6 +37,7 @@ def table_of(rewards, **columns):
     table = reward_table(rewards, **columns)
     numbers = torch.arange(len(table) * int(table.length.max()), dtype=torch.float64).view(len(table), -1)
     table = table.note("entropy", numbers).note("token", numbers)
+    table = table.replace(ids={**table.ids, "greedy": 1 - table.ids["row"] % 2})
     return table.note("logp", -numbers).note("ref/logp", -2 * numbers)
 
 

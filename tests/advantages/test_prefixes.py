@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -23,8 +24,10 @@ def test_mean_by_end_averages_what_applies():
     assert_rows(table.values[:, 0], [[2.5, 5], [4.5], [3]])
     assert table.valid[:, 0].tolist() == [[True, True], [True, False], [True, False]]
     assert_rows(table.scored["reward"], [[2.5, 5], [4.5, math.nan], [3, math.nan]])
-    assert_rows(mean_by_end(reward_table(rows, ends=[[0, 0, 0, 3], [2, 2], [4]]), best=True).values[:, 0],
-                [[4, 5], [7], [3]])
+    assert_rows(
+        mean_by_end(reward_table(rows, ends=[[0, 0, 0, 3], [2, 2], [4]]), best=True).values[:, 0],
+        [[4, 5], [7], [3]],
+    )
 
 
 def test_mean_by_end_keeps_the_ids_of_the_answer():
@@ -37,8 +40,16 @@ def test_mean_by_end_keeps_the_ids_of_the_answer():
 @pytest.mark.parametrize(
     ("probability", "ends", "wanted"),
     [
-        ([0.99, 0.5, 0.95, 0.6, 0.97, 0.7, 0.99, 0.3], [1, 1, 5, 5, 8], [0, -0.25, 0, -0.25, 0, 0.75, 0, 0.75]),
-        ([0.4, 0.99, 0.6, 0.97, 0.7, 0.99, 0.3, 0.95], [0, 0, 4, 4, 8], [-0.25, 0, -0.25, 0, 0.75, 0, 0.75, 0]),
+        (
+            [0.99, 0.5, 0.95, 0.6, 0.97, 0.7, 0.99, 0.3],
+            [1, 1, 5, 5, 8],
+            [0, -0.25, 0, -0.25, 0, 0.75, 0, 0.75],
+        ),
+        (
+            [0.4, 0.99, 0.6, 0.97, 0.7, 0.99, 0.3, 0.95],
+            [0, 0, 4, 4, 8],
+            [-0.25, 0, -0.25, 0, 0.75, 0, 0.75, 0],
+        ),
     ],
 )
 def test_spo_credits_unlikely_tokens_by_the_change_of_value(probability, ends, wanted):
@@ -92,25 +103,28 @@ def probed(acc, conf, advantage=0.5):
     return reward_table(rewards, weights=dict.fromkeys(labels, 0.0))
 
 
+spae = partial(step_potential, of="answer_probability", confidence="confidence")
+
+
 def test_spae_damps_and_credits_steps():
-    table = step_potential(probed(ACC, CONF), threshold=0.5)
+    table = spae(probed(ACC, CONF), threshold=0.5)
     assert_rows(table.values[:, 0], [[0.211750, 0.461651, 1.070891, 0.097679]])
     standardised = batch_normalize(table, eps=0.0).values * math.sqrt(4 / 3)  # over 4 where it is over 3
     assert_rows(standardised[:, 0], [[-0.661204, 0.003079, 1.622549, -0.964424]], tolerance=1e-5)
-    later = batch_normalize(step_potential(probed(ACC, CONF)), eps=0.0).values * math.sqrt(4 / 3)
+    later = batch_normalize(spae(probed(ACC, CONF)), eps=0.0).values * math.sqrt(4 / 3)
     assert_rows(later[:, 0], [[-0.840774, -0.111858, 1.665183, -0.712552]], tolerance=1e-5)
 
 
 def test_spae_without_its_options_is_the_advantage_of_the_answer():
-    table = step_potential(probed(ACC, CONF), alpha=0.0, xi=0.0)
+    table = spae(probed(ACC, CONF), alpha=0.0, xi=0.0)
     assert_rows(table.values[:, 0], [[0.5] * 4])
 
 
 def test_spae_of_equal_changes_or_none_adds_nothing():
-    flat = step_potential(probed([0.2] * 3, [0.5] * 3))
+    flat = spae(probed([0.2] * 3, [0.5] * 3))
     assert_rows(flat.values[:, 0], [[0.5] * 3])
     # Behind the last probe a step is damped, and has no change: C = 1 there.
-    tail = step_potential(probed([0.2, 0.99, None], [0.5, 0.99, None]), xi=0.0)
+    tail = spae(probed([0.2, 0.99, None], [0.5, 0.99, None]), xi=0.0)
     assert_rows(tail.values[:, 0], [[0.5, 0.5, 0.5 * (1 - 0.5 * (1 - math.exp(-1)))]])
-    bonus = step_potential(probed([0.2, 0.99, None], [0.5, 0.99, None]), alpha=0.0).values[0, 0]
+    bonus = spae(probed([0.2, 0.99, None], [0.5, 0.99, None]), alpha=0.0).values[0, 0]
     assert bonus[2] == 0.5 and torch.isclose(bonus[:2].mean(), torch.tensor(0.5).double())

@@ -186,6 +186,7 @@ class ToyGenerate:
     """Sample tokens until the stop token."""
 
     notes = frozenset({"logp", "entropy"})
+    temperature = 1.0  # 0: the most likely tokens
 
     def __init__(self, policy: ToyText, *, stream: Stream) -> None:
         self.policy, self.stream = policy, stream
@@ -200,6 +201,7 @@ class ToyGenerate:
             place = place_of(prompt)
             logp = self.policy.table[place].float().log_softmax(-1)
             tokens = torch.multinomial(logp.exp(), 1, generator=generator)[:, 0]
+            tokens = tokens if self.temperature else logp.argmax(-1)
             stops = (tokens == STOP).nonzero()
             length = int(stops[0]) + 1 if len(stops) else len(tokens)
             tokens = tokens[:length]

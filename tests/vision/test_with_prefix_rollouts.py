@@ -105,7 +105,9 @@ def test_cuts(endless):
     assert cuts(cut="token", interval=3, at_start=True) == [0, 3, 6]
     ids = policy.prompt_encoder.answer("fox. the. quick fox.")[:-1]
     row = replace(row, steps=replace(row.steps, ids=ids))
-    texts = [policy.prompt_encoder.text(ids[:end]) for end in cuts(cut="separator", separator=".", interval=1)]
+    texts = [
+        policy.prompt_encoder.text(ids[:end]) for end in cuts(cut="separator", separator=".", interval=1)
+    ]
     assert texts == ["fox.", "fox. the."]  # not where nothing is left
     ends = cuts(cut="separator", separator=".", interval=2)
     assert [policy.prompt_encoder.text(ids[:end]) for end in ends] == ["fox. the."]

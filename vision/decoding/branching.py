@@ -129,7 +129,11 @@ def grow(
             chosen[given] = whole.gather(1, wanted[given][:, None])[:, 0]
         alive = ~ended[batch] & (limit[batch] > t)
         rows = batch[alive]
-        ids[rows, t], logp[rows, t], entropy[rows, t] = token[alive], chosen[alive].float(), spread[alive].float()
+        ids[rows, t], logp[rows, t], entropy[rows, t] = (
+            token[alive],
+            chosen[alive].float(),
+            spread[alive].float(),
+        )
         length[rows] = t + 1
         ended[rows[torch.isin(token[alive], ends) & ~given[alive]]] = True
     columns = [column.cpu() for column in (ids, logp, entropy)]

@@ -19,7 +19,6 @@ from mmrl.vision.decoding.branching import NO_TOKENS, Branch, Grown
 from mmrl.vision.engines.generate import Generate
 
 
-
 @dataclass(frozen=True, eq=False)
 class Probe:
     """A branch of the answer of a row, at a cut after `end` of its tokens."""
