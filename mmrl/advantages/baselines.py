@@ -211,8 +211,8 @@ def greedy_baseline(
         return table
     if tag not in table.ids:
         raise ValueError(
-            f"`greedy_baseline` wants rows tagged '{tag}', and no row is; add the engine `vision.with_greedy` "
-            "after `vision.generate`"
+            f"`greedy_baseline` wants rows tagged '{tag}', and no row is; add the engine "
+            "`vision.with_greedy` after `vision.generate`"
         )
     greedy = table.ids[tag] != 0
     answers = table.valid & greedy[:, None] & (table.ids["place"] == table.last[:, None])[:, None]

@@ -56,12 +56,22 @@ def mean_by_end(table: RewardTable, *, best: bool = False) -> RewardTable:
 
 
 @advantage
-def process_advantage(table: RewardTable, *, alpha: NonNegativeFloat = 3.0) -> RewardTable:
-    """Give each part of an answer its answer's reward plus `alpha` times its progress (PAV, arXiv 2410.08146).
+def only_answers(table: RewardTable) -> RewardTable:
+    """Leave the rewards of completed prefixes out of what follows: they no longer apply.
 
-    `table.values` (N, R, K) are the values of prefixes by a prover, then the reward of the answer; the result
-    is (N, R, K - 1). The progress of a part is the change of the value over it. Put it after `mean_by_end`.
-    Our readings: the reward of the answer stands for Q, and the last change is that to its reward.
+    So answers are compared with answers; labels stay.
+    """
+    answers = torch.arange(table.ends.shape[1]) == table.last[:, None]
+    return table.replace(valid=table.valid & answers[:, None])
+
+
+@advantage
+def process_advantage(table: RewardTable, *, alpha: NonNegativeFloat = 3.0) -> RewardTable:
+    """Give each part of an answer the answer's reward plus `alpha` times its progress (PAV).
+
+    arXiv 2410.08146. `table.values` (N, R, K) are the values of prefixes by a prover, then the reward of the
+    answer; the result is (N, R, K - 1). The progress of a part is the change of the value over it. Put it
+    after `mean_by_end`. Our readings: the reward of the answer stands for Q, and the last change is that to its reward.
     """
     last = table.last.clamp(min=0)[:, None, None].expand(-1, len(table.names), 1)
     reward, known = table.values.gather(2, last), table.valid.gather(2, last)
@@ -82,10 +92,10 @@ def step_potential(
     """Damp steps after the answer is known, and credit steps that change its potential (SPAE).
 
     arXiv 2601.03823. The potential after step k is P = 1.5 a c + 0.5 a - c, with a the probability of the
-    right answer and c the confidence of forced answers. A step has its answer's advantage times 1 - alpha (1 -
-    exp(-C)), where C counts earlier steps with a potential above `threshold`, plus xi (exp(z) - mean exp(z)),
-    where z is the change of the potential, scaled to 0 to 1 over the collection; that of a first step is 0.
-    Put it after `mean_by_end` and `{name: group_center, by: [group]}` of the answers, before
+    right answer and c the confidence of forced answers. A step has its answer's advantage times
+    1 - alpha (1 - exp(-C)), where C counts earlier steps with a potential above `threshold`, plus
+    xi (exp(z) - mean exp(z)), where z is the change of the potential, scaled to 0 to 1 over the collection;
+    that of a first step is 0. Put it after `mean_by_end`, `only_answers` and `group_center`, before
     `batch_normalize`. Our readings: the scale is that of the collection, and what follows the last probe has
     no change of its own.
 

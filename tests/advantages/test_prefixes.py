@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from mmrl.advantages.normalize import batch_normalize, group_center
-from mmrl.advantages.prefixes import mean_by_end, process_advantage, step_potential
+from mmrl.advantages.prefixes import mean_by_end, only_answers, process_advantage, step_potential
 from mmrl.advantages.select import increments, returns
 from mmrl.advantages.shape import total
 from mmrl.advantages.tokens import keep_steps
@@ -38,21 +38,21 @@ def test_mean_by_end_keeps_the_ids_of_the_answer():
 
 
 @pytest.mark.parametrize(
-    ("probability", "ends", "wanted"),
+    ("ends", "probability", "wanted"),
     [
         (
-            [0.99, 0.5, 0.95, 0.6, 0.97, 0.7, 0.99, 0.3],
             [1, 1, 5, 5, 8],
+            [0.99, 0.5, 0.95, 0.6, 0.97, 0.7, 0.99, 0.3],
             [0, -0.25, 0, -0.25, 0, 0.75, 0, 0.75],
         ),
         (
-            [0.4, 0.99, 0.6, 0.97, 0.7, 0.99, 0.3, 0.95],
             [0, 0, 4, 4, 8],
+            [0.4, 0.99, 0.6, 0.97, 0.7, 0.99, 0.3, 0.95],
             [-0.25, 0, -0.25, 0, 0.75, 0, 0.75, 0],
         ),
     ],
 )
-def test_spo_credits_unlikely_tokens_by_the_change_of_value(probability, ends, wanted):
+def test_spo_credits_unlikely_tokens_by_the_change_of_value(ends, probability, wanted):
     logp = [math.log(p) for p in probability]
     table = reward_table([[0, 1, 0, 0.5, 1]], ends=[ends], length=[8], notes={"logp": [logp]})
     credit = increments(mean_by_end(total(table)))
@@ -70,6 +70,13 @@ def test_rows_without_a_cut_are_not_learned_from():
     credit = keep_steps(credit, of="logp", at_most=math.log(0.9), drop=True)
     batch = spread(credit, step_table([[0.0] * 2, [0.0] * 3])[1])
     assert batch.mask.sum() == 0 and batch.advantage.abs().sum() == 0
+
+
+def test_only_answers_are_compared_with_each_other():
+    table = reward_table([[0.2, 0.4, 1], [0.9, 0]], group="aa", ends=[[1, 2, 4], [2, 4]])
+    assert_rows(only_answers(table).valid[:, 0].double(), [[0, 0, 1], [0, 1]])
+    centred = group_center(only_answers(table), by=("group",)).values[:, 0]
+    assert_rows(torch.stack([centred[0, 2], centred[1, 1]]), [0.5, -0.5])
 
 
 def test_pav_adds_the_progress_under_the_prover():

@@ -84,62 +84,87 @@ def grow(
     without a parent, in order, `ends` (E,) are the tokens that end an answer, and `options` are those of
     `draw_tokens`. Returns None for a branch whose parent ended before it parts.
     """
-    device, width = ends.device, max(branch.limit for branch in branches)
-    shape = (len(branches), width)
-    ids, forced = (torch.full(shape, fill, dtype=torch.int64, device=device) for fill in (0, -1))
-    uniform, logp, entropy = (torch.zeros(shape, device=device) for _ in range(3))
-    joining: dict[int, list[int]] = defaultdict(list)
-    for i, branch in enumerate(branches):
-        forced[i, branch.start : branch.given] = branch.forced.to(device)
-        uniform[i, branch.given : branch.limit] = branch.uniform.to(device)
-        if branch.parent is not None:
-            joining[branch.start].append(i)
-    limit = torch.tensor([branch.limit for branch in branches], device=device)
-    parent = [branch.parent for branch in branches]
-    length = torch.zeros_like(limit)
-    ended, grown = (torch.zeros(len(branches), dtype=torch.bool, device=device) for _ in range(2))
-    batch = torch.tensor([i for i, p in enumerate(parent) if p is None], device=device)
-    grown[batch], token = True, None
-    for t in range(width):
-        logits = reader.read(token)
-        stay = (~ended[batch] & (limit[batch] > t)).nonzero()[:, 0]
-        place = {row: i for i, row in enumerate(batch.tolist())} if joining[t] else {}
-        fresh = [i for i in joining[t] if parent[i] in place and not ended[parent[i]]]
-        if not fresh and not len(stay):
+    forest, token = Forest(reader, branches, ends), None
+    for t in range(max(branch.limit for branch in branches)):
+        logits = forest.part(t, reader.read(token))
+        if not len(logits):
             break
-        # Rows that ended stay until leaving pays off, because it copies the cache, and so does joining.
-        if fresh or (len(batch) - len(stay)) * COMPACT >= len(batch):
-            index = torch.cat([stay, stay.new_tensor([place[parent[i]] for i in fresh])])
-            old, new = (torch.tensor(rows, device=device) for rows in ([parent[i] for i in fresh], fresh))
-            if fresh:
-                for column in (ids, logp, entropy):
-                    column[new, :t] = column[old, :t]
-                grown[new] = True
-            if not torch.equal(index, torch.arange(len(batch), device=device)):
-                reader.keep(index)
-                logits = logits[index]
-            batch = torch.cat([batch[stay], new.to(batch)])
-        token, chosen, spread = draw_tokens(logits, uniform[batch, t], temperature=temperature, **options)
-        wanted = forced[batch, t]
+        numbers, wanted = forest.uniform[forest.batch, t], forest.forced[forest.batch, t]
+        token, logp, entropy = draw_tokens(logits, numbers, temperature=temperature, **options)
         given = wanted >= 0
         if given.any():
             whole = (logits[given] / (temperature or 1.0)).log_softmax(-1)
-            token, chosen = token.clone(), chosen.clone()
-            token[given] = wanted[given]
-            chosen[given] = whole.gather(1, wanted[given][:, None])[:, 0]
-        alive = ~ended[batch] & (limit[batch] > t)
-        rows = batch[alive]
-        ids[rows, t], logp[rows, t], entropy[rows, t] = (
-            token[alive],
-            chosen[alive].float(),
-            spread[alive].float(),
+            token, logp = token.masked_scatter(given, wanted[given]), logp.clone()
+            logp[given] = whole.gather(1, wanted[given][:, None])[:, 0]
+        forest.append(t, token, logp, entropy, given)
+    return forest.grown()
+
+
+class Forest:
+    """Branches while they grow: `batch` lists those that the reader has as rows."""
+
+    def __init__(self, reader: LogitsReader, branches: Sequence[Branch], ends: Tensor) -> None:
+        self.reader, self.ends, device = reader, ends, ends.device
+        shape = (len(branches), max(branch.limit for branch in branches))
+        self.ids, self.forced = (
+            torch.full(shape, fill, dtype=torch.int64, device=device) for fill in (0, -1)
         )
-        length[rows] = t + 1
-        ended[rows[torch.isin(token[alive], ends) & ~given[alive]]] = True
-    columns = [column.cpu() for column in (ids, logp, entropy)]
-    return [
-        Grown(*(column[i, :n] for column in columns), stopped) if there else None
-        for i, (n, stopped, there) in enumerate(
-            zip(length.tolist(), ended.tolist(), grown.tolist(), strict=True)
-        )
-    ]
+        self.uniform, self.logp, self.entropy = (torch.zeros(shape, device=device) for _ in range(3))
+        self.joining: dict[int, list[int]] = defaultdict(list)  # by the step at which they part
+        for i, branch in enumerate(branches):
+            self.forced[i, branch.start : branch.given] = branch.forced.to(device)
+            self.uniform[i, branch.given : branch.limit] = branch.uniform.to(device)
+            if branch.parent is not None:
+                self.joining[branch.start].append(i)
+        self.parent = [branch.parent for branch in branches]
+        self.limit = torch.tensor([branch.limit for branch in branches], device=device)
+        self.length = torch.zeros_like(self.limit)
+        self.ended, self.begun = (torch.zeros_like(self.limit, dtype=torch.bool) for _ in range(2))
+        self.batch = torch.tensor([i for i, p in enumerate(self.parent) if p is None], device=device)
+        self.begun[self.batch] = True
+
+    @property
+    def alive(self) -> Tensor:
+        """Rows of the batch that have another token: (b,) bool."""
+        return ~self.ended[self.batch] & (self.limit[self.batch] > self.length[self.batch])
+
+    def part(self, t: int, logits: Tensor) -> Tensor:
+        """Let branches join after `t` tokens; return the logits (b, V) of the batch, without rows at the end.
+
+        Rows that ended stay until leaving pays off, because it copies the cache, as joining does.
+        """
+        stay = self.alive.nonzero()[:, 0]
+        place = {row: i for i, row in enumerate(self.batch.tolist())} if self.joining[t] else {}
+        fresh = [i for i in self.joining[t] if self.parent[i] in place and not self.ended[self.parent[i]]]
+        if not fresh and not len(stay):
+            return logits[:0]
+        if not fresh and (len(self.batch) - len(stay)) * COMPACT < len(self.batch):
+            return logits
+        old, new = (stay.new_tensor(rows) for rows in ([self.parent[i] for i in fresh], fresh))
+        for column in (self.ids, self.logp, self.entropy):
+            column[new, :t] = column[old, :t]
+        self.begun[new], self.length[new] = True, t
+        index = torch.cat([stay, stay.new_tensor([place[self.parent[i]] for i in fresh])])
+        if len(index) != len(self.batch) or not torch.equal(index, torch.arange(len(index)).to(index)):
+            self.reader.keep(index)
+            logits = logits[index]
+        self.batch = torch.cat([self.batch[stay], new])
+        return logits
+
+    def append(self, t: int, token: Tensor, logp: Tensor, entropy: Tensor, given: Tensor) -> None:
+        """Append the tokens (b,) of step `t`; one that was `given` ends no answer."""
+        alive = self.alive
+        rows = self.batch[alive]
+        for column, values in ((self.ids, token), (self.logp, logp), (self.entropy, entropy)):
+            column[rows, t] = values[alive].to(column)
+        self.length[rows] = t + 1
+        self.ended[rows[torch.isin(token[alive], self.ends) & ~given[alive]]] = True
+
+    def grown(self) -> list[Grown | None]:
+        """Return what has grown, on the CPU."""
+        columns = [column.cpu() for column in (self.ids, self.logp, self.entropy)]
+        states = zip(self.length.tolist(), self.ended.tolist(), self.begun.tolist(), strict=True)
+        return [
+            Grown(*(column[i, :n] for column in columns), stopped) if begun else None
+            for i, (n, stopped, begun) in enumerate(states)
+        ]
