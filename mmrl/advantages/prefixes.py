@@ -71,7 +71,8 @@ def process_advantage(table: RewardTable, *, alpha: NonNegativeFloat = 3.0) -> R
 
     arXiv 2410.08146. `table.values` (N, R, K) are the values of prefixes by a prover, then the reward of the
     answer; the result is (N, R, K - 1). The progress of a part is the change of the value over it. Put it
-    after `mean_by_end`. Our readings: the reward of the answer stands for Q, and the last change is that to its reward.
+    after `mean_by_end`. Our readings: the reward of the answer stands for Q, and the last change is that to
+    its reward.
     """
     last = table.last.clamp(min=0)[:, None, None].expand(-1, len(table.names), 1)
     reward, known = table.values.gather(2, last), table.valid.gather(2, last)

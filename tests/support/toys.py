@@ -233,12 +233,12 @@ class ToyGenerate:
                     continue
                 before = parent.ids[: branch.start]
             logp = self.policy.table[branch.encoded].float().log_softmax(-1)
-            ids, stopped = torch.cat([before, branch.forced]), False
-            for number in branch.uniform[: len(logp) - len(ids)]:
-                token = inverse_cdf(logp[len(ids)].exp()[None], number[None])
-                ids, stopped = torch.cat([ids, token]), int(token) == STOP
-                if stopped:
-                    break
+            ids = torch.cat([before, branch.forced])
+            numbers = branch.uniform[: max(0, len(logp) - len(ids))]
+            drawn = inverse_cdf(logp[len(ids) : len(ids) + len(numbers)].exp(), numbers)
+            stops = (drawn == STOP).nonzero()
+            stopped = len(stops) > 0
+            ids = torch.cat([ids, drawn[: int(stops[0]) + 1] if stopped else drawn])
             at = torch.arange(len(ids)).clamp(max=len(logp) - 1)
             chosen = logp[at].gather(1, ids[:, None])[:, 0]
             grown.append(Grown(ids, chosen, -(logp.exp() * logp).sum(-1)[at], stopped))

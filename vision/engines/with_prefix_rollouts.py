@@ -1,4 +1,4 @@
-"""The prefix engine of text: completes the beginnings of answers, so that parts of an answer are credited."""
+"""The prefix engine of text: completes the beginnings of answers, to credit parts of them."""
 
 from __future__ import annotations
 
@@ -195,6 +195,6 @@ class WithPrefixRollouts:
                 return self._tokenized(text)
         raise ValueError(
             f"`vision.with_prefix_rollouts` with `score_target` wants a right answer as text, but the target "
-            f"of prompt '{prompt.uid}' is {prompt.target!r} and it has {len(prompt.answers)} recorded answers; "
-            "add recorded answers, or use completions (`num_probes`) alone"
+            f"of prompt '{prompt.uid}' is {prompt.target!r} and it has {len(prompt.answers)} recorded "
+            "answers; add recorded answers, or use completions (`num_probes`) alone"
         )
