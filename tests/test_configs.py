@@ -350,6 +350,11 @@ def as_toy_flow(variant: dict[str, Any]) -> dict[str, Any]:
     return {**variant, "policy": policy, "rollout": {**variant["rollout"], "engine": engine}}
 
 
+def shortened(item: Any) -> Any:
+    """Let the answers of an engine part after one token, of the four that a toy's answer has."""
+    return {**item, "segment_length": 1} if "segment_length" in item else item
+
+
 def on_a_toy(variant: dict[str, Any], output: Path, **changes: Any) -> Config:
     """Lay a variant over a toy run: the toy's engine makes what `vision.generate` would."""
     if "policy" in variant:
@@ -357,7 +362,7 @@ def on_a_toy(variant: dict[str, Any], output: Path, **changes: Any) -> Config:
     toy = {k: v for k, v in plan(output).items() if k not in ("advantage", "objective")}
     if "engine" in variant.get("rollout", {}):
         engine = [
-            GENERATE if as_piece(item, "").name == "vision.generate" else item
+            GENERATE if as_piece(item, "").name == "vision.generate" else shortened(item)
             for item in variant["rollout"]["engine"]
         ]
         variant = merge(variant, {"rollout": {"engine": engine}})

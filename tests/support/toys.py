@@ -106,6 +106,9 @@ class ToyEncoder:
 
     end = (STOP,)
 
+    def encode(self, prompt: Prompt) -> int:
+        return place_of(prompt)
+
     def text(self, ids: Tensor) -> str:
         return " ".join(str(token) for token in ids.tolist() if token != STOP)
 
@@ -213,6 +216,12 @@ class ToyGenerate:
             }
             rows.append(Trajectory(prompt, prompt.uid, (outcome,), ToyRow(place, tokens), length, notes))
         return tuple(rows)
+
+    def row(self, prompt: Prompt, encoded: int, notes: dict[str, Tensor], stopped: bool) -> Trajectory:
+        ids = notes["token"]
+        text = self.policy.prompt_encoder.text(ids)
+        outcome = Outcome(text=text, end=len(ids), tags={"finish": "stop" if stopped else "length"})
+        return Trajectory(prompt, prompt.uid, (outcome,), ToyRow(encoded, ids), len(ids), notes)
 
     @property
     def max_completion_length(self) -> int:

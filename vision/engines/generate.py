@@ -10,6 +10,7 @@ from itertools import count
 from typing import ClassVar
 
 import torch
+from torch import Tensor
 
 from mmrl.config.ranges import NonNegativeFloat, NonNegativeInt, PositiveInt, PositiveShare, ShareBelowOne
 from mmrl.config.registry import engine
@@ -166,11 +167,18 @@ class Generate:
         answers = []
         for i, (row, n, stopped) in enumerate(zip(rows, length.tolist(), ended.tolist(), strict=True)):
             notes = {name: column[i, :n] for name, column in columns.items()}
-            text = encoder.text(notes["token"])
-            outcome = Outcome(text=text, end=n, tags={"finish": "stop" if stopped else "length"})
-            # Greedy answers are trained on at temperature 1, at which their `logp` was noted.
-            temperature = self.temperature or 1.0
-            notes["temperature"] = torch.full((n,), temperature)
-            steps = TokenRow(row.encoded, notes["token"], temperature)
-            answers.append(Trajectory(row.prompt, row.prompt.uid, (outcome,), steps, n, notes))
+            answers.append(self.row(row.prompt, row.encoded, notes, stopped))
         return answers
+
+    def row(
+        self, prompt: Prompt, encoded: EncodedPrompt, notes: dict[str, Tensor], stopped: bool
+    ) -> Trajectory:
+        """Make the row of an answer from its notes (T,); `stopped` by an end token, or at the limit."""
+        ids = notes["token"]
+        text, finish = self.policy.prompt_encoder.text(ids), "stop" if stopped else "length"
+        outcome = Outcome(text=text, end=len(ids), tags={"finish": finish})
+        # Greedy answers are trained on at temperature 1, at which their `logp` was noted.
+        temperature = self.temperature or 1.0
+        notes = {**notes, "temperature": torch.full((len(ids),), temperature)}
+        steps = TokenRow(encoded, ids, temperature)
+        return Trajectory(prompt, prompt.uid, (outcome,), steps, len(ids), notes)
