@@ -365,7 +365,8 @@ def on_a_toy(variant: dict[str, Any], output: Path, **changes: Any) -> Config:
             GENERATE if as_piece(item, "").name == "vision.generate" else shortened(item)
             for item in variant["rollout"]["engine"]
         ]
-        variant = merge(variant, {"rollout": {"engine": engine}})
+        size = min(variant["rollout"].get("num_generations", 1), 36)  # of 216 in a tree
+        variant = merge(variant, {"rollout": {"engine": engine, "num_generations": size}})
         toy["policy"] = "tests.support.toys:ToyRecalling"  # for engines that bring rows back
         toy["data"] = {
             "name": "tests.support.toys:prompts",

@@ -95,10 +95,11 @@ class TokenSteps:
 
 
 class ToyRow(NamedTuple):
-    """The steps of one rollout: the row of the table, and the tokens (T,)."""
+    """The steps of one rollout: the row of the table, the tokens (T,), and which of them were sampled."""
 
     prompt: int
     ids: Tensor
+    chosen: Tensor | None = None
 
 
 class ToyEncoder:
@@ -155,7 +156,13 @@ class ToyText:
 
     def collate(self, rollouts: tuple[Trajectory, ...]) -> Batch:
         tokens = cat_padded([row.steps[1][None] for row in rollouts])
-        mask = cat_padded([torch.ones(1, row.length) for row in rollouts])
+        chosen = [row.steps[2] if len(row.steps) > 2 else None for row in rollouts]
+        mask = cat_padded(
+            [
+                torch.ones(1, row.length) if sampled is None else sampled.float()[None]
+                for row, sampled in zip(rollouts, chosen, strict=True)
+            ]
+        )
         names = sorted({name for row in rollouts for name in row.notes} - {"token", "temperature"})
         empty = torch.full((1, 0), float("nan"))
         notes = {}
@@ -217,11 +224,19 @@ class ToyGenerate:
             rows.append(Trajectory(prompt, prompt.uid, (outcome,), ToyRow(place, tokens), length, notes))
         return tuple(rows)
 
-    def row(self, prompt: Prompt, encoded: int, notes: dict[str, Tensor], stopped: bool) -> Trajectory:
+    def row(
+        self,
+        prompt: Prompt,
+        encoded: int,
+        notes: dict[str, Tensor],
+        stopped: bool,
+        chosen: Tensor | None = None,
+    ) -> Trajectory:
         ids = notes["token"]
         text = self.policy.prompt_encoder.text(ids)
         outcome = Outcome(text=text, end=len(ids), tags={"finish": "stop" if stopped else "length"})
-        return Trajectory(prompt, prompt.uid, (outcome,), ToyRow(encoded, ids), len(ids), notes)
+        steps = ToyRow(encoded, ids, chosen)
+        return Trajectory(prompt, prompt.uid, (outcome,), steps, len(ids), notes)
 
     @property
     def max_completion_length(self) -> int:

@@ -171,14 +171,22 @@ class Generate:
         return answers
 
     def row(
-        self, prompt: Prompt, encoded: EncodedPrompt, notes: dict[str, Tensor], stopped: bool
+        self,
+        prompt: Prompt,
+        encoded: EncodedPrompt,
+        notes: dict[str, Tensor],
+        stopped: bool,
+        chosen: Tensor | None = None,
     ) -> Trajectory:
-        """Make the row of an answer from its notes (T,); `stopped` by an end token, or at the limit."""
+        """Make the row of an answer from its notes (T,); `stopped` by an end token, or at the limit.
+
+        `chosen` (T,) is False for tokens that were not sampled, None where all were.
+        """
         ids = notes["token"]
         text, finish = self.policy.prompt_encoder.text(ids), "stop" if stopped else "length"
         outcome = Outcome(text=text, end=len(ids), tags={"finish": finish})
         # Greedy answers are trained on at temperature 1, at which their `logp` was noted.
         temperature = self.temperature or 1.0
         notes = {**notes, "temperature": torch.full((len(ids),), temperature)}
-        steps = TokenRow(encoded, ids, temperature)
+        steps = TokenRow(encoded, ids, temperature, chosen)
         return Trajectory(prompt, prompt.uid, (outcome,), steps, len(ids), notes)

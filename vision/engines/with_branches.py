@@ -23,11 +23,11 @@ from mmrl.vision.engines.generate import Generate
 class WithBranches:
     """Sample the answers to a prompt as a tree of continuations (SPO, arXiv 2505.23564).
 
-    Every leaf is a row with all of its tokens. Shared tokens are sampled once, and `node` notes of every token
-    which part of the tree it belongs to: equal numbers in rows of one prompt are the same tokens, which
-    `tree_values` credits once. The tag `branch` tells which state a row's last part starts from. A part that
-    ends its answer has no continuations, so that there can be fewer rows than were asked for. Evaluations
-    get answers of the wrapped engine, `vision.generate`, whose settings hold.
+    Every leaf is a row with all of its tokens. Shared tokens are sampled once, and the note `node` tells of
+    every token which part of the tree it belongs to: equal numbers in rows of one prompt are the same tokens,
+    which `tree_values` credits once. The tag `branch` tells which state a row's last part starts from. A part
+    that ends its answer has no continuations, so that there can be fewer rows than were asked for.
+    Evaluations get answers of the wrapped engine, `vision.generate`, whose settings hold.
 
     Args:
         engine: The wrapped engine.
@@ -50,8 +50,8 @@ class WithBranches:
         longest, last = self.engine.max_completion_length, self.segment_length * len(self.branching)
         if last >= longest:
             raise ValueError(
-                f"`vision.with_branches` parts answers after {last} tokens at last ({len(self.branching)} times "
-                f"`segment_length` {self.segment_length}), but they end after {longest}; set "
+                f"`vision.with_branches` parts answers after {last} tokens at last ({len(self.branching)} "
+                f"times `segment_length` {self.segment_length}), but they end after {longest}; set "
                 "`max_completion_length` of `vision.generate` higher, or `segment_length` lower"
             )
 
