@@ -144,6 +144,7 @@ def row(place: int, turn: int, generator: torch.Generator, equal: bool) -> Traje
     tokens = torch.randint(0, 6, (length,), generator=generator)
     noted = {name: -torch.rand(length, generator=generator) for name in ("logp", "entropy")}
     noted["token"] = tokens.double()
+    noted["node"] = torch.arange(length).double()  # of a tree in which each part is a token
     outcomes = []
     for end in range(1, length + 1) if (place + turn) % 2 else [length]:
         recorded = {"right": float(torch.rand((), generator=generator)), "short": -0.1 * end}
@@ -170,7 +171,7 @@ def table_of(rollouts: Rollouts, rank: int = 0) -> RewardTable:
         make("reward", Piece("precomputed", {"key": key, "label": key, "weight": weight}))
         for key, weight in (("right", 1.0), ("short", 0.5))
     ]
-    table = score(rewards, rollouts, notes=frozenset({"logp", "entropy", "token"}), rank=rank)
+    table = score(rewards, rollouts, notes=frozenset({"logp", "entropy", "token", "node"}), rank=rank)
     if not len(table):
         return table
     return table.note("ref/logp", table.notes["logp"] - 0.1 * torch.arange(table.notes["logp"].shape[1]))

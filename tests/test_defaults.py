@@ -45,6 +45,7 @@ DEFAULTS = {
         "rarity_weights": {"alpha": 1.0, "sigma": 0.2, "eps": 1e-6},  # VeRPO
         "semantic_entropy": {"alpha": 0.0417},  # SEED-GRPO
         "serial_decay": {"base": 2.0},  # S-GRPO
+        "tree_values": {"eps": 1e-8},  # SPO
         "process_advantage": {"alpha": 3.0},  # PAV
         "step_potential": {"alpha": 0.5, "xi": 0.5, "threshold": 0.9},  # SPAE
         "set_baseline": {"size": 4},  # Polychromic

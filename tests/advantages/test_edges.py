@@ -36,7 +36,7 @@ def table_of(rewards, **columns):
     """Build a table with every note and tag that a piece reads."""
     table = reward_table(rewards, **columns)
     numbers = torch.arange(len(table) * int(table.length.max()), dtype=torch.float64).view(len(table), -1)
-    table = table.note("entropy", numbers).note("token", numbers)
+    table = table.note("entropy", numbers).note("token", numbers).note("node", numbers)
     table = table.replace(ids={**table.ids, "greedy": 1 - table.ids["row"] % 2})
     return table.note("logp", -numbers).note("ref/logp", -2 * numbers)
 
