@@ -358,14 +358,22 @@ STAND_INS = {
 }
 
 
+def shortened(item: Any) -> Any:
+    """Let the answers of an engine part after one token, of the four that a toy's answer has."""
+    return {**item, "segment_length": 1} if "segment_length" in item else item
+
+
 def on_a_toy(variant: dict[str, Any], output: Path, **changes: Any) -> Config:
     """Lay a variant over a toy run: the toy's engine makes what `vision.generate` would."""
     if "policy" in variant:
         return parse(merge(flow_plan(output), merge(as_toy_flow(variant), changes)), Config)
     toy = {k: v for k, v in plan(output).items() if k not in ("advantage", "objective")}
     if "engine" in variant.get("rollout", {}):
-        engine = [STAND_INS.get(as_piece(item, "").name, item) for item in variant["rollout"]["engine"]]
-        variant = merge(variant, {"rollout": {"engine": engine}})
+        engine = [
+            STAND_INS.get(as_piece(item, "").name) or shortened(item) for item in variant["rollout"]["engine"]
+        ]
+        size = min(variant["rollout"].get("num_generations", 1), 36)  # of 216 in a tree
+        variant = merge(variant, {"rollout": {"engine": engine, "num_generations": size}})
         toy["policy"] = "tests.support.toys:ToyRecalling"  # for engines that bring rows back
         toy["data"] = {
             "name": "tests.support.toys:prompts",

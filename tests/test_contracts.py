@@ -65,6 +65,8 @@ OPTIONS = {
     ("sampler", "learning_velocity"): {"by": "wanted", "open_at": -1.0},
     ("sampler", "pools"): {"by": "wanted", "pools": ("low", "high"), "edges": (3.0,)},
     ("sampler", "selected_by_difficulty"): {"by": "wanted"},
+    ("advantage", "greedy_baseline"): {"tag": "turn"},
+    ("advantage", "step_potential"): {"of": "right", "confidence": "short"},
     ("advantage", "value_anchor"): {"of": "right"},  # the label that it adds by default comes from another
 }
 SIZES = (3, 2, 1, 2)  # rollouts of the prompts p0 to p3
@@ -147,6 +149,7 @@ def row(place: int, turn: int, generator: torch.Generator, equal: bool) -> Traje
     tokens = torch.randint(0, 6, (length,), generator=generator)
     noted = {name: -torch.rand(length, generator=generator) for name in ("logp", "entropy")}
     noted["token"] = tokens.double()
+    noted["node"] = torch.arange(length).double()  # of a tree in which each part is a token
     outcomes = []
     for end in range(1, length + 1) if (place + turn) % 2 else [length]:
         recorded = {"right": float(torch.rand((), generator=generator)), "short": -0.1 * end}
@@ -173,7 +176,7 @@ def table_of(rollouts: Rollouts, rank: int = 0) -> RewardTable:
         make("reward", Piece("precomputed", {"key": key, "label": key, "weight": weight}))
         for key, weight in (("right", 1.0), ("short", 0.5))
     ]
-    table = score(rewards, rollouts, notes=frozenset({"logp", "entropy", "token"}), rank=rank)
+    table = score(rewards, rollouts, notes=frozenset({"logp", "entropy", "token", "node"}), rank=rank)
     if not len(table):
         return table
     logp, entropy = table.notes["logp"], table.notes["entropy"]

@@ -52,6 +52,9 @@ DEFAULTS = {
         "semantic_entropy": {"alpha": 0.0417},  # SEED-GRPO
         "serial_decay": {"base": 2.0},  # S-GRPO
         "strategic_entropy": {"coef": 0.4, "kappa": 2.0},  # our reading of EGPO
+        "tree_values": {"eps": 1e-8},  # SPO
+        "process_advantage": {"alpha": 3.0},  # PAV
+        "step_potential": {"alpha": 0.5, "xi": 0.5, "threshold": 0.9},  # SPAE
         "set_baseline": {"size": 4},  # Polychromic
         "tiers": {"zones": 4, "alpha": 0.2},  # our reading of SSL
         "variance_weights": {"eps": 1e-6},

@@ -228,3 +228,34 @@ def conditional_halves(
     credit = mu * other + (1 - mu) * own
     neutral = (groups.flat() & (a == 1 and b == 0)) | (groups.count() < 2)
     return table.put(torch.where(neutral, 0.0, credit))
+
+
+@advantage
+def greedy_baseline(
+    table: RewardTable, *, tag: str = "greedy", by: tuple[str, ...] = ("group",)
+) -> RewardTable:
+    """Subtract the reward of the greedy answer, which is not learned from (ReMax, arXiv 2310.10505).
+
+    It is that of the rows that an engine tagged, as `vision.with_greedy` does; of several the mean. A group
+    whose greedy answer has no reward is not learned from: our reading. Put it after `total`.
+
+    Args:
+        tag: The tag of greedy rows.
+        by: Keys that define a group.
+    """
+    if not len(table):
+        return table
+    if tag not in table.ids:
+        raise ValueError(
+            f"`greedy_baseline` wants rows tagged '{tag}', and no row is; add the engine "
+            "`vision.with_greedy` after `vision.generate`"
+        )
+    greedy = table.ids[tag] != 0
+    answers = table.valid & greedy[:, None] & (table.ids["place"] == table.last[:, None])[:, None]
+    baseline = GroupStatistics(table.values, answers, table.index(by))
+    known = baseline.count() > 0
+    return table.replace(
+        values=torch.where(known, table.values - baseline.mean(), 0.0),
+        valid=table.valid & known,
+        learn=table.learn & ~greedy,
+    )

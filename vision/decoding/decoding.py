@@ -15,6 +15,8 @@ from mmrl.vision.decoding.token_steps import FORBIDDEN, distinct_prompts
 from mmrl.vision.models.loading import TokenPolicy
 from mmrl.vision.models.processor import EncodedPrompt
 
+COMPACT = 8  # finished rows leave the batch once they are one in this many
+
 
 def draw_tokens(
     logits: Tensor,

@@ -299,6 +299,9 @@ class Tokens:
         rows: list[TokenRow] = [row.steps for row in rollouts]
         length = torch.tensor([len(row.ids) for row in rows])
         mask = (torch.arange(int(length.max()))[None] < length[:, None]).float()
+        for i, row in enumerate(rows):
+            if row.chosen is not None:
+                mask[i, : len(row.ids)] = row.chosen.float()
         distinct, which = distinct_prompts([row.prompt for row in rows])
         ids = cat_padded([row.ids[None] for row in rows])
         steps = TokenSteps(distinct, which, ids, length, torch.tensor([row.temperature for row in rows]))
