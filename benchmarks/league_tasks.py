@@ -1,0 +1,161 @@
+"""What the league table trains: its tasks, and the variants that apply to them.
+
+A task is made once: rows, the model that all methods begin from, and the part of a configuration that they
+share. A variant is a file of configs/methods/grpo; the task adds the rest, so that all have equal rollouts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.thought_dropout import REPORT, imitation, policy, trained
+from mmrl.build import check
+from mmrl.cli import main as mmrl
+from mmrl.config.loading import merge, read
+from mmrl.config.schema import Config, ConfigError, as_piece, parse
+from mmrl.data.dataset_io import Rows, write_rows
+
+ROOT = Path(__file__).parents[1]
+VARIANTS = ROOT / "configs" / "methods" / "grpo"
+BASE = "grpo"
+AGAIN = "grpo, other seeds"  # the same method: how far apart runs are that differ by chance alone
+STEPS, PROMPTS, GENERATIONS = 30, 32, 8  # of a run; 256 rollouts a step
+ROUNDS = 3  # at most, of the variants that ask again in place of groups without a gradient
+MATCHES = {"exact_match", "vision.short_answer", "overlong"}  # rewards that ask only for the right answer
+SMALL_GROUPS = {"two_grpo": 2}  # whose method is the number of generations
+MEANINGLESS = {
+    "siri": "it is a schedule of the longest answer in thousands of tokens; these answers have a few",
+    "training_free_grpo": "it writes what was learned into the prompt and trains no weights",
+}
+
+
+# ---- variants
+
+
+def variants() -> dict[str, Path]:
+    """List the files of the single-turn variants by name, GRPO first."""
+    files = {path.stem: path for path in sorted(VARIANTS.glob("*.yaml"))}
+    return {BASE: files[BASE], AGAIN: files[BASE], **files}
+
+
+def configuration(name: str, shared: Mapping[str, Any], folder: Path, seed: int) -> dict[str, Any]:
+    """Put a variant on a task: its method, with the policy, data, engine, rollouts and rate of the task.
+
+    The rewards are the variant's, where it has its own; the minibatches and passes of a collection too.
+    """
+    variant = read(variants()[name])
+    around = variant.get("rollout", {}).get("engine", [])[1:]
+    raw = merge({"rewards": shared["rewards"]}, variant)
+    raw = merge(raw, {key: value for key, value in shared.items() if key != "rewards"})
+    size = raw["rollout"]
+    size["engine"] = [*shared["rollout"]["engine"], *around]
+    size["max_rounds"] = min(size.get("max_rounds", 1), ROUNDS)
+    if generations := SMALL_GROUPS.get(name):
+        size["num_prompts"] *= size["num_generations"] // generations
+        size["num_generations"] = generations
+    raw["seed"] = seed + 1000 * (name == AGAIN)
+    return {**raw, "output_dir": str(folder)}
+
+
+def reason_to_skip(name: str, raw: Mapping[str, Any]) -> str:
+    """Say why a variant cannot be compared on a task; empty where it can.
+
+    It is what the check of its configuration refuses, or that it is about other answers or no rollouts.
+    """
+    variant = read(variants()[name])
+    engines = [as_piece(engine, "engine").name for engine in variant.get("rollout", {}).get("engine", [])]
+    rewards = [as_piece(reward, "rewards") for reward in raw["rewards"]]
+    other = [piece.name for piece in rewards if piece.options.get("weight", 1) and piece.name not in MATCHES]
+    if name in MEANINGLESS:
+        return MEANINGLESS[name]
+    if "offline" in engines:
+        return "it learns from demonstrations, not from rollouts"
+    if other:
+        return f"it is about other answers: its rewards are {', '.join(other)}"
+    try:
+        check(parse(raw, Config))
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+# ---- easy-VQA
+
+
+def easy_vqa(home: Path, source: str, quick: bool) -> dict[str, Any]:
+    """Make the rows and the model of easy-VQA, trained to a middle accuracy; return what runs share."""
+    rows = home / "rows"
+    if not (rows / "held_out.jsonl").exists():
+        more = [f"build.source={source}"] if source else []
+        ran(["build", "examples/visual_qa/build_easy_vqa.yaml", f"output={rows}", *more])
+        of: dict[str, list[Mapping[str, Any]]] = {}
+        for row in Rows(rows / "test.jsonl", rows):
+            of.setdefault(row.columns["image"], []).append(row.columns)
+        # One question of each image, so that prompts are independent; of an image the first are alike.
+        chosen = [asked[i % len(asked)] for i, asked in enumerate(of.values())]
+        write_rows(rows / "held_out.jsonl", chosen)
+    model = home / "model"
+    if not (model / "config.json").exists():
+        sizes = ("side=32", "layers=2", "width=64", "vision_width=64", "vision_layers=2")
+        ran(["build", "examples/visual_qa/model.yaml", f"output={model}", *(f"build.{s}" for s in sizes)])
+    seeing = {
+        "policy": policy(model),
+        "data": {"name": "vision.visual_qa", "path": str(rows / "train.jsonl"), "demo": "{answer}"},
+        "rewards": ["exact_match"],
+        "advantage": [{"name": "pick", "of": "exact_match"}],
+        "report": REPORT,
+        "save_steps": 1000,
+    }
+    start = trained(merge(imitation(2 if quick else 120, 3e-3), seeing), home / "start")
+    return {
+        "policy": policy(start),
+        "data": {"name": "vision.visual_qa", "path": str(rows / "train.jsonl"), "limit": 1000},
+        **shared_by_all(4, 1e-4, quick),
+        "evaluation": held_out(rows / "held_out.jsonl", 4, 24 if quick else 400),
+    }
+
+
+def ran(arguments: Sequence[str]) -> None:
+    """Run a command of mmrl; leave where it fails."""
+    if mmrl(list(arguments)):
+        raise SystemExit(1)
+
+
+def shared_by_all(longest: int, rate: float, quick: bool) -> dict[str, Any]:
+    """Say what the runs of a task share besides policy and data; `longest` is in tokens of an answer."""
+    return {
+        "rewards": ["exact_match"],
+        "rollout": {
+            "engine": [{"name": "vision.generate", "max_completion_length": longest, "temperature": 1.0}],
+            "num_prompts": PROMPTS,
+            "num_generations": GENERATIONS,
+        },
+        # AdamW divides by the size of the gradient, so that the scale of a variant's loss does not matter.
+        "learn": {"learning_rate": warm_up(rate), "optimizer": "adamw", "micro_batch_steps": 65536},
+        "report": {**REPORT, "checks": []},
+        "max_steps": 2 if quick else STEPS,
+        "save_steps": 2 if quick else STEPS // 3,
+        "save_total_limit": 1,
+    }
+
+
+def warm_up(rate: float) -> dict[str, Any]:
+    """Rise to a learning rate in ten steps: the first of AdamW's move every weight by the whole rate."""
+    return {"name": "linear", "start": rate / 10, "end": rate, "steps": 10}
+
+
+def held_out(path: Path, longest: int, prompts: int) -> dict[str, Any]:
+    """Say how a model is measured: the mean reward of four answers a prompt, sampled as in training."""
+    engine = {"name": "vision.generate", "max_completion_length": longest, "batch_size": 256}
+    return {
+        "data": {"name": "vision.visual_qa", "path": str(path)},
+        "engine": [{**engine, "temperature": 1.0}],
+        "rewards": ["exact_match"],
+        "num_prompts": prompts,
+        "num_generations": 4,
+    }
+
+
+TASKS = {"easy_vqa": easy_vqa}
