@@ -158,7 +158,7 @@ def chunked_logp(
 
 @policy
 class Tokens:
-    """A vision-language model of transformers; a step is one token of an answer.
+    """A vision-language or language model of transformers; a step is one token of an answer.
 
     Trained weights are in float32 and computed with in `dtype`; dropout is off. Media placeholders have
     probability 0.
@@ -233,7 +233,7 @@ class Tokens:
         self.inner = InnerOptions(hot_temperature, cold_temperature, top_k, rank_stride)
         self.teacher_head: nn.Module | None = None
         blank: dict[str, Any] = {}
-        if not freeze_vision_tower:
+        if not freeze_vision_tower and self.processor.image_processor is not None:
             black = torch.zeros(3, 56, 56, dtype=torch.uint8)  # 2 x 2 features of Qwen2-VL
             blank = dict(self.processor.image_processor(images=[black], return_tensors="pt"))
         self.module: nn.Module = StepModel(
