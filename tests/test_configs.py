@@ -372,7 +372,7 @@ def on_a_toy(variant: dict[str, Any], output: Path, **changes: Any) -> Config:
         engine = [
             STAND_INS.get(as_piece(item, "").name) or shortened(item) for item in variant["rollout"]["engine"]
         ]
-        size = min(variant["rollout"].get("num_generations", 1), 36)  # of 216 in a tree
+        size = min(variant["rollout"].get("num_generations", 4), 36)  # of 216 in a tree
         variant = merge(variant, {"rollout": {"engine": engine, "num_generations": size}})
         toy["policy"] = "tests.support.toys:ToyRecalling"  # for engines that bring rows back
         toy["data"] = {
