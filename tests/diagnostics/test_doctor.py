@@ -371,6 +371,11 @@ def test_the_estimate_of_training_adds_up(tmp_path):
     wanted = {"weights": 768, "gradients": 768, "optimizer": 1536, "references": 768}
     assert training(config, ToyText(), []) == wanted
     assert estimate(config) == wanted
+    # A second model of that size has weights, gradients and moments: 4 times 768.
+    second = {"name": "second_model", "advantage": ["total"], "objective": "value_regression"}
+    references = {"ref": "frozen", "critic": {**second, "policy": "tests.support.toys:ToyCritic"}}
+    config = parse(plan(tmp_path, references=references), Config)
+    assert training(config, ToyText(), []) == {**wanted, "references": 5 * 768}
 
 
 @dataclass(frozen=True)
