@@ -168,6 +168,7 @@ DEFAULTS = {
         },
         "with_difficulty_hints": {"max_hint": 0.5, "share": 0.5, "max_reward": 1.0},
         "with_experience": {"max_experiences": 50},
+        "with_reflection": {"threshold": 0.5, "window": 16, "max_letters": 4000},  # our reading
         "with_hints": {"cuts": 4, "num_hinted": 1, "hints_per_round": 1, "start": 0, "threshold": 0.0},
     },
     "solver": {

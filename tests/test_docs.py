@@ -352,7 +352,8 @@ def explains(name: str) -> set[str]:
 # What toys do not write, and which file does: a step not taken, a GPU's memory, a model with two engines.
 RARE = {
     **{f"hints/{name}": "mmrl/samplers/hints.py" for name in ("prompts", "solved", "share")},
-    "experiences": "mmrl/samplers/experience.py",
+    **{f"experiences{what}": "mmrl/samplers/experience.py" for what in ("", "/changes", "/unread")},
+    "reflection/prompts": "mmrl/samplers/reflection.py",
     **{
         f"augmentation/{kind}_{what}": "vision/samplers/difficulty_augmentation.py"
         for kind in ("noise", "hint")

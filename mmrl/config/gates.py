@@ -68,28 +68,22 @@ def gates_of(raw: Any, place: str) -> tuple[Gate, ...]:
             raise ConfigError(f"'{at}' wants `not_below` or `not_above`, {WANTED}")
         for key in ("not_below", "not_above"):
             if (bound := getattr(gate, key)) is not None:
-                _check_bound(bound, f"{at}.{key}")
+                bound_of(bound, 0.0, f"{at}.{key}")
         gates.append(gate)
     return tuple(gates)
 
 
-def _check_bound(bound: Any, place: str) -> None:
+def bound_of(bound: Any, previous: float, place: str = "keep_if") -> float:
+    """Compute a bound: a number, or one relative to `previous`. Raises `ConfigError` for anything else."""
     match bound:
         case bool():
             pass
         case int() | float() if math.isfinite(bound):
-            return
-        case str() if PREVIOUS.fullmatch(bound.strip()):
-            return
+            return float(bound)
+        case str() if found := PREVIOUS.fullmatch(bound.strip()):
+            sign, number = found.groups()
+            return previous + float(f"{sign}{number}" if sign else 0.0)
     raise ConfigError(f"'{place}' must be {WANTED}, not {bound!r}")
-
-
-def bound_of(bound: float | str, previous: float) -> float:
-    """Compute a bound: a number, or one relative to `previous`."""
-    if not isinstance(bound, str):
-        return float(bound)
-    sign, number = PREVIOUS.fullmatch(bound.strip()).groups()
-    return previous + float(f"{sign}{number}" if sign else 0.0)
 
 
 def measured(name: str, metrics: Mapping[str, float]) -> float:

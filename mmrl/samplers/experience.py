@@ -16,6 +16,7 @@ from mmrl.config.schema import ConfigError
 from mmrl.core.protocols import Sampler
 from mmrl.core.reward_table import EQUAL, RewardTable
 from mmrl.core.types import Message, Part, Prompt, Rollouts
+from mmrl.samplers.answers import ReadsAnswers
 
 TEMPLATE = "Experiences from earlier attempts:\n{experiences}\n\n"
 WORDS = 300  # letters of a question or an answer that `contrast` writes down
@@ -30,7 +31,7 @@ class AnsweredGroup:
 
 
 @sampler
-class WithExperience:
+class WithExperience(ReadsAnswers):
     """Put experiences before every prompt, a list that grows from compared answers (training-free GRPO).
 
     arXiv 2510.08191. After a round, groups whose rewards differ are handed to `experience_update`, which
@@ -69,11 +70,6 @@ class WithExperience:
         self.experiences = {str(i): text for i, text in enumerate(texts[:max_experiences])}
         self.added = len(texts)  # in all, so that no id comes twice
         self.asked: dict[str, Prompt] = {}  # of this round, without experiences
-        self.tell_all: Callable[[Any], list[Any]] | None = None  # None: there are no other processes
-
-    def connect(self, ask: Callable[[Sequence[Prompt]], Rollouts], tell: Callable[[Any], list[Any]]) -> None:
-        """Take the function that gathers values from all processes."""
-        self.tell_all = tell
 
     def draw(self, num_prompts: int, num_generations: int) -> list[Prompt]:
         """Draw prompts, and put the experiences before them."""
@@ -94,7 +90,7 @@ class WithExperience:
             return
         answers: dict[str, list[tuple[str, float]]] = {}
         rewards = (table.at_end(self.of) if self.of else table.reward()).tolist()
-        for uid, text, reward in zip(table.uids, self._texts(rollouts, table), rewards, strict=True):
+        for uid, text, reward in zip(table.uids, self.texts(rollouts, table), rewards, strict=True):
             if uid in self.asked and not math.isnan(reward):
                 answers.setdefault(uid, []).append((text, reward))
         ranked = {uid: sorted(group, key=lambda answer: -answer[1]) for uid, group in answers.items()}
@@ -109,18 +105,6 @@ class WithExperience:
             if self.output:
                 listed = json.dumps(list(self.experiences.values()), indent=1, ensure_ascii=False)
                 Path(self.output).write_text(listed + "\n", encoding="utf-8")
-
-    def _texts(self, rollouts: Rollouts, table: RewardTable) -> list[str]:
-        """List the texts of the answers of a whole table, on every process."""
-        own = [row.outcomes[-1].text or "" for row in rollouts]
-        if self.tell_all is None and len(own) != len(table):
-            raise ConfigError(
-                "the sampler 'with_experience' compares answers, and only some of them are on this process; "
-                "give it the others by `connect`, or start the run on one process"
-            )
-        of_process = [iter(texts) for texts in (self.tell_all(own) if self.tell_all else [own])]
-        places = table.process.tolist() if self.tell_all else [0] * len(table)
-        return [next(of_process[place]) for place in places]
 
     def tell(self) -> Mapping[str, float]:
         """Report how many experiences there are."""

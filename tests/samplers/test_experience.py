@@ -104,7 +104,7 @@ def rows(*texts):
 
 def test_answers_on_another_process_are_an_error_where_nobody_tells_them():
     table = reward_table([0.0, 1.0], group=["p0", "p0"], process=[0, 1])
-    with pytest.raises(ConfigError, match="only some of them are on this process"):
+    with pytest.raises(ConfigError, match="only some of them are on this"):
         learning().observe(rows("bad"), table)
     learning(None).observe(rows("bad"), table)
 

@@ -22,6 +22,7 @@ TOLD = (
     "hints/share",
     "hints/prompts",
     "experiences",
+    "reflection/prompts",
 )  # what a memory changes
 
 

@@ -51,7 +51,7 @@ def launch(
     listed.write_text(json.dumps(plans))
     processes = start("tests.support.distributed_worker", [str(listed)], world)
     try:
-        printed = [process.communicate(timeout=120)[0] for process in processes]
+        printed = [process.communicate(timeout=400)[0] for process in processes]
     finally:
         for process in processes:
             process.kill()

@@ -42,6 +42,11 @@ SAMPLERS = {
         {"name": "uniform"},
         {"name": "with_difficulty_hints", "hint_column": "solution", "max_hint": 1.0, **SHARE},
     ],
+    "reflection": [{"name": "uniform"}, {"name": "with_reflection", "threshold": 0.2, "window": 5, **SHARE}],
+    "reflection on the best": [
+        {"name": "uniform"},
+        {"name": "with_reflection", "show": "best", "threshold": 0.3, **SHARE},
+    ],
     "experience": [
         {"name": "uniform"},
         {"name": "with_experience", "experience_update": "contrast", "max_experiences": 7, **SHARE},

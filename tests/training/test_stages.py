@@ -431,7 +431,7 @@ def test_two_processes_train_stages_as_one(tmp_path):
     raw = plan(tmp_path / "two", max_steps=3, save_steps=2, **exact)
     file.write_text(json.dumps({**raw, "stages": stages}))
     processes = start("mmrl", ["train", str(file)], 2)
-    printed = [process.communicate(timeout=240)[0] for process in processes]
+    printed = [process.communicate(timeout=400)[0] for process in processes]
     assert [process.returncode for process in processes] == [0, 0], printed
     trained(tmp_path / "one", stages=stages, save_steps=2, **exact)
     records = [read_stages(tmp_path / name) for name in ("one", "two")]
