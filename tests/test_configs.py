@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from pathlib import Path
@@ -292,7 +293,8 @@ GENERATE = "tests.support.toys:ToyNoting"
 
 def named_in(chain: list[Any]) -> list[str]:
     """List the rewards that a chain names."""
-    return list(dict.fromkeys(piece["of"] for piece in chain if isinstance(piece, dict) and "of" in piece))
+    named = (piece.get(key) for piece in chain if isinstance(piece, dict) for key in ("of", "right"))
+    return list(dict.fromkeys(name for name in named if name))
 
 
 def short_name(reward: dict[str, Any]) -> str:
@@ -356,14 +358,22 @@ STAND_INS = {
 }
 
 
+def shortened(item: Any) -> Any:
+    """Let the answers of an engine part after one token, of the four that a toy's answer has."""
+    return {**item, "segment_length": 1} if "segment_length" in item else item
+
+
 def on_a_toy(variant: dict[str, Any], output: Path, **changes: Any) -> Config:
     """Lay a variant over a toy run: the toy's engine makes what `vision.generate` would."""
     if "policy" in variant:
         return parse(merge(flow_plan(output), merge(as_toy_flow(variant), changes)), Config)
     toy = {k: v for k, v in plan(output).items() if k not in ("advantage", "objective")}
     if "engine" in variant.get("rollout", {}):
-        engine = [STAND_INS.get(as_piece(item, "").name, item) for item in variant["rollout"]["engine"]]
-        variant = merge(variant, {"rollout": {"engine": engine}})
+        engine = [
+            STAND_INS.get(as_piece(item, "").name) or shortened(item) for item in variant["rollout"]["engine"]
+        ]
+        size = min(variant["rollout"].get("num_generations", 4), 36)  # of 216 in a tree
+        variant = merge(variant, {"rollout": {"engine": engine, "num_generations": size}})
         toy["policy"] = "tests.support.toys:ToyRecalling"  # for engines that bring rows back
         toy["data"] = {
             "name": "tests.support.toys:prompts",
@@ -373,11 +383,15 @@ def on_a_toy(variant: dict[str, Any], output: Path, **changes: Any) -> Config:
     reads = [find("advantage", as_piece(item, "").name).needs.notes for item in variant["advantage"]]
     if "hint_column" in sampler:
         toy["data"] = "tests.support.toys:hinted_prompts"
+    elif "with_wordings" in sampler:
+        toy["data"] = "tests.support.toys:worded_prompts"
     elif sampler or "token" in frozenset().union(*reads):  # a sampler may read sources and tokens
         support = "tests.support.observing"
         toy = merge(toy, {"data": f"{support}:sourced", "rollout": {"engine": [f"{support}:ToyTokens"]}})
     if "vision.teacher" in str(variant.get("references")):  # which loads a model
         variant = {**variant, "references": {"teacher": "tests.support.toys:teacher"}}
+    text = json.dumps(variant).replace("vision.critic", "tests.support.toys:ToyCritic")
+    variant = json.loads(text)
     rewards = changes.pop("rewards", None) or toy_rewards(variant)
     raw = merge(merge(toy, variant), {"report": {"log_completions": False}, **changes})
     return parse({**raw, "rewards": rewards} if rewards else raw, Config)

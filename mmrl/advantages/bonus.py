@@ -68,7 +68,7 @@ def capped_bonus(
 def strategic_entropy(
     table: RewardTable, *, coef: NonNegativeFloat = 0.4, kappa: PositiveFloat = 2.0
 ) -> RewardTable:
-    """Add the entropy of tokens inside the thought to advantages, within bounds (arXiv 2508.05118).
+    """Add the entropy of tokens inside the thought to their advantages, bounded (arXiv 2508.05118).
 
     A + min(coef H, |A| / kappa), elsewhere A. With kappa above 1 no sign changes, and an advantage of 0 stays
     0. Our reading, since only the abstract is known: the formula and its constants, which are those of arXiv

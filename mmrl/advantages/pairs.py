@@ -54,7 +54,7 @@ def bilevel_pairs(
     margin: NonNegativeFloat = 0.0,
     threshold: float = 0.5,
 ) -> RewardTable:
-    """Prefer one style per prompt, and shorter right answers within it (AdaR1, arXiv 2504.21659).
+    """Prefer a style for each prompt, and short right answers within it (AdaR1, arXiv 2504.21659).
 
     Long thinking is preferred where its share of right answers exceeds that of the short style by more than
     `margin`, else the short style. A pair across styles is an answer of the preferred style and one of the

@@ -72,22 +72,10 @@ class StepModel(nn.Module):
         `inner_outputs` lists what there is. "reverse_kl" needs a `teacher`. Heads are called in here and
         nowhere else, because data parallelism wraps this module.
         """
-        core, head = self.model.base_model, self.model.get_output_embeddings()
+        head = self.model.get_output_embeddings()
         device = head.weight.device
         with torch.autocast(device.type, self.compute, enabled=self.compute in LOW):
-            if self.checkpointed:
-                hidden = read_packed(core, steps)
-            else:
-                with onednn(core):  # not with checkpointing: the recomputation would run without it
-                    hidden = read_cached(core, steps, share_prefix=self.share)
-            if self.blank and not any(prompt.media for prompt in steps.prompts):
-                # Every process must have a gradient for every parameter, those of the tower too.
-                inputs = {name: value.to(device) for name, value in self.blank.items()}
-                features = core.get_image_features(**inputs, return_dict=True)
-                # Qwen3-VL also adds features of earlier tower layers to the language model.
-                layers = (features.pooler_output, *features.get("deepstack_features", ()))
-                # Times 0, so that the loss stays as it is and every gradient exists.
-                hidden = hidden + 0.0 * sum(part.sum() for layer in layers for part in layer)
+            hidden = self.states(steps)
             # Padding is skipped: the head is the largest product of the model.
             inside = torch.arange(steps.longest)[None] < steps.length[:, None]
             where = tuple(index.to(device) for index in inside.nonzero(as_tuple=True))
@@ -104,6 +92,24 @@ class StepModel(nn.Module):
             name: value.new_zeros((*inside.shape, *value.shape[1:])).index_put(where, value)
             for name, value in values.items()
         }
+
+    def states(self, steps: TokenSteps) -> Tensor:
+        """Compute the last hidden states (N, longest, width), each of which predicts a token."""
+        core = self.model.base_model
+        if self.checkpointed:
+            hidden = read_packed(core, steps)
+        else:
+            with onednn(core):  # not with checkpointing: the recomputation would run without it
+                hidden = read_cached(core, steps, share_prefix=self.share)
+        if self.blank and not any(prompt.media for prompt in steps.prompts):
+            # Every process must have a gradient for every parameter, those of the tower too.
+            inputs = {name: value.to(hidden.device) for name, value in self.blank.items()}
+            features = core.get_image_features(**inputs, return_dict=True)
+            # Qwen3-VL also adds features of earlier tower layers to the language model.
+            layers = (features.pooler_output, *features.get("deepstack_features", ()))
+            # Times 0, so that the loss stays as it is and every gradient exists.
+            hidden = hidden + 0.0 * sum(part.sum() for layer in layers for part in layer)
+        return hidden
 
 
 def chunked_logp(
@@ -152,7 +158,7 @@ def chunked_logp(
 
 @policy
 class Tokens:
-    """A vision-language model of transformers; a step is one token of an answer.
+    """A vision-language or language model of transformers; a step is one token of an answer.
 
     Trained weights are in float32 and computed with in `dtype`; dropout is off. Media placeholders have
     probability 0.
@@ -165,6 +171,7 @@ class Tokens:
         lora_alpha: Scale of the adapter; None: twice the rank.
         adapter: Folder or hub id of a saved adapter, to train it further.
         freeze_vision_tower: Train the language model only; otherwise the vision tower too.
+        frozen: Train nothing, so that all weights stay in `dtype`: for a model that only answers, as a judge.
         gradient_checkpointing: Recompute layers in the backward pass: less memory, more time.
         share_prefix: Rows with the same prompt share its keys and values; without it, every row gets a copy.
         min_pixels: Smallest image after the image processor, in pixels; None: the processor's own.
@@ -188,6 +195,7 @@ class Tokens:
         lora_alpha: PositiveFloat | None = None,
         adapter: str = "",
         freeze_vision_tower: bool = True,
+        frozen: bool = False,
         gradient_checkpointing: bool = False,
         share_prefix: bool = True,
         min_pixels: Annotated[PositiveInt, AtMost("max_pixels")] | None = None,
@@ -215,6 +223,8 @@ class Tokens:
             self.model.requires_grad_(False)
             self.model.get_decoder().requires_grad_(True)
             self.model.get_output_embeddings().requires_grad_(True)
+        if frozen:
+            self.model.requires_grad_(False)
         keep_training_precision(self.model)
         if gradient_checkpointing:
             layer_windows(self.model.config)  # raises for layers that cannot be packed
@@ -223,7 +233,7 @@ class Tokens:
         self.inner = InnerOptions(hot_temperature, cold_temperature, top_k, rank_stride)
         self.teacher_head: nn.Module | None = None
         blank: dict[str, Any] = {}
-        if not freeze_vision_tower:
+        if not freeze_vision_tower and self.processor.image_processor is not None:
             black = torch.zeros(3, 56, 56, dtype=torch.uint8)  # 2 x 2 features of Qwen2-VL
             blank = dict(self.processor.image_processor(images=[black], return_tensors="pt"))
         self.module: nn.Module = StepModel(
@@ -235,6 +245,10 @@ class Tokens:
             blank={name: torch.as_tensor(value) for name, value in blank.items()},
             inner=self.inner,
         )
+
+    def check_steps_of(self, policy: Tokens) -> None:
+        """Raise `ValueError` where another policy's tokens mean something else to this one."""
+        loading.check_same_tokens(self.processor.tokenizer, self.model, policy)
 
     def reading_with(self, model: nn.Module, dtype: str) -> StepModel:
         """Make a module that reads this policy's steps with another model, which does not learn.
@@ -285,6 +299,9 @@ class Tokens:
         rows: list[TokenRow] = [row.steps for row in rollouts]
         length = torch.tensor([len(row.ids) for row in rows])
         mask = (torch.arange(int(length.max()))[None] < length[:, None]).float()
+        for i, row in enumerate(rows):
+            if row.chosen is not None:
+                mask[i, : len(row.ids)] = row.chosen.float()
         distinct, which = distinct_prompts([row.prompt for row in rows])
         ids = cat_padded([row.ids[None] for row in rows])
         steps = TokenSteps(distinct, which, ids, length, torch.tensor([row.temperature for row in rows]))
@@ -323,10 +340,7 @@ class Tokens:
     def load(self, folder: Path) -> None:
         """Load the weights that `save` wrote, bit for bit."""
         if self.adapter is not None:
-            from peft import set_peft_model_state_dict
-            from safetensors.torch import load_file
-
-            set_peft_model_state_dict(self.adapter, load_file(folder / loading.ADAPTER))
+            loading.load_adapter_weights(self.adapter, folder)
             return
         # The folder names one dtype, that of the frozen weights; the widest loses nothing of trained weights.
         widest = max((weight.dtype for weight in self.model.parameters()), key=lambda dtype: dtype.itemsize)
