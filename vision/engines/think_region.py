@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,8 +31,8 @@ class WithThinkRegion:
     notes: frozenset[str] = frozenset({"think"})
 
     def __init__(self, engine: Engine, *, open: str = "<think>", close: str = "</think>") -> None:
-        self.engine, self.policy = engine, engine.policy
-        self.tags = open, close
+        self.engine, self.tags = engine, (open, close)
+        self.policy: Any = engine.policy  # of tokens
 
     def rollout(self, prompts: Sequence[Prompt]) -> Rollouts:
         """Answer every entry with the wrapped engine, and note its thought."""
