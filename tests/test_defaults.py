@@ -45,6 +45,7 @@ DEFAULTS = {
         "negative_only": {"positive_weight": 0.0},
         "rarity_weights": {"alpha": 1.0, "sigma": 0.2, "eps": 1e-6},  # VeRPO
         "semantic_entropy": {"alpha": 0.0417},  # SEED-GRPO
+        "strategic_entropy": {"coef": 0.4, "cap": 0.5},  # our reading of EGPO
         "serial_decay": {"base": 2.0},  # S-GRPO
         "set_baseline": {"size": 4},  # Polychromic
         "tiers": {"zones": 4, "alpha": 0.2},  # our reading of SSL

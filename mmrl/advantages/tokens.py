@@ -16,6 +16,22 @@ from mmrl.core.rng import Stream
 from mmrl.core.tensor import group_count
 
 
+@advantage(notes={"entropy"})
+def strategic_entropy(
+    table: RewardTable, *, coef: NonNegativeFloat = 0.4, cap: NonNegativeFloat = 0.5
+) -> RewardTable:
+    """Add `coef` times the entropy to the advantage of every step, at most `cap` times its size (EGPO).
+
+    A_t + min(coef H_t, cap |A|), so that with a cap below 1 no sign changes and equal groups stay at 0 (arXiv
+    2508.05118, of which only the abstract was read: the formula and both numbers are our reading). Put it
+    after `group_normalize`. The paper gives the bonus to the thought alone; here all steps get it. A step
+    without a noted entropy (demonstrations) has none.
+    """
+    table = per_step(table)
+    entropy = noted(table, "entropy").nan_to_num()[:, None]
+    return table.put(table.values + torch.minimum(coef * entropy, cap * table.values.abs()))
+
+
 @advantage(notes={"entropy", "logp"})
 def keep_steps(
     table: RewardTable,

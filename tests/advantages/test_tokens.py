@@ -1,4 +1,4 @@
-"""Pieces that read tokens, entropies and log-probabilities: GTPO, SPO's mask, Clip-Cov."""
+"""Pieces that read tokens, entropies and log-probabilities: GTPO, SPO's mask, Clip-Cov, EGPO."""
 
 from __future__ import annotations
 
@@ -6,9 +6,16 @@ import math
 
 import torch
 
-from mmrl.advantages.tokens import conflict_tokens, covariance_mask, keep_steps
+from mmrl.advantages.tokens import conflict_tokens, covariance_mask, keep_steps, strategic_entropy
 from mmrl.core.rng import Stream
 from tests.support.tables import assert_rows, reward_table
+
+
+def test_strategic_entropy_adds_a_bonus_that_turns_no_sign():
+    entropy = [0.1, 0.6, 2.0]
+    table = reward_table([1, -0.5, 0, 1], length=[3] * 4, notes={"entropy": [entropy] * 3 + [[]]})
+    wanted = [[1.04, 1.24, 1.5], [-0.46, -0.26, -0.25], [0, 0, 0], [1, 1, 1]]
+    assert_rows(strategic_entropy(table).values[:, 0], wanted)
 
 
 def test_keep_steps_keeps_a_range_of_steps_or_rows():
