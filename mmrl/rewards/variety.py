@@ -53,7 +53,7 @@ def repetition_penalty(
 def lexical_variety(
     prompt: Prompt, outcome: Outcome, *, weights: Mapping[str, NonNegativeFloat] | None = None
 ) -> float:
-    """Return how varied an answer's wording is, from 0 to 1: a mean of eight measures (MultiRole-R1).
+    """Return how varied the wording of an answer is, from 0 to 1, by eight measures (MultiRole-R1).
 
     arXiv 2507.20187 names what is measured: `vocabulary`, `entropy` of words, `sentence_length`,
     `sentence_form`, `neighbours` (neighbouring sentences), `yule` (1 - K / 10,000), `ngrams` (distinct pairs

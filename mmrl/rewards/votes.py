@@ -81,7 +81,8 @@ class SubgroupMajority:
         share: Probability = 0.5,
         quality: Probability = 0.7,
     ) -> None:
-        self.stream, self.tag, self.form, self.confidence = stream, tag, form, confidence
+        self.stream, self.tag, self.confidence = stream, tag, confidence
+        self.form: Comparison = form
         self.share, self.quality = share, quality
 
     def __call__(self, prompts: Sequence[Prompt], outcomes: Sequence[Outcome]) -> list[float | None]:

@@ -1,4 +1,4 @@
-"""Pieces that read tokens, entropies and log-probabilities: GTPO, SPO's mask, Clip-Cov."""
+"""Pieces that read tokens, entropies and log-probabilities: GTPO, SPO's mask, Clip-Cov, EGPO."""
 
 from __future__ import annotations
 
