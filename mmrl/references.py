@@ -1,21 +1,25 @@
-"""Reference policies: other weights of the trained parameters, swapped into the policy to evaluate it.
+"""Reference policies: other weights of the trained parameters, and second models that learn.
 
-So a reference of an adapter is as small as the adapter, and one of a whole model is one copy of its trained
-weights.
+`frozen` and `ema` swap their weights into the policy to evaluate it, so a reference of an adapter is as small
+as the adapter, and one of a whole model is one copy of its trained weights.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Set
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Set
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import KW_ONLY, dataclass
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from mmrl.config.ranges import PositiveInt, Probability
+from mmrl.config.binding import Bound
+from mmrl.config.loading import ConfigError
+from mmrl.config.ranges import NonNegativeFloat, PositiveInt, Probability
 from mmrl.config.registry import reference
-from mmrl.core.protocols import Policy
+from mmrl.config.schema import Piece
+from mmrl.core.protocols import Policy, ReadsSteps
 from mmrl.core.step_table import Batch, StepOutput
 from mmrl.runtime.fsdp import exchange, give_up
 
@@ -101,3 +105,78 @@ def ema(policy: Policy, *, decay: Probability = 0.99, every: PositiveInt = 1) ->
     (Flow-GRPO's code: 8).
     """
     return Reference(policy, decay, every)
+
+
+@reference
+@dataclass(eq=False)
+class SecondModel:
+    """Another model that learns beside the policy: a critic, or a model of process rewards.
+
+    It learns as the policy does: its chain gives every step a number, such as the value to predict, and its
+    objective learns from that. The advantage chain of the run, and objectives, read its outputs by its name
+    in `references`. It is placed on the devices, saved and resumed like the policy; its weights are in
+    `references/NAME` of a checkpoint.
+
+    Args:
+        learning: The policy of the run, whose rows it reads.
+        advantage: Chain from the rewards to what every step of it learns from; it may read notes such as
+            "critic/value".
+        objective: What it minimises.
+        policy: The model; None: one like the run's policy.
+        optimizer: What moves its weights.
+        learning_rate: Of its optimizer.
+        num_iterations: Passes over one collection.
+        minibatches: Optimizer steps per pass.
+        learns_first: Learn from a collection before the chain of the run reads the outputs (PRIME), instead
+            of after it.
+    """
+
+    learning: Policy
+    _: KW_ONLY
+    advantage: tuple[Bound, ...]
+    objective: Any
+    policy: Callable[[], Policy] | None = None
+    optimizer: Callable = Piece("adamw")
+    learning_rate: NonNegativeFloat = 1e-6
+    num_iterations: PositiveInt = 1
+    minibatches: PositiveInt = 1
+    learns_first: bool = False
+    decay: ClassVar[float] = 1.0  # the share of its weights that `move` leaves
+    holds: ClassVar[str] = "a model that learns"  # for estimates of memory
+
+    def __post_init__(self) -> None:
+        if self.policy is None:
+            raise ConfigError("a second model needs a `policy`: the model that learns")
+        self.model = self.policy()
+        if isinstance(self.model, ReadsSteps):
+            self.model.check_steps_of(self.learning)
+        missing = self.objective.needs.extra - self.model.says
+        if missing:
+            raise ConfigError(
+                f"the objective of a second model reads {sorted(missing)} of it, but it says "
+                f"{sorted(self.model.says) or 'nothing'} besides log-probabilities"
+            )
+
+    def __call__(self, batch: Batch, extra: Set[str] = frozenset()) -> StepOutput:
+        with torch.no_grad():
+            return self.model(batch, extra)
+
+    def acting(self) -> AbstractContextManager:
+        """Raise, because engines sample from the policy's own model."""
+        raise ConfigError(
+            "'rollout.policy' names a second model, which cannot sample: name a reference of the policy's "
+            "own weights (`frozen`, `ema`)"
+        )
+
+    def take(self) -> None:
+        """Keep its own weights."""
+
+    def move(self) -> None:
+        """Keep its own weights, which its own optimizer moves."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return nothing: the run saves the model and its optimizer."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore nothing."""

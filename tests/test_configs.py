@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from pathlib import Path
@@ -292,7 +293,8 @@ GENERATE = "tests.support.toys:ToyNoting"
 
 def named_in(chain: list[Any]) -> list[str]:
     """List the rewards that a chain names."""
-    return list(dict.fromkeys(piece["of"] for piece in chain if isinstance(piece, dict) and "of" in piece))
+    named = (piece.get(key) for piece in chain if isinstance(piece, dict) for key in ("of", "right"))
+    return list(dict.fromkeys(name for name in named if name))
 
 
 def short_name(reward: dict[str, Any]) -> str:
@@ -381,6 +383,8 @@ def on_a_toy(variant: dict[str, Any], output: Path, **changes: Any) -> Config:
         toy = merge(toy, {"data": f"{support}:sourced", "rollout": {"engine": [f"{support}:ToyTokens"]}})
     if "vision.teacher" in str(variant.get("references")):  # which loads a model
         variant = {**variant, "references": {"teacher": "tests.support.toys:teacher"}}
+    text = json.dumps(variant).replace("vision.critic", "tests.support.toys:ToyCritic")
+    variant = json.loads(text)
     rewards = changes.pop("rewards", None) or toy_rewards(variant)
     raw = merge(merge(toy, variant), {"report": {"log_completions": False}, **changes})
     return parse({**raw, "rewards": rewards} if rewards else raw, Config)

@@ -35,6 +35,7 @@ OPTIONS = {
     ("advantage", "tempsamp_shaping"): {"of": "right"},
     ("advantage", "tempsamp_downscale"): {"of": "right"},
     ("advantage", "scale_by"): {"of": "right"},
+    ("advantage", "shrunk_mean"): {"of": "right"},
     ("advantage", "adora"): {"of": "right"},
     ("advantage", "asymmetric_difficulty"): {"of": "right"},
     ("advantage", "capped_bonus"): {"of": "right"},
@@ -174,7 +175,11 @@ def table_of(rollouts: Rollouts, rank: int = 0) -> RewardTable:
     table = score(rewards, rollouts, notes=frozenset({"logp", "entropy", "token", "node"}), rank=rank)
     if not len(table):
         return table
-    return table.note("ref/logp", table.notes["logp"] - 0.1 * torch.arange(table.notes["logp"].shape[1]))
+    place = 0.1 * torch.arange(table.notes["logp"].shape[1])
+    others = {"ref/logp": -place, "prm/logp": place, "critic/value": -2 * place}
+    for name, away in others.items():
+        table = table.note(name, table.notes["logp"] + away)
+    return table
 
 
 def policy_of(unit: Unit) -> Telling:

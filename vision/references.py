@@ -30,6 +30,7 @@ class Teacher:
     """
 
     decay = 1.0  # the share of its weights that an update leaves
+    holds = "a model"  # for estimates of memory
 
     def __init__(
         self,
@@ -39,19 +40,9 @@ class Teacher:
         dtype: Literal["float32", "bfloat16", "float16", "float64"] = "bfloat16",
         attn_implementation: str = "sdpa",
     ) -> None:
-        there, own = loading.load_processor(model).tokenizer, policy.processor.tokenizer
-        if there.get_vocab() != own.get_vocab():
-            raise ValueError(
-                f"the teacher '{model}' has another vocabulary ({len(there)} tokens) than the policy "
-                f"({len(own)} tokens), whose tokens it reads; name a model of the same family"
-            )
+        tokenizer = loading.load_processor(model).tokenizer
         loaded = loading.load_model(model, dtype=dtype, attn_implementation=attn_implementation)
-        kinds = [one.config.model_type for one in (loaded, policy.model)]
-        if kinds[0] != kinds[1]:
-            raise ValueError(
-                f"the teacher '{model}' is of type '{kinds[0]}' and the policy of type '{kinds[1]}', whose "
-                "encoded images it reads; name a model of the same type"
-            )
+        loading.check_same_tokens(tokenizer, loaded, policy)
         device = next(policy.module.parameters()).device
         self.module: nn.Module = policy.reading_with(loaded, dtype).to(device)
 

@@ -86,8 +86,9 @@ class Bound:
 class Pieces:
     """Checks and makes pieces, and records which of them have state or follow a schedule."""
 
-    def __init__(self, stream: Stream) -> None:
+    def __init__(self, stream: Stream, policy: Piece | None = None) -> None:
         self.stream = stream
+        self.policy = policy  # of the run: what a second model is without a policy of its own
         self.made: dict[str, Any] = {}  # objects that may have state, by place: the same name in every run
         self.entries: list[Entry] = []  # of all pieces that were looked up
         self._scheduled: list[tuple[Callable[[str, Any], None], str, _Follows]] = []
@@ -211,6 +212,8 @@ class Pieces:
             match parameter.default:
                 case Piece() as default if name not in options:
                     options[name] = self.make(name, default, place=f"{place}.{name}")
+                case None if name == "policy" and name not in options and self.policy:
+                    options[name] = self._inner(name, self.policy, f"{place}.{name}")
         weight, label = call.pop("weight", 1.0), call.pop("label", "")
         return Bound(entry, entry.target, options, self.stream, weight, label, call)
 

@@ -13,14 +13,16 @@ from mmrl.config.binding import Bound, Pieces
 from mmrl.config.loading import ConfigError, nearest
 from mmrl.config.misplaced import check_all
 from mmrl.config.plain import as_list
-from mmrl.config.registry import HOMES, Entry, Needs
+from mmrl.config.registry import HOMES, Entry, Needs, find
 from mmrl.config.schema import Config, EvaluateConfig, as_piece, as_plain, parse
 from mmrl.core.rng import Stream
+
+OWN_WEIGHTS = "trained weights"  # what a reference holds that says nothing else
 
 
 def check_training(config: Config) -> Pieces:
     """Check a training run; returns its pieces, so that a caller can require their packages."""
-    pieces = Pieces(Stream())
+    pieces = Pieces(Stream(), config.policy)
     parse(as_plain(config), Config)  # types and ranges, where it was not read from a file
     _check_together(config)
     checked = check_all(pieces, config)
@@ -30,6 +32,14 @@ def check_training(config: Config) -> Pieces:
     if config.until:
         names = [bound.name for bound in _listed(checked, "rewards")]
         _check_metric("until.of", config.until.options.get("of"), names)
+    acting = checked.get(f"references.{config.rollout.policy}")
+    kept = getattr(acting.entry.target, "holds", OWN_WEIGHTS) if acting else OWN_WEIGHTS
+    if kept != OWN_WEIGHTS:
+        raise ConfigError(
+            f"'rollout.policy' is '{config.rollout.policy}', {kept} of its own, which cannot sample: name a "
+            "reference of the policy's own weights (`frozen`, `ema`), or record answers of the other model "
+            "and use the engine `offline`"
+        )
     chain, engines = _listed(checked, "advantage"), _listed(checked, "rollout.engine")
     _check_nesting(engines, "rollout.engine", "policy", "engine")
     _check_nesting(_listed(checked, "sampler"), "sampler", "data", "sampler")
@@ -46,8 +56,12 @@ def check_training(config: Config) -> Pieces:
     needs = _needs_of(config, checked)
     asked = reduce(Needs.__or__, (bound.needs for bound in chain), Needs())
     _check_references(config, asked, "the advantage chain reads")
+    says = _says(config, checked)
     for wanted in (needs, asked):
-        check_outputs(config, wanted, _declared(checked["policy"].entry, "says"))
+        check_outputs(config, wanted, says)
+    for place, bound in checked.items():
+        if place.startswith("references."):
+            needs |= _needs_of_second(config, bound, place, says)
     notes = frozenset().union(*(_declared(engine.entry, "notes") for engine in engines))
     wanted = needs.notes | pieces.notes
     # `engine` compares with the log-probabilities that it noted while sampling.
@@ -191,6 +205,29 @@ def _needs_of(config: Config, checked: Mapping[str, Any]) -> Needs:
     return needs
 
 
+def _needs_of_second(config: Config, bound: Bound, place: str, says: Mapping[str, frozenset[str]]) -> Needs:
+    """Check what a second model that learns reads in its chain and its objective, and return that."""
+    chain, objective = bound.options.get("advantage", ()), bound.options.get("objective")
+    needs = reduce(Needs.__or__, (piece.needs for piece in as_list(chain)), Needs())
+    if objective is not None:
+        needs |= objective.needs
+    _check_references(config, needs, f"{place} reads")
+    own = needs.extra | needs.others.get("old", frozenset())
+    others = {name: extra for name, extra in needs.others.items() if name != "old"}
+    check_outputs(config, Needs(others={**others, place.removeprefix("references."): own}), says)
+    return Needs(others=others, notes=needs.notes)
+
+
+def _says(config: Config, checked: Mapping[str, Any]) -> dict[str, frozenset[str]]:
+    """Map the policy ("") and the second models by their names to what they say."""
+    inner = {name: piece.options.get("policy") for name, piece in config.references.items()}
+    return {"": _declared(checked["policy"].entry, "says")} | {
+        name: _declared(find("policy", as_piece(piece, f"references.{name}.policy").name), "says")
+        for name, piece in inner.items()
+        if piece is not None
+    }
+
+
 def _check_references(config: Config, needs: Needs, who: str) -> None:
     """Raise unless `references` names every policy that is needed."""
     missing = set(needs.others) - set(config.references) - {"old", "engine"}  # need no reference
@@ -201,14 +238,21 @@ def _check_references(config: Config, needs: Needs, who: str) -> None:
         )
 
 
-def check_outputs(config: Config, needs: Needs, says: frozenset[str]) -> None:
-    """Raise unless the policy `says`, computes besides log-probabilities, all that the objective needs."""
-    missing = needs.extra.union(*needs.others.values()) - says
-    if missing:
-        raise ConfigError(
-            f"the objective reads {sorted(missing)} of the policy, which '{config.policy.name}' does "
-            f"not say as it is set up; it says {sorted(says) or 'nothing'} besides log-probabilities"
-        )
+def check_outputs(config: Config, needs: Needs, says: Mapping[str, frozenset[str]]) -> None:
+    """Raise unless models compute, besides log-probabilities, what the chain and objectives need of them.
+
+    `says` maps second models by name to what they say, and "" to what the policy and its references do.
+    """
+    for name, wanted in {"": needs.extra, **needs.others}.items():
+        said = says.get(name, says[""])
+        if missing := wanted - said:
+            whose = f"second model '{name}'" if name in says and name else "policy"
+            piece = config.references[name].options["policy"] if name in says and name else config.policy
+            raise ConfigError(
+                f"the objective or the chain reads {sorted(missing)} of the {whose}, which "
+                f"'{as_piece(piece, name).name}' does not say as it is set up; it says "
+                f"{sorted(said) or 'nothing'} besides log-probabilities"
+            )
 
 
 def _declared(entry: Entry, name: str) -> frozenset[str]:

@@ -34,7 +34,7 @@ class Processes:
     """The processes of a run: rank, device, collectives and data parallelism."""
 
     known = False  # whether every process knows of the failure
-    placed = ""  # hash of the weights that `place` found, where there are several processes
+    placed = ""  # hashes of the weights that `place` found, where there are several processes
     _zero = False  # whether DeepSpeed wraps the optimizer
     _watch: Watch | None = None  # inside `watching`
 
@@ -236,10 +236,15 @@ class Processes:
                 "no parameter of the policy is trained; thaw a part of the model or give it an adapter"
             )
         # Before data parallelism spreads the weights of one process, or shards of each.
-        self.placed = of_weights(policy) if self.world > 1 else ""
+        self.placed += of_weights(policy) if self.world > 1 else ""
         policy.module.to(self.device)
         optimizer = make_optimizer(learning)
         zero = self.accelerator.state.deepspeed_plugin  # None where DeepSpeed was not launched
+        if zero is not None and self._zero:
+            raise ConfigError(
+                "DeepSpeed trains one model, but `references` names a second model that learns; launch with "
+                "configs/accelerate/ddp.yaml or fsdp.yaml, or leave the second model out"
+            )
         self._zero = zero is not None
         if zero is not None:
             deepspeed.check(zero.zero_stage, optimizer)

@@ -39,7 +39,7 @@ def save(run: Run) -> None:
     folder = run.folder / f"checkpoint-{run.progress.step}"
     run.rank_checkpoint()  # before the state, which names the best checkpoint
     state = whole(run.state_dict())  # gathers shards, so every process takes part
-    with run.processes.agreeing(f"saving '{folder}'"), gathered(run.policy.module):
+    with run.processes.agreeing(f"saving '{folder}'"), run.whole_weights():
         if run.processes.main:
             _write(run, state, folder)
             best = run.progress.best.step
@@ -55,6 +55,8 @@ def _write(run: Run, state: Mapping[str, Any], folder: Path) -> None:
     try:
         remove(unfinished)
         run.policy.save(model)
+        for second in run.seconds.values():
+            second.save(unfinished)
         write_card(run.config, progress.step, progress.reported, model)
         checkpoint.write_state(unfinished, state)
         for journal in (run.journal, run.report.warnings):
@@ -119,6 +121,8 @@ def resume(run: Run) -> int:
     start = _load_latest(run, changed)
     if processes.main:
         _record(run, changed, start)
+        # A run that was killed right after its last checkpoint has not removed the older ones.
+        checkpoint.prune(run.folder, run.config.save_total_limit, start, keep=run.progress.best.step)
     run.report.begin(start)
     return start
 
@@ -161,7 +165,7 @@ def _load_latest(run: Run, changed: Changes) -> int:
                 )
         say(f"going on from {folder}")
         return state["step"]
-    with gathered(run.policy.module):
+    with run.whole_weights():
         run.name_weights()  # recorded, to be compared when the run is resumed
     if refused:  # what was learned is not thrown away because a disk cannot be read for a moment
         raise CheckpointError(
@@ -206,8 +210,13 @@ def _carry(run: Run, folder: Path) -> None:
             run.processes.take_up(run.method.optimizer, state["optimizer"], trained)
             for group, options in zip(run.method.optimizer.param_groups, configured, strict=True):
                 group |= options  # the moments go on, with the weight decay and betas of this run
-        for name, reference in run.method.references.items() if "references" in carried else ():
-            reference.load_state_dict(taken_up(state["references"][name], trained))
+        if "references" in carried:
+            with run.whole_weights(changed=True):
+                for second in run.seconds.values():
+                    second.load(folder)
+            for name, reference in run.stateful["references"].items():
+                like = () if name in run.seconds else trained
+                reference.load_state_dict(taken_up(state["references"][name], like))
         for place in sorted(places):
             pieces[place].load_state_dict(state["pieces"][place])
     except (KeyError, ValueError, RuntimeError, TypeError) as error:
@@ -287,8 +296,10 @@ def _load(run: Run, state: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     """Load a checkpoint, and return what has to be the same on every process."""
     loading = run.processes.agreeing(f"loading '{folder}'")
     try:
-        with gathered(run.policy.module, changed=True), loading:
+        with run.whole_weights(changed=True), loading:
             run.policy.load(folder / checkpoint.MODEL)
+            for second in run.seconds.values():
+                second.load(folder)
             trained = run.name_weights()
         run.load_state_dict(state)
     except ProcessFailed:  # a RuntimeError, but no fault of the checkpoint

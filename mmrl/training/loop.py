@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial, reduce
 
 import torch
 from torch import Tensor
 
+from mmrl.config.binding import Bound
 from mmrl.config.registry import Needs
 from mmrl.core.protocols import LogProbs
 from mmrl.core.reward_table import Collection, RewardTable
@@ -18,7 +19,9 @@ from mmrl.runtime.files import locked
 from mmrl.runtime.watchdog import listening
 from mmrl.training.checkpointing import hand_over, resume, save
 from mmrl.training.collect import collect, pick, refill
+from mmrl.training.method import through_chain
 from mmrl.training.nonfinite import largest_first
+from mmrl.training.second import Learning, SecondLearner
 from mmrl.training.trainer import Run
 
 
@@ -62,24 +65,50 @@ def train(run: Run) -> bool:
 
 def learnable(run: Run, collection: Collection) -> tuple[Collection, RewardTable, Batch]:
     """Compute advantages, lay them over a step table, and evaluate the other policies on it."""
-    collection, credit = refill(run, collection, run.advantage(with_others(run, collection)))
+    first = [second for second in run.seconds.values() if second.model.learns_first]
+    later = [second for second in run.seconds.values() if not second.model.learns_first]
+    for second in first:
+        study(run, second, collection, with_others(run, collection, second.chain))
+    table = with_others(run, collection, [*run.method.chain, *(p for second in later for p in second.chain)])
+    for second in later:
+        study(run, second, collection, table)
+    collection, credit = refill(run, collection, run.advantage(table))
+    return collection, credit, laid(run, run, collection, credit, run.others)
+
+
+def study(run: Run, second: SecondLearner, collection: Collection, table: RewardTable) -> None:
+    """Let a second model learn from a collection; `table` has the notes that its chain reads."""
+    credit = through_chain(second.chain, table, run.stream.step)
+    batch = laid(run, second, collection, credit, second.others(run.method.references))
+    for _ in range(second.model.num_iterations):
+        update(second, batch)
+
+
+def laid(
+    run: Run,
+    learning: Learning,
+    collection: Collection,
+    credit: RewardTable,
+    others: Mapping[str, LogProbs],
+) -> Batch:
+    """Lay the credit of a collection over a step table, and evaluate the policies on it that it needs."""
     rollouts, learned = pick(collection.rollouts, credit, credit.learn.any(-1))
     rollouts = rollouts or (collection.stand_in,)
     batch = spread(learned.select(learned.mine), run.policy.collate(rollouts))
     drawn = float(collection.table.mine.sum())
     batch = batch.replace(order=tuple(dict.fromkeys(learned.group.tolist())), drawn=drawn)
-    run.guard.watch(rollouts)
+    learning.guard.watch(rollouts)
 
     def consulted() -> Batch:
-        needs, steps = run.method.needs, run.guard.micro_batch_steps
-        return consult(run.others, batch, needs, steps, run.processes.even)
+        steps = learning.guard.micro_batch_steps
+        return consult(others, batch, learning.needs, steps, run.processes.even)
 
-    return collection, credit, run.guard.within_memory(consulted)
+    return learning.guard.within_memory(consulted)
 
 
-def with_others(run: Run, collection: Collection) -> RewardTable:
-    """Note in a table what the chain reads of other policies: "ref/logp" and the like, (N, T)."""
-    needs = reduce(Needs.__or__, (piece.needs for piece in run.method.chain), Needs())
+def with_others(run: Run, collection: Collection, chain: Sequence[Bound]) -> RewardTable:
+    """Note in a table what a chain reads of other policies: "ref/logp" and the like, (N, T)."""
+    needs = reduce(Needs.__or__, (piece.needs for piece in chain), Needs())
     if not needs.others:
         return collection.table
     batch = run.policy.collate(collection.rollouts or (collection.stand_in,))
@@ -126,27 +155,27 @@ def consult(
     return batch.replace(others=others)
 
 
-def update(run: Run, batch: Batch) -> None:
+def update(learning: Learning, batch: Batch) -> None:
     """Take one pass over the batch, with an optimizer step for every part."""
-    for part in batch.parts(run.config.learn.minibatches):
-        part = part.replace(totals=run.processes.rank_mean(part.count()))
+    for part in batch.parts(learning.minibatches):
+        part = part.replace(totals=learning.processes.rank_mean(part.count()))
         # Totals are of all processes, so every one skips the same parts.
         if not part.totals.steps:  # the filter dropped everything: there is no direction to step in
             continue
-        part = part.replace(weight=run.method.objective.weigh(part))
-        run.guard.begin(part)
-        run.guard.within_memory(partial(accumulate, run, part))
-        run.step_optimizer()
+        part = part.replace(weight=learning.objective.weigh(part))
+        learning.guard.begin(part)
+        learning.guard.within_memory(partial(accumulate, learning, part))
+        learning.step_optimizer()
 
 
-def accumulate(run: Run, part: Batch) -> None:
+def accumulate(learning: Learning, part: Batch) -> None:
     """Add up the gradients of the micro-batches of a part."""
-    run.guard.forget()  # of a pass that ran out of memory
-    objective, needs = run.method.objective, run.method.needs
-    micros = largest_first(part.split(run.guard.micro_batch_steps, needs.unit))
-    for micro, counts, last in run.processes.even(micros):
-        micro = micro.on(run.processes.device)
-        with run.processes.accumulating(run.policy.module, last):
-            loss, metrics = objective(run.policy(micro, needs.extra), micro)
-            run.processes.backward(counts * loss)
-        run.guard.note(loss, metrics, micro, counts)
+    guard, processes, policy, needs = learning.guard, learning.processes, learning.policy, learning.needs
+    guard.forget()  # of a pass that ran out of memory
+    micros = largest_first(part.split(guard.micro_batch_steps, needs.unit))
+    for micro, counts, last in processes.even(micros):
+        micro = micro.on(processes.device)
+        with processes.accumulating(policy.module, last):
+            loss, metrics = learning.objective(policy(micro, needs.extra), micro)
+            processes.backward(counts * loss)
+        guard.note(loss, metrics, micro, counts)

@@ -11,21 +11,48 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
+from mmrl.config.registry import Needs
 from mmrl.config.schema import Config
+from mmrl.core.protocols import Policy
 from mmrl.core.rng import Stream
 from mmrl.core.step_table import Batch
 from mmrl.core.types import Rollouts, Trajectory, Unit
 from mmrl.reporting.metrics import Meter
 from mmrl.runtime.distributed import Processes
-from mmrl.training.method import Method
 
 T = TypeVar("T")
 FOLDER = "faults"
+
+
+class Learned(Protocol):
+    """What an update moves: a policy or a second model, with its objective and its optimizer."""
+
+    optimizer: torch.optim.Optimizer
+
+    @property
+    def policy(self) -> Policy:
+        """The model."""
+        ...
+
+    @property
+    def objective(self) -> Any:
+        """What it minimises."""
+        ...
+
+    @property
+    def needs(self) -> Needs:
+        """What the objective reads."""
+        ...
+
+    @property
+    def trained(self) -> list[torch.nn.Parameter]:
+        """The parameters that the optimizer moves."""
+        ...
 
 
 class NotFinite(FloatingPointError):
@@ -51,11 +78,12 @@ class Guard:
     """Refuses optimizer steps that are not finite, and halves micro-batches once when memory runs out."""
 
     config: Config
-    method: Method
+    method: Learned
     processes: Processes
     stream: Stream
     say: Callable[[str], None]
     micro_batch_steps: int
+    of: str = ""  # name of a second model
     halved: bool = False
     skipped: int = 0  # optimizer steps not taken, of which `learn.max_skipped` are allowed
     written: int = 0  # files of rows to blame in this step
@@ -89,6 +117,18 @@ class Guard:
         self.meter.sums, self.meter.updates = dict(self.update.sums), self.update.updates
         self.update.suspects.clear()
 
+    def step_optimizer(self) -> bool:
+        """Clip gradients, step and zero them; return False for a step that is not finite and was skipped."""
+        method = self.method
+        norm = self.processes.clip(method.trained, self.config.learn.max_grad_norm)
+        if not self.passes(norm):
+            return False
+        method.optimizer.step()
+        method.optimizer.zero_grad(set_to_none=True)
+        self.meter.add({"grad_norm": torch.tensor(norm)}, 1.0)
+        self.meter.updates += 1  # a skipped update left no sums: `forget` undid them
+        return True
+
     def end_step(self) -> None:
         """Free the batch of the step."""
         self.current, self.written = None, 0
@@ -103,9 +143,10 @@ class Guard:
         if not self.processes.any(wrong):  # all step or none, so that their weights stay equal
             return True
         step, learn = self.stream.step, self.config.learn
-        what = f"the loss of step {step} is not finite"
+        whose = f" of '{self.of}'" if self.of else ""
+        what = f"the loss{whose} of step {step} is not finite"
         if not math.isfinite(norm):
-            what = f"the gradient of step {step} has the norm {norm}"
+            what = f"the gradient{whose} of step {step} has the norm {norm}"
         rows = self._rows_to_blame()  # before `forget` clears the suspects
         self.forget()
         path = self._dump(what, rows)
@@ -158,7 +199,8 @@ class Guard:
         folder = Path(self.config.output_dir) / FOLDER
         folder.mkdir(parents=True, exist_ok=True)
         process = f"_process{self.processes.rank}" if self.processes.world > 1 else ""
-        path = folder / f"step_{self.stream.step:06d}_{self.written}{process}.json"
+        name = "_".join(filter(None, (f"step_{self.stream.step:06d}", self.of, str(self.written))))
+        path = folder / f"{name}{process}.json"
         written = {
             "step": self.stream.step,
             "what": what,

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from mmrl.config.binding import Pieces
 from mmrl.config.loading import nearest
+from mmrl.config.registry import Needs
 from mmrl.config.schema import Config
 from mmrl.core.protocols import (
     AdvantageObserver,
@@ -34,11 +33,12 @@ from mmrl.reporting.metrics import Journal, describe_measured
 from mmrl.reporting.prompts import write_prompts
 from mmrl.runtime.content_hash import of_tensors, of_weights
 from mmrl.runtime.distributed import Processes
-from mmrl.runtime.fsdp import taken_up
+from mmrl.runtime.fsdp import gathered, taken_up
 from mmrl.training.method import Method, through_chain
 from mmrl.training.nonfinite import Guard
 from mmrl.training.report import Reporter
 from mmrl.training.score import RewardLog
+from mmrl.training.second import SecondLearner
 
 
 @dataclass
@@ -76,6 +76,7 @@ class Run:
     method: Method
     report: Reporter
     evaluator: HeldOut | None = None
+    seconds: Mapping[str, SecondLearner] = field(default_factory=dict)  # second models that learn, by name
     progress: Progress = field(default_factory=Progress)
     log: RewardLog = field(default_factory=RewardLog)  # what rewards log of their own
     guard: Guard = field(init=False)
@@ -85,11 +86,28 @@ class Run:
     def __post_init__(self) -> None:
         say, steps = self.report.console.say, self.config.learn.micro_batch_steps
         self.guard = Guard(self.config, self.method, self.processes, self.stream, say, steps)
+        for second in self.seconds.values():
+            second.guard.say = say
 
     @property
     def policy(self) -> Policy:
         """The model that learns."""
         return self.method.policy
+
+    @property
+    def objective(self) -> Any:
+        """What the policy minimises."""
+        return self.method.objective
+
+    @property
+    def needs(self) -> Needs:
+        """What the objective reads."""
+        return self.method.needs
+
+    @property
+    def minibatches(self) -> int:
+        """Optimizer steps per pass."""
+        return self.config.learn.minibatches
 
     @property
     def stream(self) -> Stream:
@@ -124,9 +142,9 @@ class Run:
     @property
     def stateful(self) -> dict[str, Mapping[str, Stateful]]:
         """The references and the other pieces with a memory, by name or place."""
-        pieces = self.pieces.that_are(Stateful)
-        others = {place: piece for place, piece in pieces.items() if not place.startswith("references.")}
-        return {"references": self.method.references, "pieces": others}
+        references = {f"references.{name}" for name in self.method.references}
+        others = {k: piece for k, piece in self.pieces.that_are(Stateful).items() if k not in references}
+        return {"references": {**self.method.references, **self.seconds}, "pieces": others}
 
     # ---- called by the loops
 
@@ -182,32 +200,28 @@ class Run:
         return asked
 
     def step_optimizer(self) -> None:
-        """Clip gradients, step, zero them, and update moving averages; skip a step that is not finite."""
-        norm = self.processes.clip(self.method.trained, self.config.learn.max_grad_norm)
+        """Take an optimizer step, unless it is not finite, and update moving averages."""
         if self.untouched is None:  # the first update, before `zero_grad` frees gradients
             named = self.policy.module.named_parameters()
             self.untouched = [name for name, p in named if p.requires_grad and p.grad is None]
-        if not self.guard.passes(norm):
-            return
-        self.method.optimizer.step()
-        self.method.optimizer.zero_grad(set_to_none=True)
-        for reference in self.method.references.values():
-            reference.move()  # moving averages follow optimizer steps, not collections
-        self.guard.meter.add({"grad_norm": torch.tensor(norm)}, 1.0)
-        self.guard.meter.updates += 1  # a skipped update left no sums: `forget` undid them
+        if self.guard.step_optimizer():
+            for reference in self.method.references.values():
+                reference.move()  # moving averages follow optimizer steps, not collections
 
     def finish(self, step: int, collection: Collection, credit: RewardTable) -> None:
         """Report a step, with an evaluation where one is due."""
         config, report = self.config, self.report
-        self.guard.end_step()
+        for learning in (self, *self.seconds.values()):
+            learning.guard.end_step()
         if step == 0 and self.processes.main:
             self._examine(collection)
         tellers = self.pieces.that_are(Telling).values()
+        tellers = [*tellers, *self.seconds.values()]
         sources = [self.guard.meter.take(), *(teller.tell() for teller in tellers)]
         numbers = {name: value for source in sources for name, value in source.items()}
         metrics = report.describe(collection, credit, numbers)
-        if self.guard.skipped:
-            metrics["skipped_updates"] = float(self.guard.skipped)
+        if skipped := sum(learning.guard.skipped for learning in (self, *self.seconds.values())):
+            metrics["skipped_updates"] = float(skipped)
         metrics |= self.log.take(self.processes, metrics)
         metrics["learning_rate"] = self.method.optimizer.param_groups[0]["lr"]
         if self.evaluator and config.eval_steps and (step + 1) % config.eval_steps == 0:
@@ -263,6 +277,14 @@ class Run:
         """Return whether a checkpoint is due after so many steps."""
         return step % self.config.save_steps == 0 or step == self.config.max_steps
 
+    @contextmanager
+    def whole_weights(self, *, changed: bool = False) -> Iterator[None]:
+        """Gather the weights of all models inside this context; `changed` ones are sharded again after it."""
+        with ExitStack() as stack:
+            for learning in (self, *self.seconds.values()):
+                stack.enter_context(gathered(learning.policy.module, changed=changed))
+            yield
+
     def rank_checkpoint(self) -> None:
         """Compare the checkpoint of this moment with the best one so far, by `metric_for_best_model`."""
         name, reported = self.config.metric_for_best_model, self.progress.reported
@@ -283,6 +305,10 @@ class Run:
         trained = self.method.trained
         base = of_weights(self.policy, [*trained, *self.policy.module.buffers()])
         self.progress.inputs["base model"] = f"frozen weights {base[:16]}" if base else "no frozen weights"
+        for name, second in self.seconds.items():
+            frozen = of_weights(second.policy, [*second.trained, *second.policy.module.buffers()])
+            trained = trained + second.trained
+            self.progress.inputs[f"base model of '{name}'"] = f"frozen weights {frozen[:16] or 'none'}"
         return of_tensors(trained) if self.processes.world > 1 else ""
 
     def state_dict(self) -> dict[str, Any]:
@@ -304,8 +330,9 @@ class Run:
         """Restore what `state_dict` returned; the model's weights have to be loaded before."""
         trained = self.method.trained
         self.processes.take_up(self.method.optimizer, state["optimizer"], trained)
-        for name, reference in self.method.references.items():
-            reference.load_state_dict(taken_up(state["references"][name], trained))
+        for name, reference in self.stateful["references"].items():
+            like = () if name in self.seconds else trained  # second models take up their own shards
+            reference.load_state_dict(taken_up(state["references"][name], like))
         for place, piece in self.stateful["pieces"].items():
             piece.load_state_dict(state["pieces"][place])
         self.progress.step, self.progress.reported = state["step"], state["reported"]

@@ -36,9 +36,11 @@ def table_of(rewards, **columns):
     """Build a table with every note and tag that a piece reads."""
     table = reward_table(rewards, **columns)
     numbers = torch.arange(len(table) * int(table.length.max()), dtype=torch.float64).view(len(table), -1)
-    table = table.note("entropy", numbers).note("token", numbers).note("node", numbers)
     table = table.replace(ids={**table.ids, "greedy": 1 - table.ids["row"] % 2})
-    return table.note("logp", -numbers).note("ref/logp", -2 * numbers)
+    noted = {"entropy": 1, "token": 1, "logp": -1, "ref/logp": -2, "prm/logp": -1.5, "critic/value": 0.1}
+    for name, factor in {**noted, "node": 1}.items():
+        table = table.note(name, factor * numbers)
+    return table
 
 
 @pytest.mark.parametrize("entry", ADVANTAGES, ids=lambda entry: entry.full_name)

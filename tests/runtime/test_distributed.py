@@ -119,6 +119,44 @@ PLANS = {
         "rewards": ["tests.support.toys:share_right"],
         "max_steps": 5,
     },
+    "with a critic": {
+        "rollout": {"num_prompts": 5, "num_generations": 3, "max_rounds": 2},
+        "group_filter": "varied",
+        "advantage": ["total", "gae"],
+        "references": {
+            "critic": {
+                "name": "second_model",
+                "policy": {"name": "tests.support.toys:ToyCritic", "double": True},
+                "advantage": ["total", "lambda_returns"],
+                "objective": {"name": "value_regression", "cliprange_value": 0.5},
+                "optimizer": "sgd",
+                "learning_rate": 0.5,
+                "minibatches": 2,
+            },
+        },
+        "max_steps": 5,
+    },
+    "with process rewards": {
+        "rewards": ["tests.support.toys:share_right"],
+        "rollout": {"num_prompts": 5, "num_generations": 3},
+        "advantage": ["total", "process_returns"],
+        "references": {
+            "ref": "frozen",
+            "prm": {
+                "name": "second_model",
+                "advantage": ["total"],
+                "objective": {
+                    "name": "comparison",
+                    "implicit_reward": "log_ratio",
+                    "compare": ["cross_entropy"],
+                },
+                "optimizer": "sgd",
+                "learning_rate": 0.5,
+                "learns_first": True,
+            },
+        },
+        "max_steps": 5,
+    },
     "only a demonstration": {  # on one process, and sampled rollouts on the other
         "data": "tests.support.toys:half_shown",
         "sampler": {"name": "uniform", "shuffle": False},
@@ -214,7 +252,7 @@ def two_processes(tmp_path_factory):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PLANS)
 def test_two_processes_train_as_one(name, two_processes, tmp_path, monkeypatch):
-    monkeypatch.setattr(html, "curves", lambda runs: [])
+    monkeypatch.setattr(html.pages, "curves", lambda runs: [])
     run = build(parse(plan_of(name, tmp_path / "one"), Config), quiet=True)
     train(run)
     assert run.policy.table.abs().max() > 0.005

@@ -61,7 +61,7 @@ def launch(
 
 
 def main() -> None:
-    html.curves = lambda runs: []  # drawing takes longer than everything else
+    html.pages.curves = lambda runs: []  # drawing takes longer than everything else
     for plan in json.loads(Path(sys.argv[1]).read_text()):
         run = build(parse(plan, Config), quiet=True)
         rank = run.processes.rank

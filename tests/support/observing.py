@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -65,3 +66,21 @@ class ToyTokens(ToyGenerate):
             replace(row, notes={**row.notes, "token": row.steps[1].float()})
             for row in super().rollout(prompts)
         )
+
+
+class ToyWriting(ToyTokens):
+    """An engine that writes experiences where it is asked for them, from tokens that it samples."""
+
+    def rollout(self, prompts: Sequence[Prompt]) -> Rollouts:
+        written = {"rules": lambda text: f"- say {text}\n\n2. not more", "changes": self.changes}
+        return tuple(
+            replace(row, outcomes=(replace(row.outcomes[0], text=write(row.outcomes[0].text)),))
+            if (write := written.get(row.prompt.uid.partition("#")[2]))
+            else row
+            for row in super().rollout(prompts)
+        )
+
+    @staticmethod
+    def changes(text: str) -> str:
+        """Propose an experience, and to leave out one that may not exist."""
+        return f"So: {json.dumps([{'add': f'rule {text}'}, {'delete': '1'}])}."

@@ -26,7 +26,7 @@ class Telling:
 
     toy: ToyText
 
-    says = ToyText.says | {"mean", "velocity", "target", "error", "std", "dt", "time"}
+    says = ToyText.says | {"mean", "velocity", "target", "error", "std", "dt", "time", "value"}
 
     @property
     def table(self) -> Tensor:
@@ -54,6 +54,7 @@ class Telling:
             "std": 0.5 + 0.1 * along,
             "dt": -0.1 - 0.05 * along,
             "time": 0.9 - 0.2 * along,
+            "value": field[..., 1],
         }
         return StepOutput(said.logp, {**said.extra, **{name: fields[name] for name in extra & set(fields)}})
 

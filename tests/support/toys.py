@@ -336,6 +336,21 @@ class ToyNoting(ToyGenerate):
         )
 
 
+class ToyCritic(ToyText):
+    """A look-up table of values: one per prompt and place."""
+
+    says = frozenset({"value"})
+
+    def __init__(self, *, num: int = 8, length: int = 4, double: bool = False) -> None:
+        super().__init__(num=num, length=length, vocab=1, double=double)
+
+    def __call__(self, batch: Batch, extra: frozenset[str] = frozenset()) -> StepOutput:
+        steps = batch.steps
+        places = torch.arange(steps.start, steps.start + steps.tokens.shape[1])
+        value = self.module()[steps.prompt][:, places, 0]
+        return StepOutput(torch.zeros_like(value), {"value": value})
+
+
 def teacher(policy: ToyText) -> Reference:
     """Make a policy of the same table with other weights, which never learns."""
     other = Reference(policy, 1.0)

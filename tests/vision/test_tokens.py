@@ -212,6 +212,20 @@ def test_without_an_adapter_the_language_model_learns_and_the_tower_when_asked(c
     assert all(p.requires_grad for p in everything.module.parameters())
 
 
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"lora_rank": 4}, "differ in shape"),
+        ({"lora_rank": 2, "freeze_vision_tower": False}, "on one side only"),
+        ({"lora_rank": 2, "lora_alpha": 16.0}, "has `lora_alpha` 4.0, the policy's has 16.0"),
+    ],
+)
+def test_an_adapter_that_does_not_fit_is_refused(checkpoint, tmp_path, options, said):
+    loaded(checkpoint, lora_rank=2).save(tmp_path)
+    with pytest.raises(ValueError, match=re.escape(said)):
+        loaded(checkpoint, **options).load(tmp_path)
+
+
 @SOME
 @pytest.mark.parametrize("tower", [False, True])
 def test_a_saved_adapter_is_read_by_peft_and_by_the_policy_bit_for_bit(checkpoint, tmp_path, family, tower):

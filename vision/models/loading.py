@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -99,6 +101,33 @@ def load_adapter(model: nn.Module, name: str) -> nn.Module:
         return PeftModel.from_pretrained(model, source, is_trainable=True)
 
 
+def load_adapter_weights(adapter: nn.Module, folder: Path) -> None:
+    """Load the weights of a saved adapter into one that is there, bit for bit.
+
+    Raises `ValueError` where the folder lacks weights of the adapter, has others, or scales them otherwise.
+    """
+    from peft import get_peft_model_state_dict, set_peft_model_state_dict
+    from safetensors.torch import load_file
+
+    saved, own = load_file(folder / ADAPTER), get_peft_model_state_dict(adapter)
+    shapes = [{(name, *value.shape) for name, value in weights.items()} for weights in (own, saved)]
+    if odd := sorted(shapes[0] ^ shapes[1]):
+        raise ValueError(
+            f"the adapter in '{folder}' does not fit the policy's: {len(odd)} weights are on one side only "
+            f"or differ in shape, the first is {odd[0]}; set `lora_rank` and `freeze_vision_tower` alike"
+        )
+    alphas = [
+        json.loads((folder / "adapter_config.json").read_text())["lora_alpha"],
+        adapter.peft_config["default"].lora_alpha,
+    ]
+    if alphas[0] != alphas[1]:
+        raise ValueError(
+            f"the adapter in '{folder}' has `lora_alpha` {alphas[0]}, the policy's has {alphas[1]}, which "
+            "scales it otherwise; set `lora_alpha` as it was"
+        )
+    set_peft_model_state_dict(adapter, saved)
+
+
 def checkpoint_layers(model: nn.Module) -> None:
     """Switch on gradient checkpointing. Only the layers are in training mode, so dropout stays off."""
     from transformers.modeling_layers import GradientCheckpointingLayer
@@ -137,3 +166,20 @@ class EngineModel:
     def core(self) -> nn.Module:
         """The transformed model without its head."""
         return self.model.base_model
+
+
+def check_same_tokens(tokenizer: Any, model: nn.Module, policy: Any) -> None:
+    """Raise `ValueError` unless a model reads the tokens and the encoded images of a policy."""
+    own = policy.processor.tokenizer
+    name = model.config.name_or_path
+    if tokenizer.get_vocab() != own.get_vocab():
+        raise ValueError(
+            f"the model '{name}' has another vocabulary ({len(tokenizer)} tokens) than the policy "
+            f"({len(own)} tokens), whose tokens it reads; name a model of the same family"
+        )
+    kinds = [one.config.model_type for one in (model, policy.model)]
+    if kinds[0] != kinds[1]:
+        raise ValueError(
+            f"the model '{name}' is of type '{kinds[0]}' and the policy of type '{kinds[1]}', whose encoded "
+            "images it reads; name a model of the same type"
+        )

@@ -55,22 +55,10 @@ class StepModel(nn.Module):
 
     def forward(self, steps: TokenSteps, extra: Set[str]) -> dict[str, Tensor]:
         """Compute "logp", and "entropy" if it is in `extra`: (N, longest) each."""
-        core, head = self.model.base_model, self.model.get_output_embeddings()
+        head = self.model.get_output_embeddings()
         device = head.weight.device
         with torch.autocast(device.type, self.compute, enabled=self.compute in LOW):
-            if self.checkpointed:
-                hidden = read_packed(core, steps)
-            else:
-                with onednn(core):  # not with checkpointing: the recomputation would run without it
-                    hidden = read_cached(core, steps, share_prefix=self.share)
-            if self.blank and not any(prompt.media for prompt in steps.prompts):
-                # Every process must have a gradient for every parameter, those of the tower too.
-                inputs = {name: value.to(device) for name, value in self.blank.items()}
-                features = core.get_image_features(**inputs, return_dict=True)
-                # Qwen3-VL also adds features of earlier tower layers to the language model.
-                layers = (features.pooler_output, *features.get("deepstack_features", ()))
-                # Times 0, so that the loss stays as it is and every gradient exists.
-                hidden = hidden + 0.0 * sum(part.sum() for layer in layers for part in layer)
+            hidden = self.states(steps)
             # Padding is skipped: the head is the largest product of the model.
             inside = torch.arange(steps.longest)[None] < steps.length[:, None]
             where = tuple(index.to(device) for index in inside.nonzero(as_tuple=True))
@@ -79,6 +67,24 @@ class StepModel(nn.Module):
             values = chunked_logp(hidden[where], head, ids, temperature, self.forbidden, "entropy" in extra)
         zeros = hidden.new_zeros(inside.shape, dtype=values["logp"].dtype)
         return {name: zeros.index_put(where, value) for name, value in values.items()}
+
+    def states(self, steps: TokenSteps) -> Tensor:
+        """Compute the last hidden states (N, longest, width), each of which predicts a token."""
+        core = self.model.base_model
+        if self.checkpointed:
+            hidden = read_packed(core, steps)
+        else:
+            with onednn(core):  # not with checkpointing: the recomputation would run without it
+                hidden = read_cached(core, steps, share_prefix=self.share)
+        if self.blank and not any(prompt.media for prompt in steps.prompts):
+            # Every process must have a gradient for every parameter, those of the tower too.
+            inputs = {name: value.to(hidden.device) for name, value in self.blank.items()}
+            features = core.get_image_features(**inputs, return_dict=True)
+            # Qwen3-VL also adds features of earlier tower layers to the language model.
+            layers = (features.pooler_output, *features.get("deepstack_features", ()))
+            # Times 0, so that the loss stays as it is and every gradient exists.
+            hidden = hidden + 0.0 * sum(part.sum() for layer in layers for part in layer)
+        return hidden
 
 
 def chunked_logp(
@@ -187,6 +193,10 @@ class Tokens:
             blank={name: torch.as_tensor(value) for name, value in blank.items()},
         )
 
+    def check_steps_of(self, policy: Tokens) -> None:
+        """Raise `ValueError` where another policy's tokens mean something else to this one."""
+        loading.check_same_tokens(self.processor.tokenizer, self.model, policy)
+
     def reading_with(self, model: nn.Module, dtype: str) -> StepModel:
         """Make a module that reads this policy's steps with another model, which does not learn."""
         return StepModel(
@@ -266,10 +276,7 @@ class Tokens:
     def load(self, folder: Path) -> None:
         """Load the weights that `save` wrote, bit for bit."""
         if self.adapter is not None:
-            from peft import set_peft_model_state_dict
-            from safetensors.torch import load_file
-
-            set_peft_model_state_dict(self.adapter, load_file(folder / loading.ADAPTER))
+            loading.load_adapter_weights(self.adapter, folder)
             return
         # The folder names one dtype, that of the frozen weights; the widest loses nothing of trained weights.
         widest = max((weight.dtype for weight in self.model.parameters()), key=lambda dtype: dtype.itemsize)

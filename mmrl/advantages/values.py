@@ -1,0 +1,147 @@
+"""Advantage functions that read a second model: the values of a critic, or implicit process rewards."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch import Tensor
+
+from mmrl.advantages.normalize import BY_GROUP
+from mmrl.advantages.notes import noted
+from mmrl.advantages.select import per_step
+from mmrl.config.ranges import PositiveFloat, Probability
+from mmrl.config.registry import advantage
+from mmrl.core.reward_table import RewardTable, name_id
+
+
+def _errors(table: RewardTable, against: str, gamma: float, bootstrap: bool) -> tuple[RewardTable, Tensor]:
+    """Compute r_t + gamma V_(t+1) - V_t of every step: a table of steps, and (N, R, T).
+
+    The reward of an outcome is that of its last step.
+    """
+    steps = per_step(table)
+    width = steps.ends.shape[1]
+    value = noted(steps, f"{against}/value").nan_to_num()  # (N, T)
+    rewards = table.values.new_zeros(len(table), len(table.names), width)
+    given = torch.where(table.valid, table.values, 0.0)
+    last = (table.ends - 1).clamp(0, max(width - 1, 0))[:, None].expand_as(given)
+    rewards = rewards.scatter_add(2, last, given) if width else rewards
+    after = torch.cat([value[:, 1:], torch.zeros_like(value[:, :1])], 1)
+    after = torch.where(steps.ends < table.length[:, None], after, 0.0)  # nothing comes after the last step
+    if bootstrap and "finish" in table.ids:
+        cut = (table.ids["finish"] == name_id("length")).any(-1, keepdim=True)
+        after = torch.where(cut & (steps.ends == table.length[:, None]), value, after)
+    errors = rewards + (gamma * after - value)[:, None]
+    return steps, torch.where(steps.present[:, None], errors, 0.0)
+
+
+def _discounted(errors: Tensor, discount: float) -> Tensor:
+    """Sum from every step to the end: S_t = e_t + discount S_(t+1)."""
+    carried, summed = torch.zeros_like(errors[..., 0]) if errors.shape[-1] else errors.sum(-1), []
+    for place in reversed(range(errors.shape[-1])):
+        carried = errors[..., place] + discount * carried
+        summed.append(carried)
+    return torch.stack(summed[::-1], -1) if summed else errors
+
+
+@advantage(of_others={"value"})
+def gae(
+    table: RewardTable,
+    *,
+    gamma: Probability = 1.0,
+    lam: Probability = 0.95,
+    bootstrap: bool = False,
+    against: str = "critic",
+) -> RewardTable:
+    """Compute generalised advantages of every step from the values of a critic (GAE, arXiv 1506.02438).
+
+    A_t = sum over k of (gamma lam)^k e_(t+k), with e_t = r_t + gamma V_(t+1) - V_t; the value after the last
+    step is 0, and an outcome's reward is that of its last step. Put it after `total`, as PPO does, often
+    with `batch_normalize` after it.
+
+    Args:
+        gamma: Discount of later rewards.
+        lam: Discount of later errors: 0 trusts the critic alone, 1 the rewards alone.
+        bootstrap: Take the value of the last step for what follows an answer that was cut at the length
+            limit (extended GAE of T-PPO, arXiv 2506.15050).
+        against: Name of the critic in `references`.
+    """
+    steps, errors = _errors(table, against, gamma, bootstrap)
+    return steps.put(_discounted(errors, gamma * lam))
+
+
+@advantage(of_others={"value"})
+def lambda_returns(
+    table: RewardTable,
+    *,
+    gamma: Probability = 1.0,
+    lam: Probability = 0.95,
+    bootstrap: bool = False,
+    against: str = "critic",
+) -> RewardTable:
+    """Compute the return that a critic learns to predict at every step: `gae` plus the critic's own value.
+
+    Args:
+        gamma: Discount of later rewards.
+        lam: As of `gae`; 1 is the sum of the rewards that came (Monte Carlo).
+        bootstrap: As of `gae`.
+        against: Name of the critic in `references`.
+    """
+    steps, errors = _errors(table, against, gamma, bootstrap)
+    value = noted(steps, f"{against}/value").nan_to_num()[:, None]
+    return steps.put(_discounted(errors, gamma * lam) + value)
+
+
+@advantage(of_others={"value"})
+def value_baseline(table: RewardTable, *, against: str = "critic") -> RewardTable:
+    """Subtract what a critic predicts for the prompt: its value before the first step.
+
+    It needs one rollout per prompt only; equal rewards of a group have an advantage too.
+    """
+    value = table.notes[f"{against}/value"][:, :1].nan_to_num()  # (N, 1)
+    return table.put(torch.where(table.valid, table.values - value[:, None], table.values))
+
+
+@advantage(others={"prm"})
+def process_returns(
+    table: RewardTable,
+    *,
+    coef: PositiveFloat = 5.0,
+    against: str = "ref",
+    normalize: bool = False,
+    by: tuple[str, ...] = BY_GROUP,
+) -> RewardTable:
+    """Add returns of implicit process rewards to the outcome's (PRIME, arXiv 2502.01456).
+
+    A step's process reward q is the log-ratio of the second model `prm` to its reference. With n rows in a
+    group, row i has the process reward coef (q n - sum over rows of mean q) / (n - 1) at every step, and its
+    outcome reward, compared alike, at the end; the result is the sum from every step on. Put it after
+    `total`; the paper whitens afterwards (`{name: batch_normalize, eps: 1e-8}`).
+
+    Our reading: in a group of one nothing is compared, so its credit is 0.
+
+    Args:
+        coef: Weight of process rewards (the released script: 5).
+        against: Name of the reward model's reference in `references`.
+        normalize: Divide a row's process rewards by the largest absolute sum from a step to the end.
+        by: Keys that define a group.
+    """
+    groups = table.groups(by)
+    count = groups.count()[..., :1]  # (N, R, 1)
+    steps = per_step(table)
+    gap = noted(steps, "prm/logp") - noted(steps, f"{against}/logp")
+    process = torch.where(steps.present, gap.nan_to_num(), 0.0)  # (N, T)
+    if normalize and process.numel():
+        process = process / (_discounted(process, 1.0).abs().amax(-1, keepdim=True) + 1e-6)
+    mean = process.sum(-1, keepdim=True) / table.length.clamp(min=1)[:, None]  # (N, 1)
+    means = mean[:, None].expand_as(table.values)
+    every = dataclasses.replace(groups, values=means).sum()[..., :1]
+    others = (count - 1).clamp(min=1)
+    credit = (process[:, None] * count - every) / others
+    credit = torch.where(steps.present[:, None], credit, 0.0)
+    outcome = groups.sum()[..., :1]
+    at_end = table.values.gather(2, table.last.clamp(min=0)[:, None, None].expand(-1, len(table.names), 1))
+    compared = (at_end * count - outcome) / others
+    values = coef * _discounted(credit, 1.0) + compared
+    return steps.put(torch.where(count < 2, 0.0, values))

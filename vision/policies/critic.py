@@ -1,0 +1,104 @@
+"""A critic: a vision-language model that predicts a value at every step of an answer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Set
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mmrl.config.loading import ConfigError
+from mmrl.config.registry import policy as register
+from mmrl.core.step_table import Batch, StepOutput
+from mmrl.core.tensor import pad_to
+from mmrl.core.types import Outcome, Prompt, Rollouts, Trajectory
+from mmrl.runtime.modules import LOW
+from mmrl.vision.decoding.token_steps import TokenSteps
+from mmrl.vision.policies.tokens import StepModel, Tokens
+
+HEAD = "value_head.safetensors"
+
+
+class ValueModel(nn.Module):
+    """The trainable module: maps batches of answers to the value before every token."""
+
+    def __init__(self, reader: StepModel) -> None:
+        super().__init__()
+        self.reader = reader
+        embedding = reader.model.get_input_embeddings().weight
+        self.head = nn.Linear(embedding.shape[1], 1, device=embedding.device)  # in float32
+        nn.init.zeros_(self.head.weight)
+        nn.init.zeros_(self.head.bias)
+
+    def forward(self, steps: TokenSteps) -> Tensor:
+        """Compute values: (N, longest), those of padding too."""
+        compute = self.reader.compute
+        with torch.autocast(self.head.weight.device.type, compute, enabled=compute in LOW):
+            hidden = self.reader.states(steps)
+        return self.head(hidden.to(self.head.weight.dtype))[..., 0]
+
+
+@register
+class Critic:
+    """A critic of token policies: the value of an answer before each of its tokens.
+
+    For `second_model`. Its value is read from the last hidden states by a linear layer, which is 0 at the
+    start. It has no log-probabilities: they are 0. Saved as the model's folder with one more file.
+
+    Args:
+        policy: The model and how it is trained, such as `{name: vision.tokens, model: ..., lora_rank: 16}`,
+            of the family of the policy that it judges; None: one like the run's policy.
+    """
+
+    says = frozenset({"value"})
+
+    def __init__(self, *, policy: Callable[[], Tokens] | None = None) -> None:
+        if policy is None:
+            raise ConfigError("a critic needs a `policy`: the model that reads the answers")
+        self.tokens = policy()
+        inputs = self.tokens.model.get_input_embeddings().weight
+        for weight in self.tokens.model.get_output_embeddings().parameters():
+            if weight is not inputs:  # tied weights are read as embeddings
+                weight.requires_grad_(False)
+        self.module: nn.Module = ValueModel(self.tokens.module)
+
+    @property
+    def head(self) -> nn.Linear:
+        """The layer that reads values."""
+        return next(part.head for part in self.module.modules() if isinstance(part, ValueModel))
+
+    def check_steps_of(self, policy: Tokens) -> None:
+        """Raise `ValueError` where the policy's tokens mean something else to this model."""
+        self.tokens.check_steps_of(policy)
+
+    def encode(self, prompt: Prompt, outcome: Outcome) -> Trajectory:
+        """Turn a recorded answer into a row."""
+        return self.tokens.encode(prompt, outcome)
+
+    def collate(self, rollouts: Rollouts) -> Batch:
+        """Pad rows to a batch."""
+        return self.tokens.collate(rollouts)
+
+    def __call__(self, batch: Batch, extra: Set[str] = frozenset()) -> StepOutput:
+        value = pad_to(self.module(batch.steps), batch.mask.shape[1], 1)
+        return StepOutput(torch.zeros_like(value), {"value": value} if "value" in extra else {})
+
+    def save(self, folder: Path) -> None:
+        """Write the model's folder and the layer of values."""
+        from safetensors.torch import save_file
+
+        self.tokens.save(folder)
+        weights = {name: weight.detach().contiguous() for name, weight in self.head.named_parameters()}
+        save_file(weights, folder / HEAD)
+
+    @torch.no_grad()
+    def load(self, folder: Path) -> None:
+        """Load what `save` wrote, bit for bit."""
+        from safetensors.torch import load_file
+
+        self.tokens.load(folder)
+        saved: dict[str, Any] = load_file(folder / HEAD)
+        for name, weight in self.head.named_parameters():
+            weight.copy_(saved[name])
