@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -82,19 +82,20 @@ def build(config: Config, *, quiet: bool = False) -> Run:
     reporter = Reporter(config, processes, stream, watching, quiet)
     if epochs:
         reporter.console.say(f"{epochs:g} epochs of {len(data)} prompts: {config.max_steps} steps")
-    seconds = {
-        name: SecondLearner(
-            name,
-            second,
-            processes.place(second.model, second.optimizer, config.learn.max_grad_norm),
-            processes,
-            config,
-            stream,
-        )
-        for name, second in references.items()
-        if isinstance(second, SecondModel)
-    }
+    seconds = second_learners(config, references, processes, stream)
     return Run(config, pieces, processes, method, reporter, evaluator, seconds)
+
+
+def second_learners(
+    config: Config, references: Mapping[str, Any], processes: Processes, stream: Stream
+) -> dict[str, SecondLearner]:
+    """Place the second models among the references on their devices, with their optimizers."""
+    seconds = {name: second for name, second in references.items() if isinstance(second, SecondModel)}
+    placed = partial(processes.place, max_grad_norm=config.learn.max_grad_norm)
+    return {
+        name: SecondLearner(name, second, placed(second.model, second.optimizer), processes, config, stream)
+        for name, second in seconds.items()
+    }
 
 
 def _connect(pieces: Pieces, policy: Policy, processes: Processes) -> None:

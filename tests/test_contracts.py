@@ -42,6 +42,10 @@ OPTIONS = {
     ("advantage", "consistency_mix"): {"of": "right"},
     ("advantage", "distinct"): {"of": "short", "right": "right"},
     ("advantage", "entropy_rank"): {"of": "right"},
+    ("advantage", "bilevel_pairs"): {"of": "right", "short": "right"},
+    ("advantage", "hot_mix"): {"of": "right", "entropy": 0.1},
+    ("advantage", "barrier"): {"thresholds": {"right": 0.2}},
+    ("advantage", "keep_first"): {"keep": 2},
     ("advantage", "most_varied"): {"keep": 2},
     ("advantage", "semantic_entropy"): {"of": "right"},
     ("advantage", "set_baseline"): {"of": "right", "size": 2},
@@ -175,10 +179,24 @@ def table_of(rollouts: Rollouts, rank: int = 0) -> RewardTable:
     table = score(rewards, rollouts, notes=frozenset({"logp", "entropy", "token", "node"}), rank=rank)
     if not len(table):
         return table
-    place = 0.1 * torch.arange(table.notes["logp"].shape[1])
-    others = {"ref/logp": -place, "prm/logp": place, "critic/value": -2 * place}
-    for name, away in others.items():
-        table = table.note(name, table.notes["logp"] + away)
+    logp, entropy = table.notes["logp"], table.notes["entropy"]
+    place = 0.1 * torch.arange(logp.shape[1])
+    inside = {
+        "ref/logp": logp - place,
+        "prm/logp": logp + place,
+        "critic/value": logp - 2 * place,
+        "old/logp": logp,
+        "old/logp_hot": logp + 0.1,
+        "old/logp_cold": logp - 0.1,
+        "old/hidden_sq_norm": 1e5 * entropy.abs(),
+        "old/sum_p2": entropy.abs(),
+        "old/sum_p3": entropy.abs() / 2,
+        "old/effective_rank": 1 + entropy.abs(),
+        "high_covariance": (logp < -0.5).double(),
+        "think": (logp < -0.5).double(),
+    }
+    for name, note in inside.items():
+        table = table.note(name, torch.where(logp.isnan(), torch.nan, note))  # one NaN, bit for bit
     return table
 
 
@@ -367,7 +385,7 @@ def test_objectives_and_their_parts_change_nothing_and_draw_nothing(case):
         "step_weight": (batch,),
         "penalty": (new, batch),
         "implicit_reward": (new, batch),
-        "compare": (log_ratio * batch.mask, batch),
+        "compare": (log_ratio * batch.mask, batch.replace(others={**batch.others, "new": new})),
         "objective": (new, batch),
     }[case.kind]
     piece = objective if case.kind == "objective" else case.make()

@@ -373,10 +373,11 @@ def written(tmp_path_factory) -> set[str]:
     """Train a text, an image and two pair runs for two steps, and list what their journals hold."""
     folder = tmp_path_factory.mktemp("runs")
     measured = {"data": "tests.support.toys:prompts", "metrics": ["mean"]}
+    falling = {"name": "k3", "coef": {"name": "linear", "start": 0.001, "end": 0.0}}
     text = plan(
         folder / "text",
         references={"ref": "frozen", "ema": {"name": "ema", "decay": 0.9}},
-        objective={"penalty": ["k3", {"name": "k3", "against": "ema"}]},
+        objective={"penalty": [falling, {"name": "k3", "against": "ema"}]},
         group_filter="varied",
         sampler=["vade", "allocate"],
         rewards=[

@@ -346,6 +346,7 @@ COMMANDS: dict[str, Callable[[Namespace, Path], None]] = {
     "report": nothing_more,
     "compare": nothing_more,
     "watch": nothing_more,
+    "pareto_front": nothing_more,
     "push": nothing_more,
     **dict.fromkeys(("generate", "chat", "export", "compare_answers"), check_named),
     "env": nothing_more,

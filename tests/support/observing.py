@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
+
 from mmrl.core.reward_table import RewardTable
 from mmrl.core.rng import Stream
 from mmrl.core.types import Prompt, Rollouts
@@ -54,6 +56,21 @@ def by_source(*sources: str) -> list[Prompt]:
 def sourced(*, num: int = 8) -> list[Prompt]:
     """Give prompts of two sources in turn, with a column of numbers."""
     return by_source(*("even", "odd") * (num // 2))
+
+
+class ToyThoughts:
+    """Note the first token of every answer as its thought."""
+
+    notes = frozenset({"think"})
+
+    def __init__(self, engine: ToyGenerate) -> None:
+        self.engine, self.policy = engine, engine.policy
+
+    def rollout(self, prompts: Sequence[Prompt]) -> Rollouts:
+        return tuple(
+            replace(row, notes={**row.notes, "think": (torch.arange(row.length) == 0).float()})
+            for row in self.engine.rollout(prompts)
+        )
 
 
 class ToyTokens(ToyGenerate):

@@ -24,6 +24,7 @@ from mmrl.references import Reference
 from mmrl.training.trainer import Run
 from mmrl.vision.decoding.branching import Branch, Grown
 from mmrl.vision.decoding.decoding import inverse_cdf
+from mmrl.vision.decoding.inner_outputs import OF_LOGITS, OF_STATES, InnerOptions, of_logits, of_states
 
 STOP = 0  # the token that ends an answer
 SOLUTION = "First add. Then divide. Then round. Done."
@@ -55,6 +56,14 @@ def hinted_prompts(*, num: int = 8) -> list[Prompt]:
     return [
         replace(prompt, columns={"hints": listed, "solution": SOLUTION})
         for prompt, listed in zip(prompts(num=num), hints, strict=True)
+    ]
+
+
+def worded_prompts(*, num: int = 8) -> list[Prompt]:
+    """Give every prompt its question as a column, and a paraphrase."""
+    return [
+        replace(prompt, columns={"question": prompt.text, "paraphrases": [f"please {prompt.text}"]})
+        for prompt in prompts(num=num)
     ]
 
 
@@ -134,9 +143,12 @@ class Lookup(nn.Module):
 
 
 class ToyText:
-    """A table of logits: one row per prompt and place, one column per token. Steps are independent."""
+    """A table of logits: one row per prompt and place, one column per token. Steps are independent.
 
-    says = frozenset({"entropy"})
+    Its hidden states are the logits; the head of a teacher weighs them by column.
+    """
+
+    says = OF_LOGITS | OF_STATES
     prompt_encoder = ToyEncoder()
 
     def __init__(
@@ -184,7 +196,23 @@ class ToyText:
         places = torch.arange(steps.start, steps.start + steps.tokens.shape[1])
         logp = self.module()[steps.prompt][:, places].log_softmax(-1)
         chosen = logp.gather(2, steps.tokens[..., None])[..., 0] * batch.mask
-        return StepOutput(chosen, {"entropy": -(logp.exp() * logp).sum(-1)} if "entropy" in extra else {})
+        said = {"entropy": -(logp.exp() * logp).sum(-1)} if "entropy" in extra else {}
+        return StepOutput(chosen, said | self._inside(batch, places, extra - {"entropy"}))
+
+    def _inside(self, batch: Batch, places: Tensor, extra: frozenset[str]) -> dict[str, Tensor]:
+        """Give what a language model says from inside, as `vision.tokens` does."""
+        if not extra & self.says:
+            return {}
+        hidden, shape = self.module()[batch.steps.prompt][:, places], batch.mask.shape
+        others = [other.extra["hidden"] for other in batch.others.values() if "hidden" in other.extra]
+        teacher = None
+        if "reverse_kl" in extra and others:
+            head = torch.linspace(0.5, 1.5, hidden.shape[-1], dtype=hidden.dtype)
+            teacher = (others[-1].to(hidden.dtype) * head).flatten(0, 1)
+        options = InnerOptions(rank_stride=1)
+        said = of_logits(hidden.flatten(0, 1), batch.steps.tokens.flatten(), extra, options, teacher)
+        said = {name: value.view(*shape, *value.shape[1:]) for name, value in said.items() if name in extra}
+        return said | of_states(hidden, batch.mask.new_full(shape[:1], shape[1]).long(), extra, options)
 
     def save(self, folder) -> None:
         from safetensors.torch import save_file
