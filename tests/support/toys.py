@@ -103,11 +103,16 @@ class TokenSteps:
         return TokenSteps(self.prompt[rows], self.tokens[rows][:, columns], start, self.unit)
 
 
-class ToyRow(NamedTuple):
-    """The steps of one rollout: the row of the table, the tokens (T,), and which of them were sampled."""
+class PromptAndTokens(NamedTuple):
+    """The row of the table, and the tokens (T,)."""
 
     prompt: int
     ids: Tensor
+
+
+class ToyRow(PromptAndTokens):
+    """The steps of one rollout; `chosen` (T,) is False for tokens that were not sampled."""
+
     chosen: Tensor | None = None
 
 
@@ -168,7 +173,8 @@ class ToyText:
 
     def collate(self, rollouts: tuple[Trajectory, ...]) -> Batch:
         tokens = cat_padded([row.steps[1][None] for row in rollouts])
-        chosen = [row.steps[2] if len(row.steps) > 2 else None for row in rollouts]
+        # Tests make rows of plain pairs, all of whose tokens count.
+        chosen = [row.steps.chosen if isinstance(row.steps, ToyRow) else None for row in rollouts]
         mask = cat_padded(
             [
                 torch.ones(1, row.length) if sampled is None else sampled.float()[None]
@@ -263,7 +269,8 @@ class ToyGenerate:
         ids = notes["token"]
         text = self.policy.prompt_encoder.text(ids)
         outcome = Outcome(text=text, end=len(ids), tags={"finish": "stop" if stopped else "length"})
-        steps = ToyRow(encoded, ids, chosen)
+        steps = ToyRow(encoded, ids)
+        steps.chosen = chosen
         return Trajectory(prompt, prompt.uid, (outcome,), steps, len(ids), notes)
 
     @property

@@ -10,8 +10,10 @@ import torch
 
 from mmrl.core.rng import Stream
 from mmrl.core.types import Outcome
+from mmrl.reporting import html
 from mmrl.vision.engines.generate import Generate
 from mmrl.vision.engines.with_prefix_rollouts import WithPrefixRollouts
+from tests.support.resuming import EVERYTHING, assert_alike, killed, resumed
 from tests.vision.test_contrastive_decoding import pictures, plainly
 
 
@@ -163,3 +165,20 @@ def test_evaluations_get_no_completions(policy):
 def test_options_without_a_meaning_are_errors(policy, options, words):
     with pytest.raises(ValueError, match=words):
         WithPrefixRollouts(Generate(policy, stream=Stream(0)), stream=Stream(0), **options)
+
+
+@pytest.mark.slow
+def test_a_killed_run_goes_on_exactly(tmp_path, monkeypatch):
+    monkeypatch.setattr(html.pages, "curves", lambda runs: [])
+    engine = [
+        "tests.support.toys:ToyNoting",
+        {"name": "vision.with_prefix_rollouts", "cut": "token", "interval": 1, "num_probes": 2},
+    ]
+    short = {
+        "rollout": {**EVERYTHING["rollout"], "engine": engine},
+        "advantage": ["total", "mean_by_end", "increments"],
+        "max_steps": 5,
+    }
+    whole = resumed(tmp_path / "whole", **short)
+    killed(tmp_path / "cut", at=4, **short)
+    assert_alike(resumed(tmp_path / "cut", **short), whole)

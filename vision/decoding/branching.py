@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -76,7 +77,7 @@ def renumbered(branches: Sequence[Branch], batch: Sequence[int]) -> list[Branch]
 
 
 def grow(
-    reader: LogitsReader, branches: Sequence[Branch], ends: Tensor, *, temperature: float, **options: float
+    reader: LogitsReader, branches: Sequence[Branch], ends: Tensor, *, temperature: float, **options: Any
 ) -> list[Grown | None]:
     """Grow branches, a token of all of them at a time; a branch joins the batch where it parts.
 

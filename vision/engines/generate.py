@@ -11,7 +11,7 @@ from dataclasses import KW_ONLY, dataclass
 from itertools import accumulate, count, pairwise
 from statistics import fmean
 from types import MappingProxyType
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -128,7 +128,7 @@ class Generate:
         """
         device = self.policy.core.get_input_embeddings().weight.device
         ends = torch.tensor(self.policy.prompt_encoder.end, device=device)
-        options = {"top_p": self.top_p, "top_k": self.top_k, "min_p": self.min_p}
+        options: dict[str, Any] = {"top_p": self.top_p, "top_k": self.top_k, "min_p": self.min_p}
         options["temperature"] = self.temperature if temperature is None else temperature
         grown: list[Grown | None] = [None] * len(branches)
         with self._running():
