@@ -19,15 +19,10 @@ ADVANTAGES = pieces("advantage")
 
 # Options of pieces that need one: the only reward and label there is is called "reward".
 GIVEN = {
-    "of": "reward",
-    "right": "reward",
-    "found": "reward",
-    "calls": "reward",
-    "format": "reward",
-    "share": "reward",
-    "keep": 1,
-    "stream": Stream(3),
-}
+    "of": "reward", "right": "reward", "short": "reward", "confidence": "reward", "keep": 1,
+    "found": "reward", "calls": "reward", "format": "reward", "share": "reward",
+    "stream": Stream(3), "thresholds": {"reward": 0.0},
+}  # fmt: skip
 EMPTY = inspect.Parameter.empty
 
 
@@ -51,10 +46,14 @@ def table_of(rewards, **columns):
     """Build a table with every note and tag that a piece reads."""
     table = reward_table(rewards, **columns)
     numbers = torch.arange(len(table) * int(table.length.max()), dtype=torch.float64).view(len(table), -1)
-    noted = {"entropy": 1, "token": 1, "logp": -1, "ref/logp": -2, "prm/logp": -1.5, "critic/value": 0.1}
-    noted["planner/value"] = 0.2
+    table = table.replace(ids={**table.ids, "greedy": 1 - table.ids["row"] % 2})
+    noted = {"entropy": 1, "token": 1, "node": 1, "logp": -1, "ref/logp": -2}
+    noted |= {"prm/logp": -1.5, "critic/value": 0.1}
+    noted |= {f"old/{name}": -1 for name in ("logp", "logp_hot", "logp_cold")}
+    noted |= {f"old/{name}": 1 for name in ("hidden_sq_norm", "sum_p2", "sum_p3", "effective_rank")}
     for name, factor in noted.items():
         table = table.note(name, factor * numbers)
+    table = table.note("planner/value", 0.2 * numbers).note("think", numbers % 2)
     tags = ("state", "action", "role", "stage", "part", "node", "parent")
     ids = {name: torch.where(table.present, name_id(name), 0) for name in tags}
     return table.replace(ids={**table.ids, **ids})

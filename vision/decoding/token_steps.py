@@ -23,11 +23,16 @@ FORBIDDEN = -1e30
 
 @dataclass(frozen=True, eq=False)
 class TokenRow:
-    """The steps of one rollout: its encoded prompt, its tokens (T,), and the sampling temperature."""
+    """The steps of one rollout: its encoded prompt, its tokens (T,), and the sampling temperature.
+
+    `chosen` (T,) is False for tokens that an engine wrote into the answer, which are not learned; None: all
+    are the policy's.
+    """
 
     prompt: EncodedPrompt
     ids: Tensor
     temperature: float = 1.0
+    chosen: Tensor | None = None
 
 
 @dataclass(frozen=True, eq=False)
