@@ -39,8 +39,9 @@ WORDS = {
     "engine": "Makes rollouts. The first of `rollout.engine` takes the policy, each next one wraps the "
     "one before.",
     "reward": "One number per outcome, higher is better, `None` where it does not apply. Any reward may "
-    "carry `weight`, `label`, `timeout`, `retries`, `on_error`, `on_absent` and `where`, the columns of the "
-    "prompts that it is asked about: `where: {source: gui}`.",
+    "carry `weight`, `label`, `timeout`, `retries`, `on_error`, `on_absent`, `where`, the columns of the "
+    "prompts that it is asked about: `where: {source: gui}`, and `at`, the turns of a conversation: `last` "
+    "(the usual), `every`, or a tag of them, as `role` or `role=spy`.",
     "cache": "An option of `vision.generate`. [How to make a model cheaper](../howto/cheaper.md) has the"
     " figures.",
     "transform": "An option of a policy, or of an engine alone: model to model, for instance pruning.",

@@ -6,13 +6,18 @@ Bootstrap intervals come from evaluating them on resampled tables.
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Annotated
 
 import torch
 
-from mmrl.config.ranges import NonNegativeInt
+from mmrl.config.ranges import NonNegativeInt, PositiveFloat, PositiveInt, Range
 from mmrl.config.registry import metric
-from mmrl.core.reward_table import RewardTable
+from mmrl.core.reward_table import EQUAL, RewardTable, name_id
+from mmrl.core.tensor import group_index, group_rank, group_sum
+
+OpenShare = Annotated[float, Range(0, 1, above=True, below=True)]
 
 
 @metric
@@ -187,3 +192,134 @@ def _numbers(
 
 def _share(top: float, bottom: float) -> float:
     return top / bottom if bottom else 0.0
+
+
+# ---- several answers to a prompt, several turns, several roles
+
+
+@metric
+def pass_at(
+    table: RewardTable, *, of: str, k: tuple[PositiveInt, ...], threshold: float = 0.5, label: str = ""
+) -> dict[str, float]:
+    """Chance that of k answers to a prompt one is right (pass@k), and that all are (pass^k).
+
+    Without bias from n answers of which c are right: 1 - C(n - c, k) / C(n, k), and C(c, k) / C(n, k), each
+    averaged over prompts. Prompts with fewer than k answers are left out; NaN where all are.
+
+    Args:
+        of: Name of the reward.
+        k: Numbers of answers, such as [1, 8]; ask for at least that many (`num_generations`).
+        threshold: An answer is right above this reward.
+        label: Prefix of the names.
+    """
+    reward = table.at_end(of)
+    known = ~reward.isnan()
+    index = group_index([table.group])
+    answers = group_sum(known.double(), index).long().tolist()
+    right = group_sum((known & (reward > threshold)).double(), index).long().tolist()
+    counts = list(zip(answers, right, strict=True))
+    prefix, named = f"{label}/" if label else "", {}
+    for number in k:
+        asked = [(n, c) for n, c in counts if n >= number]
+        one = [1 - math.comb(n - c, number) / math.comb(n, number) for n, c in asked]
+        every = [math.comb(c, number) / math.comb(n, number) for n, c in asked]
+        for name, shares in ((f"pass@{number}", one), (f"pass^{number}", every)):
+            named[prefix + name] = statistics.fmean(shares) if shares else math.nan
+    return named
+
+
+def runs_for(difference: float, std: float, alpha: float = 0.05, power: float = 0.8) -> float:
+    """Return the runs of each of two methods that show a difference of their mean scores.
+
+    n = 2 ((z(1 - alpha / 2) + z(power)) std / difference)^2, where `std` is that of a method's runs (On
+    Randomness in Agentic Evals, arXiv 2602.07150); round it up.
+    """
+    normal = statistics.NormalDist()
+    return 2 * ((normal.inv_cdf(1 - alpha / 2) + normal.inv_cdf(power)) * std / difference) ** 2
+
+
+@metric
+def runs_needed(
+    table: RewardTable,
+    *,
+    of: str,
+    difference: PositiveFloat,
+    alpha: OpenShare = 0.05,
+    power: OpenShare = 0.8,
+    label: str = "",
+) -> dict[str, float]:
+    """Deviation between runs of one evaluation, and how many runs show a difference (arXiv 2602.07150).
+
+    The first answers to all prompts are one run, the second ones another; a run's score is the mean over its
+    prompts. NaN with fewer than two runs (`num_generations`). The names are `run_std` and `runs_needed`.
+
+    Args:
+        of: Name of the reward.
+        difference: Of the mean scores of two methods, that is to be shown.
+        alpha: Chance to report a difference where the methods are equal, on both sides.
+        power: Chance to see the difference.
+        label: Prefix of the names.
+    """
+    reward = table.at_end(of)
+    known = ~reward.isnan()
+    order = torch.arange(len(reward), dtype=torch.float64)[:, None]
+    run = group_rank(order, group_index([table.group]), known[:, None])[:, 0][known]
+    scores = [float(reward[known][run == number].mean()) for number in run.unique()]
+    prefix = f"{label}/" if label else ""
+    std = needed = math.nan
+    if len(scores) > 1:
+        std = statistics.stdev(scores)
+        needed = float(math.ceil(runs_for(difference, std, alpha, power)))
+    return {f"{prefix}run_std": std, f"{prefix}runs_needed": needed}
+
+
+@metric
+def win_rate(
+    table: RewardTable,
+    *,
+    of: str,
+    where: Mapping[str, str] | None = None,
+    draw: float = 0.0,
+    label: str = "win_rate",
+) -> dict[str, float]:
+    """Share of games that were won: a payoff above `draw` counts 1, one equal to it 1/2.
+
+    Args:
+        of: Name of the reward with the payoff.
+        where: Words by tag of the turns that count, such as `{role: spy}`; a game counts with the sum of its
+            payoffs there. Empty: all turns.
+        draw: Payoff of a game that nobody won.
+        label: Name of the metric.
+    """
+    table.at_end(of)  # raises where there is no such reward
+    payoff = torch.where(_turns(table, where), table.scored[of], torch.nan)
+    payoff = payoff.nansum(-1)[~payoff.isnan().all(-1)] - draw
+    won = (payoff > EQUAL).double() + 0.5 * (payoff.abs() <= EQUAL).double()
+    return {label: float(won.mean())}
+
+
+@metric
+def turns(
+    table: RewardTable, *, where: Mapping[str, str] | None = None, label: str = "turns"
+) -> dict[str, float]:
+    """Mean number of turns of a conversation, and their share of all steps (`turns/share`).
+
+    Args:
+        where: Words by tag of the turns that count, such as `{role: spy}`; empty: all turns.
+        label: Name of the metric.
+    """
+    counted = _turns(table, where)
+    before = torch.cat([torch.zeros_like(table.ends[:, :1]), table.ends[:, :-1]], 1)
+    steps = torch.where(table.present, table.ends - before, 0)
+    share = _share(float(steps[counted].sum()), float(steps.sum()))
+    return {label: float(counted.sum(-1).double().mean()), f"{label}/share": share}
+
+
+def _turns(table: RewardTable, where: Mapping[str, str] | None) -> torch.Tensor:
+    """Mark the outcomes (N, K) that have all tags of `where`."""
+    counted = table.present.clone()
+    for tag, word in (where or {}).items():
+        if tag not in table.ids:
+            raise ValueError(f"no outcome has the tag '{tag}'; there are {', '.join(sorted(table.ids))}")
+        counted &= table.ids[tag] == name_id(word)
+    return counted

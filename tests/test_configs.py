@@ -322,6 +322,7 @@ def toy_rewards(variant: dict[str, Any]) -> list[dict[str, Any]]:
             **({"name": f"{__name__}:mostly_right"} if short_name(reward) in whole else {}),
             "label": reward.get("label", short_name(reward)),
             "weight": reward.get("weight", 1.0),
+            **{name: reward[name] for name in ("at",) if name in reward},
         }
         for i, reward in enumerate(given)
     ]
@@ -380,7 +381,10 @@ def on_a_toy(variant: dict[str, Any], output: Path, **changes: Any) -> Config:
             "answers": variant["rollout"].get("num_generations", 1),
         }
     sampler = str(variant.get("sampler", ""))
-    reads = [find("advantage", as_piece(item, "").name).needs.notes for item in variant["advantage"]]
+    needs = [find("advantage", as_piece(item, "").name).needs for item in variant["advantage"]]
+    reads = [need.notes for need in needs]
+    if any(need.turns for need in needs) and "engine" not in variant.get("rollout", {}):
+        toy = merge(toy, {"rollout": {"engine": ["tests.support.toys:ToyTurns"]}})
     if "hint_column" in sampler:
         toy["data"] = "tests.support.toys:hinted_prompts"
     elif "with_wordings" in sampler:

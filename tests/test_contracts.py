@@ -31,6 +31,15 @@ from tests.support.toys import ToyText, prompts
 # The options without a default. A piece that is missing here fails with its name.
 OPTIONS = {
     ("advantage", "pick"): {"of": "right"},
+    ("advantage", "gated_bonus"): {"of": "right", "format": "right", "share": "right"},
+    ("advantage", "for_turns"): {"advantage": ["group_center"], "where": {"stage": "clue"}},
+    ("advantage", "per_episode"): {"advantage": ["group_center"]},
+    ("advantage", "action_credit"): {"of": "right"},
+    ("advantage", "information_gain"): {"of": "right"},
+    ("advantage", "alternate"): {"of": "right", "patience": 1},
+    ("advantage", "delegated_reward"): {"of": "right", "main": "a"},
+    ("advantage", "partial_credit"): {"of": "right", "found": "right"},
+    ("advantage", "tool_productivity"): {"of": "right", "calls": "right", "threshold": 0.1},
     ("advantage", "for_some"): {"advantage": ["group_normalize"], "of": ["right"]},
     ("advantage", "tempsamp_shaping"): {"of": "right"},
     ("advantage", "tempsamp_downscale"): {"of": "right"},
@@ -157,6 +166,9 @@ def row(place: int, turn: int, generator: torch.Generator, equal: bool) -> Traje
             del recorded["right"]  # does not apply
         text = " ".join(map(str, tokens[:end].tolist()))
         tags = {"finish": "length" if length == 4 else "stop", "turn": str(end)}
+        tags |= {"state": str(end % 2), "action": str(place % 2), "role": "ab"[end % 2]}
+        tags |= {"stage": ("clue", "decide")[turn % 2], "part": ("act", "plan")[end % 2]}
+        tags |= {"node": f"{turn}.{end}", "parent": f"{turn - 1}.1"}
         recorded = {"right": 1.0, "short": 1.0} if equal else recorded
         outcomes.append(Outcome(text=text, end=end, tags=tags, recorded=recorded))
     demo = place == 0 and turn == SIZES[0] - 1
@@ -173,7 +185,7 @@ def collected(sizes: tuple[int, ...] = SIZES, equal: bool = False) -> Rollouts:
 def table_of(rollouts: Rollouts, rank: int = 0) -> RewardTable:
     make = Pieces(Stream()).make
     rewards = [
-        make("reward", Piece("precomputed", {"key": key, "label": key, "weight": weight}))
+        make("reward", Piece("precomputed", {"key": key, "label": key, "weight": weight, "at": "every"}))
         for key, weight in (("right", 1.0), ("short", 0.5))
     ]
     table = score(rewards, rollouts, notes=frozenset({"logp", "entropy", "token", "node"}), rank=rank)
@@ -185,6 +197,7 @@ def table_of(rollouts: Rollouts, rank: int = 0) -> RewardTable:
         "ref/logp": logp - place,
         "prm/logp": logp + place,
         "critic/value": logp - 2 * place,
+        "planner/value": logp + place,
         "old/logp": logp,
         "old/logp_hot": logp + 0.1,
         "old/logp_cold": logp - 0.1,

@@ -13,6 +13,21 @@ BETA = {"beta": 0.1}  # TRL's, of all comparisons
 KL = {"coef": 0.001}  # verl's
 DEFAULTS = {
     "advantage": {
+        "action_credit": {"coef": 0.5},  # our reading of HRPO
+        "alignment": {"beta": 2.0, "gamma": 0.96},  # AdAlign
+        "alternate": {  # Vision-Zero
+            **{"rho": 0.95, "high": 0.9, "few": 0.1, "low": 0.4, "many": 0.5},
+            **{"min_stay": 5, "patience": 20},
+        },
+        "delegated_reward": {"failed": 0.1, "below": 0.1, "above": 1.0},  # M-GRPO
+        "gated_bonus": {"format_weight": 0.2, "bonus_weight": 0.4},  # HiPRAG
+        "gigpo": {"gamma": 0.95, "omega": 1.0, "eps": 1e-6},
+        "hae": {"gamma": 0.99, "lam": 0.95, "lam_segment": 0.95},  # HiPER
+        "history_groups": {"depth": 2, "gamma": 0.95, "alpha": 1.0, "weight_offset": 1},  # HGPO
+        "partial_credit": {"alpha": 0.3, "threshold": 0.5},  # E-GRPO
+        "role_baseline": {"decay": 0.95},  # Vision-Zero
+        "sibling_shape": {"gamma": 0.5, "lam": 0.5},  # MARS2
+        "tool_productivity": {"threshold": 0.5, "smoothing": 1.0},  # our reading of OTC-PO
         "tempsamp_anchor": {"lambda_off": 1.2},  # TempSamp-R1, as `tempsamp_downscale` and `tempsamp_shaping`
         "batch_normalize": {"eps": 1e-4},  # TRL's, as those of the others
         "barrier": {"t": 20.0, "floor": 0.001, "decay": 0.9},  # C-MORL; the decay is ours
@@ -212,6 +227,7 @@ def test_switches_are_off_but_where_a_method_has_them_on():
         "group_median.drop_pivot",
         "capped_bonus.only_positive",
         "conflict_tokens.per_conflict",
+        "shared_steps.history",
         "uniform.shuffle",
         "vade.thompson",
     }

@@ -40,3 +40,16 @@ def clusters(table: RewardTable, of: str, index: Tensor) -> Tensor:
     alone = torch.where(number.isnan(), torch.arange(1, number.numel() + 1).view(number.shape), 0)
     bits = number.nan_to_num().view(torch.int64)  # equal where the numbers are, which no rounding changes
     return group_index([column.flatten() for column in (index, bits, alone)]).view(index.shape)
+
+
+def tagged_as(table: RewardTable, tag: str) -> Tensor:
+    """Return the hashed words of a tag: (N, K), 0 where there is none.
+
+    Raises `ValueError` where no outcome has the tag.
+    """
+    if tag not in table.ids:
+        raise ValueError(
+            f"no outcome has the tag '{tag}', which the engine has to set; there are "
+            f"{', '.join(sorted(table.ids))}"
+        )
+    return table.ids[tag]

@@ -64,23 +64,35 @@ def per_step(table: RewardTable) -> RewardTable:
     return table.take(places, table.values.gather(2, places[:, None].expand(-1, len(table.names), -1)), ends)
 
 
-@advantage
-def returns(table: RewardTable, *, gamma: Probability = 1.0) -> RewardTable:
+@advantage(turns=True)
+def returns(table: RewardTable, *, gamma: Probability = 1.0, by: tuple[str, ...] = ()) -> RewardTable:
     """Replace rewards by returns: the discounted sum from every outcome to the end of its row.
 
     A row to which no reward applies has no return.
+
+    Args:
+        gamma: Discount of the next outcome.
+        by: Tags that later outcomes must share, such as `role`: every player has returns of its own.
     """
     rewards = torch.where(table.valid, table.values, 0.0)
-    carried = torch.zeros_like(rewards[..., 0])  # (N, R)
+    nothing = torch.zeros_like(rewards[..., 0]) if rewards.shape[2] else rewards.sum(-1)  # after the last
+    alike = table.index(("row", *by)) if by else table.ids["row"]
     summed = []
     for place in reversed(range(rewards.shape[2])):
-        carried = rewards[..., place] + gamma * carried  # G_k = r_k + gamma G_(k+1)
-        summed.append(carried)
+        carried = nothing
+        if by and summed:
+            later = torch.stack(summed[::-1], -1)  # returns of all places after this one
+            same = (alike[:, place + 1 :] == alike[:, place, None]) & table.present[:, place + 1 :]
+            following = same.long().argmax(-1)[:, None, None].expand(-1, len(table.names), 1)
+            carried = torch.where(same.any(-1, keepdim=True), later.gather(2, following)[..., 0], 0.0)
+        elif summed:
+            carried = summed[-1]
+        summed.append(rewards[..., place] + gamma * carried)  # G_k = r_k + gamma G_(k+1)
     values = torch.stack(summed[::-1], -1) if summed else rewards
     return table.replace(values=values, valid=table.present[:, None] & table.valid.any(-1, keepdim=True))
 
 
-@advantage
+@advantage(turns=True)
 def increments(table: RewardTable, *, of: tuple[str, ...] = ()) -> RewardTable:
     """Turn the rewards of K prefixes into K - 1 credits: the change from each outcome to the next.
 

@@ -45,7 +45,7 @@ def _discounted(errors: Tensor, discount: float) -> Tensor:
     return torch.stack(summed[::-1], -1) if summed else errors
 
 
-@advantage(of_others={"value"})
+@advantage(turns=True, of_others={"value"})
 def gae(
     table: RewardTable,
     *,
@@ -71,7 +71,7 @@ def gae(
     return steps.put(_discounted(errors, gamma * lam))
 
 
-@advantage(of_others={"value"})
+@advantage(turns=True, of_others={"value"})
 def lambda_returns(
     table: RewardTable,
     *,

@@ -39,6 +39,7 @@ CALLED_WITH = {
         "retries": NonNegativeInt,
         "on_absent": Literal["raise", "warn"],
         "where": Mapping[str, Any],  # columns of the prompts that it is asked about, with their values
+        "at": str,  # turns that it is asked about: `last` (the usual), `every`, `tag` or `tag=word`
     },
     "compare": {"weight": float},
 }

@@ -49,12 +49,14 @@ class Needs:
     extra: frozenset[str] = frozenset()  # further outputs of the policy that learns
     others: Mapping[str, frozenset[str]] = field(default_factory=dict)  # outputs of other policies, by name
     notes: frozenset[str] = frozenset()  # values per step that the engine records
+    turns: bool = False  # the turns of a conversation, which others see as one answer
 
     def __or__(self, other: Needs) -> Needs:
         # Sorted, because every process has to ask for sharded weights in the same order.
         names = sorted({*self.others, *other.others})
         others = {name: self.others.get(name, NOTHING) | other.others.get(name, NOTHING) for name in names}
-        return Needs(max(self.unit, other.unit), self.extra | other.extra, others, self.notes | other.notes)
+        extra, notes = self.extra | other.extra, self.notes | other.notes
+        return Needs(max(self.unit, other.unit), extra, others, notes, self.turns or other.turns)
 
 
 @dataclass(frozen=True)
@@ -142,10 +144,12 @@ def kind(
         others: Set[str] = NOTHING,
         of_others: Set[str] = NOTHING,
         notes: Set[str] = NOTHING,
+        turns: bool = False,
         packages: Mapping[str, str] = MappingProxyType({}),
         on: str = "",
     ) -> Callable:
-        needs = Needs(unit, frozenset(extra), {n: frozenset(of_others) for n in others}, frozenset(notes))
+        of = {name: frozenset(of_others) for name in others}
+        needs = Needs(unit, frozenset(extra), of, frozenset(notes), turns)
         if on not in stages:
             known = ", ".join(filter(None, stages)) or "none"
             raise ValueError(f"a {name} declares `on`, one of {known}, not '{on}'")

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mmrl.core.episodes import ORDER, TURN, turn_number
 from mmrl.core.reward_table import ABSENT, NAN, RewardTable, name_id
 from mmrl.core.step_table import Batch, StepOutput
 from mmrl.core.types import Unit
@@ -88,6 +89,9 @@ def reward_table(
         ids[name] = padded_ids(
             [row * k if len(row) == 1 else row for row, k in zip(numbers, counts, strict=True)]
         )
+        if name == TURN:
+            turns = padded_ids([[turn_number({TURN: word}) for word in _listed(row)] for row in words])
+            ids[ORDER] = turns.expand(shape)
     return RewardTable(
         values=values.nan_to_num(),
         valid=~values.isnan(),

@@ -176,12 +176,18 @@ class RewardTable:
         return self.replace(notes={**self.notes, name: values})
 
     def at_end(self, name: str) -> Tensor:
-        """Return a reward as measured for each row's answer: (N,), NaN where it does not apply."""
+        """Return a reward as measured for each row's answer: (N,), NaN where it does not apply.
+
+        Of a conversation it is the sum over its turns.
+        """
         if name not in self.scored:
             raise ValueError(
                 f"no reward is called '{name}'; there are {', '.join(sorted(self.scored)) or 'none'}"
             )
-        return self.scored[name].gather(1, self.last.clamp(min=0)[:, None])[:, 0]
+        measured = self.scored[name]
+        if "turn" in self.ids and measured.shape[1] > 1:
+            return torch.where(measured.isnan().all(1), torch.nan, measured.nansum(1))
+        return measured.gather(1, self.last.clamp(min=0)[:, None])[:, 0]
 
     @property
     def absent(self) -> dict[str, str]:

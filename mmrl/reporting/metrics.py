@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mmrl.core.episodes import join_episodes
 from mmrl.core.protocols import Tracker
 from mmrl.core.reward_table import EQUAL, Measured, RewardTable, name_id
 from mmrl.core.tensor import group_count, group_index, group_mean, group_range, group_std, group_sum
@@ -25,8 +26,8 @@ VISUALIZATIONS = "visualizations.html"  # HTML fragments of the visualizations o
 
 
 def describe_rewards(table: RewardTable) -> dict[str, float]:
-    """Compute the reward metrics of a collection, over the rows that the policy itself sampled."""
-    table = on_policy_rows(table)
+    """Compute the reward metrics of a collection, over the episodes that the policy itself sampled."""
+    table = on_policy_rows(join_episodes(table))
     index = group_index([table.group])  # (N,) number of each row's group
     # A group with a failed reward is valid nowhere: the sum of its other rewards means nothing.
     reward = torch.where(table.valid.any(1).any(-1), table.reward(), torch.nan)
@@ -79,6 +80,7 @@ def describe_shares(table: RewardTable, credit: RewardTable) -> dict[str, float]
         A share for every weighted reward; empty where no group varies.
     """
     table = table.select(torch.isin(table.ids["row"][:, 0], credit.ids["row"][:, 0]))
+    table, credit = join_episodes(table), join_episodes(credit)
     learned = credit.learn & credit.valid.any(1)
     if not table.names or not len(table) or not credit.values.shape[1] or len(table) != len(credit):
         return {}
@@ -106,7 +108,7 @@ def describe_shares(table: RewardTable, credit: RewardTable) -> dict[str, float]
 
 def describe_speed(table: RewardTable, seconds: float) -> dict[str, float]:
     """Compute rollouts, and steps of rollouts, per second of a whole training step."""
-    table = on_policy_rows(table)
+    table = on_policy_rows(join_episodes(table))
     counts = {"rollouts": float(len(table)), "steps": float(table.length.sum())}
     return {f"time/{name}_per_second": count / seconds for name, count in counts.items() if seconds > 0}
 
@@ -114,9 +116,9 @@ def describe_speed(table: RewardTable, seconds: float) -> dict[str, float]:
 def describe_lengths(table: RewardTable) -> dict[str, float]:
     """Compute the length metrics of a collection: tokens of texts, steps of images and videos.
 
-    A text is clipped when its tag `finish` is `length`.
+    A text is clipped when its tag `finish` is `length`. The rows of an episode count as one text.
     """
-    table = on_policy_rows(table)
+    table = on_policy_rows(join_episodes(table))
     texts = _at_last(table, table.ids.get("text", torch.ones_like(table.ends))) == 1
     metrics: dict[str, float] = {}
     if not texts.all():

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from mmrl.config.binding import Bound
+from mmrl.core.episodes import of_episodes
 from mmrl.core.protocols import Replay
 from mmrl.core.reward_table import Collection, RewardTable
 from mmrl.core.types import Rollouts
@@ -49,7 +50,9 @@ def collect(run: Run) -> Collection:
         for observer in run.observers:
             observer.observe(fresh, scored)
         rollouts, table = rollouts + fresh, table.join(scored)
-        keep = method.group_filter(table) & table.learn.any(-1)  # groups with a faulty reward are asked anew
+        keep = of_episodes(method.group_filter, table) & table.learn.any(
+            -1
+        )  # groups with a faulty reward are asked anew
     run.stream.round = 0
     if not stand_in:
         raise ValueError(f"the sampler named no prompt at step {run.stream.step}, so there is nothing to do")

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from mmrl.config.binding import Bound
+from mmrl.core.episodes import join_episodes
 from mmrl.core.protocols import Engine, Preparing
 from mmrl.core.reward_table import Measured, RewardTable
 from mmrl.core.rng import Stream
@@ -68,13 +69,14 @@ class Evaluator:
             rollouts += fresh
             table = table.join(self.processes.gather(local, order))
         seconds = time.perf_counter() - began
-        metrics = {name: value for metric in self.metrics for name, value in metric(table).items()}
+        whole = join_episodes(table)
+        metrics = {name: value for metric in self.metrics for name, value in metric(whole).items()}
         metrics |= describe_lengths(table)
         metrics |= log.take(self.processes, metrics)
         metrics["seconds_per_prompt"] = seconds / len(self.data)  # of all answers to a prompt together
         if torch.cuda.is_available():
             metrics["peak_memory_bytes"] = float(torch.cuda.max_memory_allocated())
-        samples = self.resample(table) if intervals else {}
+        samples = self.resample(whole) if intervals else {}
         ranges = {name: self.interval(values) for name, values in samples.items()}
         return Measured(metrics, ranges, rollouts, table)
 

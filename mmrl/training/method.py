@@ -12,6 +12,7 @@ from torch import Tensor
 from mmrl.config.binding import Bound
 from mmrl.config.registry import Needs
 from mmrl.config.schema import ConfigError
+from mmrl.core.episodes import has_turns, join_episodes, merge_turns, part_episodes
 from mmrl.core.protocols import Engine, Policy, Sampler
 from mmrl.core.reward_table import RewardTable
 from mmrl.references import Reference
@@ -54,9 +55,15 @@ class ChainError(ValueError):
 def through_chain(chain: Sequence[Bound], table: RewardTable, step: int) -> RewardTable:
     """Apply the pieces of a chain to a reward table, in order.
 
+    Rows of one episode are laid out as one row meanwhile. Where no piece reads turns, a conversation is one
+    answer.
+
     Raises `ChainError` with the name of the first piece that fails, returns something else than a table of
     the same rows, or makes a valid value NaN or infinite. `step` is only for the message.
     """
+    rows, table = table, join_episodes(table)
+    if has_turns(table) and not any(piece.needs.turns for piece in chain):
+        table, _ = merge_turns(table)
     for i, piece in enumerate(chain):
         name = f"advantage[{i}]: '{piece.entry.full_name}'"
         try:
@@ -81,7 +88,7 @@ def through_chain(chain: Sequence[Bound], table: RewardTable, step: int) -> Rewa
                 "by, or mark the value as not valid"
             )
         table = result
-    return table
+    return part_episodes(table, rows)
 
 
 def per_step_only(name: str, value: Tensor) -> None:

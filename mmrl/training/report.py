@@ -11,6 +11,7 @@ from typing import Any
 
 from mmrl.config.binding import Bound
 from mmrl.config.schema import Config, as_plain
+from mmrl.core.episodes import join_episodes
 from mmrl.core.reward_table import Collection, Measured, RewardTable
 from mmrl.core.rng import Stream
 from mmrl.diagnostics.context import lossy_pieces
@@ -119,7 +120,7 @@ class Reporter:
         if len(table) < len(seen):
             metrics["frac_groups_kept"] = len(set(table.group.tolist())) / len(set(seen.group.tolist()))
         for metric in self.pieces.metrics:
-            metrics |= metric(seen)
+            metrics |= metric(join_episodes(seen))
         return metrics
 
     def durations(self, collection: Collection) -> dict[str, float]:

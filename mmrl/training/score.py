@@ -17,6 +17,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from mmrl.config.binding import Bound
 from mmrl.config.reward_adapters import SCORING, NotNumbers, Scoring, handed, one_each, shown, to_float
+from mmrl.core.episodes import EPISODE, ORDER, TURN, turn_number
 from mmrl.core.reward_table import ABSENT, RewardTable, name_id
 from mmrl.core.types import Outcome, Prompt, Rollouts, TrainerState
 from mmrl.runtime.distributed import Processes
@@ -90,7 +91,8 @@ def score(
     outcomes = [outcome for row in rollouts for outcome in row.outcomes]
     before = _versions(outcomes)
     log = log or RewardLog()
-    results = _concurrently(rewards, prompts, outcomes, Scoring(_tokens(rollouts), log.state))
+    scoring = Scoring(_tokens(rollouts), log.state)
+    results = _concurrently(rewards, prompts, outcomes, final_turns(rollouts), scoring)
     log.columns = {}
     for result in results:
         log.add(result.logged)
@@ -153,7 +155,11 @@ def _tokens(rollouts: Rollouts) -> list[list[int] | None]:
 
 
 def _concurrently(
-    rewards: Sequence[Bound], prompts: list[Prompt], outcomes: list[Outcome], scoring: Scoring
+    rewards: Sequence[Bound],
+    prompts: list[Prompt],
+    outcomes: list[Outcome],
+    final: list[bool],
+    scoring: Scoring,
 ) -> list[_Result]:
     """Call every reward in a thread of its own, so that one that hangs delays no other."""
     limits = [bound.call.get("timeout", TIMEOUT) for bound in rewards]
@@ -162,7 +168,11 @@ def _concurrently(
 
     def work(place: int) -> None:
         deadline = began + limits[place]
-        result = _where_it_applies(rewards[place], prompts, outcomes, deadline, scoring)
+        asked = [
+            _applies(rewards[place], prompt, outcome, last)
+            for prompt, outcome, last in zip(prompts, outcomes, final, strict=True)
+        ]
+        result = _where_it_applies(rewards[place], prompts, outcomes, asked, deadline, scoring)
         if time.monotonic() < deadline:
             results[place] = result
 
@@ -176,18 +186,22 @@ def _concurrently(
 
 
 def _where_it_applies(
-    bound: Bound, prompts: list[Prompt], outcomes: list[Outcome], deadline: float, scoring: Scoring
+    bound: Bound,
+    prompts: list[Prompt],
+    outcomes: list[Outcome],
+    asked: list[bool],
+    deadline: float,
+    scoring: Scoring,
 ) -> _Result:
-    """Call a reward for the outcomes of the prompts that its `where` names; the others get None."""
-    where = bound.call.get("where")
-    if not where:
+    """Call a reward for some of the outcomes; the others get None."""
+    if all(asked):
         return _with_retries(bound, prompts, outcomes, deadline, scoring)
-    rows = [i for i, prompt in enumerate(prompts) if _matches(prompt, where)]
+    rows = [i for i, it_is in enumerate(asked) if it_is]
     if not rows:
         return _Result([None] * len(outcomes), Scoring(scoring.tokens))
     part = replace(scoring, tokens=[scoring.tokens[i] for i in rows])
-    asked, made = [prompts[i] for i in rows], [outcomes[i] for i in rows]
-    result = _with_retries(bound, asked, made, deadline, part)
+    given, made = [prompts[i] for i in rows], [outcomes[i] for i in rows]
+    result = _with_retries(bound, given, made, deadline, part)
 
     def spread(values: Sequence[Any]) -> list[Any]:
         by_row = dict(zip(rows, values, strict=True))
@@ -196,6 +210,33 @@ def _where_it_applies(
     columns = {name: spread(values) for name, values in result.logged.columns.items()}
     values = result.values if result.failure else spread(result.values)
     return replace(result, values=values, logged=replace(result.logged, columns=columns))
+
+
+def final_turns(rollouts: Rollouts) -> list[bool]:
+    """Tell which outcomes end their conversation; one without the tag `turn` is no part of one."""
+    last: dict[tuple[str, str], int] = {}  # number of the last turn of every episode
+    for row in rollouts:
+        tags = row.outcomes[-1].tags
+        if EPISODE in tags:
+            key = (row.group, tags[EPISODE])
+            last[key] = max(last.get(key, 0), turn_number(tags))
+    final = []
+    for row in rollouts:
+        tags = row.outcomes[-1].tags
+        ends = EPISODE not in tags or turn_number(tags) == last[row.group, tags[EPISODE]]
+        final += [TURN not in outcome.tags for outcome in row.outcomes[:-1]] + [ends]
+    return final
+
+
+def _applies(bound: Bound, prompt: Prompt, outcome: Outcome, final: bool) -> bool:
+    """Whether a reward is asked about an outcome, by its settings `where` and `at`."""
+    where, at = bound.call.get("where"), bound.call.get("at", "last")
+    if where and not _matches(prompt, where):
+        return False
+    if at == "last":
+        return final
+    tag, equals, word = at.partition("=")
+    return at == "every" or (outcome.tags.get(tag) == word if equals else bool(outcome.tags.get(tag)))
 
 
 def _matches(prompt: Prompt, where: Mapping[str, Any]) -> bool:
@@ -293,6 +334,8 @@ def _lay_out(
         tag: _padded([[name_id(tags.get(tag, "")) for tags in row] for row in tagged])
         for tag in sorted({tag for row in tagged for tags in row for tag in tags})
     }
+    if TURN in tags:
+        tags[ORDER] = _padded([[turn_number(of_turn) for of_turn in row] for row in tagged])
     return RewardTable(
         values=values.nan_to_num(),
         valid=~values.isnan() & present[:, None],

@@ -7,8 +7,10 @@ import inspect
 import pytest
 import torch
 
+from mmrl.advantages.normalize import group_center
 from mmrl.advantages.shape import total
 from mmrl.config.registry import pieces
+from mmrl.core.reward_table import name_id
 from mmrl.core.rng import Stream
 from tests.support.tables import reward_table
 
@@ -18,6 +20,7 @@ ADVANTAGES = pieces("advantage")
 # Options of pieces that need one: the only reward and label there is is called "reward".
 GIVEN = {
     "of": "reward", "right": "reward", "short": "reward", "confidence": "reward", "keep": 1,
+    "found": "reward", "calls": "reward", "format": "reward", "share": "reward",
     "stream": Stream(3), "thresholds": {"reward": 0.0},
 }  # fmt: skip
 EMPTY = inspect.Parameter.empty
@@ -26,12 +29,14 @@ EMPTY = inspect.Parameter.empty
 def apply(entry, table):
     # "value" is the default of `value_anchor`: a label that another piece records.
     needed = [name for name, parameter in entry.options.items() if parameter.default in (EMPTY, "value")]
-    options = {name: GIVEN[name] for name in needed if name not in ("advantage", "outcome")}
+    options = {name: GIVEN[name] for name in needed if name not in ("advantage", "outcome", "where")}
     if "advantage" in entry.options:  # a chain inside
-        options = {"of": ("reward",), "advantage": (total,)}
+        options = {"advantage": (total,), **({"of": ("reward",)} if "of" in entry.options else {})}
     if "outcome" in entry.options:  # whose bonus must stay under the gaps of the outcomes
         options = {"of": "near", "outcome": "reward", "alpha": 1e-3}
         table = table.replace(scored={**table.scored, "near": torch.sigmoid(table.scored["reward"])})
+    if "where" in needed:
+        options |= {"where": {"stage": "stage"}, "advantage": (group_center,)}
     if inspect.isclass(entry.target):
         return entry.target(**options)(table)
     return entry.target(table, **options)
@@ -48,7 +53,10 @@ def table_of(rewards, **columns):
     noted |= {f"old/{name}": 1 for name in ("hidden_sq_norm", "sum_p2", "sum_p3", "effective_rank")}
     for name, factor in noted.items():
         table = table.note(name, factor * numbers)
-    return table.note("think", numbers % 2)
+    table = table.note("planner/value", 0.2 * numbers).note("think", numbers % 2)
+    tags = ("state", "action", "role", "stage", "part", "node", "parent")
+    ids = {name: torch.where(table.present, name_id(name), 0) for name in tags}
+    return table.replace(ids={**table.ids, **ids})
 
 
 @pytest.mark.parametrize("entry", ADVANTAGES, ids=lambda entry: entry.full_name)

@@ -70,7 +70,7 @@ def test_select_keeps_rows_with_all_that_belongs_to_them():
     table = reward_table(
         [[1, 2], [3], [4, 5]],
         group="aba",
-        tags={"turn": ["x", "y", "z"]},
+        tags={"kind": ["x", "y", "z"]},
         notes={"logp": [[1, 1], [2], [3, 3]]},
     )
     for rows in (torch.tensor([2, 0]), torch.tensor([True, False, True])):

@@ -371,6 +371,72 @@ class ToyNoting(ToyGenerate):
         )
 
 
+class ToyTurns(ToyNoting):
+    """Sample tokens, and take every token for a turn of a conversation between two roles."""
+
+    def rollout(self, prompts: Sequence[Prompt]) -> tuple[Trajectory, ...]:
+        return tuple(self._talk(row, number) for number, row in enumerate(super().rollout(prompts)))
+
+    def _talk(self, row: Trajectory, number: int) -> Trajectory:
+        words = [str(token) for token in row.steps[1].tolist()]
+        return replace(row, outcomes=tuple(self._turn(words, k, number) for k in range(len(words))))
+
+    def _turn(self, words: Sequence[str], k: int, number: int) -> Outcome:
+        tags = {
+            "turn": str(k),
+            "state": words[k - 1] if k else "start",
+            "action": words[k],
+            "role": ("main", "sub")[k % 2],
+            "stage": ("clue", "decide")[k % 2],
+            "part": ("plan", "act")[k % 2],
+            "game": str(number),
+            "node": f"{number}.{k}",
+            "parent": f"{number}.{k - 1}" if k else "",
+        }
+        return Outcome(text=words[k], end=k + 1, tags=tags)
+
+
+class ToyTurnText(ToyText):
+    """The look-up table for rows that begin at any turn: what it is asked is prompt * length + turn."""
+
+    def __call__(self, batch: Batch, extra: frozenset[str] = frozenset()) -> StepOutput:
+        steps, length = batch.steps, self.table.shape[1]
+        places = steps.prompt[:, None] % length + torch.arange(
+            steps.start, steps.start + steps.tokens.shape[1]
+        )
+        prompt = steps.prompt.div(length, rounding_mode="floor")[:, None]
+        logp = self.module()[prompt, places.clamp(max=length - 1)].log_softmax(-1)
+        chosen = logp.gather(2, steps.tokens[..., None])[..., 0] * batch.mask
+        return StepOutput(chosen, {"entropy": -(logp.exp() * logp).sum(-1)} if "entropy" in extra else {})
+
+
+class ToyTurnRows(ToyTurns):
+    """The same conversations, with one row each or with a row per turn."""
+
+    def __init__(self, policy: ToyText, *, rows: bool = False, stream: Stream) -> None:
+        super().__init__(policy, stream=stream)
+        self.rows = rows
+
+    def _place(self, row: Trajectory, turn: int) -> int:
+        return row.steps[0] * self.policy.table.shape[1] + turn
+
+    def rollout(self, prompts: Sequence[Prompt]) -> tuple[Trajectory, ...]:
+        whole = super().rollout(prompts)
+        if not self.rows:
+            return tuple(replace(row, steps=(self._place(row, 0), row.steps[1])) for row in whole)
+        return tuple(
+            replace(
+                row,
+                steps=(self._place(row, k), row.steps[1][k : k + 1]),
+                length=1,
+                notes={name: note[k : k + 1] for name, note in row.notes.items()},
+                outcomes=(replace(outcome, end=1, tags={**outcome.tags, "episode": str(number)}),),
+            )
+            for number, row in enumerate(whole)
+            for k, outcome in enumerate(row.outcomes)
+        )
+
+
 class ToyCritic(ToyText):
     """A look-up table of values: one per prompt and place."""
 

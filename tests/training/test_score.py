@@ -161,6 +161,56 @@ def test_labels_alone_can_be_measured():
     assert table.at_end("lengths").tolist() == [1, 2, 3, 4]
 
 
+def turned(tags, **others):
+    """Make a conversation of one row, or of a row per turn."""
+    outcomes = tuple(Outcome(text="a" * (k + 1), end=k + 1, tags=of_turn) for k, of_turn in enumerate(tags))
+    return Trajectory(prompts()[0], "game", outcomes, None, len(tags), {}, **others)
+
+
+TURNS = [{"turn": "0", "role": "spy"}, {"turn": "1", "role": "civilian"}, {"turn": "2", "role": "spy"}]
+
+
+@pytest.mark.parametrize(
+    "settings, wanted",
+    [
+        ({}, [None, None, 3]),
+        ({"at": "last"}, [None, None, 3]),
+        ({"at": "every"}, [1, 2, 3]),
+        ({"at": "role=spy"}, [1, None, 3]),
+        ({"at": "role"}, [1, 2, 3]),
+        ({"at": "stage"}, [None] * 3),
+    ],
+)
+def test_a_reward_stands_at_the_turns_that_it_looks_at(settings, wanted):
+    whole = score([bound(letters, **settings)], (turned(TURNS),))
+    assert numbers(whole.scored["letters"][0]) == wanted
+    rows = [turned([{**tags, "episode": "g"}]) for tags in reversed(TURNS)]
+    asked = [
+        replace(row, outcomes=(replace(row.outcomes[0], text="a" * (3 - i)),)) for i, row in enumerate(rows)
+    ]
+    parts = score([bound(letters, **settings)], tuple(asked))
+    assert numbers(parts.scored["letters"][:, 0].flip(0)) == wanted
+    assert parts.ids["turn_number"][:, 0].tolist() == [2, 1, 0]
+
+
+def numbers(column):
+    return [None if math.isnan(value) else value for value in column.tolist()]
+
+
+def letters(asked, outcomes):
+    return [len(outcome.text) for outcome in outcomes]
+
+
+def test_outcomes_that_are_no_turns_are_all_measured():
+    plain = turned([{}, {}, {}])
+    assert score([bound(letters)], (plain,)).scored["letters"].tolist() == [[1, 2, 3]]
+
+
+def test_a_turn_of_an_episode_without_a_number_is_an_error():
+    with pytest.raises(ValueError, match="episode 'g' has the turn 'first'"):
+        score([bound(letters)], (turned([{"turn": "first", "episode": "g"}]),))
+
+
 def test_tags_become_ids_and_notes_are_padded():
     def row(length, tag):
         outcome = Outcome(text="a", tags={"turn": tag} if tag else {})

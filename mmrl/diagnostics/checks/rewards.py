@@ -14,6 +14,7 @@ import torch
 from mmrl.config.binding import Bound
 from mmrl.config.registry import check
 from mmrl.config.reward_adapters import handed
+from mmrl.core.episodes import join_episodes
 from mmrl.core.reward_table import EQUAL
 from mmrl.core.tensor import group_index, group_range
 from mmrl.core.types import Outcome, Prompt
@@ -34,7 +35,7 @@ def rewards_apply(examined: Examined) -> Iterator[Finding]:
 @check(on="start")
 def zero_variance_groups(examined: Examined) -> Iterator[Finding]:
     """Check that rewards differ between the answers to a prompt: equal ones teach nothing."""
-    table = examined.table
+    table = join_episodes(examined.table)
     if not len(table) or examined.config.rollout.num_generations < 2:
         return
     index = group_index([table.group])
