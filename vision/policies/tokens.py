@@ -76,7 +76,7 @@ class StepModel(nn.Module):
         else:
             with onednn(core):  # not with checkpointing: the recomputation would run without it
                 hidden = read_cached(core, steps, share_prefix=self.share)
-        if self.blank and not any(prompt.media for prompt in steps.prompts):
+        if self.blank and not any(steps.media):
             # Every process must have a gradient for every parameter, those of the tower too.
             inputs = {name: value.to(hidden.device) for name, value in self.blank.items()}
             features = core.get_image_features(**inputs, return_dict=True)
@@ -243,7 +243,9 @@ class Tokens:
         mask = (torch.arange(int(length.max()))[None] < length[:, None]).float()
         distinct, which = distinct_prompts([row.prompt for row in rows])
         ids = cat_padded([row.ids[None] for row in rows])
-        steps = TokenSteps(distinct, which, ids, length, torch.tensor([row.temperature for row in rows]))
+        suffixes = tuple(row.suffix for row in rows)
+        temperature = torch.tensor([row.temperature for row in rows])
+        steps = TokenSteps(distinct, which, ids, length, temperature, suffixes if any(suffixes) else ())
         # NaN where a row has no such note, and after its end. `steps` has what `token` and `temperature` say.
         missing = torch.full((mask.shape[1],), torch.nan)
         notes = {
