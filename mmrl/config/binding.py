@@ -41,6 +41,11 @@ CALLED_WITH = {
         "where": Mapping[str, Any],  # columns of the prompts that it is asked about, with their values
     },
     "compare": {"weight": float},
+    "tool": {
+        "timeout": PositiveFloat,  # seconds
+        "on_error": Literal["tell", "skip", "raise"],
+        "retries": NonNegativeInt,
+    },
 }
 
 

@@ -10,6 +10,7 @@ from itertools import count
 from typing import ClassVar
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from mmrl.config.ranges import NonNegativeFloat, NonNegativeInt, PositiveInt, PositiveShare, ShareBelowOne
 from mmrl.config.registry import engine
@@ -64,7 +65,7 @@ class Generate:
 
     def rollout(self, prompts: Sequence[Prompt]) -> Rollouts:
         """Answer every entry, in order."""
-        return self.decode(prompts, lambda rows: self.reader([row.encoded for row in rows]))
+        return self.decode(prompts)
 
     def reader(self, prompts: Sequence[EncodedPrompt]) -> CachedReader:
         """Make a reader of one row per prompt, with the engine's model and cache."""
@@ -80,9 +81,11 @@ class Generate:
         finally:
             self.rollout_policy, self.cache = before
 
-    @torch.no_grad()
-    def decode(self, prompts: Sequence[Prompt], begin: BeginReading) -> Rollouts:
-        """Answer every entry, in order, with the logits of a reader that `begin` makes for every batch."""
+    def decode(self, prompts: Sequence[Prompt], begin: BeginReading | None = None) -> Rollouts:
+        """Answer every entry, in order, with the logits of a reader that `begin` makes for every batch.
+
+        Without `begin`, readers are those of the engine's model and cache.
+        """
         counters: dict[str, count[int]] = defaultdict(count)
         rows = []
         for prompt in prompts:
@@ -92,6 +95,12 @@ class Generate:
             uniform = torch.rand(self.max_completion_length, generator=generator)
             encoded = self.policy.prompt_encoder.encode(prompt)
             rows.append(GenerationRequest(prompt, index, encoded, uniform))
+        return self.answer(rows, begin)
+
+    @torch.no_grad()
+    def answer(self, rows: Sequence[GenerationRequest], begin: BeginReading | None = None) -> Rollouts:
+        """Answer requests, in order, each in at most as many tokens as it has random numbers."""
+        begin = begin or (lambda rows: self.reader([row.encoded for row in rows]))
         size = self.batch_size or len(rows) or 1
         model, compute = self.rollout_policy.model, self.rollout_policy.compute
         autocast = torch.autocast(model.get_input_embeddings().weight.device.type, compute, compute in LOW)
@@ -102,27 +111,29 @@ class Generate:
                 finished += self._answer(rows[at : at + size], begin)
         return tuple(finished)
 
-    def _answer(self, rows: list[GenerationRequest], begin: BeginReading) -> list[Trajectory]:
+    def _answer(self, rows: Sequence[GenerationRequest], begin: BeginReading) -> list[Trajectory]:
         """Sample one batch, a token of every row at a time, until all rows have ended."""
         device, encoder = self.policy.core.get_input_embeddings().weight.device, self.policy.prompt_encoder
         options = {"temperature": self.temperature, "top_p": self.top_p}
         options |= {"top_k": self.top_k, "min_p": self.min_p}
-        uniform = torch.stack([row.uniform for row in rows]).to(device)
+        uniform = pad_sequence([row.uniform for row in rows], batch_first=True).to(device)
+        limit = torch.tensor([len(row.uniform) for row in rows], device=device)
         ends = torch.tensor(encoder.end, device=device)
-        ids = torch.zeros(len(rows), self.max_completion_length, dtype=torch.int64, device=device)
+        ids = torch.zeros(uniform.shape, dtype=torch.int64, device=device)
         logp, entropy = (torch.zeros(ids.shape, device=device) for _ in range(2))
-        length = torch.full((len(rows),), self.max_completion_length, device=device)  # of rows that never end
-        ended = torch.zeros(len(rows), dtype=torch.bool, device=device)
+        length = limit.clone()  # of rows that never end
+        ended, stopped = (torch.zeros(len(rows), dtype=torch.bool, device=device) for _ in range(2))
         reader, token = begin(rows), None
         batch = torch.arange(len(rows), device=device)  # the rows that the reader still has
-        for t in range(self.max_completion_length):
+        for t in range(uniform.shape[1]):
             token, *values = draw_tokens(reader.read(token), uniform[batch, t], **options)
             # Rows that ended stay until `keep` pays off: it copies the cache.
             alive = ~ended[batch]
             now = batch[alive]
             ids[now, t], logp[now, t], entropy[now, t] = token[alive], *(v[alive].float() for v in values)
             done = now[torch.isin(token[alive], ends)]
-            length[done], ended[done] = t + 1, True  # the end token is part of the answer
+            length[done], stopped[done] = t + 1, True  # the end token is part of the answer
+            ended = stopped | (limit <= t + 1)
             finished = ended[batch]
             if finished.all():
                 break
@@ -132,10 +143,10 @@ class Generate:
                 batch, token = batch[kept], token[kept]
         columns = {"logp": logp.cpu(), "entropy": entropy.cpu(), "token": ids.cpu()}
         answers = []
-        for i, (row, n, stopped) in enumerate(zip(rows, length.tolist(), ended.tolist(), strict=True)):
+        for i, (row, n, stop) in enumerate(zip(rows, length.tolist(), stopped.tolist(), strict=True)):
             notes = {name: column[i, :n] for name, column in columns.items()}
             text = encoder.text(notes["token"])
-            outcome = Outcome(text=text, end=n, tags={"finish": "stop" if stopped else "length"})
+            outcome = Outcome(text=text, end=n, tags={"finish": "stop" if stop else "length"})
             # Greedy answers are trained on at temperature 1, at which their `logp` was noted.
             temperature = self.temperature or 1.0
             notes["temperature"] = torch.full((n,), temperature)

@@ -77,19 +77,19 @@ class PromptEncoder:
         key = (prompt.uid, prompt.messages, json.dumps(tools))
         return self._encoded.get(key, lambda: self._encode(prompt, tools))
 
-    def extend(self, encoded: EncodedPrompt, ids: Tensor, reply: Message) -> EncodedPrompt:
-        """Append an answer (T,) and the reply to it, and begin the next answer in the template's own words.
+    def extend(self, encoded: EncodedPrompt, ids: Tensor, *replies: Message) -> EncodedPrompt:
+        """Append an answer (T,) and replies to it, and begin the next answer in the template's own words.
 
         Raises ValueError where the reply's text holds a special token, or media do not fit their tokens.
         """
-        prompt, marker = Prompt(encoded.uid, (reply,)), "\x02"
+        prompt, marker = Prompt(encoded.uid, replies), "\x02"
         for token in sorted(self._special_tokens()):
             if (word := self.tokenizer.decode(token)) in prompt.text:
                 raise ValueError(f"the reply to prompt '{encoded.uid}' holds the special token {word!r}")
         messages = [
             {"role": "user", "content": [{"type": "text", "text": "x"}]},
             {"role": "assistant", "content": [{"type": "text", "text": marker}]},
-            template_message(reply),
+            *map(template_message, replies),
         ]
         after = self._render(messages).rpartition(marker)[2]
         # The text goes on after the answer, so that the tokenizer must not begin a sequence.
@@ -121,12 +121,21 @@ class PromptEncoder:
         """Decode the tokens of an answer."""
         return self.tokenizer.decode(ids, skip_special_tokens=True)
 
+    def knows_tools(self, tools: Tools) -> bool:
+        """Return whether the chat template tells the model about tools."""
+        messages = [{"role": "user", "content": [{"type": "text", "text": "x"}]}]
+        return self._render(messages, tools) != self._render(messages)
+
     def render(self, prompt: Prompt) -> str:
         """Decode a prompt as the model reads it; placeholders of media become `<image: 64 tokens>`."""
+        return self.transcript(self.encode(prompt).ids)
+
+    def transcript(self, ids: Tensor) -> str:
+        """Decode tokens (S,) with the marks of the template; media become `<image: 64 tokens>`."""
         config = self.core.config
         kinds = {token: kind for kind in ("image", "video") for token in placeholder_ids(config, (kind,))}
         parts = []
-        for kind, tokens in groupby(self.encode(prompt).ids.tolist(), kinds.get):
+        for kind, tokens in groupby(ids.tolist(), kinds.get):
             run = list(tokens)
             parts.append(f"<{kind}: {len(run)} tokens>" if kind else self.tokenizer.decode(run))
         return "".join(parts)
