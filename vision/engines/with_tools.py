@@ -115,6 +115,7 @@ class WithTools:
     max_image_pixels: PositiveInt = 1 << 24
     turn_outcomes: bool = False
     notes: ClassVar[frozenset[str]] = frozenset()
+    parse: ClassVar[Callable[[str], list[Call | CallError]]] = staticmethod(parse_calls)  # a form of calls
 
     def __post_init__(self) -> None:
         self.policy = self.engine.policy
@@ -166,7 +167,7 @@ class WithTools:
         for talk, answer in zip(talks, self.engine.answer(requests), strict=True):
             talk.add(answer)
             finish = answer.outcomes[-1].tags["finish"]
-            calls = parse_calls(talk.texts[-1])
+            calls = self.parse(talk.texts[-1])
             if finish == "length" or not calls:
                 talk.finish = finish
             elif talk.length >= self.max_completion_length:
@@ -182,7 +183,7 @@ class WithTools:
         written: list[list[CallError | int]] = []  # for every call of a conversation an error, or its place
         for talk in talks:
             written.append([])
-            found = parse_calls(talk.texts[-1])
+            found = self.parse(talk.texts[-1])
             if len(found) > MAX_CALLS:
                 found = [*found[:MAX_CALLS], CallError(f"only {MAX_CALLS} calls of a turn are answered")]
             for call in found:
