@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from PIL import Image
 from pyarrow import parquet
 
-from mmrl.build import build
+from mmrl.build import build, load_engine
 from mmrl.config.schema import Config, parse
 from mmrl.reporting import html
 from mmrl.training.loop import train
@@ -41,5 +42,8 @@ def test_a_run_with_tools_is_resumed_bit_for_bit(trained):
     (*_, path) = sorted((whole.folder / "completions").glob("*.parquet"))
     shown = parquet.read_table(path).column("conversation").to_pylist()
     assert any("<tool_response>" in text for text in shown)
+    asked = Image.new("RGB", (56, 56))
+    answers = [load_engine(str(whole.folder)).answer("what", images=[asked]) for _ in range(2)]
+    assert isinstance(answers[0], str) and answers[0] == answers[1]
     page = (whole.folder / "report.html").read_text()
     assert "<tool_response>" not in page

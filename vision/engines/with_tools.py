@@ -152,7 +152,11 @@ class WithTools:
         """Return turns, calls and errors of calls per conversation since the last call."""
         number, counts = max(1, self.counts["conversations"]), self.counts
         self.counts = Counter()
-        return {f"tools/{name}": counts[name] / number for name in ("turns", "calls", "errors")}
+        return {
+            "tools/turns": counts["turns"] / number,
+            "tools/calls": counts["calls"] / number,
+            "tools/errors": counts["errors"] / number,
+        }
 
     def _choose(self, talks: Sequence[Conversation], turn: int) -> None:
         """Let the policy take a turn in every conversation; end those without a call."""
