@@ -12,9 +12,10 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from site_pieces import PAPER, code, page_of, prose
+from site_pieces import code, page_of, prose
 
 from mmrl.config import schema
+from mmrl.config.methods import PAPER, Method, all_methods
 from mmrl.config.registry import HOMES, SCOPES, pieces
 from mmrl.config.trl_table import PARTS as TRL_PARTS
 
@@ -32,23 +33,30 @@ def files_page(title: str, words: str, paths: Iterable[Path]) -> str:
     return "\n".join(parts)
 
 
+FAMILIES = {"grpo": "GRPO"}  # titles that are more than the name of the folder
+
+
 def methods_table() -> str:
-    """Make the table of methods from the comments at the head of their files."""
+    """Make a table of methods for every family, from the comments at the head of their files."""
     parts = []
-    for family in dict.fromkeys(path.parent.name for path in METHODS):
-        parts += [f"### {family.capitalize()}\n", "| method | paper | what differs from GRPO |"]
-        parts.append("| --- | --- | --- |")
-        for path in METHODS:
-            if path.parent.name == family:
-                lines = path.read_text().splitlines()
-                head = " ".join(line.lstrip("# ") for line in lines if line.startswith("#"))
-                found = dict.fromkeys(PAPER.findall(head))
-                papers = ", ".join(f"[{paper}](https://arxiv.org/abs/{paper})" for paper in found)
-                differs = head.partition("Differs from GRPO: ")[2]
-                name = path.relative_to(CONFIGS).as_posix()
-                parts.append(f"| [{path.stem}](../configs/{name}) | {papers} | {differs} |")
+    for family in dict.fromkeys(method.family for method in all_methods()):
+        title = FAMILIES.get(family, family.capitalize())
+        parts += [f"### {title}\n", "| method | paper | what differs from GRPO | our reading |"]
+        parts.append("| --- | --- | --- | --- |")
+        for method in all_methods():
+            if method.family == family:
+                papers = ", ".join(f"[{paper}](https://arxiv.org/abs/{paper})" for paper in method.papers)
+                link = f"[{method.name}](../configs/methods/{family}/{method.path.name})"
+                parts.append(f"| {link} | {papers} | {method.differs} | {readings_of(method)} |")
         parts.append("")
     return "\n".join(parts)
+
+
+def readings_of(method: Method) -> str:
+    """Tell what of a method is our reading of its paper: by its file, and by which pieces' docstrings."""
+    told = " ".join(method.readings)
+    links = ", ".join(f"[`{entry.full_name}`]({page_of(entry)})" for entry in method.pieces_read_by_us())
+    return f"{told} Of pieces: {links}".strip() if links else told
 
 
 def trl_table() -> str:

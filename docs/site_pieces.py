@@ -7,16 +7,15 @@ import json
 import re
 import typing
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
 
 from mmrl.config import ranges, schema
 from mmrl.config.keys import split_docstring
+from mmrl.config.methods import PAPER, named_in
 from mmrl.config.registry import HOMES, Entry, pieces
 from mmrl.core.types import Unit
 
-PAPER = re.compile(r"(?<![\d.\w/])(\d{2}(?:0[1-9]|1[0-2])\.\d{5})(?![\d.]*\d)")
 FILLED = ("stream", "generator", "train_prompts")  # options that the run gives, not the configuration
 
 
@@ -189,23 +188,3 @@ def uses(variants: Iterable[Path]) -> dict[tuple[str, str], list[str]]:
             if kind in known.get(name, ()):
                 used[kind, name].append(path.stem)
     return used
-
-
-PLACES = {"rewards": "reward", "references": "reference", "metrics": "metric"}
-
-
-def named_in(value: Any, key: str) -> Iterator[tuple[str, str]]:
-    """Walk through a configuration, and name every text with the kind that its key stands for."""
-    kind = PLACES.get(key, key)
-    match value:
-        case str():
-            yield kind, value
-        case list():
-            for inner in value:
-                yield from named_in(inner, key)
-        case dict():
-            if "name" in value:
-                yield kind, value["name"]
-            for inner_key, inner in value.items():
-                if inner_key != "name":
-                    yield from named_in(inner, kind if key == "references" else inner_key)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -15,9 +15,9 @@ from mmrl.config.binding import Pieces
 from mmrl.config.consistency import check_evaluation, check_outputs, check_training, evaluation_of
 from mmrl.config.ranges import NonNegativeFloat
 from mmrl.config.schema import Config, EvaluateConfig, Piece
-from mmrl.core.protocols import Policy
+from mmrl.core.protocols import Connected, Policy, Preparing
 from mmrl.core.rng import Stream
-from mmrl.core.types import Prompt
+from mmrl.core.types import Prompt, Rollouts
 from mmrl.inference.session import Session
 from mmrl.inference.sources import ModelSource, resolve
 from mmrl.references import SecondModel
@@ -64,7 +64,10 @@ def build(config: Config, *, quiet: bool = False) -> Run:
         learning_rate=pieces.number(config.learn.learning_rate, NonNegativeFloat, "learn.learning_rate"),
         noted=pieces.notes,
     )
+    _connect(pieces, policy, processes)
     evaluator = make_evaluator(config, eval_prompts, policy, processes) if eval_prompts else None
+    if evaluator:
+        evaluator.prepare = list(pieces.that_are(Preparing).values())
     watching = ReportPieces(
         metrics=make("metrics"),
         visualizations=make("report.visualizations"),
@@ -79,19 +82,32 @@ def build(config: Config, *, quiet: bool = False) -> Run:
     reporter = Reporter(config, processes, stream, watching, quiet)
     if epochs:
         reporter.console.say(f"{epochs:g} epochs of {len(data)} prompts: {config.max_steps} steps")
-    seconds = {
-        name: SecondLearner(
-            name,
-            second,
-            processes.place(second.model, second.optimizer, config.learn.max_grad_norm),
-            processes,
-            config,
-            stream,
-        )
-        for name, second in references.items()
-        if isinstance(second, SecondModel)
-    }
+    seconds = second_learners(config, references, processes, stream)
     return Run(config, pieces, processes, method, reporter, evaluator, seconds)
+
+
+def second_learners(
+    config: Config, references: Mapping[str, Any], processes: Processes, stream: Stream
+) -> dict[str, SecondLearner]:
+    """Place the second models among the references on their devices, with their optimizers."""
+    seconds = {name: second for name, second in references.items() if isinstance(second, SecondModel)}
+    placed = partial(processes.place, max_grad_norm=config.learn.max_grad_norm)
+    return {
+        name: SecondLearner(name, second, placed(second.model, second.optimizer), processes, config, stream)
+        for name, second in seconds.items()
+    }
+
+
+def _connect(pieces: Pieces, policy: Policy, processes: Processes) -> None:
+    """Let pieces ask the first engine between rollouts, and read what other processes have."""
+    engine = pieces.made["rollout.engine[0]"]
+
+    def ask(prompts: Sequence[Prompt]) -> Rollouts:
+        with torch.no_grad(), processes.whole(policy.module):
+            return engine.rollout(prompts)
+
+    for piece in pieces.that_are(Connected).values():
+        piece.connect(ask, processes.tell)
 
 
 def with_steps(config: Config, num_rows: int) -> Config:
@@ -124,6 +140,19 @@ def check(config: Config) -> Pieces:
     return pieces
 
 
+def check_data(config: Config | EvaluateConfig) -> None:
+    """Read the data of a run or an evaluation and make its samplers, as `build` does before loading weights.
+
+    Raises `ConfigError` where a run would: no prompts, a source or a column of hints that no row has.
+    """
+    if config.evaluation.data:
+        held_out(config)
+    if isinstance(config, Config):
+        pieces = Pieces(Stream(config.seed, stage=config.stage))
+        data = pieces.prompts(config.data, "data")
+        make_chain(pieces, "sampler", config.sampler, data, "sampler")
+
+
 # ---- evaluation and inference
 
 
@@ -152,12 +181,13 @@ def make_evaluator(
     )
 
 
-def load_evaluator(config: Config | EvaluateConfig) -> Evaluator:
-    """Load a policy and make its evaluator."""
+def load_evaluator(config: Config | EvaluateConfig, weights: Path | None = None) -> Evaluator:
+    """Load a policy, and the weights of a model folder into it where one is named, and make its evaluator."""
     check_evaluation(config).require_packages()
     pieces, processes = Pieces(Stream(config.seed)), Processes()
     prompts = held_out(config)  # before a weight is loaded
-    return make_evaluator(config, prompts, _load_policy(config, pieces, processes), processes).agreed()
+    policy = _load_policy(config, pieces, processes, weights)
+    return make_evaluator(config, prompts, policy, processes).agreed()
 
 
 def load_engine(
@@ -198,13 +228,15 @@ def check_source(source: ModelSource) -> Pieces:
 def open_source(source: ModelSource) -> Session:
     """Load the model of a source and make its engine."""
     pieces = check_source(source)
-    policy = _load_policy(source.config, pieces, Processes())
-    if source.weights is not None:
-        policy.load(source.weights)
+    policy = _load_policy(source.config, pieces, Processes(), source.weights)
     return Session(make_chain(pieces, "engine", source.engines, policy, source.place), source.data)
 
 
-def _load_policy(config: Config | EvaluateConfig, pieces: Pieces, processes: Processes) -> Policy:
+def _load_policy(
+    config: Config | EvaluateConfig, pieces: Pieces, processes: Processes, weights: Path | None = None
+) -> Policy:
     policy = pieces.make("policy", config.policy)
     policy.module.to(processes.device)
+    if weights is not None:
+        policy.load(weights)
     return policy

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import KW_ONLY, dataclass, field
-from typing import Any
+from dataclasses import KW_ONLY, dataclass
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
+from mmrl.config.binding import Bound
 from mmrl.config.loading import ConfigError
 from mmrl.config.ranges import NonNegativeFloat, PositiveInt, Probability
 from mmrl.config.registry import reference
@@ -132,7 +133,7 @@ class SecondModel:
 
     learning: Policy
     _: KW_ONLY
-    advantage: tuple[Callable, ...]
+    advantage: tuple[Bound, ...]
     objective: Any
     policy: Callable[[], Policy] | None = None
     optimizer: Callable = Piece("adamw")
@@ -140,7 +141,8 @@ class SecondModel:
     num_iterations: PositiveInt = 1
     minibatches: PositiveInt = 1
     learns_first: bool = False
-    decay: float = field(default=1.0, init=False)  # the share of its weights that `move` leaves
+    decay: ClassVar[float] = 1.0  # the share of its weights that `move` leaves
+    holds: ClassVar[str] = "a model that learns"  # for estimates of memory
 
     def __post_init__(self) -> None:
         if self.policy is None:

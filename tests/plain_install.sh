@@ -18,7 +18,7 @@ mkdir "$env/work"
 cd "$env/work"
 export HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1
 mmrl() { "$env/bin/mmrl" "$@"; }
-for command in train evaluate generate chat check doctor estimate-memory report build compare compare-answers data env export keys list push watch; do
+for command in train evaluate generate chat check doctor estimate-memory report build compare compare-answers pareto-front data env export keys list push watch; do
     mmrl "$command" --help > /dev/null
 done
 for number in 1 2 3 4 5 6 7 8; do

@@ -58,7 +58,7 @@ class Words:
 
 @pytest.fixture
 def no_curves(monkeypatch):
-    monkeypatch.setattr(html, "curves", lambda runs: [])
+    monkeypatch.setattr(html.pages, "curves", lambda runs: [])
 
 
 @pytest.fixture
@@ -130,6 +130,24 @@ def test_evaluate_writes_numbers_and_a_page(file, tmp_path, capsys):
     assert "<h1>Evaluation</h1>" in page and '<a href="predictions.html">' in page
     assert (tmp_path / "out" / "predictions.html").exists()
     assert "brevity" in capsys.readouterr().out
+
+
+def rewards_in(folder):
+    metrics = json.loads((folder / "evaluation.json").read_text())["metrics"]
+    return {name: metrics[name] for name in ("share_right", "brevity")}
+
+
+def test_the_folder_of_a_run_is_evaluated_with_its_last_checkpoint(file, tmp_path, capsys, no_curves):
+    run, path = tmp_path / "out", file(evaluation=EVALUATION, learn={"learning_rate": 0.5})
+    assert main(["train", path]) == 0
+    trained = rewards_in(run)
+    assert main(["evaluate", path, f"output_dir={tmp_path / 'before'}"]) == 0
+    assert main(["evaluate", str(run)]) == 0
+    assert f"model: {run / 'checkpoint-2'}" in capsys.readouterr().out
+    assert rewards_in(run / "evaluation") == trained != rewards_in(tmp_path / "before")
+    assert main(["evaluate", str(run), "evaluation.num_generations=1", f"output_dir={tmp_path / 'one'}"]) == 0
+    assert (tmp_path / "one" / "predictions.parquet").exists()
+    assert "is no folder of a run" in failure(capsys, 2, "evaluate", str(run / "completions"))
 
 
 def test_two_evaluations_are_compared_answer_by_answer(file, tmp_path, capsys):

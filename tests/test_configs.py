@@ -293,7 +293,8 @@ GENERATE = "tests.support.toys:ToyNoting"
 
 def named_in(chain: list[Any]) -> list[str]:
     """List the rewards that a chain names."""
-    return list(dict.fromkeys(piece["of"] for piece in chain if isinstance(piece, dict) and "of" in piece))
+    named = (piece.get(key) for piece in chain if isinstance(piece, dict) for key in ("of", "right"))
+    return list(dict.fromkeys(name for name in named if name))
 
 
 def short_name(reward: dict[str, Any]) -> str:
@@ -351,6 +352,17 @@ def as_toy_flow(variant: dict[str, Any]) -> dict[str, Any]:
     return {**variant, "policy": policy, "rollout": {**variant["rollout"], "engine": engine}}
 
 
+STAND_INS = {
+    "vision.generate": GENERATE,
+    "vision.with_think_region": "tests.support.observing:ToyThoughts",
+}
+
+
+def shortened(item: Any) -> Any:
+    """Let the answers of an engine part after one token, of the four that a toy's answer has."""
+    return {**item, "segment_length": 1} if "segment_length" in item else item
+
+
 def on_a_toy(variant: dict[str, Any], output: Path, **changes: Any) -> Config:
     """Lay a variant over a toy run: the toy's engine makes what `vision.generate` would."""
     if "policy" in variant:
@@ -358,10 +370,10 @@ def on_a_toy(variant: dict[str, Any], output: Path, **changes: Any) -> Config:
     toy = {k: v for k, v in plan(output).items() if k not in ("advantage", "objective")}
     if "engine" in variant.get("rollout", {}):
         engine = [
-            GENERATE if as_piece(item, "").name == "vision.generate" else item
-            for item in variant["rollout"]["engine"]
+            STAND_INS.get(as_piece(item, "").name) or shortened(item) for item in variant["rollout"]["engine"]
         ]
-        variant = merge(variant, {"rollout": {"engine": engine}})
+        size = min(variant["rollout"].get("num_generations", 4), 36)  # of 216 in a tree
+        variant = merge(variant, {"rollout": {"engine": engine, "num_generations": size}})
         toy["policy"] = "tests.support.toys:ToyRecalling"  # for engines that bring rows back
         toy["data"] = {
             "name": "tests.support.toys:prompts",
@@ -371,6 +383,8 @@ def on_a_toy(variant: dict[str, Any], output: Path, **changes: Any) -> Config:
     reads = [find("advantage", as_piece(item, "").name).needs.notes for item in variant["advantage"]]
     if "hint_column" in sampler:
         toy["data"] = "tests.support.toys:hinted_prompts"
+    elif "with_wordings" in sampler:
+        toy["data"] = "tests.support.toys:worded_prompts"
     elif sampler or "token" in frozenset().union(*reads):  # a sampler may read sources and tokens
         support = "tests.support.observing"
         toy = merge(toy, {"data": f"{support}:sourced", "rollout": {"engine": [f"{support}:ToyTokens"]}})

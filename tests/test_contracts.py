@@ -35,12 +35,17 @@ OPTIONS = {
     ("advantage", "tempsamp_shaping"): {"of": "right"},
     ("advantage", "tempsamp_downscale"): {"of": "right"},
     ("advantage", "scale_by"): {"of": "right"},
+    ("advantage", "shrunk_mean"): {"of": "right"},
     ("advantage", "adora"): {"of": "right"},
     ("advantage", "asymmetric_difficulty"): {"of": "right"},
     ("advantage", "capped_bonus"): {"of": "right"},
     ("advantage", "consistency_mix"): {"of": "right"},
     ("advantage", "distinct"): {"of": "short", "right": "right"},
     ("advantage", "entropy_rank"): {"of": "right"},
+    ("advantage", "bilevel_pairs"): {"of": "right", "short": "right"},
+    ("advantage", "hot_mix"): {"of": "right", "entropy": 0.1},
+    ("advantage", "barrier"): {"thresholds": {"right": 0.2}},
+    ("advantage", "keep_first"): {"keep": 2},
     ("advantage", "most_varied"): {"keep": 2},
     ("advantage", "semantic_entropy"): {"of": "right"},
     ("advantage", "set_baseline"): {"of": "right", "size": 2},
@@ -60,6 +65,8 @@ OPTIONS = {
     ("sampler", "learning_velocity"): {"by": "wanted", "open_at": -1.0},
     ("sampler", "pools"): {"by": "wanted", "pools": ("low", "high"), "edges": (3.0,)},
     ("sampler", "selected_by_difficulty"): {"by": "wanted"},
+    ("advantage", "greedy_baseline"): {"tag": "turn"},
+    ("advantage", "step_potential"): {"of": "right", "confidence": "short"},
     ("advantage", "value_anchor"): {"of": "right"},  # the label that it adds by default comes from another
 }
 SIZES = (3, 2, 1, 2)  # rollouts of the prompts p0 to p3
@@ -142,6 +149,7 @@ def row(place: int, turn: int, generator: torch.Generator, equal: bool) -> Traje
     tokens = torch.randint(0, 6, (length,), generator=generator)
     noted = {name: -torch.rand(length, generator=generator) for name in ("logp", "entropy")}
     noted["token"] = tokens.double()
+    noted["node"] = torch.arange(length).double()  # of a tree in which each part is a token
     outcomes = []
     for end in range(1, length + 1) if (place + turn) % 2 else [length]:
         recorded = {"right": float(torch.rand((), generator=generator)), "short": -0.1 * end}
@@ -168,13 +176,27 @@ def table_of(rollouts: Rollouts, rank: int = 0) -> RewardTable:
         make("reward", Piece("precomputed", {"key": key, "label": key, "weight": weight}))
         for key, weight in (("right", 1.0), ("short", 0.5))
     ]
-    table = score(rewards, rollouts, notes=frozenset({"logp", "entropy", "token"}), rank=rank)
+    table = score(rewards, rollouts, notes=frozenset({"logp", "entropy", "token", "node"}), rank=rank)
     if not len(table):
         return table
-    place = 0.1 * torch.arange(table.notes["logp"].shape[1])
-    others = {"ref/logp": -place, "prm/logp": place, "critic/value": -2 * place}
-    for name, away in others.items():
-        table = table.note(name, table.notes["logp"] + away)
+    logp, entropy = table.notes["logp"], table.notes["entropy"]
+    place = 0.1 * torch.arange(logp.shape[1])
+    inside = {
+        "ref/logp": logp - place,
+        "prm/logp": logp + place,
+        "critic/value": logp - 2 * place,
+        "old/logp": logp,
+        "old/logp_hot": logp + 0.1,
+        "old/logp_cold": logp - 0.1,
+        "old/hidden_sq_norm": 1e5 * entropy.abs(),
+        "old/sum_p2": entropy.abs(),
+        "old/sum_p3": entropy.abs() / 2,
+        "old/effective_rank": 1 + entropy.abs(),
+        "high_covariance": (logp < -0.5).double(),
+        "think": (logp < -0.5).double(),
+    }
+    for name, note in inside.items():
+        table = table.note(name, torch.where(logp.isnan(), torch.nan, note))  # one NaN, bit for bit
     return table
 
 
@@ -363,7 +385,7 @@ def test_objectives_and_their_parts_change_nothing_and_draw_nothing(case):
         "step_weight": (batch,),
         "penalty": (new, batch),
         "implicit_reward": (new, batch),
-        "compare": (log_ratio * batch.mask, batch),
+        "compare": (log_ratio * batch.mask, batch.replace(others={**batch.others, "new": new})),
         "objective": (new, batch),
     }[case.kind]
     piece = objective if case.kind == "objective" else case.make()

@@ -15,12 +15,18 @@ DEFAULTS = {
     "advantage": {
         "tempsamp_anchor": {"lambda_off": 1.2},  # TempSamp-R1, as `tempsamp_downscale` and `tempsamp_shaping`
         "batch_normalize": {"eps": 1e-4},  # TRL's, as those of the others
+        "barrier": {"t": 20.0, "floor": 0.001, "decay": 0.9},  # C-MORL; the decay is ours
         "best_vs_worst": {"margin": 0.0, "length_ratio": 0.0},
+        "bilevel_pairs": {"margin": 0.0, "threshold": 0.5},  # our reading of AdaR1
         "tempsamp_downscale": {"factor": 0.8, "max_reward": 1.0},
         "best_hint": {"threshold": 0.0, "temperature": 0.3},  # HiLL
         "first_success": {"threshold": 0.0, "replace": 1},  # Scaf-GRPO
         "group_center": {"shift": 0.0},
         "group_normalize": {"eps": 1e-4},
+        "high_covariance": {"share": 0.0002},  # KL-Cov
+        "curvature": {"learning_rate": 1.5e-5, "max_fisher": 1e-4, "max_hessian": 1e-2},  # CAPO, of GRPO
+        "hot_mix": {"entropy": 0.0, "target": 0.25, "limit": 0.1, "threshold": 0.05},  # DCPO
+        "rank_velocity": {"gain": 2.0, "decay": 0.7},  # VERL
         "high_entropy": {"top": 0.2},  # the 80/20 rule
         "leave_one_out": {"eps": 1e-4},
         "clip_advantage": {"max_advantage": 5.0},  # Flow-GRPO
@@ -45,6 +51,14 @@ DEFAULTS = {
         "rarity_weights": {"alpha": 1.0, "sigma": 0.2, "eps": 1e-6},  # VeRPO
         "semantic_entropy": {"alpha": 0.0417},  # SEED-GRPO
         "serial_decay": {"base": 2.0},  # S-GRPO
+        "gae": {"gamma": 1.0, "lam": 0.95},  # GAE
+        "lambda_returns": {"gamma": 1.0, "lam": 0.95},
+        "process_returns": {"coef": 5.0},  # PRIME's script
+        "shrunk_mean": {"low": 0.0, "high": 1.0},
+        "strategic_entropy": {"coef": 0.4, "kappa": 2.0},  # our reading of EGPO
+        "tree_values": {"eps": 1e-8},  # SPO
+        "process_advantage": {"alpha": 3.0},  # PAV
+        "step_potential": {"alpha": 0.5, "xi": 0.5, "threshold": 0.9},  # SPAE
         "set_baseline": {"size": 4},  # Polychromic
         "tiers": {"zones": 4, "alpha": 0.2},  # our reading of SSL
         "variance_weights": {"eps": 1e-6},
@@ -65,6 +79,7 @@ DEFAULTS = {
     "surrogate": {
         "elastic_clip": {"epsilon": 0.2},  # as `clip`
         "clip": {"epsilon": 0.2},
+        "in_range": {"epsilon": 0.2, "outer_low": 0.6, "outer_high": 2.0},  # REC
         "cispo": {"clip_max": 5.0, "clip_min": 0.0},  # arXiv 2510.13786
         "diffusion_nft": {"beta": 1.0, "max_advantage": 5.0},
         "sapo": {"temperature_pos": 1.0, "temperature_neg": 1.05},
@@ -86,10 +101,13 @@ DEFAULTS = {
         "kl_hinge": {"coef": 1000.0, "delta": 1e-4},  # DisCO
         "lost_likelihood": {"coef": 0.2},  # LLDS
         "ratio_variance": {"coef": 0.04},
+        "covariance_kl": {"coef": 1.0},  # KL-Cov
+        "reverse_kl": {"coef": 1.0},
         "norm_hinge": {"coef": 1.0, "factor": 1.1},
         "velocity_mse": {"coef": 0.003, "noise_level": 0.7},
     },
     "compare": {
+        "cross_entropy": {"beta": 0.05},  # PRIME
         "all_pairs": {"epsilon": 0.2},
         "aot": {**BETA, "label_smoothing": 0.0},
         "discopop": {"beta": 0.05, "tau": 0.05},  # the paper's
@@ -110,6 +128,7 @@ DEFAULTS = {
         "sigmoid": {**BETA, "gamma": 0.0, "label_smoothing": 0.0},
         "sigmoid_each": BETA,
         "sppo_hard": BETA,
+        "wpo": {"max_weight": 1.0},  # TRL's
     },
     "schedule": {
         "periodic": {"period": 640},  # SIRI
@@ -149,6 +168,7 @@ DEFAULTS = {
         },
         "with_difficulty_hints": {"max_hint": 0.5, "share": 0.5, "max_reward": 1.0},
         "with_experience": {"max_experiences": 50},
+        "with_reflection": {"threshold": 0.5, "window": 16, "max_letters": 4000},  # our reading
         "with_hints": {"cuts": 4, "num_hinted": 1, "hints_per_round": 1, "start": 0, "threshold": 0.0},
     },
     "solver": {

@@ -352,7 +352,8 @@ def explains(name: str) -> set[str]:
 # What toys do not write, and which file does: a step not taken, a GPU's memory, a model with two engines.
 RARE = {
     **{f"hints/{name}": "mmrl/samplers/hints.py" for name in ("prompts", "solved", "share")},
-    "experiences": "mmrl/samplers/experience.py",
+    **{f"experiences{what}": "mmrl/samplers/experience.py" for what in ("", "/changes", "/unread")},
+    "reflection/prompts": "mmrl/samplers/reflection.py",
     **{
         f"augmentation/{kind}_{what}": "vision/samplers/difficulty_augmentation.py"
         for kind in ("noise", "hint")
@@ -374,10 +375,11 @@ def written(tmp_path_factory) -> set[str]:
     """Train a text, an image and two pair runs for two steps, and list what their journals hold."""
     folder = tmp_path_factory.mktemp("runs")
     measured = {"data": "tests.support.toys:prompts", "metrics": ["mean"]}
+    falling = {"name": "k3", "coef": {"name": "linear", "start": 0.001, "end": 0.0}}
     text = plan(
         folder / "text",
         references={"ref": "frozen", "ema": {"name": "ema", "decay": 0.9}},
-        objective={"penalty": ["k3", {"name": "k3", "against": "ema"}]},
+        objective={"penalty": [falling, {"name": "k3", "against": "ema"}]},
         group_filter="varied",
         sampler=["vade", "allocate"],
         rewards=[

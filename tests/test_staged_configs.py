@@ -107,7 +107,7 @@ def on_toys(stage, folder):
 @pytest.mark.slow
 @pytest.mark.parametrize("path", STAGED, ids=lambda path: path.stem)
 def test_the_stages_train_one_after_another_on_a_toy(path, tmp_path, monkeypatch):
-    monkeypatch.setattr(html, "curves", lambda runs: [])
+    monkeypatch.setattr(html.pages, "curves", lambda runs: [])
     stages = [on_toys(stage, tmp_path / "run") for stage in load_stages(path)]
     look_at(stages)
     train_stages(stages, lambda config: build(config, quiet=True), quiet=True)

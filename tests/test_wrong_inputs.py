@@ -102,7 +102,7 @@ def too_few(prompts, outcomes):
 @pytest.fixture
 def here(tmp_path, monkeypatch):
     """A folder with a small run and files that are wrong."""
-    monkeypatch.setattr(html, "curves", lambda runs: [])
+    monkeypatch.setattr(html.pages, "curves", lambda runs: [])
     (tmp_path / "run.yaml").write_text(json.dumps(plan(tmp_path / "out", max_steps=2)))
     (tmp_path / "list.yaml").write_text("- 1\n")
     (tmp_path / "broken.yaml").write_text("a: [1\n")

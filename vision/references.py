@@ -30,6 +30,7 @@ class Teacher:
     """
 
     decay = 1.0  # the share of its weights that an update leaves
+    holds = "a model"  # for estimates of memory
 
     def __init__(
         self,

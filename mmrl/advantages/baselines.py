@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from mmrl.advantages.normalize import BY_GROUP
-from mmrl.advantages.notes import row_mean
+from mmrl.advantages.notes import label, row_mean
+from mmrl.config.loading import ConfigError
 from mmrl.config.ranges import NonNegativeFloat, PositiveFloat, PositiveInt
 from mmrl.config.registry import advantage
 from mmrl.core.reward_table import EQUAL, GroupStatistics, RewardTable
@@ -90,6 +91,41 @@ def virtual_maximum(
     perfect = groups.flat() & ((table.values - max_reward).abs() <= EQUAL)
     alone = table.values if singleton == "raw" else 0.0
     return table.put(torch.where(count < 2, alone, torch.where(perfect, 0.0, credit)))
+
+
+@advantage
+def shrunk_mean(
+    table: RewardTable,
+    *,
+    of: str,
+    low: float = 0.0,
+    high: float = 1.0,
+    by: tuple[str, ...] = BY_GROUP,
+) -> RewardTable:
+    """Subtract the mean of the group, shrunk to a predicted value of the prompt (V_0.5, arXiv 2603.10848).
+
+    With rewards scaled to [-1, 1], k rollouts of the mean v and the prediction V, the baseline is w v + (1 -
+    w) V, with w = D / (D + 1 / k) and D = max(0, (v - V)^2 - 1 / k): the prediction stands until the rewards
+    contradict it. Equal rewards have an advantage too, and so has a single rollout. Our reading: a group
+    without a prediction is compared with its mean.
+
+    Args:
+        of: Name of the label with the predicted mean reward, such as a `column_value`.
+        low: Smallest reward.
+        high: Largest reward.
+        by: Keys that define a group.
+    """
+    if high <= low:
+        raise ConfigError(f"`shrunk_mean` needs a `high` above `low`, not {low} to {high}")
+    half = (high - low) / 2
+    groups = table.groups(by)
+    mean = groups.mean() / half
+    prior = label(table, of).expand_as(mean) / half
+    noise = 1 / groups.count().clamp(min=1)
+    bias = ((mean - prior).square() - noise).clamp(min=0)
+    trust = bias / (bias + noise)
+    baseline = torch.where(prior.isnan(), mean, trust * mean + (1 - trust) * prior)
+    return table.put(table.values - half * baseline)
 
 
 @advantage
@@ -192,3 +228,34 @@ def conditional_halves(
     credit = mu * other + (1 - mu) * own
     neutral = (groups.flat() & (a == 1 and b == 0)) | (groups.count() < 2)
     return table.put(torch.where(neutral, 0.0, credit))
+
+
+@advantage
+def greedy_baseline(
+    table: RewardTable, *, tag: str = "greedy", by: tuple[str, ...] = ("group",)
+) -> RewardTable:
+    """Subtract the reward of the greedy answer, which is not learned from (ReMax, arXiv 2310.10505).
+
+    It is that of the rows that an engine tagged, as `vision.with_greedy` does; of several the mean. A group
+    whose greedy answer has no reward is not learned from: our reading. Put it after `total`.
+
+    Args:
+        tag: The tag of greedy rows.
+        by: Keys that define a group.
+    """
+    if not len(table):
+        return table
+    if tag not in table.ids:
+        raise ValueError(
+            f"`greedy_baseline` wants rows tagged '{tag}', and no row is; add the engine "
+            "`vision.with_greedy` after `vision.generate`"
+        )
+    greedy = table.ids[tag] != 0
+    answers = table.valid & greedy[:, None] & (table.ids["place"] == table.last[:, None])[:, None]
+    baseline = GroupStatistics(table.values, answers, table.index(by))
+    known = baseline.count() > 0
+    return table.replace(
+        values=torch.where(known, table.values - baseline.mean(), 0.0),
+        valid=table.valid & known,
+        learn=table.learn & ~greedy,
+    )

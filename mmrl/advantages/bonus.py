@@ -7,7 +7,8 @@ from typing import Literal
 import torch
 
 from mmrl.advantages.normalize import BY_GROUP
-from mmrl.advantages.notes import label, row_mean
+from mmrl.advantages.notes import label, noted, row_mean
+from mmrl.advantages.select import per_step
 from mmrl.config.ranges import NonNegativeFloat, PositiveFloat, Probability
 from mmrl.config.registry import advantage
 from mmrl.core.reward_table import EQUAL, GroupStatistics, RewardTable, name_id
@@ -61,6 +62,26 @@ def capped_bonus(
     bound = cap * table.values.abs()
     bonus = torch.where(eligible, coef * x, 0.0).maximum(-bound if two_sided else torch.zeros_like(bound))
     return table.put(table.values + bonus.minimum(bound))
+
+
+@advantage(notes={"entropy", "think"})
+def strategic_entropy(
+    table: RewardTable, *, coef: NonNegativeFloat = 0.4, kappa: PositiveFloat = 2.0
+) -> RewardTable:
+    """Add the entropy of tokens inside the thought to their advantages, bounded (arXiv 2508.05118).
+
+    A + min(coef H, |A| / kappa), elsewhere A. With kappa above 1 no sign changes, and an advantage of 0 stays
+    0. Our reading, since only the abstract is known: the formula and its constants, which are those of arXiv
+    2506.14758. The engine `vision.with_think_region` notes where the thought is. Put it last.
+
+    Args:
+        coef: Factor of the entropy in nats.
+        kappa: The bonus is at most the advantage's size over this.
+    """
+    table = per_step(table)
+    entropy, think = noted(table, "entropy").nan_to_num(), noted(table, "think") == 1
+    bonus = torch.minimum(coef * entropy[:, None], table.values.abs() / kappa)
+    return table.put(torch.where(think[:, None] & table.valid, table.values + bonus, table.values))
 
 
 @advantage(notes={"logp"})

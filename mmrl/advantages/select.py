@@ -81,10 +81,24 @@ def returns(table: RewardTable, *, gamma: Probability = 1.0) -> RewardTable:
 
 
 @advantage
-def increments(table: RewardTable) -> RewardTable:
+def increments(table: RewardTable, *, of: tuple[str, ...] = ()) -> RewardTable:
     """Turn the rewards of K prefixes into K - 1 credits: the change from each outcome to the next.
 
-    The change is unknown where the reward applies to only one of the two.
+    The change is unknown where the reward applies to only one of the two. `of` names the rewards whose
+    changes count, all without it; the others then apply to the answer of a row alone, and stay.
     """
+    unknown = [name for name in of if name not in table.names]
+    if unknown:
+        raise ValueError(
+            f"the chain has no reward called '{unknown[0]}' here; it has {', '.join(table.names)}"
+        )
     credit = table.after_first(table.values.diff(dim=-1))  # valid where the later outcome is
-    return credit.replace(valid=credit.valid & table.valid[..., :-1])
+    changed = torch.tensor([not of or name in of for name in table.names], dtype=torch.bool)[:, None]
+    both = table.valid[..., 1:] & table.valid[..., :-1]
+    answer = table.valid[..., 1:] & (torch.arange(1, table.ends.shape[1]) == table.last[:, None])[:, None]
+    if not both.shape[-1]:
+        return credit
+    return credit.replace(
+        values=torch.where(changed, credit.values, table.values[..., 1:]),
+        valid=torch.where(changed, both, answer),
+    )

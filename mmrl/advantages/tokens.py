@@ -97,17 +97,21 @@ def conflict_tokens(
         per_conflict: Divide by n, as the code does.
     """
     table = per_step(table)
-    token, length = noted(table, "token"), table.length[:, None]
+    token = noted(table, "token")
     known = table.present & ~token.isnan()
+    # Steps with a token come first: one without (of a tool) neither breaks a run nor has a place.
+    order = (~known).long().sort(dim=-1, stable=True).indices
+    token, back, length = token.gather(1, order), order.argsort(-1), known.sum(-1, keepdim=True)
     places = torch.arange(token.shape[1]).expand_as(token)
     mirrored = (length - 1 - places).clamp(min=0)  # the same place counted from the end of its own row
     entropy = row_mean(table, "entropy").nan_to_num()[:, None]
     columns = []
     for values, valid in zip(table.values.unbind(1), table.valid.unbind(1), strict=True):
         sign = torch.where(valid & known, values, 0.0).sign()
-        forward = _run(_conflicts(table, token, sign, places))
-        backward = _conflicts(table, token, sign, mirrored).gather(1, mirrored)  # from the end on
-        backward = _run(backward).gather(1, mirrored) & known
+        first = sign.gather(1, order)
+        forward = _run(_conflicts(table, token, first, places)).gather(1, back)
+        backward = _conflicts(table, token, first, mirrored).gather(1, mirrored)  # from the end on
+        backward = _run(backward).gather(1, mirrored).gather(1, back) & known
         factor = torch.where(sign > 0, positive, negative)
         weight = torch.where(forward, factor, 1.0) * torch.where(backward, factor, 1.0)
         number = (forward | backward).sum(-1, keepdim=True).clamp(min=1) if per_conflict else 1
@@ -154,18 +158,41 @@ def covariance_mask(
         high: Largest covariance of such a step.
     """
     table = per_step(table)
-    logp = noted(table, "logp")
-    known = (table.present & ~logp.isnan())[:, None] & table.valid  # (N, R, T)
-    count = known.sum((0, 2), keepdim=True).clamp(min=1)
-
-    def centred(values: Tensor) -> Tensor:
-        mean = torch.where(known, values, 0.0).sum((0, 2), keepdim=True) / count
-        return torch.where(known, values - mean, 0.0)
-
-    covariance = centred(table.values) * centred(logp[:, None].expand_as(table.values))
+    covariance, known = _covariance(table)
     candidates = (known & (covariance > low) & (covariance < high)).nonzero()
     number = max(1, int(share * int(known.sum())))
     order = torch.randperm(len(candidates), generator=stream.generator("covariance_mask"))
     values = table.values.clone()
     values[tuple(candidates[order[:number]].T)] = 0.0
     return table.put(values)
+
+
+@advantage(notes={"logp"})
+def high_covariance(table: RewardTable, *, share: Probability = 2e-4) -> RewardTable:
+    """Note the steps of highest covariance, for the penalty `covariance_kl` (KL-Cov, arXiv 2505.22617).
+
+    The note `high_covariance` is 1 for the `share` of the collection's steps, at least one, with the largest
+    (A - mean A) (logp - mean logp), else 0. Our reading: the log-probability is the one that was noted when
+    sampling. Put it last.
+    """
+    table = per_step(table)
+    covariance, known = _covariance(table)
+    largest = torch.where(known, covariance, -torch.inf)
+    marked = torch.zeros_like(largest)
+    if known.any():
+        number = max(1, int(share * int(known.sum())))
+        marked.view(-1)[largest.flatten().topk(number).indices] = 1.0
+    return table.note("high_covariance", marked.amax(1))
+
+
+def _covariance(table: RewardTable) -> tuple[Tensor, Tensor]:
+    """Compute (A - mean A) (logp - mean logp) over all steps, and where it is known: (N, R, T) each."""
+    logp = noted(table, "logp")
+    known = (table.present & ~logp.isnan())[:, None] & table.valid
+    count = known.sum((0, 2), keepdim=True).clamp(min=1)
+
+    def centred(values: Tensor) -> Tensor:
+        mean = torch.where(known, values, 0.0).sum((0, 2), keepdim=True) / count
+        return torch.where(known, values - mean, 0.0)
+
+    return centred(table.values) * centred(logp[:, None].expand_as(table.values)), known

@@ -20,12 +20,18 @@ from mmrl.config.schema import BuildConfig, Config, EvaluateConfig, is_part, loa
         help="files, then changes of all of them: key=value",
         completer=lambda prefix, **rest: completion.configs(prefix) + completion.overrides(prefix),
     ),
-    examples=("mmrl check my_run.yaml other.yaml", "mmrl check my_run.yaml learn.learning_rate=2e-5"),
+    argument("--data", action="store_true", help="read all rows, and show them to the samplers"),
+    examples=(
+        "mmrl check my_run.yaml other.yaml",
+        "mmrl check my_run.yaml --data",
+        "mmrl check my_run.yaml learn.learning_rate=2e-5",
+    ),
 )
 def check(given: argparse.Namespace) -> int:
     """Check configuration files, and that what they name exists; print the error of each that is wrong.
 
-    No weights are loaded. Of data the first rows are read.
+    No weights are loaded. Of data the first rows are read; with --data all of them, as training does, so that
+    a pool without prompts, a source or a column of hints that no row has is found.
     """
     paths, overrides = split_overrides(given.configs)
     if not paths:
@@ -33,7 +39,7 @@ def check(given: argparse.Namespace) -> int:
     code = 0
     for path in paths:
         try:
-            check_file(path, overrides, inputs=True)
+            check_file(path, overrides, inputs=True, data=given.data)
             print(f"ok     {path}")
         except ConfigError as error:
             code = 2
@@ -41,12 +47,16 @@ def check(given: argparse.Namespace) -> int:
     return code
 
 
-def check_file(path: str | Path, overrides: Sequence[str] = (), *, inputs: bool = False) -> None:
+def check_file(
+    path: str | Path, overrides: Sequence[str] = (), *, inputs: bool = False, data: bool = False
+) -> None:
     """Check every name and option of a file: a run, an evaluation, something to build, or a variant.
 
-    With `inputs`, also that the files, folders and columns that it names exist.
+    With `inputs`, also that the files, folders and columns that it names exist; with `data`, that the rows
+    are what its samplers need.
     """
     from mmrl.build import check as check_run
+    from mmrl.build import check_data
     from mmrl.config.binding import Pieces
     from mmrl.config.consistency import check_some
     from mmrl.config.misplaced import check_all
@@ -58,6 +68,13 @@ def check_file(path: str | Path, overrides: Sequence[str] = (), *, inputs: bool 
     raw = read(path, overrides)
     if not raw:
         raise ConfigError("the file is empty")
+
+    def look_at(config: Config | EvaluateConfig) -> None:
+        if inputs:
+            check_inputs(config)
+        if data:
+            check_data(config)
+
     if "build" in raw:
         check_all(Pieces(Stream()), load(path, overrides, BuildConfig))
     elif is_part(raw) and not raw.get("stages"):
@@ -67,13 +84,11 @@ def check_file(path: str | Path, overrides: Sequence[str] = (), *, inputs: bool 
 
         def check_stage(i: int) -> None:
             check_run(stages[i].config)
-            if inputs:
-                check_inputs(stages[i].config)
+            look_at(stages[i].config)
 
         on_each([stage.place for stage in stages], check_stage)
     else:
         kind, check_whole = (Config, check_run) if "rollout" in raw else (EvaluateConfig, check_settings)
         config = load(path, overrides, kind)
         check_whole(config)
-        if inputs:
-            check_inputs(config)
+        look_at(config)

@@ -3,21 +3,33 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
-from mmrl.cli.command import CONFIG, OVERRIDES, argument, command, print_measured, print_table
-from mmrl.config.loading import read
+from mmrl.cli import completion
+from mmrl.cli.command import OVERRIDES, argument, command, print_measured, print_table
+from mmrl.config.loading import ConfigError, read
 from mmrl.config.schema import Config, EvaluateConfig, load
 
 
 @command(
-    CONFIG,
+    argument(
+        "config",
+        help="a YAML file, or one that comes with mmrl, or the folder of a run or of a checkpoint",
+        completer=completion.configs,
+    ),
     OVERRIDES,
-    examples=("mmrl evaluate my_run.yaml policy.model=runs/my_run/checkpoint-200/model",),
+    examples=(
+        "mmrl evaluate my_run.yaml policy.model=runs/my_run/checkpoint-200/model",
+        "mmrl evaluate runs/my_run evaluation.num_generations=8",
+    ),
 )
 def evaluate(given: argparse.Namespace) -> None:
     """Measure one model or several `settings` of it; print a table and write it into `output_dir`.
 
+    The folder of a run stands for its configuration with the model of its last checkpoint, and of a run in
+    stages for that of the last stage that is finished; its table goes into `evaluation` in that folder.
     Every answer lies in `predictions.parquet` there, or in a file of `predictions/` for each setting.
     """
     from mmrl.build import load_evaluator
@@ -27,13 +39,12 @@ def evaluate(given: argparse.Namespace) -> None:
     from mmrl.reporting.metrics import write_measured
     from mmrl.reporting.pareto import show as show_settings
 
-    trains = "rollout" in read(given.config, given.overrides)
-    config = load(given.config, given.overrides, Config if trains else EvaluateConfig)
+    config, weights = _config_of(given.config, given.overrides)
     folder = Path(config.output_dir)
-    if not trains and config.settings:
+    if isinstance(config, EvaluateConfig) and config.settings:
         show_settings(compare(config, folder))
         return
-    evaluator = load_evaluator(config)
+    evaluator = load_evaluator(config, weights)
     measured, processes = evaluator.measure(), evaluator.processes
     predictions = evaluation_file(folder)
     with processes.agreeing("writing predictions"):
@@ -48,6 +59,25 @@ def evaluate(given: argparse.Namespace) -> None:
     print_measured(measured)
     for warning in measured.table.absent.values():
         print(f"warning: {warning}")
+
+
+def _config_of(name: str, overrides: Sequence[str]) -> tuple[Config | EvaluateConfig, Path | None]:
+    """Read a configuration; of a run's folder also the model folder whose weights its policy gets, if any."""
+    from mmrl.inference.sources import resolve
+
+    if not Path(name).is_dir():
+        trains = "rollout" in read(name, overrides)
+        return load(name, overrides, Config if trains else EvaluateConfig), None
+    source = resolve(name, overrides)
+    if source.run is None:
+        raise ConfigError(
+            f"'{name}' is no folder of a run, so it does not say what to ask; name a configuration, and this "
+            f"folder as policy.model={name}"
+        )
+    print(f"model: {source.run / f'checkpoint-{source.step}'}")
+    given = any(text.startswith("output_dir=") for text in overrides)
+    folder = source.config.output_dir if given else str(source.run / "evaluation")
+    return replace(source.config, output_dir=folder), source.weights
 
 
 @command(

@@ -16,23 +16,39 @@ PACKAGES = (
 )  # fmt: skip
 
 
+METHODS = "methods"  # what stands for a kind: the files of methods
+
+
 @command(
     argument(
         "kind",
         nargs="?",
-        help="advantage, surrogate, reward, ...; all kinds if left out",
-        completer=completion.kinds,
+        help="advantage, surrogate, reward, ..., or methods; all kinds of pieces if left out",
+        completer=lambda prefix, **rest: sorted([*completion.kinds(prefix), METHODS]),
     ),
-    argument("piece", nargs="?", help="one piece of that kind, to show whole", completer=completion.names),
+    argument(
+        "piece",
+        nargs="?",
+        help="one piece of that kind, or one method, to show whole",
+        completer=completion.names,
+    ),
+    argument("--family", help="of methods, only those of one family: grpo, flow, ..."),
     name="list",
-    examples=("mmrl list reward", "mmrl list reward short_answer"),
+    examples=("mmrl list reward", "mmrl list reward short_answer", "mmrl list methods --family grpo"),
 )
 def show(given: argparse.Namespace) -> None:
-    """List pieces with their options and defaults, or show one piece whole."""
+    """List pieces with their options and defaults, or methods by family, or show one of them whole."""
     from mmrl.config.registry import HOMES, pieces
 
+    if given.kind == METHODS:
+        return show_method(given.piece) if given.piece else show_methods(given.family)
+    if given.family:
+        raise ConfigError(f"--family is one of methods: mmrl list {METHODS} --family {given.family}")
     if given.kind is not None and given.kind not in HOMES:
-        near, there = nearest(given.kind, HOMES), f"there are {', '.join(sorted(HOMES))}"
+        near, there = (
+            nearest(given.kind, [*HOMES, METHODS]),
+            f"there are {', '.join([*sorted(HOMES), METHODS])}",
+        )
         raise ConfigError(f"there is no kind '{given.kind}'; {near or there}")
     if given.piece:
         return show_piece(given.kind, given.piece)
@@ -51,6 +67,50 @@ def show(given: argparse.Namespace) -> None:
         if rows:
             print_table(*table, title=kind)
             print()
+
+
+def show_methods(family: str | None) -> None:
+    """List methods by family: papers, what differs from GRPO, and what is our reading of a paper."""
+    from mmrl.config.methods import all_methods
+
+    families = dict.fromkeys(method.family for method in all_methods())
+    if family is not None and family not in families:
+        near, there = nearest(family, families), f"there are {', '.join(families)}"
+        raise ConfigError(f"there is no family of methods '{family}'; {near or there}")
+    for name in [family] if family else families:
+        rows = []
+        for method in all_methods():
+            if method.family == name:
+                named = ", ".join(entry.full_name for entry in method.pieces_read_by_us())
+                reading = " ".join([*method.readings, *([f"Of pieces: {named}"] if named else [])])
+                rows.append([method.name, " ".join(method.papers), method.differs, reading])
+        print_table(["name", "arXiv", "what differs from GRPO", "our reading"], *rows, title=name)
+        print()
+
+
+def show_method(name: str) -> None:
+    """Show a method: its file, the pieces that it names, and what of them is our reading of a paper."""
+    from mmrl.config.methods import all_methods, readings
+
+    known = {method.name: method for method in all_methods()}
+    if name not in known:
+        near = nearest(name, known)
+        raise ConfigError(f"there is no method '{name}'; {near or f'mmrl list {METHODS} names all'}")
+    method = known[name]
+    print(f"{method.path.read_text().strip()}\n")
+    print_table(
+        ["piece", "kind", "our reading", "what it does"],
+        *(
+            [
+                entry.full_name,
+                entry.kind,
+                " ".join(readings(inspect.getdoc(entry.target) or "")),
+                entry.summary,
+            ]
+            for entry in method.pieces()
+        ),
+    )
+    print(f"\nfile: {method.path}\n\ninclude: [methods/{method.family}/{method.name}.yaml]")
 
 
 def show_piece(kind: str, name: str) -> None:

@@ -97,6 +97,7 @@ class Pieces:
         self.made: dict[str, Any] = {}  # objects that may have state, by place: the same name in every run
         self.entries: list[Entry] = []  # of all pieces that were looked up
         self._scheduled: list[tuple[Callable[[str, Any], None], str, _Follows]] = []
+        self.scheduled: dict[str, float] = {}  # values of this step of options that follow a schedule
 
     def make(self, kind: str, piece: Piece, *wrapped: Any, place: str = "") -> Any:
         """Find a piece, check its options and bind it; objects are made, around what they wrap."""
@@ -149,7 +150,8 @@ class Pieces:
     def tick(self, clock: Clock) -> None:
         """Set every option that follows a schedule to its value at a step."""
         for setter, name, follows in self._scheduled:
-            setter(name, follows(clock))
+            self.scheduled[follows.place] = value = follows(clock)
+            setter(name, value)
 
     def make_field(self, config: Any, place: str, *wrapped: Any) -> Any:
         """Make what a field of a configuration names: a piece, a list of pieces or a mapping.

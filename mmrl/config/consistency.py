@@ -17,6 +17,8 @@ from mmrl.config.registry import HOMES, Entry, Needs, find
 from mmrl.config.schema import Config, EvaluateConfig, as_piece, as_plain, parse
 from mmrl.core.rng import Stream
 
+OWN_WEIGHTS = "trained weights"  # what a reference holds that says nothing else
+
 
 def check_training(config: Config) -> Pieces:
     """Check a training run; returns its pieces, so that a caller can require their packages."""
@@ -30,6 +32,14 @@ def check_training(config: Config) -> Pieces:
     if config.until:
         names = [bound.name for bound in _listed(checked, "rewards")]
         _check_metric("until.of", config.until.options.get("of"), names)
+    acting = checked.get(f"references.{config.rollout.policy}")
+    kept = getattr(acting.entry.target, "holds", OWN_WEIGHTS) if acting else OWN_WEIGHTS
+    if kept != OWN_WEIGHTS:
+        raise ConfigError(
+            f"'rollout.policy' is '{config.rollout.policy}', {kept} of its own, which cannot sample: name a "
+            "reference of the policy's own weights (`frozen`, `ema`), or record answers of the other model "
+            "and use the engine `offline`"
+        )
     chain, engines = _listed(checked, "advantage"), _listed(checked, "rollout.engine")
     _check_nesting(engines, "rollout.engine", "policy", "engine")
     _check_nesting(_listed(checked, "sampler"), "sampler", "data", "sampler")

@@ -80,6 +80,12 @@ class Scoring:
 SCORING: ContextVar[Scoring] = ContextVar("SCORING")
 
 
+def log_metric(name: str, value: float) -> None:
+    """Add a number to a metric of the run, which is the mean over a step; nothing outside of a run."""
+    if call := SCORING.get(None):
+        call.log_metric(name, value)
+
+
 def per_outcome(measure: Callable[..., float | None]) -> Callable[..., list[float | None]]:
     """Turn a function of one prompt and one outcome into a reward of a batch."""
 
@@ -88,6 +94,14 @@ def per_outcome(measure: Callable[..., float | None]) -> Callable[..., list[floa
         return [measure(*both, **options) for both in zip(prompts, outcomes, strict=True)]
 
     return reward
+
+
+def by_prompt(prompts: Sequence[Prompt]) -> dict[str, list[int]]:
+    """List the places of the outcomes of every prompt, by its id: groups, for rewards that compare."""
+    groups: dict[str, list[int]] = {}
+    for i, prompt in enumerate(prompts):
+        groups.setdefault(prompt.uid, []).append(i)
+    return groups
 
 
 def tagged(text: str, tag: str) -> list[str]:

@@ -8,6 +8,8 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
+from mmrl.config.consistency import evaluation_of
+from mmrl.config.gates import Gate, gates_of
 from mmrl.config.loading import SHORTHANDS, ConfigError, change, merge, read
 from mmrl.config.plain import lookup
 from mmrl.config.schema import Config, convert, load
@@ -26,12 +28,14 @@ class Stage:
         place: Where it stands in the file: `stages[1]`.
         begins: The number of the stage, from 0, whose model it goes on from; None: from `policy.model`, or
             from the folder in `config.init_from`.
+        keep_if: What its last evaluation has to show before another stage begins.
     """
 
     config: Config
     name: str = ""
     place: str = ""
     begins: int | None = None
+    keep_if: tuple[Gate, ...] = ()
 
     @property
     def folder(self) -> Path:
@@ -91,6 +95,7 @@ def _stages(raw: dict[str, Any], listed: Any, overrides: Sequence[str]) -> list[
     names = _names(listed)
     places = [f"stages[{i}]" for i in range(len(names))]
     common, own = _parted(overrides, names)
+    gates = on_each(places, lambda i: _gates(listed[i], own[i], f"{places[i]}.keep_if"))
     whole = on_each(places, lambda i: change(_over(raw, listed[i], common), own[i]))
     top = change(raw, common)
     home = Path(str(top.get("output_dir") or Config.output_dir))
@@ -103,7 +108,54 @@ def _stages(raw: dict[str, Any], listed: Any, overrides: Sequence[str]) -> list[
         if (start := begins[i]) is not None:
             stage["init_from"] = whole[start]["output_dir"]
     configs = on_each(places, lambda i: load(whole[i]))
-    return [Stage(*parts) for parts in zip(configs, names, places, begins, strict=True)]
+    stages = [Stage(*parts) for parts in zip(configs, names, places, begins, gates, strict=True)]
+    for stage in stages:
+        for gate in stage.keep_if:
+            _check_gate(gate, stage, stages)
+    return stages
+
+
+def _gates(stage: dict[str, Any], own: list[str], place: str) -> tuple[Gate, ...]:
+    """Take `keep_if` out of a stage, and out of its overrides."""
+    changes = [text for text in own if re.match(r"keep_if\b", text)]
+    own[:] = [text for text in own if text not in changes]
+    return gates_of(change({"keep_if": stage.pop("keep_if", None) or {}}, changes)["keep_if"], place)
+
+
+def _check_gate(gate: Gate, stage: Stage, stages: Sequence[Stage]) -> None:
+    """Raise `ConfigError` where what a gate reads will not be measured, or is measured on other prompts."""
+    before = None if stage.begins is None else stages[stage.begins]
+    if gate.compares and before is None:
+        raise ConfigError(
+            f"'{stage.place}.keep_if' compares with the stage before, and '{stage.name}' begins from none; "
+            "write a number in place of `previous`"
+        )
+    for one in (before, stage) if gate.compares else (stage,):
+        if one is None:
+            continue
+        if one.config.evaluation.data is None:
+            raise ConfigError(
+                f"'{stage.place}.keep_if' reads {gate.of}, but stage '{one.name}' has no evaluation; set "
+                "evaluation.data"
+            )
+        best = one.config.metric_for_best_model
+        if best and best != gate.of:
+            raise ConfigError(
+                f"'{stage.place}.keep_if' reads {gate.of}, but stage '{one.name}' hands on the checkpoint "
+                f"with the best {best} (metric_for_best_model), of which only that is known; name the same "
+                "metric"
+            )
+    if gate.compares and before and _evaluates(before.config) != _evaluates(stage.config):
+        raise ConfigError(
+            f"'{stage.place}.keep_if' compares with stage '{before.name}', whose evaluation is another one; "
+            "give both the same `evaluation`, with its rewards and engine, or write a number in place of "
+            "`previous`"
+        )
+
+
+def _evaluates(config: Config) -> tuple[Any, ...]:
+    """Name what the numbers of an evaluation depend on besides the weights."""
+    return evaluation_of(config).evaluation, config.seed
 
 
 def _parted(overrides: Sequence[str], names: Sequence[str]) -> tuple[list[str], list[list[str]]]:

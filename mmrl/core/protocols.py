@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
@@ -127,6 +127,28 @@ class Observer(Stateful, Protocol):
 
     def observe(self, rollouts: Rollouts, table: RewardTable) -> None:
         """Update the state from a round; `rollouts` are this process's rows of `table`."""
+
+
+@runtime_checkable
+class Connected(Protocol):
+    """A piece that asks the engine between rollouts, or reads what other processes have."""
+
+    def connect(self, ask: Callable[[Sequence[Prompt]], Rollouts], tell: Callable[[Any], list[Any]]) -> None:
+        """Take both functions, once, before anything is drawn.
+
+        Args:
+            ask: Answers prompts with the first engine of the run. Every process has to call it.
+            tell: Gathers a JSON value from every process, by rank. Every process has to call it.
+        """
+
+
+@runtime_checkable
+class Preparing(Protocol):
+    """A sampler that puts what it has learned before prompts, those of evaluations too."""
+
+    def prepare(self, prompts: Sequence[Prompt]) -> list[Prompt]:
+        """Return the prompts as the engine is asked them; ids stay."""
+        ...
 
 
 @runtime_checkable

@@ -235,7 +235,13 @@ class RewardTable:
         )
 
     def after_first(self, values: Tensor) -> RewardTable:
-        """Drop the first place, for differences of K outcomes: `values` is (N, R, K - 1)."""
+        """Drop the first place, for differences of K outcomes: `values` is (N, R, K - 1).
+
+        Where no row has a second one, an empty place is left.
+        """
+        if self.ends.shape[1] == 1:
+            nothing = torch.zeros_like(self.ends)
+            return self.take(nothing, torch.zeros_like(self.values), torch.full_like(nothing, ABSENT))
         places = torch.arange(1, self.ends.shape[1]).expand(len(self), -1)
         return self.take(places, values, self.ends[:, 1:])
 

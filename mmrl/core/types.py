@@ -67,7 +67,8 @@ class Outcome:
 
     `image` is (3, height, width) uint8, `video` is (frames, 3, height, width) uint8 and `times` its (frames,)
     seconds. `end` is the number of steps that made the outcome; None is the whole rollout. `tags` describe
-    it, and `recorded` has rewards that were measured before, or by the engine.
+    it, and `recorded` has rewards that were measured before, or by the engine. `tokens` are those of a text
+    that is not made of the steps alone, such as a prefix that was completed for a reward.
     """
 
     text: str | None = None
@@ -77,6 +78,7 @@ class Outcome:
     end: int | None = None
     tags: Mapping[str, str] = field(default_factory=dict)
     recorded: Mapping[str, float] = field(default_factory=dict)
+    tokens: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,9 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from mmrl.config.binding import Pieces
+from mmrl.config.consistency import OWN_WEIGHTS
 from mmrl.config.registry import Entry, find, memory_estimate, pieces
-from mmrl.config.schema import Config
+from mmrl.config.schema import Config, Piece, as_piece
 from mmrl.core.protocols import Policy
 from mmrl.core.rng import Stream
 from mmrl.core.types import Prompt
@@ -23,17 +24,33 @@ SIDE = 64  # of the matrix on which the state of an optimizer is measured
 
 @memory_estimate
 def training(config: Config, policy: Policy, prompts: Sequence[Prompt]) -> Mapping[str, float]:
-    """Estimate weights, gradients, the state of the optimizer, and a copy of what trains per reference."""
+    """Estimate weights, gradients, the state of the optimizer, and references.
+
+    A second model or a teacher that names another model is taken to be as large as the policy.
+    """
     module = policy.module
     tensors = {id(t): t for t in (*module.parameters(), *module.buffers())}
     learning = [parameter for parameter in module.parameters() if parameter.requires_grad]
     numbers = sum(parameter.numel() for parameter in learning)
     sizes = sum(parameter.nbytes for parameter in learning)
+    weights = sum(tensor.nbytes for tensor in tensors.values())
+
+    def state(optimizer: Piece) -> float:
+        return numbers * optimizer_bytes(find("optimizer", optimizer.name).target)
+
+    references = 0.0
+    for name, piece in config.references.items():
+        # `frozen` and `ema` keep a copy of what trains, and swap it into the policy.
+        kept = getattr(find("reference", piece.name).target, "holds", OWN_WEIGHTS)
+        references += sizes if kept == OWN_WEIGHTS else weights
+        if kept == "a model that learns":
+            mover = as_piece(piece.options.get("optimizer", "adamw"), f"references.{name}.optimizer")
+            references += sizes + state(mover)
     return {
-        "weights": sum(tensor.nbytes for tensor in tensors.values()),
+        "weights": weights,
         "gradients": sizes,
-        "optimizer": numbers * optimizer_bytes(find("optimizer", config.learn.optimizer.name).target),
-        "references": sizes * len(config.references),
+        "optimizer": state(config.learn.optimizer),
+        "references": references,
     }
 
 

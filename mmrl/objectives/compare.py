@@ -7,6 +7,7 @@ group's loss is the mean over the columns that have two sides.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Annotated, Literal
 
 import torch
@@ -15,6 +16,7 @@ from torch.nn.functional import logsigmoid, softplus
 
 from mmrl.config.ranges import NonNegativeFloat, PositiveFloat, PositiveShare, Probability, Range
 from mmrl.config.registry import compare
+from mmrl.config.schema import Piece
 from mmrl.core.reward_table import EQUAL
 from mmrl.core.step_table import Batch
 from mmrl.core.tensor import group_index, group_sum, masked_mean
@@ -142,6 +144,35 @@ def discopop(
     # exp(-x) sigmoid(x / tau) as one exponential: apart, the first overflows where the second is 0.
     exponential = (logsigmoid(logit / tau) - logit).exp()
     return mean_over_groups(torch.sigmoid(-logit / tau) * softplus(-logit) + exponential, decided, batch)
+
+
+@compare(unit=Unit.GROUP, extra={"sum_p2"})
+def wpo(
+    implicit_reward: Tensor,
+    batch: Batch,
+    *,
+    compare: Callable = Piece("sigmoid"),
+    max_weight: PositiveFloat = 1.0,
+) -> Tensor:
+    """Weigh each group's comparison by how likely its rows are under the policy (WPO, arXiv 2406.11827).
+
+    The weight is the product over rows with an advantage of exp(mean of logp - log sum_k p_k^2), without
+    gradient: 1 for rows that the policy would sample itself. TRL's `use_weighting`.
+
+    Args:
+        compare: The comparison that is weighed.
+        max_weight: Largest weight; TRL's bound.
+    """
+    new, index = batch.others["new"], group_index([batch.group])
+    surprise = masked_mean(new.logp - new.extra["sum_p2"].clamp(min=1e-30).log(), batch.mask, -1)
+    moved = (batch.advantage * batch.mask != 0).any(-1)
+    weights = group_sum(torch.where(moved, surprise, 0.0), index).exp().clamp(max=max_weight)
+    loss = implicit_reward.new_zeros(())
+    for group, weight in enumerate(weights):  # a comparison gives one number for all groups it is shown
+        inside = (index == group).to(batch.mask.dtype)[:, None]
+        part = batch.replace(mask=batch.mask * inside, advantage=batch.advantage * inside)
+        loss = loss + weight * compare(implicit_reward * inside, part)
+    return loss
 
 
 def margins(implicit_reward: Tensor, batch: Batch, level: Level) -> tuple[Tensor, Tensor]:

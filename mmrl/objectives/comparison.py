@@ -117,6 +117,8 @@ def f_divergence(
 class Comparison:
     """Minimise comparisons of the rows of every group, and penalties over all steps.
 
+    Comparisons find the policy's own output, detached, as `batch.others["new"]`.
+
     A row's implicit reward is the sum over its steps. A pair is a group with the advantages 1 and -1. The
     metrics have TRL's names; a reported reward is the beta of the first comparison times the implicit
     reward.
@@ -145,12 +147,17 @@ class Comparison:
     def __call__(self, new: StepOutput, batch: Batch) -> tuple[Tensor, Mapping[str, Tensor]]:
         """Compute the loss of a micro-batch of whole groups and its metrics, as shares of the update."""
         implicit_reward = self.implicit_reward(new, batch) * batch.mask
-        loss = sum(compare.weight * compare(implicit_reward, batch) for compare in as_list(self.compare))
+        seen = batch.replace(others={**batch.others, "new": new.detach()})
+        loss = sum(compare.weight * compare(implicit_reward, seen) for compare in as_list(self.compare))
         for penalty in as_list(self.penalty):
             loss = loss + (penalty(new, batch) * batch.weight).sum()  # comparisons divide by themselves
-        first: Bound = as_list(self.compare)[0]
-        options = {name: option.default for name, option in first.entry.options.items()} | first.options
-        return loss, diagnose_groups(options.get("beta", 1.0) * implicit_reward, batch)
+        return loss, diagnose_groups(_beta(as_list(self.compare)[0]) * implicit_reward, batch)
+
+
+def _beta(compare: Bound) -> float:
+    """Find the scale of implicit rewards of a comparison, or of the one inside it."""
+    options = {name: option.default for name, option in compare.entry.options.items()} | compare.options
+    return _beta(options["compare"]) if "compare" in options else options.get("beta", 1.0)
 
 
 @torch.no_grad()

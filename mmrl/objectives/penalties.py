@@ -99,7 +99,40 @@ def entropy_corridor(
     return coef * outside
 
 
+@penalty(extra={"reverse_kl"}, of_others={"hidden"})
+def reverse_kl(
+    new: StepOutput, batch: Batch, *, coef: NonNegativeFloat = 1.0, against: str = "teacher"
+) -> Tensor:
+    """KL from the policy to a teacher over the whole vocabulary, at every step (arXiv 2306.13649).
+
+    On the policy's own answers this is on-policy distillation: its gradient has no variance from the sampled
+    token, unlike that of `k2`. `against` names a reference with a model of its own (`vision.teacher`).
+    """
+    return coef * new.extra["reverse_kl"]
+
+
 # ---- around the policy that sampled
+
+
+@penalty
+def covariance_kl(
+    new: StepOutput, batch: Batch, *, coef: NonNegativeFloat = 1.0, against: str = "old"
+) -> Tensor:
+    """Size of the log-ratio at steps that `high_covariance` noted (KL-Cov, arXiv 2505.22617).
+
+    It holds steps whose probability and advantage rise together, which lower the entropy fastest. It is felt
+    from the second update of a collection. Raises `ValueError` where nothing was noted.
+    """
+    marked = batch.notes.get("high_covariance")
+    if marked is None:
+        if (batch.mask > 0).any():  # a process without rows has no notes
+            raise ValueError(
+                "`covariance_kl` reads the note `high_covariance`; put the advantage function "
+                "`high_covariance` at the end of the chain"
+            )
+        return torch.zeros_like(new.logp)
+    gap = step_ratio(new, batch, against=against).abs()
+    return coef * torch.where(marked > 0, gap, 0.0)
 
 
 @penalty

@@ -64,9 +64,12 @@ def needs_of(*pieces: Callable | tuple[Callable, ...]) -> Needs:
 
 @torch.no_grad()
 def diagnose(new: StepOutput, batch: Batch) -> dict[str, Tensor]:
-    """Report mean KL (k3) to every reference, and the mismatch with the engine's log-probabilities."""
+    """Report mean KL (k3) to every reference, and how far the policy is from `old` and from the engine."""
     steps = batch.totals.steps or 1.0
     metrics = {}
+    if "old" in batch.others:
+        gap = ((new.logp - batch.others["old"].logp) * batch.mask).clamp(-20, 20)
+        metrics["ratio_variance"] = torch.expm1(gap).square().sum() / steps
     for name, other in batch.others.items():
         if name not in ("old", "engine"):
             gap = ((other.logp - new.logp) * batch.mask).clamp(max=20)  # log r; k3 = r - 1 - log r

@@ -5,11 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from functools import cache
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -17,7 +14,7 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from mmrl.config import objects
-from mmrl.config.loading import read
+from mmrl.config.methods import Method, all_methods
 from mmrl.config.plain import as_list, as_mapping
 from mmrl.config.schema import Config, Piece, as_plain
 
@@ -37,28 +34,7 @@ def config_hash(config: Config) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
-@dataclass(frozen=True)
-class Variant:
-    """A method as its file in `configs/methods` describes it."""
-
-    name: str
-    comment: str
-    raw: Mapping[str, Any]
-
-
-@cache
-def all_variants() -> tuple[Variant, ...]:
-    """Read all methods."""
-    variants = []
-    # `mmrl/configs` is the folder itself in an installation, and a link to it in a checkout.
-    for path in sorted((Path(__file__).parents[1] / "configs" / "methods").rglob("*.yaml")):
-        lines = path.read_text().splitlines()
-        comment = " ".join(line.lstrip("# ") for line in lines if line.startswith("#"))
-        variants.append(Variant(path.stem, comment, as_plain(read(path))))
-    return tuple(variants)
-
-
-def variant_of(config: Config) -> Variant | None:
+def variant_of(config: Config) -> Method | None:
     """Find the method with the advantages and objective of a run; of several the closest one."""
     raw = as_plain(config)
 
@@ -69,10 +45,10 @@ def variant_of(config: Config) -> Variant | None:
                 return sum(agreement(value, whole.get(key)) for key, value in part.items())
         return 1 if part == whole else -1
 
-    def same(variant: Variant, key: str) -> bool:
+    def same(variant: Method, key: str) -> bool:
         return key in variant.raw and short_pieces(variant.raw[key]) == short_pieces(raw[key])
 
-    fitting = [v for v in all_variants() if same(v, "advantage") and same(v, "objective")]
+    fitting = [v for v in all_methods() if same(v, "advantage") and same(v, "objective")]
     return max(fitting, key=lambda variant: agreement(variant.raw, raw), default=None)
 
 
@@ -168,6 +144,5 @@ def describe_method(config: Config) -> str:
     """Name the method of a run with its papers, or else its objective and chain."""
     if (method := variant_of(config)) is None:
         return f"{config.objective.name} over the chain {', '.join(piece.name for piece in config.advantage)}"
-    ids = re.findall(r"\d{4}\.\d{5}", method.comment)  # five digits since 2015
-    papers = ", ".join(f"[arXiv {id}](https://arxiv.org/abs/{id})" for id in ids)
+    papers = ", ".join(f"[arXiv {id}](https://arxiv.org/abs/{id})" for id in method.papers)
     return f"{method.name}{f' ({papers})' if papers else ''}: {method.comment}"

@@ -2,33 +2,23 @@
 
 from __future__ import annotations
 
-import base64
-import contextlib
 import dataclasses
-import http.client
-import io
 import json
-import socket
 import sys
-import threading
-import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
-from urllib.parse import urlsplit
 
 from torch import Tensor
 
 from mmrl.config.ranges import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from mmrl.config.registry import reward
 from mmrl.core.types import Outcome, Prompt
-
-LARGEST = 64 << 20  # bytes of an answer
-PASSING = {408, 425, 429, 500, 502, 503, 504}  # states of a server that may be over soon
+from mmrl.runtime.json_client import JsonClient, png
 
 
 @reward
-class Http:
+class Http(JsonClient):
     """Ask a server for rewards, by POST requests of JSON.
 
     Sent is `{"outcomes": [...]}`. An outcome has "uid", "prompt", "target" and "columns" of its prompt, and
@@ -57,10 +47,9 @@ class Http:
         request_retries: NonNegativeInt = 2,
         wait: NonNegativeFloat = 0.5,
     ) -> None:
-        if not url.startswith(("http://", "https://")) or not urlsplit(url).hostname:
-            raise ValueError(f"`url` must be http:// or https:// and a host, not '{url}'")
-        self.url, self.batch, self.parallel = url, batch, parallel
-        self.request_timeout, self.request_retries, self.wait = request_timeout, request_retries, wait
+        # By inheritance, so that an option that follows a schedule reaches the client.
+        super().__init__(url, request_timeout=request_timeout, request_retries=request_retries, wait=wait)
+        self.batch, self.parallel = batch, parallel
 
     def __call__(self, prompts: Sequence[Prompt], outcomes: Sequence[Outcome]) -> list[float | None]:
         encoded = [_to_json(prompt, outcome) for prompt, outcome in zip(prompts, outcomes, strict=True)]
@@ -69,67 +58,10 @@ class Http:
             return [value for values in pool.map(self._ask, parts) for value in values]
 
     def _ask(self, part: list[dict[str, Any]]) -> list[float | None]:
-        body = json.dumps({"outcomes": part}, allow_nan=False).encode()
-        for left in reversed(range(1 + self.request_retries)):
-            try:
-                status, reason, data = self._send(body)
-            except (OSError, http.client.HTTPException) as error:
-                if not left:
-                    raise ConnectionError(
-                        f"'{self.url}' does not answer within {self.request_timeout:g} s, asked "
-                        f"{1 + self.request_retries} times: {error}"
-                    ) from error
-            else:
-                if status == 200:
-                    return self._read(data, len(part))
-                if status not in PASSING or not left:
-                    message = data[:300].decode(errors="replace").strip()
-                    raise ConnectionError(f"'{self.url}' answered with {status} {reason}: {message}")
-            # wait, 2 wait, 4 wait, ...
-            time.sleep(self.wait * 2 ** (self.request_retries - left))
-        raise AssertionError("the last try returns or raises")
-
-    def _send(self, body: bytes) -> tuple[int, str, bytes]:
-        """Send one request; return status, reason and body of the response."""
-        parts = urlsplit(self.url)
-        kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
-        connection = kind(parts.hostname, parts.port, timeout=self.request_timeout)
-        deadline = time.monotonic() + self.request_timeout
-        connection.connect()
-        stream = connection.sock  # the connection forgets it when the response ends
-
-        def cut() -> None:
-            with contextlib.suppress(OSError):  # it ended by itself
-                # Its own `shutdown` would take the encryption off under the thread that reads.
-                socket.socket.shutdown(stream, socket.SHUT_RDWR)
-
-        # The limit of a socket is that of one piece of data, and a server may send a byte at a time.
-        watch = threading.Timer(deadline - time.monotonic(), cut)
-        watch.daemon = True
-        watch.start()
-        try:
-            target = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
-            headers = {"Content-Type": "application/json", "Accept": "application/json"}
-            connection.request("POST", target, body, {**headers, "Connection": "close"})
-            reply = connection.getresponse()
-            reason, data = reply.reason, reply.read(LARGEST + 1)
-            if reply.length and len(data) <= LARGEST:
-                raise http.client.IncompleteRead(data, reply.length)
-        except (OSError, http.client.HTTPException) as error:
-            raise (TimeoutError("timed out") if time.monotonic() >= deadline else error) from error
-        finally:
-            watch.cancel()
-            connection.close()
-        if time.monotonic() >= deadline:  # what was read ends where the watch cut it
-            raise TimeoutError("timed out")
-        if 300 <= reply.status < 400:
-            reason += f" to '{reply.headers.get('Location')}', which is not followed; name it as `url`"
-        return reply.status, reason, data
+        return self._read(self.post({"outcomes": part}), len(part))
 
     def _read(self, data: bytes, count: int) -> list[float | None]:
         """Parse a response; anything but JSON of the agreed form is an error."""
-        if len(data) > LARGEST:
-            raise ValueError(f"'{self.url}' answered with more than {LARGEST} bytes for {count} outcomes")
         try:
             values = json.loads(data)["rewards"]
         except (ValueError, KeyError, TypeError, RecursionError):
@@ -157,8 +89,8 @@ def _to_json(prompt: Prompt, outcome: Outcome) -> dict[str, Any]:
         "tags": dict(outcome.tags),
         "end": outcome.end,
         "recorded": dict(outcome.recorded),
-        "image": None if outcome.image is None else _png(outcome.image),
-        "video": None if outcome.video is None else [_png(frame) for frame in outcome.video],
+        "image": None if outcome.image is None else png(outcome.image),
+        "video": None if outcome.video is None else [png(frame) for frame in outcome.video],
         "times": None if outcome.times is None else outcome.times.tolist(),
     }
     return {name: value for name, value in encoded.items() if value is not None}
@@ -177,11 +109,3 @@ def _plain(value: Any, what: str) -> Any:
     if dataclasses.is_dataclass(value):
         return _plain(dataclasses.asdict(value), what)
     raise TypeError(f"{what} holds a {type(value).__name__}, which does not travel as JSON")
-
-
-def _png(pixels: Tensor) -> str:
-    from PIL import Image
-
-    buffer = io.BytesIO()
-    Image.fromarray(pixels.permute(1, 2, 0).contiguous().numpy()).save(buffer, "png")  # to (height, width, 3)
-    return base64.b64encode(buffer.getvalue()).decode()

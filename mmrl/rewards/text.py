@@ -5,8 +5,9 @@ An answer that cannot be parsed has a low reward, not a missing one.
 
 from __future__ import annotations
 
+import math
 import re
-from typing import Annotated
+from typing import Annotated, Literal
 
 from mmrl.config.ranges import AtMost, PositiveInt
 from mmrl.config.registry import reward
@@ -19,6 +20,28 @@ WORDS = {
     "seven": "7", "eight": "8", "nine": "9", "ten": "10",
 }  # fmt: skip
 ARTICLES = {"a", "an", "the"}
+NUMBER = re.compile(r"-?(?:\d[\d,]*\.?\d*|\.\d+)(?:e-?\d+)?(?P<percent>\s*%)?", re.IGNORECASE)
+Comparison = Literal["text", "words", "number"]
+
+
+def number_of(match: re.Match) -> float:
+    """Return the value of a match of `NUMBER`; 5 % is 0.05."""
+    number = match[0].removesuffix(match["percent"] or "")
+    return float(number.replace(",", "")) / (100 if match["percent"] else 1)
+
+
+def comparable(text: str, tag: str, form: Comparison = "text") -> str:
+    """Write an answer so that equal ones are equal texts; empty where there is nothing to compare.
+
+    It is what the last block of `tag` holds, or the whole text without one. `text` ignores case and space,
+    `words` articles, punctuation and how numbers up to ten are written as well; `number` is the last number.
+    """
+    blocks = tagged(text, tag)
+    answer = blocks[-1] if blocks else text
+    if form == "number":
+        numbers = [number_of(match) for match in NUMBER.finditer(answer)]
+        return f"{numbers[-1] + 0.0:.12g}" if numbers and math.isfinite(numbers[-1]) else ""
+    return " ".join(normal_words(answer) if form == "words" else answer.lower().split())
 
 
 def normal_words(text: str) -> list[str]:
@@ -82,23 +105,22 @@ def exact_match(prompt: Prompt, outcome: Outcome, *, tag: str = "answer") -> flo
 
     Without such a block the whole text is compared.
     """
-    text = outcome.text or ""
-    blocks = tagged(text, tag)
-    answer = blocks[-1] if blocks else text
-    return float(" ".join(answer.lower().split()) == " ".join(str(prompt.target).lower().split()))
+    return float(comparable(outcome.text or "", tag) == " ".join(str(prompt.target).lower().split()))
 
 
 @reward
 @per_outcome
-def answer_cluster(prompt: Prompt, outcome: Outcome, *, tag: str = "answer") -> float | None:
-    """Number the answer: equal numbers for equal answers up to case and space, to use as a label.
+def answer_cluster(
+    prompt: Prompt, outcome: Outcome, *, tag: str = "answer", form: Comparison = "text"
+) -> float | None:
+    """Number the answer: equal numbers for equal answers, to use as a label.
 
-    It hashes what `exact_match` compares to [0, 1); an empty answer has no number. Give it weight 0; pieces
-    such as `semantic_entropy` and `consistency_mix` read which answers of a group agree.
+    It hashes the last `tag` block of the answer, or the whole text without one, to [0, 1); an answer without
+    anything to compare has no number. `form` says what is equal, as for `majority`: by default up to case
+    and space. Give it weight 0; pieces such as `semantic_entropy` and `consistency_mix` read which answers of
+    a group agree.
     """
-    text = outcome.text or ""
-    blocks = tagged(text, tag)
-    words = " ".join((blocks[-1] if blocks else text).lower().split())
+    words = comparable(outcome.text or "", tag, form)
     return (name_id(words) >> 10) / 2**53 if words else None  # 53 bits, which a float holds exactly
 
 

@@ -25,6 +25,7 @@ class StageRecord:
         checkpoint: The checkpoint that later stages go on from; empty until the stage is finished.
         step: The steps that it took.
         length: The keys that decide how long it is, as they were when it was finished.
+        metrics: Of the evaluation of the checkpoint, where there was one; without what a clock measured.
     """
 
     name: str
@@ -32,6 +33,7 @@ class StageRecord:
     checkpoint: str = ""
     step: int = 0
     length: Mapping[str, Any] = field(default_factory=dict)
+    metrics: Mapping[str, float] = field(default_factory=dict)
 
 
 def read_stages(home: Path) -> list[StageRecord]:

@@ -121,6 +121,8 @@ def resume(run: Run) -> int:
     start = _load_latest(run, changed)
     if processes.main:
         _record(run, changed, start)
+        # A run that was killed right after its last checkpoint has not removed the older ones.
+        checkpoint.prune(run.folder, run.config.save_total_limit, start, keep=run.progress.best.step)
     run.report.begin(start)
     return start
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import reduce
 
 import torch
 from torch import Tensor
 
 from mmrl.config.binding import Bound
-from mmrl.core.protocols import Engine
+from mmrl.core.protocols import Engine, Preparing
 from mmrl.core.reward_table import Measured, RewardTable
 from mmrl.core.rng import Stream
 from mmrl.core.types import Prompt, TrainerState
@@ -36,6 +37,7 @@ class Evaluator:
     metrics: Sequence[Bound]
     num_generations: int = 1
     confidence: float = 0.95
+    prepare: Sequence[Preparing] = ()  # samplers of the run that put something before every prompt
 
     def agreed(self) -> Evaluator:
         """Return itself; raise on every process where one reads other prompts or weights than process 0."""
@@ -51,7 +53,10 @@ class Evaluator:
         rollouts, table, log = (), RewardTable.empty(), RewardLog(state or TrainerState())
         began = time.perf_counter()
         for at in range(0, len(self.data), CHUNK):
-            prompts = [prompt for prompt in self.data[at : at + CHUNK] for _ in range(self.num_generations)]
+            asked = reduce(
+                lambda chunk, piece: piece.prepare(chunk), self.prepare, self.data[at : at + CHUNK]
+            )
+            prompts = [prompt for prompt in asked for _ in range(self.num_generations)]
             order = [prompt.uid for prompt in prompts]
             mine, counts = self.processes.share(prompts, table)
             with self.processes.agreeing("evaluating"):

@@ -19,7 +19,7 @@ from mmrl.runtime.files import locked
 from mmrl.runtime.watchdog import listening
 from mmrl.training.checkpointing import hand_over, resume, save
 from mmrl.training.collect import collect, pick, refill
-from mmrl.training.method import through_chain
+from mmrl.training.method import per_step_only, through_chain
 from mmrl.training.nonfinite import largest_first
 from mmrl.training.second import Learning, SecondLearner
 from mmrl.training.trainer import Run
@@ -117,6 +117,7 @@ def with_others(run: Run, collection: Collection, chain: Sequence[Bound]) -> Rew
     mine = collection.table.select(collection.table.mine)
     for name, output in batch.others.items():
         for key, value in {"logp": output.logp, **output.extra}.items():
+            per_step_only(f"{name}/{key}", value)
             mine = mine.note(
                 f"{name}/{key}", value.double().where(batch.mask.cpu() > 0, torch.nan)[: len(mine)]
             )

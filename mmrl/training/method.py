@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from mmrl.config.binding import Bound
 from mmrl.config.registry import Needs
@@ -81,3 +82,12 @@ def through_chain(chain: Sequence[Bound], table: RewardTable, step: int) -> Rewa
             )
         table = result
     return table
+
+
+def per_step_only(name: str, value: Tensor) -> None:
+    """Raise `ChainError` unless an output that the chain reads has one number per step: (N, T)."""
+    if value.dim() != 2:
+        raise ChainError(
+            f"the advantage chain reads '{name}', which has {tuple(value.shape[2:])} numbers per step; a "
+            "reward table holds one. Read it in an objective (`extra`), or one number of it in the chain"
+        )

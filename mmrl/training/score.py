@@ -143,9 +143,14 @@ class _Result:
 
 
 def _tokens(rollouts: Rollouts) -> list[list[int] | None]:
-    """List the tokens of every outcome, as the engine noted them."""
-    noted = [(row.notes.get("token"), outcome) for row in rollouts for outcome in row.outcomes]
-    return [None if ids is None else ids[: outcome.end].tolist() for ids, outcome in noted]
+    """List the tokens of every outcome: its own, or those that the engine noted of its steps."""
+
+    def of_outcome(outcome: Outcome, noted: Tensor | None) -> list[int] | None:
+        if outcome.tokens is not None:
+            return list(outcome.tokens)
+        return None if noted is None else noted[: outcome.end].tolist()
+
+    return [of_outcome(outcome, row.notes.get("token")) for row in rollouts for outcome in row.outcomes]
 
 
 def _concurrently(

@@ -7,6 +7,7 @@ checkpoint on the disk, so that it does not matter whether the same process trai
 from __future__ import annotations
 
 import gc
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -19,6 +20,7 @@ from mmrl.config.schema import Config, as_plain, convert
 from mmrl.config.stages import Stage, on_each
 from mmrl.core.reward_table import Measured
 from mmrl.reporting.console import Console
+from mmrl.reporting.metrics import describe_measured
 from mmrl.runtime.checkpoint import checkpoints
 from mmrl.runtime.distributed import Processes
 from mmrl.runtime.files import check_free, locked, remove
@@ -27,6 +29,7 @@ from mmrl.training.checkpointing import CONFIG, look
 from mmrl.training.loop import train
 from mmrl.training.trainer import Run
 
+MACHINE = ("seconds_per_prompt", "memory_bytes")  # ends of names of metrics that no two runs have alike
 LENGTH = ("max_steps", "num_train_epochs", "until")  # keys that decide how long a stage is
 
 
@@ -53,17 +56,44 @@ def train_stages(
             if not train(run):
                 console.say(f"stopped in stage {stage.name}; the same command goes on from here")
                 return None
-            records[i] = _finished(stage, run)
+            (record,) = _told([_finished(stage, run)], processes)
+            refused = _refused(stage, record, records, console)
+            records[i] = record if not refused else records[i]
             with processes.agreeing(f"writing '{home / RECORD}'"):
                 if processes.main:
                     write_stages(home, records)
                     write_report(home)
+            if refused:
+                raise StageRefused(refused)
             final = run.final if processes.main else None
             del run  # the next stage needs its memory
             gc.collect()
             torch.cuda.empty_cache()
     console.say(f"all {len(stages)} stages are finished; report: {home / 'report.html'}")
     return final
+
+
+class StageRefused(RuntimeError):
+    """A stage was trained, and its evaluation does not meet `keep_if`, so that no stage may begin from it."""
+
+
+def _refused(stage: Stage, record: StageRecord, records: Sequence[StageRecord], console: Console) -> str:
+    """Say why `keep_if` refuses a stage that is finished, after the numbers of all stages so far; or nothing.
+
+    The stage stays unfinished in the record: the same command evaluates it again, and refuses it again
+    unless `keep_if` was changed.
+    """
+    before = records[stage.begins].metrics if stage.begins is not None else {}
+    reasons = [reason for gate in stage.keep_if if (reason := gate.refusal(record.metrics, before))]
+    if not reasons:
+        return ""
+    for known in (*(known for known in records if known.checkpoint), record):
+        numbers = ", ".join(f"{gate.of} {known.metrics.get(gate.of, math.nan):.6g}" for gate in stage.keep_if)
+        console.say(f"  {known.folder}: {numbers}")
+    return (
+        f"stage '{stage.name}' is not kept, and the stages after it do not begin: {'; '.join(reasons)}. "
+        f"Change keep_if, or change the stage and remove '{stage.folder}'; stages before it stay as they are"
+    )
 
 
 def write_report(home: Path, output: Path | None = None) -> Path:
@@ -102,6 +132,11 @@ def _open(stages: Sequence[Stage], processes: Processes) -> list[StageRecord]:
                 for record in read_stages(home):
                     remove(home / record.folder)
             write_stages(home, records)
+    return _told(records, processes)
+
+
+def _told(records: Sequence[StageRecord], processes: Processes) -> list[StageRecord]:
+    """Return the records of the first process on every process."""
     told = processes.tell([asdict(record) for record in records])[0]
     return [convert(record, StageRecord, RECORD) for record in told]
 
@@ -125,9 +160,13 @@ def _length(stage: Stage) -> dict[str, Any]:
 
 def _finished(stage: Stage, run: Run) -> StageRecord:
     """Describe a stage that is finished; its best checkpoint is handed on where one was chosen."""
-    step = run.progress.best.step or run.progress.step
-    checkpoint, taken = f"checkpoint-{step}", run.progress.step
-    return StageRecord(stage.name, stage.folder.name, checkpoint, taken, _length(stage))
+    best, taken = run.progress.best, run.progress.step
+    metrics = describe_measured(run.final) if run.final else {}
+    if best.step:  # the last evaluation is of other weights
+        metrics = {stage.config.metric_for_best_model: best.value}
+    metrics = {k: v for k, v in metrics.items() if math.isfinite(v) and not k.endswith(MACHINE)}
+    folder, checkpoint = stage.folder.name, f"checkpoint-{best.step or taken}"
+    return StageRecord(stage.name, folder, checkpoint, taken, _length(stage), metrics)
 
 
 def _records(stages: Sequence[Stage]) -> list[StageRecord]:

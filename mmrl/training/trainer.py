@@ -223,6 +223,7 @@ class Run:
         if skipped := sum(learning.guard.skipped for learning in (self, *self.seconds.values())):
             metrics["skipped_updates"] = float(skipped)
         metrics |= self.log.take(self.processes, metrics)
+        metrics |= {f"schedule/{place}": value for place, value in self.pieces.scheduled.items()}
         metrics["learning_rate"] = self.method.optimizer.param_groups[0]["lr"]
         if self.evaluator and config.eval_steps and (step + 1) % config.eval_steps == 0:
             with report.timing("evaluate"):

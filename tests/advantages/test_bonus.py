@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from mmrl.advantages.bonus import capped_bonus, entropy_rank, negative_only, novelty, serial_decay
+from mmrl.advantages.bonus import (
+    capped_bonus,
+    entropy_rank,
+    negative_only,
+    novelty,
+    serial_decay,
+    strategic_entropy,
+)
 from mmrl.advantages.normalize import group_center, group_normalize
 from tests.support.tables import assert_rows, reward_table
 
@@ -86,3 +93,12 @@ def test_answers_that_are_alone_or_not_cut_or_have_a_right_one_beside_them_are_n
     assert_rows(cut(ENTROPIES, [1, 0, 0, 0]), [1, 0, 0, 0])
     table = reward_table([0, 0], notes={"entropy": [[2.0], [1.0]]}, tags={"finish": ["stop", "stop"]})
     assert_rows(entropy_rank(table, of="reward").values, [0, 0])
+
+
+def test_strategic_entropy_gives_the_worked_numbers():
+    entropy, think = [[0.1, 0.6, 2.0, 2.0]] * 3, [[1, 1, 1, 0]] * 3
+    table = reward_table([1.0, -0.5, 0.0], length=[4] * 3, notes={"entropy": entropy, "think": think})
+    wanted = [[1.04, 1.24, 1.5, 1.0], [-0.46, -0.26, -0.25, -0.5], [0.0] * 4]
+    assert_rows(strategic_entropy(table).values[:, 0], wanted)
+    unknown = {"entropy": [[None] * 2], "think": [[1, 1]]}
+    assert_rows(strategic_entropy(reward_table([1.0], length=[2], notes=unknown)).values[:, 0], [[1, 1]])

@@ -16,7 +16,10 @@ ADVANTAGES = pieces("advantage")
 
 
 # Options of pieces that need one: the only reward and label there is is called "reward".
-GIVEN = {"of": "reward", "right": "reward", "keep": 1, "stream": Stream(3)}
+GIVEN = {
+    "of": "reward", "right": "reward", "short": "reward", "confidence": "reward", "keep": 1,
+    "stream": Stream(3), "thresholds": {"reward": 0.0},
+}  # fmt: skip
 EMPTY = inspect.Parameter.empty
 
 
@@ -29,6 +32,8 @@ def apply(entry, table):
     if "outcome" in entry.options:  # whose bonus must stay under the gaps of the outcomes
         options = {"of": "near", "outcome": "reward", "alpha": 1e-3}
         table = table.replace(scored={**table.scored, "near": torch.sigmoid(table.scored["reward"])})
+    if inspect.isclass(entry.target):
+        return entry.target(**options)(table)
     return entry.target(table, **options)
 
 
@@ -36,10 +41,14 @@ def table_of(rewards, **columns):
     """Build a table with every note and tag that a piece reads."""
     table = reward_table(rewards, **columns)
     numbers = torch.arange(len(table) * int(table.length.max()), dtype=torch.float64).view(len(table), -1)
-    noted = {"entropy": 1, "token": 1, "logp": -1, "ref/logp": -2, "prm/logp": -1.5, "critic/value": 0.1}
+    table = table.replace(ids={**table.ids, "greedy": 1 - table.ids["row"] % 2})
+    noted = {"entropy": 1, "token": 1, "node": 1, "logp": -1, "ref/logp": -2}
+    noted |= {"prm/logp": -1.5, "critic/value": 0.1}
+    noted |= {f"old/{name}": -1 for name in ("logp", "logp_hot", "logp_cold")}
+    noted |= {f"old/{name}": 1 for name in ("hidden_sq_norm", "sum_p2", "sum_p3", "effective_rank")}
     for name, factor in noted.items():
         table = table.note(name, factor * numbers)
-    return table
+    return table.note("think", numbers % 2)
 
 
 @pytest.mark.parametrize("entry", ADVANTAGES, ids=lambda entry: entry.full_name)

@@ -1,4 +1,4 @@
-"""Pieces that read tokens, entropies and log-probabilities: GTPO, SPO's mask, Clip-Cov."""
+"""Pieces that read tokens, entropies and log-probabilities: GTPO, SPO's mask, Clip-Cov, EGPO."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from mmrl.advantages.tokens import conflict_tokens, covariance_mask, keep_steps
+from mmrl.advantages.tokens import conflict_tokens, covariance_mask, high_covariance, keep_steps
 from mmrl.core.rng import Stream
 from tests.support.tables import assert_rows, reward_table
 
@@ -97,3 +97,25 @@ def test_covariance_mask_silences_one_step_of_high_covariance():
     assert seen == {(0, 0), (1, 0)}
     assert (covariance_mask(table, low=2.0, share=1.0, stream=Stream()).values[:, 0] == 0).sum() == 1
     assert (covariance_mask(table, low=3.0, stream=Stream()).values != 0).all()
+
+
+def test_high_covariance_notes_the_steps_that_rise_together():
+    # A: 1 1 -1 -1, mean 0; logp -1 -3 -1 -3, mean -2: covariances 1 -1 -1 1
+    table = reward_table([1, -1], length=[2, 2], notes={"logp": [[-1, -3], [-1, -3.5]]})
+    # logp -3.5 instead: mean -2.125; covariances 1.125, -.875, -1.125, 1.375
+    found = high_covariance(table, share=0.25)
+    assert found.notes["high_covariance"].tolist() == [[0, 0], [0, 1]]
+    assert high_covariance(table, share=0.5).notes["high_covariance"].tolist() == [[1, 0], [0, 1]]
+    assert_rows(found.values[:, 0], [[1, 1], [-1, -1]])
+    unknown = reward_table([1], length=[2], notes={"logp": [[None, None]]})
+    assert high_covariance(unknown).notes["high_covariance"].tolist() == [[0, 0]]
+
+
+def test_conflict_tokens_run_over_steps_without_a_token():
+    plain = conflict_tokens(WORKED).values[:, 0]
+    tokens = [[5, None, 6, 7, None, 9], [5, 6, 8, 9]]
+    entropy = [[0.5, None, 0.5, 0.5, None, 0.5], [0.3] * 4]
+    table = reward_table([1, -1], length=[6, 4], notes={"token": tokens, "entropy": entropy})
+    found = conflict_tokens(table).values[:, 0]
+    assert_rows(found[0, [0, 2, 3, 5]][None], plain[:1].tolist())
+    assert_rows(found[1:, :4], plain[1:].tolist())

@@ -144,3 +144,40 @@ def test_columns_may_be_renamed_and_read_in_templates(visual):
     rewards = "rewards=['tests.cli.test_check:wanting']"
     assert main(["check", visual, rewards, "data.columns={solution: answer}"]) == 0
     assert main(["check", visual, "data.prompt='{question} {answer}'"]) == 0
+
+
+EVEN_ODD = {"name": "pools", "by": "source", "pools": ["even", "odd"]}
+WITH_HINTS = {"name": "with_hints", "hint_column": "hint", "when": "next_time"}
+NOT_IN_THE_DATA = [
+    ({"sampler": {**EVEN_ODD, "pools": ["even", "prime"]}}, "which is none of the pools"),
+    ({"sampler": {"name": "source_bandit", "by": "topic"}}, "'topic'"),
+    ({"sampler": ["uniform", WITH_HINTS]}, "'hint'"),
+    (
+        {"data": {"name": "tests.support.observing:sourced", "num": 0}},
+        "data: 'tests.support.observing:sourced' has no",
+    ),
+    ({"evaluation": {"data": {"name": "tests.support.toys:prompts", "num": 0}}}, "evaluation.data: "),
+]
+
+
+@pytest.mark.parametrize(("changes", "words"), NOT_IN_THE_DATA)
+def test_what_the_rows_lack_is_found_where_it_is_asked(changes, words, tmp_path, capsys):
+    file = tmp_path / "run.yaml"
+    usual = {"data": "tests.support.observing:sourced"}
+    file.write_text(json.dumps(plan(tmp_path / "out", **{**usual, **changes})))
+    assert main(["check", str(file)]) == 0, "rows are not read where nobody asks"
+    capsys.readouterr()
+    assert main(["check", str(file), "--data"]) == 2
+    line = capsys.readouterr().out
+    assert words in line and len(line.splitlines()) == 1
+    assert main(["train", str(file)]) == 2
+    assert capsys.readouterr().err.partition("error: ")[2] in line.partition(f"{file}: ")[2]
+
+
+def test_rows_are_read_for_every_stage(tmp_path, capsys):
+    file = tmp_path / "run.yaml"
+    stages = [{"max_steps": 1}, {"max_steps": 1, "sampler": [EVEN_ODD]}]
+    file.write_text(json.dumps({**plan(tmp_path / "out"), "stages": stages}))
+    assert main(["check", str(file), "--data"]) == 2
+    assert "stages[1]" in capsys.readouterr().out
+    assert main(["check", str(file), "data=tests.support.observing:sourced", "--data"]) == 0

@@ -31,6 +31,12 @@ def test_all_keys_with_defaults_in_brackets(capsys):
         ),
         (["keys", "learn.learning_rte"], "did you mean 'learn.learning_rate'?"),
         (["list", "rewards"], "there is no kind 'rewards'; did you mean 'reward'?"),
+        (["list", "methods", "gsqo"], "there is no method 'gsqo'; did you mean 'gspo'?"),
+        (["list", "methods", "--family", "grounds"], "did you mean 'grounding'?"),
+        (
+            ["list", "reward", "--family", "grpo"],
+            "--family is one of methods: mmrl list methods --family grpo",
+        ),
         (["list", "reward", "shortanswer"], "did you mean 'vision.short_answer'?"),
     ],
 )
@@ -52,3 +58,25 @@ def test_one_piece_whole(capsys):
 def test_a_piece_names_the_packages_that_it_needs(capsys):
     assert main(["list", "transform", "bnb_quantize"]) == 0
     assert "needs the package bitsandbytes: pip install 'mmrl[lowbit]'" in capsys.readouterr().out
+
+
+def test_methods_are_listed_by_family(capsys):
+    assert main(["list", "methods", "--family", "flow"]) == 0
+    printed = capsys.readouterr().out
+    assert printed.split()[:3] == ["flow", "name", "arXiv"]
+    line = next(line for line in printed.splitlines() if line.startswith("flow_grpo "))
+    assert "2505.05470" in line
+    assert not any(line.startswith("dapo") for line in printed.splitlines())
+    assert main(["list", "methods"]) == 0
+    lines = [line.strip() for line in capsys.readouterr().out.splitlines()]
+    titles = [line for line in lines if line in ("flow", "grounding", "grpo")]
+    assert titles == ["flow", "grounding", "grpo"]
+
+
+def test_one_method_whole(capsys):
+    assert main(["list", "methods", "a_grae"]) == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith("# A-GRAE (arXiv 2602.05548)")
+    row = next(line for line in printed.splitlines() if line.startswith("asymmetric_difficulty"))
+    assert row.split()[1] == "advantage"
+    assert printed.rstrip().endswith("include: [methods/grpo/a_grae.yaml]")

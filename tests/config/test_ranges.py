@@ -36,6 +36,7 @@ from tests.support.configs import library_pieces
 
 # Numbers that may be anything finite: shifts, scales and bars of metrics and rewards, which have any sign.
 FREE = {
+    "shrunk_mean.low", "shrunk_mean.high", "judge.scale", "barrier.thresholds", "merge_weights.weights",
     "threshold.above", "threshold.below", "cosine_length.right", "cosine_length.wrong",
     "tempsamp_anchor.lambda_off", "tempsamp_downscale.max_reward", "group_center.shift", "scale.factor",
     "tempsamp_shaping.threshold", "value_anchor.k", "metric_spike.above", "anchor_chosen.delta",
@@ -48,7 +49,8 @@ FREE = {
     "vision.temporal_contrast.above", "with_hints.threshold", "not_all_right.max_reward", "adora.threshold",
     "capped_bonus.coef", "conditional_halves.mu", "conditional_halves.a", "conditional_halves.b",
     "covariance_mask.low", "covariance_mask.high", "distinct.threshold", "keep_steps.at_least",
-    "keep_steps.at_most", "virtual_maximum.max_reward", "towards.target", "towards.rate",
+    "keep_steps.at_most", "virtual_maximum.max_reward", "hot_mix.threshold",
+    "bilevel_pairs.threshold", "towards.target", "towards.rate",
 }  # fmt: skip
 EACH = [(entry, name) for kind in HOMES for entry in library_pieces(kind) for name in entry.options]
 

@@ -371,6 +371,11 @@ def test_the_estimate_of_training_adds_up(tmp_path):
     wanted = {"weights": 768, "gradients": 768, "optimizer": 1536, "references": 768}
     assert training(config, ToyText(), []) == wanted
     assert estimate(config) == wanted
+    # A second model of that size has weights, gradients and moments: 4 times 768.
+    second = {"name": "second_model", "advantage": ["total"], "objective": "value_regression"}
+    references = {"ref": "frozen", "critic": {**second, "policy": "tests.support.toys:ToyCritic"}}
+    config = parse(plan(tmp_path, references=references), Config)
+    assert training(config, ToyText(), []) == {**wanted, "references": 5 * 768}
 
 
 @dataclass(frozen=True)
@@ -393,7 +398,7 @@ def test_a_machine_that_is_too_small_is_named(room, found, monkeypatch):
 
 @pytest.fixture
 def file(tmp_path, monkeypatch):
-    monkeypatch.setattr(html, "curves", lambda runs: [])
+    monkeypatch.setattr(html.pages, "curves", lambda runs: [])
 
     def write(**changes):
         path = tmp_path / "run.yaml"
@@ -427,7 +432,7 @@ def test_the_plan_of_a_run_is_printed(file, capsys):
 
 
 def test_the_first_step_is_looked_at_for_nothing(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(html, "curves", lambda runs: [])
+    monkeypatch.setattr(html.pages, "curves", lambda runs: [])
     run = toy_run(tmp_path, rewards=[f"{HERE}:constant"], policy=f"{HERE}:Begun", max_steps=2)
     run.report.console.quiet = False
     train(run)
@@ -436,7 +441,7 @@ def test_the_first_step_is_looked_at_for_nothing(tmp_path, monkeypatch, capsys):
 
 
 def test_the_look_can_be_left_out(tmp_path, monkeypatch):
-    monkeypatch.setattr(html, "curves", lambda runs: [])
+    monkeypatch.setattr(html.pages, "curves", lambda runs: [])
     run = toy_run(
         tmp_path, rewards=[f"{HERE}:constant"], max_steps=1, report={"startup_checks": [], "trackers": []}
     )
@@ -445,7 +450,7 @@ def test_the_look_can_be_left_out(tmp_path, monkeypatch):
 
 
 def test_a_sound_first_step_raises_nothing_and_changes_nothing(tmp_path, monkeypatch):
-    monkeypatch.setattr(html, "curves", lambda runs: [])
+    monkeypatch.setattr(html.pages, "curves", lambda runs: [])
     runs = []
     for name, doctor in (
         ("with", ["zero_variance_groups", "sampling_params", "gradient_flow"]),

@@ -16,7 +16,7 @@ MATCHING = {"name": "diffusion.matching", "draws": 2, "time_type": "uniform"}
 
 @pytest.fixture(autouse=True)
 def no_curves(monkeypatch):
-    monkeypatch.setattr(html, "curves", lambda runs: [])
+    monkeypatch.setattr(html.pages, "curves", lambda runs: [])
 
 
 def plan(model, folder, likelihood, **changes):

@@ -13,6 +13,7 @@ from mmrl.core.protocols import Replay
 from mmrl.core.types import Message, Part
 from mmrl.training.collect import collect, refill
 from mmrl.training.loop import learnable, train
+from tests.support.remembering import MEMORIES, of_memory
 from tests.support.resuming import EVERYTHING, assert_alike, killed, resumed
 from tests.support.toys import toy_run
 
@@ -181,28 +182,9 @@ def test_one_failure_makes_room_for_a_success(tmp_path):
     assert "replay" not in mixed.table.ids or not mixed.table.ids["replay"].any()
 
 
-MEMORIES = {
-    "with_replay": {"rewards": [f"{TOYS}:share_right"]},
-    "with_contrast": {"rewards": [f"{TOYS}:share_right"], "learn_from_replay": True},
-    "with_successes": {"rewards": [f"{TOYS}:share_right"]},
-}
-
-
 @pytest.mark.parametrize("engine", MEMORIES)
 def test_a_killed_run_with_a_memory_goes_on_exactly(tmp_path, engine):
-    options = {name: value for name, value in MEMORIES[engine].items() if name != "rewards"}
-    changes = {
-        "policy": f"{TOYS}:ToyRecalling",
-        "rewards": MEMORIES[engine]["rewards"],
-        "rollout": {
-            "engine": [f"{TOYS}:ToyNoting", {"name": engine, **options}],
-            "num_prompts": 3,
-            "num_generations": 3,
-            "policy": "",
-            "max_rounds": 1,
-        },
-        "group_filter": "keep_all",
-    }
+    changes = of_memory(engine)
     whole = toy_run(tmp_path / "whole", **{**EVERYTHING, **changes})
     train(whole)
     assert sum(record["replay/rows"] for record in whole.journal.read() if "replay/rows" in record) > 0

@@ -12,9 +12,10 @@ from mmrl.config.schema import Piece
 from mmrl.core.rng import Stream
 from mmrl.core.step_table import StepOutput
 from mmrl.core.types import Unit
-from tests.support.tables import assert_rows, slope_of, step_table
+from tests.support.tables import assert_rows, padded, slope_of, step_table
 
 DPO = {"implicit_reward": "log_ratio", "compare": [{"name": "sigmoid", "beta": 1.0}]}
+WEIGHED = {"compare": {"name": "sigmoid", "beta": 1.0}}
 
 
 def comparison(**pieces):
@@ -173,3 +174,22 @@ def test_better_rows_have_more_where_merit_and_gain_agree():
     # merits 2 -1 -1: 8 - .1 - 1; the last gains as much as it loses
     assert agreed([2.0, -1.0, -1.0], [4.0, 0.1, 1.0]) == 1
     assert agreed([2.0, -1.0, -1.0], [0.5, 0.5, 0.5]) == 0
+
+
+def test_wpo_weighs_pairs_by_their_likelihood():
+    new, batch = pairs()
+    sums = [[0.5, 0.5], [0.25, 0.25], [0.1], [0.9]]  # of squared probabilities, by step
+    new = StepOutput(new.logp, {"sum_p2": padded(sums, 1.0)})
+    # mean of logp - log sum: -1 - log .5 and -2 - log .25 (one step of the two gains .25); -3 and -1
+    first = math.exp(-3) / (0.5 * 0.25)
+    second = math.exp(-4) / (0.1 * 0.9)
+    loss, metrics = told(new, batch, implicit_reward="log_ratio", compare=[{"name": "wpo", **WEIGHED}])
+    assert float(loss) == pytest.approx((first * softplus(-0.75) + second * softplus(1.0)) / 2)
+    pull = first / (1 + math.exp(0.75)) / 2  # the weights have no gradient
+    assert_rows(slope_of(loss, new)[:2], [[-pull, -pull], [pull, pull]])
+    capped, _ = told(
+        new, batch, implicit_reward="log_ratio", compare=[{"name": "wpo", "max_weight": 0.3, **WEIGHED}]
+    )
+    assert float(capped) == pytest.approx((0.3 * softplus(-0.75) + second * softplus(1.0)) / 2)
+    _, plain = told(new, batch, **DPO)
+    assert metrics == plain  # with the beta of the comparison inside

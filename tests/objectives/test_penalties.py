@@ -11,6 +11,7 @@ from mmrl.config.registry import find
 from mmrl.core.step_table import StepOutput
 from mmrl.objectives.aggregations import group_mean
 from mmrl.objectives.penalties import (
+    covariance_kl,
     entropy_bonus,
     entropy_corridor,
     k1,
@@ -19,6 +20,7 @@ from mmrl.objectives.penalties import (
     kl_hinge,
     lost_likelihood,
     ratio_variance,
+    reverse_kl,
     sft,
 )
 from mmrl.objectives.surrogates import step_ratio, unclipped
@@ -202,6 +204,31 @@ def test_r2vpo_adds_the_squared_distance_of_the_ratio_to_one():
     # 2 lambda rho (rho - 1)
     rho = math.exp(0.3)
     assert_rows(slope_of(ratio_variance(new, batch), new)[:1, 2:], [[0.08 * rho * (rho - 1)]])
+
+
+def test_covariance_kl_holds_the_steps_that_were_noted():
+    new, batch = micro_batch()  # log-ratios .1 -.2 .3 and -.4 .05
+    noted = torch.tensor([[0.0, 1.0, 1.0], [1.0, 0.0, 0.0]], dtype=torch.float64)
+    batch = batch.replace(notes={"high_covariance": noted})
+    assert_rows(covariance_kl(new, batch, coef=2.0), [[0, 0.4, 0.6], [0.8, 0]])
+    assert_rows(slope_of(covariance_kl(new, batch), new), [[0, -1, 1], [-1, 0]])
+    # the loss of verl's KL-Cov: -rho A everywhere, and |log rho| beside it at the noted steps
+    pieces_of = {"surrogate": "unclipped", "penalty": ["covariance_kl"], "aggregation": "step_mean"}
+    plain = loss_of(new, batch, surrogate="unclipped", aggregation="step_mean")
+    assert_rows((loss_of(new, batch, **pieces_of) - plain)[None], [0.9 / 5])
+
+
+def test_covariance_kl_says_which_piece_notes_the_steps():
+    new, batch = micro_batch()
+    with pytest.raises(ValueError, match="put the advantage function `high_covariance` at the end"):
+        covariance_kl(new, batch)
+    assert not covariance_kl(new, batch.replace(mask=torch.zeros_like(batch.mask))).any()
+
+
+def test_reverse_kl_is_what_the_policy_says():
+    new, batch = step_table([[-1.0, -2.0]], extra={"reverse_kl": [[0.5, 0.25]]})
+    assert_rows(reverse_kl(new, batch, coef=2.0), [[1.0, 0.5]])
+    assert find("penalty", "reverse_kl").of_others == {"hidden"}
 
 
 def fallen(*falls, advantage=0.0, mask=None):

@@ -8,7 +8,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from mmrl.core.types import Unit
+from mmrl.core.types import Clock, Unit
+from mmrl.schedules import Towards
 from tests.support.tables import (
     assert_rows,
     loss_of,
@@ -172,3 +173,12 @@ def test_answers_of_which_nothing_was_noted_have_no_importance_weight():
     metrics = metrics_of(new, batch, **GRPO)
     assert float(metrics["moments/rows/0"]) == pytest.approx(2 / 3)
     assert float(metrics["moments/rows/1"]) == pytest.approx((math.exp(0.1) + math.exp(20)) / 3, rel=1e-12)
+
+
+def test_the_variance_of_the_ratio_is_what_its_multiplier_follows():
+    new, batch = micro_batch()
+    found = metrics_of(new, batch, **GRPO)["ratio_variance"]
+    assert float(found) == pytest.approx(0.055528, abs=2e-6)
+    multiplier = Towards(metrics=("ratio_variance",), target=0.01, rate=0.1, start=0.04)
+    assert multiplier(Clock(1, {"ratio_variance": float(found)})) == pytest.approx(0.044553, abs=1e-6)
+    assert "ratio_variance" not in metrics_of(new, batch.replace(others={}), **GRPO)

@@ -70,6 +70,19 @@ def test_a_step_is_reported_under_the_names_of_trl(tmp_path):
     assert records[0]["entropy"] == pytest.approx(math.log(6), rel=1e-6)
 
 
+def test_options_that_follow_a_schedule_are_reported(tmp_path):
+    coef = {"name": "towards", "metrics": ["ratio_variance"], "target": 0.0, "rate": 0.5, "start": 0.25}
+    penalty = [{"name": "ratio_variance", "coef": coef}]
+    run = toy_run(tmp_path, objective={"penalty": penalty}, learn={"num_iterations": 2})
+    train(run)
+    records = run.journal.read()
+    found = [record["schedule/objective.penalty[0].coef"] for record in records]
+    assert found[0] == 0.25
+    for step in (1, 2):
+        assert found[step] == pytest.approx(found[step - 1] + 0.5 * records[step - 1]["ratio_variance"])
+    assert found[2] > found[1] > 0.25
+
+
 def test_rewards_are_summed_with_their_weights():
     table = reward_table(
         {"right": [1.0, 0.0, 0.5, 0.5], "short": [-1.0, None, 0.0, -2.0]},

@@ -18,8 +18,8 @@ from mmrl.config.binding import Pieces
 from mmrl.config.schema import ConfigError, Piece
 from mmrl.core.rng import Stream
 from mmrl.core.types import Outcome, Prompt, Trajectory
-from mmrl.rewards import http
 from mmrl.rewards.http import Http
+from mmrl.runtime import json_client
 from mmrl.training.score import RewardFault, score
 from tests.support.toys import prompts
 
@@ -207,9 +207,9 @@ def test_a_server_that_sends_a_byte_at_a_time_does_not_outlast_the_limit(raw, sl
 
 
 def test_an_answer_that_is_too_large_is_not_read_to_its_end(raw, monkeypatch):
-    monkeypatch.setattr(http, "LARGEST", 1000)
+    monkeypatch.setattr(json_client, "LARGEST", 1000)
     raw.answer = b'HTTP/1.0 200 OK\r\n\r\n{"rewards": [1' + b" " * 2000 + b"]}"
-    with pytest.raises(ValueError, match="answered with more than 1000 bytes for 1 outcomes"):
+    with pytest.raises(ValueError, match="answered with more than 1000 bytes"):
         asked_for(raw, "a")
 
 

@@ -26,7 +26,7 @@ from tests.support.toys import plan
 
 @pytest.fixture(autouse=True)
 def no_curves(monkeypatch):
-    monkeypatch.setattr(html, "curves", lambda runs: [])
+    monkeypatch.setattr(html.pages, "curves", lambda runs: [])
 
 
 def trained(folder, **changes):
@@ -160,7 +160,7 @@ def apart(tmp_path_factory):
             write(node / name)
         with pytest.MonkeyPatch.context() as patch:
             patch.chdir(nodes[0])
-            patch.setattr(html, "curves", lambda runs: [])
+            patch.setattr(html.pages, "curves", lambda runs: [])
             if steps:
                 trained(name, max_steps=steps)
                 shutil.copytree(f"{name}/run", nodes[1] / name / "run")

@@ -217,7 +217,26 @@ FLOW = {
     "references": {"ref": "frozen"},
     "learn": {"num_iterations": 2, "micro_batch_steps": 9},
 }
+NOTED = "tests.support.toys:ToyNoting"
+LIKELY = {"name": "vision.with_prefix_rollouts", "cut": "token", "interval": 1, "num_probes": 2}
 PLANS |= {
+    "completed prefixes": {
+        "rollout": {"num_prompts": 3, "num_generations": 3, "engine": [NOTED, LIKELY]},
+        "advantage": ["total", "mean_by_end", "increments"],
+    },
+    "a tree": {
+        "rollout": {
+            "num_prompts": 3,
+            "num_generations": 4,
+            "engine": [NOTED, {"name": "vision.with_branches", "branching": [2], "segment_length": 2}],
+        },
+        "advantage": ["total", "tree_values"],
+        "objective": {"name": "policy_gradient", "surrogate": "clip", "aggregation": "step_mean"},
+    },
+    "a greedy answer": {
+        "rollout": {"num_prompts": 3, "num_generations": 2, "engine": [NOTED, "vision.with_greedy"]},
+        "advantage": ["total", "greedy_baseline"],
+    },
     "a pair": PAIR,
     "asked twice": ASKED_TWICE,
     "a flow": {"of": "flow", **FLOW},
@@ -252,7 +271,7 @@ def two_processes(tmp_path_factory):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PLANS)
 def test_two_processes_train_as_one(name, two_processes, tmp_path, monkeypatch):
-    monkeypatch.setattr(html, "curves", lambda runs: [])
+    monkeypatch.setattr(html.pages, "curves", lambda runs: [])
     run = build(parse(plan_of(name, tmp_path / "one"), Config), quiet=True)
     train(run)
     assert run.policy.table.abs().max() > 0.005

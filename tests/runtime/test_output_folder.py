@@ -23,13 +23,13 @@ from tests.support.toys import ToyText, toy_run
 
 @pytest.fixture(autouse=True)
 def no_curves(monkeypatch):
-    monkeypatch.setattr(html, "curves", lambda runs: [])
+    monkeypatch.setattr(html.pages, "curves", lambda runs: [])
 
 
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(html, "curves", lambda runs: [])
+        patch.setattr(html.pages, "curves", lambda runs: [])
         return resumed(tmp_path_factory.mktemp("whole"))
 
 

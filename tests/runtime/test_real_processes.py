@@ -75,7 +75,7 @@ LORA = merge({"policy": {"lora_rank": 2}}, KEPT_NEAR)
 
 @pytest.fixture(autouse=True)
 def no_curves(monkeypatch):
-    monkeypatch.setattr(html, "curves", lambda runs: [])
+    monkeypatch.setattr(html.pages, "curves", lambda runs: [])
 
 
 @pytest.fixture(scope="module")

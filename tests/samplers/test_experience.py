@@ -11,7 +11,14 @@ from mmrl.config.loading import ConfigError
 from mmrl.core.rng import Stream
 from mmrl.core.types import Message, Outcome, Part, Trajectory
 from mmrl.runtime.checkpoint import checkpoints, read_state
-from mmrl.samplers.experience import AnsweredGroup, WithExperience, before_question, contrast
+from mmrl.samplers.experience import (
+    AnsweredGroup,
+    ByPolicy,
+    WithExperience,
+    before_question,
+    changes_in,
+    contrast,
+)
 from mmrl.samplers.uniform import Uniform
 from mmrl.training.collect import collect
 from mmrl.training.loop import train
@@ -91,11 +98,84 @@ def test_proposals_of_another_form_are_refused(proposal):
         answered(learning(proposal), [0.0, 1.0])
 
 
-def test_answers_on_another_process_are_an_error_where_they_are_needed():
+def rows(*texts):
+    return tuple(Trajectory(prompts()[0], "p0", (Outcome(text=text),), None, 1) for text in texts)
+
+
+def test_answers_on_another_process_are_an_error_where_nobody_tells_them():
     table = reward_table([0.0, 1.0], group=["p0", "p0"], process=[0, 1])
-    with pytest.raises(ConfigError, match="only some of them are on this process; start the run on one"):
-        learning().observe((None,), table)
-    learning(None).observe((None,), table)
+    with pytest.raises(ConfigError, match="only some of them are on this"):
+        learning().observe(rows("bad"), table)
+    learning(None).observe(rows("bad"), table)
+
+
+def test_answers_of_another_process_are_told():
+    sampler = learning()
+    uid = sampler.draw(1, 2)[0].uid
+    sampler.connect(None, lambda value: [["bad"], ["good"]] if value == ["bad"] else [value, "unlike"])
+    sampler.observe(rows("bad"), reward_table([1.0, 0.0], group=[uid] * 2, process=[1, 0]))
+    assert list(sampler.experiences.values()) == ["Asked: say 1\n'good' earned 1, 'bad' earned 0."]
+
+
+def asking(replies, experiences=None, **options):
+    """Ask `by_policy` about two groups, and give it replies; return its changes, itself and what it asked."""
+    asked = []
+
+    def ask(prompts):
+        asked.extend(prompts)
+        return tuple(
+            Trajectory(prompt, prompt.uid, (Outcome(text=replies[prompt.uid.partition("#")[2]]),), None, 1)
+            for prompt in prompts
+        )
+
+    piece = ByPolicy(**options)
+    piece.connect(ask, lambda value: [value])
+    groups = [AnsweredGroup(prompts()[i], [("good", 1.0), ("fair", 0.5), ("bad", 0.0)]) for i in (0, 3)]
+    return piece(experiences or {}, groups), piece, asked
+
+
+def test_the_policy_is_asked_for_rules_and_then_for_changes():
+    replies = {
+        "rules": "- look [twice]\n\n2. count\n* third\nfourth",
+        "changes": 'Fine [sure].\n[{"add": "look [twice]"}, '
+        '{"update": "7", "text": "count"}, {"delete": "9"}]',
+    }
+    changes, piece, asked = asking(replies, {"7": "guess"}, max_answers=2)
+    assert changes == [{"add": "look [twice]"}, {"update": "7", "text": "count"}], "9 does not exist"
+    assert piece.tell() == {"experiences/changes": 2.0, "experiences/unread": 0.0}
+    assert [prompt.uid for prompt in asked] == ["p0#rules", "p3#rules", "p0#changes"]
+    assert (
+        asked[0].text.startswith("say 1\n\n\nBelow are answers") and "at most 3 short rules" in asked[0].text
+    )
+    assert "1. Score 1: good\n2. Score 0: bad\n" in asked[0].text, "the best and the worst"
+    rules = ["look [twice]", "count", "third"] * 2
+    listed = "\n".join(f"{i}. {rule}" for i, rule in enumerate(rules, 1))
+    assert f"7: guess\n\nThese are proposed:\n{listed}\n" in asked[2].text
+
+
+@pytest.mark.parametrize("reply", ["none", "[1, 2]", '{"add": "x"}', "[" * 5000, "[{"])
+def test_changes_that_cannot_be_read_are_counted(reply):
+    changes, piece, _ = asking({"rules": "a", "changes": reply})
+    assert changes == [] and piece.tell() == {"experiences/changes": 0.0, "experiences/unread": 1.0}
+    assert asking({"rules": " \n", "changes": reply})[0] == []
+
+
+def test_an_experience_is_deleted_once():
+    gone = '{"delete": "0"}'
+    text = f'[{gone}, {gone}, {{"update": "0", "text": "x"}}, {{"add": " "}}, {{"add": "y", "id": 1}}]'
+    assert changes_in(text, {"0": "a"}) == [{"delete": "0"}]
+
+
+def test_evaluations_are_asked_with_the_experiences(tmp_path):
+    path = tmp_path / "known.json"
+    path.write_text('["look twice"]')
+    run = toy_run(
+        tmp_path / "run",
+        sampler=["uniform", {"name": "with_experience", "path": str(path)}],
+        evaluation={"data": {"name": "tests.support.toys:prompts", "num": 2}, "num_generations": 2},
+    )
+    texts = [row.prompt.text for row in run.evaluator.measure(intervals=False).rollouts]
+    assert len(texts) == 4 and all("1. look twice\n\n\nsay" in text for text in texts)
 
 
 def test_contrast_notes_a_question_once():

@@ -51,7 +51,7 @@ def launch(
     listed.write_text(json.dumps(plans))
     processes = start("tests.support.distributed_worker", [str(listed)], world)
     try:
-        printed = [process.communicate(timeout=120)[0] for process in processes]
+        printed = [process.communicate(timeout=400)[0] for process in processes]
     finally:
         for process in processes:
             process.kill()
@@ -61,7 +61,7 @@ def launch(
 
 
 def main() -> None:
-    html.curves = lambda runs: []  # drawing takes longer than everything else
+    html.pages.curves = lambda runs: []  # drawing takes longer than everything else
     for plan in json.loads(Path(sys.argv[1]).read_text()):
         run = build(parse(plan, Config), quiet=True)
         rank = run.processes.rank

@@ -312,6 +312,10 @@ def check_several(paths: Sequence[str], overrides: Sequence[str], folder: Path) 
 
 
 def check_list(given: Namespace, folder: Path) -> None:
+    if given.kind == "methods":  # which are files, by family
+        if given.family and not (Path(__file__).parents[2] / "configs/methods" / given.family).is_dir():
+            raise Untrue(f"there is no family '{given.family}'")
+        return
     if given.kind is not None and given.kind not in registry.HOMES:
         raise Untrue(f"there is no kind '{given.kind}'")
     if given.piece and not any(given.piece in (e.name, e.full_name) for e in registry.pieces(given.kind)):
@@ -346,6 +350,7 @@ COMMANDS: dict[str, Callable[[Namespace, Path], None]] = {
     "report": nothing_more,
     "compare": nothing_more,
     "watch": nothing_more,
+    "pareto_front": nothing_more,
     "push": nothing_more,
     **dict.fromkeys(("generate", "chat", "export", "compare_answers"), check_named),
     "env": nothing_more,

@@ -1,4 +1,4 @@
-"""Runs that are killed at random instants: `python -m tests.support.killing --kills 100`.
+"""Runs that are killed at random instants: `python -m tests.support.killing --kills 100 --runs usual`.
 
 Every run is a process of its own that ends by SIGKILL: at a random time, in the middle of an evaluation, or
 before a random one of the file operations by which it opens its folder, saves and writes its report. The same
@@ -19,18 +19,24 @@ import struct
 import sys
 import tempfile
 import time
+import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+# Imported here and not in every process anew, because they take seconds.
+import matplotlib.backends.backend_svg  # noqa: F401
+import matplotlib.figure  # noqa: F401
+import pandas  # noqa: F401 - pyarrow looks for it
 import torch
 import transformers
 from pyarrow import parquet
 from safetensors.torch import load_file
 
 from mmrl.build import build
+from mmrl.config.methods import all_methods
 from mmrl.config.schema import Config, parse
 from mmrl.reporting import html
 from mmrl.reporting.metrics import Journal
@@ -38,7 +44,8 @@ from mmrl.runtime import checkpoint
 from mmrl.training import evaluate, loop
 from mmrl.training.loop import train
 from mmrl.training.trainer import Run
-from tests.support.resuming import without_times
+from tests.support.remembering import remembering
+from tests.support.resuming import EVERYTHING, without_times
 from tests.support.toy_flow import flow_plan
 from tests.support.toys import plan
 from tests.vision import tiny
@@ -132,6 +139,12 @@ PLANS: Mapping[str, tuple[Any, Mapping[str, Any]]] = {
     ),
 }
 
+# With every sampler, and with every engine that has a memory.
+REMEMBERING = {
+    name: (plan, {**EVERYTHING, "save_steps": 2, **changes}) for name, changes in remembering().items()
+}
+RUNS = {"usual": PLANS, "remembering": REMEMBERING}
+
 
 DOING = ("starting", "opening", "rollout", "reward", "learn", "saving", "evaluating", "closing", "between")
 BY_FILES = ("opening", "saving", "closing")  # killed before one of their file operations
@@ -197,20 +210,24 @@ def begin(name: str, folder: Path, steps: int, kill: tuple[str, int] = ("", 0)) 
         return child
     code = 1
     try:
-        html.curves = lambda runs: []
+        html.pages.curves = lambda runs: []
+        html.pages.frontier = html.pages.time_split = lambda runs: ""
         evaluate.RESAMPLES = 20
         run = build(planned(name, folder, steps), quiet=True)
         tell(run)
         count_files(kill)
         train(run)
         code = 0
+    except BaseException:
+        traceback.print_exc()
+        raise
     finally:
         os._exit(code)
 
 
 def planned(name: str, folder: Path, steps: int) -> Config:
     """Write down a run. Its model, where it has one on disk, lies beside its folder."""
-    make, changes = PLANS[name]
+    make, changes = {**PLANS, **REMEMBERING}[name]
     if name == "vlm":
         changes = {**changes, "policy": {**changes["policy"], "model": str(folder.parent / "model")}}
     return parse(make(folder, **{**changes, "max_steps": steps}), Config)
@@ -238,7 +255,8 @@ def tell(run: Run) -> None:
     run.report.timing = told
     loop.resume, loop.save = noted(loop.resume, "opening"), noted(loop.save, "saving")
     run.close, loop.hand_over = noted(run.close, "closing"), noted(loop.hand_over, "closing")
-    run.evaluator.measure = noted(run.evaluator.measure, "evaluating")
+    if run.evaluator:
+        run.evaluator.measure = noted(run.evaluator.measure, "evaluating")
 
 
 def count_files(kill: tuple[str, int]) -> None:
@@ -283,9 +301,9 @@ def kill_once(
     name: str, folder: Path, steps: int, seconds: float, most: Mapping[str, int], draw: random.Random
 ) -> str:
     """Start a run and kill it somewhere; say what it was doing, and nothing where it was finished before."""
-    way = draw.choice(("time", *COUNTED))
+    way = draw.choice(("time", *(way for way in COUNTED if most[way])))
     # What comes late in a run is reached by runs that were killed before.
-    number = draw.randint(1, max(1, most[way] // 2)) if way in COUNTED else 0
+    number = draw.randint(1, max(1, most[way] // 2)) if way != "time" else 0
     child = begin(name, folder, steps, (way, number))
     if way in BY_FILES:
         return "" if finished(child) else SHARED.doing
@@ -335,17 +353,24 @@ def differences(one: Path, other: Path) -> list[str]:
     said = []
     for name in sorted(names[0]):
         if name.endswith(".safetensors"):
-            tensors = [load_file(folder / name) for folder in (one, other)]
-            same = tensors[0].keys() == tensors[1].keys() and all(
-                tensors[0][key].equal(tensors[1][key]) for key in tensors[0]
-            )
-        elif name.endswith(".parquet"):
-            same = parquet.read_table(one / name).equals(parquet.read_table(other / name))
+            tensors = [bits_of(folder / name) for folder in (one, other)]
+            same = tensors[0] == tensors[1]
+        elif name.endswith(".parquet"):  # as text, because nothing equals NaN
+            texts = [str(parquet.read_table(folder / name).to_pydict()) for folder in (one, other)]
+            same = texts[0] == texts[1]
         else:
             found = [content(folder, name) for folder in (one, other)]
             same = found[0] == found[1]
         said += [] if same else [name]
     return said
+
+
+def bits_of(path: Path) -> dict[str, tuple]:
+    """Read the tensors of a file as bytes, so that NaN equals NaN."""
+    return {
+        name: (tensor.dtype, tensor.shape, tensor.reshape(-1).view(torch.uint8).numpy().tobytes())
+        for name, tensor in load_file(path).items()
+    }
 
 
 def content(folder: Path, name: str) -> str:
@@ -385,13 +410,18 @@ def main() -> int:
     parser.add_argument("--kills", type=int, default=20, help="of all runs together")
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--runs", choices=RUNS, default="usual", help="which; remembering: all that learn whom to ask"
+    )
     given = parser.parse_args()
     torch.set_num_threads(1)
+    plans = RUNS[given.runs]
+    all_methods()  # every process would read all files of methods
     with tempfile.TemporaryDirectory() as spare:
         folder = given.folder or Path(spare)
         wrong = sum(
-            kill_often(name, folder / name, -(-given.kills // len(PLANS)), given.steps, given.seed)
-            for name in PLANS
+            kill_often(name, folder / name, -(-given.kills // len(plans)), given.steps, given.seed)
+            for name in plans
         )
     print(f"{wrong or 'no'} run{'' if wrong == 1 else 's'} ended otherwise than one that nobody killed")
     return int(wrong > 0)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
+
+import torch
 
 from mmrl.core.reward_table import RewardTable
 from mmrl.core.rng import Stream
@@ -55,6 +58,21 @@ def sourced(*, num: int = 8) -> list[Prompt]:
     return by_source(*("even", "odd") * (num // 2))
 
 
+class ToyThoughts:
+    """Note the first token of every answer as its thought."""
+
+    notes = frozenset({"think"})
+
+    def __init__(self, engine: ToyGenerate) -> None:
+        self.engine, self.policy = engine, engine.policy
+
+    def rollout(self, prompts: Sequence[Prompt]) -> Rollouts:
+        return tuple(
+            replace(row, notes={**row.notes, "think": (torch.arange(row.length) == 0).float()})
+            for row in self.engine.rollout(prompts)
+        )
+
+
 class ToyTokens(ToyGenerate):
     """An engine that notes its tokens, as the engine of vision-language models does."""
 
@@ -65,3 +83,21 @@ class ToyTokens(ToyGenerate):
             replace(row, notes={**row.notes, "token": row.steps[1].float()})
             for row in super().rollout(prompts)
         )
+
+
+class ToyWriting(ToyTokens):
+    """An engine that writes experiences where it is asked for them, from tokens that it samples."""
+
+    def rollout(self, prompts: Sequence[Prompt]) -> Rollouts:
+        written = {"rules": lambda text: f"- say {text}\n\n2. not more", "changes": self.changes}
+        return tuple(
+            replace(row, outcomes=(replace(row.outcomes[0], text=write(row.outcomes[0].text)),))
+            if (write := written.get(row.prompt.uid.partition("#")[2]))
+            else row
+            for row in super().rollout(prompts)
+        )
+
+    @staticmethod
+    def changes(text: str) -> str:
+        """Propose an experience, and to leave out one that may not exist."""
+        return f"So: {json.dumps([{'add': f'rule {text}'}, {'delete': '1'}])}."

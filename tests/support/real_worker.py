@@ -72,6 +72,6 @@ def zero1():
 
 if __name__ == "__main__":
     with {"ddp": nullcontext, "fsdp2": sharding, "zero1": zero1}[sys.argv[2]]():
-        html.curves = lambda runs: []  # drawing takes longer than everything else
+        html.pages.curves = lambda runs: []  # drawing takes longer than everything else
         for plan in json.loads(Path(sys.argv[1]).read_text()):
             train(build(parse(plan, Config), quiet=True))

@@ -20,6 +20,8 @@ STAGES = [
         "carry": ["optimizer"],
         "max_steps": 8,
         "until": {"name": "threshold", "of": "reward", "above": 0.11, "window": 2},
+        "evaluation": {"data": {"name": "tests.support.toys:prompts", "num": 2}},
+        "keep_if": {"of": "eval_share_right", "not_below": 0.0},
     },
     {"name": "last", "carry": ["sampler", "optimizer"], "rewards": ["tests.support.toys:share_right"]},
 ]

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,9 @@ from mmrl.core.tensor import cat_padded
 from mmrl.core.types import Message, Outcome, Part, Prompt, Rollouts, Trajectory, Unit
 from mmrl.references import Reference
 from mmrl.training.trainer import Run
+from mmrl.vision.decoding.branching import Branch, Grown
+from mmrl.vision.decoding.decoding import inverse_cdf
+from mmrl.vision.decoding.inner_outputs import OF_LOGITS, OF_STATES, InnerOptions, of_logits, of_states
 
 STOP = 0  # the token that ends an answer
 SOLUTION = "First add. Then divide. Then round. Done."
@@ -53,6 +56,14 @@ def hinted_prompts(*, num: int = 8) -> list[Prompt]:
     return [
         replace(prompt, columns={"hints": listed, "solution": SOLUTION})
         for prompt, listed in zip(prompts(num=num), hints, strict=True)
+    ]
+
+
+def worded_prompts(*, num: int = 8) -> list[Prompt]:
+    """Give every prompt its question as a column, and a paraphrase."""
+    return [
+        replace(prompt, columns={"question": prompt.text, "paraphrases": [f"please {prompt.text}"]})
+        for prompt in prompts(num=num)
     ]
 
 
@@ -92,6 +103,34 @@ class TokenSteps:
         return TokenSteps(self.prompt[rows], self.tokens[rows][:, columns], start, self.unit)
 
 
+class PromptAndTokens(NamedTuple):
+    """The row of the table, and the tokens (T,)."""
+
+    prompt: int
+    ids: Tensor
+
+
+class ToyRow(PromptAndTokens):
+    """The steps of one rollout; `chosen` (T,) is False for tokens that were not sampled."""
+
+    chosen: Tensor | None = None
+
+
+class ToyEncoder:
+    """Words are numbers of tokens, as the processor of a model would have them."""
+
+    end = (STOP,)
+
+    def encode(self, prompt: Prompt) -> int:
+        return place_of(prompt)
+
+    def text(self, ids: Tensor) -> str:
+        return " ".join(str(token) for token in ids.tolist() if token != STOP)
+
+    def answer(self, text: str) -> Tensor:
+        return torch.tensor([*[int(word) for word in text.split() if word.isdigit()], STOP])
+
+
 class Lookup(nn.Module):
     """Logits that are read through `forward`, where data parallelism notices it."""
 
@@ -104,9 +143,13 @@ class Lookup(nn.Module):
 
 
 class ToyText:
-    """A table of logits: one row per prompt and place, one column per token. Steps are independent."""
+    """A table of logits: one row per prompt and place, one column per token. Steps are independent.
 
-    says = frozenset({"entropy"})
+    Its hidden states are the logits; the head of a teacher weighs them by column.
+    """
+
+    says = OF_LOGITS | OF_STATES
+    prompt_encoder = ToyEncoder()
 
     def __init__(
         self, *, num: int = 8, length: int = 4, vocab: int = 6, unit: int = 1, double: bool = False
@@ -125,11 +168,19 @@ class ToyText:
         outcome = Outcome(
             text=outcome.text, end=len(tokens), tags={"finish": "stop"}, recorded=outcome.recorded
         )
-        return Trajectory(prompt, prompt.uid, (outcome,), (place_of(prompt), tokens), len(tokens), {}, False)
+        steps = ToyRow(place_of(prompt), tokens)
+        return Trajectory(prompt, prompt.uid, (outcome,), steps, len(tokens), {}, False)
 
     def collate(self, rollouts: tuple[Trajectory, ...]) -> Batch:
         tokens = cat_padded([row.steps[1][None] for row in rollouts])
-        mask = cat_padded([torch.ones(1, row.length) for row in rollouts])
+        # Tests make rows of plain pairs, all of whose tokens count.
+        chosen = [row.steps.chosen if isinstance(row.steps, ToyRow) else None for row in rollouts]
+        mask = cat_padded(
+            [
+                torch.ones(1, row.length) if sampled is None else sampled.float()[None]
+                for row, sampled in zip(rollouts, chosen, strict=True)
+            ]
+        )
         names = sorted({name for row in rollouts for name in row.notes} - {"token", "temperature"})
         empty = torch.full((1, 0), float("nan"))
         notes = {}
@@ -145,7 +196,23 @@ class ToyText:
         places = torch.arange(steps.start, steps.start + steps.tokens.shape[1])
         logp = self.module()[steps.prompt][:, places].log_softmax(-1)
         chosen = logp.gather(2, steps.tokens[..., None])[..., 0] * batch.mask
-        return StepOutput(chosen, {"entropy": -(logp.exp() * logp).sum(-1)} if "entropy" in extra else {})
+        said = {"entropy": -(logp.exp() * logp).sum(-1)} if "entropy" in extra else {}
+        return StepOutput(chosen, said | self._inside(batch, places, extra - {"entropy"}))
+
+    def _inside(self, batch: Batch, places: Tensor, extra: frozenset[str]) -> dict[str, Tensor]:
+        """Give what a language model says from inside, as `vision.tokens` does."""
+        if not extra & self.says:
+            return {}
+        hidden, shape = self.module()[batch.steps.prompt][:, places], batch.mask.shape
+        others = [other.extra["hidden"] for other in batch.others.values() if "hidden" in other.extra]
+        teacher = None
+        if "reverse_kl" in extra and others:
+            head = torch.linspace(0.5, 1.5, hidden.shape[-1], dtype=hidden.dtype)
+            teacher = (others[-1].to(hidden.dtype) * head).flatten(0, 1)
+        options = InnerOptions(rank_stride=1)
+        said = of_logits(hidden.flatten(0, 1), batch.steps.tokens.flatten(), extra, options, teacher)
+        said = {name: value.view(*shape, *value.shape[1:]) for name, value in said.items() if name in extra}
+        return said | of_states(hidden, batch.mask.new_full(shape[:1], shape[1]).long(), extra, options)
 
     def save(self, folder) -> None:
         from safetensors.torch import save_file
@@ -163,6 +230,7 @@ class ToyGenerate:
     """Sample tokens until the stop token."""
 
     notes = frozenset({"logp", "entropy"})
+    temperature = 1.0  # 0: the most likely tokens
 
     def __init__(self, policy: ToyText, *, stream: Stream) -> None:
         self.policy, self.stream = policy, stream
@@ -177,6 +245,7 @@ class ToyGenerate:
             place = place_of(prompt)
             logp = self.policy.table[place].float().log_softmax(-1)
             tokens = torch.multinomial(logp.exp(), 1, generator=generator)[:, 0]
+            tokens = tokens if self.temperature else logp.argmax(-1)
             stops = (tokens == STOP).nonzero()
             length = int(stops[0]) + 1 if len(stops) else len(tokens)
             tokens = tokens[:length]
@@ -186,8 +255,53 @@ class ToyGenerate:
                 "logp": logp.gather(1, tokens[:, None])[:, 0],
                 "entropy": -(logp.exp() * logp).sum(-1)[:length],
             }
-            rows.append(Trajectory(prompt, prompt.uid, (outcome,), (place, tokens), length, notes))
+            rows.append(Trajectory(prompt, prompt.uid, (outcome,), ToyRow(place, tokens), length, notes))
         return tuple(rows)
+
+    def row(
+        self,
+        prompt: Prompt,
+        encoded: int,
+        notes: dict[str, Tensor],
+        stopped: bool,
+        chosen: Tensor | None = None,
+    ) -> Trajectory:
+        ids = notes["token"]
+        text = self.policy.prompt_encoder.text(ids)
+        outcome = Outcome(text=text, end=len(ids), tags={"finish": "stop" if stopped else "length"})
+        steps = ToyRow(encoded, ids)
+        steps.chosen = chosen
+        return Trajectory(prompt, prompt.uid, (outcome,), steps, len(ids), notes)
+
+    @property
+    def max_completion_length(self) -> int:
+        return self.policy.table.shape[1]
+
+    @torch.no_grad()
+    def grow(
+        self, branches: Sequence[Branch], *, temperature: float | None = None, batch_size: int = 0
+    ) -> list[Grown | None]:
+        """Sample answers that part from each other, one after the other."""
+        grown: list[Grown | None] = []
+        for branch in branches:
+            before = torch.zeros(0, dtype=torch.int64)
+            if branch.parent is not None:
+                parent = grown[branch.parent]
+                if parent is None or (parent.stopped and len(parent.ids) <= branch.start):
+                    grown.append(None)
+                    continue
+                before = parent.ids[: branch.start]
+            logp = self.policy.table[branch.encoded].float().log_softmax(-1)
+            ids = torch.cat([before, branch.forced])
+            numbers = branch.uniform[: max(0, len(logp) - len(ids))]
+            drawn = inverse_cdf(logp[len(ids) : len(ids) + len(numbers)].exp(), numbers)
+            stops = (drawn == STOP).nonzero()
+            stopped = len(stops) > 0
+            ids = torch.cat([ids, drawn[: int(stops[0]) + 1] if stopped else drawn])
+            at = torch.arange(len(ids)).clamp(max=len(logp) - 1)
+            chosen = logp[at].gather(1, ids[:, None])[:, 0]
+            grown.append(Grown(ids, chosen, -(logp.exp() * logp).sum(-1)[at], stopped))
+        return grown
 
 
 class RunningMean:
@@ -241,7 +355,7 @@ class ToyRecalling(ToyText):
         outcome = Outcome(text=text, end=len(tokens))
         kept = {"logp": notes["logp"].float()}
         return Trajectory(
-            prompt, prompt.uid, (outcome,), (int(prompt.uid[1:]), tokens), len(tokens), kept, False
+            prompt, prompt.uid, (outcome,), ToyRow(int(prompt.uid[1:]), tokens), len(tokens), kept, False
         )
 
 

@@ -25,7 +25,7 @@ EVALUATION = {"data": {"name": "tests.support.toys:prompts", "num": 2}}
 
 @pytest.fixture(autouse=True)
 def no_curves(monkeypatch):
-    monkeypatch.setattr(html, "curves", lambda runs: [])
+    monkeypatch.setattr(html.pages, "curves", lambda runs: [])
 
 
 def trained(folder, **changes):

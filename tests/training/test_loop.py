@@ -21,7 +21,7 @@ SGD = {"learning_rate": 1.0, "optimizer": "sgd", "max_grad_norm": 0.0}
 
 @pytest.fixture(autouse=True)
 def no_curves(monkeypatch):
-    monkeypatch.setattr(html, "curves", lambda runs: [])
+    monkeypatch.setattr(html.pages, "curves", lambda runs: [])
 
 
 def ready(folder, **changes):

@@ -19,20 +19,20 @@ from mmrl.reporting import html
 from mmrl.reporting.metrics import of_training
 from mmrl.runtime import checkpoint
 from mmrl.training.checkpointing import resume
-from tests.support.killing import differences
-from tests.support.resuming import EVERYTHING, assert_alike, killed, resumed, without_times
+from tests.support.killing import PLANS, REMEMBERING, RUNS, differences
+from tests.support.resuming import EVERYTHING, Killed, assert_alike, killed, resumed, without_times
 from tests.support.toys import ToyGenerate, plan, toy_run
 
 
 @pytest.fixture(autouse=True)
 def no_curves(monkeypatch):
-    monkeypatch.setattr(html, "curves", lambda runs: [])
+    monkeypatch.setattr(html.pages, "curves", lambda runs: [])
 
 
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(html, "curves", lambda runs: [])
+        patch.setattr(html.pages, "curves", lambda runs: [])
         return resumed(tmp_path_factory.mktemp("whole"))
 
 
@@ -82,6 +82,21 @@ def test_a_finished_run_stays_as_it_is(tmp_path):
     assert [record["step"] for record in again.journal.read()] == [0, 0, 1]  # the first one is of the start
 
 
+def test_a_run_killed_before_it_removed_older_checkpoints_removes_them(tmp_path, monkeypatch):
+    changes = {"max_steps": 4, "save_steps": 1, "save_total_limit": 2}
+
+    def dying(folder, limit, step, keep):
+        if step == 4:
+            raise Killed
+
+    monkeypatch.setattr(checkpoint, "prune", dying)
+    with pytest.raises(Killed):
+        resumed(tmp_path, **changes)
+    monkeypatch.undo()
+    resumed(tmp_path, **changes)
+    assert [folder.name for folder in checkpoint.checkpoints(tmp_path)] == ["checkpoint-4", "checkpoint-3"]
+
+
 @pytest.mark.slow
 def test_a_process_that_is_killed_outright_goes_on_exactly(tmp_path, capsys):
     changes = {"max_steps": 100_000, "save_steps": 2}
@@ -125,17 +140,17 @@ def test_what_killed_runs_differ_in_is_named(tmp_path, uninterrupted):
 
 
 @pytest.mark.slow
-def test_runs_that_are_killed_at_random_instants_end_as_if_nothing_had_happened(tmp_path):
-    options = ["--folder", str(tmp_path), "--kills", "20", "--steps", "6"]
+@pytest.mark.parametrize(
+    ("runs", "names", "kills"), [("usual", PLANS, 5), ("remembering", REMEMBERING, 2)], ids=RUNS
+)
+def test_runs_that_are_killed_at_random_instants_end_as_if_nothing_had_happened(tmp_path, runs, names, kills):
+    options = ["--folder", str(tmp_path), "--kills", str(kills * len(names)), "--steps", "6", "--runs", runs]
     command = [sys.executable, "-m", "tests.support.killing", *options]
     home = Path(__file__).parents[2]
-    done = subprocess.run(command, cwd=home, capture_output=True, text=True, timeout=500, check=False)
+    done = subprocess.run(command, cwd=home, capture_output=True, text=True, timeout=900, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert [line.partition(" kills")[0] for line in done.stdout.splitlines()] == [
-        "text: 5",
-        "flow: 5",
-        "vlm: 5",
-        "pairs: 5",
+        *(f"{name}: {kills}" for name in names),
         "no runs ended otherwise than one that nobody killed",
     ]
 

@@ -190,7 +190,7 @@ def test_a_critic_is_resumed_bit_for_bit(tmp_path):
             {"references": {"critic": {**CRITIC, "policy": "tests.support.toys:ToyText"}}},
             "second model 'critic'",
         ),
-        ({"rollout": {"policy": "critic"}}, "second model, which cannot sample"),
+        ({"rollout": {"policy": "critic"}}, "a model that learns of its own, which cannot sample"),
     ],
 )
 def test_what_cannot_be_a_critic_is_named(tmp_path, changes, said):

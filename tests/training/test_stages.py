@@ -15,6 +15,8 @@ import torch
 from safetensors.torch import load_file
 
 from mmrl.build import build
+from mmrl.cli import main
+from mmrl.config.gates import gates_of
 from mmrl.config.loading import ConfigError
 from mmrl.config.schema import Config, parse
 from mmrl.config.stages import load_stages
@@ -24,15 +26,18 @@ from mmrl.runtime import checkpoint
 from mmrl.runtime.stages import RECORD, last_finished, read_stages
 from mmrl.training import stages as runner
 from mmrl.training.checkpointing import look
+from tests.support.distributed_worker import start
 from tests.support.killing import differences
 from tests.support.resuming import Killed
 from tests.support.staging import STAGES, staged, trained
 from tests.support.toys import plan, toy_run
 
+TOYS = "tests.support.toys"
+
 
 @pytest.fixture(autouse=True)
 def no_curves(monkeypatch):
-    monkeypatch.setattr(html, "curves", lambda runs: [])
+    monkeypatch.setattr(html.pages, "curves", lambda runs: [])
     monkeypatch.setattr(runner, "write_report", lambda home, output=None: home)
 
 
@@ -40,7 +45,7 @@ def no_curves(monkeypatch):
 def whole(tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs") / "whole"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(html, "curves", lambda runs: [])
+        patch.setattr(html.pages, "curves", lambda runs: [])
         trained(folder)
     return folder
 
@@ -89,7 +94,7 @@ def test_a_stage_ends_by_its_metric(whole):
 def test_a_killed_run_in_stages_ends_as_one_that_nobody_killed(tmp_path, whole, monkeypatch, stage, step):
     killed_at(monkeypatch, tmp_path, stage, step)
     monkeypatch.undo()
-    monkeypatch.setattr(html, "curves", lambda runs: [])
+    monkeypatch.setattr(html.pages, "curves", lambda runs: [])
     trained(tmp_path / "run")
     assert not differences_of(tmp_path / "run", whole)
 
@@ -168,6 +173,73 @@ def test_the_best_checkpoint_is_handed_on_where_one_is_chosen(tmp_path):
     assert f"init_from: {tmp_path}/run/1-a/checkpoint-{step}\n" in config
 
 
+EVALUATED = {"data": {"name": "tests.support.toys:prompts", "num": 4}, "rewards": [f"{TOYS}:share_right"]}
+
+
+def gated(folder, **keep_if):
+    stages = [{"name": "a", "max_steps": 1}, {"name": "b", "keep_if": keep_if}, {"name": "c", "max_steps": 1}]
+    return trained(folder, stages=stages, evaluation=EVALUATED)
+
+
+def test_a_stage_that_gets_worse_is_not_kept(tmp_path, capsys):
+    run = tmp_path / "run"
+    for _ in range(2):  # the same command refuses it again
+        with pytest.raises(
+            runner.StageRefused, match=r"stage 'b' is not kept.*wants it not below previous \+ 0.9"
+        ):
+            gated(run, of="eval_share_right", not_below="previous + 0.9")
+        kept = read_stages(run)
+        assert [bool(record.checkpoint) for record in kept] == [True, False, False]
+        assert last_finished(run).parent.name == "1-a" and not (run / "3-c").exists()
+    weights = (run / "2-b" / "checkpoint-3" / "model" / "model.safetensors").stat().st_mtime_ns
+    gated(run, of="eval_share_right", not_below="previous - 0.9")
+    assert all(record.checkpoint for record in read_stages(run))
+    assert (run / "2-b" / "checkpoint-3" / "model" / "model.safetensors").stat().st_mtime_ns == weights
+    values = [record.metrics["eval_share_right"] for record in read_stages(run)]
+    assert values[1] == json.loads((run / "2-b" / "evaluation.json").read_text())["metrics"]["share_right"]
+
+
+def test_the_best_checkpoint_is_what_a_gate_reads(tmp_path):
+    best = {"metric_for_best_model": "eval_share_right", "eval_steps": 1, "save_steps": 1}
+    changes = {"evaluation": EVALUATED, "learn": {"learning_rate": 0.5}, "max_steps": 4, **best}
+    trained(tmp_path / "run", stages=[{"keep_if": {"of": "eval_share_right", "not_below": 0.01}}], **changes)
+    (record,) = read_stages(tmp_path / "run")
+    values = [
+        r["eval_share_right"] for r in Journal(tmp_path / "run" / "1").read() if "eval_share_right" in r
+    ]
+    assert record.metrics == {"eval_share_right": max(values)}
+
+
+@pytest.mark.parametrize(
+    ("gate", "value", "before", "kept"),
+    [
+        ({"not_below": 0.5}, 0.5, 0.0, True),
+        ({"not_below": 0.5}, 0.49, 0.0, False),
+        ({"not_below": "previous - 0.01"}, 0.595, 0.6, True),
+        ({"not_below": "previous-1e-2"}, 0.585, 0.6, False),
+        ({"not_above": "previous"}, 0.61, 0.6, False),
+        ({"not_below": 0.1, "not_above": "previous + .5"}, 0.3, 0.0, None),
+        ({"not_below": 0.1, "not_above": "previous + 0.5"}, 0.3, 0.0, True),
+        ({"not_below": 0.1}, float("nan"), 0.0, False),
+    ],
+)
+def test_a_gate_is_a_bound(gate, value, before, kept):
+    if kept is None:
+        with pytest.raises(ConfigError, match="must be a number, or `previous` with"):
+            gates_of({"of": "eval_x", **gate}, "keep_if")
+        return
+    (made,) = gates_of({"of": "eval_x", **gate}, "keep_if")
+    assert bool(made.refusal({"eval_x": value}, {"eval_x": before})) is not kept
+    with pytest.raises(ConfigError, match="the evaluation has no metric 'eval_x'; did you mean 'eval_xy'"):
+        made.refusal({"eval_xy": 1.0}, {})
+
+
+def test_a_gate_is_changed_on_the_command_line(tmp_path):
+    stages = [{}, {"keep_if": {"of": "eval_share_right", "not_below": "previous"}}]
+    loaded = staged(tmp_path, "stages.1.keep_if.not_below=0.25", stages=stages, evaluation=EVALUATED)
+    assert [gate.not_below for gate in loaded[1].keep_if] == [0.25] and not loaded[0].keep_if
+
+
 def test_what_a_stage_leaves_out_is_filled_in(tmp_path):
     first, second, third = staged(tmp_path, "seed=7", "max_steps=2", "stages.target.max_steps=5")
     assert [s.config.seed for s in (first, second, third)] == [7, 7, 7]
@@ -217,6 +289,41 @@ WRONG = [
     ([{}, {"carry": ["momentum"]}], "'stages[1].carry[0]' must be one of 'optimizer'"),
     ([{}, {"until": {"name": "threshold", "of": "reward"}}], "stages[1].until: threshold wants `above` or"),
     ([{"include": ["nowhere.yaml"]}], "there is no file 'nowhere.yaml'"),
+    (
+        [{}, {"keep_if": {"of": "reward", "not_below": 0}}],
+        "'stages[1].keep_if.of' must be a metric of the last",
+    ),
+    ([{"keep_if": {"of": "eval_x"}}], "'stages[0].keep_if' wants `not_below` or `not_above`, a number"),
+    (
+        [{"keep_if": {"of": "eval_x", "not_below": "before"}}],
+        "'stages[0].keep_if.not_below' must be a number",
+    ),
+    ([{"keep_if": {"of": "eval_x", "not_below": 0}}], "stage '1' has no evaluation; set evaluation.data"),
+    ([{"keep_if": [{"of": "eval_x", "not_below": "previous"}]}], "'1' begins from none; write a number"),
+    (
+        [{}, {"evaluation": EVALUATED, "keep_if": {"of": "eval_x", "not_below": "previous"}}],
+        "'stages[1].keep_if' reads eval_x, but stage '1' has no evaluation",
+    ),
+    (
+        [
+            {"evaluation": EVALUATED},
+            {
+                "evaluation": {**EVALUATED, "num_generations": 2},
+                "keep_if": {"of": "eval_x", "not_above": "previous"},
+            },
+        ],
+        "'stages[1].keep_if' compares with stage '1', whose evaluation is another one",
+    ),
+    (
+        [
+            {
+                "evaluation": EVALUATED,
+                "metric_for_best_model": "reward",
+                "keep_if": {"of": "eval_x", "not_below": 0},
+            }
+        ],
+        "hands on the checkpoint with the best reward",
+    ),
 ]
 
 
@@ -262,13 +369,23 @@ def test_the_last_stage_can_be_trained_on(tmp_path):
     assert [r["step"] for r in Journal(tmp_path / "run" / "2").read()] == [0, 1, 2, 3]
 
 
+def test_stages_are_evaluated_with_the_model_of_the_last_one(tmp_path, capsys):
+    evaluation = {"data": {"name": "tests.support.toys:prompts", "num": 4}}
+    trained(tmp_path / "run", stages=[{"max_steps": 1}, {"max_steps": 2}], evaluation=evaluation)
+    folder = tmp_path / "run" / "2"
+    assert main(["evaluate", str(tmp_path / "run")]) == 0
+    assert f"model: {folder / 'checkpoint-2'}" in capsys.readouterr().out
+    found = [json.loads((at / "evaluation.json").read_text()) for at in (folder, folder / "evaluation")]
+    assert found[0]["metrics"]["share_right"] == found[1]["metrics"]["share_right"]
+
+
 PROGRAM = """
 import sys
 from mmrl.cli import main
 from mmrl.reporting import html
 from mmrl.training import stages
 
-html.curves = lambda runs: []  # what takes most of the time
+html.pages.curves = lambda runs: []  # what takes most of the time
 stages.write_report = lambda home: home
 sys.exit(main(["train", sys.argv[1]]))
 """
@@ -299,3 +416,27 @@ def test_a_process_that_is_killed_at_any_moment_goes_on_exactly(tmp_path, whole)
     rest, _ = process.communicate(timeout=120)
     assert process.returncode == 0 and "all 3 stages are finished" in line + rest and kills > 3
     assert not differences_of(tmp_path / "run", whole)
+
+
+@pytest.mark.slow
+def test_two_processes_train_stages_as_one(tmp_path):
+    exact = {
+        "policy": {"name": f"{TOYS}:ToyText", "double": True},
+        "objective": {"aggregation": "step_mean"},
+        "learn": {"optimizer": "sgd", "learning_rate": 0.5},
+    }
+    file = tmp_path / "run.yaml"
+    stages = json.loads(json.dumps(STAGES))
+    stages[1]["learn"] = {"learning_rate": 0.7}
+    raw = plan(tmp_path / "two", max_steps=3, save_steps=2, **exact)
+    file.write_text(json.dumps({**raw, "stages": stages}))
+    processes = start("mmrl", ["train", str(file)], 2)
+    printed = [process.communicate(timeout=400)[0] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], printed
+    trained(tmp_path / "one", stages=stages, save_steps=2, **exact)
+    records = [read_stages(tmp_path / name) for name in ("one", "two")]
+    assert [(r.folder, r.checkpoint) for r in records[0]] == [(r.folder, r.checkpoint) for r in records[1]]
+    for record in records[0]:
+        tables = [table_of(tmp_path / name / record.folder) for name in ("one", "two")]
+        assert (tables[0] - tables[1]).abs().max() < 1e-12 and tables[0].any()
+    assert records[0][1].metrics == pytest.approx(records[1][1].metrics)

@@ -16,6 +16,7 @@ from mmrl.samplers.uniform import Uniform
 from mmrl.training.collect import collect
 from mmrl.vision.media.prompts import add_gaussian_noise
 from mmrl.vision.samplers.difficulty_augmentation import DifficultyAugmentation
+from tests.support.remembering import AUGMENTED
 from tests.support.resuming import EVERYTHING, assert_alike, killed, resumed
 from tests.support.tables import reward_table
 from tests.support.toys import prompts, toy_run
@@ -181,17 +182,7 @@ def filmed(*, num: int = 8):
     return asked
 
 
-AUGMENTED = {
-    "data": f"{__name__}:filmed",
-    "sampler": [
-        "uniform",
-        {"name": "vision.difficulty_augmentation", "hint_column": "solution", "max_reward": 0.2},
-    ],
-    "max_steps": 4,
-    "save_steps": 2,
-    "eval_steps": 0,
-    "eval_on_start": False,
-}
+SAVED = {**AUGMENTED, "max_steps": 4, "save_steps": 2}
 
 
 @pytest.fixture
@@ -200,9 +191,9 @@ def no_page(monkeypatch):
 
 
 def test_a_killed_run_goes_on_exactly(tmp_path, no_page):
-    whole = resumed(tmp_path / "whole", **AUGMENTED)
-    killed(tmp_path / "cut", at=3, **AUGMENTED)
-    assert_alike(resumed(tmp_path / "cut", **AUGMENTED), whole)
+    whole = resumed(tmp_path / "whole", **SAVED)
+    killed(tmp_path / "cut", at=3, **SAVED)
+    assert_alike(resumed(tmp_path / "cut", **SAVED), whole)
     records = whole.journal.read()
     for kind in ("noise", "hint"):
         assert sum(record.get(f"augmentation/{kind}_prompts", 0) for record in records) > 0

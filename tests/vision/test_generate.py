@@ -13,7 +13,7 @@ from mmrl.config.binding import Pieces
 from mmrl.config.schema import ConfigError, Piece
 from mmrl.core import onednn as module
 from mmrl.core.rng import Stream
-from mmrl.vision.engines.generate import Generate
+from mmrl.vision.engines.generate import Generate, mean_over_parts
 from mmrl.vision.policies.tokens import Tokens
 from tests.vision import mixed, tiny
 
@@ -223,6 +223,28 @@ def test_generating_leaves_a_model_that_recomputes_its_layers_as_it_was(exact):
     rows = mixed.generate(policy, mixed.prompts(FAMILY))
     assert said(rows) == said(mixed.generate(exact(FAMILY), mixed.prompts(FAMILY)))
     assert training and training == [module for module in policy.model.modules() if module.training]
+
+
+def test_confidence_is_that_of_the_likely_tokens_averaged_over_parts():
+    # parts (1, 2) and (6), whose means are 1.5 and 6
+    assert mean_over_parts(["a", "b\n\n", "c"], [1.0, 2.0, 6.0]) == 3.75
+    assert mean_over_parts(["a", "\n", " \n", "c", ""], [1.0, 2.0, 3.0, 4.0, 6.0]) == 3.5
+    assert mean_over_parts(["a\nb", "c"], [1.0, 2.0]) == 1.5
+    assert mean_over_parts(["\n\n"], [3.0]) == 3.0
+
+
+def test_the_confidence_of_an_answer_is_recorded_where_it_is_asked_for(policy):
+    asked = mixed.prompts(FAMILY)[:1]
+    (plain,) = mixed.generate(policy, asked, max_completion_length=1)
+    assert plain.outcomes[0].recorded == {}
+    (row,) = mixed.generate(policy, asked, max_completion_length=1, confidence_top_k=3, temperature=2.0)
+    with torch.no_grad():
+        reader = Generate(policy, stream=Stream()).reader([row.steps.prompt])
+        logp = (reader.read(None) / 2).log_softmax(-1)[0]
+    wanted = -float(logp.sort().values[-3:].mean())
+    assert row.outcomes[0].recorded["confidence"] == pytest.approx(wanted, rel=1e-4)
+    with pytest.raises(ConfigError, match="higher where the model is less sure"):
+        Generate(policy, stream=Stream(), confidence_top_k=1)
 
 
 def test_no_prompts_are_answered_by_no_rows(policy):

@@ -62,16 +62,14 @@ def test_chunked_logp_of_two_tokens_by_hand():
         head.bias.copy_(torch.tensor([0.0, 3.0, 9.0]).log())
         head.bias[0] = 0
     ids, heat = torch.tensor([0, 1]), torch.ones(2)
-    out = chunked_logp(torch.zeros(2, 1), head, ids, heat, [2], True)
+    out = chunked_logp(torch.zeros(2, 1), head, ids, heat, [2], {"entropy"})
     assert out["logp"].exp().tolist() == pytest.approx([0.25, 0.75])
     assert out["entropy"].tolist() == pytest.approx([torch.tensor(4 / 3**0.75).log().item()] * 2)
     # At temperature 1/2 shares are squared: 1 and 9 of 10.
-    out = chunked_logp(torch.zeros(2, 1), head, ids, 0.5 * heat, [2], False)
+    out = chunked_logp(torch.zeros(2, 1), head, ids, 0.5 * heat, [2])
     assert out["logp"].exp().tolist() == pytest.approx([0.1, 0.9])
     assert "entropy" not in out
-    assert (
-        chunked_logp(torch.zeros(1, 1), head, torch.tensor([2]), heat[:1], [2], False)["logp"] < FORBIDDEN / 2
-    )
+    assert chunked_logp(torch.zeros(1, 1), head, torch.tensor([2]), heat[:1], [2])["logp"] < FORBIDDEN / 2
 
 
 def test_chunked_logp_gives_the_same_in_chunks_and_never_holds_more_logits_than_it_may(monkeypatch):
@@ -86,7 +84,7 @@ def test_chunked_logp_gives_the_same_in_chunks_and_never_holds_more_logits_than_
         sizes.clear()
         hidden = torch.randn(23, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
         hidden.requires_grad_()
-        out = chunked_logp(hidden, head, ids, heat, [41, 49], True)
+        out = chunked_logp(hidden, head, ids, heat, [41, 49], {"entropy"})
         head.zero_grad()
         (out["logp"] * heat + out["entropy"]).sum().backward()
         results.append((out["logp"].detach(), out["entropy"].detach(), hidden.grad, head.weight.grad.clone()))
@@ -210,6 +208,20 @@ def test_without_an_adapter_the_language_model_learns_and_the_tower_when_asked(c
     assert {id(p) for p in policy.module.parameters() if p.requires_grad} == language
     everything = loaded(checkpoint, family, freeze_vision_tower=False)
     assert all(p.requires_grad for p in everything.module.parameters())
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"lora_rank": 4}, "differ in shape"),
+        ({"lora_rank": 2, "freeze_vision_tower": False}, "on one side only"),
+        ({"lora_rank": 2, "lora_alpha": 16.0}, "has `lora_alpha` 4.0, the policy's has 16.0"),
+    ],
+)
+def test_an_adapter_that_does_not_fit_is_refused(checkpoint, tmp_path, options, said):
+    loaded(checkpoint, lora_rank=2).save(tmp_path)
+    with pytest.raises(ValueError, match=re.escape(said)):
+        loaded(checkpoint, **options).load(tmp_path)
 
 
 @SOME

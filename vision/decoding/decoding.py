@@ -15,6 +15,8 @@ from mmrl.vision.decoding.token_steps import FORBIDDEN, distinct_prompts
 from mmrl.vision.models.loading import TokenPolicy
 from mmrl.vision.models.processor import EncodedPrompt
 
+COMPACT = 8  # finished rows leave the batch once they are one in this many
+
 
 def draw_tokens(
     logits: Tensor,
@@ -97,7 +99,8 @@ class CachedReader:
         prefix = prefill(policy.core, distinct, make_cache, share_prefix=policy.share_prefix)
         self.prefix = prefix.select(which.to(prefix.last.device))
         self.head = policy.model.get_output_embeddings()
-        self.forbidden = torch.tensor(policy.prompt_encoder.placeholders, device=prefix.last.device)
+        placeholders = policy.prompt_encoder.placeholders  # none of a language model: dtype is not inferred
+        self.forbidden = torch.tensor(placeholders, dtype=torch.int64, device=prefix.last.device)
 
     def read(self, token: Tensor | None) -> Tensor:
         """Run one token per row; the first is the last token of the prompt, which is not in the prefix."""

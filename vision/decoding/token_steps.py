@@ -45,12 +45,15 @@ class Suffix:
 class TokenRow:
     """The steps of one rollout: its encoded prompt, its tokens (T,), and the sampling temperature.
 
-    In a conversation, `suffix` has the replies that stand between the tokens; they are no steps.
+    `chosen` (T,) is False for tokens that an engine wrote into the answer, which are not learned; None: all
+    are the policy's. In a conversation, `suffix` has the replies that stand between the tokens; they are no
+    steps.
     """
 
     prompt: EncodedPrompt
     ids: Tensor
     temperature: float = 1.0
+    chosen: Tensor | None = None
     suffix: Suffix | None = None
 
     @staticmethod
@@ -71,7 +74,7 @@ class TokenRow:
             torch.cat([len(read.ids) - before + torch.arange(len(ids)) for read, ids in turns]),
             {name: value for name, value in media.items() if len(value)},
         )
-        return TokenRow(prompt, ids, temperature, suffix)
+        return TokenRow(prompt, ids, temperature, suffix=suffix)
 
 
 @dataclass(frozen=True, eq=False)

@@ -158,7 +158,8 @@ class MixtureReader:
         settings: ContrastiveDecoding,
     ) -> None:
         self.halves, self.ratio, self.settings = halves, ratio, settings
-        self.forbidden = torch.tensor(settings.policy.prompt_encoder.placeholders, device=ratio.device)
+        placeholders = settings.policy.prompt_encoder.placeholders
+        self.forbidden = torch.tensor(placeholders, dtype=torch.int64, device=ratio.device)
         self.length = 0
 
     def read(self, token: Tensor | None) -> Tensor:

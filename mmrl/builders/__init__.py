@@ -1,0 +1,1 @@
+"""Builders that know no modality, for `mmrl build`."""

@@ -1,0 +1,156 @@
+"""Builder that averages the weights of several models of one architecture."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mmrl.config.loading import ConfigError
+from mmrl.config.registry import builder
+from mmrl.runtime.checkpoint import publish
+from mmrl.runtime.files import remove
+
+ADAPTERS = ("adapter_config.json", "pytorch_lora_weights.safetensors")  # of peft and of diffusers
+PICKLES = {".bin", ".pt", ".pth", ".ckpt", ".pkl", ".msgpack", ".h5"}  # other forms of the weights
+
+
+@builder
+@dataclass(kw_only=True)
+class MergeWeights:
+    """Average the weights of several models of one architecture into a new one.
+
+    A model soup (arXiv 2203.05482) with equal weights; AdaR1 (arXiv 2504.21659) merges a model that reasons
+    at length with one that answers shortly at 0.8 and 0.2. Tensors are averaged one by one in float32 and
+    written in the precision of the first model, from which all other files are taken. Models are folders of
+    transformers or diffusers in safetensors; write one with an adapter by `mmrl export` before.
+
+    Args:
+        models: Two or more folders.
+        weights: One number a model, which add up to 1; some may be negative. Empty: all equal.
+    """
+
+    models: tuple[str, ...]
+    weights: tuple[float, ...] = ()
+
+    def __post_init__(self) -> None:
+        if len(self.models) < 2:
+            raise ConfigError(f"`models` must name two or more folders, not {list(self.models)}")
+        given = self.weights or (1 / len(self.models),) * len(self.models)
+        if len(given) != len(self.models) or abs(sum(given) - 1) > 1e-6:
+            raise ConfigError(
+                f"`weights` must be {len(self.models)} numbers that add up to 1, one for each of `models`, "
+                f"not {list(given)}"
+            )
+
+    def build(self, output: Path) -> dict[str, Any]:
+        """Write the merged model; return the number of its tensors."""
+        folders = [_folder(name) for name in self.models]
+        if output.exists() and (output.is_file() or any(output.iterdir())):
+            raise ConfigError(f"'{output}' exists and is not empty; name another folder as `output`")
+        places = [_tensors_of(folder) for folder in folders]
+        for folder, found in zip(folders[1:], places[1:], strict=True):
+            if odd := sorted(found.keys() ^ places[0].keys()):
+                lacking = folder if odd[0] in places[0] else folders[0]
+                raise ValueError(
+                    f"'{lacking}' has no tensor '{odd[0]}', which another of the models has; only models of "
+                    "one architecture can be merged"
+                )
+        unfinished = output.with_name(f"{output.name}.tmp")
+        remove(unfinished)
+        _copy_others(folders[0], unfinished)
+        for file in dict.fromkeys(places[0].values()):
+            self._merge_file(file, folders, places, unfinished / file.relative_to(folders[0]))
+        publish(unfinished, output)
+        return {"models": len(folders), "tensors": len(places[0])}
+
+    def _merge_file(
+        self, file: Path, folders: Sequence[Path], places: Sequence[Mapping[str, Path]], output: Path
+    ) -> None:
+        """Write one file of the first model with merged tensors; only it is in memory as a whole."""
+        from safetensors import safe_open
+        from safetensors.torch import save_file
+
+        inside = file.relative_to(folders[0]).parent
+        weights = self.weights or (1 / len(folders),) * len(folders)
+        merged: dict[str, Tensor] = {}
+        with safe_open(file, "pt") as first:
+            metadata = first.metadata()
+            for name in first.keys():  # noqa: SIM118  it is no mapping
+                own = first.get_tensor(name)
+                others = [_read(found[str(inside / name)], name) for found in places[1:]]
+                for folder, other in zip(folders[1:], others, strict=True):
+                    if other.shape != own.shape:
+                        raise ValueError(
+                            f"'{name}' has the shape {tuple(own.shape)} in '{folders[0]}' and "
+                            f"{tuple(other.shape)} in '{folder}'; only models of one architecture can be "
+                            "merged"
+                        )
+                merged[name] = _average(name, [own, *others], weights)
+        output.parent.mkdir(parents=True, exist_ok=True)
+        save_file(merged, output, metadata or {"format": "pt"})
+
+
+def _folder(name: str) -> Path:
+    folder = Path(name).expanduser()
+    if not folder.is_dir():
+        raise ConfigError(f"there is no model folder '{name}'")
+    if adapter := next((file for file in ADAPTERS if (folder / file).is_file()), None):
+        raise ConfigError(
+            f"'{name}' holds an adapter ({adapter}), whose weights do not average; write it as a whole model "
+            "with `mmrl export` first"
+        )
+    return folder
+
+
+def _tensors_of(folder: Path) -> dict[str, Path]:
+    """Find the file of every tensor, by its name after the folder of its part of a pipeline."""
+    from safetensors import safe_open
+
+    found: dict[str, Path] = {}
+    for file in sorted(folder.rglob("*.safetensors")):
+        with safe_open(file, "pt") as opened:
+            for name in opened.keys():  # noqa: SIM118  it is no mapping
+                key = str(file.relative_to(folder).parent / name)
+                if key in found:
+                    raise ValueError(f"'{folder}' has '{key}' twice: in {found[key].name} and {file.name}")
+                found[key] = file
+    if not found:
+        raise ConfigError(f"'{folder}' has no weights in safetensors")
+    return found
+
+
+def _read(file: Path, name: str) -> Tensor:
+    from safetensors import safe_open
+
+    with safe_open(file, "pt") as opened:
+        return opened.get_tensor(name)
+
+
+def _average(name: str, tensors: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
+    """Average floats in float32 or better; whole numbers have to be equal."""
+    first = tensors[0]
+    if not first.is_floating_point():
+        if not all(torch.equal(first, other) for other in tensors[1:]):
+            raise ValueError(
+                f"'{name}' holds whole numbers that differ, as quantised weights do; they do not average"
+            )
+        return first
+    wide = torch.promote_types(first.dtype, torch.float32)
+    total = sum(weight * tensor.to(wide) for weight, tensor in zip(weights, tensors, strict=True))
+    return torch.as_tensor(total).to(first.dtype).contiguous()
+
+
+def _copy_others(folder: Path, output: Path) -> None:
+    """Copy what is beside the weights: configuration, tokenizer, processor; no pickles, nothing hidden."""
+    for file in sorted(folder.rglob("*")):
+        inside = file.relative_to(folder)
+        weights = file.suffix in (".safetensors", *PICKLES)
+        if file.is_file() and not weights and not any(part.startswith(".") for part in inside.parts):
+            (output / inside).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(file, output / inside)

@@ -1,0 +1,111 @@
+"""Published methods: the files of `configs/methods`, what they say of themselves, and the pieces in them."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from mmrl.config.loading import read
+from mmrl.config.registry import HOMES, Entry, pieces
+from mmrl.config.schema import as_plain
+
+PAPER = re.compile(r"(?<![\d.\w/])(\d{2}(?:0[1-9]|1[0-2])\.\d{5})(?![\d.]*\d)")  # an id of arXiv since 2015
+READING = re.compile(r"\bour readings?\b", re.IGNORECASE)
+DIFFERS = "Differs from GRPO: "
+PLACES = {"rewards": "reward", "references": "reference", "metrics": "metric"}  # keys that name no kind
+
+
+@dataclass(frozen=True)
+class Method:
+    """A method as its file in `configs/methods` describes it.
+
+    Args:
+        path: Of the file; its folder is the family.
+        comment: The lines of comment at its head, as one text.
+        raw: The configuration in it, with what it includes.
+    """
+
+    path: Path
+    comment: str
+    raw: Mapping[str, Any]
+
+    @property
+    def name(self) -> str:
+        """The name of the file."""
+        return self.path.stem
+
+    @property
+    def family(self) -> str:
+        """The folder of the file, such as `grpo` or `flow`."""
+        return self.path.parent.name
+
+    @property
+    def papers(self) -> list[str]:
+        """The numbers of the papers in the comment, each once."""
+        return list(dict.fromkeys(PAPER.findall(self.comment)))
+
+    @property
+    def differs(self) -> str:
+        """What differs from GRPO, without the sentences that tell our reading."""
+        told = sentences(self.comment.partition(DIFFERS)[2])
+        return " ".join(text for text in told if not READING.search(text))
+
+    @property
+    def readings(self) -> list[str]:
+        """The sentences of the comment that tell our reading of the paper."""
+        before, _, after = self.comment.partition(DIFFERS)
+        return [*readings(before), *readings(after)]
+
+    def pieces(self) -> list[Entry]:
+        """List the pieces that the method names, each once."""
+        named = dict.fromkeys(named_in(self.raw, ""))
+        return [entry for kind in sorted(HOMES) for entry in pieces(kind) if (kind, entry.full_name) in named]
+
+    def pieces_read_by_us(self) -> list[Entry]:
+        """List its pieces whose docstring tells our reading of a paper."""
+        return [entry for entry in self.pieces() if readings(inspect.getdoc(entry.target) or "")]
+
+
+@cache
+def all_methods() -> tuple[Method, ...]:
+    """Read all methods, by family and name."""
+    # `mmrl/configs` is the folder itself in an installation, and a link to it in a checkout.
+    paths = sorted((Path(__file__).parents[1] / "configs" / "methods").rglob("*.yaml"))
+    return tuple(Method(path, comment_of(path.read_text()), as_plain(read(path))) for path in paths)
+
+
+def comment_of(text: str) -> str:
+    """Join the lines of comment of a file."""
+    return " ".join(line.lstrip("# ") for line in text.splitlines() if line.startswith("#"))
+
+
+def readings(text: str) -> list[str]:
+    """List the sentences of a text that tell our reading of a paper."""
+    return [sentence for sentence in sentences(text) if READING.search(sentence)]
+
+
+def sentences(text: str) -> list[str]:
+    """Split a text into sentences: after a full stop before a capital letter or a name in code."""
+    return [part for part in re.split(r"(?<=[.!?])\s+(?=[A-Z`])", " ".join(text.split())) if part]
+
+
+def named_in(value: Any, key: str) -> Iterator[tuple[str, str]]:
+    """Walk through a configuration, and name every text with the kind that its key stands for."""
+    kind = PLACES.get(key, key)
+    match value:
+        case str():
+            yield kind, value
+        case list():
+            for inner in value:
+                yield from named_in(inner, key)
+        case dict():
+            if "name" in value:
+                yield kind, value["name"]
+            for inner_key, inner in value.items():
+                if inner_key != "name":
+                    yield from named_in(inner, kind if key == "references" else inner_key)

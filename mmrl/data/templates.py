@@ -1,0 +1,45 @@
+"""Texts made of a template of jinja2 and the fields of a row."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Set
+from typing import Any
+
+from jinja2 import StrictUndefined, TemplateError, TemplateSyntaxError, meta
+from jinja2.sandbox import SandboxedEnvironment
+
+from mmrl.config.loading import ConfigError
+from mmrl.data.fields import RowError, short
+
+
+class TextTemplate:
+    """A template of jinja2 for plain text: nothing is escaped, and no attribute of Python is reached.
+
+    Args:
+        source: The template.
+        known: Names that it may read.
+        needed: Names that it must read.
+        place: What it belongs to, for errors.
+
+    Raises:
+        ConfigError: Bad syntax, or other names than these.
+    """
+
+    def __init__(self, source: str, known: Set[str], needed: Set[str], place: str) -> None:
+        environment = SandboxedEnvironment(undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+        try:
+            names = meta.find_undeclared_variables(environment.parse(source))
+            self._template = environment.from_string(source)
+        except TemplateSyntaxError as error:
+            raise ConfigError(f"{place}: line {error.lineno} of the template: {error.message}") from error
+        for name in sorted(names - known):
+            raise ConfigError(f"{place}: the template reads '{name}'; there are {', '.join(sorted(known))}")
+        for name in sorted(needed - names):
+            raise ConfigError(f"{place}: the template does not read '{name}', which it has to show")
+
+    def __call__(self, words: Mapping[str, Any]) -> str:
+        """Fill the template; raises `RowError` where a row lacks what it reads."""
+        try:
+            return self._template.render(words)
+        except TemplateError as error:
+            raise RowError(f"a template cannot be filled with {short(dict(words))}: {error}") from error

@@ -1,0 +1,150 @@
+"""An engine that asks a server of chat completions, as OpenAI, vLLM and SGLang offer them."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+
+from mmrl.config.loading import ConfigError
+from mmrl.config.ranges import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from mmrl.config.registry import engine
+from mmrl.core.protocols import Policy
+from mmrl.core.rng import Stream
+from mmrl.core.types import Media, Message, Outcome, Part, Prompt, Rollouts, Trajectory
+from mmrl.runtime.json_client import JsonClient, png
+
+
+@engine
+class ChatCompletions(JsonClient):
+    """Ask a server of chat completions, as OpenAI, vLLM and SGLang offer them, for answers.
+
+    For judges (the reward `judge`), and with the policy `vision.recorded_answers` to evaluate a model that is
+    served elsewhere. Images are sent as PNG, videos as their frames with the time of each; nothing is noted
+    of steps, and rows are off-policy. Redirects are not followed, and proxies not used.
+
+    Args:
+        policy: Turns answers into rows; a judge needs none.
+        url: Address of the server up to its version, such as http://localhost:8000/v1.
+        model: Name of the model there.
+        api_key_env: Name of the environment variable with the key that the server wants; empty: none.
+        temperature: Of sampling; 0 is greedy.
+        max_completion_length: The most tokens of an answer.
+        parallel: Concurrent requests.
+        extra: Further fields of the request, such as `{chat_template_kwargs: {enable_thinking: false}}`.
+        request_timeout: Seconds within which the whole answer to a request must arrive.
+        request_retries: Times a request is sent again, after a timeout or where the server is busy or
+            broken.
+        wait: Seconds before the first retry; they double each time.
+    """
+
+    notes: frozenset[str] = frozenset()
+
+    def __init__(
+        self,
+        policy: Policy | None,
+        *,
+        stream: Stream,
+        url: str,
+        model: str,
+        api_key_env: str = "",
+        temperature: NonNegativeFloat = 1.0,
+        max_completion_length: PositiveInt = 1024,
+        parallel: PositiveInt = 8,
+        extra: Mapping[str, Any] | None = None,
+        request_timeout: PositiveFloat = 120.0,
+        request_retries: NonNegativeInt = 3,
+        wait: NonNegativeFloat = 0.5,
+    ) -> None:
+        headers = {}
+        if api_key_env:
+            if not os.environ.get(api_key_env):
+                raise ConfigError(
+                    f"the engine 'chat_completions' wants the key of '{url}' in the environment variable "
+                    f"{api_key_env}, which is not set"
+                )
+            headers["Authorization"] = f"Bearer {os.environ[api_key_env]}"
+        super().__init__(
+            f"{url.rstrip('/')}/chat/completions",
+            request_timeout=request_timeout,
+            request_retries=request_retries,
+            wait=wait,
+            headers=headers,
+        )
+        self.policy, self.stream, self.model = policy, stream, model
+        self.temperature, self.max_completion_length = temperature, max_completion_length
+        self.parallel, self.extra = parallel, dict(extra or {})
+
+    def rollout(self, prompts: Sequence[Prompt]) -> Rollouts:
+        """Answer every entry, in order."""
+        asked: Counter[str] = Counter()
+        requests: list[dict[str, Any]] = []
+        sent: dict[tuple[Message, ...], list[dict[str, Any]]] = {}
+        for prompt in prompts:
+            if prompt.messages not in sent:  # the images of a group are encoded once
+                sent[prompt.messages] = [_message(turn) for turn in prompt.messages]
+            generator = self.stream.generator("chat_completions", prompt.uid, asked[prompt.uid])
+            asked[prompt.uid] += 1
+            requests.append(
+                {
+                    "model": self.model,
+                    "messages": sent[prompt.messages],
+                    "temperature": self.temperature,
+                    "max_tokens": self.max_completion_length,
+                    "seed": int(torch.randint(1 << 31, (1,), generator=generator)),
+                    **self.extra,
+                }
+            )
+        with ThreadPoolExecutor(self.parallel) as pool:
+            outcomes = list(pool.map(self._ask, requests))
+        return tuple(self._row(*both) for both in zip(prompts, outcomes, strict=True))
+
+    def _ask(self, request: Mapping[str, Any]) -> Outcome:
+        """Send a request and read the answer; anything but a chat completion is an error."""
+        data = self.post(request)
+        try:
+            choice = json.loads(data)["choices"][0]
+            text, finish = choice["message"]["content"], choice.get("finish_reason")
+        except (ValueError, KeyError, IndexError, TypeError, AttributeError, RecursionError):
+            text, finish = b"", None
+        match text:
+            case str() | None:  # None: the model refused, or called a tool
+                tags = {"finish": "length" if finish == "length" else "stop"}
+                return Outcome(text=text or "", tags=tags)
+        raise ValueError(
+            f"'{self.url}' must answer with a chat completion, choices[0].message.content, not {data[:120]!r}"
+        )
+
+    def _row(self, prompt: Prompt, outcome: Outcome) -> Trajectory:
+        """Turn an answer into a row; without a policy it has no steps."""
+        if self.policy is None:
+            return Trajectory(prompt, prompt.uid, (outcome,), None, 0, on_policy=False)
+        return self.policy.encode(prompt, outcome)
+
+
+def _message(turn: Message) -> dict[str, Any]:
+    """Write a message in OpenAI's form: a text, or parts of the types text and image_url."""
+    if not any(part.media for part in turn.parts):
+        return {"role": turn.role, "content": "".join(part.text for part in turn.parts)}
+    return {"role": turn.role, "content": [item for part in turn.parts for item in _part(part)]}
+
+
+def _part(part: Part) -> list[dict[str, Any]]:
+    return [{"type": "text", "text": part.text}] if part.media is None else _media(part.media)
+
+
+def _media(media: Media) -> list[dict[str, Any]]:
+    """Write an image, or the frames of a video, each after its time."""
+    frames = media.load()
+    parts: list[dict[str, Any]] = []
+    for pixels, time in zip(frames.pixels, frames.times.tolist(), strict=True):
+        if media.kind == "video":
+            parts.append({"type": "text", "text": f"Video at {time:.2f} s:"})
+        url = f"data:image/png;base64,{png(pixels)}"
+        parts.append({"type": "image_url", "image_url": {"url": url}})
+    return parts

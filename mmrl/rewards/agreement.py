@@ -1,0 +1,128 @@
+"""Rewards of answers that say the same however a question is worded."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Literal
+
+from mmrl.config.ranges import NonNegativeFloat, PositiveFloat
+from mmrl.config.registry import reward
+from mmrl.config.reward_adapters import by_prompt
+from mmrl.core.types import Outcome, Prompt
+from mmrl.rewards.text import comparable, normal_words
+
+ORDER = 4  # longest n-grams of BLEU
+
+
+@reward
+def agreement(
+    prompts: Sequence[Prompt],
+    outcomes: Sequence[Outcome],
+    *,
+    similarity: Literal["bleu", "f1", "equal"] = "bleu",
+    tag: str = "answer",
+) -> list[float | None]:
+    """Return the mean similarity to the answers to other wordings of the question (PS-GRPO).
+
+    Con-RAG, arXiv 2510.04392, of which only the abstract was read; the formula is our reading: the mean over
+    all answers to other wordings. The sampler `with_wordings` asks one prompt in several wordings, so that
+    its answers are one group. None where all answers of the group are to one wording.
+
+    Args:
+        similarity: `bleu` of the answer with the other one as reference, up to 4-grams, each precision above
+            1-grams with 1 added to both counts; `f1` of words; or `equal`, 1 where both are the same text.
+        tag: Compare the last block of this tag; without one the whole text.
+    """
+    measure = SIMILARITIES[similarity]
+    texts = [comparable(outcome.text or "", tag) for outcome in outcomes]
+    rewards: list[float | None] = [None] * len(outcomes)
+    for members in by_prompt(prompts).values():
+        for i, others in _other_wordings(prompts, members).items():
+            if others:
+                rewards[i] = sum(measure(texts[i], texts[j]) for j in others) / len(others)
+    return rewards
+
+
+@reward
+def information_consistency(
+    prompts: Sequence[Prompt],
+    outcomes: Sequence[Outcome],
+    *,
+    alpha: NonNegativeFloat = 0.5,
+    beta: NonNegativeFloat = 0.5,
+    max_gap: PositiveFloat | None = None,
+) -> list[float | None]:
+    """Reward answers that carry much information, and the same to every wording of the question.
+
+    Information-consistent GRPO. With H the entropy of an answer's words, in nats: alpha times H scaled to [0,
+    1] over the group, plus beta times 1 - the mean |H - H'| / max_gap over the answers H' to other wordings,
+    at least 0. Our readings: alpha and beta, words for tokens, and the largest gap of the group where none is
+    given. The sampler `with_wordings` asks the wordings. None where all answers of the group are to one.
+
+    Args:
+        alpha: Weight of the information of the answer itself.
+        beta: Weight of its stability.
+        max_gap: Difference of entropies at which stability is 0, in nats; null: the largest of the group.
+    """
+    entropy = [word_entropy(outcome.text or "") for outcome in outcomes]
+    rewards: list[float | None] = [None] * len(outcomes)
+    for members in by_prompt(prompts).values():
+        found = [entropy[i] for i in members]
+        low, spread = min(found), max(found) - min(found)
+        others = _other_wordings(prompts, members)
+        gaps = {i: [abs(entropy[i] - entropy[j]) for j in apart] for i, apart in others.items() if apart}
+        largest = max_gap or max((gap for listed in gaps.values() for gap in listed), default=0.0)
+        for i, listed in gaps.items():
+            helpful = (entropy[i] - low) / spread if spread else 0.0
+            stable = 1 - sum(listed) / len(listed) / largest if largest else 1.0
+            rewards[i] = alpha * helpful + beta * max(stable, 0.0)
+    return rewards
+
+
+def word_entropy(text: str) -> float:
+    """Compute the entropy of the frequencies of a text's words, in nats; 0 for an empty text."""
+    counts = Counter(text.lower().split())
+    return sum(n / counts.total() * math.log(counts.total() / n) for n in counts.values())
+
+
+def bleu(text: str, reference: str) -> float:
+    """Compute the BLEU of two texts of words (Papineni et al. 2002), smoothed by 1 above 1-grams."""
+    words, wanted = text.split(), reference.split()
+    if not words or not wanted:
+        return float(words == wanted)
+    logs = []
+    for n in range(1, min(ORDER, len(words)) + 1):
+        found, there = (
+            Counter(zip(*(listed[i:] for i in range(n)), strict=False)) for listed in (words, wanted)
+        )
+        shared, smooth = (found & there).total(), float(n > 1)
+        if not shared + smooth:
+            return 0.0
+        logs.append(math.log((shared + smooth) / (found.total() + smooth)))
+    brevity = min(0.0, 1 - len(wanted) / len(words))
+    return math.exp(brevity + sum(logs) / len(logs))
+
+
+def _ngrams(words: Sequence[str], size: int) -> Counter[tuple[str, ...]]:
+    return Counter(zip(*(words[i:] for i in range(size)), strict=False))
+
+
+def word_f1(text: str, other: str) -> float:
+    """Compute the F1 of the words of two texts, without case, articles and punctuation."""
+    words, wanted = normal_words(text), normal_words(other)
+    shared = (Counter(words) & Counter(wanted)).total()
+    return 2 * shared / (len(words) + len(wanted)) if words and wanted else float(words == wanted)
+
+
+SIMILARITIES: Mapping[str, Callable[[str, str], float]] = {
+    "bleu": bleu,
+    "f1": word_f1,
+    "equal": lambda text, other: float(text == other),
+}
+
+
+def _other_wordings(prompts: Sequence[Prompt], members: Sequence[int]) -> dict[int, list[int]]:
+    """List, for every answer of a group, those to other wordings of the question."""
+    return {i: [j for j in members if prompts[j].text != prompts[i].text] for i in members}

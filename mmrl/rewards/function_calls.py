@@ -1,0 +1,217 @@
+"""A reward of function calls: what an answer calls, compared with what it should call, without running it."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from mmrl.config.registry import reward
+from mmrl.config.reward_adapters import per_outcome, tagged
+from mmrl.core.types import Outcome, Prompt
+from mmrl.data.fields import RowError, short
+
+FENCE = re.compile(r"^\s*```\w*\n(.*?)\n?```\s*$", re.DOTALL)
+ARGUMENTS = ("arguments", "parameters", "args")  # names of a JSON call's arguments
+LONGEST = 20_000  # characters of the calls of an answer: the parsers take time and stack for more
+
+
+class NotCalls(ValueError):
+    """A text that is no list of function calls with literal arguments."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """A function with its arguments by name; those without one are named "0", "1", ... by place."""
+
+    name: str
+    arguments: Mapping[str, Any]
+
+
+@reward
+@per_outcome
+def function_calls(
+    prompt: Prompt,
+    outcome: Outcome,
+    *,
+    tag: str = "tool_call",
+    think: str = "",
+    allowed: Literal["value", "list"] = "value",
+    target: str = "",
+) -> float | None:
+    """Return 1 if the answer calls the right functions with the right arguments, else 0.
+
+    The strict reward of arXiv 2508.05118, of which only the abstract was read; the rules are our reading, as
+    in the Berkeley function calling leaderboard. Calls are Python (`f(x=1), g(2)`) or JSON (`{"name": ...,
+    "arguments": {...}}`, one, a list, or one in each block); they are parsed, never run, and arguments are
+    literals. Calls are matched one to one in any order, arguments by name; numbers are equal as numbers,
+    texts up to surrounding space, everything else as it is. No call where none is expected earns 1; what
+    cannot be parsed 0. Raises `RowError` for a target that cannot be parsed, None where there is no target.
+
+    Args:
+        tag: Blocks of the answer that hold its calls; empty: the whole text.
+        think: A tag of which the answer must have a block, such as `think`; empty: none.
+        allowed: The arguments of a target are `value`s, or a `list` of the values that are right each; a list
+            with "" makes the argument optional.
+        target: Column of the data with the target; empty: the prompt's own target.
+    """
+    wanted = prompt.columns.get(target) if target else prompt.target
+    if wanted is None:
+        return None
+    try:
+        expected = calls_of(wanted)
+    except NotCalls as error:
+        raise RowError(f"the target of prompt '{prompt.uid}' is no function call: {error}") from error
+    text = outcome.text or ""
+    if think and not tagged(text, think):
+        return 0.0
+    blocks = tagged(text, tag) if tag else [text]
+    try:
+        made = [call for block in blocks for call in calls_of(block)]
+    except (NotCalls, RecursionError):  # lists in lists in lists
+        return 0.0
+    return float(len(made) == len(expected) and _matched(made, expected, allowed == "list"))
+
+
+def calls_of(value: Any) -> list[Call]:
+    """Read function calls: Python or JSON as a text, or JSON that was parsed; raises `NotCalls`."""
+    match value:
+        case str() if len(value) > LONGEST:
+            raise NotCalls(f"it has {len(value)} characters, more than {LONGEST}")
+        case str():
+            text = fenced[1] if (fenced := FENCE.match(value)) else value.strip()
+            return _of_text(text) if text else []
+        case {"name": str(name), **rest}:
+            return [Call(name, _arguments(rest))]
+        case {"function": Mapping() as inner}:  # of OpenAI's messages
+            return calls_of(inner)
+        case list() | tuple():
+            return [call for item in value for call in calls_of(item)]
+    raise NotCalls(f"got {short(value)}")
+
+
+def _arguments(rest: Mapping[str, Any]) -> Mapping[str, Any]:
+    named = [rest[name] for name in ARGUMENTS if name in rest]
+    match named:
+        case []:
+            return {}
+        case [Mapping() as arguments]:
+            return arguments
+        case [str() as text]:  # JSON inside of JSON, as OpenAI writes it
+            return _arguments({"arguments": _json(text)})
+    raise NotCalls(f"wanted an object of arguments, got {short(named)}")
+
+
+def _of_text(text: str) -> list[Call]:
+    """Parse JSON, one value after another, or a Python expression of calls."""
+    if text[0] in "{[":
+        try:
+            return calls_of(_json(text))
+        except NotCalls:
+            if text[0] == "{":
+                raise
+    try:
+        tree = ast.parse(text, mode="eval").body
+    except (SyntaxError, ValueError, MemoryError, RecursionError) as error:
+        raise NotCalls(f"{short(text)} is neither JSON nor an expression of Python: {error}") from error
+    parts = tree.elts if isinstance(tree, ast.List | ast.Tuple) else [tree]
+    return [_call(part) for part in parts]
+
+
+def _json(text: str) -> Any:
+    """Parse one JSON value, or several with nothing but space between them, as a list."""
+    decoder, values, at = json.JSONDecoder(), [], 0
+    try:
+        while at < len(text):
+            value, at = decoder.raw_decode(text, at)
+            values.append(value)
+            at += len(text[at:]) - len(text[at:].lstrip())
+    except (ValueError, RecursionError) as error:
+        raise NotCalls(f"{short(text)} is no JSON: {error}") from error
+    return values[0] if len(values) == 1 else values
+
+
+def _call(node: ast.expr) -> Call:
+    """Read a call from a syntax tree; its function is a name or dotted names, its arguments are literals."""
+    if not isinstance(node, ast.Call):
+        raise NotCalls(f"wanted a call, got {short(ast.unparse(node))}")
+    names, function = [], node.func
+    while isinstance(function, ast.Attribute):
+        names.append(function.attr)
+        function = function.value
+    if not isinstance(function, ast.Name):
+        raise NotCalls(f"wanted a function by its name, got {short(ast.unparse(node.func))}")
+    arguments = {str(i): _literal(value) for i, value in enumerate(node.args)}
+    for keyword in node.keywords:
+        if keyword.arg is None or keyword.arg in arguments:
+            raise NotCalls(f"wanted each argument once and by name, got {short(ast.unparse(node))}")
+        arguments[keyword.arg] = _literal(keyword.value)
+    return Call(".".join([function.id, *reversed(names)]), arguments)
+
+
+def _literal(node: ast.expr) -> Any:
+    """Read a constant, list, tuple, set or dictionary; `literal_eval` takes a tree and runs nothing."""
+    if isinstance(node, ast.Name) and node.id in JSON_NAMES:
+        return JSON_NAMES[node.id]
+    try:
+        return ast.literal_eval(node)
+    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError) as error:
+        raise NotCalls(f"wanted a literal as an argument: {error}") from error
+
+
+JSON_NAMES = {"true": True, "false": False, "null": None}
+
+
+# ---- comparing
+
+
+def _matched(made: Sequence[Call], expected: Sequence[Call], several: bool) -> bool:
+    """Whether calls can be paired so that all are equal (a perfect matching, by augmenting paths)."""
+    fits = [[_equal_calls(call, right, several) for right in expected] for call in made]
+    partner: dict[int, int] = {}  # of every expected call, the one that was made
+
+    def place(i: int, seen: set[int]) -> bool:
+        for j, fit in enumerate(fits[i]):
+            if fit and j not in seen:
+                seen.add(j)
+                if j not in partner or place(partner[j], seen):
+                    partner[j] = i
+                    return True
+        return False
+
+    return all(place(i, set()) for i in range(len(made)))
+
+
+def _equal_calls(made: Call, right: Call, several: bool) -> bool:
+    """Compare names and arguments; with `several` every right argument lists the values that are right."""
+    if made.name != right.name or not made.arguments.keys() <= right.arguments.keys():
+        return False
+    for name, wanted in right.arguments.items():
+        values = wanted if several and isinstance(wanted, list | tuple) else [wanted]
+        if name not in made.arguments:
+            if not (several and "" in values):
+                return False
+        elif not any(_equal(made.arguments[name], value) for value in values):
+            return False
+    return True
+
+
+def _equal(one: Any, other: Any) -> bool:
+    """Compare values: numbers as numbers but not with True or False, texts up to surrounding space."""
+    match one, other:
+        case bool(), bool():
+            return one is other
+        case (bool(), _) | (_, bool()):
+            return False
+        case int() | float(), int() | float():
+            return one == other
+        case str(), str():
+            return one.strip() == other.strip()
+        case Mapping(), Mapping():
+            return one.keys() == other.keys() and all(_equal(one[key], other[key]) for key in one)
+        case list() | tuple(), list() | tuple():
+            return len(one) == len(other) and all(map(_equal, one, other))
+    return type(one) is type(other) and one == other

@@ -1,0 +1,121 @@
+"""A client for servers that take and give JSON, with time-outs and retries."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import http.client
+import io
+import json
+import socket
+import threading
+import time
+from collections.abc import Mapping
+from typing import Any
+from urllib.parse import urlsplit
+
+from torch import Tensor
+
+LARGEST = 64 << 20  # bytes of an answer
+PASSING = {408, 425, 429, 500, 502, 503, 504}  # states of a server that may be over soon
+
+
+class JsonClient:
+    """Sends JSON to one address by POST; asks again after a timeout or where the server is busy or broken.
+
+    Redirects are not followed, and proxies not used. Raises `ValueError` for a bad address, and
+    `ConnectionError` where no answer of the status 200 comes.
+
+    Args:
+        url: Address of the server, http:// or https://.
+        request_timeout: Seconds within which the whole answer to a request must arrive.
+        request_retries: Times a request is sent again.
+        wait: Seconds before the first retry; they double each time.
+        headers: Sent with every request, such as one that names who asks.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        request_timeout: float,
+        request_retries: int,
+        wait: float,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        if not url.startswith(("http://", "https://")) or not urlsplit(url).hostname:
+            raise ValueError(f"`url` must be http:// or https:// and a host, not '{url}'")
+        self.url, self.headers = url, headers or {}
+        self.request_timeout, self.request_retries, self.wait = request_timeout, request_retries, wait
+
+    def post(self, content: Mapping[str, Any]) -> bytes:
+        """Send an object and return the answer; raises `ValueError` for more than `LARGEST` bytes."""
+        body = json.dumps(content, allow_nan=False).encode()
+        for left in reversed(range(1 + self.request_retries)):
+            try:
+                status, reason, data = self._send(body)
+            except (OSError, http.client.HTTPException) as error:
+                if not left:
+                    raise ConnectionError(
+                        f"'{self.url}' does not answer within {self.request_timeout:g} s, asked "
+                        f"{1 + self.request_retries} times: {error}"
+                    ) from error
+            else:
+                if status == 200 and len(data) > LARGEST:
+                    raise ValueError(f"'{self.url}' answered with more than {LARGEST} bytes")
+                if status == 200:
+                    return data
+                if status not in PASSING or not left:
+                    message = data[:300].decode(errors="replace").strip()
+                    raise ConnectionError(f"'{self.url}' answered with {status} {reason}: {message}")
+            # wait, 2 wait, 4 wait, ...
+            time.sleep(self.wait * 2 ** (self.request_retries - left))
+        raise AssertionError("the last try returns or raises")
+
+    def _send(self, body: bytes) -> tuple[int, str, bytes]:
+        """Send one request; return status, reason and body of the response."""
+        parts = urlsplit(self.url)
+        kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
+        connection = kind(parts.hostname, parts.port, timeout=self.request_timeout)
+        deadline = time.monotonic() + self.request_timeout
+        connection.connect()
+        stream = connection.sock  # the connection forgets it when the response ends
+
+        def cut() -> None:
+            with contextlib.suppress(OSError):  # it ended by itself
+                # Its own `shutdown` would take the encryption off under the thread that reads.
+                socket.socket.shutdown(stream, socket.SHUT_RDWR)
+
+        # The limit of a socket is that of one piece of data, and a server may send a byte at a time.
+        watch = threading.Timer(deadline - time.monotonic(), cut)
+        watch.daemon = True
+        watch.start()
+        try:
+            target = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
+            headers = {"Content-Type": "application/json", "Accept": "application/json", **self.headers}
+            connection.request("POST", target, body, {**headers, "Connection": "close"})
+            reply = connection.getresponse()
+            reason, data = reply.reason, reply.read(LARGEST + 1)
+            if reply.length and len(data) <= LARGEST:
+                raise http.client.IncompleteRead(data, reply.length)
+        except (OSError, http.client.HTTPException) as error:
+            raise (TimeoutError("timed out") if time.monotonic() >= deadline else error) from error
+        finally:
+            watch.cancel()
+            connection.close()
+        if time.monotonic() >= deadline:  # what was read ends where the watch cut it
+            raise TimeoutError("timed out")
+        if 300 <= reply.status < 400:
+            reason += f" to '{reply.headers.get('Location')}', which is not followed; name it as `url`"
+        return reply.status, reason, data
+
+
+def png(pixels: Tensor) -> str:
+    """Encode an image (3, height, width) uint8 as PNG in base64."""
+    from PIL import Image
+
+    buffer = io.BytesIO()
+    Image.fromarray(pixels.cpu().permute(1, 2, 0).contiguous().numpy()).save(
+        buffer, "png"
+    )  # to (height, width, 3)
+    return base64.b64encode(buffer.getvalue()).decode()

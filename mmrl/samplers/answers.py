@@ -1,0 +1,32 @@
+"""The texts of the answers of all processes, for samplers that remember them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from mmrl.config.loading import ConfigError
+from mmrl.core.reward_table import RewardTable
+from mmrl.core.types import Prompt, Rollouts
+
+
+class ReadsAnswers:
+    """Base class of samplers that read what was answered on every process."""
+
+    tell_all: Callable[[Any], list[Any]] | None = None  # None: there are no other processes
+
+    def connect(self, ask: Callable[[Sequence[Prompt]], Rollouts], tell: Callable[[Any], list[Any]]) -> None:
+        """Take the function that gathers values from all processes."""
+        self.tell_all = tell
+
+    def texts(self, rollouts: Rollouts, table: RewardTable) -> list[str]:
+        """List the texts of the answers of a whole table, on every process; `rollouts` are its own rows."""
+        own = [row.outcomes[-1].text or "" for row in rollouts]
+        if self.tell_all is None and len(own) != len(table):
+            raise ConfigError(
+                f"the sampler '{type(self).__name__}' reads answers, and only some of them are on this "
+                "process; give it the others by `connect`, or start the run on one process"
+            )
+        of_process = [iter(texts) for texts in (self.tell_all(own) if self.tell_all else [own])]
+        places = table.process.tolist() if self.tell_all else [0] * len(table)
+        return [next(of_process[place]) for place in places]

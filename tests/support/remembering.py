@@ -1,0 +1,115 @@
+"""Runs of the toys with every sampler, and with every engine that has a memory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from mmrl.config.registry import pieces
+from mmrl.config.schema import as_piece
+
+TOYS = "tests.support.toys"
+OBSERVING = "tests.support.observing"
+RISING = {"name": "linear", "start": 0.0, "end": 1.0, "steps": 5}
+SHARE = {"of": "share_right"}
+SAMPLERS = {
+    "vade": [{"name": "vade", **SHARE}],
+    "variance_aware": [{"name": "variance_aware", "update_steps": 2, **SHARE}],
+    "variance_aware, full passes": [
+        {
+            "name": "variance_aware",
+            "refresh": "full",
+            "update_steps": 3,
+            "diversity": "edit_distance",
+            **SHARE,
+        }
+    ],
+    "source_bandit": [{"name": "source_bandit", "by": "source", "window": 7}],
+    "learning_velocity": [{"name": "learning_velocity", "by": "source", "open_at": 0.15, **SHARE}],
+    "pools": [
+        {"name": "pools", "by": "source", "pools": ["even", "odd"], "earlier": 0.4, "stage": RISING},
+    ],
+    "allocate": [{"name": "vade", **SHARE}, {"name": "allocate", "at_most": 5, **SHARE}],
+    "allocate, xrpo": ["uniform", {"name": "allocate", "rule": "xrpo", **SHARE}],
+    "triage": [{"name": "triage", "weights": {"neutral": 1, "severe": 3}}],
+    "selected_by_difficulty": [{"name": "selected_by_difficulty", "by": "difficulty", "num_selected": 6}],
+    "hints": [{"name": "uniform"}, {"name": "with_hints", "hint_column": "hints", "threshold": 0.2, **SHARE}],
+    "hints, next time": [
+        {"name": "uniform"},
+        {"name": "with_hints", "hint_column": "hints", "when": "next_time", "threshold": 0.2, **SHARE},
+    ],
+    "hints by difficulty": [
+        {"name": "uniform"},
+        {"name": "with_difficulty_hints", "hint_column": "solution", "max_hint": 1.0, **SHARE},
+    ],
+    "reflection": [{"name": "uniform"}, {"name": "with_reflection", "threshold": 0.2, "window": 5, **SHARE}],
+    "reflection on the best": [
+        {"name": "uniform"},
+        {"name": "with_reflection", "show": "best", "threshold": 0.3, **SHARE},
+    ],
+    "experience": [
+        {"name": "uniform"},
+        {"name": "with_experience", "experience_update": "contrast", "max_experiences": 7, **SHARE},
+    ],
+    "experience, by policy": [
+        {"name": "uniform"},
+        {"name": "with_experience", "experience_update": "by_policy", "max_experiences": 3, **SHARE},
+    ],
+}
+AUGMENTED = {  # asks a second time with noise and hints
+    "data": "tests.vision.test_difficulty_augmentation:filmed",
+    "sampler": [
+        "uniform",
+        {"name": "vision.difficulty_augmentation", "hint_column": "solution", "max_reward": 0.2},
+    ],
+    "eval_steps": 0,
+    "eval_on_start": False,
+}
+MEMORIES = {"with_replay": {}, "with_contrast": {"learn_from_replay": True}, "with_successes": {}}
+# Without evaluations, whose bootstrap takes most of the time of so small a run.
+QUICK = {"evaluation": {}, "eval_steps": 0, "eval_on_start": False}
+
+
+def of_sampler(name: str, policy: str = "slow") -> dict[str, Any]:
+    """Write down what a run with one of `SAMPLERS` changes of `tests.support.resuming.EVERYTHING`."""
+    rollout = {"num_prompts": 3, "num_generations": 3, "max_rounds": 2, "policy": policy}
+    if name.startswith("hints"):
+        usual = {"data": f"{TOYS}:hinted_prompts", "group_filter": {"name": "varied", **SHARE}}
+        return {**QUICK, **usual, "rollout": rollout, "sampler": SAMPLERS[name]}
+    rollout["engine"] = [f"{OBSERVING}:{'ToyWriting' if 'by policy' in name else 'ToyTokens'}"]
+    return {**QUICK, "data": f"{OBSERVING}:sourced", "rollout": rollout, "sampler": SAMPLERS[name]}
+
+
+def of_memory(name: str) -> dict[str, Any]:
+    """Write down what a run with one of `MEMORIES` changes."""
+    return {
+        "policy": f"{TOYS}:ToyRecalling",
+        "rewards": [f"{TOYS}:share_right"],
+        "rollout": {
+            "engine": [f"{TOYS}:ToyNoting", {"name": name, **MEMORIES[name]}],
+            "num_prompts": 3,
+            "num_generations": 3,
+            "policy": "",
+            "max_rounds": 1,
+        },
+        "group_filter": "keep_all",
+    }
+
+
+def remembering() -> dict[str, Mapping[str, Any]]:
+    """List the changes of all of them by name."""
+    return {
+        **{f"sampler {name}": of_sampler(name) for name in SAMPLERS},
+        "sampler vision.difficulty_augmentation": {**QUICK, **AUGMENTED},
+        **{f"engine {name}": {**QUICK, **of_memory(name)} for name in MEMORIES},
+    }
+
+
+def left_out() -> set[str]:
+    """Name registered samplers, and engines with a state, that no run here has."""
+    lists = [
+        (run.get("sampler", ()), run.get("rollout", {}).get("engine", ())) for run in remembering().values()
+    ]
+    here = {as_piece(piece, "").name for pair in lists for listed in pair for piece in listed}
+    engines = [entry for entry in pieces("engine") if hasattr(entry.target, "state_dict")]
+    return {entry.full_name for entry in (*pieces("sampler"), *engines)} - here

@@ -1,0 +1,54 @@
+"""A vision-language model of transformers as the judge of a run."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from mmrl.config.binding import Pieces
+from mmrl.config.schema import Piece
+from mmrl.core.rng import Stream
+from mmrl.core.types import Outcome, Trajectory
+from mmrl.training.score import RewardFault, score
+from tests.vision import mixed
+
+FAMILY = "qwen2_5_vl"
+
+
+def judge(checkpoint, **options):
+    policy = {"name": "vision.tokens", "model": str(checkpoint(FAMILY)), "frozen": True}
+    engine = {"name": "vision.generate", "temperature": 0.0, "max_completion_length": 4}
+    return Pieces(Stream()).make("reward", Piece("judge", {"policy": policy, "engine": engine, **options}))
+
+
+def rows(*texts):
+    asked = mixed.prompts(FAMILY)
+    return tuple(Trajectory(p, p.uid, (Outcome(text=text),), None, 1) for p in asked for text in texts)
+
+
+def test_a_frozen_model_judges_questions_with_media(checkpoint, monkeypatch):
+    made = judge(checkpoint)
+    policy = made.function.asker.engine.policy
+    assert not any(weight.requires_grad for weight in policy.module.parameters())
+    assert {weight.dtype for weight in policy.module.parameters()} == {torch.bfloat16}
+    rolled, seen = made.function.asker.engine.rollout, []
+
+    def judged(prompts):
+        # The random model writes anything; what is read is put in its place.
+        seen.extend(found := rolled(prompts))
+        return tuple(replace(row, outcomes=(Outcome(text="<score>4</score>"),)) for row in found)
+
+    monkeypatch.setattr(made.function.asker.engine, "rollout", judged)
+    asked = mixed.prompts(FAMILY)
+    table = score([made], rows("a cat", "a dog"))
+    assert table.scored["judge"][:, 0].tolist() == [pytest.approx(1 / 3)] * 2 * len(asked)
+    assert len(seen) == 2 * len(asked)
+    media = [len(row.prompt.media) for row in seen[::2]]
+    assert media == [len(prompt.media) for prompt in asked] and max(media) > 0
+
+
+def test_what_a_random_model_writes_is_a_fault(checkpoint):
+    with pytest.raises(RewardFault, match="gave no verdict, because the judge did not write yes or no"):
+        score([judge(checkpoint, form="yes_no", ask_again=1)], rows("a cat"))

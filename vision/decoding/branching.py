@@ -1,0 +1,171 @@
+"""Decoding of answers that part from each other: what they share is computed once."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mmrl.vision.decoding.decoding import COMPACT, LogitsReader, draw_tokens
+from mmrl.vision.models.processor import EncodedPrompt
+
+NO_TOKENS = torch.zeros(0, dtype=torch.int64)
+
+
+@dataclass(frozen=True, eq=False)
+class Branch:
+    """A row that has the first `start` tokens of an earlier branch, reads `forced` tokens, and samples.
+
+    `forced` is (F,). `uniform` (L,) has a number in [0, 1) for every token that may be sampled. Without a
+    `parent`, the number of that earlier branch, it starts from its prompt.
+    """
+
+    encoded: EncodedPrompt
+    uniform: Tensor
+    forced: Tensor = NO_TOKENS
+    parent: int | None = None
+    start: int = 0
+
+    @property
+    def given(self) -> int:
+        """Tokens before the first one that is sampled."""
+        return self.start + len(self.forced)
+
+    @property
+    def limit(self) -> int:
+        """The most tokens that it can have."""
+        return self.given + len(self.uniform)
+
+
+@dataclass(frozen=True, eq=False)
+class Grown:
+    """The tokens (T,) of a branch from the prompt on, their log-probabilities and entropies."""
+
+    ids: Tensor
+    logp: Tensor
+    entropy: Tensor
+    stopped: bool  # by an end token
+
+
+def families(branches: Sequence[Branch], size: int) -> Iterator[list[int]]:
+    """Split branches into batches of at most `size` (0: all), with all that part from each other together."""
+    root: list[int] = []
+    for i, branch in enumerate(branches):
+        root.append(i if branch.parent is None else root[branch.parent])
+    members: dict[int, list[int]] = defaultdict(list)
+    for i, first in enumerate(root):
+        members[first].append(i)
+    batch: list[int] = []
+    for family in members.values():
+        if batch and size and len(batch) + len(family) > size:
+            yield batch
+            batch = []
+        batch = batch + family
+    if batch:
+        yield batch
+
+
+def renumbered(branches: Sequence[Branch], batch: Sequence[int]) -> list[Branch]:
+    """Take a batch of branches, whose parents are numbered in it."""
+    place = {number: i for i, number in enumerate(batch)}
+    chosen = [branches[i] for i in batch]
+    return [b if b.parent is None else replace(b, parent=place[b.parent]) for b in chosen]
+
+
+def grow(
+    reader: LogitsReader, branches: Sequence[Branch], ends: Tensor, *, temperature: float, **options: Any
+) -> list[Grown | None]:
+    """Grow branches, a token of all of them at a time; a branch joins the batch where it parts.
+
+    So a prefix is computed once for all that share it, with any cache. `reader` has one row for every branch
+    without a parent, in order, `ends` (E,) are the tokens that end an answer, and `options` are those of
+    `draw_tokens`. Returns None for a branch whose parent ended before it parts.
+    """
+    forest, token = Forest(reader, branches, ends), None
+    for t in range(max(branch.limit for branch in branches)):
+        logits = forest.part(t, reader.read(token))
+        if not len(logits):
+            break
+        numbers, wanted = forest.uniform[forest.batch, t], forest.forced[forest.batch, t]
+        token, logp, entropy = draw_tokens(logits, numbers, temperature=temperature, **options)
+        given = wanted >= 0
+        if given.any():
+            whole = (logits[given] / (temperature or 1.0)).log_softmax(-1)
+            token, logp = token.masked_scatter(given, wanted[given]), logp.clone()
+            logp[given] = whole.gather(1, wanted[given][:, None])[:, 0]
+        forest.append(t, token, logp, entropy, given)
+    return forest.grown()
+
+
+class Forest:
+    """Branches while they grow: `batch` lists those that the reader has as rows."""
+
+    def __init__(self, reader: LogitsReader, branches: Sequence[Branch], ends: Tensor) -> None:
+        self.reader, self.ends, device = reader, ends, ends.device
+        shape = (len(branches), max(branch.limit for branch in branches))
+        self.ids, self.forced = (
+            torch.full(shape, fill, dtype=torch.int64, device=device) for fill in (0, -1)
+        )
+        self.uniform, self.logp, self.entropy = (torch.zeros(shape, device=device) for _ in range(3))
+        self.joining: dict[int, list[int]] = defaultdict(list)  # by the step at which they part
+        for i, branch in enumerate(branches):
+            self.forced[i, branch.start : branch.given] = branch.forced.to(device)
+            self.uniform[i, branch.given : branch.limit] = branch.uniform.to(device)
+            if branch.parent is not None:
+                self.joining[branch.start].append(i)
+        self.parent = [branch.parent for branch in branches]
+        self.limit = torch.tensor([branch.limit for branch in branches], device=device)
+        self.length = torch.zeros_like(self.limit)
+        self.ended, self.begun = (torch.zeros_like(self.limit, dtype=torch.bool) for _ in range(2))
+        self.batch = torch.tensor([i for i, p in enumerate(self.parent) if p is None], device=device)
+        self.begun[self.batch] = True
+
+    @property
+    def alive(self) -> Tensor:
+        """Rows of the batch that have another token: (b,) bool."""
+        return ~self.ended[self.batch] & (self.limit[self.batch] > self.length[self.batch])
+
+    def part(self, t: int, logits: Tensor) -> Tensor:
+        """Let branches join after `t` tokens; return the logits (b, V) of the batch, without rows at the end.
+
+        Rows that ended stay until leaving pays off, because it copies the cache, as joining does.
+        """
+        stay = self.alive.nonzero()[:, 0]
+        place = {row: i for i, row in enumerate(self.batch.tolist())} if self.joining[t] else {}
+        fresh = [i for i in self.joining[t] if self.parent[i] in place and not self.ended[self.parent[i]]]
+        if not fresh and not len(stay):
+            return logits[:0]
+        if not fresh and (len(self.batch) - len(stay)) * COMPACT < len(self.batch):
+            return logits
+        old, new = (stay.new_tensor(rows) for rows in ([self.parent[i] for i in fresh], fresh))
+        for column in (self.ids, self.logp, self.entropy):
+            column[new, :t] = column[old, :t]
+        self.begun[new], self.length[new] = True, t
+        index = torch.cat([stay, stay.new_tensor([place[self.parent[i]] for i in fresh])])
+        if len(index) != len(self.batch) or not torch.equal(index, torch.arange(len(index)).to(index)):
+            self.reader.keep(index)
+            logits = logits[index]
+        self.batch = torch.cat([self.batch[stay], new])
+        return logits
+
+    def append(self, t: int, token: Tensor, logp: Tensor, entropy: Tensor, given: Tensor) -> None:
+        """Append the tokens (b,) of step `t`; one that was `given` ends no answer."""
+        alive = self.alive
+        rows = self.batch[alive]
+        for column, values in ((self.ids, token), (self.logp, logp), (self.entropy, entropy)):
+            column[rows, t] = values[alive].to(column)
+        self.length[rows] = t + 1
+        self.ended[rows[torch.isin(token[alive], self.ends) & ~given[alive]]] = True
+
+    def grown(self) -> list[Grown | None]:
+        """Return what has grown, on the CPU."""
+        columns = [column.cpu() for column in (self.ids, self.logp, self.entropy)]
+        states = zip(self.length.tolist(), self.ended.tolist(), self.begun.tolist(), strict=True)
+        return [
+            Grown(*(column[i, :n] for column in columns), stopped) if begun else None
+            for i, (n, stopped, begun) in enumerate(states)
+        ]

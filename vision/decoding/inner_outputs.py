@@ -1,0 +1,151 @@
+"""What a language model tells of every token besides its log-probability: see `inner_outputs`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Set
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+OF_LOGITS = frozenset(
+    {"entropy", "logp_hot", "logp_cold", "sum_p2", "sum_p3", "top_k_ids", "top_k_logp", "reverse_kl"}
+)
+OF_STATES = frozenset({"hidden", "hidden_sq_norm", "effective_rank"})
+
+
+@dataclass(frozen=True)
+class InnerOptions:
+    """The numbers that further outputs depend on; `vision.tokens` has the same options."""
+
+    hot_temperature: float = 1.2
+    cold_temperature: float = 0.8
+    top_k: int = 20
+    rank_stride: int = 40
+
+
+USUAL = InnerOptions()
+
+
+@dataclass(frozen=True, eq=False)
+class TeacherStates:
+    """A teacher's last hidden states (N, T, W) of a batch, and the head that makes logits of them."""
+
+    head: nn.Module
+    hidden: Tensor
+
+
+def of_logits(
+    logits: Tensor,
+    ids: Tensor,
+    extra: Set[str],
+    options: InnerOptions = USUAL,
+    teacher: Tensor | None = None,
+) -> dict[str, Tensor]:
+    """Compute "logp" (M,) of tokens (M,) from logits (M, V), and those of `OF_LOGITS` that are in `extra`.
+
+    The logits are already divided by the sampling temperature. Gradients go through "logp", "entropy" and
+    "reverse_kl"; the others are constants. `teacher` has the logits (M, V') of the teacher.
+
+    - entropy: -sum p log p of the whole vocabulary, in nats;
+    - logp_hot, logp_cold: log-probability at that many times the sampling temperature;
+    - sum_p2, sum_p3: sums of p^2 and of p^3 over the vocabulary;
+    - top_k_ids, top_k_logp: (M, k), the most likely tokens and their log-probabilities, best first;
+    - reverse_kl: KL(p || teacher) over the whole vocabulary, in nats.
+    """
+    norm = logits.logsumexp(-1)
+    values = {"logp": logits.gather(-1, ids[:, None])[:, 0] - norm}
+    if "entropy" in extra:  # H = -sum p log p = norm - sum p logit
+        values["entropy"] = norm - ((logits - norm[:, None]).exp() * logits).sum(-1)
+    if teacher is not None:
+        values["reverse_kl"] = _reverse_kl(logits, teacher)
+    return values | _constants(logits.detach(), norm.detach(), ids, extra, options)
+
+
+def _reverse_kl(logits: Tensor, teacher: Tensor) -> Tensor:
+    # Heads of one family are padded to different sizes with rows that mean no token.
+    size = min(logits.shape[-1], teacher.shape[-1])
+    log_p = logits[:, :size].log_softmax(-1)
+    log_q = teacher[:, :size].to(log_p.dtype).log_softmax(-1)
+    return (log_p.exp() * (log_p - log_q)).sum(-1)
+
+
+@torch.no_grad()
+def _constants(
+    logits: Tensor, norm: Tensor, ids: Tensor, extra: Set[str], options: InnerOptions
+) -> dict[str, Tensor]:
+    values = {}
+    times = {"logp_hot": options.hot_temperature, "logp_cold": options.cold_temperature}
+    for name in extra & times.keys():
+        tempered = logits / times[name]
+        values[name] = tempered.gather(-1, ids[:, None])[:, 0] - tempered.logsumexp(-1)
+    for name, power in (("sum_p2", 2), ("sum_p3", 3)):
+        if name in extra:
+            values[name] = (power * (logits - norm[:, None])).exp().sum(-1)
+    if extra & {"top_k_ids", "top_k_logp"}:
+        best = logits.topk(min(options.top_k, logits.shape[-1]))
+        both = {"top_k_ids": best.indices, "top_k_logp": best.values - norm[:, None]}
+        values |= {name: both[name] for name in extra & both.keys()}
+    return values
+
+
+def of_states(
+    hidden: Tensor, length: Tensor, extra: Set[str], options: InnerOptions = USUAL
+) -> dict[str, Tensor]:
+    """Compute those of `OF_STATES` that are in `extra` from hidden states (N, T, W) of rows of a length (N,).
+
+    - hidden: (N, T, W), the last hidden states, which predict each token; gradients go through them;
+    - hidden_sq_norm: (N, T), their squared norms, constant;
+    - effective_rank: (N, T), that of all states up to this step, constant: `effective_ranks`.
+    """
+    values: dict[str, Tensor] = {"hidden": hidden} if "hidden" in extra else {}
+    with torch.no_grad():
+        if "hidden_sq_norm" in extra:
+            values["hidden_sq_norm"] = hidden.float().square().sum(-1)
+        if "effective_rank" in extra:
+            ranks = hidden.new_full(hidden.shape[:2], torch.nan, dtype=torch.float32)
+            for row, size in enumerate(length.tolist()):
+                ranks[row, :size] = effective_ranks(hidden[row, :size], options.rank_stride).float()
+            values["effective_rank"] = ranks
+    return values
+
+
+def effective_ranks(states: Tensor, stride: int) -> Tensor:
+    """Measure the effective rank of growing prefixes of states (T, W): (T,) float64 (arXiv 2509.23808).
+
+    exp(-sum p log p), where p are the singular values of the centred states over their sum. It is measured
+    at every `stride`-th step, and at the last one unless the step before it was; NaN elsewhere. A prefix of
+    one state has rank 0. It costs an eigendecomposition of the prefix's Gram matrix for each.
+    """
+    ranks = torch.full((len(states),), torch.nan, dtype=torch.float64, device=states.device)
+    ends = list(range(stride, len(states) + 1, stride))
+    if len(states) and (not ends or ends[-1] < len(states) - 1):
+        ends.append(len(states))
+    states = states.double()
+    gram = states @ states.T
+    for end in ends:
+        part = gram[:end, :end]
+        mean = part.mean(0)
+        # (x_i - m)(x_j - m) = x_i x_j - x_i m - m x_j + m m
+        squared = torch.linalg.eigvalsh(part - mean - mean[:, None] + mean.mean())
+        squared = squared * (squared > end * torch.finfo(squared.dtype).eps * part.diagonal().amax())
+        values = squared.sqrt()  # what rounding left of zeros is 0
+        share = values / (values.sum() + 1e-8)
+        entropy = -(share * (share + 1e-8).log()).sum()
+        ranks[end - 1] = entropy.exp() if end > 1 else 0.0
+    return ranks
+
+
+def teacher_of(others: Mapping[str, Tensor], head: nn.Module | None) -> TeacherStates:
+    """Find the teacher that `reverse_kl` compares with: `others` has hidden states by the reference's name.
+
+    Raises `ValueError` where there is none with a head of its own, or several.
+    """
+    if head is None or len(others) != 1:
+        raise ValueError(
+            "`reverse_kl` over the whole vocabulary compares with one reference that has a model of its own, "
+            f"as `references: {{teacher: {{name: vision.teacher, model: ...}}}}`; it got hidden states of "
+            f"{', '.join(sorted(others)) or 'none'}. Against the policy's own earlier weights take the "
+            "penalty `k2`"
+        )
+    return TeacherStates(head, next(iter(others.values())))
