@@ -61,6 +61,8 @@ WORDS = {
     "visualization": "Images and tables for the report.",
     "cost": "What an evaluation's setting spends (`cost_metrics`).",
     "memory_estimate": "What a run takes of memory (`mmrl estimate-memory`).",
+    "tool": "An option of `vision.with_tools`: functions that a model may call. Any tool may carry "
+    "`timeout`, `retries` and `on_error`. [How to give a model tools](../howto/tools.md).",
     "tracker": "Dashboards (`report.trackers`).",
 }
 SCOPE_WORDS = {"": "Any modality", "vision": "Vision", "diffusion": "Diffusion", "compression": "Compression"}

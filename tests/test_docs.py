@@ -359,6 +359,7 @@ RARE = {
         for kind in ("noise", "hint")
         for what in ("prompts", "mean")
     },
+    **{f"tools/{name}": "vision/engines/with_tools.py" for name in ("turns", "calls", "errors")},
     "skipped_updates": "mmrl/training/trainer.py",
     "sampler/score": "mmrl/samplers/variance_aware.py",  # reads tokens, which the toys do not note
     "eval_peak_memory_bytes": "mmrl/training/evaluate.py",

@@ -42,6 +42,11 @@ CALLED_WITH = {
         "at": str,  # turns that it is asked about: `last` (the usual), `every`, `tag` or `tag=word`
     },
     "compare": {"weight": float},
+    "tool": {
+        "timeout": PositiveFloat,  # seconds
+        "on_error": Literal["tell", "skip", "raise"],
+        "retries": NonNegativeInt,
+    },
 }
 
 

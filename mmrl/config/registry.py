@@ -22,6 +22,7 @@ from typing import Any, Protocol, TypeVar, cast, overload
 from mmrl.config import objects
 from mmrl.config.loading import ConfigError
 from mmrl.config.reward_adapters import from_trl, is_trl
+from mmrl.config.tool_functions import check_tool
 from mmrl.core.types import Unit
 
 SCOPES = {
@@ -232,6 +233,8 @@ def find(kind: str, name: str) -> Entry:
     if kind == "reward" and is_trl(target):
         # TRL's own keyword arguments come from the data, so none of them is an option.
         return Entry(kind, module, attribute, from_trl(target), takes=())
+    if kind == "tool":
+        check_tool(target, name)
     return Entry(kind, module, attribute, target)
 
 
@@ -269,3 +272,4 @@ memory_estimate = kind("memory_estimate", "memory_estimates")
 cost = kind("cost", "costs")
 stop_rule = kind("stop_rule", "stop_rules", made=True)
 tracker = kind("tracker", "trackers", made=True, loads=True)
+tool = kind("tool", "tools")

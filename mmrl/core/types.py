@@ -55,7 +55,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Message:
-    """One turn of a conversation. `role` is "system", "user" or "assistant"."""
+    """One turn of a conversation. `role` is "system", "user", "assistant" or "tool"."""
 
     role: str
     parts: tuple[Part, ...]
@@ -128,7 +128,7 @@ class Trajectory:
     length: int
     notes: Mapping[str, Tensor] = field(default_factory=dict)
     on_policy: bool = True  # False: not sampled from the policy
-    logged: Mapping[str, Any] = field(default_factory=dict)  # columns of rewards (TRL's `log_extra`)
+    logged: Mapping[str, Any] = field(default_factory=dict)  # columns of completions (TRL's `log_extra`)
 
 
 Rollouts = tuple[Trajectory, ...]

@@ -66,7 +66,8 @@ class RewardLog:
         last, rows = -1, []
         for row in rollouts:
             last += len(row.outcomes)
-            rows.append(replace(row, logged={name: values[last] for name, values in self.columns.items()}))
+            columns = {name: values[last] for name, values in self.columns.items()}
+            rows.append(replace(row, logged={**row.logged, **columns}))
         self.columns = {}
         return tuple(rows)
 

@@ -59,6 +59,15 @@ CRITIC = {
         }
     },
 }
+TALKING = {
+    "rollout": {
+        **SPEAKING["rollout"],
+        "engine": [
+            {"name": "vision.generate", "max_completion_length": 6},
+            {"name": "tests.vision.talking:Talkative", "tool": ["vision.crop", "tests.vision.talking:ruled"]},
+        ],
+    }
+}
 # SGD, so that weights tell of gradients: the first step of Adam is as long for a small one.
 FLOW = {"learn": {"learning_rate": 0.3, "optimizer": "sgd"}, "max_steps": 3, "save_steps": 2}
 LORA = merge({"policy": {"lora_rank": 2}}, KEPT_NEAR)
@@ -85,6 +94,7 @@ def plans(tmp_path_factory):
     return {
         "a model that speaks": speak(freeze_vision_tower=False),
         "an adapter": speak(lora_rank=2, gradient_checkpointing=True),
+        "a conversation": lambda output: {**speak(freeze_vision_tower=False)(output), **TALKING},
         "a critic": lambda output: {**speak(freeze_vision_tower=False)(output), **CRITIC},
         "a model that draws": draw(MATCHING, ANCHORED),
         "an adapter that draws": draw("diffusion.transition", LORA),
@@ -109,7 +119,14 @@ def on_two(plans, tmp_path_factory):
     return cache(go)
 
 
-NAMES = ("a model that speaks", "an adapter", "a critic", "a model that draws", "an adapter that draws")
+NAMES = (
+    "a model that speaks",
+    "an adapter",
+    "a conversation",
+    "a critic",
+    "a model that draws",
+    "an adapter that draws",
+)
 
 
 @pytest.mark.slow

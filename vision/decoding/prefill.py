@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -49,11 +50,17 @@ class Prefix:
             next_position=self.next_position[:, which],
         )
 
-    def read(self, ids: Tensor) -> Tensor:
-        """Run the next tokens (n, t), the last of the prompt first: states (n, t, width)."""
+    def read(
+        self, ids: Tensor, positions: Tensor | None = None, media: Mapping[str, Tensor] = MappingProxyType({})
+    ) -> Tensor:
+        """Run the next tokens (n, t), the last of the prompt first: states (n, t, width).
+
+        Tokens among which images or videos stand need `media` and the positions (A, n, t) of those after the
+        prompt's last.
+        """
         # Token i of an answer stands at next_position + i; the prompt's last token comes one before (i = -1).
         steps = torch.arange(self.length - 1, self.length - 1 + ids.shape[1], device=ids.device)
-        positions = self.next_position[..., None] + steps
+        positions = self.next_position[..., None] + steps if positions is None else positions
         if not self.length:  # after a video, the largest position need not be that of the last token
             positions[..., 0] = self.last_position
         self.length += ids.shape[1]
@@ -65,6 +72,7 @@ class Prefix:
                 position_ids=squeeze_axes(positions),
                 past_key_values=self.cache,
                 use_cache=True,
+                **media,
             ).last_hidden_state
 
 
@@ -130,7 +138,7 @@ def squeeze_axes(positions: Tensor) -> Tensor:
     return positions[0] if positions.shape[0] == 1 else positions
 
 
-def merge_media(media: Sequence[dict[str, Tensor]], device: torch.device) -> dict[str, Tensor]:
+def merge_media(media: Sequence[Mapping[str, Tensor]], device: torch.device) -> dict[str, Tensor]:
     """Concatenate the media tensors of several prompts, padding tiles and frames to the largest."""
     names = dict.fromkeys(name for tensors in media for name in tensors)
     columns = {name: [tensors[name] for tensors in media if name in tensors] for name in names}

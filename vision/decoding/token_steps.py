@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -22,48 +22,115 @@ FORBIDDEN = -1e30
 
 
 @dataclass(frozen=True, eq=False)
+class Suffix:
+    """The tokens after the prompt of a conversation: those that the policy chose, and replies between them.
+
+    `ids` (L,) end with a chosen token, rotary `positions` are (A, L), `chosen` (T,) are the indices of the
+    policy's tokens, `media` are the tensors of the replies' images and videos.
+    """
+
+    ids: Tensor
+    positions: Tensor
+    chosen: Tensor
+    media: Mapping[str, Tensor] = field(default_factory=dict)
+
+    @staticmethod
+    def answer(prompt: EncodedPrompt, ids: Tensor) -> Suffix:
+        """Make the suffix of an answer (T,) without replies."""
+        after = torch.arange(len(ids))
+        return Suffix(ids, (prompt.next_position + after).expand(len(prompt.positions), -1), after)
+
+
+@dataclass(frozen=True, eq=False)
 class TokenRow:
     """The steps of one rollout: its encoded prompt, its tokens (T,), and the sampling temperature.
 
     `chosen` (T,) is False for tokens that an engine wrote into the answer, which are not learned; None: all
-    are the policy's.
+    are the policy's. In a conversation, `suffix` has the replies that stand between the tokens; they are no
+    steps.
     """
 
     prompt: EncodedPrompt
     ids: Tensor
     temperature: float = 1.0
     chosen: Tensor | None = None
+    suffix: Suffix | None = None
+
+    @staticmethod
+    def of_turns(turns: Sequence[tuple[EncodedPrompt, Tensor]], temperature: float = 1.0) -> TokenRow:
+        """Make the row of a conversation from its turns: what the policy read, and the tokens it then chose.
+
+        What is read in a turn starts with all of the turn before it, as `PromptEncoder.extend` makes it.
+        """
+        (prompt, _), (read, last) = turns[0], turns[-1]
+        ids, before = torch.cat([ids for _, ids in turns]), len(prompt.ids)
+        if len(turns) == 1:
+            return TokenRow(prompt, ids, temperature)
+        end = Suffix.answer(read, last)
+        media = {name: value[len(prompt.media.get(name, ())) :] for name, value in read.media.items()}
+        suffix = Suffix(
+            torch.cat([read.ids[before:], last]),
+            torch.cat([read.positions[:, before:], end.positions], 1),
+            torch.cat([len(read.ids) - before + torch.arange(len(ids)) for read, ids in turns]),
+            {name: value for name, value in media.items() if len(value)},
+        )
+        return TokenRow(prompt, ids, temperature, suffix=suffix)
 
 
 @dataclass(frozen=True, eq=False)
 class TokenSteps:
-    """The steps of a batch: the answers of `N` rows, padded to `T` tokens, and their distinct prompts."""
+    """The steps of a batch: the answers of `N` rows, padded to `T` tokens, and their distinct prompts.
+
+    `suffixes` (N) are those of the rows' conversations; it is empty where no row has one.
+    """
 
     prompts: tuple[EncodedPrompt, ...]
     which: Tensor  # (N,) index of the prompt of every row
     ids: Tensor  # (N, T)
     length: Tensor  # (N,)
     temperature: Tensor  # (N,) sampling temperature
+    suffixes: tuple[Suffix | None, ...] = ()
     unit: Unit = Unit.ROW
 
     def cost(self, rows: Tensor) -> int:
-        """Count tokens with padding: every distinct prompt once, every answer."""
+        """Count tokens with padding: every distinct prompt once, every answer with the replies inside it."""
         distinct = set(self.which[rows].tolist())
         longest = max(len(self.prompts[i].ids) for i in distinct)
-        return len(distinct) * longest + len(rows) * int(self.length[rows].max())
+        length = self.length[rows]
+        if self.suffixes:
+            length = torch.tensor([len(self.suffix(row).ids) for row in rows.tolist()])
+        return len(distinct) * longest + len(rows) * int(length.max())
 
     def __getitem__(self, cut: tuple[Tensor, slice]) -> TokenSteps:
         rows, columns = cut
         distinct, which = torch.unique(self.which[rows], return_inverse=True)
         prompts = tuple(self.prompts[i] for i in distinct.tolist())
+        kept = tuple(self.suffixes[row] for row in rows.tolist()) if self.suffixes else ()
         return TokenSteps(
-            prompts, which, self.ids[rows][:, columns], self.length[rows], self.temperature[rows]
+            prompts,
+            which,
+            self.ids[rows][:, columns],
+            self.length[rows],
+            self.temperature[rows],
+            kept if any(kept) else (),
         )
 
     @property
     def longest(self) -> int:
         """Length of the longest answer; later columns are padding."""
         return max(1, int(self.length.max()))
+
+    def suffix(self, row: int) -> Suffix:
+        """Get what follows the prompt in a row."""
+        ids = self.ids[row, : int(self.length[row])]
+        known = self.suffixes[row] if self.suffixes else None
+        return known or Suffix.answer(self.prompts[int(self.which[row])], ids)
+
+    @property
+    def media(self) -> list[Mapping[str, Tensor]]:
+        """The media tensors of prompts and of replies."""
+        inside = [suffix.media for suffix in self.suffixes if suffix]
+        return [*(prompt.media for prompt in self.prompts), *inside]
 
 
 def distinct_prompts(prompts: Sequence[EncodedPrompt]) -> tuple[tuple[EncodedPrompt, ...], Tensor]:
@@ -78,7 +145,21 @@ def read_cached(core: nn.Module, steps: TokenSteps, *, share_prefix: bool = True
     device = core.get_input_embeddings().weight.device
     prefix = prefill(core, steps.prompts, share_prefix=share_prefix).select(steps.which.to(device))
     # The inputs are shifted by one: the last token of the prompt predicts the first of the answer.
-    return prefix.read(torch.cat([prefix.last[:, None], steps.ids[:, : steps.longest - 1].to(device)], 1))
+    if not steps.suffixes:
+        return prefix.read(torch.cat([prefix.last[:, None], steps.ids[:, : steps.longest - 1].to(device)], 1))
+    rows = [steps.suffix(row) for row in range(len(steps.ids))]
+
+    def padded(sequences: list[Tensor]) -> Tensor:
+        return pad_sequence(sequences, batch_first=True).to(device)
+
+    ids, chosen = padded([row.ids for row in rows]), padded([row.chosen for row in rows])
+    positions = padded([row.positions.T for row in rows]).permute(2, 0, 1)  # (A, N, L)
+    hidden = prefix.read(
+        torch.cat([prefix.last[:, None], ids[:, :-1]], 1),
+        torch.cat([prefix.last_position[..., None], positions[..., :-1]], 2),
+        merge_media([row.media for row in rows], device),
+    )
+    return hidden[torch.arange(len(rows), device=device)[:, None], chosen]
 
 
 def read_packed(core: nn.Module, steps: TokenSteps) -> Tensor:
@@ -94,15 +175,19 @@ def read_packed(core: nn.Module, steps: TokenSteps) -> Tensor:
     owner = pad_sequence(owners, batch_first=True, padding_value=PROMPT, padding_side="left")
     index = pad_sequence(indices, batch_first=True, padding_side="left")
     where = torch.zeros(len(steps.ids), steps.longest, dtype=torch.int64)  # 0 after the end of a row
-    for row, prompt in enumerate(steps.which.tolist()):
-        places = (owner[prompt] == row).nonzero()[:, 0]
-        where[row, : len(places)] = places
+    media: list[Mapping[str, Tensor]] = []  # in the order of the sequences' tokens
+    for number, prompt in enumerate(steps.prompts):
+        media.append(prompt.media)
+        for row in (steps.which == number).nonzero()[:, 0].tolist():
+            suffix, places = steps.suffix(row), (owner[number] == row).nonzero()[:, 0]
+            where[row, : len(suffix.chosen)] = places[suffix.chosen]
+            media.append(suffix.media)
     hidden = core(
         input_ids=ids,
         attention_mask=_masks(layer_windows(core.config), owner.to(device), index.to(device), mask.bool()),
         use_cache=False,
         position_ids=squeeze_axes(positions),
-        **merge_media([prompt.media for prompt in steps.prompts], device),
+        **merge_media(media, device),
     ).last_hidden_state
     return hidden[steps.which[:, None].to(device), where.to(device)]
 
@@ -119,11 +204,11 @@ def _pack(steps: TokenSteps, number: int) -> tuple[EncodedPrompt, Tensor, Tensor
     owners, indices = [torch.full((before,), PROMPT)], [torch.arange(before)]
     # prompt[:-1] | prompt[-1] answer_1[:-1] | prompt[-1] answer_2[:-1] | ...
     for row in (steps.which == number).nonzero()[:, 0].tolist():
-        length = max(1, int(steps.length[row]))
+        suffix = steps.suffix(row)
+        length = max(1, len(suffix.ids))
         # The last token of an answer is predicted, but never an input.
-        after = (prompt.next_position + torch.arange(length - 1)).expand(len(prompt.positions), -1)
-        ids += [prompt.ids[-1:], steps.ids[row, : length - 1]]
-        positions += [prompt.positions[:, -1:], after]
+        ids += [prompt.ids[-1:], suffix.ids[: length - 1]]
+        positions += [prompt.positions[:, -1:], suffix.positions[:, : length - 1]]
         owners.append(torch.full((length,), row))
         indices.append(before + torch.arange(length))
     sequence = replace(prompt, ids=torch.cat(ids), positions=torch.cat(positions, 1))

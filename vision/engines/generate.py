@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from mmrl.config.loading import ConfigError
 from mmrl.config.ranges import NonNegativeFloat, NonNegativeInt, PositiveInt, PositiveShare, ShareBelowOne
@@ -83,7 +84,7 @@ class Generate:
 
     def rollout(self, prompts: Sequence[Prompt]) -> Rollouts:
         """Answer every entry, in order."""
-        return self.decode(prompts, lambda rows: self.reader([row.encoded for row in rows]))
+        return self.decode(prompts)
 
     def reader(self, prompts: Sequence[EncodedPrompt]) -> CachedReader:
         """Make a reader of one row per prompt, with the engine's model and cache."""
@@ -99,9 +100,11 @@ class Generate:
         finally:
             self.rollout_policy, self.cache = before
 
-    @torch.no_grad()
-    def decode(self, prompts: Sequence[Prompt], begin: BeginReading) -> Rollouts:
-        """Answer every entry, in order, with the logits of a reader that `begin` makes for every batch."""
+    def decode(self, prompts: Sequence[Prompt], begin: BeginReading | None = None) -> Rollouts:
+        """Answer every entry, in order, with the logits of a reader that `begin` makes for every batch.
+
+        Without `begin`, readers are those of the engine's model and cache.
+        """
         counters: dict[str, count[int]] = defaultdict(count)
         rows = []
         for prompt in prompts:
@@ -111,6 +114,12 @@ class Generate:
             uniform = torch.rand(self.max_completion_length, generator=generator)
             encoded = self.policy.prompt_encoder.encode(prompt)
             rows.append(GenerationRequest(prompt, index, encoded, uniform))
+        return self.answer(rows, begin)
+
+    @torch.no_grad()
+    def answer(self, rows: Sequence[GenerationRequest], begin: BeginReading | None = None) -> Rollouts:
+        """Answer requests, in order, each in at most as many tokens as it has random numbers."""
+        begin = begin or (lambda rows: self.reader([row.encoded for row in rows]))
         size = self.batch_size or len(rows) or 1
         finished: list[Trajectory] = []
         with self._running():
@@ -148,20 +157,21 @@ class Generate:
         with evaluating(model), autocast, onednn(model, pack=True):
             yield
 
-    def _answer(self, rows: list[GenerationRequest], begin: BeginReading) -> list[Trajectory]:
+    def _answer(self, rows: Sequence[GenerationRequest], begin: BeginReading) -> list[Trajectory]:
         """Sample one batch, a token of every row at a time, until all rows have ended."""
         device, encoder = self.policy.core.get_input_embeddings().weight.device, self.policy.prompt_encoder
         options = {"temperature": self.temperature, "top_p": self.top_p}
         options |= {"top_k": self.top_k, "min_p": self.min_p}
-        uniform = torch.stack([row.uniform for row in rows]).to(device)
+        uniform = pad_sequence([row.uniform for row in rows], batch_first=True).to(device)
+        limit = torch.tensor([len(row.uniform) for row in rows], device=device)
         ends = torch.tensor(encoder.end, device=device)
-        ids = torch.zeros(len(rows), self.max_completion_length, dtype=torch.int64, device=device)
+        ids = torch.zeros(uniform.shape, dtype=torch.int64, device=device)
         logp, entropy, confidence = (torch.zeros(ids.shape, device=device) for _ in range(3))
-        length = torch.full((len(rows),), self.max_completion_length, device=device)  # of rows that never end
-        ended = torch.zeros(len(rows), dtype=torch.bool, device=device)
+        length = limit.clone()  # of rows that never end
+        ended, stopped = (torch.zeros(len(rows), dtype=torch.bool, device=device) for _ in range(2))
         reader, token = begin(rows), None
         batch = torch.arange(len(rows), device=device)  # the rows that the reader still has
-        for t in range(self.max_completion_length):
+        for t in range(uniform.shape[1]):
             logits = reader.read(token)
             token, *values = draw_tokens(logits, uniform[batch, t], **options)
             # Rows that ended stay until `keep` pays off: it copies the cache.
@@ -171,7 +181,8 @@ class Generate:
             if self.confidence_top_k:
                 confidence[now, t] = self._confidence(logits[alive])
             done = now[torch.isin(token[alive], ends)]
-            length[done], ended[done] = t + 1, True  # the end token is part of the answer
+            length[done], stopped[done] = t + 1, True  # the end token is part of the answer
+            ended = stopped | (limit <= t + 1)
             finished = ended[batch]
             if finished.all():
                 break
@@ -181,13 +192,13 @@ class Generate:
                 batch, token = batch[kept], token[kept]
         columns = {"logp": logp.cpu(), "entropy": entropy.cpu(), "token": ids.cpu()}
         answers = []
-        for i, (row, n, stopped) in enumerate(zip(rows, length.tolist(), ended.tolist(), strict=True)):
+        for i, (row, n, stop) in enumerate(zip(rows, length.tolist(), stopped.tolist(), strict=True)):
             notes = {name: column[i, :n] for name, column in columns.items()}
             recorded = {}
             if self.confidence_top_k:
                 words = [encoder.tokenizer.decode([token]) for token in notes["token"].tolist()]
                 recorded["confidence"] = mean_over_parts(words, confidence[i, :n].tolist())
-            answers.append(self.row(row.prompt, row.encoded, notes, stopped, recorded=recorded))
+            answers.append(self.row(row.prompt, row.encoded, notes, stop, recorded=recorded))
         return answers
 
     def row(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
@@ -10,14 +12,16 @@ import torch
 from torch import Tensor, nn
 
 from mmrl.core.byte_lru import ByteLRU
-from mmrl.core.types import Prompt
-from mmrl.kv_cache.layout import placeholder_ids
+from mmrl.core.tensor import cat_padded
+from mmrl.core.types import Message, Prompt
+from mmrl.kv_cache.layout import placeholder_ids, placeholders
 from mmrl.vision.models.model_families import family_of
 
 CACHE_BYTES = 2 << 30
 TICKS = 1000  # frame times are given to processors as frame numbers of a video with 1000 frames per second
 EDGES = {"shortest_edge", "longest_edge"}
 OF_TOKENS = ("input_ids", "attention_mask", "mm_token_type_ids")
+Tools = tuple[Mapping[str, Any], ...]  # JSON schemas of functions
 UNUSED = ("video_metadata", "timestamps")  # outputs of processors that models do not take
 
 
@@ -65,9 +69,43 @@ class PromptEncoder:
         self.end = self._end_tokens()
         self._encoded: ByteLRU[EncodedPrompt] = ByteLRU(CACHE_BYTES, lambda encoded: encoded.bytes)
 
-    def encode(self, prompt: Prompt) -> EncodedPrompt:
-        """Encode a prompt. Raises ValueError where its placeholders and media features differ in number."""
-        return self._encoded.get((prompt.uid, prompt.messages), lambda: self._encode(prompt))
+    def encode(self, prompt: Prompt, tools: Tools = ()) -> EncodedPrompt:
+        """Encode a prompt. Raises ValueError where its placeholders and media features differ in number.
+
+        `tools` are JSON schemas of functions, which the chat template tells the model about.
+        """
+        key = (prompt.uid, prompt.messages, json.dumps(tools))
+        return self._encoded.get(key, lambda: self._encode(prompt, tools))
+
+    def extend(self, encoded: EncodedPrompt, ids: Tensor, *replies: Message) -> EncodedPrompt:
+        """Append an answer (T,) and replies to it, and begin the next answer in the template's own words.
+
+        Raises ValueError where the reply's text holds a special token, or media do not fit their tokens.
+        """
+        prompt, marker = Prompt(encoded.uid, replies), "\x02"
+        for token in sorted(self._special_tokens()):
+            if (word := self.tokenizer.decode(token)) in prompt.text:
+                raise ValueError(f"the reply to prompt '{encoded.uid}' holds the special token {word!r}")
+        messages = [
+            {"role": "user", "content": [{"type": "text", "text": "x"}]},
+            {"role": "assistant", "content": [{"type": "text", "text": marker}]},
+            *map(template_message, replies),
+        ]
+        after = self._render(messages).rpartition(marker)[2]
+        # The text goes on after the answer, so that the tokenizer must not begin a sequence.
+        inputs = self._inputs(prompt, after, {"text_kwargs": {"add_special_tokens": False}})
+        new = inputs["input_ids"][0]
+        if len(ids) and ids[-1] in self.end and new[0] in self.end:
+            new = new[1:]  # the answer has written the end token itself
+        media = {name: value for name, value in inputs.items() if name not in OF_TOKENS}
+        names = dict.fromkeys((*encoded.media, *media))
+        pairs = {name: [both[name] for both in (encoded.media, media) if name in both] for name in names}
+        media = {name: cat_padded(values) for name, values in pairs.items()}
+        whole = torch.cat([encoded.ids, ids, new])
+        types = token_types(self.core.config, whole)
+        inputs = {**media, "input_ids": whole[None], "mm_token_type_ids": types[None]}
+        positions = family_of(self.core.config).positions(self.core, inputs)
+        return EncodedPrompt(encoded.uid, whole, positions, media)
 
     def answer(self, text: str) -> Tensor:
         """Tokenize an answer, with its end token: (T,)."""
@@ -83,17 +121,26 @@ class PromptEncoder:
         """Decode the tokens of an answer."""
         return self.tokenizer.decode(ids, skip_special_tokens=True)
 
+    def knows_tools(self, tools: Tools) -> bool:
+        """Return whether the chat template tells the model about tools."""
+        messages = [{"role": "user", "content": [{"type": "text", "text": "x"}]}]
+        return self._render(messages, tools) != self._render(messages)
+
     def render(self, prompt: Prompt) -> str:
         """Decode a prompt as the model reads it; placeholders of media become `<image: 64 tokens>`."""
+        return self.transcript(self.encode(prompt).ids)
+
+    def transcript(self, ids: Tensor) -> str:
+        """Decode tokens (S,) with the marks of the template; media become `<image: 64 tokens>`."""
         config = self.core.config
         kinds = {token: kind for kind in ("image", "video") for token in placeholder_ids(config, (kind,))}
         parts = []
-        for kind, tokens in groupby(self.encode(prompt).ids.tolist(), kinds.get):
+        for kind, tokens in groupby(ids.tolist(), kinds.get):
             run = list(tokens)
             parts.append(f"<{kind}: {len(run)} tokens>" if kind else self.tokenizer.decode(run))
         return "".join(parts)
 
-    def _encode(self, prompt: Prompt) -> EncodedPrompt:
+    def _encode(self, prompt: Prompt, tools: Tools) -> EncodedPrompt:
         words = [self.tokenizer.decode(token) for token in self.placeholders]
         # Processors look for words of their own, which can differ from those of the model.
         words += [getattr(self.processor, f"{kind}_token", None) for kind in ("image", "video")]
@@ -103,25 +150,28 @@ class PromptEncoder:
                     f"the text of prompt '{prompt.uid}' holds the media placeholder {word!r}; "
                     "add the image or video as a part of the message instead"
                 )
-        messages = [
-            {
-                "role": message.role,
-                "content": [
-                    {"type": part.media.kind} if part.media else {"type": "text", "text": part.text}
-                    for part in message.parts
-                ],
-            }
-            for message in prompt.messages
-        ]
-        text = self.processor.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        messages = [template_message(message) for message in prompt.messages]
+        inputs = self._inputs(prompt, self._render(messages, tools), {})
+        positions = family_of(self.core.config).positions(self.core, inputs)
+        media = {name: value for name, value in inputs.items() if name not in OF_TOKENS}
+        return EncodedPrompt(prompt.uid, inputs["input_ids"][0], positions, media)
+
+    def _render(self, messages: list[dict[str, Any]], tools: Tools = ()) -> str:
+        """Write messages, and what begins an answer, in the words of the chat template."""
+        options = {"tools": list(tools)} if tools else {}
+        return self.processor.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=True, **options
+        )
+
+    def _inputs(self, prompt: Prompt, text: str, options: dict[str, Any]) -> dict[str, Tensor]:
+        """Run the processor on a rendered text and the media of a prompt; `options` are for the tokenizer."""
         arguments = self._media_arguments(prompt)
         try:
-            inputs = dict(self.processor(text=[text], return_tensors="pt", **arguments))
+            inputs = dict(self.processor(text=[text], return_tensors="pt", **arguments, **options))
         except (ValueError, IndexError, StopIteration) as error:
             raise ValueError(f"cannot encode prompt '{prompt.uid}': {error}") from error
         inputs = {name: torch.as_tensor(value) for name, value in inputs.items() if name not in UNUSED}
-        family = family_of(self.core.config)
-        for token, features in family.features(self.core, inputs).items():
+        for token, features in family_of(self.core.config).features(self.core, inputs).items():
             count = int((inputs["input_ids"] == token).sum())
             if count != features:
                 raise ValueError(
@@ -129,9 +179,7 @@ class PromptEncoder:
                     f"({self.tokenizer.decode(token)!r}) for {features} media features; "
                     "do its messages, template and media agree?"
                 )
-        positions = family.positions(self.core, inputs)
-        media = {name: value for name, value in inputs.items() if name not in OF_TOKENS}
-        return EncodedPrompt(prompt.uid, inputs["input_ids"][0], positions, media)
+        return inputs
 
     def _media_arguments(self, prompt: Prompt) -> dict[str, Any]:
         """Load the media of a prompt as arguments of the processor."""
@@ -181,14 +229,34 @@ class PromptEncoder:
         ]
         rendered = self.processor.apply_chat_template(messages, tokenize=False)
         after = self.tokenizer(rendered.rpartition(marker)[2], add_special_tokens=False)["input_ids"]
-        # `all_special_ids` has only the special tokens that the tokenizer names.
-        added = self.tokenizer.added_tokens_decoder
-        special = {*self.tokenizer.all_special_ids, *(id for id, token in added.items() if token.special)}
+        special = self._special_tokens()
         ends = [token for token in after[:2] if token in special][:1] + [self.tokenizer.eos_token_id]
         ends = list(dict.fromkeys(token for token in ends if token is not None))
         if not ends:
             raise ValueError("the tokenizer names no token that ends an answer; set its eos_token")
         return ends
+
+    def _special_tokens(self) -> set[int]:
+        """List the special tokens; `all_special_ids` has only those that the tokenizer names."""
+        added = self.tokenizer.added_tokens_decoder
+        return {*self.tokenizer.all_special_ids, *(id for id, token in added.items() if token.special)}
+
+
+def token_types(config: Any, ids: Tensor) -> Tensor:
+    """Mark the placeholders of images by 1 and of videos by 2, as processors do: (S,) to (S,)."""
+    known, types = placeholders(config), torch.zeros_like(ids)
+    for number, kind in enumerate(("image", "video"), 1):
+        types[ids == known.get(kind, -1)] = number
+    return types
+
+
+def template_message(message: Message) -> dict[str, Any]:
+    """Convert a message to the form that chat templates read."""
+    content = [
+        {"type": part.media.kind} if part.media else {"type": "text", "text": part.text}
+        for part in message.parts
+    ]
+    return {"role": message.role, "content": content}
 
 
 def _size_limits(processor: Any) -> dict[str, int]:

@@ -101,7 +101,7 @@ class StepModel(nn.Module):
         else:
             with onednn(core):  # not with checkpointing: the recomputation would run without it
                 hidden = read_cached(core, steps, share_prefix=self.share)
-        if self.blank and not any(prompt.media for prompt in steps.prompts):
+        if self.blank and not any(steps.media):
             # Every process must have a gradient for every parameter, those of the tower too.
             inputs = {name: value.to(hidden.device) for name, value in self.blank.items()}
             features = core.get_image_features(**inputs, return_dict=True)
@@ -304,7 +304,9 @@ class Tokens:
                 mask[i, : len(row.ids)] = row.chosen.float()
         distinct, which = distinct_prompts([row.prompt for row in rows])
         ids = cat_padded([row.ids[None] for row in rows])
-        steps = TokenSteps(distinct, which, ids, length, torch.tensor([row.temperature for row in rows]))
+        suffixes = tuple(row.suffix for row in rows)
+        temperature = torch.tensor([row.temperature for row in rows])
+        steps = TokenSteps(distinct, which, ids, length, temperature, suffixes if any(suffixes) else ())
         # NaN where a row has no such note, and after its end. `steps` has what `token` and `temperature` say.
         missing = torch.full((mask.shape[1],), torch.nan)
         notes = {

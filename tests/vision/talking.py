@@ -1,0 +1,34 @@
+"""Conversations of tiny models, which write no JSON: their texts become calls by a rule."""
+
+from __future__ import annotations
+
+from mmrl.vision.engines.with_tools import WithTools
+from mmrl.vision.tool_calls import Call
+
+
+def ruled(number: int) -> str:
+    """Say a number again.
+
+    Args:
+        number: Which.
+    """
+    return f"0{number}"
+
+
+def calls_of(text: str) -> list[Call]:
+    """Read a call from the letters of an answer: of `crop` where their sum is odd, else often of `ruled`."""
+    total = sum(map(ord, text))
+    if total % 2:
+        return [Call("crop", {"image": 0, "box": [0, 0, 0.5 + total % 5 / 10, 1]})]
+    return [] if total % 4 else [Call("ruled", {"number": total})]
+
+
+class Talkative(WithTools):
+    """Tools that are called by rule, in turns that end at every third token."""
+
+    parse = staticmethod(calls_of)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        encoder = self.policy.prompt_encoder
+        encoder.end = [encoder.end[0], *range(0, 256, 3)]

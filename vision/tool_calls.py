@@ -1,0 +1,265 @@
+"""Tools of a conversation: the calls that a model writes, parsed and run; nothing of a call is executed."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+import re
+import threading
+import time
+import typing
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import torch
+
+from mmrl.config.binding import Bound
+from mmrl.config.loading import ConfigError
+from mmrl.config.tool_functions import check_tool, parameters_of
+from mmrl.core.types import Frames, Media, Part
+
+SHOWN = "image of the conversation"
+ShownImage = Annotated[Any, SHOWN]  # argument of a tool: a PIL image, which the model names by its number
+TIMEOUT = 60.0  # seconds that a tool may take
+MAX_CALLS = 16  # calls of one turn
+MAX_ERROR = 200  # characters of an error that a model reads
+CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|$)", re.DOTALL)
+
+
+class CallError(ValueError):
+    """A call that cannot be made as the model wrote it; the message is for the model to read."""
+
+
+class ToolFault(RuntimeError):
+    """A tool raised an exception, timed out, or returned something else than texts and images."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call that a model wrote: the name of a tool and its arguments."""
+
+    name: str
+    arguments: Mapping[str, Any]
+
+
+def parse_calls(text: str) -> list[Call | CallError]:
+    """Find the calls of an answer, `<tool_call>{"name": ..., "arguments": {...}}</tool_call>` (Qwen's form).
+
+    What stands there but is no such JSON becomes an error in its place.
+    """
+    return [_parse_call(inside) for inside in CALL.findall(text)]
+
+
+def _parse_call(inside: str) -> Call | CallError:
+    try:
+        written = json.loads(inside)
+    except (ValueError, RecursionError) as error:
+        return CallError(f"the call is not JSON ({type(error).__name__}: {error})")
+    match written:
+        case {"name": str(name), **others}:
+            arguments = others.get("arguments", {})
+            if isinstance(arguments, dict):
+                return Call(name, arguments)
+    return CallError('a call is written {"name": <tool>, "arguments": {<argument>: <value>}}')
+
+
+@dataclass(frozen=True, eq=False)
+class Tool:
+    """A function that a model may call, and how its faults are met.
+
+    Args:
+        name: What the model calls it.
+        function: Takes the arguments in the order of `signature`.
+        signature: The arguments that the model gives.
+        images: Which of them are images.
+        schema: What the chat template tells the model.
+        timeout: Seconds until an answer counts as missing.
+        retries: Further tries after an exception.
+        on_error: `tell` the model in one line, `skip` the rest of the conversation, or `raise`.
+    """
+
+    name: str
+    function: Callable
+    signature: inspect.Signature
+    images: frozenset[str]
+    schema: Mapping[str, Any]
+    timeout: float = TIMEOUT
+    retries: int = 0
+    on_error: str = "tell"
+
+    @staticmethod
+    def of(function: Callable) -> Tool:
+        """Make a tool of a function, or of one that a configuration named with its options."""
+        target, name, call = function, getattr(function, "__name__", "tool"), {}
+        match function:
+            case Bound(entry=entry, call=call):
+                target, name = entry.target, function.name
+        check_tool(target, name)
+        hints, signature = _hints(target), inspect.signature(target)
+        parameters = parameters_of(target)
+        images = frozenset(argument for argument in parameters if _is_image(hints[argument]))
+        return Tool(
+            name,
+            function,
+            signature.replace(parameters=list(parameters.values())),
+            images,
+            _schema(target, name, {k: int if k in images else hints[k] for k in parameters}),
+            **call,
+        )
+
+    def bind(self, given: Mapping[str, Any], images: Sequence[Media]) -> list[Any]:
+        """Put a call's arguments in order; images stay undecoded. Raises CallError for what does not fit."""
+        try:
+            bound = self.signature.bind(**given)
+        except TypeError as error:
+            raise CallError(f"{self.name}: {error}") from error
+        for name in self.images & bound.arguments.keys():
+            number = bound.arguments[name]
+            if type(number) is not int or not 0 <= number < len(images):
+                known = f"0 to {len(images) - 1}" if images else "of which there is none"
+                raise CallError(
+                    f"{self.name}: `{name}` is the number of an image, {known}, not {number!r:.40}"
+                )
+            bound.arguments[name] = images[number]
+        return list(bound.args)
+
+
+def _hints(target: Callable) -> dict[str, Any]:
+    try:
+        return typing.get_type_hints(target, include_extras=True)
+    except NameError as error:
+        name = getattr(target, "__name__", target)
+        raise ConfigError(
+            f"cannot read the types of the tool '{name}': {error}; import it where the module is imported, "
+            "or take images as `mmrl.vision.tool_calls.ShownImage`"
+        ) from error
+
+
+def _is_image(hint: Any) -> bool:
+    from PIL.Image import Image
+
+    return hint is Image or SHOWN in getattr(hint, "__metadata__", ())
+
+
+def _schema(target: Callable, name: str, hints: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Make the JSON schema of a tool by transformers, of the arguments that the model gives."""
+    from transformers.utils import get_json_schema
+
+    def described() -> None: ...
+
+    described.__name__, described.__doc__ = name, inspect.getdoc(target)
+    described.__annotations__ = dict(hints)
+    given = [p.replace(annotation=hints[key]) for key, p in parameters_of(target).items()]
+    described.__signature__ = inspect.Signature(given)  # pyright: ignore
+    try:
+        return get_json_schema(described)
+    # Both exceptions of transformers for types and docstrings that it cannot read are plain ones.
+    except Exception as error:
+        raise ConfigError(f"cannot describe the tool '{name}' to a model: {error}") from error
+
+
+# ---- running
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a tool returned, or the fault and its cause."""
+
+    parts: tuple[Part, ...] = ()
+    fault: str = ""
+    cause: BaseException | None = None
+
+
+@dataclass(frozen=True)
+class Limits:
+    """The largest reply: characters of a text, and pixels of an image before it is decoded."""
+
+    chars: int
+    pixels: int
+
+
+def run_calls(calls: Sequence[tuple[Tool, list[Any]]], limits: Limits) -> list[Answer]:
+    """Run calls at the same time, each in a thread of its own, so that one that hangs delays no other."""
+    answers = [Answer(fault=f"no answer within {tool.timeout:g} s") for tool, _ in calls]
+    began = time.monotonic()
+
+    def work(place: int) -> None:
+        tool, arguments = calls[place]
+        answer = _with_retries(tool, arguments, began + tool.timeout, limits)
+        if time.monotonic() < began + tool.timeout:
+            answers[place] = answer
+
+    # Daemon threads: a tool that hangs must not keep the process alive after its time-out.
+    threads = [threading.Thread(target=work, args=(i,), daemon=True) for i in range(len(calls))]
+    for thread in threads:
+        thread.start()
+    for thread, (tool, _) in zip(threads, calls, strict=True):
+        thread.join(max(0.0, began + tool.timeout - time.monotonic()))
+    return list(answers)  # a late thread still writes into the other list
+
+
+def _with_retries(tool: Tool, arguments: list[Any], deadline: float, limits: Limits) -> Answer:
+    async def awaited(result: Awaitable[Any]) -> Any:
+        return await asyncio.wait_for(result, deadline - time.monotonic())
+
+    for left in reversed(range(1 + tool.retries)):
+        try:
+            result = tool.function(*(_decoded(argument) for argument in arguments))
+            if inspect.isawaitable(result):
+                result = asyncio.run(awaited(result))
+            return Answer(as_parts(result, tool.name, limits))
+        except ToolFault as fault:
+            return Answer(fault=str(fault), cause=fault)
+        # Whatever it raises ends this call alone, SystemExit and CancelledError included.
+        except BaseException as error:
+            if not left or time.monotonic() >= deadline:
+                return Answer(fault=f"{type(error).__name__}: {error}", cause=error)
+    raise AssertionError("the last try returns")
+
+
+def _decoded(argument: Any) -> Any:
+    """Decode an image of the conversation for PIL; other arguments stay."""
+    from PIL import Image
+
+    match argument:
+        case Media():
+            return Image.fromarray(argument.load().pixels[0].permute(1, 2, 0).contiguous().numpy())
+    return argument
+
+
+def as_parts(result: Any, name: str, limits: Limits) -> tuple[Part, ...]:
+    """Convert what a tool returned to parts of a message; raises ToolFault for anything else."""
+    from PIL import Image
+
+    parts = []
+    for item in result if isinstance(result, list | tuple) else [result]:
+        match item:
+            case str():
+                cut = len(item) > limits.chars
+                parts.append(Part(item[: limits.chars] + " [...]" if cut else item))
+            case Image.Image():
+                parts.append(Part(media=_as_media(item, name, limits.pixels)))
+            case _:
+                raise ToolFault(
+                    f"returned {type(item).__name__}; a tool returns a text, a PIL image, or a list of both"
+                )
+    return tuple(parts)
+
+
+def _as_media(image: Any, name: str, max_pixels: int) -> Media:
+    import numpy
+
+    if not 0 < image.width * image.height <= max_pixels:  # before any pixel is made
+        raise ToolFault(
+            f"returned an image of {image.width}x{image.height} pixels; the limit is {max_pixels}"
+        )
+    pixels = torch.from_numpy(numpy.array(image.convert("RGB"))).permute(2, 0, 1)[None].contiguous()
+    frames = Frames(pixels, torch.zeros(1, dtype=torch.float64))
+    return Media("image", f"an image from {name}", lambda: frames)
+
+
+def one_line(error: object) -> str:
+    """Write an error in one short line for the model to read."""
+    return "Error: " + " ".join(str(error).split())[:MAX_ERROR]
