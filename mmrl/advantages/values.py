@@ -18,22 +18,40 @@ from mmrl.core.reward_table import RewardTable, name_id
 def _errors(table: RewardTable, against: str, gamma: float, bootstrap: bool) -> tuple[RewardTable, Tensor]:
     """Compute r_t + gamma V_(t+1) - V_t of every step: a table of steps, and (N, R, T).
 
-    The reward of an outcome is that of its last step.
+    The reward of an outcome is that of its last step. Steps without a value (holes) come last in the errors,
+    where they are 0; `_put_back` gives every step its own again.
     """
     steps = per_step(table)
-    width = steps.ends.shape[1]
-    value = noted(steps, f"{against}/value").nan_to_num()  # (N, T)
-    rewards = table.values.new_zeros(len(table), len(table.names), width)
-    given = torch.where(table.valid, table.values, 0.0)
-    last = (table.ends - 1).clamp(0, max(width - 1, 0))[:, None].expand_as(given)
-    rewards = rewards.scatter_add(2, last, given) if width else rewards
+    value = noted(steps, f"{against}/value")  # (N, T)
+    known = steps.present & ~value.isnan()
+    value = value.gather(1, _known_first(known)).nan_to_num()
+    count = known.sum(-1, keepdim=True)  # (N, 1)
+    place = torch.arange(value.shape[1]).expand_as(value)
+    rewards = table.values.new_zeros(len(table), len(table.names), value.shape[1])
+    if value.shape[1]:
+        given = torch.where(table.valid, table.values, 0.0)
+        ends = (table.ends - 1).clamp(0, value.shape[1] - 1)
+        last = (known.cumsum(-1).gather(1, ends) - 1).clamp(min=0)  # the known step at or before the end
+        rewards = rewards.scatter_add(2, last[:, None].expand_as(given), given)
     after = torch.cat([value[:, 1:], torch.zeros_like(value[:, :1])], 1)
-    after = torch.where(steps.ends < table.length[:, None], after, 0.0)  # nothing comes after the last step
+    after = torch.where(place < count - 1, after, 0.0)  # nothing comes after the last step
     if bootstrap and "finish" in table.ids:
         cut = (table.ids["finish"] == name_id("length")).any(-1, keepdim=True)
-        after = torch.where(cut & (steps.ends == table.length[:, None]), value, after)
+        after = torch.where(cut & (place == count - 1), value, after)
     errors = rewards + (gamma * after - value)[:, None]
-    return steps, torch.where(steps.present[:, None], errors, 0.0)
+    return steps, torch.where((place < count)[:, None], errors, 0.0)
+
+
+def _known_first(known: Tensor) -> Tensor:
+    """Order the steps of every row (N, T): those with a value first."""
+    return (~known).long().sort(dim=-1, stable=True).indices
+
+
+def _put_back(steps: RewardTable, against: str, values: Tensor) -> Tensor:
+    """Put values of steps (N, R, T) in the order of `_errors` back in their own; 0 where there is none."""
+    known = steps.present & ~noted(steps, f"{against}/value").isnan()
+    back = _known_first(known).argsort(-1)
+    return torch.where(known[:, None], values.gather(2, back[:, None].expand_as(values)), 0.0)
 
 
 def _discounted(errors: Tensor, discount: float) -> Tensor:
@@ -68,7 +86,7 @@ def gae(
         against: Name of the critic in `references`.
     """
     steps, errors = _errors(table, against, gamma, bootstrap)
-    return steps.put(_discounted(errors, gamma * lam))
+    return steps.put(_put_back(steps, against, _discounted(errors, gamma * lam)))
 
 
 @advantage(turns=True, of_others={"value"})
@@ -90,7 +108,7 @@ def lambda_returns(
     """
     steps, errors = _errors(table, against, gamma, bootstrap)
     value = noted(steps, f"{against}/value").nan_to_num()[:, None]
-    return steps.put(_discounted(errors, gamma * lam) + value)
+    return steps.put(_put_back(steps, against, _discounted(errors, gamma * lam)) + value)
 
 
 @advantage(of_others={"value"})

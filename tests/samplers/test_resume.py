@@ -15,7 +15,7 @@ from tests.support.remembering import SAMPLERS, left_out, of_sampler
 from tests.support.resuming import assert_alike, killed, resumed
 from tests.support.toys import plan
 
-WITHOUT = ("selected_by_difficulty", "triage")  # of a memory that would change their draws
+WITHOUT = ("selected_by_difficulty", "triage", "wordings")  # of a memory that would change their draws
 TOLD = (
     "sampler/entropy",
     "sampler/rollouts_max",

@@ -58,6 +58,14 @@ def sourced(*, num: int = 8) -> list[Prompt]:
     return by_source(*("even", "odd") * (num // 2))
 
 
+def worded(*, num: int = 8) -> list[Prompt]:
+    """Give every prompt its question as a column, and one paraphrase of it."""
+    return [
+        replace(prompt, columns={"question": prompt.text, "paraphrases": [f"please {prompt.text}"]})
+        for prompt in prompts(num=num)
+    ]
+
+
 class ToyThoughts:
     """Note the first token of every answer as its thought."""
 

@@ -47,6 +47,7 @@ SAMPLERS = {
         {"name": "uniform"},
         {"name": "with_reflection", "show": "best", "threshold": 0.3, **SHARE},
     ],
+    "wordings": [{"name": "uniform"}, {"name": "with_wordings"}],
     "experience": [
         {"name": "uniform"},
         {"name": "with_experience", "experience_update": "contrast", "max_experiences": 7, **SHARE},
@@ -76,6 +77,9 @@ def of_sampler(name: str, policy: str = "slow") -> dict[str, Any]:
     if name.startswith("hints"):
         usual = {"data": f"{TOYS}:hinted_prompts", "group_filter": {"name": "varied", **SHARE}}
         return {**QUICK, **usual, "rollout": rollout, "sampler": SAMPLERS[name]}
+    if name == "wordings":
+        rollout["engine"] = [f"{OBSERVING}:ToyTokens"]
+        return {**QUICK, "data": f"{OBSERVING}:worded", "rollout": rollout, "sampler": SAMPLERS[name]}
     rollout["engine"] = [f"{OBSERVING}:{'ToyWriting' if 'by policy' in name else 'ToyTokens'}"]
     return {**QUICK, "data": f"{OBSERVING}:sourced", "rollout": rollout, "sampler": SAMPLERS[name]}
 

@@ -135,7 +135,7 @@ def test_a_policy_tells_what_its_model_computes(checkpoint):
     torch.testing.assert_close(output.extra["top_k_logp"][inside], logp.topk(3).values)
     hot = (logits / 1.2).log_softmax(-1).gather(-1, ids[:, None])[:, 0]
     torch.testing.assert_close(output.extra["logp_hot"][inside], hot)
-    norms = output.extra["hidden"].square().sum(-1).float()
+    norms = output.extra["hidden"].square().sum(-1)
     torch.testing.assert_close(output.extra["hidden_sq_norm"], norms)
     assert output.extra["hidden"].shape == (*batch.mask.shape, width)
     assert output.extra["hidden"].requires_grad and not output.extra["logp_hot"].requires_grad

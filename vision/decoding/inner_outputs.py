@@ -99,13 +99,14 @@ def of_states(
     - effective_rank: (N, T), that of all states up to this step, constant: `effective_ranks`.
     """
     values: dict[str, Tensor] = {"hidden": hidden} if "hidden" in extra else {}
+    exact = torch.promote_types(hidden.dtype, torch.float32)
     with torch.no_grad():
         if "hidden_sq_norm" in extra:
-            values["hidden_sq_norm"] = hidden.float().square().sum(-1)
+            values["hidden_sq_norm"] = hidden.to(exact).square().sum(-1)
         if "effective_rank" in extra:
-            ranks = hidden.new_full(hidden.shape[:2], torch.nan, dtype=torch.float32)
+            ranks = hidden.new_full(hidden.shape[:2], torch.nan, dtype=exact)
             for row, size in enumerate(length.tolist()):
-                ranks[row, :size] = effective_ranks(hidden[row, :size], options.rank_stride).float()
+                ranks[row, :size] = effective_ranks(hidden[row, :size], options.rank_stride).to(exact)
             values["effective_rank"] = ranks
     return values
 
