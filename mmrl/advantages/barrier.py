@@ -72,8 +72,8 @@ class Barrier:
     def tell(self) -> Mapping[str, float]:
         """Report slacks and weights."""
         slacks = {name: self._slack(name, mean) for name, mean in sorted(self.means.items())}
-        told = {f"barrier/{name}/slack": slack for name, slack in slacks.items()}
-        return told | {f"barrier/{name}/weight": 1 / (self.t * slack) for name, slack in slacks.items()}
+        metrics = {f"barrier/{name}/slack": slack for name, slack in slacks.items()}
+        return metrics | {f"barrier/{name}/weight": 1 / (self.t * slack) for name, slack in slacks.items()}
 
     def state_dict(self) -> dict[str, Any]:
         """Return the running means."""

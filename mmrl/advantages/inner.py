@@ -36,7 +36,7 @@ def hot_mix(
         of: Name of the reward that says whether an answer is right.
         entropy: Entropy of the policy: `{name: last_metric, metrics: [entropy]}`. 0 is no past, and changes
             nothing.
-        target: Entropy that is held, in nats (H0).
+        target: Entropy to hold, in nats (H0).
         limit: Largest distance to the target that counts.
         threshold: An answer is right where the reward is larger than this.
     """

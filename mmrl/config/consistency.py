@@ -244,14 +244,14 @@ def check_outputs(config: Config, needs: Needs, says: Mapping[str, frozenset[str
     `says` maps second models by name to what they say, and "" to what the policy and its references do.
     """
     for name, wanted in {"": needs.extra, **needs.others}.items():
-        said = says.get(name, says[""])
-        if missing := wanted - said:
+        outputs = says.get(name, says[""])
+        if missing := wanted - outputs:
             whose = f"second model '{name}'" if name in says and name else "policy"
             piece = config.references[name].options["policy"] if name in says and name else config.policy
             raise ConfigError(
                 f"the objective or the chain reads {sorted(missing)} of the {whose}, which "
                 f"'{as_piece(piece, name).name}' does not say as it is set up; it says "
-                f"{sorted(said) or 'nothing'} besides log-probabilities"
+                f"{sorted(outputs) or 'nothing'} besides log-probabilities"
             )
 
 

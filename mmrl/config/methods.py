@@ -52,8 +52,8 @@ class Method:
     @property
     def differs(self) -> str:
         """What differs from GRPO, without the sentences that tell our reading."""
-        told = sentences(self.comment.partition(DIFFERS)[2])
-        return " ".join(text for text in told if not READING.search(text))
+        parts = sentences(self.comment.partition(DIFFERS)[2])
+        return " ".join(text for text in parts if not READING.search(text))
 
     @property
     def readings(self) -> list[str]:

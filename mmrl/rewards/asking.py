@@ -135,9 +135,9 @@ def judge_prompt(uid: str, prompt: Prompt, shown: Sequence[Outcome], text: str) 
 
 def _follow_up(prompt: Prompt, text: str, tag: str, turn: int) -> Prompt:
     """Make the question after a judgement that could not be read."""
-    said = Message("assistant", (Part(MARKUP.sub(lambda found: found[0] + " ", text)),))
+    written = Message("assistant", (Part(MARKUP.sub(lambda found: found[0] + " ", text)),))
     again = Message("user", (Part(AGAIN.format(tag=tag)),))
-    return replace(prompt, uid=f"{prompt.uid}/{turn}", messages=(*prompt.messages, said, again))
+    return replace(prompt, uid=f"{prompt.uid}/{turn}", messages=(*prompt.messages, written, again))
 
 
 def media_of(outcome: Outcome) -> tuple[Media, ...]:

@@ -181,8 +181,8 @@ def contrast(experiences: Mapping[str, str], groups: Sequence[AnsweredGroup]) ->
         (best, high), (worst, low) = group.answers[0], group.answers[-1]
         question = f"Asked: {group.prompt.text[:WORDS]}"
         if not any(text.startswith(f"{question}\n") for text in known):
-            said = f"{best[:WORDS]!r} earned {high:.3g}, {worst[:WORDS]!r} earned {low:.3g}."
-            proposals.append({"add": f"{question}\n{said}"})
+            earned = f"{best[:WORDS]!r} earned {high:.3g}, {worst[:WORDS]!r} earned {low:.3g}."
+            proposals.append({"add": f"{question}\n{earned}"})
     return proposals
 
 

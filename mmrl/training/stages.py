@@ -137,8 +137,8 @@ def _open(stages: Sequence[Stage], processes: Processes) -> list[StageRecord]:
 
 def _told(records: Sequence[StageRecord], processes: Processes) -> list[StageRecord]:
     """Return the records of the first process on every process."""
-    told = processes.tell([asdict(record) for record in records])[0]
-    return [convert(record, StageRecord, RECORD) for record in told]
+    shared = processes.tell([asdict(record) for record in records])[0]
+    return [convert(record, StageRecord, RECORD) for record in shared]
 
 
 def _ready(stage: Stage, stages: Sequence[Stage], records: Sequence[StageRecord]) -> Config:

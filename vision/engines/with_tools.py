@@ -279,12 +279,12 @@ def encode_with_tools(encoder: PromptEncoder, prompt: Prompt, tools: Tools) -> E
     """Encode a prompt with tools: in the words of the chat template, or in Qwen's where it has none."""
     if encoder.knows_tools(tools):
         return encoder.encode(prompt, tools)
-    told = Part(QWEN_TOOLS.format(schemas="\n".join(map(json.dumps, tools))))
+    instructions = Part(QWEN_TOOLS.format(schemas="\n".join(map(json.dumps, tools))))
     match prompt.messages:
         case [Message(role="system", parts=parts), *others]:
-            system = Message("system", (*parts, Part("\n\n"), told))
+            system = Message("system", (*parts, Part("\n\n"), instructions))
         case others:
-            system = Message("system", (told,))
+            system = Message("system", (instructions,))
     return encoder.encode(replace(prompt, messages=(system, *others)))
 
 
