@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo demo-image demo-pairs docs check test test-models test-rest plain
+.PHONY: demo demo-image demo-pairs docs check test test-models test-processes test-rest types plain
 demo: .venv/mmrl .venv/clips
 	$(BIN)/python -m examples.video_grounding.demo --videos .venv/clips $(ARGS)
 
@@ -23,19 +23,24 @@ check: .venv/mmrl
 	$(BIN)/basedpyright
 	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -m "not slow" tests/test_layers.py tests/test_packages.py tests/test_words.py tests/core tests/config tests/advantages tests/objectives $(ARGS)
 
-test: .venv/mmrl plain
+test: .venv/mmrl
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/basedpyright
-	$(BIN)/basedpyright -p tests/imports.json
-	$(MAKE) --output-sync=target --jobs=2 test-models test-rest
+	$(MAKE) --output-sync=target --jobs=3 test-processes test-rest test-models plain types
 
-# The two halves of the tests, which take as long as each other.
-MODELS := tests/vision tests/diffusion tests/examples tests/compression tests/kv_cache tests/inference tests/training
+# Parts of the tests that run at the same time. Those of processes wait for others and for time-outs, so two cores have time for a third job.
+PROCESSES := tests/runtime tests/samplers tests/engines tests/training tests/examples
+MODELS := tests/vision tests/diffusion tests/compression tests/kv_cache tests/inference
+test-processes:
+	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest $(PROCESSES) $(ARGS)
 test-models:
 	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest $(MODELS) $(ARGS)
 test-rest:
-	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest tests $(MODELS:%=--ignore=%) $(ARGS)
+	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest tests $(PROCESSES:%=--ignore=%) $(MODELS:%=--ignore=%) $(ARGS)
+
+types: .venv/mmrl
+	$(BIN)/basedpyright
+	$(BIN)/basedpyright -p tests/imports.json
 
 # What a user without any extra gets: every command once, in an environment of its own.
 plain:
