@@ -184,7 +184,7 @@ def apart(tmp_path_factory):
     listed = folder / "plans.json"
     listed.write_text(json.dumps(plans))
     started = start("tests.support.agreement_worker", [str(listed), str(folder)], 2)
-    printed = [process.communicate(timeout=120)[0] for process in started]
+    printed = [process.communicate(timeout=400)[0] for process in started]
     assert not any(process.returncode for process in started), "\n".join(printed)
     return lambda name: [json.loads((folder / f"{name}-{rank}.json").read_text()) for rank in range(2)]
 

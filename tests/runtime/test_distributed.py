@@ -369,7 +369,7 @@ def test_a_launch_that_accelerate_does_not_join_is_refused(tmp_path):
     listed = tmp_path / "plans.json"
     listed.write_text(json.dumps([plan(tmp_path / "run")]))
     started = start("tests.support.distributed_worker", [str(listed)], 2, ACCELERATE_USE_CPU="false")
-    printed = [process.communicate(timeout=120)[0] for process in started]
+    printed = [process.communicate(timeout=400)[0] for process in started]
     assert all(process.returncode for process in started) and not (tmp_path / "run").exists()
     assert all("ConfigError: WORLD_SIZE is 2, but accelerate sees one process" in text for text in printed)
 
@@ -386,7 +386,7 @@ def test_world_size_alone_is_refused_too(monkeypatch):
 @pytest.mark.slow
 def test_sharded_weights_are_saved_whole_and_taken_up_again(tmp_path):
     started = start("tests.support.sharded_worker", [str(tmp_path)], 2)
-    printed = [process.communicate(timeout=120)[0] for process in started]
+    printed = [process.communicate(timeout=400)[0] for process in started]
     assert all((tmp_path / f"done-{rank}").exists() for rank in range(2)), "\n".join(printed)
 
 

@@ -112,7 +112,7 @@ def on_two(plans, tmp_path_factory):
         listed = folder / "plans.json"
         listed.write_text(json.dumps([*stopped, *(make(folder / name) for name, make in several.items())]))
         processes = start("tests.support.real_worker", [str(listed), way], 2)
-        printed = [process.communicate(timeout=240)[0] for process in processes]
+        printed = [process.communicate(timeout=600)[0] for process in processes]
         assert not any(process.returncode for process in processes), "\n".join(printed)
         return folder
 

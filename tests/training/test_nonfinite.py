@@ -469,7 +469,7 @@ def test_a_process_that_is_asked_to_stop(tmp_path, signals, code):
         for number in signals:
             process.send_signal(number)
             time.sleep(0.3)
-        out, err = process.communicate(timeout=60)
+        out, err = process.communicate(timeout=200)
     finally:
         process.kill()
     assert process.returncode == code, err

@@ -410,10 +410,10 @@ def test_a_process_that_is_killed_at_any_moment_goes_on_exactly(tmp_path, whole)
             break
         time.sleep(draw.uniform(0, 0.7))
         process.send_signal(number)
-        process.communicate(timeout=60)
+        process.communicate(timeout=200)
         kills += process.returncode != 0 or not read_stages(tmp_path / "run")[-1].checkpoint
     process, line = started(file)
-    rest, _ = process.communicate(timeout=120)
+    rest, _ = process.communicate(timeout=300)
     assert process.returncode == 0 and "all 3 stages are finished" in line + rest and kills > 3
     assert not differences_of(tmp_path / "run", whole)
 
