@@ -1,11 +1,9 @@
-"""Tools of a conversation: the calls that a model writes, parsed and run; nothing of a call is executed."""
+"""Tools of a conversation: functions that a model may call, and how calls are run."""
 
 from __future__ import annotations
 
 import asyncio
 import inspect
-import json
-import re
 import threading
 import time
 import typing
@@ -18,6 +16,7 @@ import torch
 from mmrl.config.binding import Bound
 from mmrl.config.loading import ConfigError
 from mmrl.config.tool_functions import check_tool, parameters_of
+from mmrl.core.tool_calls import CallError
 from mmrl.core.types import Frames, Media, Part
 
 SHOWN = "image of the conversation"
@@ -25,44 +24,10 @@ ShownImage = Annotated[Any, SHOWN]  # argument of a tool: a PIL image, which the
 TIMEOUT = 60.0  # seconds that a tool may take
 MAX_CALLS = 16  # calls of one turn
 MAX_ERROR = 200  # characters of an error that a model reads
-CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|$)", re.DOTALL)
-
-
-class CallError(ValueError):
-    """A call that cannot be made as the model wrote it; the message is for the model to read."""
 
 
 class ToolFault(RuntimeError):
     """A tool raised an exception, timed out, or returned something else than texts and images."""
-
-
-@dataclass(frozen=True)
-class Call:
-    """A call that a model wrote: the name of a tool and its arguments."""
-
-    name: str
-    arguments: Mapping[str, Any]
-
-
-def parse_calls(text: str) -> list[Call | CallError]:
-    """Find the calls of an answer, `<tool_call>{"name": ..., "arguments": {...}}</tool_call>` (Qwen's form).
-
-    What stands there but is no such JSON becomes an error in its place.
-    """
-    return [_parse_call(inside) for inside in CALL.findall(text)]
-
-
-def _parse_call(inside: str) -> Call | CallError:
-    try:
-        written = json.loads(inside)
-    except (ValueError, RecursionError) as error:
-        return CallError(f"the call is not JSON ({type(error).__name__}: {error})")
-    match written:
-        case {"name": str(name), **others}:
-            arguments = others.get("arguments", {})
-            if isinstance(arguments, dict):
-                return Call(name, arguments)
-    return CallError('a call is written {"name": <tool>, "arguments": {<argument>: <value>}}')
 
 
 @dataclass(frozen=True, eq=False)

@@ -6,11 +6,11 @@ import ast
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Literal
 
 from mmrl.config.registry import reward
 from mmrl.config.reward_adapters import per_outcome, tagged
+from mmrl.core.tool_calls import Call
 from mmrl.core.types import Outcome, Prompt
 from mmrl.data.fields import RowError, short
 
@@ -21,14 +21,6 @@ LONGEST = 20_000  # characters of the calls of an answer: the parsers take time 
 
 class NotCalls(ValueError):
     """A text that is no list of function calls with literal arguments."""
-
-
-@dataclass(frozen=True)
-class Call:
-    """A function with its arguments by name; those without one are named "0", "1", ... by place."""
-
-    name: str
-    arguments: Mapping[str, Any]
 
 
 @reward
@@ -77,7 +69,10 @@ def function_calls(
 
 
 def calls_of(value: Any) -> list[Call]:
-    """Read function calls: Python or JSON as a text, or JSON that was parsed; raises `NotCalls`."""
+    """Read function calls: Python or JSON as a text, or JSON that was parsed; raises `NotCalls`.
+
+    Arguments without a name are called "0", "1", ... by place.
+    """
     match value:
         case str() if len(value) > LONGEST:
             raise NotCalls(f"it has {len(value)} characters, more than {LONGEST}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from itertools import permutations
@@ -12,6 +11,7 @@ from mmrl.config.binding import Bound
 from mmrl.config.ranges import NonNegativeFloat, NonNegativeInt, PositiveInt, ShareBelowOne
 from mmrl.config.registry import reward as register
 from mmrl.config.reward_adapters import per_outcome, shown, tagged
+from mmrl.core.tool_calls import Call, parse_calls
 from mmrl.core.types import Outcome, Prompt
 from mmrl.rewards.text import normal_words
 
@@ -19,18 +19,12 @@ SMALL = 8  # calls that are assigned by trying all orders
 
 
 def calls_in(text: str, tag: str = "tool_call") -> list[Mapping[str, Any]]:
-    """List the well-formed calls in a text: blocks of JSON with a "name" and perhaps "arguments"."""
+    """List the well-formed calls in a text, as `vision.with_tools` reads them."""
     calls = []
-    for block in tagged(text, tag):
-        try:
-            call = json.loads(block)
-        except (ValueError, RecursionError):
-            continue
+    for call in parse_calls(text, tag):
         match call:
-            case {"name": str() as name}:
-                arguments = call.get("arguments", {})
-                if isinstance(arguments, Mapping):
-                    calls.append({"name": name, "arguments": arguments})
+            case Call(name=name, arguments=arguments):
+                calls.append({"name": name, "arguments": arguments})
     return calls
 
 

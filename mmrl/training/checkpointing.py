@@ -219,7 +219,7 @@ def _carry(run: Run, folder: Path) -> None:
                 reference.load_state_dict(taken_up(state["references"][name], like))
         for place in sorted(places):
             pieces[place].load_state_dict(state["pieces"][place])
-    except (KeyError, ValueError, RuntimeError, TypeError) as error:
+    except (KeyError, ValueError, RuntimeError, TypeError, OSError) as error:
         raise CheckpointError(
             f"cannot carry {', '.join(carried)} over from '{folder}': {in_one_line(error, 300)}; both runs "
             "need the same pieces there; leave out of `carry` what does not fit"

@@ -29,10 +29,8 @@ T = TypeVar("T")
 FOLDER = "faults"
 
 
-class Learned(Protocol):
-    """What an update moves: a policy or a second model, with its objective and its optimizer."""
-
-    optimizer: torch.optim.Optimizer
+class WithObjective(Protocol):
+    """A model and what it minimises: the policy of a run, or a second model."""
 
     @property
     def policy(self) -> Policy:
@@ -48,6 +46,12 @@ class Learned(Protocol):
     def needs(self) -> Needs:
         """What the objective reads."""
         ...
+
+
+class Learned(WithObjective, Protocol):
+    """What an update moves: a model with its objective and its optimizer."""
+
+    optimizer: torch.optim.Optimizer
 
     @property
     def trained(self) -> list[torch.nn.Parameter]:

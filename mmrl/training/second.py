@@ -16,31 +16,16 @@ from mmrl.core.protocols import LogProbs, Policy
 from mmrl.core.rng import Stream
 from mmrl.references import SecondModel
 from mmrl.runtime.distributed import Processes
-from mmrl.training.nonfinite import Guard
+from mmrl.training.nonfinite import Guard, WithObjective
 
 FOLDER = "references"  # of a checkpoint: the second models by name
 
 
-class Learning(Protocol):
+class Learning(WithObjective, Protocol):
     """What the loop updates: the policy of a run, or a second model."""
 
     processes: Processes
     guard: Guard
-
-    @property
-    def policy(self) -> Policy:
-        """The model."""
-        ...
-
-    @property
-    def objective(self) -> Any:
-        """What it minimises."""
-        ...
-
-    @property
-    def needs(self) -> Needs:
-        """What the objective reads."""
-        ...
 
     @property
     def minibatches(self) -> int:

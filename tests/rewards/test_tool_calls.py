@@ -10,6 +10,7 @@ import pytest
 from mmrl.config.binding import Pieces
 from mmrl.config.schema import Piece
 from mmrl.core.rng import Stream
+from mmrl.core.tool_calls import parse_calls
 from mmrl.core.types import Outcome, Prompt
 from mmrl.rewards.tool_calls import (
     call_match,
@@ -107,3 +108,8 @@ def test_entities_are_found_as_whole_words():
 def test_an_early_answer_earns_more():
     found = [one(early_answer, "", tags={"turn": str(turn)}) for turn in range(5)]
     assert found == pytest.approx([0.075, 0.05, 0.025, 0, 0])
+
+
+def test_a_call_without_its_end_counts_as_the_engine_makes_it():
+    cut = f"<tool_call>{json.dumps(call('search', q='a'))}"
+    assert one(tool_calls, cut) == 1 == len(parse_calls(cut))

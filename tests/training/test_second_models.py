@@ -13,6 +13,8 @@ from mmrl.config.reward_adapters import per_outcome
 from mmrl.config.schema import Config, ConfigError, Piece, parse
 from mmrl.core.rng import Stream
 from mmrl.core.step_table import Batch, StepOutput, Totals
+from mmrl.runtime.checkpoint import CheckpointError
+from mmrl.training.checkpointing import resume
 from mmrl.training.loop import train
 from tests.support.tables import assert_rows, reward_table
 from tests.support.toys import plan, toy_run
@@ -201,3 +203,22 @@ def test_what_cannot_be_a_critic_is_named(tmp_path, changes, said):
         config = parse(raw, Config)
         check(config)
         train(toy_run(tmp_path, **{**PPO, **changes}))
+
+
+def test_a_critic_is_carried_into_another_run(tmp_path):
+    first = toy_run(tmp_path / "first", **PPO, max_steps=3)
+    train(first)
+    start = {"init_from": str(tmp_path / "first"), "carry": ["references"]}
+    second = toy_run(tmp_path / "second", **PPO, **start, max_steps=3)
+    resume(second)
+    tables = [run.seconds["critic"].policy.table for run in (first, second)]
+    assert torch.equal(*tables) and tables[0].any()
+
+
+def test_a_critic_that_the_other_run_lacks_cannot_be_carried(tmp_path):
+    train(toy_run(tmp_path / "first", references={"critic": "frozen"}, max_steps=1))
+    run = toy_run(
+        tmp_path / "second", **PPO, init_from=str(tmp_path / "first"), carry=["references"], max_steps=1
+    )
+    with pytest.raises(CheckpointError, match="cannot carry references over"):
+        train(run)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from mmrl.core.tool_calls import Call
 from mmrl.vision.engines.with_tools import WithTools
-from mmrl.vision.tool_calls import Call
 
 
 def ruled(number: int) -> str:

@@ -14,11 +14,12 @@ from PIL import Image
 from mmrl.config.binding import Pieces
 from mmrl.config.schema import ConfigError, Piece
 from mmrl.core.rng import Stream
+from mmrl.core.tool_calls import Call, CallError, parse_calls
 from mmrl.vision.decoding import decoding
 from mmrl.vision.engines import generate as generate_module
 from mmrl.vision.engines.generate import Generate
 from mmrl.vision.engines.with_tools import WithTools
-from mmrl.vision.tool_calls import Call, CallError, Tool, ToolFault, parse_calls
+from mmrl.vision.tool_calls import Tool, ToolFault
 from mmrl.vision.tools.images import crop
 from tests.vision import tiny
 

@@ -16,6 +16,7 @@ from mmrl.config.ranges import NonNegativeInt, PositiveInt
 from mmrl.config.registry import engine
 from mmrl.config.schema import ConfigError
 from mmrl.core.rng import Stream
+from mmrl.core.tool_calls import Call, CallError, parse_calls
 from mmrl.core.types import Media, Message, Outcome, Part, Prompt, Rollouts, Trajectory
 from mmrl.engines.replay import CHANGED
 from mmrl.vision.decoding.decoding import GenerationRequest
@@ -25,13 +26,10 @@ from mmrl.vision.models.processor import EncodedPrompt, PromptEncoder, Tools
 from mmrl.vision.tool_calls import (
     MAX_CALLS,
     Answer,
-    Call,
-    CallError,
     Limits,
     Tool,
     ToolFault,
     one_line,
-    parse_calls,
     run_calls,
 )
 
