@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from mmrl.build import make_chain
-from mmrl.config.binding import Pieces
+from mmrl.config.binding import FILLED, Pieces
 from mmrl.config.registry import Entry, find
 from mmrl.config.schema import Piece
 from mmrl.core.reward_table import RewardTable
@@ -98,7 +98,7 @@ class Case:
         given = {**OPTIONS.get((self.kind, self.entry.full_name), {}), **self.choice}
         empty = inspect.Parameter.empty
         missing = {name for name, parameter in self.entry.options.items() if parameter.default is empty}
-        missing -= {*given, "generator", "stream", "train_prompts"}
+        missing -= {*given, *FILLED}
         if missing:
             pytest.fail(
                 f"the {self.kind} '{self.entry.full_name}' has the required options {sorted(missing)}; give "

@@ -54,6 +54,19 @@ class RendersPrompts(Protocol):
         ...
 
 
+@runtime_checkable
+class Portable(Policy, Protocol):
+    """A policy whose rows travel between processes without what the receiver can make again."""
+
+    def pack(self, row: Trajectory) -> Trajectory:
+        """Leave out of a row what `unpack` makes from its prompt."""
+        ...
+
+    def unpack(self, row: Trajectory) -> Trajectory:
+        """Complete a row that another process packed."""
+        ...
+
+
 class Engine(Protocol):
     """Makes rollouts: generates text, denoises images, or reads stored answers."""
 
