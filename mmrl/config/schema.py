@@ -66,6 +66,7 @@ class Rollout:
     policy: str = ""  # a name in `references` when another policy than the learner rolls out
     num_prompts: PositiveInt = 32  # groups per update, over all processes
     num_generations: PositiveInt = 8  # rollouts per prompt
+    max_staleness: Annotated[int, Range(0, 1)] = 0  # steps that rollouts may be older; 1: made while learning
     max_rounds: PositiveInt = 1  # calls of the sampler per update: after dropped groups, hints, budgets
 
 
@@ -113,6 +114,7 @@ class Report:
     # Warnings on the console and at the head of the HTML report.
     checks: Annotated[tuple[Piece, ...], Kind("check", on="training")] = (
         Piece("logprob_mismatch", {"tolerance": 0.05}),
+        Piece("effective_samples"),
     )
     # Checks of the first step at no cost; `mmrl doctor` runs all of them.
     startup_checks: Annotated[tuple[Piece, ...], Kind("check", on="start")] = (

@@ -78,6 +78,14 @@ class Engine(Protocol):
         ...
 
 
+@runtime_checkable
+class Asking(Engine, Protocol):
+    """An engine that can begin with rollouts before they are collected."""
+
+    def ask(self, prompts: Sequence[Prompt]) -> None:
+        """Begin with the weights, the step and the round of this moment; `rollout` of these collects."""
+
+
 class Sampler(Protocol):
     """Chooses prompts, and the number of rollouts for each.
 

@@ -145,6 +145,7 @@ class RayWorkers:
         self.version, self.weights, self.seen = 0, None, ()
         self.processes: dict[int, int] = {}  # of every worker, to notice when it is another
         self.restarts = 0
+        self.begun: tuple[list[Prompt], list[list[Prompt]], list[Any]] | None = None
         self.metrics: Counter[str] = Counter()  # sums over rows
         self.rows = 0
 
@@ -153,14 +154,9 @@ class RayWorkers:
         import ray
         from ray.exceptions import GetTimeoutError, RayActorError
 
-        self._start()
-        self._publish()
-        shares = [share for share in divided(prompts, self.num_workers) if share]
-        moment = self.stream.step, self.stream.round, self.stream.purpose, self.recipe.clock()
-        asked = [
-            worker.rollout.remote(self.version, self.weights, Asked(tuple(share), *moment))
-            for worker, share in zip(self.workers, shares, strict=False)  # some workers have no share
-        ]
+        if self.begun is None or [*map(id, self.begun[0])] != [*map(id, prompts)]:
+            self.ask(prompts)
+        (_, shares, asked), self.begun = self.begun, None
         try:
             answers: list[Answered] = ray.get(asked, timeout=self.timeout)
         except GetTimeoutError as error:
@@ -180,6 +176,18 @@ class RayWorkers:
             self._note(number, answer)
         place = place_of([prompt.uid for prompt in prompts])
         return tuple(sorted(rows, key=lambda row: place(row.prompt.uid)))
+
+    def ask(self, prompts: Sequence[Prompt]) -> None:
+        """Begin with the weights, the step and the round of this moment; `rollout` of these collects."""
+        self._start()
+        self._publish()
+        shares = [share for share in divided(prompts, self.num_workers) if share]
+        moment = self.stream.step, self.stream.round, self.stream.purpose, self.recipe.clock()
+        asked = [
+            worker.rollout.remote(self.version, self.weights, Asked(tuple(share), *moment))
+            for worker, share in zip(self.workers, shares, strict=False)  # some workers have no share
+        ]
+        self.begun = list(prompts), shares, asked
 
     def tell(self) -> Mapping[str, float]:
         """Return what the workers' engines tell, averaged over rows, and how many workers were restarted."""

@@ -120,6 +120,29 @@ def test_a_run_whose_workers_are_killed_and_that_is_resumed_is_that_of_one_proce
         assert [record[name] for record in steps] == [record[name] for record in wanted]
 
 
+def test_rollouts_a_step_ahead_are_those_of_older_weights_also_where_the_run_was_killed(tmp_path):
+    changes = {"objective": {"step_weight": ["truncated_importance"]}, "max_steps": 4, "save_steps": 1}
+    lagging = toy_run(
+        tmp_path / "lagging", **changes, rollout={"engine": ["tests.training.test_ahead:Lagging"]}
+    )
+    train(lagging)
+    changes = merge({**changes, "rollout": {"max_staleness": 1}}, with_workers(f"{TOYS}:ToyGenerate"))
+    first = toy_run(tmp_path / "ahead", **changes)
+    finish = first.finish
+
+    def dying(step, *rest):
+        if step == 2:
+            raise KeyboardInterrupt
+        finish(step, *rest)
+
+    first.finish = dying
+    with pytest.raises(KeyboardInterrupt):
+        train(first)  # with the rollouts of step 3 in flight
+    again = toy_run(tmp_path / "ahead", **changes)
+    train(again)
+    assert torch.equal(again.policy.table, lagging.policy.table)
+
+
 # ---- faults
 
 
