@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from mmrl.config.schema import ConfigError
+from mmrl.costs import operations
 from mmrl.training.loop import train
 from tests.support.resuming import assert_alike, killed, resumed, without_times
 from tests.support.toys import ToyGenerate, toy_run
@@ -87,6 +88,12 @@ def test_what_cannot_be_asked_ahead_is_refused(tmp_path):
         toy_run(tmp_path, rollout={"engine": [f"{HERE}:Beginning"], "max_staleness": 1})
     with pytest.raises(ConfigError, match="max_staleness"):
         toy_run(tmp_path, **ahead(rollout={"max_staleness": 2}))
+
+
+def test_operations_of_other_processes_are_not_counted_as_none(tmp_path):
+    run = toy_run(tmp_path, **ahead())
+    with pytest.raises(ConfigError, match="counts what this process computes"), operations(run.method.engine):
+        pass
 
 
 def test_prompts_that_a_sampler_changed_are_an_error(tmp_path):
