@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Set
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -36,6 +37,7 @@ from mmrl.vision.decoding.token_steps import (
     read_cached,
     read_packed,
 )
+from mmrl.vision.decoding.tree_reading import reads_trees
 from mmrl.vision.media.media_reader import MediaReader
 from mmrl.vision.models import loading
 from mmrl.vision.models.processor import PromptEncoder
@@ -93,9 +95,16 @@ class StepModel(nn.Module):
             for name, value in values.items()
         }
 
+    @property
+    def reads_trees(self) -> bool:
+        """Whether it computes what rows share beyond their prompt once."""
+        return self.share and reads_trees(self.model, packed=self.checkpointed)
+
     def states(self, steps: TokenSteps) -> Tensor:
         """Compute the last hidden states (N, longest, width), each of which predicts a token."""
         core = self.model.base_model
+        if steps.tree and not self.reads_trees:
+            steps = replace(steps, tree=None)
         if self.checkpointed:
             hidden = read_packed(core, steps)
         else:
@@ -230,6 +239,7 @@ class Tokens:
             layer_windows(self.model.config)  # raises for layers that cannot be packed
             loading.checkpoint_layers(self.model)
         self.compute, self.share_prefix = DTYPES[dtype], share_prefix
+        self.checkpointed = gradient_checkpointing
         self.inner = InnerOptions(hot_temperature, cold_temperature, top_k, rank_stride)
         self.teacher_head: nn.Module | None = None
         blank: dict[str, Any] = {}
@@ -307,6 +317,8 @@ class Tokens:
         suffixes = tuple(row.suffix for row in rows)
         temperature = torch.tensor([row.temperature for row in rows])
         steps = TokenSteps(distinct, which, ids, length, temperature, suffixes if any(suffixes) else ())
+        if self.share_prefix and reads_trees(self.model, packed=self.checkpointed):
+            steps = steps.with_tree(self.core)
         # NaN where a row has no such note, and after its end. `steps` has what `token` and `temperature` say.
         missing = torch.full((mask.shape[1],), torch.nan)
         notes = {
