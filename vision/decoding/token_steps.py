@@ -147,6 +147,21 @@ class TokenSteps:
         tree = find_tree(lines)
         return replace(self, tree=tree if tree.pays(apart) else None)
 
+    def distinct_steps(self, inside: Tensor) -> tuple[Tensor, Tensor]:
+        """Find the steps that rows of a tree share: the first of each (D,), and which each step is (M,).
+
+        `inside` (N, longest) marks the M steps.
+        """
+        assert self.tree is not None
+        sizes = torch.tensor([0, *map(len, self.tree.nodes)])
+        place = _where(self, self.tree, sizes.cumsum(0).tolist())[inside]
+        temperature = self.temperature.unique(return_inverse=True)[1][:, None].expand(inside.shape)[inside]
+        key = torch.stack([place, self.ids[:, : self.longest][inside], temperature])
+        distinct, each = key.unique(dim=1, return_inverse=True)
+        number = torch.arange(len(each))
+        first = torch.full((distinct.shape[1],), len(each)).scatter_reduce_(0, each, number, "amin")
+        return first, each
+
     @property
     def longest(self) -> int:
         """Length of the longest answer; later columns are padding."""

@@ -84,9 +84,13 @@ class StepModel(nn.Module):
             ids = steps.ids[:, : steps.longest].to(device)[where]
             temperature = steps.temperature.to(device)[where[0]]
             taught = teacher and TeacherStates(teacher.head, teacher.hidden[where])
-            values = chunked_logp(
-                hidden[where], head, ids, temperature, self.forbidden, extra, self.inner, taught
-            )
+            columns = hidden[where], head, ids, temperature
+            if steps.tree and teacher is None:  # a teacher may read something else in every row
+                first, each = (index.to(device) for index in steps.distinct_steps(inside))
+                columns = hidden[where][first], head, ids[first], temperature[first]
+            values = chunked_logp(*columns, self.forbidden, extra, self.inner, taught)
+            if steps.tree and teacher is None:
+                values = {name: value[each] for name, value in values.items()}
             if extra & OF_STATES:
                 states = of_states(hidden, steps.length, extra, self.inner)
                 values |= {name: value[where] for name, value in states.items()}
@@ -238,8 +242,7 @@ class Tokens:
         if gradient_checkpointing:
             layer_windows(self.model.config)  # raises for layers that cannot be packed
             loading.checkpoint_layers(self.model)
-        self.compute, self.share_prefix = DTYPES[dtype], share_prefix
-        self.checkpointed = gradient_checkpointing
+        self.compute, self.share_prefix, self.checkpointed = DTYPES[dtype], share_prefix, gradient_checkpointing
         self.inner = InnerOptions(hot_temperature, cold_temperature, top_k, rank_stride)
         self.teacher_head: nn.Module | None = None
         blank: dict[str, Any] = {}
