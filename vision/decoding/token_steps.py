@@ -140,12 +140,10 @@ class TokenSteps:
             prompt, suffix = self.prompts[number], self.suffix(row)
             shown = media_of(core, suffix.ids, suffix.media, len(prompt.ids))
             lines.append(_line(prompt, suffix, (*media[number], *shown)))
-        before = [len(prompt.ids) - 1 for prompt in self.prompts]
-        apart = sum(before) + sum(
-            len(line) - before[number] for line, number in zip(lines, self.which.tolist(), strict=True)
-        )
+        sizes = [len(prompt.ids) for prompt in self.prompts]
+        answers = (len(line) - sizes[i] for line, i in zip(lines, self.which.tolist(), strict=True))
         tree = find_tree(lines)
-        return replace(self, tree=tree if tree.pays(apart) else None)
+        return replace(self, tree=tree if tree.pays(sum(sizes) + sum(answers)) else None)
 
     def distinct_steps(self, inside: Tensor) -> tuple[Tensor, Tensor]:
         """Find the steps that rows of a tree share: the first of each (D,), and which each step is (M,).

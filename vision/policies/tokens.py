@@ -242,7 +242,7 @@ class Tokens:
         if gradient_checkpointing:
             layer_windows(self.model.config)  # raises for layers that cannot be packed
             loading.checkpoint_layers(self.model)
-        self.compute, self.share_prefix, self.checkpointed = DTYPES[dtype], share_prefix, gradient_checkpointing
+        self.compute, self.share_prefix, self.packed = DTYPES[dtype], share_prefix, gradient_checkpointing
         self.inner = InnerOptions(hot_temperature, cold_temperature, top_k, rank_stride)
         self.teacher_head: nn.Module | None = None
         blank: dict[str, Any] = {}
@@ -320,7 +320,7 @@ class Tokens:
         suffixes = tuple(row.suffix for row in rows)
         temperature = torch.tensor([row.temperature for row in rows])
         steps = TokenSteps(distinct, which, ids, length, temperature, suffixes if any(suffixes) else ())
-        if self.share_prefix and reads_trees(self.model, packed=self.checkpointed):
+        if self.share_prefix and reads_trees(self.model, packed=self.packed):
             steps = steps.with_tree(self.core)
         # NaN where a row has no such note, and after its end. `steps` has what `token` and `temperature` say.
         missing = torch.full((mask.shape[1],), torch.nan)
