@@ -4,7 +4,7 @@
 
 The small Qwen2.5-VL of `grpo_step.py` with a frozen tower; one thread, float32, processor time, both ways in
 turn. "Branches" are answers that part from each other as `vision.with_branches` samples them; "turns" are
-conversations written as a row per turn, whose replies are images. "Apart" shares prompts only, as without a
+a conversation written as a row per turn, whose replies are images. "Apart" shares prompts only, as without a
 tree. Operations are counted as they run, a backward pass as two forward passes; the tower has none.
 """
 
@@ -27,7 +27,6 @@ from benchmarks.machine import describe
 RESULTS = Path(__file__).parent / "results" / "tree.json"
 VISUAL = 256  # tokens of an image
 ANSWER = 32  # tokens of a turn, or of a part of an answer
-GROUP = 2  # conversations about a prompt
 BUDGET = 6144  # tokens of a micro-batch
 
 
@@ -50,10 +49,10 @@ def picture(seed: int):
     return Media("image", f"picture{seed}", lambda: Frames(pixels, torch.zeros(1)))
 
 
-def ask(uid: str):
+def ask(uid: str, seed: int = 0):
     from mmrl.core.types import Message, Part, Prompt
 
-    return Prompt(uid, (Message("user", (Part(media=picture(0)), Part("What is shown here?"))),))
+    return Prompt(uid, (Message("user", (Part(media=picture(seed)), Part("What is shown here?"))),))
 
 
 def row_of(prompt, read, ids: torch.Tensor):
@@ -78,28 +77,26 @@ def branches(policy, branching: tuple[int, ...]) -> tuple:
 
 
 def turns(policy, number: int) -> tuple:
-    """Make conversations about a prompt with a row per turn."""
+    """Make a conversation with a row per turn."""
     from mmrl.core.types import Message, Part
 
     prompt, tokens, encoder, rows = ask("turns"), Tokens(), policy.prompt_encoder, []
-    for talk in range(GROUP):
-        read = encoder.encode(prompt)
-        for turn in range(number):
-            ids = tokens.draw()
-            rows.append(row_of(prompt, read, ids))
-            shown = Part(media=picture(1 + talk * number + turn))
-            read = encoder.extend(read, ids, Message("user", (shown, Part("Look again."))))
+    read = encoder.encode(prompt)
+    for turn in range(number):
+        ids = tokens.draw()
+        rows.append(row_of(prompt, read, ids))
+        shown = Part(media=picture(1 + turn))
+        read = encoder.extend(read, ids, Message("user", (shown, Part("Look again."))))
     return tuple(rows)
 
 
 def usual(policy, prompts: int) -> tuple:
-    """Make answers that differ from the first token on, to several prompts."""
+    """Make answers that differ from the first token on, to several prompts with an image each."""
     tokens, rows = Tokens(), []
     for number in range(prompts):
-        prompt = ask(f"usual{number}")
-        prompt = replace(prompt, messages=(replace(prompt.messages[0], parts=prompt.messages[0].parts[1:]),))
+        prompt = ask(f"usual{number}", number)
         read = policy.prompt_encoder.encode(prompt)
-        rows += [row_of(prompt, read, tokens.draw(4 * ANSWER)) for _ in range(8)]
+        rows += [row_of(prompt, read, tokens.draw()) for _ in range(8)]
     return tuple(rows)
 
 
@@ -161,6 +158,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--turns", type=int, nargs="*", default=[2, 4, 8])
+    parser.add_argument("--only", default="", help="those whose names begin so")
     parser.add_argument("--output", type=Path, default=RESULTS)
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -171,13 +169,16 @@ def main() -> None:
         "branches 6, 6": lambda: branches(policy, (6, 6)),
         "branches 3, 3, 3": lambda: branches(policy, (3, 3, 3)),
         **{f"turns {number}": lambda number=number: turns(policy, number) for number in options.turns},
-        "usual": lambda: usual(policy, 8),
+        "usual": lambda: usual(policy, 4),
     }
-    lines = []
+    # What was measured before and is not asked for stays in the file.
+    known = options.output.read_text().splitlines() if options.only and options.output.exists() else []
+    lines = {line["rows"]: line for line in map(json.loads, known)}
     for name, make in made.items():
-        lines.append(compare(policy, name, make(), options.repeats))
-        print(json.dumps(lines[-1]), flush=True)
-        options.output.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        if name.startswith(options.only):
+            lines[name] = compare(policy, name, make(), options.repeats)
+            print(json.dumps(lines[name]), flush=True)
+            options.output.write_text("".join(json.dumps(line) + "\n" for line in lines.values()))
 
 
 if __name__ == "__main__":

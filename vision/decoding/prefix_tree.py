@@ -217,10 +217,12 @@ def media_of(core: nn.Module, ids: Tensor, media: Mapping[str, Tensor], before: 
     if not media:
         return []
     family, found, taken = family_of(core.config), [], Counter()
-    if family.split is None:
-        places = torch.isin(ids, ids.new_tensor(placeholder_ids(core.config))).nonzero()[:, 0] + before
-        return [Medium(media, int(places[0]), int(places[-1]) + 1)]
-    for tensors in family.split(media):
+    parts = family.split(media) if family.split else []
+    if media.keys() != {name for part in parts for name in part}:  # they stay together
+        places = torch.isin(ids, ids.new_tensor(placeholder_ids(core.config))).nonzero()[:, 0].tolist()
+        first, last = (places[0], places[-1]) if places else (0, len(ids) - 1)
+        return [Medium(media, before + first, before + last + 1)]
+    for tensors in parts:
         ((token, number),) = family.features(core, tensors).items()
         places = (ids == token).nonzero()[taken[token] : taken[token] + number, 0] + before
         found.append(Medium(tensors, int(places[0]), int(places[-1]) + 1))

@@ -186,7 +186,8 @@ class Tokens:
         freeze_vision_tower: Train the language model only; otherwise the vision tower too.
         frozen: Train nothing, so that all weights stay in `dtype`: for a model that only answers, as a judge.
         gradient_checkpointing: Recompute layers in the backward pass: less memory, more time.
-        share_prefix: Rows with the same prompt share its keys and values; without it, every row gets a copy.
+        share_prefix: Rows share the keys and values of their prompt, and of longer beginnings where that
+            saves a twentieth of all tokens; without it, every row gets a copy.
         min_pixels: Smallest image after the image processor, in pixels; None: the processor's own.
         max_pixels: Largest image after the image processor, in pixels; None: the processor's own.
         hot_temperature: Temperature of the output `logp_hot`, in units of the sampling temperature.
