@@ -9,11 +9,15 @@ import pytest
 import torch
 
 from mmrl.compression.transforms.visual_computation import drop_visual_layers
+from mmrl.core.rng import Stream
 from mmrl.core.types import Message, Outcome, Part, Trajectory, Unit
 from mmrl.vision.decoding import prefix_tree, tree_reading
 from mmrl.vision.decoding.prefill import merge_media
 from mmrl.vision.decoding.prefix_tree import Line, Medium, find_tree
 from mmrl.vision.decoding.token_steps import Suffix, TokenRow
+from mmrl.vision.engines.generate import Generate
+from mmrl.vision.engines.with_branches import WithBranches
+from mmrl.vision.engines.with_exits import WithExits
 from mmrl.vision.policies.tokens import Tokens
 from tests.kv_cache.test_prefix import Norm
 from tests.vision import mixed, tiny
@@ -328,3 +332,21 @@ def test_an_attention_of_its_own_kind_reads_rows_apart(exact, eager, monkeypatch
         wanted = policy(batch).logp
         monkeypatch.setattr(tree_reading, "share_prefix", lambda *_: None)
         torch.testing.assert_close(policy(batch).logp, wanted, **TIGHT)
+
+
+def test_what_engines_let_part_is_learned_as_a_tree(exact, eager, monkeypatch):
+    policy = exact("llava")
+    monkeypatch.setattr(policy.prompt_encoder, "end", [-2])  # all answers are as long as they may be
+    prompt, stream = mixed.prompts("llava")[1], Stream(0)
+    inner = Generate(policy, stream=stream, max_completion_length=6)
+    trees = WithBranches(inner, stream=stream, branching=(2, 2), segment_length=2).rollout([prompt] * 8)
+    exits = WithExits(inner, stream=stream, exit_text="0 1", max_exit_length=3).rollout([prompt] * 4)
+    size = len(policy.prompt_encoder.encode(prompt).ids)
+    for rows in (trees, exits):
+        batch = policy.collate(rows)
+        texts = {(*row.steps.ids.tolist()[:end],) for row in rows for end in range(1, row.length)}
+        assert batch.steps.tree.tokens == size + len(texts)
+        with torch.no_grad():
+            logp = policy(batch).logp
+        for i, row in enumerate(rows):
+            torch.testing.assert_close(logp[i, : row.length].float(), row.notes["logp"], rtol=0, atol=2e-5)
