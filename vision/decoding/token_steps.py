@@ -1,8 +1,8 @@
-"""Batches of answers to shared prompts, and the two ways of running them through a model."""
+"""Batches of answers to shared prompts, and the ways of running them through a model."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -13,10 +13,19 @@ from torch.nn.utils.rnn import pad_sequence
 from mmrl.config.schema import ConfigError
 from mmrl.core.types import Unit
 from mmrl.kv_cache.hf_cache import attention_types
-from mmrl.vision.decoding.prefill import merge_media, pad_left, prefill, squeeze_axes
+from mmrl.vision.decoding.prefill import merge_media, prefill, squeeze_axes
+from mmrl.vision.decoding.prefix_tree import (
+    ROOT,
+    Line,
+    Medium,
+    Node,
+    PrefixTree,
+    find_tree,
+    media_of,
+)
+from mmrl.vision.decoding.tree_reading import pad_nodes, read_tree
 from mmrl.vision.models.processor import EncodedPrompt
 
-PROMPT = -1  # owner of tokens that every answer attends to
 # A logit of probability 0; unlike minus infinity, its product with that probability is finite.
 FORBIDDEN = -1e30
 
@@ -81,7 +90,8 @@ class TokenRow:
 class TokenSteps:
     """The steps of a batch: the answers of `N` rows, padded to `T` tokens, and their distinct prompts.
 
-    `suffixes` (N) are those of the rows' conversations; it is empty where no row has one.
+    `suffixes` (N) are those of the rows' conversations; it is empty where no row has one. `tree` has the
+    beginnings that rows share beyond their prompts, None where there are few: see `with_tree`.
     """
 
     prompts: tuple[EncodedPrompt, ...]
@@ -90,10 +100,13 @@ class TokenSteps:
     length: Tensor  # (N,)
     temperature: Tensor  # (N,) sampling temperature
     suffixes: tuple[Suffix | None, ...] = ()
+    tree: PrefixTree | None = None
     unit: Unit = Unit.ROW
 
     def cost(self, rows: Tensor) -> int:
-        """Count tokens with padding: every distinct prompt once, every answer with the replies inside it."""
+        """Count tokens with padding: what rows share once, every answer with the replies inside it."""
+        if self.tree:
+            return self.tree.cost(rows.tolist())
         distinct = set(self.which[rows].tolist())
         longest = max(len(self.prompts[i].ids) for i in distinct)
         length = self.length[rows]
@@ -113,7 +126,39 @@ class TokenSteps:
             self.length[rows],
             self.temperature[rows],
             kept if any(kept) else (),
+            self.tree and self.tree.select(rows.tolist()),
         )
+
+    def with_tree(self, core: nn.Module) -> TokenSteps:
+        """Find the beginnings that rows share beyond their prompts, for a model without its head.
+
+        They are kept where they save a good part of the tokens that are computed.
+        """
+        media = [media_of(core, prompt.ids, prompt.media) for prompt in self.prompts]
+        lines = []
+        for row, number in enumerate(self.which.tolist()):
+            prompt, suffix = self.prompts[number], self.suffix(row)
+            shown = media_of(core, suffix.ids, suffix.media, len(prompt.ids))
+            lines.append(_line(prompt, suffix, (*media[number], *shown)))
+        sizes = [len(prompt.ids) for prompt in self.prompts]
+        answers = (len(line) - sizes[i] for line, i in zip(lines, self.which.tolist(), strict=True))
+        tree = find_tree(lines)
+        return replace(self, tree=tree if tree.pays(sum(sizes) + sum(answers)) else None)
+
+    def distinct_steps(self, inside: Tensor) -> tuple[Tensor, Tensor]:
+        """Find the steps that rows of a tree share: the first of each (D,), and which each step is (M,).
+
+        `inside` (N, longest) marks the M steps.
+        """
+        assert self.tree is not None
+        sizes = torch.tensor([0, *map(len, self.tree.nodes)])
+        place = _where(self, self.tree, sizes.cumsum(0).tolist())[inside]
+        temperature = self.temperature.unique(return_inverse=True)[1][:, None].expand(inside.shape)[inside]
+        key = torch.stack([place, self.ids[:, : self.longest][inside], temperature])
+        distinct, each = key.unique(dim=1, return_inverse=True)
+        number = torch.arange(len(each))
+        first = torch.full((distinct.shape[1],), len(each)).scatter_reduce_(0, each, number, "amin")
+        return first, each
 
     @property
     def longest(self) -> int:
@@ -141,8 +186,14 @@ def distinct_prompts(prompts: Sequence[EncodedPrompt]) -> tuple[tuple[EncodedPro
 
 
 def read_cached(core: nn.Module, steps: TokenSteps, *, share_prefix: bool = True) -> Tensor:
-    """Prefill the prompts, then run all answers: (N, longest, width) states, each predicting a token."""
+    """Prefill the prompts, then run all answers: (N, longest, width) states, each predicting a token.
+
+    Where the steps have a tree, its nodes are run instead.
+    """
     device = core.get_input_embeddings().weight.device
+    if steps.tree and (found := read_tree(core, steps.tree)):
+        states, starts = found
+        return states[_where(steps, steps.tree, starts).to(device)]
     prefix = prefill(core, steps.prompts, share_prefix=share_prefix).select(steps.which.to(device))
     # The inputs are shifted by one: the last token of the prompt predicts the first of the answer.
     if not steps.suffixes:
@@ -166,71 +217,95 @@ def read_packed(core: nn.Module, steps: TokenSteps) -> Tensor:
     """Run every prompt packed with all its answers in one sequence, without a cache.
 
     Gradient checkpointing needs it: a layer that is computed anew must not write to a cache again. The mask
-    lets an answer attend to the prompt and to itself, so the result is that of `read_cached`; states after
-    the end of a row are arbitrary.
+    lets a token attend to those before it in its own row, so the result is that of `read_cached`; states
+    after the end of a row are arbitrary.
     """
     device = core.get_input_embeddings().weight.device
-    sequences, owners, indices = zip(*(_pack(steps, i) for i in range(len(steps.prompts))), strict=True)
-    ids, mask, positions = pad_left(sequences, device)
-    owner = pad_sequence(owners, batch_first=True, padding_value=PROMPT, padding_side="left")
-    index = pad_sequence(indices, batch_first=True, padding_side="left")
-    where = torch.zeros(len(steps.ids), steps.longest, dtype=torch.int64)  # 0 after the end of a row
-    media: list[Mapping[str, Tensor]] = []  # in the order of the sequences' tokens
-    for number, prompt in enumerate(steps.prompts):
-        media.append(prompt.media)
-        for row in (steps.which == number).nonzero()[:, 0].tolist():
-            suffix, places = steps.suffix(row), (owner[number] == row).nonzero()[:, 0]
-            where[row, : len(suffix.chosen)] = places[suffix.chosen]
-            media.append(suffix.media)
+    tree = steps.tree or _prompts_and_answers(steps)
+    roots = list(range(len(tree.nodes)))  # of every node
+    for number, node in enumerate(tree.nodes):
+        roots[number] = number if node.parent == ROOT else roots[node.parent]
+    packs: dict[int, list[int]] = {}
+    for number, root in enumerate(roots):
+        packs.setdefault(root, []).append(number)
+    sizes = [sum(len(tree.nodes[number]) for number in pack) for pack in packs.values()]
+    starts = [0] * len(tree.nodes)
+    for place, (size, pack) in enumerate(zip(sizes, packs.values(), strict=True)):
+        at = (place + 1) * max(sizes) - size  # padded on the left
+        for number in pack:
+            starts[number], at = at, at + len(tree.nodes[number])
+
+    def packed(part: Callable[[int], Tensor]) -> Tensor:
+        return pad_nodes([torch.cat([part(number) for number in pack]) for pack in packs.values()], device)
+
+    ids, positions = packed(tree.ids), packed(lambda number: tree.positions(number).T).permute(2, 0, 1)
+    owner = packed(lambda number: torch.full((len(tree.nodes[number]),), number))
+    index = packed(lambda number: torch.arange(tree.nodes[number].begin, tree.nodes[number].end))
+    mask = packed(lambda number: torch.ones(len(tree.nodes[number]), dtype=torch.bool))
+    media = [tensors for pack in packs.values() for number in pack for tensors in tree.media(number)]
     hidden = core(
         input_ids=ids,
-        attention_mask=_masks(layer_windows(core.config), owner.to(device), index.to(device), mask.bool()),
+        attention_mask=_masks(layer_windows(core.config), tree.before().to(device), owner, index, mask),
         use_cache=False,
-        position_ids=squeeze_axes(positions),
+        position_ids=squeeze_axes(positions.contiguous()),
         **merge_media(media, device),
     ).last_hidden_state
-    return hidden[steps.which[:, None].to(device), where.to(device)]
+    return hidden.flatten(0, 1)[_where(steps, tree, starts).to(device)]
 
 
-def _pack(steps: TokenSteps, number: int) -> tuple[EncodedPrompt, Tensor, Tensor]:
-    """Concatenate a prompt and its answers, each of which starts with the prompt's last token.
+def _line(prompt: EncodedPrompt, suffix: Suffix, media: tuple[Medium, ...]) -> Line:
+    """Join a prompt and what follows it; its last token is predicted, but never an input."""
+    length = len(prompt.ids) + max(1, len(suffix.ids)) - 1
+    ids, positions = torch.cat([prompt.ids, suffix.ids]), torch.cat([prompt.positions, suffix.positions], 1)
+    return Line(ids[:length], positions[:, :length], media)
 
-    Returns the sequence, the owner of every token (a row or `PROMPT`), and its index in the unpacked sequence
-    of that row.
-    """
-    prompt = steps.prompts[number]
-    before = len(prompt.ids) - 1
-    ids, positions = [prompt.ids[:-1]], [prompt.positions[:, :-1]]
-    owners, indices = [torch.full((before,), PROMPT)], [torch.arange(before)]
-    # prompt[:-1] | prompt[-1] answer_1[:-1] | prompt[-1] answer_2[:-1] | ...
-    for row in (steps.which == number).nonzero()[:, 0].tolist():
-        suffix = steps.suffix(row)
-        length = max(1, len(suffix.ids))
-        # The last token of an answer is predicted, but never an input.
-        ids += [prompt.ids[-1:], suffix.ids[: length - 1]]
-        positions += [prompt.positions[:, -1:], suffix.positions[:, : length - 1]]
-        owners.append(torch.full((length,), row))
-        indices.append(before + torch.arange(length))
-    sequence = replace(prompt, ids=torch.cat(ids), positions=torch.cat(positions, 1))
-    return sequence, torch.cat(owners), torch.cat(indices)
+
+def _prompts_and_answers(steps: TokenSteps) -> PrefixTree:
+    """Make a tree of prompts, and of answers that each start with the prompt's last token."""
+    lines, nodes, paths = [], [], []
+    roots: dict[int, int] = {}
+    for row, number in enumerate(steps.which.tolist()):
+        prompt, suffix = steps.prompts[number], steps.suffix(row)
+        before = len(prompt.ids) - 1
+        # All media of a prompt are in its own node, wherever.
+        media = (
+            Medium(prompt.media, 0, before),
+            Medium(suffix.media, before + 1, before + 1 + len(suffix.ids)),
+        )
+        lines.append(_line(prompt, suffix, media))
+        if number not in roots:
+            roots[number] = len(nodes)
+            nodes.append(Node(0, before, row))
+        paths.append((roots[number], len(nodes)))
+        nodes.append(Node(before, len(lines[-1]), row, roots[number]))
+    return PrefixTree(tuple(lines), tuple(nodes), tuple(paths))
+
+
+def _where(steps: TokenSteps, tree: PrefixTree, starts: Sequence[int]) -> Tensor:
+    """Find the states that predict the tokens of rows: (N, longest), 0 after the end of a row."""
+    where = torch.zeros(len(steps.ids), steps.longest, dtype=torch.int64)
+    for row, number in enumerate(steps.which.tolist()):
+        chosen = steps.suffix(row).chosen
+        places = tree.places(row, starts)[len(steps.prompts[number].ids) - 1 :]
+        where[row, : len(chosen)] = places[chosen]
+    return where
 
 
 def _masks(
-    windows: dict[str, int | None], owner: Tensor, index: Tensor, mask: Tensor
+    windows: dict[str, int | None], before: Tensor, owner: Tensor, index: Tensor, mask: Tensor
 ) -> Tensor | dict[str, Tensor]:
     """Make the attention mask (P, 1, S, S), by type of layer where there are several.
 
-    Owners, indices and padding are (P, S). A token attends to earlier tokens of the prompt and of the same
-    answer, within the window of the layer.
+    Owners (nodes), indices and padding are (P, S); `before` (n, n) says which nodes a node reads. A token
+    attends to earlier tokens of those, within the window of the layer.
     """
     size = owner.shape[1]
     earlier = torch.ones(size, size, dtype=torch.bool, device=owner.device).tril()
-    # (P, S, S): query, key
-    same = (owner[:, :, None] == owner[:, None, :]) | (owner[:, None, :] == PROMPT)
+    seen = before[owner[:, :, None], owner[:, None, :]]  # (P, S, S): query, key
     # A padded token attends to itself: the softmax of a row without any key would be NaN.
     alone = torch.eye(size, dtype=torch.bool, device=owner.device) & ~mask[:, :, None]
-    allowed = (earlier & same & mask[:, None, :]) | alone
-    distance = index[:, :, None] - index[:, None, :]  # (P, S, S), as if each answer stood alone
+    allowed = (earlier & seen & mask[:, None, :]) | alone
+    distance = index[:, :, None] - index[:, None, :]  # (P, S, S), as if each row stood alone
     masks = {
         name: (allowed if window is None else allowed & (distance < window))[:, None]
         for name, window in windows.items()

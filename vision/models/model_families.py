@@ -24,10 +24,12 @@ class VLMFamily:
     Args:
         positions: Maps (core, inputs) to rotary positions (A, S) on A axes.
         features: Maps (core, inputs) to the number of visual features by placeholder token id.
+        split: Maps media tensors to those of every image, then of every video; None: they are not told apart.
     """
 
     positions: Callable[[nn.Module, Inputs], Tensor]
     features: Callable[[nn.Module, Inputs], dict[int, int]]
+    split: Callable[[Inputs], list[Inputs]] | None = None
 
 
 def _linear(core: nn.Module, inputs: Inputs) -> Tensor:
@@ -90,6 +92,25 @@ def _count_grids(core: nn.Module, inputs: Inputs) -> dict[int, int]:
     }
 
 
+def _split_grids(media: Inputs) -> list[Inputs]:
+    """Qwen: patches of all images stand in one tensor, those of all videos in another."""
+    found: list[Inputs] = []
+    for kind, name in (("image", "pixel_values"), ("video", "pixel_values_videos")):
+        if name in media:
+            grids = media[f"{kind}_grid_thw"]
+            parts = {name: media[name].split(grids.prod(-1).tolist()), f"{kind}_grid_thw": grids.split(1)}
+            if kind == "video" and "second_per_grid_ts" in media:
+                parts["second_per_grid_ts"] = media["second_per_grid_ts"].split(1)
+            found += [dict(zip(parts, one, strict=True)) for one in zip(*parts.values(), strict=True)]
+    return found
+
+
+def _split_images(media: Inputs) -> list[Inputs]:
+    """Split tensors whose first axis counts images, or tiles."""
+    number = len(media["pixel_values"])
+    return [{name: value[i : i + 1] for name, value in media.items()} for i in range(number)]
+
+
 def _per_image(each: Callable[[Any], int], axis: int = 0) -> Callable[[nn.Module, Inputs], dict[int, int]]:
     """Count the same number of features, from the config, for every image or tile along an axis."""
 
@@ -131,15 +152,17 @@ def _count_packed(core: nn.Module, inputs: Inputs) -> dict[int, int]:
 
 
 FAMILIES: dict[str, VLMFamily] = {
-    "qwen2_vl": VLMFamily(_mrope, _count_grids),
-    "qwen2_5_vl": VLMFamily(_timed_mrope, _count_grids),
-    "qwen3_vl": VLMFamily(_get_rope_index, _count_grids),
-    "qwen3_vl_moe": VLMFamily(_get_rope_index, _count_grids),
+    "qwen2_vl": VLMFamily(_mrope, _count_grids, _split_grids),
+    "qwen2_5_vl": VLMFamily(_timed_mrope, _count_grids, _split_grids),
+    "qwen3_vl": VLMFamily(_get_rope_index, _count_grids, _split_grids),
+    "qwen3_vl_moe": VLMFamily(_get_rope_index, _count_grids, _split_grids),
     # The patches of the tower, and its class token where it is kept.
     "llava": VLMFamily(
-        _linear, _per_image(lambda c: _patches(c) + (c.vision_feature_select_strategy == "full"))
+        _linear,
+        _per_image(lambda c: _patches(c) + (c.vision_feature_select_strategy == "full")),
+        _split_images,
     ),
-    "internvl": VLMFamily(_linear, _per_image(lambda c: c.image_seq_length)),
+    "internvl": VLMFamily(_linear, _per_image(lambda c: c.image_seq_length), _split_images),
     # Pixel shuffle merges squares of patches; images are (1, tiles, ...).
     "smolvlm": VLMFamily(_linear, _per_image(lambda c: _patches(c) // c.scale_factor**2, axis=1)),
     "llava_onevision": VLMFamily(_linear, _count_packed),
