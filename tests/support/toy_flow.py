@@ -26,17 +26,7 @@ class Telling:
 
     toy: ToyText
 
-    says = ToyText.says | {
-        "mean",
-        "velocity",
-        "target",
-        "error",
-        "std",
-        "dt",
-        "time",
-        "value",
-        "reversed_logp",
-    }
+    says = ToyText.says | {"mean", "velocity", "target", "error", "std", "dt", "time", "value"}
 
     @property
     def table(self) -> Tensor:
@@ -65,7 +55,6 @@ class Telling:
             "dt": -0.1 - 0.05 * along,
             "time": 0.9 - 0.2 * along,
             "value": field[..., 1],
-            "reversed_logp": -said.logp,  # as of a log-linear policy whose weights have the other sign
         }
         return StepOutput(said.logp, {**said.extra, **{name: fields[name] for name in extra & set(fields)}})
 
