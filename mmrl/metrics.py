@@ -319,7 +319,5 @@ def _turns(table: RewardTable, where: Mapping[str, str] | None) -> torch.Tensor:
     """Mark the outcomes (N, K) that have all tags of `where`."""
     counted = table.present.clone()
     for tag, word in (where or {}).items():
-        if tag not in table.ids:
-            raise ValueError(f"no outcome has the tag '{tag}'; there are {', '.join(sorted(table.ids))}")
-        counted &= table.ids[tag] == name_id(word)
+        counted &= table.tag(tag) == name_id(word)
     return counted

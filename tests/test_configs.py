@@ -355,6 +355,7 @@ def as_toy_flow(variant: dict[str, Any]) -> dict[str, Any]:
 
 STAND_INS = {
     "vision.generate": GENERATE,
+    "vision.with_window": "tests.support.toys:ToyWindow",
     "vision.with_think_region": "tests.support.observing:ToyThoughts",
 }
 

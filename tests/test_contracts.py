@@ -66,6 +66,9 @@ OPTIONS = {
     ("aggregation", "fixed_length"): {"max_completion_length": 7},
     ("objective", "policy_gradient"): {"surrogate": "clip", "aggregation": "step_mean"},
     ("objective", "comparison"): {"implicit_reward": "log_ratio", "compare": "sigmoid"},
+    ("objective", "bidirectional"): {
+        "objective": {"name": "comparison", "implicit_reward": "log_ratio", "compare": "sigmoid"}
+    },
     ("sampler", "with_hints"): {"hint_column": "wanted", "when": "next_time"},
     ("sampler", "with_difficulty_hints"): {"hint_column": "wanted"},
     # The outcomes of the rows below are 0.1 apart, which the bonus must stay under.

@@ -47,9 +47,4 @@ def tagged_as(table: RewardTable, tag: str) -> Tensor:
 
     Raises `ValueError` where no outcome has the tag.
     """
-    if tag not in table.ids:
-        raise ValueError(
-            f"no outcome has the tag '{tag}', which the engine has to set; there are "
-            f"{', '.join(sorted(table.ids))}"
-        )
-    return table.ids[tag]
+    return table.tag(tag)

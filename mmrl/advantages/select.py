@@ -40,6 +40,19 @@ def drop_truncated(table: RewardTable) -> RewardTable:
 
 
 @advantage
+def zero_unfinished(table: RewardTable) -> RewardTable:
+    """Set the rewards of answers that go on in the next step to 0, so that a critic's value stands for them.
+
+    Answers are tagged `unfinished`, as `vision.with_window` does. Put it before `{name: gae, bootstrap:
+    true}` (T-PPO, arXiv 2506.15050).
+    """
+    if "unfinished" not in table.ids:
+        return table
+    unfinished = (table.ids["unfinished"] != 0).any(-1)[:, None, None]
+    return table.put(torch.where(unfinished & table.valid, 0.0, table.values))
+
+
+@advantage
 def drop_zero(table: RewardTable, *, atol: NonNegativeFloat = 0.0) -> RewardTable:
     """Drop rows whose advantage is 0 at every step (Flow-GRPO, arXiv 2505.05470).
 

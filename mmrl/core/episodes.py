@@ -175,7 +175,7 @@ def merge_turns(table: RewardTable, by: Sequence[str] = ()) -> tuple[RewardTable
     present, width = table.present, max(table.ends.shape[1], 1)
     entries = present.flatten().nonzero()[:, 0]
     # Not the id "row", which numbers rows as they were collected: merged rows keep the order of the table.
-    columns = [entries.div(width, rounding_mode="floor"), *(table.ids[n].flatten()[entries] for n in by)]
+    columns = [entries.div(width, rounding_mode="floor"), *(table.tag(n).flatten()[entries] for n in by)]
     number = group_index(columns)
     index = torch.zeros(present.numel(), dtype=torch.int64).index_copy(0, entries, number)
     count = int(number.max()) + 1 if len(number) else 0

@@ -189,6 +189,18 @@ class RewardTable:
             return torch.where(measured.isnan().all(1), torch.nan, measured.nansum(1))
         return measured.gather(1, self.last.clamp(min=0)[:, None])[:, 0]
 
+    def tag(self, name: str) -> Tensor:
+        """Return the hashed words of a tag, or another id: (N, K), 0 for an outcome without it.
+
+        Raises `ValueError` where no outcome has it.
+        """
+        if name not in self.ids:
+            raise ValueError(
+                f"no outcome has the tag '{name}', which the engine or the data set has to set (engines of "
+                f"conversations, games and trees set their own); there are {', '.join(sorted(self.ids))}"
+            )
+        return self.ids[name]
+
     @property
     def absent(self) -> dict[str, str]:
         """Rewards and labels that are None for every outcome without any failure, each with a message."""
@@ -211,10 +223,7 @@ class RewardTable:
 
     def index(self, by: Sequence[str]) -> Tensor:
         """Number groups of entries (N, K) that agree in every id of `by`; without `by` all are one group."""
-        unknown = [name for name in by if name not in self.ids]
-        if unknown:
-            raise ValueError(f"cannot compare by {unknown}: outcomes have the ids {sorted(self.ids)}")
-        columns = [self.ids[name] for name in by] or [torch.zeros_like(self.ends)]
+        columns = [self.tag(name) for name in by] or [torch.zeros_like(self.ends)]
         return group_index([column.flatten() for column in columns]).view(self.ends.shape)
 
     def groups(self, by: Sequence[str]) -> GroupStatistics:

@@ -26,7 +26,7 @@ GIVEN = {
 EMPTY = inspect.Parameter.empty
 
 
-def apply(entry, table):
+def apply(entry, table, **more):
     # "value" is the default of `value_anchor`: a label that another piece records.
     needed = [name for name, parameter in entry.options.items() if parameter.default in (EMPTY, "value")]
     options = {name: GIVEN[name] for name in needed if name not in ("advantage", "outcome", "where")}
@@ -37,6 +37,7 @@ def apply(entry, table):
         table = table.replace(scored={**table.scored, "near": torch.sigmoid(table.scored["reward"])})
     if "where" in needed:
         options |= {"where": {"stage": "stage"}, "advantage": (group_center,)}
+    options |= more
     if inspect.isclass(entry.target):
         return entry.target(**options)(table)
     return entry.target(table, **options)
@@ -77,3 +78,22 @@ def test_values_stay_finite_at_the_edges(entry, rewards):
     table = apply(entry, table)
     assert table.values.isfinite().all()
     assert not (table.valid & ~table.present[:, None]).any(), "what has no outcome has no reward"
+
+
+@pytest.mark.parametrize("entry", ADVANTAGES, ids=lambda entry: entry.full_name)
+def test_a_missing_tag_is_named(entry):
+    table = table_of([[1, 0], [0, 1]], group=[0, 0])
+    plain = {name: ids for name, ids in table.ids.items() if name in ("group", "row", "on_policy", "place")}
+    try:
+        apply(entry, table.replace(ids=plain))
+    except ValueError as error:
+        assert " tag" in str(error)  # no KeyError
+
+
+@pytest.mark.parametrize(
+    "entry", [entry for entry in ADVANTAGES if "by" in entry.options], ids=lambda entry: entry.full_name
+)
+def test_a_missing_tag_of_by_is_named(entry):
+    with pytest.raises(ValueError, match="no outcome has the tag 'team', which the engine or the data set"):
+        read = {"center": "length"} if entry.full_name == "capped_bonus" else {}  # where it reads `by`
+        apply(entry, table_of([[1, 0], [0, 1]], group=[0, 0]), by=("team",), **read)

@@ -250,7 +250,7 @@ def test_by_a_tag_compares_outcomes_of_equal_tags():
 
 
 def test_comparing_by_an_unknown_id_names_those_there_are():
-    with pytest.raises(ValueError, match=r"cannot compare by \['role'\].*'group', 'on_policy'"):
+    with pytest.raises(ValueError, match="no outcome has the tag 'role'.* group, on_policy"):
         group_center(reward_table([1, 0]), by=("role",))
 
 

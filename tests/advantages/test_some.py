@@ -48,7 +48,7 @@ def test_what_an_inner_piece_needs_is_asked_for():
     ("options", "words"),
     [
         ({"of": ("iuo",)}, "no reward called 'iuo' here; it has iou, format"),
-        ({"where": {"rolle": "spy"}}, "no answer has the tag 'rolle'"),
+        ({"where": {"rolle": "spy"}}, "no outcome has the tag 'rolle'"),
         (
             {"where": {"role": "spy"}, "advantage": (total,)},
             "must keep the rewards and the places of its rows",

@@ -374,3 +374,8 @@ def test_only_the_rows_of_the_stage_are_learned_from():
     assert piece(table).learn[:, 0].tolist() == [True, False], "a collection changes the next one"
     stream.step += 1
     assert piece(table).learn[:, 0].tolist() == [False, True]
+
+
+def test_roles_without_their_tag_are_a_clear_error():
+    with pytest.raises(ValueError, match="no outcome has the tag 'role', which the engine or the data set"):
+        per_episode(played([[0, 1], [0, 0]]), by=("role",), advantage=(by_role,))

@@ -36,6 +36,7 @@ from tests.support.configs import library_pieces
 
 # Numbers that may be anything finite: shifts, scales and bars of metrics and rewards, which have any sign.
 FREE = {
+    "vision.steering.scale",
     "with_reflection.threshold", "alignment.beta", "delegated_reward.failed", "delegated_reward.below",
     "delegated_reward.above", "partial_credit.threshold", "tool_productivity.threshold",
     "pass_at.threshold", "win_rate.draw", "shrunk_mean.low", "shrunk_mean.high",

@@ -148,7 +148,7 @@ class ToyText:
     Its hidden states are the logits; the head of a teacher weighs them by column.
     """
 
-    says = OF_LOGITS | OF_STATES
+    says = OF_LOGITS | OF_STATES | {"reversed_logp"}
     prompt_encoder = ToyEncoder()
 
     def __init__(
@@ -197,7 +197,9 @@ class ToyText:
         logp = self.module()[steps.prompt][:, places].log_softmax(-1)
         chosen = logp.gather(2, steps.tokens[..., None])[..., 0] * batch.mask
         said = {"entropy": -(logp.exp() * logp).sum(-1)} if "entropy" in extra else {}
-        return StepOutput(chosen, said | self._inside(batch, places, extra - {"entropy"}))
+        if "reversed_logp" in extra:  # as of a log-linear policy whose weights have the other sign
+            said["reversed_logp"] = -chosen
+        return StepOutput(chosen, said | self._inside(batch, places, extra - {"entropy", "reversed_logp"}))
 
     def _inside(self, batch: Batch, places: Tensor, extra: frozenset[str]) -> dict[str, Tensor]:
         """Give what a language model says from inside, as `vision.tokens` does."""
@@ -369,6 +371,20 @@ class ToyNoting(ToyGenerate):
             replace(row, notes={**row.notes, "token": row.steps[1], "temperature": torch.ones(row.length)})
             for row in super().rollout(prompts)
         )
+
+
+class ToyWindow:
+    """Take the first answer of a step for unfinished."""
+
+    notes: frozenset[str] = frozenset()
+
+    def __init__(self, engine: ToyNoting) -> None:
+        self.engine, self.policy = engine, engine.policy
+
+    def rollout(self, prompts: Sequence[Prompt]) -> tuple[Trajectory, ...]:
+        first, *rest = self.engine.rollout(prompts)
+        tags = {**first.outcomes[-1].tags, "finish": "length", "unfinished": "yes"}
+        return replace(first, outcomes=(replace(first.outcomes[-1], tags=tags),)), *rest
 
 
 class ToyTurns(ToyNoting):

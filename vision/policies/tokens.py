@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from mmrl.config.loading import ConfigError
 from mmrl.config.ranges import AtMost, NonNegativeInt, PositiveFloat, PositiveInt
 from mmrl.config.registry import policy
 from mmrl.core.onednn import onednn
@@ -41,6 +42,7 @@ from mmrl.vision.decoding.tree_reading import reads_trees
 from mmrl.vision.media.media_reader import MediaReader
 from mmrl.vision.models import loading
 from mmrl.vision.models.processor import PromptEncoder
+from mmrl.vision.models.steering import load_steering, reversed_steering, save_steering, steering_of
 
 LOGIT_BYTES = 256 << 20  # float32 logits that may exist at once
 
@@ -71,9 +73,19 @@ class StepModel(nn.Module):
     ) -> dict[str, Tensor]:
         """Compute "logp", and what is in `extra`: (N, longest) each, or (N, longest, ...).
 
-        `inner_outputs` lists what there is. "reverse_kl" needs a `teacher`. Heads are called in here and
-        nowhere else, because data parallelism wraps this module.
+        `inner_outputs` lists what there is. "reverse_kl" needs a `teacher`. "reversed_logp" is the
+        log-probability with the steering vector subtracted. Heads are called in here and nowhere else,
+        because data parallelism wraps this module.
         """
+        values = self._outputs(steps, extra, teacher)
+        if "reversed_logp" in extra:
+            with reversed_steering(self.model):
+                values["reversed_logp"] = self._outputs(steps, frozenset())["logp"]
+        return values
+
+    def _outputs(
+        self, steps: TokenSteps, extra: Set[str], teacher: TeacherStates | None = None
+    ) -> dict[str, Tensor]:
         head = self.model.get_output_embeddings()
         device = head.weight.device
         with torch.autocast(device.type, self.compute, enabled=self.compute in LOW):
@@ -194,10 +206,11 @@ class Tokens:
         cold_temperature: Temperature of the output `logp_cold`, in the same units.
         top_k: Number of tokens in the outputs `top_k_ids` and `top_k_logp`.
         rank_stride: Steps between the prefixes whose `effective_rank` is measured.
-        transform: Transforms of the model, such as pruning or quantisation.
+        transform: Transforms of the model, such as pruning or quantisation. The vector of `vision.steering`
+            is trained instead of the model.
     """
 
-    says = OF_LOGITS | OF_STATES  # computed when a piece asks for it
+    says: frozenset[str] = OF_LOGITS | OF_STATES | {"reversed_logp"}  # when a piece asks
 
     def __init__(
         self,
@@ -233,13 +246,10 @@ class Tokens:
             self.adapter = loading.add_adapter(
                 self.model, rank=lora_rank, alpha=lora_alpha or 2.0 * lora_rank, tower=not freeze_vision_tower
             )
-        elif freeze_vision_tower:
-            self.model.requires_grad_(False)
-            self.model.get_decoder().requires_grad_(True)
-            self.model.get_output_embeddings().requires_grad_(True)
-        if frozen:
-            self.model.requires_grad_(False)
-        keep_training_precision(self.model)
+        self.steering = None if self.adapter else steering_of(self.model)
+        if not self.steering:
+            self.says = self.says - {"reversed_logp"}
+        self._choose_weights(freeze_vision_tower, frozen)
         if gradient_checkpointing:
             layer_windows(self.model.config)  # raises for layers that cannot be packed
             loading.checkpoint_layers(self.model)
@@ -259,6 +269,19 @@ class Tokens:
             blank={name: torch.as_tensor(value) for name, value in blank.items()},
             inner=self.inner,
         )
+
+    def _choose_weights(self, freeze_vision_tower: bool, frozen: bool) -> None:
+        """Choose the weights that learn, those of an adapter apart; they become float32."""
+        if self.steering is not None:
+            self.model.requires_grad_(False)
+            self.steering.requires_grad_(True)
+        elif self.adapter is None and freeze_vision_tower:
+            self.model.requires_grad_(False)
+            self.model.get_decoder().requires_grad_(True)
+            self.model.get_output_embeddings().requires_grad_(True)
+        if frozen:
+            self.model.requires_grad_(False)
+        keep_training_precision(self.model)
 
     def check_steps_of(self, policy: Tokens) -> None:
         """Raise `ValueError` where another policy's tokens mean something else to this one."""
@@ -357,19 +380,36 @@ class Tokens:
         return StepOutput(padded.pop("logp"), padded)
 
     def merge(self) -> None:
-        """Merge the adapter into the weights, so that `save` writes the whole model."""
+        """Merge the adapter into the weights, so that `save` writes the whole model.
+
+        Raises `ConfigError` for a steering vector, for which a model of transformers has no weights.
+        """
+        if steering_of(self.model) is not None:
+            raise ConfigError(
+                "a model with a steering vector cannot be written as a model of its own, which has no place "
+                "for it; keep the checkpoint, and name its folder in `weights` of `vision.steering`"
+            )
         if self.adapter is not None:
             self.model, self.adapter = self.adapter.merge_and_unload(), None
 
     def save(self, folder: Path) -> None:
-        """Write a folder that transformers (or peft, for an adapter) loads, with the processor."""
-        (self.adapter or self.model).save_pretrained(str(folder))
+        """Write a folder that transformers (or peft, for an adapter) loads, with the processor.
+
+        Of a policy whose steering vector learns it has the vector alone.
+        """
+        if self.steering is not None:
+            save_steering(self.steering, folder)
+        else:
+            (self.adapter or self.model).save_pretrained(str(folder))
         self.processor.save_pretrained(str(folder))
 
     def load(self, folder: Path) -> None:
         """Load the weights that `save` wrote, bit for bit."""
         if self.adapter is not None:
             loading.load_adapter_weights(self.adapter, folder)
+            return
+        if self.steering is not None:
+            load_steering(self.steering, folder)
             return
         # The folder names one dtype, that of the frozen weights; the widest loses nothing of trained weights.
         widest = max((weight.dtype for weight in self.model.parameters()), key=lambda dtype: dtype.itemsize)
