@@ -183,8 +183,8 @@ PER_RUN = 4  # kills of one run
 
 
 class Shared:
-    """What a run is doing, and how often by then it began a file operation, an evaluation or a round of tools,
-    seen by its parent as well."""
+    """What a run is doing, and how often it began a file operation, an evaluation or a round of tools by
+    then, seen by its parent as well."""
 
     def __init__(self) -> None:
         self.memory = mmap.mmap(-1, 8 * (1 + len(DOING)))

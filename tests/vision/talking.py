@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import time
+from typing import Any
+
+from PIL import Image
 
 from mmrl.core.tool_calls import Call
 from mmrl.vision.engines.with_tools import WithTools
@@ -40,6 +43,35 @@ def slow_calls_of(text: str) -> list[Call]:
     return [Call("slow" if call.name == "ruled" else call.name, call.arguments) for call in calls_of(text)]
 
 
+def broken_calls_of(text: str) -> list[Call]:
+    """Read a call of one of `BROKEN` from the letters of an answer."""
+    return [Call(BROKEN[sum(map(ord, text)) % len(BROKEN)], {})]
+
+
+def raises() -> str:
+    """Raise an error."""
+    raise RuntimeError("no index")
+
+
+def hangs() -> str:
+    """Answer too late."""
+    time.sleep(1)
+    return "late"
+
+
+def garbage() -> Any:
+    """Return what is no reply."""
+    return object()
+
+
+def wide() -> Any:
+    """Show an image that no model reads."""
+    return Image.new("RGB", (40_000, 100))
+
+
+BROKEN = ("raises", "hangs", "garbage", "wide")
+
+
 class Talkative(WithTools):
     """Tools that are called by rule, in turns that end at every third token."""
 
@@ -55,3 +87,9 @@ class SlowlyTalkative(Talkative):
     """The same with a tool that takes its time."""
 
     parse = staticmethod(slow_calls_of)
+
+
+class Broken(Talkative):
+    """Tools that all fail."""
+
+    parse = staticmethod(broken_calls_of)
