@@ -75,6 +75,10 @@ OPTIONS = {
     ("advantage", "tiers"): {"of": "right", "outcome": "short", "alpha": 0.05},
     ("sampler", "source_bandit"): {"by": "wanted"},
     ("schedule", "towards"): {"target": -1.0},
+    ("reward", "rubric"): {
+        "criteria": {"right": 1.0},
+        "engine": {"name": "tests.support.judging:Scripted"},
+    },
     ("sampler", "learning_velocity"): {"by": "wanted", "open_at": -1.0},
     ("sampler", "pools"): {"by": "wanted", "pools": ("low", "high"), "edges": (3.0,)},
     ("sampler", "selected_by_difficulty"): {"by": "wanted"},
@@ -482,6 +486,9 @@ def test_memories_are_saved(case, tmp_path):
         if case.kind == "schedule":
             said = {"rewards/chosen": 1.0, "rewards/rejected": 0.0}
             return [piece(Clock(step, {k: v * step for k, v in said.items()})) for step in (1, 2)]
+        if case.kind == "reward":
+            outcomes = [(row.prompt, outcome) for row in rollouts for outcome in row.outcomes]
+            return piece(*map(list, zip(*outcomes, strict=True)))
         return pytest.fail(f"tests/test_contracts.py does not know how to use a {case.kind} with a memory")
 
     def make() -> tuple[Any, dict[str, Any]]:
@@ -491,7 +498,8 @@ def test_memories_are_saved(case, tmp_path):
             wraps = next(iter(inspect.signature(case.entry.target).parameters)) == "sampler"
             listed = [*[Piece("uniform")] * wraps, case.piece]
             return make_chain(made_of, "sampler", listed, prompts(), "sampler"), made_of.made
-        return made_of.make(case.kind, case.piece), made_of.made
+        made = made_of.make(case.kind, case.piece)
+        return made, {place: thing for place, thing in made_of.made.items() if hasattr(thing, "state_dict")}
 
     (piece, memories), (other, empty) = make(), make()
     use(piece)

@@ -23,6 +23,7 @@ DEFAULTS = {
         "gated_bonus": {"format_weight": 0.2, "bonus_weight": 0.4},  # HiPRAG
         "gigpo": {"gamma": 0.95, "omega": 1.0, "eps": 1e-6},
         "hae": {"gamma": 0.99, "lam": 0.95, "lam_segment": 0.95},  # HiPER
+        "hae_with_switches": {"gamma": 0.99, "lam": 0.95, "lam_segment": 0.95},
         "history_groups": {"depth": 2, "gamma": 0.95, "alpha": 1.0, "weight_offset": 1},  # HGPO
         "partial_credit": {"alpha": 0.3, "threshold": 0.5},  # E-GRPO
         "role_baseline": {"decay": 0.95},  # Vision-Zero

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from mmrl.data.fields import short
 from mmrl.data.templates import TextTemplate
 from mmrl.runtime.json_client import JsonClient
 
+T = TypeVar("T")
 # What a chat template, a processor or a verdict is marked with: <|im_end|>, <image>, <score>, [INST].
 MARKUP = re.compile(r"<(?=[|\N{FULLWIDTH VERTICAL LINE}]|/?[A-Za-z_][\w-]*>)|\[(?=/?[A-Z_]+\])")
 AGAIN = "Your judgement has no {tag} in the form that was asked for. End with <{tag}>...</{tag}>."
@@ -71,8 +72,8 @@ class Asker:
             )
 
     def ask(
-        self, prompts: Sequence[Prompt], tag: str, wanted: str, read: Callable[[str], float | None]
-    ) -> list[float | Unread]:
+        self, prompts: Sequence[Prompt], tag: str, wanted: str, read: Callable[[str], T | None]
+    ) -> list[T | Unread]:
         """Ask for a judgement of every prompt; equal prompts are asked once.
 
         Args:
@@ -84,7 +85,7 @@ class Asker:
         first: dict[tuple[Message, ...], Prompt] = {}
         for prompt in prompts:
             first.setdefault(prompt.messages, prompt)
-        found: dict[tuple[Message, ...], float | Unread] = {}
+        found: dict[tuple[Message, ...], T | Unread] = {}
         asked = dict(first)
         for turn in range(1 + self.ask_again):
             if not asked:

@@ -40,7 +40,7 @@ FREE = {
     "with_reflection.threshold", "alignment.beta", "delegated_reward.failed", "delegated_reward.below",
     "delegated_reward.above", "partial_credit.threshold", "tool_productivity.threshold",
     "pass_at.threshold", "win_rate.draw", "shrunk_mean.low", "shrunk_mean.high",
-    "judge.scale", "barrier.thresholds", "merge_weights.weights",
+    "judge.scale", "tournament.scale", "rubric.scale", "barrier.thresholds", "merge_weights.weights",
     "threshold.above", "threshold.below", "cosine_length.right", "cosine_length.wrong",
     "tempsamp_anchor.lambda_off", "tempsamp_downscale.max_reward", "group_center.shift", "scale.factor",
     "tempsamp_shaping.threshold", "value_anchor.k", "metric_spike.above", "anchor_chosen.delta",

@@ -1,10 +1,10 @@
 """Runs that are killed at random instants: `python -m tests.support.killing --kills 100 --runs usual`.
 
-Every run is a process of its own that ends by SIGKILL: at a random time, in the middle of an evaluation, or
-before a random one of the file operations by which it opens its folder, saves and writes its report. The same
-run is started again until it is finished, and then compared with one that nobody disturbed: weights, state,
-metrics, completions and the names of all files have to be the same bit for bit. Ends with code 1 where they
-are not.
+Every run is a process of its own that ends by SIGKILL: at a random time, in the middle of an evaluation or of
+the calls of tools, or before a random one of the file operations by which it opens its folder, saves and
+writes its report. The same run is started again until it is finished, and then compared with one that nobody
+disturbed: weights, state, metrics, completions and the names of all files have to be the same bit for bit.
+Ends with code 1 where they are not.
 """
 
 from __future__ import annotations
@@ -44,6 +44,7 @@ from mmrl.runtime import checkpoint
 from mmrl.training import evaluate, loop
 from mmrl.training.loop import train
 from mmrl.training.trainer import Run
+from mmrl.vision.engines import with_tools
 from tests.support.remembering import remembering
 from tests.support.resuming import EVERYTHING, without_times
 from tests.support.toy_flow import flow_plan
@@ -101,6 +102,29 @@ PLANS: Mapping[str, tuple[Any, Mapping[str, Any]]] = {
             "evaluation": {"data": "tests.vision.mixed:pictured"},
         },
     ),
+    "conversation": (
+        plan,
+        {
+            "policy": {"name": "vision.tokens", "dtype": "float32"},
+            "data": "tests.vision.mixed:pictured",
+            "rollout": {
+                "engine": [
+                    {"name": "vision.generate", "max_completion_length": 6},
+                    {
+                        "name": "tests.vision.talking:SlowlyTalkative",
+                        "tool": ["vision.crop", "tests.vision.talking:slow"],
+                        "turn_outcomes": True,
+                    },
+                ],
+                "num_prompts": 2,
+            },
+            "rewards": [{"name": "tests.vision.mixed:letters", "at": "every"}],
+            "advantage": ["total", {"name": "gigpo", "same": ["place"]}],
+            "learn": {"learning_rate": 1e-3},
+            **OFTEN,
+            "evaluation": {"data": "tests.vision.mixed:pictured"},
+        },
+    ),
     "critic": (
         plan,
         {
@@ -146,15 +170,21 @@ REMEMBERING = {
 RUNS = {"usual": PLANS, "remembering": REMEMBERING}
 
 
-DOING = ("starting", "opening", "rollout", "reward", "learn", "saving", "evaluating", "closing", "between")
+MODELS = {"vlm": "llava", "conversation": "qwen2_5_vl"}  # families of the models on disk
+
+DOING = (
+    "starting", "opening", "rollout", "tools", "reward", "learn", "saving", "evaluating", "closing",
+    "between",
+)  # fmt: skip
 BY_FILES = ("opening", "saving", "closing")  # killed before one of their file operations
-COUNTED = ("evaluating", *BY_FILES)
+WATCHED = {"evaluating": 0.02, "tools": 0.02}  # killed in the seconds after one of them began
+COUNTED = (*WATCHED, *BY_FILES)
 PER_RUN = 4  # kills of one run
 
 
 class Shared:
-    """What a run is doing, and how often by then it began a file operation or an evaluation, seen by its
-    parent as well."""
+    """What a run is doing, and how often it began a file operation, an evaluation or a round of tools by
+    then, seen by its parent as well."""
 
     def __init__(self) -> None:
         self.memory = mmap.mmap(-1, 8 * (1 + len(DOING)))
@@ -176,7 +206,7 @@ class Shared:
         return DOING[self._get(0)]
 
     def counted(self, doing: str) -> int:
-        """Give how many file operations of one kind of work, or evaluations, there were."""
+        """Give how many file operations of one kind of work, evaluations or rounds of tools there were."""
         return self._get(1 + DOING.index(doing))
 
     def count(self) -> int:
@@ -228,7 +258,7 @@ def begin(name: str, folder: Path, steps: int, kill: tuple[str, int] = ("", 0)) 
 def planned(name: str, folder: Path, steps: int) -> Config:
     """Write down a run. Its model, where it has one on disk, lies beside its folder."""
     make, changes = {**PLANS, **REMEMBERING}[name]
-    if name == "vlm":
+    if name in MODELS:
         changes = {**changes, "policy": {**changes["policy"], "model": str(folder.parent / "model")}}
     return parse(make(folder, **{**changes, "max_steps": steps}), Config)
 
@@ -245,7 +275,7 @@ def tell(run: Run) -> None:
     def noted(work: Callable, doing: str) -> Callable:
         def wrapper(*args: Any, **options: Any) -> Any:
             with SHARED.during(doing):
-                if doing == "evaluating":
+                if doing in WATCHED:
                     SHARED.count()
                 return work(*args, **options)
 
@@ -255,6 +285,7 @@ def tell(run: Run) -> None:
     run.report.timing = told
     loop.resume, loop.save = noted(loop.resume, "opening"), noted(loop.save, "saving")
     run.close, loop.hand_over = noted(run.close, "closing"), noted(loop.hand_over, "closing")
+    with_tools.run_calls = noted(with_tools.run_calls, "tools")
     if run.evaluator:
         run.evaluator.measure = noted(run.evaluator.measure, "evaluating")
 
@@ -308,11 +339,11 @@ def kill_once(
     if way in BY_FILES:
         return "" if finished(child) else SHARED.doing
     time.sleep(draw.uniform(0, 0.6 * seconds) if way == "time" else 0)
-    while SHARED.counted("evaluating") < number:
+    while way in WATCHED and SHARED.counted(way) < number:
         if over(child):
             return ""
         time.sleep(0.0005)
-    time.sleep(draw.uniform(0, 0.02) if way == "evaluating" else 0)
+    time.sleep(draw.uniform(0, WATCHED.get(way, 0)))
     os.kill(child, signal.SIGKILL)
     return "" if finished(child) else SHARED.doing
 
@@ -430,9 +461,9 @@ def main() -> int:
 def kill_often(name: str, folder: Path, kills: int, steps: int, seed: int) -> int:
     """Kill runs of one kind so often, and count those that did not end as one that nobody disturbed."""
     folder.mkdir(parents=True)
-    if name == "vlm":
+    if name in MODELS:
         transformers.utils.logging.disable_progress_bar()
-        tiny.make("llava", folder / "model")
+        tiny.make(MODELS[name], folder / "model")
     build(planned(name, folder / "unused", steps), quiet=True)  # what is imported is shared
     seconds, most = undisturbed(name, folder / "whole", steps)
     draw, found, wrong, turn = random.Random(f"{seed} {name}"), Counter(), 0, 0

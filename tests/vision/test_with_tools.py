@@ -83,6 +83,11 @@ def thin() -> Image.Image:
     return Image.new("RGB", (4000, 2))
 
 
+def wide() -> Image.Image:
+    """Show an image of few pixels that no model reads."""
+    return Image.new("RGB", (40_000, 100))
+
+
 def number() -> Any:
     """Return something else."""
     return 3
@@ -262,14 +267,15 @@ def test_calls_are_json_between_their_marks():
         (fail, "Error: the reply of the tool cannot be shown"),  # its message holds a special token
         (huge, "Error: returned an image of 40000x40000 pixels; the limit is 16777216"),
         (thin, "Error: the reply of the tool cannot be shown"),
+        (wide, "Error: the reply of the tool cannot be shown"),
         (number, "Error: returned int; a tool returns a text, a PIL image, or a list of both"),
         ("hang", "Error: no answer within 0.2 s"),
     ],
-    ids=["raises", "huge", "thin", "garbage", "hangs"],
+    ids=["raises", "huge", "thin", "wide", "garbage", "hangs"],
 )
 @pytest.mark.parametrize("on_error", ["tell", "skip", "raise"])
 def test_a_fault_of_a_tool_is_told_ends_the_conversation_or_stops_the_run(scripted, tool, message, on_error):
-    named = {fail: "fail", huge: "huge", thin: "thin", number: "number"}.get(tool, "hang")
+    named = {fail: "fail", huge: "huge", thin: "thin", wide: "wide", number: "number"}.get(tool, "hang")
     piece = Piece(f"{__name__}:{named}", {"timeout": 0.2 if named == "hang" else 60, "on_error": on_error})
     bound = Pieces(Stream(0)).make("tool", piece)
     began = time.monotonic()

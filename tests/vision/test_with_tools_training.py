@@ -11,7 +11,9 @@ from mmrl.build import build, load_engine
 from mmrl.config.schema import Config, parse
 from mmrl.reporting import html
 from mmrl.training.loop import train
+from mmrl.vision.tool_calls import ToolFault
 from tests.runtime.test_real_processes import SPEAKING, TALKING
+from tests.vision.talking import BROKEN
 
 QWEN = "qwen2_5_vl"
 
@@ -28,6 +30,38 @@ def trained(checkpoint, tmp_path, monkeypatch):
         return run
 
     return go
+
+
+def broken(on_error):
+    """Write down a run whose tools hang, raise, and return garbage and an image of 40,000 pixels."""
+    limits = {"hangs": 0.05}
+    tools = [
+        {"name": f"tests.vision.talking:{name}", "timeout": limits.get(name, 60), "on_error": on_error}
+        for name in BROKEN
+    ]
+    generate, engine = TALKING["rollout"]["engine"]
+    wrapped = {**engine, "name": "tests.vision.talking:Broken", "tool": tools}
+    return {"rollout": {**TALKING["rollout"], "engine": [generate, wrapped]}, "max_steps": 1}
+
+
+@pytest.mark.parametrize(("on_error", "finish"), [("tell", "turns"), ("skip", "tool_error")])
+def test_a_run_goes_on_with_tools_that_fail_and_its_rows_say_so(trained, on_error, finish):
+    run = trained(on_error, **broken(on_error))
+    (path,) = (run.folder / "completions").glob("*.parquet")
+    table = parquet.read_table(path).to_pydict()
+    assert finish in table["finish"] and set(table["finish"]) <= {finish, "length"}
+    told = "".join(table["conversation"])
+    replies = told.count("<tool_response>")
+    assert told.count("<tool_response>\nError: ") == replies and bool(replies) == (on_error == "tell")
+    known = ("RuntimeError: no index", "no answer within 0.05 s", "returned object", "cannot be shown")
+    assert sum(message in told for message in known) >= (2 if replies else 0)
+    (record,) = [record for record in run.journal.read() if "tools/turns" in record]
+    assert record["tools/errors"] == record["tools/calls"] > 0
+
+
+def test_a_run_stops_at_a_tool_that_fails_where_it_should(trained):
+    with pytest.raises(ToolFault, match="the tool '(raises|hangs|garbage|wide)' failed for prompt '"):
+        trained("raised", **broken("raise"))
 
 
 def test_a_run_with_tools_is_resumed_bit_for_bit(trained):

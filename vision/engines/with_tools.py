@@ -87,9 +87,9 @@ class WithTools:
     It wraps `vision.generate`, whose `max_completion_length` limits one turn. A rollout is one row whose
     steps are the tokens that the policy chose; what tools say stands between them and is not learned. Its
     answer is the last turn; the tag `turn` is the number of that turn, from 0, and `finish` is `stop`,
-    `length`, `turns`, `images` or `tool_error`. The column `conversation` of completions shows all turns. A
-    call that cannot be made as it is written is always answered by an error in one line. `replay` keeps none
-    of these rows.
+    `length`, `turns`, `images` or `tool_error`. The columns `conversation` and `finish` of completions show
+    all turns, and why they ended. A call that cannot be made as it is written is always answered by an error
+    in one line. `replay` keeps none of these rows.
 
     Args:
         tool: Functions that the model may call; each may have `timeout` (seconds), `retries`, and `on_error`:
@@ -269,7 +269,10 @@ class WithTools:
             steps,
             len(steps.ids),
             {name: torch.cat([notes[name] for notes in talk.notes]) for name in talk.notes[0]},
-            logged={"conversation": self.policy.prompt_encoder.transcript(shown)},
+            logged={
+                "conversation": self.policy.prompt_encoder.transcript(shown),
+                "finish": talk.finish,
+            },
         )
 
 
