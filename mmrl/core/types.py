@@ -68,7 +68,8 @@ class Outcome:
     `image` is (3, height, width) uint8, `video` is (frames, 3, height, width) uint8 and `times` its (frames,)
     seconds. `end` is the number of steps that made the outcome; None is the whole rollout. `tags` describe
     it, and `recorded` has rewards that were measured before, or by the engine. `tokens` are those of a text
-    that is not made of the steps alone, such as a prefix that was completed for a reward.
+    that is not made of the steps alone, such as a prefix that was completed for a reward. `environment` is
+    the object that a conversation was held with, which rewards written for TRL read.
     """
 
     text: str | None = None
@@ -79,6 +80,7 @@ class Outcome:
     tags: Mapping[str, str] = field(default_factory=dict)
     recorded: Mapping[str, float] = field(default_factory=dict)
     tokens: tuple[int, ...] | None = None
+    environment: Any = None
 
 
 @dataclass(frozen=True)
