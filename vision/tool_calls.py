@@ -40,7 +40,7 @@ class Answer:
     parts: tuple[Part, ...] = ()
     fault: str = ""
     cause: BaseException | None = None
-    value: float = math.nan
+    value: float | None = None
 
 
 @dataclass(frozen=True)
@@ -207,7 +207,7 @@ def _with_retries(tool: Tool, arguments: list[Any], deadline: float, limits: Lim
 
     for left in reversed(range(1 + tool.retries)):
         try:
-            result = tool.function(*(_decoded(argument) for argument in arguments))
+            result = tool.function(*(to_pil(argument) for argument in arguments))
             if inspect.isawaitable(result):
                 result = asyncio.run(awaited(result))
             return tool.convert(result, tool.name, limits)
@@ -220,7 +220,7 @@ def _with_retries(tool: Tool, arguments: list[Any], deadline: float, limits: Lim
     raise AssertionError("the last try returns")
 
 
-def _decoded(argument: Any) -> Any:
+def to_pil(argument: Any) -> Any:
     """Decode an image of the conversation for PIL; other arguments stay."""
     from PIL import Image
 

@@ -116,8 +116,8 @@ TRL_OWN = ("prompt", "completion", "completion_ids")  # columns that TRL does no
 
 
 def is_trl(function: Callable) -> bool:
-    """Whether a function has TRL's form: it takes `completions`."""
-    return "completions" in inspect.signature(function).parameters
+    """Whether a function has TRL's form: it takes `completions` or `environments`."""
+    return not {"completions", "environments"}.isdisjoint(inspect.signature(function).parameters)
 
 
 def from_trl(function: Callable) -> Callable:

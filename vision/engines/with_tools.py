@@ -119,13 +119,14 @@ class WithTools:
     max_image_pixels: PositiveInt = 1 << 24
     turn_outcomes: bool = False
     notes: ClassVar[frozenset[str]] = frozenset()
+    has_others: ClassVar[bool] = False  # whether conversations have tools of their own
     parse: ClassVar[Callable[[str], list[Call | CallError]]] = staticmethod(parse_calls)  # a form of calls
 
     def __post_init__(self) -> None:
         self.policy = self.engine.policy
         tools = [Tool.of(function) for function in self.tool]
         self.tools = {tool.name: tool for tool in tools}
-        if not tools or len(self.tools) < len(tools):
+        if not (tools or self.has_others) or len(self.tools) < len(tools):
             raise ConfigError(
                 f"`tool` of vision.with_tools must name tools of different names, not "
                 f"{[tool.name for tool in tools]}"
@@ -292,7 +293,7 @@ def images_of(prompt: Prompt) -> list[Media]:
 
 def encode_with_tools(encoder: PromptEncoder, prompt: Prompt, tools: Tools) -> EncodedPrompt:
     """Encode a prompt with tools: in the words of the chat template, or in Qwen's where it has none."""
-    if encoder.knows_tools(tools):
+    if not tools or encoder.knows_tools(tools):
         return encoder.encode(prompt, tools)
     instructions = Part(QWEN_TOOLS.format(schemas="\n".join(map(json.dumps, tools))))
     match prompt.messages:
