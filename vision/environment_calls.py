@@ -1,4 +1,4 @@
-"""Environments of conversations, in TRL's form: how one is begun, called by a model, and asked for a reward."""
+"""Environments of conversations, in TRL's form: how one is begun, called and asked for a reward."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ class Episode(Owner):
         given = {key: copy.deepcopy(v) for key, v in columns.items() if everything or key in takes}
         if takes.keys() & {"image", "images"}:
             shown: dict[str, Any] = {"images": [to_pil(image) for image in images]}
-            shown |= {"image": image for image in shown["images"][:1]}
+            shown |= dict(zip(("image",), shown["images"], strict=False))
             given |= {name: value for name, value in shown.items() if name in takes}
         return given if "seed" in given or "seed" not in takes else {**given, "seed": self.seed}
 

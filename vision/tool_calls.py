@@ -10,7 +10,6 @@ import time
 import typing
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from numbers import Number
 from typing import Annotated, Any
 
@@ -178,7 +177,7 @@ def run_calls(calls: Sequence[tuple[Tool, list[Any]]], limits: Limits) -> list[A
         deadlines[place] = time.monotonic() + calls[place][0].timeout
 
     def work(chain: Sequence[int]) -> None:
-        for place, following in pairwise([*chain, None]):
+        for place, following in zip(chain, [*chain[1:], None], strict=True):
             tool, arguments = calls[place]
             answer = _with_retries(tool, arguments, deadlines[place], limits)
             if time.monotonic() >= deadlines[place]:

@@ -120,7 +120,7 @@ class Trajectory:
 
     Rows of the same `group` are compared. The last outcome is the answer, earlier ones belong to prefixes of
     it. Only the policy that collates `steps` reads them. `notes` are (length,) numbers that the engine noted
-    of every step ("logp", "entropy", "token").
+    of every step ("logp", "entropy", "token"). `turns` are the messages of a conversation after its prompt.
     """
 
     prompt: Prompt
@@ -131,6 +131,7 @@ class Trajectory:
     notes: Mapping[str, Tensor] = field(default_factory=dict)
     on_policy: bool = True  # False: not sampled from the policy
     logged: Mapping[str, Any] = field(default_factory=dict)  # columns of completions (TRL's `log_extra`)
+    turns: tuple[Message, ...] = ()
 
 
 Rollouts = tuple[Trajectory, ...]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from functools import partial
 
 import pytest
 from datasets import Dataset
@@ -92,7 +93,8 @@ def arguments(folder, **more):
 
 def test_an_environment_is_trained_in_from_python_and_from_yaml(checkpoint, tmp_path, talkative):
     model = str(checkpoint("qwen2_5_vl"))
-    rows = Dataset.from_list([{"prompt": [{"role": "user", "content": "Play."}], "top": top} for top in (1, 2)])
+    prompt = [{"role": "user", "content": "Play."}]
+    rows = Dataset.from_list([{"prompt": prompt, "top": top} for top in (1, 2)])
     trainer = mmrl.Trainer(
         model, near, arguments(tmp_path / "python"), rows, environment_factory=ClimbEnv, quiet=True
     )
@@ -156,7 +158,7 @@ def test_tools_and_environments_become_an_engine_without_other_limits_than_token
 
 
 def test_an_environment_that_says_what_to_do_needs_no_rows():
-    config = configuration("m", args={"num_generations": 4}, environment_factory=lambda: ClimbEnv())
+    config = configuration("m", args={"num_generations": 4}, environment_factory=partial(ClimbEnv))
     assert config.data.name == "episodes"
     assert [piece.options["key"] for piece in config.rewards] == ["ClimbEnv"]
     with pytest.raises(ConfigError, match="give `train_dataset`"):

@@ -98,8 +98,8 @@ def test_reset_gets_columns_images_and_a_seed_where_it_takes_them(engine):
 
     prompts = asked(1, word=[], unused=1)
     rows = engine(Looks, calls=()).rollout(prompts)
-    (one, two) = (row.outcomes[-1].environment for row in rows)
-    assert one.seed == two.seed and one.other == "kept" and one.word == [1] and prompts[0].columns["word"] == []
+    one, two = (row.outcomes[-1].environment for row in rows)
+    assert one.seed == two.seed and one.other == "kept" and one.word == [1]
     pixels = prompts[0].media[0].load().pixels[0].permute(1, 2, 0)
     assert numpy.array_equal(numpy.asarray(one.image), pixels) and len(one.images) == 1
     assert one.image is not two.image
@@ -172,7 +172,7 @@ def test_an_exception_of_a_tool_is_read_by_the_model(engine):
 
 
 def test_a_beginning_that_fails_stops_the_run(engine):
-    with pytest.raises(ToolFault, match="`reset` of the environment 'Broken' failed for prompt 'p0': OSError"):
+    with pytest.raises(ToolFault, match="`reset` of the environment 'Broken' failed for prompt 'p0'"):
         engine(bound(Broken)).rollout(asked())
     with pytest.raises(ToolFault, match=r"no answer within 0\.2 s"):
         engine(bound(Broken, seconds=9.0, timeout=0.2)).rollout(asked())
@@ -199,8 +199,8 @@ def test_an_environment_that_hangs_is_asked_nothing_more(engine, on_error):
 
 
 def test_the_grid_world_is_seen_and_moved_on(engine):
-    made = engine(GridWorld, calls=(Call("move", {"direction": "up", "cells": 9}), Call("move", {"direction": "x"})))
-    for row in made.rollout([replace(prompt, messages=prompt.messages) for prompt in asked(2)]):
+    up, nowhere = Call("move", {"direction": "up", "cells": 9}), Call("move", {"direction": "x"})
+    for row in engine(GridWorld, calls=(up, nowhere)).rollout(asked(2)):
         grid = row.outcomes[-1].environment
         assert grid.agent[1] == 0 and "there is no direction 'x'" in row.logged["conversation"]
         assert row.outcomes[-1].recorded == {"GridWorld": float(grid.agent == grid.goal)}

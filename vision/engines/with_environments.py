@@ -120,8 +120,7 @@ class WithEnvironments(WithTools):
 
 
 def _broken(episode: Episode, method: str, prompt: Prompt, answer: Answer) -> ToolFault:
-    fault = ToolFault(
-        f"`{method}` of the environment '{episode.kind.name}' failed for prompt '{prompt.uid}': {answer.fault}"
-    )
+    where = f"`{method}` of the environment '{episode.kind.name}' failed for prompt '{prompt.uid}'"
+    fault = ToolFault(f"{where}: {answer.fault}")
     fault.__cause__ = answer.cause
     return fault
