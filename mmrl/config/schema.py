@@ -11,6 +11,7 @@ import types
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -188,9 +189,15 @@ class BuildConfig:
     seed: int = 0  # of every random stream
 
 
+@cache
+def hints_of(kind: type) -> Mapping[str, Any]:
+    """Resolve the annotations of a configuration dataclass."""
+    return typing.get_type_hints(kind, include_extras=True)
+
+
 def held_fields(config: Any, place: str = "") -> Iterator[tuple[Any, Any, str]]:
     """Walk over the fields of a configuration that hold pieces: the mark, the value and the dotted name."""
-    hints = typing.get_type_hints(type(config), include_extras=True)
+    hints = hints_of(type(config))
     for name, value in vars(config).items():
         mark = next(iter(marks(hints[name], Kind | Scheduled)), None)
         if mark and value is not None:
@@ -245,7 +252,7 @@ def parse(raw: Mapping[str, Any], kind: type, *, part: bool = False) -> Any:
 
 
 def _parse(raw: Mapping[str, Any], kind: type, place: str, part: bool) -> Any:
-    hints, prefix = typing.get_type_hints(kind, include_extras=True), f"{place}." if place else ""
+    hints, prefix = hints_of(kind), f"{place}." if place else ""
     values = {}
     for key, value in raw.items():
         wanted = hints.get(key)
