@@ -138,14 +138,6 @@ class Playing(WithEnvironments):
         encoder.end = [encoder.end[0], *range(0, 256, 3)]
 
 
-class Slowly(Playing):
-    """The same, whatever the environment that is named: its answers come back in another order."""
-
-    def __post_init__(self) -> None:
-        self.environment = SlowLadder
-        super().__post_init__()
-
-
 def rungs_left(environments, **columns) -> list[float]:
     """Reward in TRL's form that reads the environments."""
     return [-float(abs(environment.top - environment.rung)) for environment in environments]

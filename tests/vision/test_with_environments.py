@@ -38,8 +38,8 @@ def engine(exact):
         made = Scripted(inner, stream=Stream(seed), environment=environment, max_turns=3, **options)
         choose = made._choose
 
-        def stopping(talks, turn):  # what the tiny model writes has no end
-            choose(talks, turn)
+        def stopping(talks, *rest):  # what the tiny model writes has no end
+            choose(talks, *rest)
             for talk in talks:
                 talk.finish = ""
 

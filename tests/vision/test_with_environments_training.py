@@ -9,36 +9,17 @@ from mmrl.build import build
 from mmrl.config.schema import Config, parse
 from mmrl.reporting import html
 from mmrl.training.loop import train
-from tests.runtime.test_real_processes import SPEAKING
+from tests.runtime.test_real_processes import PLAYING, SPEAKING
 from tests.support.resuming import without_times
-
-PLAYING = {
-    "data": "tests.vision.playing:seen",
-    "rewards": [{"name": "precomputed", "key": "Ladder"}, "tests.vision.playing:rungs_left"],
-    "rollout": {
-        **SPEAKING["rollout"],
-        "engine": [
-            {"name": "vision.generate", "max_completion_length": 6},
-            {"name": "tests.vision.playing:Playing", "environment": "tests.vision.playing:Ladder"},
-        ],
-    },
-}
 
 
 @pytest.fixture
 def trained(checkpoint, tmp_path, monkeypatch):
     monkeypatch.setattr(html.pages, "curves", lambda runs: [])
 
-    def go(name, engine="Playing", **changes):
+    def go(name, **changes):
         policy = {"name": "vision.tokens", "model": str(checkpoint("qwen2_5_vl")), "dtype": "float32"}
         plan = {**SPEAKING, **PLAYING, "policy": policy, "output_dir": str(tmp_path / name), **changes}
-        plan["rollout"] = {
-            **plan["rollout"],
-            "engine": [
-                plan["rollout"]["engine"][0],
-                {**plan["rollout"]["engine"][1], "name": f"tests.vision.playing:{engine}"},
-            ],
-        }
         run = build(parse(plan, Config), quiet=True)
         train(run)
         return run
