@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from mmrl.config.loading import ConfigError
 from mmrl.config.ranges import AtMost, NonNegativeInt, PositiveFloat, PositiveInt
 from mmrl.config.registry import policy
 from mmrl.core.onednn import onednn
@@ -27,6 +28,7 @@ from mmrl.vision.decoding.inner_outputs import (
     of_states,
     teacher_of,
 )
+from mmrl.vision.decoding.role_adapters import RoleAdapters, RoleSteps
 from mmrl.vision.decoding.token_steps import (
     FORBIDDEN,
     TokenRow,
@@ -59,8 +61,10 @@ class StepModel(nn.Module):
         share: bool,
         blank: dict[str, Tensor] | None = None,
         inner: InnerOptions = USUAL,
+        roles: RoleAdapters | None = None,
     ) -> None:
         super().__init__()
+        self.roles = roles
         self.model, self.forbidden, self.compute = model, forbidden, compute
         self.checkpointed, self.share, self.blank, self.inner = checkpointed, share, blank, inner
 
@@ -72,6 +76,14 @@ class StepModel(nn.Module):
         `inner_outputs` lists what there is. "reverse_kl" needs a `teacher`. Heads are called in here and
         nowhere else, because data parallelism wraps this module.
         """
+        if self.roles is not None:
+            return self.roles.read(self.values, steps, extra)
+        return self.values(steps, extra, teacher)
+
+    def values(
+        self, steps: TokenSteps, extra: Set[str], teacher: TeacherStates | None = None
+    ) -> dict[str, Tensor]:
+        """Compute the outputs of rows with the weights that are active."""
         head = self.model.get_output_embeddings()
         device = head.weight.device
         with torch.autocast(device.type, self.compute, enabled=self.compute in LOW):
@@ -170,6 +182,8 @@ class Tokens:
         lora_rank: Rank of a LoRA adapter that is trained instead of the model; 0: no adapter.
         lora_alpha: Scale of the adapter; None: twice the rank.
         adapter: Folder or hub id of a saved adapter, to train it further.
+        roles: Each gets an adapter of its own over one base; a row is read with that of its tag `role`, and
+            the engine `vision.by_role` writes with it.
         freeze_vision_tower: Train the language model only; otherwise the vision tower too.
         frozen: Train nothing, so that all weights stay in `dtype`: for a model that only answers, as a judge.
         gradient_checkpointing: Recompute layers in the backward pass: less memory, more time.
@@ -194,6 +208,7 @@ class Tokens:
         lora_rank: NonNegativeInt = 0,
         lora_alpha: PositiveFloat | None = None,
         adapter: str = "",
+        roles: tuple[str, ...] = (),
         freeze_vision_tower: bool = True,
         frozen: bool = False,
         gradient_checkpointing: bool = False,
@@ -213,11 +228,17 @@ class Tokens:
         pixels = {name: value for name, value in pixels.items() if value is not None}
         self.prompt_encoder = PromptEncoder(self.processor, self.model.base_model, pixels=pixels)
         self.adapter = None
+        if roles and (not lora_rank or adapter or transform or len(set(roles)) < len(roles)):
+            raise ConfigError(
+                "`roles` of vision.tokens are different names, each of which gets a new adapter; set "
+                "`lora_rank`, and leave out `adapter` and `transform`"
+            )
         if adapter:
             self.adapter = loading.load_adapter(self.model, adapter)
         elif lora_rank:
+            alpha, tower = lora_alpha or 2.0 * lora_rank, not freeze_vision_tower
             self.adapter = loading.add_adapter(
-                self.model, rank=lora_rank, alpha=lora_alpha or 2.0 * lora_rank, tower=not freeze_vision_tower
+                self.model, rank=lora_rank, alpha=alpha, tower=tower, names=roles or ("default",)
             )
         elif freeze_vision_tower:
             self.model.requires_grad_(False)
@@ -231,6 +252,7 @@ class Tokens:
             loading.checkpoint_layers(self.model)
         self.compute, self.share_prefix = DTYPES[dtype], share_prefix
         self.inner = InnerOptions(hot_temperature, cold_temperature, top_k, rank_stride)
+        self.roles = RoleAdapters(self.adapter, roles) if roles and self.adapter else None
         self.teacher_head: nn.Module | None = None
         blank: dict[str, Any] = {}
         if not freeze_vision_tower and self.processor.image_processor is not None:
@@ -244,6 +266,7 @@ class Tokens:
             share=share_prefix,
             blank={name: torch.as_tensor(value) for name, value in blank.items()},
             inner=self.inner,
+            roles=self.roles,
         )
 
     def check_steps_of(self, policy: Tokens) -> None:
@@ -307,6 +330,8 @@ class Tokens:
         suffixes = tuple(row.suffix for row in rows)
         temperature = torch.tensor([row.temperature for row in rows])
         steps = TokenSteps(distinct, which, ids, length, temperature, suffixes if any(suffixes) else ())
+        if self.roles:
+            steps = RoleSteps.of(steps, self.roles.of_rows(rollouts))
         # NaN where a row has no such note, and after its end. `steps` has what `token` and `temperature` say.
         missing = torch.full((mask.shape[1],), torch.nan)
         notes = {
@@ -331,6 +356,8 @@ class Tokens:
 
     def merge(self) -> None:
         """Merge the adapter into the weights, so that `save` writes the whole model."""
+        if self.roles:
+            raise ConfigError("adapters of several roles cannot be merged into one model; use them with peft")
         if self.adapter is not None:
             self.model, self.adapter = self.adapter.merge_and_unload(), None
 
@@ -341,6 +368,10 @@ class Tokens:
 
     def load(self, folder: Path) -> None:
         """Load the weights that `save` wrote, bit for bit."""
+        if self.roles:
+            for name in self.roles.names:
+                loading.load_adapter_weights(self.adapter, folder / name, name)
+            return
         if self.adapter is not None:
             loading.load_adapter_weights(self.adapter, folder)
             return
