@@ -63,6 +63,8 @@ WORDS = {
     "memory_estimate": "What a run takes of memory (`mmrl estimate-memory`).",
     "tool": "An option of `vision.with_tools`: functions that a model may call. Any tool may carry "
     "`timeout`, `retries` and `on_error`. [How to give a model tools](../howto/tools.md).",
+    "environment": "An option of `vision.with_environments`: classes whose objects a model acts in. Any may "
+    "carry `label`, `timeout`, `retries` and `on_error`. [How to bring one](../howto/environment.md).",
     "tracker": "Dashboards (`report.trackers`).",
 }
 SCOPE_WORDS = {"": "Any modality", "vision": "Vision", "diffusion": "Diffusion", "compression": "Compression"}

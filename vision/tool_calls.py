@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import math
 import threading
 import time
 import typing
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Number
 from typing import Annotated, Any
 
 import torch
@@ -30,6 +32,36 @@ class ToolFault(RuntimeError):
     """A tool raised an exception, timed out, or returned something else than texts and images."""
 
 
+@dataclass(frozen=True)
+class Answer:
+    """What a tool returned, or the fault and its cause; `value` is a result that is a number."""
+
+    parts: tuple[Part, ...] = ()
+    fault: str = ""
+    cause: BaseException | None = None
+    value: float | None = None
+
+
+@dataclass(frozen=True)
+class Limits:
+    """The largest reply: characters of a text, and pixels of an image before it is decoded."""
+
+    chars: int
+    pixels: int
+
+
+@dataclass(eq=False)
+class Owner:
+    """Something whose tools are called one after another; `lost` once a call has not come back in time."""
+
+    lost: bool = False
+
+
+def as_answer(result: Any, name: str, limits: Limits) -> Answer:
+    """Make the answer of a tool from what it returned; raises ToolFault as `as_parts` does."""
+    return Answer(as_parts(result, name, limits))
+
+
 @dataclass(frozen=True, eq=False)
 class Tool:
     """A function that a model may call, and how its faults are met.
@@ -43,6 +75,8 @@ class Tool:
         timeout: Seconds until an answer counts as missing.
         retries: Further tries after an exception.
         on_error: `tell` the model in one line, `skip` the rest of the conversation, or `raise`.
+        owner: Calls of tools with the same owner are made in order, one after another.
+        convert: Makes the answer from what the function returned.
     """
 
     name: str
@@ -53,6 +87,8 @@ class Tool:
     timeout: float = TIMEOUT
     retries: int = 0
     on_error: str = "tell"
+    owner: Owner | None = None
+    convert: Callable[[Any, str, Limits], Answer] = as_answer
 
     @staticmethod
     def of(function: Callable) -> Tool:
@@ -88,6 +124,7 @@ class Tool:
                     f"{self.name}: `{name}` is the number of an image, {known}, not {number!r:.40}"
                 )
             bound.arguments[name] = images[number]
+        bound.apply_defaults()  # `args` would end at the first argument that is left out
         return list(bound.args)
 
 
@@ -128,40 +165,38 @@ def _schema(target: Callable, name: str, hints: Mapping[str, Any]) -> Mapping[st
 # ---- running
 
 
-@dataclass(frozen=True)
-class Answer:
-    """What a tool returned, or the fault and its cause."""
-
-    parts: tuple[Part, ...] = ()
-    fault: str = ""
-    cause: BaseException | None = None
-
-
-@dataclass(frozen=True)
-class Limits:
-    """The largest reply: characters of a text, and pixels of an image before it is decoded."""
-
-    chars: int
-    pixels: int
-
-
 def run_calls(calls: Sequence[tuple[Tool, list[Any]]], limits: Limits) -> list[Answer]:
-    """Run calls at the same time, each in a thread of its own, so that one that hangs delays no other."""
+    """Run calls at the same time, those of one owner in order, so that one that hangs delays no other."""
     answers = [Answer(fault=f"no answer within {tool.timeout:g} s") for tool, _ in calls]
-    began = time.monotonic()
+    chains: dict[int, list[int]] = {}  # the calls of every owner
+    for place, (tool, _) in enumerate(calls):
+        chains.setdefault(id(tool.owner) if tool.owner else -place - 1, []).append(place)
+    deadlines, done = [math.inf] * len(calls), [threading.Event() for _ in calls]
 
-    def work(place: int) -> None:
-        tool, arguments = calls[place]
-        answer = _with_retries(tool, arguments, began + tool.timeout, limits)
-        if time.monotonic() < began + tool.timeout:
+    def begin(place: int) -> None:
+        deadlines[place] = time.monotonic() + calls[place][0].timeout
+
+    def work(chain: Sequence[int]) -> None:
+        for place, following in zip(chain, [*chain[1:], None], strict=True):
+            tool, arguments = calls[place]
+            answer = _with_retries(tool, arguments, deadlines[place], limits)
+            if time.monotonic() >= deadlines[place]:
+                return
             answers[place] = answer
+            if following is not None:
+                begin(following)
+            done[place].set()
 
-    # Daemon threads: a tool that hangs must not keep the process alive after its time-out.
-    threads = [threading.Thread(target=work, args=(i,), daemon=True) for i in range(len(calls))]
-    for thread in threads:
-        thread.start()
-    for thread, (tool, _) in zip(threads, calls, strict=True):
-        thread.join(max(0.0, began + tool.timeout - time.monotonic()))
+    for chain in chains.values():
+        begin(chain[0])
+        # Daemon threads: a tool that hangs must not keep the process alive after its time-out.
+        threading.Thread(target=work, args=(chain,), daemon=True).start()
+    for chain in chains.values():
+        for place in chain:
+            if not done[place].wait(max(0.0, deadlines[place] - time.monotonic())):
+                if owner := calls[place][0].owner:
+                    owner.lost = True
+                break
     return list(answers)  # a late thread still writes into the other list
 
 
@@ -171,10 +206,10 @@ def _with_retries(tool: Tool, arguments: list[Any], deadline: float, limits: Lim
 
     for left in reversed(range(1 + tool.retries)):
         try:
-            result = tool.function(*(_decoded(argument) for argument in arguments))
+            result = tool.function(*(to_pil(argument) for argument in arguments))
             if inspect.isawaitable(result):
                 result = asyncio.run(awaited(result))
-            return Answer(as_parts(result, tool.name, limits))
+            return tool.convert(result, tool.name, limits)
         except ToolFault as fault:
             return Answer(fault=str(fault), cause=fault)
         # Whatever it raises ends this call alone, SystemExit and CancelledError included.
@@ -184,7 +219,7 @@ def _with_retries(tool: Tool, arguments: list[Any], deadline: float, limits: Lim
     raise AssertionError("the last try returns")
 
 
-def _decoded(argument: Any) -> Any:
+def to_pil(argument: Any) -> Any:
     """Decode an image of the conversation for PIL; other arguments stay."""
     from PIL import Image
 
@@ -195,22 +230,36 @@ def _decoded(argument: Any) -> Any:
 
 
 def as_parts(result: Any, name: str, limits: Limits) -> tuple[Part, ...]:
-    """Convert what a tool returned to parts of a message; raises ToolFault for anything else."""
+    """Convert what a tool returned to parts of a message; raises ToolFault for what is none.
+
+    That is a text, an image of PIL, a content block of either, or a list of these; None, a number and a
+    dictionary become a text.
+    """
     from PIL import Image
 
     parts = []
-    for item in result if isinstance(result, list | tuple) else [result]:
+    for item in result if isinstance(result, list | tuple) else [_words(result)]:
         match item:
-            case str():
-                cut = len(item) > limits.chars
-                parts.append(Part(item[: limits.chars] + " [...]" if cut else item))
-            case Image.Image():
-                parts.append(Part(media=_as_media(item, name, limits.pixels)))
+            case str(text) | {"type": "text", "text": str(text)}:
+                cut = len(text) > limits.chars
+                parts.append(Part(text[: limits.chars] + " [...]" if cut else text))
+            case (Image.Image() as image) | {"type": "image", "image": Image.Image() as image}:
+                parts.append(Part(media=_as_media(image, name, limits.pixels)))
             case _:
                 raise ToolFault(
                     f"returned {type(item).__name__}; a tool returns a text, a PIL image, or a list of both"
                 )
     return tuple(parts)
+
+
+def _words(result: Any) -> Any:
+    """Write plain data as TRL does; everything else stays."""
+    match result:
+        case {"type": "text" | "image"}:
+            return result
+        case None | Number() | Mapping():
+            return str(result)
+    return result
 
 
 def _as_media(image: Any, name: str, max_pixels: int) -> Media:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import reduce
 from itertools import chain, count
 from pathlib import Path
@@ -11,15 +12,18 @@ from typing import Any
 
 from mmrl.config import objects
 from mmrl.config.loading import ConfigError, merge, nearest, read
-from mmrl.config.plain import as_mapping, nested
-from mmrl.config.registry import import_name
+from mmrl.config.plain import as_list, as_mapping, lookup, nested
+from mmrl.config.registry import find, import_name
 from mmrl.config.schema import Config, as_plain, parse
 from mmrl.config.trl_arguments import arguments_of, translate, with_defaults
+from mmrl.config.trl_given import CONVERSING
 from mmrl.data.object_rows import put_rows
 from mmrl.inference.sources import names_pipeline
 from mmrl.runtime.modules import DTYPES
 
 Reward = Callable[..., Any] | str | Mapping[str, Any]
+Tool = Callable[..., Any] | str | Mapping[str, Any]
+Factories = Callable[[], Any] | str | Mapping[str, Any]
 
 
 def configuration(
@@ -31,6 +35,8 @@ def configuration(
     processing_class: Any = None,
     peft_config: Any = None,
     *,
+    tools: Sequence[Tool] | None = None,
+    environment_factory: Factories | None = None,
     method: str = "",
     config: str | Path | Mapping[str, Any] | Config | None = None,
 ) -> Config:
@@ -42,13 +48,23 @@ def configuration(
         raw = merge(raw, {"policy": _policy(model, processing_class)})
     if peft_config is not None:
         raw = merge(raw, {"policy": _lora(peft_config)})
+    names: dict[str, Any] = {}  # objects of this call, so that two functions of one name stay two
+    factories = environments_of(environment_factory)
+    if tools or factories:
+        raw = with_tools(raw, tools or (), factories, names)
     weights, changes = _changes(args, raw, complete=not method and config is None)
     raw = reduce(merge, changes, raw)
     if reward_funcs is not None:
-        raw["rewards"] = _rewards(reward_funcs)
+        raw["rewards"] = _rewards(reward_funcs, names)
         raw = merge(raw, _filtered(raw.get("group_filter"), raw["rewards"]))
     if weights is not None:
         raw["rewards"] = _weighted(raw.get("rewards") or (), weights)
+    if own := rewards_of(factories):
+        kept = raw.get("rewards") if reward_funcs is not None or config is not None else None
+        raw["rewards"] = [*(kept or ()), *own]
+        raw = merge(raw, _filtered(raw.get("group_filter"), raw["rewards"]))
+    if factories and train_dataset is None and config is None:
+        raw["data"] = without_rows(factories, raw)
     if train_dataset is not None:
         raw["data"] = data_piece("train_dataset", train_dataset, "train", raw.get("data"))
     if eval_dataset is not None:
@@ -156,12 +172,11 @@ def _changes(
     return weights, [translate(keywords, raw), *changes]
 
 
-def _rewards(rewards: Reward | Sequence[Reward]) -> list[dict[str, Any]]:
+def _rewards(rewards: Reward | Sequence[Reward], names: dict[str, Any]) -> list[dict[str, Any]]:
     """Name one reward or several in a configuration."""
     match rewards:
         case str() | Mapping() | Callable():
             rewards = [rewards]
-    names: dict[str, Any] = {}  # of this call, so that two functions of one name stay two
     return [reward_piece(reward, names) for reward in rewards]
 
 
@@ -186,18 +201,19 @@ def _weighted(pieces: Sequence[Any], weights: Sequence[float]) -> list[dict[str,
     ]
 
 
-def reward_piece(reward: Reward, names: dict[str, Any]) -> dict[str, Any]:
+def reward_piece(reward: Reward, names: dict[str, Any], kind: str = "reward") -> dict[str, Any]:
     """Name a reward in a configuration: a function by its module where that has it, else as an object.
 
     `names` holds the objects of the configuration so far; another object of the same name gets a number.
+    Pieces of another kind are named alike.
     """
     match reward:
         case str():
             return {"name": reward}
         case {"name": name, **options}:
-            return {**reward_piece(name, names), **options}
+            return {**reward_piece(name, names, kind), **options}
         case _ if not callable(reward):
-            raise ConfigError(f"a reward must be a function, a name or a mapping with a name, not {reward!r}")
+            raise ConfigError(f"a {kind} must be a function, a name or a mapping with a name, not {reward!r}")
     name = type(reward).__name__
     match reward:
         case object(__module__=str(module), __name__=str(name)):
@@ -207,6 +223,80 @@ def reward_piece(reward: Reward, names: dict[str, Any]) -> dict[str, Any]:
     numbered = (f"{name}_{number}" for number in count(2))
     free = next(n for n in chain([name], numbered) if names.setdefault(n, reward) is reward)
     return {"name": objects.put(free, reward)}
+
+
+# ---- tools and environments
+
+NO_LIMIT = 10_000  # turns, images: in TRL tokens alone limit a conversation
+
+
+@dataclass(frozen=True)
+class Factory:
+    """What makes environments: a class, a function, a name or a mapping with one, and its label."""
+
+    piece: Any
+    label: str
+    scores: bool  # by `get_reward`
+
+
+def environments_of(given: Factories | None) -> list[Factory]:
+    """List what makes environments, as TRL takes it: one, or several by the names that rows choose from."""
+    match given:
+        case None:
+            return []
+        case {"name": _}:
+            listed = [("", given)]
+        case Mapping():
+            listed = list(given.items())
+        case _:
+            listed = [("", given)]
+    found = []
+    for label, piece in listed:
+        options = as_mapping(piece) if isinstance(piece, str | Mapping) else {"name": piece}
+        target = options["name"]
+        target = find("environment", target).target if isinstance(target, str) else target
+        if not callable(target):
+            raise ConfigError(f"`environment_factory` must be a class or a function, not {target!r}")
+        kind = target if isinstance(target, type) else type(target())
+        label = label or options.get("label") or kind.__name__
+        found.append(Factory(options, label, callable(getattr(kind, "get_reward", None))))
+    return found
+
+
+def with_tools(
+    raw: dict[str, Any], tools: Sequence[Tool], factories: Sequence[Factory], names: dict[str, Any]
+) -> dict[str, Any]:
+    """Add the engine that holds conversations with tools to a configuration, without limits, as in TRL."""
+    engines = [as_piece_mapping(engine) for engine in as_list(raw["rollout"]["engine"])]
+    if taken := [engine["name"] for engine in engines if engine.get("name") in CONVERSING]:
+        raise ConfigError(
+            f"the configuration has '{taken[0]}' already; change that, or leave out `tools` and "
+            "`environment_factory`"
+        )
+    engine: dict[str, Any] = {"name": CONVERSING[bool(factories)]}
+    engine |= {"max_turns": NO_LIMIT, "max_images": NO_LIMIT}
+    if tools:
+        engine["tool"] = [reward_piece(tool, names, "tool") for tool in tools]
+    if factories:
+        engine["environment"] = [
+            {**reward_piece(factory.piece, names, "environment"), "label": factory.label}
+            for factory in factories
+        ]
+    return merge(raw, {"rollout": {"engine": [*engines, engine]}})
+
+
+def rewards_of(factories: Sequence[Factory]) -> list[dict[str, Any]]:
+    """Name the rewards that environments give themselves, each under the name of its environment."""
+    return [{"name": "precomputed", "key": f.label, "label": f.label} for f in factories if f.scores]
+
+
+def without_rows(factories: Sequence[Factory], raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Name the data of a run whose environment says itself what is to be done."""
+    if len(factories) > 1:
+        raise ConfigError(
+            "of several environments each row names its own in the column `environment`; give `train_dataset`"
+        )
+    return {"name": "episodes", "count": lookup(raw, "rollout.num_prompts") or 1}
 
 
 def data_piece(name: str, data: Any, split: str, base: Any) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from mmrl.api.callbacks import add_callback
-from mmrl.api.configuration import Reward, configuration, data_piece
+from mmrl.api.configuration import Factories, Reward, Tool, configuration, data_piece
 from mmrl.build import build, held_out, make_evaluator
 from mmrl.config.loading import ConfigError
 from mmrl.config.schema import Config, as_piece, as_plain
@@ -60,6 +60,10 @@ class Trainer:
         processing_class: The processor of a model that is an object.
         callbacks: `TrainerCallback`s of transformers, objects or classes.
         peft_config: A `LoraConfig`; its `r` and `lora_alpha` are read.
+        tools: Functions that the model may call, also by name ("vision.crop") or as mappings with options.
+        environment_factory: A class or function that makes an environment for every rollout, or several by
+            the names that the column `environment` chooses from. What its `get_reward` gives is a reward
+            beside `reward_funcs`, of weight 1. Without `train_dataset` its `reset` says what is to be done.
         method: Name of a file under configs/methods, such as "dapo", "flow_grpo" or "dpo" (whose rows are
             preference pairs); by default "grpo", and "flow_grpo" for pipelines.
         config: A whole configuration to begin with.
@@ -80,13 +84,15 @@ class Trainer:
         callbacks: Sequence[Any] | None = None,
         peft_config: Any = None,
         *,
+        tools: Sequence[Tool] | None = None,
+        environment_factory: Factories | None = None,
         method: str = "",
         config: str | Path | Mapping[str, Any] | Config | None = None,
         quiet: bool = False,
     ) -> None:
         self.config = configuration(
             model, reward_funcs, args, train_dataset, eval_dataset, processing_class, peft_config,
-            method=method, config=config,
+            tools=tools, environment_factory=environment_factory, method=method, config=config,
         )  # fmt: skip
         look(self.config)
         self.run = build(self.config, quiet=quiet)

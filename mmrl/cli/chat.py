@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from mmrl.cli.command import OVERRIDES, argument, command, for_terminal
-from mmrl.cli.generate import ENGINE, IMAGES, MODEL, check_medium, engine_options, printed
+from mmrl.cli.generate import ENGINE, IMAGES, MODEL, check_medium, engine_options, printed, spoken
 from mmrl.config.loading import ConfigError
-from mmrl.core.types import Outcome
+from mmrl.core.types import Trajectory
 from mmrl.inference.session import Session
 
 HELP = "/image PATH, /video PATH: show it with the next question; /reset: forget everything; /exit"
@@ -34,16 +34,20 @@ class Conversation:
         check_medium(kind, Path(path).expanduser())
         self.shown.append({"type": kind, "path": path})
 
-    def ask(self, text: str) -> Outcome:
-        """Answer a question with all turns before it; an answer that is no text ends the conversation."""
+    def ask(self, text: str) -> Trajectory:
+        """Answer a question with all turns before it; an answer that is no text ends the conversation.
+
+        Of an answer with tools the last turn is kept.
+        """
         question = {"role": "user", "content": [*self.shown, {"type": "text", "text": text}]}
-        (answer,) = self.session.ask([[*self.turns, question]])
+        (row,) = self.session.ask([[*self.turns, question]])
+        answer = row.outcomes[-1]
         if answer.text is None:
             self.reset()
         else:
             self.turns += [question, {"role": "assistant", "content": answer.text}]
             self.shown = []
-        return answer
+        return row
 
 
 @command(
@@ -71,10 +75,12 @@ def chat(given: argparse.Namespace) -> None:
             print(f"error: {error}", file=sys.stderr)
             continue
         if reply is not None:
-            print(for_terminal(printed(reply, given.output)), flush=True)
+            folder, turns = given.output, reply.turns
+            shown = spoken(turns, folder) if len(turns) > 1 else printed(reply.outcomes[-1], folder)
+            print(for_terminal(shown), flush=True)
 
 
-def respond(talk: Conversation, line: str) -> Outcome | None:
+def respond(talk: Conversation, line: str) -> Trajectory | None:
     """Do what a line says: a command, which has no reply, or a question; raises `ConfigError` for others."""
     name, _, rest = line.partition(" ")
     match name, rest.strip():

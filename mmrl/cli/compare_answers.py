@@ -59,7 +59,7 @@ def ask_both(sessions: Sequence[Session]) -> Callable[..., list[Outcome]]:
 
     def ask(question: str, image: str | None = None, video: str | None = None) -> list[Outcome]:
         media = [[image] if image else None], [[video] if video else None]
-        return [answer for session in sessions for answer in session.ask([question], *media)]
+        return [row.outcomes[-1] for session in sessions for row in session.ask([question], *media)]
 
     return ask
 

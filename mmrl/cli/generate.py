@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from itertools import islice
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import count, islice
 from pathlib import Path
 from typing import Any
 
 from mmrl.cli.command import OVERRIDES, argument, command, for_terminal
 from mmrl.config.loading import ConfigError
 from mmrl.config.plain import as_list
-from mmrl.core.types import Outcome, Prompt
+from mmrl.core.types import Message, Outcome, Part, Prompt
 from mmrl.data.fields import RowError, plain, uid_of
 from mmrl.data.media import MediaError
-from mmrl.inference.session import Session, images_of
+from mmrl.inference.session import Session, images_of, to_pil
 
 MODEL = argument(
     "model", metavar="CONFIG_OR_MODEL", help="a YAML file, the folder of a run, or a model (folder, hub id)"
@@ -36,6 +36,7 @@ class Asked:
 
     prompt: Prompt
     columns: Mapping[str, Any]
+    turns: tuple[Message, ...] = ()  # of the answer, where tools replied
 
 
 @command(
@@ -199,58 +200,94 @@ def answers(session: Session, asked: Iterable[Asked], size: int) -> Iterator[tup
     quiet = not sys.stderr.isatty() or total in (None, 1)
     console = Console(stderr=True)
     batches = iter(lambda: list(islice(left, size)), [])
-    count = -(-total // size) if total else None
-    for batch in track(batches, "answering", count, console=console, disable=quiet):
-        yield from zip(batch, session.outcomes([item.prompt for item in batch]), strict=True)
+    steps = -(-total // size) if total else None
+    for batch in track(batches, "answering", steps, console=console, disable=quiet):
+        for item, row in zip(batch, session.rollout([item.prompt for item in batch]), strict=True):
+            yield replace(item, turns=row.turns if len(row.turns) > 1 else ()), row.outcomes[-1]
 
 
 def show(asked: Asked, answer: Outcome, *, as_row: bool) -> None:
     """Print an answer, or the name of its file; as a JSON line with the columns of its row if wanted."""
     import json
 
-    shown = printed(answer, IMAGES)
-    row = {"file_name": shown, **asked.columns} if answer.text is None else row_with(asked, answer)
-    print(json.dumps(row, ensure_ascii=False) if as_row else for_terminal(shown), flush=True)
+    if as_row and answer.text is not None:
+        shown = json.dumps(row_with(asked, answer, IMAGES), ensure_ascii=False)
+    elif as_row:
+        shown = json.dumps({"file_name": printed(answer, IMAGES), **asked.columns}, ensure_ascii=False)
+    else:
+        shown = for_terminal(spoken(asked.turns, IMAGES) if asked.turns else printed(answer, IMAGES))
+    print(shown, flush=True)
 
 
-def row_with(asked: Asked, answer: Outcome) -> dict[str, Any]:
-    """Add the answer to the columns of its row as `completion`."""
+def row_with(asked: Asked, answer: Outcome, images: Path, root: Path | None = None) -> dict[str, Any]:
+    """Add the answer to the columns of its row as `completion`, and turns with tools as `conversation`.
+
+    Images that tools showed go to the folder `images`; they are named from the folder `root` on.
+    """
     if answer.text is None:
         raise ConfigError("this model makes images; name a folder for them as --output, not a file of rows")
-    return {**asked.columns, "completion": answer.text}
+    more = {"conversation": written(asked.turns, images, root)} if asked.turns else {}
+    return {**asked.columns, "completion": answer.text, **more}
+
+
+def written(turns: Sequence[Message], images: Path, root: Path | None = None) -> list[dict[str, Any]]:
+    """Write messages as transformers reads them, and their images as files that they name."""
+
+    def block(part: Part) -> dict[str, str]:
+        if part.media is None:
+            return {"type": "text", "text": part.text}
+        path = free_name(images)
+        to_pil(part.media.load().pixels[0]).save(path)
+        return {"type": "image", "path": str(path.relative_to(root) if root else path)}
+
+    return [{"role": turn.role, "content": [block(part) for part in turn.parts]} for turn in turns]
+
+
+def spoken(turns: Sequence[Message], images: Path) -> str:
+    """Write messages for people to read; images become the names of their files."""
+    lines = []
+    for message in written(turns, images):
+        words = " ".join(block.get("path") or block["text"] for block in message["content"])
+        lines.append(f"tool: {words}" if message["role"] == "tool" else words)
+    return "\n".join(lines)
 
 
 def write_rows_of(answered: Iterable[tuple[Asked, Outcome]], path: Path) -> None:
     """Write rows with their answers."""
     from mmrl.data.dataset_io import write_rows
 
-    count = write_rows(path, (row_with(asked, answer) for asked, answer in answered))
-    print(f"{path}: {count} rows", file=sys.stderr)
+    images = path.parent / f"{path.stem}_images"
+    number = write_rows(path, (row_with(*both, images, path.parent) for both in answered))
+    print(f"{path}: {number} rows", file=sys.stderr)
 
 
 def write_images(answered: Iterable[tuple[Asked, Outcome]], folder: Path) -> None:
     """Write the images as PNG files (videos as animated ones), and their prompts as `metadata.jsonl`."""
     from mmrl.data.dataset_io import write_rows
 
-    def written() -> Iterator[dict[str, Any]]:
+    def rows() -> Iterator[dict[str, Any]]:
         for number, (asked, answer) in enumerate(answered):
             name = f"{number:05d}.png"
             save_image(answer, folder / name)
             yield {"file_name": name, **asked.columns}
 
-    count = write_rows(folder / "metadata.jsonl", written())
-    print(f"{folder}: {count} images", file=sys.stderr)
+    number = write_rows(folder / "metadata.jsonl", rows())
+    print(f"{folder}: {number} images", file=sys.stderr)
 
 
 def printed(answer: Outcome, folder: Path) -> str:
     """Return a text, or save an image as the first of `00000.png`, ... that is free and return its path."""
     if answer.text is not None:
         return answer.text
-    number = 0
-    while (path := folder / f"{number:05d}.png").exists():
-        number += 1
+    path = free_name(folder)
     save_image(answer, path)
     return str(path)
+
+
+def free_name(folder: Path) -> Path:
+    """Find the first name `00000.png`, ... that is free in a folder, which is made."""
+    folder.mkdir(parents=True, exist_ok=True)
+    return next(path for n in count() if not (path := folder / f"{n:05d}.png").exists())
 
 
 def save_image(answer: Outcome, path: Path) -> None:

@@ -13,7 +13,7 @@ from typing import Any, Literal, TypeVar
 
 from mmrl.config.loading import ConfigError, UnknownKey
 from mmrl.config.ranges import AtMost, NonNegativeInt, PositiveFloat, Taken, is_number, is_whole, marks
-from mmrl.config.registry import HOMES, LOADED, MADE, Entry, Needs, find
+from mmrl.config.registry import FACTORIES, HOMES, LOADED, MADE, Entry, Needs, find
 from mmrl.config.schema import (
     Kind,
     Piece,
@@ -48,6 +48,12 @@ CALLED_WITH = {
         "timeout": PositiveFloat,  # seconds
         "on_error": Literal["tell", "skip", "raise"],
         "retries": NonNegativeInt,
+    },
+    "environment": {
+        "label": str,
+        "timeout": PositiveFloat,  # seconds
+        "on_error": Literal["tell", "skip", "raise"],
+        "retries": NonNegativeInt,  # of `reset`
     },
 }
 
@@ -131,7 +137,7 @@ class Pieces:
         if "train_prompts" in entry.options:
             options["train_prompts"] = self.made.get("data", ())
         setter = options.__setitem__  # a function gets its options anew at every call
-        if kind in MADE or inspect.isclass(entry.target):
+        if kind in MADE or (inspect.isclass(entry.target) and kind not in FACTORIES):
             thing = self.made[place] = _construct(entry, wrapped, options, place)
             bound.function, bound.options = thing, {}
             setter = partial(setattr, thing)  # an object keeps them as attributes

@@ -23,7 +23,7 @@ from typing import Any, Protocol, TypeVar, cast, overload
 from mmrl.config import objects
 from mmrl.config.loading import ConfigError
 from mmrl.config.reward_adapters import from_trl, is_trl
-from mmrl.config.tool_functions import check_tool
+from mmrl.config.tool_functions import check_environment, check_tool
 from mmrl.core.types import Unit
 
 SCOPES = {
@@ -37,6 +37,7 @@ WINGS = ("mmrl", "mmrl.diagnostics", "mmrl.reporting")
 
 HOMES: dict[str, str] = {}  # kind to home folder
 MADE: set[str] = set()  # kinds whose pieces are objects, made once; all others are functions
+FACTORIES: set[str] = set()  # kinds whose pieces are classes of objects that are made when they are called
 LOADED: set[str] = set()  # kinds whose pieces may read files or load a model when they are made
 PIECES: dict[tuple[str, str], Entry] = {}
 _IMPORTED: set[str] = set()
@@ -123,7 +124,13 @@ class Decorator(Protocol):
 
 
 def kind(
-    name: str, home: str, *, made: bool = False, loads: bool = False, stages: tuple[str, ...] = ("",)
+    name: str,
+    home: str,
+    *,
+    made: bool = False,
+    loads: bool = False,
+    factory: bool = False,
+    stages: tuple[str, ...] = ("",),
 ) -> Decorator:
     """Declare a kind of piece and return the decorator that registers a piece of it.
 
@@ -132,11 +139,13 @@ def kind(
         home: The folder of its modules in every package.
         made: Whether a piece is an object that is made once, around what it wraps.
         loads: Whether making a piece may read files or load a model, so that checking must not make it.
+        factory: Whether a piece that is a class is called for new objects, instead of being made once.
         stages: When pieces may run; a piece declares one of these as `on`.
     """
     HOMES[name] = home
     MADE.update([name] if made else [])
     LOADED.update([name] if loads else [])
+    FACTORIES.update([name] if factory else [])
 
     def decorate(
         target: Callable | None = None,
@@ -239,6 +248,8 @@ def find(kind: str, name: str) -> Entry:
         return Entry(kind, module, attribute, from_trl(target), takes=())
     if kind == "tool":
         check_tool(target, name)
+    if kind == "environment":
+        check_environment(target, name)
     return Entry(kind, module, attribute, target)
 
 
@@ -277,3 +288,4 @@ cost = kind("cost", "costs")
 stop_rule = kind("stop_rule", "stop_rules", made=True)
 tracker = kind("tracker", "trackers", made=True, loads=True)
 tool = kind("tool", "tools")
+environment = kind("environment", "environments", factory=True)

@@ -116,8 +116,8 @@ TRL_OWN = ("prompt", "completion", "completion_ids")  # columns that TRL does no
 
 
 def is_trl(function: Callable) -> bool:
-    """Whether a function has TRL's form: it takes `completions`."""
-    return "completions" in inspect.signature(function).parameters
+    """Whether a function has TRL's form: it takes `completions` or `environments`."""
+    return not {"completions", "environments"}.isdisjoint(inspect.signature(function).parameters)
 
 
 def from_trl(function: Callable) -> Callable:
@@ -126,7 +126,7 @@ def from_trl(function: Callable) -> Callable:
     A prompt whose data row has messages gives messages, as in TRL; any other gives a text. Completions of
     image and video models are their media. Columns are passed by name: all of them to a function with
     `**kwargs`, else those that it names. So are TRL's `completion_ids`, `trainer_state` (which counts
-    optimizer steps), `log_metric` and `log_extra`; there are no `environments`.
+    optimizer steps), `log_metric` and `log_extra`, and `environments` where answers have any.
     """
     parameters = inspect.signature(function).parameters
     takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
@@ -151,6 +151,8 @@ def from_trl(function: Callable) -> Callable:
             "log_extra": scoring.log_extra,
             "target": [p.target for p in prompts],
         }
+        if any(outcome.environment is not None for outcome in outcomes):
+            offered["environments"] = [outcome.environment for outcome in outcomes]
         return function(**{k: v for k, v in offered.items() if takes_all or k in parameters})
 
     return reward

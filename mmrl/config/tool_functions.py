@@ -36,3 +36,37 @@ def check_tool(tool: Callable, name: str) -> None:
                 f"the docstring of the tool '{name}' says nothing of '{argument}'; describe it under "
                 "`Args:`, for the model to read"
             )
+
+
+# ---- environments
+
+RESERVED = ("reset", "get_reward")  # methods of an environment that no model calls
+
+
+def tool_names(environment: type) -> list[str]:
+    """List the methods of an environment that a model may call: the public ones, but for the reserved."""
+    methods = inspect.getmembers(environment, inspect.isfunction)
+    return [name for name, _ in methods if not name.startswith("_") and name not in RESERVED]
+
+
+def check_environment(target: Callable, name: str) -> None:
+    """Raise ConfigError for a class that is no environment in TRL's form; what a function makes is not known.
+
+    It has `reset`, its public methods are tools, and its `__init__` takes nothing but keyword-only options.
+    """
+    if not inspect.isclass(target):
+        return
+    if not callable(getattr(target, "reset", None)):
+        raise ConfigError(
+            f"the environment '{name}' has no method `reset(self, **columns)`, which begins an episode and "
+            "returns what the model sees first, or None; write one"
+        )
+    for parameter in parameters_of(target).values():
+        if parameter.default is inspect.Parameter.empty and parameter.kind in GIVEN:
+            raise ConfigError(
+                f"the environment '{name}' cannot be made without `{parameter}`; give it a default, or make "
+                "it a keyword-only option of the run"
+            )
+    unmade = target.__new__(target)  # methods of an object take no `self`
+    for method in tool_names(target):
+        check_tool(getattr(unmade, method), f"{name}.{method}")

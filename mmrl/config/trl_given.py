@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mmrl.config.loading import ConfigError
-from mmrl.config.plain import as_list, lookup
+from mmrl.config.plain import as_list, as_mapping, lookup
 from mmrl.config.trl_table import ARGUMENTS, DPO_ONLY
 
 Change = dict[str, Any]  # dotted keys of a configuration, with their values
@@ -37,6 +37,7 @@ DIVERGENCES = {  # of TRL's `f_divergence_type`, to the option of `f_divergence`
 }
 NO_DIVERGENCE = ("sigmoid_norm", "nca_pair", "bco_pair", "sppo_hard", "apo_zero", "apo_down")
 ABSENT_LOSSES = ("aot", "aot_unpaired", "sft")
+CONVERSING = ("vision.with_tools", "vision.with_environments")  # engines around another one
 STEP_MEANS = ("dapo", "bnpo", "cispo", "vespo")
 
 
@@ -86,6 +87,12 @@ class Given:
     def at(self, key: str) -> Any:
         """Look a dotted key up in the configuration that will be changed; None where it is not."""
         return lookup(self.onto, key)
+
+    @property
+    def conversing(self) -> str:
+        """The place of the engine that holds conversations with tools; empty without one."""
+        names = [as_mapping(engine).get("name") for engine in as_list(self.at("rollout.engine"))]
+        return next((f"rollout.engine.{i}" for i, name in enumerate(names) if name in CONVERSING), "")
 
     @property
     def completions(self) -> int:

@@ -89,9 +89,10 @@ def _surrogate_options(given: Given, kind: str, *, whole: bool) -> Change:
 
 
 def length(given: Given) -> Change:
-    """`max_completion_length`: of the engine, and the divisor of `dr_grpo`."""
+    """`max_completion_length`: of the engine, of whole conversations, and the divisor of `dr_grpo`."""
     longest = given["max_completion_length"]
     change: Change = {"rollout.engine.0.max_completion_length": longest}
+    change |= {f"{given.conversing}.max_completion_length": longest} if given.conversing else {}
     fixed = given.losses == ["dr_grpo"] or (
         "loss_type" not in given and given.at("objective.aggregation.name") == "fixed_length"
     )

@@ -81,6 +81,18 @@ def _collections(given: Given, name: str, steps: float | None = None) -> int:
     return math.ceil(count / given.updates)
 
 
+def turns(given: Given) -> Change:
+    """`max_tool_calling_iterations`: replies of tools, after each of which there is one more turn."""
+    if "max_tool_calling_iterations" not in given:
+        return {}
+    if not given.conversing:
+        raise ConfigError(
+            "'max_tool_calling_iterations' of TRL limits calls of tools, but no engine has any; add "
+            "vision.with_tools or vision.with_environments to `rollout.engine`"
+        )
+    return {f"{given.conversing}.max_turns": given["max_tool_calling_iterations"] + 1}
+
+
 def learning_rate(given: Given) -> Change:
     """The learning rate, or the schedule that it follows."""
     there = given.at("learn.learning_rate")
@@ -202,6 +214,7 @@ RUN_RULES = {
         reward_weights,
         batches,
         steps,
+        turns,
         learning_rate,
         optimizer,
         sampler,

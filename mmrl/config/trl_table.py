@@ -175,7 +175,13 @@ ROLLOUT: dict[str, Argument] = {
         False, "`vision.generate` batches by itself; leave it out."
     ),
     "use_transformers_paged": _absent(False, "`vision.generate` batches by itself; leave it out."),
-    "max_tool_calling_iterations": _absent(None, "Completions call no tools here."),
+    "max_tool_calling_iterations": Argument(
+        "differs",
+        None,
+        "rollout.engine[1].max_turns",
+        "Turns of the policy, one more than replies. Tokens of replies count in no limit here.",
+        "turns",
+    ),
     "max_prompt_length": Argument("ignored", note="Of earlier versions. Prompts are never cut."),
     "shuffle_dataset": _same("sampler[0].shuffle", True, rule="sampler"),
     "train_sampling_strategy": _absent("random", "Use `shuffle_dataset=False` for data order."),

@@ -68,7 +68,8 @@ class Outcome:
     `image` is (3, height, width) uint8, `video` is (frames, 3, height, width) uint8 and `times` its (frames,)
     seconds. `end` is the number of steps that made the outcome; None is the whole rollout. `tags` describe
     it, and `recorded` has rewards that were measured before, or by the engine. `tokens` are those of a text
-    that is not made of the steps alone, such as a prefix that was completed for a reward.
+    that is not made of the steps alone, such as a prefix that was completed for a reward. `environment` is
+    the object that a conversation was held with, which rewards written for TRL read.
     """
 
     text: str | None = None
@@ -79,6 +80,7 @@ class Outcome:
     tags: Mapping[str, str] = field(default_factory=dict)
     recorded: Mapping[str, float] = field(default_factory=dict)
     tokens: tuple[int, ...] | None = None
+    environment: Any = None
 
 
 @dataclass(frozen=True)
@@ -118,7 +120,7 @@ class Trajectory:
 
     Rows of the same `group` are compared. The last outcome is the answer, earlier ones belong to prefixes of
     it. Only the policy that collates `steps` reads them. `notes` are (length,) numbers that the engine noted
-    of every step ("logp", "entropy", "token").
+    of every step ("logp", "entropy", "token"). `turns` are the messages of a conversation after its prompt.
     """
 
     prompt: Prompt
@@ -129,6 +131,7 @@ class Trajectory:
     notes: Mapping[str, Tensor] = field(default_factory=dict)
     on_policy: bool = True  # False: not sampled from the policy
     logged: Mapping[str, Any] = field(default_factory=dict)  # columns of completions (TRL's `log_extra`)
+    turns: tuple[Message, ...] = ()
 
 
 Rollouts = tuple[Trajectory, ...]

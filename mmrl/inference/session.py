@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
 from mmrl.config.plain import as_list
 from mmrl.core.protocols import Engine
-from mmrl.core.types import Outcome, Prompt, Rollouts
+from mmrl.core.types import Message, Outcome, Part, Prompt, Rollouts, Trajectory
 from mmrl.data.fields import RowError, short
 from mmrl.data.messages import ReadMedia, no_media, prompt_of
 
@@ -27,6 +29,28 @@ class ReadsMedia(Protocol):
             root: Folder that paths are relative to and may not leave; None for paths that the caller chose.
         """
         ...
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """What a model made of a question: all its turns, and what tools replied.
+
+    Args:
+        text: The last turn: the answer.
+        messages: All turns after the question, as `apply_chat_template` of transformers takes them; images
+            are those of PIL.
+        images: Those that tools showed, in order.
+        finish: Why it ended: `stop`, `length`, `turns`, `images` or `tool_error`.
+        environment: The object that it was held with, if there was one.
+        rewards: What the engine recorded: the `get_reward` of an environment, by its name.
+    """
+
+    text: str
+    messages: list[dict[str, Any]]
+    images: list[Any]
+    finish: str
+    environment: Any = None
+    rewards: Mapping[str, float] = field(default_factory=dict)
 
 
 class Session:
@@ -50,10 +74,6 @@ class Session:
         """Make one rollout for every entry, in order."""
         return self.engine.rollout(prompts)
 
-    def outcomes(self, prompts: Sequence[Prompt]) -> list[Outcome]:
-        """Answer prompts, in order."""
-        return [row.outcomes[-1] for row in self.rollout(prompts)]
-
     def answer(self, prompt: Any, images: Any = None, videos: Any = None) -> Any:
         """Answer a question; of a list of questions, a list.
 
@@ -72,19 +92,69 @@ class Session:
             RowError: For what is no image, video, text or message, and for files that are missing.
         """
         if _are_several(prompt):
-            return [as_answer(outcome) for outcome in self.ask(prompt, images, videos)]
-        (outcome,) = self.ask([prompt], [images], [videos])
-        return as_answer(outcome)
+            return [as_answer(row.outcomes[-1]) for row in self.ask(prompt, images, videos)]
+        (row,) = self.ask([prompt], [images], [videos])
+        return as_answer(row.outcomes[-1])
 
-    def ask(self, prompts: Sequence[Any], images: Any = None, videos: Any = None) -> list[Outcome]:
-        """Answer questions like `answer`; `images` and `videos` have those of every question, in order."""
+    def converse(
+        self, prompt: Any, images: Any = None, videos: Any = None, columns: Mapping[str, Any] | None = None
+    ) -> Conversation:
+        """Answer a question like `answer`, and return the whole conversation with the tools of the engine.
+
+        Args:
+            prompt: A text, or messages.
+            images: Images of the question.
+            videos: Videos of the question.
+            columns: Columns of a row that the question would have, which an environment begins with.
+
+        Raises:
+            RowError: As `answer`; also where the model makes images, with which nobody converses.
+        """
+        (row,) = self.ask([prompt], [images], [videos], columns or {})
+        return as_conversation(row)
+
+    def ask(
+        self,
+        prompts: Sequence[Any],
+        images: Any = None,
+        videos: Any = None,
+        columns: Mapping[str, Any] = MappingProxyType({}),
+    ) -> Rollouts:
+        """Make a rollout of every question; `images` and `videos` have those of each of them, in order."""
         asked, read = [], self.media_reader()
         media = _per_prompt(images, len(prompts), "images"), _per_prompt(videos, len(prompts), "videos")
         for prompt, shown, filmed in zip(prompts, *media, strict=True):
             lists = as_list(shown), as_list(filmed)  # a single one may stand by itself
-            asked.append(prompt_of(f"p{self._asked + len(asked)}", prompt, *lists, read=read))
+            made = prompt_of(f"p{self._asked + len(asked)}", prompt, *lists, read=read)
+            asked.append(replace(made, columns=columns))
         self._asked += len(asked)
-        return self.outcomes(asked)
+        return self.rollout(asked)
+
+
+def as_conversation(row: Trajectory) -> Conversation:
+    """Read the conversation of a rollout; raises RowError where it is no text."""
+    last = row.outcomes[-1]
+    if last.text is None:
+        raise RowError("this model makes images, so it holds no conversation; ask it by `answer`")
+    messages = row.turns or (Message("assistant", (Part(last.text),)),)
+    written = [{"role": message.role, "content": _content(message)} for message in messages]
+    blocks = [block for message in written if message["role"] == "tool" for block in message["content"]]
+    images = [block["image"] for block in blocks if block["type"] == "image"]
+    return Conversation(
+        last.text, written, images, last.tags.get("finish", ""), last.environment, dict(last.recorded)
+    )
+
+
+def _content(message: Message) -> str | list[dict[str, Any]]:
+    """Write what a message holds: of a tool as blocks, of a model as a text."""
+    if message.role != "tool":
+        return "".join(part.text for part in message.parts)
+    return [
+        {"type": "image", "image": to_pil(part.media.load().pixels[0])}
+        if part.media
+        else {"type": "text", "text": part.text}
+        for part in message.parts
+    ]
 
 
 def as_answer(outcome: Outcome) -> Any:
@@ -98,11 +168,11 @@ def as_answer(outcome: Outcome) -> Any:
 def images_of(outcome: Outcome) -> list[Any]:
     """Return the image of an outcome for PIL, or the frames of its video; none where it is a text."""
     if outcome.image is not None:
-        return [_to_pil(outcome.image)]
-    return [] if outcome.video is None else [_to_pil(frame) for frame in outcome.video]
+        return [to_pil(outcome.image)]
+    return [] if outcome.video is None else [to_pil(frame) for frame in outcome.video]
 
 
-def _to_pil(image: Tensor) -> Any:
+def to_pil(image: Tensor) -> Any:
     """Convert an image (3, height, width) uint8 to PIL."""
     from PIL import Image
 

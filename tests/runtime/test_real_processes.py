@@ -68,6 +68,17 @@ TALKING = {
         ],
     }
 }
+PLAYING = {
+    "data": "tests.vision.playing:seen",
+    "rewards": [{"name": "precomputed", "key": "Ladder"}, "tests.vision.playing:rungs_left"],
+    "rollout": {
+        **SPEAKING["rollout"],
+        "engine": [
+            {"name": "vision.generate", "max_completion_length": 6},
+            {"name": "tests.vision.playing:Playing", "environment": "tests.vision.playing:Ladder"},
+        ],
+    },
+}
 # SGD, so that weights tell of gradients: the first step of Adam is as long for a small one.
 FLOW = {"learn": {"learning_rate": 0.3, "optimizer": "sgd"}, "max_steps": 3, "save_steps": 2}
 LORA = merge({"policy": {"lora_rank": 2}}, KEPT_NEAR)
@@ -95,6 +106,7 @@ def plans(tmp_path_factory):
         "a model that speaks": speak(freeze_vision_tower=False),
         "an adapter": speak(lora_rank=2, gradient_checkpointing=True),
         "a conversation": lambda output: {**speak(freeze_vision_tower=False)(output), **TALKING},
+        "an environment": lambda output: {**speak(freeze_vision_tower=False)(output), **PLAYING},
         "a critic": lambda output: {**speak(freeze_vision_tower=False)(output), **CRITIC},
         "a model that draws": draw(MATCHING, ANCHORED),
         "an adapter that draws": draw("diffusion.transition", LORA),
@@ -123,6 +135,7 @@ NAMES = (
     "a model that speaks",
     "an adapter",
     "a conversation",
+    "an environment",
     "a critic",
     "a model that draws",
     "an adapter that draws",

@@ -10,6 +10,7 @@ from torch import nn
 
 from mmrl.config.registry import Needs
 from mmrl.training.loop import consult
+from mmrl.vision.decoding import step_model
 from mmrl.vision.decoding.inner_outputs import (
     OF_LOGITS,
     OF_STATES,
@@ -18,8 +19,7 @@ from mmrl.vision.decoding.inner_outputs import (
     of_logits,
     of_states,
 )
-from mmrl.vision.policies import tokens
-from mmrl.vision.policies.tokens import TeacherStates, chunked_logp
+from mmrl.vision.decoding.step_model import TeacherStates, chunked_logp
 from mmrl.vision.references import Teacher
 from tests.vision.test_tokens import loaded, recorded, shaken
 
@@ -99,7 +99,7 @@ def test_chunks_say_the_same_and_learn_the_same_from_a_teacher(monkeypatch):
     for module in (head, other):
         module.register_forward_hook(lambda module, inputs, output: sizes.append(output.numel()))
     for limit in (1 << 20, 4 * 102 * 4):
-        monkeypatch.setattr(tokens, "LOGIT_BYTES", limit)
+        monkeypatch.setattr(step_model, "LOGIT_BYTES", limit)
         sizes.clear()
         hidden = torch.randn(23, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
         hidden.requires_grad_()

@@ -15,9 +15,10 @@ from mmrl.core.protocols import RendersPrompts
 from mmrl.core.rng import seeded
 from mmrl.core.types import Outcome
 from mmrl.kv_cache.layout import placeholder_ids
+from mmrl.vision.decoding import step_model
+from mmrl.vision.decoding.step_model import chunked_logp
 from mmrl.vision.decoding.token_steps import FORBIDDEN
-from mmrl.vision.policies import tokens
-from mmrl.vision.policies.tokens import Tokens, chunked_logp
+from mmrl.vision.policies.tokens import Tokens
 from tests.vision import mixed, tiny
 
 EVERY = pytest.mark.parametrize("family", sorted(tiny.MAKERS))
@@ -80,7 +81,7 @@ def test_chunked_logp_gives_the_same_in_chunks_and_never_holds_more_logits_than_
     sizes, results = [], []
     head.register_forward_hook(lambda module, inputs, output: sizes.append(output.numel()))
     for limit in (1 << 20, 4 * 50 * 4, 1):
-        monkeypatch.setattr(tokens, "LOGIT_BYTES", limit)
+        monkeypatch.setattr(step_model, "LOGIT_BYTES", limit)
         sizes.clear()
         hidden = torch.randn(23, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
         hidden.requires_grad_()
@@ -103,8 +104,8 @@ def test_a_policy_in_small_chunks_says_and_learns_the_same(exact, monkeypatch):
     hook = policy.model.get_output_embeddings().register_forward_hook(
         lambda module, inputs, output: sizes.append(output.shape[0])
     )
-    for limit, largest in ((tokens.LOGIT_BYTES, sum(row.length for row in rows)), (4 * 286 * 5, 5)):
-        monkeypatch.setattr(tokens, "LOGIT_BYTES", limit)
+    for limit, largest in ((step_model.LOGIT_BYTES, sum(row.length for row in rows)), (4 * 286 * 5, 5)):
+        monkeypatch.setattr(step_model, "LOGIT_BYTES", limit)
         sizes.clear()
         value = mixed.loss(policy, policy.collate(rows))
         value.backward()

@@ -90,7 +90,7 @@ def wide() -> Image.Image:
 
 def number() -> Any:
     """Return something else."""
-    return 3
+    return b"3"
 
 
 @pytest.fixture
@@ -268,7 +268,7 @@ def test_calls_are_json_between_their_marks():
         (huge, "Error: returned an image of 40000x40000 pixels; the limit is 16777216"),
         (thin, "Error: the reply of the tool cannot be shown"),
         (wide, "Error: the reply of the tool cannot be shown"),
-        (number, "Error: returned int; a tool returns a text, a PIL image, or a list of both"),
+        (number, "Error: returned bytes; a tool returns a text, a PIL image, or a list of both"),
         ("hang", "Error: no answer within 0.2 s"),
     ],
     ids=["raises", "huge", "thin", "wide", "garbage", "hangs"],

@@ -59,12 +59,19 @@ class Conversation:
     index: int  # of this answer to the prompt
     read: EncodedPrompt
     images: list[Media]
+    tools: Mapping[str, Tool]
     turns: list[tuple[EncodedPrompt, Tensor]] = field(default_factory=list)
     notes: list[Mapping[str, Tensor]] = field(default_factory=list)
     outcomes: list[Outcome] = field(default_factory=list)  # of the turns
+    said: list[Message] = field(default_factory=list)  # turns and replies
     temperature: float = 1.0
     shown: int = 0  # images that tools showed
     finish: str = ""  # why it ended
+
+    @property
+    def schemas(self) -> Tools:
+        """What the chat template tells the model about tools."""
+        return tuple(tool.schema for tool in self.tools.values())
 
     @property
     def length(self) -> int:
@@ -76,6 +83,7 @@ class Conversation:
         self.turns.append((self.read, answer.steps.ids))
         self.notes.append(answer.notes)
         self.outcomes.append(answer.outcomes[-1])
+        self.said.append(Message("assistant", (Part(answer.outcomes[-1].text or ""),)))
         self.temperature = answer.steps.temperature
 
 
@@ -113,13 +121,14 @@ class WithTools:
     max_image_pixels: PositiveInt = 1 << 24
     turn_outcomes: bool = False
     notes: ClassVar[frozenset[str]] = frozenset()
+    has_others: ClassVar[bool] = False  # whether conversations have tools of their own
     parse: ClassVar[Callable[[str], list[Call | CallError]]] = staticmethod(parse_calls)  # a form of calls
 
     def __post_init__(self) -> None:
         self.policy = self.engine.policy
         tools = [Tool.of(function) for function in self.tool]
         self.tools = {tool.name: tool for tool in tools}
-        if not tools or len(self.tools) < len(tools):
+        if not (tools or self.has_others) or len(self.tools) < len(tools):
             raise ConfigError(
                 f"`tool` of vision.with_tools must name tools of different names, not "
                 f"{[tool.name for tool in tools]}"
@@ -130,13 +139,7 @@ class WithTools:
     def rollout(self, prompts: Sequence[Prompt]) -> Rollouts:
         """Hold a conversation about every entry; in every turn, all that wait are continued together."""
         counters: dict[str, count[int]] = defaultdict(count)
-        encoder = self.policy.prompt_encoder
-        talks = []
-        for prompt in prompts:
-            images = [media for media in prompt.media if media.kind == "image"]
-            read = encode_with_tools(encoder, prompt, self.schemas)
-            talks.append(Conversation(prompt, next(counters[prompt.uid]), read, images))
-        live = talks
+        talks = live = self.begin([(prompt, next(counters[prompt.uid])) for prompt in prompts])
         for turn in range(self.max_turns):
             self._choose(live, turn)
             self._reply([talk for talk in live if not talk.finish], turn + 1 == self.max_turns)
@@ -144,6 +147,18 @@ class WithTools:
             if not live:
                 break
         self.counts.update(conversations=len(talks), turns=sum(len(talk.turns) for talk in talks))
+        return self.end(talks)
+
+    def begin(self, asked: Sequence[tuple[Prompt, int]]) -> list[Conversation]:
+        """Begin a conversation about every prompt, for the answer of this index."""
+        encoder, talks = self.policy.prompt_encoder, []
+        for prompt, index in asked:
+            read = encode_with_tools(encoder, prompt, self.schemas)
+            talks.append(Conversation(prompt, index, read, images_of(prompt), self.tools))
+        return talks
+
+    def end(self, talks: Sequence[Conversation]) -> Rollouts:
+        """Make the rows of conversations that have ended."""
         return tuple(map(self._row, talks))
 
     def tell(self) -> Mapping[str, float]:
@@ -190,7 +205,7 @@ class WithTools:
                 found = [*found[:MAX_CALLS], CallError(f"only {MAX_CALLS} calls of a turn are answered")]
             for call in found:
                 try:
-                    calls.append(self._bound(call, talk.images))
+                    calls.append(self._bound(call, talk))
                 except CallError as error:
                     written[-1].append(error)
                     continue
@@ -206,14 +221,14 @@ class WithTools:
             ]
             self._continue(talk, replies)
 
-    def _bound(self, call: Call | CallError, images: Sequence[Media]) -> tuple[Tool, list[Any]]:
+    def _bound(self, call: Call | CallError, talk: Conversation) -> tuple[Tool, list[Any]]:
         """Find the tool of a call and its arguments; raises CallError."""
         if isinstance(call, CallError):
             raise call
-        if call.name not in self.tools:
-            raise CallError(f"there is no tool {call.name!r:.40}; there are {', '.join(self.tools)}")
-        tool = self.tools[call.name]
-        return tool, tool.bind(call.arguments, images)
+        if call.name not in talk.tools:
+            raise CallError(f"there is no tool {call.name!r:.40}; there are {', '.join(talk.tools)}")
+        tool = talk.tools[call.name]
+        return tool, tool.bind(call.arguments, talk.images)
 
     def _continue(self, talk: Conversation, replies: Sequence[tuple[Tool | None, Answer]]) -> None:
         """Append the replies of a turn's calls to a conversation, or end it."""
@@ -229,14 +244,15 @@ class WithTools:
         encoder, ids = self.policy.prompt_encoder, talk.turns[-1][1]
         errors = sum(bool(answer.fault) for _, answer in replies)
         try:
-            read = encoder.extend(talk.read, ids, *as_messages(encoder, self.schemas, parts))
+            read = encoder.extend(talk.read, ids, *as_messages(encoder, talk.schemas, parts))
         except ValueError as error:  # a special token in a text, or an image that the model cannot read
             fault = Answer(fault=str(error), cause=error)
             if not all(self._told(talk, tool, fault) for tool, _ in replies if tool):
                 return
             errors, images, parts = max(1, errors), [], [(Part(UNREADABLE),)]
-            read = encoder.extend(talk.read, ids, *as_messages(encoder, self.schemas, parts))
+            read = encoder.extend(talk.read, ids, *as_messages(encoder, talk.schemas, parts))
         talk.read, talk.images = read, [*talk.images, *images]
+        talk.said += [Message("tool", reply) for reply in parts]
         talk.shown += len(images)
         self.counts["errors"] += errors
 
@@ -273,12 +289,18 @@ class WithTools:
                 "conversation": self.policy.prompt_encoder.transcript(shown),
                 "finish": talk.finish,
             },
+            turns=tuple(talk.said),
         )
+
+
+def images_of(prompt: Prompt) -> list[Media]:
+    """List the images of a prompt, which tools know by their numbers."""
+    return [media for media in prompt.media if media.kind == "image"]
 
 
 def encode_with_tools(encoder: PromptEncoder, prompt: Prompt, tools: Tools) -> EncodedPrompt:
     """Encode a prompt with tools: in the words of the chat template, or in Qwen's where it has none."""
-    if encoder.knows_tools(tools):
+    if not tools or encoder.knows_tools(tools):
         return encoder.encode(prompt, tools)
     instructions = Part(QWEN_TOOLS.format(schemas="\n".join(map(json.dumps, tools))))
     match prompt.messages:

@@ -83,12 +83,17 @@ def load_processor(name: str) -> Any:
         return AutoProcessor.from_pretrained(source, trust_remote_code=False)
 
 
-def add_adapter(model: nn.Module, *, rank: int, alpha: float, tower: bool) -> nn.Module:
-    """Add LoRA to the linear layers of the language model, and of the vision tower, but not to the head."""
+def add_adapter(
+    model: nn.Module, *, rank: int, alpha: float, tower: bool, names: Sequence[str] = ("default",)
+) -> nn.Module:
+    """Add LoRA to the linear layers of the language model, and of the vision tower, but not to the head.
+
+    Of several `names` each is an adapter of its own.
+    """
     from peft import LoraConfig, get_peft_model
 
-    names = {id(module): name for name, module in model.named_modules()}
-    decoder, head = names[id(model.get_decoder())], names[id(model.get_output_embeddings())]
+    known = {id(module): name for name, module in model.named_modules()}
+    decoder, head = known[id(model.get_decoder())], known[id(model.get_output_embeddings())]
     layers = [
         name
         for name, module in model.named_modules()
@@ -100,9 +105,11 @@ def add_adapter(model: nn.Module, *, rank: int, alpha: float, tower: bool) -> nn
         dict.fromkeys(re.sub(r"\\\.\d+(?=\\\.)", r"\\.\\d+", re.escape(name)) for name in layers)
     )
     # Dropout would make the log-probabilities of training differ from those of the rollout.
-    return get_peft_model(
-        model, LoraConfig(r=rank, lora_alpha=alpha, lora_dropout=0.0, target_modules=pattern)
-    )
+    configs = [LoraConfig(r=rank, lora_alpha=alpha, lora_dropout=0.0, target_modules=pattern) for _ in names]
+    adapted = get_peft_model(model, configs[0], names[0])
+    for name, config in zip(names[1:], configs[1:], strict=True):
+        adapted.add_adapter(name, config)
+    return adapted
 
 
 def load_adapter(model: nn.Module, name: str) -> nn.Module:
@@ -116,7 +123,7 @@ def load_adapter(model: nn.Module, name: str) -> nn.Module:
         return PeftModel.from_pretrained(model, source, is_trainable=True)
 
 
-def load_adapter_weights(adapter: nn.Module, folder: Path) -> None:
+def load_adapter_weights(adapter: nn.Module, folder: Path, name: str = "default") -> None:
     """Load the weights of a saved adapter into one that is there, bit for bit.
 
     Raises `ValueError` where the folder lacks weights of the adapter, has others, or scales them otherwise.
@@ -124,7 +131,7 @@ def load_adapter_weights(adapter: nn.Module, folder: Path) -> None:
     from peft import get_peft_model_state_dict, set_peft_model_state_dict
     from safetensors.torch import load_file
 
-    saved, own = load_file(folder / ADAPTER), get_peft_model_state_dict(adapter)
+    saved, own = load_file(folder / ADAPTER), get_peft_model_state_dict(adapter, adapter_name=name)
     shapes = [{(name, *value.shape) for name, value in weights.items()} for weights in (own, saved)]
     if odd := sorted(shapes[0] ^ shapes[1]):
         raise ValueError(
@@ -133,14 +140,14 @@ def load_adapter_weights(adapter: nn.Module, folder: Path) -> None:
         )
     alphas = [
         json.loads((folder / "adapter_config.json").read_text())["lora_alpha"],
-        adapter.peft_config["default"].lora_alpha,
+        adapter.peft_config[name].lora_alpha,
     ]
     if alphas[0] != alphas[1]:
         raise ValueError(
             f"the adapter in '{folder}' has `lora_alpha` {alphas[0]}, the policy's has {alphas[1]}, which "
             "scales it otherwise; set `lora_alpha` as it was"
         )
-    set_peft_model_state_dict(adapter, saved)
+    set_peft_model_state_dict(adapter, saved, adapter_name=name)
 
 
 def checkpoint_layers(model: nn.Module) -> None:

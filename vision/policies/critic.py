@@ -15,8 +15,9 @@ from mmrl.core.step_table import Batch, StepOutput
 from mmrl.core.tensor import pad_to
 from mmrl.core.types import Outcome, Prompt, Rollouts, Trajectory
 from mmrl.runtime.modules import LOW
+from mmrl.vision.decoding.step_model import StepModel
 from mmrl.vision.decoding.token_steps import TokenSteps
-from mmrl.vision.policies.tokens import StepModel, Tokens
+from mmrl.vision.policies.tokens import Tokens
 
 HEAD = "value_head.safetensors"
 

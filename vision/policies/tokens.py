@@ -9,176 +9,33 @@ from typing import Annotated, Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from mmrl.config.loading import ConfigError
 from mmrl.config.ranges import AtMost, NonNegativeInt, PositiveFloat, PositiveInt
 from mmrl.config.registry import policy
-from mmrl.core.onednn import onednn
 from mmrl.core.step_table import Batch, StepOutput
 from mmrl.core.tensor import cat_padded, pad_to
 from mmrl.core.types import Outcome, Prompt, Rollouts, Trajectory
-from mmrl.runtime.modules import DTYPES, LOW, apply_transforms, keep_training_precision
+from mmrl.runtime.modules import DTYPES, apply_transforms, keep_training_precision
 from mmrl.vision.decoding.inner_outputs import (
     OF_LOGITS,
     OF_STATES,
-    USUAL,
     InnerOptions,
-    TeacherStates,
-    of_logits,
-    of_states,
     teacher_of,
 )
+from mmrl.vision.decoding.role_adapters import RoleAdapters, RoleSteps
+from mmrl.vision.decoding.step_model import StepModel
 from mmrl.vision.decoding.token_steps import (
-    FORBIDDEN,
     TokenRow,
     TokenSteps,
     distinct_prompts,
     layer_windows,
-    read_cached,
-    read_packed,
 )
 from mmrl.vision.decoding.tree_reading import reads_trees
 from mmrl.vision.media.media_reader import MediaReader
 from mmrl.vision.models import loading
 from mmrl.vision.models.processor import PromptEncoder
-from mmrl.vision.models.steering import load_steering, reversed_steering, save_steering, steering_of
-
-LOGIT_BYTES = 256 << 20  # float32 logits that may exist at once
-
-
-class StepModel(nn.Module):
-    """The trainable module: maps batches of answers to log-probabilities and entropies of their tokens.
-
-    `blank` has the inputs of a blank image, which batches without media run through a tower that learns.
-    """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        forbidden: list[int],
-        *,
-        compute: torch.dtype,
-        checkpointed: bool,
-        share: bool,
-        blank: dict[str, Tensor] | None = None,
-        inner: InnerOptions = USUAL,
-    ) -> None:
-        super().__init__()
-        self.model, self.forbidden, self.compute = model, forbidden, compute
-        self.checkpointed, self.share, self.blank, self.inner = checkpointed, share, blank, inner
-
-    def forward(
-        self, steps: TokenSteps, extra: Set[str], teacher: TeacherStates | None = None
-    ) -> dict[str, Tensor]:
-        """Compute "logp", and what is in `extra`: (N, longest) each, or (N, longest, ...).
-
-        `inner_outputs` lists what there is. "reverse_kl" needs a `teacher`. "reversed_logp" is the
-        log-probability with the steering vector subtracted. Heads are called in here and nowhere else,
-        because data parallelism wraps this module.
-        """
-        values = self._outputs(steps, extra, teacher)
-        if "reversed_logp" in extra:
-            with reversed_steering(self.model):
-                values["reversed_logp"] = self._outputs(steps, frozenset())["logp"]
-        return values
-
-    def _outputs(
-        self, steps: TokenSteps, extra: Set[str], teacher: TeacherStates | None = None
-    ) -> dict[str, Tensor]:
-        head = self.model.get_output_embeddings()
-        device = head.weight.device
-        with torch.autocast(device.type, self.compute, enabled=self.compute in LOW):
-            hidden = self.states(steps)
-            # Padding is skipped: the head is the largest product of the model.
-            inside = torch.arange(steps.longest)[None] < steps.length[:, None]
-            where = tuple(index.to(device) for index in inside.nonzero(as_tuple=True))
-            ids = steps.ids[:, : steps.longest].to(device)[where]
-            temperature = steps.temperature.to(device)[where[0]]
-            taught = teacher and TeacherStates(teacher.head, teacher.hidden[where])
-            columns = hidden[where], head, ids, temperature
-            if steps.tree and teacher is None:  # a teacher may read something else in every row
-                first, each = (index.to(device) for index in steps.distinct_steps(inside))
-                columns = hidden[where][first], head, ids[first], temperature[first]
-            values = chunked_logp(*columns, self.forbidden, extra, self.inner, taught)
-            if steps.tree and teacher is None:
-                values = {name: value[each] for name, value in values.items()}
-            if extra & OF_STATES:
-                states = of_states(hidden, steps.length, extra, self.inner)
-                values |= {name: value[where] for name, value in states.items()}
-        return {
-            name: value.new_zeros((*inside.shape, *value.shape[1:])).index_put(where, value)
-            for name, value in values.items()
-        }
-
-    @property
-    def reads_trees(self) -> bool:
-        """Whether it computes what rows share beyond their prompt once."""
-        return self.share and reads_trees(self.model, packed=self.checkpointed)
-
-    def states(self, steps: TokenSteps) -> Tensor:
-        """Compute the last hidden states (N, longest, width), each of which predicts a token."""
-        core = self.model.base_model
-        if steps.tree and not self.reads_trees:
-            steps = replace(steps, tree=None)
-        if self.checkpointed:
-            hidden = read_packed(core, steps)
-        else:
-            with onednn(core):  # not with checkpointing: the recomputation would run without it
-                hidden = read_cached(core, steps, share_prefix=self.share)
-        if self.blank and not any(steps.media):
-            # Every process must have a gradient for every parameter, those of the tower too.
-            inputs = {name: value.to(hidden.device) for name, value in self.blank.items()}
-            features = core.get_image_features(**inputs, return_dict=True)
-            # Qwen3-VL also adds features of earlier tower layers to the language model.
-            layers = (features.pooler_output, *features.get("deepstack_features", ()))
-            # Times 0, so that the loss stays as it is and every gradient exists.
-            hidden = hidden + 0.0 * sum(part.sum() for layer in layers for part in layer)
-        return hidden
-
-
-def chunked_logp(
-    hidden: Tensor,
-    head: nn.Module,
-    ids: Tensor,
-    temperature: Tensor,
-    forbidden: list[int],
-    extra: Set[str] = frozenset(),
-    options: InnerOptions = USUAL,
-    teacher: TeacherStates | None = None,
-) -> dict[str, Tensor]:
-    """Compute `of_logits` of M tokens from (M, width) states, in float32 or better.
-
-    At most `LOGIT_BYTES` of logits exist at once, those of the teacher (M, its width) included: with more
-    tokens, chunks are recomputed in the backward pass.
-    """
-    heads = [head, *([teacher.head] if teacher else [])]
-    size = max(1, LOGIT_BYTES // (4 * sum(h.weight.shape[0] for h in heads)))  # rows of V logits of 4 bytes
-
-    def logits_of(head: nn.Module, states: Tensor, temperature: Tensor) -> Tensor:
-        logits = head(states)
-        logits = logits if logits.dtype == torch.float64 else logits.float()
-        if forbidden:
-            logits = logits.index_fill(-1, torch.tensor(forbidden, device=logits.device), FORBIDDEN)
-        return logits / temperature[:, None].to(logits.dtype)
-
-    def of_chunk(
-        states: Tensor, ids: Tensor, temperature: Tensor, taught: Tensor | None = None
-    ) -> dict[str, Tensor]:
-        other = None
-        if teacher is not None and taught is not None:
-            with torch.no_grad():
-                other = logits_of(teacher.head, taught.to(teacher.head.weight.dtype), temperature)
-        return of_logits(logits_of(head, states, temperature), ids, extra, options, other)
-
-    columns = [hidden, ids, temperature, *([teacher.hidden] if teacher else [])]
-    chunks = list(zip(*(column.split(size) for column in columns), strict=True))
-    recompute = len(chunks) > 1 and torch.is_grad_enabled()
-    parts = [
-        checkpoint(of_chunk, *chunk, use_reentrant=False) if recompute else of_chunk(*chunk)
-        for chunk in chunks
-    ]
-    return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+from mmrl.vision.models.steering import load_steering, save_steering, steering_of
 
 
 @policy
@@ -195,6 +52,8 @@ class Tokens:
         lora_rank: Rank of a LoRA adapter that is trained instead of the model; 0: no adapter.
         lora_alpha: Scale of the adapter; None: twice the rank.
         adapter: Folder or hub id of a saved adapter, to train it further.
+        roles: Each gets an adapter of its own over one base; a row is read with that of its tag `role`, and
+            the engine `vision.by_role` writes with it.
         freeze_vision_tower: Train the language model only; otherwise the vision tower too.
         frozen: Train nothing, so that all weights stay in `dtype`: for a model that only answers, as a judge.
         gradient_checkpointing: Recompute layers in the backward pass: less memory, more time.
@@ -221,6 +80,7 @@ class Tokens:
         lora_rank: NonNegativeInt = 0,
         lora_alpha: PositiveFloat | None = None,
         adapter: str = "",
+        roles: tuple[str, ...] = (),
         freeze_vision_tower: bool = True,
         frozen: bool = False,
         gradient_checkpointing: bool = False,
@@ -240,11 +100,17 @@ class Tokens:
         pixels = {name: value for name, value in pixels.items() if value is not None}
         self.prompt_encoder = PromptEncoder(self.processor, self.model.base_model, pixels=pixels)
         self.adapter = None
+        if roles and (not lora_rank or adapter or transform or len(set(roles)) < len(roles)):
+            raise ConfigError(
+                "`roles` of vision.tokens are different names, each of which gets a new adapter; set "
+                "`lora_rank`, and leave out `adapter` and `transform`"
+            )
         if adapter:
             self.adapter = loading.load_adapter(self.model, adapter)
         elif lora_rank:
+            alpha, tower = lora_alpha or 2.0 * lora_rank, not freeze_vision_tower
             self.adapter = loading.add_adapter(
-                self.model, rank=lora_rank, alpha=lora_alpha or 2.0 * lora_rank, tower=not freeze_vision_tower
+                self.model, rank=lora_rank, alpha=alpha, tower=tower, names=roles or ("default",)
             )
         self.steering = None if self.adapter else steering_of(self.model)
         if not self.steering:
@@ -255,6 +121,7 @@ class Tokens:
             loading.checkpoint_layers(self.model)
         self.compute, self.share_prefix, self.packed = DTYPES[dtype], share_prefix, gradient_checkpointing
         self.inner = InnerOptions(hot_temperature, cold_temperature, top_k, rank_stride)
+        self.roles = RoleAdapters(self.adapter, roles) if roles and self.adapter else None
         self.teacher_head: nn.Module | None = None
         blank: dict[str, Any] = {}
         if not freeze_vision_tower and self.processor.image_processor is not None:
@@ -268,6 +135,7 @@ class Tokens:
             share=share_prefix,
             blank={name: torch.as_tensor(value) for name, value in blank.items()},
             inner=self.inner,
+            roles=self.roles,
         )
 
     def _choose_weights(self, freeze_vision_tower: bool, frozen: bool) -> None:
@@ -357,6 +225,8 @@ class Tokens:
         steps = TokenSteps(distinct, which, ids, length, temperature, suffixes if any(suffixes) else ())
         if self.share_prefix and reads_trees(self.model, packed=self.packed):
             steps = steps.with_tree(self.core)
+        if self.roles:
+            steps = RoleSteps.of(steps, self.roles.of_rows(rollouts))
         # NaN where a row has no such note, and after its end. `steps` has what `token` and `temperature` say.
         missing = torch.full((mask.shape[1],), torch.nan)
         notes = {
@@ -382,8 +252,11 @@ class Tokens:
     def merge(self) -> None:
         """Merge the adapter into the weights, so that `save` writes the whole model.
 
-        Raises `ConfigError` for a steering vector, for which a model of transformers has no weights.
+        Raises `ConfigError` for adapters of several roles, and for a steering vector, for which a model of
+        transformers has no weights.
         """
+        if self.roles:
+            raise ConfigError("adapters of several roles cannot be merged into one model; use them with peft")
         if steering_of(self.model) is not None:
             raise ConfigError(
                 "a model with a steering vector cannot be written as a model of its own, which has no place "
@@ -405,6 +278,10 @@ class Tokens:
 
     def load(self, folder: Path) -> None:
         """Load the weights that `save` wrote, bit for bit."""
+        if self.roles:
+            for name in self.roles.names:
+                loading.load_adapter_weights(self.adapter, folder / name, name)
+            return
         if self.adapter is not None:
             loading.load_adapter_weights(self.adapter, folder)
             return

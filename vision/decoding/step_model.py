@@ -1,0 +1,166 @@
+"""The trainable module of a token policy: log-probabilities and other outputs of the steps of a batch."""
+
+from __future__ import annotations
+
+from collections.abc import Set
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from mmrl.core.onednn import onednn
+from mmrl.runtime.modules import LOW
+from mmrl.vision.decoding.inner_outputs import (
+    OF_STATES,
+    USUAL,
+    InnerOptions,
+    TeacherStates,
+    of_logits,
+    of_states,
+)
+from mmrl.vision.decoding.role_adapters import RoleAdapters
+from mmrl.vision.decoding.token_steps import FORBIDDEN, TokenSteps, read_cached, read_packed
+from mmrl.vision.decoding.tree_reading import reads_trees
+from mmrl.vision.models.steering import reversed_steering
+
+LOGIT_BYTES = 256 << 20  # float32 logits that may exist at once
+
+
+class StepModel(nn.Module):
+    """The trainable module: maps batches of answers to log-probabilities and entropies of their tokens.
+
+    `blank` has the inputs of a blank image, which batches without media run through a tower that learns.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        forbidden: list[int],
+        *,
+        compute: torch.dtype,
+        checkpointed: bool,
+        share: bool,
+        blank: dict[str, Tensor] | None = None,
+        inner: InnerOptions = USUAL,
+        roles: RoleAdapters | None = None,
+    ) -> None:
+        super().__init__()
+        self.roles = roles
+        self.model, self.forbidden, self.compute = model, forbidden, compute
+        self.checkpointed, self.share, self.blank, self.inner = checkpointed, share, blank, inner
+
+    def forward(
+        self, steps: TokenSteps, extra: Set[str], teacher: TeacherStates | None = None
+    ) -> dict[str, Tensor]:
+        """Compute "logp", and what is in `extra`: (N, longest) each, or (N, longest, ...).
+
+        `inner_outputs` lists what there is. "reverse_kl" needs a `teacher`. "reversed_logp" is the
+        log-probability with the steering vector subtracted. Heads are called in here and nowhere else,
+        because data parallelism wraps this module.
+        """
+        if self.roles is not None:
+            return self.roles.read(self.values, steps, extra)
+        values = self.values(steps, extra, teacher)
+        if "reversed_logp" in extra:
+            with reversed_steering(self.model):
+                values["reversed_logp"] = self.values(steps, frozenset())["logp"]
+        return values
+
+    def values(
+        self, steps: TokenSteps, extra: Set[str], teacher: TeacherStates | None = None
+    ) -> dict[str, Tensor]:
+        """Compute the outputs of rows with the weights that are active."""
+        head = self.model.get_output_embeddings()
+        device = head.weight.device
+        with torch.autocast(device.type, self.compute, enabled=self.compute in LOW):
+            hidden = self.states(steps)
+            # Padding is skipped: the head is the largest product of the model.
+            inside = torch.arange(steps.longest)[None] < steps.length[:, None]
+            where = tuple(index.to(device) for index in inside.nonzero(as_tuple=True))
+            ids = steps.ids[:, : steps.longest].to(device)[where]
+            temperature = steps.temperature.to(device)[where[0]]
+            taught = teacher and TeacherStates(teacher.head, teacher.hidden[where])
+            columns = hidden[where], head, ids, temperature
+            if steps.tree and teacher is None:  # a teacher may read something else in every row
+                first, each = (index.to(device) for index in steps.distinct_steps(inside))
+                columns = hidden[where][first], head, ids[first], temperature[first]
+            values = chunked_logp(*columns, self.forbidden, extra, self.inner, taught)
+            if steps.tree and teacher is None:
+                values = {name: value[each] for name, value in values.items()}
+            if extra & OF_STATES:
+                states = of_states(hidden, steps.length, extra, self.inner)
+                values |= {name: value[where] for name, value in states.items()}
+        return {
+            name: value.new_zeros((*inside.shape, *value.shape[1:])).index_put(where, value)
+            for name, value in values.items()
+        }
+
+    @property
+    def reads_trees(self) -> bool:
+        """Whether it computes what rows share beyond their prompt once."""
+        return self.share and reads_trees(self.model, packed=self.checkpointed)
+
+    def states(self, steps: TokenSteps) -> Tensor:
+        """Compute the last hidden states (N, longest, width), each of which predicts a token."""
+        core = self.model.base_model
+        if steps.tree and not self.reads_trees:
+            steps = replace(steps, tree=None)
+        if self.checkpointed:
+            hidden = read_packed(core, steps)
+        else:
+            with onednn(core):  # not with checkpointing: the recomputation would run without it
+                hidden = read_cached(core, steps, share_prefix=self.share)
+        if self.blank and not any(steps.media):
+            # Every process must have a gradient for every parameter, those of the tower too.
+            inputs = {name: value.to(hidden.device) for name, value in self.blank.items()}
+            features = core.get_image_features(**inputs, return_dict=True)
+            # Qwen3-VL also adds features of earlier tower layers to the language model.
+            layers = (features.pooler_output, *features.get("deepstack_features", ()))
+            # Times 0, so that the loss stays as it is and every gradient exists.
+            hidden = hidden + 0.0 * sum(part.sum() for layer in layers for part in layer)
+        return hidden
+
+
+def chunked_logp(
+    hidden: Tensor,
+    head: nn.Module,
+    ids: Tensor,
+    temperature: Tensor,
+    forbidden: list[int],
+    extra: Set[str] = frozenset(),
+    options: InnerOptions = USUAL,
+    teacher: TeacherStates | None = None,
+) -> dict[str, Tensor]:
+    """Compute `of_logits` of M tokens from (M, width) states, in float32 or better.
+
+    At most `LOGIT_BYTES` of logits exist at once, those of the teacher (M, its width) included: with more
+    tokens, chunks are recomputed in the backward pass.
+    """
+    heads = [head, *([teacher.head] if teacher else [])]
+    size = max(1, LOGIT_BYTES // (4 * sum(h.weight.shape[0] for h in heads)))  # rows of V logits of 4 bytes
+
+    def logits_of(head: nn.Module, states: Tensor, temperature: Tensor) -> Tensor:
+        logits = head(states)
+        logits = logits if logits.dtype == torch.float64 else logits.float()
+        if forbidden:
+            logits = logits.index_fill(-1, torch.tensor(forbidden, device=logits.device), FORBIDDEN)
+        return logits / temperature[:, None].to(logits.dtype)
+
+    def of_chunk(
+        states: Tensor, ids: Tensor, temperature: Tensor, taught: Tensor | None = None
+    ) -> dict[str, Tensor]:
+        other = None
+        if teacher is not None and taught is not None:
+            with torch.no_grad():
+                other = logits_of(teacher.head, taught.to(teacher.head.weight.dtype), temperature)
+        return of_logits(logits_of(head, states, temperature), ids, extra, options, other)
+
+    columns = [hidden, ids, temperature, *([teacher.hidden] if teacher else [])]
+    chunks = list(zip(*(column.split(size) for column in columns), strict=True))
+    recompute = len(chunks) > 1 and torch.is_grad_enabled()
+    parts = [
+        checkpoint(of_chunk, *chunk, use_reentrant=False) if recompute else of_chunk(*chunk)
+        for chunk in chunks
+    ]
+    return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}

@@ -1,0 +1,1 @@
+"""Environments that a policy acts in, as classes in the form of TRL."""
