@@ -34,6 +34,7 @@ from mmrl.vision.decoding.decoding import (
 )
 from mmrl.vision.decoding.prefill import MakeCache
 from mmrl.vision.decoding.token_steps import TokenRow
+from mmrl.vision.decoding.turns import Turns
 from mmrl.vision.models.loading import EngineModel, TokenPolicy
 from mmrl.vision.models.processor import EncodedPrompt
 
@@ -89,6 +90,10 @@ class Generate:
     def reader(self, prompts: Sequence[EncodedPrompt]) -> CachedReader:
         """Make a reader of one row per prompt, with the engine's model and cache."""
         return CachedReader(self.rollout_policy, prompts, self.cache)
+
+    def turns(self) -> Turns:
+        """Make the readers of a batch of conversations, with the engine's model and cache."""
+        return Turns(self.rollout_policy, self.cache)
 
     @contextmanager
     def exactly(self) -> Iterator[None]:
