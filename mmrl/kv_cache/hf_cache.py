@@ -141,7 +141,10 @@ class PromptCache:
         pad = self.layers[0].layout.pad
         places = list(zip([0] * len(counts) if pad is None else pad.tolist(), counts, strict=True))
         return [
-            [tuple(x[row, :, at : at + n] for x in layer.tail.tensors()) for row, (at, n) in enumerate(places)]
+            [
+                tuple(x[row, :, at : at + n] for x in layer.tail.tensors())
+                for row, (at, n) in enumerate(places)
+            ]
             for layer in self.layers
         ]
 

@@ -189,7 +189,9 @@ def test_later_turns_draw_by_prompt_answer_and_turn_alone(policy, scripted, monk
     seen = []
     engine = scripted(lambda uid, index, turn: "fox" if turn else call("word", number=1))
     inner = engine.engine.answer
-    monkeypatch.setattr(engine.engine, "answer", lambda rows, *begin: (seen.append(rows), inner(rows, *begin))[1])
+    monkeypatch.setattr(
+        engine.engine, "answer", lambda rows, *begin: (seen.append(rows), inner(rows, *begin))[1]
+    )
     engine.rollout(asked())
     first, second = ([row.uniform[:50] for row in rows] for rows in seen)
     assert all(

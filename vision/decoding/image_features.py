@@ -33,10 +33,12 @@ def distinct_images(
     rest = [{name: value for name, value in tensors.items() if name != PIXELS} for tensors in media]
     merged, once, compute = merge_media(rest, device), merge_media(distinct, device), core.get_image_features
 
-    def features(pixels: Tensor, *grid: Tensor, **options: Any) -> Any:
+    def features(*args: Any, **options: Any) -> Any:
         """Compute the distinct images, and repeat their features as rows show them."""
-        grid = (once[GRID], *grid[1:]) if grid else ()
-        found = compute(pixels, *grid, **options | {GRID: once[GRID]} if GRID in options else options)
+        # The model gives the grid of all images, by place or by name.
+        args = tuple(once[GRID] if x is not None and x is merged.get(GRID) else x for x in args)
+        options |= {GRID: once[GRID]} if GRID in options else {}
+        found = compute(*args, **options)
         sizes = [len(x) for x in found.pooler_output]
         for name in ("pooler_output", "deepstack_features"):  # of each image; of each layer and image
             if (value := getattr(found, name, None)) is not None:

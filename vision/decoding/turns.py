@@ -41,7 +41,7 @@ class KeptRow:
         same = self.ids[:size] == asked.ids[:size]
         count = size if same.all() else int(same.long().argmin())
         shown = all(
-            name in asked.media and torch.equal(value, asked.media[name][: len(value)])
+            name in asked.media and begins_with(asked.media[name], value)
             for name, value in self.read.media.items()
         )
         return count if shown and count >= len(self.read.ids) else 0
@@ -199,6 +199,11 @@ class TurnReader:
         prefix.cache.fill(prefix.cache.own_tokens(counts))  # without the padding
         prefix.mask, prefix.length = prefix.mask[:, : prefix.cache.get_seq_length()], 1
         return self.reader.logits(hidden[torch.arange(len(hidden)), chunk.length - 1])
+
+
+def begins_with(whole: Tensor, first: Tensor) -> bool:
+    """Return whether a tensor begins with another one, padded on other axes than the first or not."""
+    return torch.equal(whole[tuple(map(slice, first.shape))], first)
 
 
 def key_of(request: GenerationRequest) -> Key:
