@@ -18,7 +18,8 @@ tokens of a row attend to `S` tokens of its prompt and to `T` of its own.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import reduce
 from typing import Any
 
 import torch
@@ -90,6 +91,53 @@ def attend_one_token(
     out = groups.unfold(groups.fold(weights[..., :length]) @ prefix[1])
     out += weights[..., length:] @ own[1]
     return out.flatten(1, 2)[:, :, None]
+
+
+@torch.no_grad()
+def attend_padded(
+    query: Tensor, prefix: Pair, own: Pair, groups: RowGroups, scaling: float, prefix_mask: Tensor | None,
+    own_mask: Tensor, *, window: int = 0,
+) -> Tensor:  # fmt: skip
+    """Attend as `attend_merged` where rows have own tokens of different numbers: (N, H, t, D), no gradients.
+
+    `own_mask` (N, 1, 1 or t, T) hides empty places before them, and what is out of a `window`; `prefix_mask`
+    is for folded queries (P, 1, 1 or all, S). The newest tokens attend to each other causally.
+    """
+    rows, heads, num, size = query.shape
+    kv_heads, older = prefix[0].shape[1], own[0].shape[2] - num
+    if num == 1 and query.dtype in (torch.float32, torch.float64):
+        asked = (query * scaling).reshape(rows, kv_heads, -1, size)
+        return attend_one_token(asked, prefix, own, groups, prefix_mask, own_mask)
+    shared = _Part(
+        fold=lambda x: groups.fold(x.unflatten(1, (kv_heads, -1)).flatten(2, 3)),
+        unfold=lambda x: groups.unfold(x).unflatten(2, (-1, num)).flatten(1, 2),
+        mask=prefix_mask,
+        scaling=scaling,
+    )
+    each = _Part(
+        fold=lambda x: x.reshape(rows * kv_heads, -1, num, *x.shape[3:]),
+        unfold=lambda x: x.reshape(rows, heads, num, *x.shape[3:]),
+        mask=None,
+        scaling=scaling,
+    )
+    # Older own tokens apart from the newest: the mask of the former is a line for each row, and the newest
+    # go through the kernel's causal mask, so that no mask has the size of all scores.
+    keys, values = (x.flatten(0, 1)[:, None].expand(-1, heads // kv_heads, -1, -1) for x in own)
+    mask = own_mask[..., :older].repeat_interleave(kv_heads, 0)
+    newest = causal_mask(num, num, query, window) if 0 < window < num else None
+    parts = (
+        (shared, *prefix),
+        (replace(each, mask=mask), keys[:, :, :older], values[:, :, :older]),
+        (
+            replace(each, mask=None if newest is None else newest[None, None], causal=newest is None),
+            keys[:, :, older:],
+            values[:, :, older:],
+        ),
+    )
+    out, norm = zip(*(part.attend(query, *pair) for part, *pair in parts if pair[0].shape[2]), strict=True)
+    total = torch.stack(norm).logsumexp(0)
+    weighted = (x * (n - total).exp()[..., None] for x, n in zip(out, norm, strict=True))
+    return reduce(torch.add, weighted).to(query.dtype)
 
 
 @dataclass(frozen=True, eq=False)

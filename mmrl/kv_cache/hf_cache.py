@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from mmrl.kv_cache.attention_interface import install
@@ -122,6 +124,37 @@ class PromptCache:
         layout = PromptLayout(visual, real)
         for layer in self.own_layers[layer_idx:]:
             layer.layout = layout
+
+    @property
+    def owners(self) -> list[int]:
+        """The number of the prompt that each row answers."""
+        return self.layers[0].layout.groups.owner.tolist()
+
+    def prompts(self) -> PromptCache:
+        """Make a cache of the same shared prompts, without copies, each with one row that read nothing."""
+        layout, (first, *_) = PromptLayout(None, self.layers[0].layout.real), self.layers
+        layout.begin(*layout.real.shape, first.keys.device)
+        return type(self)([type(x)(layout, x.keys, x.values, x.window) for x in self.layers])
+
+    def own_tokens(self, counts: Sequence[int]) -> list[list[tuple[Tensor, Tensor]]]:
+        """View the first `counts` own tokens of every row, by layer: keys and values (h, n, D)."""
+        pad = self.layers[0].layout.pad
+        places = list(zip([0] * len(counts) if pad is None else pad.tolist(), counts, strict=True))
+        return [
+            [
+                tuple(x[row, :, at : at + n] for x in layer.tail.tensors())
+                for row, (at, n) in enumerate(places)
+            ]
+            for layer in self.layers
+        ]
+
+    def fill(self, layers: Sequence[Sequence[tuple[Tensor, Tensor]]]) -> None:
+        """Give every row own tokens, by layer: keys and values (h, n, D); rows may differ in `n`."""
+        lengths = [keys.shape[1] for keys, _ in layers[0]]
+        layout = self.layers[0].layout
+        layout.pad = torch.tensor([max(lengths) - n for n in lengths], device=layout.real.device)
+        for layer, rows in zip(self.layers, layers, strict=True):
+            layer.tail.fill(rows)
 
     def batch_select_indices(self, indices: Tensor) -> None:
         if not self.layers[0].length:  # nothing was read yet, so there are no rows to move

@@ -9,7 +9,7 @@ from functools import reduce
 import torch
 from torch import Tensor
 
-from mmrl.kv_cache.attention import attend_merged, causal_mask
+from mmrl.kv_cache.attention import attend_merged, attend_padded, causal_mask
 from mmrl.kv_cache.blocks import Block, ExactBlock, collect, per_head, spread
 from mmrl.kv_cache.layout import Part, PromptLayout
 from mmrl.kv_cache.quantization import Side
@@ -157,15 +157,19 @@ class SharedPrefixLayer(CacheLayer):
     def attend(self, query: Tensor, mask: Tensor | None, scaling: float) -> Tensor:
         """Attend from the newest tokens (N, H, t, D) to everything stored: (N, t, H, D).
 
-        `mask` is not read: the layout knows the padding of the prompts, and tails have none.
+        `mask` is not read: the layout knows the padding of the prompts and of tails.
         """
-        num, length = query.shape[2], self.length - self.layout.length
-        prefix = self.layout.prefix_mask(num, length, self.keys.shape[2], self.window, self.keys)
+        num, length, stored = query.shape[2], self.length - self.layout.length, self.keys.shape[2]
+        query, pairs = query.to(self.keys.dtype), ((self.keys, self.values), self.tail.tensors())
+        if self.layout.pad is not None:
+            repeats = query.shape[1] // self.keys.shape[1]
+            masks = self.layout.padded_masks(num, length, stored, self.window, repeats, self.keys)
+            out = attend_padded(query, *pairs, self.layout.groups, scaling, *masks, window=self.window)
+            return out.transpose(1, 2)
+        prefix = self.layout.prefix_mask(num, length, stored, self.window, self.keys)
         narrow = 0 < self.window < length  # else no own token is out of reach
         own = causal_mask(num, length, self.keys, self.window) if narrow else None
-        pairs = (self.keys, self.values), self.tail.tensors()
-        out = attend_merged(query.to(self.keys.dtype), *pairs, self.layout.groups, scaling, prefix, own)
-        return out.transpose(1, 2)
+        return attend_merged(query, *pairs, self.layout.groups, scaling, prefix, own).transpose(1, 2)
 
 
 class QuantizedLayer(CacheLayer):

@@ -82,6 +82,7 @@ class PromptLayout:
         self.visual, self.real = visual, real
         self.groups = RowGroups(torch.zeros(0, dtype=torch.int64), 0)
         self.length = 0  # slots of the prompt
+        self.pad: Tensor | None = None  # (N,) empty slots before a row's own tokens; None: 0
         self.slots: dict[str, Tensor] = {}  # slots that a recipe finds once for all layers
         self._hidden: dict[tuple, Any] = {}  # masks of the current step
         self._full: dict[str, bool] = {}  # whether the parts of a name have no empty place
@@ -108,6 +109,7 @@ class PromptLayout:
         """Keep rows, in this order; return the prompts still in use, None if all of them are."""
         self.groups, used = self.groups.select(rows)
         self._hidden, self._full = {}, {}
+        self.pad = None if self.pad is None else self.pad[rows]
         if used is not None:
             kept = used.to(self.real.device)
             self.real, self.visual = self.real[kept], self.visual[kept]
@@ -138,6 +140,30 @@ class PromptLayout:
                 hidden = hidden | (newest + stored - torch.arange(stored, device=like.device) >= window)
             visible = self._full["padding"] and not window
             self._hidden[key] = None if visible else additive_mask(hidden, like)
+        return self._hidden[key]
+
+    def padded_masks(
+        self, num: int, length: int, stored: int, window: int, repeats: int, like: Tensor
+    ) -> tuple[Tensor | None, Tensor]:
+        """Mask prompts and own tokens for the `num` newest of `length` slots, where rows begin with `pad`.
+
+        Returns what is added to scores: for the prompts' last `stored` tokens (P, 1, 1 or g * repeats * num,
+        stored), with queries laid out as `fold` does, or None; for own tokens (N, 1, 1 or num, length).
+        """
+        key = ("padded", num, length, stored, window, repeats, like.dtype)
+        if key not in self._hidden:
+            self._hidden.clear()  # masks of earlier steps
+            pad = self.pad[:, None, None, None]
+            slots = torch.arange(length, device=like.device)
+            hidden, prefix = slots < pad, self.prefix_mask(num, length, stored, 0, like)
+            if window:
+                newest = torch.arange(length - num, length, device=like.device)[:, None]
+                hidden = hidden | (newest - slots >= window)
+                # Key j of the prompt is stored - j tokens before the row's first own one, in slot `pad`.
+                far = newest - pad + stored - torch.arange(stored, device=like.device) >= window
+                far = far | ~self.real[self.groups.owner][:, None, None, self.length - stored :]
+                prefix = self.groups.fold(additive_mask(far, like).repeat(1, 1, repeats, 1))
+            self._hidden[key] = prefix, additive_mask(hidden, like)
         return self._hidden[key]
 
     def hidden(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -58,6 +59,18 @@ class GrowingTail:
     def tensors(self) -> tuple[Tensor, Tensor]:
         """Return the stored keys and values, (N, h, T, D) each."""
         return tuple(x.narrow(2, 0, self.length - self.start) for x in self._buffers)
+
+    def fill(self, rows: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """Replace the tokens by keys and values (h, n, D) of every row, which end in the same slot."""
+        longest = max(keys.shape[1] for keys, _ in rows)
+        buffers = []
+        for side in zip(*rows, strict=True):
+            heads, _, size = side[0].shape
+            # 0 in empty places: their weights are 0, and 0 * NaN is NaN.
+            buffers.append(side[0].new_zeros(len(side), heads, longest, size))
+            for out, x in zip(buffers[-1], side, strict=True):
+                out[:, longest - x.shape[1] :] = x
+        self.length, self._buffers = self.start + longest, tuple(buffers)
 
     def parts(self) -> tuple[list[Part], list[Part]]:
         """List the keys, and the values, as one part each; none before the first token."""

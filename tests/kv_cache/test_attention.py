@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from mmrl.kv_cache import attention
-from mmrl.kv_cache.attention import additive_mask, attend_merged, causal_mask
+from mmrl.kv_cache.attention import additive_mask, attend_merged, attend_padded, causal_mask
+from mmrl.kv_cache.layout import PromptLayout
 from mmrl.kv_cache.row_groups import RowGroups
 
 OWNERS = {
@@ -153,3 +154,36 @@ def test_a_window_counts_the_token_itself():
     seen = causal_mask(2, 4, torch.zeros(()), window=2) == 0
     # The two newest of four tokens each see themselves and the one before.
     assert seen.tolist() == [[False, True, True, False], [False, False, True, True]]
+
+
+@pytest.mark.parametrize("owner", OWNERS.values(), ids=OWNERS)
+@pytest.mark.parametrize("window", [0, 4, 9])
+@pytest.mark.parametrize(("num", "length"), [(1, 1), (1, 6), (3, 3), (3, 7)])
+def test_rows_with_empty_places_see_what_they_see_without_them(kernel, owner, num, length, window):
+    inputs = [x.detach() for x in tensors(owner, num, length)]
+    query, keys, values, own_keys, own_values = inputs
+    layout = PromptLayout(None, torch.arange(9) >= torch.arange(max(owner) + 1)[:, None])
+    layout.begin(max(owner) + 1, 9, query.device)
+    layout.select(torch.tensor(owner))
+    pad = layout.pad = torch.arange(len(owner)) % (length - num + 1)
+    masks = layout.padded_masks(num, length, 9, window, 3, query)
+    for x in (own_keys, own_values):  # nothing of an empty place may be seen
+        for row, empty in enumerate(pad.tolist()):
+            x[row, :, :empty] = 1e3
+    out = attend_padded(
+        query, (keys, values), (own_keys, own_values), layout.groups, 0.3, *masks, window=window
+    )
+    for row, (prompt, empty) in enumerate(zip(owner, pad.tolist(), strict=True)):
+        own = causal_mask(num, length, query, window)[:, empty:]
+        before = length - num - empty + torch.arange(num)[:, None] + 9 - torch.arange(9)
+        hidden = ~layout.real[prompt] | (before >= window if window else before < 0)
+        wanted = at_once(
+            query[[row]], keys[[prompt]], values[[prompt]], own_keys[[row], :, empty:],
+            own_values[[row], :, empty:], RowGroups(torch.tensor([0]), 1), 0.3,
+            additive_mask(hidden, query)[None, None], own,
+        )  # fmt: skip
+        torch.testing.assert_close(out[row : row + 1], wanted, **TIGHT)
+    low = [x.bfloat16() for x in inputs]
+    masks = [x if x is None else additive_mask(x < 0, low[0]) for x in masks]
+    rough = attend_padded(low[0], low[1:3], low[3:], layout.groups, 0.3, *masks, window=window)
+    torch.testing.assert_close(rough.double(), out, rtol=0, atol=0.1)

@@ -102,9 +102,9 @@ def policy(exact):
 def scripted(policy, monkeypatch):
     """Let the policy write what a script says: script(uid, index, turn) is the text of a turn."""
 
-    def start(script, tool=(look, word), each=200, **options):
+    def start(script, tool=(look, word), each=200, stop_strings=(), **options):
         encoder = policy.prompt_encoder
-        inner = Generate(policy, stream=Stream(0), max_completion_length=each)
+        inner = Generate(policy, stream=Stream(0), max_completion_length=each, stop_strings=stop_strings)
         engine = WithTools(inner, stream=Stream(0), tool=tool, **options)
         taken: dict[tuple, int] = {}
         forced: dict[int, list[int]] = {}
@@ -142,6 +142,20 @@ def scripted(policy, monkeypatch):
 
 def asked(num=2):
     return [tiny.ask(f"p{i}", tiny.picture(seed=i), "what") for i in range(num) for _ in range(2)]
+
+
+def test_a_turn_ends_with_its_call_where_a_stop_string_says_so(policy, scripted):
+    engine = scripted(
+        lambda uid, index, turn: "the fox" if turn else call("word", number=3) + " and so on",
+        stop_strings=("</tool_call>",),
+        turn_outcomes=True,
+    )
+    for row in engine.rollout(asked()):
+        first, last = row.outcomes
+        assert (first.text, last.text) == (call("word", number=3), "the fox")
+        assert "</tool_call><|im_end|>" in row.logged["conversation"]
+        assert finish(row) == ("stop", "1")
+        assert first.end == len(policy.prompt_encoder.answer(first.text)) - 1  # without an end token
 
 
 def finish(row):
@@ -194,7 +208,9 @@ def test_later_turns_draw_by_prompt_answer_and_turn_alone(policy, scripted, monk
     seen = []
     engine = scripted(lambda uid, index, turn: "fox" if turn else call("word", number=1))
     inner = engine.engine.answer
-    monkeypatch.setattr(engine.engine, "answer", lambda rows: (seen.append(rows), inner(rows))[1])
+    monkeypatch.setattr(
+        engine.engine, "answer", lambda rows, *begin: (seen.append(rows), inner(rows, *begin))[1]
+    )
     engine.rollout(asked())
     first, second = ([row.uniform[:50] for row in rows] for rows in seen)
     assert all(

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from mmrl.vision.decoding.decoding import COMPACT, LogitsReader, draw_tokens
+from mmrl.vision.decoding.stop_strings import StopStrings
 from mmrl.vision.models.processor import EncodedPrompt
 
 NO_TOKENS = torch.zeros(0, dtype=torch.int64)
@@ -48,7 +49,7 @@ class Grown:
     ids: Tensor
     logp: Tensor
     entropy: Tensor
-    stopped: bool  # by an end token
+    stopped: bool  # by an end token, or a stop string
 
 
 def families(branches: Sequence[Branch], size: int) -> Iterator[list[int]]:
@@ -77,15 +78,21 @@ def renumbered(branches: Sequence[Branch], batch: Sequence[int]) -> list[Branch]
 
 
 def grow(
-    reader: LogitsReader, branches: Sequence[Branch], ends: Tensor, *, temperature: float, **options: Any
+    reader: LogitsReader,
+    branches: Sequence[Branch],
+    ends: Tensor,
+    stops: StopStrings,
+    *,
+    temperature: float,
+    **options: Any,
 ) -> list[Grown | None]:
     """Grow branches, a token of all of them at a time; a branch joins the batch where it parts.
 
     So a prefix is computed once for all that share it, with any cache. `reader` has one row for every branch
-    without a parent, in order, `ends` (E,) are the tokens that end an answer, and `options` are those of
-    `draw_tokens`. Returns None for a branch whose parent ended before it parts.
+    without a parent, in order, `ends` (E,) are the tokens that end an answer, as `stops` do; `options` are
+    those of `draw_tokens`. Returns None for a branch whose parent ended before it parts.
     """
-    forest, token = Forest(reader, branches, ends), None
+    forest, token = Forest(reader, branches, ends, stops), None
     for t in range(max(branch.limit for branch in branches)):
         logits = forest.part(t, reader.read(token))
         if not len(logits):
@@ -104,7 +111,10 @@ def grow(
 class Forest:
     """Branches while they grow: `batch` lists those that the reader has as rows."""
 
-    def __init__(self, reader: LogitsReader, branches: Sequence[Branch], ends: Tensor) -> None:
+    def __init__(
+        self, reader: LogitsReader, branches: Sequence[Branch], ends: Tensor, stops: StopStrings
+    ) -> None:
+        self.stops = stops.rows(len(branches))
         self.reader, self.ends, device = reader, ends, ends.device
         shape = (len(branches), max(branch.limit for branch in branches))
         self.ids, self.forced = (
@@ -144,6 +154,7 @@ class Forest:
         old, new = (stay.new_tensor(rows) for rows in ([self.parent[i] for i in fresh], fresh))
         for column in (self.ids, self.logp, self.entropy):
             column[new, :t] = column[old, :t]
+        self.stops.copy(old.tolist(), fresh)
         self.begun[new], self.length[new] = True, t
         index = torch.cat([stay, stay.new_tensor([place[self.parent[i]] for i in fresh])])
         if len(index) != len(self.batch) or not torch.equal(index, torch.arange(len(index)).to(index)):
@@ -159,7 +170,8 @@ class Forest:
         for column, values in ((self.ids, token), (self.logp, logp), (self.entropy, entropy)):
             column[rows, t] = values[alive].to(column)
         self.length[rows] = t + 1
-        self.ended[rows[torch.isin(token[alive], self.ends) & ~given[alive]]] = True
+        ends = torch.isin(token[alive], self.ends) | self.stops.append(rows, token[alive])
+        self.ended[rows[ends & ~given[alive]]] = True
 
     def grown(self) -> list[Grown | None]:
         """Return what has grown, on the CPU."""

@@ -104,7 +104,10 @@ class CachedReader:
 
     def read(self, token: Tensor | None) -> Tensor:
         """Run one token per row; the first is the last token of the prompt, which is not in the prefix."""
-        hidden = self.prefix.read((self.prefix.last if token is None else token)[:, None])[:, -1]
+        return self.logits(self.prefix.read((self.prefix.last if token is None else token)[:, None])[:, -1])
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Compute the next logits (n, V) float32 from states (n, width)."""
         return self.head(hidden).float().index_fill(-1, self.forbidden, FORBIDDEN)
 
     def keep(self, rows: Tensor) -> None:

@@ -39,6 +39,11 @@ class Prefix:
     reading: Callable[[Any], AbstractContextManager]  # entered, with the config, for a forward
     length: int = 0  # tokens that were read after the cached ones
 
+    @property
+    def shared(self) -> bool:
+        """Whether rows share the keys and values of their prompt, in full precision."""
+        return self.reading is read_shared_prefix
+
     def select(self, which: Tensor) -> Prefix:
         """Index prompts or rows by (n,) numbers. Gradients of several rows of a prompt add up in it."""
         self.cache.batch_select_indices(which)

@@ -33,7 +33,9 @@ from mmrl.vision.decoding.decoding import (
     draw_tokens,
 )
 from mmrl.vision.decoding.prefill import MakeCache
+from mmrl.vision.decoding.stop_strings import StopStrings
 from mmrl.vision.decoding.token_steps import TokenRow
+from mmrl.vision.decoding.turns import Turns
 from mmrl.vision.models.loading import EngineModel, TokenPolicy
 from mmrl.vision.models.processor import EncodedPrompt
 
@@ -51,6 +53,7 @@ class Generate:
         top_k: The most likely k tokens; 0: all.
         min_p: Tokens of at least this share of the highest probability.
         batch_size: Rows generated at the same time; 0: all.
+        stop_strings: Strings that end an answer, which keeps them, as an end token does.
         confidence_top_k: Record "confidence" of every answer, which votes can be weighted by (SCOPE, arXiv
             2512.15146): minus the mean log-probability of the k most likely tokens, averaged over the tokens
             between blank lines, then over these parts. 0: not recorded.
@@ -68,6 +71,7 @@ class Generate:
     top_k: NonNegativeInt = 0
     min_p: ShareBelowOne = 0.0
     batch_size: NonNegativeInt = 0
+    stop_strings: tuple[str, ...] = ()
     confidence_top_k: NonNegativeInt = 0
     cache: MakeCache | None = None
     transform: tuple[Callable, ...] = ()
@@ -78,6 +82,7 @@ class Generate:
             raise ConfigError(
                 "`confidence_top_k` of 1 would be higher where the model is less sure; set 2 or more, or 0"
             )
+        self.stops = StopStrings(self.stop_strings, self.policy.prompt_encoder)
         self.rollout_policy: TokenPolicy = self.policy
         if self.transform:
             self.rollout_policy = EngineModel(self.policy, self.transform)
@@ -89,6 +94,10 @@ class Generate:
     def reader(self, prompts: Sequence[EncodedPrompt]) -> CachedReader:
         """Make a reader of one row per prompt, with the engine's model and cache."""
         return CachedReader(self.rollout_policy, prompts, self.cache)
+
+    def turns(self) -> Turns:
+        """Make the readers of a batch of conversations, with the engine's model and cache."""
+        return Turns(self.rollout_policy, self.cache)
 
     @contextmanager
     def exactly(self) -> Iterator[None]:
@@ -144,7 +153,8 @@ class Generate:
             for batch in families(branches, batch_size or self.batch_size):
                 asked = renumbered(branches, batch)
                 reader = self.reader([branch.encoded for branch in asked if branch.parent is None])
-                for number, result in zip(batch, grow(reader, asked, ends, **options), strict=True):
+                results = grow(reader, asked, ends, self.stops, **options)
+                for number, result in zip(batch, results, strict=True):
                     grown[number] = result
         return grown
 
@@ -169,7 +179,7 @@ class Generate:
         logp, entropy, confidence = (torch.zeros(ids.shape, device=device) for _ in range(3))
         length = limit.clone()  # of rows that never end
         ended, stopped = (torch.zeros(len(rows), dtype=torch.bool, device=device) for _ in range(2))
-        reader, token = begin(rows), None
+        reader, token, stops = begin(rows), None, self.stops.rows(len(rows))
         batch = torch.arange(len(rows), device=device)  # the rows that the reader still has
         for t in range(uniform.shape[1]):
             logits = reader.read(token)
@@ -180,8 +190,8 @@ class Generate:
             ids[now, t], logp[now, t], entropy[now, t] = token[alive], *(v[alive].float() for v in values)
             if self.confidence_top_k:
                 confidence[now, t] = self._confidence(logits[alive])
-            done = now[torch.isin(token[alive], ends)]
-            length[done], stopped[done] = t + 1, True  # the end token is part of the answer
+            done = now[torch.isin(token[alive], ends) | stops.append(now, token[alive])]
+            length[done], stopped[done] = t + 1, True  # what ends it is part of the answer
             ended = stopped | (limit <= t + 1)
             finished = ended[batch]
             if finished.all():
@@ -210,7 +220,7 @@ class Generate:
         chosen: Tensor | None = None,
         recorded: Mapping[str, float] = MappingProxyType({}),
     ) -> Trajectory:
-        """Make the row of an answer from its notes (T,); `stopped` by an end token, or at the limit.
+        """Make the row of an answer from its notes (T,); `stopped` by an end, or at the limit.
 
         `chosen` (T,) is False for tokens that were not sampled, None where all were.
         """

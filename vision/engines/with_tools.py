@@ -19,7 +19,7 @@ from mmrl.core.rng import Stream
 from mmrl.core.tool_calls import Call, CallError, parse_calls
 from mmrl.core.types import Media, Message, Outcome, Part, Prompt, Rollouts, Trajectory
 from mmrl.engines.replay import CHANGED
-from mmrl.vision.decoding.decoding import GenerationRequest
+from mmrl.vision.decoding.decoding import BeginReading, GenerationRequest
 from mmrl.vision.decoding.token_steps import TokenRow
 from mmrl.vision.engines.generate import Generate
 from mmrl.vision.models.processor import EncodedPrompt, PromptEncoder, Tools
@@ -137,15 +137,12 @@ class WithTools:
         self.counts: Counter[str] = Counter()
 
     def rollout(self, prompts: Sequence[Prompt]) -> Rollouts:
-        """Hold a conversation about every entry; in every turn, all that wait are continued together."""
+        """Hold a conversation about every entry, in the batches of the engine."""
         counters: dict[str, count[int]] = defaultdict(count)
-        talks = live = self.begin([(prompt, next(counters[prompt.uid])) for prompt in prompts])
-        for turn in range(self.max_turns):
-            self._choose(live, turn)
-            self._reply([talk for talk in live if not talk.finish], turn + 1 == self.max_turns)
-            live = [talk for talk in live if not talk.finish]
-            if not live:
-                break
+        talks = self.begin([(prompt, next(counters[prompt.uid])) for prompt in prompts])
+        size = self.engine.batch_size or len(talks) or 1
+        for at in range(0, len(talks), size):
+            self._converse(talks[at : at + size])
         self.counts.update(conversations=len(talks), turns=sum(len(talk.turns) for talk in talks))
         return self.end(talks)
 
@@ -171,7 +168,17 @@ class WithTools:
             "tools/errors": counts["errors"] / number,
         }
 
-    def _choose(self, talks: Sequence[Conversation], turn: int) -> None:
+    def _converse(self, live: Sequence[Conversation]) -> None:
+        """Hold conversations to their ends; in every turn, all that go on are continued together."""
+        begin = self.engine.turns().begin  # keeps what was computed in the turns before
+        for turn in range(self.max_turns):
+            self._choose(live, turn, begin)
+            self._reply([talk for talk in live if not talk.finish], turn + 1 == self.max_turns)
+            live = [talk for talk in live if not talk.finish]
+            if not live:
+                break
+
+    def _choose(self, talks: Sequence[Conversation], turn: int, begin: BeginReading) -> None:
         """Let the policy take a turn in every conversation; end those without a call."""
         requests = []
         for talk in talks:
@@ -181,7 +188,7 @@ class WithTools:
             most = min(self.engine.max_completion_length, self.max_completion_length - talk.length)
             uniform = torch.rand(most, generator=generator)
             requests.append(GenerationRequest(talk.prompt, talk.index, talk.read, uniform))
-        for talk, answer in zip(talks, self.engine.answer(requests), strict=True):
+        for talk, answer in zip(talks, self.engine.answer(requests, begin), strict=True):
             talk.add(answer)
             finish = answer.outcomes[-1].tags["finish"]
             calls = self.parse(talk.outcomes[-1].text or "")

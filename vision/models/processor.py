@@ -83,7 +83,7 @@ class PromptEncoder:
         Raises ValueError where the reply's text holds a special token, or media do not fit their tokens.
         """
         prompt, marker = Prompt(encoded.uid, replies), "\x02"
-        for token in sorted(self._special_tokens()):
+        for token in sorted(self.special_tokens()):
             if (word := self.tokenizer.decode(token)) in prompt.text:
                 raise ValueError(f"the reply to prompt '{encoded.uid}' holds the special token {word!r}")
         messages = [
@@ -229,14 +229,14 @@ class PromptEncoder:
         ]
         rendered = self.processor.apply_chat_template(messages, tokenize=False)
         after = self.tokenizer(rendered.rpartition(marker)[2], add_special_tokens=False)["input_ids"]
-        special = self._special_tokens()
+        special = self.special_tokens()
         ends = [token for token in after[:2] if token in special][:1] + [self.tokenizer.eos_token_id]
         ends = list(dict.fromkeys(token for token in ends if token is not None))
         if not ends:
             raise ValueError("the tokenizer names no token that ends an answer; set its eos_token")
         return ends
 
-    def _special_tokens(self) -> set[int]:
+    def special_tokens(self) -> set[int]:
         """List the special tokens; `all_special_ids` has only those that the tokenizer names."""
         added = self.tokenizer.added_tokens_decoder
         return {*self.tokenizer.all_special_ids, *(id for id, token in added.items() if token.special)}

@@ -1,0 +1,96 @@
+"""Images that several rows of a batch show go through the vision tower once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mmrl.vision.decoding.prefill import merge_media
+
+Media = Mapping[str, Tensor]
+PIXELS, GRID = "pixel_values", "image_grid_thw"
+OF_VIDEOS = {"pixel_values_videos", "video_grid_thw", "second_per_grid_ts"}
+
+
+@contextmanager
+def distinct_images(
+    core: nn.Module, media: Sequence[Media], device: torch.device
+) -> Iterator[dict[str, Tensor]]:
+    """Merge the media tensors of rows; inside the block, `core` computes equal images once.
+
+    Images are equal if their pixels are. All are computed where they come neither as patches with a grid
+    (Qwen) nor as one tensor for each (LLaVA, InternVL).
+    """
+    split = [split_images(tensors) for tensors in media if PIXELS in tensors]
+    distinct, which = find_distinct([image for images in split for image in images])
+    if not all(split) or len(distinct) == len(which) or not hasattr(core, "get_image_features"):
+        yield merge_media(media, device)
+        return
+    rest = [{name: value for name, value in tensors.items() if name != PIXELS} for tensors in media]
+    merged, once, compute = merge_media(rest, device), merge_media(distinct, device), core.get_image_features
+
+    def features(*args: Any, **options: Any) -> Any:
+        """Compute the distinct images, and repeat their features as rows show them."""
+        # The model gives the grid of all images, by place or by name.
+        args = tuple(once[GRID] if x is not None and x is merged.get(GRID) else x for x in args)
+        options |= {GRID: once[GRID]} if GRID in options else {}
+        found = compute(*args, **options)
+        sizes = [len(x) for x in found.pooler_output]
+        for name in ("pooler_output", "deepstack_features"):  # of each image; of each layer and image
+            if (value := getattr(found, name, None)) is not None:
+                setattr(found, name, repeat(value, which, sizes))
+        return found
+
+    core.get_image_features = features  # an attribute of this object, over the method of its class
+    try:
+        yield {**merged, PIXELS: once[PIXELS]}
+    finally:
+        del core.get_image_features
+
+
+def split_images(tensors: Media) -> list[Media]:
+    """Split the image tensors of a row into those of single images; none where their form is not known."""
+    images = {name: value for name, value in tensors.items() if name not in OF_VIDEOS}
+    match images:
+        case {"pixel_values": pixels, "image_grid_thw": grid, **others} if not others:
+            patches = pixels.split(grid.prod(-1).tolist())
+            return [{PIXELS: x, GRID: size[None]} for x, size in zip(patches, grid, strict=True)]
+        case {"pixel_values": pixels, **others} if not others and pixels.dim() == 4:
+            return [{PIXELS: x} for x in pixels.split(1)]
+    return []
+
+
+def find_distinct(images: Sequence[Media]) -> tuple[list[Media], list[int]]:
+    """Find the distinct ones of images by content, and the number of every image among them."""
+    distinct: list[Media] = []
+    which = []
+    for image in images:
+        # A comparison ends at the first pixel that differs.
+        same = (all(torch.equal(image[name], other[name]) for name in image) for other in distinct)
+        number = next((i for i, equal in enumerate(same) if equal), len(distinct))
+        if number == len(distinct):
+            distinct.append(image)
+        which.append(number)
+    return distinct, which
+
+
+def repeat(features: Any, which: Sequence[int], sizes: Sequence[int]) -> Any:
+    """Repeat features by the number `which` of their image, of which `sizes` are the tokens.
+
+    They are one entry for each image, tokens of all images in one tensor, or a list of either by layer.
+    """
+    match features:
+        case Tensor() if len(features) == len(sizes) and features.dim() > 2:
+            return features[list(which)]
+        case Tensor():
+            pieces = features.split(list(sizes))
+            return torch.cat([pieces[i] for i in which])
+        case [Tensor(), *_] if len(features) == len(sizes) and all(
+            len(x) == n for x, n in zip(features, sizes, strict=True)
+        ):
+            return type(features)(features[i] for i in which)
+    return [repeat(layer, which, sizes) for layer in features]

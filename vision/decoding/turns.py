@@ -1,0 +1,211 @@
+"""Decoding of conversations: in every turn, rows go on from the keys and values of everything before."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from mmrl.vision.decoding.decoding import CachedReader, GenerationRequest, LogitsReader
+from mmrl.vision.decoding.image_features import distinct_images
+from mmrl.vision.decoding.prefill import MakeCache
+from mmrl.vision.models.loading import TokenPolicy
+from mmrl.vision.models.processor import EncodedPrompt
+
+Key = tuple[str, int]  # uid of the prompt, number of the answer to it
+
+
+@dataclass(frozen=True, eq=False)
+class KeptRow:
+    """The keys and values of a conversation after a turn.
+
+    Args:
+        read: What the model read in that turn, from the beginning.
+        shared: How many tokens of it are those of a prompt that rows share; `prompt` is its number.
+        ids: Tokens (L,) whose keys and values are kept: those read, and those that came after.
+        own: Keys and values (h, n, D) by layer of the tokens that are not shared, at least L - `shared`.
+    """
+
+    read: EncodedPrompt
+    shared: int
+    prompt: int
+    ids: Tensor
+    own: list[tuple[Tensor, Tensor]]
+
+    def count(self, asked: EncodedPrompt) -> int:
+        """Count the first tokens of `asked` that are kept; 0 unless it begins with all that was read."""
+        size = min(len(self.ids), len(asked.ids) - 1)  # the last token has to give its logits
+        same = self.ids[:size] == asked.ids[:size]
+        count = size if same.all() else int(same.long().argmin())
+        shown = all(
+            name in asked.media and begins_with(asked.media[name], value)
+            for name, value in self.read.media.items()
+        )
+        return count if shown and count >= len(self.read.ids) else 0
+
+
+@dataclass(frozen=True, eq=False)
+class Chunk:
+    """What rows read at once: `ids` (n, t) padded after `length` (n,), `positions` (A, n, t), and media."""
+
+    ids: Tensor
+    positions: Tensor
+    length: Tensor
+    media: list[Mapping[str, Tensor]]
+
+
+class Turns:
+    """Readers for the turns of a batch of conversations, which share their prompts in all turns.
+
+    What a conversation reads anew, replies and their images, is read in bulk after the keys and values of
+    what came before. Where these cannot go on, everything is read anew, with the same answers up to
+    rounding: with a `cache` of lower precision, which codes the visual tokens of replies where it reads them
+    with the prompt; where rows cannot share an exact prompt (`share_prefix: false`, other attention than
+    sdpa and eager, pruned models); and where a turn does not begin with the one before.
+    """
+
+    def __init__(self, policy: TokenPolicy, make_cache: MakeCache | None = None) -> None:
+        self.policy, self.make_cache = policy, make_cache
+        self.reader: TurnReader | None = None
+
+    def begin(self, requests: Sequence[GenerationRequest]) -> LogitsReader:
+        """Make the reader of the next turn of conversations; those that are not asked for have ended."""
+        kept = self.reader.kept_rows() if self.reader else {}
+        rows = [row for request in requests if (row := kept.get(key_of(request)))]
+        counts = [row.count(request.encoded) for row, request in zip(rows, requests, strict=False)]
+        if self.reader and len(rows) == len(requests) and all(counts):
+            self.reader.go_on(requests, rows, counts)
+            return self.reader
+        self.reader = None  # its keys and values go before others are made
+        reader = CachedReader(self.policy, [request.encoded for request in requests], self.make_cache)
+        if not reader.prefix.shared:
+            return reader
+        self.reader = TurnReader(reader, requests)
+        return self.reader
+
+
+class TurnReader:
+    """Reads turns of conversations, and keeps the keys and values of rows that leave until the next turn.
+
+    It takes over a reader that is about to read the first turn.
+    """
+
+    def __init__(self, reader: CachedReader, requests: Sequence[GenerationRequest]) -> None:
+        self.reader, cache = reader, reader.prefix.cache
+        self.prompts = cache.prompts()  # of which later turns make a cache
+        shared = [len(request.encoded.ids) - 1 for request in requests]
+        self._begin(requests, cache.owners, shared)
+
+    def _begin(
+        self, requests: Sequence[GenerationRequest], prompts: Sequence[int], shared: Sequence[int]
+    ) -> None:
+        """Begin a turn of rows that share the first tokens of the prompts of these numbers."""
+        self.rows = [
+            KeptRow(request.encoded, size, prompt, request.encoded.ids, [])
+            for request, prompt, size in zip(requests, prompts, shared, strict=True)
+        ]
+        self.keys, self.kept = list(map(key_of, requests)), {}
+        self.chunk: Chunk | None = None
+        self.begun, self.tokens = False, torch.zeros(len(requests), 0, dtype=torch.int64)
+        self.latest: list[Tensor] = []  # tokens (n,) that came after those of `tokens` (n, t)
+
+    def read(self, token: Tensor | None) -> Tensor:
+        """Run one token per row; the first time what the turn reads anew, or the last token of the prompt."""
+        self.begun = True
+        if token is not None:
+            self.latest.append(token)
+        elif self.chunk is not None:
+            return self._read_chunk(self.chunk)
+        return self.reader.read(token)
+
+    def keep(self, rows: Tensor) -> None:
+        """Go on with some rows; the others wait for their next turn."""
+        staying = rows.tolist()
+        self._leave(sorted({*range(len(self.rows))} - {*staying}), copy=True)
+        self.tokens = self.tokens[rows.cpu()]
+        self.rows, self.keys = [self.rows[i] for i in staying], [self.keys[i] for i in staying]
+        self.reader.keep(rows)
+
+    def kept_rows(self) -> dict[Key, KeptRow]:
+        """End the turn, and get its rows."""
+        if self.begun:
+            self._leave(range(len(self.rows)))
+        return self.kept
+
+    def _leave(self, leaving: Iterable[int], *, copy: bool = False) -> None:
+        """Keep rows; without a `copy` they are views of the cache."""
+        if self.latest:
+            self.tokens = torch.cat([self.tokens, torch.stack(self.latest, 1).cpu()], 1)
+            self.latest = []
+        ids = [torch.cat([row.read.ids, read]) for row, read in zip(self.rows, self.tokens, strict=True)]
+        counts = [len(x) - row.shared for x, row in zip(ids, self.rows, strict=True)]
+        layers = self.reader.prefix.cache.own_tokens(counts)
+        for i in leaving:
+            own = [tuple(x.clone() for x in layer[i]) if copy else layer[i] for layer in layers]
+            self.kept[self.keys[i]] = replace(self.rows[i], ids=ids[i], own=own)
+
+    def go_on(
+        self, requests: Sequence[GenerationRequest], rows: Sequence[KeptRow], counts: Sequence[int]
+    ) -> None:
+        """Begin the next turn: every row has the keys and values of its first `counts` tokens."""
+        before, device = self.reader.prefix, self.reader.prefix.last.device
+        cache = self.prompts.prompts()
+        cache.batch_select_indices(torch.tensor([row.prompt for row in rows], device=device))
+        self.prompts = cache.prompts()  # without those of which every conversation has ended
+        sizes = [count - row.shared for row, count in zip(rows, counts, strict=True)]
+        cache.fill(
+            [
+                [tuple(x[:, :size] for x in own) for own, size in zip(layer, sizes, strict=True)]
+                for layer in zip(*(row.own for row in rows), strict=True)
+            ]
+        )
+        asked = [request.encoded for request in requests]
+
+        def padded(new: list[Tensor]) -> Tensor:
+            return pad_sequence(new, batch_first=True).to(device)
+
+        pairs = list(zip(asked, counts, strict=True))
+        ids = padded([encoded.ids[count:] for encoded, count in pairs])
+        positions = padded([encoded.positions[:, count:].T for encoded, count in pairs]).permute(2, 0, 1)
+        after = torch.tensor([encoded.next_position for encoded in asked], device=device)
+        self.reader.prefix = replace(
+            before,
+            cache=cache,
+            mask=ids.new_ones(len(ids), cache.get_seq_length()),
+            last=ids[:, 0],
+            last_position=positions[..., 0],
+            next_position=after.expand(len(positions), -1),
+            length=0,
+        )
+        self._begin(requests, cache.owners, [row.shared for row in rows])
+        shown = [row.read.media for row in rows]
+        media = [
+            {name: value[len(old.get(name, ())) :] for name, value in encoded.media.items()}
+            for encoded, old in zip(asked, shown, strict=True)
+        ]
+        media = [{name: value for name, value in tensors.items() if len(value)} for tensors in media]
+        length = torch.tensor([len(encoded.ids) - count for encoded, count in pairs], device=device)
+        self.chunk = Chunk(ids, positions, length, media)
+
+    def _read_chunk(self, chunk: Chunk) -> Tensor:
+        """Read what the turn has of replies, with padding after it: logits (n, V) of the last tokens."""
+        prefix, core = self.reader.prefix, self.reader.prefix.core
+        with distinct_images(core, chunk.media, chunk.ids.device) as media:
+            hidden = prefix.read(chunk.ids, chunk.positions, media)
+        counts = [len(row.ids) - row.shared for row in self.rows]
+        prefix.cache.fill(prefix.cache.own_tokens(counts))  # without the padding
+        prefix.mask, prefix.length = prefix.mask[:, : prefix.cache.get_seq_length()], 1
+        return self.reader.logits(hidden[torch.arange(len(hidden)), chunk.length - 1])
+
+
+def begins_with(whole: Tensor, first: Tensor) -> bool:
+    """Return whether a tensor begins with another one, padded on other axes than the first or not."""
+    return torch.equal(whole[tuple(map(slice, first.shape))], first)
+
+
+def key_of(request: GenerationRequest) -> Key:
+    """Name the conversation of a request."""
+    return request.prompt.uid, request.index
