@@ -152,7 +152,7 @@ def test_a_turn_that_does_not_begin_with_the_one_before_is_read_anew(exact):
     assert pictured.count(replace(other, ids=torch.cat([other.ids, other.ids]), media=pixels)) == 0
 
 
-def test_prompts_are_held_once_in_every_turn_and_only_while_someone_reads_them(exact):
+def test_prompts_are_held_once_in_every_turn_and_only_while_someone_reads_them(exact, monkeypatch):
     policy = exact(FAMILY)
     seen = []
     inner = Generate(policy, stream=Stream(0), max_completion_length=7)
@@ -165,6 +165,8 @@ def test_prompts_are_held_once_in_every_turn_and_only_while_someone_reads_them(e
 
     make = inner.turns
     inner.turns = lambda: SimpleNamespace(begin=partial(begin, turns=make()))
+    encoder = policy.prompt_encoder
+    monkeypatch.setattr(encoder, "end", encoder.end)  # which the tools change
     Chatty(inner, stream=Stream(0), tool=(crop, ruled)).rollout(asked(3, 4))
     assert len(seen) > 2 and seen[0] == (3, 12, {3})
     assert all(stored == {prompts} for prompts, _, stored in seen)
