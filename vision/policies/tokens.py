@@ -28,7 +28,7 @@ from mmrl.vision.decoding.inner_outputs import (
     of_states,
     teacher_of,
 )
-from mmrl.vision.decoding.role_adapters import RoleAdapters, RoleSteps
+from mmrl.vision.decoding.role_adapters import RoleAdapters, RoleSteps, check_roles
 from mmrl.vision.decoding.token_steps import (
     FORBIDDEN,
     TokenRow,
@@ -227,23 +227,10 @@ class Tokens:
         pixels = {"shortest_edge": min_pixels, "longest_edge": max_pixels}
         pixels = {name: value for name, value in pixels.items() if value is not None}
         self.prompt_encoder = PromptEncoder(self.processor, self.model.base_model, pixels=pixels)
-        self.adapter = None
-        if roles and (not lora_rank or adapter or transform or len(set(roles)) < len(roles)):
-            raise ConfigError(
-                "`roles` of vision.tokens are different names, each of which gets a new adapter; set "
-                "`lora_rank`, and leave out `adapter` and `transform`"
-            )
-        if adapter:
-            self.adapter = loading.load_adapter(self.model, adapter)
-        elif lora_rank:
-            alpha, tower = lora_alpha or 2.0 * lora_rank, not freeze_vision_tower
-            self.adapter = loading.add_adapter(
-                self.model, rank=lora_rank, alpha=alpha, tower=tower, names=roles or ("default",)
-            )
-        elif freeze_vision_tower:
-            self.model.requires_grad_(False)
-            self.model.get_decoder().requires_grad_(True)
-            self.model.get_output_embeddings().requires_grad_(True)
+        alpha, tower = lora_alpha or 2.0 * lora_rank, not freeze_vision_tower
+        if roles:
+            check_roles(roles, new=bool(lora_rank) and not adapter and not transform)
+        self.adapter = self._adapted(adapter, lora_rank, alpha, tower, roles)
         if frozen:
             self.model.requires_grad_(False)
         keep_training_precision(self.model)
@@ -268,6 +255,21 @@ class Tokens:
             inner=self.inner,
             roles=self.roles,
         )
+
+    def _adapted(
+        self, adapter: str, rank: int, alpha: float, tower: bool, roles: tuple[str, ...]
+    ) -> nn.Module | None:
+        """Choose what learns: a saved adapter, new ones, or the model without its vision tower."""
+        if adapter:
+            return loading.load_adapter(self.model, adapter)
+        if rank:
+            names = roles or ("default",)
+            return loading.add_adapter(self.model, rank=rank, alpha=alpha, tower=tower, names=names)
+        if not tower:
+            self.model.requires_grad_(False)
+            self.model.get_decoder().requires_grad_(True)
+            self.model.get_output_embeddings().requires_grad_(True)
+        return None
 
     def check_steps_of(self, policy: Tokens) -> None:
         """Raise `ValueError` where another policy's tokens mean something else to this one."""
