@@ -101,7 +101,7 @@ def test_rows_without_a_role_and_policies_without_roles_are_errors(policy, check
         rollout(policy, [replace(asked()[0], tags={})])
     with pytest.raises(ConfigError, match=r"set `roles` and `lora_rank`"):
         rollout(exact("qwen2_5_vl"), [])
-    with pytest.raises(ConfigError, match="are different names"):
+    with pytest.raises(ConfigError, match=r"are different names.*\n*.*set `lora_rank`"):
         Tokens(model=str(checkpoint("qwen2_5_vl")), roles=ROLES)
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, fields
 import torch
 from torch import Tensor, nn
 
+from mmrl.config.loading import ConfigError
 from mmrl.core.types import Trajectory
 from mmrl.vision.decoding.token_steps import TokenSteps
 
@@ -31,6 +32,15 @@ class RoleSteps(TokenSteps):
 
     def __getitem__(self, cut: tuple[Tensor, slice]) -> RoleSteps:
         return RoleSteps.of(super().__getitem__(cut), self.role[cut[0]])
+
+
+def check_roles(names: Sequence[str], *, new: bool) -> None:
+    """Raise ConfigError for roles of one name, and without `new` adapters for them."""
+    if not new or len(set(names)) < len(names):
+        raise ConfigError(
+            "`roles` of vision.tokens are different names, each of which gets a new adapter, not "
+            f"{list(names)}; set `lora_rank`, and leave out `adapter` and `transform`"
+        )
 
 
 class RoleAdapters:

@@ -23,7 +23,7 @@ from mmrl.vision.decoding.inner_outputs import (
     InnerOptions,
     teacher_of,
 )
-from mmrl.vision.decoding.role_adapters import RoleAdapters, RoleSteps
+from mmrl.vision.decoding.role_adapters import RoleAdapters, RoleSteps, check_roles
 from mmrl.vision.decoding.step_model import StepModel
 from mmrl.vision.decoding.token_steps import (
     TokenRow,
@@ -99,19 +99,10 @@ class Tokens:
         pixels = {"shortest_edge": min_pixels, "longest_edge": max_pixels}
         pixels = {name: value for name, value in pixels.items() if value is not None}
         self.prompt_encoder = PromptEncoder(self.processor, self.model.base_model, pixels=pixels)
-        self.adapter = None
-        if roles and (not lora_rank or adapter or transform or len(set(roles)) < len(roles)):
-            raise ConfigError(
-                "`roles` of vision.tokens are different names, each of which gets a new adapter; set "
-                "`lora_rank`, and leave out `adapter` and `transform`"
-            )
-        if adapter:
-            self.adapter = loading.load_adapter(self.model, adapter)
-        elif lora_rank:
-            alpha, tower = lora_alpha or 2.0 * lora_rank, not freeze_vision_tower
-            self.adapter = loading.add_adapter(
-                self.model, rank=lora_rank, alpha=alpha, tower=tower, names=roles or ("default",)
-            )
+        alpha, tower = lora_alpha or 2.0 * lora_rank, not freeze_vision_tower
+        if roles:
+            check_roles(roles, new=bool(lora_rank) and not adapter and not transform)
+        self.adapter = self._adapted(adapter, lora_rank, alpha, tower, roles)
         self.steering = None if self.adapter else steering_of(self.model)
         if not self.steering:
             self.says = self.says - {"reversed_logp"}
@@ -123,20 +114,32 @@ class Tokens:
         self.inner = InnerOptions(hot_temperature, cold_temperature, top_k, rank_stride)
         self.roles = RoleAdapters(self.adapter, roles) if roles and self.adapter else None
         self.teacher_head: nn.Module | None = None
-        blank: dict[str, Any] = {}
-        if not freeze_vision_tower and self.processor.image_processor is not None:
-            black = torch.zeros(3, 56, 56, dtype=torch.uint8)  # 2 x 2 features of Qwen2-VL
-            blank = dict(self.processor.image_processor(images=[black], return_tensors="pt"))
         self.module: nn.Module = StepModel(
             self.model,
             self.prompt_encoder.placeholders,
             compute=self.compute,
             checkpointed=gradient_checkpointing,
             share=share_prefix,
-            blank={name: torch.as_tensor(value) for name, value in blank.items()},
+            blank={} if freeze_vision_tower else self._blank_image(),
             inner=self.inner,
             roles=self.roles,
         )
+
+    def _blank_image(self) -> dict[str, Tensor]:
+        """Make the inputs of a black image; none for a language model."""
+        if self.processor.image_processor is None:
+            return {}
+        black = torch.zeros(3, 56, 56, dtype=torch.uint8)  # 2 x 2 features of Qwen2-VL
+        inputs = self.processor.image_processor(images=[black], return_tensors="pt")
+        return {name: torch.as_tensor(value) for name, value in inputs.items()}
+
+    def _adapted(self, adapter: str, rank: int, alpha: float, tower: bool, roles: tuple[str, ...]) -> Any:
+        """Load an adapter, or add new ones; None where the model itself learns."""
+        if adapter:
+            return loading.load_adapter(self.model, adapter)
+        names = roles or ("default",)
+        added = {"rank": rank, "alpha": alpha, "tower": tower, "names": names}
+        return loading.add_adapter(self.model, **added) if rank else None
 
     def _choose_weights(self, freeze_vision_tower: bool, frozen: bool) -> None:
         """Choose the weights that learn, those of an adapter apart; they become float32."""
