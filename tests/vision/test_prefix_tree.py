@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
@@ -14,10 +15,11 @@ from mmrl.core.types import Message, Outcome, Part, Trajectory, Unit
 from mmrl.vision.decoding import prefix_tree, tree_reading
 from mmrl.vision.decoding.prefill import merge_media
 from mmrl.vision.decoding.prefix_tree import Line, Medium, find_tree
-from mmrl.vision.decoding.token_steps import Suffix, TokenRow
+from mmrl.vision.decoding.token_steps import Suffix, TokenRow, TokenSteps
 from mmrl.vision.engines.generate import Generate
 from mmrl.vision.engines.with_branches import WithBranches
 from mmrl.vision.engines.with_exits import WithExits
+from mmrl.vision.models.processor import EncodedPrompt
 from mmrl.vision.policies.tokens import Tokens
 from tests.kv_cache.test_prefix import Norm
 from tests.vision import mixed, tiny
@@ -133,7 +135,7 @@ def weights(batch) -> torch.Tensor:
 def check(policy, rows, depth=3):
     """Compare a batch with its rows alone: log-probabilities and gradients of all weights."""
     batch = policy.collate(tuple(rows))
-    assert len(batch.steps.tree.levels()) >= depth
+    assert len(batch.steps.tree.levels()) >= depth and batch.steps.cheaper_tree
     weight = weights(batch)
     logp = policy(batch).logp * batch.mask
     (logp * weight).sum().backward()
@@ -294,6 +296,24 @@ def test_usual_answers_have_no_tree(exact):
     begun = [torch.tensor([30, 31, 32, *words(draw, 60, 70)]) for _ in range(8)]
     rows = [row_of(mixed.prompts("qwen2_5_vl")[1], TokenRow(encoded, ids)) for ids in begun]
     assert policy.collate(tuple(rows)).steps.tree is None  # three tokens of "<think>" are not worth it
+
+
+def test_a_tree_whose_padding_takes_more_than_it_saves_is_not_read(eager):
+    prompts, which, ids = [], [], []
+    for kind, lengths in enumerate([(10, 1, 1), (1, 10, 1), (1, 1, 10)]):
+        prompts.append(EncodedPrompt(f"p{kind}", torch.tensor([kind]), torch.zeros(1, 1).long(), {}))
+        for second, third in product(range(2), repeat=2):  # parts of these lengths; the last is in two
+            parts = ([kind] * lengths[0], [3 + second] * lengths[1], [5 + third] * lengths[2])
+            ids.append(torch.tensor([*sum(parts, [])[1:], 9]))  # the first token is the prompt
+            which.append(kind)
+    length = torch.tensor([len(one) for one in ids])
+    steps = TokenSteps(tuple(prompts), torch.tensor(which), torch.stack(ids), length, torch.ones(12))
+    steps = steps.with_tree(None)
+    assert steps.tree.tokens == (10 + 2 + 4) + (1 + 20 + 4) + (1 + 2 + 40)
+    assert steps.tree.cost(range(12)) == (3 + 6 + 12) * 10
+    assert steps.cost(torch.arange(12)) == 3 * 1 + 12 * 12 and steps.cheaper_tree is None
+    some = steps[torch.arange(4), slice(None)]  # those of one prompt
+    assert some.cost(torch.arange(4)) == 10 + 2 + 4 and some.cheaper_tree
 
 
 def test_rows_of_one_beginning_may_differ_in_temperature(checkpoint, eager):

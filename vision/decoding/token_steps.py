@@ -105,8 +105,11 @@ class TokenSteps:
 
     def cost(self, rows: Tensor) -> int:
         """Count tokens with padding: what rows share once, every answer with the replies inside it."""
-        if self.tree:
-            return self.tree.cost(rows.tolist())
+        apart = self._cost_apart(rows)
+        return min(apart, self.tree.cost(rows.tolist())) if self.tree else apart
+
+    def _cost_apart(self, rows: Tensor) -> int:
+        """Count tokens without a tree: every distinct prompt once, and answers."""
         distinct = set(self.which[rows].tolist())
         longest = max(len(self.prompts[i].ids) for i in distinct)
         length = self.length[rows]
@@ -144,6 +147,12 @@ class TokenSteps:
         answers = (len(line) - sizes[i] for line, i in zip(lines, self.which.tolist(), strict=True))
         tree = find_tree(lines)
         return replace(self, tree=tree if tree.pays(sum(sizes) + sum(answers)) else None)
+
+    @property
+    def cheaper_tree(self) -> PrefixTree | None:
+        """The tree, where its nodes have fewer tokens than prompts and answers, with the padding of both."""
+        rows = torch.arange(len(self.ids))
+        return self.tree if self.tree and self.cost(rows) < self._cost_apart(rows) else None
 
     def distinct_steps(self, inside: Tensor) -> tuple[Tensor, Tensor]:
         """Find the steps that rows of a tree share: the first of each (D,), and which each step is (M,).
@@ -188,12 +197,12 @@ def distinct_prompts(prompts: Sequence[EncodedPrompt]) -> tuple[tuple[EncodedPro
 def read_cached(core: nn.Module, steps: TokenSteps, *, share_prefix: bool = True) -> Tensor:
     """Prefill the prompts, then run all answers: (N, longest, width) states, each predicting a token.
 
-    Where the steps have a tree, its nodes are run instead.
+    Where the steps have a tree that is cheaper, its nodes are run instead.
     """
     device = core.get_input_embeddings().weight.device
-    if steps.tree and (found := read_tree(core, steps.tree)):
+    if (tree := steps.cheaper_tree) and (found := read_tree(core, tree)):
         states, starts = found
-        return states[_where(steps, steps.tree, starts).to(device)]
+        return states[_where(steps, tree, starts).to(device)]
     prefix = prefill(core, steps.prompts, share_prefix=share_prefix).select(steps.which.to(device))
     # The inputs are shifted by one: the last token of the prompt predicts the first of the answer.
     if not steps.suffixes:
