@@ -41,9 +41,10 @@ def drop_truncated(table: RewardTable) -> RewardTable:
 
 @advantage
 def zero_unfinished(table: RewardTable) -> RewardTable:
-    """Set the rewards of answers that go on in the next step to 0, so that a critic's value stands for them.
+    """Set the rewards of answers that go on in the next step to 0 (T-PPO).
 
-    Answers are tagged `unfinished`, as `vision.with_window` does. Put it before `{name: gae, bootstrap:
+    So the value of a critic stands for them. Answers are tagged `unfinished`, as `vision.with_window` does.
+    Put it before `{name: gae, bootstrap:
     true}` (T-PPO, arXiv 2506.15050).
     """
     if "unfinished" not in table.ids:

@@ -303,3 +303,12 @@ def test_a_field_is_made_as_it_holds_its_pieces(pieces):
     assert [bound.name for bound in pieces.make_field(config, "metrics")] == ["mean", "mean"]
     assert list(pieces.make_field(config, "references", policy)) == ["ref"]
     assert "references.ref" in pieces.made
+
+
+def test_only_second_models_are_like_the_policy_of_the_run():
+    pieces = Pieces(Stream(), Piece("tests.support.toys:ToyText"))
+    critic = {"advantage": ["total"], "objective": "value_regression"}
+    assert "policy" in pieces.name("reference", Piece("second_model", critic)).options
+    server = {"engine": {"name": "chat_completions", "url": "http://localhost:8000/v1", "model": "judge"}}
+    assert "policy" not in pieces.name("reward", Piece("judge", server)).options
+    assert "policy" not in pieces.name("engine", Piece("vision.with_prefix_rollouts")).options

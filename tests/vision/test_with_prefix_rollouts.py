@@ -13,8 +13,10 @@ from mmrl.core.types import Outcome
 from mmrl.reporting import html
 from mmrl.vision.engines.generate import Generate
 from mmrl.vision.engines.with_prefix_rollouts import WithPrefixRollouts
+from mmrl.vision.policies.tokens import Tokens
 from tests.support.resuming import EVERYTHING, assert_alike, killed, resumed
 from tests.vision.test_contrastive_decoding import pictures, plainly
+from tests.vision.test_tokens import shaken
 
 
 @pytest.fixture
@@ -29,8 +31,9 @@ def endless(policy, monkeypatch):
     return policy
 
 
-def probing(policy, prompts, generate=(), **options):
+def probing(policy, prompts, generate=(), prover=None, **options):
     """Answer prompts of six tokens each, and complete their prefixes."""
+    options |= {"policy": lambda: prover} if prover else {}
     stream = Stream(0)
     inner = Generate(policy, stream=stream, **{"max_completion_length": 6, **dict(generate)})
     options = {"cut": "token", "interval": 2, "num_probes": 2, **options}
@@ -182,3 +185,25 @@ def test_a_killed_run_goes_on_exactly(tmp_path, monkeypatch):
     whole = resumed(tmp_path / "whole", **short)
     killed(tmp_path / "cut", at=4, **short)
     assert_alike(resumed(tmp_path / "cut", **short), whole)
+
+
+def test_another_model_completes_the_prefixes(policy, checkpoint):
+    prover = shaken(Tokens(model=str(checkpoint("llava")), dtype="float64"), seed=3)
+    asked, greedy = list(pictures()), {"temperature": 0.0}
+    rows = probing(policy, asked, generate=greedy, num_probes=1, prover=prover)
+    plain = probing(policy, asked, generate=greedy, num_probes=1)
+    assert not any(weight.requires_grad for weight in prover.module.parameters())
+    differ = 0
+    for row, own in zip(rows, plain, strict=True):
+        assert torch.equal(row.steps.ids, own.steps.ids), "answers are the policy's"
+        for outcome, other in zip(row.outcomes[:-1], own.outcomes[:-1], strict=True):
+            made = torch.tensor(outcome.tokens)
+            best = plainly(prover, row.prompt, made).argmax(-1)
+            assert torch.equal(made[outcome.end :], best[outcome.end :])
+            differ += outcome.tokens != other.tokens
+    assert differ
+
+
+def test_a_prover_of_other_tokens_is_refused(policy, checkpoint):
+    with pytest.raises(ValueError, match="is of type"):
+        probing(policy, pictures(), prover=Tokens(model=str(checkpoint("qwen2_5_vl"))))

@@ -6,7 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, replace
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from mmrl.core.rng import Stream
 from mmrl.core.types import Outcome, Prompt, Rollouts, Trajectory
 from mmrl.vision.decoding.branching import NO_TOKENS, Branch, Grown
 from mmrl.vision.engines.generate import Generate
+from mmrl.vision.policies.tokens import Tokens
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,6 +59,9 @@ class WithPrefixRollouts:
             if that is a text, and else the first recorded answer. Completions record their `confidence`:
             exp(- mean entropy).
         batch_size: The most rows at once; 0: that of the wrapped engine.
+        policy: Another model that completes prefixes, as PAV's prover (arXiv 2410.08146) does, such as
+            `{name: vision.tokens, model: ..., frozen: true}`: one of the policy's tokens, which does not
+            learn. None: the policy.
     """
 
     engine: Generate
@@ -74,9 +78,11 @@ class WithPrefixRollouts:
     probe_temperature: NonNegativeFloat | None = None
     score_target: bool = False
     batch_size: NonNegativeInt = 0
+    policy: Any = None  # Callable[[], Tokens] | None; after the start the policy of the wrapped engine
     notes: ClassVar[frozenset[str]] = frozenset()
 
     def __post_init__(self) -> None:
+        self.completing = self._prover(self.policy()) if self.policy else self.engine
         self.policy = self.engine.policy
         if not self.num_probes and not self.score_target:
             raise ValueError(
@@ -102,7 +108,7 @@ class WithPrefixRollouts:
                 probes += self._probes(number, row, ends, key, targets.get(uid), first=len(probes))
             asked[uid] += 1
         branches = [probe.branch for probe in probes]
-        made = self.engine.grow(branches, temperature=self.probe_temperature, batch_size=self.batch_size)
+        made = self.completing.grow(branches, temperature=self.probe_temperature, batch_size=self.batch_size)
         found: list[list[tuple[Probe, Grown]]] = [[] for _ in rows]
         for probe, grown in zip(probes, made, strict=True):
             if grown is not None:  # a prefix holds no end token, so that none is
@@ -111,6 +117,13 @@ class WithPrefixRollouts:
             replace(row, outcomes=(*self._outcomes(pairs), *row.outcomes))
             for row, pairs in zip(rows, found, strict=True)
         )
+
+    def _prover(self, model: Tokens) -> Generate:
+        """Make the engine of another model, with the settings of the wrapped one."""
+        model.check_steps_of(self.engine.policy)
+        device = self.engine.policy.core.get_input_embeddings().weight.device
+        model.module.requires_grad_(False).to(device)
+        return replace(self.engine, policy=model, transform=(), cache=None)
 
     def cuts(self, row: Trajectory) -> list[int]:
         """List the numbers of tokens of an answer that its prefixes have, in order."""
