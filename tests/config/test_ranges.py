@@ -54,7 +54,7 @@ FREE = {
     "capped_bonus.coef", "conditional_halves.mu", "conditional_halves.a", "conditional_halves.b",
     "covariance_mask.low", "covariance_mask.high", "distinct.threshold", "keep_steps.at_least",
     "keep_steps.at_most", "virtual_maximum.max_reward", "hot_mix.threshold",
-    "bilevel_pairs.threshold", "towards.target", "towards.rate",
+    "bilevel_pairs.threshold", "branch_pairs.threshold", "towards.target", "towards.rate",
 }  # fmt: skip
 EACH = [(entry, name) for kind in HOMES for entry in library_pieces(kind) for name in entry.options]
 

@@ -81,3 +81,16 @@ def test_a_run_with_tools_is_resumed_bit_for_bit(trained):
     assert isinstance(answers[0], str) and answers[0] == answers[1]
     page = (whole.folder / "report.html").read_text()
     assert "<tool_response>" not in page
+
+
+def test_a_run_with_drafts_is_resumed_bit_for_bit_and_answers_from_drafts(trained):
+    generate = TALKING["rollout"]["engine"][0]
+    drafts = {"name": "vision.with_drafts", "rounds": [2], "learn": ["draft", "refine"], "shared": False}
+    changes = {"rollout": {**TALKING["rollout"], "engine": [generate, drafts]}, "max_steps": 2}
+    whole = trained("drafted", **changes)
+    trained("half drafted", **{**changes, "max_steps": 1})
+    again = trained("half drafted", **changes)
+    for one, other in zip(whole.policy.module.parameters(), again.policy.module.parameters(), strict=True):
+        assert torch.equal(one, other)
+    answer = load_engine(str(whole.folder)).answer("what", images=[Image.new("RGB", (56, 56))])
+    assert isinstance(answer, str)
