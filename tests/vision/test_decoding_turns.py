@@ -154,6 +154,7 @@ def test_a_turn_that_does_not_begin_with_the_one_before_is_read_anew(exact):
 
 def test_prompts_are_held_once_in_every_turn_and_only_while_someone_reads_them(exact, monkeypatch):
     policy = exact(FAMILY)
+    monkeypatch.setattr(policy.prompt_encoder, "end", policy.prompt_encoder.end)  # `Chatty` sets another
     seen = []
     inner = Generate(policy, stream=Stream(0), max_completion_length=7)
 
