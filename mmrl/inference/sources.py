@@ -173,7 +173,8 @@ def _checkpoint(run: Path, model: Path, overrides: Sequence[str]) -> ModelSource
     """Read the configuration of a run; its policy gets the weights of a checkpoint."""
     raw = read(run / "config.yaml")
     options = as_mapping(raw["policy"])
-    adapted = any((model / name).is_file() for name in ADAPTERS)
+    # Adapters of several roles have a folder each.
+    adapted = any(next(model.glob(f"{inside}{name}"), None) for name in ADAPTERS for inside in ("", "*/"))
     # A whole model needs nothing of the model that it was made from, which may be gone.
     replaces = "model" in options and not adapted and not options.get("transform")
     if replaces:

@@ -9,7 +9,7 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForImageTextToText
 
-from mmrl.build import build
+from mmrl.build import build, load_engine
 from mmrl.config.schema import Config, ConfigError, parse
 from mmrl.core.rng import Stream
 from mmrl.core.types import Message, Part, Prompt
@@ -131,6 +131,10 @@ def test_a_run_with_adapters_by_role_is_resumed_bit_for_bit(checkpoint, tmp_path
     go("half", max_steps=2)
     again = go("half")
     assert all(torch.equal(whole[key], again[key]) for key in whole)
+    used = load_engine(str(tmp_path / "whole"))
+    learned = dict(used.policy.module.named_parameters())
+    assert all(torch.equal(learned[key], whole[key]) for key in whole)
+    assert len(used.rollout(seen())) == 4
     for name in ROLES:
         learned = [value for key, value in whole.items() if f"lora_B.{name}" in key]
         assert learned and any(value.abs().max() > 0 for value in learned)
