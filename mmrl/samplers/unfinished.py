@@ -11,10 +11,7 @@ from mmrl.core.protocols import Sampler
 from mmrl.core.reward_table import RewardTable
 from mmrl.core.rng import Stream
 from mmrl.core.types import Prompt, Rollouts
-
-UNFINISHED = "unfinished"  # tag of answers that go on in the next step; an engine sets it
-BEGUN = "begun_answer"  # column of a prompt with the tokens of its answer so far, and what was noted of them
-NOTED = ("token", "logp", "entropy")
+from mmrl.data.unfinished import BEGUN, NOTED, UNFINISHED
 
 
 @sampler(notes=set(NOTED))

@@ -7,7 +7,8 @@ import json
 import torch
 
 from mmrl.core.rng import Stream
-from mmrl.samplers.unfinished import BEGUN, WithUnfinished
+from mmrl.data.unfinished import BEGUN
+from mmrl.samplers.unfinished import WithUnfinished
 from mmrl.samplers.uniform import Uniform
 from tests.support.tables import reward_table
 from tests.support.toys import prompts

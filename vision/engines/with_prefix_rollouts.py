@@ -17,7 +17,6 @@ from mmrl.core.rng import Stream
 from mmrl.core.types import Outcome, Prompt, Rollouts, Trajectory
 from mmrl.vision.decoding.branching import NO_TOKENS, Branch, Grown
 from mmrl.vision.engines.generate import Generate
-from mmrl.vision.policies.tokens import Tokens
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,7 +77,7 @@ class WithPrefixRollouts:
     probe_temperature: NonNegativeFloat | None = None
     score_target: bool = False
     batch_size: NonNegativeInt = 0
-    policy: Any = None  # Callable[[], Tokens] | None; after the start the policy of the wrapped engine
+    policy: Any = None  # a function that makes a policy; then the policy of the wrapped engine
     notes: ClassVar[frozenset[str]] = frozenset()
 
     def __post_init__(self) -> None:
@@ -118,7 +117,7 @@ class WithPrefixRollouts:
             for row, pairs in zip(rows, found, strict=True)
         )
 
-    def _prover(self, model: Tokens) -> Generate:
+    def _prover(self, model: Any) -> Generate:
         """Make the engine of another model, with the settings of the wrapped one."""
         model.check_steps_of(self.engine.policy)
         device = self.engine.policy.core.get_input_embeddings().weight.device

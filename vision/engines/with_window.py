@@ -15,7 +15,7 @@ from mmrl.config.ranges import PositiveInt
 from mmrl.config.registry import engine
 from mmrl.core.rng import Stream
 from mmrl.core.types import Prompt, Rollouts, Trajectory
-from mmrl.samplers.unfinished import BEGUN, NOTED, UNFINISHED
+from mmrl.data.unfinished import BEGUN, NOTED, UNFINISHED
 from mmrl.vision.decoding.decoding import GenerationRequest
 from mmrl.vision.decoding.token_steps import Suffix
 from mmrl.vision.engines.generate import Generate
