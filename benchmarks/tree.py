@@ -100,11 +100,15 @@ def usual(policy, prompts: int) -> tuple:
     return tuple(rows)
 
 
-def learn(policy, batch) -> None:
+def micro_batches(batch) -> list:
     from mmrl.core.types import Unit
 
+    return batch.split(BUDGET, Unit.ROW)
+
+
+def learn(policy, batch) -> None:
     policy.module.zero_grad(set_to_none=True)
-    for part in batch.split(BUDGET, Unit.ROW):
+    for part in micro_batches(batch):
         (policy(part).logp * part.mask).sum().backward()
 
 
@@ -119,7 +123,8 @@ def operations(policy, batch) -> dict[str, int]:
         tower.register_forward_hook(lambda *_: counter.where.pop() and None),
     )
     with counter, torch.no_grad():
-        policy(batch)
+        for part in micro_batches(batch):
+            policy(part)
     for hook in hooks:
         hook.remove()
     return dict(counter.total)
@@ -146,7 +151,8 @@ def compare(policy, name: str, rows: tuple, repeats: int) -> dict:
         line[f"{way}_seconds"] = round(median(times[1:]), 3)
         line[f"{way}_spread"] = [round(min(times[1:]), 3), round(max(times[1:]), 3)]
         line[f"{way}_operations"] = 3 * counted[way]["language"] + counted[way].get("tower", 0)
-        line[f"{way}_tokens"] = (batch if way == "together" else apart).steps.cost(torch.arange(len(rows)))
+        parts = micro_batches(batch if way == "together" else apart)
+        line[f"{way}_tokens"] = sum(part.steps.cost(torch.arange(len(part))) for part in parts)
     line["times_faster"] = round(line["apart_seconds"] / line["together_seconds"], 2)
     line["limit"] = round(line["apart_operations"] / line["together_operations"], 2)
     return line | {"machine": describe()}
