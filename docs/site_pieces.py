@@ -63,6 +63,8 @@ WORDS = {
     "memory_estimate": "What a run takes of memory (`mmrl estimate-memory`).",
     "tool": "An option of `vision.with_tools`: functions that a model may call. Any tool may carry "
     "`timeout`, `retries` and `on_error`. [How to give a model tools](../howto/tools.md).",
+    "game": "An option of the engine `play`: the rules of a game between roles. [How to bring a "
+    "game](../howto/game.md).",
     "tracker": "Dashboards (`report.trackers`).",
 }
 SCOPE_WORDS = {"": "Any modality", "vision": "Vision", "diffusion": "Diffusion", "compression": "Compression"}

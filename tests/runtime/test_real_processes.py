@@ -68,6 +68,21 @@ TALKING = {
         ],
     }
 }
+PLAYING = {
+    "rollout": {
+        **SPEAKING["rollout"],
+        "engine": [
+            {"name": "vision.generate", "max_completion_length": 6},
+            {"name": "play", "game": "tests.support.playing:Telephone"},
+        ],
+    },
+    "rewards": [{"name": "precomputed", "key": "payoff", "label": "payoff", "at": "every"}],
+    "advantage": [
+        "total",
+        {"name": "returns", "by": ["role"]},
+        {"name": "group_center", "by": ["group", "role"]},
+    ],
+}
 # SGD, so that weights tell of gradients: the first step of Adam is as long for a small one.
 FLOW = {"learn": {"learning_rate": 0.3, "optimizer": "sgd"}, "max_steps": 3, "save_steps": 2}
 LORA = merge({"policy": {"lora_rank": 2}}, KEPT_NEAR)
@@ -95,6 +110,7 @@ def plans(tmp_path_factory):
         "a model that speaks": speak(freeze_vision_tower=False),
         "an adapter": speak(lora_rank=2, gradient_checkpointing=True),
         "a conversation": lambda output: {**speak(freeze_vision_tower=False)(output), **TALKING},
+        "a game": lambda output: {**speak(freeze_vision_tower=False)(output), **PLAYING},
         "a critic": lambda output: {**speak(freeze_vision_tower=False)(output), **CRITIC},
         "a model that draws": draw(MATCHING, ANCHORED),
         "an adapter that draws": draw("diffusion.transition", LORA),
@@ -123,6 +139,7 @@ NAMES = (
     "a model that speaks",
     "an adapter",
     "a conversation",
+    "a game",
     "a critic",
     "a model that draws",
     "an adapter that draws",
