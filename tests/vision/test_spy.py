@@ -152,13 +152,13 @@ def test_games_record_their_rewards(voters):
     right, wrong = (2.49, -0.9) if voters == "judge" else (1.0, -1.0)
     assert [vote["payoff"] for vote in votes] == pytest.approx([right, right, right, wrong])
     assert [vote["right_vote"] for vote in votes] == [1, 1, 1, 0]
-    assert [vote.get("spy_caught") for vote in votes] == [None, None, None, 1.0]
+    assert {row.outcomes[-1].recorded["spy_caught"] for row in rows} == {1.0}
 
 
 def test_a_game_without_a_readable_vote_teaches_no_clues_and_a_tie_catches_nobody():
     game = Spy(civilians=2, rounds=1)
     rows, _ = play(game, votes=["nobody", "N/A"])
-    assert [row.outcomes[-1].recorded for row in rows[:3]] == [{}] * 3
+    assert [row.outcomes[-1].recorded for row in rows[:3]] == [{"spy_caught": 0.0}] * 3
     assert [row.outcomes[-1].recorded["open_vote"] for row in rows[3:]] == [0, 1]
     (spy,) = spy_of([pair()], game)
     tied, _ = play(game, votes=[spy, next(n for n in (1, 2) if n != spy)])

@@ -68,8 +68,8 @@ class Spy(Game):
     Clues are given one after another, votes at the same time. Clues and votes stand in \\boxed{}; without it
     the last line counts. Rows have the tags `stage` (`clue`, `decide`), `role` (`spy`, `civilian`, and
     `voter` for votes) and `player`. Recorded are `payoff` (the zero-sum clue reward, or that of the vote),
-    for votes `right_vote` and `open_vote`, and at the last turn `spy_caught`: whether the spy alone has the
-    most votes. Our reading: a game without a readable vote has no clue rewards.
+    for votes `right_vote` and `open_vote`, and at every turn `spy_caught`: whether the spy alone has the most
+    votes. Our reading: a game without a readable vote has no clue rewards.
 
     Args:
         civilians: Players beside the spy (the paper: 4, its code 3).
@@ -201,9 +201,8 @@ class Spy(Game):
                     OPEN_VOTE: float(vote == OPEN),
                 }
             )
-        if state.votes:
-            recorded[-1][CAUGHT] = float(self.caught(state))
-        return recorded
+        caught = {CAUGHT: float(self.caught(state))} if state.votes else {}
+        return [{**rewards, **caught} for rewards in recorded]
 
 
 # ---- rewards
