@@ -365,6 +365,8 @@ RARE = {
     **{f"pairwise_judge/{name}": "mmrl/rewards/pairwise_judge.py" for name in ("consistency", "first")},
     **{f"barrier/{{name}}/{what}": "mmrl/advantages/barrier.py" for what in ("slack", "weight")},
     **{f"tools/{name}": "vision/engines/with_tools.py" for name in ("turns", "calls", "errors")},
+    **{f"game/{name}": "mmrl/engines/play.py" for name in ("turns", "unfinished")},
+    "game/share_of_turns/{role}": "mmrl/engines/play.py",
     "skipped_updates": "mmrl/training/trainer.py",
     "sampler/score": "mmrl/samplers/variance_aware.py",  # reads tokens, which the toys do not note
     "eval_peak_memory_bytes": "mmrl/training/evaluate.py",
