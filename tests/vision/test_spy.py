@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mmrl.config.binding import Pieces
-from mmrl.config.schema import Config, ConfigError, load
+from mmrl.config.schema import Config, ConfigError, Piece, load
 from mmrl.core.episodes import join_episodes
 from mmrl.core.protocols import Observer
 from mmrl.core.rng import Stream
@@ -139,9 +139,8 @@ def test_players_hear_public_clues_and_remember_their_own_thoughts_alone():
 
 @pytest.mark.parametrize("voters", ["civilians", "judge"])
 def test_games_record_their_rewards(voters):
-    game = Spy(
-        civilians=4, rounds=1, voters=voters, num_votes=4, reward="code" if voters == "judge" else "paper"
-    )
+    vote_reward = "code" if voters == "judge" else "paper"
+    game = Spy(civilians=4, rounds=1, voters=voters, num_votes=4, vote_reward=vote_reward)
     (spy,) = spy_of([pair()], game)
     first, *_ = others = [n for n in range(1, 6) if n != spy]
     rows, _ = play(game, votes=[spy, spy, spy, first])
@@ -179,6 +178,8 @@ def test_the_spy_may_see_a_blank_image_and_is_drawn_evenly():
 def test_what_does_not_fit_is_refused():
     with pytest.raises(ConfigError, match="at most 8 civilians, not 9"):
         Spy(civilians=9)
+    with pytest.raises(ConfigError, match="must be one of|must be paper or code"):
+        Pieces(Stream()).check("game", Piece("vision.spy", {"vote_reward": "none"}))
     with pytest.raises(ConfigError, match="does not read 'clues'"):
         Spy(template="{{ role }} {{ stage }}")
     with pytest.raises(ValueError, match="prompt 'p0' has 1 images; vision.image_pairs reads"):

@@ -79,7 +79,7 @@ class Spy(Game):
         voters: The `civilians`, as in the paper, or `num_votes` answers of a neutral `judge` who sees the
             original, as in the code.
         num_votes: Answers of the judge.
-        reward: Of a vote: 1 right, -0.5 left open, -1 wrong (`paper`), or with parts for form and accuracy
+        vote_reward: 1 right, -0.5 left open, -1 wrong (`paper`), or with parts for form and accuracy
             (`code`).
         beta: Weight of the votes in the clue reward.
         lam: Weight of a civilian's own votes, compared with those of the other civilians.
@@ -97,7 +97,7 @@ class Spy(Game):
         spy_sees: Literal["changed", "blank"] = "changed",
         voters: Literal["civilians", "judge"] = "civilians",
         num_votes: PositiveInt = 8,
-        reward: Literal["paper", "code"] = "paper",
+        vote_reward: Literal["paper", "code"] = "paper",
         beta: NonNegativeFloat = 0.1,
         lam: NonNegativeFloat = 0.1,
         template: str = SPEAK,
@@ -108,7 +108,7 @@ class Spy(Game):
             )
         self.civilians, self.players, self.rounds = civilians, civilians + 1, rounds
         self.spy_sees, self.voters, self.num_votes = spy_sees, voters, num_votes
-        self.reward, self.beta, self.lam = reward, beta, lam
+        self.vote_reward, self.beta, self.lam = vote_reward, beta, lam
         known = {"stage", "role", "player", "players", "clues", "thoughts"}
         self.template = TextTemplate(template, known, {"stage", "role", "clues"}, "the game vision.spy")
 
@@ -196,7 +196,7 @@ class Spy(Game):
             worth = decision_reward(vote, state.spy)
             recorded.append(
                 {
-                    PAYOFF: code_reward(worth, form) if self.reward == "code" else worth,
+                    PAYOFF: code_reward(worth, form) if self.vote_reward == "code" else worth,
                     RIGHT_VOTE: float(vote == state.spy),
                     OPEN_VOTE: float(vote == OPEN),
                 }
