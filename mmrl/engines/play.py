@@ -18,6 +18,7 @@ from mmrl.core.games import Game, Turn
 from mmrl.core.protocols import Engine, Policy
 from mmrl.core.rng import Stream
 from mmrl.core.types import Message, Prompt, Rollouts, Trajectory
+from mmrl.engines.replay import CHANGED
 
 FINISH = "finish"
 
@@ -60,7 +61,7 @@ class Play:
     every`. In every round the players whose turn it is in all games are asked together. A game that would
     take more than `max_turns` ends as it stands, and its rows have `finish: turns`. What a player reads is in
     the column `read` of completions. It wraps any engine; what that engine draws depends on step, prompt,
-    game, turn and player.
+    game, turn and player. `replay` keeps none of these rows.
 
     Args:
         engine: The engine that answers a turn.
@@ -170,7 +171,8 @@ class Play:
             if frozen:
                 continue
             last = row.outcomes[-1]
-            tags = {**last.tags, **turn.tags, EPISODE: match.name, "game": match.name, TURN: str(turn.number)}
+            names = {EPISODE: match.name, "game": match.name, TURN: str(turn.number), CHANGED: "yes"}
+            tags = {**last.tags, **turn.tags, **names}
             if unfinished:
                 tags[FINISH] = "turns"
             outcome = replace(last, tags=tags, recorded={**last.recorded, **rewards})
