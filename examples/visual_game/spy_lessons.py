@@ -121,7 +121,7 @@ class SpyLessons:
                 tags = game.tags(seen, player)
                 own = looks[tags["role"] == "spy"]
                 if tags["stage"] == "decide":
-                    answer = vote(seen.clues, own)
+                    answer = vote(seen.clues, own, generator)
                 else:
                     answer = self._clue(tags["role"], own, seen.clues, generator)
                 rows.append(
@@ -150,9 +150,10 @@ def words(looks: Looks) -> str:
     return f"{looks[1]} {looks[0]}"
 
 
-def vote(clues: Sequence[tuple[int, str]], own: Looks) -> str:
-    """Return the first player whose clue does not fit the image, or N/A."""
-    return next((str(player) for player, clue in clues if clue != words(own)), "n/a")
+def vote(clues: Sequence[tuple[int, str]], own: Looks, generator: Generator) -> str:
+    """Return a player whose clue does not fit the image; any player where all fit."""
+    odd = [player for player, clue in clues if clue != words(own)] or [player for player, _ in clues]
+    return str(odd[int(torch.randint(len(odd), (), generator=generator))])
 
 
 def changed(looks: Looks, generator: Generator, known: set[Looks] | None = None) -> Looks:

@@ -79,8 +79,8 @@ def test_lessons_are_turns_of_the_game_by_players_who_see(source, tmp_path):
         if row["question"].startswith("voter"):
             clues = row["question"].split()[1:-1]
             odd = [clues[at] for at in range(0, 12, 3) if clues[at + 1 : at + 3] != [colour, shape]]
-            assert row["answer"] == (odd[0] if odd else "n/a")
-            assert vote_of(row["answer"], ShortSpy().players) == (int(odd[0]) if odd else 0)
+            assert row["answer"] in (odd or ["1", "2", "3", "4"])
+            assert vote_of(row["answer"], ShortSpy().players) == int(row["answer"])
 
 
 def test_scenes_differ_where_they_say(tmp_path):
@@ -117,10 +117,12 @@ def test_scenes_differ_where_they_say(tmp_path):
         ChangedScenes(stream=Stream(0), objects="", backgrounds="", fewest=3, most=4, changes=4)
 
 
-def test_a_vote_names_the_first_clue_that_does_not_fit():
-    clues = [(1, "red circle"), (2, "blue circle"), (3, "green circle")]
-    assert vote(clues, ("circle", "red")) == "2"
-    assert vote(clues[:1], ("circle", "red")) == "n/a"
+def test_a_vote_names_a_clue_that_does_not_fit():
+    clues, generator = [(1, "red circle"), (2, "blue circle"), (3, "green circle")], torch.Generator()
+    seen = [("circle", "red"), ("circle", "black")]
+    votes = [{vote(clues, own, generator) for _ in range(40)} for own in seen]
+    assert votes == [{"2", "3"}, {"1", "2", "3"}]
+    assert {vote(clues[:1], ("circle", "red"), generator) for _ in range(5)} == {"1"}
 
 
 def test_the_win_rate_is_the_mean_over_both_sides():
