@@ -1,4 +1,4 @@
-# Each from nothing: `make demo`, `make demo-image`, `make demo-pairs`, `make docs`, `make check`, `make test`. Everything is installed into .venv.
+# Each from nothing: `make demo`, `make demo-image`, `make demo-pairs`, `make demo-game`, `make docs`, `make check`, `make test`. Everything is installed into .venv.
 PYTHON ?= python3
 BIN := .venv/bin
 
