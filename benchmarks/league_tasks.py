@@ -18,6 +18,7 @@ from benchmarks.thought_dropout import REPORT, imitation, policy, trained
 from mmrl.build import check
 from mmrl.cli import main as mmrl
 from mmrl.config.loading import merge, read
+from mmrl.config.registry import find
 from mmrl.config.schema import Config, ConfigError, as_piece, parse
 from mmrl.data.dataset_io import Rows, write_rows
 from mmrl.vision.policies.tokens import Tokens
@@ -42,6 +43,7 @@ MATCHES = {"exact_match", "vision.short_answer", "overlong"}  # rewards that ask
 SMALL_GROUPS = {"two_grpo": 2}  # whose method is the number of generations
 MEANINGLESS = {
     "on_policy_distillation": "its teacher is a model of seven billion weights",
+    "reverse_kl_distillation": "its teacher is a model of seven billion weights",
     "siri": "it is a schedule of the longest answer in thousands of tokens; these answers have a few",
     "training_free_grpo": "it writes what was learned into the prompt and trains no weights",
 }
@@ -93,6 +95,8 @@ def reason_to_skip(name: str, raw: Mapping[str, Any]) -> str:
     other = [piece.name for piece in rewards if piece.options.get("weight", 1) and piece.name not in MATCHES]
     if name in MEANINGLESS:
         return MEANINGLESS[name]
+    if any(find("advantage", as_piece(piece, "advantage").name).needs.turns for piece in raw["advantage"]):
+        return "it gives credit to the turns of conversations; these answers have one"
     if "offline" in engines:
         return "it learns from demonstrations, not from rollouts"
     if other:

@@ -169,6 +169,7 @@ def make_evaluator(
     config = evaluation_of(config)
     stream, wanted = Stream(config.seed, purpose="evaluate"), config.evaluation
     pieces = Pieces(stream)
+    pieces.trained = config.policy
     return Evaluator(
         data=prompts,
         processes=processes,

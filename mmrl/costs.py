@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
+from mmrl.config.loading import ConfigError
 from mmrl.config.registry import cost
 from mmrl.core.flop_counter import CountOperations
-from mmrl.core.protocols import Engine
+from mmrl.core.protocols import Asking, Engine
 
 
 @cost
@@ -15,8 +16,14 @@ from mmrl.core.protocols import Engine
 def operations(engine: Engine) -> Iterator[Mapping[str, float]]:
     """Count multiplications and additions of matrix products, convolutions and attention.
 
-    Table look-ups (one-bit codes on a CPU) and Triton kernels are not counted.
+    Table look-ups (one-bit codes on a CPU) and Triton kernels are not counted. Raises `ConfigError` for an
+    engine that computes in other processes.
     """
+    if isinstance(engine, Asking):
+        raise ConfigError(
+            "`cost_metrics: [operations]` counts what this process computes, but the engine computes in "
+            "others; name an `evaluation.engine` without ray_workers, or set `cost_metrics: []`"
+        )
     spent: dict[str, float] = {}
     with CountOperations() as count:
         yield spent

@@ -15,6 +15,12 @@ def generator() -> torch.Generator:
 
 
 @pytest.fixture(autouse=True)
+def unflushed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave files of tests to the page cache: no test cuts the power, and the disk costs minutes."""
+    monkeypatch.setattr("os.fsync", lambda handle: None)
+
+
+@pytest.fixture(autouse=True)
 def onednn_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """Use oneDNN on processors where it is slower as well, so that its code is tested there."""
     monkeypatch.setattr(onednn, "FASTER", True)

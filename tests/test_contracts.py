@@ -7,6 +7,7 @@ import inspect
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 
 from mmrl.build import make_chain
-from mmrl.config.binding import Pieces
+from mmrl.config.binding import FILLED, Pieces
 from mmrl.config.registry import Entry, find
 from mmrl.config.schema import Piece
 from mmrl.core.reward_table import RewardTable
@@ -97,7 +98,7 @@ class Case:
         given = {**OPTIONS.get((self.kind, self.entry.full_name), {}), **self.choice}
         empty = inspect.Parameter.empty
         missing = {name for name, parameter in self.entry.options.items() if parameter.default is empty}
-        missing -= {*given, "generator", "stream", "train_prompts"}
+        missing -= {*given, *FILLED}
         if missing:
             pytest.fail(
                 f"the {self.kind} '{self.entry.full_name}' has the required options {sorted(missing)}; give "
@@ -177,12 +178,13 @@ def row(place: int, turn: int, generator: torch.Generator, equal: bool) -> Traje
     return Trajectory(prompt, prompt.uid, tuple(outcomes), (place, tokens), length, notes, not demo)
 
 
+@cache
 def collected(sizes: tuple[int, ...] = SIZES, equal: bool = False) -> Rollouts:
     generator = torch.Generator().manual_seed(11)
     return tuple(row(p, turn, generator, equal) for p, size in enumerate(sizes) for turn in range(size))
 
 
-def table_of(rollouts: Rollouts, rank: int = 0) -> RewardTable:
+def scored(rollouts: Rollouts, rank: int = 0) -> RewardTable:
     make = Pieces(Stream()).make
     rewards = [
         make("reward", Piece("precomputed", {"key": key, "label": key, "weight": weight, "at": "every"}))
@@ -213,6 +215,20 @@ def table_of(rollouts: Rollouts, rank: int = 0) -> RewardTable:
     return table
 
 
+# Pieces change no table, which a test below says, so one serves all of them.
+@cache
+def table_of(sizes: tuple[int, ...] = SIZES, equal: bool = False) -> RewardTable:
+    return scored(collected(sizes, equal))
+
+
+@cache
+def credit_of(sizes: tuple[int, ...] = SIZES, equal: bool = False) -> RewardTable:
+    credit, make = table_of(sizes, equal), Pieces(Stream()).make
+    for name in ("total", "group_normalize"):
+        credit = make("advantage", Piece(name))(credit)
+    return credit
+
+
 def policy_of(unit: Unit) -> Telling:
     policy = Telling(ToyText(num=len(SIZES), unit=unit, double=True))
     with torch.no_grad():
@@ -220,17 +236,15 @@ def policy_of(unit: Unit) -> Telling:
     return policy
 
 
-def batch_of(policy: Telling, objective: Any, rollouts: Rollouts, gap: float = 0.2) -> Batch:
+def batch_of(
+    policy: Telling, objective: Any, sizes: tuple[int, ...] = SIZES, equal: bool = False, gap: float = 0.2
+) -> Batch:
     """Lay credit over steps in float64, and let others differ by about `gap`, their latents too."""
     needs = objective.needs
     strange = needs.extra | frozenset().union(*needs.others.values())
     if strange - policy.says:
         pytest.fail(f"the toy policy does not say {sorted(strange - policy.says)}; teach tests/toy_flow.py")
-    make = Pieces(Stream()).make
-    credit = table_of(rollouts)
-    for name in ("total", "group_normalize"):
-        credit = make("advantage", Piece(name))(credit)
-    batch = spread(credit, policy.collate(rollouts))
+    batch = spread(credit_of(sizes, equal), policy.collate(collected(sizes, equal)))
     batch = batch.replace(mask=batch.mask.double(), advantage=batch.advantage.double())
     batch = batch.replace(notes={name: note.double() for name, note in batch.notes.items()})
     generator = torch.Generator().manual_seed(7)
@@ -290,7 +304,7 @@ def bits(thing: Any) -> Any:
 @pytest.mark.parametrize("unit", [Unit.STEP, Unit.ROW])
 def test_micro_batches_add_up_to_the_whole(case, unit):
     policy, objective = policy_of(unit), case.objective()
-    batch = batch_of(policy, objective, collected())
+    batch = batch_of(policy, objective)
     whole = learn(policy, objective, [batch], 10**6)
     assert whole[0].abs().max() > 1e-4  # equal zeros would show nothing
     for micro_batch_steps in (1, 4, 9):  # a step or a row, a row of the widest, two rows
@@ -303,7 +317,7 @@ def test_micro_batches_add_up_to_the_whole(case, unit):
 @each(PARTS + OBJECTIVES)
 def test_two_processes_give_the_gradients_of_one(case):
     policy, objective = policy_of(Unit.ROW), case.objective()
-    batch = batch_of(policy, objective, collected())
+    batch = batch_of(policy, objective)
     one = learn(policy, objective, [batch], 9)
     # The last splits a group over two processes, which only comparisons of whole groups cannot bear.
     shares = [[[0, 1, 2], [3, 4, 5, 6, 7]], [[5], [6, 7, 0, 1, 2, 3, 4]], [[], [*range(8)]]]
@@ -316,19 +330,20 @@ def test_two_processes_give_the_gradients_of_one(case):
 @each(PARTS + OBJECTIVES)
 def test_fewer_steps_than_processes_divide_by_what_there_is(case):
     policy, objective = policy_of(Unit.ROW), case.objective()
-    alone = batch_of(policy, objective, collected((2,))).select(torch.tensor([0]))
+    alone = batch_of(policy, objective, (2,)).select(torch.tensor([0]))
     assert alone.mask.sum() == 1
     one = learn(policy, objective, [alone], 9)
     assert_same(learn(policy, objective, [alone, alone.blank(), alone.blank()], 9), one)
 
 
-def gathered(share: list[list[int]]) -> list[RewardTable]:
+@cache
+def gathered(share: tuple[tuple[int, ...], ...]) -> list[RewardTable]:
     """Score groups where `share` puts them, and give the table that every process then holds."""
     rollouts = collected()
     local = []
     for rank, places in enumerate(share):
         mine = tuple(row for place in places for row in rollouts if row.steps[0] == place)
-        local.append(table_of(mine, rank))
+        local.append(scored(mine, rank))
     tables = []
     for rank, table in enumerate(local):
         processes = object.__new__(Processes)  # without a launcher; `gather` only needs the exchange
@@ -338,12 +353,12 @@ def gathered(share: list[list[int]]) -> list[RewardTable]:
     return tables
 
 
-SHARES = [[[0], [1, 2, 3]], [[3, 1], [2, 0]], [[], [0, 1, 2, 3]], [[2], [0, 3], [], [1]]]
+SHARES = [((0,), (1, 2, 3)), ((3, 1), (2, 0)), ((), (0, 1, 2, 3)), ((2,), (0, 3), (), (1,))]
 
 
 @pytest.mark.parametrize("share", SHARES)
 def test_every_process_holds_the_whole_table(share):
-    one = table_of(collected())
+    one = table_of()
     homes = [rank for place in range(4) for rank, mine in enumerate(share) if place in mine]
     for rank, table in enumerate(gathered(share)):
         assert table.rank == rank
@@ -353,7 +368,7 @@ def test_every_process_holds_the_whole_table(share):
 
 @each(CHAIN + FILTERS)
 def test_chains_and_filters_see_the_same_on_every_process(case):
-    one = table_of(collected())
+    one = table_of()
     expected = case.make()(one)
     for share in SHARES:
         for table in gathered(share):
@@ -368,7 +383,7 @@ def test_chains_and_filters_see_the_same_on_every_process(case):
 
 @each(CHAIN + FILTERS)
 def test_chains_and_filters_change_nothing_and_draw_nothing(case):
-    table, piece = table_of(collected()), case.make()
+    table, piece = table_of(), case.make()
     before = bits(table)
     stream = torch.get_rng_state()
     assert bits(piece(table)) == bits(piece(table))
@@ -379,7 +394,7 @@ def test_chains_and_filters_change_nothing_and_draw_nothing(case):
 def weighed(case):
     """Make the objective of a piece, a batch with its weights, and what the policy computes on it."""
     policy, objective = policy_of(Unit.ROW), case.objective()
-    batch = batch_of(policy, objective, collected())
+    batch = batch_of(policy, objective)
     batch = batch.replace(totals=batch.count())
     batch = batch.replace(weight=objective.weigh(batch))
     with torch.no_grad():
@@ -418,7 +433,7 @@ def test_objectives_and_their_parts_change_nothing_and_draw_nothing(case):
 @each(CHAIN)
 @pytest.mark.parametrize("extreme", ["equal", "alone", "dropped"])
 def test_chains_stay_finite(case, extreme):
-    table = table_of(collected(SIZES if extreme != "alone" else (1, 1, 1), extreme == "equal"))
+    table = table_of(SIZES if extreme != "alone" else (1, 1, 1), extreme == "equal")
     if extreme == "dropped":  # a filter that kept nothing
         table = table.select(torch.zeros(len(table), dtype=torch.bool))
     credit = case.make()(table)
@@ -432,7 +447,7 @@ def test_objectives_stay_finite(case, extreme):
     policy, objective = policy_of(Unit.ROW), case.objective()
     gap = 1000.0 if extreme == "very far" else 50.0  # exp(1000) is infinite, exp(50) is only large
     sizes = (1, 1, 1) if extreme == "alone" else SIZES
-    batch = batch_of(policy, objective, collected(sizes, extreme == "equal"), gap)
+    batch = batch_of(policy, objective, sizes, extreme == "equal", gap)
     assert batch.notes["logp"].isnan().any() or extreme == "alone"
     if extreme == "empty row":
         mask = batch.mask.clone()
@@ -447,7 +462,7 @@ def test_objectives_stay_finite(case, extreme):
 
 @each(MEMORIES)
 def test_memories_are_saved(case, tmp_path):
-    rollouts, table = collected(), table_of(collected())
+    rollouts, table = collected(), table_of()
     table = table.note("token", table.notes["logp"].mul(-9).floor())  # for samplers
     stream = Stream(3)
 

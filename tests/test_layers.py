@@ -48,7 +48,7 @@ LIGHT = {"torch", "omegaconf", "yaml", "einops", "jinja2", "markupsafe"}
 HEAVY = {
     "transformers", "diffusers", "open_clip", "timm", "bitsandbytes", "peft", "accelerate", "av", "PIL",
     "matplotlib", "datasets", "pyarrow", "tokenizers", "safetensors", "rich", "numpy", "torchvision",
-    "tensorboard", "wandb", "trackio",
+    "tensorboard", "wandb", "trackio", "ray",
 }  # fmt: skip
 
 LINES, FUNCTION = 400, 60

@@ -38,6 +38,7 @@ METHODS = "methods"  # what stands for a kind: the files of methods
 )
 def show(given: argparse.Namespace) -> None:
     """List pieces with their options and defaults, or methods by family, or show one of them whole."""
+    from mmrl.config.binding import FILLED
     from mmrl.config.registry import HOMES, pieces
 
     if given.kind == METHODS:
@@ -56,7 +57,8 @@ def show(given: argparse.Namespace) -> None:
         rows = []
         for entry in pieces(kind):
             options = []
-            for name, default in ((name, p.default) for name, p in entry.options.items() if name != "stream"):
+            shown_options = ((name, p.default) for name, p in entry.options.items() if name not in FILLED)
+            for name, default in shown_options:
                 # A default that is a piece is shown by its name.
                 shown = f"={getattr(default, 'name', default)}"
                 options.append(name if default is inspect.Parameter.empty else name + shown)

@@ -23,11 +23,13 @@ from mmrl.config.schema import (
     each,
     held_fields,
 )
+from mmrl.core.protocols import Stateful
 from mmrl.core.rng import Stream
 from mmrl.core.types import Clock
 
 T = TypeVar("T")
-FILLED = ("generator", "stream", "train_prompts")  # options that the run fills, never a configuration
+# Options that the run fills, never a configuration.
+FILLED = ("generator", "recipe", "stream", "train_prompts")
 
 # Keys of a piece that are settings of its caller and no options of the piece itself.
 CALLED_WITH = {
@@ -89,6 +91,18 @@ class Bound:
         return reduce(Needs.__or__, inner, own)
 
 
+@dataclass(frozen=True)
+class Recipe:
+    """What an engine is made of, so that another process can make it again."""
+
+    policy: Piece
+    engines: tuple[Piece, ...]  # those that it wraps, the innermost first
+    seed: int
+    stage: int
+    remembering: tuple[str, ...]  # which of the engines have a state
+    clock: Callable[[], Clock]  # of the schedules of this step
+
+
 class Pieces:
     """Checks and makes pieces, and records which of them have state or follow a schedule."""
 
@@ -97,6 +111,9 @@ class Pieces:
         self.policy = policy  # of the run: what a second model is without a policy of its own
         self.made: dict[str, Any] = {}  # objects that may have state, by place: the same name in every run
         self.entries: list[Entry] = []  # of all pieces that were looked up
+        self.trained: Piece | None = None  # the policy of engines; `make` notes it
+        self.engines: dict[str, Piece] = {}  # that were made, by place
+        self.clock = Clock()
         self._scheduled: list[tuple[Callable[[str, Any], None], str, _Follows]] = []
         self.scheduled: dict[str, float] = {}  # values of this step of options that follow a schedule
 
@@ -109,6 +126,8 @@ class Pieces:
         options.update((name, value.first) for name, value in follows.items())
         if "stream" in entry.options:
             options["stream"] = self.stream
+        if "recipe" in entry.options:
+            options["recipe"] = self._recipe(place, bound.name)
         if "train_prompts" in entry.options:
             options["train_prompts"] = self.made.get("data", ())
         setter = options.__setitem__  # a function gets its options anew at every call
@@ -117,7 +136,21 @@ class Pieces:
             bound.function, bound.options = thing, {}
             setter = partial(setattr, thing)  # an object keeps them as attributes
         self._scheduled += [(setter, name, value) for name, value in follows.items()]
+        self.trained = piece if place == "policy" else self.trained
+        self.engines |= {place: piece} if kind == "engine" else {}
         return bound.function if kind in MADE else bound
+
+    def _recipe(self, place: str, name: str) -> Recipe:
+        """Describe the engines before the one at a place."""
+        chain = place.rpartition("[")[0]  # `rollout.engine` of `rollout.engine[1]`
+        before = {at: piece for at, piece in self.engines.items() if at.startswith(f"{chain}[")}
+        if self.trained is None:
+            raise ConfigError(
+                f"{place}: '{name}' makes a policy again, but none was made from a configuration"
+            )
+        remembering = tuple(piece.name for at, piece in before.items() if at in self.that_are(Stateful))
+        parts = self.trained, tuple(before.values()), self.stream.seed, self.stream.stage
+        return Recipe(*parts, remembering, lambda: self.clock)
 
     def prompts(self, piece: Piece, place: str) -> Sequence[Any]:
         """Read a data set; one without prompts is an error."""
@@ -150,6 +183,7 @@ class Pieces:
 
     def tick(self, clock: Clock) -> None:
         """Set every option that follows a schedule to its value at a step."""
+        self.clock = clock
         for setter, name, follows in self._scheduled:
             self.scheduled[follows.place] = value = follows(clock)
             setter(name, value)

@@ -62,6 +62,8 @@ def check_training(config: Config) -> Pieces:
     for place, bound in checked.items():
         if place.startswith("references."):
             needs |= _needs_of_second(config, bound, place, says)
+    if config.rollout.max_staleness:
+        _check_ahead(config, needs, engines)
     notes = frozenset().union(*(_declared(engine.entry, "notes") for engine in engines))
     wanted = needs.notes | pieces.notes
     # `engine` compares with the log-probabilities that it noted while sampling.
@@ -153,6 +155,25 @@ def _check_together(config: Config) -> None:
     for message, holds in contradictions.items():
         if holds:
             raise ConfigError(message)
+
+
+def _check_ahead(config: Config, needs: Needs, engines: Sequence[Bound]) -> None:
+    """Raise unless rollouts can be asked for a step ahead, and the objective knows that they are older."""
+    if config.rollout.max_rounds > 1:
+        raise ConfigError(
+            f"'rollout.max_staleness' is 1 and 'rollout.max_rounds' {config.rollout.max_rounds}, but only "
+            "one round can be asked for a step ahead; set one of them lower"
+        )
+    if not callable(getattr(engines[-1].entry.target, "ask", None)):
+        raise ConfigError(
+            f"'rollout.max_staleness' is 1, but the engine '{engines[-1].entry.full_name}' cannot work while "
+            "the policy learns; list `ray_workers` last"
+        )
+    if "engine" not in needs.others:
+        raise ConfigError(
+            "'rollout.max_staleness' is 1, so answers come from weights that are a step older, but the "
+            "objective does not compare with them; add `step_weight: [truncated_importance]` to it"
+        )
 
 
 def _check_rewards(checked: Mapping[str, Any], place: str, *, weighted: bool = True) -> None:

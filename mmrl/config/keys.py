@@ -21,7 +21,7 @@ from mmrl.config import schema
 from mmrl.config.binding import FILLED
 from mmrl.config.ranges import bounds_of, is_number, marks
 from mmrl.config.registry import HOMES, Entry
-from mmrl.config.schema import FORMS, Kind, Piece, Scheduled, as_plain
+from mmrl.config.schema import FORMS, Kind, Piece, Scheduled, as_plain, hints_of
 
 REQUIRED = dataclasses.MISSING
 
@@ -48,7 +48,7 @@ class Key:
 
 def keys_of(kind: type, place: str = "") -> Iterator[Key]:
     """Walk over the keys of a configuration dataclass and of its sections, in their order."""
-    hints, comments = typing.get_type_hints(kind, include_extras=True), _comments(kind)
+    hints, comments = hints_of(kind), _comments(kind)
     for field in dataclasses.fields(kind):
         wanted = hints[field.name]
         if dataclasses.is_dataclass(wanted) and wanted is not Piece:

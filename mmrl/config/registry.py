@@ -16,6 +16,7 @@ import re
 import typing
 from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, field
+from functools import cached_property
 from types import MappingProxyType
 from typing import Any, Protocol, TypeVar, cast, overload
 
@@ -79,8 +80,8 @@ class Entry:
         """The name in a configuration, with its scope."""
         return f"{self.scope}.{self.name}" if self.scope else self.name
 
-    @property
-    def options(self) -> dict[str, inspect.Parameter]:
+    @cached_property
+    def options(self) -> Mapping[str, inspect.Parameter]:
         """The keyword-only parameters by name."""
         parameters = inspect.signature(self.target).parameters
         return {
@@ -89,7 +90,7 @@ class Entry:
             if p.kind is inspect.Parameter.KEYWORD_ONLY and (self.takes is None or name in self.takes)
         }
 
-    @property
+    @cached_property
     def hints(self) -> Mapping[str, Any]:
         """The type annotations of the options."""
         target = self.target
@@ -180,10 +181,14 @@ def kind(
 
 
 def pieces(kind: str, on: str = "") -> list[Entry]:
-    """List the pieces of a kind by name; with `on` only those that run then.
+    """List the pieces of a kind by name; with `on` only those that run then."""
+    _import_homes(kind)
+    entries = [entry for (k, _), entry in PIECES.items() if k == kind and on in ("", entry.on)]
+    return sorted(entries, key=lambda entry: entry.full_name)
 
-    The first call for a kind imports every module in its homes.
-    """
+
+def _import_homes(kind: str) -> None:
+    """Import every module in the homes of a kind, once."""
     for package in dict.fromkeys((*WINGS, *SCOPES.values())):
         home = f"{package}.{HOMES[kind]}"
         # The package first: `find_spec` of what is inside a missing one raises.
@@ -194,9 +199,7 @@ def pieces(kind: str, on: str = "") -> list[Entry]:
             folders = spec.submodule_search_locations or []  # none where the home is a single file
             for inside in pkgutil.iter_modules(folders):
                 importlib.import_module(f"{home}.{inside.name}")
-            _IMPORTED.add(home)
-    entries = [entry for (k, _), entry in PIECES.items() if k == kind and on in ("", entry.on)]
-    return sorted(entries, key=lambda entry: entry.full_name)
+        _IMPORTED.add(home)
 
 
 def import_name(name: str) -> Any:
@@ -210,9 +213,10 @@ def find(kind: str, name: str) -> Entry:
 
     `package.module:function` is imported; such a piece needs no decorator.
     """
+    _import_homes(kind)
+    if known := PIECES.get((kind, name)):
+        return known
     entries = {entry.full_name: entry for entry in pieces(kind)}
-    if name in entries:
-        return entries[name]
     module, colon, attribute = name.partition(":")
     if not colon:
         near = difflib.get_close_matches(name, entries, 1) or [n for n in entries if n.split(".")[-1] == name]

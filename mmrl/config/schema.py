@@ -11,6 +11,7 @@ import types
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -65,6 +66,7 @@ class Rollout:
     policy: str = ""  # a name in `references` when another policy than the learner rolls out
     num_prompts: PositiveInt = 32  # groups per update, over all processes
     num_generations: PositiveInt = 8  # rollouts per prompt
+    max_staleness: Annotated[int, Range(0, 1)] = 0  # steps that rollouts may be older; 1: made while learning
     max_rounds: PositiveInt = 1  # calls of the sampler per update: after dropped groups, hints, budgets
 
 
@@ -112,6 +114,7 @@ class Report:
     # Warnings on the console and at the head of the HTML report.
     checks: Annotated[tuple[Piece, ...], Kind("check", on="training")] = (
         Piece("logprob_mismatch", {"tolerance": 0.05}),
+        Piece("effective_samples"),
     )
     # Checks of the first step at no cost; `mmrl doctor` runs all of them.
     startup_checks: Annotated[tuple[Piece, ...], Kind("check", on="start")] = (
@@ -188,9 +191,15 @@ class BuildConfig:
     seed: int = 0  # of every random stream
 
 
+@cache
+def hints_of(kind: type) -> Mapping[str, Any]:
+    """Resolve the annotations of a configuration dataclass."""
+    return typing.get_type_hints(kind, include_extras=True)
+
+
 def held_fields(config: Any, place: str = "") -> Iterator[tuple[Any, Any, str]]:
     """Walk over the fields of a configuration that hold pieces: the mark, the value and the dotted name."""
-    hints = typing.get_type_hints(type(config), include_extras=True)
+    hints = hints_of(type(config))
     for name, value in vars(config).items():
         mark = next(iter(marks(hints[name], Kind | Scheduled)), None)
         if mark and value is not None:
@@ -245,7 +254,7 @@ def parse(raw: Mapping[str, Any], kind: type, *, part: bool = False) -> Any:
 
 
 def _parse(raw: Mapping[str, Any], kind: type, place: str, part: bool) -> Any:
-    hints, prefix = typing.get_type_hints(kind, include_extras=True), f"{place}." if place else ""
+    hints, prefix = hints_of(kind), f"{place}." if place else ""
     values = {}
     for key, value in raw.items():
         wanted = hints.get(key)

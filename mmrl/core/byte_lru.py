@@ -25,6 +25,9 @@ class ByteLRU(Generic[T]):
     items: OrderedDict[Hashable, T] = field(default_factory=OrderedDict, repr=False)  # oldest use first
     _lock: Any = field(default_factory=Lock, init=False, repr=False, compare=False)
 
+    def __reduce__(self) -> tuple[type, tuple[int, Callable[[T], int]]]:
+        return type(self), (self.limit, self.size)  # a copy for another process begins empty
+
     def get(self, key: Hashable, make: Callable[[], T]) -> T:
         """Return the item of a key; make it where it is not cached."""
         with self._lock:

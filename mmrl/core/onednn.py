@@ -1,17 +1,19 @@
 """Computes large float32 linear layers with oneDNN on x86 CPUs.
 
 torch multiplies float32 matrices with MKL, which uses half of the speed of some x86 processors with AVX-512.
-oneDNN, which torch brings along, uses all of it; without AVX-512 it is slower, and is not used. Products are
-summed in another order. benchmarks/grpo_step.py measures the speed-up.
+oneDNN, which torch brings along, uses all of it. Without AVX-512 it is slower, and only used for a few rows
+with packed weights, as in decoding. Products are summed in another order. benchmarks/grpo_step.py measures
+the speed-up.
 """
 
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
+from functools import partial
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -23,8 +25,12 @@ BUILT = (
     and hasattr(torch.ops.mkldnn, "_linear_pointwise")
     and platform.machine().lower() in ("x86_64", "amd64")
 )
-# With AVX2 alone (Zen 3) a thread reaches 103 GFLOP/s by MKL and 77 by oneDNN.
+# With AVX2 alone (Zen 3) a thread reaches 103 GFLOP/s by MKL and 77 by oneDNN; with packed weights and these
+# numbers of rows, oneDNN takes 0.6 to 1 times as long as MKL, which reads weights at half of their bandwidth.
 FASTER = torch.backends.cpu.get_cpu_capability().startswith("AVX512")
+FEW = range(2, 49)
+# Layers of transformers' models that read the same input; when weights are packed, theirs are one weight.
+SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 _INSIDE: ContextVar[bool] = ContextVar("inside", default=False)
 
 
@@ -37,22 +43,40 @@ def onednn(model: nn.Module, *, pack: bool = False) -> Iterator[None]:
     4 GiB of weights; they must not change meanwhile.
     """
     inside = there()
-    # A subclass may compute something else, and so may a layer whose forward was replaced.
-    layers = [
-        m
-        for m in model.modules()
-        if inside and type(m) is nn.Linear and "forward" not in vars(m) and _fits(m.weight)
-    ]
-    pack = pack and sum(layer.weight.nbytes for layer in layers) <= MOST
-    for layer in layers:
-        layer.forward = _forward(layer, pack)  # pyright: ignore[reportAttributeAccessIssue]
+    groups = [group for group in _groups(model) if _fits(group)] if inside or pack and usable() else []
+    if pack and sum(layer.weight.nbytes for group in groups for layer in group) <= MOST:
+        made = [(group, _Packed(group)) for group in groups]
+        forwards = [(m, partial(packed, i)) for group, packed in made for i, m in enumerate(group)]
+    else:
+        alone = [m for group in groups for m in group if inside and _fits([m])]
+        forwards = [(layer, partial(_unpacked, layer)) for layer in alone]
+    for layer, forward in forwards:
+        layer.forward = forward  # pyright: ignore[reportAttributeAccessIssue]
     token = _INSIDE.set(inside)
     try:
         yield
     finally:
         _INSIDE.reset(token)
-        for layer in layers:
+        for layer, _ in forwards:
             del layer.forward
+
+
+def _groups(model: nn.Module) -> Iterator[list[nn.Linear]]:
+    """List the plain linear layers of a model, those that read the same input together."""
+    seen: set[int] = set()
+    for module in model.modules():
+        children = dict(module.named_children())
+        for names in SIBLINGS:
+            group = [child for name in names if _is_plain(child := children.get(name))]
+            if len(group) == len(names) and len({layer.in_features for layer in group}) == 1:
+                seen.update(map(id, group))
+                yield group
+    yield from ([m] for m in model.modules() if _is_plain(m) and id(m) not in seen)
+
+
+def _is_plain(layer: nn.Module | None) -> TypeGuard[nn.Linear]:
+    # A subclass may compute something else, and so may a layer whose forward was replaced.
+    return type(layer) is nn.Linear and "forward" not in vars(layer) and _is_whole(layer.weight)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -60,35 +84,62 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
     Inside `onednn` this uses oneDNN as layers do, elsewhere torch.
     """
-    if _INSIDE.get() and _fits(weight) and _suits(x):
+    if _INSIDE.get() and _is_whole(weight) and weight.numel() > MANY and _suits(x):
         return _Linear.apply(x, weight, bias)
     return nn.functional.linear(x, weight, bias)
 
 
+def usable() -> bool:
+    """Return whether oneDNN is available for float32 weights."""
+    return BUILT and torch.backends.mkldnn.enabled and not torch.is_autocast_enabled("cpu")
+
+
 def there() -> bool:
-    """Return whether oneDNN is available and would be used for float32 weights."""
-    return BUILT and FASTER and torch.backends.mkldnn.enabled and not torch.is_autocast_enabled("cpu")
+    """Return whether oneDNN is available and would be used for float32 weights, packed or not."""
+    return FASTER and usable()
 
 
-def _fits(weight: Tensor) -> bool:
+def _is_whole(weight: Tensor) -> bool:
     whole = type(weight) in (Tensor, nn.Parameter) and weight.layout is torch.strided
-    return whole and weight.device.type == "cpu" and weight.dtype == torch.float32 and weight.numel() > MANY
+    return whole and weight.device.type == "cpu" and weight.dtype == torch.float32
+
+
+def _fits(layers: Sequence[nn.Linear]) -> bool:
+    return sum(layer.weight.numel() for layer in layers) > MANY
 
 
 def _suits(x: Tensor) -> bool:
     return x.dtype == torch.float32 and x.dim() > 1 and x.numel() > 0
 
 
-def _forward(layer: nn.Linear, pack: bool) -> Callable[[Tensor], Tensor]:
-    """Make the forward function of a layer inside `onednn`."""
-    packed = torch.ops.mkldnn._reorder_linear_weight(layer.weight.detach()) if pack else None
+def _unpacked(layer: nn.Linear, x: Tensor) -> Tensor:
+    return linear(x, layer.weight, layer.bias)
 
-    def forward(x: Tensor) -> Tensor:
-        if packed is None or torch.is_grad_enabled() or not _suits(x):
-            return linear(x, layer.weight, layer.bias)
-        return _multiply(x, packed, layer.bias)
 
-    return forward
+class _Packed:
+    """The weights of layers that read the same input, packed as one: the first call computes all of them."""
+
+    def __init__(self, layers: Sequence[nn.Linear]) -> None:
+        self.layers, self.sizes = layers, [layer.out_features for layer in layers]
+        self.weight = torch.ops.mkldnn._reorder_linear_weight(torch.cat([x.weight.detach() for x in layers]))
+        biases = [x.weight.new_zeros(x.out_features) if x.bias is None else x.bias.detach() for x in layers]
+        self.bias = torch.cat(biases) if any(x.bias is not None for x in layers) else None
+        self.read: tuple[Tensor | None, int] = None, 0  # the last input, and the version that was read
+        self.parts: dict[int, Tensor] = {}  # of what was computed for `read`, what no layer has taken yet
+
+    def __call__(self, number: int, x: Tensor) -> Tensor:
+        """Compute the layer of this number."""
+        few = FASTER or x.numel() // max(1, x.shape[-1]) in FEW
+        if torch.is_grad_enabled() or not few or not _suits(x):
+            return _unpacked(self.layers[number], x)
+        version = 0 if x.is_inference() else x._version  # which counts what is written into a tensor
+        if self.read[0] is not x or self.read[1] != version or number not in self.parts:
+            products = _multiply(x, self.weight, self.bias).split(self.sizes, -1)
+            self.read, self.parts = (x, version), dict(enumerate(products))
+        part = self.parts.pop(number)
+        if not self.parts:
+            self.read = None, 0
+        return part
 
 
 def times(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -54,6 +54,19 @@ class RendersPrompts(Protocol):
         ...
 
 
+@runtime_checkable
+class Portable(Policy, Protocol):
+    """A policy whose rows travel between processes without what the receiver can make again."""
+
+    def pack(self, row: Trajectory) -> Trajectory:
+        """Leave out of a row what `unpack` makes from its prompt."""
+        ...
+
+    def unpack(self, row: Trajectory) -> Trajectory:
+        """Complete a row that another process packed."""
+        ...
+
+
 class Engine(Protocol):
     """Makes rollouts: generates text, denoises images, or reads stored answers."""
 
@@ -63,6 +76,14 @@ class Engine(Protocol):
     def rollout(self, prompts: Sequence[Prompt]) -> Rollouts:
         """Make one rollout for every entry, in order; those of equal entries form a group."""
         ...
+
+
+@runtime_checkable
+class Asking(Engine, Protocol):
+    """An engine that can begin with rollouts before they are collected."""
+
+    def ask(self, prompts: Sequence[Prompt]) -> None:
+        """Begin with the weights, the step and the round of this moment; `rollout` of these collects."""
 
 
 class Sampler(Protocol):

@@ -7,11 +7,12 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 
 from mmrl.config import objects
 from mmrl.config.methods import Method, all_methods
@@ -103,16 +104,7 @@ def render_card(
     held_out: Mapping[str, float] | None = None,
 ) -> None:
     """Write a model card: base model, transforms, cache and versions, and what is known of its training."""
-    here = Path(__file__).parent
-    # Markdown, so that nothing is escaped but the ends of cells.
-    environment = Environment(loader=FileSystemLoader(here), trim_blocks=True, undefined=StrictUndefined)
-    environment.filters["cell"] = lambda text: text.replace("|", "\\|").replace("\n", " ")
-    environment.tests["finite"] = math.isfinite
     base = str(policy.options.get("model") or policy.name).removeprefix(objects.PREFIX)
-    versions = []
-    for package in PACKAGES:
-        with suppress(metadata.PackageNotFoundError):  # diffusers and peft may be missing
-            versions.append(f"{package} {metadata.version(package)}")
     cheaper = [
         ("transform", short_pieces(as_plain(piece))) for piece in policy.options.get("transform") or ()
     ]
@@ -120,7 +112,7 @@ def render_card(
         for kind in ("transform", "cache"):
             for piece in as_list(engine.options.get(kind) or ()):
                 cheaper.append((f"{kind} of rollouts" if training else kind, short_pieces(as_plain(piece))))
-    card = environment.get_template("model_card.j2").render(
+    card = card_template().render(
         name=name,
         base=base,
         hub_model=json.dumps(base) if "/" in base and not Path(base).exists() else "",
@@ -128,10 +120,30 @@ def render_card(
         notes=notes,
         training=training,
         held_out=held_out or {},
-        versions=versions,
+        versions=installed_versions(),
     )
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "README.md").write_text(card)
+
+
+@cache
+def card_template() -> Template:
+    """Load the template of model cards. They are Markdown: nothing is escaped but the ends of cells."""
+    here = Path(__file__).parent
+    environment = Environment(loader=FileSystemLoader(here), trim_blocks=True, undefined=StrictUndefined)
+    environment.filters["cell"] = lambda text: text.replace("|", "\\|").replace("\n", " ")
+    environment.tests["finite"] = math.isfinite
+    return environment.get_template("model_card.j2")
+
+
+@cache
+def installed_versions() -> Sequence[str]:
+    """List the versions of the packages that a card names."""
+    versions = []
+    for package in PACKAGES:
+        with suppress(metadata.PackageNotFoundError):  # diffusers and peft may be missing
+            versions.append(f"{package} {metadata.version(package)}")
+    return versions
 
 
 def _spelled(piece: Mapping[str, Any]) -> str:

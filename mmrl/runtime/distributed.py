@@ -49,6 +49,7 @@ class Processes:
         self.world = self.accelerator.num_processes
         self.device = self.accelerator.device
         shards = self.accelerator.distributed_type == DistributedType.FSDP
+        self._shards = shards
         self._reshards = shards and bool(self.accelerator.state.fsdp_plugin.reshard_after_forward)
         asked = int(os.environ.get("WORLD_SIZE") or 1)
         if asked > 1 and self.world == 1:
@@ -63,6 +64,14 @@ class Processes:
     def main(self) -> bool:
         """Whether this process writes files and to the console."""
         return self.rank == 0
+
+    def refuse_shards(self, what: str) -> None:
+        """Raise `ConfigError` where weights are sharded, which something cannot bear."""
+        if self._shards:
+            raise ConfigError(
+                f"{what} keeps a copy of the trained weights, which FSDP2 shards; launch with "
+                "configs/accelerate/ddp.yaml, or leave it out"
+            )
 
     # ---- agreement
 

@@ -16,6 +16,7 @@ from mmrl.core.protocols import Replay
 from mmrl.core.reward_table import Collection, RewardTable
 from mmrl.core.types import Rollouts
 from mmrl.runtime.distributed import place_of
+from mmrl.training.ahead import drawn
 from mmrl.training.nonfinite import rolling_out
 from mmrl.training.score import RewardFault, score
 from mmrl.training.trainer import Run
@@ -31,8 +32,7 @@ def collect(run: Run) -> Collection:
     method, size = run.method, run.config.rollout
     for number in range(size.max_rounds):
         run.stream.round = number  # each round has random draws of its own
-        missing = size.num_prompts - table.num_groups(keep)
-        prompts = method.sampler.draw(missing, size.num_generations) if missing > 0 else []
+        prompts = drawn(run, size.num_prompts - table.num_groups(keep))
         if not prompts:
             break
         order = [prompt.uid for prompt in prompts]

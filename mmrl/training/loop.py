@@ -17,6 +17,7 @@ from mmrl.core.tensor import pad_to
 from mmrl.core.types import Unit
 from mmrl.runtime.files import locked
 from mmrl.runtime.watchdog import listening
+from mmrl.training.ahead import ask_ahead
 from mmrl.training.checkpointing import hand_over, resume, save
 from mmrl.training.collect import collect, pick, refill
 from mmrl.training.method import per_step_only, through_chain
@@ -42,6 +43,7 @@ def train(run: Run) -> bool:
                 break
             run.tick(step)
             collection = collect(run)
+            ask_ahead(run)
             with run.report.timing("learn"):
                 collection, credit, batch = learnable(run, collection)
                 for _ in range(run.config.learn.num_iterations):

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
+
+from torch import Tensor
 
 from mmrl.config.binding import Pieces
 from mmrl.config.loading import nearest
@@ -67,6 +69,28 @@ class Progress:
 
 
 @dataclass
+class Ahead:
+    """What was asked for the next step: a prompt for each rollout, and the weights and clock of that moment.
+
+    A checkpoint keeps this instead of the rollouts, since they follow from it. `asked` is False after that.
+    """
+
+    uids: Sequence[str]  # of the rollouts of all processes, in order
+    weights: Sequence[Tensor]  # the trained ones
+    clock: Clock
+    asked: bool = True
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return everything but whether it was asked in this process."""
+        return {"uids": list(self.uids), "weights": list(self.weights), "clock": asdict(self.clock)}
+
+    @staticmethod
+    def of_state(state: Mapping[str, Any]) -> Ahead | None:
+        """Restore what `state_dict` returned; None where nothing was in flight."""
+        return Ahead(state["uids"], state["weights"], Clock(**state["clock"]), False) if state else None
+
+
+@dataclass
 class Run:
     """A training run, as the loops use it. They never ask which method or modality it is."""
 
@@ -82,6 +106,7 @@ class Run:
     guard: Guard = field(init=False)
     untouched: list[str] | None = None  # trained parameters without a gradient in the first update
     final: Measured | None = None  # the evaluation after the last step
+    ahead: Ahead | None = None  # rollouts of the next step that were asked for
 
     def __post_init__(self) -> None:
         say, steps = self.report.console.say, self.config.learn.micro_batch_steps
@@ -325,6 +350,7 @@ class Run:
             },
             "best": asdict(self.progress.best),
             "guard": self.guard.state_dict(),
+            "ahead": self.ahead.state_dict() if self.ahead else {},
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -339,3 +365,4 @@ class Run:
         self.progress.step, self.progress.reported = state["step"], state["reported"]
         self.progress.best = Best(**state["best"])
         self.guard.load_state_dict(state["guard"])
+        self.ahead = Ahead.of_state(state.get("ahead", {}))

@@ -183,17 +183,77 @@ def test_autocast_is_left_alone() -> None:
 @there
 def test_nothing_is_packed_beyond_the_memory_it_may_take(monkeypatch) -> None:
     made = []
-    monkeypatch.setattr(module, "_forward", lambda layer, pack: made.append(pack) or layer.forward)
-    for most, packs in ((2 * 4 * WIDE**2, True), (2 * 4 * WIDE**2 - 1, False)):  # two layers of float32
+    packed = module._Packed
+    monkeypatch.setattr(module, "_Packed", lambda layers: made.append(layers) or packed(layers))
+    whole = 4 * (2 * WIDE**2)  # bytes of the two layers that are large enough
+    for most, number in ((whole, 2), (whole - 1, 0)):
         monkeypatch.setattr(module, "MOST", most)
         made.clear()
-        with onednn(layers(), pack=True):
-            assert made == [packs, packs]
+        model = layers()
+        with onednn(model, pack=True):
+            assert len(made) == number
+            assert called(model) == [False, True, True, False]
 
 
-def test_a_processor_on_which_it_is_slower_does_not_use_it(monkeypatch) -> None:
+class Attention(nn.Module):
+    """Layers that read the same input under the names of transformers; one has no bias, one a few rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.q_proj, self.k_proj = nn.Linear(WIDE, WIDE), nn.Linear(WIDE, 8, bias=False)
+        self.v_proj, self.o_proj = nn.Linear(WIDE, 8), nn.Linear(WIDE, WIDE)
+
+
+@there
+def test_layers_that_read_the_same_input_are_one_product(monkeypatch) -> None:
+    calls = []
+    multiply = module._multiply
+    monkeypatch.setattr(module, "_multiply", lambda *args: calls.append(args[1]) or multiply(*args))
+    model, x = Attention(), torch.randn(4, 1, WIDE)
+    read = [model.v_proj, model.q_proj, model.k_proj]  # in any order
+    with torch.no_grad():
+        wanted = [layer(x) for layer in read]
+        with onednn(model, pack=True):
+            found = [layer(x) for layer in read]
+            assert len(calls) == 1
+            other, again = model.k_proj(x + 1), model.q_proj(x)  # another input is not mixed up with this one
+            assert len(calls) == 3
+            x.mul_(2)
+            moved = model.v_proj(x)  # nor what is written into it before the next layer reads it
+        assert torch.allclose(other, model.k_proj(x / 2 + 1), atol=1e-5)
+        assert torch.allclose(moved, model.v_proj(x), atol=1e-5)
+    assert torch.allclose(again, wanted[1], atol=1e-5)
+    for one, right in zip(found, wanted, strict=True):
+        assert one.shape == right.shape
+        assert torch.allclose(one, right, atol=1e-5)
+
+
+@there
+def test_layers_of_other_inputs_or_kinds_are_packed_alone() -> None:
+    model = Attention()
+    model.k_proj = nn.Linear(WIDE + 1, 8)
+    with onednn(model, pack=True):
+        # The module itself, then q, k, v and o: two of them are too small when they are alone.
+        assert called(model) == [False, True, False, False, True]
+    model.k_proj = Doubled(WIDE, 8)
+    with onednn(model, pack=True):
+        assert called(model) == [False, True, False, False, True]
+
+
+@there
+def test_a_processor_on_which_it_is_slower_uses_it_for_few_rows_of_packed_weights(monkeypatch) -> None:
+    calls = []
+    multiply = module._multiply
+    monkeypatch.setattr(module, "_multiply", lambda *args: calls.append(len(args[0])) or multiply(*args))
     monkeypatch.setattr(module, "FASTER", False)
     assert not module.there()
-    model = layers()
-    with onednn(model, pack=True):
+    model = nn.Linear(WIDE, WIDE)
+    with onednn(model):
         assert not any(called(model))
+    with torch.no_grad(), onednn(model, pack=True):
+        for rows in (1, 2, 48, 49):
+            x = torch.randn(rows, WIDE)
+            wanted = nn.functional.linear(x, model.weight, model.bias)
+            assert torch.allclose(model(x), wanted, atol=1e-5)
+    assert calls == [2, 48]

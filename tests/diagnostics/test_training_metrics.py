@@ -27,6 +27,7 @@ reward_hacking = texts_of(training_metrics.reward_hacking)
 metric_drop = texts_of(training_metrics.metric_drop)
 metric_spike = texts_of(training_metrics.metric_spike)
 logprob_mismatch = texts_of(training_metrics.logprob_mismatch)
+effective_samples = texts_of(training_metrics.effective_samples)
 
 
 def journal(**columns) -> list[dict]:
@@ -121,6 +122,18 @@ def test_a_metric_above_its_bar_has_risen():
     assert metric_spike(records, of="rewards/saturation/mean", above=0.29, window=2)[0].endswith(
         "step 4; the bar is 0.29"
     )
+
+
+# ---- effective_samples
+
+
+def test_answers_that_are_worth_few_of_the_policys_own_are_reported_once():
+    worth = {"sampling/ess/rows": [1.0, 0.9, 0.5, 0.4, 0.3, 0.2]}
+    (said,) = effective_samples(journal(**worth), window=2)
+    assert said.startswith("answers were worth 45% of as many of the policy's own at step 4; the bar is 50%")
+    assert effective_samples(journal(**worth), window=2, least=0.2) == []
+    assert effective_samples(journal(reward=[0.5] * 9)) == [], "an engine may note no log-probabilities"
+    assert effective_samples(journal(**{"sampling/ess/rows": [math.nan] * 9})) == []
 
 
 # ---- logprob_mismatch

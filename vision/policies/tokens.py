@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Set
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -293,6 +294,17 @@ class Tokens:
         row = TokenRow(self.prompt_encoder.encode(prompt), ids, temperature)
         kept = {name: note.float() for name, note in notes.items()} | {"token": ids}
         return Trajectory(prompt, prompt.uid, (outcome,), row, len(ids), kept, on_policy=False)
+
+    def pack(self, row: Trajectory) -> Trajectory:
+        """Leave out the encoded prompt, with its pixels, of a row for another process, which has it too."""
+        known = row.steps.prompt is self.prompt_encoder.encode(row.prompt)
+        return replace(row, steps=replace(row.steps, prompt=None)) if known else row
+
+    def unpack(self, row: Trajectory) -> Trajectory:
+        """Complete a row that another process packed."""
+        if row.steps.prompt is not None:
+            return row
+        return replace(row, steps=replace(row.steps, prompt=self.prompt_encoder.encode(row.prompt)))
 
     def collate(self, rollouts: Rollouts) -> Batch:
         """Pad answers on the right; distinct prompts are stored once."""

@@ -12,7 +12,7 @@ from collections.abc import Generator, Iterator, Mapping, Sequence
 from typing import Any
 
 from mmrl.config.loading import nearest
-from mmrl.config.ranges import NonNegativeFloat, PositiveFloat, PositiveInt
+from mmrl.config.ranges import NonNegativeFloat, PositiveFloat, PositiveInt, PositiveShare
 from mmrl.config.registry import check
 from mmrl.diagnostics.context import Examined, Finding, spelled
 from mmrl.diagnostics.memory_estimates import room
@@ -113,6 +113,30 @@ def metric_spike(records: Records, *, of: str, above: float, window: PositiveInt
     for step, average in _averages((yield from _series(records, of)), window):
         if average > above:
             yield Finding(f"{of} rose to {average:.4g} at step {step + 1}; the bar is {above:g}")
+            return
+
+
+@check(on="training")
+def effective_samples(
+    records: Records, *, least: PositiveShare = 0.5, window: PositiveInt = 5
+) -> Iterator[Finding]:
+    """Warn if rollouts are worth few of the policy's own, because the engine samples from other weights.
+
+    Importance weights of policy over engine say how many answers they are worth (`sampling/ess/rows`); runs
+    that record none are left alone.
+
+    Args:
+        least: The least share of answers.
+        window: Records per average.
+    """
+    shares = [(r["step"], r["sampling/ess/rows"]) for r in records if "sampling/ess/rows" in r]
+    for step, average in _averages([pair for pair in shares if math.isfinite(pair[1])], window):
+        if average < least:
+            yield Finding(
+                f"answers were worth {average:.0%} of as many of the policy's own at step {step + 1}; the "
+                f"bar is {least:.0%}",
+                "lower the learning rate, set `rollout.max_staleness: 0`, or take a more exact engine",
+            )
             return
 
 

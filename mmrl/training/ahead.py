@@ -1,0 +1,86 @@
+"""Rollouts that are asked for one step ahead, so that workers make them while the policy learns.
+
+The lag is one step, always: every token of a step is sampled with the weights that the step before began
+with. So a run gives the same numbers however long its workers take, and its objective can correct for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from mmrl.core.protocols import Asking
+from mmrl.core.reward_table import RewardTable
+from mmrl.core.types import Clock, Prompt
+from mmrl.training.trainer import Ahead, Run
+
+
+def ask_ahead(run: Run) -> None:
+    """Ask for the rollouts of the next step, where `rollout.max_staleness` is 1 and there is one.
+
+    Options of the engine that follow a schedule have their values of this step.
+    """
+    size, step = run.config.rollout, run.stream.step
+    if not size.max_staleness or step + 1 >= run.config.max_steps:
+        return
+    run.processes.refuse_shards("`rollout.max_staleness: 1`")
+    run.stream.step = step + 1
+    try:
+        prompts = run.method.sampler.draw(size.num_prompts, size.num_generations)
+        _check_unchanged(run, prompts)
+        run.ahead = _ask(run, prompts, run.pieces.clock) if prompts else None
+    finally:
+        run.stream.step = step
+
+
+def drawn(run: Run, missing: int) -> list[Prompt]:
+    """Draw the prompts of a round, or return those that were asked for ahead."""
+    ahead, run.ahead = run.ahead, None
+    if ahead is None:
+        return run.method.sampler.draw(missing, run.config.rollout.num_generations) if missing > 0 else []
+    places = {prompt.uid: prompt for prompt in run.pieces.made["data"]}
+    prompts = [places[uid] for uid in ahead.uids]
+    if not ahead.asked:
+        _ask_again(run, ahead, prompts)
+    return prompts
+
+
+def _ask(run: Run, prompts: Sequence[Prompt], clock: Clock) -> Ahead:
+    mine, _ = run.processes.share(prompts, RewardTable.empty())
+    with run.processes.agreeing("asking for rollouts"), run.acting():
+        weights = tuple(p.detach().cpu().clone() for p in run.method.trained)
+        cast(Asking, run.method.engine).ask(mine)
+    return Ahead(tuple(prompt.uid for prompt in prompts), weights, clock)
+
+
+def _ask_again(run: Run, ahead: Ahead, prompts: Sequence[Prompt]) -> None:
+    """Ask once more, with the weights of that time, what was asked before the run was stopped."""
+    now = [p.detach().clone() for p in run.method.trained]
+    clock, run.pieces.clock = run.pieces.clock, ahead.clock
+    try:
+        _copy(run, ahead.weights)
+        mine, _ = run.processes.share(prompts, RewardTable.empty())
+        cast(Asking, run.method.engine).ask(mine)
+    finally:
+        _copy(run, now)
+        run.pieces.clock = clock
+
+
+@torch.no_grad()
+def _copy(run: Run, weights: Sequence[Tensor]) -> None:
+    for parameter, value in zip(run.method.trained, weights, strict=True):
+        parameter.copy_(value)
+
+
+def _check_unchanged(run: Run, prompts: Sequence[Prompt]) -> None:
+    """Raise for prompts that are not as the data have them: a checkpoint names what is in flight by uid."""
+    own = {prompt.uid: prompt for prompt in run.pieces.made["data"]}
+    for prompt in prompts:
+        if own.get(prompt.uid) is not prompt:
+            raise ValueError(
+                f"the sampler changed the prompt '{prompt.uid}', which cannot be asked a step ahead; set "
+                "`rollout.max_staleness: 0`"
+            )

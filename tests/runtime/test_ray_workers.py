@@ -1,0 +1,255 @@
+"""Rollouts in Ray actors: those of the run's own process, whatever dies."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from dataclasses import KW_ONLY, dataclass
+from typing import ClassVar
+
+import pytest
+import torch
+
+from mmrl.build import build
+from mmrl.config.loading import merge
+from mmrl.config.schema import Config, ConfigError, parse
+from mmrl.core.byte_lru import ByteLRU
+from mmrl.core.rng import Stream
+from mmrl.core.types import Prompt
+from mmrl.engines.ray_workers import divided, object_in
+from mmrl.training.loop import train
+from tests.diffusion.tiny import MAKERS
+from tests.runtime.test_real_processes import SPEAKING, TALKING
+from tests.support.toys import toy_run
+from tests.vision import tiny
+
+ray = pytest.importorskip("ray")
+pytestmark = pytest.mark.slow
+TOYS, HERE = "tests.support.toys", __name__
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cluster():
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    ray.init(num_cpus=12, include_dashboard=False, log_to_driver=False, object_store_memory=200 << 20)
+    yield
+    ray.shutdown()
+
+
+# ---- parts
+
+
+def test_groups_stay_whole_and_workers_get_as_much():
+    shares = divided([Prompt(uid, ()) for uid in "abcabca"], 2)
+    assert [[prompt.uid for prompt in share] for share in shares] == [["a", "a", "a"], ["b", "b", "c", "c"]]
+    assert divided([Prompt("a", ())] * 2, 3) == [[Prompt("a", ())] * 2, [], []]
+
+
+def test_objects_of_a_program_are_found_anywhere():
+    assert object_in({"a": [{"tool": ("x", "python:look")}]}) == "python:look"
+    assert object_in({"a": ["vision.crop", 3, None]}) == ""
+
+
+def test_a_cache_travels_empty():
+    import pickle
+
+    cache = ByteLRU(10, len)
+    cache.get("a", lambda: b"12345")
+    again = pickle.loads(pickle.dumps(cache))  # as Ray sends a prompt whose media hold one
+    assert not again.items and again.used == 0 and again.limit == 10
+    assert again.get("a", lambda: b"x") == b"x"
+
+
+# ---- runs on a look-up table
+
+
+def with_workers(*engines, **options):
+    return {"rollout": {"engine": [*engines, {"name": "ray_workers", "num_workers": 2, **options}]}}
+
+
+@dataclass(eq=False)
+class Cold:
+    """Sample at a temperature that follows a schedule, and say so."""
+
+    engine: object
+    _: KW_ONLY
+    stream: Stream
+    power: float = 1.0
+    notes: ClassVar[frozenset[str]] = frozenset()
+
+    def __post_init__(self):
+        self.policy = self.engine.policy
+
+    def rollout(self, prompts):
+        with torch.no_grad():
+            before = self.policy.table.clone()
+            self.policy.table.mul_(self.power)
+            rows = self.engine.rollout(prompts)
+            self.policy.table.copy_(before)
+        return rows
+
+    def tell(self):
+        return {"cold/power": self.power}
+
+
+def test_a_run_whose_workers_are_killed_and_that_is_resumed_is_that_of_one_process(tmp_path):
+    warmer = {"name": f"{HERE}:Cold", "power": {"name": "linear", "start": 0.5, "end": 3.0, "steps": 4}}
+    engines = [f"{TOYS}:ToyGenerate", warmer]
+    alone = toy_run(tmp_path / "alone", max_steps=4, rollout={"engine": engines})
+    train(alone)
+    first = toy_run(tmp_path / "shared", max_steps=2, save_steps=2, **with_workers(*engines))
+    engine, killed = first.method.engine, []
+    rollout = engine.rollout
+
+    def kill_first(prompts):
+        if engine.processes:
+            killed.append(engine.processes[0])
+            os.kill(killed[-1], signal.SIGKILL)
+        return rollout(prompts)
+
+    engine.rollout = kill_first
+    train(first)
+    again = toy_run(tmp_path / "shared", max_steps=4, save_steps=2, **with_workers(*engines))
+    train(again)
+    assert torch.equal(alone.policy.table, again.policy.table)
+    steps, wanted = again.journal.read(), alone.journal.read()
+    assert len(killed) == 1 and [record["workers/restarts"] for record in steps] == [0, 1, 0, 0]
+    assert len({record["cold/power"] for record in steps}) == 4  # which follows a schedule
+    for name in ("cold/power", "reward", "loss"):
+        assert [record[name] for record in steps] == [record[name] for record in wanted]
+
+
+def test_rollouts_a_step_ahead_are_those_of_older_weights_also_where_the_run_was_killed(tmp_path):
+    changes = {"objective": {"step_weight": ["truncated_importance"]}, "max_steps": 4, "save_steps": 1}
+    lagging = toy_run(
+        tmp_path / "lagging", **changes, rollout={"engine": ["tests.training.test_ahead:Lagging"]}
+    )
+    train(lagging)
+    changes = merge({**changes, "rollout": {"max_staleness": 1}}, with_workers(f"{TOYS}:ToyGenerate"))
+    first = toy_run(tmp_path / "ahead", **changes)
+    finish = first.finish
+
+    def dying(step, *rest):
+        if step == 2:
+            raise KeyboardInterrupt
+        finish(step, *rest)
+
+    first.finish = dying
+    with pytest.raises(KeyboardInterrupt):
+        train(first)  # with the rollouts of step 3 in flight
+    again = toy_run(tmp_path / "ahead", **changes)
+    train(again)
+    assert torch.equal(again.policy.table, lagging.policy.table)
+
+
+# ---- faults
+
+
+class Broken:
+    """Fail as it is told."""
+
+    notes = frozenset()
+
+    def __init__(self, engine, *, how: str) -> None:
+        self.engine, self.policy, self.how = engine, engine.policy, how
+
+    def rollout(self, prompts):
+        if self.how == "die":
+            os._exit(1)
+        if self.how == "hang":
+            time.sleep(60)
+        raise FileNotFoundError("the answers are not there")
+
+
+@pytest.mark.parametrize(
+    "how, options, wanted",
+    [
+        ("raise", {"num_workers": 1}, "the answers are not there"),
+        ("die", {"max_restarts": 1, "num_workers": 1}, r"died more often than `max_restarts: 1` allows"),
+        ("hang", {"timeout": 3.0, "num_workers": 1}, r"did not answer within `timeout: 3` seconds"),
+    ],
+)
+def test_a_fault_of_a_worker_ends_the_run_and_is_named(tmp_path, how, options, wanted):
+    engines = [f"{TOYS}:ToyGenerate", {"name": f"{HERE}:Broken", "how": how}]
+    run = toy_run(tmp_path, **with_workers(*engines, **options))
+    with pytest.raises(Exception, match=wanted):
+        train(run)
+
+
+def test_what_cannot_be_made_again_elsewhere_is_refused(tmp_path):
+    recalling = {"policy": f"{TOYS}:ToyRecalling"}
+    with pytest.raises(ConfigError, match=r"'with_replay' remembers earlier rollouts.*list it after"):
+        toy_run(tmp_path, **merge(recalling, with_workers(f"{TOYS}:ToyNoting", "with_replay")))
+    with pytest.raises(ConfigError, match="wraps another engine; name that one before it"):
+        toy_run(tmp_path, rollout={"engine": ["ray_workers"]})
+
+
+# ---- real models
+
+
+def same_rows(found, wanted):
+    assert len(found) == len(wanted)
+    for one, other in zip(found, wanted, strict=True):
+        assert one.prompt.uid == other.prompt.uid and one.prompt is other.prompt
+        assert [outcome.text for outcome in one.outcomes] == [outcome.text for outcome in other.outcomes]
+        assert one.notes.keys() == other.notes.keys()
+        for name, note in other.notes.items():
+            torch.testing.assert_close(one.notes[name], note, rtol=0, atol=0)
+
+
+def test_answers_of_a_model_are_those_of_one_process(tmp_path):
+    folder = tiny.make("qwen2_5_vl", tmp_path / "model")
+    policy = {"name": "vision.tokens", "model": str(folder), "dtype": "float32"}
+    generate = {
+        "name": "vision.generate",
+        "max_completion_length": 6,
+        "batch_size": 2,
+    }  # a group, as a worker gets it
+    plan = merge(SPEAKING, {"policy": policy, "output_dir": str(tmp_path / "run")})
+    run = build(parse(merge(plan, {"rollout": {"engine": [generate]}}), Config), quiet=True)
+    workers = merge(plan, with_workers(generate))
+    shared = build(parse(merge(workers, {"output_dir": str(tmp_path / "two")}), Config), quiet=True)
+    for one in (run, shared):
+        with torch.no_grad():
+            one.policy.model.get_output_embeddings().weight.mul_(1.5)  # other than what is on disk
+    asked = [prompt for prompt in shared.pieces.made["data"][:3] for _ in range(2)]
+    rows = shared.method.engine.rollout(asked)
+    same_rows(rows, run.method.engine.rollout(asked))
+    assert rows[0].steps.prompt is rows[1].steps.prompt  # what a group shares is computed once in learning
+    assert rows[0].steps.prompt is shared.policy.prompt_encoder.encode(asked[0])
+
+
+def test_conversations_with_tools_travel_with_their_images(tmp_path):
+    folder = tiny.make("qwen2_5_vl", tmp_path / "model")
+    policy = {"name": "vision.tokens", "model": str(folder), "dtype": "float32"}
+    plan = {**SPEAKING, **TALKING, "policy": policy, "output_dir": str(tmp_path / "one"), "max_steps": 2}
+    alone = build(parse(plan, Config), quiet=True)
+    train(alone)
+    more = [*TALKING["rollout"]["engine"], {"name": "ray_workers", "num_workers": 2}]
+    plan = {**plan, "rollout": {**plan["rollout"], "engine": more}, "output_dir": str(tmp_path / "two")}
+    shared = build(parse(plan, Config), quiet=True)
+    train(shared)
+    for one, other in zip(alone.policy.module.parameters(), shared.policy.module.parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-5)
+    told = [[record["tools/calls"] for record in run.journal.read()] for run in (alone, shared)]
+    assert told[0] == pytest.approx(told[1]) and min(told[0]) > 0
+
+
+def test_images_of_a_flow_are_those_of_one_process(tmp_path):
+    from tests.diffusion.test_flow_runs import run_of
+
+    model = tmp_path / "model"
+    MAKERS["sd3"](model)
+    alone = run_of(model, tmp_path / "one", "diffusion.transition", rollout={"num_generations": 2})
+    engines = [dict(piece.options, name=piece.name) for piece in alone.config.rollout.engine]
+    shared = run_of(
+        model,
+        tmp_path / "two",
+        "diffusion.transition",
+        **merge({"rollout": {"num_generations": 2}}, with_workers(*engines)),
+    )
+    train(alone)
+    train(shared)
+    for one, other in zip(alone.policy.module.parameters(), shared.policy.module.parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-5)
