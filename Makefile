@@ -1,8 +1,8 @@
-# Each from nothing: `make demo`, `make demo-image`, `make demo-pairs`, `make docs`, `make check`, `make test`. Everything is installed into .venv.
+# Each from nothing: `make demo`, `make demo-image`, `make demo-pairs`, `make demo-game`, `make docs`, `make check`, `make test`. Everything is installed into .venv.
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo demo-image demo-pairs docs check test test-models test-processes test-rest types plain
+.PHONY: demo demo-image demo-pairs demo-game docs check test test-models test-processes test-rest types plain
 demo: .venv/mmrl .venv/clips
 	$(BIN)/python -m examples.video_grounding.demo --videos .venv/clips $(ARGS)
 
@@ -11,6 +11,9 @@ demo-image: .venv/image
 
 demo-pairs: .venv/pairs .venv/textures
 	$(BIN)/python -m examples.preference_pairs.demo --textures .venv/textures $(ARGS)
+
+demo-game: .venv/image
+	$(BIN)/python -m examples.visual_game.demo $(ARGS)
 
 # To read it with its search: python -m http.server --directory build/docs
 docs: .venv/mmrl

@@ -65,6 +65,8 @@ WORDS = {
     "`timeout`, `retries` and `on_error`. [How to give a model tools](../howto/tools.md).",
     "environment": "An option of `vision.with_environments`: classes whose objects a model acts in. Any may "
     "carry `label`, `timeout`, `retries` and `on_error`. [How to bring one](../howto/environment.md).",
+    "game": "An option of the engine `play`: the rules of a game between roles. [How to bring a "
+    "game](../howto/game.md).",
     "tracker": "Dashboards (`report.trackers`).",
 }
 SCOPE_WORDS = {"": "Any modality", "vision": "Vision", "diffusion": "Diffusion", "compression": "Compression"}

@@ -368,6 +368,8 @@ RARE = {
     **{f"rubric/{name}": "mmrl/rewards/rubric.py" for name in ("version", "criteria", "unread")},
     **{f"barrier/{{name}}/{what}": "mmrl/advantages/barrier.py" for what in ("slack", "weight")},
     **{f"tools/{name}": "vision/engines/with_tools.py" for name in ("turns", "calls", "errors")},
+    **{f"game/{name}": "mmrl/engines/play.py" for name in ("turns", "unfinished")},
+    "game/share_of_turns/{role}": "mmrl/engines/play.py",
     "workers/restarts": "mmrl/engines/ray_workers.py",
     "skipped_updates": "mmrl/training/trainer.py",
     "sampler/score": "mmrl/samplers/variance_aware.py",  # reads tokens, which the toys do not note

@@ -11,7 +11,7 @@ from torch import Tensor
 from mmrl.core.reward_table import ABSENT, RewardTable
 from mmrl.core.step_table import Batch, StepOutput
 from mmrl.core.types import Unit
-from tests.test_contracts import CHAIN, OBJECTIVES, PARTS, batch_of, collected, each, policy_of, table_of
+from tests.test_contracts import CHAIN, OBJECTIVES, PARTS, batch_of, each, policy_of, table_of
 
 AT = 1  # the column that is put in: a hole in every row of two steps or more
 # A part of `lost_likelihood` ends at a hole: that is what the option `gate: action` is for.
@@ -53,7 +53,7 @@ def test_losses_are_those_of_the_rows_without_the_hole(case):
     if case.entry.full_name in PART_BY_PART and case.choice.get("gate") != "response":
         pytest.skip("it takes the parts between holes one by one")
     policy, objective = policy_of(Unit.ROW), case.objective()
-    batch = batch_of(policy, objective, collected())
+    batch = batch_of(policy, objective)
     with torch.no_grad():
         new = policy(batch, objective.needs.extra)
     loss, slopes, metrics = learned(objective, new, batch)
@@ -80,7 +80,7 @@ READS_STEPS = [case for case in CHAIN if case.entry.needs.notes or case.entry.of
 
 @each(READS_STEPS)
 def test_chains_that_read_steps_are_those_of_the_rows_without_the_hole(case):
-    table = table_of(collected())
+    table = table_of()
     wanted, found = case.make()(table), case.make()(with_unnoted_step(table))
     places = torch.arange(found.ends.shape[1])
     if wanted.ends.shape[1] != found.ends.shape[1]:  # by step: without the hole

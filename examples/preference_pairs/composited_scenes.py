@@ -75,18 +75,21 @@ class CompositedScenes:
                 f"{self.largest:g} of its side; wanted 1 <= fewest <= most and 0 < smallest <= largest <= 1"
             )
 
+        self.needed = self.most  # objects of a scene
+
     def build(self, output: Path) -> dict[str, Any]:
         """Write the scenes; return the number of each split."""
         cutouts = _read_cutouts(Path(self.objects))
-        if len(cutouts) < self.most:
+        if len(cutouts) < self.needed:
             raise ValueError(
-                f"'{self.objects}' has {len(cutouts)} images; scenes of {self.most} objects need as many"
+                f"'{self.objects}' has {len(cutouts)} images; such scenes of {self.most} objects need "
+                f"{self.needed}"
             )
         textures = {path.stem: _read(path, "RGB") for path in _image_files(Path(self.backgrounds))}
         ledger, files = BuildLog(), SplitFiles(output)
         for split, count in (("train", self.num_train), ("test", self.num_test)):
             for number in range(count):
-                files.add(split, self._scene(split, number, cutouts, textures, output))
+                files.add(split, self.scene(split, number, cutouts, textures, output))
                 ledger.kept[split] += 1
         files.close()
         names = {cutout.name: [] for cutout in cutouts}
@@ -94,9 +97,10 @@ class CompositedScenes:
         origin = {"derived": "composited from images of others; their licences apply", "side": self.side}
         return ledger.finish(output, {**origin, "seed": self.stream.seed, "classes": len(names)})
 
-    def _scene(
+    def scene(
         self, split: str, number: int, cutouts: list[Cutout], textures: dict[str, Tensor], output: Path
     ) -> dict[str, Any]:
+        """Write the images of a scene and return its row."""
         generator = self.stream.fixed("scene", split, number)
         draw = lambda least, most: int(torch.randint(least, most + 1, (), generator=generator))
         order = torch.randperm(len(cutouts), generator=generator).tolist()
@@ -109,11 +113,11 @@ class CompositedScenes:
         name = f"scenes/{split}_{number:05d}"
         (output / name).mkdir(parents=True, exist_ok=True)
         for layer, pixels in layers.items():
-            _write(output / name / f"{layer}.png", pixels)
+            write_png(output / name / f"{layer}.png", pixels)
         masks = []
         for at, share in enumerate(shares):
             masks.append(f"{name}/mask_{at}.png")
-            _write(output / masks[-1], (share * 255).round().byte()[None])
+            write_png(output / masks[-1], (share * 255).round().byte()[None])
         caption = describe([cutout.name for cutout in chosen], texture)
         (output / name / "caption.txt").write_text(caption + "\n")
         return {
@@ -149,7 +153,7 @@ def crop(texture: Tensor, band: tuple[float, float], side: int, generator: torch
     edge = min(piece.shape[1], piece.shape[2])
     edge = max(1, round(edge * (0.6 + 0.4 * float(torch.rand((), generator=generator)))))
     top, left = (int(torch.randint(0, size - edge + 1, (), generator=generator)) for size in piece.shape[1:])
-    return _resized(piece[:, top : top + edge, left : left + edge], side, side)
+    return resized(piece[:, top : top + edge, left : left + edge], side, side)
 
 
 def place(
@@ -165,7 +169,7 @@ def place(
         share = smallest + (largest - smallest) * float(torch.rand((), generator=generator))
         for attempt in range(100 * TRIES):
             edge = max(2, round(share * side * 0.9 ** (attempt // TRIES)))
-            scaled = _resized(cutout.pixels, edge, edge)
+            scaled = resized(cutout.pixels, edge, edge)
             top, left = (int(torch.randint(0, side - edge + 1, (), generator=generator)) for _ in range(2))
             window = (slice(top, top + edge), slice(left, left + edge))
             alphas[at] = 0
@@ -236,7 +240,7 @@ def _read(path: Path, mode: str) -> Tensor:
     return torch.from_numpy(pixels).permute(2, 0, 1).float() / 255
 
 
-def _resized(pixels: Tensor, height: int, width: int) -> Tensor:
+def resized(pixels: Tensor, height: int, width: int) -> Tensor:
     """Resize; colours are weighted with alpha, so that transparent pixels do not bleed."""
     alpha = pixels[3:] if len(pixels) == 4 else torch.ones_like(pixels[:1])
     joined = torch.cat([pixels[:3] * alpha, alpha])[None]
@@ -245,7 +249,7 @@ def _resized(pixels: Tensor, height: int, width: int) -> Tensor:
     return torch.cat([colour, scaled[3:]])[: len(pixels)].clamp(0, 1)
 
 
-def _write(path: Path, pixels: Tensor) -> None:
+def write_png(path: Path, pixels: Tensor) -> None:
     """Write (channels, height, width) uint8 as PNG."""
     from PIL import Image
 

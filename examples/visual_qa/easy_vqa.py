@@ -41,7 +41,7 @@ class EasyVqa:
 
     def build(self, output: Path) -> dict[str, Any]:
         """Copy the images and write the rows; return their numbers."""
-        source = Path(self.source) if self.source else _package()
+        source = Path(self.source) if self.source else package()
         counts: dict[str, Any] = {}
         for split in ("train", "test"):
             try:
@@ -94,7 +94,7 @@ def shape_and_colour(asked: Iterable[tuple[str, str, int]]) -> dict[int, tuple[s
     return {n: (s[0], c[0]) for n, (s, c) in pairs.items() if len(s) == len(c) == 1}
 
 
-def _package() -> Path:
+def package() -> Path:
     spec = importlib.util.find_spec("easy_vqa")
     if spec is None or not spec.submodule_search_locations:
         raise ImportError("the images come with the package easy-vqa: pip install easy-vqa==1.0")

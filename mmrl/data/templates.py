@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Set
 from typing import Any
 
@@ -10,6 +11,14 @@ from jinja2.sandbox import SandboxedEnvironment
 
 from mmrl.config.loading import ConfigError
 from mmrl.data.fields import RowError, short
+
+# What a chat template, a processor or a verdict is marked with: <|im_end|>, <image>, <score>, [INST].
+MARKUP = re.compile(r"<(?=[|\N{FULLWIDTH VERTICAL LINE}]|/?[A-Za-z_][\w-]*>)|\[(?=/?[A-Z_]+\])")
+
+
+def quoted(text: str) -> str:
+    """Break the marks in what a model wrote, so that a prompt can show it: `<image>` becomes `< image>`."""
+    return MARKUP.sub(lambda found: found[0] + " ", text)
 
 
 class TextTemplate:

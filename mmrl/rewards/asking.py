@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -17,12 +16,10 @@ from mmrl.core.protocols import Engine, Policy
 from mmrl.core.rng import Stream
 from mmrl.core.types import Frames, Media, Message, Outcome, Part, Prompt
 from mmrl.data.fields import short
-from mmrl.data.templates import TextTemplate
+from mmrl.data.templates import TextTemplate, quoted
 from mmrl.runtime.json_client import JsonClient
 
 T = TypeVar("T")
-# What a chat template, a processor or a verdict is marked with: <|im_end|>, <image>, <score>, [INST].
-MARKUP = re.compile(r"<(?=[|\N{FULLWIDTH VERTICAL LINE}]|/?[A-Za-z_][\w-]*>)|\[(?=/?[A-Z_]+\])")
 AGAIN = "Your judgement has no {tag} in the form that was asked for. End with <{tag}>...</{tag}>."
 
 QUESTION = """\
@@ -136,7 +133,7 @@ def judge_prompt(uid: str, prompt: Prompt, shown: Sequence[Outcome], text: str) 
 
 def _follow_up(prompt: Prompt, text: str, tag: str, turn: int) -> Prompt:
     """Make the question after a judgement that could not be read."""
-    written = Message("assistant", (Part(MARKUP.sub(lambda found: found[0] + " ", text)),))
+    written = Message("assistant", (Part(quoted(text)),))
     again = Message("user", (Part(AGAIN.format(tag=tag)),))
     return replace(prompt, uid=f"{prompt.uid}/{turn}", messages=(*prompt.messages, written, again))
 
@@ -159,7 +156,7 @@ def answer_of(outcome: Outcome, tag: str) -> str:
     """Return the text of an answer; a space parts what a template or a judgement could be marked with."""
     text = outcome.text or ""
     blocks = tagged(text, tag) if tag else []
-    return MARKUP.sub(lambda found: found[0] + " ", (blocks[-1] if blocks else text).strip())
+    return quoted((blocks[-1] if blocks else text).strip())
 
 
 def reference_of(prompt: Prompt, *, recorded: bool = False) -> str | None:

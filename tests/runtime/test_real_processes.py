@@ -79,6 +79,21 @@ PLAYING = {
         ],
     },
 }
+GAMING = {
+    "rollout": {
+        **SPEAKING["rollout"],
+        "engine": [
+            {"name": "vision.generate", "max_completion_length": 6},
+            {"name": "play", "game": "tests.support.playing:Telephone"},
+        ],
+    },
+    "rewards": [{"name": "precomputed", "key": "payoff", "label": "payoff", "at": "every"}],
+    "advantage": [
+        "total",
+        {"name": "returns", "by": ["role"]},
+        {"name": "group_center", "by": ["group", "role"]},
+    ],
+}
 # SGD, so that weights tell of gradients: the first step of Adam is as long for a small one.
 FLOW = {"learn": {"learning_rate": 0.3, "optimizer": "sgd"}, "max_steps": 3, "save_steps": 2}
 LORA = merge({"policy": {"lora_rank": 2}}, KEPT_NEAR)
@@ -107,6 +122,7 @@ def plans(tmp_path_factory):
         "an adapter": speak(lora_rank=2, gradient_checkpointing=True),
         "a conversation": lambda output: {**speak(freeze_vision_tower=False)(output), **TALKING},
         "an environment": lambda output: {**speak(freeze_vision_tower=False)(output), **PLAYING},
+        "a game": lambda output: {**speak(freeze_vision_tower=False)(output), **GAMING},
         "a critic": lambda output: {**speak(freeze_vision_tower=False)(output), **CRITIC},
         "a model that draws": draw(MATCHING, ANCHORED),
         "an adapter that draws": draw("diffusion.transition", LORA),
@@ -136,6 +152,7 @@ NAMES = (
     "an adapter",
     "a conversation",
     "an environment",
+    "a game",
     "a critic",
     "a model that draws",
     "an adapter that draws",

@@ -303,7 +303,7 @@ def test_composited_scenes_follow_their_seed(scenes, parts, tmp_path):
 
 
 def test_composited_scenes_refuse_what_cannot_be(parts, tmp_path):
-    with pytest.raises(ValueError, match="has 3 images; scenes of 4 objects need as many"):
+    with pytest.raises(ValueError, match="has 3 images; such scenes of 4 objects need 4"):
         composited(parts, tmp_path, most=4)
     with pytest.raises(ValueError, match="cannot have 3 to 2 objects"):
         composited(parts, tmp_path, fewest=3, most=2)

@@ -1,0 +1,207 @@
+"""An engine that plays games: roles that take turns over one policy, or against a frozen one."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import count
+from typing import Any
+
+from mmrl.config.ranges import PositiveInt
+from mmrl.config.registry import engine
+from mmrl.config.schema import ConfigError
+from mmrl.core.episodes import EPISODE, TURN
+from mmrl.core.games import Game, Turn
+from mmrl.core.protocols import Engine, Policy
+from mmrl.core.rng import Stream
+from mmrl.core.types import Message, Prompt, Rollouts, Trajectory
+from mmrl.engines.replay import CHANGED
+
+FINISH = "finish"
+
+
+@dataclass(eq=False)
+class Match:
+    """A game that is being played about a prompt."""
+
+    prompt: Prompt
+    index: int  # among the games about this prompt
+    state: Any
+    turns: list[Turn] = field(default_factory=list)
+    rows: list[Trajectory] = field(default_factory=list)
+    frozen: list[bool] = field(default_factory=list)  # whether a turn was taken by the frozen policy
+    asked: int = 0  # turns so far
+
+    @property
+    def name(self) -> str:
+        """Name it, unlike any other game of the step."""
+        return f"{self.prompt.uid}/{self.index}"
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A player's turn that is to be taken."""
+
+    match: Match
+    player: str
+    number: int
+    tags: Mapping[str, str]
+    prompt: Prompt  # what the player reads, under a uid of its own
+
+
+@engine
+class Play:
+    """Play games about prompts: every rollout is a game, every turn of it a row.
+
+    Rows have the tags `episode` and `game` (the name of the game), `turn` (from 0), `role`, and those that
+    the rules give; the rewards that the rules record, such as `payoff`, are read by `precomputed` with `at:
+    every`. In every round the players whose turn it is in all games are asked together. A game that would
+    take more than `max_turns` ends as it stands, and its rows have `finish: turns`. What a player reads is in
+    the column `read` of completions. It wraps any engine; what that engine draws depends on step, prompt,
+    game, turn and player. `replay` keeps none of these rows.
+
+    Args:
+        engine: The engine that answers a turn.
+        game: The rules.
+        max_turns: The most turns of a game, of all players together.
+        frozen: Roles that a frozen policy plays, whose turns are no rows; it wraps `vision.generate` then.
+        policy: The frozen policy; by default the run's own as it was before training. An evaluation names it.
+    """
+
+    notes: frozenset[str] = frozenset()
+
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        game: Game,
+        stream: Stream,
+        max_turns: PositiveInt = 64,
+        frozen: tuple[str, ...] = (),
+        policy: Callable[[], Policy] | None = None,
+    ) -> None:
+        unknown = sorted(set(frozen) - set(game.roles))
+        if unknown or (frozen and set(frozen) == set(game.roles)):
+            raise ConfigError(
+                f"`frozen` of play names some of the roles {', '.join(game.roles)} of "
+                f"{type(game).__name__}, so that another learns, not {list(frozen)}"
+            )
+        self.engine, self.policy, self.game, self.stream = engine, engine.policy, game, stream
+        self.max_turns, self.frozen = max_turns, frozenset(frozen)
+        self.opponent = with_policy(engine, policy) if frozen else engine
+        self.counts: Counter[str] = Counter()
+
+    def rollout(self, prompts: Sequence[Prompt]) -> Rollouts:
+        """Play a game for every entry; in every round, all games advance together."""
+        counters: dict[str, count[int]] = defaultdict(count)
+        matches = []
+        for prompt in prompts:
+            index = next(counters[prompt.uid])
+            generator = self.stream.generator("game", prompt.uid, index)
+            matches.append(Match(prompt, index, self.game.begin(prompt, generator)))
+        live = matches
+        while asked := [turn for match in live for turn in self._asked(match)]:
+            self._answer(asked)
+            live = list({id(turn.match): turn.match for turn in asked}.values())
+        return tuple(row for match in matches for row in self._rows(match))
+
+    def tell(self) -> Mapping[str, float]:
+        """Return turns and unfinished games per game, and the share of turns of every role."""
+        counts, self.counts = self.counts, Counter()
+        games, turns = max(1, counts["games"]), max(1, counts["turns"])
+        return {
+            "game/turns": counts["turns"] / games,
+            "game/unfinished": counts["unfinished"] / games,
+            **{f"game/share_of_turns/{role}": counts[f"role {role}"] / turns for role in self.game.roles},
+        }
+
+    def _asked(self, match: Match) -> list[Asked]:
+        """List the turns of a game that are to be taken now."""
+        players, listed = list(self.game.acting(match.state)), []
+        if match.asked + len(players) > self.max_turns:
+            return []
+        for player in players:
+            number, match.asked = match.asked, match.asked + 1
+            messages = self.game.observe(match.state, player)
+            if not messages or not all(isinstance(message, Message) for message in messages):
+                raise TypeError(
+                    f"{type(self.game).__name__}.observe must return messages (`mmrl.core.types.Message`) "
+                    f"for '{player}', not {messages!r:.80}"
+                )
+            # A uid of its own, by which the inner engine draws and tells prompts apart.
+            tags = dict(self.game.tags(match.state, player))
+            prompt = replace(
+                match.prompt,
+                uid=f"{match.name}/{number}/{player}",
+                messages=tuple(messages),
+                tags={**match.prompt.tags, **tags},  # by which a policy with adapters of roles chooses one
+            )
+            listed.append(Asked(match, player, number, tags, prompt))
+        return listed
+
+    def _answer(self, asked: Sequence[Asked]) -> None:
+        """Take turns, each with the policy of its role, and change the states of their games."""
+        against = [turn.tags.get("role") in self.frozen for turn in asked]
+        rows: dict[int, Trajectory] = {}
+        for one, answering in ((False, self.engine), (True, self.opponent)):
+            places = [place for place, frozen in enumerate(against) if frozen == one]
+            if places:
+                made = answering.rollout([asked[place].prompt for place in places])
+                rows |= dict(zip(places, made, strict=True))
+        for place, turn in enumerate(asked):
+            match, row = turn.match, rows[place]
+            answer = row.outcomes[-1].text or ""
+            match.state = self.game.act(match.state, turn.player, answer)
+            match.turns.append(Turn(turn.player, turn.number, answer, turn.tags))
+            match.rows.append(row)
+            match.frozen.append(against[place])
+
+    def _rows(self, match: Match) -> list[Trajectory]:
+        """Make the rows of a game that has ended, with what the rules record."""
+        unfinished = bool(self.game.acting(match.state))
+        recorded = list(self.game.record(match.state, match.turns))
+        if len(recorded) != len(match.turns) or not all(
+            math.isfinite(value) for rewards in recorded for value in rewards.values()
+        ):
+            raise ValueError(
+                f"{type(self.game).__name__} must record finite rewards for each of {len(match.turns)} "
+                f"turns, but recorded {recorded!r:.200}"
+            )
+        self.counts.update(games=1, turns=len(match.turns), unfinished=unfinished)
+        self.counts.update(f"role {turn.tags.get('role', '')}" for turn in match.turns)
+        made = []
+        for turn, row, rewards, frozen in zip(match.turns, match.rows, recorded, match.frozen, strict=True):
+            if frozen:
+                continue
+            last = row.outcomes[-1]
+            names = {EPISODE: match.name, "game": match.name, TURN: str(turn.number), CHANGED: "yes"}
+            tags = {**last.tags, **turn.tags, **names}
+            if unfinished:
+                tags[FINISH] = "turns"
+            outcome = replace(last, tags=tags, recorded={**last.recorded, **rewards})
+            prompt = replace(row.prompt, uid=match.prompt.uid)
+            logged = {**row.logged, "read": row.prompt.text}
+            made.append(
+                replace(row, prompt=prompt, group=match.prompt.uid, outcomes=(outcome,), logged=logged)
+            )
+        return made
+
+
+def with_policy(engine: Engine, policy: Callable[[], Policy] | None) -> Engine:
+    """Copy an engine for another policy, which is loaded and never learns."""
+    if policy is None:
+        raise ConfigError(
+            "`frozen` of play needs the policy that plays these roles: set `policy: {name: vision.tokens, "
+            "model: ...}`"
+        )
+    if not dataclasses.is_dataclass(engine) or isinstance(engine, type):
+        raise ConfigError(
+            f"`frozen` of play needs an engine that can be copied for another policy, such as "
+            f"vision.generate, not {type(engine).__name__}"
+        )
+    loaded, device = policy(), next(engine.policy.module.parameters()).device
+    loaded.module.requires_grad_(False).to(device)
+    return dataclasses.replace(engine, policy=loaded)

@@ -1,0 +1,271 @@
+"""The game "who is the spy" over two images that differ in one thing (Vision-Zero, arXiv 2509.25541)."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+from torch import Generator
+
+from mmrl.config.ranges import NonNegativeFloat, PositiveInt
+from mmrl.config.registry import game
+from mmrl.config.schema import ConfigError
+from mmrl.core.games import PAYOFF, Game, Turn
+from mmrl.core.types import Frames, Media, Message, Part, Prompt
+from mmrl.data.templates import TextTemplate, quoted
+
+OPEN, INVALID = 0, -1  # votes for nobody: left open, and unreadable
+RIGHT_VOTE, OPEN_VOTE, CAUGHT = "right_vote", "open_vote", "spy_caught"
+THOUGHT = 10  # characters of reasoning that the format of the code asks for
+BOX = re.compile(r"\\boxed\{([^{}]*)\}")
+SPEAK = """\
+You play "Who is the spy?" with {{ players }} players, and you are player {{ player }}. Every civilian sees \
+the same image; in the image of the spy something was replaced.
+{% if stage == "clue" and role == "spy" %}
+You are the spy. Describe your image so that nobody notices: do not name what may be different.
+{% elif stage == "clue" %}
+You are a civilian. Describe something of your image that helps to find the spy.
+{% else %}
+You see the image of the civilians. Find out which player is the spy.
+{% endif %}
+{% if clues %}
+Clues so far:
+{% for number, clue in clues %}
+Player {{ number }}: {{ clue }}
+{% endfor %}
+{% endif %}
+{% if thoughts %}
+Your thoughts before:
+{% for thought in thoughts %}
+{{ thought }}
+{% endfor %}
+{% endif %}
+Think first. Then write {{ "one sentence" if stage == "clue" else "the number of the spy, or N/A if you \
+cannot tell," }} in \\boxed{}.
+"""
+
+
+@dataclass(frozen=True)
+class SpyState:
+    """A game as it stands: images, the number of the spy, and what was said."""
+
+    images: tuple[Media, Media]  # of civilians, and of the spy
+    spy: int  # players count from 1
+    clues: tuple[tuple[int, str], ...] = ()  # public, in order
+    answers: tuple[tuple[int, str], ...] = ()  # whole answers of the clue stage, each its player's own
+    votes: tuple[tuple[str, int, bool], ...] = ()  # voter, vote, and whether the form was right
+
+
+@game
+class Spy(Game):
+    """Who is the spy: players describe images, one of which differs, and vote (arXiv 2509.25541, VL 12).
+
+    A prompt has two images, the original and one in which something was replaced; the spy sees the second.
+    Clues are given one after another, votes at the same time. Clues and votes stand in \\boxed{}; without it
+    the last line counts. Rows have the tags `stage` (`clue`, `decide`), `role` (`spy`, `civilian`, and
+    `voter` for votes) and `player`. Recorded are `payoff` (the zero-sum clue reward, or that of the vote),
+    for votes `right_vote` and `open_vote`, and at every turn `spy_caught`: whether the spy alone has the most
+    votes. Our reading: a game without a readable vote has no clue rewards.
+
+    Args:
+        civilians: Players beside the spy (the paper: 4, its code 3).
+        rounds: Clues of every player.
+        spy_sees: The `changed` image, as in the paper's first version and its code, or a `blank` one, as in
+            the second version, for which one image is enough.
+        voters: The `civilians`, as in the paper, or `num_votes` answers of a neutral `judge` who sees the
+            original, as in the code.
+        num_votes: Answers of the judge.
+        vote_reward: 1 right, -0.5 left open, -1 wrong (`paper`), or with parts for form and accuracy
+            (`code`).
+        beta: Weight of the votes in the clue reward.
+        lam: Weight of a civilian's own votes, compared with those of the other civilians.
+        template: What players read after the image, in jinja2, with `stage`, `role`, `player`, `players`,
+            `clues` (pairs of number and text) and `thoughts` (the player's own reasoning before).
+    """
+
+    roles = ("spy", "civilian", "voter")
+
+    def __init__(
+        self,
+        *,
+        civilians: PositiveInt = 4,
+        rounds: PositiveInt = 2,
+        spy_sees: Literal["changed", "blank"] = "changed",
+        voters: Literal["civilians", "judge"] = "civilians",
+        num_votes: PositiveInt = 8,
+        vote_reward: Literal["paper", "code"] = "paper",
+        beta: NonNegativeFloat = 0.1,
+        lam: NonNegativeFloat = 0.1,
+        template: str = SPEAK,
+    ) -> None:
+        if civilians > 8:
+            raise ConfigError(
+                f"votes are single digits, so that there are at most 8 civilians, not {civilians}"
+            )
+        self.civilians, self.players, self.rounds = civilians, civilians + 1, rounds
+        self.spy_sees, self.voters, self.num_votes = spy_sees, voters, num_votes
+        self.vote_reward, self.beta, self.lam = vote_reward, beta, lam
+        known = {"stage", "role", "player", "players", "clues", "thoughts"}
+        self.template = TextTemplate(template, known, {"stage", "role", "clues"}, "the game vision.spy")
+
+    def begin(self, prompt: Prompt, generator: Generator) -> SpyState:
+        """Draw the spy. Raises `ValueError` for a prompt without the images."""
+        images = [media for media in prompt.media if media.kind == "image"]
+        if len(images) < (1 if self.spy_sees == "blank" else 2):
+            raise ValueError(
+                f"the game vision.spy is about an image and a changed one, but prompt '{prompt.uid}' has "
+                f"{len(images)} images; vision.image_pairs reads such data"
+            )
+        spy = int(torch.randint(self.players, (), generator=generator)) + 1
+        return SpyState((images[0], blank(images[0]) if self.spy_sees == "blank" else images[1]), spy)
+
+    def acting(self, state: SpyState) -> Sequence[str]:
+        """Return the next speaker, then all voters."""
+        if len(state.clues) < self.players * self.rounds:
+            return (str(len(state.clues) % self.players + 1),)
+        if state.votes:
+            return ()
+        if self.voters == "judge":
+            return tuple(f"judge {number}" for number in range(1, self.num_votes + 1))
+        return tuple(str(number) for number in self.numbers if number != state.spy)
+
+    @property
+    def numbers(self) -> range:
+        """Return the numbers of the players."""
+        return range(1, self.players + 1)
+
+    def tags(self, state: SpyState, player: str) -> Mapping[str, str]:
+        """Return stage, role and player of a turn."""
+        if len(state.clues) == self.players * self.rounds:
+            return {"stage": "decide", "role": "voter", "player": player}
+        return {
+            "stage": "clue",
+            "role": "spy" if player == str(state.spy) else "civilian",
+            "player": player,
+        }
+
+    def observe(self, state: SpyState, player: str) -> Sequence[Message]:
+        """Show the player's image, and the clues."""
+        tags = self.tags(state, player)
+        thoughts = [answer for number, answer in state.answers if str(number) == player]
+        words: dict[str, Any] = {**tags, "players": self.players, "clues": state.clues}
+        words["thoughts"] = [thought for thought in map(reasoning, thoughts) if thought]
+        image = state.images[tags["role"] == "spy"]
+        return [Message("user", (Part(media=image), Part(self.template(words).strip())))]
+
+    def act(self, state: SpyState, player: str, answer: str) -> SpyState:
+        """Add a clue or a vote."""
+        if len(state.clues) < self.players * self.rounds:
+            said = (int(player), quoted(answer))
+            clues = (*state.clues, (int(player), quoted(public(answer))))
+            return replace(state, clues=clues, answers=(*state.answers, said))
+        vote = (player, vote_of(answer, self.players), well_formed(answer))
+        return replace(state, votes=(*state.votes, vote))
+
+    def counted(self, state: SpyState) -> tuple[int, list[int]]:
+        """Count the votes for the spy, and for every civilian."""
+        votes = Counter(vote for _, vote, _ in state.votes)
+        return votes[state.spy], [votes[number] for number in self.numbers if number != state.spy]
+
+    def caught(self, state: SpyState) -> bool:
+        """Return whether the spy alone has the most votes."""
+        spy, civilians = self.counted(state)
+        return spy > max(civilians)
+
+    def payoff(self, state: SpyState) -> Mapping[str, float]:
+        """Return the clue rewards of all players."""
+        spy, civilians = clue_rewards(*self.counted(state), beta=self.beta, lam=self.lam)
+        others = iter(civilians)
+        return {str(number): spy if number == state.spy else next(others) for number in self.numbers}
+
+    def record(self, state: SpyState, turns: Sequence[Turn]) -> Sequence[Mapping[str, float]]:
+        """Return the rewards of clues and votes, and whether the spy was caught."""
+        spy, civilians = self.counted(state)
+        of_clues = self.payoff(state) if spy + sum(civilians) else {}
+        votes = {voter: (vote, form) for voter, vote, form in state.votes}
+        recorded: list[dict[str, float]] = []
+        for turn in turns:
+            if turn.tags["stage"] == "clue":
+                recorded.append({PAYOFF: of_clues[turn.player]} if of_clues else {})
+                continue
+            vote, form = votes[turn.player]
+            worth = decision_reward(vote, state.spy)
+            recorded.append(
+                {
+                    PAYOFF: code_reward(worth, form) if self.vote_reward == "code" else worth,
+                    RIGHT_VOTE: float(vote == state.spy),
+                    OPEN_VOTE: float(vote == OPEN),
+                }
+            )
+        caught = {CAUGHT: float(self.caught(state))} if state.votes else {}
+        return [{**rewards, **caught} for rewards in recorded]
+
+
+# ---- rewards
+
+
+def clue_rewards(
+    spy: float, civilians: Sequence[float], *, beta: float = 0.1, lam: float = 0.1
+) -> tuple[float, list[float]]:
+    """Compute the zero-sum rewards of clues from the votes for the spy and for every civilian (eq. 1).
+
+    r_s = -beta (v_s - v) and r_c = beta / n (v_s - v) - lam (v_c - v), where v is the mean of the civilians'
+    v_c and n their number.
+    """
+    mean = sum(civilians) / len(civilians)
+    ahead = spy - mean
+    return -beta * ahead, [beta / len(civilians) * ahead - lam * (votes - mean) for votes in civilians]
+
+
+def decision_reward(vote: int, spy: int) -> float:
+    """Return 1 for a vote for the spy, -0.5 for one that was left open, -1 for any other (eq. 4)."""
+    return 1.0 if vote == spy else -0.5 if vote == OPEN else -1.0
+
+
+def code_reward(worth: float, form: bool) -> float:
+    """Return the reward of a vote in the paper's code, with a part for its form and one for its accuracy."""
+    return 0.3 * (1.0 if form else -1.0) + 1.2 * worth + 0.99 * (worth > 0)
+
+
+# ---- answers
+
+
+def public(answer: str) -> str:
+    """Return what all players hear: the last box, or the last line without one."""
+    boxes = BOX.findall(answer)
+    lines = [line.strip() for line in answer.splitlines() if line.strip()]
+    return boxes[-1].strip() if boxes else lines[-1] if lines else ""
+
+
+def reasoning(answer: str) -> str:
+    """Return what stands before the part that all players hear."""
+    boxes = list(BOX.finditer(answer))
+    lines = [line.strip() for line in answer.splitlines() if line.strip()]
+    return answer[: boxes[-1].start()].strip() if boxes else "\n".join(lines[:-1])
+
+
+def vote_of(answer: str, players: int) -> int:
+    """Read a vote: the number of a player, `OPEN` for N/A, or `INVALID`; the first digit counts."""
+    text = public(answer)
+    if digit := re.search(r"[1-9]", text):
+        return int(digit[0]) if int(digit[0]) <= players else INVALID
+    return OPEN if re.search(r"\bn\s*/?\s*a\b", text, re.IGNORECASE) else INVALID
+
+
+def well_formed(answer: str) -> bool:
+    """Return whether there is reasoning of more than 10 characters, and an answer."""
+    return len(reasoning(answer)) > THOUGHT and bool(public(answer))
+
+
+def blank(image: Media) -> Media:
+    """Make a white image of the size of another."""
+
+    def load() -> Frames:
+        frames = image.load()
+        return replace(frames, pixels=torch.full_like(frames.pixels, 255))
+
+    return Media("image", f"blank for {image.name}", load)
