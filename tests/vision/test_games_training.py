@@ -10,7 +10,7 @@ from mmrl.build import build
 from mmrl.config.schema import Config, parse
 from mmrl.reporting import html
 from mmrl.training.loop import train
-from tests.runtime.test_real_processes import PLAYING, SPEAKING
+from tests.runtime.test_real_processes import GAMING, SPEAKING
 
 
 @pytest.fixture
@@ -19,7 +19,7 @@ def trained(checkpoint, tmp_path, monkeypatch):
 
     def go(name, **changes):
         policy = {"name": "vision.tokens", "model": str(checkpoint("qwen2_5_vl")), "dtype": "float32"}
-        plan = {**SPEAKING, **PLAYING, "policy": policy, "output_dir": str(tmp_path / name), **changes}
+        plan = {**SPEAKING, **GAMING, "policy": policy, "output_dir": str(tmp_path / name), **changes}
         run = build(parse(plan, Config), quiet=True)
         train(run)
         return run
@@ -42,8 +42,8 @@ def test_a_run_of_games_is_resumed_bit_for_bit(trained):
 
 
 def test_the_frozen_policy_is_that_of_the_beginning(trained):
-    engine = {**PLAYING["rollout"]["engine"][1], "frozen": ["speaker"]}
-    rollout = {**PLAYING["rollout"], "engine": [PLAYING["rollout"]["engine"][0], engine]}
+    engine = {**GAMING["rollout"]["engine"][1], "frozen": ["speaker"]}
+    rollout = {**GAMING["rollout"], "engine": [GAMING["rollout"]["engine"][0], engine]}
     run = trained("frozen", rollout=rollout)
     before = run.method.engine.opponent.policy.module
     pairs = list(zip(run.policy.module.parameters(), before.parameters(), strict=True))
