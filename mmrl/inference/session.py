@@ -52,7 +52,8 @@ class Session:
 
     def outcomes(self, prompts: Sequence[Prompt]) -> list[Outcome]:
         """Answer prompts, in order."""
-        return [row.outcomes[-1] for row in self.rollout(prompts)]
+        # Engines that add rows for training, such as drafts or a greedy answer, put them last.
+        return [row.outcomes[-1] for row in self.rollout(prompts)[: len(prompts)]]
 
     def answer(self, prompt: Any, images: Any = None, videos: Any = None) -> Any:
         """Answer a question; of a list of questions, a list.
