@@ -356,6 +356,7 @@ def as_toy_flow(variant: dict[str, Any]) -> dict[str, Any]:
 STAND_INS = {
     "vision.generate": GENERATE,
     "vision.with_think_region": "tests.support.observing:ToyThoughts",
+    "vision.with_drafts": "tests.support.observing:ToyThoughts",  # the toys read no texts
 }
 
 
