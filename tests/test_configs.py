@@ -357,6 +357,7 @@ STAND_INS = {
     "vision.generate": GENERATE,
     "vision.with_window": "tests.support.toys:ToyWindow",
     "vision.with_think_region": "tests.support.observing:ToyThoughts",
+    "vision.with_drafts": "tests.support.observing:ToyThoughts",  # the toys read no texts
 }
 
 

@@ -207,6 +207,7 @@ def scored(rollouts: Rollouts, rank: int = 0) -> RewardTable:
         "prm/logp": logp + place,
         "critic/value": logp - 2 * place,
         "planner/value": logp + place,
+        "terminator/value": logp + 2 * place,
         "old/logp": logp,
         "old/logp_hot": logp + 0.1,
         "old/logp_cold": logp - 0.1,

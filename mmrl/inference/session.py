@@ -128,7 +128,8 @@ class Session:
             made = prompt_of(f"p{self._asked + len(asked)}", prompt, *lists, read=read)
             asked.append(replace(made, columns=columns))
         self._asked += len(asked)
-        return self.rollout(asked)
+        # Engines that add rows for training, such as drafts or a greedy answer, put them last.
+        return self.rollout(asked)[: len(asked)]
 
 
 def as_conversation(row: Trajectory) -> Conversation:

@@ -54,7 +54,8 @@ def table_of(rewards, **columns):
     noted |= {f"old/{name}": 1 for name in ("hidden_sq_norm", "sum_p2", "sum_p3", "effective_rank")}
     for name, factor in noted.items():
         table = table.note(name, factor * numbers)
-    table = table.note("planner/value", 0.2 * numbers).note("think", numbers % 2)
+    table = table.note("planner/value", 0.2 * numbers).note("terminator/value", 0.3 * numbers)
+    table = table.note("think", numbers % 2)
     tags = ("state", "action", "role", "stage", "part", "node", "parent")
     ids = {name: torch.where(table.present, name_id(name), 0) for name in tags}
     return table.replace(ids={**table.ids, **ids})
