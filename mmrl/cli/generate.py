@@ -202,7 +202,8 @@ def answers(session: Session, asked: Iterable[Asked], size: int) -> Iterator[tup
     batches = iter(lambda: list(islice(left, size)), [])
     steps = -(-total // size) if total else None
     for batch in track(batches, "answering", steps, console=console, disable=quiet):
-        for item, row in zip(batch, session.rollout([item.prompt for item in batch]), strict=True):
+        rows = session.rollout([item.prompt for item in batch])[: len(batch)]  # rows for training come last
+        for item, row in zip(batch, rows, strict=True):
             yield replace(item, turns=row.turns if len(row.turns) > 1 else ()), row.outcomes[-1]
 
 

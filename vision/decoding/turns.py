@@ -54,7 +54,7 @@ class Chunk:
     ids: Tensor
     positions: Tensor
     length: Tensor
-    media: list[Mapping[str, Tensor]]
+    media: Sequence[Mapping[str, Tensor]]
 
 
 class Turns:
