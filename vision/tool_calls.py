@@ -274,6 +274,17 @@ def _as_media(image: Any, name: str, max_pixels: int) -> Media:
     return Media("image", f"an image from {name}", lambda: frames)
 
 
+def shrunk(image: Media, most: int = 240) -> Media:
+    """Copy an image with at most `most` pixels on a side: small enough to be kept with its row for a page."""
+    frames = image.load()
+    share = most / max(frames.pixels.shape[-2:])
+    if share < 1:
+        size = [max(1, round(side * share)) for side in frames.pixels.shape[-2:]]
+        small = torch.nn.functional.interpolate(frames.pixels.float(), size, mode="bilinear", antialias=True)
+        frames = Frames(small.round().clamp(0, 255).byte(), frames.times)
+    return Media(image.kind, image.name, lambda: frames)
+
+
 def one_line(error: object) -> str:
     """Write an error in one short line for the model to read."""
     return "Error: " + " ".join(str(error).split())[:MAX_ERROR]

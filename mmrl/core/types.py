@@ -132,6 +132,7 @@ class Trajectory:
     on_policy: bool = True  # False: not sampled from the policy
     logged: Mapping[str, Any] = field(default_factory=dict)  # columns of completions (TRL's `log_extra`)
     turns: tuple[Message, ...] = ()
+    shown: tuple[Media, ...] = ()  # images that tools showed, in the order of the conversation
 
 
 Rollouts = tuple[Trajectory, ...]

@@ -14,13 +14,14 @@ from torch import Tensor
 
 from mmrl.core.reward_table import Measured, RewardTable
 from mmrl.core.types import Rollouts
-from mmrl.reporting.thumbnails import of_outcome, of_prompt
+from mmrl.reporting.thumbnails import of_outcome, of_prompt, of_tools
 from mmrl.runtime.files import remove, replacing
 
 PREDICTIONS = "predictions"  # the file of an evaluation, or the folder of several
 IMAGES = 8  # prompts of a collection that keep thumbnails
 THUMBNAILS = 512  # prompts of `mmrl evaluate` that do
-LATER = ("on_policy", "advantage", "split", "media", "correct", "seen", "made")  # columns of some files
+# Columns of some files.
+LATER = ("on_policy", "advantage", "split", "media", "correct", "seen", "made", "shown")
 CORRECT = b"correct"  # in the metadata of a file: the reward that its column `correct` was read from
 
 
@@ -39,7 +40,8 @@ def write_completions(
         rollouts: Rollouts of this process.
         table: Their rewards; rows of other processes are left out.
         advantage: Advantage of each row at its last place.
-        images: Whether rows of the first prompts keep thumbnails of the prompt (`seen`) and answer (`made`).
+        images: Whether rows of the first prompts keep thumbnails of the prompt (`seen`), the answer
+            (`made`) and what tools showed (`shown`).
     """
     columns = columns_of(rollouts, table)
     columns["on_policy"] = [row.on_policy for row in rollouts]
@@ -60,8 +62,8 @@ def write_predictions(path: Path, measured: Measured, *, world: int = 1, images:
         path: The file of an evaluation on one process.
         measured: The evaluation; rows of other processes are left out.
         world: The number of processes.
-        images: Prompts with the lowest rewards whose rows keep thumbnails of prompt (`seen`) and answer
-            (`made`).
+        images: Prompts with the lowest rewards whose rows keep thumbnails of the prompt (`seen`), the answer
+            (`made`) and what tools showed (`shown`).
     """
     table, rollouts = measured.table, measured.rollouts
     own, rank = path, table.rank
@@ -150,12 +152,17 @@ def _of_one_type(values: list[Any]) -> list[Any]:
 
 
 def thumbnails(rollouts: Rollouts, uids: set[str]) -> dict[str, list]:
-    """Make thumbnails of prompts (`seen`) and answers (`made`) of some uids; None elsewhere."""
+    """Make thumbnails for some uids, None elsewhere: of prompts, answers, and what tools showed.
+
+    The columns are `seen`, `made` and `shown`.
+    """
     prompts = {row.prompt.uid: row.prompt for row in rollouts if row.prompt.uid in uids}
     shown = {uid: of_prompt(prompt) for uid, prompt in prompts.items()}
     seen = [shown.get(row.prompt.uid) for row in rollouts]
     made = [of_outcome(row.outcomes[-1]) if row.prompt.uid in uids else None for row in rollouts]
-    return {name: column for name, column in {"seen": seen, "made": made}.items() if any(column)}
+    parts = [of_tools(row.shown) if row.prompt.uid in uids else None for row in rollouts]
+    columns = {"seen": seen, "made": made, "shown": parts}
+    return {name: column for name, column in columns.items() if any(column)}
 
 
 def target_text(target: Any) -> str | None:

@@ -17,7 +17,7 @@ from mmrl.data.fields import short
 from mmrl.reporting.answers import CORRECT, PREDICTIONS, evaluation_file, parts_of
 
 TYPES = {"uid": str, "prompt": str, "completion": str, "target": str, "split": str, "media": list}
-TYPES |= {"correct": bool, "seen": bytes, "made": bytes}
+TYPES |= {"correct": bool, "seen": bytes, "made": bytes, "shown": list}
 Row = Mapping[str, Any]
 
 
@@ -98,6 +98,9 @@ def checked(row: Row, place: str) -> Row:
         wanted = TYPES.get(name, (int, float) if name.startswith("reward") else object)
         if not isinstance(value, wanted) and (value is not None or name in ("uid", "prompt")):
             raise SourceError(f"{place}: '{name}' is not what an evaluation writes, but {short(value)}")
+    for image in row.get("shown") or ():
+        if not isinstance(image, bytes):
+            raise SourceError(f"{place}: 'shown' is not what an evaluation writes, but {short(row['shown'])}")
     return {"reward": math.nan, **row}
 
 

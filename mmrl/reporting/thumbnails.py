@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import base64
 import io
+import re
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from mmrl.core.tensor import linspace_indices
-from mmrl.core.types import Outcome, Prompt
+from mmrl.core.types import Media, Outcome, Prompt
 from mmrl.data.media import MediaError
 
 SIDE = 120  # height of an answer's thumbnail in pixels; prompts show several smaller frames in a row
 GAP = 2  # pixels between frames
+MARK = re.compile(r"<(?:image|video): \d+ tokens>")  # as `vision.with_tools` writes media
 
 
 def strip(frames: Tensor, *, height: int = 72, most: int = 4) -> bytes:
@@ -54,6 +57,26 @@ def of_outcome(outcome: Outcome) -> bytes | None:
     frames = outcome.video if outcome.video is not None else frames
     shown = frames is not None and frames.dtype == torch.uint8 and frames.dim() == 4
     return strip(frames.cpu(), height=SIDE) if shown else None
+
+
+def of_tools(shown: Sequence[Media]) -> list[bytes] | None:
+    """Make a thumbnail of every image that tools showed in a conversation; None where there is none."""
+    return [strip(image.load().pixels, height=SIDE) for image in shown] or None
+
+
+def illustrated(conversation: str, shown: Sequence[bytes]) -> list[str | bytes]:
+    """Cut a conversation where `<image: 64 tokens>` stands, and put thumbnails there: texts and JPEG.
+
+    Where there are more marks or fewer, because a policy may write them, too, the thumbnails come last.
+    """
+    marks = list(MARK.finditer(conversation))
+    if len(marks) != len(shown):
+        return [conversation, *shown]
+    parts, at = [], 0
+    for mark, image in zip(marks, shown, strict=True):
+        parts += [conversation[at : mark.start()], image]
+        at = mark.end()
+    return [part for part in (*parts, conversation[at:]) if part]
 
 
 def data_uri(image: bytes, form: str = "jpeg") -> str:

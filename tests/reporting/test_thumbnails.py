@@ -9,7 +9,7 @@ from PIL import Image
 
 from mmrl.core.types import Frames, Media, Message, Outcome, Part, Prompt
 from mmrl.data.media import MediaError
-from mmrl.reporting.thumbnails import SIDE, data_uri, of_outcome, of_prompt, strip
+from mmrl.reporting.thumbnails import SIDE, data_uri, illustrated, of_outcome, of_prompt, of_tools, strip
 
 
 def opened(picture: bytes) -> Image.Image:
@@ -59,3 +59,18 @@ def test_a_prompt_whose_image_cannot_be_read_has_no_thumbnail():
 
     prompt = Prompt("p", (Message("user", (Part(media=Media("image", "a.png", broken)),)),))
     assert of_prompt(prompt) is None
+
+
+def test_what_tools_showed_stands_where_the_conversation_has_it():
+    talk = "call <image: 9 tokens> a <image: 4 tokens>"
+    assert illustrated(talk, [b"1", b"2"]) == ["call ", b"1", " a ", b"2"]
+    # The model wrote a mark itself, so nobody knows which of them are images.
+    assert illustrated(talk, [b"1"]) == [talk, b"1"]
+    assert illustrated(talk, []) == [talk] and illustrated("no image", []) == ["no image"]
+
+
+def test_every_image_of_a_tool_has_a_thumbnail():
+    grey = Frames(coloured(100), torch.zeros(1).double())
+    pictures = of_tools([Media("image", "a part", lambda: grey)] * 2)
+    assert [opened(picture).size for picture in pictures] == [(2 * SIDE, SIDE)] * 2
+    assert of_tools([]) is None

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from PIL import Image
 
+from mmrl.core.types import Frames, Media
+from mmrl.vision.tool_calls import shrunk
 from mmrl.vision.tools.images import crop, pixel_box, zoom
 
 
@@ -49,3 +52,13 @@ def test_zoom_enlarges_the_box():
 def test_a_factor_that_makes_too_many_pixels_or_fewer_is_refused(factor):
     with pytest.raises(ValueError, match=r"factor|the limit is 1048576"):
         zoom(gradient(), [0, 0, 1, 1], factor)
+
+
+def test_an_image_that_is_kept_is_small_and_looks_alike():
+    pixels = torch.zeros(1, 3, 300, 1200, dtype=torch.uint8)
+    pixels[..., 600:] = 200
+    whole = Media("image", "a part", lambda: Frames(pixels, torch.zeros(1)))
+    small = shrunk(whole).load().pixels
+    assert small.shape == (1, 3, 60, 240)
+    assert small[..., :100].max() == 0 and small[..., 140:].min() == 200
+    assert torch.equal(shrunk(whole, 1200).load().pixels, pixels)

@@ -173,6 +173,8 @@ def test_a_conversation_is_one_row_whose_steps_are_the_policys_tokens(policy, sc
     assert torch.equal(long.steps.ids, torch.cat([answer(turn) for turn in turns]))
     assert long.length == len(long.steps.ids) == long.outcomes[-1].end == len(long.notes["logp"])
     assert long.steps.suffix.media["image_grid_thw"].shape == (2, 3)  # a half, and a half of that
+    sides = [image.load().pixels.shape[-2:] for image in long.shown]
+    assert len(sides) == 2 and sides[0][1] == 2 * sides[1][1]  # a half, and a half of that
     shown = long.logged["conversation"]
     assert shown.count("<tool_response>") == 3 and "word 3" in shown and "tokens>" in shown
     assert rows[0].steps.suffix is None
@@ -202,6 +204,21 @@ def test_without_a_call_rows_are_those_of_generate(policy):
     for row, other in zip(rows, same, strict=True):
         assert torch.equal(row.steps.ids, other.steps.ids)
         assert torch.equal(row.notes["logp"], other.notes["logp"])
+
+
+def test_turns_that_start_from_equal_words_and_images_have_one_state(policy, scripted):
+    seen = {("p0", 0): call(image=0), ("p0", 1): call(image=0), ("p1", 0): call(image=0)}
+    engine = scripted(
+        lambda uid, index, turn: "fox" if turn else seen.get((uid, index), call("word", number=1)),
+        turn_outcomes=True,
+    )
+    (first, second), (other, word) = [
+        [[outcome.tags["state"] for outcome in row.outcomes] for row in rows]
+        for rows in zip(*[iter(engine.rollout(asked()))] * 2, strict=True)
+    ]
+    assert first == second and len(set(first)) == 2
+    # The same words about another image, and other words about the same image.
+    assert not set(first) & set(other) and other[0] == word[0] and other[1] != word[1]
 
 
 def test_later_turns_draw_by_prompt_answer_and_turn_alone(policy, scripted, monkeypatch):

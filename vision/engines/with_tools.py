@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -31,6 +32,7 @@ from mmrl.vision.tool_calls import (
     ToolFault,
     one_line,
     run_calls,
+    shrunk,
 )
 
 # The words in which Qwen's chat templates tell a model about tools; those of Qwen2.5-VL leave them out.
@@ -108,6 +110,7 @@ class WithTools:
         max_reply_chars: The most characters of a text that a tool returns; the rest is cut off.
         max_image_pixels: The most pixels of an image that a tool returns; more are an error of the tool.
         turn_outcomes: Make an outcome of every turn, all of which rewards score, instead of the last alone.
+            Their tag `state` names what the policy had read, for `gigpo` and its relatives.
     """
 
     engine: Generate
@@ -284,6 +287,11 @@ class WithTools:
             for turn, (outcome, end) in enumerate(zip(talk.outcomes, ends, strict=True))
         ]
         outcomes[-1] = replace(outcomes[-1], tags={**outcomes[-1].tags, "finish": talk.finish})
+        if self.turn_outcomes:
+            outcomes = [
+                replace(outcome, tags={**outcome.tags, "state": state_of(read)})
+                for outcome, (read, _) in zip(outcomes, talk.turns, strict=True)
+            ]
         shown = talk.turns[0][1] if steps.suffix is None else steps.suffix.ids
         return Trajectory(
             talk.prompt,
@@ -297,12 +305,21 @@ class WithTools:
                 "finish": talk.finish,
             },
             turns=tuple(talk.said),
+            shown=tuple(map(shrunk, talk.images[len(talk.images) - talk.shown :])),
         )
 
 
 def images_of(prompt: Prompt) -> list[Media]:
     """List the images of a prompt, which tools know by their numbers."""
     return [media for media in prompt.media if media.kind == "image"]
+
+
+def state_of(read: EncodedPrompt) -> str:
+    """Name what a policy read before a turn, tokens and media, so that equal states have equal names."""
+    digest = hashlib.blake2b(read.ids.numpy().tobytes(), digest_size=16)
+    for name, tensor in sorted(read.media.items()):
+        digest.update(name.encode() + tensor.contiguous().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
 
 
 def encode_with_tools(encoder: PromptEncoder, prompt: Prompt, tools: Tools) -> EncodedPrompt:

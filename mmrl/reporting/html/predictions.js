@@ -57,7 +57,13 @@
     shown.src = `data:image/jpeg;base64,${images[index]}`;
     shown.alt = alt;
   };
-  const answered = (parent, { text, made, values }, several) => {
+  const answered = (parent, { text, made, values, turns }, several) => {
+    if (turns.length) {
+      const talk = add(parent, "details", undefined, "talk");
+      talk.open = turns.some((part) => typeof part === "number");
+      add(talk, "summary", "conversation");
+      for (const part of turns) typeof part === "string" ? add(talk, "p", part) : image(talk, part, "image");
+    }
     if (text !== null) add(parent, "p", text === "" ? "(no text)" : text);
     image(parent, made, "image of the answer");
     const told = values.map((v, i) => `${measures[i]} ${short(v)}`);

@@ -12,6 +12,7 @@ from markupsafe import Markup
 
 from mmrl.reporting.html.layout import document, macros, table, templates
 from mmrl.reporting.predictions import Change, Joined, Predictions, Row, read_predictions
+from mmrl.reporting.thumbnails import illustrated
 
 
 def write_predictions_page(source: Path, output: Path | None = None) -> Path:
@@ -109,11 +110,19 @@ def rows_section(
     def finite(value: Any) -> float | None:
         return float(f"{value:.6g}") if value is not None and math.isfinite(value) else None
 
+    def turns(row: Row) -> list[str | int | None]:
+        """Texts, and the numbers of images, of a conversation with tools."""
+        if row.get("conversation") is None:
+            return []
+        parts = illustrated(str(row["conversation"]), row.get("shown") or ())
+        return [part if isinstance(part, str) else number(part) for part in parts]
+
     def answer(row: Row) -> dict[str, Any]:
         values = [finite(row.get(measure)) for measure in measures]
         return {
             "text": row.get("completion"),
             "made": number(row.get("made")),
+            "turns": turns(row),
             "values": values,
             "correct": row.get("correct"),
         }

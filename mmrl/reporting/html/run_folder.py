@@ -14,7 +14,7 @@ from mmrl.config.schema import ConfigError
 from mmrl.data.fields import short
 from mmrl.reporting.metrics import EVALUATION, VISUALIZATIONS, Journal, of_training
 
-TYPES = {"number": (int, float), "text": str, "JPEG": bytes}
+TYPES = {"number": (int, float), "text": str, "JPEG": bytes, "list": list}
 
 
 @dataclass(frozen=True)

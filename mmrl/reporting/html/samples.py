@@ -16,12 +16,14 @@ from mmrl.data.media import opened_image
 from mmrl.reporting.html.charts import diverging
 from mmrl.reporting.html.layout import templates
 from mmrl.reporting.html.run_folder import check_type
+from mmrl.reporting.thumbnails import illustrated
 
 log = logging.getLogger("mmrl")
 
 STEPS = 6  # collections of which samples are shown: the first, the last, some between
 ROWS = 24  # samples of each: the best, the worst, some between
 KINDS = {"prompt": "text", "target": "text", "completion": "text", "seen": "JPEG", "made": "JPEG"}
+KINDS["shown"] = "list"
 KINDS |= dict.fromkeys(("advantage", "length", "on_policy", "reward"), "number")
 
 
@@ -40,6 +42,13 @@ class Sample:
     on_policy: bool = True
     seen: bytes | None = field(default=None, repr=False)  # of the prompt
     made: bytes | None = field(default=None, repr=False)  # of the answer
+    conversation: str = ""  # with tools
+    shown: Sequence[bytes] = field(default=(), repr=False)  # images that tools showed
+
+    @property
+    def turns(self) -> list[str | bytes]:
+        """Texts and images of a conversation with tools, after the prompt."""
+        return illustrated(self.conversation, self.shown) if self.conversation else []
 
     @property
     def rank(self) -> float:
@@ -100,6 +109,8 @@ def sample_of(row: Mapping[str, Any], step: int, place: str, weights: Mapping[st
         kind = KINDS.get(name, "number" if name.startswith("reward/") else "")
         if kind and (value is not None or name in (*needed, "reward")):
             check_type(value, kind, place, name)
+    for image in row.get("shown") or ():
+        check_type(image, "JPEG", place, "shown")
     rewards = {n[7:]: math.nan if v is None else v for n, v in row.items() if n.startswith("reward/")}
     known = [weights.get(name, 1.0) * value for name, value in rewards.items() if math.isfinite(value)]
     return Sample(
@@ -109,6 +120,8 @@ def sample_of(row: Mapping[str, Any], step: int, place: str, weights: Mapping[st
         target=row.get("target") or "",
         reward=row.get("reward", sum(known) if known else math.nan),
         rewards=rewards,
+        conversation=str(row.get("conversation") or ""),
+        shown=row.get("shown") or (),
         **{name: row.get(name) for name in (*needed, "seen", "made")},
     )
 

@@ -30,11 +30,21 @@ def test_a_page_embeds_every_answer_once_and_no_html_of_it(tmp_path):
     text = page.read_text()
     data = data_of(text)
     assert [row["uid"] for row in data["rows"]] == ["p0", "p1"]
-    assert data["rows"][0]["sides"] == [[{"text": HOSTILE, "made": None, "values": [0.0], "correct": False}]]
+    answer = {"text": HOSTILE, "made": None, "turns": [], "values": [0.0], "correct": False}
+    assert data["rows"][0]["sides"] == [[answer]]
     assert data["rows"][1]["sides"][0][0]["values"] == [None], "JSON has no NaN"
     assert data["images"] == [base64.b64encode(b"jpeg").decode()], "both rows show one image"
     assert data["measures"] == ["right"] and "alert(1)</script>" not in text
     assert "0 of 1 are correct: right is 1" in text
+
+
+def test_a_conversation_is_shown_with_what_tools_showed(tmp_path):
+    talk = f"{HOSTILE} tool <image: 4 tokens> a fox"
+    more = {"conversation": [talk, talk], "seen": [b"whole", None], "shown": [[b"part"], None]}
+    data = data_of(write_predictions_page(write(tmp_path / "p.parquet", [1.0, 0.0], **more)).read_text())
+    turns = [row["sides"][0][0]["turns"] for row in data["rows"]]
+    assert turns == [[f"{HOSTILE} tool ", 0, " a fox"], [talk]]
+    assert data["images"] == [base64.b64encode(image).decode() for image in (b"part", b"whole")]
 
 
 def test_only_its_own_script_may_run(tmp_path):

@@ -10,6 +10,7 @@ import pytest
 import torch
 from pyarrow import parquet
 
+from mmrl.config.schema import ConfigError
 from mmrl.core.types import Outcome
 from mmrl.reporting.html.charts import diverging
 from mmrl.reporting.html.samples import ROWS, STEPS, Sample, read_samples, samples_section, spread_over
@@ -145,3 +146,16 @@ def test_the_mark_is_the_advantage_and_not_the_reward():
     ends = f"{diverging(-1, 1)},{diverging(0, 1)},{diverging(1, 1)}"
     assert f"linear-gradient(to right,{ends})" in legend and "grey at 0" in legend
     assert "scale" not in samples_section([sample(1.0)]), "without an advantage no legend"
+
+
+def test_a_conversation_is_shown_with_what_tools_showed(tmp_path):
+    talk = "<b>call</b> <image: 4 tokens> fox"
+    picture = strip(torch.zeros(1, 3, 9, 9, dtype=torch.uint8))
+    row = {"reward": 1.0, "reward/right": 1.0, "conversation": talk, "shown": [picture]}
+    write(tmp_path, 0, [row])
+    text = samples_section(read_samples(tmp_path, {}))
+    assert text.count('alt="image from a tool"') == 1 and "<b>call" not in text
+    assert "4 tokens" not in text
+    write(tmp_path, 0, [{**row, "shown": ["text"]}])
+    with pytest.raises(ConfigError, match="'shown' must be a JPEG"):
+        read_samples(tmp_path, {})
