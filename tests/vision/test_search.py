@@ -1,0 +1,69 @@
+"""The tool that searches texts: its scores by hand, its order, and what it does not read."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+
+from mmrl.config.binding import Pieces
+from mmrl.config.schema import Piece
+from mmrl.core.rng import Stream
+from mmrl.data.fields import RowError
+from mmrl.vision.tool_calls import Limits, Tool, run_calls
+from mmrl.vision.tools.search import read_index, search
+
+CAPTIONS = ("a red crab on a rocket", "a crab, a crab and a book", "the sky")
+
+
+@pytest.fixture
+def path(tmp_path):
+    file = tmp_path / "captions.jsonl"
+    file.write_text("".join(json.dumps({"caption": caption}) + "\n" for caption in CAPTIONS))
+    return file
+
+
+def test_scores_are_those_of_bm25_by_hand(path):
+    # Words without articles: red crab on rocket (4), crab crab and book (4), sky (1): 3 on average.
+    index = read_index(str(path), "caption", 0)
+    length = 1.2 * (0.25 + 0.75 * 4 / 3)  # 1.5
+    crab, book = math.log(1 + 1.5 / 2.5), math.log(1 + 2.5 / 1.5)
+    assert index.score("the crab", 0) == pytest.approx(crab * 2.2 / (1 + length))
+    assert index.score("Crab", 1) == pytest.approx(crab * 2 * 2.2 / (2 + length))
+    assert index.score("crab book", 1) == pytest.approx(crab * 4.4 / 3.5 + book * 2.2 / 2.5)
+    assert index.score("crab crab", 2) == 0.0
+
+
+def test_the_best_come_first_and_no_more_than_asked_for(path):
+    assert search("crab", path=str(path)) == f"{CAPTIONS[1]}\n{CAPTIONS[0]}"
+    assert search("crab", path=str(path), most=1) == CAPTIONS[1]
+    assert search("a tractor", path=str(path)) == search("", path=str(path)) == "nothing was found"
+
+
+def test_equal_texts_stand_as_in_the_file(tmp_path):
+    file = tmp_path / "same.jsonl"
+    file.write_text("".join(json.dumps({"id": i, "caption": f"crab {i}"}) + "\n" for i in range(5)))
+    assert search("crab", path=str(file), most=5).split("\n") == [f"crab {i}" for i in range(5)]
+
+
+def test_a_file_that_changed_is_read_anew(path):
+    assert "rocket" in search("rocket", path=str(path))
+    path.write_text(json.dumps({"caption": "a fox"}) + "\n")
+    assert search("rocket", path=str(path)) == "nothing was found"
+
+
+def test_a_model_names_the_query_alone(path):
+    bound = Pieces(Stream(0)).name("tool", Piece("vision.search", {"path": str(path), "most": 1}))
+    tool = Tool.of(bound)
+    properties = tool.schema["function"]["parameters"]["properties"]
+    assert tool.name == "search" and list(properties) == ["query"]
+    (answer,) = run_calls([(tool, tool.bind({"query": "sky"}, ()))], Limits(1000, 1000))
+    assert [part.text for part in answer.parts] == ["the sky"]
+
+
+def test_a_row_without_a_text_is_an_error(tmp_path):
+    file = tmp_path / "bad.jsonl"
+    file.write_text(json.dumps({"title": "crab"}) + "\n")
+    with pytest.raises(RowError, match="caption"):
+        search("crab", path=str(file))

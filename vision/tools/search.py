@@ -1,0 +1,72 @@
+"""A tool that searches the texts of a file, such as captions of images, without any network."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+from mmrl.config.ranges import PositiveInt
+from mmrl.config.registry import tool
+from mmrl.data.dataset_io import valid_rows
+from mmrl.data.fields import RowError, text
+from mmrl.rewards.text import normal_words
+
+K1, B = 1.2, 0.75  # how soon a word that comes again stops to count, and how much length counts
+
+
+@tool
+def search(query: str, *, path: str, column: str = "caption", most: PositiveInt = 3) -> str:
+    """Search a collection of texts, and list those that fit best.
+
+    Args:
+        query: Words that the texts should have.
+        path: The file or folder of rows to search.
+        column: The column with the texts.
+        most: The most texts that are listed.
+    """
+    index = read_index(path, column, Path(path).stat().st_mtime_ns)
+    found = index.search(query)[:most]
+    return "\n".join(index.texts[place] for place in found) or "nothing was found"
+
+
+@dataclass(frozen=True)
+class Index:
+    """Texts, how often each has every word, in how many texts a word is, and their mean number of words."""
+
+    texts: tuple[str, ...]
+    counts: tuple[Counter[str], ...]
+    having: Counter[str]
+    average: float
+
+    def search(self, query: str) -> list[int]:
+        """List the places of the texts that share a word with a query, the best first, ties as they stand."""
+        scores = [self.score(query, place) for place in range(len(self.texts))]
+        return sorted((i for i, score in enumerate(scores) if score), key=lambda i: -scores[i])
+
+    def score(self, query: str, place: int) -> float:
+        """Score a text by BM25 (Robertson and Zaragoza 2009), with logarithms that are never negative."""
+        counts, score = self.counts[place], 0.0
+        for word in dict.fromkeys(normal_words(query)):
+            if counts[word]:
+                having = self.having[word]
+                rarity = math.log(1 + (len(self.texts) - having + 0.5) / (having + 0.5))
+                length = K1 * (1 - B + B * counts.total() / self.average)
+                score += rarity * counts[word] * (K1 + 1) / (counts[word] + length)
+        return score
+
+
+@lru_cache(maxsize=8)
+def read_index(path: str, column: str, changed: int) -> Index:
+    """Read the texts of a column; `changed` is when the file changed, so that it is then read anew.
+
+    Raises RowError for a row without the text, and for a file without rows.
+    """
+    texts = tuple(text(row.columns.get(column), column) for row in valid_rows(Path(path)))
+    if not texts:
+        raise RowError(f"'{path}' has no rows to search")
+    counts = tuple(Counter(normal_words(each)) for each in texts)
+    having = Counter(word for each in counts for word in each)
+    return Index(texts, counts, having, sum(each.total() for each in counts) / len(texts))
