@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
 from dataclasses import dataclass
 from functools import lru_cache
@@ -12,7 +13,6 @@ from mmrl.config.ranges import PositiveInt
 from mmrl.config.registry import tool
 from mmrl.data.dataset_io import valid_rows
 from mmrl.data.fields import RowError, text
-from mmrl.rewards.text import normal_words
 
 K1, B = 1.2, 0.75  # how soon a word that comes again stops to count, and how much length counts
 
@@ -49,13 +49,18 @@ class Index:
     def score(self, query: str, place: int) -> float:
         """Score a text by BM25 (Robertson and Zaragoza 2009), with logarithms that are never negative."""
         counts, score = self.counts[place], 0.0
-        for word in dict.fromkeys(normal_words(query)):
+        for word in dict.fromkeys(words_of(query)):
             if counts[word]:
                 having = self.having[word]
                 rarity = math.log(1 + (len(self.texts) - having + 0.5) / (having + 0.5))
                 length = K1 * (1 - B + B * counts.total() / self.average)
                 score += rarity * counts[word] * (K1 + 1) / (counts[word] + length)
         return score
+
+
+def words_of(text: str) -> list[str]:
+    """List the words of a text in lower case, without punctuation."""
+    return re.findall(r"[^\W_]+", text.lower())
 
 
 @lru_cache(maxsize=8)
@@ -67,6 +72,6 @@ def read_index(path: str, column: str, changed: int) -> Index:
     texts = tuple(text(row.columns.get(column), column) for row in valid_rows(Path(path)))
     if not texts:
         raise RowError(f"'{path}' has no rows to search")
-    counts = tuple(Counter(normal_words(each)) for each in texts)
+    counts = tuple(Counter(words_of(each)) for each in texts)
     having = Counter(word for each in counts for word in each)
     return Index(texts, counts, having, sum(each.total() for each in counts) / len(texts))
