@@ -44,8 +44,7 @@ def zero_unfinished(table: RewardTable) -> RewardTable:
     """Set the rewards of answers that go on in the next step to 0 (T-PPO).
 
     So the value of a critic stands for them. Answers are tagged `unfinished`, as `vision.with_window` does.
-    Put it before `{name: gae, bootstrap:
-    true}` (T-PPO, arXiv 2506.15050).
+    Put it before `{name: gae, bootstrap: true}` (arXiv 2506.15050).
     """
     if "unfinished" not in table.ids:
         return table

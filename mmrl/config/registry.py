@@ -75,6 +75,7 @@ class Entry:
     takes: tuple[str, ...] | None = None  # its options, where the signature does not list them
     packages: Mapping[str, str] = field(default_factory=dict)  # imported package to its extra
     on: str = ""  # when it runs, for kinds with stages
+    copies_policy: bool = False  # whether its option `policy`, left out, is a model like the run's
 
     @property
     def full_name(self) -> str:
@@ -158,6 +159,7 @@ def kind(
         turns: bool = False,
         packages: Mapping[str, str] = MappingProxyType({}),
         on: str = "",
+        copies_policy: bool = False,
     ) -> Callable:
         of = {name: frozenset(of_others) for name in others}
         needs = Needs(unit, frozenset(extra), of, frozenset(notes), turns)
@@ -170,7 +172,8 @@ def kind(
             package = next((s for s, home in SCOPES.items() if s and module.startswith(f"{home}.")), "")
             scope = package if module.partition(".")[0] == "mmrl" else module
             snake_case = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", target.__name__).lower()
-            entry = Entry(name, scope, snake_case, target, needs, frozenset(of_others), None, packages, on)
+            read = frozenset(of_others)
+            entry = Entry(name, scope, snake_case, target, needs, read, None, packages, on, copies_policy)
             known = PIECES.setdefault((name, entry.full_name), entry)
             # A reward that is wrapped by `per_outcome` belongs to the file of the function inside.
             files = [inspect.getsourcefile(inspect.unwrap(piece.target)) for piece in (known, entry)]

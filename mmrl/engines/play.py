@@ -52,7 +52,7 @@ class Asked:
     prompt: Prompt  # what the player reads, under a uid of its own
 
 
-@engine
+@engine(copies_policy=True)
 class Play:
     """Play games about prompts: every rollout is a game, every turn of it a row.
 
