@@ -52,6 +52,7 @@ DEFAULTS = {
         "adora": {"threshold": 0.5, "factor": 0.1},
         "asymmetric_difficulty": {"alpha": 1.0, "eps": 1e-6},
         "best_margin": {"eps": 1e-6},
+        "branch_pairs": {"threshold": 0.5},  # TreeCUA-DPO: right or not
         "capped_bonus": {"coef": 1.0, "cap": 0.5},
         "conditional_halves": {"mu": 1.0, "a": 1.0, "b": 0.0},  # CANON
         "conflict_tokens": {"positive": 2.0, "negative": 0.0, "entropy_coef": 0.1},  # GTPO
