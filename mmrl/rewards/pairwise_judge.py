@@ -16,8 +16,7 @@ from mmrl.core.protocols import Engine, Policy
 from mmrl.core.rng import Stream
 from mmrl.core.types import Outcome, Prompt
 from mmrl.rewards.asking import (
-    DATA,
-    QUESTION,
+    TWO_ANSWERS,
     Asker,
     Unread,
     answer_of,
@@ -30,18 +29,7 @@ from mmrl.rewards.asking import (
 )
 
 PAIRWISE = f"""\
-Compare two answers to a question.
-
-{QUESTION}
-Answer A{{{{ " (the last " + made + " but one above)" if made else "" }}}}:
-{{{{ mark }}}}
-{{{{ first }}}}
-{{{{ mark }}}}
-Answer B{{{{ " (the last " + made + " above)" if made else "" }}}}:
-{{{{ mark }}}}
-{{{{ second }}}}
-{{{{ mark }}}}
-{DATA}
+{TWO_ANSWERS}\
 Say in a few sentences which answer is better, whatever its place and its length, then end with \
 <verdict>A</verdict>, <verdict>B</verdict> or <verdict>tie</verdict>.
 """

@@ -18,8 +18,7 @@ from mmrl.core.protocols import Engine, Policy
 from mmrl.core.rng import Stream
 from mmrl.core.types import Outcome, Prompt
 from mmrl.rewards.asking import (
-    DATA,
-    QUESTION,
+    TWO_ANSWERS,
     Asker,
     Unread,
     answer_of,
@@ -38,18 +37,7 @@ Matches = Generator[list[Pair], list[Scores], list[float]]
 
 SCORES = re.compile(r"(-?\d+(?:\.\d+)?)[\s,]+(-?\d+(?:\.\d+)?)")
 TOURNAMENT = f"""\
-Compare two answers to a question.
-
-{QUESTION}
-Answer A{{{{ " (the last " + made + " but one above)" if made else "" }}}}:
-{{{{ mark }}}}
-{{{{ first }}}}
-{{{{ mark }}}}
-Answer B{{{{ " (the last " + made + " above)" if made else "" }}}}:
-{{{{ mark }}}}
-{{{{ second }}}}
-{{{{ mark }}}}
-{DATA}
+{TWO_ANSWERS}\
 Say in a few sentences how good each answer is, whatever its place and its length, then end with a score of \
 each from {{{{ low }}}} (wrong or empty) to {{{{ high }}}} (right and complete), that of answer A first, \
 written as <scores>N M</scores>.
