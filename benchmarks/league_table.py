@@ -93,12 +93,15 @@ def markdown(found: Mapping[str, Any]) -> str:
         cells += [f"{row['rollouts']:.0f}", f"{row['updates']:.0f}", f"{row['groups_with_gradient']:.0%}"]
         lines.append(f"| {' | '.join(cells)} | {row['seconds']:.1f} |")
     others = [row for row in rows if "less_base" in row and row["method"] != AGAIN]
-    noisy = sum(row["less_base"]["verdict"] == "within noise" for row in others)
+    judged = [row["less_base"]["verdict"] for row in others if row["seeds"] > 1]
+    count = (
+        f"{judged.count('within noise')} of {len(judged)} are" if judged else "one seed decides about none"
+    )
     lines += [
         "",
         f"The reward before is {found['start']:.3f}. A difference is within noise where its interval "
         f"holds 0, or where it is at most {found['noise']:.3f}, the far end of the interval in which {BASE} "
-        f"differs from itself with other seeds; {noisy} of {len(others)} are.",
+        f"differs from itself with other seeds; {count}.",
         "",
         *(f"- not compared: `{name}`: {why}" for name, why in sorted(found["skipped"].items())),
     ]
