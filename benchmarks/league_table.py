@@ -94,9 +94,8 @@ def markdown(found: Mapping[str, Any]) -> str:
         lines.append(f"| {' | '.join(cells)} | {row['seconds']:.1f} |")
     others = [row for row in rows if "less_base" in row and row["method"] != AGAIN]
     judged = [row["less_base"]["verdict"] for row in others if row["seeds"] > 1]
-    count = (
-        f"{judged.count('within noise')} of {len(judged)} are" if judged else "one seed decides about none"
-    )
+    noisy = f"{judged.count('within noise')} of {len(judged)} are"
+    count = noisy if judged else "a single seed decides about none"
     lines += [
         "",
         f"The reward before is {found['start']:.3f}. A difference is within noise where its interval "
