@@ -17,6 +17,7 @@ from mmrl.cli.check import check_file
 from mmrl.config.binding import Pieces
 from mmrl.config.loading import merge, read
 from mmrl.config.registry import find
+from mmrl.config.reward_adapters import per_outcome
 from mmrl.config.schema import Config, ConfigError, EvaluateConfig, as_piece, load, parse
 from mmrl.config.stages import load_stages
 from mmrl.core.reward_table import RewardTable
@@ -302,6 +303,12 @@ def short_name(reward: dict[str, Any]) -> str:
     return reward["name"].rpartition(".")[2]
 
 
+@per_outcome
+def even(prompt: Prompt, outcome: Outcome) -> float:
+    """Call about half of all answers right."""
+    return float(sum(map(int, (outcome.text or "0").split())) % 2 == 0)
+
+
 def mostly_right(prompts, outcomes) -> list[float]:
     """Give 1 to answers of which at least half is right."""
     return [float(share >= 0.5) for share in share_right(prompts, outcomes)]
@@ -309,6 +316,8 @@ def mostly_right(prompts, outcomes) -> list[float]:
 
 def toy_rewards(variant: dict[str, Any]) -> list[dict[str, Any]]:
     """Label toy rewards as the variant's own are, or as its chain names them."""
+    if "branch_pairs" in variant["advantage"]:  # which needs answers that are right
+        return [{"name": f"{__name__}:even"}]
     given = [{"name": r} if isinstance(r, str) else r for r in variant.get("rewards", [])]
     given = given or [{"name": name} for name in named_in(variant["advantage"])]
     kept = ("overlong",)  # reads nothing but lengths

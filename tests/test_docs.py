@@ -371,6 +371,8 @@ RARE = {
     **{f"game/{name}": "mmrl/engines/play.py" for name in ("turns", "unfinished")},
     "game/share_of_turns/{role}": "mmrl/engines/play.py",
     "workers/restarts": "mmrl/engines/ray_workers.py",
+    "reversed/{metric}": "mmrl/objectives/bidirectional.py",
+    "sampler/unfinished": "mmrl/samplers/unfinished.py",
     "skipped_updates": "mmrl/training/trainer.py",
     "sampler/score": "mmrl/samplers/variance_aware.py",  # reads tokens, which the toys do not note
     "eval_peak_memory_bytes": "mmrl/training/evaluate.py",

@@ -41,4 +41,7 @@ class Bidirectional:
         loss, metrics = self.objective(new, batch)
         back = StepOutput(new.extra["reversed_logp"], {})
         other, more = self.objective(back, batch.replace(advantage=-batch.advantage))
-        return (loss + other) / 2, {**metrics, **{f"reversed/{name}": value for name, value in more.items()}}
+        return (loss + other) / 2, {
+            **metrics,
+            **{f"reversed/{metric}": value for metric, value in more.items()},
+        }

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.test_contracts import CHAIN, PARTS, collected, each, table_of, weighed
+from tests.test_contracts import CHAIN, PARTS, each, table_of, weighed
 
 
 class Precise(TorchDispatchMode):
@@ -37,6 +37,6 @@ def test_parts_of_objectives_compute_in_the_precision_of_the_policy(case):
 
 @each(CHAIN)
 def test_chains_compute_in_float64(case):
-    table, piece = table_of(collected()), case.make()
+    table, piece = table_of(), case.make()
     with Precise():
         assert piece(table).values.dtype == torch.float64
