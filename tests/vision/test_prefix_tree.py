@@ -333,9 +333,7 @@ def test_rows_of_one_beginning_may_differ_in_temperature(checkpoint, eager):
 
 
 def test_models_that_choose_among_visual_tokens_read_rows_apart(checkpoint, eager):
-    policy = Tokens(
-        model=str(checkpoint("llava")), dtype="float64"
-    )  # a reader freezes what it shares
+    policy = Tokens(model=str(checkpoint("llava")), dtype="float64")  # a reader freezes what it shares
     pruned = drop_visual_layers(policy.model, after=1)
     rows = forest(policy, "llava", 4)
     batch = policy.collate(tuple(rows))
