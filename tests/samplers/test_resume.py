@@ -17,6 +17,7 @@ from tests.support.toys import plan
 
 WITHOUT = ("selected_by_difficulty", "triage", "wordings")  # of a memory that would change their draws
 TOLD = (
+    "sampler/unfinished",
     "sampler/entropy",
     "sampler/rollouts_max",
     "hints/share",

@@ -48,6 +48,7 @@ SAMPLERS = {
         {"name": "with_reflection", "show": "best", "threshold": 0.3, **SHARE},
     ],
     "wordings": [{"name": "uniform"}, {"name": "with_wordings"}],
+    "unfinished": [{"name": "uniform"}, {"name": "with_unfinished"}],
     "experience": [
         {"name": "uniform"},
         {"name": "with_experience", "experience_update": "contrast", "max_experiences": 7, **SHARE},
@@ -80,6 +81,9 @@ def of_sampler(name: str, policy: str = "slow") -> dict[str, Any]:
     if name == "wordings":
         rollout["engine"] = [f"{OBSERVING}:ToyTokens"]
         return {**QUICK, "data": f"{OBSERVING}:worded", "rollout": rollout, "sampler": SAMPLERS[name]}
+    if name == "unfinished":
+        rollout |= {"engine": [f"{OBSERVING}:ToyTokens", f"{TOYS}:ToyWindow"], "max_rounds": 1}
+        return {**QUICK, "data": f"{OBSERVING}:sourced", "rollout": rollout, "sampler": SAMPLERS[name]}
     rollout["engine"] = [f"{OBSERVING}:{'ToyWriting' if 'by policy' in name else 'ToyTokens'}"]
     return {**QUICK, "data": f"{OBSERVING}:sourced", "rollout": rollout, "sampler": SAMPLERS[name]}
 

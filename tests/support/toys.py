@@ -374,7 +374,7 @@ class ToyNoting(ToyGenerate):
 
 
 class ToyWindow:
-    """Take the first answer of a step for unfinished."""
+    """Take answers that begin with the token 1 for unfinished."""
 
     notes: frozenset[str] = frozenset()
 
@@ -382,9 +382,14 @@ class ToyWindow:
         self.engine, self.policy = engine, engine.policy
 
     def rollout(self, prompts: Sequence[Prompt]) -> tuple[Trajectory, ...]:
-        first, *rest = self.engine.rollout(prompts)
-        tags = {**first.outcomes[-1].tags, "finish": "length", "unfinished": "yes"}
-        return replace(first, outcomes=(replace(first.outcomes[-1], tags=tags),)), *rest
+        return tuple(map(self._cut, self.engine.rollout(prompts)))
+
+    def _cut(self, row: Trajectory) -> Trajectory:
+        last = row.outcomes[-1]
+        if not (last.text or "").startswith("1"):
+            return row
+        tags = {**last.tags, "finish": "length", "unfinished": "yes"}
+        return replace(row, outcomes=(*row.outcomes[:-1], replace(last, tags=tags)))
 
 
 class ToyTurns(ToyNoting):
