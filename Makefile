@@ -32,8 +32,8 @@ test: .venv/mmrl
 	$(MAKE) --output-sync=target --jobs=3 test-processes test-rest test-models plain types
 
 # Parts of the tests that run at the same time. Those of processes wait for others and for time-outs, so two cores have time for a third job.
-PROCESSES := tests/runtime tests/samplers tests/engines tests/training tests/examples
-MODELS := tests/vision tests/diffusion tests/compression tests/kv_cache tests/inference
+PROCESSES := tests/runtime tests/samplers tests/training
+MODELS := tests/vision tests/diffusion tests/compression tests/kv_cache tests/inference tests/engines tests/examples
 test-processes:
 	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest $(PROCESSES) $(ARGS)
 test-models:
