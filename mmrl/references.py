@@ -107,7 +107,7 @@ def ema(policy: Policy, *, decay: Probability = 0.99, every: PositiveInt = 1) ->
     return Reference(policy, decay, every)
 
 
-@reference
+@reference(copies_policy=True)
 @dataclass(eq=False)
 class SecondModel:
     """Another model that learns beside the policy: a critic, or a model of process rewards.

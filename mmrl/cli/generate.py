@@ -202,8 +202,7 @@ def answers(session: Session, asked: Iterable[Asked], size: int) -> Iterator[tup
     batches = iter(lambda: list(islice(left, size)), [])
     steps = -(-total // size) if total else None
     for batch in track(batches, "answering", steps, console=console, disable=quiet):
-        rows = session.rollout([item.prompt for item in batch])[: len(batch)]  # rows for training come last
-        for item, row in zip(batch, rows, strict=True):
+        for item, row in zip(batch, session.one_each([item.prompt for item in batch]), strict=True):
             yield replace(item, turns=row.turns if len(row.turns) > 1 else ()), row.outcomes[-1]
 
 

@@ -30,10 +30,6 @@ from mmrl.core.types import Clock
 T = TypeVar("T")
 # Options that the run fills, never a configuration.
 FILLED = ("generator", "recipe", "stream", "train_prompts")
-
-# Kinds whose option `policy` is, where it is left out, a model like the run's policy; elsewhere it is none,
-# but for pieces that declare `copies_policy`.
-SECOND = ("reference", "policy")
 # Keys of a piece that are settings of its caller and no options of the piece itself.
 CALLED_WITH = {
     "reward": {
@@ -259,12 +255,11 @@ class Pieces:
             for name, value in options.items()
             if not _left_out(entry, name, value)
         }
-        copies = kind in SECOND or entry.copies_policy
         for name, parameter in entry.options.items():
             match parameter.default:
                 case Piece() as default if name not in options:
                     options[name] = self.make(name, default, place=f"{place}.{name}")
-                case None if name == "policy" and name not in options and self.policy and copies:
+                case None if name == "policy" and name not in options and self.policy and entry.copies_policy:
                     options[name] = self._inner(name, self.policy, f"{place}.{name}")
         weight, label = call.pop("weight", 1.0), call.pop("label", "")
         return Bound(entry, entry.target, options, self.stream, weight, label, call)

@@ -72,12 +72,13 @@ class Worker:
         places = tuple(place.get(id(row.prompt)) for row in rows)
         packed = tuple(map(self._pack, rows, places))
         tells = [piece.tell() for piece in self.pieces.that_are(Telling).values()]
-        return Answered(packed, places, {k: v for told in tells for k, v in told.items()}, os.getpid())
+        return Answered(packed, places, {k: v for part in tells for k, v in part.items()}, os.getpid())
 
     def _pack(self, row: Trajectory, place: int | None) -> Trajectory:
-        if isinstance(self.policy, Portable):
-            row = self.policy.pack(row)
-        return row if place is None else replace(row, prompt=None)
+        if place is None:  # the other side does not have the prompt
+            return row
+        row = self.policy.pack(row) if isinstance(self.policy, Portable) else row
+        return replace(row, prompt=None)
 
     def _load(self, weights: bytes) -> None:
         from safetensors.torch import load

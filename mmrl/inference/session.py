@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -128,8 +129,23 @@ class Session:
             made = prompt_of(f"p{self._asked + len(asked)}", prompt, *lists, read=read)
             asked.append(replace(made, columns=columns))
         self._asked += len(asked)
-        # Engines that add rows for training, such as drafts or a greedy answer, put them last.
-        return self.rollout(asked)[: len(asked)]
+        return self.one_each(asked)
+
+    def one_each(self, prompts: Sequence[Prompt]) -> Rollouts:
+        """Make rollouts and return one for every entry, in order, without those added for training.
+
+        Raises RowError for an engine that plays games, whose turns are several answers.
+        """
+        waiting: dict[str, list[Trajectory]] = defaultdict(list)
+        for row in self.rollout(prompts):
+            if "game" in row.outcomes[-1].tags:
+                raise RowError(
+                    "the engine plays games, which have no single answer; name the folder of the model "
+                    "(checkpoint-*/model) to ask it, or use `rollout`"
+                )
+            waiting[row.prompt.uid].append(row)
+        # Engines that add rows, such as drafts or a greedy answer, put them after the answers to a prompt.
+        return tuple(waiting[prompt.uid].pop(0) for prompt in prompts)
 
 
 def as_conversation(row: Trajectory) -> Conversation:

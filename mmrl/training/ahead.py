@@ -41,8 +41,7 @@ def drawn(run: Run, missing: int) -> list[Prompt]:
     ahead, run.ahead = run.ahead, None
     if ahead is None:
         return run.method.sampler.draw(missing, run.config.rollout.num_generations) if missing > 0 else []
-    places = {prompt.uid: prompt for prompt in run.pieces.made["data"]}
-    prompts = [places[uid] for uid in ahead.uids]
+    prompts = [run.prompts_by_uid[uid] for uid in ahead.uids]
     if not ahead.asked:
         _ask_again(run, ahead, prompts)
     return prompts
@@ -77,9 +76,8 @@ def _copy(run: Run, weights: Sequence[Tensor]) -> None:
 
 def _check_unchanged(run: Run, prompts: Sequence[Prompt]) -> None:
     """Raise for prompts that are not as the data have them: a checkpoint names what is in flight by uid."""
-    own = {prompt.uid: prompt for prompt in run.pieces.made["data"]}
     for prompt in prompts:
-        if own.get(prompt.uid) is not prompt:
+        if run.prompts_by_uid.get(prompt.uid) is not prompt:
             raise ValueError(
                 f"the sampler changed the prompt '{prompt.uid}', which cannot be asked a step ahead; set "
                 "`rollout.max_staleness: 0`"

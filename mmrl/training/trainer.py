@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ from mmrl.core.protocols import (
 )
 from mmrl.core.reward_table import Collection, Measured, RewardTable
 from mmrl.core.rng import Stream
-from mmrl.core.types import Clock, TrainerState
+from mmrl.core.types import Clock, Prompt, TrainerState
 from mmrl.diagnostics.context import Examined
 from mmrl.reporting.metrics import Journal, describe_measured
 from mmrl.reporting.prompts import write_prompts
@@ -148,6 +149,11 @@ class Run:
     def journal(self) -> Journal:
         """The metrics of every reported step."""
         return self.report.journal
+
+    @cached_property
+    def prompts_by_uid(self) -> Mapping[str, Prompt]:
+        """The prompts of the data by name."""
+        return {prompt.uid: prompt for prompt in self.pieces.made["data"]}
 
     @property
     def observers(self) -> list[Observer]:

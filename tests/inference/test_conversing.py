@@ -10,7 +10,9 @@ from PIL import Image
 
 import mmrl
 from mmrl.cli import main
+from mmrl.core.types import Outcome, Prompt, Trajectory
 from mmrl.data.fields import RowError
+from mmrl.inference.session import Session
 from tests.vision.conftest import checkpoint
 
 __all__ = ["checkpoint"]
@@ -93,3 +95,23 @@ def test_chat_prints_the_turns(plan, tmp_path, monkeypatch, capsys):
     lines = capsys.readouterr().out.splitlines()
     assert any(line.startswith("tool: ") for line in lines)
     assert list((tmp_path / "shown").glob("*.png"))
+
+
+def test_rows_for_training_are_not_taken_for_answers_and_games_have_none():
+    def row(uid, text, **tags):
+        return Trajectory(Prompt(uid, ()), uid, (Outcome(text=text, tags=tags),), None, 1)
+
+    class Adding:
+        policy, notes = None, frozenset()
+
+        def rollout(self, prompts):
+            return tuple(
+                made for prompt in prompts for made in (row(prompt.uid, "answer"), row(prompt.uid, "draft"))
+            )
+
+    asked = [Prompt("a", ()), Prompt("b", ())]
+    rows = Session(Adding()).one_each(asked)
+    assert [(one.prompt.uid, one.outcomes[-1].text) for one in rows] == [("a", "answer"), ("b", "answer")]
+    Adding.rollout = lambda self, prompts: (row("a", "a clue", game="a/0"),)
+    with pytest.raises(RowError, match="plays games, which have no single answer"):
+        Session(Adding()).answer("Who is it?")

@@ -65,7 +65,7 @@ class Conversation:
     turns: list[tuple[EncodedPrompt, Tensor]] = field(default_factory=list)
     notes: list[Mapping[str, Tensor]] = field(default_factory=list)
     outcomes: list[Outcome] = field(default_factory=list)  # of the turns
-    said: list[Message] = field(default_factory=list)  # turns and replies
+    messages: list[Message] = field(default_factory=list)  # turns and replies
     temperature: float = 1.0
     shown: int = 0  # images that tools showed
     finish: str = ""  # why it ended
@@ -85,7 +85,7 @@ class Conversation:
         self.turns.append((self.read, answer.steps.ids))
         self.notes.append(answer.notes)
         self.outcomes.append(answer.outcomes[-1])
-        self.said.append(Message("assistant", (Part(answer.outcomes[-1].text or ""),)))
+        self.messages.append(Message("assistant", (Part(answer.outcomes[-1].text or ""),)))
         self.temperature = answer.steps.temperature
 
 
@@ -262,7 +262,7 @@ class WithTools:
             errors, images, parts = max(1, errors), [], [(Part(UNREADABLE),)]
             read = encoder.extend(talk.read, ids, *as_messages(encoder, talk.schemas, parts))
         talk.read, talk.images = read, [*talk.images, *images]
-        talk.said += [Message("tool", reply) for reply in parts]
+        talk.messages += [Message("tool", reply) for reply in parts]
         talk.shown += len(images)
         self.counts["errors"] += errors
 
@@ -304,7 +304,7 @@ class WithTools:
                 "conversation": self.policy.prompt_encoder.transcript(shown),
                 "finish": talk.finish,
             },
-            turns=tuple(talk.said),
+            turns=tuple(talk.messages),
             shown=tuple(map(shrunk, talk.images[len(talk.images) - talk.shown :])),
         )
 

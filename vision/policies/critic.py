@@ -41,7 +41,7 @@ class ValueModel(nn.Module):
         return self.head(hidden.to(self.head.weight.dtype))[..., 0]
 
 
-@register
+@register(copies_policy=True)
 class Critic:
     """A critic of token policies: the value of an answer before each of its tokens.
 
