@@ -1,8 +1,9 @@
-# Each from nothing: `make demo`, `make demo-image`, `make demo-pairs`, `make demo-game`, `make docs`, `make check`, `make test`. Everything is installed into .venv.
+# Each from nothing: `make demo`, `make demo-image`, `make demo-pairs`, `make demo-game`, `make demo-tools`, `make docs`, `make check`, `make test`, `make vllm`.
+# Everything is installed into .venv.
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo demo-image demo-pairs demo-game docs check test test-models test-processes test-rest types plain
+.PHONY: demo demo-image demo-pairs demo-game demo-tools docs check test test-models test-processes test-rest types plain vllm
 demo: .venv/mmrl .venv/clips
 	$(BIN)/python -m examples.video_grounding.demo --videos .venv/clips $(ARGS)
 
@@ -14,6 +15,9 @@ demo-pairs: .venv/pairs .venv/textures
 
 demo-game: .venv/image
 	$(BIN)/python -m examples.visual_game.demo $(ARGS)
+
+demo-tools: .venv/pairs .venv/photographs
+	$(BIN)/python -m examples.visual_tools.demo --photographs .venv/photographs $(ARGS)
 
 # To read it with its search: python -m http.server --directory build/docs
 docs: .venv/mmrl
@@ -45,6 +49,10 @@ types: .venv/mmrl
 	$(BIN)/basedpyright
 	$(BIN)/basedpyright -p tests/imports.json
 
+# An environment with vLLM for CPUs, for the tests marked `vllm`: MMRL_VLLM=.venv-vllm .venv/bin/python -m pytest -m vllm
+vllm:
+	sh tests/vllm_install.sh .venv-vllm $(ARGS)
+
 # What a user without any extra gets: every command once, in an environment of its own.
 plain:
 	sh tests/plain_install.sh .venv-plain
@@ -72,4 +80,12 @@ plain:
 .venv/textures: .venv/mmrl
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --upgrade --target $@.part scikit-image==0.26.0
 	rm -rf $@ && mkdir $@ && cp $(addprefix $@.part/skimage/data/,brick.png grass.png gravel.png) $@
+	rm -rf $@.part
+
+# Photographs out of two packages, of which only these files are wanted.
+PHOTOGRAPHS := $(addprefix skimage/data/,astronaut.png chelsea.png coffee.png hubble_deep_field.jpg motorcycle_left.png rocket.jpg) \
+	$(addprefix sklearn/datasets/images/,china.jpg flower.jpg)
+.venv/photographs: .venv/mmrl
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --upgrade --target $@.part scikit-image==0.26.0 scikit-learn==1.9.1
+	rm -rf $@ && mkdir $@ && cp $(addprefix $@.part/,$(PHOTOGRAPHS)) $@
 	rm -rf $@.part

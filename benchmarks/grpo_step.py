@@ -18,6 +18,7 @@ import json
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
@@ -63,12 +64,12 @@ def make_data(folder: Path, visual: int, rows: int) -> Path:
     return folder / f"{visual}.jsonl"
 
 
-def make_run(folder: Path, model: Path, data: Path, length: int):
+def make_run(folder: Path, model: Path, data: Path, length: int, dtype: str = "float32", **changes):
     from mmrl.build import build
     from mmrl.config.schema import Config, Learn, Piece, Rollout
 
     config = Config(
-        policy=Piece("vision.tokens", {"model": str(model), "dtype": "float32"}),
+        policy=Piece("vision.tokens", {"model": str(model), "dtype": dtype}),
         data=Piece("vision.visual_qa", {"path": str(data)}),
         rollout=Rollout(
             (Piece("vision.generate", {"max_completion_length": length}),),
@@ -82,7 +83,7 @@ def make_run(folder: Path, model: Path, data: Path, length: int):
         output_dir=str(folder / "run"),
         overwrite_output_dir=True,
     )  # fmt: skip
-    run = build(config, quiet=True)
+    run = build(replace(config, **changes), quiet=True)
     run.policy.prompt_encoder.end = [-1]
     return run
 
@@ -98,7 +99,7 @@ def step_once(run, number: int):
     return collection
 
 
-def make_trainer(folder: Path, model: Path, data: Path, length: int, steps: int):
+def make_trainer(folder: Path, model: Path, data: Path, length: int, steps: int, dtype: str = "float32"):
     from datasets import Dataset
     from PIL import Image
     from transformers import AutoModelForImageTextToText, AutoProcessor
@@ -113,7 +114,8 @@ def make_trainer(folder: Path, model: Path, data: Path, length: int, steps: int)
     content = [{"type": "image"}, {"type": "text", "text": QUESTION}]
     rows = [{"prompt": [{"role": "user", "content": content}], "images": [image]}] * steps
     settings = GRPOConfig(
-        output_dir=str(folder / "trl"), use_cpu=True, bf16=False, report_to="none", save_strategy="no",
+        output_dir=str(folder / "trl"), use_cpu=not torch.cuda.is_available(),
+        bf16=dtype == "bfloat16", report_to="none", save_strategy="no",
         logging_strategy="no", disable_tqdm=True, max_steps=steps, per_device_train_batch_size=GROUP,
         num_generations=GROUP, max_completion_length=length, gradient_checkpointing=False, learning_rate=1e-6,
         loss_type="grpo", beta=0.0, generation_kwargs={"min_new_tokens": length}, shuffle_dataset=False,
@@ -124,10 +126,18 @@ def make_trainer(folder: Path, model: Path, data: Path, length: int, steps: int)
     )  # fmt: skip
 
 
+def clock() -> float:
+    """Read the processor time of this process, or on a GPU the time when all it was asked for is done."""
+    if not torch.cuda.is_available():
+        return time.process_time()
+    torch.cuda.synchronize()
+    return time.perf_counter()
+
+
 def seconds_of(call: Callable[[], object]) -> float:
-    start = time.process_time()
+    start = clock()
     call()
-    return time.process_time() - start
+    return clock() - start
 
 
 def by_mkl(call: Callable, *args: object) -> None:
@@ -142,20 +152,22 @@ def by_mkl(call: Callable, *args: object) -> None:
 # ---- one GRPO step
 
 
-def compare_steps(folder: Path, model: Path, data: Path, length: int, repeats: int) -> dict:
+def compare_steps(
+    folder: Path, model: Path, data: Path, length: int, repeats: int, dtype: str = "float32"
+) -> dict:
     """Let both trainers take steps in turn."""
     from transformers import TrainerCallback
 
-    run = make_run(folder, model, data, length)
-    trainer = make_trainer(folder, model, data, length, repeats + 1)
+    run = make_run(folder, model, data, length, dtype)
+    trainer = make_trainer(folder, model, data, length, repeats + 1, dtype)
     taken: dict[str, list[float]] = {"trl": [], "mmrl": [], "mmrl_mkl": []}
 
     class Turns(TrainerCallback):
         def on_step_begin(self, args, state, control, **others):
-            self.began = time.process_time()
+            self.began = clock()
 
         def on_step_end(self, args, state, control, **others):
-            taken["trl"].append(time.process_time() - self.began)
+            taken["trl"].append(clock() - self.began)
             at = 2 * state.global_step
             taken["mmrl"].append(seconds_of(lambda: step_once(run, at)))
             taken["mmrl_mkl"].append(seconds_of(lambda: by_mkl(step_once, run, at + 1)))
@@ -195,7 +207,10 @@ def compare_gradients(run, trainer, number: int) -> float:
     inputs["prompt_mask"] = inputs["prompt_mask"].long()
     both = torch.cat([inputs["prompt_ids"], ids], 1)
     inputs["mm_token_type_ids"] = (both == model.config.image_token_id).long()
-    trainer._compute_loss(model, inputs).backward()
+    inputs = {name: x.to(model.device) if isinstance(x, torch.Tensor) else x for name, x in inputs.items()}
+    with trainer.compute_loss_context_manager():
+        loss = trainer._compute_loss(model, inputs)
+    loss.backward()
     theirs = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     if ours.keys() != theirs.keys():
         raise ValueError(f"not the same parameters learn: {sorted(ours.keys() ^ theirs.keys())}")

@@ -5,8 +5,9 @@
 Every variant of configs/methods/grpo that applies trains the same model from the same start, with as many
 rollouts of the same prompts and one learning rate; why others do not is printed. Rates were tried with GRPO
 alone, at a seed that is not in the table (`RATES` in league_tasks.py). Each run is one of mmrl and goes on
-where it was killed; a finished one is kept as a JSON file and not made again. Seeds are the outer loop, so
-that a table that is not finished compares the same seeds. `--budget` ends between two runs.
+where it was killed; a finished one is a line of results/league_TASK_runs.jsonl and not made again, on another
+machine either. Seeds are the outer loop, so that a table that is not finished compares the same seeds.
+`--budget` ends between two runs.
 
 Differences are paired by seed and held-out prompt, with a 95 % bootstrap interval over both. Three seeds make
 it too narrow, so a difference counts only where it is also larger than that of "grpo, other seeds", GRPO
@@ -30,6 +31,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.league_runs import Finished
 from benchmarks.league_table import draw, markdown, summarise
 from benchmarks.league_tasks import BASE, CONTROLS, TASKS, configuration, reason_to_skip, variants, warm_up
 from benchmarks.samplers import Meter
@@ -87,12 +89,11 @@ def before(shared: Mapping[str, Any], place: Path) -> dict[str, float]:
     return json.loads(place.read_text())
 
 
-def one(name: str, shared: Mapping[str, Any], seed: int, home: Path) -> dict[str, Any]:
+def one(name: str, shared: Mapping[str, Any], seed: int, home: Path, finished: Finished) -> dict[str, Any]:
     """Return what a method reached from a seed, trained now if it was not; or `skipped`: why it was not."""
-    stem = f"{name.replace(', ', '_').replace(' ', '_')}-{seed}"
-    place, folder = home / "done" / f"{stem}.json", home / "runs" / stem
-    if place.exists():
-        return json.loads(place.read_text())
+    if (name, seed) in finished.runs:
+        return finished.runs[name, seed]
+    folder = home / "runs" / f"{name.replace(', ', '_').replace(' ', '_')}-{seed}"
     raw = configuration(name, shared, folder, seed)
     if reason := reason_to_skip(name, raw):
         return {"skipped": reason}
@@ -102,14 +103,14 @@ def one(name: str, shared: Mapping[str, Any], seed: int, home: Path) -> dict[str
         return {"skipped": str(error)}
     except (ValueError, RuntimeError) as error:  # said in the table; the others go on
         return {"skipped": f"it failed at seed {seed}: {error}"}
-    place.parent.mkdir(exist_ok=True)
-    place.write_text(json.dumps(found) + "\n")
+    finished.add(found)
     shutil.rmtree(folder)
     return found
 
 
 def league(shared: Mapping[str, Any], start: Mapping[str, float], given: argparse.Namespace) -> None:
     """Make the runs that are not there yet, within the budget; write the table after every seed."""
+    finished = Finished(given.results / f"league_{given.task}_runs.jsonl", settings(shared, given), start)
     runs: list[dict[str, Any]] = []
     skipped: dict[str, str] = {}
     began = time.monotonic()
@@ -119,7 +120,7 @@ def league(shared: Mapping[str, Any], start: Mapping[str, float], given: argpars
                 continue
             if time.monotonic() - began > given.budget:
                 return write(runs, skipped, start, shared, given)
-            found = one(name, shared, seed, given.home)
+            found = one(name, shared, seed, given.home, finished)
             if "skipped" in found:
                 skipped[name] = found["skipped"]
                 print(f"skipped {name}: {skipped[name]}", flush=True)
@@ -131,19 +132,23 @@ def league(shared: Mapping[str, Any], start: Mapping[str, float], given: argpars
     return None
 
 
+def settings(shared: Mapping[str, Any], given: argparse.Namespace) -> dict[str, Any]:
+    """Say what all runs share, in numbers."""
+    size = shared["rollout"]
+    return {
+        "task": given.task,
+        "steps": shared["max_steps"],
+        "num_prompts": size["num_prompts"],
+        "num_generations": size["num_generations"],
+        "learning_rate": shared["learn"]["learning_rate"],
+    }
+
+
 def write(runs: Sequence[Mapping[str, Any]], skipped: Mapping[str, str], start: Mapping[str, float],
           shared: Mapping[str, Any], given: argparse.Namespace) -> None:  # fmt: skip
     """Write the table as Markdown and JSON, and the plot."""
-    settings = {
-        "task": given.task,
-        "steps": shared["max_steps"],
-        "num_prompts": shared["rollout"]["num_prompts"],
-        "num_generations": shared["rollout"]["num_generations"],
-        "learning_rate": shared["learn"]["learning_rate"],
-        "held_out_prompts": len(start),
-    }
-    found = {**settings, **summarise(runs, start), "skipped": skipped}
-    given.results.mkdir(parents=True, exist_ok=True)
+    shown = {**settings(shared, given), "held_out_prompts": len(start)}
+    found = {**shown, **summarise(runs, start), "skipped": skipped}
     place = given.results / f"league_{given.task}"
     place.with_suffix(".json").write_text(json.dumps(found, indent=1) + "\n")
     place.with_suffix(".md").write_text(text := markdown(found))
@@ -182,7 +187,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given.home = given.output / (f"{given.task}_quick" if given.quick else given.task)
     if given.quick:
         given.seeds, given.results = 1, given.home
-    given.home.mkdir(parents=True, exist_ok=True)
+    for folder in (given.home, given.results):
+        folder.mkdir(parents=True, exist_ok=True)
     logging.disable_progress_bar()
     torch.set_num_threads(1)
     shared = TASKS[given.task](given.home, given.source, given.quick)

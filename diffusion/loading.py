@@ -11,7 +11,13 @@ import torch
 from torch import nn
 
 from mmrl.config import objects
-from mmrl.runtime.modules import DTYPES, keep_training_precision, model_source
+from mmrl.runtime.modules import (
+    DTYPES,
+    copy_weights,
+    keep_training_precision,
+    model_source,
+    widest_dtype,
+)
 
 # diffusers' names of the adapter's file, of this network in it, and of the settings in the file's header
 ADAPTER_FILE = "pytorch_lora_weights.safetensors"
@@ -67,13 +73,12 @@ def modules_of(pipe: Any, but: tuple[str, ...] = ()) -> Iterator[nn.Module]:
                 yield part
 
 
-@torch.no_grad()
 def load_network(network: nn.Module, folder: Path) -> None:
     """Load the weights of a network from the folder of a saved pipeline, bit for bit."""
     # The folder holds trained weights in float32; read in the widest precision, nothing is lost.
-    widest = max((parameter.dtype for parameter in network.parameters()), key=lambda dtype: dtype.itemsize)
-    saved = type(network).from_pretrained(str(folder / "transformer"), dtype=widest, use_safetensors=True)
-    network.load_state_dict(saved.state_dict())
+    folder = folder / "transformer"
+    widest = widest_dtype(network, folder)
+    copy_weights(network, type(network).from_pretrained(str(folder), dtype=widest, use_safetensors=True))
 
 
 def add_lora(network: nn.Module, rank: int, alpha: float, targets: Sequence[str]) -> None:

@@ -24,6 +24,9 @@ from mmrl.references import SecondModel
 from mmrl.reporting.metrics import Trackers
 from mmrl.runtime.distributed import Processes
 from mmrl.runtime.files import check_hub
+from mmrl.runtime.modules import loading_onto
+from mmrl.runtime.ray_rewards import with_actors
+from mmrl.training import consulting
 from mmrl.training.collect import RewardCoverage
 from mmrl.training.evaluate import Evaluator
 from mmrl.training.method import Method
@@ -47,9 +50,11 @@ def build(config: Config, *, quiet: bool = False) -> Run:
     sampler = make_chain(pieces, "sampler", config.sampler, data, "sampler")
     torch.manual_seed(config.seed)  # adapters draw their first weights from the global stream
     processes = Processes(config.ddp_timeout)
-    policy, objective = make("policy"), make("objective")
+    with loading_onto(processes.load_device):
+        policy, objective = make("policy"), make("objective")
     optimizer = processes.place(policy, make("learn.optimizer"), config.learn.max_grad_norm)
-    references = make("references", policy)
+    with loading_onto(processes.load_device):
+        references = make("references", policy)
     check_outputs(config, objective.needs, {"": policy.says})
     method = Method(
         policy=policy,
@@ -57,7 +62,7 @@ def build(config: Config, *, quiet: bool = False) -> Run:
         references=references,
         sampler=sampler,
         engine=make_chain(pieces, "engine", config.rollout.engine, policy, "rollout.engine"),
-        rewards=make("rewards"),
+        rewards=with_actors(make("rewards")),
         group_filter=make("group_filter"),
         chain=make("advantage"),
         objective=objective,
@@ -65,6 +70,7 @@ def build(config: Config, *, quiet: bool = False) -> Run:
         noted=pieces.notes,
     )
     _connect(pieces, policy, processes)
+    consulting.connect(pieces, policy, references, processes, config.learn.micro_batch_steps)
     evaluator = make_evaluator(config, eval_prompts, policy, processes) if eval_prompts else None
     if evaluator:
         evaluator.prepare = list(pieces.that_are(Preparing).values())
@@ -175,7 +181,7 @@ def make_evaluator(
         processes=processes,
         stream=stream,
         engine=make_chain(pieces, "engine", wanted.engine, policy, "evaluation.engine"),
-        rewards=pieces.make_field(config, "evaluation.rewards"),
+        rewards=with_actors(pieces.make_field(config, "evaluation.rewards")),
         metrics=pieces.make_field(config, "evaluation.metrics"),
         num_generations=wanted.num_generations,
         confidence=wanted.confidence,
@@ -201,9 +207,9 @@ def load_engine(
 ) -> Session:
     """Load a model for inference: `load_engine("run.yaml").answer("What is this?", images=["a.png"])`.
 
-    The engine has its cache and transforms; `rollout` answers prompts as in training. A model without a
-    configuration samples as `transformers chat` does: at temperature 1, at most 256 tokens. Raises
-    `ConfigError` where the configuration names no engine.
+    The engine has its cache and transforms; it draws numbers of its own, and makes no rows that only training
+    learns from. A model without a configuration samples as `transformers chat` does: at temperature 1, at
+    most 256 tokens. Raises `ConfigError` where the configuration names no engine.
 
     Args:
         source: File or configuration (of a training run its rollout engine, of an evaluation its engine), the
@@ -228,15 +234,17 @@ def check_source(source: ModelSource) -> Pieces:
 
 def open_source(source: ModelSource) -> Session:
     """Load the model of a source and make its engine."""
-    pieces = check_source(source)
-    policy = _load_policy(source.config, pieces, Processes(), source.weights)
+    # Weights that are drawn are those of a training run; engines draw from streams of their own.
+    policy = _load_policy(source.config, check_source(source), Processes(), source.weights)
+    pieces = Pieces(Stream(source.config.seed, purpose="inference"))
     return Session(make_chain(pieces, "engine", source.engines, policy, source.place), source.data)
 
 
 def _load_policy(
     config: Config | EvaluateConfig, pieces: Pieces, processes: Processes, weights: Path | None = None
 ) -> Policy:
-    policy = pieces.make("policy", config.policy)
+    with loading_onto(processes.load_device, learns=False):
+        policy = pieces.make("policy", config.policy)
     policy.module.to(processes.device)
     if weights is not None:
         policy.load(weights)

@@ -22,7 +22,7 @@ def operations(engine: Engine) -> Iterator[Mapping[str, float]]:
     if isinstance(engine, Asking):
         raise ConfigError(
             "`cost_metrics: [operations]` counts what this process computes, but the engine computes in "
-            "others; name an `evaluation.engine` without ray_workers, or set `cost_metrics: []`"
+            "others; name an `evaluation.engine` without ray_workers and servers, or set `cost_metrics: []`"
         )
     spent: dict[str, float] = {}
     with CountOperations() as count:

@@ -111,7 +111,8 @@ def _look(small: Config, config: Config) -> Examined:
         return _look(replace(small, policy=policy), config)
 
     memory = estimate_with(config, run.policy, [row.prompt for row in collection.rollouts])
-    memory = {**memory, f"activations of {run.guard.micro_batch_steps} steps (measured)": saved}
+    if "learning/activations" not in memory:  # else an estimate measured them with rows of the full length
+        memory = {**memory, f"learning/activations of {run.guard.micro_batch_steps} steps": saved}
     return Examined(
         config=config,
         policy=run.policy,

@@ -367,6 +367,8 @@ STAND_INS = {
     "vision.with_window": "tests.support.toys:ToyWindow",
     "vision.with_think_region": "tests.support.observing:ToyThoughts",
     "vision.with_drafts": "tests.support.observing:ToyThoughts",  # the toys read no texts
+    "vision.with_hint_reliance": "tests.support.observing:ToyThoughts",
+    "vision.by_role": "tests.support.observing:ToyThoughts",  # nor have they adapters
 }
 
 

@@ -36,6 +36,7 @@ OPTIONS = {
     ("advantage", "for_turns"): {"advantage": ["group_center"], "where": {"stage": "clue"}},
     ("advantage", "per_episode"): {"advantage": ["group_center"]},
     ("advantage", "action_credit"): {"of": "right"},
+    ("advantage", "share_among_turns"): {"of": "right"},
     ("advantage", "information_gain"): {"of": "right"},
     ("advantage", "alternate"): {"of": "right", "patience": 1},
     ("advantage", "delegated_reward"): {"of": "right", "main": "a"},
@@ -61,6 +62,7 @@ OPTIONS = {
     ("advantage", "set_baseline"): {"of": "right", "size": 2},
     ("advantage", "variance_width"): {"of": "right"},
     ("advantage", "scale_hinted"): {"of": "right"},
+    ("advantage", "hint_reward"): {"of": "right"},
     ("advantage", "length_band"): {"of": "right", "shortest": 2},
     ("advantage", "vision.temporal_contrast"): {"of": "right"},
     ("aggregation", "fixed_length"): {"max_completion_length": 7},
@@ -206,6 +208,7 @@ def scored(rollouts: Rollouts, rank: int = 0) -> RewardTable:
         "ref/logp": logp - place,
         "prm/logp": logp + place,
         "critic/value": logp - 2 * place,
+        "verifier/value": logp.exp(),
         "planner/value": logp + place,
         "terminator/value": logp + 2 * place,
         "old/logp": logp,
@@ -254,6 +257,8 @@ def batch_of(
         pytest.fail(f"the toy policy does not say {sorted(strange - policy.says)}; teach tests/toy_flow.py")
     batch = spread(credit_of(sizes, equal), policy.collate(collected(sizes, equal)))
     batch = batch.replace(mask=batch.mask.double(), advantage=batch.advantage.double())
+    if "value_logit" in needs.extra:  # learned from probabilities alone
+        batch = batch.replace(advantage=batch.advantage.sigmoid())
     batch = batch.replace(notes={name: note.double() for name, note in batch.notes.items()})
     generator = torch.Generator().manual_seed(7)
     with torch.no_grad():

@@ -36,6 +36,7 @@ DEFAULTS = {
         "bilevel_pairs": {"margin": 0.0, "threshold": 0.5},  # our reading of AdaR1
         "tempsamp_downscale": {"factor": 0.8, "max_reward": 1.0},
         "best_hint": {"threshold": 0.0, "temperature": 0.3},  # HiLL
+        "hint_reward": {"threshold": 0.0, "temperature": 0.3},
         "first_success": {"threshold": 0.0, "replace": 1},  # Scaf-GRPO
         "group_center": {"shift": 0.0},
         "group_normalize": {"eps": 1e-4},
@@ -66,6 +67,8 @@ DEFAULTS = {
         "log_mean_exp": {"tau": 1.0},
         "negative_only": {"positive_weight": 0.0},
         "rarity_weights": {"alpha": 1.0, "sigma": 0.2, "eps": 1e-6},  # VeRPO
+        "turn_discount": {"gamma": 0.9},  # our reading of VeRPO
+        "share_among_turns": {"above": 0.5, "largest": 1.0},  # meow-tea-taro
         "semantic_entropy": {"alpha": 0.0417},  # SEED-GRPO
         "serial_decay": {"base": 2.0},  # S-GRPO
         "gae": {"gamma": 1.0, "lam": 0.95},  # GAE
@@ -112,6 +115,7 @@ DEFAULTS = {
         "sft": {"coef": 0.5},
         "k1": KL,
         "k2": KL,
+        "kl_abs": KL,
         "k3": KL,
         "entropy_bonus": {"coef": 0.001},
         "entropy_corridor": {**KL, "mean": 0.0, "low": 0.5, "high": 1.5, "delta": 0.1},  # EPO's scripts
@@ -186,7 +190,10 @@ DEFAULTS = {
         "with_difficulty_hints": {"max_hint": 0.5, "share": 0.5, "max_reward": 1.0},
         "with_experience": {"max_experiences": 50},
         "with_reflection": {"threshold": 0.5, "window": 16, "max_letters": 4000},  # our reading
-        "with_hints": {"cuts": 4, "num_hinted": 1, "hints_per_round": 1, "start": 0, "threshold": 0.0},
+        "with_hints": {
+            **{"written": 0, "cuts": 4, "num_hinted": 1, "hints_per_round": 1, "start": 0},
+            "threshold": 0.0,
+        },
     },
     "solver": {
         "diffusion.cps": {"noise_level": 0.8},

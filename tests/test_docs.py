@@ -362,6 +362,7 @@ RARE = {
     },
     **{f"majority/{name}": "mmrl/rewards/votes.py" for name in ("share", "parts")},
     "judge/unread": "mmrl/rewards/asking.py",
+    "judge/mass": "mmrl/rewards/judge.py",
     **{f"pairwise_judge/{name}": "mmrl/rewards/pairwise_judge.py" for name in ("consistency", "first")},
     "tournament/consistency": "mmrl/rewards/tournament.py",
     "checklist/misquoted": "mmrl/rewards/checklist.py",
@@ -371,6 +372,7 @@ RARE = {
     **{f"game/{name}": "mmrl/engines/play.py" for name in ("turns", "unfinished")},
     "game/share_of_turns/{role}": "mmrl/engines/play.py",
     "workers/restarts": "mmrl/engines/ray_workers.py",
+    **{f"vllm/{name}": "vision/engines/vllm.py" for name in ("servers", "asked_again", "publish_seconds")},
     "reversed/{metric}": "mmrl/objectives/bidirectional.py",
     "sampler/unfinished": "mmrl/samplers/unfinished.py",
     "skipped_updates": "mmrl/training/trainer.py",
@@ -434,7 +436,14 @@ def written(tmp_path_factory) -> set[str]:
         "advantage": ["total", "lambda_returns"],
         "objective": "value_regression",
     }
-    second = plan(folder / "second", advantage=["total", "gae"], references={"critic": critic})
+    chance = {
+        "name": "second_model",
+        "policy": {"name": "tests.support.toys:ToyCritic", "probability": True},
+        "advantage": [{"name": "pick", "of": "share_right"}, "value_targets"],
+        "objective": "value_cross_entropy",
+    }
+    learning = {"critic": critic, "chance": chance}
+    second = plan(folder / "second", advantage=["total", "gae"], references=learning)
     names: set[str] = set()
     for raw in (text, image, pair, single, second):
         toy = build(parse({**raw, "max_steps": 2, "report": {"trackers": []}}, Config), quiet=True)

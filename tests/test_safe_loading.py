@@ -22,7 +22,14 @@ ROOT = Path(__file__).parents[1]
 FOLDERS = ("mmrl", "vision", "diffusion", "compression", "benchmarks")
 FILES = sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))
 # What is loaded with these holds no weights; peft's weights are looked for before it may choose a pickle.
-WITHOUT_WEIGHTS = ("AutoProcessor", "AutoTokenizer", "AutoConfig", "CLIPProcessor", "CLIPImageProcessor")
+WITHOUT_WEIGHTS = (
+    "PeftConfig",
+    "AutoProcessor",
+    "AutoTokenizer",
+    "AutoConfig",
+    "CLIPProcessor",
+    "CLIPImageProcessor",
+)
 
 
 FORBIDDEN = ("pickle.load", "pickle.loads", "joblib.load", "torch.jit.load", "marshal.loads", "yaml.load")

@@ -115,9 +115,8 @@ class Episode(Owner):
     ) -> Tool:
         kind = self.kind
         retries = kind.retries if name == "reset" else 0
-        return Tool(
-            name, function, NOTHING, frozenset(), {}, kind.timeout, retries, kind.on_error, owner, convert
-        )
+        limits: dict[str, Any] = {"timeout": kind.timeout, "retries": retries, "on_error": kind.on_error}
+        return Tool(name, function, NOTHING, frozenset(), {}, **limits, owner=owner, convert=convert)
 
     def _given(self, columns: Mapping[str, Any], images: Sequence[Media]) -> dict[str, Any]:
         """Collect what `reset` takes: copies of the columns of the row and of its images, and `seed`."""

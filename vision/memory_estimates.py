@@ -1,36 +1,189 @@
-"""Memory of the KV cache of generation and of the step table."""
+"""Memory of token policies: of generation, and of a micro-batch that is learned from."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence, Set
+from contextlib import AbstractContextManager
+from typing import TypeVar
 
+import torch
+
+from mmrl.config.binding import Pieces
 from mmrl.config.registry import find, memory_estimate
 from mmrl.config.schema import Config
+from mmrl.core import onednn
+from mmrl.core.rng import Stream
 from mmrl.core.types import Prompt
 from mmrl.kv_cache.hf_cache import head_size
+from mmrl.kv_cache.tails import room_of
+from mmrl.runtime.allocations import Allocations
+from mmrl.runtime.modules import LOW, evaluating
+from mmrl.vision.decoding import step_model
+from mmrl.vision.decoding.decoding import CachedReader, draw_tokens
+from mmrl.vision.decoding.token_steps import TokenSteps
 from mmrl.vision.models.loading import TokenPolicy
+from mmrl.vision.models.processor import EncodedPrompt
 
 COLUMNS = 5  # mask, advantage, weight, and the engine's log-probability and entropy
+ROWS = 4  # of the passes that are measured
+LENGTHS = (4, 20, 36)  # tokens of their answers
+T = TypeVar("T")
 
 
 @memory_estimate
 def tokens(config: Config, policy: TokenPolicy, prompts: Sequence[Prompt]) -> Mapping[str, float]:
-    """Estimate the KV cache of the rows that are generated at once, unquantised, and the step table."""
+    """Estimate generation with an unquantised cache, the step table, and a micro-batch of learning.
+
+    Activations and logits are measured with a few short rows, and scaled up: they are linear in tokens,
+    because attention by fused kernels stores no scores; only the mask of packed rows grows with the square.
+    All answers are taken to be as long as they may be, all prompts as long as the longest of `prompts`.
+    """
     engine = config.rollout.engine[0]
-    if engine.name != "vision.generate":
+    if engine.name != "vision.generate" or not prompts:
         return {}
     defaults = {name: p.default for name, p in find("engine", engine.name).options.items()}
     options = defaults | dict(engine.options)
-    rows = config.rollout.num_prompts * config.rollout.num_generations
     longest = options["max_completion_length"]
+    encoded = max((policy.prompt_encoder.encode(prompt) for prompt in prompts), key=lambda e: len(e.ids))
+    total = config.rollout.num_prompts * config.rollout.num_generations
+    at_once = min(options["batch_size"] or total, total)
+    others = 1 + len(config.references)  # log-probabilities of `old` and of each reference
+    sizes = _generation(
+        policy, encoded, at_once, math.ceil(at_once / config.rollout.num_generations), longest
+    )
+    sizes |= {"step table": 4.0 * total * longest * (COLUMNS + others)}  # float32
+    module = getattr(policy, "module", None)
+    if isinstance(module, step_model.StepModel) and config.learn.num_iterations:
+        sizes |= _learning(config, policy, module, encoded, longest)
+    return sizes
+
+
+def cache_bytes(policy: TokenPolicy, prompt_tokens: int, answer_tokens: int) -> float:
+    """Compute the bytes of keys and values of this many tokens of prompts and of answers, unquantised."""
     text = policy.model.config.get_text_config()
     # Not every config has this; some have it as null or under an alias.
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-    before = max((len(policy.prompt_encoder.encode(prompt).ids) for prompt in prompts), default=0)
-    size = heads * head_size(text) * policy.compute.itemsize
-    token = 2 * text.num_hidden_layers * size  # bytes; 2: keys and values
-    others = 1 + len(config.references)  # log-probabilities of `old` and of each reference
+    token = 2 * text.num_hidden_layers * heads * head_size(text) * policy.compute.itemsize
+    return float(token * (prompt_tokens + answer_tokens))
+
+
+def _generation(
+    policy: TokenPolicy, encoded: EncodedPrompt, rows: int, prompts: int, longest: int
+) -> dict[str, float]:
+    """Estimate the cache, the passes over prompts and over one token of all rows, and packed weights."""
+    length = len(encoded.ids)
+    before = (prompts if policy.share_prefix else rows) * length  # tokens of prompts in the cache
+    with torch.no_grad(), evaluating(policy.model), _autocast(policy):
+        prefill, reader = _measured(lambda: CachedReader(policy, [encoded]))
+        decode, _ = _measured(lambda: _decoded(CachedReader(policy, [encoded] * ROWS)))
+    prompt_pass = max(0.0, prefill - cache_bytes(policy, length, 0)) * prompts
+    # The pass of a token of ROWS rows, without the prompt's pass before it.
+    row_pass = max(0.0, decode - prefill - cache_bytes(policy, 0, ROWS * room_of(1))) / ROWS * rows
+    del reader
     return {
-        "cache": (options["batch_size"] or rows) * (before + longest) * token,  # 0: all rows at once
-        "step table": 4 * rows * longest * (COLUMNS + others),  # float32
+        "rollouts/cache": cache_bytes(policy, before, rows * room_of(longest)),
+        "rollouts/passes": max(prompt_pass, row_pass),
+        "rollouts/packed weights": float(onednn.packed_bytes(policy.model)),
     }
+
+
+def _decoded(reader: CachedReader) -> object:
+    logits = reader.read(None)
+    return draw_tokens(logits, torch.full((len(logits),), 0.5, device=logits.device))
+
+
+def _learning(
+    config: Config, policy: TokenPolicy, module: step_model.StepModel, encoded: EncodedPrompt, longest: int
+) -> dict[str, float]:
+    """Estimate what a micro-batch keeps for its backward pass, and its logits."""
+    learn, rollout = config.learn, config.rollout
+    extra: Set[str] = Pieces(Stream(config.seed)).make_field(config, "objective").needs.extra
+    prompts, rows, micros = micro_batch(
+        len(encoded.ids), longest, math.ceil(rollout.num_prompts / learn.minibatches),
+        rollout.num_generations, learn.micro_batch_steps,
+    )  # fmt: skip
+    measured = {ROWS * length: _states_bytes(policy, module, encoded, length) for length in LENGTHS}
+    # A packed sequence has a mask of all its pairs of tokens.
+    kept = prompts * extrapolated(measured, rows * longest // prompts, square=module.checkpointed)
+    logits = _logits_bytes(policy, extra, rows * longest)
+    head = policy.model.get_output_embeddings().weight
+    logits += head.nbytes if head.requires_grad else 0  # its new gradient, until it is added
+    gradients = float(sum(p.nbytes for p in module.parameters() if p.requires_grad))
+    if micros == 1:
+        # Gradients come into being while activations are freed, so the larger of both is what counts.
+        kept, logits = max(0.0, kept - gradients), max(0.0, logits - max(0.0, gradients - kept))
+    return {"learning/activations": kept, "learning/logits": logits}
+
+
+def micro_batch(
+    before: int, longest: int, prompts: int, answers: int, max_steps: int
+) -> tuple[int, int, int]:
+    """Compute the prompts and rows of the largest micro-batch, and the number of micro-batches of a part.
+
+    A part has `prompts` of `before` tokens, each with `answers` of the `longest` length; a micro-batch has at
+    most `max_steps` tokens, or one row.
+    """
+    group = before + answers * longest
+    if group <= max_steps:
+        whole = min(prompts, max_steps // group)
+        return whole, whole * answers, math.ceil(prompts / whole)
+    rows = max(1, min(answers, (max_steps - before) // longest))
+    return 1, rows, prompts * math.ceil(answers / rows)
+
+
+def extrapolated(measured: Mapping[int, float], count: int, *, square: bool) -> float:
+    """Continue a line through the first and last of measured values, or a parabola through three, to a count.
+
+    `measured` maps counts to values, in rising order.
+    """
+    (x, f), (y, g), (z, h) = measured.items()
+    bend = ((h - g) / (z - y) - (g - f) / (y - x)) / (z - x) if square else 0.0  # divided differences
+    slope = (g - f) / (y - x) if square else (h - f) / (z - x)
+    return max(0.0, f + slope * (count - x) + bend * (count - x) * (count - y))
+
+
+def _states_bytes(
+    policy: TokenPolicy, module: step_model.StepModel, encoded: EncodedPrompt, length: int
+) -> int:
+    """Measure what `ROWS` answers of one length and their prompt keep for the backward pass."""
+    end = policy.prompt_encoder.end[0]
+    steps = TokenSteps(
+        (encoded,), torch.zeros(ROWS, dtype=torch.int64), torch.full((ROWS, length), end),
+        torch.full((ROWS,), length), torch.ones(ROWS),
+    )  # fmt: skip
+    with _autocast(policy), Allocations() as counted:
+        hidden = module.states(steps)
+        live = counted.live
+        del hidden
+    return live
+
+
+def _logits_bytes(policy: TokenPolicy, extra: Set[str], count: int) -> float:
+    """Measure the logits of the head and their gradients, for as many tokens as exist at once."""
+    head = policy.model.get_output_embeddings()
+    weight = head.weight
+    most = min(count, max(1, step_model.LOGIT_BYTES // (4 * weight.shape[0])))
+    sample = min(most, 16)
+    hidden = torch.zeros(sample, weight.shape[1], dtype=policy.compute, device=weight.device)
+    hidden.requires_grad_()
+    ids = torch.zeros(sample, dtype=torch.int64, device=weight.device)
+    with _autocast(policy), Allocations() as counted:
+        values = step_model.chunked_logp(
+            hidden, head, ids, torch.ones(sample, device=weight.device), policy.prompt_encoder.placeholders,
+            extra & {"entropy"},
+        )  # fmt: skip
+        torch.autograd.grad(sum(value.sum() for value in values.values()), hidden)
+    return counted.peak / sample * most
+
+
+def _autocast(policy: TokenPolicy) -> AbstractContextManager:
+    kind = policy.core.get_input_embeddings().weight.device.type
+    return torch.autocast(kind, policy.compute, enabled=policy.compute in LOW)
+
+
+def _measured(call: Callable[[], T]) -> tuple[float, T]:
+    """Return the most bytes that a call had allocated at once, and its result."""
+    with Allocations() as counted:
+        result = call()
+    return float(counted.peak), result

@@ -9,6 +9,7 @@ import threading
 import time
 import typing
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from numbers import Number
 from typing import Annotated, Any
@@ -18,8 +19,11 @@ import torch
 from mmrl.config.binding import Bound
 from mmrl.config.loading import ConfigError
 from mmrl.config.tool_functions import check_tool, parameters_of
+from mmrl.core import chat
 from mmrl.core.tool_calls import CallError
 from mmrl.core.types import Frames, Media, Part
+from mmrl.vision.media.media_reader import film
+from mmrl.vision.tool_rights import DECLARED, Rights
 
 SHOWN = "image of the conversation"
 ShownImage = Annotated[Any, SHOWN]  # argument of a tool: a PIL image, which the model names by its number
@@ -75,6 +79,7 @@ class Tool:
         timeout: Seconds until an answer counts as missing.
         retries: Further tries after an exception.
         on_error: `tell` the model in one line, `skip` the rest of the conversation, or `raise`.
+        rights: What it may do besides computing; None: everything that the process may.
         owner: Calls of tools with the same owner are made in order, one after another.
         convert: Makes the answer from what the function returned.
     """
@@ -87,6 +92,7 @@ class Tool:
     timeout: float = TIMEOUT
     retries: int = 0
     on_error: str = "tell"
+    rights: Rights | None = None
     owner: Owner | None = None
     convert: Callable[[Any, str, Limits], Answer] = as_answer
 
@@ -95,8 +101,11 @@ class Tool:
         """Make a tool of a function, or of one that a configuration named with its options."""
         target, name, call = function, getattr(function, "__name__", "tool"), {}
         match function:
-            case Bound(entry=entry, call=call):
+            case Bound(entry=entry, options=options, call=given):
                 target, name = entry.target, function.name
+                call = {key: value for key, value in given.items() if key not in DECLARED}
+                shipped = target.__module__.startswith("mmrl.")
+                call["rights"] = Rights.declared(given, options, shipped=shipped)
         check_tool(target, name)
         hints, signature = _hints(target), inspect.signature(target)
         parameters = parameters_of(target)
@@ -206,9 +215,11 @@ def _with_retries(tool: Tool, arguments: list[Any], deadline: float, limits: Lim
 
     for left in reversed(range(1 + tool.retries)):
         try:
-            result = tool.function(*(to_pil(argument) for argument in arguments))
-            if inspect.isawaitable(result):
-                result = asyncio.run(awaited(result))
+            given = [to_pil(argument) for argument in arguments]  # images may be read from any file
+            with tool.rights.held() if tool.rights else nullcontext():
+                result = tool.function(*given)
+                if inspect.isawaitable(result):
+                    result = asyncio.run(awaited(result))
             return tool.convert(result, tool.name, limits)
         except ToolFault as fault:
             return Answer(fault=str(fault), cause=fault)
@@ -221,19 +232,17 @@ def _with_retries(tool: Tool, arguments: list[Any], deadline: float, limits: Lim
 
 def to_pil(argument: Any) -> Any:
     """Decode an image of the conversation for PIL; other arguments stay."""
-    from PIL import Image
-
     match argument:
         case Media():
-            return Image.fromarray(argument.load().pixels[0].permute(1, 2, 0).contiguous().numpy())
+            return chat.to_pil(argument.load().pixels[0])
     return argument
 
 
 def as_parts(result: Any, name: str, limits: Limits) -> tuple[Part, ...]:
     """Convert what a tool returned to parts of a message; raises ToolFault for what is none.
 
-    That is a text, an image of PIL, a content block of either, or a list of these; None, a number and a
-    dictionary become a text.
+    That is a text, an image of PIL, a content block of either or of a video (a list of images of PIL of one
+    size, two a second), or a list of these; None, a number and a dictionary become a text.
     """
     from PIL import Image
 
@@ -245,6 +254,8 @@ def as_parts(result: Any, name: str, limits: Limits) -> tuple[Part, ...]:
                 parts.append(Part(text[: limits.chars] + " [...]" if cut else text))
             case (Image.Image() as image) | {"type": "image", "image": Image.Image() as image}:
                 parts.append(Part(media=_as_media(image, name, limits.pixels)))
+            case {"type": "video", "video": [*images]} if images and all(_is_pil(image) for image in images):
+                parts.append(Part(media=_as_video(images, name, limits.pixels)))
             case _:
                 raise ToolFault(
                     f"returned {type(item).__name__}; a tool returns a text, a PIL image, or a list of both"
@@ -255,11 +266,31 @@ def as_parts(result: Any, name: str, limits: Limits) -> tuple[Part, ...]:
 def _words(result: Any) -> Any:
     """Write plain data as TRL does; everything else stays."""
     match result:
-        case {"type": "text" | "image"}:
+        case {"type": "text" | "image" | "video"}:
             return result
         case None | Number() | Mapping():
             return str(result)
     return result
+
+
+def _is_pil(value: Any) -> bool:
+    from PIL.Image import Image
+
+    return isinstance(value, Image)
+
+
+def _as_video(images: Sequence[Any], name: str, max_pixels: int) -> Media:
+    sizes = {image.size for image in images}
+    if len(sizes) > 1:
+        raise ToolFault(f"returned a video whose images have {len(sizes)} sizes; make them equal")
+    (size,) = sizes
+    if not 0 < size[0] * size[1] * len(images) <= max_pixels:  # before any pixel is made
+        raise ToolFault(
+            f"returned a video of {len(images)} images of {size[0]}x{size[1]} pixels; the limit is "
+            f"{max_pixels} in all"
+        )
+    frames = film(images)
+    return Media("video", f"a video from {name}", lambda: frames)
 
 
 def _as_media(image: Any, name: str, max_pixels: int) -> Media:

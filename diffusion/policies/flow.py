@@ -72,6 +72,7 @@ class Flow:
     """
 
     says = frozenset({"mean", "std", "dt", "velocity", "time", "target", "error"})
+    makes = "images"  # what outcomes hold, for commands that write them
 
     def __init__(
         self,

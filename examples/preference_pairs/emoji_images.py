@@ -33,6 +33,7 @@ GROUPS = {
         "camera television telephone laptop watch crown backpack ring bed chair toilet door broom basket "
         "teapot "
     ),
+    "heart": "red_heart yellow_heart green_heart blue_heart purple_heart black_heart ",
 }
 PLAIN = {
     "cat face": "cat", "rabbit face": "rabbit", "ewe": "sheep", "lady beetle": "ladybug",
@@ -51,7 +52,7 @@ class EmojiImages:
     """
 
     side: PositiveInt = 128
-    groups: tuple[str, ...] = tuple(GROUPS)
+    groups: tuple[str, ...] = ("animal", "food", "vehicle", "thing")
 
     def __post_init__(self) -> None:
         if unknown := sorted(set(self.groups) - set(GROUPS)):

@@ -1,20 +1,26 @@
 """Demo of self-play: a small VLM plays "who is the spy" against itself (Vision-Zero).
 
-A small LLaVA learns the questions of easy-VQA and the words of the game by imitation, from a part of the
-images. Then it plays against itself about pairs of the other images, without any label. It is measured
-against its frozen start, in both roles, on held-out pairs, and on held-out questions that no game asks.
+A small LLaVA learns questions about colours and the words of the game by imitation, from a part of the
+images of easy-VQA and from players that make mistakes. Then it plays against itself about pairs of the other
+images, without any label. It is measured against its frozen start, in both roles, on held-out pairs, and on
+held-out questions that no game asks.
 
-Run `python -m examples.visual_game.demo [--seeds 3]`. Each step is an ordinary `mmrl` command with a
-configuration of this folder; all results are written to `--output`.
+Run `python -m examples.visual_game.demo`. Each step is an ordinary `mmrl` command with a configuration of
+this folder; all results are written to `--output`.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import multiprocessing
+import os
 import shutil
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -43,10 +49,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--output", default="runs/demo-game", help="folder of the results (default: runs/demo-game)"
     )
     parser.add_argument("--seed", type=int, default=0, help="of the first run")
-    parser.add_argument("--seeds", type=int, default=1, help="number of runs, each from nothing")
+    parser.add_argument("--seeds", type=int, default=3, help="number of runs, each from nothing (default: 3)")
+    parser.add_argument(
+        "--jobs", type=int, default=os.cpu_count() or 1, help="runs at the same time (default: one a core)"
+    )
+    parser.add_argument("--resume", action="store_true", help="go on where a killed run stopped")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="changes to the self-play")
     options = parser.parse_args(arguments)
-    demo(Path(options.output), options.seed, options.seeds, options.overrides)
+    demo(
+        Path(options.output),
+        options.seed,
+        options.seeds,
+        options.overrides,
+        jobs=options.jobs,
+        resume=options.resume,
+    )
     return 0
 
 
@@ -56,26 +73,48 @@ def demo(
     seeds: int = 1,
     overrides: Sequence[str] = (),
     changes: Mapping[str, Sequence[str]] | None = None,
+    jobs: int = 1,
+    resume: bool = False,
 ) -> dict[str, Any]:
     """Run every seed, compare, write `summary.json` and `report.html`, and return the summary.
 
-    `overrides` change the self-play, `changes` the other steps by name.
+    `overrides` change the self-play, `changes` the other steps by name; `jobs` seeds run at the same time.
+    With `resume`, finished seeds are read from their `found.json`, and others go on from their checkpoints.
     """
-    began, changes = time.perf_counter(), changes or {}
-    results, learned = {}, {}
-    for number in range(seed, seed + seeds):
-        folder = output / f"seed-{number}" if seeds > 1 else output
-        results[number], learned[number] = one_seed(folder, number, overrides, changes)
-    return report(output, results, learned, time.perf_counter() - began)
+    began, numbers = time.perf_counter(), range(seed, seed + seeds)
+    asked = [(output / f"seed-{number}", number, overrides, changes or {}, resume) for number in numbers]
+    if jobs > 1 and seeds > 1:
+        spawning = multiprocessing.get_context("spawn")  # a fork would inherit threads of torch
+        with ProcessPoolExecutor(min(jobs, seeds), spawning, torch.set_num_threads, (1,)) as pool:
+            found = list(pool.map(one_seed, *zip(*asked, strict=True)))
+    else:
+        found = [one_seed(*each) for each in asked]
+    return report(output, dict(zip(numbers, found, strict=True)), time.perf_counter() - began)
+
+
+@dataclass(frozen=True)
+class Found:
+    """What one seed found."""
+
+    measured: Table
+    records: Sequence[Mapping[str, Any]]  # what the self-play logged, by step
+    seconds: float  # processor time
 
 
 def one_seed(
-    folder: Path, seed: int, overrides: Sequence[str], changes: Mapping[str, Sequence[str]]
-) -> tuple[Table, Trained]:
-    """Build, imitate, play and measure; return what was measured, and the run of self-play."""
-    for name in BUILT:
-        shutil.rmtree(folder / name, ignore_errors=True)
-    for name in ("data", "model"):
+    folder: Path, seed: int, overrides: Sequence[str], changes: Mapping[str, Sequence[str]], resume: bool
+) -> Found:
+    """Build, imitate, play and measure; write what was found to `found.json`."""
+    began, place = time.process_time(), folder / "found.json"
+    if resume and place.exists():
+        kept = json.loads(place.read_text())
+        tensors = {name: torch.tensor(values) for name, values in kept["measured"].items()}
+        return Found(tensors, kept["records"], kept["seconds"])
+    if not resume:
+        for name in BUILT:
+            shutil.rmtree(folder / name, ignore_errors=True)
+        place.unlink(missing_ok=True)
+    for name in ("data", "model"):  # the same files from the same seed
         file = "build" if name == "data" else name
         build(f"{HERE}/{file}.yaml", folder / name, seed, changes.get(name, ()))
     questions = [f"evaluation.data.{key}" for key in ("path", "root")]
@@ -93,9 +132,15 @@ def one_seed(
     for name, run in (("start", start), ("self-play", played)):
         found[f"{name}: accuracy"] = run.measured.table.at_end("exact_match")
         for side, frozen in SIDES.items():
-            caught = games(folder, run.model, start.model, frozen, seed, changes.get("play", ()))
+            if name == "start" and side == "spy":  # both sides are the start's, in the same games
+                caught = found["start: civilians won"]
+            else:
+                caught = games(folder, run.model, start.model, frozen, seed, changes.get("play", ()))
             found[f"{name}: {side} won"] = caught if side == "civilians" else 1 - caught
-    return found, played
+    seconds = round(time.process_time() - began, 1)
+    measured = {name: values.tolist() for name, values in found.items()}
+    place.write_text(json.dumps({"measured": measured, "records": played.records, "seconds": seconds}) + "\n")
+    return Found(found, played.records, seconds)
 
 
 def games(folder: Path, model: Path, start: Path, frozen: str, seed: int, more: Sequence[str]) -> Tensor:
@@ -137,24 +182,24 @@ def found_of(found: Table, name: str, what: str) -> Tensor:
     return found[f"{name}: {what}"]
 
 
-def report(
-    output: Path, results: Mapping[int, Table], played: Mapping[int, Trained], seconds: float
-) -> dict[str, Any]:
+def report(output: Path, found: Mapping[int, Found], seconds: float) -> dict[str, Any]:
     """Print the table, and write the summary and the page."""
     from mmrl.reporting.html import curves, metric_table
 
+    results = {seed: one.measured for seed, one in found.items()}
     measured = compared(results)
     by_seed = {
         what: [
-            round(float((found_of(found, "self-play", what) - found_of(found, "start", what)).mean()), 4)
-            for found in results.values()
+            round(float((found_of(one, "self-play", what) - found_of(one, "start", what)).mean()), 4)
+            for one in results.values()
         ]
         for what in SHOWN
     }
     note = (
-        "A small LLaVA learned easy-VQA and the words of the game by imitation, then played against itself "
-        "about other images, without labels. The win rate is against the frozen start on held-out pairs, the "
-        f"mean over both sides; no game asks the held-out questions. Seeds {', '.join(map(str, results))}."
+        "A small LLaVA learned questions about colours and the words of the game by imitation, then played "
+        "against itself about other images, without labels. The win rate is against the frozen start on "
+        "held-out pairs, the mean over both sides; no game asks the held-out questions. "
+        f"Seeds {', '.join(map(str, results))}."
     )
     sections = [
         "<h1>Who is the spy</h1>",
@@ -162,12 +207,13 @@ def report(
         "<h2>Held out</h2>",
         metric_table(measured),
         "<h2>Self-play</h2><div class=grid>",
-        *curves({f"seed {seed}": run.records for seed, run in played.items()}),
+        *curves({f"seed {seed}": one.records for seed, one in found.items()}),
         "</div>",
     ]
     summary = {
         "seeds": list(results),
         "seconds": round(seconds, 1),
+        "processor seconds by seed": [one.seconds for one in found.values()],
         "difference by seed": by_seed,
         **plain(measured),
     }

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Generator
@@ -18,44 +19,59 @@ from mmrl.config.registry import builder
 from mmrl.core.rng import Stream
 from mmrl.core.types import Frames, Media, Message, Part, Prompt
 from mmrl.data.dataset_io import write_rows
-from mmrl.vision.games.spy import Spy
+from mmrl.vision.games.spy import Spy, SpyState
 
-TEMPLATE = "{{ role }}{% for number, clue in clues %} {{ number }} {{ clue }}{% endfor %} {{ stage }}?"
+T = TypeVar("T")
 Looks = tuple[str, str]  # shape and colour
+Clues = Sequence[tuple[int, str]]  # players and what they said
+TEMPLATE = "{{ role }}{% for number, clue in clues %} {{ clue }}{% endfor %} {{ stage }}?"
 
 
 class ShortSpy(Spy):
-    """The game for four players and one round, in few words: `voter 1 red circle 2 red circle decide?`."""
+    """The game for three players and one round, in few words: `voter red red blue decide?`.
+
+    A vote repeats a clue, and is for the first player who gave it; one that repeats none is not valid.
+    Rewards of clues are ten times the paper's, as large as those of votes.
+    """
 
     def __init__(self) -> None:
-        super().__init__(civilians=3, rounds=1, template=TEMPLATE)
+        super().__init__(civilians=2, rounds=1, beta=1.0, lam=1.0, template=TEMPLATE)
+
+    def act(self, state: SpyState, player: str, answer: str) -> SpyState:
+        """Add a clue, or the vote for who gave it."""
+        if self.tags(state, player)["stage"] == "decide":
+            said = answer.strip()
+            answer = next((str(number) for number, clue in state.clues if clue == said), "")
+        return super().act(state, player, answer)
 
 
 @builder
 @dataclass(kw_only=True)
 class SpyLessons:
-    """Write pairs of images that differ in shape or in colour, and lessons of the questions and of the game.
+    """Write pairs of images that differ in colour, and lessons of the questions and of the game.
 
-    `{train,test}_pairs.jsonl` are rows for `vision.image_pairs`: every image with one of which either the
-    shape or the colour is another (the place is, too, but no word of the game names it). `lessons.jsonl` are
-    rows for `vision.visual_qa` about the first `labelled` training images, which are in no pair: questions of
-    easy-VQA, and turns of games between players that follow a rule. `test.jsonl` has the questions of the
-    test images.
+    `{train,test}_pairs.jsonl` are rows for `vision.image_pairs`: every image with one of the same shape in
+    another colour (the place differs, too, but no word of the game names it). `lessons.jsonl` are rows for
+    `vision.visual_qa` about the first `labelled` training images, which are in no pair: the questions of
+    easy-VQA that the colour answers, and turns of games between players that follow a rule and make mistakes.
+    `test.jsonl` has such questions about the test images.
 
     Args:
         source: The package's folder `data`; by default that of the installed package.
         labelled: Training images with lessons.
         games: Games that lessons are taken from.
         bluff: Share of spies that repeat an earlier clue.
-        slip: Share of civilians that describe another image.
+        slip: Share of civilians that name any colour.
+        guess: Share of votes for any player.
     """
 
     stream: Stream
     source: str = ""
-    labelled: PositiveInt = 1000
-    games: PositiveInt = 2000
-    bluff: Probability = 0.3
+    labelled: PositiveInt = 400
+    games: PositiveInt = 1000
+    bluff: Probability = 0.2
     slip: Probability = 0.1
+    guess: Probability = 0.5
 
     def build(self, output: Path) -> dict[str, Any]:
         """Copy the images and write the rows; return their numbers."""
@@ -70,11 +86,10 @@ class SpyLessons:
             rows = [
                 {"id": f"{split}#{i}", "image": image(split, n), "question": q, "answer": a}
                 for i, (q, a, n) in enumerate(asked)
-                if n in shown
+                if n in shown and about_colour(q, a)
             ]
             paired = known[self.labelled :] if split == "train" else known
-            generator = self.stream.fixed("pairs", split)
-            pairs = self._pairs({n: looks[n] for n in paired}, generator)
+            pairs = pairs_of({n: looks[n] for n in paired}, self.stream.fixed("pairs", split))
             counts[f"{split}_pairs"] = write_rows(
                 output / f"{split}_pairs.jsonl",
                 (
@@ -88,42 +103,27 @@ class SpyLessons:
             counts[name] = write_rows(output / f"{name}.jsonl", rows)
         return counts
 
-    def _pairs(self, looks: Mapping[int, Looks], generator: Generator) -> list[tuple[int, int]]:
-        """Pair every image with one that differs in shape or colour alone."""
-        by_looks: dict[Looks, list[int]] = {}
-        for number, seen in looks.items():
-            by_looks.setdefault(seen, []).append(number)
-        pairs = []
-        for number, seen in looks.items():
-            others = by_looks[changed(seen, generator, set(by_looks))]
-            pairs.append((number, others[int(torch.randint(len(others), (), generator=generator))]))
-        return pairs
-
     def _games(self, looks: Mapping[int, Looks]) -> list[dict[str, Any]]:
         """Play games by rule, and write every turn down as a question with its answer."""
         generator, rows = self.stream.fixed("games"), []
-        pairs = self._pairs(looks, generator)
+        pairs = pairs_of(looks, generator)
         for number in range(self.games):
-            images = pairs[number % len(pairs)]
-            rows += self._game(number, images, [looks[image] for image in images], generator)
+            rows += self._game(number, pairs[number % len(pairs)], looks, generator)
         return rows
 
     def _game(
-        self, number: int, images: Sequence[int], looks: Sequence[Looks], generator: Generator
+        self, number: int, pair: Sequence[int], looks: Mapping[int, Looks], generator: Generator
     ) -> list[dict[str, Any]]:
         game, rows = ShortSpy(), []
-        media = [Media("image", image("train", name), no_pixels) for name in images]
+        media = [Media("image", image("train", name), no_pixels) for name in pair]
         state = game.begin(Prompt("", (Message("user", tuple(Part(media=one) for one in media)),)), generator)
         while players := game.acting(state):
             seen = state
             for player in players:
                 (message,) = game.observe(seen, player)
-                tags = game.tags(seen, player)
-                own = looks[tags["role"] == "spy"]
-                if tags["stage"] == "decide":
-                    answer = vote(seen.clues, own, generator)
-                else:
-                    answer = self._clue(tags["role"], own, seen.clues, generator)
+                role = game.tags(seen, player)["role"]
+                _, colour = looks[pair[role == "spy"]]
+                answer = self._answer(role, colour, seen.clues, generator)
                 rows.append(
                     {
                         "id": f"game {number} turn {len(rows)}",
@@ -135,34 +135,40 @@ class SpyLessons:
                 state = game.act(state, player, answer)
         return rows
 
-    def _clue(self, role: str, own: Looks, clues: Sequence[tuple[int, str]], generator: Generator) -> str:
-        """Describe an image; some spies repeat what they heard, some civilians are wrong."""
+    def _answer(self, role: str, colour: str, clues: Clues, generator: Generator) -> str:
+        """Name the colour, or vote for a clue that names another; sometimes make the mistake of the role."""
         chance = float(torch.rand((), generator=generator))
+        if role == "voter":
+            return vote(clues, "" if chance < self.guess else colour, generator)
         if role == "spy" and clues and chance < self.bluff:
-            return clues[int(torch.randint(len(clues), (), generator=generator))][1]
+            return drawn([clue for _, clue in clues], generator)
         if role == "civilian" and chance < self.slip:
-            own = changed(own, generator)
-        return words(own)
+            return drawn(COLOURS, generator)
+        return colour
 
 
-def words(looks: Looks) -> str:
-    """Name colour and shape."""
-    return f"{looks[1]} {looks[0]}"
+def about_colour(question: str, answer: str) -> bool:
+    """Return whether the colour of an image answers a question."""
+    return answer in COLOURS or not {answer, *re.findall("[a-z]+", question)} & set(SHAPES)
 
 
-def vote(clues: Sequence[tuple[int, str]], own: Looks, generator: Generator) -> str:
-    """Return a player whose clue does not fit the image; any player where all fit."""
-    odd = [player for player, clue in clues if clue != words(own)] or [player for player, _ in clues]
-    return str(odd[int(torch.randint(len(odd), (), generator=generator))])
+def pairs_of(looks: Mapping[int, Looks], generator: Generator) -> list[tuple[int, int]]:
+    """Pair every image with one of the same shape in another colour, where there is one."""
+    others = {
+        seen: [n for n, (shape, colour) in looks.items() if shape == seen[0] and colour != seen[1]]
+        for seen in set(looks.values())
+    }
+    return [(n, drawn(others[seen], generator)) for n, seen in looks.items() if others[seen]]
 
 
-def changed(looks: Looks, generator: Generator, known: set[Looks] | None = None) -> Looks:
-    """Draw another shape or another colour; of those that are `known`, if given."""
-    shape, colour = looks
-    others = [(other, colour) for other in SHAPES if other != shape]
-    others += [(shape, other) for other in COLOURS if other != colour]
-    others = [other for other in others if known is None or other in known]
-    return others[int(torch.randint(len(others), (), generator=generator))]
+def vote(clues: Clues, colour: str, generator: Generator) -> str:
+    """Return a clue that is not the colour; any clue where all are."""
+    return drawn([clue for _, clue in clues if clue != colour] or [clue for _, clue in clues], generator)
+
+
+def drawn(choices: Sequence[T], generator: Generator) -> T:
+    """Draw one of the choices."""
+    return choices[int(torch.randint(len(choices), (), generator=generator))]
 
 
 def image(split: str, number: int) -> str:

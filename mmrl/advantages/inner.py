@@ -67,8 +67,10 @@ def curvature(
     A second-order model of the last layer, with v = e_a - p for the sampled token a, h the last hidden state
     and the plain gradient step u = A |h|^2 v: m_F = lr^2 / 2 (v u)^2 and m_H = lr A^2 |v|^2 |h|^2 + lr^2 / 2
     A ((v u)^2 - u' (diag p - p p') u). A step stays where m_F < max_fisher and |m_H| < max_hessian; the
-    others leave every denominator. Put it last. Our readings: the direction is the plain gradient, not
-    Adam's, and sums are over the whole vocabulary.
+    others leave every denominator. Put it last. Our readings: this is the paper's plain form, and sums are
+    over the whole vocabulary. Its full form steps along Adam's moments of the last layer's gradient, which
+    are left out: they belong to the optimizer and not to the rows, they have the size of the head for every
+    step, and where the head is frozen, as beside an adapter, there are none.
 
     Args:
         learning_rate: Step size of the model; the paper's, or the run's own schedule.

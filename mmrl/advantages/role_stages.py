@@ -27,27 +27,49 @@ class RoleBaseline:
     Args:
         decay: Weight of what came before (the paper: 0.95, its code 0.9).
         role: Tag of the role.
+        bias_correction: Subtract b / (1 - decay^t) after t updates of the role, which is no longer drawn
+            to 0 at first; ours, neither the paper's nor its code's.
     """
 
-    def __init__(self, *, decay: ShareBelowOne = 0.95, role: str = "role", stream: Stream) -> None:
-        self.decay, self.role, self.stream = decay, role, stream
+    def __init__(
+        self,
+        *,
+        decay: ShareBelowOne = 0.95,
+        role: str = "role",
+        bias_correction: bool = False,
+        stream: Stream,
+    ) -> None:
+        self.decay, self.role, self.stream, self.bias_correction = decay, role, stream, bias_correction
         self.means: dict[str, float] = {}  # by role, before the step `at`
+        self.updates: dict[str, int] = {}  # by role, those of `means`
         self.sums: dict[str, list[float]] = {}  # of the rewards of step `at`, and their number
         self.at = -1
 
     def baselines(self) -> dict[str, float]:
-        """Return the baseline of every role that was seen, with the collection of this step."""
+        """Return what is subtracted from every role that was seen, with the collection of this step."""
+        running, updates = self._running()
+        if not self.bias_correction:
+            return running
+        return {role: corrected(mean, self.decay, updates[role]) for role, mean in running.items()}
+
+    def _running(self) -> tuple[dict[str, float], dict[str, int]]:
+        """Return b and the number of its updates by role, with the collection of this step."""
+        updates = {
+            role: self.updates.get(role, 0) + (role in self.sums) for role in {*self.means, *self.sums}
+        }
         means = {role: total / count for role, (total, count) in self.sums.items()}
         kept = {role: self.means.get(role, 0.0) for role in {*self.means, *means}}
-        return {
+        running = {
             role: self.decay * before + (1 - self.decay) * means[role] if role in means else before
             for role, before in kept.items()
         }
+        return running, updates
 
     def observe(self, rollouts: Rollouts, table: RewardTable) -> None:
         """Add the rewards of a round."""
         if self.stream.step != self.at:
-            self.means, self.sums, self.at = self.baselines(), {}, self.stream.step
+            self.means, self.updates = self._running()
+            self.sums, self.at = {}, self.stream.step
         if not len(table):
             return
         roles, known, rewards = tagged_as(table, self.role), table.valid.any(1), table.weighted_sum()
@@ -64,12 +86,19 @@ class RoleBaseline:
         return table.put(values)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the means and sums by role."""
-        return {"means": dict(self.means), "sums": dict(self.sums), "at": self.at}
+        """Return the means, their updates, and the sums by role."""
+        numbers = {"means": dict(self.means), "updates": dict(self.updates), "sums": dict(self.sums)}
+        return {**numbers, "at": self.at}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore them."""
-        self.means, self.sums, self.at = dict(state["means"]), dict(state["sums"]), state["at"]
+        self.means, self.updates = dict(state["means"]), dict(state["updates"])
+        self.sums, self.at = dict(state["sums"]), state["at"]
+
+
+def corrected(mean: float, decay: float, updates: int) -> float:
+    """Divide a running mean that began at 0 by the sum of its weights, 1 - decay^updates; 0 before any."""
+    return mean / (1 - decay**updates) if updates else 0.0
 
 
 @dataclass(frozen=True)
@@ -78,6 +107,7 @@ class Stage:
 
     clue: bool = False
     dwell: int = 0  # collections of this stage that are over
+    updates: int = 0  # of the running means
     accuracy: float = 0.0
     unanswered: float = 0.0
 
@@ -89,7 +119,8 @@ class Alternate:
     The rows have a tag `stage`. It begins with `decide`; once the running accuracy of decisions is high and
     few are left open, `clue` learns, until decisions get worse again (arXiv 2509.25541, section 12 of its
     hysteresis). Rows of the other stage count in no denominator. A collection changes the stage of the next
-    one. Labels are read at the turns of `decide`; a collection without any changes no running mean.
+    one. Labels are read at the turns of `decide`; a collection without any changes no running mean. Stages of
+    a fixed length, as in the code of the paper, have it as `min_stay` and as `patience`.
 
     Args:
         of: Label that is 1 for a right decision and 0 for a wrong one.
@@ -103,6 +134,8 @@ class Alternate:
         many: Share of open decisions from which they do.
         min_stay: Collections that a stage lasts at least.
         patience: Collections after which a stage ends in any case; 0: never.
+        bias_correction: Compare running means divided by 1 - rho^t after t collections. Those of the paper
+            begin at 0, so that even perfect decisions reach 0.9 after 45 collections only (rho 0.95).
     """
 
     def __init__(
@@ -119,11 +152,13 @@ class Alternate:
         many: Probability = 0.5,
         min_stay: NonNegativeInt = 5,
         patience: NonNegativeInt = 20,
+        bias_correction: bool = False,
         stream: Stream,
     ) -> None:
         self.of, self.unanswered, self.words = of, unanswered, (decide, clue)
         self.rho, self.high, self.few, self.low, self.many = rho, high, few, low, many
         self.min_stay, self.patience, self.stream = min_stay, patience, stream
+        self.bias_correction = bias_correction
         self.stage, self.at = Stage(), -1
         self.sums = [0.0, 0.0, 0.0]  # of step `at`: decisions, right ones, open ones
 
@@ -139,11 +174,15 @@ class Alternate:
         if count:
             accuracy = self.rho * stage.accuracy + (1 - self.rho) * right / count
             unanswered = self.rho * stage.unanswered + (1 - self.rho) * left_open / count
-            stage = replace(stage, accuracy=accuracy, unanswered=unanswered)
+            stage = replace(stage, updates=stage.updates + 1, accuracy=accuracy, unanswered=unanswered)
+        accuracy, unanswered = (
+            corrected(mean, self.rho, stage.updates) if self.bias_correction else mean
+            for mean in (stage.accuracy, stage.unanswered)
+        )
         if stage.clue:
-            change = 1 - stage.accuracy >= self.low or stage.unanswered >= self.many
+            change = 1 - accuracy >= self.low or unanswered >= self.many
         else:
-            change = stage.accuracy >= self.high and stage.unanswered <= self.few
+            change = accuracy >= self.high and unanswered <= self.few
         forced = self.patience > 0 and stage.dwell >= self.patience
         if forced or (change and stage.dwell >= self.min_stay):
             return replace(stage, clue=not stage.clue, dwell=0)

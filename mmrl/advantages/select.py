@@ -28,14 +28,19 @@ def high_entropy(table: RewardTable, *, top: Probability = 0.2) -> RewardTable:
 
 
 @advantage
-def drop_truncated(table: RewardTable) -> RewardTable:
+def drop_truncated(table: RewardTable, *, finish: tuple[str, ...] = ("length",)) -> RewardTable:
     """Drop answers that were cut at the length limit (DAPO's overlong filter).
 
-    TRL calls it `mask_truncated_completions`.
+    TRL calls it `mask_truncated_completions`. They stay in the statistics.
+
+    Args:
+        finish: Ends that count as cut, words of the tag `finish`: of conversations with tools also `turns`,
+            `images` and `tool_error`.
     """
     if "finish" not in table.ids:
         return table
-    cut = (table.ids["finish"] == name_id("length")).any(-1, keepdim=True)  # (N, 1): the row as a whole
+    ends = torch.tensor([name_id(word) for word in finish], dtype=torch.int64)
+    cut = torch.isin(table.ids["finish"], ends).any(-1, keepdim=True)  # (N, 1): the row as a whole
     return table.replace(learn=table.learn & ~cut)
 
 

@@ -9,7 +9,7 @@ from mmrl.advantages.notes import clusters
 from mmrl.config.ranges import NonNegativeFloat, PositiveFloat, PositiveInt
 from mmrl.config.registry import advantage
 from mmrl.core.reward_table import GroupStatistics, RewardTable
-from mmrl.core.tensor import group_index
+from mmrl.core.tensor import group_index, rarity
 
 
 @advantage
@@ -35,10 +35,8 @@ def rarity_weights(
         by: Keys that define a group; pass rates are over all its outcomes.
     """
     groups = table.groups(by)
-    rate, applies = groups.mean(), groups.count() > 0  # (N, R, K); a check of another prompt does not count
-    apart = rate[:, :, None] - rate[:, None]
-    alike = torch.where(applies[:, None], (-apart.square() / (2 * sigma**2)).exp(), 0.0).sum(2)
-    weight = (-alpha * rate).exp() / (alike + eps)
+    # A check of another prompt does not count.
+    weight = rarity(groups.mean(), groups.count() > 0, alpha=alpha, sigma=sigma, eps=eps)
     given = torch.tensor(list(table.weights.values()), dtype=torch.float64)[:, None]
     passed = torch.where(table.valid, table.values, 0.0)
     return table.replace(

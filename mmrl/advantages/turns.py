@@ -241,6 +241,37 @@ def episode_mean(table: RewardTable, *, scale: Literal["div", "mul"] = "div") ->
 
 
 @register(turns=True)
+def turn_discount(table: RewardTable, *, gamma: Probability = 0.9) -> RewardTable:
+    """Multiply rewards by gamma once for every turn of their conversation (VeRPO, arXiv 2601.03525).
+
+    So of two conversations that solve a task the shorter one earns more. Put it before the rewards of turns
+    are merged (`per_episode`). The paper's gamma is not known: 0.9 is our reading.
+    """
+    turns = table.present.sum(-1)[:, None, None].double()
+    return table.put(table.values * gamma**turns)
+
+
+@register(turns=True)
+def share_among_turns(
+    table: RewardTable, *, of: str, above: float = 0.5, largest: NonNegativeFloat = 1.0
+) -> RewardTable:
+    """Divide rewards of turns so that a conversation that was won earns 1 in all (meow-tea-taro).
+
+    arXiv 2510.01132: by the number of its turns with a reward above 0 where it was won, otherwise by the
+    largest sum that the task can pay, so that it earns less; by 1 at least. Rewards of turns are 0 or 1. Put
+    it after `total`, before `returns`.
+
+    Args:
+        of: Name of the reward or label that says whether a conversation was won.
+        above: It was won above this.
+        largest: Largest sum of the rewards of turns in the task.
+    """
+    paid = (table.valid & (table.values > 0)).sum(-1, keepdim=True).double()
+    success = (table.at_end(of) > above)[:, None, None]  # False for NaN
+    return table.put(table.values / torch.where(success, paid, largest).clamp(min=1))
+
+
+@register(turns=True)
 def action_credit(
     table: RewardTable,
     *,

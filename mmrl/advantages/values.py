@@ -121,6 +121,67 @@ def value_baseline(table: RewardTable, *, against: str = "critic") -> RewardTabl
     return table.put(torch.where(table.valid, table.values - value[:, None], table.values))
 
 
+@advantage(of_others={"value"})
+def value_label(table: RewardTable, *, against: str = "critic", label: str = "predicted") -> RewardTable:
+    """Name a critic's value of the prompt as a label, which later functions read: `shrunk_mean` (V_0.5).
+
+    Args:
+        against: Name of the critic in `references`.
+        label: Name that the value gets.
+    """
+    value = table.notes[f"{against}/value"][:, :1].expand(table.ends.shape)
+    return table.replace(scored={**table.scored, label: torch.where(table.present, value, torch.nan)})
+
+
+@advantage
+def value_targets(table: RewardTable) -> RewardTable:
+    """Give each step the reward of the prefix before it, for a critic to learn; other steps are dropped.
+
+    The reward of a prefix of `vision.with_prefix_rollouts` is that of its completions, and its mean where
+    there are several: what a verifier predicts (PAV, arXiv 2410.08146). A row without prefixes has the reward
+    of its answer at the first step: a rollout from the prompt (V_0, arXiv 2602.03584). The result is
+    (N, R, T).
+    """
+    steps = per_step(table)
+    width = steps.ends.shape[1]
+    answer = torch.arange(table.ends.shape[1]) == table.last[:, None]
+    prefix = table.present & ~answer
+    alone = answer & ~prefix.any(-1, keepdim=True)
+    at = torch.where(alone, 0, table.ends)
+    inside = (prefix | alone) & (at >= 0) & (at < table.length[:, None])
+    known = table.valid & inside[:, None]
+    slot = at.clamp(0, max(width - 1, 0))[:, None].expand_as(known)
+    empty = table.values.new_zeros(len(table), len(table.names), width)
+    if not width:
+        return steps
+    count = empty.scatter_add(2, slot, known.to(empty))
+    values = empty.scatter_add(2, slot, torch.where(known, table.values, 0.0)) / count.clamp(min=1)
+    return steps.replace(values=values, valid=count > 0, learn=steps.learn & (count > 0).any(1))
+
+
+@advantage(of_others={"value"})
+def verifier_values(table: RewardTable, *, against: str = "verifier") -> RewardTable:
+    """Replace the rewards of prefixes by what a critic predicts after them (PAV's verifier).
+
+    arXiv 2410.08146. Prefixes whose completions were not sampled (`share` of `vision.with_prefix_rollouts`)
+    get a value too; rewards of answers stay. Put it after `mean_by_end` and before `process_advantage`.
+    `against` is the name of the critic in `references`; it learns from `value_targets`.
+    """
+    value = table.notes[f"{against}/value"]  # (N, T)
+    if not value.shape[1]:
+        return table
+    prefix = table.present & (torch.arange(table.ends.shape[1]) != table.last[:, None])
+    # A prefix is worth what is predicted before its next step; steps without a note are passed over.
+    steps = torch.arange(value.shape[1]).masked_fill(value.isnan(), value.shape[1] - 1)
+    following = steps.flip(1).cummin(1).values.flip(1)
+    at = following.gather(1, table.ends.clamp(0, value.shape[1] - 1))
+    read = value.gather(1, at)[:, None]
+    return table.replace(
+        values=torch.where(prefix[:, None], read.nan_to_num(), table.values),
+        valid=torch.where(prefix[:, None], ~read.isnan(), table.valid),
+    )
+
+
 @advantage(others={"prm"})
 def process_returns(
     table: RewardTable,

@@ -12,7 +12,7 @@ from mmrl.cli.command import OVERRIDES, argument, command, for_terminal
 from mmrl.cli.generate import ENGINE, IMAGES, MODEL, check_medium, engine_options, printed, spoken
 from mmrl.config.loading import ConfigError
 from mmrl.core.types import Trajectory
-from mmrl.inference.session import Session
+from mmrl.inference.session import Session, as_conversation
 
 HELP = "/image PATH, /video PATH: show it with the next question; /reset: forget everything; /exit"
 
@@ -35,17 +35,16 @@ class Conversation:
         self.shown.append({"type": kind, "path": path})
 
     def ask(self, text: str) -> Trajectory:
-        """Answer a question with all turns before it; an answer that is no text ends the conversation.
+        """Answer a question with all turns before it, and with what tools replied in them.
 
-        Of an answer with tools the last turn is kept.
+        An answer that is no text ends the conversation.
         """
         question = {"role": "user", "content": [*self.shown, {"type": "text", "text": text}]}
         (row,) = self.session.ask([[*self.turns, question]])
-        answer = row.outcomes[-1]
-        if answer.text is None:
+        if row.outcomes[-1].text is None:
             self.reset()
         else:
-            self.turns += [question, {"role": "assistant", "content": answer.text}]
+            self.turns += [question, *as_conversation(row).messages]
             self.shown = []
         return row
 

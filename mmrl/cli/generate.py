@@ -13,10 +13,12 @@ from typing import Any
 from mmrl.cli.command import OVERRIDES, argument, command, for_terminal
 from mmrl.config.loading import ConfigError
 from mmrl.config.plain import as_list
+from mmrl.config.registry import find
 from mmrl.core.types import Message, Outcome, Part, Prompt
 from mmrl.data.fields import RowError, plain, uid_of
 from mmrl.data.media import MediaError
 from mmrl.inference.session import Session, images_of, to_pil
+from mmrl.inference.sources import ModelSource
 
 MODEL = argument(
     "model", metavar="CONFIG_OR_MODEL", help="a YAML file, the folder of a run, or a model (folder, hub id)"
@@ -28,6 +30,9 @@ ENGINE = (
 )
 IMAGES = Path("images")  # where images go that are given no other folder
 ASKED = ("prompt", "messages", "question", "caption")  # columns of rows, the first that is there
+ROWS = (".jsonl", ".json", ".parquet")  # files of rows
+IS_IMAGES = "this model makes images; name a folder for them as --output, not a file of rows"
+IS_TEXT = "this model answers in words; name a file such as answers.jsonl as --output"
 
 
 @dataclass(frozen=True)
@@ -80,9 +85,10 @@ def generate(given: argparse.Namespace) -> None:
     check_arguments(given)
     source = resolve(given.model, given.overrides, options=engine_options(given))
     check_source(source)
+    check_output(source, given.output)
     session = open_source(source)
     answered = answers(session, questions(given, session), given.batch_size)
-    if given.output and given.output.suffix in (".jsonl", ".json", ".parquet"):
+    if given.output and given.output.suffix in ROWS:
         write_rows_of(answered, given.output)
     elif given.output:
         write_images(answered, given.output)
@@ -119,6 +125,17 @@ def check_arguments(given: argparse.Namespace) -> None:
         raise ConfigError(f"'{output}' is the --input; name another --output")
     if taken and not given.overwrite:
         raise ConfigError(f"'{output}' exists; name another --output, or give --overwrite")
+
+
+def check_output(source: ModelSource, output: Path | None) -> None:
+    """Raise `ConfigError` for an --output that cannot hold what the policy makes, where it declares that."""
+    if output is None:
+        return
+    makes = getattr(find("policy", source.config.policy.name).target, "makes", "")
+    if makes == "images" and output.suffix in ROWS:
+        raise ConfigError(IS_IMAGES)
+    if makes == "text" and output.suffix not in ROWS:
+        raise ConfigError(IS_TEXT)
 
 
 def check_medium(kind: str, path: Path) -> None:
@@ -225,7 +242,7 @@ def row_with(asked: Asked, answer: Outcome, images: Path, root: Path | None = No
     Images that tools showed go to the folder `images`; they are named from the folder `root` on.
     """
     if answer.text is None:
-        raise ConfigError("this model makes images; name a folder for them as --output, not a file of rows")
+        raise ConfigError(IS_IMAGES)
     more = {"conversation": written(asked.turns, images, root)} if asked.turns else {}
     return {**asked.columns, "completion": answer.text, **more}
 
@@ -237,8 +254,8 @@ def written(turns: Sequence[Message], images: Path, root: Path | None = None) ->
         if part.media is None:
             return {"type": "text", "text": part.text}
         path = free_name(images)
-        to_pil(part.media.load().pixels[0]).save(path)
-        return {"type": "image", "path": str(path.relative_to(root) if root else path)}
+        save_frames(list(map(to_pil, part.media.load().pixels)), path)
+        return {"type": part.media.kind, "path": str(path.relative_to(root) if root else path)}
 
     return [{"role": turn.role, "content": [block(part) for part in turn.parts]} for turn in turns]
 
@@ -293,7 +310,12 @@ def free_name(folder: Path) -> Path:
 def save_image(answer: Outcome, path: Path) -> None:
     """Write an image as PNG, or the frames of a video as an animated one."""
     if answer.text is not None:
-        raise ConfigError("this model answers in words; name a file such as answers.jsonl as --output")
-    first, *frames = images_of(answer)
+        raise ConfigError(IS_TEXT)
     path.parent.mkdir(parents=True, exist_ok=True)
+    save_frames(images_of(answer), path)
+
+
+def save_frames(images: Sequence[Any], path: Path) -> None:
+    """Write an image of PIL as PNG, or several as an animated one."""
+    first, *frames = images
     first.save(path, **({"save_all": True, "append_images": frames, "duration": 62} if frames else {}))

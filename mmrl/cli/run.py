@@ -90,15 +90,18 @@ def estimate_memory(given: argparse.Namespace) -> int:
         _title(stage)
         memory = memory_estimates.estimate_memory(stage.config)
         _print_memory(memory, room, device)
-        largest = max(largest, sum(memory.values()))
-    print("without activations, which `mmrl doctor` measures")
+        largest = max(largest, memory_estimates.peak(memory))
+        if not any("activations" in name for name in memory):
+            print("without activations, which `mmrl doctor` measures")
     return int(0 < room < largest)
 
 
 def _print_memory(memory: Mapping[str, float], room: float, device: str) -> None:
+    from mmrl.diagnostics.memory_estimates import peak
+
     for name, size in sorted(memory.items(), key=lambda item: -item[1]):
         print(f"{size / 1e9:10.3f} GB  {name}")
-    print(f"{sum(memory.values()) / 1e9:10.3f} GB  of {room / 1e9:.3f} GB ({device})")
+    print(f"{peak(memory) / 1e9:10.3f} GB  at once, of {room / 1e9:.3f} GB ({device})")
 
 
 @command(

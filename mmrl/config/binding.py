@@ -7,7 +7,7 @@ import inspect
 import sys
 import typing
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, partial, reduce
 from typing import Any, Literal, TypeVar
 
@@ -23,6 +23,7 @@ from mmrl.config.schema import (
     each,
     held_fields,
 )
+from mmrl.config.workers import Elsewhere, Workers, check_elsewhere
 from mmrl.core.protocols import Stateful
 from mmrl.core.rng import Stream
 from mmrl.core.types import Clock
@@ -41,12 +42,17 @@ CALLED_WITH = {
         "on_absent": Literal["raise", "warn"],
         "where": Mapping[str, Any],  # columns of the prompts that it is asked about, with their values
         "at": str,  # turns that it is asked about: `last` (the usual), `every`, `tag` or `tag=word`
+        "workers": Workers,  # Ray actors that it is computed by
     },
     "compare": {"weight": float},
     "tool": {
         "timeout": PositiveFloat,  # seconds
         "on_error": Literal["tell", "skip", "raise"],
         "retries": NonNegativeInt,
+        "reads": tuple[str, ...],  # files and folders; a tool that declares one of these has no other rights
+        "writes": tuple[str, ...],
+        "network": bool,
+        "process": bool,
     },
     "environment": {
         "label": str,
@@ -136,7 +142,12 @@ class Pieces:
         if "train_prompts" in entry.options:
             options["train_prompts"] = self.made.get("data", ())
         setter = options.__setitem__  # a function gets its options anew at every call
-        if kind in MADE or (inspect.isclass(entry.target) and kind not in FACTORIES):
+        if "workers" in bound.call:
+            own = {name: value for name, value in piece.options.items() if name not in CALLED_WITH[kind]}
+            policy = self.policy if entry.copies_policy else None
+            parts = Piece(piece.name, own), policy, self.stream, lambda: self.clock
+            bound.function, bound.options = Elsewhere(bound.name, *parts), {}
+        elif kind in MADE or (inspect.isclass(entry.target) and kind not in FACTORIES):
             thing = self.made[place] = _construct(entry, wrapped, options, place)
             bound.function, bound.options = thing, {}
             setter = partial(setattr, thing)  # an object keeps them as attributes
@@ -247,6 +258,7 @@ class Pieces:
             entry = find(kind, piece.name)
         except ConfigError as error:
             raise ConfigError(f"{place}: {error}") from error
+        known = len(self.entries)
         self.entries.append(entry)
         hints = entry.hints
         _check_options(entry, hints, options, place)
@@ -261,6 +273,11 @@ class Pieces:
                     options[name] = self.make(name, default, place=f"{place}.{name}")
                 case None if name == "policy" and name not in options and self.policy and entry.copies_policy:
                     options[name] = self._inner(name, self.policy, f"{place}.{name}")
+        if "workers" in call:
+            check_elsewhere(entry, piece.options, call["workers"], place)
+            if call["workers"].runtime_env:  # which has the packages of the piece, and this process need not
+                del self.entries[known:]
+            self.entries.append(replace(entry, packages={"ray": "ray"}))
         weight, label = call.pop("weight", 1.0), call.pop("label", "")
         return Bound(entry, entry.target, options, self.stream, weight, label, call)
 

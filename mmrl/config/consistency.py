@@ -56,8 +56,11 @@ def check_training(config: Config) -> Pieces:
     needs = _needs_of(config, checked)
     asked = reduce(Needs.__or__, (bound.needs for bound in chain), Needs())
     _check_references(config, asked, "the advantage chain reads")
+    valued = {str(bound.options.get("value_model") or "") for bound in _listed(checked, "sampler")} - {""}
+    valuing = Needs(others=dict.fromkeys(valued, frozenset({"value"})))
+    _check_references(config, valuing, "a sampler reads")
     says = _says(config, checked)
-    for wanted in (needs, asked):
+    for wanted in (needs, asked, valuing):
         check_outputs(config, wanted, says)
     for place, bound in checked.items():
         if place.startswith("references."):
@@ -114,6 +117,14 @@ def _check_nesting(listed: Sequence[Bound], place: str, first: str, wrapped: str
             raise ConfigError(
                 f"{place}[{i}]: '{bound.entry.full_name}' wraps no other {wrapped}; name it first"
             )
+        # Protocols are for any piece; a class is one whose parts the wrapper calls.
+        needs = bound.entry.hints.get(wrapped)
+        calls_parts = i > 0 and inspect.isclass(needs) and not getattr(needs, "_is_protocol", False)
+        if calls_parts and getattr(listed[0].entry.target, "answers_elsewhere", False):
+            raise ConfigError(
+                f"{place}[{i}]: '{bound.entry.full_name}' decodes with the model itself, and "
+                f"'{listed[0].entry.full_name}' answers elsewhere; use 'vision.generate'"
+            )
 
 
 def _listed(checked: Mapping[str, Any], place: str) -> list[Bound]:
@@ -167,7 +178,7 @@ def _check_ahead(config: Config, needs: Needs, engines: Sequence[Bound]) -> None
     if not callable(getattr(engines[-1].entry.target, "ask", None)):
         raise ConfigError(
             f"'rollout.max_staleness' is 1, but the engine '{engines[-1].entry.full_name}' cannot work while "
-            "the policy learns; list `ray_workers` last"
+            "the policy learns; list `ray_workers` last, or ask servers with `vision.vllm`"
         )
     if "engine" not in needs.others:
         raise ConfigError(

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import functools
 import inspect
 import itertools
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence, Set
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from decimal import Decimal
@@ -17,7 +18,8 @@ from typing import Any
 
 import torch
 
-from mmrl.core.types import Outcome, Prompt, TrainerState
+from mmrl.core.chat import completion_of
+from mmrl.core.types import Message, Outcome, Prompt, TrainerState
 
 
 def handed(prompts: Sequence[Prompt], outcomes: Sequence[Outcome]) -> tuple[list[Prompt], list[Outcome]]:
@@ -55,9 +57,16 @@ class Scoring:
     """One call of a reward: what it may read besides prompts and outcomes, and what it logs."""
 
     tokens: Sequence[Sequence[int] | None] = ()  # of every outcome; None where it is not of tokens
+    turns: Sequence[Sequence[Message]] = ()  # of every outcome: its conversation; empty where there is none
     state: TrainerState = TrainerState()
     metrics: dict[str, list[float]] = field(default_factory=dict)
     columns: dict[str, list[Any]] = field(default_factory=dict)
+    deadline: float = math.inf  # of `time.monotonic`, after which nobody waits for it
+
+    def about(self, rows: Sequence[int]) -> Scoring:
+        """Take the part of the call that is about some of its outcomes."""
+        turns = [self.turns[i] for i in rows] if self.turns else ()
+        return replace(self, tokens=[self.tokens[i] for i in rows], turns=turns)
 
     def log_metric(self, name: str, value: float) -> None:
         """Add a number to a metric of the run, which is the mean of all that is logged for a step."""
@@ -80,10 +89,47 @@ class Scoring:
 SCORING: ContextVar[Scoring] = ContextVar("SCORING")
 
 
+def called(
+    reward: Callable[..., Any],
+    prompts: Sequence[Prompt],
+    outcomes: Sequence[Outcome],
+    call: Scoring,
+    seconds: float,
+) -> list:
+    """Call a reward and list what it returns, one entry per outcome; `call` takes what it logs.
+
+    An asynchronous reward has `seconds` to return. Raises `NotNumbers` for something else than entries.
+    """
+
+    async def awaited(result: Awaitable[Any]) -> Any:
+        return await asyncio.wait_for(result, seconds)
+
+    SCORING.set(call)
+    result = reward(*handed(prompts, outcomes))
+    if inspect.isawaitable(result):
+        result = asyncio.run(awaited(result))
+    return one_each(result, len(outcomes))
+
+
 def log_metric(name: str, value: float) -> None:
     """Add a number to a metric of the run, which is the mean over a step; nothing outside of a run."""
     if call := SCORING.get(None):
         call.log_metric(name, value)
+
+
+def conversation_texts(outcomes: Sequence[Outcome]) -> list[str]:
+    """Join the texts of all turns of the policy up to each of the outcomes that a reward is asked about.
+
+    It is the text of the outcome itself where there is no conversation.
+    """
+    scoring = SCORING.get(None)
+    turns = (scoring.turns if scoring else ()) or [()] * len(outcomes)
+    return [
+        "\n".join(part.text for message in talk if message.role == "assistant" for part in message.parts)
+        if talk
+        else outcome.text or ""
+        for outcome, talk in zip(outcomes, turns, strict=True)
+    ]
 
 
 def per_outcome(measure: Callable[..., float | None]) -> Callable[..., list[float | None]]:
@@ -123,28 +169,33 @@ def is_trl(function: Callable) -> bool:
 def from_trl(function: Callable) -> Callable:
     """Wrap `f(prompts, completions, **columns)`, plain or asynchronous, as a reward.
 
-    A prompt whose data row has messages gives messages, as in TRL; any other gives a text. Completions of
-    image and video models are their media. Columns are passed by name: all of them to a function with
-    `**kwargs`, else those that it names. So are TRL's `completion_ids`, `trainer_state` (which counts
-    optimizer steps), `log_metric` and `log_extra`, and `environments` where answers have any.
+    A prompt whose data row has messages gives messages, as in TRL, and so does its completion: of a
+    conversation with tools all turns, calls and replies (see `completion_of`). Any other prompt gives a text,
+    and its completion that of the last turn. Completions of image and video models are their media. Columns
+    are passed by name: all of them to a function with `**kwargs`, else those that it names. So are TRL's
+    `completion_ids`, `trainer_state` (which counts optimizer steps), `log_metric` and `log_extra`, and
+    `environments` where answers have any.
     """
     parameters = inspect.signature(function).parameters
     takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
 
-    def completion(outcome: Outcome, messages: list | None) -> Any:
+    def completion(outcome: Outcome, messages: list | None, turns: Sequence[Message]) -> Any:
         if outcome.text is None:
             return outcome.image if outcome.video is None else outcome.video
-        return outcome.text if messages is None else [{"role": "assistant", "content": outcome.text}]
+        if messages is None:
+            return outcome.text
+        return completion_of(turns) or [{"role": "assistant", "content": outcome.text}]
 
     @functools.wraps(function)
     def reward(prompts: Sequence[Prompt], outcomes: Sequence[Outcome]) -> Any:
         scoring = SCORING.get(None) or Scoring([None] * len(outcomes))
         columns = dict.fromkeys(key for prompt in prompts for key in prompt.columns if key not in TRL_OWN)
+        turns = scoring.turns or [()] * len(outcomes)
         rows = [prompt.columns.get("prompt") for prompt in prompts]
         messages = [row if isinstance(row, list) else None for row in rows]
         offered = {name: [prompt.columns.get(name) for prompt in prompts] for name in columns} | {
             "prompts": [p.text if m is None else m for p, m in zip(prompts, messages, strict=True)],
-            "completions": [completion(*both) for both in zip(outcomes, messages, strict=True)],
+            "completions": [completion(*each) for each in zip(outcomes, messages, turns, strict=True)],
             "completion_ids": [ids if ids is None else list(ids) for ids in scoring.tokens],
             "trainer_state": scoring.state,
             "log_metric": scoring.log_metric,

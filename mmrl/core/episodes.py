@@ -17,6 +17,7 @@ from mmrl.core.reward_table import ABSENT, RewardTable, place_of_steps
 from mmrl.core.tensor import group_index, group_sum, pad_to
 
 EPISODE, TURN = "episode", "turn"  # tags of outcomes
+BARE = "bare"  # tag of an outcome that rewards are not asked about, unless they look `at: every`
 ORDER = "turn_number"  # id: the number that the tag `turn` spells
 
 

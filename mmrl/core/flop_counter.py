@@ -49,7 +49,8 @@ COUNTED: dict[Any, Callable[[Sequence[Any], Any], int]] = {
     aten._scaled_dot_product_efficient_attention.default: partial(_attention, causal=6),
 }
 if BUILT:
-    COUNTED[torch.ops.mkldnn._linear_pointwise.default] = partial(_product, left=0)
+    pointwise = torch.ops.mkldnn._linear_pointwise
+    COUNTED |= dict.fromkeys((pointwise.default, pointwise.binary), partial(_product, left=0))
 
 
 class CountOperations(TorchDispatchMode):

@@ -35,17 +35,18 @@ _INSIDE: ContextVar[bool] = ContextVar("inside", default=False)
 
 
 @contextmanager
-def onednn(model: nn.Module, *, pack: bool = False) -> Iterator[None]:
+def onednn(model: nn.Module, *, pack: bool = False) -> Iterator[dict[int, Packed]]:
     """Compute the large linear layers of a model with oneDNN inside this context, forward and backward.
 
     This concerns unsharded float32 weights on an x86 CPU, outside of autocast. With `pack`, weights are
     copied once into the layout of oneDNN's kernels, for calls without gradient on a few rows each, up to
-    4 GiB of weights; they must not change meanwhile.
+    4 GiB of weights; they must not change meanwhile. Yields the packed weights by the id of their layers.
     """
     inside = there()
     groups = [group for group in _groups(model) if _fits(group)] if inside or pack and usable() else []
+    made: list[tuple[Sequence[nn.Linear], Packed]] = []
     if pack and sum(layer.weight.nbytes for group in groups for layer in group) <= MOST:
-        made = [(group, _Packed(group)) for group in groups]
+        made = [(group, Packed(group)) for group in groups]
         forwards = [(m, partial(packed, i)) for group, packed in made for i, m in enumerate(group)]
     else:
         alone = [m for group in groups for m in group if inside and _fits([m])]
@@ -54,11 +55,18 @@ def onednn(model: nn.Module, *, pack: bool = False) -> Iterator[None]:
         layer.forward = forward  # pyright: ignore[reportAttributeAccessIssue]
     token = _INSIDE.set(inside)
     try:
-        yield
+        yield {id(layer): packed for group, packed in made for layer in group}
     finally:
         _INSIDE.reset(token)
         for layer, _ in forwards:
             del layer.forward
+
+
+def packed_bytes(model: nn.Module) -> int:
+    """Compute the bytes of weights that `onednn(model, pack=True)` copies."""
+    layers = [layer for group in _groups(model) if usable() and _fits(group) for layer in group]
+    size = sum(layer.weight.nbytes for layer in layers)
+    return size if size <= MOST else 0
 
 
 def _groups(model: nn.Module) -> Iterator[list[nn.Linear]]:
@@ -67,16 +75,30 @@ def _groups(model: nn.Module) -> Iterator[list[nn.Linear]]:
     for module in model.modules():
         children = dict(module.named_children())
         for names in SIBLINGS:
-            group = [child for name in names if _is_plain(child := children.get(name))]
+            group = [child for name in names if is_plain(child := children.get(name))]
             if len(group) == len(names) and len({layer.in_features for layer in group}) == 1:
                 seen.update(map(id, group))
                 yield group
-    yield from ([m] for m in model.modules() if _is_plain(m) and id(m) not in seen)
+    yield from ([m] for m in model.modules() if is_plain(m) and id(m) not in seen)
 
 
-def _is_plain(layer: nn.Module | None) -> TypeGuard[nn.Linear]:
+def is_plain(layer: nn.Module | None) -> TypeGuard[nn.Linear]:
+    """Return whether a module is a linear layer with an unsharded float32 weight on the CPU."""
     # A subclass may compute something else, and so may a layer whose forward was replaced.
     return type(layer) is nn.Linear and "forward" not in vars(layer) and _is_whole(layer.weight)
+
+
+def is_replaced(module: nn.Module) -> bool:
+    """Return whether the forward of a module is that of an open `onednn`."""
+    forward = vars(module).get("forward")
+    return isinstance(forward, partial) and (isinstance(forward.func, Packed) or forward.func is _unpacked)
+
+
+def side_by_side(layers: Sequence[nn.Linear]) -> tuple[Tensor, Tensor | None]:
+    """Copy the weights (m, n) of layers that read the same input, and their biases (m,) where one has any."""
+    biases = [x.weight.new_zeros(x.out_features) if x.bias is None else x.bias.detach() for x in layers]
+    bias = torch.cat(biases) if any(x.bias is not None for x in layers) else None
+    return torch.cat([x.weight.detach() for x in layers]), bias
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -116,30 +138,41 @@ def _unpacked(layer: nn.Linear, x: Tensor) -> Tensor:
     return linear(x, layer.weight, layer.bias)
 
 
-class _Packed:
+class Packed:
     """The weights of layers that read the same input, packed as one: the first call computes all of them."""
 
     def __init__(self, layers: Sequence[nn.Linear]) -> None:
         self.layers, self.sizes = layers, [layer.out_features for layer in layers]
-        self.weight = torch.ops.mkldnn._reorder_linear_weight(torch.cat([x.weight.detach() for x in layers]))
-        biases = [x.weight.new_zeros(x.out_features) if x.bias is None else x.bias.detach() for x in layers]
-        self.bias = torch.cat(biases) if any(x.bias is not None for x in layers) else None
+        weight, self.bias = side_by_side(layers)
+        self.weight = torch.ops.mkldnn._reorder_linear_weight(weight)
         self.read: tuple[Tensor | None, int] = None, 0  # the last input, and the version that was read
         self.parts: dict[int, Tensor] = {}  # of what was computed for `read`, what no layer has taken yet
 
     def __call__(self, number: int, x: Tensor) -> Tensor:
         """Compute the layer of this number."""
-        few = FASTER or x.numel() // max(1, x.shape[-1]) in FEW
-        if torch.is_grad_enabled() or not few or not _suits(x):
+        if not self.suits(x):
             return _unpacked(self.layers[number], x)
+        if len(self.layers) == 1:
+            return self.multiply(x)
         version = 0 if x.is_inference() else x._version  # which counts what is written into a tensor
         if self.read[0] is not x or self.read[1] != version or number not in self.parts:
-            products = _multiply(x, self.weight, self.bias).split(self.sizes, -1)
+            products = self.multiply(x).split(self.sizes, -1)
             self.read, self.parts = (x, version), dict(enumerate(products))
         part = self.parts.pop(number)
         if not self.parts:
             self.read = None, 0
         return part
+
+    def suits(self, x: Tensor) -> bool:
+        """Return whether the packed weights serve this input, and do so faster than others."""
+        few = FASTER or x.numel() // max(1, x.shape[-1]) in FEW
+        return few and not torch.is_grad_enabled() and _suits(x)
+
+    def multiply(self, x: Tensor, other: Tensor | None = None) -> Tensor:
+        """Compute the outputs of all layers side by side, (..., m), plus another tensor of this shape."""
+        if other is None:
+            return _multiply(x, self.weight, self.bias)
+        return torch.ops.mkldnn._linear_pointwise.binary(x, other, self.weight, self.bias, "add")
 
 
 def times(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -86,6 +86,15 @@ class Asking(Engine, Protocol):
         """Begin with the weights, the step and the round of this moment; `rollout` of these collects."""
 
 
+@runtime_checkable
+class WeighsWords(Engine, Protocol):
+    """An engine that tells how likely an answer begins with a word, without sampling it."""
+
+    def first_words(self, prompts: Sequence[Prompt], words: Sequence[Sequence[str]]) -> list[list[float]]:
+        """Return, for every prompt and every list of words, the probability of those words together."""
+        ...
+
+
 class Sampler(Protocol):
     """Chooses prompts, and the number of rollouts for each.
 
@@ -161,6 +170,16 @@ class Connected(Protocol):
             ask: Answers prompts with the first engine of the run. Every process has to call it.
             tell: Gathers a JSON value from every process, by rank. Every process has to call it.
         """
+
+
+@runtime_checkable
+class Consulting(Protocol):
+    """A piece that asks a second model for the values of prompts before they are answered."""
+
+    value_model: str  # its name in `references`; empty: none
+
+    def consult(self, values: Callable[[Sequence[Prompt]], list[float]]) -> None:
+        """Take the function that values prompts, once. Every process has to call it, with equal prompts."""
 
 
 @runtime_checkable

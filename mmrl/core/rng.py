@@ -20,7 +20,7 @@ class Stream:
     seed: int = 0
     step: int = 0
     round: int = 0
-    purpose: str = "train"  # an evaluation draws from streams of its own
+    purpose: str = "train"  # "evaluate" and "inference" draw from streams of their own
     stage: int = 0  # of several runs that go on from each other
 
     def generator(self, *key: str | int) -> torch.Generator:

@@ -79,6 +79,20 @@ def masked_mean(values: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
     return (values * mask).sum(dim) / mask.sum(dim).clamp(min=1)
 
 
+def rarity(
+    rate: Tensor, known: Tensor, *, alpha: float = 1.0, sigma: float = 0.2, eps: float = 1e-6
+) -> Tensor:
+    """Weigh checks by how rarely they pass and how isolated their difficulty is (VeRPO, arXiv 2601.03525).
+
+    Check j with the pass rate p_j weighs exp(-alpha p_j) / (N_j + eps), where N_j =
+    sum_l exp(-(p_j - p_l)^2 / (2 sigma^2)) counts checks of about its difficulty. All (N, J, K), of J checks;
+    those that are not `known` count in no sum.
+    """
+    apart = rate[:, :, None] - rate[:, None]
+    alike = torch.where(known[:, None], (-apart.square() / (2 * sigma**2)).exp(), 0.0).sum(2)
+    return (-alpha * rate).exp() / (alike + eps)
+
+
 def pad_to(values: Tensor, size: int, dim: int, fill: float = 0.0) -> Tensor:
     """Pad a dimension at its end to `size` with `fill`."""
     missing = size - values.shape[dim]

@@ -11,6 +11,14 @@ from typing import Any, Protocol
 from torch import Tensor
 
 
+class Readable(Protocol):
+    """Bytes that are read when they are asked for, such as those of an image inside a row."""
+
+    def read(self) -> bytes:
+        """Return all of them."""
+        ...
+
+
 class Unit(IntEnum):
     """The smallest part of a batch whose loss can be computed by itself: a step, a row or a group."""
 
@@ -42,7 +50,7 @@ class Media:
     kind: str  # "image" or "video"
     name: str
     load: Callable[[], Frames]
-    source: Path | bytes | None = None
+    source: Path | bytes | Readable | None = None
 
 
 @dataclass(frozen=True)

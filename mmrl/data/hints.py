@@ -12,6 +12,9 @@ from mmrl.config.schema import ConfigError
 from mmrl.core.types import Part, Prompt
 
 TAG = "hint"  # of the outcomes of a prompt with a hint
+WANTED = "wanted_hint"  # tag of a prompt for which the engine `with_hinter` writes one
+WROTE = "wrote"  # tag of the outcome that is a hint: the word that `TAG` has of the answers that saw it
+ATTEMPT = "failed_attempt"  # column of such a prompt: an answer that failed
 TEMPLATE = "\n\nHint: {hint}"
 SENTENCE_END = re.compile(r"(?<=[.!?。])\s+|\n+")
 
@@ -33,6 +36,12 @@ def without_hint(prompt: Prompt) -> Prompt:
     *before, last = prompt.messages
     tags = {name: value for name, value in prompt.tags.items() if name != TAG}
     return replace(prompt, messages=(*before, replace(last, parts=last.parts[:-1])), tags=tags)
+
+
+def wanting_hint(prompt: Prompt, attempt: str, *, tag: str) -> Prompt:
+    """Mark a prompt for which a hint is to be written, after an answer that failed; the id stays."""
+    columns = {**prompt.columns, ATTEMPT: attempt}
+    return replace(prompt, columns=columns, tags={**prompt.tags, WANTED: tag})
 
 
 def sentences(text: str) -> list[str]:

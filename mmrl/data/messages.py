@@ -10,7 +10,7 @@ from mmrl.core.types import Media, Message, Part, Prompt
 from mmrl.data.fields import RowError, listed, mapping, short
 
 MARKS = re.compile(r"<(image|video)>")  # placeholders for media in texts of datasets
-ROLES = ("system", "user", "assistant")
+ROLES = ("system", "user", "assistant", "tool")
 NAMES = ("path", "url")  # keys of a part that transformers takes besides its kind
 Slot = tuple[str, Media | None]  # a place for an image or video, and what a part itself put there
 # Makes a medium of its kind ("image", "video"), of what names or is one, and of its place in errors.

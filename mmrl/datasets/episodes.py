@@ -11,6 +11,9 @@ from mmrl.core.types import Message, Part, Prompt
 def episodes(*, count: PositiveInt = 64) -> list[Prompt]:
     """Make `count` prompts without words, for environments whose `reset` says what is to be done.
 
-    In every step the environments draw anew what the same prompts begin with.
+    In every step the environments draw anew what the same prompts begin with. Rewards in TRL's form get
+    messages.
     """
-    return [Prompt(f"episode-{number}", (Message("user", (Part(),)),)) for number in range(count)]
+    asked = Message("user", (Part(),))
+    columns = {"prompt": [{"role": "user", "content": ""}]}
+    return [Prompt(f"episode-{number}", (asked,), columns=columns) for number in range(count)]

@@ -48,7 +48,7 @@ def training(config: Config, policy: Policy, prompts: Sequence[Prompt]) -> Mappi
             references += sizes + state(mover)
     return {
         "weights": weights,
-        "gradients": sizes,
+        "learning/gradients": sizes,
         "optimizer": state(config.learn.optimizer),
         "references": references,
     }
@@ -88,6 +88,20 @@ def estimate_with(config: Config, policy: Policy, prompts: list[Prompt]) -> Mapp
     for entry in in_use("memory_estimate", config):
         total.update(dict(entry.target(config, policy, prompts)))
     return {name: size for name, size in total.items() if size}
+
+
+def peak(memory: Mapping[str, float]) -> float:
+    """Add up the parts of an estimate that exist at the same time.
+
+    A part `phase/name` exists in this phase of a step only, such as "rollouts/cache" and
+    "learning/gradients"; the largest phase counts. Others exist all the time.
+    """
+    phases: Counter[str] = Counter()
+    for name, size in memory.items():
+        phase, slash, _ = name.rpartition("/")
+        phases[phase if slash else ""] += size
+    always = phases.pop("", 0.0)
+    return always + max(phases.values(), default=0.0)
 
 
 def room() -> tuple[float, str]:

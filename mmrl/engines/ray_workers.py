@@ -6,29 +6,34 @@ nothing that a request does not say again: one that dies is started anew, and as
 
 from __future__ import annotations
 
-import os
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any, ClassVar
+from weakref import WeakValueDictionary
 
 import torch
 
-from mmrl.config import objects
 from mmrl.config.binding import Pieces, Recipe
 from mmrl.config.loading import ConfigError
 from mmrl.config.ranges import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from mmrl.config.registry import engine
-from mmrl.core.protocols import Engine, Portable, Telling
+from mmrl.config.schema import Piece
+from mmrl.config.workers import Workers, object_in
+from mmrl.core.protocols import Engine, Policy, Portable, Telling
 from mmrl.core.rng import Stream
 from mmrl.core.types import Clock, Prompt, Rollouts, Trajectory
+from mmrl.runtime.content_hash import of_tensors
 from mmrl.runtime.distributed import place_of
+from mmrl.runtime.fsdp import sharded_parts
+from mmrl.runtime.ray_actors import Actors, check_environments
 
 
 @dataclass(frozen=True)
 class Asked:
-    """A request to a worker: prompts to answer, at a step and round, with schedules as of a clock."""
+    """A request to a worker: prompts to answer with engines, at a step and round, at a clock's schedules."""
 
+    engines: tuple[Piece, ...]
     prompts: tuple[Prompt, ...]
     step: int
     round: int
@@ -43,36 +48,43 @@ class Answered:
     rows: Rollouts
     places: tuple[int | None, ...]  # None: the engine changed the prompt, which the row then holds
     metrics: Mapping[str, float]
-    process: int
 
 
 class Worker:
-    """The policy and engines of a run, made again in a process of their own."""
+    """The policy of a run, made again in a process of its own, and the engines that it is asked with."""
 
-    def __init__(self, recipe: Recipe) -> None:
+    def __init__(self, policy: Piece, seed: int, stage: int) -> None:
         # What the run has drawn is overwritten by its weights, so no seed is set here.
-        stream = Stream(recipe.seed, stage=recipe.stage)
-        self.pieces, self.version = Pieces(stream), 0
-        self.policy = engine = self.pieces.make("policy", recipe.policy)
+        self.stream, self.version = Stream(seed, stage=stage), 0
+        self.piece = policy
+        self.policy: Policy = Pieces(self.stream).make("policy", policy)
         self.policy.module.to("cuda" if torch.cuda.is_available() else "cpu")
-        for i, piece in enumerate(recipe.engines):
-            engine = self.pieces.make("engine", piece, engine, place=f"engine[{i}]")
-        self.engine: Engine = engine
+        self.chains: dict[str, tuple[Engine, Pieces]] = {}  # of training, and of an evaluation
 
-    def rollout(self, version: int, weights: bytes, asked: Asked) -> Answered:
+    def rollout(self, asked: Asked, version: int, weights: bytes) -> Answered:
         """Answer prompts with the weights of a version."""
         if version != self.version:
             self._load(weights)
             self.version = version
-        stream = self.pieces.stream
-        stream.step, stream.round, stream.purpose = asked.step, asked.round, asked.purpose
-        self.pieces.tick(asked.clock)
-        rows = self.engine.rollout(asked.prompts)
+        self.stream.step, self.stream.round, self.stream.purpose = asked.step, asked.round, asked.purpose
+        engine, pieces = self._chain(asked.engines)
+        pieces.tick(asked.clock)
+        rows = engine.rollout(asked.prompts)
+        check_environments(outcome for row in rows for outcome in row.outcomes)
         place = {id(prompt): i for i, prompt in enumerate(asked.prompts)}
         places = tuple(place.get(id(row.prompt)) for row in rows)
         packed = tuple(map(self._pack, rows, places))
-        tells = [piece.tell() for piece in self.pieces.that_are(Telling).values()]
-        return Answered(packed, places, {k: v for part in tells for k, v in part.items()}, os.getpid())
+        tells = [piece.tell() for piece in pieces.that_are(Telling).values()]
+        return Answered(packed, places, {k: v for part in tells for k, v in part.items()})
+
+    def _chain(self, listed: tuple[Piece, ...]) -> tuple[Engine, Pieces]:
+        if (key := repr(listed)) not in self.chains:
+            pieces, engine = Pieces(self.stream), self.policy
+            pieces.trained = self.piece
+            for i, piece in enumerate(listed):
+                engine = pieces.make("engine", piece, engine, place=f"engine[{i}]")
+            self.chains[key] = engine, pieces
+        return self.chains[key]
 
     def _pack(self, row: Trajectory, place: int | None) -> Trajectory:
         if place is None:  # the other side does not have the prompt
@@ -91,6 +103,32 @@ class Worker:
                 weight.copy_(sent[name])
 
 
+class Servers:
+    """The workers of a policy, and the weights that were put where they take them from."""
+
+    def __init__(self, policy: Policy, recipe: Recipe, workers: Workers) -> None:
+        self.policy, self.version, self.weights, self.seen = policy, 0, None, ()
+        parts = recipe.policy, recipe.seed, recipe.stage
+        self.actors = Actors(Worker, parts, workers, "the workers of `ray_workers`")
+
+    def publish(self) -> None:
+        """Put the trained weights where workers take them from, if they changed; they are whole by now."""
+        import ray
+        from safetensors.torch import save
+
+        weights = trained(self.policy.module)
+        seen: Any = tuple((id(weight), weight._version) for weight in weights.values())
+        if sharded_parts(self.policy.module):  # FSDP2 gathers into the same tensors, and keeps their versions
+            seen = of_tensors(weights.values())
+        if seen == self.seen:
+            return
+        whole = {name: weight.detach().cpu().contiguous() for name, weight in weights.items()}
+        self.version, self.weights, self.seen = self.version + 1, ray.put(save(whole)), seen
+
+
+_SERVERS: WeakValueDictionary[tuple, Servers] = WeakValueDictionary()  # of training and evaluation together
+
+
 @engine(packages={"ray": "ray"})
 @dataclass(eq=False)
 class RayWorkers:
@@ -100,7 +138,8 @@ class RayWorkers:
     update; groups are divided among actors. Answers are those of the run's own process: draws depend on seed,
     step, prompt and number, and only sums of floating-point numbers differ with the rows that are computed
     together. A worker that dies is started again by Ray, and what it was asked is asked again. Engines with a
-    memory, such as `with_replay`, stand after this one. An evaluation has workers of its own.
+    memory, such as `with_replay`, stand after this one. An evaluation whose engines end with the same
+    settings has the workers of the training. Environments that answers hold must be picklable.
 
     Ray sends Python objects as pickles and trusts whoever reaches its ports: keep them in a private network.
 
@@ -142,107 +181,54 @@ class RayWorkers:
                     "program is not; write it into a module and name that as `module:function`"
                 )
         self.policy = self.engine.policy
-        self.workers: list[Any] = []
-        self.version, self.weights, self.seen = 0, None, ()
-        self.processes: dict[int, int] = {}  # of every worker, to notice when it is another
-        self.restarts = 0
+        options = {name: getattr(self, name) for name in Workers.__dataclass_fields__ if name != "num"}
+        workers = Workers(num=self.num_workers, **options)
+        key = (id(self.policy), self.recipe.seed, self.recipe.stage, repr((self.recipe.policy, workers)))
+        self.servers = _SERVERS.get(key) or Servers(self.policy, self.recipe, workers)
+        _SERVERS[key] = self.servers
         self.begun: tuple[list[Prompt], list[list[Prompt]], list[Any]] | None = None
         self.metrics: Counter[str] = Counter()  # sums over rows
         self.rows = 0
 
     def rollout(self, prompts: Sequence[Prompt]) -> Rollouts:
         """Answer every entry; groups stay together, and rows are in the order of their prompts."""
-        import ray
-        from ray.exceptions import GetTimeoutError, RayActorError
-
         if self.begun is None or [*map(id, self.begun[0])] != [*map(id, prompts)]:
             self.ask(prompts)
         (_, shares, asked), self.begun = self.begun, None
         try:
-            answers: list[Answered] = ray.get(asked, timeout=self.timeout)
-        except GetTimeoutError as error:
-            raise TimeoutError(
-                f"the workers did not answer within `timeout: {self.timeout:g}` seconds; give ray_workers "
-                "more time, or the run more workers"
-            ) from error
-        except RayActorError as error:
-            raise RuntimeError(
-                f"a worker died more often than `max_restarts: {self.max_restarts}` allows: {error}"
-            ) from error
+            answers: list[Answered] = self.servers.actors.collect(asked, self.timeout)
+        except TimeoutError as error:
+            raise TimeoutError(f"{error}; give `timeout` more, or the run more workers") from error
         rows: list[Trajectory] = []
-        for number, (share, answer) in enumerate(zip(shares, answers, strict=True)):
+        for share, answer in zip(shares, answers, strict=True):
             rows += [
                 self._unpack(row, share, place) for row, place in zip(answer.rows, answer.places, strict=True)
             ]
-            self._note(number, answer)
+            self.rows += len(answer.rows)
+            self.metrics.update({name: value * len(answer.rows) for name, value in answer.metrics.items()})
         place = place_of([prompt.uid for prompt in prompts])
         return tuple(sorted(rows, key=lambda row: place(row.prompt.uid)))
 
     def ask(self, prompts: Sequence[Prompt]) -> None:
         """Begin with the weights, the step and the round of this moment; `rollout` of these collects."""
-        self._start()
-        self._publish()
-        shares = [share for share in divided(prompts, self.num_workers) if share]
+        actors = self.servers.actors
+        actors.start()
+        self.servers.publish()
+        shares = [share for share in divided(prompts, self.num_workers) if share]  # some have none
         moment = self.stream.step, self.stream.round, self.stream.purpose, self.recipe.clock()
-        asked = [
-            worker.rollout.remote(self.version, self.weights, Asked(tuple(share), *moment))
-            for worker, share in zip(self.workers, shares, strict=False)  # some workers have no share
-        ]
-        self.begun = list(prompts), shares, asked
+        requests = [(Asked(self.recipe.engines, tuple(share), *moment),) for share in shares]
+        weights = self.servers.version, self.servers.weights
+        self.begun = list(prompts), shares, actors.begin(requests, *weights, method="rollout")
 
     def tell(self) -> Mapping[str, float]:
         """Return what the workers' engines tell, averaged over rows, and how many workers were restarted."""
-        rows, metrics, restarts = max(1, self.rows), self.metrics, self.restarts
-        self.metrics, self.rows, self.restarts = Counter(), 0, 0
+        rows, metrics, actors = max(1, self.rows), self.metrics, self.servers.actors
+        self.metrics, self.rows, restarts, actors.restarts = Counter(), 0, actors.restarts, 0
         return {**{k: v / rows for k, v in metrics.items()}, "workers/restarts": float(restarts)}
-
-    def _start(self) -> None:
-        """Join or start a cluster, and start the actors, once."""
-        if self.workers:
-            return
-        import ray
-
-        if not ray.is_initialized():
-            os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # nothing is sent to anybody
-            address = self.address or os.environ.get("RAY_ADDRESS")
-            local: dict[str, Any] = {
-                "num_cpus": max(os.cpu_count() or 1, self.num_workers),
-                "include_dashboard": False,
-            }
-            ray.init(address=address or None, log_to_driver=False, **({} if address else local))
-        options = {
-            "num_cpus": self.num_cpus,
-            "num_gpus": self.num_gpus,
-            "resources": dict(self.resources or {}) or None,
-            "runtime_env": dict(self.runtime_env or {}) or None,
-            "max_restarts": self.max_restarts,
-            "max_task_retries": self.max_restarts,
-        }
-        recipe = replace(self.recipe, clock=Clock)  # that of the run stays here
-        actor = ray.remote(Worker).options(**options)
-        self.workers = [actor.remote(recipe) for _ in range(self.num_workers)]
-
-    def _publish(self) -> None:
-        """Put the trained weights where workers take them from, if they changed."""
-        import ray
-        from safetensors.torch import save
-
-        weights = trained(self.policy.module)
-        seen = tuple((id(weight), weight._version) for weight in weights.values())
-        if seen == self.seen:
-            return
-        whole = {name: weight.detach().cpu().contiguous() for name, weight in weights.items()}
-        self.version, self.weights, self.seen = self.version + 1, ray.put(save(whole)), seen
 
     def _unpack(self, row: Trajectory, share: Sequence[Prompt], place: int | None) -> Trajectory:
         row = row if place is None else replace(row, prompt=share[place])
         return self.policy.unpack(row) if isinstance(self.policy, Portable) else row
-
-    def _note(self, number: int, answer: Answered) -> None:
-        self.restarts += self.processes.get(number, answer.process) != answer.process
-        self.processes[number] = answer.process
-        self.rows += len(answer.rows)
-        self.metrics.update({name: value * len(answer.rows) for name, value in answer.metrics.items()})
 
 
 def trained(module: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -263,15 +249,3 @@ def divided(prompts: Sequence[Prompt], number: int) -> list[list[Prompt]]:
     for group in groups.values():
         min(shares, key=len).extend(group)
     return shares
-
-
-def object_in(value: Any) -> str:
-    """Find an object of a Python program that a part of a configuration names; empty without one."""
-    match value:
-        case str() if objects.is_object(value):
-            return value
-        case Mapping():
-            return next(filter(None, map(object_in, value.values())), "")
-        case list() | tuple():
-            return next(filter(None, map(object_in, value)), "")
-    return ""

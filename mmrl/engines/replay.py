@@ -28,7 +28,7 @@ from mmrl.core.types import Outcome, Prompt, Rollouts, Trajectory
 RECALLED = frozenset({"token", "logp", "temperature"})  # the notes that a rollout is made from again
 TINY = 1e-6  # an advantage that is smaller counts as none
 REPLAY = "replay"  # tag of rows that were brought back
-CHANGED = "changed"  # tag of answers to prompts that are not as the data have them
+CHANGED = "changed"  # tag of rows that no prompt of the data and tokens make again: they are not remembered
 
 
 class Memory:

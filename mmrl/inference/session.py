@@ -9,9 +9,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Protocol, runtime_checkable
 
-from torch import Tensor
-
 from mmrl.config.plain import as_list
+from mmrl.core.chat import blocks_of, to_pil
+from mmrl.core.games import Game
 from mmrl.core.protocols import Engine
 from mmrl.core.types import Message, Outcome, Part, Prompt, Rollouts, Trajectory
 from mmrl.data.fields import RowError, short
@@ -134,18 +134,27 @@ class Session:
     def one_each(self, prompts: Sequence[Prompt]) -> Rollouts:
         """Make rollouts and return one for every entry, in order, without those added for training.
 
-        Raises RowError for an engine that plays games, whose turns are several answers.
+        Raises RowError for an engine that plays games, whose turns are several answers; none is played.
         """
+        if game := _game_of(self.engine):
+            raise RowError(
+                f"the engine plays the game {type(game).__name__}, which has no single answer; name the "
+                "folder of the model (checkpoint-*/model) to ask it, or use `rollout`"
+            )
         waiting: dict[str, list[Trajectory]] = defaultdict(list)
         for row in self.rollout(prompts):
-            if "game" in row.outcomes[-1].tags:
-                raise RowError(
-                    "the engine plays games, which have no single answer; name the folder of the model "
-                    "(checkpoint-*/model) to ask it, or use `rollout`"
-                )
             waiting[row.prompt.uid].append(row)
         # Engines that add rows, such as drafts or a greedy answer, put them after the answers to a prompt.
         return tuple(waiting[prompt.uid].pop(0) for prompt in prompts)
+
+
+def _game_of(engine: Any) -> Game | None:
+    """Return the rules that an engine, or one that it wraps, plays by."""
+    while engine is not None:
+        if isinstance(game := getattr(engine, "game", None), Game):
+            return game
+        engine = getattr(engine, "engine", None)
+    return None
 
 
 def as_conversation(row: Trajectory) -> Conversation:
@@ -154,24 +163,21 @@ def as_conversation(row: Trajectory) -> Conversation:
     if last.text is None:
         raise RowError("this model makes images, so it holds no conversation; ask it by `answer`")
     messages = row.turns or (Message("assistant", (Part(last.text),)),)
-    written = [{"role": message.role, "content": _content(message)} for message in messages]
+    # Of a tool as blocks, of a model as a text.
+    written = [
+        {
+            "role": message.role,
+            "content": blocks_of(message)
+            if message.role == "tool"
+            else "".join(part.text for part in message.parts),
+        }
+        for message in messages
+    ]
     blocks = [block for message in written if message["role"] == "tool" for block in message["content"]]
     images = [block["image"] for block in blocks if block["type"] == "image"]
     return Conversation(
         last.text, written, images, last.tags.get("finish", ""), last.environment, dict(last.recorded)
     )
-
-
-def _content(message: Message) -> str | list[dict[str, Any]]:
-    """Write what a message holds: of a tool as blocks, of a model as a text."""
-    if message.role != "tool":
-        return "".join(part.text for part in message.parts)
-    return [
-        {"type": "image", "image": to_pil(part.media.load().pixels[0])}
-        if part.media
-        else {"type": "text", "text": part.text}
-        for part in message.parts
-    ]
 
 
 def as_answer(outcome: Outcome) -> Any:
@@ -187,13 +193,6 @@ def images_of(outcome: Outcome) -> list[Any]:
     if outcome.image is not None:
         return [to_pil(outcome.image)]
     return [] if outcome.video is None else [to_pil(frame) for frame in outcome.video]
-
-
-def to_pil(image: Tensor) -> Any:
-    """Convert an image (3, height, width) uint8 to PIL."""
-    from PIL import Image
-
-    return Image.fromarray(image.cpu().permute(1, 2, 0).contiguous().numpy())
 
 
 def _are_several(prompt: Any) -> bool:

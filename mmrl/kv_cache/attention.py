@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import reduce
+from functools import partial, reduce
 from typing import Any
 
 import torch
@@ -40,12 +40,11 @@ def attend_merged(
     Masks are added to scores: `prefix_mask` (P, 1, 1 or t, S), `own_mask` (t, T). Without the latter,
     attention to own tokens is causal. Returns (N, H, t, D).
     """
-    rows, heads, num, size = query.shape
+    rows, heads, num, _ = query.shape
     kv_heads, length = prefix[0].shape[1], own[0].shape[2]
     exact = query.dtype in (torch.float32, torch.float64)
     if num == 1 and exact and not torch.is_grad_enabled():
-        asked = (query * scaling).reshape(rows, kv_heads, -1, size)
-        return attend_one_token(asked, prefix, own, groups, prefix_mask, own_mask)
+        return attend_one_token(query, prefix, own, groups, scaling, prefix_mask, own_mask)
     repeats = heads // kv_heads
     if prefix_mask is not None and prefix_mask.shape[2] > 1:
         prefix_mask = groups.tile(prefix_mask, repeats)
@@ -78,14 +77,23 @@ def attend_merged(
 
 
 def attend_one_token(
-    asked: Tensor, prefix: Pair, own: Pair, groups: RowGroups, prefix_mask: Tensor | None,
+    query: Tensor, prefix: Pair, own: Pair, groups: RowGroups, scaling: float, prefix_mask: Tensor | None,
     own_mask: Tensor | None,
 ) -> Tensor:  # fmt: skip
-    """Attend from one token of every row, scaled (N, h, H / h, D), with all scores in one softmax."""
-    length = prefix[0].shape[2]
-    scores = groups.fold(asked) @ prefix[0].mT
+    """Attend from one token of every row (N, H, 1, D) with few calls, which cost more than arithmetic."""
+    rows, heads, _, size = query.shape
+    query = query.reshape(rows, prefix[0].shape[1], -1, size)  # (N, h, H / h, D)
+    if _has_kernel(query, prefix[1]):
+        kernel = partial(torch.ops.aten._scaled_dot_product_flash_attention_for_cpu, scale=scaling)
+        out, norm = kernel(groups.fold(query), *prefix, attn_mask=prefix_mask)
+        own_out, own_norm = kernel(query, *own, attn_mask=own_mask)
+        # exp(n_1 - n) = 1 / (1 + exp(n_2 - n_1))
+        share = (groups.unfold(norm) - own_norm).sigmoid_()[..., None]
+        return torch.lerp(own_out, groups.unfold(out), share).reshape(rows, heads, 1, size)
+    query, length = query * scaling, prefix[0].shape[2]
+    scores = groups.fold(query) @ prefix[0].mT
     scores = groups.unfold(scores if prefix_mask is None else scores.add_(prefix_mask))
-    own_scores = asked @ own[0].mT
+    own_scores = query @ own[0].mT
     own_scores = own_scores if own_mask is None else own_scores.add_(own_mask)
     weights = torch.cat([scores, own_scores], -1).softmax(-1)
     out = groups.unfold(groups.fold(weights[..., :length]) @ prefix[1])
@@ -103,11 +111,10 @@ def attend_padded(
     `own_mask` (N, 1, 1 or t, T) hides empty places before them, and what is out of a `window`; `prefix_mask`
     is for folded queries (P, 1, 1 or all, S). The newest tokens attend to each other causally.
     """
-    rows, heads, num, size = query.shape
+    rows, heads, num, _ = query.shape
     kv_heads, older = prefix[0].shape[1], own[0].shape[2] - num
     if num == 1 and query.dtype in (torch.float32, torch.float64):
-        asked = (query * scaling).reshape(rows, kv_heads, -1, size)
-        return attend_one_token(asked, prefix, own, groups, prefix_mask, own_mask)
+        return attend_one_token(query, prefix, own, groups, scaling, prefix_mask, own_mask)
     shared = _Part(
         fold=lambda x: groups.fold(x.unflatten(1, (kv_heads, -1)).flatten(2, 3)),
         unfold=lambda x: groups.unfold(x).unflatten(2, (-1, num)).flatten(1, 2),

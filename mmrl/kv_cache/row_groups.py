@@ -69,7 +69,7 @@ class RowGroups:
             return x
         place, largest, even = self._places
         if even:  # a view of the rows, without a copy row by row
-            out = x.unflatten(0, (self.count, largest))
+            out = x.reshape(self.count, largest, *x.shape[1:])
         else:
             out = x.new_zeros(self.count, largest, *x.shape[1:])
             out[self.owner, place] = x
@@ -80,7 +80,7 @@ class RowGroups:
         if self.alone:
             return x
         place, largest, even = self._places
-        out = x.unflatten(2, (largest, -1)).transpose(1, 2)  # (P, g, h, Q, *)
+        out = x.reshape(*x.shape[:2], largest, -1, *x.shape[3:]).transpose(1, 2)  # (P, g, h, Q, *)
         return out.flatten(0, 1) if even else out[self.owner, place]
 
     def tile(self, mask: Tensor, times: int) -> Tensor:

@@ -16,6 +16,18 @@ from mmrl.kv_cache.quantization import Codes, Rule, quantize, rotate
 ROOM = 16  # tokens; the buffers of a tail grow by multiples of it
 
 
+def room_of(tokens: int) -> int:
+    """Compute the slots that a tail has allocated after as many tokens, one at a time."""
+    room = 0
+    while room < tokens:
+        room = _grown(room, room + 1)
+    return room
+
+
+def _grown(used: int, end: int) -> int:
+    return -(-max(end, used + used // 4) // ROOM) * ROOM  # rounded up
+
+
 class GrowingTail:
     """Exact keys and values of the tokens that rows read after their prompt, from slot `start` on.
 
@@ -47,7 +59,7 @@ class GrowingTail:
             self._buffers = tuple(torch.cat(x, 2) for x in zip(older, fresh, strict=True)) if used else fresh
             return
         if self._buffers is None or end > self._buffers[0].shape[2]:
-            room = -(-max(end, used + used // 4) // ROOM) * ROOM  # rounded up
+            room = _grown(used, end)
             grown = tuple(x.new_empty(*x.shape[:2], room, x.shape[3]) for x in fresh)
             if used:
                 for new, old in zip(grown, self._buffers, strict=True):

@@ -1,7 +1,7 @@
 """The products of `packed_matmul` in Triton: packed bytes are read once and unpacked in registers.
 
 Imported only for tensors of a GPU, where Triton is installed. Tested in Triton's interpreter only; no GPU has
-run them.
+run them yet (`python -m benchmarks.gpu` does).
 """
 
 from __future__ import annotations

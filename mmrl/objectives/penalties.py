@@ -23,6 +23,12 @@ def k1(new: StepOutput, batch: Batch, *, coef: NonNegativeFloat = 0.001, against
 
 
 @penalty
+def kl_abs(new: StepOutput, batch: Batch, *, coef: NonNegativeFloat = 0.001, against: str = "ref") -> Tensor:
+    """Size of the log-ratio (verl's kl_penalty abs): it pulls each step back, the same however far it is."""
+    return coef * step_ratio(new, batch, against=against).abs()
+
+
+@penalty
 def k2(new: StepOutput, batch: Batch, *, coef: NonNegativeFloat = 0.001, against: str = "ref") -> Tensor:
     """KL estimator k2, half the squared log-ratio: on-policy, its gradient is that of the divergence."""
     return coef * 0.5 * step_ratio(new, batch, against=against).square()

@@ -1,4 +1,4 @@
-"""The objective of critics: regression of values on what the chain gives every step."""
+"""Objectives of critics: regression of values, or of probabilities, on what the chain gives every step."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.functional import softplus
 
 from mmrl.config.ranges import PositiveFloat
 from mmrl.config.registry import Needs, objective
@@ -53,3 +54,46 @@ class ValueRegression:
         numbers = {"value/mean": value, "return/mean": target, "squared_error": (value - target).square()}
         metrics = {name: (n.detach() * batch.mask).sum() / steps for name, n in numbers.items()}
         return (0.5 * error * batch.weight).sum(), metrics
+
+
+@objective
+@dataclass(frozen=True, kw_only=True)
+class ValueCrossEntropy:
+    """Minimise the cross-entropy between a critic's probabilities of success and what its chain gives.
+
+    For `vision.critic` with `probability: true`. A target is a reward from 0 to 1, or a mean of such, as
+    `value_targets` gives them: PAV's verifier (arXiv 2410.08146), V_0 (arXiv 2602.03584; without its ranking
+    loss, which compares prompts of a batch). The metrics are the means of probabilities, of targets, of their
+    squared distances (the Brier score) and of the cross-entropy.
+
+    Args:
+        aggregation: Weights of steps, division included.
+    """
+
+    aggregation: Callable = Piece("step_mean")
+
+    @property
+    def needs(self) -> Needs:
+        """The logits of now."""
+        return Needs(extra=frozenset({"value_logit"})) | self.aggregation.needs
+
+    def weigh(self, batch: Batch) -> Tensor:
+        """Weigh every step: (N, T), division included. Raises `ValueError` for targets outside 0 to 1."""
+        targets = batch.advantage[batch.mask > 0]
+        if len(targets) and not (targets.min() >= 0 and targets.max() <= 1):
+            raise ValueError(
+                "`value_cross_entropy` learns rewards from 0 to 1, but they go from "
+                f"{targets.min().item():g} to {targets.max().item():g}; use `value_regression` for others"
+            )
+        return self.aggregation(batch)
+
+    def __call__(self, new: StepOutput, batch: Batch) -> tuple[Tensor, Mapping[str, Tensor]]:
+        """Compute the loss of a micro-batch and its metrics, both as shares of the whole update."""
+        logit, target = new.extra["value_logit"], batch.advantage
+        # - t log s(z) - (1 - t) log(1 - s(z)) = log(1 + e^z) - t z
+        loss = softplus(logit) - target * logit
+        value, steps = logit.sigmoid(), batch.totals.steps or 1.0
+        numbers = {"value/mean": value, "return/mean": target, "cross_entropy": loss}
+        numbers["squared_error"] = (value - target).square()
+        metrics = {name: (n.detach() * batch.mask).sum() / steps for name, n in numbers.items()}
+        return (loss * batch.weight).sum(), metrics

@@ -11,7 +11,7 @@ from mmrl.config.ranges import NonNegativeFloat, PositiveFloat
 from mmrl.config.registry import reward
 from mmrl.config.reward_adapters import by_prompt
 from mmrl.core.types import Outcome, Prompt
-from mmrl.rewards.text import comparable, normal_words
+from mmrl.rewards.text import comparable, word_f1
 
 ORDER = 4  # longest n-grams of BLEU
 
@@ -107,13 +107,6 @@ def bleu(text: str, reference: str) -> float:
 
 def _ngrams(words: Sequence[str], size: int) -> Counter[tuple[str, ...]]:
     return Counter(zip(*(words[i:] for i in range(size)), strict=False))
-
-
-def word_f1(text: str, other: str) -> float:
-    """Compute the F1 of the words of two texts, without case, articles and punctuation."""
-    words, wanted = normal_words(text), normal_words(other)
-    shared = (Counter(words) & Counter(wanted)).total()
-    return 2 * shared / (len(words) + len(wanted)) if words and wanted else float(words == wanted)
 
 
 SIMILARITIES: Mapping[str, Callable[[str, str], float]] = {

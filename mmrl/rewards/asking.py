@@ -11,13 +11,15 @@ import torch
 from torch import Tensor
 
 from mmrl.config.loading import ConfigError
+from mmrl.config.ranges import NonNegativeInt
 from mmrl.config.reward_adapters import log_metric, tagged
-from mmrl.core.protocols import Engine, Policy
+from mmrl.core.protocols import Engine, Policy, WeighsWords
 from mmrl.core.rng import Stream
 from mmrl.core.types import Frames, Media, Message, Outcome, Part, Prompt
 from mmrl.data.fields import short
 from mmrl.data.templates import TextTemplate, quoted
 from mmrl.runtime.json_client import JsonClient
+from mmrl.runtime.modules import loading_onto
 
 T = TypeVar("T")
 AGAIN = "Your judgement has no {tag} in the form that was asked for. End with <{tag}>...</{tag}>."
@@ -71,10 +73,11 @@ class Asker:
     ) -> None:
         loaded = None
         if policy is not None:
-            loaded = policy()
             if device == "auto":
                 # With its number: rewards run in threads of their own, whose current device is another.
                 device = f"cuda:{torch.cuda.current_device()}" if torch.cuda.is_available() else "cpu"
+            with loading_onto(None if device == "cpu" else torch.device(device), learns=False):
+                loaded = policy()
             loaded.module.requires_grad_(False).to(device)
         self.engine, self.ask_again = engine(loaded), ask_again
         if (policy is None) != isinstance(self.engine, JsonClient):
@@ -116,13 +119,52 @@ class Asker:
                     del asked[key]
         return [found[prompt.messages] for prompt in prompts]
 
+    def weigh(self, prompts: Sequence[Prompt], words: Sequence[Sequence[str]]) -> list[list[float]]:
+        """Return the probability that a judge begins with a word of each list; equal prompts are asked once.
+
+        Raises `ConfigError` for a server, which tells no probabilities.
+        """
+        if not isinstance(self.engine, WeighsWords):
+            raise ConfigError(
+                "a judge whose probabilities are read is a model of its own (`policy: {name: vision.tokens, "
+                "model: ..., frozen: true}` with `engine: vision.generate`), not a server"
+            )
+        first: dict[tuple[Message, ...], Prompt] = {}
+        for prompt in prompts:
+            first.setdefault(prompt.messages, prompt)
+        found = dict(zip(first, self.engine.first_words(list(first.values()), words), strict=True))
+        return [found[prompt.messages] for prompt in prompts]
+
+
+@dataclass(kw_only=True, eq=False)
+class Judging:
+    """Base class of the rewards that ask a model to judge: the options that all of them have.
+
+    `judge` says what they are.
+    """
+
+    stream: Stream
+    engine: Callable[..., Engine]
+    policy: Callable[[], Policy] | None = None
+    tag: str = ""
+    reference: bool = True
+    ask_again: NonNegativeInt = 2
+    device: str = "auto"
+
+    def make_asker(self) -> Asker:
+        """Load the judge, or connect to it."""
+        return Asker(self.engine, self.policy, self.device, self.ask_again)
+
 
 # ---- what a judge reads
 
 
 def judge_template(source: str, known: set[str], needed: set[str], tag: str, name: str) -> TextTemplate:
-    """Make the template of a question; raises ConfigError where it does not ask for what is read."""
-    if f"<{tag}>" not in source:
+    """Make the template of a question; raises ConfigError where it does not ask for what is read.
+
+    `tag` is empty where no tag is.
+    """
+    if tag and f"<{tag}>" not in source:
         raise ConfigError(f"the template of '{name}' must ask for <{tag}>...</{tag}>, which is what is read")
     return TextTemplate(source, known, needed, f"the reward '{name}'")
 

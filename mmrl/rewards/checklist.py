@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from mmrl.config.ranges import NonNegativeInt
 from mmrl.config.registry import reward
 from mmrl.config.reward_adapters import log_metric, shown
 from mmrl.core.episodes import EPISODE, turn_number
-from mmrl.core.protocols import Engine, Policy
-from mmrl.core.rng import Stream
 from mmrl.core.types import Outcome, Prompt
 from mmrl.data.fields import RowError, is_number
 from mmrl.rewards.asking import (
     DATA,
     QUESTION,
-    Asker,
+    Judging,
     Unread,
     answer_of,
     is_empty,
@@ -56,7 +53,8 @@ class Criterion:
 
 
 @reward
-class Checklist:
+@dataclass(kw_only=True, eq=False)
+class Checklist(Judging):
     """Reward an answer for the criteria that it meets, which another model checks one by one (CM2).
 
     arXiv 2602.12268. The sum of the weights of what is met, over that of all. In a conversation with an
@@ -84,29 +82,17 @@ class Checklist:
         device: As for `judge`.
     """
 
-    def __init__(
-        self,
-        *,
-        stream: Stream,
-        engine: Callable[..., Engine],
-        policy: Callable[[], Policy] | None = None,
-        column: str = "criteria",
-        needed: Literal["by_then", "before"] = "by_then",
-        evidence: Literal["quote", "none"] = "quote",
-        tag: str = "",
-        reference: bool = True,
-        template: str = "",
-        ask_again: NonNegativeInt = 2,
-        device: str = "auto",
-    ) -> None:
+    column: str = "criteria"
+    needed: Literal["by_then", "before"] = "by_then"
+    evidence: Literal["quote", "none"] = "quote"
+    template: str = ""
+
+    def __post_init__(self) -> None:
         known = {"question", "answer", "criteria", "quotes", "example"}
         known |= {"reference", "columns", "mark", "made"}
-        self.template = judge_template(
-            template or CHECKLIST, known, {"answer", "criteria"}, "checklist", "checklist"
-        )
-        self.stream, self.column, self.needed, self.evidence = stream, column, needed, evidence
-        self.tag, self.reference = tag, reference
-        self.asker = Asker(engine, policy, device, ask_again)
+        source, needed = self.template or CHECKLIST, {"answer", "criteria"}
+        self.question = judge_template(source, known, needed, "checklist", "checklist")
+        self.asker = self.make_asker()
 
     def __call__(self, prompts: Sequence[Prompt], outcomes: Sequence[Outcome]) -> list[float | Unread | None]:
         """Compute the reward of every outcome; None where there are no criteria, `Unread` for a fault."""
@@ -182,7 +168,7 @@ class Checklist:
             "quotes": quotes,
             "example": json.dumps({"1": "a red cube" if quotes else True, "2": None}),
         }
-        return judge_prompt(place, prompt, [outcome], self.template(words))
+        return judge_prompt(place, prompt, [outcome], self.question(words))
 
 
 def read_criteria(prompt: Prompt, column: str) -> list[Criterion]:

@@ -10,17 +10,12 @@ from typing import Any, Literal
 
 from mmrl.config.registry import reward
 from mmrl.config.reward_adapters import per_outcome, tagged
-from mmrl.core.tool_calls import Call
+from mmrl.core.tool_calls import Call, CallError, call_of
 from mmrl.core.types import Outcome, Prompt
 from mmrl.data.fields import RowError, short
 
 FENCE = re.compile(r"^\s*```\w*\n(.*?)\n?```\s*$", re.DOTALL)
-ARGUMENTS = ("arguments", "parameters", "args")  # names of a JSON call's arguments
 LONGEST = 20_000  # characters of the calls of an answer: the parsers take time and stack for more
-
-
-class NotCalls(ValueError):
-    """A text that is no list of function calls with literal arguments."""
 
 
 @reward
@@ -55,7 +50,7 @@ def function_calls(
         return None
     try:
         expected = calls_of(wanted)
-    except NotCalls as error:
+    except CallError as error:
         raise RowError(f"the target of prompt '{prompt.uid}' is no function call: {error}") from error
     text = outcome.text or ""
     if think and not tagged(text, think):
@@ -63,41 +58,27 @@ def function_calls(
     blocks = tagged(text, tag) if tag else [text]
     try:
         made = [call for block in blocks for call in calls_of(block)]
-    except (NotCalls, RecursionError):  # lists in lists in lists
+    except (CallError, RecursionError):  # lists in lists in lists
         return 0.0
     return float(len(made) == len(expected) and _matched(made, expected, allowed == "list"))
 
 
 def calls_of(value: Any) -> list[Call]:
-    """Read function calls: Python or JSON as a text, or JSON that was parsed; raises `NotCalls`.
+    """Read function calls: Python or JSON as a text, or JSON that was parsed; raises `CallError`.
 
     Arguments without a name are called "0", "1", ... by place.
     """
     match value:
         case str() if len(value) > LONGEST:
-            raise NotCalls(f"it has {len(value)} characters, more than {LONGEST}")
+            raise CallError(f"it has {len(value)} characters, more than {LONGEST}")
         case str():
             text = fenced[1] if (fenced := FENCE.match(value)) else value.strip()
             return _of_text(text) if text else []
-        case {"name": str(name), **rest}:
-            return [Call(name, _arguments(rest))]
-        case {"function": Mapping() as inner}:  # of OpenAI's messages
-            return calls_of(inner)
+        case {"name": _} | {"function": _}:
+            return [call_of(value)]
         case list() | tuple():
             return [call for item in value for call in calls_of(item)]
-    raise NotCalls(f"got {short(value)}")
-
-
-def _arguments(rest: Mapping[str, Any]) -> Mapping[str, Any]:
-    named = [rest[name] for name in ARGUMENTS if name in rest]
-    match named:
-        case []:
-            return {}
-        case [Mapping() as arguments]:
-            return arguments
-        case [str() as text]:  # JSON inside of JSON, as OpenAI writes it
-            return _arguments({"arguments": _json(text)})
-    raise NotCalls(f"wanted an object of arguments, got {short(named)}")
+    raise CallError(f"got {short(value)}")
 
 
 def _of_text(text: str) -> list[Call]:
@@ -105,13 +86,13 @@ def _of_text(text: str) -> list[Call]:
     if text[0] in "{[":
         try:
             return calls_of(_json(text))
-        except NotCalls:
+        except CallError:
             if text[0] == "{":
                 raise
     try:
         tree = ast.parse(text, mode="eval").body
     except (SyntaxError, ValueError, MemoryError, RecursionError) as error:
-        raise NotCalls(f"{short(text)} is neither JSON nor an expression of Python: {error}") from error
+        raise CallError(f"{short(text)} is neither JSON nor an expression of Python: {error}") from error
     parts = tree.elts if isinstance(tree, ast.List | ast.Tuple) else [tree]
     return [_call(part) for part in parts]
 
@@ -125,24 +106,24 @@ def _json(text: str) -> Any:
             values.append(value)
             at += len(text[at:]) - len(text[at:].lstrip())
     except (ValueError, RecursionError) as error:
-        raise NotCalls(f"{short(text)} is no JSON: {error}") from error
+        raise CallError(f"{short(text)} is no JSON: {error}") from error
     return values[0] if len(values) == 1 else values
 
 
 def _call(node: ast.expr) -> Call:
     """Read a call from a syntax tree; its function is a name or dotted names, its arguments are literals."""
     if not isinstance(node, ast.Call):
-        raise NotCalls(f"wanted a call, got {short(ast.unparse(node))}")
+        raise CallError(f"wanted a call, got {short(ast.unparse(node))}")
     names, function = [], node.func
     while isinstance(function, ast.Attribute):
         names.append(function.attr)
         function = function.value
     if not isinstance(function, ast.Name):
-        raise NotCalls(f"wanted a function by its name, got {short(ast.unparse(node.func))}")
+        raise CallError(f"wanted a function by its name, got {short(ast.unparse(node.func))}")
     arguments = {str(i): _literal(value) for i, value in enumerate(node.args)}
     for keyword in node.keywords:
         if keyword.arg is None or keyword.arg in arguments:
-            raise NotCalls(f"wanted each argument once and by name, got {short(ast.unparse(node))}")
+            raise CallError(f"wanted each argument once and by name, got {short(ast.unparse(node))}")
         arguments[keyword.arg] = _literal(keyword.value)
     return Call(".".join([function.id, *reversed(names)]), arguments)
 
@@ -154,7 +135,7 @@ def _literal(node: ast.expr) -> Any:
     try:
         return ast.literal_eval(node)
     except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError) as error:
-        raise NotCalls(f"wanted a literal as an argument: {error}") from error
+        raise CallError(f"wanted a literal as an argument: {error}") from error
 
 
 JSON_NAMES = {"true": True, "false": False, "null": None}

@@ -52,24 +52,8 @@ class Http(JsonClient):
         self.batch, self.parallel = batch, parallel
 
     def __call__(self, prompts: Sequence[Prompt], outcomes: Sequence[Outcome]) -> list[float | None]:
-        encoded = [_to_json(prompt, outcome) for prompt, outcome in zip(prompts, outcomes, strict=True)]
-        parts = [encoded[at : at + self.batch] for at in range(0, len(encoded), self.batch)]
-        with ThreadPoolExecutor(self.parallel) as pool:
-            return [value for values in pool.map(self._ask, parts) for value in values]
-
-    def _ask(self, part: list[dict[str, Any]]) -> list[float | None]:
-        return self._read(self.post({"outcomes": part}), len(part))
-
-    def _read(self, data: bytes, count: int) -> list[float | None]:
-        """Parse a response; anything but JSON of the agreed form is an error."""
-        try:
-            values = json.loads(data)["rewards"]
-        except (ValueError, KeyError, TypeError, RecursionError):
-            raise ValueError(
-                f"'{self.url}' must answer with JSON {{\"rewards\": [...]}}, not {data[:120]!r}"
-            ) from None
-        if type(values) is not list or len(values) != count:
-            raise ValueError(f"'{self.url}' gave {str(values)[:120]} for {count} outcomes")
+        encoded = [outcome_json(prompt, outcome) for prompt, outcome in zip(prompts, outcomes, strict=True)]
+        values = self.ask(encoded, "outcomes", "rewards")
         for value in values:
             # Whole numbers that no float holds are larger than the largest one; NaN is never smaller.
             if value is not None and not (type(value) in (int, float) and abs(value) <= sys.float_info.max):
@@ -77,14 +61,35 @@ class Http(JsonClient):
                 raise ValueError(f"'{self.url}' gave the reward {shown}, not a finite number or null")
         return [None if value is None else float(value) for value in values]
 
+    def ask(self, items: Sequence[Any], sent: str, wanted: str) -> list[Any]:
+        """Send items in batches as `{sent: [...]}`, and return what comes back, `{wanted: [...]}`, one each.
 
-def _to_json(prompt: Prompt, outcome: Outcome) -> dict[str, Any]:
+        Raises `ValueError` for an answer of another form.
+        """
+
+        def ask(part: Sequence[Any]) -> list[Any]:
+            data = self.post({sent: part})
+            try:
+                values = json.loads(data)[wanted]
+            except (ValueError, KeyError, TypeError, RecursionError):
+                form = f'{{"{wanted}": [...]}}'
+                raise ValueError(f"'{self.url}' must answer with JSON {form}, not {data[:120]!r}") from None
+            if type(values) is not list or len(values) != len(part):
+                raise ValueError(f"'{self.url}' gave {str(values)[:120]} for {len(part)} {sent}")
+            return values
+
+        parts = [items[at : at + self.batch] for at in range(0, len(items), self.batch)]
+        with ThreadPoolExecutor(self.parallel) as pool:
+            return [value for values in pool.map(ask, parts) for value in values]
+
+
+def outcome_json(prompt: Prompt, outcome: Outcome) -> dict[str, Any]:
     """Convert a prompt and an outcome to JSON; fields that an outcome does not have are left out."""
     encoded = {
         "uid": prompt.uid,
         "prompt": prompt.text,
-        "target": _plain(prompt.target, f"the target of prompt '{prompt.uid}'"),
-        "columns": _plain(prompt.columns, f"the columns of prompt '{prompt.uid}'"),
+        "target": as_json(prompt.target, f"the target of prompt '{prompt.uid}'"),
+        "columns": as_json(prompt.columns, f"the columns of prompt '{prompt.uid}'"),
         "text": outcome.text,
         "tags": dict(outcome.tags),
         "end": outcome.end,
@@ -96,16 +101,16 @@ def _to_json(prompt: Prompt, outcome: Outcome) -> dict[str, Any]:
     return {name: value for name, value in encoded.items() if value is not None}
 
 
-def _plain(value: Any, what: str) -> Any:
+def as_json(value: Any, what: str) -> Any:
     match value:
         case None | bool() | int() | float() | str():
             return value
         case Tensor():
             return value.tolist()
         case Mapping():
-            return {str(key): _plain(inner, what) for key, inner in value.items()}
+            return {str(key): as_json(inner, what) for key, inner in value.items()}
         case list() | tuple() | set() | frozenset():
-            return [_plain(inner, what) for inner in value]
+            return [as_json(inner, what) for inner in value]
     if dataclasses.is_dataclass(value):
-        return _plain(dataclasses.asdict(value), what)
+        return as_json(dataclasses.asdict(value), what)
     raise TypeError(f"{what} holds a {type(value).__name__}, which does not travel as JSON")

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 from mmrl.config.loading import ConfigError
-from mmrl.config.ranges import NonNegativeInt
 from mmrl.config.registry import reward
-from mmrl.config.reward_adapters import by_prompt
-from mmrl.core.protocols import Engine, Policy
-from mmrl.core.rng import Stream
+from mmrl.config.reward_adapters import by_prompt, log_metric
 from mmrl.core.types import Outcome, Prompt
 from mmrl.rewards.asking import (
     DATA,
     QUESTION,
-    Asker,
+    Judging,
     Unread,
     answer_of,
     is_empty,
@@ -27,6 +26,7 @@ from mmrl.rewards.asking import (
 
 NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
 TAGS = {"score": "score", "yes_no": "verdict"}  # between which a judge ends, by `form`
+YES, NO = (tuple(a + b for a in ("", " ") for b in (w, w.title(), w.upper())) for w in ("yes", "no"))
 POINTWISE = f"""\
 Judge an answer to a question.
 
@@ -45,10 +45,18 @@ YES_NO = """\
 Say in a few sentences whether the answer is right, then end with <verdict>yes</verdict> or \
 <verdict>no</verdict>.
 """
+# Of judges whose first word is weighed.
+P_YES = "Is the answer right? Say yes or no, and nothing else.\n"
+EXPECTED = """\
+How good is the answer? Say a number from {{ low }} (wrong or empty) to {{ high }} (right and complete), and \
+nothing else.
+"""
+ASKS = {"score": SCORE, "yes_no": YES_NO, "p_yes": P_YES, "p_yes_of_all": P_YES, "expected_score": EXPECTED}
 
 
 @reward
-class Judge:
+@dataclass(kw_only=True, eq=False)
+class Judge(Judging):
     """Reward an answer with the mark that another model gives it, scaled to [0, 1].
 
     The judge reads the question with its images and videos, the target where it is a text or a number, and
@@ -58,41 +66,48 @@ class Judge:
     generation for every distinct answer; a local judge stands beside the policy in memory, and a second time
     for an evaluation that names it. It logs `judge/unread`, the share of judgements that could not be read.
 
+    A local judge may also be read without writing: by how likely its answer begins with which word. That
+    costs one pass over the question, and logs `judge/mass`, the probability of all words that are asked for:
+    a judge with little of it does not answer as asked.
+
     Args:
         engine: Answers for the judge: `vision.generate` with a `policy`, or `chat_completions`, a server.
         policy: Model of a local judge, such as `{name: vision.tokens, model: ..., frozen: true}`.
-        form: `score`, a number in `scale` between <score> tags, or `yes_no` between <verdict> tags.
+        form: `score`, a number in `scale` between <score> tags, or `yes_no` between <verdict> tags. Without
+            tags: `p_yes`, P(yes) / (P(yes) + P(no)) of the first word; `p_yes_of_all`, P(yes) among all words
+            (Nemotron-Cascade, arXiv 2512.13607); `expected_score`, the mean of the whole numbers of `scale`
+            by their probabilities, each of which has to be one token.
         scale: The lowest and the highest score; a number outside is not read.
         tag: Show only the last block of this tag of the answer; empty, or without one: all of it.
         reference: Show the target where there is one.
         template: Text of jinja2 in place of the built-in one, which reads `question`, `answer`, `reference`,
             `columns` (of the data), `low`, `high`, `mark` (a line around the answer, which no answer can
-            guess) and `made` ("image" or "video" where the answer is one). It must ask for the tags.
+            guess) and `made` ("image" or "video" where the answer is one). It must ask for
+            the tags of `form`.
         ask_again: Times that a judge is asked again after a judgement that cannot be read.
         device: Torch device of a local judge; `auto` is the current GPU, or the CPU.
     """
 
-    def __init__(
-        self,
-        *,
-        stream: Stream,
-        engine: Callable[..., Engine],
-        policy: Callable[[], Policy] | None = None,
-        form: Literal["score", "yes_no"] = "score",
-        scale: tuple[float, float] = (1.0, 10.0),
-        tag: str = "",
-        reference: bool = True,
-        template: str = "",
-        ask_again: NonNegativeInt = 2,
-        device: str = "auto",
-    ) -> None:
-        if not scale[0] < scale[1]:
-            raise ConfigError(f"`scale` of a judge must rise, not be {list(scale)}")
-        built_in = POINTWISE + (SCORE if form == "score" else YES_NO)
+    form: Literal["score", "yes_no", "p_yes", "p_yes_of_all", "expected_score"] = "score"
+    scale: tuple[float, float] = (1.0, 10.0)
+    template: str = ""
+
+    def __post_init__(self) -> None:
+        if not self.scale[0] < self.scale[1]:
+            raise ConfigError(f"`scale` of a judge must rise, not be {list(self.scale)}")
         known = {"question", "answer", "reference", "columns", "low", "high", "mark", "made"}
-        self.template = judge_template(template or built_in, known, {"answer"}, TAGS[form], "judge")
-        self.stream, self.form, self.scale, self.tag, self.reference = stream, form, scale, tag, reference
-        self.asker = Asker(engine, policy, device, ask_again)
+        source, tag = self.template or POINTWISE + ASKS[self.form], TAGS.get(self.form, "")
+        self.question = judge_template(source, known, {"answer"}, tag, "judge")
+        self.asker = self.make_asker()
+        self.words: list[tuple[str, ...]] = [YES, NO]  # whose probabilities are read, with their marks
+        self.marks = [1.0, 0.0]
+        if self.form == "expected_score":
+            low, high = self.scale
+            numbers = range(math.ceil(low), math.floor(high) + 1)
+            self.words = [(str(n), f" {n}") for n in numbers]
+            self.marks = [(n - low) / (high - low) for n in numbers]
+        if self.form not in TAGS:
+            self.asker.weigh((), self.words)  # raises where the judge cannot tell them apart
 
     def __call__(self, prompts: Sequence[Prompt], outcomes: Sequence[Outcome]) -> list[float | Unread]:
         """Compute the reward of every outcome; `Unread` where there is no judgement."""
@@ -102,16 +117,33 @@ class Judge:
                 if not is_empty(outcomes[i], self.tag):
                     questions.append(self._question(prompts[i], outcomes[i], number))
                     places.append(i)
-        low, high = self.scale
-        if self.form == "score":
-            judged = self.asker.ask(questions, "score", f"a number from {low:g} to {high:g}", self._read)
-        else:
-            read = {"yes": 1.0, "no": 0.0}
-            judged = self.asker.ask(questions, "verdict", "yes or no", lambda text: read.get(text.lower()))
         rewards: list[float | Unread] = [0.0] * len(outcomes)
-        for i, value in zip(places, judged, strict=True):
+        for i, value in zip(places, self._judged(questions), strict=True):
             rewards[i] = value
         return rewards
+
+    def _judged(self, questions: Sequence[Prompt]) -> Sequence[float | Unread]:
+        """Ask every question, and read the judgements by `form`."""
+        low, high = self.scale
+        match self.form:
+            case "score":
+                return self.asker.ask(questions, "score", f"a number from {low:g} to {high:g}", self._read)
+            case "yes_no":
+                verdicts = {"yes": 1.0, "no": 0.0}
+                return self.asker.ask(questions, "verdict", "yes or no", lambda t: verdicts.get(t.lower()))
+        found = self.asker.weigh(questions, self.words)
+        for weights in found:
+            log_metric("judge/mass", sum(weights))
+        return [self._expected(weights) for weights in found]
+
+    def _expected(self, weights: Sequence[float]) -> float | Unread:
+        """Average the marks by the probabilities of their words."""
+        mean = sum(w * mark for w, mark in zip(weights, self.marks, strict=True))
+        if self.form == "p_yes_of_all":
+            return mean
+        # A probability is never 0, but it may be too small for a number.
+        wanted = f"{', '.join(listed[0] for listed in self.words)} with any probability"
+        return mean / sum(weights) if sum(weights) else Unread("", wanted)
 
     def _read(self, written: str) -> float | None:
         low, high = self.scale
@@ -125,4 +157,4 @@ class Judge:
             "low": f"{self.scale[0]:g}",
             "high": f"{self.scale[1]:g}",
         }
-        return judge_prompt(f"judge/{prompt.uid}/{number}", prompt, [outcome], self.template(words))
+        return judge_prompt(f"judge/{prompt.uid}/{number}", prompt, [outcome], self.question(words))

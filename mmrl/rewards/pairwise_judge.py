@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import combinations
 from statistics import fmean
 from typing import Literal
 
 import torch
 
-from mmrl.config.ranges import NonNegativeInt
 from mmrl.config.registry import reward
 from mmrl.config.reward_adapters import by_prompt, log_metric
-from mmrl.core.protocols import Engine, Policy
-from mmrl.core.rng import Stream
 from mmrl.core.types import Outcome, Prompt
 from mmrl.rewards.asking import (
     TWO_ANSWERS,
-    Asker,
+    Judging,
     Unread,
     answer_of,
     is_empty,
@@ -36,7 +34,8 @@ Say in a few sentences which answer is better, whatever its place and its length
 
 
 @reward
-class PairwiseJudge:
+@dataclass(kw_only=True, eq=False)
+class PairwiseJudge(Judging):
     """Reward an answer with its win rate against the others of its group, as another model compares them.
 
     As in Pref-GRPO (arXiv 2508.20751). Every pair is shown in both orders, because judges prefer a place: an
@@ -62,27 +61,16 @@ class PairwiseJudge:
         device: As for `judge`.
     """
 
-    def __init__(
-        self,
-        *,
-        stream: Stream,
-        engine: Callable[..., Engine],
-        policy: Callable[[], Policy] | None = None,
-        against: Literal["group", "reference"] = "group",
-        orders: Literal["both", "random"] = "both",
-        tag: str = "",
-        reference: bool = True,
-        template: str = "",
-        ask_again: NonNegativeInt = 2,
-        device: str = "auto",
-    ) -> None:
+    against: Literal["group", "reference"] = "group"
+    orders: Literal["both", "random"] = "both"
+    template: str = ""
+
+    def __post_init__(self) -> None:
         known = {"question", "first", "second", "reference", "columns", "mark", "made"}
-        self.template = judge_template(
-            template or PAIRWISE, known, {"first", "second"}, "verdict", "pairwise_judge"
-        )
-        self.stream, self.against, self.orders, self.tag = stream, against, orders, tag
-        self.reference = reference and against == "group"
-        self.asker = Asker(engine, policy, device, ask_again)
+        source, needed = self.template or PAIRWISE, {"first", "second"}
+        self.question = judge_template(source, known, needed, "verdict", "pairwise_judge")
+        self.reference = self.reference and self.against == "group"
+        self.asker = self.make_asker()
 
     def __call__(self, prompts: Sequence[Prompt], outcomes: Sequence[Outcome]) -> list[float | Unread | None]:
         """Compute the win rate of every outcome; None without another answer."""
@@ -132,7 +120,7 @@ class PairwiseJudge:
     def _question(self, place: str, prompt: Prompt, shown: tuple[Outcome, Outcome]) -> Prompt:
         first, second = (answer_of(outcome, self.tag) for outcome in shown)
         words = {**judge_words(self.stream, prompt, shown, self.reference), "first": first, "second": second}
-        return judge_prompt(f"pairwise_judge/{place}", prompt, shown, self.template(words))
+        return judge_prompt(f"pairwise_judge/{place}", prompt, shown, self.question(words))
 
 
 def _differ(one: Outcome, other: Outcome, tag: str) -> bool:

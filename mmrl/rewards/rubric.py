@@ -13,15 +13,13 @@ from mmrl.config.loading import ConfigError
 from mmrl.config.ranges import NonNegativeInt, PositiveFloat, PositiveInt, Probability
 from mmrl.config.registry import reward
 from mmrl.config.reward_adapters import SCORING, by_prompt
-from mmrl.core.protocols import Engine, Policy
 from mmrl.core.reward_table import RewardTable
-from mmrl.core.rng import Stream
 from mmrl.core.types import Message, Outcome, Part, Prompt, Rollouts
 from mmrl.data.fields import is_number
 from mmrl.rewards.asking import (
     DATA,
     QUESTION,
-    Asker,
+    Judging,
     Unread,
     answer_of,
     is_empty,
@@ -90,7 +88,8 @@ class Marks:
 
 
 @reward
-class Rubric:
+@dataclass(kw_only=True, eq=False)
+class Rubric(Judging):
     """Reward an answer with its weighted scores by criteria that a model edits from failures (AMARIS).
 
     arXiv 2605.18592, of which only the abstract was read; our reading. A judge scores every answer by every
@@ -121,42 +120,27 @@ class Rubric:
         device: As for `judge`.
     """
 
-    def __init__(
-        self,
-        *,
-        stream: Stream,
-        engine: Callable[..., Engine],
-        policy: Callable[[], Policy] | None = None,
-        criteria: Mapping[str, PositiveFloat],
-        update_every: NonNegativeInt = 1,
-        recent: PositiveInt = 5,
-        similar: NonNegativeInt = 5,
-        max_criteria: PositiveInt = 8,
-        max_memory: PositiveInt = 1000,
-        failed_below: Probability = 0.5,
-        scale: tuple[float, float] = (1.0, 10.0),
-        tag: str = "",
-        reference: bool = True,
-        ask_again: NonNegativeInt = 2,
-        device: str = "auto",
-    ) -> None:
-        if not scale[0] < scale[1]:
-            raise ConfigError(f"`scale` of a rubric must rise, not be {list(scale)}")
-        if not criteria or not all(is_number(w) and w > 0 for w in criteria.values()):
+    criteria: Mapping[str, PositiveFloat]
+    update_every: NonNegativeInt = 1
+    recent: PositiveInt = 5
+    similar: NonNegativeInt = 5
+    max_criteria: PositiveInt = 8
+    max_memory: PositiveInt = 1000
+    failed_below: Probability = 0.5
+    scale: tuple[float, float] = (1.0, 10.0)
+
+    def __post_init__(self) -> None:
+        if not self.scale[0] < self.scale[1]:
+            raise ConfigError(f"`scale` of a rubric must rise, not be {list(self.scale)}")
+        if not self.criteria or not all(is_number(w) and w > 0 for w in self.criteria.values()):
             raise ConfigError(
-                f"`criteria` of a rubric are texts with weights above 0, not {dict(criteria)!r}"
+                f"`criteria` of a rubric are texts with weights above 0, not {dict(self.criteria)!r}"
             )
-        known = {"question", "answer", "criteria", "example", "low", "high"} | {
-            "reference",
-            "columns",
-            "mark",
-        }
-        self.template = judge_template(RUBRIC, known | {"made"}, {"answer", "criteria"}, "rubric", "rubric")
-        self.stream, self.scale, self.tag, self.reference = stream, scale, tag, reference
-        self.update_every, self.recent, self.similar = update_every, recent, similar
-        self.max_criteria, self.max_memory, self.failed_below = max_criteria, max_memory, failed_below
-        self.criteria = {text: float(weight) for text, weight in criteria.items()}
-        self.asker = Asker(engine, policy, device, ask_again)
+        known = {"question", "answer", "criteria", "example", "low", "high"}
+        known |= {"reference", "columns", "mark", "made"}
+        self.question = judge_template(RUBRIC, known, {"answer", "criteria"}, "rubric", "rubric")
+        self.criteria = {text: float(weight) for text, weight in self.criteria.items()}
+        self.asker = self.make_asker()
         self.memory: list[Failure] = []
         self.changes: list[str] = []  # as JSON, in order
         self.rounds = self.unread = 0
@@ -245,7 +229,7 @@ class Rubric:
             "low": f"{low:g}",
             "high": f"{high:g}",
         }
-        return judge_prompt(f"rubric/{prompt.uid}/{number}", prompt, [outcome], self.template(words))
+        return judge_prompt(f"rubric/{prompt.uid}/{number}", prompt, [outcome], self.question(words))
 
     def _read_marks(self, written: str) -> Marks | None:
         low, high = self.scale

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from typing import Annotated, Literal
 
 from mmrl.config.ranges import AtMost, PositiveInt
@@ -106,6 +107,34 @@ def exact_match(prompt: Prompt, outcome: Outcome, *, tag: str = "answer") -> flo
     Without such a block the whole text is compared.
     """
     return float(comparable(outcome.text or "", tag) == " ".join(str(prompt.target).lower().split()))
+
+
+def word_f1(text: str, other: str) -> float:
+    """Compute the F1 of the words of two texts, without case, articles and punctuation."""
+    words, wanted = normal_words(text), normal_words(other)
+    shared = (Counter(words) & Counter(wanted)).total()
+    return 2 * shared / (len(words) + len(wanted)) if words and wanted else float(words == wanted)
+
+
+@reward
+@per_outcome
+def answer_f1(prompt: Prompt, outcome: Outcome, *, tag: str = "answer") -> float:
+    """Return the F1 of the words of the last `tag` block and of the target, as GraphRAG-R1 measures it.
+
+    arXiv 2507.23581. 0 without such a block; of several targets the best counts. As in its code True and
+    False are yes and no, and where one side is yes, no or noanswer the other has to be the same.
+    """
+    blocks = tagged(outcome.text or "", tag)
+    several = prompt.target if isinstance(prompt.target, list | tuple) else [prompt.target]
+    return max((_f1(blocks[-1], str(target)) for target in several), default=0.0) if blocks else 0.0
+
+
+def _f1(answer: str, target: str) -> float:
+    sides = [" ".join(normal_words(text.replace("_", " "))) for text in (answer, target)]
+    sides = [{"true": "yes", "false": "no"}.get(side, side) for side in sides]
+    if {"yes", "no", "noanswer"}.intersection(sides) and sides[0] != sides[1]:
+        return 0.0
+    return word_f1(*sides)
 
 
 @reward

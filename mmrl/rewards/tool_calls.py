@@ -10,7 +10,7 @@ from typing import Any, Literal
 from mmrl.config.binding import Bound
 from mmrl.config.ranges import NonNegativeFloat, NonNegativeInt, PositiveInt, ShareBelowOne
 from mmrl.config.registry import reward as register
-from mmrl.config.reward_adapters import per_outcome, shown, tagged
+from mmrl.config.reward_adapters import conversation_texts, per_outcome, shown, tagged
 from mmrl.core.tool_calls import Call, parse_calls
 from mmrl.core.types import Outcome, Prompt
 from mmrl.rewards.text import normal_words
@@ -135,27 +135,26 @@ def matched(alike: Sequence[Sequence[float]], matching: str) -> list[float]:
 
 
 @register
-@per_outcome
 def retrieval_bonus(
-    prompt: Prompt,
-    outcome: Outcome,
+    prompts: Sequence[Prompt],
+    outcomes: Sequence[Outcome],
     *,
     tag: str = "tool_call",
     first: NonNegativeFloat = 0.5,
     decay: ShareBelowOne = 0.5,
-) -> float:
+) -> list[float]:
     """Pay for retrievals, each less than the one before: first (1 - decay^n) / (1 - decay).
 
-    For GraphRAG-R1 (arXiv 2507.23581), whose formula was not found: our reading. n counts different blocks,
-    so copies of a query earn nothing; with the defaults it stays below 1.
+    For GraphRAG-R1 (arXiv 2507.23581), whose formula was not found: our reading. n counts different blocks of
+    the conversation so far, so copies of a query earn nothing; with the defaults it stays below 1.
 
     Args:
         tag: Tag of a retrieval, such as `tool_call` or `search`.
         first: Reward of the first retrieval.
         decay: Factor from each to the next.
     """
-    queries = {block.strip() for block in tagged(outcome.text or "", tag)} - {""}
-    return first * (1 - decay ** len(queries)) / (1 - decay)
+    queries = [{block.strip() for block in tagged(text, tag)} - {""} for text in conversation_texts(outcomes)]
+    return [first * (1 - decay ** len(different)) / (1 - decay) for different in queries]
 
 
 @register
@@ -170,7 +169,8 @@ def cost_aware(
 ) -> list[float | None]:
     """Discount another reward by exp(-rate n) for n retrievals (GraphRAG-R1's cost-aware F1).
 
-    arXiv 2507.23581, whose formula was not found: our reading. Repeated retrievals count.
+    arXiv 2507.23581, whose formula was not found: our reading. All retrievals of the conversation so far
+    count, repeated ones too.
 
     Args:
         reward: What is discounted.
@@ -179,7 +179,7 @@ def cost_aware(
         free: Retrievals that cost nothing.
     """
     values = reward()(prompts, outcomes)
-    counts = [sum(bool(b.strip()) for b in tagged(outcome.text or "", tag)) for outcome in outcomes]
+    counts = [sum(bool(b.strip()) for b in tagged(text, tag)) for text in conversation_texts(outcomes)]
     return [
         None if value is None else value * math.exp(-rate * max(0, count - free))
         for value, count in zip(values, counts, strict=True)

@@ -5,21 +5,19 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import dataclass
 from statistics import fmean
 from typing import Literal
 
 import torch
 
 from mmrl.config.loading import ConfigError
-from mmrl.config.ranges import NonNegativeInt
 from mmrl.config.registry import reward
 from mmrl.config.reward_adapters import by_prompt, log_metric
-from mmrl.core.protocols import Engine, Policy
-from mmrl.core.rng import Stream
 from mmrl.core.types import Outcome, Prompt
 from mmrl.rewards.asking import (
     TWO_ANSWERS,
-    Asker,
+    Judging,
     Unread,
     answer_of,
     is_empty,
@@ -45,7 +43,8 @@ written as <scores>N M</scores>.
 
 
 @reward
-class Tournament:
+@dataclass(kw_only=True, eq=False)
+class Tournament(Judging):
     """Reward an answer with its rank in a tournament of its group that a judge decides (ArenaRL).
 
     arXiv 2601.06487. The best answer of a group has 1, the worst 0, others (r_max - r) / (r_max - 1) with the
@@ -70,30 +69,18 @@ class Tournament:
         device: As for `judge`.
     """
 
-    def __init__(
-        self,
-        *,
-        stream: Stream,
-        engine: Callable[..., Engine],
-        policy: Callable[[], Policy] | None = None,
-        form: Literal["anchor", "single_elimination", "swiss", "round_robin"] = "single_elimination",
-        scale: tuple[float, float] = (1.0, 10.0),
-        orders: Literal["both", "random"] = "both",
-        tag: str = "",
-        reference: bool = True,
-        template: str = "",
-        ask_again: NonNegativeInt = 2,
-        device: str = "auto",
-    ) -> None:
-        if not scale[0] < scale[1]:
-            raise ConfigError(f"`scale` of a tournament must rise, not be {list(scale)}")
+    form: Literal["anchor", "single_elimination", "swiss", "round_robin"] = "single_elimination"
+    scale: tuple[float, float] = (1.0, 10.0)
+    orders: Literal["both", "random"] = "both"
+    template: str = ""
+
+    def __post_init__(self) -> None:
+        if not self.scale[0] < self.scale[1]:
+            raise ConfigError(f"`scale` of a tournament must rise, not be {list(self.scale)}")
         known = {"question", "first", "second", "reference", "columns", "low", "high", "mark", "made"}
-        self.template = judge_template(
-            template or TOURNAMENT, known, {"first", "second"}, "scores", "tournament"
-        )
-        self.stream, self.form, self.scale, self.orders = stream, form, scale, orders
-        self.tag, self.reference = tag, reference
-        self.asker = Asker(engine, policy, device, ask_again)
+        source, needed = self.template or TOURNAMENT, {"first", "second"}
+        self.question = judge_template(source, known, needed, "scores", "tournament")
+        self.asker = self.make_asker()
 
     def __call__(self, prompts: Sequence[Prompt], outcomes: Sequence[Outcome]) -> list[float | Unread | None]:
         """Compute the reward of every outcome; None without another answer."""
@@ -141,7 +128,7 @@ class Tournament:
                 first, second = (answer_of(outcome, self.tag) for outcome in shown)
                 words = judge_words(self.stream, prompts[i], shown, self.reference)
                 words |= {"low": f"{self.scale[0]:g}", "high": f"{self.scale[1]:g}"}
-                text = self.template({**words, "first": first, "second": second})
+                text = self.question({**words, "first": first, "second": second})
                 questions.append(judge_prompt(f"{place}/{swapped}", prompts[i], shown, text))
         low, high = self.scale
         judged = iter(

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mmrl.core.types import Media, Prompt
+from mmrl.core.types import Media, Prompt, Readable
 
 ENDS = 16384  # bytes read at both ends of a media file
 CHUNK = 1 << 22  # elements of a tensor that are summed together
@@ -31,7 +31,7 @@ def of_prompts(prompts: Sequence[Prompt]) -> dict[str, str]:
     A file is hashed by its size and 16 KiB at both ends, and not by its time, which differs between copies of
     a file; media in memory are hashed by their bytes.
     """
-    sources: list[Path | bytes | None] = []
+    sources: list[Path | bytes | Readable | None] = []
     texts = hashlib.sha256("".join(_text(prompt, sources) for prompt in prompts).encode())
     distinct = list(dict.fromkeys(sources))  # several prompts may be about one file
     with ThreadPoolExecutor(16) as pool:  # reading waits for the disk, or for a network file system
@@ -43,8 +43,8 @@ def of_prompts(prompts: Sequence[Prompt]) -> dict[str, str]:
     }
 
 
-def _of_source(source: Path | bytes | None) -> str:
-    """Hash where a medium comes from: both ends of a file, or all bytes in memory."""
+def _of_source(source: Path | bytes | Readable | None) -> str:
+    """Hash where a medium comes from: both ends of a file, or all bytes that a row had."""
     match source:
         case Path():
             try:
@@ -56,6 +56,8 @@ def _of_source(source: Path | bytes | None) -> str:
             except OSError as error:
                 return type(error).__name__  # without its message, which names the path
             return f"{size} {ends.hexdigest()}"
+        case object(read=read):
+            return hashlib.sha256(read()).hexdigest()
     return hashlib.sha256(source or b"").hexdigest()
 
 

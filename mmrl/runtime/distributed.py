@@ -48,30 +48,20 @@ class Processes:
         self.rank = self.accelerator.process_index
         self.world = self.accelerator.num_processes
         self.device = self.accelerator.device
-        shards = self.accelerator.distributed_type == DistributedType.FSDP
-        self._shards = shards
-        self._reshards = shards and bool(self.accelerator.state.fsdp_plugin.reshard_after_forward)
-        asked = int(os.environ.get("WORLD_SIZE") or 1)
-        if asked > 1 and self.world == 1:
-            raise ConfigError(
-                f"WORLD_SIZE is {asked}, but accelerate sees one process, so {asked} runs would write into "
-                "one folder; start with `accelerate launch --config_file configs/accelerate/ddp.yaml "
-                f"--num_processes {asked} -m mmrl ...`, or without a GPU with `ACCELERATE_USE_CPU=true "
-                f"torchrun --nproc_per_node {asked} -m mmrl ...`; unset WORLD_SIZE to start one process"
-            )
+        self._shards = self.accelerator.distributed_type == DistributedType.FSDP
+        self._reshards = self._shards and bool(self.accelerator.state.fsdp_plugin.reshard_after_forward)
+        if self.world == 1:
+            check_joined()
 
     @property
     def main(self) -> bool:
         """Whether this process writes files and to the console."""
         return self.rank == 0
 
-    def refuse_shards(self, what: str) -> None:
-        """Raise `ConfigError` where weights are sharded, which something cannot bear."""
-        if self._shards:
-            raise ConfigError(
-                f"{what} keeps a copy of the trained weights, which FSDP2 shards; launch with "
-                "configs/accelerate/ddp.yaml, or leave it out"
-            )
+    @property
+    def load_device(self) -> torch.device | None:
+        """The device that models are loaded onto; None: main memory, from which FSDP2 takes shards."""
+        return None if self._shards or self.device.type == "cpu" else self.device
 
     # ---- agreement
 
@@ -246,7 +236,8 @@ class Processes:
             )
         # Before data parallelism spreads the weights of one process, or shards of each.
         self.placed += of_weights(policy) if self.world > 1 else ""
-        policy.module.to(self.device)
+        if not self._shards:  # FSDP2 moves and shards one layer at a time; a device need not hold the whole
+            policy.module.to(self.device)
         optimizer = make_optimizer(learning)
         zero = self.accelerator.state.deepspeed_plugin  # None where DeepSpeed was not launched
         if zero is not None and self._zero:
@@ -301,6 +292,23 @@ class Processes:
         """Clip the norm of all gradients together (0: no limit), and return the norm before clipping."""
         with self.meeting("measuring gradients"):
             return float(self.accelerator.clip_grad_norm_(parameters, max_norm or float("inf")))
+
+
+def check_joined() -> None:
+    """Raise `ConfigError` in one of several processes that a launcher started, and that are not joined."""
+    number, words = os.environ.get("WORLD_SIZE", ""), ""
+    if number not in ("", "1"):
+        words = f"WORLD_SIZE is {number}"
+    # What `accelerate launch --cpu` sets for several processes or machines, without joining them.
+    if not number and os.environ.get("ACCELERATE_USE_CPU") == "True" and "MASTER_ADDR" in os.environ:
+        number, words = "N", "MASTER_ADDR is set as for several processes"
+    if words:
+        raise ConfigError(
+            f"{words}, but accelerate sees one process, so several runs would write into one folder; start "
+            "with `accelerate launch --config_file configs/accelerate/ddp.yaml --num_processes "
+            f"{number} -m mmrl ...`, or without a GPU with `ACCELERATE_USE_CPU=true torchrun "
+            f"--nproc_per_node {number} -m mmrl ...`; unset {words.split()[0]} to start one process"
+        )
 
 
 def place_of(order: Sequence[str]) -> Callable[[str], tuple[int, str]]:

@@ -114,6 +114,12 @@ def exchange(parameter: Tensor, weight: Tensor) -> Tensor:
     return weight  # with the old values
 
 
+def kept(parameter: Tensor) -> Tensor:
+    """Copy the data of a parameter: to the CPU, or of a shard this process's part of it, where it is."""
+    parameter = parameter.detach()
+    return parameter.clone() if _is_shard(parameter) else parameter.cpu().clone()
+
+
 def give_up(module: nn.Module) -> None:
     """Reshard gathered weights, so that the next pass gathers their new values."""
     for part in sharded_parts(module):

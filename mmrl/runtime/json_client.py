@@ -20,8 +20,16 @@ LARGEST = 64 << 20  # bytes of an answer
 PASSING = {408, 425, 429, 500, 502, 503, 504}  # states of a server that may be over soon
 
 
+class StatusError(ConnectionError):
+    """A server answered with another status than 200, which is `status`."""
+
+    def __init__(self, message: str, status: int) -> None:
+        super().__init__(message)
+        self.status = status
+
+
 class JsonClient:
-    """Sends JSON to one address by POST; asks again after a timeout or where the server is busy or broken.
+    """Asks an address by POST, with JSON, or GET; asks again where the server is late, busy or broken.
 
     Redirects are not followed, and proxies not used. Raises `ValueError` for a bad address, and
     `ConnectionError` where no answer of the status 200 comes.
@@ -50,10 +58,16 @@ class JsonClient:
 
     def post(self, content: Mapping[str, Any]) -> bytes:
         """Send an object and return the answer; raises `ValueError` for more than `LARGEST` bytes."""
-        body = json.dumps(content, allow_nan=False).encode()
+        return self._exchange("POST", json.dumps(content, allow_nan=False).encode())
+
+    def get(self) -> bytes:
+        """Ask for what is at the address; raises `ValueError` for more than `LARGEST` bytes."""
+        return self._exchange("GET", None)
+
+    def _exchange(self, method: str, body: bytes | None) -> bytes:
         for left in reversed(range(1 + self.request_retries)):
             try:
-                status, reason, data = self._send(body)
+                status, reason, data = self._send(method, body)
             except (OSError, http.client.HTTPException) as error:
                 if not left:
                     raise ConnectionError(
@@ -67,12 +81,12 @@ class JsonClient:
                     return data
                 if status not in PASSING or not left:
                     message = data[:300].decode(errors="replace").strip()
-                    raise ConnectionError(f"'{self.url}' answered with {status} {reason}: {message}")
+                    raise StatusError(f"'{self.url}' answered with {status} {reason}: {message}", status)
             # wait, 2 wait, 4 wait, ...
             time.sleep(self.wait * 2 ** (self.request_retries - left))
         raise AssertionError("the last try returns or raises")
 
-    def _send(self, body: bytes) -> tuple[int, str, bytes]:
+    def _send(self, method: str, body: bytes | None) -> tuple[int, str, bytes]:
         """Send one request; return status, reason and body of the response."""
         parts = urlsplit(self.url)
         kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
@@ -93,7 +107,7 @@ class JsonClient:
         try:
             target = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
             headers = {"Content-Type": "application/json", "Accept": "application/json", **self.headers}
-            connection.request("POST", target, body, {**headers, "Connection": "close"})
+            connection.request(method, target, body, {**headers, "Connection": "close"})
             reply = connection.getresponse()
             reason, data = reply.reason, reply.read(LARGEST + 1)
             if reply.length and len(data) <= LARGEST:

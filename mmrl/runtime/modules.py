@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ DTYPES = {
     "float16": torch.float16,
     "float64": torch.float64,
 }
+STORED = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 LOW = (torch.bfloat16, torch.float16)
 RECORD = "mmrl_transforms"  # attribute of a model that lists its transforms
 
@@ -41,11 +44,71 @@ def model_source(name: str) -> str:
     return name
 
 
+@dataclass(frozen=True)
+class Placement:
+    """Where models are loaded: onto which device (None: main memory), and whether any of them will learn."""
+
+    device: torch.device | None = None
+    learns: bool = True
+
+
+TRAINING = Placement()
+_PLACEMENT: ContextVar[Placement] = ContextVar("placement", default=TRAINING)
+
+
+@contextmanager
+def loading_onto(device: torch.device | None, *, learns: bool = True) -> Iterator[None]:
+    """Load models inside this context straight onto a device, file by file, without a copy in main memory.
+
+    Args:
+        device: None: main memory, where weights in the dtype of their file stay mapped to it, so that
+            processes of one machine share them.
+        learns: Whether weights that policies train become float32; without it they keep their dtype.
+    """
+    token = _PLACEMENT.set(Placement(device, learns))
+    try:
+        yield
+    finally:
+        _PLACEMENT.reset(token)
+
+
+def placement() -> Placement:
+    """Return where models are loaded at the moment."""
+    return _PLACEMENT.get()
+
+
 def keep_training_precision(model: nn.Module) -> None:
     """Convert trained weights to float32, since updates of 1e-6 vanish in 16 bits; frozen ones stay."""
-    for parameter in model.parameters():
+    for parameter in model.parameters() if placement().learns else ():
         if parameter.requires_grad and parameter.dtype in LOW:
             parameter.data = parameter.data.float()  # the Parameter stays, which others may refer to
+
+
+def widest_dtype(model: nn.Module, folder: Path) -> torch.dtype:
+    """Find the widest floating dtype of a model and of the safetensors files in a folder."""
+    from safetensors import safe_open
+
+    dtypes = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
+    for path in folder.glob("*.safetensors"):
+        with safe_open(path, "pt") as file:
+            stored = {file.get_slice(name).get_dtype() for name in file.keys()}  # noqa: SIM118
+        dtypes |= {STORED[name] for name in stored if name in STORED}
+    return max(dtypes, key=lambda dtype: dtype.itemsize)
+
+
+@torch.no_grad()
+def copy_weights(model: nn.Module, saved: nn.Module) -> None:
+    """Copy the weights of a model of the same architecture, in place, bit for bit.
+
+    A 16-bit weight that was trained takes the dtype of the saved one: models that only answer are loaded in
+    16 bits, and checkpoints hold what was trained in float32.
+    """
+    weights, trained = saved.state_dict(), {id(p): p for p in model.parameters() if p.requires_grad}
+    for name, value in model.state_dict(keep_vars=True).items():
+        if id(value) in trained and value.dtype in LOW:
+            value.data = weights[name].to(value.device)
+        else:
+            value.copy_(weights[name])  # in place: the optimizer and engines hold these tensors
 
 
 def apply_transforms(model: nn.Module, transforms: Sequence[Callable]) -> nn.Module:
@@ -75,9 +138,16 @@ def record_transform(view: nn.Module, model: nn.Module, name: str, options: Mapp
 
 def twin(model: nn.Module) -> nn.Module:
     """Copy the modules, settings and hooks of a model; both share the same weight tensors."""
+    tensors = [*model.parameters(), *model.buffers()]
+    for module in model.modules():
+        # The first call of an 8-bit layer of bitsandbytes takes codes and scales off its weight, which both
+        # share: the copy's call would leave the model without scales. So they are moved to the layer now.
+        if hasattr(module, "init_8bit_state"):
+            if module.weight.CB is not None:
+                module.init_8bit_state()
+            tensors += [value for value in vars(module.state).values() if isinstance(value, torch.Tensor)]
     # What is in the memo of `deepcopy` counts as copied already, so the copy gets the tensors themselves.
-    kept = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
-    return copy.deepcopy(model, kept)
+    return copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
 
 
 class Derived:

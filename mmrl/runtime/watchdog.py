@@ -1,8 +1,9 @@
-"""Ends all processes of a run when one fails or hangs, so that none waits in a collective for ever.
+"""Ends all processes of a run when one fails, hangs or is gone, so that none waits in a collective for ever.
 
 A process that fails writes the reason into a `TCPStore`; a thread of every other process reads it. If the
 main thread is still waiting half a minute later, the process ends with the reason on its standard error. The
-same happens when a process that is alive does not come to a collective within a limit.
+same happens when a process that is alive does not come to a collective within a limit, and sooner when one is
+killed or its machine cannot be reached.
 """
 
 from __future__ import annotations
@@ -18,11 +19,15 @@ from dataclasses import dataclass
 from datetime import timedelta
 from types import FrameType, TracebackType
 
+from mmrl.runtime.links import Links
+
 PERIOD = 0.25  # seconds between two reads of the store
 GRACE = 30.0  # seconds that a process has to end by itself
+SOON = 5.0  # seconds that it has where another process is gone, which nothing will bring back
 FAREWELL = 5.0  # seconds that a failed process waits for the others to read the reason
 KEY = "failed"
 LATE = "did not come to"  # in the message about a process that hangs
+GONE = ") is gone: "  # in the message about one that was killed
 
 
 @dataclass
@@ -95,6 +100,7 @@ class Watch:
         own = connect(0, True) if rank == 0 else None
         port = int(exchange(str(own.port if own else 0).encode())[0])
         self.store = own or connect(port, False)
+        self.links = Links(rank, world, exchange, self._lost)
 
     @contextmanager
     def meeting(self, where: str) -> Iterator[None]:
@@ -126,6 +132,7 @@ class Watch:
                     if self.store.compare_set(KEY, "", words).decode() == words:
                         self._wait(lambda: self.store.add("heard", 0) >= self.world - 1)
         self.over.set()
+        self.links.close()
         self.thread.join(FAREWELL)  # a thread inside the store aborts the process at interpreter exit
         if others:
             raise ProcessFailed(others) from error
@@ -134,6 +141,22 @@ class Watch:
         until = time.monotonic() + limit
         while not reached() and time.monotonic() < until:
             time.sleep(PERIOD / 5)
+
+    def _lost(self, words: str) -> None:
+        """Tell all that are left that a process is gone, and end soon where the main thread waits for it."""
+        if self.heard or self.over.is_set():
+            return
+        self.heard = words
+        if self.rank == 0:
+            with suppress(RuntimeError):
+                self.store.compare_set(KEY, "", words)
+        self._end(words, SOON)
+
+    def _end(self, words: str, patience: float) -> None:
+        """End this process with words, unless its main thread ends by itself within some seconds."""
+        if not self.over.wait(patience):
+            os.write(2, f"failed: {ProcessFailed.__name__}: {words}\n".encode())
+            os._exit(1)
 
     def _listen(self) -> None:
         """Publish where this process is, and read failures of others, until the context is over."""
@@ -151,19 +174,17 @@ class Watch:
                     continue
                 words = self.store.get(KEY).decode()
             except RuntimeError:  # the store is gone with process 0
-                words = f"process 0 of {self.world} is gone without a word"
+                words = f"process 0 of {self.world} (on {self.links.hosts[0]}{GONE}its store does not answer"
             late = LATE in words
             if words.startswith(f"process {self.rank} ") and not late:
                 return
-            self.heard = words
+            self.heard = self.heard or words
             with suppress(RuntimeError):
                 self.store.add("heard", 1)
             if late and self.rank == 0:  # the store goes with this process
                 self._wait(lambda: self.store.add("heard", 0) >= self.world)
             # A process that hangs, or waits for one that does, does not end by itself.
-            if not self.over.wait(0.0 if late else GRACE):
-                os.write(2, f"failed: {ProcessFailed.__name__}: {words}\n".encode())
-                os._exit(1)
+            self._end(words, 0.0 if late else SOON if GONE in words else GRACE)
             return
 
     def _name_the_late(self, count: int, where: str) -> None:

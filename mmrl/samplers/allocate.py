@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import Annotated, Any, Literal
 
@@ -31,12 +31,16 @@ class Allocate:
       sqrt(ln(1 + rollouts) / n) (XRPO, arXiv 2510.06672).
 
     Our readings: what earlier steps saw of a prompt stands for what a sequential rule would see in this one;
-    pass rates are those of all its rollouts, shrunk to the prior, which without a column is Beta(1, 1).
+    pass rates are those of all its rollouts, shrunk to the prior, which without a column is Beta(1, 1). Those
+    that a second model predicts stand alone, as V_0's do; it learns while the policy does, where V_0 is
+    trained before and reads earlier results as context.
 
     Args:
         rule: What a further rollout gains.
         of: Name of the reward, by its part in [0, 1]; "": the weighted sum.
         prior_column: Column with a predicted pass rate of each prompt, such as V_0's; "": 1/2 for all.
+        value_model: Name in `references` of a critic with `probability: true`, whose value of a prompt is its
+            predicted pass rate, in place of a column; "": none.
         prior_count: Rollouts that the prior counts as.
         at_least: Fewest rollouts of a prompt (V_0: 2, V_0.5: 4).
         at_most: Most rollouts of a prompt (V_0: 128, V_0.5: 16).
@@ -51,13 +55,21 @@ class Allocate:
         rule: Literal["v0", "v05", "xrpo"] = "v0",
         of: str = "",
         prior_column: str = "",
+        value_model: str = "",
         prior_count: NonNegativeFloat = 2.0,
         at_least: Annotated[int, Range(2), AtMost("at_most")] = 2,
         at_most: PositiveInt = 128,
         rollout_cost: NonNegativeFloat = 0.0039,
         exploration: NonNegativeFloat = 0.5,
     ) -> None:
+        if value_model and prior_column:
+            raise ConfigError(
+                f"sampler 'allocate': predictions are those of the column '{prior_column}' or of the second "
+                f"model '{value_model}'; leave `prior_column` or `value_model` out"
+            )
         self.sampler, self.of, self.gain = sampler, of, GAINS[rule]
+        self.value_model = value_model
+        self.values: Callable[[Sequence[Prompt]], list[float]] | None = None
         self.floor = rollout_cost if rule == "v05" else -math.inf  # a rollout has to gain more
         self.exploration, self.at_least, self.at_most = exploration, at_least, at_most
         self.value = PriorValue(prior_column, prior_count)
@@ -73,9 +85,28 @@ class Allocate:
                 f"`at_least` {self.at_least} each; raise rollout.num_generations ({num_generations}), or "
                 "lower `at_least`"
             )
+        self._predict(prompts)
         counts = self.divide(prompts, len(drawn))
         self.given = {prompt.uid: count for prompt, count in zip(prompts, counts, strict=True)}
         return [prompt for prompt, count in zip(prompts, counts, strict=True) for _ in range(count)]
+
+    def consult(self, values: Callable[[Sequence[Prompt]], list[float]]) -> None:
+        """Take the function that values prompts by `value_model`."""
+        self.values = values
+
+    def _predict(self, prompts: Sequence[Prompt]) -> None:
+        """Ask the second model, where there is one, for the pass rates of prompts."""
+        if not self.value_model or not prompts:
+            return
+        if self.values is None:
+            raise ConfigError(f"sampler 'allocate': nobody connected the second model '{self.value_model}'")
+        predicted = self.values(prompts)
+        if not all(0.0 <= rate <= 1.0 for rate in predicted):
+            raise ConfigError(
+                f"sampler 'allocate': the values of '{self.value_model}' must be pass rates from 0 to 1, not "
+                f"{min(predicted):g} to {max(predicted):g}; give its critic `probability: true`"
+            )
+        self.value.predicted = {p.uid: rate for p, rate in zip(prompts, predicted, strict=True)}
 
     def divide(self, prompts: Sequence[Prompt], budget: int) -> list[int]:
         """Count the rollouts of every prompt; of equal gains that of the prompt with fewest rollouts comes

@@ -14,7 +14,8 @@ from mmrl.core.protocols import Sampler
 from mmrl.core.reward_table import RewardTable
 from mmrl.core.rng import Stream
 from mmrl.core.types import Prompt, Rollouts
-from mmrl.data.hints import TAG, TEMPLATE, check_hints, sentences, tiers, with_hint
+from mmrl.data.hints import TAG, TEMPLATE, check_hints, sentences, tiers, wanting_hint, with_hint
+from mmrl.samplers.answers import ReadsAnswers
 
 PATIENCE = 10  # steps with failures that a filter may keep, because another reward varies
 
@@ -26,14 +27,15 @@ def rewards_of(table: RewardTable, of: str) -> list[float]:
 
 @dataclass
 class Failed:
-    """A prompt that failed, with the number of hints that it was shown since."""
+    """A prompt that failed, with one of its answers, and the number of hints that it was shown since."""
 
     prompt: Prompt
+    answer: str = ""  # where hints are written for it
     shown: int = 0
 
 
 @sampler
-class WithHints:
+class WithHints(ReadsAnswers):
     """Ask prompts that failed again with hints, from the weakest to the strongest (Scaf-GRPO).
 
     arXiv 2510.19807. A prompt fails when none of its answers has a reward above `threshold`. With `when:
@@ -45,12 +47,13 @@ class WithHints:
     hint, unless the engine `vision.without_hints` is the last one.
 
     A hint column holds a list of texts, or one text (a solution) of which a growing share of sentences is
-    given. A hint that is written by a second model that learns (HiLL, arXiv 2604.00698) is not offered;
-    with `hints_per_round`, `num_hinted` and the advantage `best_hint` its choice among given hints is.
+    given. Without a column, the engine `with_hinter` writes `written` hints, each from the first answer that
+    failed (HiLL, arXiv 2604.00698); the advantage `best_hint` chooses among hints.
 
     Args:
         sampler: The wrapped sampler.
         hint_column: Column of the data with the hints; a prompt whose cell is empty gets none.
+        written: Hints that are written for a prompt in place of a column; HiLL's code: 4.
         hint_template: Text after the question; `{hint}` is the hint.
         cuts: Hints that one text is cut into.
         when: Whether hints are shown in the next round of the step, or the next time a prompt is drawn.
@@ -67,7 +70,8 @@ class WithHints:
         *,
         stream: Stream,
         train_prompts: Sequence[Prompt] = (),
-        hint_column: str,
+        hint_column: str = "",
+        written: NonNegativeInt = 0,
         hint_template: str = TEMPLATE,
         cuts: PositiveInt = 4,
         when: Literal["next_round", "next_time"] = "next_round",
@@ -77,8 +81,14 @@ class WithHints:
         of: str = "",
         threshold: float = 0.0,
     ) -> None:
-        check_hints(train_prompts, hint_column, hint_template)
-        self.sampler, self.stream, self.hint_column = sampler, stream, hint_column
+        if bool(hint_column) == bool(written) or (written and when == "next_time"):
+            raise ConfigError(
+                "the sampler 'with_hints' shows the hints of a `hint_column`, or those that the engine "
+                "`with_hinter` writes: set `written` to their number instead, with `when: next_round`"
+            )
+        if hint_column:
+            check_hints(train_prompts, hint_column, hint_template)
+        self.sampler, self.stream, self.hint_column, self.written = sampler, stream, hint_column, written
         self.hint_template, self.cuts, self.when = hint_template, cuts, when
         self.num_hinted, self.hints_per_round = num_hinted, hints_per_round
         self.start, self.of, self.threshold = start, of, threshold
@@ -105,10 +115,13 @@ class WithHints:
 
     def observe(self, rollouts: Rollouts, table: RewardTable) -> None:
         """Note which prompts failed, and which hints helped."""
+        texts = self.texts(rollouts, table) if self.written else [""] * len(table)
         best: dict[str, float] = {}
-        for uid, reward in zip(table.uids, rewards_of(table, self.of), strict=True):
+        first: dict[str, str] = {}
+        for uid, text, reward in zip(table.uids, texts, rewards_of(table, self.of), strict=True):
             if uid in self.asked and not math.isnan(reward):
                 best[uid] = max(reward, best.get(uid, -math.inf))
+                first.setdefault(uid, text)
         solved = {uid: reward > self.threshold for uid, reward in best.items()}
         if self.when == "next_time":
             self._remember(solved)
@@ -118,7 +131,7 @@ class WithHints:
                 self.counts["hints/solved"] += 1
                 del self.failed[uid]
             elif uid not in self.failed and not success and self.stream.step >= self.start:
-                self.failed[uid] = Failed(self.asked[uid])
+                self.failed[uid] = Failed(self.asked[uid], first[uid])
         failures = (self.asked[uid] for uid, success in solved.items() if not success)
         if self.stream.round == 0 and any(map(self._hints, failures)):
             self._expect_a_round()
@@ -151,7 +164,7 @@ class WithHints:
             )
 
     def _hints(self, prompt: Prompt) -> list[str]:
-        return tiers(prompt.columns.get(self.hint_column), self.cuts)
+        return [""] * self.written or tiers(prompt.columns.get(self.hint_column), self.cuts)
 
     def _left(self, failed: Failed) -> bool:
         return failed.shown < len(self._hints(failed.prompt))
@@ -166,7 +179,11 @@ class WithHints:
         self.counts["hints/prompts"] += failed.shown == 0
         first, most = failed.shown, len(self._hints(failed.prompt))
         failed.shown = min(first + self.hints_per_round, most)
-        shown = [self._hinted(failed.prompt, level) for level in range(first + 1, failed.shown + 1)]
+        levels = range(first + 1, failed.shown + 1)
+        if self.written:
+            shown = [wanting_hint(failed.prompt, failed.answer, tag=str(level)) for level in levels]
+        else:
+            shown = [self._hinted(failed.prompt, level) for level in levels]
         return [prompt for prompt in shown for _ in range(self.num_hinted)]
 
     def _remembered(self, prompt: Prompt) -> Prompt:

@@ -14,15 +14,19 @@ EVEN = 0.5  # the prior pass rate of a prompt of which nothing is known
 class PriorValue:
     """Running pass rates of prompts, shrunk to a prior that counts as `prior_count` rollouts.
 
-    It stands where V_0 (arXiv 2602.03584) has a value model: its predictions may be a column of the data.
+    It stands where V_0 (arXiv 2602.03584) has a value model: its predictions may be a column of the data, or
+    those of a second model, which are taken as they are.
     """
 
     def __init__(self, column: str = "", prior_count: float = 2.0) -> None:
         self.column, self.prior_count = column, prior_count
+        self.predicted: dict[str, float] = {}  # of a second model, for the prompts of the last draw
         self.sums: dict[str, tuple[float, float, float]] = {}  # uid to count, sum and sum of squares
 
     def prior(self, prompt: Prompt) -> float:
         """Return the prior pass rate of a prompt; raises `ConfigError` where its column has none."""
+        if prompt.uid in self.predicted:
+            return self.predicted[prompt.uid]
         if not self.column:
             return EVEN
         value = prompt.columns.get(self.column)
@@ -42,6 +46,8 @@ class PriorValue:
 
     def rate(self, prompt: Prompt) -> float:
         """Return the pass rate of a prompt: with `prior_count` 2 and no column it is that of Beta(1, 1)."""
+        if prompt.uid in self.predicted:
+            return self.predicted[prompt.uid]
         count, total, _ = self.sums.get(prompt.uid, (0.0, 0.0, 0.0))
         prior = self.prior(prompt)
         weight = count + self.prior_count

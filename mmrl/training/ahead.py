@@ -15,6 +15,7 @@ from torch import Tensor
 from mmrl.core.protocols import Asking
 from mmrl.core.reward_table import RewardTable
 from mmrl.core.types import Clock, Prompt
+from mmrl.runtime.fsdp import kept, taken_up
 from mmrl.training.trainer import Ahead, Run
 
 
@@ -26,7 +27,6 @@ def ask_ahead(run: Run) -> None:
     size, step = run.config.rollout, run.stream.step
     if not size.max_staleness or step + 1 >= run.config.max_steps:
         return
-    run.processes.refuse_shards("`rollout.max_staleness: 1`")
     run.stream.step = step + 1
     try:
         prompts = run.method.sampler.draw(size.num_prompts, size.num_generations)
@@ -50,8 +50,9 @@ def drawn(run: Run, missing: int) -> list[Prompt]:
 def _ask(run: Run, prompts: Sequence[Prompt], clock: Clock) -> Ahead:
     mine, _ = run.processes.share(prompts, RewardTable.empty())
     with run.processes.agreeing("asking for rollouts"), run.acting():
-        weights = tuple(p.detach().cpu().clone() for p in run.method.trained)
-        cast(Asking, run.method.engine).ask(mine)
+        weights = tuple(map(kept, run.method.trained))
+        with run.processes.whole(run.policy.module):
+            cast(Asking, run.method.engine).ask(mine)
     return Ahead(tuple(prompt.uid for prompt in prompts), weights, clock)
 
 
@@ -60,9 +61,10 @@ def _ask_again(run: Run, ahead: Ahead, prompts: Sequence[Prompt]) -> None:
     now = [p.detach().clone() for p in run.method.trained]
     clock, run.pieces.clock = run.pieces.clock, ahead.clock
     try:
-        _copy(run, ahead.weights)
+        _copy(run, taken_up(tuple(ahead.weights), run.method.trained))
         mine, _ = run.processes.share(prompts, RewardTable.empty())
-        cast(Asking, run.method.engine).ask(mine)
+        with run.processes.agreeing("asking for rollouts"), run.processes.whole(run.policy.module):
+            cast(Asking, run.method.engine).ask(mine)
     finally:
         _copy(run, now)
         run.pieces.clock = clock

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
-import inspect
 import math
 import threading
 import time
-from collections.abc import Awaitable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -16,11 +14,14 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from mmrl.config.binding import Bound
-from mmrl.config.reward_adapters import SCORING, NotNumbers, Scoring, handed, one_each, shown, to_float
-from mmrl.core.episodes import EPISODE, ORDER, TURN, turn_number
+from mmrl.config.reward_adapters import NotNumbers, Scoring, called, shown, to_float
+from mmrl.core.chat import up_to_turn
+from mmrl.core.episodes import BARE, EPISODE, ORDER, TURN, turn_number
 from mmrl.core.reward_table import ABSENT, RewardTable, name_id
-from mmrl.core.types import Outcome, Prompt, Rollouts, TrainerState
+from mmrl.core.types import Message, Outcome, Prompt, Rollouts, TrainerState
 from mmrl.runtime.distributed import Processes
+from mmrl.runtime.ray_actors import ActorsLost
+from mmrl.runtime.ray_rewards import RemoteFault, ready
 
 TIMEOUT = 600.0  # seconds a reward may take for one round, unless its `timeout` says otherwise
 
@@ -48,7 +49,9 @@ class RewardLog:
 
         Raises RewardFault for a name that is `known` as another metric.
         """
-        parts = processes.tell({name: [sum(values), len(values)] for name, values in self.metrics.items()})
+        parts = processes.tell(
+            {name: [math.fsum(values), len(values)] for name, values in self.metrics.items()}
+        )
         self.metrics = {}
         totals: dict[str, list[float]] = {}
         for name, both in (item for part in parts for item in part.items()):
@@ -92,7 +95,7 @@ def score(
     outcomes = [outcome for row in rollouts for outcome in row.outcomes]
     before = _versions(outcomes)
     log = log or RewardLog()
-    scoring = Scoring(_tokens(rollouts), log.state)
+    scoring = Scoring(_tokens(rollouts), _turns(rollouts), log.state)
     results = _concurrently(rewards, prompts, outcomes, final_turns(rollouts), scoring)
     log.columns = {}
     for result in results:
@@ -155,6 +158,15 @@ def _tokens(rollouts: Rollouts) -> list[list[int] | None]:
     return [of_outcome(outcome, row.notes.get("token")) for row in rollouts for outcome in row.outcomes]
 
 
+def _turns(rollouts: Rollouts) -> list[Sequence[Message]]:
+    """List the conversation of every outcome, up to its turn where it has one; empty where there is none."""
+    return [
+        up_to_turn(row.turns, turn_number(outcome.tags)) if row.turns and TURN in outcome.tags else row.turns
+        for row in rollouts
+        for outcome in row.outcomes
+    ]
+
+
 def _concurrently(
     rewards: Sequence[Bound],
     prompts: list[Prompt],
@@ -163,6 +175,7 @@ def _concurrently(
     scoring: Scoring,
 ) -> list[_Result]:
     """Call every reward in a thread of its own, so that one that hangs delays no other."""
+    ready(rewards)
     limits = [bound.call.get("timeout", TIMEOUT) for bound in rewards]
     results = [_Result(failure=f"raised TimeoutError: no answer within {limit:g} s") for limit in limits]
     began = time.monotonic()
@@ -200,9 +213,8 @@ def _where_it_applies(
     rows = [i for i, it_is in enumerate(asked) if it_is]
     if not rows:
         return _Result([None] * len(outcomes), Scoring(scoring.tokens))
-    part = replace(scoring, tokens=[scoring.tokens[i] for i in rows])
     given, made = [prompts[i] for i in rows], [outcomes[i] for i in rows]
-    result = _with_retries(bound, given, made, deadline, part)
+    result = _with_retries(bound, given, made, deadline, scoring.about(rows))
 
     def spread(values: Sequence[Any]) -> list[Any]:
         by_row = dict(zip(rows, values, strict=True))
@@ -214,7 +226,10 @@ def _where_it_applies(
 
 
 def final_turns(rollouts: Rollouts) -> list[bool]:
-    """Tell which outcomes end their conversation; one without the tag `turn` is no part of one."""
+    """Tell which outcomes end their conversation; one without the tag `turn` is no part of one.
+
+    Outcomes with the tag `bare` do not.
+    """
     last: dict[tuple[str, str], int] = {}  # number of the last turn of every episode
     for row in rollouts:
         tags = row.outcomes[-1].tags
@@ -225,7 +240,7 @@ def final_turns(rollouts: Rollouts) -> list[bool]:
     for row in rollouts:
         tags = row.outcomes[-1].tags
         ends = EPISODE not in tags or turn_number(tags) == last[row.group, tags[EPISODE]]
-        final += [TURN not in outcome.tags for outcome in row.outcomes[:-1]] + [ends]
+        final += [not {TURN, BARE} & outcome.tags.keys() for outcome in row.outcomes[:-1]] + [ends]
     return final
 
 
@@ -258,19 +273,18 @@ def _with_retries(
 ) -> _Result:
     """Call a reward, and again up to `retries` times while it raises."""
 
-    async def awaited(result: Awaitable[Any]) -> Any:
-        return await asyncio.wait_for(result, deadline - time.monotonic())
-
     for left in reversed(range(1 + bound.call.get("retries", 0))):
-        call = replace(scoring, metrics={}, columns={})  # what a try logs that fails is dropped
-        SCORING.set(call)
+        # What a try logs that fails is dropped.
+        call = replace(scoring, metrics={}, columns={}, deadline=deadline)
         try:
-            result = bound(*handed(prompts, outcomes))
-            if inspect.isawaitable(result):
-                result = asyncio.run(awaited(result))
-            return _Result(one_each(result, len(outcomes)), call)
+            return _Result(called(bound, prompts, outcomes, call, deadline - time.monotonic()), call)
         except NotNumbers as error:
             return _Result(failure=str(error))
+        except ActorsLost as error:
+            return _Result(failure=f"cannot go on: {error}", cause=error)
+        except RemoteFault as error:
+            if not left or time.monotonic() >= deadline:
+                return _Result(failure=f"raised {error.kind}: {error}", cause=error)
         # Whatever it raises ends this reward alone, SystemExit and CancelledError included.
         except BaseException as error:
             if not left or time.monotonic() >= deadline:
@@ -288,7 +302,8 @@ def _checked(
         numbers = [to_float(value) for value in result.values]
         broken = [i for i, x in enumerate(numbers) if result.values[i] is not None and not math.isfinite(x)]
         what = f"gave {shown(result.values[broken[0]])}" if broken else ""
-    if what and bound.call.get("on_error", "raise") != "skip":
+    # Without its actors a reward would fail for ever.
+    if what and (bound.call.get("on_error", "raise") != "skip" or isinstance(result.cause, ActorsLost)):
         raise RewardFault(
             f"reward '{bound.name}' {what}; prompt '{prompts[broken[0]].uid}', outcome "
             f"{shown(outcomes[broken[0]].text)}. Mend it, or set `on_error: skip` on the reward to drop such "

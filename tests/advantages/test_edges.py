@@ -49,7 +49,7 @@ def table_of(rewards, **columns):
     numbers = torch.arange(len(table) * int(table.length.max()), dtype=torch.float64).view(len(table), -1)
     table = table.replace(ids={**table.ids, "greedy": 1 - table.ids["row"] % 2})
     noted = {"entropy": 1, "token": 1, "node": 1, "logp": -1, "ref/logp": -2}
-    noted |= {"prm/logp": -1.5, "critic/value": 0.1}
+    noted |= {"prm/logp": -1.5, "critic/value": 0.1, "verifier/value": 0.1}
     noted |= {f"old/{name}": -1 for name in ("logp", "logp_hot", "logp_cold")}
     noted |= {f"old/{name}": 1 for name in ("hidden_sq_norm", "sum_p2", "sum_p3", "effective_rank")}
     for name, factor in noted.items():

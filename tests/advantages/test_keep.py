@@ -50,6 +50,16 @@ def test_drop_truncated_does_not_learn_from_cut_answers():
     assert kept.valid.equal(table.valid), "cut answers stay in the statistics"
 
 
+def test_conversations_that_hit_another_limit_are_dropped_where_that_is_asked():
+    table = reward_table([1, 2, 3, 4], tags={"finish": ["stop", "length", "turns", "tool_error"]})
+    assert drop_truncated(table, finish=("turns", "tool_error")).learn[:, 0].tolist() == [
+        True,
+        True,
+        False,
+        False,
+    ]
+
+
 def test_drop_truncated_keeps_all_where_no_engine_said_how_answers_finished():
     assert drop_truncated(reward_table([1, 2])).learn.equal(torch.tensor([[True], [True]]))
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -11,6 +13,7 @@ from mmrl.advantages.role_stages import Alternate, RoleBaseline
 from mmrl.advantages.roles import alignment, sibling_shape, unique_center
 from mmrl.advantages.select import returns
 from mmrl.advantages.shape import scale, total
+from mmrl.advantages.some import for_some
 from mmrl.advantages.tools import (
     ToolProductivity,
     delegated_reward,
@@ -26,9 +29,12 @@ from mmrl.advantages.turns import (
     history_groups,
     information_gain,
     per_episode,
+    share_among_turns,
     shared_steps,
+    turn_discount,
 )
 from mmrl.core.rng import Stream
+from mmrl.core.tensor import rarity
 from tests.support.tables import assert_rows, reward_table
 
 
@@ -157,9 +163,50 @@ def test_turns_with_a_tag_have_a_chain_of_their_own():
         for_turns(table, advantage=(total,), where={"stage": "clue"})
 
 
-def test_rewards_of_turns_are_returned_to_earlier_ones_as_in_meow_tea_taro():
-    table = played([[0, 1 / 3, 0, 1 / 3, 1 / 3]])
-    assert_rows(returns(total(table)).values[:, 0], [[1, 1, 2 / 3, 2 / 3, 1 / 3]])
+def test_a_conversation_that_was_won_shares_one_reward_among_its_turns():
+    # meow-tea-taro: won with three paid turns; lost, of 4 in all; won without any paid turn
+    table = reward_table(
+        {
+            "turn": [[0, 1, 0, 1, 1], [1, 0, 1, None, None], [0, 0, None, None, None]],
+            "won": [[None] * 4 + [1], [None, None, 0, None, None], [None, 1, None, None, None]],
+        },
+        weights={"won": 0.0},
+        tags={"turn": [list("01234"), [*"012", "", ""], [*"01", "", "", ""]]},
+    )
+    shared = share_among_turns(total(table), of="won", largest=4)
+    third = 1 / 3
+    assert_rows(shared.values[:1, 0], [[0, third, 0, third, third]])
+    assert_rows(shared.values[1:2, 0, :3], [[0.25, 0, 0.25]])
+    assert_rows(shared.values[2:, 0, :2], [[0, 0]])
+    assert_rows(returns(shared).values[:1, 0], [[1, 1, 2 / 3, 2 / 3, 1 / 3]])
+    assert_rows(share_among_turns(total(table), of="won", largest=0.5).values[1:2, 0, :3], [[1, 0, 1]])
+
+
+def test_every_turn_of_a_conversation_discounts_its_reward():
+    table = played([[0, 0, 1], [0, 1]])
+    assert_rows(turn_discount(table).values[:, 0], [[0, 0, 0.729], [0, 0.81]])
+
+
+def test_verpo_adds_the_comparison_of_turns_to_that_of_conversations():
+    # passes of three tests in two turns of two conversations: 110, 111 and 100, 100; rates 1, 1/2, 1/4
+    rate = torch.tensor([[1.0, 0.5, 0.25]], dtype=torch.float64)[..., None]
+    weight = rarity(rate, torch.ones_like(rate, dtype=torch.bool))[0, :, 0].tolist()
+    # their distances .5 .75 .25 give N = 1 + .043937 + .000884, 1 + .043937 + .457833, 1 + .000884 + .457833
+    assert weight == pytest.approx([0.352098, 0.403877, 0.533894], abs=1e-6)
+    a, b, c = weight
+    tests = [[a + b, a + b + c], [a, a]]
+    table = reward_table(
+        {"solved": [[None, 1], [None, 0]], "tests": tests},
+        weights={"tests": 0.5},
+        tags={"turn": [list("01")] * 2},
+    )
+    whole = for_some(
+        table, of=("solved",), advantage=(turn_discount, partial(per_episode, advantage=(group_center,)))
+    )
+    made = total(for_some(whole, of=("tests",), advantage=(partial(group_center, by=("group",)),)))
+    mean = (sum(tests[0]) + sum(tests[1])) / 4
+    wanted = [[0.405 + 0.5 * (x - mean) for x in tests[0]], [-0.405 + 0.5 * (x - mean) for x in tests[1]]]
+    assert_rows(made.values[:, 0], wanted)
 
 
 # ---- roles
@@ -344,6 +391,25 @@ def test_the_baseline_of_a_role_is_updated_first_and_then_subtracted():
     assert piece(table).values[0, 0, 0].item() == pytest.approx(-0.275 + 0.01375 * 1.95)
 
 
+def test_a_baseline_corrected_for_its_start_is_the_mean_of_what_was_seen():
+    stream = Stream()
+    piece = RoleBaseline(bias_correction=True, stream=stream)
+    first, silent, second = (
+        reward_table([[reward, 1.0]], tags={"role": [["spy", role]]})
+        for reward, role in ((-0.275, "c"), (None, "c"), (0.1, "c"))
+    )
+    piece.observe((), first)
+    assert piece(first).values[0, 0].tolist() == pytest.approx([0.0, 0.0])
+    for table in (silent, second):
+        stream.step += 1
+        piece.observe((), table)
+    # Two updates of the spy: (.95 x .05 x -.275 + .05 x .1) / (1 - .95^2) = -.0080625 / .0975
+    assert piece(second).values[0, 0].tolist() == pytest.approx([0.1 + 0.0826923, 0.0], abs=1e-6)
+    again = RoleBaseline(bias_correction=True, stream=stream)
+    again.load_state_dict(piece.state_dict())
+    assert torch.equal(again(second).values, piece(second).values)
+
+
 def stages_of(piece, stream, table, steps):
     """List the steps after which the stage changed."""
     changes, before = [], False
@@ -368,6 +434,30 @@ def test_stages_change_after_the_worked_number_of_collections():
     # and back again, from .900560 with .4
     other = [step for step in range(1, 20) if not after(piece, stream, decisions(0.4))]
     assert other[0] == 18 and piece.at >= 0
+
+
+def test_running_means_corrected_for_their_start_change_stages_as_soon_as_they_may():
+    stream = Stream()
+    piece = Alternate(of="reward", bias_correction=True, patience=0, stream=stream)
+    assert stages_of(piece, stream, decisions(1.0), 5) == [5]
+    # From 1 after five collections: after k of 0 it is .95^k (1 - .95^5) / (1 - .95^(5 + k)), which is .6 or
+    # less first at k = 3 (.857375 x .226219 / .336580 = .576250; k = 2 has .676776). A stage lasts five.
+    assert [after(piece, stream, decisions(0.0)) for _ in range(5)] == [True, True, True, True, False]
+    piece = Alternate(of="reward", bias_correction=True, patience=0, min_stay=1, stream=(stream := Stream()))
+    assert stages_of(piece, stream, decisions(1.0), 5) == [1]
+    assert [after(piece, stream, decisions(0.0)) for _ in range(3)] == [True, True, False]
+    again = Alternate(of="reward", bias_correction=True, patience=0, min_stay=1, stream=stream)
+    again.load_state_dict(piece.state_dict())
+    assert again.stage == piece.stage and again.stage.updates == 7
+    assert Alternate(of="reward", bias_correction=True, stream=stream).current().accuracy == 0
+
+
+def test_stages_of_a_fixed_length_alternate():
+    for length, wanted in ((1, [1, 2, 3, 4, 5, 6]), (3, [3, 6])):
+        stream = Stream()
+        piece = Alternate(of="reward", min_stay=length, patience=length, stream=stream)
+        # step % (2 length): decisions in the first half, clues in the second
+        assert stages_of(piece, stream, decisions(1.0), 6) == wanted
 
 
 def after(piece, stream, table):

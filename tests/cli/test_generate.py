@@ -91,8 +91,6 @@ def test_images_without_an_output_take_free_names(mmrl, flow_model, tmp_path, mo
     second = mmrl("generate", flow_model, *IMAGES, stdin="a ball\n")
     assert (first[:2], second[:2]) == ((0, ["images/00000.png"]), (0, ["images/00001.png"]))
     assert Image.open("images/00001.png").size == (32, 32)
-    code, _, err = mmrl("generate", flow_model, *IMAGES, "--prompt", "x", "--output", "x.jsonl")
-    assert code == 2 and "name a folder for them as --output, not a file of rows" in err
 
 
 @pytest.mark.parametrize(
@@ -121,6 +119,16 @@ def test_mistakes_are_found_before_weights_are_loaded(
     code, lines, err = mmrl("generate", model, *filled)
     assert (code, lines, len(err.splitlines())) == (2, [], 1)
     assert message in err
+
+
+def test_an_output_that_does_not_fit_the_model_is_found_before_weights_are_loaded(
+    mmrl, model, flow_model, monkeypatch
+):
+    monkeypatch.setattr("mmrl.build._load_policy", lambda *given: pytest.fail("weights were loaded"))
+    code, lines, err = mmrl("generate", flow_model, *IMAGES, "--prompt", "x", "--output", "x.jsonl")
+    assert (code, lines) == (2, []) and "name a folder for them as --output, not a file of rows" in err
+    code, lines, err = mmrl("generate", model, *QUICK, "--prompt", "x", "--output", "answers")
+    assert (code, lines) == (2, []) and "answers in words; name a file such as answers.jsonl" in err
 
 
 @pytest.mark.parametrize(

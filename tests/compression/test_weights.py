@@ -19,6 +19,8 @@ from mmrl.config.binding import Pieces
 from mmrl.config.schema import ConfigError, Piece
 from mmrl.core.rng import Stream
 from mmrl.inference.saving import load_pruned, save_transformed
+from mmrl.runtime.modules import twin
+from mmrl.vision.models.loading import load_processor
 from mmrl.vision.policies.tokens import Tokens
 from tests.compression.pruned_models import folder, llava, llava_inputs, prompts, steps
 
@@ -219,6 +221,26 @@ def test_an_adapter_learns_over_low_bit_weights_and_pruning(nbits):
 
 
 @needs_bitsandbytes
+def test_an_adapter_learns_over_a_checkpoint_of_four_bits(tmp_path):
+    from transformers import BitsAndBytesConfig
+
+    four = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", llm_int8_skip_modules=["lm_head"])
+    whole = folder("llava")
+    type(llava()).from_pretrained(whole, quantization_config=four).save_pretrained(tmp_path)
+    load_processor(str(whole)).save_pretrained(str(tmp_path))
+    speaker = Tokens(model=str(tmp_path), dtype="float32", lora_rank=2)
+    layer = speaker.model.get_decoder().layers[0].mlp.up_proj
+    assert type(layer).__module__ == "peft.tuners.lora.bnb" and layer.weight.dtype == torch.uint8
+    assert not layer.base_layer.support_avx512bf16_for_cpu
+    table = steps(speaker, prompts("llava"))
+    with torch.no_grad():
+        speaker(table)  # the first call without gradients is when a processor would repack weights
+    speaker(table).logp.sum().backward()
+    learned = [p.grad.abs().sum() for name, p in speaker.model.named_parameters() if "lora_B" in name]
+    assert learned and min(learned) > 0
+
+
+@needs_bitsandbytes
 @pytest.mark.parametrize(
     "options", [{"nbits": 4}, {"nbits": 4, "kind": "fp4", "double": False}, {"nbits": 8}]
 )
@@ -228,6 +250,25 @@ def test_low_bit_weights_come_back_bit_for_bit(options, tmp_path):
     inputs = llava_inputs(model)
     with torch.no_grad():
         assert torch.equal(load_pruned(tmp_path)(**inputs).logits, model(**inputs).logits)
+
+
+@needs_bitsandbytes
+@pytest.mark.parametrize("nbits", [4, 8])
+@pytest.mark.parametrize("called", [False, True])
+def test_a_twin_of_a_low_bit_model_leaves_it_as_it_is_and_shares_its_codes(nbits, called):
+    model = bnb_quantize(llava(dtype=torch.float32), nbits=nbits)
+    inputs = llava_inputs(model)
+    with torch.no_grad():
+        expected = bnb_quantize(llava(dtype=torch.float32), nbits=nbits)(**inputs).logits
+        if called:
+            model(**inputs)
+        other = twin(model)
+        for either in (other, model, twin(model), other):  # the first call of each changes its layers
+            assert torch.equal(either(**inputs).logits, expected)
+    layers = [m.get_decoder().layers[0].mlp.up_proj for m in (model, other)]
+    assert layers[0] is not layers[1] and layers[0].weight is layers[1].weight
+    if nbits == 8:
+        assert layers[0].state.CB.data_ptr() == layers[1].state.CB.data_ptr()
 
 
 @needs_bitsandbytes

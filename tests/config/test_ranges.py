@@ -36,7 +36,7 @@ from tests.support.configs import library_pieces
 
 # Numbers that may be anything finite: shifts, scales and bars of metrics and rewards, which have any sign.
 FREE = {
-    "vision.steering.scale",
+    "vision.steering.scale", "share_among_turns.above",
     "with_reflection.threshold", "alignment.beta", "delegated_reward.failed", "delegated_reward.below",
     "delegated_reward.above", "partial_credit.threshold", "tool_productivity.threshold",
     "pass_at.threshold", "win_rate.draw", "shrunk_mean.low", "shrunk_mean.high",
@@ -49,6 +49,7 @@ FREE = {
     "binary_classification.f1_offset", "ratio_of_sums.scale", "ratio_of_sums.offset", "recall_at.at",
     "clip_score.divide_by", "diffusion.pick_score.divide_by", "learning_velocity.open_at", "pools.edges",
     "with_contrast.above", "with_successes.above", "best_hint.threshold", "first_success.threshold",
+    "hint_reward.threshold",
     "length_band.bonus", "length_band.above", "vision.temporal_contrast.bonus",
     "vision.temporal_contrast.above", "with_hints.threshold", "not_all_right.max_reward", "adora.threshold",
     "capped_bonus.coef", "conditional_halves.mu", "conditional_halves.a", "conditional_halves.b",

@@ -183,8 +183,8 @@ def test_autocast_is_left_alone() -> None:
 @there
 def test_nothing_is_packed_beyond_the_memory_it_may_take(monkeypatch) -> None:
     made = []
-    packed = module._Packed
-    monkeypatch.setattr(module, "_Packed", lambda layers: made.append(layers) or packed(layers))
+    packed = module.Packed
+    monkeypatch.setattr(module, "Packed", lambda layers: made.append(layers) or packed(layers))
     whole = 4 * (2 * WIDE**2)  # bytes of the two layers that are large enough
     for most, number in ((whole, 2), (whole - 1, 0)):
         monkeypatch.setattr(module, "MOST", most)

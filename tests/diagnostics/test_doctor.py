@@ -24,7 +24,7 @@ from mmrl.diagnostics.checks.rewards import reward_sanity, rewards_apply, zero_v
 from mmrl.diagnostics.checks.sampling import sampling_params
 from mmrl.diagnostics.checks.training_metrics import fits_memory, gradient_flow
 from mmrl.diagnostics.memory_estimates import estimate_memory as estimate
-from mmrl.diagnostics.memory_estimates import optimizer_bytes, training
+from mmrl.diagnostics.memory_estimates import optimizer_bytes, peak, training
 from mmrl.doctor import _look, examine, printable
 from mmrl.optimizers import adamw, muon, sgd
 from mmrl.reporting import html
@@ -368,7 +368,7 @@ def test_what_an_optimizer_keeps_of_a_weight_is_measured():
 def test_the_estimate_of_training_adds_up(tmp_path):
     # 8 prompts of 4 steps over 6 tokens in float32: 768 bytes, as many of gradients, twice that of moments.
     config = parse(plan(tmp_path, references={"ref": "frozen"}), Config)
-    wanted = {"weights": 768, "gradients": 768, "optimizer": 1536, "references": 768}
+    wanted = {"weights": 768, "learning/gradients": 768, "optimizer": 1536, "references": 768}
     assert training(config, ToyText(), []) == wanted
     assert estimate(config) == wanted
     # A second model of that size has weights, gradients and moments: 4 times 768.
@@ -376,6 +376,12 @@ def test_the_estimate_of_training_adds_up(tmp_path):
     references = {"ref": "frozen", "critic": {**second, "policy": "tests.support.toys:ToyCritic"}}
     config = parse(plan(tmp_path, references=references), Config)
     assert training(config, ToyText(), []) == {**wanted, "references": 5 * 768}
+
+
+def test_of_the_phases_of_a_step_the_largest_counts():
+    parts = {"weights": 5.0, "rollouts/cache": 7.0, "learning/gradients": 4.0, "learning/activations": 4.0}
+    assert peak(parts) == 5 + 8
+    assert peak({"weights": 5.0}) == 5 and peak({}) == 0
 
 
 @dataclass(frozen=True)
@@ -412,7 +418,7 @@ def test_the_command_tells_what_is_wrong_and_what_to_do(file, capsys):
     assert main(["doctor", file()]) == 0
     printed = capsys.readouterr().out
     assert "ok     initial_ratio: Check that the ratio" in printed and "wrong" not in printed
-    assert "GB  weights" in printed and "activations of 64 steps (measured)" in printed
+    assert "GB  weights" in printed and "learning/activations of 64 steps" in printed
     start = printed.index("one rollout, its prompt as the model reads it:")
     shown = [line.split(maxsplit=1) for line in printed[start:].splitlines()[1:5]]
     assert [name for name, _ in shown] == ["prompt", "answer", "target", "rewards"]

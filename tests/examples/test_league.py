@@ -8,6 +8,7 @@ import pytest
 
 from benchmarks import league
 from benchmarks.league import main, run_one
+from benchmarks.league_runs import Finished
 from benchmarks.league_table import draw, markdown, summarise
 from benchmarks.league_tasks import (
     AGAIN,
@@ -101,6 +102,19 @@ def test_a_variant_of_four_minibatches_is_compared_with_grpo_that_takes_as_many_
     assert gspo["less_control"]["mean"] == pytest.approx(-0.1)
     draw(found, tmp_path / "league.svg")
     assert (tmp_path / "league.svg").read_text().count("gspo") >= 1
+
+
+def test_finished_runs_are_read_back_and_runs_of_another_start_are_refused(tmp_path):
+    path, settings = tmp_path / "runs.jsonl", {"task": "toy", "steps": 12}
+    start = {"1+2": 0.25, "3+4": 0.5}
+    made = {"method": BASE, "seed": 1, "updates": 12, "scores": {"1+2": 0.75, "3+4": 1.0}}
+    Finished(path, settings, start).add(made)
+    assert '"right": "34"' in path.read_text()
+    assert Finished(path, settings, start).runs == {(BASE, 1): made}
+    with pytest.raises(SystemExit, match="differ in right_before; remove it"):
+        Finished(path, settings, {**start, "1+2": 0.5})
+    with pytest.raises(SystemExit, match="differ in steps"):
+        Finished(path, {**settings, "steps": 20}, start)
 
 
 @pytest.mark.slow

@@ -11,10 +11,11 @@ from PIL import Image
 
 from examples.visual_game import demo
 from examples.visual_game.changed_scenes import ChangedScenes
-from examples.visual_game.spy_lessons import ShortSpy, SpyLessons, vote
+from examples.visual_game.spy_lessons import ShortSpy, SpyLessons, about_colour, no_pixels, vote
 from mmrl.core.rng import Stream
+from mmrl.core.types import Media, Message, Part, Prompt
 from mmrl.vision.datasets.image_pairs import image_pairs
-from mmrl.vision.games.spy import vote_of
+from mmrl.vision.games.spy import INVALID
 
 SHADES = {"red": (250, 20, 20), "blue": (20, 20, 250)}
 LOOKS = [(shape, colour) for shape in ("circle", "rectangle", "triangle") for colour in SHADES]
@@ -44,8 +45,8 @@ def source(tmp_path_factory):
     return folder
 
 
-def lessons(source, output, seed=0):
-    built = SpyLessons(stream=Stream(seed), source=str(source), labelled=24, games=10, slip=0.0)
+def lessons(source, output, **options):
+    built = SpyLessons(stream=Stream(0), source=str(source), labelled=24, games=10, slip=0.0, **options)
     return built.build(output)
 
 
@@ -53,13 +54,14 @@ def looks_of(path):
     return LOOKS[int(path.rpartition("/")[2].removesuffix(".png")) % len(LOOKS)]
 
 
-def test_pairs_differ_in_one_thing_and_lessons_are_about_other_images(source, tmp_path):
+def test_pairs_differ_in_colour_and_lessons_are_about_other_images(source, tmp_path):
     counts = lessons(source, tmp_path)
-    assert counts == {"train_pairs": 24, "lessons": 48 + 70, "test_pairs": 12, "test": 24}
+    # a question about the colour of each image; three clues and two votes of each game
+    assert counts == {"train_pairs": 24, "lessons": 24 + 50, "test_pairs": 12, "test": 12}
     for split in ("train", "test"):
         for row in lines(tmp_path / f"{split}_pairs.jsonl"):
-            one, other = looks_of(row["original"]), looks_of(row["changed"])
-            assert sum(a != b for a, b in zip(one, other, strict=True)) == 1
+            (shape, colour), (other_shape, other_colour) = looks_of(row["original"]), looks_of(row["changed"])
+            assert shape == other_shape and colour != other_colour
     played = {row[key] for row in lines(tmp_path / "train_pairs.jsonl") for key in ("original", "changed")}
     assert played.isdisjoint(row["image"] for row in lines(tmp_path / "lessons.jsonl"))
     assert len(image_pairs(path=str(tmp_path / "test_pairs.jsonl"))) == 12
@@ -67,20 +69,57 @@ def test_pairs_differ_in_one_thing_and_lessons_are_about_other_images(source, tm
     assert lines(tmp_path / "again" / "lessons.jsonl") == lines(tmp_path / "lessons.jsonl")
 
 
+def test_questions_are_asked_that_the_colour_answers():
+    asked = [
+        ("what color is the circle?", "red"),
+        ("is there a red shape?", "no"),
+        ("is there not a teal shape?", "no"),
+    ]
+    assert all(about_colour(*pair) for pair in asked)
+    others = [
+        ("what shape is present?", "circle"),
+        ("is there a red circle?", "yes"),
+        ("is there a circle?", "no"),
+    ]
+    assert not any(about_colour(*pair) for pair in others)
+
+
 def test_lessons_are_turns_of_the_game_by_players_who_see(source, tmp_path):
-    lessons(source, tmp_path)
+    lessons(source, tmp_path, guess=0.0, bluff=1.0)
     games = [row for row in lines(tmp_path / "lessons.jsonl") if row["id"].startswith("game")]
     first = [row for row in games if row["id"].startswith("game 0 ")]
-    assert [row["question"].split()[-1] for row in first] == ["clue?"] * 4 + ["decide?"] * 3
+    assert [row["question"].split()[-1] for row in first] == ["clue?"] * 3 + ["decide?"] * 2
     for row in games:
-        shape, colour = looks_of(row["image"])
-        if row["question"].startswith("civilian"):
-            assert row["answer"] == f"{colour} {shape}"
-        if row["question"].startswith("voter"):
-            clues = row["question"].split()[1:-1]
-            odd = [clues[at] for at in range(0, 12, 3) if clues[at + 1 : at + 3] != [colour, shape]]
-            assert row["answer"] in (odd or ["1", "2", "3", "4"])
-            assert vote_of(row["answer"], ShortSpy().players) == int(row["answer"])
+        _, colour = looks_of(row["image"])
+        role, *clues, _ = row["question"].split()
+        if role == "spy":
+            assert row["answer"] in (clues or [colour])
+        if role == "civilian":
+            assert row["answer"] == colour
+        if role == "voter":
+            assert row["answer"] in ([clue for clue in clues if clue != colour] or clues)
+
+
+def test_players_of_lessons_make_mistakes(source, tmp_path):
+    lessons(source, tmp_path, guess=1.0, bluff=0.0)
+    games = [row for row in lines(tmp_path / "lessons.jsonl") if row["id"].startswith("game")]
+    spies = [row for row in games if row["question"].startswith("spy")]
+    assert len(spies) == 10 and all(row["answer"] == looks_of(row["image"])[1] for row in spies)
+    voters = [row for row in games if row["question"].startswith("voter")]
+    # All three were honest, so that two of three clues are the colour: those who guess name it.
+    assert any(row["answer"] == looks_of(row["image"])[1] for row in voters)
+
+
+def test_a_vote_is_for_the_first_player_who_gave_the_clue():
+    game = ShortSpy()
+    images = (Part(media=Media("image", name, no_pixels)) for name in ("a", "b"))
+    state = game.begin(Prompt("", (Message("user", tuple(images)),)), torch.Generator())
+    for player, clue in (("1", "red"), ("2", "blue"), ("3", "blue")):
+        state = game.act(state, player, clue)
+    first, second = game.acting(state)
+    assert game.observe(state, first)[0].parts[1].text == "voter red blue blue decide?"
+    state = game.act(game.act(state, first, " blue "), second, "green")
+    assert [vote for _, vote, _ in state.votes] == [2, INVALID] and game.acting(state) == ()
 
 
 def test_scenes_differ_where_they_say(tmp_path):
@@ -118,11 +157,10 @@ def test_scenes_differ_where_they_say(tmp_path):
 
 
 def test_a_vote_names_a_clue_that_does_not_fit():
-    clues, generator = [(1, "red circle"), (2, "blue circle"), (3, "green circle")], torch.Generator()
-    seen = [("circle", "red"), ("circle", "black")]
-    votes = [{vote(clues, own, generator) for _ in range(40)} for own in seen]
-    assert votes == [{"2", "3"}, {"1", "2", "3"}]
-    assert {vote(clues[:1], ("circle", "red"), generator) for _ in range(5)} == {"1"}
+    clues, generator = [(1, "red"), (2, "blue"), (3, "green")], torch.Generator()
+    votes = [{vote(clues, seen, generator) for _ in range(40)} for seen in ("red", "black")]
+    assert votes == [{"blue", "green"}, {"red", "blue", "green"}]
+    assert {vote(clues[:1], "red", generator) for _ in range(5)} == {"red"}
 
 
 def test_the_win_rate_is_the_mean_over_both_sides():

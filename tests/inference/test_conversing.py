@@ -10,6 +10,8 @@ from PIL import Image
 
 import mmrl
 from mmrl.cli import main
+from mmrl.cli.chat import Conversation
+from mmrl.core.games import Game
 from mmrl.core.types import Outcome, Prompt, Trajectory
 from mmrl.data.fields import RowError
 from mmrl.inference.session import Session
@@ -97,9 +99,33 @@ def test_chat_prints_the_turns(plan, tmp_path, monkeypatch, capsys):
     assert list((tmp_path / "shown").glob("*.png"))
 
 
-def test_rows_for_training_are_not_taken_for_answers_and_games_have_none():
-    def row(uid, text, **tags):
-        return Trajectory(Prompt(uid, ()), uid, (Outcome(text=text, tags=tags),), None, 1)
+def test_chat_asks_with_the_replies_of_tools_before(plan, monkeypatch):
+    session = mmrl.load_engine(plan)
+    read, run = [], session.rollout
+    monkeypatch.setattr(session, "rollout", lambda prompts: (read.extend(prompts), run(prompts))[1])
+    talk = Conversation(session)
+    held = [talk.ask("what") for _ in range(6)]
+    assert any(part.media for row in held[:-1] for message in row.turns for part in message.parts)
+    wanted = []
+    for prompt, row in zip(read, held, strict=True):
+        wanted.append(("user", "what", 0))
+        assert [content_of(message) for message in prompt.messages] == wanted
+        wanted += map(content_of, row.turns)
+    encoder = session.policy.prompt_encoder
+    text = encoder.render(read[-1])
+    replies = [message for row in held[:-1] for message in row.turns if message.role == "tool"]
+    assert text.count("<tool_response>\n") == len(replies) > 0 and "<|im_start|>tool" not in text
+    assert text.count("<image: ") == len(read[-1].media) > 0
+
+
+def content_of(message):
+    words = "".join(part.text for part in message.parts)
+    return message.role, words, sum(part.media is not None for part in message.parts)
+
+
+def test_rows_for_training_are_not_taken_for_answers():
+    def row(uid, text):
+        return Trajectory(Prompt(uid, ()), uid, (Outcome(text=text),), None, 1)
 
     class Adding:
         policy, notes = None, frozenset()
@@ -112,6 +138,21 @@ def test_rows_for_training_are_not_taken_for_answers_and_games_have_none():
     asked = [Prompt("a", ()), Prompt("b", ())]
     rows = Session(Adding()).one_each(asked)
     assert [(one.prompt.uid, one.outcomes[-1].text) for one in rows] == [("a", "answer"), ("b", "answer")]
-    Adding.rollout = lambda self, prompts: (row("a", "a clue", game="a/0"),)
-    with pytest.raises(RowError, match="plays games, which have no single answer"):
-        Session(Adding()).answer("Who is it?")
+
+
+def test_an_engine_that_plays_games_is_not_asked_and_plays_none():
+    class Playing:
+        policy, notes, game = None, frozenset(), Game()
+
+        def rollout(self, prompts):
+            raise AssertionError("a game began")
+
+    class Around:
+        policy, notes, engine = None, frozenset(), Playing()
+        rollout = Playing.rollout
+
+    for engine in (Playing(), Around()):
+        with pytest.raises(
+            RowError, match="plays the game Game, which has no single answer; name the folder"
+        ):
+            Session(engine).answer("Who is it?")

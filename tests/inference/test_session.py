@@ -37,6 +37,12 @@ def image(pixels, tmp_path):
     return path
 
 
+def test_a_model_that_only_answers_is_held_in_the_dtype_of_its_policy(checkpoint):
+    session = mmrl.load_engine(checkpoint("qwen2_5_vl"), ["policy.dtype=bfloat16"], max_completion_length=3)
+    assert {p.dtype for p in session.engine.policy.module.parameters()} == {torch.bfloat16}
+    assert isinstance(session.answer("what fox"), str)
+
+
 def test_a_path_an_image_and_an_array_are_the_same_image(vlm, image, pixels):
     forms = [image, str(image), Image.open(image), pixels, {"bytes": image.read_bytes()}, image.read_bytes()]
     answers = {vlm.answer("what fox", images=[form]) for form in forms}
@@ -100,7 +106,7 @@ BLACK = numpy.zeros((28, 28, 3), dtype=numpy.uint8)
             [{"role": "robot", "content": "x"}],
             None,
             RowError,
-            "wanted system, user, assistant as the role of",
+            "wanted system, user, assistant, tool as the role of",
         ),
         (
             [{"role": "user", "content": [{"type": "sound"}]}],

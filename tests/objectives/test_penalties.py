@@ -17,6 +17,7 @@ from mmrl.objectives.penalties import (
     k1,
     k2,
     k3,
+    kl_abs,
     kl_hinge,
     lost_likelihood,
     ratio_variance,
@@ -26,7 +27,7 @@ from mmrl.objectives.penalties import (
 from mmrl.objectives.surrogates import step_ratio, unclipped
 from tests.support.tables import assert_rows, loss_of, micro_batch, slope_of, step_table
 
-ESTIMATES = [k1, k2, k3]
+ESTIMATES = [k1, k2, k3, kl_abs]
 
 
 def against_reference(*gaps):
@@ -38,13 +39,14 @@ def against_reference(*gaps):
     ("estimate", "values", "slopes"),
     [
         (k1, [0.3, -0.3], [1, 1]),
+        (kl_abs, [0.3, 0.3], [1, -1]),
         # d^2 / 2, slope d
         (k2, [0.045, 0.045], [0.3, -0.3]),
         # e^-.3 + .3 - 1 = .040818 and e^.3 - .3 - 1 = .049859, slope 1 - e^-d
         (k3, [0.040818, 0.049859], [1 - math.exp(-0.3), 1 - math.exp(0.3)]),
     ],
 )
-def test_the_three_estimates_at_a_log_ratio_of_three_tenths(estimate, values, slopes):
+def test_the_estimates_at_a_log_ratio_of_three_tenths(estimate, values, slopes):
     new, batch = against_reference(0.3, -0.3)
     loss = estimate(new, batch, coef=1.0)
     assert_rows(loss, [values])
@@ -116,6 +118,7 @@ def test_against_names_another_policy_and_asks_for_it(estimate):
     ("estimate", "values", "slopes"),
     [
         (k1, [50.0, -50.0], [1, 1]),
+        (kl_abs, [50.0, 50.0], [1, -1]),
         (k2, [1250.0, 1250.0], [50.0, -50.0]),
         # e^-50 + 49; and e^20 - 21, which no longer moves
         (k3, [49.0, math.exp(20.0) - 21], [1 - math.exp(-50.0), 0]),

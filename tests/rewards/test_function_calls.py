@@ -6,9 +6,10 @@ import json
 
 import pytest
 
+from mmrl.core.tool_calls import CallError
 from mmrl.core.types import Outcome, Prompt
 from mmrl.data.fields import RowError
-from mmrl.rewards.function_calls import NotCalls, calls_of, function_calls
+from mmrl.rewards.function_calls import calls_of, function_calls
 
 WEATHER = {"name": "weather", "arguments": {"city": "Bonn", "days": 3}}
 TIME = {"name": "clock.now", "arguments": {"zone": "UTC"}}
@@ -130,5 +131,5 @@ def test_a_target_that_is_no_call_is_a_fault_of_the_row():
         earns("x", "1 + 1")
     with pytest.raises(RowError, match="got 3"):
         earns("x", 3)
-    with pytest.raises(NotCalls, match="wanted a function by its name"):
+    with pytest.raises(CallError, match="wanted a function by its name"):
         calls_of("f()()")

@@ -263,3 +263,71 @@ def test_a_judgement_that_cannot_be_read_is_a_fault_of_the_run():
     table = score([bound(says, ask_again=0, on_error="skip")], rows(("p", "odd", "a"), ("q", "a", "b")))
     assert table.learn[:, 0].tolist() == [False, False, True, True]
     assert table.scored["judge"][2:, 0].tolist() == [1, 1]
+
+
+# ---- judges whose first word is weighed
+
+
+class Weighs:
+    """A model in the process: `weigh` reads the question and gives the probabilities of the words."""
+
+    notes = frozenset()
+
+    def __init__(self, weigh):
+        self.weigh, self.asked, self.policy = weigh, [], None
+
+    def rollout(self, prompts):
+        pytest.fail("nothing is written")
+
+    def first_words(self, prompts, words):
+        self.asked += prompts
+        return [self.weigh(prompt.messages[-1].parts[-1].text, words) for prompt in prompts]
+
+
+class Frozen:
+    module = torch.nn.Linear(1, 1)
+
+
+def weighing(weigh, **options):
+    model = Weighs(weigh)
+    return Judge(stream=Stream(4), engine=lambda policy: model, policy=Frozen, **options), model
+
+
+def test_a_probability_of_yes_is_that_among_yes_and_no_or_among_all_words():
+    def weigh(text, words):
+        assert [set(listed) for listed in words] == [
+            {"yes", " yes", "Yes", " Yes", "YES", " YES"},
+            {"no", " no", "No", " No", "NO", " NO"},
+        ]
+        return [0.6, 0.2] if between(text) == ["a cat"] else [0.0, 0.5]
+
+    reward, model = weighing(weigh, form="p_yes")
+    found, metrics = logged(lambda: reward(*group("a cat", "a dog", "a cat", "")))
+    assert found == pytest.approx([0.75, 0.0, 0.75, 0.0])
+    assert len(model.asked) == 2 and "Say yes or no" in model.asked[0].messages[-1].parts[-1].text
+    assert metrics["judge/mass"] == pytest.approx([0.8, 0.5, 0.8])
+    assert weighing(weigh, form="p_yes_of_all")[0](*group("a cat")) == pytest.approx([0.6])
+
+
+def test_an_expected_score_weighs_the_numbers_of_the_scale():
+    share = [0.05, 0.1, 0.2, 0.3, 0.35]
+    seen = []
+
+    def weigh(text, words):
+        seen.append((text, words))
+        return [p / 2 for p in share]  # half of the mass is elsewhere
+
+    reward, _ = weighing(weigh, form="expected_score", scale=(1.0, 5.0))
+    assert reward(*group("a cat")) == pytest.approx([0.7])  # E = 3.8
+    assert seen[0][1] == [(str(n), f" {n}") for n in range(1, 6)] and "from 1 (wrong" in seen[0][0]
+
+
+def test_words_without_any_probability_are_no_verdict():
+    reward, _ = weighing(lambda text, words: [0.0, 0.0], form="p_yes")
+    assert "yes, no with any probability" in repr(reward(*group("a cat"))[0])
+    assert weighing(lambda text, words: [0.0, 0.0], form="p_yes_of_all")[0](*group("a cat")) == [0.0]
+
+
+def test_a_server_tells_no_probabilities():
+    with pytest.raises(ConfigError, match="whose probabilities are read is a model of its own"):
+        judging(lambda text: "yes", form="p_yes")

@@ -11,7 +11,7 @@ from mmrl.config.binding import Pieces
 from mmrl.config.schema import Piece
 from mmrl.core.rng import Stream
 from mmrl.core.tool_calls import parse_calls
-from mmrl.core.types import Outcome, Prompt
+from mmrl.core.types import Message, Outcome, Part, Prompt, Trajectory
 from mmrl.rewards.tool_calls import (
     call_match,
     calls_in,
@@ -22,6 +22,7 @@ from mmrl.rewards.tool_calls import (
     retrieval_bonus,
     tool_calls,
 )
+from mmrl.training.score import score
 
 
 def call(name, **arguments):
@@ -95,6 +96,30 @@ def test_retrievals_cost_a_share_of_the_reward():
     assert found[5] is None
     free = nested("cost_aware", reward=recorded("f1"), tag="search", free=3)
     assert free([Prompt("a", ())] * 6, outcomes)[4] == pytest.approx(0.8 * math.exp(-0.1))
+
+
+def test_retrievals_are_those_of_the_whole_conversation():
+    def said(role, text):
+        return Message(role, (Part(text),))
+
+    turns = (
+        said("assistant", "<search>a</search>"),
+        said("tool", "<search>of a page</search>"),
+        said("assistant", "<search>b</search>"),
+        said("tool", "y"),
+        said("assistant", "done"),
+    )
+    outcomes = tuple(Outcome(text, tags={"turn": str(i)}) for i, text in enumerate(("x", "y", "done")))
+    row = Trajectory(Prompt("a", ()), "a", outcomes, None, 3, turns=turns)
+    bonus = nested("retrieval_bonus", tag="search", at="every")
+    cost = nested("cost_aware", reward="tests.rewards.test_tool_calls:one_each", tag="search", at="every")
+    table = score([bonus, cost], (row,))
+    assert table.values[0, 0].tolist() == [0.5, 0.75, 0.75]
+    assert table.values[0, 1].tolist() == pytest.approx([math.exp(-0.1), math.exp(-0.2), math.exp(-0.2)])
+
+
+def one_each(prompts, outcomes) -> list[float]:
+    return [1.0] * len(outcomes)
 
 
 def test_entities_are_found_as_whole_words():

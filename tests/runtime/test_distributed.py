@@ -18,7 +18,7 @@ from mmrl.core.reward_table import RewardTable
 from mmrl.core.step_table import Batch
 from mmrl.reporting import html
 from mmrl.reporting.metrics import Journal
-from mmrl.runtime.distributed import Processes
+from mmrl.runtime.distributed import Processes, check_joined
 from mmrl.runtime.watchdog import ProcessFailed
 from mmrl.training.loop import train
 from tests.support.distributed_worker import launch, start
@@ -136,6 +136,33 @@ PLANS = {
         },
         "max_steps": 5,
     },
+    "with a verifier": {
+        "rewards": ["tests.support.toys:share_right"],
+        "rollout": {
+            "num_prompts": 5,
+            "num_generations": 3,
+            "engine": [
+                "tests.support.toys:ToyGenerate",
+                {
+                    "name": "vision.with_prefix_rollouts",
+                    **{"cut": "token", "interval": 1, "num_probes": 2, "share": 0.5},
+                },
+            ],
+        },
+        "sampler": ["uniform", {"name": "allocate", "value_model": "verifier", "at_most": 4}],
+        "advantage": ["total", "mean_by_end", "verifier_values", "process_advantage", "group_center"],
+        "references": {
+            "verifier": {
+                "name": "second_model",
+                "policy": {"name": "tests.support.toys:ToyCritic", "double": True, "probability": True},
+                "advantage": ["total", "mean_by_end", "value_targets"],
+                "objective": "value_cross_entropy",
+                "optimizer": "sgd",
+                "learning_rate": 0.5,
+            },
+        },
+        "max_steps": 5,
+    },
     "with process rewards": {
         "rewards": ["tests.support.toys:share_right"],
         "rollout": {"num_prompts": 5, "num_generations": 3},
@@ -236,6 +263,15 @@ PLANS |= {
     "a greedy answer": {
         "rollout": {"num_prompts": 3, "num_generations": 2, "engine": [NOTED, "vision.with_greedy"]},
         "advantage": ["total", "greedy_baseline"],
+    },
+    "a step ahead": {
+        "rollout": {
+            "num_prompts": 5,
+            "engine": ["tests.training.test_ahead:Beginning"],
+            "max_staleness": 1,
+        },
+        "objective": {"step_weight": ["truncated_importance"]},
+        "max_steps": 5,
     },
     "a pair": PAIR,
     "asked twice": ASKED_TWICE,
@@ -378,6 +414,15 @@ def test_world_size_alone_is_refused_too(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ConfigError, match="accelerate sees one process"):
         Processes()
+
+
+def test_machines_that_accelerate_does_not_join_are_refused(monkeypatch):
+    """As `accelerate launch --cpu --num_machines 2` starts them."""
+    monkeypatch.setenv("MASTER_ADDR", "10.0.0.1")
+    check_joined()
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "True")
+    with pytest.raises(ConfigError, match="MASTER_ADDR is set as for several processes"):
+        check_joined()
 
 
 # ---- weights of which every process holds a part

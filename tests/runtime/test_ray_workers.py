@@ -14,27 +14,27 @@ import torch
 from mmrl.build import build
 from mmrl.config.loading import merge
 from mmrl.config.schema import Config, ConfigError, parse
+from mmrl.config.workers import object_in
 from mmrl.core.byte_lru import ByteLRU
 from mmrl.core.rng import Stream
 from mmrl.core.types import Prompt
-from mmrl.engines.ray_workers import divided, object_in
+from mmrl.engines.ray_workers import divided
 from mmrl.training.loop import train
 from tests.diffusion.tiny import MAKERS
 from tests.runtime.test_real_processes import SPEAKING, TALKING
+from tests.support.ray_cluster import local_cluster
 from tests.support.toys import toy_run
 from tests.vision import tiny
 
-ray = pytest.importorskip("ray")
+pytest.importorskip("ray")
 pytestmark = pytest.mark.slow
 TOYS, HERE = "tests.support.toys", __name__
 
 
 @pytest.fixture(scope="module", autouse=True)
 def cluster():
-    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-    ray.init(num_cpus=12, include_dashboard=False, log_to_driver=False, object_store_memory=200 << 20)
-    yield
-    ray.shutdown()
+    with local_cluster():
+        yield
 
 
 # ---- parts
@@ -103,8 +103,8 @@ def test_a_run_whose_workers_are_killed_and_that_is_resumed_is_that_of_one_proce
     rollout = engine.rollout
 
     def kill_first(prompts):
-        if engine.processes:
-            killed.append(engine.processes[0])
+        if engine.servers.actors.processes:
+            killed.append(engine.servers.actors.processes[0])
             os.kill(killed[-1], signal.SIGKILL)
         return rollout(prompts)
 
@@ -167,7 +167,11 @@ class Broken:
     [
         ("raise", {"num_workers": 1}, "the answers are not there"),
         ("die", {"max_restarts": 1, "num_workers": 1}, r"died more often than `max_restarts: 1` allows"),
-        ("hang", {"timeout": 3.0, "num_workers": 1}, r"did not answer within `timeout: 3` seconds"),
+        (
+            "hang",
+            {"timeout": 3.0, "num_workers": 1},
+            r"did not answer within 3 seconds; each asks for 1 CPU",
+        ),
     ],
 )
 def test_a_fault_of_a_worker_ends_the_run_and_is_named(tmp_path, how, options, wanted):
@@ -175,6 +179,18 @@ def test_a_fault_of_a_worker_ends_the_run_and_is_named(tmp_path, how, options, w
     run = toy_run(tmp_path, **with_workers(*engines, **options))
     with pytest.raises(Exception, match=wanted):
         train(run)
+
+
+def test_an_evaluation_asks_the_workers_of_the_training(tmp_path):
+    colder = {"name": f"{HERE}:Cold", "power": 2.0}
+    workers = {"name": "ray_workers", "num_workers": 2}
+    evaluation = {"data": f"{TOYS}:prompts", "engine": [f"{TOYS}:ToyGenerate", colder, workers]}
+    run = toy_run(tmp_path / "a", **with_workers(f"{TOYS}:ToyGenerate"), evaluation=evaluation)
+    assert run.evaluator.engine.servers is run.method.engine.servers
+    evaluation = {**evaluation, "engine": [f"{TOYS}:ToyGenerate", {**workers, "num_workers": 1}]}
+    other = toy_run(tmp_path / "b", **with_workers(f"{TOYS}:ToyGenerate"), evaluation=evaluation)
+    assert other.evaluator.engine.servers is not other.method.engine.servers
+    assert other.method.engine.servers is not run.method.engine.servers  # whose weights are others
 
 
 def test_what_cannot_be_made_again_elsewhere_is_refused(tmp_path):

@@ -189,6 +189,79 @@ def test_two_processes_train_real_models_as_one(name, way, plans, on_two, tmp_pa
                 assert one[key] == pytest.approx(other[key], rel=2e-4, abs=1e-6), key
 
 
+def on_processes(plans, folder, way, world=2):
+    """Train plans on so many processes; return what they print, and whether they came to their end."""
+    listed = folder / "plans.json"
+    listed.write_text(json.dumps(plans))
+    processes = start("tests.support.real_worker", [str(listed), way], world)
+    printed = [process.communicate(timeout=600)[0] for process in processes]
+    return "\n".join(printed), not any(process.returncode for process in processes)
+
+
+def assert_same_run(found, wanted):
+    """Compare the trained weights of two models and the journals of their runs."""
+    for (key, one), other in zip(
+        found.policy.module.named_parameters(), wanted.policy.module.parameters(), strict=True
+    ):
+        torch.testing.assert_close(one.detach(), other.detach(), rtol=2e-4, atol=2e-5, msg=key)
+    steps = zip(found.journal.read(), wanted.journal.read(), strict=True)
+    for one, other in steps:
+        assert [one["step"], one["reward"]] == [other["step"], pytest.approx(other["reward"], rel=2e-4)]
+
+
+# The state of the optimizer is taken up too, which SGD has with momentum alone.
+MOVING = {"learn": {**SPEAKING["learn"], "optimizer": {"name": "sgd", "momentum": 0.9}}}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["ddp", "fsdp2"])
+def test_a_run_goes_on_with_another_number_of_processes(way, plans, tmp_path):
+    names = ("a model that speaks", "an adapter")
+
+    def plan(name, steps, folder="run"):
+        return {**plans[name](tmp_path / folder / name), **MOVING, "max_steps": steps}
+
+    def alone(name, steps, folder="run"):
+        run = build(parse(plan(name, steps, folder), Config), quiet=True)
+        train(run)
+        return run
+
+    for name in names:
+        alone(name, 2)
+    printed, ended = on_processes([plan(name, 4) for name in names], tmp_path, way)  # from one to two
+    assert ended, printed
+    for name in names:  # and from two to one
+        assert_same_run(alone(name, 6), alone(name, 6, "alone"))
+
+
+@pytest.mark.slow
+def test_shards_a_step_ahead_are_gathered_and_taken_up_again(plans, tmp_path):
+    def plan(folder, once=""):
+        engines = [
+            *SPEAKING["rollout"]["engine"],
+            {"name": "tests.support.real_worker:Beginning", "once": once},
+        ]
+        return {
+            **plans["a model that speaks"](tmp_path / folder),
+            "rollout": {**SPEAKING["rollout"], "engine": engines, "max_staleness": 1, "policy": ""},
+            "objective": {**SPEAKING["objective"], "step_weight": ["truncated_importance"]},
+            "references": {"ref": "frozen"},
+            "max_steps": 5,
+            "save_steps": 1,
+        }
+
+    listed = [plan("shards", str(tmp_path / "once"))]
+    printed, ended = on_processes(listed, tmp_path, "fsdp2")
+    assert "with rollouts in flight" in printed and not ended
+    printed, ended = on_processes(listed, tmp_path, "fsdp2")
+    assert ended, printed
+    wanted = build(parse(plan("alone"), Config), quiet=True)
+    train(wanted)
+    found = build(parse({**plan("shards", str(tmp_path / "once"))}, Config), quiet=True)
+    found.policy.load(tmp_path / "shards" / "checkpoint-5" / MODEL)
+    assert_same_run(found, wanted)
+
+
 @pytest.mark.parametrize(
     "stage, optimizer, said",
     [

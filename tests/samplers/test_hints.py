@@ -17,7 +17,7 @@ from mmrl.samplers.uniform import Uniform
 from mmrl.training.collect import collect
 from mmrl.training.loop import learnable, train
 from tests.support.tables import reward_table
-from tests.support.toys import SOLUTION, ToyGenerate, hinted_prompts, prompts, toy_run
+from tests.support.toys import SOLUTION, ToyGenerate, ToyText, hinted_prompts, prompts, toy_run
 
 
 class HelpedBySecond:
@@ -155,6 +155,36 @@ def test_a_run_with_hints_trains_and_resumes(tmp_path):
         for name in ("parts", "whole")
     ]
     assert tables[0] == tables[1]
+
+
+# ---- failed prompts for which hints are written
+
+
+def test_hints_to_write_are_asked_for_with_an_answer_that_failed():
+    data = hinted_prompts(num=1)
+    sampler = WithHints(
+        Uniform(data, stream=Stream()), stream=Stream(), written=3, hints_per_round=2, num_hinted=2
+    )
+    assert sampler.draw(1, 2) == [data[0]] * 2
+    encoded = [ToyText().encode(data[0], Outcome(text=text)) for text in ("5", "4")]
+    sampler.observe(tuple(encoded), reward_table([0.0, 0.0], group=["p0", "p0"]))
+    sampler.stream.round = 1
+    asked = sampler.draw(1, 2)
+    assert [prompt.tags for prompt in asked] == [{"wanted_hint": n} for n in ("1", "1", "2", "2")]
+    assert {prompt.columns["failed_attempt"] for prompt in asked} == {"5"}
+    assert {prompt.text for prompt in asked} == {data[0].text}
+    assert [prompt.tags["wanted_hint"] for prompt in sampler.draw(1, 2)] == ["3", "3"]
+    assert sampler.tell()["hints/prompts"] == 1.0
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"hint_column": "hints", "written": 2}, {"written": 2, "when": "next_time"}],
+)
+def test_hints_come_from_a_column_or_are_written_in_the_next_round(options):
+    data = hinted_prompts()
+    with pytest.raises(ConfigError, match=r"set `written` to their number instead, with `when: next_round`"):
+        WithHints(Uniform(data, stream=Stream()), stream=Stream(), train_prompts=data, **options)
 
 
 # ---- failed prompts when they are drawn again

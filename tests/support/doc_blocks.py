@@ -341,7 +341,7 @@ def check_named(given: Namespace, folder: Path) -> None:
 
 
 COMMANDS: dict[str, Callable[[Namespace, Path], None]] = {
-    **dict.fromkeys(("train", "doctor", "estimate_memory"), check_run),
+    **dict.fromkeys(("train", "doctor", "estimate_memory", "serve_command"), check_run),
     **dict.fromkeys(("evaluate", "build"), check_config),
     "check": lambda given, folder: check_several(*split_overrides(given.configs), folder),
     "show": check_list,

@@ -109,3 +109,15 @@ class ToyWriting(ToyTokens):
     def changes(text: str) -> str:
         """Propose an experience, and to leave out one that may not exist."""
         return f"So: {json.dumps([{'add': f'rule {text}'}, {'delete': '1'}])}."
+
+
+class ToyHinting(ToyTokens):
+    """An engine that writes hints from tokens that it samples; one without a token cannot be used."""
+
+    def rollout(self, prompts: Sequence[Prompt]) -> Rollouts:
+        return tuple(
+            replace(row, outcomes=(replace(row.outcomes[0], text=f"<hint>{row.outcomes[0].text}</hint>"),))
+            if "#hinter" in row.prompt.uid
+            else row
+            for row in super().rollout(prompts)
+        )

@@ -38,6 +38,17 @@ SAMPLERS = {
         {"name": "uniform"},
         {"name": "with_hints", "hint_column": "hints", "when": "next_time", "threshold": 0.2, **SHARE},
     ],
+    "hints, written": [
+        {"name": "uniform"},
+        {
+            "name": "with_hints",
+            "written": 3,
+            "hints_per_round": 3,
+            "num_hinted": 2,
+            "threshold": 0.2,
+            **SHARE,
+        },
+    ],
     "hints by difficulty": [
         {"name": "uniform"},
         {"name": "with_difficulty_hints", "hint_column": "solution", "max_hint": 1.0, **SHARE},
@@ -72,11 +83,29 @@ MEMORIES = {"with_replay": {}, "with_contrast": {"learn_from_replay": True}, "wi
 QUICK = {"evaluation": {}, "eval_steps": 0, "eval_on_start": False}
 
 
+HINT_REWARD = {"name": "hint_reward", "threshold": 0.2, **SHARE}
+WRITING = {  # a second role writes the hints, and learns to
+    "rewards": [
+        {"name": f"{TOYS}:share_right", "at": "role=reasoner"},
+        {"name": "precomputed", "key": "hint_gate", "label": "hint_gate", "at": "role=hinter"},
+    ],
+    "advantage": [
+        {"name": "best_hint", "threshold": 0.2, **SHARE},
+        "total",
+        HINT_REWARD,
+        {"name": "group_normalize", "by": ["group", "place", "role"]},
+    ],
+}
+
+
 def of_sampler(name: str, policy: str = "slow") -> dict[str, Any]:
     """Write down what a run with one of `SAMPLERS` changes of `tests.support.resuming.EVERYTHING`."""
     rollout = {"num_prompts": 3, "num_generations": 3, "max_rounds": 2, "policy": policy}
     if name.startswith("hints"):
         usual = {"data": f"{TOYS}:hinted_prompts", "group_filter": {"name": "varied", **SHARE}}
+        if "written" in name:
+            rollout["engine"] = [f"{OBSERVING}:ToyHinting", "with_hinter"]
+            usual |= WRITING
         return {**QUICK, **usual, "rollout": rollout, "sampler": SAMPLERS[name]}
     if name == "wordings":
         rollout["engine"] = [f"{OBSERVING}:ToyTokens"]

@@ -74,7 +74,8 @@ def assert_alike(found, expected):
         assert [path.name for path in sorted((found.folder / folder).iterdir())] == names
         for name in names:
             tables = [parquet.read_table(run.folder / folder / name) for run in (found, expected)]
-            assert tables[0].equals(tables[1]), name
+            # As texts, in which a reward that does not apply (NaN) is equal to itself.
+            assert str(tables[0].to_pydict()) == str(tables[1].to_pydict()), name
     last, wanted = (checkpoint.checkpoints(run.folder)[0] for run in (found, expected))
     assert last.name == wanted.name
     tensors = [load_file(folder / checkpoint.TENSORS) for folder in (last, wanted)]

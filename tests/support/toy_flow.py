@@ -26,7 +26,7 @@ class Telling:
 
     toy: ToyText
 
-    says = ToyText.says | {"mean", "velocity", "target", "error", "std", "dt", "time", "value"}
+    says = ToyText.says | {"mean", "velocity", "target", "error", "std", "dt", "time", "value", "value_logit"}
 
     @property
     def table(self) -> Tensor:
@@ -55,6 +55,7 @@ class Telling:
             "dt": -0.1 - 0.05 * along,
             "time": 0.9 - 0.2 * along,
             "value": field[..., 1],
+            "value_logit": field[..., 1],
         }
         return StepOutput(said.logp, {**said.extra, **{name: fields[name] for name in extra & set(fields)}})
 

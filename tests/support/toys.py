@@ -461,16 +461,22 @@ class ToyTurnRows(ToyTurns):
 class ToyCritic(ToyText):
     """A look-up table of values: one per prompt and place."""
 
-    says = frozenset({"value"})
+    says = frozenset({"value", "value_logit"})
 
-    def __init__(self, *, num: int = 8, length: int = 4, double: bool = False) -> None:
+    def __init__(
+        self, *, num: int = 8, length: int = 4, double: bool = False, probability: bool = False
+    ) -> None:
         super().__init__(num=num, length=length, vocab=1, double=double)
+        self.probability = probability
+        if not probability:
+            self.says = self.says - {"value_logit"}
 
     def __call__(self, batch: Batch, extra: frozenset[str] = frozenset()) -> StepOutput:
         steps = batch.steps
         places = torch.arange(steps.start, steps.start + steps.tokens.shape[1])
-        value = self.module()[steps.prompt][:, places, 0]
-        return StepOutput(torch.zeros_like(value), {"value": value})
+        logit = self.module()[steps.prompt][:, places, 0]
+        said = {"value": logit.sigmoid() if self.probability else logit, "value_logit": logit}
+        return StepOutput(torch.zeros_like(logit), {name: said[name] for name in said.keys() & extra})
 
 
 def teacher(policy: ToyText) -> Reference:

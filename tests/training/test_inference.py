@@ -62,7 +62,7 @@ def said(rows):
 
 def by_hand(checkpoint, asked, transform=(), cache=None):
     policy = Tokens(model=str(checkpoint("llava")), dtype="float64", transform=transform)
-    engine = Generate(policy, stream=Stream(3), max_completion_length=6, cache=cache)
+    engine = Generate(policy, stream=Stream(3, purpose="inference"), max_completion_length=6, cache=cache)
     return said(engine.rollout(asked))
 
 
@@ -109,6 +109,18 @@ def test_a_training_run_gives_the_engine_of_its_rollouts(checkpoint, tmp_path, a
     assert said(mmrl.load_engine(load(path, kind=Config)).rollout(asked)) == wanted
     with pytest.raises(ConfigError, match="'coded' is to be a setting of an evaluation"):
         mmrl.load_engine(path, setting="coded")
+
+
+def test_rows_that_only_training_learns_from_are_not_made(checkpoint, tmp_path, asked):
+    raw = plan(
+        tmp_path,
+        policy={"name": "vision.tokens", "model": str(checkpoint("llava")), "dtype": "float64"},
+        rollout={"engine": [{"name": "vision.generate", "max_completion_length": 6}, "vision.with_exits"]},
+        seed=3,
+    )
+    path = tmp_path / "run.yaml"
+    path.write_text(json.dumps(raw))
+    assert said(mmrl.load_engine(path).rollout(asked * 2)) == by_hand(checkpoint, asked * 2)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from examples.video_grounding import spliced_videos
 from examples.video_grounding.spliced_videos import SHOTS, SPLITS, Shot, SplicedVideos, play, write_video
 from mmrl.core.rng import Stream
 from mmrl.core.types import Outcome
-from mmrl.vision.builders.tiny_models import TinyQwen2_5Vl, tiny_tokenizer
+from mmrl.vision.builders.tiny_models import TinyLlava, TinyQwen2_5Vl, tiny_tokenizer
 from mmrl.vision.datasets.grounding import grounding
 from mmrl.vision.media.video import FrameSampling, read_video
 from mmrl.vision.policies.tokens import Tokens
@@ -78,6 +78,37 @@ def test_tiny_tokenizer_keeps_digits_single_and_text_whole():
     for text in ("12.50 to 99", "naïve <b> \n\t 日本", ""):
         assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
     assert tokenizer.decode(tokenizer("a<|im_end|>")["input_ids"], skip_special_tokens=True) == "a"
+
+
+def test_position_embeddings_of_a_tiny_llava_have_the_wanted_scale(tmp_path):
+    from safetensors.torch import load_file
+
+    found = []
+    for scale in (0.02, 0.2):
+        made = TinyLlava(
+            stream=Stream(0),
+            side=16,
+            width=32,
+            vision_width=32,
+            layers=1,
+            vision_layers=1,
+            position_init=scale,
+        )
+        made.build(tmp_path / f"{scale}")
+        found.append(load_file(tmp_path / f"{scale}" / "model.safetensors"))
+    for name, usual in found[0].items():
+        factor = 10.0 if "position_embedding" in name else 1.0
+        assert torch.allclose(found[1][name], factor * usual, rtol=1e-6)
+    assert sum("position_embedding" in name for name in found[0]) == 1
+
+
+def test_tokens_of_ones_own_are_single_and_nothing_else_changes():
+    own = ['<tool_call>\n{"name": "', "128", ", "]
+    tokenizer = tiny_tokenizer(["crop 128"] * 20, 300, own)
+    text = '<tool_call>\n{"name": "crop 128, 12'
+    pieces = [tokenizer.decode(i) for i in tokenizer(text)["input_ids"]]
+    assert pieces[0] == own[0] and pieces[-4:] == ["128", ", ", "1", "2"]
+    assert tokenizer.decode(tokenizer(text)["input_ids"]) == text and len(tokenizer) <= 300
 
 
 STEP, MAIN = 20, 200  # the shade of a shot, and that of what tells the splits apart

@@ -102,6 +102,20 @@ def test_a_text_is_one_message_and_stays_a_text_for_rewards(home):
     assert prompt.target is None
 
 
+def test_a_row_that_names_its_environment_needs_no_prompt(home):
+    rows = {"environment": "cups", "cups": 5}, {"environment": "cups", "image": "a.png", "prompt": None}
+    first, second = read(home, *rows)
+    assert [shown(prompt) for prompt in (first, second)] == [[("user", [""])], [("user", ["a.png"])]]
+    # Messages, so that rewards in TRL's form get the whole conversation.
+    asked = [{"role": "user", "content": ""}]
+    assert first.columns == {"environment": "cups", "cups": 5, "prompt": asked}
+    (told,) = read(home, rows[0], system_prompt="Play.")
+    assert shown(told) == [("system", ["Play."]), ("user", [""])]
+    for lacking in ({"environment": None, "cups": 5}, {"prompt": "", "cups": 5}):
+        with pytest.raises(RowError, match="wanted"):
+            read(home, lacking)
+
+
 def test_a_system_prompt_and_columns_of_other_names(home):
     columns = {"prompt": "problem", "image": "picture", "solution": "gt"}
     row = {"problem": "What?", "picture": "a.png", "gt": True}
@@ -118,7 +132,7 @@ def test_a_system_prompt_and_columns_of_other_names(home):
         ({}, "wanted a list as `prompt` or `messages`"),
         ({"prompt": []}, "wanted a `prompt` with a turn of the user"),
         ({"prompt": [SAID]}, "wanted a `prompt` with a turn of the user"),
-        ({"prompt": [{"role": "tool", "content": "x"}]}, "as the role of `prompt.0.`, got 'tool'"),
+        ({"prompt": [{"role": "critic", "content": "x"}]}, "as the role of `prompt.0.`, got 'critic'"),
         ({"prompt": [{"role": "user", "content": [PLACE]}]}, "1 image places, but 0 are given"),
         ({"prompt": "<image> or <image>?", "image": "a.png"}, "2 image places, but 1 are given"),
         ({"prompt": "<image>?", "images": ["a.png", "b.png"]}, "1 image places, but 2 are given"),

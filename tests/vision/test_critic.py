@@ -44,6 +44,19 @@ def test_a_critic_begins_at_0_and_trains_no_head_of_tokens(checkpoint):
     assert all(p.grad is not None for p in critic.module.parameters() if p.requires_grad)
 
 
+def test_values_may_be_probabilities_and_say_their_logits(checkpoint):
+    plain = critic_of(checkpoint)
+    critic = Critic(policy=partial(loaded, checkpoint), probability=True)
+    batch = recorded(loaded(checkpoint), FAMILY)
+    assert "value_logit" in critic.says and "value_logit" not in plain.says
+    assert torch.equal(critic(batch, frozenset({"value"})).extra["value"], torch.full(batch.mask.shape, 0.5))
+    critic.head.load_state_dict(plain.head.state_dict())
+    said = critic(batch, frozenset({"value", "value_logit"})).extra
+    assert torch.equal(said["value_logit"], plain(batch, frozenset({"value"})).extra["value"])
+    assert torch.equal(said["value"], said["value_logit"].sigmoid())
+    assert set(critic(batch).extra) == set()
+
+
 @pytest.mark.parametrize("options", [{}, {"lora_rank": 2}], ids=["whole", "adapter"])
 def test_a_critic_is_saved_and_loaded(checkpoint, tmp_path, options):
     critic, other = critic_of(checkpoint, **options), Critic(policy=partial(loaded, checkpoint, **options))

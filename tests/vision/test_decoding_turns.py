@@ -13,6 +13,7 @@ from mmrl.compression.caches.visual_quant import visual_quant
 from mmrl.compression.transforms.visual_computation import drop_visual_heads
 from mmrl.core.rng import Stream
 from mmrl.core.tool_calls import Call
+from mmrl.vision.decoding import turns
 from mmrl.vision.decoding.decoding import GenerationRequest
 from mmrl.vision.decoding.image_features import distinct_images, find_distinct, split_images
 from mmrl.vision.decoding.prefill import merge_media
@@ -119,15 +120,38 @@ def test_in_float32_turns_go_on_with_the_same_answers(checkpoint, continued):
     assert len(continued) > 1
 
 
+@EVERY
+def test_copies_of_prompts_go_on_too(checkpoint, family, continued):
+    policy = Tokens(model=str(checkpoint(family)), dtype="float64", share_prefix=False)
+    every = [prompt for prompt in (*mixed.prompts(family)[:3], mixed.prompts(family)[-1]) for _ in range(3)]
+    rows = converse(policy, every)
+    assert len(continued) >= 2 and all(len(set(sizes)) > 1 for sizes in continued[:2])
+    same(rows, converse(policy, every, kept=False))
+    same(rows, converse(policy, every, batch_size=2))
+    assert len({row.outcomes[-1].tags["turn"] for row in rows}) > 1
+
+
 @pytest.mark.parametrize(
-    "options",
-    [{"cache": partial(visual_quant, nbits=4)}, {"transform": (partial(drop_visual_heads, keep=0.5),)}, {}],
-    ids=["cache", "transform", "copies"],
+    ("options", "why"),
+    [
+        ({"cache": partial(visual_quant, nbits=4)}, "`cache` codes the images of replies"),
+        ({"transform": (partial(drop_visual_heads, keep=0.5),)}, "a pruned model chooses among"),
+        ({"share_prefix": False}, "(DynamicSlidingWindowLayer)"),
+    ],
+    ids=["cache", "transform", "window"],
 )
-def test_where_keys_and_values_cannot_go_on_all_is_read_anew(checkpoint, options, continued):
-    policy = Tokens(model=str(checkpoint(FAMILY)), dtype="float64", share_prefix=bool(options))
+def test_where_keys_and_values_cannot_go_on_all_is_read_anew(
+    checkpoint, tmp_path, options, why, continued, caplog
+):
+    share, folder = options.pop("share_prefix", True), str(checkpoint(FAMILY))
+    if not share:
+        _, folder = sliding(checkpoint, "last", 24, tmp_path / "model")
+    policy = Tokens(model=str(folder), dtype="float64", share_prefix=share)
+    turns._tell.cache_clear()
     rows = converse(policy, asked(), **options)
     assert not continued
+    (said,) = [record.getMessage() for record in caplog.records if record.name == turns.__name__]
+    assert "every turn of a conversation is read anew" in said and why in said, "once, not in every turn"
     same(rows, converse(policy, asked(), kept=False, **options))
     assert max(int(row.outcomes[-1].tags["turn"]) for row in rows) > 1
 

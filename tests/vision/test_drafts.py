@@ -160,6 +160,52 @@ def test_evaluations_get_an_answer_for_every_entry_with_drafts_of_its_own(made):
     assert all("episode" not in row.outcomes[-1].tags for row in rows)
 
 
+def test_drafts_that_agree_are_the_answer_where_nothing_is_learned(made):
+    # p0 agrees in the first round, p1 in the second, p2 never; q has one answer only
+    def says(prompt, i):
+        first, letter = "draft0" in prompt.uid, prompt.uid[:2]
+        same = letter == "p0" or (letter == "p1" and not first)
+        word = "Red " if i % 2 else "red"
+        if letter == "p3":
+            return f"<answer>{i}</answer>" if i % 2 else "none"
+        return f"<answer>{word if same else i}</answer>"
+
+    options = {"rounds": (2, 2), "tag": "answer", "stop_early": True}
+    engine, asked = made(says, "evaluate", **options)
+    prompts = entries(4, 1)
+    rows = engine.rollout(prompts)
+    assert [[prompt.uid[:2] for prompt in ask] for ask in asked] == [
+        ["p0", "p0", "p1", "p1", "p2", "p2", "p3", "p3"],
+        ["p1", "p1", "p2", "p2", "p3", "p3"],
+        ["p2", "p3"],
+    ]
+    tags = [row.outcomes[-1].tags for row in rows]
+    assert [(t["role"], t["round"]) for t in tags] == [
+        ("draft", "0"), ("draft", "1"), ("refine", "2"), ("refine", "2"),
+    ]  # fmt: skip
+    assert [row.prompt.uid for row in rows] == [prompt.uid for prompt in prompts]
+    first = rows[0]
+    other = engine.engine.rollout(asked[0][:2])
+    likely = max(other, key=lambda row: float(row.notes["logp"].mean()))
+    assert first.steps.ids.tolist() == likely.steps.ids.tolist()
+    lengths = [len(row.steps.prompt.ids) + row.length for row in other]
+    spent = {"tokens_total": sum(lengths), "tokens_sequential": max(lengths)}
+    assert first.outcomes[-1].recorded == spent
+    trained, asked = made(says, **options)
+    trained.rollout(prompts)
+    assert list(map(len, asked)) == [8, 8, 4], "a group of equal answers teaches nothing"
+
+
+def test_sequential_drafts_stop_where_one_repeats_the_last(made):
+    texts = {"draft0": "red", "draft1": "blue", "draft2": "Blue", "draft3": "green"}
+    says = lambda prompt, i: texts.get(prompt.uid.rpartition("/")[2], "x")
+    options = {"rounds": (1, 1, 1, 1), "distil": "last", "stop_early": True}
+    engine, asked = made(says, "evaluate", **options)
+    (row,) = engine.rollout(entries(1, 1))
+    assert len(asked) == 3 and row.outcomes[-1].tags["role"] == "draft"
+    assert row.outcomes[-1].text in ("blue", "Blue")
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [({"template": "notes"}, "must contain {workspace}"), ({"learn": ("draft",)}, "must name `refine`")],

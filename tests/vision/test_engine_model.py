@@ -32,8 +32,9 @@ FAMILY = "qwen2_5_vl"
 ZERO = (partial(drop_visual_heads, keep=1.0), partial(sparse_visual_ffn, keep=1.0))
 
 
-def engine(policy, *transform, seed=0, **options):
-    return Generate(policy, stream=Stream(seed), transform=transform, max_completion_length=6, **options)
+def engine(policy, *transform, seed=0, purpose="train", **options):
+    stream = Stream(seed, purpose=purpose)
+    return Generate(policy, stream=stream, transform=transform, max_completion_length=6, **options)
 
 
 def asked(times=2):
@@ -213,7 +214,8 @@ def test_load_engine_gives_the_cache_and_the_transforms_of_a_config(checkpoint, 
         "    - {name: compression.fidelity_gate, allow: true, num_tokens: 2}\n"
     )
     found = load_engine(path).rollout(asked())
-    cheap = engine(exact(FAMILY), TRANSFORMS["drop_visual_layers"], cache=partial(visual_quant, nbits=8))
+    options = {"cache": partial(visual_quant, nbits=8), "purpose": "inference"}
+    cheap = engine(exact(FAMILY), TRANSFORMS["drop_visual_layers"], **options)
     assert said(found) == said(cheap.rollout(asked()))
 
 

@@ -102,12 +102,13 @@ def test_a_run_on_a_real_model_is_examined(checkpoint, tmp_path):
     found = {entry.full_name: [symptom.text for symptom in said] for entry, said in report.found}
     assert "vision.media_conditioning" in found and "diffusion.text_conditioning" not in found
     assert not any(found.values()), found
-    assert {"weights", "optimizer", "cache", "step table"} <= report.memory.keys()
+    assert {"weights", "optimizer", "rollouts/cache", "step table"} <= report.memory.keys()
     assert not (tmp_path / "run").exists()
 
 
 def test_the_cache_and_the_table_are_estimated(exact):
-    # 2 layers, 2 heads of 8, keys and values of 8 bytes: 512 bytes a token; 6 rows of a prompt and 10 tokens.
+    # 2 layers, 2 heads of 8, keys and values of 8 bytes: 512 bytes a token; 2 prompts once, and 6 answers of
+    # 10 tokens in buffers of 16.
     policy = exact(FAMILY)
     asked = shown(num=2)
     config = parse(
@@ -123,4 +124,7 @@ def test_the_cache_and_the_table_are_estimated(exact):
     )
     length = len(policy.prompt_encoder.encode(asked[0]).ids)
     said = tokens(config, policy, asked)
-    assert said == {"cache": 6 * (length + 10) * 512, "step table": 4 * 6 * 10 * 6}
+    assert said["rollouts/cache"] == (2 * length + 6 * 16) * 512
+    assert said["step table"] == 4 * 6 * 10 * 6
+    # One micro-batch: activations and logits stand where gradients come to stand.
+    assert min(said["rollouts/passes"], said["learning/activations"] + said["learning/logits"]) > 0

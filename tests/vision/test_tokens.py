@@ -15,9 +15,11 @@ from mmrl.core.protocols import RendersPrompts
 from mmrl.core.rng import seeded
 from mmrl.core.types import Outcome
 from mmrl.kv_cache.layout import placeholder_ids
+from mmrl.runtime.modules import loading_onto
 from mmrl.vision.decoding import step_model
 from mmrl.vision.decoding.step_model import chunked_logp
 from mmrl.vision.decoding.token_steps import FORBIDDEN
+from mmrl.vision.models.loading import load_model
 from mmrl.vision.policies.tokens import Tokens
 from tests.vision import mixed, tiny
 
@@ -346,6 +348,37 @@ def test_trained_weights_are_held_in_float32_and_frozen_ones_as_they_were_loaded
         assert kinds == {(True, torch.float32), (False, torch.bfloat16)}
         policy(recorded(policy, "qwen2_5_vl")).logp.sum().backward()
         assert all(gradient.dtype == torch.float32 for gradient in mixed.gradients(policy).values())
+
+
+def test_a_policy_that_only_answers_stays_in_its_dtype_and_takes_trained_weights_as_they_are(
+    checkpoint, tmp_path
+):
+    trained = shaken(loaded(checkpoint, dtype="bfloat16"))
+    trained.save(tmp_path)
+    with loading_onto(None, learns=False):
+        policy = loaded(checkpoint, dtype="bfloat16")
+    assert {p.dtype for p in policy.module.parameters()} == {torch.bfloat16}
+    assert sum(p.nbytes for p in policy.module.parameters()) < sum(
+        p.nbytes for p in trained.module.parameters()
+    )
+    assert said(policy, "qwen2_5_vl").isfinite().all()
+    policy.load(tmp_path)  # its trained weights are float32, and rounding would change what it answers
+    theirs = dict(trained.module.named_parameters())
+    for name, parameter in policy.module.named_parameters():
+        assert parameter.dtype == theirs[name].dtype and torch.equal(parameter, theirs[name]), name
+    assert torch.equal(said(policy, "qwen2_5_vl"), said(trained, "qwen2_5_vl"))
+
+
+def test_models_are_loaded_straight_onto_a_device(checkpoint):
+    with loading_onto(torch.device("meta")):
+        model = load_model(str(checkpoint("qwen2_5_vl")), dtype="bfloat16", attn_implementation="sdpa")
+    assert {p.device.type for p in model.parameters()} == {"meta"}
+    with loading_onto(torch.device("cpu")):
+        model = load_model(str(checkpoint("qwen2_5_vl")), dtype="float32", attn_implementation="sdpa")
+    other = load_model(str(checkpoint("qwen2_5_vl")), dtype="float32", attn_implementation="sdpa")
+    assert not any(module._forward_pre_hooks for module in model.modules())  # accelerate's would move inputs
+    for name, weight in other.state_dict().items():
+        assert torch.equal(model.state_dict()[name], weight), name
 
 
 def test_pixel_limits_bound_images_one_at_a_time(checkpoint):

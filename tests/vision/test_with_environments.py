@@ -14,7 +14,9 @@ from mmrl.config.binding import Pieces
 from mmrl.config.schema import ConfigError, Piece
 from mmrl.core.rng import Stream
 from mmrl.core.tool_calls import Call
+from mmrl.data.dataset_io import write_rows
 from mmrl.training.score import score
+from mmrl.vision.datasets.conversations import conversations
 from mmrl.vision.engines.generate import Generate
 from mmrl.vision.engines.with_environments import WithEnvironments
 from mmrl.vision.environments.grid_world import GridWorld
@@ -142,6 +144,19 @@ def test_a_row_names_its_environment_and_sees_only_its_tools(engine):
     assert rows[0].outcomes[-1].recorded == {}
     with pytest.raises(ValueError, match="name one of the environments Ladder, parrot in its column"):
         engine(kinds).rollout(asked(1, environment="chess"))
+
+
+def test_rows_that_name_an_environment_alone_are_played(engine, tmp_path):
+    write_rows(tmp_path / "rows.jsonl", [{"environment": "Ladder", "top": 3}, {"environment": "Echo"}])
+    rows = engine((bound(Ladder), bound(Echo)), calls=(CLIMB,)).rollout(
+        conversations(path=str(tmp_path / "rows.jsonl"))
+    )
+    ladder, echo = (row.outcomes[-1].environment for row in rows)
+    assert (ladder.top, ladder.log, echo.said) == (3, [1, 1], [])
+    asked, shown = (row.prompt.columns["prompt"] for row in rows)
+    assert asked == [{"role": "user", "content": " Climb to rung 3."}]
+    assert rows[0].prompt.text == " Climb to rung 3." and len(rows[1].prompt.media) == 1
+    assert shown[0]["content"].startswith("Begin with ")
 
 
 def test_other_tools_stand_beside_an_environment(engine):

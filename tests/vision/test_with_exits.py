@@ -6,6 +6,8 @@ import pytest
 import torch
 
 from mmrl.core.rng import Stream
+from mmrl.engines.replay import RECALLED, WithReplay
+from mmrl.training.score import score
 from mmrl.vision.engines.generate import Generate
 from mmrl.vision.engines.with_exits import WithExits
 from tests.vision.test_contrastive_decoding import pictures, plainly, said
@@ -64,6 +66,21 @@ def test_a_short_answer_has_fewer_exits(policy, monkeypatch):
     monkeypatch.setattr(policy.prompt_encoder, "end", list(range(320)))  # any token ends an answer
     rows = leaving(policy, pictures()[:1] * 4)
     assert [row.length for row in rows] == [1]
+
+
+def test_exits_are_not_replayed_since_their_exit_text_would_be_learned(policy):
+    stream = Stream(0)
+    prompts = pictures()[:2]
+    inner = Generate(policy, stream=stream, max_completion_length=8, temperature=0.7)
+    engine = WithExits(inner, stream=stream, exit_text="0 1", max_exit_length=3)
+    memory = WithReplay(engine, stream=stream, train_prompts=prompts)
+    rows = memory.rollout(prompts * 4)
+    table = score([], rows, notes=RECALLED)
+    memory.remember(torch.ones(len(rows), dtype=torch.bool), table, table)
+    back = memory.recall(memory.stored)
+    whole = [row for row in rows if row.steps.chosen is None]
+    assert len(rows) > len(whole) == len(back) == 2
+    assert [row.steps.ids.tolist() for row in back] == [row.steps.ids.tolist() for row in whole]
 
 
 def test_evaluations_have_no_exits(policy):

@@ -8,9 +8,12 @@ from dataclasses import replace
 import pytest
 import torch
 
+from mmrl.config.binding import Pieces
+from mmrl.config.schema import Piece
 from mmrl.core.rng import Stream
 from mmrl.core.types import Outcome
 from mmrl.reporting import html
+from mmrl.training.score import score
 from mmrl.vision.engines.generate import Generate
 from mmrl.vision.engines.with_prefix_rollouts import WithPrefixRollouts
 from mmrl.vision.policies.tokens import Tokens
@@ -63,6 +66,26 @@ def test_completions_start_as_the_answer_and_go_on_as_the_policy_draws(policy):
             for u, token, share in chosen:
                 edges = share.double().cumsum(0)
                 assert edges[token] - share[token] - 1e-5 <= u <= edges[token] + 1e-5
+
+
+def test_prefixes_of_some_answers_are_left_for_a_verifier(endless):
+    asked = [prompt for prompt in pictures() for _ in range(4)]
+    whole, some = probing(endless, asked, at_start=True), probing(endless, asked, at_start=True, share=0.5)
+    bare = [any("bare" in outcome.tags for outcome in row.outcomes) for row in some]
+    assert 0 < sum(bare) < len(bare)
+    for row, full, cut in zip(some, whole, bare, strict=True):
+        if not cut:
+            assert row.outcomes == full.outcomes
+            continue
+        assert [outcome.end for outcome in row.outcomes] == [0, 2, 4, 6]
+        for outcome in row.outcomes[:-1]:
+            assert outcome.tokens == tuple(row.steps.ids[: outcome.end].tolist())
+            assert outcome.text == endless.prompt_encoder.text(torch.tensor(outcome.tokens).long())
+        assert row.outcomes[-1] == full.outcomes[-1]
+    length = Pieces(Stream()).make("reward", Piece("tests.support.toys:brevity"), place="rewards[0]")
+    # Of the answer alone, where prefixes are cut off; else of two completions at each of three cuts too.
+    table = score([length], some)
+    assert table.valid.sum((1, 2)).tolist() == [1 if cut else 7 for cut in bare]
 
 
 def test_prompt_and_prefixes_are_computed_once(endless):

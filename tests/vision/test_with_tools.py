@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,14 +14,19 @@ from PIL import Image
 
 from mmrl.config.binding import Pieces
 from mmrl.config.schema import ConfigError, Piece
+from mmrl.core.chat import blocks_of
 from mmrl.core.rng import Stream
-from mmrl.core.tool_calls import Call, CallError, parse_calls
+from mmrl.core.tool_calls import Call, CallError, parse_calls, without_calls
+from mmrl.core.types import Message, Part
+from mmrl.training.score import score
 from mmrl.vision.decoding import decoding
 from mmrl.vision.engines import generate as generate_module
 from mmrl.vision.engines.generate import Generate
 from mmrl.vision.engines.with_tools import WithTools
+from mmrl.vision.media.media_reader import MediaReader
 from mmrl.vision.tool_calls import Tool, ToolFault
 from mmrl.vision.tools.images import crop
+from tests.rewards import trl_style
 from tests.vision import tiny
 
 FAMILY = "qwen2_5_vl"
@@ -291,6 +297,11 @@ def test_calls_are_json_between_their_marks():
     )
     assert (first, second) == (Call("look", {"image": 0}), Call("word", {}))
     assert isinstance(third, CallError)
+    function = {"name": "look", "parameters": json.dumps({"image": 0})}
+    for written in (function, {"function": function}):  # in the words of Llama, and of OpenAI's messages
+        assert parse_calls(f"<tool_call>{json.dumps(written)}</tool_call>") == [first]
+    (odd,) = parse_calls('<tool_call>{"name": "look", "args": "image=0"}</tool_call>')
+    assert isinstance(odd, CallError)
     assert parse_calls("no call") == []
 
 
@@ -349,6 +360,53 @@ def test_tools_of_a_batch_run_at_the_same_time(scripted):
     assert took[0] < 4  # twenty calls of 0.4 s each
 
 
+def replay(image: Image.Image) -> Any:
+    """Show an image again, growing.
+
+    Args:
+        image: The image.
+    """
+    half = image.resize((56, 56))
+    return {"type": "video", "video": [half.rotate(90 * turn) for turn in range(4)]}
+
+
+def uneven() -> Any:
+    """Show a video of images that differ in size."""
+    return {"type": "video", "video": [Image.new("RGB", (28, 28 * n)) for n in (1, 2)]}
+
+
+def long() -> Any:
+    """Show a video of too many pixels."""
+    return {"type": "video", "video": [Image.new("RGB", (1000, 1000))] * 17}
+
+
+def test_a_tool_shows_a_video(policy, scripted):
+    script = lambda uid, index, turn: call("replay", image=0) if turn == 0 else "fox"
+    (row,) = scripted(script, tool=(replay,)).rollout(asked()[:1])
+    assert finish(row) == ("stop", "1") and row.shown == ()
+    (reply,) = (message for message in row.turns if message.role == "tool")
+    (part,) = reply.parts
+    frames = part.media.load()
+    assert frames.pixels.shape == (4, 3, 56, 56) and frames.times.tolist() == [0, 0.5, 1, 1.5]
+    assert "<video: " in row.logged["conversation"]
+    assert row.steps.suffix.media["video_grid_thw"].tolist() == [[2, 4, 4]]
+    batch = policy.collate((row,))
+    with torch.no_grad():
+        logp = policy(batch).logp
+    torch.testing.assert_close(batch.notes["logp"].double(), logp, rtol=0, atol=2e-5)
+    (turn,) = blocks_of(reply)
+    again = MediaReader()("video", turn["video"], "a video")
+    assert torch.equal(again.load().pixels, frames.pixels)
+
+
+@pytest.mark.parametrize(
+    ("tool", "message"),
+    [(uneven, "images have 2 sizes"), (long, "17 images of 1000x1000 pixels; the limit is 16777216 in all")],
+)
+def test_a_video_that_cannot_be_shown_is_an_error(scripted, tool, message):
+    assert message in error_of(scripted, call(tool.__name__), tool=(tool,))
+
+
 def test_long_texts_are_cut(scripted):
     engine = scripted(
         lambda uid, index, turn: "fox" if turn else call("word", number=10**30), max_reply_chars=8
@@ -366,6 +424,45 @@ def test_turn_outcomes_are_scored_one_by_one(scripted):
     assert row.outcomes[-1].end == row.length > row.outcomes[0].end > 0
 
 
+def test_rewards_in_trls_form_read_the_whole_conversation(scripted):
+    crop = call("look", image=0)
+    turns = [
+        f"Let me see. {crop}",
+        f"{call('word', number=7)}{call('word', number=8)}",
+        "<tool_call>no",
+        "red",
+    ]
+    engine = scripted(lambda uid, index, turn: turns[turn], turn_outcomes=True)
+    prompt = asked()[0]
+    columns = {"prompt": [{"role": "user", "content": "what"}]}
+    rows = engine.rollout([replace(prompt, columns=columns), replace(prompt, uid="q")])
+    score([reward("remember", at="every")], rows)
+    *_, third, whole = given = trl_style.remember.given["completions"][:4]
+    roles = ["assistant", "tool", "assistant", "tool", "tool", "assistant", "tool", "assistant"]
+    assert [message["role"] for message in whole] == roles
+    assert [len(completion) for completion in given] == [1, 3, 6, 8] and third == whole[:6]
+    look_call = {"type": "function", "function": {"name": "look", "arguments": {"image": 0}}}
+    assert whole[0] == {"role": "assistant", "content": "Let me see.", "tool_calls": [look_call]}
+    assert whole[1]["name"] == "look" and whole[1]["content"][0] == {"type": "text", "text": "half"}
+    assert whole[1]["content"][1]["image"].size == (prompt.media[0].load().pixels.shape[-1] // 2, 56)
+    assert [message["content"] for message in whole[3:5]] == ["word 7", "word 8"]
+    assert [message["name"] for message in whole[3:5]] == ["word", "word"]
+    assert whole[5] == {"role": "assistant", "content": "<tool_call>no"}
+    assert whole[6].keys() == {"role", "content"} and whole[6]["content"].startswith("Error: ")
+    assert whole[7] == {"role": "assistant", "content": "red"}
+    assert trl_style.remember.given["completions"][4:] == turns, "a text where the prompt of the row is one"
+    score([reward("remember")], rows)
+    assert trl_style.remember.given["completions"] == [whole, "red"]
+
+
+def reward(name, **options):
+    return Pieces(Stream()).make("reward", Piece(f"tests.rewards.trl_style:{name}", options), place="x")
+
+
+def test_the_words_beside_calls_are_what_is_outside_of_their_blocks():
+    assert without_calls("a <tool_call>{}</tool_call> b <TOOL_CALL>c") == "a  b"
+
+
 def test_a_template_that_knows_tools_writes_them_itself(checkpoint):
     from mmrl.vision.policies.tokens import Tokens
 
@@ -381,10 +478,8 @@ def test_a_template_that_knows_tools_writes_them_itself(checkpoint):
     text = policy.prompt_encoder.transcript(row.steps.prompt.ids)
     assert text.startswith("TOOLS word\n<|im_start|>user") and "# Tools" not in text
     encoder, prompt = policy.prompt_encoder, row.steps.prompt
-    from mmrl.core.types import Part
-    from mmrl.vision.engines.with_tools import as_messages
-
-    read = encoder.extend(prompt, encoder.answer("9"), *as_messages(encoder, engine.schemas, [(Part("a"),)]))
+    replies = encoder.replies([Message("tool", (Part("a"),))], engine.schemas)
+    read = encoder.extend(prompt, encoder.answer("9"), *replies)
     assert "<|im_start|>tool\na<|im_end|>" in encoder.transcript(read.ids)
 
 

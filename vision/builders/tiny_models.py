@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,8 +35,8 @@ QWEN_MEDIA = (
 )
 
 
-def tiny_tokenizer(texts: Iterable[str], vocab_size: int) -> Any:
-    """Train a byte-level BPE tokenizer; digits stay single tokens, as in Qwen's."""
+def tiny_tokenizer(texts: Iterable[str], vocab_size: int, tokens: Sequence[str] = ()) -> Any:
+    """Train a byte-level BPE tokenizer; digits stay single tokens, as in Qwen's, save in whole `tokens`."""
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -46,15 +46,19 @@ def tiny_tokenizer(texts: Iterable[str], vocab_size: int) -> Any:
     )
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size - len(SPECIAL),
+        vocab_size=vocab_size - len(SPECIAL) - len(tokens),
         show_progress=False,
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),  # all bytes: any text has tokens
     )
     tokenizer.train_from_iterator(texts, trainer)
     tokenizer.add_special_tokens([AddedToken(word, special=True) for word in SPECIAL])
+    tokenizer.add_tokens([AddedToken(text, normalized=False) for text in tokens])
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|endoftext|>"
     )
+
+
+CLIP_INIT = 0.02  # standard deviation that the classes of transformers draw with
 
 
 @dataclass(kw_only=True)
@@ -63,7 +67,9 @@ class TinyModel:
 
     stream: Stream
     texts: tuple[str, ...] = ("0123456789 abcdefghijklmnopqrstuvwxyz",)
+    tokens: tuple[str, ...] = ()
     vocab_size: PositiveInt = 512
+    template: str = TEMPLATE
     width: PositiveInt = 128
     layers: PositiveInt = 4
     heads: PositiveInt = 4
@@ -88,12 +94,16 @@ class TinyModel:
             **others,
         }
 
+    def initialized(self, model: Any) -> Any:
+        """Draw weights of a new model again where its class draws them otherwise than an option says."""
+        return model
+
     def write(
         self, name: str, model_class: type, config: Any, processor: Any, output: Path
     ) -> dict[str, Any]:
         """Write a model with random weights and its processor; return its number of parameters and tokens."""
         with seeded(self.stream.seed_of(name)):
-            model = model_class(config)
+            model = self.initialized(model_class(config))
         model.save_pretrained(output)
         processor.save_pretrained(output)
         parameters = sum(p.numel() for p in model.parameters())
@@ -110,7 +120,9 @@ class TinyQwen2_5Vl(TinyModel):
 
     Args:
         texts: Texts that train the tokenizer.
+        tokens: Texts that are one token each, such as the words in which tools are called.
         vocab_size: Tokens of the tokenizer.
+        template: Chat template, with PLACEHOLDER where a medium stands.
         width: Hidden size of the language model.
         layers: Layers of the language model.
         heads: Attention heads of the language model.
@@ -134,8 +146,8 @@ class TinyQwen2_5Vl(TinyModel):
                 cap_pixels_per_frame=False,
                 size={"shortest_edge": 28 * 28, "longest_edge": self.max_pixels},  # of a frame
             ),
-            tokenizer=tiny_tokenizer(self.texts, self.vocab_size),
-            chat_template=TEMPLATE.replace("PLACEHOLDER", QWEN_MEDIA),
+            tokenizer=tiny_tokenizer(self.texts, self.vocab_size, self.tokens),
+            chat_template=self.template.replace("PLACEHOLDER", QWEN_MEDIA),
         )
         config = self._config(processor.tokenizer)
         return self.write("tiny_qwen2_5_vl", Qwen2_5_VLForConditionalGeneration, config, processor, output)
@@ -184,7 +196,9 @@ class TinyLlava(TinyModel):
 
     Args:
         texts: Texts that train the tokenizer.
+        tokens: Texts that are one token each, such as the words in which tools are called.
         vocab_size: Tokens of the tokenizer.
+        template: Chat template, with PLACEHOLDER where a medium stands.
         width: Hidden size of the language model.
         layers: Layers of the language model.
         heads: Attention heads of the language model.
@@ -192,7 +206,9 @@ class TinyLlava(TinyModel):
         vision_layers: Layers of the vision tower.
         side: Side of an image in pixels.
         patch: Side of a patch in pixels; each patch makes a token.
-        init: Standard deviation of the language model's weights; the tower has CLIP's own.
+        init: Standard deviation of the language model's and the projector's weights; the tower has CLIP's
+            own.
+        position_init: Standard deviation of the tower's position embeddings; by default CLIP's own 0.02.
     """
 
     layers: PositiveInt = 3
@@ -200,6 +216,7 @@ class TinyLlava(TinyModel):
     vision_layers: PositiveInt = 3
     side: PositiveInt = 48
     patch: PositiveInt = 8
+    position_init: PositiveFloat = 0.02
 
     def __post_init__(self) -> None:
         if self.side % self.patch:
@@ -219,11 +236,13 @@ class TinyLlava(TinyModel):
         size = {"height": self.side, "width": self.side}
         processor = LlavaProcessor(
             CLIPImageProcessor(size={"shortest_edge": self.side}, crop_size=size),
-            tiny_tokenizer(self.texts, self.vocab_size),
+            tiny_tokenizer(self.texts, self.vocab_size, self.tokens),
             patch_size=self.patch,
             vision_feature_select_strategy="default",
             num_additional_image_tokens=1,  # the tower's class token, which the strategy drops again
-            chat_template=TEMPLATE.replace("PLACEHOLDER", "{% if c['type'] == 'image' %}<image>{% endif %}"),
+            chat_template=self.template.replace(
+                "PLACEHOLDER", "{% if c['type'] == 'image' %}<image>{% endif %}"
+            ),
         )
         vision = CLIPVisionConfig(
             hidden_size=self.vision_width,
@@ -241,3 +260,10 @@ class TinyLlava(TinyModel):
             tie_word_embeddings=True,
         )
         return self.write("tiny_llava", LlavaForConditionalGeneration, config, processor, output)
+
+    def initialized(self, model: Any) -> Any:
+        """Scale position embeddings and projector: among larger patches places are learned late."""
+        model.model.vision_tower.embeddings.position_embedding.weight.data *= self.position_init / CLIP_INIT
+        for layer in (model.model.multi_modal_projector.linear_1, model.model.multi_modal_projector.linear_2):
+            layer.weight.data *= self.init / CLIP_INIT
+        return model

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from mmrl.config.ranges import NonNegativeInt, PositiveFloat, PositiveInt
 from mmrl.config.registry import data
-from mmrl.core.types import Message, Outcome, Prompt
+from mmrl.core.types import Message, Outcome, Part, Prompt
 from mmrl.data.dataset_io import DataRow, Rows, read_prompts
 from mmrl.data.fields import RowError, is_number, listed, mapping, short, text, uid_of
 from mmrl.data.messages import answer_text, read_messages
@@ -34,9 +34,11 @@ def conversations(
     """Read prompts with media in TRL's form from jsonl, JSON, parquet or a folder of `datasets`.
 
     A row has a `prompt`, a text or messages, or else `messages`, whose last turn of the assistant is a
-    recorded answer, as is `completion`. Media are in `image`, `images`, `video`, `videos`, or in the
-    messages; they fill the places there, or come first in the user's first message. The target is the first
-    of `solution`, `answer` and `target`, and may be absent. Rewards get all other columns by name.
+    recorded answer, as is `completion`. A row with neither that names its `environment` has an empty prompt,
+    to which that appends what it shows first (`vision.with_environments`). Media are in `image`, `images`,
+    `video`, `videos`, or in the messages; they fill the places there, or come first in the user's first
+    message. The target is the first of `solution`, `answer` and `target`, and may be absent. Rewards get all
+    other columns by name.
 
     Args:
         path: The file or folder of rows.
@@ -70,20 +72,25 @@ def conversations(
             for name, kind in COLUMNS.items()
             for ref in media_refs(fields.get(name), kind, name)
         ]
-        messages = read_messages(asked, shown, media.reader(row.place, sampling))
+        if asked == "" and fields.get("environment"):
+            messages = (Message("user", tuple(Part(media=medium) for medium in shown) or (Part(),)),)
+        else:
+            messages = read_messages(asked, shown, media.reader(row.place, sampling))
         # Encoded media would be stored twice.
         kept = {
             key: value for key, value in fields.items() if key not in (*COLUMNS, "messages", "completion")
         }
-        kept["prompt"] = asked if type(asked) is str else _as_rewards_see(messages)
+        kept["prompt"] = asked if type(asked) is str and asked else _as_rewards_see(messages)
         return Prompt(uid_of(fields, f"{row.split}#{number}"), messages, _target(fields), answers, kept)
 
     return read_prompts(source, Rows(source, media.root), make, bad_rows=bad_rows, limit=limit)
 
 
 def _asked(fields: Mapping[str, Any]) -> tuple[Any, tuple[Outcome, ...]]:
-    """Return the prompt of a row, and its recorded answer."""
+    """Return the prompt of a row, empty where an environment asks alone, and its recorded answer."""
     asked, answer = fields.get("prompt"), fields.get("completion")
+    if asked is None and fields.get("messages") is None and fields.get("environment"):
+        return "", ()
     if asked is None:
         turns = listed(fields.get("messages"), "prompt` or `messages")
         asked = turns

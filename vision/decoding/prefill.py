@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -16,6 +16,7 @@ from mmrl.core.tensor import cat_padded
 from mmrl.kv_cache import hf_cache
 from mmrl.kv_cache.attention_interface import read_shared_prefix, record_keys
 from mmrl.kv_cache.layout import placeholder_ids
+from mmrl.vision.decoding.single_step import AHEAD, Angles, SingleStep, step_of
 from mmrl.vision.models.processor import EncodedPrompt
 
 MakeCache = Callable[[Any, Tensor, Tensor], Any]  # (config, visual, mask), both (P, S) bool, to a cache
@@ -38,6 +39,8 @@ class Prefix:
     next_position: Tensor  # (A, P) of the first token of an answer
     reading: Callable[[Any], AbstractContextManager]  # entered, with the config, for a forward
     length: int = 0  # tokens that were read after the cached ones
+    _angles: list[Angles] = field(default_factory=list, init=False)  # of tokens from `_since` on
+    _since: int = field(default=0, init=False)
 
     @property
     def shared(self) -> bool:
@@ -63,6 +66,9 @@ class Prefix:
         Tokens among which images or videos stand need `media` and the positions (A, n, t) of those after the
         prompt's last.
         """
+        single = ids.shape[1] == 1 and positions is None and not media and self.shared
+        if single and (step := step_of(self.core)):
+            return self._read_one(step, ids)
         # Token i of an answer stands at next_position + i; the prompt's last token comes one before (i = -1).
         steps = torch.arange(self.length - 1, self.length - 1 + ids.shape[1], device=ids.device)
         positions = self.next_position[..., None] + steps if positions is None else positions
@@ -79,6 +85,20 @@ class Prefix:
                 use_cache=True,
                 **media,
             ).last_hidden_state
+
+    def _read_one(self, step: SingleStep, ids: Tensor) -> Tensor:
+        """Run one token of every row (n, 1)."""
+        if self.length - self._since >= len(self._angles):
+            place, ahead = self.last_position, torch.zeros(1, dtype=torch.int64, device=ids.device)
+            if self.length:
+                place = self.next_position
+                ahead = torch.arange(self.length - 1, self.length - 1 + AHEAD, device=ids.device)
+            positions = place[..., None] + ahead
+            self._since, self._angles = self.length, step.angles(squeeze_axes(positions))
+        angles = self._angles[self.length - self._since]
+        self.length += 1
+        self.mask = torch.cat([self.mask, self.mask.new_ones(ids.shape)], 1)
+        return step(ids[:, 0], angles, self.cache.layers)[:, None]
 
 
 def prefill(

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 
 from mmrl.vision.decoding.decoding import CachedReader, GenerationRequest, LogitsReader
@@ -16,6 +19,8 @@ from mmrl.vision.models.loading import TokenPolicy
 from mmrl.vision.models.processor import EncodedPrompt
 
 Key = tuple[str, int]  # uid of the prompt, number of the answer to it
+Layers = Sequence[Sequence[tuple[Tensor, ...]]]  # of every layer and row: keys and values (h, n, D)
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,10 +66,12 @@ class Turns:
     """Readers for the turns of a batch of conversations, which share their prompts in all turns.
 
     What a conversation reads anew, replies and their images, is read in bulk after the keys and values of
-    what came before. Where these cannot go on, everything is read anew, with the same answers up to
-    rounding: with a `cache` of lower precision, which codes the visual tokens of replies where it reads them
-    with the prompt; where rows cannot share an exact prompt (`share_prefix: false`, other attention than
-    sdpa and eager, pruned models); and where a turn does not begin with the one before.
+    what came before; rows that share no prompts (`share_prefix: false`, other attention than sdpa and eager)
+    have copies of their own. Where keys and values cannot go on, everything is read anew, with the same
+    answers up to rounding, which the log says once: with a `cache` of lower precision, which codes the visual
+    tokens of replies where it reads them with the prompt; with pruned models, which choose among the visual
+    tokens of a prompt as a whole; with other layers than those of attention; and where a turn does not begin
+    with the one before.
     """
 
     def __init__(self, policy: TokenPolicy, make_cache: MakeCache | None = None) -> None:
@@ -79,12 +86,38 @@ class Turns:
         if self.reader and len(rows) == len(requests) and all(counts):
             self.reader.go_on(requests, rows, counts)
             return self.reader
+        if self.reader and len(rows) == len(requests):
+            _tell("a turn does not begin with all of the turn before it")
         self.reader = None  # its keys and values go before others are made
         reader = CachedReader(self.policy, [request.encoded for request in requests], self.make_cache)
-        if not reader.prefix.shared:
-            return reader
-        self.reader = TurnReader(reader, requests)
-        return self.reader
+        if reader.prefix.shared:
+            self.reader = TurnReader(reader, requests)
+        elif why := self._why_anew(reader):
+            _tell(why)
+        else:
+            self.reader = CopiesReader(reader, requests)
+        return self.reader or reader
+
+    def _why_anew(self, reader: CachedReader) -> str:
+        """Say why the copies of keys and values that rows have cannot go on; empty where they can."""
+        from transformers.cache_utils import DynamicLayer
+
+        core = reader.prefix.core
+        if self.make_cache is not None:
+            return "the engine's `cache` codes the images of replies with the prompt"
+        if any("forward" in vars(part) for part in (core, core.get_decoder())):
+            return "a pruned model chooses among the visual tokens of a prompt as a whole"
+        if other := {type(layer).__name__ for layer in reader.prefix.cache.layers} - {DynamicLayer.__name__}:
+            return (
+                f"the model has layers that keep other things than all keys and values ({', '.join(other)})"
+            )
+        return ""
+
+
+@cache
+def _tell(why: str) -> None:
+    """Log once a process that turns are read anew."""
+    log.warning("every turn of a conversation is read anew, from its beginning: %s", why)
 
 
 class TurnReader:
@@ -94,7 +127,12 @@ class TurnReader:
     """
 
     def __init__(self, reader: CachedReader, requests: Sequence[GenerationRequest]) -> None:
-        self.reader, cache = reader, reader.prefix.cache
+        self.reader = reader
+        self._take_over(requests)
+
+    def _take_over(self, requests: Sequence[GenerationRequest]) -> None:
+        """Begin the first turn."""
+        cache = self.reader.prefix.cache
         self.prompts = cache.prompts()  # of which later turns make a cache
         shared = [len(request.encoded.ids) - 1 for request in requests]
         self._begin(requests, cache.owners, shared)
@@ -142,7 +180,7 @@ class TurnReader:
             self.latest = []
         ids = [torch.cat([row.read.ids, read]) for row, read in zip(self.rows, self.tokens, strict=True)]
         counts = [len(x) - row.shared for x, row in zip(ids, self.rows, strict=True)]
-        layers = self.reader.prefix.cache.own_tokens(counts)
+        layers = self._own_tokens(counts)
         for i in leaving:
             own = [tuple(x.clone() for x in layer[i]) if copy else layer[i] for layer in layers]
             self.kept[self.keys[i]] = replace(self.rows[i], ids=ids[i], own=own)
@@ -151,16 +189,14 @@ class TurnReader:
         self, requests: Sequence[GenerationRequest], rows: Sequence[KeptRow], counts: Sequence[int]
     ) -> None:
         """Begin the next turn: every row has the keys and values of its first `counts` tokens."""
-        before, device = self.reader.prefix, self.reader.prefix.last.device
-        cache = self.prompts.prompts()
-        cache.batch_select_indices(torch.tensor([row.prompt for row in rows], device=device))
-        self.prompts = cache.prompts()  # without those of which every conversation has ended
+        device = self.reader.prefix.last.device
         sizes = [count - row.shared for row, count in zip(rows, counts, strict=True)]
-        cache.fill(
+        self._restore(
+            rows,
             [
                 [tuple(x[:, :size] for x in own) for own, size in zip(layer, sizes, strict=True)]
                 for layer in zip(*(row.own for row in rows), strict=True)
-            ]
+            ],
         )
         asked = [request.encoded for request in requests]
 
@@ -172,15 +208,13 @@ class TurnReader:
         positions = padded([encoded.positions[:, count:].T for encoded, count in pairs]).permute(2, 0, 1)
         after = torch.tensor([encoded.next_position for encoded in asked], device=device)
         self.reader.prefix = replace(
-            before,
-            cache=cache,
-            mask=ids.new_ones(len(ids), cache.get_seq_length()),
+            self.reader.prefix,
             last=ids[:, 0],
             last_position=positions[..., 0],
             next_position=after.expand(len(positions), -1),
             length=0,
         )
-        self._begin(requests, cache.owners, [row.shared for row in rows])
+        self._begin(requests, self._owners(), [row.shared for row in rows])
         shown = [row.read.media for row in rows]
         media = [
             {name: value[len(old.get(name, ())) :] for name, value in encoded.media.items()}
@@ -195,10 +229,74 @@ class TurnReader:
         prefix, core = self.reader.prefix, self.reader.prefix.core
         with distinct_images(core, chunk.media, chunk.ids.device) as media:
             hidden = prefix.read(chunk.ids, chunk.positions, media)
-        counts = [len(row.ids) - row.shared for row in self.rows]
-        prefix.cache.fill(prefix.cache.own_tokens(counts))  # without the padding
-        prefix.mask, prefix.length = prefix.mask[:, : prefix.cache.get_seq_length()], 1
+        self._fill(self._own_tokens([len(row.ids) - row.shared for row in self.rows]))  # without padding
+        prefix.length = 1
         return self.reader.logits(hidden[torch.arange(len(hidden)), chunk.length - 1])
+
+    # ---- how keys and values are stored
+
+    def _owners(self) -> Sequence[int]:
+        """Number the prompts of the rows."""
+        return self.reader.prefix.cache.owners
+
+    def _own_tokens(self, counts: Sequence[int]) -> Layers:
+        """View the keys and values (h, n, D) of the first `counts` tokens that rows do not share."""
+        return self.reader.prefix.cache.own_tokens(counts)
+
+    def _restore(self, rows: Sequence[KeptRow], own: Layers) -> None:
+        """Store what rows kept, after the prompts that they share."""
+        cache, device = self.prompts.prompts(), self.reader.prefix.last.device
+        cache.batch_select_indices(torch.tensor([row.prompt for row in rows], device=device))
+        self.prompts = cache.prompts()  # without those of which every conversation has ended
+        self.reader.prefix.cache = cache
+        self._fill(own)
+
+    def _fill(self, own: Layers) -> None:
+        """Store keys and values (h, n, D) as all that rows have of their own."""
+        prefix = self.reader.prefix
+        prefix.cache.fill(own)
+        prefix.mask = prefix.mask.new_ones(len(own[0]), prefix.cache.get_seq_length())
+
+
+class CopiesReader(TurnReader):
+    """The same where every row has a copy of its prompt, in a DynamicCache with padding on the left."""
+
+    def _take_over(self, requests: Sequence[GenerationRequest]) -> None:
+        self._begin(requests, self._owners(), [0] * len(requests))
+
+    def _owners(self) -> Sequence[int]:
+        return range(len(self.reader.prefix.mask))
+
+    def _own_tokens(self, counts: Sequence[int]) -> Layers:
+        prefix = self.reader.prefix
+        places = list(zip(prefix.mask.argmax(1).tolist(), counts, strict=True))  # after the padding
+        return [
+            [
+                (x.keys[row, :, at : at + n], x.values[row, :, at : at + n])
+                for row, (at, n) in enumerate(places)
+            ]
+            for x in prefix.cache.layers
+        ]
+
+    def _restore(self, rows: Sequence[KeptRow], own: Layers) -> None:
+        self._fill(own)
+
+    def _fill(self, own: Layers) -> None:
+        from transformers import DynamicCache
+
+        prefix = self.reader.prefix
+
+        def padded(tokens: Sequence[Tensor]) -> Tensor:
+            longest = max(x.shape[1] for x in tokens)
+            return torch.stack([pad(x, (0, 0, longest - x.shape[1], 0)) for x in tokens])
+
+        made = DynamicCache(config=prefix.core.config)
+        for number, layer in enumerate(own):
+            made.update(*(padded(side) for side in zip(*layer, strict=True)), number)
+        lengths = torch.tensor([keys.shape[1] for keys, _ in own[0]], device=prefix.mask.device)
+        places = torch.arange(int(lengths.max()), device=prefix.mask.device)
+        prefix.cache = made
+        prefix.mask = (places >= lengths.max() - lengths[:, None]).to(prefix.mask.dtype)
 
 
 def begins_with(whole: Tensor, first: Tensor) -> bool:

@@ -44,6 +44,7 @@ class Attempt:
     answers: int
     workspace: str = ""
     rows: list[tuple[Role, int, Trajectory]] = field(default_factory=list)  # with their rounds
+    settled: Trajectory | None = None  # the draft that is the answer, where drafts agreed
 
     def asked(self, role: Role, number: int, text: str) -> Prompt:
         """Append a text to the prompt; the id is new, so that it draws numbers of its own."""
@@ -83,6 +84,10 @@ class WithDrafts:
         learn: Roles whose rows are learned from; others make no rows. Compare drafts among themselves
             (`by: [group, role]`).
         shared: All answers to a prompt read the same notes.
+        stop_early: End with a draft where all drafts of a round that have an answer agree, two at least, or
+            where the only draft of a round repeats that of the round before; of drafts that agree the most
+            likely is the answer, with the tag `role: draft`. In training this is not done: equal answers
+            teach nothing.
         tag: Tag of the answer in a draft; empty: all that follows its thought.
         template: Text after the question, with `{workspace}`.
     """
@@ -96,6 +101,7 @@ class WithDrafts:
     max_workspace_tokens: PositiveInt = 512
     learn: tuple[Role, ...] = ("refine",)
     shared: bool = True
+    stop_early: bool = False
     tag: str = ""
     template: str = WORKSPACE
     notes: ClassVar[frozenset[str]] = frozenset()
@@ -119,16 +125,19 @@ class WithDrafts:
             prompt = next(prompt for prompt in prompts if prompt.uid == uid)
             shares = [count] if self.shared and train else [1] * count
             attempts += [Attempt(prompt, str(i), answers) for i, answers in enumerate(shares)]
+        live = attempts
         for number, drafts in enumerate(self.rounds):
-            self._ask(attempts, "draft", number, drafts)
-            self._distil(attempts, number)
-        self._ask(attempts, "refine", len(self.rounds), 0)
+            self._ask(live, "draft", number, drafts)
+            if self.stop_early and not train:
+                live = [attempt for attempt in live if not self._agreed(attempt, number)]
+            self._distil(live, number)
+        self._ask(live, "refine", len(self.rounds), 0)
         answers: dict[str, list[Trajectory]] = defaultdict(list)
         others: list[Trajectory] = []
         for attempt in attempts:
             for role, number, row in attempt.rows:
                 made = self._row(attempt, role, number, row)
-                if role == "refine":
+                if role == "refine" or row is attempt.settled:
                     answers[attempt.prompt.uid].append(made)
                 elif train and role in self.learn:
                     others.append(made)
@@ -140,9 +149,20 @@ class WithDrafts:
         for attempt in attempts:
             text = self.template.replace("{workspace}", attempt.workspace) if attempt.workspace else ""
             asked += [attempt.asked(role, number, text)] * (drafts or attempt.answers)
-        rows = iter(self.engine.rollout(asked))
+        rows = iter(self.engine.rollout(asked) if asked else ())  # all may be settled
         for attempt in attempts:
             attempt.rows += [(role, number, next(rows)) for _ in range(drafts or attempt.answers)]
+
+    def _agreed(self, attempt: Attempt, number: int) -> bool:
+        """Return whether drafts agree, and choose one of them as the answer then."""
+        earliest = number - (self.rounds[number] == 1)
+        drafts = [row for role, at, row in attempt.rows if role == "draft" and earliest <= at <= number]
+        known = [(row, text) for row in drafts if (text := self._answer(row))]
+        if len(known) < 2 or len({comparable(text) for _, text in known}) > 1:
+            return False
+        ranked = most_agreed([text for _, text in known], [_mean_logp(row) for row, _ in known])
+        attempt.settled = known[ranked[0]][0]
+        return True
 
     def _distil(self, attempts: Sequence[Attempt], number: int) -> None:
         """Make the notes of a round from its drafts."""
@@ -202,11 +222,12 @@ class WithDrafts:
             # In the order of rounds; notes follow the drafts that they are made from.
             turn = 2 * number + (role == "distil")
             tags |= {"episode": f"{attempt.name}", "turn": str(turn)}
-        if role == "refine":
+        if role == "refine" or row is attempt.settled:
             steps: dict[tuple[Role, int], list[tuple[int, int]]] = defaultdict(list)
             for kind, at, other in attempt.rows:
                 steps[kind, at].append(_tokens(other))
-            total, sequential = budgets([*list(steps.values())[:-1], [_tokens(row)]])
+            calls = list(steps.values())
+            total, sequential = budgets(calls if attempt.settled else [*calls[:-1], [_tokens(row)]])
             recorded = {"tokens_total": float(total), "tokens_sequential": float(sequential)}
         outcomes = tuple(
             replace(outcome, tags={**outcome.tags, **tags}, recorded={**outcome.recorded, **recorded})
@@ -220,10 +241,15 @@ def most_agreed(texts: Sequence[str], logp: Sequence[float]) -> list[int]:
 
     Case and space do not matter; empty answers are left out.
     """
-    keys = [" ".join(text.lower().split()) for text in texts]
+    keys = list(map(comparable, texts))
     sizes = Counter(keys)
     known = [i for i, key in enumerate(keys) if key]
     return sorted(known, key=lambda i: (-sizes[keys[i]], -logp[i], i))
+
+
+def comparable(text: str) -> str:
+    """Write an answer so that those that differ in case and space alone are equal."""
+    return " ".join(text.lower().split())
 
 
 def budgets(calls: Sequence[Sequence[tuple[int, int]]]) -> tuple[int, int]:

@@ -33,6 +33,7 @@ from mmrl.vision.decoding.decoding import (
     draw_tokens,
 )
 from mmrl.vision.decoding.prefill import MakeCache
+from mmrl.vision.decoding.single_step import single_steps
 from mmrl.vision.decoding.stop_strings import StopStrings
 from mmrl.vision.decoding.token_steps import TokenRow
 from mmrl.vision.decoding.turns import Turns
@@ -137,6 +138,29 @@ class Generate:
         return tuple(finished)
 
     @torch.no_grad()
+    def first_words(self, prompts: Sequence[Prompt], words: Sequence[Sequence[str]]) -> list[list[float]]:
+        """Return the probability that an answer to each prompt begins with a word of each list.
+
+        It is that of the model as it stands, whatever the temperature and the limits. Of the words of a list
+        those count that are one token; raises `ConfigError` where none is, or a token stands in two lists.
+        """
+        encode = self.policy.prompt_encoder.tokenizer
+        ids = [[encode(word, add_special_tokens=False)["input_ids"] for word in listed] for listed in words]
+        tokens = [sorted({found[0] for found in listed if len(found) == 1}) for listed in ids]
+        if not all(tokens) or len({t for listed in tokens for t in listed}) < sum(map(len, tokens)):
+            raise ConfigError(
+                f"one of each of {[list(w) for w in words]} must be a token of its own, so that the first "
+                "token of an answer tells them apart"
+            )
+        encoded = [self.policy.prompt_encoder.encode(prompt) for prompt in prompts]
+        size, found = self.batch_size or len(prompts) or 1, []
+        with self._running():
+            for at in range(0, len(prompts), size):
+                share = self.reader(encoded[at : at + size]).read(None).float().softmax(-1).cpu()
+                found += torch.stack([share[:, listed].sum(-1) for listed in tokens], -1).tolist()
+        return found
+
+    @torch.no_grad()
     def grow(
         self, branches: Sequence[Branch], *, temperature: float | None = None, batch_size: int = 0
     ) -> list[Grown | None]:
@@ -164,51 +188,61 @@ class Generate:
         model, compute = self.rollout_policy.model, self.rollout_policy.compute
         autocast = torch.autocast(model.get_input_embeddings().weight.device.type, compute, compute in LOW)
         # Layers with gradient checkpointing refuse a KV cache in training mode.
-        with evaluating(model), autocast, onednn(model, pack=True):
+        with (
+            evaluating(model),
+            autocast,
+            onednn(model, pack=True) as packed,
+            single_steps(self.rollout_policy.core, packed),
+        ):
             yield
 
     def _answer(self, rows: Sequence[GenerationRequest], begin: BeginReading) -> list[Trajectory]:
         """Sample one batch, a token of every row at a time, until all rows have ended."""
         device, encoder = self.policy.core.get_input_embeddings().weight.device, self.policy.prompt_encoder
-        options = {"temperature": self.temperature, "top_p": self.top_p}
+        options: dict[str, Any] = {"temperature": self.temperature, "top_p": self.top_p}
         options |= {"top_k": self.top_k, "min_p": self.min_p}
-        uniform = pad_sequence([row.uniform for row in rows], batch_first=True).to(device)
-        limit = torch.tensor([len(row.uniform) for row in rows], device=device)
-        ends = torch.tensor(encoder.end, device=device)
-        ids = torch.zeros(uniform.shape, dtype=torch.int64, device=device)
-        logp, entropy, confidence = (torch.zeros(ids.shape, device=device) for _ in range(3))
-        length = limit.clone()  # of rows that never end
+        uniform = pad_sequence([row.uniform for row in rows]).to(device)  # (T, n)
+        limits, ends = [len(row.uniform) for row in rows], torch.tensor(encoder.end, device=device)
+        notes = SampledNotes(len(rows), len(uniform), device)
+        length = torch.tensor(limits, device=device)  # of rows that never end
         ended, stopped = (torch.zeros(len(rows), dtype=torch.bool, device=device) for _ in range(2))
         reader, token, stops = begin(rows), None, self.stops.rows(len(rows))
         batch = torch.arange(len(rows), device=device)  # the rows that the reader still has
-        for t in range(uniform.shape[1]):
+        soonest, limit = min(limits, default=0), length.clone()
+        for t in range(len(uniform)):
             logits = reader.read(token)
-            token, *values = draw_tokens(logits, uniform[batch, t], **options)
+            token, *values = draw_tokens(logits, uniform[t], **options)
+            notes.append(token, *values, *([self._confidence(logits)] if self.confidence_top_k else []))
+            found = torch.isin(token, ends)
+            if self.stop_strings:
+                alive = (~ended[batch]).nonzero()[:, 0]
+                found[alive] |= stops.append(batch[alive], token[alive])
+            if t + 1 < soonest and not found.any():
+                continue  # no row ends
             # Rows that ended stay until `keep` pays off: it copies the cache.
-            alive = ~ended[batch]
-            now = batch[alive]
-            ids[now, t], logp[now, t], entropy[now, t] = token[alive], *(v[alive].float() for v in values)
-            if self.confidence_top_k:
-                confidence[now, t] = self._confidence(logits[alive])
-            done = now[torch.isin(token[alive], ends) | stops.append(now, token[alive])]
+            done = batch[found & ~ended[batch]]
             length[done], stopped[done] = t + 1, True  # what ends it is part of the answer
             ended = stopped | (limit <= t + 1)
             finished = ended[batch]
             if finished.all():
                 break
+            soonest = int(limit[~ended].min())
             if int(finished.sum()) * COMPACT >= len(finished):
                 kept = (~finished).nonzero()[:, 0]
+                notes.write(batch)
                 reader.keep(kept)
-                batch, token = batch[kept], token[kept]
+                batch, token, uniform = batch[kept], token[kept], uniform[:, kept]
+        notes.write(batch)
+        ids, logp, entropy, confidence = notes.columns
         columns = {"logp": logp.cpu(), "entropy": entropy.cpu(), "token": ids.cpu()}
         answers = []
         for i, (row, n, stop) in enumerate(zip(rows, length.tolist(), stopped.tolist(), strict=True)):
-            notes = {name: column[i, :n] for name, column in columns.items()}
+            noted = {name: column[i, :n] for name, column in columns.items()}
             recorded = {}
             if self.confidence_top_k:
-                words = [encoder.tokenizer.decode([token]) for token in notes["token"].tolist()]
+                words = [encoder.tokenizer.decode([token]) for token in noted["token"].tolist()]
                 recorded["confidence"] = mean_over_parts(words, confidence[i, :n].tolist())
-            answers.append(self.row(row.prompt, row.encoded, notes, stop, recorded=recorded))
+            answers.append(self.row(row.prompt, row.encoded, noted, stop, recorded=recorded))
         return answers
 
     def row(
@@ -237,6 +271,30 @@ class Generate:
         """Compute minus the mean log-probability of the most likely tokens: (n, V) to (n,) float32."""
         logp = (logits / (self.temperature or 1.0)).log_softmax(-1)
         return -logp.topk(min(self.confidence_top_k, logp.shape[-1])).values.float().mean(-1)
+
+
+class SampledNotes:
+    """What is noted of every token while a batch is sampled: columns (n, T) of ids and of float32 values.
+
+    Steps are kept as they come and written together, since a write costs as much as an operator of the model.
+    """
+
+    def __init__(self, rows: int, longest: int, device: torch.device) -> None:
+        ids = torch.zeros(rows, longest, dtype=torch.int64, device=device)
+        self.columns = (ids, *(torch.zeros(ids.shape, device=device) for _ in range(3)))
+        self.steps: list[tuple[Tensor, ...]] = []
+        self.written = 0  # steps
+
+    def append(self, *values: Tensor) -> None:
+        """Add a step: tokens, log-probabilities and entropies, and what else there is, (b,) each."""
+        self.steps.append(values)
+
+    def write(self, batch: Tensor) -> None:
+        """Write the latest steps to the rows (b,) that they were of."""
+        end = self.written + len(self.steps)
+        for column, values in zip(self.columns, zip(*self.steps, strict=True), strict=False):
+            column[batch, self.written : end] = torch.stack(values, 1).to(column)
+        self.steps, self.written = [], end
 
 
 def mean_over_parts(words: Sequence[str], values: Sequence[float]) -> float:

@@ -46,9 +46,10 @@ class WithEnvironments(WithTools):
             rollouts of a prompt, so that a group is compared on the same task.
         max_turns: The most turns of the policy; a call in the last one is not made.
         max_completion_length: The most tokens that the policy chooses in a conversation.
-        max_images: The most images that tools show in a conversation.
+        max_images: The most images and videos that tools show in a conversation.
         max_reply_chars: The most characters of a text that a tool returns; the rest is cut off.
-        max_image_pixels: The most pixels of an image that a tool returns; more are an error of the tool.
+        max_image_pixels: The most pixels of an image, or of all of a video, that a tool returns; more are an
+            error of the tool.
         turn_outcomes: Make an outcome of every turn, all of which rewards score, instead of the last alone.
     """
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, replace
 from typing import ClassVar
 
 import torch
@@ -14,6 +14,7 @@ from mmrl.config.ranges import NonNegativeInt, PositiveInt
 from mmrl.config.registry import engine
 from mmrl.core.rng import Stream
 from mmrl.core.types import Prompt, Rollouts, Trajectory
+from mmrl.engines.replay import CHANGED
 from mmrl.vision.decoding.branching import Branch, Grown
 from mmrl.vision.engines.generate import Generate
 
@@ -26,7 +27,8 @@ class WithExits:
     Of the entries of a prompt one is the whole answer, which comes last; each other one stops at a place of
     it, reads the exit text and answers. Places are drawn uniformly and differ, so that an answer with fewer
     tokens than entries gives fewer rows; rows are in the order of places, as `serial_decay` wants them.
-    Tokens of the exit text are not learned. Evaluations get answers of the wrapped engine, `vision.generate`.
+    Tokens of the exit text are not learned; `with_replay` and its relatives remember no exits, only whole
+    answers. Evaluations get answers of the wrapped engine, `vision.generate`.
 
     Args:
         engine: The wrapped engine.
@@ -96,4 +98,7 @@ class WithExits:
         }
         chosen = torch.ones_like(made.ids, dtype=torch.bool)
         chosen[place : place + text] = False
-        return self.engine.row(chain.prompt, chain.steps.prompt, notes, made.stopped, chosen)
+        row = self.engine.row(chain.prompt, chain.steps.prompt, notes, made.stopped, chosen)
+        # A replayed row is made from its tokens alone, so the exit text would count as the policy's own.
+        (outcome,) = row.outcomes
+        return replace(row, outcomes=(replace(outcome, tags={**outcome.tags, CHANGED: "yes"}),))

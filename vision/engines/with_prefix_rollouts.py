@@ -11,8 +11,9 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from mmrl.config.ranges import NonNegativeFloat, NonNegativeInt, PositiveInt, Probability
+from mmrl.config.ranges import NonNegativeFloat, NonNegativeInt, PositiveInt, PositiveShare, Probability
 from mmrl.config.registry import engine
+from mmrl.core.episodes import BARE
 from mmrl.core.rng import Stream
 from mmrl.core.types import Outcome, Prompt, Rollouts, Trajectory
 from mmrl.vision.decoding.branching import NO_TOKENS, Branch, Grown
@@ -48,6 +49,9 @@ class WithPrefixRollouts:
         threshold: Probability for `low_probability`.
         separator: Text that ends a step, such as a full stop and an empty line.
         at_start: Complete the bare prompt too.
+        share: Share of answers whose prefixes are completed, drawn for each. Prefixes of the others are
+            outcomes without a completion, with the tag `bare` and no reward, whose values a verifier
+            predicts (`verifier_values`).
         opener: Text between prefix and completion, such as "The answer is".
         max_probe_length: The most tokens of a completion; 0: prefix and completion together have as many as
             an answer.
@@ -72,6 +76,7 @@ class WithPrefixRollouts:
     threshold: Probability = 0.9
     separator: str = ".\n\n"
     at_start: bool = False
+    share: PositiveShare = 1.0
     opener: str = ""
     max_probe_length: NonNegativeInt = 0
     probe_temperature: NonNegativeFloat | None = None
@@ -100,11 +105,15 @@ class WithPrefixRollouts:
         rows = self.engine.rollout(prompts)
         probes: list[Probe] = []
         asked: Counter[str] = Counter()
+        outcomes: list[list[Outcome]] = [[] for _ in rows]
         for number, row in enumerate(rows):
             uid = row.prompt.uid
             if ends := self.cuts(row):
                 key = (uid, asked[uid])  # draws depend on neither the batch nor the other rows
-                probes += self._probes(number, row, ends, key, targets.get(uid), first=len(probes))
+                if self._chosen(key):
+                    probes += self._probes(number, row, ends, key, targets.get(uid), first=len(probes))
+                else:
+                    outcomes[number] = [self._bare(row, end) for end in ends]
             asked[uid] += 1
         branches = [probe.branch for probe in probes]
         made = self.completing.grow(branches, temperature=self.probe_temperature, batch_size=self.batch_size)
@@ -112,10 +121,22 @@ class WithPrefixRollouts:
         for probe, grown in zip(probes, made, strict=True):
             if grown is not None:  # a prefix holds no end token, so that none is
                 found[probe.row].append((probe, grown))
+        for number, pairs in enumerate(found):
+            outcomes[number] += self._outcomes(pairs)
         return tuple(
-            replace(row, outcomes=(*self._outcomes(pairs), *row.outcomes))
-            for row, pairs in zip(rows, found, strict=True)
+            replace(row, outcomes=(*added, *row.outcomes)) for row, added in zip(rows, outcomes, strict=True)
         )
+
+    def _chosen(self, key: tuple[str, int]) -> bool:
+        """Draw whether the prefixes of an answer are completed."""
+        drawn = torch.rand((), generator=self.stream.generator("share", *key))
+        return float(drawn) < self.share  # below 1
+
+    def _bare(self, row: Trajectory, end: int) -> Outcome:
+        """Make the outcome of a prefix without a completion."""
+        ids = row.steps.ids[:end]
+        text, tokens = self.policy.prompt_encoder.text(ids), tuple(ids.tolist())
+        return Outcome(text=text, end=end, tags={BARE: "yes"}, tokens=tokens)
 
     def _prover(self, model: Any) -> Generate:
         """Make the engine of another model, with the settings of the wrapped one."""

@@ -67,7 +67,7 @@ class Conversation:
     outcomes: list[Outcome] = field(default_factory=list)  # of the turns
     messages: list[Message] = field(default_factory=list)  # turns and replies
     temperature: float = 1.0
-    shown: int = 0  # images that tools showed
+    shown: int = 0  # images and videos that tools showed
     finish: str = ""  # why it ended
 
     @property
@@ -106,9 +106,10 @@ class WithTools:
             `tell` the model in one line (the default), `skip` the rest of the conversation, or `raise`.
         max_turns: The most turns of the policy; a call in the last one is not made.
         max_completion_length: The most tokens that the policy chooses in a conversation.
-        max_images: The most images that tools show in a conversation.
+        max_images: The most images and videos that tools show in a conversation.
         max_reply_chars: The most characters of a text that a tool returns; the rest is cut off.
-        max_image_pixels: The most pixels of an image that a tool returns; more are an error of the tool.
+        max_image_pixels: The most pixels of an image, or of all of a video, that a tool returns; more are an
+            error of the tool.
         turn_outcomes: Make an outcome of every turn, all of which rewards score, instead of the last alone.
             Their tag `state` names what the policy had read, for `gigpo` and its relatives.
     """
@@ -247,23 +248,25 @@ class WithTools:
             if answer.fault and tool and not self._told(talk, tool, answer):
                 return
             parts.append((Part(one_line(answer.fault)),) if answer.fault else answer.parts)
-        images = [part.media for reply in parts for part in reply if part.media]
-        if talk.shown + len(images) > self.max_images:
+        told = [Message("tool", reply) for reply in parts]
+        media = [part.media for reply in parts for part in reply if part.media]
+        if talk.shown + len(media) > self.max_images:
             talk.finish = "images"
             return
         encoder, ids = self.policy.prompt_encoder, talk.turns[-1][1]
         errors = sum(bool(answer.fault) for _, answer in replies)
         try:
-            read = encoder.extend(talk.read, ids, *as_messages(encoder, talk.schemas, parts))
+            read = encoder.extend(talk.read, ids, *encoder.replies(told, talk.schemas))
         except ValueError as error:  # a special token in a text, or an image that the model cannot read
             fault = Answer(fault=str(error), cause=error)
             if not all(self._told(talk, tool, fault) for tool, _ in replies if tool):
                 return
-            errors, images, parts = max(1, errors), [], [(Part(UNREADABLE),)]
-            read = encoder.extend(talk.read, ids, *as_messages(encoder, talk.schemas, parts))
-        talk.read, talk.images = read, [*talk.images, *images]
-        talk.messages += [Message("tool", reply) for reply in parts]
-        talk.shown += len(images)
+            errors, media, told = max(1, errors), [], [Message("tool", (Part(UNREADABLE),))]
+            read = encoder.extend(talk.read, ids, *encoder.replies(told, talk.schemas))
+        talk.read = read
+        talk.images = [*talk.images, *(medium for medium in media if medium.kind == "image")]
+        talk.messages += told
+        talk.shown += len(media)
         self.counts["errors"] += errors
 
     def _told(self, talk: Conversation, tool: Tool, answer: Answer) -> bool:
@@ -305,7 +308,7 @@ class WithTools:
                 "finish": talk.finish,
             },
             turns=tuple(talk.messages),
-            shown=tuple(map(shrunk, talk.images[len(talk.images) - talk.shown :])),
+            shown=tuple(map(shrunk, talk.images[len(images_of(talk.prompt)) :])),
         )
 
 
@@ -333,13 +336,3 @@ def encode_with_tools(encoder: PromptEncoder, prompt: Prompt, tools: Tools) -> E
         case others:
             system = Message("system", (instructions,))
     return encoder.encode(replace(prompt, messages=(system, *others)))
-
-
-def as_messages(encoder: PromptEncoder, tools: Tools, replies: Sequence[tuple[Part, ...]]) -> list[Message]:
-    """Write replies as messages of the role `tool`, or of the user where the template knows no tools."""
-    if encoder.knows_tools(tools):
-        return [Message("tool", reply) for reply in replies]
-    parts: list[Part] = []
-    for number, reply in enumerate(replies):
-        parts += [Part("\n" * (number > 0) + "<tool_response>\n"), *reply, Part("\n</tool_response>")]
-    return [Message("user", tuple(parts))]

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from mmrl.core.types import Media
+import torch
+
+from mmrl.core.types import Frames, Media
 from mmrl.data.fields import RowError, short
 from mmrl.data.media import MediaError
 from mmrl.data.object_rows import as_png, is_image
 from mmrl.vision.media.media_root import MediaRef, MediaRoot, decode_image
 from mmrl.vision.media.video import FrameSampling
+
+LISTED = 2.0  # frames a second of a video that is a list of images
 
 
 @dataclass(frozen=True)
@@ -37,7 +41,8 @@ class MediaReader:
     def __call__(self, kind: str, value: Any, place: str) -> Media:
         """Make a medium of a path, bytes, an image of PIL or an array (height, width, 3) uint8.
 
-        Raises `RowError` for anything else, and for a file that is missing.
+        A video may also be a list of images of one size, `LISTED` of which are a second. Raises `RowError`
+        for anything else, and for a file that is missing.
         """
         match value:
             case str() | Path():
@@ -46,6 +51,9 @@ class MediaReader:
                 return (self.root or MediaRoot(Path())).medium(MediaRef(kind, "", data), place, self.sampling)
             case {"path": str(path)}:
                 return self._file(kind, path, place)
+            case [*images] if kind == "video" and images and all(map(is_image, images)):
+                frames = film(images)
+                return Media("video", place, lambda: frames)
         if kind != "image" or not is_image(value):
             forms = (
                 "a path" if kind == "video" else "a path, a PIL image or an array (height, width, 3) uint8"
@@ -64,3 +72,15 @@ class MediaReader:
             if not chosen.is_file():
                 raise MediaError(f"there is no file '{path}', given as {place}")
         return replace(root.medium(MediaRef(kind, name), place, self.sampling), name=path)
+
+
+def film(images: Sequence[Any]) -> Frames:
+    """Make a video of images of one size, of PIL or arrays, `LISTED` of which are a second."""
+    import numpy
+
+    arrays = [numpy.array(x.convert("RGB") if hasattr(x, "convert") else x) for x in images]
+    if len({array.shape for array in arrays}) > 1:
+        raise RowError(f"wanted images of one size as a video, got {len(images)} that differ")
+    pixels = torch.stack([torch.from_numpy(array) for array in arrays])
+    times = torch.arange(len(images), dtype=torch.float64) / LISTED
+    return Frames(pixels.permute(0, 3, 1, 2).contiguous(), times, len(images) / LISTED)

@@ -14,6 +14,7 @@ from mmrl.core.types import Frames, Media
 from mmrl.data.fields import RowError, short
 from mmrl.data.media import MediaError, locate, read_image
 from mmrl.data.messages import ReadMedia
+from mmrl.data.stored_bytes import byte_file
 from mmrl.vision.media.video import FrameSampling, read_video
 
 CACHE_BYTES = 1 << 30
@@ -46,7 +47,8 @@ class MediaRoot:
         if ref.kind == "video":
             raise MediaError("a video inside a row cannot be read; write it to a file and name that")
         name = ref.path or f"the image of {place}"
-        return Media("image", name, lambda: decode_image(ref.data, name), ref.data)
+        stored = byte_file().put(ref.data)
+        return Media("image", name, lambda: decode_image(stored.read(), name), stored)
 
     def reader(self, row: str, sampling: FrameSampling) -> ReadMedia:
         """Make the function that reads the media inside the messages of a row; `row` names it in errors."""

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from mmrl.config import objects
-from mmrl.runtime.modules import DTYPES, Derived, model_source
+from mmrl.runtime.modules import DTYPES, Derived, model_source, placement
 from mmrl.vision.models.processor import PromptEncoder
 from mmrl.vision.models.text_processor import TextProcessor
 
@@ -35,16 +35,22 @@ def load_model(name: str, *, dtype: str, attn_implementation: str) -> nn.Module:
         return objects.get(name).eval()
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
+    device = placement().device
     with _source("model", name) as source:
         config = AutoConfig.from_pretrained(source, trust_remote_code=False)
         maker = AutoModelForCausalLM if reads_text_only(config) else AutoModelForImageTextToText
-        return maker.from_pretrained(
+        model = maker.from_pretrained(
             source,
             dtype=DTYPES[dtype],
+            device_map=device and {"": device},
             attn_implementation=attn_implementation,
             use_safetensors=True,  # a pickle could run any code
             trust_remote_code=False,
-        ).eval()  # without dropout, in training too
+        )
+    for module in model.modules():
+        if hasattr(module, "support_avx512bf16_for_cpu"):  # 4-bit layers of bitsandbytes in the checkpoint
+            module.support_avx512bf16_for_cpu = False  # weights repacked for this have no gradient
+    return model.eval()  # without dropout, in training too
 
 
 def reads_text_only(config: Any) -> bool:

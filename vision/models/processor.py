@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from mmrl.core.byte_lru import ByteLRU
 from mmrl.core.tensor import cat_padded
-from mmrl.core.types import Message, Prompt
+from mmrl.core.types import Message, Part, Prompt
 from mmrl.kv_cache.layout import placeholder_ids, placeholders
 from mmrl.vision.models.model_families import family_of
 
@@ -107,6 +107,24 @@ class PromptEncoder:
         positions = family_of(self.core.config).positions(self.core, inputs)
         return EncodedPrompt(encoded.uid, whole, positions, media)
 
+    def replies(self, messages: Sequence[Message], tools: Tools = ()) -> list[Message]:
+        """Write replies of tools, messages of the role `tool`, so that the chat template has words for them.
+
+        Those that follow each other become one message of the user, in Qwen's words, where the template knows
+        no tools; other messages stay.
+        """
+        known, written = self.knows_tools(tools), list[Message]()
+        for role, group in groupby(messages, lambda message: message.role):
+            if role != "tool" or known:
+                written += group
+                continue
+            parts: list[Part] = []
+            for reply in group:
+                before = "\n" * bool(parts) + "<tool_response>\n"
+                parts += [Part(before), *reply.parts, Part("\n</tool_response>")]
+            written.append(Message("user", tuple(parts)))
+        return written
+
     def answer(self, text: str) -> Tensor:
         """Tokenize an answer, with its end token: (T,)."""
         ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]  # it continues a sequence
@@ -150,7 +168,7 @@ class PromptEncoder:
                     f"the text of prompt '{prompt.uid}' holds the media placeholder {word!r}; "
                     "add the image or video as a part of the message instead"
                 )
-        messages = [template_message(message) for message in prompt.messages]
+        messages = list(map(template_message, self.replies(prompt.messages, tools)))
         inputs = self._inputs(prompt, self._render(messages, tools), {})
         positions = family_of(self.core.config).positions(self.core, inputs)
         media = {name: value for name, value in inputs.items() if name not in OF_TOKENS}

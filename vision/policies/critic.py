@@ -51,13 +51,18 @@ class Critic:
     Args:
         policy: The model and how it is trained, such as `{name: vision.tokens, model: ..., lora_rank: 16}`,
             of the family of the policy that it judges; None: one like the run's policy.
+        probability: Values are probabilities of success, 1/2 at the start: the layer says their logits,
+            from which `value_cross_entropy` learns (PAV's verifier, V_0).
     """
 
-    says = frozenset({"value"})
+    says = frozenset({"value", "value_logit"})  # when a piece asks; the logit of probabilities alone
 
-    def __init__(self, *, policy: Callable[[], Tokens] | None = None) -> None:
+    def __init__(self, *, policy: Callable[[], Tokens] | None = None, probability: bool = False) -> None:
         if policy is None:
             raise ConfigError("a critic needs a `policy`: the model that reads the answers")
+        self.probability = probability
+        if not probability:
+            self.says = self.says - {"value_logit"}
         self.tokens = policy()
         inputs = self.tokens.model.get_input_embeddings().weight
         for weight in self.tokens.model.get_output_embeddings().parameters():
@@ -83,8 +88,9 @@ class Critic:
         return self.tokens.collate(rollouts)
 
     def __call__(self, batch: Batch, extra: Set[str] = frozenset()) -> StepOutput:
-        value = pad_to(self.module(batch.steps), batch.mask.shape[1], 1)
-        return StepOutput(torch.zeros_like(value), {"value": value} if "value" in extra else {})
+        logit = pad_to(self.module(batch.steps), batch.mask.shape[1], 1)
+        said = {"value": logit.sigmoid() if self.probability else logit, "value_logit": logit}
+        return StepOutput(torch.zeros_like(logit), {name: said[name] for name in said.keys() & extra})
 
     def save(self, folder: Path) -> None:
         """Write the model's folder and the layer of values."""

@@ -16,7 +16,13 @@ from mmrl.config.registry import policy
 from mmrl.core.step_table import Batch, StepOutput
 from mmrl.core.tensor import cat_padded, pad_to
 from mmrl.core.types import Outcome, Prompt, Rollouts, Trajectory
-from mmrl.runtime.modules import DTYPES, apply_transforms, keep_training_precision
+from mmrl.runtime.modules import (
+    DTYPES,
+    apply_transforms,
+    copy_weights,
+    keep_training_precision,
+    widest_dtype,
+)
 from mmrl.vision.decoding.inner_outputs import (
     OF_LOGITS,
     OF_STATES,
@@ -70,6 +76,7 @@ class Tokens:
     """
 
     says: frozenset[str] = OF_LOGITS | OF_STATES | {"reversed_logp"}  # when a piece asks
+    makes = "text"  # what outcomes hold, for commands that write them
 
     def __init__(
         self,
@@ -292,9 +299,6 @@ class Tokens:
             load_steering(self.steering, folder)
             return
         # The folder names one dtype, that of the frozen weights; the widest loses nothing of trained weights.
-        widest = max((weight.dtype for weight in self.model.parameters()), key=lambda dtype: dtype.itemsize)
-        model = type(self.model).from_pretrained(str(folder), dtype=widest, use_safetensors=True)
-        saved = model.state_dict()
-        with torch.no_grad():
-            for name, value in self.model.state_dict().items():
-                value.copy_(saved[name])  # in place: the optimizer and engines hold these tensors
+        widest = widest_dtype(self.model, folder)
+        saved = type(self.model).from_pretrained(str(folder), dtype=widest, use_safetensors=True)
+        copy_weights(self.model, saved)

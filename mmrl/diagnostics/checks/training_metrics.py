@@ -15,7 +15,7 @@ from mmrl.config.loading import nearest
 from mmrl.config.ranges import NonNegativeFloat, PositiveFloat, PositiveInt, PositiveShare
 from mmrl.config.registry import check
 from mmrl.diagnostics.context import Examined, Finding, spelled
-from mmrl.diagnostics.memory_estimates import room
+from mmrl.diagnostics.memory_estimates import peak, room
 from mmrl.reporting.metrics import of_training
 
 Records = Sequence[Mapping[str, Any]]
@@ -187,7 +187,7 @@ def gradient_flow(examined: Examined) -> Iterator[Finding]:
 @check(on="start")
 def fits_memory(examined: Examined, *, share: PositiveFloat = 0.9) -> Iterator[Finding]:
     """Check that the estimated memory of a run is at most a share of the memory of the machine."""
-    needed, size = sum(examined.memory.values()), room()[0]
+    needed, size = peak(examined.memory), room()[0]
     if size and needed > share * size:
         largest = sorted(examined.memory.items(), key=lambda item: -item[1])[:3]
         parts = ", ".join(f"{name} {part / 1e9:.3g} GB" for name, part in largest)

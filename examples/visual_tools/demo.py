@@ -1,0 +1,290 @@
+"""Demo of tools: a small VLM learns to look before it answers, and to search only where it must.
+
+Photographs have a small sign with a heart, whose colour is asked for. A small LLaVA learns by imitation, from
+a part of the photographs, to read what `crop` and `zoom` show and to call them now and then, often at the
+wrong place. GRPO and GiGPO go on from there with rewards for right answers alone. The comparison without
+tools, the same model with a larger view, reads at least as many visual tokens.
+
+With `--part search` captions can be searched, which half of the questions do not need: GRPO against OTC-PO,
+which pays for fewer calls. The model learns to search; so far OTC-PO saves it no calls.
+
+Run `python -m examples.visual_tools.demo [--photographs FOLDER] [--seeds 3]`. Each step is an ordinary `mmrl`
+command with a configuration of this folder; all results are written to `--output`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from examples.preference_pairs.demo import mean_with_interval
+from examples.video_grounding.demo import Trained, build, leave, make, plain, show, train
+from mmrl.core.episodes import join_episodes
+from mmrl.core.reward_table import Measured, RewardTable
+
+HERE = "examples/visual_tools"
+LARGER_VIEW = [
+    "build.side=48"
+]  # 36 visual tokens; with tools there are 16 of the photograph and 16 of a part
+PARTS = ("look", "search")
+# Of each part its runs, and where they begin.
+RUNS = {
+    "look": {"without": "direct", "grpo": "imitation", "gigpo": "imitation"},
+    "search": {"search": "search_lessons", "search_otc": "search_lessons"},
+}
+STAGES = {  # of supervised learning
+    "direct": ("direct",),
+    "imitation": ("skills", "imitation"),
+    "search_lessons": ("skills", "search_skills", "search_lessons"),
+}
+NAMES = {
+    "direct": "no tools, start", "without": "no tools, GRPO", "imitation": "tools, start",
+    "grpo": "tools, GRPO", "gigpo": "tools, GiGPO",
+    "search_lessons": "start", "search": "GRPO", "search_otc": "OTC-PO",
+}  # fmt: skip
+SHOWN = ("accuracy", "calls", "visual tokens")
+TOKENS = {"with": 16, "without": 36}  # of a view
+Found = dict[str, dict[str, Tensor]]  # of every run, and of every measure: one number per held-out question
+Seeds = Mapping[int, tuple[Found, dict[str, Any]]]
+# What is compared, run by run: the questions are the same, so differences are paired.
+COMPARED = {
+    "look": (("grpo", "without"), ("grpo", "imitation"), ("gigpo", "imitation"), ("gigpo", "grpo")),
+    "search": (("search", "search_lessons"), ("search_otc", "search_lessons"), ("search_otc", "search")),
+}
+TITLES = {"look": "Looking closer", "search": "Searching captions"}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the demo."""
+    parser = argparse.ArgumentParser(prog="examples.visual_tools.demo", description=__doc__.split("\n\n")[0])
+    parser.add_argument(
+        "--photographs",
+        default=".venv/photographs",
+        help="folder of photographs (default: .venv/photographs, where make puts some)",
+    )
+    parser.add_argument(
+        "--output", default="runs/demo-tools", help="folder of the results (default: runs/demo-tools)"
+    )
+    parser.add_argument("--part", choices=PARTS, action="append", help="by default look alone")
+    parser.add_argument("--seed", type=int, default=0, help="of the first run")
+    parser.add_argument("--seeds", type=int, default=3, help="number of runs, each from a new model")
+    parser.add_argument("--jobs", type=int, default=2, help="seeds that run at the same time, a core each")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="changes to reinforcement learning")
+    options = parser.parse_args(arguments)
+    demo(
+        Path(options.photographs), Path(options.output), options.seed, options.seeds, options.overrides,
+        parts=options.part or PARTS[:1], jobs=options.jobs,
+    )  # fmt: skip
+    return 0
+
+
+def demo(
+    photographs: Path,
+    output: Path,
+    seed: int = 0,
+    seeds: int = 1,
+    overrides: Sequence[str] = (),
+    changes: Mapping[str, Sequence[str]] | None = None,
+    *,
+    parts: Sequence[str] = PARTS,
+    jobs: int = 1,
+) -> dict[str, Any]:
+    """Run every seed, compare, write `summary.json` and `report.html`, and return the summary.
+
+    All seeds share the photographs. `overrides` change the runs of reinforcement learning, `changes` the
+    other steps by name.
+    """
+    began, changes = time.perf_counter(), dict(changes or {})
+    for name in ("objects", "signs"):
+        shutil.rmtree(output / name, ignore_errors=True)
+    build(f"{HERE}/objects.yaml", output / "objects", seed, changes.get("objects", ()))
+    where = [f"build.objects={output / 'objects/heart'}", f"build.photographs={photographs}"]
+    build(f"{HERE}/signs.yaml", output / "signs", seed, [*where, *changes.get("signs", ())])
+    asked = [(output, number, overrides, changes, parts) for number in range(seed, seed + seeds)]
+    if jobs > 1:
+        # A process for each, so that each has a core: small models gain nothing from two threads.
+        with ProcessPoolExecutor(jobs, get_context("spawn"), one_thread) as pool:
+            found = dict(
+                zip(range(seed, seed + seeds), pool.map(one_seed, *zip(*asked, strict=True)), strict=True)
+            )
+    else:
+        found = {each[1]: one_seed(*each) for each in asked}
+    return report(output, found, parts, time.perf_counter() - began)
+
+
+def one_thread() -> None:
+    """Compute with one thread in this process."""
+    os.environ["OMP_NUM_THREADS"] = "1"
+    torch.set_num_threads(1)
+
+
+def one_seed(
+    output: Path,
+    seed: int,
+    overrides: Sequence[str],
+    changes: Mapping[str, Sequence[str]],
+    parts: Sequence[str],
+) -> tuple[Found, dict[str, Any]]:
+    """Imitate, learn and measure; return what was measured of every held-out question, and the journals."""
+    folder, found, journals = output / f"seed-{seed}", {}, {}
+    shutil.rmtree(folder, ignore_errors=True)
+    starts: dict[str, Path] = {}
+    measuring = changes.get("evaluate", ())
+    for part in parts:
+        for name, start in RUNS[part].items():
+            if start not in starts:
+                begun = begin(start, output, seed, changes)
+                starts[start], found[start] = begun.model, per_question(begun.measured, start)
+            options = [*places(output, name), f"policy.model={starts[start]}", *measuring, *overrides]
+            run = learn(name, folder, seed, options)
+            found[name], journals[name] = per_question(run.measured, name), list(run.records)
+    return found, journals
+
+
+def begin(start: str, output: Path, seed: int, changes: Mapping[str, Sequence[str]]) -> Trained:
+    """Build a model, and train it by imitation, in stages; those that other parts share are trained once."""
+    folder = output / f"seed-{seed}"
+    model = folder / ("direct_model" if start == "direct" else "model")
+    if not model.exists():
+        larger = LARGER_VIEW if start == "direct" else ()
+        build(f"{HERE}/model.yaml", model, seed, [*larger, *changes.get("model", ())])
+    *shared, own = STAGES[start]
+    for stage in shared:
+        done = list((folder / stage).glob("checkpoint-*/model"))
+        model = done[0] if done else learn_from(model, stage, output, seed, changes).model
+    return learn_from(model, own, output, seed, changes)
+
+
+def learn_from(
+    model: Path, stage: str, output: Path, seed: int, changes: Mapping[str, Sequence[str]]
+) -> Trained:
+    """Train a stage of imitation that begins from a model."""
+    options = [*places(output, stage), f"policy.model={model}", *changes.get("evaluate", ())]
+    return learn(stage, output / f"seed-{seed}", seed, [*options, *changes.get(stage, ())])
+
+
+def learn(name: str, folder: Path, seed: int, options: Sequence[str]) -> Trained:
+    """Train as a configuration of this folder says."""
+    return train(make(f"{HERE}/{name}.yaml", folder / name, seed, options))
+
+
+def places(output: Path, name: str) -> list[str]:
+    """Return the overrides that name the files of a run."""
+    signs, search = output / "signs", name.startswith("search")
+    own = {"search": "train_search", "search_otc": "train_search", "imitation": "lessons"}
+    rows = own.get(name, "train" if name in RUNS["look"] else name)
+    files = {"data": rows, "evaluation.data": "test_search" if search else "test"}
+    options = [f"{key}.path={signs / file}.jsonl" for key, file in files.items()]
+    options += [f"{key}.root={signs}" for key in files]
+    if search:
+        engines = (
+            ("evaluation.engine", "rollout.engine") if name in RUNS["search"] else ("evaluation.engine",)
+        )
+        options += [f"{engine}[1].tool[0].path={signs / 'captions.jsonl'}" for engine in engines]
+    return options
+
+
+def per_question(measured: Measured, name: str) -> dict[str, Tensor]:
+    """Read of every held-out question whether it was answered, the calls, and the visual tokens."""
+    table = join_episodes(measured.table)
+    views = torch.tensor([1 + len(row.shown) for row in measured.rollouts], dtype=torch.float64)
+    without = name in ("direct", "without")
+    right = table.at_end("exact_match")
+    return {
+        "accuracy": right,
+        "calls": torch.zeros_like(right) if without else table.at_end("tool_calls"),
+        "visual tokens": views * TOKENS["without" if without else "with"],
+    }
+
+
+# ---- report
+
+
+def compared(seeds: Seeds, part: str) -> tuple[dict[str, Measured], dict[str, dict[str, Any]]]:
+    """Compute the mean of every run over seeds, and paired differences; intervals are over questions.
+
+    The differences have their value for every seed too.
+    """
+    found = {number: each for number, (each, _) in seeds.items()}
+    names = sorted({*RUNS[part], *RUNS[part].values()}, key=list(NAMES).index)
+    runs = {NAMES[name]: Measured({}, {}, (), RewardTable.empty()) for name in names}
+    differences: dict[str, dict[str, Any]] = {}
+    for what in SHOWN:
+        for name in names:
+            values = torch.stack([each[name][what] for each in found.values()]).mean(0)
+            shown = runs[NAMES[name]]
+            shown.metrics[what], shown.intervals[what] = mean_with_interval(values)
+        for name, other in COMPARED[part]:
+            apart = [each[name][what] - each[other][what] for each in found.values()]
+            mean, interval = mean_with_interval(torch.stack(apart).mean(0))
+            differences.setdefault(f"{NAMES[name]} against {NAMES[other]}", {})[what] = {
+                "mean": mean,
+                "interval": list(interval),
+                "by seed": [float(each.mean()) for each in apart],
+            }
+    return runs, differences
+
+
+def report(output: Path, seeds: Seeds, parts: Sequence[str], seconds: float) -> dict[str, Any]:
+    """Print the tables, and write the summary and the page."""
+    from mmrl.reporting.html import curves, metric_table
+
+    note = (
+        "A small LLaVA is asked for the colour of a heart on a sign in a photograph. A view of the whole "
+        "shows the sign, but not what is on it; <code>crop</code> and <code>zoom</code> do. Without tools "
+        "the view is larger, so that no run with tools reads more visual tokens. "
+        f"Answers are sampled. Seeds {', '.join(map(str, seeds))}; objects: OpenMoji, CC BY-SA 4.0."
+    )
+    sections = ["<h1>Look before you answer</h1>", f"<p class=note>{note}</p>"]
+    summary: dict[str, Any] = {"seeds": list(seeds), "seconds": round(seconds, 1)}
+    for part in parts:
+        measured, differences = compared(seeds, part)
+        summary[part] = {**plain(measured), "differences": differences}
+        show(measured, SHOWN, f"{TITLES[part]}, {seconds:.0f} s in all")
+        sections += [f"<h2>{TITLES[part]}</h2>", metric_table(measured), difference_table(differences)]
+        for name in RUNS[part]:
+            journals = {f"seed {number}": each[name] for number, (_, each) in seeds.items()}
+            sections += [f"<h2>{NAMES[name]}</h2><div class=grid>", *curves(journals), "</div>"]
+        last = list(RUNS[part])[-1]
+        sections += [f"<h2>Conversations, {NAMES[last]}</h2>", talks(output / f"seed-{min(seeds)}" / last)]
+    output.mkdir(parents=True, exist_ok=True)
+    leave(output, summary, "mmrl tools demo", sections)
+    return summary
+
+
+def difference_table(differences: Mapping[str, Mapping[str, Any]]) -> str:
+    """Lay out paired differences."""
+    from mmrl.reporting.html import metric_table
+
+    shown = {
+        name: Measured(
+            {what: each["mean"] for what, each in row.items()},
+            {what: tuple(each["interval"]) for what, each in row.items()},
+            (),
+            RewardTable.empty(),
+        )
+        for name, row in differences.items()
+    }
+    return metric_table(shown)
+
+
+def talks(folder: Path) -> str:
+    """Lay out conversations of a run with the images that tools showed."""
+    from mmrl.reporting.html.samples import read_samples, samples_section
+
+    return samples_section(read_samples(folder, {}))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,32 @@
+"""The command that prints how the servers of a run are started."""
+
+from __future__ import annotations
+
+import argparse
+
+from mmrl.cli.command import CONFIG, OVERRIDES, argument, command
+from mmrl.config.loading import ConfigError
+from mmrl.config.stages import load_stages, on_each
+
+
+@command(
+    CONFIG,
+    OVERRIDES,
+    argument("--cpu", action="store_true", help="for servers on CPUs"),
+    examples=("mmrl serve-command my_run.yaml", "mmrl serve-command my_run.yaml --cpu"),
+)
+def serve_command(given: argparse.Namespace) -> None:
+    """Print the command lines that start the servers which a run asks for rollouts, each once."""
+    from mmrl.build import check
+
+    stages = load_stages(given.config, given.overrides)
+    checked = on_each([stage.place for stage in stages], lambda i: check(stages[i].config))
+    lines: dict[str, None] = {}
+    for stage, pieces in zip(stages, checked, strict=True):
+        config = stage.config
+        for piece in (*config.rollout.engine, *config.evaluation.engine):
+            commands = getattr(pieces.check("engine", piece).target, "serve_commands", None)
+            lines |= dict.fromkeys(commands(config.policy, piece.options, cpu=given.cpu) if commands else ())
+    if not lines:
+        raise ConfigError(f"'{given.config}' asks no servers; list `vision.vllm` in `rollout.engine`")
+    print("\n".join(lines))

@@ -1,0 +1,78 @@
+"""Settings of Ray actors, and what a piece has to be so that it can be made again in another process."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from mmrl.config import objects
+from mmrl.config.loading import ConfigError
+from mmrl.config.ranges import NonNegativeFloat, NonNegativeInt, PositiveInt
+from mmrl.config.registry import Entry
+from mmrl.config.schema import Piece
+from mmrl.core.protocols import Stateful
+from mmrl.core.rng import Stream
+from mmrl.core.types import Clock
+
+
+@dataclass(frozen=True)
+class Workers:
+    """Ray actors that a piece is made in: how many, what each of them has, and where."""
+
+    num: PositiveInt = 1  # actors, of every process of the run
+    num_cpus: NonNegativeFloat = 1.0  # CPU cores of an actor; whole numbers are also its threads
+    num_gpus: NonNegativeFloat = 0.0  # GPUs of an actor, which may be shares
+    resources: Mapping[str, NonNegativeFloat] | None = None  # further ones, as the cluster names them
+    runtime_env: Mapping[str, Any] | None = None  # their environment, as Ray takes it
+    address: str = ""  # of a cluster; empty: `RAY_ADDRESS`, or a cluster of this process on this machine
+    max_restarts: NonNegativeInt = 3  # how often an actor is started again before the run ends
+
+
+@dataclass(frozen=True)
+class Elsewhere:
+    """A reward that other processes make: its piece, what they need for that, and the moment of a call."""
+
+    name: str  # in errors
+    piece: Piece
+    policy: Piece | None  # of the run
+    stream: Stream
+    clock: Callable[[], Clock]
+
+    def __call__(self, *arguments: Any) -> Any:
+        """Raise: actors have to be started for it first."""
+        raise RuntimeError(f"the reward '{self.name}' has `workers`, which were not started")
+
+
+def check_elsewhere(entry: Entry, options: Mapping[str, Any], workers: Workers, place: str) -> None:
+    """Raise ConfigError for a reward that actors cannot make, or that several would answer differently."""
+    named = f"{place}: '{entry.full_name}'"
+    if found := object_in({"name": f"{entry.scope}:{entry.name}", **options}):
+        raise ConfigError(
+            f"{named} has `workers`, which make it again in other processes, where '{found}' of this program "
+            "is not; write it into a module and name that as `module:function`"
+        )
+    if inspect.isclass(entry.target) and issubclass(entry.target, Stateful):
+        raise ConfigError(
+            f"{named} remembers earlier answers, and each of its `workers` would remember others"
+        )
+    if "train_prompts" in entry.options:
+        raise ConfigError(f"{named} reads the training data, which its `workers` do not have")
+    if workers.num > 1 and "generator" in entry.options:
+        raise ConfigError(
+            f"{named} draws random numbers for all answers in turn, which several actors cannot; set "
+            "`workers.num: 1`, or write a class that takes `stream` and draws by prompt"
+        )
+
+
+def object_in(value: Any) -> str:
+    """Find an object of a Python program that a part of a configuration names; empty without one."""
+    match value:
+        case str() if objects.is_object(value):
+            return value
+        case Mapping():
+            return next(filter(None, map(object_in, value.values())), "")
+        case list() | tuple():
+            return next(filter(None, map(object_in, value)), "")
+    return ""

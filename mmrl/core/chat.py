@@ -1,0 +1,66 @@
+"""Turns of a conversation as the dictionaries that chat templates and TRL take."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from mmrl.core.tool_calls import Call, CallError, parse_calls, without_calls
+from mmrl.core.types import Message
+
+
+def to_pil(image: Tensor) -> Any:
+    """Convert an image (3, height, width) uint8 to PIL."""
+    from PIL import Image
+
+    return Image.fromarray(image.cpu().permute(1, 2, 0).contiguous().numpy())
+
+
+def blocks_of(message: Message) -> list[dict[str, Any]]:
+    """Write what a message holds as blocks: texts, images of PIL, and videos as lists of these."""
+    blocks: list[dict[str, Any]] = []
+    for part in message.parts:
+        if part.media is None:
+            blocks.append({"type": "text", "text": part.text})
+            continue
+        images = list(map(to_pil, part.media.load().pixels))
+        kind = part.media.kind
+        blocks.append({"type": kind, kind: images if kind == "video" else images[0]})
+    return blocks
+
+
+def up_to_turn(turns: Sequence[Message], turn: int) -> list[Message]:
+    """Return a conversation up to the turn of the policy with this number, from 0."""
+    ends = [place for place, message in enumerate(turns) if message.role == "assistant"]
+    return list(turns[: ends[turn] + 1])
+
+
+def completion_of(turns: Sequence[Message]) -> list[dict[str, Any]]:
+    """Write a conversation as TRL gives it to rewards: messages of the roles `assistant` and `tool`.
+
+    A turn with calls has them in `tool_calls` and the other words in `content`; a call that cannot be read
+    leaves the turn as it was written. A reply has the `name` of its tool where that is known; its `content`
+    is a text, or a list of blocks where it shows images or videos.
+    """
+    written: list[dict[str, Any]] = []
+    calls: list[Call | CallError] = []  # of the turn before, in the order of the replies
+    for message in turns:
+        if message.role == "tool":
+            call = calls.pop(0) if calls else None
+            name = {"name": call.name} if isinstance(call, Call) else {}
+            images = any(part.media for part in message.parts)
+            content = blocks_of(message) if images else "".join(part.text for part in message.parts)
+            written.append({"role": "tool", **name, "content": content})
+            continue
+        text = "".join(part.text for part in message.parts)
+        calls = parse_calls(text)
+        made = [call for call in calls if isinstance(call, Call)]
+        if not made or len(made) < len(calls):
+            written.append({"role": message.role, "content": text})
+            continue
+        functions = [{"name": call.name, "arguments": dict(call.arguments)} for call in made]
+        listed = [{"type": "function", "function": function} for function in functions]
+        written.append({"role": message.role, "content": without_calls(text), "tool_calls": listed})
+    return written

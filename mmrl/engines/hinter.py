@@ -1,0 +1,164 @@
+"""An engine in which a second role writes hints for prompts that failed, and learns to."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, replace
+from types import MappingProxyType
+from typing import ClassVar
+
+from mmrl.config.ranges import NonNegativeFloat
+from mmrl.config.registry import engine
+from mmrl.config.reward_adapters import tagged
+from mmrl.config.schema import ConfigError
+from mmrl.core.protocols import Engine
+from mmrl.core.types import Message, Part, Prompt, Rollouts, Trajectory
+from mmrl.data.hints import ATTEMPT, WANTED, WROTE, with_hint
+from mmrl.data.hints import TEMPLATE as HINT_TEMPLATE
+from mmrl.data.templates import TextTemplate, quoted
+from mmrl.engines.replay import CHANGED
+
+ROLE, HINTER, REASONER = "role", "hinter", "reasoner"
+GATE = "hint_gate"  # name of the recorded reward
+TEMPLATE = """\
+A student answered this question wrongly.
+
+Question:
+{{ question }}
+
+The student's answer:
+{{ attempt }}
+{% if solution %}
+
+Solution, which the student does not see:
+{{ solution }}
+{% endif %}
+
+Find what the student missed. Then write one to three sentences that point to it without giving away the \
+answer or a result on the way, as <hint>...</hint>.
+"""
+
+
+@engine
+@dataclass(eq=False)
+class WithHinter:
+    """Let a second role write the hints that the sampler `with_hints` asks for, and learn to (HiLL).
+
+    arXiv 2604.00698. For every hint that is asked for (`written` of the sampler) the role `hinter` reads the
+    question, an answer that failed, and the solution where there is one, and writes a hint; the answers of
+    the role `reasoner` read it after the question. Both are rows of the step table, told apart by the tag
+    `role`: `vision.tokens` with `roles: [reasoner, hinter]` and `vision.by_role` below this engine give each
+    an adapter of its own, without them one model learns both. The row of a hint has the tag `wrote`, by which
+    the advantage `hint_reward` pays it, and records `hint_gate`: 0, or minus the penalty for a hint that is
+    not between its tags or gives the target away, which no answer is shown. `{name: precomputed, key:
+    hint_gate, label: hint_gate, at: role=hinter}` reads it, and its mean says how many there are; rewards of
+    answers need `at: role=reasoner`. In evaluations nothing is written. It wraps any engine of texts;
+    `replay` keeps no row of a hint.
+
+    Our readings: one model with two adapters in place of two models, the text of the question, and that the
+    answer that failed is the first, where the code takes a random one.
+
+    Args:
+        solution_column: Column of the data with the solution; empty, or an empty cell: the hinter has none.
+        template: Question to the hinter in jinja2, which reads `question`, `attempt` (an answer that failed),
+            `solution` and `columns` (of the data). It must ask for <hint>...</hint>.
+        hint_template: Text after the question; `{hint}` is the hint.
+        gate_penalty: What a hint that cannot be used loses.
+    """
+
+    engine: Engine
+    _: KW_ONLY
+    solution_column: str = ""
+    template: str = TEMPLATE
+    hint_template: str = HINT_TEMPLATE
+    gate_penalty: NonNegativeFloat = 0.2
+    notes: ClassVar[frozenset[str]] = frozenset()
+
+    def __post_init__(self) -> None:
+        self.policy = self.engine.policy
+        if "<hint>" not in self.template or "{hint}" not in self.hint_template:
+            raise ConfigError(
+                "`template` of with_hinter must ask for <hint>...</hint>, and `hint_template` contain {hint}"
+            )
+        known = {"question", "attempt", "solution", "columns"}
+        self.question = TextTemplate(
+            self.template, known, {"question", "attempt"}, "the engine 'with_hinter'"
+        )
+
+    def rollout(self, prompts: Sequence[Prompt]) -> Rollouts:
+        """Write hints, and answer every entry but those whose hint cannot be used; hints come last."""
+        wanted = {(p.uid, p.tags[WANTED]): p for p in prompts if WANTED in p.tags}
+        hints: dict[tuple[str, str], str] = {}  # those that can be used
+        rows: list[Trajectory] = []
+        written = self.engine.rollout([self._asking(prompt) for prompt in wanted.values()]) if wanted else ()
+        for (key, prompt), row in zip(wanted.items(), written, strict=True):
+            hint = usable_hint(row.outcomes[-1].text or "", prompt.target)
+            if hint:
+                hints[key] = hint
+            rows.append(self._row(prompt, row, usable=bool(hint)))
+        answering = [
+            self._answering(prompt, hints.get((prompt.uid, prompt.tags.get(WANTED, "")), ""))
+            for prompt in prompts
+            if WANTED not in prompt.tags or (prompt.uid, prompt.tags[WANTED]) in hints
+        ]
+        answers = self.engine.rollout(answering) if answering else ()
+        return (*(tagged_row(row, {ROLE: REASONER}) for row in answers), *rows)
+
+    def _asking(self, prompt: Prompt) -> Prompt:
+        """Make the question to the hinter, with the media of the prompt and an id of its own."""
+        columns = {name: value for name, value in prompt.columns.items() if name != ATTEMPT}
+        words = {
+            "question": prompt.text,
+            "attempt": quoted(prompt.columns[ATTEMPT]),
+            "solution": columns.get(self.solution_column) or "",
+            "columns": columns,
+        }
+        parts = (*(Part(media=medium) for medium in prompt.media), Part(self.question(words)))
+        tags = {name: word for name, word in prompt.tags.items() if name != WANTED}
+        return replace(
+            prompt,
+            uid=f"{prompt.uid}#{HINTER}/{prompt.tags[WANTED]}",
+            messages=(Message("user", parts),),
+            columns=columns,
+            tags={**tags, ROLE: HINTER},
+        )
+
+    def _answering(self, prompt: Prompt, hint: str) -> Prompt:
+        """Make the question to the reasoner, with the hint that was written for it."""
+        tags = {name: word for name, word in prompt.tags.items() if name != WANTED} | {ROLE: REASONER}
+        columns = {name: value for name, value in prompt.columns.items() if name != ATTEMPT}
+        plain = replace(prompt, tags=tags, columns=columns if hint else prompt.columns)
+        return with_hint(plain, hint, tag=prompt.tags[WANTED], template=self.hint_template) if hint else plain
+
+    def _row(self, prompt: Prompt, row: Trajectory, *, usable: bool) -> Trajectory:
+        """Make a hint a row of the prompt's group."""
+        tags = {ROLE: HINTER, WROTE: prompt.tags[WANTED], CHANGED: "yes"}
+        asked = replace(row.prompt, uid=prompt.uid)
+        recorded = {GATE: 0.0 if usable else -self.gate_penalty}
+        row = replace(row, prompt=asked, group=prompt.uid, logged={**row.logged, "read": asked.text})
+        return tagged_row(row, tags, recorded)
+
+
+def tagged_row(
+    row: Trajectory, tags: Mapping[str, str], recorded: Mapping[str, float] = MappingProxyType({})
+) -> Trajectory:
+    """Add tags to all outcomes of a row, and rewards to the last."""
+    outcomes = [replace(outcome, tags={**outcome.tags, **tags}) for outcome in row.outcomes]
+    outcomes[-1] = replace(outcomes[-1], recorded={**outcomes[-1].recorded, **recorded})
+    return replace(row, outcomes=tuple(outcomes))
+
+
+def usable_hint(text: str, target: object) -> str:
+    """Return the last hint of a text; empty where there is none, or it gives the target away.
+
+    Of a target of one or two letters only phrases such as "is 7" or "= 7" count, of a longer one every place
+    (HiLL's code).
+    """
+    blocks = tagged(text.rpartition("</think>")[2], "hint")
+    hint = quoted(blocks[-1].strip()) if blocks else ""
+    told = str(target).strip().lower() if type(target) in (str, int, float) else ""
+    if len(told) > 2:
+        return "" if told in hint.lower() else hint
+    phrase = rf"(?:=|\b(?:equals|is|equal to|answer:))\s*{re.escape(told)}(?!\w)"
+    return "" if told and re.search(phrase, hint.lower()) else hint

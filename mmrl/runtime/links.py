@@ -1,0 +1,87 @@
+"""Connections between process 0 and every other one, which notice that a process or its machine is gone.
+
+A process that is killed closes its connection. A machine that is switched off, or no longer reached, answers
+no probe of the network; a process that is only suspended does, since its kernel answers for it.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+
+IDLE, INTERVAL, PROBES = 4, 2, 4  # seconds until the first probe, between two, and how many: 12 s in all
+FAREWELL = b"done"
+ENOUGH = 60.0  # seconds to connect
+
+
+class Links:
+    """Calls `lost` with words, in a thread of its own, when a process leaves without a farewell.
+
+    Args:
+        rank: This process.
+        world: How many there are.
+        exchange: Gathers bytes from every process, by rank; every process has to make its links together.
+        lost: Takes what is known of the process that is gone.
+    """
+
+    def __init__(
+        self, rank: int, world: int, exchange: Callable[[bytes], list[bytes]], lost: Callable[[str], None]
+    ) -> None:
+        self.rank, self.world, self.lost = rank, world, lost
+        self.sockets: list[socket.socket] = []
+        self.over = False
+        server = socket.create_server(("", 0), backlog=world) if rank == 0 else None
+        port = server.getsockname()[1] if server else 0
+        found = [data.decode().split(" ", 1) for data in exchange(f"{port} {socket.gethostname()}".encode())]
+        self.hosts = [host for _, host in found]
+        if server:
+            self._accept(server)
+        else:
+            self._connect(int(found[0][0]))
+
+    def _accept(self, server: socket.socket) -> None:
+        with server:
+            server.settimeout(ENOUGH)
+            for _ in range(self.world - 1):
+                link, _ = server.accept()
+                link.settimeout(ENOUGH)
+                # Who else may reach the port could at most make this run end with a timeout.
+                other = int.from_bytes(link.recv(4, socket.MSG_WAITALL), "big")
+                self._listen(link, other)
+
+    def _connect(self, port: int) -> None:
+        link = socket.create_connection((os.environ.get("MASTER_ADDR", "127.0.0.1"), port), ENOUGH)
+        link.sendall(self.rank.to_bytes(4, "big"))
+        self._listen(link, 0)
+
+    def _listen(self, link: socket.socket, other: int) -> None:
+        link.settimeout(None)
+        link.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        # Names of Linux; elsewhere the probes are those of the system.
+        probes = {"TCP_KEEPIDLE": IDLE, "TCP_KEEPINTVL": INTERVAL, "TCP_KEEPCNT": PROBES}
+        for name, value in probes.items():
+            if hasattr(socket, name):
+                link.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+        self.sockets.append(link)
+        where = f"on {self.hosts[other]}, {link.getpeername()[0]}"
+        threading.Thread(target=self._wait, args=(link, other, where), daemon=True).start()
+
+    def _wait(self, link: socket.socket, other: int, where: str) -> None:
+        try:
+            heard = link.recv(len(FAREWELL), socket.MSG_WAITALL)
+            why = "its process ended without a word, as one that is killed does"
+        except OSError as error:
+            heard, why = b"", f"no sign of its machine: {error.strerror or error}"
+        if heard != FAREWELL and not self.over:
+            self.lost(f"process {other} of {self.world} ({where}) is gone: {why}")
+
+    def close(self) -> None:
+        """Say farewell to the other side, which then expects nothing more."""
+        self.over = True
+        for link in self.sockets:
+            with suppress(OSError):
+                link.sendall(FAREWELL)
+                link.shutdown(socket.SHUT_WR)

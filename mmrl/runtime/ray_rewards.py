@@ -1,0 +1,153 @@
+"""Rewards with `workers`: computed by Ray actors, in an environment of their own where one is asked for."""
+
+from __future__ import annotations
+
+import math
+import time
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+from weakref import WeakValueDictionary
+
+from mmrl.config.binding import Bound, Pieces
+from mmrl.config.reward_adapters import SCORING, NotNumbers, Scoring, by_prompt, called
+from mmrl.config.schema import Piece
+from mmrl.config.workers import Elsewhere
+from mmrl.core.rng import Stream
+from mmrl.core.types import Clock, Outcome, Prompt
+from mmrl.runtime.ray_actors import Actors, check_environments
+
+_ACTORS: WeakValueDictionary[str, Actors] = WeakValueDictionary()  # of training and evaluation together
+
+
+class RemoteFault(Exception):
+    """What a reward raised in an actor; `kind` is the name of its class there."""
+
+    def __init__(self, kind: str, words: str, trace: str) -> None:
+        super().__init__(words)
+        self.kind, self.trace = kind, trace
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A request: outcomes to score, at a moment of the run."""
+
+    piece: Piece
+    prompts: list[Prompt]
+    outcomes: list[Outcome]
+    call: Scoring
+    moment: tuple[int, int, str]  # step, round and purpose of the random streams
+    clock: Clock
+    seconds: float  # that the answer may take
+
+
+@dataclass(frozen=True)
+class Scored:
+    """What a reward returned, what it logged, and what it raised instead: its class, words and trace."""
+
+    values: list
+    call: Scoring
+    fault: tuple[str, str, str] = ("", "", "")
+
+
+class RewardWorker:
+    """A reward of a run, made again in a process of its own."""
+
+    def __init__(self, piece: Piece, policy: Piece | None, seed: int, stage: int) -> None:
+        self.stream = Stream(seed, stage=stage)
+        self.pieces = Pieces(self.stream, policy)
+        self.reward: Bound = self.pieces.make("reward", piece, place="rewards[0]")
+
+    def score(self, asked: Asked) -> Scored:
+        """Score outcomes; what the reward raises is part of the answer, and no end of the actor."""
+        self.stream.step, self.stream.round, self.stream.purpose = asked.moment
+        self.pieces.tick(asked.clock)
+        try:
+            values = called(self.reward, asked.prompts, asked.outcomes, asked.call, asked.seconds)
+            return Scored(values, asked.call)
+        # Also SystemExit, which would end the actor, as it ends no run in its own process.
+        except BaseException as error:
+            kind = "" if isinstance(error, NotNumbers) else type(error).__name__
+            return Scored([], asked.call, (kind or "NotNumbers", str(error), traceback.format_exc()))
+
+
+@dataclass(frozen=True)
+class RayReward:
+    """A reward whose answers come from actors; groups stay whole, since rewards may compare them."""
+
+    source: Elsewhere
+    actors: Actors
+
+    def __call__(self, prompts: Sequence[Prompt], outcomes: Sequence[Outcome], **_: Any) -> list:
+        """Score outcomes, as the reward would in this process.
+
+        Raises what the reward raises, as `NotNumbers` or `RemoteFault`, and `ActorsLost`.
+        """
+        check_environments(outcomes)
+        call, stream = SCORING.get(None) or Scoring([None] * len(outcomes)), self.source.stream
+        left = call.deadline - time.monotonic()
+        shares = shared(prompts, self.actors.workers.num)
+        requests = [
+            (
+                Asked(
+                    self.source.piece,
+                    [prompts[i] for i in rows],
+                    [outcomes[i] for i in rows],
+                    replace(call.about(rows), deadline=math.inf),
+                    (stream.step, stream.round, stream.purpose),
+                    self.source.clock(),
+                    left,
+                ),
+            )
+            for rows in shares
+        ]
+        answers: list[Scored] = self.actors.collect(self.actors.begin(requests, method="score"), left)
+        values: list[Any] = [None] * len(outcomes)
+        columns: dict[str, list[Any]] = {}
+        for rows, answer in zip(shares, answers, strict=True):
+            kind, words, trace = answer.fault
+            if kind:
+                raise NotNumbers(words) if kind == "NotNumbers" else RemoteFault(kind, words, trace)
+            for name, logged in answer.call.metrics.items():
+                call.metrics.setdefault(name, []).extend(logged)
+            for name, column in answer.call.columns.items():
+                whole = columns.setdefault(name, [None] * len(outcomes))
+                for i, value in zip(rows, column, strict=True):
+                    whole[i] = value
+            for i, value in zip(rows, answer.values, strict=True):
+                values[i] = value
+        call.columns |= columns
+        return values
+
+
+def ready(rewards: Sequence[Bound]) -> None:
+    """Wait until the actors of rewards are there, before the clocks of the rewards' time-outs start."""
+    for bound in rewards:
+        if isinstance(bound.function, RayReward):
+            bound.function.actors.ready()
+
+
+def shared(prompts: Sequence[Prompt], number: int) -> list[list[int]]:
+    """Divide the places of prompts among actors, whole groups, each to the one with the fewest so far."""
+    shares: list[list[int]] = [[] for _ in range(number)]
+    for places in by_prompt(prompts).values():
+        min(shares, key=len).extend(places)
+    return [sorted(share) for share in shares if share]
+
+
+def with_actors(rewards: Sequence[Bound]) -> list[Bound]:
+    """Give the rewards that have `workers` their actors, which start at the first call."""
+    made = []
+    for bound in rewards:
+        match bound.function:
+            case Elsewhere() as source:
+                parts = source.piece, source.policy, source.stream.seed, source.stream.stage
+                workers = bound.call["workers"]
+                key = repr((parts, workers))
+                what = f"the actors of the reward '{bound.name}'"
+                actors = _ACTORS.get(key) or Actors(RewardWorker, parts, workers, what)
+                _ACTORS[key] = actors
+                bound = replace(bound, function=RayReward(source, actors))
+        made.append(bound)
+    return made

@@ -1,0 +1,54 @@
+"""Lets pieces ask second models what prompts are worth before they are answered."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+
+from mmrl.config.binding import Pieces
+from mmrl.config.registry import Needs
+from mmrl.core.protocols import Consulting, LogProbs, Policy
+from mmrl.core.types import Outcome, Prompt
+from mmrl.runtime.distributed import Processes
+from mmrl.training.loop import consult
+
+
+def values_of(
+    prompts: Sequence[Prompt],
+    *,
+    policy: Policy,
+    model: LogProbs,
+    processes: Processes,
+    micro_batch_steps: int,
+) -> list[float]:
+    """Return a second model's value before the first step of an answer to each prompt.
+
+    Every process computes them, and those of the first count, so that all agree to the last bit.
+    """
+    batch = policy.collate(tuple(policy.encode(prompt, Outcome(text="")) for prompt in prompts))
+    needs = Needs(others={"value": frozenset({"value"})})
+    batch = consult({"value": model}, batch, needs, micro_batch_steps, processes.even)
+    values = batch.others["value"].extra["value"][:, 0].double()
+    return processes.tell(values.tolist())[0]
+
+
+def connect(
+    pieces: Pieces,
+    policy: Policy,
+    references: Mapping[str, LogProbs],
+    processes: Processes,
+    micro_batch_steps: int,
+) -> None:
+    """Give every piece that names a second model the function that values prompts by it."""
+    for piece in pieces.that_are(Consulting).values():
+        if piece.value_model:
+            model = references[piece.value_model]
+            piece.consult(
+                partial(
+                    values_of,
+                    policy=policy,
+                    model=model,
+                    processes=processes,
+                    micro_batch_steps=micro_batch_steps,
+                )
+            )

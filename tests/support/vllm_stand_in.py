@@ -1,0 +1,147 @@
+"""A server that answers as vLLM 0.32 does, with tokens drawn from the seed, and with faults on request."""
+
+from __future__ import annotations
+
+import json
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import torch
+
+from mmrl.core.types import Outcome, Trajectory
+from mmrl.vision.decoding.token_steps import TokenRow
+
+PASSES = {"pause", "resume", "reset_prefix_cache", "reset_mm_cache", "reset_encoder_cache"}
+
+
+FORWARD = threading.RLock()  # a model is read by one thread at a time
+
+
+def one_at_a_time(module: torch.nn.Module) -> None:
+    """Let the threads of stand-ins and the test take turns with a model."""
+    module.register_forward_pre_hook(lambda *_: FORWARD.acquire() and None)
+    module.register_forward_hook(lambda *_: FORWARD.release(), always_call=True)
+
+
+class StandIn:
+    """Holds the name of its weights, what it was told, and a fault: a function that changes an answer.
+
+    Log-probabilities are those of `policy`, plus `off`, for tokens that follow from seed and number alone.
+    """
+
+    def __init__(self, policy: Any, prompts: Any, *, name: str = "") -> None:
+        encoder = policy.prompt_encoder
+        one_at_a_time(policy.module)
+        self.policy, self.known = policy, {tuple(encoder.encode(p).ids.tolist()): p for p in prompts}
+        self.fault, self.off, self.name = (lambda reply: reply), 0.0, name
+        self.told: list[tuple[str, Any]] = []
+        self.left: int | None = None  # answers before it dies; None: it lives
+        self.lock = threading.Lock()
+        self.port = 0
+        self.start()
+
+    @property
+    def url(self) -> str:
+        """Its address, the same after it was started again."""
+        return f"http://127.0.0.1:{self.port}"
+
+    def start(self) -> None:
+        """Start, or start again with the weights that are on disk."""
+        self.version, self.left = "default", None
+        handler = type("Handler", (Handler,), {"stand_in": self})
+        self.server = ThreadingHTTPServer(("127.0.0.1", self.port), handler)
+        self.port = self.server.server_port
+        threading.Thread(target=self.server.serve_forever, args=(0.01,), daemon=True).start()
+
+    def kill(self) -> None:
+        """Stop answering, also what is being asked."""
+        self.left = 0
+        self.server.shutdown()
+        self.server.server_close()
+
+    def paths(self) -> list[str]:
+        """List what it was told, without requests for answers."""
+        return [path for path, _ in self.told if path != "inference/v1/generate"]
+
+    def answer(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Answer a request for tokens."""
+        settings, prompt = request["sampling_params"], self.known[tuple(request["token_ids"])]
+        encoded = self.policy.prompt_encoder.encode(prompt)
+        choices = []
+        for index in range(settings["n"]):
+            generator = torch.Generator().manual_seed(settings["seed"] + index)
+            high = min(self.policy.prompt_encoder.placeholders)
+            ids = torch.randint(high, (settings["max_tokens"],), generator=generator)
+            ends = torch.isin(ids, torch.tensor(settings["stop_token_ids"])).nonzero()[:, 0].tolist()
+            ids = ids[: ends[0] + 1] if ends else ids
+            choices.append({"index": index, **self._choice(prompt, encoded, ids, bool(ends))})
+        return {"prompt_token_ids": request["token_ids"], "choices": choices}
+
+    def _choice(self, prompt: Any, encoded: Any, ids: torch.Tensor, stopped: bool) -> dict[str, Any]:
+        row = TokenRow(encoded, ids, 1.0)
+        with torch.no_grad():
+            rows = (Trajectory(prompt, prompt.uid, (Outcome(end=len(ids)),), row, len(ids)),)
+            logp = (self.policy(self.policy.collate(rows)).logp[0] + self.off).tolist()
+        content = [{"token_id": i, "logprob": p} for i, p in zip(ids.tolist(), logp, strict=True)]
+        return {
+            "token_ids": ids.tolist(),
+            "finish_reason": "stop" if stopped else "length",
+            "logprobs": {"content": content},
+            "weight_versions": [{"version": self.version, "start": 0, "end": len(ids)}],
+        }
+
+
+class Handler(BaseHTTPRequestHandler):
+    """Reads a request and writes what the stand-in answers."""
+
+    stand_in: StandIn
+
+    def do_GET(self) -> None:
+        """Tell the version of the weights."""
+        self._write({"weight_version": self.stand_in.version})
+
+    def do_POST(self) -> None:
+        """Answer, or do as told."""
+        me, path = self.stand_in, urlsplit(self.path).path.strip("/")
+        content = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        me.told.append((path, content))
+        match path:
+            case "inference/v1/generate":
+                reply = me.fault(me.answer(content))
+                with me.lock:
+                    me.left = None if me.left is None else me.left - 1
+                if me.left is not None and me.left < 0:
+                    self.connection.close()
+                    threading.Thread(target=me.kill, daemon=True).start()
+                    return
+                self._write(reply, reply.get("status", 200))
+            case "v1/load_lora_adapter":
+                assert (
+                    content["load_inplace"] and (Path(content["lora_path"]) / "adapter_config.json").exists()
+                )
+                self._write({})
+            case "collective_rpc":
+                assert list(Path(content["kwargs"]["weights_path"]).glob("*.safetensors"))
+                self._write({})
+            case "update_weight_version":
+                me.version = content["new_version"]
+                self._write({})
+            case "weight_checker":
+                self._write({"checksums": {"weight": me.name}})
+            case _ if path in PASSES:
+                self._write({})
+            case _:
+                self._write({"error": f"no {path}"}, 404)
+
+    def _write(self, reply: Any, status: int = 200) -> None:
+        body = json.dumps(reply).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: Any) -> None:
+        """Write nothing."""

@@ -1,0 +1,94 @@
+"""What generation and learning of token policies take of memory."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from benchmarks.memory import CASES, measure_apart
+from mmrl.kv_cache.tails import room_of
+from mmrl.runtime.allocations import Allocations
+from mmrl.vision import memory_estimates
+from mmrl.vision.decoding import step_model
+from mmrl.vision.decoding.step_model import chunked_logp
+from mmrl.vision.memory_estimates import extrapolated, micro_batch
+from tests.vision import mixed
+
+FAMILY = "qwen2_5_vl"
+
+
+def test_the_largest_micro_batch_by_hand():
+    # Groups of 10 + 4 * 5 = 30 tokens: three of them fit into 100, so 8 prompts take 3 micro-batches.
+    assert micro_batch(10, 5, 8, 4, 100) == (3, 12, 3)
+    assert micro_batch(10, 5, 2, 4, 100) == (2, 8, 1)
+    # Of a group that does not fit, as many rows as do: 10 + 3 * 5 <= 25; and never less than one.
+    assert micro_batch(10, 5, 8, 4, 25) == (1, 3, 16)
+    assert micro_batch(10, 5, 8, 4, 1) == (1, 1, 32)
+
+
+def test_buffers_of_answers_grow_by_a_quarter():
+    assert [room_of(tokens) for tokens in (1, 10, 16, 17, 32, 33)] == [16, 16, 16, 32, 32, 48]
+    assert room_of(960) == 960 and room_of(961) == 1200  # 960 + 240
+
+
+def test_values_are_continued_by_a_line_or_a_parabola():
+    squares = {n: float(n * n) for n in (1, 2, 4)}
+    assert extrapolated(squares, 10, square=True) == pytest.approx(100)
+    assert extrapolated({1: 3.0, 2: 5.0, 4: 9.0}, 10, square=False) == pytest.approx(21)  # 2 n + 1
+    assert extrapolated({1: 3.0, 2: 2.0, 4: 0.0}, 10, square=False) == 0
+
+
+@pytest.mark.parametrize("options", [{}, {"gradient_checkpointing": True}], ids=["kept", "recomputed"])
+def test_activations_of_few_tokens_foretell_those_of_many(checkpoint, options):
+    from mmrl.vision.policies.tokens import Tokens
+
+    policy = Tokens(model=str(checkpoint(FAMILY)), dtype="float32", **options)
+    encoded = policy.prompt_encoder.encode(mixed.prompts(FAMILY)[1])
+    square, rows = bool(options), memory_estimates.ROWS
+    sizes = {
+        n: memory_estimates._states_bytes(policy, policy.module, encoded, n)
+        for n in (*memory_estimates.LENGTHS, 128)
+    }
+    few = {rows * n: sizes[n] for n in memory_estimates.LENGTHS}
+    assert extrapolated(few, rows * 128, square=square) == pytest.approx(sizes[128], rel=0.05)
+
+
+def test_logits_in_chunks_take_what_a_chunk_takes(monkeypatch):
+    head = torch.nn.Linear(4, 1000, bias=False)
+    hidden, ids, heat = (
+        torch.randn(64, 4, requires_grad=True),
+        torch.zeros(64, dtype=torch.int64),
+        torch.ones(64),
+    )
+
+    def most(limit: int) -> int:
+        monkeypatch.setattr(step_model, "LOGIT_BYTES", limit)
+        with Allocations() as counted:
+            torch.autograd.grad(chunked_logp(hidden, head, ids, heat, [3])["logp"].sum(), hidden)
+        return counted.peak
+
+    whole, chunks = most(64 * 4000), most(4 * 4000)
+    assert whole >= 2 * 64 * 4000  # logits and their gradient
+    assert chunks < whole / 8
+
+
+def test_recomputed_layers_compute_a_shared_prompt_once(checkpoint):
+    from mmrl.vision.policies.tokens import Tokens
+
+    policy = Tokens(model=str(checkpoint(FAMILY)), dtype="float32", gradient_checkpointing=True)
+    rows = mixed.answered(policy, FAMILY)
+    seen = []
+    layer = policy.model.get_decoder().layers[0].mlp
+    layer.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0].shape[:2].numel()))
+    batch = policy.collate(rows)
+    mixed.loss(policy, batch).backward()
+    alone = sum(len(row.steps.prompt.ids) + row.length - 1 for row in rows)  # every row with its own prompt
+    assert len(seen) == 2 and seen[0] == seen[1]  # forward, and once more in the backward pass
+    assert len(batch.steps.prompts) < len(rows) and seen[0] < 0.75 * alone
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", sorted(CASES))
+def test_the_estimate_is_within_15_percent_of_what_a_run_takes(case):
+    line = measure_apart(case, 256)
+    assert 0.85 < line["estimated_over_measured"] < 1.15, line

@@ -1,0 +1,249 @@
+"""Real vLLM servers sample from the policy: `MMRL_VLLM` names an environment that `make vllm` made."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import time
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+from mmrl.build import build
+from mmrl.config.binding import Recipe
+from mmrl.config.loading import merge
+from mmrl.config.schema import Config, Piece, parse
+from mmrl.core.rng import Stream
+from mmrl.core.types import Clock
+from mmrl.runtime.json_client import JsonClient
+from mmrl.training.loop import train
+from mmrl.vision.builders.tiny_models import TinyQwen2_5Vl
+from mmrl.vision.engines.vllm import Vllm
+from mmrl.vision.policies.tokens import Tokens
+from mmrl.vision.serving.agreement import gap, without_adapter
+from mmrl.vision.serving.command import command_lines
+from tests.runtime.test_real_processes import SPEAKING
+from tests.vision.tiny import ask, clip, picture
+
+HOME = os.environ.get("MMRL_VLLM", "")
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.slow,
+    pytest.mark.skipif(not HOME, reason="MMRL_VLLM names no environment with vLLM"),
+]
+LORA = {"lora_rank": 8, "freeze_vision_tower": False}
+START = float(os.environ.get("MMRL_VLLM_START", "600"))  # seconds that a server may take to start
+PROMPTS = {
+    "text": ask("text", "Say a number between 1 and 9."),
+    "image": ask("image", picture(seed=1, height=84, width=112), "What is this?"),
+    "two images": ask("images", picture(seed=1), "and", picture(seed=2, height=84), "differ?"),
+    "video": ask("video", clip(6), "When?"),
+}
+
+
+def free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return one.getsockname()[1]
+
+
+def kill(process: subprocess.Popen) -> None:
+    """End a server with -9, and the processes that it began, which would stay."""
+    parents = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            parents[int(folder.name)] = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+        except OSError:  # it ended meanwhile
+            continue
+    family = {process.pid}
+    while more := {pid for pid, parent in parents.items() if parent in family} - family:
+        family |= more
+    for pid in family:
+        try:
+            os.kill(pid, signal.SIGKILL)
+        except ProcessLookupError:
+            continue
+    process.wait()
+
+
+@contextmanager
+def serving(model: Path, options: dict, number: int, log: Path):
+    """Start servers with the lines of `mmrl serve-command --cpu`; yields their addresses and processes."""
+    urls = [f"http://127.0.0.1:{free_port()}" for _ in range(number)]
+    policy = Piece("vision.tokens", {"model": str(model), "dtype": "float32", **options})
+    small = "--max-model-len 1024 --max-num-batched-tokens 4096 --max-num-seqs 64 --enforce-eager"
+    small += f" --kv-cache-memory-bytes {64 << 20}"
+    environment = {
+        "PATH": f"{HOME}/bin:{os.environ['PATH']}",
+        "HOME": os.environ.get("HOME", "/tmp"),
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "TORCH_COMPILE_DISABLE": "1",
+        "OMP_NUM_THREADS": "1",
+    }
+    with ExitStack() as stack:
+        processes = []
+        for i, line in enumerate(command_lines(policy, {"servers": urls}, "policy", cpu=True)):
+            out = stack.enter_context((log / f"server{i}.log").open("w"))
+            line = line.replace("VLLM_CPU_KVCACHE_SPACE=4 ", "")
+            command = ["sh", "-c", f"env {line} {small}"]
+            processes.append(subprocess.Popen(command, env=environment, stdout=out, stderr=out, cwd=log))
+            stack.callback(kill, processes[-1])
+        for url, process in zip(urls, processes, strict=True):
+            wait_for(url, process, log)
+        yield urls, processes
+
+
+def wait_for(url: str, process: subprocess.Popen, log: Path) -> None:
+    client = JsonClient(f"{url}/weight_info", request_timeout=20, request_retries=0, wait=0)
+    for _ in range(int(START)):
+        assert process.poll() is None, "\n".join(path.read_text()[-3000:] for path in log.glob("*.log"))
+        try:
+            client.get()
+            return
+        except OSError:
+            time.sleep(1)
+    raise TimeoutError(f"{url} did not start in {START:g} s: {[*log.glob('*.log')]}")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("served")
+    # Heads of 32, which vLLM needs on a CPU, and images of several windows.
+    builder = TinyQwen2_5Vl(stream=Stream(3), init=0.08, vision_width=128, max_pixels=140 * 140)
+    builder.build(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def two_with_adapter(model, tmp_path_factory):
+    with serving(model, LORA, 2, tmp_path_factory.mktemp("logs")) as running:
+        yield running
+
+
+def engine_of(model, folder, urls, given, **options):
+    policy = Tokens(model=str(model), dtype="float32", **given)
+    recipe = Recipe(Piece("vision.tokens", {"model": str(model), **given}), (), 3, 0, (), Clock)
+    options = {"max_completion_length": 16, "weights_folder": str(folder), **options}
+    return Vllm(policy, stream=Stream(3), recipe=recipe, servers=tuple(urls), **options)
+
+
+def shift(policy, seed: int, size: float) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for weight in policy.module.parameters():
+            if weight.requires_grad:
+                weight.add_(torch.randn(weight.shape, generator=generator) * size)
+
+
+def gaps(engine, prompts) -> dict[str, float]:
+    """Measure mean |dlogp| of three answers to each prompt."""
+    rows = engine.rollout([prompt for prompt in prompts.values() for _ in range(3)])
+    return {
+        kind: gap(engine.policy, tuple(row for row in rows if row.prompt is prompt))
+        for kind, prompt in prompts.items()
+    }
+
+
+def test_answers_with_an_adapter_of_the_tower_are_the_policys_before_and_after_a_swap(
+    model, two_with_adapter, tmp_path
+):
+    urls, _ = two_with_adapter
+    engine = engine_of(model, tmp_path, urls, LORA)
+    stills = {kind: prompt for kind, prompt in PROMPTS.items() if kind != "video"}
+    for swap in range(3):
+        for prompts in (stills, {"video": PROMPTS["video"]}):
+            found = gaps(engine, prompts)
+            print(f"adapter {swap}:", {kind: f"{value:.1e}" for kind, value in found.items()})
+            assert max(found.values()) < 1e-5
+        shift(engine.policy, swap, 0.05)
+    rows = engine.rollout([PROMPTS["image"]] * 3)
+    with without_adapter(engine.policy.adapter, lambda name: "visual" in name):
+        assert gap(engine.policy, rows) > 1e-3  # it is the adapter of the tower that makes them equal
+
+
+def test_draws_are_those_of_the_options(model, two_with_adapter, tmp_path):
+    urls, _ = two_with_adapter
+    asked = [PROMPTS["image"]] * 3
+    greedy = engine_of(model, tmp_path, urls, LORA, temperature=0.0)
+    rows = greedy.rollout(asked)
+    assert gap(greedy.policy, rows) < 1e-5
+    assert len({tuple(row.notes["token"].tolist()) for row in rows}) == 1
+    warm = engine_of(model, tmp_path, urls, LORA, temperature=1.7)
+    assert gap(warm.policy, warm.rollout(asked)) < 1e-5
+    rows = engine_of(model, tmp_path, urls, LORA, top_k=1).rollout(asked)
+    assert all((row.notes["logp"].abs() < 1e-5).all() for row in rows)  # of the one token that is left
+
+
+def plan(model, urls, folder, **changes):
+    policy = {"name": "vision.tokens", "model": str(model), "dtype": "float32", **LORA}
+    engine = {"name": "vision.vllm", "servers": list(urls), "max_completion_length": 8}
+    engine["weights_folder"] = str(folder / "weights")
+    return merge(
+        SPEAKING,
+        {
+            "policy": policy,
+            "rollout": {"engine": [engine], "policy": ""},
+            "references": {},
+            "objective": {"penalty": []},
+            "learn": {"learning_rate": 1.0},
+            "output_dir": str(folder),
+            **changes,
+        },
+    )
+
+
+def tokens_of(run) -> list[list[int]]:
+    """Record the tokens of every rollout of a run, in place."""
+    rollout, seen = run.method.engine.rollout, []
+
+    def recorded(prompts):
+        rows = rollout(prompts)
+        seen.extend(row.notes["token"].tolist() for row in rows)
+        return rows
+
+    run.method.engine.rollout = recorded
+    return seen
+
+
+def test_a_run_whose_server_is_killed_goes_on_with_the_same_tokens(model, two_with_adapter, tmp_path):
+    urls, processes = two_with_adapter
+    seen = []
+    for name in ("whole", "killed"):
+        run = build(parse(plan(model, urls, tmp_path / name), Config), quiet=True)
+        seen.append(tokens_of(run))
+        if name == "killed":
+            kill_in_the_middle(run, processes[1])
+        train(run)
+    assert seen[0] == seen[1] and len(seen[0]) == 3 * 6
+    steps = run.journal.read()
+    assert [record["vllm/servers"] for record in steps] == [2, 1, 1]
+    assert steps[1]["vllm/asked_again"] >= 1
+    print("asked again:", [record["vllm/asked_again"] for record in steps])
+
+
+def kill_in_the_middle(run, process) -> None:
+    """Kill a server while it answers the prompts of the second step."""
+    begin = run.method.engine.ask
+
+    def ask(prompts):
+        begin(prompts)
+        if run.stream.step == 1 and process.poll() is None:
+            kill(process)
+
+    run.method.engine.ask = ask
+
+
+def test_answers_of_a_model_that_was_loaded_anew_are_the_policys(model, tmp_path):
+    with serving(model, {}, 1, tmp_path) as (urls, _):
+        engine = engine_of(model, tmp_path, urls, {"freeze_vision_tower": False})
+        for change in range(3):
+            found = gaps(engine, PROMPTS)
+            print(f"weights {change}:", {kind: f"{value:.1e}" for kind, value in found.items()})
+            assert max(found.values()) < 1e-5
+            shift(engine.policy, change, 0.02)

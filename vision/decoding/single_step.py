@@ -1,0 +1,208 @@
+"""A decode step of one token per row with few operators, for text models built like Llama.
+
+Where rows are few, a step on a CPU takes its time from calls of operators and modules, and hardly from their
+arithmetic. This runs the layers' weights without the modules: one product for queries, keys and values, and
+one for gate and up; residual sums inside the products; rotary angles once for many steps. The arithmetic is
+that of the model, rounded differently.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mmrl.core.onednn import MANY, Packed, is_plain, is_replaced, side_by_side
+
+# Layers x + attention(norm(x)), then x + down(act(gate) * up) of norm(x), whose rotary embedding turns the
+# two halves of a head.
+FAMILIES = {
+    "llama": "Llama",
+    "mistral": "Mistral",
+    "qwen2": "Qwen2",
+    "qwen3": "Qwen3",
+    "qwen2_vl": "Qwen2VL",
+    "qwen2_5_vl": "Qwen2_5_VL",
+    "qwen3_vl": "Qwen3VLText",
+}
+LAYERS = {
+    f"transformers.models.{family}.modeling_{family}.{name}DecoderLayer" for family, name in FAMILIES.items()
+}
+WITHIN = ("language_model", "text_model")  # names of the text model of a vision-language model
+LENGTH_DEPENDENT = ("dynamic", "longrope")  # rotary frequencies that change with the longest position
+AHEAD = 32  # steps whose angles are computed at once
+Angles = tuple[Tensor, Tensor]  # cosines and signed sines (N, 1, 1, D)
+_STEP: ContextVar[SingleStep | None] = ContextVar("single_step", default=None)
+
+
+@contextmanager
+def single_steps(core: nn.Module, packed: Mapping[int, Packed]) -> Iterator[None]:
+    """Let `Prefix.read` run single tokens through a `SingleStep` inside this context, where one fits.
+
+    `packed` has packed weights by the id of their layer (see `onednn`); weights must not change meanwhile.
+    """
+    text = find_decoder(core)
+    token = _STEP.set(None if text is None else SingleStep(core, text, packed))
+    try:
+        yield
+    finally:
+        _STEP.reset(token)
+
+
+def step_of(core: nn.Module) -> SingleStep | None:
+    """Return the step of this model, None outside of its context and where a gradient or autocast is on."""
+    step = _STEP.get()
+    if step is None or step.core is not core or torch.is_grad_enabled():
+        return None
+    return None if torch.is_autocast_enabled(step.embed.weight.device.type) else step
+
+
+def find_decoder(core: nn.Module) -> nn.Module | None:
+    """Find the text model of a model without its head; None where its layers are not like Llama's.
+
+    Layers with hooks, changed classes or changed forwards count as others: they need their modules.
+    """
+    text = next((x for name in WITHIN if (x := getattr(core, name, None)) is not None), core)
+    layers = getattr(text, "layers", None)
+    if not isinstance(layers, nn.ModuleList) or not len(layers) or {*map(_path, layers)} - LAYERS:
+        return None
+    name = type(layers[0]).__name__.removesuffix("DecoderLayer")
+    if type(text).__name__ not in (f"{name}Model", f"{name}TextModel"):
+        return None
+    if any(map(_is_changed, (core, *text.modules()))) or type(text.embed_tokens) is not nn.Embedding:
+        return None
+    if not _path(core).startswith("transformers."):
+        return None  # a derived class may read tokens in a way of its own
+    plain = all(
+        type(layer.self_attn).__name__ == f"{name}Attention"
+        and {type(layer.input_layernorm).__name__, type(layer.post_attention_layernorm).__name__}
+        == {f"{name}RMSNorm"}
+        for layer in layers
+    )
+    single = all(p.dtype == torch.float32 for p in text.parameters())
+    return text if plain and single and text.rotary_emb.rope_type not in LENGTH_DEPENDENT else None
+
+
+def _path(module: nn.Module) -> str:
+    return f"{type(module).__module__}.{type(module).__qualname__}"
+
+
+def _is_changed(module: nn.Module) -> bool:
+    hooked = bool(module._forward_hooks or module._forward_pre_hooks)
+    return hooked or "forward" in vars(module) and not is_replaced(module)
+
+
+class SingleStep:
+    """Runs one token per row through the weights of a text model."""
+
+    def __init__(self, core: nn.Module, text: Any, packed: Mapping[int, Packed]) -> None:
+        self.core, self.embed, self.rotary = core, text.embed_tokens, text.rotary_emb
+        self.layers = [_Layer(layer, packed) for layer in text.layers[: text.config.num_hidden_layers]]
+        self.norm = _Norm([text.norm.weight], text.norm.variance_epsilon)
+
+    def __call__(self, ids: Tensor, angles: Angles, layers: Sequence[Any]) -> Tensor:
+        """Run tokens (N,) that follow what the layers of a cache hold: the last states (N, width)."""
+        states = self.embed(ids)
+        for layer, cache in zip(self.layers, layers, strict=True):
+            states = layer(states, angles, cache)
+        return self.norm(states)
+
+    def angles(self, positions: Tensor) -> list[Angles]:
+        """Compute the rotary angles of `t` steps from positions (N, t) or (A, N, t)."""
+        cos, sin = self.rotary(self.embed.weight, positions)  # (N, t, D) each
+        half = sin.shape[-1] // 2
+        sin = torch.cat([-sin[..., :half], sin[..., half:]], -1)  # of rolled channels, not of negated ones
+        cos, sin = (x.transpose(0, 1)[:, :, None, None].contiguous().unbind() for x in (cos, sin))
+        return list(zip(cos, sin, strict=True))
+
+
+class _Layer:
+    """The weights of one layer."""
+
+    def __init__(self, layer: Any, packed: Mapping[int, Packed]) -> None:
+        attention, mlp = layer.self_attn, layer.mlp
+        self.size, self.scaling, self.activation = attention.head_dim, attention.scaling, mlp.act_fn
+        inputs = (attention.q_proj, attention.k_proj, attention.v_proj)
+        self.queries, self.keys = (x.out_features // self.size for x in inputs[:2])  # heads
+        self.inputs, self.output = _Product(inputs, packed), _Product([attention.o_proj], packed)
+        self.widened = _Product([mlp.gate_proj, mlp.up_proj], packed)
+        self.narrowed = _Product([mlp.down_proj], packed)
+        self.before, self.between = (
+            _Norm([norm.weight], norm.variance_epsilon)
+            for norm in (layer.input_layernorm, layer.post_attention_layernorm)
+        )
+        self.of_heads = None
+        if hasattr(attention, "q_norm"):
+            weights = [attention.q_norm.weight] * self.queries + [attention.k_norm.weight] * self.keys
+            self.of_heads = _Norm(weights, attention.q_norm.variance_epsilon)
+
+    def __call__(self, states: Tensor, angles: Angles, cache: Any) -> Tensor:
+        rows, heads = len(states), self.inputs(self.before(states))
+        turned, values = heads.view(rows, -1, 1, self.size).split([self.queries + self.keys, self.keys], 1)
+        turned = turned if self.of_heads is None else self.of_heads(turned)
+        # Channel i of a half is turned with channel i of the other: rolling swaps the halves.
+        turned = torch.addcmul(turned * angles[0], turned.roll(self.size // 2, -1), angles[1])
+        queries, keys = turned.split([self.queries, self.keys], 1)
+        cache.update(keys, values)
+        attended = cache.attend(queries, None, self.scaling)
+        states = self.output.plus(attended.reshape(rows, -1), states)
+        gate, up = self.widened(self.between(states)).chunk(2, -1)
+        return self.narrowed.plus(self.activation(gate) * up, states)
+
+
+class _Norm:
+    """RMSNorm of (N, w) with a weight (w,), or of heads (N, H, 1, w) with one each.
+
+    x / sqrt(mean(x^2) + eps) * weight.
+    """
+
+    def __init__(self, weights: Sequence[Tensor], eps: float) -> None:
+        weight = torch.stack([weight.detach() for weight in weights])
+        width = weight.shape[-1]
+        # sqrt(mean(x^2) + eps) = hypot(|x|, sqrt(width eps)) / sqrt(width)
+        self.weight = (weight[:, None] if len(weights) > 1 else weight[0]) * math.sqrt(width)
+        self.least = weight.new_tensor(math.sqrt(width * eps))
+
+    def __call__(self, x: Tensor) -> Tensor:
+        norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+        return (x * self.weight).div_(torch.hypot(norm, self.least))
+
+
+class _Product:
+    """Linear layers that read the same input, whose outputs stand side by side.
+
+    Those that are not packed because they are small are copied side by side.
+    """
+
+    def __init__(self, layers: Sequence[nn.Module], packed: Mapping[int, Packed]) -> None:
+        self.layers = layers
+        self.weight: Tensor | None = None  # (n, m)
+        self.bias: Tensor | None = None
+        found = packed.get(id(layers[0]))
+        self.packed = found if found is not None and [*found.layers] == [*layers] else None
+        plain = [layer for layer in layers if self.packed is None and is_plain(layer)]
+        if len(plain) == len(layers) and sum(layer.weight.numel() for layer in plain) <= MANY:
+            weight, self.bias = side_by_side(plain)
+            self.weight = weight.t()
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Compute all outputs (N, m) of (N, n)."""
+        if self.weight is not None:
+            return torch.mm(x, self.weight) if self.bias is None else torch.addmm(self.bias, x, self.weight)
+        if self.packed is not None and self.packed.suits(x):
+            return self.packed.multiply(x)
+        outputs = [layer(x) for layer in self.layers]
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, -1)
+
+    def plus(self, x: Tensor, other: Tensor) -> Tensor:
+        """Compute the outputs and add (N, m)."""
+        if self.weight is not None and self.bias is None:
+            return torch.addmm(other, x, self.weight)
+        if self.packed is not None and self.packed.suits(x):
+            return self.packed.multiply(x, other)
+        return self(x) + other

@@ -1,0 +1,213 @@
+"""An engine whose answers are sampled by vLLM servers, in an environment and on machines of their own."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import tempfile
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import KW_ONLY, dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+
+from mmrl.config.binding import Recipe
+from mmrl.config.loading import ConfigError
+from mmrl.config.ranges import (
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    PositiveShare,
+    ShareBelowOne,
+)
+from mmrl.config.registry import engine
+from mmrl.config.schema import Piece
+from mmrl.core.rng import Stream
+from mmrl.core.types import Outcome, Prompt, Rollouts, Trajectory
+from mmrl.vision.decoding.token_steps import TokenRow
+from mmrl.vision.models.loading import TokenPolicy
+from mmrl.vision.models.processor import EncodedPrompt
+from mmrl.vision.serving.agreement import check_agreement
+from mmrl.vision.serving.command import command_lines
+from mmrl.vision.serving.servers import ADAPTER, Server, Servers
+from mmrl.vision.serving.weights import WeightsWriter
+from mmrl.vision.serving.wire import Answer, Sampling, media_of, request_of
+
+MODEL = "policy"  # name of the model on the servers
+
+
+@dataclass(frozen=True)
+class Group:
+    """The answers that were asked of one prompt: the places of their entries, and what the server is sent."""
+
+    prompt: Prompt
+    encoded: EncodedPrompt
+    places: list[int]
+    request: Mapping[str, Any]
+    asked: Future[tuple[list[Answer], Server]]
+
+
+@engine
+@dataclass(eq=False)
+class Vllm:
+    """Sample answers from vLLM servers, which get the weights of the policy after each update.
+
+    `mmrl serve-command` prints the line that starts a server, in an environment of its own (vLLM 0.32). Sent
+    are the policy's own token ids and images as tensors, so that template and preprocessing cannot differ.
+    What a server that dies was asked is asked of another with the same seed; one that comes back gets the
+    weights first. The first answers to every kind of media are compared with the policy: log-probabilities
+    that differ by more than rounding end the run. Entropies are not noted, and stop strings not known.
+
+    Args:
+        policy: The policy: Qwen2-VL, Qwen2.5-VL, Qwen3-VL (without videos), LLaVA, or a language model.
+        servers: Addresses of the servers, such as http://localhost:8000.
+        max_completion_length: The most tokens of an answer.
+        temperature: Divides the logits; 0 takes the most likely token.
+        top_p: Nucleus sampling: the most likely tokens of this total probability.
+        top_k: The most likely k tokens; 0: all.
+        min_p: Tokens of at least this share of the highest probability.
+        parallel: Prompts that are asked at the same time.
+        request_timeout: Seconds within which the answers to a prompt must arrive.
+        timeout: Seconds to wait for a server where none is alive.
+        weights_folder: Where weights are written, for learner and servers to see; empty: a folder of this
+            user on this machine.
+    """
+
+    policy: TokenPolicy
+    _: KW_ONLY
+    stream: Stream
+    recipe: Recipe
+    servers: tuple[str, ...]
+    max_completion_length: PositiveInt = 256
+    temperature: NonNegativeFloat = 1.0
+    top_p: PositiveShare = 1.0
+    top_k: NonNegativeInt = 0
+    min_p: ShareBelowOne = 0.0
+    parallel: PositiveInt = 64
+    request_timeout: PositiveFloat = 600.0
+    timeout: PositiveFloat = 300.0
+    weights_folder: str = ""
+    notes: ClassVar[frozenset[str]] = frozenset({"logp", "token", "temperature"})
+    answers_elsewhere: ClassVar[bool] = True  # nothing can decode with it token by token
+
+    def __post_init__(self) -> None:
+        if not self.servers or len({*self.servers}) < len(self.servers):
+            raise ConfigError("`servers` must name one address or more, none of them twice")
+        if self.recipe.policy.options.get("transform"):
+            raise ConfigError(
+                "`vision.vllm` serves the model without `policy.transform`; use `vision.generate`"
+            )
+        own = Path(tempfile.gettempdir()) / f"mmrl-weights-{os.getuid()}"
+        of_servers = hashlib.sha256(" ".join(self.servers).encode()).hexdigest()[:8]
+        self.folder = (Path(self.weights_folder) if self.weights_folder else own).absolute() / of_servers
+        self.writer = WeightsWriter(self.policy, self.folder)
+        self.asking: Servers | None = None
+        self.begun: tuple[list[Prompt], list[Group], str] | None = None
+        self.checked: set[tuple[str, str]] = set()  # kinds of media, and servers, whose answers were compared
+
+    def rollout(self, prompts: Sequence[Prompt]) -> Rollouts:
+        """Answer every entry, in order."""
+        if self.begun is None or [*map(id, self.begun[0])] != [*map(id, prompts)]:
+            self.ask(prompts)
+        (_, groups, version), self.begun = self.begun, None
+        rows: list[Trajectory | None] = [None] * len(prompts)
+        for group in groups:
+            answers, server = group.asked.result()
+            for number, place in enumerate(group.places):
+                # Of a greedy request there is one answer, whatever the number.
+                rows[place] = self._row(group, answers[number % len(answers)])
+            self._compare(group, server, version, [rows[place] for place in group.places])
+        return tuple(rows)
+
+    def ask(self, prompts: Sequence[Prompt]) -> None:
+        """Begin with the weights, the step and the round of this moment; `rollout` of these collects."""
+        if self.asking is None:
+            self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            limits = {"request_timeout": self.request_timeout, "timeout": self.timeout}
+            self.asking = Servers(self.servers, self.folder, parallel=self.parallel, **limits)
+        self.asking.bring(self.writer)
+        places: dict[str, list[int]] = {}
+        for place, prompt in enumerate(prompts):
+            places.setdefault(prompt.uid, []).append(place)
+        self._check_media(prompts)
+        version = self.asking.weights.version
+        groups = [self._begin(prompts[where[0]], where, version) for where in places.values()]
+        self.begun = list(prompts), groups, version
+
+    def tell(self) -> Mapping[str, float]:
+        """Return how many servers live, requests that were asked again, and seconds to bring weights."""
+        asking = self.asking
+        again, seconds = (asking.again, asking.seconds) if asking else (0, 0.0)
+        if asking:
+            asking.again, asking.seconds = 0, 0.0
+        alive = len(asking.alive) if asking else len(self.servers)
+        return {
+            "vllm/servers": float(alive),
+            "vllm/asked_again": float(again),
+            "vllm/publish_seconds": seconds,
+        }
+
+    @staticmethod
+    def serve_commands(policy: Piece, options: Mapping[str, Any], *, cpu: bool = False) -> list[str]:
+        """Write the line that starts each of the servers."""
+        return command_lines(policy, options, MODEL, cpu=cpu)
+
+    def _check_media(self, prompts: Sequence[Prompt]) -> None:
+        """Raise for images and videos in one round with an adapter of the vision tower, which end a server.
+
+        vLLM 0.32 encodes both in one step, with the adapter laid out as if they were one batch.
+        """
+        if self.policy.adapter is None or self.recipe.policy.options.get("freeze_vision_tower", True):
+            return
+        kinds = {medium.kind: prompt.uid for prompt in prompts for medium in prompt.media}
+        if len(kinds) > 1:
+            raise ValueError(
+                f"vLLM 0.32 cannot encode images (prompt '{kinds['image']}') and videos (prompt "
+                f"'{kinds['video']}') at the same time with an adapter of the vision tower; set "
+                "`policy.freeze_vision_tower: true`, or keep them in runs of their own"
+            )
+
+    def _begin(self, prompt: Prompt, places: list[int], version: str) -> Group:
+        sampling = Sampling(self.max_completion_length, self.temperature, self.top_p, self.top_k, self.min_p)
+        encoder = self.policy.prompt_encoder
+        encoded = encoder.encode(prompt)
+        seed = int(torch.randint(1 << 31, (1,), generator=self.stream.generator("vllm", prompt.uid)))
+        request = request_of(
+            encoder,
+            encoded,
+            sampling,
+            model=ADAPTER if self.policy.adapter is not None else MODEL,
+            seed=seed,
+            n=len(places) if self.temperature else 1,
+            salt=version,
+        )
+        return Group(prompt, encoded, places, request, self.asking.ask(prompt.uid, request))
+
+    def _row(self, group: Group, answer: Answer) -> Trajectory:
+        """Make the row of an answer."""
+        ids, temperature = answer.ids, self.temperature or 1.0  # greedy: as `vision.generate` notes it
+        finish = "stop" if answer.stopped else "length"
+        outcome = Outcome(text=self.policy.prompt_encoder.text(ids), end=len(ids), tags={"finish": finish})
+        notes = {"logp": answer.logp, "token": ids, "temperature": torch.full((len(ids),), temperature)}
+        steps = TokenRow(group.encoded, ids, temperature)
+        return Trajectory(group.prompt, group.prompt.uid, (outcome,), steps, len(ids), notes)
+
+    def _compare(self, group: Group, server: Server, version: str, rows: list[Trajectory]) -> None:
+        """Compare the first answers of a server to a kind of media with the policy."""
+        kind = media_of(group.encoded)
+        if (kind, server.url) in self.checked or self.writer().version != version:  # asked of older weights
+            return
+        if self.top_p < 1 or self.top_k or self.min_p:  # of a smaller distribution than the policy's
+            whole = Sampling(min(16, self.max_completion_length), self.temperature)
+            settings = group.request["sampling_params"] | {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "n": 1}
+            request = {
+                **group.request,
+                "sampling_params": {**settings, "max_tokens": whole.max_completion_length},
+            }
+            answers, server = self.asking.answers(group.prompt.uid, request)
+            rows = [self._row(group, answer) for answer in answers]
+        check_agreement(self.policy, kind, server.url, tuple(rows))
+        self.checked.add((kind, server.url))
