@@ -2,10 +2,35 @@
 
 from __future__ import annotations
 
+import faulthandler
+import signal
+from collections.abc import Iterator
+from types import FrameType
+
 import pytest
 import torch
 
 from mmrl.core import onednn
+
+LIMIT = 900  # seconds that a test with its fixtures may take; none needs a tenth of it on an idle machine
+
+
+def _too_long(number: int, frame: FrameType | None) -> None:
+    raise TimeoutError(f"this test takes more than {LIMIT} s")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol() -> Iterator[None]:
+    """Fail a test that hangs; one that hangs outside of Python ends the whole run, with where each thread is."""
+    before = signal.signal(signal.SIGALRM, _too_long)
+    signal.alarm(LIMIT)
+    faulthandler.dump_traceback_later(LIMIT + 300, exit=True)
+    try:
+        return (yield)
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
 
 
 @pytest.fixture

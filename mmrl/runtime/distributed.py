@@ -42,6 +42,7 @@ class Processes:
         from accelerate import Accelerator, DistributedType, InitProcessGroupKwargs
 
         self.timeout = timeout
+        check_restarts()
         # Outside of `watching`, collectives time out by themselves.
         patience = InitProcessGroupKwargs(timeout=timedelta(seconds=timeout + GRACE))
         self.accelerator = Accelerator(kwargs_handlers=[patience])
@@ -309,6 +310,22 @@ def check_joined() -> None:
             f"{number} -m mmrl ...`, or without a GPU with `ACCELERATE_USE_CPU=true torchrun "
             f"--nproc_per_node {number} -m mmrl ...`; unset {words.split()[0]} to start one process"
         )
+
+
+def check_restarts() -> None:
+    """Raise `ConfigError` where a launcher would start processes again beside addresses of ended ones.
+
+    Agents of torchrun share one store over all restarts, so a process that is started again may read where an
+    ended one listened, and wait for it: half of the restarts on two machines did not come up.
+    """
+    told = os.environ
+    if told.get("TORCHELASTIC_MAX_RESTARTS", "0") == "0" or told.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return
+    raise ConfigError(
+        "processes that the launcher starts again would find addresses of ended ones in its store, and hang; "
+        "set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in the environment of the launcher on every machine and give "
+        "it --rdzv_backend c10d, or leave out --max_restarts"
+    )
 
 
 def place_of(order: Sequence[str]) -> Callable[[str], tuple[int, str]]:

@@ -18,7 +18,7 @@ from mmrl.core.reward_table import RewardTable
 from mmrl.core.step_table import Batch
 from mmrl.reporting import html
 from mmrl.reporting.metrics import Journal
-from mmrl.runtime.distributed import Processes, check_joined
+from mmrl.runtime.distributed import Processes, check_joined, check_restarts
 from mmrl.runtime.watchdog import ProcessFailed
 from mmrl.training.loop import train
 from tests.support.distributed_worker import launch, start
@@ -31,6 +31,17 @@ def process(rank: int, world: int) -> Processes:
     one = object.__new__(Processes)
     one.rank, one.world = rank, world
     return one
+
+
+def test_restarts_that_would_read_addresses_of_ended_processes_are_refused(monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "0")
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    check_restarts()
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "2")
+    with pytest.raises(ConfigError, match=r"TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 .* --rdzv_backend c10d"):
+        Processes()
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "False")
+    check_restarts()
 
 
 def test_groups_are_shared_whole_and_evenly():

@@ -89,10 +89,6 @@ def write(folder, **changes):
     return str(listed)
 
 
-def printed_by(processes, timeout=400):
-    return [process.communicate(timeout=timeout)[0] for process in processes]
-
-
 @pytest.mark.slow
 @needs_machines
 def test_two_machines_train_as_two_processes_of_one(undisturbed, tmp_path):
@@ -100,7 +96,7 @@ def test_two_machines_train_as_two_processes_of_one(undisturbed, tmp_path):
     listed = write(tmp_path)
     with two_machines() as machines:
         started = [machines.start(i, accelerate(i, WORKER, listed)) for i in range(2)]
-        printed = printed_by(started)
+        printed = [machines.wait(i) for i in range(2)]
     assert not any(process.returncode for process in started), printed
     assert journal(tmp_path) == journal(undisturbed)
     for rank in range(2):
@@ -124,12 +120,12 @@ def test_a_machine_that_is_gone_is_named_and_the_run_goes_on_with_one_process(
         started = [machines.start(i, torchrun(i, WORKER, listed)) for i in range(2)]
         until = time.monotonic() + 300
         while not (tmp_path / "once").exists() and time.monotonic() < until:
-            assert started[0].poll() is None, printed_by(started)
+            assert started[0].poll() is None, machines.printed(0)
             time.sleep(0.1)
         gone = time.monotonic()
         if how == "unplugged":
             machines.unplug()
-        (printed,) = printed_by(started[:1], timeout=90)
+        printed = machines.wait(0, timeout=90)
     told = tmp_path / "run" / "failed-0"  # where the main thread was not waiting for the other machine
     words = printed + (told.read_text() if told.exists() else "")
     assert f"ProcessFailed: process 1 of 2 (on machine1, 10.97.41.2) is gone: {said}" in words
@@ -150,8 +146,10 @@ def test_a_machine_that_is_gone_is_named_and_the_run_goes_on_with_one_process(
 def test_torchrun_starts_the_processes_again_and_they_go_on(undisturbed, tmp_path):
     listed = write(tmp_path)
     with two_machines() as machines:
-        started = [machines.start(i, torchrun(i, WORKER, listed, restarts=1)) for i in range(2)]
-        printed = printed_by(started)
+        one_store_a_round = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+        command = [torchrun(i, WORKER, listed, restarts=1) for i in range(2)]
+        started = [machines.start(i, command[i], **one_store_a_round) for i in range(2)]
+        printed = [machines.wait(i) for i in range(2)]
     assert not any(process.returncode for process in started), printed
     assert (tmp_path / "once").exists()
     assert journal(tmp_path) == journal(undisturbed)

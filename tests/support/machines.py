@@ -11,9 +11,11 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import IO
 
 ADDRESSES = ("10.97.41.1", "10.97.41.2")
 PORT = 29417
@@ -44,6 +46,7 @@ class Machines:
     def __init__(self) -> None:
         self.names = [f"mmrl-{os.getpid()}-{i}" for i in range(2)]
         self.started: list[subprocess.Popen] = []
+        self.written: list[IO[str]] = []
 
     def unplug(self) -> None:
         """Cut the cable, as when a machine is switched off: nobody gets a packet any more."""
@@ -55,17 +58,44 @@ class Machines:
         named = f'hostname machine{number}; exec "$0" "$@"'
         own = ["ip", "netns", "exec", self.names[number], "unshare", "--uts", "sh", "-c", named]
         told = {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "cable"} | more
+        # A file and no pipe: what a launcher leaves behind may hold the other end open for ever.
+        output = tempfile.TemporaryFile("w+")
         process = subprocess.Popen(
             [*own, program, *command[1:]],
             env={**os.environ, **told},
             cwd=ROOT,
-            stdout=subprocess.PIPE,
+            stdout=output,
             stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
         )
         self.started.append(process)
+        self.written.append(output)
         return process
+
+    def wait(self, number: int, timeout: float = 240) -> str:
+        """Wait for what was started on a machine to end, and give what it wrote."""
+        try:
+            self.started[number].wait(timeout)
+        except subprocess.TimeoutExpired as error:
+            written = "\n".join(f"machine {i}: {self.printed(i)}" for i in range(len(self.written)))
+            raise TimeoutError(f"machine {number} is not done after {timeout} s\n{written}") from error
+        return self.printed(number)
+
+    def printed(self, number: int) -> str:
+        """Give what a machine has written so far."""
+        self.written[number].seek(0)
+        return self.written[number].read()
+
+    def stop(self) -> None:
+        """End all that runs on the machines, also what launchers have put into sessions of their own."""
+        for name in self.names:
+            found = subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True, check=False)
+            for pid in found.stdout.split():
+                with suppress(ProcessLookupError):
+                    os.kill(int(pid), signal.SIGKILL)
+        for process, output in zip(self.started, self.written, strict=True):
+            process.kill()
+            process.wait(30)
+            output.close()
 
 
 @contextmanager
@@ -83,10 +113,7 @@ def two_machines() -> Iterator[Machines]:
             ip("-n", name, "link", "set", "cable", "up")
         yield machines
     finally:
-        for process in machines.started:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.communicate()
+        machines.stop()
         for name in machines.names:
             subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
 
