@@ -193,7 +193,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     torch.set_num_threads(1)
     shared = TASKS[given.task](given.home, given.source, given.quick)
     if given.rate:
-        shared["learn"]["learning_rate"] = warm_up(given.rate)
+        shared["learn"]["learning_rate"] = warm_up(given.task, given.rate)
     if given.steps:
         shared["max_steps"] = given.steps
     start = before(shared, given.home / "start.json")
