@@ -216,7 +216,7 @@ def convert(source: str, output: Path) -> None:
     model.hf_quantizer, model.is_quantized = None, False
     model.save_pretrained(str(output))
     tokenizer = AutoTokenizer.from_pretrained(str(folder), gguf_file=file.name)
-    # Its own template puts 30 tokens of a system message before questions of ten, and a run costs what it reads.
+    # Its own template puts 30 tokens of a system message before ten of a question; a run costs what it reads.
     tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }}\n{% endfor %}"
     tokenizer.save_pretrained(str(output))
 
@@ -235,7 +235,11 @@ def shared_by_all(task: str, longest: int, quick: bool) -> dict[str, Any]:
             "num_generations": generations,
         },
         # AdamW divides by the size of the gradient, so that the scale of a variant's loss does not matter.
-        "learn": {"learning_rate": warm_up(task, RATES[task]), "optimizer": "adamw", "micro_batch_steps": 65536},
+        "learn": {
+            "learning_rate": warm_up(task, RATES[task]),
+            "optimizer": "adamw",
+            "micro_batch_steps": 65536,
+        },
         "report": {**REPORT, "checks": []},
         "max_steps": 2 if quick else steps,
         "save_steps": 2 if quick else steps // 3,
