@@ -21,7 +21,7 @@ def _too_long(number: int, frame: FrameType | None) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol() -> Iterator[None]:
-    """Fail a test that hangs; one that hangs outside of Python ends the whole run, with where each thread is."""
+    """Fail a test that hangs; one that hangs outside of Python ends all, with where each thread is."""
     before = signal.signal(signal.SIGALRM, _too_long)
     signal.alarm(LIMIT)
     faulthandler.dump_traceback_later(LIMIT + 300, exit=True)

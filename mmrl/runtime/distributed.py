@@ -318,14 +318,13 @@ def check_restarts() -> None:
     Agents of torchrun share one store over all restarts, so a process that is started again may read where an
     ended one listened, and wait for it: half of the restarts on two machines did not come up.
     """
-    told = os.environ
-    if told.get("TORCHELASTIC_MAX_RESTARTS", "0") == "0" or told.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        return
-    raise ConfigError(
-        "processes that the launcher starts again would find addresses of ended ones in its store, and hang; "
-        "set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in the environment of the launcher on every machine and give "
-        "it --rdzv_backend c10d, or leave out --max_restarts"
-    )
+    shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if shared and os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0":
+        raise ConfigError(
+            "processes that the launcher starts again would find addresses of ended ones in its store, and "
+            "hang; set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in the environment of the launcher on every "
+            "machine and give it --rdzv_backend c10d, or leave out --max_restarts"
+        )
 
 
 def place_of(order: Sequence[str]) -> Callable[[str], tuple[int, str]]:

@@ -11,11 +11,9 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO
 
 ADDRESSES = ("10.97.41.1", "10.97.41.2")
 PORT = 29417
@@ -46,7 +44,7 @@ class Machines:
     def __init__(self) -> None:
         self.names = [f"mmrl-{os.getpid()}-{i}" for i in range(2)]
         self.started: list[subprocess.Popen] = []
-        self.written: list[IO[str]] = []
+        self.written: list[int] = []  # descriptors
 
     def unplug(self) -> None:
         """Cut the cable, as when a machine is switched off: nobody gets a packet any more."""
@@ -58,8 +56,8 @@ class Machines:
         named = f'hostname machine{number}; exec "$0" "$@"'
         own = ["ip", "netns", "exec", self.names[number], "unshare", "--uts", "sh", "-c", named]
         told = {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "cable"} | more
-        # A file and no pipe: what a launcher leaves behind may hold the other end open for ever.
-        output = tempfile.TemporaryFile("w+")
+        # Memory and no pipe: what a launcher leaves behind may hold the other end open for ever.
+        output = os.memfd_create(f"machine{number}")
         process = subprocess.Popen(
             [*own, program, *command[1:]],
             env={**os.environ, **told},
@@ -82,8 +80,8 @@ class Machines:
 
     def printed(self, number: int) -> str:
         """Give what a machine has written so far."""
-        self.written[number].seek(0)
-        return self.written[number].read()
+        written = self.written[number]
+        return os.pread(written, os.fstat(written).st_size, 0).decode(errors="replace")
 
     def stop(self) -> None:
         """End all that runs on the machines, also what launchers have put into sessions of their own."""
@@ -95,7 +93,7 @@ class Machines:
         for process, output in zip(self.started, self.written, strict=True):
             process.kill()
             process.wait(30)
-            output.close()
+            os.close(output)
 
 
 @contextmanager
