@@ -13,7 +13,7 @@ MEMORY = 100 << 20  # bytes of the store of a node
 
 @contextmanager
 def nodes(count: int = 2, cpus: int = 2) -> Iterator[Any]:
-    """Start nodes beside a head without cores, so that actors are on the nodes; `address` is the cluster's."""
+    """Start nodes beside a head without cores, so that actors are on the nodes; `address` is for runs."""
     import ray
     from ray.cluster_utils import Cluster
 
