@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import signal
@@ -99,6 +100,9 @@ def test_runs_whose_actors_are_killed_at_random_instants_are_those_of_one_proces
         killed, restarted = killing(run, random.Random(number))
         assert killed and restarted, number
         same(run, alone)
+        print(f"run {number}: {len(killed)} killed, {restarted} restarts seen")
+        del run
+        gc.collect()  # else its actors keep the cores that those of the next run wait for
 
 
 def killing(run, draw):
