@@ -15,10 +15,11 @@ from mmrl.core.tool_calls import Call
 from mmrl.vision import tool_calls
 from mmrl.vision.decoding.decoding import GenerationRequest
 from mmrl.vision.engines import generate as generate_module
+from mmrl.vision.engines import with_tools
 from mmrl.vision.engines.generate import Generate
 from mmrl.vision.engines.with_environments import WithEnvironments
 from mmrl.vision.engines.with_tools import WithTools
-from mmrl.vision.tool_calls import Limits, Tool, begin_calls
+from mmrl.vision.tool_calls import Limits, Owner, Tool, begin_calls
 from mmrl.vision.tools.images import crop
 from tests.vision import tiny
 from tests.vision.playing import Ladder
@@ -128,6 +129,16 @@ def test_a_tool_begins_while_other_conversations_generate(policy, monkeypatch):
     assert all("called" in text for text in shown)
 
 
+@pytest.mark.parametrize("options", [{"max_turns": 1}, {"max_completion_length": 1}])
+def test_calls_of_a_turn_that_is_the_last_do_not_begin(policy, monkeypatch, options):
+    policy.prompt_encoder.end = list(range(320))
+    begun = []
+    monkeypatch.setattr(with_tools, "begin_calls", lambda calls, limits: begun.append(calls))
+    inner = Generate(policy, stream=Stream(0), max_completion_length=20)
+    rows = Asks(inner, stream=Stream(0), tool=(signal,), **options).rollout(asked(2, 1))
+    assert [row.length for row in rows] == [1, 1] and not begun
+
+
 @pytest.fixture
 def clock(monkeypatch):
     """Stop the clock of calls; a test sets it forward."""
@@ -136,28 +147,29 @@ def clock(monkeypatch):
     return now
 
 
-def begin(function, timeout):
+def begin(function, owner):
     before = {*threading.enumerate()}
-    collect = begin_calls([(replace(Tool.of(function), timeout=timeout), [])], Limits(100, 100))
+    tool = replace(Tool.of(function), timeout=60, owner=owner)
+    collect = begin_calls([(tool, [])], Limits(100, 100))
     new = {*threading.enumerate()} - before  # none where it has ended already
     return collect, new
 
 
 def test_an_answer_in_time_counts_however_late_it_is_read(clock):
-    collect, threads = begin(signal, 60)
+    collect, threads = begin(signal, owner := Owner())
     for thread in threads:
         thread.join(30)
     clock[0] = 1000
     (answer,) = collect()
-    assert not answer.fault and answer.parts[0].text == "called"
+    assert not answer.fault and not owner.lost and answer.parts[0].text == "called"
 
 
 def test_a_time_out_counts_from_the_beginning_of_the_call(clock):
-    collect, _ = begin(hang, 60)
+    collect, _ = begin(hang, owner := Owner())
     assert CALLED.wait(30)
     clock[0] = 61
     (answer,) = collect()  # at once: counted from here, it would wait for the tool
-    assert answer.fault == "no answer within 60 s"
+    assert answer.fault == "no answer within 60 s" and owner.lost
 
 
 def unannounced(inner):
