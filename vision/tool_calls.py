@@ -175,7 +175,16 @@ def _schema(target: Callable, name: str, hints: Mapping[str, Any]) -> Mapping[st
 
 
 def run_calls(calls: Sequence[tuple[Tool, list[Any]]], limits: Limits) -> list[Answer]:
-    """Run calls at the same time, those of one owner in order, so that one that hangs delays no other."""
+    """Run calls as `begin_calls` does, and wait for their answers."""
+    return begin_calls(calls, limits)()
+
+
+def begin_calls(calls: Sequence[tuple[Tool, list[Any]]], limits: Limits) -> Callable[[], list[Answer]]:
+    """Begin calls at the same time, those of one owner in order; returns a function that gets the answers.
+
+    It waits until every call has its answer or is out of time, which is counted from the beginning of the
+    call, however late answers are asked for. One that hangs delays no other.
+    """
     answers = [Answer(fault=f"no answer within {tool.timeout:g} s") for tool, _ in calls]
     chains: dict[int, list[int]] = {}  # the calls of every owner
     for place, (tool, _) in enumerate(calls):
@@ -200,13 +209,17 @@ def run_calls(calls: Sequence[tuple[Tool, list[Any]]], limits: Limits) -> list[A
         begin(chain[0])
         # Daemon threads: a tool that hangs must not keep the process alive after its time-out.
         threading.Thread(target=work, args=(chain,), daemon=True).start()
-    for chain in chains.values():
-        for place in chain:
-            if not done[place].wait(max(0.0, deadlines[place] - time.monotonic())):
-                if owner := calls[place][0].owner:
-                    owner.lost = True
-                break
-    return list(answers)  # a late thread still writes into the other list
+
+    def collect() -> list[Answer]:
+        for chain in chains.values():
+            for place in chain:
+                if not done[place].wait(max(0.0, deadlines[place] - time.monotonic())):
+                    if owner := calls[place][0].owner:
+                        owner.lost = True
+                    break
+        return list(answers)  # a late thread still writes into the other list
+
+    return collect
 
 
 def _with_retries(tool: Tool, arguments: list[Any], deadline: float, limits: Limits) -> Answer:

@@ -285,7 +285,8 @@ def tell(run: Run) -> None:
     run.report.timing = told
     loop.resume, loop.save = noted(loop.resume, "opening"), noted(loop.save, "saving")
     run.close, loop.hand_over = noted(run.close, "closing"), noted(loop.hand_over, "closing")
-    with_tools.run_calls = noted(with_tools.run_calls, "tools")
+    with_tools.begin_calls = noted(with_tools.begin_calls, "tools")
+    with_tools.WithTools._reply = noted(with_tools.WithTools._reply, "tools")
     if run.evaluator:
         run.evaluator.measure = noted(run.evaluator.measure, "evaluating")
 

@@ -68,12 +68,22 @@ def inverse_cdf(probability: Tensor, uniform: Tensor) -> Tensor:
 
 @dataclass
 class GenerationRequest:
-    """A prompt to answer, the number of this answer to it, and `uniform` (T,) numbers in [0, 1)."""
+    """A prompt to answer.
+
+    Args:
+        prompt: The prompt.
+        index: The number of this answer to it.
+        encoded: What the model reads.
+        uniform: A number (T,) in [0, 1) for every token that may be drawn.
+        on_stop: Called with the tokens (t,) of the answer as soon as its end is drawn, while others of the
+            batch are still generated; never for an answer that ends at its limit.
+    """
 
     prompt: Prompt
     index: int
     encoded: EncodedPrompt
     uniform: Tensor
+    on_stop: Callable[[Tensor], None] | None = None
 
 
 class LogitsReader(Protocol):

@@ -209,6 +209,7 @@ class Generate:
         reader, token, stops = begin(rows), None, self.stops.rows(len(rows))
         batch = torch.arange(len(rows), device=device)  # the rows that the reader still has
         soonest, limit = min(limits, default=0), length.clone()
+        awaited = any(row.on_stop for row in rows)
         for t in range(len(uniform)):
             logits = reader.read(token)
             token, *values = draw_tokens(logits, uniform[t], **options)
@@ -222,6 +223,9 @@ class Generate:
             # Rows that ended stay until `keep` pays off: it copies the cache.
             done = batch[found & ~ended[batch]]
             length[done], stopped[done] = t + 1, True  # what ends it is part of the answer
+            if awaited:
+                notes.write(batch)
+                report_stops(rows, done.tolist(), notes.columns[0][:, : t + 1])
             ended = stopped | (limit <= t + 1)
             finished = ended[batch]
             if finished.all():
@@ -295,6 +299,13 @@ class SampledNotes:
         for column, values in zip(self.columns, zip(*self.steps, strict=True), strict=False):
             column[batch, self.written : end] = torch.stack(values, 1).to(column)
         self.steps, self.written = [], end
+
+
+def report_stops(rows: Sequence[GenerationRequest], stopped: Sequence[int], ids: Tensor) -> None:
+    """Call `on_stop` of the requests whose answers have just stopped, with their tokens of `ids` (n, t)."""
+    for i in stopped:
+        if on_stop := rows[i].on_stop:
+            on_stop(ids[i].cpu())
 
 
 def mean_over_parts(words: Sequence[str], values: Sequence[float]) -> float:

@@ -34,8 +34,8 @@ class WithEnvironments(WithTools):
     and what it returns is appended to the prompt; all public methods but `reset` and `get_reward` are tools,
     which may change the state of the object; `get_reward()`, if there is one, is recorded under the name of
     the environment, for the reward `precomputed`. Calls of a conversation are made in order, those of
-    different conversations at the same time. Rewards in TRL's form get the objects as `environments`. All
-    else is as `vision.with_tools` does it.
+    different conversations at the same time, also while others still generate. Rewards in TRL's form get the
+    objects as `environments`. All else is as `vision.with_tools` does it.
 
     Args:
         environment: Classes, or functions that make an object; each may have `label` (its name), `timeout`

@@ -7,6 +7,7 @@ import json
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
+from functools import partial
 from itertools import count
 from typing import Any, ClassVar
 
@@ -30,8 +31,8 @@ from mmrl.vision.tool_calls import (
     Limits,
     Tool,
     ToolFault,
+    begin_calls,
     one_line,
-    run_calls,
     shrunk,
 )
 
@@ -50,6 +51,7 @@ XML tags:
 <tool_call>
 {{"name": <function-name>, "arguments": <args-json-object>}}
 </tool_call>"""
+Replies = list[tuple[Tool | None, Answer]]  # to the calls of a turn, with the tools that were found
 UNREADABLE = "Error: the reply of the tool cannot be shown"
 
 
@@ -69,6 +71,7 @@ class Conversation:
     temperature: float = 1.0
     shown: int = 0  # images and videos that tools showed
     finish: str = ""  # why it ended
+    collect: Callable[[], Replies] | None = None  # gets the replies to the calls that were begun
 
     @property
     def schemas(self) -> Tools:
@@ -99,7 +102,8 @@ class WithTools:
     answer is the last turn; the tag `turn` is the number of that turn, from 0, and `finish` is `stop`,
     `length`, `turns`, `images` or `tool_error`. The columns `conversation` and `finish` of completions show
     all turns, and why they ended. A call that cannot be made as it is written is always answered by an error
-    in one line. `replay` keeps none of these rows.
+    in one line. The calls of a turn begin when its end is drawn, while other conversations of the batch still
+    generate; their replies are read together, in the next turn. `replay` keeps none of these rows.
 
     Args:
         tool: Functions that the model may call; each may have `timeout` (seconds), `retries`, and `on_error`:
@@ -191,7 +195,8 @@ class WithTools:
             generator = self.stream.generator(talk.prompt.uid, talk.index, *key)
             most = min(self.engine.max_completion_length, self.max_completion_length - talk.length)
             uniform = torch.rand(most, generator=generator)
-            requests.append(GenerationRequest(talk.prompt, talk.index, talk.read, uniform))
+            on_stop = None if turn + 1 == self.max_turns else partial(self._begin_early, talk)
+            requests.append(GenerationRequest(talk.prompt, talk.index, talk.read, uniform, on_stop))
         for talk, answer in zip(talks, self.engine.answer(requests, begin), strict=True):
             talk.add(answer)
             finish = answer.outcomes[-1].tags["finish"]
@@ -201,36 +206,51 @@ class WithTools:
             elif talk.length >= self.max_completion_length:
                 talk.finish = "length"
 
+    def _begin_early(self, talk: Conversation, ids: Tensor) -> None:
+        """Begin the calls of a turn (t,) whose end was drawn, where the conversation goes on after it."""
+        if talk.length + len(ids) < self.max_completion_length:
+            talk.collect = self._begin_calls(talk, self.policy.prompt_encoder.text(ids))
+
     def _reply(self, talks: Sequence[Conversation], last: bool) -> None:
         """Answer the calls of all conversations at the same time; `last` ends them instead."""
         if last:
             for talk in talks:
                 talk.finish = "turns"
             return
+        # Some have not begun: an engine may leave `on_stop` alone.
+        begun = [talk.collect or self._begin_calls(talk, talk.outcomes[-1].text or "") for talk in talks]
+        answered = [collect() for collect in begun]
+        for talk, replies in zip(talks, answered, strict=True):
+            talk.collect = None
+            self.counts["calls"] += len(replies)
+            self._continue(talk, replies)
+
+    def _begin_calls(self, talk: Conversation, text: str) -> Callable[[], Replies]:
+        """Begin the calls of a turn at the same time; returns a function that gets their replies."""
+        found = self.parse(text)
+        if len(found) > MAX_CALLS:
+            found = [*found[:MAX_CALLS], CallError(f"only {MAX_CALLS} calls of a turn are answered")]
         calls: list[tuple[Tool, list[Any]]] = []
-        written: list[list[CallError | int]] = []  # for every call of a conversation an error, or its place
-        for talk in talks:
-            written.append([])
-            found = self.parse(talk.outcomes[-1].text or "")
-            if len(found) > MAX_CALLS:
-                found = [*found[:MAX_CALLS], CallError(f"only {MAX_CALLS} calls of a turn are answered")]
-            for call in found:
-                try:
-                    calls.append(self._bound(call, talk))
-                except CallError as error:
-                    written[-1].append(error)
-                    continue
-                written[-1].append(len(calls) - 1)
-        answers = run_calls(calls, Limits(self.max_reply_chars, self.max_image_pixels))
-        self.counts["calls"] += sum(map(len, written))
-        for talk, places in zip(talks, written, strict=True):
-            replies = [
+        places: list[CallError | int] = []  # for every call an error, or its place in `calls`
+        for call in found:
+            try:
+                calls.append(self._bound(call, talk))
+            except CallError as error:
+                places.append(error)
+                continue
+            places.append(len(calls) - 1)
+        begun = begin_calls(calls, Limits(self.max_reply_chars, self.max_image_pixels))
+
+        def collect() -> Replies:
+            answers = begun()
+            return [
                 (None, Answer(fault=str(place)))
                 if isinstance(place, CallError)
                 else (calls[place][0], answers[place])
                 for place in places
             ]
-            self._continue(talk, replies)
+
+        return collect
 
     def _bound(self, call: Call | CallError, talk: Conversation) -> tuple[Tool, list[Any]]:
         """Find the tool of a call and its arguments; raises CallError."""
