@@ -223,7 +223,7 @@ class Generate:
             # Rows that ended stay until `keep` pays off: it copies the cache.
             done = batch[found & ~ended[batch]]
             length[done], stopped[done] = t + 1, True  # what ends it is part of the answer
-            if awaited:
+            if awaited and len(done):
                 notes.write(batch)
                 report_stops(rows, done.tolist(), notes.columns[0][:, : t + 1])
             ended = stopped | (limit <= t + 1)
