@@ -37,8 +37,9 @@ class PhotoSigns:
     ask about a sign by its name, half of them with that part as the image; `captions.jsonl` says it of every
     sign by name. `skills.jsonl`, `lessons.jsonl` and their twins `search_*.jsonl` are rows for
     `vision.conversations`: turns of conversations about the first `labelled` training photographs, which the
-    other rows leave out. The skills are right; in lessons often no tool is called, or a wrong place is looked
-    at. `direct.jsonl` asks about the same photographs without any tool.
+    other rows leave out. The skills are right, and those of search answer a heart that is shown both at once
+    and after a call; in lessons often no tool is called, or a wrong place is looked at. `direct.jsonl` asks
+    about the same photographs without any tool.
 
     A sign hangs near the middle of one of `cells` x `cells` cells; a box of `box` pixels there has the heart.
 
@@ -159,9 +160,12 @@ class PhotoSigns:
             )
             yield from list(turns)[: 2 - at]  # what `crop` shows is at hand
         call, asked = search_call(row["name"]), about_name(row, crop=number % 2 == 1)
-        yield from conversation(
-            asked, SEARCH, [asked["image"]], asked["question"], call, call, row["caption"]
-        )
+        # What is seen is answered after a call and, as well, at once; the rest after a call alone.
+        for first in (call, row["answer"])[: 1 + asked["seen"]]:
+            turns = conversation(
+                asked, SEARCH, [asked["image"]], asked["question"], call, first, row["caption"]
+            )
+            yield from list(turns)[: 2 if first == call else 1]
         yield next(conversation(row, LOOK, [row["crop"]], row["question"], "", row["answer"], ""))
 
     def _lessons(self, output: Path, row: Mapping[str, Any]) -> Iterator[dict[str, Any]]:

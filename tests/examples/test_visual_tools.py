@@ -65,7 +65,7 @@ def test_a_box_of_the_photograph_shows_the_heart(made):
     folder, counts = made
     assert counts == {
         "train": 4, "test": 6, "train_search": 4, "test_search": 6, "captions": 18,
-        "direct": 8, "skills": 32, "search_skills": 16, "lessons": 16, "search_lessons": 16,
+        "direct": 8, "skills": 32, "search_skills": 20, "lessons": 16, "search_lessons": 16,
     }  # fmt: skip
     for row in lines(folder / "train.jsonl") + lines(folder / "direct.jsonl"):
         pixels = numpy.asarray(Image.open(folder / row["crop"])).astype(int)
@@ -94,6 +94,24 @@ def test_captions_find_signs_by_name_and_lessons_are_about_other_photographs(mad
     taught = {image for row in lines(folder / "lessons.jsonl") for image in row["images"]}
     assert taught.isdisjoint({row[key] for row in asked for key in ("image", "crop")})
     assert len({name_of(number) for number in range(3600)}) == 3600
+
+
+def test_skills_answer_at_once_what_is_seen_and_search_for_the_rest(made):
+    folder, _ = made
+    photographs = {row["id"]: row for row in lines(folder / "direct.jsonl")}
+    firsts = {name: [] for name in photographs}
+    for row in lines(folder / "search_skills.jsonl"):
+        name = " ".join(row["id"].split()[:2])
+        photograph, seen = photographs[name], int(name.split()[1]) % 2 == 1
+        assert row["images"] == [photograph["crop" if seen else "image"]]
+        if len(row["prompt"]) == 2:
+            firsts[name].append(row["completion"])
+        else:
+            assert row["completion"] == photograph["answer"]
+            assert row["prompt"][-1]["content"] == photograph["caption"]
+    for name, photograph in photographs.items():
+        call, seen = search_call(photograph["name"]), int(name.split()[1]) % 2 == 1
+        assert firsts[name] == ([call, photograph["answer"]] if seen else [call])
 
 
 def test_lessons_look_where_the_sign_is_unless_they_slip(assets, made, tmp_path):
