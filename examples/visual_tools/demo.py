@@ -46,7 +46,7 @@ RUNS = {
 STAGES = {  # of supervised learning
     "direct": ("direct",),
     "imitation": ("skills", "imitation"),
-    "search_lessons": ("skills", "search_skills", "search_lessons"),
+    "search_lessons": ("search_skills", "search_lessons"),
 }
 NAMES = {
     "direct": "no tools, start", "without": "no tools, GRPO", "imitation": "tools, start",

@@ -65,7 +65,7 @@ def test_a_box_of_the_photograph_shows_the_heart(made):
     folder, counts = made
     assert counts == {
         "train": 4, "test": 6, "train_search": 4, "test_search": 6, "captions": 18,
-        "direct": 8, "skills": 32, "search_skills": 20, "lessons": 16, "search_lessons": 16,
+        "direct": 8, "skills": 32, "search_skills": 80, "lessons": 16, "search_lessons": 16,
     }  # fmt: skip
     for row in lines(folder / "train.jsonl") + lines(folder / "direct.jsonl"):
         pixels = numpy.asarray(Image.open(folder / row["crop"])).astype(int)
@@ -96,22 +96,32 @@ def test_captions_find_signs_by_name_and_lessons_are_about_other_photographs(mad
     assert len({name_of(number) for number in range(3600)}) == 3600
 
 
-def test_skills_answer_at_once_what_is_seen_and_search_for_the_rest(made):
+def test_search_skills_answer_what_is_seen_at_once_too_and_ask_by_several_names(made):
     folder, _ = made
     photographs = {row["id"]: row for row in lines(folder / "direct.jsonl")}
-    firsts = {name: [] for name in photographs}
+    firsts, names, calls = {}, {}, []
     for row in lines(folder / "search_skills.jsonl"):
-        name = " ".join(row["id"].split()[:2])
-        photograph, seen = photographs[name], int(name.split()[1]) % 2 == 1
-        assert row["images"] == [photograph["crop" if seen else "image"]]
+        at = " ".join(row["id"].split()[:2])
+        photograph = photographs[at]
+        name = row["prompt"][1]["content"].split()[-1].rstrip("?")
+        seen = row["images"] == [photograph["crop"]]
+        assert seen or row["images"] == [photograph["image"]]
         if len(row["prompt"]) == 2:
-            firsts[name].append(row["completion"])
+            firsts.setdefault((at, name, seen), []).append(row["completion"])
+            names.setdefault(at, set()).add(name)
         else:
             assert row["completion"] == photograph["answer"]
-            assert row["prompt"][-1]["content"] == photograph["caption"]
-    for name, photograph in photographs.items():
-        call, seen = search_call(photograph["name"]), int(name.split()[1]) % 2 == 1
-        assert firsts[name] == ([call, photograph["answer"]] if seen else [call])
+            assert row["prompt"][3]["content"] == photograph["caption"].replace(photograph["name"], name)
+            calls.append(row["prompt"][2]["content"])
+    for (at, name, seen), turns in firsts.items():
+        assert turns == [search_call(name), *([photographs[at]["answer"]] if seen else [])]
+        if name == photographs[at]["name"]:
+            assert seen == (int(at.split()[1]) % 2 == 1)
+    assert sum(seen for _, _, seen in firsts) == 16 == len(firsts) / 2
+    # Names of other photographs, which held-out questions ask for, are not used up.
+    others = {name_of(number) for number in range(12 + 6)}
+    assert all(names[at] & others == {photographs[at]["name"]} for at in photographs)
+    assert len(set(calls)) == 32
 
 
 def test_lessons_look_where_the_sign_is_unless_they_slip(assets, made, tmp_path):
