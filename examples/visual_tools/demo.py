@@ -6,7 +6,7 @@ wrong place. GRPO and GiGPO go on from there with rewards for right answers alon
 tools, the same model with a larger view, reads at least as many visual tokens.
 
 With `--part search` captions can be searched, which half of the questions do not need: GRPO against OTC-PO,
-which pays for fewer calls. The model learns to search; so far OTC-PO saves it no calls.
+which pays for fewer calls. The model first learns to search and to answer at once what is seen.
 
 Run `python -m examples.visual_tools.demo [--photographs FOLDER] [--seeds 3]`. Each step is an ordinary `mmrl`
 command with a configuration of this folder; all results are written to `--output`.
@@ -46,7 +46,7 @@ RUNS = {
 STAGES = {  # of supervised learning
     "direct": ("direct",),
     "imitation": ("skills", "imitation"),
-    "search_lessons": ("skills", "search_skills", "search_lessons"),
+    "search_lessons": ("search_skills", "search_lessons"),
 }
 NAMES = {
     "direct": "no tools, start", "without": "no tools, GRPO", "imitation": "tools, start",

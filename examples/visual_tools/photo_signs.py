@@ -37,8 +37,9 @@ class PhotoSigns:
     ask about a sign by its name, half of them with that part as the image; `captions.jsonl` says it of every
     sign by name. `skills.jsonl`, `lessons.jsonl` and their twins `search_*.jsonl` are rows for
     `vision.conversations`: turns of conversations about the first `labelled` training photographs, which the
-    other rows leave out. The skills are right; in lessons often no tool is called, or a wrong place is looked
-    at. `direct.jsonl` asks about the same photographs without any tool.
+    other rows leave out. The skills are right, and those of search answer a heart that is shown both at once
+    and after a call; in lessons often no tool is called, or a wrong place is looked at. `direct.jsonl` asks
+    about the same photographs without any tool.
 
     A sign hangs near the middle of one of `cells` x `cells` cells; a box of `box` pixels there has the heart.
 
@@ -54,6 +55,7 @@ class PhotoSigns:
         heart: Side of the heart, in pixels.
         look: Share of first turns that call a tool.
         slip: Share of calls that look at another cell.
+        names: Names by which the skills of search ask about a photograph.
     """
 
     stream: Stream
@@ -68,6 +70,7 @@ class PhotoSigns:
     heart: PositiveInt = 13
     look: Probability = 0.5
     slip: Probability = 0.4
+    names: PositiveInt = 4
 
     def __post_init__(self) -> None:
         if self.side % self.cells or 4 * self.box > self.side // self.cells or 2 * self.heart > self.box:
@@ -158,11 +161,21 @@ class PhotoSigns:
                 row, LOOK, [row["image"], row["crop"]], row["question"], call, call, "<image>"
             )
             yield from list(turns)[: 2 - at]  # what `crop` shows is at hand
-        call, asked = search_call(row["name"]), about_name(row, crop=number % 2 == 1)
-        yield from conversation(
-            asked, SEARCH, [asked["image"]], asked["question"], call, call, row["caption"]
-        )
+        for at in range(self.names):
+            yield from self._search_skills(row, number, at)
         yield next(conversation(row, LOOK, [row["crop"]], row["question"], "", row["answer"], ""))
+
+    def _search_skills(self, row: Mapping[str, Any], number: int, at: int) -> Iterator[dict[str, Any]]:
+        """List turns about a photograph's sign by one of its names; what is seen is answered at once, too."""
+        # Names other than the first belong to no photograph, so that names are copied, not known by heart.
+        unused = self.num_train + self.num_test + (self.names - 1) * number + at - 1
+        name = name_of(unused) if at else row["name"]
+        asked = about_name({**row, "name": name}, crop=(number + at) % 2 == 1)
+        call, caption = search_call(name), row["caption"].replace(row["name"], name, 1)
+        image, question = [asked["image"]], asked["question"]
+        yield from conversation(asked, SEARCH, image, question, call, call, caption)
+        if asked["seen"]:
+            yield next(conversation(asked, SEARCH, image, question, call, row["answer"], caption))
 
     def _lessons(self, output: Path, row: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         """List turns of conversations about a photograph; a first turn is a call or an answer."""

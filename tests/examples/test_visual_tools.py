@@ -65,7 +65,7 @@ def test_a_box_of_the_photograph_shows_the_heart(made):
     folder, counts = made
     assert counts == {
         "train": 4, "test": 6, "train_search": 4, "test_search": 6, "captions": 18,
-        "direct": 8, "skills": 32, "search_skills": 16, "lessons": 16, "search_lessons": 16,
+        "direct": 8, "skills": 32, "search_skills": 80, "lessons": 16, "search_lessons": 16,
     }  # fmt: skip
     for row in lines(folder / "train.jsonl") + lines(folder / "direct.jsonl"):
         pixels = numpy.asarray(Image.open(folder / row["crop"])).astype(int)
@@ -94,6 +94,34 @@ def test_captions_find_signs_by_name_and_lessons_are_about_other_photographs(mad
     taught = {image for row in lines(folder / "lessons.jsonl") for image in row["images"]}
     assert taught.isdisjoint({row[key] for row in asked for key in ("image", "crop")})
     assert len({name_of(number) for number in range(3600)}) == 3600
+
+
+def test_search_skills_answer_what_is_seen_at_once_too_and_ask_by_several_names(made):
+    folder, _ = made
+    photographs = {row["id"]: row for row in lines(folder / "direct.jsonl")}
+    firsts, names, calls = {}, {}, []
+    for row in lines(folder / "search_skills.jsonl"):
+        at = " ".join(row["id"].split()[:2])
+        photograph = photographs[at]
+        name = row["prompt"][1]["content"].split()[-1].rstrip("?")
+        seen = row["images"] == [photograph["crop"]]
+        assert seen or row["images"] == [photograph["image"]]
+        if len(row["prompt"]) == 2:
+            firsts.setdefault((at, name, seen), []).append(row["completion"])
+            names.setdefault(at, set()).add(name)
+        else:
+            assert row["completion"] == photograph["answer"]
+            assert row["prompt"][3]["content"] == photograph["caption"].replace(photograph["name"], name)
+            calls.append(row["prompt"][2]["content"])
+    for (at, name, seen), turns in firsts.items():
+        assert turns == [search_call(name), *([photographs[at]["answer"]] if seen else [])]
+        if name == photographs[at]["name"]:
+            assert seen == (int(at.split()[1]) % 2 == 1)
+    assert sum(seen for _, _, seen in firsts) == 16 == len(firsts) / 2
+    # Names of other photographs, which held-out questions ask for, are not used up.
+    others = {name_of(number) for number in range(12 + 6)}
+    assert all(names[at] & others == {photographs[at]["name"]} for at in photographs)
+    assert len(set(calls)) == 32
 
 
 def test_lessons_look_where_the_sign_is_unless_they_slip(assets, made, tmp_path):
