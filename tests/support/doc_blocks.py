@@ -205,6 +205,8 @@ KINDS: dict[str, Callable[[Block, Path], None]] = {
 def check_words(words: list[str], folder: Path) -> None:
     """Check a command without running it: its options by the real parser, its configuration resolved."""
     match words:
+        case [set_before, *rest] if re.match("[A-Z][A-Z_]*=", set_before) and rest:
+            check_words(rest, folder)
         case ["make", *targets]:
             check_make(targets)
         case ["pip", "install", *wanted]:
