@@ -1,7 +1,10 @@
-"""Host memory of a prompt with an image: rows that contain their images, and rollouts in process and on Ray.
+"""Host memory of a prompt: rows of text, rows that contain their images, rollouts in process and on Ray.
 
-    python -m benchmarks.host_memory [--prompts 64] [--side 448]
+    python -m benchmarks.host_memory [--prompts 64] [--side 448] [--texts 100000] [--only text]
 
+Text: rows of 2 kB of text in jsonl, in parquet (row groups of 1,000) and as a folder of `datasets`, read by
+`vision.visual_qa`: what the process then has more, as prompts are, and with all in a list; milliseconds
+of processor time to read a row at first, and to ask for one of 5,000 in random order, which nobody keeps.
 Rows: a parquet file of PNG images of noise (the worst case of compression) is read by `vision.visual_qa`;
 what the process then has more, with the images in memory and with them in the file of
 `mmrl.data.stored_bytes`. Every process of a machine has that. Rollouts: answers of 16 tokens of a tiny
@@ -17,8 +20,10 @@ import ctypes
 import gc
 import io
 import json
+import random
 import subprocess
 import sys
+import time
 from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -30,6 +35,7 @@ from mmrl.core.rng import Stream
 
 RESULTS = Path(__file__).parent / "results" / "host_memory.json"
 LENGTH = 16
+DRAWN = 5000  # rows of text that are asked for in random order
 
 
 def private() -> int:
@@ -71,7 +77,54 @@ def write(path: Path, prompts: int, side: int) -> int:
     return sum(map(len, images)) // prompts
 
 
+def write_texts(folder: Path, texts: int) -> None:
+    """Write rows of 2 kB of text in every form that is measured."""
+    import datasets
+    import pyarrow
+    from pyarrow import parquet
+
+    draw = random.Random(0)
+    for name, count in (("few", 4), ("texts", texts)):
+        rows = [
+            {"id": f"row-{i}", "question": f"{draw.randbytes(960).hex()}?", "answer": draw.randbytes(8).hex()}
+            for i in range(count)
+        ]
+        with (folder / f"{name}.jsonl").open("w") as file:
+            file.writelines(json.dumps(row) + "\n" for row in rows)
+        parquet.write_table(
+            pyarrow.Table.from_pylist(rows), folder / f"{name}_texts.parquet", row_group_size=1000
+        )
+        datasets.Dataset.from_list(rows).save_to_disk(folder / name)
+
+
 # ---- one measurement, in a process of its own
+
+
+def of_texts(folder: Path, prompts: int, form: str, held: bool) -> dict[str, Any]:
+    """Read rows of text, and measure what they take and how long each takes in random order."""
+    from mmrl.config.binding import Pieces
+    from mmrl.config.schema import Piece
+
+    def read(name: str) -> Any:
+        source = folder / {"jsonl": f"{name}.jsonl", "parquet": f"{name}_texts.parquet", "saved": name}[form]
+        data = Pieces(Stream()).prompts(Piece("vision.visual_qa", {"path": str(source)}), "data")
+        return list(data) if held else data
+
+    read("few")  # imports, and pools of pyarrow
+    before, began = private(), time.process_time()
+    data = read("texts")
+    seconds = time.process_time() - began
+    size = private() - before
+    order = random.Random(1).sample(range(prompts), min(DRAWN, prompts))
+    began = time.process_time()
+    letters = sum(len(data[i].messages[0].parts[0].text) for i in order)
+    assert letters == len(order) * 1921
+    return {
+        "bytes": size // len(data),
+        "read_ms": round(1000 * seconds / len(data), 3),
+        "random_ms": round(1000 * (time.process_time() - began) / len(order), 3),
+        "bytes_after": (private() - before) // len(data),
+    }
 
 
 def of_rows(folder: Path, prompts: int, stored: bool) -> dict[str, Any]:
@@ -147,7 +200,7 @@ def apart(folder: Path, given: dict[str, Any]) -> dict[str, Any]:
 def measure_one(folder: Path, what: str, prompts: int, **options: Any) -> dict[str, Any]:
     """Measure what a line names."""
     torch.set_num_threads(1)
-    return {"rows": of_rows, "rollouts": of_rollouts}[what](folder, prompts, **options)
+    return {"texts": of_texts, "rows": of_rows, "rollouts": of_rollouts}[what](folder, prompts, **options)
 
 
 def main() -> None:
@@ -155,6 +208,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--prompts", type=int, default=64)
     parser.add_argument("--side", type=int, default=448)
+    parser.add_argument("--texts", type=int, default=100_000)
+    parser.add_argument("--only", choices=("text", ""), default="", help="leave what has images as it was")
     parser.add_argument("--one", default="", help="one line, as JSON; of this script itself")
     parser.add_argument("--folder", type=Path, help="of its files")
     parser.add_argument("--output", type=Path, default=RESULTS)
@@ -162,25 +217,40 @@ def main() -> None:
     if given.one:
         print(json.dumps(measure_one(given.folder, **json.loads(given.one))))
         return
-    from mmrl.vision.builders.tiny_models import TinyQwen2_5Vl
-
     with TemporaryDirectory() as place:
         folder = Path(place)
-        TinyQwen2_5Vl(stream=Stream(0), max_pixels=given.side**2).build(folder / "model")
-        encoded = write(folder / "rows.parquet", given.prompts, given.side)
-        write(folder / "few.parquet", 4, given.side)
-        pixels = 3 * given.side**2
-        lines: list[dict[str, Any]] = [
-            {"image": encoded, "pixels_uint8": pixels, "pixels_float32": 4 * pixels}
+        write_texts(folder, given.texts)
+        texts = {"what": "texts", "prompts": given.texts}
+        asked = [
+            {**texts, "form": form, "held": held}
+            for form in ("jsonl", "parquet", "saved")
+            for held in (True, False)
         ]
-        rows = {"what": "rows", "prompts": given.prompts}
-        made = {"what": "rollouts", "prompts": given.prompts}
-        asked = [{**rows, "stored": stored} for stored in (False, True)]
-        asked += [{**made, "answers": n, "workers": on_ray} for on_ray in (False, True) for n in (1, 8)]
+        lines: list[dict[str, Any]] = []
+        if given.only:
+            old = given.output.read_text().splitlines() if given.output.is_file() else []
+            lines = [line for line in map(json.loads, old) if line.get("what") != "texts"]
+        else:
+            lines, more = with_images(folder, given.prompts, given.side)
+            asked += more
         for one in asked:
             lines.append(apart(folder, one))
             print(json.dumps(lines[-1]), flush=True)
             given.output.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def with_images(folder: Path, prompts: int, side: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Write rows with images and a tiny model; return their sizes and what is to be measured."""
+    from mmrl.vision.builders.tiny_models import TinyQwen2_5Vl
+
+    TinyQwen2_5Vl(stream=Stream(0), max_pixels=side**2).build(folder / "model")
+    encoded = write(folder / "rows.parquet", prompts, side)
+    write(folder / "few.parquet", 4, side)
+    pixels = 3 * side**2
+    asked = [{"what": "rows", "prompts": prompts, "stored": stored} for stored in (False, True)]
+    made = {"what": "rollouts", "prompts": prompts}
+    asked += [{**made, "answers": n, "workers": on_ray} for on_ray in (False, True) for n in (1, 8)]
+    return [{"image": encoded, "pixels_uint8": pixels, "pixels_float32": 4 * pixels}], asked
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,7 +20,7 @@ from mmrl.diffusion.image_io import load_image, load_video
 @data
 def prompts(
     *, path: str, format: Literal["", "txt", "jsonl"] = "", limit: NonNegativeInt = 0
-) -> list[Prompt]:
+) -> Sequence[Prompt]:
     """Text prompts for image and video models, from a text file or JSON lines.
 
     A JSON object has a `prompt` (or `caption`). Its other keys, and those of its `metadata`, become the
@@ -60,7 +60,7 @@ def images(
     width: NonNegativeInt = 0,
     max_pixels: PositiveInt = MAX_IMAGE_PIXELS,
     limit: NonNegativeInt = 0,
-) -> list[Prompt]:
+) -> Sequence[Prompt]:
     """Prompts with recorded images: to imitate, to compare, or to rank.
 
     A row has a `prompt` (or `caption`), and its images as `image` (a path), `images` (a list of paths), or
@@ -112,7 +112,7 @@ def videos(
     height: PositiveInt,
     width: PositiveInt,
     limit: NonNegativeInt = 0,
-) -> list[Prompt]:
+) -> Sequence[Prompt]:
     """Prompts with recorded videos, scored as a whole or by segment.
 
     A row has a `prompt` and `videos`, a list of paths. `scores` holds one number per video, or a list of

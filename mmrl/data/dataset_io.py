@@ -8,15 +8,16 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 from mmrl.config import objects
-from mmrl.config.schema import ConfigError
 from mmrl.core.types import Prompt
 from mmrl.data.fields import RowError, short
 from mmrl.data.object_rows import loose_rows, tables
+from mmrl.data.row_files import BOM, DataRow, Found, GroupFile, LineFile, RowFile, SourceError, TableFile
+from mmrl.data.row_prompts import Places, RowPrompts
 
 T = TypeVar("T")
 FORMS = (".jsonl", ".parquet", ".json")
@@ -24,29 +25,8 @@ SHARD = re.compile(r"-\d{5}-of-\d{5}$")  # how the hub numbers the files of one 
 BATCH = 256  # rows of a parquet file in memory at once
 DEEPEST = 64  # levels of lists and objects in a row: code that walks through them is recursive
 SHOWN = 10  # bad rows that an error lists
-PLACE = re.compile(r"(:\d+|\[\d+\])$")  # number of a line or row, at the end of a place
 SURROGATE = re.compile("[\ud800-\udfff]")  # half a character: JSON can escape it, UTF-8 cannot hold it
-BOM = b"\xef\xbb\xbf"  # byte order mark, with which some editors begin files
 log = logging.getLogger("mmrl")
-
-
-class SourceError(RowError, ConfigError):
-    """A file or folder of rows that a configuration names, but that is missing, unreadable or empty."""
-
-
-@dataclass(frozen=True)
-class DataRow:
-    """One row of a dataset: its file and line, its split, and its columns, or why it cannot be read."""
-
-    place: str
-    split: str
-    columns: Mapping[str, Any] = field(default_factory=dict)
-    fault: str = ""
-
-    @property
-    def source(self) -> str:
-        """The file of the row, or the split of a dataset of the hub."""
-        return PLACE.sub("", self.place)
 
 
 @dataclass(frozen=True)
@@ -64,8 +44,7 @@ class Rows:
             if path.is_dir():
                 yield from saved_rows(path)
             elif path.suffix == ".parquet":
-                with parquet_of(path) as file:
-                    yield from arrow_rows(file.iter_batches(batch_size=BATCH), str(path), split_of(path))
+                yield from parquet_rows(path)
             else:
                 yield from json_lines(path) if path.suffix == ".jsonl" else json_list(path)
 
@@ -110,25 +89,38 @@ def read_prompts(
     *,
     bad_rows: str = "",
     limit: int = 0,
-) -> list[Prompt]:
+) -> Sequence[Prompt]:
     """Make a prompt of every row of a dataset; all bad rows and duplicate ids are collected into one error.
+
+    Every row is read and checked now, but its prompt does not stay in memory: it is made again when it is
+    asked for, from the line of a file, the row of a table of `datasets`, or the row group of a parquet file.
+    Where no row can be read again (a JSON list, rows of a program that are no table, row groups of more than
+    16 MiB, rows that a dataset makes itself) the result is a list.
 
     Args:
         source: The name of the dataset in errors.
         rows: The rows.
-        make: Maps a row and its number to a prompt, or None to skip it; raises `RowError` without a place.
+        make: Maps a row and its number to a prompt, always the same one, or None to skip it; raises
+            `RowError` without a place.
         bad_rows: "error"; "drop" logs and skips bad rows; "" is for datasets without such an option.
         limit: The most prompts that are made; 0: no limit.
     """
     ids = UniqueIds()
 
-    def make_unique(row: DataRow, number: int) -> Prompt | None:
-        if prompt := make(row, number):
+    def whole(row: DataRow, number: int) -> Prompt | None:
+        prompt = make(row, number)
+        return prompt and replace(prompt, split=row.split)
+
+    places = Places(whole)
+
+    def add_unique(row: DataRow, number: int) -> int | None:
+        if prompt := whole(row, number):
             ids.add(prompt.uid, row.place)
-            return replace(prompt, split=row.split)
+            return places.add(prompt, row.found, number)
         return None
 
-    return read_each(source, rows, make_unique, bad_rows, limit)
+    indices = read_each(source, rows, add_unique, bad_rows, limit)
+    return RowPrompts(places, range(len(indices))) if places.files else list(places.kept.values())
 
 
 def read_each(
@@ -210,19 +202,11 @@ def checked(row: DataRow) -> DataRow:
     return DataRow(row.place, row.split, fault=f"nested deeper than {DEEPEST} levels")
 
 
-def text_lines(path: Path) -> Iterator[DataRow]:
+def text_lines(path: Path, parse: Callable[[DataRow], DataRow] | None = None) -> Iterator[DataRow]:
     """Read the non-blank lines of a UTF-8 file, each as the column `line`; places are numbered from 1."""
     if not path.is_file():
         raise SourceError(f"there is no file '{path}'")
-    split = split_of(path)
-    with path.open("rb") as file:
-        for number, line in enumerate(file, 1):
-            line, place = line.removeprefix(BOM), f"{path}:{number}"
-            if line.strip():
-                try:
-                    yield DataRow(place, split, {"line": line.decode("utf-8").rstrip("\r\n")})
-                except UnicodeDecodeError as error:
-                    yield DataRow(place, split, fault=f"not UTF-8: {error}")
+    yield from LineFile(path, split_of(path), parse or (lambda row: row))
 
 
 def read_text_file(path: Path) -> str:
@@ -239,13 +223,14 @@ def read_text_file(path: Path) -> str:
 
 def json_lines(path: Path) -> Iterator[DataRow]:
     """Read one JSON object per line, whatever the suffix of the file."""
-    for row in text_lines(path):
-        if not row.fault:
-            try:
-                row = checked(replace(row, columns=parse_json(row.columns["line"])))
-            except RowError as error:
-                row = DataRow(row.place, row.split, fault=f"not a JSON object: {error}")
-        yield row
+
+    def parse(row: DataRow) -> DataRow:
+        try:
+            return checked(replace(row, columns=parse_json(row.columns["line"])))
+        except RowError as error:
+            return DataRow(row.place, row.split, fault=f"not a JSON object: {error}")
+
+    yield from text_lines(path, parse)
 
 
 def json_list(path: Path) -> Iterator[DataRow]:
@@ -296,20 +281,34 @@ def parquet_of(path: Path) -> Iterator[Any]:
         raise SourceError(f"cannot read '{path}': {error}") from error
 
 
-def arrow_rows(batches: Iterable[Any], source: str, split: str) -> Iterator[DataRow]:
-    """Read the rows of arrow tables, numbered from 0; a value without a Python type makes a faulty row."""
-    import pyarrow
+def parquet_rows(path: Path) -> Iterator[DataRow]:
+    """Read a parquet file; rows of large row groups cannot be read again one by one."""
+    groups = GroupFile(path, split_of(path), parquet_of, arrow_row)
+    with parquet_of(path) as file:
+        batches = file.iter_batches(batch_size=BATCH)
+        yield from arrow_rows(batches, str(path), groups.split, groups if groups.small else None)
 
+
+def arrow_rows(
+    batches: Iterable[Any], source: str, split: str, file: RowFile | None = None
+) -> Iterator[DataRow]:
+    """Read the rows of arrow tables, numbered from 0, which are found again in `file`."""
     places = ((batch, at) for batch in batches for at in range(batch.num_rows))
     for number, (batch, at) in enumerate(places):
-        row = DataRow(f"{source}[{number}]", split)
-        try:  # one row at a time, so that a value that cannot be converted spoils no other row
-            row = checked(replace(row, columns=batch.slice(at, 1).to_pylist()[0]))
-        except UnicodeDecodeError as error:
-            row = replace(row, fault=f"not UTF-8: {error}")
-        except (pyarrow.ArrowException, ValueError, OverflowError) as error:
-            row = replace(row, fault=f"cannot be read: {error}")
-        yield row
+        found = None if file is None else Found(file, number)
+        yield arrow_row(batch, at, DataRow(f"{source}[{number}]", split, found=found))
+
+
+def arrow_row(table: Any, at: int, row: DataRow) -> DataRow:
+    """Add the columns of a row of an arrow table; a value without a Python type makes a faulty row."""
+    import pyarrow
+
+    try:  # one row at a time, so that a value that cannot be converted spoils no other row
+        return checked(replace(row, columns=table.slice(at, 1).to_pylist()[0]))
+    except UnicodeDecodeError as error:
+        return replace(row, fault=f"not UTF-8: {error}")
+    except (pyarrow.ArrowException, ValueError, OverflowError) as error:
+        return replace(row, fault=f"cannot be read: {error}")
 
 
 def saved_rows(path: Path) -> Iterator[DataRow]:
@@ -346,8 +345,8 @@ def object_rows(name: str) -> Iterator[DataRow]:
 def split_rows(splits: Mapping[str, Any], source: str) -> Iterator[DataRow]:
     """Read splits of `datasets`; in the arrow format images stay encoded, as bytes or paths."""
     for split, table in splits.items():
-        batches = table.with_format("arrow").iter(batch_size=BATCH)
-        yield from arrow_rows(batches, f"{source}: {split}", split)
+        table = TableFile(table.with_format("arrow"), f"{source}: {split}", split, arrow_row)
+        yield from arrow_rows(table.table.iter(batch_size=BATCH), table.source, split, table)
 
 
 def write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> int:

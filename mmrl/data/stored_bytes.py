@@ -1,10 +1,12 @@
 """Encoded media that rows contain, kept in a file on disk instead of memory.
 
-A parquet file of images would otherwise be in the memory of every process of a machine.
+A parquet file of images would otherwise be in the memory of every process of a machine. Equal bytes are kept
+once: a row that is read again brings the same image.
 """
 
 from __future__ import annotations
 
+import hashlib
 import os
 import tempfile
 from dataclasses import dataclass, field
@@ -49,6 +51,7 @@ class ByteFile:
     limit: int = IN_MEMORY
     in_memory: int = 0
     end: int = 0  # of the file
+    known: dict[bytes, StoredBytes | BytesInMemory] = field(default_factory=dict, repr=False)  # by their hash
     file: Any = field(default_factory=tempfile.TemporaryFile, repr=False)
     lock: Any = field(default_factory=Lock, repr=False)
 
@@ -59,15 +62,21 @@ class ByteFile:
 
     def put(self, data: bytes) -> StoredBytes | BytesInMemory:
         """Keep bytes: the first ones in memory, and what would exceed the limit in the file."""
+        key = hashlib.sha256(data).digest()
         with self.lock:
-            if self.in_memory + len(data) <= self.limit:
-                self.in_memory += len(data)
-                return BytesInMemory(data)
-            start, self.end = self.end, self.end + len(data)
-            self.file.seek(start)
-            self.file.write(data)
-            self.file.flush()
-            return StoredBytes(self, start, len(data))
+            if key not in self.known:
+                self.known[key] = self._put(data)
+            return self.known[key]
+
+    def _put(self, data: bytes) -> StoredBytes | BytesInMemory:
+        if self.in_memory + len(data) <= self.limit:
+            self.in_memory += len(data)
+            return BytesInMemory(data)
+        start, self.end = self.end, self.end + len(data)
+        self.file.seek(start)
+        self.file.write(data)
+        self.file.flush()
+        return StoredBytes(self, start, len(data))
 
 
 @cache

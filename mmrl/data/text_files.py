@@ -56,7 +56,7 @@ def recorded_prompts(
     limit: int,
     read: Callable[[Mapping[str, Any]], tuple[list[str], Scores]],
     load: Callable[[Path], Outcome],
-) -> list[Prompt]:
+) -> Sequence[Prompt]:
     """Read one prompt a line (`prompt` or `caption`) with recorded files under `root`; `limit` 0 reads all.
 
     `read` gives the names of a row's files and the scores of each, `load` decodes a file. An error names all

@@ -24,6 +24,7 @@ from mmrl.core.reward_table import RewardTable, name_id
 from mmrl.core.rng import Stream
 from mmrl.core.tensor import group_index
 from mmrl.core.types import Outcome, Prompt, Rollouts, Trajectory
+from mmrl.data.row_prompts import uids_of
 
 RECALLED = frozenset({"token", "logp", "temperature"})  # the notes that a rollout is made from again
 TINY = 1e-6  # an advantage that is smaller counts as none
@@ -54,7 +55,7 @@ class Memory:
     @cached_property
     def places(self) -> Mapping[str, int]:
         """Where each prompt stands in the data."""
-        return {prompt.uid: i for i, prompt in enumerate(self.prompts)}
+        return {uid: i for i, uid in enumerate(uids_of(self.prompts))}
 
     def rollout(self, prompts: Sequence[Prompt]) -> Rollouts:
         """Answer every entry with the wrapped engine.

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from mmrl.core.types import Prompt
+from mmrl.data.row_prompts import uids_of
 from mmrl.reporting.answers import write_columns
 
 PROMPTS, BELIEFS = "prompts.parquet", "beliefs.parquet"
@@ -31,7 +32,7 @@ def write_prompts(
         beliefs: By the place of the sampler in the configuration.
     """
     wanted = set(columns["uid"])
-    texts = {prompt.uid: prompt.text[:TEXT] for prompt in data if prompt.uid in wanted}
+    texts = {uid: data[i].text[:TEXT] for i, uid in enumerate(uids_of(data)) if uid in wanted}
     # Replayed rows, and prompts that a sampler changed, may have ids that the data set does not have.
     table = {**columns, "text": [texts.get(uid, "") for uid in columns["uid"]]}
     counts = {TOTAL: len(data), OTHERS: len(wanted - texts.keys())}

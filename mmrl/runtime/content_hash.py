@@ -12,6 +12,7 @@ from collections.abc import Set as AbstractSet
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields, is_dataclass
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from torch import Tensor, nn
 from mmrl.core.types import Media, Prompt, Readable
 
 ENDS = 16384  # bytes read at both ends of a media file
+PROMPTS = 1024  # that are hashed together
 CHUNK = 1 << 22  # elements of a tensor that are summed together
 STRIDE = 1024  # sums of a chunk
 
@@ -31,15 +33,24 @@ def of_prompts(prompts: Sequence[Prompt]) -> dict[str, str]:
     A file is hashed by its size and 16 KiB at both ends, and not by its time, which differs between copies of
     a file; media in memory are hashed by their bytes.
     """
-    sources: list[Path | bytes | Readable | None] = []
-    texts = hashlib.sha256("".join(_text(prompt, sources) for prompt in prompts).encode())
-    distinct = list(dict.fromkeys(sources))  # several prompts may be about one file
+    texts, media, count = hashlib.sha256(), hashlib.sha256(), 0
+    known: dict[Path, str] = {}  # several prompts may be about one file
+    left = iter(prompts)
     with ThreadPoolExecutor(16) as pool:  # reading waits for the disk, or for a network file system
-        hashes = dict(zip(distinct, pool.map(_of_source, distinct), strict=True))
-    media = hashlib.sha256("\n".join(hashes[source] for source in sources).encode())
+        while some := list(islice(left, PROMPTS)):  # `left` may make prompts as they are asked for
+            sources: list[Path | bytes | Readable | None] = []
+            for prompt in some:
+                texts.update(_text(prompt, sources).encode())
+            distinct = [source for source in dict.fromkeys(sources) if source not in known]
+            hashes = dict(zip(distinct, pool.map(_of_source, distinct), strict=True))
+            known |= {source: found for source, found in hashes.items() if isinstance(source, Path)}
+            for source in sources:
+                found = known[source] if isinstance(source, Path) else hashes[source]
+                media.update((f"\n{found}" if count else found).encode())
+                count += 1
     return {
         "prompts": f"{len(prompts)} prompts, {texts.hexdigest()[:16]}",
-        "media": f"{len(sources)} media, {media.hexdigest()[:16]}",
+        "media": f"{count} media, {media.hexdigest()[:16]}",
     }
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from mmrl.core.reward_table import RewardTable
 from mmrl.core.rng import Stream
 from mmrl.core.types import Prompt
+from mmrl.data.row_prompts import uids_of
 
 
 @dataclass
@@ -29,7 +30,7 @@ class Candidates:
     step: int | None = None  # that `asked` is about
 
     def __post_init__(self) -> None:
-        self.place = {prompt.uid: i for i, prompt in enumerate(self.data)}
+        self.place = {uid: i for i, uid in enumerate(uids_of(self.data))}
         self.asked = torch.zeros(len(self.data), dtype=torch.bool)
 
     def __len__(self) -> int:
@@ -112,6 +113,6 @@ def by_uid(data: Sequence[Prompt], **columns: Tensor) -> Mapping[str, Mapping[st
     """Lay columns (M,) out by the uids of prompts, for a report."""
     listed = {name: column.tolist() for name, column in columns.items()}
     return {
-        prompt.uid: {name: float(column[i]) for name, column in listed.items()}
-        for i, prompt in enumerate(data)
+        uid: {name: float(column[i]) for name, column in listed.items()}
+        for i, uid in enumerate(uids_of(data))
     }

@@ -16,6 +16,7 @@ from mmrl.config.registry import sampler
 from mmrl.core.rng import Stream
 from mmrl.core.tensor import linspace_indices
 from mmrl.core.types import Prompt
+from mmrl.data.row_prompts import chosen
 from mmrl.samplers.candidates import evenness
 from mmrl.samplers.sources import column_of, numbers_of
 from mmrl.samplers.uniform import Uniform
@@ -57,16 +58,16 @@ class Pools:
         stage: NonNegativeFloat = 0.0,
     ) -> None:
         self.stream, self.stage = stream, stage
-        inside: dict[str, list[Prompt]] = {name: [] for name in pools}
-        for prompt, name in zip(data, _named(data, by, pools, edges), strict=True):
-            inside[name].append(prompt)
-        for name, prompts in inside.items():
-            if not prompts:
+        inside: dict[str, list[int]] = {name: [] for name in pools}
+        for place, name in enumerate(_named(data, by, pools, edges)):
+            inside[name].append(place)
+        for name, places in inside.items():
+            if not places:
                 raise ConfigError(
                     f"sampler 'pools': the pool '{name}' is empty: no prompt has a '{by}' for it; there are "
                     f"{', '.join(f'{n}: {len(p)}' for n, p in inside.items())}"
                 )
-        self.pools = {name: Uniform(prompts, stream=stream) for name, prompts in inside.items()}
+        self.pools = {n: Uniform(chosen(data, places), stream=stream) for n, places in inside.items()}
         self.stages = [self._given(weights, i) for i, weights in enumerate(stages or ())]
         self.stages = self.stages or [self._built(i, earlier) for i in range(len(pools))]
 
@@ -204,9 +205,9 @@ class SelectedByDifficulty(Uniform):
         if gaussian:
             weights = torch.where(suits, (-((scores - 0.3) ** 2) / (2 * 0.2**2)).exp(), 0.0)
             num, generator = min(num_selected, int(suits.sum())), stream.fixed("selected_by_difficulty")
-            chosen = torch.multinomial(weights, num, generator=generator)
+            selected = torch.multinomial(weights, num, generator=generator)
         else:
             order = scores.argsort(stable=True)
             order = order[suits[order]]
-            chosen = order[linspace_indices(len(order), num_selected)]
-        super().__init__([data[i] for i in sorted(chosen.tolist())], stream=stream, shuffle=shuffle)
+            selected = order[linspace_indices(len(order), num_selected)]
+        super().__init__(chosen(data, sorted(selected.tolist())), stream=stream, shuffle=shuffle)

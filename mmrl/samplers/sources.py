@@ -78,22 +78,24 @@ def sources_of(data: Sequence[Prompt], by: str, name: str) -> list[str]:
 
 def column_of(data: Sequence[Prompt], by: str, name: str) -> list:
     """Read a column of every prompt; raises `ConfigError` where one lacks it."""
-    lacking = next((prompt for prompt in data if prompt.columns.get(by) is None), None)
-    if lacking is not None:
-        raise ConfigError(
-            f"sampler '{name}': prompt '{lacking.uid}' has no column '{by}' (`by`); name one that every row "
-            f"has (it has {', '.join(map(str, lacking.columns)) or 'none'})"
-        )
-    return [prompt.columns[by] for prompt in data]
+    values = []
+    for prompt in data:
+        if prompt.columns.get(by) is None:
+            raise ConfigError(
+                f"sampler '{name}': prompt '{prompt.uid}' has no column '{by}' (`by`); name one that every "
+                f"row has (it has {', '.join(map(str, prompt.columns)) or 'none'})"
+            )
+        values.append(prompt.columns[by])
+    return values
 
 
 def numbers_of(data: Sequence[Prompt], by: str, name: str) -> list[float]:
     """Read a column of finite numbers; raises `ConfigError` where a prompt has none."""
     values = column_of(data, by, name)
-    for prompt, value in zip(data, values, strict=True):
+    for place, value in enumerate(values):
         if type(value) not in (int, float) or not math.isfinite(value):
             raise ConfigError(
                 f"sampler '{name}': the column '{by}' (`by`) must hold numbers, but that of prompt "
-                f"'{prompt.uid}' is {value!r}"
+                f"'{data[place].uid}' is {value!r}"
             )
     return [float(value) for value in values]

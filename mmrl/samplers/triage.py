@@ -12,6 +12,7 @@ from mmrl.config.ranges import NonNegativeFloat
 from mmrl.config.registry import sampler
 from mmrl.core.rng import Stream
 from mmrl.core.types import Prompt
+from mmrl.data.row_prompts import uids_of
 from mmrl.samplers.candidates import evenness
 from mmrl.samplers.sources import Sources, column_of
 
@@ -108,8 +109,8 @@ class Triage:
         weights = self.weights[self.among.source].tolist()
         data = self.among.candidates.data
         return {
-            prompt.uid: {"score": score, "weight": weight}
-            for prompt, score, weight in zip(data, self.scores, weights, strict=True)
+            uid: {"score": score, "weight": weight}
+            for uid, score, weight in zip(uids_of(data), self.scores, weights, strict=True)
         }
 
 

@@ -11,6 +11,7 @@ from mmrl.core.protocols import Sampler
 from mmrl.core.reward_table import RewardTable
 from mmrl.core.rng import Stream
 from mmrl.core.types import Prompt, Rollouts
+from mmrl.data.row_prompts import ByUid
 from mmrl.data.unfinished import BEGUN, NOTED, UNFINISHED
 
 
@@ -25,7 +26,7 @@ class WithUnfinished:
 
     def __init__(self, sampler: Sampler, *, stream: Stream, train_prompts: Sequence[Prompt] = ()) -> None:
         self.sampler, self.stream = sampler, stream
-        self.prompts = {prompt.uid: prompt for prompt in train_prompts}
+        self.prompts = ByUid(train_prompts)
         self.waiting: list[dict[str, Any]] = []  # unfinished answers, in the order of the reward table
 
     def draw(self, num_prompts: int, num_generations: int) -> list[Prompt]:

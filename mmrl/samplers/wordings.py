@@ -36,8 +36,8 @@ class WithWordings:
         question_column: str = "question",
     ) -> None:
         self.sampler, self.column, self.question_column = sampler, column, question_column
-        known = [wordings_of(prompt, column, question_column) for prompt in train_prompts]
-        if train_prompts and not any(len(listed) > 1 for listed in known):
+        most = max((len(wordings_of(prompt, column, question_column)) for prompt in train_prompts), default=1)
+        if train_prompts and most == 1:
             columns = sorted({name for prompt in train_prompts for name in prompt.columns})
             raise ConfigError(
                 f"'with_wordings': no prompt has paraphrases in the column '{column}'; the data have "

@@ -54,9 +54,8 @@ class Evaluator:
         rollouts, table, log = (), RewardTable.empty(), RewardLog(state or TrainerState())
         began = time.perf_counter()
         for at in range(0, len(self.data), CHUNK):
-            asked = reduce(
-                lambda chunk, piece: piece.prepare(chunk), self.prepare, self.data[at : at + CHUNK]
-            )
+            chunk = list(self.data[at : at + CHUNK])  # a slice may make prompts as they are asked for
+            asked = reduce(lambda chunk, piece: piece.prepare(chunk), self.prepare, chunk)
             prompts = [prompt for prompt in asked for _ in range(self.num_generations)]
             order = [prompt.uid for prompt in prompts]
             mine, counts = self.processes.share(prompts, table)

@@ -31,6 +31,7 @@ from mmrl.core.protocols import (
 from mmrl.core.reward_table import Collection, Measured, RewardTable
 from mmrl.core.rng import Stream
 from mmrl.core.types import Clock, Prompt, TrainerState
+from mmrl.data.row_prompts import ByUid
 from mmrl.diagnostics.context import Examined
 from mmrl.reporting.metrics import Journal, describe_measured
 from mmrl.reporting.prompts import write_prompts
@@ -153,7 +154,7 @@ class Run:
     @cached_property
     def prompts_by_uid(self) -> Mapping[str, Prompt]:
         """The prompts of the data by name."""
-        return {prompt.uid: prompt for prompt in self.pieces.made["data"]}
+        return ByUid(self.pieces.made["data"])
 
     @property
     def observers(self) -> list[Observer]:

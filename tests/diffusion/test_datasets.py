@@ -43,7 +43,7 @@ def test_prompts_of_a_text_file_are_its_lines(file):
 
 def test_prompts_keep_their_names_however_much_is_read(file):
     path = file(*"abc", name="p.txt")
-    assert prompts(path=path, limit=2) == prompts(path=path)[:2]
+    assert list(prompts(path=path, limit=2)) == list(prompts(path=path)[:2])
 
 
 def test_prompts_of_objects_have_columns_target_and_id(file):
@@ -202,4 +202,4 @@ def test_the_engine_stored_reads_images_in_order(file, root):
             return int(outcome.image[0, 0, 0])
 
     found = images(path=file({"prompt": "a", "images": ["0.png", "1.png"]}), root=root)
-    assert Offline(Seen(), stream=Stream()).rollout(found * 3) == (10, 20, 10)
+    assert Offline(Seen(), stream=Stream()).rollout([*found] * 3) == (10, 20, 10)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 from pathlib import Path
@@ -122,6 +123,21 @@ def test_prompts_are_named_by_all_that_is_in_them(tmp_path):
         assert found["prompts"] == of_prompts([prompt(source=file)])["prompts"]
         assert found["media"] != of_prompts([prompt(source=file)])["media"]
     assert of_prompts(kinds[:2]) != of_prompts(kinds[1::-1]), "samplers draw by place"
+
+
+def test_names_do_not_depend_on_how_many_prompts_are_hashed_together(tmp_path, monkeypatch):
+    for name in "ab":
+        (tmp_path / name).write_bytes(name.encode())
+    sources = (b"1", tmp_path / "a", tmp_path / "b", b"1", tmp_path / "a", None, tmp_path / "b")
+    asked = [prompt(source=source) for source in sources]
+    whole = of_prompts(asked)
+    digest = lambda data: hashlib.sha256(data).hexdigest()
+    ends = {name: f"1 {digest(2 * name.encode())}" for name in "ab"}  # the first byte, and the last one
+    media = (digest(b"1"), ends["a"], ends["b"], digest(b"1"), ends["a"], digest(b""), ends["b"])
+    assert whole["media"] == f"7 media, {digest(chr(10).join(media).encode())[:16]}"
+    for size in (1, 2, 3):
+        monkeypatch.setattr("mmrl.runtime.content_hash.PROMPTS", size)
+        assert of_prompts(asked) == whole
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int8])

@@ -95,8 +95,8 @@ def read_answers(path: Path) -> dict[str, str]:
 
 
 def attach_answers(
-    prompts: list[Prompt], answers: Mapping[str, str], source: str, limit: int
-) -> list[Prompt]:
+    prompts: Sequence[Prompt], answers: Mapping[str, str], source: str, limit: int
+) -> Sequence[Prompt]:
     """Give prompts the precomputed answers of a file `source`; without a file they stay as they are."""
     if not source:
         return prompts

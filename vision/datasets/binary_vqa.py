@@ -21,7 +21,7 @@ from mmrl.vision.media.prompts import ask, root_of, with_answers
 @data
 def pope(
     *, path: str, root: str = "", answers: str = "", prompt: str = "{text}", limit: NonNegativeInt = 0
-) -> list[Prompt]:
+) -> Sequence[Prompt]:
     """Read the yes/no questions of POPE (arXiv 2305.10355) about objects in images.
 
     Args:
@@ -81,7 +81,7 @@ def amber(
     nouns_by: str = "",
     similar_by: str = "",
     limit: NonNegativeInt = 0,
-) -> list[Prompt]:
+) -> Sequence[Prompt]:
     """Read the queries of AMBER (arXiv 2311.07397): descriptions and yes/no questions.
 
     Args:

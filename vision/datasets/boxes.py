@@ -53,7 +53,7 @@ def boxes(
     max_pixels: PositiveInt = 12845056,
     bad_rows: Literal["error", "drop"] = "error",
     limit: NonNegativeInt = 0,
-) -> list[Prompt]:
+) -> Sequence[Prompt]:
     """Read images with boxes: expressions that refer to one, elements of a screen, or objects to detect.
 
     A row has `image`, a `query`, and `bbox` (four numbers, in pixels of the image) or `objects`, a list of

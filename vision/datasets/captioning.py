@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import binascii
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,7 @@ def chair(
     prompt: str = DESCRIBE,
     singular_by: str = "",
     limit: NonNegativeInt = 0,
-) -> list[Prompt]:
+) -> Sequence[Prompt]:
     """Ask for captions of COCO images, scored against annotated classes (CHAIR, arXiv 1809.02156).
 
     The classes of an image are those of its instances and of its reference captions.
@@ -83,7 +83,7 @@ def object_halbench(
     answers: str = "",
     singular_by: str = "",
     limit: NonNegativeInt = 0,
-) -> list[Prompt]:
+) -> Sequence[Prompt]:
     """Read the questions of Object HalBench, to be scored by rules (RLAIF-V, arXiv 2405.17220).
 
     Args:
@@ -132,7 +132,7 @@ def closed_vocabulary(
     prompt: str = DESCRIBE,
     singular_by: str = "",
     limit: NonNegativeInt = 0,
-) -> list[Prompt]:
+) -> Sequence[Prompt]:
     """Ask for descriptions of images whose contents are known in full, in a closed vocabulary.
 
     Args:

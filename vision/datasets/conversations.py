@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -30,7 +30,7 @@ def conversations(
     total_pixels: NonNegativeInt = 0,
     bad_rows: Literal["error", "drop"] = "error",
     limit: NonNegativeInt = 0,
-) -> list[Prompt]:
+) -> Sequence[Prompt]:
     """Read prompts with media in TRL's form from jsonl, JSON, parquet or a folder of `datasets`.
 
     A row has a `prompt`, a text or messages, or else `messages`, whose last turn of the assistant is a

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -52,7 +53,7 @@ def grounding(
     bad_rows: Literal["error", "drop"] = "error",
     unlabelled: bool = False,
     limit: NonNegativeInt = 0,
-) -> list[Prompt]:
+) -> Sequence[Prompt]:
     """Read queries about videos from an annotation file in its published form.
 
     Every prompt carries its true span as a demonstration.

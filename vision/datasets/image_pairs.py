@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -23,7 +24,7 @@ def image_pairs(
     question: str = "What is different?",
     bad_rows: Literal["error", "drop"] = "error",
     limit: NonNegativeInt = 0,
-) -> list[Prompt]:
+) -> Sequence[Prompt]:
     """Read pairs of images from jsonl, JSON, parquet or a folder of `datasets`.
 
     A row has `original` and `changed`: paths, or encoded images.

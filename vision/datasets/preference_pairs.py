@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
-from functools import partial
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
 from typing import Any, Literal
@@ -31,7 +31,7 @@ def preference_pairs(
     min_gap: NonNegativeFloat = 0.0,
     bad_rows: Literal["error", "drop"] = "error",
     limit: NonNegativeInt = 0,
-) -> list[Prompt]:
+) -> Sequence[Prompt]:
     """Read preference pairs in TRL's columns: `prompt`, `chosen`, `rejected`, and `images` or `image`.
 
     Texts may be messages; where `prompt` is absent, it is what both conversations begin with. Images are
@@ -105,16 +105,26 @@ def _images(row: DataRow, root: MediaRoot) -> Iterator[Media]:
             if ref.data and row.source.endswith(".parquet"):
                 what, path = f"{name} {i} of {row.place}", Path(row.source)
                 position = int(row.place.removeprefix(row.source).strip("[]"))  # a place is `file[row]`
-                yield Media("image", what, partial(_read, path, position, name, i, what), path)
+                yield Media("image", what, _ImageOfGroup(path, position, name, i, what), path)
             else:
                 yield root.medium(ref, row.place, FrameSampling())
 
 
-def _read(path: Path, position: int, column: str, index: int, what: str) -> Frames:
-    """Read and decode one of the images of a row of a parquet file."""
-    with parquet_of(path) as file:
-        group = 0
-        while position >= (size := file.metadata.row_group(group).num_rows):
-            position, group = position - size, group + 1
-        value = file.read_row_group(group, [column])[column][position].as_py()  # one column of one group
-    return decode_image(list(media_refs(value, "image", column))[index].data, what)
+@dataclass(frozen=True)  # equal for the same image, as `Media.load` has to be
+class _ImageOfGroup:
+    """Reads and decodes one of the images of a row of a parquet file."""
+
+    path: Path
+    position: int
+    column: str
+    index: int
+    what: str
+
+    def __call__(self) -> Frames:
+        with parquet_of(self.path) as file:
+            position, group = self.position, 0
+            while position >= (size := file.metadata.row_group(group).num_rows):
+                position, group = position - size, group + 1
+            table = file.read_row_group(group, [self.column])  # one column of one group
+        value = table[self.column][position].as_py()
+        return decode_image(list(media_refs(value, "image", self.column))[self.index].data, self.what)

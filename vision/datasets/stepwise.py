@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -29,7 +29,7 @@ def stepwise(
     steps: Literal["all", "ret", "ans"] = "all",
     bad_rows: Literal["error", "drop"] = "error",
     limit: NonNegativeInt = 0,
-) -> list[Prompt]:
+) -> Sequence[Prompt]:
     """Read rows of several steps, each of which becomes a prompt with a group of its own (Step-GRPO).
 
     R1-Router, arXiv 2505.22095. A row has `steps` and perhaps `images`, which every step that marks <image>

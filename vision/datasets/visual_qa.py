@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from string import ascii_uppercase
 from typing import Literal
@@ -31,7 +31,7 @@ def visual_qa(
     total_pixels: NonNegativeInt = 0,
     bad_rows: Literal["error", "drop"] = "error",
     limit: NonNegativeInt = 0,
-) -> list[Prompt]:
+) -> Sequence[Prompt]:
     """Read questions, media and answers from jsonl, JSON, parquet or a folder of `datasets`.
 
     A row has `question`, `answer` (or a list `answers`, each of which is right), and `image`, `images`,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from mmrl.core.byte_lru import ByteLRU
-from mmrl.core.types import Frames, Media
+from mmrl.core.types import Frames, Media, Readable
 from mmrl.data.fields import RowError, short
 from mmrl.data.media import MediaError, locate, read_image
 from mmrl.data.messages import ReadMedia
@@ -20,7 +20,7 @@ from mmrl.vision.media.video import FrameSampling, read_video
 CACHE_BYTES = 1 << 30
 
 
-@dataclass
+@dataclass(eq=False)
 class MediaRoot:
     """The folder that the media paths of a dataset are relative to and may not leave.
 
@@ -48,7 +48,7 @@ class MediaRoot:
             raise MediaError("a video inside a row cannot be read; write it to a file and name that")
         name = ref.path or f"the image of {place}"
         stored = byte_file().put(ref.data)
-        return Media("image", name, lambda: decode_image(stored.read(), name), stored)
+        return Media("image", name, StoredImage(stored, name), stored)
 
     def reader(self, row: str, sampling: FrameSampling) -> ReadMedia:
         """Make the function that reads the media inside the messages of a row; `row` names it in errors."""
@@ -63,25 +63,54 @@ class MediaRoot:
 
     def video(self, name: str, sampling: FrameSampling) -> Media:
         """Make a video that is decoded when its frames are first needed."""
-        return self._lazy("video", name, (name, sampling), lambda path: read_video(path, sampling))
+        return Media("video", name, MediaFile(self, name, sampling), self.root / name)
 
     def image(self, name: str, *, must_exist: bool = False) -> Media:
         """Make an image that is decoded when its pixels are first needed; `must_exist` looks for it now."""
         if must_exist:
             self.locate(name)
-        return self._lazy("image", name, (name,), lambda path: decode_image(path, str(path)))
+        return Media("image", name, MediaFile(self, name), self.root / name)
 
     def locate(self, name: str) -> Path:
         """Resolve a path inside the root; raises `MediaError` for other paths and for files too large."""
         return locate(name, self.root)
 
-    def _lazy(self, kind: str, name: str, key: tuple, read: Callable[[Path], Frames]) -> Media:
-        def load() -> Frames:
-            path = self.locate(name)
-            # The time of change is part of the key, so that a file that was replaced is decoded anew.
-            return self._decoded.get((*key, path.stat().st_mtime_ns), lambda: read(path))
+    def decoded(self, name: str, sampling: FrameSampling | None) -> Frames:
+        """Decode an image, or with `sampling` a video, or take it from the cache."""
+        path = self.locate(name)
 
-        return Media(kind, name, load, self.root / name)
+        def read() -> Frames:
+            return read_video(path, sampling) if sampling else decode_image(path, str(path))
+
+        # The time of change is part of the key, so that a file that was replaced is decoded anew.
+        return self._decoded.get((name, sampling, path.stat().st_mtime_ns), read)
+
+
+# What `Media.load` is: objects that are equal for the same medium, so that a prompt which is made again from
+# its row finds what was computed of its media.
+
+
+@dataclass(frozen=True)
+class MediaFile:
+    """Loads an image of a root, or with `sampling` a video."""
+
+    root: MediaRoot
+    name: str
+    sampling: FrameSampling | None = None
+
+    def __call__(self) -> Frames:
+        return self.root.decoded(self.name, self.sampling)
+
+
+@dataclass(frozen=True)
+class StoredImage:
+    """Loads an image that a row contained."""
+
+    data: Readable
+    name: str
+
+    def __call__(self) -> Frames:
+        return decode_image(self.data.read(), self.name)
 
 
 def decode_image(source: Path | bytes, name: str) -> Frames:

@@ -1,0 +1,173 @@
+"""Files and tables in which a single row is found again, so that rows need not stay in memory.
+
+A row of a line file is found by its offset, one of a table of `datasets` by its number, and one of a parquet
+file by its row group and number. The files must stay as they are while a run reads them.
+"""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import accumulate
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+from mmrl.config.schema import ConfigError
+from mmrl.core.byte_lru import ByteLRU
+from mmrl.data.fields import RowError
+
+BOM = b"\xef\xbb\xbf"  # byte order mark, with which some editors begin files
+PLACE = re.compile(r"(:\d+|\[\d+\])$")  # number of a line or row, at the end of a place
+GROUP_BYTES = 16 << 20  # larger row groups of parquet are not read again for single rows
+GROUP_ROWS = 1 << 14  # nor those of more rows: repeated values are smaller in the file than in memory
+# Row groups that were decoded last, of all files; tables of pyarrow.
+GROUPS: ByteLRU[Any] = ByteLRU(4 * GROUP_BYTES, lambda table: table.nbytes)
+
+
+class SourceError(RowError, ConfigError):
+    """A file or folder of rows that a configuration names, but that is missing, unreadable or empty."""
+
+
+class RowFile(Protocol):
+    """A file or table in which a row is found again."""
+
+    def row(self, found: Found) -> DataRow:
+        """Read a row; raises `SourceError` if the file is no longer the one that was read at first."""
+        ...
+
+
+class Found(NamedTuple):
+    """Where a row is found again: its file, the offset or number there, and the line for error messages."""
+
+    file: RowFile
+    at: int
+    line: int = 0
+
+
+@dataclass(frozen=True)
+class DataRow:
+    """One row of a dataset: its file and line, its split, and its columns, or why it cannot be read."""
+
+    place: str
+    split: str
+    columns: Mapping[str, Any] = field(default_factory=dict)
+    fault: str = ""
+    found: Found | None = field(default=None, repr=False, compare=False)  # None: only now
+
+    @property
+    def source(self) -> str:
+        """The file of the row, or the split of a dataset of the hub."""
+        return PLACE.sub("", self.place)
+
+
+Convert = Callable[[Any, int, DataRow], DataRow]  # a table of pyarrow, the number of its row, and its place
+
+
+class Unchanged:
+    """Files with their sizes and times of change."""
+
+    def __init__(self, paths: Iterable[str | Path]) -> None:
+        self.stamps = tuple((path, self._stamp(path)) for path in paths)
+
+    def check(self) -> None:
+        """Raise `SourceError` if a file has another size or time than at first, or is gone."""
+        for path, stamp in self.stamps:
+            if self._stamp(path) != stamp:
+                raise changed(path)
+
+    @staticmethod
+    def _stamp(path: str | Path) -> tuple[int, int]:
+        try:
+            found = Path(path).stat()
+        except OSError as error:
+            raise changed(path) from error
+        return found.st_size, found.st_mtime_ns
+
+
+def changed(place: str | Path) -> SourceError:
+    """Make the error about a file that is no longer as it was when the data were read."""
+    return SourceError(f"'{place}' changed after it was read; a run reads its rows from there: start again")
+
+
+class LineFile:
+    """A text file with a row on each line that is not blank; `parse` makes columns of the column `line`."""
+
+    def __init__(self, path: Path, split: str, parse: Callable[[DataRow], DataRow]) -> None:
+        self.path, self.split, self.parse, self.files = path, split, parse, Unchanged([path])
+
+    def __iter__(self) -> Iterator[DataRow]:
+        at = 0
+        with self.path.open("rb") as file:
+            for number, line in enumerate(file, 1):
+                if line.removeprefix(BOM).strip():
+                    yield self._parsed(line, Found(self, at, number))
+                at += len(line)
+
+    def row(self, found: Found) -> DataRow:
+        """Read the line at an offset."""
+        self.files.check()
+        with self.path.open("rb") as file:
+            file.seek(found.at)
+            return self._parsed(file.readline(), found)
+
+    def _parsed(self, line: bytes, found: Found) -> DataRow:
+        row = DataRow(f"{self.path}:{found.line}", self.split, found=found)
+        try:
+            text = line.removeprefix(BOM).decode("utf-8").rstrip("\r\n")
+        except UnicodeDecodeError as error:
+            return DataRow(row.place, row.split, fault=f"not UTF-8: {error}")
+        return self.parse(DataRow(row.place, row.split, {"line": text}, found=found))
+
+
+@dataclass(eq=False)
+class TableFile:
+    """A table of `datasets` in the arrow format; `convert` adds the columns of one of its rows."""
+
+    table: Any
+    source: str
+    split: str
+    convert: Convert
+
+    def __post_init__(self) -> None:
+        # The files that it is memory-mapped from; a table in memory has none.
+        self.files = Unchanged(item["filename"] for item in self.table.cache_files)
+
+    def row(self, found: Found) -> DataRow:
+        """Read the row of a number."""
+        self.files.check()
+        row = DataRow(f"{self.source}[{found.at}]", self.split, found=found)
+        return self.convert(self.table[found.at : found.at + 1], 0, row)
+
+
+@dataclass(eq=False)
+class GroupFile:
+    """A parquet file, of which the row groups that were used last stay decoded.
+
+    It has to be read whole where a group is larger than can be decoded for a single row: not `small`.
+    """
+
+    path: Path
+    split: str
+    open: Callable[[Path], Any]  # a context manager of `pyarrow.parquet.ParquetFile`
+    convert: Convert
+
+    def __post_init__(self) -> None:
+        self.files = Unchanged([self.path])
+        with self.open(self.path) as file:
+            groups = [file.metadata.row_group(i) for i in range(file.metadata.num_row_groups)]
+            self.small = all(g.total_byte_size <= GROUP_BYTES and g.num_rows <= GROUP_ROWS for g in groups)
+            self.starts = [0, *accumulate(group.num_rows for group in groups)]
+
+    def row(self, found: Found) -> DataRow:
+        """Read the row of a number, with its whole row group."""
+        self.files.check()
+        group = bisect_right(self.starts, found.at) - 1  # after empty groups
+        table = GROUPS.get((self.files.stamps, group), lambda: self._group(group))
+        row = DataRow(f"{self.path}[{found.at}]", self.split, found=found)
+        return self.convert(table, found.at - self.starts[group], row)
+
+    def _group(self, group: int) -> Any:
+        with self.open(self.path) as file:
+            return file.read_row_group(group)
