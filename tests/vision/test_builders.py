@@ -6,6 +6,7 @@ import json
 
 import pytest
 import torch
+from PIL import Image
 
 from examples.video_grounding import spliced_videos
 from examples.video_grounding.spliced_videos import SHOTS, SPLITS, Shot, SplicedVideos, play, write_video
@@ -68,6 +69,27 @@ def test_tiny_model_follows_its_seed_and_leaves_the_global_one_alone(tmp_path):
     a, b, c = (load_file(tmp_path / name / "model.safetensors") for name in "abc")
     assert all(torch.equal(a[name], b[name]) for name in a)
     assert not all(torch.equal(a[name], c[name]) for name in a)
+
+
+def test_patches_and_rotary_positions_of_a_tiny_model(tmp_path):
+    from transformers import AutoModelForImageTextToText, AutoProcessor
+
+    options = {**SMALL, "patch": 4, "max_pixels": 32 * 32, "rope_theta": 16.0}
+    TinyQwen2_5Vl(stream=Stream(0), **options).build(tmp_path)
+    processor = AutoProcessor.from_pretrained(tmp_path).image_processor
+    # Sides are multiples of 8. Half of 64 x 32 fits: 45 x 22 pixels, in whole tokens 40 x 16.
+    for size, grid in (((640, 640), [8, 8]), ((64, 32), [4, 10]), ((16, 16), [4, 4])):
+        made = processor(Image.new("RGB", size), return_tensors="pt")
+        assert made["image_grid_thw"].tolist() == [[1, *grid]]
+        assert made["pixel_values"].shape == (grid[0] * grid[1], 3 * 2 * 4 * 4)
+    model = AutoModelForImageTextToText.from_pretrained(tmp_path)
+    # A head of 16 has 8 frequencies, 16 ** (-i / 8).
+    frequencies = model.model.language_model.rotary_emb.inv_freq
+    assert torch.allclose(frequencies, 2.0 ** (-torch.arange(8) / 2))
+    with torch.no_grad():
+        values = processor(Image.new("RGB", (64, 32)), return_tensors="pt")
+        features = model.model.get_image_features(values["pixel_values"], values["image_grid_thw"])
+    assert features.pooler_output[0].shape == (10, 32)
 
 
 def test_tiny_tokenizer_keeps_digits_single_and_text_whole():

@@ -115,8 +115,7 @@ class TinyModel:
 class TinyQwen2_5Vl(TinyModel):
     """Build a small Qwen2.5-VL of the real classes with random weights.
 
-    Images and video frames are cut into patches of 14 pixels, four of which make a token, two frames at a
-    time.
+    Images and video frames are cut into patches, four of which make a token, two frames at a time.
 
     Args:
         texts: Texts that train the tokenizer.
@@ -129,22 +128,30 @@ class TinyQwen2_5Vl(TinyModel):
         vision_width: Hidden size of the vision tower.
         vision_layers: Layers of the vision tower.
         max_pixels: Most pixels of an image or a frame; larger ones are shrunk.
+        patch: Side of a patch in pixels.
+        rope_theta: Base of the language model's rotary positions. Rows and columns of an image get the slower
+            half of its frequencies, which in a narrow head hardly move over a few tokens at 10000.
         init: Standard deviation of the weights.
     """
 
     max_pixels: PositiveInt = 56 * 56
+    patch: PositiveInt = 14
+    rope_theta: PositiveFloat = 10000.0
 
     def build(self, output: Path) -> dict[str, Any]:
         """Write the folder; return the number of parameters and tokens."""
         from transformers import Qwen2_5_VLForConditionalGeneration, Qwen2_5_VLProcessor
         from transformers.models.qwen2_vl import Qwen2VLImageProcessor, Qwen2VLVideoProcessor
 
+        token = (2 * self.patch) ** 2  # pixels
         processor = Qwen2_5_VLProcessor(
-            # At least 28 x 28 pixels: 2 x 2 patches, one token.
-            image_processor=Qwen2VLImageProcessor(min_pixels=28 * 28, max_pixels=self.max_pixels),
+            image_processor=Qwen2VLImageProcessor(
+                min_pixels=token, max_pixels=self.max_pixels, patch_size=self.patch
+            ),
             video_processor=Qwen2VLVideoProcessor(
                 cap_pixels_per_frame=False,
-                size={"shortest_edge": 28 * 28, "longest_edge": self.max_pixels},  # of a frame
+                size={"shortest_edge": token, "longest_edge": self.max_pixels},  # of a frame
+                patch_size=self.patch,
             ),
             tokenizer=tiny_tokenizer(self.texts, self.vocab_size, self.tokens),
             chat_template=self.template.replace("PLACEHOLDER", QWEN_MEDIA),
@@ -158,17 +165,18 @@ class TinyQwen2_5Vl(TinyModel):
         # Rotary frequencies of a head, divided over time, height and width.
         pairs = self.width // self.heads // 2
         sections = [pairs - 2 * (pairs // 4), pairs // 4, pairs // 4]
-        rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": sections}
+        rope = {"rope_type": "default", "rope_theta": self.rope_theta, "mrope_section": sections}
         vision = {
             "depth": self.vision_layers,
             "hidden_size": self.vision_width,
             "intermediate_size": 2 * self.vision_width,
             "num_heads": 4,
             "out_hidden_size": self.width,  # of the merger, which writes into the language model
-            "patch_size": 14,
+            "patch_size": self.patch,
             "spatial_merge_size": 2,
             "temporal_patch_size": 2,
-            "window_size": 112,  # pixels, or 4 x 4 tokens; blocks not listed below attend inside windows
+            # 4 x 4 tokens, in pixels; blocks not listed below attend inside windows.
+            "window_size": 8 * self.patch,
             "fullatt_block_indexes": [self.vision_layers - 1],
             "tokens_per_second": 2,
             "initializer_range": self.init,
