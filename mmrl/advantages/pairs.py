@@ -113,8 +113,7 @@ def kto_kl_rows(table: RewardTable, *, tag: str = "unrelated") -> RewardTable:
     measured, and not learned from.
     """
     mismatched = _tagged(table, tag)
-    steps = int(table.length.max()) if len(table) else 0
-    noted = mismatched.any(-1, keepdim=True).double().expand(len(table), steps)
+    noted = mismatched.any(-1, keepdim=True).double().expand(len(table), table.longest)
     return table.note("unrelated", noted).replace(
         values=torch.where(mismatched[:, None], 0.0, table.values),
         valid=table.valid | mismatched[:, None],

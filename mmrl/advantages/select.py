@@ -75,7 +75,7 @@ def per_step(table: RewardTable) -> RewardTable:
     A step takes the first outcome that ends after it; steps after the last end take the last. The result is
     (N, R, T).
     """
-    steps = int(table.length.max()) if len(table) else 0
+    steps = table.longest
     places = place_of_steps(table.ends, steps)
     ends = torch.arange(1, steps + 1).expand(len(table), -1)
     ends = torch.where(ends <= table.length[:, None], ends, ABSENT)  # (N, T): 1, 2, ..., then ABSENT

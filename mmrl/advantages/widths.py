@@ -41,7 +41,7 @@ def variance_width(
     measured, index = label(table, of), table.index(by)
     spread = GroupStatistics(measured, ~measured.isnan(), index).std(unbiased=False)
     variance = (4 * spread.square() / span**2).clamp(max=1)[:, 0]  # (N, K)
-    table, places = per_step(table), place_of_steps(table.ends, int(table.length.max()) if len(table) else 0)
+    table, places = per_step(table), place_of_steps(table.ends, table.longest)
     variance = variance.gather(1, places)
     size = torch.where(table.valid, table.values, 0.0).abs().amax(1)
     factor = (1 + by_advantage * (size / reference).clamp(max=1)) * (1 + by_variance * variance)

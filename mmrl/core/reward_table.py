@@ -159,6 +159,11 @@ class RewardTable:
         return self.process == self.rank
 
     @property
+    def longest(self) -> int:
+        """The number of steps of the longest row; 1 without rows, as every table has a place."""
+        return int(self.length.max()) if len(self) else 1
+
+    @property
     def group(self) -> Tensor:
         """The id of each row's group: (N,)."""
         return self.ids["group"][:, 0]

@@ -136,6 +136,17 @@ def test_policies_learn_with_a_critic_and_with_process_rewards(tmp_path):
         assert sum(rewards[-5:]) / 5 > rewards[0] + 0.2, name
 
 
+@pytest.mark.parametrize("changes", [PPO, PRIME], ids=["ppo", "prime"])
+def test_a_step_of_which_no_group_is_left_learns_nothing(tmp_path, changes):
+    # All answers of a group earn the same.
+    rewards = [{"name": f"{__name__}:asked", "label": "share_right"}]
+    run = toy_run(tmp_path, **changes, rewards=rewards, group_filter="varied", max_steps=2)
+    before = run.policy.table.detach().clone()
+    train(run)
+    assert [step["frac_groups_kept"] for step in run.journal.read()] == [0.0, 0.0]
+    assert torch.equal(run.policy.table, before)
+
+
 @per_outcome
 def planted(prompt, outcome) -> float:
     """Pay for one token alone: the first of the answer."""
