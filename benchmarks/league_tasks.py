@@ -44,6 +44,7 @@ RATES = {"easy_vqa": 3e-4, "text": 3e-4}
 WARM_UP = {"easy_vqa": 10, "text": 3}  # steps
 MATCHES = {"exact_match", "vision.short_answer", "overlong"}  # rewards that ask only for the right answer
 SMALL_GROUPS = {"two_grpo": 2}  # whose method is the number of generations
+ANY_ENDS = {"gae", "lambda_returns", "returns", "increments"}  # credit of turns, and of a single answer alike
 MEANINGLESS = {
     "on_policy_distillation": "its teacher is a model of seven billion weights",
     "reverse_kl_distillation": "its teacher is a model of seven billion weights",
@@ -98,12 +99,15 @@ def reason_to_skip(name: str, raw: Mapping[str, Any]) -> str:
     other = [piece.name for piece in rewards if piece.options.get("weight", 1) and piece.name not in MATCHES]
     if name in MEANINGLESS:
         return MEANINGLESS[name]
-    if any(find("advantage", as_piece(piece, "advantage").name).needs.turns for piece in raw["advantage"]):
+    chain = {as_piece(piece, "advantage").name for piece in raw["advantage"]}
+    if any(find("advantage", piece).needs.turns for piece in chain - ANY_ENDS):
         return "it gives credit to the turns of conversations; these answers have one"
     if "offline" in engines:
         return "it learns from demonstrations, not from rollouts"
     if other:
         return f"it is about other answers: its rewards are {', '.join(other)}"
+    if columns := [piece.options["column"] for piece in rewards if piece.name == "column_value"]:
+        return f"the rows do not have what it reads of them: {', '.join(columns)}"
     try:
         check(parse(raw, Config))
     except ConfigError as error:

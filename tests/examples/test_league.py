@@ -44,7 +44,7 @@ def test_every_variant_is_taken_or_skipped_for_a_reason_and_all_have_the_same_ro
     made = {name: set_up(name, tmp_path) for name in variants()}
     assert json.dumps(SHARED) == before  # nothing of one variant reaches the next
     taken = {name: raw for name, raw in made.items() if not reason_to_skip(name, raw)}
-    assert {"grpo", "dapo", "rloo", "gspo", "two_grpo", AGAIN} < set(taken)
+    assert {"grpo", "dapo", "rloo", "gspo", "ppo", "two_grpo", AGAIN} < set(taken)
     for raw in taken.values():
         size = raw["rollout"]
         assert size["num_prompts"] * size["num_generations"] == 256
@@ -59,6 +59,8 @@ def test_every_variant_is_taken_or_skipped_for_a_reason_and_all_have_the_same_ro
     "name, reason",
     [
         ("supervised", "demonstrations"),
+        ("gigpo", "turns of conversations"),
+        ("grpo_s", "do not have what it reads of them: hardness, response"),
         ("ssl", "other answers: its rewards are vision.click_inside"),
         ("siri", "schedule of the longest answer"),
     ],
