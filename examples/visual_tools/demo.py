@@ -1,8 +1,8 @@
 """Demo of tools: a small VLM learns to look before it answers, and to search only where it must.
 
-Photographs have a small sign with a heart, whose colour is asked for. A small LLaVA learns by imitation, from
-a part of the photographs, to read what `crop` and `zoom` show and to call them now and then, often at the
-wrong place. GRPO and GiGPO go on from there with rewards for right answers alone. The comparison without
+Photographs have a small sign with a heart, whose colour is asked for. A small Qwen2.5-VL learns by imitation,
+from a part of the photographs, to read what `crop` and `zoom` show and to call them now and then, often at
+the wrong place. GRPO and GiGPO go on from there with rewards for right answers alone. The comparison without
 tools, the same model with a larger view, reads at least as many visual tokens.
 
 With `--part search` captions can be searched, which half of the questions do not need: GRPO against OTC-PO,
@@ -34,33 +34,31 @@ from mmrl.core.episodes import join_episodes
 from mmrl.core.reward_table import Measured, RewardTable
 
 HERE = "examples/visual_tools"
-LARGER_VIEW = [
-    "build.side=48"
-]  # 36 visual tokens; with tools there are 16 of the photograph and 16 of a part
+LARGER_VIEW = ["build.max_pixels=2304"]  # 48 x 48
 PARTS = ("look", "search")
 # Of each part its runs, and where they begin.
 RUNS = {
     "look": {"without": "direct", "grpo": "imitation", "gigpo": "imitation"},
-    "search": {"search": "search_lessons", "search_otc": "search_lessons"},
+    "search": {"search": "search_skills", "search_otc": "search_skills"},
 }
 STAGES = {  # of supervised learning
     "direct": ("direct",),
     "imitation": ("skills", "imitation"),
-    "search_lessons": ("search_skills", "search_lessons"),
+    "search_skills": ("search_skills",),
 }
 NAMES = {
     "direct": "no tools, start", "without": "no tools, GRPO", "imitation": "tools, start",
     "grpo": "tools, GRPO", "gigpo": "tools, GiGPO",
-    "search_lessons": "start", "search": "GRPO", "search_otc": "OTC-PO",
+    "search_skills": "start", "search": "GRPO", "search_otc": "OTC-PO",
 }  # fmt: skip
 SHOWN = ("accuracy", "calls", "visual tokens")
-TOKENS = {"with": 16, "without": 36}  # of a view
+TOKENS = {"with": 16, "without": 36}  # visual tokens of a view; a tool shows one more
 Found = dict[str, dict[str, Tensor]]  # of every run, and of every measure: one number per held-out question
 Seeds = Mapping[int, tuple[Found, dict[str, Any]]]
 # What is compared, run by run: the questions are the same, so differences are paired.
 COMPARED = {
     "look": (("grpo", "without"), ("grpo", "imitation"), ("gigpo", "imitation"), ("gigpo", "grpo")),
-    "search": (("search", "search_lessons"), ("search_otc", "search_lessons"), ("search_otc", "search")),
+    "search": (("search", "search_skills"), ("search_otc", "search_skills"), ("search_otc", "search")),
 }
 TITLES = {"look": "Looking closer", "search": "Searching captions"}
 
@@ -241,9 +239,9 @@ def report(output: Path, seeds: Seeds, parts: Sequence[str], seconds: float) -> 
     from mmrl.reporting.html import curves, metric_table
 
     note = (
-        "A small LLaVA is asked for the colour of a heart on a sign in a photograph. A view of the whole "
-        "shows the sign, but not what is on it; <code>crop</code> and <code>zoom</code> do. Without tools "
-        "the view is larger, so that no run with tools reads more visual tokens. "
+        "A small Qwen2.5-VL is asked for the colour of a heart on a sign in a photograph. A view of the "
+        "whole shows the sign, but not what is on it; <code>crop</code> and <code>zoom</code> do. Without "
+        "tools the view is larger, so that no run with tools reads more visual tokens. "
         f"Answers are sampled. Seeds {', '.join(map(str, seeds))}; objects: OpenMoji, CC BY-SA 4.0."
     )
     sections = ["<h1>Look before you answer</h1>", f"<p class=note>{note}</p>"]

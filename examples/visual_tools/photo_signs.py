@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,7 @@ class PhotoSigns:
     `{train,test}.jsonl` are rows for `vision.visual_qa` that ask which colour the heart has: a view of the
     whole photograph shows where the sign is, and only a part of it what is on it. `{train,test}_search.jsonl`
     ask about a sign by its name, half of them with that part as the image; `captions.jsonl` says it of every
-    sign by name. `skills.jsonl`, `lessons.jsonl` and their twins `search_*.jsonl` are rows for
+    sign by name. `skills.jsonl`, `search_skills.jsonl` and `lessons.jsonl` are rows for
     `vision.conversations`: turns of conversations about the first `labelled` training photographs, which the
     other rows leave out. The skills are right, and those of search answer a heart that is shown both at once
     and after a call; in lessons often no tool is called, or a wrong place is looked at. `direct.jsonl` asks
@@ -93,15 +93,9 @@ class PhotoSigns:
             **{f"{split}_search": list(map(about_name, some)) for split, some in scenes.items()},
             "captions": [{"caption": row["caption"]} for some in (taught, *scenes.values()) for row in some],
             "direct": taught,
-            **by_tools(
-                "skills",
-                (
-                    {**skill, "id": f"{skill['id']} {at}"}
-                    for row in taught
-                    for at, skill in enumerate(self._skills(row))
-                ),
-            ),
-            **by_tools("lessons", (lesson for row in taught for lesson in self._lessons(output, row))),
+            "skills": numbered(taught, self._skills),
+            "search_skills": numbered(taught, self._search_skills),
+            "lessons": [lesson for row in taught for lesson in self._lessons(output, row)],
         }
         return {name: write_rows(output / f"{name}.jsonl", some) for name, some in rows.items()}
 
@@ -153,20 +147,24 @@ class PhotoSigns:
         return [left, upper, left + self.box, upper + self.box]
 
     def _skills(self, row: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-        """List turns that are all right: calls, and answers to what tools show and say."""
-        box, number = self._box(*row["places"]), int(row["id"].split()[1])
+        """List turns that are all right: calls, and answers to what tools show."""
+        box = self._box(*row["places"])
         for at, tool in enumerate(("crop", "zoom")):
             call = look_call(tool, box)
             turns = conversation(
                 row, LOOK, [row["image"], row["crop"]], row["question"], call, call, "<image>"
             )
             yield from list(turns)[: 2 - at]  # what `crop` shows is at hand
-        for at in range(self.names):
-            yield from self._search_skills(row, number, at)
         yield next(conversation(row, LOOK, [row["crop"]], row["question"], "", row["answer"], ""))
 
-    def _search_skills(self, row: Mapping[str, Any], number: int, at: int) -> Iterator[dict[str, Any]]:
-        """List turns about a photograph's sign by one of its names; what is seen is answered at once, too."""
+    def _search_skills(self, row: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+        """List turns about a photograph's sign by its names; what is seen is answered at once, too."""
+        number = int(row["id"].split()[1])
+        for at in range(self.names):
+            yield from self._by_name(row, number, at)
+
+    def _by_name(self, row: Mapping[str, Any], number: int, at: int) -> Iterator[dict[str, Any]]:
+        """List turns about a photograph's sign by one of its names."""
         # Names other than the first belong to no photograph, so that names are copied, not known by heart.
         unused = self.num_train + self.num_test + (self.names - 1) * number + at - 1
         name = name_of(unused) if at else row["name"]
@@ -191,19 +189,14 @@ class PhotoSigns:
         first = call if chance() < self.look else row["answer"]
         images = [row["image"], shown]
         yield from conversation(row, LOOK, images, row["question"], call, first, "<image>")
-        asked = about_name(row, crop=chance() < 0.5)
-        call = search_call(row["name"])
-        first = call if chance() < self.look else row["answer"]
-        images = [asked["image"]]
-        yield from conversation(asked, SEARCH, images, asked["question"], call, first, row["caption"])
 
 
-def by_tools(name: str, rows: Iterable[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
-    """Part turns of conversations by their tools: those of `search` come by another name."""
-    files: dict[str, list[dict[str, Any]]] = {name: [], f"search_{name}": []}
-    for row in rows:
-        files[f"search_{name}" if row["prompt"][0]["content"] == SEARCH else name].append(row)
-    return files
+Row = Mapping[str, Any]
+
+
+def numbered(rows: Iterable[Row], turns: Callable[[Row], Iterable[Row]]) -> list[dict[str, Any]]:
+    """List the turns about every row; their ids end with their number."""
+    return [{**turn, "id": f"{turn['id']} {at}"} for row in rows for at, turn in enumerate(turns(row))]
 
 
 def about_name(row: Mapping[str, Any], crop: bool | None = None) -> dict[str, Any]:

