@@ -15,11 +15,12 @@ from mmrl.config.registry import Entry
 from mmrl.config.schema import Config, Evaluation, Piece
 from mmrl.core.protocols import RendersPrompts
 from mmrl.core.step_table import Batch
+from mmrl.core.types import Prompt, Rollouts
 from mmrl.diagnostics.context import Examined, Finding
 from mmrl.diagnostics.memory_estimates import estimate_with, in_use, room
 from mmrl.reporting.answers import target_text
 from mmrl.runtime.modules import evaluating
-from mmrl.training.collect import collect
+from mmrl.training.collect import collect, in_order
 from mmrl.training.trainer import Run
 
 SPARE = 0.1  # of the trained parameters may have a gradient of 0
@@ -110,6 +111,11 @@ def _look(small: Config, config: Config) -> Examined:
         policy = Piece(small.policy.name, {**small.policy.options, **options})
         return _look(replace(small, policy=policy), config)
 
+    def ask(prompts: Sequence[Prompt]) -> Rollouts:
+        with run.acting(), run.processes.whole(run.policy.module):
+            made = run.method.engine.rollout(prompts)
+        return in_order(made, [prompt.uid for prompt in prompts])
+
     memory = estimate_with(config, run.policy, [row.prompt for row in collection.rollouts])
     if "learning/activations" not in memory:  # else an estimate measured them with rows of the full length
         memory = {**memory, f"learning/activations of {run.guard.micro_batch_steps} steps": saved}
@@ -126,6 +132,7 @@ def _look(small: Config, config: Config) -> Examined:
         untouched=untouched,
         memory=memory,
         again=again,
+        ask=ask,
     )
 
 

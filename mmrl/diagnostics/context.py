@@ -40,7 +40,8 @@ class Finding:
 class Examined:
     """One small collection of a run, with what checks at the start read of the run.
 
-    The check of the first step, which costs nothing, has no `batch` and no `memory`, and `again` gives None.
+    The check of the first step, which costs nothing, has no `batch` and no `memory`, and neither `again` nor
+    `ask` gives anything.
 
     Args:
         batch: The rows as the policy that learns gets them.
@@ -48,6 +49,7 @@ class Examined:
         untouched: Trained parameters without a gradient.
         memory: Estimated bytes by part.
         again: Makes the collection with other options of the policy, where it has them.
+        ask: Asks the engine for answers to prompts, one for each entry, with the random streams of the step.
     """
 
     config: Config
@@ -62,6 +64,7 @@ class Examined:
     untouched: Sequence[str] = ()
     memory: Mapping[str, float] = field(default_factory=dict)
     again: Callable[..., Examined | None] = lambda **options: None
+    ask: Callable[[Sequence[Prompt]], Rollouts] = lambda prompts: ()
 
     @property
     def rows(self) -> Batch:

@@ -21,7 +21,7 @@ from mmrl.core.types import Outcome
 from mmrl.diagnostics.checks import training_metrics
 from mmrl.diagnostics.checks.ratio import importance_correction, initial_ratio
 from mmrl.diagnostics.checks.rewards import reward_sanity, rewards_apply, zero_variance_groups
-from mmrl.diagnostics.checks.sampling import sampling_params
+from mmrl.diagnostics.checks.sampling import repeatable_rollouts, sampling_params
 from mmrl.diagnostics.checks.training_metrics import fits_memory, gradient_flow
 from mmrl.diagnostics.memory_estimates import estimate_memory as estimate
 from mmrl.diagnostics.memory_estimates import optimizer_bytes, peak, training
@@ -129,6 +129,15 @@ class Greedy(ToyGenerate):
         return tuple(rows)
 
 
+class Unseeded(ToyGenerate):
+    """Leaves an answer to torch's own generator."""
+
+    def rollout(self, asked):
+        first, *rows = super().rollout(asked)
+        outcome = replace(first.outcomes[-1], text=str(int(torch.randint(1 << 30, ()))))
+        return (replace(first, outcomes=(outcome,)), *rows)
+
+
 @per_outcome
 def absent(prompt, outcome):
     return prompt.columns.get("no such column")
@@ -173,7 +182,7 @@ def test_a_sound_run_is_healthy(tmp_path):
         check.__name__
         for check in (
             initial_ratio, gradient_flow, fits_memory, zero_variance_groups, reward_sanity, sampling_params,
-            importance_correction, rewards_apply,
+            importance_correction, rewards_apply, repeatable_rollouts,
         )
     }  # fmt: skip
     assert not any(found.values()), found
@@ -259,6 +268,11 @@ MISTAKES = {
         {"rollout": {"engine": [{"name": f"{HERE}:Greedy", "inherited": 0.3}], "num_generations": 32}},
         "sampling_params",
         "the engine samples greedily or at a lower temperature than configured",
+    ),
+    "unseeded draws": (
+        {"rollout": {"engine": [f"{HERE}:Unseeded"]}},
+        "repeatable_rollouts",
+        "of 4 answers 1 are others when the same prompts are asked again with the same seed; draw from",
     ),
     "an overwritten setting": (
         {"rollout": {"engine": [{"name": f"{HERE}:Greedy", "temperature": 1.0, "inherited": 0.5}]}},

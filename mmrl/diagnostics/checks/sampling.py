@@ -12,6 +12,7 @@ from mmrl.config.registry import check
 from mmrl.core.types import Outcome
 from mmrl.diagnostics.context import Examined, Finding
 
+ASKED = 2  # prompts, twice each
 MEASURABLE = 30  # steps below which chance explains anything
 STRANGE = 6.0  # standard errors
 # Options that make samples likelier than chance, with the values that do not.
@@ -60,6 +61,25 @@ def sampling_params(examined: Examined) -> Iterator[Finding]:
         )
 
 
+@check(on="start")
+def repeatable_rollouts(examined: Examined) -> Iterator[Finding]:
+    """Check that the engine gives the same answers to the same prompts and seed, bit for bit.
+
+    A run that does not repeat itself cannot be resumed exactly. Two more collections of `ASKED` prompts are
+    drawn for it, so it belongs to `mmrl doctor`.
+    """
+    prompts = [prompt for prompt in examined.prompts[:ASKED] for _ in range(2)]
+    first, second = ([outcome for row in examined.ask(prompts) for outcome in row.outcomes] for _ in range(2))
+    apart = sum(not _alike(*pair) for pair in zip(first, second, strict=False))
+    if apart or len(first) != len(second):
+        yield Finding(
+            f"of {len(first)} answers {apart + abs(len(first) - len(second))} are others when the same "
+            "prompts are asked again with the same seed",
+            "draw from `stream.generator(...)`, never from torch's own generator or the time; give servers "
+            "and environments a seed",
+        )
+
+
 def _overwritten(examined: Examined) -> Iterator[Finding]:
     """Compare numeric options of engines with their attributes; those that follow a schedule are skipped."""
     pieces = examined.config.rollout.engine
@@ -83,11 +103,12 @@ def _all_alike(examined: Examined) -> bool:
         if row.on_policy:
             groups.setdefault(row.group, []).append(row.outcomes[-1])
     pairs = [(answers[0], other) for answers in groups.values() for other in answers[1:]]
-    return bool(pairs) and all(
-        first.text == other.text
-        and all(
-            a is b or (a is not None and b is not None and torch.equal(a, b))
-            for a, b in ((first.image, other.image), (first.video, other.video))
-        )
-        for first, other in pairs
+    return bool(pairs) and all(_alike(first, other) for first, other in pairs)
+
+
+def _alike(first: Outcome, other: Outcome) -> bool:
+    """Return whether two answers are the same: their text, and their image or video bit for bit."""
+    return first.text == other.text and all(
+        a is b or (a is not None and b is not None and torch.equal(a, b))
+        for a, b in ((first.image, other.image), (first.video, other.video))
     )
