@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,12 +35,12 @@ class PhotoSigns:
 
     `{train,test}.jsonl` are rows for `vision.visual_qa` that ask which colour the heart has: a view of the
     whole photograph shows where the sign is, and only a part of it what is on it. `{train,test}_search.jsonl`
-    ask about a sign by its name, half of them with that part as the image; `captions.jsonl` says it of every
-    sign by name. `skills.jsonl`, `search_skills.jsonl` and `lessons.jsonl` are rows for
-    `vision.conversations`: turns of conversations about the first `labelled` training photographs, which the
-    other rows leave out. The skills are right, and those of search answer a heart that is shown both at once
-    and after a call; in lessons often no tool is called, or a wrong place is looked at. `direct.jsonl` asks
-    about the same photographs without any tool.
+    ask about a sign by its name, half of them with that part in a frame as the image, the others with the
+    whole in any light; `captions.jsonl` says it of every sign by name. `skills.jsonl`, `search_skills.jsonl`
+    and `lessons.jsonl` are rows for `vision.conversations`: turns of conversations about the first `labelled`
+    training photographs, which the other rows leave out. The skills are right, and those of search answer a
+    heart that is shown both at once and after a call; in lessons often no tool is called, or a wrong place
+    is looked at. `direct.jsonl` asks about the same photographs without any tool.
 
     A sign hangs near the middle of one of `cells` x `cells` cells; a box of `box` pixels there has the heart.
 
@@ -102,8 +103,8 @@ class PhotoSigns:
     def _scene(
         self, output: Path, split: str, number: int, hearts: Mapping[str, Any], photographs: Mapping[str, Any]
     ) -> dict[str, Any]:
-        """Write a photograph and the box with the heart; return the row."""
-        from PIL import Image
+        """Write the images of a sign; return the row."""
+        from PIL import Image, ImageDraw, ImageEnhance
 
         generator = self.stream.fixed("sign", split, number)
         heart = sorted(hearts)[drawn(0, len(hearts) - 1, generator)]
@@ -120,10 +121,17 @@ class PhotoSigns:
         name = f"{split}/{number}"
         whole.save(output / f"{name}.jpg", quality=95, subsampling=0)
         with Image.open(output / f"{name}.jpg") as image:
-            cropped(image, self._box(*places)).save(output / f"{name}_crop.png")
+            part = cropped(image, self._box(*places))
+        part.save(output / f"{name}_crop.png")
+        ImageDraw.Draw(part).rectangle((0, 0, self.box - 1, self.box - 1), outline=FRAME, width=2)
+        part.save(output / f"{name}_close.png")
+        light = math.exp(2 * float(torch.rand((), generator=self.stream.fixed("light", split, number))) - 1)
+        small = whole.resize((self.side // 4, self.side // 4))
+        ImageEnhance.Brightness(small).enhance(light).save(output / f"{name}_far.jpg", quality=95)
         colour, called = heart.split()[0], name_of(number + (split == "test") * self.num_train)
         return {
-            "id": f"{split} {number}", "image": f"{name}.jpg", "crop": f"{name}_crop.png", "name": called,
+            "id": f"{split} {number}", "image": f"{name}.jpg", "crop": f"{name}_crop.png",
+            "close": f"{name}_close.png", "far": f"{name}_far.jpg", "name": called,
             "question": COLOURS, "answer": colour, "places": places,
             "caption": f"{called} is a {colour} heart, seen at {photograph}",
         }  # fmt: skip
@@ -200,9 +208,9 @@ def numbered(rows: Iterable[Row], turns: Callable[[Row], Iterable[Row]]) -> list
 
 
 def about_name(row: Mapping[str, Any], crop: bool | None = None) -> dict[str, Any]:
-    """Ask about a sign by its name; every other row shows the box with the heart, if `crop` does not say."""
+    """Ask about a sign by its name; every other row shows the heart, if `crop` does not say."""
     crop = int(row["id"].split()[1]) % 2 == 1 if crop is None else crop
-    asked = {"question": NAMED.format(name=row["name"]), "image": row["crop"] if crop else row["image"]}
+    asked = {"question": NAMED.format(name=row["name"]), "image": row["close" if crop else "far"]}
     return {**row, **asked, "id": f"{row['id']} search", "seen": crop}
 
 

@@ -89,10 +89,12 @@ def test_captions_find_signs_by_name_and_lessons_are_about_other_photographs(mad
         assert row["name"] in row["question"]
         assert search(row["name"].lower(), path=captions, most=1) == row["caption"]
         assert row["answer"] in row["caption"].split()
-        assert row["image"] == (row["crop"] if row["seen"] else row["image"])
+        assert row["image"] == row["close" if row["seen"] else "far"]
+        close, crop = (numpy.asarray(Image.open(folder / row[key])) for key in ("close", "crop"))
+        assert (close[2:-2, 2:-2] == crop[2:-2, 2:-2]).all() and (close[:, :2] == (255, 0, 204)).all()
     assert [row["seen"] for row in asked[:4]] == [False, True, False, True]
     taught = {image for row in lines(folder / "lessons.jsonl") for image in row["images"]}
-    assert taught.isdisjoint({row[key] for row in asked for key in ("image", "crop")})
+    assert taught.isdisjoint({row[key] for row in asked for key in ("image", "crop", "close", "far")})
     assert len({name_of(number) for number in range(3600)}) == 3600
 
 
@@ -104,8 +106,8 @@ def test_search_skills_answer_what_is_seen_at_once_too_and_ask_by_several_names(
         at = " ".join(row["id"].split()[:2])
         photograph = photographs[at]
         name = row["prompt"][1]["content"].split()[-1].rstrip("?")
-        seen = row["images"] == [photograph["crop"]]
-        assert seen or row["images"] == [photograph["image"]]
+        seen = row["images"] == [photograph["close"]]
+        assert seen or row["images"] == [photograph["far"]]
         if len(row["prompt"]) == 2:
             firsts.setdefault((at, name, seen), []).append(row["completion"])
             names.setdefault(at, set()).add(name)
