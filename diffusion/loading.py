@@ -91,7 +91,7 @@ def add_lora(network: nn.Module, rank: int, alpha: float, targets: Sequence[str]
     network.requires_grad_(False)
     options = {"lora_dropout": 0.0, "target_modules": list(targets), "init_lora_weights": "gaussian"}
     network.add_adapter(LoraConfig(r=rank, lora_alpha=alpha, **options))
-    keep_training_precision(network)
+    keep_training_precision(network, now=True)  # a saved adapter may be loaded into it, in float32
 
 
 def save_lora(pipe_class: type, network: nn.Module, folder: Path) -> None:

@@ -50,10 +50,11 @@ def build(config: Config, *, quiet: bool = False) -> Run:
     sampler = make_chain(pieces, "sampler", config.sampler, data, "sampler")
     torch.manual_seed(config.seed)  # adapters draw their first weights from the global stream
     processes = Processes(config.ddp_timeout)
-    with loading_onto(processes.load_device):
+    loading = partial(loading_onto, processes.load_device, shards=processes.shards)
+    with loading():
         policy, objective = make("policy"), make("objective")
     optimizer = processes.place(policy, make("learn.optimizer"), config.learn.max_grad_norm)
-    with loading_onto(processes.load_device):
+    with loading():
         references = make("references", policy)
     check_outputs(config, objective.needs, {"": policy.says})
     method = Method(

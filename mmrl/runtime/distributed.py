@@ -22,7 +22,8 @@ from mmrl.core.step_table import Totals
 from mmrl.core.types import Prompt
 from mmrl.runtime import deepspeed
 from mmrl.runtime.content_hash import of_weights
-from mmrl.runtime.fsdp import taken_up, unsharded
+from mmrl.runtime.fsdp import taken_up, unsharded, widen
+from mmrl.runtime.modules import LATER
 from mmrl.runtime.state_tree import flatten, unflatten
 from mmrl.runtime.watchdog import GRACE, ProcessFailed, Watch
 
@@ -49,8 +50,8 @@ class Processes:
         self.rank = self.accelerator.process_index
         self.world = self.accelerator.num_processes
         self.device = self.accelerator.device
-        self._shards = self.accelerator.distributed_type == DistributedType.FSDP
-        self._reshards = self._shards and bool(self.accelerator.state.fsdp_plugin.reshard_after_forward)
+        self.shards = self.accelerator.distributed_type == DistributedType.FSDP
+        self._reshards = self.shards and bool(self.accelerator.state.fsdp_plugin.reshard_after_forward)
         if self.world == 1:
             check_joined()
 
@@ -62,7 +63,7 @@ class Processes:
     @property
     def load_device(self) -> torch.device | None:
         """The device that models are loaded onto; None: main memory, from which FSDP2 takes shards."""
-        return None if self._shards or self.device.type == "cpu" else self.device
+        return None if self.shards or self.device.type == "cpu" else self.device
 
     # ---- agreement
 
@@ -237,7 +238,7 @@ class Processes:
             )
         # Before data parallelism spreads the weights of one process, or shards of each.
         self.placed += of_weights(policy) if self.world > 1 else ""
-        if not self._shards:  # FSDP2 moves and shards one layer at a time; a device need not hold the whole
+        if not self.shards:  # FSDP2 moves and shards one layer at a time; a device need not hold the whole
             policy.module.to(self.device)
         optimizer = make_optimizer(learning)
         zero = self.accelerator.state.deepspeed_plugin  # None where DeepSpeed was not launched
@@ -252,7 +253,10 @@ class Processes:
             # DeepSpeed requires a number for its speed report; micro-batches here have no fixed size.
             zero.deepspeed_config["train_micro_batch_size_per_gpu"] = 1
             zero.deepspeed_config["gradient_clipping"] = max_grad_norm
+        later = {name for name, parameter in learning if LATER in vars(parameter)}
+        del learning  # the last references to whole weights
         policy.module, optimizer = self.accelerator.prepare(policy.module, optimizer)
+        widen(policy.module, later)
         return optimizer
 
     def state_of(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:

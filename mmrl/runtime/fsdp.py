@@ -5,7 +5,7 @@ On one process, and where weights are not sharded, everything here is the identi
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -97,6 +97,14 @@ def unsharded(module: nn.Module, *, again: bool = True) -> Iterator[None]:
         for part in parts:
             part.set_reshard_after_forward(again, recurse=False)
             part.reshard()
+
+
+def widen(module: nn.Module, names: Collection[str]) -> None:
+    """Convert named parameters of a sharded model to float32, shard by shard; the Parameters stay."""
+    chosen = {id(parameter) for name, parameter in module.named_parameters() if name in names}
+    if chosen:
+        # `_apply` also renews the flat memory of shards, from which FSDP2 gathers.
+        module._apply(lambda tensor: tensor.float() if id(tensor) in chosen else tensor)
 
 
 def exchange(parameter: Tensor, weight: Tensor) -> Tensor:

@@ -24,6 +24,7 @@ DTYPES = {
 STORED = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 LOW = (torch.bfloat16, torch.float16)
 RECORD = "mmrl_transforms"  # attribute of a model that lists its transforms
+LATER = "mmrl_float32_later"  # attribute of parameters that become float32 once they are sharded
 
 
 def model_source(name: str) -> str:
@@ -46,10 +47,11 @@ def model_source(name: str) -> str:
 
 @dataclass(frozen=True)
 class Placement:
-    """Where models are loaded: onto which device (None: main memory), and whether any of them will learn."""
+    """Where models are loaded: onto which device (None: main memory), and what will be done with them."""
 
     device: torch.device | None = None
     learns: bool = True
+    shards: bool = False
 
 
 TRAINING = Placement()
@@ -57,15 +59,17 @@ _PLACEMENT: ContextVar[Placement] = ContextVar("placement", default=TRAINING)
 
 
 @contextmanager
-def loading_onto(device: torch.device | None, *, learns: bool = True) -> Iterator[None]:
+def loading_onto(device: torch.device | None, *, learns: bool = True, shards: bool = False) -> Iterator[None]:
     """Load models inside this context straight onto a device, file by file, without a copy in main memory.
 
     Args:
         device: None: main memory, where weights in the dtype of their file stay mapped to it, so that
             processes of one machine share them.
         learns: Whether weights that policies train become float32; without it they keep their dtype.
+        shards: Whether they become float32 only after FSDP2 has sharded them (`Processes.place`), so that no
+            process holds a float32 copy of the model.
     """
-    token = _PLACEMENT.set(Placement(device, learns))
+    token = _PLACEMENT.set(Placement(device, learns, shards))
     try:
         yield
     finally:
@@ -77,11 +81,17 @@ def placement() -> Placement:
     return _PLACEMENT.get()
 
 
-def keep_training_precision(model: nn.Module) -> None:
-    """Convert trained weights to float32, since updates of 1e-6 vanish in 16 bits; frozen ones stay."""
+def keep_training_precision(model: nn.Module, *, now: bool = False) -> None:
+    """Convert trained weights to float32, since updates of 1e-6 vanish in 16 bits; frozen ones stay.
+
+    Weights that will be sharded are converted after that, except `now`, as saved adapters need it.
+    """
     for parameter in model.parameters() if placement().learns else ():
         if parameter.requires_grad and parameter.dtype in LOW:
-            parameter.data = parameter.data.float()  # the Parameter stays, which others may refer to
+            if placement().shards and not now:
+                vars(parameter)[LATER] = True
+            else:
+                parameter.data = parameter.data.float()  # the Parameter stays, which others may refer to
 
 
 def widest_dtype(model: nn.Module, folder: Path) -> torch.dtype:

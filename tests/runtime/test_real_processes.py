@@ -7,6 +7,7 @@ from functools import cache
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from mmrl.build import build
 from mmrl.config.loading import merge
@@ -94,6 +95,14 @@ GAMING = {
         {"name": "group_center", "by": ["group", "role"]},
     ],
 }
+# In 16 bits, sums depend on what is in a batch, so one process has the batches of two: a group each.
+GROUP_BY_GROUP = {
+    "rollout": {
+        **SPEAKING["rollout"],
+        "engine": [{"name": "vision.generate", "max_completion_length": 6, "batch_size": 3}],
+    },
+    "learn": {**SPEAKING["learn"], "micro_batch_steps": 1},
+}
 # SGD, so that weights tell of gradients: the first step of Adam is as long for a small one.
 FLOW = {"learn": {"learning_rate": 0.3, "optimizer": "sgd"}, "max_steps": 3, "save_steps": 2}
 LORA = merge({"policy": {"lora_rank": 2}}, KEPT_NEAR)
@@ -114,12 +123,17 @@ def plans(tmp_path_factory):
         named = {"name": "vision.tokens", "model": str(folder / "vlm"), "dtype": "float32"}
         return lambda output: {**SPEAKING, "policy": {**named, **policy}, "output_dir": str(output)}
 
+    def half(**policy):
+        return lambda output: {**speak(dtype="bfloat16", **policy)(output), **GROUP_BY_GROUP}
+
     def draw(likelihood, changes):
         return lambda output: flow_plan(folder / "sd3", output, likelihood, **merge(changes, FLOW))
 
     return {
         "a model that speaks": speak(freeze_vision_tower=False),
         "an adapter": speak(lora_rank=2, gradient_checkpointing=True),
+        "an adapter of a 16-bit model": half(lora_rank=2, gradient_checkpointing=True),
+        "a 16-bit model": half(gradient_checkpointing=True),
         "a conversation": lambda output: {**speak(freeze_vision_tower=False)(output), **TALKING},
         "an environment": lambda output: {**speak(freeze_vision_tower=False)(output), **PLAYING},
         "a game": lambda output: {**speak(freeze_vision_tower=False)(output), **GAMING},
@@ -150,6 +164,8 @@ def on_two(plans, tmp_path_factory):
 NAMES = (
     "a model that speaks",
     "an adapter",
+    "an adapter of a 16-bit model",
+    "a 16-bit model",
     "a conversation",
     "an environment",
     "a game",
@@ -189,6 +205,9 @@ def test_two_processes_train_real_models_as_one(name, way, plans, on_two, tmp_pa
                 assert one[key] == pytest.approx(other[key], rel=2e-4, abs=1e-6), key
 
 
+SAVED = "checkpoint-3/**/*.safetensors"
+
+
 def on_processes(plans, folder, way, world=2):
     """Train plans on so many processes; return what they print, and whether they came to their end."""
     listed = folder / "plans.json"
@@ -210,16 +229,16 @@ def assert_same_run(found, wanted):
 
 
 # The state of the optimizer is taken up too, which SGD has with momentum alone.
-MOVING = {"learn": {**SPEAKING["learn"], "optimizer": {"name": "sgd", "momentum": 0.9}}}
+MOVING = {"learn": {"optimizer": {"name": "sgd", "momentum": 0.9}}}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("way", ["ddp", "fsdp2"])
 def test_a_run_goes_on_with_another_number_of_processes(way, plans, tmp_path):
-    names = ("a model that speaks", "an adapter")
+    names = ("a model that speaks", "an adapter", "an adapter of a 16-bit model")
 
     def plan(name, steps, folder="run"):
-        return {**plans[name](tmp_path / folder / name), **MOVING, "max_steps": steps}
+        return {**merge(plans[name](tmp_path / folder / name), MOVING), "max_steps": steps}
 
     def alone(name, steps, folder="run"):
         run = build(parse(plan(name, steps, folder), Config), quiet=True)
@@ -232,6 +251,28 @@ def test_a_run_goes_on_with_another_number_of_processes(way, plans, tmp_path):
     assert ended, printed
     for name in names:  # and from two to one
         assert_same_run(alone(name, 6), alone(name, 6, "alone"))
+
+
+@pytest.mark.slow
+def test_shards_of_16_bits_go_on_bit_for_bit(plans, tmp_path):
+    """The trained weights are float32: those of an adapter, and those that became so once sharded."""
+    names = ("an adapter of a 16-bit model", "a 16-bit model")
+
+    def plan(name, folder, steps=3):
+        adamw = {"learn": {"optimizer": {"name": "adamw"}}, "max_steps": steps}
+        return merge(plans[name](tmp_path / folder / name), adamw)
+
+    runs = (("through", 3), ("stopped", 2), ("stopped", 3))
+    printed, ended = on_processes([plan(name, *run) for run in runs for name in names], tmp_path, "fsdp2")
+    assert ended, printed
+    for name in names:
+        one, other = (
+            {file.name: load_file(file) for file in (tmp_path / folder / name).rglob(SAVED)}
+            for folder in ("through", "stopped")
+        )
+        assert one.keys() == other.keys() and one
+        for file, weights in one.items():
+            assert all(torch.equal(weight, other[file][key]) for key, weight in weights.items()), (name, file)
 
 
 @pytest.mark.slow

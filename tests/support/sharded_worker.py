@@ -3,6 +3,7 @@ folder`."""
 
 from __future__ import annotations
 
+import copy
 import sys
 from pathlib import Path
 
@@ -13,12 +14,80 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from mmrl.runtime.fsdp import gathered, taken_up, whole
+from mmrl.runtime.fsdp import gathered, taken_up, whole, widen
 
 
-def model() -> nn.Module:
+def model() -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 3))
+
+
+class Adapted(nn.Linear):
+    """A frozen 16-bit layer with a trained 32-bit adapter."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4, dtype=torch.bfloat16)
+        self.requires_grad_(False)
+        self.low, self.high = nn.Linear(4, 2, bias=False), nn.Linear(2, 4, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x.bfloat16()).float() + self.high(self.low(x))
+
+
+def adapted() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(Adapted(), Adapted())
+
+
+def sharded_adapter(mesh, rows: torch.Tensor, rank: int) -> None:
+    """Train 32-bit adapters of a sharded 16-bit model, go on from what was gathered, and compare."""
+    plain, sharded, fresh = adapted(), adapted(), adapted()
+    optimizers = []
+    for one in (plain, sharded, fresh):
+        for part in (*one, one) if one is not plain else ():
+            fully_shard(part, mesh=mesh)
+        optimizers.append(torch.optim.AdamW([p for p in one.parameters() if p.requires_grad], lr=0.1))
+    part = rows[4 * rank : 4 * rank + 4]
+    learn(plain, optimizers[0], rows)
+    learn(sharded, optimizers[1], part)
+    local = [p.to_local() for p in sharded.parameters() if isinstance(p, DTensor)]
+    assert sum(p.numel() for p in local) == sum(p.numel() for p in plain.parameters()) / 2
+    assert {p.dtype for p in local} == {torch.bfloat16, torch.float32}
+    with gathered(sharded):
+        state = {name: value.detach().clone() for name, value in sharded.state_dict().items()}
+    with gathered(fresh, changed=True):
+        fresh.load_state_dict(state)
+    moments = copy.deepcopy(whole(optimizers[1].state_dict()))  # it holds the counts of steps themselves
+    optimizers[2].load_state_dict(taken_up(moments, [p for p in fresh.parameters() if p.requires_grad]))
+    learn(plain, optimizers[0], rows)
+    for one, optimizer in ((sharded, optimizers[1]), (fresh, optimizers[2])):
+        learn(one, optimizer, part)
+    with gathered(sharded), gathered(fresh):
+        for name, value in plain.state_dict().items():
+            torch.testing.assert_close(sharded.state_dict()[name].detach(), value, rtol=1e-4, atol=1e-5)
+            assert torch.equal(sharded.state_dict()[name], fresh.state_dict()[name]), name
+
+
+def widened(mesh, rows: torch.Tensor, rank: int) -> None:
+    """Shard 16-bit weights, convert some of them to float32, and train them like whole ones."""
+    plain, sharded = model().bfloat16(), model().bfloat16()
+    sharded[0].requires_grad_(False)
+    plain[0].requires_grad_(False)
+    fully_shard(sharded, mesh=mesh)
+    optimizer = torch.optim.AdamW(sharded[1].parameters(), lr=0.1)
+    widen(sharded, {"1.weight", "1.bias"})
+    assert [p.dtype for p in sharded.parameters()] == [torch.bfloat16] * 2 + [torch.float32] * 2
+    plain[1].float()
+    for one in (plain, sharded):
+        one[0].register_forward_hook(lambda module, given, output: output.float())
+    whole_optimizer = torch.optim.AdamW(plain[1].parameters(), lr=0.1)
+    for _ in range(2):
+        learn(plain, whole_optimizer, rows.bfloat16())
+        learn(sharded, optimizer, rows.bfloat16()[4 * rank : 4 * rank + 4])
+    with gathered(sharded):
+        for name, value in plain.state_dict().items():
+            found = sharded.state_dict()[name].detach()
+            torch.testing.assert_close(found, value, rtol=1e-4, atol=1e-5, msg=name)
 
 
 def learn(module: nn.Module, optimizer: torch.optim.Optimizer, rows: torch.Tensor) -> None:
@@ -61,6 +130,8 @@ def main() -> None:
     with gathered(fresh):
         for name, value in plain.state_dict().items():
             torch.testing.assert_close(fresh.state_dict()[name].detach(), value)
+    sharded_adapter(mesh, rows, rank)
+    widened(mesh, rows, rank)
     (folder / f"done-{rank}").touch()
     torch.distributed.destroy_process_group()
 

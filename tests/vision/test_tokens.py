@@ -15,7 +15,7 @@ from mmrl.core.protocols import RendersPrompts
 from mmrl.core.rng import seeded
 from mmrl.core.types import Outcome
 from mmrl.kv_cache.layout import placeholder_ids
-from mmrl.runtime.modules import loading_onto
+from mmrl.runtime.modules import LATER, loading_onto
 from mmrl.vision.decoding import step_model
 from mmrl.vision.decoding.step_model import chunked_logp
 from mmrl.vision.decoding.token_steps import FORBIDDEN
@@ -348,6 +348,15 @@ def test_trained_weights_are_held_in_float32_and_frozen_ones_as_they_were_loaded
         assert kinds == {(True, torch.float32), (False, torch.bfloat16)}
         policy(recorded(policy, "qwen2_5_vl")).logp.sum().backward()
         assert all(gradient.dtype == torch.float32 for gradient in mixed.gradients(policy).values())
+
+
+def test_weights_that_will_be_sharded_become_float32_afterwards(checkpoint):
+    with loading_onto(None, shards=True):
+        policy = loaded(checkpoint, dtype="bfloat16")
+        adapted = loaded(checkpoint, dtype="bfloat16", lora_rank=2)
+    assert {p.dtype for p in policy.module.parameters()} == {torch.bfloat16}
+    assert all((LATER in vars(p)) is p.requires_grad for p in policy.module.parameters())
+    assert {p.dtype for p in adapted.module.parameters() if p.requires_grad} == {torch.float32}
 
 
 def test_a_policy_that_only_answers_stays_in_its_dtype_and_takes_trained_weights_as_they_are(
