@@ -3,30 +3,27 @@
 from __future__ import annotations
 
 import os
-import signal
-import socket
-import subprocess
-import time
-from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
+from benchmarks.vllm_servers import kill
+from benchmarks.vllm_servers import serving as servers
 from mmrl.build import build
 from mmrl.config.binding import Recipe
 from mmrl.config.loading import merge
 from mmrl.config.schema import Config, Piece, parse
 from mmrl.core.rng import Stream
 from mmrl.core.types import Clock
-from mmrl.runtime.json_client import JsonClient
 from mmrl.training.loop import train
 from mmrl.vision.builders.tiny_models import TinyQwen2_5Vl
 from mmrl.vision.engines.vllm import Vllm
 from mmrl.vision.policies.tokens import Tokens
-from mmrl.vision.serving.agreement import gap, without_adapter
-from mmrl.vision.serving.command import command_lines
+from mmrl.vision.serving.agreement import LIMITS, gap, without_adapter
 from tests.runtime.test_real_processes import SPEAKING
+from tests.vision import tiny
 from tests.vision.tiny import ask, clip, picture
 
 HOME = os.environ.get("MMRL_VLLM", "")
@@ -36,7 +33,6 @@ pytestmark = [
     pytest.mark.skipif(not HOME, reason="MMRL_VLLM names no environment with vLLM"),
 ]
 LORA = {"lora_rank": 8, "freeze_vision_tower": False}
-START = float(os.environ.get("MMRL_VLLM_START", "600"))  # seconds that a server may take to start
 PROMPTS = {
     "text": ask("text", "Say a number between 1 and 9."),
     "image": ask("image", picture(seed=1, height=84, width=112), "What is this?"),
@@ -45,70 +41,11 @@ PROMPTS = {
 }
 
 
-def free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return one.getsockname()[1]
-
-
-def kill(process: subprocess.Popen) -> None:
-    """End a server with -9, and the processes that it began, which would stay."""
-    parents = {}
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            parents[int(folder.name)] = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
-        except OSError:  # it ended meanwhile
-            continue
-    family = {process.pid}
-    while more := {pid for pid, parent in parents.items() if parent in family} - family:
-        family |= more
-    for pid in family:
-        try:
-            os.kill(pid, signal.SIGKILL)
-        except ProcessLookupError:
-            continue
-    process.wait()
-
-
-@contextmanager
 def serving(model: Path, options: dict, number: int, log: Path):
-    """Start servers with the lines of `mmrl serve-command --cpu`; yields their addresses and processes."""
-    urls = [f"http://127.0.0.1:{free_port()}" for _ in range(number)]
-    policy = Piece("vision.tokens", {"model": str(model), "dtype": "float32", **options})
-    small = "--max-model-len 1024 --max-num-batched-tokens 4096 --max-num-seqs 64 --enforce-eager"
-    small += f" --kv-cache-memory-bytes {64 << 20}"
-    environment = {
-        "PATH": f"{HOME}/bin:{os.environ['PATH']}",
-        "HOME": os.environ.get("HOME", "/tmp"),
-        "HF_HUB_OFFLINE": "1",
-        "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "TORCH_COMPILE_DISABLE": "1",
-        "OMP_NUM_THREADS": "1",
-    }
-    with ExitStack() as stack:
-        processes = []
-        for i, line in enumerate(command_lines(policy, {"servers": urls}, "policy", cpu=True)):
-            out = stack.enter_context((log / f"server{i}.log").open("w"))
-            line = line.replace("VLLM_CPU_KVCACHE_SPACE=4 ", "")
-            command = ["sh", "-c", f"env {line} {small}"]
-            processes.append(subprocess.Popen(command, env=environment, stdout=out, stderr=out, cwd=log))
-            stack.callback(kill, processes[-1])
-        for url, process in zip(urls, processes, strict=True):
-            wait_for(url, process, log)
-        yield urls, processes
-
-
-def wait_for(url: str, process: subprocess.Popen, log: Path) -> None:
-    client = JsonClient(f"{url}/weight_info", request_timeout=20, request_retries=0, wait=0)
-    for _ in range(int(START)):
-        assert process.poll() is None, "\n".join(path.read_text()[-3000:] for path in log.glob("*.log"))
-        try:
-            client.get()
-            return
-        except OSError:
-            time.sleep(1)
-    raise TimeoutError(f"{url} did not start in {START:g} s: {[*log.glob('*.log')]}")
+    """Start servers of a policy in float32, or in the `dtype` of its options."""
+    return servers(
+        HOME, Piece("vision.tokens", {"model": str(model), "dtype": "float32", **options}), number, log
+    )
 
 
 @pytest.fixture(scope="module")
@@ -127,7 +64,7 @@ def two_with_adapter(model, tmp_path_factory):
 
 
 def engine_of(model, folder, urls, given, **options):
-    policy = Tokens(model=str(model), dtype="float32", **given)
+    policy = Tokens(model=str(model), **{"dtype": "float32", **given})
     recipe = Recipe(Piece("vision.tokens", {"model": str(model), **given}), (), 3, 0, (), Clock)
     options = {"max_completion_length": 16, "weights_folder": str(folder), **options}
     return Vllm(policy, stream=Stream(3), recipe=recipe, servers=tuple(urls), **options)
@@ -246,4 +183,44 @@ def test_answers_of_a_model_that_was_loaded_anew_are_the_policys(model, tmp_path
             found = gaps(engine, PROMPTS)
             print(f"weights {change}:", {kind: f"{value:.1e}" for kind, value in found.items()})
             assert max(found.values()) < 1e-5
+            shift(engine.policy, change, 0.02)
+
+
+def widened(family, folder, monkeypatch):
+    """Make the tiny checkpoint of a family with heads of 32, which vLLM needs on a CPU."""
+    for sizes in (tiny.TEXT, tiny.QWEN_VISION, tiny.TOWER):
+        monkeypatch.setitem(sizes, "hidden_size", 128)
+    monkeypatch.setitem(tiny.QWEN_VISION, "out_hidden_size", 128)
+    monkeypatch.setitem(tiny.MROPE, "mrope_section", [8, 4, 4])
+    tiny.make(family, folder)
+    if family == "llava":  # vLLM 0.32 reads the names that checkpoints of the Hub have, which saving keeps
+        file = folder / "model.safetensors"
+        names = {
+            name: name.replace("vision_tower.", "vision_tower.vision_model.") for name in load_file(file)
+        }
+        save_file({names[name]: weight for name, weight in load_file(file).items()}, file, {"format": "pt"})
+    return folder
+
+
+@pytest.mark.parametrize("family", ["qwen2_vl", "qwen3_vl", "llava"])
+def test_answers_of_other_families_are_the_policys(family, tmp_path, monkeypatch):
+    model = widened(family, tmp_path / "model", monkeypatch)
+    prompts = {kind: prompt for kind, prompt in PROMPTS.items() if kind != "video" or family == "qwen2_vl"}
+    with serving(model, {}, 1, tmp_path) as (urls, _):
+        engine = engine_of(model, tmp_path, urls, {"freeze_vision_tower": False})
+        for change in range(2):
+            found = gaps(engine, prompts)
+            print(f"{family} {change}:", {kind: f"{value:.1e}" for kind, value in found.items()})
+            assert max(found.values()) < 1e-4  # these weights are eight times as large
+            shift(engine.policy, change, 0.02)
+
+
+def test_answers_in_bfloat16_are_the_policys_but_for_rounding(model, tmp_path):
+    half = {"dtype": "bfloat16", "freeze_vision_tower": False}
+    with serving(model, half, 1, tmp_path) as (urls, _):
+        engine = engine_of(model, tmp_path, urls, half)
+        for change in range(2):
+            found = gaps(engine, PROMPTS)
+            print(f"bfloat16 {change}:", {kind: f"{value:.1e}" for kind, value in found.items()})
+            assert max(found.values()) < LIMITS[True]
             shift(engine.policy, change, 0.02)

@@ -98,8 +98,8 @@ def _qwen(kind: str, folder: Path) -> None:
     if kind == "qwen2_vl":
         vision = {
             "depth": 2,
-            "embed_dim": 32,
-            "hidden_size": 32,
+            "embed_dim": QWEN_VISION["hidden_size"],
+            "hidden_size": QWEN_VISION["out_hidden_size"],
             "num_heads": 4,
             "mlp_ratio": 2,
             "patch_size": 14,
@@ -126,8 +126,10 @@ def _qwen(kind: str, folder: Path) -> None:
         )
     else:
         vision = {**QWEN_VISION, "deepstack_visual_indexes": [0], "num_position_embeddings": 64}
+        text["head_dim"] = TEXT["hidden_size"] // TEXT["num_attention_heads"]
+        text["rope_parameters"] = {**MROPE, "mrope_interleaved": True}  # vLLM reads it, transformers need not
         model = t.Qwen3VLForConditionalGeneration(
-            t.Qwen3VLConfig(text_config={**text, "head_dim": 8}, vision_config=vision, **special)
+            t.Qwen3VLConfig(text_config=text, vision_config=vision, **special)
         )
         processor = t.Qwen3VLProcessor(
             images,
