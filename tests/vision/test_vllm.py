@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 import shlex
 import subprocess
 import sys
@@ -162,14 +163,25 @@ def test_kinds_of_media_are_told_apart(policy):
     assert kinds == ["text", "image", "several images", "video"]
 
 
-def test_families_whose_media_cannot_be_sent_are_named():
-    settings = {"model": "policy", "seed": 1, "n": 1, "salt": "v"}
-    with pytest.raises(ConfigError, match="cannot send images to a model of type 'smolvlm'"):
-        request_of(small_encoder("smolvlm"), seen_prompt(), Sampling(4, 1.0), **settings)
-    with pytest.raises(
-        ConfigError, match="cannot send a video to a model of type 'qwen3_vl', as prompt 'seen'"
-    ):
-        request_of(small_encoder("qwen3_vl"), seen_prompt(), Sampling(4, 1.0), **settings)
+@pytest.mark.parametrize(
+    ("family", "kind", "able"),
+    [
+        ("smolvlm", "images", "llava, qwen2_5_vl, qwen2_vl, qwen3_vl"),
+        ("internvl", "images", "llava, qwen2_5_vl, qwen2_vl, qwen3_vl"),
+        ("qwen3_vl", "videos", "qwen2_5_vl, qwen2_vl"),
+        ("llava", "videos", "qwen2_5_vl, qwen2_vl"),
+    ],
+)
+def test_media_that_cannot_be_sent_are_refused_before_a_server_is_asked(
+    policy, stand_in, tmp_path, monkeypatch, family, kind, able
+):
+    engine = engine_of(policy, tmp_path, stand_in.url)
+    monkeypatch.setattr(policy.prompt_encoder.core.config, "model_type", family)
+    prompt = PROMPTS[1 if kind == "images" else 3]
+    message = f"cannot send {kind} to a model of type '{family}', as prompt '{prompt.uid}' has them"
+    with pytest.raises(ConfigError, match=re.escape(f"{message} (it can to {able})")):
+        engine.rollout([PROMPTS[0], prompt])
+    assert not stand_in.told and not engine.folder.exists()
 
 
 # ---- rollouts

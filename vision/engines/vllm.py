@@ -34,7 +34,7 @@ from mmrl.vision.serving.agreement import check_agreement
 from mmrl.vision.serving.command import command_lines
 from mmrl.vision.serving.servers import ADAPTER, Server, Servers
 from mmrl.vision.serving.weights import WeightsWriter
-from mmrl.vision.serving.wire import Answer, Sampling, media_of, request_of
+from mmrl.vision.serving.wire import Answer, Sampling, check_media, media_of, request_of
 
 MODEL = "policy"  # name of the model on the servers
 
@@ -124,6 +124,8 @@ class Vllm:
 
     def ask(self, prompts: Sequence[Prompt]) -> None:
         """Begin with the weights, the step and the round of this moment; `rollout` of these collects."""
+        check_media(self.policy.prompt_encoder.core.config, prompts)
+        self._check_adapter(prompts)
         if self.asking is None:
             self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             limits = {"request_timeout": self.request_timeout, "timeout": self.timeout}
@@ -132,7 +134,6 @@ class Vllm:
         places: dict[str, list[int]] = {}
         for place, prompt in enumerate(prompts):
             places.setdefault(prompt.uid, []).append(place)
-        self._check_media(prompts)
         version = self.asking.weights.version
         groups = [self._begin(prompts[where[0]], where, version) for where in places.values()]
         self.begun = list(prompts), groups, version
@@ -155,7 +156,7 @@ class Vllm:
         """Write the line that starts each of the servers."""
         return command_lines(policy, options, MODEL, cpu=cpu)
 
-    def _check_media(self, prompts: Sequence[Prompt]) -> None:
+    def _check_adapter(self, prompts: Sequence[Prompt]) -> None:
         """Raise for images and videos in one round with an adapter of the vision tower, which end a server.
 
         vLLM 0.32 encodes both in one step, with the adapter laid out as if they were one batch.

@@ -10,7 +10,7 @@ import hashlib
 import json
 import math
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from mmrl.config.loading import ConfigError
+from mmrl.core.types import Prompt
 from mmrl.kv_cache.layout import placeholders
 from mmrl.vision.models.model_families import family_of
 from mmrl.vision.models.processor import EncodedPrompt, PromptEncoder
@@ -116,25 +117,29 @@ def request_of(
     return request
 
 
+def check_media(config: Any, prompts: Iterable[Prompt]) -> None:
+    """Raise `ConfigError` for an image or a video that servers do not take as tensors."""
+    able = KINDS.get(config.model_type, set())
+    for prompt in prompts:
+        if other := {medium.kind for medium in prompt.media} - able:
+            families = ", ".join(sorted(family for family, kinds in KINDS.items() if other <= kinds))
+            kinds = " and ".join(f"{kind}s" for kind in sorted(other))
+            raise ConfigError(
+                f"`vision.vllm` cannot send {kinds} to a model of type '{config.model_type}', as prompt "
+                f"'{prompt.uid}' has them (it can to {families}); use `vision.generate`"
+            )
+
+
 def features(encoder: PromptEncoder, encoded: EncodedPrompt, salt: str) -> dict[str, Any]:
     """Write the media of a prompt: their hashes, their places among the tokens, and their tensors."""
     config = encoder.core.config
     split = family_of(config).split
-    if split is None or config.model_type not in KINDS:
-        raise ConfigError(
-            f"`vision.vllm` cannot send images to a model of type '{config.model_type}' (those it can are "
-            f"{', '.join(sorted(KINDS))}); use `vision.generate`"
-        )
+    assert split is not None  # `check_media` has refused the others
     hashes: dict[str, list[str]] = {}
     ranges: dict[str, list[dict[str, int]]] = {}
     data: dict[str, list[str]] = {}
     for part in split(encoded.media):
         kind = "video" if any("video" in name for name in part) else "image"
-        if kind not in KINDS[config.model_type]:
-            raise ConfigError(
-                f"`vision.vllm` cannot send a {kind} to a model of type '{config.model_type}', as prompt "
-                f"'{encoded.uid}' has it; use `vision.generate`"
-            )
         item = {name: element(encoder, name, value, encoded.uid) for name, value in part.items()}
         content = packed(item)
         digest = hashlib.blake2b(content + salt.encode(), digest_size=16).hexdigest()
