@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 from collections import Counter
@@ -54,6 +55,9 @@ class Processes:
         self._reshards = self.shards and bool(self.accelerator.state.fsdp_plugin.reshard_after_forward)
         if self.world == 1:
             check_joined()
+        else:
+            atexit.unregister(leave)  # once, for all runs of a program
+            atexit.register(leave)
 
     @property
     def main(self) -> bool:
@@ -76,6 +80,10 @@ class Processes:
         with Watch(self.rank, self.world, self._all_bytes, lambda: self.known, self.timeout) as self._watch:
             try:
                 yield
+            except BaseException:
+                if not self.known:  # others may wait in a collective, and `leave` would wait for them
+                    atexit.unregister(leave)
+                raise
             finally:
                 self._watch = None
 
@@ -245,7 +253,7 @@ class Processes:
         if zero is not None and self._zero:
             raise ConfigError(
                 "DeepSpeed trains one model, but `references` names a second model that learns; launch with "
-                "configs/accelerate/ddp.yaml or fsdp.yaml, or leave the second model out"
+                "configs/accelerate/ddp.yaml or fsdp2.yaml, or leave the second model out"
             )
         self._zero = zero is not None
         if zero is not None:
@@ -297,6 +305,17 @@ class Processes:
         """Clip the norm of all gradients together (0: no limit), and return the norm before clipping."""
         with self.meeting("measuring gradients"):
             return float(self.accelerator.clip_grad_norm_(parameters, max_norm or float("inf")))
+
+
+def leave() -> None:
+    """End the process group, while Python still runs.
+
+    Threads of gloo hold the tensors of the last collective for a moment longer than it takes; to free them they
+    need an interpreter, and abort the process ("terminate called without an active exception", exit code
+    134) where it is already gone (pytorch#190489).
+    """
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
 
 
 def check_joined() -> None:

@@ -336,6 +336,12 @@ def test_two_processes_train_as_one(name, two_processes, tmp_path, monkeypatch):
             assert found[key] == wanted, key
 
 
+@pytest.mark.slow
+def test_processes_leave_their_group_before_python_ends(two_processes):
+    """Else one in ten aborts at its end, after all its work is done."""
+    assert [json.loads((two_processes / f"left-{rank}").read_text()) for rank in range(2)] == [True, True]
+
+
 # ---- failures
 
 
@@ -395,6 +401,9 @@ def test_where_one_process_fails_every_other_is_told_instead_of_waiting(case, tm
     said = [(tmp_path / "run" / f"failed-{rank}").read_text() for rank in range(2)]
     assert any(text.startswith(own) for text in said), (said, printed)
     assert any(text.startswith(f"ProcessFailed: {heard}") for text in said), (said, printed)
+    # Leaving the group could wait for the others where only one of them knows why it fails.
+    left = [json.loads((tmp_path / f"left-{rank}").read_text()) for rank in range(2)]
+    assert all(left) == (case != "learning")
 
 
 def test_a_process_that_finds_nothing_wrong_is_told_who_did(monkeypatch):

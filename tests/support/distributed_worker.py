@@ -1,11 +1,13 @@
 """One of several processes that train toy policies: `python -m tests.support.distributed_worker plans.json`.
 
 The file lists whole configurations, one mapping a run. Weights of every process go to `weights-{rank}` in the
-run's folder; where a run fails, why goes to `failed-{rank}`, and the process ends with code 3.
+run's folder; where a run fails, why goes to `failed-{rank}`, and the process ends with code 3. Whether the process
+group was left when Python ends goes to `left-{rank}` beside the list.
 """
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import socket
@@ -14,6 +16,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from mmrl.build import build
 from mmrl.config.schema import Config, parse
@@ -60,7 +64,15 @@ def launch(
     return printed
 
 
+def note_leaving(folder: Path) -> None:
+    """Write whether this process left its process group."""
+    left = not torch.distributed.is_initialized()
+    (folder / f"left-{os.environ['RANK']}").write_text(json.dumps(left))
+
+
 def main() -> None:
+    # Such functions run in the reverse order, so this one runs after those of the library.
+    atexit.register(note_leaving, Path(sys.argv[1]).parent)
     html.pages.curves = lambda runs: []  # drawing takes longer than everything else
     for plan in json.loads(Path(sys.argv[1]).read_text()):
         run = build(parse(plan, Config), quiet=True)

@@ -40,6 +40,7 @@ class StandIn:
         self.told: list[tuple[str, Any]] = []
         self.left: int | None = None  # answers before it dies; None: it lives
         self.lock = threading.Lock()
+        self.dead = threading.Event()
         self.port = 0
         self.start()
 
@@ -51,6 +52,7 @@ class StandIn:
     def start(self) -> None:
         """Start, or start again with the weights that are on disk."""
         self.version, self.left = "default", None
+        self.dead.clear()
         handler = type("Handler", (Handler,), {"stand_in": self})
         self.server = ThreadingHTTPServer(("127.0.0.1", self.port), handler)
         self.port = self.server.server_port
@@ -61,6 +63,7 @@ class StandIn:
         self.left = 0
         self.server.shutdown()
         self.server.server_close()
+        self.dead.set()
 
     def paths(self) -> list[str]:
         """List what it was told, without requests for answers."""
@@ -114,8 +117,7 @@ class Handler(BaseHTTPRequestHandler):
                 with me.lock:
                     me.left = None if me.left is None else me.left - 1
                 if me.left is not None and me.left < 0:
-                    self.connection.close()
-                    threading.Thread(target=me.kill, daemon=True).start()
+                    me.kill()  # before this connection closes, so that whoever sees that finds nobody here
                     return
                 self._write(reply, reply.get("status", 200))
             case "v1/load_lora_adapter":

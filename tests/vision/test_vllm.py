@@ -365,10 +365,13 @@ def test_what_a_dying_server_was_asked_is_answered_by_another_with_the_same_toke
     alone = texts(engine_of(policy, tmp_path, stand_in.url, parallel=1).rollout(PROMPTS * 2))
     dying = StandIn(policy, PROMPTS)
     dying.left = 1
-    engine = engine_of(policy, tmp_path, stand_in.url, dying.url)
+    # The other one answers only when this one is dead, so at least two of the four requests come here.
+    stand_in.fault = lambda reply: dying.dead.wait(20) and reply
+    engine = engine_of(policy, tmp_path, dying.url, stand_in.url)
     assert texts(engine.rollout(PROMPTS * 2)) == alone
     told = engine.tell()
     assert told["vllm/asked_again"] >= 1 and told["vllm/servers"] == 1
+    stand_in.fault = lambda reply: reply
     dying.start()  # with the weights on its disk
     engine.stream.step = 0
     assert texts(engine.rollout(PROMPTS * 2)) == alone
