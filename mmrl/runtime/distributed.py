@@ -310,9 +310,9 @@ class Processes:
 def leave() -> None:
     """End the process group, while Python still runs.
 
-    Threads of gloo hold the tensors of the last collective for a moment longer than it takes; to free them they
-    need an interpreter, and abort the process ("terminate called without an active exception", exit code
-    134) where it is already gone (pytorch#190489).
+    Threads of gloo hold the tensors of the last collective for a moment longer than it takes. To free them
+    they need an interpreter, and abort the process ("terminate called without an active exception", exit
+    code 134) where it is already gone (pytorch#190489).
     """
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()

@@ -1,8 +1,8 @@
 """One of several processes that train toy policies: `python -m tests.support.distributed_worker plans.json`.
 
 The file lists whole configurations, one mapping a run. Weights of every process go to `weights-{rank}` in the
-run's folder; where a run fails, why goes to `failed-{rank}`, and the process ends with code 3. Whether the process
-group was left when Python ends goes to `left-{rank}` beside the list.
+run's folder; where a run fails, why goes to `failed-{rank}`, and the process ends with code 3. Whether the
+process group was left when Python ends goes to `left-{rank}` beside the list.
 """
 
 from __future__ import annotations
