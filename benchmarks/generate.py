@@ -4,12 +4,13 @@
 
 Eight answers of exactly so many new tokens to every prompt, one image each, by a small Qwen2.5-VL with random
 weights, float32, log-probabilities of the sampled tokens included. Every repeat asks about other images, so
-that no cache of an earlier one serves it, and libraries take turns, so that a busy machine is unfair to none;
-a rate is tokens per second of the clock on so many cores, to which all processes are bound, prefill and
-vision tower included, and the median of the repeats. "step" is one more token of all rows: the rest of a long
-rollout less a short one. Operators are those that torch dispatches for a step, counted, not timed. The limit
-of a step on one core is the larger of two times: its weights, keys and values, read once from memory, and its
-floating-point operations at the processor's peak.
+that no cache of an earlier one serves it, and libraries take turns, half a second apart: a busy machine is
+unfair to none, and no library's threads still spin while the next one works. A rate is tokens per second of the
+clock on so many cores, to which all processes are bound, prefill and vision tower included, and the median of
+the repeats. "step" is one more token of all rows: the rest of a long rollout less a short one. Operators are
+those that torch dispatches for a step, counted, not timed. The limit of a step on one core is the larger of
+two times: its weights, keys and values, read once from memory, and its floating-point operations at the
+processor's peak.
 
 Where MMRL_VLLM names an environment with vLLM, vLLM runs in process ("vllm"), and a server with the line of
 `mmrl serve-command --cpu` is asked by the engine `vision.vllm` and, where that environment has TRL 1.16, by
@@ -57,6 +58,7 @@ CORES = os.sched_getaffinity(0)
 PEER = Path(__file__).parent / "vllm_rollouts.py"
 ANSWERS, QUESTION = 8, "What is shown here?"
 LAYERS, WIDTH, HEADS, TOWER, VOCABULARY = 6, 256, 4, 64, 512
+SETTLE = 0.5  # seconds; idle threads of an OpenMP runtime may spin for 0.2 s
 NUMBERS = count()  # of the images that were shown: each is encoded anew
 FLAGS = "--max-model-len 2048 --max-num-batched-tokens 16384 --enforce-eager"  # of the server
 Rollout = Callable[[list, int], None]  # of images, in so many tokens
@@ -251,6 +253,7 @@ def measure(
         for new in news if repeat else news[:1]:
             asked = Asked(visual, prompts, 1000 * repeat + new, new)
             for name, library in libraries.items():
+                time.sleep(SETTLE)
                 took = library(asked)
                 if repeat:
                     taken[name][new].append(took)

@@ -83,7 +83,7 @@ def serving(
     """
     urls = [f"http://127.0.0.1:{free_port()}" for _ in range(number)]
     environment = {
-        "PATH": f"{home}/bin:{os.environ['PATH']}",
+        "PATH": f"{Path(home).resolve()}/bin:{os.environ['PATH']}",
         "HOME": os.environ.get("HOME", "/tmp"),
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
