@@ -5,7 +5,7 @@
 Eight answers of exactly so many new tokens to every prompt, one image each, by a small Qwen2.5-VL with random
 weights, float32, log-probabilities of the sampled tokens included. Every repeat asks about other images, so
 that no cache of an earlier one serves it, and libraries take turns, half a second apart: a busy machine is
-unfair to none, and no library's threads still spin while the next one works. A rate is tokens per second of the
+unfair to none, and no library's threads still spin while the next works. A rate is tokens per second of the
 clock on so many cores, to which all processes are bound, prefill and vision tower included, and the median of
 the repeats. "step" is one more token of all rows: the rest of a long rollout less a short one. Operators are
 those that torch dispatches for a step, counted, not timed. The limit of a step on one core is the larger of
