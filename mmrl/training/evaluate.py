@@ -91,7 +91,7 @@ class Evaluator:
         generator = self.stream.fixed("bootstrap")
         for i in range(RESAMPLES):
             pick = torch.randint(len(rows_of), (len(rows_of),), generator=generator).tolist()
-            sample = table.select(torch.cat([rows_of[k] for k in pick]))
+            sample = _of_groups(table, [rows_of[k] for k in pick])
             for metric in self.metrics:
                 for name, value in metric(sample).items():
                     none = torch.full((RESAMPLES,), torch.nan, dtype=torch.float64)
@@ -103,3 +103,12 @@ class Evaluator:
         tail = (1 - self.confidence) / 2
         low, high = drawn.nanquantile(torch.tensor([tail, 1 - tail], dtype=torch.float64)).tolist()
         return low, high
+
+
+def _of_groups(table: RewardTable, groups: Sequence[Tensor]) -> RewardTable:
+    """Select the rows of groups, each as a group of its own, also where one comes twice."""
+    sample = table.select(torch.cat(list(groups)))
+    sizes = torch.tensor([len(rows) for rows in groups])
+    # Under one number a prompt that was drawn twice would be one group of twice the answers, and count once.
+    number = torch.arange(len(groups)).repeat_interleave(sizes)
+    return sample.replace(ids={**sample.ids, "group": number[:, None].expand_as(sample.ends)})

@@ -8,7 +8,7 @@ import torch
 from mmrl.build import build, held_out, load_evaluator, make_evaluator
 from mmrl.config.binding import Pieces
 from mmrl.config.reward_adapters import per_outcome
-from mmrl.config.schema import Config, ConfigError, EvaluateConfig, Piece, parse
+from mmrl.config.schema import Config, ConfigError, EvaluateConfig, Piece, as_piece, parse
 from mmrl.core.rng import Stream
 from mmrl.diagnostics.checks.training_metrics import DIFFERENCE, logprob_mismatch
 from mmrl.reporting.metrics import Journal, steps_taken
@@ -99,6 +99,26 @@ def test_without_variation_an_interval_is_a_point():
     table = reward_table([3.0, 3.0, 3.0], group=["a", "b", "c"])
     samples = evaluator.resample(table)
     assert {name: evaluator.interval(drawn) for name, drawn in samples.items()} == {"reward": (3.0, 3.0)}
+
+
+@pytest.mark.parametrize(
+    ("metric", "rewards", "wanted"),
+    [
+        # Of as many answers of 0 and 1 to each prompt, pass@1 is the mean reward, however often one is drawn.
+        ({"name": "pass_at", "of": "reward", "k": [1]}, [1, 1, 0, 0, 0, 0, 1, 0], None),
+        # The first answers all have 0, the second ones 1: the deviation of 0 and 1 is sqrt(1/2).
+        ({"name": "runs_needed", "of": "reward", "difference": 0.5}, [0, 1] * 4, 0.5**0.5),
+    ],
+    ids=["pass_at", "runs_needed"],
+)
+def test_a_prompt_that_is_drawn_twice_counts_as_two_groups(metric, rewards, wanted):
+    evaluator = object.__new__(evaluate.Evaluator)
+    evaluator.stream = Stream()
+    made = Pieces(Stream())
+    evaluator.metrics = [made.make("metric", Piece("mean")), made.make("metric", as_piece(metric, ""))]
+    drawn = evaluator.resample(reward_table(rewards, group="aabbccdd"))
+    found = drawn["pass@1" if wanted is None else "run_std"]
+    torch.testing.assert_close(found, drawn["reward"] if wanted is None else torch.full_like(found, wanted))
 
 
 def test_draws_are_the_same_every_time_and_of_their_own(tmp_path):
