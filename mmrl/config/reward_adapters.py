@@ -58,6 +58,7 @@ class Scoring:
 
     tokens: Sequence[Sequence[int] | None] = ()  # of every outcome; None where it is not of tokens
     turns: Sequence[Sequence[Message]] = ()  # of every outcome: its conversation; empty where there is none
+    rows: Sequence[int] = ()  # of every outcome: the number of its rollout
     state: TrainerState = TrainerState()
     metrics: dict[str, list[float]] = field(default_factory=dict)
     columns: dict[str, list[Any]] = field(default_factory=dict)
@@ -66,7 +67,8 @@ class Scoring:
     def about(self, rows: Sequence[int]) -> Scoring:
         """Take the part of the call that is about some of its outcomes."""
         turns = [self.turns[i] for i in rows] if self.turns else ()
-        return replace(self, tokens=[self.tokens[i] for i in rows], turns=turns)
+        own = [self.rows[i] for i in rows] if self.rows else ()
+        return replace(self, tokens=[self.tokens[i] for i in rows], turns=turns, rows=own)
 
     def log_metric(self, name: str, value: float) -> None:
         """Add a number to a metric of the run, which is the mean of all that is logged for a step."""
@@ -117,19 +119,26 @@ def log_metric(name: str, value: float) -> None:
         call.log_metric(name, value)
 
 
-def conversation_texts(outcomes: Sequence[Outcome]) -> list[str]:
-    """Join the texts of all turns of the policy up to each of the outcomes that a reward is asked about.
+def policy_turns(outcomes: Sequence[Outcome]) -> list[tuple[list[str], list[str]]]:
+    """List the texts of the policy's turns up to every outcome that a reward is asked about, in two parts.
 
-    It is the text of the outcome itself where there is no conversation.
+    First the turns up to the outcome before, of the same rollout, that it is asked about, then the new ones:
+    what is counted in these adds up to the conversation, whether a reward looks `at: last` or at every turn.
+    Without a conversation the text of the outcome itself is new.
     """
-    scoring = SCORING.get(None)
-    turns = (scoring.turns if scoring else ()) or [()] * len(outcomes)
-    return [
-        "\n".join(part.text for message in talk if message.role == "assistant" for part in message.parts)
-        if talk
-        else outcome.text or ""
-        for outcome, talk in zip(outcomes, turns, strict=True)
-    ]
+    scoring = SCORING.get(None) or Scoring()
+    talks = scoring.turns or [()] * len(outcomes)
+    parted: list[tuple[list[str], list[str]]] = []
+    known: dict[int, int] = {}  # turns by rollout
+    for outcome, talk, row in zip(outcomes, talks, scoring.rows or range(len(outcomes)), strict=True):
+        texts = ["".join(part.text for part in turn.parts) for turn in talk if turn.role == "assistant"]
+        if not talk:
+            parted.append(([], [outcome.text or ""]))
+            continue
+        before = known.get(row, 0)
+        parted.append((texts[:before], texts[before:]))
+        known[row] = len(texts)
+    return parted
 
 
 def per_outcome(measure: Callable[..., float | None]) -> Callable[..., list[float | None]]:

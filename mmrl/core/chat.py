@@ -7,8 +7,9 @@ from typing import Any
 
 from torch import Tensor
 
+from mmrl.core.episodes import TURN
 from mmrl.core.tool_calls import Call, CallError, parse_calls, without_calls
-from mmrl.core.types import Message
+from mmrl.core.types import Message, Trajectory
 
 
 def to_pil(image: Tensor) -> Any:
@@ -31,10 +32,24 @@ def blocks_of(message: Message) -> list[dict[str, Any]]:
     return blocks
 
 
-def up_to_turn(turns: Sequence[Message], turn: int) -> list[Message]:
-    """Return a conversation up to the turn of the policy with this number, from 0."""
-    ends = [place for place, message in enumerate(turns) if message.role == "assistant"]
-    return list(turns[: ends[turn] + 1])
+def turns_of_outcomes(row: Trajectory) -> list[Sequence[Message]]:
+    """List the conversation of every outcome of a row, up to its turn where it has one; empty without any.
+
+    Raises `ValueError` for more outcomes of turns than turns.
+    """
+    ends = [place for place, message in enumerate(row.turns, 1) if message.role == "assistant"]
+    numbered = [TURN in outcome.tags for outcome in row.outcomes]
+    if row.turns and sum(numbered) > len(ends):
+        raise ValueError(
+            f"a rollout of prompt '{row.prompt.uid}' has {sum(numbered)} outcomes with the tag `turn`, but "
+            f"its conversation has {len(ends)} turns of the policy"
+        )
+    # Outcomes of turns are those of the last turns, in order. The number in the tag is no place here: of a
+    # conversation inside a game it is the turn of the game.
+    return [
+        row.turns[: ends[-sum(numbered[place:])]] if row.turns and is_turn else row.turns
+        for place, is_turn in enumerate(numbered)
+    ]
 
 
 def completion_of(turns: Sequence[Message]) -> list[dict[str, Any]]:

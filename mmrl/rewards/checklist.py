@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from mmrl.config.registry import reward
-from mmrl.config.reward_adapters import log_metric, shown
+from mmrl.config.reward_adapters import log_metric, policy_turns, shown
 from mmrl.core.episodes import EPISODE, turn_number
 from mmrl.core.types import Outcome, Prompt
 from mmrl.data.fields import RowError, is_number
@@ -57,9 +57,10 @@ class Criterion:
 class Checklist(Judging):
     """Reward an answer for the criteria that it meets, which another model checks one by one (CM2).
 
-    arXiv 2602.12268. The sum of the weights of what is met, over that of all. In a conversation with an
-    outcome per turn (`turn_outcomes` of the engine, `at: every` here) the judge reads all turns up to each,
-    and a criterion is paid once, at the turn that first meets it; so turns add up to the reward of the whole.
+    arXiv 2602.12268. The sum of the weights of what is met, over that of all. Of a conversation the
+    judge reads all turns. With an outcome per turn (`turn_outcomes` of the engine, `at: every` here) it reads
+    those up to each, and a criterion is paid once, at the turn that first meets it; so turns add up to the
+    reward of the whole.
     A criterion counts only where those that it needs are met. Each judgement has to quote the answer; a quote
     that is not in it counts as not met. A judgement that cannot be read is a fault, as for `judge`. None for
     a prompt without criteria. Our readings: the quotes are checked, the sum is divided by the weights of all
@@ -124,13 +125,14 @@ class Checklist(Judging):
 
         An empty conversation is not asked about.
         """
+        said = self._said(outcomes)
         questions, places, texts = [], [], []
         counts: dict[str, int] = {}
         for rows in talks:
             prompt = prompts[rows[0]]
             number = counts[prompt.uid] = counts.get(prompt.uid, -1) + 1
             for turn, row in enumerate(rows if listed[prompt.uid] else ()):
-                text = "\n\n".join(filter(None, (answer_of(outcomes[i], self.tag) for i in rows[: turn + 1])))
+                text = "\n\n".join(filter(None, (said[i] for i in rows[: turn + 1])))
                 shown_one = replace(outcomes[row], text=text)
                 if is_empty(shown_one, ""):
                     continue
@@ -156,6 +158,13 @@ class Checklist(Judging):
                     judgement if isinstance(judgement, Unread) else met_in(judgement, texts[i][0])
                 )
         return found
+
+    def _said(self, outcomes: Sequence[Outcome]) -> list[str]:
+        """Join the answers of the turns that belong to each outcome."""
+        turns = [
+            [answer_of(Outcome(text=text), self.tag) for text in new] for _, new in policy_turns(outcomes)
+        ]
+        return ["\n\n".join(filter(None, texts)) for texts in turns]
 
     def _question(
         self, place: str, prompt: Prompt, outcome: Outcome, criteria: Sequence[Criterion]

@@ -1,78 +1,92 @@
-"""Rewards of the tool calls in the text of an answer: how many, which ones, and at what cost."""
+"""Rewards of the tool calls that a policy wrote: how many, which ones, and at what cost."""
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from itertools import permutations
 from typing import Any, Literal
 
 from mmrl.config.binding import Bound
 from mmrl.config.ranges import NonNegativeFloat, NonNegativeInt, PositiveInt, ShareBelowOne
 from mmrl.config.registry import reward as register
-from mmrl.config.reward_adapters import conversation_texts, per_outcome, shown, tagged
-from mmrl.core.tool_calls import Call, parse_calls
+from mmrl.config.reward_adapters import per_outcome, policy_turns, shown, tagged
+from mmrl.core.episodes import turn_number
+from mmrl.core.tool_calls import Call, CallError, parse_calls
 from mmrl.core.types import Outcome, Prompt
+from mmrl.rewards.matching import greedy_pairs, optimal_pairs
 from mmrl.rewards.text import normal_words
 
-SMALL = 8  # calls that are assigned by trying all orders
+CALL = "tool_call"  # tag of a call, whose text is JSON; what other tags hold is any text
+ANSWERED = ("call", "stop")  # tag `finish` of a turn whose calls, if any, got replies
 
 
-def calls_in(text: str, tag: str = "tool_call") -> list[Mapping[str, Any]]:
+def calls_in(text: str, tag: str = CALL) -> list[Call]:
     """List the well-formed calls in a text, as `vision.with_tools` reads them."""
-    calls = []
-    for call in parse_calls(text, tag):
-        match call:
-            case Call(name=name, arguments=arguments):
-                calls.append({"name": name, "arguments": arguments})
-    return calls
+    return [call for call in parse_calls(text, tag) if isinstance(call, Call)]
 
 
 @register
-@per_outcome
-def tool_calls(prompt: Prompt, outcome: Outcome, *, tag: str = "tool_call", name: str = "") -> float:
-    """Count the tool calls in the text of an answer, to use as a label.
+def tool_calls(
+    prompts: Sequence[Prompt], outcomes: Sequence[Outcome], *, tag: str = CALL, name: str = ""
+) -> list[float]:
+    """Count the tool calls of an answer, or of all turns of a conversation, to use as a label.
 
     A call is a block `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`; what is no such JSON does
-    not count. Give it weight 0; with `at: every` a conversation has the sum over its turns.
+    not count. Give it weight 0. With `at: every` and an outcome of every turn each turn has its own calls,
+    which add up to those of the conversation.
 
     Args:
         tag: Tag of a call.
         name: Count calls of this tool alone; empty: all.
     """
-    calls = calls_in(outcome.text or "", tag)
-    return float(sum(not name or call["name"] == name for call in calls))
+    return [
+        float(sum(not name or call.name == name for text in new for call in calls_in(text, tag)))
+        for _, new in policy_turns(outcomes)
+    ]
 
 
 @register
-@per_outcome
 def call_match(
-    prompt: Prompt,
-    outcome: Outcome,
+    prompts: Sequence[Prompt],
+    outcomes: Sequence[Outcome],
     *,
     column: str = "calls",
-    tag: str = "tool_call",
+    tag: str = CALL,
     matching: Literal["greedy", "optimal"] = "greedy",
-) -> float | None:
-    """Match the tool calls of an answer with reference calls, one to one (MatchTIR, arXiv 2601.10712).
+) -> list[float | None]:
+    """Match tool calls with reference calls, one to one (MatchTIR, arXiv 2601.10712).
 
-    The mean over the answer's calls of their likeness: 0 for another tool, else (1 + J + m) / (2 + n), where
-    J is the share of argument names that both have, m counts equal arguments and n those of the reference. A
-    call without a partner has 0, and so has an answer without calls. None where the data have no reference
-    calls. Our reading: calls are matched within one outcome, so with `at: every` a call that comes again in a
+    The mean over all calls of a turn (`at: every`, with an outcome of every turn), or of a conversation, of
+    their likeness: 0 for another tool, else (1 + J + m) / (2 + n), where J is the share of argument names
+    that both have, m counts equal arguments and n those of the reference. A call without a partner has 0, so
+    does one that cannot be read, and so has an answer without calls. None where the data have no reference
+    calls. Our reading: with `at: every` calls are matched within a turn, so that one that comes again in a
     later turn is paid again.
 
     Args:
         column: Column with the reference calls: a list of `{"name": ..., "arguments": {...}}`.
         tag: Tag of a call.
         matching: Take the most alike pair again and again (`greedy`, as the code), or the pairs of the
-            largest sum (`optimal`, as the paper, for up to 8 calls).
+            largest sum (`optimal`, as the paper).
     """
+    pair = {"greedy": greedy_pairs, "optimal": optimal_pairs}[matching]
+    values: list[float | None] = []
+    for prompt, (_, new) in zip(prompts, policy_turns(outcomes), strict=True):
+        references = reference_calls(prompt, column)
+        if references is None:
+            values.append(None)
+            continue
+        calls = [call for text in new for call in parse_calls(text, tag)]
+        alike = [[likeness(call, reference) for reference in references] for call in calls]
+        values.append(sum(alike[i][j] for i, j in pair(alike)) / max(1, len(calls)))
+    return values
+
+
+def reference_calls(prompt: Prompt, column: str) -> Sequence[Mapping[str, Any]] | None:
+    """Read the reference calls of a prompt, None where it has none. Raises `ValueError` for another form."""
     references = prompt.columns.get(column)
-    if references is None:
-        return None
-    calls = calls_in(outcome.text or "", tag)
-    for reference in references:
+    for reference in references or ():
         match reference:
             case {"name": str()} if isinstance(reference.get("arguments", {}), Mapping):
                 continue
@@ -80,58 +94,37 @@ def call_match(
             f"`call_match` wants calls like {{'name': ..., 'arguments': {{...}}}} in the column '{column}', "
             f"but prompt '{prompt.uid}' has {shown(reference)}"
         )
-    if not calls:
-        return 0.0
-    alike = [[likeness(call, reference) for reference in references] for call in calls]
-    return sum(matched(alike, matching)) / len(calls)
+    return references
 
 
-def likeness(call: Mapping[str, Any], reference: Mapping[str, Any]) -> float:
-    """Return how alike a call is to a reference call, from 0 to 1."""
-    if call["name"].lower() != reference["name"].lower():
+def likeness(call: Call | CallError, reference: Mapping[str, Any]) -> float:
+    """Return how alike a call is to a reference call, from 0 to 1; 0 for one that cannot be read."""
+    if isinstance(call, CallError) or call.name.lower() != reference["name"].lower():
         return 0.0
-    given, wanted = call["arguments"], reference.get("arguments", {})
+    given, wanted = call.arguments, reference.get("arguments", {})
     union = len({*given, *wanted})
     share = len(given.keys() & wanted.keys()) / union if union else 1.0
     equal = sum(name in given and given[name] == value for name, value in wanted.items())
     return (1 + share + equal) / (2 + len(wanted))
 
 
-def matched(alike: Sequence[Sequence[float]], matching: str) -> list[float]:
-    """Assign calls to references one to one, and return the likeness of every call; 0 without a partner.
+def retrievals(outcomes: Sequence[Outcome], tag: str) -> list[tuple[list[str], list[str]]]:
+    """List the retrievals of a policy up to every outcome, in the two parts of `policy_turns`.
 
-    Raises `ValueError` for an optimal assignment of too many calls.
+    A retrieval is a block that holds a text, or, with the tag `tool_call`, a call that `vision.with_tools`
+    can read. Those of a turn that ended its conversation at a limit or a fault got no answer: they are none.
     """
-    rows, columns = len(alike), len(alike[0]) if alike else 0
-    if matching == "optimal":
-        if min(rows, columns) > SMALL:
-            raise ValueError(
-                f"`matching: optimal` tries all orders of up to {SMALL} calls, not of {rows} calls and "
-                f"{columns} references; use `greedy`"
-            )
-        # The shorter side is assigned to places of the longer one, in every order.
-        few, many = (rows, columns) if rows <= columns else (columns, rows)
 
-        def pairs(order: Sequence[int]) -> list[tuple[int, int]]:
-            return [(i, j) if rows <= columns else (j, i) for i, j in enumerate(order)]
+    def queries(texts: Sequence[str]) -> list[str]:
+        if tag == CALL:
+            calls = [call for text in texts for call in calls_in(text)]
+            return [json.dumps([call.name, call.arguments], sort_keys=True) for call in calls]
+        return [block.strip() for text in texts for block in tagged(text, tag) if block.strip()]
 
-        best = max(
-            permutations(range(many), few), key=lambda order: sum(alike[i][j] for i, j in pairs(order))
-        )
-        chosen = pairs(best)
-    else:
-        ordered = sorted(
-            ((i, j) for i in range(rows) for j in range(columns) if alike[i][j] > 0),
-            key=lambda pair: -alike[pair[0]][pair[1]],
-        )
-        chosen, rows_left, columns_left = [], set(range(rows)), set(range(columns))
-        for i, j in ordered:
-            if i in rows_left and j in columns_left:
-                chosen.append((i, j))
-                rows_left.remove(i)
-                columns_left.remove(j)
-    found = dict(chosen)
-    return [alike[i][found[i]] if i in found else 0.0 for i in range(rows)]
+    return [
+        (queries(before), queries(new if outcome.tags.get("finish", "stop") in ANSWERED else new[:-1]))
+        for outcome, (before, new) in zip(outcomes, policy_turns(outcomes), strict=True)
+    ]
 
 
 @register
@@ -139,22 +132,26 @@ def retrieval_bonus(
     prompts: Sequence[Prompt],
     outcomes: Sequence[Outcome],
     *,
-    tag: str = "tool_call",
+    tag: str = CALL,
     first: NonNegativeFloat = 0.5,
     decay: ShareBelowOne = 0.5,
 ) -> list[float]:
     """Pay for retrievals, each less than the one before: first (1 - decay^n) / (1 - decay).
 
-    For GraphRAG-R1 (arXiv 2507.23581), whose formula was not found: our reading. n counts different blocks of
-    the conversation so far, so copies of a query earn nothing; with the defaults it stays below 1.
+    For GraphRAG-R1 (arXiv 2507.23581), whose formula was not found: our reading. n counts different
+    retrievals that were answered in the conversation, so copies of a query earn nothing; with the defaults it
+    stays below 1. With `at: every` a turn has what its retrievals add.
 
     Args:
         tag: Tag of a retrieval, such as `tool_call` or `search`.
         first: Reward of the first retrieval.
         decay: Factor from each to the next.
     """
-    queries = [{block.strip() for block in tagged(text, tag)} - {""} for text in conversation_texts(outcomes)]
-    return [first * (1 - decay ** len(different)) / (1 - decay) for different in queries]
+
+    def paid(queries: Sequence[str]) -> float:
+        return first * (1 - decay ** len(set(queries))) / (1 - decay)
+
+    return [paid([*before, *new]) - paid(before) for before, new in retrievals(outcomes, tag)]
 
 
 @register
@@ -163,14 +160,14 @@ def cost_aware(
     outcomes: Sequence[Outcome],
     *,
     reward: Callable[[], Bound],
-    tag: str = "tool_call",
+    tag: str = CALL,
     rate: NonNegativeFloat = 0.1,
     free: NonNegativeInt = 0,
 ) -> list[float | None]:
     """Discount another reward by exp(-rate n) for n retrievals (GraphRAG-R1's cost-aware F1).
 
-    arXiv 2507.23581, whose formula was not found: our reading. All retrievals of the conversation so far
-    count, repeated ones too.
+    arXiv 2507.23581, whose formula was not found: our reading. All retrievals of the conversation so far that
+    were answered count, repeated ones too.
 
     Args:
         reward: What is discounted.
@@ -179,7 +176,7 @@ def cost_aware(
         free: Retrievals that cost nothing.
     """
     values = reward()(prompts, outcomes)
-    counts = [sum(bool(b.strip()) for b in tagged(text, tag)) for text in conversation_texts(outcomes)]
+    counts = [len(before) + len(new) for before, new in retrievals(outcomes, tag)]
     return [
         None if value is None else value * math.exp(-rate * max(0, count - free))
         for value, count in zip(values, counts, strict=True)
@@ -187,25 +184,32 @@ def cost_aware(
 
 
 @register
-@per_outcome
 def entity_match(
-    prompt: Prompt, outcome: Outcome, *, column: str = "entities", tag: str = ""
-) -> float | None:
-    """Return the share of the known entities that a text names (E-GRPO, arXiv 2510.24694).
+    prompts: Sequence[Prompt], outcomes: Sequence[Outcome], *, column: str = "entities", tag: str = ""
+) -> list[float | None]:
+    """Return the share of the known entities that a policy names (E-GRPO, arXiv 2510.24694).
 
-    For the label that `partial_credit` reads. Case, articles and punctuation do not matter: our reading of an
-    exact match of strings. None where the data list no entities.
+    For the label that `partial_credit` reads. All turns of a conversation count, and an entity once; with
+    `at: every` a turn has what it names first. Case, articles and punctuation do not matter: our reading
+    of an exact match of strings. None where the data list no entities.
 
     Args:
         column: Column with the list of entities.
         tag: Blocks that are searched, such as `think`; empty: the whole text.
     """
-    entities = prompt.columns.get(column)
-    if not entities:
-        return None
-    text = outcome.text or ""
-    words = f" {' '.join(normal_words(' '.join(tagged(text, tag)) if tag else text))} "
-    return sum(f" {' '.join(normal_words(str(name)))} " in words for name in entities) / len(entities)
+
+    def words(text: str) -> str:
+        return f" {' '.join(normal_words(text))} "
+
+    def named(entity: str, texts: Sequence[str]) -> bool:
+        return any(entity in words(" ".join(tagged(text, tag)) if tag else text) for text in texts)
+
+    values: list[float | None] = []
+    for prompt, (before, new) in zip(prompts, policy_turns(outcomes), strict=True):
+        entities = [words(str(name)) for name in prompt.columns.get(column) or ()]
+        found = sum(named(entity, new) and not named(entity, before) for entity in entities)
+        values.append(found / len(entities) if entities else None)
+    return values
 
 
 @register
@@ -216,11 +220,13 @@ def early_answer(
     """Reward an answer for the turns that it did not need: coef (budget - t) / budget (SLATE).
 
     arXiv 2602.23440; t is the number of the turn that answers, from 1, where its tag `turn` counts from 0. It
-    is 0 beyond the budget.
+    is 0 beyond the budget, and for a turn that is no answer: one that calls a tool, or that was cut (its tag
+    `finish` is not `stop`).
 
     Args:
         budget: Turns that an answer may take (the paper: 4).
         coef: Largest reward.
     """
-    turn = int(outcome.tags.get("turn", "0")) + 1
-    return coef * max(0, budget - turn) / budget
+    if outcome.tags.get("finish", "stop") != "stop":
+        return 0.0
+    return coef * max(0, budget - turn_number(outcome.tags) - 1) / budget

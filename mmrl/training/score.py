@@ -15,10 +15,10 @@ from torch.nn.utils.rnn import pad_sequence
 
 from mmrl.config.binding import Bound
 from mmrl.config.reward_adapters import NotNumbers, Scoring, called, shown, to_float
-from mmrl.core.chat import up_to_turn
+from mmrl.core.chat import turns_of_outcomes
 from mmrl.core.episodes import BARE, EPISODE, ORDER, TURN, turn_number
 from mmrl.core.reward_table import ABSENT, RewardTable, name_id
-from mmrl.core.types import Message, Outcome, Prompt, Rollouts, TrainerState
+from mmrl.core.types import Outcome, Prompt, Rollouts, TrainerState
 from mmrl.runtime.distributed import Processes
 from mmrl.runtime.ray_actors import ActorsLost
 from mmrl.runtime.ray_rewards import RemoteFault, ready
@@ -95,7 +95,9 @@ def score(
     outcomes = [outcome for row in rollouts for outcome in row.outcomes]
     before = _versions(outcomes)
     log = log or RewardLog()
-    scoring = Scoring(_tokens(rollouts), _turns(rollouts), log.state)
+    rows = [i for i, row in enumerate(rollouts) for _ in row.outcomes]
+    turns = [talk for row in rollouts for talk in turns_of_outcomes(row)]
+    scoring = Scoring(_tokens(rollouts), turns, rows, log.state)
     results = _concurrently(rewards, prompts, outcomes, final_turns(rollouts), scoring)
     log.columns = {}
     for result in results:
@@ -156,15 +158,6 @@ def _tokens(rollouts: Rollouts) -> list[list[int] | None]:
         return None if noted is None else noted[: outcome.end].tolist()
 
     return [of_outcome(outcome, row.notes.get("token")) for row in rollouts for outcome in row.outcomes]
-
-
-def _turns(rollouts: Rollouts) -> list[Sequence[Message]]:
-    """List the conversation of every outcome, up to its turn where it has one; empty where there is none."""
-    return [
-        up_to_turn(row.turns, turn_number(outcome.tags)) if row.turns and TURN in outcome.tags else row.turns
-        for row in rollouts
-        for outcome in row.outcomes
-    ]
 
 
 def _concurrently(

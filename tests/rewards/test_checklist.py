@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+from mmrl.config.reward_adapters import SCORING, Scoring
 from mmrl.core.types import Message, Outcome, Part, Prompt
 from mmrl.data.fields import RowError
 from mmrl.rewards.asking import Unread
@@ -52,6 +53,16 @@ def test_a_conversation_is_paid_for_a_criterion_once_and_adds_up_to_the_whole():
     whole = judging(finds("look", "cat", "red", "hello"), Checklist)[0]
     assert whole([prompt], [Outcome(text=" ".join(texts))]) == [0.75]
     assert "I look\n\na cat" in server.asked[1].messages[0].parts[0].text
+
+
+def test_of_a_conversation_with_one_outcome_all_turns_are_read():
+    reward, server = judging(finds("look", "cat"), Checklist)
+    said = (("assistant", "I look"), ("tool", "x"), ("assistant", "a cat"))
+    talk = [Message(role, (Part(text),)) for role, text in said]
+    token = SCORING.set(Scoring([None], [talk], [0]))
+    found = reward([asked("looks", "names a cat")], [turn("a cat", 1)])
+    SCORING.reset(token)
+    assert found == [1] and "I look\n\na cat" in server.asked[0].messages[0].parts[0].text
 
 
 @pytest.mark.parametrize(("needed", "wanted"), [("by_then", [0, 1, 0]), ("before", [0, 0.5, 0.5])])

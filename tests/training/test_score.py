@@ -12,11 +12,12 @@ import numpy
 import pytest
 import torch
 
+from mmrl.advantages.select import per_step
 from mmrl.config.binding import Pieces
 from mmrl.config.schema import Piece
 from mmrl.core.reward_table import ABSENT, name_id
 from mmrl.core.rng import Stream
-from mmrl.core.types import Outcome, Trajectory
+from mmrl.core.types import Message, Outcome, Part, Trajectory
 from mmrl.reporting.metrics import describe_rewards
 from mmrl.training.score import RewardFault, RewardLog, score
 from tests.support.toys import prompts
@@ -209,6 +210,12 @@ def test_outcomes_that_are_no_turns_are_all_measured():
 def test_a_turn_of_an_episode_without_a_number_is_an_error():
     with pytest.raises(ValueError, match="episode 'g' has the turn 'first'"):
         score([bound(letters)], (turned([{"turn": "first", "episode": "g"}]),))
+
+
+def test_outcomes_of_more_turns_than_the_conversation_has_are_an_error():
+    turns = (Message("assistant", (Part("a"),)),)
+    with pytest.raises(ValueError, match="prompt 'p0' has 3 outcomes with the tag `turn`, .* has 1 turns"):
+        score([bound(letters)], (turned(TURNS, turns=turns),))
 
 
 def test_tags_become_ids_and_notes_are_padded():
