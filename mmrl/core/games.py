@@ -52,7 +52,10 @@ class Game:
         raise NotImplementedError
 
     def payoff(self, state: Any) -> Mapping[str, float]:
-        """Return the payoff of every player at the end."""
+        """Return the payoff of every player at the end, or as a game stands that the limit of turns cut.
+
+        `acting` still names players then.
+        """
         raise NotImplementedError
 
     def tags(self, state: Any, player: str) -> Mapping[str, str]:
@@ -60,7 +63,7 @@ class Game:
         return {"role": player}
 
     def record(self, state: Any, turns: Sequence[Turn]) -> Sequence[Mapping[str, float]]:
-        """Return the rewards of every turn of a game that has ended, by name, for `precomputed`.
+        """Return the rewards of every turn of a game that has ended or was cut, by name, for `precomputed`.
 
         By default each player's last turn has its payoff.
         """

@@ -7,8 +7,9 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import reduce
 from itertools import count
-from typing import Any
+from typing import Any, ClassVar
 
 from mmrl.config.ranges import PositiveInt
 from mmrl.config.registry import engine
@@ -28,7 +29,8 @@ class Match:
     """A game that is being played about a prompt."""
 
     prompt: Prompt
-    index: int  # among the games about this prompt
+    index: int  # among the games about this prompt in a round
+    round: int  # of the step, in which a prompt may be drawn again
     state: Any
     turns: list[Turn] = field(default_factory=list)
     rows: list[Trajectory] = field(default_factory=list)
@@ -38,7 +40,7 @@ class Match:
     @property
     def name(self) -> str:
         """Name it, unlike any other game of the step."""
-        return f"{self.prompt.uid}/{self.index}"
+        return f"{self.prompt.uid}/{self.round}/{self.index}"
 
 
 @dataclass(frozen=True)
@@ -59,19 +61,21 @@ class Play:
     Rows have the tags `episode` and `game` (the name of the game), `turn` (from 0), `role`, and those that
     the rules give; the rewards that the rules record, such as `payoff`, are read by `precomputed` with `at:
     every`. In every round the players whose turn it is in all games are asked together. A game that would
-    take more than `max_turns` ends as it stands, and its rows have `finish: turns`. What a player reads is in
-    the column `read` of completions. It wraps any engine; what that engine draws depends on step, prompt,
-    game, turn and player. `replay` keeps none of these rows.
+    take more than `max_turns` ends as it stands: its rows have `finish: turns`, and the rules are asked for
+    payoffs as at any end. What a player reads is in the column `read` of completions. It wraps any engine;
+    what that engine draws depends on step, prompt, game, turn and player. `replay` keeps none of these rows.
 
     Args:
         engine: The engine that answers a turn.
         game: The rules.
         max_turns: The most turns of a game, of all players together.
-        frozen: Roles that a frozen policy plays, whose turns are no rows; it wraps `vision.generate` then.
+        frozen: Roles that a frozen policy plays, whose turns are no rows. The engine is copied for it, which
+            works for `vision.generate` and dataclasses around it, such as `vision.with_tools`.
         policy: The frozen policy; by default the run's own as it was before training. An evaluation names it.
     """
 
     notes: frozenset[str] = frozenset()
+    row_per_turn: ClassVar[bool] = True  # so that pieces of turns find an outcome of each
 
     def __init__(
         self,
@@ -101,7 +105,8 @@ class Play:
         for prompt in prompts:
             index = next(counters[prompt.uid])
             generator = self.stream.generator("game", prompt.uid, index)
-            matches.append(Match(prompt, index, self.game.begin(prompt, generator)))
+            state = self.game.begin(prompt, generator)
+            matches.append(Match(prompt, index, self.stream.round, state))
         live = matches
         while asked := [turn for match in live for turn in self._asked(match)]:
             self._answer(asked)
@@ -159,17 +164,28 @@ class Play:
             match.rows.append(row)
             match.frozen.append(against[place])
 
-    def _rows(self, match: Match) -> list[Trajectory]:
-        """Make the rows of a game that has ended, with what the rules record."""
-        unfinished = bool(self.game.acting(match.state))
-        recorded = list(self.game.record(match.state, match.turns))
-        if len(recorded) != len(match.turns) or not all(
+    def _recorded(self, match: Match, unfinished: bool) -> list[Mapping[str, float]]:
+        """Ask the rules for the rewards of every turn; raises `ValueError` where they fail."""
+        number = len(match.turns)
+        which = f"the game '{match.name}' of {type(self.game).__name__}, "
+        which += f"which `max_turns` cut after {number} turns" if unfinished else f"of {number} turns"
+        try:
+            recorded = list(self.game.record(match.state, match.turns))
+        except Exception as error:  # whatever rules raise that were written for games that end
+            raise ValueError(f"`record` or `payoff` failed for {which}: {error!r}") from error
+        if len(recorded) != number or not all(
             math.isfinite(value) for rewards in recorded for value in rewards.values()
         ):
             raise ValueError(
-                f"{type(self.game).__name__} must record finite rewards for each of {len(match.turns)} "
-                f"turns, but recorded {recorded!r:.200}"
+                f"`record` must give a mapping of finite rewards for each turn, but for {which}, gave "
+                f"{recorded!r:.200}"
             )
+        return recorded
+
+    def _rows(self, match: Match) -> list[Trajectory]:
+        """Make the rows of a game that has ended, with what the rules record."""
+        unfinished = bool(self.game.acting(match.state))
+        recorded = self._recorded(match, unfinished)
         self.counts.update(games=1, turns=len(match.turns), unfinished=unfinished)
         self.counts.update(f"role {turn.tags.get('role', '')}" for turn in match.turns)
         made = []
@@ -191,17 +207,27 @@ class Play:
 
 
 def with_policy(engine: Engine, policy: Callable[[], Policy] | None) -> Engine:
-    """Copy an engine for another policy, which is loaded and never learns."""
+    """Copy an engine, with all that it wraps, for another policy, which is loaded and never learns."""
     if policy is None:
         raise ConfigError(
             "`frozen` of play needs the policy that plays these roles: set `policy: {name: vision.tokens, "
             "model: ...}`"
         )
-    if not dataclasses.is_dataclass(engine) or isinstance(engine, type):
-        raise ConfigError(
-            f"`frozen` of play needs an engine that can be copied for another policy, such as "
-            f"vision.generate, not {type(engine).__name__}"
-        )
+    layers: list[Any] = [engine]
+    while not _takes(layers[-1], "policy"):
+        if not _takes(layers[-1], "engine"):
+            raise ConfigError(
+                f"`frozen` of play needs an engine that can be copied for another policy, such as "
+                f"vision.generate or a dataclass around it, not {type(layers[-1]).__name__}"
+            )
+        layers.append(layers[-1].engine)
     loaded, device = policy(), next(engine.policy.module.parameters()).device
     loaded.module.requires_grad_(False).to(device)
-    return dataclasses.replace(engine, policy=loaded)
+    copied = replace(layers.pop(), policy=loaded)
+    return reduce(lambda inner, layer: replace(layer, engine=inner), reversed(layers), copied)
+
+
+def _takes(engine: Any, name: str) -> bool:
+    """Whether an engine is a dataclass that is made with a field of this name."""
+    fields = dataclasses.fields(engine) if dataclasses.is_dataclass(engine) else ()
+    return any(field.init and field.name == name for field in fields)

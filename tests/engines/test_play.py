@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
+from typing import Any
+
 import pytest
 
-from mmrl.config.schema import ConfigError
+from mmrl.config.binding import Pieces
+from mmrl.config.schema import ConfigError, Piece
+from mmrl.core.episodes import join_episodes
 from mmrl.core.games import Game
 from mmrl.core.rng import Stream
 from mmrl.core.types import Message, Part, Prompt
 from mmrl.engines.play import Play
+from mmrl.training.score import score
 from tests.support.playing import Answering, Telephone
 from tests.support.toys import ToyText
 
@@ -36,7 +42,7 @@ def of_games(rows):
 def test_all_games_advance_together_and_every_turn_is_a_row():
     rows, inner, engine = play()
     games = of_games(rows)
-    assert list(games) == ["a/0", "a/1", "b/0", "b/1"]
+    assert list(games) == ["a/0/0", "a/0/1", "b/0/0", "b/0/1"]
     assert len({len(turns) for turns in games.values()}) > 1  # some games are longer
     longest = max(map(len, games.values()))
     assert len(inner.rounds) == longest
@@ -86,6 +92,99 @@ def test_turns_of_a_frozen_policy_are_heard_but_are_no_rows():
     assert {row.outcomes[-1].recorded.get("payoff", 0) > 0 for row in rows} == {True, False}
 
 
+def test_games_of_two_rounds_of_a_step_are_different_games():
+    stream = Stream(5)
+    engine = Play(Answering(ToyText(), said), game=Telephone(), stream=stream)
+    rows = engine.rollout(PROMPTS[:1])
+    stream.round = 1  # the prompt is drawn again, because its group was dropped
+    rows += engine.rollout(PROMPTS[:1])
+    table = score([], rows)
+    assert list(of_games(rows)) == ["a/0/0", "a/1/0"]
+    assert len(join_episodes(table)) == 2
+
+
+@dataclass
+class Talking(Answering):
+    """An engine that answers after two calls, as `vision.with_tools` does."""
+
+    def rollout(self, prompts):
+        texts = ('<tool_call>{"name": "a"}</tool_call>', "xyz")
+        call, done = (Message("assistant", (Part(text),)) for text in texts)
+        talk = (call, Message("tool", (Part("reply"),))) * 2
+        return tuple(
+            replace(
+                row,
+                turns=(*talk, done),
+                outcomes=(replace(row.outcomes[0], tags={"finish": "stop", "turn": "2"}),),
+            )
+            for row in super().rollout(prompts)
+        )
+
+
+@dataclass
+class Around:
+    """An engine around another, as a dataclass."""
+
+    engine: Any
+    notes = frozenset()
+
+    def __post_init__(self) -> None:
+        self.policy = self.engine.policy
+
+    def rollout(self, prompts):
+        return self.engine.rollout(prompts)
+
+
+def test_turns_that_are_conversations_are_scored_whole():
+    # Turns of the game have numbers from 0 to 3 and more, those of a conversation from 0 to 2.
+    engine = Play(Talking(ToyText(), said), game=Telephone(), stream=Stream(5))
+    rows = engine.rollout(PROMPTS)
+    assert max(int(row.outcomes[0].tags["turn"]) for row in rows) > 2
+    calls = Pieces(Stream()).make("reward", Piece("tool_calls", {"at": "every"}))
+    assert score([calls], rows).scored["tool_calls"].flatten().tolist() == [2.0] * len(rows)
+
+
+def test_a_frozen_policy_plays_through_the_same_wrappers():
+    loaded = ToyText()
+    inner = Around(Around(Answering(ToyText(), said)))
+    engine = Play(inner, game=Telephone(), stream=Stream(5), frozen=("guesser",), policy=lambda: loaded)
+    assert engine.opponent.policy is engine.opponent.engine.engine.policy is loaded
+    assert inner.policy is inner.engine.engine.policy is not loaded
+    assert {row.outcomes[-1].tags["role"] for row in engine.rollout(PROMPTS)} == {"speaker"}
+
+
+class Wrapped:
+    """An engine around another that cannot be copied."""
+
+    def __init__(self, engine):
+        self.engine, self.policy = engine, engine.policy
+
+
+def test_an_engine_that_cannot_be_copied_is_named_before_a_policy_is_loaded():
+    def load():
+        raise AssertionError("loaded")
+
+    inner = Around(Wrapped(Answering(ToyText(), said)))
+    with pytest.raises(ConfigError, match="can be copied for another policy, .* not Wrapped"):
+        Play(inner, game=Telephone(), stream=Stream(5), frozen=("guesser",), policy=load)
+
+
+class Finished(Telephone):
+    """Rules that know a payoff at the end alone."""
+
+    def payoff(self, state):
+        if self.acting(state):
+            raise KeyError("winner")
+        return super().payoff(state)
+
+
+def test_rules_without_a_payoff_for_a_cut_game_stop_the_run_by_its_name():
+    cut = r"failed for the game '[ab]/0/[01]' of Finished, which `max_turns` cut after 2 turns: KeyError"
+    with pytest.raises(ValueError, match=cut):
+        play(game=Finished(), max_turns=2)
+    assert play(game=Finished())[0]
+
+
 class Broken(Telephone):
     def __init__(self, *, how: str):
         self.how = how
@@ -105,7 +204,11 @@ class Broken(Telephone):
     ("how", "kind", "message"),
     [
         ("observe", TypeError, r"Broken.observe must return messages .* for 'speaker', not 'text'"),
-        ("record", ValueError, "Broken must record finite rewards for each of . turns"),
+        (
+            "record",
+            ValueError,
+            r"finite rewards .* for the game 'a/0/0' of Broken, of . turns, gave",
+        ),
     ],
 )
 def test_faults_of_rules_name_them(how, kind, message):

@@ -103,9 +103,12 @@ def test_sequential_refinement_is_an_episode_of_rounds(made):
     assert [len(prompts) for prompts in asked] == [2, 2, 2]
     tags = [row.outcomes[-1].tags for row in rows]
     assert [(t["episode"], t["turn"], t["role"]) for t in tags] == [
-        ("0", "4", "refine"), ("1", "4", "refine"),
-        ("0", "0", "draft"), ("0", "2", "draft"), ("1", "0", "draft"), ("1", "2", "draft"),
+        ("0.0", "4", "refine"), ("0.1", "4", "refine"),
+        ("0.0", "0", "draft"), ("0.0", "2", "draft"), ("0.1", "0", "draft"), ("0.1", "2", "draft"),
     ]  # fmt: skip
+    engine.stream.round = 1  # where a group is asked again in a step, its episodes are others
+    again = {row.outcomes[-1].tags["episode"] for row in engine.rollout(entries(num=1, each=2))}
+    assert again == {"1.0", "1.1"}
     second = [row for row in rows if row.outcomes[-1].tags["turn"] == "2"]
     draft = next(row for row in rows if row.outcomes[-1].tags["turn"] == "0")
     assert draft.outcomes[-1].text.strip()[:3] in text_of(asked[1][0])

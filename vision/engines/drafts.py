@@ -40,7 +40,7 @@ class Attempt:
     """One way from drafts to answers: a prompt, how many answers end it, and what was written so far."""
 
     prompt: Prompt
-    name: str  # different for every attempt at the prompts of a rollout
+    name: str  # different for every attempt at the prompt in a step
     answers: int
     workspace: str = ""
     rows: list[tuple[Role, int, Trajectory]] = field(default_factory=list)  # with their rounds
@@ -124,7 +124,9 @@ class WithDrafts:
         for uid, count in counts.items():
             prompt = next(prompt for prompt in prompts if prompt.uid == uid)
             shares = [count] if self.shared and train else [1] * count
-            attempts += [Attempt(prompt, str(i), answers) for i, answers in enumerate(shares)]
+            attempts += [
+                Attempt(prompt, f"{self.stream.round}.{i}", answers) for i, answers in enumerate(shares)
+            ]
         live = attempts
         for number, drafts in enumerate(self.rounds):
             self._ask(live, "draft", number, drafts)
@@ -221,7 +223,7 @@ class WithDrafts:
         if attempt.answers == 1 and len(self.learn) > 1 and self.stream.purpose == "train":
             # In the order of rounds; notes follow the drafts that they are made from.
             turn = 2 * number + (role == "distil")
-            tags |= {"episode": f"{attempt.name}", "turn": str(turn)}
+            tags |= {"episode": attempt.name, "turn": str(turn)}
         if role == "refine" or row is attempt.settled:
             steps: dict[tuple[Role, int], list[tuple[int, int]]] = defaultdict(list)
             for kind, at, other in attempt.rows:
