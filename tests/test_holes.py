@@ -8,8 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from mmrl.advantages.select import per_step
 from mmrl.core.reward_table import ABSENT, RewardTable
 from mmrl.core.step_table import Batch, StepOutput
+from mmrl.core.tensor import pad_to
 from mmrl.core.types import Unit
 from tests.test_contracts import CHAIN, OBJECTIVES, PARTS, batch_of, each, policy_of, table_of
 
@@ -18,9 +20,9 @@ AT = 1  # the column that is put in: a hole in every row of two steps or more
 PART_BY_PART = ("lost_likelihood",)
 
 
-def widened(values: Tensor, fill: float) -> Tensor:
+def widened(values: Tensor, fill: float, at: int = AT) -> Tensor:
     """Put a column of what must not matter into (N, T, ...)."""
-    return torch.cat([values[:, :AT], torch.full_like(values[:, :1], fill), values[:, AT:]], 1)
+    return torch.cat([values[:, :at], torch.full_like(values[:, :1], fill), values[:, at:]], 1)
 
 
 def with_hole(new: StepOutput, batch: Batch) -> tuple[StepOutput, Batch]:
@@ -68,26 +70,49 @@ def test_losses_are_those_of_the_rows_without_the_hole(case):
 # ---- chains: where nothing was noted there is a hole
 
 
-def with_unnoted_step(table: RewardTable) -> RewardTable:
-    """Put in a step of which the engine noted nothing."""
-    ends = torch.where(table.ends > AT, table.ends + 1, table.ends)
-    notes = {name: widened(note, torch.nan) for name, note in table.notes.items()}
-    return replace(table, ends=ends, notes=notes, length=table.length + (table.length > AT))
+def with_unnoted_step(table: RewardTable, at: int) -> tuple[RewardTable, Tensor]:
+    """Put a step of which the engine noted nothing into every row that has notes; return those rows (N,)."""
+    into = (table.length > at) & ~table.notes["logp"].isnan().all(-1)  # a demonstration has no holes
+    ends = torch.where((table.ends > at) & into[:, None], table.ends + 1, table.ends)
+    notes = {}
+    for name, note in table.notes.items():
+        beside = pad_to(note, note.shape[1] + 1, 1, torch.nan)
+        notes[name] = torch.where(into[:, None], widened(note, torch.nan, at), beside)
+    return replace(table, ends=ends, notes=notes, length=table.length + into), into
 
 
-READS_STEPS = [case for case in CHAIN if case.entry.needs.notes or case.entry.of_others]
-
-
-@each(READS_STEPS)
-def test_chains_that_read_steps_are_those_of_the_rows_without_the_hole(case):
-    table = table_of()
-    wanted, found = case.make()(table), case.make()(with_unnoted_step(table))
-    places = torch.arange(found.ends.shape[1])
-    if wanted.ends.shape[1] != found.ends.shape[1]:  # by step: without the hole
-        places = places[places != AT]
-    there = wanted.ends != ABSENT
+def assert_same_without_the_hole(found: RewardTable, wanted: RewardTable, into: Tensor, at: int) -> None:
+    places = torch.arange(wanted.ends.shape[1]).expand_as(wanted.ends)
+    if found.ends.shape[1] != wanted.ends.shape[1]:  # by step
+        assert not found.valid[into][..., at].any(), "what was not chosen has no credit"
+        places = places + ((places >= at) & into[:, None])
+    there, columns = wanted.ends != ABSENT, places[:, None].expand_as(wanted.values)
+    known = wanted.valid & there[:, None]
+    assert torch.equal(found.valid.gather(2, columns) & there[:, None], known)
     torch.testing.assert_close(
-        torch.where(there[:, None], found.values[:, :, places], 0.0),
-        torch.where(there[:, None], wanted.values, 0.0),
+        torch.where(known, found.values.gather(2, columns), 0.0), torch.where(known, wanted.values, 0.0)
     )
-    assert torch.equal(found.learn[:, places] & there, wanted.learn & there)
+    assert torch.equal(found.learn.gather(1, places) & there, wanted.learn & there)
+
+
+# What reads steps says so, or compares by keys, which after `per_step` are those of steps; not so with turns.
+READS_STEPS = [c for c in CHAIN if c.entry.needs.notes or c.entry.needs.others or c.entry.of_others]
+COMPARES = [c for c in CHAIN if "by" in c.entry.options and not c.entry.needs.turns]
+
+
+@pytest.mark.parametrize("at", [0, AT])
+@each(READS_STEPS)
+def test_chains_that_read_steps_are_those_of_the_rows_without_the_hole(case, at):
+    table, (holed, into) = table_of(), with_unnoted_step(table_of(), at)
+    assert_same_without_the_hole(case.make()(holed), case.make()(table), into, at)
+
+
+@pytest.mark.parametrize("at", [0, AT])
+@each(COMPARES)
+def test_comparisons_of_steps_are_those_of_the_rows_without_the_hole(case, at):
+    if case.choice.get("center") == "length":
+        pytest.skip("it reads how far into the text a step is, which the hole is a part of")
+    table = table_of()  # of sampled rows alone, so that steps of one place stay together
+    table = table.note("logp", table.notes["logp"].masked_fill(table.notes["logp"].isnan().all(-1, True), -1))
+    holed, into = with_unnoted_step(table, at)
+    assert_same_without_the_hole(case.make()(per_step(holed)), case.make()(per_step(table)), into, at)

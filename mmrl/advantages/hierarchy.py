@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mmrl.advantages.notes import noted, tagged_as
+from mmrl.advantages.notes import next_noted, noted, tagged_as
 from mmrl.advantages.select import per_step
 from mmrl.config.ranges import Probability
 from mmrl.config.registry import advantage
@@ -115,12 +115,4 @@ def _values_before(table: RewardTable, name: str) -> Tensor:
     start = start.clamp(max=max(steps.ends.shape[1] - 1, 0))
     if not steps.ends.shape[1]:
         return start.double()
-    return _from_each(noted(steps, f"{name}/value")).gather(1, start)
-
-
-def _from_each(values: Tensor) -> Tensor:
-    """Give steps without a value (N, T) that of the next one with a value; 0 where none follows."""
-    back = values.flip(-1)
-    places = torch.arange(back.shape[1]).expand_as(back)
-    latest = torch.where(back.isnan(), -1, places).cummax(-1).values.clamp(min=0)
-    return back.gather(1, latest).nan_to_num().flip(-1)
+    return next_noted(noted(steps, f"{name}/value")).nan_to_num().gather(1, start)

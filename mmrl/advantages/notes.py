@@ -14,11 +14,40 @@ def row_mean(table: RewardTable, name: str) -> Tensor:
     return table.notes[name].nanmean(-1)
 
 
+def holes(table: RewardTable, steps: int) -> Tensor:
+    """Mark steps inside a row that the policy did not choose, such as a text of the engine: (N, steps).
+
+    An engine leaves their `logp` out; a row without any, such as a demonstration, has no holes.
+    """
+    inside = torch.arange(steps) < table.length[:, None]
+    if "logp" not in table.notes:
+        return torch.zeros_like(inside)
+    chosen = inside & ~_of_width(table.notes["logp"], steps).isnan()
+    return inside & ~chosen & chosen.any(-1, keepdim=True)
+
+
 def noted(table: RewardTable, name: str) -> Tensor:
-    """Lay a note out over the places of a table that went through `per_step`: (N, T), NaN beyond it."""
-    # Notes keep the width of the longest row that was collected, which may have been dropped since.
+    """Lay a note out over the places of a table that went through `per_step`: (N, T), NaN in holes too."""
     steps = table.ends.shape[1]
-    return pad_to(table.notes[name], steps, 1, torch.nan)[:, :steps]
+    return _of_width(table.notes[name], steps).masked_fill(holes(table, steps), torch.nan)
+
+
+def next_noted(values: Tensor) -> Tensor:
+    """Give steps without a value (N, T) that of the next one with a value; NaN where none follows."""
+    back = values.flip(-1)
+    places = torch.arange(back.shape[1]).expand_as(back)
+    latest = torch.where(back.isnan(), -1, places).cummax(-1).values.clamp(min=0)
+    return back.gather(1, latest).flip(-1)
+
+
+def first_noted(table: RewardTable, name: str) -> Tensor:
+    """Return a note of the first step of each row that has it: (N, 1), NaN where none has."""
+    return next_noted(pad_to(table.notes[name], 1, 1, torch.nan))[:, :1]
+
+
+def _of_width(note: Tensor, steps: int) -> Tensor:
+    # Notes keep the width of the longest row that was collected, which may have been dropped since.
+    return pad_to(note, steps, 1, torch.nan)[:, :steps]
 
 
 def label(table: RewardTable, name: str) -> Tensor:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from mmrl.advantages.notes import noted
+from mmrl.advantages.notes import holes, noted
 from mmrl.config.ranges import NonNegativeFloat, Probability
 from mmrl.config.registry import advantage
-from mmrl.core.reward_table import ABSENT, RewardTable, name_id, place_of_steps
+from mmrl.core.reward_table import ABSENT, NAN, RewardTable, name_id, place_of_steps
 
 
 @advantage(notes={"entropy"})
@@ -72,14 +72,19 @@ def drop_zero(table: RewardTable, *, atol: NonNegativeFloat = 0.0) -> RewardTabl
 def per_step(table: RewardTable) -> RewardTable:
     """Give every step an entry of its own, so that later functions average over steps, not over answers.
 
-    A step takes the first outcome that ends after it; steps after the last end take the last. The result is
-    (N, R, T).
+    A step takes the first outcome that ends after it; steps after the last end take the last. Steps that the
+    policy did not choose have no reward and no label. The result is (N, R, T).
     """
     steps = table.longest
     places = place_of_steps(table.ends, steps)
     ends = torch.arange(1, steps + 1).expand(len(table), -1)
     ends = torch.where(ends <= table.length[:, None], ends, ABSENT)  # (N, T): 1, 2, ..., then ABSENT
-    return table.take(places, table.values.gather(2, places[:, None].expand(-1, len(table.names), -1)), ends)
+    values = table.values.gather(2, places[:, None].expand(-1, len(table.names), -1))
+    by_step, hole = table.take(places, values, ends), holes(table, steps)
+    return by_step.replace(
+        valid=by_step.valid & ~hole[:, None],
+        scored={name: column.masked_fill(hole, NAN) for name, column in by_step.scored.items()},
+    )
 
 
 @advantage(turns=True)

@@ -6,9 +6,10 @@ from collections.abc import Callable, Mapping
 from functools import reduce
 
 import torch
+from torch import Tensor
 
 from mmrl.config.registry import advantage as register
-from mmrl.core.reward_table import RewardTable, name_id
+from mmrl.core.reward_table import NAN, RewardTable, name_id
 
 
 @register
@@ -48,28 +49,40 @@ def for_some(
     return put_back(table, inside, chosen, reduce(lambda made, function: function(made), advantage, part))
 
 
-def put_back(table: RewardTable, inside: torch.Tensor, chosen: list[int], made: RewardTable) -> RewardTable:
+def put_back(table: RewardTable, inside: Tensor, chosen: list[int], made: RewardTable) -> RewardTable:
     """Put the rewards of some rows (N,) bool, and of some columns, back into a table."""
     others = [i for i in range(len(table.names)) if i not in chosen]
-    same = made.names == tuple(table.names[i] for i in chosen) and made.ends.shape[1] == table.ends.shape[1]
-    if not inside.all() and not same:
+    if inside.all() and not others:
+        return made
+    # The rows of a part may be shorter than the longest one.
+    table, made = table.widen(made), made.widen(table)
+    same = torch.equal(made.ends, table.ends[inside])
+    if inside.all():
+        if not same:
+            raise ValueError("`for_some` with `of` must keep the places, since the other rewards keep theirs")
+        return made.replace(
+            values=torch.cat([table.values[:, others], made.values], 1),
+            valid=torch.cat([table.valid[:, others], made.valid], 1),
+            weights={**{table.names[i]: table.weights[table.names[i]] for i in others}, **made.weights},
+        )
+    if not same or made.names != tuple(table.names[i] for i in chosen):
         raise ValueError(
             "`for_some` with `where` must keep the rewards and the places of its rows, but "
             f"{made.names} came of {table.names}; combine rewards before it"
         )
-    if made.ends.shape[1] != table.ends.shape[1] and others:
-        raise ValueError("`for_some` with `of` must keep the places, since the other rewards keep theirs")
-    if inside.all():
-        names = {**{table.names[i]: table.weights[table.names[i]] for i in others}, **made.weights}
-        values = torch.cat([table.values[:, others], made.values], 1) if others else made.values
-        valid = torch.cat([table.valid[:, others], made.valid], 1) if others else made.valid
-        return made.replace(values=values, valid=valid, weights=names)
     values, valid, learn = table.values.clone(), table.valid.clone(), table.learn.clone()
     rows, columns = inside.nonzero(), torch.tensor(chosen)
     values[rows, columns], valid[rows, columns], learn[inside] = made.values, made.valid, made.learn
-    notes = dict(table.notes)
-    for name, note in made.notes.items():
-        whole = notes.get(name, torch.full((len(table), note.shape[1]), torch.nan, dtype=note.dtype)).clone()
-        whole[inside] = note
-        notes[name] = whole
-    return table.replace(values=values, valid=valid, learn=learn, notes=notes)
+
+    def merged(whole: Mapping[str, Tensor], part: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        unknown = torch.full(table.ends.shape, NAN, dtype=torch.float64)  # a label of these rows alone
+        return {**whole, **{n: whole.get(n, unknown).index_copy(0, rows[:, 0], part[n]) for n in part}}
+
+    return table.replace(
+        values=values,
+        valid=valid,
+        learn=learn,
+        scored=merged(table.scored, made.scored),
+        ids=merged(table.ids, made.ids),
+        notes=merged(table.notes, made.notes),
+    )

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from mmrl.advantages.normalize import BY_GROUP
-from mmrl.advantages.notes import noted
+from mmrl.advantages.notes import first_noted, next_noted, noted
 from mmrl.advantages.select import per_step
 from mmrl.config.ranges import PositiveFloat, Probability
 from mmrl.config.registry import advantage
-from mmrl.core.reward_table import RewardTable, name_id
+from mmrl.core.reward_table import GroupStatistics, RewardTable, name_id
 
 
 def _errors(table: RewardTable, against: str, gamma: float, bootstrap: bool) -> tuple[RewardTable, Tensor]:
@@ -47,11 +47,12 @@ def _known_first(known: Tensor) -> Tensor:
     return (~known).long().sort(dim=-1, stable=True).indices
 
 
-def _put_back(steps: RewardTable, against: str, values: Tensor) -> Tensor:
-    """Put values of steps (N, R, T) in the order of `_errors` back in their own; 0 where there is none."""
-    known = steps.present & ~noted(steps, f"{against}/value").isnan()
-    back = _known_first(known).argsort(-1)
-    return torch.where(known[:, None], values.gather(2, back[:, None].expand_as(values)), 0.0)
+def _put_back(steps: RewardTable, against: str, values: Tensor) -> RewardTable:
+    """Put values (N, R, T) in the order of `_errors` back at their steps; steps without a value have none."""
+    known = (steps.present & ~noted(steps, f"{against}/value").isnan())[:, None]
+    back = _known_first(known[:, 0]).argsort(-1)
+    values = values.gather(2, back[:, None].expand_as(values))
+    return steps.replace(values=torch.where(known, values, 0.0), valid=steps.valid & known)
 
 
 def _discounted(errors: Tensor, discount: float) -> Tensor:
@@ -86,7 +87,7 @@ def gae(
         against: Name of the critic in `references`.
     """
     steps, errors = _errors(table, against, gamma, bootstrap)
-    return steps.put(_put_back(steps, against, _discounted(errors, gamma * lam)))
+    return _put_back(steps, against, _discounted(errors, gamma * lam))
 
 
 @advantage(turns=True, of_others={"value"})
@@ -108,16 +109,17 @@ def lambda_returns(
     """
     steps, errors = _errors(table, against, gamma, bootstrap)
     value = noted(steps, f"{against}/value").nan_to_num()[:, None]
-    return steps.put(_put_back(steps, against, _discounted(errors, gamma * lam)) + value)
+    advantages = _put_back(steps, against, _discounted(errors, gamma * lam))
+    return advantages.put(advantages.values + value)
 
 
 @advantage(of_others={"value"})
 def value_baseline(table: RewardTable, *, against: str = "critic") -> RewardTable:
-    """Subtract what a critic predicts for the prompt: its value before the first step.
+    """Subtract what a critic predicts for the prompt: its value before the first step that has one.
 
     It needs one rollout per prompt only; equal rewards of a group have an advantage too.
     """
-    value = table.notes[f"{against}/value"][:, :1].nan_to_num()  # (N, 1)
+    value = first_noted(table, f"{against}/value").nan_to_num()  # (N, 1)
     return table.put(torch.where(table.valid, table.values - value[:, None], table.values))
 
 
@@ -129,7 +131,7 @@ def value_label(table: RewardTable, *, against: str = "critic", label: str = "pr
         against: Name of the critic in `references`.
         label: Name that the value gets.
     """
-    value = table.notes[f"{against}/value"][:, :1].expand(table.ends.shape)
+    value = first_noted(table, f"{against}/value").expand(table.ends.shape)
     return table.replace(scored={**table.scored, label: torch.where(table.present, value, torch.nan)})
 
 
@@ -172,10 +174,7 @@ def verifier_values(table: RewardTable, *, against: str = "verifier") -> RewardT
         return table
     prefix = table.present & (torch.arange(table.ends.shape[1]) != table.last[:, None])
     # A prefix is worth what is predicted before its next step; steps without a note are passed over.
-    steps = torch.arange(value.shape[1]).masked_fill(value.isnan(), value.shape[1] - 1)
-    following = steps.flip(1).cummin(1).values.flip(1)
-    at = following.gather(1, table.ends.clamp(0, value.shape[1] - 1))
-    read = value.gather(1, at)[:, None]
+    read = next_noted(value).gather(1, table.ends.clamp(0, value.shape[1] - 1))[:, None]
     return table.replace(
         values=torch.where(prefix[:, None], read.nan_to_num(), table.values),
         valid=torch.where(prefix[:, None], ~read.isnan(), table.valid),
@@ -206,21 +205,20 @@ def process_returns(
         normalize: Divide a row's process rewards by the largest absolute sum from a step to the end.
         by: Keys that define a group.
     """
-    groups = table.groups(by)
-    count = groups.count()[..., :1]  # (N, R, 1)
-    steps = per_step(table)
+    last = table.last.clamp(min=0)[:, None, None].expand(-1, len(table.names), 1)
+    outcome = table.values.gather(2, last)  # (N, R, 1)
+    groups = GroupStatistics(outcome, table.valid.gather(2, last), table.index(by)[:, :1])
+    count, steps = groups.count(), per_step(table)
     gap = noted(steps, "prm/logp") - noted(steps, f"{against}/logp")
-    process = torch.where(steps.present, gap.nan_to_num(), 0.0)  # (N, T)
+    known = steps.present & ~gap.isnan()
+    process = torch.where(known, gap, 0.0)  # (N, T)
     if normalize and process.numel():
         process = process / (_discounted(process, 1.0).abs().amax(-1, keepdim=True) + 1e-6)
-    mean = process.sum(-1, keepdim=True) / table.length.clamp(min=1)[:, None]  # (N, 1)
-    means = mean[:, None].expand_as(table.values)
-    every = dataclasses.replace(groups, values=means).sum()[..., :1]
+    mean = process.sum(-1, keepdim=True) / known.sum(-1, keepdim=True).clamp(min=1)  # (N, 1)
+    means = dataclasses.replace(groups, values=mean[:, None].expand_as(outcome))
     others = (count - 1).clamp(min=1)
-    credit = (process[:, None] * count - every) / others
-    credit = torch.where(steps.present[:, None], credit, 0.0)
-    outcome = groups.sum()[..., :1]
-    at_end = table.values.gather(2, table.last.clamp(min=0)[:, None, None].expand(-1, len(table.names), 1))
-    compared = (at_end * count - outcome) / others
-    values = coef * _discounted(credit, 1.0) + compared
-    return steps.put(torch.where(count < 2, 0.0, values))
+    credit = (process[:, None] * count - means.sum()) / others
+    credit = torch.where(known[:, None], credit, 0.0)
+    compared = (outcome * count - groups.sum()) / others
+    values = torch.where(count < 2, 0.0, coef * _discounted(credit, 1.0) + compared)
+    return steps.replace(values=values, valid=steps.valid & known[:, None])

@@ -243,15 +243,15 @@ class RewardTable:
 
     def take(self, places: Tensor, values: Tensor, ends: Tensor) -> RewardTable:
         """Rearrange places: `places` (N, K') is the old place of each new one, `ends` (N, K') its end."""
-        valid = self.valid.gather(2, places[:, None].expand(-1, len(self.names), -1))
+        valid, none = self.valid.gather(2, places[:, None].expand(-1, len(self.names), -1)), ends == ABSENT
         ids = {name: column.gather(1, places) for name, column in self.ids.items()}
         return self.replace(
             values=values,
-            valid=valid & (ends != ABSENT)[:, None],
+            valid=valid & ~none[:, None],
             ends=ends,
             ids={**ids, "place": torch.arange(places.shape[1]).expand(places.shape)},
             learn=self.learn.gather(1, places),
-            scored={name: column.gather(1, places) for name, column in self.scored.items()},
+            scored={n: column.gather(1, places).masked_fill(none, NAN) for n, column in self.scored.items()},
         )
 
     def after_first(self, values: Tensor) -> RewardTable:
@@ -271,11 +271,11 @@ class RewardTable:
             return self if len(self) else other
         if self.names != other.names:
             raise ValueError(f"two rounds of one collection have the rewards {self.names} and {other.names}")
-        joined = _columns(lambda *parts: torch.cat(parts), self._widen(other), other._widen(self))
+        joined = _columns(lambda *parts: torch.cat(parts), self.widen(other), other.widen(self))
         joined["ids"]["row"] = torch.arange(len(self) + len(other))[:, None].expand_as(joined["ends"])
         return self.replace(**joined, uids=self.uids + other.uids)
 
-    def _widen(self, other: RewardTable) -> RewardTable:
+    def widen(self, other: RewardTable) -> RewardTable:
         """Pad the table to the places, steps, tags and notes that it or another round has."""
         places = max(self.ends.shape[1], other.ends.shape[1])
         steps = max((n.shape[1] for table in (self, other) for n in table.notes.values()), default=0)

@@ -373,8 +373,13 @@ def _padded(rows: Sequence[Sequence[int]], fill: int = 0) -> Tensor:
 
 
 def _notes(rollouts: Rollouts, names: frozenset[str]) -> dict[str, Tensor]:
-    """Pad the engine's notes on every step to (N, T), NaN where there are none."""
+    """Pad the engine's notes on every step to (N, T), NaN where there are none.
+
+    Where the policy did not choose every step of a row, `logp` is among them: it tells which.
+    """
     steps = max(row.length for row in rollouts)
+    if any(row.notes["logp"].isnan().any() for row in rollouts if "logp" in row.notes):
+        names = names | {"logp"}
     notes = {}
     for name in sorted(names):
         notes[name] = torch.full((len(rollouts), steps), math.nan, dtype=torch.float64)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from mmrl.advantages.select import drop_truncated, drop_zero, high_entropy, zero_unfinished
+from mmrl.advantages.normalize import batch_normalize, group_center, group_normalize
+from mmrl.advantages.select import drop_truncated, drop_zero, high_entropy, per_step, zero_unfinished
 from tests.support.tables import assert_rows, reward_table
 
 
@@ -91,3 +92,21 @@ def test_notes_may_be_longer_or_shorter_than_the_longest_row():
         assert high_entropy(table, top=0.5).values.shape == (1, 1, 4)
     table = reward_table([1], length=[4], notes={"entropy": [[0, 9]]})
     assert_rows(high_entropy(table, top=0.5).values[:, 0], [[0, 1, 1, 1]])
+
+
+def test_statistics_over_steps_leave_out_those_that_the_policy_did_not_choose():
+    written = [[None] * 4 + [-1.0, -2.0], [-1.0, -1.0]]
+    table = reward_table([1, 0], length=[6, 2], notes={"logp": written})
+    # .5 .5 -.5 -.5: mean 0, deviation sqrt(4 * .25 / 3) = .577350
+    found = batch_normalize(per_step(group_center(table)), eps=0)
+    assert_rows(found.values[:1, 0, 4:], [[0.866025, 0.866025]])
+    assert_rows(found.values[1:, 0], [[-0.866025, -0.866025]])
+    assert not found.valid[0, 0, :4].any() and found.valid[0, 0, 4:].all()
+    # 1 1 0 0: mean and deviation (over their number) .5
+    found = group_normalize(per_step(table), by=("group",), std="population", eps=0)
+    assert_rows(found.values[:1, 0, 4:], [[1, 1]])
+
+
+def test_rows_without_any_log_probability_have_no_such_steps():
+    table = reward_table([1, 0], length=[2, 2], notes={"logp": [[None, None], [-1.0, -1.0]]})
+    assert per_step(table).valid.all(), "the first is a demonstration"

@@ -1,13 +1,14 @@
-"""Credit that keeps a part of the absolute value: VGPO."""
+"""Credit from values: VGPO's, and credit of critics and process rewards around unchosen steps."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from mmrl.advantages.normalize import group_normalize
+from mmrl.advantages.normalize import batch_normalize, group_normalize
 from mmrl.advantages.select import returns
 from mmrl.advantages.shape import scale_by, value_anchor, value_weights
+from mmrl.advantages.values import gae, lambda_returns, process_returns, value_baseline, value_label
 from tests.support.tables import NAN, assert_rows, reward_table
 
 REWARDS = [0.2, 0.3, 0.5, 0.6]
@@ -83,3 +84,51 @@ def test_a_value_counts_where_any_reward_applies_and_by_those_alone():
 def test_values_are_divided_by_a_mean_above_one_in_a_million():
     found = value_weights(reward_table([[1e-6, 2e-6], [0.8e-6, 1e-6], [1e-3, 3e-3]]))
     assert_rows(found.scored["value_weight"], [[2 / 3, 4 / 3], [1, 1], [0.5, 1.5]])
+
+
+# ---- steps that the policy did not choose have no value
+
+WINDOW = [None] * 4  # what was written before this step
+
+
+def test_whitening_after_gae_counts_steps_with_a_value_alone():
+    # lambda 1: 1 - .5 and 1 - .6, then 0 - .5 and 0 - .4; mean 0, deviation sqrt(.82 / 3) = .522813
+    wanted = [0.956365, 0.765092], [-0.956365, -0.765092]
+    table = reward_table([1, 0], length=[2, 2], notes={"critic/value": [[0.5, 0.6], [0.5, 0.4]]})
+    assert_rows(batch_normalize(gae(table, lam=1.0), eps=0).values[:, 0], wanted)
+    table = reward_table([1, 0], length=[6, 2], notes={"critic/value": [[*WINDOW, 0.5, 0.6], [0.5, 0.4]]})
+    found = batch_normalize(gae(table, lam=1.0), eps=0)
+    assert_rows(found.values[:1, 0, 4:], wanted[:1])
+    assert_rows(found.values[1:, 0], wanted[1:])
+    assert found.valid[:, 0].tolist() == [[False] * 4 + [True] * 2, [True] * 2 + [False] * 4]
+    assert lambda_returns(table).valid.equal(found.valid)
+
+
+def test_the_value_of_a_prompt_is_that_of_the_first_step_that_has_one():
+    table = reward_table([1, 0], length=[2, 2], notes={"critic/value": [[None, 0.5], [0.5, 0.6]]})
+    assert_rows(value_baseline(table).values[:, 0], [[0.5], [-0.5]])
+    assert_rows(value_label(table).scored["predicted"], [[0.5], [0.5]])
+
+
+# q = log pi - log ref of [.2, -.1, .3] and [-.2, .1]; the means are .133333 and -.05
+PROCESS = {"prm/logp": [[0.2, -0.1, 0.3], [-0.2, 0.1]], "ref/logp": [[0.0] * 3, [0.0] * 2]}
+RETURNS = [1.55, 1.233333, 1.516667], [-1.366667, -0.883333]
+
+
+def test_process_rewards_are_means_over_the_steps_that_have_one():
+    table = reward_table([1, 0], length=[3, 2], notes=PROCESS)
+    assert_rows(process_returns(table, coef=1.0).values[:, 0], RETURNS)
+    notes = {name: [[row[0], None, None, *row[1:]], rest] for name, (row, rest) in PROCESS.items()}
+    found = process_returns(reward_table([1, 0], length=[5, 2], notes=notes), coef=1.0)
+    assert_rows(found.values[:1, 0, [0, 3, 4]], RETURNS[:1])
+    assert_rows(found.values[1:, 0], RETURNS[1:])
+    assert found.valid[0, 0].tolist() == [True, False, False, True, True]
+
+
+def test_process_returns_add_the_reward_of_the_answer_alone():
+    # answers of 1 and 0 among two: (1 * 2 - 1) / 1 and (0 * 2 - 1) / 1; earlier outcomes do not count
+    nothing = {name: [[0.0] * 2] * 2 for name in PROCESS}
+    table = reward_table([[0, 1], [0, 0]], notes=nothing)
+    assert_rows(process_returns(table).values[:, 0], [[1, 1], [-1, -1]])
+    table = reward_table([[0, 1], [0]], length=[2, 2], notes=nothing)  # of different numbers of outcomes
+    assert_rows(process_returns(table).values[:, 0], [[1, 1], [-1, -1]])

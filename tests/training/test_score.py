@@ -235,6 +235,16 @@ def test_tags_become_ids_and_notes_are_padded():
     assert table.notes["entropy"].isnan().all()
 
 
+def test_log_probabilities_tell_which_steps_of_a_row_were_not_chosen():
+    def row(logp):
+        notes = {"logp": torch.tensor(logp)}
+        return Trajectory(prompts()[0], "p0", (Outcome(text="a"),), None, len(logp), notes)
+
+    assert not score([bound(lengths)], (row([-1.0, -1.0]),)).notes, "all were, and nobody asks for the note"
+    table = score([bound(lengths)], (row([-1.0, math.nan]), row([-2.0])))
+    assert per_step(table).valid[:, 0].tolist() == [[True, False], [True, False]]
+
+
 def test_outcomes_must_stand_in_order():
     row = Trajectory(prompts()[0], "p0", (Outcome(text="a", end=2), Outcome(text="b", end=1)), None, 2)
     with pytest.raises(ValueError, match=r"'p0' must be in order, but their ends are \[2, 1\]"):
