@@ -2,4 +2,4 @@
 
 UNFINISHED = "unfinished"  # tag of answers that go on in the next step; an engine sets it
 BEGUN = "begun_answer"  # column of a prompt with what was noted of its answer so far
-NOTED = ("token", "logp", "entropy")  # the notes in it
+NOTED = ("token",)  # the notes in it

@@ -151,8 +151,9 @@ def describe_measured(measured: Measured) -> dict[str, float]:
 
 
 def noted_sums(rollouts: Rollouts, name: str) -> dict[str, float]:
-    """Sum a per-step note of the engine over the steps of sampled rows, and count those steps."""
-    noted = [row.notes[name].double() for row in rollouts if name in row.notes and row.on_policy]
+    """Sum a per-step note of the engine over steps of sampled rows that have it, and count those steps."""
+    listed = [row.notes[name].double() for row in rollouts if name in row.notes and row.on_policy]
+    noted = [note[~note.isnan()] for note in listed]
     return {"sum": float(sum(note.sum() for note in noted)), "steps": float(sum(map(len, noted)))}
 
 

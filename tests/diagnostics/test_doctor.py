@@ -129,6 +129,18 @@ class Greedy(ToyGenerate):
         return tuple(rows)
 
 
+class PartlyWritten(Greedy):
+    """Writes the first token of an answer itself, of which it notes nothing."""
+
+    def rollout(self, asked):
+        rows = super().rollout(asked)
+        unknown = torch.tensor([math.nan])
+        return tuple(
+            replace(row, notes={name: torch.cat([unknown, note[1:]]) for name, note in row.notes.items()})
+            for row in rows
+        )
+
+
 class Unseeded(ToyGenerate):
     """Leaves an answer to torch's own generator."""
 
@@ -263,6 +275,11 @@ MISTAKES = {
         {"rollout": {"engine": [f"{HERE}:Greedy"]}},
         "sampling_params",
         "all answers of every prompt are the same; sample",
+    ),
+    "inherited greedy sampling after a written token": (
+        {"rollout": {"engine": [f"{HERE}:PartlyWritten"], "num_generations": 32}},
+        "sampling_params",
+        "sampled steps are likelier than chance allows",
     ),
     "inherited cold sampling": (
         {"rollout": {"engine": [{"name": f"{HERE}:Greedy", "inherited": 0.3}], "num_generations": 32}},

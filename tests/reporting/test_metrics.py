@@ -260,7 +260,7 @@ def test_notes_are_summed_over_the_steps_of_sampled_rows():
         notes = {"entropy": torch.tensor(entropy)} if entropy else {}
         return Trajectory(prompts()[0], "p0", (), None, len(entropy), notes, sampled)
 
-    rows = (row([1.0, 2.0, 3.0]), row([6.0]), row([]), row([100.0], sampled=False))
+    rows = (row([1.0, 2.0, 3.0]), row([math.nan, 6.0]), row([]), row([100.0], sampled=False))
     assert noted_sums(rows, "entropy") == {"sum": 12.0, "steps": 4.0}
 
 

@@ -46,7 +46,6 @@ def test_the_rest_of_answers_comes_first_and_new_prompts_fill_the_step():
     asked = sampler.draw(2, 2)
     assert [prompt.uid for prompt in asked] == ["p0", "p2", "p3", "p3"]
     assert [prompt.columns[BEGUN]["token"].tolist() for prompt in asked[:2]] == [[5, 6, 7], [4]]
-    assert asked[0].columns[BEGUN]["logp"].tolist() == [-1, -2, -3]
     assert BEGUN not in asked[2].columns and not sampler.waiting
     assert [prompt.uid for prompt in sampler.draw(1, 2)] == ["p4", "p4"]
 

@@ -86,10 +86,11 @@ class WithExits:
         return sorted(drawn.tolist())
 
     def _row(self, chain: Trajectory, made: Grown, place: int, text: int) -> Trajectory:
-        """Make the row of an exit: the tokens of the whole answer before it have their own notes."""
+        """Make the row of an exit: tokens of the whole answer keep their notes, the text has none."""
 
         def joined(noted: Tensor, after: Tensor) -> Tensor:
-            return torch.cat([noted[:place].to(after), after[place:]])
+            unknown = after.new_full((text,), torch.nan)
+            return torch.cat([noted[:place].to(after), unknown, after[place + text :]])
 
         notes = {
             "token": made.ids,

@@ -16,6 +16,7 @@ from mmrl.config.registry import engine
 from mmrl.core.rng import Stream
 from mmrl.core.types import Prompt, Rollouts, Trajectory
 from mmrl.data.unfinished import BEGUN, NOTED, UNFINISHED
+from mmrl.engines.replay import CHANGED
 from mmrl.vision.decoding.decoding import GenerationRequest
 from mmrl.vision.decoding.token_steps import Suffix
 from mmrl.vision.engines.generate import Generate
@@ -29,7 +30,8 @@ class WithWindow:
 
     Answers that did not end are tagged `unfinished`; the sampler `with_unfinished` asks for their rest in the
     next step. Only the tokens of this step are learned; those before it were learned when they were sampled,
-    and are prefilled with the prompt. An answer ends for good at the engine's `max_completion_length`.
+    have no notes, and are prefilled with the prompt. An answer ends for good at the engine's
+    `max_completion_length`. `with_replay` and its relatives remember answers of one window only.
     Evaluations get whole answers of the wrapped engine, `vision.generate`.
 
     Args:
@@ -67,14 +69,19 @@ class WithWindow:
 
     def _joined(self, row: Trajectory, encoded: EncodedPrompt, before: dict[str, Tensor]) -> Trajectory:
         """Make the row of the whole answer so far; the tokens of earlier steps are not learned again."""
-        notes = {name: torch.cat([before[name].to(row.notes[name]), row.notes[name]]) for name in NOTED}
-        chosen = torch.arange(len(notes["token"])) >= len(before["token"])
+        begun = len(before["token"])
+        notes = {"token": torch.cat([before["token"].to(row.notes["token"]), row.notes["token"]])}
+        for name in ("logp", "entropy"):
+            notes[name] = torch.cat([row.notes[name].new_full((begun,), torch.nan), row.notes[name]])
+        chosen = torch.arange(len(notes["token"])) >= begun
         stopped = row.outcomes[-1].tags["finish"] == "stop"
-        whole = self.engine.row(row.prompt, encoded, notes, stopped, chosen if len(before["token"]) else None)
-        if stopped or whole.length >= self.engine.max_completion_length:
-            return whole
+        whole = self.engine.row(row.prompt, encoded, notes, stopped, chosen if begun else None)
+        # A replayed row is made from its tokens alone, so those of earlier steps would be learned again.
+        tags = {CHANGED: "yes"} if begun else {}
+        if not stopped and whole.length < self.engine.max_completion_length:
+            tags[UNFINISHED] = "yes"
         (outcome,) = whole.outcomes
-        return replace(whole, outcomes=(replace(outcome, tags={**outcome.tags, UNFINISHED: "yes"}),))
+        return replace(whole, outcomes=(replace(outcome, tags={**outcome.tags, **tags}),))
 
 
 def _without_begun(prompt: Prompt) -> Prompt:

@@ -35,6 +35,7 @@ def sampling_params(examined: Examined) -> Iterator[Finding]:
         if {"logp", "entropy"} <= row.notes.keys()
     ]
     entropies = [row.notes["entropy"].double() for row in rows if "entropy" in row.notes]
+    surprises, entropies = ([note[~note.isnan()] for note in listed] for listed in (surprises, entropies))
     options = [item for piece in examined.config.rollout.engine for item in piece.options.items()]
     # A temperature above 0 makes samples likelier too, but it is part of what is recorded.
     asked = {
