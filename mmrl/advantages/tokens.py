@@ -39,7 +39,7 @@ def keep_steps(
             (`weighted_entropy`).
         at_least: Smallest value that is kept, or null for none.
         at_most: Largest value that is kept, or null for none.
-        top: Keep this share of the largest values of the collection, or null for all.
+        top: Keep this share of the largest values of the steps that are learned from, or null for all.
         level: Judge each `step`, or each `row` by its mean.
         drop: Do not learn from the others at all, so that denominators do not count them either.
         if_mean_inside: Act only where the mean of the collection is in the range, and keep all elsewhere (as
@@ -58,10 +58,11 @@ def keep_steps(
         inside &= value >= at_least
     if at_most is not None:
         inside &= value <= at_most
-    if top is not None and known.any():
-        number = max(1, round(top * int(known.sum())))
+    ranked = known & table.learn  # rows that were dropped take up no share
+    if top is not None and ranked.any():
+        number = max(1, round(top * int(ranked.sum())))
         # `topk` breaks ties by place, and has no limit of size as `quantile` does.
-        chosen = torch.where(known, value, -torch.inf).flatten().topk(number).indices
+        chosen = torch.where(ranked, value, -torch.inf).flatten().topk(number).indices
         inside &= torch.zeros_like(known).view(-1).index_fill(0, chosen, True).view(known.shape)
     kept = inside | ~known
     if if_mean_inside and known.any():
@@ -86,8 +87,9 @@ def conflict_tokens(
     A token is in conflict where, at the same place, it occurs with an advantage above 0 and with one below
     0; places are counted from the start and from the end, and only the unbroken run from there counts. An
     advantage A becomes lambda (A - entropy_coef H) / max(n, 1), where H is the row's mean entropy and n its
-    number of tokens in conflict. Rows of advantage 0 keep it, and make no conflicts. Departs: the released
-    code counts fewer tokens in conflict, because it joins the two runs with the second still reversed.
+    number of tokens in conflict. Rows of advantage 0 make no conflicts, and pay for their entropy alike.
+    Departs: the released code counts fewer tokens in conflict, because it joins the two runs with the second
+    still reversed.
 
     Args:
         positive: Factor of a token in conflict with an advantage above 0, once from the start and once from
@@ -115,8 +117,7 @@ def conflict_tokens(
         factor = torch.where(sign > 0, positive, negative)
         weight = torch.where(forward, factor, 1.0) * torch.where(backward, factor, 1.0)
         number = (forward | backward).sum(-1, keepdim=True).clamp(min=1) if per_conflict else 1
-        changed = weight * (values - entropy_coef * entropy) / number
-        columns.append(torch.where(values != 0, changed, values))
+        columns.append(weight * (values - entropy_coef * entropy) / number)
     return table.put(torch.stack(columns, 1))
 
 
