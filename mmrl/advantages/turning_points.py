@@ -44,6 +44,8 @@ def turning_points(
         atol: A change of at most this size, in units of reward, has no sign (our reading).
     """
     reward, known = table.values, table.valid
+    if table.ends.shape[1] == 1:  # no row has a step
+        return table.after_first(reward[..., 1:])
 
     def change(after: Tensor, before: Tensor, both: Tensor) -> Tensor:
         return torch.where(both, after - before, 0.0)  # without a sign where one reward is unknown

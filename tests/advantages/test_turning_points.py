@@ -265,3 +265,8 @@ def test_with_the_final_reward_in_every_column_it_is_grpo():
     table = group_normalize(table.put(final[:, None, None].expand_as(table.values)))
     grpo = group_normalize(reward_table(final.tolist())).values[:, 0]
     torch.testing.assert_close(table.values[:, 0], grpo.expand(-1, 3))
+
+
+def test_rows_without_a_step_have_no_credit():
+    table = turning_points(reward_table([0.5, 0.7], length=[0, 0], ends=[[0], [0]]))
+    assert table.values.shape == table.valid.shape == (2, 1, 1) and not table.valid.any()
