@@ -105,10 +105,6 @@ def bleu(text: str, reference: str) -> float:
     return math.exp(brevity + sum(logs) / len(logs))
 
 
-def _ngrams(words: Sequence[str], size: int) -> Counter[tuple[str, ...]]:
-    return Counter(zip(*(words[i:] for i in range(size)), strict=False))
-
-
 SIMILARITIES: Mapping[str, Callable[[str, str], float]] = {
     "bleu": bleu,
     "f1": word_f1,
