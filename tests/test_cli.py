@@ -288,6 +288,13 @@ WRONG = {
         {"rollout": {"num_generations": 1}},
         "advantage[1]: 'group_normalize' compares the rollouts of a prompt, but rollout.num_generations is 1",
     ),
+    "one set of rollouts": (
+        {
+            "advantage": ["total", {"name": "set_baseline", "of": "brevity"}],
+            "rollout": {"num_generations": 4},
+        },
+        "advantage[1].size is 4, but rollout.num_generations is 4: a prompt has one set",
+    ),
     "no reward": (
         {"rewards": [{"name": "tests.support.toys:brevity", "weight": 0}]},
         "no reward has a weight",

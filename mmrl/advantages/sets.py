@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import torch
 
 from mmrl.advantages.normalize import BY_GROUP
 from mmrl.advantages.notes import clusters
-from mmrl.config.ranges import NonNegativeFloat, PositiveFloat, PositiveInt
+from mmrl.config.ranges import BelowGenerations, NonNegativeFloat, PositiveFloat, PositiveInt
 from mmrl.config.registry import advantage
 from mmrl.core.reward_table import GroupStatistics, RewardTable
 from mmrl.core.tensor import group_index, rarity
@@ -48,7 +50,11 @@ def rarity_weights(
 
 @advantage
 def set_baseline(
-    table: RewardTable, *, of: str, size: PositiveInt = 4, by: tuple[str, ...] = BY_GROUP
+    table: RewardTable,
+    *,
+    of: str,
+    size: Annotated[PositiveInt, BelowGenerations()] = 4,
+    by: tuple[str, ...] = BY_GROUP,
 ) -> RewardTable:
     """Score sets of answers by success and diversity, and compare sets (Polychromic, arXiv 2509.25424).
 
@@ -63,6 +69,11 @@ def set_baseline(
         by: Keys that define a group.
     """
     groups, index = table.groups(by), table.index(by)
+    if 1 < (most := int(groups.count().max()) if table.valid.any() else 0) <= size:
+        raise ValueError(
+            f"`set_baseline` compares sets of {size} answers, but no group has more than {most}, so every "
+            "advantage would be 0; set `size` lower, or ask for more rollouts of a prompt"
+        )
     order = torch.arange(index.numel(), dtype=torch.float64).view(index.shape)[:, None]
     turn = GroupStatistics(order, table.present[:, None], index).rank()[:, 0]  # (N, K) in the group
     sets = group_index([index.flatten(), turn.div(size, rounding_mode="floor").flatten()]).view(index.shape)

@@ -13,6 +13,7 @@ from mmrl.config.binding import Bound, Pieces
 from mmrl.config.loading import ConfigError, nearest
 from mmrl.config.misplaced import check_all
 from mmrl.config.plain import as_list
+from mmrl.config.ranges import BelowGenerations, marks
 from mmrl.config.registry import HOMES, Entry, Needs, find
 from mmrl.config.schema import Config, EvaluateConfig, as_piece, as_plain, parse
 from mmrl.core.rng import Stream
@@ -43,16 +44,7 @@ def check_training(config: Config) -> Pieces:
     chain, engines = _listed(checked, "advantage"), _listed(checked, "rollout.engine")
     _check_nesting(engines, "rollout.engine", "policy", "engine")
     _check_nesting(_listed(checked, "sampler"), "sampler", "data", "sampler")
-    for i, bound in enumerate(chain):
-        options = {name: p.default for name, p in bound.entry.options.items()} | bound.options
-        compares = "group" in (options.get("by") or ()) and options.get("singleton") == "zero"
-        # The mean of a group of one is its own reward: r - r = 0.
-        if compares and config.rollout.num_generations == 1:
-            raise ConfigError(
-                f"advantage[{i}]: '{bound.entry.full_name}' compares the rollouts of a prompt, but "
-                "rollout.num_generations is 1, so every advantage would be 0; ask for 2 or more, or set "
-                "`singleton: raw`"
-            )
+    _check_groups(config, chain)
     needs = _needs_of(config, checked)
     asked = reduce(Needs.__or__, (bound.needs for bound in chain), Needs())
     _check_references(config, asked, "the advantage chain reads")
@@ -77,6 +69,29 @@ def check_training(config: Config) -> Pieces:
             f"not take; they note {sorted(notes) or 'nothing'}"
         )
     return pieces
+
+
+def _check_groups(config: Config, chain: Sequence[Bound]) -> None:
+    """Raise where a piece of the chain compares more rollouts than a prompt has, so nothing is learned."""
+    number = config.rollout.num_generations
+    for i, bound in enumerate(chain):
+        options = {name: p.default for name, p in bound.entry.options.items()} | bound.options
+        compares = "group" in (options.get("by") or ()) and options.get("singleton") == "zero"
+        # The mean of a group of one is its own reward: r - r = 0.
+        if compares and number == 1:
+            raise ConfigError(
+                f"advantage[{i}]: '{bound.entry.full_name}' compares the rollouts of a prompt, but "
+                "rollout.num_generations is 1, so every advantage would be 0; ask for 2 or more, or set "
+                "`singleton: raw`"
+            )
+        for name, wanted in bound.entry.hints.items():
+            most = options.get(name)
+            if marks(wanted, BelowGenerations) and isinstance(most, int) and number <= most:
+                raise ConfigError(
+                    f"advantage[{i}].{name} is {most}, but rollout.num_generations is {number}: a "
+                    f"prompt has one set for '{bound.entry.full_name}' to compare, so every advantage would "
+                    f"be 0; ask for at least {most + 1}, or set '{name}' lower"
+                )
 
 
 def check_some(raw: Mapping[str, Any], config: Any) -> None:

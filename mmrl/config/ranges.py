@@ -58,6 +58,14 @@ class AtMost:
         return f"at most `{self.option}`"
 
 
+@dataclass(frozen=True)
+class BelowGenerations:
+    """A number of rollouts of a prompt that is below `rollout.num_generations`, so that several fit in."""
+
+    def __str__(self) -> str:
+        return "less than `rollout.num_generations`"
+
+
 class Taken:
     """An option of a schedule that is one of its values, so that it has the range of the scheduled option."""
 

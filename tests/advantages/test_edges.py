@@ -35,6 +35,8 @@ def apply(entry, table, **more):
     if "outcome" in entry.options:  # whose bonus must stay under the gaps of the outcomes
         options = {"of": "near", "outcome": "reward", "alpha": 1e-3}
         table = table.replace(scored={**table.scored, "near": torch.sigmoid(table.scored["reward"])})
+    if "size" in entry.options:  # a set is smaller than the groups here
+        options["size"] = 1
     if "where" in needed:
         options |= {"where": {"stage": "stage"}, "advantage": (group_center,)}
     options |= more
@@ -46,7 +48,8 @@ def apply(entry, table, **more):
 def table_of(rewards, **columns):
     """Build a table with every note and tag that a piece reads."""
     table = reward_table(rewards, **columns)
-    numbers = torch.arange(len(table) * int(table.length.max()), dtype=torch.float64).view(len(table), -1)
+    steps = int(table.length.max())
+    numbers = torch.arange(len(table) * steps, dtype=torch.float64).view(len(table), steps)
     table = table.replace(ids={**table.ids, "greedy": 1 - table.ids["row"] % 2})
     noted = {"entropy": 1, "token": 1, "node": 1, "logp": -1, "ref/logp": -2}
     noted |= {"prm/logp": -1.5, "critic/value": 0.1, "verifier/value": 0.1}
@@ -79,6 +82,13 @@ def test_values_stay_finite_at_the_edges(entry, rewards):
     table = apply(entry, table)
     assert table.values.isfinite().all()
     assert not (table.valid & ~table.present[:, None]).any(), "what has no outcome has no reward"
+
+
+@pytest.mark.parametrize("entry", ADVANTAGES, ids=lambda entry: entry.full_name)
+def test_answers_without_a_step_have_finite_values(entry):
+    table = apply(entry, table_of([0.1, 0.3], length=[0, 0], ends=[[0], [0]], group=[0, 0]))
+    assert len(table) == 2 and table.values[table.valid].isfinite().all()
+    assert table.values.shape[2] == table.valid.shape[2] == table.ends.shape[1]
 
 
 @pytest.mark.parametrize("entry", ADVANTAGES, ids=lambda entry: entry.full_name)

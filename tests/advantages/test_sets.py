@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import pytest
 import torch
 
 from mmrl.advantages.normalize import group_center
@@ -50,3 +51,10 @@ def test_sets_score_success_times_diversity():
 def test_sets_of_one_are_the_mean_of_the_group():
     assert_rows(torch.tensor(scored([1, 0, 0, 0], [1, 1, 1, 1], size=1)), [0.75, -0.25, -0.25, -0.25])
     assert scored([1], [1]) == [0]
+
+
+def test_a_group_of_one_set_has_nothing_to_compare():
+    with pytest.raises(
+        ValueError, match="sets of 4 answers, but no group has more than 3, so every advantage"
+    ):
+        scored([1, 0, 0], [1, 2, 3])
