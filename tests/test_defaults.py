@@ -63,6 +63,7 @@ DEFAULTS = {
         "drop_zero": {"atol": 0.0},
         "entropy_rank": {"max_reward": 0.1, "share": 0.2},  # our reading of R3
         "entropy_width": {"alpha": 1.0, "beta": 1.0, "pivot": 0.8},  # HAPO
+        "group_normalize_by_step": {"limit": 5.0, "eps": 1e-6},  # HAPO
         "group_median": {"mad_floor": 0.001},  # MC-GRPO
         "log_mean_exp": {"tau": 1.0},
         "negative_only": {"positive_weight": 0.0},

@@ -100,8 +100,8 @@ def partial_credit(
 ) -> RewardTable:
     """Give wrong answers a share of a reward for what they found (E-GRPO, arXiv 2510.24694).
 
-    A wrong answer earns alpha g / (largest g of the group), 0 where nobody found anything. Put it before
-    `total`.
+    A wrong answer earns alpha g / (largest g of the group), 0 where nobody found anything. One that was cut
+    at the length limit earns 0. Put it before `total`.
 
     Args:
         of: Name of the reward that right answers keep.
@@ -121,6 +121,8 @@ def partial_credit(
     earned = torch.where(value > threshold, value, partial[:, 0])
     if unless:
         earned = torch.where(label(table, unless)[:, 0] == 0, 0.0, earned)
+    if "finish" in table.ids:
+        earned = torch.where(table.ids["finish"] == name_id("length"), 0.0, earned)
     values = table.values.clone()
     values[:, column] = torch.where(table.valid[:, column], earned, value)
     return table.put(values)

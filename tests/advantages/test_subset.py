@@ -8,6 +8,10 @@ import torch
 
 from mmrl.advantages.normalize import group_normalize
 from mmrl.advantages.subset import distinct, keep_first, most_varied
+from mmrl.config.binding import Pieces
+from mmrl.config.schema import Piece
+from mmrl.core.rng import Stream
+from mmrl.core.types import Clock
 from tests.support.tables import assert_rows, reward_table
 
 
@@ -55,3 +59,15 @@ def test_distinct_drops_what_is_close_to_the_other_side():
 def test_distinct_keeps_groups_without_another_side_and_answers_without_a_score():
     table = reward_table({"right": [1, 1, 0, 1], "fine": [0.9, 0.9, 0.2, None]}, group="aabb")
     assert kept(distinct(table, of="fine", right="right")) == [True] * 4
+
+
+def test_the_budget_of_rows_and_steps_follows_a_schedule():
+    def linear(start, end):
+        return {"name": "linear", "start": start, "end": end, "steps": 4}
+
+    pieces = Pieces(Stream())
+    rows = pieces.make("advantage", Piece("most_varied", {"keep": linear(4, 8)}))
+    steps = pieces.make("advantage", Piece("keep_steps", {"top": linear(0.5, 1.0)}))
+    pieces.tick(Clock(1))
+    # a quarter of the way from (4, .5) to (8, 1)
+    assert (rows.options["keep"], steps.options["top"]) == (5, 0.625)
