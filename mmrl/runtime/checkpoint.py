@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mmrl.runtime.content_hash import of_file
 from mmrl.runtime.files import flush, remove
-from mmrl.runtime.state_tree import flatten, unflatten
+from mmrl.runtime.state_tree import apart, flatten, unflatten
 
 STATE = "trainer_state.json"
 TENSORS = "trainer_state.safetensors"
@@ -34,7 +34,7 @@ def write_state(folder: Path, state: Mapping[str, Any]) -> None:
     tensors: dict[str, Tensor] = {}
     tree = flatten(state, tensors)
     folder.mkdir(parents=True, exist_ok=True)
-    save_file(tensors, folder / TENSORS)
+    save_file(apart(tensors), folder / TENSORS)
     (folder / STATE).write_text(json.dumps(tree))
     lines = []
     for path in sorted(filter(Path.is_file, folder.rglob("*"))):

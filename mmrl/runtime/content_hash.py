@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from mmrl.core.types import Media, Prompt, Readable
+from mmrl.runtime.fsdp import full
 
 ENDS = 16384  # bytes read at both ends of a media file
 PROMPTS = 1024  # that are hashed together
@@ -164,7 +165,8 @@ def _models(thing: Any, depth: int) -> Iterator[nn.Module]:
 def of_tensors(tensors: Iterable[Tensor]) -> str:
     """Hash the bits of tensors, in any order and on any device, to 64 hexadecimal digits.
 
-    Bits are read as 64-bit integers. Of every `CHUNK` elements, the sums of every `STRIDE`-th integer modulo
+    Shards are gathered one at a time, so every process has to call this for them. Bits are read as 64-bit
+    integers. Of every `CHUNK` elements, the sums of every `STRIDE`-th integer modulo
     2^64 are hashed. This is as fast as memory, and detects accidents, though not forgery.
     """
     return hashlib.sha256("\n".join(sorted(map(_of_tensor, tensors))).encode()).hexdigest()
@@ -173,7 +175,7 @@ def of_tensors(tensors: Iterable[Tensor]) -> str:
 @torch.no_grad()
 def _of_tensor(tensor: Tensor) -> str:
     bits = hashlib.sha256(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
-    for chunk in tensor.detach().reshape(-1).split(CHUNK):
+    for chunk in full(tensor.detach()).reshape(-1).split(CHUNK):
         whole = len(chunk) - len(chunk) % (8 * STRIDE)  # fills rows of STRIDE integers at any item size
         for part in (chunk[:whole], chunk[whole:]):
             # Only aligned memory is viewed as rows of STRIDE 64-bit integers; the rest is copied and padded.

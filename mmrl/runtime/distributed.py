@@ -25,7 +25,7 @@ from mmrl.runtime import deepspeed
 from mmrl.runtime.content_hash import of_weights
 from mmrl.runtime.fsdp import taken_up, unsharded, widen
 from mmrl.runtime.modules import LATER
-from mmrl.runtime.state_tree import flatten, unflatten
+from mmrl.runtime.state_tree import apart, flatten, unflatten
 from mmrl.runtime.watchdog import GRACE, ProcessFailed, Watch
 
 TIMEOUT = 1800.0  # seconds that a process waits for another one
@@ -365,7 +365,7 @@ def _pack(table: RewardTable) -> bytes:
 
     tensors: dict[str, Tensor] = {}
     tree = flatten(vars(table), tensors)  # every field, so that a new column needs no line here
-    return save(tensors, {"tree": json.dumps(tree)})
+    return save(apart(tensors), {"tree": json.dumps(tree)})
 
 
 def _unpack(data: bytes) -> RewardTable:

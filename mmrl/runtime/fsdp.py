@@ -1,11 +1,13 @@
 """Gathers the sharded weights of FSDP2 for saving, loading and generation, and shards states again.
 
-On one process, and where weights are not sharded, everything here is the identity.
+To be saved, tensors are gathered one at a time into the main memory of process 0, so that no device holds
+more than a shard and one whole tensor. On one process, and where weights are not sharded, everything here is
+the identity.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,7 +16,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 
-def _is_shard(tensor: Tensor | None) -> bool:
+def is_shard(tensor: Tensor | None) -> bool:
+    """Return whether a tensor is this process's part of a larger one."""
     if not torch.distributed.is_initialized():
         return False
     from torch.distributed.tensor import DTensor
@@ -22,10 +25,21 @@ def _is_shard(tensor: Tensor | None) -> bool:
     return isinstance(tensor, DTensor)
 
 
-def _spread(full: Tensor, like: Tensor) -> Tensor:
+def _spread(data: Tensor, like: Tensor) -> Tensor:
+    """Shard a whole tensor of process 0; what other processes give has its shape only."""
     from torch.distributed.tensor import distribute_tensor
 
-    return distribute_tensor(full.to(like.device), like.device_mesh, like.placements)
+    return distribute_tensor(data.to(like.device), like.device_mesh, like.placements)
+
+
+def full(tensor: Tensor) -> Tensor:
+    """Return a tensor whole, on its device. Of a shard, every process has to call this."""
+    return tensor.full_tensor() if is_shard(tensor) else tensor
+
+
+def _saves() -> bool:
+    """Return whether this is the process that saves whole weights."""
+    return not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
 
 
 def sharded_parts(module: nn.Module) -> list[Any]:
@@ -38,39 +52,65 @@ def sharded_parts(module: nn.Module) -> list[Any]:
 
 
 @contextmanager
-def gathered(module: nn.Module, *, changed: bool = False) -> Iterator[None]:
-    """Replace sharded parameters by whole ones inside this context. Every process has to enter it.
+def gathered(
+    module: nn.Module,
+    *,
+    changed: bool = False,
+    only: Iterable[Tensor] | None = None,
+    everywhere: bool = False,
+) -> Iterator[bool]:
+    """Replace sharded parameters by whole ones in main memory inside this context, on process 0 alone.
 
-    With `changed`, the shards are updated from the whole parameters at the end.
+    Every process has to enter it. Yields whether this process has whole weights now: all have where
+    nothing is sharded.
+
+    Args:
+        module: The model.
+        changed: Update the shards of all processes, and buffers, from those of process 0 at the end.
+        only: The parameters to gather; None: all.
+        everywhere: Gather them on every process.
     """
+    chosen = None if only is None else {id(parameter) for parameter in only}
     sharded = [
         (owner, name, parameter)
         for owner in module.modules()
         for name, parameter in owner._parameters.items()
-        if _is_shard(parameter)
+        if is_shard(parameter) and (chosen is None or id(parameter) in chosen)
     ]
+    keeps = not sharded or everywhere or _saves()
     # FSDP2 hooks expect shards after a state was loaded; inside this context there are whole tensors.
     hooks = [part._load_state_dict_post_hooks for part in module.modules()] if sharded else []
     before = [dict(hook) for hook in hooks]
-    fulls: dict[int, nn.Parameter] = {}  # a parameter that two modules share stays shared
+    wholes: dict[int, nn.Parameter] = {}  # a parameter that two modules share stays shared
     for owner, name, parameter in sharded:
-        if id(parameter) not in fulls:
-            full = parameter.detach().full_tensor()
-            fulls[id(parameter)] = nn.Parameter(full, requires_grad=parameter.requires_grad)
-        owner._parameters[name] = fulls[id(parameter)]
+        if id(parameter) not in wholes:
+            data = parameter.detach().full_tensor()
+            data = data.cpu() if keeps else data.new_empty(0)
+            wholes[id(parameter)] = nn.Parameter(data, requires_grad=parameter.requires_grad)
+        if keeps:
+            owner._parameters[name] = wholes[id(parameter)]
     for current in hooks:
         current.clear()
     try:
-        yield
-        if changed:
-            for owner, name, parameter in sharded:
-                with torch.no_grad():
-                    parameter.copy_(_spread(owner._parameters[name].detach(), parameter))
+        yield keeps
+        if changed and sharded:
+            _take_back({id(parameter): parameter for _, _, parameter in sharded}, wholes, module)
     finally:
         for owner, name, parameter in sharded:
             owner._parameters[name] = parameter
         for current, entries in zip(hooks, before, strict=True):
             current.update(entries)
+
+
+@torch.no_grad()
+def _take_back(shards: dict[int, Any], wholes: dict[int, nn.Parameter], module: nn.Module) -> None:
+    """Update shards from the whole parameters of process 0, and the buffers of other processes."""
+    for key, shard in shards.items():
+        # What other processes pass is not read.
+        data = wholes[key].data if _saves() else torch.empty(shard.shape, dtype=shard.dtype)
+        shard.copy_(_spread(data.to(shard.dtype), shard))
+    for buffer in module.buffers():
+        torch.distributed.broadcast(buffer, 0)
 
 
 @contextmanager
@@ -112,7 +152,7 @@ def exchange(parameter: Tensor, weight: Tensor) -> Tensor:
 
     Shards are copied, because FSDP2 gathers from their memory, whatever the parameter points to.
     """
-    if not _is_shard(parameter):
+    if not is_shard(parameter):
         old, parameter.data = parameter.data, weight
         return old
     current, other = parameter.to_local().detach(), weight.to_local()
@@ -125,7 +165,7 @@ def exchange(parameter: Tensor, weight: Tensor) -> Tensor:
 def kept(parameter: Tensor) -> Tensor:
     """Copy the data of a parameter: to the CPU, or of a shard this process's part of it, where it is."""
     parameter = parameter.detach()
-    return parameter.clone() if _is_shard(parameter) else parameter.cpu().clone()
+    return parameter.clone() if is_shard(parameter) else parameter.cpu().clone()
 
 
 def give_up(module: nn.Module) -> None:
@@ -135,16 +175,24 @@ def give_up(module: nn.Module) -> None:
 
 
 def whole(tree: Any) -> Any:
-    """Gather the sharded tensors of a nested state. Every process has to call this."""
-    return tree_map_only(_is_shard, lambda shard: shard.full_tensor(), tree)
+    """Gather the sharded tensors of a nested state in the main memory of process 0; others get empty ones.
+
+    Every process has to call this.
+    """
+
+    def gather(shard: Any) -> Tensor:
+        data = shard.full_tensor()
+        return data.cpu() if _saves() else data.new_empty(0)
+
+    return tree_map_only(is_shard, gather, tree)
 
 
 def taken_up(tree: Any, parameters: Sequence[Tensor]) -> Any:
     """Shard the tensors of a nested state like the parameters of equal shape."""
-    like = {tuple(parameter.shape): parameter for parameter in parameters if _is_shard(parameter)}
+    like = {tuple(parameter.shape): parameter for parameter in parameters if is_shard(parameter)}
 
-    def shard(full: Tensor) -> Tensor:
-        shape = tuple(full.shape)
-        return _spread(full, like[shape]) if shape in like else full
+    def shard(data: Tensor) -> Tensor:
+        shape = tuple(data.shape)
+        return _spread(data, like[shape]) if shape in like else data
 
     return tree_map_only(Tensor, shard, tree) if like else tree

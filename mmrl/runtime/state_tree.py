@@ -9,10 +9,13 @@ from torch import Tensor
 
 
 def flatten(value: Any, tensors: dict[str, Tensor], path: str = "") -> Any:
-    """Convert a nested state to JSON; its tensors go into `tensors`, by their path in the state."""
+    """Convert a nested state to JSON; its tensors go into `tensors`, by their path in the state.
+
+    They are the state's own where these are on the CPU.
+    """
     match value:
         case Tensor():
-            tensors[path] = value.detach().cpu().contiguous().clone()  # safetensors refuses shared memory
+            tensors[path] = value.detach().cpu().contiguous()
             return {"tensor": path}
         case Mapping():
             # A list of pairs, because JSON would turn the whole-number keys of optimizers into strings.
@@ -24,6 +27,18 @@ def flatten(value: Any, tensors: dict[str, Tensor], path: str = "") -> Any:
     raise TypeError(
         f"cannot save '{path}': a state holds tensors, numbers and strings, not {type(value).__name__}"
     )
+
+
+def apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Copy the tensors that share memory with another one, or are part of a larger one, for safetensors."""
+    seen: set[int] = set()
+    own: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        storage = tensor.untyped_storage()
+        shares = storage.data_ptr() in seen or storage.nbytes() != tensor.nbytes
+        seen.add(storage.data_ptr())
+        own[name] = tensor.clone() if shares else tensor
+    return own
 
 
 def unflatten(tree: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Any:

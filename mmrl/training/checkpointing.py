@@ -38,7 +38,7 @@ def save(run: Run) -> None:
     """Write `checkpoint-{step}`: the model folder of its library, and the state that resuming needs."""
     folder = run.folder / f"checkpoint-{run.progress.step}"
     run.rank_checkpoint()  # before the state, which names the best checkpoint
-    state = whole(run.state_dict())  # gathers shards, so every process takes part
+    state = whole(run.state_dict())  # on process 0; every process takes part
     with run.processes.agreeing(f"saving '{folder}'"), run.whole_weights():
         if run.processes.main:
             _write(run, state, folder)
@@ -165,8 +165,7 @@ def _load_latest(run: Run, changed: Changes) -> int:
                 )
         say(f"going on from {folder}")
         return state["step"]
-    with run.whole_weights():
-        run.name_weights()  # recorded, to be compared when the run is resumed
+    run.name_weights()  # recorded, to be compared when the run is resumed
     if refused:  # what was learned is not thrown away because a disk cannot be read for a moment
         raise CheckpointError(
             f"none of the {len(refused)} checkpoints of '{run.folder}' can be used, and nothing was changed: "
@@ -180,9 +179,11 @@ def _load_latest(run: Run, changed: Changes) -> int:
 
 def _begin_from(run: Run, folder: Path) -> None:
     """Load the weights to begin with; `frozen` references keep those of before, the policy's own."""
-    with gathered(run.policy.module, changed=True), run.processes.agreeing(f"loading '{folder}' (init_from)"):
+    loading = run.processes.agreeing(f"loading '{folder}' (init_from)")
+    with gathered(run.policy.module, changed=True) as loads, loading:
         try:
-            run.policy.load(folder)
+            if loads:
+                run.policy.load(folder)
         except (KeyError, ValueError, RuntimeError, TypeError, OSError) as error:
             raise CheckpointError(
                 f"the weights in '{folder}' (init_from) do not fit the policy: {in_one_line(error, 300)}; "
@@ -211,14 +212,16 @@ def _carry(run: Run, folder: Path) -> None:
             for group, options in zip(run.method.optimizer.param_groups, configured, strict=True):
                 group |= options  # the moments go on, with the weight decay and betas of this run
         if "references" in carried:
-            with run.whole_weights(changed=True):
-                for second in run.seconds.values():
+            with run.whole_weights(changed=True) as loads, run.processes.agreeing(f"loading '{folder}'"):
+                for second in run.seconds.values() if loads else ():
                     second.load(folder)
             for name, reference in run.stateful["references"].items():
                 like = () if name in run.seconds else trained
                 reference.load_state_dict(taken_up(state["references"][name], like))
         for place in sorted(places):
             pieces[place].load_state_dict(state["pieces"][place])
+    except ProcessFailed:  # a RuntimeError, but no fault of the checkpoint
+        raise
     except (KeyError, ValueError, RuntimeError, TypeError, OSError) as error:
         raise CheckpointError(
             f"cannot carry {', '.join(carried)} over from '{folder}': {in_one_line(error, 300)}; both runs "
@@ -296,11 +299,12 @@ def _load(run: Run, state: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     """Load a checkpoint, and return what has to be the same on every process."""
     loading = run.processes.agreeing(f"loading '{folder}'")
     try:
-        with run.whole_weights(changed=True), loading:
-            run.policy.load(folder / checkpoint.MODEL)
-            for second in run.seconds.values():
-                second.load(folder)
-            trained = run.name_weights()
+        with run.whole_weights(changed=True) as loads, loading:
+            if loads:
+                run.policy.load(folder / checkpoint.MODEL)
+                for second in run.seconds.values():
+                    second.load(folder)
+        trained = run.name_weights()
         run.load_state_dict(state)
     except ProcessFailed:  # a RuntimeError, but no fault of the checkpoint
         raise

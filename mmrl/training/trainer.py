@@ -311,12 +311,14 @@ class Run:
         return step % self.config.save_steps == 0 or step == self.config.max_steps
 
     @contextmanager
-    def whole_weights(self, *, changed: bool = False) -> Iterator[None]:
-        """Gather the weights of all models inside this context; `changed` ones are sharded again after it."""
+    def whole_weights(self, *, changed: bool = False) -> Iterator[bool]:
+        """Gather the weights of all models inside this context; yield whether this process has them.
+
+        Those that process 0 `changed` are sharded again after it.
+        """
         with ExitStack() as stack:
-            for learning in (self, *self.seconds.values()):
-                stack.enter_context(gathered(learning.policy.module, changed=changed))
-            yield
+            models = [learning.policy.module for learning in (self, *self.seconds.values())]
+            yield all([stack.enter_context(gathered(module, changed=changed)) for module in models])
 
     def rank_checkpoint(self) -> None:
         """Compare the checkpoint of this moment with the best one so far, by `metric_for_best_model`."""
@@ -332,8 +334,9 @@ class Run:
     def name_weights(self) -> str:
         """Hash the frozen weights as an input, and return the hash of the trained ones ("" on one process).
 
-        Weights have to be whole at this moment. Trained ones were just loaded from the checkpoint, so where
-        weights differ between two starts, the base model does. Buffers may move in training.
+        Every process has to call this, since shards are gathered, one at a time. Trained weights were just
+        loaded from the checkpoint, so where weights differ between two starts, the base model does. Buffers
+        may move in training.
         """
         trained = self.method.trained
         base = of_weights(self.policy, [*trained, *self.policy.module.buffers()])

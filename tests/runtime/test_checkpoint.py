@@ -10,6 +10,7 @@ import torch
 
 from mmrl.runtime import checkpoint
 from mmrl.runtime.checkpoint import CheckpointError, read_state, write_state
+from mmrl.runtime.state_tree import apart
 
 STATE = {
     "step": 3,
@@ -156,3 +157,15 @@ def test_the_latest_checkpoints_up_to_here_are_kept(tmp_path, limit, left):
         (tmp_path / f"checkpoint-{number}").mkdir()
     checkpoint.prune(tmp_path, limit, 6)
     assert sorted(map(checkpoint.step_of, checkpoint.checkpoints(tmp_path))) == left
+
+
+def test_only_tensors_that_share_memory_are_copied():
+    base = torch.arange(4.0)
+    alone = torch.ones(2)
+    found = apart(
+        {"alone": alone, "whole": base, "again": base.view(2, 2), "part": base[1:3], "none": base[:0]}
+    )
+    assert found["alone"] is alone and found["whole"] is base
+    assert all(found[name].data_ptr() != base.data_ptr() for name in ("again", "part"))
+    assert found["part"].untyped_storage().nbytes() == 8 and found["part"].tolist() == [1.0, 2.0]
+    assert len({tensor.untyped_storage().data_ptr() for tensor in found.values() if len(tensor)}) == 4

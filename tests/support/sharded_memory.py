@@ -1,13 +1,15 @@
-"""Measure what two FSDP2 processes on a CPU take while they load a 16-bit model: `python -m
-tests.support.sharded_memory`.
+"""Measure what two FSDP2 processes on a CPU take while they load a 16-bit model, save it and resume: `python
+-m tests.support.sharded_memory`.
 
-Prints the private memory of each before, at its highest, and the bytes of its shard; the pages of model files
-that processes share are not counted. `--lora-rank 8` trains an adapter instead of the model.
+Prints the private memory of each before each of these, by how much it was higher at its highest, and the
+bytes of its shard; the pages of files that processes share are not counted. `--lora-rank 8` trains an adapter
+instead of the model.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import sys
@@ -23,6 +25,7 @@ import torch
 from mmrl.build import build
 from mmrl.config.schema import Config, parse
 from mmrl.runtime.distributed import Processes
+from mmrl.training.checkpointing import resume, save
 from tests.support.distributed_worker import start
 from tests.support.real_worker import sharding
 from tests.vision import tiny
@@ -51,13 +54,20 @@ def private() -> int:
 
 
 def measure(plan: dict) -> None:
-    """Build a run, and print what this process takes from before its weights are loaded."""
+    """Build a run, save and resume it; print what this process takes, from before its weights are loaded."""
     before, highest = [], [0]
 
     def watch() -> None:
         while True:
             highest[0] = max(highest[0], private())
             time.sleep(0.003)
+
+    def tell(what: str, **more: int) -> None:
+        took = {"before": before[-1], "more": highest[0] - before[-1], **more}
+        print(f"MiB {what}:", {name: round(value / 2**20) for name, value in took.items()}, flush=True)
+        gc.collect()
+        before.append(private())
+        highest[0] = 0
 
     plain: Any = Processes.load_device.fget
 
@@ -71,10 +81,21 @@ def measure(plan: dict) -> None:
         return plain(processes)
 
     with sharding(), mock.patch.object(Processes, "load_device", property(loading)):
-        module = build(parse(plan, Config), quiet=True).policy.module
-    shard = sum(parameter.to_local().nbytes for parameter in module.parameters())
-    took = {"before": before[0], "highest": highest[0] - before[0], "shard": shard}
-    print("MiB:", {name: round(value / 2**20) for name, value in took.items()}, flush=True)
+        run = build(parse(plan, Config), quiet=True)
+    tell("loading", shard=sum(parameter.to_local().nbytes for parameter in run.policy.module.parameters()))
+    for parameter in run.method.trained:
+        parameter.grad = torch.zeros_like(parameter)
+    run.method.optimizer.step()  # makes the moments
+    run.method.optimizer.zero_grad()
+    run.progress.step = 1
+    tell("a step", moments=2 * sum(parameter.to_local().nbytes for parameter in run.method.trained))
+    with run.processes.watching():
+        resume(run)
+        tell("a new folder")
+        save(run)
+        tell("saving")
+        resume(run)
+        tell("resuming")
     os._exit(0)  # without waiting for the other process
 
 

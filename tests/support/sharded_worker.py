@@ -3,7 +3,6 @@ folder`."""
 
 from __future__ import annotations
 
-import copy
 import sys
 from pathlib import Path
 
@@ -13,7 +12,9 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves
 
+from mmrl.runtime.checkpoint import read_state, write_state
 from mmrl.runtime.fsdp import gathered, taken_up, whole, widen
 
 
@@ -39,7 +40,22 @@ def adapted() -> nn.Sequential:
     return nn.Sequential(Adapted(), Adapted())
 
 
-def sharded_adapter(mesh, rows: torch.Tensor, rank: int) -> None:
+def through_file(state, folder: Path):
+    """Gather a state, write it on process 0, and read it on all."""
+    held = whole(state)
+    if torch.distributed.get_rank() == 0:
+        write_state(folder, held)
+    else:  # the others let go of every tensor that they helped to gather
+        assert {value.numel() for value in tensors_of(held) if value.ndim} == {0}
+    torch.distributed.barrier()
+    return read_state(folder)
+
+
+def tensors_of(tree):
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+def sharded_adapter(mesh, rows: torch.Tensor, rank: int, folder: Path) -> None:
     """Train 32-bit adapters of a sharded 16-bit model, go on from what was gathered, and compare."""
     plain, sharded, fresh = adapted(), adapted(), adapted()
     optimizers = []
@@ -55,14 +71,16 @@ def sharded_adapter(mesh, rows: torch.Tensor, rank: int) -> None:
     assert {p.dtype for p in local} == {torch.bfloat16, torch.float32}
     with gathered(sharded):
         state = {name: value.detach().clone() for name, value in sharded.state_dict().items()}
-    with gathered(fresh, changed=True):
-        fresh.load_state_dict(state)
-    moments = copy.deepcopy(whole(optimizers[1].state_dict()))  # it holds the counts of steps themselves
+    with gathered(fresh, changed=True) as loads:
+        assert loads == (rank == 0)
+        if loads:
+            fresh.load_state_dict(state)
+    moments = through_file(optimizers[1].state_dict(), folder / "adapter")
     optimizers[2].load_state_dict(taken_up(moments, [p for p in fresh.parameters() if p.requires_grad]))
     learn(plain, optimizers[0], rows)
     for one, optimizer in ((sharded, optimizers[1]), (fresh, optimizers[2])):
         learn(one, optimizer, part)
-    with gathered(sharded), gathered(fresh):
+    with gathered(sharded, everywhere=True), gathered(fresh, everywhere=True):
         for name, value in plain.state_dict().items():
             torch.testing.assert_close(sharded.state_dict()[name].detach(), value, rtol=1e-4, atol=1e-5)
             assert torch.equal(sharded.state_dict()[name], fresh.state_dict()[name]), name
@@ -84,7 +102,7 @@ def widened(mesh, rows: torch.Tensor, rank: int) -> None:
     for _ in range(2):
         learn(plain, whole_optimizer, rows.bfloat16())
         learn(sharded, optimizer, rows.bfloat16()[4 * rank : 4 * rank + 4])
-    with gathered(sharded):
+    with gathered(sharded, everywhere=True):
         for name, value in plain.state_dict().items():
             found = sharded.state_dict()[name].detach()
             torch.testing.assert_close(found, value, rtol=1e-4, atol=1e-5, msg=name)
@@ -106,31 +124,46 @@ def main() -> None:
     optimizers = [torch.optim.AdamW(one.parameters(), lr=0.1) for one in (plain, sharded)]
     learn(plain, optimizers[0], rows)
     learn(sharded, optimizers[1], rows[4 * rank : 4 * rank + 4])
-    with gathered(sharded):
-        held = {name: value.detach().clone() for name, value in sharded.state_dict().items()}
-        assert not any(isinstance(value, DTensor) for value in held.values())
-        if rank == 0:
+    with gathered(sharded) as saves:
+        assert saves == (rank == 0)
+        kinds = {isinstance(value, DTensor) for value in sharded.state_dict().values()}
+        assert kinds == {not saves}  # only process 0 has whole weights
+        if saves:
+            held = {name: value.detach().clone() for name, value in sharded.state_dict().items()}
             save_file(held, folder / "sharded.safetensors")
+            for name, value in plain.state_dict().items():
+                torch.testing.assert_close(held[name], value)
     assert all(isinstance(p, DTensor) for p in sharded.parameters())
-    for name, value in plain.state_dict().items():
-        torch.testing.assert_close(held[name], value)
-    state = whole(optimizers[1].state_dict())
+    some = [sharded[1].weight]
+    with gathered(sharded, only=some, everywhere=True) as everywhere:
+        assert everywhere and [isinstance(p, DTensor) for p in sharded.parameters()] == [
+            True,
+            True,
+            False,
+            True,
+        ]
+        torch.testing.assert_close(sharded[1].weight.detach(), plain[1].weight.detach())
+    state = through_file(optimizers[1].state_dict(), folder / "whole")
     expected = optimizers[0].state_dict()
     torch.testing.assert_close(state["state"][0]["exp_avg"], expected["state"][0]["exp_avg"])
-    torch.distributed.barrier()
     # A fresh model takes it all up, and goes on like the first.
     fresh = model()
+    fresh.register_buffer("moved", torch.zeros(2))
     fully_shard(fresh, mesh=mesh)
     optimizer = torch.optim.AdamW(fresh.parameters(), lr=0.1)
-    with gathered(fresh, changed=True):
-        fresh.load_state_dict(load_file(folder / "sharded.safetensors"))
+    with gathered(fresh, changed=True) as loads:
+        if loads:
+            fresh.load_state_dict(load_file(folder / "sharded.safetensors"), strict=False)
+            fresh.moved.fill_(3.0)
+    assert fresh.moved.tolist() == [3.0, 3.0]  # buffers of process 0 go to all
+    del fresh.moved
     optimizer.load_state_dict(taken_up(state, list(fresh.parameters())))
     learn(plain, optimizers[0], rows)
     learn(fresh, optimizer, rows[4 * rank : 4 * rank + 4])
-    with gathered(fresh):
+    with gathered(fresh, everywhere=True):
         for name, value in plain.state_dict().items():
             torch.testing.assert_close(fresh.state_dict()[name].detach(), value)
-    sharded_adapter(mesh, rows, rank)
+    sharded_adapter(mesh, rows, rank, folder)
     widened(mesh, rows, rank)
     (folder / f"done-{rank}").touch()
     torch.distributed.destroy_process_group()
