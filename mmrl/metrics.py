@@ -298,7 +298,7 @@ def win_rate(
     return {label: float(won.mean())}
 
 
-@metric
+@metric(every_turn=True)
 def turns(
     table: RewardTable, *, where: Mapping[str, str] | None = None, label: str = "turns"
 ) -> dict[str, float]:

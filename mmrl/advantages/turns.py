@@ -79,7 +79,7 @@ def _away(groups: GroupStatistics, scale: bool, eps: float, unbiased: bool = Tru
     return torch.where(groups.flat(), 0.0, away)
 
 
-@register(turns=True)
+@register(every_turn=True)
 def gigpo(
     table: RewardTable,
     *,
@@ -131,7 +131,7 @@ def gigpo(
     return table.replace(values=torch.where(known, credit, 0.0), valid=known)
 
 
-@register(turns=True)
+@register(every_turn=True)
 def history_groups(
     table: RewardTable,
     *,
@@ -174,7 +174,7 @@ def history_groups(
     return later.put(total / (weights + 1e-6))
 
 
-@register(turns=True)
+@register(every_turn=True)
 def shared_steps(
     table: RewardTable,
     *,
@@ -212,7 +212,7 @@ def shared_steps(
     return table.put(torch.where(groups.valid, groups.mean(), table.values))
 
 
-@register(turns=True)
+@register(every_turn=True)
 def information_gain(table: RewardTable, *, of: str) -> RewardTable:
     """Reward a turn with the rise of the right answer's probability (IGPO, arXiv 2510.14967).
 
@@ -229,7 +229,7 @@ def information_gain(table: RewardTable, *, of: str) -> RewardTable:
     return table.replace(values=torch.where(final, rewards, rewards + gain) * known, valid=known)
 
 
-@register(turns=True)
+@register(every_turn=True)
 def episode_mean(table: RewardTable, *, scale: Literal["div", "mul"] = "div") -> RewardTable:
     """Divide advantages by the number of turns of their conversation (GUI-Owl, arXiv 2508.15144).
 
@@ -240,7 +240,7 @@ def episode_mean(table: RewardTable, *, scale: Literal["div", "mul"] = "div") ->
     return table.put(table.values / turns if scale == "div" else table.values * turns)
 
 
-@register(turns=True)
+@register(every_turn=True)
 def turn_discount(table: RewardTable, *, gamma: Probability = 0.9) -> RewardTable:
     """Multiply rewards by gamma once for every turn of their conversation (VeRPO, arXiv 2601.03525).
 
@@ -251,7 +251,7 @@ def turn_discount(table: RewardTable, *, gamma: Probability = 0.9) -> RewardTabl
     return table.put(table.values * gamma**turns)
 
 
-@register(turns=True)
+@register(every_turn=True)
 def share_among_turns(
     table: RewardTable, *, of: str, above: float = 0.5, largest: NonNegativeFloat = 1.0
 ) -> RewardTable:
@@ -271,7 +271,7 @@ def share_among_turns(
     return table.put(table.values / torch.where(success, paid, largest).clamp(min=1))
 
 
-@register(turns=True)
+@register(every_turn=True)
 def action_credit(
     table: RewardTable,
     *,

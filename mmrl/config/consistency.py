@@ -30,6 +30,7 @@ def check_training(config: Config) -> Pieces:
     _check_rewards(checked, "rewards")
     _check_rewards(checked, "evaluation.rewards", weighted=False)
     _check_reward_names(checked)
+    _check_every_turn(checked)
     if config.until:
         names = [bound.name for bound in _listed(checked, "rewards")]
         _check_metric("until.of", config.until.options.get("of"), names)
@@ -111,6 +112,7 @@ def check_evaluation(config: Config | EvaluateConfig) -> Pieces:
     checked = check_all(pieces, config)
     _check_rewards(checked, "evaluation.rewards", weighted=False)  # labels are enough
     _check_reward_names(checked)
+    _check_every_turn(checked)
     evaluation = config.evaluation
     if evaluation.data is None:
         raise ConfigError("'evaluation.data' is missing, so there is nothing to evaluate on")
@@ -140,6 +142,32 @@ def _check_nesting(listed: Sequence[Bound], place: str, first: str, wrapped: str
                 f"{place}[{i}]: '{bound.entry.full_name}' decodes with the model itself, and "
                 f"'{listed[0].entry.full_name}' answers elsewhere; use 'vision.generate'"
             )
+
+
+def _check_every_turn(checked: Mapping[str, Any]) -> None:
+    """Raise where a piece needs an outcome of every turn, but the engine makes one of the last turn alone."""
+    engines = _listed(checked, "rollout.engine")
+    evaluating = _listed(checked, "evaluation.engine") or engines[:1]
+    for place, bound in checked.items():
+        if not (isinstance(bound, Bound) and bound.needs.every_turn):
+            continue
+        engine = _of_last_turn(evaluating if place.startswith("evaluation.") else engines)
+        if engine is not None:
+            raise ConfigError(
+                f"{place}: '{bound.entry.full_name}' needs an outcome of every turn, but the engine "
+                f"'{engine.entry.full_name}' makes one of the last turn alone; set "
+                "`turn_outcomes: true` on it"
+            )
+
+
+def _of_last_turn(engines: Sequence[Bound]) -> Bound | None:
+    """Find the engine that makes an outcome of the last turn alone; None where every turn has one."""
+    for engine in reversed(engines):
+        if getattr(engine.entry.target, "row_per_turn", False):
+            return None
+        if option := engine.entry.options.get("turn_outcomes"):
+            return None if engine.options.get(option.name, option.default) else engine
+    return None
 
 
 def _listed(checked: Mapping[str, Any], place: str) -> list[Bound]:

@@ -53,13 +53,15 @@ class Needs:
     others: Mapping[str, frozenset[str]] = field(default_factory=dict)  # outputs of other policies, by name
     notes: frozenset[str] = frozenset()  # values per step that the engine records
     turns: bool = False  # the turns of a conversation, which others see as one answer
+    every_turn: bool = False  # an outcome of every turn: with one of the last turn alone it does nothing
 
     def __or__(self, other: Needs) -> Needs:
         # Sorted, because every process has to ask for sharded weights in the same order.
         names = sorted({*self.others, *other.others})
         others = {name: self.others.get(name, NOTHING) | other.others.get(name, NOTHING) for name in names}
         extra, notes = self.extra | other.extra, self.notes | other.notes
-        return Needs(max(self.unit, other.unit), extra, others, notes, self.turns or other.turns)
+        turns, every_turn = self.turns or other.turns, self.every_turn or other.every_turn
+        return Needs(max(self.unit, other.unit), extra, others, notes, turns, every_turn)
 
 
 @dataclass(frozen=True)
@@ -157,12 +159,13 @@ def kind(
         of_others: Set[str] = NOTHING,
         notes: Set[str] = NOTHING,
         turns: bool = False,
+        every_turn: bool = False,
         packages: Mapping[str, str] = MappingProxyType({}),
         on: str = "",
         copies_policy: bool = False,
     ) -> Callable:
         of = {name: frozenset(of_others) for name in others}
-        needs = Needs(unit, frozenset(extra), of, frozenset(notes), turns)
+        needs = Needs(unit, frozenset(extra), of, frozenset(notes), turns or every_turn, every_turn)
         if on not in stages:
             known = ", ".join(filter(None, stages)) or "none"
             raise ValueError(f"a {name} declares `on`, one of {known}, not '{on}'")

@@ -1,0 +1,54 @@
+"""What the parts of a configuration need of each other: outcomes of every turn."""
+
+from __future__ import annotations
+
+import pytest
+
+from mmrl.build import check
+from mmrl.config.loading import merge, read
+from mmrl.config.schema import Config, ConfigError, parse
+from tests.support.configs import CONFIGS, method_file
+
+PLAYED = [{"name": "play", "game": "tests.support.playing:Telephone"}]
+
+
+def tools(variant=None, every=True, after=(), **changes):
+    """Lay a method over the ready run with tools."""
+    raw = read(CONFIGS / "train" / "tools.yaml")
+    assert raw["rollout"]["engine"][1]["turn_outcomes"] is True
+    if variant:
+        raw = merge(merge(raw, read(method_file(variant))), {"group_filter": "keep_all"})
+    generate, with_tools = raw["rollout"]["engine"]
+    engine = [generate, {**with_tools, "turn_outcomes": every}, *after]
+    return parse(merge(raw, {"rollout": {"engine": engine}, **changes}), Config)
+
+
+@pytest.mark.parametrize("variant", ["gigpo", "hgpo", "gui_owl", "matchtir", "verpo"])
+def test_methods_of_turns_need_an_outcome_of_every_turn(variant):
+    check(tools(variant))
+    wanted = (
+        r"advantage\[\d\]: '\w+' needs an outcome of every turn, but the engine 'vision.with_tools' makes "
+        "one of the last turn alone; set `turn_outcomes: true`"
+    )
+    with pytest.raises(ConfigError, match=wanted):
+        check(tools(variant, every=False))
+    check(tools(variant, every=False, after=PLAYED))  # every turn of a game is a row
+
+
+@pytest.mark.parametrize("variant", [None, "otc_po", "e_grpo", "slate", "graphrag_r1", "cm2"])
+@pytest.mark.parametrize("every", [False, True])
+def test_other_methods_take_either(variant, every):
+    check(tools(variant, every=every))
+
+
+def test_metrics_of_turns_need_them_where_they_measure():
+    check(tools(metrics=["turns"]))
+    with pytest.raises(ConfigError, match=r"metrics\[0\]: 'turns' needs an outcome of every turn"):
+        check(tools(every=False, metrics=["turns"]))
+    held_out = {
+        "data": {"name": "vision.visual_qa", "path": "data/small_things/test.jsonl"},
+        "engine": [{"name": "vision.generate"}, {"name": "vision.with_tools", "tool": ["vision.crop"]}],
+        "metrics": ["turns"],
+    }
+    with pytest.raises(ConfigError, match=r"evaluation.metrics\[0\]: 'turns' needs an outcome of every turn"):
+        check(tools(evaluation=held_out))
