@@ -123,7 +123,8 @@ class Alternate:
     a fixed length, as in the code of the paper, have it as `min_stay` and as `patience`.
 
     Args:
-        of: Label that is 1 for a right decision and 0 for a wrong one.
+        of: Label that is 1 for a right decision and 0 for a wrong one. The paper counts a game once, by the
+            vote that most players gave: `spy_caught` of `vision.spy`, equal for all votes of a game.
         unanswered: Label that is 1 for a decision that was left open; empty: there is none.
         decide: Word of the tag `stage` for decisions.
         clue: Word for clues.

@@ -33,8 +33,12 @@ from mmrl.advantages.turns import (
     shared_steps,
     turn_discount,
 )
+from mmrl.config.binding import Pieces
+from mmrl.config.loading import read
+from mmrl.config.schema import as_piece
 from mmrl.core.rng import Stream
 from mmrl.core.tensor import rarity
+from tests.support.configs import method_file
 from tests.support.tables import assert_rows, reward_table
 
 
@@ -485,3 +489,17 @@ def test_only_the_rows_of_the_stage_are_learned_from():
 def test_roles_without_their_tag_are_a_clear_error():
     with pytest.raises(ValueError, match="no outcome has the tag 'role', which the engine or the data set"):
         per_episode(played([[0, 1], [0, 0]]), by=("role",), advantage=(by_role,))
+
+
+def test_the_stages_of_vision_zero_count_a_game_once_by_its_most_votes():
+    # Of four votes two name the spy and the others one civilian each; in the other game nobody is right.
+    table = reward_table(
+        {"right_vote": [[1, 1, 0, 0], [0] * 4], "spy_caught": [[1] * 4, [0] * 4], "open_vote": [[0] * 4] * 2},
+        tags={"stage": [["decide"] * 4] * 2},
+    )
+    listed = read(method_file("vision_zero"))["advantage"][-1]
+    piece = Pieces(Stream()).make("advantage", as_piece(listed, "advantage")).function
+    piece.observe((), table)
+    piece.stream.step += 1
+    # Half of the games are right, though a quarter of the votes: (1 - .95) / 2
+    assert piece.current().accuracy == pytest.approx(0.025)
