@@ -65,8 +65,10 @@ class ToolProductivity:
         factors = []
         for uid, calls in zip(table.uids, table.at_end(self.calls).tolist(), strict=True):
             least = 0.0 if self.fewest == "none" else self.least.get(uid)
-            known = least is not None and not math.isnan(calls)
-            factors.append(productivity(calls, least, self.smoothing) if known else 1.0)
+            if least is None or math.isnan(calls):
+                factors.append(1.0)
+            else:
+                factors.append(productivity(calls, least, self.smoothing))
         values = table.values.clone()
         values[:, column] *= torch.tensor(factors, dtype=torch.float64)[:, None]
         return table.put(values)
