@@ -146,6 +146,10 @@ class Trajectory:
 Rollouts = tuple[Trajectory, ...]
 
 
+class Count(float):
+    """A metric of one process that is added up over all processes, where other metrics are averaged."""
+
+
 @dataclass(frozen=True)
 class Clock:
     """What a schedule depends on: the step, the metrics of the last one, and the steps of the whole run."""

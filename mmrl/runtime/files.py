@@ -9,6 +9,7 @@ import shutil
 import socket
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
@@ -90,17 +91,33 @@ def check_free(folder: Path) -> None:
             _flock(file, fcntl.LOCK_SH, folder)  # shared, so that several may look at once
 
 
+def flock(file: TextIO, how: int) -> None:
+    """Lock an open file as `fcntl.flock` does; where its file system has no locks, warn once and go on.
+
+    Raises `BlockingIOError` where `how` has LOCK_NB and another process has the lock.
+    """
+    try:
+        fcntl.flock(file, how)
+    except BlockingIOError:
+        raise
+    except OSError as error:  # some network file systems are mounted without locks
+        _warn_of_no_locks(str(Path(file.name).parent), str(error))
+
+
+@cache
+def _warn_of_no_locks(folder: str, error: str) -> None:
+    log.warning("cannot lock '%s' (%s): make sure that only one process writes there", folder, error)
+
+
 def _flock(file: TextIO, how: int, folder: Path) -> None:
     try:
-        fcntl.flock(file, how | fcntl.LOCK_NB)
+        flock(file, how | fcntl.LOCK_NB)
     except BlockingIOError:
         file.seek(0)  # "a+" starts at the end
         raise ConfigError(
             f"'{folder}' is in use by {file.read().strip() or 'another process'}; wait until that ends, stop "
             "it, or name another output folder"
         ) from None
-    except OSError as error:  # some network file systems are mounted without locks
-        log.warning("cannot lock '%s' (%s): make sure that only one process writes there", folder, error)
 
 
 # ---- uploads a finished model folder to the hugging face hub

@@ -9,6 +9,7 @@ import shlex
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -203,7 +204,7 @@ def test_rows_are_those_of_the_servers_answers_with_weights_and_caches_renewed(p
     engine.stream.step = 1
     other = engine.rollout(asked)
     assert stand_in.paths() == told * 2 and texts(other) != texts(rows)
-    assert engine.checked == {("text", stand_in.url), ("image", stand_in.url)}
+    assert {kind for kind, *_ in engine.compared} == {"text", "image"}
     assert seed != stand_in.told[-1][1]["sampling_params"]["seed"]
     assert engine.tell()["vllm/servers"] == 1.0
 
@@ -234,25 +235,27 @@ def test_greedy_answers_are_asked_once_for_a_group(policy, stand_in, tmp_path):
 def test_answers_that_were_asked_ahead_are_of_the_weights_of_that_time(policy, stand_in, tmp_path):
     engine = engine_of(policy, tmp_path, stand_in.url)
     engine.ask(PROMPTS[:1] * 2)
-    version = engine.asking.weights.version
+    version, compared = engine.asking.weights.version, {*engine.compared}
+    assert {kind for kind, *_ in compared} == {"text"}  # at once, while the policy has these weights
     shift(policy)
     rows = engine.rollout(PROMPTS[:1] * 2)  # those that were asked; the policy is not compared with them
-    assert len(rows) == 2 and not engine.checked and stand_in.version == version
+    assert len(rows) == 2 and engine.compared == compared and stand_in.version == version
 
 
 def test_weights_stay_until_answers_that_were_asked_ahead_are_there(policy, stand_in, tmp_path):
     """As where an evaluation brings newer weights to servers that work on the next step."""
     ahead, other = (engine_of(policy, tmp_path, stand_in.url, parallel=1) for _ in range(2))
     gate = threading.Event()
+    ahead.rollout(PROMPTS)  # which compares answers, as asking ahead does not any more
+    stand_in.told.clear()
     stand_in.fault = lambda reply: gate.wait(20) and reply
     ahead.ask(PROMPTS)  # four prompts, one after another
     shift(policy)
     threading.Timer(0.3, gate.set).start()
     other.rollout(PROMPTS[:1])
     assert [row.prompt.uid for row in ahead.rollout(PROMPTS)] == [prompt.uid for prompt in PROMPTS]
-    assert stand_in.paths().count("collective_rpc") == 2 and ahead.tell()["vllm/asked_again"] == 0
-    assert [path for path, _ in stand_in.told].index("inference/v1/generate") == 7
-    assert [path for path, _ in stand_in.told][7:12] == ["inference/v1/generate"] * 4 + ["pause"]
+    assert stand_in.paths().count("collective_rpc") == 1 and ahead.tell()["vllm/asked_again"] == 0
+    assert [path for path, _ in stand_in.told][:5] == ["inference/v1/generate"] * 4 + ["pause"]
 
 
 def test_draws_from_fewer_tokens_are_compared_by_a_request_of_their_own(policy, stand_in, tmp_path):
@@ -311,8 +314,9 @@ def faulty(name, value):
     ],
 )
 def test_what_was_not_asked_is_refused_with_the_name_of_the_prompt(
-    policy, stand_in, tmp_path, name, value, wanted
+    policy, stand_in, tmp_path, monkeypatch, name, value, wanted
 ):
+    monkeypatch.setattr(servers, "PAUSE", 0.01)
     value = policy.prompt_encoder.placeholders[0] if value == "placeholder" else value
     stand_in.fault = faulty(name, value)
     with pytest.raises((WrongAnswer, ConnectionError), match=wanted):
@@ -339,6 +343,41 @@ def test_an_adapter_that_a_server_leaves_out_is_named_as_the_cause(checkpoint, t
     with pytest.raises(RuntimeError, match=f"answers prompt 'image' without {part}; start"):
         engine_of(policy, tmp_path, server.url, given=LORA).rollout(PROMPTS[1:2])
     server.kill()
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_an_adapter_that_is_left_out_is_noticed_once_it_adds_something(checkpoint, tmp_path, ahead):
+    """A fresh one adds nothing, so that the first comparison passes without it."""
+    policy, left = (Tokens(model=str(checkpoint("qwen2_5_vl")), dtype="float32", **LORA) for _ in range(2))
+    server = StandIn(left, PROMPTS)
+    engine = engine_of(policy, tmp_path, server.url, given=LORA)
+    engine.rollout(PROMPTS[1:2])
+    shift(policy)
+    with pytest.raises(RuntimeError, match="answers prompt 'image' without the adapter; start"):
+        (engine.ask if ahead else engine.rollout)(PROMPTS[1:2])
+    server.kill()
+
+
+def test_answers_are_compared_at_the_start_and_after_1_2_4_updates(policy, stand_in, tmp_path, monkeypatch):
+    engine, compared, at = engine_of(policy, tmp_path, stand_in.url), [], []
+    monkeypatch.setattr("mmrl.vision.engines.vllm.check_agreement", lambda *_: compared.append(at[-1]))
+    for update in range(9):
+        at.append(update)
+        engine.rollout(PROMPTS[:1])
+        engine.rollout(PROMPTS[:1])  # of the same weights
+        shift(policy)
+    assert compared == [0, 1, 2, 4, 8]
+
+
+def test_a_server_that_has_joined_is_compared_again(policy, stand_in, tmp_path):
+    engine = engine_of(policy, tmp_path, stand_in.url)
+    engine.rollout(PROMPTS[1:2])
+    stand_in.off = 0.01
+    engine.rollout(PROMPTS[1:2])  # one that stays is not
+    stand_in.kill()
+    stand_in.start()
+    with pytest.raises(RuntimeError, match=r"prompt 'image' \(image\) differ by 0.01 nats"):
+        engine.rollout(PROMPTS[1:2])
 
 
 def test_servers_with_other_models_are_noticed(policy, stand_in, tmp_path):
@@ -402,6 +441,101 @@ def test_a_run_waits_for_servers_and_ends_where_none_comes(policy, stand_in, tmp
     engine.asking.timeout = 20.0
     threading.Timer(0.5, stand_in.start).start()
     assert texts(engine.rollout(PROMPTS[:2])) == wanted
+
+
+def busy(status, times, pause=0.0):
+    """Answer the first requests with a status, and the others as they should be, after a pause."""
+    left = iter(range(times))
+
+    def change(reply):
+        if next(left, None) is not None:
+            return {"status": status, "error": "busy"}
+        time.sleep(pause)
+        return reply
+
+    return change
+
+
+@pytest.mark.parametrize("status", [503, 429])
+def test_a_server_that_fails_once_is_asked_again(policy, stand_in, tmp_path, monkeypatch, status):
+    monkeypatch.setattr(servers, "PAUSE", 0.01)
+    engine = engine_of(policy, tmp_path, stand_in.url)
+    wanted = texts(engine.rollout(PROMPTS[:1] * 2))
+    engine.tell()
+    stand_in.fault = busy(status, servers.TRIES - 1)
+    assert texts(engine.rollout(PROMPTS[:1] * 2)) == wanted
+    assert engine.tell()["vllm/asked_again"] == servers.TRIES - 1
+    stand_in.fault = busy(status, servers.TRIES)
+    with pytest.raises(ConnectionError, match=f"asked 3 times each: .* answered with {status}.*busy"):
+        engine.rollout(PROMPTS[:1] * 2)
+
+
+def test_a_dead_server_is_waited_for_where_the_others_fail(policy, stand_in, tmp_path, monkeypatch):
+    monkeypatch.setattr(servers, "PAUSE", 0.05)
+    dead = StandIn(policy, PROMPTS)
+    engine = engine_of(policy, tmp_path, stand_in.url, dead.url, timeout=20.0)
+    wanted = texts(engine.rollout(PROMPTS[:1] * 2))
+    dead.kill()
+    stand_in.fault = busy(503, 1000)
+    threading.Timer(1.0, dead.start).start()
+    assert texts(engine.rollout(PROMPTS[:1] * 2)) == wanted
+    dead.kill()
+    engine.asking.timeout = 0.2
+    with pytest.raises(ConnectionError, match=r"no other server was alive .*503.*busy.*refused"):
+        engine.rollout(PROMPTS[:1] * 2)
+
+
+def test_servers_that_come_back_with_another_model_are_noticed(policy, stand_in, tmp_path):
+    other = StandIn(policy, PROMPTS)
+    asking = engine_of(policy, tmp_path, stand_in.url, other.url).asking
+    asking.folder.mkdir(parents=True)
+    (asking.folder / "1").mkdir()
+    (asking.folder / "1" / "model.safetensors").touch()
+    asking.bring(lambda: servers.Weights(asking.folder / "1", "1", False))
+    for server, stood in zip(asking.servers, (stand_in, other), strict=True):
+        server.alive, stood.version = False, "default"
+    other.name = "another model"
+    with pytest.raises(RuntimeError, match="hold different weights"):
+        asking._wait(asking.servers, threading.Event())
+    other.kill()
+
+
+def test_after_an_error_nothing_more_is_asked_and_weights_may_change(policy, stand_in, tmp_path):
+    engine = engine_of(policy, tmp_path, stand_in.url, parallel=1)
+    engine.rollout(PROMPTS)
+    stand_in.told.clear()
+    stand_in.fault = busy(400, 1, pause=0.3)
+    with pytest.raises(WrongAnswer, match="refuses prompt 'text'"):
+        engine.rollout(PROMPTS)
+    with servers.locked(engine.folder / servers.ASKING):  # as for new weights
+        sent = [path for path, _ in stand_in.told]
+    assert sent.count("inference/v1/generate") <= 2, "the second was perhaps under way, the others waited"
+    engine.rollout(PROMPTS)
+
+
+HANGING = """
+import sys
+from pathlib import Path
+from mmrl.vision.serving.servers import Servers, Weights
+
+asking = Servers([sys.argv[1]], Path(sys.argv[2]), request_timeout=600.0, timeout=300.0, parallel=1)
+asking.weights = Weights(Path(sys.argv[2]), "default", False)
+for number in range(3):
+    asking.ask(f"p{number}", {})
+raise KeyError("the run has failed")
+"""
+
+
+@pytest.mark.slow
+def test_a_program_ends_at_once_while_servers_are_asked(stand_in, tmp_path):
+    gate = threading.Event()
+    stand_in.answer = lambda request: gate.wait(100) and {}
+    command = [sys.executable, "-c", HANGING, stand_in.url, str(tmp_path)]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=90)
+    finally:
+        gate.set()
+    assert "the run has failed" in done.stderr
 
 
 # ---- options and the command

@@ -32,7 +32,7 @@ from mmrl.vision.models.loading import TokenPolicy
 from mmrl.vision.models.processor import EncodedPrompt
 from mmrl.vision.serving.agreement import check_agreement
 from mmrl.vision.serving.command import command_lines
-from mmrl.vision.serving.servers import ADAPTER, Server, Servers
+from mmrl.vision.serving.servers import ADAPTER, Servers, Source
 from mmrl.vision.serving.weights import WeightsWriter
 from mmrl.vision.serving.wire import Answer, Sampling, check_media, media_of, request_of
 
@@ -47,7 +47,7 @@ class Group:
     encoded: EncodedPrompt
     places: list[int]
     request: Mapping[str, Any]
-    asked: Future[tuple[list[Answer], Server]]
+    asked: Future[tuple[list[Answer], Source]]
 
 
 @engine
@@ -58,8 +58,9 @@ class Vllm:
     `mmrl serve-command` prints the line that starts a server, in an environment of its own (vLLM 0.32). Sent
     are the policy's own token ids and images as tensors, so that template and preprocessing cannot differ.
     What a server that dies was asked is asked of another with the same seed; one that comes back gets the
-    weights first. The first answers to every kind of media are compared with the policy: log-probabilities
-    that differ by more than rounding end the run. Entropies are not noted, and stop strings not known.
+    weights first. Answers to every kind of media are compared with the policy at the start, after 1, 2, 4
+    and so on updates of the weights, and when a server has joined: log-probabilities that differ by more than
+    rounding end the run. Entropies are not noted, and stop strings not known.
 
     Args:
         policy: The policy: Qwen2-VL, Qwen2.5-VL, Qwen3-VL (without videos), LLaVA, or a language model.
@@ -104,9 +105,10 @@ class Vllm:
         of_servers = hashlib.sha256(" ".join(self.servers).encode()).hexdigest()[:8]
         self.folder = (Path(self.weights_folder) if self.weights_folder else own).absolute() / of_servers
         self.writer = WeightsWriter(self.policy, self.folder)
-        self.asking: Servers | None = None
+        limits = {"request_timeout": self.request_timeout, "timeout": self.timeout}
+        self.asking = Servers(self.servers, self.folder, parallel=self.parallel, **limits)
         self.begun: tuple[list[Prompt], list[Group], str] | None = None
-        self.checked: set[tuple[str, str]] = set()  # kinds of media, and servers, whose answers were compared
+        self.compared: set[tuple] = set()  # kinds of media, with the moments at which answers were compared
 
     def rollout(self, prompts: Sequence[Prompt]) -> Rollouts:
         """Answer every entry, in order."""
@@ -114,42 +116,31 @@ class Vllm:
             self.ask(prompts)
         (_, groups, version), self.begun = self.begun, None
         rows: list[Trajectory | None] = [None] * len(prompts)
-        for group in groups:
-            answers, server = group.asked.result()
-            for number, place in enumerate(group.places):
-                # Of a greedy request there is one answer, whatever the number.
-                rows[place] = self._row(group, answers[number % len(answers)])
-            self._compare(group, server, version, [rows[place] for place in group.places])
+        with self.asking.collecting():
+            for group in groups:
+                for place, row in zip(group.places, self._rows(group), strict=True):
+                    rows[place] = row
+            self._compare(groups, version)  # with servers that joined in between
         return tuple(rows)
 
     def ask(self, prompts: Sequence[Prompt]) -> None:
         """Begin with the weights, the step and the round of this moment; `rollout` of these collects."""
         check_media(self.policy.prompt_encoder.core.config, prompts)
         self._check_adapter(prompts)
-        if self.asking is None:
-            self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-            limits = {"request_timeout": self.request_timeout, "timeout": self.timeout}
-            self.asking = Servers(self.servers, self.folder, parallel=self.parallel, **limits)
+        self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         self.asking.bring(self.writer)
         places: dict[str, list[int]] = {}
         for place, prompt in enumerate(prompts):
             places.setdefault(prompt.uid, []).append(place)
         version = self.asking.weights.version
-        groups = [self._begin(prompts[where[0]], where, version) for where in places.values()]
+        with self.asking.collecting():
+            groups = [self._begin(prompts[where[0]], where, version) for where in places.values()]
+            self._compare(groups, version)  # now, since the policy may have learned when they are collected
         self.begun = list(prompts), groups, version
 
     def tell(self) -> Mapping[str, float]:
-        """Return how many servers live, requests that were asked again, and seconds to bring weights."""
-        asking = self.asking
-        again, seconds = (asking.again, asking.seconds) if asking else (0, 0.0)
-        if asking:
-            asking.again, asking.seconds = 0, 0.0
-        alive = len(asking.alive) if asking else len(self.servers)
-        return {
-            "vllm/servers": float(alive),
-            "vllm/asked_again": float(again),
-            "vllm/publish_seconds": seconds,
-        }
+        """Return how many servers live, requests that were asked again, and seconds of work."""
+        return self.asking.take()
 
     @staticmethod
     def serve_commands(policy: Piece, options: Mapping[str, Any], *, cpu: bool = False) -> list[str]:
@@ -187,6 +178,12 @@ class Vllm:
         )
         return Group(prompt, encoded, places, request, self.asking.ask(prompt.uid, request))
 
+    def _rows(self, group: Group) -> list[Trajectory]:
+        """Make the rows of a prompt when its answers are there."""
+        answers, _ = group.asked.result()
+        # Of a greedy request there is one answer, whatever the number.
+        return [self._row(group, answers[number % len(answers)]) for number in range(len(group.places))]
+
     def _row(self, group: Group, answer: Answer) -> Trajectory:
         """Make the row of an answer."""
         ids, temperature = answer.ids, self.temperature or 1.0  # greedy: as `vision.generate` notes it
@@ -196,19 +193,30 @@ class Vllm:
         steps = TokenRow(group.encoded, ids, temperature)
         return Trajectory(group.prompt, group.prompt.uid, (outcome,), steps, len(ids), notes)
 
-    def _compare(self, group: Group, server: Server, version: str, rows: list[Trajectory]) -> None:
-        """Compare the first answers of a server to a kind of media with the policy."""
-        kind = media_of(group.encoded)
-        if (kind, server.url) in self.checked or self.writer().version != version:  # asked of older weights
+    def _compare(self, groups: Sequence[Group], version: str) -> None:
+        """Compare answers to every kind of media by every server with the policy, where that is due.
+
+        It is at the start, after 1, 2, 4, ... updates of the weights, and after a server has joined. A fresh
+        adapter adds nothing, and an update very little, so one that a server leaves out shows only later.
+        """
+        moment = self.writer.updates.bit_length(), tuple(server.joins for server in self.asking.servers)
+        due = {(media_of(group.encoded), *moment) for group in groups} - self.compared
+        if not due or self.writer.version() != version:  # asked of older weights
             return
-        if self.top_p < 1 or self.top_k or self.min_p:  # of a smaller distribution than the policy's
-            whole = Sampling(min(16, self.max_completion_length), self.temperature)
-            settings = group.request["sampling_params"] | {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "n": 1}
-            request = {
-                **group.request,
-                "sampling_params": {**settings, "max_tokens": whole.max_completion_length},
-            }
-            answers, server = self.asking.answers(group.prompt.uid, request)
-            rows = [self._row(group, answer) for answer in answers]
-        check_agreement(self.policy, kind, server.url, tuple(rows))
-        self.checked.add((kind, server.url))
+        seen: set[tuple[str, Source]] = set()
+        for group in groups:
+            kind, (answers, source) = media_of(group.encoded), group.asked.result()
+            if (kind, source) not in seen:
+                seen.add((kind, source))
+                if self.top_p < 1 or self.top_k or self.min_p:  # of a smaller distribution than the policy's
+                    answers, source = self._undistorted(group)
+                rows = tuple(self._row(group, answer) for answer in answers)
+                check_agreement(self.policy, kind, source.url, rows)
+        self.compared |= due
+
+    def _undistorted(self, group: Group) -> tuple[list[Answer], Source]:
+        """Ask for the beginning of one answer that is drawn from all tokens."""
+        settings = {**group.request["sampling_params"], "top_p": 1.0, "top_k": 0, "min_p": 0.0, "n": 1}
+        settings["max_tokens"] = min(16, self.max_completion_length)
+        request = {**group.request, "sampling_params": settings}
+        return self.asking.ask(group.prompt.uid, request).result()

@@ -15,15 +15,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
-from mmrl.runtime.json_client import JsonClient, StatusError
+from mmrl.core.types import Count
+from mmrl.runtime.files import flock
+from mmrl.runtime.json_client import PASSING, JsonClient, StatusError
 from mmrl.vision.serving.wire import Answer, WrongAnswer, WrongWeights, answers_of
 
 ADAPTER = "policy-adapter"  # name of the adapter on the servers
 HINT = "start it with the line that `mmrl serve-command` prints"
 PROBE = 10.0  # seconds within which a server says which weights it has
 LOCK, ASKING = ".lock", ".asking"  # held while servers are brought weights, and while they answer
-TRIES = 3  # of a request, times the number of servers
-PAUSE = 1.0  # seconds between two looks at servers of which none answers
+TRIES = 3  # of a request at each server
+PAUSE = 1.0  # seconds before a server is asked again, and between two looks at servers of which none answers
 log = logging.getLogger("mmrl")
 
 
@@ -36,13 +38,29 @@ class Weights:
     adapter: bool
 
 
+@dataclass(frozen=True)
+class Source:
+    """Where an answer comes from: the address of a server, and how often it had joined by then."""
+
+    url: str
+    joins: int
+
+
 class Server:
     """One vLLM server, by its address."""
 
     def __init__(self, url: str, request_timeout: float) -> None:
         self.url, self.request_timeout = url.rstrip("/"), request_timeout
         self.alive, self.asked, self.last_words = True, 0, ""
+        self.brought, self.joins = "", 0  # the version it was brought last, and how often it had another
         self.sums = ("", "")  # what they are of, and the hash of its weights
+        self.busy, self.since = 0.0, 0.0  # seconds of work, up to this moment
+
+    def count(self, more: int) -> None:
+        """Count requests that are under way, and the seconds in which there are any."""
+        now = time.monotonic()
+        self.busy += now - self.since if self.asked else 0.0
+        self.since, self.asked = now, self.asked + more
 
     def version(self) -> str | None:
         """Ask which weights the server has; None where it does not answer."""
@@ -114,12 +132,14 @@ class Servers:
     ) -> None:
         self.servers = [Server(url, request_timeout) for url in urls]
         self.folder, self.timeout = folder, timeout
-        self.pool = ThreadPoolExecutor(max(parallel, len(self.servers)), "vllm")
+        self.slots = threading.Semaphore(max(parallel, len(self.servers)))
+        self.given_up = threading.Event()  # set where nobody will collect what was asked so far
         self.counting = threading.Lock()
         self.weights: Weights | None = None
         self.outstanding = 0  # requests that were begun
         self.asking: TextIO | None = None  # is locked, shared with other processes, while there are any
         self.again, self.seconds = 0, 0.0  # requests that were asked again, and time to bring weights
+        self.since = 0.0  # from when times count; 0: nothing was asked yet
 
     @property
     def alive(self) -> list[Server]:
@@ -132,6 +152,7 @@ class Servers:
         Waits where none lives, at most `timeout` seconds.
         """
         began = time.monotonic()
+        self.since = self.since or began
         with locked(self.folder / LOCK):
             self.weights = write()
         with ThreadPoolExecutor(len(self.servers)) as pool:
@@ -143,18 +164,60 @@ class Servers:
         self._compare()
         self.seconds += time.monotonic() - began
         if not self.alive:
-            self._wait()
+            self._wait(self.servers, self.given_up)
 
-    def ask(self, uid: str, request: Mapping[str, Any]) -> Future[tuple[list[Answer], Server]]:
+    def take(self) -> dict[str, float]:
+        """Return metrics since the last call; seconds of work are averaged over servers."""
+        now = time.monotonic()
+        with self.counting:
+            for server in self.servers:
+                server.count(0)
+            busy = sum(server.busy for server in self.servers) / len(self.servers)
+            metrics = {
+                "vllm/servers": float(len(self.alive)),
+                "vllm/asked_again": Count(self.again),
+                "vllm/publish_seconds": self.seconds,
+                "vllm/busy_seconds": busy,
+                "vllm/idle_seconds": max(0.0, now - (self.since or now) - busy),
+            }
+            self.again, self.seconds, self.since = 0, 0.0, now
+            for server in self.servers:
+                server.busy = 0.0
+        return metrics
+
+    def ask(self, uid: str, request: Mapping[str, Any]) -> Future[tuple[list[Answer], Source]]:
         """Begin to ask a server for the answers to a prompt; weights stay until they are there."""
         with self.counting:
             if not self.outstanding:
                 self.asking = (self.folder / ASKING).open("a")
-                fcntl.flock(self.asking, fcntl.LOCK_SH)
+                flock(self.asking, fcntl.LOCK_SH)
             self.outstanding += 1
-        future = self.pool.submit(self.answers, uid, request)
+        future: Future[tuple[list[Answer], Source]] = Future()
         future.add_done_callback(self._answered)
+        # At its end Python waits for all that a ThreadPoolExecutor was given, but not for daemons.
+        work = threading.Thread(target=self._work, args=(future, uid, request, self.given_up), daemon=True)
+        work.start()
         return future
+
+    @contextmanager
+    def collecting(self) -> Iterator[None]:
+        """Give up what was asked where the block fails: requests that wait are not sent any more."""
+        try:
+            yield
+        except BaseException:
+            given_up, self.given_up = self.given_up, threading.Event()
+            given_up.set()
+            raise
+
+    def _work(self, future: Future, uid: str, request: Mapping[str, Any], given_up: threading.Event) -> None:
+        with self.slots:
+            if given_up.is_set():
+                future.cancel()
+            if future.set_running_or_notify_cancel():
+                try:
+                    future.set_result(self._answers(uid, request, given_up))
+                except BaseException as error:
+                    future.set_exception(error)
 
     def _answered(self, _: Future) -> None:
         with self.counting:
@@ -162,31 +225,35 @@ class Servers:
             if not self.outstanding and self.asking:
                 self.asking.close()  # which unlocks it
 
-    def answers(self, uid: str, request: Mapping[str, Any]) -> tuple[list[Answer], Server]:
-        """Ask one server after another until one answers.
+    def _answers(
+        self, uid: str, request: Mapping[str, Any], given_up: threading.Event
+    ) -> tuple[list[Answer], Source]:
+        """Ask one server after another until one answers, each `TRIES` times at most.
 
         Raises `WrongAnswer` for an answer to something else, `ConnectionError` where no server answers.
         """
         assert self.weights is not None
-        failed: dict[str, str] = {}  # servers that live and do not answer this
-        for _ in range(TRIES * len(self.servers)):
-            with self._least_busy(failed) as server:
+        faults: dict[str, list[str]] = {server.url: [] for server in self.servers}
+        while able := [server for server in self.servers if len(faults[server.url]) < TRIES]:
+            with self._least_busy(able, faults) as server:
                 if server is not None:
+                    # What is wrong with a server may be over soon; one that did not fail is asked at once.
+                    pause(PAUSE * len(faults[server.url]), given_up)
+                    source = Source(server.url, server.joins)
                     try:
                         data = server.generate(request)
-                        return answers_of(data, request, uid, self.weights.version), server
+                        return answers_of(data, request, uid, self.weights.version), source
                     except (OSError, WrongWeights) as error:
-                        fault = error
+                        fault, server.last_words = error, str(error)
+                        faults[server.url].append(str(error))
             if server is not None:
-                self._look_at(server, fault, uid, failed)
-            elif failed:
-                break
+                self._look_at(server, fault, uid)
             else:
-                self._wait()
-        words = "; ".join(failed.values()) or "; ".join(server.last_words for server in self.servers)
-        raise ConnectionError(f"no server answers prompt '{uid}': {words}")
+                self._wait(able, given_up)
+        words = "; ".join(words[-1] for words in faults.values())
+        raise ConnectionError(f"no server answers prompt '{uid}', asked {TRIES} times each: {words}")
 
-    def _look_at(self, server: Server, fault: Exception, uid: str, failed: dict[str, str]) -> None:
+    def _look_at(self, server: Server, fault: Exception, uid: str) -> None:
         """Find out why a server did not answer; raise where another one would not either."""
         assert self.weights is not None
         log.warning("%s did not answer prompt '%s', which is asked again: %s", server.url, uid, fault)
@@ -198,19 +265,18 @@ class Servers:
                 with locked(self.folder / LOCK):
                     self._join(server)
                 self._compare()
-        elif isinstance(fault, StatusError) and fault.status < 500:
+        elif isinstance(fault, StatusError) and fault.status not in PASSING:
             hint = f"; {HINT}" if fault.status == 404 else ""
             raise WrongAnswer(f"the server refuses prompt '{uid}': {fault}{hint}") from fault
-        else:
-            failed[server.url] = str(fault)
 
     def _join(self, server: Server) -> None:
         """Bring a server that lives the weights, if it has others."""
         assert self.weights is not None
         wanted, has = self.weights.version, server.version()
-        if has is None:
+        if has not in (None, wanted, server.brought):  # it is new, was started again, or serves others too
+            server.joins += 1
             server.sums = ("", "")
-        elif has != wanted:
+        if has not in (None, wanted):
             try:
                 server.load(self.weights)
                 held = "base" if self.weights.adapter else wanted
@@ -221,7 +287,7 @@ class Servers:
                 server.last_words, has = str(error), None
         if has not in (None, wanted):
             raise RuntimeError(f"'{server.url}' has the weights '{has}' after it was brought '{wanted}'")
-        server.alive = has is not None
+        server.alive, server.brought = has is not None, has or server.brought
 
     def _compare(self) -> None:
         """Raise unless all servers hold the same weights, as far as they were asked."""
@@ -232,35 +298,53 @@ class Servers:
             raise RuntimeError(f"the servers {urls} hold different weights; do all serve the policy's model?")
 
     @contextmanager
-    def _least_busy(self, failed: Mapping[str, str]) -> Iterator[Server | None]:
+    def _least_busy(
+        self, able: Sequence[Server], faults: Mapping[str, Sequence[str]]
+    ) -> Iterator[Server | None]:
+        """Choose the living server that failed least often, and of those the one that is asked least."""
         with self.counting:
-            able = [server for server in self.alive if server.url not in failed]
-            server = min(able, key=lambda server: server.asked, default=None)
+            living = [server for server in able if server.alive]
+            server = min(living, key=lambda server: (len(faults[server.url]), server.asked), default=None)
             if server:
-                server.asked += 1
+                server.count(1)
         try:
             yield server
         finally:
             if server:
                 with self.counting:
-                    server.asked -= 1
+                    server.count(-1)
 
-    def _wait(self) -> None:
-        """Wait until a server is back, and bring it the weights; raises `ConnectionError` after `timeout`."""
+    def _wait(self, able: Sequence[Server], given_up: threading.Event) -> None:
+        """Wait until one of some servers is back, and bring it the weights.
+
+        Raises `ConnectionError` after `timeout` seconds.
+        """
         end = time.monotonic() + self.timeout
-        while not self.alive:
+        while not any(server.alive for server in able):
             with locked(self.folder / LOCK):
-                for server in self.servers:
+                for server in able:
                     self._join(server)
-            if not self.alive and time.monotonic() > end:
+            if any(server.alive for server in able):
+                self._compare()
+            elif time.monotonic() > end:
+                other = "" if len(able) == len(self.servers) else "other "
                 words = "; ".join(server.last_words for server in self.servers)
-                raise ConnectionError(f"no server was alive for `timeout: {self.timeout:g}` seconds: {words}")
-            time.sleep(0 if self.alive else PAUSE)
+                raise ConnectionError(
+                    f"no {other}server was alive for `timeout: {self.timeout:g}` seconds: {words}"
+                )
+            else:
+                pause(PAUSE, given_up)
+
+
+def pause(seconds: float, given_up: threading.Event) -> None:
+    """Wait for some seconds; raises `ConnectionError` where nobody waits for the answer any more."""
+    if given_up.wait(seconds):
+        raise ConnectionError("the answer was given up, because the run has failed")
 
 
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
     """Lock a file against other threads and processes inside the block."""
     with path.open("a") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+        flock(file, fcntl.LOCK_EX)
         yield

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import os
 import weakref
+from collections import OrderedDict
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 
 from mmrl.config.loading import ConfigError
 from mmrl.runtime.content_hash import of_tensors
-from mmrl.runtime.files import remove
-from mmrl.vision.serving.servers import Weights
+from mmrl.runtime.files import flock, remove
+from mmrl.vision.serving.servers import LOCK, Weights, locked
 
 DIGITS = 16  # of a version
 
@@ -23,7 +25,8 @@ class WeightsWriter:
     """Writes the trained weights of a policy whenever they changed: an adapter, or else the whole model.
 
     A folder is named by a hash of its weights, so that learners with the same weights share it, and a server
-    that was started again cannot be taken for one that has them. The latest two stay, until the program ends.
+    that was started again cannot be taken for one that has them. The latest two stay, until the program ends;
+    a folder that another learner serves too stays for that one.
     """
 
     def __init__(self, policy: Any, folder: Path) -> None:
@@ -31,22 +34,30 @@ class WeightsWriter:
             what = "adapters of several roles" if policy.roles else "a steering vector"
             raise ConfigError(f"`vision.vllm` cannot bring {what} to a server; use `vision.generate`")
         self.policy, self.folder = policy, folder
-        self.seen: tuple = ()
         self.latest: Weights | None = None
-        self.written: list[Path] = []
-        weakref.finalize(self, _remove_all, self.written)
+        self.updates = -1  # how often weights were others than before
+        # The folders, each with a file that is locked while the folder is in use.
+        self.written: OrderedDict[Path, TextIO] = OrderedDict()
+        weakref.finalize(self, _let_go_of_all, self.written)
 
     def __call__(self) -> Weights:
         """Write the weights of this moment, if no one has."""
-        tensors = self._tensors()
-        seen = tuple((name, id(weight), weight._version) for name, weight in tensors.items())
-        if self.latest is None or seen != self.seen:
-            # With the settings of an adapter: its scale is none of its tensors.
-            settings = self.policy.adapter.peft_config if self.policy.adapter else self.policy.model.config
-            content = f"{of_tensors(tensors.values())} {settings}"
-            self.latest = self._written(hashlib.sha256(content.encode()).hexdigest()[:DIGITS])
-            self.seen = seen
+        version = self.version()
+        if self.latest is None or self.latest.version != version:
+            self.updates += 1
+            self.latest = self._written(version)
         return self.latest
+
+    def version(self) -> str:
+        """Hash the weights of this moment.
+
+        Neither identities nor versions of tensors tell that weights changed: FSDP2 gathers into the same
+        tensors, ZeRO-1 writes to a flat copy, and a reference that acts is swapped in as `.data`.
+        """
+        # With the settings of an adapter: its scale is none of its tensors.
+        settings = self.policy.adapter.peft_config if self.policy.adapter else self.policy.model.config
+        content = f"{of_tensors(self._tensors().values())} {settings}"
+        return hashlib.sha256(content.encode()).hexdigest()[:DIGITS]
 
     def _tensors(self) -> Mapping[str, torch.Tensor]:
         parameters = dict(self.policy.model.named_parameters())
@@ -58,16 +69,48 @@ class WeightsWriter:
         path = self.folder / version
         if not path.is_dir():
             part = self.folder / f"{version}.{os.getpid()}.part"
-            (self.policy.adapter or self.policy.model).save_pretrained(str(part))
+            save(self.policy.adapter or self.policy.model, part)
             part.rename(path)  # a folder that is there is whole
-        if path in self.written:
-            self.written.remove(path)
-        self.written.append(path)
+        used = self.written.pop(path, None) or path.with_suffix(".used").open("a")
+        flock(used, fcntl.LOCK_SH)
+        self.written[path] = used
         while len(self.written) > 2:
-            remove(self.written.pop(0))
+            _let_go(*self.written.popitem(last=False))
         return Weights(path, version, self.policy.adapter is not None)
 
 
-def _remove_all(folders: list[Path]) -> None:
-    for folder in folders:
+def save(model: Any, folder: Path) -> None:
+    """Write a model from any process; its weights are whole, and stay so."""
+    # Of several processes, transformers would write weights on the first only, and here one writes for all.
+    model.should_save_on_this_rank = lambda is_main_process: True
+    try:
+        model.save_pretrained(str(folder), state_dict=state_of(model))
+    finally:
+        del model.should_save_on_this_rank
+
+
+def state_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """List the weights and saved buffers of a model; before `state_dict` FSDP2 would shard them."""
+    state: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        for name, buffer in module.named_buffers(recurse=False):
+            if name not in module._non_persistent_buffers_set:
+                state[f"{prefix}.{name}".removeprefix(".")] = buffer
+    return state
+
+
+def _let_go(folder: Path, used: TextIO) -> None:
+    """Remove a folder, unless another learner uses it."""
+    with used:
+        try:
+            flock(used, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return
         remove(folder)
+        remove(Path(used.name))
+
+
+def _let_go_of_all(written: Mapping[Path, TextIO]) -> None:
+    for folder, used in written.items():
+        with locked(folder.parent / LOCK):  # another process may be about to use it
+            _let_go(folder, used)
