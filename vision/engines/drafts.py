@@ -153,7 +153,7 @@ class WithDrafts:
             asked += [attempt.asked(role, number, text)] * (drafts or attempt.answers)
         rows = iter(self.engine.rollout(asked) if asked else ())  # all may be settled
         for attempt in attempts:
-            attempt.rows += [(role, number, next(rows)) for _ in range(drafts or attempt.answers)]
+            attempt.rows.extend((role, number, next(rows)) for _ in range(drafts or attempt.answers))
 
     def _agreed(self, attempt: Attempt, number: int) -> bool:
         """Return whether drafts agree, and choose one of them as the answer then."""
