@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
-import hashlib
 import inspect
 import math
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from numbers import Real
@@ -17,7 +17,9 @@ from mmrl.config.binding import Bound
 from mmrl.config.schema import ConfigError
 from mmrl.config.tool_functions import check_environment, tool_names
 from mmrl.core.types import Media, Part, Prompt
-from mmrl.vision.tool_calls import TIMEOUT, Answer, Limits, Owner, Tool, ToolFault, as_parts, to_pil
+from mmrl.vision.tool_calls import TIMEOUT, Owner, Tool
+from mmrl.vision.tool_replies import Answer, Limits, ToolFault, as_parts, content_of, to_pil
+from mmrl.vision.tool_rights import Rights
 
 NOTHING = inspect.Signature()
 
@@ -35,6 +37,7 @@ class Environment:
         timeout: Seconds for each of its methods.
         retries: Further tries of `reset` after an exception, each with a new environment.
         on_error: As that of a tool.
+        rights: What its methods may do, as those of a tool.
     """
 
     name: str
@@ -45,17 +48,20 @@ class Environment:
     timeout: float = TIMEOUT
     retries: int = 0
     on_error: str = "tell"
+    rights: Rights | None = None
 
     @staticmethod
     def of(factory: Callable[[], Any]) -> Environment:
         """Make a kind of environment of a class or a function, or of one that a configuration named."""
         name, call = getattr(factory, "__name__", type(factory).__name__), {}
         match factory:
-            case Bound(call=call):
+            case Bound(entry=entry, options=options, call=given):
                 name = factory.name
+                call = {key: given[key] for key in ("timeout", "retries", "on_error") if key in given}
+                shipped = entry.target.__module__.startswith("mmrl.")
+                call["rights"] = Rights.declared(given, options, shipped=shipped)
         probe = factory()
         check_environment(type(probe), name)
-        call = {key: call[key] for key in ("timeout", "retries", "on_error") if key in call}
         tools = [Tool.of(getattr(probe, method)) for method in tool_names(type(probe))]
         own = {key: value for key, value in call.items() if key != "retries"}  # an action is made once
         return Environment(
@@ -100,8 +106,12 @@ class Episode(Owner):
             return self.environment.reset(**given)
 
         def seeded() -> Any:
-            with global_seed(self.seed):
-                return reset()
+            with global_seed(self.seed):  # a coroutine draws while it runs, so that it has to end in here
+                shown = reset()
+                return asyncio.run(awaited(shown)) if inspect.isawaitable(shown) else shown
+
+        async def awaited(shown: Awaitable[Any]) -> Any:
+            return await asyncio.wait_for(shown, self.kind.timeout)
 
         own = "seed" in given
         return self._call("reset", reset if own else seeded, as_observation, None if own else others)
@@ -116,7 +126,8 @@ class Episode(Owner):
         kind = self.kind
         retries = kind.retries if name == "reset" else 0
         limits: dict[str, Any] = {"timeout": kind.timeout, "retries": retries, "on_error": kind.on_error}
-        return Tool(name, function, NOTHING, frozenset(), {}, **limits, owner=owner, convert=convert)
+        limits["rights"] = kind.rights
+        return Tool(name, function, NOTHING, {}, frozenset(), {}, **limits, owner=owner, convert=convert)
 
     def _given(self, columns: Mapping[str, Any], images: Sequence[Media]) -> dict[str, Any]:
         """Collect what `reset` takes: copies of the columns of the row and of its images, and `seed`."""
@@ -128,6 +139,28 @@ class Episode(Owner):
             shown |= dict(zip(("image",), shown["images"], strict=False))
             given |= {name: value for name, value in shown.items() if name in takes}
         return given if "seed" in given or "seed" not in takes else {**given, "seed": self.seed}
+
+
+@dataclass(frozen=True)
+class LostEnvironment:
+    """Stands for an environment that did not come back in time: its late call may change it at any moment.
+
+    It is false, and reading anything else of it raises ToolFault.
+    """
+
+    kind: str
+    uid: str  # of the prompt
+
+    def __bool__(self) -> bool:
+        return False
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # which Python itself asks for, as in pickling
+            raise AttributeError(name)
+        raise ToolFault(
+            f"the environment '{self.kind}' of prompt '{self.uid}' did not come back in time, so that nobody "
+            f"knows its `{name}`; a reward finds this by `if not environment`"
+        )
 
 
 @contextmanager
@@ -193,14 +226,7 @@ class Shown:
 
     def once(self, parts: Sequence[Part]) -> list[Part]:
         """Return the parts that were seen first of those that are equal."""
-        return [self._known.setdefault(_content(part), part) for part in parts]
-
-
-def _content(part: Part) -> tuple:
-    if part.media is None:
-        return (part.text,)
-    pixels = part.media.load().pixels.numpy()
-    return pixels.shape, hashlib.blake2b(pixels.tobytes()).digest()
+        return [self._known.setdefault(content_of(part), part) for part in parts]
 
 
 def choose(kinds: Mapping[str, Environment], prompt: Prompt) -> tuple[Environment, dict[str, Any]]:

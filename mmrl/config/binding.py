@@ -23,6 +23,7 @@ from mmrl.config.schema import (
     each,
     held_fields,
 )
+from mmrl.config.tool_functions import RIGHTS
 from mmrl.config.workers import Elsewhere, Workers, check_elsewhere
 from mmrl.core.protocols import Stateful
 from mmrl.core.rng import Stream
@@ -46,19 +47,18 @@ CALLED_WITH = {
     },
     "compare": {"weight": float},
     "tool": {
+        "label": str,
         "timeout": PositiveFloat,  # seconds
         "on_error": Literal["tell", "skip", "raise"],
         "retries": NonNegativeInt,
-        "reads": tuple[str, ...],  # files and folders; a tool that declares one of these has no other rights
-        "writes": tuple[str, ...],
-        "network": bool,
-        "process": bool,
+        **RIGHTS,
     },
     "environment": {
         "label": str,
         "timeout": PositiveFloat,  # seconds
         "on_error": Literal["tell", "skip", "raise"],
         "retries": NonNegativeInt,  # of `reset`
+        **RIGHTS,
     },
 }
 
@@ -290,7 +290,9 @@ class Pieces:
                 return convert(value, wanted, place)
             case list() | tuple():
                 listed = each([as_piece(item, place) for item in value], place)
-                return tuple(self._inner(name, piece, at) for piece, at in listed)
+                made = tuple(self._inner(name, piece, at) for piece, at in listed)
+                _check_names(name, made, place)
+                return made
             case None if wanted is Any or type(None) in typing.get_args(wanted):
                 return None
         return self._inner(name, as_piece(value, place), place)
@@ -336,6 +338,14 @@ class _Follows:
         except (ValueError, ArithmeticError) as error:
             name = self.schedule.entry.full_name
             raise ConfigError(f"{self.place}: schedule '{name}' at step {clock.step}: {error}") from error
+
+
+def _check_names(kind: str, made: Sequence[Any], place: str) -> None:
+    """Raise at two pieces of one name in a list, which a `label` would tell apart."""
+    names = [piece.name for piece in made if isinstance(piece, Bound)]
+    twice = [name for name in names if names.count(name) > 1]
+    if twice and "label" in CALLED_WITH.get(kind, ()):
+        raise ConfigError(f"{place}: two {kind}s are called '{twice[0]}'; give one of them a `label`")
 
 
 def _left_out(entry: Entry, name: str, value: Any) -> bool:

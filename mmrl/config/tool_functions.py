@@ -3,11 +3,22 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+import types
+import typing
+from collections.abc import Callable, Iterator
+from typing import Any
 
 from mmrl.config.loading import ConfigError
 
 GIVEN = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+SHOWN = "image of the conversation"  # marks the type of an argument as an image, as that of PIL is
+# Settings of what a model calls; one that declares any of these has no other rights.
+RIGHTS = {
+    "reads": tuple[str, ...],  # files and folders
+    "writes": tuple[str, ...],
+    "network": bool,
+    "process": bool,
+}
 
 
 def parameters_of(tool: Callable) -> dict[str, inspect.Parameter]:
@@ -36,6 +47,49 @@ def check_tool(tool: Callable, name: str) -> None:
                 f"the docstring of the tool '{name}' says nothing of '{argument}'; describe it under "
                 "`Args:`, for the model to read"
             )
+    argument_types(tool, name)
+
+
+def argument_types(tool: Callable, name: str) -> tuple[dict[str, Any], frozenset[str]]:
+    """List the types of what a model gives for each argument, and the arguments that are images.
+
+    A model gives the number of an image, or None where the argument may be None. Raises ConfigError for types
+    that cannot be read, and for an argument that holds images besides other things.
+    """
+    try:
+        hints = typing.get_type_hints(tool, include_extras=True)
+    except NameError as error:
+        raise ConfigError(
+            f"cannot read the types of the tool '{name}': {error}; import it where the module is imported, "
+            "or take images as `mmrl.vision.tool_calls.ShownImage`"
+        ) from error
+    found, images = {argument: hints[argument] for argument in parameters_of(tool)}, set()
+    for argument, hint in found.items():
+        union = typing.get_origin(hint) in (typing.Union, types.UnionType)
+        members = typing.get_args(hint) if union else (hint,)
+        shown = [member for member in members if _is_image(member)]
+        if shown and all(member in (*shown, types.NoneType) for member in members):
+            images.add(argument)
+            found[argument] = int | None if types.NoneType in members else int
+        elif any(map(_is_image, _parts(hint))):
+            raise ConfigError(
+                f"the argument '{argument}' of the tool '{name}' must be one image, or an image or None, not "
+                f"{hint}; take several images as arguments of their own"
+            )
+    return found, frozenset(images)
+
+
+def _is_image(hint: Any) -> bool:
+    from PIL.Image import Image
+
+    return hint is Image or SHOWN in getattr(hint, "__metadata__", ())
+
+
+def _parts(hint: Any) -> Iterator[Any]:
+    """List a type and all types inside it."""
+    yield hint
+    for inner in typing.get_args(hint):
+        yield from _parts(inner)
 
 
 # ---- environments

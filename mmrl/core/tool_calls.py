@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -43,7 +44,7 @@ def _block(tag: str) -> re.Pattern:
 
 def _parse_call(inside: str) -> Call | CallError:
     try:
-        return call_of(json.loads(inside))
+        return call_of(_loads(inside))
     except CallError as error:
         return error
     except (ValueError, RecursionError) as error:
@@ -72,6 +73,17 @@ def call_of(written: Any) -> Call:
 def _parsed(text: str) -> Any:
     """Parse JSON; None for anything else."""
     try:
-        return json.loads(text)
+        return _loads(text)
     except (ValueError, RecursionError):
         return None
+
+
+def _loads(text: str) -> Any:
+    """Parse JSON; raises ValueError also for NaN and infinities, which Python reads and JSON has not."""
+    return json.loads(text, parse_constant=_finite, parse_float=_finite)
+
+
+def _finite(written: str) -> float:
+    if not math.isfinite(number := float(written)):
+        raise ValueError(f"{written} is no finite number")
+    return number

@@ -41,7 +41,7 @@ class Conversation:
         messages: All turns after the question, as `apply_chat_template` of transformers takes them; images
             are those of PIL.
         images: Those that tools showed, in order.
-        finish: Why it ended: `stop`, `length`, `turns`, `images` or `tool_error`.
+        finish: Why it ended: `stop`, `length`, `turns`, `images`, `context` or `tool_error`.
         environment: The object that it was held with, if there was one.
         rewards: What the engine recorded: the `get_reward` of an environment, by its name.
     """

@@ -15,11 +15,13 @@ from examples.visual_tools.photo_signs import PhotoSigns, name_of, search_call
 from mmrl.core.rng import Stream
 from mmrl.core.tool_calls import parse_calls
 from mmrl.core.types import Message
+from mmrl.vision.call_formats import encode_with_tools
 from mmrl.vision.datasets.conversations import conversations
 from mmrl.vision.datasets.visual_qa import visual_qa
-from mmrl.vision.engines.with_tools import encode_with_tools
 from mmrl.vision.policies.tokens import Tokens
-from mmrl.vision.tool_calls import Limits, Tool, run_calls
+from mmrl.vision.tool_calls import Tool
+from mmrl.vision.tool_pool import run_calls
+from mmrl.vision.tool_replies import Limits
 from mmrl.vision.tools.images import crop, zoom
 from mmrl.vision.tools.search import search
 

@@ -151,3 +151,8 @@ def seen(count: int = 4) -> list[Prompt]:
         message = Message("user", (Part("what"),))
         prompts.append(Prompt(f"p{number}", (message,), "fox", columns=columns))
     return prompts
+
+
+def played(environments, **columns) -> list[float]:
+    """Reward in TRL's form that counts a conversation whose environment is lost as 0."""
+    return [float(bool(environment)) for environment in environments]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import socket
 import subprocess
@@ -17,7 +18,9 @@ from mmrl.config.binding import Pieces
 from mmrl.config.schema import ConfigError, Piece
 from mmrl.core.rng import Stream
 from mmrl.core.types import Frames, Media
-from mmrl.vision.tool_calls import Limits, Tool, run_calls
+from mmrl.vision.tool_calls import Tool
+from mmrl.vision.tool_pool import run_calls
+from mmrl.vision.tool_replies import Limits
 from mmrl.vision.tool_rights import Rights
 
 LIMITS = Limits(4000, 1 << 20)
@@ -173,6 +176,63 @@ def test_modules_may_be_imported_and_other_threads_stay_free(home):
         with pytest.raises(PermissionError):
             (home / "secret.txt").read_text()
     assert seen == ["outside"] and (home / "secret.txt").read_text() == "outside"
+
+
+def named(path: str) -> str:
+    """Import a module.
+
+    Args:
+        path: Its name.
+    """
+    return importlib.import_module(path).WORD
+
+
+def test_code_is_read_only_where_imports_look_for_it(home, monkeypatch):
+    for name in ("secret.py", "secret.so", "data/inside.py"):
+        (home / name).write_text("WORD = 'code'")
+    (home / "data" / "text.txt").symlink_to(home / "secret.py")
+    (home / "data" / "code.py").symlink_to(home / "secret.txt")
+    reads = {"reads": [str(home / "data")]}
+    for path in ("secret.py", "secret.so", "data/text.txt", "data/code.py"):
+        assert "it reads" in told(read, home / path, **reads)
+    assert told(read, home / "data" / "inside.py", **reads) == "WORD = 'code'"
+    (home / "lib" / "mine").mkdir(parents=True)
+    (home / "lib" / "mine" / "__init__.py").write_text("WORD = 'imported'")
+    (home / "lib" / "mine" / "key.txt").write_text("secret")
+    (home / "lib" / "leak.py").symlink_to(home / "secret.txt")
+    monkeypatch.syspath_prepend(home / "lib")
+    assert told(named, "mine", **reads) == "imported"
+    for path in ("lib/mine/key.txt", "lib/leak.py"):
+        assert "it reads" in told(read, home / path, **reads)
+
+
+def pipe(path: str) -> str:
+    """Make a pipe.
+
+    Args:
+        path: Which.
+    """
+    os.mkfifo(path)
+    return "made"
+
+
+def move(path: str) -> str:
+    """Change the working folder.
+
+    Args:
+        path: Which.
+    """
+    os.chdir(path)
+    return "moved"
+
+
+def test_pipes_are_made_only_where_files_may_be_and_the_working_folder_stays(home):
+    before = os.getcwd()
+    assert "it changes" in told(pipe, home / "p", reads=[str(home)])
+    assert told(pipe, home / "data" / "p", writes=[str(home / "data")]) == "made"
+    assert "working folder" in told(move, home / "data", reads=[str(home)], writes=[str(home)])
+    assert os.getcwd() == before
+    os.mkfifo(home / "q")  # outside of tools all is as it was
 
 
 def test_files_that_options_name_and_images_of_the_conversation_may_be_read(home):

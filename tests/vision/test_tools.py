@@ -7,7 +7,7 @@ import torch
 from PIL import Image
 
 from mmrl.core.types import Frames, Media
-from mmrl.vision.tool_calls import shrunk
+from mmrl.vision.tool_replies import shrunk
 from mmrl.vision.tools.images import crop, pixel_box, zoom
 
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
+import pickle
 import random
 from dataclasses import replace
+from pathlib import Path
 
 import numpy
 import pytest
@@ -20,7 +23,7 @@ from mmrl.vision.datasets.conversations import conversations
 from mmrl.vision.engines.generate import Generate
 from mmrl.vision.engines.with_environments import WithEnvironments
 from mmrl.vision.environments.grid_world import GridWorld
-from mmrl.vision.tool_calls import ToolFault
+from mmrl.vision.tool_replies import ToolFault
 from tests.vision import tiny
 from tests.vision.playing import Broken, Echo, Ladder, SlowLadder, rungs_left
 
@@ -106,6 +109,74 @@ def test_reset_gets_columns_images_and_a_seed_where_it_takes_them(engine):
     assert numpy.array_equal(numpy.asarray(one.image), pixels) and len(one.images) == 1
     assert one.image is not two.image
     assert rows[0].outcomes[-1].recorded == {} and rows[0].prompt.text == "what"
+
+
+class Drawn:
+    """Draws where it begins while it awaits something."""
+
+    async def reset(self):
+        await asyncio.sleep(0)
+        self.top = random.randint(0, 10**9), numpy.random.randint(10**9)
+
+
+def test_a_coroutine_that_begins_an_environment_draws_the_same_on_every_try(engine):
+    state = random.getstate()
+    first = tops(engine(Drawn, calls=()).rollout(asked()))
+    assert first[0] == first[1] != first[2] == first[3]
+    random.seed(3)
+    assert tops(engine(Drawn, calls=()).rollout(asked())) == first
+    random.setstate(state)
+
+    late = Pieces(Stream(0)).make("environment", Piece(f"{__name__}:Late", {"timeout": 0.2}))
+    with pytest.raises(ToolFault, match="`reset` of the environment 'Late' failed"):
+        engine(late).rollout(asked(1, 1))
+
+
+class Late:
+    async def reset(self):
+        await asyncio.sleep(30)
+
+
+class Reader:
+    """Reads files in its methods."""
+
+    def __init__(self, *, path: str = "") -> None:
+        self.path = path
+
+    def reset(self, place: str = "") -> str:
+        return Path(place or self.path).read_text()
+
+    def open(self, place: str) -> str:
+        """Read a file.
+
+        Args:
+            place: Which.
+        """
+        return Path(place).read_text()
+
+    def get_reward(self) -> float:
+        return float(Path(self.path).read_text() == "inside")
+
+
+def test_an_environment_has_the_rights_that_it_declares(engine, tmp_path):
+    (tmp_path / "a.txt").write_text("inside")
+    (tmp_path / "b.txt").write_text("outside")
+    piece = Piece(f"{__name__}:Reader", {"path": str(tmp_path / "a.txt"), "reads": []})
+    reader = Pieces(Stream(0)).make("environment", piece)
+    calls = [Call("open", {"place": str(tmp_path / name)}) for name in ("a.txt", "b.txt")]
+    (row, _) = engine(reader, calls=calls).rollout(asked(1))
+    shown = row.logged["conversation"]
+    assert "PermissionError: the tool has no right to this: it reads" in shown and "inside" in shown
+    assert "outside" not in shown and row.outcomes[-1].recorded == {"Reader": 1.0}
+    with pytest.raises(ToolFault, match="`reset` of the environment 'Reader' failed .* PermissionError"):
+        engine(reader).rollout(asked(1, place=str(tmp_path / "b.txt")))
+    free = Pieces(Stream(0)).make(
+        "environment", Piece(f"{__name__}:Reader", {"path": str(tmp_path / "a.txt")})
+    )
+    assert "outside" in engine(free, calls=calls).rollout(asked(1))[0].logged["conversation"]
+    grid = Pieces(Stream(0)).make("environment", Piece("vision.grid_world"))
+    (row, _) = engine(grid, calls=(Call("move", {"direction": "up"}),)).rollout(asked(1))
+    assert "arrived" in row.logged["conversation"] or "not yet" in row.logged["conversation"]
 
 
 def test_rewards_in_trls_form_read_the_environments(engine):
@@ -208,9 +279,16 @@ def test_an_environment_that_hangs_is_asked_nothing_more(engine, on_error):
         with pytest.raises(ToolFault, match="the tool 'climb' failed for prompt 'p0': no answer within"):
             made.rollout(asked(1))
         return
-    for row in made.rollout(asked(1)):
+    rows = made.rollout(asked(1))
+    for row in rows:
         assert row.outcomes[-1].tags["finish"] == "tool_error" and row.steps.suffix is None
         assert math.isnan(row.outcomes[-1].recorded["Broken"])
+        lost = row.outcomes[-1].environment
+        assert not lost and pickle.loads(pickle.dumps(lost)) == lost
+        with pytest.raises(ToolFault, match="the environment 'Broken' of prompt 'p0' did not come back"):
+            print(lost.rung)
+    counted = Pieces(Stream(0)).make("reward", Piece("tests.vision.playing:played", {}), place="x")
+    assert score([counted], rows).at_end("played").tolist() == [0.0, 0.0]
 
 
 def test_the_grid_world_is_seen_and_moved_on(engine):

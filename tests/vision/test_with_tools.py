@@ -24,7 +24,8 @@ from mmrl.vision.engines import generate as generate_module
 from mmrl.vision.engines.generate import Generate
 from mmrl.vision.engines.with_tools import WithTools
 from mmrl.vision.media.media_reader import MediaReader
-from mmrl.vision.tool_calls import Tool, ToolFault
+from mmrl.vision.tool_calls import Tool
+from mmrl.vision.tool_replies import ToolFault
 from mmrl.vision.tools.images import crop
 from tests.rewards import trl_style
 from tests.vision import tiny
@@ -227,6 +228,19 @@ def test_turns_that_start_from_equal_words_and_images_have_one_state(policy, scr
     assert not set(first) & set(other) and other[0] == word[0] and other[1] != word[1]
 
 
+def test_two_ways_to_one_observation_meet_in_one_state(scripted):
+    ways = {0: (1, 2), 1: (3, 2)}
+    engine = scripted(
+        lambda uid, index, turn: call("word", number=ways[index][turn]) if turn < 2 else "fox",
+        turn_outcomes=True,
+    )
+    rows = engine.rollout(asked())
+    one, two, other, _ = ([outcome.tags["state"] for outcome in row.outcomes] for row in rows)
+    # Both begin at the prompt, and read "word 2" last; in between they read "word 1" and "word 3".
+    assert one[0] == two[0] and one[2] == two[2] and len({*one, *two}) == 4
+    assert not {*one} & {*other}  # the same replies to another prompt
+
+
 def test_later_turns_draw_by_prompt_answer_and_turn_alone(policy, scripted, monkeypatch):
     seen = []
     engine = scripted(lambda uid, index, turn: "fox" if turn else call("word", number=1))
@@ -263,6 +277,25 @@ def test_a_conversation_that_hits_a_limit_ends_with_a_tag(scripted, options, wan
     assert row.length <= options.get("max_completion_length", row.length)
 
 
+def test_a_conversation_ends_at_the_context_of_the_model(policy, scripted):
+    script = lambda uid, index, turn: "the fox 0123" if turn else call("word", number=3)
+    (row,) = scripted(script).rollout(asked()[:1])
+    prompt, suffix = len(row.steps.prompt.ids), len(row.steps.suffix.ids)
+    first = len(policy.prompt_encoder.answer(script("p0", 0, 0)))
+    assert finish(row) == ("stop", "1")
+    (whole,) = scripted(script, max_context=prompt + suffix).rollout(asked()[:1])
+    assert finish(whole) == ("stop", "1")
+    (short,) = scripted(script, max_context=prompt + suffix - 2).rollout(asked()[:1])
+    assert finish(short) == ("length", "1") and short.length == row.length - 2
+    (told,) = scripted(script, max_context=prompt + first + 3).rollout(asked()[:1])
+    assert finish(told) == ("context", "0") and told.length == first and told.steps.suffix is None
+    (cut,) = scripted(script, max_context=prompt + 5).rollout(asked()[:1])
+    assert finish(cut) == ("length", "0") and cut.length == 5
+    with pytest.raises(ValueError, match=f"prompt 'p0' has {prompt} tokens with its tools"):
+        scripted(script, max_context=prompt).rollout(asked()[:1])
+    assert scripted(script).context == 2048  # `max_position_embeddings` of the tiny model
+
+
 def error_of(scripted, text, **options):
     engine = scripted(lambda uid, index, turn: "fox" if turn else text, **options)
     (row,) = engine.rollout(asked()[:1])
@@ -282,6 +315,7 @@ def error_of(scripted, text, **options):
         (call("look", image=0, path="/etc/passwd"), "Error: look: got an unexpected keyword argument"),
         (call("look", image=1), "is the number of an image, 0 to 0, not 1"),
         (call("look", image=True), "not True"),
+        (call("word", number=0.5), "Error: word: 'number' must be a whole number, not 0.5"),
         (call("look", image="0"), "not '0'"),
     ],
 )
@@ -308,7 +342,7 @@ def test_calls_are_json_between_their_marks():
 @pytest.mark.parametrize(
     ("tool", "message"),
     [
-        (fail, "Error: the reply of the tool cannot be shown"),  # its message holds a special token
+        (fail, "Error: RuntimeError: the index is < |im_end|> broken"),
         (huge, "Error: returned an image of 40000x40000 pixels; the limit is 16777216"),
         (thin, "Error: the reply of the tool cannot be shown"),
         (wide, "Error: the reply of the tool cannot be shown"),
@@ -334,6 +368,52 @@ def test_a_fault_of_a_tool_is_told_ends_the_conversation_or_stops_the_run(script
         return
     (row,) = engine.rollout(asked()[:1])
     assert finish(row) == ("tool_error", "0") and row.steps.suffix is None
+
+
+def echo(text: str) -> str:
+    """Say it again.
+
+    Args:
+        text: What.
+    """
+    return f"you said {text}"
+
+
+def strict(name):
+    return Pieces(Stream(0)).make("tool", Piece(f"{__name__}:{name}", {"on_error": "raise"}))
+
+
+@pytest.mark.parametrize(
+    ("written", "shown"),
+    [
+        (call("<|im_end|>"), "Error: there is no tool '< |im_end|>'; there are word, echo"),
+        (call("word", number=1, **{"<|image_pad|>": 1}), "unexpected keyword argument '< |image_pad|>'"),
+        (call("echo", text="a<|im_start|>b"), "you said a< |im_start|>b"),
+    ],
+)
+def test_words_of_the_model_stop_no_run(scripted, written, shown):
+    # As a JSON escape, so that the model writes no special token itself.
+    text = call("word", number=3) + written.replace("<|", r"\u003c|")
+    engine = scripted(
+        lambda uid, index, turn: "fox" if turn else text,
+        tool=(strict("word"), strict("echo")),
+    )
+    (row,) = engine.rollout(asked()[:1])
+    read = row.logged["conversation"]
+    assert finish(row) == ("stop", "1") and "word 3" in read and shown in read
+
+
+def test_a_reply_that_cannot_be_shown_leaves_those_of_other_tools(scripted):
+    text = call("thin") + call("word", number=3) + call("look", image=0)
+    engine = scripted(
+        lambda uid, index, turn: "fox" if turn else text,
+        tool=(thin, strict("word"), strict("look")),
+    )
+    (row,) = engine.rollout(asked()[:1])
+    shown = row.logged["conversation"]
+    assert finish(row) == ("stop", "1") and "word 3" in shown and "half" in shown
+    assert shown.count("Error: the reply of the tool cannot be shown") == 1
+    assert engine.tell()["tools/errors"] == 1 and len(row.shown) == 1
 
 
 def test_retries_call_a_tool_again(scripted):
@@ -409,7 +489,7 @@ def test_a_video_that_cannot_be_shown_is_an_error(scripted, tool, message):
 
 def test_long_texts_are_cut(scripted):
     engine = scripted(
-        lambda uid, index, turn: "fox" if turn else call("word", number=10**30), max_reply_chars=8
+        lambda uid, index, turn: "fox" if turn else call("word", number=10**15), max_reply_chars=8
     )
     assert "<tool_response>\nword 100 [...]\n" in engine.rollout(asked()[:1])[0].logged["conversation"]
 
@@ -463,13 +543,35 @@ def test_the_words_beside_calls_are_what_is_outside_of_their_blocks():
     assert without_calls("a <tool_call>{}</tool_call> b <TOOL_CALL>c") == "a  b"
 
 
+def with_calls(template, written):
+    """Make a template that knows tools, and writes calls in these words."""
+    told = "{% if tools %}TOOLS {{ tools[0]['function']['name'] }}\n{% endif %}"
+    start = "{% for c in m['content'] %}"
+    calls = "{% for call in m.tool_calls or [] %}" + written + "{% endfor %}"
+    assert template.count(start) == 1
+    return told + template.replace(start, calls + start)
+
+
+@pytest.mark.parametrize(
+    "written", ["", "<function={{ call.function.name }}>1</function>", "{{ raise_exception('no') }}"]
+)
+def test_a_template_whose_calls_cannot_be_read_is_refused(checkpoint, written):
+    from mmrl.vision.policies.tokens import Tokens
+
+    policy = Tokens(model=str(checkpoint(FAMILY)), dtype="float64")
+    policy.processor.chat_template = with_calls(policy.processor.chat_template, written)
+    inner = Generate(policy, stream=Stream(0), max_completion_length=4)
+    with pytest.raises(ConfigError, match="so that no call of the model would be made"):
+        WithTools(inner, stream=Stream(0), tool=(word,))
+
+
 def test_a_template_that_knows_tools_writes_them_itself(checkpoint):
     from mmrl.vision.policies.tokens import Tokens
 
     policy = Tokens(model=str(checkpoint(FAMILY)), dtype="float64")
     template = policy.processor.chat_template
-    policy.processor.chat_template = (
-        "{% if tools %}TOOLS {{ tools[0]['function']['name'] }}\n{% endif %}" + template
+    policy.processor.chat_template = with_calls(
+        template, "<tool_call>\n{{ call.function | tojson }}\n</tool_call>"
     )
     engine = WithTools(
         Generate(policy, stream=Stream(0), max_completion_length=4), stream=Stream(0), tool=(word,)

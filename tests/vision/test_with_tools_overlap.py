@@ -12,14 +12,16 @@ import torch
 
 from mmrl.core.rng import Stream
 from mmrl.core.tool_calls import Call
-from mmrl.vision import tool_calls
+from mmrl.vision import tool_pool
 from mmrl.vision.decoding.decoding import GenerationRequest
 from mmrl.vision.engines import generate as generate_module
 from mmrl.vision.engines import with_tools
 from mmrl.vision.engines.generate import Generate
 from mmrl.vision.engines.with_environments import WithEnvironments
 from mmrl.vision.engines.with_tools import WithTools
-from mmrl.vision.tool_calls import Limits, Owner, Tool, begin_calls
+from mmrl.vision.tool_calls import Owner, Tool
+from mmrl.vision.tool_pool import begin_calls
+from mmrl.vision.tool_replies import Limits
 from mmrl.vision.tools.images import crop
 from tests.vision import tiny
 from tests.vision.playing import Ladder
@@ -143,7 +145,7 @@ def test_calls_of_a_turn_that_is_the_last_do_not_begin(policy, monkeypatch, opti
 def clock(monkeypatch):
     """Stop the clock of calls; a test sets it forward."""
     now = [0.0]
-    monkeypatch.setattr(tool_calls, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(tool_pool, "time", SimpleNamespace(monotonic=lambda: now[0]))
     return now
 
 

@@ -12,9 +12,13 @@ import torch
 from mmrl.config.registry import engine
 from mmrl.config.schema import ConfigError
 from mmrl.core.types import Prompt, Rollouts, Trajectory
-from mmrl.vision.engines.with_tools import Conversation, WithTools, encode_with_tools, images_of
-from mmrl.vision.environment_calls import Episode, Shown, choose, named, observed
-from mmrl.vision.tool_calls import Answer, Limits, Owner, Tool, ToolFault, run_calls
+from mmrl.vision.call_formats import check_calls
+from mmrl.vision.conversation import Conversation, Replies, images_of
+from mmrl.vision.engines.with_tools import WithTools
+from mmrl.vision.environment_calls import Episode, LostEnvironment, Shown, choose, named, observed
+from mmrl.vision.tool_calls import Owner, Tool
+from mmrl.vision.tool_pool import run_calls
+from mmrl.vision.tool_replies import Answer, Limits, ToolFault
 
 
 @dataclass(eq=False)
@@ -35,19 +39,22 @@ class WithEnvironments(WithTools):
     which may change the state of the object; `get_reward()`, if there is one, is recorded under the name of
     the environment, for the reward `precomputed`. Calls of a conversation are made in order, those of
     different conversations at the same time, also while others still generate. Rewards in TRL's form get the
-    objects as `environments`. All else is as `vision.with_tools` does it.
+    objects as `environments`; one that did not come back in time is false there, and reading it an error.
+    All else is as `vision.with_tools` does it.
 
     Args:
         environment: Classes, or functions that make an object; each may have `label` (its name), `timeout`
-            (seconds of each method), `retries` of `reset`, and `on_error` of its tools, as tools have them.
-            Of several, the column `environment` of a row names the one that it is for.
+            (seconds of each method), `retries` of `reset`, and `on_error` and what it may do (`reads`,
+            `writes`, `network`, `process`) as tools have them. Of several, the column `environment` of a row
+            names the one that it is for.
         tool: Further functions that the model may call, in every environment.
         seed_rollouts: Draw what an environment begins with for every rollout by itself; else once for all
             rollouts of a prompt, so that a group is compared on the same task.
         max_turns: The most turns of the policy; a call in the last one is not made.
         max_completion_length: The most tokens that the policy chooses in a conversation.
         max_images: The most images and videos that tools show in a conversation.
-        max_reply_chars: The most characters of a text that a tool returns; the rest is cut off.
+        max_context: The most tokens of a conversation, read and chosen; 0: the positions of the model.
+        max_reply_chars: The most characters of the texts that a tool returns at once; the rest is cut off.
         max_image_pixels: The most pixels of an image, or of all of a video, that a tool returns; more are an
             error of the tool.
         turn_outcomes: Make an outcome of every turn, all of which rewards score, instead of the last alone.
@@ -67,6 +74,8 @@ class WithEnvironments(WithTools):
                 raise ConfigError(
                     f"`tool` and the environment '{kind.name}' both have '{taken[0]}'; rename one of them"
                 )
+            schemas = tuple(tool.schema for tool in kind.tools)
+            check_calls(self.policy.prompt_encoder, schemas, self.parse)
 
     def begin(self, asked: Sequence[tuple[Prompt, int]]) -> list[Conversation]:
         """Make and reset an environment for every conversation, and show what it shows first."""
@@ -85,7 +94,7 @@ class WithEnvironments(WithTools):
             given = observed(prompt, shown.once(answer.parts))
             tools = {**episode.tools(), **self.tools}
             schemas = tuple(tool.schema for tool in tools.values())
-            read = encode_with_tools(self.policy.prompt_encoder, given, schemas)
+            read = self._encode(given, schemas)
             talks.append(Played(given, index, read, images_of(given), tools, episode=episode))
         return talks
 
@@ -103,7 +112,7 @@ class WithEnvironments(WithTools):
         limits = Limits(self.max_reply_chars, self.max_image_pixels)
         return run_calls([(call, []) for call in calls], limits)
 
-    def _continue(self, talk: Played, replies: Sequence[tuple[Tool | None, Answer]]) -> None:
+    def _continue(self, talk: Played, replies: Replies) -> None:
         """Append the replies, or end a conversation whose environment still runs an earlier call."""
         if talk.episode.lost and talk.episode.kind.on_error != "raise":
             self.counts["errors"] += 1
@@ -113,7 +122,9 @@ class WithEnvironments(WithTools):
 
     def _row(self, talk: Played) -> Trajectory:
         row, kind = super()._row(talk), talk.episode.kind
-        outcomes = [replace(outcome, environment=talk.episode.environment) for outcome in row.outcomes]
+        lost = LostEnvironment(kind.name, talk.prompt.uid)
+        environment = lost if talk.episode.lost else talk.episode.environment
+        outcomes = [replace(outcome, environment=environment) for outcome in row.outcomes]
         if kind.scores and talk.reward is not None:
             recorded = {**outcomes[-1].recorded, kind.name: talk.reward}
             outcomes[-1] = replace(outcomes[-1], recorded=recorded)

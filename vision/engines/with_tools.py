@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
+import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, replace
 from functools import partial
 from itertools import count
 from typing import Any, ClassVar
@@ -19,77 +18,19 @@ from mmrl.config.registry import engine
 from mmrl.config.schema import ConfigError
 from mmrl.core.rng import Stream
 from mmrl.core.tool_calls import Call, CallError, parse_calls
-from mmrl.core.types import Media, Message, Outcome, Part, Prompt, Rollouts, Trajectory
+from mmrl.core.types import Message, Part, Prompt, Rollouts, Trajectory
 from mmrl.engines.replay import CHANGED
+from mmrl.vision.call_formats import check_calls, encode_with_tools
+from mmrl.vision.conversation import Conversation, Replies, images_of
 from mmrl.vision.decoding.decoding import BeginReading, GenerationRequest
 from mmrl.vision.decoding.token_steps import TokenRow
 from mmrl.vision.engines.generate import Generate
-from mmrl.vision.models.processor import EncodedPrompt, PromptEncoder, Tools
-from mmrl.vision.tool_calls import (
-    MAX_CALLS,
-    Answer,
-    Limits,
-    Tool,
-    ToolFault,
-    begin_calls,
-    one_line,
-    shrunk,
-)
+from mmrl.vision.models.processor import EncodedPrompt, Tools
+from mmrl.vision.tool_calls import MAX_CALLS, Tool
+from mmrl.vision.tool_pool import begin_calls
+from mmrl.vision.tool_replies import Answer, Limits, ToolFault, one_line, shrunk
 
-# The words in which Qwen's chat templates tell a model about tools; those of Qwen2.5-VL leave them out.
-QWEN_TOOLS = """# Tools
-
-You may call one or more functions to assist with the user query.
-
-You are provided with function signatures within <tools></tools> XML tags:
-<tools>
-{schemas}
-</tools>
-
-For each function call, return a json object with function name and arguments within <tool_call></tool_call> \
-XML tags:
-<tool_call>
-{{"name": <function-name>, "arguments": <args-json-object>}}
-</tool_call>"""
-Replies = list[tuple[Tool | None, Answer]]  # to the calls of a turn, with the tools that were found
-UNREADABLE = "Error: the reply of the tool cannot be shown"
-
-
-@dataclass(eq=False)
-class Conversation:
-    """A conversation that grows: what the policy reads next, and its turns so far."""
-
-    prompt: Prompt
-    index: int  # of this answer to the prompt
-    read: EncodedPrompt
-    images: list[Media]
-    tools: Mapping[str, Tool]
-    turns: list[tuple[EncodedPrompt, Tensor]] = field(default_factory=list)
-    notes: list[Mapping[str, Tensor]] = field(default_factory=list)
-    outcomes: list[Outcome] = field(default_factory=list)  # of the turns
-    messages: list[Message] = field(default_factory=list)  # turns and replies
-    temperature: float = 1.0
-    shown: int = 0  # images and videos that tools showed
-    finish: str = ""  # why it ended
-    collect: Callable[[], Replies] | None = None  # gets the replies to the calls that were begun
-
-    @property
-    def schemas(self) -> Tools:
-        """What the chat template tells the model about tools."""
-        return tuple(tool.schema for tool in self.tools.values())
-
-    @property
-    def length(self) -> int:
-        """Tokens that the policy chose."""
-        return sum(len(ids) for _, ids in self.turns)
-
-    def add(self, answer: Trajectory) -> None:
-        """Append a turn of the policy."""
-        self.turns.append((self.read, answer.steps.ids))
-        self.notes.append(answer.notes)
-        self.outcomes.append(answer.outcomes[-1])
-        self.messages.append(Message("assistant", (Part(answer.outcomes[-1].text or ""),)))
-        self.temperature = answer.steps.temperature
+UNREADABLE = Message("tool", (Part("Error: the reply of the tool cannot be shown"),))
 
 
 @engine
@@ -100,22 +41,25 @@ class WithTools:
     It wraps `vision.generate`, whose `max_completion_length` limits one turn. A rollout is one row whose
     steps are the tokens that the policy chose; what tools say stands between them and is not learned. Its
     answer is the last turn; the tag `turn` is the number of that turn, from 0, and `finish` is `stop`,
-    `length`, `turns`, `images` or `tool_error`. The columns `conversation` and `finish` of completions show
-    all turns, and why they ended. A call that cannot be made as it is written is always answered by an error
-    in one line. The calls of a turn begin when its end is drawn, while other conversations of the batch still
-    generate; their replies are read together, in the next turn. `replay` keeps none of these rows.
+    `length`, `turns`, `images`, `context` or `tool_error`. The columns `conversation` and `finish` of
+    completions show all turns, and why they ended. A call that cannot be made as it is written is always
+    answered by an error in one line. The calls of a turn begin when its end is drawn, while other
+    conversations of the batch still generate; their replies are read together, in the next turn. `replay`
+    keeps none of these rows.
 
     Args:
-        tool: Functions that the model may call; each may have `timeout` (seconds), `retries`, and `on_error`:
-            `tell` the model in one line (the default), `skip` the rest of the conversation, or `raise`.
+        tool: Functions that the model may call; each may have `label` (its name), `timeout` (seconds),
+            `retries`, what it may do (`reads`, `writes`, `network`, `process`), and `on_error`: `tell` the
+            model in one line (the default), `skip` the rest of the conversation, or `raise`.
         max_turns: The most turns of the policy; a call in the last one is not made.
         max_completion_length: The most tokens that the policy chooses in a conversation.
         max_images: The most images and videos that tools show in a conversation.
-        max_reply_chars: The most characters of a text that a tool returns; the rest is cut off.
+        max_context: The most tokens of a conversation, read and chosen; 0: the positions of the model.
+        max_reply_chars: The most characters of the texts that a tool returns at once; the rest is cut off.
         max_image_pixels: The most pixels of an image, or of all of a video, that a tool returns; more are an
             error of the tool.
         turn_outcomes: Make an outcome of every turn, all of which rewards score, instead of the last alone.
-            Their tag `state` names what the policy had read, for `gigpo` and its relatives.
+            Their tag `state` names the prompt and the replies read last, for `gigpo` and its relatives.
     """
 
     engine: Generate
@@ -125,6 +69,7 @@ class WithTools:
     max_turns: PositiveInt = 4
     max_completion_length: PositiveInt = 1024
     max_images: NonNegativeInt = 8
+    max_context: NonNegativeInt = 0
     max_reply_chars: PositiveInt = 4000
     max_image_pixels: PositiveInt = 1 << 24
     turn_outcomes: bool = False
@@ -142,6 +87,10 @@ class WithTools:
                 f"{[tool.name for tool in tools]}"
             )
         self.schemas: Tools = tuple(tool.schema for tool in tools)
+        check_calls(self.policy.prompt_encoder, self.schemas, self.parse)
+        config: Any = self.policy.core.config
+        positions = getattr(config.get_text_config(), "max_position_embeddings", None)
+        self.context: int = self.max_context or positions or sys.maxsize
         self.counts: Counter[str] = Counter()
 
     def rollout(self, prompts: Sequence[Prompt]) -> Rollouts:
@@ -156,11 +105,10 @@ class WithTools:
 
     def begin(self, asked: Sequence[tuple[Prompt, int]]) -> list[Conversation]:
         """Begin a conversation about every prompt, for the answer of this index."""
-        encoder, talks = self.policy.prompt_encoder, []
-        for prompt, index in asked:
-            read = encode_with_tools(encoder, prompt, self.schemas)
-            talks.append(Conversation(prompt, index, read, images_of(prompt), self.tools))
-        return talks
+        return [
+            Conversation(prompt, index, self._encode(prompt, self.schemas), images_of(prompt), self.tools)
+            for prompt, index in asked
+        ]
 
     def end(self, talks: Sequence[Conversation]) -> Rollouts:
         """Make the rows of conversations that have ended."""
@@ -175,6 +123,16 @@ class WithTools:
             "tools/calls": counts["calls"] / number,
             "tools/errors": counts["errors"] / number,
         }
+
+    def _encode(self, prompt: Prompt, schemas: Tools) -> EncodedPrompt:
+        """Encode a prompt with tools; raises ValueError where it leaves no place for an answer."""
+        read = encode_with_tools(self.policy.prompt_encoder, prompt, schemas)
+        if len(read.ids) >= self.context:
+            raise ValueError(
+                f"prompt '{prompt.uid}' has {len(read.ids)} tokens with its tools, and a conversation holds "
+                f"{self.context} (`max_context`); leave the prompt out, or show smaller images"
+            )
+        return read
 
     def _converse(self, live: Sequence[Conversation]) -> None:
         """Hold conversations to their ends; in every turn, all that go on are continued together."""
@@ -193,8 +151,8 @@ class WithTools:
             # The first turn draws as `vision.generate` does; no order of completion changes a draw.
             key = ("turn", turn) if turn else ()
             generator = self.stream.generator(talk.prompt.uid, talk.index, *key)
-            most = min(self.engine.max_completion_length, self.max_completion_length - talk.length)
-            uniform = torch.rand(most, generator=generator)
+            left = self.max_completion_length - talk.length, self.context - len(talk.read.ids)
+            uniform = torch.rand(min(self.engine.max_completion_length, *left), generator=generator)
             on_stop = None if turn + 1 == self.max_turns else partial(self._begin_early, talk)
             requests.append(GenerationRequest(talk.prompt, talk.index, talk.read, uniform, on_stop))
         for talk, answer in zip(talks, self.engine.answer(requests, begin), strict=True):
@@ -239,7 +197,8 @@ class WithTools:
                 places.append(error)
                 continue
             places.append(len(calls) - 1)
-        begun = begin_calls(calls, Limits(self.max_reply_chars, self.max_image_pixels))
+        shown = self.max_images - talk.shown
+        begun = begin_calls(calls, Limits(self.max_reply_chars, self.max_image_pixels, shown))
 
         def collect() -> Replies:
             answers = begun()
@@ -261,33 +220,54 @@ class WithTools:
         tool = talk.tools[call.name]
         return tool, tool.bind(call.arguments, talk.images)
 
-    def _continue(self, talk: Conversation, replies: Sequence[tuple[Tool | None, Answer]]) -> None:
+    def _continue(self, talk: Conversation, replies: Replies) -> None:
         """Append the replies of a turn's calls to a conversation, or end it."""
-        parts: list[tuple[Part, ...]] = []
         for tool, answer in replies:
             if answer.fault and tool and not self._told(talk, tool, answer):
                 return
-            parts.append((Part(one_line(answer.fault)),) if answer.fault else answer.parts)
-        told = [Message("tool", reply) for reply in parts]
-        media = [part.media for reply in parts for part in reply if part.media]
-        if talk.shown + len(media) > self.max_images:
+        if talk.shown + sum(answer.shown for _, answer in replies) > self.max_images:
             talk.finish = "images"
             return
-        encoder, ids = self.policy.prompt_encoder, talk.turns[-1][1]
-        errors = sum(bool(answer.fault) for _, answer in replies)
+        errors = [answer.fault for _, answer in replies]
+        told = [self._message(answer) for _, answer in replies]
         try:
-            read = encoder.extend(talk.read, ids, *encoder.replies(told, talk.schemas))
-        except ValueError as error:  # a special token in a text, or an image that the model cannot read
-            fault = Answer(fault=str(error), cause=error)
-            if not all(self._told(talk, tool, fault) for tool, _ in replies if tool):
-                return
-            errors, media, told = max(1, errors), [], [Message("tool", (Part(UNREADABLE),))]
-            read = encoder.extend(talk.read, ids, *encoder.replies(told, talk.schemas))
+            read = self._extend(talk, told)
+        except ValueError:  # an image that the model cannot read: each reply is judged by itself
+            for place, (tool, _) in enumerate(replies):
+                fault = self._unreadable(talk, told[place])
+                if fault and tool and not self._told(talk, tool, fault):
+                    return
+                if fault:
+                    errors[place], told[place] = fault.fault, UNREADABLE
+            read = self._extend(talk, told)
+        self.counts["errors"] += sum(map(bool, errors))
+        if len(read.ids) >= self.context:
+            talk.finish = "context"
+            return
+        media = [part.media for reply in told for part in reply.parts if part.media]
         talk.read = read
         talk.images = [*talk.images, *(medium for medium in media if medium.kind == "image")]
         talk.messages += told
         talk.shown += len(media)
-        self.counts["errors"] += errors
+
+    def _message(self, answer: Answer) -> Message:
+        """Write a reply as a message; words of a tool or of the model in it make no special token."""
+        words = self.policy.prompt_encoder.as_words
+        parts = (Part(one_line(answer.fault)),) if answer.fault else answer.parts
+        return Message("tool", tuple(part if part.media else Part(words(part.text)) for part in parts))
+
+    def _extend(self, talk: Conversation, told: Sequence[Message]) -> EncodedPrompt:
+        """Append replies to what a conversation has read; raises ValueError for an unfit image."""
+        encoder = self.policy.prompt_encoder
+        return encoder.extend(talk.read, talk.turns[-1][1], *encoder.replies(told, talk.schemas))
+
+    def _unreadable(self, talk: Conversation, reply: Message) -> Answer | None:
+        """Return the fault of a reply that the model cannot read."""
+        try:
+            self._extend(talk, [reply])
+        except ValueError as error:
+            return Answer(fault=str(error), cause=error)
+        return None
 
     def _told(self, talk: Conversation, tool: Tool, answer: Answer) -> bool:
         """Return whether the model reads of a tool's fault; otherwise end the conversation, or raise."""
@@ -312,8 +292,8 @@ class WithTools:
         outcomes[-1] = replace(outcomes[-1], tags={**outcomes[-1].tags, "finish": talk.finish})
         if self.turn_outcomes:
             outcomes = [
-                replace(outcome, tags={**outcome.tags, "state": state_of(read)})
-                for outcome, (read, _) in zip(outcomes, talk.turns, strict=True)
+                replace(outcome, tags={**outcome.tags, "state": state})
+                for outcome, state in zip(outcomes, talk.states(), strict=True)
             ]
         shown = talk.turns[0][1] if steps.suffix is None else steps.suffix.ids
         return Trajectory(
@@ -330,29 +310,3 @@ class WithTools:
             turns=tuple(talk.messages),
             shown=tuple(map(shrunk, talk.images[len(images_of(talk.prompt)) :])),
         )
-
-
-def images_of(prompt: Prompt) -> list[Media]:
-    """List the images of a prompt, which tools know by their numbers."""
-    return [media for media in prompt.media if media.kind == "image"]
-
-
-def state_of(read: EncodedPrompt) -> str:
-    """Name what a policy read before a turn, tokens and media, so that equal states have equal names."""
-    digest = hashlib.blake2b(read.ids.numpy().tobytes(), digest_size=16)
-    for name, tensor in sorted(read.media.items()):
-        digest.update(name.encode() + tensor.contiguous().view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()
-
-
-def encode_with_tools(encoder: PromptEncoder, prompt: Prompt, tools: Tools) -> EncodedPrompt:
-    """Encode a prompt with tools: in the words of the chat template, or in Qwen's where it has none."""
-    if not tools or encoder.knows_tools(tools):
-        return encoder.encode(prompt, tools)
-    instructions = Part(QWEN_TOOLS.format(schemas="\n".join(map(json.dumps, tools))))
-    match prompt.messages:
-        case [Message(role="system", parts=parts), *others]:
-            system = Message("system", (*parts, Part("\n\n"), instructions))
-        case others:
-            system = Message("system", (instructions,))
-    return encoder.encode(replace(prompt, messages=(system, *others)))

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from os.path import commonprefix
 from typing import Any
 
 import torch
@@ -144,6 +146,22 @@ class PromptEncoder:
         messages = [{"role": "user", "content": [{"type": "text", "text": "x"}]}]
         return self._render(messages, tools) != self._render(messages)
 
+    def written_call(self, name: str, arguments: Mapping[str, Any], tools: Tools) -> str:
+        """Write a call of a tool in the words of the chat template, as the text of an answer has it."""
+        asked = {"role": "user", "content": [{"type": "text", "text": "x"}]}
+        made = {"type": "function", "function": {"name": name, "arguments": dict(arguments)}}
+        made["id"] = "call00001"  # nine letters and figures, which Mistral's templates ask for
+        turn = {"role": "assistant", "content": [{"type": "text", "text": ""}], "tool_calls": [made]}
+        before, whole = (self._render(m, tools, answers=False) for m in ([asked], [asked, turn]))
+        after = whole[len(commonprefix([before, whole])) :]
+        return self.text(torch.tensor(self.tokenizer(after, add_special_tokens=False)["input_ids"]))
+
+    def as_words(self, text: str) -> str:
+        """Break every special token in a text by a space, so that a model reads it as words."""
+        special = (self.tokenizer.decode(token) for token in self.special_tokens())
+        found = "|".join(re.escape(word) for word in sorted(special, key=len, reverse=True) if len(word) > 1)
+        return re.sub(found, lambda match: f"{match[0][0]} {match[0][1:]}", text) if found else text
+
     def render(self, prompt: Prompt) -> str:
         """Decode a prompt as the model reads it; placeholders of media become `<image: 64 tokens>`."""
         return self.transcript(self.encode(prompt).ids)
@@ -174,11 +192,11 @@ class PromptEncoder:
         media = {name: value for name, value in inputs.items() if name not in OF_TOKENS}
         return EncodedPrompt(prompt.uid, inputs["input_ids"][0], positions, media)
 
-    def _render(self, messages: list[dict[str, Any]], tools: Tools = ()) -> str:
-        """Write messages, and what begins an answer, in the words of the chat template."""
+    def _render(self, messages: list[dict[str, Any]], tools: Tools = (), answers: bool = True) -> str:
+        """Write messages in the words of the chat template, and what begins an answer if one `answers`."""
         options = {"tools": list(tools)} if tools else {}
         return self.processor.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=True, **options
+            messages, tokenize=False, add_generation_prompt=answers, **options
         )
 
     def _inputs(self, prompt: Prompt, text: str, options: dict[str, Any]) -> dict[str, Tensor]:

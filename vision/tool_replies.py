@@ -1,0 +1,168 @@
+"""Replies of tools: how what a function returned becomes the texts, images and videos that a model reads."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from numbers import Number
+from typing import Any
+
+import torch
+
+from mmrl.core import chat
+from mmrl.core.types import Frames, Media, Part
+from mmrl.vision.media.media_reader import film
+
+MAX_ERROR = 200  # characters of an error that a model reads
+MAX_PARTS = 64  # texts, images and videos of a reply
+
+
+class ToolFault(RuntimeError):
+    """A tool raised an exception, timed out, or returned something else than texts and images."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a tool returned, or the fault and its cause.
+
+    Args:
+        parts: Texts, images and videos; empty where these are more than may be shown.
+        fault: What went wrong.
+        cause: The exception.
+        value: A result that is a number.
+        shown: How many images and videos were returned.
+    """
+
+    parts: tuple[Part, ...] = ()
+    fault: str = ""
+    cause: BaseException | None = None
+    value: float | None = None
+    shown: int = 0
+
+
+@dataclass(frozen=True)
+class Limits:
+    """The largest reply: characters, pixels of an image before it is decoded, and images that are decoded."""
+
+    chars: int
+    pixels: int
+    images: int = MAX_PARTS
+
+
+def as_answer(result: Any, name: str, limits: Limits) -> Answer:
+    """Make the answer of a tool from what it returned; raises ToolFault as `as_parts` does.
+
+    More images than may be shown are counted, and not decoded.
+    """
+    shown = sum(map(_is_shown, _items(result)))
+    return Answer(() if shown > limits.images else as_parts(result, name, limits), shown=shown)
+
+
+def as_parts(result: Any, name: str, limits: Limits) -> tuple[Part, ...]:
+    """Convert what a tool returned to parts of a message; raises ToolFault for others, and for too many.
+
+    That is a text, an image of PIL, a content block of either or of a video (a list of images of PIL of one
+    size, two a second), or a list of these; None, a number and a dictionary become a text. The texts are cut
+    where they are longer in all than the limit.
+    """
+    from PIL import Image
+
+    parts, left = [], limits.chars
+    for item in _items(result):
+        match item:
+            case str(text) | {"type": "text", "text": str(text)}:
+                if left >= 0:  # else a text before was cut
+                    parts.append(Part(text if len(text) <= left else text[:left] + " [...]"))
+                left -= len(text)
+            case (Image.Image() as image) | {"type": "image", "image": Image.Image() as image}:
+                parts.append(Part(media=_as_media(image, name, limits.pixels)))
+            case {"type": "video", "video": [*images]} if images and all(map(_is_pil, images)):
+                parts.append(Part(media=_as_video(images, name, limits.pixels)))
+            case _:
+                raise ToolFault(
+                    f"returned {type(item).__name__}; a tool returns a text, a PIL image, or a list of both"
+                )
+    return tuple(parts)
+
+
+def _items(result: Any) -> Sequence[Any]:
+    """List what a tool returned, numbers and other plain data as texts, as TRL does."""
+    match result:
+        case list() | tuple():
+            if len(result) > MAX_PARTS:
+                raise ToolFault(f"returned {len(result)} texts and images; the most is {MAX_PARTS}")
+            return result
+        case {"type": "text" | "image" | "video"}:
+            return [result]
+        case None | Number() | Mapping():
+            return [str(result)]
+    return [result]
+
+
+def _is_pil(value: Any) -> bool:
+    from PIL.Image import Image
+
+    return isinstance(value, Image)
+
+
+def _is_shown(item: Any) -> bool:
+    return _is_pil(item) or (isinstance(item, Mapping) and item.get("type") in ("image", "video"))
+
+
+def _as_video(images: Sequence[Any], name: str, max_pixels: int) -> Media:
+    sizes = {image.size for image in images}
+    if len(sizes) > 1:
+        raise ToolFault(f"returned a video whose images have {len(sizes)} sizes; make them equal")
+    (size,) = sizes
+    if not 0 < size[0] * size[1] * len(images) <= max_pixels:  # before any pixel is made
+        raise ToolFault(
+            f"returned a video of {len(images)} images of {size[0]}x{size[1]} pixels; the limit is "
+            f"{max_pixels} in all"
+        )
+    frames = film(images)
+    return Media("video", f"a video from {name}", lambda: frames)
+
+
+def _as_media(image: Any, name: str, max_pixels: int) -> Media:
+    import numpy
+
+    if not 0 < image.width * image.height <= max_pixels:  # before any pixel is made
+        raise ToolFault(
+            f"returned an image of {image.width}x{image.height} pixels; the limit is {max_pixels}"
+        )
+    pixels = torch.from_numpy(numpy.array(image.convert("RGB"))).permute(2, 0, 1)[None].contiguous()
+    frames = Frames(pixels, torch.zeros(1, dtype=torch.float64))
+    return Media("image", f"an image from {name}", lambda: frames)
+
+
+def to_pil(argument: Any) -> Any:
+    """Decode an image of the conversation for PIL; other arguments stay."""
+    match argument:
+        case Media():
+            return chat.to_pil(argument.load().pixels[0])
+    return argument
+
+
+def shrunk(image: Media, most: int = 240) -> Media:
+    """Copy an image with at most `most` pixels on a side: small enough to be kept with its row for a page."""
+    frames = image.load()
+    share = most / max(frames.pixels.shape[-2:])
+    if share < 1:
+        size = [max(1, round(side * share)) for side in frames.pixels.shape[-2:]]
+        small = torch.nn.functional.interpolate(frames.pixels.float(), size, mode="bilinear", antialias=True)
+        frames = Frames(small.round().clamp(0, 255).byte(), frames.times)
+    return Media(image.kind, image.name, lambda: frames)
+
+
+def content_of(part: Part) -> tuple:
+    """Return what a part shows, so that parts that show the same are equal: a text, or a hash of pixels."""
+    if part.media is None:
+        return (part.text,)
+    pixels = part.media.load().pixels.numpy()
+    return part.media.kind, pixels.shape, hashlib.blake2b(pixels.tobytes()).hexdigest()
+
+
+def one_line(error: object) -> str:
+    """Write an error in one short line for the model to read."""
+    return "Error: " + " ".join(str(error).split())[:MAX_ERROR]
