@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
@@ -84,6 +84,32 @@ class Asking(Engine, Protocol):
 
     def ask(self, prompts: Sequence[Prompt]) -> None:
         """Begin with the weights, the step and the round of this moment; `rollout` of these collects."""
+
+
+@runtime_checkable
+class SendsWeights(Asking, Protocol):
+    """An engine whose answers other programs sample, with weights that it sends them.
+
+    While it waits for answers, the policy need not be whole on any process.
+    """
+
+    def to_send(self) -> Iterable[Tensor]:
+        """List the parameters of the policy that it sends."""
+        ...
+
+    def send(self) -> None:
+        """Send the weights of this moment; the parameters `to_send` are whole, on every process."""
+
+
+@runtime_checkable
+class ComparesAnswers(Engine, Protocol):
+    """An engine that compares answers from elsewhere with the policy, with a forward pass for each."""
+
+    def compare(self, even: Callable[..., Iterable[tuple]]) -> None:
+        """Compare what `rollout` returned last, where weights are shards.
+
+        Every process has to call this; `even(list, stand_in)` makes as many passes on each.
+        """
 
 
 @runtime_checkable

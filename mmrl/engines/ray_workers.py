@@ -6,8 +6,9 @@ nothing that a request does not say again: one that dies is started anew, and as
 
 from __future__ import annotations
 
+import time
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any, ClassVar
 from weakref import WeakValueDictionary
@@ -22,10 +23,10 @@ from mmrl.config.schema import Piece
 from mmrl.config.workers import Workers, object_in
 from mmrl.core.protocols import Engine, Policy, Portable, Telling
 from mmrl.core.rng import Stream
-from mmrl.core.types import Clock, Prompt, Rollouts, Trajectory
+from mmrl.core.types import Clock, Count, Prompt, Rollouts, Trajectory
 from mmrl.runtime.content_hash import of_tensors
 from mmrl.runtime.distributed import place_of
-from mmrl.runtime.fsdp import sharded_parts
+from mmrl.runtime.fsdp import is_shard
 from mmrl.runtime.ray_actors import Actors, check_environments
 
 
@@ -48,6 +49,7 @@ class Answered:
     rows: Rollouts
     places: tuple[int | None, ...]  # None: the engine changed the prompt, which the row then holds
     metrics: Mapping[str, float]
+    seconds: float  # that it took
 
 
 class Worker:
@@ -63,6 +65,7 @@ class Worker:
 
     def rollout(self, asked: Asked, version: int, weights: bytes) -> Answered:
         """Answer prompts with the weights of a version."""
+        began = time.monotonic()
         if version != self.version:
             self._load(weights)
             self.version = version
@@ -75,7 +78,8 @@ class Worker:
         places = tuple(place.get(id(row.prompt)) for row in rows)
         packed = tuple(map(self._pack, rows, places))
         tells = [piece.tell() for piece in pieces.that_are(Telling).values()]
-        return Answered(packed, places, {k: v for part in tells for k, v in part.items()})
+        metrics = {k: v for part in tells for k, v in part.items()}
+        return Answered(packed, places, metrics, time.monotonic() - began)
 
     def _chain(self, listed: tuple[Piece, ...]) -> tuple[Engine, Pieces]:
         if (key := repr(listed)) not in self.chains:
@@ -107,20 +111,24 @@ class Servers:
     """The workers of a policy, and the weights that were put where they take them from."""
 
     def __init__(self, policy: Policy, recipe: Recipe, workers: Workers) -> None:
-        self.policy, self.version, self.weights, self.seen = policy, 0, None, ()
+        self.policy, self.version, self.weights, self.seen = policy, 0, None, ""
         parts = recipe.policy, recipe.seed, recipe.stage
         self.actors = Actors(Worker, parts, workers, "the workers of `ray_workers`")
+        self.busy, self.since = 0.0, 0.0  # seconds of all workers' work, and the moment from which they count
 
     def publish(self) -> None:
-        """Put the trained weights where workers take them from, if they changed; they are whole by now."""
+        """Put the trained weights where workers take them from, if they changed.
+
+        A hash tells, as identities and versions of tensors do not: FSDP2 gathers into the same tensors, ZeRO-1
+        writes to a flat copy, and a reference that acts is swapped in as `.data`.
+        """
         import ray
         from safetensors.torch import save
 
         weights = trained(self.policy.module)
-        seen: Any = tuple((id(weight), weight._version) for weight in weights.values())
-        if sharded_parts(self.policy.module):  # FSDP2 gathers into the same tensors, and keeps their versions
-            seen = of_tensors(weights.values())
-        if seen == self.seen:
+        if any(map(is_shard, weights.values())):  # they were put there while they were whole
+            return
+        if (seen := of_tensors(weights.values())) == self.seen:
             return
         whole = {name: weight.detach().cpu().contiguous() for name, weight in weights.items()}
         self.version, self.weights, self.seen = self.version + 1, ray.put(save(whole)), seen
@@ -167,6 +175,7 @@ class RayWorkers:
     timeout: PositiveFloat = 1800.0
     max_restarts: NonNegativeInt = 3
     notes: ClassVar[frozenset[str]] = frozenset()  # those of the engines before it
+    answers_elsewhere: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if names := self.recipe.remembering:
@@ -205,15 +214,25 @@ class RayWorkers:
                 self._unpack(row, share, place) for row, place in zip(answer.rows, answer.places, strict=True)
             ]
             self.rows += len(answer.rows)
+            self.servers.busy += answer.seconds
             self.metrics.update({name: value * len(answer.rows) for name, value in answer.metrics.items()})
         place = place_of([prompt.uid for prompt in prompts])
         return tuple(sorted(rows, key=lambda row: place(row.prompt.uid)))
 
+    def to_send(self) -> Iterable[torch.Tensor]:
+        """List the trained parameters."""
+        return trained(self.policy.module).values()
+
+    def send(self) -> None:
+        """Put the weights of this moment where workers take them from."""
+        self.servers.actors.start()
+        self.servers.since = self.servers.since or time.monotonic()
+        self.servers.publish()
+
     def ask(self, prompts: Sequence[Prompt]) -> None:
         """Begin with the weights, the step and the round of this moment; `rollout` of these collects."""
+        self.send()
         actors = self.servers.actors
-        actors.start()
-        self.servers.publish()
         shares = [share for share in divided(prompts, self.num_workers) if share]  # some have none
         moment = self.stream.step, self.stream.round, self.stream.purpose, self.recipe.clock()
         requests = [(Asked(self.recipe.engines, tuple(share), *moment),) for share in shares]
@@ -221,10 +240,17 @@ class RayWorkers:
         self.begun = list(prompts), shares, actors.begin(requests, *weights, method="rollout")
 
     def tell(self) -> Mapping[str, float]:
-        """Return what the workers' engines tell, averaged over rows, and how many workers were restarted."""
-        rows, metrics, actors = max(1, self.rows), self.metrics, self.servers.actors
-        self.metrics, self.rows, restarts, actors.restarts = Counter(), 0, actors.restarts, 0
-        return {**{k: v / rows for k, v in metrics.items()}, "workers/restarts": float(restarts)}
+        """Return what the workers' engines tell, averaged over rows, restarts, and seconds of a worker's time."""
+        rows, metrics, servers, now = max(1, self.rows), self.metrics, self.servers, time.monotonic()
+        busy, passed = servers.busy / self.num_workers, now - (servers.since or now)
+        restarts, servers.actors.restarts, servers.busy, servers.since = servers.actors.restarts, 0, 0.0, now
+        self.metrics, self.rows = Counter(), 0
+        return {
+            **{k: v / rows for k, v in metrics.items()},
+            "workers/restarts": Count(restarts),
+            "workers/busy_seconds": busy,
+            "workers/idle_seconds": max(0.0, passed - busy),
+        }
 
     def _unpack(self, row: Trajectory, share: Sequence[Prompt], place: int | None) -> Trajectory:
         row = row if place is None else replace(row, prompt=share[place])

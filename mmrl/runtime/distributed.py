@@ -4,26 +4,26 @@ from __future__ import annotations
 
 import atexit
 import json
-import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import asdict
 from datetime import timedelta
 from functools import reduce
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 
 from mmrl.config.schema import ConfigError
-from mmrl.core.protocols import Policy
+from mmrl.core.protocols import ComparesAnswers, Engine, Policy, SendsWeights
 from mmrl.core.reward_table import RewardTable
 from mmrl.core.step_table import Totals
 from mmrl.core.types import Prompt
 from mmrl.runtime import deepspeed
 from mmrl.runtime.content_hash import of_weights
-from mmrl.runtime.fsdp import taken_up, unsharded, widen
+from mmrl.runtime.fsdp import gathered, taken_up, unsharded, widen
+from mmrl.runtime.launcher import check_joined, check_restarts
 from mmrl.runtime.modules import LATER
 from mmrl.runtime.state_tree import apart, flatten, unflatten
 from mmrl.runtime.watchdog import GRACE, ProcessFailed, Watch
@@ -91,6 +91,10 @@ class Processes:
         """Mark a point where all processes wait for each other; one that does not come is reported."""
         return self._watch.meeting(where) if self._watch else nullcontext()
 
+    def waiting_for_main(self) -> AbstractContextManager:
+        """Wait at the end of this context for process 0, however long it takes, such as for an upload."""
+        return self._watch.waiting_for_main() if self._watch else nullcontext()
+
     def wait(self) -> None:
         """Wait until every process calls this."""
         with self.meeting("waiting for all"):
@@ -105,7 +109,12 @@ class Processes:
         except Exception as raised:
             error = raised
         if self.world > 1:
-            reasons = self.tell(f"{type(error).__name__}: {error}" if error else "", doing)
+            try:
+                reasons = self.tell(f"{type(error).__name__}: {error}" if error else "", doing)
+            except Exception as gone:
+                if error is not None:  # the end of another process must not hide why this one fails
+                    raise error from gone
+                raise
             failed = [(rank, reason) for rank, reason in enumerate(reasons) if reason]
             self.known = bool(failed)
             if failed and error is None:
@@ -221,11 +230,16 @@ class Processes:
             table = reduce(RewardTable.join, filter(len, tables), RewardTable.empty())  # some have no rows
         return table.replace(rank=self.rank)
 
-    def even(self, micros: Sequence[T]) -> Iterator[tuple[T, float, bool]]:
-        """Yield (micro-batch, counts, last), equally often on every process; repeats have `counts` 0."""
+    def even(self, micros: Sequence[T], stand_in: T | None = None) -> Iterator[tuple[T, float, bool]]:
+        """Yield (micro-batch, counts, last), equally often on every process; repeats have `counts` 0.
+
+        A process without a micro-batch repeats `stand_in`.
+        """
         most = max(self.tell(len(micros), "counting micro-batches"))
+        repeated = micros[-1] if micros else cast(T, stand_in)
         for i in range(most):
-            yield micros[min(i, len(micros) - 1)], float(i < len(micros)), i == most - 1
+            counts = i < len(micros)
+            yield micros[i] if counts else repeated, float(counts), i == most - 1
 
     # ---- data parallelism
 
@@ -289,6 +303,25 @@ class Processes:
             self.accelerator.sync_gradients = True
 
     @contextmanager
+    def sampling(self, engine: Engine) -> Iterator[None]:
+        """Have the policy's weights where an engine samples: whole on this process, or sent elsewhere."""
+        if not isinstance(engine, SendsWeights):
+            with self.whole(engine.policy.module):
+                yield
+            return
+        with ExitStack() as stack:
+            with self.meeting("gathering weights"):
+                only = list(engine.to_send())
+                stack.enter_context(gathered(engine.policy.module, only=only, everywhere=True))
+            engine.send()
+        yield
+
+    def compare(self, engine: Engine) -> None:
+        """Let an engine compare answers from elsewhere with a policy in shards; every process calls this."""
+        if self.shards and isinstance(engine, ComparesAnswers):
+            engine.compare(self.even)
+
+    @contextmanager
     def whole(self, module: nn.Module) -> Iterator[None]:
         """Unshard all weights inside this context, for generation."""
         with ExitStack() as stack:
@@ -316,38 +349,6 @@ def leave() -> None:
     """
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
-
-
-def check_joined() -> None:
-    """Raise `ConfigError` in one of several processes that a launcher started, and that are not joined."""
-    number, words = os.environ.get("WORLD_SIZE", ""), ""
-    if number not in ("", "1"):
-        words = f"WORLD_SIZE is {number}"
-    # What `accelerate launch --cpu` sets for several processes or machines, without joining them.
-    if not number and os.environ.get("ACCELERATE_USE_CPU") == "True" and "MASTER_ADDR" in os.environ:
-        number, words = "N", "MASTER_ADDR is set as for several processes"
-    if words:
-        raise ConfigError(
-            f"{words}, but accelerate sees one process, so several runs would write into one folder; start "
-            "with `accelerate launch --config_file configs/accelerate/ddp.yaml --num_processes "
-            f"{number} -m mmrl ...`, or without a GPU with `ACCELERATE_USE_CPU=true torchrun "
-            f"--nproc_per_node {number} -m mmrl ...`; unset {words.split()[0]} to start one process"
-        )
-
-
-def check_restarts() -> None:
-    """Raise `ConfigError` where a launcher would start processes again beside addresses of ended ones.
-
-    Agents of torchrun share one store over all restarts, so a process that is started again may read where an
-    ended one listened, and wait for it: half of the restarts on two machines did not come up.
-    """
-    shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    if shared and os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0":
-        raise ConfigError(
-            "processes that the launcher starts again would find addresses of ended ones in its store, and "
-            "hang; set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in the environment of the launcher on every "
-            "machine and give it --rdzv_backend c10d, or leave out --max_restarts"
-        )
 
 
 def place_of(order: Sequence[str]) -> Callable[[str], tuple[int, str]]:

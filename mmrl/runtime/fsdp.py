@@ -32,6 +32,11 @@ def _spread(data: Tensor, like: Tensor) -> Tensor:
     return distribute_tensor(data.to(like.device), like.device_mesh, like.placements)
 
 
+def in_shards(module: nn.Module) -> bool:
+    """Return whether weights of a model are shards at this moment."""
+    return any(map(is_shard, module.parameters()))
+
+
 def full(tensor: Tensor) -> Tensor:
     """Return a tensor whole, on its device. Of a shard, every process has to call this."""
     return tensor.full_tensor() if is_shard(tensor) else tensor

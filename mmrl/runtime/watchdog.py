@@ -89,6 +89,7 @@ class Watch:
         self.rank, self.world, self.known, self.limit = rank, world, known, limit
         self.place = (0, "the beginning")  # number of meetings that this process came to, and the last one
         self.waiting = False
+        self.stays = 0  # of other processes for process 0, so far
         self.heard = ""
         self.over = threading.Event()
         self.thread = threading.Thread(target=self._listen, daemon=True)
@@ -110,6 +111,19 @@ class Watch:
             yield
         finally:
             self.waiting = False
+
+    @contextmanager
+    def waiting_for_main(self) -> Iterator[None]:
+        """Wait at the end of this context for process 0, without a limit of time."""
+        self.stays += 1
+        key = f"left {self.stays}"
+        yield
+        if self.rank == 0:
+            self.store.set(key, "")
+        while self.rank and not self.store.check([key]):
+            if self.heard:
+                raise ProcessFailed(self.heard)
+            time.sleep(PERIOD)
 
     def __enter__(self) -> Watch:
         self.thread.start()

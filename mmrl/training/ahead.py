@@ -50,9 +50,13 @@ def drawn(run: Run, missing: int) -> list[Prompt]:
 def _ask(run: Run, prompts: Sequence[Prompt], clock: Clock) -> Ahead:
     mine, _ = run.processes.share(prompts, RewardTable.empty())
     with run.processes.agreeing("asking for rollouts"), run.acting():
-        weights = tuple(map(kept, run.method.trained))
-        with run.processes.whole(run.policy.module):
+        # Process 0 saves them; of shards every process has its own.
+        saves = run.processes.main or run.processes.shards
+        weights = tuple(map(kept, run.method.trained)) if saves else ()
+        with run.processes.sampling(run.method.engine):
             cast(Asking, run.method.engine).ask(mine)
+    with run.acting():
+        run.processes.compare(run.method.engine)
     return Ahead(tuple(prompt.uid for prompt in prompts), weights, clock)
 
 
@@ -63,8 +67,9 @@ def _ask_again(run: Run, ahead: Ahead, prompts: Sequence[Prompt]) -> None:
     try:
         _copy(run, taken_up(tuple(ahead.weights), run.method.trained))
         mine, _ = run.processes.share(prompts, RewardTable.empty())
-        with run.processes.agreeing("asking for rollouts"), run.processes.whole(run.policy.module):
+        with run.processes.agreeing("asking for rollouts"), run.processes.sampling(run.method.engine):
             cast(Asking, run.method.engine).ask(mine)
+        run.processes.compare(run.method.engine)
     finally:
         _copy(run, now)
         run.pieces.clock = clock

@@ -38,13 +38,15 @@ def collect(run: Run) -> Collection:
         order = [prompt.uid for prompt in prompts]
         mine, counts = run.processes.share(prompts, table)
         with run.processes.agreeing("making and scoring rollouts"):
-            whole = run.processes.whole(run.policy.module)
-            with run.report.timing("rollout"), run.acting(), whole, rolling_out(run.stream.step):
+            sampling = run.processes.sampling(method.engine)
+            with run.report.timing("rollout"), run.acting(), sampling, rolling_out(run.stream.step):
                 made = in_order(method.engine.rollout(mine), order)
             fresh, stand_in = made if counts else (), stand_in or made  # `counts`: the prompts are its own
             with run.report.timing("reward"):
                 local = score(method.rewards, fresh, notes=method.noted, rank=run.processes.rank, log=run.log)
                 fresh = run.log.onto(fresh)
+        with run.acting():
+            run.processes.compare(method.engine)
         with run.report.timing("reward"):
             scored = run.processes.gather(local, order)
         for observer in run.observers:

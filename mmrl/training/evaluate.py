@@ -60,11 +60,12 @@ class Evaluator:
             order = [prompt.uid for prompt in prompts]
             mine, counts = self.processes.share(prompts, table)
             with self.processes.agreeing("evaluating"):
-                with torch.no_grad(), self.processes.whole(self.engine.policy.module):
+                with torch.no_grad(), self.processes.sampling(self.engine):
                     fresh = in_order(self.engine.rollout(mine), order) if mine else ()
                 fresh = fresh if counts else ()
                 local = score(self.rewards, fresh, rank=self.processes.rank, log=log)
                 fresh = log.onto(fresh)
+            self.processes.compare(self.engine)
             rollouts += fresh
             table = table.join(self.processes.gather(local, order))
         seconds = time.perf_counter() - began

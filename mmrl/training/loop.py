@@ -59,7 +59,8 @@ def train(run: Run) -> bool:
                 run.report.leave(step + 1, stop.asked)
                 return False
         run.close()
-        hand_over(run)
+        with run.processes.waiting_for_main():
+            hand_over(run)
         stopped = run.processes.any(bool(stop.asked))  # too late for this run, but not for a next stage
     run.tell("train_end")
     return not stopped

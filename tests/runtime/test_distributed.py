@@ -18,7 +18,8 @@ from mmrl.core.reward_table import RewardTable
 from mmrl.core.step_table import Batch
 from mmrl.reporting import html
 from mmrl.reporting.metrics import Journal
-from mmrl.runtime.distributed import Processes, check_joined, check_restarts
+from mmrl.runtime.distributed import Processes
+from mmrl.runtime.launcher import check_joined, check_restarts
 from mmrl.runtime.watchdog import ProcessFailed
 from mmrl.training.loop import train
 from tests.support.distributed_worker import launch, start

@@ -17,10 +17,13 @@ from mmrl.reporting.metrics import Journal
 from mmrl.runtime import deepspeed
 from mmrl.runtime.checkpoint import MODEL
 from mmrl.training.loop import train
+from mmrl.vision.policies.tokens import Tokens
 from tests.diffusion import tiny as pipelines
 from tests.diffusion.test_flow_runs import ANCHORED, KEPT_NEAR, MATCHING
 from tests.diffusion.test_flow_runs import plan as flow_plan
 from tests.support.distributed_worker import start
+from tests.support.real_worker import seen
+from tests.support.vllm_stand_in import StandIn
 from tests.vision import tiny
 
 SPEAKING = {
@@ -95,6 +98,14 @@ GAMING = {
         {"name": "group_center", "by": ["group", "role"]},
     ],
 }
+ELSEWHERE = {
+    "rollout": {
+        **SPEAKING["rollout"],
+        "engine": [*SPEAKING["rollout"]["engine"], "tests.support.real_worker:Elsewhere"],
+    },
+    "evaluation": {"data": "tests.support.real_worker:seen"},
+    "eval_steps": 2,
+}
 # In 16 bits, sums depend on what is in a batch, so one process has the batches of two: a group each.
 GROUP_BY_GROUP = {
     "rollout": {
@@ -137,6 +148,7 @@ def plans(tmp_path_factory):
         "a conversation": lambda output: {**speak(freeze_vision_tower=False)(output), **TALKING},
         "an environment": lambda output: {**speak(freeze_vision_tower=False)(output), **PLAYING},
         "a game": lambda output: {**speak(freeze_vision_tower=False)(output), **GAMING},
+        "answers from elsewhere": lambda output: {**speak(lora_rank=2)(output), **ELSEWHERE},
         "a critic": lambda output: {**speak(freeze_vision_tower=False)(output), **CRITIC},
         "a model that draws": draw(MATCHING, ANCHORED),
         "an adapter that draws": draw("diffusion.transition", LORA),
@@ -169,6 +181,7 @@ NAMES = (
     "a conversation",
     "an environment",
     "a game",
+    "answers from elsewhere",
     "a critic",
     "a model that draws",
     "an adapter that draws",
@@ -301,6 +314,31 @@ def test_shards_a_step_ahead_are_gathered_and_taken_up_again(plans, tmp_path):
     found = build(parse({**plan("shards", str(tmp_path / "once"))}, Config), quiet=True)
     found.policy.load(tmp_path / "shards" / "checkpoint-5" / MODEL)
     assert_same_run(found, wanted)
+
+
+@pytest.mark.slow
+def test_servers_get_the_weights_of_shards_and_answer_while_they_stay_shards(plans, tmp_path):
+    adapter = plans["an adapter"](tmp_path / "run")
+    served = Tokens(**{key: value for key, value in adapter["policy"].items() if key in ("model", "dtype")})
+    stand_in = StandIn(served, seen())
+    engine = {"name": "vision.vllm", "servers": [stand_in.url], "max_completion_length": 6}
+    plan = {
+        **adapter,
+        "rollout": {
+            **SPEAKING["rollout"],
+            "engine": [{**engine, "weights_folder": str(tmp_path / "weights")}],
+            "policy": "",
+        },
+        # Steps this small change weights, and log-probabilities by less than a server may differ.
+        "learn": {**SPEAKING["learn"], "learning_rate": 1e-7},
+    }
+    printed, ended = on_processes([plan], tmp_path, "fsdp2")
+    assert ended, printed
+    assert stand_in.paths().count("v1/load_lora_adapter") == 3  # of three steps
+    stand_in.off = 0.1
+    printed, ended = on_processes([{**plan, "output_dir": str(tmp_path / "other")}], tmp_path, "fsdp2")
+    stand_in.kill()
+    assert not ended and "does not sample from the policy" in printed
 
 
 @pytest.mark.parametrize(

@@ -15,11 +15,15 @@ from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 
 from mmrl.build import build
+from mmrl.config.binding import Pieces, Recipe
 from mmrl.config.schema import Config, parse
 from mmrl.core.rng import Stream
 from mmrl.core.types import Prompt
+from mmrl.engines.ray_workers import trained
 from mmrl.reporting import html
+from mmrl.runtime.fsdp import in_shards, sharded_parts
 from mmrl.training.loop import train
+from mmrl.vision.serving.agreement import gap
 from tests.vision import mixed
 
 CPU = torch.device("cpu")
@@ -57,6 +61,49 @@ class Beginning:
             self.ask(prompts)
         rows, self.begun = self.begun, None
         return rows
+
+
+class Elsewhere:
+    """An engine that samples with a model of its own, to which it copies the weights that it sends.
+
+    Where the policy is sharded, it has to be so while answers are sampled.
+    """
+
+    notes = frozenset({"logp"})
+
+    def __init__(self, engine, *, stream: Stream, recipe: Recipe) -> None:
+        self.policy, pieces = engine.policy, Pieces(stream)
+        with torch.random.fork_rng():
+            self.engine = self.own = pieces.make("policy", recipe.policy)
+        for i, piece in enumerate(recipe.engines):
+            self.engine = pieces.make("engine", piece, self.engine, place=f"engine[{i}]")
+        self.kinds: set[bool] = set()
+        self.rows = ()
+
+    def to_send(self):
+        """List the trained parameters."""
+        return trained(self.policy.module).values()
+
+    def send(self) -> None:
+        """Copy the trained weights."""
+        for name, weight in trained(self.own.module).items():
+            weight.data.copy_(trained(self.policy.module)[name])
+
+    def ask(self, prompts) -> None:
+        """Begin with nothing."""
+
+    def rollout(self, prompts):
+        """Answer with the weights that were sent."""
+        if sharded_parts(self.policy.module):
+            assert in_shards(self.policy.module)
+        self.rows = self.engine.rollout(prompts)
+        return self.rows
+
+    def compare(self, even) -> None:
+        """Compare answers with the policy, of the first process alone."""
+        mine = [self.rows] if os.environ.get("RANK") == "0" else []
+        passes = [gap(self.policy, rows) for rows, _, _ in even(mine, self.rows)]
+        assert len(passes) <= 1 and all(value < 1e-4 for value in passes), passes
 
 
 def sharding():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
@@ -27,12 +27,13 @@ from mmrl.config.registry import engine
 from mmrl.config.schema import Piece
 from mmrl.core.rng import Stream
 from mmrl.core.types import Outcome, Prompt, Rollouts, Trajectory
+from mmrl.runtime.fsdp import in_shards
 from mmrl.vision.decoding.token_steps import TokenRow
 from mmrl.vision.models.loading import TokenPolicy
 from mmrl.vision.models.processor import EncodedPrompt
-from mmrl.vision.serving.agreement import check_agreement
+from mmrl.vision.serving.agreement import check_agreement, gap
 from mmrl.vision.serving.command import command_lines
-from mmrl.vision.serving.servers import ADAPTER, Servers, Source
+from mmrl.vision.serving.servers import ADAPTER, LOCK, Servers, Source, locked
 from mmrl.vision.serving.weights import WeightsWriter
 from mmrl.vision.serving.wire import Answer, Sampling, check_media, media_of, request_of
 
@@ -109,6 +110,8 @@ class Vllm:
         self.asking = Servers(self.servers, self.folder, parallel=self.parallel, **limits)
         self.begun: tuple[list[Prompt], list[Group], str] | None = None
         self.compared: set[tuple] = set()  # kinds of media, with the moments at which answers were compared
+        self.to_compare: list[tuple[str, str, Rollouts]] = []  # kind, server and answers
+        self.stand_in: Rollouts = ()  # an answer, for a pass that another process needs
 
     def rollout(self, prompts: Sequence[Prompt]) -> Rollouts:
         """Answer every entry, in order."""
@@ -122,6 +125,25 @@ class Vllm:
                     rows[place] = row
             self._compare(groups, version)  # with servers that joined in between
         return tuple(rows)
+
+    def to_send(self) -> Iterable[torch.Tensor]:
+        """List the parameters of the adapter, or of the whole model."""
+        return self.writer.tensors().values()
+
+    def send(self) -> None:
+        """Write the weights of this moment, which `ask` brings to the servers."""
+        self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        with locked(self.folder / LOCK):
+            self.writer()
+
+    def compare(self, even: Callable[..., Iterable[tuple]]) -> None:
+        """Compare the answers that are due with a policy in shards, whose passes every process makes."""
+        due, self.to_compare = self.to_compare, []
+        for (kind, url, rows), counts, _ in even(due, ("", "", self.stand_in)):
+            if counts:
+                check_agreement(self.policy, kind, url, rows)
+            else:
+                gap(self.policy, rows)
 
     def ask(self, prompts: Sequence[Prompt]) -> None:
         """Begin with the weights, the step and the round of this moment; `rollout` of these collects."""
@@ -199,6 +221,8 @@ class Vllm:
         It is at the start, after 1, 2, 4, ... updates of the weights, and after a server has joined. A fresh
         adapter adds nothing, and an update very little, so one that a server leaves out shows only later.
         """
+        end = torch.tensor(self.policy.prompt_encoder.end[:1])
+        self.stand_in = (self._row(groups[0], Answer(end, torch.zeros(1), True)),)
         moment = self.writer.updates.bit_length(), tuple(server.joins for server in self.asking.servers)
         due = {(media_of(group.encoded), *moment) for group in groups} - self.compared
         if not due or self.writer.version() != version:  # asked of older weights
@@ -211,8 +235,10 @@ class Vllm:
                 if self.top_p < 1 or self.top_k or self.min_p:  # of a smaller distribution than the policy's
                     answers, source = self._undistorted(group)
                 rows = tuple(self._row(group, answer) for answer in answers)
-                check_agreement(self.policy, kind, source.url, rows)
+                self.to_compare.append((kind, source.url, rows))
         self.compared |= due
+        if not in_shards(self.policy.module):  # else the loop lets all processes compare together
+            self.compare(lambda due, stand_in: ((one, True, False) for one in due))
 
     def _undistorted(self, group: Group) -> tuple[list[Answer], Source]:
         """Ask for the beginning of one answer that is drawn from all tokens."""

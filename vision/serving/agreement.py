@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from mmrl.core.types import Rollouts
+from mmrl.runtime.fsdp import in_shards
 from mmrl.runtime.modules import LOW
 
 LIMITS = {False: 1e-3, True: 5e-2}  # nats on average, for computation in low precision (True) and in float32
@@ -55,8 +56,11 @@ def check_agreement(policy: Any, kind: str, url: str, rows: Rollouts) -> float:
 
 
 def _parts(policy: Any) -> Mapping[str, Callable[[str], bool]]:
-    """List the parts of an adapter that a server may leave out, by name."""
-    if policy.adapter is None:
+    """List the parts of an adapter that a server may leave out, by name; none of shards.
+
+    A pass over shards waits for other processes, which look for no cause.
+    """
+    if policy.adapter is None or in_shards(policy.module):
         return {}
     names = {id(module): name for name, module in policy.model.named_modules()}
     decoder = names[id(policy.model.get_decoder())]

@@ -16,6 +16,7 @@ import torch
 from mmrl.config.loading import ConfigError
 from mmrl.runtime.content_hash import of_tensors
 from mmrl.runtime.files import flock, remove
+from mmrl.runtime.fsdp import is_shard
 from mmrl.vision.serving.servers import LOCK, Weights, locked
 
 DIGITS = 16  # of a version
@@ -41,7 +42,7 @@ class WeightsWriter:
         weakref.finalize(self, _let_go_of_all, self.written)
 
     def __call__(self) -> Weights:
-        """Write the weights of this moment, if no one has."""
+        """Write the weights of this moment, if no one has; shards were written while they were whole."""
         version = self.version()
         if self.latest is None or self.latest.version != version:
             self.updates += 1
@@ -54,12 +55,15 @@ class WeightsWriter:
         Neither identities nor versions of tensors tell that weights changed: FSDP2 gathers into the same
         tensors, ZeRO-1 writes to a flat copy, and a reference that acts is swapped in as `.data`.
         """
+        if self.latest and any(map(is_shard, self.tensors().values())):
+            return self.latest.version
         # With the settings of an adapter: its scale is none of its tensors.
         settings = self.policy.adapter.peft_config if self.policy.adapter else self.policy.model.config
-        content = f"{of_tensors(self._tensors().values())} {settings}"
+        content = f"{of_tensors(self.tensors().values())} {settings}"
         return hashlib.sha256(content.encode()).hexdigest()[:DIGITS]
 
-    def _tensors(self) -> Mapping[str, torch.Tensor]:
+    def tensors(self) -> Mapping[str, torch.Tensor]:
+        """List the parameters that are written, by name."""
         parameters = dict(self.policy.model.named_parameters())
         if self.policy.adapter is None:
             return parameters
