@@ -50,6 +50,19 @@ def test_log_probabilities_are_those_of_the_model_on_the_rendered_chat(llama):
     torch.testing.assert_close(found.double(), wanted)
 
 
+def test_a_reply_goes_on_in_the_words_of_the_template(llama):
+    encoder = Tokens(model=str(llama), dtype="float32").prompt_encoder
+    begun = encoder.encode(asked(Part(text="the fox")))
+    answer = encoder.tokenizer("brown<|im_end|>", add_special_tokens=False, return_tensors="pt")["input_ids"][
+        0
+    ]
+    read = encoder.extend(begun, answer, Message("user", (Part(text="12"),)))
+    words = "<|im_start|>user the fox<|im_end|><|im_start|>assistant brown<|im_end|>"
+    words += "<|im_start|>user 12<|im_end|><|im_start|>assistant "
+    assert encoder.tokenizer.decode(read.ids) == words
+    assert read.positions.shape[-1] == len(read.ids) and not read.media
+
+
 def test_an_image_is_refused_by_name(llama):
     policy = Tokens(model=str(llama), dtype="float32", freeze_vision_tower=False)
     with pytest.raises(ValueError, match="shows an image, but this model reads text only"):

@@ -29,9 +29,12 @@ class TextProcessor:
         joined = [{**m, "content": "".join(part["text"] for part in m["content"])} for m in messages]
         return self.tokenizer.apply_chat_template(joined, **options)
 
-    def __call__(self, *, text: list[str], return_tensors: str) -> dict[str, Any]:
+    def __call__(
+        self, *, text: list[str], return_tensors: str, text_kwargs: Mapping[str, Any] | None = None
+    ) -> dict[str, Any]:
         # The template has written the special tokens.
-        inputs = self.tokenizer(text, add_special_tokens=False, return_tensors=return_tensors)
+        options = {"add_special_tokens": False, **(text_kwargs or {})}
+        inputs = self.tokenizer(text, return_tensors=return_tensors, **options)
         return {"input_ids": inputs["input_ids"]}
 
     def save_pretrained(self, folder: str) -> None:
