@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -28,6 +29,15 @@ class Workers:
     runtime_env: Mapping[str, Any] | None = None  # their environment, as Ray takes it
     address: str = ""  # of a cluster; empty: `RAY_ADDRESS`, or a cluster of this process on this machine
     max_restarts: NonNegativeInt = 3  # how often an actor is started again before the run ends
+
+    def __post_init__(self) -> None:
+        processes = int(os.environ.get("WORLD_SIZE") or 1)
+        if processes > 1 and self.num_gpus and not (self.address or os.environ.get("RAY_ADDRESS")):
+            raise ConfigError(
+                f"`num_gpus: {self.num_gpus:g}` in a run of {processes} processes, each of which would start "
+                "a cluster of its own with all GPUs of the machine; start one with `ray start --head`, and "
+                "name its `address` or set RAY_ADDRESS"
+            )
 
 
 @dataclass(frozen=True)

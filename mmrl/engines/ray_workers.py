@@ -119,8 +119,8 @@ class Servers:
     def publish(self) -> None:
         """Put the trained weights where workers take them from, if they changed.
 
-        A hash tells, as identities and versions of tensors do not: FSDP2 gathers into the same tensors, ZeRO-1
-        writes to a flat copy, and a reference that acts is swapped in as `.data`.
+        A hash tells, as identities and versions of tensors do not: FSDP2 gathers into the same tensors,
+        ZeRO-1 writes to a flat copy, and a reference that acts is swapped in as `.data`.
         """
         import ray
         from safetensors.torch import save
@@ -240,7 +240,7 @@ class RayWorkers:
         self.begun = list(prompts), shares, actors.begin(requests, *weights, method="rollout")
 
     def tell(self) -> Mapping[str, float]:
-        """Return what the workers' engines tell, averaged over rows, restarts, and seconds of a worker's time."""
+        """Return what the workers' engines tell, averaged over rows, restarts, and a worker's seconds."""
         rows, metrics, servers, now = max(1, self.rows), self.metrics, self.servers, time.monotonic()
         busy, passed = servers.busy / self.num_workers, now - (servers.since or now)
         restarts, servers.actors.restarts, servers.busy, servers.since = servers.actors.restarts, 0, 0.0, now

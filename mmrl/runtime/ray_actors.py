@@ -17,13 +17,16 @@ from typing import Any
 
 import torch
 
+from mmrl.config.loading import ConfigError
 from mmrl.config.workers import Workers
 from mmrl.core.types import Outcome
 
 OWN = "mmrl"  # a resource of a cluster that a run started for itself
 STARTING = 600.0  # seconds that actors may take to start and to load what they hold
 LINES = 20  # of what a dead actor wrote last
+READING = 30.0  # seconds to read them on another node
 log = logging.getLogger("mmrl")
+_joined: dict[str, str] = {}  # the address by which a run joined a cluster, by Ray's name of its session
 _starting = threading.Lock()  # rewards run in threads of their own, and a process joins one cluster
 
 
@@ -37,9 +40,10 @@ class Host:
     def __init__(self, make: Callable[..., Any], arguments: bytes) -> None:
         self.thing = make(*loads(arguments))
 
-    def call(self, method: str, request: bytes, *more: Any) -> tuple[int, bytes]:
-        """Call a method, if any; return the process that answers, to notice another one, and the answer."""
-        return os.getpid(), dumps(method and getattr(self.thing, method)(*loads(request), *more))
+    def call(self, method: str, request: bytes, *more: Any) -> tuple[int, str, bytes]:
+        """Call a method, if any; return the process that answers, its node, and the answer."""
+        answer = dumps(method and getattr(self.thing, method)(*loads(request), *more))
+        return os.getpid(), node_ip(), answer
 
 
 class Actors:
@@ -59,6 +63,7 @@ class Actors:
         self.actors: list[Any] = []
         self.pending: list[Any] = []  # the last request of every actor
         self.processes: dict[int, int] = {}  # of every actor, to notice when it is another
+        self.nodes: dict[int, str] = {}  # of every actor
         self.restarts = 0  # since somebody asked
 
     def ready(self) -> None:
@@ -110,19 +115,20 @@ class Actors:
                 f"the cluster has {_shown(ray.cluster_resources())}"
             ) from error
         except (RayActorError, OutOfMemoryError, NodeDiedError) as error:
-            pid = re.search(r"\bpid: (\d+)", str(error))
-            words = last_words(int(pid[1])) if pid else ""
+            pid, ip = (re.search(rf"\b{name}: (\S+)", str(error)) for name in ("pid", "ip"))
+            words = last_words(int(pid[1]), ip[1]) if pid and ip else ""
             raise ActorsLost(
                 f"{self.what} died more often than `max_restarts: {self.workers.max_restarts}` allows: "
                 f"{error}{words}"
             ) from error
-        for number, (process, _) in enumerate(answers):
+        for number, (process, node, _) in enumerate(answers):
             before = self.processes.get(number, process)
             if before != process:
                 self.restarts += 1
-                log.warning("one of %s was started again%s", self.what, last_words(before))
-            self.processes[number] = process
-        return [loads(answer) for _, answer in answers]
+                words = last_words(before, self.nodes[number])
+                log.warning("one of %s was started again%s", self.what, words)
+            self.processes[number], self.nodes[number] = process, node
+        return [loads(answer) for *_, answer in answers]
 
     def _wants(self) -> str:
         extra = dict(self.workers.resources or {})
@@ -130,21 +136,10 @@ class Actors:
 
     def start(self) -> None:
         """Join or start a cluster, and start the actors, once."""
-        import ray
-
         with _starting:
-            if self.actors:
-                return
-            if not ray.is_initialized():
-                os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # nothing is sent to anybody
-                address = self.workers.address or os.environ.get("RAY_ADDRESS")
-                # "local": Ray would join one that it finds on the machine.
-                ray.init(
-                    address=address or "local",
-                    log_to_driver=False,
-                    **({} if address else {"include_dashboard": False, "resources": {OWN: 1.0}}),
-                )
-            self.actors = [self._actor() for _ in range(self.workers.num)]
+            if not self.actors:
+                join(self.workers, self.what)
+                self.actors = [self._actor() for _ in range(self.workers.num)]
 
     def _actor(self) -> Any:
         import ray
@@ -166,17 +161,74 @@ class Actors:
         return ray.remote(Host).options(**options).remote(self.make, self.arguments)
 
 
+def join(workers: Workers, what: str) -> None:
+    """Join or start a cluster; raises `ConfigError` where this process is in another one already."""
+    import ray
+
+    address = workers.address or os.environ.get("RAY_ADDRESS", "")
+    if not ray.is_initialized():
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # nothing is sent to anybody
+        # "local": Ray would join one that it finds on the machine.
+        ray.init(
+            address=address or "local",
+            log_to_driver=False,
+            **({} if address else {"include_dashboard": False, "resources": {OWN: 1.0}}),
+        )
+        _joined[ray.get_runtime_context().get_session_name()] = address
+        return
+    context = ray.get_runtime_context()
+    # Without an entry, the program itself has joined or started the cluster.
+    joined = _joined.get(context.get_session_name())
+    if address not in (("", "auto") if joined is None else (joined,)) and address != context.gcs_address:
+        raise ConfigError(
+            f"{what} have the `address: '{address}'`, but this process is in the cluster at "
+            f"'{joined or context.gcs_address}' already, and can join only one; give all pieces the same "
+            "`address`, or none and set RAY_ADDRESS"
+        )
+
+
 def _shown(resources: Mapping[str, float]) -> str:
     named = {name: x for name, x in resources.items() if ":" not in name and not name.endswith("memory")}
     return ", ".join(f"{x:g} {name}" for name, x in sorted(named.items()) if x and name != OWN) or "nothing"
 
 
-def last_words(process: int) -> str:
-    """Return the last lines that an actor's process on this machine wrote to its standard error."""
+def node_ip() -> str:
+    """Return the address of the node that this process is on."""
     import ray
 
-    session = Path(os.environ.get("RAY_TMPDIR", "/tmp"), "ray", ray.get_runtime_context().get_session_name())
-    for path in sorted(session.glob(f"logs/worker-*-{process}.err")):
+    return ray.util.get_node_ip_address()
+
+
+def last_words(process: int, node: str) -> str:
+    """Return the last lines that an actor's process wrote to its standard error, or where they are."""
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    session = ray.get_runtime_context().get_session_name()
+    if node == node_ip():
+        return written_last(session, process)
+    where = f"; its last words are on the node {node}, in {log_of(session, process)}"
+    ids = [one["NodeID"] for one in ray.nodes() if one["Alive"] and one["NodeManagerAddress"] == node]
+    if not ids:
+        return where
+    there = NodeAffinitySchedulingStrategy(ids[0], soft=False)
+    reading = ray.remote(written_last).options(num_cpus=0, scheduling_strategy=there)
+    try:
+        return ray.get(reading.remote(session, process), timeout=READING) or where
+    except (ray.exceptions.RayError, TimeoutError):  # the node ends as well
+        return where
+
+
+def log_of(session: str, process: int) -> Path:
+    """Return the pattern of the file that a process of a session of Ray writes its standard error to."""
+    root = Path(os.environ.get("RAY_TMPDIR", "/tmp"))
+    return root / "ray" / session / "logs" / f"worker-*-{process}.err"
+
+
+def written_last(session: str, process: int) -> str:
+    """Read the last lines that a process on this machine wrote to its standard error."""
+    pattern = log_of(session, process)
+    for path in sorted(pattern.parent.glob(pattern.name)):
         lines = [line for line in path.read_text(errors="replace").splitlines() if not line.startswith(":")]
         if lines:
             return "; its last words:\n" + "\n".join(lines[-LINES:])

@@ -144,7 +144,8 @@ def with_actors(rewards: Sequence[Bound]) -> list[Bound]:
             case Elsewhere() as source:
                 parts = source.piece, source.policy, source.stream.seed, source.stream.stage
                 workers = bound.call["workers"]
-                key = repr((parts, workers))
+                # By name, too: rewards are asked at the same time, and each has a time-out of its own.
+                key = repr((bound.name, parts, workers))
                 what = f"the actors of the reward '{bound.name}'"
                 actors = _ACTORS.get(key) or Actors(RewardWorker, parts, workers, what)
                 _ACTORS[key] = actors

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import os
 import random
+import re
 import signal
 import sys
 import threading
@@ -14,17 +15,20 @@ import time
 import pytest
 import torch
 
+from mmrl.build import check
 from mmrl.config.loading import ConfigError
 from mmrl.config.reward_adapters import log_metric, per_outcome
+from mmrl.config.schema import Config, parse
 from mmrl.core.rng import Stream
 from mmrl.core.types import Outcome
+from mmrl.runtime import ray_actors
 from mmrl.runtime.ray_actors import check_environments, dumps, loads
 from mmrl.runtime.ray_rewards import shared
 from mmrl.training.loop import train
 from mmrl.training.score import RewardFault
 from tests.support.ray_cluster import local_cluster
 from tests.support.resuming import without_times
-from tests.support.toys import prompts, toy_run
+from tests.support.toys import plan, prompts, toy_run
 
 pytest.importorskip("ray")
 TOYS, HERE = "tests.support.toys", __name__
@@ -181,6 +185,31 @@ def test_settings_of_workers_are_checked(tmp_path):
         toy_run(tmp_path, rewards=[{"name": f"{HERE}:rivals", "workers": {"gpus": 1}}])
 
 
+def test_gpus_for_each_of_several_processes_need_a_cluster_that_they_share(tmp_path, monkeypatch):
+    def checked(**workers):
+        rewards = [{"name": f"{HERE}:rivals", "workers": {"num_gpus": 1, **workers}}]
+        check(parse(plan(tmp_path, rewards=rewards), Config))
+
+    checked()
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    checked(address="10.0.0.9:6379")
+    with pytest.raises(
+        ConfigError, match="`num_gpus: 1` in a run of 8 processes.*`address` or set RAY_ADDRESS"
+    ):
+        checked()
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.9:6379")
+    checked()
+
+
+def test_rewards_with_labels_of_their_own_do_not_wait_for_each_other(tmp_path):
+    one = {"name": f"{HERE}:rivals", "workers": {"num": 1}, "label": "one"}
+    changes = {"evaluation": {"data": {"name": "tests.support.toys:prompts", "num": 3}}}
+    run = toy_run(tmp_path, rewards=[one, {**one, "label": "other"}], **changes)
+    first, second = (bound.function.actors for bound in run.method.rewards)
+    assert first is not second
+    assert [bound.function.actors for bound in run.evaluator.rewards] == [first, second]
+
+
 # ---- runs
 
 NOISY = {"name": f"{HERE}:Noisy", "scale": {"name": "linear", "start": 0.5, "end": 3.0, "steps": 4}}
@@ -291,10 +320,19 @@ def test_an_actor_answers_after_a_fault(tmp_path, cluster, how, policy):
 
 
 @pytest.mark.slow
-def test_too_many_deaths_end_the_run_with_the_last_words(tmp_path, cluster, caplog):
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_too_many_deaths_end_the_run_with_the_last_words(tmp_path, cluster, caplog, monkeypatch, elsewhere):
+    if elsewhere:  # which this process then is not
+        monkeypatch.setattr(ray_actors, "node_ip", lambda: "10.0.0.9")
     faulty = {"name": f"{HERE}:Faulty", "how": "die", "on_error": "skip"}
     with (
         caplog.at_level(logging.WARNING),
         pytest.raises(RewardFault, match=r"(?s)`max_restarts: 1` allows.*the disk is on fire"),
     ):
         train(run_with(tmp_path, {"num": 1, "max_restarts": 1}, [faulty]))
+
+
+@pytest.mark.slow
+def test_last_words_on_a_node_that_is_gone_are_named(cluster):
+    where = r"its last words are on the node 10.0.0.8, in /.*/session_.*/logs/worker-\*-77.err"
+    assert re.search(where, ray_actors.last_words(77, "10.0.0.8"))

@@ -14,11 +14,13 @@ import torch
 from mmrl.build import build
 from mmrl.config.loading import merge
 from mmrl.config.schema import Config, ConfigError, parse
-from mmrl.config.workers import object_in
+from mmrl.config.workers import Workers, object_in
 from mmrl.core.byte_lru import ByteLRU
 from mmrl.core.rng import Stream
 from mmrl.core.types import Prompt
 from mmrl.engines.ray_workers import divided
+from mmrl.runtime import ray_actors
+from mmrl.runtime.ray_actors import join
 from mmrl.training.loop import train
 from tests.diffusion.tiny import MAKERS
 from tests.runtime.test_real_processes import SPEAKING, TALKING
@@ -143,6 +145,61 @@ def test_rollouts_a_step_ahead_are_those_of_older_weights_also_where_the_run_was
     assert torch.equal(again.policy.table, lagging.policy.table)
 
 
+def test_workers_sample_from_a_reference_that_acts_also_after_an_evaluation(tmp_path):
+    """An evaluation brings the workers the live weights; a reference is swapped in without any trace."""
+    changes = {
+        "references": {"slow": {"name": "ema", "decay": 0.5}},
+        "rollout": {"policy": "slow"},
+        "evaluation": {"data": {"name": f"{TOYS}:prompts", "num": 2}},
+        "eval_steps": 1,
+        "max_steps": 4,
+    }
+    alone = toy_run(tmp_path / "alone", **changes)
+    train(alone)
+    elsewhere = with_workers(f"{TOYS}:ToyGenerate")
+    asking = {"evaluation": {"engine": elsewhere["rollout"]["engine"]}}
+    shared = toy_run(tmp_path / "shared", **merge(merge(changes, elsewhere), asking))
+    train(shared)
+    assert shared.evaluator.engine.servers is shared.method.engine.servers
+    assert torch.equal(shared.policy.table, alone.policy.table)
+    found, wanted = ([record["reward"] for record in run.journal.read()] for run in (shared, alone))
+    assert found == wanted
+
+
+def test_the_time_that_workers_have_nothing_to_do_is_measured(tmp_path):
+    run = toy_run(tmp_path, max_steps=3, **with_workers(f"{TOYS}:ToyGenerate"))
+    finish = run.finish
+
+    def slower(*given):
+        time.sleep(0.5)
+        finish(*given)
+
+    run.finish = slower
+    train(run)
+    for record in run.journal.read():
+        assert record["workers/idle_seconds"] > 0.4
+        assert 0 < record["workers/busy_seconds"] < record["step_time"]
+
+
+# ---- clusters
+
+
+def test_a_process_joins_one_cluster(monkeypatch):
+    import ray
+
+    context = ray.get_runtime_context()
+    for address in ("", "auto", context.gcs_address):  # that of the program
+        join(Workers(address=address), "workers")
+    with pytest.raises(
+        ConfigError, match=r"workers have the `address: '10.0.0.9:6379'`.*give all pieces the"
+    ):
+        join(Workers(address="10.0.0.9:6379"), "workers")
+    monkeypatch.setitem(ray_actors._joined, context.get_session_name(), "10.0.0.9:6379")  # as if a run had
+    join(Workers(address="10.0.0.9:6379"), "workers")
+    with pytest.raises(ConfigError, match=r"in the cluster at '10.0.0.9:6379' already"):
+        join(Workers(), "workers")
+
+
 # ---- faults
 
 
@@ -214,17 +271,28 @@ def same_rows(found, wanted):
             torch.testing.assert_close(one.notes[name], note, rtol=0, atol=0)
 
 
-def test_answers_of_a_model_are_those_of_one_process(tmp_path):
+LOSSY = {"cache": {"name": "compression.visual_quant", "nbits": 1}}
+ENGINES = {
+    "exact": ({}, ()),
+    "pruned": ({"transform": [{"name": "compression.fastv", "keep": 0.5}]}, ()),
+    "low-bit cache": (LOSSY, ()),
+    "low-bit weights": ({"transform": ["compression.bnb_quantize"]}, ()),
+    "with a gate": (LOSSY, ({"name": "compression.fidelity_gate", "allow": True, "num_tokens": 2},)),
+    "with a probe": (LOSSY, ({"name": "compression.speedup_probe", "at": 0},)),
+}
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_answers_of_a_model_are_those_of_one_process(tmp_path, name):
     folder = tiny.make("qwen2_5_vl", tmp_path / "model")
     policy = {"name": "vision.tokens", "model": str(folder), "dtype": "float32"}
-    generate = {
-        "name": "vision.generate",
-        "max_completion_length": 6,
-        "batch_size": 2,
-    }  # a group, as a worker gets it
+    more, wrappers = ENGINES[name]
+    # As many rows at a time as a worker gets of a group.
+    generate = {"name": "vision.generate", "max_completion_length": 6, "batch_size": 2, **more}
+    engines = [generate, *wrappers]
     plan = merge(SPEAKING, {"policy": policy, "output_dir": str(tmp_path / "run")})
-    run = build(parse(merge(plan, {"rollout": {"engine": [generate]}}), Config), quiet=True)
-    workers = merge(plan, with_workers(generate))
+    run = build(parse(merge(plan, {"rollout": {"engine": engines}}), Config), quiet=True)
+    workers = merge(plan, with_workers(*engines))
     shared = build(parse(merge(workers, {"output_dir": str(tmp_path / "two")}), Config), quiet=True)
     for one in (run, shared):
         with torch.no_grad():

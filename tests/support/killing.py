@@ -150,6 +150,15 @@ PLANS: Mapping[str, tuple[Any, Mapping[str, Any]]] = {
             **OFTEN,
         },
     ),
+    "ahead": (  # with the rollouts of the next step in flight
+        plan,
+        {
+            "rollout": {"engine": ["tests.training.test_ahead:Beginning"], "max_staleness": 1},
+            "objective": {"step_weight": ["truncated_importance"]},
+            "references": {"ref": "frozen", "slow": {"name": "ema", "decay": 0.5}},
+            **OFTEN,
+        },
+    ),
     "pairs": (
         plan,
         {
