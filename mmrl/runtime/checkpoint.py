@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from mmrl.runtime.content_hash import of_file
-from mmrl.runtime.files import flush, remove
+from mmrl.runtime.files import flush, in_one_line, remove
 from mmrl.runtime.state_tree import apart, flatten, unflatten
 
 STATE = "trainer_state.json"
 TENSORS = "trainer_state.safetensors"
 SUMS = "SHA256SUMS"  # of every other file, written last; `sha256sum -c` reads it as well
 MODEL = "model"
+log = logging.getLogger("mmrl")
 
 
 class CheckpointError(RuntimeError):
@@ -82,10 +84,10 @@ def discard(folder: Path) -> None:
         remove(gone)
 
 
-def tidy(output_dir: Path) -> None:
-    """Remove folders that were being written or removed when a process was killed."""
+def tidy(output_dir: Path, warn: Callable[[str], None] = log.warning) -> None:
+    """Remove folders that a killed process was writing or removing; warn of those that stay."""
     for path in output_dir.glob("checkpoint-*.tmp"):
-        remove(path)
+        _clear(path, remove, warn)
 
 
 def checkpoints(output_dir: Path) -> list[Path]:
@@ -100,12 +102,22 @@ def step_of(folder: Path) -> int:
     return int(folder.name.partition("-")[2])
 
 
-def prune(output_dir: Path, limit: int, step: int, keep: int = 0) -> None:
+def prune(
+    output_dir: Path, limit: int, step: int, keep: int = 0, warn: Callable[[str], None] = log.warning
+) -> None:
     """Keep the latest `limit` checkpoints up to `step`, and that of step `keep`; a limit of 0 keeps all.
 
-    Later ones are broken, since the run resumed from an earlier one; they must not push out whole ones.
+    Later ones are broken, since the run resumed from an earlier one; they must not push out whole ones. Of an
+    old one that cannot be removed `warn` is told: the latest is safe by then, so the run goes on.
     """
     reached = [folder for folder in checkpoints(output_dir) if step_of(folder) <= step]
     for old in reached[limit:] if limit else ():
         if step_of(old) != keep:
-            discard(old)
+            _clear(old, discard, warn)
+
+
+def _clear(path: Path, how: Callable[[Path], None], warn: Callable[[str], None]) -> None:
+    try:
+        how(path)
+    except OSError as error:
+        warn(f"cannot remove the old folder '{path}': {in_one_line(error)}; remove it by hand to free room")

@@ -42,8 +42,7 @@ def save(run: Run) -> None:
     with run.processes.agreeing(f"saving '{folder}'"), run.whole_weights():
         if run.processes.main:
             _write(run, state, folder)
-            best = run.progress.best.step
-            checkpoint.prune(run.folder, run.config.save_total_limit, run.progress.step, keep=best)
+            _prune(run, run.progress.step)
 
 
 def _write(run: Run, state: Mapping[str, Any], folder: Path) -> None:
@@ -70,6 +69,11 @@ def _write(run: Run, state: Mapping[str, Any], folder: Path) -> None:
             f"cannot save '{folder}': {in_one_line(error)}; mend that (room on the disk, permissions), and "
             f"the same command goes on from {before[0] if before else 'the beginning'}"
         ) from error
+
+
+def _prune(run: Run, step: int) -> None:
+    limit, best = run.config.save_total_limit, run.progress.best.step
+    checkpoint.prune(run.folder, limit, step, keep=best, warn=run.report.warn)
 
 
 def write_model(run: Run, folder: Path) -> None:
@@ -122,7 +126,7 @@ def resume(run: Run) -> int:
     if processes.main:
         _record(run, changed, start)
         # A run that was killed right after its last checkpoint has not removed the older ones.
-        checkpoint.prune(run.folder, run.config.save_total_limit, start, keep=run.progress.best.step)
+        _prune(run, start)
     run.report.begin(start)
     return start
 
@@ -351,11 +355,11 @@ def _open_folder(run: Run) -> Changes:
         # The configuration goes last: if the process is killed, the rest is still known to be a run.
         for path in (*inside_it, written):
             remove(path)
-    checkpoint.tidy(run.folder)
     changed = _changes(run.config, run.folder)
     begun = _begun(run.folder)
     for name in () if begun else ("completions", "warnings.jsonl", CHANGES):  # of a run that failed at once
         remove(run.folder / name)
+    checkpoint.tidy(run.folder, run.report.warn)
     if not (begun and written.exists()):
         write_whole(written, as_yaml(run.config))
     return changed

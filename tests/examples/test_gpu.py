@@ -85,6 +85,37 @@ def test_a_part_that_breaks_or_hangs_is_an_error(monkeypatch, code, limit, said)
     assert found["status"] == "failed" and said in found["error"]
 
 
+def test_all_parts_together_take_less_than_ten_minutes():
+    assert sum(gpu.SECONDS.get(name, gpu.USUAL_SECONDS) for name in PARTS) <= 570
+
+
+def test_a_machine_without_triton_has_a_name(monkeypatch):
+    monkeypatch.setitem(sys.modules, "triton", None)  # an import raises
+    monkeypatch.setattr(gpu, "version", lambda package: None)
+    assert gpu.machine(True)["triton"] is None
+
+
+def test_parts_are_taken_again_after_the_code_changed(tmp_path, monkeypatch):
+    def git(*words):
+        subprocess.run(["git", "-c", "user.name=a", "-c", "user.email=a@b", *words], cwd=tmp_path, check=True)
+
+    monkeypatch.setattr(gpu, "ROOT", tmp_path)
+    assert gpu.code().startswith("version ")  # no repository
+    git("init", "-q")
+    (tmp_path / "code.py").write_text("a = 1\n")
+    git("add", "code.py")
+    git("commit", "-qm", "one")
+    names = [gpu.code()]
+    for number in (2, 3):
+        (tmp_path / "code.py").write_text(f"a = {number}\n")
+        names.append(gpu.code())
+    git("commit", "-qam", "two")
+    names.append(gpu.code())
+    assert len({*names}) == 4
+    (tmp_path / "gpu.json").write_text("{}")  # results are no code
+    assert gpu.code() == names[-1]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(PARTS))
 def test_every_part_runs_on_a_cpu_at_toy_size(name):

@@ -261,6 +261,13 @@ def test_a_process_that_hangs_is_not_waited_for_without_end(case, tmp_path):
         assert said.endswith(words)
 
 
+@pytest.mark.slow
+def test_others_wait_for_an_upload_without_a_limit(tmp_path):
+    settings = {"push_to_hub": True, "hub_model_id": "me/mine", "ddp_timeout": 6, "max_steps": 1}
+    launch([plan(tmp_path / "run", **settings)], tmp_path, UPLOAD_SECONDS="15")
+    assert (tmp_path / "run" / "weights-1").is_dir()
+
+
 def test_waiting_takes_a_second_at_least():
     with pytest.raises(ConfigError, match="'ddp_timeout' must be at least 1, not 0.5"):
         build(parse(plan("x", ddp_timeout=0.5), Config))

@@ -169,3 +169,19 @@ def test_only_tensors_that_share_memory_are_copied():
     assert all(found[name].data_ptr() != base.data_ptr() for name in ("again", "part"))
     assert found["part"].untyped_storage().nbytes() == 8 and found["part"].tolist() == [1.0, 2.0]
     assert len({tensor.untyped_storage().data_ptr() for tensor in found.values() if len(tensor)}) == 4
+
+
+def test_an_old_folder_that_cannot_be_removed_is_a_warning(tmp_path, monkeypatch):
+    for number in (2, 4, 6):
+        (tmp_path / f"checkpoint-{number}").mkdir()
+    (tmp_path / "checkpoint-1.tmp").mkdir()
+
+    def busy(path):
+        raise OSError(16, "Device or resource busy")
+
+    warned = []
+    monkeypatch.setattr(checkpoint, "remove", busy)
+    checkpoint.prune(tmp_path, 1, 6, warn=warned.append)
+    checkpoint.tidy(tmp_path, warned.append)
+    assert not any("checkpoint-6'" in text for text in warned)
+    assert len(warned) == 3 and all("Device or resource busy; remove it by hand" in text for text in warned)

@@ -320,15 +320,39 @@ def two_processes(tmp_path_factory):
 @pytest.mark.parametrize("name", PLANS)
 def test_two_processes_train_as_one(name, two_processes, tmp_path, monkeypatch):
     monkeypatch.setattr(html.pages, "curves", lambda runs: [])
+    assert_trained_as_one(name, two_processes, 2, tmp_path)
+
+
+OF_THREE = ("uneven", "minibatches", "nothing to do", "a pair", "a step ahead", "a flow")
+
+
+@pytest.fixture(scope="module")
+def three_processes(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("three")
+    launch([plan_of(name, folder / name) for name in OF_THREE], folder, world=3)
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OF_THREE)
+def test_three_processes_train_as_one(name, three_processes, tmp_path, monkeypatch):
+    """Groups cannot be shared out evenly among three."""
+    monkeypatch.setattr(html.pages, "curves", lambda runs: [])
+    assert_trained_as_one(name, three_processes, 3, tmp_path)
+
+
+def assert_trained_as_one(name, several, world, tmp_path):
+    """Train a plan on one process, and compare its weights and its journal with those of several."""
     run = build(parse(plan_of(name, tmp_path / "one"), Config), quiet=True)
     train(run)
     assert run.policy.table.abs().max() > 0.005
-    # A flow computes in float32, where sums of other parts differ in their last digits.
-    exact = 1e-12 if run.policy.table.dtype == torch.float64 else 2e-6
-    for rank in range(2):
-        weights = load_file(two_processes / name / f"weights-{rank}" / "model.safetensors")["table"]
+    # A flow computes in float32, where sums of other parts differ in their last digits. So do the float32
+    # shares of a loss where they are thirds, while halves are exact.
+    exact = 1e-12 if run.policy.table.dtype == torch.float64 and world == 2 else 2e-6
+    for rank in range(world):
+        weights = load_file(several / name / f"weights-{rank}" / "model.safetensors")["table"]
         torch.testing.assert_close(weights, run.policy.table.data, rtol=exact, atol=exact)
-    records = zip(Journal(two_processes / name).read(), run.journal.read(), strict=True)
+    records = zip(Journal(several / name).read(), run.journal.read(), strict=True)
     for found, expected in records:
         timed = {key for key in expected if "time" in key or "seconds" in key}
         assert found.keys() == expected.keys()
@@ -417,6 +441,20 @@ def test_a_process_that_finds_nothing_wrong_is_told_who_did(monkeypatch):
         raise OSError("no room")
     one._all_bytes = lambda data: [data, b'""']
     with one.agreeing("scoring"):
+        pass
+
+
+def test_an_error_is_not_lost_where_another_process_is_gone():
+    one, gone = process(0, 2), RuntimeError("Connection closed by peer")
+
+    def breaks(data):
+        raise gone
+
+    one._all_bytes = breaks
+    with pytest.raises(OSError, match="no room") as raised, one.agreeing("saving"):
+        raise OSError("no room")
+    assert raised.value.__cause__ is gone
+    with pytest.raises(RuntimeError, match="closed by peer"), one.agreeing("saving"):
         pass
 
 

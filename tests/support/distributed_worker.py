@@ -13,6 +13,7 @@ import os
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ import torch
 from mmrl.build import build
 from mmrl.config.schema import Config, parse
 from mmrl.reporting import html
+from mmrl.training import checkpointing
 from mmrl.training.loop import train
 
 
@@ -48,12 +50,15 @@ def start(module: str, arguments: Sequence[str], world: int, **more: str) -> lis
 
 
 def launch(
-    plans: Sequence[Mapping[str, Any]], folder: Path, world: int = 2, failing: bool = False
+    plans: Sequence[Mapping[str, Any]], folder: Path, world: int = 2, failing: bool = False, **more: str
 ) -> list[str]:
-    """Train on `world` processes, as a launcher would start them; give what they print, or fail with it."""
+    """Train on `world` processes, as a launcher would start them; give what they print, or fail with it.
+
+    `more` is their environment: UPLOAD_SECONDS takes the place of an upload to the hub.
+    """
     listed = folder / "plans.json"
     listed.write_text(json.dumps(plans))
-    processes = start("tests.support.distributed_worker", [str(listed)], world)
+    processes = start("tests.support.distributed_worker", [str(listed)], world, **more)
     try:
         printed = [process.communicate(timeout=400)[0] for process in processes]
     finally:
@@ -74,6 +79,8 @@ def main() -> None:
     # Such functions run in the reverse order, so this one runs after those of the library.
     atexit.register(note_leaving, Path(sys.argv[1]).parent)
     html.pages.curves = lambda runs: []  # drawing takes longer than everything else
+    seconds = float(os.environ.get("UPLOAD_SECONDS", "0"))
+    checkpointing.push = lambda *given: time.sleep(seconds) or "the hub"
     for plan in json.loads(Path(sys.argv[1]).read_text()):
         run = build(parse(plan, Config), quiet=True)
         rank = run.processes.rank

@@ -9,6 +9,7 @@ import torch
 
 from mmrl.config.schema import ConfigError
 from mmrl.costs import operations
+from mmrl.training.ahead import ask_ahead
 from mmrl.training.loop import train
 from tests.support.resuming import assert_alike, killed, resumed, without_times
 from tests.support.toys import ToyGenerate, toy_run
@@ -102,3 +103,11 @@ def test_prompts_that_a_sampler_changed_are_an_error(tmp_path):
     run.method.sampler.draw = lambda *sizes: [replace(p, tags={"hint": "1"}) for p in draw(*sizes)]
     with pytest.raises(ValueError, match=r"changed the prompt 'p\d', which cannot be asked a step ahead"):
         train(run)
+
+
+@pytest.mark.parametrize("rank, tensors", [(0, 1), (1, 0)])
+def test_only_the_process_that_saves_copies_the_weights_of_what_is_in_flight(rank, tensors, tmp_path):
+    run = toy_run(tmp_path, **ahead())
+    run.processes.rank = rank
+    ask_ahead(run)
+    assert len(run.ahead.weights) == tensors

@@ -11,6 +11,7 @@ from mmrl.build import check
 from mmrl.config.loading import merge, read
 from mmrl.config.schema import Config, ConfigError, load, parse
 from mmrl.reporting import html
+from mmrl.reporting.metrics import Journal
 from mmrl.reporting.model_card import config_hash, variant_of, write_card
 from mmrl.runtime import checkpoint
 from mmrl.runtime.files import HubError, push
@@ -193,3 +194,19 @@ def test_an_upload_that_fails_says_where_the_model_is_and_how_to_go_on(tmp_path,
 def test_nothing_is_uploaded_unasked(tmp_path, hub):
     train(toy_run(tmp_path, max_steps=1))
     assert hub.calls == []
+
+
+def test_a_run_goes_on_where_an_old_checkpoint_cannot_be_removed(tmp_path, monkeypatch):
+    plain = checkpoint.discard
+
+    def keeps_the_first(folder):
+        if folder.name == "checkpoint-1" and folder.exists():
+            raise PermissionError(13, "Permission denied")
+        plain(folder)
+
+    monkeypatch.setattr(checkpoint, "discard", keeps_the_first)
+    run = toy_run(tmp_path, save_steps=1, save_total_limit=1, max_steps=3)
+    train(run)
+    assert {path.name for path in checkpoint.checkpoints(tmp_path)} == {"checkpoint-1", "checkpoint-3"}
+    (warning,) = [line["text"] for line in Journal(tmp_path, "warnings.jsonl").read()]
+    assert "checkpoint-1': PermissionError" in warning
