@@ -202,6 +202,7 @@ def node_ip() -> str:
 def last_words(process: int, node: str) -> str:
     """Return the last lines that an actor's process wrote to its standard error, or where they are."""
     import ray
+    from ray.exceptions import RayError
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     session = ray.get_runtime_context().get_session_name()
@@ -215,7 +216,7 @@ def last_words(process: int, node: str) -> str:
     reading = ray.remote(written_last).options(num_cpus=0, scheduling_strategy=there)
     try:
         return ray.get(reading.remote(session, process), timeout=READING) or where
-    except (ray.exceptions.RayError, TimeoutError):  # the node ends as well
+    except RayError:  # such as GetTimeoutError: the node ends as well
         return where
 
 

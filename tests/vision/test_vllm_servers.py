@@ -165,15 +165,16 @@ def test_a_run_whose_server_is_killed_goes_on_with_the_same_tokens(model, two_wi
 
 
 def kill_in_the_middle(run, process) -> None:
-    """Kill a server while it answers the prompts of the second step."""
-    begin = run.method.engine.ask
+    """Kill a server when it is asked in the second step."""
+    server = run.method.engine.asking.servers[1]
+    generate = server.generate
 
-    def ask(prompts):
-        begin(prompts)
+    def dying(request):
         if run.stream.step == 1 and process.poll() is None:
             kill(process)
+        return generate(request)
 
-    run.method.engine.ask = ask
+    server.generate = dying
 
 
 def test_answers_of_a_model_that_was_loaded_anew_are_the_policys(model, tmp_path):
