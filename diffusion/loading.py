@@ -16,6 +16,7 @@ from mmrl.runtime.modules import (
     copy_weights,
     keep_training_precision,
     model_source,
+    placement,
     widest_dtype,
 )
 
@@ -58,8 +59,15 @@ def _read_pipeline(name: str, dtype: str) -> Any:
             )
         # diffusers asks for parts that a pipeline does not have unless they are passed as None.
         absent = {part: None for part, origin in parts.items() if origin == [None, None]}
+        # Its parts go onto the device file by file; of several GPUs, that is this process's current one.
+        device = placement().device
         return DiffusionPipeline.from_pretrained(
-            source, dtype=DTYPES[dtype], use_safetensors=True, trust_remote_code=False, **absent
+            source,
+            dtype=DTYPES[dtype],
+            device_map=device and device.type,
+            use_safetensors=True,
+            trust_remote_code=False,
+            **absent,
         )
     except (OSError, ValueError) as error:
         raise ValueError(f"cannot load the pipeline '{name}': {error}") from error

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from mmrl.diffusion.loading import load_pipeline
+from mmrl.diffusion.loading import load_pipeline, modules_of
 from mmrl.diffusion.reward_base import load_pretrained, read_weights
-from mmrl.runtime.modules import model_source
+from mmrl.runtime.modules import loading_onto, model_source
 from mmrl.vision.models import loading
 from tests.diffusion import tiny as flows
 from tests.vision import tiny
@@ -239,3 +239,12 @@ def test_a_model_without_an_image_processor_says_what_is_missing(checkpoint, tmp
         (folder / name).unlink(missing_ok=True)
     with pytest.raises(ValueError, match=r"no image processor \(preprocessor_config\.json.*copy"):
         loading.load_processor(str(folder))
+
+
+def test_a_pipeline_is_loaded_straight_onto_its_device(pipeline):
+    plain = load_pipeline(str(pipeline), dtype="float32")
+    with loading_onto(torch.device("cpu")):
+        placed = load_pipeline(str(pipeline), dtype="float32")
+    assert plain.hf_device_map is None and placed.hf_device_map == "cpu"
+    for one, other in zip(modules_of(plain), modules_of(placed), strict=True):
+        assert all(torch.equal(x, y) for x, y in zip(one.parameters(), other.parameters(), strict=True))

@@ -15,6 +15,7 @@ from mmrl.config.schema import Config
 from mmrl.core import onednn
 from mmrl.core.rng import Stream
 from mmrl.core.types import Prompt
+from mmrl.diagnostics.memory_estimates import sampled_elsewhere
 from mmrl.kv_cache.hf_cache import head_size
 from mmrl.kv_cache.tails import room_of
 from mmrl.runtime.allocations import Allocations
@@ -35,28 +36,37 @@ T = TypeVar("T")
 def tokens(config: Config, policy: TokenPolicy, prompts: Sequence[Prompt]) -> Mapping[str, float]:
     """Estimate generation with an unquantised cache, the step table, and a micro-batch of learning.
 
+    Generation is that of `vision.generate` in this process; servers and workers sample in their own memory.
+
     Activations and logits are measured with a few short rows, and scaled up: they are linear in tokens,
     because attention by fused kernels stores no scores; only the mask of packed rows grows with the square.
     All answers are taken to be as long as they may be, all prompts as long as the longest of `prompts`.
     """
-    engine = config.rollout.engine[0]
-    if engine.name != "vision.generate" or not prompts:
+    engine, module = config.rollout.engine[0], getattr(policy, "module", None)
+    if not prompts or not isinstance(module, step_model.StepModel):  # of images, or of no model
         return {}
     defaults = {name: p.default for name, p in find("engine", engine.name).options.items()}
     options = defaults | dict(engine.options)
-    longest = options["max_completion_length"]
+    longest = options.get("max_completion_length") or _longest_recorded(policy, prompts)
+    if not longest:
+        return {}
     encoded = max((policy.prompt_encoder.encode(prompt) for prompt in prompts), key=lambda e: len(e.ids))
-    total = config.rollout.num_prompts * config.rollout.num_generations
-    at_once = min(options["batch_size"] or total, total)
+    number = config.rollout.num_generations
+    total = config.rollout.num_prompts * number
     others = 1 + len(config.references)  # log-probabilities of `old` and of each reference
-    sizes = _generation(
-        policy, encoded, at_once, math.ceil(at_once / config.rollout.num_generations), longest
-    )
-    sizes |= {"step table": 4.0 * total * longest * (COLUMNS + others)}  # float32
-    module = getattr(policy, "module", None)
-    if isinstance(module, step_model.StepModel) and config.learn.num_iterations:
+    sizes = {"step table": 4.0 * total * longest * (COLUMNS + others)}  # float32
+    if engine.name == "vision.generate" and not sampled_elsewhere(config):
+        at_once = min(options["batch_size"] or total, total)
+        sizes |= _generation(policy, encoded, at_once, math.ceil(at_once / number), longest)
+    if config.learn.num_iterations:
         sizes |= _learning(config, policy, module, encoded, longest)
     return sizes
+
+
+def _longest_recorded(policy: TokenPolicy, prompts: Sequence[Prompt]) -> int:
+    """Count the tokens of the longest recorded answer; 0 where there is none."""
+    texts = [answer.text or "" for prompt in prompts for answer in prompt.answers]
+    return max((len(policy.prompt_encoder.answer(text)) for text in texts), default=0)
 
 
 def cache_bytes(policy: TokenPolicy, prompt_tokens: int, answer_tokens: int) -> float:

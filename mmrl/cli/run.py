@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mmrl.cli.command import CONFIG, OVERRIDES, argument, command, for_terminal, print_measured
+from mmrl.config.loading import ConfigError
 from mmrl.config.stages import Stage, load_stages, on_each
 
 if TYPE_CHECKING:
@@ -76,19 +77,33 @@ def _print_diagnosis(report: Diagnosis) -> None:
     _print_memory(report.memory, report.room, report.device)
 
 
-@command(CONFIG, OVERRIDES, examples=("mmrl estimate-memory my_run.yaml rollout.num_prompts=64",))
+@command(
+    CONFIG,
+    OVERRIDES,
+    argument("--num_processes", type=int, default=1, help="of the run; the estimate is of one (default: 1)"),
+    argument("--fsdp2", action="store_true", help="weights are shared out among them"),
+    examples=(
+        "mmrl estimate-memory my_run.yaml rollout.num_prompts=64",
+        "mmrl estimate-memory my_run.yaml --num_processes 8 --fsdp2",
+    ),
+)
 def estimate_memory(given: argparse.Namespace) -> int:
-    """Estimate the memory of a training run by parts; exit code 1 if it is more than the device has."""
+    """Estimate the memory of a training run by parts; exit code 1 if it is more than the device has.
+
+    Weights are not loaded, but for checkpoints in few bits and policies with transforms.
+    """
     from mmrl.build import check
     from mmrl.diagnostics import memory_estimates
 
+    if given.num_processes < 1:
+        raise ConfigError(f"--num_processes must be at least 1, not {given.num_processes}")
     stages = load_stages(given.config, given.overrides)
     on_each([stage.place for stage in stages], lambda i: check(stages[i].config))
     room, device = memory_estimates.room()
     largest = 0.0
     for stage in stages:
         _title(stage)
-        memory = memory_estimates.estimate_memory(stage.config)
+        memory = memory_estimates.estimate_memory(stage.config, given.num_processes, given.fsdp2)
         _print_memory(memory, room, device)
         largest = max(largest, memory_estimates.peak(memory))
         if not any("activations" in name for name in memory):

@@ -17,6 +17,7 @@ from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 MANY = 1 << 16  # elements of a weight above which oneDNN is faster
 MOST = 4 << 30  # bytes of weights that may be copied into the packed layout
@@ -31,6 +32,7 @@ FASTER = torch.backends.cpu.get_cpu_capability().startswith("AVX512")
 FEW = range(2, 49)
 # Layers of transformers' models that read the same input; when weights are packed, theirs are one weight.
 SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+PLAIN = (Tensor, nn.Parameter)  # types of weights that are not sharded
 _INSIDE: ContextVar[bool] = ContextVar("inside", default=False)
 
 
@@ -63,29 +65,30 @@ def onednn(model: nn.Module, *, pack: bool = False) -> Iterator[dict[int, Packed
 
 
 def packed_bytes(model: nn.Module) -> int:
-    """Compute the bytes of weights that `onednn(model, pack=True)` copies."""
-    layers = [layer for group in _groups(model) if usable() and _fits(group) for layer in group]
+    """Compute the bytes of weights that `onednn(model, pack=True)` copies; they may have shapes alone."""
+    groups = _groups(model, (*PLAIN, FakeTensor))
+    layers = [layer for group in groups if usable() and _fits(group) for layer in group]
     size = sum(layer.weight.nbytes for layer in layers)
     return size if size <= MOST else 0
 
 
-def _groups(model: nn.Module) -> Iterator[list[nn.Linear]]:
+def _groups(model: nn.Module, kinds: tuple[type, ...] = PLAIN) -> Iterator[list[nn.Linear]]:
     """List the plain linear layers of a model, those that read the same input together."""
     seen: set[int] = set()
     for module in model.modules():
         children = dict(module.named_children())
         for names in SIBLINGS:
-            group = [child for name in names if is_plain(child := children.get(name))]
+            group = [child for name in names if is_plain(child := children.get(name), kinds)]
             if len(group) == len(names) and len({layer.in_features for layer in group}) == 1:
                 seen.update(map(id, group))
                 yield group
-    yield from ([m] for m in model.modules() if is_plain(m) and id(m) not in seen)
+    yield from ([m] for m in model.modules() if is_plain(m, kinds) and id(m) not in seen)
 
 
-def is_plain(layer: nn.Module | None) -> TypeGuard[nn.Linear]:
+def is_plain(layer: nn.Module | None, kinds: tuple[type, ...] = PLAIN) -> TypeGuard[nn.Linear]:
     """Return whether a module is a linear layer with an unsharded float32 weight on the CPU."""
     # A subclass may compute something else, and so may a layer whose forward was replaced.
-    return type(layer) is nn.Linear and "forward" not in vars(layer) and _is_whole(layer.weight)
+    return type(layer) is nn.Linear and "forward" not in vars(layer) and _is_whole(layer.weight, kinds)
 
 
 def is_replaced(module: nn.Module) -> bool:
@@ -121,8 +124,8 @@ def there() -> bool:
     return FASTER and usable()
 
 
-def _is_whole(weight: Tensor) -> bool:
-    whole = type(weight) in (Tensor, nn.Parameter) and weight.layout is torch.strided
+def _is_whole(weight: Tensor, kinds: tuple[type, ...] = PLAIN) -> bool:
+    whole = type(weight) in kinds and weight.layout is torch.strided
     return whole and weight.device.type == "cpu" and weight.dtype == torch.float32
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -17,6 +19,7 @@ from mmrl.config.schema import Config, Piece, as_piece
 from mmrl.core.protocols import Policy
 from mmrl.core.rng import Stream
 from mmrl.core.types import Prompt
+from mmrl.runtime.modules import loading_onto
 
 PROMPTS = 8  # of the data, from which lengths are measured
 SIDE = 64  # of the matrix on which the state of an optimizer is measured
@@ -24,7 +27,7 @@ SIDE = 64  # of the matrix on which the state of an optimizer is measured
 
 @memory_estimate
 def training(config: Config, policy: Policy, prompts: Sequence[Prompt]) -> Mapping[str, float]:
-    """Estimate weights, gradients, the state of the optimizer, and references.
+    """Estimate weights, gradients, the state of the optimizer, references, and other models.
 
     A second model or a teacher that names another model is taken to be as large as the policy.
     """
@@ -38,20 +41,43 @@ def training(config: Config, policy: Policy, prompts: Sequence[Prompt]) -> Mappi
     def state(optimizer: Piece) -> float:
         return numbers * optimizer_bytes(find("optimizer", optimizer.name).target)
 
-    references = 0.0
+    references = others = 0.0
     for name, piece in config.references.items():
         # `frozen` and `ema` keep a copy of what trains, and swap it into the policy.
         kept = getattr(find("reference", piece.name).target, "holds", OWN_WEIGHTS)
-        references += sizes if kept == OWN_WEIGHTS else weights
-        if kept == "a model that learns":
+        if kept == OWN_WEIGHTS:
+            references += sizes
+        elif kept == "a model that learns":
             mover = as_piece(piece.options.get("optimizer", "adamw"), f"references.{name}.optimizer")
-            references += sizes + state(mover)
+            references += weights + sizes + state(mover)
+        else:
+            others += weights
     return {
         "weights": weights,
         "learning/gradients": sizes,
         "optimizer": state(config.learn.optimizer),
         "references": references,
-    }
+    } | ({"models that do not learn": others} if others else {})
+
+
+SHARDED = ("weights", "learning/gradients", "optimizer", "references")  # what FSDP2 shares out of these
+
+
+def sharded(config: Config, module: nn.Module, memory: Mapping[str, float], world: int) -> dict[str, float]:
+    """Share an estimate out among processes with FSDP2; one layer at a time is whole, or all for sampling."""
+    shares = {name: size / world if name in SHARDED else size for name, size in memory.items()}
+    blocks = [block for part in module.modules() if isinstance(part, nn.ModuleList) for block in part]
+    layers = [sum(p.nbytes for p in block.parameters()) for block in blocks]
+    shares["learning/a layer"] = max([*layers, *(p.nbytes for p in module.parameters())])
+    if not sampled_elsewhere(config):
+        shares["rollouts/whole weights"] = memory["weights"] * (1 - 1 / world)  # beside the shard
+    return shares
+
+
+def sampled_elsewhere(config: Config) -> bool:
+    """Return whether other programs sample, so that this process needs no memory for it."""
+    engines = [find("engine", piece.name).target for piece in config.rollout.engine]
+    return any(getattr(engine, "answers_elsewhere", False) for engine in engines)
 
 
 def optimizer_bytes(make: Callable[..., torch.optim.Optimizer]) -> float:
@@ -75,11 +101,22 @@ def in_use(kind: str, config: Config, on: str = "") -> list[Entry]:
     return [entry for entry in pieces(kind, on) if entry.scope in scopes]
 
 
-def estimate_memory(config: Config) -> Mapping[str, float]:
-    """Make the policy and some prompts of a run, and estimate its memory: bytes by part."""
+def estimate_memory(config: Config, world: int = 1, shards: bool = False) -> Mapping[str, float]:
+    """Make some prompts of a run, and the policy without its weights, and estimate memory: bytes by part.
+
+    Args:
+        config: The run.
+        world: Processes of the run; the estimate is of one of them.
+        shards: Whether FSDP2 shares weights out among them.
+    """
     made = Pieces(Stream(config.seed))
     data = made.make_field(config, "data")
-    return estimate_with(config, made.make_field(config, "policy"), list(data[:PROMPTS]))
+    # Transforms read weights.
+    with loading_onto(None, empty=not config.policy.options.get("transform")):
+        policy = made.make_field(config, "policy")
+    rollout = replace(config.rollout, num_prompts=math.ceil(config.rollout.num_prompts / world))
+    memory = estimate_with(replace(config, rollout=rollout), policy, list(data[:PROMPTS]))
+    return sharded(config, policy.module, memory, world) if shards else memory
 
 
 def estimate_with(config: Config, policy: Policy, prompts: list[Prompt]) -> Mapping[str, float]:

@@ -64,12 +64,12 @@ def share_prefix(filled: Any, recorded: list[Tensor], mask: Tensor) -> Any | Non
     """
     from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-    read = {key.untyped_storage().data_ptr() for key in recorded}  # views share a storage
+    read = {key.untyped_storage()._cdata for key in recorded}  # views share a storage
     layers = filled.layers
     # Exact types: a class derived from one of these may store something else.
     plain = layers and {type(layer) for layer in layers} <= {DynamicLayer, DynamicSlidingWindowLayer}
     if not plain or not all(
-        layer.is_initialized and layer.keys.untyped_storage().data_ptr() in read for layer in layers
+        layer.is_initialized and layer.keys.untyped_storage()._cdata in read for layer in layers
     ):
         return None
     layout, shared = PromptLayout(None, mask), derive(SharedPrefixLayer)

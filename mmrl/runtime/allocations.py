@@ -25,10 +25,10 @@ class Allocations(TorchDispatchMode):
         self._known: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        before = {storage.data_ptr() for storage in _storages((args, kwargs))}
+        before = {storage._cdata for storage in _storages((args, kwargs))}  # fake tensors have no address
         result = func(*args, **(kwargs or {}))
         for storage in _storages(result):
-            if storage.data_ptr() not in before:  # else a view of an input
+            if storage._cdata not in before:  # else a view of an input
                 self._add(storage)
         return result
 

@@ -22,7 +22,7 @@ from mmrl.core.step_table import Totals
 from mmrl.core.types import Prompt
 from mmrl.runtime import deepspeed
 from mmrl.runtime.content_hash import of_weights
-from mmrl.runtime.fsdp import gathered, taken_up, unsharded, widen
+from mmrl.runtime.fsdp import check_shardable, gathered, taken_up, unsharded, widen
 from mmrl.runtime.launcher import check_joined, check_restarts
 from mmrl.runtime.modules import LATER
 from mmrl.runtime.state_tree import apart, flatten, unflatten
@@ -260,7 +260,9 @@ class Processes:
             )
         # Before data parallelism spreads the weights of one process, or shards of each.
         self.placed += of_weights(policy) if self.world > 1 else ""
-        if not self.shards:  # FSDP2 moves and shards one layer at a time; a device need not hold the whole
+        if self.shards:  # FSDP2 moves and shards one layer at a time; a device need not hold the whole
+            check_shardable(policy.module)
+        else:
             policy.module.to(self.device)
         optimizer = make_optimizer(learning)
         zero = self.accelerator.state.deepspeed_plugin  # None where DeepSpeed was not launched

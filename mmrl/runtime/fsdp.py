@@ -15,6 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
+from mmrl.config.schema import ConfigError
+
 
 def is_shard(tensor: Tensor | None) -> bool:
     """Return whether a tensor is this process's part of a larger one."""
@@ -45,6 +47,16 @@ def full(tensor: Tensor) -> Tensor:
 def _saves() -> bool:
     """Return whether this is the process that saves whole weights."""
     return not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
+
+
+def check_shardable(module: nn.Module) -> None:
+    """Raise `ConfigError` for weights in few bits, which FSDP2 would leave whole and on another device."""
+    for name, parameter in module.named_parameters():
+        if not parameter.is_floating_point():
+            raise ConfigError(
+                f"the weight '{name}' is in few bits ({parameter.dtype}), which FSDP2 cannot shard; launch "
+                "with configs/accelerate/ddp.yaml, or take a checkpoint of 16 bits without `bnb_quantize`"
+            )
 
 
 def sharded_parts(module: nn.Module) -> list[Any]:

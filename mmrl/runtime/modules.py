@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mmrl.runtime.fsdp import sharded_parts
 
@@ -52,6 +54,7 @@ class Placement:
     device: torch.device | None = None
     learns: bool = True
     shards: bool = False
+    empty: bool = False
 
 
 TRAINING = Placement()
@@ -59,7 +62,9 @@ _PLACEMENT: ContextVar[Placement] = ContextVar("placement", default=TRAINING)
 
 
 @contextmanager
-def loading_onto(device: torch.device | None, *, learns: bool = True, shards: bool = False) -> Iterator[None]:
+def loading_onto(
+    device: torch.device | None, *, learns: bool = True, shards: bool = False, empty: bool = False
+) -> Iterator[None]:
     """Load models inside this context straight onto a device, file by file, without a copy in main memory.
 
     Args:
@@ -68,8 +73,9 @@ def loading_onto(device: torch.device | None, *, learns: bool = True, shards: bo
         learns: Whether weights that policies train become float32; without it they keep their dtype.
         shards: Whether they become float32 only after FSDP2 has sharded them (`Processes.place`), so that no
             process holds a float32 copy of the model.
+        empty: Whether weights have shapes alone, for estimates of memory; no file of weights is read.
     """
-    token = _PLACEMENT.set(Placement(device, learns, shards))
+    token = _PLACEMENT.set(Placement(device, learns, shards, empty))
     try:
         yield
     finally:
@@ -79,6 +85,20 @@ def loading_onto(device: torch.device | None, *, learns: bool = True, shards: bo
 def placement() -> Placement:
     """Return where models are loaded at the moment."""
     return _PLACEMENT.get()
+
+
+@cache
+def _fake() -> FakeTensorMode:
+    # With others than the weights, such as token ids, being real.
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def making_weights() -> AbstractContextManager:
+    """Make weights that have shapes alone inside this context, where `loading_onto` says so.
+
+    What is computed with them has shapes alone, too, and takes neither memory nor time.
+    """
+    return _fake() if placement().empty else nullcontext()
 
 
 def keep_training_precision(model: nn.Module, *, now: bool = False) -> None:

@@ -39,10 +39,11 @@ def save(run: Run) -> None:
     folder = run.folder / f"checkpoint-{run.progress.step}"
     run.rank_checkpoint()  # before the state, which names the best checkpoint
     state = whole(run.state_dict())  # on process 0; every process takes part
+    limit, best = run.config.save_total_limit, run.progress.best.step
     with run.processes.agreeing(f"saving '{folder}'"), run.whole_weights():
         if run.processes.main:
             _write(run, state, folder)
-            _prune(run, run.progress.step)
+            checkpoint.prune(run.folder, limit, run.progress.step, best, run.report.warn)
 
 
 def _write(run: Run, state: Mapping[str, Any], folder: Path) -> None:
@@ -69,11 +70,6 @@ def _write(run: Run, state: Mapping[str, Any], folder: Path) -> None:
             f"cannot save '{folder}': {in_one_line(error)}; mend that (room on the disk, permissions), and "
             f"the same command goes on from {before[0] if before else 'the beginning'}"
         ) from error
-
-
-def _prune(run: Run, step: int) -> None:
-    limit, best = run.config.save_total_limit, run.progress.best.step
-    checkpoint.prune(run.folder, limit, step, keep=best, warn=run.report.warn)
 
 
 def write_model(run: Run, folder: Path) -> None:
@@ -126,7 +122,8 @@ def resume(run: Run) -> int:
     if processes.main:
         _record(run, changed, start)
         # A run that was killed right after its last checkpoint has not removed the older ones.
-        _prune(run, start)
+        limit, best = run.config.save_total_limit, run.progress.best.step
+        checkpoint.prune(run.folder, limit, start, best, run.report.warn)
     run.report.begin(start)
     return start
 
@@ -183,8 +180,7 @@ def _load_latest(run: Run, changed: Changes) -> int:
 
 def _begin_from(run: Run, folder: Path) -> None:
     """Load the weights to begin with; `frozen` references keep those of before, the policy's own."""
-    loading = run.processes.agreeing(f"loading '{folder}' (init_from)")
-    with gathered(run.policy.module, changed=True) as loads, loading:
+    with gathered(run.policy.module, changed=True) as loads, run.processes.agreeing(f"loading '{folder}'"):
         try:
             if loads:
                 run.policy.load(folder)

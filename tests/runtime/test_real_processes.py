@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import os
+import random
+import re
+import time
 from functools import cache
 
 import pytest
@@ -117,6 +122,8 @@ GROUP_BY_GROUP = {
 # SGD, so that weights tell of gradients: the first step of Adam is as long for a small one.
 FLOW = {"learn": {"learning_rate": 0.3, "optimizer": "sgd"}, "max_steps": 3, "save_steps": 2}
 LORA = merge({"policy": {"lora_rank": 2}}, KEPT_NEAR)
+DRAWN_GROUP_BY_GROUP = {"policy": {"dtype": "bfloat16"}, "learn": {"micro_batch_steps": 1}}
+BITSANDBYTES = importlib.util.find_spec("bitsandbytes") is not None
 
 
 @pytest.fixture(autouse=True)
@@ -134,6 +141,9 @@ def plans(tmp_path_factory):
         named = {"name": "vision.tokens", "model": str(folder / "vlm"), "dtype": "float32"}
         return lambda output: {**SPEAKING, "policy": {**named, **policy}, "output_dir": str(output)}
 
+    if BITSANDBYTES:
+        four_bits(folder / "vlm", folder / "four")
+
     def half(**policy):
         return lambda output: {**speak(dtype="bfloat16", **policy)(output), **GROUP_BY_GROUP}
 
@@ -145,6 +155,7 @@ def plans(tmp_path_factory):
         "an adapter": speak(lora_rank=2, gradient_checkpointing=True),
         "an adapter of a 16-bit model": half(lora_rank=2, gradient_checkpointing=True),
         "a 16-bit model": half(gradient_checkpointing=True),
+        "an adapter over 4 bits": speak(model=str(folder / "four"), lora_rank=2),
         "a conversation": lambda output: {**speak(freeze_vision_tower=False)(output), **TALKING},
         "an environment": lambda output: {**speak(freeze_vision_tower=False)(output), **PLAYING},
         "a game": lambda output: {**speak(freeze_vision_tower=False)(output), **GAMING},
@@ -152,7 +163,26 @@ def plans(tmp_path_factory):
         "a critic": lambda output: {**speak(freeze_vision_tower=False)(output), **CRITIC},
         "a model that draws": draw(MATCHING, ANCHORED),
         "an adapter that draws": draw("diffusion.transition", LORA),
+        "a 16-bit model that draws": draw(MATCHING, merge(ANCHORED, DRAWN_GROUP_BY_GROUP)),
     }
+
+
+def four_bits(model, folder):
+    """Save a model with weights of 4 bits, as the run files of 32B and 72B name one."""
+    from transformers import AutoModelForImageTextToText, AutoProcessor, BitsAndBytesConfig
+
+    four = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", llm_int8_skip_modules=["lm_head"])
+    AutoModelForImageTextToText.from_pretrained(model, quantization_config=four).save_pretrained(folder)
+    AutoProcessor.from_pretrained(model).save_pretrained(folder)
+
+
+def left_out(name, way):
+    """Say why a plan cannot be trained in a way; nothing where it can."""
+    if name == "a critic" and way == "zero1":
+        return "DeepSpeed trains one model"
+    if "4 bits" in name and (way != "ddp" or not BITSANDBYTES):
+        return "weights of 4 bits are for data parallelism, and need bitsandbytes"
+    return ""
 
 
 @pytest.fixture(scope="module")
@@ -161,7 +191,7 @@ def on_two(plans, tmp_path_factory):
 
     def go(way):
         folder = tmp_path_factory.mktemp(way)
-        several = {name: make for name, make in plans.items() if way != "zero1" or name != "a critic"}
+        several = {name: make for name, make in plans.items() if not left_out(name, way)}
         stopped = [{**make(folder / name), "max_steps": 2} for name, make in several.items()]
         listed = folder / "plans.json"
         listed.write_text(json.dumps([*stopped, *(make(folder / name) for name, make in several.items())]))
@@ -178,6 +208,7 @@ NAMES = (
     "an adapter",
     "an adapter of a 16-bit model",
     "a 16-bit model",
+    "an adapter over 4 bits",
     "a conversation",
     "an environment",
     "a game",
@@ -185,6 +216,7 @@ NAMES = (
     "a critic",
     "a model that draws",
     "an adapter that draws",
+    "a 16-bit model that draws",
 )
 
 
@@ -192,8 +224,8 @@ NAMES = (
 @pytest.mark.parametrize("way", ["ddp", "fsdp2", "zero1"])
 @pytest.mark.parametrize("name", NAMES)
 def test_two_processes_train_real_models_as_one(name, way, plans, on_two, tmp_path):
-    if name == "a critic" and way == "zero1":
-        pytest.skip("DeepSpeed trains one model")
+    if reason := left_out(name, way):
+        pytest.skip(reason)
     if way == "zero1":
         pytest.importorskip("deepspeed", reason="an extra of its own")
     run = build(parse(plans[name](tmp_path), Config), quiet=True)
@@ -286,6 +318,49 @@ def test_shards_of_16_bits_go_on_bit_for_bit(plans, tmp_path):
         assert one.keys() == other.keys() and one
         for file, weights in one.items():
             assert all(torch.equal(weight, other[file][key]) for key, weight in weights.items()), (name, file)
+
+
+@pytest.mark.slow
+def test_a_killed_process_of_shards_is_named_and_the_run_goes_on_bit_for_bit(plans, tmp_path):
+    def plan(folder):
+        adamw = {"learn": {"optimizer": {"name": "adamw"}}, "max_steps": 6, "save_steps": 1}
+        return merge(plans["a 16-bit model"](tmp_path / folder), adamw)
+
+    printed, ended = on_processes([plan("through")], tmp_path, "fsdp2")
+    assert ended, printed
+    draw = random.Random(0)
+    for turn in range(int(os.environ.get("MMRL_KILLED_RUNS", "2"))):
+        folder, rank = f"killed-{turn}", 1 - turn % 2
+        listed = tmp_path / "killed.json"
+        listed.write_text(json.dumps([plan(folder)]))
+        processes = start("tests.support.real_worker", [str(listed), "fsdp2"], 2)
+        steps = draw.randint(1, 4)
+        while len(Journal(tmp_path / folder).read()) < steps and processes[rank].poll() is None:
+            time.sleep(0.01)
+        time.sleep(draw.uniform(0, 1))
+        processes[rank].kill()
+        printed = [process.communicate(timeout=120)[0] for process in processes]
+        assert processes[1 - rank].returncode == 1, printed[1 - rank]
+        assert re.search(rf"process {rank} of 2 .*is gone", printed[1 - rank]), printed[1 - rank]
+        again, ended = on_processes([plan(folder)], tmp_path, "fsdp2")
+        assert ended, again
+        assert_same_files(tmp_path / "through", tmp_path / folder, "checkpoint-6/**/*.safetensors")
+
+
+def assert_same_files(one, other, pattern):
+    """Compare the tensors of two runs bit for bit."""
+    found = {folder: sorted(folder.rglob(pattern)) for folder in (one, other)}
+    assert len(found[one]) == len(found[other]) > 1  # weights, and the state of the trainer
+    for mine, its in zip(found[one], found[other], strict=True):
+        tensors = load_file(its)
+        assert all(torch.equal(value, tensors[key]) for key, value in load_file(mine).items()), mine
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not BITSANDBYTES, reason="needs bitsandbytes")
+def test_weights_of_4_bits_are_refused_as_shards(plans, tmp_path):
+    printed, ended = on_processes([plans["an adapter over 4 bits"](tmp_path / "run")], tmp_path, "fsdp2")
+    assert not ended and "which FSDP2 cannot shard; launch with configs/accelerate/ddp.yaml" in printed
 
 
 @pytest.mark.slow

@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+import shutil
+from dataclasses import replace
+
 import pytest
 import torch
 
 from benchmarks.memory import CASES, measure_apart
+from mmrl.config.binding import Pieces
+from mmrl.config.schema import Config, parse
+from mmrl.core.rng import Stream
+from mmrl.core.types import Outcome
+from mmrl.diagnostics.memory_estimates import PROMPTS, estimate_memory, estimate_with
 from mmrl.kv_cache.tails import room_of
 from mmrl.runtime.allocations import Allocations
 from mmrl.vision import memory_estimates
 from mmrl.vision.decoding import step_model
 from mmrl.vision.decoding.step_model import chunked_logp
 from mmrl.vision.memory_estimates import extrapolated, micro_batch
+from mmrl.vision.policies.tokens import Tokens
+from tests.support import real_worker
 from tests.vision import mixed
 
 FAMILY = "qwen2_5_vl"
@@ -85,6 +95,77 @@ def test_recomputed_layers_compute_a_shared_prompt_once(checkpoint):
     alone = sum(len(row.steps.prompt.ids) + row.length - 1 for row in rows)  # every row with its own prompt
     assert len(seen) == 2 and seen[0] == seen[1]  # forward, and once more in the backward pass
     assert len(batch.steps.prompts) < len(rows) and seen[0] < 0.75 * alone
+
+
+def config_of(model, **changes):
+    engine = changes.pop("engine", [{"name": "vision.generate", "max_completion_length": 12}])
+    policy = {"name": "vision.tokens", "model": str(model), "dtype": "float32", **changes.pop("policy", {})}
+    rollout = {"engine": engine, "num_prompts": 4, "num_generations": 2, **changes.pop("rollout", {})}
+    plain = {
+        "policy": policy,
+        "data": "tests.support.real_worker:seen",
+        "rollout": rollout,
+        "rewards": ["tests.support.real_worker:longer"],
+        "advantage": ["total", "group_normalize"],
+        "objective": {"name": "policy_gradient", "surrogate": "clip", "aggregation": "step_mean"},
+        "output_dir": "nowhere",
+        **changes,
+    }
+    return parse(plain, Config)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"freeze_vision_tower": False},
+        {"lora_rank": 2, "gradient_checkpointing": True},
+        {"dtype": "bfloat16"},
+        {"dtype": "bfloat16", "lora_rank": 2, "freeze_vision_tower": False},
+    ],
+    ids=repr,
+)
+def test_weights_need_not_be_there(options, checkpoint, tmp_path):
+    folder = shutil.copytree(checkpoint(FAMILY), tmp_path / "model")
+    config = config_of(folder, policy=options, references={"ref": "frozen"})
+    policy = Pieces(Stream(0)).make("policy", config.policy)
+    wanted = estimate_with(config, policy, real_worker.seen()[:PROMPTS])
+    for file in folder.glob("*.safetensors"):
+        file.unlink()
+    assert estimate_memory(config) == pytest.approx(wanted)
+    assert {"learning/activations", "learning/logits", "rollouts/cache"} <= wanted.keys()
+
+
+def test_servers_and_workers_sample_in_memory_of_their_own(checkpoint):
+    here = estimate_memory(config_of(checkpoint(FAMILY)))
+    vllm = {"name": "vision.vllm", "servers": ["http://localhost:1"], "max_completion_length": 12}
+    generate = {"name": "vision.generate", "max_completion_length": 12}
+    for engine in ([vllm], [generate, "ray_workers"]):
+        there = estimate_memory(config_of(checkpoint(FAMILY), engine=engine))
+        assert there == {name: size for name, size in here.items() if not name.startswith("rollouts/")}
+
+
+def test_recorded_answers_are_as_long_as_they_are(checkpoint):
+    policy = Tokens(model=str(checkpoint(FAMILY)), dtype="float32")
+    prompts = [replace(prompt, answers=(Outcome(text="a b"),)) for prompt in real_worker.seen()]
+    tokens = len(policy.prompt_encoder.answer("a b"))
+    found = memory_estimates.tokens(config_of("x", engine=["offline"]), policy, prompts)
+    # 4 prompts with 2 rows each: 5 columns, and the policy of before, of 4 bytes.
+    assert found["step table"] == 4 * 2 * tokens * 6 * 4 and found["learning/activations"] > 0
+
+
+def test_shards_and_processes(checkpoint):
+    config = config_of(checkpoint(FAMILY))
+    one, four, shards = (estimate_memory(config, *given) for given in ((), (4,), (4, True)))
+    # 4 prompts on 4 processes are one on each; weights are on all, or a quarter on each.
+    assert four["weights"] == one["weights"] and four["step table"] == one["step table"] / 4
+    for name in ("weights", "learning/gradients", "optimizer"):
+        assert shards[name] == one[name] / 4
+    assert shards["rollouts/whole weights"] == 0.75 * one["weights"]
+    assert 0 < shards["learning/a layer"] < one["weights"] / 2
+    vllm = {"name": "vision.vllm", "servers": ["http://localhost:1"], "max_completion_length": 12}
+    elsewhere = estimate_memory(config_of(checkpoint(FAMILY), engine=[vllm]), 4, True)
+    assert "rollouts/whole weights" not in elsewhere
 
 
 @pytest.mark.slow

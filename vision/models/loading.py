@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from mmrl.config import objects
-from mmrl.runtime.modules import DTYPES, Derived, model_source, placement
+from mmrl.runtime.modules import DTYPES, Derived, making_weights, model_source, placement
 from mmrl.vision.models.processor import PromptEncoder
 from mmrl.vision.models.text_processor import TextProcessor
 
@@ -39,6 +39,10 @@ def load_model(name: str, *, dtype: str, attn_implementation: str) -> nn.Module:
     with _source("model", name) as source:
         config = AutoConfig.from_pretrained(source, trust_remote_code=False)
         maker = AutoModelForCausalLM if reads_text_only(config) else AutoModelForImageTextToText
+        if placement().empty and not hasattr(config, "quantization_config"):  # whose layers only files make
+            with making_weights():
+                options = {"dtype": DTYPES[dtype], "attn_implementation": attn_implementation}
+                return maker.from_config(config, trust_remote_code=False, **options).eval()
         model = maker.from_pretrained(
             source,
             dtype=DTYPES[dtype],
