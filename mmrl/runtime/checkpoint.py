@@ -107,8 +107,8 @@ def prune(
 ) -> None:
     """Keep the latest `limit` checkpoints up to `step`, and that of step `keep`; a limit of 0 keeps all.
 
-    Later ones are broken, since the run resumed from an earlier one; they must not push out whole ones. Of an
-    old one that cannot be removed `warn` is told: the latest is safe by then, so the run goes on.
+    Later ones are broken, since the run resumed from an earlier one; they must not push out whole ones. An
+    old one that cannot be removed goes to `warn`: the latest is safe by then, so the run goes on.
     """
     reached = [folder for folder in checkpoints(output_dir) if step_of(folder) <= step]
     for old in reached[limit:] if limit else ():
