@@ -373,8 +373,10 @@ RARE = {
     "game/share_of_turns/{role}": "mmrl/engines/play.py",
     "workers/restarts": "mmrl/engines/ray_workers.py",
     **{f"workers/{what}_seconds": "mmrl/engines/ray_workers.py" for what in ("busy", "idle")},
-    **{f"vllm/{name}": "vision/engines/vllm.py" for name in ("servers", "asked_again", "publish_seconds")},
-    **{f"vllm/{what}_seconds": "vision/serving/servers.py" for what in ("busy", "idle")},
+    **{
+        f"vllm/{name}": "vision/serving/servers.py"
+        for name in ("servers", "asked_again", "publish_seconds", "busy_seconds", "idle_seconds")
+    },
     "reversed/{metric}": "mmrl/objectives/bidirectional.py",
     "sampler/unfinished": "mmrl/samplers/unfinished.py",
     "skipped_updates": "mmrl/training/trainer.py",
