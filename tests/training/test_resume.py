@@ -85,7 +85,7 @@ def test_a_finished_run_stays_as_it_is(tmp_path):
 def test_a_run_killed_before_it_removed_older_checkpoints_removes_them(tmp_path, monkeypatch):
     changes = {"max_steps": 4, "save_steps": 1, "save_total_limit": 2}
 
-    def dying(folder, limit, step, keep):
+    def dying(folder, limit, step, keep, warn):
         if step == 4:
             raise Killed
 
