@@ -52,9 +52,8 @@ def collect(run: Run) -> Collection:
         for observer in run.observers:
             observer.observe(fresh, scored)
         rollouts, table = rollouts + fresh, table.join(scored)
-        keep = of_episodes(method.group_filter, table) & table.learn.any(
-            -1
-        )  # groups with a faulty reward are asked anew
+        # Groups with a faulty reward are asked anew.
+        keep = of_episodes(method.group_filter, table) & table.learn.any(-1)
     run.stream.round = 0
     if not stand_in:
         raise ValueError(f"the sampler named no prompt at step {run.stream.step}, so there is nothing to do")

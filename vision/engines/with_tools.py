@@ -229,25 +229,25 @@ class WithTools:
             talk.finish = "images"
             return
         errors = [answer.fault for _, answer in replies]
-        told = [self._message(answer) for _, answer in replies]
+        observed = [self._message(answer) for _, answer in replies]
         try:
-            read = self._extend(talk, told)
+            read = self._extend(talk, observed)
         except ValueError:  # an image that the model cannot read: each reply is judged by itself
             for place, (tool, _) in enumerate(replies):
-                fault = self._unreadable(talk, told[place])
+                fault = self._unreadable(talk, observed[place])
                 if fault and tool and not self._told(talk, tool, fault):
                     return
                 if fault:
-                    errors[place], told[place] = fault.fault, UNREADABLE
-            read = self._extend(talk, told)
+                    errors[place], observed[place] = fault.fault, UNREADABLE
+            read = self._extend(talk, observed)
         self.counts["errors"] += sum(map(bool, errors))
         if len(read.ids) >= self.context:
             talk.finish = "context"
             return
-        media = [part.media for reply in told for part in reply.parts if part.media]
+        media = [part.media for reply in observed for part in reply.parts if part.media]
         talk.read = read
         talk.images = [*talk.images, *(medium for medium in media if medium.kind == "image")]
-        talk.messages += told
+        talk.messages += observed
         talk.shown += len(media)
 
     def _message(self, answer: Answer) -> Message:
@@ -256,10 +256,10 @@ class WithTools:
         parts = (Part(one_line(answer.fault)),) if answer.fault else answer.parts
         return Message("tool", tuple(part if part.media else Part(words(part.text)) for part in parts))
 
-    def _extend(self, talk: Conversation, told: Sequence[Message]) -> EncodedPrompt:
+    def _extend(self, talk: Conversation, observed: Sequence[Message]) -> EncodedPrompt:
         """Append replies to what a conversation has read; raises ValueError for an unfit image."""
         encoder = self.policy.prompt_encoder
-        return encoder.extend(talk.read, talk.turns[-1][1], *encoder.replies(told, talk.schemas))
+        return encoder.extend(talk.read, talk.turns[-1][1], *encoder.replies(observed, talk.schemas))
 
     def _unreadable(self, talk: Conversation, reply: Message) -> Answer | None:
         """Return the fault of a reply that the model cannot read."""
