@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import gc
 import logging
+import shutil
 
 import pytest
 import torch
@@ -68,6 +69,17 @@ def test_a_folder_stays_while_another_learner_uses_it(policy, tmp_path):
     del one
     gc.collect()
     assert not latest.exists() and {path.name for path in tmp_path.iterdir()} <= {LOCK}
+
+
+def test_a_folder_that_a_user_removed_is_let_go_without_a_word(policy, tmp_path, monkeypatch):
+    failed = []
+    monkeypatch.setattr("sys.unraisablehook", failed.append)  # what a finalizer raises is only printed
+    writer = WeightsWriter(policy, tmp_path / "weights")
+    writer()
+    shutil.rmtree(tmp_path / "weights")
+    del writer
+    gc.collect()
+    assert not failed and not (tmp_path / "weights").exists()
 
 
 def test_file_systems_without_locks_are_warned_of_once(tmp_path, monkeypatch, caplog):

@@ -116,5 +116,8 @@ def _let_go(folder: Path, used: TextIO) -> None:
 
 def _let_go_of_all(written: Mapping[Path, TextIO]) -> None:
     for folder, used in written.items():
+        if not folder.exists():  # a user removed it before the process ended
+            used.close()
+            continue
         with locked(folder.parent / LOCK):  # another process may be about to use it
             _let_go(folder, used)
