@@ -143,7 +143,9 @@ def kind_of(parameter: inspect.Parameter) -> str:
     note = note if isinstance(note, str) else getattr(note, "__name__", str(note))
     for name, wanted in vars(ranges).items():
         if typing.get_origin(wanted) is typing.Annotated:
-            words = f"{wanted.__origin__.__name__} ({wanted.__metadata__[0]})"
+            of = wanted.__origin__
+            spelled = str(of).replace("collections.abc.", "") if typing.get_args(of) else of.__name__
+            words = f"{spelled} ({wanted.__metadata__[0]})"
             note = re.sub(rf"\b{name}\b", words, note)
     # Ranges that have no name of their own; the text is of our own source.
     spell = lambda found: f"{found[1]} ({eval(found[2], vars(ranges))})"

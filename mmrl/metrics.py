@@ -12,7 +12,7 @@ from typing import Annotated
 
 import torch
 
-from mmrl.config.ranges import NonNegativeInt, PositiveFloat, PositiveInt, Range
+from mmrl.config.ranges import NonNegativeInt, PositiveFloat, PositiveInt, Range, TagWords
 from mmrl.config.registry import metric
 from mmrl.core.reward_table import EQUAL, RewardTable, name_id
 from mmrl.core.tensor import group_index, group_rank, group_sum
@@ -278,7 +278,7 @@ def win_rate(
     table: RewardTable,
     *,
     of: str,
-    where: Mapping[str, str] | None = None,
+    where: TagWords | None = None,
     draw: float = 0.0,
     label: str = "win_rate",
 ) -> dict[str, float]:
@@ -299,9 +299,7 @@ def win_rate(
 
 
 @metric(every_turn=True)
-def turns(
-    table: RewardTable, *, where: Mapping[str, str] | None = None, label: str = "turns"
-) -> dict[str, float]:
+def turns(table: RewardTable, *, where: TagWords | None = None, label: str = "turns") -> dict[str, float]:
     """Mean number of turns of a conversation, and their share of all steps (`turns/share`).
 
     Args:

@@ -94,13 +94,27 @@ def test_a_run_begins_with_what_it_is(path):
 
 @each(VARIANTS)
 def test_a_variant_fits_a_run_on_a_real_model(path):
-    """Notes, references and what the policy says are there, with the engine and the rewards of a grounding
-    run, or of one that makes pictures."""
+    """Notes, tags, references and what the policy says are there, with the rewards of a grounding run, or of
+    one that makes pictures, and with the run's engine, or one that holds conversations or plays games."""
     variant = read(path)
     run = PICTURES if "policy" in variant else read(CONFIGS / "train/charades_sta_grpo.yaml")
     chosen = {key: run[key] for key in ("policy", "data", "rewards", "rollout", "learn")}
-    engine = variant.get("rollout", {}).get("engine", run["rollout"]["engine"])
-    check(parse(merge(chosen, merge(variant, {"rollout": {"engine": engine}})), Config))
+    plain = variant.get("rollout", {}).get("engine", run["rollout"]["engine"])
+    faults = []
+    for engine in (plain, [*plain, TALKS], [*plain, PLAYS], TAGS):
+        try:
+            check(parse(merge(chosen, merge(variant, {"rollout": {"engine": engine}})), Config))
+            break
+        except ConfigError as error:
+            faults.append(str(error))
+    assert all("reads the tag" in fault for fault in faults), faults
+    assert (engine == TAGS) == (path.stem in OWN_ENGINE), faults
+
+
+TALKS = {"name": "vision.with_tools", "tool": ["vision.crop"], "turn_outcomes": True}
+PLAYS = {"name": "play", "game": "vision.spy"}
+TAGS = ["tests.support.toys:ToyTurns"]
+OWN_ENGINE = ("hiper", "mars2", "mashost", "salt")  # methods whose tags no shipped engine sets
 
 
 PICTURES = {

@@ -11,7 +11,7 @@ from torch import Tensor
 from mmrl.advantages.normalize import BY_GROUP
 from mmrl.advantages.notes import label, row_mean
 from mmrl.config.loading import ConfigError
-from mmrl.config.ranges import NonNegativeFloat, PositiveFloat, PositiveInt
+from mmrl.config.ranges import NonNegativeFloat, PositiveFloat, PositiveInt, Tag, Tags
 from mmrl.config.registry import advantage
 from mmrl.core.reward_table import EQUAL, GroupStatistics, RewardTable
 
@@ -28,7 +28,7 @@ def _compared(table: RewardTable, groups: GroupStatistics, credit: Tensor, singl
 def group_median(
     table: RewardTable,
     *,
-    by: tuple[str, ...] = BY_GROUP,
+    by: Tags = BY_GROUP,
     mad_floor: PositiveFloat = 1e-3,
     drop_pivot: bool = True,
 ) -> RewardTable:
@@ -64,7 +64,7 @@ def virtual_maximum(
     *,
     max_reward: float = 1.0,
     num_virtual: PositiveInt = 1,
-    by: tuple[str, ...] = BY_GROUP,
+    by: Tags = BY_GROUP,
     eps: NonNegativeFloat = 1e-6,
     singleton: Singleton = "zero",
 ) -> RewardTable:
@@ -100,7 +100,7 @@ def shrunk_mean(
     of: str,
     low: float = 0.0,
     high: float = 1.0,
-    by: tuple[str, ...] = BY_GROUP,
+    by: Tags = BY_GROUP,
 ) -> RewardTable:
     """Subtract the mean of the group, shrunk to a predicted value of the prompt (V_0.5, arXiv 2603.10848).
 
@@ -133,7 +133,7 @@ def log_mean_exp(
     table: RewardTable,
     *,
     tau: PositiveFloat = 1.0,
-    by: tuple[str, ...] = BY_GROUP,
+    by: Tags = BY_GROUP,
     singleton: Singleton = "zero",
 ) -> RewardTable:
     """Subtract tau log mean exp(r / tau) of the group and divide by 1 + tau (OPMD, arXiv 2509.24203).
@@ -153,9 +153,7 @@ def log_mean_exp(
 
 
 @advantage
-def length_baseline(
-    table: RewardTable, *, by: tuple[str, ...] = BY_GROUP, singleton: Singleton = "zero"
-) -> RewardTable:
+def length_baseline(table: RewardTable, *, by: Tags = BY_GROUP, singleton: Singleton = "zero") -> RewardTable:
     """Subtract the mean reward of the group, weighted by length (OPO, arXiv 2505.23585).
 
     b = sum(L r) / sum(L), where L is the number of steps that made the outcome, at least 1. `singleton` is
@@ -169,9 +167,7 @@ def length_baseline(
 
 
 @advantage
-def best_margin(
-    table: RewardTable, *, by: tuple[str, ...] = BY_GROUP, eps: NonNegativeFloat = 1e-6
-) -> RewardTable:
+def best_margin(table: RewardTable, *, by: Tags = BY_GROUP, eps: NonNegativeFloat = 1e-6) -> RewardTable:
     """Give the best row its lead over the second best, over the group's deviation, and 0 to all others.
 
     The advantage for Pass@k as verl has it (`grpo_passk`). Where two rows are the best, all have 0.
@@ -192,7 +188,7 @@ def conditional_halves(
     mu: float = 1.0,
     a: float = 1.0,
     b: float = 0.0,
-    by: tuple[str, ...] = BY_GROUP,
+    by: Tags = BY_GROUP,
 ) -> RewardTable:
     """Compare with the half of the group across the median entropy (CANON, arXiv 2509.23962).
 
@@ -231,9 +227,7 @@ def conditional_halves(
 
 
 @advantage
-def greedy_baseline(
-    table: RewardTable, *, tag: str = "greedy", by: tuple[str, ...] = ("group",)
-) -> RewardTable:
+def greedy_baseline(table: RewardTable, *, tag: Tag = "greedy", by: Tags = ("group",)) -> RewardTable:
     """Subtract the reward of the greedy answer, which is not learned from (ReMax, arXiv 2310.10505).
 
     It is that of the rows that an engine tagged, as `vision.with_greedy` does; of several the mean. A group

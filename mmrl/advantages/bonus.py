@@ -9,7 +9,7 @@ import torch
 from mmrl.advantages.normalize import BY_GROUP
 from mmrl.advantages.notes import label, noted, row_mean
 from mmrl.advantages.select import per_step
-from mmrl.config.ranges import NonNegativeFloat, PositiveFloat, Probability
+from mmrl.config.ranges import NonNegativeFloat, PositiveFloat, Probability, Tags
 from mmrl.config.registry import advantage
 from mmrl.core.reward_table import EQUAL, GroupStatistics, RewardTable, name_id
 
@@ -33,7 +33,7 @@ def capped_bonus(
     two_sided: bool = False,
     only_positive: bool = True,
     center: Literal["none", "length"] = "none",
-    by: tuple[str, ...] = BY_GROUP,
+    by: Tags = BY_GROUP,
 ) -> RewardTable:
     """Add a label to advantages, but at most `cap` times their size, so that no sign changes.
 
@@ -85,7 +85,7 @@ def strategic_entropy(
 
 
 @advantage(notes={"logp"})
-def novelty(table: RewardTable, *, by: tuple[str, ...] = BY_GROUP) -> RewardTable:
+def novelty(table: RewardTable, *, by: Tags = BY_GROUP) -> RewardTable:
     """Record how much less likely than its group an answer was, as the label `novelty` (arXiv 2510.06672).
 
     1 - exp(s - mean s), where s is the mean log-probability of an answer's tokens: above 0 for rare ones.
@@ -100,9 +100,7 @@ def novelty(table: RewardTable, *, by: tuple[str, ...] = BY_GROUP) -> RewardTabl
 
 
 @advantage
-def serial_decay(
-    table: RewardTable, *, by: tuple[str, ...] = BY_GROUP, base: PositiveFloat = 2.0
-) -> RewardTable:
+def serial_decay(table: RewardTable, *, by: Tags = BY_GROUP, base: PositiveFloat = 2.0) -> RewardTable:
     """Divide the reward of the c-th right answer of a group by 2^(c - 1) (S-GRPO, arXiv 2505.07686).
 
     For answers from successive cuts of one chain of thought, in the order of rows: earlier right exits earn
@@ -123,7 +121,7 @@ def entropy_rank(
     of: str,
     max_reward: NonNegativeFloat = 0.1,
     share: Probability = 0.2,
-    by: tuple[str, ...] = BY_GROUP,
+    by: Tags = BY_GROUP,
 ) -> RewardTable:
     """Grade cut answers of groups without a right one by their entropies (SERR of R3, arXiv 2601.19620).
 

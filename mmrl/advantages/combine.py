@@ -9,15 +9,13 @@ from torch import Tensor
 
 from mmrl.advantages.normalize import BY_GROUP
 from mmrl.advantages.notes import clusters, label, row_mean
-from mmrl.config.ranges import NonNegativeFloat, PositiveFloat
+from mmrl.config.ranges import NonNegativeFloat, PositiveFloat, Tags
 from mmrl.config.registry import advantage
 from mmrl.core.reward_table import EQUAL, GroupStatistics, RewardTable, name_id
 
 
 @advantage
-def variance_weights(
-    table: RewardTable, *, by: tuple[str, ...] = BY_GROUP, eps: NonNegativeFloat = 1e-6
-) -> RewardTable:
+def variance_weights(table: RewardTable, *, by: Tags = BY_GROUP, eps: NonNegativeFloat = 1e-6) -> RewardTable:
     """Normalise each reward in its group, and weigh it by its deviation there (DVAO, arXiv 2605.25604).
 
     A = sum_k w_k (r_k - mean_k) / (sum_k |w_k| std_k + eps): a reward that hardly varies is not blown up, and
@@ -38,7 +36,7 @@ def variance_weights(
 
 
 @advantage
-def active_scale(table: RewardTable, *, by: tuple[str, ...] = ()) -> RewardTable:
+def active_scale(table: RewardTable, *, by: Tags = ()) -> RewardTable:
     """Multiply by the number of values over the number that are not 0 (GPG, arXiv 2504.02546).
 
     GPG counts rewards of the collection: put it after `total`, before `group_center`. MC-GRPO (arXiv
@@ -56,7 +54,7 @@ def asymmetric_difficulty(
     *,
     of: str,
     alpha: PositiveFloat = 1.0,
-    by: tuple[str, ...] = BY_GROUP,
+    by: Tags = BY_GROUP,
     eps: PositiveFloat = 1e-6,
 ) -> RewardTable:
     """Stress easy groups early and hard ones late, and wrong answers early (A-GRAE, arXiv 2602.05548).
@@ -97,7 +95,7 @@ def adora(
     threshold: float = 0.5,
     factor: NonNegativeFloat = 0.1,
     no_success: Literal["keep", "scale"] = "keep",
-    by: tuple[str, ...] = BY_GROUP,
+    by: Tags = BY_GROUP,
 ) -> RewardTable:
     """Scale groups down whose right answers are not longer than the wrong ones (ADORA).
 
@@ -150,7 +148,7 @@ def semantic_entropy(
     alpha: NonNegativeFloat = 0.0417,
     form: Literal["reciprocal", "linear", "exponential"] = "reciprocal",
     mass: Literal["probability", "count"] = "probability",
-    by: tuple[str, ...] = BY_GROUP,
+    by: Tags = BY_GROUP,
 ) -> RewardTable:
     """Shrink the advantages of groups whose answers disagree in meaning (SEED-GRPO, arXiv 2505.12346).
 
@@ -189,7 +187,7 @@ def consistency_mix(
     of: str,
     gamma: NonNegativeFloat = 20.0,
     threshold: NonNegativeFloat = 0.837,
-    by: tuple[str, ...] = BY_GROUP,
+    by: Tags = BY_GROUP,
     eps: PositiveFloat = 1e-6,
 ) -> RewardTable:
     """Mix a group's advantages with one of the prompt, where its answers agree (COPO, arXiv 2508.04138).

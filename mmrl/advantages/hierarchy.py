@@ -12,7 +12,7 @@ from mmrl.config.registry import advantage
 from mmrl.core.reward_table import RewardTable, name_id
 
 
-@advantage(turns=True, others={"planner"}, of_others={"value"})
+@advantage(turns=True, tags={"part"}, others={"planner"}, of_others={"value"})
 def hae(
     table: RewardTable,
     *,
@@ -40,7 +40,7 @@ def hae(
     return _hierarchical(table, names, gamma, lam, lam_segment, torch.zeros_like(table.present))
 
 
-@advantage(turns=True, others={"planner", "terminator"}, of_others={"value"})
+@advantage(turns=True, tags={"part"}, others={"planner", "terminator"}, of_others={"value"})
 def hae_with_switches(
     table: RewardTable,
     *,

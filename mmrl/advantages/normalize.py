@@ -7,7 +7,7 @@ from typing import Literal
 import torch
 
 from mmrl.advantages.select import per_step
-from mmrl.config.ranges import NonNegativeFloat
+from mmrl.config.ranges import NonNegativeFloat, Tags
 from mmrl.config.registry import advantage
 from mmrl.core.reward_table import GroupStatistics, RewardTable
 
@@ -18,7 +18,7 @@ BY_GROUP = ("group", "place")
 def group_center(
     table: RewardTable,
     *,
-    by: tuple[str, ...] = BY_GROUP,
+    by: Tags = BY_GROUP,
     shift: float = 0.0,
     singleton: Literal["zero", "raw"] = "zero",
 ) -> RewardTable:
@@ -40,7 +40,7 @@ def group_center(
 def group_normalize(
     table: RewardTable,
     *,
-    by: tuple[str, ...] = BY_GROUP,
+    by: Tags = BY_GROUP,
     scale: Literal["group", "batch"] = "group",
     std: Literal["unbiased", "population"] = "unbiased",
     eps: NonNegativeFloat = 1e-4,
@@ -70,7 +70,7 @@ def group_normalize(
 def group_normalize_by_step(
     table: RewardTable,
     *,
-    by: tuple[str, ...] = ("group",),
+    by: Tags = ("group",),
     limit: NonNegativeFloat = 5.0,
     eps: NonNegativeFloat = 1e-6,
 ) -> RewardTable:
@@ -92,9 +92,7 @@ def group_normalize_by_step(
 
 
 @advantage
-def batch_normalize(
-    table: RewardTable, *, by: tuple[str, ...] = (), eps: NonNegativeFloat = 1e-4
-) -> RewardTable:
+def batch_normalize(table: RewardTable, *, by: Tags = (), eps: NonNegativeFloat = 1e-4) -> RewardTable:
     """Subtract the mean of the collection and divide by its standard deviation plus `eps`.
 
     After `per_step` this whitens over tokens, so longer answers weigh more (REINFORCE++, arXiv 2501.03262,
@@ -110,7 +108,7 @@ def batch_normalize(
 def leave_one_out(
     table: RewardTable,
     *,
-    by: tuple[str, ...] = BY_GROUP,
+    by: Tags = BY_GROUP,
     scale: Literal["none", "group", "others"] = "none",
     std: Literal["unbiased", "population"] = "unbiased",
     eps: NonNegativeFloat = 1e-4,

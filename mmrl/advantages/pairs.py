@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from mmrl.config.ranges import NonNegativeFloat
+from mmrl.config.ranges import NonNegativeFloat, Tag, Tags
 from mmrl.config.registry import advantage
 from mmrl.core.reward_table import EQUAL, GroupStatistics, RewardTable
 
@@ -15,7 +15,7 @@ def best_vs_worst(
     *,
     margin: NonNegativeFloat = 0.0,
     length_ratio: NonNegativeFloat = 0.0,
-    by: tuple[str, ...] = ("group", "place"),
+    by: Tags = ("group", "place"),
 ) -> RewardTable:
     """Set the best row of every group to 1 and the worst to -1, and drop the rest (DPO, arXiv 2305.18290).
 
@@ -94,7 +94,7 @@ def bilevel_pairs(
 
 
 @advantage
-def corrupted_as_rejected(table: RewardTable, *, tag: str = "twin") -> RewardTable:
+def corrupted_as_rejected(table: RewardTable, *, tag: Tag = "twin") -> RewardTable:
     """Use the corrupted copy of every best row as a further rejected row (mDPO, arXiv 2406.11839).
 
     All other corrupted copies are dropped. Put it after `best_vs_worst` with `tag` among its `by`, which
@@ -106,7 +106,7 @@ def corrupted_as_rejected(table: RewardTable, *, tag: str = "twin") -> RewardTab
 
 
 @advantage
-def kto_kl_rows(table: RewardTable, *, tag: str = "unrelated") -> RewardTable:
+def kto_kl_rows(table: RewardTable, *, tag: Tag = "unrelated") -> RewardTable:
     """Keep mismatched rows with advantage 0, to estimate KTO's reference point z_0 (arXiv 2402.01306).
 
     Rows with the tag are marked by the note `unrelated` in the step table: their implicit reward is

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from mmrl.advantages.notes import tagged_as
-from mmrl.config.ranges import NonNegativeInt, Probability, ShareBelowOne
+from mmrl.config.ranges import NonNegativeInt, Probability, ShareBelowOne, Tag
 from mmrl.config.registry import advantage
 from mmrl.core.reward_table import RewardTable, name_id
 from mmrl.core.rng import Stream
@@ -35,7 +35,7 @@ class RoleBaseline:
         self,
         *,
         decay: ShareBelowOne = 0.95,
-        role: str = "role",
+        role: Tag = "role",
         bias_correction: bool = False,
         stream: Stream,
     ) -> None:
@@ -112,7 +112,7 @@ class Stage:
     unanswered: float = 0.0
 
 
-@advantage(turns=True)
+@advantage(turns=True, tags={"stage"})
 class Alternate:
     """Learn from the rows of one stage at a time, and change stages by how well they do (Vision-Zero).
 

@@ -7,14 +7,14 @@ import dataclasses
 import torch
 
 from mmrl.advantages.notes import tagged_as
-from mmrl.config.ranges import NonNegativeFloat, Probability
+from mmrl.config.ranges import NonNegativeFloat, Probability, Tag, Tags
 from mmrl.config.registry import advantage
 from mmrl.core.reward_table import EQUAL, GroupStatistics, RewardTable
 from mmrl.core.tensor import group_index
 
 
 @advantage(turns=True)
-def unique_center(table: RewardTable, *, by: tuple[str, ...] = ("group",)) -> RewardTable:
+def unique_center(table: RewardTable, *, by: Tags = ("group",)) -> RewardTable:
     """Subtract the mean of the group's different values, each counted once (MARS, arXiv 2510.15414).
 
     Equal values give 0. MARS compares the returns of one player: `by: [role]`.
@@ -38,7 +38,7 @@ def alignment(
     beta: float = 2.0,
     gamma: Probability = 0.96,
     discounted: bool = False,
-    role: str = "role",
+    role: Tag = "role",
 ) -> RewardTable:
     """Shape each player's advantage by the other's (advantage alignment, arXiv 2511.19405).
 
@@ -75,8 +75,8 @@ def sibling_shape(
     *,
     gamma: NonNegativeFloat = 0.5,
     lam: Probability = 0.5,
-    node: str = "node",
-    parent: str = "parent",
+    node: Tag = "node",
+    parent: Tag = "parent",
 ) -> RewardTable:
     """Shape the rewards of a tree of answers by parents and siblings (MARS2, arXiv 2604.14564).
 

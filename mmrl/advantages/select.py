@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from mmrl.advantages.notes import holes, noted
-from mmrl.config.ranges import NonNegativeFloat, Probability
+from mmrl.config.ranges import NonNegativeFloat, Probability, Tags
 from mmrl.config.registry import advantage
 from mmrl.core.reward_table import ABSENT, NAN, RewardTable, name_id, place_of_steps
 
@@ -88,7 +88,7 @@ def per_step(table: RewardTable) -> RewardTable:
 
 
 @advantage(turns=True)
-def returns(table: RewardTable, *, gamma: Probability = 1.0, by: tuple[str, ...] = ()) -> RewardTable:
+def returns(table: RewardTable, *, gamma: Probability = 1.0, by: Tags = ()) -> RewardTable:
     """Replace rewards by returns: the discounted sum from every outcome to the end of its row.
 
     A row to which no reward applies has no return.

@@ -8,7 +8,7 @@ import torch
 
 from mmrl.advantages.normalize import BY_GROUP
 from mmrl.advantages.notes import clusters
-from mmrl.config.ranges import BelowGenerations, NonNegativeFloat, PositiveFloat, PositiveInt
+from mmrl.config.ranges import BelowGenerations, NonNegativeFloat, PositiveFloat, PositiveInt, Tags
 from mmrl.config.registry import advantage
 from mmrl.core.reward_table import GroupStatistics, RewardTable
 from mmrl.core.tensor import group_index, rarity
@@ -21,7 +21,7 @@ def rarity_weights(
     alpha: NonNegativeFloat = 1.0,
     sigma: PositiveFloat = 0.2,
     eps: PositiveFloat = 1e-6,
-    by: tuple[str, ...] = ("group",),
+    by: Tags = ("group",),
 ) -> RewardTable:
     """Add up checks of an answer, rare and isolated ones weighing more (VeRPO, arXiv 2601.03525).
 
@@ -54,7 +54,7 @@ def set_baseline(
     *,
     of: str,
     size: Annotated[PositiveInt, BelowGenerations()] = 4,
-    by: tuple[str, ...] = BY_GROUP,
+    by: Tags = BY_GROUP,
 ) -> RewardTable:
     """Score sets of answers by success and diversity, and compare sets (Polychromic, arXiv 2509.25424).
 

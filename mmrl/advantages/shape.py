@@ -7,7 +7,7 @@ from typing import Annotated
 
 import torch
 
-from mmrl.config.ranges import AtMost, NonNegativeFloat, NonNegativeInt
+from mmrl.config.ranges import AtMost, NonNegativeFloat, NonNegativeInt, Tags
 from mmrl.config.registry import advantage
 from mmrl.core.reward_table import GroupStatistics, RewardTable
 
@@ -135,7 +135,7 @@ def tempsamp_downscale(
 
 @advantage
 def tempsamp_anchor(
-    table: RewardTable, *, lambda_off: float = 1.2, by: tuple[str, ...] = ("group", "place")
+    table: RewardTable, *, lambda_off: float = 1.2, by: Tags = ("group", "place")
 ) -> RewardTable:
     """Set off-policy advantages to `lambda_off` times the best sampled one (arXiv 2509.18056, eq. 3).
 

@@ -8,6 +8,7 @@ from functools import reduce
 import torch
 from torch import Tensor
 
+from mmrl.config.ranges import TagWords
 from mmrl.config.registry import advantage as register
 from mmrl.core.reward_table import NAN, RewardTable, name_id
 
@@ -18,7 +19,7 @@ def for_some(
     *,
     advantage: tuple[Callable[[RewardTable], RewardTable], ...],
     of: tuple[str, ...] = (),
-    where: Mapping[str, str] | None = None,
+    where: TagWords | None = None,
 ) -> RewardTable:
     """Apply advantage functions to some of the rewards, or to rows with a tag.
 

@@ -6,13 +6,13 @@ import torch
 
 from mmrl.advantages.normalize import BY_GROUP
 from mmrl.advantages.notes import label
-from mmrl.config.ranges import NonNegativeFloat, PositiveInt
+from mmrl.config.ranges import NonNegativeFloat, PositiveInt, Tags
 from mmrl.config.registry import advantage
 from mmrl.core.reward_table import EQUAL, GroupStatistics, RewardTable
 
 
 @advantage
-def keep_first(table: RewardTable, *, keep: PositiveInt, by: tuple[str, ...] = BY_GROUP) -> RewardTable:
+def keep_first(table: RewardTable, *, keep: PositiveInt, by: Tags = BY_GROUP) -> RewardTable:
     """Leave all but the first `keep` rows of a group out of statistics and learning (TTRL's samples).
 
     arXiv 2504.16084: all answers vote for the label, half of them are learned from. Put it first.
@@ -23,7 +23,7 @@ def keep_first(table: RewardTable, *, keep: PositiveInt, by: tuple[str, ...] = B
 
 
 @advantage
-def most_varied(table: RewardTable, *, keep: PositiveInt, by: tuple[str, ...] = BY_GROUP) -> RewardTable:
+def most_varied(table: RewardTable, *, keep: PositiveInt, by: Tags = BY_GROUP) -> RewardTable:
     """Learn from the `keep` rows of a group whose advantages vary most (D3S, arXiv 2509.22115).
 
     They are some of the largest and some of the smallest. Groups of equal advantages are dropped as a whole
@@ -53,7 +53,7 @@ def distinct(
     threshold: float = 0.5,
     tau: NonNegativeFloat = 0.15,
     strict: bool = False,
-    by: tuple[str, ...] = BY_GROUP,
+    by: Tags = BY_GROUP,
 ) -> RewardTable:
     """Drop answers that hardly differ from one on the other side of right and wrong (DaGRPO).
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from mmrl.advantages.normalize import BY_GROUP
 from mmrl.advantages.notes import label, tagged_as
 from mmrl.advantages.shape import column_of
-from mmrl.config.ranges import NonNegativeFloat, PositiveFloat, Probability
+from mmrl.config.ranges import NonNegativeFloat, PositiveFloat, Probability, Tags
 from mmrl.config.registry import advantage
 from mmrl.core.reward_table import EQUAL, GroupStatistics, RewardTable, name_id
 from mmrl.core.types import Rollouts
@@ -98,7 +98,7 @@ def partial_credit(
     alpha: NonNegativeFloat = 0.3,
     threshold: float = 0.5,
     unless: str = "",
-    by: tuple[str, ...] = BY_GROUP,
+    by: Tags = BY_GROUP,
 ) -> RewardTable:
     """Give wrong answers a share of a reward for what they found (E-GRPO, arXiv 2510.24694).
 
@@ -159,7 +159,7 @@ def gated_bonus(
     return table.replace(values=earned.nan_to_num(), valid=~earned.isnan(), weights={"total": 1.0})
 
 
-@advantage(turns=True)
+@advantage(turns=True, tags={"role"})
 def delegated_reward(
     table: RewardTable,
     *,

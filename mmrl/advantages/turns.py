@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import reduce
 from typing import Literal
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mmrl.advantages.notes import label, tagged_as
 from mmrl.advantages.select import returns
-from mmrl.config.ranges import NonNegativeFloat, NonNegativeInt, Probability
+from mmrl.config.ranges import NonNegativeFloat, NonNegativeInt, Probability, Tag, Tags, TagWords
 from mmrl.config.registry import advantage as register
 from mmrl.core.episodes import merge_turns, share_turns
 from mmrl.core.reward_table import GroupStatistics, RewardTable, name_id
@@ -23,7 +23,7 @@ def per_episode(
     table: RewardTable,
     *,
     advantage: tuple[Callable[[RewardTable], RewardTable], ...],
-    by: tuple[str, ...] = (),
+    by: Tags = (),
 ) -> RewardTable:
     """Apply advantage functions to whole conversations, and give all turns of one its advantage.
 
@@ -44,7 +44,7 @@ def for_turns(
     table: RewardTable,
     *,
     advantage: tuple[Callable[[RewardTable], RewardTable], ...],
-    where: Mapping[str, str],
+    where: TagWords,
 ) -> RewardTable:
     """Apply advantage functions to the turns with a tag; the other turns count in nothing and stay.
 
@@ -85,12 +85,12 @@ def gigpo(
     *,
     gamma: Probability = 0.95,
     omega: NonNegativeFloat = 1.0,
-    same: tuple[str, ...] = ("state",),
+    same: Tags = ("state",),
     scale: Literal["none", "group"] = "none",
     count: Literal["turn", "episode"] = "turn",
     eps: NonNegativeFloat = 1e-6,
     singleton: Literal["zero", "raw"] = "zero",
-    by: tuple[str, ...] = ("group",),
+    by: Tags = ("group",),
 ) -> RewardTable:
     """Compare conversations, and turns that started from the same state (GiGPO, arXiv 2505.10978).
 
@@ -140,8 +140,8 @@ def history_groups(
     alpha: NonNegativeFloat = 1.0,
     weight_offset: NonNegativeInt = 1,
     scale: Literal["none", "group"] = "none",
-    state: str = "state",
-    by: tuple[str, ...] = ("group",),
+    state: Tag = "state",
+    by: Tags = ("group",),
 ) -> RewardTable:
     """Compare turns with the same recent states, at several depths (HGPO, arXiv 2602.22817).
 
@@ -178,9 +178,9 @@ def history_groups(
 def shared_steps(
     table: RewardTable,
     *,
-    of: tuple[str, ...] = ("state", "action"),
+    of: Tags = ("state", "action"),
     history: bool = True,
-    by: tuple[str, ...] = ("group",),
+    by: Tags = ("group",),
 ) -> RewardTable:
     """Give turns that several conversations of a group share the mean of their advantages (SALT).
 
@@ -276,9 +276,9 @@ def action_credit(
     table: RewardTable,
     *,
     of: str,
-    action: str = "action",
+    action: Tag = "action",
     coef: NonNegativeFloat = 0.5,
-    by: tuple[str, ...] = ("group",),
+    by: Tags = ("group",),
 ) -> RewardTable:
     """Add how much better an action was than others of its kind (MasHost's HRPO, arXiv 2506.08507).
 

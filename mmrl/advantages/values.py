@@ -10,7 +10,7 @@ from torch import Tensor
 from mmrl.advantages.normalize import BY_GROUP
 from mmrl.advantages.notes import first_noted, next_noted, noted
 from mmrl.advantages.select import per_step
-from mmrl.config.ranges import PositiveFloat, Probability
+from mmrl.config.ranges import PositiveFloat, Probability, Tags
 from mmrl.config.registry import advantage
 from mmrl.core.reward_table import GroupStatistics, RewardTable, name_id
 
@@ -188,7 +188,7 @@ def process_returns(
     coef: PositiveFloat = 5.0,
     against: str = "ref",
     normalize: bool = False,
-    by: tuple[str, ...] = BY_GROUP,
+    by: Tags = BY_GROUP,
 ) -> RewardTable:
     """Add returns of implicit process rewards to the outcome's (PRIME, arXiv 2502.01456).
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from mmrl.advantages.normalize import BY_GROUP
 from mmrl.advantages.notes import label, noted
 from mmrl.advantages.select import per_step
-from mmrl.config.ranges import NonNegativeFloat, PositiveFloat, Probability
+from mmrl.config.ranges import NonNegativeFloat, PositiveFloat, Probability, Tags
 from mmrl.config.registry import advantage
 from mmrl.core.reward_table import GroupStatistics, RewardTable, place_of_steps
 
@@ -22,7 +22,7 @@ def variance_width(
     by_advantage: NonNegativeFloat = 0.5,
     by_variance: NonNegativeFloat = 0.5,
     reference: PositiveFloat = 2.0,
-    by: tuple[str, ...] = BY_GROUP,
+    by: Tags = BY_GROUP,
 ) -> RewardTable:
     """Widen clip ranges with the size of the advantage and the variance of the group (ETR).
 

@@ -16,6 +16,7 @@ from mmrl.config.plain import as_list
 from mmrl.config.ranges import BelowGenerations, marks
 from mmrl.config.registry import HOMES, Entry, Needs, find
 from mmrl.config.schema import Config, EvaluateConfig, as_piece, as_plain, parse
+from mmrl.config.tags import check_tags
 from mmrl.core.rng import Stream
 
 OWN_WEIGHTS = "trained weights"  # what a reference holds that says nothing else
@@ -31,6 +32,7 @@ def check_training(config: Config) -> Pieces:
     _check_rewards(checked, "evaluation.rewards", weighted=False)
     _check_reward_names(checked)
     _check_every_turn(checked)
+    check_tags(pieces, checked)
     if config.until:
         names = [bound.name for bound in _listed(checked, "rewards")]
         _check_metric("until.of", config.until.options.get("of"), names)
@@ -113,6 +115,7 @@ def check_evaluation(config: Config | EvaluateConfig) -> Pieces:
     _check_rewards(checked, "evaluation.rewards", weighted=False)  # labels are enough
     _check_reward_names(checked)
     _check_every_turn(checked)
+    check_tags(pieces, checked)
     evaluation = config.evaluation
     if evaluation.data is None:
         raise ConfigError("'evaluation.data' is missing, so there is nothing to evaluate on")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import types
 import typing
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -66,6 +66,14 @@ class BelowGenerations:
         return "less than `rollout.num_generations`"
 
 
+@dataclass(frozen=True)
+class TagName:
+    """An option that names tags of outcomes (one, several, or words by tag), which a piece has to set."""
+
+    def __str__(self) -> str:
+        return "a tag of outcomes"
+
+
 class Taken:
     """An option of a schedule that is one of its values, so that it has the range of the scheduled option."""
 
@@ -82,6 +90,9 @@ PositiveShare = Annotated[float, Range(0, 1, above=True)]  # of which something 
 ShareBelowOne = Annotated[float, Range(0, 1, below=True)]  # such as a momentum or a decay
 TakenFloat = Annotated[float, Taken()]
 TakenInt = Annotated[int, Taken()]
+Tag = Annotated[str, TagName()]
+Tags = Annotated[tuple[str, ...], TagName()]
+TagWords = Annotated[Mapping[str, str], TagName()]  # words by tag
 
 
 def is_number(wanted: Any) -> bool:

@@ -52,6 +52,7 @@ class Needs:
     extra: frozenset[str] = frozenset()  # further outputs of the policy that learns
     others: Mapping[str, frozenset[str]] = field(default_factory=dict)  # outputs of other policies, by name
     notes: frozenset[str] = frozenset()  # values per step that the engine records
+    tags: frozenset[str] = frozenset()  # tags of outcomes
     turns: bool = False  # the turns of a conversation, which others see as one answer
     every_turn: bool = False  # an outcome of every turn: with one of the last turn alone it does nothing
 
@@ -60,8 +61,9 @@ class Needs:
         names = sorted({*self.others, *other.others})
         others = {name: self.others.get(name, NOTHING) | other.others.get(name, NOTHING) for name in names}
         extra, notes = self.extra | other.extra, self.notes | other.notes
+        tags = self.tags | other.tags
         turns, every_turn = self.turns or other.turns, self.every_turn or other.every_turn
-        return Needs(max(self.unit, other.unit), extra, others, notes, turns, every_turn)
+        return Needs(max(self.unit, other.unit), extra, others, notes, tags, turns, every_turn)
 
 
 @dataclass(frozen=True)
@@ -104,6 +106,11 @@ class Entry:
             return typing.get_type_hints(target, include_extras=True)
         except (NameError, TypeError):  # a function of another package may name types that are not imported
             return {}
+
+    @property
+    def sets_tags(self) -> frozenset[str]:
+        """The tags that it sets on outcomes or prompts, declared by the decorator or a class attribute."""
+        return frozenset(getattr(self.target, "sets_tags", NOTHING))
 
     @property
     def summary(self) -> str:
@@ -158,6 +165,8 @@ def kind(
         others: Set[str] = NOTHING,
         of_others: Set[str] = NOTHING,
         notes: Set[str] = NOTHING,
+        tags: Set[str] = NOTHING,
+        sets_tags: Set[str] = NOTHING,
         turns: bool = False,
         every_turn: bool = False,
         packages: Mapping[str, str] = MappingProxyType({}),
@@ -165,7 +174,8 @@ def kind(
         copies_policy: bool = False,
     ) -> Callable:
         of = {name: frozenset(of_others) for name in others}
-        needs = Needs(unit, frozenset(extra), of, frozenset(notes), turns or every_turn, every_turn)
+        sets = frozenset(extra), of, frozenset(notes), frozenset(tags)
+        needs = Needs(unit, *sets, turns or every_turn, every_turn)
         if on not in stages:
             known = ", ".join(filter(None, stages)) or "none"
             raise ValueError(f"a {name} declares `on`, one of {known}, not '{on}'")
@@ -176,6 +186,9 @@ def kind(
             scope = package if module.partition(".")[0] == "mmrl" else module
             snake_case = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", target.__name__).lower()
             read = frozenset(of_others)
+            if sets_tags:
+                # An attribute, so that classes that derive from this one have it.
+                target.sets_tags = frozenset(sets_tags)  # pyright: ignore[reportFunctionMemberAccess]
             entry = Entry(name, scope, snake_case, target, needs, read, None, packages, on, copies_policy)
             known = PIECES.setdefault((name, entry.full_name), entry)
             # A reward that is wrapped by `per_outcome` belongs to the file of the function inside.

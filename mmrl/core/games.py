@@ -31,6 +31,7 @@ class Game:
     """
 
     roles: Sequence[str] = ()  # all words of the tag `role`
+    sets_tags: frozenset[str] = frozenset({"role"})  # the names of what `tags` gives
 
     def begin(self, prompt: Prompt, generator: Generator) -> Any:
         """Return the state in which a game about a prompt begins."""

@@ -68,7 +68,10 @@ class Portable(Policy, Protocol):
 
 
 class Engine(Protocol):
-    """Makes rollouts: generates text, denoises images, or reads stored answers."""
+    """Makes rollouts: generates text, denoises images, or reads stored answers.
+
+    A class that sets tags of outcomes which the chain reads names them as `sets_tags`.
+    """
 
     policy: Policy
     notes: frozenset[str]  # the names of what it notes of every step

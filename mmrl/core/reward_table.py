@@ -102,13 +102,14 @@ class RewardTable:
 
     TENSORS: ClassVar = ("values", "valid", "ends", "length", "learn", "process")  # columns of N rows
     MAPPINGS: ClassVar = ("scored", "ids", "notes")  # mappings of such columns
+    IDS: ClassVar = frozenset({"group", "row", "place", "on_policy", "text"})  # ids besides tags
 
     values: Tensor  # (N, R, K) rewards, then advantages; defined where valid
     valid: Tensor  # (N, R, K) False where a reward does not apply, or there is no outcome
     weights: Mapping[str, float]  # names of the R rewards, in order, with their weights in a sum
     scored: Mapping[str, Tensor]  # (N, K) every reward as measured, NaN where it does not apply
     ends: Tensor  # (N, K) int64: number of steps that made the outcome; ABSENT: no outcome
-    ids: Mapping[str, Tensor]  # (N, K) int64: "group", "row", "place", "on_policy", "text" and every tag
+    ids: Mapping[str, Tensor]  # (N, K) int64: `IDS` and every tag
     notes: Mapping[str, Tensor]  # (N, T) from the engine, NaN where nothing was noted
     length: Tensor  # (N,) int64
     learn: Tensor  # (N, K) False: counts in statistics, but is not learned from

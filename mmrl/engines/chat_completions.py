@@ -20,7 +20,7 @@ from mmrl.core.types import Media, Message, Outcome, Part, Prompt, Rollouts, Tra
 from mmrl.runtime.json_client import JsonClient, png
 
 
-@engine
+@engine(sets_tags={"finish"})
 class ChatCompletions(JsonClient):
     """Ask a server of chat completions, as OpenAI, vLLM and SGLang offer them, for answers.
 

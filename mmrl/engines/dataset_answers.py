@@ -77,7 +77,7 @@ class WithDemos:
         return sampled + tuple(demos)
 
 
-@engine
+@engine(sets_tags={"unrelated"})
 class WithMismatched:
     """Replace the last rollout of every prompt by an answer to another prompt (KTO, arXiv 2402.01306).
 

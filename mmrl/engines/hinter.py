@@ -14,7 +14,7 @@ from mmrl.config.reward_adapters import tagged
 from mmrl.config.schema import ConfigError
 from mmrl.core.protocols import Engine
 from mmrl.core.types import Message, Part, Prompt, Rollouts, Trajectory
-from mmrl.data.hints import ATTEMPT, WANTED, WROTE, with_hint
+from mmrl.data.hints import ATTEMPT, TAG, WANTED, WROTE, with_hint
 from mmrl.data.hints import TEMPLATE as HINT_TEMPLATE
 from mmrl.data.templates import TextTemplate, quoted
 from mmrl.engines.replay import CHANGED
@@ -40,7 +40,7 @@ answer or a result on the way, as <hint>...</hint>.
 """
 
 
-@engine
+@engine(sets_tags={ROLE, TAG, WROTE, CHANGED})
 @dataclass(eq=False)
 class WithHinter:
     """Let a second role write the hints that the sampler `with_hints` asks for, and learn to (HiLL).

@@ -54,7 +54,7 @@ class Asked:
     prompt: Prompt  # what the player reads, under a uid of its own
 
 
-@engine(copies_policy=True)
+@engine(copies_policy=True, sets_tags={EPISODE, TURN, "game", FINISH, CHANGED})
 class Play:
     """Play games about prompts: every rollout is a game, every turn of it a row.
 

@@ -148,7 +148,7 @@ def among(uids: Sequence[str], wanted: Sequence[str]) -> Tensor:
     return torch.tensor([uid in known for uid in uids], dtype=torch.bool)
 
 
-@engine(notes=RECALLED)
+@engine(notes=RECALLED, sets_tags={REPLAY, CHANGED})
 class WithReplay(Memory):
     """Replace rows without an advantage by stored rows that had one (SSB, arXiv 2504.16656).
 
@@ -255,7 +255,7 @@ class ByPrompt(Memory):
         return torch.ones(len(table), dtype=torch.bool), table.select(none), credit.select(none)
 
 
-@engine(notes=RECALLED)
+@engine(notes=RECALLED, sets_tags={REPLAY, CHANGED})
 class WithContrast(ByPrompt):
     """Add stored right answers to groups that are all wrong, and vice versa (R3, arXiv 2601.19620).
 
@@ -298,7 +298,7 @@ class WithContrast(ByPrompt):
         return torch.ones(len(table), dtype=torch.bool), back
 
 
-@engine(notes=RECALLED)
+@engine(notes=RECALLED, sets_tags={REPLAY, CHANGED})
 class WithSuccesses(ByPrompt):
     """Replace one failure of a group that failed as a whole by a stored success (arXiv 2508.15144).
 

@@ -34,7 +34,7 @@ class Failed:
     shown: int = 0
 
 
-@sampler
+@sampler(sets_tags={TAG})
 class WithHints(ReadsAnswers):
     """Ask prompts that failed again with hints, from the weakest to the strongest (Scaf-GRPO).
 
@@ -203,7 +203,7 @@ class WithHints(ReadsAnswers):
                 self.level[uid] = min(self.level.get(uid, 0) + 1, most)
 
 
-@sampler
+@sampler(sets_tags={TAG})
 class WithDifficultyHints:
     """Ask a share of every group with a hint that is longer the harder the prompt is (ADHint).
 

@@ -13,7 +13,7 @@ from mmrl.config.schema import ConfigError
 from mmrl.core.protocols import Sampler
 from mmrl.core.reward_table import RewardTable
 from mmrl.core.types import Prompt, Rollouts
-from mmrl.data.hints import with_hint
+from mmrl.data.hints import TAG, with_hint
 from mmrl.samplers.answers import ReadsAnswers
 
 TEMPLATES = {
@@ -36,7 +36,7 @@ class Known:
         return sum(self.rewards) / len(self.rewards)
 
 
-@sampler
+@sampler(sets_tags={TAG})
 class WithReflection(ReadsAnswers):
     """Ask prompts that went badly again with one of their own answers (ISR of R3).
 

@@ -13,7 +13,7 @@ from mmrl.core.types import Message, Part, Prompt
 TAG = "wording"  # of the outcomes of a prompt that is asked in other words: 1, 2, ...
 
 
-@sampler
+@sampler(sets_tags={TAG})
 class WithWordings:
     """Ask the rollouts of every prompt in turn in its own words and in paraphrases (PS-GRPO).
 

@@ -376,6 +376,7 @@ class ToyNoting(ToyGenerate):
 class ToyWindow:
     """Take answers that begin with the token 1 for unfinished."""
 
+    sets_tags = frozenset({"finish", "unfinished"})
     notes: frozenset[str] = frozenset()
 
     def __init__(self, engine: ToyNoting) -> None:
@@ -394,6 +395,8 @@ class ToyWindow:
 
 class ToyTurns(ToyNoting):
     """Sample tokens, and take every token for a turn of a conversation between two roles."""
+
+    sets_tags = frozenset({"turn", "state", "action", "role", "stage", "part", "game", "node", "parent"})
 
     def rollout(self, prompts: Sequence[Prompt]) -> tuple[Trajectory, ...]:
         return tuple(self._talk(row, number) for number, row in enumerate(super().rollout(prompts)))
@@ -433,6 +436,8 @@ class ToyTurnText(ToyText):
 
 class ToyTurnRows(ToyTurns):
     """The same conversations, with one row each or with a row per turn."""
+
+    sets_tags = ToyTurns.sets_tags | {"episode"}
 
     def __init__(self, policy: ToyText, *, rows: bool = False, stream: Stream) -> None:
         super().__init__(policy, stream=stream)

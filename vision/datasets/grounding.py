@@ -29,7 +29,7 @@ ASK_REASONING = (
 )
 
 
-@data
+@data(sets_tags={"format"})
 def grounding(
     *,
     path: str,

@@ -28,7 +28,7 @@ LATEST = 20.0  # decay_gamma times position at which a ratio stops growing: exp(
 Mix = Literal["log", "prob"]
 
 
-@engine
+@engine(sets_tags={"dial"})
 @dataclass(eq=False)
 class ContrastiveDecoding:
     """Mix next-token distributions with the image (p) and without it (q): p^(1 - h) q^h, normalised.

@@ -37,7 +37,7 @@ def answer_half(engine: Engine, prompts: Sequence[Prompt]) -> tuple[Rollouts, di
     }
 
 
-@engine
+@engine(sets_tags={"twin"})
 @dataclass(eq=False)
 class WithCorruptedImage:
     """Pair half of a prompt's rollouts with the same answers to a corrupted image, tagged `twin` (mDPO).
@@ -94,7 +94,7 @@ class WithCorruptedImage:
         return map_frames(prompt, corrupt)
 
 
-@engine
+@engine(sets_tags={"twin"})
 @dataclass(eq=False)
 class DropoutNtp:
     """Cut half of a prompt's answers after a share of their tokens, and continue them without the image.

@@ -56,7 +56,7 @@ class Attempt:
         return replace(self.prompt, uid=uid, messages=(*before, asked))
 
 
-@engine
+@engine(sets_tags={"role", "round", "workspace", "episode", "turn", CHANGED})
 @dataclass(eq=False)
 class WithDrafts:
     """Answer from drafts of the policy's own: parallel drafts, notes made of them, a refined answer (PDR).

@@ -41,7 +41,7 @@ from mmrl.vision.models.loading import EngineModel, TokenPolicy
 from mmrl.vision.models.processor import EncodedPrompt
 
 
-@engine
+@engine(sets_tags={"finish"})
 @dataclass(eq=False)
 class Generate:
     """Sample answers from a token policy; a checkpoint's generation_config is not read.

@@ -17,7 +17,7 @@ from mmrl.core.types import Frames, Prompt, Rollouts, Trajectory
 from mmrl.vision.media.prompts import map_frames
 
 
-@engine
+@engine(sets_tags={"frames"})
 @dataclass(eq=False)
 class WithShuffledFrames:
     """Sample further answers to copies of the videos with shuffled frames (Video-R1, arXiv 2503.21776).

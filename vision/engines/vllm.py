@@ -51,7 +51,7 @@ class Group:
     asked: Future[tuple[list[Answer], Source]]
 
 
-@engine
+@engine(sets_tags={"finish"})
 @dataclass(eq=False)
 class Vllm:
     """Sample answers from vLLM servers, which get the weights of the policy after each update.

@@ -18,7 +18,7 @@ from mmrl.vision.decoding.branching import Branch, Grown
 from mmrl.vision.engines.generate import Generate
 
 
-@engine
+@engine(sets_tags={"branch"})
 @dataclass(eq=False)
 class WithBranches:
     """Sample the answers to a prompt as a tree of continuations (SPO, arXiv 2505.23564).

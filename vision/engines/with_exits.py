@@ -19,7 +19,7 @@ from mmrl.vision.decoding.branching import Branch, Grown
 from mmrl.vision.engines.generate import Generate
 
 
-@engine
+@engine(sets_tags={CHANGED})
 @dataclass(eq=False)
 class WithExits:
     """Answer a prompt once, and answer again from earlier exits of that answer (S-GRPO, arXiv 2505.07686).

@@ -13,7 +13,7 @@ from mmrl.vision.engines.generate import Generate
 TAG = "greedy"
 
 
-@engine
+@engine(sets_tags={TAG})
 class WithGreedy:
     """Answer every prompt once more with the most likely tokens, as a baseline (ReMax, arXiv 2310.10505).
 

@@ -30,7 +30,7 @@ class Probe:
     branch: Branch
 
 
-@engine
+@engine(sets_tags={BARE})
 @dataclass(eq=False)
 class WithPrefixRollouts:
     """Add outcomes of an answer's prefixes, each completed several times, to credit parts of the answer.

@@ -33,7 +33,7 @@ from mmrl.vision.tool_replies import Answer, Limits, ToolFault, one_line, shrunk
 UNREADABLE = Message("tool", (Part("Error: the reply of the tool cannot be shown"),))
 
 
-@engine
+@engine(sets_tags={"turn", "state", "finish", CHANGED})
 @dataclass(eq=False)
 class WithTools:
     """Let the policy call tools, whose texts and images it reads before it goes on.

@@ -23,7 +23,7 @@ from mmrl.vision.engines.generate import Generate
 from mmrl.vision.models.processor import EncodedPrompt
 
 
-@engine
+@engine(sets_tags={UNFINISHED, CHANGED})
 @dataclass(eq=False)
 class WithWindow:
     """Sample at most a window of tokens of every answer in a step (T-PPO, arXiv 2506.15050).

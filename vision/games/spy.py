@@ -60,7 +60,7 @@ class SpyState:
     votes: tuple[tuple[str, int, bool], ...] = ()  # voter, vote, and whether the form was right
 
 
-@game
+@game(sets_tags={"role", "stage", "player"})
 class Spy(Game):
     """Who is the spy: players describe images, one of which differs, and vote (arXiv 2509.25541, VL 12).
 

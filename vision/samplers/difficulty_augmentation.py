@@ -15,13 +15,13 @@ from mmrl.core.protocols import Sampler
 from mmrl.core.reward_table import RewardTable
 from mmrl.core.rng import Stream
 from mmrl.core.types import Prompt, Rollouts
-from mmrl.data.hints import sentences, with_hint
+from mmrl.data.hints import TAG, sentences, with_hint
 from mmrl.vision.media.prompts import add_gaussian_noise, map_frames
 
 ENDINGS = ("#noise", "#hint")  # of the names of changed prompts
 
 
-@sampler
+@sampler(sets_tags={TAG})
 class DifficultyAugmentation:
     """Ask half of a step's prompts twice: plainly, then changed by their difficulty (DeepVideo-R1).
 
