@@ -9,9 +9,12 @@ from dataclasses import replace
 from jinja2 import TemplateError
 
 from mmrl.config.schema import ConfigError
-from mmrl.core.tool_calls import Call, CallError
+from mmrl.core.tool_calls import Call, CallError, parse_calls, parse_llama_calls, parse_mistral_calls
 from mmrl.core.types import Message, Part, Prompt
 from mmrl.vision.models.processor import EncodedPrompt, PromptEncoder, Tools
+
+Parser = Callable[[str], Sequence[Call | CallError]]
+FORMATS: tuple[Parser, ...] = (parse_calls, parse_llama_calls, parse_mistral_calls)
 
 # The words in which Qwen's chat templates tell a model about tools; those of Qwen2.5-VL leave them out.
 QWEN_TOOLS = """# Tools
@@ -43,25 +46,49 @@ def encode_with_tools(encoder: PromptEncoder, prompt: Prompt, tools: Tools) -> E
     return encoder.encode(replace(prompt, messages=(system, *others)))
 
 
-def check_calls(
-    encoder: PromptEncoder, tools: Tools, parse: Callable[[str], Sequence[Call | CallError]]
-) -> None:
-    """Raise ConfigError unless `parse` reads a call that the chat template has written.
+def parser_of(encoder: PromptEncoder, tools: Tools, parse: Parser) -> Parser:
+    """Return the parser of calls as the chat template writes them: `parse`, or that of another format.
 
-    A template that tells nothing of tools is left out, since a model then reads Qwen's words.
+    It is `parse` where the template tells nothing of tools, since a model then reads Qwen's words. Raises
+    ConfigError where no parser reads a call that the template has written, or where the template does not
+    write the reply of a tool.
     """
     if not tools or not encoder.knows_tools(tools):
-        return
+        return parse
     call = Call(tools[0]["function"]["name"], {"number": 1})
     try:
         written = encoder.written_call(call.name, call.arguments, tools)
-        read, words = parse(written), f"a call as {written[-200:]!r}"
+        words = f"a call as {written[-200:]!r}"
     except (TemplateError, TypeError) as error:
-        read, words = [], f"no call ({type(error).__name__}: {error})"
-    if read != [call]:
+        written, words = "", f"no call ({type(error).__name__}: {error})"
+    for reads in dict.fromkeys((parse, *FORMATS)):
+        if reads(written) == [call]:
+            _check_reply(encoder, tools, written)
+            return reads
+    raise ConfigError(
+        f"the chat template of the model tells it about tools and writes {words}, but calls are read in the "
+        'forms of Qwen, <tool_call>{"name": ..., "arguments": {...}}</tool_call>, of Llama, {"name": ..., '
+        '"parameters": {...}}, and of Mistral, [TOOL_CALLS] [{...}] or [TOOL_CALLS]name[ARGS]{...}, so '
+        "that no call of the model would be made. Save the checkpoint with a template that writes them so, "
+        "or with one that leaves tools out: the model then reads Qwen's words"
+    )
+
+
+def _check_reply(encoder: PromptEncoder, tools: Tools, written: str) -> None:
+    """Raise ConfigError unless the chat template writes the reply of a tool after a call."""
+    asked = encoder.encode(Prompt("reply", (Message("user", (Part("x"),)),)), tools)
+    answer, words = encoder.answer(written), "nothing of it"
+    try:
+        empty, reply = (
+            encoder.extend(asked, answer, *encoder.replies([Message("tool", (Part(text),))], tools)).ids
+            for text in ("", "one two")
+        )
+    except (TemplateError, TypeError, ValueError) as error:
+        empty = reply = answer
+        words = f"no message of the role `tool` ({type(error).__name__}: {error})"
+    if len(reply) == len(empty):
         raise ConfigError(
-            f"the chat template of the model tells it about tools and writes {words}, but "
-            'calls are read as <tool_call>{"name": ..., "arguments": {...}}</tool_call>, so that no call of '
-            "the model would be made. Save the checkpoint with a template that writes them so, or with one "
-            "that leaves tools out: the model then reads Qwen's words"
+            f"the chat template of the model tells it about tools, but of a tool's reply it writes {words}. "
+            "Save the checkpoint with a template that writes such replies, or with one that leaves tools "
+            "out: the model then reads Qwen's words"
         )

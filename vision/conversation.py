@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
+from mmrl.core.tool_calls import Call, CallError
 from mmrl.core.types import Media, Message, Outcome, Part, Prompt, Trajectory
 from mmrl.vision.models.processor import EncodedPrompt, Tools
 from mmrl.vision.tool_calls import Tool
@@ -45,12 +46,13 @@ class Conversation:
         """Tokens that the policy chose."""
         return sum(len(ids) for _, ids in self.turns)
 
-    def add(self, answer: Trajectory) -> None:
-        """Append a turn of the policy."""
+    def add(self, answer: Trajectory, calls: Sequence[Call | CallError]) -> None:
+        """Append a turn of the policy, and the calls in it."""
         self.turns.append((self.read, answer.steps.ids))
         self.notes.append(answer.notes)
         self.outcomes.append(answer.outcomes[-1])
-        self.messages.append(Message("assistant", (Part(answer.outcomes[-1].text or ""),)))
+        text = answer.outcomes[-1].text or ""
+        self.messages.append(Message("assistant", (Part(text),), tuple(calls)))
         self.temperature = answer.steps.temperature
 
     def states(self) -> list[str]:

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from mmrl.core.chat import completion_of
-from mmrl.core.types import Message, Outcome, Prompt, TrainerState
+from mmrl.core.types import Message, Outcome, Part, Prompt, TrainerState
 
 
 def handed(prompts: Sequence[Prompt], outcomes: Sequence[Outcome]) -> tuple[list[Prompt], list[Outcome]]:
@@ -120,7 +120,13 @@ def log_metric(name: str, value: float) -> None:
 
 
 def policy_turns(outcomes: Sequence[Outcome]) -> list[tuple[list[str], list[str]]]:
-    """List the texts of the policy's turns up to every outcome that a reward is asked about, in two parts.
+    """List the texts of the policy's turns up to every outcome, in the two parts of `policy_messages`."""
+    both = policy_messages(outcomes)
+    return [([turn.text for turn in before], [turn.text for turn in new]) for before, new in both]
+
+
+def policy_messages(outcomes: Sequence[Outcome]) -> list[tuple[list[Message], list[Message]]]:
+    """List the policy's turns up to every outcome that a reward is asked about, in two parts.
 
     First the turns up to the outcome before, of the same rollout, that it is asked about, then the new ones:
     what is counted in these adds up to the conversation, whether a reward looks `at: last` or at every turn.
@@ -128,16 +134,16 @@ def policy_turns(outcomes: Sequence[Outcome]) -> list[tuple[list[str], list[str]
     """
     scoring = SCORING.get(None) or Scoring()
     talks = scoring.turns or [()] * len(outcomes)
-    parted: list[tuple[list[str], list[str]]] = []
+    parted: list[tuple[list[Message], list[Message]]] = []
     known: dict[int, int] = {}  # turns by rollout
     for outcome, talk, row in zip(outcomes, talks, scoring.rows or range(len(outcomes)), strict=True):
-        texts = ["".join(part.text for part in turn.parts) for turn in talk if turn.role == "assistant"]
+        turns = [turn for turn in talk if turn.role == "assistant"]
         if not talk:
-            parted.append(([], [outcome.text or ""]))
+            parted.append(([], [Message("assistant", (Part(outcome.text or ""),))]))
             continue
         before = known.get(row, 0)
-        parted.append((texts[:before], texts[before:]))
-        known[row] = len(texts)
+        parted.append((turns[:before], turns[before:]))
+        known[row] = len(turns)
     return parted
 
 

@@ -66,11 +66,11 @@ def completion_of(turns: Sequence[Message]) -> list[dict[str, Any]]:
             call = calls.pop(0) if calls else None
             name = {"name": call.name} if isinstance(call, Call) else {}
             images = any(part.media for part in message.parts)
-            content = blocks_of(message) if images else "".join(part.text for part in message.parts)
+            content = blocks_of(message) if images else message.text
             written.append({"role": "tool", **name, "content": content})
             continue
-        text = "".join(part.text for part in message.parts)
-        calls = parse_calls(text)
+        text = message.text
+        calls = parse_calls(text) if message.calls is None else list(message.calls)
         made = [call for call in calls if isinstance(call, Call)]
         if not made or len(made) < len(calls):
             written.append({"role": message.role, "content": text})

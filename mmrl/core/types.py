@@ -10,6 +10,8 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from mmrl.core.tool_calls import Call, CallError
+
 
 class Readable(Protocol):
     """Bytes that are read when they are asked for, such as those of an image inside a row."""
@@ -63,10 +65,19 @@ class Part:
 
 @dataclass(frozen=True)
 class Message:
-    """One turn of a conversation. `role` is "system", "user", "assistant" or "tool"."""
+    """One turn of a conversation. `role` is "system", "user", "assistant" or "tool".
+
+    `calls` are the tool calls of a turn of the policy, as its engine read them; None where none did.
+    """
 
     role: str
     parts: tuple[Part, ...]
+    calls: tuple[Call | CallError, ...] | None = field(default=None, compare=False)
+
+    @property
+    def text(self) -> str:
+        """The texts of all parts, without media."""
+        return "".join(part.text for part in self.parts)
 
 
 @dataclass(frozen=True)

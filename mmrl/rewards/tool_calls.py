@@ -10,10 +10,10 @@ from typing import Any, Literal
 from mmrl.config.binding import Bound
 from mmrl.config.ranges import NonNegativeFloat, NonNegativeInt, PositiveInt, ShareBelowOne
 from mmrl.config.registry import reward as register
-from mmrl.config.reward_adapters import per_outcome, policy_turns, shown, tagged
+from mmrl.config.reward_adapters import per_outcome, policy_messages, policy_turns, shown, tagged
 from mmrl.core.episodes import turn_number
 from mmrl.core.tool_calls import Call, CallError, parse_calls
-from mmrl.core.types import Outcome, Prompt
+from mmrl.core.types import Message, Outcome, Prompt
 from mmrl.rewards.matching import greedy_pairs, optimal_pairs
 from mmrl.rewards.text import normal_words
 
@@ -21,9 +21,14 @@ CALL = "tool_call"  # tag of a call, whose text is JSON; what other tags hold is
 ANSWERED = ("call", "stop")  # tag `finish` of a turn whose calls, if any, got replies
 
 
-def calls_in(text: str, tag: str = CALL) -> list[Call]:
-    """List the well-formed calls in a text, as `vision.with_tools` reads them."""
-    return [call for call in parse_calls(text, tag) if isinstance(call, Call)]
+def written_calls(turn: Message, tag: str) -> Sequence[Call | CallError]:
+    """List the calls of a turn: those that its engine read, or else blocks of the tag."""
+    return parse_calls(turn.text, tag) if turn.calls is None or tag != CALL else turn.calls
+
+
+def calls_in(turn: Message, tag: str = CALL) -> list[Call]:
+    """List the well-formed calls of a turn."""
+    return [call for call in written_calls(turn, tag) if isinstance(call, Call)]
 
 
 @register
@@ -32,17 +37,18 @@ def tool_calls(
 ) -> list[float]:
     """Count the tool calls of an answer, or of all turns of a conversation, to use as a label.
 
-    A call is a block `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`; what is no such JSON does
-    not count. Give it weight 0. With `at: every` and an outcome of every turn each turn has its own calls,
-    which add up to those of the conversation.
+    A call is what the engine of a conversation read as one, and elsewhere a block
+    `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`; one that cannot be read does not count. Give
+    it weight 0. With `at: every` and an outcome of every turn each turn has its own calls, which add up to
+    those of the conversation.
 
     Args:
         tag: Tag of a call.
         name: Count calls of this tool alone; empty: all.
     """
     return [
-        float(sum(not name or call.name == name for text in new for call in calls_in(text, tag)))
-        for _, new in policy_turns(outcomes)
+        float(sum(not name or call.name == name for turn in new for call in calls_in(turn, tag)))
+        for _, new in policy_messages(outcomes)
     ]
 
 
@@ -72,12 +78,12 @@ def call_match(
     """
     pair = {"greedy": greedy_pairs, "optimal": optimal_pairs}[matching]
     values: list[float | None] = []
-    for prompt, (_, new) in zip(prompts, policy_turns(outcomes), strict=True):
+    for prompt, (_, new) in zip(prompts, policy_messages(outcomes), strict=True):
         references = reference_calls(prompt, column)
         if references is None:
             values.append(None)
             continue
-        calls = [call for text in new for call in parse_calls(text, tag)]
+        calls = [call for turn in new for call in written_calls(turn, tag)]
         alike = [[likeness(call, reference) for reference in references] for call in calls]
         values.append(sum(alike[i][j] for i, j in pair(alike)) / max(1, len(calls)))
     return values
@@ -109,21 +115,21 @@ def likeness(call: Call | CallError, reference: Mapping[str, Any]) -> float:
 
 
 def retrievals(outcomes: Sequence[Outcome], tag: str) -> list[tuple[list[str], list[str]]]:
-    """List the retrievals of a policy up to every outcome, in the two parts of `policy_turns`.
+    """List the retrievals of a policy up to every outcome, in the two parts of `policy_messages`.
 
     A retrieval is a block that holds a text, or, with the tag `tool_call`, a call that `vision.with_tools`
     can read. Those of a turn that ended its conversation at a limit or a fault got no answer: they are none.
     """
 
-    def queries(texts: Sequence[str]) -> list[str]:
+    def queries(turns: Sequence[Message]) -> list[str]:
         if tag == CALL:
-            calls = [call for text in texts for call in calls_in(text)]
+            calls = [call for turn in turns for call in calls_in(turn)]
             return [json.dumps([call.name, call.arguments], sort_keys=True) for call in calls]
-        return [block.strip() for text in texts for block in tagged(text, tag) if block.strip()]
+        return [block.strip() for turn in turns for block in tagged(turn.text, tag) if block.strip()]
 
     return [
         (queries(before), queries(new if outcome.tags.get("finish", "stop") in ANSWERED else new[:-1]))
-        for outcome, (before, new) in zip(outcomes, policy_turns(outcomes), strict=True)
+        for outcome, (before, new) in zip(outcomes, policy_messages(outcomes), strict=True)
     ]
 
 

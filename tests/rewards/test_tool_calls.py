@@ -34,6 +34,10 @@ def written(*calls):
     return "I look. " + " ".join(f"<tool_call>{json.dumps(each)}</tool_call>" for each in calls)
 
 
+def turn(text, calls=None):
+    return Message("assistant", (Part(text),), calls)
+
+
 def one(piece, text, columns=None, tags=None, **options):
     prompt = Prompt("a", (), columns=columns or {})
     return piece([prompt], [Outcome(text, tags=tags or {})], **options)[0]
@@ -45,10 +49,10 @@ REFERENCE = [call("search", q="b"), call("search", q="a", k=3)]
 
 def test_calls_are_well_formed_json_with_a_name():
     text = written(*PREDICTED) + '<tool_call>{"name": 3}</tool_call><tool_call>{oops</tool_call><tool_call>[]'
-    assert [found.name for found in calls_in(text)] == ["search", "Search", "calc"]
+    assert [found.name for found in calls_in(turn(text))] == ["search", "Search", "calc"]
     assert one(tool_calls, text) == 3 and one(tool_calls, text, name="calc") == 1
     assert one(tool_calls, "no call") == 0
-    assert calls_in("<tool_call>" + "[" * 100_000 + "</tool_call>") == []
+    assert calls_in(turn("<tool_call>" + "[" * 100_000 + "</tool_call>")) == []
 
 
 def test_likeness_of_calls_is_the_worked_one():

@@ -12,7 +12,7 @@ import torch
 from mmrl.config.registry import engine
 from mmrl.config.schema import ConfigError
 from mmrl.core.types import Prompt, Rollouts, Trajectory
-from mmrl.vision.call_formats import check_calls
+from mmrl.vision.call_formats import parser_of
 from mmrl.vision.conversation import Conversation, Replies, images_of
 from mmrl.vision.engines.with_tools import WithTools
 from mmrl.vision.environment_calls import Episode, LostEnvironment, Shown, choose, named, observed
@@ -74,8 +74,8 @@ class WithEnvironments(WithTools):
                 raise ConfigError(
                     f"`tool` and the environment '{kind.name}' both have '{taken[0]}'; rename one of them"
                 )
-            schemas = tuple(tool.schema for tool in kind.tools)
-            check_calls(self.policy.prompt_encoder, schemas, self.parse)
+        schemas = [*self.schemas, *(tool.schema for kind in self.kinds.values() for tool in kind.tools)]
+        self.read_calls = parser_of(self.policy.prompt_encoder, tuple(schemas), self.parse)
 
     def begin(self, asked: Sequence[tuple[Prompt, int]]) -> list[Conversation]:
         """Make and reset an environment for every conversation, and show what it shows first."""

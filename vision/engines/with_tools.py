@@ -20,7 +20,7 @@ from mmrl.core.rng import Stream
 from mmrl.core.tool_calls import Call, CallError, parse_calls
 from mmrl.core.types import Message, Part, Prompt, Rollouts, Trajectory
 from mmrl.engines.replay import CHANGED
-from mmrl.vision.call_formats import check_calls, encode_with_tools
+from mmrl.vision.call_formats import encode_with_tools, parser_of
 from mmrl.vision.conversation import Conversation, Replies, images_of
 from mmrl.vision.decoding.decoding import BeginReading, GenerationRequest
 from mmrl.vision.decoding.token_steps import TokenRow
@@ -87,7 +87,7 @@ class WithTools:
                 f"{[tool.name for tool in tools]}"
             )
         self.schemas: Tools = tuple(tool.schema for tool in tools)
-        check_calls(self.policy.prompt_encoder, self.schemas, self.parse)
+        self.read_calls = parser_of(self.policy.prompt_encoder, self.schemas, self.parse)
         config: Any = self.policy.core.config
         positions = getattr(config.get_text_config(), "max_position_embeddings", None)
         self.context: int = self.max_context or positions or sys.maxsize
@@ -156,9 +156,9 @@ class WithTools:
             on_stop = None if turn + 1 == self.max_turns else partial(self._begin_early, talk)
             requests.append(GenerationRequest(talk.prompt, talk.index, talk.read, uniform, on_stop))
         for talk, answer in zip(talks, self.engine.answer(requests, begin), strict=True):
-            talk.add(answer)
             finish = answer.outcomes[-1].tags["finish"]
-            calls = self.parse(talk.outcomes[-1].text or "")
+            calls = self.read_calls(answer.outcomes[-1].text or "")
+            talk.add(answer, calls)
             if finish == "length" or not calls:
                 talk.finish = finish
             elif talk.length >= self.max_completion_length:
@@ -185,7 +185,7 @@ class WithTools:
 
     def _begin_calls(self, talk: Conversation, text: str) -> Callable[[], Replies]:
         """Begin the calls of a turn at the same time; returns a function that gets their replies."""
-        found = self.parse(text)
+        found = self.read_calls(text)
         if len(found) > MAX_CALLS:
             found = [*found[:MAX_CALLS], CallError(f"only {MAX_CALLS} calls of a turn are answered")]
         calls: list[tuple[Tool, list[Any]]] = []

@@ -20,6 +20,7 @@ from mmrl.kv_cache.layout import placeholder_ids, placeholders
 from mmrl.vision.models.model_families import family_of
 
 CACHE_BYTES = 2 << 30
+CALL_ID = "call00001"  # of every call: nine letters and figures, which Mistral's templates ask for
 TICKS = 1000  # frame times are given to processors as frame numbers of a video with 1000 frames per second
 EDGES = {"shortest_edge", "longest_edge"}
 OF_TOKENS = ("input_ids", "attention_mask", "mm_token_type_ids")
@@ -150,9 +151,10 @@ class PromptEncoder:
         """Write a call of a tool in the words of the chat template, as the text of an answer has it."""
         asked = {"role": "user", "content": [{"type": "text", "text": "x"}]}
         made = {"type": "function", "function": {"name": name, "arguments": dict(arguments)}}
-        made["id"] = "call00001"  # nine letters and figures, which Mistral's templates ask for
+        made["id"] = CALL_ID
         turn = {"role": "assistant", "content": [{"type": "text", "text": ""}], "tool_calls": [made]}
-        before, whole = (self._render(m, tools, answers=False) for m in ([asked], [asked, turn]))
+        # Without what begins an answer, such as the name of its role, which no answer has.
+        before, whole = self._render([asked], tools), self._render([asked, turn], tools, answers=False)
         after = whole[len(commonprefix([before, whole])) :]
         return self.text(torch.tensor(self.tokenizer(after, add_special_tokens=False)["input_ids"]))
 
@@ -292,7 +294,9 @@ def template_message(message: Message) -> dict[str, Any]:
         {"type": part.media.kind} if part.media else {"type": "text", "text": part.text}
         for part in message.parts
     ]
-    return {"role": message.role, "content": content}
+    # Mistral's templates want the id of the call that a tool answers.
+    answers = {"tool_call_id": CALL_ID} if message.role == "tool" else {}
+    return {"role": message.role, "content": content, **answers}
 
 
 def _size_limits(processor: Any) -> dict[str, int]:
