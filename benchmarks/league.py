@@ -2,11 +2,12 @@
 
     python -m benchmarks.league [--task easy_vqa] [--methods grpo,dapo] [--seeds 3] [--budget 3600]
 
-Every variant of configs/methods/grpo that applies trains the same model from the same start, with as many
-rollouts of the same prompts and one learning rate; why others do not is printed. Rates were tried with GRPO
-alone, at a seed that is not in the table (`RATES` in league_tasks.py). Each run is one of mmrl and goes on
-where it was killed; a finished one is a line of results/league_TASK_runs.jsonl and not made again, on another
-machine either. Seeds are the outer loop, so that a table that is not finished compares the same seeds.
+Every variant of configs/methods/grpo and configs/methods/preference that applies trains the same model from
+the same start by its own rewards, with as many rollouts of the same prompts and one learning rate; what is
+measured is `exact_match`. Why others do not is printed. Rates were tried with GRPO alone, at a seed that is
+not in the table (`RATES` in league_tasks.py). Each run is one of mmrl and goes on where it was killed; a
+finished one is a line of results/league_TASK_runs.jsonl and not made again, on another machine either. Seeds
+are the outer loop, so that a table that is not finished compares the same seeds.
 `--budget` ends between two runs.
 
 Differences are paired by seed and held-out prompt, with a 95 % bootstrap interval over both. Three seeds make

@@ -1,7 +1,7 @@
 """What the league table trains: its tasks, and the variants that apply to them.
 
 A task is made once: rows, the model that all methods begin from, and the part of a configuration that they
-share. A variant is a file of configs/methods/grpo; the task adds the rest, so that all have equal rollouts.
+share. A variant is a file of `FOLDERS`; the task adds the rest, so that all have equal rollouts.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from mmrl.data.dataset_io import Rows, write_rows
 from mmrl.vision.policies.tokens import Tokens
 
 ROOT = Path(__file__).parents[1]
-VARIANTS = ROOT / "configs" / "methods" / "grpo"
+FOLDERS = [ROOT / "configs" / "methods" / name for name in ("grpo", "preference")]
 BASE = "grpo"
 AGAIN = "grpo, other seeds"  # the same method: how far apart runs are that differ by chance alone
 # GRPO with as many optimizer steps as the variants that part a collection, or pass over it more than once.
@@ -42,14 +42,39 @@ ROUNDS = 3  # at most, of the variants that ask again in place of groups without
 # less room above.
 RATES = {"easy_vqa": 3e-4, "text": 3e-4}
 WARM_UP = {"easy_vqa": 10, "text": 3}  # steps
-MATCHES = {"exact_match", "vision.short_answer", "overlong"}  # rewards that ask only for the right answer
+REWARDS = {  # that these answers can earn; what is measured is `exact_match` alone
+    "exact_match", "vision.short_answer", "overlong", "majority", "subgroup_majority", "lexical_variety"
+}  # fmt: skip
 SMALL_GROUPS = {"two_grpo": 2}  # whose method is the number of generations
+# Numbers of the papers are for groups of 16 to 216 answers of many tokens: the same shares of 8 answers of 4.
+FITTED: dict[str, dict[str, Any]] = {
+    "ttrl": {"advantage": [{"name": "keep_first", "keep": 4}, "total", "group_normalize"]},
+    "spo_tree": {"rollout": {"engine": [
+        "vision.generate", {"name": "vision.with_branches", "branching": [2, 2], "segment_length": 1}]}},
+    "polychromic_vine": {
+        "advantage": ["total", {"name": "set_baseline", "of": "answer_cluster", "size": 2,
+                                "by": ["group", "branch"]}],
+        "rollout": {"engine": [
+            "vision.generate", {"name": "vision.with_branches", "branching": [4], "segment_length": 1}]}},
+}  # fmt: skip
 ANY_ENDS = {"gae", "lambda_returns", "returns", "increments"}  # credit of turns, and of a single answer alike
 MEANINGLESS = {
     "on_policy_distillation": "its teacher is a model of seven billion weights",
     "reverse_kl_distillation": "its teacher is a model of seven billion weights",
     "siri": "it is a schedule of the longest answer in thousands of tokens; these answers have a few",
     "training_free_grpo": "it writes what was learned into the prompt and trains no weights",
+    "adar1": "it compares answers with and without a thought, and a few tokens have no room for one",
+    "aspo": "it compares where answers begin to write code, which these do not",
+    "dagrpo": "it needs the score of a judge besides right and wrong",
+}
+NO_ROOM = "a few tokens have no room for the tags that it asks for"
+LACKING = {  # what a reward needs that these tasks do not have
+    **dict.fromkeys(("tag_format", "think_format", "think_closed"), NO_ROOM),
+    **dict.fromkeys(("agreement", "information_consistency"), "rows have one wording of a question"),
+    **dict.fromkeys(("rubric", "tournament"), "there is no judge"),
+    "precomputed": "rows have no recorded scores",
+    "test_passes": "answers are not programs",
+    "function_calls": "there are no functions to call",
 }
 
 
@@ -58,22 +83,22 @@ MEANINGLESS = {
 
 def variants() -> dict[str, Path]:
     """List the files of the single-turn variants by name, GRPO and its controls first."""
-    files = {path.stem: path for path in sorted(VARIANTS.glob("*.yaml"))}
+    files = {path.stem: path for folder in FOLDERS for path in sorted(folder.glob("*.yaml"))}
     return {BASE: files[BASE], **dict.fromkeys(CONTROLS, files[BASE]), **files}
 
 
 def configuration(name: str, shared: Mapping[str, Any], folder: Path, seed: int) -> dict[str, Any]:
     """Put a variant on a task: its method, with the policy, data, engine, rollouts and rate of the task.
 
-    The rewards are the variant's, where it has its own; the minibatches and passes of a collection too.
+    The rewards are the variant's, where it has its own; the minibatches and passes of a collection too, and
+    what its engine records of answers.
     """
-    variant = read(variants()[name])
-    around = variant.get("rollout", {}).get("engine", [])[1:]
+    variant = read_variant(name)
+    first, *around = variant.get("rollout", {}).get("engine") or ["vision.generate"]
     raw = merge({"rewards": shared["rewards"]}, variant)
     raw = merge(raw, {key: value for key, value in shared.items() if key != "rewards"})
-    raw = merge(raw, CONTROLS.get(name, {}))
     size = raw["rollout"] = dict(raw["rollout"])  # `shared` stays as it is
-    size["engine"] = [*shared["rollout"]["engine"], *around]
+    size["engine"] = [merge(as_mapping(first), shared["rollout"]["engine"][0]), *around]
     size["max_rounds"] = min(size.get("max_rounds", 1), ROUNDS)
     if generations := SMALL_GROUPS.get(name):
         size["num_prompts"] *= size["num_generations"] // generations
@@ -82,9 +107,19 @@ def configuration(name: str, shared: Mapping[str, Any], folder: Path, seed: int)
     return {**raw, "output_dir": str(folder)}
 
 
+def read_variant(name: str) -> dict[str, Any]:
+    """Read the file of a variant, with what a control changes of it, or the sizes of these tasks."""
+    return merge(read(variants()[name]), {**CONTROLS, **FITTED}.get(name, {}))
+
+
+def as_mapping(piece: str | Mapping[str, Any]) -> dict[str, Any]:
+    """Write a piece that is a name alone as a mapping."""
+    return {"name": piece} if isinstance(piece, str) else dict(piece)
+
+
 def updates_of(name: str) -> int:
     """Count the optimizer steps that a variant takes of one collection."""
-    learn = merge(read(variants()[name]), CONTROLS.get(name, {})).get("learn", {})
+    learn = read_variant(name).get("learn", {})
     return learn.get("num_iterations", 1) * learn.get("minibatches", 1)
 
 
@@ -93,19 +128,21 @@ def reason_to_skip(name: str, raw: Mapping[str, Any]) -> str:
 
     It is what the check of its configuration refuses, or that it is about other answers or no rollouts.
     """
-    variant = read(variants()[name])
-    engines = [as_piece(engine, "engine").name for engine in variant.get("rollout", {}).get("engine", [])]
+    engines = [
+        as_piece(engine, "engine").name for engine in read_variant(name).get("rollout", {}).get("engine", [])
+    ]
     rewards = [as_piece(reward, "rewards") for reward in raw["rewards"]]
-    other = [piece.name for piece in rewards if piece.options.get("weight", 1) and piece.name not in MATCHES]
+    other = [piece.name for piece in rewards if piece.options.get("weight", 1) and piece.name not in REWARDS]
     if name in MEANINGLESS:
         return MEANINGLESS[name]
     chain = {as_piece(piece, "advantage").name for piece in raw["advantage"]}
     if any(find("advantage", piece).needs.turns for piece in chain - ANY_ENDS):
         return "it gives credit to the turns of conversations; these answers have one"
     if "offline" in engines:
-        return "it learns from demonstrations, not from rollouts"
+        return "it learns from recorded answers, pairs or demonstrations, not from rollouts"
     if other:
-        return f"it is about other answers: its rewards are {', '.join(other)}"
+        lacking = {LACKING.get(reward, "it is about other answers"): reward for reward in reversed(other)}
+        return "; ".join(f"{why}: its reward {reward}" for why, reward in reversed(lacking.items()))
     if columns := [piece.options["column"] for piece in rewards if piece.name == "column_value"]:
         return f"the rows do not have what it reads of them: {', '.join(columns)}"
     try:

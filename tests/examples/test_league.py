@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -13,8 +14,9 @@ from benchmarks.league_table import draw, markdown, summarise
 from benchmarks.league_tasks import (
     AGAIN,
     BASE,
-    VARIANTS,
+    FOLDERS,
     configuration,
+    held_out,
     reason_to_skip,
     shared_by_all,
     variants,
@@ -25,6 +27,7 @@ SHARED = {
     "policy": {"name": "vision.tokens", "model": "somewhere"},
     "data": {"name": "vision.visual_qa", "path": "rows.jsonl"},
     **shared_by_all("easy_vqa", 4, quick=False),
+    "evaluation": held_out(Path("held_out.jsonl"), 4, 8),
 }
 
 
@@ -38,20 +41,25 @@ def run(method, seed, scores, *, updates=30):
 
 
 def test_every_variant_is_taken_or_skipped_for_a_reason_and_all_have_the_same_rollouts(tmp_path):
-    assert {path.stem for path in VARIANTS.glob("*.yaml")} < set(variants())
+    assert {path.stem for folder in FOLDERS for path in folder.glob("*.yaml")} < set(variants())
     assert list(variants())[:2] == [BASE, AGAIN]
     before = json.dumps(SHARED)
     made = {name: set_up(name, tmp_path) for name in variants()}
     assert json.dumps(SHARED) == before  # nothing of one variant reaches the next
     taken = {name: raw for name, raw in made.items() if not reason_to_skip(name, raw)}
     assert {"grpo", "dapo", "rloo", "gspo", "ppo", "two_grpo", AGAIN} < set(taken)
+    assert {"ttrl", "scope", "multirole_r1", "dno", "aot", "spo_tree", "polychromic_vine"} < set(taken)
     for raw in taken.values():
         size = raw["rollout"]
         assert size["num_prompts"] * size["num_generations"] == 256
-        assert size["engine"][0] == SHARED["rollout"]["engine"][0]
+        assert size["engine"][0].items() >= SHARED["rollout"]["engine"][0].items()
+        assert raw["evaluation"]["rewards"] == ["exact_match"]
         assert raw["learn"]["learning_rate"] == SHARED["learn"]["learning_rate"]
     assert made["dapo"]["rollout"]["max_rounds"] == 3 and made["grpo"]["rollout"]["max_rounds"] == 1
     assert made["gspo"]["learn"]["minibatches"] == 4  # the variant's own
+    assert made["scope"]["rollout"]["engine"][0]["confidence_top_k"] == 20  # what its votes are weighted by
+    assert made["scope"]["rewards"][0]["name"] == "subgroup_majority"
+    assert made["ttrl"]["advantage"][0] == {"name": "keep_first", "keep": 4}  # half of a group, as 32 of 64
     assert (taken["two_grpo"]["rollout"]["num_generations"], taken[AGAIN]["seed"]) == (2, 1000)
 
 
@@ -59,9 +67,15 @@ def test_every_variant_is_taken_or_skipped_for_a_reason_and_all_have_the_same_ro
     "name, reason",
     [
         ("supervised", "demonstrations"),
+        ("dpo", "recorded answers, pairs"),
+        ("yapo", "recorded answers, pairs"),
+        ("adar1", "a few tokens have no room"),
+        ("ton", "a few tokens have no room for the tags that it asks for: its reward tag_format"),
+        ("arena_rl", "there is no judge: its reward tournament"),
+        ("ps_grpo", "rows have one wording of a question: its reward agreement"),
         ("gigpo", "turns of conversations"),
         ("grpo_s", "do not have what it reads of them: hardness, response"),
-        ("ssl", "other answers: its rewards are vision.click_inside"),
+        ("ssl", "other answers: its reward vision.click_inside"),
         ("siri", "schedule of the longest answer"),
     ],
 )
