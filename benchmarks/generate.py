@@ -4,7 +4,7 @@
 
 Eight answers of exactly so many new tokens to every prompt, one image each, by a small Qwen2.5-VL with random
 weights, float32, log-probabilities of the sampled tokens included. Every repeat asks about other images, so
-that no cache of an earlier one serves it, and libraries take turns, half a second apart: a busy machine is
+that no cache of an earlier one serves it, and libraries take turns, two seconds apart: a busy machine is
 unfair to none, and no library's threads still spin while the next works. A rate is tokens per second of the
 clock on so many cores, to which all processes are bound, prefill and vision tower included, and the median of
 the repeats. "step" is one more token of all rows: the rest of a long rollout less a short one. Operators are
@@ -58,7 +58,7 @@ CORES = os.sched_getaffinity(0)
 PEER = Path(__file__).parent / "vllm_rollouts.py"
 ANSWERS, QUESTION = 8, "What is shown here?"
 LAYERS, WIDTH, HEADS, TOWER, VOCABULARY = 6, 256, 4, 64, 512
-SETTLE = 0.5  # seconds; idle threads of an OpenMP runtime may spin for 0.2 s
+SETTLE = 2.0  # seconds; idle threads spin for 0.2 s, and a server works on after an answer for up to one
 NUMBERS = count()  # of the images that were shown: each is encoded anew
 FLAGS = "--max-model-len 2048 --max-num-batched-tokens 16384 --enforce-eager"  # of the server
 Rollout = Callable[[list, int], None]  # of images, in so many tokens

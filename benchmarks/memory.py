@@ -42,6 +42,14 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"lora_rank": 8, "gradient_checkpointing": True},
         {"num_prompts": 4, "length": 48, "micro": 2048},
     ),
+    "few bits": (
+        {"lora_rank": 8, "transform": ["compression.bnb_quantize"]},
+        {"num_prompts": 4, "length": 48},
+    ),
+    "pruned": (
+        {"lora_rank": 8, "transform": [{"name": "compression.tome", "keep": 0.25}]},
+        {"num_prompts": 4, "length": 48},
+    ),
 }
 # Freed blocks go back to the system at once, so that resident memory is what is in use.
 ENVIRONMENT = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536", "OMP_NUM_THREADS": "1"}
