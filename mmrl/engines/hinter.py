@@ -47,7 +47,7 @@ class WithHinter:
 
     arXiv 2604.00698. For every hint that is asked for (`written` of the sampler) the role `hinter` reads the
     question, an answer that failed, and the solution where there is one, and writes a hint; the answers of
-    the role `reasoner` read it after the question. Both are rows of the step table, told apart by the tag
+    the role `reasoner` read it after the question. Both are rows of the step table, distinguished by the tag
     `role`: `vision.tokens` with `roles: [reasoner, hinter]` and `vision.by_role` below this engine give each
     an adapter of its own, without them one model learns both. The row of a hint has the tag `wrote`, by which
     the advantage `hint_reward` pays it, and records `hint_gate`: 0, or minus the penalty for a hint that is
@@ -157,8 +157,8 @@ def usable_hint(text: str, target: object) -> str:
     """
     blocks = tagged(text.rpartition("</think>")[2], "hint")
     hint = quoted(blocks[-1].strip()) if blocks else ""
-    told = str(target).strip().lower() if type(target) in (str, int, float) else ""
-    if len(told) > 2:
-        return "" if told in hint.lower() else hint
-    phrase = rf"(?:=|\b(?:equals|is|equal to|answer:))\s*{re.escape(told)}(?!\w)"
-    return "" if told and re.search(phrase, hint.lower()) else hint
+    answer = str(target).strip().lower() if type(target) in (str, int, float) else ""
+    if len(answer) > 2:
+        return "" if answer in hint.lower() else hint
+    phrase = rf"(?:=|\b(?:equals|is|equal to|answer:))\s*{re.escape(answer)}(?!\w)"
+    return "" if answer and re.search(phrase, hint.lower()) else hint

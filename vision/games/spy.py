@@ -51,7 +51,7 @@ cannot tell," }} in \\boxed{}.
 
 @dataclass(frozen=True)
 class SpyState:
-    """A game as it stands: images, the number of the spy, and what was said."""
+    """A game as it stands: images, the number of the spy, clues and votes."""
 
     images: tuple[Media, Media]  # of civilians, and of the spy
     spy: int  # players count from 1
@@ -160,9 +160,8 @@ class Spy(Game):
     def act(self, state: SpyState, player: str, answer: str) -> SpyState:
         """Add a clue or a vote."""
         if len(state.clues) < self.players * self.rounds:
-            said = (int(player), quoted(answer))
             clues = (*state.clues, (int(player), quoted(public(answer))))
-            return replace(state, clues=clues, answers=(*state.answers, said))
+            return replace(state, clues=clues, answers=(*state.answers, (int(player), quoted(answer))))
         vote = (player, vote_of(answer, self.players), well_formed(answer))
         return replace(state, votes=(*state.votes, vote))
 

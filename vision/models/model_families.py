@@ -24,7 +24,7 @@ class VLMFamily:
     Args:
         positions: Maps (core, inputs) to rotary positions (A, S) on A axes.
         features: Maps (core, inputs) to the number of visual features by placeholder token id.
-        split: Maps media tensors to those of every image, then of every video; None: they are not told apart.
+        split: Maps media tensors to those of every image, then of every video; None: of both together.
     """
 
     positions: Callable[[nn.Module, Inputs], Tensor]

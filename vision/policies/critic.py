@@ -89,8 +89,8 @@ class Critic:
 
     def __call__(self, batch: Batch, extra: Set[str] = frozenset()) -> StepOutput:
         logit = pad_to(self.module(batch.steps), batch.mask.shape[1], 1)
-        said = {"value": logit.sigmoid() if self.probability else logit, "value_logit": logit}
-        return StepOutput(torch.zeros_like(logit), {name: said[name] for name in said.keys() & extra})
+        outputs = {"value": logit.sigmoid() if self.probability else logit, "value_logit": logit}
+        return StepOutput(torch.zeros_like(logit), {name: outputs[name] for name in outputs.keys() & extra})
 
     def save(self, folder: Path) -> None:
         """Write the model's folder and the layer of values."""

@@ -283,7 +283,7 @@ class Servers:
                 if len(self.servers) > 1 and server.sums[0] != held:
                     server.sums = held, server.checksum()
                 has = server.version()
-            except OSError as error:  # it died while it was told
+            except OSError as error:  # it died while it loaded them
                 server.last_words, has = str(error), None
         if has not in (None, wanted):
             raise RuntimeError(f"'{server.url}' has the weights '{has}' after it was brought '{wanted}'")
