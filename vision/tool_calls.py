@@ -5,12 +5,13 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from typing import Annotated, Any
 
 from mmrl.config.binding import Bound
 from mmrl.config.loading import ConfigError
 from mmrl.config.schema import convert
-from mmrl.config.tool_functions import RIGHTS, SHOWN, argument_types, check_tool, parameters_of
+from mmrl.config.tool_functions import RIGHTS, SHOWN, argument_types, check_tool, parameters_of, schema_of
 from mmrl.core.tool_calls import CallError
 from mmrl.core.types import Media
 from mmrl.vision.tool_replies import Answer, Limits, as_answer
@@ -75,14 +76,16 @@ class Tool:
         # Arguments are given by name, and handed on in their order, so that they may be positional-only.
         by_name = [p.replace(kind=p.POSITIONAL_OR_KEYWORD) for p in parameters_of(target).values()]
         signature = inspect.signature(target).replace(parameters=by_name)
-        return Tool(name, function, signature, types, images, _schema(target, name, types), **call)
+        return Tool(name, function, signature, types, images, schema_of(target, name, types), **call)
 
     def bind(self, given: Mapping[str, Any], images: Sequence[Media]) -> list[Any]:
         """Put a call's arguments in order; images stay undecoded. Raises CallError for what does not fit."""
         try:
             bound = self.signature.bind(**given)
             for name, value in bound.arguments.items():
-                convert(value, self.types[name], name)
+                converted = convert(value, self.types[name], name)
+                if isinstance(converted, Enum):  # other values stay as the model wrote them
+                    bound.arguments[name] = converted
         except (TypeError, ConfigError) as error:
             raise CallError(f"{self.name}: {error}") from error
         bound.apply_defaults()
@@ -97,20 +100,3 @@ class Tool:
                 )
             bound.arguments[name] = images[number]
         return list(bound.arguments.values())
-
-
-def _schema(target: Callable, name: str, hints: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Make the JSON schema of a tool by transformers, of the arguments that the model gives."""
-    from transformers.utils.chat_template_utils import get_json_schema
-
-    def described() -> None: ...
-
-    described.__name__, described.__doc__ = name, inspect.getdoc(target)
-    described.__annotations__ = dict(hints)
-    given = [p.replace(annotation=hints[key]) for key, p in parameters_of(target).items()]
-    described.__signature__ = inspect.Signature(given)  # pyright: ignore
-    try:
-        return get_json_schema(described)
-    # Both exceptions of transformers for types and docstrings that it cannot read are plain ones.
-    except Exception as error:
-        raise ConfigError(f"cannot describe the tool '{name}' to a model: {error}") from error

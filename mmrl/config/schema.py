@@ -11,6 +11,7 @@ import types
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import Enum, EnumType
 from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -325,11 +326,12 @@ def convert(value: Any, wanted: Any, place: str) -> Any:
         return _convert_union(value, inner, place)
     if wanted is Piece:
         return as_piece(value, place)
-    if origin is Literal:
+    if origin is Literal or isinstance(wanted, EnumType):
+        allowed = inner if origin is Literal else [member.value for member in typing.cast(type[Enum], wanted)]
         # Not `in`, because True equals 1.
-        if not any(value == member and type(value) is type(member) for member in inner):
-            raise ConfigError(f"'{place}' must be one of {', '.join(map(repr, inner))}, not {value!r}")
-        return value
+        if not any(value == member and type(value) is type(member) for member in allowed):
+            raise ConfigError(f"'{place}' must be one of {', '.join(map(repr, allowed))}, not {value!r}")
+        return value if origin is Literal else wanted(value)
     check_finite(value, place)
     one_piece = inner[:1] == (Piece,) and type(value) not in (list, tuple)
     match [value] if one_piece else value:  # `sampler: uniform`
@@ -337,9 +339,9 @@ def convert(value: Any, wanted: Any, place: str) -> Any:
             return _parse(value, typing.cast(type, wanted), place, False)
         case Mapping() if origin in (dict, Mapping):
             return {str(key): convert(item, inner[1], f"{place}.{key}") for key, item in value.items()}
-        case [*items] if origin in (list, tuple, Sequence):
+        case [*items] if origin in (list, tuple, Sequence) or wanted is tuple:
             # `tuple[int, int]` takes two members, `tuple[int, ...]` and `list[int]` any number.
-            members = inner if len(inner) > 1 and inner[1] is not Ellipsis else inner[:1] * len(items)
+            members = inner if len(inner) > 1 and inner[1] is not Ellipsis else (*inner, Any)[:1] * len(items)
             if len(members) != len(items):
                 raise ConfigError(f"'{place}' must be a list of {len(members)}, not {value!r}")
             return tuple(convert(item, members[i], f"{place}[{i}]") for i, item in enumerate(items))

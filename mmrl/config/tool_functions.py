@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import types
 import typing
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from mmrl.config.loading import ConfigError
@@ -47,7 +47,35 @@ def check_tool(tool: Callable, name: str) -> None:
                 f"the docstring of the tool '{name}' says nothing of '{argument}'; describe it under "
                 "`Args:`, for the model to read"
             )
-    argument_types(tool, name)
+    schema_of(tool, name, argument_types(tool, name)[0])
+
+
+def schema_of(tool: Callable, name: str, hints: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Make the JSON schema of a tool by transformers, of the arguments that the model gives.
+
+    Raises ConfigError, which names the argument, for a type that transformers cannot describe.
+    """
+    for argument, hint in hints.items():
+        parameter = inspect.Parameter(argument, inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=hint)
+        alone = f"A type.\n\nArgs:\n    {argument}: It."
+        _described(f"the argument '{argument}' of the tool '{name}'", name, alone, [parameter])
+    given = [p.replace(annotation=hints[key]) for key, p in parameters_of(tool).items()]
+    return _described(f"the tool '{name}'", name, inspect.getdoc(tool) or "", given)
+
+
+def _described(what: str, name: str, doc: str, parameters: Sequence[inspect.Parameter]) -> Mapping[str, Any]:
+    from transformers.utils.chat_template_utils import get_json_schema
+
+    def described() -> None: ...
+
+    described.__name__, described.__doc__ = name, doc
+    described.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    described.__signature__ = inspect.Signature(parameters)  # pyright: ignore
+    try:
+        return get_json_schema(described)
+    # The exceptions of transformers for types and docstrings that it cannot read are plain ones.
+    except Exception as error:
+        raise ConfigError(f"cannot describe {what} to a model: {error}") from error
 
 
 def argument_types(tool: Callable, name: str) -> tuple[dict[str, Any], frozenset[str]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from enum import Enum
 from typing import Any, Literal
 
 import pytest
@@ -55,6 +56,33 @@ def typed(number: int, boxes: list[list[float]], words: dict[str, Any] | None = 
         number: A whole one.
         boxes: Some.
         words: Any.
+    """
+    return ""
+
+
+class Way(Enum):
+    UP = "up"
+    DOWN = "down"
+
+
+def bare(pair: tuple, listed: list, words: dict, way: Way = Way.UP) -> str:
+    """Compute.
+
+    Args:
+        pair: Two.
+        listed: Some.
+        words: Any.
+        way: Where.
+    """
+    return ""
+
+
+def grouped(number: int, colours: set[str]) -> str:
+    """Compute.
+
+    Args:
+        number: A whole one.
+        colours: Some.
     """
     return ""
 
@@ -126,6 +154,33 @@ def test_arguments_of_another_type_are_an_error_for_the_model(given, message):
 def test_arguments_that_fit_stay_as_they_were_written():
     given = {"number": 3, "boxes": [[0, 0.5]], "words": None}
     assert Tool.of(typed).bind(given, []) == [3, [[0, 0.5]], None]
+
+
+def test_containers_without_the_types_of_their_members_take_any():
+    tool = Tool.of(bare)
+    assert tool.bind({"pair": [1, "a"], "listed": [], "words": {"a": 1}}, []) == [
+        [1, "a"], [], {"a": 1}, Way.UP
+    ]  # fmt: skip
+    with pytest.raises(CallError, match="'pair' must be a list, not 3"):
+        tool.bind({"pair": 3, "listed": [], "words": {}}, [])
+    with pytest.raises(CallError, match="must be a finite number"):
+        tool.bind({"pair": [float("nan")], "listed": [], "words": {}}, [])
+
+
+def test_a_value_of_an_enum_is_its_member():
+    tool, given = Tool.of(bare), {"pair": [], "listed": [], "words": {}}
+    assert tool.schema["function"]["parameters"]["properties"]["way"]["enum"] == ["up", "down"]
+    assert tool.bind({**given, "way": "down"}, [])[3] is Way.DOWN
+    with pytest.raises(CallError, match="'way' must be one of 'up', 'down', not 'left'"):
+        tool.bind({**given, "way": "left"}, [])
+
+
+def test_a_type_that_cannot_be_described_is_an_error_of_the_configuration_that_names_the_argument():
+    wanted = r"cannot describe the argument 'colours' of the tool '.*grouped' to a model"
+    with pytest.raises(ConfigError, match=wanted):
+        Tool.of(grouped)
+    with pytest.raises(ConfigError, match=wanted):  # before a model is loaded
+        Pieces(Stream(0)).check("engine", Piece("vision.with_tools", {"tool": f"{__name__}:grouped"}))
 
 
 def test_a_move_by_half_a_cell_is_refused():
