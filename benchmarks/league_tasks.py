@@ -66,6 +66,7 @@ MEANINGLESS = {
     "adar1": "it compares answers with and without a thought, and a few tokens have no room for one",
     "aspo": "it compares where answers begin to write code, which these do not",
     "dagrpo": "it needs the score of a judge besides right and wrong",
+    "grpo_s": "it compares answers with reference texts, which rows do not have, by a CLIP model",
 }
 NO_ROOM = "a few tokens have no room for the tags that it asks for"
 LACKING = {  # what a reward needs that these tasks do not have
