@@ -19,6 +19,7 @@ from mmrl.compression.pruning.sliced_linear import feature_index, sliced_linear
 from mmrl.compression.pruning.spec import ModelShape, PruningSpec, TokenReduction, pruning_of, shape_of
 from mmrl.compression.pruning.token_stages import ForwardCall, TokenStage, past_tokens, read_mask
 from mmrl.kv_cache.hf_cache import PromptCache
+from mmrl.runtime.modules import with_values
 
 # Callback while an importance plan is measured: called with ("attention", layer, LayerAttention), and with
 # ("ffn_units", layer, (inner units of visual rows (B, n_v, m), stage)).
@@ -131,7 +132,10 @@ class PrunedForward:
                 )
             if reduction.scores == "layer":
                 scores = self._scores(reduction.layer, stage, text, vis)
-            chosen, vis = reduction.choose(stage, vis, scores)
+            # How many tokens are left depends on numbers, and an estimate of memory has none.
+            chosen, vis = reduction.choose(
+                stage, with_values(vis), None if scores is None else with_values(scores)
+            )
             keep = chosen & stage.is_token
         # Indices into the old visual rows, and by these the tokens of the new ones, padded with -1.
         stay = pack_places(keep)

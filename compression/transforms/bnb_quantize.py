@@ -9,6 +9,7 @@ from torch import nn
 from mmrl.compression.pruning.prune import share_weights
 from mmrl.config.ranges import NonNegativeFloat
 from mmrl.config.registry import transform
+from mmrl.runtime.low_bit import quantize_into
 from mmrl.runtime.modules import record_transform
 
 ADAPTER = "lora_"  # part of the names of the layers that a LoRA adapter adds
@@ -50,17 +51,14 @@ def bnb_quantize(
         if nbits == 4:
             form = {"compress_statistics": double, "quant_type": kind}
             out = bnb.nn.Linear4bit(*sizes, compute_dtype=weight.dtype, device="meta", **form)
-            out.weight = bnb.nn.Params4bit(weight, requires_grad=False, module=out, **form)
             # The CPU fast path repacks weights at the first call without gradients: it then computes in
             # bfloat16 whatever `compute_dtype` is, and no gradient flows through the packed weights.
             out.support_avx512bf16_for_cpu = False
         else:
             out = bnb.nn.Linear8bitLt(*sizes, has_fp16_weights=False, threshold=threshold, device="meta")
-            out.weight = bnb.nn.Int8Params(weight, requires_grad=False, has_fp16_weights=False)
         if linear.bias is not None:
             out.bias = nn.Parameter(linear.bias.detach().clone(), requires_grad=False)
-        # bitsandbytes quantises when a layer is moved to its device.
-        return out.to(weight.device).train(linear.training)
+        return quantize_into(out, weight).train(linear.training)
 
     layers = model.base_model.get_decoder().layers
     # The factors of a LoRA adapter are small and learn, so only its base layers are quantised.

@@ -19,6 +19,7 @@ from mmrl.config.schema import Config, Piece, as_piece
 from mmrl.core.protocols import Policy
 from mmrl.core.rng import Stream
 from mmrl.core.types import Prompt
+from mmrl.runtime.low_bit import scales_of
 from mmrl.runtime.modules import loading_onto
 
 PROMPTS = 8  # of the data, from which lengths are measured
@@ -32,7 +33,7 @@ def training(config: Config, policy: Policy, prompts: Sequence[Prompt]) -> Mappi
     A second model or a teacher that names another model is taken to be as large as the policy.
     """
     module = policy.module
-    tensors = {id(t): t for t in (*module.parameters(), *module.buffers())}
+    tensors = {id(t): t for t in (*module.parameters(), *module.buffers(), *scales_of(module))}
     learning = [parameter for parameter in module.parameters() if parameter.requires_grad]
     numbers = sum(parameter.numel() for parameter in learning)
     sizes = sum(parameter.nbytes for parameter in learning)
@@ -111,8 +112,7 @@ def estimate_memory(config: Config, world: int = 1, shards: bool = False) -> Map
     """
     made = Pieces(Stream(config.seed))
     data = made.make_field(config, "data")
-    # Transforms read weights.
-    with loading_onto(None, empty=not config.policy.options.get("transform")):
+    with loading_onto(None, empty=True):
         policy = made.make_field(config, "policy")
     rollout = replace(config.rollout, num_prompts=math.ceil(config.rollout.num_prompts / world))
     memory = estimate_with(replace(config, rollout=rollout), policy, list(data[:PROMPTS]))

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from mmrl.runtime.fsdp import sharded_parts
 
@@ -99,6 +99,22 @@ def making_weights() -> AbstractContextManager:
     What is computed with them has shapes alone, too, and takes neither memory nor time.
     """
     return _fake() if placement().empty else nullcontext()
+
+
+class _Values(torch.autograd.Function):
+    """Zeros in place of a tensor, in its graph."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        return torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+
+
+def with_values(tensor: Tensor) -> Tensor:
+    """Return a tensor, or zeros where it has a shape alone, for code that branches on numbers.
+
+    What it computed with stays in the graph, so that memory for the backward pass is counted.
+    """
+    return _Values.apply(tensor) if isinstance(tensor, FakeTensor) else tensor
 
 
 def keep_training_precision(model: nn.Module, *, now: bool = False) -> None:

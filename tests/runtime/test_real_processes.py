@@ -142,7 +142,7 @@ def plans(tmp_path_factory):
         return lambda output: {**SPEAKING, "policy": {**named, **policy}, "output_dir": str(output)}
 
     if BITSANDBYTES:
-        four_bits(folder / "vlm", folder / "four")
+        tiny.in_few_bits(folder / "vlm", folder / "four")
 
     def half(**policy):
         return lambda output: {**speak(dtype="bfloat16", **policy)(output), **GROUP_BY_GROUP}
@@ -165,15 +165,6 @@ def plans(tmp_path_factory):
         "an adapter that draws": draw("diffusion.transition", LORA),
         "a 16-bit model that draws": draw(MATCHING, merge(ANCHORED, DRAWN_GROUP_BY_GROUP)),
     }
-
-
-def four_bits(model, folder):
-    """Save a model with weights of 4 bits, as the run files of 32B and 72B name one."""
-    from transformers import AutoModelForImageTextToText, AutoProcessor, BitsAndBytesConfig
-
-    four = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", llm_int8_skip_modules=["lm_head"])
-    AutoModelForImageTextToText.from_pretrained(model, quantization_config=four).save_pretrained(folder)
-    AutoProcessor.from_pretrained(model).save_pretrained(folder)
 
 
 def left_out(name, way):

@@ -321,3 +321,13 @@ def ask(uid: str, *parts) -> Prompt:
             ),
         ),
     )
+
+
+def in_few_bits(model: Path, folder: Path, nbits: int = 4) -> None:
+    """Save a checkpoint with weights of 4 or 8 bits, as the run files of 32B and 72B name one."""
+    from transformers import AutoModelForImageTextToText, AutoProcessor, BitsAndBytesConfig
+
+    bits = {"load_in_4bit": nbits == 4, "load_in_8bit": nbits == 8, "bnb_4bit_quant_type": "nf4"}
+    settings = BitsAndBytesConfig(**bits, llm_int8_skip_modules=["lm_head"])
+    AutoModelForImageTextToText.from_pretrained(model, quantization_config=settings).save_pretrained(folder)
+    AutoProcessor.from_pretrained(model).save_pretrained(folder)

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from mmrl.config import objects
+from mmrl.runtime.low_bit import quantize_as_checkpoint
 from mmrl.runtime.modules import DTYPES, Derived, making_weights, model_source, placement
 from mmrl.vision.models.processor import PromptEncoder
 from mmrl.vision.models.text_processor import TextProcessor
@@ -39,22 +40,36 @@ def load_model(name: str, *, dtype: str, attn_implementation: str) -> nn.Module:
     with _source("model", name) as source:
         config = AutoConfig.from_pretrained(source, trust_remote_code=False)
         maker = AutoModelForCausalLM if reads_text_only(config) else AutoModelForImageTextToText
-        if placement().empty and not hasattr(config, "quantization_config"):  # whose layers only files make
-            with making_weights():
-                options = {"dtype": DTYPES[dtype], "attn_implementation": attn_implementation}
-                return maker.from_config(config, trust_remote_code=False, **options).eval()
-        model = maker.from_pretrained(
-            source,
-            dtype=DTYPES[dtype],
-            device_map=device and {"": device},
-            attn_implementation=attn_implementation,
-            use_safetensors=True,  # a pickle could run any code
-            trust_remote_code=False,
-        )
+        options = {"dtype": DTYPES[dtype], "attn_implementation": attn_implementation}
+        if placement().empty and quantized_by(config) in ("", "bitsandbytes"):
+            model = _empty_model(maker, config, options)
+        else:
+            model = maker.from_pretrained(
+                source,
+                device_map=device and {"": device},
+                use_safetensors=True,  # a pickle could run any code
+                trust_remote_code=False,
+                **options,
+            )
     for module in model.modules():
         if hasattr(module, "support_avx512bf16_for_cpu"):  # 4-bit layers of bitsandbytes in the checkpoint
             module.support_avx512bf16_for_cpu = False  # weights repacked for this have no gradient
     return model.eval()  # without dropout, in training too
+
+
+def _empty_model(maker: Any, config: Any, options: dict[str, Any]) -> nn.Module:
+    """Make a model whose weights have shapes alone, in few bits where those of its checkpoint are."""
+    with making_weights():
+        model = maker.from_config(config, trust_remote_code=False, **options)
+    if quantized_by(config):
+        quantize_as_checkpoint(model, config.quantization_config)
+    return model
+
+
+def quantized_by(config: Any) -> str:
+    """Name the library whose few bits a checkpoint has, as its configuration does; none: empty."""
+    settings = getattr(config, "quantization_config", None) or {}
+    return settings["quant_method"] if settings else ""
 
 
 def reads_text_only(config: Any) -> bool:

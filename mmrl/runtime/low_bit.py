@@ -1,0 +1,76 @@
+"""Linear layers of bitsandbytes: their quantised weights, which can have shapes alone, and their scales."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+
+def quantize_into(layer: Any, weight: Tensor) -> nn.Module:
+    """Quantise a weight into a linear layer of bitsandbytes, whose own one only has settings.
+
+    Codes and scales of a weight that has a shape alone have shapes alone.
+    """
+    if isinstance(weight, FakeTensor):
+        layer.weight = _shapes(layer, weight)
+        return layer
+    layer.weight = type(layer.weight)(weight, requires_grad=False, **vars(layer.weight))
+    return layer.to(weight.device)  # bitsandbytes quantises when a layer is moved to its device
+
+
+def _shapes(layer: Any, weight: Tensor) -> nn.Parameter:
+    """Make the codes of a weight without numbers, with their scales as attributes.
+
+    They are an ordinary parameter: a fake tensor cannot have a class of bitsandbytes.
+    """
+    from bitsandbytes import functional
+    from bitsandbytes import nn as layers
+
+    settings = vars(layer.weight)
+    if isinstance(layer, layers.Linear4bit):
+        names = ("blocksize", "compress_statistics", "quant_type", "quant_storage")
+        codes, state = functional.quantize_4bit(weight, **{name: settings[name] for name in names})
+        found = {"quant_state": state, "bnb_quantized": True}
+    else:
+        codes, scales, _ = functional.int8_vectorwise_quant(weight.half())
+        found = {"CB": codes, "SCB": scales}
+        layer.state.threshold = 0.0  # only numbers tell which features are outliers
+    parameter = nn.Parameter(codes, requires_grad=False)
+    vars(parameter).update(settings | found)
+    return parameter
+
+
+def quantize_as_checkpoint(model: nn.Module, settings: Any) -> None:
+    """Replace the linear layers of a model without numbers, as loading a quantised checkpoint does.
+
+    Args:
+        model: A model of transformers that was made in full precision.
+        settings: The `quantization_config` of the checkpoint.
+    """
+    from transformers.quantizers import AutoHfQuantizer
+
+    plain = dict(model.named_modules())
+    quantizer = AutoHfQuantizer.from_config(settings)
+    quantizer.preprocess_model(model, device_map=None)
+    for name, layer in model.named_modules():
+        if layer is not plain[name]:
+            quantize_into(layer, plain[name].weight.detach())
+            layer.bias = plain[name].bias
+    quantizer.postprocess_model(model)
+
+
+def scales_of(module: nn.Module) -> Iterator[Tensor]:
+    """List the scales of quantised weights, which are neither parameters nor buffers."""
+    for part in module.modules():
+        for owner in (*part.parameters(recurse=False), getattr(part, "state", None)):
+            state = getattr(owner, "quant_state", None)
+            while state is not None:  # scales of 4 bits can be quantised themselves
+                yield from (value for value in vars(state).values() if isinstance(value, torch.Tensor))
+                state = state.state2
+            scales = getattr(owner, "SCB", None)  # of 8 bits; the first call moves them to the layer
+            if isinstance(scales, torch.Tensor):
+                yield scales
