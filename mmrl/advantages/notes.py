@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mmrl.core.reward_table import RewardTable
+from mmrl.core.reward_table import ABSENT, RewardTable
 from mmrl.core.tensor import group_index, pad_to
 
 
@@ -24,6 +24,14 @@ def holes(table: RewardTable, steps: int) -> Tensor:
         return torch.zeros_like(inside)
     chosen = inside & ~_of_width(table.notes["logp"], steps).isnan()
     return inside & ~chosen & chosen.any(-1, keepdim=True)
+
+
+def hole_places(table: RewardTable) -> Tensor:
+    """Mark the entries of holes in rows that went through `per_step`: (N, K), nothing in other rows."""
+    places = table.ends.shape[1]
+    steps = torch.arange(1, places + 1)
+    by_step = table.ends == torch.where(steps <= table.length[:, None], steps, ABSENT)
+    return holes(table, places) & by_step.all(-1, keepdim=True)
 
 
 def noted(table: RewardTable, name: str) -> Tensor:

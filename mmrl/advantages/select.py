@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from mmrl.advantages.notes import holes, noted
+from mmrl.advantages.notes import hole_places, holes, noted
 from mmrl.config.ranges import NonNegativeFloat, Probability, Tags
 from mmrl.config.registry import advantage
 from mmrl.core.reward_table import ABSENT, NAN, RewardTable, name_id, place_of_steps
@@ -91,7 +91,7 @@ def per_step(table: RewardTable) -> RewardTable:
 def returns(table: RewardTable, *, gamma: Probability = 1.0, by: Tags = ()) -> RewardTable:
     """Replace rewards by returns: the discounted sum from every outcome to the end of its row.
 
-    A row to which no reward applies has no return.
+    A row to which no reward applies has no return, and steps that the policy did not choose have none.
 
     Args:
         gamma: Discount of the next outcome.
@@ -112,7 +112,8 @@ def returns(table: RewardTable, *, gamma: Probability = 1.0, by: Tags = ()) -> R
             carried = summed[-1]
         summed.append(rewards[..., place] + gamma * carried)  # G_k = r_k + gamma G_(k+1)
     values = torch.stack(summed[::-1], -1) if summed else rewards
-    return table.replace(values=values, valid=table.present[:, None] & table.valid.any(-1, keepdim=True))
+    credited = table.present & ~hole_places(table)
+    return table.replace(values=values, valid=credited[:, None] & table.valid.any(-1, keepdim=True))
 
 
 @advantage(turns=True)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from mmrl.advantages.normalize import BY_GROUP
-from mmrl.advantages.notes import first_noted, next_noted, noted
+from mmrl.advantages.notes import first_noted, holes, next_noted, noted
 from mmrl.advantages.select import per_step
 from mmrl.config.ranges import PositiveFloat, Probability, Tags
 from mmrl.config.registry import advantage
@@ -141,21 +141,23 @@ def value_targets(table: RewardTable) -> RewardTable:
 
     The reward of a prefix of `vision.with_prefix_rollouts` is that of its completions, and its mean where
     there are several: what a verifier predicts (PAV, arXiv 2410.08146). A row without prefixes has the reward
-    of its answer at the first step: a rollout from the prompt (V_0, arXiv 2602.03584). The result is
-    (N, R, T).
+    of its answer at the first step: a rollout from the prompt (V_0, arXiv 2602.03584). Where the policy did
+    not choose that step, it is the next one that it chose. The result is (N, R, T).
     """
     steps = per_step(table)
     width = steps.ends.shape[1]
+    if not width:
+        return steps
     answer = torch.arange(table.ends.shape[1]) == table.last[:, None]
     prefix = table.present & ~answer
     alone = answer & ~prefix.any(-1, keepdim=True)
     at = torch.where(alone, 0, table.ends)
-    inside = (prefix | alone) & (at >= 0) & (at < table.length[:, None])
-    known = table.valid & inside[:, None]
-    slot = at.clamp(0, max(width - 1, 0))[:, None].expand_as(known)
+    chosen = torch.where(steps.present & ~holes(table, width), torch.arange(width), width)
+    following = chosen.flip(-1).cummin(-1).values.flip(-1)  # the next chosen step, or `width` without one
+    at = torch.where(at < width, following.gather(1, at.clamp(0, width - 1)), width)
+    known = table.valid & ((prefix | alone) & (at < width))[:, None]
+    slot = at.clamp(max=width - 1)[:, None].expand_as(known)
     empty = table.values.new_zeros(len(table), len(table.names), width)
-    if not width:
-        return steps
     count = empty.scatter_add(2, slot, known.to(empty))
     values = empty.scatter_add(2, slot, torch.where(known, table.values, 0.0)) / count.clamp(min=1)
     return steps.replace(values=values, valid=count > 0, learn=steps.learn & (count > 0).any(1))

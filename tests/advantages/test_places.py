@@ -57,6 +57,17 @@ def test_returns_reach_places_to_which_the_reward_does_not_apply():
     assert table.valid[:, 0].tolist() == [[True, True], [False, False], [True, False]]
 
 
+def test_returns_of_steps_leave_out_those_that_the_policy_did_not_choose():
+    # rewards 1, hole, 1, 1: returns 3, -, 2, 1
+    table = reward_table([1], length=[4], notes={"logp": [[-1.0, None, -1.0, -1.0]]})
+    found = returns(per_step(table))
+    assert found.valid[0, 0].tolist() == [True, False, True, True]
+    assert_rows(found.values[:, 0][found.valid[:, 0]][:, None], [[3], [2], [1]])
+    # an outcome that ends in a hole, such as the reply of a tool, keeps its return
+    table = reward_table([[1, 1]], ends=[[2, 4]], notes={"logp": [[-1.0, None, -1.0, -1.0]]})
+    assert returns(table).valid.all()
+
+
 def test_increments_credit_each_stretch_with_what_it_gained():
     # rewards .5 .4 .45 .6 after 0 .. 3 steps
     table = increments(prefix_rewards([0.5, 0.4, 0.45, 0.6]))

@@ -8,7 +8,14 @@ import torch
 from mmrl.advantages.normalize import batch_normalize, group_normalize
 from mmrl.advantages.select import returns
 from mmrl.advantages.shape import scale_by, value_anchor, value_weights
-from mmrl.advantages.values import gae, lambda_returns, process_returns, value_baseline, value_label
+from mmrl.advantages.values import (
+    gae,
+    lambda_returns,
+    process_returns,
+    value_baseline,
+    value_label,
+    value_targets,
+)
 from tests.support.tables import NAN, assert_rows, reward_table
 
 REWARDS = [0.2, 0.3, 0.5, 0.6]
@@ -108,6 +115,24 @@ def test_the_value_of_a_prompt_is_that_of_the_first_step_that_has_one():
     table = reward_table([1, 0], length=[2, 2], notes={"critic/value": [[None, 0.5], [0.5, 0.6]]})
     assert_rows(value_baseline(table).values[:, 0], [[0.5], [-0.5]])
     assert_rows(value_label(table).scored["predicted"], [[0.5], [0.5]])
+
+
+def test_the_target_of_a_prompt_is_at_the_first_step_that_the_policy_chose():
+    # Two steps of an earlier window come first; the prefix ends at step 3, a reply of a tool, and 4 follows.
+    notes = {"logp": [[None, None, -1.0, None, -1.0], [-1.0]]}
+    table = reward_table([1, 0], length=[5, 1], notes=notes)
+    found = value_targets(table)
+    assert_rows(found.values[:, 0], [[0, 0, 1, 0, 0], [0]])
+    assert found.valid[:, 0].tolist() == [[False, False, True, False, False], [True] + [False] * 4]
+    found = value_targets(reward_table([[0.5, 1], [0]], ends=[[3, 5], [1]], length=[5, 1], notes=notes))
+    assert_rows(found.values[:1, 0], [[0, 0, 0, 0, 0.5]])
+    assert found.valid[0, 0].tolist() == [False] * 4 + [True]
+
+
+def test_a_prefix_after_which_the_policy_chose_nothing_has_no_target():
+    notes = {"logp": [[-1.0, None]]}
+    found = value_targets(reward_table([[0.5, 1]], ends=[[1, 2]], length=[2], notes=notes))
+    assert not found.valid.any() and not found.learn.any()
 
 
 # q = log pi - log ref of [.2, -.1, .3] and [-.2, .1]; the means are .133333 and -.05
