@@ -1,8 +1,9 @@
-"""One-to-one matching of rows with columns by a table of scores, greedy or optimal."""
+"""Matching of rows with columns by a table of scores: one to one, greedy or optimal, or in shares."""
 
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Sequence
 
 Pairs = list[tuple[int, int]]
@@ -54,3 +55,32 @@ def optimal_pairs(scores: Sequence[Sequence[float]]) -> Pairs:
         while column:
             row_at[column], column = row_at[came_from[column]], came_from[column]
     return [(row_at[j] - 1, j - 1) for j in range(1, width + 1) if row_at[j]]
+
+
+def transport_plan(
+    scores: Sequence[Sequence[float]], reg: float = 0.1, tol: float = 1e-9, max_iters: int = 1000
+) -> list[list[float]]:
+    """Compute shares of all pairs, 1 together, by entropic optimal transport of the cost -score (Sinkhorn).
+
+    Every row has the same share of the whole, and so has every column. `reg` is the weight of the entropy:
+    the smaller, the closer to one-to-one. The iteration ends once no factor changes by more than `tol`,
+    or after `max_iters`.
+    """
+    count, width = len(scores), len(scores[0]) if scores else 0
+    if not count or not width:
+        return [[] for _ in scores]
+    # Divided by the largest number of a row, which the factor of the row takes up, so that nothing overflows.
+    kernel = [[math.exp((score - max(row)) / reg) for score in row] for row in scores]
+    by_row, by_column = [1.0] * count, [1.0] * width
+    for _ in range(max_iters):
+        by_row = [1 / count / sum(map(operator.mul, row, by_column)) for row in kernel]
+        columns = [sum(map(operator.mul, column, by_row)) for column in zip(*kernel, strict=True)]
+        found = [1 / width / total for total in columns]
+        changed = max(abs(new / old - 1) for new, old in zip(found, by_column, strict=True))
+        by_column = found
+        if changed < tol:
+            break
+    return [
+        [u * value * v for value, v in zip(row, by_column, strict=True)]
+        for u, row in zip(by_row, kernel, strict=True)
+    ]

@@ -14,7 +14,7 @@ from mmrl.config.reward_adapters import per_outcome, policy_messages, policy_tur
 from mmrl.core.episodes import turn_number
 from mmrl.core.tool_calls import Call, CallError, parse_calls
 from mmrl.core.types import Message, Outcome, Prompt
-from mmrl.rewards.matching import greedy_pairs, optimal_pairs
+from mmrl.rewards.matching import greedy_pairs, optimal_pairs, transport_plan
 from mmrl.rewards.text import normal_words
 
 CALL = "tool_call"  # tag of a call, whose text is JSON; what other tags hold is any text
@@ -59,7 +59,7 @@ def call_match(
     *,
     column: str = "calls",
     tag: str = CALL,
-    matching: Literal["greedy", "optimal"] = "greedy",
+    matching: Literal["greedy", "optimal", "soft"] = "greedy",
 ) -> list[float | None]:
     """Match tool calls with reference calls, one to one (MatchTIR, arXiv 2601.10712).
 
@@ -74,9 +74,10 @@ def call_match(
         column: Column with the reference calls: a list of `{"name": ..., "arguments": {...}}`.
         tag: Tag of a call.
         matching: Take the most alike pair again and again (`greedy`, as the code), or the pairs of the
-            largest sum (`optimal`, as the paper).
+            largest sum (`optimal`, as the paper), or share references out by entropic optimal transport
+            (`soft`, regularised by 0.1; as in the code all shares add up to 1, so that n right calls have 1/n
+            each).
     """
-    pair = {"greedy": greedy_pairs, "optimal": optimal_pairs}[matching]
     values: list[float | None] = []
     for prompt, (_, new) in zip(prompts, policy_messages(outcomes), strict=True):
         references = reference_calls(prompt, column)
@@ -85,8 +86,17 @@ def call_match(
             continue
         calls = [call for turn in new for call in written_calls(turn, tag)]
         alike = [[likeness(call, reference) for reference in references] for call in calls]
-        values.append(sum(alike[i][j] for i, j in pair(alike)) / max(1, len(calls)))
+        values.append(matched(alike, matching) / max(1, len(calls)))
     return values
+
+
+def matched(alike: Sequence[Sequence[float]], matching: str) -> float:
+    """Sum the likeness of calls (rows) and references (columns) that are matched."""
+    if matching == "soft":
+        shares = zip(transport_plan(alike), alike, strict=True)
+        return sum(share * value for both in shares for share, value in zip(*both, strict=True))
+    pairs = {"greedy": greedy_pairs, "optimal": optimal_pairs}[matching](alike)
+    return sum(alike[i][j] for i, j in pairs)
 
 
 def reference_calls(prompt: Prompt, column: str) -> Sequence[Mapping[str, Any]] | None:

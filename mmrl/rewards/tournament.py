@@ -48,7 +48,7 @@ class Tournament(Judging):
     """Reward an answer with its rank in a tournament of its group that a judge decides (ArenaRL).
 
     arXiv 2601.06487. The best answer of a group has 1, the worst 0, others (r_max - r) / (r_max - 1) with the
-    rank r from 1. `single_elimination` costs up to 2 (G - 1) comparisons of G answers, `round_robin`
+    rank r from 1. The eliminations cost up to 2 (G - 1) comparisons of G answers, `round_robin`
     G (G - 1) / 2; each is 2 questions with `orders: both`, whose scores are averaged (ours: the paper asks
     once). Our readings: equal answers play as one and share their rank, empty ones come last without playing;
     a comparison that cannot be read counts as a tie, and an answer of which none could be read is a fault, as
@@ -59,7 +59,8 @@ class Tournament(Judging):
         engine: As for `judge`.
         policy: As for `judge`.
         form: `anchor` compares all with the first answer; `single_elimination` seeds a bracket by that;
-            `swiss` pairs answers of like points, in log2(G) rounds; `round_robin` compares all.
+            `double_elimination` puts an answer out at its second loss; `swiss` pairs answers of like points,
+            in log2(G) rounds; `round_robin` compares all.
         scale: The lowest and the highest score; numbers outside are not read.
         orders: Ask about a pair in `both` orders, or in one that is drawn at `random`.
         tag: As for `judge`.
@@ -69,7 +70,9 @@ class Tournament(Judging):
         device: As for `judge`.
     """
 
-    form: Literal["anchor", "single_elimination", "swiss", "round_robin"] = "single_elimination"
+    form: Literal["anchor", "single_elimination", "double_elimination", "swiss", "round_robin"] = (
+        "single_elimination"
+    )
     scale: tuple[float, float] = (1.0, 10.0)
     orders: Literal["both", "random"] = "both"
     template: str = ""
@@ -215,7 +218,7 @@ def run_tournaments(
         for number, pairs in list(waiting.items()):
             met = [known[number, pair] for pair in pairs]
             go_on(number, [(0.5, 0.5) if isinstance(scores, Unread) else scores for scores in met])
-    faults = [
+    faults: list[Mapping[int, Unread]] = [
         {player: fault for player, fault in found.items() if player not in played}
         for found, played in zip(unread, read, strict=True)
     ]
@@ -244,20 +247,52 @@ def single_elimination(count: int) -> Matches:
     seeds = sorted(range(count), key=lambda player: -seeding[player])
     alive, order = [seeds[place] for place in bracket(count)], []
     while len(alive) > 1:
-        pairs = list(zip(alive[::2], alive[1::2], strict=False))
-        scores = yield pairs
-        won, lost = [], []
-        for (i, j), (first, second) in zip(pairs, scores, strict=True):
-            met[i].append(first)
-            met[j].append(second)
-            winner, loser = (i, j) if first >= second else (j, i)
-            won.append(winner)
-            lost.append(loser)
-        lost.sort(key=lambda player: -fmean(met[player]))
-        order = lost + order
-        alive = won + alive[2 * len(pairs) :]
+        won, free, lost = yield from _round(alive, met)
+        alive, order = won + free, _by_mean(lost, met) + order
     order = alive + order
     return [float(count - order.index(player)) for player in range(count)]
+
+
+def double_elimination(count: int) -> Matches:
+    """Let who loses play on below, where the next loss is the last; the two winners meet in the end.
+
+    Pairs are neighbours in the order of the answers, which says nothing of them (the code draws pairs). Those
+    who are out stand by the round below in which they lost, then by the mean of all their scores.
+    """
+    met: list[list[float]] = [[] for _ in range(count)]
+    above, dropped = list(range(count)), []
+    while len(above) > 1:
+        won, free, lost = yield from _round(above, met)
+        above = free + won  # who was free is not so again
+        dropped.append(lost)
+    below, order = [], []
+    while dropped or len(below) > 1:
+        won, free, lost = yield from _round(below + (dropped.pop(0) if dropped else []), met)
+        below, order = free + won, _by_mean(lost, met) + order
+    if below:
+        won, _, lost = yield from _round(above + below, met)
+        above = won + lost
+    order = above + order
+    return [float(count - order.index(player)) for player in range(count)]
+
+
+def _round(
+    players: list[int], met: list[list[float]]
+) -> Generator[list[Pair], list[Scores], tuple[list[int], list[int], list[int]]]:
+    """Play neighbours, and note the scores; returns who won, who had nobody to play with, and who lost."""
+    pairs = list(zip(players[::2], players[1::2], strict=False))
+    won, lost = [], []
+    for (i, j), (first, second) in zip(pairs, (yield pairs) if pairs else (), strict=True):
+        met[i].append(first)
+        met[j].append(second)
+        winner, loser = (i, j) if first >= second else (j, i)
+        won.append(winner)
+        lost.append(loser)
+    return won, players[2 * len(pairs) :], lost
+
+
+def _by_mean(players: list[int], met: list[list[float]]) -> list[int]:
+    return sorted(players, key=lambda player: -fmean(met[player]))
 
 
 def bracket(count: int) -> list[int]:
@@ -340,6 +375,7 @@ def from_ranks(points: Sequence[float], *, shared: bool = False) -> list[float]:
 FORMS: Mapping[str, Callable[[int], Matches]] = {
     "anchor": anchor,
     "single_elimination": single_elimination,
+    "double_elimination": double_elimination,
     "swiss": swiss,
     "round_robin": round_robin,
 }

@@ -13,12 +13,14 @@ from mmrl.config.schema import Piece, as_piece
 from mmrl.core.rng import Stream
 from mmrl.core.tool_calls import Call, CallError, parse_calls
 from mmrl.core.types import Message, Outcome, Part, Prompt, Trajectory
+from mmrl.rewards.matching import transport_plan
 from mmrl.rewards.tool_calls import (
     call_match,
     calls_in,
     early_answer,
     entity_match,
     likeness,
+    matched,
     retrieval_bonus,
     tool_calls,
 )
@@ -62,6 +64,31 @@ def test_likeness_of_calls_is_the_worked_one():
     assert likeness(CallError("no JSON"), REFERENCE[0]) == 0
     found = one(call_match, written(*PREDICTED), {"calls": REFERENCE})
     assert found == pytest.approx(0.583333, abs=1e-6)
+
+
+def test_soft_matching_shares_references_out():
+    # One call, two references: half of each, so (0.5 + 0.75) / 2. Two calls, one reference: half of it each.
+    assert matched([[0.5, 0.75]], "soft") == pytest.approx(0.625)
+    assert matched([[1.0], [0.0]], "soft") == pytest.approx(0.5)
+    # By symmetry the plan of [[1, 0], [0, 1]] is exp(S / 0.1) over its sum, 2 (e^10 + 1).
+    plan = transport_plan([[1.0, 0.0], [0.0, 1.0]])
+    right = math.exp(10) / (2 * (math.exp(10) + 1))
+    assert plan == [pytest.approx([right, 0.5 - right]), pytest.approx([0.5 - right, right])]
+    # Two right calls have a half each: (0.5 + 0.5) / 2 in the mean over calls.
+    both = written(call("search", q="a", k=3), call("search", q="b"))
+    assert one(call_match, both, {"calls": REFERENCE}, matching="soft") == pytest.approx(0.5, abs=0.02)
+    assert one(call_match, written(*PREDICTED), {"calls": []}, matching="soft") == 0
+    assert one(call_match, "no call", {"calls": REFERENCE}, matching="soft") == 0
+
+
+def test_a_plan_has_equal_rows_and_columns_and_nears_the_optimal_pairs():
+    scores = [[0.5, 0.75, 0.1], [1.0, 0.375, 0.2]]
+    plan = transport_plan(scores)
+    assert [sum(row) for row in plan] == pytest.approx([1 / 2] * 2)
+    assert [sum(column) for column in zip(*plan, strict=True)] == pytest.approx([1 / 3] * 3)
+    square = [[0.9, 0.8], [0.8, 0.0]]
+    near = transport_plan(square, 0.01)
+    assert near == [pytest.approx([0, 0.5], abs=1e-3), pytest.approx([0.5, 0], abs=1e-3)]  # those of sum 1.6
 
 
 def test_calls_without_a_reference_are_not_judged():

@@ -50,6 +50,29 @@ def test_single_elimination_by_hand():
     )
 
 
+def test_double_elimination_by_hand():
+    # Above: 1 beats 0 and 2 beats 3, then 1 beats 2. Below: 0 beats 3, which is out; 2 comes and beats 0. The
+    # final is 1 against 2, which have met.
+    standings, matches = played("double_elimination", [3, 7, 5, 1])
+    assert matches == [(0, 1), (2, 3), (1, 2), (0, 3), (0, 2)]
+    assert from_ranks(standings) == pytest.approx([1 / 3, 1, 2 / 3, 0])
+    # Of five, 4 is free at first, and loses to 1 alone.
+    standings, matches = played("double_elimination", [3, 7, 5, 1, 6])
+    assert sorted(range(5), key=lambda i: -standings[i])[:2] == [1, 4]
+    assert len({frozenset(pair) for pair in matches}) == len(matches) <= 8
+
+
+@pytest.mark.parametrize("count", range(9))
+def test_double_elimination_finds_the_two_best_wherever_they_stand(count):
+    for turned in range(count):
+        strengths = [(place + turned) * 5 % 9 for place in range(count)]
+        standings, matches = played("double_elimination", strengths)
+        assert sorted(standings) == [float(place) for place in range(1, count + 1)]
+        best = sorted(range(count), key=lambda i: -strengths[i])[:2]
+        assert sorted(range(count), key=lambda i: -standings[i])[:2] == best
+        assert len(matches) <= max(0, 2 * (count - 1))
+
+
 def test_scores_against_the_anchor_by_hand():
     assert from_ranks([5, 7, 6, 7, 3]) == [0.25, 1, 0.5, 1, 0]
     standings, matches = played("anchor", [5, 7, 6, 7, 3])
