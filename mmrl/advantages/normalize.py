@@ -7,9 +7,10 @@ from typing import Literal
 import torch
 
 from mmrl.advantages.select import per_step
-from mmrl.config.ranges import NonNegativeFloat, Tags
+from mmrl.config.ranges import NonNegativeFloat, PositiveFloat, Tags
 from mmrl.config.registry import advantage
 from mmrl.core.reward_table import GroupStatistics, RewardTable
+from mmrl.core.rng import Stream
 
 BY_GROUP = ("group", "place")
 
@@ -37,6 +38,25 @@ def group_center(
 
 
 @advantage
+def balanced_center(table: RewardTable, *, stream: Stream, by: Tags = BY_GROUP) -> RewardTable:
+    """Subtract the mean of the group after leaving random surplus negatives out (REC, arXiv 2509.24203).
+
+    Negatives are rewards below the mean of the group; where there are more of them than of rewards above it,
+    as many as exceed these are drawn, have the advantage 0 and no part in the mean. They stay in
+    denominators. The drop of REC's code: `balance`.
+    """
+    groups = table.groups(by)
+    away = torch.where(groups.flat(), 0.0, table.values - groups.mean())
+    above, below = table.valid & (away > 0), table.valid & (away < 0)
+    count = lambda chosen: GroupStatistics(table.values, chosen, groups.index).count()
+    draws = torch.rand(table.values.shape, generator=stream.generator("balanced_center"), dtype=torch.float64)
+    order = GroupStatistics(draws, below, groups.index).rank()
+    dropped = below & (order < count(below) - count(above))
+    kept = group_center(table.replace(valid=table.valid & ~dropped), by=by)
+    return table.put(torch.where(dropped, 0.0, kept.values))
+
+
+@advantage
 def group_normalize(
     table: RewardTable,
     *,
@@ -45,6 +65,7 @@ def group_normalize(
     std: Literal["unbiased", "population"] = "unbiased",
     eps: NonNegativeFloat = 1e-4,
     singleton: Literal["zero", "raw"] = "zero",
+    damping: PositiveFloat = 1.0,
 ) -> RewardTable:
     """Subtract the mean of the group and divide by its standard deviation (GRPO, arXiv 2402.03300).
 
@@ -57,9 +78,16 @@ def group_normalize(
         std: Divide squares by n - 1 (`unbiased`) or by n (`population`).
         eps: Added to the standard deviation.
         singleton: Advantage of a group of one row: 0 (`zero`) or its reward (`raw`).
+        damping: Factor of the standard deviation in groups with rows that the policy did not sample, such as
+            those of a replay (alpha of R3, arXiv 2601.19620, which names no number).
     """
     groups = table.groups(by)
     spread = (groups if scale == "group" else table.groups(())).std(std == "unbiased")  # (): all entries
+    foreign = (table.ids["on_policy"] != 1)[:, None].expand_as(table.values).double()
+    mixed = (
+        GroupStatistics(foreign, table.present[:, None].expand_as(table.valid), groups.index).largest() > 0
+    )
+    spread = torch.where(mixed, damping * spread, spread)
     # Equal rewards: exactly 0, also with an eps of 0, where rounding of the mean is divided by rounding.
     normalized = torch.where(groups.flat(), 0.0, (table.values - groups.mean()) / (spread + eps))
     alone = table.values if singleton == "raw" else 0.0

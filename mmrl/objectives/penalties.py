@@ -160,6 +160,7 @@ def lost_likelihood(
     *,
     coef: NonNegativeFloat = 0.2,
     gate: Literal["action", "response"] = "action",
+    answer_coef: NonNegativeFloat | None = None,
     against: str = "old",
 ) -> Tensor:
     """Keep good answers likely: penalise falls max(0, log old - log new) (LLDS, arXiv 2512.04220).
@@ -171,6 +172,8 @@ def lost_likelihood(
         coef: Weight of the penalty, the paper's lambda.
         gate: A part is a stretch without holes in the mask, such as the text between two tool results
             (`action`), or the whole answer (`response`).
+        answer_coef: Weight of the final answer's steps, where it is below `coef`: 0 protects the other steps
+            alone. The engine `vision.with_answer_region` notes which they are. Null: that of all steps.
         against: Policy that sampled.
     """
     kept = (batch.mask > 0) & (batch.advantage >= 0)
@@ -179,7 +182,15 @@ def lost_likelihood(
     if gate == "action":  # a part begins where the step before is not kept
         part = (kept & ~kept.roll(1, 1).index_fill(1, part.new_zeros(1), False)).cumsum(1)
     sums = lost.new_zeros(len(lost), lost.shape[1] + 1).scatter_add(1, part, lost.detach())
-    return coef * torch.where(sums.gather(1, part) > 0, lost.clamp(min=0), 0.0)
+    weight = torch.full_like(lost, coef)
+    if answer_coef is not None and kept.any():  # a process without rows has no notes
+        if "answer" not in batch.notes:
+            raise ValueError(
+                "`answer_coef` of lost_likelihood reads the note `answer`; add the engine "
+                "`vision.with_answer_region`, or leave it out"
+            )
+        weight = weight.masked_fill(batch.notes["answer"] == 1, min(answer_coef, coef))
+    return weight * torch.where(sums.gather(1, part) > 0, lost.clamp(min=0), 0.0)
 
 
 @penalty(unit=Unit.ROW)

@@ -169,7 +169,8 @@ def in_range(
     sides: Literal["one", "two", "ring"] = "one",
     outer_low: NonNegativeFloat = 0.6,
     outer_high: NonNegativeFloat = 2.0,
-    weight: Literal["none", "ratio"] = "none",
+    weight: Literal["none", "ratio", "advantage"] = "none",
+    temperature: PositiveFloat = 1.0,
 ) -> Tensor:
     """Minus log-probability times advantage, of steps whose ratio is in a range (REC, arXiv 2509.24203).
 
@@ -183,7 +184,9 @@ def in_range(
             `ring` keeps the range, and beyond its outer ends the steps that their advantages move back.
         outer_low: The ring's lower outer end, 1 - outer_low: steps of advantage 0 or more are kept below it.
         outer_high: The upper one, 1 + outer_high: steps of advantage 0 or less are kept above it.
-        weight: Factor of a step: 1 (`none`) or its ratio, as a constant.
+        weight: Factor of a step: 1 (`none`), its ratio as a constant, or exp(A / temperature) (`advantage`).
+            With the ratio `sequence_ratio` range and factor are those of whole answers.
+        temperature: Divisor of the advantage A in its exponent, which counts up to 20.
     """
     value, good = _ratio(log_ratio.detach()), batch.advantage > 0
     low, high = 1 - epsilon, 1 + (epsilon if epsilon_high is None else epsilon_high)
@@ -194,7 +197,8 @@ def in_range(
     if sides == "ring":
         kept |= (value <= 1 - outer_low) & (batch.advantage >= 0)
         kept |= (value >= 1 + outer_high) & (batch.advantage <= 0)
-    factor = value if weight == "ratio" else torch.ones_like(value)
+    tilt = _ratio(batch.advantage / temperature)
+    factor = {"none": torch.ones_like(value), "ratio": value, "advantage": tilt}[weight]
     return -torch.where(kept, factor, 0.0) * batch.advantage * new.logp
 
 

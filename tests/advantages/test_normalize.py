@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from mmrl.advantages.normalize import (
+    balanced_center,
     batch_normalize,
     group_center,
     group_normalize,
@@ -17,6 +18,7 @@ from mmrl.advantages.normalize import (
 )
 from mmrl.advantages.select import per_step
 from mmrl.advantages.shape import total
+from mmrl.core.rng import Stream
 from tests.support.tables import assert_rows, prefix_rewards, reward_table
 
 HARD, EASY = [1, 0, 0, 0], [1, 1, 1, 0]
@@ -287,3 +289,29 @@ def test_uneven_lengths_of_one_group_leave_the_others_alone():
     table = reward_table([0, 1, 0, 1], length=[400, 1, 2, 2], group="aabb")
     # 2 of 4 steps: .5 / (.5 + 1e-6)
     assert_rows(group_normalize_by_step(table).values[:, 0, :1], [[-0.707106], [0.707106], [-1], [1]], 3e-6)
+
+
+@pytest.mark.parametrize(
+    ("damping", "wanted"), [(1.0, [-0.707105] * 4 + [1.414211] * 2), (2.0, [-0.353553] * 4 + [0.707106] * 2)]
+)
+def test_groups_with_stored_answers_are_damped(damping, wanted):
+    # mean 1/3, population deviation sqrt(2)/3; the second group, all of it sampled, is compared as ever
+    table = reward_table(
+        [0, 0, 0, 0, 1, 1, 1, 0], group=[0] * 6 + [1] * 2, on_policy=[True] * 4 + [False] * 2 + [True] * 2
+    )
+    found = group_normalize(table, std="population", eps=1e-6, damping=damping)
+    assert_rows(found.values, [*wanted, 0.999998, -0.999998])
+
+
+def test_surplus_negatives_are_left_out_at_random():
+    table = reward_table([1, 0, 0, 0, 1, 1, 0, 1, 0, 0], group=[0] * 4 + [1] * 4 + [2] * 2)
+    dropped = set()
+    for seed in range(12):
+        found = balanced_center(table, stream=Stream(seed)).values[:, 0, 0]
+        # one positive keeps one of three negatives, with the mean 1/2; three keep their only one
+        assert_rows(found[[0, *range(4, 10)]], [0.5, 0.25, 0.25, -0.75, 0.25, 0, 0])
+        assert sorted(found[1:4].tolist()) == [-0.5, 0, 0]
+        dropped.add(tuple(found[1:4].tolist()))
+    assert len(dropped) == 3
+    again = (balanced_center(table, stream=Stream(3)).values for _ in range(2))
+    assert next(again).equal(next(again))

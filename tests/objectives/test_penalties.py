@@ -259,6 +259,18 @@ def test_llds_may_gate_whole_responses():
     assert_rows((loss.sum() / batch.mask.sum())[None], [0.014])
 
 
+def test_llds_may_weigh_the_final_answer_less():
+    # .2 * (.2 + .05), and .05 * (.1 + .3) for the answer; a weight above that of all counts as that
+    new, batch = fallen([0.2, 0.05, 0.1, 0.3])
+    answer = torch.tensor([[0.0, 0.0, 1.0, 1.0]])
+    batch = batch.replace(notes={"answer": answer})
+    assert_rows(lost_likelihood(new, batch, answer_coef=0.05), [[0.04, 0.01, 0.005, 0.015]])
+    assert_rows(lost_likelihood(new, batch, answer_coef=0.0), [[0.04, 0.01, 0, 0]])
+    assert_rows(lost_likelihood(new, batch, answer_coef=9.0), [[0.04, 0.01, 0.02, 0.06]])
+    with pytest.raises(ValueError, match="add the engine `vision.with_answer_region`"):
+        lost_likelihood(new, batch.replace(notes={}), answer_coef=0.05)
+
+
 def test_llds_leaves_answers_below_their_group_and_likelier_ones_alone():
     assert not lost_likelihood(*fallen([0.2, 0.1], advantage=-0.5)).any()
     assert not lost_likelihood(*fallen([-0.2, 0.0], advantage=1.0)).any()

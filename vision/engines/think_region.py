@@ -1,4 +1,4 @@
-"""An engine that notes which tokens of an answer stand inside its thought."""
+"""Engines that note which tokens stand inside a thought, or inside the final answer."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ class WithThinkRegion:
         ids: Tensor = row.steps.ids
         text = self.policy.prompt_encoder.text
         answer = text(ids)
-        opened, closed = (answer.find(tag) for tag in self.tags)
-        think = torch.zeros(len(ids))
+        opened, closed = self._find(answer)
+        inside = torch.zeros(len(ids))
         if opened >= 0 or closed >= 0:
 
             def read(count: int) -> int:
@@ -54,5 +54,33 @@ class WithThinkRegion:
             # After the token that ends the opening tag; before the one that begins the closing tag.
             first = bisect_left(counts, opened + len(self.tags[0]), key=read) if opened >= 0 else 0
             last = bisect_right(counts, closed, key=read) - 1 if closed >= 0 else len(ids)
-            think[first:last] = 1.0
-        return replace(row, notes={**row.notes, "think": think})
+            inside[first:last] = 1.0
+        return replace(row, notes={**row.notes, **dict.fromkeys(self.notes, inside)})
+
+    def _find(self, answer: str) -> tuple[int, int]:
+        """Find the letters at which the tags begin; -1 for a tag that is not there."""
+        opened, closed = (answer.find(tag) for tag in self.tags)
+        return opened, closed
+
+
+@engine
+class WithAnswerRegion(WithThinkRegion):
+    """Note which tokens stand inside the final answer, for methods that treat it differently (LLDS).
+
+    The note `answer` is 1 from after the last opening tag to before the closing one that follows, else 0;
+    without one the answer lasts to the end, and without an opening tag there is none. It wraps an engine of
+    `vision.tokens`.
+
+    Args:
+        open: Opening tag.
+        close: Closing tag.
+    """
+
+    notes: frozenset[str] = frozenset({"answer"})
+
+    def __init__(self, engine: Engine, *, open: str = "<answer>", close: str = "</answer>") -> None:
+        super().__init__(engine, open=open, close=close)
+
+    def _find(self, answer: str) -> tuple[int, int]:
+        opened = answer.rfind(self.tags[0])
+        return opened, answer.find(self.tags[1], opened) if opened >= 0 else -1
