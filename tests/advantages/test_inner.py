@@ -61,6 +61,23 @@ def test_curvature_keeps_what_does_not_move_and_what_is_not_known():
     assert curvature(table.put(0 * table.values)).learn.all()
 
 
+def test_curvature_drops_the_furthest_steps_up_to_a_share():
+    # Tokens of p = .05, .3, .6 and .9 among two, with the |h|^2 of a small model: lr |v|^2 |h|^2 with |v|^2 =
+    # 2 (1 - p)^2 is .0812, .0441, .0144 and .0009. Three are beyond .01; of four steps half are two.
+    p = torch.tensor([0.05, 0.3, 0.6, 0.9], dtype=torch.float64)
+    p2, p3 = (p**k + (1 - p) ** k for k in (2, 3))
+    notes = {"old/logp": [p.log().tolist()], "old/hidden_sq_norm": [[3000.0] * 4]}
+    table = reward_table(
+        [1.0], length=[4], notes=notes | {"old/sum_p2": [p2.tolist()], "old/sum_p3": [p3.tolist()]}
+    )
+    assert curvature(table).learn.tolist() == [[False, False, False, True]]
+    assert curvature(table, max_share=0.5).learn.tolist() == [[False, False, True, True]]
+    assert curvature(table, max_share=0.08).learn.all()
+    assert curvature(table, max_share=0.5, max_fisher=1.0, max_hessian=0.05).learn[0].tolist() == [
+        False, True, True, True,
+    ]  # fmt: skip
+
+
 def test_curvature_may_drop_steps_that_lower_the_objective():
     # a large step overshoots: lr .1 (A |v|)^2 |h|^2 - lr^2 / 2 A^3 |h|^4 (...) < 0 where lr is large
     assert capo(1.0, learning_rate=10.0, max_fisher=1e9, max_hessian=1e9)
