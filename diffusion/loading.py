@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from mmrl.runtime.modules import (
     DTYPES,
     copy_weights,
     keep_training_precision,
+    making_weights,
     model_source,
     placement,
     widest_dtype,
@@ -39,38 +41,75 @@ def load_pipeline(name: str, *, dtype: str) -> Any:
 def _read_pipeline(name: str, dtype: str) -> Any:
     """Read a pipeline from safetensors."""
     try:
-        from diffusers import DiffusionPipeline
+        import diffusers
     except ImportError as error:
         raise ImportError("policy 'diffusion.flow' needs diffusers; install mmrl[diffusion]") from error
     try:
         source = model_source(name)
-        parts = DiffusionPipeline.load_config(source)
-        # Older versions of diffusers run classes of the pipeline's own folder.
-        own = [
-            part
-            for part, origin in parts.items()
-            if (part == "_class_name" and type(origin) is not str)
-            or (type(origin) is list and len(origin) == 2 and origin[0] not in LIBRARIES)
-        ]
-        if own:
-            raise ValueError(
-                f"it wants code that is not part of {' and '.join(LIBRARIES[1:])} for {', '.join(own)}; no "
-                "code of a model folder is run"
-            )
+        parts = diffusers.DiffusionPipeline.load_config(source)
+        _check_no_code(parts)
         # diffusers asks for parts that a pipeline does not have unless they are passed as None.
         absent = {part: None for part, origin in parts.items() if origin == [None, None]}
+        # Parts that are given are not read.
+        given = absent | (_empty_networks(source, parts, DTYPES[dtype]) if placement().empty else {})
+        # The base class would read optional parts in spite of that.
+        pipeline = getattr(diffusers, parts["_class_name"], diffusers.DiffusionPipeline)
         # Its parts go onto the device file by file; of several GPUs, that is this process's current one.
         device = placement().device
-        return DiffusionPipeline.from_pretrained(
+        return pipeline.from_pretrained(
             source,
             dtype=DTYPES[dtype],
             device_map=device and device.type,
             use_safetensors=True,
             trust_remote_code=False,
-            **absent,
+            **given,
         )
     except (OSError, ValueError) as error:
         raise ValueError(f"cannot load the pipeline '{name}': {error}") from error
+
+
+def _check_no_code(parts: Mapping[str, Any]) -> None:
+    """Raise `ValueError` for classes of the pipeline's own folder, which older versions of diffusers run."""
+    own = [
+        part
+        for part, origin in parts.items()
+        if (part == "_class_name" and type(origin) is not str)
+        or (type(origin) is list and len(origin) == 2 and origin[0] not in LIBRARIES)
+    ]
+    if own:
+        raise ValueError(
+            f"it wants code that is not part of {' and '.join(LIBRARIES[1:])} for {', '.join(own)}; no code "
+            "of a model folder is run"
+        )
+
+
+def _empty_networks(source: str, parts: Mapping[str, Any], dtype: torch.dtype) -> dict[str, nn.Module]:
+    """Make the networks of a pipeline with weights that have shapes alone, from their configurations."""
+    made = {}
+    for part, origin in parts.items():
+        if type(origin) is not list or origin == [None, None]:  # a setting of the pipeline, or no part
+            continue
+        kind = getattr(importlib.import_module(origin[0]), origin[1])
+        if issubclass(kind, nn.Module):
+            with making_weights():
+                made[part] = _of_config(kind, source, part, dtype)
+    return made
+
+
+def _of_config(kind: Any, source: str, part: str, dtype: torch.dtype) -> nn.Module:
+    """Make a network of diffusers or transformers from its configuration in the folder of a pipeline."""
+    kept = kind._keep_in_fp32_modules
+    if hasattr(kind, "load_config"):
+        network = kind.from_config(kind.load_config(source, subfolder=part))
+    else:
+        from transformers import AutoConfig
+
+        network = kind(AutoConfig.from_pretrained(source, subfolder=part, trust_remote_code=False))
+        kept = kept if dtype == torch.float16 else ()  # transformers has them in bfloat16
+    for name, weight in network.state_dict(keep_vars=True).items():
+        if weight.is_floating_point() and not set(kept or ()) & set(name.split(".")):
+            weight.data = weight.data.to(dtype)
+    return network
 
 
 def modules_of(pipe: Any, but: tuple[str, ...] = ()) -> Iterator[nn.Module]:

@@ -88,7 +88,7 @@ def test_every_call_that_loads_weights_asks_for_safetensors_or_tensors_alone():
             assert keywords["use_safetensors"] == "True", place
         elif owner.startswith("Auto") and what == "from_pretrained" and not place.startswith("benchmarks"):
             assert keywords["trust_remote_code"] == "False", place  # else the user is asked, for 15 s
-    assert {"torch.load", "open_clip.create_model", "DiffusionPipeline.from_pretrained"} <= set(seen)
+    assert {"torch.load", "open_clip.create_model", "pipeline.from_pretrained"} <= set(seen)
 
 
 # ---- adapters

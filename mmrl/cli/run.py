@@ -90,7 +90,7 @@ def _print_diagnosis(report: Diagnosis) -> None:
 def estimate_memory(given: argparse.Namespace) -> int:
     """Estimate the memory of a training run by parts; exit code 1 if it is more than the device has.
 
-    Weights are not loaded, but for checkpoints in few bits and policies with transforms.
+    Weights are not loaded, except of checkpoints that another library than bitsandbytes quantised.
     """
     from mmrl.build import check
     from mmrl.diagnostics import memory_estimates
