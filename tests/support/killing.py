@@ -1,9 +1,10 @@
 """Runs that are killed at random instants: `python -m tests.support.killing --kills 100 --runs usual`.
 
-Every run is a process of its own that ends by SIGKILL: at a random time, in the middle of an evaluation or of
-the calls of tools, or before a random one of the file operations by which it opens its folder, saves and
-writes its report. The same run is started again until it is finished, and then compared with one that nobody
-disturbed: weights, state, metrics, completions and the names of all files have to be the same bit for bit.
+Every run is a process of its own that ends by SIGKILL: at a random time, in the middle of an evaluation, of
+the calls of tools or of a round of a game, or before a random one of the file operations by which it opens
+its folder, saves and writes its report. The same run is started again until it is finished, and then compared
+with one that nobody disturbed: weights, state, metrics, completions and the names of all files have to be the
+same bit for bit.
 Ends with code 1 where they are not.
 """
 
@@ -38,6 +39,7 @@ from safetensors.torch import load_file
 from mmrl.build import build
 from mmrl.config.methods import all_methods
 from mmrl.config.schema import Config, parse
+from mmrl.engines import play
 from mmrl.reporting import html
 from mmrl.reporting.metrics import Journal
 from mmrl.runtime import checkpoint
@@ -58,6 +60,14 @@ OFTEN = {
     "eval_steps": 3,
     "report": {"trackers": [], "log_completions": True},
 }
+CLIMBING = [
+    {"name": "vision.generate", "max_completion_length": 6},
+    {"name": "tests.vision.playing:Playing", "environment": "tests.vision.playing:Ladder"},
+]
+GAME = [
+    {"name": "vision.generate", "max_completion_length": 4},
+    {"name": "play", "game": "tests.support.playing:Telephone"},
+]
 PLANS: Mapping[str, tuple[Any, Mapping[str, Any]]] = {
     "text": (
         plan,
@@ -125,6 +135,31 @@ PLANS: Mapping[str, tuple[Any, Mapping[str, Any]]] = {
             "evaluation": {"data": "tests.vision.mixed:pictured"},
         },
     ),
+    "environment": (
+        plan,
+        {
+            "policy": {"name": "vision.tokens", "dtype": "float32"},
+            "data": "tests.vision.playing:seen",
+            "rollout": {"engine": CLIMBING, "num_prompts": 1, "num_generations": 2},
+            "rewards": [{"name": "precomputed", "key": "Ladder"}, "tests.vision.playing:rungs_left"],
+            "learn": {"learning_rate": 1e-3},
+            **OFTEN,
+            "evaluation": {"data": {"name": "tests.vision.playing:seen", "count": 1}, "engine": CLIMBING},
+        },
+    ),
+    "game": (
+        plan,
+        {
+            "policy": {"name": "vision.tokens", "dtype": "float32"},
+            "data": "tests.vision.mixed:pictured",
+            "rollout": {"engine": GAME, "num_prompts": 1, "num_generations": 2},
+            "rewards": [{"name": "precomputed", "key": "payoff", "label": "payoff", "at": "every"}],
+            "advantage": ["total", {"name": "returns", "by": ["role"]}, "role_baseline"],
+            "learn": {"learning_rate": 1e-3},
+            **OFTEN,
+            "evaluation": {"data": {"name": "tests.vision.mixed:pictured", "num": 1}, "engine": GAME},
+        },
+    ),
     "critic": (
         plan,
         {
@@ -179,21 +214,26 @@ REMEMBERING = {
 RUNS = {"usual": PLANS, "remembering": REMEMBERING}
 
 
-MODELS = {"vlm": "llava", "conversation": "qwen2_5_vl"}  # families of the models on disk
+# Families of the models on disk.
+MODELS = {"vlm": "llava", **dict.fromkeys(("conversation", "environment", "game"), "qwen2_5_vl")}
 
 DOING = (
-    "starting", "opening", "rollout", "tools", "reward", "learn", "saving", "evaluating", "closing",
-    "between",
+    "starting", "opening", "rollout", "tools", "playing", "reward", "learn", "saving", "evaluating",
+    "closing", "between",
 )  # fmt: skip
 BY_FILES = ("opening", "saving", "closing")  # killed before one of their file operations
-WATCHED = {"evaluating": 0.02, "tools": 0.02}  # killed in the seconds after one of them began
+WATCHED = {
+    "evaluating": 0.02,
+    "tools": 0.02,
+    "playing": 0.02,
+}  # killed in the seconds after one of them began
 COUNTED = (*WATCHED, *BY_FILES)
 PER_RUN = 4  # kills of one run
 
 
 class Shared:
-    """What a run is doing, and how often it began a file operation, an evaluation or a round of tools by
-    then, seen by its parent as well."""
+    """What a run is doing, and how often it began a file operation, an evaluation or a round of tools or of
+    a game by then, seen by its parent as well."""
 
     def __init__(self) -> None:
         self.memory = mmap.mmap(-1, 8 * (1 + len(DOING)))
@@ -215,7 +255,7 @@ class Shared:
         return DOING[self._get(0)]
 
     def counted(self, doing: str) -> int:
-        """Give how many file operations of one kind of work, evaluations or rounds of tools there were."""
+        """Give how many file operations of one kind of work, evaluations or rounds there were."""
         return self._get(1 + DOING.index(doing))
 
     def count(self) -> int:
@@ -296,6 +336,7 @@ def tell(run: Run) -> None:
     run.close, loop.hand_over = noted(run.close, "closing"), noted(loop.hand_over, "closing")
     with_tools.begin_calls = noted(with_tools.begin_calls, "tools")
     with_tools.WithTools._reply = noted(with_tools.WithTools._reply, "tools")
+    play.Play._answer = noted(play.Play._answer, "playing")
     if run.evaluator:
         run.evaluator.measure = noted(run.evaluator.measure, "evaluating")
 

@@ -143,7 +143,7 @@ def rungs_left(environments, **columns) -> list[float]:
     return [-float(abs(environment.top - environment.rung)) for environment in environments]
 
 
-def seen(count: int = 4) -> list[Prompt]:
+def seen(*, count: int = 4) -> list[Prompt]:
     """Make prompts for ladders, with and without a column of theirs."""
     prompts = []
     for number in range(count):
