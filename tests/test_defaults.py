@@ -39,9 +39,12 @@ DEFAULTS = {
         "hint_reward": {"threshold": 0.0, "temperature": 0.3},
         "first_success": {"threshold": 0.0, "replace": 1},  # Scaf-GRPO
         "group_center": {"shift": 0.0},
-        "group_normalize": {"eps": 1e-4},
+        "group_normalize": {"eps": 1e-4, "damping": 1.0},
         "high_covariance": {"share": 0.0002},  # KL-Cov
-        "curvature": {"learning_rate": 1.5e-5, "max_fisher": 1e-4, "max_hessian": 1e-2},  # CAPO, of GRPO
+        "curvature": {  # CAPO, of GRPO
+            **{"learning_rate": 1.5e-5, "max_fisher": 1e-4, "max_hessian": 1e-2, "max_share": 1.0}
+        },
+        "difficulty_limit": {"shortest": 1000, "longest": 4000, "decay": 0.9},  # DLER; two are our reading
         "hot_mix": {"entropy": 0.0, "target": 0.25, "limit": 0.1, "threshold": 0.05},  # DCPO
         "rank_velocity": {"gain": 2.0, "decay": 0.7},  # VERL
         "high_entropy": {"top": 0.2},  # the 80/20 rule
@@ -100,7 +103,7 @@ DEFAULTS = {
     "surrogate": {
         "elastic_clip": {"epsilon": 0.2},  # as `clip`
         "clip": {"epsilon": 0.2},
-        "in_range": {"epsilon": 0.2, "outer_low": 0.6, "outer_high": 2.0},  # REC
+        "in_range": {"epsilon": 0.2, "outer_low": 0.6, "outer_high": 2.0, "temperature": 1.0},  # REC
         "cispo": {"clip_max": 5.0, "clip_min": 0.0},  # arXiv 2510.13786
         "diffusion_nft": {"beta": 1.0, "max_advantage": 5.0},
         "sapo": {"temperature_pos": 1.0, "temperature_neg": 1.05},
@@ -191,6 +194,9 @@ DEFAULTS = {
         "with_difficulty_hints": {"max_hint": 0.5, "share": 0.5, "max_reward": 1.0},
         "with_experience": {"max_experiences": 50},
         "with_reflection": {"threshold": 0.5, "window": 16, "max_letters": 4000},  # our reading
+        "with_solved_examples": {  # XRPO; all but the first are our reading
+            **{"examples": 2, "threshold": 0.5, "capacity": 2048, "max_letters": 1000}
+        },
         "with_hints": {
             **{"written": 0, "cuts": 4, "num_hinted": 1, "hints_per_round": 1, "start": 0},
             "threshold": 0.0,

@@ -355,6 +355,7 @@ RARE = {
     **{f"hints/{name}": "mmrl/samplers/hints.py" for name in ("prompts", "solved", "share")},
     **{f"experiences{what}": "mmrl/samplers/experience.py" for what in ("", "/changes", "/unread")},
     "reflection/prompts": "mmrl/samplers/reflection.py",
+    **{f"examples/{name}": "mmrl/samplers/solved_examples.py" for name in ("prompts", "solved")},
     **{
         f"augmentation/{kind}_{what}": "vision/samplers/difficulty_augmentation.py"
         for kind in ("noise", "hint")

@@ -24,6 +24,8 @@ TOLD = (
     "hints/prompts",
     "experiences",
     "reflection/prompts",
+    "examples/prompts",
+    "examples/solved",
 )  # what a memory changes
 
 
