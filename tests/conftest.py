@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from mmrl.core import onednn
+from tests.support.quick import draw_few
 
 LIMIT = 900  # seconds that a test with its fixtures may take; none needs a tenth of it on an idle machine
 
@@ -31,6 +32,12 @@ def pytest_runtest_protocol() -> Iterator[None]:
         faulthandler.cancel_dump_traceback_later()
         signal.alarm(0)
         signal.signal(signal.SIGALRM, before)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def few_resamples() -> None:
+    """Draw few bootstrap samples; `tests/training/test_evaluate.py` draws as many as users do."""
+    draw_few()
 
 
 @pytest.fixture

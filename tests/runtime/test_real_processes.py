@@ -211,34 +211,55 @@ NAMES = (
 )
 
 
+@pytest.fixture(scope="module")
+def on_one(plans, tmp_path_factory):
+    """Train a plan on one process, once for all ways; return the run and copies of its weights."""
+
+    def go(name):
+        run = build(parse(plans[name](tmp_path_factory.mktemp("one")), Config), quiet=True)
+        train(run)
+        return run, copied(run.policy, trained=True), {k: copied(s.policy) for k, s in run.seconds.items()}
+
+    return cache(go)
+
+
+def copied(policy, trained=False):
+    """Copy the weights of a model, or those that are trained."""
+    named = policy.module.named_parameters()
+    return {key: p.detach().clone() for key, p in named if p.requires_grad or not trained}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("way", ["ddp", "fsdp2", "zero1"])
 @pytest.mark.parametrize("name", NAMES)
-def test_two_processes_train_real_models_as_one(name, way, plans, on_two, tmp_path):
+def test_two_processes_train_real_models_as_one(name, way, on_one, on_two):
     if reason := left_out(name, way):
         pytest.skip(reason)
     if way == "zero1":
         pytest.importorskip("deepspeed", reason="an extra of its own")
-    run = build(parse(plans[name](tmp_path), Config), quiet=True)
-    train(run)
-    trained = {key: p.detach().clone() for key, p in run.policy.module.named_parameters() if p.requires_grad}
+    run, trained, learned = on_one(name)
+    for weight in run.policy.module.parameters():
+        if weight.requires_grad:
+            weight.data.zero_()
     run.policy.load(on_two(way) / name / "checkpoint-3" / MODEL)
-    for key, parameter in run.policy.module.named_parameters():
-        if parameter.requires_grad:
-            torch.testing.assert_close(parameter.detach(), trained[key], rtol=2e-4, atol=2e-5, msg=key)
-    for kind, second in run.seconds.items():
-        learned = {key: p.detach().clone() for key, p in second.policy.module.named_parameters()}
+    for second in run.seconds.values():
         second.load(on_two(way) / name / "checkpoint-3")
-        for key, parameter in second.policy.module.named_parameters():
-            torch.testing.assert_close(
-                parameter.detach(), learned[key], rtol=2e-4, atol=2e-5, msg=f"{kind} {key}"
-            )
+    assert_close(copied(run.policy, trained=True), trained)
+    for kind, second in run.seconds.items():
+        assert_close(copied(second.policy), learned[kind])
     found, wanted = Journal(on_two(way) / name).read(), run.journal.read()
     assert [record["step"] for record in found] == [record["step"] for record in wanted]
     for one, other in zip(found, wanted, strict=True):
         for key in ("reward", "completions/mean_length", "grad_norm", "kl"):
             if key in other:
                 assert one[key] == pytest.approx(other[key], rel=2e-4, abs=1e-6), key
+
+
+def assert_close(found, wanted):
+    """Compare weights by name."""
+    assert found.keys() == wanted.keys()
+    for key, weight in wanted.items():
+        torch.testing.assert_close(found[key], weight, rtol=2e-4, atol=2e-5, msg=key)
 
 
 SAVED = "checkpoint-3/**/*.safetensors"

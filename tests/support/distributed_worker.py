@@ -11,7 +11,6 @@ import atexit
 import json
 import os
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -25,28 +24,22 @@ from mmrl.config.schema import Config, parse
 from mmrl.reporting import html
 from mmrl.training import checkpointing
 from mmrl.training.loop import train
+from tests.support.fork_server import Forked, server
 
 
-def start(module: str, arguments: Sequence[str], world: int, **more: str) -> list[subprocess.Popen]:
-    """Start a module on `world` processes that find each other, with `more` in their environment."""
+def start(module: str, arguments: Sequence[str], world: int, **more: str) -> list[Forked]:
+    """Call the `main` of a module on `world` processes that find each other, with `more` in their
+    environment."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    processes = []
-    for rank in range(world):
-        told = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "MASTER_ADDR": "127.0.0.1"}
-        told |= {"MASTER_PORT": port, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": 1} | more
-        processes.append(
-            subprocess.Popen(
-                [sys.executable, "-m", module, *arguments],
-                env={**os.environ, **{name: str(value) for name, value in told.items()}},
-                cwd=Path(__file__).parents[2],
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-            )
-        )
-    return processes
+    told = {"WORLD_SIZE": world, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    told |= {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": 1} | more
+    shared = {**os.environ, **{name: str(value) for name, value in told.items()}}
+    return [
+        server(rank % 2).fork(module, arguments, {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)})
+        for rank in range(world)
+    ]
 
 
 def launch(

@@ -142,8 +142,13 @@ def zero1():
         yield
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """Train every plan."""
     with {"ddp": nullcontext, "fsdp2": sharding, "zero1": zero1}[sys.argv[2]]():
         html.pages.curves = lambda runs: []  # drawing takes longer than everything else
         for plan in json.loads(Path(sys.argv[1]).read_text()):
             train(build(parse(plan, Config), quiet=True))
+
+
+if __name__ == "__main__":
+    main()

@@ -19,6 +19,12 @@ from tests.support.tables import reward_table
 from tests.support.toys import plan, toy_run
 
 DATA = {"name": "tests.support.toys:prompts", "num": 6}
+RESAMPLES = 1000  # what a run has, and other tests have not
+
+
+@pytest.fixture(autouse=True)
+def as_many_resamples(monkeypatch):
+    monkeypatch.setattr(evaluate, "RESAMPLES", RESAMPLES)
 
 
 @per_outcome

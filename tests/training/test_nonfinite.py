@@ -8,8 +8,6 @@ import os
 import re
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -29,6 +27,7 @@ from mmrl.training.checkpointing import resume
 from mmrl.training.loop import train
 from mmrl.training.nonfinite import NotFinite, OutOfMemory, largest_first
 from mmrl.training.trainer import Run
+from tests.support.fork_server import command
 from tests.support.toys import ToyGenerate, ToyText, plan, prompts, toy_run
 
 HERE = __name__
@@ -458,22 +457,19 @@ def test_a_process_that_is_asked_to_stop(tmp_path, signals, code):
     path = tmp_path / "plan.yaml"
     slow = {"name": f"{HERE}:late", "weight": 1.0}
     path.write_text(json.dumps(plan(tmp_path / "run", max_steps=1000, rewards=[slow])))
-    process = subprocess.Popen(
-        [sys.executable, "-m", "mmrl", "train", str(path)],
-        cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
+    process = command("train", str(path))
     try:
         until = time.monotonic() + 60
         while not (tmp_path / "run" / "config.yaml").exists() and time.monotonic() < until:
             time.sleep(0.05)
         for number in signals:
-            process.send_signal(number)
+            os.kill(process.pid, number)
             time.sleep(0.3)
-        out, err = process.communicate(timeout=200)
+        printed, _ = process.communicate(timeout=200)
     finally:
         process.kill()
-    assert process.returncode == code, err
+    assert process.returncode == code, printed
     saved = checkpoint.checkpoints(tmp_path / "run")
     assert bool(saved) == (code == 0)
-    assert ("which is saved" in out) == (code == 0)
-    assert "once more to leave at once" in err
+    assert ("which is saved" in printed) == (code == 0)
+    assert "once more to leave at once" in printed

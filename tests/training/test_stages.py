@@ -430,7 +430,7 @@ def test_two_processes_train_stages_as_one(tmp_path):
     stages[1]["learn"] = {"learning_rate": 0.7}
     raw = plan(tmp_path / "two", max_steps=3, save_steps=2, **exact)
     file.write_text(json.dumps({**raw, "stages": stages}))
-    processes = start("mmrl", ["train", str(file)], 2)
+    processes = start("mmrl.cli", ["train", str(file)], 2)
     printed = [process.communicate(timeout=400)[0] for process in processes]
     assert [process.returncode for process in processes] == [0, 0], printed
     trained(tmp_path / "one", stages=stages, save_steps=2, **exact)
