@@ -16,6 +16,7 @@ from mmrl.core.reward_table import Collection, Measured, RewardTable
 from mmrl.core.rng import Stream
 from mmrl.core.types import Count
 from mmrl.diagnostics.context import lossy_pieces
+from mmrl.diagnostics.waiting import advise_asking_ahead, could_ask_ahead
 from mmrl.reporting.answers import (
     drop_predictions,
     keeps_images,
@@ -63,6 +64,7 @@ class Reporter:
     ) -> None:
         self.config, self.processes, self.stream, self.pieces = config, processes, stream, pieces
         self.cheap = ", ".join(lossy_pieces(config))  # what makes rollouts cheaper than the policy
+        self.could_ask_ahead = could_ask_ahead(config)
         self.journal = Journal(Path(config.output_dir))
         self.warnings = Journal(self.folder, "warnings.jsonl")
         self.console = Console(self.folder.name, config.max_steps, quiet or not processes.main)
@@ -141,7 +143,10 @@ class Reporter:
         if self.processes.main:
             self.records.append({**self.journal.write({"step": step, **metrics}), "cheap": self.cheap})
             self.pieces.trackers.write(metrics, step)
-            if len(of_training(self.records)) == 1 and (sentence := describe_mismatch(metrics, self.cheap)):
+            steps = of_training(self.records)
+            if len(steps) == 1 and (sentence := describe_mismatch(metrics, self.cheap)):
+                self.console.say(sentence)
+            if self.could_ask_ahead and (sentence := advise_asking_ahead(steps)):
                 self.console.say(sentence)
             self._run_checks(self.records)  # over all records so far; `warn` shows a text once
         self.console.step(step, metrics)
