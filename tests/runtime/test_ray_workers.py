@@ -11,9 +11,9 @@ from typing import ClassVar
 import pytest
 import torch
 
-from mmrl.build import build
+from mmrl.build import build, make_chain
 from mmrl.config.loading import merge
-from mmrl.config.schema import Config, ConfigError, parse
+from mmrl.config.schema import Config, ConfigError, as_piece, parse
 from mmrl.config.workers import Workers, object_in
 from mmrl.core.byte_lru import ByteLRU
 from mmrl.core.rng import Stream
@@ -24,7 +24,8 @@ from mmrl.runtime.ray_actors import join
 from mmrl.training.loop import train
 from tests.diffusion.tiny import MAKERS
 from tests.runtime.test_real_processes import SPEAKING, TALKING
-from tests.support.ray_cluster import local_cluster
+from tests.support.ray_cluster import killed_in_flight, local_cluster
+from tests.support.resuming import assert_alike
 from tests.support.toys import toy_run
 from tests.vision import tiny
 
@@ -122,27 +123,20 @@ def test_a_run_whose_workers_are_killed_and_that_is_resumed_is_that_of_one_proce
         assert [record[name] for record in steps] == [record[name] for record in wanted]
 
 
-def test_rollouts_a_step_ahead_are_those_of_older_weights_also_where_the_run_was_killed(tmp_path):
+def test_rollouts_a_step_ahead_are_those_of_older_weights_also_where_the_learner_was_killed(tmp_path):
     changes = {"objective": {"step_weight": ["truncated_importance"]}, "max_steps": 4, "save_steps": 1}
     lagging = toy_run(
         tmp_path / "lagging", **changes, rollout={"engine": ["tests.training.test_ahead:Lagging"]}
     )
     train(lagging)
     changes = merge({**changes, "rollout": {"max_staleness": 1}}, with_workers(f"{TOYS}:ToyGenerate"))
-    first = toy_run(tmp_path / "ahead", **changes)
-    finish = first.finish
-
-    def dying(step, *rest):
-        if step == 2:
-            raise KeyboardInterrupt
-        finish(step, *rest)
-
-    first.finish = dying
-    with pytest.raises(KeyboardInterrupt):
-        train(first)  # with the rollouts of step 3 in flight
-    again = toy_run(tmp_path / "ahead", **changes)
+    whole = toy_run(tmp_path / "whole", **changes)
+    train(whole)
+    assert torch.equal(whole.policy.table, lagging.policy.table)
+    killed_in_flight(tmp_path / "killed", 2, changes)  # with the rollouts of step 3
+    again = toy_run(tmp_path / "killed", **changes)
     train(again)
-    assert torch.equal(again.policy.table, lagging.policy.table)
+    assert_alike(again, whole)
 
 
 def test_workers_sample_from_a_reference_that_acts_also_after_an_evaluation(tmp_path):
@@ -282,24 +276,42 @@ ENGINES = {
 }
 
 
-@pytest.mark.parametrize("name", ENGINES)
-def test_answers_of_a_model_are_those_of_one_process(tmp_path, name):
-    folder = tiny.make("qwen2_5_vl", tmp_path / "model")
-    policy = {"name": "vision.tokens", "model": str(folder), "dtype": "float32"}
-    more, wrappers = ENGINES[name]
-    # As many rows at a time as a worker gets of a group.
-    generate = {"name": "vision.generate", "max_completion_length": 6, "batch_size": 2, **more}
-    engines = [generate, *wrappers]
-    plan = merge(SPEAKING, {"policy": policy, "output_dir": str(tmp_path / "run")})
-    run = build(parse(merge(plan, {"rollout": {"engine": engines}}), Config), quiet=True)
-    workers = merge(plan, with_workers(*engines))
-    shared = build(parse(merge(workers, {"output_dir": str(tmp_path / "two")}), Config), quiet=True)
-    for one in (run, shared):
+ELSEWHERE = {"name": "ray_workers", "num_workers": 2}
+
+
+@pytest.fixture(scope="module")
+def alike(tmp_path_factory):
+    """Build two runs of one model, which is other than what is on disk; the second has workers."""
+    folder = tmp_path_factory.mktemp("alike")
+    model = str(tiny.make("qwen2_5_vl", folder / "model"))
+    policy = {"name": "vision.tokens", "model": model, "dtype": "float32"}
+    runs = []
+    for name, more in (("one", []), ("two", [ELSEWHERE])):
+        engines = {"rollout": {"engine": [*SPEAKING["rollout"]["engine"], *more]}}
+        plan = merge(SPEAKING, {"policy": policy, "output_dir": str(folder / name), **engines})
+        runs.append(build(parse(plan, Config), quiet=True))
         with torch.no_grad():
-            one.policy.model.get_output_embeddings().weight.mul_(1.5)  # other than what is on disk
+            runs[-1].policy.model.get_output_embeddings().weight.mul_(1.5)
+    return runs
+
+
+def engine_of(run, name, *more):
+    """Make an engine on the policy of a run, whose workers are asked with it."""
+    options, wrappers = ENGINES[name]
+    # As many rows at a time as a worker gets of a group.
+    generate = {"name": "vision.generate", "max_completion_length": 6, "batch_size": 2, **options}
+    listed = [as_piece(piece, name) for piece in (generate, *wrappers, *more)]
+    return make_chain(run.pieces, "engine", listed, run.policy, name)
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_answers_of_a_model_are_those_of_one_process(name, alike):
+    run, shared = alike
     asked = [prompt for prompt in shared.pieces.made["data"][:3] for _ in range(2)]
-    rows = shared.method.engine.rollout(asked)
-    same_rows(rows, run.method.engine.rollout(asked))
+    engine = engine_of(shared, name, ELSEWHERE)
+    assert engine.servers is shared.method.engine.servers
+    rows = engine.rollout(asked)
+    same_rows(rows, engine_of(run, name).rollout(asked))
     assert rows[0].steps.prompt is rows[1].steps.prompt  # what a group shares is computed once in learning
     assert rows[0].steps.prompt is shared.policy.prompt_encoder.encode(asked[0])
 
