@@ -33,6 +33,7 @@ class Result:
     logged: Scoring = field(default_factory=Scoring)
     failure: str = ""
     cause: BaseException | None = None
+    lasting: bool = False  # later calls would fail as well, so the setting `on_error: skip` would drop all
 
 
 def call_all(
@@ -130,7 +131,7 @@ def _with_retries(
         except NotNumbers as error:
             return Result(failure=str(error))
         except ActorsLost as error:
-            return Result(failure=f"cannot go on: {error}", cause=error)
+            return Result(failure=f"cannot go on: {error}", cause=error, lasting=True)
         except RemoteFault as error:
             if not left or time.monotonic() >= deadline:
                 return Result(failure=f"raised {error.kind}: {error}", cause=error)
@@ -151,8 +152,7 @@ def checked(
         numbers = [to_float(value) for value in result.values]
         broken = [i for i, x in enumerate(numbers) if result.values[i] is not None and not math.isfinite(x)]
         what = f"gave {shown(result.values[broken[0]])}" if broken else ""
-    # Without its actors a reward would fail for ever.
-    if what and (bound.call.get("on_error", "raise") != "skip" or isinstance(result.cause, ActorsLost)):
+    if what and (result.lasting or bound.call.get("on_error", "raise") != "skip"):
         raise RewardFault(
             f"reward '{bound.name}' {what}; prompt '{prompts[broken[0]].uid}', outcome "
             f"{shown(outcomes[broken[0]].text)}. Mend it, or set `on_error: skip` on the reward to drop such "
