@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from typing import Self
 
 import torch
 from torch import Tensor
 
 from mmrl.core.tool_calls import Call, CallError
 from mmrl.core.types import Media, Message, Outcome, Part, Prompt, Trajectory
-from mmrl.vision.models.processor import EncodedPrompt, Tools
+from mmrl.vision.models.processor import EncodedPrompt, PromptEncoder, Tools
 from mmrl.vision.tool_calls import Tool
 from mmrl.vision.tool_replies import Answer, content_of
 
 Replies = list[tuple[Tool | None, Answer]]  # to the calls of a turn, with the tools that were found
+CALL = "call"  # tag `finish` of a turn after which the conversation goes on
 
 
 @dataclass(eq=False)
@@ -34,6 +37,10 @@ class Conversation:
     temperature: float = 1.0
     shown: int = 0  # images and videos that tools showed
     finish: str = ""  # why it ended
+    reads: list[EncodedPrompt] = field(default_factory=list)  # before each turn, as it is read now
+    replies: list[Sequence[Message]] = field(default_factory=list)  # to each turn, as tools gave them
+    begins: list[int] = field(default_factory=lambda: [0])  # turns from which on another prompt was read
+    first: int = 0  # the number of the first turn, of a part
     collect: Callable[[], Replies] | None = None  # gets the replies to the calls that were begun
 
     @property
@@ -49,11 +56,62 @@ class Conversation:
     def add(self, answer: Trajectory, calls: Sequence[Call | CallError]) -> None:
         """Append a turn of the policy, and the calls in it."""
         self.turns.append((self.read, answer.steps.ids))
+        self.reads.append(self.read)
         self.notes.append(answer.notes)
         self.outcomes.append(answer.outcomes[-1])
         text = answer.outcomes[-1].text or ""
         self.messages.append(Message("assistant", (Part(text),), tuple(calls)))
         self.temperature = answer.steps.temperature
+
+    def extended(self, encoder: PromptEncoder, observed: Sequence[Message], most: int) -> list[EncodedPrompt]:
+        """Append replies, with the last `most` images and videos: what stands before each turn and the next.
+
+        What comes before the first reply that changes is not encoded again. Raises ValueError for an unfit
+        image.
+        """
+        before, now = recent_media(self.replies, most), recent_media([*self.replies, observed], most)
+        same = next((i for i, (old, new) in enumerate(zip(before, now, strict=False)) if old != new), -1)
+        same = len(before) if same < 0 else same
+        reads = self.reads[: same + 1]
+        for (_, ids), reply in zip(self.turns[same:], now[same:], strict=True):
+            reads.append(encoder.extend(reads[-1], ids, *encoder.replies(reply, self.schemas)))
+        return reads
+
+    def go_on(self, reads: Sequence[EncodedPrompt], observed: Sequence[Message]) -> None:
+        """Take replies in, with what `extended` made of them."""
+        if reads[-2] is not self.reads[-1]:
+            self.begins.append(len(self.turns))
+        *self.reads, self.read = reads
+        media = [part.media for reply in observed for part in reply.parts if part.media]
+        self.images = [*self.images, *(medium for medium in media if medium.kind == "image")]
+        self.replies.append(observed)
+        self.messages += observed
+        self.shown += len(media)
+
+    def rows(self, most: int) -> list[Self]:
+        """Cut it where what was read was rewritten, into parts that are a row each; else itself.
+
+        A part has the messages up to its end, and those images of tools that it reads.
+        """
+        if len(self.begins) == 1:
+            return [self]
+        parts, ends = [], [i for i, message in enumerate(self.messages, 1) if message.role == "assistant"]
+        for begin, end in pairwise([*self.begins, len(self.turns)]):
+            seen = recent_media(self.replies[: end - 1], most)
+            media = [part.media for replies in seen for reply in replies for part in reply.parts]
+            parts.append(
+                replace(
+                    self,
+                    turns=self.turns[begin:end],
+                    notes=self.notes[begin:end],
+                    outcomes=self.outcomes[begin:end],
+                    messages=self.messages[: ends[end - 1]],
+                    images=images_of(self.prompt) + [x for x in media if x and x.kind == "image"],
+                    first=begin,
+                    finish=self.finish if end == len(self.turns) else CALL,
+                )
+            )
+        return parts
 
     def states(self) -> list[str]:
         """Name the state that each turn started from: the prompt, and the replies that were read last.
@@ -61,7 +119,7 @@ class Conversation:
         Turns to the same prompt have the same state where they answer the same replies, whatever came before
         (the anchor observation of GiGPO); before any reply the prompt alone is the state.
         """
-        begun = _content_hash(self.turns[0][0])
+        begun = _content_hash(self.reads[0])
         found, replies = [], list[Message]()
         for message in self.messages:
             if message.role != "assistant":
@@ -70,7 +128,24 @@ class Conversation:
             seen = [[content_of(part) for part in reply.parts] for reply in replies]
             found.append(hashlib.blake2b(repr((begun, seen)).encode(), digest_size=16).hexdigest())
             replies = []
-        return found
+        return found[self.first :]
+
+
+def recent_media(replies: Sequence[Sequence[Message]], most: int) -> list[Sequence[Message]]:
+    """Replace all but the last `most` images and videos in replies by a text; 0: none."""
+    number = sum(part.media is not None for turn in replies for reply in turn for part in reply.parts)
+    if not most or number <= most:
+        return list(replies)
+    left = number - most  # to be replaced, from the oldest on
+
+    def kept(part: Part) -> Part:
+        nonlocal left
+        if part.media is None or not left:
+            return part
+        left -= 1
+        return Part(f"[{part.media.kind} omitted]")
+
+    return [[replace(reply, parts=tuple(map(kept, reply.parts))) for reply in turn] for turn in replies]
 
 
 def images_of(prompt: Prompt) -> list[Media]:

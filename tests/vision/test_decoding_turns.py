@@ -156,9 +156,9 @@ def test_where_keys_and_values_cannot_go_on_all_is_read_anew(
     assert max(int(row.outcomes[-1].tags["turn"]) for row in rows) > 1
 
 
-def test_a_turn_that_does_not_begin_with_the_one_before_is_read_anew(exact):
+def test_a_row_keeps_the_longest_beginning_by_content(exact):
     policy = exact(FAMILY)
-    engine = Generate(policy, stream=Stream(0), max_completion_length=2)
+    engine, core = Generate(policy, stream=Stream(0), max_completion_length=2), policy.core
     turns, encode = engine.turns(), policy.prompt_encoder.encode
     requests = [
         GenerationRequest(prompt, 0, encode(prompt), torch.rand(2)) for prompt in mixed.prompts(FAMILY)[:2]
@@ -166,14 +166,48 @@ def test_a_turn_that_does_not_begin_with_the_one_before_is_read_anew(exact):
     (first, _) = engine.answer(requests, turns.begin)
     kept = turns.reader.kept_rows()["words", 0]
     read = requests[0].encoded
-    longer = replace(read, ids=torch.cat([read.ids, first.steps.ids, read.ids]))
-    assert kept.count(longer) == len(read.ids) + 1  # of two tokens the last was drawn and not read
-    assert kept.count(replace(longer, ids=longer.ids.roll(1))) == 0
-    pictured = turns.reader.kept_rows()["picture", 0]
-    other = requests[1].encoded
-    assert pictured.count(replace(other, ids=torch.cat([other.ids, other.ids]))) == len(other.ids)
-    pixels = {**other.media, "pixel_values": other.media["pixel_values"] + 1}
-    assert pictured.count(replace(other, ids=torch.cat([other.ids, other.ids]), media=pixels)) == 0
+    ids = torch.cat([read.ids, first.steps.ids, read.ids])
+    longer = replace(read, ids=ids, positions=torch.arange(len(ids)).expand(len(read.positions), -1))
+    assert kept.count(core, longer) == len(read.ids) + 1  # of two tokens the last was drawn and not read
+    other = ids.clone()
+    other[3] += 1
+    assert kept.count(core, replace(longer, ids=other)) == 3
+    later = longer.positions + (torch.arange(len(ids)) >= 5)
+    assert kept.count(core, replace(longer, ids=ids.roll(-1), positions=later)) == 0
+    assert kept.count(core, replace(longer, ids=other.roll(0), positions=later)) == 3
+    pictured, shown = turns.reader.kept_rows()["picture", 0], requests[1].encoded
+    assert pictured.count(core, replace(shown, ids=torch.cat([shown.ids, shown.ids]))) == len(shown.ids)
+    # Another image: what comes before it is the same.
+    pixels = {**shown.media, "pixel_values": shown.media["pixel_values"] + 1}
+    image = int((shown.ids == core.config.image_token_id).nonzero()[0])
+    assert pictured.count(core, replace(shown, media=pixels)) == image > 0
+    assert pictured.unread(core, shown, image)[0]["image_grid_thw"].shape == (1, 3)
+    assert pictured.unread(core, shown, len(shown.ids) - 1) == []
+
+
+@EVERY
+@pytest.mark.parametrize("most", [1, 2])
+def test_conversations_whose_older_images_leave_are_those_of_reading_all_anew(
+    exact, family, most, continued, caplog
+):
+    policy = exact(family)
+    asked = [prompt for prompt in (*mixed.prompts(family)[:3], mixed.prompts(family)[-1]) for _ in range(3)]
+    options = {"tools": partial(Chatty, only_n_most_recent_images=most, max_turns=5)}
+    turns._tell.cache_clear()
+    rows = converse(policy, asked, **options)
+    same(rows, converse(policy, asked, kept=False, **options))
+    assert any("episode" in row.outcomes[-1].tags for row in rows), "an image left"
+    assert len(continued) == 4 and not caplog.records, "no turn was read anew"
+    whole = max(len(row.steps.prompt.ids) for row in rows)
+    assert max(map(max, continued)) < whole, "what came before the image that left was kept"
+
+
+def test_copies_of_prompts_go_on_where_images_leave(checkpoint, continued):
+    policy = Tokens(model=str(checkpoint(FAMILY)), dtype="float64", share_prefix=False)
+    options = {"tools": partial(Chatty, only_n_most_recent_images=1, max_turns=5)}
+    rows = converse(policy, asked(3), **options)
+    same(rows, converse(policy, asked(3), kept=False, **options))
+    assert any("episode" in row.outcomes[-1].tags for row in rows) and len(continued) == 4
 
 
 def test_prompts_are_held_once_in_every_turn_and_only_while_someone_reads_them(exact, monkeypatch):

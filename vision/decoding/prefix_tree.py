@@ -242,6 +242,11 @@ def keys_of(lines: Sequence[Line]) -> list[Tensor]:
     return keys
 
 
+def common_length(one: Line, other: Line) -> int:
+    """Count the first tokens of two rows that are equal, with what they show and their positions."""
+    return _common(*keys_of([one, other]), 0)
+
+
 class _Known:
     """Numbers media by what their tensors hold; one that was numbered before is found by identity."""
 

@@ -8,13 +8,14 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 
 from mmrl.vision.decoding.decoding import CachedReader, GenerationRequest, LogitsReader
 from mmrl.vision.decoding.image_features import distinct_images
 from mmrl.vision.decoding.prefill import MakeCache
+from mmrl.vision.decoding.prefix_tree import Line, common_length, media_of
 from mmrl.vision.models.loading import TokenPolicy
 from mmrl.vision.models.processor import EncodedPrompt
 
@@ -40,21 +41,41 @@ class KeptRow:
     ids: Tensor
     own: list[tuple[Tensor, Tensor]]
 
-    def count(self, asked: EncodedPrompt) -> int:
-        """Count the first tokens of `asked` that are kept; 0 unless it begins with all that was read."""
+    def count(self, core: nn.Module, asked: EncodedPrompt) -> int:
+        """Count the first tokens of `asked` that are kept, with all that they show; none inside an image."""
         size = min(len(self.ids), len(asked.ids) - 1)  # the last token has to give its logits
         same = self.ids[:size] == asked.ids[:size]
         count = size if same.all() else int(same.long().argmin())
-        shown = all(
+        if count >= len(self.read.ids) and self._begins(asked):
+            return count  # the usual case, found without comparing media one by one
+        after = self.read.next_position + torch.arange(len(self.ids) - len(self.read.ids))
+        positions = torch.cat([self.read.positions, after.expand(len(self.read.positions), -1)], 1)
+        kept = Line(self.ids, positions, tuple(media_of(core, self.read.ids, self.read.media)))
+        new = Line(asked.ids, asked.positions, tuple(media_of(core, asked.ids, asked.media)))
+        return new.outside_media(min(size, common_length(kept, new)))
+
+    def unread(self, core: nn.Module, asked: EncodedPrompt, count: int) -> list[Mapping[str, Tensor]]:
+        """List the media of `asked` after its first `count` tokens."""
+        if count >= len(self.read.ids):
+            media = {name: value[len(self.read.media.get(name, ())) :] for name, value in asked.media.items()}
+            return [{name: value for name, value in media.items() if len(value)}]
+        found = media_of(core, asked.ids, asked.media)
+        return [medium.tensors for medium in found if medium.first >= count]
+
+    def _begins(self, asked: EncodedPrompt) -> bool:
+        """Return whether `asked` shows first what was shown."""
+        return all(
             name in asked.media and begins_with(asked.media[name], value)
             for name, value in self.read.media.items()
         )
-        return count if shown and count >= len(self.read.ids) else 0
 
 
 @dataclass(frozen=True, eq=False)
 class Chunk:
-    """What rows read at once: `ids` (n, t) padded after `length` (n,), `positions` (A, n, t), and media."""
+    """What rows read at once: `ids` (n, t) padded after `length` (n,), `positions` (A, n, t), and media.
+
+    Media are in the order of rows, and of their tokens.
+    """
 
     ids: Tensor
     positions: Tensor
@@ -67,11 +88,12 @@ class Turns:
 
     What a conversation reads anew, replies and their images, is read in bulk after the keys and values of
     what came before; rows that share no prompts (`share_prefix: false`, other attention than sdpa and eager)
-    have copies of their own. Where keys and values cannot go on, everything is read anew, with the same
-    answers up to rounding, which the log says once: with a `cache` of lower precision, which codes the visual
-    tokens of replies where it reads them with the prompt; with pruned models, which choose among the visual
-    tokens of a prompt as a whole; with other layers than those of attention; and where a turn does not begin
-    with the one before.
+    have copies of their own. Where a turn does not begin with all of the turn before, because older images
+    left it, the row goes on from the longest beginning that both have. Where keys and values cannot go on,
+    everything is read anew, with the same answers up to rounding, which the log says once: with a `cache` of
+    lower precision, which codes the visual tokens of replies where it reads them with the prompt; with pruned
+    models, which choose among the visual tokens of a prompt as a whole; with other layers than those of
+    attention; and where a turn does not begin with the prompt that rows share.
     """
 
     def __init__(self, policy: TokenPolicy, make_cache: MakeCache | None = None) -> None:
@@ -79,15 +101,19 @@ class Turns:
         self.reader: TurnReader | None = None
 
     def begin(self, requests: Sequence[GenerationRequest]) -> LogitsReader:
-        """Make the reader of the next turn of conversations; those that are not asked for have ended."""
+        """Make the reader of the next turn of conversations; those that are not asked for have ended.
+
+        A conversation is known by the uid of its prompt and its number; see `part`.
+        """
         kept = self.reader.kept_rows() if self.reader else {}
         rows = [row for request in requests if (row := kept.get(key_of(request)))]
-        counts = [row.count(request.encoded) for row, request in zip(rows, requests, strict=False)]
-        if self.reader and len(rows) == len(requests) and all(counts):
-            self.reader.go_on(requests, rows, counts)
-            return self.reader
         if self.reader and len(rows) == len(requests):
-            _tell("a turn does not begin with all of the turn before it")
+            core, asked = self.policy.core, [request.encoded for request in requests]
+            counts = [row.count(core, encoded) for row, encoded in zip(rows, asked, strict=True)]
+            if all(count >= row.shared for count, row in zip(counts, rows, strict=True)):
+                self.reader.go_on(requests, rows, counts)
+                return self.reader
+            _tell("a turn does not begin with the prompt of the turn before it")
         self.reader = None  # its keys and values go before others are made
         reader = CachedReader(self.policy, [request.encoded for request in requests], self.make_cache)
         if reader.prefix.shared:
@@ -97,6 +123,12 @@ class Turns:
         else:
             self.reader = CopiesReader(reader, requests)
         return self.reader or reader
+
+    def part(self, parents: Mapping[Key, Key]) -> None:
+        """Let conversations go on from what others have read so far: keys of the new ones to those."""
+        if self.reader:
+            kept = self.reader.kept_rows()
+            kept |= {new: kept[old] for new, old in parents.items() if old in kept}
 
     def _why_anew(self, reader: CachedReader) -> str:
         """Say why the copies of keys and values that rows have cannot go on; empty where they can."""
@@ -215,12 +247,8 @@ class TurnReader:
             length=0,
         )
         self._begin(requests, self._owners(), [row.shared for row in rows])
-        shown = [row.read.media for row in rows]
-        media = [
-            {name: value[len(old.get(name, ())) :] for name, value in encoded.media.items()}
-            for encoded, old in zip(asked, shown, strict=True)
-        ]
-        media = [{name: value for name, value in tensors.items() if len(value)} for tensors in media]
+        core = self.reader.prefix.core
+        media = [x for row, pair in zip(rows, pairs, strict=True) for x in row.unread(core, *pair)]
         length = torch.tensor([len(encoded.ids) - count for encoded, count in pairs], device=device)
         self.chunk = Chunk(ids, positions, length, media)
 

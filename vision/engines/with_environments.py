@@ -13,7 +13,7 @@ from mmrl.config.registry import engine
 from mmrl.config.schema import ConfigError
 from mmrl.core.types import Prompt, Rollouts, Trajectory
 from mmrl.vision.call_formats import parser_of
-from mmrl.vision.conversation import Conversation, Replies, images_of
+from mmrl.vision.conversation import CALL, Conversation, Replies, images_of
 from mmrl.vision.engines.with_tools import WithTools
 from mmrl.vision.environment_calls import Episode, LostEnvironment, Shown, choose, named, observed
 from mmrl.vision.tool_calls import Owner, Tool
@@ -53,6 +53,8 @@ class WithEnvironments(WithTools):
         max_turns: The most turns of the policy; a call in the last one is not made.
         max_completion_length: The most tokens that the policy chooses in a conversation.
         max_images: The most images and videos that tools show in a conversation.
+        only_n_most_recent_images: Images and videos of calls that stay in the prompt; 0: all. What `reset`
+            shows belongs to the prompt, and stays.
         max_context: The most tokens of a conversation, read and chosen; 0: the positions of the model.
         max_reply_chars: The most characters of the texts that a tool returns at once; the rest is cut off.
         max_image_pixels: The most pixels of an image, or of all of a video, that a tool returns; more are an
@@ -125,7 +127,7 @@ class WithEnvironments(WithTools):
         lost = LostEnvironment(kind.name, talk.prompt.uid)
         environment = lost if talk.episode.lost else talk.episode.environment
         outcomes = [replace(outcome, environment=environment) for outcome in row.outcomes]
-        if kind.scores and talk.reward is not None:
+        if kind.scores and talk.reward is not None and talk.finish != CALL:
             recorded = {**outcomes[-1].recorded, kind.name: talk.reward}
             outcomes[-1] = replace(outcomes[-1], recorded=recorded)
         return replace(row, outcomes=tuple(outcomes))

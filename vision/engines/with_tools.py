@@ -8,20 +8,21 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 from functools import partial
 from itertools import count
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from mmrl.config.ranges import NonNegativeInt, PositiveInt
+from mmrl.config.ranges import AtMost, NonNegativeInt, PositiveInt
 from mmrl.config.registry import engine
 from mmrl.config.schema import ConfigError
+from mmrl.core.episodes import EPISODE, TURN
 from mmrl.core.rng import Stream
 from mmrl.core.tool_calls import Call, CallError, parse_calls
 from mmrl.core.types import Message, Part, Prompt, Rollouts, Trajectory
 from mmrl.engines.replay import CHANGED
 from mmrl.vision.call_formats import encode_with_tools, parser_of
-from mmrl.vision.conversation import Conversation, Replies, images_of
+from mmrl.vision.conversation import CALL, Conversation, Replies, images_of
 from mmrl.vision.decoding.decoding import BeginReading, GenerationRequest
 from mmrl.vision.decoding.token_steps import TokenRow
 from mmrl.vision.engines.generate import Generate
@@ -33,7 +34,7 @@ from mmrl.vision.tool_replies import Answer, Limits, ToolFault, one_line, shrunk
 UNREADABLE = Message("tool", (Part("Error: the reply of the tool cannot be shown"),))
 
 
-@engine(sets_tags={"turn", "state", "finish", CHANGED})
+@engine(sets_tags={EPISODE, TURN, "state", "finish", CHANGED})
 @dataclass(eq=False)
 class WithTools:
     """Let the policy call tools, whose texts and images it reads before it goes on.
@@ -47,6 +48,10 @@ class WithTools:
     conversations of the batch still generate; their replies are read together, in the next turn. `replay`
     keeps none of these rows.
 
+    With `only_n_most_recent_images` a conversation begins a new row wherever older images leave its prompt.
+    Its rows have the tag `episode`, count as one answer in rewards and statistics, and come in the order of
+    the prompts but for earlier rows, which come after all answers; no token is learned twice.
+
     Args:
         tool: Functions that the model may call; each may have `label` (its name), `timeout` (seconds),
             `retries`, what it may do (`reads`, `writes`, `network`, `process`), and `on_error`: `tell` the
@@ -54,6 +59,9 @@ class WithTools:
         max_turns: The most turns of the policy; a call in the last one is not made.
         max_completion_length: The most tokens that the policy chooses in a conversation.
         max_images: The most images and videos that tools show in a conversation.
+        only_n_most_recent_images: Images and videos of tools that stay in the prompt, for long conversations
+            about screenshots; a text stands for older ones, which tools may still be called with. Those of
+            the prompt itself stay. 0: all.
         max_context: The most tokens of a conversation, read and chosen; 0: the positions of the model.
         max_reply_chars: The most characters of the texts that a tool returns at once; the rest is cut off.
         max_image_pixels: The most pixels of an image, or of all of a video, that a tool returns; more are an
@@ -69,6 +77,7 @@ class WithTools:
     max_turns: PositiveInt = 4
     max_completion_length: PositiveInt = 1024
     max_images: NonNegativeInt = 8
+    only_n_most_recent_images: Annotated[NonNegativeInt, AtMost("max_images")] = 0
     max_context: NonNegativeInt = 0
     max_reply_chars: PositiveInt = 4000
     max_image_pixels: PositiveInt = 1 << 24
@@ -111,8 +120,9 @@ class WithTools:
         ]
 
     def end(self, talks: Sequence[Conversation]) -> Rollouts:
-        """Make the rows of conversations that have ended."""
-        return tuple(map(self._row, talks))
+        """Make the rows of conversations that have ended: first the last one of each, in order."""
+        rows = [[self._row(part) for part in talk.rows(self.only_n_most_recent_images)] for talk in talks]
+        return (*(made[-1] for made in rows), *(row for made in rows for row in made[:-1]))
 
     def tell(self) -> Mapping[str, float]:
         """Return turns, calls and errors of calls per conversation since the last call."""
@@ -231,7 +241,7 @@ class WithTools:
         errors = [answer.fault for _, answer in replies]
         observed = [self._message(answer) for _, answer in replies]
         try:
-            read = self._extend(talk, observed)
+            reads = self._extend(talk, observed)
         except ValueError:  # an image that the model cannot read: each reply is judged by itself
             for place, (tool, _) in enumerate(replies):
                 fault = self._unreadable(talk, observed[place])
@@ -239,16 +249,12 @@ class WithTools:
                     return
                 if fault:
                     errors[place], observed[place] = fault.fault, UNREADABLE
-            read = self._extend(talk, observed)
+            reads = self._extend(talk, observed)
         self.counts["errors"] += sum(map(bool, errors))
-        if len(read.ids) >= self.context:
+        if len(reads[-1].ids) >= self.context:
             talk.finish = "context"
-            return
-        media = [part.media for reply in observed for part in reply.parts if part.media]
-        talk.read = read
-        talk.images = [*talk.images, *(medium for medium in media if medium.kind == "image")]
-        talk.messages += observed
-        talk.shown += len(media)
+        else:
+            talk.go_on(reads, observed)
 
     def _message(self, answer: Answer) -> Message:
         """Write a reply as a message; words of a tool or of the model in it make no special token."""
@@ -256,10 +262,9 @@ class WithTools:
         parts = (Part(one_line(answer.fault)),) if answer.fault else answer.parts
         return Message("tool", tuple(part if part.media else Part(words(part.text)) for part in parts))
 
-    def _extend(self, talk: Conversation, observed: Sequence[Message]) -> EncodedPrompt:
+    def _extend(self, talk: Conversation, observed: Sequence[Message]) -> list[EncodedPrompt]:
         """Append replies to what a conversation has read; raises ValueError for an unfit image."""
-        encoder = self.policy.prompt_encoder
-        return encoder.extend(talk.read, talk.turns[-1][1], *encoder.replies(observed, talk.schemas))
+        return talk.extended(self.policy.prompt_encoder, observed, self.only_n_most_recent_images)
 
     def _unreadable(self, talk: Conversation, reply: Message) -> Answer | None:
         """Return the fault of a reply that the model cannot read."""
@@ -282,12 +287,15 @@ class WithTools:
         return tool.on_error == "tell"
 
     def _row(self, talk: Conversation) -> Trajectory:
-        """Make the row of a conversation; its steps are the tokens of all turns of the policy."""
+        """Make the row of a conversation, or of a part; its steps are the tokens of its turns."""
         steps = TokenRow.of_turns(talk.turns, talk.temperature)
         ends = torch.tensor([len(ids) for _, ids in talk.turns]).cumsum(0).tolist()
+        tags = {"finish": CALL, CHANGED: "yes"}
+        if len(talk.begins) > 1:  # unlike any other conversation of the step
+            tags[EPISODE] = f"{talk.prompt.uid}/{self.stream.round}/{talk.index}"
         outcomes = [
-            replace(outcome, end=end, tags={"turn": str(turn), "finish": "call", CHANGED: "yes"})
-            for turn, (outcome, end) in enumerate(zip(talk.outcomes, ends, strict=True))
+            replace(outcome, end=end, tags={TURN: str(turn), **tags})
+            for turn, (outcome, end) in enumerate(zip(talk.outcomes, ends, strict=True), talk.first)
         ]
         outcomes[-1] = replace(outcomes[-1], tags={**outcomes[-1].tags, "finish": talk.finish})
         if self.turn_outcomes:
@@ -295,7 +303,7 @@ class WithTools:
                 replace(outcome, tags={**outcome.tags, "state": state})
                 for outcome, state in zip(outcomes, talk.states(), strict=True)
             ]
-        shown = talk.turns[0][1] if steps.suffix is None else steps.suffix.ids
+        read, last = talk.turns[-1]
         return Trajectory(
             talk.prompt,
             talk.prompt.uid,
@@ -304,7 +312,9 @@ class WithTools:
             len(steps.ids),
             {name: torch.cat([notes[name] for notes in talk.notes]) for name in talk.notes[0]},
             logged={
-                "conversation": self.policy.prompt_encoder.transcript(shown),
+                "conversation": self.policy.prompt_encoder.transcript(
+                    torch.cat([read.ids[len(talk.reads[0].ids) :], last])
+                ),
                 "finish": talk.finish,
             },
             turns=tuple(talk.messages),
