@@ -15,6 +15,7 @@ from mmrl.config.binding import Pieces
 from mmrl.config.consistency import check_evaluation, check_outputs, check_training, evaluation_of
 from mmrl.config.ranges import NonNegativeFloat
 from mmrl.config.schema import Config, EvaluateConfig, Piece
+from mmrl.config.tags import named_in
 from mmrl.core.protocols import Connected, Policy, Preparing
 from mmrl.core.rng import Stream
 from mmrl.core.types import Prompt, Rollouts
@@ -84,7 +85,8 @@ def build(config: Config, *, quiet: bool = False) -> Run:
     )
     if config.until:
         make("until")  # a callback of the run, which finds it among the pieces
-    pieces.made["rewards"] = RewardCoverage(method.rewards, len(data))
+    labels_read = named_in(method.chain, (bound.name for bound in method.rewards))
+    pieces.made["rewards"] = RewardCoverage(method.rewards, len(data), labels_read)
     pieces.made["prompts"] = PromptCounts(stream)
     reporter = Reporter(config, processes, stream, watching, quiet)
     if epochs:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from mmrl.config.binding import Bound, Pieces
@@ -29,15 +29,34 @@ def check_tags(pieces: Pieces, checked: Mapping[str, Any]) -> None:
 
 def tags_read(bound: Bound) -> Iterator[str]:
     """List the tags that a piece and those inside it read: declared, in options, or asked for by `at`."""
-    yield from bound.entry.needs.tags
-    at = bound.call.get("at", "last")
-    if at not in ("last", "every"):
-        yield at.partition("=")[0]
+    for piece, hint, value in options_in(bound):
+        yield from piece.entry.needs.tags
+        at = piece.call.get("at", "last")
+        if at not in ("last", "every"):
+            yield at.partition("=")[0]
+        if marks(hint, TagName):
+            yield from texts_in(value)
+
+
+def named_in(bounds: Iterable[Bound], names: Iterable[str]) -> set[str]:
+    """Return those of some names, such as of rewards, that pieces or pieces inside them have as an option."""
+    values = [value for bound in bounds for _, _, value in options_in(bound)]
+    return set(names).intersection(text for value in values for text in texts_in(value))
+
+
+def options_in(bound: Bound) -> Iterator[tuple[Bound, Any, Any]]:
+    """List the types and values of the options of a piece and of those inside it, each with its piece."""
+    yield bound, None, None  # a piece without options is one, too
     for name, option in bound.entry.options.items():
         # An object was given its options when it was made, and keeps them as attributes.
         value = bound.options.get(name, getattr(bound.function, name, option.default))
-        if marks(bound.entry.hints.get(name), TagName):
-            yield from [value] if isinstance(value, str) else value or ()
+        yield bound, bound.entry.hints.get(name), value
         for inner in value if isinstance(value, tuple) else (value,):
             if isinstance(inner, Bound):
-                yield from tags_read(inner)
+                yield from options_in(inner)
+
+
+def texts_in(value: Any) -> list[str]:
+    """List a text, the texts of a list, or the keys of a mapping."""
+    listed = [value] if isinstance(value, str) else value if isinstance(value, tuple | Mapping) else ()
+    return [text for text in listed if isinstance(text, str)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import replace
 from typing import Any
 
@@ -100,14 +100,16 @@ def pick(rollouts: Rollouts, table: RewardTable, keep: Tensor) -> tuple[Rollouts
 
 
 class RewardCoverage:
-    """Stops a run when a weighted reward gave None for all answers, so that nothing is learned from it.
+    """Stops a run when a reward gave None for all answers, so that nothing is learned from it.
 
-    It waits for `ROUNDS` rounds, and for all prompts or `PROMPTS` of them. A label (weight 0) may be None,
-    and so may a reward with `on_absent: warn`. Rounds in which a reward failed do not count for it.
+    It waits for `ROUNDS` rounds, and for all prompts or `PROMPTS` of them. A label (weight 0) may be None
+    unless it is among the names that are `read`, by the chain, and so may a reward with `on_absent: warn`.
+    Rounds in which a reward failed do not count for it.
     """
 
-    def __init__(self, rewards: Sequence[Bound], prompts: int) -> None:
-        watched = [b.name for b in rewards if b.weight and b.call.get("on_absent", "raise") == "raise"]
+    def __init__(self, rewards: Sequence[Bound], prompts: int, read: Set[str] = frozenset()) -> None:
+        raising = [b for b in rewards if b.call.get("on_absent", "raise") == "raise"]
+        watched = [b.name for b in raising if b.weight or b.name in read]
         self.absent = dict.fromkeys(watched, 0)  # prompts so far; a reward that applied is taken out
         self.rounds, self.enough = 0, min(prompts, PROMPTS)
 
@@ -124,8 +126,8 @@ class RewardCoverage:
             if self.rounds >= ROUNDS and asked >= self.enough:
                 raise RewardFault(
                     f"reward '{name}' gave None for every answer to {asked} prompts in {self.rounds} rounds, "
-                    "so nothing is learned from it; see whether it reads what the data have, give it the "
-                    "weight 0, or set `on_absent: warn` on it if it will apply later"
+                    "so nothing is learned from it; see whether it reads what the data or the engine have, "
+                    "take it out, or set `on_absent: warn` on it if it will apply later"
                 )
 
     def state_dict(self) -> dict[str, Any]:

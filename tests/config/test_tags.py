@@ -50,7 +50,6 @@ def per_role(*chain):
         ({"name": "alternate", "of": "short_answer"}, "stage", [STAGED]),
         (per_role("group_center"), "role", [PLAY]),
         ({"name": "per_episode", "advantage": [{"name": "group_center", "by": ["role"]}]}, "role", [PLAY]),
-        ({"name": "greedy_baseline"}, "greedy", ["vision.with_greedy"]),
     ],
 )
 def test_a_chain_reads_tags_that_an_engine_sets(chain, tag, engines):

@@ -57,6 +57,16 @@ def test_labels_and_rewards_that_may_be_absent_only_warn(tmp_path, reward):
     assert any(text.startswith("'absent' gave None") for text in warnings(tmp_path))
 
 
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_label_that_the_chain_reads_stops_the_run_like_a_reward(tmp_path, nested):
+    reads = {"name": "scale_by", "of": "absent"}
+    chain = ["total", {"name": "for_some", "advantage": [reads]} if nested else reads]
+    label = {"name": "absent", "weight": 0.0}
+    with pytest.raises(RewardFault, match=r"'absent' gave None for every answer to 40 prompts in 10 rounds"):
+        train(run_with(tmp_path / "raise", {**label}, 12, advantage=chain))
+    train(run_with(tmp_path / "warn", {**label, "on_absent": "warn"}, 11, advantage=chain))
+
+
 def test_a_reward_of_a_rare_task_is_waited_for(tmp_path):
     # One prompt a step: p0, the only one to which it applies, comes once in eight steps.
     train(run_with(tmp_path, {"name": "only_first"}, 16, rollout={"num_prompts": 1}))
