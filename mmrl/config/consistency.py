@@ -15,6 +15,7 @@ from mmrl.config.misplaced import check_all
 from mmrl.config.plain import as_list
 from mmrl.config.ranges import BelowGenerations, marks
 from mmrl.config.registry import HOMES, Entry, Needs, find
+from mmrl.config.registry import pieces as known
 from mmrl.config.schema import Config, EvaluateConfig, as_piece, as_plain, parse
 from mmrl.config.tags import check_tags
 from mmrl.core.rng import Stream
@@ -144,6 +145,16 @@ def _check_nesting(listed: Sequence[Bound], place: str, first: str, wrapped: str
             raise ConfigError(
                 f"{place}[{i}]: '{bound.entry.full_name}' decodes with the model itself, and "
                 f"'{listed[0].entry.full_name}' answers elsewhere; use 'vision.generate'"
+            )
+        inner = listed[i - 1].entry
+        # The first one may be another's that has the same parts; one that wraps it has others.
+        whole = i < 2 or not inspect.isclass(inner.target) or not calls_parts
+        if not whole and not issubclass(inner.target, needs):
+            wanted = next((e.full_name for e in known(wrapped) if e.target is needs), needs.__name__)
+            advice = getattr(bound.entry.target, "instead", "")
+            raise ConfigError(
+                f"{place}[{i}]: '{bound.entry.full_name}' wraps '{wanted}' alone, not '{inner.full_name}'"
+                + (f"; {advice}" if advice else "")
             )
 
 

@@ -1,6 +1,8 @@
-"""What the parts of a configuration need of each other: outcomes of every turn."""
+"""What the parts of a configuration need of each other: outcomes of every turn, engines that fit."""
 
 from __future__ import annotations
+
+import re
 
 import pytest
 
@@ -52,3 +54,36 @@ def test_metrics_of_turns_need_them_where_they_measure():
     }
     with pytest.raises(ConfigError, match=r"evaluation.metrics\[0\]: 'turns' needs an outcome of every turn"):
         check(tools(evaluation=held_out))
+
+
+@pytest.mark.parametrize(
+    ("inner", "outer", "message"),
+    [
+        (
+            {"name": "vision.with_tools", "tool": ["vision.crop"]},
+            "vision.with_branches",
+            "wraps 'vision.generate' alone, not 'vision.with_tools'; conversations with tools part at their "
+            "turns with `vision.with_turn_branches`",
+        ),
+        (
+            {"name": "vision.with_environments", "environment": "vision.grid_world"},
+            {"name": "vision.with_turn_branches", "tool": ["vision.crop"]},
+            "wraps 'vision.generate' alone, not 'vision.with_environments'; it takes the place of "
+            "`vision.with_tools`, with the same `tool`; the state of an environment cannot be copied",
+        ),
+        (
+            "vision.with_greedy",
+            "vision.with_exits",
+            "wraps 'vision.generate' alone, not 'vision.with_greedy'",
+        ),
+    ],
+)
+def test_an_engine_that_calls_the_parts_of_another_wraps_that_one_alone(inner, outer, message):
+    raw = read(CONFIGS / "train" / "tools.yaml")
+    engine = [raw["rollout"]["engine"][0], inner, outer]
+    with pytest.raises(ConfigError, match=re.escape(f"rollout.engine[2]: '{named(outer)}' {message}")):
+        check(parse(merge(raw, {"rollout": {"engine": engine}}), Config))
+
+
+def named(piece):
+    return piece if isinstance(piece, str) else piece["name"]

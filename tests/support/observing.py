@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from mmrl.core.protocols import Engine
 from mmrl.core.reward_table import RewardTable
 from mmrl.core.rng import Stream
 from mmrl.core.types import Prompt, Rollouts
@@ -71,7 +72,7 @@ class ToyThoughts:
 
     notes = frozenset({"think"})
 
-    def __init__(self, engine: ToyGenerate) -> None:
+    def __init__(self, engine: Engine) -> None:
         self.engine, self.policy = engine, engine.policy
 
     def rollout(self, prompts: Sequence[Prompt]) -> Rollouts:

@@ -44,6 +44,10 @@ class WithBranches:
     segment_length: PositiveInt = 600
     batch_size: NonNegativeInt = 0
     notes: ClassVar[frozenset[str]] = frozenset({"node"})
+    instead: ClassVar[str] = (
+        "conversations with tools part at their turns with `vision.with_turn_branches`, which takes the "
+        "place of `vision.with_tools`"
+    )
 
     def __post_init__(self) -> None:
         self.policy = self.engine.policy
