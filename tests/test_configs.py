@@ -383,6 +383,8 @@ STAND_INS = {
     "vision.with_drafts": "tests.support.observing:ToyThoughts",  # the toys read no texts
     "vision.with_hint_reliance": "tests.support.observing:ToyThoughts",
     "vision.by_role": "tests.support.observing:ToyThoughts",  # nor have they adapters
+    "vision.with_step_candidates": "tests.support.observing:ToyThoughts",  # nor do they call tools
+    "vision.with_turn_branches": {"name": "vision.with_branches", "branching": [2, 2], "segment_length": 1},
 }
 
 
