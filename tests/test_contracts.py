@@ -56,6 +56,8 @@ OPTIONS = {
     ("advantage", "bilevel_pairs"): {"of": "right", "short": "right"},
     ("advantage", "hot_mix"): {"of": "right", "entropy": 0.1},
     ("advantage", "barrier"): {"thresholds": {"right": 0.2}},
+    ("advantage", "category_scale"): {"of": "right"},
+    ("advantage", "difficulty_limit"): {"of": "right", "shortest": 1, "longest": 3},
     ("advantage", "keep_first"): {"keep": 2},
     ("advantage", "most_varied"): {"keep": 2},
     ("advantage", "semantic_entropy"): {"of": "right"},

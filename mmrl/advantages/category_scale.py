@@ -38,9 +38,8 @@ class CategoryScale:
     def __call__(self, table: RewardTable) -> RewardTable:
         """Scale the advantages."""
         batch = self._measured(table)
-        mean = batch.mean()[:, 0]
-        x = batch.values[:, 0] if self.measure == "reward" else mean
-        usual = mean.clone()  # of a category that was never observed
+        x = (batch.values if self.measure == "reward" else batch.mean())[:, 0]
+        usual = x.clone()  # of a category that was never observed: a factor of 1
         for key, member in self._categories(table):
             if key in self.counts:
                 usual[member] = self.sums[key] / self.counts[key]

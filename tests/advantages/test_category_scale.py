@@ -19,7 +19,10 @@ def hard(*labels, values=None, **options):
 def test_an_answer_weighs_by_its_hardness_over_the_usual_one():
     # sigmoid(.8) / sigmoid(.5) = .689974 / .622459 = 1.108465; .866025 of it is .959959.
     table = hard(0.8, 0.2)
-    found = CategoryScale(of="d")(table)
+    scale = CategoryScale(of="d")
+    assert scale(table).values.equal(table.values)  # nothing was seen yet
+    scale.observe((), table)
+    found = scale(table)
     assert_rows(found.values[:, 0, 0], [0.959959, 0.866025 * 0.549834 / 0.622459])
     # With alpha_M = 1.1: 1.055954.
     assert_rows(1.1 * found.values[:1, 0, 0], [1.055954])
