@@ -3,7 +3,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo demo-image demo-pairs demo-game demo-tools docs check test test-models test-processes test-rest types plain vllm
+.PHONY: demo demo-image demo-pairs demo-game demo-tools docs check test test-models test-processes test-ray test-rest types plain vllm
 demo: .venv/mmrl .venv/clips
 	$(BIN)/python -m examples.video_grounding.demo --videos .venv/clips $(ARGS)
 
@@ -33,13 +33,17 @@ check: .venv/mmrl
 test: .venv/mmrl
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(MAKE) --output-sync=target --jobs=3 test-processes test-rest test-models plain types
+	$(MAKE) --output-sync=target --jobs=3 test-processes test-models test-ray test-rest plain types
 
-# Parts of the tests that run at the same time. Those of processes wait for others and for time-outs, so two cores have time for a third job.
+# Parts of the tests that run at the same time, the longest first. Those of processes and of Ray wait for others and for time-outs, so two
+# cores have time for a third job.
 PROCESSES := tests/runtime tests/samplers tests/training
+RAY := $(wildcard tests/runtime/test_ray_*.py)
 MODELS := tests/vision tests/diffusion tests/compression tests/kv_cache tests/inference tests/engines tests/examples
 test-processes:
-	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest $(PROCESSES) $(ARGS)
+	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest $(PROCESSES) $(RAY:%=--ignore=%) $(ARGS)
+test-ray:
+	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest $(RAY) $(ARGS)
 test-models:
 	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest $(MODELS) $(ARGS)
 test-rest:
