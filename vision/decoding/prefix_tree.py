@@ -244,7 +244,8 @@ def keys_of(lines: Sequence[Line]) -> list[Tensor]:
 
 def common_length(one: Line, other: Line) -> int:
     """Count the first tokens of two rows that are equal, with what they show and their positions."""
-    return _common(*keys_of([one, other]), 0)
+    first, second = keys_of([one, other])
+    return _common(first, second, 0)
 
 
 class _Known:

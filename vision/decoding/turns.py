@@ -93,7 +93,8 @@ class Turns:
     everything is read anew, with the same answers up to rounding, which the log says once: with a `cache` of
     lower precision, which codes the visual tokens of replies where it reads them with the prompt; with pruned
     models, which choose among the visual tokens of a prompt as a whole; with other layers than those of
-    attention; and where a turn does not begin with the prompt that rows share.
+    attention; and where a turn does not begin with the prompt that rows share, which is not known of models
+    whose images cannot be told apart (SmolVLM, LLaVA-OneVision) once one of them left.
     """
 
     def __init__(self, policy: TokenPolicy, make_cache: MakeCache | None = None) -> None:
@@ -113,7 +114,7 @@ class Turns:
             if all(count >= row.shared for count, row in zip(counts, rows, strict=True)):
                 self.reader.go_on(requests, rows, counts)
                 return self.reader
-            _tell("a turn does not begin with the prompt of the turn before it")
+            _tell("a turn does not begin with the prompt of the turn before it, or its images are one tensor")
         self.reader = None  # its keys and values go before others are made
         reader = CachedReader(self.policy, [request.encoded for request in requests], self.make_cache)
         if reader.prefix.shared:
