@@ -211,7 +211,7 @@ def test_shards_and_processes(checkpoint):
     assert "rollouts/whole weights" not in elsewhere
 
 
-# All weights with a reference and micro-batches, and adapters; other cases of the benchmark are parts of these.
+# All weights, a reference, micro-batches, and adapters; other cases of the benchmark are parts of them.
 MEASURED = ("reference", "checkpointing", "few bits", "pruned")
 
 
