@@ -303,11 +303,11 @@ def test_a_run_goes_on_with_another_number_of_processes(way, plans, tmp_path):
         return run
 
     for name in names:
-        alone(name, 2)
-    printed, ended = on_processes([plan(name, 4) for name in names], tmp_path, way)  # from one to two
+        alone(name, 1)
+    printed, ended = on_processes([plan(name, 2) for name in names], tmp_path, way)  # from one to two
     assert ended, printed
     for name in names:  # and from two to one
-        assert_same_run(alone(name, 6), alone(name, 6, "alone"))
+        assert_same_run(alone(name, 3), alone(name, 3, "alone"))
 
 
 @pytest.mark.slow
