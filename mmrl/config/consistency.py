@@ -138,24 +138,29 @@ def _check_nesting(listed: Sequence[Bound], place: str, first: str, wrapped: str
             raise ConfigError(
                 f"{place}[{i}]: '{bound.entry.full_name}' wraps no other {wrapped}; name it first"
             )
-        # Protocols are for any piece; a class is one whose parts the wrapper calls.
-        needs = bound.entry.hints.get(wrapped)
-        calls_parts = i > 0 and inspect.isclass(needs) and not getattr(needs, "_is_protocol", False)
-        if calls_parts and getattr(listed[0].entry.target, "answers_elsewhere", False):
-            raise ConfigError(
-                f"{place}[{i}]: '{bound.entry.full_name}' decodes with the model itself, and "
-                f"'{listed[0].entry.full_name}' answers elsewhere; use 'vision.generate'"
-            )
-        inner = listed[i - 1].entry
-        # The first one may be another's that has the same parts; one that wraps it has others.
-        whole = i < 2 or not inspect.isclass(inner.target) or not calls_parts
-        if not whole and not issubclass(inner.target, needs):
-            wanted = next((e.full_name for e in known(wrapped) if e.target is needs), needs.__name__)
-            advice = getattr(bound.entry.target, "instead", "")
-            raise ConfigError(
-                f"{place}[{i}]: '{bound.entry.full_name}' wraps '{wanted}' alone, not '{inner.full_name}'"
-                + (f"; {advice}" if advice else "")
-            )
+        if i > 0:
+            _check_parts(bound, listed[:i], f"{place}[{i}]", wrapped)
+
+
+def _check_parts(bound: Bound, before: Sequence[Bound], place: str, wrapped: str) -> None:
+    """Raise where a piece calls parts of what it wraps that this does not have."""
+    needs, first, inner = bound.entry.hints.get(wrapped), before[0].entry, before[-1].entry
+    # Protocols are for any piece; a class is one whose parts the wrapper calls.
+    if not inspect.isclass(needs) or getattr(needs, "_is_protocol", False):
+        return
+    if getattr(first.target, "answers_elsewhere", False):
+        raise ConfigError(
+            f"{place}: '{bound.entry.full_name}' decodes with the model itself, and '{first.full_name}' "
+            "answers elsewhere; use 'vision.generate'"
+        )
+    # The first one may be another's that has the same parts; one that wraps it has others.
+    if inner is not first and inspect.isclass(inner.target) and not issubclass(inner.target, needs):
+        wanted = next((e.full_name for e in known(wrapped) if e.target is needs), needs.__name__)
+        advice = getattr(bound.entry.target, "instead", "")
+        raise ConfigError(
+            f"{place}: '{bound.entry.full_name}' wraps '{wanted}' alone, not '{inner.full_name}'"
+            + (f"; {advice}" if advice else "")
+        )
 
 
 def _check_every_turn(checked: Mapping[str, Any]) -> None:
