@@ -155,6 +155,12 @@ class Play:
             places = [place for place, frozen in enumerate(against) if frozen == one]
             if places:
                 made = answering.rollout([asked[place].prompt for place in places])
+                if len(made) != len(places):
+                    raise ConfigError(
+                        f"the engine {type(answering).__name__} made {len(made)} rows of {len(places)} "
+                        "turns, but play needs one of each, so no conversation of several rows: leave "
+                        "`only_n_most_recent_images` of vision.with_tools at 0"
+                    )
                 rows |= dict(zip(places, made, strict=True))
         for place, turn in enumerate(asked):
             match, row = turn.match, rows[place]

@@ -43,6 +43,14 @@ def rollout(policy, prompts):
     return ByRole(Generate(policy, stream=Stream(0), max_completion_length=6)).rollout(prompts)
 
 
+def test_rows_that_the_engine_adds_come_last(policy, monkeypatch):
+    inner = Generate(policy, stream=Stream(0), max_completion_length=2)
+    rollout = inner.rollout
+    monkeypatch.setattr(inner, "rollout", lambda prompts: (rows := rollout(prompts)) + rows[:1])
+    rows = ByRole(inner).rollout(asked())
+    assert [row.prompt.uid for row in rows] == [f"p{i}" for i in range(4) for _ in range(2)] + ["p0", "p1"]
+
+
 def test_rows_are_written_and_read_with_the_adapter_of_their_role(policy):
     rows = rollout(policy, asked())
     assert [row.prompt.uid for row in rows] == [f"p{i}" for i in range(4) for _ in range(2)]

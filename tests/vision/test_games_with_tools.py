@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import pytest
+
 from mmrl.config.binding import Pieces
-from mmrl.config.schema import Piece
+from mmrl.config.schema import ConfigError, Piece
 from mmrl.core.chat import turns_of_outcomes
 from mmrl.core.rng import Stream
 from mmrl.engines.play import Play
@@ -14,6 +16,7 @@ from mmrl.vision.tools.images import crop
 from tests.support.playing import Telephone
 from tests.vision import tiny
 from tests.vision.talking import Talkative, ruled
+from tests.vision.test_conversation import APartEachTurn
 
 
 def test_players_call_tools_and_so_does_a_frozen_opponent(checkpoint):
@@ -36,3 +39,16 @@ def test_players_call_tools_and_so_does_a_frozen_opponent(checkpoint):
     assert opponent.engine.policy is opponent.policy is not talking.policy
     assert opponent.counts["turns"] > 0, "it played"
     assert not any(parameter.requires_grad for parameter in opponent.policy.module.parameters())
+
+
+def test_a_turn_of_a_game_is_one_row(exact):
+    policy, stream = exact("qwen2_5_vl"), Stream(3)
+    end = policy.prompt_encoder.end
+    inner = Generate(policy, stream=stream, max_completion_length=6)
+    talking = APartEachTurn(inner, stream=stream, tool=(crop, ruled), max_turns=3)
+    engine = Play(talking, game=Telephone(), stream=stream)
+    try:
+        with pytest.raises(ConfigError, match=r"APartEachTurn made \d+ rows of 4 turns, but play needs one"):
+            engine.rollout([tiny.ask(f"p{i}", tiny.picture(seed=i), "what") for i in range(4)])
+    finally:
+        policy.prompt_encoder.end = end

@@ -30,12 +30,14 @@ class ByRole:
             )
 
     def rollout(self, prompts: Sequence[Prompt]) -> Rollouts:
-        """Answer every entry, in order; those of one role together."""
+        """Answer every entry, in order; those of one role together. Rows that the engine adds come last."""
         numbers = [self.roles.of(prompt.tags, prompt.uid) for prompt in prompts]
         rows: dict[int, Trajectory] = {}
+        added: list[Trajectory] = []
         for number in sorted(set(numbers)):
             places = [place for place, found in enumerate(numbers) if found == number]
             with self.roles.acting(number):
                 made = self.engine.rollout([prompts[place] for place in places])
-            rows |= dict(zip(places, made, strict=True))
-        return tuple(rows[place] for place in range(len(prompts)))
+            rows |= dict(zip(places, made, strict=False))
+            added += made[len(places) :]
+        return (*(rows[place] for place in range(len(prompts))), *added)
