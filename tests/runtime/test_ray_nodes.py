@@ -23,13 +23,20 @@ pytest.importorskip("ray")
 pytestmark = pytest.mark.slow
 ENGINE = "tests.support.toys:ToyGenerate"
 NOISY = "tests.runtime.test_ray_rewards:Noisy"
-RUNS = int(os.environ.get("MMRL_KILLED_RUNS", "2"))  # that are killed at other instants each
+RUNS = int(os.environ.get("MMRL_KILLED_RUNS", "1"))  # that are killed at other instants each
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def cluster():
     with nodes() as cluster:
         yield cluster
+
+
+@pytest.fixture(autouse=True)
+def let_go():
+    """Free the actors of a test, which keep the cores that those of the next one wait for."""
+    yield
+    gc.collect()
 
 
 def run_of(folder, address="", **changes):
