@@ -1,13 +1,14 @@
 """Rollouts of conversations: keys and values kept from turn to turn, beside reading all anew in every turn.
 
-    python -m benchmarks.turns [--visual 256 1024] [--turns 8 8] [--repeats 1]
+    python -m benchmarks.turns [--visual 256 1024] [--turns 8 8] [--repeats 1] [--recent 0]
 
 Eight answers to one prompt of a small Qwen2.5-VL; after every turn of 16 tokens a tool shows an image of so
-many visual tokens. "Own": every answer sees other images; "equal": all see the same, up to 4 turns. One
-thread, float32; seconds are processor time from the beginning to the end of a turn, with tools and the
-encoding of replies, which both ways have alike. What is compared takes turns, so that a busy machine is
-unfair to none. The limit is the ratio of the floating-point operations of both, counted as they run
-(mmrl/core/flop_counter.py). Tokens must be the same in both.
+many visual tokens. "Own": every answer sees other images; "equal": all see the same, up to 4 turns. With
+`--recent` only so many of the latest images stay in the prompt. One thread, float32; seconds are processor
+time from the beginning to the end of a turn, with tools and the encoding of replies, which both ways have
+alike. What is compared takes turns, so that a busy machine is unfair to none. The limit is the ratio of the
+floating-point operations of both, counted as they run (mmrl/core/flop_counter.py). Tokens must be the same in
+both.
 """
 
 from __future__ import annotations
@@ -61,7 +62,9 @@ class Showing(WithTools):
         self.ended.append(time.process_time())
 
 
-def make_engine(policy: Tokens, visual: int, turns: int, *, kept: bool, equal: bool) -> Showing:
+def make_engine(
+    policy: Tokens, visual: int, turns: int, *, kept: bool, equal: bool, recent: int = 0
+) -> Showing:
     """Make the engine of a batch; its tool shows `visual` tokens of noise."""
     from PIL import Image
 
@@ -81,7 +84,13 @@ def make_engine(policy: Tokens, visual: int, turns: int, *, kept: bool, equal: b
     if not kept:
         inner.turns = lambda: SimpleNamespace(begin=lambda rows: inner.reader([row.encoded for row in rows]))
     engine = Showing(
-        inner, stream=Stream(0), tool=(show,), max_turns=turns, max_images=10**6, max_completion_length=10**6
+        inner,
+        stream=Stream(0),
+        tool=(show,),
+        max_turns=turns,
+        max_images=10**6,
+        max_completion_length=10**6,
+        only_n_most_recent_images=recent,
     )
     engine.where, engine.ended = ["start"], []
     return engine
@@ -109,11 +118,13 @@ def counted(make: Callable[[], Showing], prompts: list[Prompt]) -> list[float]:
     return (one + (len(prompts) - 1) * (two - one)).cumsum(0).tolist()
 
 
-def measure(policy: Tokens, visual: int, turns: int, repeats: int, *, equal: bool) -> list[dict]:
+def measure(
+    policy: Tokens, visual: int, turns: int, repeats: int, *, equal: bool, recent: int = 0
+) -> list[dict]:
     """Compare both ways: a line for every number of turns."""
     prompts = [Prompt("question", (Message("user", (Part("What is shown here?"),)),))] * GROUP
     makes = {
-        name: partial(make_engine, policy, visual, turns, kept=name == "kept", equal=equal)
+        name: partial(make_engine, policy, visual, turns, kept=name == "kept", equal=equal, recent=recent)
         for name in ("kept", "anew")
     }
     runs = [(name, *timed(make(), prompts)) for _ in range(repeats) for name, make in makes.items()]
@@ -123,6 +134,7 @@ def measure(policy: Tokens, visual: int, turns: int, repeats: int, *, equal: boo
     lines = []
     for turn in (t for t in SHOWN if t <= turns):
         line = {"visual": visual, "turns": turn, "images": "equal" if equal else "own"}
+        line |= {"recent": recent} if recent else {}
         for name in makes:
             seconds = median(seconds[turn - 1] for way, seconds, _ in runs if way == name)
             line[f"{name}_seconds"] = round(seconds, 2)
@@ -139,6 +151,7 @@ def main() -> None:
     parser.add_argument("--visual", type=int, nargs="*", default=[256, 1024])
     parser.add_argument("--turns", type=int, nargs="*", default=[max(SHOWN)] * 2)
     parser.add_argument("--repeats", type=int, default=1)
+    parser.add_argument("--recent", type=int, default=0)
     parser.add_argument("--output", type=Path, default=RESULTS)
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -155,9 +168,8 @@ def main() -> None:
         sizes = list(zip(options.visual, options.turns, strict=True))
         for equal in (False, True):
             for visual, most in sizes:
-                lines += measure(
-                    policy, visual, min(most, 4) if equal else most, options.repeats, equal=equal
-                )
+                most = min(most, 4) if equal else most
+                lines += measure(policy, visual, most, options.repeats, equal=equal, recent=options.recent)
                 print(json.dumps(lines[-1]), flush=True)
                 options.output.parent.mkdir(exist_ok=True)
                 options.output.write_text("".join(json.dumps(line) + "\n" for line in lines))

@@ -83,6 +83,26 @@ def test_a_run_with_tools_is_resumed_bit_for_bit(trained):
     assert "<tool_response>" not in page
 
 
+def test_a_run_whose_older_images_leave_is_resumed_bit_for_bit_and_counts_conversations(trained):
+    generate, engine = TALKING["rollout"]["engine"]
+    engine = {**engine, "only_n_most_recent_images": 1, "turn_outcomes": True}
+    changes = {"rollout": {**TALKING["rollout"], "engine": [generate, engine]}, "max_steps": 2}
+    changes |= {"advantage": ["total", "gigpo"]}
+    whole = trained("recent", **changes)
+    trained("half recent", **{**changes, "max_steps": 1})
+    again = trained("half recent", **changes)
+    for one, other in zip(whole.policy.module.parameters(), again.policy.module.parameters(), strict=True):
+        assert torch.equal(one, other)
+    paths = sorted((whole.folder / "completions").glob("*.parquet"))
+    tables = [parquet.read_table(path).to_pydict() for path in paths]
+    assert any(len(table["finish"]) > 6 for table in tables), "some conversations are several rows"
+    for table in tables:
+        assert sum(finish != "call" for finish in table["finish"]) == 6
+        assert all(text.count("<image: ") <= 1 for text in table["conversation"])
+    assert any("[image omitted]" in text for table in tables for text in table["conversation"])
+    assert (whole.folder / "report.html").read_text()
+
+
 def test_a_run_with_drafts_is_resumed_bit_for_bit_and_answers_from_drafts(trained):
     generate = TALKING["rollout"]["engine"][0]
     drafts = {"name": "vision.with_drafts", "rounds": [2], "learn": ["draft", "refine"], "shared": False}
