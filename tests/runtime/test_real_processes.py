@@ -77,6 +77,31 @@ TALKING = {
         ],
     }
 }
+PARTING = {
+    "rollout": {
+        **SPEAKING["rollout"],
+        "num_generations": 4,
+        "engine": [
+            {"name": "vision.generate", "max_completion_length": 6},
+            {**TALKING["rollout"]["engine"][1], "name": "tests.vision.parting:Branching"},
+        ],
+    },
+    "advantage": ["total", "tree_values"],
+}
+STEPPING = {
+    "rollout": {
+        **SPEAKING["rollout"],
+        "engine": [
+            {"name": "vision.generate", "max_completion_length": 6},
+            {
+                **TALKING["rollout"]["engine"][1],
+                "name": "tests.vision.parting:Stepwise",
+                "reward": SPEAKING["rewards"],
+            },
+        ],
+    },
+    "rewards": [{"name": "precomputed", "key": "step_reward"}],
+}
 PLAYING = {
     "data": "tests.vision.playing:seen",
     "rewards": [{"name": "precomputed", "key": "Ladder"}, "tests.vision.playing:rungs_left"],
@@ -157,6 +182,8 @@ def plans(tmp_path_factory):
         "a 16-bit model": half(gradient_checkpointing=True),
         "an adapter over 4 bits": speak(model=str(folder / "four"), lora_rank=2),
         "a conversation": lambda output: {**speak(freeze_vision_tower=False)(output), **TALKING},
+        "a tree of conversations": lambda output: {**speak(freeze_vision_tower=False)(output), **PARTING},
+        "candidates of turns": lambda output: {**speak(freeze_vision_tower=False)(output), **STEPPING},
         "an environment": lambda output: {**speak(freeze_vision_tower=False)(output), **PLAYING},
         "a game": lambda output: {**speak(freeze_vision_tower=False)(output), **GAMING},
         "answers from elsewhere": lambda output: {**speak(lora_rank=2)(output), **ELSEWHERE},
@@ -201,6 +228,8 @@ NAMES = (
     "a 16-bit model",
     "an adapter over 4 bits",
     "a conversation",
+    "a tree of conversations",
+    "candidates of turns",
     "an environment",
     "a game",
     "answers from elsewhere",
