@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import time
@@ -18,10 +19,12 @@ from mmrl.reporting import html
 from mmrl.reporting.metrics import Journal
 from mmrl.runtime.links import Links
 from mmrl.training.loop import train
+from tests.runtime.test_real_processes import SPEAKING, assert_same_files, on_processes
 from tests.support.distributed_worker import launch
 from tests.support.machines import accelerate, torchrun, two_machines, unable
 from tests.support.resuming import without_times
 from tests.support.toys import plan
+from tests.vision import tiny
 
 HERE = __name__
 reason = unable() if os.environ.get("RANK") is None else ""
@@ -82,8 +85,6 @@ def undisturbed(tmp_path_factory):
 
 
 def write(folder, **changes):
-    import json
-
     listed = folder / "plans.json"
     listed.write_text(json.dumps([plan_of(folder, **changes)]))
     return str(listed)
@@ -154,6 +155,26 @@ def test_torchrun_starts_the_processes_again_and_they_go_on(undisturbed, tmp_pat
     assert (tmp_path / "once").exists()
     assert journal(tmp_path) == journal(undisturbed)
     assert torch.equal(weights(tmp_path), weights(undisturbed))
+
+
+@pytest.mark.slow
+@needs_machines
+def test_shards_of_two_machines_are_those_of_two_processes_of_one(tmp_path):
+    tiny.make("qwen2_5_vl", tmp_path / "model")
+    policy = {"name": "vision.tokens", "model": str(tmp_path / "model"), "dtype": "float32"}
+    one, two = ({**SPEAKING, "policy": policy, "output_dir": str(tmp_path / name)} for name in ("one", "two"))
+    printed, ended = on_processes([one], tmp_path, "fsdp2")
+    assert ended, printed
+    listed = tmp_path / "plans.json"
+    listed.write_text(json.dumps([two]))
+    worker = "tests.support.real_worker", str(listed), "fsdp2"
+    with two_machines() as machines:
+        started = [machines.start(i, torchrun(i, *worker)) for i in range(2)]
+        printed = [machines.wait(i) for i in range(2)]
+    assert not any(process.returncode for process in started), printed
+    steps, wanted = (without_times(Journal(tmp_path / name).read()) for name in ("two", "one"))
+    assert str(steps) == str(wanted) and len(steps) == SPEAKING["max_steps"]
+    assert_same_files(tmp_path / "one", tmp_path / "two", "checkpoint-3/**/*.safetensors")
 
 
 # ---- links
