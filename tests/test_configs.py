@@ -378,6 +378,7 @@ def as_toy_flow(variant: dict[str, Any]) -> dict[str, Any]:
 
 STAND_INS = {
     "vision.generate": GENERATE,
+    "vision.with_entropy_temperature": "tests.support.observing:ToyThoughts",
     "vision.with_window": "tests.support.toys:ToyWindow",
     "vision.with_think_region": "tests.support.observing:ToyThoughts",
     "vision.with_drafts": "tests.support.observing:ToyThoughts",  # the toys read no texts

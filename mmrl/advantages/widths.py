@@ -10,6 +10,7 @@ from mmrl.advantages.notes import label, noted
 from mmrl.advantages.select import per_step
 from mmrl.config.ranges import NonNegativeFloat, PositiveFloat, Probability, Tags
 from mmrl.config.registry import advantage
+from mmrl.core.entropy_scale import EntropyScale
 from mmrl.core.reward_table import GroupStatistics, RewardTable, place_of_steps
 
 
@@ -74,12 +75,7 @@ def entropy_width(
     known = table.present & ~entropy.isnan()
     h = torch.zeros_like(entropy)
     if known.any():
-        level = entropy.clamp(min=1e-8).log()
-        ordered = level[known].sort().values
-        middle = ordered[round(pivot * (len(ordered) - 1))]
-        spread = (level[known] - middle).square().mean().clamp(min=1e-8).sqrt()
-        h = torch.where(known, (level - middle) / spread, 0.0)
-        h = torch.where(h > 0, h / h.max().clamp(min=1e-8), h / -h.min().clamp(max=-1e-8))
+        h = torch.where(known, EntropyScale.of(entropy[known], pivot)(entropy), 0.0)
     table = table.note("redistribution", 1 + beta * h).note("high_entropy", (h > 0).double())
     return _widths(table, 1 + alpha * (-h).clamp(min=0), 1 + alpha * h.clamp(min=0))
 
