@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
@@ -121,9 +121,10 @@ def estimate_memory(config: Config, world: int = 1, shards: bool = False) -> Map
 
 def estimate_with(config: Config, policy: Policy, prompts: list[Prompt]) -> Mapping[str, float]:
     """Add up the memory estimates that apply to a run: bytes by part."""
-    total: Counter[str] = Counter()
+    total: dict[str, float] = defaultdict(float)
     for entry in in_use("memory_estimate", config):
-        total.update(dict(entry.target(config, policy, prompts)))
+        for name, size in entry.target(config, policy, prompts).items():
+            total[name] += size
     return {name: size for name, size in total.items() if size}
 
 
@@ -133,7 +134,7 @@ def peak(memory: Mapping[str, float]) -> float:
     A part `phase/name` exists in this phase of a step only, such as "rollouts/cache" and
     "learning/gradients"; the largest phase counts. Others exist all the time.
     """
-    phases: Counter[str] = Counter()
+    phases: dict[str, float] = defaultdict(float)
     for name, size in memory.items():
         phase, slash, _ = name.rpartition("/")
         phases[phase if slash else ""] += size

@@ -83,7 +83,8 @@ class Worker:
 
     def _chain(self, listed: tuple[Piece, ...]) -> tuple[Engine, Pieces]:
         if (key := repr(listed)) not in self.chains:
-            pieces, engine = Pieces(self.stream), self.policy
+            pieces = Pieces(self.stream)
+            engine: Any = self.policy
             pieces.trained = self.piece
             for i, piece in enumerate(listed):
                 engine = pieces.make("engine", piece, engine, place=f"engine[{i}]")
@@ -203,6 +204,7 @@ class RayWorkers:
         """Answer every entry; groups stay together, and rows are in the order of their prompts."""
         if self.begun is None or [*map(id, self.begun[0])] != [*map(id, prompts)]:
             self.ask(prompts)
+        assert self.begun is not None  # `ask` set it
         (_, shares, asked), self.begun = self.begun, None
         try:
             answers: list[Answered] = self.servers.actors.collect(asked, self.timeout)

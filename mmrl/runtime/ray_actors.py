@@ -122,8 +122,8 @@ class Actors:
                 f"{error}{words}"
             ) from error
         for number, (process, node, _) in enumerate(answers):
-            before = self.processes.get(number, process)
-            if before != process:
+            before = self.processes.get(number)
+            if before is not None and before != process:
                 self.restarts += 1
                 words = last_words(before, self.nodes[number])
                 log.warning("one of %s was started again%s", self.what, words)

@@ -9,9 +9,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 import torch
+from torch import nn
 
 from mmrl.config.binding import Recipe
 from mmrl.config.loading import ConfigError
@@ -51,6 +52,13 @@ class Group:
     asked: Future[tuple[list[Answer], Source]]
 
 
+class ServedPolicy(TokenPolicy, Protocol):
+    """A token policy whose weights servers get."""
+
+    module: nn.Module
+    adapter: Any  # of LoRA; None where the model itself learns
+
+
 @engine(sets_tags={"finish"})
 @dataclass(eq=False)
 class Vllm:
@@ -78,7 +86,7 @@ class Vllm:
             user on this machine.
     """
 
-    policy: TokenPolicy
+    policy: ServedPolicy
     _: KW_ONLY
     stream: Stream
     recipe: Recipe
@@ -117,14 +125,14 @@ class Vllm:
         """Answer every entry, in order."""
         if self.begun is None or [*map(id, self.begun[0])] != [*map(id, prompts)]:
             self.ask(prompts)
+        assert self.begun is not None  # `ask` set it
         (_, groups, version), self.begun = self.begun, None
-        rows: list[Trajectory | None] = [None] * len(prompts)
+        rows: dict[int, Trajectory] = {}
         with self.asking.collecting():
             for group in groups:
-                for place, row in zip(group.places, self._rows(group), strict=True):
-                    rows[place] = row
+                rows |= zip(group.places, self._rows(group), strict=True)
             self._compare(groups, version)  # with servers that joined in between
-        return tuple(rows)
+        return tuple(rows[place] for place in range(len(prompts)))
 
     def to_send(self) -> Iterable[torch.Tensor]:
         """List the parameters of the adapter, or of the whole model."""
@@ -150,11 +158,10 @@ class Vllm:
         check_media(self.policy.prompt_encoder.core.config, prompts)
         self._check_adapter(prompts)
         self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        self.asking.bring(self.writer)
         places: dict[str, list[int]] = {}
         for place, prompt in enumerate(prompts):
             places.setdefault(prompt.uid, []).append(place)
-        version = self.asking.weights.version
+        version = self.asking.bring(self.writer).version
         with self.asking.collecting():
             groups = [self._begin(prompts[where[0]], where, version) for where in places.values()]
             self._compare(groups, version)  # now, since the policy may have learned when they are collected

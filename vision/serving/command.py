@@ -70,4 +70,5 @@ def _rank_of(adapter: str) -> int:
     """Read the rank of a saved adapter."""
     from peft import PeftConfig
 
-    return PeftConfig.from_pretrained(adapter).r
+    config: Any = PeftConfig.from_pretrained(adapter)
+    return config.r

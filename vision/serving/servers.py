@@ -53,7 +53,7 @@ class Server:
         self.url, self.request_timeout = url.rstrip("/"), request_timeout
         self.alive, self.asked, self.last_words = True, 0, ""
         self.brought, self.joins = "", 0  # the version it was brought last, and how often it had another
-        self.sums = ("", "")  # what they are of, and the hash of its weights
+        self.sums: tuple[str, str] = ("", "")  # what they are of, and the hash of its weights
         self.busy, self.since = 0.0, 0.0  # seconds of work, up to this moment
 
     def count(self, more: int) -> None:
@@ -146,17 +146,17 @@ class Servers:
         """The servers that answered when they were last asked."""
         return [server for server in self.servers if server.alive]
 
-    def bring(self, write: Callable[[], Weights]) -> None:
-        """Make all servers that live have the weights that `write` writes, where they are not there yet.
+    def bring(self, write: Callable[[], Weights]) -> Weights:
+        """Make all servers that live have the weights that `write` writes, and return them.
 
         Waits where none lives, at most `timeout` seconds.
         """
         began = time.monotonic()
         self.since = self.since or began
         with locked(self.folder / LOCK):
-            self.weights = write()
+            self.weights = weights = write()
         with ThreadPoolExecutor(len(self.servers)) as pool:
-            other = {*pool.map(Server.version, self.servers)} - {None, self.weights.version}
+            other = {*pool.map(Server.version, self.servers)} - {None, weights.version}
             # No weights are changed while answers with others are under way, in any process. This lock comes
             # first: who asks may have to take the other, for a server that was started again.
             with locked(self.folder / ASKING) if other else nullcontext(), locked(self.folder / LOCK):
@@ -165,6 +165,7 @@ class Servers:
         self.seconds += time.monotonic() - began
         if not self.alive:
             self._wait(self.servers, self.given_up)
+        return weights
 
     def take(self) -> dict[str, float]:
         """Return metrics since the last call; seconds of work are averaged over servers."""

@@ -166,7 +166,8 @@ def _place(ranges: Sequence[dict[str, int]], encoded: EncodedPrompt, token: int,
 
 def element(encoder: PromptEncoder, name: str, value: Tensor, uid: str) -> dict[str, Any]:
     """Write a tensor of one medium, and how the server joins it with those of others."""
-    if name in PATCHES and encoder.core.config.model_type != "llava":
+    config: Any = encoder.core.config
+    if name in PATCHES and config.model_type != "llava":
         value = as_bytes(encoder.processor.image_processor, value, uid)
         field = ["flat", {"keep_on_cpu": False, "slices": [[0, len(value), None]], "dim": 0}]
     else:
