@@ -11,10 +11,12 @@ from safetensors.torch import load_file, save_file
 
 from benchmarks.vllm_servers import kill
 from benchmarks.vllm_servers import serving as servers
+from examples.video_grounding import demo
+from examples.video_grounding.spliced_videos import SHOTS, write_video
 from mmrl.build import build
 from mmrl.config.binding import Recipe
 from mmrl.config.loading import merge
-from mmrl.config.schema import Config, Piece, parse
+from mmrl.config.schema import Config, Piece, load, parse
 from mmrl.core.rng import Stream
 from mmrl.core.types import Clock
 from mmrl.training.loop import train
@@ -150,18 +152,64 @@ def tokens_of(run) -> list[list[int]]:
 
 def test_a_run_whose_server_is_killed_goes_on_with_the_same_tokens(model, two_with_adapter, tmp_path):
     urls, processes = two_with_adapter
+    make = lambda folder: parse(plan(model, urls, folder), Config)
+    check_killed(make, processes[1], tmp_path, rows=3 * 6)
+
+
+def check_killed(make, process, folder, rows: int) -> None:
+    """Compare the tokens of three steps with those of a run of which a server is killed in the second."""
     seen = []
     for name in ("whole", "killed"):
-        run = build(parse(plan(model, urls, tmp_path / name), Config), quiet=True)
+        run = build(make(folder / name), quiet=True)
         seen.append(tokens_of(run))
         if name == "killed":
-            kill_in_the_middle(run, processes[1])
+            kill_in_the_middle(run, process)
         train(run)
-    assert seen[0] == seen[1] and len(seen[0]) == 3 * 6
+    assert seen[0] == seen[1] and len(seen[0]) == rows
     steps = run.journal.read()
     assert [record["vllm/servers"] for record in steps] == [2, 1, 1]
     assert steps[1]["vllm/asked_again"] >= 1
     print("asked again:", [record["vllm/asked_again"] for record in steps])
+
+
+def test_grpo_of_the_demo_goes_on_where_one_of_its_two_servers_is_killed(tmp_path):
+    folder = demo_files(tmp_path)
+    policy = {"model": str(folder / "model"), "dtype": "float32", "freeze_vision_tower": False}
+    with servers(HOME, Piece("vision.tokens", policy), 2, tmp_path) as (urls, processes):
+
+        def make(output: Path) -> Config:
+            engine = f"name: vision.vllm, servers: [{', '.join(urls)}], max_completion_length: 24"
+            changes = (
+                f"policy.model={folder / 'model'}",
+                *(f"{part}.root={folder / 'videos'}" for part in ("data", "evaluation.data")),
+                f"data.path={folder / 'videos' / 'train.jsonl'}",
+                f"evaluation.data.path={folder / 'videos' / 'test.jsonl'}",
+                f"rollout.engine=[{{{engine}, weights_folder: {output / 'weights'}}}]",
+                "rollout.num_prompts=2",
+                "rewards=[tests.support.real_worker:longer]",  # which answers of random weights differ in
+                "evaluation.rewards=[tests.support.real_worker:longer]",
+                "evaluation.metrics=[{name: mean, of: longer}]",
+                "report.visualizations=[]",
+                "max_steps=3",
+                f"output_dir={output}",
+            )
+            return load("examples/video_grounding/grpo.yaml", changes, Config)
+
+        check_killed(make, processes[1], tmp_path, rows=3 * 2 * 4)
+
+
+def demo_files(folder: Path) -> Path:
+    """Build the model of `make demo`, with its first weights, and videos of plain shots for it."""
+    generator = torch.Generator().manual_seed(0)
+    (folder / "sources").mkdir()
+    for file in {shot.file for shot in SHOTS}:
+        frames = 1 + max(shot.last for shot in SHOTS if shot.file == file)
+        shades = torch.randint(0, 255, (frames, 3, 1, 1), generator=generator, dtype=torch.uint8)
+        write_video(folder / "sources" / file, shades.expand(-1, -1, 32, 32), 25)
+    few = [f"build.sources={folder / 'sources'}", "build.num_train=4", "build.num_test=1", "build.side=56"]
+    demo.build("examples/video_grounding/videos.yaml", folder / "videos", 3, few)
+    demo.build("examples/video_grounding/model.yaml", folder / "model", 3)
+    return folder
 
 
 def kill_in_the_middle(run, process) -> None:
