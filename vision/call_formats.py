@@ -47,7 +47,7 @@ def encode_with_tools(encoder: PromptEncoder, prompt: Prompt, tools: Tools) -> E
 
 
 def parser_of(encoder: PromptEncoder, tools: Tools, parse: Parser) -> Parser:
-    """Return the parser of calls as the chat template writes them: `parse`, or that of another format.
+    """Return the parser of calls as the chat template writes them: one of `FORMATS`, or an engine's own.
 
     It is `parse` where the template tells nothing of tools, since a model then reads Qwen's words. Raises
     ConfigError where no parser reads a call that the template has written, or where the template does not
@@ -61,7 +61,7 @@ def parser_of(encoder: PromptEncoder, tools: Tools, parse: Parser) -> Parser:
         words = f"a call as {written[-200:]!r}"
     except (TemplateError, TypeError) as error:
         written, words = "", f"no call ({type(error).__name__}: {error})"
-    for reads in dict.fromkeys((parse, *FORMATS)):
+    for reads in FORMATS if parse in FORMATS else (parse,):  # an engine's own form is used or refused
         if reads(written) == [call]:
             _check_reply(encoder, tools, written)
             return reads

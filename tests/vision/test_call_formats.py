@@ -166,6 +166,14 @@ def test_the_form_of_calls_is_that_of_the_chat_template(model, written, parse):
     assert parser_of(untold.prompt_encoder, engine.schemas, parse_calls) is parse_calls
 
 
+def test_a_form_of_an_engine_of_its_own_is_used_or_refused(model):
+    schemas, encoder = (Tool.of(double).schema,), policy_with(model, TOLD + turns(OF_LLAMA)).prompt_encoder
+    own = lambda text: parse_llama_calls(text.strip())
+    assert parser_of(encoder, schemas, own) is own
+    with pytest.raises(ConfigError, match="so that no call of the model would be made"):
+        parser_of(encoder, schemas, lambda text: [])
+
+
 def test_a_template_without_the_replies_of_tools_is_refused(model):
     schemas = (Tool.of(double).schema,)
     silent = TOLD + turns(OF_LLAMA, "(m.content if m.role != 'tool' else '')")
