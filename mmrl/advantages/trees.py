@@ -26,8 +26,8 @@ def tree_values(
     The value of a leaf is the reward of its answer, that of another part the mean of its continuations'. A
     part has its value less that of the part before it; the first parts have theirs less the mean of the
     group. Tokens that rows share are learned from in the first of these rows alone, and parts with an
-    advantage of 0 not at all. `vision.with_branches` notes the `node` of every token; a row without it is a
-    part of its own (our reading). Put it after `total`.
+    advantage of 0 not at all. `vision.with_branches`, and `vision.with_turn_branches` for conversations, note
+    the `node` of every token; a row without it is a part of its own (our reading). Put it after `total`.
 
     Args:
         scale: Divide by nothing, or by the deviation (over their number) of the values of all continuations
@@ -66,8 +66,8 @@ def branch_pairs(table: RewardTable, *, threshold: float = 0.5) -> RewardTable:
     best answer is right is chosen and a sibling without a right answer rejected: 1 and -1 on the tokens of
     the two branches alone, in a group of their own; all else is dropped. Siblings of the same tokens are one
     branch. A row takes part in one pair at most, and each parting makes one, those nearest to the ends first.
-    `vision.with_branches` notes the `node` of every token. Put it after `total`, before an objective of
-    pairs.
+    `vision.with_turn_branches`, and `vision.with_branches` for answers, note the `node` of every token. Put
+    it after `total`, before an objective of pairs.
 
     Args:
         threshold: An answer is right above this reward.
