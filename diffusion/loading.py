@@ -41,19 +41,20 @@ def load_pipeline(name: str, *, dtype: str) -> Any:
 def _read_pipeline(name: str, dtype: str) -> Any:
     """Read a pipeline from safetensors."""
     try:
-        import diffusers
+        from diffusers import DiffusionPipeline
     except ImportError as error:
         raise ImportError("policy 'diffusion.flow' needs diffusers; install mmrl[diffusion]") from error
     try:
         source = model_source(name)
-        parts = diffusers.DiffusionPipeline.load_config(source)
+        parts: Any = DiffusionPipeline.load_config(source)
         _check_no_code(parts)
         # diffusers asks for parts that a pipeline does not have unless they are passed as None.
         absent = {part: None for part, origin in parts.items() if origin == [None, None]}
         # Parts that are given are not read.
         given = absent | (_empty_networks(source, parts, DTYPES[dtype]) if placement().empty else {})
         # The base class would read optional parts in spite of that.
-        pipeline = getattr(diffusers, parts["_class_name"], diffusers.DiffusionPipeline)
+        library = importlib.import_module("diffusers")
+        pipeline: Any = getattr(library, parts["_class_name"], DiffusionPipeline)
         # Its parts go onto the device file by file; of several GPUs, that is this process's current one.
         device = placement().device
         return pipeline.from_pretrained(

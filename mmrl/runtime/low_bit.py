@@ -28,10 +28,10 @@ def _shapes(layer: Any, weight: Tensor) -> nn.Parameter:
     They are an ordinary parameter: a fake tensor cannot have a class of bitsandbytes.
     """
     from bitsandbytes import functional
-    from bitsandbytes import nn as layers
+    from bitsandbytes.nn.modules import Linear4bit
 
     settings = vars(layer.weight)
-    if isinstance(layer, layers.Linear4bit):
+    if isinstance(layer, Linear4bit):
         names = ("blocksize", "compress_statistics", "quant_type", "quant_storage")
         codes, state = functional.quantize_4bit(weight, **{name: settings[name] for name in names})
         found = {"quant_state": state, "bnb_quantized": True}
@@ -51,9 +51,9 @@ def quantize_as_checkpoint(model: nn.Module, settings: Any) -> None:
         model: A model of transformers that was made in full precision.
         settings: The `quantization_config` of the checkpoint.
     """
-    from transformers.quantizers import AutoHfQuantizer
+    from transformers.quantizers.auto import AutoHfQuantizer
 
-    plain = dict(model.named_modules())
+    plain: dict[str, Any] = dict(model.named_modules())
     quantizer = AutoHfQuantizer.from_config(settings)
     quantizer.preprocess_model(model, device_map=None)
     for name, layer in model.named_modules():
