@@ -376,7 +376,14 @@ RARE = {
     **{f"workers/{what}_seconds": "mmrl/engines/ray_workers.py" for what in ("busy", "idle")},
     **{
         f"vllm/{name}": "vision/serving/servers.py"
-        for name in ("servers", "asked_again", "publish_seconds", "busy_seconds", "idle_seconds")
+        for name in (
+            "servers",
+            "asked_again",
+            "publish_seconds",
+            "request_bytes",
+            "busy_seconds",
+            "idle_seconds",
+        )
     },
     "reversed/{metric}": "mmrl/objectives/bidirectional.py",
     "sampler/unfinished": "mmrl/samplers/unfinished.py",

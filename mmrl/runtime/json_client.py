@@ -28,6 +28,11 @@ class StatusError(ConnectionError):
         self.status = status
 
 
+def as_json(content: Mapping[str, Any]) -> bytes:
+    """Write an object as it is sent; raises `ValueError` for numbers that are not finite."""
+    return json.dumps(content, allow_nan=False).encode()
+
+
 class JsonClient:
     """Asks an address by POST, with JSON, or GET; asks again where the server is late, busy or broken.
 
@@ -56,9 +61,9 @@ class JsonClient:
         self.url, self.headers = url, headers or {}
         self.request_timeout, self.request_retries, self.wait = request_timeout, request_retries, wait
 
-    def post(self, content: Mapping[str, Any]) -> bytes:
-        """Send an object and return the answer; raises `ValueError` for more than `LARGEST` bytes."""
-        return self._exchange("POST", json.dumps(content, allow_nan=False).encode())
+    def post(self, content: Mapping[str, Any] | bytes) -> bytes:
+        """Send an object, or its JSON, and return the answer; raises `ValueError` where that is too long."""
+        return self._exchange("POST", content if isinstance(content, bytes) else as_json(content))
 
     def get(self) -> bytes:
         """Ask for what is at the address; raises `ValueError` for more than `LARGEST` bytes."""

@@ -232,6 +232,14 @@ def test_greedy_answers_are_asked_once_for_a_group(policy, stand_in, tmp_path):
     assert [settings["n"] for settings in sent] == [1] and texts(rows) == texts(rows[:1]) * 3
 
 
+def test_the_size_of_prompts_as_they_are_sent_is_a_metric(policy, stand_in, tmp_path):
+    engine = engine_of(policy, tmp_path, stand_in.url)
+    engine.rollout(PROMPTS[:2] * 2)
+    sent = [len(json.dumps(content)) for path, content in stand_in.told if "token_ids" in content]
+    assert len(sent) == 2 and engine.tell()["vllm/request_bytes"] == sum(sent) / 2
+    assert engine.tell()["vllm/request_bytes"] == 0.0  # nothing was asked since
+
+
 def test_answers_that_were_asked_ahead_are_of_the_weights_of_that_time(policy, stand_in, tmp_path):
     engine = engine_of(policy, tmp_path, stand_in.url)
     engine.ask(PROMPTS[:1] * 2)

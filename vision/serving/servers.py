@@ -17,7 +17,7 @@ from typing import Any, TextIO
 
 from mmrl.core.types import Count
 from mmrl.runtime.files import flock
-from mmrl.runtime.json_client import PASSING, JsonClient, StatusError
+from mmrl.runtime.json_client import PASSING, JsonClient, StatusError, as_json
 from mmrl.vision.serving.wire import Answer, WrongAnswer, WrongWeights, answers_of
 
 ADAPTER = "policy-adapter"  # name of the adapter on the servers
@@ -78,8 +78,8 @@ class Server:
             raise RuntimeError(f"'{self.url}' is no vLLM server of version 0.32: {error!r}") from error
         return None
 
-    def generate(self, request: Mapping[str, Any]) -> bytes:
-        """Ask for answers; raises `ConnectionError` where none come."""
+    def generate(self, request: bytes) -> bytes:
+        """Ask for answers by JSON; raises `ConnectionError` where none come."""
         return self._at("inference/v1/generate", self.request_timeout).post(request)
 
     def load(self, weights: Weights) -> None:
@@ -139,6 +139,7 @@ class Servers:
         self.outstanding = 0  # requests that were begun
         self.asking: TextIO | None = None  # is locked, shared with other processes, while there are any
         self.again, self.seconds = 0, 0.0  # requests that were asked again, and time to bring weights
+        self.sent: list[int] = []  # bytes of requests, each counted once
         self.since = 0.0  # from when times count; 0: nothing was asked yet
 
     @property
@@ -178,10 +179,11 @@ class Servers:
                 "vllm/servers": float(len(self.alive)),
                 "vllm/asked_again": Count(self.again),
                 "vllm/publish_seconds": self.seconds,
+                "vllm/request_bytes": sum(self.sent) / max(1, len(self.sent)),
                 "vllm/busy_seconds": busy,
                 "vllm/idle_seconds": max(0.0, now - (self.since or now) - busy),
             }
-            self.again, self.seconds, self.since = 0, 0.0, now
+            self.again, self.seconds, self.since, self.sent = 0, 0.0, now, []
             for server in self.servers:
                 server.busy = 0.0
         return metrics
@@ -234,6 +236,9 @@ class Servers:
         Raises `WrongAnswer` for an answer to something else, `ConnectionError` where no server answers.
         """
         assert self.weights is not None
+        written = as_json(request)
+        with self.counting:
+            self.sent.append(len(written))
         faults: dict[str, list[str]] = {server.url: [] for server in self.servers}
         while able := [server for server in self.servers if len(faults[server.url]) < TRIES]:
             with self._least_busy(able, faults) as server:
@@ -242,7 +247,7 @@ class Servers:
                     pause(PAUSE * len(faults[server.url]), given_up)
                     source = Source(server.url, server.joins)
                     try:
-                        data = server.generate(request)
+                        data = server.generate(written)
                         return answers_of(data, request, uid, self.weights.version), source
                     except (OSError, WrongWeights) as error:
                         fault, server.last_words = error, str(error)
