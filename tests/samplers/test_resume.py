@@ -11,7 +11,8 @@ from mmrl.reporting import html
 from mmrl.runtime import checkpoint
 from mmrl.training.loop import train
 from tests.support.distributed_worker import launch
-from tests.support.remembering import SAMPLERS, left_out, of_sampler
+from tests.support.killing import left_out
+from tests.support.remembering import SAMPLERS, of_sampler
 from tests.support.resuming import assert_alike, killed, resumed
 from tests.support.toys import plan
 

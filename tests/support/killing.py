@@ -38,7 +38,8 @@ from safetensors.torch import load_file
 
 from mmrl.build import build
 from mmrl.config.methods import all_methods
-from mmrl.config.schema import Config, parse
+from mmrl.config.registry import pieces
+from mmrl.config.schema import Config, as_piece, parse
 from mmrl.engines import play
 from mmrl.reporting import html
 from mmrl.reporting.metrics import Journal
@@ -103,7 +104,10 @@ PLANS: Mapping[str, tuple[Any, Mapping[str, Any]]] = {
             "policy": {"name": "vision.tokens", "dtype": "float32"},
             "data": "tests.vision.mixed:pictured",
             "rollout": {
-                "engine": [{"name": "vision.generate", "max_completion_length": 4}],
+                "engine": [
+                    {"name": "vision.generate", "max_completion_length": 4},
+                    {"name": "vision.with_entropy_temperature", "tau": 0.9},
+                ],
                 "num_prompts": 2,
             },
             "rewards": ["tests.vision.mixed:letters"],
@@ -212,6 +216,15 @@ REMEMBERING = {
     name: (plan, {**EVERYTHING, "save_steps": 2, **changes}) for name, changes in remembering().items()
 }
 RUNS = {"usual": PLANS, "remembering": REMEMBERING}
+
+
+def left_out() -> set[str]:
+    """Name registered samplers, and engines with a state, that no run here has."""
+    changes = [changes for runs in RUNS.values() for _, changes in runs.values()]
+    lists = [(run.get("sampler", ()), run.get("rollout", {}).get("engine", ())) for run in changes]
+    here = {as_piece(piece, "").name for pair in lists for listed in pair for piece in listed}
+    engines = [entry for entry in pieces("engine") if hasattr(entry.target, "state_dict")]
+    return {entry.full_name for entry in (*pieces("sampler"), *engines)} - here
 
 
 # Families of the models on disk.

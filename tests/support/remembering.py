@@ -5,9 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from mmrl.config.registry import pieces
-from mmrl.config.schema import as_piece
-
 TOYS = "tests.support.toys"
 OBSERVING = "tests.support.observing"
 RISING = {"name": "linear", "start": 0.0, "end": 1.0, "steps": 5}
@@ -58,6 +55,7 @@ SAMPLERS = {
         {"name": "uniform"},
         {"name": "with_reflection", "show": "best", "threshold": 0.3, **SHARE},
     ],
+    "solved examples": [{"name": "uniform"}, {"name": "with_solved_examples", "threshold": 0.3, **SHARE}],
     "wordings": [{"name": "uniform"}, {"name": "with_wordings"}],
     "unfinished": [{"name": "uniform"}, {"name": "with_unfinished"}],
     "experience": [
@@ -140,13 +138,3 @@ def remembering() -> dict[str, Mapping[str, Any]]:
         "sampler vision.difficulty_augmentation": {**QUICK, **AUGMENTED},
         **{f"engine {name}": {**QUICK, **of_memory(name)} for name in MEMORIES},
     }
-
-
-def left_out() -> set[str]:
-    """Name registered samplers, and engines with a state, that no run here has."""
-    lists = [
-        (run.get("sampler", ()), run.get("rollout", {}).get("engine", ())) for run in remembering().values()
-    ]
-    here = {as_piece(piece, "").name for pair in lists for listed in pair for piece in listed}
-    engines = [entry for entry in pieces("engine") if hasattr(entry.target, "state_dict")]
-    return {entry.full_name for entry in (*pieces("sampler"), *engines)} - here
