@@ -85,6 +85,9 @@ def on_toys(stage, folder):
         label = reward.get("label") or reward["name"].split(".")[-1]  # what the chain and `until` read
         return {"name": "tests.support.toys:share_right", "label": label, "weight": reward.get("weight", 1.0)}
 
+    def frozen(piece):
+        return "frozen" if "model" in piece else piece  # the start of the toy stands for a teacher on disk
+
     raw |= {
         "policy": "tests.support.toys:ToyRecalling",
         "data": {"name": "tests.support.toys:prompts", "answers": 2},
@@ -98,6 +101,7 @@ def on_toys(stage, folder):
         "init_from": str(folder / "somewhere") if stage.begins is not None else "",
     }
     raw["rewards"] = [toy(reward) for reward in raw["rewards"]]
+    raw["references"] = {name: frozen(piece) for name, piece in raw["references"].items()}
     sampled = "vision.generate" in stage.config.rollout.engine[0].name
     engine = "tests.support.toys:ToyNoting" if sampled else "offline"
     raw["rollout"] |= {"num_prompts": 4, "engine": [engine, *raw["rollout"]["engine"][1:]]}

@@ -37,7 +37,8 @@ from tests.support.configs import library_pieces
 # Numbers that may be anything finite: shifts, scales and bars of metrics and rewards, which have any sign.
 FREE = {
     "vision.steering.scale", "share_among_turns.above",
-    "with_reflection.threshold", "with_solved_examples.threshold", "alignment.beta", "delegated_reward.failed", "delegated_reward.below",
+    "with_reflection.threshold", "with_solved_examples.threshold",
+    "alignment.beta", "delegated_reward.failed", "delegated_reward.below",
     "delegated_reward.above", "partial_credit.threshold", "tool_productivity.threshold",
     "pass_at.threshold", "win_rate.draw", "shrunk_mean.low", "shrunk_mean.high",
     "judge.scale", "tournament.scale", "rubric.scale", "barrier.thresholds", "merge_weights.weights",
