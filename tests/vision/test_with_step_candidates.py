@@ -13,39 +13,18 @@ from mmrl.config.binding import Pieces
 from mmrl.config.reward_adapters import log_metric, per_outcome
 from mmrl.config.schema import ConfigError, Piece
 from mmrl.core.rng import Stream
-from mmrl.core.tool_calls import Call
 from mmrl.objectives.aggregations import sequence_mean
 from mmrl.runtime.reward_calls import RewardFault
 from mmrl.training.score import score
 from mmrl.vision.engines.generate import Generate
 from mmrl.vision.engines.with_step_candidates import WithStepCandidates, continuation
-from mmrl.vision.engines.with_tools import WithTools
 from mmrl.vision.tools.images import crop
 from tests.vision import tiny
+from tests.vision.parting import CALLED, Alone, CallsCounted, CallsFailing, counted
 from tests.vision.talking import calls_of, ruled
 
 FAMILY = "qwen2_5_vl"
 ENDED = 60  # tokens of a turn, which ends at every third token
-CALLED = []
-
-
-def counted(number: int) -> str:
-    """Say a number again, and count the call.
-
-    Args:
-        number: Which.
-    """
-    CALLED.append(number)
-    return f"0{number}"
-
-
-def failing(number: int) -> str:
-    """Fail.
-
-    Args:
-        number: Which.
-    """
-    raise RuntimeError("no index")
 
 
 class Stepwise(WithStepCandidates):
@@ -54,26 +33,12 @@ class Stepwise(WithStepCandidates):
     parse = staticmethod(calls_of)
 
 
-class Alone(WithTools):
-    """The same without candidates."""
-
-    parse = staticmethod(calls_of)
-
-
-class Counting(WithStepCandidates):
+class Counting(CallsCounted, WithStepCandidates):
     """A tool is called in every turn."""
 
-    @staticmethod
-    def parse(text):
-        return [Call("counted", {"number": sum(map(ord, text))})]
 
-
-class Failing(WithStepCandidates):
+class Failing(CallsFailing, WithStepCandidates):
     """A tool that fails is called in every turn."""
-
-    @staticmethod
-    def parse(text):
-        return [Call("failing", {"number": 1})]
 
 
 @per_outcome
@@ -197,7 +162,7 @@ def test_only_the_calls_of_the_candidate_that_goes_on_are_made(policy):
 
 @pytest.mark.parametrize(("on_error", "turns"), [("tell", 3), ("skip", 1)])
 def test_a_tool_that_fails_is_read_or_ends_the_conversation(policy, on_error, turns):
-    tool = Pieces(Stream()).make("tool", Piece(f"{__name__}:failing", {"on_error": on_error}))
+    tool = Pieces(Stream()).make("tool", Piece("tests.vision.parting:failing", {"on_error": on_error}))
     rows = engine(policy, Failing, tool=(tool,), max_turns=3).rollout(asked(1))
     assert len(rows) == 4 * turns
     assert turns == 1 or "Error: RuntimeError: no index" in rows[-1].prompt.messages[-1].text

@@ -14,38 +14,17 @@ from mmrl.config.binding import Pieces
 from mmrl.config.reward_adapters import per_outcome
 from mmrl.config.schema import ConfigError, Piece
 from mmrl.core.rng import Stream
-from mmrl.core.tool_calls import Call
 from mmrl.training.score import score
 from mmrl.vision.decoding.turns import TurnReader
 from mmrl.vision.engines.generate import Generate
-from mmrl.vision.engines.with_tools import WithTools
 from mmrl.vision.engines.with_turn_branches import WithTurnBranches
 from mmrl.vision.tools.images import crop
 from tests.vision import tiny
+from tests.vision.parting import CALLED, Alone, CallsCounted, CallsFailing, counted
 from tests.vision.talking import calls_of, ruled
 
 FAMILY = "qwen2_5_vl"
 ENDED = {"max_completion_length": 60}  # of a turn, which ends at every third token
-CALLED = []
-
-
-def counted(number: int) -> str:
-    """Say a number again, and count the call.
-
-    Args:
-        number: Which.
-    """
-    CALLED.append(number)
-    return f"0{number}"
-
-
-def failing(number: int) -> str:
-    """Fail.
-
-    Args:
-        number: Which.
-    """
-    raise RuntimeError("no index")
 
 
 class Branching(WithTurnBranches):
@@ -54,26 +33,12 @@ class Branching(WithTurnBranches):
     parse = staticmethod(calls_of)
 
 
-class Alone(WithTools):
-    """The same without a tree."""
-
-    parse = staticmethod(calls_of)
-
-
-class Counting(WithTurnBranches):
+class Counting(CallsCounted, WithTurnBranches):
     """A tool is called in every turn."""
 
-    @staticmethod
-    def parse(text):
-        return [Call("counted", {"number": sum(map(ord, text))})]
 
-
-class Failing(WithTurnBranches):
+class Failing(CallsFailing, WithTurnBranches):
     """A tool that fails is called in every turn."""
-
-    @staticmethod
-    def parse(text):
-        return [Call("failing", {"number": 1})]
 
 
 class Followed(Stream):
@@ -186,7 +151,7 @@ def test_calls_of_a_shared_turn_are_made_once(policy):
 
 @pytest.mark.parametrize(("on_error", "finish"), [("tell", "turns"), ("skip", "tool_error")])
 def test_a_tool_that_fails_ends_a_branch_or_is_read_by_its_continuations(policy, on_error, finish):
-    tool = Pieces(Stream()).make("tool", Piece(f"{__name__}:failing", {"on_error": on_error}))
+    tool = Pieces(Stream()).make("tool", Piece("tests.vision.parting:failing", {"on_error": on_error}))
     rows = grown(policy, asked(1, 4), Failing, tool=(tool,), max_turns=3, generate=ENDED)
     assert {row.outcomes[-1].tags["finish"] for row in rows} == {finish}
     assert len(rows) == (4 if on_error == "tell" else 1)  # a conversation that ended does not part
