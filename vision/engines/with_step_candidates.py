@@ -21,7 +21,7 @@ from mmrl.core.types import Prompt, Rollouts, Trajectory
 from mmrl.engines.replay import CHANGED
 from mmrl.runtime.ray_rewards import with_actors
 from mmrl.runtime.reward_calls import call_all, checked
-from mmrl.vision.conversation import Conversation, images_of
+from mmrl.vision.conversation import CALL, Conversation, images_of
 from mmrl.vision.decoding.decoding import inverse_cdf
 from mmrl.vision.decoding.token_steps import TokenRow
 from mmrl.vision.engines.with_tools import WithTools
@@ -158,7 +158,7 @@ class WithStepCandidates(WithTools):
     def _candidate(self, talk: Conversation, turn: int, last: bool) -> Trajectory:
         """Make the row of a conversation's latest turn."""
         (first, _), (read, ids) = talk.turns[0], talk.turns[-1]
-        finish = talk.finish or ("turns" if last else "call")
+        finish = talk.finish or ("turns" if last else CALL)
         tags = {TURN: str(turn), "finish": finish, CHANGED: "yes"}
         outcome = replace(talk.outcomes[-1], end=len(ids), tags=tags)
         prompt, written = talk.prompt, torch.cat([read.ids[len(first.ids) :], ids])
