@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -13,6 +14,8 @@ from mmrl.config.ranges import NonNegativeFloat, ShareBelowOne
 from mmrl.config.registry import optimizer
 
 Named = Sequence[tuple[str, nn.Parameter]]
+
+_TOGETHER = 2**24  # numbers in the matrices that are orthogonalised at once
 
 _TABLES = re.compile(r"embed|lm_head")  # a row of these is a token: they are not maps from space to space
 
@@ -81,7 +84,7 @@ def muon(
     """Muon for matrices with AdamW's learning rate (arXiv 2502.16982), AdamW for all other parameters.
 
     Muon orthogonalises the momentum of matrices. The others are embeddings and heads, biases, norms and
-    convolutions.
+    convolutions. Matrices of one shape are orthogonalised together, on a CPU in float32 and not in bfloat16.
 
     Args:
         momentum: Momentum of the matrices, in [0, 1).
@@ -96,10 +99,76 @@ def muon(
     if matrices:
         # Scales updates by 0.2 sqrt(max(rows, columns)), to the size of AdamW's (section 2.2 of the paper).
         options = {"momentum": momentum, "adjust_lr_fn": "match_rms_adamw"}
-        parts.append(torch.optim.Muon(matrices, weight_decay=weight_decay, **options))
+        parts.append(BatchedMuon(matrices, weight_decay=weight_decay, **options))
     if rest:
         parts.append(torch.optim.AdamW(rest, weight_decay=weight_decay, betas=(beta1, beta2)))
     return Parted(parts)
+
+
+class BatchedMuon(torch.optim.Muon):
+    """torch's Muon, with matrices of one shape orthogonalised together.
+
+    torch takes one matrix at a time, and bfloat16, which many CPUs emulate: small models spent more time in
+    it than in their gradients.
+    """
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        """Update all matrices."""
+        for group in self.param_groups:
+            alike: dict[Any, list[tuple[nn.Parameter, torch.Tensor]]] = defaultdict(list)
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    direction = self._direction(parameter, group["momentum"])
+                    kind = (parameter.shape, parameter.dtype, parameter.device, type(parameter.data))
+                    alike[kind].append((parameter, direction))
+            for pairs in alike.values():
+                self._update(pairs, group)
+
+    def _direction(self, parameter: nn.Parameter, momentum: float) -> torch.Tensor:
+        """Return the gradient with Nesterov momentum, which is brought up to date."""
+        state, gradient = self.state[parameter], cast(torch.Tensor, parameter.grad)
+        if "momentum_buffer" not in state:
+            state["momentum_buffer"] = torch.zeros_like(gradient)
+        return gradient.lerp(state["momentum_buffer"].lerp_(gradient, 1 - momentum), momentum)
+
+    def _update(self, pairs: Sequence[tuple[nn.Parameter, torch.Tensor]], group: Mapping[str, Any]) -> None:
+        """Move parameters of one shape along their orthogonalised directions, some at a time."""
+        rate, shape = float(group["lr"]), pairs[0][0].shape
+        # Those of a shard (DTensor) stay alone.
+        size = 1 if hasattr(pairs[0][0], "device_mesh") else max(1, _TOGETHER // shape.numel())
+        for at in range(0, len(pairs), size):
+            some = pairs[at : at + size]
+            together = some[0][1] if size == 1 else torch.stack([direction for _, direction in some])
+            updates = orthogonalize(together, group["ns_coefficients"], group["ns_steps"], group["eps"])
+            for (parameter, _), update in zip(some, [updates] if size == 1 else updates, strict=True):
+                parameter.mul_(1 - rate * group["weight_decay"])
+                parameter.add_(update, alpha=-rate * 0.2 * max(shape) ** 0.5)
+
+
+def orthogonalize(
+    matrices: torch.Tensor,
+    coefficients: Sequence[float] = (3.4445, -4.7750, 2.0315),
+    steps: int = 5,
+    eps: float = 1e-7,
+) -> torch.Tensor:
+    """Bring all singular values of matrices (..., R, C) near 1, by Newton-Schulz steps (arXiv 2502.16982).
+
+    Args:
+        coefficients: Of the powers 1, 3 and 5 of the matrix in a step.
+        steps: Number of steps.
+        eps: Smallest norm that a matrix is divided by.
+    """
+    a, b, c = coefficients
+    on_cpu = matrices.device.type == "cpu"
+    dtype = torch.promote_types(matrices.dtype, torch.float32) if on_cpu else torch.bfloat16
+    tall = matrices.shape[-2] > matrices.shape[-1]
+    x = (matrices.mT if tall else matrices).to(dtype)
+    x = x / x.norm(dim=(-2, -1), keepdim=True).clamp(min=eps)
+    for _ in range(steps):
+        gram = x @ x.mT
+        x = a * x + (b * gram + c * (gram @ gram)) @ x
+    return x.mT if tall else x
 
 
 class Parted(torch.optim.Optimizer):

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from mmrl.optimizers import adamw, adamw_8bit, muon, sgd
+from mmrl.optimizers import BatchedMuon, adamw, adamw_8bit, muon, orthogonalize, sgd
 
 
 def named(**values):
@@ -99,6 +99,41 @@ def test_muon_makes_all_directions_equally_long():
     (change,) = moved(named(w=SQUARE), [[[5.0, 0.0], [0.0, 0.5]]])
     lengths = torch.linalg.svdvals(change)
     assert lengths[0] / lengths[1] < 1.8, "the slope itself is ten times as long in one direction"
+
+
+def test_one_step_of_the_iteration_on_a_number():
+    # It is divided by its norm, which leaves 1: 3.4445 - 4.7750 + 2.0315.
+    assert orthogonalize(torch.tensor([[7.0]]), steps=1).item() == pytest.approx(0.701)
+
+
+@pytest.mark.parametrize("shape", [(3, 5), (5, 3)])
+def test_orthogonalised_matrices_are_those_of_each_alone_with_their_singular_vectors(shape):
+    matrices = torch.randn(4, *shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    together = orthogonalize(matrices)
+    for matrix, found in zip(matrices, together, strict=True):
+        torch.testing.assert_close(found, orthogonalize(matrix))
+        left, _, right = torch.linalg.svd(matrix, full_matrices=False)
+        aligned = left.mT @ found @ right.mT
+        assert (aligned - aligned.diagonal().diag()).abs().max() < 1e-9
+        assert aligned.diagonal().min() > 0.3 and aligned.diagonal().max() < 1.3
+
+
+@pytest.mark.parametrize("together", [1, 2**24])
+def test_muon_is_that_of_torch_up_to_the_rounding_of_bfloat16(monkeypatch, together):
+    monkeypatch.setattr("mmrl.optimizers._TOGETHER", together)
+    generator, shapes = torch.Generator().manual_seed(1), [(4, 6), (6, 4), (4, 6), (8, 8)]
+    draw = [torch.randn(shape, generator=generator) for shape in shapes]
+    ours, theirs = ([nn.Parameter(matrix.clone()) for matrix in draw] for _ in range(2))
+    options = {"lr": 0.1, "weight_decay": 0.1, "momentum": 0.9, "adjust_lr_fn": "match_rms_adamw"}
+    pair = BatchedMuon(ours, **options), torch.optim.Muon(theirs, **options)
+    for _ in range(3):
+        slopes = [torch.randn(shape, generator=generator) for shape in shapes]
+        for optimizer, parameters in zip(pair, (ours, theirs), strict=True):
+            for parameter, slope in zip(parameters, slopes, strict=True):
+                parameter.grad = slope.clone()
+            optimizer.step()
+    for start, a, b in zip(draw, ours, theirs, strict=True):
+        assert (a - b).norm() < 0.05 * (b - start).norm()
 
 
 def test_everything_else_is_moved_by_adamw():
