@@ -20,7 +20,7 @@ import shutil
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import Executor, Future, ProcessPoolExecutor, as_completed
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from examples.preference_pairs.demo import mean_with_interval
-from examples.video_grounding.demo import Trained, build, leave, make, plain, show, train
+from examples.video_grounding.demo import build, leave, make, plain, show, train
 from mmrl.core.episodes import join_episodes
 from mmrl.core.reward_table import Measured, RewardTable
 
@@ -77,7 +77,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--part", choices=PARTS, action="append", help="by default look alone")
     parser.add_argument("--seed", type=int, default=0, help="of the first run")
     parser.add_argument("--seeds", type=int, default=3, help="number of runs, each from a new model")
-    parser.add_argument("--jobs", type=int, default=2, help="seeds that run at the same time, a core each")
+    parser.add_argument(
+        "--jobs", type=int, default=2, help="trainings that run at the same time, a core each"
+    )
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="changes to reinforcement learning")
     options = parser.parse_args(arguments)
     demo(
@@ -109,16 +111,25 @@ def demo(
     build(f"{HERE}/objects.yaml", output / "objects", seed, changes.get("objects", ()))
     where = [f"build.objects={output / 'objects/heart'}", f"build.photographs={photographs}"]
     build(f"{HERE}/signs.yaml", output / "signs", seed, [*where, *changes.get("signs", ())])
-    asked = [(output, number, overrides, changes, parts) for number in range(seed, seed + seeds)]
-    if jobs > 1:
-        # A process for each, so that each has a core: small models gain nothing from two threads.
-        with ProcessPoolExecutor(jobs, get_context("spawn"), one_thread) as pool:
-            found = dict(
-                zip(range(seed, seed + seeds), pool.map(one_seed, *zip(*asked, strict=True)), strict=True)
-            )
-    else:
-        found = {each[1]: one_seed(*each) for each in asked}
+    numbers = range(seed, seed + seeds)
+    with workers(jobs) as pool:
+        found = in_pool(pool, output, numbers, overrides, changes, parts)
     return report(output, found, parts, time.perf_counter() - began)
+
+
+def workers(jobs: int) -> Executor:
+    """Return processes with a core each: small models gain nothing from two threads; 1: this process."""
+    return ProcessPoolExecutor(jobs, get_context("spawn"), one_thread) if jobs > 1 else Here()
+
+
+class Here(Executor):
+    """Calls at once, in this process."""
+
+    def submit(self, call: Any, /, *arguments: Any, **options: Any) -> Future[Any]:
+        """Call, and return the result as a future."""
+        done: Future[Any] = Future()
+        done.set_result(call(*arguments, **options))
+        return done
 
 
 def one_thread() -> None:
@@ -127,54 +138,58 @@ def one_thread() -> None:
     torch.set_num_threads(1)
 
 
-def one_seed(
+def in_pool(
+    pool: Executor,
     output: Path,
-    seed: int,
+    numbers: Sequence[int],
     overrides: Sequence[str],
     changes: Mapping[str, Sequence[str]],
     parts: Sequence[str],
-) -> tuple[Found, dict[str, Any]]:
-    """Imitate, learn and measure; return what was measured of every held-out question, and the journals."""
-    folder, found, journals = output / f"seed-{seed}", {}, {}
-    shutil.rmtree(folder, ignore_errors=True)
-    starts: dict[str, Path] = {}
-    measuring = changes.get("evaluate", ())
-    for part in parts:
-        for name, start in RUNS[part].items():
-            if start not in starts:
-                begun = begin(start, output, seed, changes)
-                starts[start], found[start] = begun.model, per_question(begun.measured, start)
-            options = [*places(output, name), f"policy.model={starts[start]}", *measuring, *overrides]
-            run = learn(name, folder, seed, options)
-            found[name], journals[name] = per_question(run.measured, name), list(run.records)
-    return found, journals
+) -> dict[int, tuple[Found, dict[str, Any]]]:
+    """Train every start of every seed, and each run as soon as its start is there."""
+    runs = {name: start for part in parts for name, start in RUNS[part].items()}
+    for number in numbers:
+        shutil.rmtree(output / f"seed-{number}", ignore_errors=True)
+    begun = {
+        pool.submit(begin, start, output, number, changes): (number, start)
+        for number in numbers
+        for start in dict.fromkeys(runs.values())
+    }
+    found: dict[int, tuple[Found, dict[str, Any]]] = {number: ({}, {}) for number in numbers}
+    learning: dict[tuple[int, str], Future[Any]] = {}
+    for done in as_completed(begun):
+        (number, start), (model, found[number][0][start]) = begun[done], done.result()
+        for name in (name for name, its in runs.items() if its == start):
+            options = [f"policy.model={model}", *changes.get("evaluate", ()), *overrides]
+            learning[number, name] = pool.submit(learn, name, output, number, options)
+    for (number, name), run in learning.items():
+        _, found[number][0][name], found[number][1][name] = run.result()
+    return found
 
 
-def begin(start: str, output: Path, seed: int, changes: Mapping[str, Sequence[str]]) -> Trained:
-    """Build a model, and train it by imitation, in stages; those that other parts share are trained once."""
-    folder = output / f"seed-{seed}"
-    model = folder / ("direct_model" if start == "direct" else "model")
-    if not model.exists():
-        larger = LARGER_VIEW if start == "direct" else ()
-        build(f"{HERE}/model.yaml", model, seed, [*larger, *changes.get("model", ())])
-    *shared, own = STAGES[start]
-    for stage in shared:
-        done = list((folder / stage).glob("checkpoint-*/model"))
-        model = done[0] if done else learn_from(model, stage, output, seed, changes).model
-    return learn_from(model, own, output, seed, changes)
+def begin(
+    start: str, output: Path, seed: int, changes: Mapping[str, Sequence[str]]
+) -> tuple[Path, dict[str, Tensor]]:
+    """Build a model and train it by imitation, in stages; return where it is, and what was measured."""
+    model = output / f"seed-{seed}" / f"{start}_model"
+    larger = LARGER_VIEW if start == "direct" else ()
+    build(f"{HERE}/model.yaml", model, seed, [*larger, *changes.get("model", ())])
+    measured: dict[str, Tensor] = {}
+    for stage in STAGES[start]:
+        options = [f"policy.model={model}", *changes.get("evaluate", ()), *changes.get(stage, ())]
+        model, measured, _ = learn(stage, output, seed, options)
+    return model, measured
 
 
-def learn_from(
-    model: Path, stage: str, output: Path, seed: int, changes: Mapping[str, Sequence[str]]
-) -> Trained:
-    """Train a stage of imitation that begins from a model."""
-    options = [*places(output, stage), f"policy.model={model}", *changes.get("evaluate", ())]
-    return learn(stage, output / f"seed-{seed}", seed, [*options, *changes.get(stage, ())])
-
-
-def learn(name: str, folder: Path, seed: int, options: Sequence[str]) -> Trained:
-    """Train as a configuration of this folder says."""
-    return train(make(f"{HERE}/{name}.yaml", folder / name, seed, options))
+def learn(
+    name: str, output: Path, seed: int, options: Sequence[str]
+) -> tuple[Path, dict[str, Tensor], list[Any]]:
+    """Train as a configuration of this folder says; return the model, what was measured, and the journal."""
+    wanted = make(
+        f"{HERE}/{name}.yaml", output / f"seed-{seed}" / name, seed, [*places(output, name), *options]
+    )
+    run = train(wanted)
+    return run.model, per_question(run.measured, name), list(run.records)
 
 
 def places(output: Path, name: str) -> list[str]:
