@@ -19,7 +19,7 @@ from mmrl.config.schema import ConfigError
 from mmrl.core.protocols import ComparesAnswers, Engine, Policy, SendsWeights
 from mmrl.core.reward_table import RewardTable
 from mmrl.core.step_table import Totals
-from mmrl.core.types import Prompt
+from mmrl.core.types import Count, Prompt
 from mmrl.runtime import deepspeed
 from mmrl.runtime.content_hash import of_weights
 from mmrl.runtime.fsdp import check_shardable, gathered, taken_up, unsharded, widen
@@ -156,13 +156,18 @@ class Processes:
         return any(self.tell(value))
 
     def means(self, values: Mapping[str, float]) -> dict[str, float]:
-        """Average named numbers over processes; a process without a number counts as 0."""
+        """Average named numbers over processes, and add up those that are a `Count`.
+
+        A process without a number counts as 0.
+        """
         if self.world == 1:
             return dict(values)
-        parts = self.tell(dict(values))
+        counted = [name for name, value in values.items() if isinstance(value, Count)]
+        parts = self.tell([dict(values), counted])
+        added_up = {name for _, names in parts for name in names}
         return {
-            name: sum(part.get(name, 0.0) for part in parts) / self.world
-            for name in dict.fromkeys(name for part in parts for name in part)
+            name: sum(part.get(name, 0.0) for part, _ in parts) / (1 if name in added_up else self.world)
+            for name in dict.fromkeys(name for part, _ in parts for name in part)
         }
 
     def rank_mean(self, totals: Totals) -> Totals:

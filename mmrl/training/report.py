@@ -14,7 +14,6 @@ from mmrl.config.schema import Config, as_plain
 from mmrl.core.episodes import join_episodes
 from mmrl.core.reward_table import Collection, Measured, RewardTable
 from mmrl.core.rng import Stream
-from mmrl.core.types import Count
 from mmrl.diagnostics.context import lossy_pieces
 from mmrl.diagnostics.waiting import advise_asking_ahead, could_ask_ahead
 from mmrl.reporting.answers import (
@@ -112,13 +111,8 @@ class Reporter:
     def describe(
         self, collection: Collection, credit: RewardTable, numbers: Mapping[str, float]
     ) -> dict[str, float]:
-        """Compute the metrics of a step; `numbers` of this process are averaged over all processes.
-
-        Those that are a `Count` are added up.
-        """
-        parts = {name: self.processes.world for name, value in numbers.items() if isinstance(value, Count)}
-        means = {name: parts.get(name, 1) * mean for name, mean in self.processes.means(numbers).items()}
-        shared = conclude(means)  # means first: ratios of means, not means of ratios
+        """Compute the metrics of a step; `numbers` of this process are averaged over all processes."""
+        shared = conclude(self.processes.means(numbers))  # means first: ratios of means, not means of ratios
         entropy = self.processes.means(noted_sums(collection.rollouts, "entropy"))
         if entropy["steps"]:
             shared["entropy"] = entropy["sum"] / entropy["steps"]

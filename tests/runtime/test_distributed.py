@@ -81,9 +81,15 @@ def test_micro_batches_are_repeated_without_counting():
 
 def test_a_number_that_a_process_lacks_is_zero_there(monkeypatch):
     one = process(0, 2)
-    one._all_bytes = lambda data: [data, b'{"loss": 3.0, "sampling/kl": 1.0}']
+    one._all_bytes = lambda data: [data, b'[{"loss": 3.0, "sampling/kl": 1.0}, []]']
     # (1 + 3) / 2, and (0 + 1) / 2.
     assert one.means({"loss": 1.0}) == {"loss": 2.0, "sampling/kl": 0.5}
+
+
+def test_a_count_of_another_process_is_added_up_too():
+    one = process(0, 2)
+    one._all_bytes = lambda data: [data, b'[{"loss": 3.0, "restarts": 2.0}, ["restarts"]]']
+    assert one.means({"loss": 1.0}) == {"loss": 2.0, "restarts": 2.0}
 
 
 PLANS = {

@@ -23,7 +23,8 @@ def test_counts_of_processes_are_added_up_and_other_numbers_averaged(tmp_path):
     def of_two(*given):
         processes = run.processes
         processes.world = 2
-        other = json.dumps({"workers/restarts": 2.0, "tools/turns": 4.0, "steps": 0.0, "sum": 0.0}).encode()
+        numbers = {"workers/restarts": 2.0, "tools/turns": 4.0, "steps": 0.0, "sum": 0.0}
+        other = json.dumps([numbers, ["workers/restarts"]]).encode()
         processes._all_bytes = lambda data: [data, other]
         try:
             return describe(*given)
