@@ -142,6 +142,9 @@ class Batch:
         groups: dict[int, list[int]] = {}  # in order of first appearance
         for row, name in enumerate(self.group.tolist()):
             groups.setdefault(name, []).append(row)
+        everything = [row for whole in groups.values() for row in whole]
+        if everything and self._cost(everything) <= max_steps:
+            return [(torch.tensor(everything), slice(None))]
         micros: list[list[int]] = [[]]
         for whole in groups.values():
             # A group that fits alone, but not with those before it, begins a micro-batch.

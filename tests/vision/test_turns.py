@@ -7,6 +7,7 @@ import torch
 
 from mmrl.core.types import Message, Outcome, Part, Trajectory, Unit
 from mmrl.vision.decoding.token_steps import Suffix, TokenRow
+from mmrl.vision.models.processor import PromptEncoder
 from tests.vision import mixed, tiny
 
 FAMILIES = ("qwen2_5_vl", "qwen3_vl", "llava")
@@ -167,6 +168,26 @@ def test_the_end_token_stands_once_whether_the_answer_wrote_it_or_not(exact):
     ended = encoder.answer("9")
     both = [encoder.extend(read, ids, says("over")) for ids in (ended, ended[:-1])]
     assert torch.equal(both[0].ids, both[1].ids)
+
+
+def test_a_reply_that_came_before_is_not_processed_again(exact, monkeypatch):
+    policy = exact("qwen2_5_vl")
+    encoder, apart = (PromptEncoder(policy.processor, policy.core) for _ in range(2))
+    read, other = (encoder.encode(tiny.ask(uid, tiny.picture(seed=9), "what")) for uid in "ab")
+    processed, inputs = [], encoder._inputs
+    monkeypatch.setattr(encoder, "_inputs", lambda *given: (processed.append(1), inputs(*given))[1])
+    for before, seed, word, times in (
+        (read, 1, "x", 1),
+        (other, 1, "x", 1),
+        (read, 2, "x", 2),
+        (read, 2, "y", 3),
+    ):
+        said = says(tiny.picture(seed=seed), word)
+        found = encoder.extend(before, encoder.answer("9"), said)
+        assert len(processed) == times
+        expected = apart.extend(before, apart.answer("9"), said)
+        assert torch.equal(found.ids, expected.ids) and torch.equal(found.positions, expected.positions)
+        assert all(torch.equal(found.media[name], expected.media[name]) for name in expected.media)
 
 
 def test_a_reply_that_holds_a_special_token_is_refused(exact):

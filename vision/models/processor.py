@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import groupby
 from os.path import commonprefix
 from typing import Any
@@ -15,11 +17,12 @@ from torch import Tensor, nn
 
 from mmrl.core.byte_lru import ByteLRU
 from mmrl.core.tensor import cat_padded
-from mmrl.core.types import Message, Part, Prompt
+from mmrl.core.types import Media, Message, Part, Prompt
 from mmrl.kv_cache.layout import placeholder_ids, placeholders
 from mmrl.vision.models.model_families import family_of
 
 CACHE_BYTES = 2 << 30
+REPLY_BYTES = 1 << 28
 CALL_ID = "call00001"  # of every call: nine letters and figures, which Mistral's templates ask for
 TICKS = 1000  # frame times are given to processors as frame numbers of a video with 1000 frames per second
 EDGES = {"shortest_edge", "longest_edge"}
@@ -70,7 +73,12 @@ class PromptEncoder:
         # No answer may contain these: the model would expect media for them.
         self.placeholders = placeholder_ids(core.config, ("image", "video", "vision_start", "vision_end"))
         self.end = self._end_tokens()
+        self._known: dict[str, bool] = {}  # whether a template tells about tools, by both
         self._encoded: ByteLRU[EncodedPrompt] = ByteLRU(CACHE_BYTES, lambda encoded: encoded.bytes)
+        # Answers of a group often call a tool alike, and are shown the same.
+        self._replies: ByteLRU[dict[str, Tensor]] = ByteLRU(
+            REPLY_BYTES, lambda inputs: sum(value.nbytes for value in inputs.values())
+        )
 
     def encode(self, prompt: Prompt, tools: Tools = ()) -> EncodedPrompt:
         """Encode a prompt. Raises ValueError where its placeholders and media features differ in number.
@@ -86,8 +94,8 @@ class PromptEncoder:
         Raises ValueError where the reply's text holds a special token, or media do not fit their tokens.
         """
         prompt, marker = Prompt(encoded.uid, replies), "\x02"
-        for token in sorted(self.special_tokens()):
-            if (word := self.tokenizer.decode(token)) in prompt.text:
+        for word in self.special_words:
+            if word in prompt.text:
                 raise ValueError(f"the reply to prompt '{encoded.uid}' holds the special token {word!r}")
         messages = [
             {"role": "user", "content": [{"type": "text", "text": "x"}]},
@@ -95,8 +103,7 @@ class PromptEncoder:
             *map(template_message, replies),
         ]
         after = self._render(messages).rpartition(marker)[2]
-        # The text goes on after the answer, so that the tokenizer must not begin a sequence.
-        inputs = self._inputs(prompt, after, {"text_kwargs": {"add_special_tokens": False}})
+        inputs = self._replies.get((after, *map(_digest, prompt.media)), lambda: self._reply(prompt, after))
         new = inputs["input_ids"][0]
         if len(ids) and ids[-1] in self.end and new[0] in self.end:
             new = new[1:]  # the answer has written the end token itself
@@ -144,8 +151,12 @@ class PromptEncoder:
 
     def knows_tools(self, tools: Tools) -> bool:
         """Return whether the chat template tells the model about tools."""
-        messages = [{"role": "user", "content": [{"type": "text", "text": "x"}]}]
-        return self._render(messages, tools) != self._render(messages)
+        templates = [getattr(part, "chat_template", None) for part in (self.processor, self.tokenizer)]
+        key = json.dumps([tools, templates])
+        if key not in self._known:
+            messages = [{"role": "user", "content": [{"type": "text", "text": "x"}]}]
+            self._known[key] = self._render(messages, tools) != self._render(messages)
+        return self._known[key]
 
     def written_call(self, name: str, arguments: Mapping[str, Any], tools: Tools) -> str:
         """Write a call of a tool in the words of the chat template, as the text of an answer has it."""
@@ -160,8 +171,8 @@ class PromptEncoder:
 
     def as_words(self, text: str) -> str:
         """Break every special token in a text by a space, so that a model reads it as words."""
-        special = (self.tokenizer.decode(token) for token in self.special_tokens())
-        found = "|".join(re.escape(word) for word in sorted(special, key=len, reverse=True) if len(word) > 1)
+        special = sorted(self.special_words, key=len, reverse=True)
+        found = "|".join(re.escape(word) for word in special if len(word) > 1)
         return re.sub(found, lambda match: f"{match[0][0]} {match[0][1:]}", text) if found else text
 
     def render(self, prompt: Prompt) -> str:
@@ -200,6 +211,10 @@ class PromptEncoder:
         return self.processor.apply_chat_template(
             messages, tokenize=False, add_generation_prompt=answers, **options
         )
+
+    def _reply(self, prompt: Prompt, text: str) -> dict[str, Tensor]:
+        """Run the processor on what follows an answer; the tokenizer must not begin a sequence."""
+        return self._inputs(prompt, text, {"text_kwargs": {"add_special_tokens": False}})
 
     def _inputs(self, prompt: Prompt, text: str, options: dict[str, Any]) -> dict[str, Tensor]:
         """Run the processor on a rendered text and the media of a prompt; `options` are for the tokenizer."""
@@ -278,6 +293,20 @@ class PromptEncoder:
         """List the special tokens; `all_special_ids` has only those that the tokenizer names."""
         added = self.tokenizer.added_tokens_decoder
         return {*self.tokenizer.all_special_ids, *(id for id, token in added.items() if token.special)}
+
+    @cached_property
+    def special_words(self) -> tuple[str, ...]:
+        """The special tokens as text, by number."""
+        return tuple(map(self.tokenizer.decode, sorted(self.special_tokens())))
+
+
+def _digest(medium: Media) -> bytes:
+    """Hash what an image or a video shows, and when."""
+    frames = medium.load()
+    digest = hashlib.blake2b(repr((medium.kind, frames.pixels.shape, frames.duration)).encode())
+    for tensor in (frames.pixels, frames.times):
+        digest.update(tensor.contiguous().numpy())
+    return digest.digest()
 
 
 def token_types(config: Any, ids: Tensor) -> Tensor:
