@@ -175,8 +175,10 @@ def begin(
     larger = LARGER_VIEW if start == "direct" else ()
     build(f"{HERE}/model.yaml", model, seed, [*larger, *changes.get("model", ())])
     measured: dict[str, Tensor] = {}
+    *_, last = STAGES[start]
     for stage in STAGES[start]:
-        options = [f"policy.model={model}", *changes.get("evaluate", ()), *changes.get(stage, ())]
+        measuring = changes.get("evaluate", ()) if stage == last else ["evaluation.num_prompts=1"]
+        options = [f"policy.model={model}", *measuring, *changes.get(stage, ())]
         model, measured, _ = learn(stage, output, seed, options)
     return model, measured
 

@@ -7,13 +7,14 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import reduce
+from math import prod
 from typing import Any
 
 from mmrl.config.binding import Bound, Pieces
 from mmrl.config.loading import ConfigError, nearest
 from mmrl.config.misplaced import check_all
 from mmrl.config.plain import as_list
-from mmrl.config.ranges import BelowGenerations, marks
+from mmrl.config.ranges import BelowGenerations, DividesGenerations, marks
 from mmrl.config.registry import HOMES, Entry, Needs, find
 from mmrl.config.registry import pieces as known
 from mmrl.config.schema import Config, EvaluateConfig, as_piece, as_plain, parse
@@ -49,6 +50,7 @@ def check_training(config: Config) -> Pieces:
     _check_nesting(engines, "rollout.engine", "policy", "engine")
     _check_nesting(_listed(checked, "sampler"), "sampler", "data", "sampler")
     _check_groups(config, chain)
+    _check_branching(config, engines)
     needs = _needs_of(config, checked)
     asked = reduce(Needs.__or__, (bound.needs for bound in chain), Needs())
     _check_references(config, asked, "the advantage chain reads")
@@ -320,6 +322,20 @@ def _says(config: Config, checked: Mapping[str, Any]) -> dict[str, frozenset[str
         for name, piece in inner.items()
         if piece is not None
     }
+
+
+def _check_branching(config: Config, engines: Sequence[Bound]) -> None:
+    """Raise where the answers to a prompt do not fill the trees of an engine."""
+    number = config.rollout.num_generations
+    for i, bound in enumerate(engines):
+        for name in (name for name, hint in bound.entry.hints.items() if marks(hint, DividesGenerations)):
+            leaves = prod(bound.options.get(name, bound.entry.options[name].default))
+            if number % leaves:
+                raise ConfigError(
+                    f"rollout.num_generations is {number}, but '{bound.entry.full_name}' makes multiples of "
+                    f"{leaves} answers, the product of rollout.engine[{i}].{name}; ask for "
+                    f"{-(-number // leaves) * leaves}, or change '{name}'"
+                )
 
 
 def _check_references(config: Config, needs: Needs, who: str) -> None:

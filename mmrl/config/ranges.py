@@ -67,6 +67,14 @@ class BelowGenerations:
 
 
 @dataclass(frozen=True)
+class DividesGenerations:
+    """Numbers whose product divides `rollout.num_generations`, such as the branches of a tree of answers."""
+
+    def __str__(self) -> str:
+        return "with a product that divides `rollout.num_generations`"
+
+
+@dataclass(frozen=True)
 class TagName:
     """An option that names tags of outcomes (one, several, or words by tag), which a piece has to set."""
 
@@ -92,6 +100,7 @@ TakenFloat = Annotated[float, Taken()]
 TakenInt = Annotated[int, Taken()]
 Tag = Annotated[str, TagName()]
 Tags = Annotated[tuple[str, ...], TagName()]
+Branching = Annotated[tuple[PositiveInt, ...], DividesGenerations()]
 TagWords = Annotated[Mapping[str, str], TagName()]  # words by tag
 
 

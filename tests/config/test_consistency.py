@@ -87,3 +87,25 @@ def test_an_engine_that_calls_the_parts_of_another_wraps_that_one_alone(inner, o
 
 def named(piece):
     return piece if isinstance(piece, str) else piece["name"]
+
+
+@pytest.mark.parametrize(
+    ("engine", "leaves"),
+    [({"name": "vision.with_branches", "branching": [3, 2], "segment_length": 4}, 6),
+     ({"name": "vision.with_branches", "segment_length": 4}, 36),
+     ({"name": "vision.with_turn_branches", "tool": ["vision.crop"], "branching": [5], "max_turns": 3}, 5)],
+)  # fmt: skip
+def test_the_answers_to_a_prompt_fill_trees_before_a_model_is_loaded(engine, leaves):
+    raw = merge(read(CONFIGS / "train" / "tools.yaml"), read(method_file("grpo")))
+
+    def asked(number):
+        rollout = {"engine": ["vision.generate", engine], "num_generations": number}
+        return parse(merge(raw, {"rollout": rollout}), Config)
+
+    check(asked(2 * leaves))
+    wanted = (
+        rf"rollout.num_generations is {leaves + 1}, but '{engine['name']}' makes multiples of {leaves} "
+        rf"answers, the product of rollout.engine\[1\].branching; ask for {2 * leaves}, or change 'branching'"
+    )
+    with pytest.raises(ConfigError, match=wanted):
+        check(asked(leaves + 1))

@@ -10,7 +10,7 @@ from typing import ClassVar
 
 import torch
 
-from mmrl.config.ranges import NonNegativeInt, PositiveInt
+from mmrl.config.ranges import Branching, NonNegativeInt, PositiveInt
 from mmrl.config.registry import engine
 from mmrl.core.rng import Stream
 from mmrl.core.types import Prompt, Rollouts, Trajectory
@@ -40,7 +40,7 @@ class WithBranches:
     engine: Generate
     _: KW_ONLY
     stream: Stream
-    branching: tuple[PositiveInt, ...] = (6, 6)
+    branching: Branching = (6, 6)
     segment_length: PositiveInt = 600
     batch_size: NonNegativeInt = 0
     notes: ClassVar[frozenset[str]] = frozenset({"node"})

@@ -12,7 +12,7 @@ from typing import ClassVar
 
 import torch
 
-from mmrl.config.ranges import PositiveInt
+from mmrl.config.ranges import Branching
 from mmrl.config.registry import engine
 from mmrl.config.schema import ConfigError
 from mmrl.core.episodes import EPISODE, TURN
@@ -57,7 +57,7 @@ class WithTurnBranches(WithTools):
     """
 
     _: KW_ONLY
-    branching: tuple[PositiveInt, ...] = (2, 2)
+    branching: Branching = (2, 2)
     notes: ClassVar[frozenset[str]] = frozenset({"node"})
     instead: ClassVar[str] = INSTEAD
 
