@@ -139,6 +139,8 @@ def reason_to_skip(name: str, raw: Mapping[str, Any]) -> str:
     chain = {as_piece(piece, "advantage").name for piece in raw["advantage"]}
     if any(find("advantage", piece).needs.turns for piece in chain - ANY_ENDS):
         return "it gives credit to the turns of conversations; these answers have one"
+    if "vision.with_turn_branches" in engines:
+        return "it compares conversations that part at their turns; these answers have one"
     if "offline" in engines:
         return "it learns from recorded answers, pairs or demonstrations, not from rollouts"
     if other:

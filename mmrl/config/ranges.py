@@ -100,7 +100,6 @@ TakenFloat = Annotated[float, Taken()]
 TakenInt = Annotated[int, Taken()]
 Tag = Annotated[str, TagName()]
 Tags = Annotated[tuple[str, ...], TagName()]
-Branching = Annotated[tuple[PositiveInt, ...], DividesGenerations()]
 TagWords = Annotated[Mapping[str, str], TagName()]  # words by tag
 
 

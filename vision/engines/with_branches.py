@@ -6,11 +6,11 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 from math import prod
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import torch
 
-from mmrl.config.ranges import Branching, NonNegativeInt, PositiveInt
+from mmrl.config.ranges import DividesGenerations, NonNegativeInt, PositiveInt
 from mmrl.config.registry import engine
 from mmrl.core.rng import Stream
 from mmrl.core.types import Prompt, Rollouts, Trajectory
@@ -40,7 +40,7 @@ class WithBranches:
     engine: Generate
     _: KW_ONLY
     stream: Stream
-    branching: Branching = (6, 6)
+    branching: Annotated[tuple[PositiveInt, ...], DividesGenerations()] = (6, 6)
     segment_length: PositiveInt = 600
     batch_size: NonNegativeInt = 0
     notes: ClassVar[frozenset[str]] = frozenset({"node"})

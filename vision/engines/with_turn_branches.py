@@ -8,11 +8,11 @@ from dataclasses import KW_ONLY, dataclass, fields, replace
 from itertools import accumulate, pairwise
 from math import prod
 from operator import mul
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import torch
 
-from mmrl.config.ranges import Branching
+from mmrl.config.ranges import DividesGenerations, PositiveInt
 from mmrl.config.registry import engine
 from mmrl.config.schema import ConfigError
 from mmrl.core.episodes import EPISODE, TURN
@@ -57,7 +57,7 @@ class WithTurnBranches(WithTools):
     """
 
     _: KW_ONLY
-    branching: Branching = (2, 2)
+    branching: Annotated[tuple[PositiveInt, ...], DividesGenerations()] = (2, 2)
     notes: ClassVar[frozenset[str]] = frozenset({"node"})
     instead: ClassVar[str] = INSTEAD
 
