@@ -69,6 +69,32 @@ GAME = [
     {"name": "vision.generate", "max_completion_length": 4},
     {"name": "play", "game": "tests.support.playing:Telephone"},
 ]
+
+
+def parting(engine: str, reward: list[str] | None = None, **changes: Any) -> dict[str, Any]:
+    """Say what a run of conversations that part at their turns has; `reward` is of candidates."""
+    talking = {"tool": ["vision.crop", "tests.vision.talking:slow"], "turn_outcomes": True}
+    if reward:
+        talking["reward"] = reward
+    return {
+        "policy": {"name": "vision.tokens", "dtype": "float32"},
+        "data": "tests.vision.mixed:pictured",
+        "rollout": {
+            "engine": [
+                {"name": "vision.generate", "max_completion_length": 6},
+                {"name": f"tests.vision.parting:{engine}", **talking},
+            ],
+            "num_prompts": 1,
+            "num_generations": 4,
+        },
+        "rewards": [{"name": "tests.vision.mixed:letters", "at": "every"}],
+        "learn": {"learning_rate": 1e-3},
+        **OFTEN,
+        "evaluation": {"data": "tests.vision.mixed:pictured"},
+        **changes,
+    }
+
+
 PLANS: Mapping[str, tuple[Any, Mapping[str, Any]]] = {
     "text": (
         plan,
@@ -138,6 +164,15 @@ PLANS: Mapping[str, tuple[Any, Mapping[str, Any]]] = {
             **OFTEN,
             "evaluation": {"data": "tests.vision.mixed:pictured"},
         },
+    ),
+    "tree": (plan, parting("Branching", advantage=["total", "tree_values"])),
+    "candidates": (
+        plan,
+        parting(
+            "Stepwise",
+            reward=["tests.vision.mixed:letters"],
+            rewards=[{"name": "precomputed", "key": "step_reward"}],
+        ),
     ),
     "environment": (
         plan,
@@ -228,7 +263,10 @@ def left_out() -> set[str]:
 
 
 # Families of the models on disk.
-MODELS = {"vlm": "llava", **dict.fromkeys(("conversation", "environment", "game"), "qwen2_5_vl")}
+MODELS = {
+    "vlm": "llava",
+    **dict.fromkeys(("conversation", "tree", "candidates", "environment", "game"), "qwen2_5_vl"),
+}
 
 DOING = (
     "starting", "opening", "rollout", "tools", "playing", "reward", "learn", "saving", "evaluating",
