@@ -97,9 +97,7 @@ def muon(
         (matrices if parameter.ndim == 2 and not _TABLES.search(name) else rest).append(parameter)
     parts: list[torch.optim.Optimizer] = []
     if matrices:
-        # Scales updates by 0.2 sqrt(max(rows, columns)), to the size of AdamW's (section 2.2 of the paper).
-        options = {"momentum": momentum, "adjust_lr_fn": "match_rms_adamw"}
-        parts.append(BatchedMuon(matrices, weight_decay=weight_decay, **options))
+        parts.append(BatchedMuon(matrices, momentum=momentum, weight_decay=weight_decay))
     if rest:
         parts.append(torch.optim.AdamW(rest, weight_decay=weight_decay, betas=(beta1, beta2)))
     return Parted(parts)
@@ -109,8 +107,27 @@ class BatchedMuon(torch.optim.Muon):
     """torch's Muon, with matrices of one shape orthogonalised together.
 
     torch takes one matrix at a time, and bfloat16, which many CPUs emulate: small models spent more time in
-    it than in their gradients.
+    it than in their gradients. Updates are scaled by 0.2 sqrt(max(rows, columns)), to the size of AdamW's
+    (section 2.2 of arXiv 2502.16982).
+
+    Args:
+        matrices: What is trained.
+        lr: Learning rate.
+        momentum: Nesterov momentum, in [0, 1).
+        weight_decay: Decoupled weight decay, at least 0.
     """
+
+    def __init__(
+        self,
+        matrices: Sequence[nn.Parameter],
+        *,
+        lr: float = 1e-3,
+        momentum: float = 0.95,
+        weight_decay: float = 0.0,
+    ) -> None:
+        super().__init__(
+            matrices, lr=lr, momentum=momentum, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw"
+        )
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:

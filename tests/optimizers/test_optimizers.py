@@ -8,6 +8,7 @@ import sys
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from mmrl.optimizers import BatchedMuon, adamw, adamw_8bit, muon, orthogonalize, sgd
 
@@ -124,8 +125,8 @@ def test_muon_is_that_of_torch_up_to_the_rounding_of_bfloat16(monkeypatch, toget
     generator, shapes = torch.Generator().manual_seed(1), [(4, 6), (6, 4), (4, 6), (8, 8)]
     draw = [torch.randn(shape, generator=generator) for shape in shapes]
     ours, theirs = ([nn.Parameter(matrix.clone()) for matrix in draw] for _ in range(2))
-    options = {"lr": 0.1, "weight_decay": 0.1, "momentum": 0.9, "adjust_lr_fn": "match_rms_adamw"}
-    pair = BatchedMuon(ours, **options), torch.optim.Muon(theirs, **options)
+    options = {"lr": 0.1, "weight_decay": 0.1, "momentum": 0.9}
+    pair = BatchedMuon(ours, **options), torch.optim.Muon(theirs, adjust_lr_fn="match_rms_adamw", **options)
     for _ in range(3):
         slopes = [torch.randn(shape, generator=generator) for shape in shapes]
         for optimizer, parameters in zip(pair, (ours, theirs), strict=True):
@@ -134,6 +135,30 @@ def test_muon_is_that_of_torch_up_to_the_rounding_of_bfloat16(monkeypatch, toget
             optimizer.step()
     for start, a, b in zip(draw, ours, theirs, strict=True):
         assert (a - b).norm() < 0.05 * (b - start).norm()
+
+
+def of_shards(rank, place):
+    """Update matrices that are shards of two processes, and the same ones whole."""
+    mesh_of = torch.distributed.device_mesh.init_device_mesh
+    torch.distributed.init_process_group("gloo", init_method=f"file://{place}", rank=rank, world_size=2)
+    mesh, generator = mesh_of("cpu", (2,)), torch.Generator().manual_seed(2)
+    drawn = [[torch.randn(shape, generator=generator) for shape in ((4, 6), (6, 4), (5, 7))] for _ in "wg"]
+    cut = lambda matrix: distribute_tensor(matrix.clone(), mesh, [Shard(0)])
+    found = []
+    for made in (torch.clone, cut):
+        parameters = [nn.Parameter(made(matrix)) for matrix in drawn[0]]
+        for parameter, slope in zip(parameters, drawn[1], strict=True):
+            parameter.grad = made(slope)
+        BatchedMuon(parameters, lr=0.1, weight_decay=0.1).step()
+        found.append([parameter.detach() for parameter in parameters])
+    for whole, shards in zip(*found, strict=True):
+        torch.testing.assert_close(shards.full_tensor(), whole, rtol=1e-5, atol=1e-6)
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.slow
+def test_muon_moves_shards_of_two_processes_as_whole_matrices(tmp_path):
+    torch.multiprocessing.spawn(of_shards, (tmp_path / "meeting",), nprocs=2)
 
 
 def test_everything_else_is_moved_by_adamw():
