@@ -256,7 +256,8 @@ def test_a_process_that_hangs_is_not_waited_for_without_end(case, tmp_path):
     printed = launch([plan(tmp_path / "run", ddp_timeout=10, **changes)], tmp_path, failing=True)
     words = f"did not come to {where} within 10 s (ddp_timeout)"
     for text in printed:  # the one that hangs says it too, and ends
-        (said,) = [line for line in text.splitlines() if line.startswith("failed: ")]
+        # The watch says it, or the exception of a collective whose other end has left; rarely both, alike.
+        (said,) = {line for line in text.splitlines() if line.startswith("failed: ")}
         assert "ProcessFailed: process 0 of 2 waited in vain: process 1 (it came last to '" in said
         assert said.endswith(words)
 

@@ -80,7 +80,9 @@ def main() -> None:
         try:
             train(run)
         except Exception as error:
-            (run.folder / f"failed-{rank}").write_text(f"{type(error).__name__}: {error}")
+            why = f"{type(error).__name__}: {error}"
+            (run.folder / f"failed-{rank}").write_text(why)
+            print(f"failed: {why}", file=sys.stderr)  # as the command does, and the watch where it ends a process
             sys.exit(3)
         run.policy.save(run.folder / f"weights-{rank}")
 
