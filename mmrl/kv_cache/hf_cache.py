@@ -30,6 +30,51 @@ def attention_types(text: Any) -> list[str]:
     return ["full_attention" if settings.get("attention_chunk_size") is None else "chunked_attention"]
 
 
+def exact_cache(config: Any) -> Any:
+    """Make a `transformers.DynamicCache` whose layers select rows and keep gradients.
+
+    Raises ValueError for layers that keep other things than keys and values or recurrent states (Qwen3.5).
+    """
+    from transformers import DynamicCache
+    from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer
+
+    made, known = DynamicCache(config=config), {DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer}
+    if other := sorted({type(layer).__name__ for layer in made.layers if type(layer) not in known}):
+        raise ValueError(
+            f"models of type '{config.model_type}' cannot be read: {', '.join(other)} of its cache has rows "
+            "that cannot be selected"
+        )
+    made.layers = [
+        _recurrent_layer()(layer.number_of_states) if type(layer) is LinearAttentionLayer else layer
+        for layer in made.layers
+    ]
+    return made
+
+
+@cache
+def _recurrent_layer() -> type:
+    """Derive a cache layer of linear attention from transformers' own, which writes into its tensors."""
+    from transformers.cache_utils import LinearAttentionLayer
+
+    class RecurrentLayer(LinearAttentionLayer):
+        """Convolution and recurrent states of rows, replaced in every pass so that gradients flow back."""
+
+        def update_conv_state(self, conv_states: Tensor, state_idx: int = 0, **options: Any) -> Tensor:
+            if self.is_conv_states_initialized[state_idx]:
+                self.conv_states[state_idx] = self.conv_states[state_idx].clone()
+            return super().update_conv_state(conv_states, state_idx, **options)
+
+        def update_recurrent_state(self, recurrent_states: Tensor, state_idx: int = 0, **_: Any) -> Tensor:
+            self.is_recurrent_states_initialized[state_idx] = True
+            self.recurrent_states[state_idx] = recurrent_states
+            return recurrent_states
+
+        def batch_select_indices(self, indices: Tensor) -> None:
+            self.reorder_cache(indices)
+
+    return RecurrentLayer
+
+
 def make_cache(
     config: Any, visual: Tensor | None, mask: Tensor | None, recipe: Recipe, *, fused: bool
 ) -> Any:

@@ -37,7 +37,7 @@ def walk(policy: Tokens, family: str, *, share_prefix: bool) -> list[torch.Tenso
     which = torch.tensor([1, 0, 1, 2, 1, 2])
     with torch.no_grad():
         prefix = prefill(policy.core, prompts[:3], share_prefix=share_prefix).select(which)
-        assert len(prefix.cache.layers) == 2
+        assert len(prefix.cache.layers) == policy.model.config.get_text_config().num_hidden_layers
         found = []
         for num, kept in ((1, None), (3, [0, 2, 3, 4]), (1, [3, 1, 2]), (40, [0, 1]), (1, None), (1, [0])):
             ids = torch.randint(20, 200, (len(prefix.last), num), generator=gen)
@@ -51,10 +51,10 @@ def walk(policy: Tokens, family: str, *, share_prefix: bool) -> list[torch.Tenso
 def test_answers_grow_behind_a_shared_prompt_as_behind_copies_of_it(exact, family):
     shared, copied = (walk(exact(family), family, share_prefix=share) for share in (True, False))
     for one, other in zip(shared, copied, strict=True):
-        torch.testing.assert_close(one, other, **TIGHT)
+        mixed.assert_close(family, one, other, **TIGHT)
 
 
-@EVERY
+@pytest.mark.parametrize("family", sorted(tiny.MAKERS.keys() - {"qwen3_5"}))  # whose states are copied
 def test_a_prompt_is_held_once_however_many_rows_read_it(exact, family):
     policy = exact(family)
     with torch.no_grad():
@@ -82,7 +82,7 @@ def test_values_and_gradients_are_those_of_copies(exact, family, monkeypatch):
         results.append({"loss": value.detach(), **mixed.gradients(policy)})
     assert results[0].keys() == results[1].keys()
     for name, value in results[0].items():
-        torch.testing.assert_close(value, results[1][name], rtol=1e-9, atol=1e-9, msg=name)
+        mixed.assert_close(family, value, results[1][name], rtol=1e-9, atol=1e-9, msg=name)
 
 
 class Norm(nn.Module):
@@ -101,7 +101,7 @@ def precise(checkpoint, family: str, **options) -> Tokens:
     policy = Tokens(model=str(checkpoint(family)), dtype="float64", **options)
     for parent in list(policy.model.modules()):
         for name, module in list(parent.named_children()):
-            if hasattr(module, "variance_epsilon"):
+            if hasattr(module, "variance_epsilon") and family not in tiny.IN_FLOAT32:
                 setattr(parent, name, Norm(module))
     return policy
 
@@ -133,10 +133,10 @@ def test_values_and_gradients_are_those_of_repeated_prompts(checkpoint, family, 
     apart = repeated(policy, rows, weight)
     apart.backward()
     wanted = mixed.gradients(policy)
-    torch.testing.assert_close(together, apart, rtol=1e-10, atol=1e-10)
+    mixed.assert_close(family, together, apart, rtol=1e-10, atol=1e-10)
     assert found.keys() == wanted.keys()
     for name, value in found.items():
-        torch.testing.assert_close(value, wanted[name], rtol=1e-10, atol=1e-10, msg=name)
+        mixed.assert_close(family, value, wanted[name], rtol=1e-10, atol=1e-10, msg=name)
 
 
 @EVERY
@@ -148,7 +148,7 @@ def test_recomputed_layers_give_the_gradients_of_a_shared_prompt(checkpoint, fam
         mixed.loss(policy, batch).backward()
         results.append(mixed.gradients(policy))
     for name, value in results[0].items():
-        torch.testing.assert_close(results[1][name], value, rtol=1e-10, atol=1e-10, msg=name)
+        mixed.assert_close(family, results[1][name], value, rtol=1e-10, atol=1e-10, msg=name)
 
 
 @EVERY

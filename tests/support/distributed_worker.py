@@ -82,7 +82,9 @@ def main() -> None:
         except Exception as error:
             why = f"{type(error).__name__}: {error}"
             (run.folder / f"failed-{rank}").write_text(why)
-            print(f"failed: {why}", file=sys.stderr)  # as the command does, and the watch where it ends a process
+            print(
+                f"failed: {why}", file=sys.stderr
+            )  # as the command does, and the watch where it ends a process
             sys.exit(3)
         run.policy.save(run.folder / f"weights-{rank}")
 

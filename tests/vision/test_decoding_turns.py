@@ -157,6 +157,22 @@ def test_where_keys_and_values_cannot_go_on_all_is_read_anew(
     assert max(int(row.outcomes[-1].tags["turn"]) for row in rows) > 1
 
 
+@pytest.mark.parametrize(
+    ("family", "why"), [("gemma3", "attend in both directions"), ("qwen3_5", "(RecurrentLayer)")]
+)
+def test_families_that_read_turns_anew_note_what_learning_computes(exact, family, why, continued, caplog):
+    policy = exact(family)
+    turns._tell.cache_clear()
+    rows = converse(policy, [prompt for prompt in mixed.prompts(family)[:3] for _ in range(2)])
+    assert why in caplog.text and not continued
+    assert any(row.steps.suffix.media for row in rows if row.steps.suffix), "a reply shows an image"
+    batch = policy.collate(rows)
+    with torch.no_grad():
+        logp = policy(batch).logp
+    inside = batch.mask.bool()
+    torch.testing.assert_close(batch.notes["logp"][inside].double(), logp[inside], rtol=0, atol=2e-3)
+
+
 def test_a_row_keeps_the_longest_beginning_by_content(exact):
     policy = exact(FAMILY)
     engine, core = Generate(policy, stream=Stream(0), max_completion_length=2), policy.core

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
+import transformers
 
+from mmrl.config.loading import ConfigError
 from mmrl.core.types import Unit
-from mmrl.vision.models.model_families import FAMILIES, family_of
+from mmrl.vision.models.loading import load_model
+from mmrl.vision.models.model_families import FAMILIES, check_family, family_of
 from tests.vision import mixed, tiny
 
 EVERY = pytest.mark.parametrize("family", sorted(tiny.MAKERS))
@@ -27,8 +31,8 @@ def test_log_probabilities_and_entropies_of_a_mixed_batch_are_those_of_every_row
         logits = mixed.plainly(policy, row)
         logits[:, policy.prompt_encoder.placeholders] = -torch.inf
         shares = torch.distributions.Categorical(logits=logits)
-        torch.testing.assert_close(said.logp[i, : row.length], shares.log_prob(row.steps.ids), **TIGHT)
-        torch.testing.assert_close(said.extra["entropy"][i, : row.length], shares.entropy(), **TIGHT)
+        mixed.assert_close(family, said.logp[i, : row.length], shares.log_prob(row.steps.ids), **TIGHT)
+        mixed.assert_close(family, said.extra["entropy"][i, : row.length], shares.entropy(), **TIGHT)
         assert batch.mask[i].tolist() == [1] * row.length + [0] * (batch.mask.shape[1] - row.length)
         assert said.logp[i, row.length :].abs().sum() == 0
 
@@ -45,10 +49,10 @@ def test_packed_prompts_give_the_values_and_gradients_of_cached_ones(exact, fami
         value.backward()
         results.append((policy(batch).logp.detach(), mixed.gradients(policy)))
     (logp, gradient), (other_logp, other_gradient) = results
-    torch.testing.assert_close(logp, other_logp, **TIGHT)
+    mixed.assert_close(family, logp, other_logp, **TIGHT)
     assert gradient.keys() == other_gradient.keys()
     for name, value in gradient.items():
-        torch.testing.assert_close(other_gradient[name], value, rtol=1e-9, atol=1e-9)
+        mixed.assert_close(family, other_gradient[name], value, rtol=1e-9, atol=1e-9)
     assert sum(float(value.abs().sum()) for value in gradient.values()) > 0
 
 
@@ -65,7 +69,7 @@ def test_gradients_are_those_of_every_row_alone(exact, family):
         (logp * weight[i, : row.length]).sum().backward()
     alone = mixed.gradients(policy)
     for name, value in together.items():
-        torch.testing.assert_close(alone[name], value, **FLOAT)
+        mixed.assert_close(family, alone[name], value, **FLOAT)
 
 
 @EVERY
@@ -85,7 +89,7 @@ def test_micro_batches_of_one_row_and_of_everything_give_the_same_gradients(exac
         results.append(mixed.gradients(policy))
     for other in results[1:]:
         for name, value in results[0].items():
-            torch.testing.assert_close(other[name], value, **FLOAT)
+            mixed.assert_close(family, other[name], value, **FLOAT)
 
 
 @EVERY
@@ -176,6 +180,29 @@ def test_a_family_that_is_not_listed_is_read_in_line():
     assert family_of(config).features(None, {"pixel_values": torch.zeros(1)}) == {}
 
 
+def test_models_that_would_be_read_otherwise_are_refused_before_their_weights_are_loaded(tmp_path):
+    names = ("gemma3", "glm_ocr", "gemma4", "paligemma", "llava_next")
+    core = {name: transformers.MODEL_MAPPING[type(transformers.AutoConfig.for_model(name))] for name in names}
+    for name, reads in (
+        ("glm_ocr", "positions of its own"),
+        ("gemma4", "`mm_token_type_ids`"),
+        ("paligemma", "`token_type_ids`"),
+    ):
+        with pytest.raises(ConfigError, match=f"'{name}' reads {reads}.* which is known of gemma3, "):
+            check_family(SimpleNamespace(model_type=name), core[name])
+    for name in ("gemma3", "llava_next"):  # listed, and one that reads nothing else
+        check_family(SimpleNamespace(model_type=name), core[name])
+    transformers.PaliGemmaConfig().save_pretrained(tmp_path)  # and no weights
+    with pytest.raises(ValueError, match="cannot load the model .*'paligemma' reads `token_type_ids`"):
+        load_model(str(tmp_path), dtype="float32", attn_implementation="sdpa")
+
+
+def test_videos_of_glm_are_refused(exact):
+    with pytest.raises(ValueError, match="videos cannot be read with models of type 'glm46v'; give their fr"):
+        exact("glm46v").prompt_encoder.encode(tiny.ask("a", tiny.clip(4), "when"))
+
+
 def test_every_family_that_is_listed_has_a_tiny_checkpoint_or_shares_a_record():
-    assert {name for name in FAMILIES if name not in tiny.MAKERS} == {"qwen3_vl_moe"}
-    assert FAMILIES["qwen3_vl_moe"] == FAMILIES["qwen3_vl"]
+    alike = {"qwen3_vl_moe": "qwen3_vl", "qwen3_5_moe": "qwen3_5", "glm4v": "glm46v", "glm4v_moe": "glm46v"}
+    assert {name for name in FAMILIES if name not in tiny.MAKERS} == set(alike)
+    assert all(FAMILIES[name] == FAMILIES[other] for name, other in alike.items())

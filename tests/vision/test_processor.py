@@ -63,7 +63,7 @@ def test_positions_are_those_of_the_model(exact, family):
         encoded, inputs = policy.prompt_encoder.encode(prompt), processed(policy, prompt)
         if family in ("qwen2_vl", "qwen2_5_vl") and "video_grid_thw" in inputs:
             continue  # transformers is wrong about what follows a video: see test_positions.py
-        if family.startswith("qwen") and prompt.media:
+        if family.startswith(("qwen", "glm")) and prompt.media:
             names = (
                 "input_ids",
                 "mm_token_type_ids",

@@ -51,7 +51,7 @@ def read(reader: CachedReader, steps: int) -> torch.Tensor:
     return torch.cat(found)
 
 
-@pytest.mark.parametrize("family", sorted(tiny.MAKERS))
+@pytest.mark.parametrize("family", sorted(tiny.MAKERS.keys() - {"gemma3", "glm46v", "qwen3_5"}))
 def test_states_of_every_family_are_those_of_its_modules(checkpoint, family):
     policy = single(checkpoint, family)
     prompts = [policy.prompt_encoder.encode(prompt) for prompt in mixed.prompts(family)[:3]]

@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from mmrl.compression.transforms.visual_computation import drop_visual_layers
-from mmrl.config.schema import ConfigError
-from mmrl.vision.decoding.token_steps import layer_windows
+from mmrl.vision.decoding.token_steps import layer_windows, shares_prompts
 from mmrl.vision.policies.tokens import Tokens
 from tests.vision import mixed
 
@@ -79,11 +78,13 @@ def test_windows_are_found_by_the_types_of_layers_or_by_the_window_alone():
     }
 
 
-def test_layers_that_cannot_be_packed_are_refused_with_what_to_do():
-    with pytest.raises(ConfigError, match="type conv, linear_attention of 'some_text'.*checkpointing: false"):
-        layer_windows(text(layer_types=["linear_attention", "full_attention", "conv"]))
-    with pytest.raises(ConfigError, match="layers of type chunked_attention"):
-        layer_windows(text(attention_chunk_size=16))
+def test_layers_with_a_recurrent_state_are_not_packed():
+    kinds = {"linear_attention", "full_attention", "chunked_attention"}
+    for kind in kinds:
+        core = SimpleNamespace(config=text(layer_types=[kind, "full_attention"]))
+        core.config.model_type = "my_vlm"
+        assert shares_prompts(core, None, packed=False)
+        assert shares_prompts(core, None, packed=True) == (kind == "full_attention")
 
 
 def test_a_window_of_all_layers_is_not_pruned(checkpoint, tmp_path):

@@ -11,7 +11,7 @@ from mmrl.vision.models.processor import PromptEncoder
 from tests.vision import mixed, tiny
 
 FAMILIES = ("qwen2_5_vl", "qwen3_vl", "llava")
-MORE = ("qwen2_vl", "llava_onevision", "smolvlm", "internvl")
+MORE = ("qwen2_vl", "llava_onevision", "smolvlm", "internvl", "qwen3_5", "glm46v", "gemma3")
 EVERY = pytest.mark.parametrize(
     "family", [*FAMILIES, *(pytest.param(f, marks=pytest.mark.slow) for f in MORE)]
 )
@@ -74,11 +74,11 @@ def weighed(logp, batch):
     return (logp * weight * batch.mask).sum()
 
 
-def near(found, wanted):
+def near(family, found, wanted):
     assert found.keys() == wanted.keys()
     for name, value in wanted.items():
-        scale = max(1.0, float(value.abs().max()))
-        torch.testing.assert_close(found[name], value, rtol=0, atol=1e-6 * scale, msg=lambda m, n=name: n + m)
+        within = {"rtol": 0, "atol": 1e-6 * max(1.0, float(value.abs().max()))}
+        mixed.assert_close(family, found[name], value, **within, msg=lambda m, n=name: n + m)
 
 
 @EVERY
@@ -96,11 +96,11 @@ def test_logp_and_gradients_of_conversations_equal_plain_transformers(exact, fam
     reference = exact(family)
     wanted = plain(reference, made)
     logp = policy(batch).logp
-    torch.testing.assert_close(logp * batch.mask, wanted * batch.mask, rtol=0, atol=1e-6)
+    mixed.assert_close(family, logp * batch.mask, wanted * batch.mask, rtol=0, atol=1e-6)
     weighed(logp, batch).backward()
     found = mixed.gradients(policy)
     weighed(wanted, batch).backward()
-    near(found, mixed.gradients(reference))
+    near(family, found, mixed.gradients(reference))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -120,7 +120,7 @@ def test_every_micro_batch_cut_gives_the_same_gradient(exact, family):
     cuts = {len(batch.split(budget, Unit.ROW)) for budget in (1, group - 1, 2 * group)}
     assert len(cuts) == 3 and max(cuts) == len(batch)
     for budget in (1, group - 1, 2 * group):
-        near(gradient(budget), whole)
+        near(family, gradient(budget), whole)
 
 
 def test_cost_counts_prompts_once_and_replies_with_every_row(exact):
@@ -147,7 +147,9 @@ def test_rows_without_replies_stay_as_they_are_bit_for_bit(exact, options):
 
 
 # LLaVA-OneVision cuts an image into tiles only where it is alone in what the processor gets.
-@pytest.mark.parametrize("family", [*FAMILIES, "qwen2_vl", "smolvlm", "internvl"])
+@pytest.mark.parametrize(
+    "family", [*FAMILIES, "qwen2_vl", "smolvlm", "internvl", "qwen3_5", "glm46v", "gemma3"]
+)
 def test_a_conversation_is_written_as_the_chat_template_writes_it(exact, family):
     policy = exact(family)
     encoder, image = policy.prompt_encoder, tiny.picture(seed=3)

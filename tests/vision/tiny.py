@@ -124,6 +124,26 @@ def _qwen(kind: str, folder: Path) -> None:
             Qwen2VLVideoProcessor(cap_pixels_per_frame=False, **clips),
             chat_template=template,
         )
+    elif kind == "qwen3_5":
+        text |= {
+            "num_hidden_layers": 4,  # the first three have a recurrent state, the last one attends
+            "head_dim": TEXT["hidden_size"] // TEXT["num_attention_heads"],
+            "rope_parameters": {**MROPE, "mrope_interleaved": True, "partial_rotary_factor": 1.0},
+            "linear_key_head_dim": 8,
+            "linear_value_head_dim": 8,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+        }
+        vision = {**QWEN_VISION, "num_position_embeddings": 64}
+        model = t.Qwen3_5ForConditionalGeneration(
+            t.Qwen3_5Config(text_config=text, vision_config=vision, **special)
+        )
+        processor = t.Qwen3VLProcessor(
+            images,
+            tokenizer,
+            Qwen3VLVideoProcessor(cap_pixels_per_frame=False, **clips),
+            chat_template=template,
+        )
     else:
         vision = {**QWEN_VISION, "deepstack_visual_indexes": [0], "num_position_embeddings": 64}
         text["head_dim"] = TEXT["hidden_size"] // TEXT["num_attention_heads"]
@@ -138,6 +158,91 @@ def _qwen(kind: str, folder: Path) -> None:
             chat_template=template,
         )
     _save(model, processor, folder)
+
+
+GLM_SPECIAL = ("image", "video", "begin_of_image", "end_of_image", "begin_of_video", "end_of_video")
+
+
+def _glm(folder: Path) -> None:
+    """Write GLM-4.6V, whose images have start and end tokens of their own."""
+    import transformers as t
+    from transformers.models.glm46v import Glm46VImageProcessor, Glm46VVideoProcessor
+
+    tokenizer = _tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": [f"<|{word}|>" for word in GLM_SPECIAL]})
+    ids = {word: tokenizer.convert_tokens_to_ids(f"<|{word}|>") for word in GLM_SPECIAL}
+    text = {
+        **TEXT,
+        "model_type": "glm4v_text",
+        "vocab_size": len(tokenizer),
+        "rope_parameters": {**MROPE, "partial_rotary_factor": 1.0},
+        "bos_token_id": None,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
+    vision = {**QWEN_VISION, "model_type": "glm4v_vision", "image_size": 56}
+    special = {
+        f"{kind}_{place}token_id": ids[word]
+        for kind in ("image", "video")
+        for place, word in {
+            "": kind,
+            "start_": f"begin_of_{kind}",
+            "end_": f"end_of_{kind}",
+        }.items()
+    }
+    config = t.Glm46VConfig(text_config=text, vision_config=vision, **special)
+    size = {"shortest_edge": 2 * 28 * 28, "longest_edge": 2 * 56 * 56}  # of two frames
+    patch = {"patch_size": 14, "merge_size": 2, "temporal_patch_size": 2}
+    image = "<|begin_of_image|><|image|><|end_of_image|>"
+    media = "{% if c['type'] == 'video' %}<|video|>{% else %}" + image + "{% endif %}"
+    processor = t.Glm46VProcessor(
+        Glm46VImageProcessor(size=size, **patch),
+        tokenizer,
+        Glm46VVideoProcessor(size=size, **patch),
+        chat_template=TEMPLATE.replace("PLACEHOLDER", media),
+    )
+    _save(t.Glm46VForConditionalGeneration(config), processor, folder)
+
+
+def _gemma(folder: Path) -> None:
+    """Write Gemma 3: the tokens of an image attend to each other, and one layer has a sliding window."""
+    import transformers as t
+
+    tokenizer = _tokenizer()
+    tokenizer = t.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer.backend_tokenizer,
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
+        extra_special_tokens={"image_token": "<image>", "boi_token": "<img>", "eoi_token": "</img>"},
+    )
+    ids = _ids(tokenizer)
+    text = {
+        **TEXT,
+        "vocab_size": len(tokenizer),
+        "head_dim": 8,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "sliding_window": 12,
+        "bos_token_id": None,
+        "eos_token_id": ids["<|im_end|>"],
+        "pad_token_id": ids["<|endoftext|>"],
+    }
+    config = t.Gemma3Config(
+        text_config=text,
+        vision_config={**TOWER, "vision_use_head": False, "image_size": 56},
+        mm_tokens_per_image=4,
+        image_token_index=ids["<image>"],
+        boi_token_index=ids["<img>"],
+        eoi_token_index=ids["</img>"],
+        tie_word_embeddings=False,  # tied random weights answer with the same token for ever
+    )
+    size = {"height": 56, "width": 56}
+    processor = t.Gemma3Processor(
+        t.Gemma3ImageProcessor(size=size),
+        tokenizer,
+        chat_template=TEMPLATE.replace("PLACEHOLDER", "<img>"),
+        image_seq_length=4,
+    )
+    _save(t.Gemma3ForConditionalGeneration(config), processor, folder)
 
 
 def _llava(kind: str, folder: Path) -> None:
@@ -280,12 +385,17 @@ MAKERS = {
     "qwen2_vl": lambda folder: _qwen("qwen2_vl", folder),
     "qwen2_5_vl": lambda folder: _qwen("qwen2_5_vl", folder),
     "qwen3_vl": lambda folder: _qwen("qwen3_vl", folder),
+    "qwen3_5": lambda folder: _qwen("qwen3_5", folder),
+    "glm46v": _glm,
+    "gemma3": _gemma,
     "llava": lambda folder: _llava("llava", folder),
     "llava_onevision": lambda folder: _llava("llava_onevision", folder),
     "smolvlm": _smolvlm,
     "internvl": _internvl,
 }
-WITH_VIDEO = tuple(name for name in MAKERS if name != "llava")
+# Families of which more than the norms compute in float32, whatever the weights are.
+IN_FLOAT32 = ("gemma3", "qwen3_5")
+WITH_VIDEO = tuple(name for name in MAKERS if name not in ("llava", "glm46v", "gemma3"))
 
 
 def make(family: str, folder: Path) -> Path:

@@ -17,6 +17,7 @@ from mmrl.kv_cache import hf_cache
 from mmrl.kv_cache.attention_interface import read_shared_prefix, record_keys
 from mmrl.kv_cache.layout import placeholder_ids
 from mmrl.vision.decoding.single_step import AHEAD, Angles, SingleStep, step_of
+from mmrl.vision.models.model_families import type_arguments
 from mmrl.vision.models.processor import EncodedPrompt
 
 MakeCache = Callable[[Any, Tensor, Tensor], Any]  # (config, visual, mask), both (P, S) bool, to a cache
@@ -117,13 +118,11 @@ def prefill(
         share_prefix: Rows share the keys and values of their prompt, instead of a copy for every row, which
             models get whose attention does not go through transformers' interface.
     """
-    from transformers import DynamicCache
-
     device = core.get_input_embeddings().weight.device
     cut = [replace(prompt, ids=prompt.ids[:-1], positions=prompt.positions[:, :-1]) for prompt in prompts]
     ids, mask, positions = pad_left(cut, device)
     visual = torch.isin(ids, ids.new_tensor(placeholder_ids(core.config))) & mask.bool()
-    cache = make_cache(core.config, visual, mask.bool()) if make_cache else DynamicCache(config=core.config)
+    cache = make_cache(core.config, visual, mask.bool()) if make_cache else hf_cache.exact_cache(core.config)
     with record_keys(core.config) if share_prefix and not make_cache else nullcontext([]) as recorded:
         core(
             input_ids=ids,
@@ -131,6 +130,7 @@ def prefill(
             position_ids=squeeze_axes(positions),
             past_key_values=cache,
             use_cache=True,
+            **type_arguments(core.config, ids),
             **merge_media([prompt.media for prompt in prompts], device),
         )
     shared = hf_cache.share_prefix(cache, recorded, mask) if recorded else None

@@ -20,7 +20,14 @@ from mmrl.vision.decoding.inner_outputs import (
     of_states,
 )
 from mmrl.vision.decoding.role_adapters import RoleAdapters
-from mmrl.vision.decoding.token_steps import FORBIDDEN, TokenSteps, read_cached, read_packed
+from mmrl.vision.decoding.token_steps import (
+    FORBIDDEN,
+    TokenSteps,
+    read_cached,
+    read_packed,
+    read_whole,
+    shares_prompts,
+)
 from mmrl.vision.decoding.tree_reading import reads_trees
 from mmrl.vision.models.steering import reversed_steering
 
@@ -106,7 +113,9 @@ class StepModel(nn.Module):
         core = self.model.base_model
         if steps.tree and not self.reads_trees:
             steps = replace(steps, tree=None)
-        if self.checkpointed:
+        if not shares_prompts(core, steps, packed=self.checkpointed):
+            hidden = read_whole(core, steps)
+        elif self.checkpointed:
             hidden = read_packed(core, steps)
         else:
             with onednn(core):  # not with checkpointing: the recomputation would run without it

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
-from mmrl.config.schema import ConfigError
 from mmrl.core.types import Unit
 from mmrl.kv_cache.hf_cache import attention_types
 from mmrl.vision.decoding.prefill import merge_media, prefill, squeeze_axes
@@ -24,6 +23,7 @@ from mmrl.vision.decoding.prefix_tree import (
     media_of,
 )
 from mmrl.vision.decoding.tree_reading import pad_nodes, read_tree
+from mmrl.vision.models.model_families import family_of, type_arguments
 from mmrl.vision.models.processor import EncodedPrompt
 
 # A logit of probability 0; unlike minus infinity, its product with that probability is finite.
@@ -262,6 +262,41 @@ def read_packed(core: nn.Module, steps: TokenSteps) -> Tensor:
     return hidden.flatten(0, 1)[_where(steps, tree, starts).to(device)]
 
 
+def read_whole(core: nn.Module, steps: TokenSteps) -> Tensor:
+    """Run every row with a copy of its prompt, without a cache: for any model, at the cost of all tokens."""
+    device = core.get_input_embeddings().weight.device
+    lines, where, media = [], [], []
+    for row, number in enumerate(steps.which.tolist()):
+        prompt, suffix = steps.prompts[number], steps.suffix(row)
+        lines.append(_line(prompt, suffix, ()))
+        where.append(len(prompt.ids) - 1 + suffix.chosen)
+        media += [prompt.media, suffix.media]
+    ids, places = (pad_nodes(parts, device, "right") for parts in ([x.ids for x in lines], where))
+    positions = pad_nodes([line.positions.T for line in lines], device, "right").permute(2, 0, 1)
+    hidden = core(
+        input_ids=ids,
+        attention_mask=pad_nodes([torch.ones_like(line.ids) for line in lines], device, "right"),
+        use_cache=False,
+        position_ids=squeeze_axes(positions.contiguous()),
+        **type_arguments(core.config, ids),
+        **merge_media(media, device),
+    ).last_hidden_state
+    return hidden[torch.arange(len(lines), device=device)[:, None], places]
+
+
+def shares_prompts(core: nn.Module, steps: TokenSteps, *, packed: bool) -> bool:
+    """Whether a model reads the rows of a prompt after one copy of it, `packed` with them or with a cache.
+
+    Layers with a recurrent state cannot be packed, and images after the prompt need the types of tokens.
+    """
+    kinds = set(attention_types(core.config.get_text_config(decoder=True)))
+    if packed and not kinds <= {"full_attention", "sliding_attention"}:
+        return False
+    return not family_of(core.config).types or not (
+        packed or any(suffix.media for suffix in steps.suffixes if suffix)
+    )
+
+
 def _line(prompt: EncodedPrompt, suffix: Suffix, media: tuple[Medium, ...]) -> Line:
     """Join a prompt and what follows it; its last token is predicted, but never an input."""
     length = len(prompt.ids) + max(1, len(suffix.ids)) - 1
@@ -323,17 +358,9 @@ def _masks(
 
 
 def layer_windows(config: Any) -> dict[str, int | None]:
-    """Map the types of a model's layers to their attention windows in tokens; None: unlimited.
-
-    Raises ConfigError for layers of other types than full and sliding attention: they cannot be packed.
-    """
+    """Map the types of layers, full and sliding attention, to their windows in tokens; None: unlimited."""
     text = config.get_text_config(decoder=True)
     types = attention_types(text)
     window = text.sliding_window if "sliding_attention" in types else None
     windows = {"full_attention": None, "sliding_attention": window}
-    if other := [name for name in types if name not in windows]:
-        raise ConfigError(
-            f"`gradient_checkpointing` packs the answers of a prompt after it, which layers of type "
-            f"{', '.join(other)} of '{text.model_type}' cannot read; set `gradient_checkpointing: false`"
-        )
     return {name: windows[name] for name in types}

@@ -11,11 +11,12 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from mmrl.kv_cache.attention_interface import read_shared_prefix, record_keys
-from mmrl.kv_cache.hf_cache import attention_types, share_prefix
+from mmrl.kv_cache.hf_cache import attention_types, exact_cache, share_prefix
 from mmrl.kv_cache.prefix_growth import rows_as_prompts
 from mmrl.runtime.fsdp import sharded_parts
 from mmrl.vision.decoding.prefill import merge_media, squeeze_axes
 from mmrl.vision.decoding.prefix_tree import PrefixTree
+from mmrl.vision.models.model_families import family_of
 
 
 def reads_trees(model: nn.Module, *, packed: bool) -> bool:
@@ -26,7 +27,10 @@ def reads_trees(model: nn.Module, *, packed: bool) -> bool:
     types = set(attention_types(core.config.get_text_config(decoder=True)))
     # Processes whose weights are sharded wait for each other in every pass, and trees differ in depth.
     return (
-        not own and types <= {"full_attention", "sliding_attention"} and (packed or not sharded_parts(model))
+        not own
+        and types <= {"full_attention", "sliding_attention"}
+        and not family_of(core.config).types
+        and (packed or not sharded_parts(model))
     )
 
 
@@ -78,9 +82,7 @@ def _read_roots(
     core: nn.Module, tree: PrefixTree, level: Sequence[int], states: States, device: torch.device
 ) -> Any | None:
     """Run the nodes that begin rows, and return a cache of them."""
-    from transformers import DynamicCache
-
-    inputs, filled = _inputs(tree, level, device, "left"), DynamicCache(config=core.config)
+    inputs, filled = _inputs(tree, level, device, "left"), exact_cache(core.config)
     mask = pad_nodes([torch.ones_like(tree.ids(number)) for number in level], device)
     with record_keys(core.config) as recorded:
         hidden = core(**inputs, attention_mask=mask, past_key_values=filled, use_cache=True).last_hidden_state

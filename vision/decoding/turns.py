@@ -17,6 +17,7 @@ from mmrl.vision.decoding.image_features import distinct_images
 from mmrl.vision.decoding.prefill import MakeCache
 from mmrl.vision.decoding.prefix_tree import Line, common_length, media_of
 from mmrl.vision.models.loading import TokenPolicy
+from mmrl.vision.models.model_families import family_of
 from mmrl.vision.models.processor import EncodedPrompt
 
 Key = tuple[str, int]  # uid of the prompt, number of the answer to it
@@ -117,12 +118,11 @@ class Turns:
             _tell("a turn does not begin with the prompt of the turn before it, or its images are one tensor")
         self.reader = None  # its keys and values go before others are made
         reader = CachedReader(self.policy, [request.encoded for request in requests], self.make_cache)
-        if reader.prefix.shared:
-            self.reader = TurnReader(reader, requests)
-        elif why := self._why_anew(reader):
+        if why := self._why_anew(reader):
             _tell(why)
         else:
-            self.reader = CopiesReader(reader, requests)
+            kind = TurnReader if reader.prefix.shared else CopiesReader
+            self.reader = kind(reader, requests)
         return self.reader or reader
 
     def part(self, parents: Mapping[Key, Key]) -> None:
@@ -136,6 +136,10 @@ class Turns:
         from transformers.cache_utils import DynamicLayer
 
         core = reader.prefix.core
+        if family_of(core.config).types:
+            return "the tokens of an image attend in both directions, which is known of those of a prompt"
+        if reader.prefix.shared:
+            return ""
         if self.make_cache is not None:
             return "the engine's `cache` codes the images of replies with the prompt"
         if any("forward" in vars(part) for part in (core, core.get_decoder())):

@@ -15,6 +15,7 @@ from torch import nn
 from mmrl.config import objects
 from mmrl.runtime.low_bit import quantize_as_checkpoint
 from mmrl.runtime.modules import DTYPES, Derived, making_weights, model_source, placement
+from mmrl.vision.models.model_families import check_family
 from mmrl.vision.models.processor import PromptEncoder
 from mmrl.vision.models.text_processor import TextProcessor
 
@@ -34,12 +35,15 @@ def load_model(name: str, *, dtype: str, attn_implementation: str) -> nn.Module:
     """Load a model that writes text, by hub id or folder, from safetensors only; or take an object."""
     if objects.is_object(name):
         return objects.get(name).eval()
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+    from transformers import MODEL_MAPPING, AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
     device = placement().device
     with _source("model", name) as source:
         config = AutoConfig.from_pretrained(source, trust_remote_code=False)
-        maker = AutoModelForCausalLM if reads_text_only(config) else AutoModelForImageTextToText
+        text_only = reads_text_only(config)
+        if not text_only and type(config) in MODEL_MAPPING:
+            check_family(config, MODEL_MAPPING[type(config)])
+        maker = AutoModelForCausalLM if text_only else AutoModelForImageTextToText
         options = {"dtype": DTYPES[dtype], "attn_implementation": attn_implementation}
         if placement().empty and quantized_by(config) in ("", "bitsandbytes"):
             model = _empty_model(maker, config, options)

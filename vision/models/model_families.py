@@ -1,7 +1,8 @@
 """Rotary positions and numbers of visual features, by family of vision-language models.
 
 Families are looked up by `model_type`. A family that is not listed gets one-dimensional positions, and the
-number of its features is checked by its own forward pass only.
+number of its features is checked by its own forward pass only; `check_family` refuses models that are known
+to read more than that.
 """
 
 from __future__ import annotations
@@ -9,10 +10,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from inspect import signature
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from mmrl.config.loading import ConfigError
+from mmrl.kv_cache.layout import placeholders
 
 Inputs = Mapping[str, Tensor]
 
@@ -25,11 +30,14 @@ class VLMFamily:
         positions: Maps (core, inputs) to rotary positions (A, S) on A axes.
         features: Maps (core, inputs) to the number of visual features by placeholder token id.
         split: Maps media tensors to those of every image, then of every video; None: of both together.
+        types: The argument of a forward pass with the types of tokens, where those of an image attend to each
+            other in both directions.
     """
 
     positions: Callable[[nn.Module, Inputs], Tensor]
     features: Callable[[nn.Module, Inputs], dict[int, int]]
     split: Callable[[Inputs], list[Inputs]] | None = None
+    types: str = ""
 
 
 def _linear(core: nn.Module, inputs: Inputs) -> Tensor:
@@ -75,7 +83,7 @@ def _timed_mrope(core: nn.Module, inputs: Inputs) -> Tensor:
 
 
 def _get_rope_index(core: nn.Module, inputs: Inputs) -> Tensor:
-    """Compute the M-RoPE positions of Qwen3-VL by the model's own rule: (3, S)."""
+    """Compute the M-RoPE positions of Qwen3-VL, Qwen3.5 and GLM-V by the model's own rule: (3, S)."""
     if not inputs["mm_token_type_ids"].any():
         return _linear(core, inputs).expand(3, -1)
     wanted = ("input_ids", "mm_token_type_ids", "image_grid_thw", "video_grid_thw")
@@ -90,6 +98,16 @@ def _count_grids(core: nn.Module, inputs: Inputs) -> dict[int, int]:
     return {
         token: int((inputs[grid].prod(-1) // merged).sum()) for token, grid in grids.items() if grid in inputs
     }
+
+
+def _count_images(core: nn.Module, inputs: Inputs) -> dict[int, int]:
+    """GLM-V: as Qwen, for images only; the frames of its videos have the placeholder of images."""
+    if "video_grid_thw" in inputs:
+        raise ValueError(
+            f"videos cannot be read with models of type '{core.config.model_type}'; "
+            "give their frames as images"
+        )
+    return _count_grids(core, inputs)
 
 
 def _split_grids(media: Inputs) -> list[Inputs]:
@@ -156,6 +174,11 @@ FAMILIES: dict[str, VLMFamily] = {
     "qwen2_5_vl": VLMFamily(_timed_mrope, _count_grids, _split_grids),
     "qwen3_vl": VLMFamily(_get_rope_index, _count_grids, _split_grids),
     "qwen3_vl_moe": VLMFamily(_get_rope_index, _count_grids, _split_grids),
+    "qwen3_5": VLMFamily(_get_rope_index, _count_grids, _split_grids),
+    "qwen3_5_moe": VLMFamily(_get_rope_index, _count_grids, _split_grids),
+    **dict.fromkeys(
+        ("glm4v", "glm4v_moe", "glm46v"), VLMFamily(_get_rope_index, _count_images, _split_grids)
+    ),
     # The patches of the tower, and its class token where it is kept.
     "llava": VLMFamily(
         _linear,
@@ -166,9 +189,49 @@ FAMILIES: dict[str, VLMFamily] = {
     # Pixel shuffle merges squares of patches; images are (1, tiles, ...).
     "smolvlm": VLMFamily(_linear, _per_image(lambda c: _patches(c) // c.scale_factor**2, axis=1)),
     "llava_onevision": VLMFamily(_linear, _count_packed),
+    "gemma3": VLMFamily(
+        _linear, _per_image(lambda c: c.mm_tokens_per_image), _split_images, "token_type_ids"
+    ),
 }
+
+
+TYPES_OF_TOKENS = ("token_type_ids", "mm_token_type_ids")  # arguments of a forward pass
+
+
+def check_family(config: Any, core: type[nn.Module]) -> None:
+    """Raise ConfigError for a model, without its head, that would be read otherwise than it was trained.
+
+    That is one which is not listed and numbers positions itself, as those with M-RoPE, or attends by the
+    types of tokens, as Gemma does in both directions among those of an image.
+    """
+    if config.model_type in FAMILIES:
+        return
+    takes = signature(core.forward).parameters
+    reads = [f"`{name}`" for name in TYPES_OF_TOKENS if name in takes]
+    if hasattr(core, "get_rope_index"):
+        reads = ["positions of its own (`get_rope_index`)"]
+    if reads:
+        raise ConfigError(
+            f"a model of type '{config.model_type}' reads {' and '.join(reads)}, which is known of "
+            f"{', '.join(sorted(FAMILIES))} only; it would be read otherwise than it was trained. Add the "
+            "type to `mmrl.vision.models.model_families.FAMILIES`, as docs/howto/model.md shows"
+        )
 
 
 def family_of(config: Any) -> VLMFamily:
     """Look up the family of a model by `model_type`."""
     return FAMILIES.get(config.model_type, VLMFamily(_linear, lambda core, inputs: {}))
+
+
+def token_types(config: Any, ids: Tensor) -> Tensor:
+    """Mark the placeholders of images by 1 and of videos by 2, as processors do, of any shape."""
+    known, types = placeholders(config), torch.zeros_like(ids)
+    for number, kind in enumerate(("image", "video"), 1):
+        types[ids == known.get(kind, -1)] = number
+    return types
+
+
+def type_arguments(config: Any, ids: Tensor) -> dict[str, Tensor]:
+    """Make the argument of a forward pass with the types of tokens (N, S), for families that attend by it."""
+    name = family_of(config).types
+    return {name: token_types(config, ids)} if name else {}

@@ -18,15 +18,15 @@ from torch import Tensor, nn
 from mmrl.core.byte_lru import ByteLRU
 from mmrl.core.tensor import cat_padded
 from mmrl.core.types import Media, Message, Part, Prompt
-from mmrl.kv_cache.layout import placeholder_ids, placeholders
-from mmrl.vision.models.model_families import family_of
+from mmrl.kv_cache.layout import placeholder_ids
+from mmrl.vision.models.model_families import family_of, token_types
 
 CACHE_BYTES = 2 << 30
 REPLY_BYTES = 1 << 28
 CALL_ID = "call00001"  # of every call: nine letters and figures, which Mistral's templates ask for
 TICKS = 1000  # frame times are given to processors as frame numbers of a video with 1000 frames per second
 EDGES = {"shortest_edge", "longest_edge"}
-OF_TOKENS = ("input_ids", "attention_mask", "mm_token_type_ids")
+OF_TOKENS = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids")
 Tools = tuple[Mapping[str, Any], ...]  # JSON schemas of functions
 UNUSED = ("video_metadata", "timestamps")  # outputs of processors that models do not take
 
@@ -307,14 +307,6 @@ def _digest(medium: Media) -> bytes:
     for tensor in (frames.pixels, frames.times):
         digest.update(tensor.contiguous().numpy())
     return digest.digest()
-
-
-def token_types(config: Any, ids: Tensor) -> Tensor:
-    """Mark the placeholders of images by 1 and of videos by 2, as processors do: (S,) to (S,)."""
-    known, types = placeholders(config), torch.zeros_like(ids)
-    for number, kind in enumerate(("image", "video"), 1):
-        types[ids == known.get(kind, -1)] = number
-    return types
 
 
 def template_message(message: Message) -> dict[str, Any]:

@@ -35,7 +35,6 @@ from mmrl.vision.decoding.token_steps import (
     TokenRow,
     TokenSteps,
     distinct_prompts,
-    layer_windows,
 )
 from mmrl.vision.decoding.tree_reading import reads_trees
 from mmrl.vision.media.media_reader import MediaReader
@@ -115,7 +114,6 @@ class Tokens:
             self.says = self.says - {"reversed_logp"}
         self._choose_weights(freeze_vision_tower, frozen)
         if gradient_checkpointing:
-            layer_windows(self.model.config)  # raises for layers that cannot be packed
             loading.checkpoint_layers(self.model)
         self.compute, self.share_prefix, self.packed = DTYPES[dtype], share_prefix, gradient_checkpointing
         self.inner = InnerOptions(hot_temperature, cold_temperature, top_k, rank_stride)
