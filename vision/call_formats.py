@@ -5,16 +5,27 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 from jinja2 import TemplateError
 
 from mmrl.config.schema import ConfigError
-from mmrl.core.tool_calls import Call, CallError, parse_calls, parse_llama_calls, parse_mistral_calls
+from mmrl.core.tool_calls import (
+    Call,
+    CallError,
+    parse_calls,
+    parse_glm_calls,
+    parse_llama_calls,
+    parse_mistral_calls,
+    parse_qwen_xml_calls,
+)
 from mmrl.core.types import Message, Part, Prompt
 from mmrl.vision.models.processor import EncodedPrompt, PromptEncoder, Tools
 
 Parser = Callable[[str], Sequence[Call | CallError]]
 FORMATS: tuple[Parser, ...] = (parse_calls, parse_llama_calls, parse_mistral_calls)
+# Those whose arguments are text, of a type that the schema of the tool names.
+TAGGED_FORMATS = (parse_qwen_xml_calls, parse_glm_calls)
 
 # The words in which Qwen's chat templates tell a model about tools; those of Qwen2.5-VL leave them out.
 QWEN_TOOLS = """# Tools
@@ -47,7 +58,7 @@ def encode_with_tools(encoder: PromptEncoder, prompt: Prompt, tools: Tools) -> E
 
 
 def parser_of(encoder: PromptEncoder, tools: Tools, parse: Parser) -> Parser:
-    """Return the parser of calls as the chat template writes them: one of `FORMATS`, or an engine's own.
+    """Return the parser of calls as the chat template writes them: one of this file, or an engine's own.
 
     It is `parse` where the template tells nothing of tools, since a model then reads Qwen's words. Raises
     ConfigError where no parser reads a call that the template has written, or where the template does not
@@ -61,16 +72,19 @@ def parser_of(encoder: PromptEncoder, tools: Tools, parse: Parser) -> Parser:
         words = f"a call as {written[-200:]!r}"
     except (TemplateError, TypeError) as error:
         written, words = "", f"no call ({type(error).__name__}: {error})"
-    for reads in FORMATS if parse in FORMATS else (parse,):  # an engine's own form is used or refused
+    forms = (*FORMATS, *(partial(reads, tools=tools) for reads in TAGGED_FORMATS))
+    for reads in forms if parse in FORMATS else (parse,):  # an engine's own form is used or refused
         if reads(written) == [call]:
             _check_reply(encoder, tools, written)
             return reads
     raise ConfigError(
         f"the chat template of the model tells it about tools and writes {words}, but calls are read in the "
-        'forms of Qwen, <tool_call>{"name": ..., "arguments": {...}}</tool_call>, of Llama, {"name": ..., '
-        '"parameters": {...}}, and of Mistral, [TOOL_CALLS] [{...}] or [TOOL_CALLS]name[ARGS]{...}, so '
-        "that no call of the model would be made. Save the checkpoint with a template that writes them so, "
-        "or with one that leaves tools out: the model then reads Qwen's words"
+        'forms of Qwen, <tool_call>{"name": ..., "arguments": {...}}</tool_call> or '
+        "<tool_call><function=name><parameter=key>value, of GLM, <tool_call>name<arg_key>key</arg_key>"
+        '<arg_value>value, of Llama, {"name": ..., "parameters": {...}}, and of Mistral, '
+        "[TOOL_CALLS] [{...}] or [TOOL_CALLS]name[ARGS]{...}, so that no call of the model would be made. "
+        "Save the checkpoint with a template that writes them so, or with one that leaves tools out: the "
+        "model then reads Qwen's words"
     )
 
 

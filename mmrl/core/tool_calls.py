@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,11 @@ ARGUMENTS = ("arguments", "parameters", "args")  # names of the arguments of a c
 PYTHON_TAG, TOOL_CALLS = "<|python_tag|>", "[TOOL_CALLS]"
 OBJECT = re.compile(r'[\s\[]*\{\s*"(?:type|name|function|arguments|parameters)"\s*:')  # one call, or a list
 NAMED = re.compile(r"\s*([\w.-]+)\s*(?:\[CALL_ID\]\s*\w+\s*)?(?:\[ARGS\]\s*)?(?=\{)")
+# Calls of Qwen3-Coder and Qwen3.5, and of GLM: every argument between tags of its own.
+FUNCTION = re.compile(r"\s*<function=([^>\n]+)>(.*?)(?:</function>\s*|$)", re.DOTALL)
+PARAMETER = re.compile(r"\s*<parameter=([^>\n]+)>(.*?)(?:</parameter>|(?=<parameter=)|$)", re.DOTALL)
+GLM_CALL = re.compile(r"\s*([\w.-]+)\s*(.*)", re.DOTALL)
+GLM_ARGUMENT = re.compile(r"\s*<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)(?:</arg_value>|$)", re.DOTALL)
 BETWEEN = " \t\r\n;,[]"  # what stands between objects
 
 
@@ -57,6 +62,79 @@ def parse_mistral_calls(text: str) -> list[Call | CallError]:
     if not marked and (OBJECT.match(begin) or NAMED.match(begin)):
         marked = [begin]
     return [call for inside in marked for call in (_named if NAMED.match(inside) else _objects)(inside)]
+
+
+def parse_qwen_xml_calls(text: str, tools: Sequence[Mapping[str, Any]] = ()) -> list[Call | CallError]:
+    """Find the calls of an answer in the form of Qwen3-Coder and Qwen3.5, with a tag for every argument.
+
+    `<tool_call><function=name><parameter=key>value</parameter></function></tool_call>`. A value is a text;
+    the schemas of `tools` tell which type it stands for, see `typed`.
+    """
+    return [
+        _tagged(FUNCTION.fullmatch(inside), PARAMETER, "<function=name><parameter=key>value", tools)
+        for inside in _block("tool_call").findall(text)
+    ]
+
+
+def parse_glm_calls(text: str, tools: Sequence[Mapping[str, Any]] = ()) -> list[Call | CallError]:
+    """Find the calls of an answer in the form of GLM-4.5 and later, with tags for every argument.
+
+    `<tool_call>name<arg_key>key</arg_key><arg_value>value</arg_value></tool_call>`; values as in
+    `parse_qwen_xml_calls`.
+    """
+    form = "name<arg_key>key</arg_key><arg_value>value</arg_value>"
+    return [
+        _tagged(GLM_CALL.fullmatch(inside), GLM_ARGUMENT, form, tools)
+        for inside in _block("tool_call").findall(text)
+    ]
+
+
+def _tagged(
+    call: re.Match | None, argument: re.Pattern, form: str, tools: Sequence[Mapping[str, Any]]
+) -> Call | CallError:
+    """Read a call from its name and the text of its arguments."""
+    at, arguments = 0, dict[str, str]()
+    while call and (found := argument.match(call[2], at)):
+        arguments[found[1].strip()], at = found[2], found.end()
+    if call is None or call[2][at:].strip():
+        return CallError(f"a call is written <tool_call>{form}, once for every argument")
+    name = call[1].strip()
+    try:
+        return Call(name, {key: typed(value, key, name, tools) for key, value in arguments.items()})
+    except CallError as error:
+        return error
+
+
+def typed(value: str, key: str, name: str, tools: Sequence[Mapping[str, Any]]) -> Any:
+    """Convert the text of an argument to the JSON type that the schema of its tool names.
+
+    A line break after the start tag and one before the end tag are dropped. A text stays as it is; other
+    types are read as JSON, with the words of Python for true, false and null. Where the schema names none,
+    text that is no JSON stays text. Raises CallError for text that is not of the type.
+    """
+    value = value.removeprefix("\n").removesuffix("\n")
+    functions = [tool.get("function", tool) for tool in tools]
+    known = [tool["parameters"]["properties"].get(key) for tool in functions if tool.get("name") == name]
+    types = _types(known[0]) if known and known[0] else None
+    if types == {"string"}:
+        return value
+    words = {"True": "true", "False": "false", "None": "null"}
+    try:
+        return _loads(words.get(value.strip(), value))
+    except (ValueError, RecursionError) as error:
+        if types is None or "string" in types:
+            return value
+        kinds = " or ".join(sorted(types))
+        raise CallError(f"{name}: `{key}` is {kinds} in JSON, not {value[:40]!r}") from error
+
+
+def _types(schema: Mapping[str, Any]) -> set[str]:
+    """List the JSON types that a schema allows; a choice without a type is one of texts."""
+    named = schema.get("type", [])
+    types = {named} if isinstance(named, str) else set(named)
+    for choice in (*schema.get("anyOf", ()), *schema.get("oneOf", ())):
+        types |= _types(choice)
+    return types or {"string"}
 
 
 def without_calls(text: str, tag: str = "tool_call") -> str:

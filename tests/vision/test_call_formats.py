@@ -12,8 +12,10 @@ from mmrl.core.tool_calls import (
     Call,
     CallError,
     parse_calls,
+    parse_glm_calls,
     parse_llama_calls,
     parse_mistral_calls,
+    parse_qwen_xml_calls,
     without_calls,
 )
 from mmrl.core.types import Message, Outcome, Part, Prompt
@@ -55,6 +57,103 @@ MISTRAL = [
     ("The weather is fine.", []),
     ("[1, 2]", []),  # an answer in JSON
 ]
+
+
+# Arguments of every type: in the schema, and as the templates of both families write them.
+SCHEMA = {
+    "name": "zoom",
+    "parameters": {
+        "properties": {
+            "label": {"type": "string"},
+            "box": {"type": "array", "items": {"type": "integer"}},
+            "share": {"type": "number"},
+            "count": {"type": ["integer", "null"]},
+            "wide": {"type": "boolean"},
+            "where": {"type": "object"},
+            "either": {"anyOf": [{"type": "integer"}, {"type": "string"}]},
+            "side": {"enum": ["left", "right"]},
+        }
+    },
+}
+TOOLS = ({"type": "function", "function": SCHEMA}, {"type": "function", "function": {"name": "get_time"}})
+VALUES = [
+    ("label", "12", "12"),
+    ("label", " a\nb < c", " a\nb < c"),
+    ("label", "", ""),
+    ("box", "[1, 2]", [1, 2]),
+    ("share", "0.5", 0.5),
+    ("count", "7", 7),
+    ("count", "None", None),
+    ("wide", "True", True),
+    ("wide", "false", False),
+    ("where", '{"x": 1}', {"x": 1}),
+    ("either", "3", 3),
+    ("either", "left", "left"),
+    ("side", "1", "1"),
+    ("unknown", "3", 3),
+    ("unknown", "three", "three"),
+]
+
+
+def qwen_xml(name, **arguments):
+    """Write a call as the template of Qwen3-Coder does."""
+    inside = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in arguments.items())
+    return f"<tool_call>\n<function={name}>\n{inside}</function>\n</tool_call>"
+
+
+def glm(name, **arguments):
+    """Write a call as the template of GLM-4.5 does."""
+    inside = "".join(
+        f"<arg_key>{key}</arg_key>\n<arg_value>{value}</arg_value>\n" for key, value in arguments.items()
+    )
+    return f"<tool_call>{name}\n{inside}</tool_call>"
+
+
+TAGGED = pytest.mark.parametrize(
+    ("parse", "write"), [(parse_qwen_xml_calls, qwen_xml), (parse_glm_calls, glm)], ids=["qwen_xml", "glm"]
+)
+
+
+@TAGGED
+@pytest.mark.parametrize(("key", "text", "value"), VALUES)
+def test_the_schema_tells_the_types_of_arguments_that_are_text(parse, write, key, text, value):
+    (call,) = parse("Let me see.\n" + write("zoom", **{key: text}), TOOLS)
+    assert call == Call("zoom", {key: value}) and type(call.arguments[key]) is type(value)
+
+
+@TAGGED
+def test_several_tagged_calls_and_what_stands_beside_them(parse, write):
+    both = write("zoom", label="a", share="1") + "\n" + write("get_time")
+    assert parse("I look. " + both, TOOLS) == [Call("zoom", {"label": "a", "share": 1}), Call("get_time", {})]
+    assert without_calls("I look. " + both) == "I look." and parse("The sky is blue.", TOOLS) == []
+    cut = write("zoom", label="a").partition("</tool_call>")[0]  # an answer that ended at its limit
+    assert parse(cut, TOOLS) == [Call("zoom", {"label": "a"})]
+
+
+@pytest.mark.parametrize(
+    ("parse", "answer", "message"),
+    [
+        (parse_qwen_xml_calls, qwen_xml("zoom", box="[1, 2"), r"zoom: `box` is array in JSON, not '\[1, 2'"),
+        (parse_qwen_xml_calls, qwen_xml("zoom", share="NaN"), "zoom: `share` is number in JSON, not 'NaN'"),
+        (
+            parse_qwen_xml_calls,
+            '<tool_call>{"name": "zoom"}</tool_call>',
+            "a call is written <tool_call><func",
+        ),
+        (parse_qwen_xml_calls, "<tool_call><function=zoom>box 3</function></tool_call>", "a call is written"),
+        (parse_glm_calls, glm("zoom", count="two"), "zoom: `count` is integer or null in JSON, not 'two'"),
+        (parse_glm_calls, "<tool_call>zoom 3</tool_call>", "a call is written <tool_call>name<arg_key>"),
+        (
+            parse_glm_calls,
+            '<tool_call>{"name": "zoom"}</tool_call>',
+            "a call is written <tool_call>name<arg_k",
+        ),
+    ],
+)
+def test_tagged_calls_that_cannot_be_read_are_errors_in_their_place(parse, answer, message):
+    (error,) = parse(answer, TOOLS)
+    with pytest.raises(CallError, match=message):
+        raise error
 
 
 @pytest.mark.parametrize(("answer", "calls"), LLAMA)
@@ -121,6 +220,16 @@ LIST = (
     "{% if m.tool_calls %}[TOOL_CALLS] [{% for c in m.tool_calls %}{% set out = c.function | tojson %}"
     "{{ out[:-1] + ', \"id\": \"' + c.id + '\"}' }}{% endfor %}]{% endif %}"
 )
+OF_QWEN_XML = (
+    "{% for c in m.tool_calls or [] %}<tool_call>\n<function={{ c.function.name }}>\n"
+    "{% for k, v in c.function.arguments | items %}<parameter={{ k }}>\n{{ v }}\n</parameter>\n{% endfor %}"
+    "</function>\n</tool_call>{% endfor %}"
+)
+OF_GLM = (
+    "{% for c in m.tool_calls or [] %}<tool_call>{{ c.function.name }}\n"
+    "{% for k, v in c.function.arguments | items %}<arg_key>{{ k }}</arg_key>\n"
+    "<arg_value>{{ v }}</arg_value>\n{% endfor %}</tool_call>{% endfor %}"
+)
 NAMED = (
     "{% for c in m.tool_calls or [] %}[TOOL_CALLS]{{ c.function.name }}[ARGS]"
     "{{ c.function.arguments | tojson }}{% endfor %}"
@@ -164,6 +273,17 @@ def test_the_form_of_calls_is_that_of_the_chat_template(model, written, parse):
     assert engine.read_calls is parse
     untold = policy_with(model, turns(written))
     assert parser_of(untold.prompt_encoder, engine.schemas, parse_calls) is parse_calls
+
+
+@pytest.mark.parametrize(
+    ("written", "parse"), [(OF_QWEN_XML, parse_qwen_xml_calls), (OF_GLM, parse_glm_calls)]
+)
+def test_tagged_forms_are_read_with_the_schemas_of_the_tools(model, written, parse):
+    policy = policy_with(model, TOLD + turns(written))
+    inner = Generate(policy, stream=Stream(0), max_completion_length=4)
+    engine = WithTools(inner, stream=Stream(0), tool=(double,))
+    answer = policy.prompt_encoder.written_call("double", {"number": 4}, engine.schemas)
+    assert engine.read_calls.func is parse and engine.read_calls(answer) == [Call("double", {"number": 4})]
 
 
 def test_a_form_of_an_engine_of_its_own_is_used_or_refused(model):
