@@ -15,6 +15,7 @@ from mmrl.compression.pruning.forward import OBSERVER
 from mmrl.compression.pruning.patch_grid import pick
 from mmrl.compression.pruning.prune import prune
 from mmrl.compression.pruning.spec import PruningSpec, Units, pruning_of, shape_of
+from mmrl.runtime.output_head import OutputHead
 
 ROWS = 256  # queries whose attention is computed together: the map of all pairs never exists
 KINDS = ("heads", "ffn_units", "layers")
@@ -126,7 +127,7 @@ def _last_logp(model: nn.Module, inputs: Mapping[str, Any]) -> Tensor:
     mask = torch.ones(states.shape[:2], device=states.device) if mask is None else mask
     # The last place of the mask with a 1: argmax of the place where it is 1, else of 0.
     place = (mask.long() * torch.arange(states.shape[1], device=mask.device)).argmax(1, keepdim=True)
-    logits = model.get_output_embeddings()(pick(states, place)[:, 0])
+    logits = OutputHead(model)(pick(states, place)[:, 0])
     return logits.double().log_softmax(-1)
 
 

@@ -20,6 +20,7 @@ from mmrl.kv_cache.hf_cache import head_size
 from mmrl.kv_cache.tails import room_of
 from mmrl.runtime.allocations import Allocations
 from mmrl.runtime.modules import LOW, evaluating
+from mmrl.runtime.output_head import OutputHead
 from mmrl.vision.decoding import step_model
 from mmrl.vision.decoding.decoding import CachedReader, draw_tokens
 from mmrl.vision.decoding.token_steps import TokenSteps
@@ -171,7 +172,7 @@ def _states_bytes(
 
 def _logits_bytes(policy: TokenPolicy, extra: Set[str], count: int) -> float:
     """Measure the logits of the head and their gradients, for as many tokens as exist at once."""
-    head = policy.model.get_output_embeddings()
+    head = OutputHead(policy.model)
     weight = head.weight
     most = min(count, max(1, step_model.LOGIT_BYTES // (4 * weight.shape[0])))
     sample = min(most, 16)

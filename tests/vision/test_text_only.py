@@ -8,9 +8,10 @@ import transformers as t
 
 from mmrl.build import build
 from mmrl.config.schema import Config, parse
-from mmrl.core.rng import seeded
+from mmrl.core.rng import Stream, seeded
 from mmrl.core.types import Message, Outcome, Part, Prompt
 from mmrl.training.loop import train
+from mmrl.vision.engines.generate import Generate
 from mmrl.vision.policies.tokens import Tokens
 from tests.vision import tiny
 
@@ -48,6 +49,33 @@ def test_log_probabilities_are_those_of_the_model_on_the_rendered_chat(llama):
     wanted = logits.log_softmax(-1).gather(1, answer[:, None])[:, 0]
     assert answer[-1] == policy.prompt_encoder.end[0] and len(answer) > 1
     torch.testing.assert_close(found.double(), wanted)
+
+
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [("gemma2", {"final_logit_softcapping": 3.0, "head_dim": 8}), ("granite", {"logits_scaling": 8.0})],
+)
+def test_scaled_and_capped_logits_are_sampled_and_learned_as_the_model_makes_them(
+    family, options, llama, tmp_path
+):
+    tokenizer = t.AutoTokenizer.from_pretrained(llama)
+    usual = {**tiny.TEXT, "vocab_size": len(tokenizer), "initializer_range": 0.5, "pad_token_id": 0}
+    with seeded(0):
+        config = t.AutoConfig.for_model(family, **usual, **options)
+        t.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    # Gemma 2 caps the logits of its attention as well, which is eager attention only.
+    policy = Tokens(model=str(tmp_path), dtype="float64", attn_implementation="eager")
+    rows = Generate(policy, stream=Stream(0), max_completion_length=6).rollout([asked(Part(text="the"))] * 3)
+    with torch.no_grad():
+        batch = policy.collate(rows)
+        found = policy(batch).logp
+        for i, row in enumerate(rows):
+            before, answer = row.steps.prompt.ids, row.steps.ids
+            logits = policy.model(torch.cat([before, answer])[None], use_cache=False).logits
+            wanted = logits[0, len(before) - 1 : -1].log_softmax(-1).gather(1, answer[:, None])[:, 0]
+            torch.testing.assert_close(found[i, : row.length], wanted, rtol=0, atol=1e-5)
+            torch.testing.assert_close(row.notes["logp"].double(), wanted, rtol=0, atol=1e-5)
 
 
 def test_a_reply_goes_on_in_the_words_of_the_template(llama):

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from mmrl.core.types import Prompt
+from mmrl.runtime.output_head import OutputHead
 from mmrl.vision.decoding.prefill import MakeCache, prefill
 from mmrl.vision.decoding.token_steps import FORBIDDEN, distinct_prompts
 from mmrl.vision.models.loading import TokenPolicy
@@ -108,7 +109,7 @@ class CachedReader:
         distinct, which = distinct_prompts(prompts)
         prefix = prefill(policy.core, distinct, make_cache, share_prefix=policy.share_prefix)
         self.prefix = prefix.select(which.to(prefix.last.device))
-        self.head = policy.model.get_output_embeddings()
+        self.head = OutputHead(policy.model)
         placeholders = policy.prompt_encoder.placeholders  # none of a language model: dtype is not inferred
         self.forbidden = torch.tensor(placeholders, dtype=torch.int64, device=prefix.last.device)
 

@@ -6,7 +6,9 @@ from collections.abc import Mapping, Set
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+
+from mmrl.runtime.output_head import OutputHead
 
 OF_LOGITS = frozenset(
     {"entropy", "logp_hot", "logp_cold", "sum_p2", "sum_p3", "top_k_ids", "top_k_logp", "reverse_kl"}
@@ -31,7 +33,7 @@ USUAL = InnerOptions()
 class TeacherStates:
     """A teacher's last hidden states (N, T, W) of a batch, and the head that makes logits of them."""
 
-    head: nn.Module
+    head: OutputHead
     hidden: Tensor
 
 
@@ -137,7 +139,7 @@ def effective_ranks(states: Tensor, stride: int) -> Tensor:
     return ranks
 
 
-def teacher_of(others: Mapping[str, Tensor], head: nn.Module | None) -> TeacherStates:
+def teacher_of(others: Mapping[str, Tensor], head: OutputHead | None) -> TeacherStates:
     """Find the teacher that `reverse_kl` compares with: `others` has hidden states by the reference's name.
 
     Raises `ValueError` where there is none with a head of its own, or several.

@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from mmrl.core.onednn import onednn
 from mmrl.runtime.modules import LOW
+from mmrl.runtime.output_head import OutputHead
 from mmrl.vision.decoding.inner_outputs import (
     OF_STATES,
     USUAL,
@@ -78,7 +79,7 @@ class StepModel(nn.Module):
         self, steps: TokenSteps, extra: Set[str], teacher: TeacherStates | None = None
     ) -> dict[str, Tensor]:
         """Compute the outputs of rows with the weights that are active."""
-        head = self.model.get_output_embeddings()
+        head = OutputHead(self.model)
         device = head.weight.device
         with torch.autocast(device.type, self.compute, enabled=self.compute in LOW):
             hidden = self.states(steps)
@@ -133,7 +134,7 @@ class StepModel(nn.Module):
 
 def chunked_logp(
     hidden: Tensor,
-    head: nn.Module,
+    head: OutputHead,
     ids: Tensor,
     temperature: Tensor,
     forbidden: list[int],
@@ -149,7 +150,7 @@ def chunked_logp(
     heads = [head, *([teacher.head] if teacher else [])]
     size = max(1, LOGIT_BYTES // (4 * sum(h.weight.shape[0] for h in heads)))  # rows of V logits of 4 bytes
 
-    def logits_of(head: nn.Module, states: Tensor, temperature: Tensor) -> Tensor:
+    def logits_of(head: OutputHead, states: Tensor, temperature: Tensor) -> Tensor:
         logits = head(states)
         logits = logits if logits.dtype == torch.float64 else logits.float()
         if forbidden:

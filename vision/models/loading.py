@@ -15,6 +15,7 @@ from torch import nn
 from mmrl.config import objects
 from mmrl.runtime.low_bit import quantize_as_checkpoint
 from mmrl.runtime.modules import DTYPES, Derived, making_weights, model_source, placement
+from mmrl.runtime.output_head import check_head
 from mmrl.vision.models.model_families import check_family
 from mmrl.vision.models.processor import PromptEncoder
 from mmrl.vision.models.text_processor import TextProcessor
@@ -58,6 +59,7 @@ def load_model(name: str, *, dtype: str, attn_implementation: str) -> nn.Module:
     for module in model.modules():
         if hasattr(module, "support_avx512bf16_for_cpu"):  # 4-bit layers of bitsandbytes in the checkpoint
             module.support_avx512bf16_for_cpu = False  # weights repacked for this have no gradient
+    check_head(model)
     return model.eval()  # without dropout, in training too
 
 

@@ -23,6 +23,7 @@ from mmrl.runtime.modules import (
     keep_training_precision,
     widest_dtype,
 )
+from mmrl.runtime.output_head import OutputHead
 from mmrl.vision.decoding.inner_outputs import (
     OF_LOGITS,
     OF_STATES,
@@ -118,7 +119,7 @@ class Tokens:
         self.compute, self.share_prefix, self.packed = DTYPES[dtype], share_prefix, gradient_checkpointing
         self.inner = InnerOptions(hot_temperature, cold_temperature, top_k, rank_stride)
         self.roles = RoleAdapters(self.adapter, roles) if roles and self.adapter else None
-        self.teacher_head: nn.Module | None = None
+        self.teacher_head: OutputHead | None = None
         self.module: nn.Module = StepModel(
             self.model,
             self.prompt_encoder.placeholders,
@@ -168,7 +169,7 @@ class Tokens:
 
         Its head is the one that `reverse_kl` compares with.
         """
-        self.teacher_head = model.get_output_embeddings()
+        self.teacher_head = OutputHead(model)
         return StepModel(
             model.requires_grad_(False),
             self.prompt_encoder.placeholders,

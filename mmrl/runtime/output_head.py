@@ -1,0 +1,84 @@
+"""Logits from the last hidden states of a language model, as its own forward pass makes them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mmrl.config.loading import ConfigError
+
+
+class OutputHead:
+    """The head of a model, with the scale and the soft cap of its logits.
+
+    Cohere multiplies logits by `logit_scale`, Falcon-H1 by `lm_head_multiplier`, HyperCLOVA X by
+    `logits_scaling`, by which Granite and MiniCPM3 divide. Gemma and NanoChat map logits x to
+    c tanh(x / c), where c is `final_logit_softcapping`.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self.linear: nn.Module = model.get_output_embeddings()
+        text = model.config.get_text_config(decoder=True)
+        scaling = getattr(text, "logits_scaling", None) or 1.0
+        self.factor = scaling if text.model_type.startswith("hyperclovax") else 1.0 / scaling
+        for name in ("logit_scale", "lm_head_multiplier"):
+            self.factor *= getattr(text, name, None) or 1.0
+        self.cap = getattr(text, "final_logit_softcapping", None)
+
+    @property
+    def weight(self) -> Tensor:
+        """The weight (V, width) of the linear layer."""
+        return self.linear.weight
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        """Compute logits (..., V) of states (..., width)."""
+        logits = self.linear(hidden)
+        if self.factor != 1.0:
+            logits = logits * self.factor
+        return logits if self.cap is None else self.cap * torch.tanh(logits / self.cap)
+
+
+class _States:
+    """What a model without its head returns: last hidden states, and nothing else."""
+
+    def __init__(self, hidden: Tensor) -> None:
+        self.last_hidden_state = hidden
+
+    def __getitem__(self, place: int) -> Tensor:
+        return (self.last_hidden_state,)[place]
+
+    def __getattr__(self, name: str) -> None:
+        if name.startswith("__"):
+            raise AttributeError(name)
+
+
+@torch.no_grad()
+def check_head(model: Any) -> None:
+    """Raise ConfigError unless `OutputHead` makes the logits that the model's forward pass makes.
+
+    Only what comes after the last layer is run, on states that are no text's.
+    """
+    core, head = model.base_model, OutputHead(model)
+    weight = head.weight
+    if weight.is_meta or core is model:
+        return
+    width = getattr(head.linear, "in_features", weight.shape[1])
+    hidden = torch.linspace(-2, 2, 3 * width, device=weight.device).view(1, 3, width)
+    hidden = hidden.to(weight.dtype if weight.is_floating_point() else torch.float32)
+    before = vars(core).get("forward")
+    core.forward = lambda *_, **__: _States(hidden)
+    try:
+        wanted = model(input_ids=torch.zeros(1, 3, dtype=torch.int64, device=weight.device)).logits.float()
+    finally:
+        del core.forward
+        if before is not None:
+            core.forward = before
+    found = head(hidden).float()
+    if not (found - wanted).norm() <= 0.02 * wanted.norm():
+        raise ConfigError(
+            f"a model of type '{model.config.model_type}' does not take the logits of its head as they are; "
+            "`mmrl.runtime.output_head.OutputHead` knows `logit_scale`, `lm_head_multiplier`, "
+            "`logits_scaling` and `final_logit_softcapping`, and needs what this model does"
+        )
