@@ -121,7 +121,7 @@ def test_in_float32_turns_go_on_with_the_same_answers(checkpoint, continued):
     assert len(continued) > 1
 
 
-@EVERY
+@pytest.mark.parametrize("family", [*FAMILIES, pytest.param("smolvlm", marks=pytest.mark.slow)])
 def test_copies_of_prompts_go_on_too(checkpoint, family, continued):
     policy = Tokens(model=str(checkpoint(family)), dtype="float64", share_prefix=False)
     every = [prompt for prompt in (*mixed.prompts(family)[:3], mixed.prompts(family)[-1]) for _ in range(3)]
@@ -202,8 +202,10 @@ def test_a_row_keeps_the_longest_beginning_by_content(exact):
     assert pictured.unread(core, shown, len(shown.ids) - 1) == []
 
 
-@EVERY
-@pytest.mark.parametrize("most", [1, 2])
+@pytest.mark.parametrize(
+    ("family", "most"),
+    [(FAMILY, 1), *((f, 2) for f in FAMILIES), *(pytest.param(f, 2, marks=pytest.mark.slow) for f in MORE)],
+)
 def test_conversations_whose_older_images_leave_are_those_of_reading_all_anew(
     exact, family, most, continued, caplog
 ):

@@ -211,8 +211,9 @@ def test_shards_and_processes(checkpoint):
     assert "rollouts/whole weights" not in elsewhere
 
 
-# All weights, a reference, micro-batches, and adapters; other cases of the benchmark are parts of them.
-MEASURED = ("reference", "checkpointing", "few bits", "pruned")
+# All weights, a reference and micro-batches; and a pruned model with an adapter. `benchmarks.memory` measures
+# five other cases.
+MEASURED = ("reference", "pruned")
 
 
 @pytest.mark.slow
