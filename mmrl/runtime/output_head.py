@@ -62,7 +62,12 @@ def check_head(model: Any) -> None:
     """
     core, head = model.base_model, OutputHead(model)
     weight = head.weight
-    if weight.is_meta or core is model:
+    if core is model:
+        raise ConfigError(
+            f"a model of type '{model.config.model_type}' has no part without its head "
+            "(`base_model` of transformers); load the whole vision-language model that it belongs to"
+        )
+    if weight.is_meta:
         return
     width = getattr(head.linear, "in_features", weight.shape[1])
     hidden = torch.linspace(-2, 2, 3 * width, device=weight.device).view(1, 3, width)

@@ -13,6 +13,7 @@ from mmrl.config.loading import ConfigError
 from mmrl.core.types import Unit
 from mmrl.vision.models.loading import load_model
 from mmrl.vision.models.model_families import FAMILIES, check_family, family_of
+from mmrl.vision.policies.tokens import Tokens
 from tests.vision import mixed, tiny
 
 EVERY = pytest.mark.parametrize("family", sorted(tiny.MAKERS))
@@ -54,6 +55,22 @@ def test_packed_prompts_give_the_values_and_gradients_of_cached_ones(exact, fami
     for name, value in gradient.items():
         mixed.assert_close(family, other_gradient[name], value, rtol=1e-9, atol=1e-9)
     assert sum(float(value.abs().sum()) for value in gradient.values()) > 0
+
+
+def test_packed_prompts_with_eager_attention_have_the_same_values(checkpoint):
+    made = [
+        Tokens(
+            model=str(checkpoint("qwen2_5_vl")),
+            dtype="float32",
+            attn_implementation=attention,
+            gradient_checkpointing=packed,
+        )
+        for attention, packed in (("sdpa", False), ("eager", True))
+    ]
+    rows = mixed.answered(made[0], "qwen2_5_vl")
+    with torch.no_grad():
+        found, wanted = (policy(policy.collate(rows)).logp for policy in reversed(made))
+    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-3)
 
 
 @EVERY
@@ -190,6 +207,10 @@ def test_models_that_would_be_read_otherwise_are_refused_before_their_weights_ar
     ):
         with pytest.raises(ConfigError, match=f"'{name}' reads {reads}.* which is known of gemma3, "):
             check_family(SimpleNamespace(model_type=name), core[name])
+    for name in ("mamba2", "recurrent_gemma"):
+        state = transformers.MODEL_MAPPING[type(transformers.AutoConfig.for_model(name))]
+        with pytest.raises(ConfigError, match=f"layers of a model of type '{name}' keep a state, from which"):
+            check_family(SimpleNamespace(model_type=name), state, text_only=True)
     for name in ("gemma3", "llava_next"):  # listed, and one that reads nothing else
         check_family(SimpleNamespace(model_type=name), core[name])
     transformers.PaliGemmaConfig().save_pretrained(tmp_path)  # and no weights

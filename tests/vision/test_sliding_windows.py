@@ -78,13 +78,23 @@ def test_windows_are_found_by_the_types_of_layers_or_by_the_window_alone():
     }
 
 
-def test_layers_with_a_recurrent_state_are_not_packed():
-    kinds = {"linear_attention", "full_attention", "chunked_attention"}
-    for kind in kinds:
-        core = SimpleNamespace(config=text(layer_types=[kind, "full_attention"]))
-        core.config.model_type = "my_vlm"
-        assert shares_prompts(core, None, packed=False)
-        assert shares_prompts(core, None, packed=True) == (kind == "full_attention")
+@pytest.mark.parametrize(
+    ("kind", "attention", "masked", "packed"),
+    [
+        ("full_attention", "sdpa", True, True),
+        ("sliding_attention", "eager", True, True),
+        ("full_attention", "mmrl_sdpa", True, True),
+        ("linear_attention", "sdpa", True, False),
+        ("chunked_attention", "sdpa", True, False),
+        ("full_attention", "flash_attention_2", True, False),
+        ("full_attention", "sdpa", False, False),  # attention that is not called through transformers
+    ],
+)
+def test_only_layers_that_attend_by_a_mask_of_any_form_are_packed(kind, attention, masked, packed):
+    config = text(layer_types=[kind, "full_attention"], _attn_implementation=attention)
+    config.model_type = "my_vlm"
+    core = SimpleNamespace(config=config, _supports_attention_backend=masked)
+    assert shares_prompts(core, None, packed=False) and shares_prompts(core, None, packed=True) == packed
 
 
 def test_a_window_of_all_layers_is_not_pruned(checkpoint, tmp_path):

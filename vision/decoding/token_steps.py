@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from mmrl.core.types import Unit
+from mmrl.kv_cache.attention_interface import BASES, PREFIX
 from mmrl.kv_cache.hf_cache import attention_types
 from mmrl.vision.decoding.prefill import merge_media, prefill, squeeze_axes
 from mmrl.vision.decoding.prefix_tree import (
@@ -254,7 +255,9 @@ def read_packed(core: nn.Module, steps: TokenSteps) -> Tensor:
     media = [tensors for pack in packs.values() for number in pack for tensors in tree.media(number)]
     hidden = core(
         input_ids=ids,
-        attention_mask=_masks(layer_windows(core.config), tree.before().to(device), owner, index, mask),
+        attention_mask=_masks(
+            layer_windows(core.config), tree.before().to(device), owner, index, mask, _added_to(core)
+        ),
         use_cache=False,
         position_ids=squeeze_axes(positions.contiguous()),
         **merge_media(media, device),
@@ -287,13 +290,16 @@ def read_whole(core: nn.Module, steps: TokenSteps) -> Tensor:
 def shares_prompts(core: nn.Module, steps: TokenSteps, *, packed: bool) -> bool:
     """Whether a model reads the rows of a prompt after one copy of it, `packed` with them or with a cache.
 
-    Layers with a recurrent state cannot be packed, and images after the prompt need the types of tokens.
+    Only layers that attend by a mask of any form can be packed, which those with a recurrent state and
+    FlashAttention do not; and images after the prompt need the types of tokens.
     """
-    kinds = set(attention_types(core.config.get_text_config(decoder=True)))
-    if packed and not kinds <= {"full_attention", "sliding_attention"}:
+    if family_of(core.config).types and (packed or any(suffix.media for suffix in steps.suffixes if suffix)):
         return False
-    return not family_of(core.config).types or not (
-        packed or any(suffix.media for suffix in steps.suffixes if suffix)
+    text = core.config.get_text_config(decoder=True)
+    return not packed or (
+        text._attn_implementation in (*BASES, *(PREFIX + base for base in BASES))
+        and set(attention_types(text)) <= {"full_attention", "sliding_attention"}
+        and core._supports_attention_backend
     )
 
 
@@ -336,7 +342,12 @@ def _where(steps: TokenSteps, tree: PrefixTree, starts: Sequence[int]) -> Tensor
 
 
 def _masks(
-    windows: dict[str, int | None], before: Tensor, owner: Tensor, index: Tensor, mask: Tensor
+    windows: dict[str, int | None],
+    before: Tensor,
+    owner: Tensor,
+    index: Tensor,
+    mask: Tensor,
+    dtype: torch.dtype | None = None,
 ) -> Tensor | dict[str, Tensor]:
     """Make the attention mask (P, 1, S, S), by type of layer where there are several.
 
@@ -354,7 +365,19 @@ def _masks(
         name: (allowed if window is None else allowed & (distance < window))[:, None]
         for name, window in windows.items()
     }
+    if dtype is not None:  # eager attention adds the mask
+        lowest = torch.finfo(dtype).min
+        masks = {
+            name: torch.zeros_like(allowed, dtype=dtype).masked_fill(~allowed, lowest)
+            for name, allowed in masks.items()
+        }
     return masks if len(masks) > 1 else masks.popitem()[1]
+
+
+def _added_to(core: nn.Module) -> torch.dtype | None:
+    """The type of attention scores that a mask is added to; None: a mask says what is attended to."""
+    implementation = core.config.get_text_config(decoder=True)._attn_implementation
+    return core.dtype if implementation.removeprefix(PREFIX) == "eager" else None
 
 
 def layer_windows(config: Any) -> dict[str, int | None]:

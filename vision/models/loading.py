@@ -42,8 +42,8 @@ def load_model(name: str, *, dtype: str, attn_implementation: str) -> nn.Module:
     with _source("model", name) as source:
         config = AutoConfig.from_pretrained(source, trust_remote_code=False)
         text_only = reads_text_only(config)
-        if not text_only and type(config) in MODEL_MAPPING:
-            check_family(config, MODEL_MAPPING[type(config)])
+        if type(config) in MODEL_MAPPING:
+            check_family(config, MODEL_MAPPING[type(config)], text_only=text_only)
         maker = AutoModelForCausalLM if text_only else AutoModelForImageTextToText
         options = {"dtype": DTYPES[dtype], "attn_implementation": attn_implementation}
         if placement().empty and quantized_by(config) in ("", "bitsandbytes"):

@@ -195,16 +195,23 @@ FAMILIES: dict[str, VLMFamily] = {
 }
 
 
+CONTINUED = ("qwen3_5", "qwen3_next")  # beginnings of the types of models
 TYPES_OF_TOKENS = ("token_type_ids", "mm_token_type_ids")  # arguments of a forward pass
 
 
-def check_family(config: Any, core: type[nn.Module]) -> None:
+def check_family(config: Any, core: type[nn.Module], *, text_only: bool = False) -> None:
     """Raise ConfigError for a model, without its head, that would be read otherwise than it was trained.
 
     That is one which is not listed and numbers positions itself, as those with M-RoPE, or attends by the
-    types of tokens, as Gemma does in both directions among those of an image.
+    types of tokens, as Gemma does in both directions among those of an image; and one whose layers keep a
+    state, as Mamba, unless they go on from a state with several tokens, as Qwen3.5 and Qwen3-Next.
     """
-    if config.model_type in FAMILIES:
+    if getattr(core, "_is_stateful", False) and not config.model_type.startswith(CONTINUED):
+        raise ConfigError(
+            f"layers of a model of type '{config.model_type}' keep a state, from which they are not known to "
+            f"go on with all tokens of an answer at once; {' and '.join(CONTINUED)} are"
+        )
+    if text_only or config.model_type in FAMILIES:
         return
     takes = signature(core.forward).parameters
     reads = [f"`{name}`" for name in TYPES_OF_TOKENS if name in takes]
