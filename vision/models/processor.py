@@ -189,6 +189,11 @@ class PromptEncoder:
             parts.append(f"<{kind}: {len(run)} tokens>" if kind else self.tokenizer.decode(run))
         return "".join(parts)
 
+    def processor_inputs(self, prompt: Prompt) -> dict[str, Tensor]:
+        """Give the outputs of the processor for a prompt: what the forward pass of transformers takes."""
+        messages = list(map(template_message, self.replies(prompt.messages)))
+        return self._inputs(prompt, self._render(messages), {})
+
     def _encode(self, prompt: Prompt, tools: Tools) -> EncodedPrompt:
         words = [self.tokenizer.decode(token) for token in self.placeholders]
         # Processors look for words of their own, which can differ from those of the model.

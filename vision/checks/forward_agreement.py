@@ -1,0 +1,76 @@
+"""Check at the start: rows are read as the model's own processor and forward pass read them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from mmrl.config.ranges import PositiveFloat, PositiveInt
+from mmrl.config.registry import check
+from mmrl.core.types import Trajectory
+from mmrl.diagnostics.context import Examined, Finding
+from mmrl.runtime.fsdp import in_shards
+from mmrl.runtime.modules import LOW
+from mmrl.vision.models.model_families import TYPES_OF_TOKENS
+from mmrl.vision.policies.tokens import Tokens
+
+# Their positions after a video are wrong in transformers 5.3 to 5.23; ours are tested by hand.
+WRONG_AFTER_VIDEO = ("qwen2_vl", "qwen2_5_vl")
+
+
+@check(on="start")
+def forward_agreement(
+    examined: Examined, *, rows: PositiveInt = 4, tolerance: PositiveFloat = 0.05
+) -> Iterator[Finding]:
+    """Check that answers are as likely as plain transformers find them, one at a time and without a cache.
+
+    It finds positions, masks and types of tokens that are not those of a model family. Not asked of a model
+    in shards, of conversations, and of videos of Qwen2-VL and Qwen2.5-VL.
+
+    Args:
+        rows: Rollouts that are compared.
+        tolerance: Mean difference of log-probabilities of a row, in nats; bfloat16 alone makes some 0.01.
+    """
+    policy = examined.policy
+    if not isinstance(policy, Tokens) or in_shards(policy.model):
+        return
+    compared = [row for row in examined.rollouts if _comparable(policy, row)][:rows]
+    encoded = tuple(policy.encode(row.prompt, row.outcomes[-1]) for row in compared)
+    found = examined.log_probabilities(encoded) if encoded else []
+    gaps = [
+        float((_plain(policy, row) - ours[: row.length]).abs().mean())
+        for row, ours in zip(encoded, found, strict=True)
+    ]
+    if gaps and not max(gaps) <= tolerance:
+        worst = compared[gaps.index(max(gaps))].prompt.uid
+        yield Finding(
+            f"a model of type '{policy.model.config.model_type}' finds the answer to prompt '{worst}' "
+            f"{max(gaps):.3g} nats a token away from what it is given here",
+            "the family has positions, masks or inputs of its own; add it to "
+            "`mmrl.vision.models.model_families.FAMILIES`, as docs/howto/model.md shows",
+        )
+
+
+def _comparable(policy: Tokens, row: Trajectory) -> bool:
+    videos = any(medium.kind == "video" for medium in row.prompt.media)
+    wrong = videos and policy.model.config.model_type in WRONG_AFTER_VIDEO
+    return bool(row.outcomes[-1].text) and getattr(row.steps, "suffix", None) is None and not wrong
+
+
+@torch.no_grad()
+def _plain(policy: Tokens, row: Trajectory) -> Tensor:
+    """Compute log-probabilities (T,) of an answer from what the processor gives the model."""
+    inputs, answer = policy.prompt_encoder.processor_inputs(row.prompt), row.steps.ids
+    before, device = inputs["input_ids"].shape[1], policy.model.device
+    for name, value in (("input_ids", None), ("attention_mask", 1), *((name, 0) for name in TYPES_OF_TOKENS)):
+        if name in inputs:
+            more = answer if value is None else torch.full_like(answer, value)
+            inputs[name] = torch.cat([inputs[name], more[None].to(inputs[name])], 1)
+    given = {name: value.to(device) for name, value in inputs.items()}
+    with torch.autocast(device.type, policy.compute, enabled=policy.compute in LOW):
+        logits = policy.model(**given, use_cache=False).logits[0, before - 1 : -1].double().cpu()
+    forbidden = torch.tensor(policy.prompt_encoder.placeholders, dtype=torch.int64)
+    logits = logits.index_fill(-1, forbidden, -torch.inf)
+    return logits.log_softmax(-1).gather(1, answer[:, None].cpu())[:, 0]
