@@ -396,7 +396,7 @@ MAKERS = {
     "smolvlm": _smolvlm,
     "internvl": _internvl,
 }
-# Families of which more than norms compute in float32, whatever the weights are, and what that changes at most.
+# Families of which more than norms compute in float32, whatever the weights are, and what that changes.
 IN_FLOAT32 = {"gemma3": 1e-5, "qwen3_5": 1e-3}
 WITH_VIDEO = tuple(name for name in MAKERS if name not in ("llava", "glm46v", "gemma3"))
 
