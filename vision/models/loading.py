@@ -59,7 +59,8 @@ def load_model(name: str, *, dtype: str, attn_implementation: str) -> nn.Module:
     for module in model.modules():
         if hasattr(module, "support_avx512bf16_for_cpu"):  # 4-bit layers of bitsandbytes in the checkpoint
             module.support_avx512bf16_for_cpu = False  # weights repacked for this have no gradient
-    check_head(model)
+    if not placement().empty:
+        check_head(model)
     return model.eval()  # without dropout, in training too
 
 
