@@ -149,6 +149,12 @@ def test_weights_need_not_be_there(options, checkpoint, tmp_path):
     assert {"learning/activations", "learning/logits", "rollouts/cache"} <= wanted.keys()
 
 
+@pytest.mark.parametrize("family", ["gemma3", "glm46v", "qwen3_5"])
+def test_families_with_other_layers_are_estimated(family, checkpoint):
+    found = estimate_memory(config_of(checkpoint(family)))
+    assert found["weights"] > 0 and found["rollouts/cache"] > 0 and found["learning/activations"] > 0
+
+
 @needs_bitsandbytes
 @pytest.mark.parametrize("bits", [4, 8])
 def test_the_weights_of_a_checkpoint_in_few_bits_need_not_be_there(bits, checkpoint, tmp_path):

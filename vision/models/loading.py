@@ -66,7 +66,9 @@ def load_model(name: str, *, dtype: str, attn_implementation: str) -> nn.Module:
 
 def _empty_model(maker: Any, config: Any, options: dict[str, Any]) -> nn.Module:
     """Make a model whose weights have shapes alone, in few bits where those of its checkpoint are."""
-    with making_weights():
+    from transformers.initialization import no_init_weights
+
+    with making_weights(), no_init_weights():  # some draws of transformers need numbers that are not there
         model = maker.from_config(config, trust_remote_code=False, **options)
     if quantized_by(config):
         quantize_as_checkpoint(model, config.quantization_config)
