@@ -35,16 +35,17 @@ def _source(what: str, name: str) -> Iterator[str]:
 def load_model(name: str, *, dtype: str, attn_implementation: str) -> nn.Module:
     """Load a model that writes text, by hub id or folder, from safetensors only; or take an object."""
     if objects.is_object(name):
-        return objects.get(name).eval()
-    from transformers import MODEL_MAPPING, AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+        model = objects.get(name).eval()
+        _check_known(model.config)
+        check_head(model)
+        return model
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
     device = placement().device
     with _source("model", name) as source:
         config = AutoConfig.from_pretrained(source, trust_remote_code=False)
-        text_only = reads_text_only(config)
-        if type(config) in MODEL_MAPPING:
-            check_family(config, MODEL_MAPPING[type(config)], text_only=text_only)
-        maker = AutoModelForCausalLM if text_only else AutoModelForImageTextToText
+        _check_known(config)
+        maker = AutoModelForCausalLM if reads_text_only(config) else AutoModelForImageTextToText
         options = {"dtype": DTYPES[dtype], "attn_implementation": attn_implementation}
         if placement().empty and quantized_by(config) in ("", "bitsandbytes"):
             model = _empty_model(maker, config, options)
@@ -62,6 +63,14 @@ def load_model(name: str, *, dtype: str, attn_implementation: str) -> nn.Module:
     if not placement().empty:
         check_head(model)
     return model.eval()  # without dropout, in training too
+
+
+def _check_known(config: Any) -> None:
+    """Raise ConfigError for a model that would be read otherwise than it was trained, by its class alone."""
+    from transformers import MODEL_MAPPING
+
+    if type(config) in MODEL_MAPPING:
+        check_family(config, MODEL_MAPPING[type(config)], text_only=reads_text_only(config))
 
 
 def _empty_model(maker: Any, config: Any, options: dict[str, Any]) -> nn.Module:
