@@ -13,13 +13,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing
 import os
 import shutil
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,6 +27,7 @@ from torch import Tensor
 
 from examples.preference_pairs.demo import mean_with_interval
 from examples.video_grounding.demo import Trained, build, leave, make, plain, show, train
+from examples.worker_pool import workers
 from mmrl.build import load_evaluator
 from mmrl.config.schema import EvaluateConfig, load
 from mmrl.core.episodes import join_episodes
@@ -83,12 +82,8 @@ def demo(
     """
     began, numbers = time.perf_counter(), range(seed, seed + seeds)
     asked = [(output / f"seed-{number}", number, overrides, changes or {}, resume) for number in numbers]
-    if jobs > 1 and seeds > 1:
-        spawning = multiprocessing.get_context("spawn")  # a fork would inherit threads of torch
-        with ProcessPoolExecutor(min(jobs, seeds), spawning, torch.set_num_threads, (1,)) as pool:
-            found = list(pool.map(one_seed, *zip(*asked, strict=True)))
-    else:
-        found = [one_seed(*each) for each in asked]
+    with workers(min(jobs, seeds)) as pool:
+        found = list(pool.map(one_seed, *zip(*asked, strict=True)))
     return report(output, dict(zip(numbers, found, strict=True)), time.perf_counter() - began)
 
 

@@ -15,13 +15,11 @@ command with a configuration of this folder; all results are written to `--outpu
 from __future__ import annotations
 
 import argparse
-import os
 import shutil
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Executor, Future, ProcessPoolExecutor, as_completed
-from multiprocessing import get_context
+from concurrent.futures import Executor, Future, as_completed
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +28,7 @@ from torch import Tensor
 
 from examples.preference_pairs.demo import mean_with_interval
 from examples.video_grounding.demo import build, leave, make, plain, show, train
+from examples.worker_pool import workers
 from mmrl.core.episodes import join_episodes
 from mmrl.core.reward_table import Measured, RewardTable
 
@@ -115,27 +114,6 @@ def demo(
     with workers(jobs) as pool:
         found = in_pool(pool, output, numbers, overrides, changes, parts)
     return report(output, found, parts, time.perf_counter() - began)
-
-
-def workers(jobs: int) -> Executor:
-    """Return processes with a core each: small models gain nothing from two threads; 1: this process."""
-    return ProcessPoolExecutor(jobs, get_context("spawn"), one_thread) if jobs > 1 else Here()
-
-
-class Here(Executor):
-    """Calls at once, in this process."""
-
-    def submit(self, call: Any, /, *arguments: Any, **options: Any) -> Future[Any]:
-        """Call, and return the result as a future."""
-        done: Future[Any] = Future()
-        done.set_result(call(*arguments, **options))
-        return done
-
-
-def one_thread() -> None:
-    """Compute with one thread in this process."""
-    os.environ["OMP_NUM_THREADS"] = "1"
-    torch.set_num_threads(1)
 
 
 def in_pool(
