@@ -79,6 +79,7 @@ def _empty_model(maker: Any, config: Any, options: dict[str, Any]) -> nn.Module:
 
     with making_weights(), no_init_weights():  # some draws of transformers need numbers that are not there
         model = maker.from_config(config, trust_remote_code=False, **options)
+        model.tie_weights()  # without draws, transformers leave it out
     if quantized_by(config):
         quantize_as_checkpoint(model, config.quantization_config)
     return model
