@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,8 +14,9 @@ from mmrl.core.types import Trajectory
 from mmrl.diagnostics.context import Examined, Finding
 from mmrl.runtime.fsdp import in_shards
 from mmrl.runtime.modules import LOW
+from mmrl.vision.models.loading import TokenPolicy
 from mmrl.vision.models.model_families import TYPES_OF_TOKENS
-from mmrl.vision.policies.tokens import Tokens
+from mmrl.vision.models.processor import PromptEncoder
 
 # Their positions after a video are wrong in transformers 5.3 to 5.23; ours are tested by hand.
 WRONG_AFTER_VIDEO = ("qwen2_vl", "qwen2_5_vl")
@@ -33,8 +35,8 @@ def forward_agreement(
         rows: Rollouts that are compared.
         tolerance: Mean difference of log-probabilities of a row, in nats; bfloat16 alone makes some 0.01.
     """
-    policy = examined.policy
-    if not isinstance(policy, Tokens) or in_shards(policy.model):
+    policy: Any = examined.policy
+    if not isinstance(getattr(policy, "prompt_encoder", None), PromptEncoder) or in_shards(policy.model):
         return
     compared = [row for row in examined.rollouts if _comparable(policy, row)][:rows]
     encoded = tuple(policy.encode(row.prompt, row.outcomes[-1]) for row in compared)
@@ -53,14 +55,14 @@ def forward_agreement(
         )
 
 
-def _comparable(policy: Tokens, row: Trajectory) -> bool:
+def _comparable(policy: TokenPolicy, row: Trajectory) -> bool:
     videos = any(medium.kind == "video" for medium in row.prompt.media)
     wrong = videos and policy.model.config.model_type in WRONG_AFTER_VIDEO
     return bool(row.outcomes[-1].text) and getattr(row.steps, "suffix", None) is None and not wrong
 
 
 @torch.no_grad()
-def _plain(policy: Tokens, row: Trajectory) -> Tensor:
+def _plain(policy: TokenPolicy, row: Trajectory) -> Tensor:
     """Compute log-probabilities (T,) of an answer from what the processor gives the model."""
     inputs, answer = policy.prompt_encoder.processor_inputs(row.prompt), row.steps.ids
     before, device = inputs["input_ids"].shape[1], policy.model.device
