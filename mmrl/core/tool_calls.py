@@ -114,8 +114,9 @@ def typed(value: str, key: str, name: str, tools: Sequence[Mapping[str, Any]]) -
     """
     value = value.removeprefix("\n").removesuffix("\n")
     functions = [tool.get("function", tool) for tool in tools]
-    known = [tool["parameters"]["properties"].get(key) for tool in functions if tool.get("name") == name]
-    types = _types(known[0]) if known and known[0] else None
+    schemas = [tool.get("parameters", {}) for tool in functions if tool.get("name") == name]
+    known = [schema["properties"][key] for schema in schemas if key in schema.get("properties", {})]
+    types = _types(known[0]) if known else None
     if types == {"string"}:
         return value
     words = {"True": "true", "False": "false", "None": "null"}

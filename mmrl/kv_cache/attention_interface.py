@@ -43,6 +43,11 @@ def register(base: str) -> str:
     return name
 
 
+def attention_of(config: Any) -> str:
+    """Name the attention that a model's config asks transformers for, whether caches read it or not."""
+    return (config.get_text_config(decoder=True)._attn_implementation or "sdpa").removeprefix(PREFIX)
+
+
 def install(config: Any) -> None:
     """Let the attention of a model read quantised caches, for good, through its live config."""
     text = config.get_text_config(decoder=True)

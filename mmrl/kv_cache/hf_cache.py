@@ -30,6 +30,11 @@ def attention_types(text: Any) -> list[str]:
     return ["full_attention" if settings.get("attention_chunk_size") is None else "chunked_attention"]
 
 
+def only_attends(text: Any) -> bool:
+    """Whether all layers of a text model attend to keys and values, to all of them or in a sliding window."""
+    return set(attention_types(text)) <= {"full_attention", "sliding_attention"}
+
+
 def exact_cache(config: Any) -> Any:
     """Make a `transformers.DynamicCache` whose layers select rows and keep gradients.
 

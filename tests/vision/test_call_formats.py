@@ -126,6 +126,7 @@ def test_several_tagged_calls_and_what_stands_beside_them(parse, write):
     both = write("zoom", label="a", share="1") + "\n" + write("get_time")
     assert parse("I look. " + both, TOOLS) == [Call("zoom", {"label": "a", "share": 1}), Call("get_time", {})]
     assert without_calls("I look. " + both) == "I look." and parse("The sky is blue.", TOOLS) == []
+    assert parse(write("get_time", zone="3"), TOOLS) == [Call("get_time", {"zone": 3})]  # it takes nothing
     cut = write("zoom", label="a").partition("</tool_call>")[0]  # an answer that ended at its limit
     assert parse(cut, TOOLS) == [Call("zoom", {"label": "a"})]
 

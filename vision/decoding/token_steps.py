@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from mmrl.core.types import Unit
-from mmrl.kv_cache.attention_interface import BASES, PREFIX
-from mmrl.kv_cache.hf_cache import attention_types
+from mmrl.kv_cache.attention_interface import BASES, attention_of
+from mmrl.kv_cache.hf_cache import attention_types, only_attends
 from mmrl.vision.decoding.prefill import merge_media, prefill, squeeze_axes
 from mmrl.vision.decoding.prefix_tree import (
     ROOT,
@@ -295,10 +295,9 @@ def shares_prompts(core: nn.Module, steps: TokenSteps, *, packed: bool) -> bool:
     """
     if family_of(core.config).types and (packed or any(suffix.media for suffix in steps.suffixes if suffix)):
         return False
-    text = core.config.get_text_config(decoder=True)
     return not packed or (
-        text._attn_implementation in (*BASES, *(PREFIX + base for base in BASES))
-        and set(attention_types(text)) <= {"full_attention", "sliding_attention"}
+        attention_of(core.config) in BASES
+        and only_attends(core.config.get_text_config(decoder=True))
         and core._supports_attention_backend
     )
 
@@ -376,8 +375,7 @@ def _masks(
 
 def _added_to(core: nn.Module) -> torch.dtype | None:
     """The type of attention scores that a mask is added to; None: a mask says what is attended to."""
-    implementation = core.config.get_text_config(decoder=True)._attn_implementation
-    return core.dtype if implementation.removeprefix(PREFIX) == "eager" else None
+    return core.dtype if attention_of(core.config) == "eager" else None
 
 
 def layer_windows(config: Any) -> dict[str, int | None]:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from mmrl.kv_cache.attention_interface import read_shared_prefix, record_keys
-from mmrl.kv_cache.hf_cache import attention_types, exact_cache, share_prefix
+from mmrl.kv_cache.hf_cache import exact_cache, only_attends, share_prefix
 from mmrl.kv_cache.prefix_growth import rows_as_prompts
 from mmrl.runtime.fsdp import sharded_parts
 from mmrl.vision.decoding.prefill import merge_media, squeeze_axes
@@ -24,11 +24,10 @@ def reads_trees(model: nn.Module, *, packed: bool) -> bool:
     core = model.base_model
     # A pruned model chooses among the visual tokens of a prompt as a whole.
     own = any("forward" in vars(part) for part in (core, core.get_decoder()))
-    types = set(attention_types(core.config.get_text_config(decoder=True)))
     # Processes whose weights are sharded wait for each other in every pass, and trees differ in depth.
     return (
         not own
-        and types <= {"full_attention", "sliding_attention"}
+        and only_attends(core.config.get_text_config(decoder=True))
         and not family_of(core.config).types
         and (packed or not sharded_parts(model))
     )

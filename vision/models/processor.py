@@ -189,10 +189,10 @@ class PromptEncoder:
             parts.append(f"<{kind}: {len(run)} tokens>" if kind else self.tokenizer.decode(run))
         return "".join(parts)
 
-    def processor_inputs(self, prompt: Prompt) -> dict[str, Tensor]:
+    def processor_inputs(self, prompt: Prompt, tools: Tools = ()) -> dict[str, Tensor]:
         """Give the outputs of the processor for a prompt: what the forward pass of transformers takes."""
-        messages = list(map(template_message, self.replies(prompt.messages)))
-        return self._inputs(prompt, self._render(messages), {})
+        messages = list(map(template_message, self.replies(prompt.messages, tools)))
+        return self._inputs(prompt, self._render(messages, tools), {})
 
     def _encode(self, prompt: Prompt, tools: Tools) -> EncodedPrompt:
         words = [self.tokenizer.decode(token) for token in self.placeholders]
@@ -204,8 +204,7 @@ class PromptEncoder:
                     f"the text of prompt '{prompt.uid}' holds the media placeholder {word!r}; "
                     "add the image or video as a part of the message instead"
                 )
-        messages = list(map(template_message, self.replies(prompt.messages, tools)))
-        inputs = self._inputs(prompt, self._render(messages, tools), {})
+        inputs = self.processor_inputs(prompt, tools)
         positions = family_of(self.core.config).positions(self.core, inputs)
         media = {name: value for name, value in inputs.items() if name not in OF_TOKENS}
         return EncodedPrompt(prompt.uid, inputs["input_ids"][0], positions, media)
