@@ -63,6 +63,7 @@ def check_training(config: Config) -> Pieces:
     for place, bound in checked.items():
         if place.startswith("references."):
             needs |= _needs_of_second(config, bound, place, says)
+    _check_replay(engines)
     if config.rollout.max_staleness:
         _check_ahead(config, needs, engines)
     notes = frozenset().union(*(_declared(engine.entry, "notes") for engine in engines))
@@ -230,6 +231,19 @@ def _check_together(config: Config) -> None:
     for message, holds in contradictions.items():
         if holds:
             raise ConfigError(message)
+
+
+def _check_replay(engines: Sequence[Bound]) -> None:
+    """Raise where replay wraps an engine of conversations, whose rows it cannot make again."""
+    tags = [getattr(engine.entry.target, "sets_tags", frozenset()) for engine in engines]
+    for place, own in enumerate(tags):
+        for inner, below in zip(engines[:place], tags, strict=False):
+            if "replay" in own and {"episode", "changed"} <= below:
+                raise ConfigError(
+                    f"'{engines[place].entry.full_name}' would store nothing: it makes rows again from a "
+                    f"prompt of the data and tokens, and '{inner.entry.full_name}' answers with "
+                    "conversations. Leave one of them out"
+                )
 
 
 def _check_ahead(config: Config, needs: Needs, engines: Sequence[Bound]) -> None:
