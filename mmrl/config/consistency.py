@@ -18,7 +18,7 @@ from mmrl.config.ranges import BelowGenerations, DividesGenerations, marks
 from mmrl.config.registry import HOMES, Entry, Needs, find
 from mmrl.config.registry import pieces as known
 from mmrl.config.schema import Config, EvaluateConfig, as_piece, as_plain, parse
-from mmrl.config.tags import check_tags
+from mmrl.config.tags import check_replay, check_tags
 from mmrl.core.rng import Stream
 
 OWN_WEIGHTS = "trained weights"  # what a reference holds that says nothing else
@@ -35,6 +35,11 @@ def check_training(config: Config) -> Pieces:
     _check_reward_names(checked)
     _check_every_turn(checked)
     check_tags(pieces, checked)
+    if config.report.visualizations and not config.evaluation.data:
+        raise ConfigError(
+            "'report.visualizations' draw what an evaluation answered, and this run has none; add "
+            "`evaluation: {data: ...}`"
+        )
     if config.until:
         names = [bound.name for bound in _listed(checked, "rewards")]
         _check_metric("until.of", config.until.options.get("of"), names)
@@ -63,7 +68,7 @@ def check_training(config: Config) -> Pieces:
     for place, bound in checked.items():
         if place.startswith("references."):
             needs |= _needs_of_second(config, bound, place, says)
-    _check_replay(engines)
+    check_replay(engines)
     if config.rollout.max_staleness:
         _check_ahead(config, needs, engines)
     notes = frozenset().union(*(_declared(engine.entry, "notes") for engine in engines))
@@ -231,19 +236,6 @@ def _check_together(config: Config) -> None:
     for message, holds in contradictions.items():
         if holds:
             raise ConfigError(message)
-
-
-def _check_replay(engines: Sequence[Bound]) -> None:
-    """Raise where replay wraps an engine of conversations, whose rows it cannot make again."""
-    tags = [getattr(engine.entry.target, "sets_tags", frozenset()) for engine in engines]
-    for place, own in enumerate(tags):
-        for inner, below in zip(engines[:place], tags, strict=False):
-            if "replay" in own and {"episode", "changed"} <= below:
-                raise ConfigError(
-                    f"'{engines[place].entry.full_name}' would store nothing: it makes rows again from a "
-                    f"prompt of the data and tokens, and '{inner.entry.full_name}' answers with "
-                    "conversations. Leave one of them out"
-                )
 
 
 def _check_ahead(config: Config, needs: Needs, engines: Sequence[Bound]) -> None:

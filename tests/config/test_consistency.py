@@ -94,6 +94,13 @@ def test_replay_around_conversations_would_store_nothing(replay):
         check(parse(merge(raw, {"rollout": {"engine": engine}}), Config))
 
 
+def test_visualizations_want_an_evaluation():
+    raw = merge(read(CONFIGS / "train" / "image_flow_grpo.yaml"), {"evaluation": None})
+    raw |= {"report": {"visualizations": ["diffusion.image_grid"]}, "eval_steps": 0}
+    with pytest.raises(ConfigError, match="draw what an evaluation answered, and this run has none"):
+        check(parse({name: value for name, value in raw.items() if name != "evaluation"}, Config))
+
+
 def named(piece):
     return piece if isinstance(piece, str) else piece["name"]
 
