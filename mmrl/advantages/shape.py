@@ -177,7 +177,7 @@ def length_band(
     several = GroupStatistics(table.values[:, [place]], right[:, None], index).count()[:, 0] > 1
     inside = (table.ends >= shortest) & (table.ends <= longest)
     values = table.values.clone()
-    values[:, place] += bonus * (right & several & inside)
+    values[:, place] = torch.where(right & several & inside, values[:, place] + bonus, values[:, place])
     return table.put(values)
 
 

@@ -18,7 +18,7 @@ from mmrl.config.ranges import BelowGenerations, DividesGenerations, marks
 from mmrl.config.registry import HOMES, Entry, Needs, find
 from mmrl.config.registry import pieces as known
 from mmrl.config.schema import Config, EvaluateConfig, as_piece, as_plain, parse
-from mmrl.config.tags import check_tags
+from mmrl.config.tags import check_replay, check_tags
 from mmrl.core.rng import Stream
 
 OWN_WEIGHTS = "trained weights"  # what a reference holds that says nothing else
@@ -35,6 +35,11 @@ def check_training(config: Config) -> Pieces:
     _check_reward_names(checked)
     _check_every_turn(checked)
     check_tags(pieces, checked)
+    if config.report.visualizations and not config.evaluation.data:
+        raise ConfigError(
+            "'report.visualizations' draw what an evaluation answered, and this run has none; add "
+            "`evaluation: {data: ...}`"
+        )
     if config.until:
         names = [bound.name for bound in _listed(checked, "rewards")]
         _check_metric("until.of", config.until.options.get("of"), names)
@@ -63,6 +68,7 @@ def check_training(config: Config) -> Pieces:
     for place, bound in checked.items():
         if place.startswith("references."):
             needs |= _needs_of_second(config, bound, place, says)
+    check_replay(engines)
     if config.rollout.max_staleness:
         _check_ahead(config, needs, engines)
     notes = frozenset().union(*(_declared(engine.entry, "notes") for engine in engines))

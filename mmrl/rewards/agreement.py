@@ -9,7 +9,7 @@ from typing import Literal
 
 from mmrl.config.ranges import NonNegativeFloat, PositiveFloat
 from mmrl.config.registry import reward
-from mmrl.config.reward_adapters import by_prompt
+from mmrl.config.reward_adapters import comparable_outcomes
 from mmrl.core.types import Outcome, Prompt
 from mmrl.rewards.text import comparable, word_f1
 
@@ -38,7 +38,7 @@ def agreement(
     measure = SIMILARITIES[similarity]
     texts = [comparable(outcome.text or "", tag) for outcome in outcomes]
     rewards: list[float | None] = [None] * len(outcomes)
-    for members in by_prompt(prompts).values():
+    for members in comparable_outcomes(prompts):
         for i, others in _other_wordings(prompts, members).items():
             if others:
                 rewards[i] = sum(measure(texts[i], texts[j]) for j in others) / len(others)
@@ -68,7 +68,7 @@ def information_consistency(
     """
     entropy = [word_entropy(outcome.text or "") for outcome in outcomes]
     rewards: list[float | None] = [None] * len(outcomes)
-    for members in by_prompt(prompts).values():
+    for members in comparable_outcomes(prompts):
         found = [entropy[i] for i in members]
         low, spread = min(found), max(found) - min(found)
         others = _other_wordings(prompts, members)
