@@ -22,6 +22,7 @@ from mmrl.reporting.model_card import render_card, write_card
 from mmrl.runtime.checkpoint import publish
 from mmrl.runtime.files import remove
 from mmrl.runtime.modules import DTYPES, RECORD, applied_transforms, twin
+from mmrl.runtime.weights import load_whole
 
 LOW_BIT = ("Linear4bit", "Linear8bitLt")
 # `model_type` of a folder with transforms, which transformers does not know: it must not load it as whole.
@@ -162,11 +163,11 @@ def load_pruned(folder: str | Path, *, attn_implementation: str = "sdpa") -> nn.
     except (OSError, json.JSONDecodeError) as error:
         raise ValueError(f"cannot read '{path}', which `mmrl export` writes: {error}") from error
     # Loading in the widest dtype is exact for narrower weights, and `layer_cast` casts them again.
-    model = AutoModelForImageTextToText.from_pretrained(
-        str(Path(folder) / WEIGHTS),
+    model = load_whole(
+        AutoModelForImageTextToText,
+        Path(folder) / WEIGHTS,
         dtype=DTYPES[record["dtype"]],
         attn_implementation=attn_implementation,
-        use_safetensors=True,
         trust_remote_code=False,
     ).eval()
     for transform in record["transforms"]:

@@ -10,6 +10,7 @@ import torch
 from mmrl.config.ranges import PositiveInt
 from mmrl.config.registry import reward
 from mmrl.core.types import Outcome, Prompt
+from mmrl.runtime.weights import load_whole
 
 
 def load_text_model(kind: str, model: str, device: str = "auto", **options: Any) -> tuple[Any, Any]:
@@ -24,9 +25,7 @@ def load_text_model(kind: str, model: str, device: str = "auto", **options: Any)
         # With its number: rewards run in threads of their own, whose current device is another.
         device = f"cuda:{torch.cuda.current_device()}" if torch.cuda.is_available() else "cpu"
     tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=False)
-    loaded = getattr(transformers, kind).from_pretrained(
-        model, use_safetensors=True, trust_remote_code=False, **options
-    )
+    loaded = load_whole(getattr(transformers, kind), model, trust_remote_code=False, **options)
     return tokenizer, loaded.to(device).eval().requires_grad_(False)
 
 

@@ -24,6 +24,7 @@ from mmrl.runtime.modules import (
     widest_dtype,
 )
 from mmrl.runtime.output_head import OutputHead
+from mmrl.runtime.weights import load_whole
 from mmrl.vision.decoding.inner_outputs import (
     OF_LOGITS,
     OF_STATES,
@@ -106,10 +107,10 @@ class Tokens:
         pixels = {"shortest_edge": min_pixels, "longest_edge": max_pixels}
         pixels = {name: value for name, value in pixels.items() if value is not None}
         self.prompt_encoder = PromptEncoder(self.processor, self.model.base_model, pixels=pixels)
-        alpha, tower = lora_alpha or 2.0 * lora_rank, not freeze_vision_tower
+        tower = not freeze_vision_tower
         if roles:
             check_roles(roles, new=bool(lora_rank) and not adapter and not transform)
-        self.adapter = self._adapted(adapter, lora_rank, alpha, tower, roles)
+        self.adapter = self._adapted(adapter, lora_rank, lora_alpha, tower, roles)
         self.steering = None if self.adapter else steering_of(self.model)
         if not self.steering:
             self.says = self.says - {"reversed_logp"}
@@ -131,6 +132,11 @@ class Tokens:
             roles=self.roles,
         )
 
+    @staticmethod
+    def check_folders(options: Mapping[str, Any]) -> None:
+        """Raise `ValueError` where weights that options name are missing or of another model."""
+        loading.check_folders(str(options.get("model", "")), str(options.get("adapter") or ""))
+
     def _blank_image(self) -> dict[str, Tensor]:
         """Make the inputs of a black image; none for a language model."""
         if self.processor.image_processor is None:
@@ -139,12 +145,14 @@ class Tokens:
         inputs = self.processor.image_processor(images=[black], return_tensors="pt")
         return {name: torch.as_tensor(value) for name, value in inputs.items()}
 
-    def _adapted(self, adapter: str, rank: int, alpha: float, tower: bool, roles: tuple[str, ...]) -> Any:
+    def _adapted(
+        self, adapter: str, rank: int, alpha: float | None, tower: bool, roles: tuple[str, ...]
+    ) -> Any:
         """Load an adapter, or add new ones; None where the model itself learns."""
         if adapter:
-            return loading.load_adapter(self.model, adapter)
+            return loading.load_adapter(self.model, adapter, rank=rank, alpha=alpha)
         names = roles or ("default",)
-        added = {"rank": rank, "alpha": alpha, "tower": tower, "names": names}
+        added = {"rank": rank, "alpha": alpha or 2.0 * rank, "tower": tower, "names": names}
         return loading.add_adapter(self.model, **added) if rank else None
 
     def _choose_weights(self, freeze_vision_tower: bool, frozen: bool) -> None:
@@ -281,8 +289,10 @@ class Tokens:
         """
         if self.steering is not None:
             save_steering(self.steering, folder)
+        elif self.adapter is not None:
+            loading.save_adapter(self.adapter, folder)
         else:
-            (self.adapter or self.model).save_pretrained(str(folder))
+            self.model.save_pretrained(str(folder))
         self.processor.save_pretrained(str(folder))
 
     def load(self, folder: Path) -> None:
@@ -299,5 +309,4 @@ class Tokens:
             return
         # The folder names one dtype, that of the frozen weights; the widest loses nothing of trained weights.
         widest = widest_dtype(self.model, folder)
-        saved = type(self.model).from_pretrained(str(folder), dtype=widest, use_safetensors=True)
-        copy_weights(self.model, saved)
+        copy_weights(self.model, load_whole(type(self.model), folder, dtype=widest))
