@@ -188,6 +188,7 @@ def make_evaluator(
         metrics=pieces.make_field(config, "evaluation.metrics"),
         num_generations=wanted.num_generations,
         confidence=wanted.confidence,
+        correct=wanted.correct,
     )
 
 

@@ -26,6 +26,16 @@ def total(table: RewardTable) -> RewardTable:
 
 
 @advantage
+def constant(table: RewardTable, *, value: float = 1.0) -> RewardTable:
+    """Give every answer the same advantage, whatever it earned, as demonstrations have."""
+    return table.replace(
+        values=torch.full_like(table.values[:, :1], value),
+        valid=table.present[:, None],
+        weights={"constant": 1.0},
+    )
+
+
+@advantage
 def pick(table: RewardTable, *, of: str) -> RewardTable:
     """Use one reward as the advantage; the others are only reported as metrics."""
     place = column_of(table, of)

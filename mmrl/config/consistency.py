@@ -32,7 +32,7 @@ def check_training(config: Config) -> Pieces:
     checked = check_all(pieces, config)
     _check_rewards(checked, "rewards")
     _check_rewards(checked, "evaluation.rewards", weighted=False)
-    _check_reward_names(checked)
+    _check_reward_names(checked, config.evaluation.correct)
     _check_every_turn(checked)
     check_tags(pieces, checked)
     if config.report.visualizations and not config.evaluation.data:
@@ -122,7 +122,7 @@ def check_evaluation(config: Config | EvaluateConfig) -> Pieces:
     config, pieces = evaluation_of(config), Pieces(Stream())
     checked = check_all(pieces, config)
     _check_rewards(checked, "evaluation.rewards", weighted=False)  # labels are enough
-    _check_reward_names(checked)
+    _check_reward_names(checked, config.evaluation.correct)
     _check_every_turn(checked)
     check_tags(pieces, checked)
     evaluation = config.evaluation
@@ -266,10 +266,11 @@ def _check_rewards(checked: Mapping[str, Any], place: str, *, weighted: bool = T
         raise ConfigError(f"{place}: no reward has a weight, so there is nothing to learn from")
 
 
-def _check_reward_names(checked: Mapping[str, Any]) -> None:
+def _check_reward_names(checked: Mapping[str, Any], correct: str) -> None:
     """Raise where a filter, sampler, metric or check reads a reward that no reward is called."""
     trained = [bound.name for bound in _listed(checked, "rewards")]
     evaluated = [bound.name for bound in _listed(checked, "evaluation.rewards")] or trained
+    _check_name("evaluation.correct", correct, evaluated)
     for place, bound in checked.items():
         options = bound.options if isinstance(bound, Bound) else {}
         names = evaluated if place.startswith("evaluation.") else trained

@@ -83,6 +83,7 @@ class Learn:
     max_grad_norm: NonNegativeFloat = 1.0  # 0: no limit
     on_nonfinite: Literal["stop", "skip"] = "stop"  # after a loss or gradient that is NaN or infinite
     max_skipped: NonNegativeInt = 10  # updates that may be skipped in a run
+    on_no_learning: Literal["stop", "warn"] = "stop"  # after ten first steps that move no weight
 
 
 @dataclass(frozen=True)
@@ -96,6 +97,7 @@ class Evaluation:
     engine: Annotated[tuple[Piece, ...], Kind("engine")] = ()  # empty: the first of the training
     rewards: Annotated[tuple[Piece, ...], Kind("reward")] = ()  # empty: those of the training
     metrics: Annotated[tuple[Piece, ...], Kind("metric")] = (Piece("mean"),)  # numbers of the rewards
+    correct: str = ""  # the reward of 0 or 1 that says which answers are correct; "": that of most weight
     num_prompts: NonNegativeInt = 0  # 0: all of them
     num_generations: PositiveInt = 1  # answers per prompt
     confidence: Annotated[float, Range(0, 1, above=True, below=True)] = 0.95  # of the bootstrap intervals

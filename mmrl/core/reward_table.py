@@ -324,6 +324,7 @@ class Measured:
     intervals: Mapping[str, tuple[float, float]]
     rollouts: Rollouts
     table: RewardTable
+    correct: str = ""  # the reward that says which answers are correct, where one was chosen
 
 
 def _columns(change: Callable[..., Tensor], *tables: RewardTable) -> dict[str, Any]:

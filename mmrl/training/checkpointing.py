@@ -19,7 +19,7 @@ from mmrl.reporting.metrics import Journal, describe_measured
 from mmrl.reporting.model_card import write_card
 from mmrl.runtime import checkpoint
 from mmrl.runtime.checkpoint import CheckpointError
-from mmrl.runtime.content_hash import of_prompts
+from mmrl.runtime.content_hash import of_prompts, of_tensors
 from mmrl.runtime.distributed import Processes
 from mmrl.runtime.files import LOCK, check_free, in_one_line, push, remove, write_whole
 from mmrl.runtime.fsdp import gathered, taken_up, whole
@@ -38,6 +38,7 @@ def save(run: Run) -> None:
     """Write `checkpoint-{step}`: the model folder of its library, and the state that resuming needs."""
     folder = run.folder / f"checkpoint-{run.progress.step}"
     run.rank_checkpoint()  # before the state, which names the best checkpoint
+    run.signal.compare(of_tensors(run.method.trained), run.progress.step)
     state = whole(run.state_dict())  # on process 0; every process takes part
     limit, best = run.config.save_total_limit, run.progress.best.step
     with run.processes.agreeing(f"saving '{folder}'"), run.whole_weights():

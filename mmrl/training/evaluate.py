@@ -40,6 +40,7 @@ class Evaluator:
     metrics: Sequence[Bound]
     num_generations: int = 1
     confidence: float = 0.95
+    correct: str = ""
     prepare: Sequence[Preparing] = ()  # samplers of the run that put something before every prompt
 
     def agreed(self) -> Evaluator:
@@ -80,7 +81,7 @@ class Evaluator:
             metrics["peak_memory_bytes"] = float(torch.cuda.max_memory_allocated())
         samples = self.resample(whole) if intervals else {}
         ranges = {name: self.interval(values, len(set(table.uids))) for name, values in samples.items()}
-        return Measured(metrics, ranges, rollouts, table)
+        return Measured(metrics, ranges, rollouts, table, self.correct)
 
     def resample(self, table: RewardTable) -> dict[str, Tensor]:
         """Compute metrics of bootstrap samples of prompts: (RESAMPLES,) each, NaN where a sample has none.

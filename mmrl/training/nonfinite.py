@@ -90,6 +90,7 @@ class Guard:
     of: str = ""  # name of a second model
     halved: bool = False
     skipped: int = 0  # optimizer steps not taken, of which `learn.max_skipped` are allowed
+    updates: int = 0  # optimizer steps of this step whose gradient was not 0
     written: int = 0  # files of rows to blame in this step
     rollouts: Rollouts = ()  # the rows of the batch
     current: Update | None = None  # the update that is under way
@@ -130,12 +131,13 @@ class Guard:
         method.optimizer.step()
         method.optimizer.zero_grad(set_to_none=True)
         self.meter.add({"grad_norm": torch.tensor(norm)}, 1.0)
+        self.updates += norm > 0
         self.meter.updates += 1  # a skipped update left no sums: `forget` undid them
         return True
 
     def end_step(self) -> None:
         """Free the batch of the step."""
-        self.current, self.written = None, 0
+        self.current, self.written, self.updates = None, 0, 0
 
     def passes(self, norm: float) -> bool:
         """Return whether an optimizer step may be taken; else write its rows down, and stop or count.

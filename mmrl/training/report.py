@@ -174,7 +174,8 @@ class Reporter:
 
     def _beside_first(self, name: str, measured: Measured) -> str:
         low, high = measured.intervals[name]
-        words = f"{name} {measured.metrics[name]:.4g} ({low:.4g} to {high:.4g})"
+        spread = f"{low:.4g} to {high:.4g}" if low < high else "the same for every prompt"
+        words = f"{name} {measured.metrics[name]:.4g} ({spread})"
         match self.first_value(name):
             case (step, value):
                 words += f", {value:.4g} at {f'step {step}' if step else 'the start'}"
