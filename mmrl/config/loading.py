@@ -82,7 +82,9 @@ def change(raw: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
 
 def _read_file(path: Path, above: tuple[Path, ...]) -> dict[str, Any]:
     """Read a file and what it includes; `above` are the files that include it."""
-    path = _locate(path, above)
+    from mmrl.config.paths import expanded  # which raises the error of this file
+
+    path = _locate(Path(expanded(str(path))), above)
     if path in above:
         raise ConfigError(f"'{path}' includes itself through {[str(p) for p in above]}")
     try:
@@ -164,7 +166,9 @@ def _check_plain(value: Any, place: str) -> None:
             for inner in value:
                 _check_plain(inner, place)
         case str() if "${" in value:
-            raise ConfigError(f"{place}: '{value}' looks like an interpolation; write the value itself")
+            raise ConfigError(
+                f"{place}: '{value}' looks like an interpolation; write the value itself, or $HOME"
+            )
 
 
 def merge(below: Any, above: Any) -> Any:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from mmrl.config.loading import ConfigError, change, merge, read
+from mmrl.config.paths import expanded
 from mmrl.config.plain import as_mapping
 from mmrl.config.registry import find
 from mmrl.config.schema import Config, EvaluateConfig, Piece, as_plain, load, parse, parse_some
@@ -105,7 +106,7 @@ def resolve(
 def _resolve(source: Any, overrides: Sequence[str]) -> ModelSource:
     if is_dataclass(source):
         return ModelSource(parse(change(as_plain(source), overrides), type(source)))
-    path = Path(source).expanduser()
+    path = Path(expanded(str(source)))
     if path.is_dir():
         run = _run_of(path)
         return _checkpoint(*run, overrides) if run else _model(str(path), overrides)
@@ -204,8 +205,8 @@ def _model(name: str, overrides: Sequence[str]) -> ModelSource:
 
 def _folder(name: str) -> Path | None:
     """Return the folder of a model; of one of the hub only where there are files in it for mmrl to read."""
-    if Path(name).expanduser().is_dir():
-        return Path(name).expanduser()
+    if Path(name).is_dir():
+        return Path(name)
     if not any(_on_hub(name, file) for file in (ADAPTERS[0], TRANSFORMS, CACHE)):
         return None
     from huggingface_hub import snapshot_download
@@ -215,7 +216,7 @@ def _folder(name: str) -> Path | None:
 
 def names_pipeline(name: str) -> bool:
     """Return whether a folder or a model of the hub is a pipeline of diffusers."""
-    folder = Path(name).expanduser()
+    folder = Path(expanded(name))
     return (folder / PIPELINE).is_file() if folder.is_dir() else _on_hub(name, PIPELINE)
 
 
