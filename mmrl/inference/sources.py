@@ -15,7 +15,7 @@ from mmrl.config.plain import as_mapping
 from mmrl.config.registry import find
 from mmrl.config.schema import Config, EvaluateConfig, Piece, as_plain, load, parse, parse_some
 from mmrl.config.sweep import setting_of
-from mmrl.runtime.checkpoint import MODEL, checkpoints, step_of
+from mmrl.runtime.checkpoint import MODEL, finished, step_of
 from mmrl.runtime.stages import last_finished
 
 ADAPTERS = ("adapter_config.json", "pytorch_lora_weights.safetensors")  # of peft and of diffusers
@@ -155,7 +155,7 @@ def _run_of(folder: Path) -> tuple[Path, Path] | None:
     if stage := last_finished(folder):
         return stage.parent, stage / MODEL
     if (folder / "config.yaml").is_file():
-        saved = [found / MODEL for found in checkpoints(folder)]
+        saved = [found / MODEL for found in finished(folder)]
         if not saved:
             raise ConfigError(f"the run '{folder}' has no checkpoint yet; train on, or name its config.yaml")
         return folder, saved[0]

@@ -142,7 +142,7 @@ def check_replaceable(folder: Path, by: str, *, overwrite: bool = False, **facts
 def _trained(folder: Path) -> bool:
     """Return whether there is a run, or the stages of one."""
     config = folder / "config.yaml"
-    if (folder / "stages.json").is_file() or next(folder.glob("checkpoint-*/trainer_state.json"), None):
+    if (folder / "stages.json").is_file() or next(folder.glob("checkpoint-*/SHA256SUMS"), None):
         return True
     if not config.is_file():
         return False

@@ -177,7 +177,7 @@ def test_only_what_an_export_left_is_replaced(mmrl, configuration, tmp_path, mon
         patched.setattr("mmrl.build._load_policy", lambda *given: pytest.fail("weights were loaded"))
         for options in ((), ("--overwrite",)):
             code, _, err = mmrl("export", source, mine, *options)
-            assert code == 2 and "'{}' holds mine.txt, which no `mmrl export` made".format(mine) in err
+            assert code == 2 and f"'{mine}' holds mine.txt, which no `mmrl export` made" in err
     assert [path.name for path in mine.iterdir()] == ["mine.txt"]
     assert mmrl("export", source, output)[0] == 0
     (output / "older.bin").write_bytes(b"older")
