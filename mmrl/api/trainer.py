@@ -10,8 +10,7 @@ from typing import Any, NamedTuple
 from mmrl.api.callbacks import add_callback
 from mmrl.api.configuration import Factories, Reward, Tool, configuration, data_piece
 from mmrl.build import build, held_out, make_evaluator
-from mmrl.config.loading import ConfigError
-from mmrl.config.paths import expanded
+from mmrl.config.loading import ConfigError, expanded
 from mmrl.config.schema import Config, as_piece, as_plain
 from mmrl.core.reward_table import Measured
 from mmrl.inference.session import as_answer

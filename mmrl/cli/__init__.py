@@ -20,8 +20,7 @@ from typing import Any, NoReturn
 from mmrl import __version__
 from mmrl.cli import completion
 from mmrl.cli.command import COMMANDS, one_line
-from mmrl.config.loading import ConfigError, nearest
-from mmrl.config.paths import expanded
+from mmrl.config.loading import ConfigError, expanded, nearest
 
 PROSE = {"prompt", "message", "overrides"}  # arguments that are never a path; configurations expand their own
 

@@ -11,8 +11,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import nn
 
-from mmrl.config.loading import ConfigError
-from mmrl.config.paths import expanded
+from mmrl.config.loading import ConfigError, expanded
 from mmrl.config.plain import as_mapping
 from mmrl.config.registry import find
 from mmrl.config.schema import as_plain, load

@@ -9,8 +9,7 @@ from dataclasses import dataclass, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from mmrl.config.loading import ConfigError, change, merge, read
-from mmrl.config.paths import expanded
+from mmrl.config.loading import ConfigError, change, expanded, merge, read
 from mmrl.config.plain import as_mapping
 from mmrl.config.registry import find
 from mmrl.config.schema import Config, EvaluateConfig, Piece, as_plain, load, parse, parse_some

@@ -6,8 +6,7 @@ import pytest
 
 from mmrl.build import load_engine
 from mmrl.cli import main
-from mmrl.config.loading import ConfigError
-from mmrl.config.paths import expanded
+from mmrl.config.loading import ConfigError, expanded
 from mmrl.config.schema import BuildConfig, Config, load, parse
 from mmrl.config.stages import load_stages
 from tests.support.toys import plan
