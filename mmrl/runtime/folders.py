@@ -89,7 +89,7 @@ def _listed(paths: Sequence[Path]) -> str:
 
 @contextmanager
 def making(folder: Path, by: str, *, overwrite: bool = False, **facts: Any) -> Iterator[Path]:
-    """Yield an empty folder for what a command makes; at the end, that takes the place of the content.
+    """Yield the folder that a command is to make; at the end, that takes the place of the content.
 
     A process that is killed leaves the content as it was. Where the same command made the folder from the
     same `facts`, it may do so again.
@@ -104,7 +104,7 @@ def making(folder: Path, by: str, *, overwrite: bool = False, **facts: Any) -> I
             check_replaceable(folder, by, overwrite=overwrite, **facts)  # another may have just finished
             remove(unfinished)  # of a process that was killed
             made = unfinished / "new" / folder.resolve().name  # some builders write the name of their folder
-            made.mkdir(parents=True)
+            made.parent.mkdir(parents=True)  # the folder itself is made by who fills it
             try:
                 yield made
                 check_replaceable(folder, by, overwrite=overwrite, **facts)  # others do not ask for the lock

@@ -51,6 +51,7 @@ def test_what_fails_leaves_everything_as_it_was(tmp_path):
     (out / ".unfinished").mkdir()  # of a process that was killed
     (out / ".unfinished" / "half").write_text("")
     with pytest.raises(RuntimeError), making(out, "build", overwrite=True) as folder:
+        assert not folder.exists()
         raise RuntimeError
     assert files(out) == ["whole"] and not (out / ".unfinished").exists()
 
@@ -68,7 +69,7 @@ def test_two_at_once_do_not_mix_and_a_dead_owner_holds_nothing(tmp_path):
     code = (
         "import os, sys; from pathlib import Path; from mmrl.runtime.folders import making\n"
         "with making(Path(sys.argv[1]), 'build') as folder:\n"
-        "    (folder / 'half').write_text(''); os.kill(os.getpid(), 9)"
+        "    folder.mkdir(); (folder / 'half').write_text(''); os.kill(os.getpid(), 9)"
     )
     assert subprocess.run([sys.executable, "-c", code, tmp_path / "new"], check=False).returncode == -9
     with making(tmp_path / "new", "build") as folder:
