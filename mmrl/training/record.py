@@ -46,7 +46,10 @@ def changed_defaults(old: Mapping[str, Any], new: Mapping[str, Any], given: Chan
     A default that was written out is no difference. An option that did not exist is one where it is given.
     """
     found = differences(old["config"], {k: v for k, v in new["config"].items() if k in old["config"]})
-    return {
+    later = {
+        key: both for key, both in given.items() if key.partition(".")[0] not in (*old["config"], *UNTOLD)
+    }
+    return later | {
         key: both
         for key, both in found.items()
         if both[0] != ABSENT or any(inside(key, name) or inside(name, key) for name in given)
