@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from mmrl.api.callbacks import add_callback
 from mmrl.api.configuration import Factories, Reward, Tool, configuration, data_piece
 from mmrl.build import build, held_out, make_evaluator
-from mmrl.config.loading import ConfigError
+from mmrl.config.loading import ConfigError, expanded
 from mmrl.config.schema import Config, as_piece, as_plain
 from mmrl.core.reward_table import Measured
 from mmrl.inference.session import as_answer
@@ -139,7 +139,7 @@ class Trainer:
 
     def save_model(self, output_dir: str | Path = "") -> Path:
         """Write the model as a folder that its library loads, by default `output_dir`/model."""
-        folder = Path(output_dir) if output_dir else self.run.folder / "model"
+        folder = Path(expanded(str(output_dir))) if output_dir else self.run.folder / "model"
         write_model(self.run, folder)
         return folder
 

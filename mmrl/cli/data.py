@@ -8,21 +8,42 @@ from pathlib import Path
 
 from mmrl.cli.command import CONFIG, OVERRIDES, argument, command, print_table
 from mmrl.config.loading import ConfigError
-from mmrl.config.schema import BuildConfig, load
+from mmrl.config.schema import BuildConfig, as_plain, load
 
 
-@command(CONFIG, OVERRIDES, examples=("mmrl build my_data.yaml output=data/mine",))
+@command(
+    CONFIG,
+    OVERRIDES,
+    argument("--overwrite", action="store_true", help="replace what another build left in the folder"),
+    examples=("mmrl build my_data.yaml output=data/mine",),
+)
 def build(given: argparse.Namespace) -> None:
-    """Build a data set or a model folder into the `output` of a configuration."""
+    """Build a data set or a model folder into the `output` of a configuration.
+
+    The folder is filled at the end, as a whole. The same configuration may be built again; what another one
+    built is replaced with --overwrite, and what no build made never is.
+    """
     from mmrl.config.binding import Pieces
     from mmrl.config.misplaced import check_all
     from mmrl.core.rng import Stream
+    from mmrl.runtime.folders import check_replaceable, making, mark
 
     config = load(given.config, given.overrides, BuildConfig)
     pieces = Pieces(Stream(config.seed))
     check_all(pieces, config)
     pieces.require_packages()
-    built = pieces.make_field(config, "build").build(Path(config.output))
+    output, builder = Path(config.output), pieces.make_field(config, "build")
+    goes_on = getattr(builder, "goes_on", False)
+    facts = (
+        {"builder": config.build.name} if goes_on else {"build": as_plain(config.build), "seed": config.seed}
+    )
+    if goes_on:  # from what a build that was killed left there, which it compares itself; on all processes
+        check_replaceable(output, "build", overwrite=given.overwrite, **facts)
+        mark(output, "build", **facts)
+        built = builder.build(output)
+    else:
+        with making(output, "build", overwrite=given.overwrite, **facts) as folder:
+            built = builder.build(folder)
     print(f"{config.output}: " + ", ".join(f"{name} {value}" for name, value in built.items()))
 
 

@@ -7,6 +7,8 @@ one replaces the earlier. There is no interpolation and no code in YAML.
 from __future__ import annotations
 
 import difflib
+import os
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import reduce
 from pathlib import Path
@@ -82,7 +84,7 @@ def change(raw: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
 
 def _read_file(path: Path, above: tuple[Path, ...]) -> dict[str, Any]:
     """Read a file and what it includes; `above` are the files that include it."""
-    path = _locate(path, above)
+    path = _locate(Path(expanded(str(path))), above)
     if path in above:
         raise ConfigError(f"'{path}' includes itself through {[str(p) for p in above]}")
     try:
@@ -164,7 +166,9 @@ def _check_plain(value: Any, place: str) -> None:
             for inner in value:
                 _check_plain(inner, place)
         case str() if "${" in value:
-            raise ConfigError(f"{place}: '{value}' looks like an interpolation; write the value itself")
+            raise ConfigError(
+                f"{place}: '{value}' looks like an interpolation; write the value itself, or $HOME"
+            )
 
 
 def merge(below: Any, above: Any) -> Any:
@@ -182,3 +186,56 @@ def merge(below: Any, above: Any) -> Any:
         case dict(), dict():
             return below | {k: merge(below[k], value) if k in below else value for k, value in above.items()}
     return above
+
+
+# ---- home folders and environment variables in paths
+
+VARIABLE = re.compile(r"\$([A-Za-z_]\w*)")
+PART = re.compile(r"(?:^|/)\$[A-Za-z_]\w*(?=/|$)")  # a variable that is a whole part of a path
+USER = re.compile(r"~(?:[a-z_][\w.-]*(?=/))?(?=/|$)")
+PLACES = ("output_dir", "output", "init_from", "path", "root", "model", "adapter")  # never anything but paths
+
+
+def expanded(text: str, place: str = "") -> str:
+    """Replace `~`, `~user` at the beginning of a path and `$NAME` anywhere in it, as a shell does.
+
+    A text counts as a path with variables where every `$` begins a name, and where it has no spaces or each
+    variable is a whole part between slashes; any other text is returned as it is.
+
+    Args:
+        text: A value of a configuration, or an argument of a command.
+        place: The dotted key that it stands at, for errors.
+
+    Raises:
+        ConfigError: There is no such user, or the variable is not set or empty.
+    """
+    at = f"'{place}': " if place else ""
+    if home := USER.match(text):
+        found = os.path.expanduser(home[0])
+        if found.startswith("~"):
+            raise ConfigError(f"{at}there is no user '{found[1:]}' for '{text}'; write the whole path")
+        text = found + text[home.end() :]
+    names = VARIABLE.findall(text)
+    spaced = re.search(r"\s", text) and len(PART.findall(text)) != len(names)
+    if not names or text.count("$") != len(names) or "\\" in text or spaced:
+        return text
+    missing = [name for name in names if not os.environ.get(name)]
+    if not missing:
+        return VARIABLE.sub(lambda found: os.environ[found[1]], text)
+    if Path(text).exists() or not ("/" in text or place.rpartition(".")[2] in PLACES):
+        return text  # a file may have such a name
+    raise ConfigError(
+        f"{at}the environment variable {missing[0]} of '{text}' is not set; write the whole path"
+    )
+
+
+def expand_all(value: Any, place: str = "") -> Any:
+    """Expand every text in plain values, at any depth."""
+    match value:
+        case str():
+            return expanded(value, place)
+        case dict() | Mapping():
+            return {k: expand_all(inner, f"{place}.{k}" if place else str(k)) for k, inner in value.items()}
+        case list() | tuple():
+            return [expand_all(inner, f"{place}[{i}]") for i, inner in enumerate(value)]
+    return value

@@ -18,7 +18,7 @@ from typing import Annotated, Any, Literal
 
 from omegaconf import OmegaConf
 
-from mmrl.config.loading import ConfigError, UnknownKey, read, without_stages
+from mmrl.config.loading import ConfigError, UnknownKey, expand_all, read, without_stages
 from mmrl.config.plain import check_finite
 from mmrl.config.ranges import NonNegativeFloat, NonNegativeInt, PositiveInt, Range, bounds_of, marks
 
@@ -247,9 +247,9 @@ def parse(raw: Mapping[str, Any], kind: type, *, part: bool = False) -> Any:
     """Convert plain mappings into a configuration dataclass; an error names the key.
 
     Of a `part` required keys may be absent, and are then None. A list or mapping that is None is empty; for
-    any other key None stands for its default.
+    any other key None stands for its default. `~` and `$NAME` in paths are expanded (`loading.expanded`).
     """
-    raw = without_stages(raw)
+    raw = expand_all(without_stages(raw))
     try:
         return _parse(raw, kind, "", part)
     except UnknownKey as error:

@@ -75,13 +75,33 @@ def locked(folder: Path, processes: Processes) -> Iterator[None]:
     with ExitStack() as stack:
         with processes.agreeing(f"locking '{folder}'"):
             if processes.main:
-                folder.mkdir(parents=True, exist_ok=True)
-                file = stack.enter_context((folder / LOCK).open("a+"))  # "w" would wipe the name of the owner
-                _flock(file, fcntl.LOCK_EX, folder)
-                file.truncate(0)
-                file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
-                file.flush()
+                stack.enter_context(hold(folder))
         yield
+
+
+@contextmanager
+def hold(folder: Path, *, leave: bool = True) -> Iterator[None]:
+    """Lock a folder for this process; raises `ConfigError` where another one has the lock.
+
+    The kernel releases the lock when the process ends in any way. Its file is removed unless `leave` is on.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / LOCK
+    with ExitStack() as stack:
+        while True:
+            file = stack.enter_context(path.open("a+"))  # "w" would wipe the name of the owner
+            _flock(file, fcntl.LOCK_EX, folder)
+            # An owner that ended meanwhile may have removed the file.
+            if path.exists() and os.path.samestat(os.fstat(file.fileno()), path.stat()):
+                break
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+        file.flush()
+        try:
+            yield
+        finally:
+            if not leave:
+                path.unlink(missing_ok=True)
 
 
 def check_free(folder: Path) -> None:

@@ -111,6 +111,7 @@ class Run:
     untouched: list[str] | None = None  # trained parameters without a gradient in the first update
     final: Measured | None = None  # the evaluation after the last step
     ahead: Ahead | None = None  # rollouts of the next step that were asked for
+    made_with: Mapping[str, Any] = field(default_factory=dict)  # `record_of` it, and `run`, how it was begun
 
     def __post_init__(self) -> None:
         say, steps = self.report.console.say, self.config.learn.micro_batch_steps
