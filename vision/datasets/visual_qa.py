@@ -5,18 +5,17 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from string import ascii_uppercase
 from typing import Literal
 
 from mmrl.config.ranges import NonNegativeInt, PositiveFloat, PositiveInt
 from mmrl.config.registry import data
 from mmrl.core.types import Message, Outcome, Part, Prompt
 from mmrl.data.dataset_io import DataRow, Rows, read_prompts
-from mmrl.data.fields import RowError, fill_template, listed, template_fields, text, uid_of
+from mmrl.data.fields import fill_template, template_fields, text, uid_of
 from mmrl.data.messages import interleaved
 from mmrl.data.row_fields import declared, has_content
 from mmrl.vision.media.media_root import COLUMNS, EITHER, MediaRoot, media_of
-from mmrl.vision.media.prompts import answer_of, answers_of
+from mmrl.vision.media.prompts import answers_of, lettered
 from mmrl.vision.media.video import FrameSampling
 
 log = logging.getLogger("mmrl")
@@ -66,13 +65,10 @@ def visual_qa(
         fields = {**row.columns, **renamed}
         words = {**fields, "question": text(fields.get("question"), "question")}
         if fields.get("choices") is not None:
-            choices = listed(fields["choices"], "choices")
-            choices = [answer_of(choice, f"choices[{i}]") for i, choice in enumerate(choices)]
-            if len(choices) > (most := len(ascii_uppercase)):
-                raise RowError(f"wanted at most {most} `choices`, one a letter, got {len(choices)}")
-            lines = (f"{letter}. {choice}" for letter, choice in zip(ascii_uppercase, choices, strict=False))
+            lines = lettered(fields["choices"])
             words["choices"] = "\n".join(lines)
-            if "choices" not in template_fields(prompt) and any(c not in words["question"] for c in choices):
+            shown = all(line.partition(" ")[2] in words["question"] for line in lines)
+            if "choices" not in template_fields(prompt) and not shown:
                 unseen.add(row.place)
         target = answers_of(fields)
         question = fill_template(prompt, words)
