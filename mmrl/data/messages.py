@@ -208,6 +208,8 @@ def asked_of(fields: Mapping[str, Any]) -> Any:
     `messages` may go on with one answer. Raises RowError where the columns say different things.
     """
     asked = next((fields[name] for name in ASKED if has_content(fields.get(name))), fields.get("prompt"))
+    if any(has_content(fields.get(name)) and fields[name] != asked for name in ASKED):
+        raise RowError(f"the row asks in {' and '.join(ASKED)}, and not the same; keep one of them")
     messages = fields.get("messages")
     if has_content(messages):
         if has_content(asked):

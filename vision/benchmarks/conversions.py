@@ -130,7 +130,10 @@ def write_row(row: Row, toolkit: Toolkit) -> dict[str, Any]:
         target["answer"] = answer
     if label is not None:
         target["kto_tag" if toolkit == "llama_factory" and type(label) is bool else "label"] = label
-    return {"messages": messages, **media, **target, **_others(row)}
+    others = _others(row)
+    if taken := sorted(set(CONVERTED[toolkit].split()) & set(others)):
+        raise RowError(f"the column `{taken[0]}` of the row means something else in {toolkit}; rename it")
+    return {"messages": messages, **media, **target, **others}
 
 
 def _for_verl(row: Row, messages: list[Any], media: Row, said: str | None) -> dict[str, Any]:

@@ -93,11 +93,13 @@ class _StepRows:
             except RowError as error:
                 yield DataRow(row.place, row.split, fault=str(error))
                 continue
+            shared = {key: value for key, value in row.columns.items() if key not in ("steps", "id", "split")}
             for i, step in enumerate(fields):
-                whole = {key: value for key, value in row.columns.items() if key not in ("steps", "id")}
-                whole |= {key: value for key, value in step.items() if has_content(value) or key not in whole}
-                whole |= {"uid": f"{base}/{i}", "row": base}
-                yield DataRow(f"{row.place} steps[{i}]", row.split, whole)
+                own = {key: value for key, value in step.items() if has_content(value) or key not in shared}
+                twice = [key for key in own if key != "images" and own[key] != shared.get(key, own[key])]
+                fault = f"`{twice[0]}` of the step is not that of its row; keep one" if twice else ""
+                whole = {**shared, **own, "uid": f"{base}/{i}", "row": base}
+                yield DataRow(f"{row.place} steps[{i}]", row.split, whole, fault)
 
 
 def _as_answers(value: Any) -> Mapping[str, Any]:
