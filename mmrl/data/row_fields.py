@@ -32,15 +32,15 @@ ASKING: dict[str, str] = {
     **dict.fromkeys(MEDIA_COLUMNS, SHOWN),
     **dict.fromkeys(("tools", "functions"), "give tools to the run's engine, by `tools`"),
     **dict.fromkeys(("rejected_images", "chosen_images"), "both answers of a pair are about the same images"),
-    **dict.fromkeys(("conversations", "conversation", "instruction", "input", "history"), TOOLKIT),
-    **dict.fromkeys(("query", "response", "output"), TOOLKIT),
+    **dict.fromkeys(("conversations", "conversation", "instruction", "input", "query", "history"), TOOLKIT),
     "system": "put it before the question, as a message of the role `system`",
     "chat_template_kwargs": "give the policy such a chat template",
 }
-# Columns that say what answers are worth, which rewards can read by name.
+# Columns of answers and what they are worth, which rewards can read by name.
 JUDGING: dict[str, str] = {
     **dict.fromkeys(("chosen", "rejected", "preferred_output", "non_preferred_output"), PAIRS),
-    **dict.fromkeys(("rejected_response", "rejected_messages", "reward_model", "objects"), TOOLKIT),
+    **dict.fromkeys(("rejected_response", "rejected_messages", "response", "output"), TOOLKIT),
+    **dict.fromkeys(("reward_model", "objects"), TOOLKIT),
     **dict.fromkeys(("completion", "completions"), "`vision.conversations` reads one recorded answer"),
     **dict.fromkeys(("label", "labels", "kto_tag"), "keep the rows of wanted answers, or make pairs of them"),
     "choices": "write them into the question, or read rows with `vision.visual_qa`",
