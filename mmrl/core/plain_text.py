@@ -1,9 +1,9 @@
 """Plain text: words of data, tools and models never become control tokens of the model that reads them.
 
-A control token is a word such as <|im_end|> that a chat template writes to begin and end turns. Tokenizers find
-these words in any text. So a text is marked before it enters a template: `BREAK` stands inside of each control
-word. Where a mark is left in what a template has written, a tokenizer reads the two sides of it apart, and the
-model sees the same characters as ordinary tokens. Any other text is tokenized as if nothing had been done.
+A control token is a word such as <|im_end|> that a chat template writes to begin and end turns. Tokenizers
+find these words in any text. So a text is marked before it enters a template: `BREAK` stands inside of each
+control word. Where a mark is left in what a template has written, a tokenizer reads its two sides apart, and
+the model sees the same characters as ordinary tokens. Any other text is tokenized as if nothing was done.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def block_after(written: str) -> str:
 def inside(block: str, texts: Sequence[str]) -> list[str]:
     """Part the marks of a block by a space in texts that stand inside of it, one after the other.
 
-    Where </tool_response> is no token of its own, a model reads no difference between the template's and another.
+    Where </tool_response> is no token of its own, nothing else tells the template's mark from that of a text.
     """
     mark = re.compile(rf"[<\[](?=\s*/?\s*{re.escape(block)}\s*[>\]])", re.IGNORECASE)
     parted = list(texts)

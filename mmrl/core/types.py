@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from mmrl.core.plain_text import whole
 from mmrl.core.tool_calls import Call, CallError
 
 
@@ -62,6 +63,9 @@ class Part:
     text: str = ""
     media: Media | None = None
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "text", whole(self.text))
+
 
 @dataclass(frozen=True)
 class Message:
@@ -100,6 +104,10 @@ class Outcome:
     recorded: Mapping[str, float] = field(default_factory=dict)
     tokens: tuple[int, ...] | None = None
     environment: Any = None
+
+    def __post_init__(self) -> None:
+        if self.text is not None:
+            object.__setattr__(self, "text", whole(self.text))
 
 
 @dataclass(frozen=True)

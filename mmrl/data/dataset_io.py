@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from mmrl.config import objects
+from mmrl.core.plain_text import each_text, whole
 from mmrl.core.types import Prompt
 from mmrl.data.fields import RowError, short
 from mmrl.data.object_rows import loose_rows, tables
@@ -107,14 +108,14 @@ def read_prompts(
     """
     ids = UniqueIds()
 
-    def whole(row: DataRow, number: int) -> Prompt | None:
+    def prompt_of(row: DataRow, number: int) -> Prompt | None:
         prompt = make(row, number)
         return prompt and replace(prompt, split=row.split)
 
-    places = Places(whole)
+    places = Places(prompt_of)
 
     def add_unique(row: DataRow, number: int) -> int | None:
-        if prompt := whole(row, number):
+        if prompt := prompt_of(row, number):
             ids.add(prompt.uid, row.place)
             return places.add(prompt, row.found, number)
         return None
@@ -356,12 +357,12 @@ def write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> int:
     if path.suffix == ".jsonl":  # as they come; the other forms need all of them at once
         with path.open("w", encoding="utf-8") as file:
             for row in rows:
-                file.write(json.dumps(row, ensure_ascii=False) + "\n")
+                file.write(whole(json.dumps(row, ensure_ascii=False)) + "\n")
                 count += 1
         return count
-    listed = [dict(row) for row in rows]
+    listed = [each_text(row, whole) for row in rows]
     if path.suffix == ".json":
-        path.write_text(json.dumps(listed, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
+        path.write_text(whole(json.dumps(listed, ensure_ascii=False, indent=1)) + "\n", encoding="utf-8")
     elif path.suffix == ".parquet":
         import pyarrow
         from pyarrow import parquet

@@ -19,6 +19,7 @@ from mmrl.config.loading import nearest
 from mmrl.config.plain import as_list
 from mmrl.config.ranges import PositiveFloat, PositiveInt
 from mmrl.config.registry import reward
+from mmrl.core import plain_text
 from mmrl.core.types import Outcome, Prompt
 
 WEIGHT = 2.5  # of CLIPScore, arXiv 2104.08718
@@ -131,7 +132,7 @@ class ClipScore:
 
     def _parts(self, text: str, always: bool) -> list[str]:
         """Split a text into parts that the model can read, each with the prefix; empty for an empty text."""
-        text = text.encode("utf-8", "replace").decode()  # tokenizers refuse half a surrogate pair
+        text = plain_text.whole(text)
         if not text.strip():
             return []
         fits = lambda part: self.towers.fits(self.prefix + part)
