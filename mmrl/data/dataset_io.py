@@ -32,10 +32,14 @@ log = logging.getLogger("mmrl")
 
 @dataclass(frozen=True)
 class Rows:
-    """All rows of a file or folder, read anew in every iteration; media paths are relative to `root`."""
+    """All rows of a file or folder, read anew in every iteration; media paths are relative to `root`.
+
+    `special` are the special tokens of the model that the rows are for, where that is known.
+    """
 
     path: Path
     root: Path
+    special: frozenset[str] = frozenset()
 
     def __iter__(self) -> Iterator[DataRow]:
         if objects.is_object(str(self.path)):
