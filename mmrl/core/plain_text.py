@@ -83,12 +83,16 @@ class PlainText:
         tokenizer: A tokenizer of transformers, which is left as it is.
         more: Further words that no text may become.
         mark: What stands inside of control words; a character that the texts do not hold.
+        any_case: The tokenizer, or what hands it texts, makes capitals small.
     """
 
-    def __init__(self, tokenizer: Any, more: Iterable[str] = (), mark: str = BREAK) -> None:
+    def __init__(
+        self, tokenizer: Any, more: Iterable[str] = (), mark: str = BREAK, any_case: bool = False
+    ) -> None:
         self.source, self.mark = tokenizer, mark
         words = {word for word in {*control_words(tokenizer), *more} if len(word) > 1}
-        self.pattern = re.compile("|".join(map(re.escape, sorted(words, key=len, reverse=True))) or "(?!)")
+        longest_first = "|".join(map(re.escape, sorted(words, key=len, reverse=True)))
+        self.pattern = re.compile(longest_first or "(?!)", re.IGNORECASE if any_case else 0)
         self.begun = {word[:end] for word in words for end in range(1, len(word))}
         self.longest = max(map(len, self.begun), default=0)
 
@@ -103,7 +107,11 @@ class PlainText:
 
     def ids(self, text: str) -> list[int]:
         """Tokenize a text that no template has written, without the tokens that begin and end a sequence."""
-        return self.tokenizer(self.settled(self.marked(text)), add_special_tokens=False)["input_ids"]
+        return self.batch([text], add_special_tokens=False)["input_ids"][0]
+
+    def batch(self, texts: Iterable[str], **options: Any) -> Any:
+        """Tokenize texts that no template has written, with the options of the tokenizer."""
+        return self.tokenizer([self.settled(self.marked(text)) for text in texts], **options)
 
     @cached_property
     def tokenizer(self) -> MarkedTokenizer:

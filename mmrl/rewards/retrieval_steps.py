@@ -88,8 +88,8 @@ class RouteReward:
         """Embed texts as unit vectors: (number of texts, width)."""
         vectors = []
         for at in range(0, len(texts), self.batch_size):
-            batch = self.plain.tokenizer(
-                [self.plain.settled(self.plain.marked(text)) for text in texts[at : at + self.batch_size]],
+            batch = self.plain.batch(
+                texts[at : at + self.batch_size],
                 padding=True,
                 truncation=True,
                 max_length=self.max_length,
