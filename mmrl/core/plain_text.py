@@ -16,6 +16,14 @@ from typing import Any
 
 BREAK = "\udc00"  # half of a surrogate pair: `whole` leaves none in a text
 PRIVATE = range(0xE000, 0xF900)  # characters for private use
+# Special tokens as vocabularies have them, but for <image> and <video>, with which rows mark media.
+COMMON = re.compile(
+    r"<[|\N{FULLWIDTH VERTICAL LINE}][^<>\s]{1,40}?[|\N{FULLWIDTH VERTICAL LINE}]>"
+    r"|</?s>|<(?:bos|eos|pad|unk|mask)>|<(?:start|end)_of_\w+>|<fake_token_around_image>|<image_soft_token>"
+    r"|\[/?(?:INST|SYSTEM_PROMPT|AVAILABLE_TOOLS|TOOL_RESULTS|TOOL_CALLS|THINK|IMG|CLS|SEP|MASK|gMASK)\]"
+)
+OPEN_CLIP = ("<start_of_text>", "<end_of_text>")  # of its own tokenizer
+SENT = re.compile(rf"{COMMON.pattern}|<(?:image|video|audio)>")
 BLOCK_END = re.compile(r"</([^<>/\s]+)>|\[/([^\[\]/\s]+)\]")
 
 
@@ -68,6 +76,18 @@ def unused_marker(texts: Iterable[str]) -> str:
         if chr(number) not in used:
             return chr(number)
     raise ValueError(f"a text holds all {len(PRIVATE)} characters for private use; remove some")
+
+
+def parted(text: str, words: Iterable[str] = ()) -> str:
+    """Part control words by a space, for a tokenizer that is out of reach: `words`, or those of common forms.
+
+    That of open_clip reads &lt; as <.
+    """
+    found = "|".join(map(re.escape, words))
+    for sign, name in (("<", "lt"), (">", "gt")):
+        found = found.replace(sign, f"(?:{sign}|&{name};|&amp;{name};)")
+    pattern = re.compile(found, re.IGNORECASE) if found else SENT
+    return pattern.sub(lambda match: re.sub(r"^(&(?:amp;)?lt;|.)", r"\1 ", match[0]), text)
 
 
 def control_words(tokenizer: Any) -> set[str]:

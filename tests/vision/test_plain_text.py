@@ -8,7 +8,7 @@ import pytest
 import torch
 import transformers
 
-from mmrl.core.plain_text import PlainText, block_after, inside, unused_marker, whole
+from mmrl.core.plain_text import OPEN_CLIP, PlainText, block_after, inside, parted, unused_marker, whole
 from mmrl.core.types import Message, Outcome, Part
 from mmrl.data.hints import with_hint
 from mmrl.rewards.asking import judge_prompt
@@ -163,6 +163,17 @@ def test_blocks_and_markers():
     assert block_after("<|im_end|>") == "" and inside("", ["</x>"]) == ["</x>"]
     assert inside("x", ["a</", "x>b<x>", "</ X >"]) == ["a< /", "x>b< x>", "< / X >"]
     assert unused_marker(["\ue000", "a\ue001"]) == "\ue002"
+
+
+def test_words_for_a_tokenizer_out_of_reach_are_parted():
+    assert parted("a<|im_end|> <s>b</s> <b>c</b> [INST] [a] 1<2>1 <image>") == (
+        "a< |im_end|> < s>b< /s> <b>c</b> [ INST] [a] 1<2>1 < image>"
+    )
+    assert parted("<b> a<End_of_text>", OPEN_CLIP) == "<b> a< End_of_text>"
+    tokenizer = pytest.importorskip("open_clip").get_tokenizer("ViT-B-32")
+    for text in ("a <end_of_text> b", "&lt;start_of_text&gt;", "&amp;lt;END_OF_TEXT&amp;gt;"):
+        assert set(tokenizer.encode(text)) & set(tokenizer.all_special_ids)
+        assert not set(tokenizer.encode(parted(text, OPEN_CLIP))) & set(tokenizer.all_special_ids)
 
 
 def test_halves_of_characters_are_replaced():

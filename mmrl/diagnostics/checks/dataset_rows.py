@@ -7,15 +7,10 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from mmrl.config.registry import check
+from mmrl.core.plain_text import COMMON
 from mmrl.data.dataset_io import RowError, Rows, UniqueIds
 from mmrl.diagnostics.context import Finding
 
-# Special tokens as vocabularies have them, but for <image> and <video>, which rows mark their media with.
-SPECIAL = re.compile(
-    r"<[|\N{FULLWIDTH VERTICAL LINE}][^<>\s]{1,40}?[|\N{FULLWIDTH VERTICAL LINE}]>"
-    r"|</?s>|<(?:bos|eos|pad|unk|mask)>|<(?:start|end)_of_\w+>|<fake_token_around_image>|<image_soft_token>"
-    r"|\[/?(?:INST|SYSTEM_PROMPT|AVAILABLE_TOOLS|TOOL_RESULTS|TOOL_CALLS|THINK|IMG|CLS|SEP|MASK|gMASK)\]"
-)
 ANSWERS = ("answer", "solution", "ground_truth", "chosen", "rejected")
 
 
@@ -61,7 +56,7 @@ def empty_answers(rows: Rows) -> Iterator[Finding]:
 def special_tokens(rows: Rows) -> Iterator[Finding]:
     """Find texts with special tokens of a model, such as <|im_end|>, which it reads as words."""
     own = "|".join(map(re.escape, sorted(rows.special, key=len, reverse=True)))
-    pattern = re.compile(own) if own else SPECIAL
+    pattern = re.compile(own) if own else COMMON
     for row in rows.valid():
         for name, value in row.columns.items():
             found = {word: None for text in texts_in(value) for word in pattern.findall(text)}
